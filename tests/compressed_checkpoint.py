@@ -22,7 +22,7 @@ WIDE = ("embed_tokens", "lm_head", "norm", "mlp.gate.", "bias")  # what such che
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # hidden size, expert's: for fp8 more than one block each way, the last with fewer weights
 SIZES = {"fp8": (160, 136), "int4": (160, 96), "int4 in 128": (256, 128), "int8": (160, 96), "int8 by row": (160, 96)}
-SIZES |= {"fp8 of powers": (160, 136), "mxfp4": (160, 96), "mxfp4 of experts": (160, 96)}
+SIZES |= {"fp8 of powers": (160, 136), "fp8 of bfloat16": (160, 136), "mxfp4": (160, 96), "mxfp4 of experts": (160, 96)}
 
 
 def compressed_tensors(layout: str, **weights: Any) -> dict[str, Any]:
@@ -34,6 +34,7 @@ def compressed_tensors(layout: str, **weights: Any) -> dict[str, Any]:
 QUANTIZATION = {
     "fp8": FP8,
     "fp8 of powers": FP8 | {"scale_fmt": "ue8m0"},
+    "fp8 of bfloat16": FP8 | {"scale_fmt": "float"},  # Qwen3's
     "int4": compressed_tensors("pack-quantized", num_bits=4, type="int", strategy="group", group_size=32),
     "int4 in 128": compressed_tensors("pack-quantized", num_bits=4, type="int", strategy="group", group_size=128),
     "int8": compressed_tensors("pack-quantized", num_bits=8, type="int", strategy="group", group_size=32),
@@ -83,6 +84,9 @@ def _drawn(kind: str, shape: tuple[int, ...], rng: np.random.Generator) -> tuple
         stored = scales = rng.uniform(0.002, 0.004, (-(-rows // 128), -(-columns // 128))).astype(np.float32)
         if kind == "fp8 of powers":
             stored = np.exp2(np.round(np.log2(scales))).astype(jnp.float8_e8m0fnu)
+            scales = stored.astype(np.float32)
+        if kind == "fp8 of bfloat16":
+            stored = scales.astype(jnp.bfloat16)
             scales = stored.astype(np.float32)
         values = (30 * rng.normal(size=shape)).astype(jnp.float8_e4m3fn)
         factors = np.array([[scales[n // 128, k // 128] for k in range(columns)] for n in range(rows)])

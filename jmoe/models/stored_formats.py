@@ -2,15 +2,16 @@
 
 Legend: N outputs (rows of a stored matrix), K inputs, G inputs under one scale.
 
-- `fp8`: DeepSeek-V3 and Qwen3's FP8 releases. `W` E4M3 [N, K], `W_scale_inv` float32 [N / 128, K / 128]; with
-  `scale_fmt: ue8m0` powers of two, in float32 or E8M0.
+- `fp8`: DeepSeek-V3 and Qwen3's FP8 releases. `W` E4M3 [N, K], `W_scale_inv` [N / 128, K / 128] in float32 or, in
+  Qwen3's, bfloat16; with `scale_fmt: ue8m0` powers of two, in float32 or E8M0.
 - compressed-tensors `pack-quantized` (Kimi-K2): `W_packed` int32 [N, K / 8] of 4-bit or [N, K / 4] of 8-bit integers
   with an offset, the lowest bits first; `W_scale` [N, K / G]; `W_shape` [2].
 - `int-quantized`: `W` int8 [N, K], `W_scale` [N, K / G].
 - `mxfp4-pack-quantized`: `W_packed` uint8 [N, K / 2], the lower four bits first, `W_scale` uint8 [N, K / 32].
 - `expert_dtype: fp4` (DeepSeek-V4): `W` int8 [N, K / 2], likewise, and E8M0 [N, K / 32] named `scale`, not `weight`.
 
-Scales of [N, 1] count for a whole row. What is kept for an expert is exact to the bit, or it is not kept.
+Scales of [N, 1] count for a whole row. What is kept for an expert is exact to the bit, or it is not kept. Activations
+are not rounded, whatever scheme a checkpoint was made for: `input_scale` and its like are left aside.
 """
 
 from abc import ABC, abstractmethod
@@ -34,10 +35,17 @@ _E2M1 = np.concatenate([_E2M1, -_E2M1])
 _WEIGHT_FIELDS: dict[str, tuple[Any, ...]] = {
     "symmetric": (True,),
     "dynamic": (False, None),
-    "actorder": (None, False),
+    "actorder": (None, False, "static", "weight"),  # these two (one thing) store columns in their order
     "zp_dtype": (None,),
     "block_structure": (None,),
     "strategy": ("group", "channel"),
+}
+# Changes to what a compressed-tensors model computes beside its weights, and their forms that change nothing.
+_OTHER_CHANGES: dict[str, tuple[Any, ...]] = {
+    "transform_config": (None, {}, {"config_groups": {}}),
+    "sparsity_config": (None, {}),
+    "moe_sparsity_config": (None, {}),
+    "kv_cache_scheme": (None, {}),
 }
 
 
@@ -98,7 +106,7 @@ class Fp8Blocks(StoredFormat):
 
     def expected(self, n: int, k: int) -> list[tuple[tuple[str, ...], list[tuple[int, ...]]]]:
         blocks = -(-n // FP8.block), -(-k // FP8.block)
-        return [(("F8_E4M3",), [(n, k)]), (("F32", "F8_E8M0"), [blocks])]
+        return [(("F8_E4M3",), [(n, k)]), ((*SCALE_DTYPES, "F8_E8M0"), [blocks])]
 
     def kept(self, stored: Stored, name: str) -> Format | None:
         return FP8
@@ -253,7 +261,7 @@ def check_quantization(fields: Any, kind: str, expert_dtype: Any = None) -> None
         check(size == [FP8.block] * 2, prefix + "weight_block_size", size, f"must be [{FP8.block}, {FP8.block}]")
         check(number == "e4m3", prefix + "fmt", number, "must be e4m3")
         scales = fields.get("scale_fmt")
-        check(scales in (None, "ue8m0"), prefix + "scale_fmt", scales, "must be ue8m0, or none")
+        check(scales in (None, "float", "ue8m0"), prefix + "scale_fmt", scales, "must be ue8m0 or float, or none")
         experts = fields.get("expert_dtype", "fp8")
         check(experts == "fp8", prefix + "expert_dtype", experts, "must be fp8")
     if method == "compressed-tensors":
@@ -264,11 +272,17 @@ def _check_compressed_tensors(fields: dict[str, Any], prefix: str) -> None:
     formats = {"pack-quantized": "int", "int-quantized": "int", "mxfp4-pack-quantized": "float"}
     chosen = fields.get("format")
     check(chosen in formats, prefix + "format", chosen, f"must be {', '.join(formats)}")
+    for field, harmless in _OTHER_CHANGES.items():
+        value = fields.get(field)
+        is_dense = field == "sparsity_config" and isinstance(value, dict) and value.get("format") == "dense"
+        check(value in harmless or is_dense, prefix + field, value, "is not supported: must be null")
     groups = fields.get("config_groups")
     check(isinstance(groups, dict), prefix + "config_groups", groups, "must be a table")
     assert isinstance(groups, dict)
     for name, group in groups.items():
         weights, at = (group or {}).get("weights") or {}, f"{prefix}config_groups.{name}.weights."
+        own = (group or {}).get("format") or chosen
+        check(own == chosen, f"{prefix}config_groups.{name}.format", own, f"must be format = {chosen!r}, or none")
         bits, number = weights.get("num_bits"), weights.get("type", "int")
         usable = {"pack-quantized": (4, 8), "int-quantized": (8,), "mxfp4-pack-quantized": (4,)}[str(chosen)]
         known = f"must be {' or '.join(map(str, usable))} with format = {chosen!r}"

@@ -31,8 +31,10 @@ ALIGNMENT = 64  # bytes; what JAX takes on CPU without a copy
 CACHE_LINE_BYTES = 64
 FLOAT_DTYPES = ("F32", "BF16", "F16")
 KEPT_FLOAT32 = "e_score_correction_bias"  # transformers keeps it so whatever the model's dtype
-# What transformers leaves aside too: tables that older versions saved.
-IGNORED = re.compile(r"\.rotary_emb\.inv_freq$")
+# What changes no logits: tables that older versions of transformers saved, and scales of activations and of a cache of
+# keys and values in few bits, which are kept wide here.
+IGNORED = re.compile(r"\.rotary_emb\.inv_freq$|\.((in|out)put_(global_)?scale|activation_scale|[kqv]_scale)$")
+ZERO_POINT = ".weight_zero_point"  # of symmetric integers, some of which have one: zeros
 
 
 @dataclass(frozen=True)
@@ -141,12 +143,22 @@ def check_tensors(
         else:
             dtypes[parameter.path] = DTYPES[next(iter(kinds))]
     for name in sorted(stored.keys() - used):
-        tied = config.tie_word_embeddings and name == "lm_head.weight"
-        layer = re.match(r"model\.layers\.(\d+)\.", name)
-        predicts_further = config.kv_lora_rank and layer and int(layer[1]) >= config.num_hidden_layers
-        if not (tied or predicts_further or IGNORED.search(name)):
+        if not _changes_nothing(stored[name], config):
             raise stored[name].wrong("is unexpected: the configuration has no place for it")
     return dtypes
+
+
+def _changes_nothing(tensor: StoredTensor, config: ModelConfig) -> bool:
+    """Return whether a tensor that no parameter is made of may be left aside."""
+    layer = re.match(r"model\.layers\.(\d+)\.", tensor.name)
+    predicts_further = config.kv_lora_rank and layer and int(layer[1]) >= config.num_hidden_layers
+    if predicts_further or IGNORED.search(tensor.name):
+        return True
+    if tensor.name.endswith(ZERO_POINT) and tensor.dtype in DTYPES:
+        with TensorReader() as reader:
+            parts = reader.chunks(tensor, 0, math.prod(tensor.shape[:-1]))
+            return not any(values.view(np.uint8).any() for _, _, values in parts)
+    return config.tie_word_embeddings and tensor.name == "lm_head.weight"
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

@@ -127,6 +127,35 @@ def packed(layout: str, **weights: Any) -> dict[str, Any]:
     return {"quantization_config": compressed_tensors(layout, **weights)}
 
 
+ROTATIONS = {"config_groups": {"R4": {"type": "hadamard", "apply": [{"targets": ["down_proj"], "location": "input"}]}}}
+
+
+def changed_quantization(fields: dict[str, Any], **of_group: Any) -> dict[str, Any]:
+    described = packed("pack-quantized")["quantization_config"]
+    group = described["config_groups"]["group_0"] | of_group
+    return {"quantization_config": described | fields | {"config_groups": {"group_0": group}}}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        packed("pack-quantized", actorder="static"),
+        packed("pack-quantized", actorder="weight"),
+        changed_quantization({"transform_config": {}, "sparsity_config": {"format": "dense"}, "kv_cache_scheme": None}),
+        changed_quantization(
+            {"transform_config": {"config_groups": {}}, "sparsity_config": {}}, format="pack-quantized"
+        ),
+        changed_quantization(
+            {"quantization_status": "compressed", "global_compression_ratio": 1.5, "ignore": ["lm_head"]}
+        ),
+        changed_quantization({}, input_activations={"num_bits": 8, "dynamic": True}, output_activations=None),
+        {"quantization_config": FP8 | {"scale_fmt": "float", "activation_scheme": "static", "dequantize": False}},
+    ],
+)
+def test_quantizations_that_change_nothing_more(changes: dict[str, Any]) -> None:
+    assert model_config(fields_of("mixtral", **changes)) == model_config(fields_of("mixtral"))
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
@@ -178,7 +207,7 @@ def packed(layout: str, **weights: Any) -> dict[str, Any]:
         (
             "deepseek_v3",
             {"quantization_config": FP8 | {"scale_fmt": "e5m3"}},
-            "quantization_config.scale_fmt = 'e5m3': must be ue8m0, or none",
+            "quantization_config.scale_fmt = 'e5m3': must be ue8m0 or float, or none",
         ),
         ("gpt_oss", {"quantization_config": FP8}, "quant_method = 'fp8': must be mxfp4"),
         ("deepseek_v3", {"quantization_config": FP8 | {"expert_dtype": "fp4"}}, "expert_dtype = 'fp4': must be fp8"),
@@ -201,6 +230,22 @@ def packed(layout: str, **weights: Any) -> dict[str, Any]:
         ("mixtral", packed("pack-quantized", num_bits=3), "weights.num_bits = 3: must be 4 or 8 with format = 'pack-"),
         ("mixtral", packed("pack-quantized", symmetric=False), "group_0.weights.symmetric = False: must be True"),
         ("mixtral", packed("pack-quantized", actorder="group"), "group_0.weights.actorder = 'group': must be None"),
+        (
+            "mixtral",
+            changed_quantization({"transform_config": ROTATIONS}),
+            "quantization_config.transform_config = .*: is not supported: must be null",
+        ),
+        (
+            "mixtral",
+            changed_quantization({"kv_cache_scheme": {"num_bits": 8}}),
+            "kv_cache_scheme = .*: is not supported",
+        ),
+        (
+            "mixtral",
+            changed_quantization({"sparsity_config": {"format": "sparse-24-bitmask"}}),
+            "sparsity_config = .*: is",
+        ),
+        ("mixtral", changed_quantization({}, format="int-quantized"), "config_groups.group_0.format = 'int-quantized'"),
         ("mixtral", packed("mxfp4-pack-quantized"), "group_0.weights.type = 'int': must be 'float'"),
         ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit = 5.0: is not supported, only 7.0"),
         ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha = 1.0: is not supported"),

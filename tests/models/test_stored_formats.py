@@ -1,15 +1,19 @@
 """Checkpoints with compressed matrices: what they mean, whole and split, and every kind of wrong tensor."""
 
 import json
+import struct
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jmoe
 from jmoe.mesh import make_mesh
+from jmoe.models.lazy_checkpoint import LazyCheckpoint
+from kernels_pallas.compressed import FP8, SCALES
 from tests.compressed_checkpoint import QUANTIZATION, write_compressed_checkpoint
 from tests.models.test_pretrained import arrays_of, rewritten
 
@@ -48,12 +52,12 @@ def test_compressed_weights_are_their_values_times_their_scales(compressed: tupl
         (
             "fp8",
             lambda h: h[GATE + "_scale_inv"].update(shape=[4, 1]),
-            r"is F32 \[4, 1\], must be F32 or F8_E8M0",
+            r"is F32 \[4, 1\], must be BF16 or F16 or F32 or F8_E8M0",
         ),
         (
             "fp8",
             lambda h: h[GATE + "_scale_inv"].update(dtype="I32"),
-            r"is I32 .*, must be F32 or F8_E8M0 \[2, 2\]",
+            r"is I32 .*, must be BF16 or F16 or F32 or F8_E8M0 \[2, 2\]",
         ),
         ("fp8", lambda h: h.update({"x_scale_inv": h[GATE + "_scale_inv"]}), "x_scale_inv.* is unexpected"),
         ("int4", lambda h: h.pop(GATE + "_shape"), "needs '.*weight_shape', which is missing"),
@@ -74,3 +78,58 @@ def test_wrong_compressed_tensors(kind: str, change: Any, message: str, tmp_path
     write_compressed_checkpoint(kind, "qwen3_moe", tmp_path / "good", tmp_path / "wide")
     with pytest.raises(ValueError, match=message):
         jmoe.load_pretrained(rewritten(tmp_path / "good", tmp_path / "bad", change))
+
+
+def added(name: str, of: str, **entry: Any) -> Any:
+    return lambda header: header.update({name: header[of] | entry})
+
+
+@pytest.mark.parametrize(
+    ("name", "of", "entry"),
+    [
+        (GATE.replace("weight", "input_scale"), GATE + "_scale", {}),
+        (GATE.replace("weight", "input_global_scale"), GATE + "_scale", {}),
+        (GATE.replace("weight", "activation_scale"), GATE + "_scale", {}),
+        ("model.layers.2.self_attn.k_scale", GATE + "_scale", {}),
+        ("model.layers.2.self_attn.q_proj.output_scale", GATE + "_scale", {}),
+    ],
+)
+def test_scales_of_activations_are_left_aside(name: str, of: str, entry: Any, tmp_path: Path) -> None:
+    """They change no weight, and activations stay wide here."""
+    write_compressed_checkpoint("int4", "qwen3_moe", tmp_path / "good", tmp_path / "wide")
+    changed = rewritten(tmp_path / "good", tmp_path / "more", added(name, of, **entry))
+    expected = arrays_of(jmoe.load_pretrained(tmp_path / "wide"))
+    for path, array in arrays_of(jmoe.load_pretrained(changed, dtype="float32")).items():
+        np.testing.assert_array_equal(array, expected[path], path)
+
+
+@pytest.mark.parametrize("value", [0, 1])
+def test_zero_points_must_be_zero(value: int, tmp_path: Path) -> None:
+    write_compressed_checkpoint("int4", "qwen3_moe", tmp_path / "good", tmp_path / "wide")
+    folder = rewritten(tmp_path / "good", tmp_path / "more", lambda header: None)
+    file = folder / "model.safetensors"
+    raw = file.read_bytes()
+    length = struct.unpack("<Q", raw[:8])[0]
+    header = json.loads(raw[8 : 8 + length])
+    start = len(raw) - 8 - length
+    header[GATE + "_zero_point"] = {"dtype": "I8", "shape": [96, 5], "data_offsets": [start, start + 480]}
+    text = json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + length :] + bytes([0] * 479 + [value]))
+    if value:
+        with pytest.raises(ValueError, match=rf"tensor '{GATE}_zero_point' is unexpected"):
+            jmoe.load_pretrained(folder)
+    else:
+        jmoe.load_pretrained(folder)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "fp8 of bfloat16"])
+def test_experts_kept_as_they_are_stored(kind: str, tmp_path: Path) -> None:
+    """One by one, as an engine streams them: values as they are, scales of bfloat16 widened."""
+    write_compressed_checkpoint(kind, "qwen3_moe", tmp_path / "compressed", tmp_path / "wide")
+    with LazyCheckpoint(tmp_path / "compressed") as kept, LazyCheckpoint(tmp_path / "wide") as wide:
+        assert kept.stored_format is FP8
+        views = {name: np.empty(shape, dtype) for name, (shape, dtype) in kept.expert_fields.items()}
+        kept.fill_expert(2, 3, views)
+        for name, matrix in wide.expert(2, 3).items():
+            scales = np.repeat(views[name + SCALES], FP8.block, axis=0)[: matrix.shape[0]]
+            np.testing.assert_array_equal(views[name].view(jnp.float8_e4m3fn).astype(np.float32) * scales, matrix)
