@@ -20,7 +20,7 @@ from jmoe.config import ModelConfig, check
 from jmoe.deploy.cut import check_new_folder, new_model_folder, weight_bytes
 from jmoe.deploy.expert_layouts import LAYOUTS, ExpertLayout, expert_layout
 from jmoe.deploy.merged import hugging_face_folder
-from jmoe.models.huggingface import model_config
+from jmoe.models.huggingface import family_of, model_config
 from jmoe.models.pretrained import MAX_SHARD_BYTES, abstract_decoder, read_config
 from jmoe.models.safetensors_io import (
     DTYPES,
@@ -32,6 +32,7 @@ from jmoe.models.safetensors_io import (
     write_safetensors,
 )
 from jmoe.models.stored_formats import COMPRESSION_FIELDS, Fp8Blocks, StoredFormat, format_of_matrix
+from jmoe.models.tensor_names import are_fused
 from jmoe.models.weights import Parameter, Piece, check_tensors, parameters
 from jmoe.runtime import end_at_once_on_interrupt
 from jmoe.status import status
@@ -163,9 +164,11 @@ def compress_model(folder: Path, out: Path, experts: str) -> None:
     check(experts in LAYOUTS, "experts", experts, f"must be one of {', '.join(LAYOUTS)}")
     check_new_folder(out)
     fields = read_config(folder)
-    config, family = model_config(fields), fields["model_type"]
+    config, family = model_config(fields), family_of(fields)
     layout = expert_layout(experts, family)
     stored = read_headers(folder)
+    words = "its experts are fused, as transformers 5 holds them: write it anew first, with jmoe.save_pretrained"
+    check(not are_fused(stored, family), "MODEL", str(folder), words)
     wanted = parameters(abstract_decoder(config)[2], config, family)
     check_tensors(wanted, stored, folder, config, np.float32)
     matrices = [(piece, parameter) for parameter in wanted for piece in parameter.pieces()]

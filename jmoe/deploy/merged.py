@@ -13,6 +13,7 @@ from jmoe.deploy.merge import merge_run
 from jmoe.memory.direct_io import UNWRITABLE
 from jmoe.memory.identity import content_identity
 from jmoe.memory.record_store import locked
+from jmoe.models.pretrained import what_instead
 from jmoe.run.checkpoint import MANIFEST, Checkpoints
 from jmoe.status import status
 
@@ -36,7 +37,8 @@ def hugging_face_folder(
     """
     folder = Path(path).expanduser()
     if not folder.is_dir():
-        raise ValueError(f"{name} = {str(path)!r}: must be a folder; `make train` leaves a model in runs/tiny")
+        instead = what_instead(folder) or "`make train` leaves a model in runs/tiny"
+        raise ValueError(f"{name} = {str(path)!r}: must be a folder; {instead}")
     if not (folder / "checkpoints").is_dir():
         inside = folder / "model"
         if (inside / "config.json").is_file() and not (folder / "config.json").is_file():

@@ -27,7 +27,7 @@ from jmoe.deploy.merge import merge_run
 from jmoe.deploy.prune import LENGTH, MAX_TOKENS, PruneOptions, prune
 from jmoe.deploy.segment import segment
 from jmoe.inference.engine import open_checkpoint
-from jmoe.models.huggingface import changed_config
+from jmoe.models.huggingface import changed_config, family_of
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.models.tokenizer_file import tokenizer_file
 from jmoe.planning.segmentation import SegmentBy
@@ -158,7 +158,7 @@ def _check_stages(folder: Path, out: Path, stages: Stages, engine: EngineConfig)
         config = cut_config(config, range(config.num_hidden_layers), num_experts=stages.experts)
         changed_config(fields, config)
     if stages.weights is not None:
-        check_sizes(config, expert_layout(stages.weights, fields["model_type"]), stages.weights)
+        check_sizes(config, expert_layout(stages.weights, family_of(fields)), stages.weights)
     if stages.machines is not None:
         devices, here = _devices(stages.machines), jax.device_count()
         check(devices > 1, "machines", str(stages.machines), "has one device: must have several")

@@ -1,6 +1,7 @@
 """Hugging Face configurations as `ModelConfig`, and back.
 
-Defaults of fields that a `config.json` leaves out are those of the family's configuration class in transformers.
+`config_fields.py` lists what becomes of every field. Defaults of fields that a `config.json` leaves out are those of
+the family's configuration class in transformers.
 """
 
 import dataclasses
@@ -8,6 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from jmoe.config import ModelConfig, RouterConfig, YarnConfig, check, differences
+from jmoe.models.config_fields import check_supported
 from jmoe.models.stored_formats import COMPRESSION_FIELDS, check_quantization
 
 ARCHITECTURES = {
@@ -19,6 +21,7 @@ ARCHITECTURES = {
     "gpt_oss": "GptOssForCausalLM",
     "gpt_moe": "GptMoeForCausalLM",  # jmoe's own: transformers has no decoder like it
 }
+SAME_AS = {"kimi_k2": "deepseek_v3"}  # model types with the fields and tensors of another one
 # Read and written alike, under the names that `ModelConfig` has too.
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 _LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -62,32 +65,62 @@ class _Fields:
         value: bool = self._checked(name, default, (bool,), "true or false")
         return value
 
+    def nullable_flag(self, name: str, default: bool) -> bool:
+        """Return False where it says null, as transformers takes it; `default` where it says nothing."""
+        return self._fields.get(name, default) is not None and self.flag(name, default)
+
     def listed(self, name: str) -> tuple[Any, ...]:
         return tuple(self._checked(name, [], (list, tuple), "a list"))
 
-    def only(self, name: str, supported: Any, default: Any = None) -> None:
-        """Refuse an option that jmoe does not have."""
-        value = self.value(name, supported if default is None else default)
+    def only(self, name: str, supported: Any) -> None:
+        """Refuse another value than this one."""
+        value = self.value(name, supported)
         check(value == supported, self._prefix + name, value, f"is not supported, only {supported!r}")
 
 
+def _rope_table(fields: _Fields, name: str) -> dict[str, Any]:
+    table = fields.value(name) or {}
+    nested = not isinstance(table, dict) or any(isinstance(value, dict) for value in table.values())
+    check(not nested, name, table, "must be one flat table for all layers")
+    _Fields(table, f"{name}.").only("partial_rotary_factor", 1.0)
+    return dict(table)
+
+
+def _check_agreement(scaling: dict[str, Any], parameters: dict[str, Any]) -> None:
+    """Refuse two tables of positions that say different things; one that says nothing but theta goes with any."""
+    kinds = [table.get("rope_type") or table.get("type") or "default" for table in (scaling, parameters)]
+    named = ("rope_type", "type", "rope_theta")
+    scales, other = (
+        {name: value for name, value in table.items() if name not in named and value is not None}
+        for table in (scaling, parameters)
+    )
+    theta = scaling.get("rope_theta")
+    agrees = (kinds[1] == "default" or (kinds[0] == kinds[1] and scales == other)) and (
+        theta is None or parameters.get("rope_theta", theta) == theta
+    )
+    check(agrees, "rope_scaling", scaling, f"must say what rope_parameters = {parameters!r} says, or one must be null")
+
+
 def _rope(fields: _Fields, theta: float, default: dict[str, Any] | None = None) -> dict[str, Any]:
-    """rope_theta and rope_scaling, from either way that transformers writes them."""
-    scaling = fields.value("rope_parameters") or fields.value("rope_scaling") or default or {}
-    nested = not isinstance(scaling, dict) or any(isinstance(value, dict) for value in scaling.values())
-    check(not nested, "rope_parameters", scaling, "must be one flat table for all layers")
-    rope = _Fields(scaling, "rope_parameters.")
-    for where in (fields, rope):
-        where.only("partial_rotary_factor", 1.0)
-    theta = rope.number("rope_theta", fields.number("rope_theta", theta))
+    """rope_theta and rope_scaling, from either way that transformers writes them.
+
+    rope_scaling, which users add, replaces rope_parameters as in transformers 5, but for a theta that this alone says.
+    """
+    scaling, parameters = _rope_table(fields, "rope_scaling"), _rope_table(fields, "rope_parameters")
+    if scaling and parameters:
+        _check_agreement(scaling, parameters)
+    name = "rope_scaling" if scaling else "rope_parameters"
+    rope = _Fields(scaling or parameters or default or {}, f"{name}.")
+    elsewhere = _Fields(parameters, "rope_parameters.").number("rope_theta", theta)
+    theta = rope.number("rope_theta", fields.number("rope_theta", elsewhere))
     kind = rope.value("rope_type", rope.value("type", "default"))
-    check(kind in ("default", "yarn"), "rope_parameters.rope_type", kind, "is not supported, only default and yarn")
+    check(kind in ("default", "yarn"), f"{name}.rope_type", kind, "is not supported, only default and yarn")
     if kind == "default":
         return {"rope_theta": theta}
     positions = fields.integer("max_position_embeddings")
-    original = rope.integer(
+    original = fields.integer(
         "original_max_position_embeddings",
-        default=fields.integer("original_max_position_embeddings", default=positions),
+        default=rope.integer("original_max_position_embeddings", default=positions),
     )
     attention_factor = rope.value("attention_factor")
     yarn = YarnConfig(
@@ -104,7 +137,6 @@ def _rope(fields: _Fields, theta: float, default: dict[str, Any] | None = None) 
 
 
 def _common(fields: _Fields, norm_eps: float) -> dict[str, Any]:
-    fields.only("hidden_act", "silu")
     sizes = fields.integers(_SIZES)
     return sizes | {
         "num_key_value_heads": fields.integer("num_key_value_heads", default=sizes["num_attention_heads"]),
@@ -122,7 +154,6 @@ def _softmax_router(fields: _Fields, choices: int, norm_topk_prob: bool, aux_los
 
 
 def _mixtral(fields: _Fields) -> dict[str, Any]:
-    fields.only("router_jitter_noise", 0.0)
     choices = fields.integer("num_experts_per_tok", default=2)
     return _common(fields, 1e-5) | {
         "head_dim": fields.optional_integer("head_dim"),
@@ -193,9 +224,7 @@ def _olmoe(fields: _Fields) -> dict[str, Any]:
 
 
 def _deepseek_v3(fields: _Fields) -> dict[str, Any]:
-    fields.only("scoring_func", "sigmoid")
-    fields.only("topk_method", "noaux_tc")
-    fields.only("moe_layer_freq", 1)
+    fields.only("head_dim", fields.integer("qk_rope_head_dim"))  # of transformers' rotary positions
     moe_size, shared = fields.integer("moe_intermediate_size"), fields.integer("n_shared_experts", default=1)
     check(shared > 0, "n_shared_experts", shared, "must be greater than 0")
     return _common(fields, 1e-6) | {
@@ -207,10 +236,10 @@ def _deepseek_v3(fields: _Fields) -> dict[str, Any]:
         "attention_bias": fields.flag("attention_bias", False),
         "q_lora_rank": fields.optional_integer("q_lora_rank", 1536),
         **fields.integers(_LATENT_SIZES),
-        "rope_interleave": fields.flag("rope_interleave", True),
+        "rope_interleave": fields.nullable_flag("rope_interleave", True),
         "router": RouterConfig(
             kind="group_limited",
-            norm_topk_prob=fields.flag("norm_topk_prob", True),
+            norm_topk_prob=fields.nullable_flag("norm_topk_prob", True),
             aux_loss_coef=0.0,  # its balance comes from the correction bias
             n_group=fields.integer("n_group"),
             topk_group=fields.integer("topk_group"),
@@ -221,8 +250,6 @@ def _deepseek_v3(fields: _Fields) -> dict[str, Any]:
 
 
 def _gpt_oss(fields: _Fields) -> dict[str, Any]:
-    fields.only("swiglu_alpha", 1.702)
-    fields.only("swiglu_limit", 7.0)
     layers = fields.integer("num_hidden_layers")
     window = fields.optional_integer("sliding_window", 128)
     types = fields.listed("layer_types") or tuple(
@@ -248,7 +275,6 @@ def _gpt_oss(fields: _Fields) -> dict[str, Any]:
 
 def _gpt_moe(fields: _Fields) -> dict[str, Any]:
     """GPT with experts: LayerNorm, exact GELU, learned positions, biases; the field names are those of transformers."""
-    fields.only("hidden_act", "gelu")
     sizes, choices = fields.integers(_SIZES), fields.integer("num_experts_per_tok", default=1)
     return sizes | {
         "num_key_value_heads": fields.integer("num_key_value_heads", default=sizes["num_attention_heads"]),
@@ -281,16 +307,23 @@ _READERS: dict[str, Callable[[_Fields], dict[str, Any]]] = {
 }
 
 
+def family_of(hf: dict[str, Any]) -> str:
+    """Return the family of a `config.json`, whose reader and tensor names it has; `ValueError` if there is none."""
+    kind = hf.get("model_type")
+    family = SAME_AS.get(kind, kind) if isinstance(kind, str) else ""
+    check(family in _READERS, "model_type", kind, f"must be one of {', '.join([*_READERS, *SAME_AS])}")
+    return family
+
+
 def model_config(hf: dict[str, Any]) -> ModelConfig:
     """The decoder that a Hugging Face `config.json` describes.
 
     Raises `ValueError` naming the field for a model type, or an option of one, that jmoe does not have.
     """
-    kind = hf.get("model_type")
-    check(kind in list(_READERS), "model_type", kind, f"must be one of {', '.join(_READERS)}")
-    assert isinstance(kind, str)
-    check_quantization(hf.get("quantization_config"), kind, hf.get("expert_dtype"))
-    config = ModelConfig(**_READERS[kind](_Fields(hf)))
+    family = family_of(hf)
+    check_supported(hf, family)
+    check_quantization(hf.get("quantization_config"), family, hf.get("expert_dtype"))
+    config = ModelConfig(**_READERS[family](_Fields(hf)))
     # jmoe leaves a single choice's weight undivided, so that the router learns; transformers makes it 1
     unlike = config.num_experts_per_tok == 1 and config.router.norm_topk_prob
     check(not unlike, "num_experts_per_tok", 1, "is not supported where weights are divided by their sum")
@@ -430,7 +463,7 @@ def changed_config(hf: dict[str, Any], config: ModelConfig) -> dict[str, Any]:
 
     Weights that were quantized are taken to be whole. Raises `ValueError` where the family has no such decoder.
     """
-    family = hf["model_type"]
+    family = family_of(hf)
     known_here = ("architectures", "bos_token_id", "eos_token_id", "pad_token_id", "output_router_logits")
     written = {name: value for name, value in _written(config, family).items() if name not in known_here}
     changed = {name: value for name, value in hf.items() if name not in COMPRESSION_FIELDS} | written

@@ -23,7 +23,7 @@ from jmoe.memory.identity import content_identity
 from jmoe.models.block import Block
 from jmoe.models.decoder import STACKS, Decoder
 from jmoe.models.generation_config import GenerationConfig
-from jmoe.models.huggingface import model_config
+from jmoe.models.huggingface import family_of, model_config
 from jmoe.models.pretrained import abstract_decoder, check_dtype, decoder_of, read_config
 from jmoe.models.safetensors_io import StoredTensor, TensorReader, read_headers
 from jmoe.models.tensor_parallel import ADDED_ONCE, cuts_of, device_config, share_norms, spans
@@ -91,7 +91,7 @@ class LazyCheckpoint(Closing):
         check(self.config.num_moe_layers > 0, "num_experts", self.config.num_experts, "no layer has experts")
         stored = read_headers(folder)
         shapes = abstract_decoder(self.config)[2]
-        self._parameters = parameters(shapes, self.config, fields["model_type"])
+        self._parameters = parameters(shapes, self.config, family_of(fields), stored)
         self._dtypes = check_tensors(self._parameters, stored, folder, self.config, dtype)
         self._reader, self._stored = TensorReader(), stored
         self._loader = Loader(stored, self._reader)

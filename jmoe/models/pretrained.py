@@ -4,10 +4,12 @@ Legend: B batch, S sequence, D hidden, V vocabulary, N layers with experts, T = 
 """
 
 import json
+import logging
 import math
 import os
+import re
 from collections.abc import Mapping
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +24,15 @@ from jmoe.layers.moe import MoEStats
 from jmoe.layers.router import Routing
 from jmoe.mesh import ALL, EXPERT, param_specs, shardings
 from jmoe.models.decoder import Decoder
-from jmoe.models.huggingface import hf_config, model_config
-from jmoe.models.safetensors_io import replace_text, write_safetensors
+from jmoe.models.huggingface import family_of, hf_config, model_config
+from jmoe.models.safetensors_io import INDEX, SINGLE, read_headers, replace_text, write_safetensors
 from jmoe.models.stored_formats import COMPRESSION_FIELDS
-from jmoe.models.weights import Names, StoredExperts, flat, load_arrays, new_tensors
+from jmoe.models.weights import Names, StoredExperts, flat, has_own_head, load_arrays, new_tensors
 from kernels_pallas.matmul import dot
 
 MAX_SHARD_BYTES = 5_000_000_000
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+log = logging.getLogger(__name__)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
@@ -104,11 +108,37 @@ def check_dtype(dtype: Any) -> None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The `config.json` of a Hugging Face folder; `ValueError` naming the file if there is none or it is damaged."""
+    """Return the `config.json` of a Hugging Face folder; `ValueError` naming the file if it is missing or damaged.
+
+    A head that it ties to the embedding counts, as in transformers 5, where the weights have one that differs: then the
+    flag is false in what is returned.
+    """
     file = folder / "config.json"
     if not file.is_file():
-        raise ValueError(f"{file}: is missing; a Hugging Face checkpoint has one")
-    return read_table(file)
+        raise ValueError(f"{file}: is missing; {what_instead(folder) or 'a Hugging Face checkpoint has one'}")
+    fields = read_table(file)
+    has_weights = (folder / SINGLE).is_file() or (folder / INDEX).is_file()
+    if fields.get("tie_word_embeddings") is True and has_weights and has_own_head(read_headers(folder)):
+        _warn(f"{file}: tie_word_embeddings = True, but the weights have a head that differs: it is used")
+        fields["tie_word_embeddings"] = False
+    return fields
+
+
+@cache
+def _warn(text: str) -> None:
+    """Log a warning once, however often a folder is opened."""
+    log.warning(text)
+
+
+def what_instead(path: Path) -> str:
+    """Return what to do about a path that is no model that jmoe reads; "" where nothing is known of it."""
+    if path.suffix == ".gguf" or any(path.glob("*.gguf")):
+        return "GGUF is not read: give the folder of safetensors that it was made from"
+    if (path / "adapter_config.json").is_file():
+        return "an adapter is no model: give the folder that it was merged into, such as by peft's merge_and_unload"
+    if not path.is_absolute() and not path.parent.exists() and HUB_ID.fullmatch(str(path)):
+        return f"a model of the Hub must be here first: hf download {path} --local-dir {path.name}"
+    return ""
 
 
 def read_table(file: Path) -> dict[str, Any]:
@@ -157,7 +187,7 @@ def load_pretrained(path: str | os.PathLike, *, dtype: Any = None, mesh: Mesh | 
         check(config.num_experts % experts == 0, "num_experts", config.num_experts, f"must be a multiple of {experts}")
         places = shardings(param_specs(shapes, mesh, shard_dense=True), mesh)
         shapes = jax.tree.map(lambda s, place: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), shapes, places)
-    arrays = load_arrays(folder, config, fields["model_type"], shapes, dtype)
+    arrays = load_arrays(folder, config, family_of(fields), shapes, dtype)
     return LanguageModel(decoder_of(config, arrays), json.dumps(fields), dtype=jnp.dtype(dtype or jnp.float32).name)
 
 
@@ -189,7 +219,7 @@ def write_pretrained(
     if config.kv_lora_rank is not None:
         described["num_nextn_predict_layers"] = 0  # the layers that predict further tokens were not loaded
     described["dtype"] = np.dtype(arrays[("embedding",)].dtype).name
-    tensors = new_tensors(arrays, abstract_decoder(config)[2], config, described["model_type"])
+    tensors = new_tensors(arrays, abstract_decoder(config)[2], config, family_of(described))
     folder.mkdir(parents=True, exist_ok=True)
     write_safetensors(folder, tensors, max_shard_bytes)
     replace_text(folder / "config.json", json.dumps(described, indent=2) + "\n")

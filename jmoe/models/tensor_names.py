@@ -6,6 +6,7 @@ A parameter here is one layer's (and one expert's): a matrix [in, out] or a vect
 [out, in]; what we keep side by side in one matrix (q|k|v, gate|up) is there in several tensors, or interleaved.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from jmoe.config import ModelConfig
@@ -117,11 +118,26 @@ FAMILIES: dict[str, dict[str, Source]] = {
 }
 
 
-def source_of(path: tuple[str, ...], config: ModelConfig, family: str) -> Source:
+# As transformers 5 holds them in memory, and writes them unless it is asked for the published names: [E, out, in].
+FUSED = {
+    "moe.router.kernel": linear("mlp.gate.weight"),
+    "moe.experts.w_up": Source(("mlp.experts.gate_up_proj",), transposed=True, stacked=True),
+    "moe.experts.w_down": Source(("mlp.experts.down_proj",), transposed=True, stacked=True),
+}
+FUSED_FAMILIES = ("mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "deepseek_v3")
+
+
+def are_fused(names: Collection[str], family: str) -> bool:
+    """Return whether a checkpoint with these tensors has all experts of a layer in one."""
+    ends = tuple(FUSED["moe.experts.w_up"].names)
+    return family in FUSED_FAMILIES and any(name.endswith(ends) for name in names)
+
+
+def source_of(path: tuple[str, ...], config: ModelConfig, family: str, *, fused: bool = False) -> Source:
     """The tensors of the parameter at this path of the decoder, e.g. (moe_layers, attention, w_qkv)."""
     if not path[0].endswith("_layers"):
         return OUTSIDE[".".join(path)]
-    source = (LAYER | FAMILIES[family])[".".join(path[1:])]
+    source = (LAYER | FAMILIES[family] | (FUSED if fused else {}))[".".join(path[1:])]
     if path[-1] in ("w_qkv", "b_qkv"):
         q, kv = config.num_attention_heads * config.dim_per_head, config.num_key_value_heads * config.dim_per_head
         source = replace(source, widths=(q, kv, kv))

@@ -8,7 +8,7 @@ process's shards of it) is filled piece by piece, so that hardly more memory is 
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from jmoe.mesh import is_expert, path_names, stack_dims
 from jmoe.models.mxfp4 import BLOCK, dequantised
 from jmoe.models.safetensors_io import DTYPES, STAGING_BYTES, NewTensor, StoredTensor, TensorReader, read_headers
 from jmoe.models.stored_formats import format_of_matrix, rows_of
-from jmoe.models.tensor_names import FAMILIES, LAYER, OUTSIDE, Source, source_of
+from jmoe.models.tensor_names import FAMILIES, LAYER, OUTSIDE, Source, are_fused, source_of
 from kernels_pallas.compressed import Format
 
 Names = tuple[str, ...]
@@ -81,14 +81,17 @@ def flat(tree: Any) -> dict[Names, Any]:
     return {path_names(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
-def parameters(shapes: Any, config: ModelConfig, family: str) -> list[Parameter]:
-    """The decoder's parameters (a tree of arrays or shapes) with the tensors they are made of."""
-    kinds = np.array(config.layer_kinds)
+def parameters(shapes: Any, config: ModelConfig, family: str, stored: Collection[str] = ()) -> list[Parameter]:
+    """The decoder's parameters (a tree of arrays or shapes) with the tensors they are made of.
+
+    stored: names of tensors; where they are fused experts, these are what the parameters are made of.
+    """
+    kinds, fused = np.array(config.layer_kinds), are_fused(stored, family)
     result = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
         names = path_names(path)
         layers = np.flatnonzero(kinds == names[0].removesuffix("_layers")).tolist() if stack_dims(path) else []
-        source = source_of(names, config, family)
+        source = source_of(names, config, family, fused=fused)
         experts = config.num_experts if is_expert(path) else 0
         result.append(Parameter(names, tuple(leaf.shape), source, tuple(layers), experts))
     return result
@@ -108,7 +111,7 @@ def _check_tensor(stored: dict[str, StoredTensor], piece: Piece, folder: Path) -
     blocks, scales = (stored.get(f"{piece.name}_{part}") for part in ("blocks", "scales"))
     if blocks is None or scales is None:
         near = next(iter(stored.values())).file if len({t.file for t in stored.values()}) == 1 else folder
-        raise ValueError(f"{near}: tensor {piece.name!r} is missing, must have shape {list(piece.shape)}")
+        raise ValueError(f"{near}: tensor {piece.name!r} is missing, {_lies_under(stored, piece)}")
     experts, rows, columns = piece.shape
     if rows % BLOCK:
         raise blocks.wrong(f"is MXFP4, which needs rows of a multiple of {BLOCK}, not {rows}")
@@ -119,6 +122,28 @@ def _check_tensor(stored: dict[str, StoredTensor], piece: Piece, folder: Path) -
         if tensor.shape != shape or tensor.dtype != "U8":
             raise tensor.wrong(f"is {tensor.dtype}{list(tensor.shape)}, must be U8{list(shape)}")
     return [blocks, scales]
+
+
+def _lies_under(stored: Mapping[str, StoredTensor], piece: Piece) -> str:
+    """Return where a missing tensor lies in a model of images and text, else its shape."""
+    for prefix in ("model.language_model.", "language_model.model."):
+        if prefix + piece.name.removeprefix("model.") in stored:
+            return f"and lies under {prefix!r}, as in a model of images and text: save its language model alone"
+    return f"must have shape {list(piece.shape)}"
+
+
+def has_own_head(stored: Mapping[str, StoredTensor]) -> bool:
+    """Return whether a head is stored, in whatever format, with other values than the embedding."""
+    (embedding,), (head,) = OUTSIDE["embedding"].names, OUTSIDE["head"].names
+    parts = [tensor for name, tensor in stored.items() if name.startswith(head)]
+    if not parts or embedding not in stored:
+        return False
+    one, other = stored[embedding], parts[0]
+    if len(parts) > 1 or one.shape != other.shape or one.dtype != other.dtype or one.dtype not in FLOAT_DTYPES:
+        return True
+    with TensorReader() as reader, TensorReader() as second:
+        rows = zip(*(r.chunks(t, 0, t.shape[0]) for r, t in ((reader, one), (second, other))), strict=True)
+        return not all(np.array_equal(a, b) for (*_, a), (*_, b) in rows)
 
 
 def check_tensors(
@@ -290,7 +315,7 @@ def load_arrays(folder: Path, config: ModelConfig, family: str, shapes: Any, dty
     shapes: tree of shapes, with shardings where arrays are to be split. dtype: of the arrays; None: as stored.
     """
     stored = read_headers(folder)
-    wanted = parameters(shapes, config, family)
+    wanted = parameters(shapes, config, family, stored)
     dtypes = check_tensors(wanted, stored, folder, config, dtype)
     places = flat(shapes)
     with TensorReader() as reader:

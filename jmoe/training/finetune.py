@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jmoe.config import TRAINING_ONLY, TrainConfig, VisionTrainConfig
-from jmoe.models.huggingface import model_config
+from jmoe.models.config_fields import changes_training
+from jmoe.models.huggingface import family_of, model_config
 from jmoe.models.pretrained import abstract_decoder, read_config
 from jmoe.models.safetensors_io import TensorReader, read_headers
 from jmoe.models.tokenizer_file import TOKENIZER
@@ -44,6 +45,13 @@ def with_pretrained_model(config: TrainConfig) -> TrainConfig:
     return config
 
 
+def left_out(init_from: str) -> list[str]:
+    """Return a line for each option of a checkpoint that transformers trains with and jmoe does not."""
+    fields = read_config(folder := Path(init_from).expanduser())
+    changed = changes_training(fields, family_of(fields))
+    return [f"{folder / 'config.json'}: {name} = {value!r}: trains without it" for name, value in changed.items()]
+
+
 def pretrained_state(trainer: Trainer, config: TrainConfig) -> TrainState:
     """Return step 0 with the parameters of `init_from` in float32, each read onto the devices that hold it.
 
@@ -54,7 +62,7 @@ def pretrained_state(trainer: Trainer, config: TrainConfig) -> TrainState:
     shapes = abstract_decoder(config.model)[2]
     shapes = jax.tree.unflatten(jax.tree.structure(shapes), [places[path] for path in flat(shapes)])
     stored = read_headers(folder)
-    wanted = parameters(shapes, config.model, read_config(folder)["model_type"])
+    wanted = parameters(shapes, config.model, family_of(read_config(folder)), stored)
     check_tensors(wanted, stored, folder, config.model, jnp.float32)
     streamed = [p for p in wanted if p.experts and not experts_of(trainer.saved_shape.params)]
     with TensorReader() as reader:

@@ -26,7 +26,7 @@ from jmoe.run.snapshots import Snapshots
 from jmoe.run.summary import HeldOut, Summary, print_final_summary
 from jmoe.status import status
 from jmoe.training.evaluation import held_out_loss, sample_text
-from jmoe.training.finetune import pretrained_state
+from jmoe.training.finetune import left_out, pretrained_state
 from jmoe.training.packing import PackingController, moved
 from jmoe.training.resume import restored
 from jmoe.training.state import TrainState
@@ -95,7 +95,11 @@ class Session:
 
     def first_state(self) -> TrainState:
         """Return step 0: drawn, or with the parameters of `init_from`."""
-        return pretrained_state(self.trainer, self.config) if self.config.init_from else self.trainer.init()
+        if not self.config.init_from:
+            return self.trainer.init()
+        for line in left_out(self.config.init_from):
+            say(line)
+        return pretrained_state(self.trainer, self.config)
 
     def start_or_resume(self) -> TrainState:
         """Return the newest snapshot's or checkpoint's state, with the data at its position, or a fresh one."""

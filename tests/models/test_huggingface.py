@@ -119,6 +119,120 @@ def test_yarn_without_a_factor() -> None:
 
 
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16}
+PLAIN = {"rope_type": "default", "rope_theta": 700.0}
+STRETCHED = YarnConfig(factor=2.0, original_max_position_embeddings=16)
+
+
+@pytest.mark.parametrize(
+    ("fields", "theta", "scaling"),
+    [
+        ({"rope_theta": 700.0, "rope_scaling": YARN}, 700.0, STRETCHED),  # transformers 4
+        ({"rope_theta": 700, "rope_scaling": {"type": "yarn"} | YARN}, 700.0, STRETCHED),
+        ({"rope_parameters": YARN | {"rope_theta": 700.0}}, 700.0, STRETCHED),  # transformers 5
+        ({"rope_parameters": PLAIN, "rope_scaling": YARN}, 700.0, STRETCHED),  # one, and what a model's card adds
+        ({"rope_theta": 500.0, "rope_parameters": PLAIN, "rope_scaling": YARN}, 500.0, STRETCHED),
+        ({"rope_parameters": YARN | {"rope_theta": 700.0}, "rope_scaling": YARN}, 700.0, STRETCHED),
+        ({"rope_parameters": {}, "rope_scaling": YARN}, 1e6, STRETCHED),
+        ({"rope_parameters": PLAIN, "rope_scaling": None}, 700.0, None),
+        ({"rope_parameters": PLAIN, "rope_theta": 500.0}, 700.0, None),
+        ({"rope_scaling": YARN | {"attn_factor": 1.5}}, 1e6, STRETCHED),  # which transformers does not read
+        (  # the field beside the table goes first, as in transformers
+            {"rope_scaling": YARN, "original_max_position_embeddings": 8},
+            1e6,
+            dataclasses.replace(STRETCHED, original_max_position_embeddings=8),
+        ),
+    ],
+)
+def test_positions_in_either_spelling_or_both(fields: dict[str, Any], theta: float, scaling: YarnConfig | None) -> None:
+    config = model_config(without(fields_of("mixtral"), "rope_parameters", "rope_theta") | fields)
+    assert (config.rope_theta, config.rope_scaling) == (theta, scaling)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "scaling"),
+    [
+        (YARN, YARN | {"factor": 4.0}),
+        (YARN, {"rope_type": "default"}),
+        (YARN | {"beta_fast": 16.0}, YARN),
+        (PLAIN, YARN | {"rope_theta": 500.0}),
+        ({"rope_type": "linear", "factor": 2.0}, YARN),
+    ],
+)
+def test_two_spellings_that_differ(parameters: dict[str, Any], scaling: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"rope_scaling = .*: must say what rope_parameters = .* says, or one must be"):
+        model_config(fields_of("mixtral", rope_parameters=parameters, rope_scaling=scaling))
+
+
+def test_kimi_k2_as_published() -> None:
+    """moonshotai/Kimi-K2-Instruct: DeepSeek-V3's fields and layout under a model type of its own."""
+    fields = {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "kimi_k2",
+        "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "aux_loss_alpha": 0.001,
+        "bos_token_id": 163584,
+        "eos_token_id": 163586,
+        "ep_size": 1,
+        "first_k_dense_replace": 1,
+        "hidden_act": "silu",
+        "hidden_size": 7168,
+        "initializer_range": 0.02,
+        "intermediate_size": 18432,
+        "kv_lora_rank": 512,
+        "max_position_embeddings": 131072,
+        "moe_intermediate_size": 2048,
+        "moe_layer_freq": 1,
+        "n_group": 1,
+        "n_routed_experts": 384,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": 64,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 61,
+        "num_key_value_heads": 64,
+        "num_nextn_predict_layers": 0,
+        "pretraining_tp": 1,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "quantization_config": FP8 | {"activation_scheme": "dynamic", "fmt": "e4m3"},
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 50000.0,
+        "routed_scaling_factor": 2.827,
+        "rope_scaling": {
+            "beta_fast": 1.0,
+            "beta_slow": 1.0,
+            "factor": 32.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+            "type": "yarn",
+        },
+        "scoring_func": "sigmoid",
+        "seq_aux": True,
+        "tie_word_embeddings": False,
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "v_head_dim": 128,
+        "vocab_size": 163840,
+    }
+    config = model_config(fields)
+    assert config == model_config(fields | {"model_type": "deepseek_v3"})
+    assert config.num_parameters()[0] == pytest.approx(1.03e12, rel=0.01) and config.num_experts == 384
+
+
+def test_null_flags_of_deepseek_are_false() -> None:
+    """As transformers takes them; what a file leaves out is true."""
+    null = model_config(fields_of("deepseek_v3", norm_topk_prob=None, rope_interleave=None))
+    assert not null.router.norm_topk_prob and not null.rope_interleave
+    absent = model_config(without(fields_of("deepseek_v3"), "norm_topk_prob", "rope_interleave"))
+    assert absent.router.norm_topk_prob and absent.rope_interleave
+
+
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
 
@@ -168,7 +282,6 @@ def test_quantizations_that_change_nothing_more(changes: dict[str, Any]) -> None
         ("mixtral", {"num_hidden_layers": True}, "num_hidden_layers = True: must be an integer"),
         ("mixtral", {"rms_norm_eps": "small"}, "rms_norm_eps = 'small': must be a number"),
         ("mixtral", {"tie_word_embeddings": 1}, "tie_word_embeddings = 1: must be true or false"),
-        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1: is not supported"),
         ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok = 1: is not supported where weights are divided"),
         ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok = 9: must be between 1 and num_experts = 4"),
         ("mixtral", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5: is not supported, only 1.0"),
@@ -177,6 +290,39 @@ def test_quantizations_that_change_nothing_more(changes: dict[str, Any]) -> None
         ("mixtral", {"rope_parameters": {"rope_type": "llama3"}}, "rope_parameters.rope_type = 'llama3': is not"),
         ("mixtral", {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2}}, "rope_type = 'linear'"),
         ("mixtral", {"rope_parameters": {"full_attention": {}}}, "must be one flat table for all layers"),
+        ("mixtral", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters.partial_rotary_factor = 0.5"),
+        (
+            "mixtral",
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+            "rope_scaling.rope_type = 'llama3': is not",
+        ),
+        (
+            "mixtral",
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 8.0}},
+            "rope_type = 'dynamic': is not supported",
+        ),
+        ("mixtral", {"rope_scaling": {"type": "longrope", "factor": 8.0}}, "rope_type = 'longrope': is not supported"),
+        (
+            "deepseek_v3",
+            {"topk_method": "group_limited_greedy"},
+            "topk_method = 'group_limited_greedy': is not supported",
+        ),
+        ("deepseek_v3", {"n_group": None}, "n_group = None: must be an integer"),
+        ("deepseek_v3", {"head_dim": 6}, "head_dim = 6: is not supported, only 8"),
+        (
+            "mixtral",
+            {"per_layer_config": {"0": {"sliding_window": 3}}},
+            "per_layer_config = .*: is not supported, only",
+        ),
+        ("mixtral", {"model_type": "deepseek_v32"}, "model_type = 'deepseek_v32': must be one of .*, kimi_k2"),
+        ("mixtral", {"model_type": "qwen3_next"}, "model_type = 'qwen3_next': must be one of"),
+        ("mixtral", {"quantization_config": {"quant_method": "gptq"}}, "quant_method = 'gptq': must be fp8 or"),
+        (
+            "mixtral",
+            {"quantization_config": {"quant_method": "bitsandbytes"}},
+            "quant_method = 'bitsandbytes': must be",
+        ),
+        ("mixtral", {"quantization_config": {"quant_method": "modelopt"}}, "quant_method = 'modelopt': must be fp8 or"),
         ("mixtral", {"rope_parameters": YARN | {"factor": "2"}}, "rope_parameters.factor = '2': must be a number"),
         ("mixtral", {"rope_parameters": YARN | {"factor": -2}}, "factor = -2.0: must be greater than 0"),
         ("qwen3_moe", {"mlp_only_layers": 1}, "mlp_only_layers = 1: must be a list"),

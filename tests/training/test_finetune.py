@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import jax
@@ -15,7 +16,7 @@ from jmoe.config import TiersConfig, TrainConfig
 from jmoe.configs import PRESETS
 from jmoe.mesh import make_mesh
 from jmoe.models.weights import flat
-from jmoe.training.finetune import pretrained_state, with_pretrained_model
+from jmoe.training.finetune import left_out, pretrained_state, with_pretrained_model
 from jmoe.training.trainer import make_trainer
 from tests.model_configs import CHECKPOINTS, mesh_of
 
@@ -57,6 +58,18 @@ def test_state_on_a_mesh_is_the_state_on_one_device() -> None:
     for x, y, place in zip(*map(jax.tree.leaves, (a, b, many.state_shape)), strict=True):
         assert y.sharding.is_equivalent_to(place.sharding, y.ndim) and y.dtype == place.dtype
         np.testing.assert_array_equal(x, y)
+
+
+def test_what_is_trained_without_is_said(tmp_path: Path) -> None:
+    """Noise and dropout change no answers, so that the model is served; training has other means."""
+    fields = json.loads((CHECKPOINTS / "mixtral" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"router_jitter_noise": 0.01, "attention_dropout": 0.1}))
+    file = tmp_path / "config.json"
+    assert left_out(str(tmp_path)) == [
+        f"{file}: attention_dropout = 0.1: trains without it",
+        f"{file}: router_jitter_noise = 0.01: trains without it",
+    ]
+    assert left_out(str(CHECKPOINTS / "mixtral")) == []
 
 
 def test_model_and_tokenizer_of_the_folder(tmp_path: Path) -> None:

@@ -1,0 +1,68 @@
+"""Hugging Face folders as other programs write them: their tensors read, changed and written again, in NumPy alone."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jmoe.models.safetensors_io import DTYPES, NewTensor, read_headers, write_safetensors
+
+Tensors = dict[str, np.ndarray]
+# Published names of a gate's, up and down projection; after `.experts.N.`.
+EXPERT_NAMES = {"mixtral": ("w1", "w3", "w2")}
+
+
+def read_tensors(folder: Path) -> Tensors:
+    """Return {name: array} of a folder's files."""
+    arrays = {}
+    for tensor in read_headers(folder).values():
+        dtype = DTYPES[tensor.dtype]
+        count = int(np.prod(tensor.shape))
+        raw = np.fromfile(tensor.file, np.uint8, count * dtype.itemsize, offset=tensor.offset)
+        arrays[tensor.name] = raw.view(dtype).reshape(tensor.shape)
+    return arrays
+
+
+def write_variant(
+    source: Path, folder: Path, change: Callable[[Tensors], Tensors] = lambda tensors: tensors, **fields: Any
+) -> Path:
+    """Write a folder with changed tensors and fields of `config.json`; a field of value `...` is left out."""
+    folder.mkdir()
+    for file in source.iterdir():
+        if file.name.endswith(".json") and not file.name.endswith(".index.json"):
+            shutil.copy(file, folder)
+    described = json.loads((source / "config.json").read_text()) | fields
+    described = {name: value for name, value in described.items() if value is not ...}
+    (folder / "config.json").write_text(json.dumps(described))
+    made = change(read_tensors(source))
+    tensors = [NewTensor(name, array.dtype, array.shape, partial(np.asarray, array)) for name, array in made.items()]
+    write_safetensors(folder, tensors, 1 << 30)
+    return folder
+
+
+def fused(tensors: Tensors, family: str) -> Tensors:
+    """Return the tensors as transformers 5 writes them where it keeps its own names: all experts of a layer in one."""
+    gate, up, down = EXPERT_NAMES.get(family, ("gate_proj", "up_proj", "down_proj"))
+    made = {name: array for name, array in tensors.items() if ".experts." not in name}
+    layers = {name.partition(".experts.")[0] for name in tensors if ".experts." in name}
+    for layer in sorted(layers):
+        numbers = {int(found[1]) for name in tensors if (found := re.match(rf"{layer}\.experts\.(\d+)\.", name))}
+        of = {
+            kind: np.stack([tensors[f"{layer}.experts.{n}.{kind}.weight"] for n in sorted(numbers)])
+            for kind in (gate, up, down)
+        }
+        made[f"{layer}.experts.gate_up_proj"] = np.concatenate([of[gate], of[up]], axis=1)
+        made[f"{layer}.experts.down_proj"] = of[down]
+    return {name.replace(".block_sparse_moe.", ".mlp."): array for name, array in made.items()}
+
+
+def with_head(tensors: Tensors, seed: int = 5) -> Tensors:
+    """Return the tensors with a head that differs from the embedding."""
+    embedding = tensors["model.embed_tokens.weight"]
+    head = np.random.default_rng(seed).normal(size=embedding.shape).astype(embedding.dtype)
+    return tensors | {"lm_head.weight": head}

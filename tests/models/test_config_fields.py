@@ -1,0 +1,130 @@
+"""Every field that a family's `config.json` may hold is honoured, refused by name, or changes nothing."""
+
+import json
+from typing import Any
+
+import pytest
+
+from jmoe.config import ModelConfig
+from jmoe.models.config_fields import CONFIG_FIELDS, HARMLESS, HONOURED, Only, Training, changes_training
+from jmoe.models.huggingface import hf_config, model_config
+from tests.deploy.gpt_moe_models import gpt_moe_config
+from tests.model_configs import CHECKPOINTS
+
+CASES = [(family, name) for family, fields in CONFIG_FIELDS.items() for name in fields]
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+ROPE = ("rope_parameters", "rope_scaling", "rope_theta")
+YARN = {"rope_type": "yarn", "rope_theta": 7.0, "factor": 3.0}
+WINDOWED = {"use_sliding_window": True, "sliding_window": 5, "layer_types": None, "max_window_layers": 3}
+# Of a field that is honoured: another value than the fixtures', and what must stand beside it.
+OTHERS: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 20,
+    "moe_intermediate_size": 20,
+    "shared_expert_intermediate_size": 28,
+    "num_experts_per_tok": 4,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-3,
+    "layer_norm_eps": 1e-3,
+    "initializer_range": 0.5,
+    "rope_parameters": YARN,
+    "rope_scaling": YARN,
+    "rope_theta": 7.0,
+    "original_max_position_embeddings": 8,
+    "router_aux_loss_coef": 0.5,
+    "quantization_config": {"quant_method": "awq"},
+    "expert_dtype": "fp6",
+    "head_dim": 6,
+    "layer_types": ["full_attention"] * 3,
+    "max_window_layers": 1,
+    "decoder_sparse_step": 3,
+    "mlp_only_layers": [0],
+    "sliding_window": 3,
+    "first_k_dense_replace": 2,
+    "n_shared_experts": 3,
+    "n_group": 2,
+    "topk_group": 3,
+    "routed_scaling_factor": 7.5,
+    "q_lora_rank": 6,
+    "kv_lora_rank": 6,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 10,
+    "v_head_dim": 8,
+    "clip_qkv": 4.0,
+    **dict.fromkeys(EXPERTS, 12),
+}
+BESIDE: dict[str, dict[str, Any]] = {
+    "original_max_position_embeddings": {"rope_parameters": YARN},
+    "sliding_window": WINDOWED,
+    "max_window_layers": WINDOWED,
+    "use_sliding_window": WINDOWED | {"use_sliding_window": False},
+}
+NAMED_BY = {"num_hidden_layers": "layer_types", "qk_rope_head_dim": "head_dim", "norm_topk_prob": "num_experts_per_tok"}
+GROUPS = {**dict.fromkeys(EXPERTS, EXPERTS), **dict.fromkeys(ROPE, ROPE)}
+
+
+def fields_of(family: str) -> dict[str, Any]:
+    if family == "gpt_moe":
+        return hf_config(gpt_moe_config())
+    fields: dict[str, Any] = json.loads((CHECKPOINTS / family / "config.json").read_text())
+    return fields
+
+
+def read(fields: dict[str, Any]) -> ModelConfig | str:
+    """Return the decoder, or why there is none."""
+    try:
+        return model_config(fields)
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(("family", "name"), [(f, name) for f, name in CASES if CONFIG_FIELDS[f][name] == HONOURED])
+def test_honoured(family: str, name: str) -> None:
+    """Another value makes another decoder, or is refused by a name."""
+    if name == "eos_token_id":  # of no decoder: tests/inference/test_engine.py
+        return
+    fields = fields_of(family) | BESIDE.get(name, {})
+    before = model_config(fields)
+    alone = {key: value for key, value in fields.items() if key not in GROUPS.get(name, ())}
+    value = OTHERS[name] if name in OTHERS else not fields.get(name, True)
+    after = read(alone | {name: fields[name] + 1 if name == "num_hidden_layers" else value})
+    assert after != before
+    if isinstance(after, str):
+        assert NAMED_BY.get(name, name) in after
+
+
+@pytest.mark.parametrize(
+    ("family", "name"), [case for case in CASES if CONFIG_FIELDS[case[0]][case[1]] in (HONOURED, HARMLESS)]
+)
+def test_null_is_not_given(family: str, name: str) -> None:
+    """transformers takes null for the class's default in most fields; nothing fails in another way than by a name."""
+    after = read(fields_of(family) | {name: None})
+    assert not isinstance(after, str) or name in after or "layer_types" in after
+
+
+@pytest.mark.parametrize(("family", "name"), CASES)
+def test_the_others(family: str, name: str) -> None:
+    fields, outcome = fields_of(family), CONFIG_FIELDS[family][name]
+    if isinstance(outcome, Only):
+        assert read(fields | {name: "other"}) == f"{name} = 'other': is not supported, only {only(outcome)}"
+        for value in (None, *outcome.values):
+            assert read(fields | {name: value}) == model_config(fields)
+    elif outcome != HONOURED:
+        for value in (0.25, "other", {"some": "thing"}, None):
+            assert read(fields | {name: value}) == model_config(fields)
+            changed = changes_training(fields | {name: value}, family)
+            assert changed == ({name: value} if isinstance(outcome, Training) and value is not None else {})
+
+
+def only(outcome: Only) -> str:
+    return " or ".join(map(repr, outcome.values)) or "null"
+
+
+def test_what_is_off_does_not_change_training() -> None:
+    for family, fields in CONFIG_FIELDS.items():
+        off = {name: outcome.off for name, outcome in fields.items() if isinstance(outcome, Training)}
+        assert changes_training(off, family) == {} == changes_training(fields_of(family), family)
