@@ -16,6 +16,10 @@ from jmoe.config import check
 TOKENIZER, SETTINGS, OLD_SETTINGS = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 # Tokenizers of other programs, which some models have alone.
 OTHER_TOKENIZERS = ("tiktoken.model", "tokenizer.model", "tekken.json", "vocab.json")
+# Classes of transformers 4 that go by `add_bos_token`; others take what tokenizer.json does.
+ADDING_BOS = tuple(
+    f"{name}Tokenizer{end}" for name in ("Llama", "CodeLlama", "Gemma", "Cohere", "GPTNeoX") for end in ("", "Fast")
+)
 
 
 def tokenizer_file(folder: Path, name: str = "MODEL") -> Path:
@@ -29,9 +33,9 @@ def tokenizer_file(folder: Path, name: str = "MODEL") -> Path:
 def open_tokenizer(file: Path) -> Tokenizer:
     """Return the tokenizer of a `tokenizer.json`, which keeps texts whole and unpadded.
 
-    Where the tokenizer_config.json beside it has `add_bos_token: true`, each text begins with `bos_token`, once:
-    transformers 4 added it, transformers 5 leaves that to tokenizer.json, and some releases (DeepSeek-V3's) do not have
-    it there. Raises `ValueError` naming the file that is damaged.
+    Where the tokenizer_config.json beside it has `add_bos_token: true` for a class of `ADDING_BOS`, or none, each text
+    begins with `bos_token`, once: transformers 4 added it, transformers 5 leaves that to tokenizer.json, and some
+    releases (DeepSeek-V3's) do not have it there. Raises `ValueError` naming the file that is damaged.
     """
     try:
         tokenizer = parse_tokenizer(file.read_bytes())
@@ -39,7 +43,8 @@ def open_tokenizer(file: Path) -> Tokenizer:
         raise ValueError(f"{file}: {error}") from error
     settings = read_settings(file.with_name(SETTINGS))
     token = special_tokens(settings, file.parent).get("bos_token")
-    if settings.get("add_bos_token") is True and token is not None:
+    adds = settings.get("add_bos_token") is True and settings.get("tokenizer_class", "LlamaTokenizer") in ADDING_BOS
+    if adds and token is not None:
         _begin_with(tokenizer, token, file)
     return tokenizer
 

@@ -51,7 +51,9 @@ def fields_of(family: str, hidden: int, inner: int) -> dict[str, Any]:
     fields = json.loads((CHECKPOINTS / family / "config.json").read_text())
     if family in ("mixtral", "olmoe", "gpt_oss"):
         sizes["intermediate_size"] = inner
-    return fields | sizes | ({"head_dim": hidden // 4} if fields.get("head_dim") else {})
+    return (
+        fields | sizes | ({"head_dim": hidden // 4} if fields.get("head_dim") and "kv_lora_rank" not in fields else {})
+    )
 
 
 def write_tensors(

@@ -54,6 +54,9 @@ def test_an_engine_and_generate_take_whole_texts_and_their_first_token(tmp_path:
         (None, ADD_BOS | {"add_bos_token": False}, [1]),
         (BEGINS, ADD_BOS | {"add_bos_token": False}, [BOS, 1]),  # tokenizer.json decides, as in transformers 5
         (None, ADD_BOS | {"bos_token": None}, [1]),
+        (None, ADD_BOS | {"tokenizer_class": "GPTNeoXTokenizer"}, [BOS, 1]),
+        (None, {"add_bos_token": True, "bos_token": "<s>"}, [BOS, 1]),
+        (ENDS, ADD_BOS | {"tokenizer_class": "PreTrainedTokenizerFast"}, [1, 2]),  # which goes by tokenizer.json alone
         (None, {}, [1]),
     ],
 )
