@@ -33,7 +33,6 @@ from jmoe.models.functional import split
 from jmoe.models.huggingface import model_config
 from jmoe.models.lazy_checkpoint import EmbedAndHead, split_decoder
 from jmoe.offload import host_experts, slots
-from jmoe.offload.slots import TABLE_TILE_ROWS
 
 MODEL, BATCHES = "olmoe", (1, 8)
 DTYPE = jnp.dtype(jnp.bfloat16)
@@ -80,21 +79,35 @@ def engine_programs(programs: ahead_of_time.Programs, config: ModelConfig, sizes
     }
     for rows, width in ((batch, width) for width in (sizes.prompt, 1) for batch in BATCHES):
         what, tokens = f"{rows} x {width} tokens", rows * width
+        context = runner.CONTEXTS[0] if width == 1 else None
         batch = runner.TokenBatch(of(jnp.int32, tokens), of(jnp.int32, rows), of(jnp.int32, rows, width))
         x = programs.compile(f"embedding, {what}", runner._embed, *outside, batch.tokens_T, batch.positions_PC, DTYPE)
         x_PCD, _, routed = programs.compile(
             f"layer but for experts, {what}",
             runner._attend,
-            *(False, *layer, caches[0], x, batch.rows_P, batch.positions_PC, None),
+            *(runner.Form(False, context), *layer, caches[0], x, batch.rows_P, batch.positions_PC, None),
         )
         for name, arrays in kept.items():
-            table_E, static = of(jnp.int32, experts), (config.hidden_act, min(TABLE_TILE_ROWS, tokens))
-            y_TD = programs.compile(f"experts, {name}, {what}", slots._table_mlp, *static, routed, arrays, table_E)
+            table_E = of(jnp.int32, experts)
+            y_TD = programs.compile(
+                f"experts, {name}, {what}", slots.table_mlp_of_tokens, config.hidden_act, routed, arrays, table_E
+            )
         programs.compile(f"next layer's router, {what}", popularity._route, *router, routed.h_TD)
         programs.compile(f"sum with the CPU's part, {what}", host_experts._sum, y_TD, y_TD)
         x_PCD = programs.compile(f"sum, {what}", runner._add_alone, runner.Hidden(x_PCD, y_TD))
         logits_PV = programs.compile(f"head, {what}", runner.logits_after, *outside, x_PCD, of(jnp.int32, rows), False)
         programs.compile(f"draw, {what}", sampler._greedy, logits_PV)
+        if width == 1:
+            count = config.num_hidden_layers
+            static = runner._LayerGroup(
+                (layer[0],) * count, None, config.hidden_act, DTYPE, outside[0], True, True, 0, context
+            )
+            programs.compile(
+                f"all layers, resident, {what}",
+                runner._apply_layers,
+                *(static, (layer[1],) * count, (caches[0],) * count, outside[1], None, batch, (None,) * count),
+                (kept["resident"], of(jnp.int32, config.num_moe_layers, experts)),
+            )
     put = jax.jit(slots._put, donate_argnums=0)
     for name, arrays in kept.items():
         programs.compile(f"expert into a slot, {name}", put, arrays, record, of(jnp.int32))

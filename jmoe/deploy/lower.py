@@ -30,7 +30,7 @@ from jmoe.deploy import portable
 from jmoe.deploy.cut import check_new_folder, copy_beside_weights, new_folder
 from jmoe.deploy.merged import hugging_face_folder
 from jmoe.inference.kv_cache import KVCache, empty_caches
-from jmoe.inference.runner import Hidden, attend_local, embed_local
+from jmoe.inference.runner import Hidden, InCache, attend_local, embed_local
 from jmoe.layers.slot_experts import ExpertInputs, table_mlp
 from jmoe.mesh import path_names
 from jmoe.models.block import add_residual
@@ -72,7 +72,7 @@ def _apply_layer(
     structure: Structure, activation: str, arrays: Any, experts: Weights, cache: KVCache, hidden: Hidden, *at: Any
 ) -> tuple[KVCache, Hidden]:
     """Run one layer; equal ones are one function of the program. at: rows, positions, window."""
-    x_PCD, cache, y = attend_local(structure, arrays, cache, hidden, *at)
+    x_PCD, cache, y = attend_local(structure, arrays, cache, hidden, InCache(*at))
     if isinstance(y, ExpertInputs):
         table_E = jnp.arange(experts["w_up"].shape[0], dtype=jnp.int32)
         tile_rows = min(TILE_ROWS, y.h_TD.shape[0])

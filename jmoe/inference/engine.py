@@ -137,7 +137,9 @@ class Engine(Closing):
         leader: Leader | None = None,
         bandwidth_limit_bytes_per_s: Mapping[Any, float] | None = None,
     ) -> None:
-        """Load the Hugging Face checkpoint in a folder and compile its programs.
+        """Load the Hugging Face checkpoint in a folder.
+
+        A program is compiled when a step first needs it; `compile_for_service` compiles all of them beforehand.
 
         leader: of the other processes, where this one is the first of several; each of those follows with the runner
         of a `LoadedModel` of the same folder and options. bandwidth_limit_bytes_per_s: of the tiers "nvme" and "host",
@@ -157,25 +159,25 @@ class Engine(Closing):
         self._ahead: StepAhead | None = None
         tokenizer = model.folder / TOKENIZER
         self.tokenizer = open_tokenizer(tokenizer) if tokenizer.is_file() else None
-        self._warm_up()
         placer = None if on_mesh is None else on_mesh.placer
         self._collector = StatsCollector(self._runner, self._store, StreamingPlan(memory), placer)
         if on_mesh is not None and options.mesh.placement != "even":
             on_mesh.set_costs(*on_mesh.measure_costs())
-        if model.on_one is not None and options.policy == "auto" and memory.policy != "ring":
+        if model.on_one is not None and memory.policy == "auto":  # a step may have its experts in several ways
+            prefill_tokens = self._scheduler.prefill_widths[-1]
+            for shape in {(1, 1), (self.max_batch, 1), (1, prefill_tokens)}:
+                self._compile(*shape)
             calibration = calibrate(
                 model.on_one,
                 self._store,
                 self._sampler,
                 max_batch=self.max_batch,
-                prefill_tokens=self._scheduler.prefill_widths[-1],
+                prefill_tokens=prefill_tokens,
                 position=min(self.max_seq_len, DEFAULT_MAX_SEQ_LEN) // 2,  # what most sequences are about
             )
             self._collector.plan = replace(self.plan, calibration=calibration)
         self._log_plan()
-        self._runner.recent_choices.clear()
-        self._collector.reset()
-        jax.block_until_ready(self._runner.caches)
+        self._forget_steps()
 
     # Requests
 
@@ -287,14 +289,18 @@ class Engine(Closing):
         return outputs
 
     def compile_for_service(self) -> None:
-        """Compile also what constraints, many token ids and prompt log-probabilities need.
-
-        Else the first request with one of them would hold up the others.
-        """
+        """Compile every program that a request may need, so that none holds up the others when it comes."""
+        decode_shapes = [(size, 1) for size in self._scheduler.decode_buckets]
+        for shape in dict.fromkeys([*decode_shapes, *self._scheduler.prefill_shapes]):
+            self._compile(*shape)
+        self._runner.copy_row(0, 0, 1)
+        self._runner.copy_row(0, self.max_batch - 1, 1)  # on several devices: from one to another
+        # constraints, many token ids and prompt log-probabilities
         logits_1V = self._runner.logits(self._runner.zeros(1, 1), np.zeros(1, np.int32))
         self._sampler.warm_up(logits_1V, Unconstrained())
         for num_rows, width in self._scheduler.prefill_shapes:
             self._sampler.warm_up_prompt_logprobs(self._runner.all_logits(self._runner.zeros(num_rows, width), 0))
+        self._forget_steps()
 
     def stats(self) -> EngineStats:
         """Return counters since the start, or since `reset_stats`."""
@@ -397,23 +403,25 @@ class Engine(Closing):
         reasoning = stream.take_reasoning() if isinstance(stream, ChannelStream) else ""
         return Output(sequence, [draw.token], text, logprobs, sequence.finish_reason, of_prompt, reasoning)
 
-    def _warm_up(self) -> None:
-        """Compile, before the first request, every program but those of `compile_for_service`."""
-        decode_shapes = [(size, 1) for size in self._scheduler.decode_buckets]
-        for num_rows, width in dict.fromkeys([*decode_shapes, *self._scheduler.prefill_shapes]):
-            for batch in self._runner.padding(num_rows, width):
-                (output,) = self._runner.forward([batch])
-                at_P = np.zeros(num_rows, np.int32)
-                if self._model.on_one is not None and self._model.options.policy == "auto":
-                    (whole,) = self._model.on_one.run_layers([batch])  # a step of whole layers
-                    self._runner.logits(whole, at_P)
-                logits_PV = self._runner.logits(output, at_P)
-            if width == 1:  # what follows knows of logits alone
-                self._sampler.warm_up(logits_PV)
-                if self._model.on_one is not None and num_rows < self.max_batch:
-                    warm_up_ahead(self.max_batch, num_rows)
-        self._runner.copy_row(0, 0, 1)
-        self._runner.copy_row(0, self.max_batch - 1, 1)  # on several devices: from one to another
+    def _compile(self, num_rows: int, width: int) -> None:
+        """Compile the programs of a group of this size, by running them on padding."""
+        at_P = np.zeros(num_rows, np.int32)
+        for batch in self._runner.padding(num_rows, width):
+            (output,) = self._runner.forward([batch])
+            if self._model.on_one is not None and self._model.memory.policy == "auto":
+                (whole,) = self._model.on_one.run_layers([batch])  # a step of whole layers
+                self._runner.logits(whole, at_P)
+            logits_PV = self._runner.logits(output, at_P)
+        if width == 1:  # what follows knows of logits alone
+            self._sampler.warm_up(logits_PV)
+            if self._model.on_one is not None and num_rows < self.max_batch:
+                warm_up_ahead(self.max_batch, num_rows)
+
+    def _forget_steps(self) -> None:
+        """Leave the steps so far, which ran on padding, out of all counters."""
+        self._runner.recent_choices.clear()
+        self._collector.reset()
+        jax.block_until_ready(self._runner.caches)
 
     def _log_plan(self) -> None:
         log.info("%s", self.plan.memory)

@@ -174,11 +174,13 @@ class _Programs:
         hidden, embed = self._run(1, runner._embed, *self._ends, batch.tokens_T, batch.positions_PC, self._dtype)
         parts = [("embedding", 1, embed)]
         routed: Any = None
+        bound = runner.context_bound(context + 1, cache.length) if width == 1 else None
+        form = runner.Form(native=False, context=bound)
         counts = Counter(structure for structure, _ in self._layers)
         arrays_of = dict(self._layers)
         for structure, count in counts.items():
             operands = cache, hidden, batch.rows_P, batch.positions_PC, window
-            (x_PCD, _, y), attend = self._run(blocks, runner._attend, False, structure, arrays_of[structure], *operands)
+            (x_PCD, _, y), attend = self._run(blocks, runner._attend, form, structure, arrays_of[structure], *operands)
             routed = y if isinstance(y, ExpertInputs) else routed
             parts.append(("attention and router" if isinstance(y, ExpertInputs) else "dense layer", count, attend))
         if routed is not None:
@@ -186,7 +188,8 @@ class _Programs:
             chosen = distinct_experts(config.num_experts, config.num_experts_per_tok, tokens)
             tiles = round(max(chosen, tokens * config.num_experts_per_tok / tile_rows))
             table_E = self._of(jnp.int32, config.num_experts)
-            y, mlp = self._run(tiles, slots._table_mlp, config.hidden_act, tile_rows, routed, self._slots, table_E)
+            function = slots.table_mlp_of_tokens
+            y, mlp = self._run(tiles, function, config.hidden_act, routed, self._slots, table_E)
             parts.append(("experts", config.num_moe_layers, mlp))
         x_PCD, add = self._run(1, runner._add_alone, runner.Hidden(x_PCD, y))
         at_P = self._of(jnp.int32, num_rows)

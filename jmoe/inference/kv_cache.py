@@ -70,6 +70,14 @@ def write(cache: KVCache, rows_P: jax.Array, positions_PC: jax.Array, k_PCGd: ja
     return lax.fori_loop(0, rows_P.shape[0], row, cache)
 
 
+def _write_single(
+    cache: KVCache, rows_P: jax.Array, positions_P: jax.Array, k_P1Gd: jax.Array, v_P1Ge: jax.Array
+) -> KVCache:
+    """Return `write` of one token a row, in one scatter."""
+    put = lambda all_BGSd, new_P1Gd: all_BGSd.at[rows_P, :, positions_P].set(bits(new_P1Gd)[:, 0], mode="drop")  # noqa: E731
+    return KVCache(put(cache.k_BGSd, k_P1Gd), put(cache.v_BGSe, v_P1Ge))
+
+
 def write_and_attend(
     new: tuple[jax.Array, jax.Array, jax.Array],
     cache: KVCache,
@@ -79,8 +87,16 @@ def write_and_attend(
     scale: float,
     window: jax.Array | None = None,
     sinks_H: jax.Array | None = None,
+    context: int | None = None,
 ) -> tuple[jax.Array, KVCache]:
-    """Return (`attend` for this step's tokens, the cache after `write`). new: their q_PCHd, k_PCGd and v_PCGe."""
+    """Return (attention of this step's tokens, the cache after `write`). new: their q_PCHd, k_PCGd and v_PCGe.
+
+    context: for single tokens, a bound on all positions, exclusive: they attend with `attend_at_once`. None: `attend`.
+    """
+    if context is not None:
+        cache = _write_single(cache, rows_P, positions_PC[:, 0], *new[1:])
+        at = new[0], cache, rows_P, positions_PC
+        return attend_at_once(*at, context=context, scale=scale, window=window, sinks_H=sinks_H), cache
     if takes_native_attention(new[0].dtype, new[0].shape[3], new[2].shape[3]):
         caches = (cache.k_BGSd, cache.v_BGSe)
         out_PCHe, k_BGSd, v_BGSe = cached_attention(
@@ -90,6 +106,46 @@ def write_and_attend(
     q_PCHd, k_PCGd, v_PCGe = new
     cache = write(cache, rows_P, positions_PC, k_PCGd, v_PCGe)
     return attend(q_PCHd, cache, rows_P, positions_PC, scale=scale, window=window, sinks_H=sinks_H), cache
+
+
+def attend_at_once(
+    q_P1Hd: jax.Array,
+    cache: KVCache,
+    rows_P: jax.Array,
+    positions_P1: jax.Array,
+    *,
+    context: int,
+    scale: float,
+    window: jax.Array | None = None,
+    sinks_H: jax.Array | None = None,
+) -> jax.Array:
+    """Return what `attend` does for one token a row, reading `context` positions of every row.
+
+    Nothing in it depends on the positions but a mask, so that a GPU runs it without asking the host how far to go.
+    """
+    p, _, h, d = q_P1Hd.shape
+    g = cache.k_BGSd.shape[1]
+    last_P1 = jnp.where(positions_P1 < cache.length, positions_P1, -1)
+    at_L = jnp.arange(context, dtype=jnp.int32)
+    seen_PL = at_L <= last_P1
+    if window is not None:
+        seen_PL &= at_L > last_P1 - window
+
+    def read(x_BGSd: jax.Array) -> jax.Array:
+        return lax.bitcast_convert_type(x_BGSd[:, :, :context][rows_P], q_P1Hd.dtype)
+
+    s_PGRL = dot(q_P1Hd.reshape(p, g, h // g, d), read(cache.k_BGSd), b_transposed=True) * scale
+    s_PGRL = jnp.where(seen_PL[:, None, None], s_PGRL, _NONE)
+    top = s_PGRL.max(axis=-1, keepdims=True)
+    if sinks_H is not None:
+        sinks = sinks_H.astype(jnp.float32).reshape(1, g, h // g, 1)
+        top = jnp.maximum(top, sinks)
+    weights = jnp.exp(s_PGRL - top)
+    total = weights.sum(axis=-1, keepdims=True) + (0.0 if sinks_H is None else jnp.exp(sinks - top))
+    # what a request before left behind the last position may be NaN, and 0 times NaN is not 0
+    v_PGLe = jnp.where((at_L <= last_P1)[:, None, :, None], read(cache.v_BGSe), 0)
+    out = dot(weights.astype(q_P1Hd.dtype), v_PGLe) / total
+    return out.astype(q_P1Hd.dtype).reshape(p, 1, h, -1)
 
 
 @partial(jax.jit, donate_argnums=0)

@@ -19,7 +19,7 @@ from jmoe.collectives.exchange import Choices, PerDevice
 from jmoe.collectives.ragged import Ragged
 from jmoe.inference.dense_layout import RowLayout, sent_by_local
 from jmoe.inference.kv_cache import KVCache
-from jmoe.inference.runner import Arrays, Hidden, attend_local, embed_local
+from jmoe.inference.runner import Arrays, Hidden, InCache, attend_local, embed_local
 from jmoe.layers.experts import SLOT_MULTIPLE, slots_per_expert
 from jmoe.layers.slot_experts import ExpertInputs
 from jmoe.mesh import BATCH, EXPERT_INTRA, REPLICATED
@@ -84,7 +84,7 @@ def attend_on_mesh(
 
     def local(arrays: Arrays, window: jax.Array | None, cache: KVCache, hidden: Hidden, rows: Any, at: Any) -> Any:
         layers = layout.layers(at.size)
-        x_PCD, cache, y = attend_local(structure, layout.own(arrays), cache, hidden, rows, at, window, layers)
+        x_PCD, cache, y = attend_local(structure, layout.own(arrays), cache, hidden, InCache(rows, at, window), layers)
         if not isinstance(y, ExpertInputs):
             return x_PCD, cache, y
         return x_PCD, cache, Gate(y, lax.all_gather(y.idx_TK, EXPERT_INTRA, tiled=True))

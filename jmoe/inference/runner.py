@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jmoe.config import ModelConfig
 from jmoe.inference.kv_cache import KVCache, copy_row, write_and_attend
@@ -27,11 +28,23 @@ from jmoe.models.block import Block, add_residual
 from jmoe.models.functional import Structure, split
 from jmoe.models.lazy_checkpoint import EmbedAndHead
 from jmoe.offload.policies import ExpertPlaces, Residency
+from jmoe.offload.slots import table_mlp_of_tokens
 from kernels_pallas.native import SlotLayout, find_slots, native_operations, slot_mlp
 
 RECENT_STEPS = 16
+CONTEXTS = [512 * 4**n for n in range(12)]  # positions that programs for single tokens are compiled for on a device
 LAYERS_A_PROGRAM = 8  # of few tokens, which ask the host for no choice: a model's first program serves all equal ones
 Arrays = tuple[jax.Array, ...]  # of a module
+
+
+def runs_on_cpu() -> bool:
+    """Return whether programs take the forms that are fast on a CPU, with loops over rows and blocks."""
+    return jax.devices()[0].platform == "cpu"
+
+
+def context_bound(end: int, length: int) -> int:
+    """Return how many of a cache's `length` positions programs for single tokens read, if `end` of them are in use."""
+    return min(next(n for n in CONTEXTS if n >= end), length)
 
 
 class TokenBatch(NamedTuple):
@@ -73,18 +86,30 @@ class Hidden(NamedTuple):
     y_TD: jax.Array
 
 
+class InCache(NamedTuple):
+    """Where a step's tokens are in a layer's cache, and which positions they see.
+
+    window: int32, how many positions a token sees, None for all before it. context: see `write_and_attend`.
+    """
+
+    rows_P: jax.Array
+    positions_PC: jax.Array
+    window: jax.Array | None = None
+    context: int | None = None
+
+
 class CachedAttention:
     """Attention of a step's tokens over a KV cache, which then holds their keys and values too."""
 
-    def __init__(self, cache: KVCache, rows_P: jax.Array, positions_PC: jax.Array, window: jax.Array | None) -> None:
-        self.cache, self._rows_P, self._positions_PC, self._window = cache, rows_P, positions_PC, window
+    def __init__(self, cache: KVCache, places: InCache) -> None:
+        self.cache, self._places = cache, places
 
     def __call__(self, attention: Any, h_PCD: jax.Array) -> jax.Array:
         """Return the attention's output, in the shape of its normed input, [P, C, D] or [T, D]."""
-        rows_P, positions_PC = self._rows_P, self._positions_PC
+        rows_P, positions_PC, window, context = self._places
         new = attention.project(h_PCD.reshape(*positions_PC.shape, -1), positions_PC)
         sinks_H = None if attention.sinks is None else attention.sinks[...]
-        options: dict[str, Any] = {"scale": attention.scale, "window": self._window, "sinks_H": sinks_H}
+        options: dict[str, Any] = {"scale": attention.scale, "window": window, "sinks_H": sinks_H, "context": context}
         out_PCHe, self.cache = write_and_attend(new, self.cache, rows_P, positions_PC, **options)
         out_PCD: jax.Array = attention.output(out_PCHe)
         return out_PCD.reshape(h_PCD.shape)
@@ -112,33 +137,38 @@ def attend_local(
     arrays: Arrays,
     cache: KVCache,
     hidden: Hidden,
-    rows_P: jax.Array,
-    positions_PC: jax.Array,
-    window: jax.Array | None,
+    places: InCache,
     layers: WholeLayers = WHOLE,
 ) -> tuple[jax.Array, KVCache, jax.Array | ExpertInputs]:
     """Run a block but for its experts: (x + attention, cache, what the dense MLP adds or the routing).
 
-    rows_P, positions_PC: of the tokens that attention runs on, of all devices where `layers` are parts of the block's.
+    places: of the tokens that attention runs on, of all devices where `layers` are parts of the block's.
     """
     block: Block = structure.merge(arrays)
     x_PCD = add_residual(*hidden)
     dtype = x_PCD.dtype
-    cached = CachedAttention(cache, rows_P, positions_PC, window)
+    cached = CachedAttention(cache, places)
     x_PCD = block.attend(x_PCD, lambda module, h: layers.apply(partial(cached, module), h), dtype)
     if block.kind == "dense":
         mlp = lambda x_TD: block.feed_forward(x_TD, dtype)  # noqa: E731
         return x_PCD, cached.cache, layers.apply(mlp, x_PCD.reshape(-1, x_PCD.shape[-1]))
     h_TD, routing = block.route(x_PCD, dtype)
-    real_T = layers.own(positions_PC).reshape(-1) < cache.length
+    real_T = layers.own(places.positions_PC).reshape(-1) < cache.length
     idx_TK = jnp.where(real_T[:, None], routing.topk_idx_TK, routing.counts_E.size)  # E: padding chooses no expert
     shared_TD = block.shared(h_TD) if block.shared_expert is None else layers.apply(block.shared, h_TD)
     return x_PCD, cached.cache, ExpertInputs(h_TD, idx_TK, routing.topk_weights_TK, shared_TD)
 
 
+class Form(NamedTuple):
+    """How a layer but for its experts is computed: with native operations or not; see `write_and_attend`."""
+
+    native: bool
+    context: int | None = None
+
+
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
 def _attend(
-    native: bool,
+    form: Form,
     structure: Structure,
     arrays: Arrays,
     cache: KVCache,
@@ -147,8 +177,8 @@ def _attend(
     positions_PC: jax.Array,
     window: jax.Array | None,
 ) -> tuple[jax.Array, KVCache, jax.Array | ExpertInputs]:
-    with native_operations(positions_PC.size * native):
-        return attend_local(structure, arrays, cache, hidden, rows_P, positions_PC, window)
+    with native_operations(positions_PC.size * form.native):
+        return attend_local(structure, arrays, cache, hidden, InCache(rows_P, positions_PC, window, form.context))
 
 
 _add_alone = jax.jit(lambda hidden: add_residual(*hidden))
@@ -171,62 +201,79 @@ def embed_local(
 _embed = jax.jit(embed_local, static_argnums=(0, 4))
 
 
-class _NativeLayers(NamedTuple):
-    """Several layers as one program: their structures, the layout of the slots, the experts' activation.
+class _LayerGroup(NamedTuple):
+    """Several layers as one program: their structures, the experts' activation.
 
+    layout: of the slots as native operations read them; None: the slots are a device's arrays by name.
     ends: what embeds tokens and makes logits. is_first, is_last: nothing comes before these layers, nothing after.
     finds: the number of a layer's experts, where the program finds their slots; 0: tables say where they are.
+    context: see `write_and_attend`.
     """
 
     structures: tuple[Structure, ...]
-    layout: SlotLayout
+    layout: SlotLayout | None
     activation: str
     dtype: Any
     ends: Structure
     is_first: bool
     is_last: bool
     finds: int
+    context: int | None = None
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=2)
 def _apply_layers(
-    static: _NativeLayers,
+    static: _LayerGroup,
     arrays: tuple[Arrays, ...],
     caches: tuple[KVCache, ...],
     ends: Arrays,
     hidden: Hidden | None,
     batch: TokenBatch,
     windows: tuple[jax.Array | None, ...],
-    experts: tuple[jax.Array, jax.Array],
+    experts: tuple[Any, jax.Array],
 ) -> tuple[Any, jax.Array | None, tuple[KVCache, ...], jax.Array | None]:
     """Run layers of few tokens: the host is asked for nothing but what was chosen and has no slot.
 
-    ends: arrays of `static.ends`. hidden: after the layers before. experts: slots [M, R] and the tables [N, E] of these
-    layers with experts, or what `find_slots` takes. Returns `Hidden`, or x [P, C, D] after the last layer; the logits
-    [P, V] after the last layer of single tokens; the caches; what the tokens chose [N, T, K], None without experts.
+    ends: arrays of `static.ends`. hidden: after the layers before. experts: the slots, as `static.layout` says, and the
+    tables [N, E] of these layers with experts, or what `find_slots` takes. Returns `Hidden`, or x [P, C, D] after the
+    last layer; the logits [P, V] after the last layer of single tokens; the caches; what the tokens chose [N, T, K],
+    None without experts.
     """
-    slots_MR, places = experts
+    slots, tables = experts
     written: list[KVCache] = []
     choices: list[jax.Array] = []
-    with native_operations(batch.positions_PC.size):
+    with native_operations(batch.positions_PC.size * (static.layout is not None)):
         if static.is_first:
             hidden = embed_local(static.ends, ends, batch.tokens_T, batch.positions_PC, static.dtype)
         assert hidden is not None
         for i, structure in enumerate(static.structures):
-            of_layer = (arrays[i], caches[i], hidden, batch.rows_P, batch.positions_PC, windows[i])
-            x_PCD, cache, y = attend_local(structure, *of_layer)
+            form = Form(static.layout is not None, static.context)
+            at = batch.rows_P, batch.positions_PC, windows[i]
+            # equal layers are one function of the program, traced once
+            x_PCD, cache, y = _attend(form, structure, arrays[i], caches[i], hidden, *at)
+            if static.layout is None:  # the bits of a program a layer: XLA fuses nothing across
+                x_PCD, y = lax.optimization_barrier((x_PCD, y))
             if isinstance(y, ExpertInputs):
                 n = len(choices)
-                table_E = find_slots(y.idx_TK, places, n, static.finds) if static.finds else places[n]
+                table_E = find_slots(y.idx_TK, tables, n, static.finds) if static.finds else tables[n]
                 choices.append(y.idx_TK)
-                tokens = (y.h_TD, y.idx_TK, y.weights_TK, y.y_TD)
-                y = slot_mlp(tokens, slots_MR, table_E, static.layout, static.activation)
+                y = _experts(static, y, slots, table_E)
             hidden = Hidden(x_PCD, y)
+            if static.layout is None:
+                hidden = lax.optimization_barrier(hidden)
             written.append(cache)
         after: Any = add_residual(*hidden) if static.is_last else hidden
         single = static.is_last and batch.positions_PC.shape[1] == 1
         logits_PV = static.ends.merge(ends).logits(after[:, 0]) if single else None
     return after, logits_PV, tuple(written), jnp.stack(choices) if choices else None
+
+
+def _experts(static: _LayerGroup, routed: ExpertInputs, slots: Any, table_E: jax.Array) -> jax.Array:
+    """Return float32 [T, D]: `routed.y_TD` + the weighted sum of each token's experts."""
+    if static.layout is None:
+        return table_mlp_of_tokens(static.activation, routed, slots, table_E)
+    tokens = (routed.h_TD, routed.idx_TK, routed.weights_TK, routed.y_TD)
+    return slot_mlp(tokens, slots, table_E, static.layout, static.activation)
 
 
 @partial(jax.jit, static_argnums=(0, 4))
@@ -287,6 +334,7 @@ class ModelRunner:
     ) -> None:
         """Split the modules for programs. ends, layers: from `LazyCheckpoint.load_rest`. native: see `EngineConfig`."""
         self.native = native
+        self._on_cpu = runs_on_cpu()
         self.config, self.residency, self.dtype, self.estimator = config, residency, dtype, estimator
         self.readback_s, self.estimate_s = 0.0, 0.0  # see `EngineStats`
         self.recent_choices: deque[list[BatchChoices]] = deque(maxlen=RECENT_STEPS)  # of a step's batches
@@ -341,12 +389,26 @@ class ModelRunner:
         Experts must stay where they are. On a CPU without native programs each layer's choices are read back.
         """
         stay = self.residency.tables_NE is not None
-        return stay and (self._are_few(num_tokens) or jax.devices()[0].platform != "cpu")
+        return stay and (self._takes_natively(num_tokens) or not self._on_cpu)
 
-    def _are_few(self, num_tokens: int) -> bool:
-        """Return whether so many tokens take several layers a program."""
+    def _takes_natively(self, num_tokens: int) -> bool:
+        """Return whether native operations run so many tokens, several layers a program."""
         slots = self.residency.slots.native
         return slots is not None and self.asks_nothing and slots.takes(num_tokens, self.dtype)
+
+    def _in_groups(self, positions_PC: Any) -> bool:
+        """Return whether a batch takes several layers a program: of few tokens natively, of single ones on a device."""
+        if self._on_cpu:
+            return self._takes_natively(positions_PC.size)
+        stay = self.residency.tables_NE is not None and self.estimator is None
+        return stay and positions_PC.shape[1] == 1
+
+    def _context(self, batch: TokenBatch) -> int | None:
+        """Return how many positions a program for single tokens reads on a device; see `write_and_attend`."""
+        positions_PC, length = batch.positions_PC, self.caches[0].length
+        if self._on_cpu or positions_PC.shape[1] > 1:
+            return None
+        return context_bound(int(positions_PC.max(initial=0, where=positions_PC < length)) + 1, length)
 
     @property
     def asks_nothing(self) -> bool:
@@ -356,6 +418,7 @@ class ModelRunner:
 
     def run_layers(self, groups: Sequence[TokenBatch]) -> list[BatchOutput]:
         """Run every batch, a layer at a time."""
+        forms = [Form(self.native, self._context(g)) for g in groups]
         groups = [TokenBatch(*jax.device_put(tuple(g), jax.devices()[0])) for g in groups]
         xs = [_embed(*self.ends, g.tokens_T, g.positions_PC, self.dtype) for g in groups]
         held: tuple[int, list[jax.Array]] | None = None  # the layer whose slots running programs may still read
@@ -364,9 +427,8 @@ class ModelRunner:
         for i, layer in enumerate(self._layers):
             added: list[jax.Array | ExpertInputs] = []
             for n, g in enumerate(groups):
-                x_PCD, self.caches[i], y = _attend(
-                    self.native, *layer, self.caches[i], xs[n], g.rows_P, g.positions_PC, self._windows[i]
-                )
+                of_layer = (*layer, self.caches[i], xs[n], g.rows_P, g.positions_PC, self._windows[i])
+                x_PCD, self.caches[i], y = _attend(forms[n], *of_layer)
                 xs[n] = xs[n]._replace(x_PCD=x_PCD)
                 added.append(y)
             routed = [y for y in added if isinstance(y, ExpertInputs)]
@@ -383,9 +445,11 @@ class ModelRunner:
 
     def _run_programs(self, g: TokenBatch) -> BatchOutput | None:
         """Do what `run_layers` does for one batch, several layers a program; None where its tokens are too many."""
-        slots, tables_NE, finder = self.residency.slots.native, self.residency.tables_NE, self.residency.finder
-        if slots is None or not self._are_few(g.positions_PC.size):
+        if not self._in_groups(g.positions_PC):
             return None
+        tables_NE, finder = self.residency.tables_NE, self.residency.finder
+        layout, slots = self.residency.slots.for_programs()
+        context = self._context(g)
         if not isinstance(g.tokens_T, jax.Array):  # put where the step before leaves them
             g = g._replace(tokens_T=jax.device_put(g.tokens_T, jax.devices()[0]))
         ends, end_arrays = self.ends
@@ -400,9 +464,9 @@ class ModelRunner:
                 some = slice(start, start + size)
                 structures, arrays = zip(*self._layers[some], strict=True)
                 place = ends, start == 0, start + size >= len(self._layers)
-                static = _NativeLayers(structures, slots.layout, self.config.hidden_act, self.dtype, *place, finds)
+                static = _LayerGroup(structures, layout, self.config.hidden_act, self.dtype, *place, finds, context)
                 places = None if tables_NE is None else tables_NE[n : n + size]
-                experts = slots.slots_MR, places if finder is None else finder.where(n)
+                experts = slots, places if finder is None else finder.where(n)
                 of_layers = arrays, tuple(self.caches[some]), end_arrays, after, g, tuple(self._windows[some]), experts
                 after, logits_PV, self.caches[some], choices_NTK = _apply_layers(static, *of_layers)
                 if choices_NTK is not None:

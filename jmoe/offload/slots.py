@@ -51,6 +51,13 @@ class ExpertSlots(ABC):
     def mlp(self, routed: ExpertInputs, table_E: np.ndarray, activation: str) -> jax.Array:
         """Return float32 [T, D]: `routed.y_TD` + the weighted sum of each token's experts, in slots table_E[expert]."""
 
+    @abstractmethod
+    def for_programs(self) -> tuple[SlotLayout | None, Any]:
+        """Return the slots as an operand of programs that find their experts in a table, and how they are laid out.
+
+        The layout is that of native operations; None where the operand is arrays by name, for `table_mlp_of_tokens`.
+        """
+
 
 class HostSlots(ExpertSlots):
     """Slots of the CPU backend: memory that XLA reads as arrays, and that a copy fills.
@@ -79,6 +86,10 @@ class HostSlots(ExpertSlots):
         if self.native is not None and self.native.multiplies(h_TD.shape[0], h_TD.shape[1], h_TD.dtype):
             return _native_mlp(self.native.layout, activation, routed.y_TD, *routed[:3], self.native.slots_MR, table_E)
         return bundled_mlp(routed, [self._stored[slot] for slot in table_E], activation)
+
+    def for_programs(self) -> tuple[SlotLayout | None, Any]:
+        assert self.native is not None
+        return self.native.layout, self.native.slots_MR
 
     def stored(self, slot: int) -> StoredExpert:
         """Return a slot's arrays: the slot's memory, not a copy."""
@@ -159,19 +170,23 @@ class DeviceSlots(ExpertSlots):
             self._arrays = self._put(self._arrays, sent, np.int32(slot))
 
     def mlp(self, routed: ExpertInputs, table_E: np.ndarray, activation: str) -> jax.Array:
-        tile_rows = min(TABLE_TILE_ROWS, routed.h_TD.shape[0])
         with self._lock:
-            return _table_mlp(activation, tile_rows, routed, self._arrays, table_E)
+            return table_mlp_of_tokens(activation, routed, self._arrays, table_E)
+
+    def for_programs(self) -> tuple[SlotLayout | None, Any]:
+        return None, self._arrays
 
 
 def _put(arrays: dict[str, jax.Array], record: dict[str, jax.Array], slot: jax.Array) -> dict[str, jax.Array]:
     return {name: lax.dynamic_update_index_in_dim(arrays[name], record[name], slot, 0) for name in arrays}
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def _table_mlp(
-    activation: str, tile_rows: int, routed: ExpertInputs, slots: dict[str, jax.Array], table_E: jax.Array
+@partial(jax.jit, static_argnums=0)
+def table_mlp_of_tokens(
+    activation: str, routed: ExpertInputs, slots: dict[str, jax.Array], table_E: jax.Array
 ) -> jax.Array:
+    """Return `table_mlp` with tiles as long as there are tokens, up to a limit."""
+    tile_rows = min(TABLE_TILE_ROWS, routed.h_TD.shape[0])
     return table_mlp(routed, slots, table_E, activation=activation, tile_rows=tile_rows)
 
 

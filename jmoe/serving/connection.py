@@ -48,7 +48,7 @@ class _Parser(httptools.HttpRequestParser):
         # as uvicorn sets it: the first of several requests is answered though it asks for the end of the connection
         self.set_dangerous_leniencies(lenient_data_after_close=True)
 
-    def feed_data(self, data: bytes) -> None:
+    def feed_data(self, data: Any) -> None:
         try:
             super().feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:

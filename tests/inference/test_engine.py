@@ -16,6 +16,7 @@ from tiny_engines import CHECKPOINTS, SIZES, needs_compiler, tiny_engine
 
 import jmoe
 from jmoe.config.engine import EngineConfig, EngineMesh
+from jmoe.inference import runner as runner_module
 from jmoe.inference.engine import Engine, plan_engine_memory
 from jmoe.inference.runner import ModelRunner
 from jmoe.inference.sampling_params import SamplingParams
@@ -27,6 +28,7 @@ from jmoe.models.safetensors_io import DTYPES, read_headers
 from jmoe.offload.policies import LayerRing
 from jmoe.offload.slots import DeviceSlots
 from kernels_pallas import native
+from tests.compiled import compilations
 from tests.damage import flip_everywhere, poison
 
 FAMILIES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3_yarn", "gpt_oss"]
@@ -349,6 +351,47 @@ def test_experts_from_pinned_memory(
             note = "records in pinned host memory" if pin == "on" else "records in ordinary host memory"
             assert f"experts off the device: {note}" in caplog.text
     assert same(*found)
+
+
+def test_programs_are_compiled_when_they_are_needed() -> None:
+    with tiny_engine("mixtral", policy="resident", max_batch=8) as served:
+        with compilations() as first:
+            served.generate([[5, 6, 7]], max_new_tokens=4, ignore_eos=True)
+        with compilations() as second:
+            served.generate([[8, 9]], max_new_tokens=6, ignore_eos=True)
+        with compilations() as others:
+            served.compile_for_service()
+    assert 0 < len(first) < len(others) and second == []
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "deepseek_v3"])
+def test_programs_of_an_accelerator(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Single tokens take all layers in one program where experts stay, and give what other programs give."""
+    prompts = reference(name)["input_ids"].tolist()
+    options = {"max_new_tokens": 8, "ignore_eos": True, "logprobs": 0}
+    with tiny_engine(name, policy="resident", native="off") as served:
+        expected = served.generate(prompts, **options)
+    accelerator = lambda num_slots, fields, native: DeviceSlots(num_slots, fields, jax.devices()[0])  # noqa: E731
+    monkeypatch.setattr("jmoe.offload.residency.HostSlots", accelerator)
+    monkeypatch.setattr(runner_module, "runs_on_cpu", lambda: False)
+    programs: list[int] = []
+    apply_layers = runner_module._apply_layers
+
+    def counted(static: Any, *operands: Any) -> Any:
+        programs.append(len(static.structures))
+        assert static.context == 128  # of the positions that there are
+        return apply_layers(static, *operands)
+
+    monkeypatch.setattr(runner_module, "_apply_layers", counted)
+    for policy in ("resident", "ring"):
+        with tiny_engine(name, policy=policy, native="off") as served:
+            before = len(programs)
+            found = served.generate(prompts, **options)
+            assert (len(programs) > before) == (policy == "resident")
+        for a, b in zip(found, expected, strict=True):
+            assert a.token_ids == b.token_ids
+            np.testing.assert_allclose(*([lp.logprob for lp in c.logprobs] for c in (a, b)), atol=2e-5)
+    assert set(programs) == {served.config.num_hidden_layers}
 
 
 @pytest.mark.parametrize("policy", ["ring", "experts"])

@@ -1,11 +1,13 @@
 """Keys and values written piece by piece, and attention over them, against the plain forms of both."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jmoe.inference.kv_cache import BLOCK, KVCache, attend, write
+from jmoe.inference.kv_cache import BLOCK, KVCache, attend, write, write_and_attend
 
 G, D, E = 2, 4, 3
 LENGTH = 2 * BLOCK
@@ -43,6 +45,28 @@ def test_write(rows: list[tuple[int, int, int]], width: int, dtype: jnp.dtype) -
     got = [np.asarray(x).view(dtype) for x in (cache.k_BGSd, cache.v_BGSe)]
     for x, y in zip(got, expected, strict=True):
         np.testing.assert_array_equal(x.astype(np.float32), y.astype(np.float32))
+
+
+@pytest.mark.parametrize("window", [None, 1, 40])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_single_tokens_at_once(window: int | None, sinks: bool) -> None:
+    """One scatter and one product over a bounded context: what the loops over rows and blocks make of it."""
+    rng, heads = np.random.default_rng(1), 4
+    filled = [rng.standard_normal((3, G, LENGTH, dim)).astype(np.float32) for dim in (D, E)]
+    for x in filled:
+        x[:, :, 120:] = np.nan  # left behind by other requests
+    rows_P, positions_PC, k, v = step([(2, 90, 1), (0, 0, 1), (1, 3, 0)], 1, jnp.dtype(jnp.float32), 0)
+    q = rng.standard_normal((3, 1, heads, D)).astype(np.float32)
+    options: dict[str, Any] = {"scale": 0.5, "window": None if window is None else np.int32(window)}
+    options["sinks_H"] = rng.standard_normal(heads).astype(np.float32) if sinks else None
+    new, at = tuple(map(jnp.asarray, (q, k, v))), (jnp.asarray(rows_P), jnp.asarray(positions_PC))
+    caches = [KVCache(*map(jnp.asarray, filled)) for _ in range(2)]
+    one = write_and_attend(new, caches[0], *at, context=BLOCK, **options)
+    other = write_and_attend(new, caches[1], *at, **options)
+    np.testing.assert_allclose(one[0][:2], other[0][:2], atol=2e-6)
+    assert np.isfinite(one[0][:2]).all()
+    for a, b in zip(jax.tree.leaves(one[1]), jax.tree.leaves(other[1]), strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.parametrize("window", [None, 1, 40])
