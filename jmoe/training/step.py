@@ -31,10 +31,13 @@ from jmoe.training.sharded_decoder import ShardedDecoder
 from jmoe.training.state import Batch, TrainState, with_read_experts
 from jmoe.training.update import (
     auxiliary_losses,
+    dropped_tokens,
+    evaluation_program,
     finish_step,
     over_devices,
     router_key,
     tokens_per_accumulation_step,
+    without_drops,
 )
 
 Metrics = dict[str, jax.Array]
@@ -68,10 +71,8 @@ class FusedTrainer:
             )
 
         self.step = jax.jit(step, static_argnames="full_capacity", donate_argnums=0)
-        self._nll = jax.jit(sharded(self._nll_local, in_specs=(state, BATCH, BATCH), out_specs=REPLICATED))
-        self.next_logits = jax.jit(
-            sharded(self._logits_local, in_specs=(state, BATCH, REPLICATED), out_specs=REPLICATED)
-        )
+        self._nll = evaluation_program(sharded, self._nll_local, state, BATCH, BATCH)
+        self._logits = evaluation_program(sharded, self._logits_local, state, BATCH, REPLICATED)
 
     def sharded(self, body: Callable[..., Any], **specs: Any) -> Callable[..., Any]:
         """Return the function over all devices, traced with native operations where the run takes them."""
@@ -191,19 +192,32 @@ class FusedTrainer:
 
     # Without gradients
 
-    def _nll_local(self, state: TrainState, tokens_BS: jax.Array, weights_BS: jax.Array) -> jax.Array:
-        hidden, head, _ = self.model(state.params, state.router_bias, tokens_BS[:, :-1], full_capacity=True)
+    def _nll_local(
+        self, state: TrainState, tokens_BS: jax.Array, weights_BS: jax.Array, *, full_capacity: bool
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return (summed negative log-likelihood, assignments that found no row in buffers)."""
+        hidden, head, stats = self.model(
+            state.params, state.router_bias, tokens_BS[:, :-1], full_capacity=full_capacity
+        )
         hidden_TD, labels_T = hidden.reshape(-1, hidden.shape[-1]), tokens_BS[:, 1:].reshape(-1)
-        return lax.psum(self.model.head.cross_entropy(hidden_TD, head, labels_T, weights_BS.reshape(-1)), ALL)
+        nll = lax.psum(self.model.head.cross_entropy(hidden_TD, head, labels_T, weights_BS.reshape(-1)), ALL)
+        return nll, dropped_tokens(stats)
 
     def evaluate(self, state: TrainState, batches: Sequence[Batch]) -> list[jax.Array]:
-        return [jax.block_until_ready(self._nll(state, *batch)) for batch in batches]
+        return [without_drops(partial(self._nll, state, *batch)) for batch in batches]
 
-    def _logits_local(self, state: TrainState, tokens_BS: jax.Array, position: jax.Array) -> jax.Array:
-        hidden, head, _ = self.model(state.params, state.router_bias, tokens_BS, full_capacity=True)
+    def _logits_local(
+        self, state: TrainState, tokens_BS: jax.Array, position: jax.Array, *, full_capacity: bool
+    ) -> tuple[jax.Array, jax.Array]:
+        hidden, head, stats = self.model(state.params, state.router_bias, tokens_BS, full_capacity=full_capacity)
         last = lax.dynamic_index_in_dim(hidden[0], position, 0, keepdims=False).astype(jnp.float32)
         last = lax.psum(jnp.where(lax.axis_index(ALL) == 0, last, 0), ALL)
-        return self.model.head.logits(last, head)
+        return self.model.head.logits(last, head), dropped_tokens(stats)
+
+    def next_logits(self, state: TrainState, tokens_BS: jax.Array, position: jax.Array) -> jax.Array:
+        """Return logits [V] after the token at `position` of the first sequence."""
+        logits_V: jax.Array = without_drops(partial(self._logits, state, tokens_BS, position))
+        return logits_V
 
     # Checkpoints
 

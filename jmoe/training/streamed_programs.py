@@ -276,6 +276,7 @@ class LayerPrograms:
         self.add_experts = make(self._add_experts, moe, split, replicated, work, out=forward, static=["keeps"])
         self.most_chosen = make(self._most_chosen, split, out=replicated)
         self.totals = make(self._totals, split, out=replicated)
+        self.dropped = make(self._dropped, split, out=replicated)
         self.zeros = make(self._zeros, specs, outside, out=split)
         self.loss_gradients = make(self._loss_gradients, outside, split, split, split, replicated, out=split, donate=3)
         self.moe_gradients = make(
@@ -480,6 +481,12 @@ class LayerPrograms:
         counts_NAE = jnp.stack([jnp.stack([s.counts_E[0] for s in layer]) for layer in stats])
         dropped_N = jnp.stack([sum(s.dropped[0] for s in layer) for layer in stats])
         return over_devices(self.mesh.size, (counts_NAE, dropped_N))
+
+    def _dropped(self, stats: Sequence[Sequence[MoEStats]]) -> jax.Array:
+        """Return how many assignments of all devices found no row in buffers."""
+        dropped = jnp.stack([s.dropped[0] for layer in stats for s in layer])
+        total: jax.Array = over_devices(self.mesh.size, dropped.sum(dtype=jnp.int32))
+        return total
 
     def _head(self, outside: Any, x_BSD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return (the last norm's output [T, D], the head's weight)."""

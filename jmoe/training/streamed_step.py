@@ -47,6 +47,7 @@ from jmoe.training.streamed_programs import (
     StepResults,
     SummedGradients,
 )
+from jmoe.training.update import without_drops
 
 
 @dataclass(frozen=True)
@@ -388,10 +389,14 @@ class StreamedTrainer(StreamedExperts):
 
     def _hidden(self, state: TrainState, inputs: Sequence[jax.Array]) -> tuple[Any, list[jax.Array]]:
         """Return (what is outside the layers, unsharded; the last hidden states)."""
-        with self._opened.guard():
+
+        def forward(*, full_capacity: bool) -> tuple[tuple[Any, list[jax.Array]], jax.Array]:
             self._opened.begin(range(self._num_layers))
-            run, xs = self._forward(state, inputs, train=False, full_capacity=True)
-            return run.outside, xs
+            run, xs = self._forward(state, inputs, train=False, full_capacity=full_capacity)
+            return (run.outside, xs), self._done(self.programs.dropped(run.stats))
+
+        with self._opened.guard():
+            return without_drops(forward)
 
     def evaluate(self, state: TrainState, batches: Sequence[Batch]) -> list[jax.Array]:
         """Return the summed negative log-likelihood of each batch; experts are fetched once for all of them."""

@@ -40,6 +40,7 @@ from jmoe.training.streamed_vision_programs import (
 from jmoe.training.task_experts import task_slots
 from jmoe.training.task_layouts import notes_of, tiers_line
 from jmoe.training.task_losses import Contrast, Metrics, TaskLosses
+from jmoe.training.update import without_drops
 from jmoe.training.vision_step import ShardedVision, active_tasks, ended_experts, paths_of
 
 
@@ -341,13 +342,18 @@ class StreamedVisionTrainer(StreamedExperts):
 
         Experts are fetched once for all of them.
         """
-        with self._opened.guard():
+        parts = [part for batch in batches for part in self._done(self.programs.split(batch))]
+
+        def forward(*, full_capacity: bool) -> tuple[tuple[Any, list[jax.Array]], jax.Array]:
             self._opened.begin(range(len(self._record_layers)))
-            parts = [part for batch in batches for part in self._done(self.programs.split(batch))]
-            run = self._begun(state, parts, train=False, full_capacity=True)
+            run = self._begun(state, parts, train=False, full_capacity=full_capacity)
             xs = self._forward(run)
+            return (run.outside, xs), self._done(self.programs.dropped(run.stats)) if run.stats else jnp.int32(0)
+
+        with self._opened.guard():
+            outside, xs = without_drops(forward)
         for x_BSD, part in zip(xs, parts, strict=True):
-            yield run.outside, x_BSD, part
+            yield outside, x_BSD, part
 
     def class_means(self, state: TrainState, batches: Iterable[Any]) -> jax.Array:
         """Return [K, C], see `VisionTrainer.class_means`."""

@@ -3,19 +3,23 @@
 Legend: N MoE layers, E experts.
 """
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jmoe.config import TrainConfig
+from jmoe.layers.moe import MoEStats
 from jmoe.layers.router import balance_loss_local, updated_bias
-from jmoe.mesh import ALL
+from jmoe.mesh import ALL, REPLICATED
 from jmoe.optim.adamw import StepValues, advance, decays, learning_rate
 from jmoe.optim.loss_scale import MIN_LOSS_SCALE, unscaled
 from jmoe.training.state import TrainState
+
+T = TypeVar("T")
 
 
 def tokens_per_accumulation_step(config: TrainConfig) -> int:
@@ -41,6 +45,33 @@ def auxiliary_losses(
     layers, accumulation = model.num_moe_layers, config.gradient_accumulation_steps
     z = router.z_loss_coef * z_sum.sum() / num_tokens / layers
     return router.aux_loss_coef * balance.sum() / layers / accumulation, z / accumulation
+
+
+def dropped_tokens(stats: MoEStats | None) -> jax.Array:
+    """Return how many assignments of all devices found no row in buffers. stats: of this device; None: no experts."""
+    dropped = jnp.int32(0) if stats is None else stats.dropped.sum(dtype=jnp.int32)
+    return lax.psum(dropped, ALL)
+
+
+def evaluation_program(sharded: Callable[..., Any], local: Callable[..., Any], *in_specs: Any) -> Any:
+    """Return the program of a pass without gradients, for `without_drops`. sharded: runs `local` on every device."""
+
+    def run(*args: Any, full_capacity: bool) -> Any:
+        return sharded(partial(local, full_capacity=full_capacity), in_specs=in_specs, out_specs=REPLICATED)(*args)
+
+    return jax.jit(run, static_argnames="full_capacity")
+
+
+def without_drops(run: Callable[..., tuple[T, jax.Array]]) -> T:
+    """Return the result of a pass without gradients in which every token reaches its experts.
+
+    run: takes `full_capacity`, returns (result, dropped assignments). Buffers are those of training, which take a
+    fraction of the memory; where they are too small the pass runs again with room for every token, as a step does.
+    """
+    result, dropped = run(full_capacity=False)
+    if int(dropped):
+        result, _ = run(full_capacity=True)
+    return jax.block_until_ready(result)
 
 
 def finish_step(

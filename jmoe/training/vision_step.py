@@ -37,7 +37,7 @@ from jmoe.training.state import TrainState, with_read_experts
 from jmoe.training.task_experts import TaskSlots, task_experts_of, task_slots, with_task_experts
 from jmoe.training.task_layouts import notes_of
 from jmoe.training.task_losses import Contrast, Metrics, TaskLosses
-from jmoe.training.update import finish_step, over_devices
+from jmoe.training.update import dropped_tokens, evaluation_program, finish_step, over_devices, without_drops
 
 OF_TASKS = ("heads", "path_logits")  # parameters below these have a node for each task
 
@@ -221,9 +221,8 @@ class VisionTrainer:
             return sharded(body, in_specs=(state, BATCH), out_specs=(state, REPLICATED))(state_now, batch)
 
         self.step = jax.jit(step, static_argnames="full_capacity", donate_argnums=0)
-        in_specs = (state, BATCH, REPLICATED)
-        self._evaluate = jax.jit(sharded(self._evaluate_local, in_specs=in_specs, out_specs=REPLICATED))
-        self._class_sums = jax.jit(sharded(self._class_sums_local, in_specs=(state, BATCH), out_specs=REPLICATED))
+        self._evaluate = evaluation_program(sharded, self._evaluate_local, state, BATCH, REPLICATED)
+        self._class_sums = evaluation_program(sharded, self._class_sums_local, state, BATCH)
 
     @property
     def notes(self) -> list[str]:
@@ -394,12 +393,14 @@ class VisionTrainer:
 
     # Without gradients
 
-    def _class_sums_local(self, state: TrainState, batch: ImageBatch) -> jax.Array:
-        """Return [K, C], the sum of the embeddings of each class's images."""
+    def _class_sums_local(
+        self, state: TrainState, batch: ImageBatch, *, full_capacity: bool
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return ([K, C], the sum of the embeddings of each class's images; assignments that found no row)."""
         part = _micro_batch(batch, 0)
         params = self.model.gather_all(state.params)
-        logits_BY, _ = self._forward(params, state.router_bias, part, full_capacity=True)
-        return lax.psum(self.losses.class_sums(logits_BY, part), ALL)
+        logits_BY, stats = self._forward(params, state.router_bias, part, full_capacity=full_capacity)
+        return lax.psum(self.losses.class_sums(logits_BY, part), ALL), dropped_tokens(stats)
 
     def class_means(self, state: TrainState, batches: Iterable[Any]) -> jax.Array:
         """Return [K, C], in the direction of the mean embedding of each class of the tasks that compare images.
@@ -408,14 +409,16 @@ class VisionTrainer:
         """
         sums = np.zeros(self.losses.class_means_shape, np.float32)
         for batch in batches:
-            sums += np.asarray(self._class_sums(state, batch))
+            sums += np.asarray(without_drops(partial(self._class_sums, state, batch)))
         return jnp.asarray(sums)
 
-    def _evaluate_local(self, state: TrainState, batch: ImageBatch, means_KC: jax.Array) -> jax.Array:
+    def _evaluate_local(
+        self, state: TrainState, batch: ImageBatch, means_KC: jax.Array, *, full_capacity: bool
+    ) -> tuple[jax.Array, jax.Array]:
         part = _micro_batch(batch, 0)
         params = self.model.gather_all(state.params)
-        logits_BY, _ = self._forward(params, state.router_bias, part, full_capacity=True)
-        return lax.psum(self.losses.evaluation(logits_BY, part, means_KC), ALL)
+        logits_BY, stats = self._forward(params, state.router_bias, part, full_capacity=full_capacity)
+        return lax.psum(self.losses.evaluation(logits_BY, part, means_KC), ALL), dropped_tokens(stats)
 
     def evaluate(
         self, state: TrainState, batches: Sequence[Any], class_means: jax.Array | None = None
@@ -425,7 +428,7 @@ class VisionTrainer:
         An image of a task that compares images is of the class whose mean is nearest.
         """
         means = self.class_means(state, []) if class_means is None else class_means
-        return [jax.block_until_ready(self._evaluate(state, batch, means)) for batch in batches]
+        return [without_drops(partial(self._evaluate, state, batch, means)) for batch in batches]
 
     def paths(self, state: TrainState) -> dict[str, tuple[int, ...]]:
         """Return the expert that each task takes in each layer routed by task, as learned or as given."""
