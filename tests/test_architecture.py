@@ -40,7 +40,7 @@ THROUGH = """collectives.rows data.progress inference.mesh_programs inference.st
 kernels.saved layers.experts layers.latent_attention layers.norm memory.closing models.block models.functional
 models.lazy_checkpoint models.tensor_names models.vision offload.residency offload.saved_experts
 run.checkpoint_contents run.task_report run.task_summary runtime serving.answer serving.errors serving.metrics
-serving.schemas serving.service serving.vocabulary training.distilling training.evaluation
+serving.grammar_worker serving.schemas serving.service serving.vocabulary training.distilling training.evaluation
 training.gradient_reduction training.session training.sharded_model training.streamed_experts
 training.streamed_vision_programs training.task_losses training.update"""
 

@@ -58,6 +58,7 @@ from kernels_pallas import native
 
 log = logging.getLogger("jmoe")
 _MADE_WIDE = "experts are stored as %s and made wide, in %s, %d bytes each: several devices keep no compressed ones"
+REST_S = 0.005  # a step waits so long for a constraint where nothing else runs
 NO_NUMBERS = "the model's logits are not finite, so no token can be drawn"
 
 
@@ -257,8 +258,11 @@ class Engine(Closing):
             return self._step()
 
     def _step(self) -> list[Output]:
+        resting = self._let_rest()
         plan = self._scheduler.schedule()
         if not plan.chunks:
+            if resting:
+                resting[0].wait(REST_S)
             return []
         begun = time.perf_counter()
         for chunk in plan.prefill:
@@ -338,6 +342,15 @@ class Engine(Closing):
         self._model.close()
 
     # Parts of a step
+
+    def _let_rest(self) -> list[Constraint]:
+        """Let the sequences rest whose constraints are not ready; return these constraints."""
+        resting = []
+        for sequence in self._scheduler.decoding:
+            if sequence.constraint is not None:
+                sequence.rests = not sequence.constraint.is_ready()
+                resting += [sequence.constraint] * sequence.rests
+        return resting
 
     def _drop_unwanted(self) -> None:
         """Keep nothing of a step under way that nobody waits for."""

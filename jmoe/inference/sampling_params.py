@@ -148,6 +148,12 @@ class SamplingParams:
 class Constraint(Protocol):
     """Restricts one output. W = ceil(V / 32) words for a vocabulary of V tokens."""
 
+    def is_ready(self) -> bool:
+        """Return whether `fill` answers at once; until then the engine goes on with other sequences."""
+
+    def wait(self, limit_s: float) -> None:
+        """Wait until it is ready, or so long. Called where there is nothing else to do."""
+
     def fill(self, words_W: np.ndarray) -> None:
         """Set the bits of the tokens that may come next and clear the others. int32, the lowest bit first.
 
@@ -160,6 +166,12 @@ class Constraint(Protocol):
 
 class Unconstrained:
     """Lets any token come next."""
+
+    def is_ready(self) -> bool:
+        return True
+
+    def wait(self, limit_s: float) -> None:
+        pass
 
     def fill(self, words_W: np.ndarray) -> None:
         words_W[:] = -1

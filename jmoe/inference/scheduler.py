@@ -6,9 +6,9 @@ Standard library only. The engine's loop is
     ...run `scheduler.groups(plan)`, draw one token for each of plan.sampled...
     finished = scheduler.update(plan, tokens)
 
-Every step runs all sequences that are past their prompt, one token each, and beside them a chunk of every prompt that
-fits the step, so a long prompt never makes the others wait. The cache is [max_batch, max_seq_len]: a running sequence
-owns one row, and its token i (prompt, then output) lies in column i.
+Every step runs all sequences that are past their prompt and do not rest, one token each, and beside them a chunk of
+every prompt that fits the step, so a long prompt never makes the others wait. The cache is [max_batch, max_seq_len]: a
+running sequence owns one row, and its token i (prompt, then output) lies in column i.
 """
 
 from __future__ import annotations
@@ -169,12 +169,21 @@ class Scheduler:
         sequence.status, sequence.finish_reason, sequence.row = "finished", reason, None
         return True
 
+    @property
+    def decoding(self) -> list[Sequence]:
+        """The sequences that are past their prompt."""
+        running = [row.sequence for row in self._rows if row.sequence is not None]
+        return [sequence for sequence in running if sequence.status == "decode"]
+
     def schedule(self) -> StepPlan:
-        """Return the next step. Empty if nothing waits or runs. Without an `update` between, the same again."""
+        """Return the next step, empty if nothing waits and all that runs rests.
+
+        Without an `update` between, the same again.
+        """
         decode = tuple(
             Chunk(row.sequence, row.index, row.sequence.num_computed_tokens, row.sequence.output_token_ids[-1:])
             for row in self._rows
-            if row.sequence is not None and row.sequence.status == "decode"
+            if row.sequence is not None and row.sequence.status == "decode" and not row.sequence.rests
         )
         chunks: list[Chunk] = []
         tokens = self.max_prefill_tokens

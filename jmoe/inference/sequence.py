@@ -53,6 +53,7 @@ class Sequence:
     output_token_ids: list[int] = field(default_factory=list, init=False)  # with the stop token, if one ended it
     finish_reason: FinishReason | None = field(default=None, init=False)
     # Written by the engine
+    rests: bool = field(default=False, init=False)  # has no part in the next step: its constraint is not ready
     text: TextStream | ChannelStream | None = field(default=None, init=False)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list, init=False)
     is_finite: bool = field(default=True, init=False)  # all logits of the prompt that were asked for are numbers

@@ -1,10 +1,12 @@
 """Which requests are taken in (else: 429 with Retry-After), and which of those that wait runs next."""
 
+import asyncio
+import contextlib
 import heapq
 import itertools
 import math
 from collections import Counter, deque
-from collections.abc import Collection, Hashable
+from collections.abc import AsyncIterator, Collection, Hashable
 from dataclasses import dataclass
 
 from jmoe.inference.sequence import Sequence
@@ -120,6 +122,46 @@ class FairQueue:
         self._waiting[request].remove(sequence)
         if not self._waiting[request]:
             del self._waiting[request]
+
+
+class Turns:
+    """At most `places` pieces of work at once, of one client one less: what another one asks for begins at once.
+
+    The next one is of the client with the fewest at work; of several of the one that has waited longest for a turn.
+    """
+
+    def __init__(self, places: int) -> None:
+        self._places, self._each = places, max(1, places - 1)
+        self._working: Counter[Hashable] = Counter()
+        self._waiting: dict[Hashable, deque[asyncio.Future[None]]] = {}
+
+    @contextlib.asynccontextmanager
+    async def turn(self, client: Hashable) -> AsyncIterator[None]:
+        """Wait for the client's turn, and have it."""
+        begins = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(client, deque()).append(begins)
+        self._begin_next()
+        try:
+            await begins
+            yield
+        finally:
+            if begins.done() and not begins.cancelled():
+                self._working[client] -= 1
+                self._working += Counter()  # without those of whom nothing is at work
+            self._begin_next()
+
+    def _begin_next(self) -> None:
+        while self._waiting and self._working.total() < self._places:
+            client = min(self._waiting, key=self._working.__getitem__)
+            if self._working[client] >= self._each:
+                return
+            waiting = self._waiting.pop(client)
+            begins = waiting.popleft()
+            if waiting:
+                self._waiting[client] = waiting  # behind the others
+            if not begins.cancelled():
+                self._working[client] += 1
+                begins.set_result(None)
 
 
 def _keys(sequence: Sequence) -> tuple[Key, Key]:

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.openapi.utils import get_openapi
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import FileResponse, Response
@@ -56,6 +56,7 @@ def make_app(service: Service, api_keys: list[str], version: str) -> FastAPI:
         service.loop.start()
         yield
         await service.loop.stop()
+        service.close()
 
     responses = {status: {"model": ErrorResponse, **described} for status, described in ERRORS.items()}
     app = FastAPI(title="jmoe", version=version, lifespan=lifespan, responses=responses, docs_url=None, redoc_url=None)
@@ -92,21 +93,22 @@ def tokens_router(service: Service) -> APIRouter:
     router = APIRouter()
 
     @router.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> TokenizeResponse:
+    async def tokenize(body: TokenizeRequest, request: Request) -> TokenizeResponse:
         """The tokens that a prompt or a chat becomes."""
         service.check_model(body.model)
+        client = request.state.client
+        text, special = body.prompt or "", body.add_special_tokens
+        if body.messages is not None:
+            text = await service.render(body.messages, body.add_generation_prompt, body.chat_template_kwargs, client)
+            special = False
 
         def make() -> TokenizeResponse:
-            if body.messages is not None:
-                text = service.render(body.messages, body.add_generation_prompt, body.chat_template_kwargs)
-                (tokens,) = service.encode([text], add_special_tokens=False)
-            else:
-                (tokens,) = service.encode([body.prompt or ""], add_special_tokens=body.add_special_tokens)
+            (tokens,) = service.encode([text], add_special_tokens=special)
             strs = [service.vocabulary.text(token) for token in tokens] if body.return_token_strs else None
             limit = service.max_seq_len
             return TokenizeResponse(count=len(tokens), max_model_len=limit, tokens=tokens, token_strs=strs)
 
-        return await service.off_the_loop(make, body.size)
+        return await service.off_the_loop(make, len(text), client)
 
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> DetokenizeResponse:
@@ -170,7 +172,7 @@ def state_router(service: Service) -> APIRouter:
         engine, scheduler = service.loop.snapshot.engine, service.loop.snapshot.scheduler
         return Live(
             model=service.name,
-            chat=service.chat_template is not None,
+            chat=service.has_chat,
             policy=engine.policy,
             uptime_s=time.time() - service.created,
             requests_running=scheduler.running,

@@ -72,16 +72,19 @@ def chat_router(service: Service) -> APIRouter:
             most = service.max_new_tokens(prompt, body.asked_tokens)
             return body.sampling(most, choice, service.model_sampling, logprobs=logprobs)
 
-        def make() -> tuple[str, list[int], list[Sequence]]:
-            text = service.render(body.messages, body.add_generation_prompt, body.chat_template_kwargs)
+        client = request.state.client
+        text = await service.render(body.messages, body.add_generation_prompt, body.chat_template_kwargs, client)
+
+        def make() -> tuple[list[int], list[Sequence]]:
             # by default none: the template has written them
             (prompt,) = service.encode([text], add_special_tokens=body.add_special_tokens)
             sequences = service.sequences(body, [prompt], sampling)
             for sequence in sequences:
                 sequence.harmony = service.harmony
-            return text, prompt, sequences
+            return prompt, sequences
 
-        text, prompt, sequences = await service.off_the_loop(make, sum(message.size for message in body.messages))
+        prompt, sequences = await service.off_the_loop(make, len(text), client)
+        await service.constrain(body, sequences, client)
         service.log_prompts(request, [text])
         return await _ChatAnswer.respond(service, request, body, [prompt], sequences)
 

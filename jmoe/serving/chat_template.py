@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +23,9 @@ DEFAULT, TOOL_USE = "default", "tool_use"
 TEMPLATE_FILE, TEMPLATE_FOLDER = "chat_template.jinja", "additional_chat_templates"
 # What a message's reasoning is called; templates read the first, those of gpt-oss the second.
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+
+CONTENT_FORM = b""  # asks a fork for `ChatTemplate.content_form`
+_TEXT, _REFUSED = b"=", b"!"  # how an answer of a fork begins
 
 
 class ChatTemplate:
@@ -68,18 +71,9 @@ class ChatTemplate:
 
     @classmethod
     def from_folder(cls, folder: Path) -> ChatTemplate | None:
-        """Return the templates of a Hugging Face folder, None if it has none; `ValueError` for files that are damaged.
-
-        `chat_template.jinja` and `additional_chat_templates/NAME.jinja` replace `chat_template` of
-        tokenizer_config.json: a template, or a list of `{"name": ..., "template": ...}`.
-        """
-        config = read_settings(folder / SETTINGS)
-        templates = {path.stem: path for path in sorted((folder / TEMPLATE_FOLDER).glob("*.jinja"))}
-        if (folder / TEMPLATE_FILE).is_file():
-            templates[DEFAULT] = folder / TEMPLATE_FILE
-        texts = {name: path.read_text(encoding="utf-8") for name, path in templates.items()}
-        texts = texts or _templates_of(config.get("chat_template"), folder)
-        return cls(texts, special_tokens(config, folder), str(folder)) if texts else None
+        """Return a Hugging Face folder's templates, None if it has none; `ValueError` for files that are damaged."""
+        setup = read_templates(folder)
+        return None if setup is None else cls(**setup)
 
     def render(
         self,
@@ -112,12 +106,64 @@ class ChatTemplate:
             raise ValueError(f"{self._called(name)}: not JSON values: {error}") from error
         try:
             return self._templates[name].render({**self.special_tokens, **plain})
+        except MemoryError:
+            raise
         except Exception as error:  # a template can raise anything a Python expression can
             reason = error.message if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
             raise ValueError(f"{self._called(name)}: {reason}") from error
 
     def _called(self, name: str) -> str:
         return f"chat template of {self._source}" if name == DEFAULT else f"chat template {name!r} of {self._source}"
+
+
+def read_templates(folder: Path) -> dict[str, Any] | None:
+    """Return the arguments of `ChatTemplate` for a Hugging Face folder, None if it has no templates.
+
+    `chat_template.jinja` and `additional_chat_templates/NAME.jinja` replace `chat_template` of tokenizer_config.json: a
+    template, or a list of `{"name": ..., "template": ...}`. `ValueError` for files that are damaged.
+    """
+    config = read_settings(folder / SETTINGS)
+    templates = {path.stem: path for path in sorted((folder / TEMPLATE_FOLDER).glob("*.jinja"))}
+    if (folder / TEMPLATE_FILE).is_file():
+        templates[DEFAULT] = folder / TEMPLATE_FILE
+    texts = {name: path.read_text(encoding="utf-8") for name, path in templates.items()}
+    texts = texts or _templates_of(config.get("chat_template"), folder)
+    return (
+        {"templates": texts, "special_tokens": special_tokens(config, folder), "source": str(folder)} if texts else None
+    )
+
+
+def begin_rendering(**setup: Any) -> Callable[[bytes], bytes]:
+    """Return what a fork answers: to `CONTENT_FORM`, or arguments of `ChatTemplate.render` as JSON; see `rendered`."""
+    template = ChatTemplate(**setup)
+
+    def answer(question: bytes) -> bytes:
+        if question == CONTENT_FORM:
+            return _TEXT + (template.content_form or "").encode()
+        try:
+            return _TEXT + template.render(**json.loads(question)).encode("utf-8", "surrogatepass")
+        except ValueError as error:
+            cause = error.__cause__ or error
+            said = cause.message if isinstance(cause, TemplateError) else None
+            return _REFUSED + json.dumps([str(error), said]).encode()
+
+    return answer
+
+
+def rendered(answer: bytes) -> str:
+    """Return the prompt that a fork answered with; `RefusedError` where it could not render one."""
+    kind, text = answer[:1], answer[1:]
+    if kind == _REFUSED:
+        raise RefusedError(*json.loads(text))
+    return text.decode("utf-8", "surrogatepass")
+
+
+class RefusedError(ValueError):
+    """A template did not render. said: what it says itself, None where it failed."""
+
+    def __init__(self, message: str, said: str | None) -> None:
+        super().__init__(message)
+        self.said = said
 
 
 class _Generation(Extension):

@@ -2,23 +2,26 @@
 
 import asyncio
 import contextlib
+import json
 import logging
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 from fastapi import Request
-from jinja2 import TemplateError
 
 from jmoe.config.serving import ServeConfig
 from jmoe.inference.engine import Engine
 from jmoe.inference.harmony import TURN_ENDS, Harmony
 from jmoe.inference.sampling_params import SamplingParams
 from jmoe.inference.sequence import Sequence
-from jmoe.serving.chat_template import ChatTemplate
+from jmoe.serving.admission import Turns
+from jmoe.serving.chat_template import CONTENT_FORM, RefusedError, read_templates, rendered
 from jmoe.serving.engine_loop import EngineLoop
 from jmoe.serving.errors import ApiError, printable
+from jmoe.serving.forks import ForkServer, LimitError, Limits
 from jmoe.serving.grammar import Grammars
 from jmoe.serving.metrics import Metrics
 from jmoe.serving.model_sampling import ModelSampling
@@ -29,6 +32,10 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 LONG_TEXT = 1 << 16  # characters: of longer ones one is worked on at a time, so that short ones find a thread
+THREADS = 4  # that work on requests' texts at a time
+FORKS = max(4, len(os.sched_getaffinity(0)))  # that render and compile schemas at a time
+RENDER_S = 2.0  # of processor time
+RENDER_BYTES = 32  # of memory for each byte that a body may have, and of text an eighth of that
 
 
 class Service:
@@ -44,30 +51,58 @@ class Service:
         self.metrics.watch(self.loop)
         self.tokenizer, self.max_seq_len = engine.tokenizer, engine.max_seq_len
         self.vocabulary = TokenVocabulary(self.tokenizer)
-        self.chat_template = ChatTemplate.from_folder(folder)
-        if self.chat_template is not None and self.chat_template.content_form is None:
-            log.warning("the model's chat template shows nothing of a message's content, as a string or in parts")
-        self.harmony = None if self.chat_template is None else Harmony.of(self.tokenizer)
-        turn_ends = [] if self.chat_template is None else [self.chat_template.special_tokens.get("eos_token", "")]
+        self._templates: ForkServer | None = None
+        self._takes_parts = False
+        turn_ends: list[str] = []
+        if (setup := read_templates(folder)) is not None:
+            self._templates = self._template_server(setup)
+            self._takes_parts = self._content_form(self._templates) == "parts"
+            turn_ends = [setup["special_tokens"].get("eos_token", "")]
+        self.harmony = Harmony.of(self.tokenizer) if self.has_chat else None
         turn_ends += TURN_ENDS if self.harmony is not None else ()
         sampling = ModelSampling.read(folder, config.sampling_defaults)
         self.model_sampling = sampling.with_turn_ends(turn_ends, self.tokenizer, engine.config.vocab_size)
         ends = (*engine.eos_token_ids, *self.model_sampling.turn_end_token_ids)
         self.grammars = Grammars(self.tokenizer, engine.config.vocab_size, ends)
-        self._long_texts = asyncio.Semaphore(1)
+        self._long_texts, self._threads, self._forks = Turns(1), Turns(THREADS), Turns(FORKS)
+
+    def _template_server(self, setup: dict[str, Any]) -> ForkServer:
+        body_bytes = self.config.max_body_bytes
+        limits = Limits(RENDER_S, (256 << 20) + RENDER_BYTES * body_bytes, (1 << 20) + RENDER_BYTES // 8 * body_bytes)
+        return ForkServer("the model's chat template", "jmoe.serving.chat_template.begin_rendering", setup, limits)
+
+    def _content_form(self, templates: ForkServer) -> str:
+        form = rendered(templates.ask_now(CONTENT_FORM))
+        if not form:
+            log.warning("the model's chat template shows nothing of a message's content, as a string or in parts")
+        return form
+
+    @property
+    def has_chat(self) -> bool:
+        """Whether the model has a chat template."""
+        return self._templates is not None
+
+    def close(self) -> None:
+        """End the processes that render and compile schemas."""
+        if self._templates is not None:
+            self._templates.close()
+        self.grammars.close()
 
     def check_model(self, name: str | None) -> None:
         """Raise `ApiError` 404 for another model."""
         if name not in (None, self.name):
             raise ApiError(404, f"the model {name!r} is not served here", param="model", code="model_not_found")
 
-    async def off_the_loop(self, make: Callable[[], T], size: int) -> T:
+    async def off_the_loop(self, make: Callable[[], T], size: int, client: str) -> T:
         """Run `make` in a thread: what grows with a request must not hold up the others. size: of its text.
 
         `ApiError` 400 for a `ValueError`.
         """
         try:
-            async with self._long_texts if size > LONG_TEXT else contextlib.nullcontext():
+            async with (
+                self._long_texts.turn(client) if size > LONG_TEXT else contextlib.nullcontext(),
+                self._threads.turn(client),
+            ):
                 return await asyncio.to_thread(make)
         except ValueError as error:
             raise ApiError.from_value_error(error) from error
@@ -85,22 +120,30 @@ class Service:
         batch = self.tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in batch]
 
-    def render(self, messages: list[Message], add_generation_prompt: bool, variables: dict[str, Any]) -> str:
+    async def render(
+        self, messages: list[Message], add_generation_prompt: bool, variables: dict[str, Any], client: str
+    ) -> str:
         """Return the prompt of a chat.
 
         Text of a message that looks like a control token becomes one, as it does in transformers and vLLM: the template
         gives one string. https://github.com/huggingface/transformers/issues/29279
         """
-        if self.chat_template is None:
+        if self._templates is None:
             raise ApiError(400, "messages: the model has no chat template; use /v1/completions", param="messages")
-        plain = [message.for_template(self.chat_template.content_form == "parts") for message in messages]
+        plain = [message.for_template(self._takes_parts) for message in messages]
+        question = {"messages": plain, "add_generation_prompt": add_generation_prompt, **variables}
         try:
-            return self.chat_template.render(plain, add_generation_prompt=add_generation_prompt, **variables)
-        except ValueError as error:
+            async with self._forks.turn(client):
+                return rendered(await self._templates.ask(json.dumps(question).encode()))
+        except RefusedError as error:
             log.info("%s", error)
-            reason = error.__cause__ or error
-            said = reason.message if isinstance(reason, TemplateError) else "cannot render them"
-            raise ApiError(400, f"messages: the model's chat template: {said}", param="messages") from error
+            said = f"the model's chat template: {error.said or 'cannot render them'}"
+            raise ApiError(400, f"messages: {said}", param="messages") from error
+        except RecursionError as error:
+            raise ApiError(400, "messages: lists and objects are nested too deeply", param="messages") from error
+        except LimitError as error:
+            log.info("%s", error)
+            raise ApiError(400, f"messages: {error}", param="messages") from error
 
     def max_new_tokens(self, prompt_token_ids: list[int], asked: int | None) -> int:
         """Return how many tokens to draw at most: what is asked for, or what the prompt leaves of the context.
@@ -121,11 +164,19 @@ class Service:
         sequences = [Sequence(prompt, make(prompt, choice)) for prompt in prompts for choice in range(body.n)]
         for sequence in sequences[:: body.n]:
             self.loop.engine.check_request(sequence.prompt_token_ids, sequence.sampling)
-        if body.json_schema is not None:
-            constraints = self.grammars.constraints(body.json_schema, len(sequences))
-            for sequence, constraint in zip(sequences, constraints, strict=True):
-                sequence.constraint = constraint
         return sequences
+
+    async def constrain(self, body: GenerationBody, sequences: list[Sequence], client: str) -> None:
+        """Let sequences follow the schema that a body asks for; `ApiError` 400 for one that cannot be followed."""
+        if body.json_schema is None:
+            return
+        try:
+            async with self._forks.turn(client):
+                constraints = await self.grammars.constraints(body.json_schema, len(sequences))
+        except ValueError as error:
+            raise ApiError.from_value_error(error) from error
+        for sequence, constraint in zip(sequences, constraints, strict=True):
+            sequence.constraint = constraint
 
     def log_prompts(self, request: Request, prompts: list[Any]) -> None:
         """Note the prompts themselves for the log, where that is asked for."""

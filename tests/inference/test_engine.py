@@ -19,7 +19,7 @@ from jmoe.config.engine import EngineConfig, EngineMesh
 from jmoe.inference import runner as runner_module
 from jmoe.inference.engine import Engine, plan_engine_memory
 from jmoe.inference.runner import ModelRunner
-from jmoe.inference.sampling_params import SamplingParams
+from jmoe.inference.sampling_params import SamplingParams, Unconstrained
 from jmoe.inference.sequence import Completion, Output
 from jmoe.memory import record_store
 from jmoe.memory.pinned import PinnedSlots
@@ -519,3 +519,35 @@ def test_bad_requests() -> None:
         with pytest.raises(ValueError, match="temperature = -1: must be 0 or greater"):
             served.generate([[1]], temperature=-1)
         assert not served.has_unfinished
+
+
+class LateConstraint(Unconstrained):
+    """Ready for one step in three."""
+
+    def __init__(self) -> None:
+        self.asked = self.waits = 0
+
+    def is_ready(self) -> bool:
+        self.asked += 1
+        return self.asked % 3 == 0
+
+    def wait(self, limit_s: float) -> None:
+        self.waits += 1
+
+
+def test_a_sequence_whose_constraint_is_not_ready_rests() -> None:
+    """The others go on at their own speed, and its tokens are those that it would draw alone."""
+    options = SamplingParams(max_new_tokens=12, ignore_eos=True, temperature=1.0, seed=3, logprobs=0)
+    with tiny_engine("mixtral", policy="resident", max_batch=4) as engine:
+        (expected,) = engine.generate([[1, 2, 3]], options)
+        constraint = LateConstraint()
+        late, other = engine.add_request([1, 2, 3], options, constraint), engine.add_request([4, 5], options)
+        lengths, outputs = [], []
+        while other.finish_reason is None:
+            outputs += [output for output in engine.step() if output.sequence is late]
+            lengths.append((len(late.output_token_ids), len(other.output_token_ids)))
+        assert lengths[0] == (1, 1) and lengths[-1] == (4, 12) and not constraint.waits
+        while late.finish_reason is None:
+            outputs += engine.step()
+        assert late.output_token_ids == expected.token_ids and constraint.waits > 0
+        assert [lp for output in outputs for lp in output.logprobs] == expected.logprobs

@@ -25,6 +25,10 @@ TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>"
     "{% if show_reasoning %}{{ m.reasoning_content }}|{% endif %}{{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}{% if fail %}{{ 'x' + fail }}{% endif %}"
+    # what a model could have in it that is made to stop a server
+    "{% if nested %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}"
+    "{% if padded %}{{ '%2000000000d' % 1 }}{% endif %}"
+    "{% if long %}{% for i in range(9999) %}{{ 'x' * 9999 }}{% endfor %}{% endif %}"
 )
 TEXT = "The quick brown fox, 日本語 and 🎉 in one line.\ndef f(x):\n    return x\n"
 

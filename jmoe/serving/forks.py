@@ -1,0 +1,305 @@
+"""Work that a client's words make long, in processes of their own that the system ends at their limits.
+
+A `ForkServer` loads once what all of its work needs, without JAX and without threads. Each piece of work is a fork of
+it, there within a millisecond. What goes between is bytes that the server never unpickles: what runs in a fork is not
+trusted. Python's and native code are ended alike, which no thread could be.
+"""
+
+import asyncio
+import contextlib
+import gc
+import json
+import os
+import resource
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any, BinaryIO
+
+START_LIMIT_S = 60.0  # of processor time, until it forks
+ANSWER_LIMIT_S = 60.0  # by the clock, of a machine that does much else
+SLOW_S = 0.05
+SLOW_NICENESS = 19  # of a fork that takes longer than that: others go first
+READ_BYTES = 1 << 18
+_FORK = b"f"
+_LENGTH = struct.Struct("!I")
+ROOT = Path(__file__).resolve().parents[2]  # that holds the package
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one answer of a fork may take."""
+
+    processor_s: float
+    memory_bytes: int  # beside what the process has at its start
+    answer_bytes: int
+
+    def __str__(self) -> str:
+        seconds, memory, answer = f"{self.processor_s:g} s", self.memory_bytes >> 20, self.answer_bytes >> 20
+        return f"{seconds} of processor time, {memory} MiB of memory or {answer} MiB of output"
+
+
+class LimitError(ValueError):
+    """A fork was ended at its limits."""
+
+
+class Fork:
+    """One process of a fork server; it ends with this object. Answers come in the order of the questions."""
+
+    def __init__(self, connection: socket.socket, what: str, limits: Limits) -> None:
+        self._connection, self._what, self._limits = connection, what, limits
+        self._buffer = bytearray()
+        self._number: int | None = None  # of the process, which says it first
+        self.is_slow = False
+        connection.setblocking(False)
+        weakref.finalize(self, connection.close)
+
+    async def ask(self, question: bytes) -> bytes:
+        """Return the answer; `LimitError` if there is none."""
+        loop = asyncio.get_running_loop()
+        slow = loop.call_later(SLOW_S, self._let_others_go_first)
+        try:
+            async with asyncio.timeout(ANSWER_LIMIT_S):
+                await loop.sock_sendall(self._connection, _framed(question))
+                while (answer := self._next()) is None:
+                    self._take(await loop.sock_recv(self._connection, READ_BYTES))
+        except OSError as error:  # a time-out is one
+            raise self._ended() from error
+        finally:
+            slow.cancel()
+        return answer
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process is gone; asked while no answer is due."""
+        try:
+            return not self._connection.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def _let_others_go_first(self) -> None:
+        self.is_slow = True
+        if self._number is not None:
+            with contextlib.suppress(OSError):  # it has ended
+                os.setpriority(os.PRIO_PROCESS, self._number, SLOW_NICENESS)
+
+    def send(self, question: bytes) -> None:
+        """Ask without waiting for the answer. For few and short questions."""
+        try:
+            self._connection.sendall(_framed(question))
+        except OSError as error:
+            raise self._ended() from error
+
+    def receive(self, timeout_s: float) -> bytes | None:
+        """Return the next answer, None if it does not come in time; `LimitError` if it never comes."""
+        while (answer := self._next()) is None:
+            self._connection.settimeout(timeout_s)
+            try:
+                self._take(self._connection.recv(READ_BYTES))
+            except (TimeoutError, BlockingIOError):
+                return None
+            except OSError as error:
+                raise self._ended() from error
+            finally:
+                self._connection.setblocking(False)
+        return answer
+
+    def _take(self, data: bytes) -> None:
+        if not data:
+            raise self._ended()
+        self._buffer += data
+        if self._number is None and (number := self._next()) is not None:
+            (self._number,) = _LENGTH.unpack(number)
+            if self.is_slow:
+                self._let_others_go_first()
+
+    def _next(self) -> bytes | None:
+        """Take the next answer out of what has arrived."""
+        if len(self._buffer) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack_from(self._buffer)
+        if length > self._limits.answer_bytes:
+            raise self._ended()
+        end = _LENGTH.size + length
+        if len(self._buffer) < end:
+            return None
+        answer = bytes(self._buffer[_LENGTH.size : end])
+        del self._buffer[:end]
+        return answer
+
+    def _ended(self) -> LimitError:
+        return LimitError(f"{self._what}: needs more than {self._limits}")
+
+
+class ForkServer:
+    """Starts forks of a process that has called `begin(**setup)`; each answers with the function that this returns.
+
+    The process ignores signals to end, as requests under way need it, and ends with this one.
+    """
+
+    def __init__(self, what: str, begin: str, setup: dict[str, Any], limits: Limits) -> None:
+        """Start it; `ValueError` with what `begin` refuses. what: a name of the work, for errors.
+
+        begin: MODULE.NAME of a function that imports neither JAX nor numpy, whose threads a fork would lack.
+        """
+        self._what, self._begin, self._setup, self._limits = what, begin, setup, limits
+        self._idle: list[Fork] = []
+        self._start()
+
+    async def ask(self, question: bytes) -> bytes:
+        """Let a fork answer that has answered before, or a new one."""
+        self._idle = [fork for fork in self._idle if not fork.has_ended]
+        fork = self._idle.pop() if self._idle else self.fork()
+        answer = await fork.ask(question)
+        if not fork.is_slow:
+            self._idle.append(fork)
+        return answer
+
+    def ask_now(self, question: bytes) -> bytes:
+        """Wait for the answer of a new fork, where no event loop runs."""
+        fork = self.fork()
+        fork.send(question)
+        if (answer := fork.receive(ANSWER_LIMIT_S)) is None:
+            raise LimitError(f"{self._what}: needs more than {ANSWER_LIMIT_S:g} s")
+        return answer
+
+    def fork(self) -> Fork:
+        """Return a new fork. A server that was killed is started again."""
+        if self._process.poll() is not None:
+            self.close()
+            self._start()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            socket.send_fds(self._control, [_FORK], [theirs.fileno()])
+        return Fork(ours, self._what, self._limits)
+
+    def close(self) -> None:
+        """End the process; a fork ends with its `Fork`."""
+        self._idle.clear()
+        self._control.close()
+        self._process.kill()
+        self._process.wait()
+
+    def _start(self) -> None:
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        self._control, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(theirs.fileno())],
+                env={**os.environ, "PYTHONPATH": path},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+            )
+        setup = {"begin": self._begin, "setup": self._setup, "limits": asdict(self._limits)}
+        most = f"{START_LIMIT_S:g} s of processor time or {self._limits.memory_bytes >> 20} MiB of memory"
+        refusal = f"{self._what}: the process for it did not begin: it needs more than {most}, or stderr says why"
+        with contextlib.suppress(OSError):
+            self._control.settimeout(2 * START_LIMIT_S)
+            self._control.sendall(_framed(json.dumps(setup).encode()))
+            with self._control.makefile("rb") as answers:
+                answer = _read(answers)
+            refusal = refusal if answer is None else answer.decode()
+        if refusal:
+            self.close()
+            raise ValueError(refusal)
+
+
+def _framed(data: bytes) -> bytes:
+    return _LENGTH.pack(len(data)) + data
+
+
+def _read(file: BinaryIO) -> bytes | None:
+    """Return the next frame; None at the end."""
+    head = file.read(_LENGTH.size)
+    return file.read(*_LENGTH.unpack(head)) if len(head) == _LENGTH.size else None
+
+
+# In the process and its forks
+
+
+def _limit_memory(limits: Limits) -> None:
+    size_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    allowed = size_bytes + limits.memory_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (allowed if most < 0 else min(allowed, most), most))
+
+
+def _limited(work: Callable[[], Any], processor_s: float) -> Any:
+    """Return what `work` does; the system ends the process if that takes too much processor time."""
+    signal.setitimer(signal.ITIMER_PROF, processor_s)
+    try:
+        return work()
+    except MemoryError:
+        os._exit(1)
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _serve(connection: socket.socket, answer: Callable[[bytes], bytes], limits: Limits) -> None:
+    """Answer until nobody asks any more."""
+    _limit_memory(limits)
+    connection.sendall(_framed(_LENGTH.pack(os.getpid())))
+    with connection, connection.makefile("rb") as questions:
+        while (question := _read(questions)) is not None:
+            begun_s = time.process_time()
+            said = _limited(partial(answer, question), limits.processor_s)
+            if time.process_time() > begun_s + SLOW_S:
+                os.setpriority(os.PRIO_PROCESS, 0, SLOW_NICENESS)
+            connection.sendall(_framed(said))
+
+
+def _start_forks(control: socket.socket, answer: Callable[[bytes], bytes], limits: Limits) -> None:
+    """Start a fork for each socket that arrives, until there is nobody to send one."""
+    while True:
+        message, sockets, *_ = socket.recv_fds(control, len(_FORK), 1)
+        if not message:
+            return
+        for number in sockets:
+            child = -1
+            with contextlib.suppress(OSError):  # too many processes: who asks sees the end of the socket
+                child = os.fork()
+            if child == 0:
+                control.close()
+                with contextlib.suppress(OSError):  # nobody waits for the answer
+                    _serve(socket.socket(fileno=number), answer, limits)
+                os._exit(0)
+            os.close(number)
+
+
+def main() -> None:
+    """Run the process; its argument is the socket of the one that started it."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    control = socket.socket(fileno=int(sys.argv[1]))
+    with control.makefile("rb") as questions:
+        told = json.loads(_read(questions) or b"null")
+    if told is None:
+        return
+    limits = Limits(**told["limits"])
+    _limit_memory(limits)
+    module, _, name = told["begin"].rpartition(".")
+    try:
+        answer = _limited(partial(getattr(import_module(module), name), **told["setup"]), START_LIMIT_S)
+    except ValueError as error:
+        control.sendall(_framed(str(error).encode("utf-8", "replace")))
+        return
+    gc.freeze()  # a collection in a fork would copy what it shares
+    control.sendall(_framed(b""))
+    _start_forks(control, answer, limits)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""What a fork does for answers that follow a JSON schema: llguidance says which tokens may come next.
+
+Imports no numpy, whose threads a fork could not have.
+"""
+
+import json
+import struct
+import time
+from collections.abc import Callable
+
+from llguidance import LLMatcher, LLTokenizer
+
+WHITESPACE = r"\n? {0,32}"  # between the tokens of JSON: for lines and indentation, but nothing to go on with for ever
+# A question after the first: the number of an output, and the token that has come next.
+TOKEN = struct.Struct("!II")
+# An answer: the number of an output, how long it took, and a mask, or what is wrong.
+MASK, WRONG = b"=", b"!"
+HEAD = struct.Struct("!Idc")
+
+
+class _Session:
+    """The matchers of one request's outputs."""
+
+    def __init__(self, tokens: LLTokenizer) -> None:
+        self._tokens = tokens
+        self._matchers: list[LLMatcher] = []
+
+    def answer(self, question: bytes) -> bytes:
+        """Begin with {"schema": ..., "count": ...}; then take in a token of an output, and say what may follow."""
+        begun_s = time.perf_counter()
+        index = 0
+        if not self._matchers:
+            self._begin(**json.loads(question))
+        else:
+            index, token = TOKEN.unpack(question)
+            self._matchers[index].consume_token(token)
+        matcher = self._matchers[index]
+        mask = b"" if matcher.is_error() else matcher.compute_bitmask()
+        wrong = matcher.is_error()
+        said = matcher.get_error().encode() if wrong else mask
+        return HEAD.pack(index, time.perf_counter() - begun_s, WRONG if wrong else MASK) + said
+
+    def _begin(self, schema: str, count: int) -> None:
+        grammar = LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITESPACE})
+        matcher = LLMatcher(self._tokens, grammar, log_level=0)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # the copies begin with what it has found out
+        self._matchers = [matcher, *(matcher.deep_copy() for _ in range(count - 1))]
+
+
+def begin_masks(tokenizer: str, vocab_size: int, eos_token_ids: list[int]) -> Callable[[bytes], bytes]:
+    """Return what a fork answers. tokenizer: the contents of tokenizer.json."""
+    return _Session(LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=eos_token_ids)).answer

@@ -1,0 +1,107 @@
+"""Work in processes that end at their limits."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+
+from jmoe.serving.forks import Fork, ForkServer, LimitError, Limits
+from tests.fakes import wait_for
+
+LIMITS = Limits(processor_s=0.3, memory_bytes=64 << 20, answer_bytes=1000)
+
+
+def start(**setup: Any) -> ForkServer:
+    return ForkServer("sums", "tests.serving.evaluating.begin_evaluating", setup, LIMITS)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    server = start()
+    yield server
+    server.close()
+
+
+def ask(server: ForkServer, *questions: bytes) -> list[bytes]:
+    async def all_of_them() -> list[bytes]:
+        return await asyncio.gather(*(server.ask(question) for question in questions))
+
+    return asyncio.run(all_of_them())
+
+
+def num_forks(server: ForkServer) -> int:
+    parents = [process.info["ppid"] for process in psutil.process_iter(["ppid"])]
+    return parents.count(server._process.pid)
+
+
+def test_answers(server: ForkServer) -> None:
+    """Each is of one process at a time; a process that has nothing else to do answers the next question."""
+    first, second = ask(server, b"os.getpid()", b"os.getpid()")
+    assert first != second
+    assert ask(server, b"os.getpid()")[0] in (first, second)
+    assert num_forks(server) == 2
+
+
+@pytest.mark.parametrize(
+    "question",
+    [b"sum(1 for _ in iter(int, 1))", b"10 ** 10 ** 8", b"len(bytes(10 ** 9))", b"'x' * 1001", b"os.abort()"],
+)
+def test_limits(server: ForkServer, question: bytes) -> None:
+    """In Python's code and native code; the next question is answered by another process."""
+    with pytest.raises(
+        LimitError, match=r"^sums: needs more than 0.3 s of processor time, 64 MiB of memory or 0 MiB of"
+    ):
+        ask(server, question)
+    assert ask(server, b"1 + 1") == [b"2"]
+    wait_for(lambda: num_forks(server) <= 2)
+
+
+def test_slow_work_lets_others_go_first(server: ForkServer) -> None:
+    (nice,) = ask(server, b"[sum(range(5_000_000)), os.nice(0)][1]")
+    assert nice == b"19"
+    assert int(ask(server, b"os.nice(0)")[0]) == os.nice(0), "by another process"
+
+
+def test_a_fork_of_its_own(server: ForkServer) -> None:
+    """Answers come in order, when they are asked for; the process ends with the object."""
+    before = num_forks(server)
+    fork: Fork | None = server.fork()
+    assert fork is not None
+    for number in range(3):
+        fork.send(b"[kept.append(%d), len(kept)][1]" % number)
+    answers = []
+    while len(answers) < 3:
+        if (answer := fork.receive(1.0)) is not None:
+            answers.append(answer)
+    assert answers == [b"1", b"2", b"3"] and fork.receive(0.0) is None
+    fork.send(b"sum(1 for _ in iter(int, 1))")
+    with pytest.raises(LimitError):
+        fork.receive(60.0)
+    fork = server.fork()
+    assert asyncio.run(fork.ask(b"2")) == b"2"
+    del fork
+    wait_for(lambda: num_forks(server) <= before)
+
+
+def test_what_cannot_begin() -> None:
+    with pytest.raises(ValueError, match=r"^no such sums$"):
+        start(refusal="no such sums")
+
+
+def test_a_killed_server_is_replaced() -> None:
+    """And ends with its owner; signals to a group of processes, as Ctrl-C, do not end it."""
+    server = start()
+    process = server._process
+    for number in (signal.SIGINT, signal.SIGTERM):
+        process.send_signal(number)
+    assert asyncio.run(server.fork().ask(b"1")) == b"1"
+    process.kill()
+    process.wait()
+    assert asyncio.run(server.fork().ask(b"2")) == b"2"
+    again = server._process
+    server.close()
+    assert again is not process and again.returncode is not None

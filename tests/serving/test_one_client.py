@@ -1,0 +1,141 @@
+"""One client does whatever it can to keep the server busy; another one is served all the while.
+
+How long the other one waited at worst is printed (`pytest -rP`). The bounds leave room for machines that do much else:
+what they are held against takes minutes.
+"""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Self
+
+import httpx
+import psutil
+import pytest
+
+from tests.http_servers import LIMIT_S, HttpProcess, events
+
+ATTACKER, OTHER = "127.0.0.1", "127.0.0.2"  # without keys a client is an address
+WORST_S = 20.0
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+HI = [{"role": "user", "content": "x"}]
+
+
+@pytest.fixture(scope="module")
+def server(shared_server: HttpProcess) -> HttpProcess:
+    return shared_server
+
+
+def client_at(address: str, server: HttpProcess) -> httpx.Client:
+    return httpx.Client(base_url=server.url, timeout=LIMIT_S, transport=httpx.HTTPTransport(local_address=address))
+
+
+class Reader:
+    """The other client, which reads one stream after the other in a thread and notes how long it waits for tokens."""
+
+    def __init__(self, server: HttpProcess) -> None:
+        self._server = server
+        self._end, self._begun = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self.times_s: list[float] = []
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        assert self._begun.wait(LIMIT_S)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
+        print(f"{len(self.times_s)} tokens, worst after {self.worst_s:.3f} s")
+
+    @property
+    def worst_s(self) -> float:
+        return max(b - a for a, b in zip(self.times_s, self.times_s[1:], strict=False))
+
+    def _run(self) -> None:
+        body = {"prompt": "x", "stream": True, "max_tokens": 250, "ignore_eos": True}
+        with client_at(OTHER, self._server) as client:
+            while not self._end.is_set():
+                with client.stream("POST", COMPLETIONS, json=body) as response:
+                    for _ in events(response.iter_lines()):
+                        self.times_s.append(time.monotonic())
+                        if len(self.times_s) > 10:
+                            self._begun.set()
+                        if self._end.is_set():
+                            break
+
+
+def post_together(server: HttpProcess, path: str, bodies: list[dict[str, Any]]) -> list[httpx.Response]:
+    """The answers to the attacker's requests, each sent by a thread of its own."""
+    with client_at(ATTACKER, server) as client, ThreadPoolExecutor(len(bodies)) as threads:
+        return list(threads.map(lambda body: client.post(path, json=body), bodies))
+
+
+def schema(name: str) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMAS[name]}}
+
+
+SCHEMAS: dict[str, Any] = {
+    "nested counts": {"type": "string", "pattern": "^((a{100}){100}){40}$"},
+    "all of many": {"allOf": [{"type": "string", "pattern": f"a{{{i}}}"} for i in range(1, 30)]},
+    "a large divisor": {"type": "integer", "multipleOf": 1000003},
+    "counts behind a word": {"type": "string", "pattern": "^x((a{100}){100}){40}$"},
+}
+
+
+def check_schema(server: HttpProcess, name: str, requests: int, **body: Any) -> None:
+    """The tokens of another client come all the while; such a schema is refused, or its own answer is slow."""
+    with Reader(server) as reader:
+        answers = post_together(
+            server, COMPLETIONS, [{"prompt": "x", "response_format": schema(name)} | body] * requests
+        )
+    for answer in answers:
+        assert answer.status_code in (200, 400), answer.text
+        if answer.status_code == 400:
+            assert answer.json()["error"]["message"].startswith("response_format")
+    assert reader.worst_s < 3.0
+
+
+def test_a_schema(server: HttpProcess) -> None:
+    check_schema(server, "nested counts", 1, n=4, max_tokens=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_schemas(server: HttpProcess, name: str) -> None:
+    check_schema(server, name, 2, n=16, max_tokens=4)
+
+
+def check_templates(server: HttpProcess, kinds: list[str]) -> None:
+    """A chat whose template does not end is ended; the other client's texts and chats do not wait for it."""
+    process = psutil.Process(server.process.pid)
+    before_bytes, waits_s = process.memory_info().rss, []
+    bodies = [{"messages": HI, "max_tokens": 1, "chat_template_kwargs": {kind: 1}} for kind in kinds]
+    with ThreadPoolExecutor(1) as background, client_at(OTHER, server) as other:
+        attack = background.submit(post_together, server, CHAT, bodies)
+        while not attack.done():
+            for path, body in (
+                ("/tokenize", {"prompt": "x y z"}),
+                ("/tokenize", {"messages": HI}),
+                (CHAT, {"messages": HI, "max_tokens": 1}),
+            ):
+                begun_s = time.monotonic()
+                assert other.post(path, json=body).status_code == 200
+                waits_s.append(time.monotonic() - begun_s)
+    print(f"{len(waits_s)} answers, worst after {max(waits_s):.3f} s")
+    for answer in attack.result():
+        assert answer.status_code == 400
+        said = answer.json()["error"]["message"]
+        assert said.startswith("messages: the model's chat template: needs more than 2 s of processor time, "), said
+    assert max(waits_s) < WORST_S
+    assert process.memory_info().rss < before_bytes + (160 << 20)
+
+
+def test_templates(server: HttpProcess) -> None:
+    check_templates(server, ["nested", "padded", "long"])
+
+
+@pytest.mark.slow
+def test_many_templates(server: HttpProcess) -> None:
+    check_templates(server, ["nested"] * 8 + ["padded", "long"] * 4)
