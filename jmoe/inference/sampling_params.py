@@ -146,10 +146,11 @@ class SamplingParams:
 
 
 class Constraint(Protocol):
-    """Restricts one output. W = ceil(V / 32) words for a vocabulary of V tokens."""
+    """Restricts one output; a base class too. W = ceil(V / 32) words for a vocabulary of V tokens."""
 
     def is_ready(self) -> bool:
         """Return whether `fill` answers at once; until then the engine goes on with other sequences."""
+        return True
 
     def wait(self, limit_s: float) -> None:
         """Wait until it is ready, or so long. Called where there is nothing else to do."""
@@ -164,14 +165,8 @@ class Constraint(Protocol):
         """Take in the token that has come next."""
 
 
-class Unconstrained:
+class Unconstrained(Constraint):
     """Lets any token come next."""
-
-    def is_ready(self) -> bool:
-        return True
-
-    def wait(self, limit_s: float) -> None:
-        pass
 
     def fill(self, words_W: np.ndarray) -> None:
         words_W[:] = -1

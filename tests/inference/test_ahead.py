@@ -10,14 +10,14 @@ from jmoe.inference import engine as engine_module
 from jmoe.inference.ahead import StepAhead, StepOutcome
 from jmoe.inference.engine import Engine
 from jmoe.inference.runner import ModelRunner
-from jmoe.inference.sampling_params import SamplingParams
+from jmoe.inference.sampling_params import Constraint, SamplingParams
 from jmoe.inference.scheduler import ChunkGroup
 from jmoe.inference.sequence import Output
 
 RANDOM = {"temperature": 1.0, "seed": 3, "presence_penalty": 1.5, "logprobs": 3}
 
 
-class Multiples:
+class Multiples(Constraint):
     """Allows the multiples of one more than the number of tokens so far."""
 
     def __init__(self) -> None:
