@@ -17,13 +17,15 @@ from typing import TYPE_CHECKING
 from jmoe.command_line import answer_early, parse_serve
 from jmoe.config import check
 from jmoe.config.serving import ServeConfig
-from jmoe.runtime import end_at_once_on_interrupt, program_name, reexec_with_env, without_devices
+from jmoe.runtime import end_at_once_on_interrupt, lacking, program_name, reexec_with_env, without_devices
 
 if TYPE_CHECKING:
     from jmoe.deploy.bundle import OpenBundle
     from jmoe.inference.lockstep import Follower, Leader
 
 say = partial(print, flush=True)
+# What `jmoe[serve]` installs beside jmoe itself.
+PACKAGES = ("fastapi", "httptools", "llguidance", "prometheus_client", "pydantic", "sse_starlette", "uvicorn")
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -85,11 +87,8 @@ def estimate(config: ServeConfig, folder: Path) -> None:
 def follow(config: ServeConfig, folder: Path, follower: Follower) -> None:
     """Load a part of the model, and compute what the first process says, to its end."""
     from jmoe.inference.engine import LoadedModel
-    from jmoe.status import status
 
-    with status(f"loading {folder}", say):
-        loaded = LoadedModel(folder, config.engine)
-    with loaded as model:
+    with LoadedModel(folder, config.engine, say=say) as model:
         say("following process 0")
         follower.follow(model.runner)
     say("stopped")
@@ -131,10 +130,8 @@ def serve(
     listening = bind(config.host, config.port)
     host, port = listening.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    with status(f"loading {folder}", say):
-        loaded = Engine(folder, engine_config, leader=leader)
-    with loaded as engine:
-        with status("compiling", say):
+    with Engine(folder, engine_config, leader=leader, say=say) as engine:
+        with status("compiling the programs of all requests", say, timed=True):
             service = Service(engine, config, folder, name)
         if programs is not None:
             say(str(programs))
@@ -151,7 +148,10 @@ def main() -> None:
     """Run the program: help and mistakes are answered before JAX is imported."""
     reexec_with_env()
     end_at_once_on_interrupt()  # until it serves
-    if answer_early(lambda: parse_serve(sys.argv[1:])).estimate:
+    is_estimate = answer_early(lambda: parse_serve(sys.argv[1:])).estimate
+    if (package := lacking(PACKAGES)) is not None:
+        sys.exit(f"{program_name()}: needs the package {package}, which is not installed: pip install 'jmoe[serve]'")
+    if is_estimate:
         without_devices()
     # force: a library may set handlers of its own
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)

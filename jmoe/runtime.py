@@ -8,7 +8,7 @@ faults them in again, 4 KiB at a time, in the next: a quarter of a step's time h
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +25,11 @@ FAKE_DEVICES = "NPROC"  # XLA's thread pool: collectives between fake devices de
 def program_name() -> str:
     """Return the name that this program was started by, `train.py` or `jmoe-train`, for its help and its errors."""
     return Path(sys.argv[0]).name
+
+
+def lacking(packages: Iterable[str]) -> str | None:
+    """Return the first of these packages that is not installed, None if all are; nothing is imported."""
+    return next((name for name in packages if find_spec(name) is None), None)
 
 
 def environment(current: Mapping[str, str]) -> dict[str, str]:

@@ -32,12 +32,17 @@ def repeating(action: Callable[[], None], every_s: float) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def status(text: str, say: Callable[[str], None], *, every_s: float = 10.0) -> Iterator[None]:
-    """Say `text ...` at once, and again with the seconds that have passed every `every_s` seconds until the end."""
+def status(text: str, say: Callable[[str], None], *, every_s: float = 10.0, timed: bool = False) -> Iterator[None]:
+    """Say `text ...` at once, and again with the seconds that have passed every `every_s` seconds until the end.
+
+    timed: say also how long all of it took, where it ends well.
+    """
     begun = time.monotonic()
     say(f"{text} ...")
     with repeating(lambda: say(f"{text} ... {time.monotonic() - begun:.0f} s"), every_s):
         yield
+    if timed:
+        say(f"{text}: {time.monotonic() - begun:.1f} s")
 
 
 def first_line(error: BaseException, most: int = 400) -> str:

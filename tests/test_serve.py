@@ -9,6 +9,7 @@ import socket
 import sys
 from pathlib import Path
 
+import fastapi
 import pytest
 
 import serve
@@ -101,6 +102,21 @@ def test_mistakes(run_python: Run, tmp_path: Path, capsys: pytest.CaptureFixture
         with pytest.raises(SystemExit):
             serve.run([model, option])
         assert message in capsys.readouterr().err
+
+
+def test_a_package_that_is_not_installed_is_named(run_python: Run, tmp_path: Path) -> None:
+    """With what installs it, before JAX is imported and without a traceback; help needs none of them."""
+    packages = tmp_path / "site-packages"
+    packages.mkdir()
+    for path in Path(fastapi.__file__).parents[1].iterdir():
+        if not path.name.startswith(("fastapi", "starlette")):
+            (packages / path.name).symlink_to(path)
+    # without site-packages of its own
+    env = {"PYTHONPATH": f"{packages}{os.pathsep}{Path(serve.__file__).parent}", "JMOE_RUNTIME": "1"}
+    done = run_python(["-S", "serve.py", "no-model"], env=env)
+    assert done.returncode == 1
+    assert done.stderr == "serve.py: needs the package fastapi, which is not installed: pip install 'jmoe[serve]'\n"
+    assert run_python(["-S", "serve.py", "--help"], env=env).returncode == 0
 
 
 def test_every_option_is_described(run_python: Run) -> None:
@@ -226,9 +242,18 @@ def test_generate(trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     def say(*options: object) -> str:
         monkeypatch.setattr(sys, "argv", ["generate", str(trained), *map(str, options)])
         generate.main()
-        return capsys.readouterr().out
+        found = capsys.readouterr()
+        said.append(found.err)
+        return found.out
 
+    said: list[str] = []
     assert say("def f(", "--max-new-tokens", 5).startswith("def f(")
+    assert (
+        re.search(r"^loading .*: \d+\.\d s$", said[0], re.MULTILINE) and "\ncompiling and generating ...\n" in said[0]
+    )
+    assert say("def f(", "--max-new-tokens", 5, "--expert-dtype", "int8", "--policy", "resident").startswith("def f(")
+    sizes = [float(re.findall(r"on the device \((\S+) MB\)", text)[0]) for text in said]
+    assert sizes[0] > sizes[1], "8.5 bits a weight where float32 has 32"
     for options, message in (
         (
             ["def f(", "--max-new-tokens", 5000],

@@ -3,6 +3,8 @@
 import re
 import time
 
+import pytest
+
 from jmoe.status import first_line, status
 
 
@@ -18,6 +20,17 @@ def test_time_passes() -> None:
     assert said >= 4 and re.fullmatch(r"loading \.\.\. \d+ s", lines[1])
     time.sleep(0.05)
     assert len(lines) == said
+
+
+def test_how_long_it_took() -> None:
+    """Where it ends well; an error says enough."""
+    lines: list[str] = []
+    with status("loading", lines.append, timed=True):
+        pass
+    assert len(lines) == 2 and re.fullmatch(r"loading: \d+\.\d s", lines[1])
+    with pytest.raises(ValueError, match="broken"), status("loading", lines.append, timed=True):
+        raise ValueError("broken")
+    assert lines[2:] == ["loading ..."]
 
 
 def test_the_cause_at_the_end_of_a_long_error_is_shown() -> None:

@@ -140,7 +140,7 @@ def _resolved(folder: Path, options: EngineConfig) -> tuple[EngineConfig, Segmen
     if options.policy == "auto" and memory.policy == "resident":
         options = replace(options, policy="resident")
     if jax.devices()[0].platform == "cpu" and options.mesh.devices == 1:
-        options = replace(options, native="on" if takes_native(options) else "off")
+        options = replace(options, native="on" if takes_native(options, waits=True) else "off")
     return options, segments
 
 

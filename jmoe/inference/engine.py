@@ -54,11 +54,17 @@ from jmoe.planning.memory_plan import (
 from jmoe.planning.placement import Placement, slot_rows
 from jmoe.planning.roofline import ExpertWeights
 from jmoe.planning.streaming import StreamingPlan
+from jmoe.status import status
 from kernels_pallas import native
 
 log = logging.getLogger("jmoe")
 _MADE_WIDE = "experts are stored as %s and made wide, in %s, %d bytes each: several devices keep no compressed ones"
 REST_S = 0.005  # a step waits so long for a constraint where nothing else runs
+_BUILT_LATER = (
+    "steps of few tokens are slower until the next start: the native operations are being built in the background; "
+    "python -m kernels_pallas.native waits for them"
+)
+Say = Callable[[str], None]
 NO_NUMBERS = "the model's logits are not finite, so no token can be drawn"
 
 
@@ -79,9 +85,10 @@ class LoadedModel(Closing):
         folder: str | os.PathLike[str],
         options: EngineConfig,
         bandwidth_limit_bytes_per_s: Mapping[Any, float] | None = None,
+        say: Say = log.info,
     ) -> None:
-        """Load a Hugging Face checkpoint. Raises `ValueError` before weights are read."""
-        with open_checkpoint(folder, options) as checkpoint:
+        """Load a Hugging Face checkpoint. Raises `ValueError` before weights are read. say: what takes how long."""
+        with open_checkpoint(folder, options) as checkpoint, contextlib.ExitStack() as stack:
             _keep_compiled_programs()
             options = with_sequence_length(checkpoint, options)
             paths = options.estimator == "paths"
@@ -91,11 +98,12 @@ class LoadedModel(Closing):
                 log.info(_MADE_WIDE, checkpoint.stored_format.name, checkpoint.dtype, checkpoint.expert_bytes)
             self.memory = plan_engine_memory(checkpoint, options)
             self.scheduler = Scheduler(options, checkpoint.eos_token_ids)
-            limits = bandwidth_limit_bytes_per_s
+            limits, use_native = bandwidth_limit_bytes_per_s, mesh is None and takes_native(options, say)
+            stack.enter_context(status(f"loading {checkpoint.folder}", say, timed=True))
             self.on_one: ModelRunner | None = None
             self.on_mesh: MeshRunner | None = None
             if mesh is None:
-                self.on_one, self.store = _one_device(checkpoint, self.memory, options, table, limits)
+                self.on_one, self.store = _one_device(checkpoint, self.memory, options, table, limits, use_native)
             else:
                 experts, self.store = open_placed_experts(
                     checkpoint,
@@ -137,6 +145,7 @@ class Engine(Closing):
         *,
         leader: Leader | None = None,
         bandwidth_limit_bytes_per_s: Mapping[Any, float] | None = None,
+        say: Say = log.info,
     ) -> None:
         """Load the Hugging Face checkpoint in a folder.
 
@@ -144,9 +153,10 @@ class Engine(Closing):
 
         leader: of the other processes, where this one is the first of several; each of those follows with the runner
         of a `LoadedModel` of the same folder and options. bandwidth_limit_bytes_per_s: of the tiers "nvme" and "host",
-        for measurements. Raises `ValueError` naming the field, value and constraint, before weights are read.
+        for measurements. say: gets a line for each thing that takes long. Raises `ValueError` naming the field, value
+        and constraint, before weights are read.
         """
-        self._model = model = LoadedModel(folder, config or EngineConfig(), bandwidth_limit_bytes_per_s)
+        self._model = model = LoadedModel(folder, config or EngineConfig(), bandwidth_limit_bytes_per_s, say)
         options, memory, on_mesh = model.options, model.memory, model.on_mesh
         self._scheduler, self._store, self._runner = model.scheduler, model.store, model.runner
         self.residency: ExpertPlaces = self._runner.residency
@@ -166,16 +176,17 @@ class Engine(Closing):
             on_mesh.set_costs(*on_mesh.measure_costs())
         if model.on_one is not None and memory.policy == "auto":  # a step may have its experts in several ways
             prefill_tokens = self._scheduler.prefill_widths[-1]
-            for shape in {(1, 1), (self.max_batch, 1), (1, prefill_tokens)}:
-                self._compile(*shape)
-            calibration = calibrate(
-                model.on_one,
-                self._store,
-                self._sampler,
-                max_batch=self.max_batch,
-                prefill_tokens=prefill_tokens,
-                position=min(self.max_seq_len, DEFAULT_MAX_SEQ_LEN) // 2,  # what most sequences are about
-            )
+            with status("compiling and measuring how fast this machine runs steps", say, timed=True):
+                for shape in {(1, 1), (self.max_batch, 1), (1, prefill_tokens)}:
+                    self._compile(*shape)
+                calibration = calibrate(
+                    model.on_one,
+                    self._store,
+                    self._sampler,
+                    max_batch=self.max_batch,
+                    prefill_tokens=prefill_tokens,
+                    position=min(self.max_seq_len, DEFAULT_MAX_SEQ_LEN) // 2,  # what most sequences are about
+                )
             self._collector.plan = replace(self.plan, calibration=calibration)
         self._log_plan()
         self._forget_steps()
@@ -439,7 +450,7 @@ class Engine(Closing):
     def _log_plan(self) -> None:
         log.info("%s", self.plan.memory)
         if self.plan.calibration is not None:
-            log.info("copies of experts: %.3g bytes/s; %s", self.plan.bandwidth_bytes_per_s, self.plan.calibration)
+            log.info("%s", self.plan.calibration)
             for num_tokens in (1, self.max_batch, self._scheduler.prefill_widths[-1]):
                 log.info("%s", self.plan.describe(num_tokens))
 
@@ -450,10 +461,10 @@ def _one_device(
     options: EngineConfig,
     table: PathTable | None,
     limits: Mapping[Any, float] | None,
+    use_native: bool,
 ) -> tuple[ModelRunner, TieredStore | None]:
     """Return a runner with the model in its places, and the store that experts come from, if they are streamed."""
     assert options.max_seq_len is not None, "the model's positions say it"
-    use_native = takes_native(options)
     residency, store = open_experts(
         checkpoint,
         memory,
@@ -474,10 +485,12 @@ def _one_device(
     return ModelRunner(config, ends, layers, residency, caches, dtype, estimator, native=use_native), store
 
 
-def takes_native(options: EngineConfig) -> bool:
-    """Return whether an engine on one device uses native operations; builds them if need be.
+def takes_native(options: EngineConfig, say: Say = log.info, *, waits: bool = False) -> bool:
+    """Return whether an engine on one device uses native operations.
 
-    Raises `ValueError` naming the field where they are asked for and cannot be had.
+    Where they have not been built yet on this machine, only those that are asked for are waited for, or with `waits`
+    any: they take a minute, and are optional. Others are built in the background, for the next start. Raises
+    `ValueError` naming the field where they are asked for and cannot be had.
     """
     platform, wanted = jax.devices()[0].platform, options.native
     if wanted == "on" and options.policy != "hybrid":
@@ -485,7 +498,12 @@ def takes_native(options: EngineConfig) -> bool:
     if wanted == "off" or platform != "cpu":
         return False
     try:
-        native.load()
+        waits = waits or wanted == "on" or options.policy == "hybrid"
+        if not waits and not native.is_built():
+            native.build_in_background()
+            log.warning(_BUILT_LATER)
+            return False
+        _load_native(say)
     except native.NotBuiltError as error:
         check(wanted != "on", "native", wanted, f"cannot be had here: {error}")
         log.info("no native operations, steps of few tokens are slower: %s", error)
@@ -493,18 +511,31 @@ def takes_native(options: EngineConfig) -> bool:
     return True
 
 
-def computes_on_host(options: EngineConfig, plan: MemoryPlan) -> bool:
-    """Return whether the CPU may compute experts that the device lacks; builds the native operations if need be.
+def _load_native(say: Say) -> None:
+    """Load the native operations; say so where they are built first."""
+    with contextlib.ExitStack() as stack:
+        if not native.is_built():
+            stack.enter_context(status("building the native operations, once on this machine", say, timed=True))
+        native.load()
 
-    With `auto` not where the CPU is the device: there is no link between the two that would be saved. Raises
-    `ValueError` where the policy asks for it and the operations cannot be had.
+
+def computes_on_host(options: EngineConfig, plan: MemoryPlan) -> bool:
+    """Return whether the CPU may compute experts that the device lacks, with native operations.
+
+    They are built for the policy that asks for it, else in the background. With `auto` not where the CPU is the device:
+    there is no link between the two that would be saved. Raises `ValueError` where the policy asks for it and the
+    operations cannot be had.
     """
     is_asked = plan.policy == "hybrid"
     may_pay = plan.policy == "auto" and options.native != "off" and jax.devices()[0].platform != "cpu"
     if plan.expert_tier != "host" or not (is_asked or may_pay):
         return False
     try:
-        native.load()
+        if not is_asked and not native.is_built():
+            native.build_in_background()
+            log.warning(_BUILT_LATER)
+            return False
+        _load_native(log.info)
     except native.NotBuiltError as error:
         check(not is_asked, "policy", plan.policy, f"needs native operations: {error}")
         return False

@@ -5,6 +5,7 @@ python -m jmoe.inference.generate MODEL 'def f(' --policy ring --ring-slots 2
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 
 import jmoe.runtime
@@ -25,6 +26,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--policy", choices=("auto", "resident", "ring", "experts", "hybrid"), default="auto")
     parser.add_argument("--ring-slots", type=int, help="layers on the device at once, of policy ring; default: half")
     parser.add_argument("--device-bytes", type=int, help="for experts on the device")
+    kinds = ("wide", "mxfp4", "int4", "int8", "fp8")
+    parser.add_argument("--expert-dtype", choices=kinds, help="of the experts' matrices; default: as serve.py has it")
     return parser.parse_args()
 
 
@@ -51,9 +54,11 @@ def main() -> None:
     from jmoe.deploy.merged import hugging_face_folder
     from jmoe.inference.engine import Engine
     from jmoe.inference.sampling_params import SamplingParams
+    from jmoe.status import status
 
     sampling = SamplingParams(max_new_tokens=a.max_new_tokens, temperature=a.temperature, seed=a.seed)
-    with hugging_face_folder(a.model, lambda text: print(text, file=sys.stderr), "MODEL") as folder:
+    say = partial(print, file=sys.stderr, flush=True)
+    with hugging_face_folder(a.model, say, "MODEL") as folder:
         ids = encoded(folder, a.prompt, a.max_new_tokens)
         config = EngineConfig(
             max_batch=1,
@@ -61,9 +66,11 @@ def main() -> None:
             policy=a.policy,
             ring_slots=a.ring_slots,
             device_bytes=a.device_bytes,
+            expert_dtype=a.expert_dtype,
         )
-        with Engine(folder, config) as engine:
-            (completion,) = engine.generate([ids], sampling)
+        with Engine(folder, config, say=say) as engine:
+            with status("compiling and generating", say):
+                (completion,) = engine.generate([ids], sampling)
             stats = engine.stats()
     print(a.prompt + completion.text)
     of = engine.config.num_moe_layers * engine.config.num_experts

@@ -21,6 +21,10 @@ from jmoe.planning.roofline import (
 MOST_TOKENS_ON_HOST = 32  # of a step: the native operations take no more
 
 
+def _tokens(count: int) -> str:
+    return "1 token" if count == 1 else f"{count} tokens"
+
+
 @dataclass(frozen=True)
 class Calibration:
     """Measurements of machine and model at the start.
@@ -38,6 +42,17 @@ class Calibration:
     bandwidth_bytes_per_s: float = math.inf
     nvme_bytes_per_s: float = math.inf
     host_bytes_per_s: float = 0.0
+
+    def __str__(self) -> str:
+        of_steps = zip(self.step_tokens, self.layer_s, strict=True)
+        layers = ", ".join(f"{seconds * 1e3:.3g} ms for {_tokens(tokens)}" for tokens, seconds in of_steps)
+        rates = {
+            "experts are copied": self.bandwidth_bytes_per_s,
+            "read from NVMe": self.nvme_bytes_per_s,
+            "computed by the CPU": self.host_bytes_per_s,
+        }
+        said = [f"{what} at {rate / 1e9:.3g} GB/s" for what, rate in rates.items() if 0 < rate < math.inf]
+        return "; ".join([f"measured: a layer takes {layers}, the rest of a step {self.rest_s * 1e3:.3g} ms", *said])
 
 
 @dataclass(frozen=True)
@@ -135,4 +150,5 @@ class StreamingPlan:
             f"{p.policy} {p.step_s * 1e3:.1f} ms" + ("" if p.fits else " (does not fit)")
             for p in self.predictions(num_tokens)
         )
-        return f"{num_tokens} tokens a step: {self.policy(num_tokens)}" + (f" of {said}" if said else "")
+        line = f"{_tokens(num_tokens)} a step: {self.policy(num_tokens)}"
+        return f"{line}, predicted: {said}" if said else line

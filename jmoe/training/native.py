@@ -26,6 +26,8 @@ def steps_are_native(config: TrainConfig, mesh: Mesh) -> bool:
     if wanted == "off" or platform != "cpu" or config.compute_dtype != "bfloat16":
         return False
     try:
+        if not native.is_built():
+            log.warning("building the native operations, once on this machine: this takes about a minute")
         why = None if native.multiplies_many_rows() else "the processor has no AVX512-BF16"
     except native.NotBuiltError as error:
         why = str(error)

@@ -22,6 +22,8 @@ from kernels_pallas.native.api import (
 from kernels_pallas.native.finder import SlotFinder
 from kernels_pallas.native.library import (
     NotBuiltError,
+    build_in_background,
+    is_built,
     load,
     multiplies_many_rows,
     record_background,
@@ -48,6 +50,7 @@ __all__ = [
     "NotBuiltError",
     "SlotFinder",
     "SlotLayout",
+    "build_in_background",
     "cached_attention",
     "causal_attention",
     "causal_attention_gradient",
@@ -57,6 +60,7 @@ __all__ = [
     "grouped_mlp_gradient",
     "hold",
     "in_background",
+    "is_built",
     "load",
     "multiplications",
     "multiplies_many_rows",

@@ -1,5 +1,9 @@
-"""`python -m kernels_pallas.native` builds the library ahead of its first use, and says where it is or why not."""
+"""`python -m kernels_pallas.native` builds the library ahead of its first use, and says where it is or why not.
 
+With --background other programs come first.
+"""
+
+import os
 import sys
 
 from kernels_pallas.native.library import NotBuiltError, load
@@ -7,6 +11,8 @@ from kernels_pallas.native.library import NotBuiltError, load
 
 def main() -> None:
     """Print the library's path; where it cannot be built, say why and end with 1."""
+    if "--background" in sys.argv[1:]:
+        os.nice(10)
     try:
         print(load())
     except NotBuiltError as error:

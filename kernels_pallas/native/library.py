@@ -6,6 +6,7 @@ import hashlib
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -38,6 +39,7 @@ class NotBuiltError(RuntimeError):
 
 
 _built: list[Path] = []  # the library to take, where one was named
+_building: list[subprocess.Popen[bytes]] = []  # the process that builds it in the background
 
 
 def take_built(path: Path) -> None:
@@ -60,6 +62,22 @@ def load() -> Path:
     for name in OPERATIONS:
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
     return path
+
+
+def is_built() -> bool:
+    """Return whether `load` has nothing to build. Raises `NotBuiltError` where it could not build anything."""
+    return bool(_built) or _place(_compiler()).exists()
+
+
+def build_in_background() -> None:
+    """Let another process build the library, with a low priority, so that a later start finds it; once a process."""
+    if not _building:
+        root = str(_SOURCES.parents[1])
+        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
+        command = [sys.executable, "-m", "kernels_pallas.native", "--background"]
+        nothing = subprocess.DEVNULL
+        _building.append(subprocess.Popen(command, env=environment, stdin=nothing, stdout=nothing, stderr=nothing))
 
 
 @cache
@@ -88,10 +106,10 @@ def recorded_background() -> list[tuple[float, float]]:
 def build() -> Path:
     """Compile the library into its place, unless it is there; of several processes one does."""
     compiler = _compiler()
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jmoe" / "native"
-    path = root / f"{_fingerprint(compiler)}.so"
+    path = _place(compiler)
     if path.exists():
         return path
+    root = path.parent
     try:
         root.mkdir(parents=True, exist_ok=True)
         with (root / "lock").open("w") as lock:
@@ -101,6 +119,12 @@ def build() -> Path:
     except OSError as error:
         raise NotBuiltError(f"{root}: {error.strerror}") from error
     return path
+
+
+def _place(compiler: str) -> Path:
+    """Return where the library that this compiler builds is kept."""
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return root / "jmoe" / "native" / f"{_fingerprint(compiler)}.so"
 
 
 def _compiler() -> str:

@@ -107,7 +107,7 @@ def test_auto_chooses_by_the_bandwidth(tmp_path: Path, caplog: pytest.LogCapture
             assert stats.decode.predicted_step_s is not None and stats.decode.step_s > 0
             assert stats.streamed_bytes < stats.steps * 3 * layer_bytes("qwen3_moe")
     assert "policy auto, experts from nvme: 10 slots for 3 x 4 experts of 3072 bytes" in caplog.text
-    assert "1 tokens a step: experts of resident" in caplog.text
+    assert "1 token a step: experts, predicted: resident" in caplog.text
     assert "decode: " in caplog.text and "ms a step, predicted" in caplog.text
 
 

@@ -17,7 +17,7 @@ from tiny_engines import CHECKPOINTS, SIZES, needs_compiler, tiny_engine
 import jmoe
 from jmoe.config.engine import EngineConfig, EngineMesh
 from jmoe.inference import runner as runner_module
-from jmoe.inference.engine import Engine, plan_engine_memory
+from jmoe.inference.engine import Engine, plan_engine_memory, takes_native
 from jmoe.inference.runner import ModelRunner
 from jmoe.inference.sampling_params import SamplingParams, Unconstrained
 from jmoe.inference.sequence import Completion, Output
@@ -169,6 +169,27 @@ def test_where_native_operations_cannot_be_had(
         assert not served._runner.native  # type: ignore[attr-defined]
         assert len(served.generate([[1, 2, 3]], max_new_tokens=2, ignore_eos=True)[0].token_ids) == 2
     assert any("steps of few tokens are slower: there is no compiler" in record.message for record in caplog.records)
+
+
+def test_native_operations_that_are_not_built_yet_are_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They are built beside the first start, which says so and answers; who asks for them waits, and is told why."""
+    asked: list[str] = []
+    monkeypatch.setattr(native, "is_built", lambda: False)
+    monkeypatch.setattr(native, "build_in_background", lambda: asked.append("background"))
+    monkeypatch.setattr(native, "load", lambda: asked.append("load"))
+    said: list[str] = []
+    assert not takes_native(EngineConfig(), said.append)
+    assert asked == ["background"] and said == []
+    assert "are being built in the background" in caplog.text
+    for options, waits in ((EngineConfig(native="on"), False), (EngineConfig(), True)):
+        said.clear()
+        assert takes_native(options, said.append, waits=waits) and asked[-1] == "load"
+        assert said[0] == "building the native operations, once on this machine ..." and len(said) == 2
+    with tiny_engine("olmoe", policy="resident", native="auto") as served:
+        assert not served._runner.native  # type: ignore[attr-defined]
+        assert served.generate([[1, 2, 3]], max_new_tokens=2, ignore_eos=True)[0].token_ids
 
 
 def test_the_plan_is_what_an_engine_takes(tmp_path: Path) -> None:

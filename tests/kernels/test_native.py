@@ -437,6 +437,28 @@ def test_it_is_built_once(tmp_path: Path) -> None:
     assert run_module(tmp_path, CXX=str(fast)).stdout.strip() == str(made) and made.stat().st_mtime_ns == before
 
 
+def test_it_is_built_in_the_background(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By one process, which others need not wait for."""
+    compiler = tmp_path / "c++"  # makes an empty file of what it is asked for, once it may
+    compiler.write_text(
+        f'#!/bin/sh\n[ "$1" = --version ] && exit 0\nwhile [ ! -e {tmp_path}/may-go-on ]; do sleep 0.05; done\n'
+        'while [ "$1" != -o ]; do shift; done\n: > "$2"\n'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setattr("kernels_pallas.native.library._building", building := [])
+    monkeypatch.setattr("kernels_pallas.native.library._built", [])
+    assert not native.is_built()
+    native.build_in_background()
+    native.build_in_background()
+    (process,) = building
+    assert process.poll() is None and not native.is_built()
+    (tmp_path / "may-go-on").touch()
+    process.wait(300)
+    assert native.is_built()
+
+
 def test_why_it_cannot_be_built(tmp_path: Path) -> None:
     bad = tmp_path / "bad-compiler"
     bad.write_text("#!/bin/sh\necho 'no such option: -march=native' >&2\nexit 1\n")

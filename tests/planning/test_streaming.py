@@ -34,7 +34,9 @@ def test_each_number_of_tokens_takes_the_fastest_policy() -> None:
     assert plan.measured(1000).compute_s == 0.1
     # 512 tokens: compute of 100 ms hides what moves, 6 of 8 layers' 64 ms
     assert plan.predicted_step_s(512) == pytest.approx(8 * 0.1 + 0.01)
-    assert plan.describe(512).startswith("512 tokens a step: ring of resident 800.0 ms (does not fit), ring 800.0 ms")
+    assert plan.describe(512).startswith(
+        "512 tokens a step: ring, predicted: resident 800.0 ms (does not fit), ring 800.0 ms"
+    )
 
 
 @pytest.mark.parametrize(
@@ -107,4 +109,15 @@ def test_resident_and_given_policies() -> None:
     assert resident.predicted_step_s(1) == pytest.approx(8 * 0.002 + 0.01)
     given = StreamingPlan(plan_memory(MODEL, FREE, EngineConfig(policy="ring")))
     assert (given.policy(1), given.predictions(1), given.predicted_step_s(1)) == ("ring", (), None)
-    assert given.describe(1) == "1 tokens a step: ring"
+    assert given.describe(1) == "1 token a step: ring"
+
+
+def test_what_was_measured_is_said_in_words() -> None:
+    """Rates where something moves, and none that is infinite."""
+    speeds = (
+        "measured: a layer takes 2 ms for 1 token, 3 ms for 8 tokens, 100 ms for 512 tokens, the rest of a step 10 ms"
+    )
+    assert str(SPEEDS) == speeds + "; experts are copied at 1 GB/s"
+    assert str(dataclasses.replace(SPEEDS, bandwidth_bytes_per_s=math.inf)) == speeds
+    all_of_them = dataclasses.replace(SPEEDS, nvme_bytes_per_s=2e9, host_bytes_per_s=5e8)
+    assert str(all_of_them).endswith("copied at 1 GB/s; read from NVMe at 2 GB/s; computed by the CPU at 0.5 GB/s")
