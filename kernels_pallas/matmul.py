@@ -8,6 +8,7 @@ materialises the transpose behind a branch that XLA cannot fold. A product of fe
 `kernels_pallas.native` where the function being traced may use those.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -40,7 +41,7 @@ def exact_if_float32(*operands: jax.Array) -> lax.Precision | None:
 
 
 NATIVE_ROWS = 16  # more rows of bfloat16 compute longer than the native products, which have no matrix unit, save
-MIN_ROWS = 8  # bfloat16 products of fewer rows miss XLA:CPU's fast path
+MIN_ROWS = 8  # bfloat16 products of fewer rows miss XLA:CPU's fast path: there they are padded
 
 
 def dot(a: jax.Array, b: jax.Array, *, b_transposed: bool = False) -> jax.Array:
@@ -52,9 +53,19 @@ def dot(a: jax.Array, b: jax.Array, *, b_transposed: bool = False) -> jax.Array:
     is_narrow = b.dtype == jnp.bfloat16
     if takes_native() and a.ndim == b.ndim == 2 and (rows <= NATIVE_ROWS if is_narrow else b.dtype == jnp.float32):
         return few_row_matmul(a, b, transposed=b_transposed)
+    product = partial(_dot, b_transposed=b_transposed)
     if rows < MIN_ROWS and a.dtype == jnp.bfloat16:
-        a = jnp.pad(a, ((0, 0),) * (a.ndim - 2) + ((0, MIN_ROWS - rows), (0, 0)))
-        return dot(a, b, b_transposed=b_transposed)[..., :rows, :]
+        return lax.platform_dependent(a, b, cpu=partial(_padded_dot, b_transposed=b_transposed), default=product)
+    return product(a, b)
+
+
+def _padded_dot(a: jax.Array, b: jax.Array, *, b_transposed: bool) -> jax.Array:
+    rows = a.shape[-2]
+    a = jnp.pad(a, ((0, 0),) * (a.ndim - 2) + ((0, MIN_ROWS - rows), (0, 0)))
+    return _dot(a, b, b_transposed=b_transposed)[..., :rows, :]
+
+
+def _dot(a: jax.Array, b: jax.Array, *, b_transposed: bool) -> jax.Array:
     batch = tuple(range(b.ndim - 2))
     inner = b.ndim - 1 if b_transposed else b.ndim - 2
     return lax.dot_general(

@@ -179,11 +179,25 @@ def _limit_groups(scores_TE: jax.Array, n_group: int, topk_group: int) -> jax.Ar
 def _gather_and_count(values_TE: jax.Array, idx_TK: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The values at `idx_TK`, [T, K], and how often each column occurs, int32 [E].
 
-    By comparison instead of indexing, so that neither the backward pass nor the count is a scatter; what is native has
-    no backward pass, and nobody counts.
+    By comparison instead of indexing, so that neither the backward pass nor the count is a scatter: choice by choice on
+    a CPU, all at once on an accelerator, where that is a launch in place of K. What is native has no backward pass, and
+    nobody counts.
     """
     if takes_native():
         return jnp.take_along_axis(values_TE, idx_TK, axis=1), jnp.zeros(values_TE.shape[1], jnp.int32)
+    result: tuple[jax.Array, jax.Array] = lax.platform_dependent(
+        values_TE, idx_TK, cpu=_gather_and_count_by_choice, default=_gather_and_count_at_once
+    )
+    return result
+
+
+def _gather_and_count_at_once(values_TE: jax.Array, idx_TK: jax.Array) -> tuple[jax.Array, jax.Array]:
+    hit_TKE = idx_TK[:, :, None] == jnp.arange(values_TE.shape[1], dtype=idx_TK.dtype)
+    gathered_TK = jnp.sum(jnp.where(hit_TKE, values_TE[:, None], 0.0), axis=2)
+    return gathered_TK, jnp.sum(hit_TKE, axis=(0, 1), dtype=jnp.int32)
+
+
+def _gather_and_count_by_choice(values_TE: jax.Array, idx_TK: jax.Array) -> tuple[jax.Array, jax.Array]:
     columns_TE = lax.broadcasted_iota(jnp.int32, values_TE.shape, 1)
     gathered, hits_TE = [], jnp.zeros(values_TE.shape, jnp.int32)
     for idx_T1 in jnp.split(idx_TK, idx_TK.shape[1], axis=1):

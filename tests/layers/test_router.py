@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from jmoe.config import RouterConfig
+from jmoe.layers import router as router_module
 from jmoe.layers.router import (
     Router,
     RouterBias,
@@ -411,3 +412,27 @@ def test_bad_shapes() -> None:
         route(jnp.zeros((T, E)), 1, RouterConfig(), jnp.zeros(E))
     with pytest.raises(ValueError, match=r"counts_global_E.shape"):
         balance_loss_local(jnp.zeros(E), jnp.zeros(E - 1, jnp.int32), T, E, 2)
+
+
+def test_choices_are_gathered_alike_on_every_platform() -> None:
+    """What a CPU does choice by choice and an accelerator at once: values, counts and gradients."""
+    rng = np.random.default_rng(0)
+    values_TE = jnp.asarray(rng.standard_normal((7, 5)), jnp.float32)
+    idx_TK = jnp.asarray(rng.integers(0, 6, (7, 3)), jnp.int32)  # 5: none
+    weights_TK = jnp.asarray(rng.standard_normal((7, 3)), jnp.float32)
+
+    def weighted(values_TE: jax.Array, gather: Any) -> Any:
+        gathered_TK, counts_E = gather(values_TE, idx_TK)
+        return (gathered_TK * weights_TK).sum(), (gathered_TK, counts_E)
+
+    forms = (router_module._gather_and_count_by_choice, router_module._gather_and_count_at_once)
+    (one, other) = (jax.grad(weighted, has_aux=True)(values_TE, form) for form in forms)
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_an_accelerator_chooses_as_a_cpu_does(k: int) -> None:
+    scores_TE = jnp.asarray(np.random.default_rng(0).integers(0, 4, (50, 8)), jnp.float32)  # with ties
+    in_passes = router_module._top_k_in_passes(scores_TE, k)
+    np.testing.assert_array_equal(in_passes, jax.lax.top_k(scores_TE, k)[1])
