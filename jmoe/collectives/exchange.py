@@ -179,7 +179,7 @@ class PerDevice:
                 out_MD = dispatch(out_MD, rank_M, order_M[:, None], True)
             with jax.named_scope("all_to_all_back"):
                 back_MD = self.all_to_all(out_MD.reshape(self.num_devices, -1, out_MD.shape[1])).reshape(out_MD.shape)
-                back.append(saved(back_MD, "expert_out"))
+                back.append(saved(back_MD, "expert_rows"))
         with jax.named_scope("combine"):
             return combine(_together(back), topk_weights_TK, token_M, slot_TK)
 

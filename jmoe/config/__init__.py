@@ -7,6 +7,7 @@ from jmoe.config.model import TRAINING_ONLY as TRAINING_ONLY
 from jmoe.config.model import LayerKind as LayerKind
 from jmoe.config.model import ModelConfig as ModelConfig
 from jmoe.config.model import MoEConfig as MoEConfig
+from jmoe.config.model import Remat as Remat
 from jmoe.config.model import RouterConfig as RouterConfig
 from jmoe.config.model import YarnConfig as YarnConfig
 from jmoe.config.model import check_routing as check_routing

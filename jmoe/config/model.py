@@ -10,6 +10,7 @@ from typing import Literal
 from jmoe.config.checks import check, check_field, literals, not_negative, positive, positive_or_none
 
 HiddenAct = Literal["swiglu", "gelu", "clamped_swiglu"]
+Remat = Literal["none", "experts", "layer"]  # what a backward pass computes again, see `TrainConfig.remat`
 LayerKind = Literal["dense", "moe", "task"]  # one feed-forward, experts by token, experts by the image's task
 RouterKind = Literal["switch", "gshard", "softmax", "sigmoid", "group_limited"]
 NO_WINDOW = 2**30  # tokens

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from jmoe.config.checks import check, check_field, literals, not_negative, positive
 from jmoe.config.distil import DistilConfig
 from jmoe.config.metrics import MetricsConfig
-from jmoe.config.model import ModelConfig
+from jmoe.config.model import ModelConfig, Remat
 from jmoe.config.parallel import SPLIT_SIZES, CommConfig, MeshConfig, packed_shape
 from jmoe.config.tiers import EstimatedGpu, MachineConfig, TiersConfig
 
@@ -211,7 +211,8 @@ class TrainConfig:
     # on a CPU with AVX512-BF16, parts of a step in bfloat16 with operations in C++, which are compiled once on each
     # machine. auto: where there is a compiler; on: an error where they cannot be had; off: XLA's alone
     native: Literal["auto", "on", "off"] = "auto"
-    remat: Literal["none", "layer"] = "none"  # layer: keep only each layer's input for the backward pass
+    # what the backward pass computes again. experts: what their matrices make; layer: everything between two layers
+    remat: Remat = "none"
     seed: int = 0
     # a Hugging Face folder: its model, and its parameters at step 0, instead of what `model` says; of that only what
     # concerns training counts: capacity_factor and the router's jitter_noise, z_loss_coef and bias_update_speed

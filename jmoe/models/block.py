@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jmoe.collectives.exchange import DispatchedTokens
-from jmoe.config import LayerKind, ModelConfig
+from jmoe.config import LayerKind, ModelConfig, Remat
 from jmoe.layers.attention import Attention
 from jmoe.layers.experts import MLP, affine, normal
 from jmoe.layers.latent_attention import LatentAttention
@@ -29,6 +29,14 @@ AttentionFn = Callable[[Any, jax.Array], jax.Array]
 # Kept for the backward pass: what matrix products and routing made. The rest (norms, rotations, casts, permutations,
 # and a layer's unsharded weights, which are gathered again) is computed again: cheaper than to write and read it.
 SAVED = ("qkv", "attention", "after_attention", "routing", "expert_rows", "expert_up", "expert_out", "mlp_up")
+EXPERT_PRODUCTS = ("expert_up", "expert_out")
+
+
+def saved_names(remat: Remat) -> tuple[str, ...]:
+    """Return the names of the values that a run keeps for its backward pass."""
+    if remat == "layer":
+        return ()
+    return SAVED if remat == "none" else tuple(name for name in SAVED if name not in EXPERT_PRODUCTS)
 
 
 def causal(window: jax.Array | None = None) -> AttentionFn:
@@ -156,7 +164,7 @@ class Block(nnx.Module):
 
 @dataclass(frozen=True)
 class ApplyBlock:
-    """Apply one of a decoder's stacked blocks to x; for its backward pass `SAVED` is kept, and with `remat` nothing.
+    """Apply one of a decoder's stacked blocks to x; for its backward pass `saved_names(remat)` are kept.
 
     graphs: of the blocks of each kind, as `nnx.split` makes it. gather: turns one block's parameters as they lie on
     this device into unsharded ones. options: of `Block.__call__`.
@@ -164,7 +172,7 @@ class ApplyBlock:
 
     graphs: Mapping[LayerKind, Any]
     gather: Callable[[Any], Any]
-    remat: bool
+    remat: Remat
     options: Mapping[str, Any]
 
     def __call__(
@@ -173,7 +181,7 @@ class ApplyBlock:
         def apply(state: Any, key: jax.Array | None, window: jax.Array | None, x_BSD: jax.Array) -> Any:
             return nnx.merge(self.graphs[kind], self.gather(state))(x_BSD, window, key=key, **self.options)
 
-        policy = None if self.remat else jax.checkpoint_policies.save_only_these_names(*SAVED)
+        policy = jax.checkpoint_policies.save_only_these_names(*saved_names(self.remat))
         block: Any = jax.checkpoint(apply, policy=policy, prevent_cse=False)
         y_BSD, stats = block(state, key, window, x_BSD)
         return y_BSD, stats

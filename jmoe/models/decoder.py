@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jmoe.config import LayerKind, ModelConfig
+from jmoe.config import LayerKind, ModelConfig, Remat
 from jmoe.layers.embedding import Lookup, lookup
 from jmoe.layers.experts import normal
 from jmoe.layers.moe import ExpertParallel, MoEStats
@@ -148,7 +148,7 @@ class Execution:
     layers: LayerScan = scan_layers
     lookup: Lookup = lookup
     gather: Callable[[Any], Any] = lambda params: params
-    remat: bool = False
+    remat: Remat = "none"
 
 
 class Decoder(nnx.Module):

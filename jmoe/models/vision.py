@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmoe.config import LayerKind, RouterConfig, VisionModelConfig
+from jmoe.config import LayerKind, Remat, RouterConfig, VisionModelConfig
 from jmoe.layers.experts import affine, normal
 from jmoe.layers.moe import ExpertParallel, MoEStats
 from jmoe.layers.norm import Norm
@@ -129,7 +129,7 @@ class VisionTransformer(nnx.Module):
         dtype: Any = jnp.float32,
         train: bool = False,
         full_capacity: bool = False,
-        remat: bool = False,
+        remat: Remat = "none",
         draw: PathDraw | None = None,
         slot_NE: jax.Array | None = None,
     ) -> tuple[jax.Array, MoEStats | None]:

@@ -56,6 +56,7 @@ class TrainedModel:
     the experts that the mesh gives it a device has; num_devices and replicas are what it makes of them. chosen_share:
     of a device's experts of a layer, those that a step's tokens choose, as measured on average; 0: estimated for even
     routing. loss_bytes: of a device, the logits that the loss has at once, and their gradient.
+    experts_kept_bytes: of kept_bytes, what experts' products make; experts_again: that is not kept, but computed again.
     """
 
     num_layers: int
@@ -79,6 +80,8 @@ class TrainedModel:
     shard_dense: bool = True
     chosen_share: float = 0.0
     loss_bytes: int = 0
+    experts_kept_bytes: int = 0
+    experts_again: bool = False
 
     @property
     def all_devices(self) -> int:
@@ -233,10 +236,16 @@ class TrainingPlan:
         return 1, PASSES - 1 + (not self.model.kept_bytes)
 
     @property
+    def expert_passes(self) -> tuple[int, int]:
+        """Return products of an expert's weight with a token, forward and back."""
+        forward, back = self.passes
+        return forward, back + self.model.experts_again
+
+    @property
     def break_even_tokens(self) -> float:
         """Return tokens an expert needs in a step for its computing to take as long as its transfers, both ways."""
         flops = 2 * self.model.expert_parameters  # of a token and a pass
-        both = zip(self.transfer_s, self.passes, strict=True)
+        both = zip(self.transfer_s, self.expert_passes, strict=True)
         return max(seconds * self.machine.flops / (flops * passes) for seconds, passes in both)
 
     @property
@@ -244,10 +253,12 @@ class TrainingPlan:
         """Return seconds that a step computes, forward with the update and back."""
         model, machine = self.model, self.machine
         choices = model.num_layers * model.step_tokens * model.num_experts_per_tok
-        flops = 2 * model.expert_parameters * choices + model.dense_flops / PASSES  # of a pass
+        expert_flops, dense_flops = 2 * model.expert_parameters * choices, model.dense_flops / PASSES  # of a pass
         experts = model.num_layers * model.active_experts
         updated = model.dense_parameters / model.dense_shards + experts * model.expert_parameters
-        forward, back = (passes * flops / model.num_devices / machine.flops for passes in self.passes)
+        passes = zip(self.expert_passes, self.passes, strict=True)
+        flops = (of_experts * expert_flops + rest * dense_flops for of_experts, rest in passes)
+        forward, back = (n / model.num_devices / machine.flops for n in flops)
         return forward + updated * UPDATE_BYTES / machine.memory_bytes_per_s, back
 
     @property
@@ -352,8 +363,12 @@ def _gigabytes(size: int) -> str:
 
 def _changes(model: TrainedModel, place: StatePlacement) -> Iterator[Change]:
     """Yield each change that may save memory, the mildest first."""
+    if model.experts_kept_bytes:
+        kept_bytes = model.kept_bytes - model.experts_kept_bytes
+        again = replace(model, kept_bytes=kept_bytes, experts_kept_bytes=0, experts_again=True)
+        yield Change("remat", "experts", again, place)
     if model.kept_bytes:
-        yield Change("remat", "layer", replace(model, kept_bytes=0), place)
+        yield Change("remat", "layer", replace(model, kept_bytes=0, experts_kept_bytes=0, experts_again=False), place)
     parts = model.micro_batches
     while parts * 2 <= model.max_micro_batches:
         parts *= 2
@@ -437,6 +452,7 @@ def _scaled(model: TrainedModel, share: float) -> TrainedModel:
         input_bytes=int(model.input_bytes * share),
         working_bytes=int(model.working_bytes * share),
         kept_bytes=int(model.kept_bytes * share),
+        experts_kept_bytes=int(model.experts_kept_bytes * share),
     )
 
 

@@ -45,6 +45,7 @@ def trained_model(config: TrainConfig) -> TrainedModel:
     expert_flops = 6.0 * expert * model.num_experts_per_tok * model.num_moe_layers
     flops = model.flops_per_token(config.sequence_length) - expert_flops
     parts = config.gradient_accumulation_steps
+    kept, of_experts = kept_elements(model, part, devices, _buffers(config))
     return TrainedModel(
         num_layers=model.num_moe_layers,
         num_experts=model.num_experts,
@@ -59,9 +60,9 @@ def trained_model(config: TrainConfig) -> TrainedModel:
         gradient_bytes=2 if config.tiers.gradient_dtype == "bfloat16" else 4,
         num_devices=devices,
         devices_per_host=inside,
-        kept_bytes=0
-        if config.remat != "none"
-        else compute_bytes * kept_elements(model, part, devices, _buffers(config)),
+        kept_bytes=compute_bytes * (kept * (config.remat != "layer") + of_experts * (config.remat == "none")),
+        experts_kept_bytes=compute_bytes * of_experts * (config.remat == "none"),
+        experts_again=config.remat == "experts",
         micro_batches=parts,
         max_micro_batches=max(parts, config.batch_size // (replicas * devices)),
         replicas=replicas,
@@ -82,11 +83,12 @@ def _buffers(config: TrainConfig) -> int:
     return comm.exchange_chunks or SCHEDULES[comm.schedule].num_chunks if whole else 1
 
 
-def kept_elements(model: ModelConfig, num_tokens: int, num_devices: int, buffers: int = 1) -> int:
-    """Return what all layers keep for the backward pass besides their inputs (`models.decoder.SAVED`), on all devices.
+def kept_elements(model: ModelConfig, num_tokens: int, num_devices: int, buffers: int = 1) -> tuple[int, int]:
+    """Return what all layers keep for the backward pass besides their inputs (`models.block.SAVED`), on all devices.
 
-    That is queries, keys, values and attention's output, hidden states, and what the first products of feed-forwards
-    make; with experts also the normed tokens, their rows where they are sent, and what comes back. buffers: of rows.
+    Of (all but experts, experts' products). The first is queries, keys, values and attention's output, hidden states,
+    and what the first products of dense feed-forwards make; with experts also the normed tokens, and on several devices
+    their rows where they are sent, and what comes back. buffers: of rows.
     """
     hidden, layers, k = model.hidden_size, model.num_hidden_layers, model.num_experts_per_tok
     attention = 2 * (model.num_attention_heads + model.num_key_value_heads) * model.dim_per_head
@@ -95,10 +97,12 @@ def kept_elements(model: ModelConfig, num_tokens: int, num_devices: int, buffers
         up_columns(size, model.hidden_act)
         for size in (model.moe_intermediate_size, model.intermediate_size, model.shared_expert_intermediate_size)
     )
-    sent = rows if num_devices > 1 else num_tokens
-    sparse = num_tokens * (2 * hidden + shared_up) + rows * (up + hidden) + sent * hidden
+    # experts' outputs: where they are computed, or the rows that come back
+    made, sent = (rows * (up + hidden), num_tokens) if num_devices == 1 else (rows * up, 2 * rows)
+    sparse = num_tokens * (2 * hidden + shared_up) + sent * hidden
     dense = (layers - model.num_moe_layers) * num_tokens * dense_up
-    return layers * num_tokens * (attention + hidden) + model.num_moe_layers * sparse + dense
+    kept = layers * num_tokens * (attention + hidden) + model.num_moe_layers * sparse + dense
+    return kept, model.num_moe_layers * made
 
 
 def machine(config: TrainConfig) -> Machine:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jmoe.collectives.schedule import MAX_CHUNK_BYTES, SCHEDULES, Schedule
-from jmoe.config import TrainConfig
+from jmoe.config import Remat, TrainConfig
 from jmoe.config.cluster import LinksConfig
 from jmoe.layers.embedding import Embedding
 from jmoe.layers.moe import ExpertParallel
@@ -90,14 +90,25 @@ class ShardedDecoder(ShardedModel):
         return any(whole) or (replicas and any(is_expert(path) for path, _ in leaves))
 
     @property
-    def casts_stacks(self) -> bool:
-        """Whether a step casts the stacks of layers once, instead of each layer where it runs.
+    def casts_once(self) -> bool:
+        """Whether a step casts stacked weights once, where their gradients allow it, instead of in each layer.
 
-        Forwards, backwards and what is computed again then read one copy, and gradients of matrices are stacked in its
-        dtype, to which a layer's products rounded them. On a CPU each layer is cast: reading one of a stack in bfloat16
-        would convert the whole stack.
+        Forwards, backwards and what is computed again then read one copy, and gradients are stacked in its dtype, to
+        which a layer's products rounded them. On a CPU each layer is cast: reading one of a stack in bfloat16 would
+        convert the whole stack.
         """
-        return self.mesh.size == 1 and self.mesh.devices.flat[0].platform != "cpu"
+        return self.mesh.devices.flat[0].platform != "cpu"
+
+    def _cast_stacks(self, stacks: Any, layers: ReverseScan | None) -> Any:
+        """Return the stacks of layers with those weights cast whose gradients are not added to others in the stack."""
+        alone = layers is None or (self.mesh.shape[DATA] == 1 and self.config.gradient_accumulation_steps == 1)
+
+        def used(path: Any, w: jax.Array) -> jax.Array:
+            is_cast = self.mesh.size == 1 or (is_expert(path) and alone)
+            return self.cast_leaf(path, w) if is_cast else w
+
+        with jax.named_scope("cast"):
+            return jax.tree_util.tree_map_with_path(used, stacks)
 
     @property
     def notes(self) -> list[str]:
@@ -127,7 +138,7 @@ class ShardedDecoder(ShardedModel):
         tokens_BS: jax.Array,
         layers: ReverseScan | None = None,
         *,
-        remat: bool = False,
+        remat: Remat = "none",
         **options: Any,
     ) -> tuple[jax.Array, jax.Array, Any]:
         """Return (hidden [B, S, D], the head's weight as `OutputHead.weight` makes it, statistics) of local tokens.
@@ -135,9 +146,8 @@ class ShardedDecoder(ShardedModel):
         layers: what runs the layers; None: a plain scan, which gathers each by itself. options: of `Decoder`.
         """
         stacks = {name: tree for name, tree in params.items() if name.endswith("_layers")}
-        if self.casts_stacks:
-            with jax.named_scope("cast"):
-                stacks = self.cast(stacks)
+        if self.casts_once:
+            stacks = self._cast_stacks(stacks, layers)
         with jax.named_scope("gather"):
             outside = self.gather({name: tree for name, tree in params.items() if name not in stacks})
         model = self.merge(outside | stacks, router_bias)

@@ -93,14 +93,13 @@ class ShardedModel(ABC):
 
     def cast(self, tree: Any) -> Any:
         """Cast unsharded parameters to the dtype of their use; those that stay in parts are left as they are."""
+        return jax.tree_util.tree_map_with_path(self.cast_leaf, tree)
 
-        def used(path: Any, w: jax.Array) -> jax.Array:
-            names = _names(path)
-            stays = names[0] in self._split
-            ndim = w.ndim - is_expert(path) - stack_dims(path)
-            return w if stays else w.astype(self._compute_dtype(names, ndim))
-
-        return jax.tree_util.tree_map_with_path(used, tree)
+    def cast_leaf(self, path: tuple[Any, ...], w: jax.Array) -> jax.Array:
+        """Cast one parameter, of a layer, of stacked layers, or outside the layers."""
+        names = _names(path)
+        ndim = w.ndim - is_expert(path) - stack_dims(path)
+        return w if names[0] in self._split else w.astype(self._compute_dtype(names, ndim))
 
     def gather(self, tree: Any) -> Any:
         """Gather this device's parameters (of one layer, or outside the layers), in the dtype of their use."""

@@ -156,9 +156,7 @@ class FusedTrainer:
         config, tokens_BS = self.config, jax.tree.leaves(part)[0]
         num_tokens = tokens_per_accumulation_step(config) * config.gradient_accumulation_steps
         options = {"key": key, "train": True, "full_capacity": full_capacity}
-        hidden, head, stats = self.model(
-            params, router_bias, tokens_BS[:, :-1], layers, remat=config.remat == "layer", **options
-        )
+        hidden, head, stats = self.model(params, router_bias, tokens_BS[:, :-1], layers, remat=config.remat, **options)
         labels_T = tokens_BS[:, 1:].reshape(-1)
         with jax.named_scope("loss"):
             weights_T = scaled(jnp.full(labels_T.shape, 1.0 / num_tokens, jnp.float32), loss_scale)

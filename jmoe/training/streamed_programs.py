@@ -35,7 +35,7 @@ from jmoe.config import LayerKind
 from jmoe.layers.moe import MoEStats, moe_stats
 from jmoe.layers.router import Routing
 from jmoe.mesh import ACCUMULATED_BATCH, ALL, BATCH, DATA, EXPERT, EXPERTS_PATH, REPLICATED, split_over
-from jmoe.models.block import Block, add_residual, causal
+from jmoe.models.block import Block, add_residual, causal, saved_names
 from jmoe.models.decoder import STACKS
 from jmoe.models.functional import FunctionalModule
 from jmoe.offload.slot_rows import ChosenRows
@@ -174,13 +174,6 @@ def _specs_of(args: Any, specs: Any) -> Any:
     if type(args) is type(specs) and hasattr(args, "_fields"):
         return type(args)(*map(_specs_of, args, specs))
     return specs
-
-
-def _with_residuals_if(
-    keeps: bool, function: Callable[..., Any], wanted: Sequence[int]
-) -> Callable[..., tuple[Any, Any]]:
-    """Return the function with what its backward pass keeps beside its result; None if that is nothing."""
-    return lambda *args: vjp_with_residuals(function, args, wanted) if keeps else (function(*args), None)
 
 
 def compiled_on(
@@ -382,10 +375,17 @@ class LayerPrograms:
         self, params: LayerParams, layer: LayerIndex, x_BSD: jax.Array, work: NeighborWork, *, keeps: bool
     ) -> tuple[jax.Array, Any, Overlapped]:
         """Return (the layer's output, what it keeps, the neighbours' results)."""
-        run = _with_residuals_if(keeps, self._run_dense, wanted=(0, 2))
+        run = self._with_residuals_if(keeps, self._run_dense, wanted=(0, 2))
         args = self._unsharded(params, layer), layer, x_BSD
         (y_BSD, kept), overlapped = self._overlap(run, args, x_BSD, work)
         return y_BSD, kept, overlapped
+
+    def _with_residuals_if(
+        self, keeps: bool, function: Callable[..., Any], wanted: Sequence[int]
+    ) -> Callable[..., tuple[Any, Any]]:
+        """Return the function with what its backward pass keeps beside its result; None if that is nothing."""
+        names = saved_names(self.config.remat)
+        return lambda *args: vjp_with_residuals(function, args, wanted, names) if keeps else (function(*args), None)
 
     def _run_dense(self, params: Any, layer: LayerIndex, x_BSD: jax.Array) -> jax.Array:
         assert self._dense is not None
@@ -409,7 +409,7 @@ class LayerPrograms:
         The chunks are some of the buffer's columns, [R, ...] each: as many as attention multiplies of the layer.
         """
         function = partial(self._run_route, train=train, full_capacity=full_capacity)
-        run = _with_residuals_if(keeps, function, wanted=(0, 3))
+        run = self._with_residuals_if(keeps, function, wanted=(0, 3))
         args = self._unsharded(params, layer), layer_of(params.router_bias, layer.number), layer, x_BSD
         gathered: Sequence[jax.Array] = []
         if self._scan is None or work.next_layer is None:
@@ -455,7 +455,7 @@ class LayerPrograms:
         self, params: LayerParams, routed: RoutedTokens, layer: LayerIndex, work: NeighborWork, *, keeps: bool
     ) -> tuple[jax.Array, Any, Overlapped]:
         """Return (the layer's output, what it keeps, the neighbours' results)."""
-        run = _with_residuals_if(keeps, self._run_experts, wanted=(0, 1, 2))
+        run = self._with_residuals_if(keeps, self._run_experts, wanted=(0, 1, 2))
         experts, ids_M = params.of_chosen()
         args = self._unsharded(params, layer), experts, routed, ids_M
         (y_BSD, kept), overlapped = self._overlap(run, args, routed.x_BSD, work)

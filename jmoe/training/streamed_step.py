@@ -224,7 +224,7 @@ class StreamedTrainer(StreamedExperts):
         programs = self.programs
         outside, flat, unsharded_RC = self._done(programs.prepare(state.params, first=self._layers[0].kind))
         # buffers for full capacity are as large as all devices' tokens: too much to keep of every layer
-        keeps = train and not full_capacity and self.config.remat == "none"
+        keeps = train and not full_capacity and self.config.remat != "layer"
         run = _Pass(state, outside, flat, unsharded_RC, train, full_capacity, keeps)
         xs = [self._done(programs.embed(run.outside, tokens)) for tokens in inputs]
         for i, place in enumerate(self._layers):

@@ -332,7 +332,7 @@ class VisionTrainer:
         What it compares has that of `contrast`, as value and as gradient.
         """
         config = self.config
-        options = {"train": True, "full_capacity": full_capacity, "remat": config.remat == "layer", "draw": draw}
+        options = {"train": True, "full_capacity": full_capacity, "remat": config.remat, "draw": draw}
         logits_BY, stats = self._forward(params, router_bias, batch, **options)
         loss, metrics = self.losses.loss(logits_BY, batch, contrast)
         if stats is None:

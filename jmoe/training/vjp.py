@@ -11,8 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jmoe.models.block import SAVED
-
 
 @jax.tree_util.register_static
 @dataclass(frozen=True)
@@ -42,13 +40,15 @@ def _floating(tree: Any) -> list[jax.Array]:
     return [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)]
 
 
-def vjp_with_residuals(function: Callable[..., Any], args: Sequence[Any], wanted: Sequence[int]) -> tuple[Any, Any]:
+def vjp_with_residuals(
+    function: Callable[..., Any], args: Sequence[Any], wanted: Sequence[int], names: Sequence[str]
+) -> tuple[Any, Any]:
     """(function(*args), what `apply_vjp` needs for the gradients by the arguments that are `wanted`).
 
-    Of what is inside, the values that are named in `models.block.SAVED` are kept; the rest is computed again. All
-    that is kept has a leading dimension of 1, that of devices.
+    Of what is inside, the values of these names are kept; the rest is computed again. All that is kept has a leading
+    dimension of 1, that of devices.
     """
-    policy = jax.checkpoint_policies.save_only_these_names(*SAVED)
+    policy = jax.checkpoint_policies.save_only_these_names(*names)
 
     def apply(*values: Any) -> tuple[list[jax.Array], Any]:
         whole = list(args)

@@ -218,7 +218,7 @@ BAD_VALUES: list[tuple[Callable[..., object], dict[str, Any], str]] = [
         {"distil": DistilConfig(teacher="folder"), "compute_dtype": "float16"},
         wrong("compute_dtype", "float16", "must be float32 or bfloat16 with distil.teacher"),
     ),
-    (TrainConfig, {"remat": "all"}, wrong("remat", "all", "must be one of none, layer")),
+    (TrainConfig, {"remat": "all"}, wrong("remat", "all", "must be one of none, experts, layer")),
     (TrainConfig, {"seed": -1}, wrong("seed", -1, "must be between 0 and 2**31 - 1")),
     (TrainConfig, {"seed": 2**31}, wrong("seed", 2**31, "must be between 0 and 2**31 - 1")),
     (

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jmoe.config import ModelConfig, RouterConfig, YarnConfig
+from jmoe.config import ModelConfig, Remat, RouterConfig, YarnConfig
 from jmoe.layers.attention import yarn_frequencies
 from jmoe.layers.router import route
 from jmoe.mesh import is_expert
@@ -298,13 +298,19 @@ def test_remat_changes_nothing() -> None:
     graph, state = build(config)
     tokens_BS = tokens_of(config)
 
-    def loss(state: nnx.State, remat: bool) -> jax.Array:
+    def loss(state: nnx.State, remat: Remat) -> jax.Array:
         return jnp.square(nnx.merge(graph, state)(tokens_BS, execution=Execution(remat=remat))[0]).sum()
 
     step = jax.jit(jax.value_and_grad(loss), static_argnums=1)
-    kept, remat = step(state, False), step(state, True)
-    for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(remat), strict=True):
-        np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * float(jnp.abs(b).max()))
+    kept, *again = (step(state, remat) for remat in get_args(Remat))
+    assert len(again) == 2
+    for remat in again:
+        for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(remat), strict=True):
+            np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * float(jnp.abs(b).max()))
+    products = [
+        str(jax.make_jaxpr(jax.grad(loss), static_argnums=1)(state, r)).count("dot_general") for r in get_args(Remat)
+    ]
+    assert products[0] < products[1] < products[2]  # more and more are computed again
 
 
 def test_statistics_have_a_layer_dimension() -> None:

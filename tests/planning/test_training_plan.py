@@ -259,6 +259,22 @@ def test_a_layer_that_keeps_nothing_is_computed_twice_forward() -> None:
     assert remat == pytest.approx(4 / 3 * ordinary) == pytest.approx(remat_streamed)
 
 
+def test_experts_products_computed_again() -> None:
+    """Advised before whole layers are, with the bytes that it saves; only experts' products are made once more."""
+    fast = replace(MACHINE, memory_bytes_per_s=1e18, link_bytes_per_s=1e18)
+    resident = replace(NVME, experts="device", optimizer="device", gradients="device")
+    kept = replace(MODEL, kept_bytes=9 * GB, experts_kept_bytes=6 * GB)
+    again = replace(kept, kept_bytes=3 * GB, experts_kept_bytes=0, experts_again=True)
+    once, twice = (plan_training(model, resident, fast) for model in (kept, again))
+    choices = MODEL.num_layers * MODEL.step_tokens * MODEL.num_experts_per_tok
+    product_s = 2 * MODEL.expert_parameters * choices / MODEL.num_devices / fast.flops
+    assert twice.step_s() - once.step_s() == pytest.approx(product_s)
+    assert once.bytes_on("device") - twice.bytes_on("device") == 6 * GB // MODEL.num_devices
+    tight = replace(fast, device_bytes=once.bytes_on("device") - GB)
+    (advice,) = plan_training(kept, resident, tight).advice()
+    assert "remat = experts (enough)" in advice
+
+
 def test_each_way_takes_the_longer_of_computing_and_moving() -> None:
     """Twice as much is computed on the way back, but most is moved on the way forward, where experts are updated."""
     plan = plan_training(replace(MODEL, kept_bytes=1), NVME, replace(MACHINE, memory_bytes_per_s=1e18))

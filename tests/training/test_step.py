@@ -429,10 +429,13 @@ def test_what_routers_draw_is_traced_on_every_mesh(accumulation: int, k: int, ro
         assert metrics["counts"].shape == (N, E)
 
 
-def test_stacks_cast_once_change_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("shape", [ONE, pytest.param((1, 2, 2), marks=pytest.mark.slow)], ids=str)
+def test_weights_that_are_cast_once_change_no_number(
+    shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What a GPU's step does, on a CPU: its products see the same weights, and round their gradients as before."""
     narrow = {"compute_dtype": "bfloat16", "native": "off"}
-    each = run(ONE, 2, **narrow)
-    monkeypatch.setattr(ShardedDecoder, "casts_stacks", property(lambda _: True))
-    once = run(ONE, 2, **narrow, output_dir="once")  # a program of its own
+    each = run(shape, 2, **narrow)
+    monkeypatch.setattr(ShardedDecoder, "casts_once", property(lambda _: True))
+    once = run(shape, 2, **narrow, output_dir="once")  # a program of its own
     assert_same_run(once, each, 1e-5)

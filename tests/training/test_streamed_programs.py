@@ -220,10 +220,11 @@ def all_to_alls(compiled: Any) -> int:
         ((1, 1, 2), {"chunk_bytes": 2000}, "none", 3, 2),  # rows and how many there are; rows back. And reversed
         ((1, 1, 2), {"chunk_bytes": 2000, "schedule": "none"}, "none", 3, 2),
         ((1, 1, 2), {"chunk_bytes": 2000}, "layer", 3, 5),
+        ((1, 1, 2), {"chunk_bytes": 2000}, "experts", 3, 2),
         # weights and choices of all rows; of each chunk rows across, rows inside and how many, two levels back
         ((1, 2, 2), {"exchange": "dedup", "schedule": "pipelined"}, "none", 2 + 2 * 5, 1 + 2 * 4),
     ],
-    ids=["chunks", "unordered", "again", "dedup"],
+    ids=["chunks", "unordered", "again", "experts again", "dedup"],
 )
 def test_nothing_is_sent_twice(shape: Any, comm: dict[str, Any], remat: Any, forward: int, backward: int) -> None:
     """As many all-to-alls as in the ordinary step, as long as there is memory to keep what is needed; it is planned."""
