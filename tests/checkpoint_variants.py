@@ -64,5 +64,5 @@ def fused(tensors: Tensors, family: str) -> Tensors:
 def with_head(tensors: Tensors, seed: int = 5) -> Tensors:
     """Return the tensors with a head that differs from the embedding."""
     embedding = tensors["model.embed_tokens.weight"]
-    head = np.random.default_rng(seed).normal(size=embedding.shape).astype(embedding.dtype)
+    head = np.random.default_rng(seed).normal(0, 0.2, embedding.shape).astype(embedding.dtype)
     return tensors | {"lm_head.weight": head}

@@ -18,7 +18,7 @@ from jmoe.models.weights import parameters
 from tests.model_configs import CHECKPOINTS
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
-WIDE = ("embed_tokens", "lm_head", "norm", "mlp.gate.", "bias")  # what such checkpoints leave as it is
+WIDE = ("embed_tokens", "lm_head", "norm", "mlp.gate.", "moe.gate.", "bias")  # what such checkpoints leave as it is
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # hidden size, expert's: for fp8 more than one block each way, the last with fewer weights
 SIZES = {"fp8": (160, 136), "int4": (160, 96), "int4 in 128": (256, 128), "int8": (160, 96), "int8 by row": (160, 96)}
@@ -44,11 +44,13 @@ QUANTIZATION = {
 }
 
 
-def write_compressed_checkpoint(kind: str, name: str, compressed: Path, wide: Path) -> None:
+def write_compressed_checkpoint(
+    kind: str, name: str, compressed: Path, wide: Path, sizes: tuple[int, int] | None = None
+) -> None:
     """Write both, with random weights; name: the fixture with the rest of the configuration."""
-    hidden, inner = SIZES[kind]
-    sizes = {"hidden_size": hidden, "moe_intermediate_size": inner, "intermediate_size": inner}
-    fields = json.loads((CHECKPOINTS / name / "config.json").read_text()) | sizes
+    hidden, inner = sizes or SIZES[kind]
+    changed = {"hidden_size": hidden, "moe_intermediate_size": inner, "intermediate_size": inner}
+    fields = json.loads((CHECKPOINTS / name / "config.json").read_text()) | changed
     described = {"quantization_config": QUANTIZATION[kind]}
     if kind == "mxfp4 of experts":
         described["expert_dtype"] = "fp4"

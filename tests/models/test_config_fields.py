@@ -1,12 +1,13 @@
 """Every field that a family's `config.json` may hold is honoured, refused by name, or changes nothing."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from jmoe.config import ModelConfig
-from jmoe.models.config_fields import CONFIG_FIELDS, HARMLESS, HONOURED, Only, Training, changes_training
+from jmoe.models.config_fields import CONFIG_FIELDS, HARMLESS, HONOURED, Only, Outcome, Training, changes_training
 from jmoe.models.huggingface import hf_config, model_config
 from tests.deploy.gpt_moe_models import gpt_moe_config
 from tests.model_configs import CHECKPOINTS
@@ -128,3 +129,24 @@ def test_what_is_off_does_not_change_training() -> None:
     for family, fields in CONFIG_FIELDS.items():
         off = {name: outcome.off for name, outcome in fields.items() if isinstance(outcome, Training)}
         assert changes_training(off, family) == {} == changes_training(fields_of(family), family)
+
+
+def page_table() -> str:
+    """Return the table of docs/families.md: a row a field, a column a family."""
+    families = list(CONFIG_FIELDS)
+    names = list(dict.fromkeys(name for fields in CONFIG_FIELDS.values() for name in fields))
+    rows = [["field", *families], ["---"] * (len(families) + 1)]
+    for name in sorted(names, key=lambda name: name.lstrip("_")):
+        rows.append([f"`{name}`", *(cell(CONFIG_FIELDS[family].get(name)) for family in families)])
+    return "\n".join(f"| {' | '.join(row)} |".replace("|  |", "| |").replace("|  |", "| |") for row in rows) + "\n"
+
+
+def cell(outcome: Outcome | None) -> str:
+    if isinstance(outcome, Only):
+        return "only " + " or ".join(f"`{json.dumps(value)}`" for value in outcome.values or (None,))
+    return "training" if isinstance(outcome, Training) else outcome or ""
+
+
+def test_the_page_has_the_table() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "families.md").read_text()
+    assert page_table() in page, f"docs/families.md needs this table:\n{page_table()}"

@@ -1,0 +1,204 @@
+"""jmoe beside transformers 5, where that is installed: every field of its configuration classes, logits, tokens.
+
+`benchmarks/peers/setup.py transformers FOLDER` makes an environment with it; jmoe and what `pytest` needs go there too:
+
+    FOLDER/bin/python -m pip install -e '.[dev]' && FOLDER/bin/python -m pytest tests/models/test_transformers_oracle.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import jmoe
+from jmoe.models.config_fields import CONFIG_FIELDS, HARMLESS, Training
+from jmoe.models.huggingface import ARCHITECTURES
+from jmoe.models.tensor_names import FUSED_FAMILIES
+from jmoe.models.tokenizer_file import open_tokenizer
+from tests.checkpoint_variants import Tensors, fused, with_head, write_variant
+from tests.compressed_checkpoint import write_compressed_checkpoint
+from tests.model_configs import CHECKPOINTS
+from tests.word_tokenizers import BOS, LONG, word_tokenizer, write_word_tokenizer
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    transformers = pytest.importorskip("transformers", "5", reason="needs transformers 5")
+    torch = pytest.importorskip("torch")
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+FAMILIES = tuple(family for family in ARCHITECTURES if family != "gpt_moe")
+TOLERANCE = 2e-4  # of a logit
+TOKENS = np.random.default_rng(0).integers(3, 64, (2, 40))
+# Of transformers' base class or of published files: no family's class has them.
+ELSEWHERE = {
+    *"""model_type name_or_path _name_or_path torch_dtype auto_map num_labels output_attentions tie_last_hidden_states
+    attn_implementation experts_implementation per_layer_config quantization_config expert_dtype rope_scaling rope_theta
+    original_max_position_embeddings partial_rotary_factor head_dim sliding_window layer_types max_window_layers
+    qk_head_dim scoring_func topk_method moe_layer_freq ep_size aux_loss_alpha seq_aux initial_context_length
+    experts_per_token""".split()  # noqa: SIM905
+}
+
+
+# ---- the table of fields
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_table_has_every_field_of_the_class(family: str) -> None:
+    """Under all its names, those that the modelling code reads too; and no field that nobody has."""
+    kind = transformers.CONFIG_MAPPING[family]
+    fields = {field.name for field in dataclasses.fields(kind)} | kind.attribute_map.keys()
+    fields |= set(kind.attribute_map.values())
+    modeling = Path(transformers.__file__).parent / "models" / family / f"modeling_{family}.py"
+    read = set(re.findall(r"\bconfig\.([a-z]\w*)|getattr\((?:self\.)?config, \"(\w+)\"", modeling.read_text()))
+    fields |= {one or other for one, other in read} - {"get_text_config"}
+    assert fields - CONFIG_FIELDS[family].keys() == set()
+    assert CONFIG_FIELDS[family].keys() - fields - ELSEWHERE == set()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_harmless_fields_change_no_logits(family: str, tmp_path: Path) -> None:
+    """Those that have another value of their own kind; the rest are names and descriptions."""
+    others: dict[str, Any] = {
+        "bos_token_id": 3,
+        "pad_token_id": 5,
+        "use_cache": False,
+        "output_hidden_states": True,
+        "output_router_logits": True,
+        "chunk_size_feed_forward": 4,
+        "max_window_layers": 0,
+        "num_mtp_layers": 1,
+        "num_nextn_predict_layers": 1,
+        "pretraining_tp": 2,
+        "attention_dropout": 0.5,
+        "router_jitter_noise": 0.5,
+        "tie_last_hidden_states": False,
+        "hidden_act": "gelu",
+        "ep_size": 4,
+        "aux_loss_alpha": 0.5,
+        "seq_aux": False,
+        "qk_head_dim": 3,
+        "experts_per_token": 1,
+        "initial_context_length": 8,
+        "layer_types": ["sliding_attention"] * 4,
+    }
+    harmless = {
+        name for name, outcome in CONFIG_FIELDS[family].items() if outcome == HARMLESS or isinstance(outcome, Training)
+    }
+    expected = logits_of_transformers(CHECKPOINTS / family)
+    for name in sorted(harmless & others.keys()):
+        folder = write_variant(CHECKPOINTS / family, tmp_path / name, **{name: others[name]})
+        np.testing.assert_array_equal(logits_of_transformers(folder), expected, name)
+
+
+# ---- logits
+
+
+def logits_of_transformers(folder: Path, **options: Any) -> np.ndarray:
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        experts_implementation="eager",
+        output_loading_info=True,
+        **options,
+    )
+    assert not any(info.values()), info
+    with torch.no_grad():
+        logits: np.ndarray = model.eval()(torch.from_numpy(TOKENS), use_cache=False).logits.numpy()
+    return logits
+
+
+def check_logits(folder: Path, record: Callable[[str, Any], None], **options: Any) -> None:
+    found = np.asarray(jmoe.load_pretrained(folder, dtype="float32")(TOKENS.astype(np.int32)))
+    difference = float(np.abs(found - logits_of_transformers(folder, **options)).max())
+    record("largest difference of a logit", difference)
+    assert difference < TOLERANCE
+
+
+def same(tensors: Tensors) -> Tensors:
+    return tensors
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+PLAIN = {"rope_type": "default", "rope_theta": 500.0}
+OLD = {"rope_parameters": ..., "rope_theta": 500.0}
+VARIANTS: dict[str, tuple[Callable[[Tensors], Tensors], dict[str, Any]]] = {
+    "as stored": (same, {}),
+    "a head beside a tied embedding": (with_head, {"tie_word_embeddings": True}),
+    "YaRN in rope_parameters": (same, {"rope_parameters": YARN | {"rope_theta": 500.0}}),
+    "YaRN in rope_scaling": (same, OLD | {"rope_scaling": YARN}),
+    "YaRN in rope_scaling, beside rope_parameters": (
+        same,
+        {"rope_scaling": YARN, "rope_parameters": PLAIN, "rope_theta": 500.0},
+    ),
+    "YaRN, original positions beside it": (
+        same,
+        OLD | {"rope_scaling": YARN, "original_max_position_embeddings": 64},
+    ),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits(family: str, variant: str, tmp_path: Path, record_property: Callable[[str, Any], None]) -> None:
+    change, fields = VARIANTS[variant]
+    if family == "mixtral":
+        fields = fields | {"head_dim": 8}  # transformers' YaRN fails where this is null
+    check_logits(write_variant(CHECKPOINTS / family, tmp_path / "model", change, **fields), record_property)
+
+
+@pytest.mark.parametrize("family", FUSED_FAMILIES)
+def test_logits_of_fused_experts(family: str, tmp_path: Path, record_property: Callable[[str, Any], None]) -> None:
+    """As transformers itself writes them, which are the tensors that `fused` makes."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(CHECKPOINTS / family)
+    model.save_pretrained(tmp_path / "theirs", save_original_format=False)
+    ours = write_variant(CHECKPOINTS / family, tmp_path / "ours", partial(fused, family=family))
+    check_logits(tmp_path / "theirs", record_property)
+    one, other = (jmoe.load_pretrained(folder)(TOKENS.astype(np.int32)) for folder in (tmp_path / "theirs", ours))
+    np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "fp8 of bfloat16"])
+@pytest.mark.parametrize("family", FUSED_FAMILIES)
+def test_logits_of_fp8(family: str, kind: str, tmp_path: Path, record_property: Callable[[str, Any], None]) -> None:
+    """Scales in float32 and in bfloat16; transformers makes weights wide, as on a CPU it must."""
+    write_compressed_checkpoint(kind, family, tmp_path / "model", tmp_path / "wide", sizes=(256, 128))
+    wide = transformers.FineGrainedFP8Config(weight_block_size=(128, 128), dequantize=True)
+    check_logits(tmp_path / "model", record_property, quantization_config=wide)
+
+
+# ---- tokens
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_tokens(begins: bool, tmp_path: Path) -> None:
+    """Texts are whole and unpadded, and begin as tokenizer.json says. (`add_bos_token` is of transformers 4.)"""
+    file = write_word_tokenizer(tmp_path, tokenizer_class="PreTrainedTokenizerFast", bos_token="<s>")
+    if begins:
+        tokenizer = word_tokenizer()
+        template = transformers.tokenization_utils_tokenizers.processors.TemplateProcessing(
+            single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", BOS)]
+        )
+        tokenizer.post_processor = template
+        tokenizer.enable_truncation(max_length=8)
+        tokenizer.enable_padding(pad_id=0, pad_token="<unk>")
+        tokenizer.save(str(file))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mixtral"}))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ours = open_tokenizer(file)
+    for text in ("hello", LONG, ""):
+        assert ours.encode(text).ids == theirs(text)["input_ids"]
+        assert ours.encode(text, add_special_tokens=False).ids == theirs(text, add_special_tokens=False)["input_ids"]
+    batch = ["hello", "hello world this"]
+    assert [one.ids for one in ours.encode_batch(batch)] == theirs(batch)["input_ids"]
