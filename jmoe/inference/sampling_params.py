@@ -154,6 +154,7 @@ class Constraint(Protocol):
 
     def wait(self, limit_s: float) -> None:
         """Wait until it is ready, or so long. Called where there is nothing else to do."""
+        return
 
     def fill(self, words_W: np.ndarray) -> None:
         """Set the bits of the tokens that may come next and clear the others. int32, the lowest bit first.

@@ -24,21 +24,26 @@ class QueueLimit:
     max_waiting: int
     metrics: Metrics
 
-    def check_room(self, unfinished: Collection[Sequence], count: int, token_s: float) -> None:
-        """Raise `ApiError` 400 or 429 if `count` more sequences are not taken in; 429 says when to try again.
+    @property
+    def capacity(self) -> int:
+        return self.max_batch + self.max_waiting
+
+    def check_count(self, count: int) -> None:
+        """Raise `ApiError` 400 for more sequences than there are places."""
+        if count > self.capacity:
+            raise ApiError(400, f"{count} sequences in one request: at most {self.capacity} run and wait here")
+
+    def refusal(self, unfinished: Collection[Sequence], count: int, token_s: float) -> ApiError:
+        """Return the error of `count` sequences for which there is no room: 429, which says when to try again.
 
         token_s: between two tokens of a sequence, of late.
         """
-        capacity = self.max_batch + self.max_waiting
-        if count > capacity:
-            raise ApiError(400, f"{count} sequences in one request: at most {capacity} run and wait here")
-        excess = len(unfinished) + count - capacity
-        if excess > 0:
-            self.metrics.rejected("queue").inc()
-            message = f"{len(unfinished)} sequences run and wait, {capacity} can: try again later"
-            seconds = math.ceil(self._tokens_until(unfinished, excess) * token_s)
-            headers = {"Retry-After": str(max(1, min(MAX_RETRY_AFTER_S, seconds)))}
-            raise ApiError(429, message, code="queue_full", headers=headers)
+        self.metrics.rejected("queue").inc()
+        message = f"{len(unfinished)} sequences run and wait, {self.capacity} can: try again later"
+        excess = max(1, min(len(unfinished), len(unfinished) + count - self.capacity))
+        seconds = math.ceil(self._tokens_until(unfinished, excess) * token_s)
+        headers = {"Retry-After": str(max(1, min(MAX_RETRY_AFTER_S, seconds)))}
+        return ApiError(429, message, code="queue_full", headers=headers)
 
     def _tokens_until(self, unfinished: Collection[Sequence], count: int) -> int:
         """Return the tokens until `count` sequences have ended, if each draws all that it may."""

@@ -65,14 +65,14 @@ def chat_router(service: Service) -> APIRouter:
     async def chat_completions(body: ChatCompletionRequest, request: Request) -> ChatCompletionResponse | Response:
         """Answer a chat."""
         service.check_model(body.model)
-        service.loop.check_room(body.n)  # before any work
+        client = request.state.client
+        service.loop.check_room(body.n, client)  # before any work
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
 
         def sampling(prompt: list[int], choice: int) -> SamplingParams:
             most = service.max_new_tokens(prompt, body.asked_tokens)
             return body.sampling(most, choice, service.model_sampling, logprobs=logprobs)
 
-        client = request.state.client
         text = await service.render(body.messages, body.add_generation_prompt, body.chat_template_kwargs, client)
 
         def make() -> tuple[list[int], list[Sequence]]:

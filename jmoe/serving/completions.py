@@ -114,7 +114,8 @@ def completions_router(service: Service) -> APIRouter:
     async def completions(body: CompletionRequest, request: Request) -> CompletionResponse | Response:
         """Continue a text."""
         service.check_model(body.model)
-        service.loop.check_room(len(body.prompts) * body.n)  # before any work
+        client = request.state.client
+        service.loop.check_room(len(body.prompts) * body.n, client)  # before any work
         prompt_logprobs = body.logprobs if body.echo else None
 
         def sampling(token_ids: list[int], choice: int) -> SamplingParams:
@@ -130,7 +131,6 @@ def completions_router(service: Service) -> APIRouter:
                 sequence.prompt_text = texts[i // body.n]
             return prompts, sequences
 
-        client = request.state.client
         prompts, sequences = await service.off_the_loop(make, sum(map(len, body.prompts)), client)
         await service.constrain(body, sequences, client)
         service.log_prompts(request, [s.prompt_text or s.prompt_token_ids for s in sequences[:: body.n]])

@@ -13,6 +13,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from jmoe.config.serving import ServeConfig
 from jmoe.serving.errors import ApiError
+from jmoe.serving.shares import Shares, client_at
 
 MAX_HEAD_BYTES = 32 << 10  # of the request line and all headers, and of the trailers behind a body
 MAX_HEADERS = 128
@@ -26,6 +27,10 @@ class Connections:
 
     config: ServeConfig
     waiting: "dict[Connection, None]" = field(default_factory=dict)
+    shares: "Shares[Connection]" = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.shares = Shares(self.config.max_connections)
 
     def connection(self, **options: Any) -> "Connection":
         """Make a connection, for uvicorn."""
@@ -58,8 +63,8 @@ class _Parser(httptools.HttpRequestParser):
 class Connection(HttpToolsProtocol):
     """An HTTP/1.1 connection whose client must send each head and body, and take each answer, within a time.
 
-    When there are too many connections, the one that has waited longest for its client makes room for a new one: slow
-    or silent clients cannot keep others out.
+    When there are too many connections, of the client that has the most of them the one that has waited longest for it
+    makes room for a new one: slow or silent clients cannot keep others out.
     """
 
     def __init__(self, shared: Connections, **options: Any) -> None:
@@ -76,14 +81,16 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > (most := self._shared.config.max_connections):
-            oldest = next(iter(self._shared.waiting), None)
-            if oldest is None:
-                self._answer(503, f"all {most} connections that this server keeps are in use: try again later")
-                self.transport.close()
-                return
-            del self._shared.waiting[oldest]
-            oldest.transport.abort()
+        client = client_at(self.client[0] if self.client else "")
+        going = self._shared.shares.make_room(client, 1, self._shared.waiting, even=True)
+        if going is None:
+            most = self._shared.config.max_connections
+            self._answer(503, f"all {most} connections that this server keeps are in use: try again later")
+            self.transport.close()
+            return
+        for slowest in going:
+            slowest.give_way()
+        self._shared.shares.add(self, client, 1)
         self._await_client(self._shared.config.header_timeout_s, "headers")
 
     def data_received(self, data: bytes) -> None:
@@ -96,7 +103,14 @@ class Connection(HttpToolsProtocol):
         if self._head_bytes > MAX_HEAD_BYTES and self._refusal is None:
             self._refuse(431, f"the headers have more than {MAX_HEAD_BYTES} bytes")
 
+    def give_way(self) -> None:
+        """End at once, for another connection."""
+        self._shared.waiting.pop(self, None)
+        self._shared.shares.remove(self)
+        self.transport.abort()
+
     def connection_lost(self, exc: Exception | None) -> None:
+        self._shared.shares.remove(self)
         self._stop_waiting()
         self._took()
         super().connection_lost(exc)

@@ -28,6 +28,7 @@ from jmoe.serving.admission import FairQueue, QueueLimit
 from jmoe.serving.errors import ApiError
 from jmoe.serving.grammar import JsonConstraint
 from jmoe.serving.metrics import Metrics, Snapshot, View
+from jmoe.serving.shares import Shares
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ class Generation:
 
     def __init__(self, owner: "EngineLoop", sequences: list[Sequence], timeout_s: float) -> None:
         self._owner, self.sequences = owner, sequences
+        self.client = ""
         self._unfinished = len(sequences)
         self._outputs: asyncio.Queue[Output | ApiError] = asyncio.Queue()
         self.num_read_tokens = 0  # that the reader has got
@@ -56,6 +58,11 @@ class Generation:
     def num_tokens(self) -> int:
         """Tokens drawn so far."""
         return sum(sequence.num_delivered_tokens for sequence in self.sequences)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that have no place in a step yet."""
+        return sum(sequence.status == "waiting" for sequence in self.sequences)
 
     def put(self, output: Output | ApiError) -> None:
         """Let the reader have an output, or raise an error."""
@@ -101,6 +108,7 @@ class EngineLoop:
         self.engine, self._metrics = engine, metrics  # handlers ask of the engine only what any thread may
         self.kv_tokens_total = engine.max_batch * engine.max_seq_len  # that the cache holds at most
         self._limit = QueueLimit(engine.max_batch, config.max_waiting, metrics)
+        self._places: Shares[Generation] = Shares(self._limit.capacity)
         self._request_timeout_s = config.request_timeout_s  # from submission to the end
         self._open: dict[Sequence, Generation] = {}  # sequences that have not ended
         self._numbers = itertools.count()
@@ -158,15 +166,31 @@ class EngineLoop:
         if self.draining:
             raise ApiError(503, "the server is shutting down", code="shutting_down")
 
-    def check_room(self, count: int) -> None:
-        """Raise `ApiError` 503, 429 or 400 if so many sequences are not taken in now."""
+    def check_room(self, count: int, client: str) -> list[Generation]:
+        """Raise `ApiError` 503, 429 or 400 if so many sequences of a client are not taken in now.
+
+        Returns the requests that have to end for them: of a client that holds more places, those with sequences that
+        wait, the newest of which nothing runs first.
+        """
         self.check_ready()
-        self._limit.check_room(self._open, count, self._token_s)
+        self._limit.check_count(count)
+        requests = list(dict.fromkeys(generation for generation in self._open.values() if generation.client != client))
+        waiting = [request for request in reversed(requests) if request.num_waiting]
+        waiting.sort(key=lambda request: request.num_waiting < len(request.sequences))
+        ending = self._places.make_room(client, count, waiting)
+        if ending is None:
+            raise self._limit.refusal(self._open, count, self._token_s)
+        return ending
 
     def submit(self, sequences: list[Sequence], client: str) -> Generation:
         """Queue the sequences of a client's request, all or none; `ApiError` 503, 429 or 400."""
-        self.check_room(len(sequences))
+        for ending in self.check_room(len(sequences), client):
+            error = self._limit.refusal(self._open, len(ending.sequences), self._token_s)
+            self._abort(ending.sequences)
+            ending.put(error)
         generation, request = Generation(self, sequences, self._request_timeout_s), next(self._numbers)
+        generation.client = client
+        self._places.add(generation, client, len(sequences))
         for index, sequence in enumerate(sequences):
             sequence.client, sequence.request, sequence.index = client, request, index
             sequence.arrived_s = time.monotonic()
@@ -187,9 +211,16 @@ class EngineLoop:
 
     def _abort(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:
-            if self._open.pop(sequence, None) is not None:
+            if self._close(sequence) is not None:
                 self._metrics.finished("abort").inc()
                 self._commands.put(partial(self._end, sequence))
+
+    def _close(self, sequence: Sequence) -> Generation | None:
+        """Free the place of a sequence that has ended; return its request, None if it had ended before."""
+        generation = self._open.pop(sequence, None)
+        if generation is not None:
+            self._places.add(generation, generation.client, -1)
+        return generation
 
     def _deliver(self, outputs: list[Output]) -> None:
         now_s = time.monotonic()
@@ -204,11 +235,11 @@ class EngineLoop:
                 self._token_s += RECENT * (now_s - sequence.last_token_s - self._token_s)
             self._metrics.observe(output, now_s)
             if output.finish_reason is not None:
-                del self._open[sequence]
+                self._close(sequence)
             generation.put(output)
 
     def _fail(self, sequence: Sequence, error: ApiError) -> None:
-        if (generation := self._open.pop(sequence, None)) is not None:
+        if (generation := self._close(sequence)) is not None:
             generation.put(error)
 
     def _fail_all(self, error: ApiError) -> None:
@@ -219,7 +250,8 @@ class EngineLoop:
         self.failure = failure
         self._metrics.finished("error").inc(len(self._open))
         self._fail_all(ApiError(500, failure, code="engine_failed"))
-        self._open.clear()
+        for sequence in list(self._open):
+            self._close(sequence)
 
     def _lose_process(self, reason: str) -> None:
         """Fail everything, from the thread that noticed: the engine's own may wait for the lost process for ever."""

@@ -1,5 +1,6 @@
 """Middleware before every handler: a request id, API keys, the host, limits of bodies, headers, one line of log."""
 
+import asyncio
 import hashlib
 import hmac
 import ipaddress
@@ -15,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jmoe.config import check
 from jmoe.config.serving import ServeConfig
 from jmoe.serving.errors import ApiError
+from jmoe.serving.shares import Shares, client_at
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +28,8 @@ _PRINTABLE = re.compile(r"[ -~]+")
 MAX_LOGGED_PATH = 200
 # Of all bodies that are being read or answered, in bodies of the largest size.
 MAX_BODIES = 16
+SMALL_SHARE = 256  # a client may always hold this part of it
+STALL_S = 1.0  # a client's own bodies of which nothing has come for so long give way to its others
 SECURITY_HEADERS = {"x-content-type-options": "nosniff", "x-frame-options": "DENY"}
 CONTENT_SECURITY_POLICY = "default-src 'none'; frame-ancestors 'none'"  # where a response has none of its own
 
@@ -52,7 +56,8 @@ class AuthMiddleware:
         address = _address(config.host)
         is_loopback = config.host == "localhost" or (address is not None and address.is_loopback)
         self._hosts = {"localhost", *config.allowed_hosts} if is_loopback and not api_keys else None
-        self._held_bytes = 0  # of bodies that are being read or answered
+        self._bytes: Shares[_Body] = Shares(MAX_BODIES * config.max_body_bytes)  # that are read or answered
+        self._arriving: dict[_Body, None] = {}  # the one of which nothing has come for the longest first
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -76,18 +81,18 @@ class AuthMiddleware:
                     sent[name] = value
             await send(message)
 
-        body = bytearray()
+        body = _Body()
         try:
             self._check_host(headers)
             self._check_key(scope, headers)
             if await self._read_body(scope, headers, receive, body):
                 # HEAD is GET without a body, which uvicorn leaves out
                 asked = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
-                await self._app(asked, _replay(bytes(body), receive), send_with_headers)
+                await self._app(asked, _replay(bytes(body.data), receive), send_with_headers)
         except ApiError as error:
             await error.response()(scope, receive, send_with_headers)
         finally:
-            self._held_bytes -= len(body)
+            self._bytes.remove(body)
             took_s = time.monotonic() - begun_s
             level = logging.DEBUG if scope["path"] not in LOGGED_PATHS and status < 400 else logging.INFO
             path = scope["raw_path"].decode("ascii", "backslashreplace")[:MAX_LOGGED_PATH]  # as it was sent: one line
@@ -103,8 +108,7 @@ class AuthMiddleware:
 
     def _check_key(self, scope: Scope, headers: Headers) -> None:
         """Note who the client is: a key, or an address."""
-        address = (scope.get("client") or ("",))[0]
-        scope["state"]["client"] = address
+        scope["state"]["client"] = client_at((scope.get("client") or ("",))[0])
         if not self._digests or scope["path"] in OPEN_PATHS:
             return
         scheme, _, key = headers.get("authorization", "").partition(" ")
@@ -116,30 +120,67 @@ class AuthMiddleware:
             raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         scope["state"]["client"] = digest.hex()
 
-    async def _read_body(self, scope: Scope, headers: Headers, receive: Receive, body: bytearray) -> bool:
-        """Append the whole body to `body`; False if the client has gone before.
+    async def _read_body(self, scope: Scope, headers: Headers, receive: Receive, body: "_Body") -> bool:
+        """Read the whole body; False if the client has gone before.
 
-        `ApiError` 413 as soon as it is known to be too large, 503 if too much of others is held. A body that nothing
-        asks for is not read.
+        `ApiError` 413 as soon as it is known to be too large, 503 if there is no room for it, or another client's takes
+        its room. A body that nothing asks for is not read.
         """
         if scope["method"] in ("GET", "HEAD") or scope["path"] in OPEN_PATHS:
             return True
         declared = headers.get("content-length", "")
         size = int(declared) if declared.isdecimal() else 0
-        while size <= self._max_body_bytes:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return False
-            piece = message.get("body", b"")
-            if self._held_bytes + len(piece) > MAX_BODIES * self._max_body_bytes:
-                text = "the bodies of other requests take all the room there is for them: try again later"
-                raise ApiError(503, text, headers={"Retry-After": "1"})
-            body += piece
-            self._held_bytes += len(piece)
-            size = max(size, len(body))
-            if not message.get("more_body", False) and size <= self._max_body_bytes:
-                return True
+        self._arriving[body] = None
+        try:
+            while size <= self._max_body_bytes:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    return False
+                self._take(body, message.get("body", b""), scope["state"]["client"])
+                size = max(size, len(body.data))
+                if not message.get("more_body", False) and size <= self._max_body_bytes:
+                    return True
+        except asyncio.CancelledError:
+            if not body.gives_way:
+                raise
+            body.task.uncancel()
+            raise _no_room() from None
+        finally:
+            self._arriving.pop(body, None)
         raise ApiError(413, f"the body has {size} bytes or more; at most {self._max_body_bytes} are allowed")
+
+    def _take(self, body: "_Body", piece: bytes, client: str) -> None:
+        """Append a piece; where there is no room for it, the slowest bodies of the client with the most give way."""
+        now_s = time.monotonic()
+        self._arriving[body] = self._arriving.pop(body)
+        slow = [other for other in self._arriving if other is not body and not other.gives_way]
+        slow = [other for other in slow if other.data and (other.client != client or now_s > other.last_s + STALL_S)]
+        giving_way = self._bytes.make_room(client, len(piece), slow)
+        if giving_way is None and self._bytes.held(client) + len(piece) > self._bytes.limit // SMALL_SHARE:
+            raise _no_room()
+        for other in giving_way or ():
+            other.gives_way = True
+            self._bytes.remove(other)
+            other.task.cancel()
+        body.data += piece
+        body.client, body.last_s = client, now_s
+        self._bytes.add(body, client, len(piece))
+
+
+class _Body:
+    """A body that arrives, and the task that waits for it."""
+
+    def __init__(self) -> None:
+        self.data, self.client, self.last_s = bytearray(), "", 0.0
+        self.gives_way = False
+        task = asyncio.current_task()
+        assert task is not None, "a request is answered by a task"
+        self.task = task
+
+
+def _no_room() -> ApiError:
+    text = "the bodies of other requests take all the room there is for them: try again later"
+    return ApiError(503, text, headers={"Retry-After": "1"})
 
 
 # Probes and polls come every few seconds: they are logged at DEBUG unless they fail.

@@ -4,6 +4,8 @@ How long the other one waited at worst is printed (`pytest -rP`). The bounds lea
 what they are held against takes minutes.
 """
 
+import contextlib
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -139,3 +141,73 @@ def test_templates(server: HttpProcess) -> None:
 @pytest.mark.slow
 def test_many_templates(server: HttpProcess) -> None:
     check_templates(server, ["nested"] * 8 + ["padded", "long"] * 4)
+
+
+def unfinished_body(server: HttpProcess) -> socket.socket:
+    """A connection that has sent most of the longest body there may be."""
+    host, _, port = server.url.removeprefix("http://").partition(":")
+    connection = socket.create_connection((host, int(port)), timeout=LIMIT_S, source_address=(ATTACKER, 0))
+    size = 4 << 20
+    head = f"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-length: {size}\r\n\r\n"
+    with contextlib.suppress(OSError):  # it was refused
+        connection.sendall(head.encode() + b'{"prompt": "' + b"x" * (size - 1000))
+    return connection
+
+
+def test_unfinished_bodies(server: HttpProcess) -> None:
+    """They take all the room for bodies, and make room for the other client's, and after a second for new ones."""
+    body = {"prompt": "x" * 1000, "model": "tiny-moe"}
+    with contextlib.ExitStack() as stack, client_at(OTHER, server) as other, client_at(ATTACKER, server) as more:
+        for _ in range(24):
+            stack.enter_context(unfinished_body(server))
+        for _ in range(20):
+            assert other.post("/tokenize", json=body | {"prompt": "x" * 600_000}).status_code in (200, 400)
+        begun_s = time.monotonic()
+        while more.post("/tokenize", json=body | {"prompt": "x" * 600_000}).status_code == 503:
+            assert time.monotonic() < begun_s + WORST_S
+            time.sleep(0.1)
+
+
+def test_places(server: HttpProcess) -> None:
+    """All of them are taken by many requests of one client, again and again; the other one's are taken in."""
+    ends = threading.Event()
+
+    def ask_on(client: httpx.Client) -> set[int]:
+        statuses = set()
+        while not ends.is_set():
+            answer = client.post(COMPLETIONS, json={"prompt": "x", "n": 4, "max_tokens": 250, "ignore_eos": True})
+            statuses.add(answer.status_code)
+        return statuses
+
+    limits = httpx.Limits(max_connections=None)
+    transport = httpx.HTTPTransport(local_address=ATTACKER, limits=limits)
+    with (
+        httpx.Client(base_url=server.url, timeout=LIMIT_S, transport=transport) as attacker,
+        ThreadPoolExecutor(24) as threads,
+        client_at(OTHER, server) as other,
+    ):
+        attacks = [threads.submit(ask_on, attacker) for _ in range(24)]
+        try:
+            server.until("/live", lambda live: live.json()["requests_waiting"] > 55)
+            answers = [other.post(COMPLETIONS, json={"prompt": "x", "n": 2, "max_tokens": 4}) for _ in range(8)]
+        finally:
+            ends.set()
+    assert [answer.status_code for answer in answers] == [200] * 8
+    statuses = set[int]().union(*(attack.result() for attack in attacks))
+    assert statuses == {200, 429}, "the attacker's were refused, or made room"
+
+
+def test_connections(server: HttpProcess) -> None:
+    """Silent connections of one client push each other out, and not one that the other client keeps."""
+    host, _, port = server.url.removeprefix("http://").partition(":")
+    address = host, int(port)
+    with contextlib.ExitStack() as stack, socket.create_connection(address, LIMIT_S, (OTHER, 0)) as kept:
+        for _ in range(2):
+            kept.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            answer = b""
+            while not answer.endswith(b'{"status":"ok"}'):
+                piece = kept.recv(65536)
+                assert piece, "the connection was closed"
+                answer += piece
+            for _ in range(300):
+                stack.enter_context(socket.create_connection(address, LIMIT_S, (ATTACKER, 0)))
