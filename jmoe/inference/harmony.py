@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from tokenizers import Tokenizer
 
 from jmoe.inference.detokenizer import TextStream
+from jmoe.inference.sampling_params import Constraint
 
 FINAL = "final"
 TURN_ENDS = ("<|return|>", "<|call|>")
@@ -39,6 +41,18 @@ class Harmony:
             return None
         start, channel, message, *ends = (special[name] for name in names)
         return cls(start, channel, message, frozenset(ends))
+
+    def is_answer(self, tokenizer: Tokenizer, header: list[int]) -> bool:
+        """Return whether a message with this header is for the user: in the channel `final`, or in none."""
+        if self.channel not in header:
+            return True
+        return tokenizer.decode(header[header.index(self.channel) + 1 :]).split()[:1] == [FINAL]
+
+    def of_message(self, prompt_token_ids: Sequence[int]) -> list[int]:
+        """Return the end of a prompt from the begin of its last message on; nothing of another format's."""
+        if self.start not in prompt_token_ids:
+            return []
+        return list(prompt_token_ids[len(prompt_token_ids) - 1 - list(reversed(prompt_token_ids)).index(self.start) :])
 
 
 class ChannelStream:
@@ -66,9 +80,8 @@ class ChannelStream:
         self._body = TextStream(tokenizer, prompt_token_ids, stop=stop, min_new_tokens=min_new_tokens)
         self._is_answer, self._began = True, {True: False, False: False}
         self._reasoning = ""
-        if harmony.start in prompt_token_ids:  # else the prompt is of another format
-            begin = len(prompt_token_ids) - 1 - list(reversed(prompt_token_ids)).index(harmony.start)
-            self.push(prompt_token_ids[begin:])
+        if begun := harmony.of_message(prompt_token_ids):
+            self.push(begun)
             self._num_tokens, self._num_prompt_tokens, self._expects_role = 0, len(self._header or ()), False
             self.take_reasoning()
 
@@ -103,18 +116,9 @@ class ChannelStream:
         if self._header is None:
             return self._channelled(self._body.push([token]))
         if token == self._harmony.message:
-            is_answer = self._channel() in (FINAL, None)
-            return self._begin(is_answer)
+            return self._begin(is_answer=self._harmony.is_answer(self._tokenizer, self._header))
         self._header.append(token)
         return self._leave_header() if len(self._header) >= MAX_HEADER_TOKENS else ""
-
-    def _channel(self) -> str | None:
-        """Return the channel that the header names, None if it names none."""
-        assert self._header is not None
-        if self._harmony.channel not in self._header:
-            return None
-        words = self._tokenizer.decode(self._header[self._header.index(self._harmony.channel) + 1 :]).split()
-        return words[0] if words else ""
 
     def _begin(self, is_answer: bool) -> str:
         """Begin the text of a message; of several in one place each stands on lines of its own."""
@@ -127,7 +131,7 @@ class ChannelStream:
     def _leave_header(self) -> str:
         """Take the tokens of what is no header for an answer, but not one that ends after the name of a channel."""
         assert self._header is not None
-        outside = [] if self._channel() is not None else self._header[self._num_prompt_tokens :]
+        outside = [] if self._harmony.channel in self._header else self._header[self._num_prompt_tokens :]
         return self._begin(is_answer=True) + self._body.push(outside) if outside else ""
 
     def _channelled(self, text: str) -> str:
@@ -136,3 +140,71 @@ class ChannelStream:
             return text
         self._reasoning += text
         return ""
+
+
+class AnswerConstraint(Constraint):
+    """Restricts the answer alone; what is said before it, in other channels, is free, but may not end the turn."""
+
+    def __init__(
+        self,
+        answer: Constraint,
+        tokenizer: Tokenizer,
+        harmony: Harmony,
+        prompt_token_ids: Sequence[int],
+        end_token_ids: Iterable[int],
+    ) -> None:
+        """answer: of the text of the answer. end_token_ids: end the turn."""
+        self.answer, self._tokenizer, self._harmony = answer, tokenizer, harmony
+        self._end_token_ids = list(end_token_ids)
+        self._header: list[int] | None = None  # of a message whose text has not begun
+        begun = harmony.of_message(prompt_token_ids)
+        self._is_answer = not begun
+        for token in begun:
+            self._follow(token)
+        self._at_prompt = self._needs_channel()
+
+    def is_ready(self) -> bool:
+        return not self._is_answer or self.answer.is_ready()
+
+    def wait(self, limit_s: float) -> None:
+        if self._is_answer:
+            self.answer.wait(limit_s)
+
+    def fill(self, words_W: np.ndarray) -> None:
+        if self._is_answer:
+            self.answer.fill(words_W)
+        elif self._at_prompt:  # the header goes on with the name of a channel
+            words_W[:] = 0
+            _set(words_W, [self._harmony.channel], True)
+        else:
+            words_W[:] = -1
+            _set(words_W, self._end_token_ids, False)
+
+    def accept(self, token_id: int) -> None:
+        self._at_prompt = False
+        if self._is_answer:
+            self.answer.accept(token_id)
+        else:
+            self._follow(token_id)
+
+    def _needs_channel(self) -> bool:
+        """Return whether a header is under way that names no channel yet."""
+        return self._header is not None and self._harmony.channel not in self._header
+
+    def _follow(self, token: int) -> None:
+        """Take in a token of what is said before the answer."""
+        harmony = self._harmony
+        if token == harmony.start or token in harmony.ends:
+            self._header = []
+        elif self._header is not None and token == harmony.message:
+            self._is_answer, self._header = harmony.is_answer(self._tokenizer, self._header), None
+        elif self._header is not None:
+            self._header.append(token)
+
+
+def _set(words_W: np.ndarray, token_ids: Iterable[int], allowed: bool) -> None:
+    """Set or clear the bits of tokens."""
+    bits = words_W.view(np.uint32)
+    for word, bit in (divmod(token, 32) for token in token_ids):
+        mask = np.uint32(1 << bit)
+        bits[word] = bits[word] | mask if allowed else bits[word] & ~mask

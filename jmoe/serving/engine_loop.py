@@ -22,6 +22,7 @@ from typing import Self
 
 from jmoe.config.serving import ServeConfig
 from jmoe.inference.engine import NO_NUMBERS, Engine
+from jmoe.inference.harmony import AnswerConstraint
 from jmoe.inference.lockstep import LockstepError
 from jmoe.inference.sequence import Output, Sequence
 from jmoe.serving.admission import FairQueue, QueueLimit
@@ -87,6 +88,7 @@ class Generation:
         if output.finish_reason is not None:
             self._unfinished -= 1
             constraint = output.sequence.constraint
+            constraint = constraint.answer if isinstance(constraint, AnswerConstraint) else constraint
             if isinstance(constraint, JsonConstraint) and constraint.error:
                 raise ApiError(400, f"response_format: {constraint.error.splitlines()[0]}", param="response_format")
         return output

@@ -14,7 +14,7 @@ from fastapi import Request
 
 from jmoe.config.serving import ServeConfig
 from jmoe.inference.engine import Engine
-from jmoe.inference.harmony import TURN_ENDS, Harmony
+from jmoe.inference.harmony import TURN_ENDS, AnswerConstraint, Harmony
 from jmoe.inference.sampling_params import SamplingParams
 from jmoe.inference.sequence import Sequence
 from jmoe.serving.admission import Turns
@@ -62,8 +62,8 @@ class Service:
         turn_ends += TURN_ENDS if self.harmony is not None else ()
         sampling = ModelSampling.read(folder, config.sampling_defaults)
         self.model_sampling = sampling.with_turn_ends(turn_ends, self.tokenizer, engine.config.vocab_size)
-        ends = (*engine.eos_token_ids, *self.model_sampling.turn_end_token_ids)
-        self.grammars = Grammars(self.tokenizer, engine.config.vocab_size, ends)
+        self._end_token_ids = (*engine.eos_token_ids, *self.model_sampling.turn_end_token_ids)
+        self.grammars = Grammars(self.tokenizer, engine.config.vocab_size, self._end_token_ids)
         self._long_texts, self._threads, self._forks = Turns(1), Turns(THREADS), Turns(FORKS)
 
     def _template_server(self, setup: dict[str, Any]) -> ForkServer:
@@ -177,6 +177,9 @@ class Service:
             raise ApiError.from_value_error(error) from error
         for sequence, constraint in zip(sequences, constraints, strict=True):
             sequence.constraint = constraint
+            if (harmony := sequence.harmony) is not None:
+                prompt = sequence.prompt_token_ids
+                sequence.constraint = AnswerConstraint(constraint, self.tokenizer, harmony, prompt, self._end_token_ids)
 
     def log_prompts(self, request: Request, prompts: list[Any]) -> None:
         """Note the prompts themselves for the log, where that is asked for."""

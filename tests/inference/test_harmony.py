@@ -1,10 +1,12 @@
 """Channels of gpt-oss's answers, token by token."""
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
 from jmoe.data.tokenizer import train_bpe
-from jmoe.inference.harmony import ChannelStream, Harmony
+from jmoe.inference.harmony import AnswerConstraint, ChannelStream, Harmony
+from jmoe.inference.sampling_params import Unconstrained
 from tests.scripted_model import harmony_tokenizer
 
 PROMPT = "<|start|>system<|message|>Be brief.<|end|><|start|>user<|message|>2+2<|end|><|start|>assistant"
@@ -83,3 +85,48 @@ def test_the_prompt_may_begin_the_message() -> None:
 
 def test_other_tokenizers_have_no_channels() -> None:
     assert Harmony.of(train_bpe(["text"], 300)) is None
+
+
+class Recorded(Unconstrained):
+    """Allows token 5 alone, and keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[int] = []
+
+    def fill(self, words_W: np.ndarray) -> None:
+        words_W[:] = 0
+        words_W[0] = 1 << 5
+
+    def accept(self, token_id: int) -> None:
+        self.told.append(token_id)
+
+
+def allowed(constraint: AnswerConstraint) -> set[int]:
+    words = np.zeros(-(-TOKENIZER.get_vocab_size() // 32), np.int32)
+    constraint.fill(words)
+    return set(np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist())
+
+
+def test_a_constraint_of_the_answer_begins_with_it() -> None:
+    """Before it a channel must be named, and the turn cannot end; its text alone reaches the grammar."""
+    harmony, inner = Harmony.of(TOKENIZER), Recorded()
+    assert harmony is not None
+    ends = [0, TOKENIZER.token_to_id("<|return|>")]
+    constraint = AnswerConstraint(inner, TOKENIZER, harmony, TOKENIZER.encode(PROMPT).ids, ends)
+    assert allowed(constraint) == {harmony.channel}
+    free = set(range(-(-TOKENIZER.get_vocab_size() // 32) * 32)) - set(ends)
+    before = "<|channel|>analysis<|message|>a 5<|end|><|start|>assistant<|channel|>final<|message|>"
+    for token in TOKENIZER.encode(before).ids:
+        constraint.accept(token)
+        assert allowed(constraint) in (free, {5})
+    assert allowed(constraint) == {5} and inner.told == []
+    constraint.accept(5)
+    assert inner.told == [5]
+
+
+@pytest.mark.parametrize("prompt", [PROMPT + "<|channel|>final<|message|>", "2+2="])
+def test_a_constraint_of_an_answer_that_has_begun(prompt: str) -> None:
+    harmony = Harmony.of(TOKENIZER)
+    assert harmony is not None
+    constraint = AnswerConstraint(Recorded(), TOKENIZER, harmony, TOKENIZER.encode(prompt).ids, [0])
+    assert allowed(constraint) == {5}

@@ -53,6 +53,17 @@ def test_channels_and_the_end_of_a_turn(server: HttpProcess) -> None:
         assert (stopped.message.content, stopped.finish_reason) == ("f", "stop")
 
 
+def test_a_schema_binds_the_answer_and_not_the_reasoning(server: HttpProcess) -> None:
+    """The model reasons first as it would without; then the answer is what the schema allows, and ends."""
+    schema = {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": {"const": {"a": 4}}}}
+    for temperature in (0, 0.6):
+        answer = server.post("/v1/chat/completions", **PLAIN, response_format=schema, temperature=temperature)
+        assert answer.status_code == 200, answer.text
+        (choice,) = answer.json()["choices"]
+        assert json.loads(choice["message"]["content"]) == {"a": 4} and choice["finish_reason"] == "stop"
+        assert choice["message"]["reasoning_content"] == "Hm: 2+2."
+
+
 def test_a_turn_goes_on_where_it_is_asked_to(server: HttpProcess) -> None:
     """ignore_eos is honoured; a raw text ends where transformers would end it, by generation_config.json alone."""
     on = server.post("/v1/chat/completions", **PLAIN, ignore_eos=True, max_tokens=60).json()

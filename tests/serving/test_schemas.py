@@ -131,3 +131,56 @@ def test_reasoning_of_earlier_answers_reaches_the_template(server: HttpProcess) 
         answer = server.post("/tokenize", **body)
         tokens = answer.json()["tokens"]
         assert server.post("/detokenize", tokens=tokens).json()["prompt"] == "<|assistant|>because|y\n", name
+
+
+# As the programs send them that measure and evaluate servers; `openai` dumps a message with all its fields.
+DUMPED = {
+    "role": "assistant",
+    "content": "y",
+    "refusal": None,
+    "audio": None,
+    "function_call": None,
+    "tool_calls": None,
+}
+STREAMED: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+BODIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "vllm bench": ("/v1/completions", {"repetition_penalty": 1.0, "logprobs": None, "ignore_eos": True} | STREAMED),
+    "vllm bench, chat": (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}], "max_completion_tokens": 3}
+        | STREAMED,
+    ),
+    "sglang bench": ("/v1/completions", {"best_of": 1, "ignore_eos": True, "stream": True}),
+    "guidellm": (
+        "/v1/completions",
+        STREAMED | {"stream_options": {"include_usage": True, "continuous_usage_stats": True}, "stop": None},
+    ),
+    "lm-eval, generate": ("/v1/completions", {"prompt": [[1, 2, 3]], "stop": ["\n", "Q:"], "seed": 1234}),
+    "lm-eval, loglikelihood": (
+        "/v1/completions",
+        {"prompt": [[1, 2, 3]], "echo": True, "logprobs": 1, "max_tokens": 1},
+    ),
+    "openai, history": ("/v1/chat/completions", {"messages": [USER, DUMPED | {"annotations": []}, USER]}),
+    "openai, developer": (
+        "/v1/chat/completions",
+        {"messages": [{"role": "developer", "content": "Be brief."}, USER | {"name": "me"}]},
+    ),
+    "Qwen3": ("/v1/chat/completions", {"chat_template_kwargs": {"enable_thinking": False}}),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_bodies_of_known_programs(server: HttpProcess, name: str) -> None:
+    path, body = BODIES[name]
+    base: dict[str, Any] = {"prompt": "x"} if path == "/v1/completions" else {"messages": [USER]}
+    limit = {} if "max_completion_tokens" in body else {"max_tokens": 3}
+    answer = server.post(path, **(base | {"model": "tiny-moe", "temperature": 0} | limit | body))
+    assert answer.status_code == 200, answer.text
+    assert "[DONE]" in answer.text if body.get("stream") else answer.json()["choices"]
+
+
+def test_an_answer_is_taken_back_as_history(server: HttpProcess) -> None:
+    """With every field that the server gave it."""
+    answer = server.post("/v1/chat/completions", messages=[USER], max_tokens=3).json()["choices"][0]["message"]
+    again = server.post("/v1/chat/completions", messages=[USER, answer, USER], max_tokens=3)
+    assert again.status_code == 200, again.text
