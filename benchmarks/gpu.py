@@ -48,7 +48,7 @@ class Part:
 FULL = {
     "floors": "",
     "training": "--batch 4 --seq 2048",
-    "decode": "--prompt 128 --rounds 3",
+    "decode": "--batch 1 8 64 --prompt 128 --rounds 3",
     "ring": "--ring-slots 2",
     "retention": "--hidden-size 2048 --intermediate-size 1024 --layers 4 --experts 64 --top-k 8 --rounds 5 "
     "--tokens 8192 16384 32768",
@@ -56,7 +56,7 @@ FULL = {
 TOY = {
     "floors": "--toy",
     "training": "--batch 2 --seq 64 --steps 2",
-    "decode": "--prompt 16 --new-tokens 4 --rounds 1",
+    "decode": "--batch 1 8 --prompt 16 --new-tokens 4 --rounds 1",
     "ring": "--ring-slots 1",
     "retention": "--hidden-size 64 --intermediate-size 64 --layers 2 --experts 4 --sequence-length 64 --rounds 1 "
     "--tokens 128 256",
@@ -77,10 +77,10 @@ def parts(scratch: Path, on_cpu: bool) -> list[Part]:
         found.append(Part(f"training_{name}", command, 75))
     model, small = (f"random_model.py {scratch / name}.json {scratch / 'model'}" for name in ("olmoe", "olmoe_small"))
     found.append(Part("model", model, 60, instead=small))
-    decode = f"decoding.py --model {scratch / 'model'} --batch 1 8 {sizes['decode']} --policy"
+    decode = f"decoding.py --model {scratch / 'model'} {sizes['decode']} --policy"
     below = " --expert-tier host"
     for policy in ("resident", f"ring{below} {sizes['ring']}", f"experts{below}", f"hybrid{below}"):
-        found.append(Part(f"decode_{policy.split()[0]}", f"{decode} {policy}", 60, needs="model"))
+        found.append(Part(f"decode_{policy.split()[0]}", f"{decode} {policy}", 90, needs="model"))
     found.append(Part("retention", f"training_tiers.py retention {sizes['retention']}", 130))
     found.append(Part("collectives", f"floors.py collectives {sizes['floors']}".strip(), 45))
     slower = 2 if on_cpu else 1  # to compile

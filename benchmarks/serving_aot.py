@@ -34,7 +34,7 @@ from jmoe.models.huggingface import model_config
 from jmoe.models.lazy_checkpoint import EmbedAndHead, split_decoder
 from jmoe.offload import host_experts, slots
 
-MODEL, BATCHES = "olmoe", (1, 8)
+MODEL = "olmoe"
 DTYPE = jnp.dtype(jnp.bfloat16)
 
 
@@ -43,6 +43,7 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     for name in ("prompt", "rounds", "ring-slots"):
         parser.add_argument(f"--{name}", type=int)
+    parser.add_argument("--batch", type=int, nargs="+")
     return parser.parse_args(f"{gpu.FULL['decode']} {gpu.FULL['ring']}".split())
 
 
@@ -68,7 +69,7 @@ def engine_programs(programs: ahead_of_time.Programs, config: ModelConfig, sizes
     outside, layer, router = (
         (structure, programs.abstract(arrays)) for structure, arrays in map(split, (ends, block, block.moe.router))
     )
-    caches = programs.abstract(jax.eval_shape(lambda: empty_caches(config, max(BATCHES), 2 * sizes.prompt, DTYPE)))
+    caches = programs.abstract(jax.eval_shape(lambda: empty_caches(config, max(sizes.batch), 2 * sizes.prompt, DTYPE)))
     experts, hidden, inner = config.num_experts, config.hidden_size, config.moe_intermediate_size
     every = config.num_moe_layers * experts
     num_slots = {"resident": every, "ring": sizes.ring_slots * experts, "experts and hybrid": every // 2}
@@ -77,7 +78,7 @@ def engine_programs(programs: ahead_of_time.Programs, config: ModelConfig, sizes
         name: {key: of(jnp.uint16, number, *array.shape) for key, array in record.items()}
         for name, number in num_slots.items()
     }
-    for rows, width in ((batch, width) for width in (sizes.prompt, 1) for batch in BATCHES):
+    for rows, width in ((batch, width) for width in (sizes.prompt, 1) for batch in sizes.batch):
         what, tokens = f"{rows} x {width} tokens", rows * width
         context = runner.CONTEXTS[0] if width == 1 else None
         batch = runner.TokenBatch(of(jnp.int32, tokens), of(jnp.int32, rows), of(jnp.int32, rows, width))

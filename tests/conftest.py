@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 # XLA sizes its thread pools from this when the backend starts. 8 fake devices that meet in a collective need more
@@ -40,6 +41,12 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     # A shell starts its background jobs with Ctrl-C ignored, and our child processes would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_report_header() -> str:
+    """Name the versions that the tests run with."""
+    packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+    return ", ".join(f"{name} {version(name)}" for name in packages)
 
 
 def pytest_collection_finish() -> None:

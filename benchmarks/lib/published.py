@@ -3,7 +3,7 @@
 from typing import Any
 
 # name: layers whose weights, gradients and two moments fit a GPU of 80 GB in float32
-LAYERS = {"olmoe": 6, "mixtral": 2}
+LAYERS = {"olmoe": 6, "mixtral": 2, "qwen3": 4}
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "olmoe": {  # allenai/OLMoE-1B-7B-0924, 16 layers
@@ -68,4 +68,5 @@ def tiny(name: str) -> dict[str, Any]:
     config = published(name, 2)
     experts = "num_experts" if "num_experts" in config else "num_local_experts"
     small = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    return config | small | {experts: 4, "num_experts_per_tok": 2, "vocab_size": 256}
+    inner = {"moe_intermediate_size": 64, "head_dim": 16} if "moe_intermediate_size" in config else {}
+    return config | small | inner | {experts: 4, "num_experts_per_tok": 2, "vocab_size": 256}

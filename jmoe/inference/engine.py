@@ -27,7 +27,7 @@ from jmoe.inference.lockstep import Leader
 from jmoe.inference.mesh_runner import MeshRunner, make_mesh_runner, mesh_caches
 from jmoe.inference.path_table import PathTable
 from jmoe.inference.popularity import make_estimator
-from jmoe.inference.runner import ModelRunner, Runner
+from jmoe.inference.runner import ModelRunner, Runner, runs_on_cpu
 from jmoe.inference.sampler import NOT_FINITE, Draw, Draws, Sampler
 from jmoe.inference.sampling_params import Constraint, SamplingParams, Unconstrained
 from jmoe.inference.scheduler import Chunk, ChunkGroup, Scheduler, SchedulerStats, StepPlan, bucket
@@ -97,7 +97,9 @@ class LoadedModel(Closing):
             if mesh is not None and checkpoint.stored_format is not None and options.expert_dtype is None:
                 log.info(_MADE_WIDE, checkpoint.stored_format.name, checkpoint.dtype, checkpoint.expert_bytes)
             self.memory = plan_engine_memory(checkpoint, options)
-            self.scheduler = Scheduler(options, checkpoint.eos_token_ids)
+            # an accelerator computes rows of padding beside others at no cost, and takes long to compile
+            ratio = 2 if runs_on_cpu() or mesh is not None else 4
+            self.scheduler = Scheduler(options, checkpoint.eos_token_ids, ratio=ratio)
             limits, use_native = bandwidth_limit_bytes_per_s, mesh is None and takes_native(options, say)
             stack.enter_context(status(f"loading {checkpoint.folder}", say, timed=True))
             self.on_one: ModelRunner | None = None

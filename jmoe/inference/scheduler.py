@@ -27,11 +27,11 @@ ROWS_RATIO = 4  # of prefill programs: rows, unlike tokens, are never padding
 DEFAULT_PREFILL_CHUNKS = 8  # in a step: reading every expert once must serve many tokens where experts are streamed
 
 
-def buckets(maximum: int) -> tuple[int, ...]:
-    """Return the sizes that programs are compiled for: 1, 2, 4, ... and `maximum`."""
+def buckets(maximum: int, ratio: int = 2) -> tuple[int, ...]:
+    """Return the sizes that programs are compiled for: 1, ratio, ratio^2, ... and `maximum`."""
     sizes = [1]
-    while 2 * sizes[-1] < maximum:
-        sizes.append(2 * sizes[-1])
+    while ratio * sizes[-1] < maximum:
+        sizes.append(ratio * sizes[-1])
     return tuple(sorted({*sizes, maximum}))
 
 
@@ -120,13 +120,14 @@ class Scheduler:
     asked for. How a prompt is cut into chunks does not depend on the other sequences. Not thread-safe.
     """
 
-    def __init__(self, config: EngineConfig, eos_token_ids: Collection[int] = ()) -> None:
+    def __init__(self, config: EngineConfig, eos_token_ids: Collection[int] = (), *, ratio: int = 2) -> None:
+        """ratio: of the sizes of programs; the larger, the fewer there are, and the more of them is padding."""
         assert config.max_seq_len is not None, "the model's positions say it"
         self.max_batch, self.max_seq_len = config.max_batch, config.max_seq_len
         self.eos_token_ids = frozenset(eos_token_ids)
-        self.decode_buckets = buckets(self.max_batch)
+        self.decode_buckets = buckets(self.max_batch, ratio)
         chunk = min(config.prefill_chunk_tokens, self.max_seq_len)
-        self.prefill_widths = tuple(n for n in buckets(chunk) if n in (1, chunk) or n >= SMALLEST_WIDTH)
+        self.prefill_widths = tuple(n for n in buckets(chunk, ratio) if n in (1, chunk) or n >= SMALLEST_WIDTH)
         default = min(DEFAULT_PREFILL_CHUNKS, self.max_batch) * chunk
         self.max_prefill_tokens = config.max_prefill_tokens or default
         self._rows = [_Row(index) for index in range(self.max_batch)]

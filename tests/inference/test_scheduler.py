@@ -452,6 +452,7 @@ def test_buckets() -> None:
     assert buckets(2) == (1, 2)
     assert buckets(8) == (1, 2, 4, 8)
     assert buckets(9) == (1, 2, 4, 8, 9)
+    assert buckets(64, 4) == (1, 4, 16, 64) and buckets(100, 4) == (1, 4, 16, 64, 100)
     assert make_scheduler(2, 10, 512, max_prefill_tokens=10).prefill_widths == (1, 10)
     for maximum in range(1, 40):
         sizes = buckets(maximum)
