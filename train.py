@@ -44,6 +44,7 @@ from jmoe.run import distributed
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.run.cluster_planner import as_json, cluster_rows, table
 from jmoe.run.compatibility import FINGERPRINT, TEACHER, has_checkpoint
+from jmoe.run.compile_cache import keep_compiled_programs
 from jmoe.run.job import hosts_line
 from jmoe.run.metrics import CompiledPrograms, MetricsLog, progress_line, step_record
 from jmoe.run.planner import packing_line, tier_counts, training_plan, with_chosen_tiers
@@ -240,6 +241,7 @@ def devices_per_host() -> int:
 def run_all(config: TrainConfig) -> bool:
     """Set up processes, mesh, data and trainer, then train, evaluate and report; return whether all steps were done."""
     distributed.start(config.distributed)
+    keep_compiled_programs()
     devices, per_host = jax.device_count(), devices_per_host()
     config.check_devices(devices, per_host)
     packing = PackingController(config, config.mesh.shape(devices, per_host), first_packing(config, devices, per_host))

@@ -165,10 +165,11 @@ def test_signals_save_and_resume(
 
 def test_ctrl_c_at_once(runs: TrainRuns, tmp_path: Path, start_python: Start) -> None:
     """Before the first step one ends the run where it stands, a second one anywhere, inside the compiler too."""
-    environment = runs.environment() | {"JAX_COMPILATION_CACHE_DIR": None, "JAX_DISABLE_MOST_OPTIMIZATIONS": None}
+    slow = {"JAX_COMPILATION_CACHE_DIR": None, "JAX_DISABLE_MOST_OPTIMIZATIONS": None}
 
     def interrupted(name: str, line: str) -> Child:
         """A run that got a Ctrl-C after it had said this line."""
+        environment = runs.environment() | slow | {"XDG_CACHE_HOME": str(tmp_path / f"cache-{name}")}
         process = start_python(runs.command(tmp_path / name, *ENDLESS), tmp_path / f"log-{name}", environment)
         process.wait_until(lambda: line in process.screen)
         process.send_signal(signal.SIGINT)
@@ -189,6 +190,7 @@ def test_ctrl_c_at_once(runs: TrainRuns, tmp_path: Path, start_python: Start) ->
     screen = late.end(240, 128 + signal.SIGINT)
     assert still_compiles
     assert "a second Ctrl-C: ended at once" in screen and "Traceback" not in screen
+    assert list((tmp_path / f"cache-late-{number}" / "jmoe" / "compiled").iterdir())  # what has been compiled is kept
 
 
 def test_completed_run_again(runs: TrainRuns, tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -54,6 +53,7 @@ from jmoe.planning.memory_plan import (
 from jmoe.planning.placement import Placement, slot_rows
 from jmoe.planning.roofline import ExpertWeights
 from jmoe.planning.streaming import StreamingPlan
+from jmoe.run.compile_cache import keep_compiled_programs
 from jmoe.status import status
 from kernels_pallas import native
 
@@ -89,7 +89,7 @@ class LoadedModel(Closing):
     ) -> None:
         """Load a Hugging Face checkpoint. Raises `ValueError` before weights are read. say: what takes how long."""
         with open_checkpoint(folder, options) as checkpoint, contextlib.ExitStack() as stack:
-            _keep_compiled_programs()
+            keep_compiled_programs()
             options = with_sequence_length(checkpoint, options)
             paths = options.estimator == "paths"
             table = PathTable.load(checkpoint.folder, checkpoint.routing_fingerprint) if paths else None
@@ -606,16 +606,3 @@ def _plan(checkpoint: LazyCheckpoint, options: EngineConfig, free: FreeMemory) -
         local_devices = min(jax.local_device_count(), devices)
         return lambda model: plan_mesh_memory(model, free, options, local_devices, expert_slots)
     return lambda model: plan_memory(model, free, options)
-
-
-def _keep_compiled_programs() -> None:
-    """Let JAX keep every program in $XDG_CACHE_HOME/jmoe/compiled, unless it has been given a folder already.
-
-    `JAX_COMPILATION_CACHE_DIR` chooses another one, `JAX_ENABLE_COMPILATION_CACHE=false` keeps nothing.
-    """
-    if jax.config.values["jax_compilation_cache_dir"] is not None:
-        return
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    jax.config.update("jax_compilation_cache_dir", str(Path(root) / "jmoe" / "compiled"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
