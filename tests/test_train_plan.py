@@ -25,7 +25,7 @@ def test_the_example_of_the_docs_fits(run_python: Run) -> None:
 
 
 def test_a_plan_that_does_not_fit_ends_with_1(run_python: Run, tmp_path: Path) -> None:
-    command = ("train.py", "tiny", "--plan", "--machine.device-bytes", "100000000", "--output-dir", tmp_path / "run")
+    command = ("train.py", "tiny", "--plan", "--machine.device-bytes", "220000000", "--output-dir", tmp_path / "run")
     done = run_python(command, {}, timeout=240)
     assert done.returncode == 1
     assert "per device, 1 device; " in done.stdout
@@ -37,7 +37,7 @@ def test_a_plan_that_does_not_fit_ends_with_1(run_python: Run, tmp_path: Path) -
 
 def test_a_cluster_on_paper(run_python: Run) -> None:
     """As the sample file says, and a file with a mistake."""
-    sample = ("--plan", "--cluster", "launch/clusters/h100.toml")
+    sample = ("--plan", "--mesh.expert-inter", "2", "--cluster", "launch/clusters/h100.toml")
     done = run_python(["train.py", "qwen3-30b-a3b", *sample, "--json"], {}, timeout=240)
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)["rows"]

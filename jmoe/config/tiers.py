@@ -81,7 +81,7 @@ ACCELERATORS = {
     "h100": Accelerator(80_000_000_000, 989e12, 64e9, 3.35e12),
     "h200": Accelerator(141_000_000_000, 989e12, 64e9, 4.8e12),
     "rtx-4090": Accelerator(24_000_000_000, 165e12, 32e9, 1.008e12),
-    "rtx-5090": Accelerator(32_000_000_000, 209.5e12, 64e9, 1.792e12),
+    "rtx-5090": Accelerator(32_000_000_000, 210e12, 64e9, 1.792e12),
 }
 TWO_CORES = Accelerator(0, 2e11, 5e10, 1.5e10)  # what two CPU cores reach
 

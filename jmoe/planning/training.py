@@ -17,6 +17,7 @@ from jmoe.planning.memory_plan import RESERVE
 from jmoe.planning.roofline import distinct_experts, scaled_share
 
 RUNTIME_BYTES = 600_000_000  # Python, JAX and compiled programs, in host memory
+WEIGHT_BYTES = 4  # of a parameter, as of a moment and of a sum of gradients
 PASSES = 3  # products of a weight with a token: forward, two gradients
 SAVED_AT_ONCE = 8  # records of experts of each kind that are copied while they are written
 UPDATE_BYTES = 52  # moved in memory for a parameter's update: 28 by AdamW itself, 24 to and from its records
@@ -27,7 +28,8 @@ class Machine:
     """Free bytes by tier, and speeds. shared: device and host are the same memory, counted as the host's.
 
     flops: that the device reaches in products. link, nvme_read, nvme_write, memory: bytes/s between host and device,
-    from and to the disk, and of the device's memory. source: where the device's figures are from.
+    from and to the disk, and of the device's memory. source: where the device's figures are from. here: the tiers
+    whose free bytes are those of the machine that plans, as nothing else was said.
     """
 
     device_bytes: int
@@ -40,9 +42,26 @@ class Machine:
     nvme_write_bytes_per_s: float
     memory_bytes_per_s: float
     source: str = "as given"
+    here: tuple[Tier, ...] = ()
 
     def free_bytes(self, tier: Tier) -> int:
         return {"device": self.device_bytes, "host": self.host_bytes, "nvme": self.nvme_bytes}[tier]
+
+    @property
+    def whose(self) -> list[str]:
+        """Return a line that says whose free bytes these are, and how to say others; nothing where all are given."""
+        if not self.here:
+            return []
+        line = f"free {' and '.join(f'{tier} bytes' for tier in self.here)} are those of this machine"
+        options = " and ".join(f"--machine.{tier}-bytes" for tier in self.here)
+        return [line if self.shared else f"{line}: give {options} of the hosts that the run is for"]
+
+    def larger(self, tier: Tier) -> str:
+        """Return what to take where nothing else is enough."""
+        if tier in self.here and not self.shared:
+            free = _gigabytes(self.free_bytes(tier))
+            return f"--machine.{tier}-bytes, if a host of the run has more than the {free} of this machine"
+        return _LARGER[tier]
 
 
 @dataclass(frozen=True)
@@ -50,13 +69,15 @@ class TrainedModel:
     """The model to train, on how many devices, in hosts of how many, that share the experts out.
 
     step_tokens, dense_flops (everything but the experts): of a step of one replica. Of one of its micro-batches, on
-    all of its devices: input_bytes, the layers' inputs; working_bytes, what a layer has in use at once; kept_bytes,
-    what the layers keep besides for the backward pass; 0: they are computed again. A streamed step has the inputs and
+    all of its devices: input_bytes, the layers' inputs; working_bytes, what a layer's gradients have in use at once;
+    kept_bytes, what the layers keep besides for the backward pass; 0: they are computed again, which has
+    recomputed_bytes in use. A streamed step has the inputs and
     what is kept of all its micro-batches. max_micro_batches: of one sequence on each device. packing: how many times
     the experts that the mesh gives it a device has; num_devices and replicas are what it makes of them. chosen_share:
     of a device's experts of a layer, those that a step's tokens choose, as measured on average; 0: estimated for even
-    routing. loss_bytes: of a device, the logits that the loss has at once, and their gradient.
-    experts_kept_bytes: of kept_bytes, what experts' products make; experts_again: that is not kept, but computed again.
+    routing. logits_bytes: of a micro-batch, with their gradient; loss_chunk_bytes: of those that a device has at once,
+    at most. experts_kept_bytes: of kept_bytes, what experts' products make; experts_again: that is not kept, but computed
+    again. on_gpu: whether the device is one.
     """
 
     num_layers: int
@@ -79,9 +100,32 @@ class TrainedModel:
     packing: int = 1
     shard_dense: bool = True
     chosen_share: float = 0.0
-    loss_bytes: int = 0
     experts_kept_bytes: int = 0
     experts_again: bool = False
+    logits_bytes: int = 0
+    loss_chunk_bytes: int = 0
+    recomputed_bytes: int = 0
+    on_gpu: bool = False
+
+    @property
+    def in_use_bytes(self) -> int:
+        """Return what a device has in use for a layer of a micro-batch, besides the layer's weights."""
+        recomputed_bytes = 0 if self.kept_bytes and not self.experts_again else self.recomputed_bytes
+        return (self.working_bytes + recomputed_bytes) // self.num_devices
+
+    @property
+    def loss_bytes(self) -> int:
+        """Return what a device has of the logits at once."""
+        return min(self.loss_chunk_bytes, self.logits_bytes // self.num_devices)
+
+    @property
+    def casts_experts(self) -> bool:
+        """Return whether the experts of all layers are cast at once, and their gradients stay in that dtype.
+
+        GPUs do, where no other gradients are added to these (`training.sharded_decoder`).
+        """
+        alone = self.all_devices == 1 or (self.replicas == 1 and self.micro_batches == 1)
+        return self.on_gpu and alone and self.compute_bytes < WEIGHT_BYTES
 
     @property
     def all_devices(self) -> int:
@@ -282,7 +326,7 @@ class TrainingPlan:
         by_size = sorted(sizes, key=lambda kind: -sizes[kind])
         remedies = next(filter(None, (self._remedies(tier, kind) for kind in by_size)), [])
         if not any(remedy.endswith(_ENOUGH) for remedy in remedies):
-            remedies.append(_LARGER[tier])
+            remedies.append(self.machine.larger(tier))
         lack, most = _gigabytes(self.lacking[tier]), _gigabytes(sizes[by_size[0]])
         return f"{tier}: {lack} too much; the most is {by_size[0]}, {most}. Take {', or '.join(remedies)}"
 
@@ -321,6 +365,7 @@ class TrainingPlan:
             f"per device, {model.all_devices} device{'s' * (model.all_devices > 1)}; host and nvme per host, "
             f"{hosts} host{'s' * (hosts > 1)}",
             *(f"{head:<34}" + "".join(f"{cell:>14}" for cell in row) for head, row in table.items()),
+            *self.machine.whose,
         ]
         advice = self.advice()
         lines += [f"it does not fit ({100 * RESERVE:g} % of each stay free)", *advice] if advice else ["it fits"]
@@ -331,6 +376,8 @@ class TrainingPlan:
                 f"computing from {math.ceil(self.break_even_tokens):,} tokens on"
             )
             predicted += f" ({self.step_s(overlapped=False):.2f} s if nothing overlapped)"
+        if model.all_devices > 1:
+            predicted += f", without the traffic between the {model.all_devices} devices, which --cluster FILE adds"
         lines.append(predicted)
         machine = self.machine
         figures = f"{machine.flops / 1e12:.3g} TFLOP/s, memory {machine.memory_bytes_per_s / 1e9:,.0f} GB/s"
@@ -342,7 +389,7 @@ class TrainingPlan:
 _ENOUGH = " (enough)"
 LEAST_CHECKPOINTS = 2  # of a run with records on NVMe: one of them is durable while the other's are copied
 _LARGER = {
-    "device": "devices with more memory, or more of them",
+    "device": "devices with more memory",
     "host": "more host memory",
     "nvme": "a larger disk (tiers.path)",
 }
@@ -415,6 +462,11 @@ def _changes_of_devices(model: TrainedModel, place: StatePlacement) -> Iterator[
         if model.num_experts % devices == 0 and model.max_micro_batches >= model.micro_batches * times:
             spread = replace(model, num_devices=devices, max_micro_batches=model.max_micro_batches // times)
             yield Change("mesh.expert_inter", f"{hosts * times}, on {devices * model.replicas} devices", spread, place)
+    for times in (2, 4, 8, 16):
+        if model.max_micro_batches >= model.micro_batches * times:
+            more = _with_replicas(model, times)
+            value = f"{more.replicas // more.packing}, on {more.all_devices} devices"
+            yield Change("mesh.data", value, more, place)
     sequences = model.max_micro_batches
     while sequences // 2 >= model.micro_batches:
         sequences //= 2
@@ -431,6 +483,17 @@ def _less_packed(model: TrainedModel) -> TrainedModel:
         replicas=model.replicas // 2,
         step_tokens=model.step_tokens * 2,
         dense_flops=model.dense_flops * 2,
+    )
+
+
+def _with_replicas(model: TrainedModel, times: int) -> TrainedModel:
+    """Return the model on so many times the devices, which repeat the experts and share the step's tokens."""
+    return replace(
+        _scaled(model, 1 / times),
+        replicas=model.replicas * times,
+        step_tokens=model.step_tokens // times,
+        dense_flops=model.dense_flops / times,
+        max_micro_batches=model.max_micro_batches // times,
     )
 
 
@@ -453,6 +516,8 @@ def _scaled(model: TrainedModel, share: float) -> TrainedModel:
         working_bytes=int(model.working_bytes * share),
         kept_bytes=int(model.kept_bytes * share),
         experts_kept_bytes=int(model.experts_kept_bytes * share),
+        recomputed_bytes=int(model.recomputed_bytes * share),
+        logits_bytes=int(model.logits_bytes * share),
     )
 
 
@@ -478,22 +543,30 @@ def _rows(plan: TrainingPlan) -> Iterator[tuple[Tier, str, int]]:
     model, place = plan.model, plan.placement
     devices, per_host = model.num_devices, model.devices_per_host
     layer = model.num_experts // devices * model.expert_parameters
-    yield "device", "dense weights, moments, gradients", 16 * model.dense_parameters // model.dense_shards
+    summed = WEIGHT_BYTES if model.micro_batches > 1 and not place.streamed else 0  # of the micro-batches before
+    dense_bytes = 4 * WEIGHT_BYTES + summed
+    yield "device", "dense weights, moments, gradients", dense_bytes * model.dense_parameters // model.dense_shards
     if model.dense_shards > 1:  # the layer that computes and its neighbour, with their gradients
         layer_bytes = 2 * (model.compute_bytes + 4)
         yield "device", "unsharded dense layers", layer_bytes * model.dense_parameters // model.num_layers
     times = model.micro_batches if place.streamed else 1
     yield "device", "activations: inputs of layers", model.input_bytes * times // devices
-    yield "device", "activations: in use", model.working_bytes // devices
-    yield "device", "logits in use", model.loss_bytes
+    yield "device", "activations: in use", model.in_use_bytes
+    cast_bytes = 0 if place.streamed or model.casts_experts else 2 * model.compute_bytes * layer
+    # the loss comes before the layers' gradients: whichever has more in use
+    yield "device", "logits in use", max(0, model.loss_bytes - model.in_use_bytes - cast_bytes)
     yield "device", "kept for the backward pass", model.kept_bytes * times // devices
     yield "host", "runtime", RUNTIME_BYTES * per_host
     yield "host", "copies for a save", _saved_bytes(model, place) * per_host
     if not place.streamed:
         yield "device", "experts: weights", 4 * model.device_parameters
         yield "device", "experts: moments", 8 * model.device_parameters
-        yield "device", "experts: gradients", 4 * model.device_parameters
-        yield "device", "experts: in use", 2 * model.compute_bytes * layer
+        gradient_bytes = summed + (model.compute_bytes if model.casts_experts else WEIGHT_BYTES)
+        yield "device", "experts: gradients", gradient_bytes * model.device_parameters
+        yield "device", "experts: in use", cast_bytes
+        if model.casts_experts:
+            copied = model.device_parameters + (model.dense_parameters if model.all_devices == 1 else 0)
+            yield "device", "weights in the products' dtype", model.compute_bytes * copied
         return
     layer = plan.slot_experts * model.expert_parameters
     slots = model.num_layers if place.experts == "device" else min(place.device_layers, model.num_layers)

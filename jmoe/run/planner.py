@@ -13,6 +13,7 @@ from jax.experimental.multihost_utils import process_allgather
 from jmoe.collectives.schedule import SCHEDULES
 from jmoe.config import ModelConfig, TrainConfig
 from jmoe.config.parallel import most_packing, packed_shape
+from jmoe.config.tiers import Tier
 from jmoe.layers.experts import up_columns
 from jmoe.layers.loss import logits_bytes
 from jmoe.memory.host_memory import available_bytes
@@ -29,6 +30,7 @@ from jmoe.planning.training import (
     plan_training,
 )
 from jmoe.run.metrics import MetricsLog, read_metrics
+from jmoe.runtime import MEMORY_SHARE, device_memory_share
 
 
 def trained_model(config: TrainConfig) -> TrainedModel:
@@ -41,11 +43,14 @@ def trained_model(config: TrainConfig) -> TrainedModel:
     expert, experts = model.expert_parameters, model.num_moe_layers * model.num_experts
     compute_bytes = 4 if config.compute_dtype == "float32" else 2
     part = tokens // config.gradient_accumulation_steps
-    wide = 8 * model.hidden_size + 3 * model.num_experts_per_tok * model.moe_intermediate_size
+    on_gpu = bool(config.machine.device().device_bytes)
+    number_bytes = compute_bytes if on_gpu else 4  # XLA:CPU widens what it computes in 16 bits
+    working, recomputed = (number_bytes * n for n in in_use_elements(model, part, devices, _buffers(config)))
     expert_flops = 6.0 * expert * model.num_experts_per_tok * model.num_moe_layers
     flops = model.flops_per_token(config.sequence_length) - expert_flops
     parts = config.gradient_accumulation_steps
-    kept, of_experts = kept_elements(model, part, devices, _buffers(config))
+    streamed = not config.tiers.on_device
+    kept, of_experts = kept_elements(model, part, devices, _buffers(config), streamed=streamed)
     return TrainedModel(
         num_layers=model.num_moe_layers,
         num_experts=model.num_experts,
@@ -55,7 +60,7 @@ def trained_model(config: TrainConfig) -> TrainedModel:
         step_tokens=tokens,
         dense_flops=flops * tokens,
         input_bytes=compute_bytes * model.num_hidden_layers * part * model.hidden_size,
-        working_bytes=4 * part * wide,
+        working_bytes=working,
         compute_bytes=compute_bytes,
         gradient_bytes=2 if config.tiers.gradient_dtype == "bfloat16" else 4,
         num_devices=devices,
@@ -69,9 +74,10 @@ def trained_model(config: TrainConfig) -> TrainedModel:
         packing=packing,
         shard_dense=config.comm.shard_dense,
         chosen_share=config.tiers.chosen_share,
-        loss_bytes=logits_bytes(
-            max(1, part // devices), model.vocab_size, compute_bytes, on_cpu=not config.machine.device().device_bytes
-        ),
+        logits_bytes=(4 + compute_bytes) * model.vocab_size * part,
+        loss_chunk_bytes=logits_bytes(max(1, part // devices), model.vocab_size, compute_bytes, on_cpu=not on_gpu),
+        recomputed_bytes=recomputed,
+        on_gpu=on_gpu,
     )
 
 
@@ -83,12 +89,14 @@ def _buffers(config: TrainConfig) -> int:
     return comm.exchange_chunks or SCHEDULES[comm.schedule].num_chunks if whole else 1
 
 
-def kept_elements(model: ModelConfig, num_tokens: int, num_devices: int, buffers: int = 1) -> tuple[int, int]:
+def kept_elements(
+    model: ModelConfig, num_tokens: int, num_devices: int, buffers: int = 1, *, streamed: bool = False
+) -> tuple[int, int]:
     """Return what all layers keep for the backward pass besides their inputs (`models.block.SAVED`), on all devices.
 
     Of (all but experts, experts' products). The first is queries, keys, values and attention's output, hidden states,
-    and what the first products of dense feed-forwards make; with experts also the normed tokens, and on several devices
-    their rows where they are sent, and what comes back. buffers: of rows.
+    and what the first products of dense feed-forwards make; with experts on other devices or tiers also the normed
+    tokens, and on several devices their rows where they are sent, and what comes back. buffers: of rows.
     """
     hidden, layers, k = model.hidden_size, model.num_hidden_layers, model.num_experts_per_tok
     attention = 2 * (model.num_attention_heads + model.num_key_value_heads) * model.dim_per_head
@@ -99,10 +107,34 @@ def kept_elements(model: ModelConfig, num_tokens: int, num_devices: int, buffers
     )
     # experts' outputs: where they are computed, or the rows that come back
     made, sent = (rows * (up + hidden), num_tokens) if num_devices == 1 else (rows * up, 2 * rows)
-    sparse = num_tokens * (2 * hidden + shared_up) + sent * hidden
+    sparse = num_tokens * shared_up
+    if num_devices > 1 or streamed:
+        sparse += (2 * num_tokens + sent) * hidden
     dense = (layers - model.num_moe_layers) * num_tokens * dense_up
     kept = layers * num_tokens * (attention + hidden) + model.num_moe_layers * sparse + dense
     return kept, model.num_moe_layers * made
+
+
+def in_use_elements(model: ModelConfig, num_tokens: int, num_devices: int, buffers: int = 1) -> tuple[int, int]:
+    """Return (what the gradients of a layer have at once, what computing it again has besides), on all devices.
+
+    With experts: gradients of what comes out of each product, and of rows where they are sent; again: the rows and what
+    each product makes of them. Counted in the buffers of compiled steps (`benchmarks/estimates.py`).
+    """
+    hidden, k, inner = model.hidden_size, model.num_experts_per_tok, model.moe_intermediate_size
+    attention = 2 * (model.num_attention_heads + model.num_key_value_heads) * model.dim_per_head
+    dense_up, shared_up, up = (
+        up_columns(size, model.hidden_act)
+        for size in (model.intermediate_size, model.shared_expert_intermediate_size, inner)
+    )
+    has_dense = model.num_moe_layers < model.num_hidden_layers
+    each = max(attention + 4 * hidden, 2 * hidden + 2 * (dense_up if has_dense else shared_up))
+    if not model.num_moe_layers:
+        return num_tokens * each, num_tokens * each
+    rows = buffers * num_devices * expert_rows(num_tokens // num_devices, k, num_devices, model.capacity_factor)
+    sent = 4 * hidden if num_devices > 1 else 0
+    experts = rows * (2 * hidden + up + inner)
+    return max(num_tokens * each, experts + rows * sent), max(num_tokens * each, experts)
 
 
 def machine(config: TrainConfig) -> Machine:
@@ -111,14 +143,20 @@ def machine(config: TrainConfig) -> Machine:
     while not folder.exists():
         folder = folder.parent
     device = described.device()
+    device_bytes, share = device.device_bytes, device_memory_share()
+    if described.accelerator and not described.device_bytes:
+        device_bytes = int(share * device_bytes)
+    given: dict[Tier, int] = {"host": described.host_bytes, "nvme": described.nvme_bytes}
     if described.accelerator:
         source = (
             f"the data sheet of {described.accelerator}; programs reach less: --machine.flops etc. take what yours do"
         )
+        if not described.device_bytes:
+            source += f"; of its memory JAX takes {100 * share:g} %, unless {' or '.join(MEMORY_SHARE)} says more"
     else:
         source = "two CPU cores where --machine.accelerator or .flops etc. do not say otherwise"
     return Machine(
-        device_bytes=device.device_bytes,
+        device_bytes=device_bytes,
         host_bytes=described.host_bytes or available_bytes(),
         nvme_bytes=described.nvme_bytes or shutil.disk_usage(folder).free,
         shared=not device.device_bytes,
@@ -128,6 +166,7 @@ def machine(config: TrainConfig) -> Machine:
         nvme_write_bytes_per_s=described.nvme_write_bytes_per_s,
         memory_bytes_per_s=device.memory_bytes_per_s,
         source=source,
+        here=tuple(tier for tier, size in given.items() if not size),
     )
 
 

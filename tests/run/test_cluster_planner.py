@@ -121,7 +121,9 @@ def test_what_is_shown() -> None:
     rows = cluster_rows(QWEN, on)
     text = list(table(rows, on))
     assert text[0].startswith("Computed from the figures of the file by formulae, not measured; ")
-    assert text[2].split()[:3] == ["8", "64", "8x1x8"] and "yes" in text[2]
+    assert text[2].split()[:3] == ["8", "64", "8x1x8"] and "no" in text[2].split()
+    wider = dataclasses.replace(QWEN, mesh=MeshConfig(expert_inter=2, expert_intra=8))
+    assert "yes" in next(line for line in table(cluster_rows(wider, on), on) if "4x2x8" in line)
     assert text[4].startswith("   64  batch_size = 256: must be a multiple of 512 devices")
     shown = json.loads(json.dumps(as_json(rows), allow_nan=False))
     assert shown["basis"].endswith("not measured")
