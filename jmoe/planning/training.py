@@ -76,8 +76,8 @@ class TrainedModel:
     the experts that the mesh gives it a device has; num_devices and replicas are what it makes of them. chosen_share:
     of a device's experts of a layer, those that a step's tokens choose, as measured on average; 0: estimated for even
     routing. logits_bytes: of a micro-batch, with their gradient; loss_chunk_bytes: of those that a device has at once,
-    at most. experts_kept_bytes: of kept_bytes, what experts' products make; experts_again: that is not kept, but computed
-    again. on_gpu: whether the device is one.
+    at most. experts_kept_bytes: of kept_bytes, what experts' products make; experts_again: that is not kept, but
+    computed again. on_gpu: whether the device is one.
     """
 
     num_layers: int

@@ -146,7 +146,7 @@ def machine(config: TrainConfig) -> Machine:
     device_bytes, share = device.device_bytes, device_memory_share()
     if described.accelerator and not described.device_bytes:
         device_bytes = int(share * device_bytes)
-    given: dict[Tier, int] = {"host": described.host_bytes, "nvme": described.nvme_bytes}
+    described_bytes: dict[Tier, int] = {"host": described.host_bytes, "nvme": described.nvme_bytes}
     if described.accelerator:
         source = (
             f"the data sheet of {described.accelerator}; programs reach less: --machine.flops etc. take what yours do"
@@ -166,7 +166,7 @@ def machine(config: TrainConfig) -> Machine:
         nvme_write_bytes_per_s=described.nvme_write_bytes_per_s,
         memory_bytes_per_s=device.memory_bytes_per_s,
         source=source,
-        here=tuple(tier for tier, size in given.items() if not size),
+        here=tuple(tier for tier, size in described_bytes.items() if not size),
     )
 
 

@@ -137,9 +137,10 @@ def test_packing_multiplies_what_a_device_has_of_the_experts() -> None:
     alone, four = training_plan(packed(1)), training_plan(packed(4))
     assert (four.model.num_devices, four.model.replicas, four.model.all_devices) == (2, 4, 8)
     rows = [{kind: size for tier, kind, size in plan.rows if tier == "device"} for plan in (alone, four)]
-    for kind in rows[0]:  # but for `kept`, whose rows of buffers are rounded
-        times = 4 if kind.startswith("experts: ") else 1
-        assert rows[1][kind] == pytest.approx(times * rows[0][kind], rel=0.05 if "kept" in kind else 0), kind
+    for kind in ("experts: weights", "experts: moments"):
+        assert rows[1][kind] == 4 * rows[0][kind], kind
+    for kind in ("dense weights, moments, gradients", "unsharded dense layers", "activations: inputs of layers"):
+        assert rows[1][kind] == rows[0][kind], kind
     assert training_plan(packed("auto")) == alone
 
 
@@ -228,7 +229,10 @@ def test_a_predicted_step_says_that_traffic_is_left_out() -> None:
 
 
 def test_what_one_gpu_and_several_have_of_the_weights() -> None:
-    """One has a copy in the products' dtype, and gradients in it; accumulation steps add a sum of them in float32."""
+    """One has a copy in the products' dtype, and gradients in it; accumulation steps add a sum of them in float32.
+
+    So have several of their experts, where no gradients of others are added to theirs.
+    """
 
     def rows(**changes: Any) -> dict[str, int]:
         base: dict[str, Any] = {"machine": MachineConfig(accelerator="h100"), "batch_size": 16}
@@ -239,8 +243,9 @@ def test_what_one_gpu_and_several_have_of_the_weights() -> None:
     one, cpu = rows(), rows(machine=MachineConfig())
     copies, gradients = "weights in the products' dtype", "experts: gradients"
     assert one[copies] == 2 * total and one[gradients] == 2 * experts and "experts: in use" not in one
-    eight = rows(mesh=MeshConfig(1, 1, 8))
-    assert copies not in eight and eight[gradients] == 4 * experts // 8
+    eight, replicas = rows(mesh=MeshConfig(1, 1, 8)), rows(mesh=MeshConfig(2, 1, 4))
+    assert eight[copies] == eight[gradients] == 2 * experts // 8  # of the experts alone
+    assert copies not in replicas and replicas[gradients] == 4 * experts // 4
     assert copies not in cpu and cpu[gradients] == 4 * experts
     assert rows(gradient_accumulation_steps=2)[gradients] == 6 * experts
     assert rows(mesh=MeshConfig(1, 1, 8), gradient_accumulation_steps=2)[gradients] == 8 * experts // 8
