@@ -31,9 +31,12 @@ def test_merge_and_fine_tune(runs: TrainRuns, tmp_path: Path, run_python: Run) -
     resident, ring = run(*say, "--policy", "resident"), run(*say, "--policy", "ring", "--ring-slots", "1")
     assert resident == ring and resident.startswith("def read(self):")
 
+    described = json.loads((folder / "config.json").read_text()) | {"attention_dropout": 0.1}
+    (folder / "config.json").write_text(json.dumps(described))
     start = ("--init-from", folder, "--model.router.z-loss-coef", "0.25")
     said = run("train.py", "tiny", *SHORT, *few, *start, "--data.path", runs.text, "--output-dir", second)
     assert f"starting from {folder}" in said
+    assert f"warning: {folder / 'config.json'}: attention_dropout = 0.1: trains without it" in said
     saved = json.loads((second / "config.json").read_text())["model"]
     assert (saved["hidden_size"], saved["router"]["z_loss_coef"]) == (32, 0.25)
     before, after = evaluations(second)

@@ -158,7 +158,7 @@ def train(a: argparse.Namespace, folder: Path) -> None:
 
 def texts(a: argparse.Namespace, name: str, folder: Path, sizes: dict[str, int]) -> tuple[list[list[int]], list[Texts]]:
     """Return prompts to count paths on, and others to measure with: of each kind of text, random pieces of it."""
-    from tokenizers import Tokenizer
+    from jmoe.models.tokenizer_file import open_tokenizer
 
     rows, length = sizes["prompts"], sizes["prompt_tokens"]
     count = rows * (sizes["batches"] + 1)
@@ -170,7 +170,7 @@ def texts(a: argparse.Namespace, name: str, folder: Path, sizes: dict[str, int])
     if name == "fixture":
         tokens = np.random.default_rng(1).integers(1, FIXTURE["vocab_size"], (counted + count, length)).tolist()
         return tokens[:counted], [Texts("random tokens", batches(tokens[counted:]))]
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer = open_tokenizer(folder / "tokenizer.json")
 
     def pieces(paths: Sequence[Path], seed: int) -> list[list[int]]:
         ids = tokenizer.encode("\n".join(path.read_text(errors="replace") for path in paths)).ids

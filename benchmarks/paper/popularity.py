@@ -34,7 +34,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from tokenizers import Tokenizer
 
 from benchmarks.decoding import measure
 from benchmarks.lib import report
@@ -47,6 +46,7 @@ from jmoe.inference.sampling_params import SamplingParams
 from jmoe.layers.router import Router
 from jmoe.memory.hot_set import HitCounts
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
+from jmoe.models.tokenizer_file import open_tokenizer
 
 LENGTHS = (1, 3, 6)
 ONE_BY_ONE = 2000  # tokens
@@ -265,7 +265,7 @@ def main() -> None:
         with LazyCheckpoint(folder) as checkpoint:
             config, fingerprint = checkpoint.config, checkpoint.routing_fingerprint
             size = checkpoint.sequence_length(None) - 1
-        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        tokenizer = open_tokenizer(folder / "tokenizer.json")
         num_counted, num_tested = a.profile_tokens // size, a.test_tokens // size
         pieces = draw(tokenizer.encode(a.text.read_text()).ids, size)
         assert len(pieces) >= num_counted + num_tested, f"{a.text} has {len(pieces)} pieces of {size} tokens"

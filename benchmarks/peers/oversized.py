@@ -34,11 +34,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
-
 from benchmarks.lib import report
 from benchmarks.lib.page_cache import evict
 from benchmarks.lib.peers import fastest
+from jmoe.models.tokenizer_file import open_tokenizer
 
 HERE = Path(__file__).resolve().parent
 CGROUPS = Path("/sys/fs/cgroup")
@@ -125,7 +124,7 @@ def main() -> None:
         ids = Path(scratch) / "ids.json"
         for _ in range(a.rounds):
             for n, (model, gguf, options) in enumerate(a.pair):
-                tokenizer = Tokenizer.from_file(f"{model}/tokenizer.json")
+                tokenizer = open_tokenizer(Path(model) / "tokenizer.json")
                 ids.write_text(json.dumps(tokenizer.encode(text.read_text()[:100_000]).ids[: PROMPT + NEW_TOKENS]))
                 common = ["--model", model, "--text", str(text), "--prompt", str(PROMPT)]
                 ours = [str(HERE.parent / "oversized.py"), *common, "--new-tokens", str(NEW_TOKENS), *options.split()]

@@ -9,13 +9,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, processors
+from tokenizers import AddedToken, Tokenizer, processors
 
 from jmoe.config import check
 
 TOKENIZER, SETTINGS, OLD_SETTINGS = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 # Tokenizers of other programs, which some models have alone.
 OTHER_TOKENIZERS = ("tiktoken.model", "tokenizer.model", "tekken.json", "vocab.json")
+ADDED_TOKEN = ("single_word", "lstrip", "rstrip", "normalized", "special")  # how a token is found in a text
 # Classes of transformers 4 that go by `add_bos_token`; others take what tokenizer.json does.
 ADDING_BOS = tuple(
     f"{name}Tokenizer{end}" for name in ("Llama", "CodeLlama", "Gemma", "Cohere", "GPTNeoX") for end in ("", "Fast")
@@ -35,13 +36,15 @@ def open_tokenizer(file: Path) -> Tokenizer:
 
     Where the tokenizer_config.json beside it has `add_bos_token: true` for a class of `ADDING_BOS`, or none, each text
     begins with `bos_token`, once: transformers 4 added it, transformers 5 leaves that to tokenizer.json, and some
-    releases (DeepSeek-V3's) do not have it there. Raises `ValueError` naming the file that is damaged.
+    releases (DeepSeek-V3's) do not have it there. Tokens that it numbers and tokenizer.json does not have are added.
+    Raises `ValueError` naming the file that is damaged.
     """
     try:
         tokenizer = parse_tokenizer(file.read_bytes())
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
     settings = read_settings(file.with_name(SETTINGS))
+    _add_numbered(tokenizer, settings.get("added_tokens_decoder") or {}, file.with_name(SETTINGS))
     token = special_tokens(settings, file.parent).get("bos_token")
     adds = settings.get("add_bos_token") is True and settings.get("tokenizer_class", "LlamaTokenizer") in ADDING_BOS
     if adds and token is not None:
@@ -58,6 +61,24 @@ def parse_tokenizer(content: bytes) -> Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def _add_numbered(tokenizer: Tokenizer, numbered: Any, settings: Path) -> None:
+    """Add the tokens of `added_tokens_decoder` that the tokenizer does not have, in order, as transformers does."""
+    try:
+        tokens = [(int(number), dict(entry), str(entry["content"])) for number, entry in numbered.items()]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{settings}: added_tokens_decoder must be a table of numbers and tokens") from error
+    for number, entry, content in sorted(tokens, key=lambda token: token[0]):
+        if tokenizer.token_to_id(content) is not None:
+            continue
+        options = {name: bool(entry[name]) for name in ADDED_TOKEN if name in entry}
+        tokenizer.add_tokens([AddedToken(content, **options)])
+        own = tokenizer.token_to_id(content)
+        if own != number:
+            raise ValueError(
+                f"{settings}: token {content!r} is {number}, and would be {own}: tokenizer.json lacks others"
+            )
 
 
 def _begin_with(tokenizer: Tokenizer, token: str, file: Path) -> None:

@@ -98,7 +98,7 @@ class Session:
         if not self.config.init_from:
             return self.trainer.init()
         for line in left_out(self.config.init_from):
-            say(line)
+            say(f"warning: {line}")
         return pretrained_state(self.trainer, self.config)
 
     def start_or_resume(self) -> TrainState:

@@ -71,6 +71,19 @@ def test_what_is_missing_of_fused_experts_is_named(tmp_path: Path) -> None:
         jmoe.load_pretrained(folder)
 
 
+def test_kimi_k2_has_the_tensors_of_deepseek_v3(tmp_path: Path) -> None:
+    folder = write_variant(CHECKPOINTS / "deepseek_v3", tmp_path / "kimi", model_type="kimi_k2")
+    expected, model = (jmoe.load_pretrained(one) for one in (CHECKPOINTS / "deepseek_v3", folder))
+    np.testing.assert_array_equal(model(TOKENS), expected(TOKENS))
+    jmoe.save_pretrained(model, tmp_path / "saved")
+    assert json.loads((tmp_path / "saved" / "config.json").read_text())["model_type"] == "kimi_k2"
+    with LazyCheckpoint(tmp_path / "saved") as lazy, LazyCheckpoint(CHECKPOINTS / "deepseek_v3") as published:
+        assert lazy.routing_fingerprint == published.routing_fingerprint
+        config = cut_config(lazy.config, (0, 1))
+        write_cut(lazy, tmp_path / "cut", config, (0, 1), np.arange(config.num_experts)[None])
+    assert jmoe.load_pretrained(tmp_path / "cut").config.num_hidden_layers == 2
+
+
 # ---- heads
 
 

@@ -78,6 +78,27 @@ def test_a_first_token_in_the_old_file(tmp_path: Path) -> None:
     assert open_tokenizer(tmp_path / "tokenizer.json").encode("hello").ids == [BOS, 1]
 
 
+END = {"content": "<|im_end|>", "lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
+END |= {"special": True}
+
+
+def test_tokens_that_tokenizer_config_numbers(tmp_path: Path) -> None:
+    """A fine-tune may keep the tokenizer.json of its base: a token of its chats was text, of many pieces."""
+    numbered = {"8": END, "7": END | {"content": "<tool>", "special": False}, "6": END | {"content": "<s>"}}
+    file = write_word_tokenizer(tmp_path, added_tokens_decoder=numbered)
+    opened = open_tokenizer(file)
+    assert opened.encode("hello<|im_end|> <tool> <s>").ids == [1, 8, 7, 6]
+    assert opened.decode([1, 8, 7]) == "hello <tool>"
+    for wrong, message in (
+        ({"9": END}, r"tokenizer_config.json: token '<\|im_end\|>' is 9, and would be 7: tokenizer.json lacks others"),
+        ({"x": END}, r"added_tokens_decoder must be a table of numbers and tokens"),
+        ([END], r"added_tokens_decoder must be a table of numbers and tokens"),
+        ({"7": {}}, r"added_tokens_decoder must be a table of numbers and tokens"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            open_tokenizer(write_word_tokenizer(tmp_path, added_tokens_decoder=wrong))
+
+
 def test_what_is_wrong_is_named(tmp_path: Path) -> None:
     for other, message in (
         (None, r"MODEL = '.*': must hold a tokenizer.json$"),

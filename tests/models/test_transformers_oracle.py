@@ -184,7 +184,10 @@ def test_logits_of_fp8(family: str, kind: str, tmp_path: Path, record_property: 
 @pytest.mark.parametrize("begins", [False, True])
 def test_tokens(begins: bool, tmp_path: Path) -> None:
     """Texts are whole and unpadded, and begin as tokenizer.json says. (`add_bos_token` is of transformers 4.)"""
-    file = write_word_tokenizer(tmp_path, tokenizer_class="PreTrainedTokenizerFast", bos_token="<s>")
+    end = {"content": "<|im_end|>", "normalized": False, "special": True}
+    numbered = {"8": end, "7": end | {"content": "<tool>", "special": False}}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "added_tokens_decoder": numbered}
+    file = write_word_tokenizer(tmp_path, **settings)
     if begins:
         tokenizer = word_tokenizer()
         template = transformers.tokenization_utils_tokenizers.processors.TemplateProcessing(
@@ -197,7 +200,7 @@ def test_tokens(begins: bool, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mixtral"}))
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     ours = open_tokenizer(file)
-    for text in ("hello", LONG, ""):
+    for text in ("hello", LONG, "", "hello<|im_end|> <tool> <s>"):
         assert ours.encode(text).ids == theirs(text)["input_ids"]
         assert ours.encode(text, add_special_tokens=False).ids == theirs(text, add_special_tokens=False)["input_ids"]
     batch = ["hello", "hello world this"]
