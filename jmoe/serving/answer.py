@@ -35,6 +35,7 @@ class Answer(ABC, Generic[Body, Delta]):
     """
 
     id_prefix: ClassVar[str]
+    logprob_bytes: ClassVar[int]  # that each token named with its log-probability takes in memory
 
     service: Service
     body: Body
@@ -50,6 +51,7 @@ class Answer(ABC, Generic[Body, Delta]):
         request.state.note(f"{sum(map(len, prompts))} prompt tokens, {len(sequences)} choices")
         envelope = Envelope(id=f"{cls.id_prefix}-{request.state.request_id}", model=service.name)
         generation = service.loop.submit(sequences, request.state.client)
+        generation.logprob_bytes = cls.logprob_bytes
         answer = cls(service, body, prompts, generation, dict(envelope))
         return _EventStream(answer) if body.stream else await answer._complete(request)
 
@@ -74,6 +76,7 @@ class Answer(ABC, Generic[Body, Delta]):
 
     async def whole(self) -> BaseModel:
         """Return the response, when everything is drawn."""
+        self.generation.is_kept = True
         deltas: list[list[Delta]] = [[] for _ in self.generation.sequences]
         async for delta in self.deltas():
             deltas[delta.index].append(delta)

@@ -26,6 +26,7 @@ CHANNELS = ("content", "reasoning_content")
 
 class _ChatAnswer(Answer[ChatCompletionRequest, ChunkChoice]):
     id_prefix = "chatcmpl"
+    logprob_bytes = 800
 
     async def deltas(self) -> AsyncIterator[ChunkChoice]:
         """Yield the role of every choice, then its text as it comes."""

@@ -87,6 +87,7 @@ def _prompts(service: Service, body: CompletionRequest) -> tuple[list[str], list
 
 class _CompletionAnswer(Answer[CompletionRequest, CompletionChoice]):
     id_prefix = "cmpl"
+    logprob_bytes = 200
 
     async def deltas(self) -> AsyncIterator[CompletionChoice]:
         choices = [_Choice(self.body, self.service.vocabulary, sequence) for sequence in self.generation.sequences]

@@ -37,6 +37,14 @@ ENGINE_FAILED = "the engine has failed; the server's log says why"
 RATE_WINDOW_S = 5.0
 VIEW_S = 1.0
 RECENT = 0.05  # the weight of the last token in what is remembered of the time between two
+# Of answers in memory: of all that are not sent yet, and of one that is sent whole, which holds up others meanwhile.
+MAX_UNSENT_BYTES, MAX_WHOLE_BYTES = 1 << 30, 256 << 20
+OUTPUT_BYTES = 1000  # of a token drawn
+TOO_LARGE = (
+    f"the answer with its log-probabilities has more than {MAX_WHOLE_BYTES >> 20} MiB: ask for a stream, or for fewer "
+    "tokens, choices or log-probabilities"
+)
+NOT_READ = "what has been drawn and not been read takes too much memory: read faster, or ask for less"
 JOIN_LIMIT_S = 90.0  # a step that waits for an expert gives up by itself before
 
 
@@ -51,6 +59,8 @@ class Generation:
         self._owner, self.sequences = owner, sequences
         self.client = ""
         self._unfinished = len(sequences)
+        self.is_kept = False  # what is read stays in memory until the end
+        self.logprob_bytes = 0  # that each token named with its log-probability takes
         self._outputs: asyncio.Queue[Output | ApiError] = asyncio.Queue()
         self.num_read_tokens = 0  # that the reader has got
         self._timer = asyncio.get_running_loop().call_later(timeout_s, self._time_out, timeout_s)
@@ -69,6 +79,19 @@ class Generation:
         """Let the reader have an output, or raise an error."""
         self._outputs.put_nowait(output)
 
+    def unsent_bytes(self, output: Output) -> int:
+        """Return about what an output takes until it is sent."""
+        named = sum(1 + len(logprob.top) for logprob in (*output.logprobs, *output.prompt_logprobs))
+        return OUTPUT_BYTES + self.logprob_bytes * named
+
+    def drop(self, error: ApiError) -> None:
+        """Let the reader have an error in place of all that it has not read."""
+        self._owner._abort(self.sequences)
+        self._owner._unsent.remove(self)
+        while not self._outputs.empty():
+            self._outputs.get_nowait()
+        self.put(error)
+
     def _time_out(self, timeout_s: float) -> None:
         self._owner._abort(self.sequences)
         self.put(ApiError(504, f"the request took longer than {timeout_s:g} s", code="timeout"))
@@ -82,6 +105,8 @@ class Generation:
         output = await self._outputs.get()
         if isinstance(output, ApiError):
             raise output
+        if not self.is_kept:
+            self._owner._release(self, output)
         self.num_read_tokens += len(output.token_ids)
         if output.finish_reason == "error":
             raise ApiError(500, NO_NUMBERS, code="not_finite")
@@ -101,6 +126,7 @@ class Generation:
     ) -> None:
         self._timer.cancel()
         self._owner._abort(self.sequences)
+        self._owner._unsent.remove(self)
 
 
 class EngineLoop:
@@ -111,6 +137,7 @@ class EngineLoop:
         self.kv_tokens_total = engine.max_batch * engine.max_seq_len  # that the cache holds at most
         self._limit = QueueLimit(engine.max_batch, config.max_waiting, metrics)
         self._places: Shares[Generation] = Shares(self._limit.capacity)
+        self._unsent: Shares[Generation] = Shares(MAX_UNSENT_BYTES)
         self._request_timeout_s = config.request_timeout_s  # from submission to the end
         self._open: dict[Sequence, Generation] = {}  # sequences that have not ended
         self._numbers = itertools.count()
@@ -239,6 +266,23 @@ class EngineLoop:
             if output.finish_reason is not None:
                 self._close(sequence)
             generation.put(output)
+            self._hold(generation, output)
+
+    def _hold(self, generation: Generation, output: Output) -> None:
+        """Count what waits in memory for a reader; where that is too much, end the request with the most."""
+        self._unsent.add(generation, generation.client, generation.unsent_bytes(output))
+        if generation.is_kept and self._unsent.amount(generation) > MAX_WHOLE_BYTES:
+            generation.drop(ApiError(400, TOO_LARGE, code="answer_too_large"))
+        elif self._unsent.total > self._unsent.limit:
+            most = sorted(dict.fromkeys(self._open.values()), key=self._unsent.amount, reverse=True)
+            for request in self._unsent.make_room(generation.client, 0, filter(self._unsent.amount, most)) or [
+                generation
+            ]:
+                request.drop(ApiError(503, NOT_READ, code="not_read"))
+
+    def _release(self, generation: Generation, output: Output) -> None:
+        if self._unsent.amount(generation):
+            self._unsent.add(generation, generation.client, -generation.unsent_bytes(output))
 
     def _fail(self, sequence: Sequence, error: ApiError) -> None:
         if (generation := self._close(sequence)) is not None:

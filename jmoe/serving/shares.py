@@ -17,7 +17,7 @@ class Shares(Generic[Item]):
     """
 
     def __init__(self, limit: int) -> None:
-        self.limit = limit
+        self.limit, self.total = limit, 0
         self._held: Counter[Hashable] = Counter()  # by client
         self._items: dict[Item, tuple[Hashable, int]] = {}
 
@@ -26,6 +26,7 @@ class Shares(Generic[Item]):
         _, before = self._items.get(item, (client, 0))
         self._items[item] = client, before + amount
         self._held[client] += amount
+        self.total += amount
         if not self._items[item][1]:
             del self._items[item]
         if not self._held[client]:
@@ -40,6 +41,10 @@ class Shares(Generic[Item]):
     def held(self, client: Hashable) -> int:
         """Return how much a client holds."""
         return self._held[client]
+
+    def amount(self, item: Item) -> int:
+        """Return how much an item holds."""
+        return self._items[item][1] if item in self._items else 0
 
     def make_room(
         self, client: Hashable, amount: int, candidates: Iterable[Item], *, even: bool = False

@@ -4,6 +4,7 @@ How long the other one waited at worst is printed (`pytest -rP`). The bounds lea
 what they are held against takes minutes.
 """
 
+import asyncio
 import contextlib
 import socket
 import threading
@@ -15,6 +16,12 @@ import httpx
 import psutil
 import pytest
 
+from jmoe.config.serving import ServeConfig
+from jmoe.inference.engine import Engine
+from jmoe.inference.sequence import Output, Sequence
+from jmoe.serving.engine_loop import OUTPUT_BYTES, EngineLoop, Generation
+from jmoe.serving.errors import ApiError
+from jmoe.serving.metrics import Metrics
 from tests.http_servers import LIMIT_S, HttpProcess, events
 
 ATTACKER, OTHER = "127.0.0.1", "127.0.0.2"  # without keys a client is an address
@@ -201,7 +208,7 @@ def test_connections(server: HttpProcess) -> None:
     """Silent connections of one client push each other out, and not one that the other client keeps."""
     host, _, port = server.url.removeprefix("http://").partition(":")
     address = host, int(port)
-    with contextlib.ExitStack() as stack, socket.create_connection(address, LIMIT_S, (OTHER, 0)) as kept:
+    with socket.create_connection(address, LIMIT_S, (OTHER, 0)) as kept:
         for _ in range(2):
             kept.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
             answer = b""
@@ -209,5 +216,50 @@ def test_connections(server: HttpProcess) -> None:
                 piece = kept.recv(65536)
                 assert piece, "the connection was closed"
                 answer += piece
-            for _ in range(300):
-                stack.enter_context(socket.create_connection(address, LIMIT_S, (ATTACKER, 0)))
+            with contextlib.ExitStack() as stack:
+                for _ in range(600):
+                    stack.enter_context(socket.create_connection(address, LIMIT_S, (ATTACKER, 0)))
+
+
+@pytest.mark.slow
+def test_a_large_answer(server: HttpProcess) -> None:
+    """A whole answer that would fill the memory, and whose JSON would take seconds, ends before."""
+    process = psutil.Process(server.process.pid)
+    before_bytes = process.memory_info().rss
+    body = {"messages": HI, "n": 64, "max_tokens": 250, "ignore_eos": True, "logprobs": True, "top_logprobs": 20}
+    with Reader(server) as reader:
+        (answer,) = post_together(server, CHAT, [body])
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith("the answer with its log-probabilities has more than 256 MiB")
+    assert reader.worst_s < 3.0
+    assert process.memory_info().rss < before_bytes + (400 << 20)
+
+
+def test_unread_answers(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several clients that read nothing the one with the most loses its largest answer; reading makes room again."""
+    monkeypatch.setattr("jmoe.serving.engine_loop.MAX_UNSENT_BYTES", 50 * OUTPUT_BYTES)
+    loop = EngineLoop(engine, Metrics("x"), ServeConfig("x"))
+
+    async def check() -> None:
+        requests = [loop.submit([Sequence([1])], client) for client in ("a", "a", "b")]
+        first, second, other = requests
+
+        def draw(request: Generation, count: int) -> None:
+            loop._deliver([Output(request.sequences[0], [1], "x", [], None)] * count)
+
+        draw(first, 10)
+        draw(second, 25)
+        draw(other, 15)
+        await anext(other)
+        draw(other, 1)
+        assert loop.is_busy and all(request.num_tokens for request in requests)
+        draw(other, 1)
+        with pytest.raises(ApiError, match="read faster"):
+            await anext(second)
+        assert (await anext(first)).text == (await anext(other)).text == "x"
+        draw(other, 20)
+        for request in requests:
+            request.__exit__(None, None, None)
+        assert not loop._unsent.total and not loop._places.total
+
+    asyncio.run(check())
