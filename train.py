@@ -182,6 +182,8 @@ def prepare_text(
     tokenizer = {TOKENIZER: corpus.tokenizer_path.read_bytes()} if corpus.tokenizer_path else {}
     held_out = len(corpus.held_out_tokens)
     say(f"{corpus.num_train_tokens:,} tokens to train on, {held_out:,} held out; {corpus.files()}")
+    if config.init_from and corpus.control_texts():
+        say(corpus.control_texts())
     batches = train_batches(
         corpus,
         batch_size=config.batch_size,

@@ -32,15 +32,16 @@ def _streamed(tiers: TiersConfig) -> str:
 class DataConfig:
     """The source of the text.
 
-    path: files, folders or globs of UTF-8 text or JSONL (`.jsonl`), or token shards (`.bin`); empty: the source
-    code of the Python standard library on this machine. Files are split into train and held-out by file; a single
-    file by its last part.
+    path: files, folders or globs of UTF-8 text or JSONL (`.jsonl`; `.json`: an array of records), or token shards
+    (`.bin`); empty: the source code of the Python standard library on this machine. Files are split into train and
+    held-out by file; a single file by its last part.
     """
 
     path: tuple[str, ...] = ()
     weights: tuple[float, ...] = ()  # one per path; empty: by size
     field: str = "text"  # JSONL: the field with the text
     encoding: tuple[str, ...] = ("utf-8",)  # of text and JSONL; several: each file in the first that fits it
+    control_tokens: bool = False  # text that spells out "<|im_start|>" is that token, as a server reads it
     tokenizer: str | None = None  # a tokenizer.json; None: a byte-level BPE is trained and cached beside the run
     held_out_fraction: float = 0.05
     held_out_bytes: int = 500_000  # at most this much text is held out for evaluation

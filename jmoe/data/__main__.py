@@ -33,6 +33,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="NAME",
         help="of the text; several: the first that fits",
     )
+    parser.add_argument(
+        "--control-tokens",
+        action="store_true",
+        help='text that spells out a special token ("<|im_start|>") is that token, as a server reads it',
+    )
     parser.add_argument("--held-out-fraction", type=float, default=defaults.held_out_fraction, metavar="F")
     parser.add_argument("--held-out-bytes", type=int, default=defaults.held_out_bytes, metavar="N")
     options = parser.parse_args(arguments)
@@ -41,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             path=tuple(options.path),
             field=options.field,
             encoding=tuple(options.encoding),
+            control_tokens=options.control_tokens,
             tokenizer=options.tokenizer,
             held_out_fraction=options.held_out_fraction,
             held_out_bytes=options.held_out_bytes,

@@ -49,7 +49,14 @@ from jmoe.data.text_files import (
     split_off,
     standard_library,
 )
-from jmoe.data.tokenizer import LoadedTokenizer, check_vocab_size, encode_pieces, load_tokenizer, train_bpe
+from jmoe.data.tokenizer import (
+    ControlText,
+    LoadedTokenizer,
+    check_vocab_size,
+    encode_pieces,
+    load_tokenizer,
+    train_bpe,
+)
 from jmoe.memory.direct_io import fsync
 from jmoe.memory.identity import content_identity
 from jmoe.models.tokenizer_file import TOKENIZER
@@ -66,7 +73,8 @@ class TextSource:
     """The training tokens behind one `data.path`: memory-mapped ids, one array per shard.
 
     weight: its share in the mixture relative to the other sources'; None: all sources count by size. files, skipped:
-    how many were read, and those of the folder that are no text, counted by suffix.
+    how many were read, and those of the folder that are no text, counted by suffix. control_texts: how many texts hold
+    text of control tokens that stayed text.
     """
 
     name: str
@@ -76,6 +84,7 @@ class TextSource:
     text_bytes: int
     files: int
     skipped: Counter[str]
+    control_texts: int
 
     @property
     def num_tokens(self) -> int:
@@ -114,6 +123,14 @@ class Corpus:
             more = ", ..." if len(skipped) > 5 else ""
             words += f", {skipped.total():,} skipped that are no text ({', '.join(kinds)}{more})"
         return words
+
+    def control_texts(self) -> str:
+        """Return how many texts to train on spell out a control token that they do not get, in words; "" if none."""
+        count = sum(source.control_texts for source in self.sources)
+        if not count:
+            return ""
+        option = "--data.control-tokens encodes it as those tokens, as a server does"
+        return f"{count:,} texts hold text of control tokens, kept as text; {option}"
 
     def check_held_out_text(self) -> None:
         """Raise `ValueError` if the held-out text is unknown, so that there are no bits per byte."""
@@ -160,7 +177,7 @@ def prepare(config: DataConfig, vocab_size: int, cache_dir: Path, role: Role | N
     """
     role = role or Role()
     inputs = _find_inputs(config, role.report)
-    shards = {i: _open_shards(entry, vocab_size) for i, entry in enumerate(inputs) if entry.is_shards}
+    shards = {i: _open_shards(entry, vocab_size, config) for i, entry in enumerate(inputs) if entry.is_shards}
     tokenizer = _given_tokenizer(config, inputs, shards, vocab_size)
     targets = _held_out_targets(config, inputs, shards)
     texts = [i for i in range(len(inputs)) if i not in shards]
@@ -182,7 +199,7 @@ def prepare(config: DataConfig, vocab_size: int, cache_dir: Path, role: Role | N
             cache_dir = beside(cache_dir)
             job = dataclasses.replace(job, directory=cache_dir)
         manifest = job.run(role.report) if role.is_main else _wait_for(job, role)
-        tokenizer = load_tokenizer(cache_dir / TOKENIZER, vocab_size)
+        tokenizer = load_tokenizer(cache_dir / TOKENIZER, vocab_size, encode_control=config.control_tokens)
         for number, i in enumerate(texts):
             shards[i] = [open_shard(cache_dir / manifest["train"][number]["file"])]
         held_out.append(_read_held_out(cache_dir, tokenizer))
@@ -264,13 +281,18 @@ def _find_inputs(config: DataConfig, report: Report) -> list[TextInput]:
     return inputs
 
 
-def _open_shards(entry: TextInput, vocab_size: int) -> list[Shard]:
+def _open_shards(entry: TextInput, vocab_size: int, config: DataConfig) -> list[Shard]:
     train = []
     for file in entry.files:
         shard = open_shard(file.path)
         made_for = shard.header.vocab_size
         if made_for > vocab_size:
             raise ValueError(f"{file.path}: its vocab_size = {made_for} exceeds model.vocab_size = {vocab_size}")
+        if config.control_tokens and shard.header.control != "tokens":
+            raise ValueError(
+                f"data.control_tokens = True: {file.path} was made without; make its shards again with "
+                "python -m jmoe.data --control-tokens"
+            )
         if shard.header.split != "held_out":
             train.append(shard)
     if not train:
@@ -286,7 +308,7 @@ def _given_tokenizer(
     if path is None:
         beside = [inputs[i].files[0].path.parent / TOKENIZER for i in shards]
         path = next((p for p in beside if p.is_file()), None)
-    tokenizer = load_tokenizer(path, vocab_size) if path else None
+    tokenizer = load_tokenizer(path, vocab_size, encode_control=config.control_tokens) if path else None
     makers = {shard.header.tokenizer: inputs[i].pattern for i, group in shards.items() for shard in group}
     if len(makers) > 1:
         raise ValueError(f"data.path: the token shards in {', '.join(makers.values())} come from different tokenizers")
@@ -352,6 +374,7 @@ class _TextJob:
                 for entry in self.inputs
             ],
             "content": self.content,
+            "control_tokens": self.config.control_tokens,
         }
         if self.config.encoding != DataConfig().encoding:
             what["encoding"] = self.config.encoding
@@ -377,7 +400,7 @@ class _TextJob:
                 if shard.blocks.num_bytes <= HASHED_BYTES or not shard.blocks.has_sums:
                     shard.blocks.check_all(shard.header)
             text = (self.directory / HELD_OUT_TEXT).read_bytes()
-            tokenizer = load_tokenizer(self.directory / TOKENIZER, self.vocab_size)
+            tokenizer = self._load(self.directory / TOKENIZER)
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             return None
         same = hashlib.sha256(text).hexdigest() == manifest["held_out_text"]
@@ -429,11 +452,18 @@ class _TextJob:
             write_atomic(path, trained.to_str().encode())
         elif self.tokenizer.path.resolve() != path.resolve():
             write_atomic(path, self.tokenizer.path.read_bytes())  # byte for byte: its hash is its fingerprint
-        return load_tokenizer(path, self.vocab_size)
+        return self._load(path)
+
+    def _load(self, path: Path) -> LoadedTokenizer:
+        return load_tokenizer(path, self.vocab_size, encode_control=self.config.control_tokens)
 
     def _write_tokens(self, tokenizer: LoadedTokenizer, parts: list[list[InputFile]], report: Report) -> dict[str, Any]:
         writer = partial(
-            writing_shard, vocab_size=tokenizer.vocab_size, eot=tokenizer.eot, tokenizer=tokenizer.fingerprint
+            writing_shard,
+            vocab_size=tokenizer.vocab_size,
+            eot=tokenizer.eot,
+            tokenizer=tokenizer.fingerprint,
+            control="tokens" if tokenizer.encodes_control else "text",
         )
         train = []
         held_out_text = bytearray()
@@ -441,10 +471,12 @@ class _TextJob:
 
         def encode(texts: Iterable[tuple[str, bool]], shard: ShardWriter) -> None:
             nonlocal done_bytes
-            for ids, size in encode_pieces(tokenizer, texts):
+            kept_as_text = ControlText(() if tokenizer.encodes_control else tokenizer.control_tokens)
+            for ids, size in encode_pieces(tokenizer, kept_as_text.counted(texts)):
                 shard.append(ids, text_bytes=size)
                 done_bytes += size
                 report("tokenising", done_bytes, all_bytes)
+            shard.control_texts += kept_as_text.documents
 
         with contextlib.ExitStack() as stack:
             held_out = stack.enter_context(writer(self.directory / HELD_OUT, split="held_out"))
@@ -593,6 +625,7 @@ def _assemble(
                 text_bytes=sum(int(s.header.text_bytes * len(s.ids) / s.header.count) for s in group),
                 files=len(entry.files),
                 skipped=entry.skipped,
+                control_texts=sum(s.header.control_texts for s in group),
             )
             for entry, group in zip(inputs, shards, strict=True)
         ),

@@ -16,7 +16,7 @@ import struct
 import tempfile
 import zlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -39,7 +39,8 @@ class ShardHeader:
     dtype: `uint16` or `uint32`; count: ids in the file; vocab_size: every id is below it; eot: the end-of-text id;
     tokenizer: fingerprint of the tokenizer.json that made the ids; split: `train` or `held_out`; text_bytes: UTF-8
     bytes of the text behind the ids; sha256: of the ids, as stored; block_sums: SHA-256 of the CRC-32s that follow the
-    ids, "" where there are none, as in shards of older versions.
+    ids; control: text that spells out a special token is that token (`tokens`) or stays text (`text`); control_texts:
+    documents that have such text, as text. Shards of older versions have no sums, and kept such text uncounted.
     """
 
     dtype: str
@@ -51,6 +52,8 @@ class ShardHeader:
     text_bytes: int
     sha256: str
     block_sums: str = ""
+    control: str = "text"
+    control_texts: int = 0
 
 
 class Blocks:
@@ -129,8 +132,8 @@ class ShardWriter:
         self._dtype = "uint16" if vocab_size <= 2**16 else "uint32"
         self._digest = hashlib.sha256()
         self._block, self._sums = bytearray(), array.array("I")
-        self.count = 0
-        self.text_bytes = 0
+        self.count = self.text_bytes = 0
+        self.control_texts = 0
         self.header: ShardHeader | None = None
         file.write(bytes(ALIGNMENT_BYTES))
         self.append([eot], text_bytes=0)
@@ -155,7 +158,7 @@ class ShardWriter:
         sums = np.asarray(self._sums, "<u4").tobytes()
         self._file.write(sums)
         digests = {"sha256": self._digest.hexdigest(), "block_sums": hashlib.sha256(sums).hexdigest()}
-        counts = {"count": self.count, "text_bytes": self.text_bytes}
+        counts = {"count": self.count, "text_bytes": self.text_bytes, "control_texts": self.control_texts}
         fields: dict[str, Any] = {"dtype": self._dtype, **self._fields, **counts, **digests}
         self.header = ShardHeader(**fields)
         text = json.dumps(asdict(self.header)).encode()
@@ -166,10 +169,13 @@ class ShardWriter:
 
 
 @contextlib.contextmanager
-def writing_shard(path: Path, *, vocab_size: int, eot: int, tokenizer: str, split: str) -> Iterator[ShardWriter]:
+def writing_shard(
+    path: Path, *, vocab_size: int, eot: int, tokenizer: str, split: str, control: str = "text"
+) -> Iterator[ShardWriter]:
     """Yield a writer of one shard; the file appears under its name only when the block ends well."""
     with replacing(path) as file:
-        writer = ShardWriter(file, vocab_size=vocab_size, eot=eot, tokenizer=tokenizer, split=split)
+        fields = {"tokenizer": tokenizer, "split": split, "control": control}
+        writer = ShardWriter(file, vocab_size=vocab_size, eot=eot, **fields)
         yield writer
         writer.finish()
 
@@ -179,7 +185,8 @@ def _parse_header(path: Path, text: bytes) -> ShardHeader:
         values: Any = json.loads(text.decode())
     except ValueError as error:
         raise ValueError(f"{path}: the header of this token shard is no JSON: {error}") from error
-    written: dict[str, Any] = {"block_sums": ""} | values if isinstance(values, dict) else {}
+    later = {f.name: f.default for f in fields(ShardHeader) if f.default is not MISSING}
+    written: dict[str, Any] = later | values if isinstance(values, dict) else {}
     missing = [
         f.name for f in fields(ShardHeader) if type(written.get(f.name)) is not (int if f.type == "int" else str)
     ]

@@ -1,8 +1,9 @@
 """Finding text, checking it, splitting it into train and held-out, and reading it piece by piece.
 
-A document is a text file or one line of a JSONL file. Nothing here depends on where on a machine the files lie:
-order and split follow from names relative to the path that was given. A file in another encoding than UTF-8 is read
-into memory whole and then is its UTF-8 bytes, so that every position in a file is one in UTF-8.
+A document is a text file, one line of a JSONL file or one record of a JSON array. Nothing here depends on where on a
+machine the files lie: order and split follow from names relative to the path that was given. A file in another encoding
+than UTF-8 is read into memory whole and then is its UTF-8 bytes, a JSON array is JSONL then, so that every position in
+a file is one in UTF-8.
 """
 
 from __future__ import annotations
@@ -22,12 +23,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from jmoe.data.file_formats import binary_format
+
 # What a folder is searched for; a file that is named, or matched by a glob, is read whatever its suffix.
 TEXT_SUFFIXES = frozenset(
-    (".txt", ".text", ".md", ".rst", ".tex", ".html", ".jsonl")
+    (".txt", ".text", ".md", ".rst", ".tex", ".html", ".jsonl", ".ndjson")
     + (".py", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".java", ".js", ".ts", ".go", ".rs", ".sh")
 )
 SHARD_SUFFIX = ".bin"
+JSON_SUFFIX = ".json"  # of an array of records, or of lines as in JSONL
+RECORD_SUFFIXES = (".jsonl", ".ndjson", JSON_SUFFIX)
 PIECE_BYTES = 1 << 20  # longer documents are read and encoded in pieces of about this size
 STDLIB_EXCLUDED = frozenset(
     ("test", "tests", "idle_test", "encodings", "site-packages", "dist-packages", "__pycache__", "lib-dynload")
@@ -48,15 +53,22 @@ class InputFile:
     name: str
     size_bytes: int
     mtime_ns: int
-    field: str | None = None  # JSONL: the field with the text
+    field: str | None = None  # of records: the one with the text
     encoding: str = "utf-8"
+    is_array: bool = False  # its records are elements of one JSON array, not lines
     train_bytes: int = 0  # so many of its first bytes are trained on, the others held out; see `split_off`
 
     def open(self) -> BinaryIO:
-        """Open the file's text as UTF-8."""
+        """Open the file's text as UTF-8, records one a line."""
+        if self.is_array:
+            return io.BytesIO(_as_lines(self.path.read_bytes().decode(self.encoding)))
         if self.encoding == "utf-8":
             return open(self.path, "rb")
         return io.BytesIO(self.path.read_bytes().decode(self.encoding).encode())
+
+    def place(self, number: int) -> str:
+        """Return the file and the number of a record in it, counted from 1, in words."""
+        return f"{self.path}: record {number}" if self.is_array else f"{self.path}:{number}"
 
     @property
     def order(self) -> str:
@@ -66,9 +78,9 @@ class InputFile:
 
 def _input_file(path: Path, root: Path, field: str) -> InputFile:
     status = path.stat()
-    jsonl = path.suffix == ".jsonl"
+    has_records = path.suffix in RECORD_SUFFIXES
     name = path.relative_to(root).as_posix()
-    return InputFile(path, name, status.st_size, status.st_mtime_ns, field if jsonl else None)
+    return InputFile(path, name, status.st_size, status.st_mtime_ns, field if has_records else None)
 
 
 def _walk(root: Path, skipped: frozenset[str] = frozenset()) -> Iterator[Path]:
@@ -113,6 +125,8 @@ def find_files(pattern: str, weight: float | None, field: str, report: Report) -
                 skipped[f"*{p.suffix}" if p.suffix else p.name] += 1
             report("finding files", len(paths), 0)
         what = f"this folder holds no text ({' '.join(sorted(TEXT_SUFFIXES))}) and no token shards ({SHARD_SUFFIX})"
+        if skipped:
+            what += f"; it has {', '.join(f'{count} {kind}' for kind, count in skipped.most_common(5))}"
     else:
         paths = [Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file()]
         root = Path(os.path.commonpath([p.parent for p in paths])) if paths else path
@@ -131,23 +145,20 @@ def check_texts(files: Sequence[InputFile], encodings: Sequence[str], report: Re
     """Read every file once, each in the first of the encodings that fits it.
 
     Returns the files with their encodings and sizes in UTF-8. `ValueError` names all files, and the bytes or lines of
-    them, that cannot be read.
+    them, that cannot be read, and files that are no text, whatever the encodings.
     """
     checked: list[InputFile] = []
     bad: list[str] = []
+    undecoded = False
     done_bytes, all_bytes = 0, sum(file.size_bytes for file in files)
     for file in files:
 
         def more(position: int, before: int = done_bytes) -> None:
             report("checking the text", before + position, all_bytes)
 
-        fitting, problem = _fitting(file, encodings, more)
-        if fitting is not None:
-            checked.append(fitting)
-        problems = [problem] if problem else []
-        if file.field is not None:
-            lines = _jsonl_problems(fitting or file, file.field, more)
-            problems = list(itertools.islice(lines, MAX_PROBLEMS)) or problems
+        fitting, problems = _check(file, encodings, more)
+        undecoded |= fitting is None
+        checked += [fitting] if fitting is not None else []
         bad += problems
         if len(bad) >= MAX_PROBLEMS:
             break
@@ -159,10 +170,50 @@ def check_texts(files: Sequence[InputFile], encodings: Sequence[str], report: Re
     message = f"data.path: {count} problem(s) in {len(files)} file(s) of text; nothing was written:\n" + "\n".join(
         shown
     )
-    if len(checked) < len(files):
+    if undecoded:
         several = " ".join(dict.fromkeys((*encodings, "latin-1")))
         message += f"\n--data.encoding {several} reads each file in the first of these encodings that fits it"
     raise ValueError(message)
+
+
+def _check(
+    file: InputFile, encodings: Sequence[str], report: Callable[[int], None]
+) -> tuple[InputFile | None, list[str]]:
+    """Return (the file as it is read, or None if no encoding fits it; what is wrong with it)."""
+    binary = binary_format(file.path)
+    if binary is not None:
+        return file, [f"{file.path}: is {binary}"]
+    fitting, problem = _fitting(file, encodings, report)
+    if file.path.suffix == JSON_SUFFIX and fitting is not None:
+        fitting, problem = _with_layout(fitting)
+    if file.field is None or (file.path.suffix == JSON_SUFFIX and problem):
+        return fitting, [problem] if problem else []
+    problems = list(itertools.islice(_record_problems(fitting or file, report), MAX_PROBLEMS))
+    return fitting, problems or ([problem] if problem else [])
+
+
+def _with_layout(file: InputFile) -> tuple[InputFile, str]:
+    """Return (a `.json` file that says whether it is an array or lines, what is wrong with it)."""
+    with file.open() as f:
+        first = next((line for line in f if line.strip()), b"")
+    if not first.lstrip().startswith(b"["):
+        try:
+            json.loads(first or b"{}")
+        except ValueError:
+            way = "write its records as JSONL, or name it .txt to learn it as text"
+            return file, f"{file.path}: is JSON, neither an array of records nor one record a line; {way}"
+        return file, ""
+    file = dataclasses.replace(file, is_array=True)
+    try:
+        with file.open() as f:
+            return dataclasses.replace(file, size_bytes=len(f.read())), ""
+    except json.JSONDecodeError as error:
+        return file, f"{file.path}: not a JSON array: {error.msg} at line {error.lineno}, column {error.colno}"
+
+
+def _as_lines(array: str) -> bytes:
+    """Return the elements of a JSON array as JSONL."""
+    return b"".join(json.dumps(record).encode() + b"\n" for record in json.loads(array))
 
 
 def _fitting(file: InputFile, encodings: Sequence[str], report: Callable[[int], None]) -> tuple[InputFile | None, str]:
@@ -190,7 +241,7 @@ def _fitting(file: InputFile, encodings: Sequence[str], report: Callable[[int], 
     return None, problem
 
 
-def _jsonl_problems(file: InputFile, field: str, report: Callable[[int], None]) -> Iterator[str]:
+def _record_problems(file: InputFile, report: Callable[[int], None]) -> Iterator[str]:
     with file.open() as f:
         position = 0
         for number, line in enumerate(f, 1):
@@ -198,9 +249,9 @@ def _jsonl_problems(file: InputFile, field: str, report: Callable[[int], None]) 
             report(min(position, file.size_bytes))
             try:
                 if line.strip():
-                    _json_text(line, field)
+                    _json_text(line, file)
             except ValueError as error:
-                yield f"{file.path}:{number}: {error}"
+                yield f"{file.place(number)}: {error}"
 
 
 def standard_library() -> list[InputFile]:
@@ -273,7 +324,7 @@ def read_pieces(file: InputFile, start: int, stop: int) -> Iterator[tuple[str, b
     """
     if file.field is None:
         return _text_pieces(file, start, stop)
-    return _jsonl_pieces(file, file.field, start, stop)
+    return _record_pieces(file, start, stop)
 
 
 def _text_pieces(file: InputFile, start: int, stop: int) -> Iterator[tuple[str, bool]]:
@@ -295,22 +346,23 @@ def _text_pieces(file: InputFile, start: int, stop: int) -> Iterator[tuple[str, 
             yield text, position >= stop
 
 
-def _jsonl_pieces(file: InputFile, field: str, start: int, stop: int) -> Iterator[tuple[str, bool]]:
+def _record_pieces(file: InputFile, start: int, stop: int) -> Iterator[tuple[str, bool]]:
     with file.open() as f:
         f.seek(start)
         position = start
         while position < stop and (line := f.readline()):
             if line.strip():
                 try:
-                    text = _json_text(line, field)
+                    text = _json_text(line, file)
                 except ValueError as error:
-                    raise ValueError(f"{file.path}:{_line_number(file, position)}: {error}") from error
+                    raise ValueError(f"{file.place(_line_number(file, position))}: {error}") from error
                 for first in range(0, len(text), PIECE_BYTES):
                     yield text[first : first + PIECE_BYTES], first + PIECE_BYTES >= len(text)
             position += len(line)
 
 
-def _json_text(line: bytes, field: str) -> str:
+def _json_text(line: bytes, file: InputFile) -> str:
+    field, record_is = file.field, "record" if file.is_array else "line"
     try:
         record = json.loads(line.decode())
     except UnicodeDecodeError as error:
@@ -319,7 +371,7 @@ def _json_text(line: bytes, field: str) -> str:
         raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from error
     if not isinstance(record, dict) or field not in record:
         fields = ", ".join(record) if isinstance(record, dict) else f"a {type(record).__name__}, not an object"
-        raise ValueError(f"data.field = {field!r}: not in this line, which has: {fields or 'nothing'}")
+        raise ValueError(f"data.field = {field!r}: not in this {record_is}, which has: {fields or 'nothing'}")
     text = record[field]
     if not isinstance(text, str):
         raise ValueError(f"data.field = {field!r}: is a {type(text).__name__}, not text")

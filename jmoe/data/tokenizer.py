@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,7 +35,8 @@ BATCH_CHARACTERS = min(os.cpu_count() or 1, 16) << 20
 class LoadedTokenizer:
     """A tokenizer with what the data needs to know: every id is below `vocab_size`, `eot` ends a document.
 
-    fingerprint: SHA-256 of the tokenizer.json, so that shards can name the tokenizer that made them.
+    fingerprint: SHA-256 of the tokenizer.json, so that shards can name the tokenizer that made them. control_tokens:
+    the text of its special tokens, which text that spells them out becomes if `encodes_control`; else it stays text.
     """
 
     tokenizer: Tokenizer
@@ -42,6 +44,8 @@ class LoadedTokenizer:
     eot: int
     vocab_size: int
     fingerprint: str
+    control_tokens: tuple[str, ...]
+    encodes_control: bool
 
 
 def check_vocab_size(vocab_size: int) -> None:
@@ -82,8 +86,12 @@ def _break_long_words(texts: Iterable[str]) -> Iterator[str]:
             yield text
 
 
-def load_tokenizer(path: Path, max_vocab_size: int) -> LoadedTokenizer:
-    """Read a `tokenizer.json`; `ValueError` if it is missing, broken, too large or without an end-of-text token."""
+def load_tokenizer(path: Path, max_vocab_size: int, *, encode_control: bool = False) -> LoadedTokenizer:
+    """Read a `tokenizer.json`; `ValueError` if it is missing, broken, too large or without an end-of-text token.
+
+    encode_control: text that spells out a special token is that token, as a server reads a rendered chat. By default a
+    document that spells out "<|endoftext|>" is text, not the end of a document.
+    """
     if not path.is_file():
         raise ValueError(f"data.tokenizer = {str(path)!r}: no such file")
     content = path.read_bytes()
@@ -91,8 +99,7 @@ def load_tokenizer(path: Path, max_vocab_size: int) -> LoadedTokenizer:
         tokenizer = parse_tokenizer(content)
     except ValueError as error:
         raise ValueError(f"data.tokenizer = {str(path)!r}: {error}") from error
-    # A document that spells out "<|endoftext|>" is text, not the end of a document.
-    tokenizer.encode_special_tokens = True
+    tokenizer.encode_special_tokens = not encode_control
     ids = tokenizer.get_vocab(with_added_tokens=True)
     vocab_size = max(ids.values(), default=-1) + 1
     if vocab_size > max_vocab_size:
@@ -105,20 +112,52 @@ def load_tokenizer(path: Path, max_vocab_size: int) -> LoadedTokenizer:
         raise ValueError(
             f"data.tokenizer = {str(path)!r}: has no end-of-text token; looked for {', '.join(END_OF_TEXT_NAMES)}"
         )
-    return LoadedTokenizer(tokenizer, path, eot, vocab_size, hashlib.sha256(content).hexdigest())
+    control = tuple(token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special)
+    fingerprint = hashlib.sha256(content).hexdigest()
+    return LoadedTokenizer(tokenizer, path, eot, vocab_size, fingerprint, control, encode_control)
 
 
 def encode_pieces(loaded: LoadedTokenizer, texts: Iterable[tuple[str, bool]]) -> Iterator[tuple[list[int], int]]:
     """Yield (ids, bytes of text) for each (text, ends its document), whose last piece gets the end-of-text id."""
     batch: list[tuple[str, bool]] = []
     characters = 0
-    for piece in texts:
+    for piece in _join_cut_tokens(texts, loaded.control_tokens) if loaded.encodes_control else texts:
         batch.append(piece)
         characters += len(piece[0])
         if characters >= BATCH_CHARACTERS or len(batch) >= 4096:
             yield from _encode_batch(loaded, batch)
             batch, characters = [], 0
     yield from _encode_batch(loaded, batch)
+
+
+def _join_cut_tokens(texts: Iterable[tuple[str, bool]], tokens: Sequence[str]) -> Iterator[tuple[str, bool]]:
+    """Yield the pieces of documents so that none ends amid one of the tokens: such an end begins the next piece."""
+    begun = ""
+    for text, ends_document in texts:
+        whole = begun + text
+        longest = 0 if ends_document else min(len(whole), max(map(len, tokens), default=1) - 1)
+        cut = (n for n in range(longest, 0, -1) if any(t.startswith(whole[-n:]) and len(t) > n for t in tokens))
+        at = len(whole) - next(cut, 0)
+        begun = whole[at:]
+        yield whole[:at], ends_document
+
+
+class ControlText:
+    """Counts documents that spell out one of the tokens as they pass."""
+
+    def __init__(self, tokens: Sequence[str]) -> None:
+        longest_first = sorted(tokens, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, longest_first))) if tokens else None
+        self.documents = 0
+
+    def counted(self, texts: Iterable[tuple[str, bool]]) -> Iterator[tuple[str, bool]]:
+        """Yield the pieces of documents as they are."""
+        spelled = False
+        for text, ends_document in texts:
+            spelled = spelled or (self._pattern is not None and self._pattern.search(text) is not None)
+            self.documents += spelled and ends_document
+            spelled = spelled and not ends_document
+            yield text, ends_document
 
 
 def _encode_batch(loaded: LoadedTokenizer, batch: list[tuple[str, bool]]) -> Iterator[tuple[list[int], int]]:

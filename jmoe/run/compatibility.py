@@ -60,6 +60,7 @@ FINGERPRINT, TEACHER = "data_fingerprint", "teacher_fingerprint"
 ENDS = "tasks.", ".num_steps"  # how the field begins and ends
 ENDS_NOTE = "the task takes part until another step; 0: the last one"
 NOTED_WITH_FINGERPRINT = {
+    "data.control_tokens": "the tokens are the same",
     "data.encoding": "the text itself is the same",
     "data.path": "the text itself is the same",
     "data.tokenizer": "the tokenizer itself is the same",

@@ -306,6 +306,54 @@ def test_jsonl(tmp_path: Path) -> None:
     assert one.held_out_bytes.startswith(b"doc ")
 
 
+RECORDS = [{"id": i, "body": f"doc {i} é\n" * (1 + i % 3)} for i in range(100)]
+
+
+@pytest.mark.parametrize(("name", "indent", "encoding"), [("a.json", None, "utf-8"), ("a.json", 2, "utf-16")])
+def test_a_json_array_is_read_as_its_records_are_as_jsonl(
+    tmp_path: Path, name: str, indent: int | None, encoding: str
+) -> None:
+    lines = "".join(json.dumps(record) + "\n" for record in RECORDS)
+    (tmp_path / "a.jsonl").write_text(lines)
+    (tmp_path / "lines.json").write_text(lines)
+    array = tmp_path / name
+    array.write_bytes(("\n" + json.dumps(RECORDS, indent=indent, ensure_ascii=False)).encode(encoding))
+    settings = {"field": "body", "encoding": (encoding,)}
+    expected = prepare(config(tmp_path / "a.jsonl", field="body"), 300, tmp_path / "cache")
+    for path, how in ((array, settings), (tmp_path / "lines.json", {"field": "body"})):
+        read = prepare(config(path, **how), 300, tmp_path / "other")
+        for text in (train_text, lambda corpus: corpus.held_out_bytes.decode()):
+            whole = text(read) + text(expected)
+            assert len(whole) > 100 and not set('{}[]"') & set(whole)
+        assert train_text(read) + read.held_out_bytes.decode() == "".join(str(r["body"]) for r in RECORDS)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('[{"text": "x"}, {"ask": "y"}]', r"record 2: data.field = 'text': not in this record, which has: ask"),
+        ('["good"]', r"a.json: record 1: data.field = 'text': not in this record, which has: a str, not an object"),
+        ('[{"text": 3}]', r"a.json: record 1: data.field = 'text': is a int, not text"),
+        ('[{"text": "\\ud800"}]', r"a.json: record 1: data.field = 'text': half a surrogate pair"),
+        ('[{"text": "good"},\n oops]', r"a.json: not a JSON array: Expecting value at line 2, column 2"),
+        ('{\n "data": [{"text": "good"}]\n}', r"a.json: is JSON, neither an array of records nor one rec"),
+    ],
+)  # fmt: skip
+def test_mistakes_in_json(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "a.json").write_text(content)
+    with pytest.raises(ValueError, match=message) as error:
+        prepare(config(tmp_path / "a.json"), 300, tmp_path / "cache")
+    assert "1 problem(s) in 1 file(s)" in str(error.value) and "--data.encoding" not in str(error.value)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_folder_without_text_says_what_it_has(tmp_path: Path) -> None:
+    for name in ("a.parquet", "b.parquet", "c.json"):
+        (tmp_path / name).write_text("x")
+    with pytest.raises(ValueError, match=r"this folder holds no text .*; it has 2 \*.parquet, 1 \*.json"):
+        prepare(config(tmp_path), 300, tmp_path / "cache")
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -1,5 +1,6 @@
 """/v1/chat/completions, tokens, and what the server says of itself."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,8 @@ import pytest
 from openai.types.chat import ChatCompletionMessageParam
 from prometheus_client.parser import text_string_to_metric_families
 
+from jmoe.config import DataConfig
+from jmoe.data.corpus import prepare
 from jmoe.data.tokenizer import END_OF_TEXT
 from jmoe.inference.engine import Engine
 from tests.http_servers import HttpProcess, is_idle
@@ -105,6 +108,15 @@ def test_tokens(server: HttpProcess, engine: Engine) -> None:
     assert engine.tokenizer.token_to_id(END_OF_TEXT) in control["tokens"], "as transformers and vLLM encode it"
     assert server.post("/detokenize", tokens=[400]).status_code == 400
     assert server.post("/tokenize", prompt="x", messages=MESSAGES).status_code == 400
+
+
+def test_tokens_of_fine_tuning_are_those_of_the_server(server: HttpProcess, model_folder: Path, tmp_path: Path) -> None:
+    text = f"user: fox 🎉{END_OF_TEXT}\nassistant: dog{END_OF_TEXT}\n"
+    (tmp_path / "a.jsonl").write_text((json.dumps({"text": text}) + "\n") * 20)
+    data = DataConfig((str(tmp_path / "a.jsonl"),), tokenizer=str(model_folder / "tokenizer.json"), control_tokens=True)
+    trained = prepare(data, 400, tmp_path / "cache").sources[0].shards[0].tolist()
+    served = server.post("/tokenize", prompt=text).json()["tokens"]
+    assert served.count(0) == 2 and trained[: len(served) + 2] == [0, *served, 0]
 
 
 def test_models(client: openai.OpenAI, server: HttpProcess) -> None:

@@ -1,0 +1,38 @@
+"""Which binary format a file has, by its first bytes, and the way from it to text or JSONL."""
+
+import re
+from pathlib import Path
+
+_RECORDS = "write its records as JSONL"
+_PANDAS = "pandas.read_{}(FILE).to_json(OUT, orient='records', lines=True)"
+_UNPACKS = "{} FILE unpacks it"
+# (a pattern of the first bytes, the format, the next thing to do)
+_FORMATS = (
+    (rb"PAR1.*[\x00-\x08\x0e-\x1f\x80-\xff]", "Parquet", f"{_RECORDS}: {_PANDAS.format('parquet')}"),
+    (rb"ARROW1\0", "Arrow", f"{_RECORDS}: {_PANDAS.format('feather')}"),
+    (rb"\xff{4}", "an Arrow stream", f"{_RECORDS}: datasets.Dataset.from_file(FILE).to_json(OUT)"),
+    (rb"Obj\x01", "Avro", _RECORDS),
+    (rb"SQLite format 3\0", "a SQLite database", _RECORDS),
+    (rb"\x89HDF\r\n", "HDF5", _RECORDS),
+    (rb"\x80[\x02-\x05][\x95}\]c(K]", "a pickle", _RECORDS),
+    (rb"\x93NUMPY", "a NumPy array", "python -m jmoe.data makes token shards of text"),
+    (rb"\x1f\x8b", "compressed with gzip", _UNPACKS.format("gunzip -k")),
+    (rb"\x28\xb5\x2f\xfd", "compressed with zstd", _UNPACKS.format("unzstd")),
+    (rb"\xfd7zXZ\0", "compressed with xz", _UNPACKS.format("unxz -k")),
+    (rb"\x04\x22\x4d\x18", "compressed with lz4", _UNPACKS.format("unlz4")),
+    (rb"BZh[1-9]1AY&SY", "compressed with bzip2", _UNPACKS.format("bunzip2 -k")),
+    (rb"7z\xbc\xaf\x27\x1c", "a 7z archive", _UNPACKS.format("7z x")),
+    (rb"PK\x03\x04", "a zip archive", _UNPACKS.format("unzip")),
+    (rb".{257}ustar", "a tar archive", _UNPACKS.format("tar xf")),
+    (rb"%PDF-", "PDF", "pdftotext FILE writes its text"),
+    (rb"\x7fELF", "a program", "leave it out"),
+    (rb"\x89PNG\r\n|\xff\xd8\xff|GIF8[79]a", "an image", "leave it out"),
+)
+_HEAD_BYTES = 512
+
+
+def binary_format(path: Path) -> str | None:
+    """Return what the file is and the next thing to do, in words; None if it does not begin like a binary format."""
+    with open(path, "rb") as file:
+        head = file.read(_HEAD_BYTES)
+    return next((f"{what}, not text; {way}" for start, what, way in _FORMATS if re.match(start, head, re.DOTALL)), None)
