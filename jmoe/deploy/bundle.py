@@ -9,7 +9,7 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, fields, replace
 from functools import partial
 from importlib.metadata import version
@@ -204,9 +204,13 @@ class OpenBundle(Closing):
         except (KeyError, TypeError) as error:
             raise ValueError(f"{path / PLAN}: is damaged or of another version of jmoe: {error!r}") from error
         self.model, self.engine = path / MODEL, _combined(engine, kept)
+        check(
+            kept == _without_places(kept), f"{path / PLAN}: engine", plan["engine"], "must name no place on a machine"
+        )
         if segments is not None:  # which the engine reads again
             self.engine = replace(self.engine, mesh=replace(self.engine.mesh, segments=str(path / PLAN)))
         check_files(path, plan["files"], contents=check_contents)
+        _check_nothing_added(path, plan["files"])
         self.read = self.requests = 0
         self._before: dict[str, Any] = {}
         jax.monitoring.register_event_listener(self._count)
@@ -237,6 +241,16 @@ class OpenBundle(Closing):
         """Let JAX keep programs as before, and count no more."""
         _set_cache(self._before)
         jax.monitoring.unregister_event_listener(self._count)
+
+
+def _check_nothing_added(folder: Path, files: Mapping[str, Any]) -> None:
+    """Raise `ValueError` naming a file that the plan does not list: a program, a template and so on would be taken."""
+    for part in (MODEL, PROGRAMS):
+        for path in sorted((folder / part).rglob("*")):
+            name = path.relative_to(folder).as_posix()
+            packed = name.startswith(f"{MODEL}/{PACK_FOLDER}")  # by a server, with checksums of its own
+            if not packed and (path.is_symlink() or path.is_file()) and name not in files:
+                raise ValueError(f"{path}: is not a file of the bundle: {PLAN} does not list it; remove it")
 
 
 def _check_machine(file: Path, plan: dict[str, Any]) -> None:

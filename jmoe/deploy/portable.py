@@ -26,6 +26,7 @@ import numpy as np
 
 PLAN = "plan.json"  # what the folder holds, and what it needs
 PORTABLE = "portable"  # its `form`
+MAX_PLAN_BYTES = 64 << 20
 SEAL = "sha256"  # of all the rest of the plan
 DTYPES: dict[str, Any] = {
     "F32": np.float32,
@@ -44,14 +45,24 @@ def read_plan(folder: Path) -> dict[str, Any]:
     if not file.is_file():
         raise ValueError(f"{file}: is missing; a folder of programs has one")
     try:
+        if (size := file.stat().st_size) > MAX_PLAN_BYTES:
+            raise ValueError(f"{size} bytes")
         plan = json.loads(file.read_text())
         assert isinstance(plan, dict) and isinstance(plan["form"], str) and isinstance(plan["files"], dict)
+        assert all(_is_entry(name, entry) for name, entry in plan["files"].items()), "files"
         seal = plan.pop(SEAL)
-    except (ValueError, KeyError, AssertionError) as error:
+    except (ValueError, KeyError, AssertionError, RecursionError) as error:
         raise ValueError(f"{file}: is damaged or of another version of jmoe: {error!r}") from error
     if seal != _seal(plan):
         raise ValueError(f"{file}: is damaged: its SHA-256 is not the one that it says")
     return plan
+
+
+def _is_entry(name: str, entry: Any) -> bool:
+    """Whether a plan says of a file in its folder, and in no other, how long it is and what its checksum is."""
+    inside = not Path(name).is_absolute() and ".." not in Path(name).parts
+    kinds = isinstance(entry, dict) and {key: type(value) for key, value in entry.items()}
+    return inside and kinds == {"bytes": int, "sha256": str}
 
 
 def plan_text(plan: Mapping[str, Any]) -> str:

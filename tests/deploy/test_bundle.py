@@ -255,6 +255,64 @@ def test_damage_to_any_file_is_named(copied: Path) -> None:
     OpenBundle(copied, EngineConfig()).close()
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["model/chat_template.jinja", "model/additional_chat_templates/x.jinja", "programs/other.so", "programs/x-cache"],
+)
+def test_files_that_were_added_are_named(copied: Path, name: str) -> None:
+    """Templates would be rendered, programs and libraries run, though no checksum has been compared."""
+    added = copied / name
+    added.parent.mkdir(exist_ok=True)
+    for link in (False, True):
+        if link:
+            added.symlink_to(copied / PLAN)
+        else:
+            added.write_text("x")
+        with pytest.raises(
+            ValueError, match=rf"^{re.escape(str(added))}: is not a file of the bundle: plan.json does not"
+        ):
+            OpenBundle(copied, EngineConfig(), check_contents=False)
+        added.unlink()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"files": {"/etc/passwd": {"bytes": 1, "sha256": ""}}},
+        {"files": {"../model/config.json": {"bytes": 1, "sha256": ""}}},
+        {"files": {"model/config.json": {"bytes": 1}}},
+        {"files": {"model/config.json": [1, ""]}},
+        {"files": {"model/config.json": {"bytes": "1", "sha256": ""}}},
+        {"engine": []},
+        {"engine": {"mesh": {}, "nothing": 1}},
+        {"segments": [[]], "versions": "1"},
+        {"device": {"platform": "cpu"}},
+    ],
+    ids=str,
+)
+def test_a_plan_with_a_checksum_of_its_own_is_not_believed(copied: Path, changes: dict[str, Any]) -> None:
+    change_plan(copied, **changes)
+    with pytest.raises(ValueError, match=r"plan\.json: is damaged or of another version of jmoe: "):
+        OpenBundle(copied, EngineConfig())
+
+
+@pytest.mark.parametrize(
+    "place", [{"cache_dir": "/tmp"}, {"native": "off", "mesh": {"devices": 2, "segments": "/etc/passwd"}}], ids=str
+)
+def test_a_plan_names_no_place_on_a_machine(copied: Path, place: dict[str, Any]) -> None:
+    engine = read_plan(copied)["engine"]
+    change_plan(copied, engine=engine | place | {"mesh": engine["mesh"] | place.get("mesh", {})})
+    with pytest.raises(ValueError, match=r"plan\.json: engine = .*: must name no place on a machine"):
+        OpenBundle(copied, EngineConfig())
+
+
+def test_a_plan_that_is_nested_or_long(copied: Path) -> None:
+    for text in ("[" * 100_000, '{"form": "bundle", "files": {' + " " * (65 << 20) + "}}"):
+        (copied / PLAN).write_text(text)
+        with pytest.raises(ValueError, match=r"plan\.json: is damaged"):
+            OpenBundle(copied, EngineConfig())
+
+
 def test_a_disk_that_fills_while_programs_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """JAX by itself would only warn, and leave a program's first bytes, for which the plan would have a checksum."""
     write_model(tmp_path / "model")

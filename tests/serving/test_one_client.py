@@ -226,7 +226,7 @@ def test_a_large_answer(server: HttpProcess) -> None:
     """A whole answer that would fill the memory, and whose JSON would take seconds, ends before."""
     process = psutil.Process(server.process.pid)
     before_bytes = process.memory_info().rss
-    body = {"messages": HI, "n": 64, "max_tokens": 250, "ignore_eos": True, "logprobs": True, "top_logprobs": 20}
+    body = {"messages": HI, "n": 66, "max_tokens": 240, "ignore_eos": True, "logprobs": True, "top_logprobs": 20}
     with Reader(server) as reader:
         (answer,) = post_together(server, CHAT, [body])
     assert answer.status_code == 400
