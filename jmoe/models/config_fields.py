@@ -46,7 +46,7 @@ _EVERY: dict[str, Outcome] = {
         bos_token_id pad_token_id use_cache return_dict output_hidden_states output_attentions output_router_logits
         attn_implementation experts_implementation tie_last_hidden_states
         is_encoder_decoder chunk_size_feed_forward id2label label2id num_labels problem_type"""),
-    "hidden_act": Only(("silu",)),
+    "hidden_act": Only(("silu", "swish")),  # two names of one
     "partial_rotary_factor": Only((1.0,)),
     "per_layer_config": Only(({},)),
     "attention_dropout": Training(0.0),

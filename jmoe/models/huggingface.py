@@ -45,9 +45,12 @@ class _Fields:
         return value
 
     def integer(self, *names: str, default: int | None = None) -> int:
-        """Return the first of these names that is given."""
-        name = next((n for n in names if self.value(n) is not None), names[0])
+        """Return the one of these names that is given; several must say the same."""
+        given = [n for n in names if self.value(n) is not None]
+        name = given[0] if given else names[0]
         value: int = self._checked(name, default, (int,), "an integer")
+        for other in given[1:]:
+            check(self.value(other) == value, self._prefix + other, self.value(other), f"must be {name} = {value}")
         return value
 
     def integers(self, names: Iterable[str]) -> dict[str, int]:
@@ -258,7 +261,7 @@ def _gpt_oss(fields: _Fields) -> dict[str, Any]:
     choices = fields.integer("num_experts_per_tok", default=4)
     router = _softmax_router(fields, choices, True)
     return _common(fields, 1e-5) | {
-        "head_dim": fields.integer("head_dim", default=64),
+        "head_dim": fields.optional_integer("head_dim", 64),
         "moe_intermediate_size": fields.integer("intermediate_size"),
         "num_experts": fields.integer("num_local_experts", "num_experts"),
         "num_experts_per_tok": choices,

@@ -317,6 +317,8 @@ def test_quantizations_that_change_nothing_more(changes: dict[str, Any]) -> None
         ("mixtral", {"model_type": "deepseek_v32"}, "model_type = 'deepseek_v32': must be one of .*, kimi_k2"),
         ("mixtral", {"model_type": "qwen3_next"}, "model_type = 'qwen3_next': must be one of"),
         ("mixtral", {"quantization_config": {"quant_method": "gptq"}}, "quant_method = 'gptq': must be fp8 or"),
+        ("mixtral", packed("float-quantized"), "format = 'float-quantized': must be pack-quantized"),
+        ("mixtral", {"num_experts": 5}, "num_experts = 5: must be num_local_experts = 4"),
         (
             "mixtral",
             {"quantization_config": {"quant_method": "bitsandbytes"}},

@@ -21,13 +21,14 @@ import numpy as np
 import pytest
 
 import jmoe
-from jmoe.models.config_fields import CONFIG_FIELDS, HARMLESS, Training
+from jmoe.models.config_fields import CONFIG_FIELDS, HARMLESS, HONOURED, Training
 from jmoe.models.huggingface import ARCHITECTURES
 from jmoe.models.tensor_names import FUSED_FAMILIES
 from jmoe.models.tokenizer_file import open_tokenizer
 from tests.checkpoint_variants import Tensors, fused, with_head, write_variant
 from tests.compressed_checkpoint import write_compressed_checkpoint
 from tests.model_configs import CHECKPOINTS
+from tests.models.test_config_fields import EXPERTS, read
 from tests.word_tokenizers import BOS, LONG, word_tokenizer, write_word_tokenizer
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -64,6 +65,19 @@ def test_the_table_has_every_field_of_the_class(family: str) -> None:
     fields |= {one or other for one, other in read} - {"get_text_config"}
     assert fields - CONFIG_FIELDS[family].keys() == set()
     assert CONFIG_FIELDS[family].keys() - fields - ELSEWHERE == set()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_left_out_is_the_class_s_default_or_named(family: str) -> None:
+    """But for `num_key_value_heads`: where it is left out, the shapes of the tensors say whether it is all heads."""
+    fields = json.loads((CHECKPOINTS / family / "config.json").read_text())
+    for field in dataclasses.fields(transformers.CONFIG_MAPPING[family]):
+        if CONFIG_FIELDS[family][field.name] != HONOURED or field.name == "num_key_value_heads":
+            continue
+        aliases = EXPERTS if field.name in EXPERTS else (field.name,)
+        absent = read({name: value for name, value in fields.items() if name not in aliases})
+        if not (isinstance(absent, str) and absent.startswith(f"{field.name} = None: must be")):
+            assert read(fields | dict.fromkeys(aliases) | {field.name: field.default}) == absent, field.name
 
 
 @pytest.mark.parametrize("family", FAMILIES)
