@@ -46,10 +46,10 @@ class _Fields:
 
     def integer(self, *names: str, default: int | None = None) -> int:
         """Return the one of these names that is given; several must say the same."""
-        given = [n for n in names if self.value(n) is not None]
-        name = given[0] if given else names[0]
+        said = [n for n in names if self.value(n) is not None]
+        name = said[0] if said else names[0]
         value: int = self._checked(name, default, (int,), "an integer")
-        for other in given[1:]:
+        for other in said[1:]:
             check(self.value(other) == value, self._prefix + other, self.value(other), f"must be {name} = {value}")
         return value
 
