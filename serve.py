@@ -57,6 +57,9 @@ def run(arguments: Sequence[str]) -> None:
                 opened = OpenBundle(config.model, config.engine, check_contents=config.check_files == "contents")
             stack.enter_context(opened)
             config = replace(config, engine=opened.engine)
+        else:
+            contents = config.check_files == "contents"
+            check(contents, "check_files", config.check_files, "must be contents: the model is not a bundle")
         if not config.dry_run:
             check_gpus(config.distributed, config.engine.mesh.devices)
         if opened is not None:

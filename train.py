@@ -31,11 +31,12 @@ from jax.sharding import Mesh
 
 from jmoe.config import TrainConfig, VisionTrainConfig
 from jmoe.config.cluster import read_cluster
-from jmoe.data.corpus import Role, discard, prepare, publish
+from jmoe.data.corpus import OtherTextError, Role, discard, prepare, publish
 from jmoe.data.image_batches import ImageBatches
 from jmoe.data.images import load_task
 from jmoe.data.loader import train_batches
 from jmoe.data.progress import PreparingData
+from jmoe.deploy.merged import merge_apart
 from jmoe.inference.teacher import Teacher, teacher_fingerprint
 from jmoe.mesh import devices_of_hosts, make_mesh
 from jmoe.models.tokenizer_file import TOKENIZER
@@ -43,17 +44,17 @@ from jmoe.planning.elastic import Layout
 from jmoe.run import distributed
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.run.cluster_planner import as_json, cluster_rows, table
-from jmoe.run.compatibility import FINGERPRINT, TEACHER, has_checkpoint
+from jmoe.run.compatibility import FINGERPRINT, TEACHER, has_checkpoint, refuse_other_data
 from jmoe.run.compile_cache import keep_compiled_programs
 from jmoe.run.job import hosts_line
-from jmoe.run.metrics import CompiledPrograms, MetricsLog, progress_line, step_record
+from jmoe.run.metrics import CompiledPrograms, progress_line, step_record
 from jmoe.run.planner import packing_line, tier_counts, training_plan, with_chosen_tiers
 from jmoe.run.prometheus import RunMetrics
 from jmoe.run.run_folder import WAIT_S, RunFolder
 from jmoe.run.snapshots import Snapshots
 from jmoe.status import status
 from jmoe.training.distilling import DistillingTrainer
-from jmoe.training.finetune import with_pretrained_model
+from jmoe.training.finetune import is_run, with_pretrained_model
 from jmoe.training.packing import PackingController, first_packing
 from jmoe.training.session import Session, say
 from jmoe.training.state import TrainState
@@ -134,7 +135,10 @@ def train(run: Session, state: TrainState) -> tuple[TrainState, bool]:
 
 def main(arguments: Sequence[str]) -> None:
     """Print the plan or an estimate, or train."""
-    config = with_pretrained_model(parse_train(arguments, PRESETS))
+    config = parse_train(arguments, PRESETS)
+    if not isinstance(config, VisionTrainConfig) and config.init_from and is_run(Path(config.init_from).expanduser()):
+        merge_apart(config.init_from, "init_from")
+    config = with_pretrained_model(config)
     if config.cluster:
         cluster = read_cluster(Path(config.cluster))
         rows = cluster_rows(config, cluster)
@@ -178,7 +182,11 @@ def prepare_text(
     with watchdog.waiting_for("data", timeout_s=limits.start_timeout_s, progress=preparing.progress, option=option):
         keep = has_checkpoint(config, resolved)
         role = Role(main_process, preparing.report, limits.start_timeout_s, watchdog.progress_of_rank_0, keep)
-        corpus = prepare(config.data, config.model.vocab_size, cache, role)
+        try:
+            corpus = prepare(config.data, config.model.vocab_size, cache, role)
+        except OtherTextError:
+            refuse_other_data(config, resolved)
+            raise
     tokenizer = {TOKENIZER: corpus.tokenizer_path.read_bytes()} if corpus.tokenizer_path else {}
     held_out = len(corpus.held_out_tokens)
     say(f"{corpus.num_train_tokens:,} tokens to train on, {held_out:,} held out; {corpus.files()}")
@@ -316,8 +324,7 @@ def run_all(config: TrainConfig) -> bool:
         if main_process:
             folder.note_start()
             source.publish()
-            run.log = MetricsLog(output_dir, start_step=int(state.step))
-            stack.push(closing(run.log.close))
+            stack.push(closing(run.begin_log(int(state.step)).close))
             if exporter is not None:
                 exporter.resume(int(state.step))
             (output_dir / "config.json").write_text(json.dumps(resolved, indent=1))

@@ -32,6 +32,21 @@ SUPERVISE = """Start the processes of a run, and all of them again when one is l
 train.py PRESET [--section.field VALUE ...].
 """
 STATUS = "Show how a run is, which goes on or has ended: {program} RUN [--json]. RUN is its output folder."
+SHORT_NAMES = {
+    "lr": "optimizer.learning-rate",
+    "wd": "optimizer.weight-decay",
+    "warmup": "optimizer.warmup-steps",
+    "min-lr": "optimizer.final-learning-rate-fraction",
+    "grad-clip": "optimizer.clip-norm",
+    "max-grad-norm": "optimizer.clip-norm",
+    "epsilon": "optimizer.eps",
+    "steps": "num-steps",
+    "max-steps": "num-steps",
+    "bs": "batch-size",
+    "seq-len": "sequence-length",
+    "grad-accum": "gradient-accumulation-steps",
+    "dtype": "compute-dtype",
+}
 EXPERTS, OPTIMIZER = "--tiers.experts", "--tiers.optimizer"
 
 
@@ -95,6 +110,7 @@ def parse_train(arguments: Sequence[str], presets: Mapping[str, tuple[str, Train
     line, preset = presets[name]
     options = list(arguments[1:])
     options_set = dict(_options(options))
+    _check_short_names(options_set)
     if EXPERTS in options_set and OPTIMIZER not in options_set:
         options += [OPTIMIZER, options_set[EXPERTS]]
     config = tyro.cli(
@@ -117,6 +133,15 @@ def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
         if argument.startswith("--"):
             name, equals, value = argument.partition("=")
             yield name.replace("_", "-"), value if equals else following
+
+
+def _check_short_names(options_set: Iterable[str]) -> None:
+    """End the process if an option has a short name that others use: the parser's guess would be another setting."""
+    for option in options_set:
+        section, _, name = option.removeprefix("--").rpartition(".")
+        meant = SHORT_NAMES.get(name)
+        if meant is not None and section in ("", meant.rpartition(".")[0]):
+            sys.exit(f"{program_name()}: {option}: no such option. Did you mean --{meant}?")
 
 
 def _check_model_options(options_set: Iterable[str]) -> None:

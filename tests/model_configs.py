@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jmoe.config import CommConfig, MeshConfig, ModelConfig, OptimizerConfig, RouterConfig, TrainConfig
+from jmoe.config import CommConfig, MeshConfig, ModelConfig, OptimizerConfig, RouterConfig, TiersConfig, TrainConfig
 from jmoe.mesh import make_mesh
 
 CHECKPOINTS = Path(__file__).parent / "fixtures" / "checkpoints"  # Hugging Face folders, by architecture
@@ -34,6 +34,12 @@ OPTIMIZER = OptimizerConfig(learning_rate=0.005, warmup_steps=2, eps=1e-3, clip_
 def mesh_of(*shape: int) -> Mesh:
     """Return a mesh of the first of the fake devices."""
     return make_mesh(shape, jax.devices()[: math.prod(shape)])
+
+
+def stored_in(tiers: TiersConfig, folder: Path, **changes: Any) -> TiersConfig:
+    """Return the tiers with changes, and the folder of what is on NVMe, if something is."""
+    nvme = "nvme" in (tiers.experts, tiers.optimizer, tiers.gradients)
+    return dataclasses.replace(tiers, path=str(folder) if nvme else "", **changes)
 
 
 def spread_over(config: TrainConfig, *shape: int, **comm: Any) -> TrainConfig:

@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from jmoe.command_line import parse_serve, parse_train
-from jmoe.config import CommConfig
+from jmoe.command_line import SHORT_NAMES, parse_serve, parse_train
+from jmoe.config import CommConfig, TrainConfig
 from jmoe.configs import PRESETS
 
 
@@ -43,8 +43,10 @@ def test_ablations_are_presets_and_no_options(capsys: pytest.CaptureFixture[str]
         (["tiny-unfused", "--comm.bucket-bytes", "1"], "bucket_bytes = 1: must be 0 with fuse_dense = False"),
         (["tiny", "--model.num-experts-per-tok", "9"], "num_experts_per_tok = 9: must be between 1 and num_experts"),
         (["tiny", "--profile.steps", "5:3"], "profile.steps = '5:3': must read FIRST:LAST"),
+        (["tiny", "--optimizer.lr", "1"], "--optimizer.lr: no such option. Did you mean --optimizer.learning-rate?"),
+        (["tiny", "--lr=1"], "--lr: no such option. Did you mean --optimizer.learning-rate?"),
     ],
-    ids=["preset", "field", "type", "value", "bytes", "buckets", "pair", "profile"],
+    ids=["preset", "field", "type", "value", "bytes", "buckets", "pair", "profile", "lr", "short"],
 )
 def test_a_mistake_is_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -52,6 +54,12 @@ def test_a_mistake_is_named(arguments: list[str], message: str, capsys: pytest.C
     assert ended.value.code
     screen = f"{ended.value.code} {''.join(capsys.readouterr())}"
     assert message in " ".join(screen.replace("│", " ").split())
+
+
+def test_short_names_stand_for_options_that_there_are() -> None:
+    for meant in SHORT_NAMES.values():
+        section, _, name = meant.replace("-", "_").rpartition(".")
+        assert hasattr(getattr(TrainConfig(), section) if section else TrainConfig(), name), meant
 
 
 def test_help_lists_the_presets(capsys: pytest.CaptureFixture[str]) -> None:

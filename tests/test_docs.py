@@ -38,6 +38,30 @@ def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
+def test_the_first_code_says_how_to_have_its_devices(run_python) -> None:  # type: ignore[no-untyped-def]
+    """As a reader types it, with what the comment puts before the program's name."""
+    code = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)[0]
+    words = re.search(r"# 8 devices; fake ones on a CPU: (.*) \.venv/bin/python\n", code)
+    assert words is not None
+    changes: dict[str, str | None] = {"JAX_NUM_CPU_DEVICES": None, "NPROC": None, "XLA_FLAGS": None}
+    done = run_python(["-c", code], changes | dict(word.split("=") for word in words[1].split()))
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_readmes_commands_run_as_written(run_python, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """`make` leaves .venv and nothing else on the path; the training command for two steps, in a folder of the test."""
+    (block,) = re.findall(r"```\n(source .*?)```", (ROOT / "README.md").read_text().replace("\\\n", " "), re.DOTALL)
+    commands = [line.partition("   #")[0].split() for line in block.splitlines()]
+    assert commands[0] == ["source", ".venv/bin/activate"]
+    assert {words[0] for words in commands[1:]} == {"python", "make"}
+    (train,) = [words for words in commands if words[0] == "python" and "--plan" not in words]
+    options = [word.strip("'") for word in train[1:]] + ["--num-steps", "1", "--evaluation.no-at-start"]
+    options[options.index("runs/mine")] = str(tmp_path / "run")
+    done = run_python([*options, "--sequence-length", "32", "--batch-size", "2", "--model.vocab-size", "512"])
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run" / "checkpoints" / "1").is_dir()
+
+
 @pytest.mark.parametrize(("name", "blocks"), [("README.md", 1), ("docs/layer.md", 5)])
 def test_the_layers_code_runs(name: str, blocks: int) -> None:
     """The pieces of a page are one program, as a reader would type them."""

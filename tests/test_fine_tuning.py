@@ -43,6 +43,15 @@ def test_merge_and_fine_tune(runs: TrainRuns, tmp_path: Path, run_python: Run) -
     assert before == pytest.approx(evaluations(first)[-1], abs=1e-5)  # it starts where the first run ended
     assert after < before
 
+    third = tmp_path / "third"
+    start = ("--init-from", first, "--model.router.z-loss-coef", "0.25")
+    said = run("train.py", "tiny", *SHORT, *few, *start, "--data.path", runs.text, "--output-dir", third)
+    assert f"starting from {first}" in said and "step 2 of" in said
+    assert evaluations(third) == evaluations(second)  # a run is merged first
+    start = (*start, "--num-steps", "3")
+    said = run("train.py", "tiny", *SHORT, *few, *start, "--data.path", runs.text, "--output-dir", third)
+    assert "resuming from step 2" in said
+
     run("-m", "jmoe.deploy.merge", second, tmp_path / "tuned")
     tokens = np.arange(20, dtype=np.int32)[None]
     logits = [np.asarray(jmoe.load_pretrained(path)(tokens)) for path in (folder, tmp_path / "tuned")]

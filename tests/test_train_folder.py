@@ -64,6 +64,33 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
+def test_what_may_change_changes_from_the_checkpoint_on(runs: TrainRuns, tmp_path: Path) -> None:
+    """Said on the screen and in metrics.jsonl; fewer steps than are done and other text are refused at once."""
+    run = tmp_path / "run"
+    quiet = ("--evaluation.no-at-start", "--evaluation.sample-tokens", 0)
+    assert "held-out loss after 0 steps" not in runs.finish(run, *quiet, "--num-steps", 6)
+    faster = ("--optimizer.learning-rate", 0.25, "--optimizer.warmup-steps", 0)
+    screen = runs.finish(run, *quiet, "--num-steps", 8, *faster)
+    assert re.search(r"changed: optimizer.learning_rate: \S+ -> 0.25 .from here on.", screen)
+    rates = [record["learning_rate"] for record in records(run) if "event" not in record]
+    assert max(rates[:6]) < 0.01 and rates[6:] == [0.25] * 2
+    settings = [record["setting"] for record in records(run) if record.get("event") == "changed"]
+    assert {setting.partition(":")[0] for setting in settings} >= {"optimizer.learning_rate", "num_steps"}
+    errors = runs.fail(run, *quiet, "--num-steps", 7)
+    assert "num_steps = 7: must be at least 8, the steps that the run has done; another output_dir" in errors
+
+    other = tmp_path / "other"
+    other.mkdir()
+    for number in range(3):
+        (other / f"{number}.txt").write_text(f"other words, {number} of them\n" * 2000)
+    text = tmp_path / "of-text"
+    runs.finish(text, *quiet, "--num-steps", 1, data=runs.text)
+    done = runs.run(text, *quiet, "--num-steps", 2, data=other)
+    assert "the data has changed since the checkpoint was saved: data.path: " in done.stderr
+    assert "training the tokenizer" not in done.stdout and "tokenising" not in done.stdout
+
+
+@pytest.mark.slow
 def test_a_refused_command_changes_nothing_and_the_checkpoint_has_its_tokenizer(
     runs: TrainRuns, tmp_path: Path, run_python: Run
 ) -> None:

@@ -84,7 +84,7 @@ def config_of(
     a: argparse.Namespace, shape: tuple[int, ...], num_ranks: int, comm: dict[str, Any], dtype: str = "bfloat16"
 ) -> TrainConfig:
     hidden, layers, experts, top_k, num_tokens, intermediate = shape
-    rate = a.rates[0] or 1000
+    rate, chunked = a.rates[0] or 1000, comm.get("schedule", CommConfig.schedule) in ("chunks", "pipelined")
     return TrainConfig(
         model=ModelConfig(
             vocab_size=256,
@@ -102,7 +102,7 @@ def config_of(
         optimizer=OptimizerConfig(learning_rate=1e-4, warmup_steps=0, schedule="constant"),
         mesh=MeshConfig(1, a.nodes, a.ranks_per_node),
         comm=CommConfig(
-            chunk_bytes=a.chunk_bytes or round(rate / 8 * 1e6 * 0.02),
+            chunk_bytes=(a.chunk_bytes or round(rate / 8 * 1e6 * 0.02)) if chunked else 0,
             bucket_bytes=a.bucket_bytes,
             embedding="replicated",
             **comm,

@@ -58,13 +58,15 @@ def config_of(a: argparse.Namespace, folder: Path, mesh: MeshConfig | None = Non
     """Return the configuration of a run of `model_of` with its records in `folder`."""
     mesh = mesh or MeshConfig()
     cache_bytes = int(a.cache * (a.layers * a.experts * expert_bytes(a) // mesh.expert_inter))  # of a process
+    options = {"host_cache_bytes": cache_bytes, "gradients": "nvme"} | tiers
+    places = options.pop("experts", "device"), options.pop("optimizer", "device")
     return TrainConfig(
         model=model_of(a),
         optimizer=OptimizerConfig(schedule="constant", warmup_steps=0),
         mesh=mesh,
         batch_size=a.batch_size,
         sequence_length=a.sequence_length,
-        tiers=TiersConfig(path=str(folder), **({"host_cache_bytes": cache_bytes, "gradients": "nvme"} | tiers)),
+        tiers=TiersConfig("auto", "auto", path=str(folder), **options).placed(*places),
     )
 
 

@@ -78,7 +78,8 @@ def worker(a: argparse.Namespace) -> list[dict[str, Any]]:
     mesh, clock = join(a, ranks_per_node=1)
     rate = a.rates[0]
     place, chunk_bytes = MeshConfig(1, NUM_NODES, 1), a.chunk_bytes or round((rate or 1000) / 8 * 1e6 * 0.02)
-    comm = CommConfig(chunk_bytes=chunk_bytes, schedule=a.schedule)
+    chunked = a.schedule in ("chunks", "pipelined")
+    comm = CommConfig(chunk_bytes=chunk_bytes if chunked else 0, schedule=a.schedule)
     configs = {kind: config_of(a, a.folder / kind, place, **KINDS[kind]) for kind in a.kinds}
     kinds = {kind: Steps(replace(config, comm=comm), mesh) for kind, config in configs.items()}
     layout = kinds["ahead"].session.program.stores.layouts["moments"]

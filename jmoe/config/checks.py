@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import typing
+from collections.abc import Sequence
 from typing import Any, Literal
 
 
@@ -35,6 +37,14 @@ def positive_or_none(config: object, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         check(value is None or value > 0, name, value, "must be greater than 0, or None")
+
+
+def unset(config: object, section: str, names: Sequence[str], why: str) -> None:
+    """Check that each of these fields has its default, as nothing would honour another value; why: as in `check`."""
+    defaults = {field.name: field.default for field in dataclasses.fields(config)}  # type: ignore[arg-type]
+    for name in names:
+        full = f"{section}.{name}" if section else name
+        check_field(getattr(config, name) == defaults[name], config, full, f"must be {defaults[name]!r} {why}")
 
 
 @functools.cache

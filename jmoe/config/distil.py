@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from jmoe.config.checks import check_field, literals, positive, positive_or_none
+from jmoe.config.checks import check_field, literals, positive, positive_or_none, unset
 
 
 @dataclass(frozen=True)
@@ -27,3 +27,7 @@ class DistilConfig:
         check_field(0 < self.weight <= 1, self, "distil.weight", "must be greater than 0 and at most 1")
         positive(self, "temperature")
         positive_or_none(self, "ring_slots")
+        if not self.teacher:
+            unset(self, "distil", ["weight", "temperature", "policy", "ring_slots"], "without distil.teacher")
+        ring = self.ring_slots is None or self.policy == "ring"
+        check_field(ring, self, "distil.ring_slots", f"must be None with distil.policy = {self.policy!r}")

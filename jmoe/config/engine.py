@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from jmoe.config.checks import check, check_field, literals, positive, positive_or_none
+from jmoe.config.checks import check, check_field, literals, positive, positive_or_none, unset
 
 Policy = Literal["auto", "resident", "ring", "experts", "hybrid"]
 # Of experts over devices. even: each once, in order; lina: devices in proportion to popularity, unpopular ones packed;
@@ -38,6 +38,10 @@ class EngineMesh:
         positive_or_none(self, "slots_per_device")
         check_field(self.dense == "replicated" or self.devices > 1, self, "dense", "needs mesh.devices above 1")
         check_field(self.segments is None or self.devices > 1, self, "segments", "needs mesh.devices above 1")
+        if self.devices == 1:
+            unset(self, "mesh", ["placement", "slots_per_device"], "with mesh.devices = 1, which has all experts")
+        if self.placement != "eplb":
+            unset(self, "mesh", ["rebalance_every", "rebalance_window"], f"with mesh.placement = {self.placement!r}")
         stays = self.segments is None or self.placement == "even"
         check_field(stays, self, "segments", f"must be None with placement = {self.placement!r}, which moves experts")
 
@@ -94,6 +98,7 @@ class EngineConfig:
         chunk = min(self.prefill_chunk_tokens, self.max_seq_len or self.prefill_chunk_tokens)
         fits = self.max_prefill_tokens is None or self.max_prefill_tokens >= chunk
         check_field(fits, self, "max_prefill_tokens", f"must be at least {chunk}, a chunk of one prompt")
+        self._check_streaming()
         if self.mesh.devices > 1:
             self._check_mesh()
 
@@ -102,6 +107,15 @@ class EngineConfig:
         """Return whether several devices may hold only some layers' experts at a time."""
         evenly = self.mesh.placement == "even" and self.mesh.slots_per_device is None and self.mesh.segments is None
         return self.policy == "ring" or (self.policy == "auto" and evenly)
+
+    def _check_streaming(self) -> None:
+        """Refuse options of experts that are not all on the device, where they are, and of tiers that have none."""
+        if self.policy == "resident":
+            why = "with policy = 'resident', which keeps every expert on the device"
+            unset(self, "", ["expert_tier", "host_cache_bytes", "pin_host_memory"], why)
+        guesses = self.policy not in ("resident", "ring") or self.mesh.placement == "lina"
+        constraint = f"must be auto or None with policy = {self.policy!r}, which fetches no experts by a guess"
+        check_field(guesses or self.estimator in ("auto", None), self, "estimator", constraint)
 
     def _check_mesh(self) -> None:
         """Refuse what one device has and several do not."""

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from jmoe.config.checks import check, check_field, literals, not_negative, positive, positive_or_none
+from jmoe.config.checks import check, check_field, literals, not_negative, positive, positive_or_none, unset
 
 HiddenAct = Literal["swiglu", "gelu", "clamped_swiglu"]
 Remat = Literal["none", "experts", "layer"]  # what a backward pass computes again, see `TrainConfig.remat`
@@ -221,6 +221,8 @@ class ModelConfig:
             check_field(rope, self, "position", "must be 'rope' for latent attention")
             return
         check_field(not self.rope_interleave, self, "rope_interleave", "needs latent attention")
+        of_latents = ["q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"]
+        unset(self, "", of_latents, "without kv_lora_rank: needs latent attention")
         divides = self.head_dim is not None or self.hidden_size % heads == 0
         constraint = f"must divide hidden_size = {self.hidden_size} when head_dim is not given"
         check(divides, "num_attention_heads", heads, constraint)

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from jmoe.config.checks import check, check_field, literals, not_negative, positive
+from jmoe.config.checks import check, check_field, literals, not_negative, positive, unset
 
 ExchangeKind = Literal["flat", "hierarchical", "dedup"]
 ExchangeChoice = Literal["auto"] | ExchangeKind
@@ -95,6 +95,8 @@ class CommConfig:
         buckets = not self.bucket_bytes or self.fuse_dense or not self.shard_dense
         constraint = "must be 0 with fuse_dense = False: every parameter is reduced by itself"
         check_field(buckets, self, "bucket_bytes", constraint)
+        if self.schedule not in ("chunks", "pipelined"):
+            unset(self, "comm", ["chunk_bytes"], f"with comm.schedule = {self.schedule!r}: nothing goes in chunks")
         packing = self.packing
         power = (
             isinstance(packing, int) and not isinstance(packing, bool) and packing > 0 and not packing & (packing - 1)

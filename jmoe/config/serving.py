@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
-from jmoe.config.checks import check, check_field, literals, not_negative, positive
+from jmoe.config.checks import check, check_field, literals, not_negative, positive, unset
 from jmoe.config.engine import EngineConfig
 from jmoe.config.tiers import EstimatedGpu
 from jmoe.config.train import DistributedConfig
@@ -65,6 +65,10 @@ class ServeConfig:
         for origin in self.allowed_origins:
             words = "must be * or a scheme and a host, with a port where it has one: https://chat.example:8080"
             check(_ORIGIN.fullmatch(origin) is not None, "allowed_origins", origin, words)
+        if self.api_key_file is not None:
+            unset(self, "", ["allowed_hosts"], "with api_key_file: whoever has a key is served under any name")
+        of_training = ["heartbeat_folder", "stopped_exit_code"]
+        unset(self.distributed, "distributed", of_training, "for a server: it is of training")
         not_negative(self, "max_waiting")
         positive(self, "request_timeout_s", "drain_timeout_s", "max_body_bytes", "max_connections")
         positive(self, "header_timeout_s", "body_timeout_s", "send_timeout_s")

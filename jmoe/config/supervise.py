@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 
-from jmoe.config.checks import check, check_field, not_negative, positive
+from jmoe.config.checks import check, check_field, not_negative, positive, unset
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,10 @@ class SuperviseConfig:
             check_field(1 <= self.min_processes <= most, self, "min_processes", constraint)
         positive(self, "same_step_limit", "host_timeout_s", "host_wait_s", "return_check_s")
         not_negative(self, "max_restarts", "backoff_s", "max_backoff_s")
+        if not self.hosts:
+            unset(self, "", ["launch"], "without hosts: the processes are on this machine")
+        if self.min_processes is None:
+            unset(self, "", ["return_check_s"], "without min_processes: the run goes on with all or none")
         if self.hosts:
             constraint = f"must be a multiple of {len(self.hosts)} hosts"
             check(most % len(self.hosts) == 0, "processes", most, constraint)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from jmoe.config.checks import check, literals, not_negative, positive
+from jmoe.config.checks import check, literals, not_negative, positive, unset
 
 Tier = Literal["device", "host", "nvme"]
 TIERS: tuple[Tier, ...] = ("device", "host", "nvme")  # from the fastest to the largest
+OF_NVME = ("path", "host_cache_bytes", "write_back_every_steps")  # options of the tier nvme
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,16 @@ class TiersConfig:
             above = TIERS.index(self.optimizer) >= TIERS.index(self.experts)
             allowed = " or ".join(TIERS[TIERS.index(self.experts) :])
             check(above, "tiers.optimizer", self.optimizer, f"must be {allowed} with tiers.experts = {self.experts!r}")
+        for name, why in _idle_options(self.experts, self.optimizer, self.gradients).items():
+            unset(self, "tiers", [name], why)
+
+    def placed(self, experts: Tier, optimizer: Tier) -> TiersConfig:
+        """Return the options with these tiers in the place of `auto`, without those that other tiers would honour."""
+        idle = _idle_options(experts, optimizer, self.gradients)
+        options: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(self) if f.name in idle}
+        if experts == "device":  # all of them are there
+            options["device_experts"] = 1.0
+        return dataclasses.replace(self, experts=experts, optimizer=optimizer, **options)
 
     @property
     def on_device(self) -> bool:
@@ -61,6 +72,21 @@ class TiersConfig:
 
 EstimatedGpu = Literal["", "a100", "h100", "h200", "rtx-4090", "rtx-5090"]  # those that programs are compiled for
 AcceleratorName = Literal["", "a100-40gb", "a100", "h100", "h200", "rtx-4090", "rtx-5090"]
+
+
+def _idle_options(experts: str, optimizer: str, gradients: str) -> dict[str, str]:
+    """Return options that nothing honours on these tiers, each with the reason; none while a tier is `auto`."""
+    if "auto" in (experts, optimizer):
+        return {}
+    if (experts, optimizer) == ("device", "device"):
+        why = "with tiers.experts = 'device' and tiers.optimizer = 'device', where nothing leaves the device"
+        return dict.fromkeys(("gradients", "gradient_dtype", "pin_host_memory", "device_layers", *OF_NVME), why)
+    idle = {}
+    if "nvme" not in (experts, optimizer, gradients):
+        idle = dict.fromkeys(OF_NVME, "with nothing on the tier nvme")
+    if experts == "device":
+        idle["device_layers"] = "with tiers.experts = 'device', where those of all layers are"
+    return idle
 
 
 @dataclass(frozen=True)

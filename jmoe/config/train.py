@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from jmoe.config.checks import check, check_field, literals, not_negative, positive
+from jmoe.config.checks import check, check_field, literals, not_negative, positive, unset
 from jmoe.config.distil import DistilConfig
 from jmoe.config.metrics import MetricsConfig
 from jmoe.config.model import ModelConfig, Remat
@@ -57,6 +57,8 @@ class DataConfig:
         check_field(all(w > 0 for w in self.weights), self, "data.weights", "must all be greater than 0")
         check_field(0 < self.held_out_fraction < 1, self, "data.held_out_fraction", "must be between 0 and 1")
         positive(self, "held_out_bytes", "prefetch_batches")
+        if not self.path:
+            unset(self, "data", ["field", "encoding"], "without data.path: it is for text of your own")
 
 
 def _is_text_encoding(name: str) -> bool:
@@ -90,6 +92,8 @@ class OptimizerConfig:
             check_field(0 <= getattr(self, name) < 1, self, f"optimizer.{name}", "must be in [0, 1)")
         fraction = self.final_learning_rate_fraction
         check(0 <= fraction <= 1, "optimizer.final_learning_rate_fraction", fraction, "must be between 0 and 1")
+        if self.schedule == "constant":
+            unset(self, "optimizer", ["final_learning_rate_fraction"], "with optimizer.schedule = 'constant'")
 
 
 @dataclass(frozen=True)
@@ -131,16 +135,21 @@ class CheckpointConfig:
     def __post_init__(self) -> None:
         positive(self, "every_steps", "keep", "drain_timeout_s", "memory_every_steps")
         check_field(self.memory_dir != "", self, "checkpoint.memory_dir", "must name a folder")
+        if self.memory_dir is None:
+            unset(self, "checkpoint", ["memory_every_steps"], "without checkpoint.memory_dir")
 
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    every_steps: int = 0  # 0: at every quarter of a run of 20 steps or more; before and after it in any case
+    every_steps: int = 0  # 0: at every quarter of a run of 20 steps or more; after it in any case
+    at_start: bool = True  # before step 0, too
     sample_tokens: int = 160  # length of the sample printed at the end
     sample_temperature: float = 0.8
 
     def __post_init__(self) -> None:
         not_negative(self, "every_steps", "sample_tokens", "sample_temperature")
+        if not self.sample_tokens:
+            unset(self, "evaluation", ["sample_temperature"], "with evaluation.sample_tokens = 0")
 
 
 @dataclass(frozen=True)
@@ -215,8 +224,9 @@ class TrainConfig:
     # what the backward pass computes again. experts: what their matrices make; layer: everything between two layers
     remat: Remat = "none"
     seed: int = 0
-    # a Hugging Face folder: its model, and its parameters at step 0, instead of what `model` says; of that only what
-    # concerns training counts: capacity_factor and the router's jitter_noise, z_loss_coef and bias_update_speed
+    # a Hugging Face folder, or a run's output folder, whose newest step is merged into one first: its model, and its
+    # parameters at step 0, instead of what `model` says; of that only what concerns training counts: capacity_factor
+    # and the router's jitter_noise, z_loss_coef and bias_update_speed
     init_from: str = ""
     output_dir: str = ""  # "": runs/PRESET
     plan: bool = False  # only print what memory the run needs, by tier, and how long a step takes

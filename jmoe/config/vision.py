@@ -6,10 +6,11 @@ shared, one that a single task names is its own (UFO, VIMER-UFO 2.0).
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Literal
 
-from jmoe.config.checks import check, check_field, literals, not_negative, positive
+from jmoe.config.checks import check, check_field, literals, not_negative, positive, unset
 from jmoe.config.model import LayerKind, ModelConfig
 from jmoe.config.train import TrainConfig
 
@@ -124,6 +125,8 @@ class TaskConfig:
         positive(self, "batch_size", "loss_weight", "embedding_size", "contrastive_temperature")
         not_negative(self, "num_steps")
         literals(self)
+        if self.head == "classes":
+            unset(self, "", ["embedding_size", "contrastive_temperature"], "with head = 'classes'")
         enough = self.head == "classes" or self.batch_size > 1
         check_field(enough, self, "batch_size", "must be greater than 1 to compare images (head = 'contrastive')")
 
@@ -231,6 +234,16 @@ class VisionTrainConfig(TrainConfig):
             check_field(not self.elastic.replan_every_steps, self.elastic, "elastic.replan_every_steps", constraint)
 
     def _check_supported(self) -> None:
+        of_text = [field.name for field in dataclasses.fields(self.data)]
+        unset(self.data, "data", of_text, "for images: each task has a source")
+        unset(self.distil, "distil", ["teacher"], "for images: a language model learns from a teacher")
+        unset(self.evaluation, "evaluation", ["sample_tokens", "sample_temperature"], "for images: no text is sampled")
+        constraint = "must be auto or off for images, whose steps are XLA's alone"
+        check_field(self.native != "on", self, "native", constraint)
+        if not self.model.learn_paths:
+            unset(self.paths, "paths", ["temperature", "final_temperature"], "without model.learn_paths")
+        if not self.elastic.replan_every_steps:
+            unset(self.elastic, "elastic", ["max_imbalance"], "without elastic.replan_every_steps")
         for name in ("experts", "optimizer"):
             tier = getattr(self.tiers, name)
             check(tier != "auto", f"tiers.{name}", tier, "must be device, host or nvme for images")

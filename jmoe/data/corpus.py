@@ -195,10 +195,12 @@ def prepare(config: DataConfig, vocab_size: int, cache_dir: Path, role: Role | N
         finished = job.finished() is not None
         if role.is_main and not finished and job.manifest() is not None:
             print(f"{cache_dir}: the prepared text is damaged, it is prepared again", flush=True)
+        kept = None
         if role.keep and not finished:
+            kept = _kept_manifest(cache_dir)
             cache_dir = beside(cache_dir)
             job = dataclasses.replace(job, directory=cache_dir)
-        manifest = job.run(role.report) if role.is_main else _wait_for(job, role)
+        manifest = job.run(role.report, kept) if role.is_main else _wait_for(job, role)
         tokenizer = load_tokenizer(cache_dir / TOKENIZER, vocab_size, encode_control=config.control_tokens)
         for number, i in enumerate(texts):
             shards[i] = [open_shard(cache_dir / manifest["train"][number]["file"])]
@@ -222,6 +224,19 @@ def _check_shards(shards: Sequence[Shard], report: Report) -> None:
         shard.blocks.check_all(shard.header)
         done_bytes += shard.blocks.num_bytes
         report("checking token shards", done_bytes, total_bytes)
+
+
+class OtherTextError(ValueError):
+    """The text is not what `Role.keep` keeps."""
+
+
+def _kept_manifest(cache_dir: Path) -> dict[str, Any] | None:
+    """Return the manifest of prepared text, whatever job that was; None where it is lost."""
+    try:
+        manifest = json.loads((cache_dir / MANIFEST).read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+    return manifest if isinstance(manifest, dict) and "held_out_text" in manifest else None
 
 
 def beside(cache_dir: Path) -> Path:
@@ -406,14 +421,20 @@ class _TextJob:
         same = hashlib.sha256(text).hexdigest() == manifest["held_out_text"]
         return manifest if same and tokenizer.fingerprint == manifest["tokenizer"] else None
 
-    def run(self, report: Report) -> dict[str, Any]:
-        """Tokenise, unless that has been done; the manifest is written last and makes the result valid."""
+    def run(self, report: Report, kept: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Tokenise, unless that has been done; the manifest is written last and makes the result valid.
+
+        kept: the manifest of the text that a run began with. Raises `OtherTextError` if other text would be held out,
+        before the tokenizer is trained and all of the text becomes tokens.
+        """
         manifest = self.finished()
         if manifest is not None:
             return manifest
         if self.tokenizer is None:
             check_vocab_size(self.vocab_size)
         parts = self._split(report)
+        if kept is not None and self._held_out_sum(parts) != kept["held_out_text"]:
+            raise OtherTextError("data.path: names other text than the run began with")
         self.directory.mkdir(parents=True, exist_ok=True)
         (self.directory / MANIFEST).unlink(missing_ok=True)
         remove_stale_temporaries(self.directory)
@@ -438,6 +459,11 @@ class _TextJob:
         if not any(text for pieces in held_out for text, _ in pieces):
             raise ValueError(f"data.path: the {len(parts)} inputs hold too little text to hold any of it out")
         return parts
+
+    def _held_out_sum(self, parts: list[list[InputFile]]) -> str:
+        """Return the SHA-256 of the text that is held out, as the manifest has it."""
+        held_out = (read_pieces(file, file.train_bytes, file.size_bytes) for part in parts for file in part)
+        return hashlib.sha256(b"".join(text.encode() for pieces in held_out for text, _ in pieces)).hexdigest()
 
     def _write_tokenizer(self, parts: list[list[InputFile]], report: Report) -> LoadedTokenizer:
         path = self.directory / TOKENIZER

@@ -1,11 +1,17 @@
-"""The Hugging Face folder to serve from, which the output folder of a run gets by itself."""
+"""The Hugging Face folder to serve from, which the output folder of a run gets by itself.
+
+python -m jmoe.deploy.merged RUN NAME merges the newest step of a run; NAME is the option that names it, for messages.
+"""
 
 import fcntl
 import os
 import secrets
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from jmoe.config import CheckpointConfig
@@ -16,8 +22,8 @@ from jmoe.memory.record_store import locked
 from jmoe.models.pretrained import what_instead
 from jmoe.run.checkpoint import MANIFEST, Checkpoints
 from jmoe.status import status
+from jmoe.training.finetune import MERGED
 
-MERGED = "merged"
 LOCK = "merge.lock"
 LOCK_LIMIT_S = 3600.0  # another process may just write a large model
 
@@ -67,6 +73,20 @@ def hugging_face_folder(
         yield merged
     finally:
         os.close(use)
+
+
+def merge_apart(run_dir: str, name: str) -> None:
+    """Merge the newest step of a run, unless that has been done, in a process of its own.
+
+    JAX does not begin in this one, which may yet have to join others. name: of the option that names the run.
+    Raises `ValueError` as `hugging_face_folder` does.
+    """
+    command = [sys.executable, "-m", "jmoe.deploy.merged", run_dir, name]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}  # the devices are the caller's
+    done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"{name} = {run_dir!r}: merging ended with {done.returncode}"]
+        raise ValueError(lines[-1])
 
 
 def _name_of(run_dir: Path, step: int) -> str:
@@ -129,3 +149,11 @@ def _remove_unused(merged: Path) -> None:
             shutil.rmtree(merged)
     finally:
         os.close(use)
+
+
+if __name__ == "__main__":
+    try:
+        with hugging_face_folder(sys.argv[1], partial(print, flush=True), name=sys.argv[2]):
+            pass
+    except (ValueError, OSError) as error:
+        sys.exit(str(error))

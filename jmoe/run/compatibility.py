@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from jmoe.config import TaskConfig, TrainConfig, differences
+from jmoe.config import TRAINING_ONLY, TaskConfig, TrainConfig, check, differences
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.run.distributed import from_rank_0
 
@@ -51,7 +51,15 @@ NOTED = {
     "loss_scale.initial": "the checkpoint's own loss scale counts, if it has one",
     "native": "losses will differ by rounding",
     "gradient_accumulation_steps": "losses will differ by rounding, balance losses are now taken over other groups",
+    "distil.temperature": "from here on",
+    "distil.weight": "from here on",
+    **dict.fromkeys((f"model.{name}" for name in TRAINING_ONLY), "from here on"),
+    "model.router.aux_loss_coef": "from here on",
+    **dict.fromkeys((f"optimizer.{name}" for name in ("beta1", "beta2", "eps")), "from here on"),
     "optimizer.clip_norm": "from here on",
+    "optimizer.learning_rate": "from here on",
+    "optimizer.schedule": "from here on",
+    "optimizer.warmup_steps": "the schedule is another one from here on",
     "optimizer.final_learning_rate_fraction": "the schedule changes from here on",
     "optimizer.weight_decay": "from here on",
     "tiers.gradient_dtype": "gradients of experts are rounded otherwise from here on",
@@ -84,13 +92,24 @@ def has_checkpoint(config: TrainConfig, resolved: dict[str, Any]) -> bool:
     """
 
     def look() -> str:
-        saved = Checkpoints(Path(config.output_dir) / "checkpoints", config.checkpoint).newest_config()
+        checkpoints = Checkpoints(Path(config.output_dir) / "checkpoints", config.checkpoint)
+        saved = checkpoints.newest_config()
         if saved is None:
             return ""
+        done = checkpoints.steps()[-1]
+        constraint = f"must be at least {done}, the steps that the run has done; another output_dir starts anew"
+        check(config.num_steps >= done, "num_steps", config.num_steps, constraint)
         check_compatible(saved, resolved | {name: saved[name] for name in (FINGERPRINT,) if name in saved})
         return "resumes"
 
     return bool(from_rank_0("configuration", look, config.distributed.start_timeout_s))
+
+
+def refuse_other_data(config: TrainConfig, resolved: dict[str, Any]) -> None:
+    """Raise the `ValueError` of a run that resumes with other data than its checkpoint's."""
+    saved = Checkpoints(Path(config.output_dir) / "checkpoints", config.checkpoint).newest_config()
+    if saved is not None:
+        check_compatible(saved, resolved | {FINGERPRINT: "of other data"})
 
 
 def check_compatible(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -127,7 +146,7 @@ def check_compatible(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
         raise ValueError(
             "the checkpoint was made with another configuration (saved -> now): "
             + "; ".join(refused)
-            + ". Give the saved values, or another output_dir to start anew"
+            + ". Give the saved values, or start a run of its parameters: --init-from RUN with another --output-dir"
         )
     if other_data:
         what = "; ".join(places) or f"data.path = {now['data']['path']} names other text now"

@@ -176,7 +176,7 @@ def _state(folder: Path, seen: _Seen, done: int, num_steps: int | None, checkpoi
         return "running", f"{by} holds the folder"
     if (held is None or elsewhere) and owner and silent_s <= limit_s:
         return "running", f"last sign of life of {by} {silent_s:.0f} s ago"
-    if num_steps is not None and done >= num_steps and checkpoint == num_steps:
+    if num_steps is not None and done >= num_steps and checkpoint is not None and checkpoint >= num_steps:
         return "ended", "all steps are done and saved"
     awaited = bool(seen.events) and (seen.events[-1]["event"] == "start" or seen.events[-1].get("kind") != "done")
     if awaited and _held(folder / SUPERVISE / "lock"):
@@ -305,6 +305,8 @@ def lines(run: RunOverview) -> Iterator[str]:
         how = "ahead of" if run.clock_ahead_s > 0 else "behind"
         yield f"clock         this machine's is {abs(run.clock_ahead_s):,.0f} s {how} the disk's, which ages are by"
     of = f" of {run.num_steps:,} ({100 * run.steps // max(1, run.num_steps)} %)" if run.num_steps is not None else ""
+    if run.num_steps is not None and run.steps > run.num_steps:
+        of = f", more than the {run.num_steps:,} that it was last told"
     yield f"steps         {run.steps:,}{of}{_ago(run.step_age_s)}"
     if run.tokens_per_s is not None:
         yield f"rate          {run.tokens_per_s:,.0f} tokens/s, {run.step_s:.3g} s a step"

@@ -221,9 +221,7 @@ def with_chosen_tiers(config: TrainConfig) -> TrainConfig:
     model = trained_model(config)
     pairs = candidates(tiers.experts, tiers.optimizer)
     place = choose(model, machine(config), [_placement(config, *pair) for pair in pairs]).placement
-    room = 1.0 if place.experts == "device" else tiers.device_experts  # all of them are there
-    chosen = dataclasses.replace(tiers, experts=place.experts, optimizer=place.optimizer, device_experts=room)
-    return dataclasses.replace(config, tiers=chosen)
+    return dataclasses.replace(config, tiers=tiers.placed(place.experts, place.optimizer))
 
 
 SHARES = ("chosen_share", "most_chosen_share", "room")  # of a device's experts of a layer, see `ExpertStats`

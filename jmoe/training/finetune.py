@@ -21,6 +21,7 @@ from jmoe.optim.loss_scale import first_loss_scale
 from jmoe.training.state import TrainState, experts_of, without_experts
 from jmoe.training.trainer import Trainer
 
+MERGED = "merged"  # folder of a run's output folder: its newest step as a Hugging Face folder
 FLOAT32 = np.dtype(np.float32)
 
 
@@ -31,7 +32,7 @@ def with_pretrained_model(config: TrainConfig) -> TrainConfig:
     """
     if not config.init_from or isinstance(config, VisionTrainConfig):
         return config
-    folder = Path(config.init_from).expanduser()
+    folder = initial_folder(config.init_from)
     model, own = model_config(read_config(folder)), config.model
     of_router = {name.removeprefix("router.") for name in TRAINING_ONLY if name.startswith("router.")}
     router = dataclasses.replace(model.router, **{name: getattr(own.router, name) for name in of_router})
@@ -45,9 +46,25 @@ def with_pretrained_model(config: TrainConfig) -> TrainConfig:
     return config
 
 
+def initial_folder(init_from: str) -> Path:
+    """Return the Hugging Face folder of `init_from`: itself, or of a run the newest step that is merged there."""
+    folder = Path(init_from).expanduser()
+    if not is_run(folder):
+        return folder
+    merged = sorted((folder / MERGED).glob("step-*"), key=lambda step: int(step.name.split("-")[1]))
+    if not merged:
+        raise ValueError(f"init_from = {init_from!r}: no step is merged; give what python -m jmoe.deploy.merge makes")
+    return merged[-1]
+
+
+def is_run(folder: Path) -> bool:
+    """Return whether a folder is the output folder of a run."""
+    return (folder / "checkpoints").is_dir()
+
+
 def left_out(init_from: str) -> list[str]:
     """Return a line for each option of a checkpoint that transformers trains with and jmoe does not."""
-    fields = read_config(folder := Path(init_from).expanduser())
+    fields = read_config(folder := initial_folder(init_from))
     changed = changes_training(fields, family_of(fields))
     return [f"{folder / 'config.json'}: {name} = {value!r}: trains without it" for name, value in changed.items()]
 
@@ -57,7 +74,7 @@ def pretrained_state(trainer: Trainer, config: TrainConfig) -> TrainState:
 
     Experts of other tiers are read layer by layer, and never lie on a device together.
     """
-    folder, shape = Path(config.init_from).expanduser(), trainer.full_shape
+    folder, shape = initial_folder(config.init_from), trainer.full_shape
     places = flat(shape.params) | flat(shape.router_bias)
     shapes = abstract_decoder(config.model)[2]
     shapes = jax.tree.unflatten(jax.tree.structure(shapes), [places[path] for path in flat(shapes)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -58,6 +58,7 @@ class Session:
     snapshots: Snapshots | None = None  # in memory, if wanted
     log: MetricsLog | None = None  # of process 0
     exporter: RunMetrics | None = None  # of process 0, where metrics.port is given
+    changes: list[str] = field(default_factory=list)  # settings that are others than the checkpoint's
 
     @property
     def output_dir(self) -> Path:
@@ -122,12 +123,24 @@ class Session:
         if step is None:
             say(f"starting from {self.config.init_from or 'step 0'}: no checkpoint in {checkpoints.directory}")
             return self.first_state()
-        for note in check_compatible(checkpoints.saved_config(step), self.resolved):
-            say(note)
+        self._compare(checkpoints.saved_config(step))
         state, data_state = restored(self.trainer, checkpoints, step)
         self.batches.set_state(data_state)
         say(f"resuming from step {step} of {checkpoints.directory}")
         return state
+
+    def _compare(self, saved: dict[str, Any]) -> None:
+        """Say which settings have changed since a state was saved; `ValueError` for those that must not."""
+        self.changes = check_compatible(saved, self.resolved)
+        for change in self.changes:
+            say(f"changed: {change}")
+
+    def begin_log(self, step: int) -> MetricsLog:
+        """Open and return the log of steps from `step` on, with the settings that have changed."""
+        self.log = MetricsLog(self.output_dir, start_step=step)
+        for change in self.changes:
+            self.log.write_event("changed", step, setting=change)
+        return self.log
 
     def _from_memory(self, snapshots: Snapshots, checkpoint: int | None) -> TrainState | None:
         """Return the state of the newest snapshot; None if there is none, or the checkpoint is newer."""
@@ -140,8 +153,7 @@ class Session:
             say(f"warning: of the snapshots in memory {used} used: {why}")
         if snapshot is None:
             return None
-        for note in check_compatible(snapshot.config, self.resolved):
-            say(note)
+        self._compare(snapshot.config)
         self.batches.set_state(snapshot.data)
         state = self.trainer.load_state(snapshot.state)
         say(f"resuming from step {snapshot.step} of {snapshots.folder}")
@@ -166,9 +178,9 @@ class Session:
         return HeldOut(loss, bits)
 
     def evaluate_first(self, state: TrainState) -> Any:
-        """Return the held-out loss of step 0: measured now, or by the run that began in this folder."""
+        """Return the held-out loss of step 0: measured now, or by the run that began here; None: not at all."""
         if int(state.step) == 0:
-            return self.evaluate(state)
+            return self.evaluate(state) if self.config.evaluation.at_start else None
         events = read_events(self.log.path) if self.log is not None else []
         first = [event for event in events if event["event"] == "evaluation" and event["step"] == 0]
         return HeldOut(first[0]["loss"], first[0]["bits_per_byte"]) if first else None

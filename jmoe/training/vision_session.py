@@ -195,9 +195,9 @@ class VisionSession(Session):
         return accuracy
 
     def evaluate_first(self, state: TrainState) -> dict[str, float] | None:
-        """Return the accuracies of step 0: measured now, or by the run that began in this folder."""
+        """Return the accuracies of step 0: measured now, or by the run that began here; None: not at all."""
         if int(state.step) == 0:
-            return self.evaluate(state)
+            return self.evaluate(state) if self.config.evaluation.at_start else None
         events = read_events(self.log.path) if self.log is not None else []
         first = [event for event in events if event["event"] == "evaluation" and event["step"] == 0]
         return first[0]["task_accuracy"] if first else None

@@ -22,7 +22,7 @@ from jmoe.training.state import TrainState
 from jmoe.training.streamed_step import StreamedTrainer
 from tests.arrays import differing, full_state
 from tests.fakes import wait_for
-from tests.model_configs import mesh_of
+from tests.model_configs import mesh_of, stored_in
 from tests.training.test_streamed_step import CONFIG, HOST, STEPS, E, N, Trained, batch, held_out_batches, train
 
 SAVED = 3
@@ -33,7 +33,7 @@ class Opened(Closing):
     """A run's program, with its checkpoints in a folder."""
 
     def __init__(self, folder: Path, tiers: TiersConfig, config: TrainConfig = CONFIG) -> None:
-        tiers = dataclasses.replace(tiers, path=str(folder / "records"))
+        tiers = stored_in(tiers, folder / "records")
         self.folder, self.config = folder / "checkpoints", dataclasses.replace(config, tiers=tiers)
         shape = (1, config.mesh.expert_inter, config.mesh.expert_intra)
         self.program = StreamedTrainer(self.config, mesh_of(*shape))

@@ -7,7 +7,16 @@ from typing import Any
 
 import pytest
 
-from jmoe.config import CheckpointConfig, CommConfig, MeshConfig, ModelConfig, OptimizerConfig, TiersConfig, TrainConfig
+from jmoe.config import (
+    CheckpointConfig,
+    CommConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RouterConfig,
+    TiersConfig,
+    TrainConfig,
+)
 from jmoe.config.distil import DistilConfig
 from jmoe.configs.ufo import ufo_tiny
 from jmoe.run.compatibility import check_compatible
@@ -37,7 +46,6 @@ def test_what_may_change_between_checkpoint_and_run() -> None:
     ("changes", "line"),
     [
         ({"model": ModelConfig(hidden_size=512)}, "model.hidden_size: 256 -> 512"),
-        ({"optimizer": OptimizerConfig(beta2=0.9)}, "optimizer.beta2: 0.95 -> 0.9"),
         ({"seed": 1}, "seed: 0 -> 1"),
         ({"batch_size": 16, "num_steps": 8}, "batch_size: 8 -> 16"),
         ({"sequence_length": 128}, "sequence_length: 256 -> 128"),
@@ -112,3 +120,29 @@ def test_tasks_may_end_at_another_step() -> None:
     config["tasks"]["fonts"]["batch_size"] = 8
     with pytest.raises(ValueError, match=r"tasks\.fonts\.batch_size: 16 -> 8"):
         check_compatible(before, config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"optimizer": OptimizerConfig(learning_rate=0.5)}, "optimizer.learning_rate: 0.001 -> 0.5 (from here on)"),
+        (
+            {"optimizer": OptimizerConfig(warmup_steps=5)},
+            "optimizer.warmup_steps: 100 -> 5 (the schedule is",
+        ),
+        ({"optimizer": OptimizerConfig(beta2=0.9)}, "optimizer.beta2: 0.95 -> 0.9 (from here on)"),
+        ({"model": ModelConfig(capacity_factor=1.5)}, "model.capacity_factor: None -> 1.5 (from here on)"),
+        (
+            {"model": ModelConfig(router=RouterConfig(aux_loss_coef=0.1))},
+            "model.router.aux_loss_coef: 0.01 -> 0.1 (from here on)",
+        ),
+    ],
+)
+def test_what_the_next_steps_go_by_may_change(changes: dict[str, Any], line: str) -> None:
+    (note,) = check_compatible(configured(), configured(**changes))
+    assert note.startswith(line)
+
+
+def test_a_refusal_names_the_way_out() -> None:
+    with pytest.raises(ValueError, match=r"--init-from RUN with another --output-dir"):
+        check_compatible(configured(), configured(seed=1))

@@ -61,6 +61,13 @@ def hold(folder: Path) -> Iterator[Hold]:
         file.close()
 
 
+def test_more_steps_than_the_last_command_asked_for(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps({"num_steps": 4}))
+    (said,) = [line for line in lines(read_overview(folder)) if line.startswith("steps")]
+    assert said.startswith("steps         7, more than the 4 that it was last told") and "%" not in said
+    assert read_overview(folder).state == "ended"
+
+
 def test_a_run_that_was_killed_is_dead(folder: Path) -> None:
     run = read_overview(folder)
     assert (run.state, run.why) == ("dead", "no process is left, goes on from step 5")

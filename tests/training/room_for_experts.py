@@ -14,7 +14,7 @@ import jax
 
 from jmoe.config import CommConfig, MeshConfig, TiersConfig, TrainConfig
 from tests.arrays import differing
-from tests.model_configs import MODEL
+from tests.model_configs import MODEL, stored_in
 from tests.training.test_streamed_step import CONFIG, HOST, train
 
 E = 32
@@ -34,7 +34,7 @@ CASES: dict[str, tuple[TrainConfig, TiersConfig]] = {
         dataclasses.replace(
             EIGHT,
             mesh=MeshConfig(2, 2, 2),
-            comm=CommConfig(schedule="priority", chunk_bytes=1000),
+            comm=CommConfig(schedule="priority"),
             gradient_accumulation_steps=2,
         ),
         HOST,
@@ -59,10 +59,10 @@ CASES: dict[str, tuple[TrainConfig, TiersConfig]] = {
 def main(case: str, share: str, folder: str) -> None:
     jax.config.update("jax_num_cpu_devices", 8)
     config, tiers = CASES[case]
-    whole = train(config, dataclasses.replace(tiers, path=str(Path(folder) / "all")), steps=4)
+    whole = train(config, stored_in(tiers, Path(folder) / "all"), steps=4)
     part = train(
         config,
-        dataclasses.replace(tiers, path=str(Path(folder) / "share"), device_experts=float(share)),
+        stored_in(tiers, Path(folder) / "share", device_experts=float(share)),
         steps=4,
         reopen_after=2,
     )

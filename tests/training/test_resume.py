@@ -29,7 +29,7 @@ from jmoe.training.resume import restored
 from jmoe.training.state import TrainState
 from jmoe.training.trainer import Trainer, make_trainer
 from tests.arrays import differing, full_state
-from tests.model_configs import mesh_of
+from tests.model_configs import mesh_of, stored_in
 
 DEVICE = TiersConfig()
 MIXED = TiersConfig(experts="device", optimizer="host")
@@ -44,7 +44,7 @@ def opened(
     tiers: TiersConfig, folder: Path, devices: int = 1, replicas: int = 1
 ) -> Iterator[tuple[Trainer, Checkpoints]]:
     """The program of a run in this folder and its checkpoints, as train.py opens them."""
-    tiers = dataclasses.replace(tiers, path=str(folder / "records"))
+    tiers = stored_in(tiers, folder / "records")
     mesh = MeshConfig(replicas, devices, 1)
     config = dataclasses.replace(CONFIG, tiers=tiers, mesh=mesh, output_dir=str(folder))
     with (
@@ -200,7 +200,7 @@ def test_experts_are_saved_restored_and_begun_off_the_device(
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("name", ["host", "half", "nvme", "mixed"])
 def test_a_pretrained_model_is_begun_off_the_device(tmp_path: Path, name: str, devices: int) -> None:
-    tiers = dataclasses.replace(TIERS[name], device_layers=1, path=str(tmp_path / "records"))
+    tiers = stored_in(TIERS[name], tmp_path / "records", device_layers=1)
     config = pretrained_config("mixtral", tiers=tiers, mesh=MeshConfig(1, devices, 1), output_dir=str(tmp_path))
     mesh = mesh_of(1, devices, 1)
     ordinary = make_trainer(dataclasses.replace(config, tiers=DEVICE), mesh)

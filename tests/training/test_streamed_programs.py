@@ -20,7 +20,7 @@ from jmoe.training.streamed_step import StreamedTrainer
 from jmoe.training.trainer import make_trainer
 from tests.arrays import differing
 from tests.compiled import operations
-from tests.model_configs import MODEL, mesh_of, spread_over
+from tests.model_configs import MODEL, mesh_of, spread_over, stored_in
 
 SPREAD = dataclasses.replace(
     CONFIG,
@@ -118,7 +118,7 @@ def test_replicas_have_their_records_once(config: TrainConfig, on_host: Trained)
 def test_where_it_lies_changes_no_bit(
     config: TrainConfig, on_host: Trained, tiers: TiersConfig, tmp_path: Path
 ) -> None:
-    there = train(config, dataclasses.replace(tiers, path=str(tmp_path)), steps=4, reopen_after=2)
+    there = train(config, stored_in(tiers, tmp_path), steps=4, reopen_after=2)
     assert there.losses == on_host.losses
     assert there.held_out == on_host.held_out
     assert differing(there.state, on_host.state) == []

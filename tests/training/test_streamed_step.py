@@ -24,7 +24,7 @@ from jmoe.training.state import Batch, TrainState, without_experts
 from jmoe.training.streamed_step import StreamedTrainer
 from jmoe.training.trainer import Trainer, make_trainer
 from tests.arrays import differing, full_state
-from tests.model_configs import MODEL, OPTIMIZER, mesh_of
+from tests.model_configs import MODEL, OPTIMIZER, mesh_of, stored_in
 
 B, S, E, N, STEPS = 2, 8, 8, 3, 6
 CONFIG = TrainConfig(
@@ -145,7 +145,7 @@ def test_it_starts_from_the_same_parameters() -> None:
     ],
 )
 def test_where_it_lies_changes_no_bit(on_host: Trained, tiers: TiersConfig, slots: int, tmp_path: Path) -> None:
-    tiers = dataclasses.replace(tiers, path=str(tmp_path), device_layers=slots)
+    tiers = stored_in(tiers, tmp_path, device_layers=slots)
     there = train(CONFIG, tiers)
     assert there.losses == on_host.losses
     assert there.held_out == on_host.held_out

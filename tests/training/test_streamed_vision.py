@@ -25,7 +25,7 @@ from jmoe.training.task_layouts import kept_bytes, layout_of
 from jmoe.training.vision_step import VisionTrainer
 from jmoe.training.vision_trainer import ImageTrainer, make_vision_trainer
 from tests.arrays import differing, full_state
-from tests.model_configs import mesh_of, spread_over
+from tests.model_configs import mesh_of, spread_over, stored_in
 from tests.vision_tasks import CLASSES, COMM, CONFIG, TASKS
 
 DEVICE = TiersConfig()
@@ -93,7 +93,7 @@ class Run:
 @contextlib.contextmanager
 def opened(config: VisionTrainConfig, tiers: TiersConfig, folder: Path, *shape: int, step: int = 0) -> Iterator[Run]:
     """A run with experts on these tiers, on a mesh of this shape."""
-    tiers = dataclasses.replace(tiers, path=str(folder / "records"))
+    tiers = stored_in(tiers, folder / "records")
     config = dataclasses.replace(config, tiers=tiers, output_dir=str(folder))
     spread: Any = spread_over(config, *shape, **COMM)
     devices = int(np.prod(shape))

@@ -160,7 +160,7 @@ def test_experts_on_tiers_are_planned() -> None:
     for tiers, layers in (
         (TiersConfig(experts="host", optimizer="nvme"), 2),
         (TiersConfig(experts="nvme", optimizer="nvme", device_layers=1), 1),
-        (TiersConfig(experts="device", optimizer="host", device_layers=1), 3),
+        (TiersConfig(experts="device", optimizer="host"), 3),
     ):
         config = dataclasses.replace(ELASTIC, tiers=tiers)
         memory, own_bytes = memory_of(config, 1)
