@@ -38,6 +38,7 @@ def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
+@pytest.mark.slow
 def test_the_first_code_says_how_to_have_its_devices(run_python) -> None:  # type: ignore[no-untyped-def]
     """As a reader types it, with what the comment puts before the program's name."""
     code = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)[0]
@@ -48,6 +49,7 @@ def test_the_first_code_says_how_to_have_its_devices(run_python) -> None:  # typ
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_the_readmes_commands_run_as_written(run_python, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     """`make` leaves .venv and nothing else on the path; the training command for two steps, in a folder of the test."""
     (block,) = re.findall(r"```\n(source .*?)```", (ROOT / "README.md").read_text().replace("\\\n", " "), re.DOTALL)
