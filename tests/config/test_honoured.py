@@ -146,6 +146,7 @@ COUNTS: dict[str, dict[str, str]] = {
         **dict.fromkeys(("model.mlp_only_layers", "model.shared_expert_intermediate_size"), EXPERTS),
         **dict.fromkeys(("model.capacity_factor", "model.router."), EXPERTS),
         **dict.fromkeys(("data.path", "data.tokenizer", "data.prefetch_batches"), "every run reads text"),
+        "data.control_tokens": "every run reads text",
         **dict.fromkeys(("data.held_out_fraction", "data.held_out_bytes"), "every run holds text out"),
         "optimizer.": "AdamW updates every run",
         "mesh.": "every run has a mesh, which must multiply to its devices",
