@@ -132,9 +132,9 @@ def in_use_elements(model: ModelConfig, num_tokens: int, num_devices: int, buffe
     if not model.num_moe_layers:
         return num_tokens * each, num_tokens * each
     rows = buffers * num_devices * expert_rows(num_tokens // num_devices, k, num_devices, model.capacity_factor)
-    sent = 4 * hidden if num_devices > 1 else 0
-    experts = rows * (2 * hidden + up + inner)
-    return max(num_tokens * each, experts + rows * sent), max(num_tokens * each, experts)
+    sent = hidden if num_devices > 1 else 0
+    again = rows * (2 * hidden + up + inner)
+    return max(num_tokens * each, again + rows * (inner + sent)), max(num_tokens * each, again)
 
 
 def machine(config: TrainConfig) -> Machine:
