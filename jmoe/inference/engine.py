@@ -54,6 +54,7 @@ from jmoe.planning.placement import Placement, slot_rows
 from jmoe.planning.roofline import ExpertWeights
 from jmoe.planning.streaming import StreamingPlan
 from jmoe.run.compile_cache import keep_compiled_programs
+from jmoe.run.processes import check_alike
 from jmoe.status import status
 from kernels_pallas import native
 
@@ -90,6 +91,7 @@ class LoadedModel(Closing):
         """Load a Hugging Face checkpoint. Raises `ValueError` before weights are read. say: what takes how long."""
         with open_checkpoint(folder, options) as checkpoint, contextlib.ExitStack() as stack:
             keep_compiled_programs()
+            check_alike(f"content of {checkpoint.folder}", lambda: checkpoint.content)
             options = with_sequence_length(checkpoint, options)
             paths = options.estimator == "paths"
             table = PathTable.load(checkpoint.folder, checkpoint.routing_fingerprint) if paths else None

@@ -19,13 +19,12 @@ import numpy as np
 from jmoe.config import ModelConfig, check
 from jmoe.layers.embedding import Lookup, lookup
 from jmoe.memory.closing import Closing
-from jmoe.memory.identity import content_identity
 from jmoe.models.block import Block
 from jmoe.models.decoder import STACKS, Decoder
 from jmoe.models.generation_config import GenerationConfig
 from jmoe.models.huggingface import family_of, model_config
 from jmoe.models.pretrained import abstract_decoder, check_dtype, decoder_of, read_config
-from jmoe.models.safetensors_io import StoredTensor, TensorReader, read_headers
+from jmoe.models.safetensors_io import StoredTensor, TensorReader, read_headers, weights_identity
 from jmoe.models.tensor_parallel import ADDED_ONCE, cuts_of, device_config, share_norms, spans
 from jmoe.models.weights import Loader, Names, Parameter, check_tensors, flat, parameters
 from kernels_pallas.compressed import BLOCK, FORMATS, FP8, MXFP4, SCALES, Format, compress
@@ -171,12 +170,7 @@ class LazyCheckpoint(Closing):
     @property
     def content(self) -> str:
         """Return a hash of configuration and weights, the same for every copy: see `content_identity`."""
-        files = {tensor.file.name: tensor.file for tensor in self._stored.values()}
-        marks: dict[Path, list[int]] = {file: [] for file in files.values()}
-        for tensor in self._stored.values():
-            marks[tensor.file] += tensor.entries()
-        headers = [[t.name, t.dtype, t.shape, t.file.name, t.offset] for t in self._stored.values()]
-        what = [self.fields, sorted(headers), content_identity(files, marks)]
+        what = [self.fields, weights_identity(self._stored)]
         return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
 
     @property

@@ -4,12 +4,13 @@ Files are read with plain reads into small buffers, never mapped: mapped pages w
 Format: https://huggingface.co/docs/safetensors (8 bytes length, JSON header, tensors).
 """
 
+import hashlib
 import itertools
 import json
 import math
 import os
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import numpy as np
 
 from jmoe.memory.closing import Closing
 from jmoe.memory.direct_io import fsync
+from jmoe.memory.identity import content_identity
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES: dict[str, Any] = {
@@ -117,6 +119,16 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
         if name not in tensors or tensors[name].file.name != file:
             raise ValueError(f"{folder / file}: tensor {name!r} is missing, but {INDEX} places it there")
     return tensors
+
+
+def weights_identity(stored: Mapping[str, StoredTensor]) -> str:
+    """Return a hash of tensors, the same for every copy of their files: see `content_identity`."""
+    files = {tensor.file.name: tensor.file for tensor in stored.values()}
+    marks: dict[Path, list[int]] = {file: [] for file in files.values()}
+    for tensor in stored.values():
+        marks[tensor.file] += tensor.entries()
+    headers = sorted([t.name, t.dtype, t.shape, t.file.name, t.offset] for t in stored.values())
+    return hashlib.sha256(json.dumps([headers, content_identity(files, marks)]).encode()).hexdigest()
 
 
 class TensorReader(Closing):

@@ -6,7 +6,7 @@ Legend: P processes, C bytes of a chunk.
 
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from numpy.typing import NDArray
 
+from jmoe.config import check
 from jmoe.mesh import BY_PROCESS, PROCESS, process_mesh
 
 CHUNK_BYTES = 1 << 23  # of device memory, twice; on CPU larger ones are slower
@@ -33,6 +34,19 @@ def gather_json(value: Any) -> list[Any]:
     padded[: len(text)] = np.frombuffer(text, np.uint8)
     texts = multihost_utils.process_allgather(padded)
     return [json.loads(row[:size].tobytes()) for row, size in zip(texts, sizes, strict=True)]
+
+
+def check_alike(name: str, identify: Callable[[], str]) -> None:
+    """Raise `ValueError` on every process if one reads something else than process 0.
+
+    identify: tells apart what they read. On hosts with disks of their own a copy may be old, or another one.
+    """
+    if jax.process_count() == 1:
+        return
+    views = gather_json(identify())
+    others = [rank for rank, own in enumerate(views) if own != views[0]]
+    constraint = f"must be the same on every process, is another on {others}: copy it to their hosts anew"
+    check(not others, name, views[0][:16], constraint)
 
 
 def rounds_of(pairs: Sequence[tuple[int, int]]) -> list[Pairs]:

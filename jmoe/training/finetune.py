@@ -13,11 +13,12 @@ from jmoe.config import TRAINING_ONLY, TrainConfig, VisionTrainConfig
 from jmoe.models.config_fields import changes_training
 from jmoe.models.huggingface import family_of, model_config
 from jmoe.models.pretrained import abstract_decoder, read_config
-from jmoe.models.safetensors_io import TensorReader, read_headers
+from jmoe.models.safetensors_io import TensorReader, read_headers, weights_identity
 from jmoe.models.tokenizer_file import TOKENIZER
 from jmoe.models.weights import Loader, Parameter, check_tensors, flat, parameters
 from jmoe.offload.expert_state import ExpertArrays
 from jmoe.optim.loss_scale import first_loss_scale
+from jmoe.run.processes import check_alike
 from jmoe.training.state import TrainState, experts_of, without_experts
 from jmoe.training.trainer import Trainer
 
@@ -81,6 +82,7 @@ def pretrained_state(trainer: Trainer, config: TrainConfig) -> TrainState:
     stored = read_headers(folder)
     wanted = parameters(shapes, config.model, family_of(read_config(folder)), stored)
     check_tensors(wanted, stored, folder, config.model, jnp.float32)
+    check_alike(f"content of {folder}", lambda: weights_identity(stored))
     streamed = [p for p in wanted if p.experts and not experts_of(trainer.saved_shape.params)]
     with TensorReader() as reader:
         loader = Loader(stored, reader)

@@ -16,10 +16,11 @@ from jmoe.config import TrainConfig
 from jmoe.data.loader import COMPARABLE_BYTES, baselines
 from jmoe.mesh import ACCUMULATED_BATCH, make_mesh
 from jmoe.run.checkpoint import Checkpoints
-from jmoe.run.compatibility import check_compatible
+from jmoe.run.compatibility import FINGERPRINT, check_compatible
 from jmoe.run.distributed import Watchdog
 from jmoe.run.metrics import MetricsLog, read_events, recent_expert_load
 from jmoe.run.planner import tier_totals, tiers_summary
+from jmoe.run.processes import check_alike
 from jmoe.run.prometheus import RunMetrics
 from jmoe.run.run_folder import RunFolder
 from jmoe.run.snapshots import Snapshots
@@ -106,6 +107,7 @@ class Session:
         """Return the newest snapshot's or checkpoint's state, with the data at its position, or a fresh one."""
         doing = status("restoring or initialising the state", say)
         with self.watchdog.waiting_for("restore or initialisation", progress=self.trainer.progress), doing:
+            check_alike(FINGERPRINT, lambda: str(self.resolved[FINGERPRINT]))
             step = self.checkpoints.latest_step()
             if self.snapshots is None:
                 return self._from_disk(step)

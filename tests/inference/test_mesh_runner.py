@@ -1,6 +1,8 @@
 """An engine on several fake devices gives what it gives on one, wherever its experts are and while they move."""
 
 import json
+import re
+import shutil
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -8,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_engines import tiny_engine
+from tiny_engines import CHECKPOINTS, tiny_engine
 
 from jmoe.collectives.ragged import Ragged
 from jmoe.config.engine import EngineMesh, Policy
@@ -19,6 +21,7 @@ from jmoe.offload.segments import as_segments
 from jmoe.planning.placement import place_as
 from tests.arrays import ragged_all_to_all
 from tests.compiled import compilations
+from tests.damage import flip
 from tests.inference.mesh_traffic import (
     MAX_BATCH,
     Traffic,
@@ -269,3 +272,33 @@ def test_bad_settings_are_refused_before_weights_are_read(
     monkeypatch.setattr("jmoe.models.lazy_checkpoint.LazyCheckpoint.fill_expert", lambda *_: pytest.fail("were read"))
     with pytest.raises(ValueError, match=match):
         tiny_engine("mixtral", **options)
+
+
+UNLIKE = """
+import sys
+from jmoe.config import DistributedConfig
+from jmoe.config.engine import EngineConfig, EngineMesh
+from jmoe.inference.engine import LoadedModel
+from jmoe.run.distributed import start
+
+rank, port, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+start(DistributedConfig(coordinator_address=f"127.0.0.1:{port}", num_processes=2, process_id=rank))
+try:
+    LoadedModel(folder, EngineConfig(max_batch=2, max_seq_len=16, mesh=EngineMesh(devices=2)))
+except ValueError as error:
+    print(error, flush=True)
+"""
+
+
+def test_processes_with_different_weights_are_named(start_python: Start, tmp_path: Path) -> None:
+    """Of equal names and sizes, on disks of their own: one answer would be computed from both."""
+    copies = [shutil.copytree(CHECKPOINTS / "mixtral", tmp_path / f"host-{rank}" / "model") for rank in range(2)]
+    flip(copies[1] / "model.safetensors", (copies[1] / "model.safetensors").stat().st_size - 9)
+    port = free_port()
+    ranks = [
+        start_python(["-c", UNLIKE, str(rank), str(port), copy], tmp_path / f"log-{rank}", one_device_each(tmp_path))
+        for rank, copy in enumerate(copies)
+    ]
+    for copy, rank in zip(copies, ranks, strict=True):
+        words = rf"content of {copy} = '\w{{16}}': must be the same on every process, is another on \[1\]: copy it"
+        assert re.search(words, rank.end(LONG_S))
