@@ -32,6 +32,17 @@ def python_command(args: Sequence[str | Path]) -> list[str]:
     return [sys.executable, "-c", _DIE_WITH_PARENT, sys.executable, *map(str, args)]
 
 
+def without_home(args: Sequence[str | Path], environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    """`python *args` to its end as a user whom the machine does not know, as in a container: without a home folder."""
+    nobody = ["unshare", "--user", "--map-user=12345"]
+    if subprocess.run([*nobody, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("users cannot be mapped here")
+    known = {name: value for name, value in os.environ.items() if name not in ("HOME", "XDG_CACHE_HOME")}
+    known.pop("JAX_COMPILATION_CACHE_DIR", None)
+    command = [*nobody, *python_command(args)]
+    return subprocess.run(command, env=known | environment, capture_output=True, text=True, check=False, timeout=300)
+
+
 class Child(subprocess.Popen[str]):
     """A process that a test started; log: the file that has what it writes."""
 

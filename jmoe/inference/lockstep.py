@@ -21,6 +21,7 @@ import jax
 
 from jmoe.config import DistributedConfig
 from jmoe.run import distributed
+from jmoe.run.clocks import RunningClock
 from jmoe.run.line import Line
 from jmoe.run.rendezvous import named
 from jmoe.status import first_line
@@ -90,6 +91,7 @@ class Leader:
         self._is_lost, self._closing, self._reporting = threading.Event(), threading.Event(), threading.Lock()
         self._num_calls, self._calls_of = 0, dict.fromkeys(lines, 0)
         self._step_since_s: float | None = None
+        self._clock = RunningClock(_beat_s(silence_s))
         self._listeners = [
             threading.Thread(target=self._listen, args=item, name="lockstep", daemon=True) for item in lines.items()
         ]
@@ -109,7 +111,7 @@ class Leader:
 
         `LockstepError` where an error has its reason in another process.
         """
-        self._step_since_s = time.monotonic()
+        self._step_since_s = self._clock.now()
         try:
             yield
         except Exception as error:
@@ -152,8 +154,8 @@ class Leader:
         """Show followers that this process lives, and look whether a step takes too long."""
         while not self._closing.wait(every_s):
             self._send_all(("beat", self._num_calls))
-            since_s = self._step_since_s
-            if since_s is not None and time.monotonic() > since_s + self._step_timeout_s:
+            since_s, now_s = self._step_since_s, self._clock.look()
+            if since_s is not None and now_s > since_s + self._step_timeout_s:
                 behind = [rank for rank, calls in self._calls_of.items() if calls < self._num_calls]
                 which = f"{named(behind)} behind" if behind else "all ranks have come as far"
                 self._lose(f"a step has made no progress for {self._step_timeout_s:g} s (step_timeout_s): {which}")

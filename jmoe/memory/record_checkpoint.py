@@ -134,11 +134,14 @@ class RecordCheckpoints:
         if draining is None:
             return
         tick_s = min(1.0, self._stall_limit_s)
-        before, since_s = self._drained, time.monotonic()
+        before, waited_s, last_s = self._drained, 0.0, time.monotonic()
         while not wait([draining], tick_s).done:
+            now_s = time.monotonic()
+            waited_s += min(now_s - last_s, 2 * tick_s)  # more than that the process was suspended
+            last_s = now_s
             if self._drained != before:
-                before, since_s = self._drained, time.monotonic()
-            elif time.monotonic() - since_s > self._stall_limit_s:
+                before, waited_s = self._drained, 0.0
+            elif waited_s > self._stall_limit_s:
                 done, total = before
                 raise TimeoutError(
                     f"drain of records to {self._drains_to}: process {self.process} has copied none for "

@@ -1,6 +1,6 @@
 """Whose clock says what: ages of files go by the disk's own clock, and hosts whose clocks differ are named.
 
-Nothing in a run waits for, or decides by, the time of another host. Standard library.
+Nothing in a run waits for, or decides by, the time of another host or that in which it was suspended. Standard library.
 """
 
 from __future__ import annotations
@@ -14,6 +14,30 @@ from pathlib import Path
 from typing import Any
 
 SKEW_S = 5.0  # clocks that differ by less are not worth a word
+LATE_S = 1.0  # a thread may come so much later than it wanted on a busy machine
+
+
+class RunningClock:
+    """Counts the seconds in which this process has run: it stands still while the process is suspended.
+
+    After SIGSTOP, `scontrol suspend` or a sleep of its host a process goes on where it was, and nothing is late. `look`
+    is to be called every `every_s` by one thread; time in which it was not called does not count.
+    """
+
+    def __init__(self, every_s: float) -> None:
+        self._longest_s = every_s + LATE_S
+        self._last_s, self._missed_s = time.monotonic(), 0.0
+
+    def look(self) -> float:
+        """Return `now`, after a look at whether the process was suspended."""
+        now_s = time.monotonic()
+        self._missed_s += max(0.0, now_s - self._last_s - self._longest_s)
+        self._last_s = now_s
+        return now_s - self._missed_s
+
+    def now(self) -> float:
+        """Return the seconds; what the present gap misses is not known before the next `look`."""
+        return time.monotonic() - self._missed_s
 
 
 def disk_time(folder: Path) -> float | None:

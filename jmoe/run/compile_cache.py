@@ -1,19 +1,32 @@
 """Compiled programs kept on disk from one process to the next."""
 
+import errno
+import logging
 import os
-from pathlib import Path
 
 import jax
+
+from kernels_pallas import native
+
+log = logging.getLogger("jmoe")
 
 
 def keep_compiled_programs() -> None:
     """Let JAX keep every program in $XDG_CACHE_HOME/jmoe/compiled, unless it has been given a folder already.
 
+    Where there is no home folder, or it cannot be written, none is kept.
     `JAX_COMPILATION_CACHE_DIR` chooses another one, `JAX_ENABLE_COMPILATION_CACHE=false` keeps nothing.
     """
     if jax.config.values["jax_compilation_cache_dir"] is not None:
         return
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    jax.config.update("jax_compilation_cache_dir", str(Path(root) / "jmoe" / "compiled"))
+    try:
+        folder = native.cache_folder() / "compiled"
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+    except (native.NoCacheError, OSError) as error:
+        log.info("programs are compiled at each start: %s", error)
+        return
+    jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -28,7 +28,7 @@ import jax
 
 from jmoe.config import DistributedConfig
 from jmoe.run import job
-from jmoe.run.clocks import HostClocks
+from jmoe.run.clocks import HostClocks, RunningClock
 from jmoe.run.heartbeat import Heartbeat
 from jmoe.run.rendezvous import named, rendezvous
 from jmoe.runtime import EXIT_LOST
@@ -176,8 +176,8 @@ class Watchdog:
 
     With many processes each rank also shows the others, about once a second, where it is: a rank that is behind, dead
     or stopped is named on every rank, and one that gives up makes all of them print their stacks. An error that leaves
-    the context ends the rank without JAX's shutdown barrier, in which the others would be waited for. heartbeat: the
-    file in which a supervisor looks for signs of life.
+    the context ends the rank without JAX's shutdown barrier, in which the others would be waited for. Time in which the
+    process was suspended does not count. heartbeat: the file in which a supervisor looks for signs of life.
     """
 
     def __init__(self, timeout_s: float, heartbeat_timeout_s: float = 10.0, heartbeat: Heartbeat | None = None) -> None:
@@ -190,7 +190,8 @@ class Watchdog:
         self._store: Any = _store()
         self._wait: _Wait | None = None
         self._waits = 0  # begun so far; ranks run the same program, so this compares how far they are
-        self._begun_s = time.monotonic()  # when the last of them began
+        self._clock = RunningClock(min(self._tick_s, self._beat_s))
+        self._begun_s = self._clock.now()  # when the last of them began
         self._clocks = HostClocks(socket.gethostname())
         self._last = "nothing yet"
         self._answered_s = math.inf  # when the coordinator last answered; inf: it is not expected to, or that was said
@@ -218,7 +219,7 @@ class Watchdog:
         is shown. option: the setting that holds the limit, for the message.
         """
         label = phase if step is None else f"{phase} {step}"
-        begun_s = time.monotonic()
+        begun_s = self._clock.now()
         wait = _Wait(label, self.timeout_s if timeout_s is None else timeout_s, progress, option, begun_s)
         if progress is not None:
             wait.seen = {self._rank: str(progress())}
@@ -263,22 +264,22 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._closing.wait(min(self._tick_s, self._beat_s)):
-            wait = self._wait
+            wait, now_s = self._wait, self._clock.look()
             self._show_life()
             # A call to a frozen coordinator returns nothing, not even an error; JAX then ends this process unexplained.
-            silent_s = time.monotonic() - self._answered_s
+            silent_s = now_s - self._answered_s
             if silent_s > 0.6 * self._heartbeat_timeout_s and not self._closing.is_set():
                 self._answered_s = math.inf
                 _say(f"{NO_COORDINATOR}, for {silent_s:.0f} s; this rank is at {self._at()}")
-            if wait is not None and time.monotonic() > wait.since + wait.timeout_s and not self._closing.is_set():
+            if wait is not None and now_s > wait.since + wait.timeout_s and not self._closing.is_set():
                 if self._has_progressed(wait):
-                    wait.since = time.monotonic()
+                    wait.since = self._clock.now()
                 else:
                     self._give_up(wait)
 
     def _show_life(self) -> None:
         if self._heartbeat is not None:
-            self._heartbeat.beat(self._at(), self._waits, time.monotonic() - self._begun_s)
+            self._heartbeat.beat(self._at(), self._waits, self._clock.now() - self._begun_s)
 
     def _has_progressed(self, wait: _Wait) -> bool:
         if wait.progress is None:
@@ -290,7 +291,7 @@ class Watchdog:
         return changed
 
     def _give_up(self, wait: _Wait) -> None:
-        waited_s = time.monotonic() - wait.since
+        waited_s = self._clock.now() - wait.since
         words = f"rank {self._rank} has waited {waited_s:.0f} s for {wait.doing()}"
         words += " without progress" if wait.progress is not None else ""
         words += f" (limit {wait.timeout_s:g} s, {wait.option})"
@@ -374,7 +375,7 @@ class Watchdog:
             beat += 1
             try:
                 self._beat(beat)
-                self._answered_s = time.monotonic()
+                self._answered_s = self._clock.now()
                 if self._rank == 0:
                     self._look_for_silence(changed)
                 for rank, notice in self._notices().items():
@@ -400,7 +401,7 @@ class Watchdog:
 
     def _look_for_silence(self, changed: dict[int, tuple[int, float]]) -> None:
         """Name, on rank 0, ranks that stopped reporting, before JAX ends the run for want of their heartbeats."""
-        now, begun_s = time.monotonic(), time.time()
+        now, begun_s = self._clock.now(), time.time()
         reports = self._reports()
         for line in self._clocks.look(reports, begun_s):
             _say(line)
@@ -417,7 +418,7 @@ class Watchdog:
         wait = self._wait
         if wait is None:
             return f"the end of {self._last}"
-        return f"{wait.doing()} since {time.monotonic() - wait.since:.0f} s"
+        return f"{wait.doing()} since {self._clock.now() - wait.since:.0f} s"
 
     def _publish(self, line: str, *, ends: bool, rank: int | None = None) -> None:
         key = f"{NOTICES}{self._rank if rank is None else rank}"

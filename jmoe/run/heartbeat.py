@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +47,13 @@ class Heartbeat:
 class Listener:
     """Looks for signs of life of an attempt's ranks, from its start on."""
 
-    def __init__(self, folder: Path, processes: int) -> None:
-        self._paths = [heartbeat_file(folder, rank) for rank in range(processes)]
-        self._changed = [(0, time.monotonic())] * processes  # (time stamp of the file, when that was first seen)
+    def __init__(self, folder: Path, processes: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """clock: seconds, by which silence is measured."""
+        self._paths, self._clock = [heartbeat_file(folder, rank) for rank in range(processes)], clock
+        self._changed = [(0, clock())] * processes  # (time stamp of the file, when that was first seen)
 
     def look(self) -> None:
-        now = time.monotonic()
+        now = self._clock()
         for rank, path in enumerate(self._paths):
             try:
                 stamp = path.stat().st_mtime_ns
@@ -63,7 +65,7 @@ class Listener:
     def silence_s(self, rank: int) -> float:
         """Return how long the rank has shown no sign of life; 0 before its first one."""
         stamp, since = self._changed[rank]
-        return time.monotonic() - since if stamp else 0.0
+        return self._clock() - since if stamp else 0.0
 
     def has_begun(self, rank: int) -> bool:
         return self._changed[rank][0] != 0

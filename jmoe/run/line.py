@@ -7,6 +7,7 @@ port when a run starts can take part in it.
 import contextlib
 import json
 import math
+import select
 import socket
 import struct
 import threading
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 
 _HEADER = struct.Struct("!II")  # bytes of JSON, bytes of arrays
+GRACE_S = 2.0  # in which one that is alive shows it
 _ARRAY = "array"  # an array's place in the JSON: {"array": [dtype, shape]}
 
 
@@ -54,13 +56,24 @@ class Line:
         data = bytearray()
         while len(data) < num_bytes:
             try:
-                piece = self._socket.recv(num_bytes - len(data))
+                piece = self._receive(num_bytes - len(data))
             except ConnectionResetError:  # its end came before it had read everything
                 return None
             if not piece:
                 return None
             data += piece
         return data
+
+    def _receive(self, most_bytes: int) -> bytes:
+        """Return what has come; after the time of silence again, in case both ends were suspended for it."""
+        try:
+            return self._socket.recv(most_bytes)
+        except TimeoutError:
+            poll = select.poll()
+            poll.register(self._socket, select.POLLIN)
+            if not poll.poll(1000 * min(GRACE_S, self._socket.gettimeout() or 0.0)):
+                raise
+            return self._socket.recv(most_bytes)
 
 
 def encode(message: Any) -> bytes:

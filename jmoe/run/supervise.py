@@ -24,7 +24,7 @@ from jmoe.command_line import parse_supervise, parse_train
 from jmoe.config import TrainConfig, check
 from jmoe.config.supervise import SuperviseConfig
 from jmoe.configs import PRESETS
-from jmoe.run.clocks import disk_time
+from jmoe.run.clocks import RunningClock, disk_time
 from jmoe.run.heartbeat import CLOSED, Listener
 from jmoe.run.job import check_all_used
 from jmoe.run.rendezvous import named
@@ -106,6 +106,7 @@ class Supervisor:
         self._signals: list[int] = []
         self._growing = False
         self._local_devices = 1
+        self._clock = RunningClock(POLL_S)  # of an attempt
 
     def run(self) -> int:
         """Supervise the run until it is done, stopped or given up; return the exit code."""
@@ -247,7 +248,8 @@ class Supervisor:
             title = f"attempt {self._attempt}, rank {rank} of {len(ranks)}"
             command = [*self._program, *self._arguments, *words]
             tether.start(Order(command, os.getcwd(), self._environment(tether), str(self._log(rank)), title))
-        return Listener(heartbeats, len(ranks))
+        self._clock = RunningClock(POLL_S)
+        return Listener(heartbeats, len(ranks), self._clock.now)
 
     def _environment(self, tether: Tether) -> dict[str, str]:
         """Return changes to the environment of a rank: a compile cache that all share, and its own device."""
@@ -284,11 +286,12 @@ class Supervisor:
 
     def _watch(self, ranks: Sequence[Tether], listener: Listener, asker: Asker) -> Ending:
         """Return how the attempt has ended; by then all of its processes have."""
-        began, position = time.monotonic(), self._log_size()
+        began, position = self._clock.now(), self._log_size()
         first: Ending | None = None
         deadline = float("inf")
         passed = 0  # a signal may have come while the processes were started; one before that has ended the run
         while True:
+            self._clock.look()
             for number in self._signals[passed:]:
                 for tether in ranks:
                     tether.send_signal(number)
@@ -298,10 +301,10 @@ class Supervisor:
             codes = [tether.code() for tether in ranks]
             if first is None and (first := self._first_ending(ranks, codes, listener, began)) is not None:
                 says_why = any(code not in (None, 0, EXIT_STOPPED) for code in codes) and not _is_killed(first.code)
-                deadline = time.monotonic() + (END_S if says_why else 0.0)
+                deadline = self._clock.now() + (END_S if says_why else 0.0)
             elif first is None and deadline == float("inf") and any(code is not None for code in codes):
-                deadline = time.monotonic() + self._train.distributed.step_timeout_s
-            if None not in codes or time.monotonic() > deadline:
+                deadline = self._clock.now() + self._train.distributed.step_timeout_s
+            if None not in codes or self._clock.now() > deadline:
                 break
             if first is None and not (self._growing or self._signals) and self._can_grow(ranks, asker.returned()):
                 self._growing = True
@@ -325,7 +328,7 @@ class Supervisor:
         """Return how the rank that is to blame has ended, if one has; a silent one is killed."""
         bad = [rank for rank, code in enumerate(codes) if code not in (None, 0, EXIT_STOPPED)]
         limit_s = self._silence_s / 3 if bad else self._silence_s
-        waited_s = time.monotonic() - began
+        waited_s = self._clock.now() - began
         for rank, tether in enumerate(ranks):
             if codes[rank] is not None or any(_is_killed(codes[other]) for other in bad):
                 continue

@@ -21,8 +21,10 @@ from kernels_pallas.native.api import (
 )
 from kernels_pallas.native.finder import SlotFinder
 from kernels_pallas.native.library import (
+    NoCacheError,
     NotBuiltError,
     build_in_background,
+    cache_folder,
     is_built,
     load,
     multiplies_many_rows,
@@ -47,10 +49,12 @@ __all__ = [
     "SIZE_MULTIPLE",
     "SLOT_ARRAYS",
     "MLPArrays",
+    "NoCacheError",
     "NotBuiltError",
     "SlotFinder",
     "SlotLayout",
     "build_in_background",
+    "cache_folder",
     "cached_attention",
     "causal_attention",
     "causal_attention_gradient",

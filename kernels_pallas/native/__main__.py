@@ -6,7 +6,7 @@ With --background other programs come first.
 import os
 import sys
 
-from kernels_pallas.native.library import NotBuiltError, load
+from kernels_pallas.native.library import NotBuiltError, build, load
 
 
 def main() -> None:
@@ -14,6 +14,7 @@ def main() -> None:
     if "--background" in sys.argv[1:]:
         os.nice(10)
     try:
+        build()  # to be kept
         print(load())
     except NotBuiltError as error:
         sys.exit(f"The native operations cannot be built here, so that XLA's are used: {error}")

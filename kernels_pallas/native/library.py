@@ -1,8 +1,10 @@
 """Builds the native library with the machine's C++ compiler, once for a processor, and gives it to XLA."""
 
+import atexit
 import ctypes
 import fcntl
 import hashlib
+import logging
 import os
 import shutil
 import subprocess
@@ -33,9 +35,15 @@ FLAGS = ("-std=c++20", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-
 BUILD_TIMEOUT_S = 300
 _SOURCES = Path(__file__).parent
 
+log = logging.getLogger("jmoe")
+
 
 class NotBuiltError(RuntimeError):
     """The library cannot be built on this machine; the message says why."""
+
+
+class NoCacheError(NotBuiltError):
+    """There is no folder in which the library can be kept."""
 
 
 _built: list[Path] = []  # the library to take, where one was named
@@ -51,10 +59,11 @@ def take_built(path: Path) -> None:
 def load() -> Path:
     """Build the library if this machine has not done so before, and register its operations with XLA.
 
-    Returns its path, in $XDG_CACHE_HOME/jmoe/native or as `take_built` has said. Raises `NotBuiltError` where there is
-    no compiler, it fails, or the folder cannot be written.
+    Returns its path, in $XDG_CACHE_HOME/jmoe/native or as `take_built` has said; where there is no home folder, or it
+    cannot be written, in a folder that ends with this process. Raises `NotBuiltError` where there is no compiler, or it
+    fails.
     """
-    path = _built[0] if _built else build()
+    path = _built[0] if _built else _build_somewhere()
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
@@ -66,12 +75,18 @@ def load() -> Path:
 
 def is_built() -> bool:
     """Return whether `load` has nothing to build. Raises `NotBuiltError` where it could not build anything."""
-    return bool(_built) or _place(_compiler()).exists()
+    try:
+        return bool(_built) or _place(_compiler()).exists()
+    except NoCacheError:
+        return False
 
 
 def build_in_background() -> None:
-    """Let another process build the library, with a low priority, so that a later start finds it; once a process."""
-    if not _building:
+    """Let another process build the library, with a low priority, so that a later start finds it; once a process.
+
+    Raises `NoCacheError` where no later start could find it.
+    """
+    if not _building and not _place(_compiler()).exists():
         root = str(_SOURCES.parents[1])
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
@@ -103,6 +118,26 @@ def recorded_background() -> list[tuple[float, float]]:
     return list(zip(seconds[::2], seconds[1::2], strict=True))
 
 
+def cache_folder() -> Path:
+    """Return $XDG_CACHE_HOME/jmoe, by default below the home folder; `NoCacheError` where there is none."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jmoe"
+    except RuntimeError as error:
+        raise NoCacheError("there is no home folder: set HOME or XDG_CACHE_HOME") from error
+
+
+def _build_somewhere() -> Path:
+    """Return the library that is kept, or one of this process's own where none can be."""
+    try:
+        return build()
+    except NoCacheError as error:
+        log.info("native operations are compiled at each start: %s", error)
+        folder = Path(tempfile.mkdtemp(prefix="jmoe-native-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        _compile(_compiler(), folder / "library.so")
+        return folder / "library.so"
+
+
 def build() -> Path:
     """Compile the library into its place, unless it is there; of several processes one does."""
     compiler = _compiler()
@@ -117,14 +152,17 @@ def build() -> Path:
             if not path.exists():
                 _compile(compiler, path)
     except OSError as error:
-        raise NotBuiltError(f"{root}: {error.strerror}") from error
+        raise NoCacheError(f"{root}: {error.strerror}") from error
     return path
 
 
 def _place(compiler: str) -> Path:
-    """Return where the library that this compiler builds is kept."""
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return root / "jmoe" / "native" / f"{_fingerprint(compiler)}.so"
+    """Return where the library that this compiler builds is kept; `NoCacheError` where none can be."""
+    path = cache_folder() / "native" / f"{_fingerprint(compiler)}.so"
+    above = next(folder for folder in path.parents if folder.exists())
+    if above.is_dir() and not path.exists() and not os.access(above, os.W_OK | os.X_OK):
+        raise NoCacheError(f"{above}: cannot be written")
+    return path
 
 
 def _compiler() -> str:

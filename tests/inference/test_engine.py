@@ -30,6 +30,7 @@ from jmoe.offload.slots import DeviceSlots
 from kernels_pallas import native
 from tests.compiled import compilations
 from tests.damage import flip_everywhere, poison
+from tests.processes import ROOT, without_home
 
 FAMILIES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3_yarn", "gpt_oss"]
 NEAR_TIE = 5e-4
@@ -190,6 +191,20 @@ def test_native_operations_that_are_not_built_yet_are_not_waited_for(
     with tiny_engine("olmoe", policy="resident", native="auto") as served:
         assert not served._runner.native  # type: ignore[attr-defined]
         assert served.generate([[1, 2, 3]], max_new_tokens=2, ignore_eos=True)[0].token_ids
+
+
+def test_without_a_home_folder_nothing_is_kept() -> None:
+    """As in a container whose user the machine does not know: programs are compiled at each start."""
+    code = f"""if True:
+        import jax
+        from jmoe.config.engine import EngineConfig
+        from jmoe.inference.engine import Engine
+        with Engine({str(CHECKPOINTS / "olmoe")!r}, EngineConfig(**{SIZES!r}, policy="resident")) as engine:
+            print(len(engine.generate([[1, 2, 3]], max_new_tokens=2, ignore_eos=True)[0].token_ids))
+        print(jax.config.values["jax_compilation_cache_dir"])
+    """
+    done = without_home(["-c", code], {"CXX": "no-compiler", "PYTHONPATH": str(ROOT)})
+    assert done.stdout == "2\nNone\n", done.stderr
 
 
 def test_the_plan_is_what_an_engine_takes(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from kernels_pallas.compressed import FORMATS, SCALES, Format, compress
 from kernels_pallas.matmul import dot
 from kernels_pallas.native.library import build
 from tests.arrays import assert_close
+from tests.processes import without_home
 
 ROOT = Path(__file__).resolve().parents[2]
 dtypes = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -422,12 +423,30 @@ def run_module(cache: Path, **environment: str) -> subprocess.CompletedProcess[s
     return subprocess.run(command, env=variables, capture_output=True, text=True, check=False, timeout=300)
 
 
+def fast_compiler(folder: Path) -> Path:
+    """One that does not optimise."""
+    fast = folder / "c++"
+    fast.write_text(f'#!/bin/sh\nexec {shutil.which(os.environ.get("CXX", "c++"))} "$@" -O0\n')
+    fast.chmod(0o755)
+    return fast
+
+
+@pytest.mark.slow
+def test_without_a_home_folder_it_is_built_for_the_process(tmp_path: Path) -> None:
+    load = "from kernels_pallas.native import load, multiplies_many_rows as ask; print(load()); ask()"
+    environment = {"CXX": str(fast_compiler(tmp_path)), "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    done = without_home(["-c", load], environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"{tmp_path}/jmoe-native-")
+    assert not list(tmp_path.glob("jmoe-native-*"))
+    done = without_home(["-m", "kernels_pallas.native"], environment)
+    assert done.returncode == 1 and "there is no home folder: set HOME or XDG_CACHE_HOME" in done.stderr
+
+
 @pytest.mark.slow
 def test_it_is_built_once(tmp_path: Path) -> None:
     """By whoever comes first, of several at once; a later start takes what is there."""
-    fast = tmp_path / "c++"
-    fast.write_text(f'#!/bin/sh\nexec {shutil.which(os.environ.get("CXX", "c++"))} "$@" -O0\n')
-    fast.chmod(0o755)
+    fast = fast_compiler(tmp_path)
     with ThreadPoolExecutor(2) as threads:
         done = list(threads.map(lambda _: run_module(tmp_path, CXX=str(fast)), range(2)))
     assert [d.returncode for d in done] == [0, 0], done

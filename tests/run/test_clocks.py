@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jmoe.run.clocks import HostClocks, disk_time
+from jmoe.run.clocks import HostClocks, RunningClock, disk_time
 
 
 class Rank0:
@@ -64,3 +64,18 @@ def test_the_time_of_the_disk(tmp_path: Path) -> None:
     assert now is not None and before.stat().st_mtime <= now <= after.stat().st_mtime
     assert set(os.listdir(tmp_path)) == {"before", "after"}
     assert disk_time(tmp_path / "absent") is None
+
+
+def test_a_clock_stands_still_while_the_process_is_suspended(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    clock = RunningClock(0.5)
+    begun_s = clock.now()
+    for _ in range(10):
+        now_s += 1.0  # later than it wanted, on a busy machine
+        clock.look()
+    assert clock.now() - begun_s == 10.0
+    now_s += 3600.0
+    assert clock.look() - begun_s == clock.now() - begun_s == 11.5
+    now_s += 0.5
+    assert clock.look() - begun_s == 12.0

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from jmoe.config import DistributedConfig
-from jmoe.run import distributed
+from jmoe.run import clocks, distributed
 from jmoe.run.distributed import AskedSignal, PreemptionSignal, Watchdog
 from tests.fakes import wait_for, wait_for_text
 from tests.processes import Child
@@ -261,6 +261,31 @@ def test_a_wait_that_is_too_long_names_its_phase_and_ends_the_process(
     assert 'File "<string>", line 8 in <module>' in ended.stderr
 
 
+def test_a_suspended_process_is_not_ended_when_it_goes_on(start_python: Start, tmp_path: Path) -> None:
+    """As by `scontrol suspend`: it was stopped for longer than its limit, which counts the time in which it ran."""
+    code = """if True:
+        import time
+        from jmoe.run.distributed import Watchdog
+        with Watchdog(3.0) as watchdog:
+            with watchdog.waiting_for("evaluation"):
+                with watchdog.waiting_for("training data", 7):
+                    print("begun", flush=True)
+                    for _ in range(10):
+                        time.sleep(0.1)
+            print("done", flush=True)
+            with watchdog.waiting_for("training data", 8):
+                time.sleep(60)
+    """
+    process = start_python(["-c", code], tmp_path / "log")
+    process.wait_until(lambda: "begun" in process.screen)
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(5)
+    process.send_signal(signal.SIGCONT)
+    assert process.wait(240) == distributed.EXIT_CODE  # of what did get stuck
+    assert "done" in process.screen
+    assert re.search(r"rank 0 has waited [3-9] s for training data 8 \(limit 3 s", process.screen)
+
+
 @pytest.mark.slow
 def test_a_wait_that_makes_progress_goes_on(
     run_python: Run,
@@ -293,10 +318,11 @@ def test_waits_in_time_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def wait(seconds: float) -> None:
         nonlocal now_s
-        now_s, before = now_s + seconds, looks
-        wait_for(lambda: looks > before + 6)
+        for _ in range(3):  # at once it would look as if the process had been suspended
+            now_s, before = now_s + seconds / 3, looks
+            wait_for(lambda: looks > before + 6)  # noqa: B023
 
-    monkeypatch.setattr(distributed, "time", SimpleNamespace(monotonic=monotonic))
+    monkeypatch.setattr(clocks, "time", SimpleNamespace(monotonic=monotonic))
     with Watchdog(2.5, heartbeat_timeout_s=0.1) as watchdog:  # so it looks every hundredth of a second
         for step in range(4):
             with watchdog.waiting_for("training step", step):

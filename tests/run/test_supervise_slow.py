@@ -222,3 +222,26 @@ def test_a_link_is_lost_for_half_a_minute(runs: TrainRuns, tmp_path: Path, start
     whole = tmp_path / "whole"
     run_split(runs, start_python, whole, 2, 1, *SLOWER, "--num-steps", losses(run)[-1][0] + 1)
     assert dict(losses(run)) == dict(losses(whole))
+
+
+def test_a_suspended_job_goes_on(runs: TrainRuns, tmp_path: Path, start_python: Start) -> None:
+    """All of it is stopped for longer than any limit, as by `scontrol suspend`: nobody takes another for dead.
+
+    Of several processes JAX's coordination service ends the run, which starts again from its checkpoint.
+    """
+    run = tmp_path / "run"
+    limits = ("--distributed.heartbeat-timeout-s", 10, "--distributed.step-timeout-s", 25)
+    command = ("-m", "jmoe.run.supervise", "--processes", "1", "--", *runs.command(run, *limits, *ENDLESS))
+    supervisor = start_python(command, tmp_path / "log", runs.environment())
+    supervisor.wait_until(lambda: committed(run))
+    job = [psutil.Process(supervisor.pid), *psutil.Process(supervisor.pid).children(recursive=True)]
+    for process in job:
+        process.suspend()
+    time.sleep(40)
+    for process in job:
+        process.resume()
+    before = len(losses(run))
+    supervisor.wait_until(lambda: len(losses(run)) > before + 20)
+    supervisor.send_signal(signal.SIGTERM)
+    screen = supervisor.end(300)
+    assert "restart" not in screen and "has waited" not in screen and resumes(run) == []
