@@ -112,7 +112,7 @@ def main() -> int:
     step = program.step.lower(program.state_shape, batch).compile()  # type: ignore[attr-defined]
     state = program.init()
     if a.init != "jmoe":
-        state = training.peer_like(state, a.init, config.model.initializer_range)
+        state = training.peer_like(program, state, a.init, config.model.initializer_range)
     dtype = jnp.dtype(a.dtype)
     left, right = jnp.ones((ROWS, INNER), dtype), jnp.ones((INNER, COLUMNS), dtype)
     product = jax.jit(lambda x, w: jnp.dot(x, w, preferred_element_type=jnp.float32))

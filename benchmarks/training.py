@@ -124,8 +124,8 @@ def tokens(a: argparse.Namespace, config: TrainConfig, rank: int) -> np.ndarray:
     return np.concatenate([ids.reshape(a.batch, a.seq), last], axis=1).astype(np.int32)[None]
 
 
-def peer_like(state: Any, init: str, std: float, seed: int = 0) -> Any:
-    """The state with weights drawn as torch's Linear and Embedding, or transformers, draw them, sharded as before."""
+def peer_like(program: Any, state: Any, init: str, std: float, seed: int = 0) -> Any:
+    """Return the state with weights drawn as torch's Linear and Embedding, or transformers, draw them."""
     import jax
     import jax.numpy as jnp
 
@@ -147,7 +147,7 @@ def peer_like(state: Any, init: str, std: float, seed: int = 0) -> Any:
     leaves = jax.tree_util.tree_leaves_with_path(state.params)
     fans = {"/".join(str(getattr(k, "key", k)) for k in p): w.shape[-2] for p, w in leaves if w.ndim > 1}
     params = jax.tree_util.tree_map_with_path(draw, state.params)
-    return replace(state, params=jax.tree.map(jnp.asarray, params))
+    return program.load_state(replace(program.save_state(state), params=jax.tree.map(jnp.asarray, params)))
 
 
 def join(a: argparse.Namespace, rank: int) -> None:
@@ -178,7 +178,7 @@ def worker(a: argparse.Namespace, rank: int) -> dict[str, Any]:
     compile_s = time.perf_counter() - begun
     state = program.init()  # after compiling, whose memory it takes over
     if a.init != "jmoe":
-        state = peer_like(state, a.init, config.model.initializer_range)
+        state = peer_like(program, state, a.init, config.model.initializer_range)
     seconds, losses, dropped = [], [], 0
     for i in range(a.warmup + a.steps):
         begun = time.perf_counter()

@@ -41,7 +41,7 @@ class DistillingTrainer(FusedTrainer):
         check(not plan.parallel_head, "comm.embedding", plan.kind, constraint)
         self._teacher = teacher
         self._head_HV = jax.device_put(head_HV, NamedSharding(mesh, REPLICATED))
-        state = self.model.state_specs
+        state = self.state_specs
 
         def step(state_now: TrainState, batch: TaughtTokens, head_HV: jax.Array, full_capacity: bool) -> Any:
             def body(state_now: TrainState, batch: TaughtTokens, head_HV: jax.Array) -> Any:

@@ -91,13 +91,32 @@ class ShardedDecoder(ShardedModel):
 
     @property
     def casts_once(self) -> bool:
-        """Whether a step casts stacked weights once, where their gradients allow it, instead of in each layer.
+        """Whether stacked weights are cast once a step, where their gradients allow it, instead of in each layer.
 
         Forwards, backwards and what is computed again then read one copy, and gradients are stacked in its dtype, to
         which a layer's products rounded them. On a CPU each layer is cast: reading one of a stack in bfloat16 would
         convert the whole stack.
         """
         return self.mesh.devices.flat[0].platform != "cpu"
+
+    def _is_copied(self, path: Any, w: Any) -> bool:
+        narrows = path_names(path)[0] in STACKS.values() and self.used_dtype(path, w.ndim) != w.dtype
+        return self.casts_once and self.mesh.size == 1 and narrows
+
+    def cast_copies(self, params: Any) -> tuple[jax.Array, ...]:
+        """Return the stacked weights in the dtype of their use, in order; none where a step casts them itself.
+
+        AdamW writes them as it updates the weights, in the same pass.
+        """
+        leaves = jax.tree_util.tree_leaves_with_path(params)
+        return tuple(self.cast_leaf(path, w) for path, w in leaves if self._is_copied(path, w))
+
+    def with_copies(self, params: Any, copies: tuple[jax.Array, ...]) -> Any:
+        """Return the parameters with these copies, which `cast_copies` made, in place of what they are of."""
+        left = iter(copies)
+        return jax.tree_util.tree_map_with_path(
+            lambda path, w: next(left) if copies and self._is_copied(path, w) else w, params
+        )
 
     def _cast_stacks(self, stacks: Any, layers: ReverseScan | None) -> Any:
         """Return the stacks of layers with those weights cast whose gradients are not added to others in the stack."""

@@ -97,9 +97,11 @@ class ShardedModel(ABC):
 
     def cast_leaf(self, path: tuple[Any, ...], w: jax.Array) -> jax.Array:
         """Cast one parameter, of a layer, of stacked layers, or outside the layers."""
-        names = _names(path)
-        ndim = w.ndim - is_expert(path) - stack_dims(path)
-        return w if names[0] in self._split else w.astype(self._compute_dtype(names, ndim))
+        return w if _names(path)[0] in self._split else w.astype(self.used_dtype(path, w.ndim))
+
+    def used_dtype(self, path: tuple[Any, ...], ndim: int) -> Any:
+        """Return the dtype of use of a parameter with so many dimensions, of a layer, stacked, or outside."""
+        return self._compute_dtype(_names(path), ndim - is_expert(path) - stack_dims(path))
 
     def gather(self, tree: Any) -> Any:
         """Gather this device's parameters (of one layer, or outside the layers), in the dtype of their use."""

@@ -25,9 +25,10 @@ Batch = tuple[jax.Array, jax.Array]  # held-out tokens [B, S + 1], and their tar
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """Everything a step changes. Nested dicts of arrays; float32 but for `step` (int32 scalar).
+    """Everything a step changes. Nested dicts of arrays; float32 but for `step` (int32 scalar) and `cast`.
 
-    loss_scale: None unless the run computes in float16.
+    loss_scale: None unless the run computes in float16. cast: copies of stacked weights in the dtype of their use, see
+    `ShardedDecoder.cast_copies`; no part of a checkpoint.
     """
 
     params: Any
@@ -36,6 +37,7 @@ class TrainState:
     router_bias: Any
     step: jax.Array
     loss_scale: LossScale | None = None
+    cast: tuple[jax.Array, ...] = ()
 
     @classmethod
     def at_step_0(cls, params: Any, router_bias: Any, loss_scale: LossScale | None = None) -> Self:

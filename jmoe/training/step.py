@@ -59,10 +59,15 @@ class FusedTrainer:
     ) -> None:
         self.config, self.model = config, (model := ShardedDecoder(config, mesh, links))
         self._layers = model.reverse_scan(chunk_bytes)
-        self.state_shape, self.saved_shape, self.full_shape = model.state_shape, model.saved_shape, model.saved_shape
-        self.notes, self.save_state = model.notes, model.to_saved
-        self.init = jax.jit(model.initial_state, out_shardings=shardings(model.state_specs, mesh))
-        state, sharded = model.state_specs, self.sharded
+        self.saved_shape = self.full_shape = model.saved_shape
+        self.notes, sharded = model.notes, self.sharded
+        copies = jax.eval_shape(model.cast_copies, model.state_shape.params)
+        on_one: Any = tuple(REPLICATED for _ in copies)
+        state = self.state_specs = replace(model.state_specs, cast=on_one)
+        places = shardings(state, mesh)
+        placed = lambda s, place: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place)  # noqa: E731
+        self.state_shape: TrainState = jax.tree.map(placed, replace(model.state_shape, cast=copies), places)
+        self.init = jax.jit(lambda: self.with_cast(model.initial_state()), out_shardings=places)
 
         def step(state_now: TrainState, tokens_ABS: jax.Array, full_capacity: bool = False) -> Any:
             body = partial(self._step_local, full_capacity=full_capacity)
@@ -94,7 +99,12 @@ class FusedTrainer:
         squares = over_devices(num_devices, squared_norms_local(grads, self.model))
         dropless = self.config.model.capacity_factor is None and "dropped" in metrics
         overflow = metrics["dropped"].sum() > 0 if dropless else jnp.bool_(False)
-        return finish_step(self.config, state, grads, squares, metrics, overflow)
+        state, metrics = finish_step(self.config, state, grads, squares, metrics, overflow)
+        return self.with_cast(state), metrics
+
+    def with_cast(self, state: TrainState) -> TrainState:
+        """Return the state with copies of its parameters as they are now."""
+        return replace(state, cast=self.model.cast_copies(state.params))
 
     def gradients_local(
         self, state: TrainState, batch: Any, *, full_capacity: bool, **constants: Any
@@ -110,8 +120,9 @@ class FusedTrainer:
         def one(index: Any, part: Any, layers: ReverseScan | None) -> tuple[Any, Metrics]:
             loss_and_gradients = jax.value_and_grad(partial(self.loss_local, layers=layers, **options), has_aux=True)
             key = router_key(self.config, state.step, lax.axis_index(ALL), index) if draws else None
-            (_, metrics), grads = loss_and_gradients(state.params, state.router_bias, part, key)
-            return grads, metrics
+            params = self.model.with_copies(state.params, state.cast)
+            (_, metrics), grads = loss_and_gradients(params, state.router_bias, part, key)
+            return jax.tree.map(lambda g, w: g.astype(w.dtype), grads, state.params), metrics
 
         def several(first: int, last: int, layers: ReverseScan | None) -> tuple[Any, Metrics]:
             if last == first + 1:
@@ -190,13 +201,14 @@ class FusedTrainer:
 
     # Without gradients
 
+    def _forward(self, state: TrainState, tokens_BS: jax.Array, **options: Any) -> tuple[jax.Array, jax.Array, Any]:
+        return self.model(self.model.with_copies(state.params, state.cast), state.router_bias, tokens_BS, **options)
+
     def _nll_local(
         self, state: TrainState, tokens_BS: jax.Array, weights_BS: jax.Array, *, full_capacity: bool
     ) -> tuple[jax.Array, jax.Array]:
         """Return (summed negative log-likelihood, assignments that found no row in buffers)."""
-        hidden, head, stats = self.model(
-            state.params, state.router_bias, tokens_BS[:, :-1], full_capacity=full_capacity
-        )
+        hidden, head, stats = self._forward(state, tokens_BS[:, :-1], full_capacity=full_capacity)
         hidden_TD, labels_T = hidden.reshape(-1, hidden.shape[-1]), tokens_BS[:, 1:].reshape(-1)
         nll = lax.psum(self.model.head.cross_entropy(hidden_TD, head, labels_T, weights_BS.reshape(-1)), ALL)
         return nll, dropped_tokens(stats)
@@ -207,7 +219,7 @@ class FusedTrainer:
     def _logits_local(
         self, state: TrainState, tokens_BS: jax.Array, position: jax.Array, *, full_capacity: bool
     ) -> tuple[jax.Array, jax.Array]:
-        hidden, head, stats = self.model(state.params, state.router_bias, tokens_BS, full_capacity=full_capacity)
+        hidden, head, stats = self._forward(state, tokens_BS, full_capacity=full_capacity)
         last = lax.dynamic_index_in_dim(hidden[0], position, 0, keepdims=False).astype(jnp.float32)
         last = lax.psum(jnp.where(lax.axis_index(ALL) == 0, last, 0), ALL)
         return self.model.head.logits(last, head), dropped_tokens(stats)
@@ -219,12 +231,17 @@ class FusedTrainer:
 
     # Checkpoints
 
+    def save_state(self, state: TrainState) -> TrainState:
+        """Return the state as a checkpoint holds it."""
+        return self.model.to_saved(replace(state, cast=()))
+
     def load_state(
         self, saved: TrainState, weights: ReadExperts | None = None, moments: ReadExperts | None = None
     ) -> TrainState:
         """Return the state in the form that training uses; experts that `saved` lacks are read."""
         kinds = self.config.model.layer_kinds
-        return self.model.from_saved(with_read_experts(saved, self.saved_shape, kinds, weights, moments))
+        whole = with_read_experts(saved, self.saved_shape, kinds, weights, moments)
+        return self.with_cast(self.model.from_saved(whole))
 
     def expert_stats(self) -> None:
         """Return nothing: no expert moves between tiers."""

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jmoe.config import TrainConfig
 from jmoe.config.cluster import read_links
 from jmoe.config.tiers import ACCELERATORS
-from jmoe.mesh import ACCUMULATED_BATCH, make_mesh, shardings
+from jmoe.mesh import ACCUMULATED_BATCH, make_mesh
 from jmoe.planning.exchange import DROPLESS_BUFFER
 from jmoe.planning.gpu_estimate import ExpertRows, GpuEstimate, estimate_module, gpu_rates
 from jmoe.planning.gpu_links import GPUS_PER_NODE
@@ -124,14 +124,9 @@ def lower_step(config: TrainConfig, target: str) -> jax.stages.Lowered:
     mesh = make_mesh(config.check_devices(len(devices), each), devices)
     links = read_links(Path(config.comm.links)) if config.comm.links else None
     trainer, parts = FusedTrainer(config, mesh, links=links), config.gradient_accumulation_steps
-    state = jax.tree.map(
-        lambda array, place: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=place),
-        trainer.state_shape,
-        shardings(trainer.model.state_specs, mesh),
-    )
     sizes = parts, config.batch_size // parts, config.sequence_length + 1
     tokens = jax.ShapeDtypeStruct(sizes, jnp.int32, sharding=NamedSharding(mesh, ACCUMULATED_BATCH))
-    _, lowered = ahead_of_time.lower_for(devices[0], trainer.step, state, tokens)
+    _, lowered = ahead_of_time.lower_for(devices[0], trainer.step, trainer.state_shape, tokens)
     return lowered
 
 

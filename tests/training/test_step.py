@@ -62,7 +62,10 @@ def program(shape: tuple[int, int, int], **changes: Any) -> tuple[Trainer, Mesh,
 
 def place(state: Any, to: Trainer) -> TrainState:
     """A state on the host as `to`'s devices hold it. A copy: a donated buffer may lie on the array it came from."""
-    placed: TrainState = jax.tree.map(lambda x, s: jax.device_put(np.array(x), s.sharding), state, to.state_shape)
+    shape = dataclasses.replace(to.state_shape, cast=())
+    placed: TrainState = jax.tree.map(lambda x, s: jax.device_put(np.array(x), s.sharding), state, shape)
+    if to.state_shape.cast:
+        placed = to.with_cast(placed)  # type: ignore[attr-defined]
     return jax.block_until_ready(placed)
 
 
@@ -439,3 +442,13 @@ def test_weights_that_are_cast_once_change_no_number(
     monkeypatch.setattr(ShardedDecoder, "casts_once", property(lambda _: True))
     once = run(shape, 2, **narrow, output_dir="once")  # a program of its own
     assert_same_run(once, each, 1e-5)
+    if shape != ONE:
+        return
+    ours = program(shape, **narrow, output_dir="once")[0]
+    state, copies = place(dataclasses.replace(once.state, cast=()), ours), once.state.cast
+    assert {w.dtype for w in copies} == {jnp.dtype(jnp.bfloat16)} and len(copies) > 4
+    for a, b in zip(copies, state.cast, strict=True):  # AdamW wrote them as it updated the weights
+        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+    saved = ours.save_state(state)
+    assert jax.tree.structure(saved) == jax.tree.structure(ours.saved_shape)  # no part of a checkpoint
+    assert jax.tree.structure(ours.load_state(saved)) == jax.tree.structure(ours.state_shape)
