@@ -4,7 +4,8 @@
 
 Prompts are random tokens, or `--text FILE` through the checkpoint's tokenizer. Every batch runs once unmeasured, then
 `--rounds` times with new prompts; a decode step gives every sequence a token. Medians over the rounds, and of a
-round's decode over its steps. `--long-prompt N` also times the prefill of one prompt of N tokens.
+round's decode over its steps. `--long-prompt N` also times the prefill of one prompt of N tokens. `--profile FOLDER`
+lists a GPU's kernels in a decode step of every batch.
 """
 
 if __name__ == "__main__":
@@ -17,12 +18,18 @@ import resource
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
+import jax
 import numpy as np
 
 from benchmarks.lib import report
 from benchmarks.lib.engines import about, add_engine_options, engine_of, prefill_s
+from benchmarks.lib.gpu_trace import kernel_times
 from jmoe.inference.engine import Engine
+from jmoe.inference.sampling_params import SamplingParams
+
+TRACED_STEPS = 20
 
 
 def arguments() -> argparse.Namespace:
@@ -34,6 +41,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--long-prompt", type=int)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--text", type=Path)
+    parser.add_argument("--profile", type=Path, help="write a trace of 20 decode steps of every batch to this folder")
     parser.add_argument("--host-bytes-per-s", type=float, help="limit of copies from host memory to the device")
     return parser.parse_args()
 
@@ -91,6 +99,21 @@ def measure(a: argparse.Namespace, engine: Engine, batch: int, number: int) -> d
     }
 
 
+def profiled(a: argparse.Namespace, engine: Engine, batch: int) -> dict[str, Any] | None:
+    """Return a GPU's kernels in `TRACED_STEPS` decode steps; None on a CPU."""
+    sampling = SamplingParams(max_new_tokens=2 * TRACED_STEPS, ignore_eos=True)
+    waiting = {engine.add_request(prompt, sampling) for prompt in prompts(a, engine, batch, a.rounds + 1)}
+    while waiting:
+        waiting -= {output.sequence for output in engine.step()}
+    folder = a.profile / str(batch)
+    with jax.profiler.trace(str(folder)):
+        for _ in range(TRACED_STEPS):
+            engine.step()
+    while engine.has_unfinished:
+        engine.step()
+    return kernel_times(folder, TRACED_STEPS)
+
+
 def medians(a: argparse.Namespace, engine: Engine, batch: int) -> dict[str, float]:
     rounds = [measure(a, engine, batch, number) for number in range(a.rounds + 1)][1:]
     known = [key for key, value in rounds[0].items() if value is not None]
@@ -107,11 +130,13 @@ def main() -> None:
         rows = {str(batch): medians(a, engine, batch) for batch in a.batch}
         stats = engine.stats()
         long_tokens_per_s = None if a.long_prompt is None else round(long_prefill(a, engine), 2)
+        profile = None if a.profile is None else {str(batch): profiled(a, engine, batch) for batch in a.batch}
     by_batch = {key: {batch: row[key] for batch, row in rows.items()} for key in next(iter(rows.values()))}
     result = {
         "system": "jmoe",
         "long_prefill_tokens_per_s": long_tokens_per_s,
         "policy": stats.policy,
+        "profile": profile,
         "start_s": round(start_s, 2),
         "device_expert_bytes": stats.device_expert_bytes,
         "host_expert_bytes": stats.host_expert_bytes,

@@ -72,6 +72,10 @@ def parts(scratch: Path, on_cpu: bool) -> list[Part]:
     else:
         shapes = ("olmoe", "qwen3-30b-a3b", "mixtral-8x7b")
         found += [Part(f"kernels_{shape}", f"kernels.py --gpu --shapes {shape}", 75) for shape in shapes]
+    found.append(Part("slot_formats", f"slot_formats.py{' --toy' if on_cpu else ''}", 110))
+    for dtype in ("float32", "bfloat16"):  # whose losses must be nearly the same
+        small = f"--batch 2 --seq {64 if on_cpu else 1024} --steps 10 --lr 0.0003 --dtype {dtype}"
+        found.append(Part(f"losses_{dtype}", f"training.py --hf-config {scratch / 'olmoe_small.json'} {small}", 60))
     for name in LAYERS:
         command = f"training.py --hf-config {scratch / name}.json {sizes['training']}"
         found.append(Part(f"training_{name}", command, 75))

@@ -28,9 +28,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks.lib import report
+from benchmarks.lib.gpu_trace import kernel_times
 from benchmarks.lib.ranks import add_rank_options, free_port, rank_command, wait_for_all
 from jmoe.config import CommConfig, MeshConfig, ModelConfig, OptimizerConfig, RouterConfig, TrainConfig
 from jmoe.models.huggingface import model_config
+
+TRACED_STEPS = 3
 
 
 def parse() -> argparse.Namespace:
@@ -63,7 +66,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--profile", help="write a trace of three more steps to this folder")
+    parser.add_argument("--profile", help="write a trace of three more steps, and list a GPU's kernels")
     add_rank_options(parser)
     return parser.parse_args()
 
@@ -191,7 +194,7 @@ def worker(a: argparse.Namespace, rank: int) -> dict[str, Any]:
         assert metrics["ok"], f"step {i} did not run: {metrics}"
     if a.profile:
         with jax.profiler.trace(a.profile):
-            for _ in range(3):
+            for _ in range(TRACED_STEPS):
                 state, metrics = step(state, batch)
                 jax.block_until_ready(metrics)
     peak = np.int64(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
@@ -208,6 +211,7 @@ def worker(a: argparse.Namespace, rank: int) -> dict[str, Any]:
         "seconds": [round(s, 5) for s in seconds],
         "first_loss": round(losses[0], 4),
         "last_loss": round(losses[-1], 4),
+        "losses": [round(loss, 5) for loss in losses],
         "dropped_fraction": dropped / assignments,
         "params_total": total,
         "params_active": active,
@@ -216,7 +220,7 @@ def worker(a: argparse.Namespace, rank: int) -> dict[str, Any]:
         "compile_s": round(compile_s, 2),
         "versions": report.versions("jax", "jaxlib", "flax"),
         "device": jax.devices()[0].device_kind,
-    }
+    } | ({"profile": kernel_times(Path(a.profile), TRACED_STEPS)} if a.profile else {})
 
 
 def launch(a: argparse.Namespace) -> int:
