@@ -35,7 +35,7 @@ def test_links_lead_somewhere(name: str) -> None:
 
 
 def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 110
 
 
 @pytest.mark.slow
