@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from jmoe.config import DataConfig
+from jmoe.config.checks import unset
 from jmoe.data.shards import (
     Blocks,
     Ids,
@@ -293,6 +294,10 @@ def _find_inputs(config: DataConfig, report: Report) -> list[TextInput]:
                     f"data.path: {file.path} is in both {inputs[first].pattern!r} and {entry.pattern!r}; "
                     "its held-out part would be trained on"
                 )
+    if all(entry.is_shards for entry in inputs):
+        unset(config, "data", ["encoding"], "with token shards alone, which hold no text")
+    if not any(file.field for entry in inputs for file in entry.files):
+        unset(config, "data", ["field"], "without JSON or JSONL in data.path, whose records have fields")
     return inputs
 
 

@@ -662,3 +662,18 @@ def test_shards_alone_are_split_and_need_no_tokenizer(tmp_path: Path) -> None:
     for bits in (xz_bits_per_byte, unigram_bits_per_byte):
         with pytest.raises(ValueError, match="come without a tokenizer"):
             bits(alone)
+
+
+def test_options_of_text_that_no_file_would_honour_are_refused(tmp_path: Path) -> None:
+    """`data.field` without records, `data.encoding` with token shards alone."""
+    (tmp_path / "a.txt").write_text("words\n" * 500)
+    with pytest.raises(ValueError, match=r"data\.field = 'body': must be 'text' without JSON or JSONL in data\.path"):
+        prepare(DataConfig(path=(str(tmp_path),), field="body"), 512, tmp_path / "cache")
+    shards = tmp_path / "shards"
+    shards.mkdir()
+    write_shard(shards / "a.bin", list(range(400)))
+    with pytest.raises(
+        ValueError, match=r"data\.encoding = \('latin-1',\): must be \('utf-8',\) with token shards alone"
+    ):
+        prepare(DataConfig(path=(str(shards),), encoding=("latin-1",)), 512, tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
