@@ -265,9 +265,8 @@ class MoELayer(nnx.Module):
             return jnp.zeros(x_TD.shape, jnp.float32), self._no_stats(keep_routing)
         exchange = self.exchange
         if token_mask_T is not None:
-            x_TD = jnp.where(
-                token_mask_T[:, None], x_TD, jnp.zeros((), x_TD.dtype)
-            )  # a NaN there would reach gradients
+            # a NaN of a token that counts nowhere would reach the gradient of what multiplies it
+            x_TD = jnp.where(token_mask_T[:, None], x_TD, jnp.zeros((), x_TD.dtype))
             exchange = OneDevice(complete=False) if isinstance(exchange, OneDevice) else exchange
         routing = self.route(x_TD, key=key, train=train, token_mask_T=token_mask_T)
         options: dict[str, Any] = {"full_capacity": full_capacity, "num_chunks": self.num_chunks}
@@ -317,10 +316,8 @@ class MoELayer(nnx.Module):
         hidden_size = self.config.hidden_size
         check(x.shape[-1] == hidden_size, "x.shape", x.shape, f"must end in hidden_size = {hidden_size}")
         if token_mask is not None:
-            shape, dtype = token_mask.shape, token_mask.dtype
-            check(
-                shape == x.shape[:-1], "token_mask.shape", shape, f"must be {x.shape[:-1]}, a value for each token of x"
-            )
+            shape, dtype, tokens = token_mask.shape, token_mask.dtype, x.shape[:-1]
+            check(shape == tokens, "token_mask.shape", shape, f"must be {tokens}, a value for each token of x")
             check(dtype == jnp.bool_, "token_mask.dtype", dtype, "must be bool, as `attention_mask != 0` is")
         graph, state = nnx.split(self)
         mesh = explicit_mesh(state, x)
