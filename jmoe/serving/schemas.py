@@ -582,7 +582,7 @@ class ModelCard(BaseModel):
     created: int
     owned_by: str = "jmoe"
     max_model_len: int
-    sampling_defaults: dict[str, float]
+    sampling_defaults: dict[str, int | float]
 
 
 class ModelList(BaseModel):
