@@ -22,6 +22,7 @@ from jmoe.runtime import end_at_once_on_interrupt, lacking, program_name, reexec
 if TYPE_CHECKING:
     from jmoe.deploy.bundle import OpenBundle
     from jmoe.inference.lockstep import Follower, Leader
+    from jmoe.serving.api_keys import ApiKeys
 
 say = partial(print, flush=True)
 # What `jmoe[serve]` installs beside jmoe itself.
@@ -36,11 +37,11 @@ def run(arguments: Sequence[str]) -> None:
     from jmoe.mesh import devices_of_hosts
     from jmoe.run.distributed import check_gpus
     from jmoe.run.job import hosts_line
-    from jmoe.serving.middleware import read_api_keys
+    from jmoe.serving.api_keys import ApiKeys
     from jmoe.status import status
 
     config = parse_serve(arguments)
-    api_keys = read_api_keys(config.api_key_file)
+    api_keys = ApiKeys(config.api_key_file)
     with contextlib.ExitStack() as stack:
         role = None
         if not (config.dry_run or config.estimate):
@@ -99,7 +100,7 @@ def follow(config: ServeConfig, folder: Path, follower: Follower) -> None:
 
 def serve(
     config: ServeConfig,
-    api_keys: list[str],
+    api_keys: ApiKeys,
     folder: Path,
     *,
     leader: Leader | None = None,
@@ -110,11 +111,12 @@ def serve(
     from jmoe.inference.engine import Engine, open_checkpoint, plan_engine_memory, with_sequence_length
     from jmoe.inference.lockstep import end_process
     from jmoe.models.tokenizer_file import tokenizer_file
+    from jmoe.serving.api_keys import RELOAD_S
     from jmoe.serving.app import make_app
     from jmoe.serving.http_server import HttpServer, bind
     from jmoe.serving.model_sampling import ModelSampling
     from jmoe.serving.service import Service
-    from jmoe.status import status
+    from jmoe.status import repeating, status
 
     name = config.served_model_name or Path(config.model).expanduser().resolve().name
     with open_checkpoint(folder, config.engine) as checkpoint:  # the headers alone
@@ -140,7 +142,8 @@ def serve(
             say(str(programs))
         app = make_app(service, api_keys, jmoe.__version__)
         server = HttpServer(app, service.loop, config, lambda: say(f"serving {url} (the API under {url}/v1)"))
-        server.run(sockets=[listening])
+        with repeating(api_keys.reload, RELOAD_S) if api_keys else contextlib.nullcontext():
+            server.run(sockets=[listening])
         end_at_once_on_interrupt()  # asyncio has put Python's handler back
         if service.loop.lost_process.is_set():
             end_process("ends: another process of the engine was lost")  # threads may wait for it for ever

@@ -425,9 +425,13 @@ def test_full_disk(runs: TrainRuns, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_loss_that_is_not_finite(runs: TrainRuns, tmp_path: Path) -> None:
-    """A weight decay that wrecks the weights: the step, the layers and a checkpoint from before are named."""
+    """A weight decay that wrecks the weights: the step, the layers and a checkpoint from before are named.
+
+    That checkpoint is there though but one is to be kept: the newest one holds what has failed.
+    """
     runs.from_checkpoint(20, tmp_path)
-    options = ("--num-steps", 40, "--optimizer.weight-decay", 1e10, "--checkpoint.every-steps", 1)
+    often = ("--checkpoint.every-steps", 1, "--checkpoint.keep", 1)
+    options = ("--num-steps", 40, "--optimizer.weight-decay", 1e10, *often)
     done = runs.run(tmp_path, *options)
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
@@ -437,5 +441,10 @@ def test_loss_that_is_not_finite(runs: TrainRuns, tmp_path: Path) -> None:
     assert 20 < failed < 40
     assert message.startswith(f"train.py: step {failed}: loss = ")
     assert "moe_layers 0, 1" in message
-    assert message.endswith(f"the last good checkpoint is {tmp_path / 'checkpoints'}/{failed - 1}")
-    assert failed - 1 in committed(tmp_path)
+    saved = tmp_path / "checkpoints"
+    words = f"the last good checkpoint is {saved / str(failed - 1)}; delete {saved / str(failed)} to go on from it"
+    assert message.endswith(words)
+    assert committed(tmp_path) == [failed - 1, failed]
+    shutil.rmtree(saved / str(failed))
+    screen = runs.finish(tmp_path, "--num-steps", failed + 2)
+    assert f"resuming from step {failed - 1} " in screen

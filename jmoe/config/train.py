@@ -126,7 +126,7 @@ class LossScaleConfig:
 @dataclass(frozen=True)
 class CheckpointConfig:
     every_steps: int = 100
-    keep: int = 2
+    keep: int = 2  # with 1, two all the same: what the newest holds may fail in the step after it
     drain_timeout_s: int = 600  # the longest that copying the records of experts may take for one of them
     # a folder in each host's memory, such as /dev/shm, for snapshots of the state from which lost processes restart
     memory_dir: str | None = None
@@ -137,6 +137,11 @@ class CheckpointConfig:
         check_field(self.memory_dir != "", self, "checkpoint.memory_dir", "must name a folder")
         if self.memory_dir is None:
             unset(self, "checkpoint", ["memory_every_steps"], "without checkpoint.memory_dir")
+
+    @property
+    def kept(self) -> int:
+        """Return how many checkpoints stay: of two the older one is known to have gone on with finite numbers."""
+        return max(2, self.keep)
 
 
 @dataclass(frozen=True)

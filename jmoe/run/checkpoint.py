@@ -51,7 +51,7 @@ MEETING_LIMIT_MS = 10 * 24 * 3_600_000  # each process has a limit of its own fo
 
 
 class Checkpoints:
-    """The checkpoints of one run in `directory`, the newest `config.keep` of them.
+    """The checkpoints of one run in `directory`, the newest `config.kept` of them.
 
     Every process of a run makes the same calls in the same order. Nothing is created, changed or deleted before the
     first `save`. No background wait lasts longer than `limit_s`. records: saved and restored with every step; flush
@@ -69,7 +69,7 @@ class Checkpoints:
         pins = records is not None and bool(records.stores)
         check(not pins or config.keep > 1, "checkpoint.keep", config.keep, "must be greater than 1 with records")
         self.directory = Path(directory).absolute()
-        self._keep, self._records = config.keep, records
+        self._kept, self._records = config.kept, records
         self._without_records: set[int] = set()  # steps that `latest_step` passed over
         self._timeout_s = max(1, int(timeout_s))
         self._manager: ocp.CheckpointManager | None = None
@@ -377,7 +377,7 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(
             create=False,  # made above; Orbax refuses to make it for named processes
             cleanup_tmp_directories=True,
-            preservation_policy=ocp.checkpoint_managers.LatestN(self._keep),
+            preservation_policy=ocp.checkpoint_managers.LatestN(self._kept),
             async_options=ocp.AsyncOptions(
                 # below the caller's own limit, so that the reason comes before the watchdog
                 timeout_secs=max(1, int(0.8 * self.limit_s)),

@@ -178,7 +178,7 @@ def _placement(config: TrainConfig, experts: Any, optimizer: Any) -> StatePlacem
         gradients=tiers.gradients,
         device_layers=tiers.device_layers,
         host_cache_bytes=tiers.host_cache_bytes or None,
-        checkpoints=config.checkpoint.keep,
+        checkpoints=config.checkpoint.kept,
         device_experts=tiers.device_experts,
     )
 

@@ -11,6 +11,7 @@ from fastapi.openapi.utils import get_openapi
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import FileResponse, Response
 
+from jmoe.serving.api_keys import ApiKeys
 from jmoe.serving.chat import chat_router
 from jmoe.serving.completions import completions_router
 from jmoe.serving.errors import ApiError, ErrorResponse, add_error_handlers
@@ -48,7 +49,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def make_app(service: Service, api_keys: list[str], version: str) -> FastAPI:
+def make_app(service: Service, api_keys: ApiKeys, version: str) -> FastAPI:
     """Return the application for one service; the engine's loop runs while the application does."""
 
     @asynccontextmanager

@@ -1,20 +1,17 @@
 """Middleware before every handler: a request id, API keys, the host, limits of bodies, headers, one line of log."""
 
 import asyncio
-import hashlib
-import hmac
 import ipaddress
 import logging
 import re
 import time
 import uuid
-from pathlib import Path
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jmoe.config import check
 from jmoe.config.serving import ServeConfig
+from jmoe.serving.api_keys import ApiKeys, digest_of
 from jmoe.serving.errors import ApiError
 from jmoe.serving.shares import Shares, client_at
 
@@ -24,7 +21,6 @@ DISCONNECTED = 499  # nginx's status for a client that has gone; nobody reads it
 OPEN_PATHS = {"/", "/health", "/ready"}  # hold nothing that a key protects
 ID_HEADER = "x-request-id"
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_PRINTABLE = re.compile(r"[ -~]+")
 MAX_LOGGED_PATH = 200
 # Of all bodies that are being read or answered, in bodies of the largest size.
 MAX_BODIES = 16
@@ -34,25 +30,12 @@ SECURITY_HEADERS = {"x-content-type-options": "nosniff", "x-frame-options": "DEN
 CONTENT_SECURITY_POLICY = "default-src 'none'; frame-ancestors 'none'"  # where a response has none of its own
 
 
-def read_api_keys(path: str | None) -> list[str]:
-    """Return a file's keys, one a line; `ValueError` if it has none, or one that cannot stand in a header."""
-    if path is None:
-        return []
-    lines = Path(path).expanduser().read_text(errors="replace").splitlines()
-    keys = [line.strip() for line in lines if line.strip()]
-    check(bool(keys), "api_key_file", path, "must hold a key, one a line")
-    for number, line in enumerate(lines, 1):
-        printable = not line.strip() or _PRINTABLE.fullmatch(line.strip()) is not None
-        check(printable, "api_key_file", path, f"line {number}: a key must be of printable ASCII characters")
-    return keys
-
-
 class AuthMiddleware:
     """ASGI middleware that lets in who may be served. api_keys: none lets everyone in."""
 
-    def __init__(self, app: ASGIApp, api_keys: list[str], config: ServeConfig) -> None:
+    def __init__(self, app: ASGIApp, api_keys: ApiKeys, config: ServeConfig) -> None:
         self._app, self._max_body_bytes = app, config.max_body_bytes
-        self._digests = [_digest(key) for key in api_keys]
+        self._keys = api_keys
         address = _address(config.host)
         is_loopback = config.host == "localhost" or (address is not None and address.is_loopback)
         self._hosts = {"localhost", *config.allowed_hosts} if is_loopback and not api_keys else None
@@ -109,16 +92,13 @@ class AuthMiddleware:
     def _check_key(self, scope: Scope, headers: Headers) -> None:
         """Note who the client is: a key, or an address."""
         scope["state"]["client"] = client_at((scope.get("client") or ("",))[0])
-        if not self._digests or scope["path"] in OPEN_PATHS:
+        if not self._keys or scope["path"] in OPEN_PATHS:
             return
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        digest = _digest(key)
-        # every key is compared, in constant time
-        matches = sum(hmac.compare_digest(digest, known) for known in self._digests)
-        if scheme.lower() != "bearer" or not matches:
+        if scheme.lower() != "bearer" or not self._keys.match(key):
             message = "a valid API key is needed: Authorization: Bearer KEY"
             raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
-        scope["state"]["client"] = digest.hex()
+        scope["state"]["client"] = digest_of(key).hex()
 
     async def _read_body(self, scope: Scope, headers: Headers, receive: Receive, body: "_Body") -> bool:
         """Read the whole body; False if the client has gone before.
@@ -185,11 +165,6 @@ def _no_room() -> ApiError:
 
 # Probes and polls come every few seconds: they are logged at DEBUG unless they fail.
 LOGGED_PATHS = {"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/models"}
-
-
-def _digest(key: str) -> bytes:
-    """Return a digest of a key, by which it is compared, so that not even its length shows."""
-    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
 
 
 def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

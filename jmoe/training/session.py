@@ -231,8 +231,11 @@ class Session:
         where = f"not finite in {'; '.join(bad)}" if bad else "finite"
         self.checkpoints.wait()
         # One of this very step holds the parameters that have just failed.
-        good = [self.checkpoints.directory / str(saved) for saved in self.checkpoints.steps() if saved < step]
+        folders = {saved: self.checkpoints.directory / str(saved) for saved in self.checkpoints.steps()}
+        good = [folder for saved, folder in folders.items() if saved < step]
+        failed = [folder for saved, folder in folders.items() if saved >= step]
         last = f"the last good checkpoint is {good[-1]}" if good else "there is no good checkpoint"
+        last += f"; delete {failed[0]} to go on from it" if good and failed else ""
         scale = f" with loss scale {values['loss_scale']:g}" if "loss_scale" in values else ""
         raise FloatingPointError(f"step {step}: loss = {values['loss']}, gradient norm {where}{scale}; {last}")
 

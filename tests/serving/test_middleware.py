@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from jmoe.serving.middleware import read_api_keys
+from jmoe.serving.api_keys import ApiKeys
 from tests.fakes import wait_for
 from tests.http_servers import ENDLESS, LIMIT_S, LONG, HttpProcess, events, is_idle
 
@@ -22,9 +22,15 @@ REFUSED = {"prompt": "x", "max_tokens": 1, "n": ROOM}  # as long as one of them 
 
 
 @pytest.fixture(scope="module")
-def server(serve: Callable[..., HttpProcess], tmp_path_factory: pytest.TempPathFactory) -> HttpProcess:
-    keys: Path = tmp_path_factory.mktemp("keys") / "keys.txt"
-    keys.write_text("\n\n".join(KEYS) + "\n")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file that the server has its keys from."""
+    path = tmp_path_factory.mktemp("keys") / "keys.txt"
+    path.write_text("\n\n".join(KEYS) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(serve: Callable[..., HttpProcess], keys: Path) -> HttpProcess:
     limits = ("--max-body-bytes", 20_000, "--max-waiting", ROOM - 1)
     named = ("--served-model-name", "org/tiny", "--allowed-origins", *ORIGINS)
     return serve("--api-key-file", keys, *limits, *LONG, *named, "--log-prompts")
@@ -55,13 +61,27 @@ def test_keys(server: HttpProcess) -> None:
     assert server.post("/v1/completions", prompt="x").status_code == 401
 
 
+def test_keys_are_read_again(server: HttpProcess, keys: Path) -> None:
+    """A key that is taken out of the file is of no use a few seconds later, and one that is put in is."""
+
+    def answers(key: str) -> int:
+        return httpx.get(f"{server.url}/v1/models", headers={"authorization": f"Bearer {key}"}).status_code
+
+    before = keys.read_text()
+    keys.write_text(f"{before}a-new-one\n")
+    wait_for(lambda: answers("a-new-one") == 200, "the new key does not count")
+    keys.write_text(before)
+    wait_for(lambda: answers("a-new-one") == 401, "the old key still counts")
+    assert all(answers(key) == 200 for key in KEYS)
+
+
 def test_keys_that_no_header_can_hold(server: HttpProcess, tmp_path: Path) -> None:
     """Refused at the start, by file and line; from a client they are as wrong as any other."""
     file = tmp_path / "keys"
     for content in ("right\nключ\n".encode(), b"right\n\xff\xfe\n", b"right\na\x07b\n"):
         file.write_bytes(content)
         with pytest.raises(ValueError, match=r"^api_key_file = '.*keys': line 2: a key must be of printable ASCII"):
-            read_api_keys(str(file))
+            ApiKeys(str(file))
     wrong = httpx.get(f"{server.url}/v1/models", headers={"authorization": "Bearer ключ".encode()})
     assert wrong.status_code == 401 and wrong.json()["error"]["code"] == "invalid_api_key"
 
