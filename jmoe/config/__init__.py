@@ -3,6 +3,7 @@
 from jmoe.config.checks import check as check
 from jmoe.config.distil import DistilConfig as DistilConfig
 from jmoe.config.metrics import MetricsConfig as MetricsConfig
+from jmoe.config.model import MODEL_LIMITS as MODEL_LIMITS
 from jmoe.config.model import TRAINING_ONLY as TRAINING_ONLY
 from jmoe.config.model import LayerKind as LayerKind
 from jmoe.config.model import ModelConfig as ModelConfig

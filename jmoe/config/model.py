@@ -142,6 +142,10 @@ TRAINING_ONLY = (
 )
 
 
+# What is counted one by one before a tensor is looked at.
+MODEL_LIMITS = {"num_hidden_layers": 10_000, "num_experts": 1 << 16}
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """A decoder: every language-model family by configuration."""
@@ -190,6 +194,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         positive(self, "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
         positive(self, "num_key_value_heads", "max_position_embeddings", "intermediate_size", "moe_intermediate_size")
+        for name, most in MODEL_LIMITS.items():
+            check_field(getattr(self, name) <= most, self, name, f"must be at most {most:,}")
         positive(self, "decoder_sparse_step", "norm_eps", "rope_theta", "initializer_range")
         not_negative(self, "num_experts", "first_k_dense_replace", "shared_expert_intermediate_size")
         literals(self)

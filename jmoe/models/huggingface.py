@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from jmoe.config import ModelConfig, RouterConfig, YarnConfig, check, differences
+from jmoe.config import MODEL_LIMITS, ModelConfig, RouterConfig, YarnConfig, check, differences
 from jmoe.models.config_fields import check_supported
 from jmoe.models.stored_formats import COMPRESSION_FIELDS, check_quantization
 
@@ -49,6 +49,8 @@ class _Fields:
         said = [n for n in names if self.value(n) is not None]
         name = said[0] if said else names[0]
         value: int = self._checked(name, default, (int,), "an integer")
+        most = MODEL_LIMITS["num_experts"] if name.endswith("experts") else MODEL_LIMITS.get(name, value)
+        check(value <= most, self._prefix + name, value, f"must be at most {most:,}")
         for other in said[1:]:
             check(self.value(other) == value, self._prefix + other, self.value(other), f"must be {name} = {value}")
         return value

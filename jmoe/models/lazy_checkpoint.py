@@ -141,7 +141,10 @@ class LazyCheckpoint(Closing):
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Return where texts end: see `GenerationConfig`."""
-        return GenerationConfig.read(self.folder, self.fields).eos_token_ids
+        tokens = GenerationConfig.read(self.folder, self.fields).eos_token_ids
+        size, place = self.config.vocab_size, f"correct generation_config.json or config.json in {self.folder}"
+        check(all(t < size for t in tokens), "eos_token_id", tokens, f"must be below vocab_size = {size}: {place}")
+        return tokens
 
     @property
     def expert_fields(self) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:

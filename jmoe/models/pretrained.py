@@ -145,7 +145,7 @@ def read_table(file: Path) -> dict[str, Any]:
     """A JSON object; `ValueError` naming the file if it is none."""
     try:
         fields = json.loads(file.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file}: is no JSON: {error}") from error
     if not isinstance(fields, dict):
         raise ValueError(f"{file}: must hold a table, holds {type(fields).__name__}")

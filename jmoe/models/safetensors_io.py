@@ -36,6 +36,7 @@ DTYPES: dict[str, Any] = {
     "F8_E8M0": np.dtype(jnp.float8_e8m0fnu),
 }
 MAX_HEADER_BYTES = 100_000_000
+SHOWN = 200  # characters of a bad entry
 STAGING_BYTES = 1 << 22
 
 
@@ -70,23 +71,33 @@ def _header(file: Path) -> dict[str, StoredTensor]:
             raise ValueError(f"{file}: is no safetensors file or is truncated ({size} bytes)")
         try:
             entries = json.loads(stream.read(length))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{file}: its safetensors header is no JSON: {error}") from error
     if not isinstance(entries, dict):
         raise ValueError(f"{file}: its safetensors header is no table")
     entries.pop("__metadata__", None)
-    tensors, end = {}, 0
+    tensors: dict[str, StoredTensor] = {}
+    ends: list[tuple[int, int, str]] = []
     for name, entry in entries.items():
         try:
-            dtype, shape, (first, last) = str(entry["dtype"]), tuple(map(int, entry["shape"])), entry["data_offsets"]
+            dtype, shape, (first, last) = str(entry["dtype"]), tuple(entry["shape"]), entry["data_offsets"]
+            if not all(type(number) is int and number >= 0 for number in (*shape, first, last)) or first > last:
+                raise ValueError("sizes and offsets are integers, none below 0")
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{file}: tensor {name!r} has no dtype, shape and data_offsets: {entry}") from error
+            described = f"{str(entry)[:SHOWN]}"
+            raise ValueError(f"{file}: tensor {name!r} has no dtype, shape and data_offsets: {described}") from error
         tensor = tensors[name] = StoredTensor(name, file, dtype, shape, 8 + length + first)
         if dtype in DTYPES and last - first != math.prod(shape) * DTYPES[dtype].itemsize:
             raise tensor.wrong(f"has {last - first} bytes, not those of {dtype}{list(shape)}")
-        if first < 0 or 8 + length + last > size:
+        if 8 + length + last > size:
             raise tensor.wrong(f"ends at byte {8 + length + last}, the file has {size}: it is truncated")
-        end = max(end, last)
+        ends.append((first, last, name))
+    begin = end = 0
+    for first, last, name in sorted(ends):
+        if first != end and (first, last) != (begin, end):  # one may have two names
+            problem = "overlaps the one before it" if first < end else f"leaves {first - end} bytes before it"
+            raise tensors[name].wrong(f"{problem}: tensors must lie one behind the other")
+        begin, end = first, last
     if 8 + length + end != size:
         raise ValueError(f"{file}: has {size} bytes, its header describes {8 + length + end}")
     return tensors
@@ -105,7 +116,7 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
     try:
         places = json.loads(index.read_text())["weight_map"]
         files = sorted(set(places.values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{index}: has no weight_map of tensors to files") from error
     tensors: dict[str, StoredTensor] = {}
     for name in files:

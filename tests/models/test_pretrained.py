@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import struct
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from jmoe.mesh import make_mesh
 from jmoe.models import weights
 from jmoe.models.decoder import Decoder
 from jmoe.models.huggingface import model_config
+from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.models.mxfp4 import dequantised
 from jmoe.models.pretrained import LanguageModel, abstract_decoder
 from jmoe.models.safetensors_io import read_headers, write_safetensors
@@ -246,6 +248,10 @@ def reshaped(name: str, **entry: Any) -> Callable[[dict[str, Any]], None]:
     return lambda header: header[name].update(entry)
 
 
+def moved(name: str, num_bytes: int) -> Callable[[dict[str, Any]], None]:
+    return lambda header: header[name].update(data_offsets=[at + num_bytes for at in header[name]["data_offsets"]])
+
+
 Q, W2 = "model.layers.1.self_attn.q_proj.weight", "model.layers.0.block_sparse_moe.experts.3.w2.weight"
 GATE_UP = "model.layers.0.mlp.experts.gate_up_proj"
 
@@ -259,6 +265,12 @@ GATE_UP = "model.layers.0.mlp.experts.gate_up_proj"
         ("mixtral", reshaped(Q, dtype="I32"), rf"tensor '{Q}' has dtype I32, must have one of F32, BF16, F16"),
         ("mixtral", reshaped(Q, dtype="BF16", shape=[32, 64]), r"has shape \[32, 64\]"),
         ("mixtral", reshaped(Q, data_offsets=[0, 1 << 40]), r"tensor .* has 1099511627776 bytes"),
+        ("mixtral", reshaped(Q, data_offsets=["0", "4096"]), rf"tensor '{Q}' has no dtype, shape and data_offsets: "),
+        ("mixtral", reshaped(Q, data_offsets=[4096, 0]), rf"tensor '{Q}' has no dtype, shape and data_offsets: "),
+        ("mixtral", reshaped(Q, shape=[-32, -32]), rf"tensor '{Q}' has no dtype, shape and data_offsets: "),
+        ("mixtral", reshaped(Q, shape=[32.0, 32]), rf"tensor '{Q}' has no dtype, shape and data_offsets: "),
+        ("mixtral", moved(Q, -512), "overlaps the one before it: tensors must lie one behind the other"),
+        ("mixtral", moved(Q, 512), r"(overlaps the one|leaves 512 bytes) before it: tensors must lie one behind the"),
         ("mixtral", copied(Q, f"{Q}.bias"), f"model.safetensors: tensor '{Q}.bias' is unexpected"),
         ("olmoe", renamed("lm_head.weight", "score.weight"), "tensor 'lm_head.weight' is missing"),
         ("olmoe", reshaped("lm_head.weight", dtype="F16"), "'lm_head.weight' has dtype F16: give dtype='float32'"),
@@ -302,6 +314,7 @@ def test_tensors_that_transformers_leaves_aside_too(tmp_path: Path) -> None:
         (lambda file: file.write_bytes(file.read_bytes() + b"0"), "bytes, its header describes"),
         (lambda file: file.write_bytes(struct.pack("<Q", 3) + b"[1]"), "header is no table"),
         (lambda file: file.write_bytes(struct.pack("<Q", 3) + b"{x}"), "header is no JSON"),
+        (lambda file: file.write_bytes(struct.pack("<Q", 200_000) + b"[" * 200_000), "header is no JSON"),
         (lambda file: file.unlink(), "is missing, but model.safetensors.index.json names it"),
     ],
 )
@@ -312,6 +325,37 @@ def test_damaged_files(damage: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message) as error:
         jmoe.load_pretrained(tmp_path / "bad")
     assert str(file) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ("num_hidden_layers", "num_hidden_layers = 100000000: must be at most 10,000"),
+        ("num_local_experts", "num_local_experts = 100000000: must be at most 65,536"),
+    ],
+)
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_numbers_that_no_memory_holds(field: str, message: str, name: str, tmp_path: Path) -> None:
+    """They are refused before anything is made of them, in less than a second."""
+    shutil.copytree(CHECKPOINTS / name, tmp_path / "bad")
+    file = tmp_path / "bad" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {field: 10**8, "layer_types": None}))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        jmoe.load_pretrained(tmp_path / "bad")
+    file.write_text('{"model_type": ' + "[" * 200_000)
+    with pytest.raises(ValueError, match=r"config\.json: is no JSON"):
+        jmoe.load_pretrained(tmp_path / "bad")
+
+
+@pytest.mark.parametrize("token", [64, [2, 10**9]])
+def test_end_tokens_that_no_model_can_draw(token: Any, tmp_path: Path) -> None:
+    shutil.copytree(CHECKPOINTS / "mixtral", tmp_path / "bad")
+    (tmp_path / "bad" / "generation_config.json").write_text(json.dumps({"eos_token_id": token}))
+    with (
+        LazyCheckpoint(tmp_path / "bad") as checkpoint,
+        pytest.raises(ValueError, match=r"eos_token_id = \(.*\): must be below vocab_size = 64: correct generation"),
+    ):
+        checkpoint.eos_token_ids  # noqa: B018
 
 
 def test_index_that_disagrees_with_its_files(tmp_path: Path) -> None:
