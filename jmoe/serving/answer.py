@@ -17,7 +17,7 @@ from jmoe.serving.engine_loop import Generation
 from jmoe.serving.errors import ApiError
 from jmoe.serving.middleware import DISCONNECTED
 from jmoe.serving.schemas import ChunkChoice, CompletionChoice, Envelope, GenerationBody, Usage
-from jmoe.serving.service import Service
+from jmoe.serving.service import Service, disconnected
 
 PING_S = 15
 # Many clients end a line wherever `str.splitlines` does. JSON escapes the others of its ends by itself.
@@ -91,7 +91,7 @@ class Answer(ABC, Generic[Body, Delta]):
     async def _complete(self, request: Request) -> BaseModel | Response:
         """Return the whole response, which is given up if the client disconnects before."""
         whole = asyncio.ensure_future(self.whole())
-        gone = asyncio.ensure_future(_disconnected(request))
+        gone = asyncio.ensure_future(disconnected(request))
         with self.generation:
             try:
                 await asyncio.wait((whole, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -134,8 +134,3 @@ async def _events(answer: Answer[Any, Any]) -> AsyncIterator[bytes]:
 
 def _event(data: str) -> bytes:
     return f"data: {data if data.isascii() else data.translate(_LINE_ENDS)}\n\n".encode()
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

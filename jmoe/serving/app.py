@@ -100,7 +100,7 @@ def tokens_router(service: Service) -> APIRouter:
         client = request.state.client
         text, special = body.prompt or "", body.add_special_tokens
         if body.messages is not None:
-            text = await service.render(body.messages, body.add_generation_prompt, body.chat_template_kwargs, client)
+            text = await service.render(body.messages, body.add_generation_prompt, body.chat_template_kwargs, request)
             special = False
 
         def make() -> TokenizeResponse:

@@ -74,7 +74,7 @@ def chat_router(service: Service) -> APIRouter:
             most = service.max_new_tokens(prompt, body.asked_tokens)
             return body.sampling(most, choice, service.model_sampling, logprobs=logprobs)
 
-        text = await service.render(body.messages, body.add_generation_prompt, body.chat_template_kwargs, client)
+        text = await service.render(body.messages, body.add_generation_prompt, body.chat_template_kwargs, request)
 
         def make() -> tuple[list[int], list[Sequence]]:
             # by default none: the template has written them
@@ -85,7 +85,7 @@ def chat_router(service: Service) -> APIRouter:
             return prompt, sequences
 
         prompt, sequences = await service.off_the_loop(make, len(text), client)
-        await service.constrain(body, sequences, client)
+        await service.constrain(body, sequences, request)
         service.log_prompts(request, [text])
         return await _ChatAnswer.respond(service, request, body, [prompt], sequences)
 

@@ -133,7 +133,7 @@ def completions_router(service: Service) -> APIRouter:
             return prompts, sequences
 
         prompts, sequences = await service.off_the_loop(make, sum(map(len, body.prompts)), client)
-        await service.constrain(body, sequences, client)
+        await service.constrain(body, sequences, request)
         service.log_prompts(request, [s.prompt_text or s.prompt_token_ids for s in sequences[:: body.n]])
         return await _CompletionAnswer.respond(service, request, body, prompts, sequences)
 

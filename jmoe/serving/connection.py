@@ -163,6 +163,9 @@ class Connection(HttpToolsProtocol):
         if len(self.pipeline) >= MAX_PIPELINED:
             self._refusal = (400, f"more than {MAX_PIPELINED} requests wait for the answers to earlier ones")
             raise _Refused
+        if sum(name == b"host" for name, _ in self.headers) > 1:
+            self._refusal = (400, "there are several Host headers")
+            raise _Refused
         if self.parser.get_method() == b"CONNECT":
             self._refusal = (501, "CONNECT: this server is no proxy")
             raise _Refused

@@ -115,7 +115,7 @@ class Generation:
             constraint = output.sequence.constraint
             constraint = constraint.answer if isinstance(constraint, AnswerConstraint) else constraint
             if isinstance(constraint, JsonConstraint) and constraint.error:
-                raise ApiError(400, f"response_format: {constraint.error.splitlines()[0]}", param="response_format")
+                raise ApiError(400, constraint.error.splitlines()[0], param="response_format")
         return output
 
     def __enter__(self) -> Self:

@@ -58,22 +58,26 @@ class Fork:
     def __init__(self, connection: socket.socket, what: str, limits: Limits) -> None:
         self._connection, self._what, self._limits = connection, what, limits
         self._buffer = bytearray()
-        self._number: int | None = None  # of the process, which says it first
+        self._number: list[int] = []  # of the process, which says it first
         self.is_slow = False
         connection.setblocking(False)
-        weakref.finalize(self, connection.close)
+        self.end = weakref.finalize(self, _end, connection, self._number)  # ends the process, whatever it does
 
     async def ask(self, question: bytes) -> bytes:
         """Return the answer; `LimitError` if there is none."""
         loop = asyncio.get_running_loop()
-        slow = loop.call_later(SLOW_S, self._let_others_go_first)
+        slow = loop.call_later(SLOW_S, self.let_others_go_first)
         try:
             async with asyncio.timeout(ANSWER_LIMIT_S):
                 await loop.sock_sendall(self._connection, _framed(question))
                 while (answer := self._next()) is None:
                     self._take(await loop.sock_recv(self._connection, READ_BYTES))
         except OSError as error:  # a time-out is one
+            self.end()
             raise self._ended() from error
+        except asyncio.CancelledError:
+            self.end()
+            raise
         finally:
             slow.cancel()
         return answer
@@ -88,11 +92,12 @@ class Fork:
         except OSError:
             return True
 
-    def _let_others_go_first(self) -> None:
+    def let_others_go_first(self) -> None:
+        """Lower the priority of a process that takes long."""
         self.is_slow = True
-        if self._number is not None:
+        for number in self._number:
             with contextlib.suppress(OSError):  # it has ended
-                os.setpriority(os.PRIO_PROCESS, self._number, SLOW_NICENESS)
+                os.setpriority(os.PRIO_PROCESS, number, SLOW_NICENESS)
 
     def send(self, question: bytes) -> None:
         """Ask without waiting for the answer. For few and short questions."""
@@ -119,10 +124,10 @@ class Fork:
         if not data:
             raise self._ended()
         self._buffer += data
-        if self._number is None and (number := self._next()) is not None:
-            (self._number,) = _LENGTH.unpack(number)
+        if not self._number and (number := self._next()) is not None:
+            self._number += _LENGTH.unpack(number)
             if self.is_slow:
-                self._let_others_go_first()
+                self.let_others_go_first()
 
     def _next(self) -> bytes | None:
         """Take the next answer out of what has arrived."""
@@ -140,6 +145,16 @@ class Fork:
 
     def _ended(self) -> LimitError:
         return LimitError(f"{self._what}: needs more than {self._limits}")
+
+
+def _end(connection: socket.socket, number: list[int]) -> None:
+    """End a fork; one that has not said its number yet cannot say it any more, and ends by itself."""
+    with contextlib.suppress(OSError):  # nothing has arrived, or it has ended
+        said = b"" if number else connection.recv(2 * _LENGTH.size)
+        (process,) = number or _LENGTH.unpack(said[_LENGTH.size :] or bytes(_LENGTH.size))
+        if process:
+            os.kill(process, signal.SIGKILL)
+    connection.close()
 
 
 class ForkServer:

@@ -10,7 +10,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from jmoe.config import check
-from jmoe.serving.forks import Fork, ForkServer, LimitError, Limits
+from jmoe.serving.forks import SLOW_S, Fork, ForkServer, LimitError, Limits
 from jmoe.serving.grammar_worker import HEAD, TOKEN, WRONG
 
 MAX_SCHEMA_BYTES = 64 << 10
@@ -51,6 +51,11 @@ class _Masks:
             if kind == WRONG:
                 self.errors[index] = f"{WHAT}: {said.decode(errors='replace')}"
 
+    def let_others_go_first(self) -> None:
+        """Lower the priority of the fork."""
+        if not self._fork.is_slow:
+            self._fork.let_others_go_first()
+
     def _give_up(self, error: str) -> None:
         for index, mask in enumerate(self.masks):
             if mask is None:
@@ -73,7 +78,10 @@ class JsonConstraint:
         """Wait a little for the mask, unless the last one took longer than that too."""
         is_quick = self._masks.took_s[self._index] < GRACE_S
         self.wait(self._asked_s + GRACE_S - time.perf_counter() if is_quick else 0.0)
-        return self._masks.masks[self._index] is not None
+        is_ready = self._masks.masks[self._index] is not None
+        if not is_ready and time.perf_counter() > self._asked_s + SLOW_S:
+            self._masks.let_others_go_first()
+        return is_ready
 
     def wait(self, limit_s: float) -> None:
         end_s = time.perf_counter() + limit_s

@@ -8,7 +8,7 @@ import struct
 import time
 from collections.abc import Callable
 
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 WHITESPACE = r"\n? {0,32}"  # between the tokens of JSON: for lines and indentation, but nothing to go on with for ever
 # A question after the first: the number of an output, and the token that has come next.
@@ -30,7 +30,10 @@ class _Session:
         begun_s = time.perf_counter()
         index = 0
         if not self._matchers:
-            self._begin(**json.loads(question))
+            try:
+                self._begin(**json.loads(question))
+            except ValueError as error:  # half of a surrogate pair, say
+                return HEAD.pack(index, 0.0, WRONG) + str(error).encode("utf-8", "replace")
         else:
             index, token = TOKEN.unpack(question)
             self._matchers[index].consume_token(token)
@@ -42,7 +45,7 @@ class _Session:
 
     def _begin(self, schema: str, count: int) -> None:
         grammar = LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITESPACE})
-        matcher = LLMatcher(self._tokens, grammar, log_level=0)
+        matcher = LLMatcher(self._tokens, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
         if not matcher.is_error():
             matcher.compute_bitmask()  # the copies begin with what it has found out
         self._matchers = [matcher, *(matcher.deep_copy() for _ in range(count - 1))]

@@ -6,7 +6,8 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +25,7 @@ from jmoe.serving.errors import ApiError, printable
 from jmoe.serving.forks import ForkServer, LimitError, Limits
 from jmoe.serving.grammar import Grammars
 from jmoe.serving.metrics import Metrics
+from jmoe.serving.middleware import DISCONNECTED
 from jmoe.serving.model_sampling import ModelSampling
 from jmoe.serving.schemas import GenerationBody, Message
 from jmoe.serving.vocabulary import TokenVocabulary
@@ -120,8 +122,25 @@ class Service:
         batch = self.tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in batch]
 
+    async def _at_turn(self, request: Request, work: Callable[[], Awaitable[T]]) -> T:
+        """Do work of a fork when it is the client's turn; give it up if the client leaves before it is done."""
+
+        async def do() -> T:
+            async with self._forks.turn(request.state.client):
+                return await work()
+
+        doing, gone = asyncio.ensure_future(do()), asyncio.ensure_future(disconnected(request))
+        try:
+            await asyncio.wait((doing, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not doing.done():
+                raise ApiError(DISCONNECTED, "the client has left")
+            return doing.result()
+        finally:
+            doing.cancel()
+            gone.cancel()
+
     async def render(
-        self, messages: list[Message], add_generation_prompt: bool, variables: dict[str, Any], client: str
+        self, messages: list[Message], add_generation_prompt: bool, variables: dict[str, Any], request: Request
     ) -> str:
         """Return the prompt of a chat.
 
@@ -133,8 +152,8 @@ class Service:
         plain = [message.for_template(self._takes_parts) for message in messages]
         question = {"messages": plain, "add_generation_prompt": add_generation_prompt, **variables}
         try:
-            async with self._forks.turn(client):
-                return rendered(await self._templates.ask(json.dumps(question).encode()))
+            asked = json.dumps(question).encode()
+            return rendered(await self._at_turn(request, partial(self._templates.ask, asked)))
         except RefusedError as error:
             log.info("%s", error)
             said = f"the model's chat template: {error.said or 'cannot render them'}"
@@ -166,13 +185,13 @@ class Service:
             self.loop.engine.check_request(sequence.prompt_token_ids, sequence.sampling)
         return sequences
 
-    async def constrain(self, body: GenerationBody, sequences: list[Sequence], client: str) -> None:
+    async def constrain(self, body: GenerationBody, sequences: list[Sequence], request: Request) -> None:
         """Let sequences follow the schema that a body asks for; `ApiError` 400 for one that cannot be followed."""
         if body.json_schema is None:
             return
         try:
-            async with self._forks.turn(client):
-                constraints = await self.grammars.constraints(body.json_schema, len(sequences))
+            make = partial(self.grammars.constraints, body.json_schema, len(sequences))
+            constraints = await self._at_turn(request, make)
         except ValueError as error:
             raise ApiError.from_value_error(error) from error
         for sequence, constraint in zip(sequences, constraints, strict=True):
@@ -185,3 +204,9 @@ class Service:
         """Note the prompts themselves for the log, where that is asked for."""
         if self.config.log_prompts:
             request.state.note(repr(prompts))
+
+
+async def disconnected(request: Request) -> None:
+    """Return when the client has left, or has its answer."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -376,6 +376,13 @@ def test_an_offer_of_another_protocol(server: HttpProcess, head: bytes, body: by
         assert status != 200 or not body or b'"count":' in first
 
 
+def test_two_hosts(server: HttpProcess) -> None:
+    with connect(server) as client:
+        client.sendall(GET + b"host: elsewhere\r\n\r\n")
+        answer = client.recv(65536)
+    assert answer.startswith(b"HTTP/1.1 400 ") and b"there are several Host headers" in answer
+
+
 def test_connect(server: HttpProcess) -> None:
     with connect(server) as client:
         client.sendall(b"CONNECT localhost:22 HTTP/1.1\r\nhost: localhost\r\n\r\n")

@@ -87,6 +87,21 @@ def test_a_fork_of_its_own(server: ForkServer) -> None:
     wait_for(lambda: num_forks(server) <= before)
 
 
+@pytest.mark.parametrize("after_s", [0.0, 0.001, 0.1])
+def test_what_is_given_up_ends(server: ForkServer, after_s: float) -> None:
+    """At once, also where the process has hardly begun."""
+    before = num_forks(server)
+
+    async def give_up() -> None:
+        asking = [asyncio.create_task(server.fork().ask(b"sum(1 for _ in iter(int, 1))")) for _ in range(5)]
+        await asyncio.sleep(after_s)
+        for task in asking:
+            task.cancel()
+
+    asyncio.run(give_up())
+    wait_for(lambda: num_forks(server) <= before)
+
+
 def test_what_cannot_begin() -> None:
     with pytest.raises(ValueError, match=r"^no such sums$"):
         start(refusal="no such sums")

@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -70,11 +71,16 @@ def test_json_object(server: HttpProcess) -> None:
     [
         ({"response_format": response_format({"type": "nonsense"})}, "Invalid type: nonsense"),
         ({"response_format": response_format({"$ref": "http://nowhere/x"})}, "does not fetch resources"),
+        ({"response_format": response_format({"const": "\ud800"})}, "response_format.json_schema: "),
+        ({"response_format": response_format({"$ref": "#"})}, "response_format.json_schema: "),
         ({"response_format": {"type": "json_schema"}}, "json_schema must be given"),
         ({"response_format": {"type": "grammar"}}, "Input should be"),
         ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "do not go with response_format"),
     ],
 )
 def test_what_is_refused(server: HttpProcess, given: dict[str, Any], words: str) -> None:
-    response = server.post("/v1/completions", prompt="x", **given)
-    assert response.status_code == 400 and words in response.json()["error"]["message"]
+    content = json.dumps({"prompt": "x", **given}).encode()  # with escapes for what UTF-8 cannot carry
+    response = httpx.post(f"{server.url}/v1/completions", content=content, headers={"content-type": "application/json"})
+    said = response.json()["error"]["message"]
+    assert response.status_code == 400 and words in said
+    assert "needs more than" not in said and "<state>" not in said

@@ -6,6 +6,7 @@ what they are held against takes minutes.
 
 import asyncio
 import contextlib
+import json
 import socket
 import threading
 import time
@@ -22,6 +23,7 @@ from jmoe.inference.sequence import Output, Sequence
 from jmoe.serving.engine_loop import OUTPUT_BYTES, EngineLoop, Generation
 from jmoe.serving.errors import ApiError
 from jmoe.serving.metrics import Metrics
+from tests.fakes import wait_for
 from tests.http_servers import LIMIT_S, HttpProcess, events
 
 ATTACKER, OTHER = "127.0.0.1", "127.0.0.2"  # without keys a client is an address
@@ -114,6 +116,29 @@ def test_a_schema(server: HttpProcess) -> None:
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_schemas(server: HttpProcess, name: str) -> None:
     check_schema(server, name, 2, n=16, max_tokens=4)
+
+
+@pytest.mark.parametrize("wait_s", [0.0, 0.5])
+def test_clients_that_leave(server: HttpProcess, wait_s: float) -> None:
+    """What nobody waits for is not computed: its processes end, and a client that stays has its turn."""
+    host, _, port = server.url.removeprefix("http://").partition(":")
+    process = psutil.Process(server.process.pid)
+    body = json.dumps({"prompt": "x", "response_format": schema("all of many")}).encode()
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    with client_at(ATTACKER, server) as client:
+        ordinary = {"prompt": "x", "max_tokens": 2, "response_format": {"type": "json_object"}}
+        assert client.post(COMPLETIONS, json=ordinary).status_code == 200
+        before = len(process.children(recursive=True))
+        for _ in range(30):
+            with socket.create_connection((host, int(port)), LIMIT_S) as leaving:
+                leaving.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+                time.sleep(wait_s / 10)
+        begun_s = time.monotonic()
+        assert client.post(COMPLETIONS, json=ordinary).status_code == 200
+        print(f"its turn after {time.monotonic() - begun_s:.2f} s")
+        assert time.monotonic() < begun_s + 15.0, "thirty times 2 s of processor time"
+    # the engine may keep the last request's until its next one
+    wait_for(lambda: len(process.children(recursive=True)) <= before + 2, "processes are left", 10.0)
 
 
 def check_templates(server: HttpProcess, kinds: list[str]) -> None:
