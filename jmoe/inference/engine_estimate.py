@@ -79,7 +79,7 @@ class EngineEstimate:
         room = device_memory_share() * ACCELERATORS[self.gpu].device_bytes
         slowest = max((step for step in self.steps if step.width == 1), key=lambda step: step.num_rows)
         lines = [
-            f"estimated from the programs that were compiled for 1 x {self.gpu}, not measured, without the host's:",
+            f"estimated from programs compiled for 1 x {self.gpu}, not measured; the host's own time is left out:",
             *map(str, self.steps),
             f"single tokens have {self.context:,} before them; a prompt's reach {100 * self.prompt_mfu:.1f} % MFU of "
             f"{ACCELERATORS[self.gpu].flops / 1e12:g} TFLOP/s",

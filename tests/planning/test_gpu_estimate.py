@@ -41,6 +41,17 @@ def test_bytes_or_flops_whichever_takes_longer_and_a_launch() -> None:
     assert (found.launches, found.seconds) == (2, product.seconds + passed.seconds)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "precision", "rate"),
+    [("f32", "", 0.5), ("f32", ", operand_precision={highest,highest}", 0.068), ("f8e4m3fn", "", 2.0)],
+)
+def test_products_by_dtype_and_precision(dtype: str, precision: str, rate: float) -> None:
+    dims = f"lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}{precision}"
+    entry = f"  %a = {dtype}[4096,4096]{{1,0}} parameter(0)\n  %ab = f32[4096,4096]{{1,0}} dot(%a, %a), {dims}\n"
+    (kernel,) = estimate(entry).kernels
+    assert kernel.seconds == pytest.approx(2 * 4096**3 / (SHARES["product"].product * rate * 1e14) + 1e-6)
+
+
 LOOP = """%body (at: (f32[1000])) -> (f32[1000]) {
   %at = (f32[1000]{0}) parameter(0)
   %x = f32[1000]{0} get-tuple-element(%at), index=0
