@@ -3,6 +3,7 @@
 python -m jmoe.deploy.merged RUN NAME merges the newest step of a run; NAME is the option that names it, for messages.
 """
 
+import errno
 import fcntl
 import os
 import secrets
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from jmoe.config import CheckpointConfig
 from jmoe.deploy.merge import merge_run
-from jmoe.memory.direct_io import UNWRITABLE
+from jmoe.memory.direct_io import NOT_SUPPORTED, UNWRITABLE
 from jmoe.memory.identity import content_identity
 from jmoe.memory.record_store import locked
 from jmoe.models.pretrained import what_instead
@@ -118,7 +119,8 @@ def _in_use(merged: Path) -> int | None:
         use = os.open(merged, os.O_RDONLY | os.O_DIRECTORY)
     except FileNotFoundError:
         return None
-    fcntl.flock(use, fcntl.LOCK_SH)  # waits for who is removing it
+    with suppress(OSError):  # without locks nobody removes one
+        fcntl.flock(use, fcntl.LOCK_SH)  # waits for who is removing it
     if merged.is_dir() and os.path.samestat(os.fstat(use), merged.stat()):
         return use
     os.close(use)
@@ -144,9 +146,13 @@ def _remove_unused(merged: Path) -> None:
     """Delete a merged step unless a process serves from it."""
     use = os.open(merged, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        with suppress(BlockingIOError):
+        try:
             fcntl.flock(use, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(merged)
+        except OSError as error:  # in use, or it cannot be known: NFS locks no folder
+            if error.errno not in (errno.EWOULDBLOCK, errno.EBADF, errno.ENOLCK, *NOT_SUPPORTED):
+                raise
+            return
+        shutil.rmtree(merged)
     finally:
         os.close(use)
 

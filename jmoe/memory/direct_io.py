@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from jmoe.memory.buffers import PAGE_BYTES
 
 Io = Literal["O_DIRECT", "buffered", "mapped"]
+NOT_SUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)  # what file systems say that lack an operation
 UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)  # the user, or the file system, may not write here
 
 
@@ -42,9 +43,19 @@ def open_direct(path: Path, flags: int) -> tuple[int, bool]:
     try:
         return os.open(path, flags | os.O_DIRECT | os.O_CLOEXEC, 0o644), True
     except OSError as error:
-        if error.errno != errno.EINVAL:
+        if error.errno not in NOT_SUPPORTED:
             raise
         return os.open(path, flags | os.O_CLOEXEC, 0o644), False
+
+
+def take_room(fd: int, size_bytes: int) -> None:
+    """Make a file so large, with room on the disk where the file system can promise it (FUSE, vfat, old NFS do not)."""
+    try:
+        os.posix_fallocate(fd, 0, size_bytes)
+    except OSError as error:
+        if error.errno not in NOT_SUPPORTED:
+            raise
+    os.ftruncate(fd, size_bytes)
 
 
 def is_byte_addressable(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> bool:
@@ -100,8 +111,7 @@ def write_file(path: Path, record_R: NDArray[np.uint8], io: Io) -> None:
     try:
         with naming_the_room(path, f"{path.name} needs {record_R.nbytes} bytes"):
             if os.fstat(fd).st_size != record_R.nbytes:
-                os.posix_fallocate(fd, 0, record_R.nbytes)
-                os.ftruncate(fd, record_R.nbytes)
+                take_room(fd, record_R.nbytes)
             if io == "mapped":
                 with mmap.mmap(fd, record_R.nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE) as memory:
                     np.copyto(np.frombuffer(memory, np.uint8), record_R)
@@ -142,11 +152,16 @@ def check_buffer(record_R: NDArray[np.uint8], record_bytes: int) -> None:
 
 
 def fsync(path: Path) -> None:
-    """Make a file's content durable, or what was created, renamed or deleted in a folder; errors name the path."""
+    """Make a file's content durable, or what was created, renamed or deleted in a folder; errors name the path.
+
+    Some network and FUSE file systems cannot flush a folder: there a name is as durable as they make it.
+    """
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
     except OSError as error:
+        if error.errno in NOT_SUPPORTED and path.is_dir():
+            return
         raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         os.close(fd)
@@ -157,10 +172,22 @@ def link(source: Path, target: Path) -> bool:
     try:
         os.link(source, target)
     except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP):
+        if error.errno not in (errno.ENOENT, errno.EXDEV, errno.EPERM, errno.EMLINK, *NOT_SUPPORTED):
             raise
         return False
     return True
+
+
+def check_links(folder: Path, file: Path) -> None:
+    """Raise `OSError` naming the folder unless its files can have several names."""
+    probe = folder / ".link"
+    probe.unlink(missing_ok=True)  # of a process that was killed
+    try:
+        if not link(file, probe):
+            why = "this file system has no hard links, which checkpoints of records need: give tiers.path a local disk"
+            raise OSError(errno.EOPNOTSUPP, why, str(folder))
+    finally:
+        probe.unlink(missing_ok=True)
 
 
 def make_folder(folder: Path) -> None:

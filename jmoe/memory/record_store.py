@@ -31,6 +31,7 @@ from jmoe.memory.buffers import PAGE_BYTES, Allocate, Slots, allocate_slots
 from jmoe.memory.checksum import checksum
 from jmoe.memory.closing import Closing
 from jmoe.memory.direct_io import (
+    NOT_SUPPORTED,
     check_buffer,
     fsync,
     is_byte_addressable,
@@ -39,6 +40,7 @@ from jmoe.memory.direct_io import (
     naming_the_room,
     open_direct,
     read_all,
+    take_room,
     write_all,
 )
 
@@ -421,7 +423,7 @@ def _write_records(path: Path, layout: RecordLayout, num_records: int, fill: Fil
     fd, _ = open_direct(path, os.O_WRONLY | os.O_CREAT)
     try:
         with naming_the_room(path, needs):
-            os.posix_fallocate(fd, 0, total_bytes)
+            take_room(fd, total_bytes)
         for index in range(num_records):
             record_R[:] = 0
             fill(index, views)
@@ -448,7 +450,10 @@ def _remove_leftovers(folder: Path) -> None:
 
 @contextlib.contextmanager
 def locked(folder: Path, limit_s: float, name: str = LOCK) -> Iterator[None]:
-    """Hold the folder's lock, which the kernel takes back from a process that dies."""
+    """Hold the folder's lock, which the kernel takes back from a process that dies.
+
+    Where the file system has no locks, a warning says that one process at a time may work there.
+    """
     path = folder / name
     deadline_s = time.monotonic() + limit_s
     with path.open("a") as file:
@@ -460,4 +465,9 @@ def locked(folder: Path, limit_s: float, name: str = LOCK) -> Iterator[None]:
                 if time.monotonic() > deadline_s:
                     raise TimeoutError(f"{path}: another process has held it for more than {limit_s} s") from None
                 time.sleep(0.05)
+            except OSError as error:
+                if error.errno not in (errno.ENOLCK, *NOT_SUPPORTED):
+                    raise
+                log.warning("%s: cannot be locked (%s): let one process at a time work there", folder, error.strerror)
+                break
         yield

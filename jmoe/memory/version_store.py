@@ -27,6 +27,7 @@ from jmoe.memory.closing import Closing
 from jmoe.memory.direct_io import (
     Io,
     check_buffer,
+    check_links,
     fsync,
     io_of,
     link,
@@ -251,6 +252,7 @@ class VersionStore(Closing):
                 write_manifest(folder, expected)
                 manifest = expected
             check_manifest(folder, manifest, expected)
+            check_links(folder, folder / MANIFEST)
             store = cls(folder, with_seal, num_records, range(num_records) if owned is None else owned)
             store.fingerprint = fingerprint
             store._held = held.pop_all()

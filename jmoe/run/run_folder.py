@@ -26,12 +26,13 @@ from typing import Any, BinaryIO, Self
 import jax
 
 from jmoe.data.shards import replacing
+from jmoe.memory.direct_io import NOT_SUPPORTED
 from jmoe.run import distributed
 
 LOCK, IDENTITY = "run.lock", "run.json"
 WAIT_S = 120.0  # SLURM and Kubernetes end a job 30 s after they said so; NFS keeps a dead host's lock for 90 s
 KEPT_STARTS = 100  # of which `run.json` knows
-NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)  # the file system has none
+NO_LOCKS = (errno.ENOLCK, *NOT_SUPPORTED)  # the file system has none
 
 
 class RunFolder:

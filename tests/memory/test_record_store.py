@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import shutil
+import stat
 import threading
 import time
 from collections.abc import Callable
@@ -537,3 +538,37 @@ def test_a_lock_held_too_long_is_an_error(tmp_path: Path) -> None:
         pytest.raises(TimeoutError, match=r"pack\.lock: another process has held it for more than 0\.1 s"),
     ):
         pack(tmp_path, lock_limit_s=0.1)
+
+
+def lacking(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    """What FUSE, vfat and network file systems may lack: O_DIRECT, room ahead, locks, flushing of folders."""
+    really_open, really_fsync = os.open, os.fsync
+
+    def refuse(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    def open_buffered(path: Any, flags: int, *rest: Any, **named: Any) -> int:
+        if flags & os.O_DIRECT:
+            refuse()
+        return really_open(path, flags, *rest, **named)
+
+    def fsync_files(fd: int) -> None:
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            refuse()
+        really_fsync(fd)
+
+    monkeypatch.setattr(os, "open", open_buffered)
+    monkeypatch.setattr(os, "fsync", fsync_files)
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    monkeypatch.setattr("fcntl.flock", refuse)
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_file_systems_that_lack_much(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    lacking(monkeypatch, code)
+    with pack(tmp_path) as store:
+        assert store.io.startswith("buffered")
+        check_content(store)
+    assert f"{tmp_path}: cannot be locked ({os.strerror(code)})" in caplog.text

@@ -489,3 +489,20 @@ def test_killed_at_any_moment(start_python: Start, tmp_path: Path) -> None:
         with open_store(tmp_path / "store") as store:
             assert missing(store) == []
             assert all(got(store, index) >= 0 for index in range(NUM_RECORDS))
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_file_system_without_hard_links_is_named_at_the_start(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As FUSE and vfat are; not at the first checkpoint, hours later."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "link", refuse)
+    with pytest.raises(OSError, match=r"has no hard links, .*: give tiers.path a local disk: '.*'"):
+        open_store(tmp_path)
+    monkeypatch.undo()
+    with open_store(tmp_path) as store:
+        assert not [path for path in store.path.iterdir() if path.name.startswith(".link")]
