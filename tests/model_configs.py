@@ -37,8 +37,10 @@ def mesh_of(*shape: int) -> Mesh:
 
 
 def stored_in(tiers: TiersConfig, folder: Path, **changes: Any) -> TiersConfig:
-    """Return the tiers with changes, and the folder of what is on NVMe, if something is."""
+    """Return the tiers with those changes that they honour, and the folder of what is on NVMe, if something is."""
     nvme = "nvme" in (tiers.experts, tiers.optimizer, tiers.gradients)
+    if tiers.experts == "device":  # where all layers are at once
+        changes.pop("device_layers", None)
     return dataclasses.replace(tiers, path=str(folder) if nvme else "", **changes)
 
 

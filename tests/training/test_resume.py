@@ -177,7 +177,7 @@ def test_experts_are_saved_restored_and_begun_off_the_device(
         return fill(*args)
 
     monkeypatch.setattr(ExpertStores, "fill", look_and_fill)
-    tiers = dataclasses.replace(TIERS[name], device_layers=1)
+    tiers = stored_in(TIERS[name], tmp_path / "records", device_layers=1)
     with opened(tiers, tmp_path, devices) as (program, checkpoints):
         with ExpertsOnDevices() as count:
             counted.append(count)
