@@ -139,7 +139,10 @@ def reserve_port() -> socket.socket:
 
 
 def run(order: Order, commands: int) -> int:
-    """Run the process to its end, and return its exit code, 128 + the number of a signal that killed it."""
+    """Run the process to its end, and return its exit code, 128 + the number of a signal that killed it.
+
+    What it has started and left behind ends with it: it would hold its devices and locks.
+    """
     log = Path(order.log)
     try:
         with log.open("a") as output:
@@ -161,6 +164,7 @@ def run(order: Order, commands: int) -> int:
         return CANNOT_RUN if there and error.filename != order.log else CANNOT_LOG
     threading.Thread(target=_obey, args=(commands, process), daemon=True).start()
     code = process.wait()
+    _kill_group(process.pid)
     return code if code >= 0 else 128 - code
 
 
@@ -174,8 +178,12 @@ def _obey(commands: int, process: subprocess.Popen[bytes]) -> None:
     with os.fdopen(commands, "rb", closefd=False) as lines:
         for line in lines:
             process.send_signal(int(line))
+    _kill_group(process.pid)
+
+
+def _kill_group(number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+        os.killpg(number, signal.SIGKILL)
 
 
 def main() -> None:

@@ -343,6 +343,28 @@ def test_a_process_ends_with_its_tether(tmp_path: Path) -> None:
         os.kill(pid, 0)
 
 
+def test_what_a_process_leaves_behind_ends_with_it(tmp_path: Path) -> None:
+    """A child that was forked has its parent's devices and locks, for which the next attempt would wait."""
+    forks = """if True:
+        import os, sys, time
+        if os.fork():
+            while not os.path.exists("child"):
+                time.sleep(0.01)
+            sys.exit(3)
+        with open("new", "w") as file:
+            file.write(str(os.getpid()))
+        os.rename("new", "child")
+        time.sleep(1000)
+    """
+    (tether,) = answered([Tether("", 0, [])], 240)
+    with contextlib.closing(tether):
+        tether.start(Order([sys.executable, "-c", forks], str(tmp_path), {}, str(tmp_path / "log"), "a title"))
+        wait_for(lambda: tether.code() is not None)
+        assert tether.code() == 3
+    child = Path(f"/proc/{(tmp_path / 'child').read_text()}/stat")
+    wait_for(lambda: not child.exists() or " Z " in child.read_text())  # nobody may have asked for its end
+
+
 def test_a_process_that_cannot_be_started_is_named(tmp_path: Path) -> None:
     for log, program, code, words in (
         ("log", "/no/such/program", 127, "No such file or directory: '/no/such/program'"),
