@@ -127,6 +127,8 @@ class Generation:
         self._timer.cancel()
         self._owner._abort(self.sequences)
         self._owner._unsent.remove(self)
+        if any(sequence.constraint is not None for sequence in self.sequences):
+            self._owner._commands.put(partial(_drop_constraints, self.sequences))
 
 
 class EngineLoop:
@@ -361,3 +363,9 @@ class EngineLoop:
     def _look(self) -> Snapshot:
         stats = self.engine.scheduler_stats()
         return Snapshot(self.engine.stats(), replace(stats, waiting=stats.waiting + len(self._queue)))
+
+
+def _drop_constraints(sequences: list[Sequence]) -> None:
+    """Let the processes of sequences that have ended end too, by the thread that used them."""
+    for sequence in sequences:
+        sequence.constraint = None

@@ -11,6 +11,7 @@ import gc
 import json
 import os
 import resource
+import select
 import signal
 import socket
 import struct
@@ -71,7 +72,8 @@ class Fork:
             async with asyncio.timeout(ANSWER_LIMIT_S):
                 await loop.sock_sendall(self._connection, _framed(question))
                 while (answer := self._next()) is None:
-                    self._take(await loop.sock_recv(self._connection, READ_BYTES))
+                    await self._until_readable()
+                    self._take(self._connection.recv(READ_BYTES))
         except OSError as error:  # a time-out is one
             self.end()
             raise self._ended() from error
@@ -81,6 +83,16 @@ class Fork:
         finally:
             slow.cancel()
         return answer
+
+    async def _until_readable(self) -> None:
+        """Wait without taking anything: what a cancelled read has taken would be lost."""
+        loop = asyncio.get_running_loop()
+        readable = asyncio.Event()
+        loop.add_reader(self._connection, readable.set)
+        try:
+            await readable.wait()
+        finally:
+            loop.remove_reader(self._connection)
 
     @property
     def has_ended(self) -> bool:
@@ -268,6 +280,8 @@ def _serve(connection: socket.socket, answer: Callable[[bytes], bytes], limits: 
     connection.sendall(_framed(_LENGTH.pack(os.getpid())))
     with connection, connection.makefile("rb") as questions:
         while (question := _read(questions)) is not None:
+            if select.select([connection], [], [], 0)[0] and not connection.recv(1, socket.MSG_PEEK):
+                return  # nobody waits for the answer
             begun_s = time.process_time()
             said = _limited(partial(answer, question), limits.processor_s)
             if time.process_time() > begun_s + SLOW_S:

@@ -7,6 +7,7 @@ what they are held against takes minutes.
 import asyncio
 import contextlib
 import json
+import select
 import socket
 import threading
 import time
@@ -233,17 +234,22 @@ def test_connections(server: HttpProcess) -> None:
     """Silent connections of one client push each other out, and not one that the other client keeps."""
     host, _, port = server.url.removeprefix("http://").partition(":")
     address = host, int(port)
-    with socket.create_connection(address, LIMIT_S, (OTHER, 0)) as kept:
-        for _ in range(2):
-            kept.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
-            answer = b""
-            while not answer.endswith(b'{"status":"ok"}'):
-                piece = kept.recv(65536)
-                assert piece, "the connection was closed"
-                answer += piece
-            with contextlib.ExitStack() as stack:
-                for _ in range(600):
-                    stack.enter_context(socket.create_connection(address, LIMIT_S, (ATTACKER, 0)))
+    process = psutil.Process(server.process.pid)
+
+    def ask(kept: socket.socket) -> None:
+        kept.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        answer = b""
+        while not answer.endswith(b'{"status":"ok"}'):
+            piece = kept.recv(65536)
+            assert piece, "the connection was closed"
+            answer += piece
+
+    with contextlib.ExitStack() as stack, socket.create_connection(address, LIMIT_S, (OTHER, 0)) as kept:
+        ask(kept)
+        silent = [stack.enter_context(socket.create_connection(address, LIMIT_S, (ATTACKER, 0))) for _ in range(600)]
+        wait_for(lambda: bool(select.select(silent[:1], [], [], 0)[0]), "the first one has not made room")
+        assert len(process.net_connections("tcp")) > 400
+        ask(kept)
 
 
 @pytest.mark.slow
