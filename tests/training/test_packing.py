@@ -127,7 +127,7 @@ def test_what_is_measured(comm: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("device_bytes", "words"),
-    [(290_000, "with experts in host memory (tiers.experts = host) they would fit"), (250_000, "would be lacking")],
+    [(320_000, "with experts in host memory (tiers.experts = host) they would fit"), (250_000, "would be lacking")],
 )
 def test_memory_that_forbids_is_named(monkeypatch: pytest.MonkeyPatch, device_bytes: int, words: str) -> None:
     times(monkeypatch, 0.02, 0.01)
