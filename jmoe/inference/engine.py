@@ -368,7 +368,7 @@ class Engine(Closing):
         return resting
 
     def _drop_unwanted(self) -> None:
-        """Keep nothing of a step under way that nobody waits for."""
+        """Drop the speculative step once no request needs it."""
         if not self.has_unfinished:
             self._ahead = None
 

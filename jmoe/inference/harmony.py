@@ -56,9 +56,9 @@ class Harmony:
 
 
 class ChannelStream:
-    """As `TextStream`, but `push` and `flush` return the text of the channel `final` alone.
+    """A `TextStream` whose `push` and `flush` return the text of the channel `final` alone.
 
-    What the other channels say is collected for `take_reasoning`. Stop strings end an answer, so they are looked for in
+    The text of the other channels is collected for `take_reasoning`. Stop strings end an answer, so they are looked for in
     `final`. Text outside of the format is taken for an answer, so that nothing is lost.
     """
 

@@ -1,8 +1,8 @@
-"""What becomes of each field that the `config.json` of a family may hold.
+"""A table of the fields that the `config.json` of a family may hold: honoured, refused or harmless.
 
-The table has every field of the family's configuration class in transformers 5, under all its names, and those of
-published files that the class does not have. What would change the logits is honoured or refused by name; what cannot
-change them is accepted. Fields that are not in the table change nothing in transformers either.
+It has every field of the family's configuration class in transformers 5, under all its names, and those of
+published files that the class does not have. A field that would change the logits is honoured or refused by
+name; one that cannot change them is accepted. Fields that are not in the table change nothing in transformers either.
 """
 
 from dataclasses import dataclass

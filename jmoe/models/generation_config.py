@@ -1,4 +1,4 @@
-"""What a checkpoint says of generation: generation_config.json, and config.json where that says nothing."""
+"""Read a checkpoint's defaults for generation from generation_config.json, else from config.json."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

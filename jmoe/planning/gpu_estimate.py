@@ -23,7 +23,7 @@ LAUNCH_S = 2.5e-6  # of a kernel that does nothing, with the gap before the next
 
 @dataclass(frozen=True)
 class ReachedShare:
-    """What kernels of a kind reach of a copy's bytes/s, and of one large product's FLOP/s."""
+    """The shares of a copy's bytes/s and of one large product's FLOP/s that kernels of a kind reach."""
 
     copy: float
     product: float = 1.0
@@ -133,7 +133,7 @@ class GpuEstimate:
 
 @dataclass(frozen=True)
 class ExpertRows:
-    """What the kernels of experts cannot tell from the shapes of their operands.
+    """Facts about the rows of experts' kernels that the shapes of their operands do not show.
 
     num_experts: of a layer, where kernels are given the weights of more; 0: they never are. filled: the share of the
     rows of a buffer that are tokens.

@@ -223,7 +223,7 @@ class RunFolder:
 
 @dataclass(frozen=True)
 class _Identity:
-    """What `run.json` says: the run, where its folder was, whether this is the file that the run wrote, its starts."""
+    """The content of `run.json`: the run, its folder, whether the run itself wrote this file, and its starts."""
 
     run: str = ""
     home: str = ""
