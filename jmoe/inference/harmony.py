@@ -58,8 +58,8 @@ class Harmony:
 class ChannelStream:
     """A `TextStream` whose `push` and `flush` return the text of the channel `final` alone.
 
-    The text of the other channels is collected for `take_reasoning`. Stop strings end an answer, so they are looked for in
-    `final`. Text outside of the format is taken for an answer, so that nothing is lost.
+    The text of the other channels is collected for `take_reasoning`. Stop strings end an answer, so they are looked for
+    in `final`. Text outside of the format is taken for an answer, so that nothing is lost.
     """
 
     def __init__(
