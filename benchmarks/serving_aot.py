@@ -80,7 +80,7 @@ def engine_programs(programs: ahead_of_time.Programs, config: ModelConfig, sizes
     }
     for rows, width in ((batch, width) for width in (sizes.prompt, 1) for batch in sizes.batch):
         what, tokens = f"{rows} x {width} tokens", rows * width
-        context = runner.CONTEXTS[0] if width == 1 else None
+        context = runner.context_bound(1, caches[0].length) if width == 1 else None
         batch = runner.TokenBatch(of(jnp.int32, tokens), of(jnp.int32, rows), of(jnp.int32, rows, width))
         x = programs.compile(f"embedding, {what}", runner._embed, *outside, batch.tokens_T, batch.positions_PC, DTYPE)
         x_PCD, _, routed = programs.compile(

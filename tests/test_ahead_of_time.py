@@ -29,11 +29,13 @@ def programs() -> Traced:
 def test_engines(programs: Traced) -> None:
     serving_aot.engine_programs(programs, model_config(tiny("olmoe")), serving_aot.options())
     names = [row["program"] for row in programs.rows]
-    steps = ("1 x 128", "8 x 128", "1 x 1", "8 x 1")
+    batches = (1, 8, 64)
+    steps = [f"{batch} x {width}" for batch in batches for width in (128, 1)]
     for way in ("resident", "ring", "experts and hybrid"):
         assert all(f"experts, {way}, {step} tokens" in names for step in steps)
         assert f"expert into a slot, {way}" in names
-    assert len(names) == len(set(names)) == 10 * len(steps) + 3
+    assert all(f"all layers, resident, {batch} x 1 tokens" in names for batch in batches)
+    assert len(names) == len(set(names)) == 10 * len(steps) + len(batches) + 3
 
 
 def test_retention(programs: Traced, monkeypatch: pytest.MonkeyPatch) -> None:

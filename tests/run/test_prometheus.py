@@ -35,7 +35,7 @@ def fetched(port: int) -> dict[str, float]:
 @pytest.fixture
 def config(tmp_path: Path) -> TrainConfig:
     (tmp_path / "run.json").write_text(json.dumps({"run": "mine", "output_dir": str(tmp_path)}))
-    local = MetricsConfig(host="127.0.0.1")
+    local = MetricsConfig(free_port(), "127.0.0.1")
     return TrainConfig(output_dir=str(tmp_path), num_steps=20, batch_size=4, sequence_length=8, metrics=local)
 
 
@@ -86,9 +86,9 @@ def test_ports_that_cannot_be_had(config: TrainConfig, monkeypatch: pytest.Monke
         with pytest.raises(ValueError, match=rf"metrics.port = {port}: {at}: Address already in use"):
             start(port)
     with pytest.raises(ValueError, match=r"at metrics.host = '192.0.2.1': Cannot assign requested address"):
-        start(0, "192.0.2.1")
+        start(port, "192.0.2.1")
     with pytest.raises(ValueError, match=r"at metrics.host = 'no such host': "):
-        start(0, "no such host")
+        start(port, "no such host")
 
     def refused(*_: Any) -> None:  # root, as whom tests may run, is not
         raise PermissionError(13, "Permission denied")
@@ -99,7 +99,7 @@ def test_ports_that_cannot_be_had(config: TrainConfig, monkeypatch: pytest.Monke
             start(80)
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(ValueError, match=r"needs the package prometheus-client: pip install 'jmoe\[metrics\]'"):
-        start(0)
+        start(port)
 
 
 @pytest.mark.parametrize(("field", "value"), [("port", -1), ("port", 65536), ("host", "")])
