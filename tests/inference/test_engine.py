@@ -164,6 +164,7 @@ def test_where_native_operations_cannot_be_had(
         raise native.NotBuiltError("there is no compiler")
 
     monkeypatch.setattr(native, "load", fail)
+    monkeypatch.setattr(native, "is_built", lambda: True)  # whether or not this machine has a compiler
     with pytest.raises(ValueError, match="native = 'on': cannot be had here: there is no compiler"):
         tiny_engine("olmoe", native="on")
     with caplog.at_level("INFO"), tiny_engine("olmoe", policy="resident", native="auto") as served:
@@ -586,4 +587,6 @@ def test_a_sequence_whose_constraint_is_not_ready_rests() -> None:
         while late.finish_reason is None:
             outputs += engine.step()
         assert late.output_token_ids == expected.token_ids and constraint.waits > 0
-        assert [lp for output in outputs for lp in output.logprobs] == expected.logprobs
+        # another number of rows may be another order of sums, where products are XLA's
+        found = [lp.logprob for output in outputs for lp in output.logprobs]
+        np.testing.assert_allclose(found, [lp.logprob for lp in expected.logprobs], atol=2e-5)
