@@ -119,7 +119,7 @@ class ImageBatches:
         self._step = int(state["next_step"])
 
     def close(self) -> None:
-        """End nothing: nothing is read ahead."""
+        """Do nothing: no batch is read ahead."""
 
 
 Homes = Sequence[Sequence[int]]  # of each task, by number: the devices that may have its images

@@ -52,7 +52,7 @@ class ChatTemplate:
 
     @cached_property
     def content_form(self) -> Literal["string", "parts"] | None:
-        """What the template takes a message's content as; None if it shows neither. Found out by a try.
+        """The form in which the template shows a message's content, found by a probe; None if it shows neither.
 
         Templates of models that also see images loop over parts; of a string they would get characters.
         """

@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parents[2]  # that holds the package
 
 @dataclass(frozen=True)
 class Limits:
-    """What one answer of a fork may take."""
+    """Limits on one answer of a fork: processor time, memory and size."""
 
     processor_s: float
     memory_bytes: int  # beside what the process has at its start

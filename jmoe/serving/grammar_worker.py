@@ -1,6 +1,6 @@
-"""What a fork does for answers that follow a JSON schema: llguidance says which tokens may come next.
+"""Compute, in a fork, the masks of tokens that a JSON schema allows next, by llguidance.
 
-Imports no numpy, whose threads a fork could not have.
+The module imports no numpy, whose threads a fork could not have.
 """
 
 import json

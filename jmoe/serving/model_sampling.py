@@ -16,7 +16,7 @@ from jmoe.models.pretrained import read_config
 
 @dataclass(frozen=True)
 class ModelSampling:
-    """What a model's files say for requests that say nothing.
+    """Defaults from a model's files for requests that leave sampling open.
 
     defaults: fields of `SamplingParams`. turn_end_token_ids: end a turn of a chat, beside those that end any text.
     """

@@ -247,4 +247,4 @@ class FusedTrainer:
         """Return nothing: no expert moves between tiers."""
 
     def close(self) -> None:
-        """End nothing: there are no threads."""
+        """Do nothing: this trainer has no threads."""

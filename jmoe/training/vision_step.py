@@ -455,7 +455,7 @@ class VisionTrainer:
         """Return nothing: no expert moves between tiers."""
 
     def close(self) -> None:
-        """End nothing: there are no threads."""
+        """Do nothing: this trainer has no threads."""
 
 
 def _micro_batch(batch: ImageBatch, index: Any) -> ImageBatch:
