@@ -46,7 +46,7 @@ decode: $(STAMP)
 	@test -d runs/tiny/checkpoints || { echo 'There is no model yet: runs/tiny has no checkpoint. Run `make train` first.'; exit 1; }
 	@rm -rf runs/tiny/hf
 	$(BIN)/python -m jmoe.deploy.merge runs/tiny runs/tiny/hf
-	$(BIN)/python -m jmoe.inference.generate runs/tiny/hf 'def read(self, path):' --policy ring $(ARGS)
+	$(BIN)/python -m jmoe.programs.generate runs/tiny/hf 'def read(self, path):' --policy ring $(ARGS)
 
 test: lint
 	$(BIN)/python -m pytest -m 'not slow' $(WORKERS) $(ARGS)

@@ -21,7 +21,7 @@ from jmoe.runtime import end_at_once_on_interrupt, lacking, program_name, reexec
 
 if TYPE_CHECKING:
     from jmoe.deploy.bundle import OpenBundle
-    from jmoe.inference.lockstep import Follower, Leader
+    from jmoe.inference.mesh.lockstep import Follower, Leader
     from jmoe.serving.api_keys import ApiKeys
 
 say = partial(print, flush=True)
@@ -31,12 +31,12 @@ PACKAGES = ("fastapi", "httptools", "llguidance", "prometheus_client", "pydantic
 
 def run(arguments: Sequence[str]) -> None:
     """Serve the model that the command line names, until a signal ends it; of several processes the first one does."""
+    from jmoe.cluster.distributed import check_gpus
+    from jmoe.cluster.job import hosts_line
     from jmoe.deploy.bundle import OpenBundle, is_bundle
     from jmoe.deploy.merged import hugging_face_folder
-    from jmoe.inference.lockstep import Follower, join
+    from jmoe.inference.mesh.lockstep import Follower, join
     from jmoe.mesh import devices_of_hosts
-    from jmoe.run.distributed import check_gpus
-    from jmoe.run.job import hosts_line
     from jmoe.serving.api_keys import ApiKeys
     from jmoe.status import status
 
@@ -109,7 +109,7 @@ def serve(
     """Plan the memory of the model in a Hugging Face folder, load it, and answer requests. programs: of a bundle."""
     import jmoe
     from jmoe.inference.engine import Engine, open_checkpoint, plan_engine_memory, with_sequence_length
-    from jmoe.inference.lockstep import end_process
+    from jmoe.inference.mesh.lockstep import end_process
     from jmoe.models.tokenizer_file import tokenizer_file
     from jmoe.serving.api_keys import RELOAD_S
     from jmoe.serving.app import make_app

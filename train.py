@@ -29,6 +29,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
+from jmoe.cluster import distributed
+from jmoe.cluster.job import hosts_line
 from jmoe.config import TrainConfig, VisionTrainConfig
 from jmoe.config.cluster import read_cluster
 from jmoe.data.corpus import OtherTextError, Role, discard, prepare, publish
@@ -41,29 +43,27 @@ from jmoe.inference.teacher import Teacher, teacher_fingerprint
 from jmoe.mesh import devices_of_hosts, make_mesh
 from jmoe.models.tokenizer_file import TOKENIZER
 from jmoe.planning.elastic import Layout
-from jmoe.run import distributed
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.run.cluster_planner import as_json, cluster_rows, table
 from jmoe.run.compatibility import FINGERPRINT, TEACHER, has_checkpoint, refuse_other_data
 from jmoe.run.compile_cache import keep_compiled_programs
-from jmoe.run.job import hosts_line
 from jmoe.run.metrics import CompiledPrograms, progress_line, step_record
 from jmoe.run.planner import packing_line, tier_counts, training_plan, with_chosen_tiers
 from jmoe.run.prometheus import RunMetrics
 from jmoe.run.run_folder import WAIT_S, RunFolder
 from jmoe.run.snapshots import Snapshots
 from jmoe.status import status
-from jmoe.training.distilling import DistillingTrainer
 from jmoe.training.finetune import is_run, with_pretrained_model
+from jmoe.training.fused.distilling import DistillingTrainer
+from jmoe.training.fused.step_estimate import estimate_step
 from jmoe.training.packing import PackingController, first_packing
 from jmoe.training.session import Session, say
 from jmoe.training.state import TrainState
-from jmoe.training.step_estimate import estimate_step
-from jmoe.training.task_layouts import layout_of, plan_lines
+from jmoe.training.tasks.layouts import layout_of, plan_lines
+from jmoe.training.tasks.run import CLASSES
+from jmoe.training.tasks.session import VisionSession
+from jmoe.training.tasks.trainer import make_vision_trainer
 from jmoe.training.trainer import Trainer, make_trainer
-from jmoe.training.vision_run import CLASSES
-from jmoe.training.vision_session import VisionSession
-from jmoe.training.vision_trainer import make_vision_trainer
 
 
 def train_step(trainer: Trainer, state: TrainState, tokens: jax.Array) -> tuple[TrainState, dict[str, Any]]:

@@ -30,7 +30,7 @@ from jmoe.config import MachineConfig, MeshConfig, TrainConfig
 from jmoe.models.huggingface import model_config
 from jmoe.planning.gpu_estimate import GpuKernel
 from jmoe.run.planner import training_plan
-from jmoe.training.step_estimate import StepEstimate, estimate_step
+from jmoe.training.fused.step_estimate import StepEstimate, estimate_step
 
 RESULT = Path(__file__).resolve().parent / "results" / "estimates.json"
 TARGETS = get_args(get_type_hints(TrainConfig)["estimate"])[1:]

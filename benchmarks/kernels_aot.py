@@ -33,7 +33,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from benchmarks.lib import ahead_of_time, report
-from jmoe.inference.mesh_programs import ExchangeShape, experts_on_mesh
+from jmoe.inference.mesh.programs import ExchangeShape, experts_on_mesh
 from jmoe.layers.slot_experts import ExpertInputs, table_mlp
 from jmoe.mesh import BATCH, REPLICATED, make_mesh
 from kernels_pallas.compressed import FORMATS

@@ -28,8 +28,8 @@ from pathlib import Path
 
 from benchmarks.lib import report
 from benchmarks.lib.train_processes import LIMIT_S, started, times_of, wait
-from jmoe.run.restarts import reached
-from jmoe.run.tether import reserve_port
+from jmoe.cluster.restarts import reached
+from jmoe.cluster.tether import reserve_port
 
 PARTS = ("detect", "start", "import_and_meet", "data", "restore", "compile_and_step")
 ALONE = ("import", "restore", "compile_and_step")
@@ -77,7 +77,15 @@ def victim_of(run: Path, rank: int) -> int:
 def restarts(a: argparse.Namespace, folder: Path, memory: Path) -> tuple[list[dict[str, float]], float]:
     """(The parts of every restart, the first step with an empty compile cache), in seconds."""
     run, rows = folder / "run", []
-    command = [sys.executable, "-m", "jmoe.run.supervise", "--processes", str(a.processes), "--same-step-limit", "99"]
+    command = [
+        sys.executable,
+        "-m",
+        "jmoe.cluster.supervise",
+        "--processes",
+        str(a.processes),
+        "--same-step-limit",
+        "99",
+    ]
     log, events = run / "supervise" / "rank-0.log", run / "supervise" / "events.jsonl"
     with started([[*command, "--", "train.py", *options_of(a, run, memory)]], [folder / "supervisor.log"], folder):
         for _ in range(a.rounds):

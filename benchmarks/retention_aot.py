@@ -30,10 +30,10 @@ from jmoe.mesh import make_mesh
 from jmoe.models.decoder import STACKS
 from jmoe.offload import expert_state
 from jmoe.offload.lazy_adamw import WINDOW_STEPS, MissedSteps
+from jmoe.training.fused.step import FusedTrainer
 from jmoe.training.sharded_decoder import ShardedDecoder
 from jmoe.training.state import without_experts
-from jmoe.training.step import FusedTrainer
-from jmoe.training.streamed_programs import (
+from jmoe.training.streamed.programs import (
     ForBackward,
     GradAccumulator,
     LayerIndex,

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lib import report
-from jmoe.run.tether import reserve_port
+from jmoe.cluster.tether import reserve_port
 
 ARRAYS = 8
 
@@ -52,11 +52,11 @@ def process(a: argparse.Namespace) -> None:
     import jax
     import numpy as np
 
+    from jmoe.cluster import distributed
+    from jmoe.cluster.processes import gather_json
     from jmoe.config import CheckpointConfig, DistributedConfig
     from jmoe.mesh import BATCH, REPLICATED, make_mesh, shardings
-    from jmoe.run import distributed
     from jmoe.run.checkpoint import Checkpoints
-    from jmoe.run.processes import gather_json
     from jmoe.run.snapshots import Snapshots
 
     address = f"127.0.0.1:{a.port}"

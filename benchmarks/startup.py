@@ -34,7 +34,7 @@ import psutil
 
 from benchmarks.lib import report
 from benchmarks.lib.train_processes import LIMIT_S, started, times_of
-from jmoe.run.tether import reserve_port
+from jmoe.cluster.tether import reserve_port
 
 LINES = {  # of the log of rank 0, each the end of a part
     "import_and_meet": " active; ",
@@ -52,7 +52,7 @@ MODEL = (
 MODULES = ("argparse", "ast", "difflib", "pickle", "random", "subprocess", "textwrap", "threading")  # the text
 CALL = """
 import json, sys, time
-from jmoe.run.rendezvous import rendezvous
+from jmoe.cluster.rendezvous import rendezvous
 address, processes, rank, limit_s = sys.argv[1], *map(int, sys.argv[2:5])
 called, problem = time.time(), ""
 try:
@@ -98,7 +98,16 @@ def supervised(a: argparse.Namespace, folder: Path, name: str) -> dict[str, floa
     options += ["--distributed.heartbeat-timeout-s", "120"]
     options += ["--data.path", str(folder / "text"), "--data.held-out-bytes", "10000"]
     options += ["--evaluation.sample-tokens", "0", "--output-dir", str(run)]
-    command = [sys.executable, "-m", "jmoe.run.supervise", "--processes", str(a.processes), "--", "train.py", *options]
+    command = [
+        sys.executable,
+        "-m",
+        "jmoe.cluster.supervise",
+        "--processes",
+        str(a.processes),
+        "--",
+        "train.py",
+        *options,
+    ]
     begun, screen = time.time(), folder / f"{name}.log"
     with Memory() as memory, started([command], [screen], folder) as (supervisor,):
         times = times_of(LINES, run / "supervise" / "rank-0.log")

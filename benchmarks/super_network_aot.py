@@ -36,8 +36,8 @@ from jmoe.configs.ufo import ufo_17b
 from jmoe.data.image_batches import ImageBatch
 from jmoe.mesh import BATCH, make_mesh
 from jmoe.planning.elastic import Layout
-from jmoe.training.task_layouts import STATE_BYTES, kept_bytes, layout_of
-from jmoe.training.vision_step import VisionTrainer
+from jmoe.training.tasks.layouts import STATE_BYTES, kept_bytes, layout_of
+from jmoe.training.tasks.step import VisionTrainer
 
 NUM_CLASSES = 1000  # of each task; not published
 

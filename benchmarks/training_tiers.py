@@ -55,7 +55,7 @@ from jmoe.config import RouterConfig
 from jmoe.memory.tiered_store import TieredStore
 from jmoe.offload.expert_state import ExpertState
 from jmoe.offload.train_stores import THREADS
-from jmoe.training.streamed_experts import StreamedExperts
+from jmoe.training.streamed.experts import StreamedExperts
 from jmoe.training.trainer import make_trainer
 
 PERIODS = (0, 1, 4, 16)  # steps between two times of writing back

@@ -30,7 +30,7 @@ from jmoe.config import VisionTrainConfig
 from jmoe.configs.ufo import ufo_tiny
 from jmoe.data.images import ImageTask, load_task
 from jmoe.run.metrics import METRICS_FILE, read_events, read_metrics
-from jmoe.run.task_summary import linear_accuracy
+from jmoe.training.tasks.summary import linear_accuracy
 
 RUNS = {1: (), 2: ("--layout", "elastic")}  # options by number of processes
 

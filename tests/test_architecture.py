@@ -17,11 +17,11 @@ FLOORS = (
     ("jmoe.mesh", "jmoe.collectives", "jmoe.memory"),
     ("jmoe.layers", "jmoe.optim"),
     ("jmoe.models",),
-    ("jmoe.offload", "jmoe.data"),
+    ("jmoe.offload", "jmoe.data", "jmoe.cluster"),
     ("jmoe.run",),
     ("jmoe.training", "jmoe.inference"),
     ("jmoe.serving", "jmoe.deploy"),
-    ("jmoe", "jmoe.inference.generate", "jmoe.inference.profile"),  # jmoe: what a researcher imports
+    ("jmoe", "jmoe.programs"),  # jmoe: what a researcher imports
     ("train", "serve", "jmoe.commands"),
 )
 FLOOR = {unit: number for number, units in enumerate(FLOORS) for unit in units}
@@ -31,18 +31,21 @@ ONLY |= {"jmoe.planning": {"jmoe.config", "numpy"}}
 ONLY |= {"jmoe.command_line": {"jmoe.config", "jmoe.runtime", "tyro"}}
 ONLY |= {"jmoe.configs": {"jmoe.config"}, "kernels_pallas": {"jax", "numpy"}}
 ONLY |= {"jmoe.inference.scheduler": {"jmoe.config", "jmoe.planning", "jmoe.inference", "numpy"}}
+# Rooms of one floor: the steps of text models know nothing of image tasks, nor the fused step of streamed experts.
+NEVER = {"jmoe.training.streamed": {"jmoe.training.tasks"}}
+NEVER |= {"jmoe.training.fused": {"jmoe.training.tasks", "jmoe.training.streamed"}}
 KEPT_TO = {"orbax": ("jmoe.memory.", "jmoe.run.checkpoint"), "tyro": ("jmoe.command_line",)}
 # What the field calls otherwise (docs/architecture.md, glossary).
 FORBIDDEN = {"keeping", "pulled", "Arrived", "Beside", "Ahead", "Sums", "worst_case", "two_level", "levels", "settle"}
 FORBIDDEN |= {"Owned", "Ends", "Seen", "Speeds", "Meter", "Front", "meet", "start_anew", "FORGET_FROM", "STEP_SAYS"}
 FORBIDDEN |= {"found", "given"}
-THROUGH = """collectives.rows data.progress inference.mesh_programs inference.stats inference.teacher kernels.groups
+THROUGH = """collectives.rows data.progress inference.mesh.programs inference.stats inference.teacher kernels.groups
 kernels.saved layers.experts layers.latent_attention layers.norm memory.closing models.block models.functional
 models.lazy_checkpoint models.tensor_names models.vision offload.residency offload.saved_experts
-run.checkpoint_contents run.task_report run.task_summary runtime serving.answer serving.errors serving.metrics
-serving.grammar_worker serving.schemas serving.service serving.vocabulary training.distilling training.evaluation
-training.gradient_reduction training.session training.sharded_model training.streamed_experts
-training.streamed_vision_programs training.task_losses training.update"""
+run.checkpoint_contents runtime serving.answer serving.errors serving.metrics serving.grammar_worker serving.schemas
+serving.service serving.vocabulary training.evaluation training.fused.distilling training.gradient_reduction
+training.session training.sharded_model training.streamed.experts training.tasks.losses training.tasks.report
+training.tasks.streamed_vision_programs training.tasks.summary training.update"""
 
 
 def sources() -> Iterator[tuple[str, ast.Module]]:
@@ -71,7 +74,7 @@ def defined(tree: ast.Module) -> list[str]:
 
 
 def violations(module: str, tree: ast.Module) -> Iterator[str]:
-    home, narrow = unit_of(module, FLOOR), unit_of(module, ONLY)
+    home, narrow, room = unit_of(module, FLOOR), unit_of(module, ONLY), unit_of(module, NEVER)
     assert home, module
     for name in sorted(imports(tree)):
         top, unit = name.split(".")[0], unit_of(name, FLOOR)
@@ -79,6 +82,8 @@ def violations(module: str, tree: ast.Module) -> Iterator[str]:
             yield f"may not import {top}"
         if narrow and top not in sys.stdlib_module_names and not unit_of(name, {narrow, *ONLY[narrow]}):
             yield f"may import only {ONLY[narrow]}, not {name}"
+        if room and unit_of(name, NEVER[room]):
+            yield f"may not import {name}"
         if unit not in ("", home) and FLOOR[unit] >= FLOOR[home]:
             yield f"imports {name} of floor {FLOOR[unit]}, and is on floor {FLOOR[home]}"
     for node in ast.walk(tree):
@@ -97,6 +102,8 @@ def test_house_rules(module: str) -> None:
 def test_offenders_are_found() -> None:
     source = ast.parse("def f(levels):\n    import tyro, jmoe.models.decoder\naxis = 'expert_inter'")
     assert len(list(violations("jmoe.planning.memory_plan", source))) == 6
+    source = ast.parse("import jmoe.training.tasks.losses\nfrom jmoe.programs.generate import main")
+    assert len(list(violations("jmoe.training.streamed.step", source))) == 2
 
 
 def test_no_imports_go_round_in_a_circle() -> None:
@@ -114,7 +121,7 @@ def test_a_run_starts_without_matplotlib() -> None:
             names = imports(ast.Module(at_once, []))
             ahead += [*names, *(name.rpartition(".")[0] for name in names)]
         reached.add(module)
-    assert {"jmoe.training.vision_session", "jmoe.run.summary"} <= reached
+    assert {"jmoe.training.tasks.session", "jmoe.run.summary"} <= reached
     assert not {name for name in reached if name.split(".")[0] == "matplotlib"}
 
 

@@ -27,7 +27,7 @@ def test_merge_and_fine_tune(runs: TrainRuns, tmp_path: Path, run_python: Run) -
     assert {file.name for file in folder.iterdir()} == names
     assert json.loads((folder / "config.json").read_text())["model_type"] == "mixtral"
 
-    say = ["-m", "jmoe.inference.generate", folder, "def read(self):", "--max-new-tokens", "12"]
+    say = ["-m", "jmoe.programs.generate", folder, "def read(self):", "--max-new-tokens", "12"]
     resident, ring = run(*say, "--policy", "resident"), run(*say, "--policy", "ring", "--ring-slots", "1")
     assert resident == ring and resident.startswith("def read(self):")
 
@@ -66,7 +66,7 @@ def test_mistakes(tmp_path: Path, run_python: Run) -> None:
             ["train.py", "tiny", "--init-from", tmp_path, "--model.hidden_size=64", "--model.router.jitter-noise", "0"],
             "train.py: --model.hidden-size: must not be given with --init-from, whose config.json says it",
         ),
-        (["-m", "jmoe.inference.generate", tmp_path, "def"], "config.json: is missing"),
+        (["-m", "jmoe.programs.generate", tmp_path, "def"], "config.json: is missing"),
     ):
         done = run_python(arguments)
         assert done.returncode == 1 and message in done.stderr and "Traceback" not in done.stderr

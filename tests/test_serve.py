@@ -16,8 +16,8 @@ import serve
 from jmoe.config.engine import EngineConfig
 from jmoe.deploy.merge import merge_run
 from jmoe.deploy.merged import hugging_face_folder
-from jmoe.inference import generate
 from jmoe.inference.engine import Engine
+from jmoe.programs import generate
 from jmoe.run.checkpoint_contents import read_step_manifest, write_step_manifest
 from tests.file_systems import read_only
 from tests.http_servers import START_LIMIT_S, start_server

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from jmoe.cluster.overview import read_overview
 from jmoe.command_line import parse_train
 from jmoe.configs import PRESETS
 from jmoe.memory.record_checkpoint import ITEM
 from jmoe.memory.saved_records import read_lists
 from jmoe.run.metrics import read_events
-from jmoe.run.overview import read_overview
 from jmoe.run.planner import training_plan
 from tests.train_runs import (
     ENDLESS,

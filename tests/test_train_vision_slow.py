@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from jmoe.deploy.extract import load_task_model
-from jmoe.training.vision_session import DEVICES_FILE
+from jmoe.training.tasks.session import DEVICES_FILE
+from tests.cluster.test_supervise import LAUNCHER
 from tests.processes import Child
-from tests.run.test_supervise import LAUNCHER
 from tests.test_train_vision import SMALL
 from tests.train_runs import ENDLESS, Run, Start, TrainRuns, committed, free_port, losses, ranks_of, records, resumes
 
@@ -177,7 +177,7 @@ def test_a_lost_rank_leaves_its_tasks_to_those_that_are_left(
     launch = f"{sys.executable} {launcher} {away} {{host}}"
     hosts = ("--hosts", "a=127.0.0.1", "b", "--min-processes", "1", "--launch", launch, "--backoff-s", "0")
     training = ("train.py", "ufo-tiny", *SMALL, *ELASTIC, *ENDLESS, "--output-dir", str(run))
-    command = ("-m", "jmoe.run.supervise", *hosts, "--", *training)
+    command = ("-m", "jmoe.cluster.supervise", *hosts, "--", *training)
     supervisor = start_python(command, tmp_path / "supervisor.log", runs.environment(2))
     supervisor.wait_until(lambda: committed(run))
     away.write_text("b")

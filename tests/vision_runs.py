@@ -7,8 +7,8 @@ from typing import Any
 
 from jmoe.config import CheckpointConfig, CommConfig, RouterConfig, TaskConfig, VisionModelConfig, VisionTrainConfig
 from jmoe.run.checkpoint import Checkpoints
-from jmoe.training.vision_run import CLASSES
-from jmoe.training.vision_step import ShardedVision
+from jmoe.training.tasks.run import CLASSES
+from jmoe.training.tasks.step import ShardedVision
 from tests.model_configs import mesh_of
 
 CLASS_NAMES = {"letters": ["a", "b", "c"], "digits": ["1", "2"], "others": ["x", "y"]}

@@ -9,7 +9,7 @@ from benchmarks.lib import report
 from benchmarks.lib.linked_nodes import ADDRESSES
 from jmoe.config import DistributedConfig
 from jmoe.config.engine import EngineConfig
-from jmoe.inference.lockstep import led
+from jmoe.inference.mesh.lockstep import led
 
 XLA_THREADS = 4  # more than a rank's one core: one that waits for another rank computes nothing
 Engines = Mapping[str, Any]
@@ -43,7 +43,7 @@ def run_rank(place: EngineRank, cache_dir: Path, load: Load, measure: Callable[[
     import jax
 
     from jmoe.inference.engine import Engine
-    from jmoe.inference.lockstep import Follower, join
+    from jmoe.inference.mesh.lockstep import Follower, join
 
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_compilation_cache_dir", str(cache_dir / "compiled"))

@@ -15,10 +15,10 @@ import numpy as np
 from benchmarks.lib import report
 from jmoe.config.engine import EngineMesh
 from jmoe.inference.engine import Engine
-from jmoe.inference.expert_placer import ExpertPlacer, SwapCosts
-from jmoe.inference.lockstep import led
-from jmoe.inference.mesh_programs import Gate
-from jmoe.inference.mesh_runner import MeshRunner
+from jmoe.inference.mesh.expert_placer import ExpertPlacer, SwapCosts
+from jmoe.inference.mesh.lockstep import led
+from jmoe.inference.mesh.programs import Gate
+from jmoe.inference.mesh.runner import MeshRunner
 from jmoe.inference.path_table import PathCounter, PathTable
 from jmoe.inference.sampling_params import SamplingParams
 from jmoe.mesh import BATCH, REPLICATED, put

@@ -20,7 +20,7 @@ from jmoe.memory.record_store import RecordLayout
 from jmoe.memory.version_store import VersionStore
 from jmoe.mesh import ACCUMULATED_BATCH, make_mesh
 from jmoe.training.state import TrainState
-from jmoe.training.streamed_step import StreamedTrainer
+from jmoe.training.streamed.step import StreamedTrainer
 
 LIBRARY = Path(argparse.__file__).parent
 MODULES = ("argparse", "ast", "difflib", "pickle", "random", "subprocess", "textwrap", "threading")  # text to train on

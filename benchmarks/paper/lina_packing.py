@@ -69,7 +69,7 @@ class Packed:
 
         from jmoe.config.parallel import packed_shape
         from jmoe.mesh import ACCUMULATED_BATCH, make_mesh
-        from jmoe.training.step import FusedTrainer
+        from jmoe.training.fused.step import FusedTrainer
 
         mesh = make_mesh(packed_shape(SHAPE, config.comm.first_packing))
         self.trainer = FusedTrainer(config, mesh)

@@ -101,7 +101,7 @@ class Training:
         from jax.sharding import NamedSharding
 
         from jmoe.mesh import BATCH
-        from jmoe.training.vision_step import VisionTrainer
+        from jmoe.training.tasks.step import VisionTrainer
 
         accumulated = dataclasses.replace(config, gradient_accumulation_steps=layout.micro_batch // MICRO_BATCH)
         self.tasks, self.layout, self.mesh = tuple(tasks), layout, mesh

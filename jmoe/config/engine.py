@@ -69,7 +69,7 @@ class EngineConfig:
     # and 8.25 bits a weight; wide: as `dtype`; None: wide, but on one device what is stored as MXFP4 or FP8 stays that
     expert_dtype: Literal["wide", "mxfp4", "int4", "int8", "fp8"] | None = None
     # how experts are guessed a layer ahead, to be copied early: by the next layer's router, by what recent steps used
-    # most, or by the paths of tokens through the layers before (`jmoe.inference.profile`); None: not at all, so that
+    # most, or by the paths of tokens through the layers before (`jmoe.programs.profile`); None: not at all, so that
     # native programs of few tokens run through layers and ask only for what has no slot; auto: None where they can,
     # else router. Over several devices `lina` places experts by such a guess: by paths, or otherwise by recent steps
     estimator: Literal["auto", "router", "counts", "paths"] | None = "auto"

@@ -29,8 +29,8 @@ from jmoe.models.safetensors_io import DTYPES, NewTensor, read_headers, replace_
 from jmoe.models.vision import STACK_OF, VisionTransformer, taken_path
 from jmoe.models.weights import Names, flat
 from jmoe.runtime import end_at_once_on_interrupt
-from jmoe.training.vision_run import read_vision_run, vision_model_config
-from jmoe.training.vision_step import OF_TASKS
+from jmoe.training.tasks.run import read_vision_run, vision_model_config
+from jmoe.training.tasks.step import OF_TASKS
 
 MODEL = "model.json"
 SHARD_BYTES = 4 << 30

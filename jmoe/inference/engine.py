@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jmoe.cluster.processes import check_alike
 from jmoe.config import check
 from jmoe.config.engine import EngineConfig
 from jmoe.inference.ahead import StepAhead, warm_up_ahead
@@ -22,8 +23,8 @@ from jmoe.inference.calibration import calibrate
 from jmoe.inference.detokenizer import TextStream
 from jmoe.inference.harmony import ChannelStream
 from jmoe.inference.kv_cache import empty_caches
-from jmoe.inference.lockstep import Leader
-from jmoe.inference.mesh_runner import MeshRunner, make_mesh_runner, mesh_caches
+from jmoe.inference.mesh.lockstep import Leader
+from jmoe.inference.mesh.runner import MeshRunner, make_mesh_runner, mesh_caches
 from jmoe.inference.path_table import PathTable
 from jmoe.inference.popularity import make_estimator
 from jmoe.inference.runner import ModelRunner, Runner, runs_on_cpu
@@ -54,7 +55,6 @@ from jmoe.planning.placement import Placement, slot_rows
 from jmoe.planning.roofline import ExpertWeights
 from jmoe.planning.streaming import StreamingPlan
 from jmoe.run.compile_cache import keep_compiled_programs
-from jmoe.run.processes import check_alike
 from jmoe.status import status
 from kernels_pallas import native
 

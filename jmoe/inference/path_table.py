@@ -141,7 +141,7 @@ class PathTable:
     def load(cls, folder: Path, fingerprint: str) -> "PathTable":
         """Read the table beside a checkpoint; `ValueError` if there is none, or it is damaged or of another model."""
         file = folder / PATHS_FILE
-        make = f"make one with `python -m jmoe.inference.profile {folder} --text FILE`"
+        make = f"make one with `python -m jmoe.programs.profile {folder} --text FILE`"
         if not file.is_file():
             raise ValueError(f"{file}: no such file; {make}")
         content = file.read_bytes()

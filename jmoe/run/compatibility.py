@@ -5,9 +5,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from jmoe.cluster.distributed import from_rank_0
 from jmoe.config import TRAINING_ONLY, TaskConfig, TrainConfig, check, differences
 from jmoe.run.checkpoint import Checkpoints
-from jmoe.run.distributed import from_rank_0
 
 # What may change between a checkpoint and the run that resumes it. Everything else changes what the state means.
 FREE = (

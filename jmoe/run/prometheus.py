@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
+from jmoe.cluster.clocks import disk_time
+from jmoe.cluster.overview import read_overview
+from jmoe.cluster.restarts import reached
 from jmoe.config import TrainConfig
-from jmoe.run.clocks import disk_time
-from jmoe.run.overview import read_overview
-from jmoe.run.restarts import reached
 
 # Of a step's record, as gauges: name in the record, name, text.
 STEP_GAUGES = (

@@ -25,9 +25,9 @@ from typing import Any, BinaryIO, Self
 
 import jax
 
+from jmoe.cluster import distributed
 from jmoe.data.shards import replacing
 from jmoe.memory.direct_io import NOT_SUPPORTED
-from jmoe.run import distributed
 
 LOCK, IDENTITY = "run.lock", "run.json"
 WAIT_S = 120.0  # SLURM and Kubernetes end a job 30 s after they said so; NFS keeps a dead host's lock for 90 s

@@ -19,8 +19,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jmoe.cluster.processes import Pairs, exchange_bytes, gather_json, rounds_of
 from jmoe.config import CheckpointConfig
-from jmoe.run.processes import Pairs, exchange_bytes, gather_json, rounds_of
 from jmoe.run.snapshot_file import (
     check_whole,
     file_bytes,

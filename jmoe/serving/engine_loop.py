@@ -23,7 +23,7 @@ from typing import Self
 from jmoe.config.serving import ServeConfig
 from jmoe.inference.engine import NO_NUMBERS, Engine
 from jmoe.inference.harmony import AnswerConstraint
-from jmoe.inference.lockstep import LockstepError
+from jmoe.inference.mesh.lockstep import LockstepError
 from jmoe.inference.sequence import Output, Sequence
 from jmoe.serving.admission import FairQueue, QueueLimit
 from jmoe.serving.errors import ApiError

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
+from jmoe.cluster.processes import check_alike
 from jmoe.config import TRAINING_ONLY, TrainConfig, VisionTrainConfig
 from jmoe.models.config_fields import changes_training
 from jmoe.models.huggingface import family_of, model_config
@@ -18,7 +19,6 @@ from jmoe.models.tokenizer_file import TOKENIZER
 from jmoe.models.weights import Loader, Parameter, check_tensors, flat, parameters
 from jmoe.offload.expert_state import ExpertArrays
 from jmoe.optim.loss_scale import first_loss_scale
-from jmoe.run.processes import check_alike
 from jmoe.training.state import TrainState, experts_of, without_experts
 from jmoe.training.trainer import Trainer
 

@@ -17,17 +17,17 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
+from jmoe.cluster.distributed import from_rank_0
 from jmoe.collectives.exchange import Choices, sent_to_experts
 from jmoe.config import MeshConfig, TrainConfig
 from jmoe.config.parallel import most_packing, packed_shape
 from jmoe.mesh import ALL, EXPERT, REPLICATED, split_over
 from jmoe.planning.packing import EVERY_STEPS, PackingDecision, Room, is_decided_at, next_packing
 from jmoe.run.checkpoint import Checkpoints
-from jmoe.run.distributed import from_rank_0
 from jmoe.run.planner import machine, packing_room
+from jmoe.training.fused.step import FusedTrainer
 from jmoe.training.sharded_decoder import ShardedDecoder
 from jmoe.training.state import TrainState, experts_of
-from jmoe.training.step import FusedTrainer
 from jmoe.training.trainer import Trainer
 
 ROUNDS = 5

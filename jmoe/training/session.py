@@ -12,15 +12,15 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from jmoe.cluster.distributed import Watchdog
+from jmoe.cluster.processes import check_alike
 from jmoe.config import TrainConfig
 from jmoe.data.loader import COMPARABLE_BYTES, baselines
 from jmoe.mesh import ACCUMULATED_BATCH, make_mesh
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.run.compatibility import FINGERPRINT, check_compatible
-from jmoe.run.distributed import Watchdog
 from jmoe.run.metrics import MetricsLog, read_events, recent_expert_load
 from jmoe.run.planner import tier_totals, tiers_summary
-from jmoe.run.processes import check_alike
 from jmoe.run.prometheus import RunMetrics
 from jmoe.run.run_folder import RunFolder
 from jmoe.run.snapshots import Snapshots
@@ -28,10 +28,10 @@ from jmoe.run.summary import HeldOut, Summary, print_final_summary
 from jmoe.status import status
 from jmoe.training.evaluation import held_out_loss, sample_text
 from jmoe.training.finetune import left_out, pretrained_state
+from jmoe.training.fused.step import FusedTrainer
 from jmoe.training.packing import PackingController, moved
 from jmoe.training.resume import restored
 from jmoe.training.state import TrainState
-from jmoe.training.step import FusedTrainer
 from jmoe.training.trainer import LanguageTrainer, Trainer, make_trainer
 
 

@@ -30,8 +30,8 @@ from jmoe.mesh import (
 from jmoe.models.decoder import STACKS, Decoder, Execution, scan_layers
 from jmoe.planning.embedding import Vocabulary, plan_embedding
 from jmoe.planning.exchange import ExchangeLoad
+from jmoe.training.fused.reverse_scan import ReverseScan
 from jmoe.training.native import steps_are_native
-from jmoe.training.reverse_scan import ReverseScan
 from jmoe.training.sharded_model import ShardedModel
 from jmoe.training.state import TrainState
 

@@ -13,9 +13,9 @@ from jmoe.config import TrainConfig
 from jmoe.memory.record_checkpoint import RecordCheckpoints
 from jmoe.offload.expert_state import ReadExperts
 from jmoe.training.bandwidth import links_of, measured_chunk_bytes
+from jmoe.training.fused.step import FusedTrainer
 from jmoe.training.state import Batch, TrainState
-from jmoe.training.step import FusedTrainer
-from jmoe.training.streamed_step import StreamedTrainer
+from jmoe.training.streamed.step import StreamedTrainer
 
 
 class Trainer(Protocol):

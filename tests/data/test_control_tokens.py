@@ -13,13 +13,13 @@ import pytest
 from text_corpus import config
 
 import train
+from jmoe.cluster.distributed import Watchdog
 from jmoe.configs import PRESETS
 from jmoe.data.__main__ import main
 from jmoe.data.corpus import Corpus, prepare
 from jmoe.data.text_files import PIECE_BYTES
 from jmoe.data.tokenizer import ControlText, encode_pieces, load_tokenizer, train_bpe
 from jmoe.models.tokenizer_file import open_tokenizer
-from jmoe.run.distributed import Watchdog
 
 CHATS = [f"<|im_start|>user\nhello {i}<|im_end|>\n<|im_start|>assistant\nworld {i}<|im_end|>\n" for i in range(60)]
 PLAIN = [f"hello world, this is document {i}, of no importance\n" for i in range(40)]

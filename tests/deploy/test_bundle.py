@@ -17,13 +17,13 @@ import pytest
 from tokenizers import Tokenizer
 
 import serve
+from jmoe.cluster.distributed import EXIT_CODE
 from jmoe.config.engine import EngineConfig, EngineMesh
 from jmoe.deploy import bundle as stage
 from jmoe.deploy.bundle import OpenBundle, Segments, bundle
 from jmoe.deploy.merged import hugging_face_folder
 from jmoe.deploy.portable import PLAN, plan_text, read_plan
 from jmoe.inference.engine import Engine
-from jmoe.run.distributed import EXIT_CODE
 from tests.damage import flip
 from tests.deploy.gpt_moe_models import gpt_moe_config, in_numpy, stored_arrays, write_model
 from tests.deploy.test_prune import write_tokenizer

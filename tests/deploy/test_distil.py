@@ -21,9 +21,9 @@ from jmoe.deploy.distil import StudentOptions, make_student, spread_layers
 from jmoe.inference.teacher import Teacher
 from jmoe.layers.loss import cross_entropy, distillation_losses
 from jmoe.models.pretrained import load_pretrained
-from jmoe.training.distilling import DistillingTrainer
 from jmoe.training.finetune import pretrained_state, with_pretrained_model
-from jmoe.training.step import FusedTrainer
+from jmoe.training.fused.distilling import DistillingTrainer
+from jmoe.training.fused.step import FusedTrainer
 from tests.damage import flip
 from tests.deploy.gpt_moe_models import gpt_moe_config, random_model, softmax, stored_arrays
 from tests.deploy.test_prune import TEXT, write_tokenizer

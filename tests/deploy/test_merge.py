@@ -201,7 +201,7 @@ def test_gpt_moe_trained_merged_served_and_fine_tuned(runs: TrainRuns, run_pytho
     assert f"step 12 of {first} is in {folder}" in run("-m", "jmoe.deploy.merge", first, folder)
     assert json.loads((folder / "config.json").read_text())["model_type"] == "gpt_moe"
 
-    say = ["-m", "jmoe.inference.generate", folder, "def read(self):", "--max-new-tokens", "12"]
+    say = ["-m", "jmoe.programs.generate", folder, "def read(self):", "--max-new-tokens", "12"]
     resident, ring = run(*say, "--policy", "resident"), run(*say, "--policy", "ring", "--ring-slots", "1")
     assert resident == ring and resident.startswith("def read(self):")
     ringed = ("--policy", "ring", "--ring-slots", 1, "--max-seq-len", 64, "--max-batch", 2)

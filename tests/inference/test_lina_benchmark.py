@@ -9,7 +9,7 @@ from tiny_engines import tiny_engine
 
 from benchmarks.lib.lina import LENGTHS, Places, planner_of, replay, tables_of
 from jmoe.config.engine import EngineMesh
-from jmoe.inference.mesh_runner import MeshRunner
+from jmoe.inference.mesh.runner import MeshRunner
 from tests.model_configs import CHECKPOINTS
 
 ROWS, TOKENS, SLOTS = 4, 4, 3

@@ -14,11 +14,11 @@ from tiny_engines import CHECKPOINTS, tiny_engine
 
 from jmoe.inference.path_table import PATHS_FILE
 from jmoe.inference.popularity import CountEstimator, RouterEstimator
-from jmoe.inference.profile import count_paths
 from jmoe.inference.runner import ModelRunner
 from jmoe.inference.sequence import Completion
 from jmoe.layers.router import Router
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
+from jmoe.programs.profile import count_paths
 
 PROMPTS = [[5, 6, 7, 8, 9], [11, 3], [20, 21, 22]]
 QUICK = {("gpt_oss", "host"), ("deepseek_v3_yarn", "nvme")}
@@ -102,7 +102,7 @@ def test_paths_of_a_profile_change_no_token(tmp_path: Path) -> None:
             found = engine.generate(PROMPTS, max_new_tokens=12, ignore_eos=True, logprobs=2)
             return [(c.token_ids, c.logprobs) for c in found], engine.stats()
 
-    with pytest.raises(ValueError, match=f"{PATHS_FILE}: no such file; make one with `python -m jmoe.inference.profi"):
+    with pytest.raises(ValueError, match=f"{PATHS_FILE}: no such file; make one with `python -m jmoe.programs.profi"):
         tiny_engine(folder, estimator="paths")
     expected, stats = answers(policy="resident")
     options: dict[str, Any] = {"policy": "experts", "device_bytes": stats.device_expert_bytes // 2}

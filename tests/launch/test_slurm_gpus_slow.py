@@ -33,7 +33,7 @@ int cuDeviceGetCount(int *count) {
 PROGRAM = """
 import os, runpy, sys
 import jax
-from jmoe.run import distributed
+from jmoe.cluster import distributed
 initialize = jax.distributed.initialize
 def with_as_many_devices(**arguments):
     ids, sees = arguments["local_device_ids"], os.environ["CUDA_VISIBLE_DEVICES"].split(",")

@@ -14,7 +14,7 @@ from jmoe.config import TrainConfig
 from jmoe.mesh import ACCUMULATED_BATCH, shardings
 from jmoe.models import pretrained
 from jmoe.models.decoder import Decoder
-from jmoe.training.step import FusedTrainer
+from jmoe.training.fused.step import FusedTrainer
 from tests import model_configs
 from tests.model_configs import OPTIMIZER, mesh_of
 

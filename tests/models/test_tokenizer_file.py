@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, processors
 
-from jmoe.inference.generate import encoded
 from jmoe.models.tokenizer_file import open_tokenizer, tokenizer_file
+from jmoe.programs.generate import encoded
 from tests.model_configs import CHECKPOINTS
 from tests.test_architecture import SOURCES
 from tests.tiny_engines import tiny_engine

@@ -28,11 +28,11 @@ from jmoe.offload.expert_state import ExpertState
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.training.resume import restored
 from jmoe.training.state import TrainState
-from jmoe.training.streamed_programs import LayerPrograms
-from jmoe.training.streamed_step import StreamedTrainer
+from jmoe.training.streamed.programs import LayerPrograms
+from jmoe.training.streamed.step import StreamedTrainer
 from tests.arrays import differing, full_state
 from tests.model_configs import mesh_of
-from tests.training.test_streamed_step import CONFIG, E, N, batch, held_out_batches
+from tests.training.streamed.test_streamed_step import CONFIG, E, N, batch, held_out_batches
 
 FIRST, SAVED, LAST = 2, 4, 5
 WORDS = "an injected fault"

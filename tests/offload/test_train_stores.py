@@ -19,11 +19,21 @@ from jmoe.offload.lazy_adamw import Laziness
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.training.resume import restored
 from jmoe.training.state import TrainState
-from jmoe.training.streamed_step import StreamedTrainer
+from jmoe.training.streamed.step import StreamedTrainer
 from tests.arrays import differing, full_state
 from tests.fakes import wait_for
 from tests.model_configs import mesh_of, stored_in
-from tests.training.test_streamed_step import CONFIG, HOST, STEPS, E, N, Trained, batch, held_out_batches, train
+from tests.training.streamed.test_streamed_step import (
+    CONFIG,
+    HOST,
+    STEPS,
+    E,
+    N,
+    Trained,
+    batch,
+    held_out_batches,
+    train,
+)
 
 SAVED = 3
 NVME = TiersConfig("nvme", "nvme", "nvme", host_cache_bytes=150_000)

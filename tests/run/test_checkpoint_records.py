@@ -125,7 +125,7 @@ import sys
 from pathlib import Path
 from tests.run.test_checkpoint_records import *
 from jmoe.config import DistributedConfig
-from jmoe.run.distributed import start
+from jmoe.cluster.distributed import start
 rank, processes, port, local, folder, last = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:6], int(sys.argv[6])
 if processes > 1:
     start(DistributedConfig(coordinator_address=f"127.0.0.1:{port}", num_processes=processes, process_id=rank,
@@ -252,7 +252,7 @@ from types import SimpleNamespace
 from tests.run.test_checkpoint_records import *
 from jmoe.config import DistributedConfig, TrainConfig
 from jmoe.memory import record_checkpoint
-from jmoe.run import distributed
+from jmoe.cluster import distributed
 from jmoe.run.run_folder import RunFolder
 from jmoe.training.packing import PackingController
 from jmoe.training.session import Session

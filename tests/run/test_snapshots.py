@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jmoe.cluster.overview import read_overview
 from jmoe.config import CheckpointConfig, TrainConfig
 from jmoe.config.tiers import TiersConfig
 from jmoe.run import snapshots
-from jmoe.run.overview import read_overview
 from jmoe.run.snapshot_file import (
     check_whole,
     file_bytes,
@@ -255,9 +255,9 @@ import shutil, sys
 from pathlib import Path
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from jmoe.run.processes import gather_json
+from jmoe.cluster.processes import gather_json
 from jmoe.config import CheckpointConfig, DistributedConfig
-from jmoe.run.distributed import start
+from jmoe.cluster.distributed import start
 from jmoe.run.snapshots import Snapshots
 
 rank, port, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])

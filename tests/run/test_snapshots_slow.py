@@ -110,7 +110,7 @@ def test_supervised_ranks_go_on_from_the_memory_of_their_host(
     memory = ("--checkpoint.memory-dir", tmp_path / "memory", "--checkpoint.memory-every-steps", EVERY)
     command = runs.command(run, *RARE, *memory, *ENDLESS)
     supervisor = start_python(
-        ("-m", "jmoe.run.supervise", "--processes", "2", "--", *command), tmp_path / "log", runs.environment()
+        ("-m", "jmoe.cluster.supervise", "--processes", "2", "--", *command), tmp_path / "log", runs.environment()
     )
     for number in range(3):
         supervisor.wait_until(lambda number=number: len(resumes(run)) == number and len(losses(run)) > 8 * (number + 1))

@@ -41,7 +41,7 @@ WORKER = """
 import dataclasses, json, sys
 from pathlib import Path
 from jmoe.config import DistributedConfig
-from jmoe.run.distributed import start
+from jmoe.cluster.distributed import start
 from jmoe.training import bandwidth
 
 folder, address, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])

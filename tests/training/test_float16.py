@@ -24,10 +24,10 @@ from jmoe.config import CheckpointConfig, LossScaleConfig, MeshConfig, TiersConf
 from jmoe.deploy.merge import saved_parameters
 from jmoe.mesh import ACCUMULATED_BATCH, ALL
 from jmoe.run.checkpoint import Checkpoints
+from jmoe.training.fused.step import FusedTrainer
 from jmoe.training.resume import restored
 from jmoe.training.state import TrainState, experts_of, with_experts
-from jmoe.training.step import FusedTrainer
-from jmoe.training.streamed_step import StreamedTrainer
+from jmoe.training.streamed.step import StreamedTrainer
 from jmoe.training.trainer import Trainer, make_trainer
 from tests.arrays import differing, full_state, on_host
 from tests.model_configs import MODEL, OPTIMIZER, mesh_of

@@ -12,8 +12,8 @@ import pytest
 
 from jmoe.config import ModelConfig, TiersConfig, TrainConfig
 from jmoe.mesh import ACCUMULATED_BATCH, BATCH
+from jmoe.training.fused.step import FusedTrainer
 from jmoe.training.native import steps_are_native
-from jmoe.training.step import FusedTrainer
 from jmoe.training.trainer import make_trainer
 from kernels_pallas import native
 from tests import model_configs

@@ -14,10 +14,10 @@ from jmoe.config import CheckpointConfig, CommConfig, MachineConfig, TrainConfig
 from jmoe.mesh import ACCUMULATED_BATCH, make_mesh
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.training import packing
+from jmoe.training.fused.step import FusedTrainer
 from jmoe.training.packing import PackingController, first_packing, micro_operations, moved
 from jmoe.training.resume import restored
 from jmoe.training.state import TrainState
-from jmoe.training.step import FusedTrainer
 from tests import model_configs
 from tests.arrays import differing, on_host
 from tests.model_configs import OPTIMIZER, spread_over

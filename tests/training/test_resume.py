@@ -17,7 +17,6 @@ import jax
 import numpy as np
 import pytest
 from test_finetune import config_of as pretrained_config
-from test_streamed_step import CONFIG, batch
 
 from jmoe.config import CheckpointConfig, MeshConfig, ModelConfig, TiersConfig, TrainConfig
 from jmoe.deploy.merge import saved_parameters
@@ -30,6 +29,7 @@ from jmoe.training.state import TrainState
 from jmoe.training.trainer import Trainer, make_trainer
 from tests.arrays import differing, full_state
 from tests.model_configs import mesh_of, stored_in
+from tests.training.streamed.test_streamed_step import CONFIG, batch
 
 DEVICE = TiersConfig()
 MIXED = TiersConfig(experts="device", optimizer="host")

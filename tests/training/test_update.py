@@ -21,8 +21,8 @@ from jmoe.config import TiersConfig, TrainConfig
 from jmoe.mesh import BATCH, path_names
 from jmoe.training.trainer import make_trainer
 from tests.model_configs import MODEL, mesh_of, spread_over
-from tests.training.test_streamed_vision import DEVICE, HOST, opened
-from tests.training.test_streamed_vision import MANY as BY_BOTH
+from tests.training.tasks.test_streamed_vision import DEVICE, HOST, opened
+from tests.training.tasks.test_streamed_vision import MANY as BY_BOTH
 
 B, S = 8, 32
 # Experts whose absence shows in the loss, and routers that still deal out evenly.

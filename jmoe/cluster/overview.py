@@ -1,0 +1,335 @@
+"""The state of a run, read from its output folder, also after its end. Standard library; nothing is left there.
+
+Ages are by the clock that gives files their times, the disk's; where no file can be made there, by this machine's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import json
+import socket
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+from jmoe.cluster.clocks import SKEW_S, disk_time
+from jmoe.cluster.heartbeat import CLOSED, read_heartbeat
+from jmoe.cluster.restarts import METRICS, reached
+from jmoe.config import DistributedConfig
+
+LOCK, IDENTITY = "run.lock", "run.json"  # those of `RunFolder`
+SUPERVISE, EVENTS = "supervise", "events.jsonl"
+RATE_STEPS = 32  # the rate is the median of so many last steps that compiled nothing
+SILENT_S = 5.0  # a rank beats about once a second
+LATE_S = 0.1  # ranks do not begin a wait at one moment
+
+State = Literal["starting", "running", "ended", "stopped", "dead"]
+
+
+@dataclass(frozen=True)
+class RankSign:
+    """A rank's last sign of life. waits: begun so far, by which ranks compare how far they are.
+
+    begun_time: of the last wait, by the disk's clock as is beat_time.
+    """
+
+    rank: int
+    at: str
+    waits: int
+    begun_time: float
+    beat_time: float
+    silent_s: float
+
+
+@dataclass(frozen=True)
+class SnapshotSign:
+    """The newest step whose snapshots are in this host's memory, and the ranks whose shards these are."""
+
+    step: int
+    ranks: tuple[int, ...]
+    age_s: float
+
+
+@dataclass(frozen=True)
+class RunOverview:
+    """A run as its folder shows it; None is what nothing there tells.
+
+    starting: a supervisor is about to start its processes. running: a process of it holds the folder. ended: all
+    steps are done and saved. stopped: no process is left, and every step is saved. dead: no process is left, and steps
+    have to be done again. steps: done, of `num_steps`. snapshot: in the memory of this host alone. tiers: of process 0
+    since its start. clock_ahead_s: this machine's clock against the one that gives the folder's files their times.
+    """
+
+    folder: str
+    run: str
+    state: State
+    why: str
+    attempt: int | None
+    steps: int
+    num_steps: int | None
+    loss: float | None
+    tokens_per_s: float | None
+    step_s: float | None
+    step_age_s: float | None
+    checkpoint: int | None
+    checkpoint_age_s: float | None
+    snapshot: SnapshotSign | None
+    restarts: int
+    last_end: str
+    ranks: tuple[RankSign, ...]
+    slowest_rank: int | None
+    tiers: dict[str, float] | None
+    clock_ahead_s: float
+
+
+def read_overview(folder: Path) -> RunOverview:
+    """Return the state of the run in this folder; `ValueError` if it is no run's folder."""
+    signs = [name for name in (IDENTITY, LOCK, METRICS, SUPERVISE) if (folder / name).exists()]
+    if not signs:
+        missing = "must be a folder" if not folder.is_dir() else f"has no {IDENTITY}, {LOCK}, {METRICS} or {SUPERVISE}"
+        raise ValueError(f"run = {str(folder)!r}: must be the output folder of a run, and {missing}")
+    config, events = _json(folder / "config.json"), _supervised(folder)
+    own_now = time.time()
+    now = disk_time(folder) or max(own_now, _time_of(folder / METRICS) or 0.0)
+    steps, resumes = _last_steps(folder / METRICS)
+    how_far, last = reached(folder), steps[-1] if steps else {}
+    rates = [step for step in steps if not step.get("compiled")]
+    checkpoint = how_far.checkpoint if how_far.checkpoint >= 0 else None
+    checkpoint_time = None if checkpoint is None else _time_of(folder / "checkpoints" / str(checkpoint))
+    ranks = _ranks(folder, config, now)
+    starts = [event for event in events if event["event"] == "start"]
+    ends = [str(event.get("why") or event.get("kind", "")) for event in events if event["event"] == "end"]
+    num_steps = config.get("num_steps")
+    done = how_far.step + 1
+    state, why = _state(folder, _Seen(config, events, ranks, now), done, num_steps, checkpoint)
+    run = str(_json(folder / IDENTITY).get("run", folder.resolve().name))
+    return RunOverview(
+        folder=str(folder),
+        run=run,
+        state=state,
+        why=why,
+        attempt=starts[-1].get("attempt") if starts else None,
+        steps=done,
+        num_steps=num_steps,
+        loss=_number(last, "loss"),
+        tokens_per_s=median(step["tokens_per_s"] for step in rates) if rates else None,
+        step_s=median(step["step_s"] for step in rates) if rates else None,
+        step_age_s=None if not steps else _age(_time_of(folder / METRICS), now),
+        checkpoint=checkpoint,
+        checkpoint_age_s=_age(checkpoint_time, now),
+        snapshot=_snapshot(config, run, own_now),
+        restarts=max(len(starts) - 1, resumes),
+        last_end=ends[-1] if ends else "",
+        ranks=ranks,
+        slowest_rank=slowest(ranks) if state == "running" else None,
+        tiers=last.get("tiers"),
+        clock_ahead_s=own_now - now,
+    )
+
+
+def slowest(ranks: tuple[RankSign, ...]) -> int | None:
+    """Return the rank that has been silent longest, or is the latest to begin what others have begun; None: none is."""
+    silent = [rank for rank in ranks if rank.silent_s > SILENT_S and rank.at != CLOSED]
+    if silent:
+        return max(silent, key=lambda rank: rank.silent_s).rank
+    at_work = [rank for rank in ranks if rank.at != CLOSED]
+    late_s = {rank.rank: max(_late_s(rank, other) for other in at_work) for rank in at_work}
+    late = [rank for rank in at_work if late_s[rank.rank] > LATE_S]
+    return min(late, key=lambda rank: (rank.waits, -late_s[rank.rank])).rank if late else None
+
+
+def _late_s(rank: RankSign, other: RankSign) -> float:
+    """Return how much later than the other one this rank has begun, or not begun yet, what both wait for in turn.
+
+    Ranks tell at different moments: one is behind only where the other had begun more before it told.
+    """
+    if other.waits == rank.waits:
+        return rank.begun_time - other.begun_time
+    return rank.beat_time - other.begun_time if other.waits > rank.waits else 0.0
+
+
+# State
+
+
+@dataclass(frozen=True)
+class _Seen:
+    config: dict[str, Any]
+    events: list[dict[str, Any]]
+    ranks: tuple[RankSign, ...]
+    now: float
+
+
+def _state(folder: Path, seen: _Seen, done: int, num_steps: int | None, checkpoint: int | None) -> tuple[State, str]:
+    """Return the state and a clause that says what shows it."""
+    owner = _json(folder / LOCK)
+    held, elsewhere = _held(folder / LOCK), owner.get("host") not in (None, socket.gethostname())
+    silent_s, limit_s = _silence(folder, seen)
+    by = f"process {owner.get('pid')} on {owner.get('host')}" if owner else "a process"
+    if held:
+        return "running", f"{by} holds the folder"
+    if (held is None or elsewhere) and owner and silent_s <= limit_s:
+        return "running", f"last sign of life of {by} {silent_s:.0f} s ago"
+    if num_steps is not None and done >= num_steps and checkpoint is not None and checkpoint >= num_steps:
+        return "ended", "all steps are done and saved"
+    awaited = bool(seen.events) and (seen.events[-1]["event"] == "start" or seen.events[-1].get("kind") != "done")
+    if awaited and _held(folder / SUPERVISE / "lock"):
+        return "starting", "its supervisor starts its processes"
+    if checkpoint is not None and checkpoint == done:
+        return "stopped", "no process is left, all steps so far are saved"
+    lost = "no step is saved" if checkpoint is None else f"goes on from step {checkpoint}"
+    silent = f"no sign of life for {silent_s:.0f} s" if elsewhere or held is None else "no process is left"
+    return "dead", f"{silent}, {lost}"
+
+
+def _held(path: Path) -> bool | None:
+    """Return whether a process holds `flock` on a file; None where the file system does not tell."""
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return False
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        return True if error.errno in (errno.EWOULDBLOCK, errno.EACCES) else None
+
+
+def _silence(folder: Path, seen: _Seen) -> tuple[float, float]:
+    """Return (seconds since the last sign of life, seconds after which there should have been another one)."""
+    limits = dataclasses.asdict(DistributedConfig()) | seen.config.get("distributed", {})
+    if seen.ranks:
+        return min(rank.silent_s for rank in seen.ranks), 5.0 + 1.5 * limits["heartbeat_timeout_s"]
+    ages = [_age(_time_of(folder / name), seen.now) for name in (METRICS, LOCK)]
+    known = [age for age in ages if age is not None]
+    return min(known, default=float("inf")), max(limits["step_timeout_s"], limits["start_timeout_s"])
+
+
+def _ranks(folder: Path, config: dict[str, Any], now: float) -> tuple[RankSign, ...]:
+    """Return the signs of life of the last attempt that has left any."""
+    beats = sorted(folder.glob(f"{SUPERVISE}/heartbeat-*"), key=lambda path: int(path.name.rpartition("-")[2]))
+    configured = config.get("distributed", {}).get("heartbeat_folder")
+    beats = beats or ([Path(configured)] if configured else [])
+    ranks = []
+    for path in beats[-1].glob("rank-*.json") if beats else ():
+        beat, beat_time = read_heartbeat(path), _time_of(path)
+        if beat and beat_time is not None:
+            rank = int(path.stem.partition("-")[2])
+            silent_s = max(0.0, now - beat_time)
+            begun_time = beat_time - float(beat.get("since_s", 0.0))
+            waits = int(beat.get("waits", 0))
+            ranks.append(RankSign(rank, str(beat.get("at", "")), waits, begun_time, beat_time, silent_s))
+    return tuple(sorted(ranks, key=lambda sign: sign.rank))
+
+
+def _snapshot(config: dict[str, Any], run: str, now: float) -> SnapshotSign | None:
+    """Return what `run/snapshots.py` has written into this host's memory."""
+    memory_dir = config.get("checkpoint", {}).get("memory_dir")
+    times: dict[int, dict[int, float]] = {}
+    for path in Path(memory_dir).absolute().glob(f"jmoe-{run}/*-of-*") if memory_dir else ():
+        step, _, rank = path.name.partition("-of-")
+        moment = _time_of(path)
+        if step.isdigit() and rank.isdigit() and moment is not None:
+            times.setdefault(int(step), {})[int(rank)] = moment
+    if not times:
+        return None
+    newest = times[max(times)]
+    return SnapshotSign(max(times), tuple(sorted(newest)), max(0.0, now - max(newest.values())))
+
+
+# Files, any of which may be half-written
+
+
+def _last_steps(metrics: Path) -> tuple[list[dict[str, Any]], int]:
+    """Return (records of the last steps of one history, how often the run has been resumed)."""
+    last: deque[bytes] = deque(maxlen=RATE_STEPS)
+    resumes = 0
+    with contextlib.suppress(OSError), metrics.open("rb") as file:
+        for line in file:
+            if line.startswith(b'{"step"') and line.endswith(b"\n"):
+                last.append(line)
+            resumes += line.startswith(b'{"event": "resume"') and line.endswith(b"\n")
+    return [record for record in map(_object, last) if {"tokens_per_s", "step_s"} <= record.keys()], resumes
+
+
+def _supervised(folder: Path) -> list[dict[str, Any]]:
+    """Return the supervisor's starts and ends in order; none without one."""
+    with contextlib.suppress(OSError), (folder / SUPERVISE / EVENTS).open("rb") as file:
+        return [event for event in map(_object, file) if "event" in event]
+    return []
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """Return the object in a file, an empty one if there is none or only a part of it."""
+    with contextlib.suppress(OSError):
+        return _object(path.read_bytes())
+    return {}
+
+
+def _object(text: bytes) -> dict[str, Any]:
+    with contextlib.suppress(ValueError):
+        value = json.loads(text)
+        return value if isinstance(value, dict) else {}
+    return {}
+
+
+def _number(record: dict[str, Any], name: str) -> float | None:
+    """Return a value of a step; one that is not finite is kept apart."""
+    apart = record.get("non_finite", {})
+    return float(apart[name]) if name in apart else record.get(name)
+
+
+def _time_of(path: Path) -> float | None:
+    with contextlib.suppress(OSError):
+        return path.stat().st_mtime
+    return None
+
+
+def _age(moment: float | None, now: float) -> float | None:
+    return None if moment is None else max(0.0, now - moment)
+
+
+# In words
+
+
+def lines(run: RunOverview) -> Iterator[str]:
+    """Yield the overview, a line for each thing that is known."""
+    attempt = f", attempt {run.attempt}" if run.attempt is not None else ""
+    yield f"{run.run} in {run.folder}: {run.state} ({run.why}{attempt})"
+    if abs(run.clock_ahead_s) > SKEW_S:
+        how = "ahead of" if run.clock_ahead_s > 0 else "behind"
+        yield f"clock         this machine's is {abs(run.clock_ahead_s):,.0f} s {how} the disk's, which ages are by"
+    of = f" of {run.num_steps:,} ({100 * run.steps // max(1, run.num_steps)} %)" if run.num_steps is not None else ""
+    if run.num_steps is not None and run.steps > run.num_steps:
+        of = f", more than the {run.num_steps:,} that it was last told"
+    yield f"steps         {run.steps:,}{of}{_ago(run.step_age_s)}"
+    if run.tokens_per_s is not None:
+        yield f"rate          {run.tokens_per_s:,.0f} tokens/s, {run.step_s:.3g} s a step"
+    if run.loss is not None:
+        yield f"loss          {run.loss:.4f}"
+    saved = "none yet" if run.checkpoint is None else f"step {run.checkpoint:,}{_ago(run.checkpoint_age_s)}"
+    yield f"checkpoint    {saved}"
+    if run.snapshot is not None:
+        ranks = ", ".join(map(str, run.snapshot.ranks))
+        age = _ago(run.snapshot.age_s)
+        yield f"in memory     step {run.snapshot.step:,}{age}; on this host the shards of process {ranks}"
+    end = f"; the last attempt that ended: {run.last_end}" if run.last_end else ""
+    yield f"restarts      {run.restarts}{end}"
+    for sign in run.ranks:
+        if sign.rank == run.slowest_rank:
+            yield f"slowest rank  {sign.rank}, at {sign.at}; heard {sign.silent_s:.0f} s ago"
+    if run.tiers is not None:
+        hits = run.tiers.get("hit_rate")
+        rate = "" if hits is None else f"hit rate {100 * hits:.1f} %, "
+        read, written, host = (run.tiers[f"{name}_bytes"] / 1e9 for name in ("nvme_read", "nvme_written", "host"))
+        moved = f"NVMe {read:.2f} GB read, {written:.2f} GB written, host memory {host:.2f} GB"
+        yield f"tiers         {rate}{moved}, {run.tiers['waited_s']:.1f} s waited (process 0 since its start)"
+
+
+def _ago(age_s: float | None) -> str:
+    return "" if age_s is None else f", {age_s:,.0f} s ago"

@@ -1,0 +1,41 @@
+"""Show how a run is: `jmoe-status RUN [--json]`, where RUN is its output folder. Imports no JAX.
+
+    jmoe-status runs/mine
+
+The exit code is 0, 1 if the run is dead, 2 if RUN is not a run.
+"""
+
+import dataclasses
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+from jmoe.cluster.overview import lines, read_overview
+from jmoe.command_line import parse_status
+from jmoe.runtime import program_name
+
+
+def main() -> None:
+    """Print the overview of the run that the command line names."""
+    folder, as_json = parse_status(sys.argv[1:])
+    try:
+        run = read_overview(Path(folder))
+    except (ValueError, OSError) as error:
+        print(f"{program_name()}: {error}", file=sys.stderr)
+        sys.exit(2)
+    if as_json:
+        print(json.dumps(_plain(dataclasses.asdict(run)), indent=1, allow_nan=False))
+    else:
+        print(*lines(run), sep="\n")
+    sys.exit(1 if run.state == "dead" else 0)
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values with names of floats that are not finite, which JSON does not have."""
+    return {name: str(v) if isinstance(v, float) and not math.isfinite(v) else v for name, v in values.items()}
+
+
+if __name__ == "__main__":
+    main()

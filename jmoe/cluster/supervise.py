@@ -1,0 +1,425 @@
+"""Start the processes of a run, and all of them again when one is lost: for hosts without a scheduler that does.
+
+    jmoe-supervise --processes 4 -- train.py PRESET [--section.field VALUE ...]
+
+It never imports JAX, holds no device, and keeps what it knows in OUTPUT_DIR/supervise: each rank's log, signs of life,
+`events.jsonl`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from jmoe.cluster.clocks import RunningClock, disk_time
+from jmoe.cluster.heartbeat import CLOSED, Listener
+from jmoe.cluster.job import check_all_used
+from jmoe.cluster.rendezvous import named
+from jmoe.cluster.restarts import ABORTED, Ending, Restarts, kind_of, named_code, reached
+from jmoe.cluster.tether import PASSED_ON, Order, Tether, answered
+from jmoe.command_line import parse_supervise, parse_train
+from jmoe.config import TrainConfig, check
+from jmoe.config.supervise import SuperviseConfig
+from jmoe.configs import PRESETS
+from jmoe.runtime import EXIT_LOST, EXIT_STOPPED
+
+FOLDER = "supervise"
+POLL_S = 0.05
+END_S = 10.0  # ranks may say so long why they end, after the first one has
+BEGIN_S = 60.0  # beyond distributed.start_timeout_s until a rank's first sign of life
+LOG_TAIL_BYTES = 1 << 16  # an aborted process ends with a long stack
+TORN_S = 5.0  # what was written to the compile cache so shortly before a kill may be half of an entry
+UNHEARD = re.compile(r"tasks are unhealthy[^\n]*:\n((?:[^\n]*\d\n)+)")  # JAX's coordinator: a rank at the end of a line
+PASSED_DOWN = ("CUDA_", "GLOO_", "JAX_", "JMOE_", "NCCL_", "NPROC", "PYTHON", "XLA_")  # environment, to other hosts
+
+
+def program_and_arguments(command: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return (words that start a process, the arguments of train.py) of a command such as `train.py tiny`."""
+    first = Path(command[0]).name
+    if first.endswith(".py"):
+        return [sys.executable, command[0]], list(command[1:])
+    words = 1 + (first.startswith("python") and 1 + (command[1:2] == ["-m"]))
+    return list(command[:words]), list(command[words:])
+
+
+class Asker:
+    """Asks the hosts that are away, again and again, whether they are back; waits for none."""
+
+    def __init__(self, ask: Callable[[contextlib.ExitStack], list[Tether]], config: SuperviseConfig) -> None:
+        self._ask, self._config = ask, config
+        self._asked: list[Tether] = []
+        self._since = time.monotonic()
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Asker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def returned(self) -> list[str]:
+        """Return the hosts that have answered since they were asked last; none before all have, or their time is up."""
+        waited_s = time.monotonic() - self._since
+        if not self._asked:
+            if waited_s > self._config.return_check_s:
+                self._asked, self._since = self._ask(self._stack), time.monotonic()
+            return []
+        present = answered(self._asked, 0.0)
+        if not all(tether.heard for tether in self._asked) and waited_s < self._config.host_timeout_s:
+            return []
+        hosts = [tether.host for tether in present]
+        self._stack.close()
+        self._asked, self._since = [], time.monotonic()
+        return hosts
+
+
+class Supervisor:
+    """One run, from its first start to its last."""
+
+    def __init__(self, config: SuperviseConfig, command: Sequence[str]) -> None:
+        self._config = config
+        self._program, self._arguments = program_and_arguments(command)
+        self._train: TrainConfig = parse_train(self._arguments, PRESETS)
+        limits = self._train.distributed
+        for name in ("coordinator_address", "num_processes", "process_id", "heartbeat_folder"):
+            value = getattr(limits, name)
+            check(value is None, f"distributed.{name}", value, "must not be given: the supervisor gives it")
+        check(not self._train.plan, "plan", True, "must not be given to a supervised run")
+        estimate = self._train.estimate
+        check(not estimate, "estimate", estimate, "must not be given to a supervised run")
+        if config.processes_per_host > 1 and not config.hosts:  # each process has one GPU
+            check_all_used(config.processes_per_host, more="a process for each of them (--processes)")
+        self.output_dir = Path(self._train.output_dir).absolute()
+        self.folder = self.output_dir / FOLDER
+        self._silence_s = 5.0 + 1.5 * limits.heartbeat_timeout_s  # the ranks' own limit is the first
+        self._begin_s = BEGIN_S + limits.start_timeout_s
+        self._attempt = 0
+        self._signals: list[int] = []
+        self._growing = False
+        self._local_devices = 1
+        self._clock = RunningClock(POLL_S)  # of an attempt
+
+    def run(self) -> int:
+        """Supervise the run until it is done, stopped or given up; return the exit code."""
+        with contextlib.ExitStack() as stack:
+            self._open(stack)
+            for number in (n for n in PASSED_ON if signal.getsignal(n) is not signal.SIG_IGN):
+                stack.callback(signal.signal, number, signal.signal(number, lambda n, _: self._signals.append(n)))
+            restarts = Restarts(self._config, reached(self.output_dir))
+            while True:
+                with contextlib.ExitStack() as ranks_stack:
+                    ranks = self._gather(ranks_stack)
+                    if not ranks:
+                        return 128 + self._signals[-1]
+                    asker = ranks_stack.enter_context(self._asker(ranks))
+                    ending = self._watch(ranks, self._start(ranks), asker)
+                code = self._after(ending, restarts)
+                if code is not None:
+                    return code
+
+    def _open(self, stack: contextlib.ExitStack) -> None:
+        """Make the folder, and keep other supervisors of the run out of it."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context((self.folder / "lock").open("w"))
+        except OSError as error:
+            reason = f"must be a folder that can be written: {error.strerror}"
+            raise OSError(f"output_dir = {str(self.output_dir)!r}: {reason}") from error
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise OSError(f"output_dir = {str(self.output_dir)!r}: has a supervisor already") from error
+
+    def _after(self, ending: Ending, restarts: Restarts) -> int | None:
+        """Return the exit code after this end of an attempt, or None once the next attempt is due."""
+        now = reached(self.output_dir)
+        self._note("end", kind=ending.kind, code=ending.code, why=ending.why, step=now.step, checkpoint=now.checkpoint)
+        if ending.kind == "done":
+            return 0
+        if self._signals:
+            return self._train.distributed.stopped_exit_code if ending.kind == "stopped" else ending.code
+        if self._growing and ending.kind == "stopped":
+            return None
+        self._forget_torn()
+        decision = restarts.after(ending, now)
+        checkpoint = f"checkpoint {now.checkpoint}" if now.checkpoint >= 0 else "the start"
+        checkpoint += " or a newer snapshot" if self._train.checkpoint.memory_dir is not None else ""
+        why = ending.why or "stopped by a signal that was not the supervisor's"
+        if isinstance(decision, str):
+            self._say(f"{why}; {decision}")
+            return ending.code or 1
+        later = f" in {decision:g} s" if decision else ""
+        self._say(f"{why}; all processes start again{later}, from {checkpoint} (restart {restarts.in_a_row} in a row)")
+        deadline = time.monotonic() + decision
+        while time.monotonic() < deadline and not self._signals:
+            time.sleep(POLL_S)
+        return 128 + self._signals[-1] if self._signals else None
+
+    # Start
+
+    def _gather(self, stack: contextlib.ExitStack) -> list[Tether]:
+        """Return a tether for each process that is to run now; none if a signal came before there were enough."""
+        config, deadline = self._config, time.monotonic() + self._config.host_wait_s
+        while not self._signals:
+            with contextlib.ExitStack() as trying:
+                present = answered(self._tethers(trying, self._hosts()), config.host_timeout_s)
+                number = self._fitting(len(present))
+                if number:
+                    stack.push(trying.pop_all())
+                    for tether in present[number:]:
+                        tether.close()
+                    return present[:number]
+            away = ", ".join(sorted(self._away(present))) or "none"
+            if time.monotonic() > deadline:
+                raise OSError(
+                    f"{len(present)} of {config.fewest_processes} processes can run after {config.host_wait_s:g} s "
+                    f"(host_wait_s); hosts away: {away}"
+                )
+            self._say(f"waiting for hosts: {len(present)} of {config.fewest_processes} processes can run; away: {away}")
+            time.sleep(1.0)
+        return []
+
+    def _hosts(self) -> list[str]:
+        """Return the host of each process, by name; "" is this machine."""
+        names = [host.partition("=")[0] for host in self._config.hosts] or [""]
+        return [name for name in names for _ in range(self._config.processes_per_host)]
+
+    def _away(self, present: Sequence[Tether]) -> set[str]:
+        return set(self._hosts()) - {tether.host for tether in present}
+
+    def _tethers(self, stack: contextlib.ExitStack, hosts: Sequence[str]) -> list[Tether]:
+        tethers: list[Tether] = []
+        for host in hosts:
+            local_rank = sum(tether.host == host for tether in tethers)
+            try:
+                tethers.append(Tether(host, local_rank, self._config.prefix(host)))
+            except OSError as error:
+                raise OSError(f"launch = {self._config.launch!r}: {error}") from error
+            stack.callback(tethers[-1].close)
+        return tethers
+
+    def _fitting(self, available: int) -> int:
+        """Return the greatest number of processes, of those that can run, over which the run can be split; 0: none."""
+        config, problem = self._config, None
+        if available >= config.num_processes:
+            return config.num_processes
+        for number in range(available, config.fewest_processes - 1, -1):
+            try:
+                per_host = self._local_devices * config.processes_per_host
+                self._train.check_devices(number * self._local_devices, per_host)
+                return number
+            except ValueError as error:
+                problem = error
+        if problem is not None:
+            raise problem
+        return 0
+
+    def _start(self, ranks: Sequence[Tether]) -> Listener:
+        """Order every rank's process on a new coordinator port, and return the listener for their signs of life."""
+        self._attempt += 1
+        self._growing = False
+        for old in self.folder.glob("heartbeat-*"):
+            shutil.rmtree(old, ignore_errors=True)
+        heartbeats = self.folder / f"heartbeat-{self._attempt}"
+        heartbeats.mkdir()
+        addresses = {name: address or name for name, _, address in (h.partition("=") for h in self._config.hosts)}
+        coordinator = f"{addresses.get(ranks[0].host, '127.0.0.1')}:{ranks[0].port}"
+        self._note("start", attempt=self._attempt, processes=len(ranks), coordinator=coordinator)
+        away = f"; away: {', '.join(sorted(self._away(ranks)))}" if self._away(ranks) else ""
+        self._say(f"attempt {self._attempt}: {len(ranks)} processes, coordinator {coordinator}{away}")
+        for rank, tether in enumerate(ranks):
+            options = {
+                "coordinator-address": coordinator,
+                "num-processes": len(ranks),
+                "process-id": rank,
+                "heartbeat-folder": heartbeats,
+                "stopped-exit-code": EXIT_STOPPED,
+            }
+            words = [word for name, value in options.items() for word in (f"--distributed.{name}", str(value))]
+            title = f"attempt {self._attempt}, rank {rank} of {len(ranks)}"
+            command = [*self._program, *self._arguments, *words]
+            tether.start(Order(command, os.getcwd(), self._environment(tether), str(self._log(rank)), title))
+        self._clock = RunningClock(POLL_S)
+        return Listener(heartbeats, len(ranks), self._clock.now)
+
+    def _environment(self, tether: Tether) -> dict[str, str]:
+        """Return changes to the environment of a rank: a compile cache that all share, and its own device."""
+        changes = {
+            "JAX_COMPILATION_CACHE_DIR": str(self._cache),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+            "PYTHONUNBUFFERED": "1",
+        }
+        changes = {name: value for name, value in changes.items() if name not in os.environ}
+        if tether.host:
+            changes |= {name: value for name, value in os.environ.items() if name.startswith(PASSED_DOWN)}
+        if self._config.processes_per_host > 1:
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+            several = len(visible) > tether.local_rank and visible != [""]
+            changes["CUDA_VISIBLE_DEVICES"] = visible[tether.local_rank] if several else str(tether.local_rank)
+        return changes
+
+    @property
+    def _cache(self) -> Path:
+        return Path(os.environ.get("JAX_COMPILATION_CACHE_DIR") or self.folder / "compiled")
+
+    def _forget_torn(self) -> None:
+        """Delete the newest entries of the compile cache: JAX writes them in place, and reads half of one for ever."""
+        try:
+            newest_s = (disk_time(self._cache) or time.time()) - TORN_S
+            for entry in self._cache.iterdir():
+                if entry.is_file() and entry.stat().st_mtime > newest_s:
+                    entry.unlink()
+        except OSError:
+            pass  # no cache yet, or it is gone
+
+    # Watch
+
+    def _watch(self, ranks: Sequence[Tether], listener: Listener, asker: Asker) -> Ending:
+        """Return how the attempt has ended; by then all of its processes have."""
+        began, position = self._clock.now(), self._log_size()
+        first: Ending | None = None
+        deadline = float("inf")
+        passed = 0  # a signal may have come while the processes were started; one before that has ended the run
+        while True:
+            self._clock.look()
+            for number in self._signals[passed:]:
+                for tether in ranks:
+                    tether.send_signal(number)
+            passed = len(self._signals)
+            position = self._show_log(position)
+            listener.look()
+            codes = [tether.code() for tether in ranks]
+            if first is None and (first := self._first_ending(ranks, codes, listener, began)) is not None:
+                says_why = any(code not in (None, 0, EXIT_STOPPED) for code in codes) and not _is_killed(first.code)
+                deadline = self._clock.now() + (END_S if says_why else 0.0)
+            elif first is None and deadline == float("inf") and any(code is not None for code in codes):
+                deadline = self._clock.now() + self._train.distributed.step_timeout_s
+            if None not in codes or self._clock.now() > deadline:
+                break
+            if first is None and not (self._growing or self._signals) and self._can_grow(ranks, asker.returned()):
+                self._growing = True
+                for tether in ranks:
+                    tether.send_signal(signal.SIGTERM)
+            time.sleep(POLL_S)
+        self._local_devices = listener.local_devices() or self._local_devices
+        left = [rank for rank, code in enumerate(codes) if code is None]
+        for tether in ranks:
+            tether.kill()
+        for tether in ranks:
+            tether.close()
+        self._show_log(position)
+        if first is None and left:
+            first = Ending("lost", EXIT_LOST, f"rank {left[0]} has not ended after the others had")
+        return first or (Ending("done", 0) if codes[0] == 0 else Ending("stopped", EXIT_STOPPED))
+
+    def _first_ending(
+        self, ranks: Sequence[Tether], codes: Sequence[int | None], listener: Listener, began: float
+    ) -> Ending | None:
+        """Return how the rank that is to blame has ended, if one has; a silent one is killed."""
+        bad = [rank for rank, code in enumerate(codes) if code not in (None, 0, EXIT_STOPPED)]
+        limit_s = self._silence_s / 3 if bad else self._silence_s
+        waited_s = self._clock.now() - began
+        for rank, tether in enumerate(ranks):
+            if codes[rank] is not None or any(_is_killed(codes[other]) for other in bad):
+                continue
+            late = waited_s > self._begin_s and not listener.has_begun(rank)
+            silent_s = listener.silence_s(rank)
+            if late or (silent_s > limit_s and listener.at(rank) != CLOSED):
+                at = f", at {listener.at(rank)}" if listener.at(rank) else ""
+                what = f"has not begun within {waited_s:.0f} s" if late else f"no sign of life for {silent_s:.0f} s"
+                tether.close()
+                return Ending("lost", EXIT_LOST, f"{self._named(rank, tether)}: {what}, dead or stopped{at}")
+        if not bad:
+            return None
+        rank = min(bad, key=lambda rank: (not _is_killed(codes[rank]), codes[rank]))
+        code = codes[rank]
+        assert code is not None
+        at = f", at {listener.at(rank)}" if listener.at(rank) else ""
+        words = "" if _is_killed(code) else f": {ranks[rank].last_words() or self._last_words(rank)}"
+        return Ending(kind_of(code), code, f"{self._named(rank, ranks[rank])}: {named_code(code)}{at}{words}")
+
+    def _asker(self, ranks: Sequence[Tether]) -> Asker:
+        """Return what asks the hosts that are away."""
+        hosts = sorted(self._away(ranks))
+        return Asker(lambda stack: self._tethers(stack, hosts), self._config)
+
+    def _can_grow(self, ranks: Sequence[Tether], returned: Sequence[str]) -> bool:
+        """Return whether these hosts, which are back, let the run have more processes."""
+        if not returned:
+            return False
+        more = len(ranks) + len(returned) * self._config.processes_per_host
+        with contextlib.suppress(ValueError):
+            if self._fitting(more) > len(ranks):
+                self._say(f"back: {', '.join(returned)}; the run is saved and goes on with more processes")
+                return True
+        return False
+
+    # Say
+
+    def _named(self, rank: int, tether: Tether) -> str:
+        return f"rank {rank}" + (f" on {tether.host}" if tether.host else "")
+
+    def _log(self, rank: int) -> Path:
+        return self.folder / f"rank-{rank}.log"
+
+    def _log_size(self) -> int:
+        return self._log(0).stat().st_size if self._log(0).exists() else 0
+
+    def _last_words(self, rank: int) -> str:
+        """Return the last line of jmoe's own in a rank's log of this attempt; of JAX's or of any if there is none."""
+        try:
+            text = self._log(rank).read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace")
+        except OSError:
+            return "no log"
+        text = text.rpartition("\n=== ")[2]
+        lines = [line.strip() for line in text.splitlines()[1:] if line.strip()]
+        own = [line for line in lines if line.startswith(("jmoe: ", "train.py: ", "jmoe-train: "))]
+        if not own and (unheard := UNHEARD.search(text)):
+            ranks = [int(line) for line in re.findall(r"(\d+)\n", unheard[1])]
+            return f"{named(ranks)}: JAX has heard nothing, dead or stopped"
+        return ([*lines, *own] or ["its log is empty"])[-1]
+
+    def _show_log(self, position: int) -> int:
+        """Copy what rank 0 has written since to the screen; return up to where."""
+        with contextlib.suppress(OSError), self._log(0).open("rb") as log:
+            log.seek(position)
+            new = log.read()
+            sys.stdout.buffer.write(new)
+            sys.stdout.flush()
+            return position + len(new)
+        return position
+
+    def _note(self, event: str, **values: object) -> None:
+        with (self.folder / "events.jsonl").open("a") as file:
+            file.write(json.dumps({"event": event, "time": time.time(), **values}) + "\n")
+
+    def _say(self, text: str) -> None:
+        print(f"jmoe-supervise: {text}", flush=True)
+
+
+def _is_killed(code: int | None) -> bool:
+    """Return whether a signal has ended the process that JAX does not send itself."""
+    return code is not None and code > 128 and code != ABORTED
+
+
+def main() -> None:
+    """Supervise the run that the command line names."""
+    config, command = parse_supervise(sys.argv[1:])
+    try:
+        sys.exit(Supervisor(config, command).run())
+    except (ValueError, OSError) as error:
+        sys.exit(f"jmoe-supervise: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,250 @@
+"""Training with everything on the devices: one `shard_map` over the whole mesh, from tokens to the updated state.
+
+Legend: A accumulation steps, B local batch, S sequence, T = B S local tokens, D hidden, N MoE layers, E experts.
+
+Each device computes its part of the loss (parts add up to the global loss), takes the gradient of that part, and
+gradients are reduced once. No collective lies on a differentiable path except the exchange and the parameter gathers,
+whose transposes are themselves.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+
+from jmoe.config import TrainConfig
+from jmoe.config.cluster import LinksConfig
+from jmoe.memory.record_checkpoint import RecordCheckpoints
+from jmoe.mesh import ACCUMULATED_BATCH, ALL, BATCH, REPLICATED, shardings
+from jmoe.models.decoder import STACKS
+from jmoe.offload.expert_state import ReadExperts
+from jmoe.optim.loss_scale import LossScale, scaled, unscaled
+from jmoe.training.fused.reverse_scan import ReverseScan
+from jmoe.training.gradient_reduction import reduce_gradients_local, squared_norms_local
+from jmoe.training.native import with_native
+from jmoe.training.sharded_decoder import ShardedDecoder
+from jmoe.training.state import Batch, TrainState, with_read_experts
+from jmoe.training.update import (
+    auxiliary_losses,
+    dropped_tokens,
+    evaluation_program,
+    finish_step,
+    over_devices,
+    router_key,
+    tokens_per_accumulation_step,
+    without_drops,
+)
+
+Metrics = dict[str, jax.Array]
+
+
+class FusedTrainer:
+    """The `Trainer` of runs whose state lies on the devices.
+
+    `step` is one compiled program, which reuses the memory of the state that it is given. chunk_bytes: how much the
+    network takes at once, see `ShardedDecoder.reverse_scan`; links: see `ShardedDecoder`.
+    """
+
+    evaluation_batches = 1
+    records: RecordCheckpoints | None = None
+    progress: Callable[[], object] | None = None
+
+    def __init__(
+        self, config: TrainConfig, mesh: Mesh, chunk_bytes: int | None = None, links: LinksConfig | None = None
+    ) -> None:
+        self.config, self.model = config, (model := ShardedDecoder(config, mesh, links))
+        self._layers = model.reverse_scan(chunk_bytes)
+        self.saved_shape = self.full_shape = model.saved_shape
+        self.notes, sharded = model.notes, self.sharded
+        copies = jax.eval_shape(model.cast_copies, model.state_shape.params)
+        on_one: Any = tuple(REPLICATED for _ in copies)
+        state = self.state_specs = replace(model.state_specs, cast=on_one)
+        places = shardings(state, mesh)
+        placed = lambda s, place: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place)  # noqa: E731
+        self.state_shape: TrainState = jax.tree.map(placed, replace(model.state_shape, cast=copies), places)
+        self.init = jax.jit(lambda: self.with_cast(model.initial_state()), out_shardings=places)
+
+        def step(state_now: TrainState, tokens_ABS: jax.Array, full_capacity: bool = False) -> Any:
+            body = partial(self._step_local, full_capacity=full_capacity)
+            return sharded(body, in_specs=(state, ACCUMULATED_BATCH), out_specs=(state, REPLICATED))(
+                state_now, tokens_ABS
+            )
+
+        self.step = jax.jit(step, static_argnames="full_capacity", donate_argnums=0)
+        self._nll = evaluation_program(sharded, self._nll_local, state, BATCH, BATCH)
+        self._logits = evaluation_program(sharded, self._logits_local, state, BATCH, REPLICATED)
+
+    def sharded(self, body: Callable[..., Any], **specs: Any) -> Callable[..., Any]:
+        """Return the function over all devices, traced with native operations where the run takes them."""
+        native_body = with_native(self.model.native, body)
+        return jax.shard_map(native_body, mesh=self.model.mesh, check_vma=False, **specs)
+
+    # A step
+
+    def _step_local(
+        self, state: TrainState, batch: Any, *, full_capacity: bool, **constants: Any
+    ) -> tuple[TrainState, Any]:
+        """Take one step, unless the loss or gradient is not finite, or a dropless buffer overflows."""
+        grads, metrics = self.gradients_local(state, batch, full_capacity=full_capacity, **constants)
+        num_devices = self.model.mesh.size
+        with jax.named_scope("reduce_gradients"):
+            done: Collection[str] = () if self._layers is None else STACKS.values()
+            grads = reduce_gradients_local(grads, self.model, done)
+            metrics = over_devices(num_devices, metrics)
+        squares = over_devices(num_devices, squared_norms_local(grads, self.model))
+        dropless = self.config.model.capacity_factor is None and "dropped" in metrics
+        overflow = metrics["dropped"].sum() > 0 if dropless else jnp.bool_(False)
+        state, metrics = finish_step(self.config, state, grads, squares, metrics, overflow)
+        return self.with_cast(state), metrics
+
+    def with_cast(self, state: TrainState) -> TrainState:
+        """Return the state with copies of its parameters as they are now."""
+        return replace(state, cast=self.model.cast_copies(state.params))
+
+    def gradients_local(
+        self, state: TrainState, batch: Any, *, full_capacity: bool, **constants: Any
+    ) -> tuple[Any, Metrics]:
+        """Return this device's part of the gradients, summed over accumulation steps, and of the metrics.
+
+        A reverse scan over the layers has summed their gradients over devices already, beside the last step's layers.
+        batch: tokens [A, B, S + 1], or what begins with them. constants: of `token_loss_local`.
+        """
+        options = {"loss_scale": state.loss_scale, "full_capacity": full_capacity} | constants
+        draws = self.config.model.router.draws
+
+        def one(index: Any, part: Any, layers: ReverseScan | None) -> tuple[Any, Metrics]:
+            loss_and_gradients = jax.value_and_grad(partial(self.loss_local, layers=layers, **options), has_aux=True)
+            key = router_key(self.config, state.step, lax.axis_index(ALL), index) if draws else None
+            params = self.model.with_copies(state.params, state.cast)
+            (_, metrics), grads = loss_and_gradients(params, state.router_bias, part, key)
+            return jax.tree.map(lambda g, w: g.astype(w.dtype), grads, state.params), metrics
+
+        def several(first: int, last: int, layers: ReverseScan | None) -> tuple[Any, Metrics]:
+            if last == first + 1:
+                return one(jnp.int32(first), jax.tree.map(lambda x: x[first], batch), layers)
+
+            def accumulate(carry: Any, xs: Any) -> tuple[Any, None]:
+                index, part = xs
+                return jax.tree.map(jnp.add, carry, one(index, part, layers)), None
+
+            xs = jnp.arange(first, last, dtype=jnp.int32), jax.tree.map(lambda x: x[first:last], batch)
+            shapes = jax.eval_shape(partial(one, layers=layers), *jax.tree.map(lambda x: x[0], xs))
+            zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+            grads_and_metrics: tuple[Any, Metrics] = lax.scan(accumulate, zeros, xs)[0]
+            return grads_and_metrics
+
+        num_parts, layers = jax.tree.leaves(batch)[0].shape[0], self._layers
+        if num_parts == 1 or layers is None or not self.model.sums_in_layers:
+            return several(0, num_parts, layers)
+        grads, metrics = several(0, num_parts - 1, replace(layers, reduces=False))
+        earlier = {kind: grads.pop(name) for kind, name in STACKS.items() if name in grads}
+        last, last_metrics = several(num_parts - 1, num_parts, replace(layers, summed=earlier))
+        sums = {name: jax.tree.map(jnp.add, g, last[name]) for name, g in grads.items()}
+        return last | sums, jax.tree.map(jnp.add, metrics, last_metrics)
+
+    def loss_local(
+        self,
+        params: Any,
+        router_bias: Any,
+        part: Any,
+        key: jax.Array | None,
+        *,
+        loss_scale: LossScale | None,
+        full_capacity: bool,
+        layers: ReverseScan | None = None,
+        **constants: Any,
+    ) -> tuple[jax.Array, Metrics]:
+        """Return this device's part of the loss, scaled, and what it consists of, which is not.
+
+        part: tokens [B, S + 1], or what begins with them. key: for what the router draws. layers: of
+        `ShardedDecoder.__call__`. constants: of `token_loss_local`.
+        """
+        config, tokens_BS = self.config, jax.tree.leaves(part)[0]
+        num_tokens = tokens_per_accumulation_step(config) * config.gradient_accumulation_steps
+        options = {"key": key, "train": True, "full_capacity": full_capacity}
+        hidden, head, stats = self.model(params, router_bias, tokens_BS[:, :-1], layers, remat=config.remat, **options)
+        labels_T = tokens_BS[:, 1:].reshape(-1)
+        with jax.named_scope("loss"):
+            weights_T = scaled(jnp.full(labels_T.shape, 1.0 / num_tokens, jnp.float32), loss_scale)
+            hidden_TD = hidden.reshape(-1, hidden.shape[-1])
+            loss, parts = self.token_loss_local(hidden_TD, head, labels_T, weights_T, part, **constants)
+            parts = {name: unscaled(value, loss_scale) for name, value in parts.items()}
+        if stats is None:
+            return loss + 0.0, lax.stop_gradient(parts)
+        with jax.named_scope("auxiliary_losses"):
+            counts_NE = lax.psum(stats.counts_E, ALL)
+            balance, z = auxiliary_losses(config, stats.probs_sum_E, stats.z_sum, counts_NE)
+        metrics = parts | {
+            "balance_loss": balance,
+            "z_loss": z,
+            "counts": stats.counts_E,
+            "entropy": stats.entropy_sum / num_tokens,
+            "dropped": stats.dropped,
+        }
+        return loss + scaled(balance + z, loss_scale), lax.stop_gradient(metrics)
+
+    def token_loss_local(
+        self, hidden_TD: jax.Array, head: jax.Array, labels_T: jax.Array, weights_T: jax.Array, part: Any
+    ) -> tuple[jax.Array, Metrics]:
+        """Return this device's part of the loss but for the routers', and what it consists of: `loss` on the text.
+
+        Both are linear in `weights_T`, which says how much a token counts, and with float16 by how much the loss is
+        scaled.
+        """
+        nll = self.model.head.cross_entropy(hidden_TD, head, labels_T, weights_T)
+        return nll, {"loss": nll}
+
+    # Without gradients
+
+    def _forward(self, state: TrainState, tokens_BS: jax.Array, **options: Any) -> tuple[jax.Array, jax.Array, Any]:
+        return self.model(self.model.with_copies(state.params, state.cast), state.router_bias, tokens_BS, **options)
+
+    def _nll_local(
+        self, state: TrainState, tokens_BS: jax.Array, weights_BS: jax.Array, *, full_capacity: bool
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return (summed negative log-likelihood, assignments that found no row in buffers)."""
+        hidden, head, stats = self._forward(state, tokens_BS[:, :-1], full_capacity=full_capacity)
+        hidden_TD, labels_T = hidden.reshape(-1, hidden.shape[-1]), tokens_BS[:, 1:].reshape(-1)
+        nll = lax.psum(self.model.head.cross_entropy(hidden_TD, head, labels_T, weights_BS.reshape(-1)), ALL)
+        return nll, dropped_tokens(stats)
+
+    def evaluate(self, state: TrainState, batches: Sequence[Batch]) -> list[jax.Array]:
+        return [without_drops(partial(self._nll, state, *batch)) for batch in batches]
+
+    def _logits_local(
+        self, state: TrainState, tokens_BS: jax.Array, position: jax.Array, *, full_capacity: bool
+    ) -> tuple[jax.Array, jax.Array]:
+        hidden, head, stats = self._forward(state, tokens_BS, full_capacity=full_capacity)
+        last = lax.dynamic_index_in_dim(hidden[0], position, 0, keepdims=False).astype(jnp.float32)
+        last = lax.psum(jnp.where(lax.axis_index(ALL) == 0, last, 0), ALL)
+        return self.model.head.logits(last, head), dropped_tokens(stats)
+
+    def next_logits(self, state: TrainState, tokens_BS: jax.Array, position: jax.Array) -> jax.Array:
+        """Return logits [V] after the token at `position` of the first sequence."""
+        logits_V: jax.Array = without_drops(partial(self._logits, state, tokens_BS, position))
+        return logits_V
+
+    # Checkpoints
+
+    def save_state(self, state: TrainState) -> TrainState:
+        """Return the state as a checkpoint holds it."""
+        return self.model.to_saved(replace(state, cast=()))
+
+    def load_state(
+        self, saved: TrainState, weights: ReadExperts | None = None, moments: ReadExperts | None = None
+    ) -> TrainState:
+        """Return the state in the form that training uses; experts that `saved` lacks are read."""
+        kinds = self.config.model.layer_kinds
+        whole = with_read_experts(saved, self.saved_shape, kinds, weights, moments)
+        return self.with_cast(self.model.from_saved(whole))
+
+    def expert_stats(self) -> None:
+        """Return nothing: no expert moves between tiers."""
+
+    def close(self) -> None:
+        """Do nothing: this trainer has no threads."""

@@ -1,0 +1,258 @@
+"""Which device runs which tasks of a run on images, and when that changes while it goes on.
+
+By batches at first, within the memory of a device; anew when a task ends, when the number of devices in use changes, or
+when images were measured to take so long that loads are uneven.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+
+import jax
+
+from jmoe.config import VisionTrainConfig, check
+from jmoe.models.vision import SHARED_EXPERT
+from jmoe.planning.elastic import DeviceMemory, Layout, TaskLoad, plan, size_text
+from jmoe.training.tasks.experts import may_lie_apart, task_slots
+
+LEAST_GAIN = 1.05  # in the time of a step, for which a run compiles again
+STATE_BYTES, GRADIENT_BYTES = 12, 4  # of a parameter: float32 weight and AdamW's moments; its gradient
+
+
+def own_experts(config: VisionTrainConfig) -> dict[str, int]:
+    """Return how many experts each task has that no other task's path names, in all layers routed by task."""
+    named = [Counter(experts) for experts in zip(*(task.path for task in config.tasks.values()), strict=True)]
+    return {
+        name: sum(count[expert] == 1 for count, expert in zip(named, task.path, strict=True))
+        for name, task in config.tasks.items()
+    }
+
+
+def unnamed_experts(config: VisionTrainConfig) -> int:
+    """Return how many experts no task's path names, in all layers routed by task."""
+    always = {SHARED_EXPERT} if config.model.learn_paths else set()
+    named = [always.union(experts) for experts in zip(*(task.path for task in config.tasks.values()), strict=True)]
+    return sum(config.model.num_experts - len(experts) for experts in named)
+
+
+def expert_bytes(config: VisionTrainConfig) -> int:
+    """Return the bytes of an expert with its optimizer state, gradient and copy in the dtype of its use."""
+    return config.model.expert_parameters * (STATE_BYTES + GRADIENT_BYTES + _cast_bytes(config))
+
+
+def _cast_bytes(config: VisionTrainConfig) -> int:
+    return 0 if config.compute_dtype == "float32" else 2  # a copy in the dtype of use
+
+
+def bytes_for_all(config: VisionTrainConfig, num_devices: int) -> int:
+    """Return what a device needs for all that has not to do with layers routed by task."""
+    model, mesh = config.model, config.mesh
+    in_use_bytes = GRADIENT_BYTES + _cast_bytes(config)
+    routed = model.num_experts * (model.num_moe_layers + len(model.task_layers))
+    dense = model.num_parameters()[0] - routed * model.expert_parameters
+    parts = num_devices if config.comm.shard_dense else 1
+    groups = mesh.expert_inter * max(1, mesh.expert_intra)
+    experts = model.num_experts * model.num_moe_layers * expert_bytes(config) // groups
+    if not config.tiers.on_device:
+        whole = not may_lie_apart(config, num_devices)
+        experts = model.num_experts * place_bytes(config) // groups if whole else 0
+    return dense * in_use_bytes + -(-dense * STATE_BYTES // parts) + experts
+
+
+def _expert_layers(config: VisionTrainConfig) -> int:
+    return config.model.num_moe_layers + len(config.model.task_layers)
+
+
+def _layers_on_device(config: VisionTrainConfig) -> int:
+    """Return of how many layers experts are on the device at one time, where they are on tiers."""
+    layers, tiers = _expert_layers(config), config.tiers
+    return layers if tiers.experts == "device" else min(tiers.device_layers, layers)
+
+
+def place_bytes(config: VisionTrainConfig) -> int:
+    """Return what a place for an expert on tiers takes on a device, in all layers in use.
+
+    Float32 weights of these layers; of one layer a copy in the dtype of its use, and gradients; those of the layer
+    before are on their way to their tier.
+    """
+    written = 2 if config.tiers.gradient_dtype == "bfloat16" else 4
+    in_use = 4 * _layers_on_device(config) + GRADIENT_BYTES + written + _cast_bytes(config)
+    return config.model.expert_parameters * in_use
+
+
+def _places_by_task(config: VisionTrainConfig, num_devices: int) -> tuple[int, dict[str, int]]:
+    """Return in how many places of a layer a device has experts that are nobody's own, and those of each task."""
+    shared, own = 0, dict.fromkeys(config.tasks, 0)
+    always = {SHARED_EXPERT} if config.model.learn_paths else set()
+    for experts in zip(*(task.path for task in config.tasks.values()), strict=True):
+        count = Counter(experts)
+        several = always | {expert for expert, times in count.items() if times > 1}
+        unnamed = config.model.num_experts - len(always | set(experts))
+        shared = max(shared, len(several) + -(-unnamed // num_devices))
+        for name, expert in zip(config.tasks, experts, strict=True):
+            own[name] = max(own[name], int(expert not in several))
+    return shared, own
+
+
+def memory_of(config: VisionTrainConfig, num_devices: int) -> tuple[DeviceMemory, dict[str, int]]:
+    """Return what a device has, and needs for what tasks share; and bytes of each task's own experts there.
+
+    Counted are parameters with their gradients and optimizer state; of experts on tiers, what is on the device. A
+    task's head is counted nowhere, since classes are not known before images are read, and activations are not. An
+    expert that several tasks name counts on all devices.
+    """
+    model, mesh = config.model, config.mesh
+    groups = mesh.expert_inter * max(1, mesh.expert_intra)  # devices that divide all experts, whoever runs what
+    device_bytes = config.machine.device().device_bytes or None
+    if not config.tiers.on_device:
+        shared, places = bytes_for_all(config, num_devices), dict.fromkeys(config.tasks, 0)
+        if may_lie_apart(config, num_devices):
+            shared_places, places = _places_by_task(config, num_devices)
+            shared += shared_places * place_bytes(config)
+        own_bytes = {name: count * place_bytes(config) for name, count in places.items()}
+        return DeviceMemory(device_bytes, shared), own_bytes
+    apart = groups == 1 and config.layout == "elastic"
+    own, unnamed = own_experts(config), unnamed_experts(config)
+    everywhere = model.num_experts * len(model.task_layers)
+    if apart:
+        everywhere += -(-unnamed // num_devices) - unnamed - sum(own.values())
+    one = expert_bytes(config)
+    shared = bytes_for_all(config, num_devices) + everywhere * one // groups
+    own_bytes = {name: count * one if apart else 0 for name, count in own.items()}
+    return DeviceMemory(device_bytes, shared), own_bytes
+
+
+def layout_of(
+    config: VisionTrainConfig, num_devices: int, *, step: int = 0, image_s: Mapping[str, float] | None = None
+) -> Layout:
+    """Return who runs which images in a step, within `machine.device_bytes`.
+
+    image_s: what an image of each task takes; by default all cost the same: they have one size, and paths one width.
+    """
+    memory, own_bytes = memory_of(config, num_devices)
+    loads = tuple(
+        TaskLoad(name, task.batch_size, image_s[name] if image_s else 1.0, own_bytes[name])
+        for name, task in config.tasks.items()
+    )
+    active = [number for number, task in enumerate(config.tasks.values()) if task.takes_part(step)]
+    layout = plan([loads[number] for number in active], num_devices, mode=config.layout, memory=memory)
+    parts, micro = config.gradient_accumulation_steps, layout.micro_batch
+    if micro % parts:
+        raise ValueError(
+            f"gradient_accumulation_steps = {parts}: must divide the {micro} images that a device takes at once"
+        )
+    shares = tuple(tuple(replace(share, task=active[share.task]) for share in own) for own in layout.shares)
+    return replace(layout, tasks=loads, shares=shares)
+
+
+def check_layouts(config: VisionTrainConfig, num_devices: int, step: int = 0) -> None:
+    """Raise `ValueError` if in a step from `step` on, as tasks end, what is left cannot be laid out."""
+    for start in sorted({step, *(task.num_steps for task in config.tasks.values() if task.num_steps > step)}):
+        if start < config.num_steps:
+            layout_of(config, num_devices, step=start)
+
+
+class LayoutController:
+    """Decides from step to step who runs what, the same on every process."""
+
+    def __init__(self, config: VisionTrainConfig, num_devices: int) -> None:
+        check_layouts(config, num_devices)
+        self._config = config
+        self.num_devices = num_devices  # in use
+        self._image_s: dict[str, float] | None = None  # measured, if the layout follows that
+
+    def layout(self, step: int) -> Layout:
+        """Return the layout of a step."""
+        return layout_of(self._config, self.num_devices, step=step, image_s=self._image_s)
+
+    def is_due(self, step: int) -> bool:
+        """Return whether what images take is to be measured before this step."""
+        every = self._config.elastic.replan_every_steps
+        return bool(every) and step > 0 and step % every == 0
+
+    def replan(self, step: int, image_s: Mapping[str, float]) -> str:
+        """Decide the layout from `step` on by what an image of each task was measured to take; return why."""
+        now = self.layout(step)
+        known = {task.name: image_s.get(task.name, 1.0) for task in now.tasks}
+        measured = replace(now, tasks=tuple(replace(task, image_s=known[task.name]) for task in now.tasks))
+        imbalance, limit = measured.imbalance, self._config.elastic.max_imbalance
+        has = f"the busiest device has {imbalance:.2f} x the mean load"
+        if imbalance <= limit:
+            return f"{has}: the layout stays (elastic.max_imbalance = {limit:g})"
+        new = layout_of(self._config, self.num_devices, step=step, image_s=known)
+        gain = max(measured.seconds) / max(new.seconds)
+        if gain < LEAST_GAIN:
+            return f"{has}: the layout stays, as no other is better"
+        self._image_s = known
+        return f"{has}: another layout makes its step {gain:.2f} x as fast"
+
+    def resize(self, step: int, num_devices: int) -> None:
+        """Use so many devices from `step` on; `ValueError` if that cannot be."""
+        config, processes, most = self._config, jax.process_count(), jax.device_count()
+        check(config.layout == "elastic", "layout", config.layout, "must be elastic for another number of devices")
+        tiers = config.tiers.experts, config.tiers.optimizer
+        constraint = "must be device for another number of devices while the run goes on"
+        check(config.tiers.on_device, "tiers", tiers, constraint)
+        check(0 < num_devices <= most, "devices", num_devices, f"must be between 1 and {most}")
+        check(num_devices % processes == 0, "devices", num_devices, f"must be a multiple of {processes} processes")
+        check_layouts(config, num_devices, step)
+        self.num_devices = num_devices
+
+
+def plan_lines(config: VisionTrainConfig) -> list[str]:
+    """Return who runs what on the devices that `mesh` names: elastic, or as configured where these split experts."""
+    mesh = config.mesh
+    groups = mesh.expert_inter * max(1, mesh.expert_intra)
+    config = replace(config, layout="elastic") if groups == 1 else config
+    layout = layout_of(config, max(1, mesh.data) * groups)
+    return [*layout.lines(), *filter(None, [slots_line(config, layout), tiers_line(config)])]
+
+
+def notes_of(config: VisionTrainConfig, layout: Layout) -> list[str]:
+    """Return the layout as text, where devices differ, and what each of them keeps."""
+    if len(set(layout.shares)) == 1 or config.layout != "elastic":
+        return []
+    return [*layout.lines(), *filter(None, [slots_line(config, layout)])]
+
+
+def kept_bytes(config: VisionTrainConfig, layout: Layout) -> int:
+    """Return what each device keeps in fact: in every layer routed by task as much as the one that needs most."""
+    slots = task_slots(config, layout)
+    num_slots = config.model.num_experts if slots is None else slots.num_slots
+    experts = num_slots * len(config.model.task_layers) * expert_bytes(config)
+    if not config.tiers.on_device:
+        experts = 0 if slots is None else num_slots * place_bytes(config)
+    return bytes_for_all(config, len(layout.shares)) + experts
+
+
+def tiers_line(config: VisionTrainConfig) -> str:
+    """Return what is on the device of experts on tiers, and what is on which tier; "" where none are."""
+    tiers, layers = config.tiers, _expert_layers(config)
+    if tiers.on_device:
+        return ""
+    parameters = config.model.num_experts * layers * config.model.expert_parameters
+    gradient_bytes = 2 if tiers.gradient_dtype == "bfloat16" else 4
+    kinds = {
+        "weights": (4, tiers.experts),
+        "moments": (8, tiers.optimizer),
+        "gradients": (gradient_bytes, tiers.gradients),
+    }
+    below = ", ".join(
+        f"{kind} {size_text(parameters * size)} ({tier})" for kind, (size, tier) in kinds.items() if tier != "device"
+    )
+    return (
+        f"experts on tiers: a device has its part of {_layers_on_device(config)} of {layers} layers at one time; "
+        f"for each replica of all experts: {below}"
+    )
+
+
+def slots_line(config: VisionTrainConfig, layout: Layout) -> str:
+    """Return what a device keeps in fact; "" where it has all experts, or where the mesh splits them."""
+    slots = task_slots(config, layout)
+    if slots is None:
+        return ""
+    kept, limit = kept_bytes(config, layout), config.machine.device().device_bytes
+    more = f", more than machine.device_bytes = {limit}" if 0 < limit < kept else ""
+    layers = len(config.model.task_layers) if config.tiers.on_device else _layers_on_device(config)
+    of = f"{slots.num_slots} of {slots.num_experts} experts in each of {layers} layers"
+    return f"every device has room for {of}: {size_text(kept)} in all{more}"

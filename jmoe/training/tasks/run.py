@@ -1,0 +1,114 @@
+"""The newest checkpoint of a run on images: to take a task out of it, or to begin another run with more tasks."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jax.sharding import Mesh
+
+from jmoe.config import CheckpointConfig, RouterConfig, TaskConfig, VisionModelConfig, VisionTrainConfig, check
+from jmoe.data.images import ImageTask
+from jmoe.offload.expert_state import ReadExperts
+from jmoe.offload.saved_experts import names_of_experts
+from jmoe.run.checkpoint import Checkpoints
+from jmoe.training.resume import saved_experts
+from jmoe.training.state import TrainState, with_read_experts, without_experts
+from jmoe.training.tasks.step import OF_TASKS, ShardedVision
+from jmoe.training.tasks.trainer import ImageTrainer
+
+CLASSES = "classes.json"  # in every checkpoint: the names of each task's classes
+
+
+class VisionRun(NamedTuple):
+    """The learned part of a run on images; classes: names by task. params, router_bias: nested dicts of arrays.
+
+    experts: reads those that `params` has not; None: it has all.
+    """
+
+    step: int
+    model: VisionModelConfig
+    tasks: dict[str, TaskConfig]
+    classes: dict[str, list[str]]
+    params: Any
+    router_bias: Any
+    experts: ReadExperts | None = None
+
+
+def vision_model_config(fields: dict[str, Any]) -> VisionModelConfig:
+    """Return the configuration that was saved as JSON."""
+    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
+    return VisionModelConfig(**(values | {"router": RouterConfig(**fields["router"])}))
+
+
+def read_vision_run(
+    run_dir: Path, field: str, mesh: Mesh, config: VisionTrainConfig, *, experts_later: bool = False
+) -> VisionRun:
+    """Read the parameters of a run's newest checkpoint onto a mesh; `config` says how they are split there.
+
+    experts_later: those of experts are read when they are asked for.
+
+    Raises `ValueError` naming `field`, the folder's name to the user, if it has no checkpoint of a run on images.
+    """
+    with Checkpoints(run_dir / "checkpoints", CheckpointConfig()) as checkpoints:
+        step, said = checkpoints.latest_step(), f"{field} = {str(run_dir)!r}"
+        if step is None:
+            raise ValueError(f"{said}: has no checkpoint in {checkpoints.directory}")
+        saved = checkpoints.saved_config(step)
+        if "tasks" not in saved:
+            raise ValueError(f"{said}: learned text: must be a run on images")
+        tasks = {name: TaskConfig(**(v | {"path": tuple(v["path"])})) for name, v in saved["tasks"].items()}
+        model = vision_model_config(saved["model"])
+        classes = json.loads((checkpoints.directory / str(step) / CLASSES).read_text())
+        counts = {name: len(names) for name, names in classes.items()}
+        own = dataclasses.replace(config, model=model, tasks=tasks, init_from="", gradient_accumulation_steps=1)
+        shape = ShardedVision(own, counts, mesh).saved_shape
+        moments = [name for name in checkpoints.arrays(step) if name.startswith(("m.", "v."))]
+        experts = saved_experts(model, shape, checkpoints.folder_of(step))
+        later = experts is not None and (experts_later or "weights" in experts.kinds)
+        params = without_experts(shape.params) if later else shape.params
+        names = names_of_experts(checkpoints.arrays(step)) if later else []
+        wanted = TrainState(params, {}, {}, shape.router_bias, shape.step)
+        state, _, _ = checkpoints.restore(
+            step, wanted, but=[*moments, *(name for name in names if name not in moments)]
+        )
+        if experts is None or not later:
+            return VisionRun(int(step), model, tasks, classes, state.params, state.router_bias)
+        if not experts_later:
+            state = with_read_experts(state, shape, model.layer_kinds, experts.weights, None)
+    read = experts.weights if experts_later else None
+    return VisionRun(int(step), model, tasks, classes, state.params, state.router_bias, read)
+
+
+def state_from_run(trainer: ImageTrainer, tasks: tuple[ImageTask, ...]) -> TrainState:
+    """Return step 0 with all that the run in `init_from` has learned; heads and paths of further tasks are drawn.
+
+    Logits of its tasks are bit for bit what they were. Raises `ValueError` naming the field of the model, path or
+    classes that differs from that run's.
+    """
+    config = trainer.config
+    folder, later = Path(config.init_from).expanduser(), not config.tiers.on_device
+    run = read_vision_run(folder, "init_from", trainer.model.mesh, config, experts_later=later)
+    where = f"in init_from = {config.init_from!r}"
+    for name in (field.name for field in dataclasses.fields(run.model)):
+        now, then = getattr(config.model, name), getattr(run.model, name)
+        check(now == then, f"model.{name}", now, f"must be {then} as {where}")
+    for task in tasks:
+        if (known := run.tasks.get(task.name)) is not None:
+            path = config.tasks[task.name].path
+            for name in ("head", "embedding_size"):
+                now, then = getattr(config.tasks[task.name], name), getattr(known, name)
+                check(now == then, f"tasks.{task.name}.{name}", now, f"must be {then} {where}")
+            check(path == known.path, f"tasks.{task.name}.path", path, f"must be {known.path} as {where}")
+            same = list(task.classes) == run.classes[task.name]
+            check(same, f"tasks.{task.name}.source", config.tasks[task.name].source, f"must have the classes {where}")
+    state = trainer.save_state(trainer.init())
+    own = {
+        kind: {name: run.params[kind].get(name, drawn) for name, drawn in state.params[kind].items()}
+        for kind in OF_TASKS
+        if kind in state.params
+    }
+    state = dataclasses.replace(state, params=run.params | own, router_bias=run.router_bias)
+    if run.experts is None:
+        return trainer.load_state(state)
+    return trainer.load_state(state, run.experts, lambda layer, experts: {})

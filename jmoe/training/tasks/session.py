@@ -1,0 +1,239 @@
+"""A run on images but for its steps: batches by its layout, accuracies of its tasks, table and picture."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jmoe.cluster.distributed import AskedSignal, from_rank_0
+from jmoe.config import VisionTrainConfig, check
+from jmoe.data.image_batches import ImageBatch, held_out_batches, train_images
+from jmoe.data.images import ImageTask
+from jmoe.mesh import BATCH, first_devices, make_mesh
+from jmoe.run.metrics import read_events, read_metrics
+from jmoe.run.planner import experts_line, tier_totals
+from jmoe.status import status
+from jmoe.training.packing import agreed, moved
+from jmoe.training.session import Session, say
+from jmoe.training.state import TrainState
+from jmoe.training.tasks.experts import same_slots
+from jmoe.training.tasks.layouts import LayoutController
+from jmoe.training.tasks.run import state_from_run
+from jmoe.training.tasks.step import VisionTrainer
+from jmoe.training.tasks.summary import TaskResult, linear_accuracy, print_task_summary
+from jmoe.training.tasks.trainer import ImageTrainer
+
+DEVICES_FILE = "devices"  # in the output folder: how many a run is to use from the next SIGUSR2 on
+EVALUATION_IMAGES = 128  # at once, on all devices together, or one a device
+
+
+@dataclass
+class IdleTime:
+    """Sum the seconds of one layout's steps, and those in which this process's processors computed.
+
+    Those of a host that computes nothing itself, beside accelerators, say nothing: nan.
+    """
+
+    step_s: float = 0.0
+    processor_s: float = 0.0
+
+    def add(self, step_s: float, processor_s: float) -> None:
+        """Add a step."""
+        self.step_s += step_s
+        self.processor_s += processor_s
+
+    def by_device(self, num_devices: int) -> list[float]:
+        """Return the share of the steps in which each device's process did not compute; every process calls this.
+
+        1 - processor time / time, of a processor for each of its devices: devices of a process have the same share.
+        """
+        processes, each = jax.process_count(), num_devices // jax.process_count()
+        own = [0.0] * processes
+        known = self.step_s > 0 and jax.default_backend() == "cpu"
+        own[jax.process_index()] = max(0.0, 1 - self.processor_s / (self.step_s * each)) if known else math.nan
+        return [share for share in agreed(own) for _ in range(each)]
+
+
+@dataclass
+class VisionSession(Session):
+    """A `Session` whose corpus is the images of its tasks."""
+
+    corpus: tuple[ImageTask, ...]
+    resizing: AskedSignal | None = None  # asks for another number of devices
+
+    def __post_init__(self) -> None:
+        assert isinstance(self.config, VisionTrainConfig)
+        self.layouts = LayoutController(self.config, self.mesh.size)
+        self.idle = IdleTime()
+        self.paths = {name: task.path for name, task in self.config.tasks.items()}  # as of the last evaluation
+
+    def first_state(self) -> TrainState:
+        """Return step 0: drawn, or with what the run in `init_from` has learned."""
+        if not self.config.init_from:
+            return self.trainer.init()
+        assert isinstance(self.trainer, ImageTrainer)
+        return state_from_run(self.trainer, self.corpus)
+
+    def note_step(self, step_s: float, processor_s: float, *, compiled: bool) -> None:
+        """Note what a step took, for the idle time of this layout too."""
+        super().note_step(step_s, processor_s, compiled=compiled)
+        if not compiled:
+            self.idle.add(step_s, processor_s)
+
+    def next_batch(self) -> Any:
+        """Return this process's images as its part of the global batch, [devices, micro-batches, images, ...]."""
+        return self._on_devices(next(self.batches))
+
+    def _on_devices(self, batch: ImageBatch) -> ImageBatch:
+        sharding = NamedSharding(self.mesh, BATCH)
+        placed: ImageBatch = jax.tree.map(lambda a: jax.make_array_from_process_local_data(sharding, a), batch)
+        return placed
+
+    def pack(self, step: int, state: TrainState) -> TrainState:
+        """Return the state for `step`, in another layout or on another mesh where one is due.
+
+        That is when a task has ended, when a signal has asked for another number of devices, or when loads are uneven.
+        """
+        trainer, layouts = self.trainer, self.layouts
+        assert isinstance(trainer, ImageTrainer)
+        reasons, measured = [], dict[str, float]()
+        if self.resizing is not None and self.resizing.requested(step):
+            reasons.append(self._resize(step))
+        if layouts.is_due(step):
+            assert isinstance(trainer, VisionTrainer)
+            with self.watchdog.waiting_for("what images take before step", step), status("timing the tasks", say):
+                measured = self._image_s(trainer, state)
+            reasons.append(layouts.replan(step, measured))
+        layout, mesh = layouts.layout(step), self.mesh
+        if layout.shares != trainer.layout.shares:
+            if not reasons:
+                ended = [name for name, task in trainer.config.tasks.items() if not task.takes_part(step)]
+                reasons.append(f"{', '.join(ended)} ended")
+            with self.watchdog.waiting_for("another layout before step", step):
+                if layouts.num_devices != mesh.size:
+                    mesh = make_mesh((layouts.num_devices, 1, 1), first_devices(layouts.num_devices))
+                each = mesh.size // jax.process_count()
+                first = jax.process_index() * each
+                self.batches.deal(layout, first, first + each)
+                self.idle = IdleTime()
+                self.trainer = trainer.in_layout(mesh, layout)
+                if mesh is not self.mesh or not same_slots(trainer.slots, self.trainer.slots):
+                    state = moved(state, trainer, self.trainer)
+                self.mesh = mesh
+            reasons += self.trainer.notes
+        if reasons:
+            say(f"layout before step {step}: " + "\n".join(reasons))
+            if self.log is not None:
+                images = [{layout.tasks[share.task].name: share.size for share in own} for own in layout.shares]
+                self.log.write_event("layout", step, reason=reasons[0], images=images, image_s=measured)
+        return state
+
+    def _image_s(self, trainer: VisionTrainer, state: TrainState) -> dict[str, float]:
+        """Return the seconds of an image of each task that takes part, the same on every process."""
+        numbers = sorted({share.task for shares in trainer.layout.shares for share in shares})
+        samples = [self._on_devices(self.batches.sample(number)) for number in numbers]
+        seconds = agreed(trainer.image_s(state, samples))
+        return {self.corpus[number].name: value for number, value in zip(numbers, seconds, strict=True)}
+
+    def _resize(self, step: int) -> str:
+        """Use as many devices as the file says; return what was done."""
+        path = self.output_dir / DEVICES_FILE
+        assert self.resizing is not None
+        text, limit_s = "", self.config.distributed.step_timeout_s
+        try:
+            text = from_rank_0(f"{DEVICES_FILE} {self.resizing.times}", path.read_text, limit_s).strip()
+            check(text.isascii() and text.isdigit(), str(path), text, "must be a number of devices")
+            self.layouts.resize(step, int(text))
+        except (OSError, ValueError) as error:
+            return f"warning: {self.resizing.name} changes nothing: {error}"
+        return f"{text} devices, as {path} says"
+
+    def evaluate(self, state: TrainState) -> dict[str, float]:
+        """Say, log and return the share of each task's held-out images whose class is right."""
+        assert isinstance(self.trainer, ImageTrainer)
+        step, begun, devices = int(state.step), time.perf_counter(), self.mesh.size
+        images = sum(len(task.held_out.labels) for task in self.corpus)
+        doing = status(f"evaluating on {images:,} held-out images", say)
+        sums_3A = np.zeros((3, len(self.corpus)))
+        sharding = NamedSharding(self.mesh, BATCH)
+        sizes, compared = (devices, -(-EVALUATION_IMAGES // devices)), np.flatnonzero(self.trainer.compares)
+
+        def put(batch: ImageBatch) -> Any:
+            place = lambda a: jax.make_array_from_callback(a.shape, sharding, lambda index: a[index])  # noqa: E731
+            return jax.tree.map(place, batch)
+
+        with self.watchdog.waiting_for("evaluation after step", step), doing:
+            homes, numbers = self.trainer.homes, compared.tolist()
+            train = train_images(self.corpus, numbers, homes, *sizes) if numbers else iter(())
+            means = self.trainer.class_means(state, map(put, train))
+            batches = held_out_batches(self.corpus, homes, *sizes)
+            while some := [put(batch) for batch in itertools.islice(batches, self.trainer.evaluation_batches)]:
+                sums_3A += sum(map(np.asarray, self.trainer.evaluate(state, some, means)))
+            idle = self.idle.by_device(devices)
+        if self.log is not None and not all(map(math.isnan, idle)):
+            self.log.write_event("idle", step, idle=idle, planned=self.trainer.layout.idle())
+        nll_A, accuracy_A = sums_3A[0] / sums_3A[2], sums_3A[1] / sums_3A[2]
+        names = [task.name for task in self.corpus]
+        loss, accuracy = dict(zip(names, nll_A.tolist())), dict(zip(names, accuracy_A.tolist()))
+        listed = ", ".join(f"{name} {value:.1%}" for name, value in accuracy.items())
+        say(f"held-out accuracy after {step} steps: {listed} ({time.perf_counter() - begun:.1f} s)")
+        paths = self.trainer.paths(state)
+        if paths != self.paths:
+            say("paths learned so far: " + ", ".join(f"{name} {' '.join(map(str, p))}" for name, p in paths.items()))
+        self.paths = paths
+        if self.log is not None:
+            self.log.write_event("evaluation", step, task_loss=loss, task_accuracy=accuracy, paths=paths)
+        return accuracy
+
+    def evaluate_first(self, state: TrainState) -> dict[str, float] | None:
+        """Return the accuracies of step 0: measured now, or by the run that began here; None: not at all."""
+        if int(state.step) == 0:
+            return self.evaluate(state) if self.config.evaluation.at_start else None
+        events = read_events(self.log.path) if self.log is not None else []
+        first = [event for event in events if event["event"] == "evaluation" and event["step"] == 0]
+        return first[0]["task_accuracy"] if first else None
+
+    def report(self) -> Path:
+        """Draw the run so far and return the picture's path."""
+        from jmoe.training.tasks.report import write_task_report  # imports matplotlib
+
+        assert isinstance(self.config, VisionTrainConfig) and isinstance(self.trainer, ImageTrainer)
+        return write_task_report(self.output_dir, self.config, self.trainer.layout)
+
+    def finish(self, state: TrainState, before: dict[str, float] | None) -> None:
+        """Evaluate, then print what the run learned and where its files are."""
+        accuracy = self.evaluate(state)
+        totals = {} if self.config.tiers.on_device else tier_totals(self.trainer.expert_stats())
+        if self.log is None:
+            return
+        assert isinstance(self.config, VisionTrainConfig)
+        with status("fitting a linear model to each task's pixels", say):
+            linear = {task.name: linear_accuracy(task) for task in self.corpus}
+        with status("drawing the report", say):
+            path = self.report()
+        measured = [line for line in read_metrics(self.log.path) if not line.get("compiled")]
+        step_s = median(line["step_s"] for line in measured) if measured else float("nan")
+        results = [
+            TaskResult(
+                name=task.name,
+                num_classes=len(task.classes),
+                before=None if before is None else before[task.name],
+                accuracy=accuracy[task.name],
+                linear=linear[task.name],
+                images_per_s=self.config.tasks[task.name].batch_size / step_s,
+                path=self.paths[task.name],
+            )
+            for task in self.corpus
+        ]
+        print_task_summary(results, path)
+        if totals:
+            say(experts_line(totals))

@@ -1,0 +1,129 @@
+"""A process of several that share engines: python -m tests.inference.mesh.mesh_ranks MODEL RANK PROCESSES PORT FOLDER.
+
+FOLDER: for experts on NVMe, of all processes.
+Engines of every placement answer the same requests, one after the other. Rank 0 prints what they gave, the last line of
+every rank says how many experts were copied to its device under each.
+"""
+
+import json
+import sys
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from jmoe.config import DistributedConfig
+from jmoe.config.engine import EngineConfig, EngineMesh
+from jmoe.inference.engine import Engine, LoadedModel
+from jmoe.inference.mesh.lockstep import Follower, Leader, join, led
+from jmoe.inference.mesh.runner import MeshRunner
+from tests.inference.mesh.mesh_traffic import MAX_BATCH, PREPARE, estimate_rightly, note_popularity, traffic
+from tests.model_configs import CHECKPOINTS
+from tests.tiny_engines import SIZES
+
+PATIENCE_S = 300
+RINGS: dict[str, dict[str, Any]] = {
+    "ring": {"policy": "ring", "ring_slots": 1},
+    "nvme": {"policy": "ring", "ring_slots": 1, "expert_tier": "nvme", "host_cache_bytes": 1 << 15},
+}
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "even": {},
+    "tensor": {"dense": "tensor"},
+    "ring": {},
+    "nvme": {},
+    "wrong": {"placement": "lina", "slots_per_device": 3},
+    "right": {"placement": "lina", "slots_per_device": 3},
+    "random": {"placement": "lina", "slots_per_device": 3},
+    "eplb": {"placement": "eplb", "slots_per_device": 3, "rebalance_every": 2, "rebalance_window": 3},
+}
+
+
+class Turns:
+    """Engines by turns: what every process does with its part of the one whose turn it is."""
+
+    def __init__(self, model: str, processes: int, folder: str, leader: Leader | None) -> None:
+        self.model, self.processes, self.folder, self.leader = model, processes, folder, leader
+        self.copied = dict[str, int]()
+        self.noted: list[np.ndarray] = []
+        self.runner: MeshRunner | None = None
+
+    def config(self, name: str) -> EngineConfig:
+        sizes: dict[str, Any] = SIZES | {"max_batch": MAX_BATCH, "cache_dir": self.folder} | RINGS.get(name, {})
+        return EngineConfig(**sizes, mesh=EngineMesh(devices=self.processes, **PLACEMENTS[name]))
+
+    @led
+    def load(self, name: str) -> None:
+        """Load a follower's part of the engine's model."""
+        if self.leader is None:
+            self.runner = LoadedModel(CHECKPOINTS / self.model, self.config(name)).on_mesh
+
+    @led
+    def prepare(self, name: str) -> None:
+        """Let every gain be worth a swap, or what the name says move the experts."""
+        assert self.runner is not None
+        self.runner.placer.costs = self.runner.placer.costs._replace(row_s=float(name != "random"), copy_s=0.0)
+        if name in PREPARE:
+            PREPARE[name](self.runner)
+        if name == "even":
+            note_popularity(self.runner, self.noted)
+        if name == "right":
+            estimate_rightly(self.runner, self.noted)
+
+    @led
+    def call(self, method: str, arguments: list[Any]) -> None:
+        """Make a follower's call of its runner."""
+        getattr(self.runner, method)(*arguments)
+
+    @led
+    def done(self, name: str) -> None:
+        assert self.runner is not None
+        self.copied[name] = self.runner.residency.copied_experts
+        self.runner.residency.close()
+
+
+class LeaderOfTurns:
+    """What an engine takes for its leader."""
+
+    def __init__(self, leader: Leader) -> None:
+        self.step, self._leader = leader.step, leader
+
+    def tell(self, method: str, *arguments: Any) -> None:
+        self._leader.tell("call", method, arguments)
+
+
+def lead(turns: Turns, leader: Leader) -> dict[str, Any]:
+    """Return what the engines gave."""
+    found = {}
+    stand_in: Any = LeaderOfTurns(leader)
+    for name in PLACEMENTS:
+        turns.load(name)
+        engine = Engine(CHECKPOINTS / turns.model, turns.config(name), leader=stand_in)
+        assert isinstance(engine._runner, MeshRunner)
+        turns.runner = engine._runner
+        turns.prepare(name)
+        engine.reset_stats()
+        answer = traffic(engine)
+        placed = engine.stats().placement
+        assert placed is not None
+        found[name] = answer._asdict() | asdict(placed) | {"expert_use": engine.expert_use().tolist()}
+        turns.done(name)
+    return found
+
+
+def main() -> None:
+    model, (rank, processes, port) = sys.argv[1], map(int, sys.argv[2:5])
+    config = DistributedConfig(
+        f"127.0.0.1:{port}", processes, rank, step_timeout_s=PATIENCE_S, heartbeat_timeout_s=PATIENCE_S
+    )
+    with join(config) as role:  # type: ignore[union-attr]
+        turns = Turns(model, processes, sys.argv[5], role if isinstance(role, Leader) else None)
+        if isinstance(role, Follower):
+            role.follow(turns)
+        else:
+            assert role is not None
+            print(json.dumps(lead(turns, role)))
+    print(json.dumps(turns.copied))
+
+
+if __name__ == "__main__":
+    main()
