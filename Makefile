@@ -60,21 +60,21 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 bench: $(STAMP)
-	$(BIN)/python benchmarks/training.py $(ARGS)
+	$(BIN)/python benchmarks/train/step.py $(ARGS)
 
 gpu: $(STAMP)
-	$(BIN)/python benchmarks/gpu.py $(ARGS)
+	$(BIN)/python benchmarks/lib/gpu.py $(ARGS)
 
 gpu-estimate: $(STAMP)
-	$(BIN)/python benchmarks/estimates.py --write $(ARGS)
+	$(BIN)/python benchmarks/train/estimates.py --write $(ARGS)
 
 docs: $(STAMP)
-	$(BIN)/python benchmarks/render.py
+	$(BIN)/python benchmarks/lib/render.py
 
 kernels-aot: $(STAMP)
-	$(BIN)/python benchmarks/kernels_aot.py $(ARGS)
-	$(BIN)/python benchmarks/serving_aot.py
-	$(BIN)/python benchmarks/retention_aot.py
+	$(BIN)/python benchmarks/kernels/aot.py $(ARGS)
+	$(BIN)/python benchmarks/serve/engine_aot.py
+	$(BIN)/python benchmarks/offload/retention_aot.py
 
 # The stamp is written last, so that a set-up broken off half-way is done again.
 $(STAMP): pyproject.toml

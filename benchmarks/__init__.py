@@ -1,6 +1,13 @@
-"""Benchmarks, run by their paths from anywhere: `python benchmarks/training.py`; the last line of output is JSON.
+"""Benchmarks: programs whose last line of output is a JSON object. `python -m benchmarks` lists them.
 
-A file of this folder is a program. One of `paper/`, which has figures of the papers, is run as a module, in the root of
-the repository: `python -m benchmarks.paper.popularity`. `comm/` and `offload/` hold the measurements of programs that
-have several, `lib/` what programs share. `results/` holds what was measured; `render.py` writes docs/benchmarks.md.
+`train/`, `serve/`, `comm/`, `offload/` and `kernels/` measure jmoe, `peers/` measures it beside other
+programs, `paper/` reproduces figures of the papers. `lib/` has modules that programs share, and the
+programs that run others. `results/` has the committed results; `lib/render.py` writes the pages of
+docs/ from them. A program also runs by its path, from any folder: `python benchmarks/train/step.py`.
 """
+
+from pathlib import Path
+
+BENCHMARKS = Path(__file__).resolve().parent
+ROOT = BENCHMARKS.parent
+RESULTS, DOCS = BENCHMARKS / "results", ROOT / "docs"

@@ -18,7 +18,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def test_the_benchmarks_page_is_what_the_results_say(run_python) -> None:  # type: ignore[no-untyped-def]
-    done = run_python(["benchmarks/render.py", "--check"])
+    done = run_python(["benchmarks/lib/render.py", "--check"])
     assert done.returncode == 0, done.stderr
 
 

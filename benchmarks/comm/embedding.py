@@ -1,4 +1,4 @@
-"""Training steps with the embedding table and the head in parts: `communication.py embedding`.
+"""Training steps of `comm/slow_link embedding`, whose embedding table and head are sharded.
 
 A step of a model whose one layer is little beside its vocabulary, on 2 nodes x 2 ranks, the partitions in turn:
 replicated (the whole table on every rank, its gradient all-reduced), zero3 (split at rest, gathered for every step),

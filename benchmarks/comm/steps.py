@@ -1,4 +1,4 @@
-"""Training steps of `benchmarks.communication` whose collectives differ: fused or not, one level or two, in what order.
+"""Training steps of `comm/slow_link` that differ in their collectives: fusion, levels, order.
 
 Every comparison runs one model with several `CommConfig`s in turn, from the same state on the same tokens; `ratio` is
 the median, round by round, of the first one's seconds to this one's: how many times as fast it is. Over several steps

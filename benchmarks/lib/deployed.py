@@ -19,10 +19,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks import ROOT
 from benchmarks.lib.ranks import free_port
 from jmoe.deploy.portable import PortableModel
 
-ROOT = Path(__file__).resolve().parents[2]
 START_LIMIT_S, REQUEST_LIMIT_S = 900.0, 600.0
 NOT_COPIED = (".*", "runs", "build", "*.egg-info", "__pycache__")
 

@@ -34,7 +34,7 @@ def run_part(
             code: int | str = process.wait(limit_s)
         except subprocess.TimeoutExpired:
             code = f"longer than {limit_s:.0f} s"
-            process.send_signal(signal.SIGUSR1)  # `benchmarks/script.py` answers it
+            process.send_signal(signal.SIGUSR1)  # `benchmarks/lib/script.py` answers it
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(STACK_S)
         finally:

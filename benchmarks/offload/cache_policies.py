@@ -1,4 +1,4 @@
-"""Row `policies` of `benchmarks/tiers.py`: hit rates of cache policies on routing traces, without disk or timing.
+"""Rows `policies` of `offload/tiers`: hit rates of cache policies on routing traces; nothing is timed.
 
 Axes: E experts of a layer, L layers, T tokens.
 """

@@ -1,4 +1,4 @@
-"""Rows `store` and `checkpoint` of `benchmarks/tiers.py`: `VersionStore` against fio, and what a checkpoint costs.
+"""Rows `store` and `checkpoint` of `offload/tiers`: `VersionStore` beside fio, and the cost of a checkpoint.
 
 Axes: R bytes of a record.
 """

@@ -1,4 +1,4 @@
-"""`benchmarks.training_tiers two_nodes`: the step with both prefetches, over a slow link and from a disk.
+"""`offload/training two_nodes`: steps that prefetch over a slow link and from a disk.
 
 Two processes, each a node of its own (`benchmarks.lib.linked_nodes`) with half of the experts. The steps that are
 compared take turns: experts on NVMe with the next layer's fetched ahead, without (`device_layers` = 1), and everything

@@ -11,9 +11,13 @@ rest goes on; the exit status is then 1. What needs root, a model or hours is no
 """
 
 if __name__ == "__main__":
-    from jmoe.runtime import reexec_with_env
+    import sys
+    from pathlib import Path
 
-    reexec_with_env()
+    sys.path[0] = str(Path(__file__).resolve().parents[2])  # for `benchmarks` and `jmoe`
+    from benchmarks.lib import script
+
+    script.start(reexec=True)
 
 import os
 import shlex
@@ -22,11 +26,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks import ROOT
 from benchmarks.lib import report
 from benchmarks.lib.parts import run_part
-from benchmarks.paper.index import PLACES, RESULTS, Place
+from benchmarks.paper.index import PLACES, Place
 
-ROOT = RESULTS.parents[1]
 DRAWN = ROOT / "runs" / "papers"  # figures of single places
 
 

@@ -1,4 +1,4 @@
-"""A model on its way to a deployed one: what each stage costs in quality and saves in bytes.
+"""Measure quality and size of a model after each stage of deployment.
 
     python benchmarks/paper/deploy_path.py --folder DIR
 
@@ -16,10 +16,10 @@ if __name__ == "__main__":
     import sys
     from pathlib import Path
 
-    sys.path[0] = str(Path(__file__).resolve().parents[2])  # in place of this folder
-    from jmoe.runtime import reexec_with_env
+    sys.path[0] = str(Path(__file__).resolve().parents[2])  # for `benchmarks` and `jmoe`
+    from benchmarks.lib import script
 
-    reexec_with_env()
+    script.start(reexec=True)
 
 import argparse
 import hashlib
@@ -36,6 +36,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import ROOT
 from benchmarks.lib import report
 from benchmarks.lib.deployed import portable_loss, served, served_loss, wheel_environment
 from jmoe.data.tokenizer import encode_pieces, load_tokenizer
@@ -46,7 +47,6 @@ from jmoe.deploy.layerwise import mean_loss
 from jmoe.deploy.prune import MAX_TOKENS
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 
-ROOT = Path(__file__).resolve().parents[2]
 UNSEEN_SHARE = 16  # one file of so many is left out
 WHOLE, DISTILLED, HALF = "whole", "distilled", "half of the experts"
 LONGER, LONGER_HALF = "the whole model, as many steps more", "half of its experts, after as many steps more"

@@ -1,4 +1,4 @@
-"""Experts where a skewed load is: an even placement, EPLB's, and EPLB's with copies; the last line is one JSON object.
+"""Compare expert placements under a skewed load: even, EPLB's, and EPLB's with copies.
 
     sudo python benchmarks/paper/eplb.py                        two processes of this machine, and of two nodes
     python benchmarks/paper/eplb.py --rates 0 --quick           a smoke test: too small for copies to pay
@@ -21,10 +21,10 @@ if __name__ == "__main__":
     import sys
     from pathlib import Path
 
-    sys.path[0] = str(Path(__file__).resolve().parents[2])  # in place of this folder
-    from jmoe.runtime import reexec_with_env
+    sys.path[0] = str(Path(__file__).resolve().parents[2])  # for `benchmarks` and `jmoe`
+    from benchmarks.lib import script
 
-    reexec_with_env()
+    script.start(reexec=True)
 
 import argparse
 import math

@@ -1,4 +1,4 @@
-"""Prefill through a ring of slots against resident experts (MoESys, Figure 12); the last line is one JSON object.
+"""Time prefill through a ring of slots against resident experts (MoESys, Figure 12).
 
     python benchmarks/paper/fig12.py --model DIR --batch 8 --prompt 512
 
@@ -12,10 +12,10 @@ if __name__ == "__main__":
     import sys
     from pathlib import Path
 
-    sys.path[0] = str(Path(__file__).resolve().parents[2])  # in place of this folder
-    from jmoe.runtime import reexec_with_env
+    sys.path[0] = str(Path(__file__).resolve().parents[2])  # for `benchmarks` and `jmoe`
+    from benchmarks.lib import script
 
-    reexec_with_env()
+    script.start(reexec=True)
 
 import argparse
 import statistics

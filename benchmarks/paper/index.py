@@ -3,13 +3,12 @@
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from benchmarks import RESULTS
 from benchmarks.paper.simulator import check
 
-RESULTS = Path(__file__).resolve().parents[1] / "results"
 Result = dict[str, Any]
 
 
@@ -348,7 +347,7 @@ def _deployment(result: Result) -> str:
 
 
 ROOM = (
-    "python benchmarks/training_tiers.py room --hidden-size 256 --intermediate-size 256 --experts 64 --top-k 1 "
+    "python benchmarks/offload/training.py room --hidden-size 256 --intermediate-size 256 --experts 64 --top-k 1 "
     "--batch-size 1 --sequence-length 64 --rounds 9"
 )
 NO_MOESYS = "not at hand: `curl https://arxiv.org/pdf/2205.10034` says `Could not resolve host`"
@@ -358,12 +357,12 @@ NO_INFERENCE = (
     "InferenceBuilder().load()'` says `This op had not been implemented on CPU backend.`"
 )
 AGAINST_READY = "against our own step in the order of data-parallel frameworks (`ready`)"
-ORDER = "sudo NPROC=4 python benchmarks/communication.py order --rates 50 100 200 --chunk-bytes 1500000 --rounds 9"
+ORDER = "sudo NPROC=4 python benchmarks/comm/slow_link.py order --rates 50 100 200 --chunk-bytes 1500000 --rounds 9"
 LAYERS = (
-    "sudo NPROC=4 python benchmarks/communication.py order --rates 200 --variants ready none chunks pipelined "
+    "sudo NPROC=4 python benchmarks/comm/slow_link.py order --rates 200 --variants ready none chunks pipelined "
     "--rounds 5 --chunk-bytes 1500000"
 )
-ORDER_QUICK = "benchmarks/communication.py order --rates 0 --rounds 1 --variants ready chunks"
+ORDER_QUICK = "benchmarks/comm/slow_link.py order --rates 0 --rounds 1 --variants ready chunks"
 ORDER_FILE = "order_two_nodes_cpu.json"
 PLACES = (
     Place(
@@ -375,7 +374,7 @@ PLACES = (
         "python benchmarks/peers/training.py --deepspeed ENVIRONMENT/bin/python --dtypes bfloat16 --experts 0",
         "training_peers_cpu.json",
         _dense,
-        quick="benchmarks/training.py --experts 0 --layers 2 --batch 2 --warmup 1 --steps 3",
+        quick="benchmarks/train/step.py --experts 0 --layers 2 --batch 2 --warmup 1 --steps 3",
         lacking="the peer is DeepSpeed: with Megatron-Core 0.16.1 "
         "`python -c 'from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed; "
         "model_parallel_cuda_manual_seed(1, tp_rank=0, ep_rank=0, etp_rank=0)'` "
@@ -390,7 +389,7 @@ PLACES = (
         "python benchmarks/peers/training.py --deepspeed ENVIRONMENT/bin/python --dtypes bfloat16 --experts 8 16 32",
         "training_peers_cpu.json",
         _gpt_moe,
-        quick="benchmarks/training.py --layers 2 --batch 2 --warmup 1 --steps 3",
+        quick="benchmarks/train/step.py --layers 2 --batch 2 --warmup 1 --steps 3",
         lacking="shapes scaled down, two processes at most",
     ),
     Place(
@@ -411,10 +410,10 @@ PLACES = (
         "Table 4",
         "embedding partition",
         "22 to 48 % less memory, 1.04 to 1.156 times the tokens/s",
-        "sudo python benchmarks/communication.py embedding --rates 1000 --kinds replicated columns rows",
+        "sudo python benchmarks/comm/slow_link.py embedding --rates 1000 --kinds replicated columns rows",
         "embedding_two_nodes_cpu.json",
         _embedding,
-        quick="benchmarks/communication.py embedding --rates 0 --rounds 1 --vocab-size 4096 --hidden-sizes 64 "
+        quick="benchmarks/comm/slow_link.py embedding --rates 0 --rounds 1 --vocab-size 4096 --hidden-sizes 64 "
         "--tokens 128",
         limit_s=240,
     ),
@@ -424,10 +423,10 @@ PLACES = (
         "Table 5, Figure 11",
         "communication fused and in two levels, against a collective for each parameter in one",
         "all-to-alls 15.5 % shorter, 1.103 times end to end",
-        "sudo python benchmarks/communication.py fusion --rates 0 200 --rounds 5",
+        "sudo python benchmarks/comm/slow_link.py fusion --rates 0 200 --rounds 5",
         "fusion_two_nodes_cpu.json",
         _fusion,
-        quick="benchmarks/communication.py fusion --rates 0 --rounds 1 --shapes experts --variants one_by_one_flat "
+        quick="benchmarks/comm/slow_link.py fusion --rates 0 --rounds 1 --shapes experts --variants one_by_one_flat "
         "fused",
         limit_s=240,
         lacking="small layers, two nodes of two ranks; parameters one by one cross in one level always, so that two "
@@ -464,10 +463,10 @@ PLACES = (
         "Figure 10",
         "two levels, each token sent once to a node (dedup), against flat; forward, backward and optimizer beside it",
         "15.5 % less communication, 1.103 times end to end on 4 nodes",
-        "sudo python benchmarks/communication.py levels --rates 100 --rounds 5 --nodes 4",
+        "sudo python benchmarks/comm/slow_link.py levels --rates 100 --rounds 5 --nodes 4",
         "levels_cpu.json",
         _levels,
-        quick="benchmarks/communication.py levels --rates 0 --rounds 1 --shapes top-2",
+        quick="benchmarks/comm/slow_link.py levels --rates 0 --rounds 1 --shapes top-2",
         limit_s=240,
         lacking="two ranks a node; two nodes: the same without --nodes; two levels alone send as much as flat",
     ),
@@ -490,7 +489,7 @@ PLACES = (
         ROOM,
         "training_tiers_cpu.json",
         _room,
-        quick="benchmarks/training_tiers.py room --hidden-size 64 --intermediate-size 64 --layers 2 --top-k 1 "
+        quick="benchmarks/offload/training.py room --hidden-size 64 --intermediate-size 64 --layers 2 --top-k 1 "
         "--batch-size 1 --sequence-length 16 --rounds 1",
     ),
     Place(
@@ -499,10 +498,10 @@ PLACES = (
         "GShard's gating, with which both train",
         "a token goes to its second expert as often as that one's weight says, against always",
         "no figures",
-        "python benchmarks/curves.py second_expert",
+        "python benchmarks/train/curves.py second_expert",
         "curves_cpu.json",
         _second_expert,
-        quick="benchmarks/curves.py second_expert --steps 4 --mean 2",
+        quick="benchmarks/train/curves.py second_expert --steps 4 --mean 2",
         limit_s=240,
     ),
     Place(
@@ -511,7 +510,7 @@ PLACES = (
         "training in float16",
         "losses in float16 with a dynamic loss scale beside float32's",
         "no figures",
-        "python benchmarks/curves.py float16",
+        "python benchmarks/train/curves.py float16",
         "curves_cpu.json",
         _float16,
         lacking="smoke test: second-expert",
@@ -602,10 +601,10 @@ PLACES = (
         "section 7.2 in Lina's own setting, dense gradients all-reduced",
         "step time of `ready` over that of each order, and how many times sooner all-to-alls are done",
         "1.37 to 1.73 times the step time of DeepSpeed, all-to-alls at least 2.21 times",
-        "sudo NPROC=4 python benchmarks/communication.py ddp --rates 200 --rounds 5 --chunk-bytes 1500000",
+        "sudo NPROC=4 python benchmarks/comm/slow_link.py ddp --rates 200 --rounds 5 --chunk-bytes 1500000",
         ORDER_FILE,
         _ddp,
-        quick="benchmarks/communication.py ddp --rates 0 --rounds 1 --variants ready chunks",
+        quick="benchmarks/comm/slow_link.py ddp --rates 0 --rounds 1 --variants ready chunks",
         limit_s=240,
         lacking=AGAINST_READY,
     ),
@@ -615,7 +614,7 @@ PLACES = (
         "section 7.2, partition size",
         "speed of a step over that of `ready` by the size of a chunk",
         NO_LINA,
-        "sudo NPROC=4 python benchmarks/communication.py order --rates 50 --variants ready chunks --rounds 5 "
+        "sudo NPROC=4 python benchmarks/comm/slow_link.py order --rates 50 --variants ready chunks --rounds 5 "
         "--chunk-bytes 1500000",
         ORDER_FILE,
         _partition_sizes,
@@ -627,7 +626,7 @@ PLACES = (
         "section 7.2, overheads",
         "what cutting collectives into chunks costs",
         "1.02 % and 1.7 %",
-        "NPROC=4 python benchmarks/communication.py order --rates 0 --variants priority chunks pipelined --rounds 15 "
+        "NPROC=4 python benchmarks/comm/slow_link.py order --rates 0 --variants priority chunks pipelined --rounds 15 "
         "--chunk-bytes 1500000",
         ORDER_FILE,
         _cutting,
@@ -720,10 +719,10 @@ PLACES = (
         "rows of more nodes than two, the papers' scale",
         "simulated exchanges and embeddings on 8 to 1,024 nodes of 8 GPUs",
         "-",
-        "python benchmarks/simulate_communication.py",
+        "python benchmarks/comm/simulate.py",
         "communication_simulated.json",
         _many_nodes,
-        quick="benchmarks/simulate_communication.py --nodes 8 --result '' --plot ''",
+        quick="benchmarks/comm/simulate.py --nodes 8 --result '' --plot ''",
         lacking="formulas alone: nothing of it is measured",
     ),
 )

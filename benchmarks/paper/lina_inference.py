@@ -1,4 +1,4 @@
-"""Lina's scheduling in inference (its section 7.3) on two processes with a slow link; the last line is one JSON object.
+"""Measure Lina's inference scheduling on two processes and a slow link (its section 7.3).
 
     sudo python benchmarks/paper/lina_inference.py --folder DIR          everything; DIR keeps models and programs
     sudo python benchmarks/paper/lina_inference.py --folder DIR --prepare    only trains and profiles the models
@@ -25,10 +25,10 @@ if __name__ == "__main__":
     import sys
     from pathlib import Path
 
-    sys.path[0] = str(Path(__file__).resolve().parents[2])  # in place of this folder
-    from jmoe.runtime import reexec_with_env
+    sys.path[0] = str(Path(__file__).resolve().parents[2])  # for `benchmarks` and `jmoe`
+    from benchmarks.lib import script
 
-    reexec_with_env()
+    script.start(reexec=True)
 
 import argparse
 import math
@@ -45,6 +45,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from benchmarks import ROOT
 from benchmarks.lib import report
 from benchmarks.lib.engine_ranks import EngineRank, run_rank, take_a_core
 from benchmarks.lib.lina import (
@@ -63,7 +64,6 @@ from benchmarks.lib.ranks import add_rank_options, run_ranks
 from benchmarks.lib.skewed_model import write_skewed, zipf
 from jmoe.config.engine import EngineConfig, EngineMesh
 
-ROOT = Path(__file__).resolve().parents[2]
 NUM_RANKS = 2
 SIMULATED_DEVICES = 16
 ZIPF = 0.62  # the most popular of 16 experts has 5.56 times the tokens of the least popular, as in Lina's figure 6

@@ -1,4 +1,4 @@
-"""Expert packing over a slow link between two nodes (Lina, Tables 3 and 4); the last line of output is one JSON object.
+"""Time expert packing over a slow link between two nodes (Lina, Tables 3 and 4).
 
     sudo python benchmarks/paper/lina_packing.py                        two shapes at 100 Mbit/s
     sudo python benchmarks/paper/lina_packing.py --shapes 0 --rounds 3
@@ -22,10 +22,10 @@ if __name__ == "__main__":
     import sys
     from pathlib import Path
 
-    sys.path[0] = str(Path(__file__).resolve().parents[2])  # in place of this folder
-    from jmoe.runtime import reexec_with_env
+    sys.path[0] = str(Path(__file__).resolve().parents[2])  # for `benchmarks` and `jmoe`
+    from benchmarks.lib import script
 
-    reexec_with_env()
+    script.start(reexec=True)
 
 import argparse
 import copy

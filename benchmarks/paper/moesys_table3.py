@@ -1,4 +1,4 @@
-"""Elastic multi-task training against imbalanced data parallelism (MoESys, Table 3); the last line is a JSON object.
+"""Time elastic multi-task training against imbalanced data parallelism (MoESys, Table 3).
 
     python benchmarks/paper/moesys_table3.py
     python benchmarks/paper/moesys_table3.py --quick        a smoke test
@@ -21,10 +21,10 @@ if __name__ == "__main__":
     import sys
     from pathlib import Path
 
-    sys.path[0] = str(Path(__file__).resolve().parents[2])  # in place of this folder
-    from jmoe.runtime import reexec_with_env
+    sys.path[0] = str(Path(__file__).resolve().parents[2])  # for `benchmarks` and `jmoe`
+    from benchmarks.lib import script
 
-    reexec_with_env()
+    script.start(reexec=True)
 
 import argparse
 import dataclasses

@@ -1,4 +1,4 @@
-"""Decoding on several devices (MoESys, Table 6): tokens a second, in all and a device; the last line is a JSON object.
+"""Measure tokens a second of decoding on several devices (MoESys, Table 6).
 
     sudo python benchmarks/paper/moesys_table6.py               1, 2 and 4 processes, and 2 nodes
     python benchmarks/paper/moesys_table6.py --places 1 2       without a link
@@ -24,10 +24,10 @@ if __name__ == "__main__":
     import sys
     from pathlib import Path
 
-    sys.path[0] = str(Path(__file__).resolve().parents[2])  # in place of this folder
-    from jmoe.runtime import reexec_with_env
+    sys.path[0] = str(Path(__file__).resolve().parents[2])  # for `benchmarks` and `jmoe`
+    from benchmarks.lib import script
 
-    reexec_with_env()
+    script.start(reexec=True)
 
 import argparse
 import json
@@ -40,6 +40,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import RESULTS
 from benchmarks.lib import report
 from benchmarks.lib.engine_ranks import EngineRank, run_rank, take_a_core
 from benchmarks.lib.linked_nodes import sent_bytes
@@ -57,7 +58,7 @@ PAPER = [
     {"gpus": 8, "parameters_billions": 106.5},
     {"gpus": 16, "parameters_billions": 209.6},
 ]
-PEER = Path(__file__).resolve().parents[1] / "results" / "decoding_cpu.json"
+PEER = RESULTS / "decoding_cpu.json"
 PAPER_RATIOS = (1.058, 1.13)  # of tokens/s to DeepSpeed's, the least and the largest
 MODEL = {
     "vocab_size": 1024,

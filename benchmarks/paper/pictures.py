@@ -1,8 +1,19 @@
-"""The papers' figures, drawn from the committed results: python -m benchmarks.paper.pictures.
+"""Draw the papers' figures from the committed results.
+
+    python -m benchmarks.paper.pictures
 
 Writes docs/papers_moesys.png and docs/papers_lina.png. Titles name the figures whose place they take; what a paper
 has is in `python -m benchmarks.paper`.
 """
+
+if __name__ == "__main__":
+    import sys
+    from pathlib import Path
+
+    sys.path[0] = str(Path(__file__).resolve().parents[2])  # for `benchmarks` and `jmoe`
+    from benchmarks.lib import script
+
+    script.start()
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,9 +22,9 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.paper.index import PLACES, RESULTS, Place
+from benchmarks import DOCS
+from benchmarks.paper.index import PLACES, Place
 
-DOCS = RESULTS.parents[1] / "docs"
 Result = dict[str, Any]
 Rows = list[dict[str, Any]]
 COLORS = {

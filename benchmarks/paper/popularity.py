@@ -1,4 +1,4 @@
-"""How well the next layer's experts are guessed, and what a guess is worth when experts are streamed.
+"""Measure how well the next layer's experts are guessed, and the stalls that guesses save.
 
     python -m benchmarks.paper.popularity --model DIR --text FILE
 
@@ -18,9 +18,13 @@ accuracy and popularity on another kind of text too, by the same tables. The las
 """
 
 if __name__ == "__main__":
-    from jmoe.runtime import reexec_with_env
+    import sys
+    from pathlib import Path
 
-    reexec_with_env()
+    sys.path[0] = str(Path(__file__).resolve().parents[2])  # for `benchmarks` and `jmoe`
+    from benchmarks.lib import script
+
+    script.start(reexec=True)
 
 import argparse
 import shutil
@@ -35,9 +39,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.decoding import measure
 from benchmarks.lib import report
 from benchmarks.lib.engines import about
+from benchmarks.serve.decoding import measure
 from jmoe.config.engine import EngineConfig
 from jmoe.inference.engine import Engine
 from jmoe.inference.path_table import PathCounter, PathTable

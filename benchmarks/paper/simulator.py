@@ -1,21 +1,30 @@
-"""The simulator of many nodes against exchanges that were measured on two; the last line is one JSON object.
+"""Predict exchanges that were measured on two nodes with the simulator of many nodes.
 
     python -m benchmarks.paper.simulator
 
-`benchmarks/simulate_communication.py` says how long exchanges take on up to 1,024 nodes. Here the same formula, with
+`benchmarks/comm/simulate.py` says how long exchanges take on up to 1,024 nodes. Here the same formula, with
 the measured link's rate, predicts every exchange of `results/exchange_two_nodes_cpu.json`: `error` is predicted /
 measured - 1. The link carries the bytes of both nodes' two ranks, one after the other.
 """
+
+if __name__ == "__main__":
+    import sys
+    from pathlib import Path
+
+    sys.path[0] = str(Path(__file__).resolve().parents[2])  # for `benchmarks` and `jmoe`
+    from benchmarks.lib import script
+
+    script.start()
 
 import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks import RESULTS
 from benchmarks.lib import report
 from jmoe.config.cluster import LinkConfig, LinksConfig
 from jmoe.planning.exchange import ExchangePlan, Traffic, exchange_seconds
 
-RESULTS = Path(__file__).resolve().parents[1] / "results"
 MEASURED = RESULTS / "exchange_two_nodes_cpu.json"
 NODES, RANKS = 2, 2  # of which each; every node sends `formula_bytes`
 LATENCY_S = 1e-4  # of a collective on this link, and of a message

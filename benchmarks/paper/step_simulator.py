@@ -1,4 +1,4 @@
-"""Step times by a model, against those that were measured, and on up to 64 nodes; the last line is one JSON object.
+"""Predict measured training steps from a model, and steps on up to 64 nodes.
 
     python -m benchmarks.paper.step_simulator           also writes benchmarks/results/steps_simulated.json
 
@@ -26,13 +26,23 @@ in the model: latency of gathers and reductions, products with the empty rows of
 ranks that wait for slower ones.
 """
 
+if __name__ == "__main__":
+    import sys
+    from pathlib import Path
+
+    sys.path[0] = str(Path(__file__).resolve().parents[2])  # for `benchmarks` and `jmoe`
+    from benchmarks.lib import script
+
+    script.start()
+
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks import RESULTS
 from benchmarks.lib import report
-from benchmarks.paper.simulator import NODES, RANKS, RESULTS, links_of
+from benchmarks.paper.simulator import NODES, RANKS, links_of
 from jmoe.config.parallel import ExchangeKind
 from jmoe.planning.exchange import ExchangePlan, exchange_seconds, exchange_traffic, nodes_per_token
 

@@ -1,5 +1,4 @@
-"""A super-network of image tasks against a dense model for each task, and against tasks that are dealt out uneven (UFO,
-MoESys, section 5.3); the last line is a JSON object.
+"""Compare a super-network of image tasks with one dense model a task (MoESys, section 5.3).
 
     python benchmarks/paper/ufo.py
     python benchmarks/paper/ufo.py --quick        a smoke test
@@ -26,10 +25,10 @@ if __name__ == "__main__":
     import sys
     from pathlib import Path
 
-    sys.path[0] = str(Path(__file__).resolve().parents[2])  # in place of this folder
-    from jmoe.runtime import reexec_with_env
+    sys.path[0] = str(Path(__file__).resolve().parents[2])  # for `benchmarks` and `jmoe`
+    from benchmarks.lib import script
 
-    reexec_with_env()
+    script.start(reexec=True)
 
 import argparse
 import dataclasses

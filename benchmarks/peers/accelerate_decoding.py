@@ -1,4 +1,4 @@
-"""Decoding by accelerate with weights on disk, run by its environment's Python; the last line is one JSON object.
+"""Decode with accelerate, weights on disk; run by the Python of its environment.
 
     ENVIRONMENT/bin/python benchmarks/peers/accelerate_decoding.py --model DIR --memory-mb 400
 
@@ -15,7 +15,10 @@ if __name__ == "__main__":
     import sys
     from pathlib import Path
 
-    sys.path[0] = str(Path(__file__).resolve().parents[2])  # in place of this folder
+    sys.path[0] = str(Path(__file__).resolve().parents[2])  # for `benchmarks` and `jmoe`
+    from benchmarks.lib import script
+
+    script.start()
 
 import argparse
 import json

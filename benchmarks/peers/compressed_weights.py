@@ -1,4 +1,4 @@
-"""Compressed experts as transformers reads them: log-probabilities beside ours; the last line is a JSON object.
+"""Compare log-probabilities of compressed experts with transformers'.
 
     python benchmarks/peers/compressed_weights.py --model DIR --python ENVIRONMENT/bin/python
 
@@ -13,7 +13,10 @@ if __name__ == "__main__":
     import sys
     from pathlib import Path
 
-    sys.path[0] = str(Path(__file__).resolve().parents[2])  # in place of this folder
+    sys.path[0] = str(Path(__file__).resolve().parents[2])  # for `benchmarks` and `jmoe`
+    from benchmarks.lib import script
+
+    script.start()
 
 import json
 import subprocess

@@ -1,10 +1,10 @@
-"""Training a GPT-MoE by DeepSpeed-MoE, run by its environment's Python; the last line is one JSON object.
+"""Train a GPT-MoE with DeepSpeed-MoE; run by the Python of its environment.
 
     ENVIRONMENT/bin/python benchmarks/peers/deepspeed_training.py --dtype bfloat16 --zero 1
     ENVIRONMENT/bin/python benchmarks/peers/deepspeed_training.py --experts 0 --dtype float32 --zero 3 --offload FOLDER
 
 As many gloo processes as `--processes`, on their shares of the cores. The shape, the tokens and the optimizer are those
-of `benchmarks/training.py --init torch`; --batch is per process. bfloat16 has float32 masters (ZeRO-1). --offload:
+of `benchmarks/train/step.py --init torch`; --batch is per process. bfloat16 has float32 masters (ZeRO-1). --offload:
 parameters and optimizer are on NVMe in this folder, beside --buffers buffers of the largest parameter's size in memory.
 """
 

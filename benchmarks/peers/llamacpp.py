@@ -1,4 +1,4 @@
-"""Decoding and prefill beside llama.cpp on the same weights, in alternation; the last line is one JSON object.
+"""Compare decoding and prefill with llama.cpp on the same weights, in alternation.
 
     python benchmarks/peers/llamacpp.py --node FOLDER --pairs MODEL:wide:MODEL-bf16.gguf MODEL:int4:MODEL-q4_0.gguf
 
@@ -12,17 +12,22 @@ if __name__ == "__main__":
     import sys
     from pathlib import Path
 
-    sys.path[0] = str(Path(__file__).resolve().parents[2])  # in place of this folder
+    sys.path[0] = str(Path(__file__).resolve().parents[2])  # for `benchmarks` and `jmoe`
+    from benchmarks.lib import script
+
+    script.start()
 
 import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks import BENCHMARKS
 from benchmarks.lib import report
 from benchmarks.lib.peers import compared, decoding_speeds, fastest, last_object
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 
 HERE = Path(__file__).resolve().parent
+OURS = BENCHMARKS / "serve" / "decoding.py"
 SIZES = "--policy resident --dtype bfloat16 --batch 1 8 --new-tokens 33 --long-prompt 512 --rounds 2"
 
 
@@ -52,7 +57,7 @@ def main() -> None:
     rounds: list[list[tuple[dict[str, float], dict[str, float]]]] = [[] for _ in rows]
     for _ in range(a.rounds):
         for row, both in zip(rows, rounds, strict=True):
-            ours = f"{HERE.parent / 'decoding.py'} --model {row['model']} --expert-dtype {row['experts']} {SIZES}"
+            ours = f"{OURS} --model {row['model']} --expert-dtype {row['experts']} {SIZES}"
             here = decoding_speeds(last_object([sys.executable, *ours.split()]))
             there = [llama_cpp(a.node, row["gguf"], threads) for threads in a.threads]
             both.append((here, fastest(there)))

@@ -1,4 +1,4 @@
-"""A training step with weights and optimizer on NVMe beside DeepSpeed's ZeRO-3; the last line is one JSON object.
+"""Compare a training step with weights on NVMe with DeepSpeed's ZeRO-3, in alternation.
 
     python benchmarks/peers/nvme_training.py --python ENVIRONMENT/bin/python --folder FOLDER
 
@@ -13,10 +13,10 @@ if __name__ == "__main__":
     import sys
     from pathlib import Path
 
-    sys.path[0] = str(Path(__file__).resolve().parents[2])  # in place of this folder
-    from jmoe.runtime import reexec_with_env
+    sys.path[0] = str(Path(__file__).resolve().parents[2])  # for `benchmarks` and `jmoe`
+    from benchmarks.lib import script
 
-    reexec_with_env()
+    script.start(reexec=True)
 
 import argparse
 import resource

@@ -1,12 +1,12 @@
-"""Decoding beside llama.cpp under a memory limit that counts the page cache; the last line is one JSON object.
+"""Compare decoding with llama.cpp and accelerate in less memory than the model needs.
 
     sudo python benchmarks/peers/oversized.py --node FOLDER --text FILE --limit-mb 1000
         --pair MODEL MODEL-bf16.gguf "--device-bytes 330e6 --host-cache-bytes 80e6"
         --pair MODEL MODEL-q4_0.gguf "--expert-dtype int4 --policy resident --host-cache-bytes 1e6"
 
 --node: the folder in which `llamacpp.mjs` was set up. A pair: a Hugging Face folder, the same weights for llama.cpp,
-and options of `benchmarks/oversized.py`. Both decode the same tokens of a text, one sequence, each in a process of its
-own under the limit, llama.cpp once with each number of `--threads`: the faster one counts, figure by figure. A round
+and options of `serve/oversized`. Both decode the same tokens of a text, one sequence, each in a process of its own
+under the limit, llama.cpp once with each number of `--threads`: the faster one counts, figure by figure. A round
 runs both sides of every pair, files dropped from the page cache before. By all steps, and by the median step, which
 leaves out the first reads of a model that fits. Medians of the rounds, and of a round's ratios. Needs root, for the
 limit: a memory cgroup.
@@ -20,7 +20,10 @@ if __name__ == "__main__":
     import sys
     from pathlib import Path
 
-    sys.path[0] = str(Path(__file__).resolve().parents[2])  # in place of this folder
+    sys.path[0] = str(Path(__file__).resolve().parents[2])  # for `benchmarks` and `jmoe`
+    from benchmarks.lib import script
+
+    script.start()
 
 import json
 import os
@@ -34,12 +37,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks import BENCHMARKS
 from benchmarks.lib import report
 from benchmarks.lib.page_cache import evict
 from benchmarks.lib.peers import fastest
 from jmoe.models.tokenizer_file import open_tokenizer
 
 HERE = Path(__file__).resolve().parent
+OURS = BENCHMARKS / "serve" / "oversized.py"
 CGROUPS = Path("/sys/fs/cgroup")
 PROMPT, NEW_TOKENS = 8, 48
 
@@ -127,7 +132,7 @@ def main() -> None:
                 tokenizer = open_tokenizer(Path(model) / "tokenizer.json")
                 ids.write_text(json.dumps(tokenizer.encode(text.read_text()[:100_000]).ids[: PROMPT + NEW_TOKENS]))
                 common = ["--model", model, "--text", str(text), "--prompt", str(PROMPT)]
-                ours = [str(HERE.parent / "oversized.py"), *common, "--new-tokens", str(NEW_TOKENS), *options.split()]
+                ours = [str(OURS), *common, "--new-tokens", str(NEW_TOKENS), *options.split()]
                 here = last_object([sys.executable, *ours], limit)
                 theirs = [str(HERE / "oversized_llamacpp.mjs"), str(Path(gguf).resolve()), str(ids), str(PROMPT)]
                 there = []

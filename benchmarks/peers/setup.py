@@ -1,4 +1,6 @@
-"""A peer's environment, in one command: python benchmarks/peers/setup.py transformers|deepspeed|llama.cpp FOLDER.
+"""Set up a peer's environment in one command.
+
+    python benchmarks/peers/setup.py transformers|deepspeed|llama.cpp FOLDER
 
 transformers and deepspeed become a virtual environment, whose `bin/python` other programs of this folder take as
 --python; llama.cpp a folder with node-llama-cpp and its prebuilt binaries, their --node. deepspeed needs a C++ compiler

@@ -1,4 +1,4 @@
-"""A Mixtral or Qwen3-MoE folder as GGUF, for llama.cpp; run by the Python of the environment of transformers.
+"""Write a Mixtral or Qwen3-MoE folder as GGUF; run by the Python of transformers' environment.
 
     ENVIRONMENT/bin/python benchmarks/peers/to_gguf.py MODEL OUT.gguf bf16
 

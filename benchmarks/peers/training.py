@@ -1,4 +1,4 @@
-"""Training steps beside DeepSpeed-MoE's and transformers', in alternation; the last line is one JSON object.
+"""Compare training steps with DeepSpeed-MoE's and transformers', in alternation.
 
     python benchmarks/peers/training.py --deepspeed E1/bin/python --transformers E2/bin/python
 
@@ -14,7 +14,10 @@ if __name__ == "__main__":
     import sys
     from pathlib import Path
 
-    sys.path[0] = str(Path(__file__).resolve().parents[2])  # in place of this folder
+    sys.path[0] = str(Path(__file__).resolve().parents[2])  # for `benchmarks` and `jmoe`
+    from benchmarks.lib import script
+
+    script.start()
 
 import statistics
 import sys
@@ -22,11 +25,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks import BENCHMARKS
 from benchmarks.lib import report
 from benchmarks.lib.peers import last_object
 
 HERE = Path(__file__).resolve().parent
-OURS = HERE.parent / "training.py"
+OURS = BENCHMARKS / "train" / "step.py"
 MODELS = ("mixtral_8e", "qwen3moe_64e")
 
 

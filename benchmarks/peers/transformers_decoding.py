@@ -1,4 +1,4 @@
-"""Decoding and prefill beside transformers on the same weights, in alternation; the last line is one JSON object.
+"""Compare decoding and prefill with transformers on the same weights, in alternation.
 
     python benchmarks/peers/transformers_decoding.py --python ENVIRONMENT/bin/python --models DIR OTHER
 
@@ -11,16 +11,21 @@ if __name__ == "__main__":
     import sys
     from pathlib import Path
 
-    sys.path[0] = str(Path(__file__).resolve().parents[2])  # in place of this folder
+    sys.path[0] = str(Path(__file__).resolve().parents[2])  # for `benchmarks` and `jmoe`
+    from benchmarks.lib import script
+
+    script.start()
 
 import itertools
 import sys
 from pathlib import Path
 
+from benchmarks import BENCHMARKS
 from benchmarks.lib import report
 from benchmarks.lib.peers import compared, decoding_speeds, last_object
 
 HERE = Path(__file__).resolve().parent
+OURS = BENCHMARKS / "serve" / "decoding.py"
 
 
 def main() -> None:
@@ -39,7 +44,7 @@ def main() -> None:
         for (model, dtype), both in zip(rows, rounds, strict=True):
             common = ["--model", str(model), "--dtype", dtype, "--batch", "1", "8", "--long-prompt", "512"]
             common += ["--new-tokens", str(new_tokens + 1), "--rounds", str(inner)]
-            here = last_object([sys.executable, str(HERE.parent / "decoding.py"), *common, "--policy", "resident"])
+            here = last_object([sys.executable, str(OURS), *common, "--policy", "resident"])
             there = last_object([a.python, str(HERE / "transformers_side.py"), *common])
             versions = there["versions"]
             both.append((decoding_speeds(here), decoding_speeds(there)))

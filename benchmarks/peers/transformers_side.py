@@ -1,4 +1,4 @@
-"""Prefill and decoding by transformers, run by its environment's Python; the last line is one JSON object.
+"""Decode and prefill with transformers; run by the Python of its environment.
 
     ENVIRONMENT/bin/python benchmarks/peers/transformers_side.py --model DIR --dtype bfloat16
 

@@ -1,9 +1,9 @@
-"""Training by transformers, run by its environment's Python; the last line is one JSON object.
+"""Train with transformers; run by the Python of its environment.
 
     ENVIRONMENT/bin/python benchmarks/peers/transformers_training.py --config benchmarks/peers/qwen3moe_64e.json
 
 A step is forward, backward, clipping and AdamW of the model that the configuration describes, on one batch of random
-tokens, as `benchmarks/training.py --hf-config` trains it. Its bfloat16 has no float32 masters.
+tokens, as `benchmarks/train/step.py --hf-config` trains it. Its bfloat16 has no float32 masters.
 """
 
 import argparse

@@ -119,7 +119,7 @@ def in_use_elements(model: ModelConfig, num_tokens: int, num_devices: int, buffe
     """Return (what the gradients of a layer have at once, what computing it again has besides), on all devices.
 
     With experts: gradients of what comes out of each product, and of rows where they are sent; again: the rows and what
-    each product makes of them. Counted in the buffers of compiled steps (`benchmarks/estimates.py`).
+    each product makes of them. Counted in the buffers of compiled steps (`benchmarks/train/estimates.py`).
     """
     hidden, k, inner = model.hidden_size, model.num_experts_per_tok, model.moe_intermediate_size
     attention = 2 * (model.num_attention_heads + model.num_key_value_heads) * model.dim_per_head

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import startup
+from benchmarks.train import startup
 from tests.train_runs import Start, TrainRuns, losses
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]

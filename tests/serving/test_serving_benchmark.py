@@ -1,4 +1,4 @@
-"""The load generator, benchmarks/serving.py, against a small server that answers as jmoe's does."""
+"""The load generator, benchmarks/serve/load.py, against a small server that answers as jmoe's does."""
 
 import json
 import os
@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import openai_server
 import pytest
-from openai_server import OpenAIServer
 
-from benchmarks import serving
+from benchmarks.serve import load as serving
 from tests.fakes import wait_for
+from tests.serving import openai_server
+from tests.serving.openai_server import OpenAIServer
 
 
 @pytest.fixture

@@ -1,0 +1,233 @@
+"""Compile every kernel for an H200 on a machine without a GPU.
+
+Also compiled: the gradients, the XLA path for an A100, and the exchange of an engine over eight H200.
+
+    python benchmarks/kernels/aot.py                       all named shapes
+    python benchmarks/kernels/aot.py --shapes olmoe tiny   some of them
+
+Needs the CUDA libraries (`make setup EXTRA=cuda13`), no GPU and no driver; without them it says so and ends with
+status 0. Prints registers, spilled bytes and shared memory of every Mosaic GPU kernel, and the temporary bytes of every
+program; the last line is one JSON object.
+"""
+
+if __name__ == "__main__":
+    import sys
+    from pathlib import Path
+
+    sys.path[0] = str(Path(__file__).resolve().parents[2])  # for `benchmarks` and `jmoe`
+    from benchmarks.lib import script
+
+    script.start()
+
+import argparse
+import contextlib
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+if __name__ == "__main__":
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+    os.environ["MOSAIC_GPU_DUMP_PTXAS"] = os.environ["MOSAIC_GPU_DUMP_RESOURCES"] = "1"
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from benchmarks.lib import ahead_of_time, report
+from jmoe.inference.mesh.programs import ExchangeShape, experts_on_mesh
+from jmoe.layers.slot_experts import ExpertInputs, table_mlp
+from jmoe.mesh import BATCH, REPLICATED, make_mesh
+from kernels_pallas.compressed import FORMATS
+from kernels_pallas.grouped_matmul import grouped_matmul, quantized_grouped_matmul
+from kernels_pallas.grouped_mlp import MLPWeights, grouped_mlp
+from kernels_pallas.implementations import Name
+from kernels_pallas.shapes import MODELS, MoEShape
+from kernels_pallas.token_permute import RowMap, combine, dispatch, sort_by_expert
+
+
+def parse() -> argparse.Namespace:
+    parser = report.parser(__doc__)
+    parser.add_argument("--shapes", nargs="+", choices=tuple(MODELS), default=list(MODELS))
+    parser.add_argument("--targets", nargs="+", choices=("h200", "a100"), default=["h200", "a100"])
+    return parser.parse_args()
+
+
+def experts_forward(
+    shape: MoEShape, implementation: Name, x_ND: jax.Array, sizes_E: jax.Array, w_up: jax.Array, w_down: jax.Array
+) -> jax.Array:
+    """SwiGLU experts over sorted rows."""
+    slots = -(-shape.num_rows * 5 // (4 * shape.num_experts) // 32) * 32
+    weights = MLPWeights(w_up, w_down)
+    return grouped_mlp(x_ND, sizes_E, weights, activation="swiglu", slots=slots, implementation=implementation)
+
+
+def moe_loss(
+    shape: MoEShape, implementation: Name, x_TD: jax.Array, weights: Any, idx_TK: jax.Array, gate_TK: jax.Array
+) -> jax.Array:
+    """The sum of what one MoE layer makes of its tokens: sort, dispatch, experts, combine."""
+    order_N, rank_N = sort_by_expert(idx_TK.reshape(-1), shape.num_experts)
+    sizes_E = (idx_TK.reshape(-1, 1) == jnp.arange(shape.num_experts, dtype=jnp.int32)).sum(0, dtype=jnp.int32)
+    token_N, slot_TK = order_N // idx_TK.shape[1], rank_N.reshape(idx_TK.shape)
+    rows_ND = dispatch(x_TD, token_N, slot_TK, True, implementation=implementation)
+    out_ND = experts_forward(shape, implementation, rows_ND, sizes_E, *weights)
+    return combine(out_ND, gate_TK, token_N, slot_TK, True, implementation=implementation).sum()
+
+
+def matmul_and_gradients(
+    implementation: Name, x: jax.Array, w: jax.Array, sizes_E: jax.Array, *row_map: jax.Array
+) -> Any:
+    """The grouped matmul and both its gradients; with a row map (src_N, slot_TK), of tokens that are not dispatched."""
+    rows = RowMap(*row_map, complete=True) if row_map else None
+    y_NF, vjp = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes_E, rows=rows, implementation=implementation), x, w)
+    return y_NF, *vjp(y_NF)
+
+
+@contextlib.contextmanager
+def captured() -> Iterator[list[str]]:
+    """What the compiler prints to stdout and stderr below Python; empty until the block ends."""
+    lines: list[str] = []
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with tempfile.TemporaryFile("w+", errors="replace") as file:
+        kept = [os.dup(fd) for fd in (1, 2)]
+        for fd in (1, 2):
+            os.dup2(file.fileno(), fd)
+        try:
+            yield lines
+        finally:
+            for fd, old in zip((1, 2), kept):
+                os.dup2(old, fd)
+                os.close(old)
+            file.seek(0)
+            lines.extend(file.read().splitlines())
+
+
+def kernels_in(lines: list[str]) -> list[dict[str, Any]]:
+    """Name, registers and spilled bytes of each Mosaic GPU kernel that was compiled: equal ones only once."""
+    found: list[dict[str, Any]] = []
+    for line in lines:
+        if match := re.search(r"Compiling entry function '(\w+?)(_mosaic_gpu_kernel)?'", line):
+            found.append({"kernel": match[1]})
+        elif match := re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", line):
+            found[-1]["spill_bytes"] = int(match[2]) + int(match[3])
+        elif match := re.search(r"Used (\d+) registers", line):
+            found[-1]["registers"] = int(match[1])
+    return found
+
+
+def compile_for(device: Any, function: Callable[..., Any], operands: Any) -> dict[str, Any]:
+    """Compile `function` for a device that is not there."""
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), operands)
+    return compiled_for_cuda(jax.jit(function), *abstract)
+
+
+def compiled_for_cuda(jitted: Any, *operands: Any) -> dict[str, Any]:
+    """Compile a program for the devices of its operands."""
+    started = time.perf_counter()
+    with captured() as lines:
+        compiled = jitted.trace(*operands).lower(lowering_platforms=("cuda",)).compile()
+    return {
+        "compile_s": round(time.perf_counter() - started, 1),
+        "temp_bytes": compiled.memory_analysis().temp_size_in_bytes,
+        "shared_memory_bytes": [int(n) for line in lines for n in re.findall(r"smem_scratch_bytes=(\d+)", line)],
+        "kernels": kernels_in(lines),
+    }
+
+
+def programs(shape: MoEShape, implementation: Name) -> Iterator[tuple[str, Callable[..., Any], Any]]:
+    """(name, function, operands) of what is compiled for a shape."""
+    t, k, n = shape.num_tokens, shape.num_experts_per_tok, shape.num_rows
+    d, f, e = shape.hidden_size, shape.moe_intermediate_size, shape.num_experts
+    of = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    sizes = jax.ShapeDtypeStruct((e,), jnp.int32)
+    up, down = of((e, d, 2 * f)), of((e, f, d))
+    matmul = partial(matmul_and_gradients, implementation)
+    quantized = partial(quantized_grouped_matmul, implementation=implementation)
+    experts = partial(experts_forward, shape, implementation)
+    yield "up projection, gradients", matmul, (of((n, d)), up, sizes)
+    indices = jax.ShapeDtypeStruct((n,), jnp.int32), jax.ShapeDtypeStruct((t, k), jnp.int32)
+    yield "up projection of tokens, gradients", matmul, (of((t, d)), up, sizes, *indices)
+    yield "down projection, gradients", matmul, (of((n, f)), down, sizes)
+    for dtype in (jnp.int8, jnp.float8_e4m3fn):
+        narrow, scale = jax.ShapeDtypeStruct(up.shape, dtype), jax.ShapeDtypeStruct((e, 2 * f), jnp.float32)
+        yield f"up projection, {narrow.dtype}", quantized, (of((n, d)), narrow, scale, sizes)
+    for kind in ("wide", *FORMATS):
+        yield f"experts out of slots, {kind}", *experts_in_slots(shape, kind, implementation)
+    yield "experts, forward", experts, (of((n, d)), sizes, up, down)
+    routing = jax.ShapeDtypeStruct((t, k), jnp.int32), jax.ShapeDtypeStruct((t, k), jnp.float32)
+    loss = jax.value_and_grad(partial(moe_loss, shape, implementation), (0, 1, 3))
+    yield "MoE layer, gradients", loss, (of((t, d)), (up, down), *routing)
+
+
+def experts_in_slots(shape: MoEShape, kind: str, implementation: Name) -> tuple[Callable[..., Any], Any]:
+    """(function, operands) of a layer's experts out of twice as many slots, for 64 tokens: an engine's step."""
+    t, k, d, f, e = 64, shape.num_experts_per_tok, shape.hidden_size, shape.moe_intermediate_size, shape.num_experts
+    matrices, slots = {"w_up": (d, 2 * f), "w_down": (f, d)}, {}
+    for name, (inner, columns) in matrices.items():
+        bits = {name: ((inner, columns), jnp.dtype(jnp.uint16))}
+        fields = FORMATS[kind].fields(name, (inner, columns)) if kind in FORMATS else bits
+        slots |= {n: jax.ShapeDtypeStruct((2 * e, *sizes), dtype) for n, (sizes, dtype) in fields.items()}
+    of = lambda dtype, *sizes: jax.ShapeDtypeStruct(sizes, dtype)  # noqa: E731
+    routed = of(jnp.bfloat16, t, d), of(jnp.int32, t, k), of(jnp.float32, t, k), of(jnp.float32, t, d)
+    options: dict[str, Any] = {"activation": "swiglu", "tile_rows": 64, "implementation": implementation}
+    return partial(table_mlp, **options), (ExpertInputs(*routed), slots, of(jnp.int32, e))
+
+
+def engine_exchange(shape: MoEShape, devices: list[Any]) -> dict[str, Any]:
+    """Compile what an engine over several GPUs runs for a layer's experts, of 256 tokens a device."""
+    mesh, tokens, k = make_mesh((1, 1, len(devices)), devices), 256 * len(devices), shape.num_experts_per_tok
+
+    def of(spec: Any, dtype: Any, *sizes: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, spec))
+
+    d, f, e = shape.hidden_size, shape.moe_intermediate_size, shape.num_experts
+    x_TD, y_TD = of(BATCH, jnp.bfloat16, tokens, d), of(BATCH, jnp.float32, tokens, d)
+    routed = ExpertInputs(x_TD, of(BATCH, jnp.int32, tokens, k), of(BATCH, jnp.float32, tokens, k), y_TD)
+    weights = MLPWeights(of(BATCH, jnp.bfloat16, e, d, 2 * f), of(BATCH, jnp.bfloat16, e, f, d))
+    exchange = ExchangeShape(256 * k * 5 // 4, e // len(devices), "swiglu", ragged=True)
+    return compiled_for_cuda(experts_on_mesh, mesh, exchange, routed, of(REPLICATED, jnp.int32, e, 1), weights)
+
+
+def main() -> None:
+    a = parse()
+    if ahead_of_time.skipped():
+        return
+    results = []
+    for target in a.targets:
+        (device,) = ahead_of_time.devices(target)
+        implementation: Name = "mosaic_gpu" if target == "h200" else "xla"
+        for name in a.shapes:
+            for what, function, operands in programs(MODELS[name], implementation):
+                result = compile_for(device, function, operands)
+                results.append({"target": target, "shape": name, "program": what, **result})
+                size = result["temp_bytes"] / 2**20
+                most = max(result["shared_memory_bytes"], default=0)
+                print(
+                    f"{target} {name} {what}: {result['compile_s']} s, {size:.1f} MiB of temporaries, "
+                    f"at most {most} bytes of shared memory a block",
+                    flush=True,
+                )
+                for kernel in result["kernels"]:
+                    print("    {kernel}: {registers} registers, {spill_bytes} bytes spilled".format(**kernel))
+    if "h200" in a.targets:
+        devices = ahead_of_time.devices("h200", 1, 8)
+        for name in a.shapes:
+            if MODELS[name].num_experts % len(devices) == 0:
+                result = engine_exchange(MODELS[name], devices)
+                results.append({"target": "8 x h200", "shape": name, "program": "ragged exchange, experts", **result})
+                size = result["temp_bytes"] / 2**20
+                print(
+                    f"8 x h200 {name} ragged exchange, experts: {result['compile_s']} s, {size:.1f} MiB of temporaries"
+                )
+    report.finish({"jax": jax.__version__, "programs": results})
+
+
+if __name__ == "__main__":
+    main()

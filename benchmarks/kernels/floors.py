@@ -1,0 +1,98 @@
+"""Time a device's copies, dense products and packing: the limits of everything else.
+
+    python benchmarks/kernels/floors.py                copies in memory and over the host's link, a dense product
+    python benchmarks/kernels/floors.py collectives    packing and unpacking; --toy: small sizes, on any device
+
+Collectives: the exchange of tokens for their experts, there and back, the fused gather of a layer's
+attention, and the reduction of its gradients, on a mesh of one device. Their floor is the time that
+copying their bytes takes.
+"""
+
+if __name__ == "__main__":
+    import sys
+    from pathlib import Path
+
+    sys.path[0] = str(Path(__file__).resolve().parents[2])  # for `benchmarks` and `jmoe`
+    from benchmarks.lib import script
+
+    script.start(reexec=True)
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.comm import exchange
+from benchmarks.lib import report
+from benchmarks.lib.floors import floors, seconds
+from jmoe.collectives.fusion import ShardInBuffer, gather_fused_local
+from jmoe.mesh import BATCH, hierarchy, make_mesh
+from jmoe.planning.exchange import plan_exchange
+
+SHAPES = ((2, 8, 8192), (8, 64, 8192), (8, 128, 8192))  # choices, experts, tokens
+TOY_SHAPES = ((2, 4, 64),)
+MATRICES, TOY_MATRICES = ((2048, 6144), (2048, 2048)), ((64, 192), (64, 64))  # of attention
+
+
+def exchanges(shape: tuple[int, int, int], bytes_per_s: float) -> list[dict[str, Any]]:
+    """Time an exchange with one device: to the experts and back, and with its backward pass."""
+    k, num_experts, num_tokens = shape
+    plan = plan_exchange("flat", num_nodes=1, devices_per_node=1, num_experts=num_experts, num_experts_per_tok=k)
+    mesh = make_mesh((1, 1, 1), jax.devices()[:1])
+    operands = exchange.draw(mesh, 0, shape)
+    # tokens read and written; rows written and read, there and back
+    rows_bytes = 2 * exchange.HIDDEN_SIZE * (2 * num_tokens + 4 * num_tokens * k)
+    return [
+        {
+            "collective": f"exchange, top-{k} of {num_experts}",
+            "direction": direction,
+            "s": seconds(exchange.make_program(plan, mesh, num_experts, 1.0, direction), *operands),
+            "floor_s": (1 if direction == "forward" else 3) * rows_bytes / bytes_per_s,
+        }
+        for direction in exchange.DIRECTIONS
+    ]
+
+
+def fused(matrices: tuple[tuple[int, int], ...], bytes_per_s: float) -> list[dict[str, Any]]:
+    """Time the gather of float32 shards in one bfloat16 buffer, and its transpose, the reduction of gradients."""
+    mesh = make_mesh((1, 1, 1), jax.devices()[:1])
+    levels = hierarchy(mesh, hierarchical=False)
+    parts = tuple(ShardInBuffer(shape, 0, jnp.bfloat16) for shape in matrices)
+    draw = lambda shape, dtype: jax.jit(lambda: jax.random.normal(jax.random.key(0), shape, dtype))()  # noqa: E731
+    shards = [draw(shape, jnp.float32) for shape in matrices]
+    grads = [draw(shape, jnp.bfloat16) for shape in matrices]
+
+    def reduce(shards: list[jax.Array], grads: list[jax.Array]) -> Any:
+        return jax.vjp(lambda w: gather_fused_local(w, parts, levels), shards)[1](grads)
+
+    gather = partial(gather_fused_local, parts=parts, hierarchy=levels)
+    on_mesh = partial(jax.shard_map, mesh=mesh, in_specs=BATCH, out_specs=BATCH, check_vma=False)
+    moved_bytes = 6 * sum(part.size for part in parts)  # four of an element in float32, two in bfloat16
+    calls = {"gather": (gather, (shards,)), "reduce": (reduce, (shards, grads))}
+    return [
+        {
+            "collective": "fused buffer of an attention layer",
+            "direction": direction,
+            "s": seconds(jax.jit(on_mesh(call)), *operands),
+            "floor_s": moved_bytes / bytes_per_s,
+        }
+        for direction, (call, operands) in calls.items()
+    ]
+
+
+def main() -> None:
+    parser = report.parser(__doc__)
+    parser.add_argument("what", nargs="?", choices=("floors", "collectives"), default="floors")
+    parser.add_argument("--toy", action="store_true")
+    a = parser.parse_args()
+    found = floors(a.toy)
+    result: dict[str, Any] = {"floors": found}
+    if a.what == "collectives":
+        rows = [row for shape in (TOY_SHAPES if a.toy else SHAPES) for row in exchanges(shape, found["bytes_per_s"])]
+        result["rows"] = rows + fused(TOY_MATRICES if a.toy else MATRICES, found["bytes_per_s"])
+    report.finish(result | report.where())
+
+
+if __name__ == "__main__":
+    main()

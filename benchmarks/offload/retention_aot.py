@@ -1,0 +1,146 @@
+"""Compile the offloaded training steps that `lib/gpu` times, on a machine without a GPU.
+
+    python benchmarks/offload/retention_aot.py --tokens 8192
+
+With all experts on the device a step is one program; with experts in host memory it is a program for each part of a
+layer, run layer by layer, and one that brings an expert up to date. argument and temporary bytes: of a program by
+itself. Memory kinds are not modelled: what is in host memory is no argument.
+"""
+
+if __name__ == "__main__":
+    import sys
+    from pathlib import Path
+
+    sys.path[0] = str(Path(__file__).resolve().parents[2])  # for `benchmarks` and `jmoe`
+    from benchmarks.lib import script
+
+    script.start()
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.lib import ahead_of_time, gpu, report
+from benchmarks.offload.session import add_model_options, config_of
+from jmoe.config import TrainConfig
+from jmoe.mesh import make_mesh
+from jmoe.models.decoder import STACKS
+from jmoe.offload import expert_state
+from jmoe.offload.lazy_adamw import WINDOW_STEPS, MissedSteps
+from jmoe.training.fused.step import FusedTrainer
+from jmoe.training.sharded_decoder import ShardedDecoder
+from jmoe.training.state import without_experts
+from jmoe.training.streamed.programs import (
+    ForBackward,
+    GradAccumulator,
+    LayerIndex,
+    LayerParams,
+    LayerPrograms,
+    NeighborWork,
+    StepResults,
+)
+
+
+def parse() -> argparse.Namespace:
+    """Return the options; those that are not given are what `lib/gpu` gives to `offload/training retention`."""
+    parser = report.parser(__doc__)
+    add_model_options(parser, layers=6)
+    parser.add_argument("--tokens", type=int, nargs="+", help="of a step")
+    parser.add_argument("--sequence-length", type=int, default=256)
+    parser.add_argument("--rounds", type=int, help=argparse.SUPPRESS)
+    parser.set_defaults(cache=0.25)
+    given = parser.parse_args(gpu.FULL["retention"].split())
+    return parser.parse_args(namespace=given)
+
+
+def on_device(programs: ahead_of_time.Programs, config: TrainConfig, device: Any) -> None:
+    """Compile the step that is one program."""
+    trainer = FusedTrainer(config, make_mesh((1, 1, 1), [device]))
+    shape = (1, config.batch_size, config.sequence_length + 1)
+    tokens = programs.abstract(jax.ShapeDtypeStruct(shape, jnp.int32))
+    programs.compile("step", trainer.step, programs.abstract(trainer.state_shape), tokens)
+
+
+def in_host_memory(programs: ahead_of_time.Programs, config: TrainConfig, device: Any) -> None:
+    """Compile the programs of a step that runs layer by layer, in their order; all layers run the same ones."""
+    model = ShardedDecoder(config, make_mesh((1, 1, 1), [device]))
+    parts, do = LayerPrograms(model), programs.compile
+    state = programs.abstract(model.state_shape.map(without_experts))
+    tokens = programs.abstract(jax.ShapeDtypeStruct((1, config.batch_size, config.sequence_length + 1), jnp.int32))
+    number = programs.abstract(jax.ShapeDtypeStruct((), jnp.int32))
+    (tokens_BS,) = do("unstack", parts.unstack, tokens)
+    inputs, labels = do("split", parts.split, tokens_BS)
+    outside, _, unsharded_RC = do("prepare", parts.prepare, state.params, first="moe")
+    x_BSD = do("embed", parts.embed, outside, inputs)
+    params = LayerParams(state.params[STACKS["moe"]], unsharded_RC, state.router_bias)
+    layer, nothing = LayerIndex(number, None, number, number), NeighborWork()
+    options = {"train": True, "full_capacity": False, "keeps": True}
+    routed, of_route, _ = do("route", parts.route, params, layer, x_BSD, nothing, **options)
+    experts = programs.abstract(
+        {name: jax.ShapeDtypeStruct(w.shape[1:], jnp.float32) for name, w in parts.experts.items()}
+    )
+    params = params._replace(experts=experts)
+    y_BSD, of_experts, _ = do("add_experts", parts.add_experts, params, routed, layer, nothing, keeps=True)
+    stats = [[routed.stats]] * config.model.num_moe_layers
+    counts_NAE, dropped_N = do("totals", parts.totals, stats)
+    grads = do("zeros", parts.zeros, state.params, outside)
+    scale = state.loss_scale
+    loss, dx_BSD, doutside = do("loss_gradients", parts.loss_gradients, outside, y_BSD, labels, grads.outside, scale)
+    backward = ForBackward(x_BSD, dx_BSD, routed.topk_idx_TK, (routed, of_route, of_experts), scale)
+    sums = GradAccumulator(None, grads.rest["moe"])
+    dx_BSD, sums, _, square = do(
+        "moe_gradients",
+        *(parts.moe_gradients, params, layer, backward, sums, counts_NAE, nothing),
+        full_capacity=False,
+        last=True,
+    )
+    doutside = do("embed_gradients", parts.embed_gradients, outside, inputs, dx_BSD, doutside)
+    grads = grads._replace(outside=doutside, rest=grads.rest | {"moe": sums.rest})
+    squares = [square] * config.model.num_moe_layers
+    results = StepResults(grads, squares, [loss], stats, counts_NAE, dropped_N)
+    do("finish", parts.finish, state, results)
+    one = programs.abstract({name: jax.ShapeDtypeStruct(w.shape[1:], w.dtype) for name, w in experts.items()})
+    do("expert into a slot", expert_state._place, experts, number, one)
+    gradient = {name: jax.ShapeDtypeStruct(w.shape, config.tiers.gradient_dtype) for name, w in one.items()}
+    real = programs.abstract(jax.ShapeDtypeStruct((), jnp.float32))
+    rates = programs.abstract(jax.ShapeDtypeStruct((WINDOW_STEPS,), jnp.float32))
+    missed = MissedSteps(real, number, rates, number, number)
+    do(
+        "expert brought up to date",
+        expert_state._update,
+        config.optimizer,
+        experts,
+        number,
+        one,
+        one,
+        programs.abstract(gradient),
+        missed,
+    )
+
+
+def main() -> None:
+    a = parse()
+    if ahead_of_time.skipped():
+        return
+    (device,) = ahead_of_time.devices("h200")
+    rows = []
+    for tokens in a.tokens:
+        a.batch_size = tokens // a.sequence_length
+        for where, run in (("device", on_device), ("host", in_host_memory)):
+            programs = ahead_of_time.Programs(device)
+            run(programs, config_of(a, Path("records"), experts=where, optimizer=where, gradients="host"), device)
+            rows += [{"experts": where, "tokens": tokens} | row for row in programs.rows]
+    result = {"benchmark": "training with experts off the device, compiled ahead of time for an H200", "rows": rows}
+    report.finish(result | {"versions": report.versions("jax", "jaxlib")})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""Compile the engine programs that `lib/gpu` times, on a machine without a GPU.
+
+    python benchmarks/serve/engine_aot.py
+
+OLMoE's shape in bfloat16, with as many layers and sequences as there. Resident experts, a ring of layers, experts by
+choice and the hybrid of these and the CPU run the same programs of a layer over more or fewer slots. What the CPU
+computes of a hybrid step is its own, and compiled on it.
+"""
+
+if __name__ == "__main__":
+    import sys
+    from pathlib import Path
+
+    sys.path[0] = str(Path(__file__).resolve().parents[2])  # for `benchmarks` and `jmoe`
+    from benchmarks.lib import script
+
+    script.start()
+
+import argparse
+import os
+
+if __name__ == "__main__":
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+
+import flax.nnx as nnx
+import jax
+import jax.numpy as jnp
+
+from benchmarks.lib import ahead_of_time, gpu, report
+from benchmarks.lib.published import LAYERS, published
+from jmoe.config import ModelConfig
+from jmoe.inference import popularity, runner, sampler
+from jmoe.inference.kv_cache import empty_caches
+from jmoe.models.block import Block
+from jmoe.models.decoder import Decoder
+from jmoe.models.functional import split
+from jmoe.models.huggingface import model_config
+from jmoe.models.lazy_checkpoint import EmbedAndHead, split_decoder
+from jmoe.offload import host_experts, slots
+
+MODEL = "olmoe"
+DTYPE = jnp.dtype(jnp.bfloat16)
+
+
+def options() -> argparse.Namespace:
+    """Return the sizes of the engines that `lib/gpu` makes."""
+    parser = argparse.ArgumentParser()
+    for name in ("prompt", "rounds", "ring-slots"):
+        parser.add_argument(f"--{name}", type=int)
+    parser.add_argument("--batch", type=int, nargs="+")
+    return parser.parse_args(f"{gpu.FULL['decode']} {gpu.FULL['ring']}".split())
+
+
+def modules(config: ModelConfig) -> tuple[EmbedAndHead, Block]:
+    """Return what is outside the layers and a layer without its experts, by shape, in bfloat16."""
+
+    def made() -> tuple[EmbedAndHead, Block]:
+        decoder = Decoder(config, rngs=nnx.Rngs(0))
+        narrow = lambda w: w.astype(DTYPE) if w.dtype == jnp.float32 else w  # noqa: E731
+        nnx.update(decoder, jax.tree.map(narrow, nnx.state(decoder)))
+        ends, layers = split_decoder(decoder)
+        return ends, layers[0]
+
+    found: tuple[EmbedAndHead, Block] = nnx.eval_shape(made)
+    return found
+
+
+def engine_programs(programs: ahead_of_time.Programs, config: ModelConfig, sizes: argparse.Namespace) -> None:
+    """Compile a step of a prompt and steps of every batch, then what only some ways of keeping experts run."""
+    of = lambda dtype, *shape: programs.abstract(jax.ShapeDtypeStruct(shape, dtype))  # noqa: E731
+    ends, block = modules(config)
+    assert block.moe is not None
+    outside, layer, router = (
+        (structure, programs.abstract(arrays)) for structure, arrays in map(split, (ends, block, block.moe.router))
+    )
+    caches = programs.abstract(jax.eval_shape(lambda: empty_caches(config, max(sizes.batch), 2 * sizes.prompt, DTYPE)))
+    experts, hidden, inner = config.num_experts, config.hidden_size, config.moe_intermediate_size
+    every = config.num_moe_layers * experts
+    num_slots = {"resident": every, "ring": sizes.ring_slots * experts, "experts and hybrid": every // 2}
+    record = {"w_up": of(jnp.uint16, hidden, 2 * inner), "w_down": of(jnp.uint16, inner, hidden)}
+    kept = {
+        name: {key: of(jnp.uint16, number, *array.shape) for key, array in record.items()}
+        for name, number in num_slots.items()
+    }
+    for rows, width in ((batch, width) for width in (sizes.prompt, 1) for batch in sizes.batch):
+        what, tokens = f"{rows} x {width} tokens", rows * width
+        context = runner.context_bound(1, caches[0].length) if width == 1 else None
+        batch = runner.TokenBatch(of(jnp.int32, tokens), of(jnp.int32, rows), of(jnp.int32, rows, width))
+        x = programs.compile(f"embedding, {what}", runner._embed, *outside, batch.tokens_T, batch.positions_PC, DTYPE)
+        x_PCD, _, routed = programs.compile(
+            f"layer but for experts, {what}",
+            runner._attend,
+            *(runner.Form(False, context), *layer, caches[0], x, batch.rows_P, batch.positions_PC, None),
+        )
+        for name, arrays in kept.items():
+            table_E = of(jnp.int32, experts)
+            y_TD = programs.compile(
+                f"experts, {name}, {what}", slots.table_mlp_of_tokens, config.hidden_act, routed, arrays, table_E
+            )
+        programs.compile(f"next layer's router, {what}", popularity._route, *router, routed.h_TD)
+        programs.compile(f"sum with the CPU's part, {what}", host_experts._sum, y_TD, y_TD)
+        x_PCD = programs.compile(f"sum, {what}", runner._add_alone, runner.Hidden(x_PCD, y_TD))
+        logits_PV = programs.compile(f"head, {what}", runner.logits_after, *outside, x_PCD, of(jnp.int32, rows), False)
+        programs.compile(f"draw, {what}", sampler._greedy, logits_PV)
+        if width == 1:
+            count = config.num_hidden_layers
+            static = runner._LayerGroup(
+                (layer[0],) * count, None, config.hidden_act, DTYPE, outside[0], True, True, 0, context
+            )
+            programs.compile(
+                f"all layers, resident, {what}",
+                runner._apply_layers,
+                *(static, (layer[1],) * count, (caches[0],) * count, outside[1], None, batch, (None,) * count),
+                (kept["resident"], of(jnp.int32, config.num_moe_layers, experts)),
+            )
+    put = jax.jit(slots._put, donate_argnums=0)
+    for name, arrays in kept.items():
+        programs.compile(f"expert into a slot, {name}", put, arrays, record, of(jnp.int32))
+
+
+def main() -> None:
+    report.parser(__doc__).parse_args()
+    if ahead_of_time.skipped():
+        return
+    (device,) = ahead_of_time.devices("h200")
+    programs = ahead_of_time.Programs(device)
+    engine_programs(programs, model_config(published(MODEL, LAYERS[MODEL])), options())
+    result = {"benchmark": "programs of engines, compiled ahead of time for an H200", "model": MODEL}
+    result |= {"layers": LAYERS[MODEL], "rows": programs.rows, "versions": report.versions("jax", "jaxlib")}
+    report.finish(result)
+
+
+if __name__ == "__main__":
+    main()

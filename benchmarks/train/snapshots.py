@@ -1,0 +1,191 @@
+"""Time saving a state to disk and to memory, and restoring it.
+
+    python benchmarks/train/snapshots.py
+
+--processes processes, each with a memory folder of its own as on a host of its own, hold --mib MiB of random float32 in
+arrays that are split over all of them, and 1 % more that each of them has whole. Medians of --rounds rounds, of the
+slowest process: checkpoint_blocking (until `Checkpoints.save` returns), checkpoint (until the step is whole on disk),
+snapshot (own shards and the copy of the partner, whole in both memories), restore_disk (the page cache is warm),
+restore_disk_cold (it has nothing of the checkpoint), restore_memory (from the memory of the process itself),
+restore_partner (process 1 has lost its memory, its partner sends). By /proc/self/io, of each process: read_mib, what it
+asks for to restore from disk (rchar), and disk_mib, what the disk gives it when the page cache is cold (read_bytes).
+
+Prints one JSON object as its last line.
+"""
+
+if __name__ == "__main__":
+    import sys
+    from pathlib import Path
+
+    sys.path[0] = str(Path(__file__).resolve().parents[2])  # for `benchmarks` and `jmoe`
+    from benchmarks.lib import script
+
+    script.start()
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.lib import report
+from jmoe.cluster.tether import reserve_port
+
+ARRAYS = 8
+
+
+def read_mib(counter: str) -> float:
+    """Return how many MiB this process has read so far: rchar, by calls; read_bytes, from disks."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(dict(line.split(": ") for line in lines)[counter]) / 2**20
+
+
+def forget(folder: Path) -> None:
+    """Drop a folder's files, which are on the disk, from the page cache."""
+    for path in (path for path in folder.rglob("*") if path.is_file()):
+        fd = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+
+
+def process(a: argparse.Namespace) -> None:
+    """Run one rank; rank 0 prints what all have measured."""
+    import jax
+    import numpy as np
+
+    from jmoe.cluster import distributed
+    from jmoe.cluster.processes import gather_json
+    from jmoe.config import CheckpointConfig, DistributedConfig
+    from jmoe.mesh import BATCH, REPLICATED, make_mesh, shardings
+    from jmoe.run.checkpoint import Checkpoints
+    from jmoe.run.snapshots import Snapshots
+
+    address = f"127.0.0.1:{a.port}"
+    distributed.start(DistributedConfig(coordinator_address=address, num_processes=a.processes, process_id=a.rank))
+    mesh = make_mesh((jax.device_count(), 1, 1))
+    rows = a.mib * 2**20 // 4 // 1024 // ARRAYS // a.processes * a.processes
+    specs = {f"split_{i}": BATCH for i in range(ARRAYS)} | {"whole": REPLICATED, "step": REPLICATED}
+    places = shardings(specs, mesh)
+
+    def state_of(step: Any) -> dict[str, Any]:
+        sizes = {name: (rows if name.startswith("split") else rows * ARRAYS // 100, 1024) for name in specs}
+        keys = jax.random.split(jax.random.key(0), len(sizes))
+        drawn = {name: jax.random.normal(key, sizes[name]) + step for name, key in zip(sizes, keys, strict=True)}
+        return drawn | {"step": step}
+
+    make = jax.jit(state_of, out_shardings=places)
+    shapes = jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), jax.eval_shape(make, 0.0), places
+    )
+    config = CheckpointConfig(memory_dir=str(a.folder / f"memory-{a.rank}"))
+    rows_measured: list[dict[str, list[float]]] = []
+
+    def timed(work: Callable[[], Any]) -> tuple[float, Any]:
+        gather_json(None)
+        begun = time.perf_counter()
+        done = work()
+        return time.perf_counter() - begun, done
+
+    def check(state: Any, wanted: Any) -> None:
+        for array, expected in zip(jax.tree.leaves(state), jax.tree.leaves(wanted), strict=True):
+            for shard, other in zip(array.addressable_shards, expected.addressable_shards, strict=True):
+                assert np.array_equal(shard.data, other.data)
+
+    checkpoints, snapshots = Checkpoints(a.folder / "checkpoints", config), Snapshots(config, "run", ["start"])
+    for step in range(1, a.rounds + 2):  # the first one makes folders and compiles
+        state = jax.block_until_ready(make(float(step)))
+        about: tuple[Any, dict[str, Any], int] = ({"at": step}, {}, -1)
+        seconds: dict[str, float] = {}
+        begun = time.perf_counter()
+        seconds["checkpoint_blocking"], _ = timed(lambda s=state, n=step: checkpoints.save(n, s, {}, "{}"))
+        checkpoints.wait()
+        seconds["checkpoint"] = time.perf_counter() - begun
+        seconds["snapshot"], problem = timed(lambda s=state, n=step, b=about: snapshots.save(n, s, *b))
+        assert not problem, problem
+        mib: dict[str, float] = {}
+        for name, read, counter in (("", "read", "rchar"), ("_cold", "disk", "read_bytes")):
+            if name:
+                forget(checkpoints.folder_of(step))
+            before = read_mib(counter)
+            seconds[f"restore_disk{name}"], restored = timed(
+                lambda n=step: Checkpoints(a.folder / "checkpoints", config).restore(n, shapes)
+            )
+            mib[f"{read}_mib"] = read_mib(counter) - before
+            check(restored[0], state)
+        seconds["restore_memory"], (snapshot, _) = timed(
+            lambda: Snapshots(config, "run", ["start"]).newest(shapes, None, -1)
+        )
+        check(snapshot.state, state)
+        if a.rank == 1:
+            shutil.rmtree(snapshots.folder)
+        seconds["restore_partner"], (snapshot, _) = timed(
+            lambda: Snapshots(config, "run", ["start"]).newest(shapes, None, -1)
+        )
+        check(snapshot.state, state)
+        rows_measured.append(gather_json({**seconds, **mib}))
+    checkpoints.close()
+    if a.rank == 0:
+        own = sum(shard.data.nbytes for x in jax.tree.leaves(make(0.0)) for shard in x.addressable_shards) / 2**20
+        worst = [
+            {name: max(row[name] for row in rank_rows) for name in rank_rows[0]} for rank_rows in rows_measured[1:]
+        ]
+        values: dict[str, Any] = {
+            f"{name}_s": report.median((row[name] for row in worst), 3)
+            for name in worst[0]
+            if not name.endswith("_mib")
+        }
+        values["own_mib"] = round(own, 1)
+        for name in ("read_mib", "disk_mib"):
+            of_rank = ([row[rank][name] for row in rows_measured[1:]] for rank in range(a.processes))
+            values[name] = [round(statistics.median(rounds), 1) for rounds in of_rank]
+        report.finish(values)
+
+
+def main() -> None:
+    parser = report.parser(__doc__)
+    parser.add_argument("--processes", type=int, default=4)
+    parser.add_argument("--mib", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--disk", type=Path, default=None, help="folder on the disk; the system's for scratch if not given"
+    )
+    parser.add_argument("--memory", type=Path, default=Path("/dev/shm"))
+    for name, kind in (("rank", int), ("port", int), ("folder", Path)):
+        parser.add_argument(f"--{name}", type=kind, default=None, help=argparse.SUPPRESS)
+    a = parser.parse_args()
+    if a.rank is not None:
+        return process(a)
+    load = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory(dir=a.disk) as disk, tempfile.TemporaryDirectory(dir=a.memory) as memory:
+        for rank in range(a.processes):
+            (Path(memory) / str(rank)).mkdir()
+            (Path(disk) / f"memory-{rank}").symlink_to(Path(memory) / str(rank))
+        with reserve_port() as reserved:
+            same = ["--processes", a.processes, "--mib", a.mib, "--rounds", a.rounds]
+            same += ["--port", reserved.getsockname()[1], "--folder", disk]
+            ranks = [
+                subprocess.Popen(
+                    [sys.executable, __file__, *map(str, same), "--rank", str(rank)],
+                    env=os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"},
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+                for rank in range(a.processes)
+            ]
+            screens = [rank.communicate()[0] for rank in ranks]
+    if any(rank.returncode for rank in ranks):
+        sys.exit("\n".join(screens))
+    result = {"benchmark": "snapshots", "options": report.options(a, "rank", "port", "folder", "disk", "memory")}
+    report.finish(result | {"load_before": load} | json.loads(screens[0].splitlines()[-1]))
+    return None
+
+
+if __name__ == "__main__":
+    main()
