@@ -26,7 +26,7 @@ def run(*command: object, cwd: Path) -> str:
 
 @pytest.mark.slow
 def test_the_wheel_works_outside_of_the_checkout(tmp_path: Path) -> None:
-    source, wheels, elsewhere = (tmp_path / name for name in ("source", "wheels", "elsewhere"))
+    source, wheels, elsewhere = (tmp_path / name for name in ("jmoe", "wheels", "elsewhere"))
     elsewhere.mkdir()
     ignored = shutil.ignore_patterns(".*", "runs", "build", "*.egg-info", "__pycache__")
     shutil.copytree(ROOT, source, symlinks=True, ignore=ignored)
@@ -62,3 +62,8 @@ def test_the_wheel_works_outside_of_the_checkout(tmp_path: Path) -> None:
         shown = run(bin_ / command[0], *command[1:], "--help", cwd=elsewhere)
         assert f"usage: {' '.join(command)} " in shown and option in shown
     assert "jmoe-train PRESET --plan" in run(bin_ / "jmoe-train", "--help", cwd=elsewhere)
+
+    # `make setup` installs the checkout itself. The folder that a clone lies in has a folder `jmoe` without an
+    # `__init__.py`, which must not hide the package.
+    run(*pip, "install", "--no-deps", "--no-build-isolation", "--editable", source, cwd=elsewhere)
+    assert run(bin_ / "python", "-c", home, cwd=tmp_path).split() == ["MoELayer", str(source / "jmoe" / "__init__.py")]
