@@ -14,6 +14,7 @@ from jmoe.offload.saved_experts import SavedExperts, expert_layers, names_of_exp
 from jmoe.optim.loss_scale import first_loss_scale
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.training.state import TrainState, experts_of, without_experts
+from jmoe.training.streamed.experts import StreamedExperts
 from jmoe.training.trainer import Trainer
 
 LINKED = {"weights", "moments"}  # kinds of records that a run can take over as they are, with gradients that wait
@@ -38,6 +39,8 @@ def restored(trainer: Trainer, checkpoints: Checkpoints, step: int) -> tuple[Tra
     if not any(experts_of(shape.params, stack) for stack in EXPERT_STACKS):  # experts are no part of the state
         linked = saved.kinds == LINKED and _keeps_records(trainer, saved)
         experts = names_of_experts(checkpoints.arrays(step))
+        if isinstance(trainer, StreamedExperts):
+            trainer.end_experts()
         rest, data = _restored(trainer, checkpoints, step, shape, but=experts, records=linked)
         return trainer.load_state(rest, *((None, None) if linked else (saved.weights, saved.moments))), data
     weights, moments = "weights" in saved.kinds, "moments" in saved.kinds

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from jmoe.config import CheckpointConfig, TiersConfig, TrainConfig
 from jmoe.memory.closing import Closing
 from jmoe.memory.record_checkpoint import ITEM, RecordCheckpoints
 from jmoe.memory.version_store import VersionStore
+from jmoe.offload.expert_state import ExpertState
 from jmoe.offload.lazy_adamw import Laziness
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.training.resume import restored
@@ -126,6 +129,29 @@ def test_it_goes_on_to_the_bit(undisturbed: Trained, tiers: TiersConfig, tmp_pat
         held_out = [float(nll) for nll in run.program.evaluate(state, held_out_batches(CONFIG))]
         assert held_out == undisturbed.held_out
         assert differing(run.whole(state), undisturbed.state) == []
+
+
+def test_what_the_last_step_left_under_way_is_not_restored_over(
+    undisturbed: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ring still brings experts up to date for a next step as a checkpoint of before becomes current."""
+    catch_up = ExpertState._catch_up
+
+    def slow(experts: ExpertState, *args: Any) -> int:
+        if threading.current_thread().name == "ring":
+            time.sleep(0.1)
+        return catch_up(experts, *args)
+
+    with Opened(tmp_path, NVME) as run:
+        state = run.steps(run.program.init(), SAVED)
+        run.save(state)
+        monkeypatch.setattr(ExpertState, "_catch_up", slow)
+        run.steps(state, SAVED + 1)
+        state = run.restore(SAVED)
+        monkeypatch.undo()
+        del run.losses[SAVED:]
+        run.steps(state, STEPS)
+        assert run.losses == undisturbed.losses
 
 
 def test_a_save_writes_what_changed_and_nothing_else(tmp_path: Path) -> None:

@@ -52,9 +52,17 @@ class StreamedExperts:
         self.experts, self.stores, self.records = before.experts, before.stores, before.records
 
     def _open(self, laziness: Laziness, weights: ReadExperts | None, moments: ReadExperts | None) -> None:
-        if self.experts is not None:
-            self.experts.close()
+        self.end_experts()
         self.experts = self.stores.fill(laziness, weights, moments)
+
+    def end_experts(self) -> None:
+        """End the threads that bring experts up to date and write records back; what is dirty is not written.
+
+        Before a checkpoint's records become current: what such a thread still writes would be newer than they are.
+        """
+        experts, self.experts = self.experts, None
+        if experts is not None:
+            experts.close()
 
     def _load(self, step: int, weights: ReadExperts | None, moments: ReadExperts | None) -> None:
         """Take the experts to their tiers layer by layer. None: they are there already."""
@@ -143,8 +151,6 @@ class StreamedExperts:
     def close(self) -> None:
         """End the threads, and give the records' folders free."""
         try:
-            if self.experts is not None:
-                self.experts.close()
-                self.experts = None
+            self.end_experts()
         finally:
             self.stores.close()
