@@ -29,7 +29,7 @@ help:
 	@echo 'make bench      time a training step'
 	@echo 'make gpu        everything a GPU has to show, in nine minutes at most; ARGS=--cpu tries it at toy sizes'
 	@echo 'make gpu-estimate  what training steps would take on an H100, from the compiled steps alone (EXTRA=cuda13 for the libraries)'
-	@echo 'make docs       write docs/benchmarks.md from benchmarks/results'
+	@echo 'make docs       write docs/benchmarks.md and its pages from benchmarks/results'
 	@echo 'make kernels-aot  compile what `make gpu` runs for an H200 without one (EXTRA=cuda13 for the libraries)'
 
 setup: $(STAMP)

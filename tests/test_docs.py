@@ -1,5 +1,6 @@
-"""README and docs: the generated page is up to date, links lead somewhere, the code of the layer runs."""
+"""README and docs: generated pages are up to date, links lead somewhere, figures are measured, code runs."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,13 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ["README.md", "launch/README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
+WRITTEN = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = [
+    *WRITTEN,
+    "launch/README.md",
+    *(f"docs/benchmarks/{path.name}" for path in sorted((ROOT / "docs" / "benchmarks").glob("*.md"))),
+]
 
 
 def anchors(page: Path) -> set[str]:
@@ -17,9 +24,58 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_the_benchmarks_page_is_what_the_results_say(run_python) -> None:  # type: ignore[no-untyped-def]
+def test_the_pages_of_benchmarks_are_what_the_results_say(run_python) -> None:  # type: ignore[no-untyped-def]
     done = run_python(["benchmarks/lib/render.py", "--check"])
     assert done.returncode == 0, done.stderr
+
+
+def test_the_index_of_benchmarks_is_one_screen_with_a_link_to_each_result() -> None:
+    index = (ROOT / "docs" / "benchmarks.md").read_text()
+    assert len(index.splitlines()) <= 70
+    linked = re.findall(r"\(benchmarks/(\w+)\.md\)", index)
+    assert sorted(linked) == sorted(["papers", *(path.stem for path in RESULTS.glob("*.json"))])
+
+
+@pytest.mark.parametrize("name", ["decoding_cpu", "training_peers_cpu", "native_cpu"])
+def test_a_page_begins_with_the_newest_measurement_and_folds_the_others(name: str) -> None:
+    result = json.loads((RESULTS / f"{name}.json").read_text())
+    runs = [result, *(value for key, value in result.items() if key.endswith("_processor"))]
+    shown, *folded = (ROOT / "docs" / "benchmarks" / f"{name}.md").read_text().split("<details>")
+    assert f"date {max(run['date'] for run in runs)}" in shown
+    assert len(folded) == len(runs) - 1 == sum("</details>" in part for part in folded)
+
+
+def test_no_page_shows_the_error_of_a_shell() -> None:
+    for name in PAGES:
+        found = re.search(
+            r"Could not resolve host|No such file or directory|Traceback \(most", (ROOT / name).read_text()
+        )
+        assert found is None, f"{name}: {found}"
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_page_opens_with_a_command(name: str) -> None:
+    """Or with code, within a screen."""
+    text = (ROOT / name).read_text()
+    assert text.startswith("# ")
+    (block, *_) = re.findall(r"```(?:python)?\n(.*?)```", text, flags=re.DOTALL)
+    assert len(text.partition(block)[0].splitlines()) <= (15 if name == "README.md" else 8)
+    assert re.match(r"python |make |sbatch |import ", block)
+
+
+def test_every_picture_says_which_command_made_it() -> None:
+    """In a paragraph of its own, beside the picture."""
+    pictures = {path.name for path in (ROOT / "docs").glob("*.png")}
+    for name in PAGES:
+        paragraphs = (ROOT / name).read_text().split("\n\n")
+        for number, paragraph in enumerate(paragraphs):
+            if shown := re.match(r"!\[.*\]\([./\w]*?(\w+\.png)\)$", paragraph):
+                beside = "\n".join(paragraphs[max(number - 2, 0) : number + 2])
+                assert re.search(r"(Drawn by|drawn from the results by|A browser on) `(python|make) ", beside), (
+                    f"{name}: {shown}"
+                )
+                pictures.discard(shown[1])
+    assert not pictures, "no page shows these"
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -36,6 +92,66 @@ def test_links_lead_somewhere(name: str) -> None:
 
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 110
+
+
+def measured() -> list[tuple[list[float], list[float], list[float]]]:
+    """Return what each row of the README's table must have: jmoe, the peer, and how many times as fast jmoe is."""
+
+    def load(name: str) -> Any:
+        return json.loads((RESULTS / f"{name}.json").read_text())
+
+    trained, decoded = load("gpu_training_olmoe"), load("gpu_decode_resident")
+    theirs = float(re.search(r"on an H100 .*: ([\d,]+) tokens/s", trained["notes"])[1].replace(",", ""))  # type: ignore[index]
+    peers = load("training_peers_cpu")["slower_processor"]
+    trainers = [peers["buckets"]["8 experts"], peers["buckets"]["16 experts"], peers["32 experts"]]
+    llama, oversized = (
+        load("llamacpp_cpu")["slower_processor"]["rows"][0],
+        load("oversized_cpu")["slower_processor"]["rows"][0],
+    )
+    counts, pressed = [llama["one"], llama["eight"]], oversized["tokens_per_s"]
+    nvme = [row for row in load("training_tiers_cpu")["deepspeed"]["rows"] if row["place"] == "nvme"]
+    sent = [
+        row
+        for row in load("exchange_two_nodes_cpu")["rows"]
+        if (row["mbit_per_s"], row["direction"]) == (100, "forward")
+    ]
+    flat, dedup = ([row for row in sent if row["exchange"] == kind and row["top_k"] > 1] for kind in ("flat", "dedup"))
+    steps = sorted(load("order_two_nodes_cpu")["slower_processor"]["rows"], key=lambda row: row["mbit_per_s"])
+    ready, chunks = ([row for row in steps if row["variant"] == name] for name in ("ready", "chunks"))
+    return [
+        ([trained["tokens_per_s"]], [theirs], [trained["tokens_per_s"] / theirs]),
+        (list(decoded["decode_tokens_per_s"].values()), [], []),
+        (
+            [row[1]["tokens_per_s"] for row in trainers],
+            [row[0]["tokens_per_s"] for row in trainers],
+            [row[1]["ratio"] for row in trainers],
+        ),
+        ([row["jmoe"] for row in counts], [row["llama.cpp"] for row in counts], [row["ratio"] for row in counts]),
+        ([pressed["jmoe"]], [pressed["llama.cpp"]], [pressed["ratio"]]),
+        ([nvme[1]["step_s"]], [nvme[0]["step_s"]], [nvme[1]["ratio"]]),
+        (
+            [row["seconds"] for row in dedup],
+            [row["seconds"] for row in flat],
+            [1 / row["ratio_to_flat"] for row in dedup],
+        ),
+        (
+            [row["seconds"] for row in chunks],
+            [row["seconds"] for row in ready],
+            [row["ratio_to_ready"] for row in chunks],
+        ),
+    ]
+
+
+def test_the_figures_of_the_readme_are_those_of_the_results() -> None:
+    table = (ROOT / "README.md").read_text().partition("## Measured\n")[2].partition("\n\nA ratio")[0]
+    rows = [line.split("|")[2:5] for line in table.strip().splitlines()[2:]]
+    assert len(rows) == len(measured()) <= 8
+    for cells, wanted in zip(rows, measured(), strict=True):
+        for cell, figures in zip(cells, wanted, strict=True):
+            shown = [
+                float(number.replace(",", "")) for number in re.findall(r"\d[\d,]*\d(?:\.\d+)?|\d+(?:\.\d+)?", cell)
+            ]
+            assert shown == pytest.approx(figures, rel=0.006), cells
 
 
 @pytest.mark.slow

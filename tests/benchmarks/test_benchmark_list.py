@@ -9,11 +9,17 @@ import pytest
 
 from benchmarks import BENCHMARKS, RESULTS, ROOT
 from benchmarks.__main__ import programs, summary
-from benchmarks.lib.render import with_todays_paths
+from benchmarks.lib.catalogue import with_todays_paths
 
 RunPython = Callable[..., subprocess.CompletedProcess[str]]
 PATH = re.compile(r"\bbenchmarks/[\w/]+\.py\b")
-TEXTS = [*ROOT.glob("*.md"), ROOT / "Makefile", *ROOT.glob("docs/*.md"), *ROOT.glob("docs/benchmarks/*.md")]
+TEXTS = [
+    *ROOT.glob("*.md"),
+    ROOT / "Makefile",
+    *BENCHMARKS.rglob("*.py"),
+    *ROOT.glob("docs/*.md"),
+    *ROOT.glob("docs/benchmarks/*.md"),
+]
 
 
 def test_every_program_is_in_a_folder_and_says_what_it_measures(run_python: RunPython) -> None:
@@ -38,7 +44,7 @@ def test_an_unknown_name_is_refused(run_python: RunPython) -> None:
     assert done.stderr == "train/stop: must be a benchmark. `python -m benchmarks` lists them.\n"
 
 
-@pytest.mark.parametrize("path", [*TEXTS, *BENCHMARKS.rglob("*.py")], ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", sorted(TEXTS), ids=lambda path: str(path.relative_to(ROOT)))
 def test_paths_of_benchmarks_lead_to_them(path: Path) -> None:
     for found in PATH.findall(path.read_text()):
         assert (ROOT / found).is_file(), found
