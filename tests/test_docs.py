@@ -13,6 +13,7 @@ WRITTEN = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs")
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = [
     *WRITTEN,
+    "CHANGELOG.md",
     "launch/README.md",
     *(f"docs/benchmarks/{path.name}" for path in sorted((ROOT / "docs" / "benchmarks").glob("*.md"))),
 ]
@@ -88,6 +89,16 @@ def test_links_lead_somewhere(name: str) -> None:
         linked = (page.parent / path).resolve() if path else page
         assert linked.exists(), f"{name}: {target}"
         assert not anchor or anchor in anchors(linked), f"{name}: {target}"
+
+
+def test_the_changelog_begins_with_what_is_unreleased_and_tells_a_version_in_25_points() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text()
+    (unreleased, *versions) = re.findall(r"^## \[(.*?)\](.*?)(?=^## |\Z)", text, re.DOTALL | re.MULTILINE)
+    assert unreleased[0] == "Unreleased"
+    version = re.search(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert version is not None and versions[0][0] == version[1]
+    for name, body in versions:
+        assert len(re.findall(r"^- ", body, re.MULTILINE)) <= 25, name
 
 
 def test_the_readme_is_short() -> None:
