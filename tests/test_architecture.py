@@ -92,6 +92,8 @@ def violations(module: str, tree: ast.Module) -> Iterator[str]:
         axis = isinstance(node, ast.Constant) and node.value in ("expert_inter", "expert_intra")
         if (called == "PartitionSpec" or axis) and module not in ("jmoe.mesh", "jmoe.config.parallel"):
             yield "PartitionSpec( and names of axes belong in jmoe/mesh.py"
+        if called == "add_residual" and ".feed_forward(" in ast.unparse(node) and module != "jmoe.models.block":
+            yield "Block.dense composes a dense block"
 
 
 @pytest.mark.parametrize("module", SOURCES)
@@ -104,6 +106,8 @@ def test_offenders_are_found() -> None:
     assert len(list(violations("jmoe.planning.memory_plan", source))) == 6
     source = ast.parse("import jmoe.training.tasks.losses\nfrom jmoe.programs.generate import main")
     assert len(list(violations("jmoe.training.streamed.step", source))) == 2
+    source = ast.parse("y = add_residual(x, block.feed_forward(x, dtype))")
+    assert list(violations("jmoe.deploy.layerwise", source)) == ["Block.dense composes a dense block"]
 
 
 def test_no_imports_go_round_in_a_circle() -> None:

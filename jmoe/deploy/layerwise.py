@@ -48,9 +48,9 @@ def _embed(structure: Structure, arrays: Any, tokens_BS: jax.Array) -> jax.Array
 def _attend(structure: Structure, arrays: Any, x_BSD: jax.Array, window: jax.Array | None) -> tuple[jax.Array, ...]:
     """Return x after attention and the dense or shared feed-forward; with experts also their inputs and the routing."""
     block: Block = structure.merge(arrays)
-    x_BSD = block.attend(x_BSD, causal(window), jnp.float32)
     if block.kind == "dense":
-        return (add_residual(x_BSD, block.feed_forward(x_BSD, jnp.float32)),)
+        return (block.dense(x_BSD, causal(window), jnp.float32),)
+    x_BSD = block.attend(x_BSD, causal(window), jnp.float32)
     h_TD, routing = block.route(x_BSD, jnp.float32)
     return add_residual(x_BSD, block.shared(h_TD)), h_TD, routing.topk_idx_TK, routing.topk_weights_TK
 

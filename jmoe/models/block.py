@@ -1,8 +1,9 @@
 """One transformer block, in the phases that its runners call; `Block.__call__` composes them.
 
 Legend: B batch, S sequence, T = B S tokens, D hidden, K choices a token.
-A dense block is `attend`, `feed_forward`; one with experts is `attend`, `route`, `dispatch`, `apply_experts`. The scan
-with its reverse pass, the host that streams experts and the decoder with a KV cache know nothing else of a layer.
+A dense block is `dense`: `attend` and `feed_forward`. One with experts is `attend`, `route`, `dispatch`,
+`apply_experts`. The scan with its reverse pass, the host that streams experts and the decoder with a KV cache know
+nothing else of a layer.
 """
 
 from collections.abc import Callable, Mapping
@@ -95,6 +96,11 @@ class Block(nnx.Module):
         with jax.named_scope("mlp"):
             return self.mlp(self.feed_forward_norm(x_BSD, dtype))
 
+    def dense(self, x_BSD: jax.Array, attention: AttentionFn, dtype: Any) -> jax.Array:
+        """Return the output of a dense block: x after its attention and its feed-forward."""
+        x_BSD = self.attend(x_BSD, attention, dtype)
+        return add_residual(x_BSD, self.feed_forward(x_BSD, dtype))
+
     def route(
         self,
         x_BSD: jax.Array,
@@ -153,9 +159,9 @@ class Block(nnx.Module):
         keep_routing: the statistics hold every token's `Routing` too. choices: every token's experts, where the
         router does not choose them, as `route` takes them.
         """
-        x_BSD = self.attend(x_BSD, causal(window), dtype)
         if self.kind == "dense":
-            return add_residual(x_BSD, self.feed_forward(x_BSD, dtype)), None
+            return self.dense(x_BSD, causal(window), dtype), None
+        x_BSD = self.attend(x_BSD, causal(window), dtype)
         h_TD, routing = self.route(x_BSD, dtype, key=key, train=train, **(choices or {}))
         dispatched = self.dispatch(h_TD, routing, full_capacity=full_capacity)
         y_BSD = self.apply_experts(x_BSD, h_TD, dispatched)

@@ -36,6 +36,8 @@ class StackedLayers(NamedTuple):
 
 
 LayerInputs = dict[LayerKind, StackedLayers]
+# (makes one layer, how many layers, what they draw from) -> those layers as one module
+StackLayers = Callable[[Callable[[nnx.Rngs], nnx.Module], int, nnx.Rngs], Any]
 LayerScan = Callable[[LayerPlan, ApplyBlock, LayerInputs, jax.Array], tuple[jax.Array, MoEStats | None]]
 
 
@@ -48,6 +50,11 @@ def stack_layers(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.R
         if isinstance(variable, nnx.Variable) and (axes := variable.get_metadata().get("out_sharding")):
             variable.set_metadata(out_sharding=(None, *axes))
     return stack
+
+
+def one_layer(layer: jax.Array | int, make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) -> Any:
+    """Return layer number `layer` of what `stack_layers` would make, alone, from the same draws."""
+    return make(nnx.Rngs(params=jax.random.split(rngs.params(), count)[layer]))
 
 
 def layer_plan(kinds: Sequence[LayerKind]) -> LayerPlan:
@@ -155,9 +162,17 @@ class Decoder(nnx.Module):
     """Tokens [B, S] -> float32 hidden states [B, S, D]; `lm_head()` turns them into logits.
 
     Layers without experts are one stack of parameters, those with experts another, each in the order of the layers.
+    stack: makes these.
     """
 
-    def __init__(self, config: ModelConfig, parallel: ExpertParallel | None = None, *, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        parallel: ExpertParallel | None = None,
+        *,
+        stack: StackLayers = stack_layers,
+        rngs: nnx.Rngs,
+    ) -> None:
         self.config = config
 
         def block(kind: LayerKind) -> Callable[[nnx.Rngs], nnx.Module]:
@@ -168,22 +183,21 @@ class Decoder(nnx.Module):
         self.embedding = normal(rngs, (config.vocab_size, config.hidden_size), std)
         learned = config.position == "learned"
         self.positions = normal(rngs, (config.max_position_embeddings, config.hidden_size), std) if learned else None
-        self.dense_layers = stack_layers(block("dense"), dense, rngs) if dense else None
-        self.moe_layers = stack_layers(block("moe"), config.num_moe_layers, rngs) if config.num_moe_layers else None
+        self.dense_layers = stack(block("dense"), dense, rngs) if dense else None
+        self.moe_layers = stack(block("moe"), config.num_moe_layers, rngs) if config.num_moe_layers else None
         self.norm = Norm(config.hidden_size, config.norm, config.norm_eps)
         tied = config.tie_word_embeddings
         self.head = None if tied else normal(rngs, (config.hidden_size, config.vocab_size), std)
 
     @staticmethod
     def experts_of(config: ModelConfig, layer: jax.Array | int, rngs: nnx.Rngs) -> nnx.Module:
-        """The experts of one layer with experts (counted among its kind) of `Decoder(config, rngs=rngs)`, alone."""
-        dense = config.num_hidden_layers > config.num_moe_layers
-        for _ in range(1 + (config.position == "learned") + dense):  # what the decoder draws before
-            rngs.params()
-        key = jax.random.split(rngs.params(), config.num_moe_layers)[layer]
-        drawn = Block(config, "moe", rngs=nnx.Rngs(params=key))
-        assert drawn.moe is not None and isinstance(drawn.moe.experts, nnx.Module)
-        return drawn.moe.experts
+        """Return the experts of one layer, counted among those with experts, of `Decoder(config, rngs=rngs)`.
+
+        Inside `jit` nothing else is drawn.
+        """
+        drawn: Any = Decoder(config, stack=partial(one_layer, layer), rngs=rngs).moe_layers
+        experts: nnx.Module = drawn.moe.experts
+        return experts
 
     def embed(self, tokens_BS: jax.Array, dtype: Any, lookup: Lookup = lookup) -> jax.Array:
         """[B, S, D] in `dtype`: the first layer's input."""

@@ -20,7 +20,7 @@ from jmoe.layers.experts import affine, normal
 from jmoe.layers.moe import ExpertParallel, MoEStats
 from jmoe.layers.norm import Norm
 from jmoe.models.block import ApplyBlock, Block
-from jmoe.models.decoder import stack_layers
+from jmoe.models.decoder import StackLayers, one_layer, stack_layers
 
 STACK_OF: dict[LayerKind, str] = {"dense": "dense_layers", "moe": "moe_layers", "task": "task_layers"}
 
@@ -67,7 +67,7 @@ class VisionTransformer(nnx.Module):
     head_sizes: of each task, in the order of their numbers: its classes, or the features of its embedding. paths:
     [tasks, layers routed by task], the expert that each task takes, or may take where paths are learned, as a logit a
     layer says in `path_logits`. task_experts: of each layer routed by task, as many as there are slots for them on a
-    device; 0: all. Patches see all of their image; their mean goes to the heads.
+    device; 0: all. stack: makes the layers of a kind. Patches see all of their image; their mean goes to the heads.
     """
 
     def __init__(
@@ -78,6 +78,7 @@ class VisionTransformer(nnx.Module):
         parallel: ExpertParallel | None = None,
         *,
         task_experts: int = 0,
+        stack: StackLayers = stack_layers,
         rngs: nnx.Rngs,
     ) -> None:
         self.config, self.tasks, self.head_sizes = config, tuple(head_sizes), tuple(head_sizes.values())
@@ -90,12 +91,12 @@ class VisionTransformer(nnx.Module):
 
         self.task_experts = task_experts or config.num_experts
 
-        def stack(kind: LayerKind) -> Any:
+        def layers(kind: LayerKind) -> Any:
             own = of_kind(config, kind, self.task_experts)
             make = lambda rngs: Block(own, kind, parallel, rngs=rngs)  # noqa: E731
-            return stack_layers(make, kinds.count(kind), rngs) if kind in kinds else None
+            return stack(make, kinds.count(kind), rngs) if kind in kinds else None
 
-        self.dense_layers, self.moe_layers, self.task_layers = stack("dense"), stack("moe"), stack("task")
+        self.dense_layers, self.moe_layers, self.task_layers = layers("dense"), layers("moe"), layers("task")
         self.norm = Norm(d, config.norm, config.norm_eps)
         self.heads = nnx.Dict({name: normal(rngs, (d, count), std) for name, count in head_sizes.items()})
         undecided = {name: nnx.Param(jnp.zeros(kinds.count("task"))) for name in head_sizes}
@@ -103,14 +104,13 @@ class VisionTransformer(nnx.Module):
 
     @staticmethod
     def experts_of(config: VisionModelConfig, kind: LayerKind, layer: jax.Array | int, rngs: nnx.Rngs) -> nnx.Module:
-        """Return the experts of one layer of a kind, counted among it, that `VisionTransformer(config, ...)` draws."""
-        before = [stack for stack in STACK_OF if stack in config.layer_kinds]
-        for _ in range(3 + before.index(kind)):  # what is drawn before
-            rngs.params()
-        key = jax.random.split(rngs.params(), config.layer_kinds.count(kind))[layer]
-        drawn = Block(of_kind(config, kind, config.num_experts), kind, rngs=nnx.Rngs(params=key))
-        assert drawn.moe is not None and isinstance(drawn.moe.experts, nnx.Module)
-        return drawn.moe.experts
+        """Return the experts of one layer of a kind, counted among it, that `VisionTransformer(config, ...)` draws.
+
+        Inside `jit` nothing else is drawn. Heads and paths are not needed: what they are changes no layer.
+        """
+        drawn = VisionTransformer(config, {}, (), stack=partial(one_layer, layer), rngs=rngs)
+        experts: nnx.Module = getattr(drawn, STACK_OF[kind]).moe.experts
+        return experts
 
     def embed(self, pixels_BPPC: jax.Array, dtype: Any) -> jax.Array:
         """[B, S, D] in `dtype`: the first layer's input."""

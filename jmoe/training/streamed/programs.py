@@ -35,7 +35,7 @@ from jmoe.config import LayerKind
 from jmoe.layers.moe import MoEStats, moe_stats
 from jmoe.layers.router import Routing
 from jmoe.mesh import ACCUMULATED_BATCH, ALL, BATCH, DATA, EXPERT, EXPERTS_PATH, REPLICATED, split_over
-from jmoe.models.block import Block, add_residual, causal, saved_names
+from jmoe.models.block import Block, causal, saved_names
 from jmoe.models.decoder import STACKS
 from jmoe.models.functional import FunctionalModule
 from jmoe.offload.slot_rows import ChosenRows
@@ -390,8 +390,7 @@ class LayerPrograms:
     def _run_dense(self, params: Any, layer: LayerIndex, x_BSD: jax.Array) -> jax.Array:
         assert self._dense is not None
         block: Block = self._dense(self._model.cast(params))
-        x_BSD = block.attend(x_BSD, causal(layer.window), self.dtype)
-        return add_residual(x_BSD, block.feed_forward(x_BSD, self.dtype))
+        return block.dense(x_BSD, causal(layer.window), self.dtype)
 
     def _route(
         self,

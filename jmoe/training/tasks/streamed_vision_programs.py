@@ -21,7 +21,7 @@ from jmoe.config import LayerKind, VisionTrainConfig
 from jmoe.data.image_batches import ImageBatch
 from jmoe.layers.moe import MoEStats
 from jmoe.mesh import ALL, BATCH, DATA, EXPERT, EXPERTS_PATH, REPLICATED, STACK_PATHS, split_over
-from jmoe.models.block import Block, add_residual, causal
+from jmoe.models.block import Block, causal
 from jmoe.models.functional import FunctionalModule
 from jmoe.models.vision import STACK_OF
 from jmoe.training.fused.reverse_scan import layer_of
@@ -167,8 +167,7 @@ class VisionLayerPrograms:
 
     def _run_dense(self, params: Any, x_BSD: jax.Array) -> jax.Array:
         block: Block = self._blocks["dense"](params)
-        x_BSD = block.attend(x_BSD, causal(), self.dtype)
-        return add_residual(x_BSD, block.feed_forward(x_BSD, self.dtype))
+        return block.dense(x_BSD, causal(), self.dtype)
 
     def _route(
         self,
