@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import hashlib
 import json
+import mmap
 import os
 import struct
 import tempfile
@@ -22,6 +24,8 @@ from typing import Any, BinaryIO, cast
 
 import numpy as np
 from numpy.typing import NDArray
+
+from jmoe.memory.direct_io import NOT_SUPPORTED
 
 MAGIC = b"JMOETOK1"
 ALIGNMENT_BYTES = 4096
@@ -100,12 +104,21 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         with os.fdopen(handle, "wb") as file:
             yield file
             file.flush()
-            os.fchmod(file.fileno(), 0o644)  # mkstemp gives 0600; other users of a cluster read the same cache
+            _let_all_read(file.fileno())
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def _let_all_read(fd: int) -> None:
+    """Undo that mkstemp keeps a file from other users of a cluster, who read the same cache."""
+    try:
+        os.fchmod(fd, 0o644)
+    except OSError as error:  # where files have no modes (vfat, some of FUSE), the mount says who reads them
+        if error.errno not in (errno.EPERM, *NOT_SUPPORTED):
+            raise
 
 
 def write_atomic(path: Path, content: bytes) -> None:
@@ -237,9 +250,10 @@ def open_shard(path: Path) -> Shard:
             f"{path}: this token shard {what}: {size_bytes} bytes, but its header says {header.count} tokens, "
             f"i.e. {expected_bytes} bytes"
         )
-    mapped = np.memmap(path, dtype=DTYPES[header.dtype], mode="r", offset=offset, shape=(header.count,))
-    # A plain view: slicing np.memmap itself costs several microseconds a window.
-    ids = cast("Ids", mapped.view(np.ndarray))
+    with open(path, "rb") as file:
+        # A private mapping, as FUSE shares none of a file that it reads past the page cache.
+        mapped = mmap.mmap(file.fileno(), size_bytes, mmap.MAP_PRIVATE, mmap.PROT_READ)
+    ids = cast("Ids", np.frombuffer(mapped, DTYPES[header.dtype], header.count, offset))
     if not num_sums:
         return Shard(header, ids, Blocks(path, ids, None))
     sums = np.fromfile(path, np.dtype("<u4"), num_sums, offset=offset + ids_bytes)

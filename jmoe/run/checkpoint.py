@@ -249,6 +249,7 @@ class Checkpoints:
         """Raise on every process if a file of the step is damaged; each process verifies what it is to read."""
         if not self.folder_of(step).is_dir():
             raise ValueError(f"step = {step}: no such checkpoint in {self.directory}; there are {self.steps()}")
+        self._check_number(step)
         damage = self._damage(step, prefix, jax.process_index(), jax.process_count())
         ranks = self._processes_with(damage is not None)
         damage = damage or (f"is damaged: process {ranks[0]} names the file" if ranks else None)
@@ -259,6 +260,11 @@ class Checkpoints:
         if older:
             advice = f"step {older[0]} is intact: delete {self.folder_of(step)} to go on from it"
         raise ValueError(f"checkpoint {self.folder_of(step)} {damage}; {advice}")
+
+    def _check_number(self, step: int) -> None:
+        """Raise `ValueError` if somebody has given the folder of another step this name."""
+        if self._incomplete(step) is None and (saved := self._manifest(step)["step"]) != step:
+            raise ValueError(f"checkpoint {self.folder_of(step)} is step {saved}: rename it to {self.folder_of(saved)}")
 
     def _check_arrays(self, step: int, wanted: dict[str, Any], but: Collection[str]) -> None:
         saved = {name: entry for name, entry in self._manifest(step)["arrays"].items() if name not in but}

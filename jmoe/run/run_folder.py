@@ -56,12 +56,15 @@ class RunFolder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._made and set(os.listdir(self.path)) <= {LOCK, IDENTITY}:  # the run came to nothing
+        came_to_nothing = self._made and set(os.listdir(self.path)) <= {LOCK, IDENTITY}
+        if came_to_nothing:
             for name in os.listdir(self.path):
                 (self.path / name).unlink()
-            self.path.rmdir()
         if self._file is not None:
-            self._file.close()
+            self._file.close()  # NFS and FUSE keep a deleted file in the folder for as long as it is open
+        if came_to_nothing:
+            with contextlib.suppress(OSError):  # another process of the run still has it open, or another run begins
+                self.path.rmdir()
 
     @property
     def run(self) -> str:

@@ -223,12 +223,14 @@ class Snapshots:
                 continue  # the process was killed while it wrote
             try:
                 about = read_about(path)
+                if path != self._path(about["step"], about["rank"]):
+                    raise ValueError(f"is step {about['step']} of process {about['rank']}, under another name")
                 self._check_start(about)
                 if about["processes"] != self._processes:
                     raise ValueError(f"is of {about['processes']} processes; there are {self._processes}")
                 if about["rank"] == self._rank:
                     _check_layout(about, layout)
-            except ValueError as error:
+            except (OSError, ValueError) as error:
                 problems.append(f"{self._named(path)} {error}")
             else:
                 held[about["step"], about["rank"]] = Entry(path.stat().st_size, about["checkpoint"])

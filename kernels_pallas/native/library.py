@@ -33,6 +33,7 @@ OPERATIONS = (
 # contractions to fused multiply-adds are wanted; -ffast-math would change how the whole process rounds tiny numbers
 FLAGS = ("-std=c++20", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-pthread")
 BUILD_TIMEOUT_S = 300
+SEAL_BYTES = hashlib.sha256().digest_size  # at the end of a library, where the loader ignores them
 _SOURCES = Path(__file__).parent
 
 log = logging.getLogger("jmoe")
@@ -76,7 +77,7 @@ def load() -> Path:
 def is_built() -> bool:
     """Return whether `load` has nothing to build. Raises `NotBuiltError` where it could not build anything."""
     try:
-        return bool(_built) or _place(_compiler()).exists()
+        return bool(_built) or _is_whole(_place(_compiler()))
     except NoCacheError:
         return False
 
@@ -86,7 +87,7 @@ def build_in_background() -> None:
 
     Raises `NoCacheError` where no later start could find it.
     """
-    if not _building and not _place(_compiler()).exists():
+    if not _building and not _is_whole(_place(_compiler())):
         root = str(_SOURCES.parents[1])
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
@@ -139,17 +140,17 @@ def _build_somewhere() -> Path:
 
 
 def build() -> Path:
-    """Compile the library into its place, unless it is there; of several processes one does."""
+    """Compile the library into its place, unless it is there as it was written; of several processes one does."""
     compiler = _compiler()
     path = _place(compiler)
-    if path.exists():
+    if _is_whole(path):
         return path
     root = path.parent
     try:
         root.mkdir(parents=True, exist_ok=True)
         with (root / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not path.exists():
+            if not _is_whole(path):
                 _compile(compiler, path)
     except OSError as error:
         raise NoCacheError(f"{root}: {error.strerror}") from error
@@ -160,9 +161,21 @@ def _place(compiler: str) -> Path:
     """Return where the library that this compiler builds is kept; `NoCacheError` where none can be."""
     path = cache_folder() / "native" / f"{_fingerprint(compiler)}.so"
     above = next(folder for folder in path.parents if folder.exists())
-    if above.is_dir() and not path.exists() and not os.access(above, os.W_OK | os.X_OK):
+    if above.is_dir() and not _is_whole(path) and not os.access(above, os.W_OK | os.X_OK):
         raise NoCacheError(f"{above}: cannot be written")
     return path
+
+
+def _is_whole(path: Path) -> bool:
+    """Return whether a library is there as it was written: its last bytes are the SHA-256 of all before them.
+
+    One that a full disk or a power cut has shortened would end the process that loads it, without a word.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return False
+    return hashlib.sha256(content[:-SEAL_BYTES]).digest() == content[-SEAL_BYTES:]
 
 
 def _compiler() -> str:
@@ -209,13 +222,18 @@ def _processor() -> str:
 
 
 def _compile(compiler: str, path: Path) -> None:
-    """Write the library beside its place and rename it: an interrupted build leaves nothing that looks whole."""
+    """Write the library and its seal beside its place and rename it: see `_is_whole`."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder, ThreadPoolExecutor() as threads:
         made, options = Path(folder) / path.name, [*FLAGS, "-isystem", jax.ffi.include_dir()]
         objects = {source: made.with_name(f"{source.stem}.o") for source in _sources()}
         commands = [[compiler, *options, "-c", str(source), "-o", str(to)] for source, to in objects.items()]
         list(threads.map(_run, commands))
         _run([compiler, *FLAGS, "-shared", *map(str, objects.values()), "-o", str(made)])
+        with made.open("r+b") as file:
+            seal = hashlib.file_digest(file, "sha256").digest()
+            file.write(seal)
+            file.flush()
+            os.fsync(file.fileno())
         made.rename(path)
 
 

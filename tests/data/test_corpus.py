@@ -24,6 +24,7 @@ from jmoe.data.corpus import Corpus, Role, prepare
 from jmoe.data.loader import unigram_bits_per_byte, xz_bits_per_byte
 from jmoe.data.shards import TEMPORARY, open_shard, remove_stale_temporaries, writing_shard
 from jmoe.data.tokenizer import load_tokenizer, train_bpe
+from tests.fuse import Lack, fuse
 
 
 def quiet(what: str, done: int, total: int) -> None:
@@ -68,6 +69,16 @@ def test_shard_round_trip(tmp_path: Path, vocab_size: int, dtype: str) -> None:
     shard.blocks.check(0, 5)
     shard.blocks.check_all(header)
     assert [p.name for p in tmp_path.iterdir()] == ["a.bin"]
+
+
+@pytest.mark.parametrize("lack", ["shared_mappings", "modes"])
+def test_a_shard_on_fuse(tmp_path: Path, lack: Lack) -> None:
+    """With direct_io, as some network disks are mounted; and where files have no modes."""
+    with fuse(tmp_path / "disk", tmp_path / "mount", lack) as mount:
+        shard = open_shard(write_shard(mount / "a.bin", list(range(1, 250)) * 100))
+        assert shard.ids[1:].tolist() == list(range(1, 250)) * 100
+        shard.blocks.check_all(shard.header)
+        assert not shard.ids.flags.writeable
 
 
 def test_failed_shard_leaves_nothing(tmp_path: Path) -> None:

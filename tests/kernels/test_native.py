@@ -456,6 +456,32 @@ def test_it_is_built_once(tmp_path: Path) -> None:
     assert run_module(tmp_path, CXX=str(fast)).stdout.strip() == str(made) and made.stat().st_mtime_ns == before
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: content[: len(content) // 2],  # whoever maps it dies at the first page that is missing
+        lambda content: b"",
+        lambda content: bytes(len(content)),
+        lambda content: content[:60_000] + bytes([content[60_000] ^ 1]) + content[60_001:],
+    ],
+    ids=["half", "empty", "zeros", "a bit"],
+)
+def test_a_damaged_library_is_built_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, damage: Callable[[bytes], bytes]
+) -> None:
+    whole = build()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("kernels_pallas.native.library._built", [])
+    kept = tmp_path / "jmoe" / "native" / whole.name
+    kept.parent.mkdir(parents=True)
+    shutil.copyfile(whole, kept)
+    assert native.is_built()
+    kept.write_bytes(damage(whole.read_bytes()))
+    assert not native.is_built()
+    monkeypatch.setattr("kernels_pallas.native.library._compile", lambda _, path: shutil.copyfile(whole, path))
+    assert build() == kept and kept.read_bytes() == whole.read_bytes() and native.is_built()
+
+
 def test_it_is_built_in_the_background(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """By one process, which others need not wait for."""
     compiler = tmp_path / "c++"  # makes an empty file of what it is asked for, once it may

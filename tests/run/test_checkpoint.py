@@ -231,6 +231,18 @@ def test_every_damaged_file_is_noticed(two_steps: Checkpoints, tmp_path: Path) -
     assert older == {path: path.read_bytes() for path in (folder.parent / "1").rglob("*") if path.is_file()}
 
 
+def test_a_step_under_another_name_is_refused(two_steps: Checkpoints, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    (folder / "2").rename(folder / "7")
+    words = re.escape(f"checkpoint {folder / '7'} is step 2: rename it to {folder / '2'}")
+    with pytest.raises(ValueError, match=words):
+        two_steps.restore(7, abstract(make_state(0)))
+    with pytest.raises(ValueError, match=words):
+        two_steps.saved_config(7)
+    (folder / "7").rename(folder / "2")
+    assert_same(two_steps.restore(2, abstract(make_state(0)))[0], make_state(2))
+
+
 def test_a_damaged_manifest_is_never_believed(
     two_steps: Checkpoints, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

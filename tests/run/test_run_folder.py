@@ -13,6 +13,7 @@ import pytest
 
 from jmoe.run import run_folder
 from jmoe.run.run_folder import IDENTITY, LOCK, RunFolder
+from tests.fuse import fuse
 
 
 def test_one_run_at_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,6 +90,14 @@ def test_a_folder_made_for_nothing_is_removed(tmp_path: Path) -> None:
     with RunFolder(tmp_path / "new") as folder:
         (folder.path / "result").touch()
     assert sorted(path.name for path in folder.path.iterdir()) == ["result", IDENTITY, LOCK]
+
+
+def test_on_fuse_a_folder_made_for_nothing_is_removed_and_the_mistake_is_named(tmp_path: Path) -> None:
+    """A deleted file stays in its folder there while it is open, as on NFS."""
+    with fuse(tmp_path / "disk", tmp_path / "mount", "links", "fsync_of_folders") as mount:
+        with pytest.raises(ValueError, match="a mistake"), RunFolder(mount / "new"):
+            raise ValueError("a mistake")
+        assert not list(mount.iterdir())
 
 
 def test_a_copy_is_another_run_and_a_moved_one_is_not(tmp_path: Path) -> None:

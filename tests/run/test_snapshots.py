@@ -132,6 +132,17 @@ def test_truncated_one_falls_back_to_the_one_before(tmp_path: Path) -> None:
     assert re.search(r"6-of-0 on \S+ is damaged: it has [\d,]+ of [\d,]+ bytes", why)
 
 
+def test_a_snapshot_under_another_name_is_not_used(tmp_path: Path) -> None:
+    """Each has good sums, but is not the step that it is called."""
+    made = saved(tmp_path, 3, 6)
+    three, six, other = (made.folder / name for name in ("3-of-0", "6-of-0", "other"))
+    three.rename(other), six.rename(three), other.rename(six)
+    (made.folder / "9-of-0").mkdir()
+    snapshot, why = made.newest(shapes(state_of(0)), None, -1)
+    assert snapshot is None
+    assert "3-of-0" in why and "is step 6 of process 0, under another name" in why and "Is a directory" in why
+
+
 def test_changed_content_falls_back_to_the_checkpoint(tmp_path: Path) -> None:
     made = saved(tmp_path, 3)
     file = np.memmap(made.folder / "3-of-0", np.uint8, mode="r+")
