@@ -47,16 +47,16 @@ from jmoe.run.checkpoint import Checkpoints
 from jmoe.run.cluster_planner import as_json, cluster_rows, table
 from jmoe.run.compatibility import FINGERPRINT, TEACHER, has_checkpoint, refuse_other_data
 from jmoe.run.compile_cache import keep_compiled_programs
-from jmoe.run.metrics import CompiledPrograms, progress_line, step_record
-from jmoe.run.planner import packing_line, tier_counts, training_plan, with_chosen_tiers
+from jmoe.run.metrics import CompiledPrograms, progress_bar, step_record
+from jmoe.run.planner import packing_summary, tier_counts, training_plan, with_chosen_tiers
 from jmoe.run.prometheus import RunMetrics
 from jmoe.run.run_folder import WAIT_S, RunFolder
 from jmoe.run.snapshots import Snapshots
 from jmoe.status import status
+from jmoe.training.expert_packing import PackingController, first_packing
 from jmoe.training.finetune import is_run, with_pretrained_model
 from jmoe.training.fused.distilling import DistillingTrainer
 from jmoe.training.fused.step_estimate import estimate_step
-from jmoe.training.packing import PackingController, first_packing
 from jmoe.training.session import Session, say
 from jmoe.training.state import TrainState
 from jmoe.training.tasks.layouts import layout_of, plan_lines
@@ -89,14 +89,14 @@ def train_step(trainer: Trainer, state: TrainState, tokens: jax.Array) -> tuple[
 def train(run: Session, state: TrainState) -> tuple[TrainState, bool]:
     """Take steps until `num_steps` or a signal; return (state, whether all steps were done)."""
     config, start = run.config, int(state.step)
-    progress = progress_line(config, run.mesh) if run.log is not None else None
+    progress = progress_bar(config, run.mesh) if run.log is not None else None
     profile_from, profile_to = config.profile.span() or (-1, -1)
     stopped, compiled = False, CompiledPrograms()
     with distributed.PreemptionSignal(steps_in_flight=0) as stop:
         for step in range(start, config.num_steps):
             if max(profile_from, start) == step < profile_to:
                 jax.profiler.start_trace(str(run.output_dir / "profile"))
-            state = run.pack(step, state)
+            state = run.rebalance(step, state)
             if progress is not None:
                 progress.runs_on(run.mesh.size, config.tokens_until(step + 1) - config.tokens_until(step))
             begun, processor_s, programs = time.perf_counter(), time.process_time(), compiled.count
@@ -155,7 +155,7 @@ def main(arguments: Sequence[str]) -> None:
         return
     if config.plan:
         plan = training_plan(config)
-        print(plan, *([packing_line(config)] if config.comm.packing != 1 else []), sep="\n")
+        print(plan, *([packing_summary(config)] if config.comm.packing != 1 else []), sep="\n")
         sys.exit(1 if plan.lacking else 0)
     completed = run_all(config)
     sys.exit(0 if completed else config.distributed.stopped_exit_code)
@@ -254,8 +254,10 @@ def run_all(config: TrainConfig) -> bool:
     keep_compiled_programs()
     devices, per_host = jax.device_count(), devices_per_host()
     config.check_devices(devices, per_host)
-    packing = PackingController(config, config.mesh.shape(devices, per_host), first_packing(config, devices, per_host))
-    packed, shape = packing.packed()
+    expert_packing = PackingController(
+        config, config.mesh.shape(devices, per_host), first_packing(config, devices, per_host)
+    )
+    packed, shape = expert_packing.packed()
     mesh = make_mesh(shape)
     layout = layout_of(config, mesh.size) if isinstance(config, VisionTrainConfig) else None
     output_dir, limits, main_process = Path(config.output_dir), config.distributed, jax.process_index() == 0
@@ -265,7 +267,7 @@ def run_all(config: TrainConfig) -> bool:
         f"device(s) as (data, expert_inter, expert_intra) = {shape}; output in {output_dir}"
     )
     if config.comm.packing != 1:
-        say(f"comm.packing = {config.comm.packing}: {packing.experts_per_device} experts a device")
+        say(f"comm.packing = {config.comm.packing}: {expert_packing.experts_per_device} experts a device")
     for warning in config.warnings():
         say(f"warning: {warning}")
     with contextlib.ExitStack() as stack:
@@ -314,7 +316,7 @@ def run_all(config: TrainConfig) -> bool:
             watchdog,
             folder,
             source.files,
-            packing,
+            expert_packing,
             exporter=exporter,
             snapshots=snapshots,
         )

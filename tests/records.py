@@ -37,4 +37,4 @@ def missing(store: VersionStore) -> list[int]:
 
 def pinned(folder: Path, name: str) -> dict[int, Path]:
     """Return the files of a store's pin, by record."""
-    return {Version.of(path.name).index: path for path in (folder / PINS / name).iterdir()}
+    return {Version.from_name(path.name).index: path for path in (folder / PINS / name).iterdir()}

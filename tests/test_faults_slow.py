@@ -135,7 +135,7 @@ def test_kills(runs: TrainRuns, tmp_path: Path, run_python: Run, start_python: S
 
 # ---- a disk that fails
 
-LAYOUT = RecordLayout.of({"w": ((600,), np.float32), "m": ((600,), np.float32)})
+LAYOUT = RecordLayout.from_arrays({"w": ((600,), np.float32), "m": ((600,), np.float32)})
 NUM_RECORDS, LAST = 4, 6
 
 

@@ -19,8 +19,8 @@ if __name__ == "__main__":
     sys.path[0] = {root!r}
     reexec_with_env()
     import train
-    from jmoe.training import packing
-    packing.micro_operations = lambda trainer, state: (2.0, 1.0)
+    from jmoe.training import expert_packing
+    expert_packing.micro_operations = lambda trainer, state: (2.0, 1.0)
     train.main(sys.argv[1:])
 """
 

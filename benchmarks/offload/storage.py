@@ -28,7 +28,7 @@ Work = Callable[[int, np.ndarray], None]
 
 def open_store(folder: Path, record_bytes: int, num_records: int) -> VersionStore:
     """Records of `record_bytes` on disk, seal included."""
-    layout = RecordLayout.of({"w": ((record_bytes - 64,), np.uint8)})
+    layout = RecordLayout.from_arrays({"w": ((record_bytes - 64,), np.uint8)})
     store = VersionStore.open(folder, layout, num_records, fingerprint="benchmark")
     assert store.layout.record_bytes == record_bytes, store.layout.record_bytes
     store.fill(lambda index, views: views["w"].fill(index % 251))

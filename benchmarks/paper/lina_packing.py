@@ -119,7 +119,7 @@ def control(config: TrainConfig, packed: dict[int, Packed]) -> Controlled:
     """Let the controller run a training until it is done."""
     import jax
 
-    from jmoe.training.packing import PackingController, moved
+    from jmoe.training.expert_packing import PackingController, moved
 
     controller, decisions, deciding_s = PackingController(config, SHAPE, 1), list[str](), 0.0
     steps: list[tuple[int, float]] = []
@@ -151,7 +151,7 @@ def measure(a: argparse.Namespace, mesh: Any, clock: Clock) -> list[dict[str, An
 def measure_shape(a: argparse.Namespace, num_ranks: int, clock: Clock, shape: tuple[int, ...]) -> list[dict[str, Any]]:
     from jax.experimental import multihost_utils
 
-    from jmoe.training.packing import agreed, micro_operations
+    from jmoe.training.expert_packing import agreed, micro_operations
 
     configs = {p: config_of(a, shape, num_ranks, {"schedule": a.schedule, "packing": p}) for p in (*PACKINGS, "auto")}
     packed = {p: Packed(a, configs[p]) for p in PACKINGS}

@@ -36,8 +36,8 @@ from pathlib import Path
 
 from benchmarks.lib import report
 from benchmarks.lib.train_processes import LIMIT_S, started, times_of, wait
+from jmoe.cluster.remote_process import reserve_port
 from jmoe.cluster.restarts import reached
-from jmoe.cluster.tether import reserve_port
 
 PARTS = ("detect", "start", "import_and_meet", "data", "restore", "compile_and_step")
 ALONE = ("import", "restore", "compile_and_step")

@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lib import report
-from jmoe.cluster.tether import reserve_port
+from jmoe.cluster.remote_process import reserve_port
 
 ARRAYS = 8
 

@@ -42,7 +42,7 @@ import psutil
 
 from benchmarks.lib import report
 from benchmarks.lib.train_processes import LIMIT_S, started, times_of
-from jmoe.cluster.tether import reserve_port
+from jmoe.cluster.remote_process import reserve_port
 
 LINES = {  # of the log of rank 0, each the end of a part
     "import_and_meet": " active; ",

@@ -20,7 +20,7 @@ GRACE_S = 2.0  # in which one that is alive shows it
 _ARRAY = "array"  # an array's place in the JSON: {"array": [dtype, shape]}
 
 
-class Line:
+class Channel:
     """One end of a connection. Any thread may send; one receives."""
 
     def __init__(self, connection: socket.socket, silence_s: float) -> None:
@@ -37,7 +37,10 @@ class Line:
             self._socket.sendall(data)
 
     def receive(self) -> list[Any] | None:
-        """Return the next message; None at the end. `TimeoutError` after `silence_s`, `OSError` if the line broke."""
+        """Return the next message, or None at the end.
+
+        `TimeoutError` after `silence_s`, `OSError` if the connection broke.
+        """
         header = self._read(_HEADER.size)
         if header is None:
             return None
@@ -46,7 +49,7 @@ class Line:
         return None if data is None else decode(data, text_bytes)
 
     def close(self) -> None:
-        """End the line: the other side receives None."""
+        """End the connection: the other side receives None."""
         with self._lock:
             with contextlib.suppress(OSError):  # the other side was first
                 self._socket.shutdown(socket.SHUT_RDWR)

@@ -23,9 +23,9 @@ from pathlib import Path
 from jmoe.cluster.clocks import RunningClock, disk_time
 from jmoe.cluster.heartbeat import CLOSED, Listener
 from jmoe.cluster.job import check_all_used
+from jmoe.cluster.remote_process import PASSED_ON, Order, RemoteProcess, answered
 from jmoe.cluster.rendezvous import named
 from jmoe.cluster.restarts import ABORTED, Ending, Restarts, kind_of, named_code, reached
-from jmoe.cluster.tether import PASSED_ON, Order, Tether, answered
 from jmoe.command_line import parse_supervise, parse_train
 from jmoe.config import TrainConfig, check
 from jmoe.config.supervise import SuperviseConfig
@@ -54,9 +54,9 @@ def program_and_arguments(command: Sequence[str]) -> tuple[list[str], list[str]]
 class Asker:
     """Asks the hosts that are away, again and again, whether they are back; waits for none."""
 
-    def __init__(self, ask: Callable[[contextlib.ExitStack], list[Tether]], config: SuperviseConfig) -> None:
+    def __init__(self, ask: Callable[[contextlib.ExitStack], list[RemoteProcess]], config: SuperviseConfig) -> None:
         self._ask, self._config = ask, config
-        self._asked: list[Tether] = []
+        self._asked: list[RemoteProcess] = []
         self._since = time.monotonic()
         self._stack = contextlib.ExitStack()
 
@@ -74,9 +74,9 @@ class Asker:
                 self._asked, self._since = self._ask(self._stack), time.monotonic()
             return []
         present = answered(self._asked, 0.0)
-        if not all(tether.heard for tether in self._asked) and waited_s < self._config.host_timeout_s:
+        if not all(remote.heard for remote in self._asked) and waited_s < self._config.host_timeout_s:
             return []
-        hosts = [tether.host for tether in present]
+        hosts = [remote.host for remote in present]
         self._stack.close()
         self._asked, self._since = [], time.monotonic()
         return hosts
@@ -166,17 +166,17 @@ class Supervisor:
 
     # Start
 
-    def _gather(self, stack: contextlib.ExitStack) -> list[Tether]:
-        """Return a tether for each process that is to run now; none if a signal came before there were enough."""
+    def _gather(self, stack: contextlib.ExitStack) -> list[RemoteProcess]:
+        """Return a `RemoteProcess` for each rank to start now; none if a signal came before there were enough."""
         config, deadline = self._config, time.monotonic() + self._config.host_wait_s
         while not self._signals:
             with contextlib.ExitStack() as trying:
-                present = answered(self._tethers(trying, self._hosts()), config.host_timeout_s)
+                present = answered(self._remote_processes(trying, self._hosts()), config.host_timeout_s)
                 number = self._fitting(len(present))
                 if number:
                     stack.push(trying.pop_all())
-                    for tether in present[number:]:
-                        tether.close()
+                    for remote in present[number:]:
+                        remote.close()
                     return present[:number]
             away = ", ".join(sorted(self._away(present))) or "none"
             if time.monotonic() > deadline:
@@ -193,19 +193,19 @@ class Supervisor:
         names = [host.partition("=")[0] for host in self._config.hosts] or [""]
         return [name for name in names for _ in range(self._config.processes_per_host)]
 
-    def _away(self, present: Sequence[Tether]) -> set[str]:
-        return set(self._hosts()) - {tether.host for tether in present}
+    def _away(self, present: Sequence[RemoteProcess]) -> set[str]:
+        return set(self._hosts()) - {remote.host for remote in present}
 
-    def _tethers(self, stack: contextlib.ExitStack, hosts: Sequence[str]) -> list[Tether]:
-        tethers: list[Tether] = []
+    def _remote_processes(self, stack: contextlib.ExitStack, hosts: Sequence[str]) -> list[RemoteProcess]:
+        remotes: list[RemoteProcess] = []
         for host in hosts:
-            local_rank = sum(tether.host == host for tether in tethers)
+            local_rank = sum(remote.host == host for remote in remotes)
             try:
-                tethers.append(Tether(host, local_rank, self._config.prefix(host)))
+                remotes.append(RemoteProcess(host, local_rank, self._config.prefix(host)))
             except OSError as error:
                 raise OSError(f"launch = {self._config.launch!r}: {error}") from error
-            stack.callback(tethers[-1].close)
-        return tethers
+            stack.callback(remotes[-1].close)
+        return remotes
 
     def _fitting(self, available: int) -> int:
         """Return the greatest number of processes, of those that can run, over which the run can be split; 0: none."""
@@ -223,7 +223,7 @@ class Supervisor:
             raise problem
         return 0
 
-    def _start(self, ranks: Sequence[Tether]) -> Listener:
+    def _start(self, ranks: Sequence[RemoteProcess]) -> Listener:
         """Order every rank's process on a new coordinator port, and return the listener for their signs of life."""
         self._attempt += 1
         self._growing = False
@@ -236,7 +236,7 @@ class Supervisor:
         self._note("start", attempt=self._attempt, processes=len(ranks), coordinator=coordinator)
         away = f"; away: {', '.join(sorted(self._away(ranks)))}" if self._away(ranks) else ""
         self._say(f"attempt {self._attempt}: {len(ranks)} processes, coordinator {coordinator}{away}")
-        for rank, tether in enumerate(ranks):
+        for rank, remote in enumerate(ranks):
             options = {
                 "coordinator-address": coordinator,
                 "num-processes": len(ranks),
@@ -247,11 +247,11 @@ class Supervisor:
             words = [word for name, value in options.items() for word in (f"--distributed.{name}", str(value))]
             title = f"attempt {self._attempt}, rank {rank} of {len(ranks)}"
             command = [*self._program, *self._arguments, *words]
-            tether.start(Order(command, os.getcwd(), self._environment(tether), str(self._log(rank)), title))
+            remote.start(Order(command, os.getcwd(), self._environment(remote), str(self._log(rank)), title))
         self._clock = RunningClock(POLL_S)
         return Listener(heartbeats, len(ranks), self._clock.now)
 
-    def _environment(self, tether: Tether) -> dict[str, str]:
+    def _environment(self, remote: RemoteProcess) -> dict[str, str]:
         """Return changes to the environment of a rank: a compile cache that all share, and its own device."""
         changes = {
             "JAX_COMPILATION_CACHE_DIR": str(self._cache),
@@ -260,12 +260,12 @@ class Supervisor:
             "PYTHONUNBUFFERED": "1",
         }
         changes = {name: value for name, value in changes.items() if name not in os.environ}
-        if tether.host:
+        if remote.host:
             changes |= {name: value for name, value in os.environ.items() if name.startswith(PASSED_DOWN)}
         if self._config.processes_per_host > 1:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-            several = len(visible) > tether.local_rank and visible != [""]
-            changes["CUDA_VISIBLE_DEVICES"] = visible[tether.local_rank] if several else str(tether.local_rank)
+            several = len(visible) > remote.local_rank and visible != [""]
+            changes["CUDA_VISIBLE_DEVICES"] = visible[remote.local_rank] if several else str(remote.local_rank)
         return changes
 
     @property
@@ -284,7 +284,7 @@ class Supervisor:
 
     # Watch
 
-    def _watch(self, ranks: Sequence[Tether], listener: Listener, asker: Asker) -> Ending:
+    def _watch(self, ranks: Sequence[RemoteProcess], listener: Listener, asker: Asker) -> Ending:
         """Return how the attempt has ended; by then all of its processes have."""
         began, position = self._clock.now(), self._log_size()
         first: Ending | None = None
@@ -293,12 +293,12 @@ class Supervisor:
         while True:
             self._clock.look()
             for number in self._signals[passed:]:
-                for tether in ranks:
-                    tether.send_signal(number)
+                for remote in ranks:
+                    remote.send_signal(number)
             passed = len(self._signals)
             position = self._show_log(position)
             listener.look()
-            codes = [tether.code() for tether in ranks]
+            codes = [remote.code() for remote in ranks]
             if first is None and (first := self._first_ending(ranks, codes, listener, began)) is not None:
                 says_why = any(code not in (None, 0, EXIT_STOPPED) for code in codes) and not _is_killed(first.code)
                 deadline = self._clock.now() + (END_S if says_why else 0.0)
@@ -308,28 +308,28 @@ class Supervisor:
                 break
             if first is None and not (self._growing or self._signals) and self._can_grow(ranks, asker.returned()):
                 self._growing = True
-                for tether in ranks:
-                    tether.send_signal(signal.SIGTERM)
+                for remote in ranks:
+                    remote.send_signal(signal.SIGTERM)
             time.sleep(POLL_S)
         self._local_devices = listener.local_devices() or self._local_devices
         left = [rank for rank, code in enumerate(codes) if code is None]
-        for tether in ranks:
-            tether.kill()
-        for tether in ranks:
-            tether.close()
+        for remote in ranks:
+            remote.kill()
+        for remote in ranks:
+            remote.close()
         self._show_log(position)
         if first is None and left:
             first = Ending("lost", EXIT_LOST, f"rank {left[0]} has not ended after the others had")
         return first or (Ending("done", 0) if codes[0] == 0 else Ending("stopped", EXIT_STOPPED))
 
     def _first_ending(
-        self, ranks: Sequence[Tether], codes: Sequence[int | None], listener: Listener, began: float
+        self, ranks: Sequence[RemoteProcess], codes: Sequence[int | None], listener: Listener, began: float
     ) -> Ending | None:
         """Return how the rank that is to blame has ended, if one has; a silent one is killed."""
         bad = [rank for rank, code in enumerate(codes) if code not in (None, 0, EXIT_STOPPED)]
         limit_s = self._silence_s / 3 if bad else self._silence_s
         waited_s = self._clock.now() - began
-        for rank, tether in enumerate(ranks):
+        for rank, remote in enumerate(ranks):
             if codes[rank] is not None or any(_is_killed(codes[other]) for other in bad):
                 continue
             late = waited_s > self._begin_s and not listener.has_begun(rank)
@@ -337,8 +337,8 @@ class Supervisor:
             if late or (silent_s > limit_s and listener.at(rank) != CLOSED):
                 at = f", at {listener.at(rank)}" if listener.at(rank) else ""
                 what = f"has not begun within {waited_s:.0f} s" if late else f"no sign of life for {silent_s:.0f} s"
-                tether.close()
-                return Ending("lost", EXIT_LOST, f"{self._named(rank, tether)}: {what}, dead or stopped{at}")
+                remote.close()
+                return Ending("lost", EXIT_LOST, f"{self._named(rank, remote)}: {what}, dead or stopped{at}")
         if not bad:
             return None
         rank = min(bad, key=lambda rank: (not _is_killed(codes[rank]), codes[rank]))
@@ -348,12 +348,12 @@ class Supervisor:
         words = "" if _is_killed(code) else f": {ranks[rank].last_words() or self._last_words(rank)}"
         return Ending(kind_of(code), code, f"{self._named(rank, ranks[rank])}: {named_code(code)}{at}{words}")
 
-    def _asker(self, ranks: Sequence[Tether]) -> Asker:
+    def _asker(self, ranks: Sequence[RemoteProcess]) -> Asker:
         """Return what asks the hosts that are away."""
         hosts = sorted(self._away(ranks))
-        return Asker(lambda stack: self._tethers(stack, hosts), self._config)
+        return Asker(lambda stack: self._remote_processes(stack, hosts), self._config)
 
-    def _can_grow(self, ranks: Sequence[Tether], returned: Sequence[str]) -> bool:
+    def _can_grow(self, ranks: Sequence[RemoteProcess], returned: Sequence[str]) -> bool:
         """Return whether these hosts, which are back, let the run have more processes."""
         if not returned:
             return False
@@ -366,8 +366,8 @@ class Supervisor:
 
     # Say
 
-    def _named(self, rank: int, tether: Tether) -> str:
-        return f"rank {rank}" + (f" on {tether.host}" if tether.host else "")
+    def _named(self, rank: int, remote: RemoteProcess) -> str:
+        return f"rank {rank}" + (f" on {remote.host}" if remote.host else "")
 
     def _log(self, rank: int) -> Path:
         return self.folder / f"rank-{rank}.log"

@@ -30,14 +30,14 @@ MAX_CHUNK_BYTES = 30_000_000
 class Schedule:
     """How a layer's all-to-alls and the rest share the network.
 
-    ordered: collectives run in the order given here, else in XLA's. first: so do matrix products, those first that an
-    all-to-all waits for. places: which places take work: the layer's beginning, those where an all-to-all cannot start
-    yet, the end. chunked: work is cut into chunks. num_chunks: so many parts the all-to-alls are cut into, and experts
-    begin with the first.
+    ordered: collectives run in the order given here, else in XLA's. all_to_alls_first: matrix products run in a fixed
+    order too, those that an all-to-all waits for before the others. places: which places take work: the layer's
+    beginning, those where an all-to-all cannot start yet, the end. chunked: work is cut into chunks. num_chunks: the
+    number of parts of an all-to-all; experts begin with the first.
     """
 
     ordered: bool
-    first: bool
+    all_to_alls_first: bool
     places: slice
     chunked: bool
     num_chunks: int
@@ -46,12 +46,12 @@ class Schedule:
 # none: as XLA orders them. ready: as their inputs become known, as data-parallel frameworks issue them. fixed: behind
 # the layer's all-to-alls. priority: as soon as its first ones are done. chunks, pipelined: Lina.
 SCHEDULES = {
-    "none": Schedule(ordered=False, first=False, places=slice(None), chunked=False, num_chunks=1),
-    "ready": Schedule(ordered=True, first=False, places=slice(1), chunked=False, num_chunks=1),
-    "fixed": Schedule(ordered=True, first=False, places=slice(-1, None), chunked=False, num_chunks=1),
-    "priority": Schedule(ordered=True, first=True, places=slice(1, 2), chunked=False, num_chunks=1),
-    "chunks": Schedule(ordered=True, first=True, places=slice(1, None), chunked=True, num_chunks=1),
-    "pipelined": Schedule(ordered=True, first=True, places=slice(1, None), chunked=True, num_chunks=2),
+    "none": Schedule(ordered=False, all_to_alls_first=False, places=slice(None), chunked=False, num_chunks=1),
+    "ready": Schedule(ordered=True, all_to_alls_first=False, places=slice(1), chunked=False, num_chunks=1),
+    "fixed": Schedule(ordered=True, all_to_alls_first=False, places=slice(-1, None), chunked=False, num_chunks=1),
+    "priority": Schedule(ordered=True, all_to_alls_first=True, places=slice(1, 2), chunked=False, num_chunks=1),
+    "chunks": Schedule(ordered=True, all_to_alls_first=True, places=slice(1, None), chunked=True, num_chunks=1),
+    "pipelined": Schedule(ordered=True, all_to_alls_first=True, places=slice(1, None), chunked=True, num_chunks=2),
 }
 
 
@@ -66,7 +66,7 @@ def _can_wait(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.number) and x.size > 0
 
 
-class _Line(NamedTuple):
+class _Equation(NamedTuple):
     """An equation of the traced function; what it reads is a name (int) or a literal.
 
     gives_way: it begins when the all-to-all in front of it can, which does not wait for it.
@@ -115,15 +115,15 @@ def _products(eqn: JaxprEqn) -> int:
 
 
 class _Program:
-    """A traced function as one list of lines, with the calls that hold an all-to-all taken apart."""
+    """A traced function as one list of equations, with the calls that hold an all-to-all taken apart."""
 
     def __init__(self, closed: Any) -> None:
         self._names = itertools.count()
         self.constants: dict[int, Any] = {}
-        self.lines: list[_Line] = []
+        self.equations: list[_Equation] = []
         self.inputs = [next(self._names) for _ in closed.jaxpr.invars]
         self.outputs = self._add(closed.jaxpr, closed.consts, self.inputs, "")
-        self.lines = self._in_use()
+        self.equations = self._in_use()
 
     def _add(self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any], scope: str) -> list[Any]:
         names: dict[Any, Any] = dict(zip(jaxpr.invars, inputs, strict=True))
@@ -140,26 +140,26 @@ class _Program:
                 outputs = self._add(jaxpr_inside, consts_inside, read_by, inner)
             else:
                 outputs = [next(self._names) for _ in eqn.outvars]
-                self.lines.append(_Line(eqn, read_by, outputs, inner))
+                self.equations.append(_Equation(eqn, read_by, outputs, inner))
             names.update(zip(eqn.outvars, outputs, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
-    def _in_use(self) -> list[_Line]:
-        """Lines whose results somebody reads. XLA could not tell: every collective waits for the one before it."""
+    def _in_use(self) -> list[_Equation]:
+        """Equations whose results somebody reads. XLA could not tell: every collective waits for the one before it."""
         read, used = {v for v in self.outputs if not isinstance(v, Literal)}, []
-        for line in reversed(self.lines):
-            if read.intersection(line.outputs) or not line.outputs:
-                used.append(line)
-                read.update(name for name in line.inputs if not isinstance(name, Literal))
+        for equation in reversed(self.equations):
+            if read.intersection(equation.outputs) or not equation.outputs:
+                used.append(equation)
+                read.update(name for name in equation.inputs if not isinstance(name, Literal))
         return used[::-1]
 
     def places(self) -> dict[int, list[int]]:
-        """Return where work may run, in front of these lines and at the end: the lines whose products hide it."""
+        """Return {place before an equation, or at the end: the equations whose matrix products hide work there}."""
         place, begin = 0, 0
         places: dict[int, list[int]] = {place: []}
-        left = {i for i, line in enumerate(self.lines) if _products(line.eqn)}
-        for at, line in enumerate(self.lines):
-            if not line.exchanges:
+        left = {i for i, equation in enumerate(self.equations) if _products(equation.eqn)}
+        for at, equation in enumerate(self.equations):
+            if not equation.exchanges:
                 continue
             products = sorted(self._needed(at) & left)
             if products and products[-1] >= begin:
@@ -167,7 +167,7 @@ class _Program:
             places.setdefault(place, []).extend(products)
             left.difference_update(products)
             begin = at + 1
-        return places | {len(self.lines): sorted(left)}
+        return places | {len(self.equations): sorted(left)}
 
     def operands(self, products: list[int]) -> list[Any]:
         """Return the values with which the first of these that waits for the last all-to-all can begin.
@@ -176,30 +176,32 @@ class _Program:
         no such product.
         """
         latest = self._latest()
-        products = [i for i in products if not self.lines[i].gives_way]
+        products = [i for i in products if not self.equations[i].gives_way]
         if not products:
             return []
-        first = self.lines[max(products, key=lambda i: (latest[i], -i))]
-        known = {name: at for at, line in enumerate(self.lines) for name in line.outputs}
+        first = self.equations[max(products, key=lambda i: (latest[i], -i))]
+        known = {name: at for at, equation in enumerate(self.equations) for name in equation.outputs}
         inputs = zip(first.inputs, first.eqn.invars, strict=True)
         numbers = [name for name, var in inputs if not isinstance(name, Literal) and _can_wait(var.aval)]
         waiting = [name for name in numbers if name in known and latest[known[name]] >= 0]
         return waiting or [max(numbers, key=lambda name: known.get(name, -1))]
 
     def of_native_operations(self, products: list[int]) -> list[Any]:
-        """Return what native operations among these lines read and write."""
-        lines = [self.lines[i] for i in products if self.lines[i].eqn.primitive.name == "ffi_call"]
-        names = [x for line in lines for x in (*line.inputs, *line.outputs) if not isinstance(x, Literal)]
+        """Return what native operations among these equations read and write."""
+        equations = [self.equations[i] for i in products if self.equations[i].eqn.primitive.name == "ffi_call"]
+        names = [
+            x for equation in equations for x in (*equation.inputs, *equation.outputs) if not isinstance(x, Literal)
+        ]
         return list(dict.fromkeys(names))
 
     def _latest(self) -> list[int]:
-        """Return for each line the last all-to-all that it is or waits for, -1 without one."""
+        """Return for each equation the last all-to-all that it is or waits for, -1 without one."""
         waits_for: dict[Any, int] = {}
         latest = []
-        for at, line in enumerate(self.lines):
-            waits = max((waits_for.get(x, -1) for x in line.inputs if not isinstance(x, Literal)), default=-1)
-            latest.append(at if line.exchanges else waits)
-            waits_for.update(dict.fromkeys(line.outputs, latest[-1]))
+        for at, equation in enumerate(self.equations):
+            waits = max((waits_for.get(x, -1) for x in equation.inputs if not isinstance(x, Literal)), default=-1)
+            latest.append(at if equation.exchanges else waits)
+            waits_for.update(dict.fromkeys(equation.outputs, latest[-1]))
         return latest
 
     def all_to_alls_first(self) -> None:
@@ -207,34 +209,34 @@ class _Program:
 
         An all-to-all that follows another without a product between them is part of the same exchange.
         """
-        first = next((at for at, line in enumerate(self.lines) if line.exchanges), 0)
+        first = next((at for at, equation in enumerate(self.equations) if equation.exchanges), 0)
         begins, latest = {first, *self.places()}, self._latest()
         order: list[int] = []
         gives_way: set[int] = set()
-        left = set(range(len(self.lines)))
+        left = set(range(len(self.equations)))
 
         def take(some: set[int]) -> None:
             order.extend(sorted(some & left))
             left.difference_update(some)
 
-        for at, line in enumerate(self.lines):
-            if line.exchanges:
+        for at, equation in enumerate(self.equations):
+            if equation.exchanges:
                 take(self._needed(at))
                 take({at})
                 if at in begins:
                     others = {i for i in left if latest[i] < at}
-                    gives_way |= {i for i in others if _products(self.lines[i].eqn)}
+                    gives_way |= {i for i in others if _products(self.equations[i].eqn)}
                     take(others)
         take(set(left))
-        self.lines = [self.lines[i]._replace(gives_way=i in gives_way) for i in order]
+        self.equations = [self.equations[i]._replace(gives_way=i in gives_way) for i in order]
 
     def _needed(self, at: int) -> set[int]:
-        """The lines that this one waits for."""
-        names, needed = set(self.lines[at].inputs), set()
+        """The equations that this one waits for."""
+        names, needed = set(self.equations[at].inputs), set()
         for i in reversed(range(at)):
-            if names.intersection(self.lines[i].outputs):
+            if names.intersection(self.equations[i].outputs):
                 needed.add(i)
-                names.update(name for name in self.lines[i].inputs if not isinstance(name, Literal))
+                names.update(name for name in self.equations[i].inputs if not isinstance(name, Literal))
         return needed
 
 
@@ -311,10 +313,10 @@ def interleave(
         return function(*args), [send(order.after) for send in work]
     closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
     program = _Program(closed)
-    if schedule.first:
+    if schedule.all_to_alls_first:
         program.all_to_alls_first()
     places = program.places()
-    hides = {place: sum(_products(program.lines[i].eqn) for i in some) for place, some in places.items()}
+    hides = {place: sum(_products(program.equations[i].eqn) for i in some) for place, some in places.items()}
     shares = _share(work, hides, schedule)
     results = {}
     values: dict[int, Any] = dict(zip(program.inputs, jax.tree.leaves(args), strict=True)) | program.constants
@@ -330,26 +332,28 @@ def interleave(
         if shares.get(place) and in_background():
             begun = [i for i in places[place] if i < place]
             arrays, last = [values[x] for x in program.of_native_operations(begun)], shares[place][-1]
-            results[last] = order.hold(arrays, results[last], at_end=place == len(program.lines))
+            results[last] = order.hold(arrays, results[last], at_end=place == len(program.equations))
 
     can_start = order.zero
-    for at, line in enumerate(program.lines):
-        operands = [x.val if isinstance(x, Literal) else values[x] for x in line.inputs]
+    for at, equation in enumerate(program.equations):
+        operands = [x.val if isinstance(x, Literal) else values[x] for x in equation.inputs]
         run_work(at)
-        if line.exchanges:
+        if equation.exchanges:
             can_start = order.zero_of(operands[0])
             operands = [order.after(x) for x in operands]
-        if line.gives_way:
+        if equation.gives_way:
             numbers = (i for i, x in enumerate(operands) if jnp.ndim(x) and _can_wait(x))
             smallest = min(numbers, key=lambda i: operands[i].nbytes)
             operands[smallest] = order.behind(operands[smallest], can_start)
-        with jax.named_scope(line.scope):
-            outputs = line.eqn.primitive.bind(*operands, **line.eqn.primitive.get_bind_params(line.eqn.params))
-        outputs = outputs if line.eqn.primitive.multiple_results else [outputs]
-        if line.exchanges:
+        with jax.named_scope(equation.scope):
+            outputs = equation.eqn.primitive.bind(
+                *operands, **equation.eqn.primitive.get_bind_params(equation.eqn.params)
+            )
+        outputs = outputs if equation.eqn.primitive.multiple_results else [outputs]
+        if equation.exchanges:
             order.done(outputs[0])
-        values.update(zip(line.outputs, outputs, strict=True))
-    run_work(len(program.lines))
+        values.update(zip(equation.outputs, outputs, strict=True))
+    run_work(len(program.equations))
     out = [x.val if isinstance(x, Literal) else values[x] for x in program.outputs]
     return jax.tree.unflatten(jax.tree.structure(shape), out), [results[i] for i in range(len(work))]
 

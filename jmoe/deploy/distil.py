@@ -105,7 +105,7 @@ def make_student(teacher: Path, out: Path, options: StudentOptions, say: Callabl
             scores = measure_experts(wide, text.calibration_BS)
     moe_layers = [i for i, kind in enumerate(whole.layer_kinds) if kind == "moe"]
     of_kept = [moe_layers.index(i) for i, kind in zip(layers, config.layer_kinds, strict=True) if kind == "moe"]
-    kept_Nn = best_experts(scores.of(options.score)[of_kept], options.experts, whole.router.n_group)
+    kept_Nn = best_experts(scores.select(options.score)[of_kept], options.experts, whole.router.n_group)
     with LazyCheckpoint(teacher, None, "wide") as source, status(f"writing {out}", say):
         dense = {}
         for n in options.dense:

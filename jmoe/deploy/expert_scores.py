@@ -29,7 +29,7 @@ class ExpertScores:
         mean: NDArray[np.float64] = self.strength / np.maximum(self.use, 1)
         return mean
 
-    def of(self, kind: ScoreKind) -> NDArray[np.float64]:
+    def select(self, kind: ScoreKind) -> NDArray[np.float64]:
         """Return the scores [N, E] of a kind."""
         return self.reap if kind == "reap" else self.use.astype(np.float64)
 

@@ -90,9 +90,9 @@ def hidden_states(
     once for every expert that has tokens.
     """
     config = checkpoint.config
-    ends, layers = checkpoint.load_rest()
+    embed_and_head, layers = checkpoint.load_rest()
     batches = _batches(*tokens_BS.shape)
-    embed = split(ends)
+    embed = split(embed_and_head)
     x = np.concatenate([np.asarray(_embed(*embed, jnp.asarray(tokens_BS[b]))) for b in batches])
     moe_layer = 0
     for i, layer in enumerate(layers):

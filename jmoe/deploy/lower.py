@@ -86,9 +86,9 @@ class PortablePrograms:
     def __init__(self, checkpoint: LazyCheckpoint) -> None:
         """Read everything but the experts."""
         self.checkpoint, self.config = checkpoint, checkpoint.config
-        ends, blocks = checkpoint.load_rest()
+        embed_and_head, blocks = checkpoint.load_rest()
         self._rest: dict[str, jax.Array] = {}
-        self._ends = self._named("ends", ends)
+        self._embed_and_head = self._named("ends", embed_and_head)
         windows, fields = self.config.windows, checkpoint.expert_fields
         self._layers = []
         for i, (block, kind) in enumerate(zip(blocks, self.config.layer_kinds, strict=True)):
@@ -127,8 +127,10 @@ class PortablePrograms:
         at_P: jax.Array,
     ) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array]]]:
         """Return (float32 logits [P, V] after token `at_P` of each row, the caches with this step's tokens)."""
-        ends, written = self._ends.arrays(weights), []
-        hidden = embed_local(self._ends.structure, ends, tokens_PC, positions_PC, self.checkpoint.dtype)
+        embed_and_head, written = self._embed_and_head.arrays(weights), []
+        hidden = embed_local(
+            self._embed_and_head.structure, embed_and_head, tokens_PC, positions_PC, self.checkpoint.dtype
+        )
         for layer, cache in zip(self._layers, caches, strict=True):
             experts = {field: weights[name] for field, name in layer.experts.items()}
             at = (rows_P, positions_PC, layer.window)
@@ -136,7 +138,7 @@ class PortablePrograms:
             new, hidden = _apply_layer(*static, layer.block.arrays(weights), experts, KVCache(*cache), hidden, *at)
             written.append((new.k_BGSd, new.v_BGSe))
         x_PD = add_residual(*hidden)[jnp.arange(at_P.shape[0]), at_P]
-        return self._ends.structure.merge(ends).logits(x_PD), written
+        return self._embed_and_head.structure.merge(embed_and_head).logits(x_PD), written
 
     def caches(self, options: EngineConfig) -> list[tuple[Any, Any]]:
         """Return the shapes and dtypes of each layer's keys and values."""

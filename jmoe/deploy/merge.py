@@ -56,7 +56,10 @@ def saved_parameters(
     if experts:
         shapes = {name: tuple(leaf.shape[2:]) for name, leaf in experts.items()}
         saved = SavedExperts(
-            checkpoints.folder_of(step), shapes, ExpertIndex.of(config.model), expert_layers(config.model.layer_kinds)
+            checkpoints.folder_of(step),
+            shapes,
+            ExpertIndex.from_model(config.model),
+            expert_layers(config.model.layer_kinds),
         )
         for path, leaf in flat(shape.params).items():
             if path not in arrays:

@@ -67,7 +67,7 @@ def prune(folder: Path, out: Path, options: PruneOptions, say: Callable[[str], N
             before = text.bits_per_byte(mean_loss(wide, text.held_out_BS))
     with LazyCheckpoint(folder, options.dtype, "wide") as source, status(f"writing {out}", say):
         config, layers = source.config, range(source.config.num_hidden_layers)
-        kept_Nn = best_experts(scores.of(options.score), options.experts, config.router.n_group)
+        kept_Nn = best_experts(scores.select(options.score), options.experts, config.router.n_group)
         small = cut_config(config, layers, num_experts=options.experts)
         read = MergedExperts(source, kept_Nn, scores.use) if options.merge_similar else None
         write_cut(source, out, small, layers, kept_Nn, read)

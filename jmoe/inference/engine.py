@@ -478,7 +478,7 @@ def _one_device(
         on_host=options.pin_host_memory != "on" and computes_on_host(options, memory),
         pin=options.pin_host_memory,
     )
-    ends, layers = checkpoint.load_rest()
+    embed_and_head, layers = checkpoint.load_rest()
     config, dtype = checkpoint.config, checkpoint.dtype
     # A program is compiled anew for arguments that are bound to a device: all that change are, from the start.
     caches = jax.device_put(empty_caches(config, options.max_batch, options.max_seq_len, dtype), jax.devices()[0])
@@ -486,7 +486,7 @@ def _one_device(
     if name == "auto":
         name = "router" if residency.finder is None else None
     estimator = make_estimator(name, residency, layers, config.num_experts, table)
-    return ModelRunner(config, ends, layers, residency, caches, dtype, estimator, native=use_native), store
+    return ModelRunner(config, embed_and_head, layers, residency, caches, dtype, estimator, native=use_native), store
 
 
 def takes_native(options: EngineConfig, say: Say = log.info, *, waits: bool = False) -> bool:
@@ -561,7 +561,7 @@ def model_bytes(checkpoint: LazyCheckpoint, options: EngineConfig) -> ModelBytes
     )
     return ModelBytes(
         weights,
-        record_bytes=RecordLayout.of(checkpoint.expert_fields).record_bytes,
+        record_bytes=RecordLayout.from_arrays(checkpoint.expert_fields).record_bytes,
         dense_bytes=checkpoint.rest_bytes(devices if options.mesh.dense == "tensor" else 1),
         cache_bytes=sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(caches)) // devices,
     )

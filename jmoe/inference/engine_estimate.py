@@ -124,10 +124,10 @@ class _Programs:
         self._config, self._dtype, self._memory, self._options = checkpoint.config, checkpoint.dtype, memory, options
         self._gpu, self._device, self.temporary_bytes = gpu, device, 0
         self._place = jax.sharding.SingleDeviceSharding(device)
-        ends, layers = nnx.eval_shape(self._modules)
-        self._ends, self._layers = split(ends), [split(layer) for layer in layers]
+        embed_and_head, layers = nnx.eval_shape(self._modules)
+        self._embed_and_head, self._layers = split(embed_and_head), [split(layer) for layer in layers]
         fields = checkpoint.expert_fields.items()
-        self._slots = {name: self._of(dtype, memory.expert_slots, *shape) for name, (shape, dtype) in fields}
+        self._slots = {name: self._abstract(dtype, memory.expert_slots, *shape) for name, (shape, dtype) in fields}
 
     def _modules(self) -> Any:
         """Return what is outside the layers, and the layers without their experts, in the engine's dtype."""
@@ -136,11 +136,11 @@ class _Programs:
         nnx.update(decoder, jax.tree.map(narrow, nnx.state(decoder)))
         return split_decoder(decoder)
 
-    def _of(self, dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+    def _abstract(self, dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self._place)
 
     def _on_device(self, tree: Any) -> Any:
-        return jax.tree.map(lambda array: self._of(array.dtype, *array.shape), tree)
+        return jax.tree.map(lambda array: self._abstract(array.dtype, *array.shape), tree)
 
     def _run(self, trips: int, function: Any, *operands: Any) -> tuple[Any, GpuEstimate]:
         """Return (shapes of the results, the estimate) of a program whose loops of unknown length run `trips` times."""
@@ -164,14 +164,18 @@ class _Programs:
         config, options, tokens = self._config, self._options, num_rows * width
         assert options.max_seq_len is not None
         batch = runner.TokenBatch(
-            self._of(jnp.int32, tokens), self._of(jnp.int32, num_rows), self._of(jnp.int32, num_rows, width)
+            self._abstract(jnp.int32, tokens),
+            self._abstract(jnp.int32, num_rows),
+            self._abstract(jnp.int32, num_rows, width),
         )
         cache = jax.eval_shape(
             lambda: empty_caches(config, options.max_batch, options.max_seq_len or 0, self._dtype)[0]
         )
-        window = None if config.windows is None else self._of(jnp.int32)
+        window = None if config.windows is None else self._abstract(jnp.int32)
         blocks = -(-(context + width) // BLOCK)
-        hidden, embed = self._run(1, runner._embed, *self._ends, batch.tokens_T, batch.positions_PC, self._dtype)
+        hidden, embed = self._run(
+            1, runner._embed, *self._embed_and_head, batch.tokens_T, batch.positions_PC, self._dtype
+        )
         parts = [("embedding", 1, embed)]
         routed: Any = None
         bound = runner.context_bound(context + 1, cache.length) if width == 1 else None
@@ -187,13 +191,13 @@ class _Programs:
             tile_rows = min(slots.TABLE_TILE_ROWS, tokens)
             chosen = distinct_experts(config.num_experts, config.num_experts_per_tok, tokens)
             tiles = round(max(chosen, tokens * config.num_experts_per_tok / tile_rows))
-            table_E = self._of(jnp.int32, config.num_experts)
+            table_E = self._abstract(jnp.int32, config.num_experts)
             function = slots.table_mlp_of_tokens
             y, mlp = self._run(tiles, function, config.hidden_act, routed, self._slots, table_E)
             parts.append(("experts", config.num_moe_layers, mlp))
         x_PCD, add = self._run(1, runner._add_alone, runner.Hidden(x_PCD, y))
-        at_P = self._of(jnp.int32, num_rows)
-        logits_PV, head = self._run(1, runner.logits_after, *self._ends, x_PCD, at_P, False)
+        at_P = self._abstract(jnp.int32, num_rows)
+        logits_PV, head = self._run(1, runner.logits_after, *self._embed_and_head, x_PCD, at_P, False)
         _, draw = self._run(1, sampler._greedy, logits_PV)
         gpu = joined([*parts, ("sum", 1, add), ("head", 1, head), ("draw", 1, draw)])
         return EngineStep(num_rows, width, gpu, self._link_s(tokens))

@@ -33,7 +33,7 @@ class Harmony:
     ends: frozenset[int]
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer) -> Harmony | None:
+    def detect(cls, tokenizer: Tokenizer) -> Harmony | None:
         """Return those of a tokenizer, None if it has not all of them."""
         special = {token.content: token_id for token_id, token in tokenizer.get_added_tokens_decoder().items()}
         names = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", *TURN_ENDS)

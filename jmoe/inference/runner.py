@@ -205,7 +205,7 @@ class _LayerGroup(NamedTuple):
     """Several layers as one program: their structures, the experts' activation.
 
     layout: of the slots as native operations read them; None: the slots are a device's arrays by name.
-    ends: what embeds tokens and makes logits. is_first, is_last: nothing comes before these layers, nothing after.
+    embed_and_head: embeds tokens and makes logits. is_first, is_last: whether these are the first and the last layers.
     finds: the number of a layer's experts, where the program finds their slots; 0: tables say where they are.
     context: see `write_and_attend`.
     """
@@ -214,7 +214,7 @@ class _LayerGroup(NamedTuple):
     layout: SlotLayout | None
     activation: str
     dtype: Any
-    ends: Structure
+    embed_and_head: Structure
     is_first: bool
     is_last: bool
     finds: int
@@ -226,7 +226,7 @@ def _apply_layers(
     static: _LayerGroup,
     arrays: tuple[Arrays, ...],
     caches: tuple[KVCache, ...],
-    ends: Arrays,
+    embed_and_head: Arrays,
     hidden: Hidden | None,
     batch: TokenBatch,
     windows: tuple[jax.Array | None, ...],
@@ -234,17 +234,19 @@ def _apply_layers(
 ) -> tuple[Any, jax.Array | None, tuple[KVCache, ...], jax.Array | None]:
     """Run layers of few tokens: the host is asked for nothing but what was chosen and has no slot.
 
-    ends: arrays of `static.ends`. hidden: after the layers before. experts: the slots, as `static.layout` says, and the
-    tables [N, E] of these layers with experts, or what `find_slots` takes. Returns `Hidden`, or x [P, C, D] after the
-    last layer; the logits [P, V] after the last layer of single tokens; the caches; what the tokens chose [N, T, K],
-    None without experts.
+    embed_and_head: arrays of `static.embed_and_head`. hidden: after the layers before. experts: the slots, as
+    `static.layout` says, and the tables [N, E] of these layers with experts, or what `find_slots` takes. Returns
+    `Hidden`, or x [P, C, D] after the last layer; the logits [P, V] after the last layer of single tokens; the caches;
+    what the tokens chose [N, T, K], None without experts.
     """
     slots, tables = experts
     written: list[KVCache] = []
     choices: list[jax.Array] = []
     with native_operations(batch.positions_PC.size * (static.layout is not None)):
         if static.is_first:
-            hidden = embed_local(static.ends, ends, batch.tokens_T, batch.positions_PC, static.dtype)
+            hidden = embed_local(
+                static.embed_and_head, embed_and_head, batch.tokens_T, batch.positions_PC, static.dtype
+            )
         assert hidden is not None
         for i, structure in enumerate(static.structures):
             form = Form(static.layout is not None, static.context)
@@ -264,7 +266,7 @@ def _apply_layers(
             written.append(cache)
         after: Any = add_residual(*hidden) if static.is_last else hidden
         single = static.is_last and batch.positions_PC.shape[1] == 1
-        logits_PV = static.ends.merge(ends).logits(after[:, 0]) if single else None
+        logits_PV = static.embed_and_head.merge(embed_and_head).logits(after[:, 0]) if single else None
     return after, logits_PV, tuple(written), jnp.stack(choices) if choices else None
 
 
@@ -323,7 +325,7 @@ class ModelRunner:
     def __init__(
         self,
         config: ModelConfig,
-        ends: EmbedAndHead,
+        embed_and_head: EmbedAndHead,
         layers: Sequence[Block],
         residency: Residency,
         caches: Sequence[KVCache],
@@ -332,14 +334,17 @@ class ModelRunner:
         *,
         native: bool = False,
     ) -> None:
-        """Split the modules for programs. ends, layers: from `LazyCheckpoint.load_rest`. native: see `EngineConfig`."""
+        """Split the modules for programs.
+
+        embed_and_head, layers: from `LazyCheckpoint.load_rest`. native: see `EngineConfig`.
+        """
         self.native = native
         self._on_cpu = runs_on_cpu()
         self.config, self.residency, self.dtype, self.estimator = config, residency, dtype, estimator
         self.readback_s, self.estimate_s = 0.0, 0.0  # see `EngineStats`
         self.recent_choices: deque[list[BatchChoices]] = deque(maxlen=RECENT_STEPS)  # of a step's batches
         self.caches = list(caches)
-        self.ends = split(ends)  # what embeds tokens, and what makes logits
+        self.embed_and_head = split(embed_and_head)  # what embeds tokens, and what makes logits
         self._layers = [split(layer) for layer in layers]
         self._num_moe_layers = config.num_moe_layers
         self._moe_index = (np.cumsum([kind == "moe" for kind in config.layer_kinds]) - 1).tolist()
@@ -420,7 +425,7 @@ class ModelRunner:
         """Run every batch, a layer at a time."""
         forms = [Form(self.native, self._context(g)) for g in groups]
         groups = [TokenBatch(*jax.device_put(tuple(g), jax.devices()[0])) for g in groups]
-        xs = [_embed(*self.ends, g.tokens_T, g.positions_PC, self.dtype) for g in groups]
+        xs = [_embed(*self.embed_and_head, g.tokens_T, g.positions_PC, self.dtype) for g in groups]
         held: tuple[int, list[jax.Array]] | None = None  # the layer whose slots running programs may still read
         path: list[np.ndarray] = []
         choices: list[list[jax.Array]] = [[] for _ in groups]
@@ -452,7 +457,7 @@ class ModelRunner:
         context = self._context(g)
         if not isinstance(g.tokens_T, jax.Array):  # put where the step before leaves them
             g = g._replace(tokens_T=jax.device_put(g.tokens_T, jax.devices()[0]))
-        ends, end_arrays = self.ends
+        embed_and_head, outside = self.embed_and_head
         after: Any = None
         logits_PV: jax.Array | None = None
         size = LAYERS_A_PROGRAM
@@ -463,11 +468,11 @@ class ModelRunner:
             for start in range(0, len(self._layers), size):
                 some = slice(start, start + size)
                 structures, arrays = zip(*self._layers[some], strict=True)
-                place = ends, start == 0, start + size >= len(self._layers)
+                place = embed_and_head, start == 0, start + size >= len(self._layers)
                 static = _LayerGroup(structures, layout, self.config.hidden_act, self.dtype, *place, finds, context)
                 places = None if tables_NE is None else tables_NE[n : n + size]
                 experts = slots, places if finder is None else finder.where(n)
-                of_layers = arrays, tuple(self.caches[some]), end_arrays, after, g, tuple(self._windows[some]), experts
+                of_layers = arrays, tuple(self.caches[some]), outside, after, g, tuple(self._windows[some]), experts
                 after, logits_PV, self.caches[some], choices_NTK = _apply_layers(static, *of_layers)
                 if choices_NTK is not None:
                     chosen.append(choices_NTK)
@@ -544,10 +549,10 @@ class ModelRunner:
 
     def all_logits(self, output: BatchOutput, row: int) -> jax.Array:
         """Return float32 [C, V]: the logits after every token of one row."""
-        return logits_of_row(*self.ends, output.x_PCD, np.int32(row))
+        return logits_of_row(*self.embed_and_head, output.x_PCD, np.int32(row))
 
     def logits(self, output: BatchOutput, at_P: np.ndarray) -> jax.Array:
         """Return float32 [P, V]: the logits after token `at_P` of each row."""
         if output.logits_PV is not None:
             return output.logits_PV
-        return logits_after(*self.ends, output.x_PCD, at_P, self.native)
+        return logits_after(*self.embed_and_head, output.x_PCD, at_P, self.native)

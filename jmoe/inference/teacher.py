@@ -63,7 +63,7 @@ class Teacher(Closing):
         self.residency = runner.residency
         self._rows = np.arange(rows, dtype=np.int32)
         self._positions = np.tile(np.arange(length, dtype=np.int32), (rows, 1))
-        structure, arrays = runner.ends
+        structure, arrays = runner.embed_and_head
         module = structure.merge(arrays)
         self.head_DV: jax.Array = module.embedding[...].T if module.head is None else module.head[...]
 
@@ -72,7 +72,7 @@ class Teacher(Closing):
         runner = self._runner
         runner.residency.begin_step(whole_layers=True)
         (output,) = runner.forward([TokenBatch(tokens_BS.reshape(-1), self._rows, self._positions)])
-        return _normed(*runner.ends, output.x_PCD)
+        return _normed(*runner.embed_and_head, output.x_PCD)
 
     def close(self) -> None:
         self._model.close()

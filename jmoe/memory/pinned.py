@@ -45,7 +45,7 @@ class PinnedSlots(list[NDArray[np.uint8]]):
             for address, begin in zip(addresses, self._begins, strict=True)
         ]
         super().__init__(np.ctypeslib.as_array(slot) for slot in slots)
-        probe = RecordLayout.of({"probe": ((slot_bytes,), np.uint8)})
+        probe = RecordLayout.from_arrays({"probe": ((slot_bytes,), np.uint8)})
         for value in (1, 0):
             self[0][:] = value
             if not np.all(np.asarray(self.send(0, probe, ["probe"])["probe"]) == value):

@@ -80,14 +80,14 @@ class RecordField:
 class RecordLayout:
     """Says which arrays a record holds and where: in the order given, each at a multiple of 64 bytes.
 
-    `RecordLayout.of({"w1": ((D, F), np.float32), ...})` makes one. data_bytes: up to the end of the last array;
-    record_bytes: rounded up to whole pages of 4096 bytes, the size and alignment of a record everywhere.
+    `RecordLayout.from_arrays({"w1": ((D, F), np.float32), ...})` makes one. data_bytes: up to the end of the last
+    array; record_bytes: rounded up to whole pages of 4096 bytes, the size and alignment of a record everywhere.
     """
 
     fields: tuple[RecordField, ...]
 
     @classmethod
-    def of(cls, arrays: Mapping[str, tuple[Sequence[int], DTypeLike]]) -> Self:
+    def from_arrays(cls, arrays: Mapping[str, tuple[Sequence[int], DTypeLike]]) -> Self:
         fields: list[RecordField] = []
         end_bytes = 0
         for name, (shape, dtype_like) in arrays.items():

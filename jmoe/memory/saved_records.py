@@ -51,7 +51,7 @@ def places(folder: Path, kind: str, lists: Lists) -> dict[int, list[Path]]:
     for listed in lists.values():
         for name in listed["versions"].get(kind, []):
             pinned = [Path(listed["pins"][kind]) / name] if kind in listed["pins"] else []
-            files[Version.of(name).index] = [*pinned, folder / kind / name]
+            files[Version.from_name(name).index] = [*pinned, folder / kind / name]
     return files
 
 
@@ -141,7 +141,7 @@ def write_records(
     """
     folder.mkdir(exist_ok=True)
     layout = sealed(layout)
-    versions = {version.index: version for version in map(Version.of, names)}
+    versions = {version.index: version for version in map(Version.from_name, names)}
     free = queue.SimpleQueue[NDArray[np.uint8]]()
     for record_R in allocate_slots(2 * THREADS, layout.record_bytes):
         free.put(record_R)

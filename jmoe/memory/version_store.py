@@ -59,7 +59,7 @@ SYNC_EVERY = 16  # versions written between two syncs of the folder, at most
 def sealed(layout: RecordLayout) -> RecordLayout:
     """Return the layout of a record's file: its arrays, and the seal (index, counter, token, checksum)."""
     check(SEAL not in {f.name for f in layout.fields}, "layout", layout.describe(), f"must not name {SEAL!r}")
-    return RecordLayout.of({f.name: (f.shape, f.dtype) for f in layout.fields} | {SEAL: ((4,), np.uint64)})
+    return RecordLayout.from_arrays({f.name: (f.shape, f.dtype) for f in layout.fields} | {SEAL: ((4,), np.uint64)})
 
 
 @dataclass(frozen=True, order=True)
@@ -75,7 +75,7 @@ class Version:
         return f"{self.index}.{self.counter}.{self.token:08x}"
 
     @classmethod
-    def of(cls, name: str) -> Self:
+    def from_name(cls, name: str) -> Self:
         version = cls.parse(name)
         assert version is not None, name
         return version
@@ -113,13 +113,13 @@ def _naming_the_record(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        index = Version.of(path.name).index
+        index = Version.from_name(path.name).index
         raise OSError(error.errno, f"record {index}: {error.strerror}", str(path)) from error
 
 
 def check_seal(path: Path, layout: RecordLayout, record_R: NDArray[np.uint8]) -> None:
     """Raise `OSError` naming file and record unless these bytes are what was written; layout: a sealed one."""
-    version = Version.of(path.name)
+    version = Version.from_name(path.name)
     *name, value = (int(word) for word in layout.views(record_R)[SEAL])
     (seal,) = (f for f in layout.fields if f.name == SEAL)
     blank = seal.offset_bytes // seal.dtype.itemsize + 3  # the checksum's own place

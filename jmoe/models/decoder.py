@@ -87,7 +87,7 @@ class _Run:
     start: int  # of the first repeat, in the stack
     alone: bool  # one layer, run without a scan of its own
 
-    def of(self, w: jax.Array, *, repeats: int) -> jax.Array:
+    def select(self, w: jax.Array, *, repeats: int) -> jax.Array:
         """[repeats, count, ...] of a stack, or [repeats, ...] if alone."""
         end = self.start + repeats * self.per_repeat
         w = w if (self.start, end) == (0, w.shape[0]) else w[self.start : end]
@@ -135,7 +135,7 @@ def scan_layers(
                 stats_of_pattern += [ys] if layers.kind == "moe" else []
             return x_BSD, stats_of_pattern
 
-        xs = [jax.tree.map(partial(layers.of, repeats=repeats), inputs[layers.kind]) for layers in runs]
+        xs = [jax.tree.map(partial(layers.select, repeats=repeats), inputs[layers.kind]) for layers in runs]
         x_BSD, stats_of_pattern = lax.scan(block, x_BSD, xs)
         if stats_of_pattern:
             alone = [layers.alone for layers in runs if layers.kind == "moe"]
@@ -148,11 +148,11 @@ def scan_layers(
 class Execution:
     """How a decoder runs where its parameters are spread over devices, or memory is short.
 
-    layers: runs the blocks. lookup: reads the tokens' rows of the embedding table as it lies on this device. gather,
-    remat: see `ApplyBlock`.
+    layer_runner: runs the blocks. lookup: reads the tokens' rows of the embedding table as it lies on this device.
+    gather, remat: see `ApplyBlock`.
     """
 
-    layers: LayerScan = scan_layers
+    layer_runner: LayerScan = scan_layers
     lookup: Lookup = lookup
     gather: Callable[[Any], Any] = lambda params: params
     remat: Remat = "none"
@@ -233,7 +233,7 @@ class Decoder(nnx.Module):
         apply_block = ApplyBlock(graphs, execution.gather, execution.remat, options)
         kinds, first = self.config.layer_kinds, self.config.first_k_dense_replace
         plan = layer_plan(kinds[:first]) + layer_plan(kinds[first:])
-        x_BSD, stats = execution.layers(plan, apply_block, inputs, x_BSD)
+        x_BSD, stats = execution.layer_runner(plan, apply_block, inputs, x_BSD)
         return self.norm(x_BSD, dtype), stats
 
     def _stacks(self, key: jax.Array | None) -> tuple[dict[LayerKind, Any], LayerInputs]:

@@ -251,10 +251,10 @@ class LazyCheckpoint(Closing):
         for p in self._parameters:
             dtype = self._dtypes[p.path]
             arrays[p.path] = np.zeros((p.shape[0], 0), dtype) if p.experts else self._part(p, device, num_devices)
-        ends, layers = split_decoder(decoder_of(config, arrays))
+        embed_and_head, layers = split_decoder(decoder_of(config, arrays))
         for layer in layers:
             share_norms(layer)
-        return ends, layers
+        return embed_and_head, layers
 
     def _part(self, p: Parameter, device: int, num_devices: int) -> np.ndarray:
         """Return what a device has of a parameter."""

@@ -29,7 +29,7 @@ class LocalExperts:
     saved: NDArray[np.int64]
 
     @classmethod
-    def of(cls, mesh: Mesh, num_experts: int) -> Self:
+    def from_mesh(cls, mesh: Mesh, num_experts: int) -> Self:
         """Return those of a mesh in whose data axis devices have the same experts."""
         process, experts, devices, saved = jax.process_index(), [], [], []
         replicas_of_parts = mesh.devices.reshape(mesh.shape[DATA], -1).T.tolist()
@@ -157,7 +157,7 @@ class ExpertIndex:
     local: LocalExperts | None = None
 
     @classmethod
-    def of(cls, model: ModelConfig, local: LocalExperts | None = None) -> Self:
+    def from_model(cls, model: ModelConfig, local: LocalExperts | None = None) -> Self:
         return cls(sum(kind != "dense" for kind in model.layer_kinds), model.num_experts, local)
 
     @property

@@ -34,7 +34,7 @@ from jmoe.memory.saved_records import Indexed
 from jmoe.memory.tiered_store import TieredStats, TieredStore
 from jmoe.memory.version_store import SEAL
 from jmoe.offload.expert_index import ExpertIndex
-from jmoe.offload.lazy_adamw import Laziness, MissedSteps, catch_up, constants
+from jmoe.offload.lazy_adamw import MissedSteps, ReplayState, catch_up, constants
 from jmoe.offload.slot_rows import ChosenRows, SlotRows, larger_room
 
 log = logging.getLogger(__name__)
@@ -97,11 +97,13 @@ class DeviceRoom:
 def record_layouts(shapes: Mapping[str, Sequence[int]], gradient_dtype: str) -> dict[str, RecordLayout]:
     """Return the layouts, by kind, of the records of an expert whose parameters have these shapes."""
     return {
-        "weights": RecordLayout.of({name: (shape, np.float32) for name, shape in shapes.items()}),
-        "moments": RecordLayout.of(
+        "weights": RecordLayout.from_arrays({name: (shape, np.float32) for name, shape in shapes.items()}),
+        "moments": RecordLayout.from_arrays(
             {f"{p}.{name}": (shape, np.float32) for p in "mv" for name, shape in shapes.items()}
         ),
-        "gradients": RecordLayout.of({name: (shape, jnp.dtype(gradient_dtype)) for name, shape in shapes.items()}),
+        "gradients": RecordLayout.from_arrays(
+            {name: (shape, jnp.dtype(gradient_dtype)) for name, shape in shapes.items()}
+        ),
     }
 
 
@@ -150,7 +152,7 @@ class ExpertState:
     An error is for good, wherever it came up: every later call raises it, since it is no longer known which steps an
     expert has behind it, or a pass over the layers ended half-way. The last checkpoint is not touched by it.
 
-    laziness: of the records as they are, and of the weights. initial: reads weights for slots that are never filled
+    replay_state: of the records as they are, and of the weights. initial: reads weights for slots that are never filled
     from records. room: grows where a step chooses more experts (`make_room`); a slot has it from its next fetch on.
     """
 
@@ -162,19 +164,19 @@ class ExpertState:
         index: ExpertIndex,
         shapes: Mapping[str, tuple[int, ...]],
         room: DeviceRoom,
-        laziness: Laziness,
+        replay_state: ReplayState,
         initial: ReadExperts | None = None,
         wait_limit_s: float = 600.0,
     ) -> None:
         assert index.local is not None and (room.experts is None or initial is None)
         self.stores, self.shapes, self.index, self.local = stores, dict(shapes), index, index.local
         num_local = self.local.experts.size
-        self.now, self._history = laziness.step, laziness.history  # steps taken
+        self.now, self._history = replay_state.step, replay_state.history  # steps taken
         self._applied = np.full(index.num_records, self.now, np.int64)  # steps that a record has behind it
-        self._applied[list(laziness.applied)] = list(laziness.applied.values())
+        self._applied[list(replay_state.applied)] = list(replay_state.applied.values())
         self._pending = np.zeros(index.num_records, np.bool_)  # whether the gradient of step `_applied` waits
-        self._pending[list(laziness.pending)] = True
-        self._gradient_dtype = laziness.gradient_dtype
+        self._pending[list(replay_state.pending)] = True
+        self._gradient_dtype = replay_state.gradient_dtype
         self._chosen = np.zeros((index.num_layers, num_local), np.bool_)  # by the layer's tokens, last time
         self._frozen = np.zeros(index.num_records, np.bool_)  # experts that stay as they are
         self._kept: dict[int, NDArray[np.int64]] = {}  # layer -> experts whose gradients this step keeps
@@ -487,7 +489,7 @@ class ExpertState:
         self._history.forget_before(int(np.min(self._applied[own])))
 
     @_guarded
-    def save(self) -> Laziness:
+    def save(self) -> ReplayState:
         """Write back what has changed since it was last written; return how far the records are behind.
 
         Nothing moves until the next pass begins. Experts without a token for `MAX_STEPS_BEHIND` steps are brought up
@@ -498,7 +500,7 @@ class ExpertState:
             store.flush()
         own = np.array(self.index.local_records)
         behind, pending = own[self._applied[own] < self.now].tolist(), own[self._pending[own]].tolist()
-        return Laziness(
+        return ReplayState(
             step=self.now,
             history=self._history.copy(),
             applied={index: int(self._applied[index]) for index in behind},

@@ -3,7 +3,7 @@
 Legend: W steps of one call of the program.
 
 A record stands at the step it was last updated; its gradient, and the steps that came after without one, are applied
-when it is wanted. A checkpoint saves records as they stand, with `Laziness` beside them.
+when it is wanted. A checkpoint saves records as they stand, with `ReplayState` beside them.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -118,7 +118,7 @@ def constants(config: OptimizerConfig) -> OptimizerConfig:
 
 
 @dataclass(frozen=True)
-class Laziness:
+class ReplayState:
     """Says how far the records of a checkpoint of `step` are behind.
 
     history: of the steps from that of the oldest record on. applied: steps that a record has behind it, where those are
@@ -135,7 +135,7 @@ class Laziness:
 
     @classmethod
     def up_to_date(cls, step: int, optimizer: OptimizerConfig, gradient_dtype: str) -> Self:
-        """Return the laziness of records that are not behind."""
+        """Return the replay state of records that are not behind."""
         return cls(step, History(step), {}, frozenset(), constants(optimizer), gradient_dtype)
 
     @property
@@ -156,7 +156,7 @@ class Laziness:
         }
 
     @classmethod
-    def of_lists(cls, lists: Iterable[Mapping[str, Any]]) -> Self | None:
+    def from_lists(cls, lists: Iterable[Mapping[str, Any]]) -> Self | None:
         """Read what all processes have listed of a checkpoint's records; None where all of them are up to date."""
         besides, pending = [], set[int]()
         for listed in lists:
@@ -175,8 +175,8 @@ class Laziness:
             gradient_dtype=longest["gradient_dtype"],
         )
 
-    def of(self, indices: Iterable[int]) -> "Laziness":
-        """Return the laziness of these records only."""
+    def select(self, indices: Iterable[int]) -> "ReplayState":
+        """Return the replay state of these records only."""
         mine = frozenset(indices)
         applied = {index: step for index, step in self.applied.items() if index in mine}
         return replace(self, history=self.history.copy(), applied=applied, pending=self.pending & mine)

@@ -47,7 +47,7 @@ def open_experts(
     native: on a CPU, with native operations for few tokens. on_host: the CPU may compute experts in host memory, which
     is then not pinned. pin: host memory, see `host_memory`.
     """
-    fields, device, index = checkpoint.expert_fields, jax.devices()[0], ExpertIndex.of(checkpoint.config)
+    fields, device, index = checkpoint.expert_fields, jax.devices()[0], ExpertIndex.from_model(checkpoint.config)
     slots = (
         HostSlots(plan.expert_slots, fields, native=native)
         if device.platform == "cpu"
@@ -89,7 +89,7 @@ def open_placed_experts(
 
     placements: of each layer, where experts stay; None: evenly.
     """
-    index, fields = ExpertIndex.of(checkpoint.config), checkpoint.expert_fields
+    index, fields = ExpertIndex.from_model(checkpoint.config), checkpoint.expert_fields
     limits = bandwidth_limit_bytes_per_s
     if plan.policy == "ring":
         experts = mine_of(even_placement(index.num_experts, mesh.size), mesh)
@@ -128,7 +128,7 @@ def _open_store(
     allocate: Allocate = allocate_slots,
 ) -> TieredStore:
     """Return the records of all experts, or in host memory of some."""
-    layout = RecordLayout.of(checkpoint.expert_fields)
+    layout = RecordLayout.from_arrays(checkpoint.expert_fields)
 
     def fill(number: int, views: dict[str, np.ndarray]) -> None:
         checkpoint.fill_expert(*index.locate(number), views)

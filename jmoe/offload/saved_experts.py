@@ -18,7 +18,7 @@ from jmoe.mesh import EXPERT_STACKS, EXPERTS_PATH
 from jmoe.models.vision import STACK_OF
 from jmoe.offload.expert_index import ExpertIndex
 from jmoe.offload.expert_state import ExpertArrays, record_layouts
-from jmoe.offload.lazy_adamw import Laziness
+from jmoe.offload.lazy_adamw import ReplayState
 
 PREFIXES = {stack: f"{stack}.moe.{EXPERTS_PATH}." for stack in EXPERT_STACKS}  # of the names of arrays, after the part
 
@@ -38,7 +38,7 @@ class SavedExperts:
     """Weights and moments of the experts of a checkpoint's step, by the step's folder.
 
     shapes: of an expert's parameters. layers: of `expert_layers`. kinds: which of `weights` and `moments` are in
-    records. laziness: how far those are behind; they are brought up to date when they are read. None: not at all.
+    records. replay_state: how far those are behind; they are brought up to date when they are read. None: not at all.
     """
 
     def __init__(
@@ -50,8 +50,8 @@ class SavedExperts:
     ) -> None:
         self._shapes, self._index, self._layers = shapes, index, layers
         folder = step_folder / ITEM
-        self.laziness = Laziness.of_lists(read_lists(folder).values()) if folder.is_dir() else None
-        dtype = "float32" if self.laziness is None else self.laziness.gradient_dtype
+        self.replay_state = ReplayState.from_lists(read_lists(folder).values()) if folder.is_dir() else None
+        dtype = "float32" if self.replay_state is None else self.replay_state.gradient_dtype
         self._records = SavedRecords(folder, record_layouts(shapes, dtype)) if folder.is_dir() else None
         self.kinds = {"weights", "moments"} & set(self._records.kinds if self._records is not None else ())
         self._last: tuple[int, Mapping[str, NDArray[Any]]] = (-1, {})  # brought up to date: index, arrays
@@ -90,17 +90,17 @@ class SavedExperts:
     def _present(self, kind: str, index: int) -> Mapping[str, NDArray[Any]]:
         """Return a record's arrays at the step of the checkpoint."""
         assert self._records is not None
-        if self.laziness is None or index not in self.laziness.applied:
+        if self.replay_state is None or index not in self.replay_state.applied:
             return self._records.read(kind, index)
         last, arrays = self._last
         if last == index:
             return arrays
         weights, moments = (self._records.read(kind, index) for kind in ("weights", "moments"))
-        gradient = self._records.read("gradients", index) if index in self.laziness.pending else None
+        gradient = self._records.read("gradients", index) if index in self.replay_state.pending else None
         behind = [{name: weights[name] for name in self._shapes}]
         behind += [{name: moments[f"{part}.{name}"] for name in self._shapes} for part in "mv"]
         g = None if gradient is None else {name: gradient[name] for name in self._shapes}
-        w, m, v = self.laziness.catch_up(index, behind[0], behind[1], behind[2], g)
+        w, m, v = self.replay_state.catch_up(index, behind[0], behind[1], behind[2], g)
         arrays = {**w, **{f"m.{name}": a for name, a in m.items()}, **{f"v.{name}": a for name, a in v.items()}}
         self._last = index, arrays
         return arrays

@@ -22,7 +22,7 @@ from jmoe.memory.tiered_store import TieredStore
 from jmoe.memory.version_store import VersionStore, sealed
 from jmoe.offload.expert_index import ExpertIndex
 from jmoe.offload.expert_state import DeviceRoom, ExpertArrays, ExpertState, ReadExperts, RecordTiers, record_layouts
-from jmoe.offload.lazy_adamw import Laziness
+from jmoe.offload.lazy_adamw import ReplayState
 
 GRADIENTS = {"float32": "gradients", "bfloat16": "gradients-bfloat16"}  # folders: the dtype may change on resume
 THREADS = 2  # that read, and as many that write, of each kind of record
@@ -48,7 +48,7 @@ class ExpertStores:
         self._versions = self._open_versions(run)
         lazy = self._tiers.optimizer == "nvme"
         saved = self._versions if lazy else {}
-        self._laziness: Laziness | None = None  # of what was saved last
+        self._replay_state: ReplayState | None = None  # of what was saved last
         self._written: dict[int, int] = {}  # record -> the step whose gradient its file has, without a tier's own files
         self.records = RecordCheckpoints(
             saved,
@@ -92,16 +92,16 @@ class ExpertStores:
         if self._tiers.optimizer != "nvme":
             experts.flush_updates()
             return
-        self._laziness = laziness = experts.save()
+        self._replay_state = replay_state = experts.save()
         if self._tiers.gradients == "host":
-            self._write_gradients(experts.stores.gradients, laziness)
-        saved = laziness.of(self._saved)
+            self._write_gradients(experts.stores.gradients, replay_state)
+        saved = replay_state.select(self._saved)
         self.records.save_only["gradients"] = saved.pending
         self.records.beside = saved.to_json()
 
-    def _write_gradients(self, gradients: TieredStore, laziness: Laziness) -> None:
+    def _write_gradients(self, gradients: TieredStore, replay_state: ReplayState) -> None:
         store = self._versions["gradients"]
-        steps = {index: laziness.applied[index] for index in sorted(laziness.pending)}
+        steps = {index: replay_state.applied[index] for index in sorted(replay_state.pending)}
         new = [index for index, step in steps.items() if self._written.get(index) != step]
 
         def write(indices: list[int]) -> None:
@@ -118,23 +118,23 @@ class ExpertStores:
         store.sync()
         self._written = steps
 
-    def laziness(self, step: int) -> Laziness:
+    def replay_state(self, step: int) -> ReplayState:
         """Return how far the records are behind: those just restored, or those saved last if that was at this step."""
         if self.records.restored is not None:
-            self._laziness, self.records.restored = Laziness.of_lists(self.records.restored), None
-        if self._laziness is not None and self._laziness.step == step:
-            return self._laziness
+            self._replay_state, self.records.restored = ReplayState.from_lists(self.records.restored), None
+        if self._replay_state is not None and self._replay_state.step == step:
+            return self._replay_state
         return self.up_to_date(step)
 
-    def up_to_date(self, step: int) -> Laziness:
-        """Return the laziness of records that are not behind."""
-        return Laziness.up_to_date(step, self._config.optimizer, self._tiers.gradient_dtype)
+    def up_to_date(self, step: int) -> ReplayState:
+        """Return the replay state of records that are not behind."""
+        return ReplayState.up_to_date(step, self._config.optimizer, self._tiers.gradient_dtype)
 
-    def fill(self, laziness: Laziness, weights: ReadExperts | None, moments: ReadExperts | None) -> ExpertState:
+    def fill(self, replay_state: ReplayState, weights: ReadExperts | None, moments: ReadExperts | None) -> ExpertState:
         """Fill the tiers with weights and moments, layer by layer; None: they are in their records already."""
         tiers = self._tiers
         resident = tiers.experts == "device"
-        own = laziness.of(self._own)
+        own = replay_state.select(self._own)
         state = ExpertState(
             RecordTiers(
                 None if resident else self._store("weights", tiers.experts, weights),
@@ -145,7 +145,7 @@ class ExpertStores:
             index=self._index,
             shapes=self._shapes,
             room=DeviceRoom(self._index.num_layers if resident else tiers.device_layers, self._experts_in_slots()),
-            laziness=own,
+            replay_state=own,
             initial=weights if resident else None,
             wait_limit_s=self._config.distributed.step_timeout_s,
         )

@@ -108,7 +108,7 @@ def plan_embedding(
         sent = embedding_traffic(plan, vocabulary)
         return sent.across_bytes if num_nodes > 1 else sent.inside_bytes
 
-    def of(kind: EmbeddingKind) -> EmbeddingPlan:
+    def plan_for(kind: EmbeddingKind) -> EmbeddingPlan:
         plans = [EmbeddingPlan(kind, "as configured", num_nodes, devices_per_node, p) for p in (False, True)]
         return plans[0] if kind == "replicated" else min(plans, key=slow_bytes)
 
@@ -116,13 +116,13 @@ def plan_embedding(
         for name in SPLIT_SIZES.get(kind, ()):
             size, many = getattr(vocabulary, name), f"must be a multiple of the {devices} devices"
             check(size % devices == 0, name, size, f"{many} for embedding = {kind!r}")
-        return of(kind)
+        return plan_for(kind)
     even = [kind for kind, sizes in SPLIT_SIZES.items() if not any(getattr(vocabulary, n) % devices for n in sizes)]
     if not even:
         reason = f"vocab_size = {vocabulary.vocab_size} is no multiple of {devices} devices"
         return EmbeddingPlan("replicated", reason, num_nodes, devices_per_node, parallel_head=False)
-    replicated, best = of("replicated"), of(even[0])
-    for other in map(of, even[1:]):
+    replicated, best = plan_for("replicated"), plan_for(even[0])
+    for other in map(plan_for, even[1:]):
         best = other if slow_bytes(other) < (1 - MIN_SAVING) * slow_bytes(best) else best
     where = "to other nodes" if num_nodes > 1 and devices_per_node > 1 else "to other devices"
     chosen_mb, replicated_mb = (slow_bytes(plan) / 1e6 for plan in (best, replicated))

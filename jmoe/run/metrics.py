@@ -1,6 +1,6 @@
-"""Records of a run and its display while it trains: `metrics.jsonl`, TensorBoard events and the progress line.
+"""Records of a run and its display while it trains: `metrics.jsonl`, TensorBoard events and the progress bar.
 
-Steps are numbered from 0; only process 0 makes a `MetricsLog` or a `ProgressLine`. `metrics.jsonl` has a JSON object a
+Steps are numbered from 0; only process 0 makes a `MetricsLog` or a `ProgressBar`. `metrics.jsonl` has a JSON object a
 line: a step's record, or an event (`resume`, `evaluation`). Floats keep full precision, so equal records mean
 bit-identical losses; one that is not finite is null, and its name is in `non_finite`, from where `read_metrics` puts it
 back: `{"step": 7, "loss": null, "non_finite": {"loss": "nan"}}`.
@@ -28,7 +28,7 @@ from jax import monitoring
 from jax.sharding import Mesh
 from rich.console import Console
 from rich.live import Live
-from rich.progress_bar import ProgressBar
+from rich.progress_bar import ProgressBar as RichProgressBar
 from rich.table import Table
 from rich.text import Text
 from tensorboardX import RecordWriter
@@ -402,9 +402,9 @@ def recent_expert_load(path: Path, steps: int = 50) -> np.ndarray | None:
     return np.mean(last, axis=0) if last else None
 
 
-def progress_line(config: TrainConfig, mesh: Mesh) -> ProgressLine:
-    """Return the progress line of a run on `mesh`."""
-    return ProgressLine(
+def progress_bar(config: TrainConfig, mesh: Mesh) -> ProgressBar:
+    """Return the progress display of a run on `mesh`."""
+    return ProgressBar(
         num_steps=config.num_steps,
         tokens_per_step=config.tokens_until(1),
         flops_per_token=config.model.flops_per_token(config.sequence_length),
@@ -413,7 +413,7 @@ def progress_line(config: TrainConfig, mesh: Mesh) -> ProgressLine:
     )
 
 
-class ProgressLine:
+class ProgressBar:
     """Step, loss, tokens/s, MFU, dropped tokens and the time left: one live line on a terminal, plain lines elsewhere.
 
     Plain lines come at this process's first step, every `every_s` seconds, and at the last step. Rates are medians of
@@ -484,7 +484,7 @@ class ProgressLine:
             self._live.stop()
             self._live = None
 
-    def __enter__(self) -> ProgressLine:
+    def __enter__(self) -> ProgressBar:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -511,11 +511,11 @@ class ProgressLine:
         rest = Text("  ".join(parts[1:]), no_wrap=True, overflow="ellipsis")
         rest.stylize("bold", 0, len(parts[1]))
         grid = Table.grid(padding=(0, 2), expand=True)
-        row: list[Text | ProgressBar] = [Text(parts[0], style="cyan", no_wrap=True), rest]
+        row: list[Text | RichProgressBar] = [Text(parts[0], style="cyan", no_wrap=True), rest]
         grid.add_column(no_wrap=True, min_width=len(parts[0]))
         if self._console.width >= len(parts[0]) + rest.cell_len + 16:
             grid.add_column(ratio=1)
-            row.insert(1, ProgressBar(total=self._num_steps, completed=step + 1))
+            row.insert(1, RichProgressBar(total=self._num_steps, completed=step + 1))
         grid.add_column(no_wrap=True)
         grid.add_row(*row)
         return grid

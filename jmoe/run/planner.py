@@ -19,7 +19,7 @@ from jmoe.layers.loss import logits_bytes
 from jmoe.memory.host_memory import available_bytes
 from jmoe.offload.expert_state import ExpertStats
 from jmoe.planning.exchange import expert_rows
-from jmoe.planning.packing import Room
+from jmoe.planning.expert_packing import Room
 from jmoe.planning.training import (
     Machine,
     StatePlacement,
@@ -199,7 +199,7 @@ def packing_room(config: TrainConfig, on: Machine) -> Room:
     return Room(*(sum(plan.lacking.values()) for plan in plans))
 
 
-def packing_line(config: TrainConfig) -> str:
+def packing_summary(config: TrainConfig) -> str:
     """Return how many experts a device holds, and with `comm.packing = auto` up to how many memory allows."""
     mesh, first = config.mesh, config.comm.first_packing
     full = (max(1, mesh.data), mesh.expert_inter, max(1, mesh.expert_intra))

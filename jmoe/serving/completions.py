@@ -55,8 +55,8 @@ class _Choice:
         first, offsets = [], []
         if echoed is not None:
             first = self._sequence.prompt_token_ids[:1]
-            offsets = self._offsets.of(self._sequence.prompt_token_ids, self._sequence.prompt_text)
-        offsets += self._offsets.of([lp.token_id for lp in logprobs])
+            offsets = self._offsets.advance(self._sequence.prompt_token_ids, self._sequence.prompt_text)
+        offsets += self._offsets.advance([lp.token_id for lp in logprobs])
         return self._vocabulary.completion_logprobs(first, [*(echoed or []), *logprobs], offsets)
 
 

@@ -60,7 +60,7 @@ class Service:
             self._templates = self._template_server(setup)
             self._takes_parts = self._content_form(self._templates) == "parts"
             turn_ends = [setup["special_tokens"].get("eos_token", "")]
-        self.harmony = Harmony.of(self.tokenizer) if self.has_chat else None
+        self.harmony = Harmony.detect(self.tokenizer) if self.has_chat else None
         turn_ends += TURN_ENDS if self.harmony is not None else ()
         sampling = ModelSampling.read(folder, config.sampling_defaults)
         self.model_sampling = sampling.with_turn_ends(turn_ends, self.tokenizer, engine.config.vocab_size)

@@ -105,7 +105,7 @@ class TextOffsets:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._num_characters = 0
 
-    def of(self, token_ids: list[int], text: str = "") -> list[int]:
+    def advance(self, token_ids: list[int], text: str = "") -> list[int]:
         """Return the offsets of the next tokens. text: special tokens count where they are part of it."""
         offsets = []
         for token in token_ids:

@@ -26,7 +26,7 @@ def saved_experts(model: ModelConfig, full: TrainState, folder: Path) -> SavedEx
     if not shapes:
         return None
     of_expert = {name: tuple(w.shape[2:]) for name, w in shapes[0].items()}
-    return SavedExperts(folder, of_expert, ExpertIndex.of(model), expert_layers(model.layer_kinds))
+    return SavedExperts(folder, of_expert, ExpertIndex.from_model(model), expert_layers(model.layer_kinds))
 
 
 def restored(trainer: Trainer, checkpoints: Checkpoints, step: int) -> tuple[TrainState, Any]:
@@ -75,4 +75,4 @@ def _keeps_records(trainer: Trainer, saved: SavedExperts) -> bool:
     records = trainer.records
     if records is None or not records.stores.keys() >= LINKED:
         return False
-    return saved.laziness is None or saved.laziness.settings.items() <= records.settings.items()
+    return saved.replay_state is None or saved.replay_state.settings.items() <= records.settings.items()

@@ -27,9 +27,9 @@ from jmoe.run.snapshots import Snapshots
 from jmoe.run.summary import HeldOut, Summary, print_final_summary
 from jmoe.status import status
 from jmoe.training.evaluation import held_out_loss, sample_text
+from jmoe.training.expert_packing import PackingController, moved
 from jmoe.training.finetune import left_out, pretrained_state
 from jmoe.training.fused.step import FusedTrainer
-from jmoe.training.packing import PackingController, moved
 from jmoe.training.resume import restored
 from jmoe.training.state import TrainState
 from jmoe.training.trainer import LanguageTrainer, Trainer, make_trainer
@@ -55,7 +55,7 @@ class Session:
     watchdog: Watchdog
     folder: RunFolder
     files: dict[str, bytes]  # by name, which every checkpoint has: the tokenizer if there is one, names of classes
-    packing: PackingController
+    expert_packing: PackingController
     snapshots: Snapshots | None = None  # in memory, if wanted
     log: MetricsLog | None = None  # of process 0
     exporter: RunMetrics | None = None  # of process 0, where metrics.port is given
@@ -71,15 +71,15 @@ class Session:
         local = rows.reshape(self.config.gradient_accumulation_steps, -1, rows.shape[-1])
         return jax.make_array_from_process_local_data(NamedSharding(self.mesh, ACCUMULATED_BATCH), local)
 
-    def pack(self, step: int, state: TrainState) -> TrainState:
+    def rebalance(self, step: int, state: TrainState) -> TrainState:
         """Return the state for `step`, on another mesh where the controller finds that a device should hold others."""
-        if not self.packing.is_due(step) or not isinstance(self.trainer, FusedTrainer):
+        if not self.expert_packing.is_due(step) or not isinstance(self.trainer, FusedTrainer):
             return state
-        begun, before = time.perf_counter(), self.packing.packing
+        begun, before = time.perf_counter(), self.expert_packing.packing
         with self.watchdog.waiting_for("expert packing before step", step):
-            decision, measured = self.packing.decide(step, self.trainer, state)
-            if self.packing.packing != before:
-                config, shape = self.packing.packed()
+            decision, measured = self.expert_packing.decide(step, self.trainer, state)
+            if self.expert_packing.packing != before:
+                config, shape = self.expert_packing.packed()
                 self.mesh = make_mesh(shape)
                 trainer = make_trainer(config, self.mesh)
                 assert isinstance(trainer, FusedTrainer)
@@ -87,13 +87,17 @@ class Session:
                 self.trainer = trainer
         say(f"packing before step {step}: {decision.reason} ({time.perf_counter() - begun:.1f} s)")
         if self.log is not None:
-            values = {"experts_per_device": decision.experts_per_device, "packing": self.packing.packing, **measured}
+            values = {
+                "experts_per_device": decision.experts_per_device,
+                "packing": self.expert_packing.packing,
+                **measured,
+            }
             self.log.write_event("packing", step, **values, reason=decision.reason)
         return state
 
     def note_step(self, step_s: float, processor_s: float, *, compiled: bool) -> None:
         """Note what a step took, and how long this process's processors computed; compiled: with a compilation."""
-        self.packing.note_step(step_s, compiled=compiled)
+        self.expert_packing.note_step(step_s, compiled=compiled)
 
     def first_state(self) -> TrainState:
         """Return step 0: drawn, or with the parameters of `init_from`."""
@@ -201,7 +205,7 @@ class Session:
             if self.log is not None:
                 self.log.sync()
             saved, resolved = self.trainer.save_state(state), json.dumps(self.resolved, indent=1)
-            data, packing = self.batches.get_state(), self.packing.packing
+            data, packing = self.batches.get_state(), self.expert_packing.packing
             self.checkpoints.save(step, saved, data, resolved, self.files, packing)
         if self.exporter is not None:
             self.exporter.note_save(time.perf_counter() - begun)

@@ -83,7 +83,7 @@ class ShardedDecoder(ShardedModel):
 
     @property
     def sums_in_layers(self) -> bool:
-        """Whether layers have gradients that devices sum as they are: of experts with replicas, or of what is whole."""
+        """True if some layer's gradient needs an all-reduce instead of a reduce-scatter."""
         leaves = jax.tree_util.tree_leaves_with_path({name: self.shapes.get(name) for name in STACKS.values()})
         replicas = self.mesh.shape[DATA] > 1
         whole = (not self.is_sharded(path_names(path)[1:]) for path, _ in leaves if not is_expert(path))
@@ -118,9 +118,9 @@ class ShardedDecoder(ShardedModel):
             lambda path, w: next(left) if copies and self._is_copied(path, w) else w, params
         )
 
-    def _cast_stacks(self, stacks: Any, layers: ReverseScan | None) -> Any:
+    def _cast_stacks(self, stacks: Any, layer_runner: ReverseScan | None) -> Any:
         """Return the stacks of layers with those weights cast whose gradients are not added to others in the stack."""
-        alone = layers is None or (self.mesh.shape[DATA] == 1 and self.config.gradient_accumulation_steps == 1)
+        alone = layer_runner is None or (self.mesh.shape[DATA] == 1 and self.config.gradient_accumulation_steps == 1)
 
         def used(path: Any, w: jax.Array) -> jax.Array:
             is_cast = self.mesh.size == 1 or (is_expert(path) and alone)
@@ -155,25 +155,25 @@ class ShardedDecoder(ShardedModel):
         params: Any,
         router_bias: Any,
         tokens_BS: jax.Array,
-        layers: ReverseScan | None = None,
+        layer_runner: ReverseScan | None = None,
         *,
         remat: Remat = "none",
         **options: Any,
     ) -> tuple[jax.Array, jax.Array, Any]:
         """Return (hidden [B, S, D], the head's weight as `OutputHead.weight` makes it, statistics) of local tokens.
 
-        layers: what runs the layers; None: a plain scan, which gathers each by itself. options: of `Decoder`.
+        layer_runner: runs the layers; None: a plain scan, which gathers each by itself. options: of `Decoder`.
         """
         stacks = {name: tree for name, tree in params.items() if name.endswith("_layers")}
         if self.casts_once:
-            stacks = self._cast_stacks(stacks, layers)
+            stacks = self._cast_stacks(stacks, layer_runner)
         with jax.named_scope("gather"):
             outside = self.gather({name: tree for name, tree in params.items() if name not in stacks})
         model = self.merge(outside | stacks, router_bias)
-        if layers is None:
+        if layer_runner is None:
             execution = Execution(scan_layers, self.embedding.lookup, self.gather, remat=remat)
         else:
-            execution = Execution(layers, self.embedding.lookup, remat=remat)
+            execution = Execution(layer_runner, self.embedding.lookup, remat=remat)
         hidden, stats = model(tokens_BS, dtype=self.dtype, execution=execution, **options)
         head = None if model.head is None else model.head[...]
         return hidden, self.head.weight(model.embedding[...], head, self.dtype), stats

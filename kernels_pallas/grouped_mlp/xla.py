@@ -40,7 +40,7 @@ def _tile(layout: Layout, tiles_L: jax.Array, i: jax.Array, num_rows: int, slots
     return group, jnp.where(rows_B < layout.ends_L[group], rows_B, num_rows)
 
 
-def _of(weights: MLPWeights, group: jax.Array) -> MLPWeights:
+def _pick_group(weights: MLPWeights, group: jax.Array) -> MLPWeights:
     """One group's weights."""
     return jax.tree.map(lambda w: pick(w, group), weights)
 
@@ -106,7 +106,7 @@ def _forward(
 
         def tile(i: jax.Array, bits_ND: jax.Array) -> jax.Array:
             group, rows_B = _tile(layout, tiles_L, i, num_rows, slots)
-            mine = _of(weights, group)
+            mine = _pick_group(weights, group)
             y_BD = expert_mlp(take_mapped_rows(x, src_N, rows_B), mine, activation)
             return _put_rows(bits_ND, rows_B, y_BD)
 
@@ -127,7 +127,7 @@ def _grouped_mlp_bwd(activation: str, slots: int, residuals: Any, dy_ND: jax.Arr
         def tile(i: jax.Array, carry: tuple[jax.Array, MLPWeights]) -> tuple[jax.Array, MLPWeights]:
             bits_ND, dweights = carry
             group, rows_B = _tile(layout, tiles_L, i, num_rows, slots)
-            mine, x_BD = _of(weights, group), take_mapped_rows(x, src_N, rows_B)
+            mine, x_BD = _pick_group(weights, group), take_mapped_rows(x, src_N, rows_B)
             dx_BD, dmine = _backward(x_BD, _up(x_BD, mine), take_rows(dy_ND, rows_B), mine, activation)
             dweights = jax.tree.map(lambda all_, one: all_.at[group].add(one), dweights, dmine)
             return _put_rows(bits_ND, rows_B, dx_BD), dweights

@@ -8,18 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jmoe.cluster.channel import Line
+from jmoe.cluster.channel import Channel
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[Line, Line]]:
-    a, b = (Line(connection, silence_s=120) for connection in socket.socketpair())
+def ends() -> Iterator[tuple[Channel, Channel]]:
+    a, b = (Channel(connection, silence_s=120) for connection in socket.socketpair())
     yield a, b
     a.close()
     b.close()
 
 
-def test_a_message_arrives_as_it_was_sent(ends: tuple[Line, Line]) -> None:
+def test_a_message_arrives_as_it_was_sent(ends: tuple[Channel, Channel]) -> None:
     """Arrays of every kind and shape; tuples become lists, and a numpy number an array."""
     rng = np.random.default_rng(0)
     arrays = [
@@ -48,7 +48,7 @@ def test_a_message_arrives_as_it_was_sent(ends: tuple[Line, Line]) -> None:
     assert ends[1].receive() == ["beat", 1]
 
 
-def test_only_data_can_be_sent(ends: tuple[Line, Line]) -> None:
+def test_only_data_can_be_sent(ends: tuple[Channel, Channel]) -> None:
     """What lies on a device would be another array in the other process."""
     for value in (jnp.zeros(2), object(), {1, 2}):
         with pytest.raises(TypeError, match="cannot be sent to another process"):
@@ -57,21 +57,21 @@ def test_only_data_can_be_sent(ends: tuple[Line, Line]) -> None:
     assert ends[1].receive() == ["whole"], "nothing of what was refused"
 
 
-def test_the_end_is_noticed(ends: tuple[Line, Line]) -> None:
+def test_the_end_is_noticed(ends: tuple[Channel, Channel]) -> None:
     """After what was sent before, also in the middle of a message."""
     ends[0].send("last")
     ends[0].close()
     assert ends[1].receive() == ["last"]
     assert ends[1].receive() is None
     raw, other = socket.socketpair()
-    cut = Line(other, silence_s=120)
+    cut = Channel(other, silence_s=120)
     raw.sendall(b"\0\0\0\x05\0\0\0\0[1")
     raw.close()
     assert cut.receive() is None
     cut.close()
     with socket.create_server(("127.0.0.1", 0)) as server:
         raw = socket.create_connection(server.getsockname())
-        reset = Line(server.accept()[0], silence_s=120)
+        reset = Channel(server.accept()[0], silence_s=120)
     reset.send("not read")
     raw.close()
     assert reset.receive() is None
@@ -80,15 +80,15 @@ def test_the_end_is_noticed(ends: tuple[Line, Line]) -> None:
 
 def test_silence_is_noticed() -> None:
     raw, other = socket.socketpair()
-    line = Line(other, silence_s=0.05)
+    channel = Channel(other, silence_s=0.05)
     raw.sendall(b"\0\0")
     with pytest.raises(TimeoutError):
-        line.receive()
-    line.close()
+        channel.receive()
+    channel.close()
     raw.close()
 
 
-def test_threads_may_send_at_once(ends: tuple[Line, Line]) -> None:
+def test_threads_may_send_at_once(ends: tuple[Channel, Channel]) -> None:
     data = np.arange(5000)
 
     def send(number: int) -> None:

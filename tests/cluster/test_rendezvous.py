@@ -7,8 +7,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
+from jmoe.cluster.remote_process import reserve_port
 from jmoe.cluster.rendezvous import rendezvous
-from jmoe.cluster.tether import reserve_port
 
 LIMIT_S = 300
 

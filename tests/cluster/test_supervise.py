@@ -16,9 +16,9 @@ from jmoe.cluster import supervise
 from jmoe.cluster.distributed import Watchdog
 from jmoe.cluster.heartbeat import Heartbeat, Listener, heartbeat_file, read_heartbeat
 from jmoe.cluster.overview import read_overview
+from jmoe.cluster.remote_process import Order, RemoteProcess, answered, reserve_port
 from jmoe.cluster.restarts import Ending, Reached, Restarts, kind_of, named_code, reached
 from jmoe.cluster.supervise import Supervisor, program_and_arguments
-from jmoe.cluster.tether import Order, Tether, answered, reserve_port
 from jmoe.command_line import parse_supervise
 from jmoe.config.supervise import SuperviseConfig
 from tests.fakes import wait_for, wait_for_text
@@ -329,16 +329,16 @@ def test_a_reserved_port_is_for_who_is_told_it() -> None:
 
 
 def test_a_process_ends_with_its_tether(tmp_path: Path) -> None:
-    (tether,) = answered([Tether("", 0, [])], 240)
-    with contextlib.closing(tether):
-        tether.start(Order([sys.executable, "-c", LINGER], str(tmp_path), {}, str(tmp_path / "log"), "a title"))
+    (remote,) = answered([RemoteProcess("", 0, [])], 240)
+    with contextlib.closing(remote):
+        remote.start(Order([sys.executable, "-c", LINGER], str(tmp_path), {}, str(tmp_path / "log"), "a title"))
         wait_for_text(tmp_path / "log", "begun")
         assert "a title" in (tmp_path / "log").read_text()
         pid = int((tmp_path / "log").read_text().split()[-1])
         os.kill(pid, 0)
-        tether.kill()
-        wait_for(lambda: tether.code() is not None)
-        assert tether.code() == 137
+        remote.kill()
+        wait_for(lambda: remote.code() is not None)
+        assert remote.code() == 137
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
 
@@ -356,11 +356,11 @@ def test_what_a_process_leaves_behind_ends_with_it(tmp_path: Path) -> None:
         os.rename("new", "child")
         time.sleep(1000)
     """
-    (tether,) = answered([Tether("", 0, [])], 240)
-    with contextlib.closing(tether):
-        tether.start(Order([sys.executable, "-c", forks], str(tmp_path), {}, str(tmp_path / "log"), "a title"))
-        wait_for(lambda: tether.code() is not None)
-        assert tether.code() == 3
+    (remote,) = answered([RemoteProcess("", 0, [])], 240)
+    with contextlib.closing(remote):
+        remote.start(Order([sys.executable, "-c", forks], str(tmp_path), {}, str(tmp_path / "log"), "a title"))
+        wait_for(lambda: remote.code() is not None)
+        assert remote.code() == 3
     child = Path(f"/proc/{(tmp_path / 'child').read_text()}/stat")
     wait_for(lambda: not child.exists() or " Z " in child.read_text())  # nobody may have asked for its end
 
@@ -370,15 +370,17 @@ def test_a_process_that_cannot_be_started_is_named(tmp_path: Path) -> None:
         ("log", "/no/such/program", 127, "No such file or directory: '/no/such/program'"),
         ("absent/log", sys.executable, 73, "it must be on a disk that all hosts share"),
     ):
-        (tether,) = answered([Tether("", 0, [])], 240)
-        with contextlib.closing(tether):
-            tether.start(Order([program], str(tmp_path), {}, str(tmp_path / log), ""))
-            wait_for(lambda tether=tether: tether.code() is not None)
-            assert tether.code() == code and words in tether.last_words()
+        (remote,) = answered([RemoteProcess("", 0, [])], 240)
+        with contextlib.closing(remote):
+            remote.start(Order([program], str(tmp_path), {}, str(tmp_path / log), ""))
+            wait_for(lambda remote=remote: remote.code() is not None)
+            assert remote.code() == code and words in remote.last_words()
 
 
 def test_the_supervisor_imports_no_jax(run_python: Run) -> None:
-    done = run_python(["-c", "import sys, jmoe.cluster.supervise, jmoe.cluster.tether; print('jax' in sys.modules)"])
+    done = run_python(
+        ["-c", "import sys, jmoe.cluster.supervise, jmoe.cluster.remote_process; print('jax' in sys.modules)"]
+    )
     assert done.stdout == "False\n", done.stderr
 
 

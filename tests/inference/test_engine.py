@@ -219,7 +219,7 @@ def test_the_plan_is_what_an_engine_takes(tmp_path: Path) -> None:
         (records,) = tmp_path.glob("records-*.bin")
         assert records.stat().st_size >= plan.nvme_bytes
         weights = sum(x.nbytes for layer in served._runner._layers for x in jax.tree.leaves(layer[1]))
-        weights += sum(x.nbytes for x in jax.tree.leaves(served._runner.ends[1]))
+        weights += sum(x.nbytes for x in jax.tree.leaves(served._runner.embed_and_head[1]))
         assert weights == plan.model.dense_bytes
         assert sum(x.nbytes for x in jax.tree.leaves(served._runner.caches)) == plan.model.cache_bytes
 

@@ -14,7 +14,7 @@ TOKENIZER = harmony_tokenizer()
 
 
 def stream(prompt: str = PROMPT, tokenizer: Tokenizer = TOKENIZER, **options: object) -> ChannelStream:
-    harmony = Harmony.of(tokenizer)
+    harmony = Harmony.detect(tokenizer)
     assert harmony is not None
     return ChannelStream(tokenizer, harmony, tokenizer.encode(prompt).ids, **options)  # type: ignore[arg-type]
 
@@ -84,7 +84,7 @@ def test_the_prompt_may_begin_the_message() -> None:
 
 
 def test_other_tokenizers_have_no_channels() -> None:
-    assert Harmony.of(train_bpe(["text"], 300)) is None
+    assert Harmony.detect(train_bpe(["text"], 300)) is None
 
 
 class Recorded(Unconstrained):
@@ -109,7 +109,7 @@ def allowed(constraint: AnswerConstraint) -> set[int]:
 
 def test_a_constraint_of_the_answer_begins_with_it() -> None:
     """Before it a channel must be named, and the turn cannot end; its text alone reaches the grammar."""
-    harmony, inner = Harmony.of(TOKENIZER), Recorded()
+    harmony, inner = Harmony.detect(TOKENIZER), Recorded()
     assert harmony is not None
     ends = [0, TOKENIZER.token_to_id("<|return|>")]
     constraint = AnswerConstraint(inner, TOKENIZER, harmony, TOKENIZER.encode(PROMPT).ids, ends)
@@ -126,7 +126,7 @@ def test_a_constraint_of_the_answer_begins_with_it() -> None:
 
 @pytest.mark.parametrize("prompt", [PROMPT + "<|channel|>final<|message|>", "2+2="])
 def test_a_constraint_of_an_answer_that_has_begun(prompt: str) -> None:
-    harmony = Harmony.of(TOKENIZER)
+    harmony = Harmony.detect(TOKENIZER)
     assert harmony is not None
     constraint = AnswerConstraint(Recorded(), TOKENIZER, harmony, TOKENIZER.encode(prompt).ids, [0])
     assert allowed(constraint) == {5}

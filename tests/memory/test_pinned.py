@@ -19,7 +19,7 @@ from jmoe.memory.tiered_store import TieredStore
 from jmoe.memory.version_store import VersionStore
 
 ARRAYS = {"w": ((3, 100), np.float32), "b": ((7,), ml_dtypes.bfloat16), "q": ((9, 2), np.uint8), "s": ((), np.int32)}
-LAYOUT = RecordLayout.of(ARRAYS)
+LAYOUT = RecordLayout.from_arrays(ARRAYS)
 NUM_RECORDS = 6
 CPU = jax.devices("cpu")[0]
 

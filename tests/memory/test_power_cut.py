@@ -17,7 +17,7 @@ from jmoe.memory.version_store import VersionStore
 from tests.power_cut import Image, PowerCut
 from tests.records import got, missing, pinned, put
 
-LAYOUT = RecordLayout.of({"w": ((700,), np.float32)})
+LAYOUT = RecordLayout.from_arrays({"w": ((700,), np.float32)})
 NUM_RECORDS = 5
 
 

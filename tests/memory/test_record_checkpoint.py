@@ -29,8 +29,8 @@ from tests.train_runs import Run
 
 NUM_RECORDS = 12
 LAYOUTS = {
-    "weights": RecordLayout.of({"w": ((900,), np.float32)}),
-    "moments": RecordLayout.of({"m": ((900,), np.float32), "v": ((900,), np.float32)}),
+    "weights": RecordLayout.from_arrays({"w": ((900,), np.float32)}),
+    "moments": RecordLayout.from_arrays({"m": ((900,), np.float32), "v": ((900,), np.float32)}),
 }
 
 

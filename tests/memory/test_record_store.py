@@ -26,7 +26,7 @@ from tests.fakes import run_in_threads
 from tests.train_runs import Run
 
 ARRAYS = {"gate": ((3, 5), np.float32), "up": ((1000, 7), ml_dtypes.bfloat16), "scale": ((), np.int8)}
-LAYOUT = RecordLayout.of(ARRAYS)
+LAYOUT = RecordLayout.from_arrays(ARRAYS)
 NUM_RECORDS = 6
 
 
@@ -96,7 +96,7 @@ def test_layout() -> None:
 )
 def test_layouts_that_make_no_sense(arrays: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        RecordLayout.of(arrays)
+        RecordLayout.from_arrays(arrays)
 
 
 def test_buffers_that_make_no_sense() -> None:
@@ -377,7 +377,7 @@ def test_a_foreign_pack_is_replaced(tmp_path: Path) -> None:
     for layout, num_records, fingerprint, named in (
         (LAYOUT, NUM_RECORDS, "b", "fingerprint"),
         (LAYOUT, NUM_RECORDS - 1, "a", "num_records"),
-        (RecordLayout.of(ARRAYS | {"gate": ((5, 3), np.float32)}), NUM_RECORDS, "a", "layout"),
+        (RecordLayout.from_arrays(ARRAYS | {"gate": ((5, 3), np.float32)}), NUM_RECORDS, "a", "layout"),
     ):
         with pytest.raises(PackError, match=f"holds .*'{named}'"):
             RecordStore.open(tmp_path, layout, num_records, fingerprint=fingerprint)

@@ -17,7 +17,7 @@ from jmoe.memory.tiered_store import TieredStore
 from tests.fakes import Gate, run_in_threads, wait_for
 
 NUM_RECORDS = 24
-LAYOUT = RecordLayout.of({"w": ((3, 1000), np.float32), "b": ((7,), np.int64)})
+LAYOUT = RecordLayout.from_arrays({"w": ((3, 1000), np.float32), "b": ((7,), np.int64)})
 RECORD_BYTES = LAYOUT.record_bytes
 
 

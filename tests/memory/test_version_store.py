@@ -23,7 +23,7 @@ from tests.fakes import run_in_threads
 from tests.records import got, missing, pinned, put
 from tests.train_runs import Run, Start
 
-LAYOUT = RecordLayout.of({"w": ((700,), np.float32), "m": ((700,), np.float32), "v": ((700,), np.float32)})
+LAYOUT = RecordLayout.from_arrays({"w": ((700,), np.float32), "m": ((700,), np.float32), "v": ((700,), np.float32)})
 NUM_RECORDS = 5
 
 
@@ -246,9 +246,9 @@ def test_other_records_are_refused(tmp_path: Path) -> None:
     with pytest.raises(PackError, match="fingerprint"):
         open_store(tmp_path, fingerprint="b")
     with pytest.raises(PackError, match="layout"):
-        VersionStore.open(tmp_path, RecordLayout.of({"w": ((3,), np.int8)}), NUM_RECORDS, fingerprint="a")
+        VersionStore.open(tmp_path, RecordLayout.from_arrays({"w": ((3,), np.int8)}), NUM_RECORDS, fingerprint="a")
     with pytest.raises(ValueError, match="must not name 'seal'"):
-        VersionStore.open(tmp_path, RecordLayout.of({SEAL: ((3,), np.int8)}), NUM_RECORDS, fingerprint="a")
+        VersionStore.open(tmp_path, RecordLayout.from_arrays({SEAL: ((3,), np.int8)}), NUM_RECORDS, fingerprint="a")
     with pytest.raises(ValueError, match=r"index = 5: must be in \[0, 5\)"):
         open_store(tmp_path, owned=[5])
     with open_store(tmp_path) as store:

@@ -21,7 +21,7 @@ from tests.damage import flip
 from tests.fakes import Gate, run_in_threads, wait_for
 
 NUM_RECORDS = 24
-LAYOUT = RecordLayout.of({"w": ((3, 100), np.float32), "n": ((), np.int64)})
+LAYOUT = RecordLayout.from_arrays({"w": ((3, 100), np.float32), "n": ((), np.int64)})
 RECORD_BYTES = 4096
 
 

@@ -52,7 +52,7 @@ def test_parts_of_a_parameter() -> None:
 def test_parts_are_the_whole() -> None:
     """Of attention with biases and of a head; a bias that is added after the sum is on the first device."""
     with LazyCheckpoint(CHECKPOINTS / "gpt_oss", "float32") as checkpoint:
-        ends, layers = checkpoint.load_rest()
+        embed_and_head, layers = checkpoint.load_rest()
         parts = [checkpoint.load_part(n, 2) for n in range(2)]
     whole, pieces = layers[0].attention, [part[1][0].attention for part in parts]
     q, k, v = jnp.split(whole.b_qkv[...], [48, 72])
@@ -63,7 +63,7 @@ def test_parts_are_the_whole() -> None:
     np.testing.assert_array_equal(np.concatenate([p.sinks[...] for p in pieces]), whole.sinks[...])
     np.testing.assert_array_equal(pieces[0].b_out[...], whole.b_out[...])
     assert np.any(whole.b_out[...]) and not np.any(pieces[1].b_out[...])
-    np.testing.assert_array_equal(np.concatenate([p[0].head[...] for p in parts], axis=1), ends.head[...])
+    np.testing.assert_array_equal(np.concatenate([p[0].head[...] for p in parts], axis=1), embed_and_head.head[...])
 
 
 def test_a_vocabulary_that_does_not_divide_ends_in_zeros() -> None:

@@ -24,7 +24,7 @@ def test_a_process_has_records_of_its_own() -> None:
     local = LocalExperts(np.array([2, 3]), (), np.array([3]))
     assert ExpertIndex(3, 4, local).local_records == [2, 3, 6, 7, 10, 11]
     assert ExpertIndex(3, 4, local).saved_records == [3, 7, 11]
-    everyone = LocalExperts.of(mesh_of(1, 2, 2), 8)
+    everyone = LocalExperts.from_mesh(mesh_of(1, 2, 2), 8)
     assert (everyone.experts.tolist(), everyone.per_device) == (list(range(8)), 2)
     parts = everyone.split({"w": np.arange(8)})
     assert [part["w"].tolist() for part in parts] == [[0, 1], [2, 3], [4, 5], [6, 7]]
@@ -32,7 +32,7 @@ def test_a_process_has_records_of_its_own() -> None:
 
 def test_replicas_of_a_process_have_the_same_experts() -> None:
     mesh = mesh_of(2, 2, 2)
-    both = LocalExperts.of(mesh, 8)
+    both = LocalExperts.from_mesh(mesh, 8)
     assert both.experts.tolist() == both.saved.tolist() == list(range(8))
     assert both.devices == tuple(zip(*mesh.devices.reshape(2, 4).tolist(), strict=True))
 
@@ -54,7 +54,7 @@ def test_processes_with_the_same_experts_save_them_in_turn(
     saved = []
     for number, experts in enumerate(own):
         monkeypatch.setattr(jax, "process_index", lambda number=number: number)
-        local = LocalExperts.of(mesh, 8)
+        local = LocalExperts.from_mesh(mesh, 8)
         assert local.experts.tolist() == list(experts)
         assert local.saved.size > 0 and set(local.saved) <= set(experts)
         assert sum(map(len, local.devices)) == processes.count(number)

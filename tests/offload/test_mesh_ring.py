@@ -32,7 +32,7 @@ def test_every_layer_comes_to_its_devices(
 ) -> None:
     """Three rounds of three layers; five experts on four devices leave slots empty."""
     monkeypatch.setattr(mesh_ring, "HostLayerSlots", slots)
-    mesh, layout = expert_mesh(4), RecordLayout.of(FIELDS)
+    mesh, layout = expert_mesh(4), RecordLayout.from_arrays(FIELDS)
     store = TieredStore(HostRecords.fill(layout, INDEX.num_records, fill))
     with store, contextlib.closing(MeshRing(mesh, INDEX, FIELDS, ring_slots, store)) as ring:
         assert ring.num_slots == 2 * ring_slots and ring.num_bytes == 2 * ring_slots * (2 * 6 * 4 + 3 * 2 * 2)

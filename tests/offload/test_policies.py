@@ -14,7 +14,7 @@ from jmoe.offload.slots import HostSlots
 
 LAYERS, E = 3, 8
 FIELDS = {"w_up": ((16, 32), np.dtype(np.float32)), "w_down": ((16, 32), np.dtype(np.float32))}  # 4096 bytes, a page
-LAYOUT = RecordLayout.of(FIELDS)
+LAYOUT = RecordLayout.from_arrays(FIELDS)
 INDEX = ExpertIndex(LAYERS, E)
 
 

@@ -18,7 +18,7 @@ from jmoe.memory.closing import Closing
 from jmoe.memory.record_checkpoint import ITEM, RecordCheckpoints
 from jmoe.memory.version_store import VersionStore
 from jmoe.offload.expert_state import ExpertState
-from jmoe.offload.lazy_adamw import Laziness
+from jmoe.offload.lazy_adamw import ReplayState
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.training.resume import restored
 from jmoe.training.state import TrainState
@@ -219,16 +219,16 @@ def test_a_record_is_brought_up_to_date_alone(saved: Opened) -> None:
     """From the checkpoint's files, without the run: to the bit what the run makes of it."""
     whole = saved.whole(saved.restore(SAVED))
     listed = saved.listed(SAVED)
-    laziness = Laziness.of_lists([listed])
-    assert laziness is not None and laziness.pending
+    replay_state = ReplayState.from_lists([listed])
+    assert replay_state is not None and replay_state.pending
     files = records_of(saved.folder / str(SAVED) / ITEM, saved.program.stores._versions, listed)
     assert len(files["weights"]) == len(files["moments"]) == N * E
     experts = [tree["moe_layers"]["moe"]["experts"] for tree in (whole.params, whole.m, whole.v)]
     for index in range(N * E):
         w = {name: files["weights"][index][name] for name in experts[0]}
         m, v = ({name: files["moments"][index][f"{part}.{name}"] for name in w} for part in "mv")
-        g = {name: files["gradients"][index][name] for name in w} if index in laziness.pending else None
-        for ours, theirs in zip(laziness.catch_up(index, w, m, v, g), experts, strict=True):
+        g = {name: files["gradients"][index][name] for name in w} if index in replay_state.pending else None
+        for ours, theirs in zip(replay_state.catch_up(index, w, m, v, g), experts, strict=True):
             for name, array in ours.items():
                 np.testing.assert_array_equal(array, theirs[name][divmod(index, E)])
 

@@ -20,7 +20,7 @@ from jmoe.memory.version_store import VersionStore
 from jmoe.run.checkpoint import Checkpoints
 from tests.power_cut import Image, PowerCut
 
-LAYOUT = RecordLayout.of({"w": ((500,), np.float32)})
+LAYOUT = RecordLayout.from_arrays({"w": ((500,), np.float32)})
 NUM_RECORDS = 3
 
 

@@ -21,7 +21,7 @@ from jmoe.run.checkpoint import MANIFEST, Checkpoints
 from tests.train_runs import Start, free_port
 
 NUM_RECORDS = 6
-LAYOUT = RecordLayout.of({"w": ((500,), np.float32)})
+LAYOUT = RecordLayout.from_arrays({"w": ((500,), np.float32)})
 
 
 def is_durable(folder: Path) -> bool:
@@ -254,7 +254,7 @@ from jmoe.config import DistributedConfig, TrainConfig
 from jmoe.memory import record_checkpoint
 from jmoe.cluster import distributed
 from jmoe.run.run_folder import RunFolder
-from jmoe.training.packing import PackingController
+from jmoe.training.expert_packing import PackingController
 from jmoe.training.session import Session
 rank, port, local, folder = int(sys.argv[1]), *sys.argv[2:5]
 distributed.start(DistributedConfig(coordinator_address=f"127.0.0.1:{port}", num_processes=2, process_id=rank,

@@ -26,7 +26,7 @@ from jmoe.configs.ufo import ufo_tiny
 from jmoe.run.metrics import (
     EXPERT_LOAD_VALUES_PER_STEP,
     MetricsLog,
-    ProgressLine,
+    ProgressBar,
     least_loaded,
     peak_flops,
     read_events,
@@ -359,8 +359,8 @@ def test_peak_flops(device_kind: str, peak: float | None) -> None:
     assert peak_flops(device_kind) == peak
 
 
-def progress(stream: Any, *, num_steps: int = 100, device_kind: str = "cpu", every_s: float = 0.0) -> ProgressLine:
-    return ProgressLine(
+def progress(stream: Any, *, num_steps: int = 100, device_kind: str = "cpu", every_s: float = 0.0) -> ProgressBar:
+    return ProgressBar(
         num_steps=num_steps,
         tokens_per_step=2048,
         flops_per_token=1e9,

@@ -12,8 +12,8 @@ from jmoe.configs import PRESETS
 from jmoe.run.metrics import REQUIRED, MetricsLog, peak_flops, read_events
 from jmoe.run.planner import (
     machine,
-    packing_line,
     packing_room,
+    packing_summary,
     tiers_summary,
     trained_model,
     training_plan,
@@ -151,12 +151,12 @@ def test_packing_that_does_not_fit_is_advised_against() -> None:
     assert "comm.packing = 2 (enough)" in advice
     room = packing_room(packed(4, fits), machine(packed(4, fits)))
     assert room.lacking_bytes > 0 and room.offloaded_lacking_bytes == 0
-    assert packing_line(packed(4)) == "packing: 4 experts a device, mesh (4, 1, 2) (comm.packing = 4)"
+    assert packing_summary(packed(4)) == "packing: 4 experts a device, mesh (4, 1, 2) (comm.packing = 4)"
     allowed = (
         "packing: 1 experts a device, mesh (1, 2, 4) at first; memory and mesh allow up to {} (comm.packing = auto)"
     )
-    assert packing_line(packed("auto", fits)) == allowed.format(2)
-    assert packing_line(packed("auto")) == allowed.format(8)
+    assert packing_summary(packed("auto", fits)) == allowed.format(2)
+    assert packing_summary(packed("auto")) == allowed.format(8)
 
 
 def test_an_accelerator_is_its_data_sheet(monkeypatch: pytest.MonkeyPatch) -> None:

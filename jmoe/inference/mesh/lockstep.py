@@ -20,7 +20,7 @@ from typing import Any, Self, TypeVar
 import jax
 
 from jmoe.cluster import distributed
-from jmoe.cluster.channel import Line
+from jmoe.cluster.channel import Channel
 from jmoe.cluster.clocks import RunningClock
 from jmoe.cluster.rendezvous import named
 from jmoe.config import DistributedConfig
@@ -67,12 +67,12 @@ def join(config: DistributedConfig) -> "Leader | Follower | None":
     """Join the other processes, as `run.distributed.start` does; None if this one is alone."""
     silence_s = config.heartbeat_timeout_s
     connections = distributed.connect(config, rank_0_outlives=True)
-    lines = {rank: Line(connection, silence_s) for rank, connection in connections.items()}
-    if not lines:
+    channels = {rank: Channel(connection, silence_s) for rank, connection in connections.items()}
+    if not channels:
         return None
     if jax.process_index() > 0:
-        return Follower(lines[0], silence_s=silence_s)
-    return Leader(lines, silence_s=silence_s, step_timeout_s=config.step_timeout_s)
+        return Follower(channels[0], silence_s=silence_s)
+    return Leader(channels, silence_s=silence_s, step_timeout_s=config.step_timeout_s)
 
 
 class Leader:
@@ -82,18 +82,18 @@ class Leader:
     `on_stop` is called, likewise, when a follower was asked to end.
     """
 
-    def __init__(self, lines: Mapping[int, Line], *, silence_s: float, step_timeout_s: float) -> None:
-        """lines: to every follower by its rank, whose times of silence are `silence_s`."""
-        self._lines, self._step_timeout_s = dict(lines), step_timeout_s
+    def __init__(self, channels: Mapping[int, Channel], *, silence_s: float, step_timeout_s: float) -> None:
+        """channels: to every follower by its rank, whose times of silence are `silence_s`."""
+        self._channels, self._step_timeout_s = dict(channels), step_timeout_s
         self.on_lost: Callable[[str], object] = end_process
         self.on_stop: Callable[[], object] = functools.partial(os.kill, os.getpid(), signal.SIGTERM)
         self.lost: str | None = None
         self._is_lost, self._closing, self._reporting = threading.Event(), threading.Event(), threading.Lock()
-        self._num_calls, self._calls_of = 0, dict.fromkeys(lines, 0)
+        self._num_calls, self._calls_of = 0, dict.fromkeys(channels, 0)
         self._step_since_s: float | None = None
         self._clock = RunningClock(_beat_s(silence_s))
         self._listeners = [
-            threading.Thread(target=self._listen, args=item, name="lockstep", daemon=True) for item in lines.items()
+            threading.Thread(target=self._listen, args=item, name="lockstep", daemon=True) for item in channels.items()
         ]
         for thread in self._listeners:
             thread.start()
@@ -102,8 +102,8 @@ class Leader:
     def tell(self, name: str, *arguments: Any) -> None:
         """Let every follower call a method that is `led`. `OSError` if one is gone."""
         self._num_calls += 1
-        for line in self._lines.values():
-            line.send("call", name, arguments)
+        for channel in self._channels.values():
+            channel.send("call", name, arguments)
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -130,12 +130,12 @@ class Leader:
         message = ("end",) if error is None else ("lost", f"rank 0 failed: {_described(error)}")
         self._send_all(message)
         for thread in self._listeners:
-            thread.join()  # a line gives up by itself after its time of silence
+            thread.join()  # a channel gives up by itself after its time of silence
 
-    def _listen(self, rank: int, line: Line) -> None:
+    def _listen(self, rank: int, channel: Channel) -> None:
         """Take what a follower sends, until it ends."""
         try:
-            while (message := line.receive()) is not None:
+            while (message := channel.receive()) is not None:
                 kind, *rest = message
                 if kind == "beat":
                     self._calls_of[rank] = rest[0]
@@ -171,10 +171,10 @@ class Leader:
         self.on_lost(reason)
 
     def _send_all(self, message: tuple[Any, ...], but: int | None = None) -> None:
-        for rank, line in self._lines.items():
+        for rank, channel in self._channels.items():
             if rank != but:
                 with contextlib.suppress(OSError):  # its listener says so
-                    line.send(*message)
+                    channel.send(*message)
 
 
 class Follower:
@@ -184,8 +184,8 @@ class Follower:
     says why and status 70, whatever its main thread waits for.
     """
 
-    def __init__(self, line: Line, *, silence_s: float) -> None:
-        self._line, self._num_calls = line, 0
+    def __init__(self, channel: Channel, *, silence_s: float) -> None:
+        self._channel, self._num_calls = channel, 0
         self._waiting: queue.SimpleQueue[tuple[str, list[Any]] | None] = queue.SimpleQueue()  # None: the end
         self._stop, self._over = threading.Event(), threading.Event()
         for work in (self._listen, functools.partial(self._beat, _beat_s(silence_s))):
@@ -198,7 +198,7 @@ class Follower:
         """Tell the leader of an error."""
         if error is not None:
             with contextlib.suppress(OSError):
-                self._line.send("error", _described(error))
+                self._channel.send("error", _described(error))
             time.sleep(GRACE_S)  # if it is the leader's end that brought it about, `_listen` ends this process
         self._over.set()
 
@@ -218,7 +218,7 @@ class Follower:
     def _listen(self) -> None:
         """Take what the leader sends; without a leader end the process."""
         try:
-            while (message := self._line.receive()) is not None:
+            while (message := self._channel.receive()) is not None:
                 kind, *rest = message
                 if kind == "call":
                     self._waiting.put((rest[0], rest[1]))
@@ -242,9 +242,9 @@ class Follower:
         told = False
         with contextlib.suppress(OSError):  # `_listen` says so
             while not self._over.wait(every_s):
-                self._line.send("beat", self._num_calls)
+                self._channel.send("beat", self._num_calls)
                 if self._stop.is_set() and not told:
-                    self._line.send("stop")
+                    self._channel.send("stop")
                     told = True
 
 

@@ -95,9 +95,12 @@ class MeshRunner:
         self.readback_s, self.estimate_s = 0.0, 0.0  # see `EngineStats`
         self.recent_choices: deque[list[np.ndarray]] = deque(maxlen=RECENT_STEPS)  # steps, layers
         self.caches = list(caches)
-        self._ends, *self._layers = modules
-        self.dtype = self._ends[0].merge(self._ends[1]).embedding[...].dtype
-        self._ends_here = self._ends[0], tuple(w.addressable_data(0) for w in self._ends[1])
+        self._embed_and_head, *self._layers = modules
+        self.dtype = self._embed_and_head[0].merge(self._embed_and_head[1]).embedding[...].dtype
+        self._embed_and_head_here = (
+            self._embed_and_head[0],
+            tuple(w.addressable_data(0) for w in self._embed_and_head[1]),
+        )
         self._moe_index = (np.cumsum([kind == "moe" for kind in config.layer_kinds]) - 1).tolist()
         windows = config.windows
         self._windows = [None if windows is None else np.int32(w) for w in windows or [0] * len(self._layers)]
@@ -128,7 +131,10 @@ class MeshRunner:
         self.placer.between_steps()
         layout, batches = self.layout, [MeshBatch._make(batch) for batch in batches]
         groups = [[put(a, self.mesh, layout.tokens) for a in batch[:3]] for batch in batches]
-        xs = [embed_on_mesh(layout, *self._ends, tokens, positions, self.dtype) for tokens, _, positions in groups]
+        xs = [
+            embed_on_mesh(layout, *self._embed_and_head, tokens, positions, self.dtype)
+            for tokens, _, positions in groups
+        ]
         path: list[np.ndarray] = []
         self._held = None
         for i, layer in enumerate(self._layers):
@@ -171,7 +177,7 @@ class MeshRunner:
     def split_logits(self, number: int, place_Q: np.ndarray) -> jax.Array:
         """Return float32 [Q, V] on every device, after each row's last token, of which each has a part of V."""
         last_MD, vocab_size = self._after[number].last_MD, self.config.vocab_size
-        return logits_on_mesh(self.layout, *self._ends, last_MD, vocab_size, np.asarray(place_Q, np.int32))
+        return logits_on_mesh(self.layout, *self._embed_and_head, last_MD, vocab_size, np.asarray(place_Q, np.int32))
 
     @led
     def split_row_logits(self, number: int, place: int) -> jax.Array:
@@ -179,14 +185,14 @@ class MeshRunner:
         after = self._after[number]
         x_CD = gather_row_on_mesh(self.layout, after.width, after.x, np.int32(place))
         at_C = np.arange(after.width, dtype=np.int32)
-        return logits_on_mesh(self.layout, *self._ends, x_CD, self.config.vocab_size, at_C)
+        return logits_on_mesh(self.layout, *self._embed_and_head, x_CD, self.config.vocab_size, at_C)
 
     def logits(self, hidden: MeshHidden, at_Q: np.ndarray) -> jax.Array:
         """Return float32 [Q, V]: the logits after each chunk's last token, which is all that `hidden` has of it."""
         if self.layout.splits_head:
             return self.split_logits(hidden.number, hidden.place_Q).addressable_data(0)
         x_QCD = pick(hidden.last_MD.addressable_data(0), hidden.place_Q)
-        return logits_after(*self._ends_here, x_QCD, np.zeros_like(at_Q))
+        return logits_after(*self._embed_and_head_here, x_QCD, np.zeros_like(at_Q))
 
     def all_logits(self, hidden: MeshHidden, row: int) -> jax.Array:
         """Return float32 [C, V]: the logits after every token of one chunk."""
@@ -194,7 +200,7 @@ class MeshRunner:
         if self.layout.splits_head:
             return self.split_row_logits(hidden.number, place).addressable_data(0)
         x_CD = self.gather_row(hidden.number, place).addressable_data(0)
-        return logits_of_row(*self._ends_here, x_CD[None], np.int32(0))
+        return logits_of_row(*self._embed_and_head_here, x_CD[None], np.int32(0))
 
     def expert_use(self) -> np.ndarray:
         """Return int64 [L, E]: tokens that each expert of each layer got in the last `RECENT_STEPS` steps."""
@@ -303,8 +309,8 @@ def mesh_caches(checkpoint: LazyCheckpoint, options: EngineConfig) -> list[KVCac
 
 def _copies(checkpoint: LazyCheckpoint, mesh: Mesh) -> list[PlacedModule]:
     """Return `EmbedAndHead` and the layers, whole on every device."""
-    ends, layers = checkpoint.load_rest()
-    modules = [split(module) for module in (ends, *layers)]
+    embed_and_head, layers = checkpoint.load_rest()
+    modules = [split(module) for module in (embed_and_head, *layers)]
     return [(graph, tuple(put(np.asarray(w), mesh, REPLICATED) for w in arrays)) for graph, arrays in modules]
 
 
@@ -314,8 +320,8 @@ def _parts(checkpoint: LazyCheckpoint, mesh: Mesh) -> list[PlacedModule]:
     mine = [n for n, device in enumerate(devices) if device.process_index == jax.process_index()]
     parts = []  # of this process's devices
     for n in mine:
-        ends, layers = checkpoint.load_part(n, mesh.size)
-        modules = [split(module) for module in (ends, *layers)]
+        embed_and_head, layers = checkpoint.load_part(n, mesh.size)
+        modules = [split(module) for module in (embed_and_head, *layers)]
         parts.append([(graph, jax.device_put([w[None] for w in arrays], devices[n])) for graph, arrays in modules])
     where = NamedSharding(mesh, BATCH)
 

@@ -5,8 +5,8 @@ Legend: R devices, C elements of a device's part of a layer's flat buffer, G the
 Forwards, a layer runs while the next one's parameters are gathered. Backwards, layer i runs while the parameters of
 layer i - 1 are gathered and the gradients of layer i + 1, a *bucket*, are summed over devices: onto their shards, or
 where a parameter is on all devices, or an expert on several, by an all-reduce. So at most two layers are unsharded at
-any time. `collectives.schedule` says when inside the layer that happens. What `jax.vjp` of a layer keeps for its
-backward pass is kept, but for its parameters.
+any time. `collectives.schedule` says when inside the layer that happens. What `jax.vjp` of a layer
+saves for its backward pass is saved, but for its parameters.
 """
 
 import itertools
@@ -87,66 +87,72 @@ def _of_variables(grads: Any, state: Any) -> list[jax.Array]:
     return [jnp.zeros_like(v[...]) if isinstance(v, RouterBias) else next(own) for v in variables]
 
 
-class _LayerGradients(NamedTuple):
-    """Gradients of a layer, still to be summed by the devices that hold the same; or the sums.
+class _PendingGradients(NamedTuple):
+    """A layer's gradients on this device, which other devices' gradients are still to be added to.
 
-    rows: [R, G] of what is sharded over all devices, as a sum this device's [G]. everywhere, experts: flat, of what is
-    on all devices and of what those with the same experts have.
+    rows: [R, G], for each device the gradients of its shards. replicated: flat, of parameters that all devices hold.
+    experts: flat, of experts that several devices hold.
     """
 
     rows: jax.Array
-    everywhere: jax.Array
+    replicated: jax.Array
+    experts: jax.Array
+
+
+class _ReducedGradients(NamedTuple):
+    """The sums of a layer's `_PendingGradients` over devices. row: [G], of this device's shards."""
+
+    row: jax.Array
+    replicated: jax.Array
     experts: jax.Array
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["indices", "grads"], meta_fields=["kinds"])
 @dataclass(frozen=True)
 class _Bucket:
-    """Gradients that are not reduced yet: of some layers, by their kinds and places in the stacks."""
+    """The pending gradients of some layers, with the layers' kinds and their numbers in the stacks."""
 
     kinds: tuple[LayerKind, ...] = ()
     indices: tuple[jax.Array, ...] = ()
-    grads: tuple[_LayerGradients, ...] = ()
+    grads: tuple[_PendingGradients, ...] = ()
 
-    def add(self, kind: LayerKind, index: Any, grads: _LayerGradients) -> "_Bucket":
+    def add(self, kind: LayerKind, index: Any, grads: _PendingGradients) -> "_Bucket":
         return _Bucket((*self.kinds, kind), (*self.indices, jnp.int32(index)), (*self.grads, grads))
 
 
-class _Rest:
-    """The parameters of a kind's layers that do not travel in its buffer, by how their gradients are summed."""
+class _UnbufferedParams:
+    """The parameters of a kind's layers outside its flat buffer, grouped by the reduction of their gradients."""
 
     def __init__(self, layers: BufferLayout, state: Any, *, reduces: bool) -> None:
         def devices(path: Any, variable: Any) -> str:
             if isinstance(variable, RouterBias) or not reduces:
                 return "none"
-            return "everywhere" if not is_expert(path) else "replicas" if lax.axis_size(DATA) > 1 else "none"
+            return "all" if not is_expert(path) else "replicas" if lax.axis_size(DATA) > 1 else "none"
 
         sums = layers.split(jax.tree_util.tree_map_with_path(devices, state, is_leaf=_is_variable))[1]
         self._parts = [ShardInBuffer(w.shape[1:], 0, jnp.float32) for w in layers.split(state)[1]]
-        self._as_they_are, self._everywhere, self._experts = (
-            [i for i, over in enumerate(sums) if over == name] for name in ("none", "everywhere", "replicas")
+        self._unreduced, self._replicated, self._experts = (
+            [i for i, over in enumerate(sums) if over == name] for name in ("none", "all", "replicas")
         )
 
     def size(self) -> int:
-        """Return how many elements of a layer are summed."""
-        return sum(self._parts[i].size for i in self._everywhere + self._experts)
+        """Return how many elements of a layer's gradients are reduced over devices."""
+        return sum(self._parts[i].size for i in self._replicated + self._experts)
 
-    def apart(self, grads: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """Return the gradients to sum over all devices and over those with the same experts, flat."""
-        everywhere, experts = (
-            pack([grads[i] for i in some], [self._parts[i] for i in some]) for some in (self._everywhere, self._experts)
+    def flatten(self, grads: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """Return two flat vectors: the gradients to sum over all devices, and those to sum over replicas of experts."""
+        replicated, experts = (
+            pack([grads[i] for i in some], [self._parts[i] for i in some]) for some in (self._replicated, self._experts)
         )
-        return everywhere, experts
+        return replicated, experts
 
-    def put_others(self, stacks: list[jax.Array], index: Any, grads: list[jax.Array]) -> list[jax.Array]:
-        """Return all layers' gradients with those of this layer in place that are not summed here."""
-        return self._put(stacks, index, self._as_they_are, [grads[i] for i in self._as_they_are])
+    def store_unreduced(self, stacks: list[jax.Array], index: Any, grads: list[jax.Array]) -> list[jax.Array]:
+        """Return all layers' gradients with this layer's unreduced gradients in their places."""
+        return self._put(stacks, index, self._unreduced, [grads[i] for i in self._unreduced])
 
-    def put_sums(
-        self, stacks: list[jax.Array], index: Any, everywhere: jax.Array, experts: jax.Array
-    ) -> list[jax.Array]:
-        """Return all layers' gradients with the sums of this layer's in place; undoes `apart`."""
-        for some, row_G in ((self._everywhere, everywhere), (self._experts, experts)):
+    def store_reduced(self, stacks: list[jax.Array], index: Any, reduced: _ReducedGradients) -> list[jax.Array]:
+        """Return all layers' gradients with this layer's reduced ones in their places; undoes `flatten`."""
+        for some, row_G in ((self._replicated, reduced.replicated), (self._experts, reduced.experts)):
             stacks = self._put(stacks, index, some, unpack_gradients(row_G, [self._parts[i] for i in some]))
         return stacks
 
@@ -158,11 +164,11 @@ class _Rest:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class _Kept:
-    """The part that the backward pass needs of the forward pass."""
+class _SavedForward:
+    """What the forward pass saves for the backward pass."""
 
     flat: dict[LayerKind, jax.Array]  # [N, C]
-    rest: dict[LayerKind, list[jax.Array]]
+    unbuffered: dict[LayerKind, list[jax.Array]]
     extras: dict[LayerKind, Any]
     unsharded: jax.Array  # the last layer's parameters
     residuals: list[Any]  # by unit: of all repeats but the last, and of the last
@@ -171,7 +177,7 @@ class _Kept:
 
 @dataclass(frozen=True)
 class ReverseScan:
-    """Run a decoder's layers, as its `Execution.layers`, inside `shard_map`."""
+    """Run a decoder's layers, as its `Execution.layer_runner`, inside `shard_map`."""
 
     layout_of: Callable[[Any], BufferLayout]  # which stacked parameters of a layer travel in the flat buffer
     hierarchy: Hierarchy
@@ -235,8 +241,8 @@ class ReverseScan:
         def layers(states: Any, extras: Any, summed: Any, x: jax.Array) -> Any:
             return scan.forward(states, extras, summed, x)[0]
 
-        def backward(kept: _Kept, cotangents: Any) -> Any:
-            states, x = scan.backward(kept, *cotangents)
+        def backward(saved: _SavedForward, cotangents: Any) -> Any:
+            states, x = scan.backward(saved, *cotangents)
             return states, None, None, x
 
         layers.defvjp(scan.forward, backward)
@@ -254,22 +260,24 @@ class _Scan:
         self.config, self.apply_block = config, apply_block
         self.axes, self.num_devices = config.axes, lax.axis_size(config.axes)
         self.kinds = {kind: config.layout_of(state) for kind, state in states.items()}
-        self.rest = {k: _Rest(layers, states[k], reduces=config.reduces) for k, layers in self.kinds.items()}
+        self.unbuffered = {
+            k: _UnbufferedParams(layers, states[k], reduces=config.reduces) for k, layers in self.kinds.items()
+        }
         layer_bytes = max(self._gradient_bytes(kind) for kind in self.kinds)
         self.layers_per_bucket = max(1, config.bucket_bytes // max(1, layer_bytes))
         self.units = _units(plan, self.layers_per_bucket)
 
     def _gradient_bytes(self, kind: LayerKind) -> int:
-        return 4 * (self.num_devices * sum(part.size for part in self.kinds[kind].parts) + self.rest[kind].size())
+        return 4 * (self.num_devices * sum(part.size for part in self.kinds[kind].parts) + self.unbuffered[kind].size())
 
     def _reductions(self, bucket: _Bucket) -> list[list[Work]]:
-        """Return the collectives that sum a bucket's gradients over devices, by how `_LayerGradients` are summed."""
+        """Return the collectives that reduce a bucket's gradients: one list for each field of `_PendingGradients`."""
         if not bucket.kinds:
             return [[], [], []]
-        joined = _LayerGradients(*(jnp.concatenate(some, axis=-1) for some in zip(*bucket.grads, strict=True)))
+        joined = _PendingGradients(*(jnp.concatenate(some, axis=-1) for some in zip(*bucket.grads, strict=True)))
         return [
             self.config.reductions(joined.rows),
-            self.config.all_reductions(joined.everywhere, self.config.hierarchy),
+            self.config.all_reductions(joined.replicated, self.config.hierarchy),
             self.config.all_reductions(joined.experts, ((DATA,),)),
         ]
 
@@ -280,9 +288,9 @@ class _Scan:
         for kind, index, grads in zip(bucket.kinds, bucket.indices, bucket.grads, strict=True):
             ends = [start + g.shape[-1] for start, g in zip(starts, grads, strict=True)]
             mine = [row[start:end] for row, start, end in zip(rows, starts, ends, strict=True)]
-            own = _LayerGradients(*mine)
-            sums[kind] = _put(sums[kind], index, own.rows)
-            drest[kind] = self.rest[kind].put_sums(drest[kind], index, own.everywhere, own.experts)
+            own = _ReducedGradients(*mine)
+            sums[kind] = _put(sums[kind], index, own.row)
+            drest[kind] = self.unbuffered[kind].store_reduced(drest[kind], index, own)
             starts = ends
         return sums, drest
 
@@ -290,7 +298,7 @@ class _Scan:
 
     def forward(
         self, states: dict[LayerKind, Any], extras: dict[LayerKind, Any], summed: Any, x: jax.Array
-    ) -> tuple[Any, _Kept]:
+    ) -> tuple[Any, _SavedForward]:
         """((x, statistics), what the backward pass needs)."""
         flat, rest = {}, {}
         for kind, layers in self.kinds.items():
@@ -309,7 +317,7 @@ class _Scan:
             residuals.append((None if early is None else early[0], last[0]))
             stats.append((unit, None if early is None else early[1], last[1]))
         unsharded, x = carry
-        return (x, self._in_order(stats)), _Kept(flat, rest, extras, unsharded, residuals, summed)
+        return (x, self._in_order(stats)), _SavedForward(flat, rest, extras, unsharded, residuals, summed)
 
     def _forward_unit(
         self, flat: Any, rest: Any, extras: Any, unit: _Unit, repeat: Any, carry: Any, ahead: jax.Array | None
@@ -324,7 +332,7 @@ class _Scan:
                 following = ahead
             index = unit.index(position, repeat)
             args = unsharded, layer_of(rest[kind], index), layer_of(extras[kind], index), x
-            (x, layer_stats, kept), gathered = interleave(
+            (x, layer_stats, layer_residuals), gathered = interleave(
                 partial(self._forward_layer, kind),
                 args,
                 self.config.gathers(following),
@@ -333,7 +341,7 @@ class _Scan:
                 x,
             )
             unsharded = unsharded if following is None else self.config.unsharded(gathered, following)
-            residuals.append(kept)
+            residuals.append(layer_residuals)
             stats += [layer_stats] if kind == "moe" else []
         return (unsharded, x), (residuals, stats)
 
@@ -369,18 +377,18 @@ class _Scan:
 
     # Backwards
 
-    def backward(self, kept: _Kept, dx: jax.Array, dstats: Any) -> tuple[dict[LayerKind, Any], jax.Array]:
+    def backward(self, saved: _SavedForward, dx: jax.Array, dstats: Any) -> tuple[dict[LayerKind, Any], jax.Array]:
         """The gradients of the parameters, on their shards, and of x."""
         dstats = [d for d in jax.tree.leaves(dstats) if d.dtype != jax.dtypes.float0]
         sums = {
             kind: jnp.zeros((layers.num_layers, sum(part.size for part in layers.parts)))
             for kind, layers in self.kinds.items()
         }
-        carry = kept.unsharded, dx, _Bucket(), sums, jax.tree.map(jnp.zeros_like, kept.rest)
-        run = partial(self._backward_unit, kept, dstats)
-        flat_of = lambda unit, i: kept.flat[unit.kinds[-1]][unit.index(len(unit.kinds) - 1, i)]  # noqa: E731
+        carry = saved.unsharded, dx, _Bucket(), sums, jax.tree.map(jnp.zeros_like, saved.unbuffered)
+        run = partial(self._backward_unit, saved, dstats)
+        flat_of = lambda unit, i: saved.flat[unit.kinds[-1]][unit.index(len(unit.kinds) - 1, i)]  # noqa: E731
         for number in reversed(range(len(self.units))):
-            unit, (early, last) = self.units[number], kept.residuals[number]
+            unit, (early, last) = self.units[number], saved.residuals[number]
             before = flat_of(self.units[number - 1], self.units[number - 1].repeats - 1) if number else None
             repeats = unit.repeats
             carry = run(unit, repeats - 1, last, carry, flat_of(unit, repeats - 2) if repeats > 1 else before)
@@ -398,26 +406,33 @@ class _Scan:
         states = {}
         for kind, layers in self.kinds.items():
             shards = jax.vmap(partial(unpack_gradients, parts=layers.parts))(sums[kind])
-            if kept.summed is not None:
-                shards = jax.tree.map(jnp.add, shards, layers.split(kept.summed[kind])[0])
+            if saved.summed is not None:
+                shards = jax.tree.map(jnp.add, shards, layers.split(saved.summed[kind])[0])
             states[kind] = layers.join(shards, drest[kind])
         return states, dx
 
     def _backward_unit(
-        self, kept: _Kept, dstats: Any, unit: _Unit, repeat: Any, residuals: Any, carry: Any, ahead: jax.Array | None
+        self,
+        saved: _SavedForward,
+        dstats: Any,
+        unit: _Unit,
+        repeat: Any,
+        residuals: Any,
+        carry: Any,
+        ahead: jax.Array | None,
     ) -> Any:
         """One repeat of a unit, in reverse; ahead: the flat buffer of the layer in front of it."""
         unsharded, dx, pending, sums, drest = carry
         open_bucket = _Bucket()
         for position in reversed(range(len(unit.kinds))):
             kind, index = unit.kinds[position], unit.index(position, repeat)
-            before = kept.flat[unit.kinds[position - 1]][unit.index(position - 1, repeat)] if position else ahead
+            before = saved.flat[unit.kinds[position - 1]][unit.index(position - 1, repeat)] if position else ahead
             gathers, reductions = self.config.gathers(before), self._reductions(pending)
             work = gathers + list(itertools.chain(*reductions))
             args = (
                 unsharded,
-                layer_of(kept.rest[kind], index),
-                layer_of(kept.extras[kind], index),
+                layer_of(saved.unbuffered[kind], index),
+                layer_of(saved.extras[kind], index),
                 residuals[position],
                 dx,
                 layer_of(dstats, index) if kind == "moe" else [],
@@ -429,12 +444,14 @@ class _Scan:
                 unsharded = self.config.unsharded(results[: len(gathers)], before)
             done = iter(results[len(gathers) :])
             sums, drest = self._store(sums, drest, pending, [list(itertools.islice(done, len(w))) for w in reductions])
-            if kept.summed is not None:
-                earlier = layer_of(self.kinds[kind].split(kept.summed[kind])[1], index)
+            if saved.summed is not None:
+                earlier = layer_of(self.kinds[kind].split(saved.summed[kind])[1], index)
                 drest_here = jax.tree.map(jnp.add, drest_here, earlier)
-            drest = drest | {kind: self.rest[kind].put_others(drest[kind], index, drest_here)}
+            drest = drest | {kind: self.unbuffered[kind].store_unreduced(drest[kind], index, drest_here)}
             pending = _Bucket()
-            open_bucket = open_bucket.add(kind, index, _LayerGradients(rows_RG, *self.rest[kind].apart(drest_here)))
+            open_bucket = open_bucket.add(
+                kind, index, _PendingGradients(rows_RG, *self.unbuffered[kind].flatten(drest_here))
+            )
             if position == 0 or len(open_bucket.kinds) == self.layers_per_bucket:
                 pending, open_bucket = open_bucket, _Bucket()
         return unsharded, dx, pending, sums, drest

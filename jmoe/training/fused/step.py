@@ -58,7 +58,7 @@ class FusedTrainer:
         self, config: TrainConfig, mesh: Mesh, chunk_bytes: int | None = None, links: LinksConfig | None = None
     ) -> None:
         self.config, self.model = config, (model := ShardedDecoder(config, mesh, links))
-        self._layers = model.reverse_scan(chunk_bytes)
+        self._layer_runner = model.reverse_scan(chunk_bytes)
         self.saved_shape = self.full_shape = model.saved_shape
         self.notes, sharded = model.notes, self.sharded
         copies = jax.eval_shape(model.cast_copies, model.state_shape.params)
@@ -93,7 +93,7 @@ class FusedTrainer:
         grads, metrics = self.gradients_local(state, batch, full_capacity=full_capacity, **constants)
         num_devices = self.model.mesh.size
         with jax.named_scope("reduce_gradients"):
-            done: Collection[str] = () if self._layers is None else STACKS.values()
+            done: Collection[str] = () if self._layer_runner is None else STACKS.values()
             grads = reduce_gradients_local(grads, self.model, done)
             metrics = over_devices(num_devices, metrics)
         squares = over_devices(num_devices, squared_norms_local(grads, self.model))
@@ -117,33 +117,35 @@ class FusedTrainer:
         options = {"loss_scale": state.loss_scale, "full_capacity": full_capacity} | constants
         draws = self.config.model.router.draws
 
-        def one(index: Any, part: Any, layers: ReverseScan | None) -> tuple[Any, Metrics]:
-            loss_and_gradients = jax.value_and_grad(partial(self.loss_local, layers=layers, **options), has_aux=True)
+        def one(index: Any, part: Any, layer_runner: ReverseScan | None) -> tuple[Any, Metrics]:
+            loss_and_gradients = jax.value_and_grad(
+                partial(self.loss_local, layer_runner=layer_runner, **options), has_aux=True
+            )
             key = router_key(self.config, state.step, lax.axis_index(ALL), index) if draws else None
             params = self.model.with_copies(state.params, state.cast)
             (_, metrics), grads = loss_and_gradients(params, state.router_bias, part, key)
             return jax.tree.map(lambda g, w: g.astype(w.dtype), grads, state.params), metrics
 
-        def several(first: int, last: int, layers: ReverseScan | None) -> tuple[Any, Metrics]:
+        def several(first: int, last: int, layer_runner: ReverseScan | None) -> tuple[Any, Metrics]:
             if last == first + 1:
-                return one(jnp.int32(first), jax.tree.map(lambda x: x[first], batch), layers)
+                return one(jnp.int32(first), jax.tree.map(lambda x: x[first], batch), layer_runner)
 
             def accumulate(carry: Any, xs: Any) -> tuple[Any, None]:
                 index, part = xs
-                return jax.tree.map(jnp.add, carry, one(index, part, layers)), None
+                return jax.tree.map(jnp.add, carry, one(index, part, layer_runner)), None
 
             xs = jnp.arange(first, last, dtype=jnp.int32), jax.tree.map(lambda x: x[first:last], batch)
-            shapes = jax.eval_shape(partial(one, layers=layers), *jax.tree.map(lambda x: x[0], xs))
+            shapes = jax.eval_shape(partial(one, layer_runner=layer_runner), *jax.tree.map(lambda x: x[0], xs))
             zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
             grads_and_metrics: tuple[Any, Metrics] = lax.scan(accumulate, zeros, xs)[0]
             return grads_and_metrics
 
-        num_parts, layers = jax.tree.leaves(batch)[0].shape[0], self._layers
-        if num_parts == 1 or layers is None or not self.model.sums_in_layers:
-            return several(0, num_parts, layers)
-        grads, metrics = several(0, num_parts - 1, replace(layers, reduces=False))
+        num_parts, layer_runner = jax.tree.leaves(batch)[0].shape[0], self._layer_runner
+        if num_parts == 1 or layer_runner is None or not self.model.sums_in_layers:
+            return several(0, num_parts, layer_runner)
+        grads, metrics = several(0, num_parts - 1, replace(layer_runner, reduces=False))
         earlier = {kind: grads.pop(name) for kind, name in STACKS.items() if name in grads}
-        last, last_metrics = several(num_parts - 1, num_parts, replace(layers, summed=earlier))
+        last, last_metrics = several(num_parts - 1, num_parts, replace(layer_runner, summed=earlier))
         sums = {name: jax.tree.map(jnp.add, g, last[name]) for name, g in grads.items()}
         return last | sums, jax.tree.map(jnp.add, metrics, last_metrics)
 
@@ -156,18 +158,20 @@ class FusedTrainer:
         *,
         loss_scale: LossScale | None,
         full_capacity: bool,
-        layers: ReverseScan | None = None,
+        layer_runner: ReverseScan | None = None,
         **constants: Any,
     ) -> tuple[jax.Array, Metrics]:
         """Return this device's part of the loss, scaled, and what it consists of, which is not.
 
-        part: tokens [B, S + 1], or what begins with them. key: for what the router draws. layers: of
+        part: tokens [B, S + 1], or what begins with them. key: for what the router draws. layer_runner: see
         `ShardedDecoder.__call__`. constants: of `token_loss_local`.
         """
         config, tokens_BS = self.config, jax.tree.leaves(part)[0]
         num_tokens = tokens_per_accumulation_step(config) * config.gradient_accumulation_steps
         options = {"key": key, "train": True, "full_capacity": full_capacity}
-        hidden, head, stats = self.model(params, router_bias, tokens_BS[:, :-1], layers, remat=config.remat, **options)
+        hidden, head, stats = self.model(
+            params, router_bias, tokens_BS[:, :-1], layer_runner, remat=config.remat, **options
+        )
         labels_T = tokens_BS[:, 1:].reshape(-1)
         with jax.named_scope("loss"):
             weights_T = scaled(jnp.full(labels_T.shape, 1.0 / num_tokens, jnp.float32), loss_scale)

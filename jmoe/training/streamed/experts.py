@@ -17,7 +17,7 @@ from jmoe.memory.record_checkpoint import RecordCheckpoints
 from jmoe.mesh import ALL, EXPERT, split_over
 from jmoe.offload.expert_index import ExpertIndex, LocalExperts, SlottedExperts
 from jmoe.offload.expert_state import DeviceStacks, ExpertState, ExpertStats, ReadExperts, Slot
-from jmoe.offload.lazy_adamw import Laziness
+from jmoe.offload.lazy_adamw import ReplayState
 from jmoe.offload.slot_rows import ChosenRows
 from jmoe.offload.train_stores import ExpertStores
 
@@ -38,11 +38,11 @@ class StreamedExperts:
         slotted: SlottedExperts | None = None,
     ) -> None:
         self.mesh = mesh
-        self._owned = LocalExperts.of(mesh, config.model.num_experts) if slotted is None else slotted
+        self._owned = LocalExperts.from_mesh(mesh, config.model.num_experts) if slotted is None else slotted
         self._rows = config.model.num_experts if slotted is None else mesh.size * slotted.per_device  # of all devices
         self._split = split_over(EXPERT if slotted is None else ALL)
         self.experts: ExpertState | None = None
-        self.stores = ExpertStores(config, ExpertIndex.of(config.model, self._owned), dict(shapes), run)
+        self.stores = ExpertStores(config, ExpertIndex.from_model(config.model, self._owned), dict(shapes), run)
         self.records: RecordCheckpoints | None = self.stores.records
 
     def _take_over(self, before: Self) -> None:
@@ -51,9 +51,9 @@ class StreamedExperts:
         self._rows, self._split = before._rows, before._split
         self.experts, self.stores, self.records = before.experts, before.stores, before.records
 
-    def _open(self, laziness: Laziness, weights: ReadExperts | None, moments: ReadExperts | None) -> None:
+    def _open(self, replay_state: ReplayState, weights: ReadExperts | None, moments: ReadExperts | None) -> None:
         self.end_experts()
-        self.experts = self.stores.fill(laziness, weights, moments)
+        self.experts = self.stores.fill(replay_state, weights, moments)
 
     def end_experts(self) -> None:
         """End the threads that bring experts up to date and write records back; what is dirty is not written.
@@ -66,8 +66,8 @@ class StreamedExperts:
 
     def _load(self, step: int, weights: ReadExperts | None, moments: ReadExperts | None) -> None:
         """Take the experts to their tiers layer by layer. None: they are there already."""
-        laziness = self.stores.laziness(step) if weights is moments is None else self.stores.up_to_date(step)
-        self._open(laziness, weights, moments)
+        replay_state = self.stores.replay_state(step) if weights is moments is None else self.stores.up_to_date(step)
+        self._open(replay_state, weights, moments)
 
     @property
     def _opened(self) -> ExpertState:

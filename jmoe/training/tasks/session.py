@@ -22,7 +22,7 @@ from jmoe.mesh import BATCH, first_devices, make_mesh
 from jmoe.run.metrics import read_events, read_metrics
 from jmoe.run.planner import experts_line, tier_totals
 from jmoe.status import status
-from jmoe.training.packing import agreed, moved
+from jmoe.training.expert_packing import agreed, moved
 from jmoe.training.session import Session, say
 from jmoe.training.state import TrainState
 from jmoe.training.tasks.experts import same_slots
@@ -98,7 +98,7 @@ class VisionSession(Session):
         placed: ImageBatch = jax.tree.map(lambda a: jax.make_array_from_process_local_data(sharding, a), batch)
         return placed
 
-    def pack(self, step: int, state: TrainState) -> TrainState:
+    def rebalance(self, step: int, state: TrainState) -> TrainState:
         """Return the state for `step`, in another layout or on another mesh where one is due.
 
         That is when a task has ended, when a signal has asked for another number of devices, or when loads are uneven.

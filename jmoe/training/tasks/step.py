@@ -30,8 +30,8 @@ from jmoe.mesh import ALL, BATCH, EXPERT, REPLICATED, STACK_PATHS, is_expert, pa
 from jmoe.models.vision import PathDraw, VisionTransformer, draw_paths, taken_path
 from jmoe.offload.expert_state import ReadExperts
 from jmoe.planning.elastic import Layout
+from jmoe.training.expert_packing import ROUNDS, timed_s
 from jmoe.training.gradient_reduction import reduce_gradients_local, squared_norms_local
-from jmoe.training.packing import ROUNDS, timed_s
 from jmoe.training.sharded_model import ShardedModel
 from jmoe.training.state import TrainState, with_read_experts
 from jmoe.training.tasks.experts import TaskSlots, task_experts_of, task_slots, with_task_experts

@@ -45,7 +45,7 @@ def test_heads_on_several_devices_give_the_tokens_of_one(
 
 def assert_bytes(engine: Engine, runner: MeshRunner, devices: int) -> None:
     """Check what lies on every device against the plan, and the plan against a formula of its own."""
-    weights = [w for _, arrays in (runner._ends, *runner._layers) for w in arrays]
+    weights = [w for _, arrays in (runner._embed_and_head, *runner._layers) for w in arrays]
     plan, config = engine.plan.memory.model, engine.config
     assert bytes_by_device(weights, devices) == [plan.dense_bytes] * devices
     assert bytes_by_device(jax.tree.leaves(runner.caches), devices) == [plan.cache_bytes] * devices

@@ -13,7 +13,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from jmoe.cluster.channel import Line
+from jmoe.cluster.channel import Channel
 from jmoe.cluster.distributed import EXIT_CODE
 from jmoe.inference.mesh import lockstep
 from jmoe.inference.mesh.lockstep import Follower, Leader, LockstepError, led
@@ -22,7 +22,7 @@ from tests.processes import Child
 from tests.train_runs import Start, free_port
 
 LONG_S = 600.0
-Pair = Callable[..., tuple[Line, Line]]
+Pair = Callable[..., tuple[Channel, Channel]]
 Lead = Callable[..., tuple[Leader, "Lost"]]
 
 
@@ -35,55 +35,55 @@ class Lost(list[str]):
 
 
 @pytest.fixture
-def lines() -> Iterator[Pair]:
-    """`lines(silence_s=...)`: both ends of a connection; silence_s: after which the first one gives up."""
-    made: list[Line] = []
+def channels() -> Iterator[Pair]:
+    """`channels(silence_s=...)`: both ends of a connection; silence_s: after which the first one gives up."""
+    made: list[Channel] = []
 
-    def pair(silence_s: float = LONG_S) -> tuple[Line, Line]:
+    def pair(silence_s: float = LONG_S) -> tuple[Channel, Channel]:
         here, there = socket.socketpair()
-        made.extend((Line(here, silence_s), Line(there, LONG_S)))
+        made.extend((Channel(here, silence_s), Channel(there, LONG_S)))
         return made[-2], made[-1]
 
     yield pair
-    for line in made:
-        line.close()
+    for channel in made:
+        channel.close()
 
 
 @pytest.fixture
-def leader(lines: Pair) -> Iterator[Lead]:
-    """`leader({rank: line})`: a leader and the lines that it would have ended with."""
+def leader(channels: Pair) -> Iterator[Lead]:
+    """`leader({rank: channel})`: a leader and the lines that it would have ended with."""
     made: list[Leader] = []
 
-    def lead(lines: dict[int, Line], **options: float) -> tuple[Leader, Lost]:
+    def lead(channels: dict[int, Channel], **options: float) -> tuple[Leader, Lost]:
         lost = Lost()
         with mock.patch.object(lockstep, "end_process", lost.append):  # its threads may lose one before it is returned
-            made.append(Leader(lines, **{"silence_s": LONG_S, "step_timeout_s": LONG_S, **options}))
+            made.append(Leader(channels, **{"silence_s": LONG_S, "step_timeout_s": LONG_S, **options}))
         return made[-1], lost
 
     yield lead
     for one in made:
-        for line in one._lines.values():
-            line.close()
+        for channel in one._channels.values():
+            channel.close()
         one.__exit__(None, None, None)
 
 
-def follow(line: Line, runner: Any, *, silence_s: float = LONG_S) -> None:
+def follow(channel: Channel, runner: Any, *, silence_s: float = LONG_S) -> None:
     """Be a follower to the end. It sets handlers of signals, as for a process that is its alone."""
     kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        with Follower(line, silence_s=silence_s) as follower:
+        with Follower(channel, silence_s=silence_s) as follower:
             follower.follow(runner)
     finally:
         for number, handler in kept.items():
             signal.signal(number, handler)
 
 
-def received(line: Line, kind: str) -> list[Any]:
+def received(channel: Channel, kind: str) -> list[Any]:
     """The next message of a kind."""
-    while (message := line.receive()) is not None:
+    while (message := channel.receive()) is not None:
         if message[0] == kind:
             return message[1:]
-    pytest.fail(f"the line ended before a message {kind!r}")
+    pytest.fail(f"the channel ended before a message {kind!r}")
 
 
 class Adder:
@@ -102,9 +102,9 @@ class Adder:
         self.made.append("quiet")
 
 
-def test_followers_make_the_leaders_calls(lines: Pair, leader: Lead) -> None:
+def test_followers_make_the_leaders_calls(channels: Pair, leader: Lead) -> None:
     """In its order, with its arguments, of methods that are led alone; the leader's result is returned."""
-    here, there = lines()
+    here, there = channels()
     first, lost = leader({1: here})
     leading, following = Adder(first), Adder()
 
@@ -123,9 +123,9 @@ def test_followers_make_the_leaders_calls(lines: Pair, leader: Lead) -> None:
     assert leading.made == [call for made in following.made for call in (made, "quiet")]
 
 
-def test_a_follower_that_ends_is_named(lines: Pair, leader: Lead) -> None:
+def test_a_follower_that_ends_is_named(channels: Pair, leader: Lead) -> None:
     """To the others as well; a step that fails for it says so."""
-    pairs = {rank: lines() for rank in (1, 2)}
+    pairs = {rank: channels() for rank in (1, 2)}
     first, lost = leader({rank: here for rank, (here, _) in pairs.items()})
 
     def step() -> None:
@@ -140,18 +140,18 @@ def test_a_follower_that_ends_is_named(lines: Pair, leader: Lead) -> None:
 
 
 def test_the_reason_is_the_rank_that_ended_not_the_ones_that_failed_for_it(
-    lines: Pair, leader: Lead, monkeypatch: pytest.MonkeyPatch
+    channels: Pair, leader: Lead, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lockstep, "GRACE_S", LONG_S)
-    pairs = {rank: lines() for rank in (1, 2)}
+    pairs = {rank: channels() for rank in (1, 2)}
     _, lost = leader({rank: here for rank, (here, _) in pairs.items()})
     pairs[1][1].send("error", "ValueError: Gloo all-reduce failed")
     pairs[2][1].close()
     assert lost.wait() == "rank 2 was lost: its process has ended"
 
 
-def test_an_error_of_a_follower_is_told(lines: Pair, leader: Lead) -> None:
-    here, there = lines()
+def test_an_error_of_a_follower_is_told(channels: Pair, leader: Lead) -> None:
+    here, there = channels()
     first, lost = leader({1: here})
 
     def fail() -> None:
@@ -163,22 +163,22 @@ def test_an_error_of_a_follower_is_told(lines: Pair, leader: Lead) -> None:
     assert lost.wait() == "rank 1 failed: MemoryError: no room for 3 experts"
 
 
-def test_an_error_of_the_leader_is_its_own(lines: Pair, leader: Lead, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_leader_is_its_own(channels: Pair, leader: Lead, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lockstep, "GRACE_S", 0.01)
-    first, lost = leader({1: lines()[0]})
+    first, lost = leader({1: channels()[0]})
     with pytest.raises(KeyError), first.step():
         raise KeyError("mine")
     assert not lost
 
 
-def test_a_silent_follower_is_given_up(lines: Pair, leader: Lead) -> None:
-    _, lost = leader({1: lines(silence_s=0.2)[0]}, silence_s=0.2)
+def test_a_silent_follower_is_given_up(channels: Pair, leader: Lead) -> None:
+    _, lost = leader({1: channels(silence_s=0.2)[0]}, silence_s=0.2)
     assert lost.wait() == "rank 1 was lost: no sign of life, it is stopped or out of reach"
 
 
-def test_a_step_without_progress_names_who_is_behind(lines: Pair, leader: Lead) -> None:
+def test_a_step_without_progress_names_who_is_behind(channels: Pair, leader: Lead) -> None:
     """Rank 2 lives, and does not come on."""
-    pairs = {rank: lines() for rank in (1, 2)}
+    pairs = {rank: channels() for rank in (1, 2)}
     first, lost = leader({rank: here for rank, (here, _) in pairs.items()}, silence_s=1, step_timeout_s=2)
     pairs[1][1].send("beat", 1)
     wait_for(lambda: first._calls_of[1] == 1)
@@ -191,17 +191,17 @@ def test_a_step_without_progress_names_who_is_behind(lines: Pair, leader: Lead) 
 @pytest.mark.parametrize(
     ("end", "line", "silence_s"),
     [
-        (lambda line: line.close(), "ends: rank 0 was lost: its process has ended", LONG_S),
-        (lambda line: line.send("lost", "rank 2 was lost"), "ends with rank 0: rank 2 was lost", LONG_S),
-        (lambda line: None, "ends: rank 0 was lost: no sign of life, it is stopped or out of reach", 0.5),
+        (lambda channel: channel.close(), "ends: rank 0 was lost: its process has ended", LONG_S),
+        (lambda channel: channel.send("lost", "rank 2 was lost"), "ends with rank 0: rank 2 was lost", LONG_S),
+        (lambda channel: None, "ends: rank 0 was lost: no sign of life, it is stopped or out of reach", 0.5),
     ],
     ids=["closed", "gives up", "silent"],
 )
 def test_a_follower_without_leader_ends(
-    end: Callable[[Line], None], line: str, silence_s: float, lines: Pair, monkeypatch: pytest.MonkeyPatch
+    end: Callable[[Channel], None], line: str, silence_s: float, channels: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While its main thread waits for a collective."""
-    there, here = lines(silence_s)
+    there, here = channels(silence_s)
     lost, ended = Lost(), threading.Event()
 
     def end_process(reason: str) -> None:
@@ -221,9 +221,9 @@ def test_a_follower_without_leader_ends(
     assert lost[0] == line
 
 
-def test_a_signal_to_a_follower_is_the_leaders(lines: Pair, leader: Lead) -> None:
+def test_a_signal_to_a_follower_is_the_leaders(channels: Pair, leader: Lead) -> None:
     """Which drains first, with the followers' help."""
-    here, there = lines()
+    here, there = channels()
     first, lost = leader({1: here})
     following = Adder(during=lambda: following.made or os.kill(os.getpid(), signal.SIGTERM))  # in the first call
 
@@ -249,17 +249,17 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jmoe.config import DistributedConfig
 from jmoe.inference.mesh.lockstep import Follower, Leader, led
 from jmoe.cluster.distributed import connect
-from jmoe.cluster.channel import Line
+from jmoe.cluster.channel import Channel
 
 rank, processes, port = map(int, sys.argv[1:4])
 config = DistributedConfig(coordinator_address=f"127.0.0.1:{port}", num_processes=processes, process_id=rank,
     heartbeat_timeout_s=240)
-lines = {rank: Line(connection, 240) for rank, connection in connect(config, rank_0_outlives=True).items()}
+channels = {rank: Channel(connection, 240) for rank, connection in connect(config, rank_0_outlives=True).items()}
 sharding = NamedSharding(jax.make_mesh((processes,), ("d",), axis_types=(AxisType.Auto,)), PartitionSpec("d"))
 total = jax.jit(lambda x: x.sum(axis=0), out_shardings=NamedSharding(sharding.mesh, PartitionSpec()))
 
 class Runner:
-    leader = None if rank else Leader(lines, silence_s=240, step_timeout_s=240)
+    leader = None if rank else Leader(channels, silence_s=240, step_timeout_s=240)
 
     @led
     def add(self, x):
@@ -269,7 +269,7 @@ class Runner:
 runner = Runner()
 print("computes", flush=True)
 if rank > 0:
-    Follower(lines[0], silence_s=240).follow(runner)
+    Follower(channels[0], silence_s=240).follow(runner)
 else:
     for number in range(int(sys.argv[4])):
         with runner.leader.step():

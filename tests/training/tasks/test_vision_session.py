@@ -19,7 +19,7 @@ from jmoe.config import TiersConfig, VisionTrainConfig
 from jmoe.config.vision import ElasticConfig
 from jmoe.data.image_batches import ImageBatches
 from jmoe.mesh import first_devices, make_mesh
-from jmoe.training.packing import PackingController
+from jmoe.training.expert_packing import PackingController
 from jmoe.training.tasks.layouts import layout_of
 from jmoe.training.tasks.session import DEVICES_FILE, VisionSession
 from jmoe.training.tasks.step import VisionTrainer
@@ -47,7 +47,7 @@ def train(run: VisionSession, num_steps: int, state: Any = None) -> tuple[Any, L
     """The state after so many steps, and the losses since the state given, or since step 0."""
     state, losses = run.trainer.init() if state is None else state, []
     for step in range(int(state.step), num_steps):
-        state = run.pack(step, state)
+        state = run.rebalance(step, state)
         state, metrics = run.trainer.step(state, run.next_batch())
         assert metrics["ok"]
         losses.append({name: float(loss) for name, loss in metrics["task_loss"].items()})
@@ -140,7 +140,7 @@ def test_a_signal_shrinks_and_grows_a_run(tmp_path: Path, capsys: pytest.Capture
 def test_idle_time_is_what_a_process_does_not_compute(tmp_path: Path) -> None:
     """Two devices of this process are worth two processors: six seconds of both, of which half are used."""
     run = session(tmp_path, 2)
-    run.packing = PackingController(run.config, (2, 1, 1), 1)
+    run.expert_packing = PackingController(run.config, (2, 1, 1), 1)
     assert all(map(math.isnan, run.idle.by_device(2)))
     run.note_step(90.0, 1.0, compiled=True)
     assert all(map(math.isnan, run.idle.by_device(2)))
@@ -165,7 +165,7 @@ def test_experts_on_tiers_stay_with_their_devices(tmp_path: Path, capsys: pytest
     with contextlib.closing(run.trainer), AskedSignal() as run.resizing:
         (tmp_path / DEVICES_FILE).write_text("4")
         signal.raise_signal(signal.SIGUSR2)
-        run.pack(0, run.trainer.init())
+        run.rebalance(0, run.trainer.init())
     assert run.mesh.size == 2
     refused = "tiers = ('host', 'host'): must be device for another number of devices while the run goes on"
     assert f"layout before step 0: warning: SIGUSR2 changes nothing: {refused}" in capsys.readouterr().out

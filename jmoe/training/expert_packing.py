@@ -22,7 +22,7 @@ from jmoe.collectives.exchange import Choices, sent_to_experts
 from jmoe.config import MeshConfig, TrainConfig
 from jmoe.config.parallel import most_packing, packed_shape
 from jmoe.mesh import ALL, EXPERT, REPLICATED, split_over
-from jmoe.planning.packing import EVERY_STEPS, PackingDecision, Room, is_decided_at, next_packing
+from jmoe.planning.expert_packing import EVERY_STEPS, PackingDecision, Room, is_decided_at, next_packing
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.run.planner import machine, packing_room
 from jmoe.training.fused.step import FusedTrainer

@@ -13,9 +13,9 @@ from jax.sharding import NamedSharding
 from jmoe.config import CheckpointConfig, CommConfig, MachineConfig, TrainConfig
 from jmoe.mesh import ACCUMULATED_BATCH, make_mesh
 from jmoe.run.checkpoint import Checkpoints
-from jmoe.training import packing
+from jmoe.training import expert_packing
+from jmoe.training.expert_packing import PackingController, first_packing, micro_operations, moved
 from jmoe.training.fused.step import FusedTrainer
-from jmoe.training.packing import PackingController, first_packing, micro_operations, moved
 from jmoe.training.resume import restored
 from jmoe.training.state import TrainState
 from tests import model_configs
@@ -71,7 +71,7 @@ def alone() -> list[float]:
 
 
 def times(monkeypatch: pytest.MonkeyPatch, all_to_all_s: float, ffn_s: float) -> None:
-    monkeypatch.setattr(packing, "micro_operations", lambda *_: (all_to_all_s, ffn_s))
+    monkeypatch.setattr(expert_packing, "micro_operations", lambda *_: (all_to_all_s, ffn_s))
 
 
 @pytest.mark.slow

@@ -1,7 +1,8 @@
-"""A line between a supervisor and one process of its run, on whatever host: when the line ends, so does the process.
+"""Start and end one process of a run on any host, and end it when its supervisor ends.
 
-`python -m jmoe.cluster.tether` is the far end. Its standard output: a line with a port that is reserved there, for the
-run's coordinator. Its standard input: a line of JSON, the `Order`; then the number of a signal a line.
+`python -m jmoe.cluster.remote_process` is the program on that host; the supervisor talks to it over its standard
+streams. Its output: one line with a port that it reserves for the run's coordinator. Its input: one line of JSON, the
+`Order`; then the number of a signal on each line. When its input ends, it kills the process that it started.
 """
 
 from __future__ import annotations
@@ -40,15 +41,18 @@ class Order:
     title: str
 
 
-class Tether:
-    """The supervisor's end. port: reserved at the far end; None until that has answered, and where it cannot."""
+class RemoteProcess:
+    """A supervisor's handle of one process.
+
+    port: reserved on the process's host; None until the host has answered, and if it could not.
+    """
 
     def __init__(self, host: str, local_rank: int, prefix: Sequence[str]) -> None:
         self.host, self.local_rank = host, local_rank
         self.port: int | None = None
         self.heard = False
         self._process = subprocess.Popen(
-            [*prefix, sys.executable, "-m", "jmoe.cluster.tether"],
+            [*prefix, sys.executable, "-m", "jmoe.cluster.remote_process"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
@@ -105,22 +109,22 @@ class Tether:
             self._process.stdin.flush()
 
 
-def answered(tethers: Sequence[Tether], timeout_s: float) -> list[Tether]:
+def answered(remotes: Sequence[RemoteProcess], timeout_s: float) -> list[RemoteProcess]:
     """Return those whose far end is there within `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     with selectors.DefaultSelector() as selector:
-        for tether in tethers:
-            if not tether.heard:
-                selector.register(tether, selectors.EVENT_READ)
+        for remote in remotes:
+            if not remote.heard:
+                selector.register(remote, selectors.EVENT_READ)
         while selector.get_map():
             ready = selector.select(max(0.0, deadline - time.monotonic()))
             for key, _ in ready:
-                assert isinstance(key.fileobj, Tether)
+                assert isinstance(key.fileobj, RemoteProcess)
                 key.fileobj.hear()
                 selector.unregister(key.fileobj)
             if not ready and time.monotonic() >= deadline:
                 break
-    return [tether for tether in tethers if tether.port is not None]
+    return [remote for remote in remotes if remote.port is not None]
 
 
 def reserve_port() -> socket.socket:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jmoe.planning.packing import PackingDecision, Room, is_decided_at, next_packing
+from jmoe.planning.expert_packing import PackingDecision, Room, is_decided_at, next_packing
 
 
 def decide(all_to_all_s: float, ffn_s: float, now: int = 1, **options: Any) -> PackingDecision:
