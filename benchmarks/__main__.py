@@ -1,7 +1,8 @@
 """List the benchmarks, or run one by name.
 
 python -m benchmarks                          prints the names and what each measures
-python -m benchmarks train/step --batch 4     does what python benchmarks/train/step.py --batch 4 does
+python -m benchmarks train/step --batch 4     does what python benchmarks/train/step.py --batch 4
+does
 """
 
 import ast

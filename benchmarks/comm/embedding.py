@@ -1,10 +1,11 @@
 """Training steps of `comm/slow_link embedding`, whose embedding table and head are sharded.
 
-A step of a model whose one layer is little beside its vocabulary, on 2 nodes x 2 ranks, the partitions in turn:
-replicated (the whole table on every rank, its gradient all-reduced), zero3 (split at rest, gathered for every step),
-columns and rows of `jmoe.layers.embedding`. Ids are drawn by Zipf's law, so that they repeat as those of text do.
-Formula: `jmoe.planning.embedding.embedding_traffic`. `table_bytes` are those of table, head and their AdamW moments on
-one rank, `temp_bytes` what a step takes beside the state.
+A step of a model whose one layer is little beside its vocabulary, on 2 nodes x 2 ranks, the
+partitions in turn: replicated (the whole table on every rank, its gradient all-reduced), zero3
+(split at rest, gathered for every step), columns and rows of `jmoe.layers.embedding`. Ids are drawn
+by Zipf's law, so that they repeat as those of text do. Formula:
+`jmoe.planning.embedding.embedding_traffic`. `table_bytes` are those of table, head and their AdamW
+moments on one rank, `temp_bytes` what a step takes beside the state.
 """
 
 import argparse
@@ -43,7 +44,9 @@ def train_config(a: argparse.Namespace, kind: str, hidden_size: int, shape: tupl
     )
     embedding = "replicated" if kind == "zero3" else kind
     mesh, comm = MeshConfig(*shape), CommConfig(shard_dense=kind == "zero3", embedding=embedding)  # type: ignore
-    return TrainConfig(model=model, mesh=mesh, comm=comm, batch_size=int(np.prod(shape)), sequence_length=a.tokens)
+    return TrainConfig(
+        model=model, mesh=mesh, comm=comm, batch_size=int(np.prod(shape)), sequence_length=a.tokens
+    )
 
 
 class Run:
@@ -83,20 +86,31 @@ class Run:
         from jmoe.planning.embedding import Vocabulary, embedding_traffic, plan_embedding
 
         config, model = self.config, self.config.model
-        sizes = (model.vocab_size, model.hidden_size, model.tie_word_embeddings, config.sequence_length)
+        sizes = (
+            model.vocab_size,
+            model.hidden_size,
+            model.tie_word_embeddings,
+            config.sequence_length,
+        )
         vocabulary = Vocabulary(*sizes, activation_bytes=2, sharded=config.comm.shard_dense)
         nodes = config.mesh.data * config.mesh.expert_inter
         inside = config.mesh.expert_intra
-        plan = plan_embedding(config.comm.embedding, vocabulary, num_nodes=nodes, devices_per_node=inside)
+        plan = plan_embedding(
+            config.comm.embedding, vocabulary, num_nodes=nodes, devices_per_node=inside
+        )
         return inside * embedding_traffic(plan, vocabulary).across_bytes
 
 
 def measure(a: argparse.Namespace, mesh: Any, clock: Clock) -> list[dict[str, Any]]:
     """Return one row for every hidden size and partition."""
-    return [row for hidden_size in a.hidden_sizes for row in measure_size(a, hidden_size, mesh, clock)]
+    return [
+        row for hidden_size in a.hidden_sizes for row in measure_size(a, hidden_size, mesh, clock)
+    ]
 
 
-def measure_size(a: argparse.Namespace, hidden_size: int, mesh: Any, clock: Clock) -> list[dict[str, Any]]:
+def measure_size(
+    a: argparse.Namespace, hidden_size: int, mesh: Any, clock: Clock
+) -> list[dict[str, Any]]:
     """Return one row for every partition."""
     shape = tuple(mesh.shape.values())
     runs = {kind: Run(train_config(a, kind, hidden_size, shape), mesh) for kind in a.kinds}

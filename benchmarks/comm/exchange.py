@@ -1,8 +1,10 @@
-"""The exchange alone: tokens to their experts and back, `dispatch` and `combine`; the experts change nothing.
+"""The exchange alone: tokens to their experts and back, `dispatch` and `combine`; the experts
+change nothing.
 
-Forward alone and with its backward pass, the kinds of exchange in turn. A shape is K:E:T, K of E experts for each of a
-rank's T tokens of 1024 bfloat16. Formula: `jmoe.planning.exchange.exchange_traffic`. The links are measured at the
-start, as a run does; `planned_seconds` is what `jmoe.planning.exchange.exchange_seconds` makes of them, and `auto` the
+Forward alone and with its backward pass, the kinds of exchange in turn. A shape is K:E:T, K of E
+experts for each of a rank's T tokens of 1024 bfloat16. Formula:
+`jmoe.planning.exchange.exchange_traffic`. The links are measured at the start, as a run does;
+`planned_seconds` is what `jmoe.planning.exchange.exchange_seconds` makes of them, and `auto` the
 exchange that a run would take.
 """
 
@@ -29,16 +31,24 @@ DIRECTIONS = ("forward", "backward")  # backward: the forward pass too
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--shapes", nargs="+", default=["2:8:560", "8:64:128", "1:64:128"], help="K:E:T")
+    parser.add_argument(
+        "--shapes", nargs="+", default=["2:8:560", "8:64:128", "1:64:128"], help="K:E:T"
+    )
     parser.add_argument("--kinds", nargs="+", default=["flat", "hierarchical", "dedup"])
     parser.add_argument("--directions", nargs="+", choices=DIRECTIONS, default=DIRECTIONS)
-    parser.add_argument("--capacity-factor", type=float, default=1.0, help="buffers of this many fair shares")
+    parser.add_argument(
+        "--capacity-factor", type=float, default=1.0, help="buffers of this many fair shares"
+    )
 
 
 def make_program(
     plan: ExchangePlan, mesh: Any, num_experts: int, capacity_factor: float, direction: str
 ) -> Callable[..., Any]:
-    """(x [R T, D], topk_idx, topk_weights [R T, K]) -> (y or the gradients, assignments dropped by each device)."""
+    """Return a program for one exchange there and back.
+
+    It maps (x [R T, D], topk_idx, topk_weights [R T, K]) to (y or the gradients, each device's
+    dropped assignments).
+    """
     import jax
     import jax.numpy as jnp
 
@@ -77,16 +87,24 @@ def draw(mesh: Any, rank: int, shape: tuple[int, int, int]) -> tuple[Any, ...]:
     x = rng.standard_normal((num_tokens, HIDDEN_SIZE), np.float32).astype(jnp.bfloat16)
     weights = np.full(idx.shape, 1 / k, np.float32)
     sharding = NamedSharding(mesh, BATCH)
-    return tuple(jax.make_array_from_process_local_data(sharding, part) for part in (x, idx, weights))
+    return tuple(
+        jax.make_array_from_process_local_data(sharding, part) for part in (x, idx, weights)
+    )
 
 
-def formula(plan: ExchangePlan, shape: tuple[int, int, int], a: argparse.Namespace, direction: str) -> Traffic:
+def formula(
+    plan: ExchangePlan, shape: tuple[int, int, int], a: argparse.Namespace, direction: str
+) -> Traffic:
     """Return the bytes that a rank sends."""
     k, num_experts, num_tokens = shape
     sizes = {"num_tokens": num_tokens, "num_experts": num_experts, "num_experts_per_tok": k}
     backward = direction == "backward"
     return exchange_traffic(
-        plan, **sizes, row_bytes=2 * HIDDEN_SIZE, capacity_factor=a.capacity_factor, backward=backward
+        plan,
+        **sizes,
+        row_bytes=2 * HIDDEN_SIZE,
+        capacity_factor=a.capacity_factor,
+        backward=backward,
     )
 
 
@@ -111,7 +129,9 @@ def measure_shape(
     layer = {"num_nodes": a.nodes, "devices_per_node": a.ranks_per_node}
     layer |= {"num_experts": num_experts, "num_experts_per_tok": k}
     plans = {kind: plan_exchange(kind, **layer) for kind in a.kinds}
-    auto = plan_exchange("auto", **layer, load=ExchangeLoad(links, num_tokens, 2 * HIDDEN_SIZE, a.capacity_factor))
+    auto = plan_exchange(
+        "auto", **layer, load=ExchangeLoad(links, num_tokens, 2 * HIDDEN_SIZE, a.capacity_factor)
+    )
     programs, dropped = {}, {}
     for kind, plan in plans.items():
         for direction in a.directions:

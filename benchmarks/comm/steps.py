@@ -1,22 +1,25 @@
 """Training steps of `comm/slow_link` that differ in their collectives: fusion, levels, order.
 
-Every comparison runs one model with several `CommConfig`s in turn, from the same state on the same tokens; `ratio` is
-the median, round by round, of the first one's seconds to this one's: how many times as fast it is. Over several steps
-the losses have to stay the same.
+Every comparison runs one model with several `CommConfig`s in turn, from the same state on the same
+tokens; `ratio` is the median, round by round, of the first one's seconds to this one's: how many
+times as fast it is. Over several steps the losses have to stay the same.
 
-fusion: crosswise, dense parameters as one buffer or one by one, and one level (`_flat`) or two; the order is the same,
-`none`. `fused_chunks` is `fused` in the default order. Two levels are those of buffers and of the tokens' exchange:
-matrices one by one cross in one level whatever `hierarchical` says, so without experts `one_by_one` is left out. In
-float32, because XLA:CPU gathers bfloat16 as float32 where no buffer holds it as integers.
+fusion: crosswise, dense parameters as one buffer or one by one, and one level (`_flat`) or two; the
+order is the same, `none`. `fused_chunks` is `fused` in the default order. Two levels are those of
+buffers and of the tokens' exchange: matrices one by one cross in one level whatever `hierarchical`
+says, so without experts `one_by_one` is left out. In float32, because XLA:CPU gathers bfloat16 as
+float32 where no buffer holds it as integers.
 
-parts_s: of a step, traced on rank 0, by what runs; where several things do, an all-to-all counts before the optimizer,
-that before the backward and the forward pass, and these before other collectives. forward_layer_s, backward_layer_s: of
-the layers' pass from its first operation to its last, over the number of layers.
+parts_s: of a step, traced on rank 0, by what runs; where several things do, an all-to-all counts
+before the optimizer, that before the backward and the forward pass, and these before other
+collectives. forward_layer_s, backward_layer_s: of the layers' pass from its first operation to its
+last, over the number of layers.
 
 order, ddp: one rank a node. `all_to_all_s`: in the mean, an exchange of the backward pass is
-done so long after its input could be known (`comm/trace.py`), waiting included; `all_to_alls_s`: all of a step, which
-`ratio_all_to_alls` compares. `busy_share`: the part of the time of all-to-alls in which rank 0 computed. `link_s`: what
-the link alone takes for the bytes of a step; a row with --rates 0 and the same --chunk-bytes says what the rest takes.
+done so long after its input could be known (`comm/trace.py`), waiting included; `all_to_alls_s`:
+all of a step, which `ratio_all_to_alls` compares. `busy_share`: the part of the time of all-to-alls
+in which rank 0 computed. `link_s`: what the link alone takes for the bytes of a step; a row with
+--rates 0 and the same --chunk-bytes says what the rest takes.
 """
 
 import argparse
@@ -32,11 +35,19 @@ import numpy as np
 from benchmarks.comm import trace
 from benchmarks.lib.ranks import Clock, Taken
 from benchmarks.lib.report import median, ratio
-from jmoe.config import CommConfig, MeshConfig, ModelConfig, OptimizerConfig, RouterConfig, TrainConfig
+from jmoe.config import (
+    CommConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RouterConfig,
+    TrainConfig,
+)
 from jmoe.mesh import ACCUMULATED_BATCH
 
 COMMANDS = {
-    "fusion": "dense parameters as one buffer and one by one, one level and two: 24 small layers, 4 with experts",
+    "fusion": "dense parameters as one buffer and one by one, one level and two: 24 small layers, "
+    "4 with experts",
     "levels": "flat against two levels and dedup, top-2 and top-8",
     "order": "the orders of Lina's figure: none, ready, fixed, priority, chunks, pipelined",
     "ddp": "the same with dense parameters on every rank, their gradients all-reduced, as in Lina",
@@ -71,20 +82,33 @@ SEQUENCE_LENGTH = 64
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--variants", nargs="+", help="of the comparison; the first is what others are compared to")
     parser.add_argument(
-        "--shapes", nargs="+", help="of the comparison: dense, experts of fusion, top-2, top-8 of levels"
+        "--variants", nargs="+", help="of the comparison; the first is what others are compared to"
+    )
+    parser.add_argument(
+        "--shapes",
+        nargs="+",
+        help="of the comparison: dense, experts of fusion, top-2, top-8 of levels",
     )
     parser.add_argument("--chunk-bytes", type=int, help="default: what the link carries in 20 ms")
     parser.add_argument("--bucket-bytes", type=int, default=0, help="see `CommConfig.bucket_bytes`")
-    parser.add_argument("--native", choices=("auto", "on", "off"), default="auto", help="see `TrainConfig.native`")
+    parser.add_argument(
+        "--native", choices=("auto", "on", "off"), default="auto", help="see `TrainConfig.native`"
+    )
 
 
 def config_of(
-    a: argparse.Namespace, shape: tuple[int, ...], num_ranks: int, comm: dict[str, Any], dtype: str = "bfloat16"
+    a: argparse.Namespace,
+    shape: tuple[int, ...],
+    num_ranks: int,
+    comm: dict[str, Any],
+    dtype: str = "bfloat16",
 ) -> TrainConfig:
     hidden, layers, experts, top_k, num_tokens, intermediate = shape
-    rate, chunked = a.rates[0] or 1000, comm.get("schedule", CommConfig.schedule) in ("chunks", "pipelined")
+    rate, chunked = (
+        a.rates[0] or 1000,
+        comm.get("schedule", CommConfig.schedule) in ("chunks", "pipelined"),
+    )
     return TrainConfig(
         model=ModelConfig(
             vocab_size=256,
@@ -123,7 +147,7 @@ def measure(a: argparse.Namespace, mesh: Any, clock: Clock) -> list[dict[str, An
 
 
 def compiled(lowered: Any, folder: Path, rank: int) -> Any:
-    """Compiled by rank 0 for all: on a machine that they share they would be in each other's way for minutes."""
+    """Return the step, compiled by rank 0 for all: compilations would slow each other."""
     import jax
     from jax.experimental import serialize_executable
 
@@ -140,7 +164,9 @@ def compiled(lowered: Any, folder: Path, rank: int) -> Any:
 class Run:
     """One variant: its program, state and figures."""
 
-    def __init__(self, a: argparse.Namespace, mesh: Any, shape: tuple[int, ...], variant: str) -> None:
+    def __init__(
+        self, a: argparse.Namespace, mesh: Any, shape: tuple[int, ...], variant: str
+    ) -> None:
         import jax
 
         from jmoe.training.trainer import make_trainer
@@ -150,9 +176,9 @@ class Run:
         program = make_trainer(config, mesh)
         sharding = jax.sharding.NamedSharding(mesh, ACCUMULATED_BATCH)
         rng = np.random.default_rng(a.rank)
-        local = rng.integers(0, 256, (1, config.batch_size // jax.process_count(), SEQUENCE_LENGTH + 1)).astype(
-            np.int32
-        )
+        local = rng.integers(
+            0, 256, (1, config.batch_size // jax.process_count(), SEQUENCE_LENGTH + 1)
+        ).astype(np.int32)
         self.tokens = jax.make_array_from_process_local_data(sharding, local)
         lowered = program.step.lower(program.state_shape, self.tokens)  # type: ignore[attr-defined]
         self.step = compiled(lowered, Path(a.cache_dir), a.rank)
@@ -192,8 +218,12 @@ class Run:
         assert self.metrics["ok"]
 
 
-def measure_shape(a: argparse.Namespace, mesh: Any, clock: Clock, shape: tuple[int, ...]) -> list[dict[str, Any]]:
-    variants = a.variants or [name for name in VARIANTS[a.command] if shape[2] or name != "one_by_one"]
+def measure_shape(
+    a: argparse.Namespace, mesh: Any, clock: Clock, shape: tuple[int, ...]
+) -> list[dict[str, Any]]:
+    variants = a.variants or [
+        name for name in VARIANTS[a.command] if shape[2] or name != "one_by_one"
+    ]
     runs = {variant: Run(a, mesh, shape, variant) for variant in variants}
     for run in runs.values():
         clock(run)
@@ -211,15 +241,22 @@ def measure_shape(a: argparse.Namespace, mesh: Any, clock: Clock, shape: tuple[i
         row = {"mbit_per_s": a.rates[0], **dict(zip(names, shape, strict=True)), "variant": variant}
         row |= {
             "seconds": median(taken.seconds),
-            **{f"ratio_to_{name}": ratio(runs[name].taken.seconds, taken.seconds) for name in references},
+            **{
+                f"ratio_to_{name}": ratio(runs[name].taken.seconds, taken.seconds)
+                for name in references
+            },
             "sent_bytes": round(median(taken.sent_bytes)),
-            "link_s": round(a.nodes * median(taken.sent_bytes) * 8e-6 / a.rates[0], 4) if a.rates[0] else 0.0,
+            "link_s": round(a.nodes * median(taken.sent_bytes) * 8e-6 / a.rates[0], 4)
+            if a.rates[0]
+            else 0.0,
             "chunk_bytes": run.chunk_bytes,
             "loss": [round(run.losses[0], 4), round(run.losses[-1], 4)],
             "all_seconds": [round(s, 4) for s in taken.seconds],
         }
         if run.parts:
-            row["parts_s"] = {name: median(step[name] for step in run.parts) for name in run.parts[0]}
+            row["parts_s"] = {
+                name: median(step[name] for step in run.parts) for name in run.parts[0]
+            }
             for way in run.layers[0]:
                 row[f"{way}_layer_s"] = median(step[way] / row["layers"] for step in run.layers)
         if run.exchanges:
@@ -227,7 +264,10 @@ def measure_shape(a: argparse.Namespace, mesh: Any, clock: Clock, shape: tuple[i
             row |= {
                 "all_to_all_s": round(sum(seconds) / len(seconds), 4),
                 "all_to_alls_s": median(run.waits),
-                **{f"ratio_all_to_alls_to_{name}": ratio(runs[name].waits, run.waits) for name in references},
+                **{
+                    f"ratio_all_to_alls_to_{name}": ratio(runs[name].waits, run.waits)
+                    for name in references
+                },
                 "busy_share": median(run.busy, 3),
             }
         rows.append(row)

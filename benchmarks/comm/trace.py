@@ -1,11 +1,12 @@
-"""What the trace of a step says about its all-to-alls: when they could have started, when they were done, and what
-computed meanwhile.
+"""What the trace of a step says about its all-to-alls: when they could have started, when they were
+done, and what computed meanwhile.
 
-The backward pass of a layer with experts exchanges twice: combine's gradients go to the experts, those of the experts'
-inputs come back. Such an exchange is all of its all-to-alls: of both levels, of all pieces, of what travels
-beside the rows. It is *ready* when the last matrix product or native operation is done that the rows of its last piece
-come from, and *done* with its last all-to-all. What is computed a second time for the backward pass does not count, nor
-do gathers and sorts: they are put off as the all-to-all is.
+The backward pass of a layer with experts exchanges twice: combine's gradients go to the experts,
+those of the experts' inputs come back. Such an exchange is all of its all-to-alls: of both levels,
+of all pieces, of what travels beside the rows. It is *ready* when the last matrix product or native
+operation is done that the rows of its last piece come from, and *done* with its last all-to-all.
+What is computed a second time for the backward pass does not count, nor do gathers and sorts: they
+are put off as the all-to-all is.
 """
 
 import contextlib
@@ -19,15 +20,21 @@ from typing import NamedTuple
 
 COLLECTIVES = ("all-to-all", "all-gather", "reduce-scatter", "all-reduce")
 WHOLE = ("while", "conditional", "call")  # hold what is counted already
-PARTS = ("all_to_all", "optimizer", "backward", "forward", "other_collectives")  # of a step; else it is idle
+PARTS = (
+    "all_to_all",
+    "optimizer",
+    "backward",
+    "forward",
+    "other_collectives",
+)  # of a step; else it is idle
 BYTES = {"u8": 1, "s8": 1, "pred": 1, "u16": 2, "s16": 2, "bf16": 2, "f16": 2}  # others: 4
 
 
 class Op(NamedTuple):
     """An operation of the compiled program.
 
-    index: of the part that it takes from a tuple. native: one of jmoe's operations of a training step; background: one
-    that runs on when its span has ended.
+    index: of the part that it takes from a tuple. native: one of jmoe's operations of a training
+    step; background: one that runs on when its span has ended.
     """
 
     kind: str
@@ -88,7 +95,10 @@ def operations(text: str) -> dict[str, Op]:
             root, name, types, kind, given = match.groups()
             scopes, index = re.search(r'op_name="([^"]*)"', line), re.search(r", index=(\d+)", line)
             shapes = re.findall(r"(\w+)\[([\d,]*)\]", types)
-            size = sum(BYTES.get(item, 4) * math.prod(map(int, filter(None, dims.split(",")))) for item, dims in shapes)
+            size = sum(
+                BYTES.get(item, 4) * math.prod(map(int, filter(None, dims.split(","))))
+                for item, dims in shapes
+            )
             inputs = re.findall(r"%([\w.-]+)", given)
             place = computation, int(index[1]) if index else 0
             target = _native_target(line)
@@ -96,12 +106,18 @@ def operations(text: str) -> dict[str, Op]:
             background = native and "background = true" in line
             named = target if target == "hold" else kind
             scope = scopes[1] if scopes else ""
-            found[name] = Op(named, scope, inputs, size, *place, native=native, background=background)
+            found[name] = Op(
+                named, scope, inputs, size, *place, native=native, background=background
+            )
             if kind == "parameter":
                 parameters[computation] = name
             if root:
                 results[computation] = inputs
-            if kind == "fusion" and not scopes and (calls := re.search(r", calls=%([\w.-]+)", line)):
+            if (
+                kind == "fusion"
+                and not scopes
+                and (calls := re.search(r", calls=%([\w.-]+)", line))
+            ):
                 fused[name] = calls[1]
             if kind == "while" and (body := re.search(r", body=%([\w.-]+)", line)):
                 bodies[name] = body[1]
@@ -119,9 +135,9 @@ def operations(text: str) -> dict[str, Op]:
 
 @contextlib.contextmanager
 def recording(ops: dict[str, Op], module: str = "") -> Iterator[list[Span]]:
-    """Fill a list, when the block has ended, with every run of these operations in it, by its beginning.
+    """Fill a list, when the block ends, with every run of these operations, sorted by start.
 
-    module: the program's name, where other programs run too whose operations may have the same names.
+    module: the program's name, if other programs run whose operations may have the same names.
     """
     import jax
 
@@ -141,10 +157,13 @@ def recording(ops: dict[str, Op], module: str = "") -> Iterator[list[Span]]:
         found[:] = with_background(found, ops, native.recorded_background())
 
 
-def with_background(found: list[Span], ops: dict[str, Op], seconds: list[tuple[float, float]]) -> list[Span]:
-    """The spans, with those of operations in the background from when these got a thread to when they were done.
+def with_background(
+    found: list[Span], ops: dict[str, Op], seconds: list[tuple[float, float]]
+) -> list[Span]:
+    """Return the spans, background operations from the start of their thread to their end.
 
-    seconds: (waited for a thread, ran) of each, in the order in which they were started, of one device.
+    seconds: (waited for a thread, ran) of each background operation of one device, in the order in
+    which they were started.
     """
     started = [at for at, span in enumerate(found) if ops[span.name].background]
     moved = list(found)
@@ -155,7 +174,7 @@ def with_background(found: list[Span], ops: dict[str, Op], seconds: list[tuple[f
 
 
 def _spans(folder: str, module: str) -> list[Span]:
-    """Every run of an operation in a trace, by its beginning; of one program, if its name is given."""
+    """Return every run of an operation, sorted by start; `module` selects one program."""
     import jax
 
     (path,) = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
@@ -170,7 +189,7 @@ def _spans(folder: str, module: str) -> list[Span]:
 
 
 def union_s(some: list[Span], within: list[Span]) -> float:
-    """Seconds of `within` in which one of `some` runs; both sorted, those of `within` do not overlap."""
+    """Return the seconds of `within` in which one of `some` runs; sorted, `within` disjoint."""
     total = 0.0
     for begin, end, _ in within:
         at = begin
@@ -182,7 +201,7 @@ def union_s(some: list[Span], within: list[Span]) -> float:
 
 
 def busy_share(found: list[Span], ops: dict[str, Op]) -> float:
-    """Of the time in which all-to-alls ran, the part in which something else but collectives ran too."""
+    """Return the share of all-to-all time in which something other than a collective runs."""
     exchanges = [span for span in found if ops[span.name].kind == "all-to-all"]
     compute = [span for span in found if ops[span.name].kind not in COLLECTIVES + WHOLE]
     total = sum(end - begin for begin, end, _ in exchanges) * 1e-9
@@ -190,7 +209,7 @@ def busy_share(found: list[Span], ops: dict[str, Op]) -> float:
 
 
 def idle_share(found: list[Span], ops: dict[str, Op]) -> float:
-    """Of the time from the first operation to the end of the last, the part in which a collective alone runs."""
+    """Return the share of a step, first to last operation, in which a collective runs alone."""
     whole = [Span(found[0].begin_ns, max(span.end_ns for span in found), "")]
     running = [span for span in found if ops[span.name].kind not in WHOLE]
     compute = [span for span in running if ops[span.name].kind not in COLLECTIVES]
@@ -209,7 +228,7 @@ def part(op: Op) -> str:
 
 
 def parts_s(found: list[Span], ops: dict[str, Op]) -> dict[str, float]:
-    """Seconds of a step by its parts, which add up to it; where several run at once, the first of `PARTS` counts."""
+    """Return a step's seconds by part; where parts overlap, the first of `PARTS` counts."""
     changes = sorted(
         (at, step, part(ops[span.name]))
         for span in found
@@ -225,8 +244,10 @@ def parts_s(found: list[Span], ops: dict[str, Op]) -> dict[str, float]:
 
 
 def layers_s(found: list[Span], ops: dict[str, Op]) -> dict[str, float]:
-    """Seconds from the first operation of the layers to the end of the last, in the forward and the backward pass."""
-    inside = [span for span in found if re.search(r"\b(attention|moe|mlp)\b", ops[span.name].scopes)]
+    """Return the seconds from the layers' first operation to their last, forward and backward."""
+    inside = [
+        span for span in found if re.search(r"\b(attention|moe|mlp)\b", ops[span.name].scopes)
+    ]
     result = {}
     for name, backward in (("forward", False), ("backward", True)):
         of_pass = [span for span in inside if ("transpose(" in ops[span.name].scopes) == backward]
@@ -236,7 +257,7 @@ def layers_s(found: list[Span], ops: dict[str, Op]) -> dict[str, float]:
 
 
 def _sources(name: str, ops: dict[str, Op]) -> list[tuple[str, bool]]:
-    """(operation whose result this one reads, whether in the loop's round before), through tuples and loops."""
+    """Return (operation read, whether in the loop's previous round), through tuples and loops."""
     op = ops[name]
     held = ops.get(op.inputs[0]) if op.kind == "get-tuple-element" else None
     if held is None:
@@ -251,8 +272,9 @@ def _sources(name: str, ops: dict[str, Op]) -> list[tuple[str, bool]]:
 def _known_before(name: str, ops: dict[str, Op]) -> set[tuple[str, bool]]:
     """(product behind an all-to-all's input, whether its run of the loop's round before counts).
 
-    Without those that only wait for another collective: what waits lies behind `interleave`'s scope "order", or belongs
-    to the sending itself. A native operation that the input comes from counts: it is not computed in parts.
+    Without those that only wait for another collective: what waits lies behind `interleave`'s scope
+    "order", or belongs to the sending itself. A native operation that the input comes from counts:
+    it is not computed in parts.
     """
     behind: set[tuple[str, bool]] = set()
     todo = [(at, False) for at in ops[name].inputs]
@@ -260,9 +282,15 @@ def _known_before(name: str, ops: dict[str, Op]) -> set[tuple[str, bool]]:
         at, before = todo.pop()
         if (at, before) not in behind and at in ops and ops[at].kind not in (*COLLECTIVES, "hold"):
             behind.add((at, before))
-            todo += [(source, before or earlier) for source, earlier in _sources(at, ops) if not before or not earlier]
+            todo += [
+                (source, before or earlier)
+                for source, earlier in _sources(at, ops)
+                if not before or not earlier
+            ]
     here = {at for at, before in behind if not before}
-    late = {at for at in here if re.search(r"\border\b|all_to_all", ops[at].scopes)} | set(ops[name].inputs)
+    late = {at for at in here if re.search(r"\border\b|all_to_all", ops[at].scopes)} | set(
+        ops[name].inputs
+    )
     while more := {at for at in here - late if late.intersection(ops[at].inputs)}:
         late |= more
     wanted = {(at, before) for at, before in behind if before or at not in late or ops[at].native}
@@ -270,13 +298,17 @@ def _known_before(name: str, ops: dict[str, Op]) -> set[tuple[str, bool]]:
 
 
 def _is_product(op: Op) -> bool:
-    return (op.kind == "dot" or op.native or "dot_general" in op.scopes) and "rematted" not in op.scopes
+    return (
+        op.kind == "dot" or op.native or "dot_general" in op.scopes
+    ) and "rematted" not in op.scopes
 
 
 def exchanges(found: list[Span], ops: dict[str, Op]) -> list[Exchange]:
     """The exchanges of the backward pass, in the order in which they were done."""
     scope = lambda span: re.findall(r"all_to_all\w*", ops[span.name].scopes)[0]  # noqa: E731
-    runs = [s for s in found if ops[s.name].kind == "all-to-all" and "transpose" in ops[s.name].scopes]
+    runs = [
+        s for s in found if ops[s.name].kind == "all-to-all" and "transpose" in ops[s.name].scopes
+    ]
     begun: dict[str, list[Span]] = {}
     for span in found:
         begun.setdefault(span.name, []).append(span)

@@ -1,13 +1,14 @@
 """Compile every kernel for an H200 on a machine without a GPU.
 
-Also compiled: the gradients, the XLA path for an A100, and the exchange of an engine over eight H200.
+Also compiled: the gradients, the XLA path for an A100, and the exchange of an engine over eight
+H200.
 
     python benchmarks/kernels/aot.py                       all named shapes
     python benchmarks/kernels/aot.py --shapes olmoe tiny   some of them
 
-Needs the CUDA libraries (`make setup EXTRA=cuda13`), no GPU and no driver; without them it says so and ends with
-status 0. Prints registers, spilled bytes and shared memory of every Mosaic GPU kernel, and the temporary bytes of every
-program; the last line is one JSON object.
+Needs the CUDA libraries (`make setup EXTRA=cuda13`), no GPU and no driver; without them it says so
+and ends with status 0. Prints registers, spilled bytes and shared memory of every Mosaic GPU
+kernel, and the temporary bytes of every program; the last line is one JSON object.
 """
 
 if __name__ == "__main__":
@@ -59,20 +60,34 @@ def parse() -> argparse.Namespace:
 
 
 def experts_forward(
-    shape: MoEShape, implementation: Name, x_ND: jax.Array, sizes_E: jax.Array, w_up: jax.Array, w_down: jax.Array
+    shape: MoEShape,
+    implementation: Name,
+    x_ND: jax.Array,
+    sizes_E: jax.Array,
+    w_up: jax.Array,
+    w_down: jax.Array,
 ) -> jax.Array:
     """SwiGLU experts over sorted rows."""
     slots = -(-shape.num_rows * 5 // (4 * shape.num_experts) // 32) * 32
     weights = MLPWeights(w_up, w_down)
-    return grouped_mlp(x_ND, sizes_E, weights, activation="swiglu", slots=slots, implementation=implementation)
+    return grouped_mlp(
+        x_ND, sizes_E, weights, activation="swiglu", slots=slots, implementation=implementation
+    )
 
 
 def moe_loss(
-    shape: MoEShape, implementation: Name, x_TD: jax.Array, weights: Any, idx_TK: jax.Array, gate_TK: jax.Array
+    shape: MoEShape,
+    implementation: Name,
+    x_TD: jax.Array,
+    weights: Any,
+    idx_TK: jax.Array,
+    gate_TK: jax.Array,
 ) -> jax.Array:
     """The sum of what one MoE layer makes of its tokens: sort, dispatch, experts, combine."""
     order_N, rank_N = sort_by_expert(idx_TK.reshape(-1), shape.num_experts)
-    sizes_E = (idx_TK.reshape(-1, 1) == jnp.arange(shape.num_experts, dtype=jnp.int32)).sum(0, dtype=jnp.int32)
+    sizes_E = (idx_TK.reshape(-1, 1) == jnp.arange(shape.num_experts, dtype=jnp.int32)).sum(
+        0, dtype=jnp.int32
+    )
     token_N, slot_TK = order_N // idx_TK.shape[1], rank_N.reshape(idx_TK.shape)
     rows_ND = dispatch(x_TD, token_N, slot_TK, True, implementation=implementation)
     out_ND = experts_forward(shape, implementation, rows_ND, sizes_E, *weights)
@@ -82,9 +97,11 @@ def moe_loss(
 def matmul_and_gradients(
     implementation: Name, x: jax.Array, w: jax.Array, sizes_E: jax.Array, *row_map: jax.Array
 ) -> Any:
-    """The grouped matmul and both its gradients; with a row map (src_N, slot_TK), of tokens that are not dispatched."""
+    """Return a grouped matmul with both gradients; a row map (src_N, slot_TK) reads tokens."""
     rows = RowMap(*row_map, complete=True) if row_map else None
-    y_NF, vjp = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes_E, rows=rows, implementation=implementation), x, w)
+    y_NF, vjp = jax.vjp(
+        lambda x, w: grouped_matmul(x, w, sizes_E, rows=rows, implementation=implementation), x, w
+    )
     return y_NF, *vjp(y_NF)
 
 
@@ -109,12 +126,14 @@ def captured() -> Iterator[list[str]]:
 
 
 def kernels_in(lines: list[str]) -> list[dict[str, Any]]:
-    """Name, registers and spilled bytes of each Mosaic GPU kernel that was compiled: equal ones only once."""
+    """Return name, registers and spilled bytes of each Mosaic GPU kernel, without repeats."""
     found: list[dict[str, Any]] = []
     for line in lines:
         if match := re.search(r"Compiling entry function '(\w+?)(_mosaic_gpu_kernel)?'", line):
             found.append({"kernel": match[1]})
-        elif match := re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", line):
+        elif match := re.search(
+            r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", line
+        ):
             found[-1]["spill_bytes"] = int(match[2]) + int(match[3])
         elif match := re.search(r"Used (\d+) registers", line):
             found[-1]["registers"] = int(match[1])
@@ -124,7 +143,9 @@ def kernels_in(lines: list[str]) -> list[dict[str, Any]]:
 def compile_for(device: Any, function: Callable[..., Any], operands: Any) -> dict[str, Any]:
     """Compile `function` for a device that is not there."""
     sharding = jax.sharding.SingleDeviceSharding(device)
-    abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), operands)
+    abstract = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), operands
+    )
     return compiled_for_cuda(jax.jit(function), *abstract)
 
 
@@ -136,12 +157,16 @@ def compiled_for_cuda(jitted: Any, *operands: Any) -> dict[str, Any]:
     return {
         "compile_s": round(time.perf_counter() - started, 1),
         "temp_bytes": compiled.memory_analysis().temp_size_in_bytes,
-        "shared_memory_bytes": [int(n) for line in lines for n in re.findall(r"smem_scratch_bytes=(\d+)", line)],
+        "shared_memory_bytes": [
+            int(n) for line in lines for n in re.findall(r"smem_scratch_bytes=(\d+)", line)
+        ],
         "kernels": kernels_in(lines),
     }
 
 
-def programs(shape: MoEShape, implementation: Name) -> Iterator[tuple[str, Callable[..., Any], Any]]:
+def programs(
+    shape: MoEShape, implementation: Name
+) -> Iterator[tuple[str, Callable[..., Any], Any]]:
     """(name, function, operands) of what is compiled for a shape."""
     t, k, n = shape.num_tokens, shape.num_experts_per_tok, shape.num_rows
     d, f, e = shape.hidden_size, shape.moe_intermediate_size, shape.num_experts
@@ -156,7 +181,10 @@ def programs(shape: MoEShape, implementation: Name) -> Iterator[tuple[str, Calla
     yield "up projection of tokens, gradients", matmul, (of((t, d)), up, sizes, *indices)
     yield "down projection, gradients", matmul, (of((n, f)), down, sizes)
     for dtype in (jnp.int8, jnp.float8_e4m3fn):
-        narrow, scale = jax.ShapeDtypeStruct(up.shape, dtype), jax.ShapeDtypeStruct((e, 2 * f), jnp.float32)
+        narrow, scale = (
+            jax.ShapeDtypeStruct(up.shape, dtype),
+            jax.ShapeDtypeStruct((e, 2 * f), jnp.float32),
+        )
         yield f"up projection, {narrow.dtype}", quantized, (of((n, d)), narrow, scale, sizes)
     for kind in ("wide", *FORMATS):
         yield f"experts out of slots, {kind}", *experts_in_slots(shape, kind, implementation)
@@ -166,33 +194,60 @@ def programs(shape: MoEShape, implementation: Name) -> Iterator[tuple[str, Calla
     yield "MoE layer, gradients", loss, (of((t, d)), (up, down), *routing)
 
 
-def experts_in_slots(shape: MoEShape, kind: str, implementation: Name) -> tuple[Callable[..., Any], Any]:
-    """(function, operands) of a layer's experts out of twice as many slots, for 64 tokens: an engine's step."""
-    t, k, d, f, e = 64, shape.num_experts_per_tok, shape.hidden_size, shape.moe_intermediate_size, shape.num_experts
+def experts_in_slots(
+    shape: MoEShape, kind: str, implementation: Name
+) -> tuple[Callable[..., Any], Any]:
+    """Return (function, operands) of experts for 64 tokens, with two slots an expert."""
+    t, k, d, f, e = (
+        64,
+        shape.num_experts_per_tok,
+        shape.hidden_size,
+        shape.moe_intermediate_size,
+        shape.num_experts,
+    )
     matrices, slots = {"w_up": (d, 2 * f), "w_down": (f, d)}, {}
     for name, (inner, columns) in matrices.items():
         bits = {name: ((inner, columns), jnp.dtype(jnp.uint16))}
         fields = FORMATS[kind].fields(name, (inner, columns)) if kind in FORMATS else bits
-        slots |= {n: jax.ShapeDtypeStruct((2 * e, *sizes), dtype) for n, (sizes, dtype) in fields.items()}
+        slots |= {
+            n: jax.ShapeDtypeStruct((2 * e, *sizes), dtype) for n, (sizes, dtype) in fields.items()
+        }
     of = lambda dtype, *sizes: jax.ShapeDtypeStruct(sizes, dtype)  # noqa: E731
-    routed = of(jnp.bfloat16, t, d), of(jnp.int32, t, k), of(jnp.float32, t, k), of(jnp.float32, t, d)
-    options: dict[str, Any] = {"activation": "swiglu", "tile_rows": 64, "implementation": implementation}
+    routed = (
+        of(jnp.bfloat16, t, d),
+        of(jnp.int32, t, k),
+        of(jnp.float32, t, k),
+        of(jnp.float32, t, d),
+    )
+    options: dict[str, Any] = {
+        "activation": "swiglu",
+        "tile_rows": 64,
+        "implementation": implementation,
+    }
     return partial(table_mlp, **options), (ExpertInputs(*routed), slots, of(jnp.int32, e))
 
 
 def engine_exchange(shape: MoEShape, devices: list[Any]) -> dict[str, Any]:
-    """Compile what an engine over several GPUs runs for a layer's experts, of 256 tokens a device."""
-    mesh, tokens, k = make_mesh((1, 1, len(devices)), devices), 256 * len(devices), shape.num_experts_per_tok
+    """Compile the exchange and experts of an engine over several GPUs, 256 tokens a device."""
+    mesh, tokens, k = (
+        make_mesh((1, 1, len(devices)), devices),
+        256 * len(devices),
+        shape.num_experts_per_tok,
+    )
 
     def of(spec: Any, dtype: Any, *sizes: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, spec))
 
     d, f, e = shape.hidden_size, shape.moe_intermediate_size, shape.num_experts
     x_TD, y_TD = of(BATCH, jnp.bfloat16, tokens, d), of(BATCH, jnp.float32, tokens, d)
-    routed = ExpertInputs(x_TD, of(BATCH, jnp.int32, tokens, k), of(BATCH, jnp.float32, tokens, k), y_TD)
+    routed = ExpertInputs(
+        x_TD, of(BATCH, jnp.int32, tokens, k), of(BATCH, jnp.float32, tokens, k), y_TD
+    )
     weights = MLPWeights(of(BATCH, jnp.bfloat16, e, d, 2 * f), of(BATCH, jnp.bfloat16, e, f, d))
     exchange = ExchangeShape(256 * k * 5 // 4, e // len(devices), "swiglu", ragged=True)
-    return compiled_for_cuda(experts_on_mesh, mesh, exchange, routed, of(REPLICATED, jnp.int32, e, 1), weights)
+    return compiled_for_cuda(
+        experts_on_mesh, mesh, exchange, routed, of(REPLICATED, jnp.int32, e, 1), weights
+    )
 
 
 def main() -> None:
@@ -210,21 +265,34 @@ def main() -> None:
                 size = result["temp_bytes"] / 2**20
                 most = max(result["shared_memory_bytes"], default=0)
                 print(
-                    f"{target} {name} {what}: {result['compile_s']} s, {size:.1f} MiB of temporaries, "
+                    f"{target} {name} {what}: {result['compile_s']} s, {size:.1f} MiB of "
+                    f"temporaries, "
                     f"at most {most} bytes of shared memory a block",
                     flush=True,
                 )
                 for kernel in result["kernels"]:
-                    print("    {kernel}: {registers} registers, {spill_bytes} bytes spilled".format(**kernel))
+                    print(
+                        "    {kernel}: {registers} registers, {spill_bytes} bytes spilled".format(
+                            **kernel
+                        )
+                    )
     if "h200" in a.targets:
         devices = ahead_of_time.devices("h200", 1, 8)
         for name in a.shapes:
             if MODELS[name].num_experts % len(devices) == 0:
                 result = engine_exchange(MODELS[name], devices)
-                results.append({"target": "8 x h200", "shape": name, "program": "ragged exchange, experts", **result})
+                results.append(
+                    {
+                        "target": "8 x h200",
+                        "shape": name,
+                        "program": "ragged exchange, experts",
+                        **result,
+                    }
+                )
                 size = result["temp_bytes"] / 2**20
                 print(
-                    f"8 x h200 {name} ragged exchange, experts: {result['compile_s']} s, {size:.1f} MiB of temporaries"
+                    f"8 x h200 {name} ragged exchange, experts: {result['compile_s']} s, "
+                    f"{size:.1f} MiB of temporaries"
                 )
     report.finish({"jax": jax.__version__, "programs": results})
 

@@ -1,7 +1,9 @@
 """Time a device's copies, dense products and packing: the limits of everything else.
 
-    python benchmarks/kernels/floors.py                copies in memory and over the host's link, a dense product
-    python benchmarks/kernels/floors.py collectives    packing and unpacking; --toy: small sizes, on any device
+    python benchmarks/kernels/floors.py
+        copies in memory and over the host's link, a dense product
+    python benchmarks/kernels/floors.py collectives
+        packing and unpacking; --toy: small sizes, on any device
 
 Collectives: the exchange of tokens for their experts, there and back, the fused gather of a layer's
 attention, and the reduction of its gradients, on a mesh of one device. Their floor is the time that
@@ -38,7 +40,9 @@ MATRICES, TOY_MATRICES = ((2048, 6144), (2048, 2048)), ((64, 192), (64, 64))  # 
 def exchanges(shape: tuple[int, int, int], bytes_per_s: float) -> list[dict[str, Any]]:
     """Time an exchange with one device: to the experts and back, and with its backward pass."""
     k, num_experts, num_tokens = shape
-    plan = plan_exchange("flat", num_nodes=1, devices_per_node=1, num_experts=num_experts, num_experts_per_tok=k)
+    plan = plan_exchange(
+        "flat", num_nodes=1, devices_per_node=1, num_experts=num_experts, num_experts_per_tok=k
+    )
     mesh = make_mesh((1, 1, 1), jax.devices()[:1])
     operands = exchange.draw(mesh, 0, shape)
     # tokens read and written; rows written and read, there and back
@@ -55,20 +59,21 @@ def exchanges(shape: tuple[int, int, int], bytes_per_s: float) -> list[dict[str,
 
 
 def fused(matrices: tuple[tuple[int, int], ...], bytes_per_s: float) -> list[dict[str, Any]]:
-    """Time the gather of float32 shards in one bfloat16 buffer, and its transpose, the reduction of gradients."""
+    """Time the gather of float32 shards into a bfloat16 buffer, and its gradients' reduction."""
     mesh = make_mesh((1, 1, 1), jax.devices()[:1])
     levels = hierarchy(mesh, hierarchical=False)
     parts = tuple(ShardInBuffer(shape, 0, jnp.bfloat16) for shape in matrices)
-    draw = lambda shape, dtype: jax.jit(lambda: jax.random.normal(jax.random.key(0), shape, dtype))()  # noqa: E731
-    shards = [draw(shape, jnp.float32) for shape in matrices]
-    grads = [draw(shape, jnp.bfloat16) for shape in matrices]
+    draw = jax.jit(jax.random.normal, static_argnums=(1, 2))
+    shards = [draw(jax.random.key(0), shape, jnp.float32) for shape in matrices]
+    grads = [draw(jax.random.key(0), shape, jnp.bfloat16) for shape in matrices]
 
     def reduce(shards: list[jax.Array], grads: list[jax.Array]) -> Any:
         return jax.vjp(lambda w: gather_fused_local(w, parts, levels), shards)[1](grads)
 
     gather = partial(gather_fused_local, parts=parts, hierarchy=levels)
     on_mesh = partial(jax.shard_map, mesh=mesh, in_specs=BATCH, out_specs=BATCH, check_vma=False)
-    moved_bytes = 6 * sum(part.size for part in parts)  # four of an element in float32, two in bfloat16
+    # four bytes of an element in float32, two in bfloat16
+    moved_bytes = 6 * sum(part.size for part in parts)
     calls = {"gather": (gather, (shards,)), "reduce": (reduce, (shards, grads))}
     return [
         {
@@ -89,7 +94,11 @@ def main() -> None:
     found = floors(a.toy)
     result: dict[str, Any] = {"floors": found}
     if a.what == "collectives":
-        rows = [row for shape in (TOY_SHAPES if a.toy else SHAPES) for row in exchanges(shape, found["bytes_per_s"])]
+        rows = [
+            row
+            for shape in (TOY_SHAPES if a.toy else SHAPES)
+            for row in exchanges(shape, found["bytes_per_s"])
+        ]
         result["rows"] = rows + fused(TOY_MATRICES if a.toy else MATRICES, found["bytes_per_s"])
     report.finish(result | report.where())
 

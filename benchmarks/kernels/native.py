@@ -2,20 +2,22 @@
 
     python benchmarks/kernels/native.py
 
-Products of T rows, and the experts of T tokens out of slots, read weights that no cache holds, but for the smallest
-experts: each call takes others of `--bytes`. A call of the experts runs LAYERS layers, as decoding does: in one program
-here, one layer after the other in XLA's form. Calls of a row follow one another for 10 ms at least, as steps do in
-decoding. A round has every row, beside a plain read by as many threads as there are cores and the same product by XLA;
-medians of the rounds, and of a round's ratios to its plain read. The experts' bytes are those of the experts that the
+Products of T rows, and the experts of T tokens out of slots, read weights that no cache holds, but
+for the smallest experts: each call takes others of `--bytes`. A call of the experts runs LAYERS
+layers, as decoding does: in one program here, one layer after the other in XLA's form. Calls of a
+row follow one another for 10 ms at least, as steps do in decoding. A round has every row, beside a
+plain read by as many threads as there are cores and the same product by XLA; medians of the rounds,
+and of a round's ratios to its plain read. The experts' bytes are those of the experts that the
 tokens chose, as they are stored.
 
-What keeps a row from the speed of memory: cached_gb_per_s is the same operation's where it reads the same expert or
-matrix again and again, out of caches that hold it (float32's matrix fills 32 MiB). us and cached_us are the times of a
-layer or product; cached_us of the smallest experts with 1 and 2 tokens is about what a layer's call itself takes.
+What keeps a row from the speed of memory: cached_gb_per_s is the same operation's where it reads
+the same expert or matrix again and again, out of caches that hold it (float32's matrix fills 32
+MiB). us and cached_us are the times of a layer or product; cached_us of the smallest experts with 1
+and 2 tokens is about what a layer's call itself takes.
 
-of_floor: an estimate of the least time that a round's product can take, over its time: that of the plain read, or that
-of its multiplications where they take longer, at the speed of one large product of the tokens' dtype by XLA in the same
-round.
+of_floor: an estimate of the least time that a round's product can take, over its time: that of the
+plain read, or that of its multiplications where they take longer, at the speed of one large product
+of the tokens' dtype by XLA in the same round.
 """
 
 if __name__ == "__main__":
@@ -58,7 +60,12 @@ EXPERTS = {
     "8 experts of 32 x 32, 8 a token": (32, 32, 8, 8),
     "64 experts of 512 x 128, 8 a token": (512, 128, 64, 8),
     "8 experts of 512 x 768, 2 a token": (512, 768, 8, 2),
-    "32 experts of 2048 x 768, 8 a token": (2048, 768, 32, 8),  # their sizes are those of Qwen3-30B-A3B
+    "32 experts of 2048 x 768, 8 a token": (
+        2048,
+        768,
+        32,
+        8,
+    ),  # their sizes are those of Qwen3-30B-A3B
 }
 Call = Callable[[], Any]
 
@@ -66,7 +73,9 @@ Call = Callable[[], Any]
 def parse() -> argparse.Namespace:
     parser = report.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--bytes", type=int, default=768 << 20, help="of weights that calls take in turn")
+    parser.add_argument(
+        "--bytes", type=int, default=768 << 20, help="of weights that calls take in turn"
+    )
     return parser.parse_args()
 
 
@@ -74,7 +83,9 @@ def plain_read(num_bytes: int) -> tuple[Call, int]:
     """Return a call that reads so many bytes with every core, and their number."""
     parts = np.split(np.ones(num_bytes // 8 // 64 * 64, np.int64), 64)
     threads = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
-    return lambda: list(threads.map(np.bitwise_or.reduce, parts)), sum(part.nbytes for part in parts)
+    return lambda: list(threads.map(np.bitwise_or.reduce, parts)), sum(
+        part.nbytes for part in parts
+    )
 
 
 def large_product(dtype: Any) -> Call:
@@ -97,27 +108,39 @@ class Calls(NamedTuple):
 
 def products(rows: int, dtype: Any, total: int) -> Calls:
     """Return products with the next of many matrices."""
-    make = jax.jit(lambda seed: jax.random.normal(jax.random.key(seed), (INNER, COLUMNS), dtype), static_argnums=())
+    make = jax.jit(
+        lambda seed: jax.random.normal(jax.random.key(seed), (INNER, COLUMNS), dtype),
+        static_argnums=(),
+    )
     num_bytes = INNER * COLUMNS * jnp.dtype(dtype).itemsize
     matrices = itertools.cycle([make(i) for i in range(max(2, total // num_bytes // 4))])
     x = jax.random.normal(jax.random.key(0), (rows, INNER), dtype)
     ours, theirs = jax.jit(native.few_row_matmul), jax.jit(dot)
     flops = 2.0 * rows * INNER * COLUMNS
     again = next(matrices)
-    calls = (lambda: ours(x, next(matrices)), lambda: theirs(x, next(matrices)), lambda: ours(x, again))
+    calls = (
+        lambda: ours(x, next(matrices)),
+        lambda: theirs(x, next(matrices)),
+        lambda: ours(x, again),
+    )
     return Calls(*calls, num_bytes, flops)
 
 
 def experts(name: str, tokens: int, kind: str, total: int) -> Calls:
     """Return a layer's experts, which lie anywhere among many slots.
 
-    kind: of the weights: a dtype, which the tokens have too, or a compressed format, of bfloat16 tokens.
+    kind: of the weights: a dtype, which the tokens have too, or a compressed format, of bfloat16
+    tokens.
     """
     hidden, inner, num_experts, k = EXPERTS[name]
     shapes = {"w_up": (hidden, 2 * inner), "w_down": (inner, hidden)}
     if kind in FORMATS:
         dtype: Any = jnp.bfloat16
-        fields = {n: field for name, shape in shapes.items() for n, field in FORMATS[kind].fields(name, shape).items()}
+        fields = {
+            n: field
+            for name, shape in shapes.items()
+            for n, field in FORMATS[kind].fields(name, shape).items()
+        }
     else:
         dtype = jnp.dtype(kind)
         stored = np.dtype(np.uint16 if dtype == jnp.bfloat16 else np.float32)
@@ -130,7 +153,9 @@ def experts(name: str, tokens: int, kind: str, total: int) -> Calls:
     for slots, slot in itertools.product(both, range(num_slots)):
         slots.write(slot, record)
     idx_TK = np.stack([rng.permutation(num_experts)[:k] for _ in range(tokens)]).astype(np.int32)
-    routed = ExpertInputs(jnp.ones((tokens, hidden), dtype), jnp.asarray(idx_TK), jnp.ones((tokens, k)), None)
+    routed = ExpertInputs(
+        jnp.ones((tokens, hidden), dtype), jnp.asarray(idx_TK), jnp.ones((tokens, k)), None
+    )
     zeros = jax.jit(lambda: jnp.zeros((tokens, hidden)))
 
     @partial(jax.jit, static_argnums=0)
@@ -159,7 +184,9 @@ def experts(name: str, tokens: int, kind: str, total: int) -> Calls:
     assert both[0].native is not None
     flops = LAYERS * tokens * k * 6.0 * hidden * inner
     mine = partial(in_one_program, both[0].native)
-    return Calls(mine, partial(in_turn, both[1]), partial(mine, again=True), num_bytes, flops, LAYERS)
+    return Calls(
+        mine, partial(in_turn, both[1]), partial(mine, again=True), num_bytes, flops, LAYERS
+    )
 
 
 def seconds(call: Call) -> float:
@@ -182,7 +209,11 @@ def main() -> None:
     for kind, count in itertools.product(("bfloat16", "float32", *FORMATS), ROWS):
         names = (*EXPERTS,) if kind in FORMATS else (f"{INNER} x {COLUMNS}", *EXPERTS)
         for name in names:
-            made = experts(name, count, kind, a.bytes) if name in EXPERTS else products(count, jnp.dtype(kind), a.bytes)
+            made = (
+                experts(name, count, kind, a.bytes)
+                if name in EXPERTS
+                else products(count, jnp.dtype(kind), a.bytes)
+            )
             wide = "float32" if kind == "float32" else "bfloat16"
             calls = (made.native, made.xla, made.cached, read, large[wide])
             for call in calls:
@@ -193,11 +224,16 @@ def main() -> None:
                 jax.block_until_ready(made.cached())  # into the caches
                 rounds.append(before + [seconds(call) for call in calls[2:]])
             mine_s, xla_s, cached_s, read_s, large_s = zip(*rounds, strict=True)
-            mine, xla, cached = ([made.num_bytes / s / 1e9 for s in times] for times in (mine_s, xla_s, cached_s))
+            mine, xla, cached = (
+                [made.num_bytes / s / 1e9 for s in times] for times in (mine_s, xla_s, cached_s)
+            )
             plain = [read_bytes / s / 1e9 for s in read_s]
             speeds = [2 * LARGE**3 / s for s in large_s]
             peaks[wide] += speeds
-            floor = [min(n, made.num_bytes * peak / made.flops / 1e9) for n, peak in zip(plain, speeds, strict=True)]
+            floor = [
+                min(n, made.num_bytes * peak / made.flops / 1e9)
+                for n, peak in zip(plain, speeds, strict=True)
+            ]
             row = {"what": name, "weights": kind, "rows": count}
             row |= {"gb_per_s": report.median(mine, 1), "xla_gb_per_s": report.median(xla, 1)}
             row |= {"cached_gb_per_s": report.median(cached, 1)}
@@ -210,7 +246,11 @@ def main() -> None:
             rows.append(report.progress(row))
     gflops = {name: round(np.median(all_of) / 1e9) for name, all_of in peaks.items()}
     report.finish(
-        {"versions": report.versions("jax"), "options": report.options(a), "large_product_gflop_per_s": gflops}
+        {
+            "versions": report.versions("jax"),
+            "options": report.options(a),
+            "large_product_gflop_per_s": gflops,
+        }
         | {"rows": rows}
     )
 

@@ -1,10 +1,11 @@
 """Time a layer's experts in every format of expert slots.
 
-    python benchmarks/kernels/slot_formats.py              OLMoE's sizes: 64 experts of 2048 x 1024, 8 a token
+    python benchmarks/kernels/slot_formats.py    OLMoE's sizes: 64 experts of 2048 x 1024, 8 a token
     python benchmarks/kernels/slot_formats.py --toy        on any device
 
-us: of the kernel for the device and of the plain XLA form, medians of twenty calls; relative_difference: between their
-results, |a - b| / |b|. used_bytes_per_s: of the weights that the tokens' experts have, by the kernel.
+us: of the kernel for the device and of the plain XLA form, medians of twenty calls;
+relative_difference: between their results, |a - b| / |b|. used_bytes_per_s: of the weights that the
+tokens' experts have, by the kernel.
 """
 
 if __name__ == "__main__":
@@ -42,10 +43,15 @@ def slots_of(name: str, sizes: tuple[int, ...], rng: np.random.Generator) -> dic
     experts, hidden, inner, _ = sizes
     slots = {}
     for key, (rows, columns) in {"w_up": (hidden, 2 * inner), "w_down": (inner, hidden)}.items():
-        drawn = [(rng.standard_normal((rows, columns)) * rows**-0.5).astype(np.float32) for _ in range(DRAWN)]
+        drawn = [
+            (rng.standard_normal((rows, columns)) * rows**-0.5).astype(np.float32)
+            for _ in range(DRAWN)
+        ]
         repeats = experts // DRAWN
         if name == "bfloat16":
-            slots[key] = jnp.asarray(np.stack([w.astype(jnp.bfloat16).view(np.uint16) for w in drawn] * repeats))
+            slots[key] = jnp.asarray(
+                np.stack([w.astype(jnp.bfloat16).view(np.uint16) for w in drawn] * repeats)
+            )
             continue
         values, scales = zip(*(compress(w, FORMATS[name]) for w in drawn), strict=True)
         slots[key], slots[key + SCALES] = (
@@ -55,19 +61,26 @@ def slots_of(name: str, sizes: tuple[int, ...], rng: np.random.Generator) -> dic
     return slots
 
 
-def measure(slots: dict[str, jax.Array], sizes: tuple[int, ...], tokens: int, rng: np.random.Generator) -> Any:
+def measure(
+    slots: dict[str, jax.Array], sizes: tuple[int, ...], tokens: int, rng: np.random.Generator
+) -> Any:
     """Return the figures of so many tokens with random choices."""
     experts, hidden, _, k = sizes
     idx_TK = np.stack([rng.permutation(experts)[:k] for _ in range(tokens)]).astype(np.int32)
     h_TD = jnp.asarray(rng.standard_normal((tokens, hidden)), jnp.bfloat16)
-    weights_TK, y_TD = jnp.full((tokens, k), 1 / k, jnp.float32), jnp.zeros((tokens, hidden), jnp.float32)
+    weights_TK, y_TD = (
+        jnp.full((tokens, k), 1 / k, jnp.float32),
+        jnp.zeros((tokens, hidden), jnp.float32),
+    )
     routed = ExpertInputs(h_TD, jnp.asarray(idx_TK), weights_TK, y_TD)
     table_E = jnp.asarray(rng.permutation(experts), jnp.int32)
     row: dict[str, Any] = {"tokens": tokens}
     results = []
     for name in default_names():
         tile_rows = min(64, tokens)
-        run = jax.jit(partial(table_mlp, activation="swiglu", tile_rows=tile_rows, implementation=name))
+        run = jax.jit(
+            partial(table_mlp, activation="swiglu", tile_rows=tile_rows, implementation=name)
+        )
         results.append(jax.block_until_ready(run(routed, slots, table_E)))
         seconds = []
         for _ in range(CALLS):

@@ -1,11 +1,14 @@
 """Time grouped matmuls and the MoE layer against dense products of the same work.
 
-    python benchmarks/kernels/speed.py          grouped matmul against one dense matmul, MoE layer against dense FFN
-    python benchmarks/kernels/speed.py --gpu    named shapes on a Hopper GPU; with --toy one small shape on any device
+    python benchmarks/kernels/speed.py
+        grouped matmul against one dense matmul, MoE layer against dense FFN
+    python benchmarks/kernels/speed.py --gpu
+        named shapes on a Hopper GPU; with --toy one small shape on any device
 
-On a CPU ours and the dense product run in turn, round by round; a ratio is the median of the rounds' ratios.
-On a GPU the floors are the copy bandwidth and the dense bfloat16 matmul rate measured in the same run. `lax.ragged_dot`
-is timed where its masked work fits; tokamax and torch where they are installed.
+On a CPU ours and the dense product run in turn, round by round; a ratio is the median of the
+rounds' ratios. On a GPU the floors are the copy bandwidth and the dense bfloat16 matmul rate
+measured in the same run. `lax.ragged_dot` is timed where its masked work fits; tokamax and torch
+where they are installed.
 """
 
 if __name__ == "__main__":
@@ -47,9 +50,13 @@ Call = tuple[Callable[..., Any], tuple[Any, ...]]
 def parse() -> argparse.Namespace:
     parser = report.parser(__doc__)
     parser.add_argument("--gpu", action="store_true")
-    parser.add_argument("--toy", action="store_true", help="with --gpu: one small shape, on any device")
+    parser.add_argument(
+        "--toy", action="store_true", help="with --gpu: one small shape, on any device"
+    )
     parser.add_argument("--rounds", type=int, default=11, help="on a CPU")
-    parser.add_argument("--shapes", nargs="+", choices=tuple(MODELS), default=list(MODELS), help="on a GPU")
+    parser.add_argument(
+        "--shapes", nargs="+", choices=tuple(MODELS), default=list(MODELS), help="on a GPU"
+    )
     return parser.parse_args()
 
 
@@ -59,7 +66,10 @@ def normal(seed: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 
 def layer_and_gradients(graph: Any, state: Any, x: jax.Array, dy: jax.Array) -> Any:
-    """A layer's output and, for an output gradient that XLA cannot see through, those of its weights and input."""
+    """Return a layer with its gradients for weights and input.
+
+    The gradient of its output is an argument, so that XLA cannot simplify the backward pass.
+    """
 
     def layer(state: Any, x: jax.Array) -> jax.Array:
         out = nnx.merge(graph, state)(x)
@@ -96,11 +106,17 @@ def ratios(times: dict[str, list[float]], of: str) -> dict[str, dict[str, float]
 
 
 def matmul_on_cpu(dtype: Any, rounds: int) -> dict[str, Any]:
-    """Forward, and forward and backward, of the grouped matmul for every routing; `dense` has the same FLOPs."""
+    """Time the grouped matmul and its gradients beside a dense one of equal FLOPs."""
     t, d, f, e = CPU.num_tokens, CPU.hidden_size, CPU.moe_intermediate_size, CPU.num_experts
     x, w, dy = normal(0, (t, d), dtype), normal(1, (e, d, f), dtype), normal(2, (t, f), dtype)
 
-    def both(multiply: Callable[..., jax.Array], x: jax.Array, w: jax.Array, dy: jax.Array, *sizes: jax.Array) -> Any:
+    def both(
+        multiply: Callable[..., jax.Array],
+        x: jax.Array,
+        w: jax.Array,
+        dy: jax.Array,
+        *sizes: jax.Array,
+    ) -> Any:
         y, vjp = jax.vjp(lambda x, w: multiply(x, w, *sizes).astype(dtype), x, w)
         return y, vjp(dy)
 
@@ -119,9 +135,12 @@ def matmul_on_cpu(dtype: Any, rounds: int) -> dict[str, Any]:
 
 
 def layer_on_cpu(dtype: Any, rounds: int, k: int = 2) -> dict[str, Any]:
-    """Forward and backward of a MoE layer and of the dense FFN with as many active parameters, random routing."""
+    """Time a MoE layer with random routing beside a dense FFN with as many active parameters."""
     t, d, f, e = CPU.num_tokens, CPU.hidden_size, CPU.moe_intermediate_size, CPU.num_experts
-    modules = {"dense": MLP(d, k * f, rngs=nnx.Rngs(1)), "moe": MoELayer(MoEConfig(d, e, k, f), rngs=nnx.Rngs(0))}
+    modules = {
+        "dense": MLP(d, k * f, rngs=nnx.Rngs(1)),
+        "moe": MoELayer(MoEConfig(d, e, k, f), rngs=nnx.Rngs(0)),
+    }
     x, dy = normal(3, (t, d), dtype), normal(4, (t, d), jnp.float32)
     calls: dict[str, Call] = {}
     for name, module in modules.items():
@@ -137,10 +156,17 @@ def on_cpu(a: argparse.Namespace) -> dict[str, Any]:
         results[name] = matmul_on_cpu(dtype, a.rounds) | {
             "moe_layer": {"forward_backward": layer_on_cpu(dtype, a.rounds)}
         }
-        grouped, layer = ("forward", "forward_backward"), results[name]["moe_layer"]["forward_backward"]
-        tables = {f"grouped matmul {what}": results[name][what] for what in grouped} | {"layer": layer}
+        grouped, layer = (
+            ("forward", "forward_backward"),
+            results[name]["moe_layer"]["forward_backward"],
+        )
+        tables = {f"grouped matmul {what}": results[name][what] for what in grouped} | {
+            "layer": layer
+        }
         for what, table in tables.items():
-            row = "  ".join(f"{routing} {v['ms']} ms ({v['ratio']})" for routing, v in table.items())
+            row = "  ".join(
+                f"{routing} {v['ms']} ms ({v['ratio']})" for routing, v in table.items()
+            )
             print(f"{name} {what}: {row}", flush=True)
     return results
 
@@ -179,8 +205,14 @@ def torch_grouped_mm(x: tuple[int, ...], w: tuple[int, ...], ends: np.ndarray) -
 
 
 def permutes_on_gpu(shape: MoEShape, floor: dict[str, float]) -> dict[str, dict[str, float]]:
-    """The sort, dispatch and combine: seconds, and the seconds in which their bytes can be moved."""
-    t, k, n, d, e = shape.num_tokens, shape.num_experts_per_tok, shape.num_rows, shape.hidden_size, shape.num_experts
+    """Time sort, dispatch and combine; the floor is the time that moving their bytes takes."""
+    t, k, n, d, e = (
+        shape.num_tokens,
+        shape.num_experts_per_tok,
+        shape.num_rows,
+        shape.hidden_size,
+        shape.num_experts,
+    )
     logits = jax.random.normal(jax.random.key(1), (t, e))
     weights_TK, idx_TK = jax.lax.top_k(logits, k)
     sort = jax.jit(lambda idx: sort_by_expert(idx.reshape(-1), e))
@@ -189,8 +221,16 @@ def permutes_on_gpu(shape: MoEShape, floor: dict[str, float]) -> dict[str, dict[
     x, y = normal(2, (t, d), jnp.bfloat16), normal(3, (n, d), jnp.bfloat16)
     calls: dict[str, tuple[Any, tuple[Any, ...], int]] = {
         "sort": (sort, (idx_TK,), 4 * 3 * n),
-        "dispatch": (jax.jit(partial(dispatch, complete=True)), (x, token_N, slot_TK), 2 * d * (t + n)),
-        "combine": (jax.jit(partial(combine, complete=True)), (y, weights_TK, token_N, slot_TK), d * (2 * n + 4 * t)),
+        "dispatch": (
+            jax.jit(partial(dispatch, complete=True)),
+            (x, token_N, slot_TK),
+            2 * d * (t + n),
+        ),
+        "combine": (
+            jax.jit(partial(combine, complete=True)),
+            (y, weights_TK, token_N, slot_TK),
+            d * (2 * n + 4 * t),
+        ),
     }
     return {
         name: {"s": seconds(f, *operands, repeat=50), "floor_s": size / floor["bytes_per_s"]}
@@ -206,11 +246,18 @@ def matmul_by_index(x_TD: jax.Array, w: jax.Array, sizes: jax.Array, rows: RowMa
     return grouped_matmul(x_TD, w, sizes, rows=rows)
 
 
-def matmuls_on_gpu(shape: MoEShape, routing: str, floor: dict[str, float]) -> dict[str, dict[str, float]]:
-    """The up projection, both its gradients, with rows dispatched or read by index, and with weights of 8 bits."""
+def matmuls_on_gpu(
+    shape: MoEShape, routing: str, floor: dict[str, float]
+) -> dict[str, dict[str, float]]:
+    """Time the up projection and its gradients.
+
+    Rows are dispatched or read by index; weights are bfloat16 or have 8 bits.
+    """
     n, d, f, e = shape.num_rows, shape.hidden_size, shape.moe_intermediate_size, shape.num_experts
     sizes = jnp.asarray(group_sizes(routing, n, e))
-    x, dy, w = (normal(i, s, jnp.bfloat16) for i, s in enumerate(((n, d), (n, 2 * f), (e, d, 2 * f))))
+    x, dy, w = (
+        normal(i, s, jnp.bfloat16) for i, s in enumerate(((n, d), (n, 2 * f), (e, d, 2 * f)))
+    )
     used = int((sizes > 0).sum())
 
     def gradient(which: int) -> Callable[..., jax.Array]:
@@ -224,27 +271,42 @@ def matmuls_on_gpu(shape: MoEShape, routing: str, floor: dict[str, float]) -> di
         return max(2 * n * d * 2 * f / floor["flops_per_s"], moved / floor["bytes_per_s"])
 
     found = {
-        "forward": {"s": seconds(jax.jit(grouped_matmul), x, w, sizes), "floor_s": least(2)} | peers(x, w, sizes),
+        "forward": {"s": seconds(jax.jit(grouped_matmul), x, w, sizes), "floor_s": least(2)}
+        | peers(x, w, sizes),
         "dx": {"s": seconds(gradient(0), x, w, dy, sizes), "floor_s": least(2)},
         "dw": {"s": seconds(gradient(1), x, w, dy, sizes), "floor_s": least(2)},
     }
     del dy
     order = jax.random.permutation(jax.random.key(3), n).astype(jnp.int32)
     k = shape.num_experts_per_tok
-    tokens = x[: shape.num_tokens], w, sizes, RowMap(order // k, jnp.argsort(order).reshape(-1, k), complete=True)
-    for name, multiply in (("dispatch and forward", dispatched_matmul), ("forward by index", matmul_by_index)):
+    tokens = (
+        x[: shape.num_tokens],
+        w,
+        sizes,
+        RowMap(order // k, jnp.argsort(order).reshape(-1, k), complete=True),
+    )
+    for name, multiply in (
+        ("dispatch and forward", dispatched_matmul),
+        ("forward by index", matmul_by_index),
+    ):
         found[name] = {"s": seconds(jax.jit(multiply), *tokens), "floor_s": least(2)}
     for dtype in (jnp.int8, jnp.float8_e4m3fn):
         narrow, scale = jax.jit(partial(quantize, dtype=dtype))(w)
         operands = x, narrow, scale, sizes
-        found[narrow.dtype.name] = {"s": seconds(jax.jit(quantized_grouped_matmul), *operands), "floor_s": least(1)}
+        found[narrow.dtype.name] = {
+            "s": seconds(jax.jit(quantized_grouped_matmul), *operands),
+            "floor_s": least(1),
+        }
     return found
 
 
 def layer_on_gpu(shape: MoEShape) -> dict[str, dict[str, float]]:
-    """Forward and backward of a MoE layer; the floor is the dense FFN with as many active parameters."""
+    """Time a MoE layer; the floor is a dense FFN with as many active parameters."""
     d, f, k = shape.hidden_size, shape.moe_intermediate_size, shape.num_experts_per_tok
-    x, dy = normal(0, (shape.num_tokens, d), jnp.bfloat16), normal(2, (shape.num_tokens, d), jnp.float32)
+    x, dy = (
+        normal(0, (shape.num_tokens, d), jnp.bfloat16),
+        normal(2, (shape.num_tokens, d), jnp.float32),
+    )
     times = {}
 
     def weights(path: Any, a: jax.Array) -> jax.Array:
@@ -264,7 +326,10 @@ def layer_on_gpu(shape: MoEShape) -> dict[str, dict[str, float]]:
 
 def on_gpu(a: argparse.Namespace) -> dict[str, Any]:
     floor = floors(a.toy)
-    print(f"copy {floor['bytes_per_s'] / 1e9:.0f} GB/s, dense bfloat16 {floor['flops_per_s'] / 1e12:.0f} TFLOP/s")
+    print(
+        f"copy {floor['bytes_per_s'] / 1e9:.0f} GB/s, dense bfloat16 "
+        f"{floor['flops_per_s'] / 1e12:.0f} TFLOP/s"
+    )
     results: dict[str, Any] = {"floors": floor, "shapes": {}}
     for name in ["tiny"] if a.toy else a.shapes:
         shape = MODELS[name]
@@ -275,10 +340,13 @@ def on_gpu(a: argparse.Namespace) -> dict[str, Any]:
         found["layer"] = layer_on_gpu(shape)["forward_backward"]
         results["shapes"][name] = found
         for what, row in found.items():
-            others = "".join(f", {k} {1e6 * v:.0f}" for k, v in row.items() if k not in ("s", "floor_s"))
+            others = "".join(
+                f", {k} {1e6 * v:.0f}" for k, v in row.items() if k not in ("s", "floor_s")
+            )
             share = row["floor_s"] / row["s"]
             print(
-                f"{name} {what}: {1e6 * row['s']:.0f} us, floor {1e6 * row['floor_s']:.0f} ({share:.0%}){others}",
+                f"{name} {what}: {1e6 * row['s']:.0f} us, floor {1e6 * row['floor_s']:.0f} "
+                f"({share:.0%}){others}",
                 flush=True,
             )
     return results
@@ -288,7 +356,10 @@ def main() -> int:
     a = parse()
     device = jax.devices()[0]
     if a.gpu and not a.toy and (device.platform != "gpu" or device.compute_capability != "9.0"):
-        print(f"--gpu: the default device must be a Hopper GPU, not {device.device_kind}", file=sys.stderr)
+        print(
+            f"--gpu: the default device must be a Hopper GPU, not {device.device_kind}",
+            file=sys.stderr,
+        )
         return 1
     report.finish((on_gpu(a) if a.gpu else on_cpu(a)) | report.where())
     return 0

@@ -1,6 +1,8 @@
-"""Benchmarks that compile for GPUs that are not here, and what they do without JAX's CUDA libraries.
+"""Benchmarks that compile for GPUs that are not here, and what they do without JAX's CUDA
+libraries.
 
-What imports this sets `JAX_SKIP_CUDA_CONSTRAINTS_CHECK` before JAX is imported (`jmoe.runtime.without_devices`).
+What imports this sets `JAX_SKIP_CUDA_CONSTRAINTS_CHECK` before JAX is imported
+(`jmoe.runtime.without_devices`).
 """
 
 import time
@@ -16,7 +18,7 @@ MISSING = "JAX's CUDA libraries are not installed (make setup EXTRA=cuda13); no 
 
 
 def skipped() -> bool:
-    """Return whether JAX's CUDA libraries are missing; if so, print that as a benchmark's whole result."""
+    """Return whether JAX's CUDA libraries are missing; if so, print that as the result."""
     if has_cuda():
         return False
     print(f"skipped: {MISSING}")
@@ -25,9 +27,9 @@ def skipped() -> bool:
 
 
 class Programs:
-    """Compiles programs for a GPU that is not here, each given what those before it return, by shape alone.
+    """Compiles programs for a GPU that this machine lacks, each on the shapes of earlier results.
 
-    rows: what compiling each of them told.
+    rows: what compiling each program told.
     """
 
     def __init__(self, device: Any) -> None:
@@ -37,7 +39,9 @@ class Programs:
 
     def abstract(self, tree: Any) -> Any:
         """Return the arrays' shapes and dtypes, on the device."""
-        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self._place), tree)
+        return jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self._place), tree
+        )
 
     def compile(self, name: str, function: Any, *operands: Any, **options: Any) -> Any:
         """Compile a jitted function of abstract operands; return its results' shapes."""

@@ -1,9 +1,11 @@
 """Run commands in turn, A B C A B C, and compare the figures that each prints.
 
-    python benchmarks/lib/alternate.py --rounds 5 'python benchmarks/train/step.py' 'python other.py'
+    python benchmarks/lib/alternate.py \
+        --rounds 5 'python benchmarks/train/step.py' 'python other.py'
 
-Each command's last line must be a JSON object with the `--metrics`, where a.b is b in the object a. Ratios are of each
-command to the first, round by round, so that a machine whose speed drifts does not decide the outcome.
+Each command's last line must be a JSON object with the `--metrics`, where a.b is b in the object a.
+Ratios are of each command to the first, round by round, so that a machine whose speed drifts does
+not decide the outcome.
 """
 
 import argparse
@@ -17,7 +19,9 @@ from typing import Any
 
 def run(command: str, timeout_s: float) -> dict[str, Any]:
     """The JSON object in the last line of a command's output; the command must succeed."""
-    done = subprocess.run(shlex.split(command), stdout=subprocess.PIPE, text=True, timeout=timeout_s, check=True)
+    done = subprocess.run(
+        shlex.split(command), stdout=subprocess.PIPE, text=True, timeout=timeout_s, check=True
+    )
     result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return result
 
@@ -31,7 +35,9 @@ def value(result: dict[str, Any], metric: str) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("commands", nargs="+")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--metrics", nargs="+", default=["tokens_per_s"])

@@ -53,8 +53,14 @@ TITLES = {
     "native_cpu": ("kernels", "Native CPU operations beside a read of memory"),
     "kernels_aot": ("kernels", "Every kernel, compiled for an H200"),
     "deploy_path_cpu": ("deployment", "From a trained model to a deployed one, preset `tiny`"),
-    "deploy_path_small_cpu": ("deployment", "From a trained model to a deployed one, preset `small`"),
-    "deploy_path_served_small_cpu": ("deployment", "From training to a served model, preset `small`"),
+    "deploy_path_small_cpu": (
+        "deployment",
+        "From a trained model to a deployed one, preset `small`",
+    ),
+    "deploy_path_served_small_cpu": (
+        "deployment",
+        "From training to a served model, preset `small`",
+    ),
     "moesys_table3_cpu": ("papers", "Elastic multi-task training (MoESys, Table 3)"),
     "moesys_table6_cpu": ("papers", "Decoding on several devices (MoESys, Table 6)"),
     "ring_prefill_cpu": ("papers", "Prefill through a ring of slots (MoESys, Figure 12)"),
@@ -100,4 +106,6 @@ MOVED = {
 
 def with_todays_paths(text: str) -> str:
     """Return the text of a result with today's path of every program that it names."""
-    return re.sub(r"\bbenchmarks/(\w+)\.py\b", lambda found: f"benchmarks/{MOVED[found[1]]}.py", text)
+    return re.sub(
+        r"\bbenchmarks/(\w+)\.py\b", lambda found: f"benchmarks/{MOVED[found[1]]}.py", text
+    )

@@ -1,4 +1,5 @@
-"""A model as its users run it, and the loss of a text there: in programs for JAX alone, or served over HTTP.
+"""A model as its users run it, and the loss of a text there: in programs for JAX alone, or served
+over HTTP.
 
 Legend: B windows of the text, S tokens of each, P rows of a program.
 """
@@ -28,7 +29,7 @@ NOT_COPIED = (".*", "runs", "build", "*.egg-info", "__pycache__")
 
 
 def portable_loss(folder: Path, windows_BS: NDArray[np.int32]) -> float:
-    """Return the mean loss in nats of the tokens after the first of each window, by a lowered model."""
+    """Return a lowered model's mean loss in nats, over all tokens of a window but the first."""
     model, nats = PortableModel(folder), 0.0
     size, length = model.max_batch, windows_BS.shape[1]
     rows_P, first_P = np.arange(size, dtype=np.int32), np.zeros(size, np.int32)
@@ -55,7 +56,9 @@ def served_loss(url: str, windows_BS: NDArray[np.int32]) -> float:
     return math.fsum(nats) / (windows_BS.size - len(windows_BS))
 
 
-def post(url: str, body: Mapping[str, object]) -> dict[str, list[dict[str, dict[str, list[float]]]]]:
+def post(
+    url: str, body: Mapping[str, object]
+) -> dict[str, list[dict[str, dict[str, list[float]]]]]:
     """Return a completion."""
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
@@ -66,15 +69,20 @@ def post(url: str, body: Mapping[str, object]) -> dict[str, list[dict[str, dict[
 
 @contextlib.contextmanager
 def served(command: Sequence[object], cwd: Path, processes: int, log: Path) -> Iterator[str]:
-    """Yield the address of a server that one process of several has, each with one device, or one with two.
+    """Yield the address of a server: several processes with a device each, or one with two.
 
-    command: what serves, and its options. log: where what the first process says is written.
+    command: the server and its options. log: where the first process's output is written.
     """
     env = clean_environment() | {"PYTHONUNBUFFERED": "1"}
     joined: list[list[str]] = [[]]
     if processes > 1:
         address = f"127.0.0.1:{free_port()}"
-        join = ["--distributed.coordinator-address", address, "--distributed.num-processes", str(processes)]
+        join = [
+            "--distributed.coordinator-address",
+            address,
+            "--distributed.num-processes",
+            str(processes),
+        ]
         joined = [[*join, "--distributed.process-id", str(rank)] for rank in range(processes)]
     else:
         env["JAX_NUM_CPU_DEVICES"] = "2"
@@ -82,7 +90,9 @@ def served(command: Sequence[object], cwd: Path, processes: int, log: Path) -> I
     with log.open("w") as said:
         logs = [said, *[subprocess.DEVNULL] * (processes - 1)]
         ranks = [
-            subprocess.Popen([*words, *more], cwd=cwd, env=env, stdout=out, stderr=subprocess.STDOUT)
+            subprocess.Popen(
+                [*words, *more], cwd=cwd, env=env, stdout=out, stderr=subprocess.STDOUT
+            )
             for more, out in zip(joined, logs, strict=True)
         ]
         try:
@@ -103,9 +113,9 @@ def _address(server: subprocess.Popen[bytes], log: Path) -> str:
 
 
 def wheel_environment(folder: Path) -> Path:
-    """Return the programs' folder of a new environment that has the wheel of this repository, and not the repository.
+    """Return the `bin` folder of a new environment with this repository's wheel alone.
 
-    Its dependencies are those of this environment. The package index is asked for setuptools.
+    It shares the dependencies of this environment. setuptools is downloaded from the package index.
     """
     source, wheels, bin_ = folder / "source", folder / "wheels", folder / "venv" / "bin"
     if not (bin_ / "jmoe-serve").is_file():
@@ -119,7 +129,9 @@ def wheel_environment(folder: Path) -> Path:
         shutil.rmtree(source)
         (wheel,) = wheels.glob("*.whl")
         _run(folder, *pip, "install", "--no-deps", wheel)
-        site = _run(folder, bin_ / "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
+        site = _run(
+            folder, bin_ / "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"
+        ).strip()
         (Path(site) / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     found = _run(folder, bin_ / "python", "-c", "import jmoe; print(jmoe.__file__)").strip()
     if not Path(found).is_relative_to(folder):
@@ -128,10 +140,14 @@ def wheel_environment(folder: Path) -> Path:
 
 
 def clean_environment() -> dict[str, str]:
-    """Return the variables of this process but for those that lead to the repository or change XLA."""
-    return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "XLA_FLAGS")}
+    """Return this process's variables without those that lead to the repository or change XLA."""
+    return {
+        name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "XLA_FLAGS")
+    }
 
 
 def _run(cwd: Path, *words: object) -> str:
-    done = subprocess.run([*map(str, words)], cwd=cwd, env=clean_environment(), check=True, stdout=subprocess.PIPE)
+    done = subprocess.run(
+        [*map(str, words)], cwd=cwd, env=clean_environment(), check=True, stdout=subprocess.PIPE
+    )
     return done.stdout.decode()

@@ -1,4 +1,6 @@
-"""Engines over several processes, as `serve.py` has them: rank 0 leads, the others follow, several engines at once."""
+"""Engines over several processes, as `serve.py` has them: rank 0 leads, the others follow, several
+engines at once.
+"""
 
 import os
 from collections.abc import Callable, Mapping
@@ -17,9 +19,9 @@ Load = Mapping[str, tuple[Path, EngineConfig]]
 
 
 def take_a_core(rank: int) -> None:
-    """Keep this rank and XLA's threads to one core, as if the device that it stands for had no more.
+    """Keep this rank and XLA's threads to one core, as if its device had no more.
 
-    Else a rank that has little to do would lend its core to the busy one. Call before JAX is used.
+    An idle rank would otherwise lend its core to a busy one. Call this before JAX is used.
     """
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
@@ -27,7 +29,7 @@ def take_a_core(rank: int) -> None:
 
 
 class EngineRank(NamedTuple):
-    """A rank, and where those of its job meet. mbit_per_s: of the link between two nodes; 0 if all are here."""
+    """A rank and its job's address. mbit_per_s: the link between two nodes; 0 without one."""
 
     rank: int
     num_ranks: int
@@ -35,10 +37,12 @@ class EngineRank(NamedTuple):
     mbit_per_s: float
 
 
-def run_rank(place: EngineRank, cache_dir: Path, load: Load, measure: Callable[[Engines], Any]) -> None:
-    """Be a rank: rank 0 prints what `measure` returns for an engine of each name; the others follow it.
+def run_rank(
+    place: EngineRank, cache_dir: Path, load: Load, measure: Callable[[Engines], Any]
+) -> None:
+    """Run as a rank: rank 0 prints `measure` of an engine of each name; the others follow it.
 
-    cache_dir: of compiled programs. load: by name the folder of a checkpoint and what the engine is told.
+    cache_dir: of compiled programs. load: a checkpoint's folder and the engine's options, by name.
     """
     import jax
 

@@ -14,7 +14,10 @@ from jmoe.inference.sampling_params import SamplingParams
 
 
 def add_engine_options(parser: argparse.ArgumentParser, **defaults: Any) -> None:
-    """Add the checkpoint and the fields of `EngineConfig`, but its size and its mesh; "none" is None."""
+    """Add options for the checkpoint and the fields of `EngineConfig`, but its size and mesh.
+
+    The word "none" means None.
+    """
     parser.add_argument("--model", type=Path, required=True)
     for field in fields(EngineConfig):
         if field.name not in ("max_batch", "max_seq_len", "mesh"):
@@ -24,12 +27,19 @@ def add_engine_options(parser: argparse.ArgumentParser, **defaults: Any) -> None
 
 
 def engine_of(a: argparse.Namespace, limits: dict[str, float] | None = None, **more: Any) -> Engine:
-    """Return the engine that the options and `more` fields describe; limits: bytes per second of tiers."""
+    """Return the engine that the options and `more` fields describe.
+
+    limits: bytes per second of each tier.
+    """
     names = {field.name for field in fields(EngineConfig)}
-    chosen = {name: None if value == "none" else value for name, value in vars(a).items() if name in names}
+    chosen = {
+        name: None if value == "none" else value for name, value in vars(a).items() if name in names
+    }
     config = EngineConfig(**(chosen | more))
     if config.mesh.devices == 1:
-        takes_native(config, waits=True)  # else a first run would be measured without the native operations
+        takes_native(
+            config, waits=True
+        )  # else a first run would be measured without the native operations
     return Engine(a.model, config, bandwidth_limit_bytes_per_s=limits)
 
 

@@ -26,8 +26,13 @@ def _environment(*, huge_pages: bool) -> dict[str, str]:
     return os.environ | {"GLIBC_TUNABLES": f"glibc.malloc.hugetlb={int(huge_pages)}"}
 
 
-def seconds(files: list[Path], record_bytes: int, threads: int, *, write: bool, huge_pages: bool) -> float:
-    """Of reading or writing these files: whole records, O_DIRECT, as many at a time, flushed as ours are."""
+def seconds(
+    files: list[Path], record_bytes: int, threads: int, *, write: bool, huge_pages: bool
+) -> float:
+    """Return fio's seconds to read or write these files.
+
+    Whole records, O_DIRECT, as many at a time and flushed as jmoe does.
+    """
     links = files[0].parent / "fio"
     links.mkdir()
     for n, path in enumerate(files):
@@ -49,8 +54,12 @@ def seconds(files: list[Path], record_bytes: int, threads: int, *, write: bool, 
         "scramble_buffers": 0,
     }
     environment = _environment(huge_pages=huge_pages)
-    done = subprocess.run(_command(job), capture_output=True, text=True, check=True, env=environment)
-    moved = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]["write" if write else "read"]
+    done = subprocess.run(
+        _command(job), capture_output=True, text=True, check=True, env=environment
+    )
+    moved = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0][
+        "write" if write else "read"
+    ]
     assert moved["io_bytes"] == len(files) * record_bytes, moved["io_bytes"]
     shutil.rmtree(links)
     return float(moved["runtime"]) / 1000
@@ -58,7 +67,7 @@ def seconds(files: list[Path], record_bytes: int, threads: int, *, write: bool, 
 
 @contextmanager
 def beside(folder: Path, read_bytes_per_s: float, write_bytes_per_s: float) -> Iterator[None]:
-    """It reads and writes in place at these rates meanwhile, past the page cache, in blocks of 4 MiB."""
+    """Run fio during the block, at these rates, past the page cache, 4 MiB a block."""
     folder.mkdir(exist_ok=True)
     place = {"directory": folder, "bs": "4m", "size": "256m", "time_based": 1, "runtime": 600}
     read = {"name": "read", "rw": "read", "rate": int(read_bytes_per_s)}

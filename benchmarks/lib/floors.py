@@ -1,4 +1,6 @@
-"""What a device can do at most, measured: copies in its memory, copies to and from the host, a dense product."""
+"""What a device can do at most, measured: copies in its memory, copies to and from the host, a
+dense product.
+"""
 
 import time
 from collections.abc import Callable
@@ -13,7 +15,7 @@ TOY = (2**20, 256)
 
 
 def seconds(f: Callable[..., Any], *operands: Any, repeat: int = 10) -> float:
-    """Return the seconds of one call, when calls follow each other without a wait: the best of three series."""
+    """Return the seconds of one call in an unbroken series of calls: the best of three series."""
     jax.block_until_ready(f(*operands))
     best = float("inf")
     for _ in range(3):
@@ -25,19 +27,25 @@ def seconds(f: Callable[..., Any], *operands: Any, repeat: int = 10) -> float:
 
 
 def floors(toy: bool = False) -> dict[str, float]:
-    """Return bytes/s of a copy in device memory (read and written), FLOP/s of a dense bfloat16 product, and `link`."""
+    """Return bytes/s of a device copy (read and write), FLOP/s of a bfloat16 product, `link`."""
     numbers, side = TOY if toy else FULL
     x = jnp.zeros((numbers,), jnp.bfloat16)
     copied = 2 * x.nbytes / seconds(jax.jit(lambda x: x + jnp.bfloat16(1)), x)
     draw = jax.jit(lambda key: jax.random.normal(key, (side, side), jnp.bfloat16))
     a, b = draw(jax.random.key(0)), draw(jax.random.key(1))
-    return {"bytes_per_s": copied, "flops_per_s": 2 * side**3 / seconds(jax.jit(jnp.matmul), a, b)} | link(x)
+    return {
+        "bytes_per_s": copied,
+        "flops_per_s": 2 * side**3 / seconds(jax.jit(jnp.matmul), a, b),
+    } | link(x)
 
 
 def link(x: jax.Array) -> dict[str, float]:
-    """Return bytes/s of copies of an array between pinned host memory and the device, either way by itself."""
+    """Return bytes/s of copies between pinned host memory and the device, each way by itself."""
     (device,) = x.devices()
-    here, there = SingleDeviceSharding(device, memory_kind="pinned_host"), SingleDeviceSharding(device)
+    here, there = (
+        SingleDeviceSharding(device, memory_kind="pinned_host"),
+        SingleDeviceSharding(device),
+    )
     at_host = jax.device_put(x, here)
     return {
         "host_to_device_bytes_per_s": x.nbytes / seconds(jax.device_put, at_host, there, repeat=2),

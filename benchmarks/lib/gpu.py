@@ -1,14 +1,16 @@
 """Run every measurement that needs a GPU, in at most nine minutes.
 
-    python benchmarks/lib/gpu.py                   all parts, into benchmarks/results/gpu_<part>.json
+    python benchmarks/lib/gpu.py    all parts, into benchmarks/results/gpu_<part>.json
     python benchmarks/lib/gpu.py --only decode_ring training_olmoe
-    python benchmarks/lib/gpu.py --cpu             the same parts at toy sizes on this machine, into a temporary folder
+    python benchmarks/lib/gpu.py --cpu
+        the same parts at toy sizes on this machine, into a temporary folder
 
-A part is one of the other benchmarks in a process of its own with a limit of its own. One that fails or runs into its
-limit is named with its last lines and where it was, and the rest goes on: with a smaller model if the model could not
-be written. What has a result already is not run again (--fresh runs it).
-Each file says the date, the device, the versions and, in `limits`, how near it came to what the part `floors` measured
-of the same device and to the data sheet: the FLOP/s of a training step, the copies of a decode step over the link.
+A part is one of the other benchmarks in a process of its own with a limit of its own. One that
+fails or runs into its limit is named with its last lines and where it was, and the rest goes on:
+with a smaller model if the model could not be written. What has a result already is not run again
+(--fresh runs it). Each file says the date, the device, the versions and, in `limits`, how near it
+came to what the part `floors` measured of the same device and to the data sheet: the FLOP/s of a
+training step, the copies of a decode step over the link.
 """
 
 if __name__ == "__main__":
@@ -42,7 +44,7 @@ BUDGET_S = 9 * 60
 
 @dataclass(frozen=True)
 class Part:
-    """A benchmark with its options; `seconds` is its limit. Nothing runs it where a part that it `needs` has failed."""
+    """A benchmark with its options and limit; skipped if the part that it `needs` failed."""
 
     name: str
     command: str
@@ -56,7 +58,8 @@ FULL = {
     "training": "--batch 4 --seq 2048",
     "decode": "--batch 1 8 64 --prompt 128 --rounds 3",
     "ring": "--ring-slots 2",
-    "retention": "--hidden-size 2048 --intermediate-size 1024 --layers 4 --experts 64 --top-k 8 --rounds 5 "
+    "retention": "--hidden-size 2048 --intermediate-size 1024 --layers 4 --experts 64 --top-k 8 "
+    "--rounds 5 "
     "--tokens 8192 16384 32768",
 }
 TOY = {
@@ -64,7 +67,8 @@ TOY = {
     "training": "--batch 2 --seq 64 --steps 2",
     "decode": "--batch 1 8 --prompt 16 --new-tokens 4 --rounds 1",
     "ring": "--ring-slots 1",
-    "retention": "--hidden-size 64 --intermediate-size 64 --layers 2 --experts 4 --sequence-length 64 --rounds 1 "
+    "retention": "--hidden-size 64 --intermediate-size 64 --layers 2 --experts 4 "
+    "--sequence-length 64 --rounds 1 "
     "--tokens 128 256",
 }
 
@@ -77,11 +81,20 @@ def parts(scratch: Path, on_cpu: bool) -> list[Part]:
         found.append(Part("kernels_tiny", "kernels/speed.py --gpu --toy", 100))
     else:
         shapes = ("olmoe", "qwen3-30b-a3b", "mixtral-8x7b")
-        found += [Part(f"kernels_{shape}", f"kernels/speed.py --gpu --shapes {shape}", 75) for shape in shapes]
+        found += [
+            Part(f"kernels_{shape}", f"kernels/speed.py --gpu --shapes {shape}", 75)
+            for shape in shapes
+        ]
     found.append(Part("slot_formats", f"kernels/slot_formats.py{' --toy' if on_cpu else ''}", 110))
     for dtype in ("float32", "bfloat16"):  # whose losses must be nearly the same
         small = f"--batch 2 --seq {64 if on_cpu else 1024} --steps 10 --lr 0.0003 --dtype {dtype}"
-        found.append(Part(f"losses_{dtype}", f"train/step.py --hf-config {scratch / 'olmoe_small.json'} {small}", 60))
+        found.append(
+            Part(
+                f"losses_{dtype}",
+                f"train/step.py --hf-config {scratch / 'olmoe_small.json'} {small}",
+                60,
+            )
+        )
     for name in LAYERS:
         command = f"train/step.py --hf-config {scratch / name}.json {sizes['training']}"
         found.append(Part(f"training_{name}", command, 75))
@@ -93,23 +106,28 @@ def parts(scratch: Path, on_cpu: bool) -> list[Part]:
     for policy in ("resident", f"ring{below} {sizes['ring']}", f"experts{below}", f"hybrid{below}"):
         found.append(Part(f"decode_{policy.split()[0]}", f"{decode} {policy}", 90, needs="model"))
     found.append(Part("retention", f"offload/training.py retention {sizes['retention']}", 130))
-    found.append(Part("collectives", f"kernels/floors.py collectives {sizes['floors']}".strip(), 45))
+    found.append(
+        Part("collectives", f"kernels/floors.py collectives {sizes['floors']}".strip(), 45)
+    )
     slower = 2 if on_cpu else 1  # to compile
     return [replace(part, seconds=slower * part.seconds) for part in found]
 
 
 def limits(result: dict[str, Any], floors: dict[str, Any]) -> dict[str, Any]:
-    """Return how near a result came to its device's limits: those that `floors` measured, and the data sheet's.
+    """Return how near a result came to its device's measured limits and to the data sheet.
 
-    mfu: FLOP/s of a model's step over the peak of the data sheet, None where that is not known; of_dense_product: over
-    those of one large product; of_link: copies of a decode step, by its batch, over those of pinned memory.
+    mfu: FLOP/s of a model's step over the data sheet's peak, None if that is unknown.
+    of_dense_product: over the FLOP/s of one large product. of_link: copies of a decode step, by
+    batch, over copies of pinned memory.
     """
     near: dict[str, Any] = {}
     reached = floors.get("floors", {}) if floors.get("device") == result.get("device") else {}
     if flops_per_s := result.get("model_flops_per_s"):
         peak = peak_flops(str(result.get("device")))
         near["mfu"] = None if peak is None else round(flops_per_s / peak, 4)
-        near["of_dense_product"] = round(flops_per_s / reached["flops_per_s"], 4) if reached else None
+        near["of_dense_product"] = (
+            round(flops_per_s / reached["flops_per_s"], 4) if reached else None
+        )
     if (copied := result.get("copied_bytes_per_s")) and any(copied.values()):
         link = reached.get("host_to_device_bytes_per_s")
         near["of_link"] = link and {batch: round(rate / link, 4) for batch, rate in copied.items()}
@@ -117,7 +135,10 @@ def limits(result: dict[str, Any], floors: dict[str, Any]) -> dict[str, Any]:
 
 
 def add_limits(out: Path) -> dict[str, Any]:
-    """Write `limits` into the results that have any, whichever came first, they or the floors; return them by name."""
+    """Write `limits` into every result that has any, and return them by name.
+
+    Results and floors may be written in any order.
+    """
     results = {path: json.loads(path.read_text()) for path in sorted(out.glob("gpu_*.json"))}
     floors, found = results.get(out / "gpu_floors.json", {}), {}
     for path, result in results.items():
@@ -133,11 +154,17 @@ def main() -> int:
     parser.add_argument("--cpu", action="store_true", help="toy sizes on the CPU")
     parser.add_argument("--only", nargs="+", metavar="PART", help="these parts alone")
     parser.add_argument("--fresh", action="store_true", help="also what has a result already")
-    parser.add_argument("--list", action="store_true", help="print the parts and their commands, and end")
     parser.add_argument(
-        "--out", type=Path, help="folder of results; default: benchmarks/results, with --cpu a temporary one"
+        "--list", action="store_true", help="print the parts and their commands, and end"
     )
-    parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="seconds for all parts together")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="folder of results; default: benchmarks/results, with --cpu a temporary one",
+    )
+    parser.add_argument(
+        "--budget-s", type=float, default=BUDGET_S, help="seconds for all parts together"
+    )
     a = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="jmoe-gpu-") as folder:
         return run_all(a, parser, Path(folder))
@@ -185,28 +212,40 @@ def run_all(a: argparse.Namespace, parser: argparse.ArgumentParser, scratch: Pat
             text = json.dumps(described(part, result), indent=1).replace(str(scratch), "FOLDER")
             (out / f"gpu_{part.name}.json").write_text(text + "\n")
             add_limits(out)
-    report.finish({"ran": sorted(wanted - set(failed)), "failed": failed, "limits": add_limits(out)})
+    report.finish(
+        {"ran": sorted(wanted - set(failed)), "failed": failed, "limits": add_limits(out)}
+    )
     return 1 if failed else 0
 
 
-def run_command(part: Part, left_s: float, environment: dict[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Run a part's command, or `instead` if it failed; return what `run_part` tells of the last one, and failures."""
+def run_command(
+    part: Part, left_s: float, environment: dict[str, str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Run a part's command, or `instead` if it failed; return the outcome, and failures."""
     failed = dict[str, Any]()
     for command in (part.command, part.instead):
         if command is not None:
             program, *options = command.split()
-            done = run_part([str(BENCHMARKS / program), *options], min(part.seconds, left_s), environment)
+            done = run_part(
+                [str(BENCHMARKS / program), *options], min(part.seconds, left_s), environment
+            )
             if "result" in done or command == part.instead:
                 break
             if part.instead:
-                failed[f"{part.name}, as large as asked for"] = report.progress({"part": part.name} | done)
+                failed[f"{part.name}, as large as asked for"] = report.progress(
+                    {"part": part.name} | done
+                )
     return done, failed
 
 
 def described(part: Part, result: dict[str, Any]) -> dict[str, Any]:
     """Return the result file: what ran, when, and its figures."""
     command = f"python benchmarks/{part.command}"
-    return {"benchmark": f"gpu {part.name}", "command": command, "date": date.today().isoformat()} | result
+    return {
+        "benchmark": f"gpu {part.name}",
+        "command": command,
+        "date": date.today().isoformat(),
+    } | result
 
 
 if __name__ == "__main__":

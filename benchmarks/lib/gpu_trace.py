@@ -8,9 +8,9 @@ MOST = 25  # kernels listed
 
 
 def kernel_times(folder: Path, num_steps: int) -> dict[str, Any] | None:
-    """Return what a step takes on the GPU, kernel by kernel, from the newest trace in a folder; None without a GPU.
+    """Return a step's GPU time by kernel, from a folder's newest trace; None without a GPU.
 
-    busy_ms: in which its streams worked. launches: of kernels and copies.
+    busy_ms: time in which a stream worked. launches: kernels and copies.
     """
     from jax.profiler import ProfileData
 
@@ -19,7 +19,9 @@ def kernel_times(folder: Path, num_steps: int) -> dict[str, Any] | None:
     for plane in ProfileData.from_file(str(newest)).planes:
         if "/device:GPU" not in plane.name:
             continue
-        for event in (event for line in plane.lines if line.name.startswith("Stream") for event in line.events):
+        for event in (
+            event for line in plane.lines if line.name.startswith("Stream") for event in line.events
+        ):
             nanoseconds[event.name] += event.duration_ns
             launches[event.name] += 1
     if not launches:

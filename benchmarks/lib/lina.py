@@ -1,4 +1,5 @@
-"""Contestants of `benchmarks.paper.lina_inference`, and the engine's planner without an engine, to simulate.
+"""Contestants of `benchmarks.paper.lina_inference`, and the engine's planner without an engine, to
+simulate.
 
 Legend: T tokens of a step, K choices a token, E experts of a layer, L layers with experts.
 """
@@ -28,7 +29,12 @@ from jmoe.planning.placement import EMPTY, Changes, Placement, changes, place
 
 LENGTHS = (1, 3, 6)
 LINA, LINA_WHOLE = "lina, l = 3", "lina, l = 3, all experts"
-TABLES = {"lina, l = 1": (1, False), LINA: (3, False), LINA_WHOLE: (3, True), "lina, l = 6": (6, False)}
+TABLES = {
+    "lina, l = 1": (1, False),
+    LINA: (3, False),
+    LINA_WHOLE: (3, True),
+    "lina, l = 6": (6, False),
+}
 TIMES = 30
 
 
@@ -45,11 +51,14 @@ def tables_of(engine: Engine, folder: Path, prompts: list[list[int]]) -> dict[in
             counter.add(engine.last_choices())
     with LazyCheckpoint(folder) as checkpoint:
         fingerprint = checkpoint.routing_fingerprint
-    return {length: counter.table(fingerprint, config.num_experts) for length, counter in counters.items()}
+    return {
+        length: counter.table(fingerprint, config.num_experts)
+        for length, counter in counters.items()
+    }
 
 
 def load_table(folder: Path, length: int, *, whole: bool = False) -> PathTable:
-    """Return a table beside a model; whole: with all experts of a path, else as Lina keeps it, with the top K."""
+    """Return a model's path table: of whole paths, or as Lina keeps it, with the top K."""
     with LazyCheckpoint(folder) as checkpoint:
         table = PathTable.load(folder / f"l{length}", checkpoint.routing_fingerprint)
     k = table.header.num_experts_per_tok
@@ -60,7 +69,7 @@ def load_table(folder: Path, length: int, *, whole: bool = False) -> PathTable:
 
 
 def set_contestant(placer: ExpertPlacer, name: str, folder: Path) -> None:
-    """Let a placer decide as one contestant does. `TABLES`: of those with a table, a path's length and what is kept."""
+    """Make a placer decide as one contestant does, with its path length and table of `TABLES`."""
     length, whole = TABLES.get(name, TABLES[LINA])
     lina = name not in ("even", "ideal")
     placer._mesh = replace(placer._mesh, placement="lina" if lina else "even")
@@ -71,7 +80,7 @@ def set_contestant(placer: ExpertPlacer, name: str, folder: Path) -> None:
 
 
 def partial_was_right(placer: ExpertPlacer, name: str) -> Any:
-    """Return the placer's question whether phase two has to plan; never where there is no phase two."""
+    """Return the test of whether phase two has to plan; it never has to without a phase two."""
     if name == "without_phase_two":
         return lambda layer, counts_E: True
     return lambda layer, counts_E: ExpertPlacer._was_right(placer, layer, counts_E)
@@ -79,16 +88,22 @@ def partial_was_right(placer: ExpertPlacer, name: str) -> Any:
 
 @led
 def contest(runner: MeshRunner, name: str, folder: str) -> None:
-    """Let a runner's next steps be those of a contestant, from the even placement on; every process does it."""
+    """Run a contestant's next steps from the even placement; all processes call this."""
     set_contestant(runner.placer, name, Path(folder))
     experts = runner.residency
     num_experts = experts.index.num_experts
     for layer, placement in enumerate(experts.placements):
         slots = placement.slots_per_device
         even = place(
-            np.ones(num_experts), placement.num_devices, slots_per_device=slots, max_packed=slots, policy="even"
+            np.ones(num_experts),
+            placement.num_devices,
+            slots_per_device=slots,
+            max_packed=slots,
+            policy="even",
         )
-        experts._held[layer][:] = EMPTY  # what an earlier contestant has copied is of no use to this one
+        experts._held[layer][:] = (
+            EMPTY  # what an earlier contestant has copied is of no use to this one
+        )
         experts.apply(layer, experts.changes(layer, even))
     for learned in (runner.placer._recent_LE, runner.placer._promised_L, runner.placer._kept_L):
         learned[:] = 0
@@ -100,7 +115,7 @@ MeshRunner.contest = contest  # type: ignore[attr-defined]  # followers find it 
 
 
 def _balanced(runner: MeshRunner, run: Any) -> Any:
-    """Return `_run_experts` with choices that are dealt out to all experts; whole batches without padding only."""
+    """Return `_run_experts` with choices dealt to all experts; for unpadded whole batches."""
     experts = runner.config.num_experts
     made: dict[tuple[int, int], tuple[jax.Array, jax.Array]] = {}
 
@@ -122,12 +137,14 @@ def _balanced(runner: MeshRunner, run: Any) -> Any:
 def layer_rows(
     engine: Engine, folder: Path, batches: list[list[list[int]]], names: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """Return a row for each contestant and layer: what it takes, the host waiting for each layer on this process."""
+    """Return a row for each contestant and layer: times here, with the host waiting for each."""
     runner: Any = engine._runner
     rows = []
     for name in names:
         runner.contest(name, str(folder))
-        taken: list[list[tuple[float, float, float]]] = [[] for _ in range(runner.config.num_moe_layers)]
+        taken: list[list[tuple[float, float, float]]] = [
+            [] for _ in range(runner.config.num_moe_layers)
+        ]
         inner, ended = runner._run_experts, [0.0]
 
         def run_experts(
@@ -173,8 +190,10 @@ def most_popular(popularity_E: np.ndarray, most: int) -> set[int]:
     return set(np.argsort(-popularity_E, kind="stable")[:most].tolist())
 
 
-def accuracy(kind: str, steps: list[list[np.ndarray]], folder: Path, config: Any) -> list[dict[str, Any]]:
-    """Return a row for each length of a path and what is kept of it, with a figure a layer from the second on."""
+def accuracy(
+    kind: str, steps: list[list[np.ndarray]], folder: Path, config: Any
+) -> list[dict[str, Any]]:
+    """Return a row for each path length and kind of table: a figure a layer from the second."""
     experts, k = config.num_experts, config.num_experts_per_tok
     most, rows = min(2 * k, max(1, experts // 2)), []
     for length in LENGTHS:
@@ -185,13 +204,19 @@ def accuracy(kind: str, steps: list[list[np.ndarray]], folder: Path, config: Any
             for step in steps:
                 for layer in range(config.num_moe_layers - 1):
                     actual_E = np.bincount(step[layer + 1].ravel(), minlength=experts + 1)[:-1]
-                    sets = [most_popular(x, most) for x in (table.popularity(step[: layer + 1]).popularity_E, actual_E)]
+                    sets = [
+                        most_popular(x, most)
+                        for x in (table.popularity(step[: layer + 1]).popularity_E, actual_E)
+                    ]
                     equal[layer].append(sets[0] == sets[1])
                     right[layer].append(len(sets[0] & sets[1]) / most)
             means = {"sets_equal": equal, "share_right": right}
             rows.append(
                 {"text": kind, "path_length": length, "kept": "all" if whole else "top k"}
-                | {name: [round(float(np.mean(x)), 3) for x in by_layer] for name, by_layer in means.items()}
+                | {
+                    name: [round(float(np.mean(x)), 3) for x in by_layer]
+                    for name, by_layer in means.items()
+                }
             )
     return rows
 
@@ -200,13 +225,19 @@ def accuracy(kind: str, steps: list[list[np.ndarray]], folder: Path, config: Any
 
 
 class Places:
-    """Where experts are, as `PlacedExperts` has it, without weights; of devices that are processes each."""
+    """The places of experts, as in `PlacedExperts` but without weights; a device is a process."""
 
     def __init__(self, config: Any, devices: int, slots: int) -> None:
         self.index = ExpertIndex(config.num_moe_layers, config.num_experts)
         self.process_of_N, self.copies_N = np.arange(devices), np.zeros(devices, np.int64)
         self.copied_bytes, self.copied_s = 0, 0.0
-        even = place(np.ones(config.num_experts), devices, slots_per_device=slots, max_packed=slots, policy="even")
+        even = place(
+            np.ones(config.num_experts),
+            devices,
+            slots_per_device=slots,
+            max_packed=slots,
+            policy="even",
+        )
         self.placements: list[Placement] = [even] * config.num_moe_layers
         self._held = [even.physical_to_logical.copy() for _ in self.placements]
         self.slowest_copies = 0  # of the process that has most to copy, every time
@@ -224,7 +255,9 @@ class Places:
         self.placements[layer] = changed.placement
 
 
-def planner_of(name: str, folder: Path, places: Places, costs: SwapCosts, config: Any) -> ExpertPlacer:
+def planner_of(
+    name: str, folder: Path, places: Places, costs: SwapCosts, config: Any
+) -> ExpertPlacer:
     """Return the engine's planner as a contestant has it."""
     devices, slots = len(places.copies_N), places.placements[0].slots_per_device
     mesh, experts = EngineMesh(devices=devices, placement="lina", slots_per_device=slots), places
@@ -235,7 +268,7 @@ def planner_of(name: str, folder: Path, places: Places, costs: SwapCosts, config
 
 
 class Replayed(NamedTuple):
-    """Of every step: rows of the busiest device over all layers; copies and plans. replanned: share of estimates."""
+    """Totals of a step: busiest device's rows, copies, plans. replanned: share of estimates."""
 
     busiest: np.ndarray
     copies: np.ndarray
@@ -266,8 +299,10 @@ def replay(placer: ExpertPlacer, steps: list[list[np.ndarray]]) -> Replayed:
     return Replayed(np.array(busiest, float), np.array(copies), np.array(plans), replanned)
 
 
-def plans_ms(folder: Path, steps: list[list[np.ndarray]], engine: Engine, many_devices: int) -> dict[str, Any]:
-    """Return the median milliseconds of a plan and its parts, beside the paper's figures of a schedule."""
+def plans_ms(
+    folder: Path, steps: list[list[np.ndarray]], engine: Engine, many_devices: int
+) -> dict[str, Any]:
+    """Return the median milliseconds of a plan and its parts, beside the paper's figures."""
     config, table = engine.config, load_table(folder, 3)
     step, layer = steps[0], config.num_moe_layers - 1
     counts_E = np.bincount(step[layer].ravel(), minlength=config.num_experts + 1)[:-1].astype(float)
@@ -285,7 +320,9 @@ def plans_ms(folder: Path, steps: list[list[np.ndarray]], engine: Engine, many_d
         places = Places(config, devices, slots)
 
         def call() -> None:
-            planned = place(counts_E, devices, slots_per_device=slots, max_packed=slots, policy="lina")
+            planned = place(
+                counts_E, devices, slots_per_device=slots, max_packed=slots, policy="lina"
+            )
             places.changes(layer, planned)
 
         return call

@@ -1,9 +1,11 @@
-"""Nodes on one machine: network namespaces joined by a bridge, with a limited link between them. Needs root.
+"""Nodes on one machine: network namespaces joined by a bridge, with a limited link between them.
+Needs root.
 
-Processes of one node talk over its loopback, which is fast; those of different nodes share one link, however many
-nodes there are. Its rate is that of all directions together. gloo tells a peer that it may send behind whatever it
-sends itself, so that two blocks which should pass each other often go one after the other; with a rate for each
-direction, chance would decide how much of the link lies idle.
+Processes of one node talk over its loopback, which is fast; those of different nodes share one
+link, however many nodes there are. Its rate is that of all directions together. gloo tells a peer
+that it may send behind whatever it sends itself, so that two blocks which should pass each other
+often go one after the other; with a rate for each direction, chance would decide how much of the
+link lies idle.
 """
 
 import fcntl
@@ -23,8 +25,8 @@ PIPE = "jmoebenchpipe"  # what both directions go through
 NODES = tuple(f"jmoebench{i}" for i in range(4))
 ADDRESSES = tuple(f"10.78.0.{i + 1}" for i in range(4))
 INTERFACE = "eth0"  # of the link, inside each node
-# What waits for the link is limited by its senders' buffers, so nothing is ever dropped, and nothing is sent again
-# because its acknowledgement waits too.
+# What waits for the link is limited by its senders' buffers, so nothing is ever dropped, and
+# nothing is sent again because its acknowledgement waits too.
 SOCKETS = ("net.ipv4.tcp_wmem=4096 262144 262144", "net.ipv4.tcp_congestion_control=reno")
 PATIENCE = ("rto_min", "10s")
 
@@ -49,8 +51,9 @@ def sent_bytes() -> int:
 class LinkWatch:
     """When a node's traffic over the link begins and ends, between entry and exit.
 
-    before_s: until more than QUIET_BYTES have come or gone; after_s: since no more than that was left. What this node
-    sends is counted before it waits for the link, what it receives after that. A thread looks every 5 ms.
+    before_s: until more than QUIET_BYTES have come or gone; after_s: since no more than that was
+    left. What this node sends is counted before it waits for the link, what it receives after that.
+    A thread looks every 5 ms.
     """
 
     QUIET_BYTES = 20_000  # a barrier sums one number of each rank
@@ -77,9 +80,9 @@ class LinkWatch:
 
 
 class LinkedNodes:
-    """`with LinkedNodes(200) as nodes: subprocess.Popen(nodes.inside(1, command))`; waits while others have them.
+    """`with LinkedNodes(200) as nodes: subprocess.Popen(nodes.inside(1, command))`.
 
-    number: of nodes, two to four.
+    Waits while another process has the nodes. number: of nodes, two to four.
     """
 
     def __init__(self, mbit_per_s: float, number: int = 2) -> None:
@@ -100,7 +103,9 @@ class LinkedNodes:
         for node, address in zip(NODES[: self.number], ADDRESSES, strict=False):
             port = f"{node}v"
             _run("ip", "netns", "add", node)
-            _run("ip", "link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", node)
+            _run(
+                "ip", "link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", node
+            )
             _run("ip", "link", "set", port, "master", BRIDGE, "up")
             _run("tc", "qdisc", "add", "dev", port, "ingress")
             redirect = ("action", "mirred", "egress", "redirect", "dev", PIPE)
@@ -110,16 +115,36 @@ class LinkedNodes:
             _run("ip", "-n", node, "link", "set", "lo", "up")
             _run("ip", "-n", node, "link", "set", INTERFACE, "up")
             subnet = f"{address.rsplit('.', 1)[0]}.0/24"
-            _run("ip", "-n", node, "route", "replace", subnet, "dev", INTERFACE, "src", address, *PATIENCE)
+            _run(
+                "ip",
+                "-n",
+                node,
+                "route",
+                "replace",
+                subnet,
+                "dev",
+                INTERFACE,
+                "src",
+                address,
+                *PATIENCE,
+            )
             for setting in SOCKETS:
                 _run("ip", "netns", "exec", node, "sysctl", "-q", "-w", setting)
-            # gloo binds to what the hostname stands for; `ip netns exec` mounts this file over /etc/hosts
+            # gloo binds to what the hostname stands for; `ip netns exec` mounts this file over
+            # /etc/hosts
             folder = Path("/etc/netns") / node
             folder.mkdir(parents=True)
-            (folder / "hosts").write_text(f"127.0.0.1 localhost\n{address} {socket.gethostname()}\n")
+            (folder / "hosts").write_text(
+                f"127.0.0.1 localhost\n{address} {socket.gethostname()}\n"
+            )
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         self._down()
         self._lock.close()
 

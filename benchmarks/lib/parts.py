@@ -17,18 +17,30 @@ STACK_S = 2.0  # for printing it
 
 
 def run_part(
-    arguments: Sequence[str], limit_s: float, environment: dict[str, str], folder: Path | None = None
+    arguments: Sequence[str],
+    limit_s: float,
+    environment: dict[str, str],
+    folder: Path | None = None,
 ) -> dict[str, Any]:
-    """Run Python with these arguments, in a folder; return `seconds` and its `result`, or `failed` and its last lines.
+    """Run Python with these arguments; return `seconds` and `result`, or how it `failed`.
 
-    The result is the JSON object in its last line. A benchmark that runs into its limit is asked for its stack, which
-    becomes `was_at`, the innermost call first. Whatever it started has ended.
+    The result is the JSON object in its last line. A benchmark that runs into its limit is asked
+    for its stack, which becomes `was_at`, the innermost call first. All processes that it started
+    have ended.
     """
     begun = time.perf_counter()
     command = [sys.executable, *arguments]
-    with tempfile.TemporaryFile("w+", errors="replace") as printed, tempfile.TemporaryFile("w+") as errors:
+    with (
+        tempfile.TemporaryFile("w+", errors="replace") as printed,
+        tempfile.TemporaryFile("w+") as errors,
+    ):
         process = subprocess.Popen(
-            command, stdout=printed, stderr=errors, env=environment, cwd=folder, start_new_session=True
+            command,
+            stdout=printed,
+            stderr=errors,
+            env=environment,
+            cwd=folder,
+            start_new_session=True,
         )
         try:
             code: int | str = process.wait(limit_s)
@@ -47,7 +59,9 @@ def run_part(
     if code == 0 and lines:
         with contextlib.suppress(json.JSONDecodeError):
             return {"seconds": seconds, "result": json.loads(lines[-1])}
-    asked = next((n for n, line in enumerate(complaints) if line.startswith(STACK)), len(complaints))
+    asked = next(
+        (n for n, line in enumerate(complaints) if line.startswith(STACK)), len(complaints)
+    )
     failed = {"failed": f"{code}", "last_lines": [*lines[-3:], *complaints[:asked][-12:]]}
     stack = [line.strip() for line in complaints[asked + 1 :][:12]]
     return {"seconds": seconds} | failed | ({"was_at": stack} if stack else {})

@@ -1,4 +1,6 @@
-"""Ours beside a peer's: programs whose last line is a JSON object, in turn, and what a row of a result has of both."""
+"""Ours beside a peer's: programs whose last line is a JSON object, in turn, and what a row of a
+result has of both.
+"""
 
 import json
 import subprocess
@@ -10,7 +12,7 @@ from benchmarks.lib import report
 
 
 def last_object(command: Sequence[str], folder: Path | None = None) -> dict[str, Any]:
-    """Return the JSON object in the last line that a program prints; a program that fails ends this one."""
+    """Return the JSON object in a program's last line; a program that fails ends this one."""
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     lines = done.stdout.strip().splitlines()
     if done.returncode or not lines:
@@ -22,7 +24,11 @@ def last_object(command: Sequence[str], folder: Path | None = None) -> dict[str,
 def decoding_speeds(side: Mapping[str, Any]) -> dict[str, float]:
     """Return tokens a second: decoded by one sequence, by eight, and prefilled."""
     decoded = side["decode_tokens_per_s"]
-    return {"one": decoded["1"], "eight": decoded["8"], "prefill_512": side["long_prefill_tokens_per_s"]}
+    return {
+        "one": decoded["1"],
+        "eight": decoded["8"],
+        "prefill_512": side["long_prefill_tokens_per_s"],
+    }
 
 
 def fastest(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -30,8 +36,10 @@ def fastest(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: max(run[name] for run in runs) for name in runs[0]}
 
 
-def compared(rounds: Sequence[tuple[Mapping[str, float], Mapping[str, float]]], peer: str) -> dict[str, Any]:
-    """Return for each figure both sides' medians, the median of the rounds' ratios, and the rounds (ours, theirs)."""
+def compared(
+    rounds: Sequence[tuple[Mapping[str, float], Mapping[str, float]]], peer: str
+) -> dict[str, Any]:
+    """Return, by figure, both sides' medians, the median ratio, and the rounds (ours, theirs)."""
     row = {}
     for name in rounds[0][0]:
         mine, others = ([side[name] for side in sides] for sides in zip(*rounds, strict=True))

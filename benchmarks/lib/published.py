@@ -1,4 +1,6 @@
-"""Shapes of published models, as their `config.json` gives them, with as many layers as a benchmark can hold."""
+"""Shapes of published models, as their `config.json` gives them, with as many layers as a benchmark
+can hold.
+"""
 
 from typing import Any
 
@@ -67,6 +69,13 @@ def tiny(name: str) -> dict[str, Any]:
     """Return the same model at a toy size: two layers of four experts, hidden size 64."""
     config = published(name, 2)
     experts = "num_experts" if "num_experts" in config else "num_local_experts"
-    small = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    inner = {"moe_intermediate_size": 64, "head_dim": 16} if "moe_intermediate_size" in config else {}
+    small = {
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    inner = (
+        {"moe_intermediate_size": 64, "head_dim": 16} if "moe_intermediate_size" in config else {}
+    )
     return config | small | inner | {experts: 4, "num_experts_per_tok": 2, "vocab_size": 256}

@@ -27,7 +27,7 @@ def free_port() -> int:
 
 
 def wait_for_all(ranks: Sequence[subprocess.Popen[Any]]) -> list[int | None]:
-    """Return the exit statuses; when a rank fails the others, which would wait for it, are killed."""
+    """Return the exit statuses; if a rank fails, kill the others, which would wait for it."""
     try:
         codes: list[int | None] = [None]
         while None in codes and not any(codes):
@@ -52,15 +52,19 @@ def add_rank_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
 
 
-def launch(mbit_per_s: float, cache_dir: str, ranks_per_node: int, num_nodes: int = NUM_NODES) -> list[dict[str, Any]]:
-    """Make the nodes (0 Mbit/s: none, no link), run this program as the ranks of each, return the rows of rank 0."""
+def launch(
+    mbit_per_s: float, cache_dir: str, ranks_per_node: int, num_nodes: int = NUM_NODES
+) -> list[dict[str, Any]]:
+    """Make the nodes (0 Mbit/s: none), run this program as their ranks; return rank 0's rows."""
     options = ("--rates", str(mbit_per_s), "--cache-dir", cache_dir)
-    rows: list[dict[str, Any]] = run_ranks(num_nodes * ranks_per_node, mbit_per_s, *options, num_nodes=num_nodes)
+    rows: list[dict[str, Any]] = run_ranks(
+        num_nodes * ranks_per_node, mbit_per_s, *options, num_nodes=num_nodes
+    )
     return [progress(row) for row in rows]
 
 
 def run_ranks(num_ranks: int, mbit_per_s: float, *options: str, num_nodes: int = NUM_NODES) -> Any:
-    """Run this program as so many ranks, spread over the nodes (0 Mbit/s: all here); return what rank 0 printed."""
+    """Run this program as ranks over the nodes (0 Mbit/s: all here); return rank 0's output."""
     port, ranks, linked = free_port(), [], LinkedNodes(mbit_per_s, num_nodes)
     with linked if mbit_per_s else nullcontext() as nodes, tempfile.TemporaryFile("w+") as output:
         for rank in range(num_ranks):
@@ -75,7 +79,9 @@ def run_ranks(num_ranks: int, mbit_per_s: float, *options: str, num_nodes: int =
         return json.loads(output.read().splitlines()[-1])
 
 
-def join(a: argparse.Namespace, ranks_per_node: int, num_nodes: int = NUM_NODES) -> tuple[Any, "Clock"]:
+def join(
+    a: argparse.Namespace, ranks_per_node: int, num_nodes: int = NUM_NODES
+) -> tuple[Any, "Clock"]:
     """Join the job as rank `a.rank` of those that `launch` started; return its mesh and a clock."""
     import jax
 
@@ -132,7 +138,7 @@ class Taken:
         self.sent_bytes.append(sent)
 
     def row(self, reference: str, of: "Taken") -> dict[str, Any]:
-        """Return median seconds, their ratio to the reference's round by round, and median bytes."""
+        """Return median seconds, the median of their ratios to the reference, and median bytes."""
         return {
             "seconds": median(self.seconds),
             f"ratio_to_{reference}": ratio(self.seconds, of.seconds),

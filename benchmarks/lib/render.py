@@ -34,13 +34,13 @@ HEAD = """# Benchmarks
 python -m benchmarks     # every program, and what it measures; with a name and options it runs one
 ```
 
-One page for each file of [`benchmarks/results`](../benchmarks/results), written by `make docs`; do not edit.
-Where a result has several machines its page begins with the newest measurement and folds the older ones.
-Machines vary from hour to hour: compare ratios of one run, not times of two.
+One page for each file of [`benchmarks/results`](../benchmarks/results), written by `make docs`; do
+not edit. Where a result has several machines its page begins with the newest measurement and folds
+the others. Machines vary from hour to hour: compare ratios of one run, not times of two.
 
 | area | what was measured | machine | date |
 |---|---|---|---|
-| papers | [Every table and figure of the papers, beside ours](benchmarks/papers.md) | those below | |
+| papers | [Every table and figure of the papers](benchmarks/papers.md) | those below | |
 """
 # The first pattern that a result's machine contains names it in the index.
 MACHINES = {
@@ -52,7 +52,17 @@ MACHINES = {
     "two CPU cores": "two cores",
 }
 OTHER_MACHINES = "amx_processor", "slower_processor"
-ABOUT = ("benchmark", "command", "commands", "date", "machine", "versions", "notes", "note", "options")
+ABOUT = (
+    "benchmark",
+    "command",
+    "commands",
+    "date",
+    "machine",
+    "versions",
+    "notes",
+    "note",
+    "options",
+)
 MAX_CELL = 60  # characters
 WIDE, SHORT = 12, 6  # columns, rows
 
@@ -81,12 +91,16 @@ def flat(row: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """One level: the names of nested values are joined."""
     cells: dict[str, Any] = {}
     for name, value in row.items():
-        cells |= flat(value, f"{prefix}{name} ") if isinstance(value, dict) else {f"{prefix}{name}".strip(): value}
+        cells |= (
+            flat(value, f"{prefix}{name} ")
+            if isinstance(value, dict)
+            else {f"{prefix}{name}".strip(): value}
+        )
     return cells
 
 
 def table(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """A table of rows, turned round where it is wide and short; columns that never change stand above it."""
+    """Yield a table of rows, transposed if wide and short; columns of one value stand above it."""
     rows = [flat(row) for row in rows]
     columns = list(dict.fromkeys(name for row in rows for name in row))
     values = {name: {json.dumps(row.get(name)) for row in rows} for name in columns}
@@ -114,13 +128,23 @@ def about(result: dict[str, Any]) -> Iterator[str]:
     for name in ("command", "commands"):
         lines = result.get(name, [])
         if lines:
-            yield "```\n" + "\n".join([lines] if isinstance(lines, str) else map(str, lines)) + "\n```\n"
-    facts = [f"{name} {cell(result[name])}" for name in ("machine", "date", "versions", "options") if name in result]
+            yield (
+                "```\n"
+                + "\n".join([lines] if isinstance(lines, str) else map(str, lines))
+                + "\n```\n"
+            )
+    facts = [
+        f"{name} {cell(result[name])}"
+        for name in ("machine", "date", "versions", "options")
+        if name in result
+    ]
     if facts:
         yield "; ".join(facts).removeprefix("machine ") + ".\n"
     notes = result.get("notes", result.get("note", []))
     notes = [notes] if isinstance(notes, str) else notes
-    notes = [f"{name}: {text}" for name, text in notes.items()] if isinstance(notes, dict) else notes
+    notes = (
+        [f"{name}: {text}" for name, text in notes.items()] if isinstance(notes, dict) else notes
+    )
     yield from (f"- {note}" for note in notes)
     if notes:
         yield ""
@@ -129,7 +153,8 @@ def about(result: dict[str, Any]) -> Iterator[str]:
 def runs(result: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the measurements of a result on each of its machines, the newest first.
 
-    The parts of OTHER_MACHINES are the same measurement again; of one day, the faster machine goes first.
+    The parts of OTHER_MACHINES are the same measurement again; of one day, the faster machine goes
+    first.
     """
     first = {name: value for name, value in result.items() if name not in OTHER_MACHINES}
     faster, slower = (result.get(name) for name in OTHER_MACHINES)
@@ -139,7 +164,9 @@ def runs(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 def date_of(part: Any, run: dict[str, Any]) -> str:
     """Return the day of a part of a measurement, as text that sorts by time."""
-    return str(part.get("date", run.get("date", "")) if isinstance(part, dict) else run.get("date", ""))
+    return str(
+        part.get("date", run.get("date", "")) if isinstance(part, dict) else run.get("date", "")
+    )
 
 
 def body(result: dict[str, Any], level: int) -> Iterator[str]:
@@ -164,7 +191,9 @@ def measurement(run: dict[str, Any], level: int) -> Iterator[str]:
     if values:
         yield from (f"- {name.replace('_', ' ')}: {cell(value)}" for name, value in values.items())
         yield ""
-    parts = [(name, value) for name, value in run.items() if name not in ABOUT and name not in values]
+    parts = [
+        (name, value) for name, value in run.items() if name not in ABOUT and name not in values
+    ]
     for name, value in sorted(parts, key=lambda part: date_of(part[1], run), reverse=True):
         if name != "rows":
             yield f"{'#' * level} {name.replace('_', ' ')}\n"
@@ -179,16 +208,27 @@ def measurement(run: dict[str, Any], level: int) -> Iterator[str]:
 def papers() -> Iterator[str]:
     """Yield the page of the papers' tables and figures, ours beside theirs."""
     yield "# The papers' tables and figures\n"
-    yield "```\npython -m benchmarks.paper                  # lists them, with the commands that make ours"
-    yield "python -m benchmarks.paper --all --quick    # smoke tests of those that need neither root nor hours\n```\n"
-    yield "`benchmarks/peers/setup.py` makes the environments of the peers. A column says what was not measured"
+    yield "```\npython -m benchmarks.paper                  # lists them, with the commands that "
+    "make ours"
+    yield "python -m benchmarks.paper --all --quick    # smoke tests of those that need neither "
+    "root nor hours\n```\n"
+    yield "`benchmarks/peers/setup.py` makes the environments of the peers. A column says what "
+    "was not measured"
     yield "here, and why.\n"
     yield "Both pictures are drawn from the results by `python -m benchmarks.paper.pictures`.\n"
-    yield from (f"![figures of {name[7:-4]}, drawn from the results](../{name})\n" for name in PICTURES)
+    yield from (
+        f"![figures of {name[7:-4]}, drawn from the results](../{name})\n" for name in PICTURES
+    )
     yield "| paper | shows | the paper has | here | not measured here |\n|---|---|---|---|---|"
     for place in PLACES:
         result = f" ([all figures]({Path(place.result).stem}.md))" if place.result else ""
-        cells = (f"{place.paper}, {place.place}", place.shows, place.paper_has, place.here() + result, place.lacking)
+        cells = (
+            f"{place.paper}, {place.place}",
+            place.shows,
+            place.paper_has,
+            place.here() + result,
+            place.lacking,
+        )
         yield f"| {' | '.join(cells)} |"
 
 
@@ -212,14 +252,15 @@ def machine_of(run: dict[str, Any]) -> str:
 
 
 def index(results: dict[Path, dict[str, Any]]) -> Iterator[str]:
-    """Yield docs/benchmarks.md: a row for each result, in the order of the areas, the newest first."""
+    """Yield docs/benchmarks.md: a row for each result, by area, the newest first."""
     yield HEAD.rstrip()
     newest = {path: runs(result)[0] for path, result in results.items()}
     by_date = sorted(results, key=lambda path: str(newest[path].get("date", "")), reverse=True)
     for path in sorted(by_date, key=lambda path: AREAS.index(TITLES[path.stem][0])):
         area, title = TITLES[path.stem]
         run = newest[path]
-        yield f"| {area} | [{title}](benchmarks/{path.stem}.md) | {machine_of(run)} | {run.get('date', '')} |"
+        yield f"| {area} | [{title}](benchmarks/{path.stem}.md) | {machine_of(run)} | "
+        f"{run.get('date', '')} |"
 
 
 def pages() -> dict[Path, str]:
@@ -232,11 +273,13 @@ def pages() -> dict[Path, str]:
 
 
 def main() -> None:
-    """Write the pages and remove those without a result; with --check fail if that would change one."""
+    """Write the pages and remove those without a result; --check fails if that would change any."""
     made, written = pages(), [DOCS / "benchmarks.md", *PAGES.glob("*.md")]
     stale = [path for path in written if path not in made]
     if "--check" in sys.argv[1:]:
-        changed = [path for path, text in made.items() if not path.exists() or path.read_text() != text]
+        changed = [
+            path for path, text in made.items() if not path.exists() or path.read_text() != text
+        ]
         names = ", ".join(str(path.relative_to(ROOT)) for path in changed + stale)
         sys.exit(f"{names}: must be what the results say: run `make docs`" if names else 0)
     PAGES.mkdir(exist_ok=True)

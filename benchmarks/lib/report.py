@@ -1,4 +1,6 @@
-"""The result of a benchmark: rows on stderr as they come, one JSON object as the last line of stdout."""
+"""The result of a benchmark: rows on stderr as they come, one JSON object as the last line of
+stdout.
+"""
 
 import argparse
 import json
@@ -12,7 +14,9 @@ from typing import Any
 
 def parser(description: str | None) -> argparse.ArgumentParser:
     """Return a parser whose help is the module's docstring as it stands."""
-    return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    return argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
 
 
 def options(a: argparse.Namespace, *hidden: str) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The first lines of every benchmark that is run by its path.
 
-Python puts the program's folder at the head of `sys.path`; a program replaces it by the repository's root, imports
-this module, and calls `start` before it imports anything else.
+Python puts the program's folder at the head of `sys.path`; a program replaces it by the
+repository's root, imports this module, and calls `start` before it imports anything else.
 """
 
 import faulthandler

@@ -1,4 +1,6 @@
-"""Processes of `train.py` that a benchmark starts, and the times at which lines appear in their logs."""
+"""Processes of `train.py` that a benchmark starts, and the times at which lines appear in their
+logs.
+"""
 
 import os
 import signal
@@ -24,23 +26,35 @@ def wait(ready: Callable[[], object], what: str) -> float:
 
 
 def times_of(lines: Mapping[str, str], log: Path, position: int = 0) -> dict[str, float]:
-    """Return the time at which each of these texts, by name, appears in what the log has got since `position`."""
+    """Return, by name, when each text appeared in what was added to the log since `position`."""
 
     def has(text: str) -> bool:
         return log.exists() and text in log.read_bytes()[position:].decode(errors="replace")
 
-    return {part: wait(lambda text=text: has(text), f"{text!r} in {log}") for part, text in lines.items()}
+    return {
+        part: wait(lambda text=text: has(text), f"{text!r} in {log}")
+        for part, text in lines.items()
+    }
 
 
 def environment(folder: Path) -> dict[str, str]:
     """Return an environment with one device a process and a compile cache in this folder."""
-    cache = {"JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-    own = {"JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1", "PYTHONUNBUFFERED": "1", "JAX_NUM_CPU_DEVICES": "1"}
+    cache = {
+        "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    own = {
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        "PYTHONUNBUFFERED": "1",
+        "JAX_NUM_CPU_DEVICES": "1",
+    }
     return os.environ | cache | own
 
 
 @contextmanager
-def started(commands: list[list[str]], logs: list[Path], folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
+def started(
+    commands: list[list[str]], logs: list[Path], folder: Path
+) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Return a context with processes that are told to stop, and waited for, at its end."""
     processes = []
     for command, log in zip(commands, logs, strict=True):

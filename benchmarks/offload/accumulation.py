@@ -1,10 +1,12 @@
 """Compare optimizer state in host memory with optimizer state on the device, by tokens a step.
 
-    python benchmarks/offload/accumulation.py --tokens 1024 2048 4096 8192 16384 --plot docs/accumulation.png
+    python benchmarks/offload/accumulation.py --tokens 1024 2048 4096 8192 16384 \
+        --plot docs/accumulation.png
 
-A step accumulates the gradients of as many micro-batches of --micro-tokens as it takes. Both kinds take turns; the
-ratio is the median over rounds of the device's seconds to the host's. Predicted: the planner's figures (`--plan`) with
-this machine's rate of products and of memory, measured here. The last line of output is one JSON object.
+A step accumulates the gradients of as many micro-batches of --micro-tokens as it takes. Both kinds
+take turns; the ratio is the median over rounds of the device's seconds to the host's. Predicted:
+the planner's figures (`--plan`) with this machine's rate of products and of memory, measured here.
+The last line of output is one JSON object.
 """
 
 if __name__ == "__main__":
@@ -31,10 +33,15 @@ from jmoe.run.planner import training_plan
 from jmoe.training.trainer import make_trainer
 
 SEQUENCE_LENGTH = 256
-TIERS = {"device": TiersConfig(), "host": TiersConfig(experts="host", optimizer="host", device_layers=2)}
+TIERS = {
+    "device": TiersConfig(),
+    "host": TiersConfig(experts="host", optimizer="host", device_layers=2),
+}
 
 
-def config_of(a: argparse.Namespace, tokens: int, tiers: TiersConfig, machine: MachineConfig) -> TrainConfig:
+def config_of(
+    a: argparse.Namespace, tokens: int, tiers: TiersConfig, machine: MachineConfig
+) -> TrainConfig:
     return TrainConfig(
         model=model_of(a),
         optimizer=OptimizerConfig(schedule="constant", warmup_steps=0, learning_rate=1e-4),
@@ -47,7 +54,7 @@ def config_of(a: argparse.Namespace, tokens: int, tiers: TiersConfig, machine: M
 
 
 def rates() -> MachineConfig:
-    """FLOP/s of bfloat16 products with float32 sums, and bytes/s of reading and writing memory, here and now."""
+    """Return FLOP/s of bfloat16 products with float32 sums, and bytes/s of memory, measured now."""
     x, w = (jnp.ones((2048, 2048), jnp.bfloat16) for _ in range(2))
     multiply = jax.jit(lambda x, w: jnp.dot(x, w, preferred_element_type=jnp.float32))
     big = jnp.zeros(1 << 26)
@@ -85,10 +92,14 @@ def measure(a: argparse.Namespace, tokens: int, machine: MachineConfig) -> dict[
     on_device = training_plan(configs["device"])
     return {
         "tokens": tokens,
-        "tokens_per_s": {name: round(tokens / median(seconds), 1) for name, seconds in kept.items()},
+        "tokens_per_s": {
+            name: round(tokens / median(seconds), 1) for name, seconds in kept.items()
+        },
         "ratio": report.ratio(kept["device"], kept["host"]),
         "predicted": round(on_device.step_s() / plan.step_s(), 3),
-        "predicted_if_nothing_overlaps": round(on_device.step_s() / plan.step_s(overlapped=False), 3),
+        "predicted_if_nothing_overlaps": round(
+            on_device.step_s() / plan.step_s(overlapped=False), 3
+        ),
     }
 
 
@@ -121,7 +132,12 @@ def main() -> None:
     if a.plot:
         plot(rows, a.plot)
     rates_seen = {"flops": machine.flops, "memory_bytes_per_s": machine.memory_bytes_per_s}
-    result = {"benchmark": "accumulation", "options": report.options(a, "plot"), "rates": rates_seen, "rows": rows}
+    result = {
+        "benchmark": "accumulation",
+        "options": report.options(a, "plot"),
+        "rates": rates_seen,
+        "rows": rows,
+    }
     report.finish(result | {"versions": report.versions("jax", "jaxlib")})
 
 

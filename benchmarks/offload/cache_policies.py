@@ -1,4 +1,5 @@
-"""Rows `policies` of `offload/tiers`: hit rates of cache policies on routing traces; nothing is timed.
+"""Rows `policies` of `offload/tiers`: hit rates of cache policies on routing traces; nothing is
+timed.
 
 Axes: E experts of a layer, L layers, T tokens.
 """
@@ -26,13 +27,15 @@ Step = list[NDArray[np.int64]]
 
 
 def balanced(num_steps: int, num_layers: int) -> Iterator[Step]:
-    """Every expert of every layer in every step: what a balance loss aims at, with enough tokens."""
+    """Return choices of every expert in every step, as a balance loss aims at."""
     for _ in range(num_steps):
         yield list(np.arange(NUM_RECORDS).reshape(num_layers, -1))
 
 
-def zipf(num_steps: int, num_layers: int, num_tokens: int, seed: int, top_k: int = 2) -> Iterator[Step]:
-    """Tokens that choose experts with probability 1 / rank^1.1, who is popular changing every PHASE_STEPS steps."""
+def zipf(
+    num_steps: int, num_layers: int, num_tokens: int, seed: int, top_k: int = 2
+) -> Iterator[Step]:
+    """Return choices with probability 1 / rank^1.1; ranks change every PHASE_STEPS steps."""
     rng = np.random.default_rng(seed)
     num_experts = NUM_RECORDS // num_layers
     weights_E = np.arange(1.0, num_experts + 1) ** -1.1
@@ -40,19 +43,25 @@ def zipf(num_steps: int, num_layers: int, num_tokens: int, seed: int, top_k: int
         if step % PHASE_STEPS == 0:
             ranks_LE = [rng.permutation(num_experts) for _ in range(num_layers)]
         yield [
-            layer * num_experts + np.unique(ranks_E[gumbel_top_k(rng, weights_E, num_tokens, top_k)])
+            layer * num_experts
+            + np.unique(ranks_E[gumbel_top_k(rng, weights_E, num_tokens, top_k)])
             for layer, ranks_E in enumerate(ranks_LE)
         ]
 
 
 def multi_task(num_steps: int, num_layers: int, seed: int) -> Iterator[Step]:
     """Tasks of 512, 256, 128 and 128 tokens a step take turns, each with favourites of its own."""
-    tasks = [zipf(num_steps, num_layers, tokens, seed + n) for n, tokens in enumerate((512, 256, 128, 128))]
+    tasks = [
+        zipf(num_steps, num_layers, tokens, seed + n)
+        for n, tokens in enumerate((512, 256, 128, 128))
+    ]
     for step in range(num_steps):
         yield [next(task) for task in tasks][step % len(tasks)]
 
 
-def gumbel_top_k(rng: np.random.Generator, weights_E: NDArray[Any], num_tokens: int, top_k: int) -> NDArray[Any]:
+def gumbel_top_k(
+    rng: np.random.Generator, weights_E: NDArray[Any], num_tokens: int, top_k: int
+) -> NDArray[Any]:
     """`top_k` different experts for each token, drawn with these weights."""
     noise_TE = rng.gumbel(size=(num_tokens, weights_E.size)) + np.log(weights_E)
     return np.argpartition(-noise_TE, top_k, axis=1)[:, :top_k]
@@ -66,11 +75,14 @@ def traces(num_steps: int, seed: int) -> dict[str, list[Step]]:
             found[f"zipf, {layers} layers, {tokens} tokens"] = list(
                 zipf(num_steps, layers, tokens, first + tokens + layers)
             )
-        found[f"four tasks, {layers} layers"] = list(multi_task(num_steps, layers, first + 7 + layers))
+        found[f"four tasks, {layers} layers"] = list(
+            multi_task(num_steps, layers, first + 7 + layers)
+        )
     return found
 
 
-# --- policies: use(record) says whether it was there; end_step(records) tells what the step used ---
+# --- policies: use(record) says whether it was there; end_step(records) tells what the step used
+# ---
 
 
 class Policy(ABC):
@@ -82,7 +94,7 @@ class Policy(ABC):
 
 
 class Decayed(HitCounts):
-    """Algorithm 2's decayed counts and nothing else: what `HitCounts` was before it noticed changes."""
+    """Algorithm 2's decayed counts alone: `HitCounts` before it noticed changes."""
 
     def __init__(self) -> None:
         super().__init__(NUM_RECORDS, beta=0.9)
@@ -95,7 +107,7 @@ class Decayed(HitCounts):
 
 
 class KnowsChanges(HitCounts):
-    """Is told when popularity changes and counts from there: no order of the records that is learned is better."""
+    """Restarts its counts at each change of popularity: no learned order of records is better."""
 
     def __init__(self) -> None:
         super().__init__(NUM_RECORDS)
@@ -112,7 +124,9 @@ class KnowsPhases(HitCounts):
 
     def __init__(self, steps: list[Step]) -> None:
         super().__init__(NUM_RECORDS)
-        self.phases = iter(steps[first : first + PHASE_STEPS] for first in range(0, len(steps), PHASE_STEPS))
+        self.phases = iter(
+            steps[first : first + PHASE_STEPS] for first in range(0, len(steps), PHASE_STEPS)
+        )
         self._learn(np.arange(0))
 
     def _learn(self, ids: NDArray[np.int64]) -> None:
@@ -123,7 +137,9 @@ class KnowsPhases(HitCounts):
 
 def uses(steps: list[Step]) -> NDArray[np.int64]:
     """How often each record is used."""
-    return np.bincount(np.concatenate([layer for step in steps for layer in step]), minlength=NUM_RECORDS)
+    return np.bincount(
+        np.concatenate([layer for step in steps for layer in step]), minlength=NUM_RECORDS
+    )
 
 
 class Ours(Policy):
@@ -150,18 +166,23 @@ class Ours(Policy):
 
 
 class Ahead(Policy):
-    """Theoretical, since nobody knows it: told before each step what the next one will use, and in which order.
+    """A bound: the policy is told what the next step will use, and in which order.
 
-    What comes soonest keeps its place, then what has the highest count; like `Ours` it has one slot to pass through.
+    It keeps the record that is used soonest, then the one with the highest count. Like `Ours` it
+    has one slot to pass through.
     """
 
     SOON = 2.0**900  # above every count
 
     def __init__(self, num_slots: int, counts: HitCounts, steps: list[Step]) -> None:
         self.counts, self.steps = counts, iter(steps)
-        self.held = np.full(num_slots - 1, NUM_RECORDS)  # NUM_RECORDS: nothing, with the lowest rank
+        self.held = np.full(
+            num_slots - 1, NUM_RECORDS
+        )  # NUM_RECORDS: nothing, with the lowest rank
         self.ranks = np.append(np.zeros(NUM_RECORDS), -np.inf)
-        self.coming = [deque[int]() for _ in range(NUM_RECORDS)]  # places of uses in the order of all
+        self.coming = [
+            deque[int]() for _ in range(NUM_RECORDS)
+        ]  # places of uses in the order of all
         self.told = 0
         self.tell()
         self.tell()
@@ -207,11 +228,13 @@ class LRU(Policy):
 
 
 class Static(Policy):
-    """The records used most in each phase, known beforehand and changed without cost at its beginning."""
+    """A bound: the most used records of each phase, known beforehand, exchanged at no cost."""
 
     def __init__(self, num_slots: int, steps: list[Step], phase_steps: int) -> None:
         phases = [steps[first : first + phase_steps] for first in range(0, len(steps), phase_steps)]
-        self.best = [set(np.argsort(-uses(phase), kind="stable")[:num_slots].tolist()) for phase in phases]
+        self.best = [
+            set(np.argsort(-uses(phase), kind="stable")[:num_slots].tolist()) for phase in phases
+        ]
         self.phase_steps, self.step = phase_steps, 0
 
     def use(self, record: int) -> bool:
@@ -225,7 +248,10 @@ class Belady(Policy):
     """Knows the future: gives up what is needed last."""
 
     def __init__(self, num_slots: int, steps: list[Step]) -> None:
-        self.num_slots, self.held = num_slots, dict[int, int]()  # record -> position of its next use
+        self.num_slots, self.held = (
+            num_slots,
+            dict[int, int](),
+        )  # record -> position of its next use
         order = np.concatenate([r for step in steps for r in step]).tolist()
         self.next_use = [len(order)] * len(order)
         later: dict[int, int] = {}
@@ -233,7 +259,9 @@ class Belady(Policy):
             self.next_use[position] = later.get(order[position], len(order))
             later[order[position]] = position
         self.position = 0
-        self.last: list[tuple[int, int]] = []  # heap of (-next use, record), with entries that are out of date
+        self.last: list[
+            tuple[int, int]
+        ] = []  # heap of (-next use, record), with entries that are out of date
 
     def use(self, record: int) -> bool:
         hit, next_use = record in self.held, self.next_use[self.position]
@@ -248,16 +276,26 @@ class Belady(Policy):
 
 
 class Algorithm2(Policy):
-    """MoESys, Algorithm 2, as printed, in our reading: a newcomer replaces the record with the fewest hits if that
-    one has reached the threshold, and otherwise waits, here: is read past the cache. Hits begin at 1 and are lost
-    with the place; the decayed counts are computed every K steps and never assigned. forced: where it would wait,
-    the record with the fewest hits, the oldest among equals, goes all the same. decayed: with them assigned.
+    """MoESys, Algorithm 2, as printed, in our reading.
+
+    A newcomer replaces the record with the fewest hits if that record has reached the threshold,
+    and otherwise waits: here it is read past the cache. Hits begin at 1 and are lost with the
+    place; the decayed counts are computed every K steps and never assigned. forced: where it would
+    wait, the record with the fewest hits goes all the same, the oldest among equals. decayed: the
+    decayed counts are assigned.
     """
 
     BETA, EVERY_STEPS = 0.8, 4
 
-    def __init__(self, num_slots: int, *, threshold: float, forced: bool, decayed: bool = False) -> None:
-        self.num_slots, self.threshold, self.forced, self.decayed = num_slots, threshold, forced, decayed
+    def __init__(
+        self, num_slots: int, *, threshold: float, forced: bool, decayed: bool = False
+    ) -> None:
+        self.num_slots, self.threshold, self.forced, self.decayed = (
+            num_slots,
+            threshold,
+            forced,
+            decayed,
+        )
         self.hits: dict[int, float] = {}
         self.steps = 0
 
@@ -294,7 +332,7 @@ def hit_rate(policy: Policy, steps: list[Step]) -> float:
 
 
 def policies(num_steps: int, seed: int) -> list[dict[str, Any]]:
-    """Every policy has the same slots; where some records are only passed through, one of them is for that."""
+    """Return a row for each policy, all with the same slots; one slot may pass records through."""
     rows = []
     for name, steps in traces(num_steps, seed).items():
         for share in (0.25, 0.5):
@@ -306,8 +344,12 @@ def policies(num_steps: int, seed: int) -> list[dict[str, Any]]:
                 "lru": LRU(slots),
                 "algorithm_2": Algorithm2(slots - 1, threshold=2, forced=False),
                 "algorithm_2_forced": Algorithm2(slots, threshold=2, forced=True),
-                "algorithm_2_decayed": Algorithm2(slots - 1, threshold=2, forced=False, decayed=True),
-                "algorithm_2_decayed_forced": Algorithm2(slots, threshold=2, forced=True, decayed=True),
+                "algorithm_2_decayed": Algorithm2(
+                    slots - 1, threshold=2, forced=False, decayed=True
+                ),
+                "algorithm_2_decayed_forced": Algorithm2(
+                    slots, threshold=2, forced=True, decayed=True
+                ),
                 "static": Static(slots - 1, steps, len(steps)),
                 "static_of_phase": Static(slots - 1, steps, PHASE_STEPS),
                 "ours_ahead": Ahead(slots, HitCounts(NUM_RECORDS), steps),
@@ -318,5 +360,8 @@ def policies(num_steps: int, seed: int) -> list[dict[str, Any]]:
             }
             rates = {policy: round(hit_rate(it, steps), 4) for policy, it in contestants.items()}
             rows.append({"trace": name, "seed": seed, "cache_share": share, **rates})
-            print(f"{name:28} {share:4.2f} " + " ".join(f"{k} {v:.3f}" for k, v in rates.items()), file=sys.stderr)
+            print(
+                f"{name:28} {share:4.2f} " + " ".join(f"{k} {v:.3f}" for k, v in rates.items()),
+                file=sys.stderr,
+            )
     return rows

@@ -1,4 +1,6 @@
-"""Bytes that experts' records move: where their files are memory, and where replicas share them. Nothing is timed."""
+"""Bytes that experts' records move: where their files are memory, and where replicas share them.
+Nothing is timed.
+"""
 
 import argparse
 import tempfile
@@ -20,27 +22,38 @@ MEMORY = Path("/dev/shm")  # a tmpfs
 
 
 def measure_mapped(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Train the same steps with records on a disk and in files that are memory; the losses are to be the same."""
+    """Train with records on a disk and in files in memory; the losses must be the same."""
     rows, losses = [], []
     with tempfile.TemporaryDirectory(prefix="jmoe-mapped-", dir=MEMORY) as memory:
         for place in (folder, Path(memory)):
             session = Session(config_of(a, place, experts="nvme", optimizer="nvme"))
             losses.append([session.step(number).loss for number in range(a.steps)])
             stats = session.program.expert_stats()
-            kinds = {"weights": stats.weights, "moments": stats.moments, "gradients": stats.gradients}
+            kinds = {
+                "weights": stats.weights,
+                "moments": stats.moments,
+                "gradients": stats.gradients,
+            }
             row: dict[str, Any] = {"files": io_of(place)}
-            row |= {f"{kind}_read_into_host_memory_a_step": s.nvme.num_bytes // a.steps for kind, s in kinds.items()}
-            row |= {f"{kind}_handed_out_a_step": s.host.num_bytes // a.steps for kind, s in kinds.items()}
+            row |= {
+                f"{kind}_read_into_host_memory_a_step": s.nvme.num_bytes // a.steps
+                for kind, s in kinds.items()
+            }
+            row |= {
+                f"{kind}_handed_out_a_step": s.host.num_bytes // a.steps
+                for kind, s in kinds.items()
+            }
             rows.append(report.progress(row))
             session.program.close()
     return {"steps": a.steps, "same_losses": losses[0] == losses[1], "rows": rows}
 
 
 def measure_replicas(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Train the same steps with 1, 2 and 4 replicas of every expert, each on a device of its own of one process.
+    """Train the same steps with 1, 2 and 4 replicas of every expert, on a device each.
 
-    loss_off_one: how far the losses are from those of one replica, as shares of them, at most: in the first step, in
-    the first ten and in all. Sums in another order are rounded in another way; the rest follows from that.
+    loss_off_one: largest relative difference of a loss from that of one replica, in the first step,
+    the first ten, and all. Sums in another order are rounded differently; all later differences
+    follow from that.
     """
     jax.config.update("jax_num_cpu_devices", 4)
     rows = []
@@ -48,7 +61,9 @@ def measure_replicas(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
         losses: dict[int, NDArray[np.float64]] = {}
         for replicas in (1, 2, 4):
             mesh = MeshConfig(replicas, 1, 1)
-            config = config_of(a, folder / f"{dtype}-{replicas}", mesh, experts="nvme", optimizer="nvme")
+            config = config_of(
+                a, folder / f"{dtype}-{replicas}", mesh, experts="nvme", optimizer="nvme"
+            )
             config = replace(config, compute_dtype=dtype)
             session = Session(config, make_mesh((replicas, 1, 1), jax.devices()[:replicas]))
             steps = [session.step(number) for number in range(a.steps)]

@@ -2,9 +2,10 @@
 
     python benchmarks/offload/retention_aot.py --tokens 8192
 
-With all experts on the device a step is one program; with experts in host memory it is a program for each part of a
-layer, run layer by layer, and one that brings an expert up to date. argument and temporary bytes: of a program by
-itself. Memory kinds are not modelled: what is in host memory is no argument.
+With all experts on the device a step is one program; with experts in host memory it is a program
+for each part of a layer, run layer by layer, and one that brings an expert up to date. argument and
+temporary bytes: of a program by itself. Memory kinds are not modelled: what is in host memory is no
+argument.
 """
 
 if __name__ == "__main__":
@@ -50,7 +51,7 @@ from jmoe.training.streamed.programs import (
 
 
 def parse() -> argparse.Namespace:
-    """Return the options; those that are not given are what `lib/gpu` gives to `offload/training retention`."""
+    """Return the options; the defaults are what `lib/gpu` gives to `offload/training retention`."""
     parser = report.parser(__doc__)
     add_model_options(parser, layers=6)
     parser.add_argument("--tokens", type=int, nargs="+", help="of a step")
@@ -70,11 +71,13 @@ def on_device(programs: ahead_of_time.Programs, config: TrainConfig, device: Any
 
 
 def in_host_memory(programs: ahead_of_time.Programs, config: TrainConfig, device: Any) -> None:
-    """Compile the programs of a step that runs layer by layer, in their order; all layers run the same ones."""
+    """Compile the programs of a streamed step in their order; all layers run the same ones."""
     model = ShardedDecoder(config, make_mesh((1, 1, 1), [device]))
     parts, do = LayerPrograms(model), programs.compile
     state = programs.abstract(model.state_shape.map(without_experts))
-    tokens = programs.abstract(jax.ShapeDtypeStruct((1, config.batch_size, config.sequence_length + 1), jnp.int32))
+    tokens = programs.abstract(
+        jax.ShapeDtypeStruct((1, config.batch_size, config.sequence_length + 1), jnp.int32)
+    )
     number = programs.abstract(jax.ShapeDtypeStruct((), jnp.int32))
     (tokens_BS,) = do("unstack", parts.unstack, tokens)
     inputs, labels = do("split", parts.split, tokens_BS)
@@ -88,12 +91,16 @@ def in_host_memory(programs: ahead_of_time.Programs, config: TrainConfig, device
         {name: jax.ShapeDtypeStruct(w.shape[1:], jnp.float32) for name, w in parts.experts.items()}
     )
     params = params._replace(experts=experts)
-    y_BSD, of_experts, _ = do("add_experts", parts.add_experts, params, routed, layer, nothing, keeps=True)
+    y_BSD, of_experts, _ = do(
+        "add_experts", parts.add_experts, params, routed, layer, nothing, keeps=True
+    )
     stats = [[routed.stats]] * config.model.num_moe_layers
     counts_NAE, dropped_N = do("totals", parts.totals, stats)
     grads = do("zeros", parts.zeros, state.params, outside)
     scale = state.loss_scale
-    loss, dx_BSD, doutside = do("loss_gradients", parts.loss_gradients, outside, y_BSD, labels, grads.outside, scale)
+    loss, dx_BSD, doutside = do(
+        "loss_gradients", parts.loss_gradients, outside, y_BSD, labels, grads.outside, scale
+    )
     backward = ForBackward(x_BSD, dx_BSD, routed.topk_idx_TK, (routed, of_route, of_experts), scale)
     sums = GradAccumulator(None, grads.rest["moe"])
     dx_BSD, sums, _, square = do(
@@ -107,9 +114,13 @@ def in_host_memory(programs: ahead_of_time.Programs, config: TrainConfig, device
     squares = [square] * config.model.num_moe_layers
     results = StepResults(grads, squares, [loss], stats, counts_NAE, dropped_N)
     do("finish", parts.finish, state, results)
-    one = programs.abstract({name: jax.ShapeDtypeStruct(w.shape[1:], w.dtype) for name, w in experts.items()})
+    one = programs.abstract(
+        {name: jax.ShapeDtypeStruct(w.shape[1:], w.dtype) for name, w in experts.items()}
+    )
     do("expert into a slot", expert_state._place, experts, number, one)
-    gradient = {name: jax.ShapeDtypeStruct(w.shape, config.tiers.gradient_dtype) for name, w in one.items()}
+    gradient = {
+        name: jax.ShapeDtypeStruct(w.shape, config.tiers.gradient_dtype) for name, w in one.items()
+    }
     real = programs.abstract(jax.ShapeDtypeStruct((), jnp.float32))
     rates = programs.abstract(jax.ShapeDtypeStruct((WINDOW_STEPS,), jnp.float32))
     missed = MissedSteps(real, number, rates, number, number)
@@ -136,9 +147,16 @@ def main() -> None:
         a.batch_size = tokens // a.sequence_length
         for where, run in (("device", on_device), ("host", in_host_memory)):
             programs = ahead_of_time.Programs(device)
-            run(programs, config_of(a, Path("records"), experts=where, optimizer=where, gradients="host"), device)
+            run(
+                programs,
+                config_of(a, Path("records"), experts=where, optimizer=where, gradients="host"),
+                device,
+            )
             rows += [{"experts": where, "tokens": tokens} | row for row in programs.rows]
-    result = {"benchmark": "training with experts off the device, compiled ahead of time for an H200", "rows": rows}
+    result = {
+        "benchmark": "training with experts off the device, compiled ahead of time for an H200",
+        "rows": rows,
+    }
     report.finish(result | {"versions": report.versions("jax", "jaxlib")})
 
 

@@ -1,4 +1,6 @@
-"""Room on the device for all experts of a layer, or for the share that steps choose (`tiers.device_experts`)."""
+"""Room on the device for all experts of a layer, or for the share that steps choose
+(`tiers.device_experts`).
+"""
 
 import argparse
 import gc
@@ -19,13 +21,18 @@ WARM_UP = 8  # steps, in which programs are compiled and the share is measured
 
 
 def measure(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Train the same steps on text with both in alternation; the losses have to be the same to the bit.
+    """Train the same steps on text with both, in turn; the losses must be the same to the bit.
 
-    With the router of ordinary training, whose loss balances the experts.
+    The router is that of ordinary training, whose loss balances the experts.
     """
 
     def config_with(share: float) -> TrainConfig:
-        tiers = {"experts": "host", "optimizer": "host", "gradients": "host", "device_experts": share}
+        tiers = {
+            "experts": "host",
+            "optimizer": "host",
+            "gradients": "host",
+            "device_experts": share,
+        }
         config = config_of(a, folder / str(share), **tiers)
         return replace(config, model=replace(config.model, router=RouterConfig()))
 
@@ -63,16 +70,18 @@ def measure(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "slot_bytes_against_all": round(rows[1]["slot_bytes"] / rows[0]["slot_bytes"], 3),
         "device_bytes_against_all": round(rows[1]["device_bytes"] / rows[0]["device_bytes"], 3),
         "predicted_step_s": round(plan.step_s(), 4),
-        "predicted_step_s_measured_share": round(plan.with_chosen_share(stats.chosen_share).step_s(), 4),
+        "predicted_step_s_measured_share": round(
+            plan.with_chosen_share(stats.chosen_share).step_s(), 4
+        ),
         "step_s_against_all": report.ratio(taken["chosen"], taken["all"]),
         "rows": [report.progress(row) for row in rows],
     }
 
 
 def device_bytes(config: TrainConfig) -> dict[str, int]:
-    """Return the bytes of slots, and the most bytes on the device while a layer with experts runs, in two steps.
+    """Return the bytes of slots, and the peak of two steps while a layer with experts runs.
 
-    Those are all arrays that there are as a program begins, and what XLA says it needs for results and in between.
+    The peak counts all arrays that exist as a program begins, and XLA's results and temporaries.
     """
     gc.collect()  # arrays of other sessions
     session, peaks = TextSession(config), list[int]()
@@ -81,7 +90,12 @@ def device_bytes(config: TrainConfig) -> dict[str, int]:
         def run(*args: Any, **options: Any) -> Any:
             needs = program.lower(*args, **options).compile().memory_analysis()
             there = sum(array.nbytes for array in jax.live_arrays())
-            peaks.append(there + needs.temp_size_in_bytes + needs.output_size_in_bytes - needs.alias_size_in_bytes)
+            peaks.append(
+                there
+                + needs.temp_size_in_bytes
+                + needs.output_size_in_bytes
+                - needs.alias_size_in_bytes
+            )
             return program(*args, **options)
 
         return run

@@ -1,4 +1,4 @@
-"""Training runs with experts on tiers, step by step: their options, configuration, state and costs."""
+"""Training runs with experts on tiers, step by step: options, configuration, state and costs."""
 
 import argparse
 import dataclasses
@@ -15,7 +15,14 @@ from jax.sharding import Mesh, NamedSharding
 from numpy.typing import NDArray
 
 from benchmarks.lib.report import median
-from jmoe.config import MeshConfig, ModelConfig, OptimizerConfig, RouterConfig, TiersConfig, TrainConfig
+from jmoe.config import (
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RouterConfig,
+    TiersConfig,
+    TrainConfig,
+)
 from jmoe.memory.record_store import RecordLayout
 from jmoe.memory.version_store import VersionStore
 from jmoe.mesh import ACCUMULATED_BATCH, make_mesh
@@ -23,12 +30,27 @@ from jmoe.training.state import TrainState
 from jmoe.training.streamed.step import StreamedTrainer
 
 LIBRARY = Path(argparse.__file__).parent
-MODULES = ("argparse", "ast", "difflib", "pickle", "random", "subprocess", "textwrap", "threading")  # text to train on
+MODULES = (
+    "argparse",
+    "ast",
+    "difflib",
+    "pickle",
+    "random",
+    "subprocess",
+    "textwrap",
+    "threading",
+)  # text to train on
 
 
 def add_model_options(parser: argparse.ArgumentParser, layers: int) -> None:
     """Add the options of `model_of`."""
-    sizes = {"hidden-size": 512, "intermediate-size": 512, "layers": layers, "experts": 16, "top-k": 2}
+    sizes = {
+        "hidden-size": 512,
+        "intermediate-size": 512,
+        "layers": layers,
+        "experts": 16,
+        "top-k": 2,
+    }
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
 
@@ -54,10 +76,14 @@ def expert_bytes(a: argparse.Namespace) -> int:
     return int(16 * 3 * a.hidden_size * a.intermediate_size)
 
 
-def config_of(a: argparse.Namespace, folder: Path, mesh: MeshConfig | None = None, **tiers: Any) -> TrainConfig:
+def config_of(
+    a: argparse.Namespace, folder: Path, mesh: MeshConfig | None = None, **tiers: Any
+) -> TrainConfig:
     """Return the configuration of a run of `model_of` with its records in `folder`."""
     mesh = mesh or MeshConfig()
-    cache_bytes = int(a.cache * (a.layers * a.experts * expert_bytes(a) // mesh.expert_inter))  # of a process
+    cache_bytes = int(
+        a.cache * (a.layers * a.experts * expert_bytes(a) // mesh.expert_inter)
+    )  # of a process
     options = {"host_cache_bytes": cache_bytes, "gradients": "nvme"} | tiers
     places = options.pop("experts", "device"), options.pop("optimizer", "device")
     return TrainConfig(
@@ -71,7 +97,7 @@ def config_of(a: argparse.Namespace, folder: Path, mesh: MeshConfig | None = Non
 
 
 class StepCost(NamedTuple):
-    """What a step took, and its loss; bytes are those of NVMe; processor_s: of all threads of the process."""
+    """Seconds, loss and NVMe bytes of a step; processor_s: of all threads of the process."""
 
     seconds: float
     read_bytes: int
@@ -84,7 +110,10 @@ class Session:
     """A program and its state. make: how the program is made of a configuration and a mesh."""
 
     def __init__(
-        self, config: TrainConfig, mesh: Mesh | None = None, make: Callable[..., Any] = StreamedTrainer
+        self,
+        config: TrainConfig,
+        mesh: Mesh | None = None,
+        make: Callable[..., Any] = StreamedTrainer,
     ) -> None:
         self.config, self.mesh = config, mesh or make_mesh((1, 1, 1), jax.devices()[:1])
         self.program = make(config, self.mesh)
@@ -111,13 +140,22 @@ class Session:
     def moved_bytes(self) -> tuple[int, int]:
         """Return the bytes (read from NVMe, written to it) so far; zeros without tiers."""
         stats = self.program.expert_stats()
-        stores = [store for store in (stats.weights, stats.moments, stats.gradients) if store] if stats else []
+        stores = (
+            [store for store in (stats.weights, stats.moments, stats.gradients) if store]
+            if stats
+            else []
+        )
         return sum(s.nvme.num_bytes for s in stores), sum(s.nvme_writes.num_bytes for s in stores)
 
     def only(self, experts: int) -> None:
         """Let the routers choose only the first experts of each layer."""
-        bias = lambda b: jnp.where(jnp.arange(b.shape[-1]) < experts, 0.0, -10.0) + jnp.zeros_like(b)  # noqa: E731
-        self.state = dataclasses.replace(self.state, router_bias=jax.tree.map(bias, self.state.router_bias))
+
+        def bias(old: jax.Array) -> jax.Array:
+            allowed = jnp.arange(old.shape[-1]) < experts
+            return jnp.where(allowed, 0.0, -10.0) + jnp.zeros_like(old)
+
+        biases = jax.tree.map(bias, self.state.router_bias)
+        self.state = dataclasses.replace(self.state, router_bias=biases)
 
 
 class TextSession(Session):
@@ -125,7 +163,9 @@ class TextSession(Session):
 
     def draw(self, rng: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.int32]:
         """Return windows of Python's own source."""
-        text = np.frombuffer(b"".join(Path(LIBRARY, f"{name}.py").read_bytes() for name in MODULES), np.uint8)
+        text = np.frombuffer(
+            b"".join(Path(LIBRARY, f"{name}.py").read_bytes() for name in MODULES), np.uint8
+        )
         begins = rng.integers(0, text.size - shape[-1], shape[:-1])
         return text[begins[..., None] + np.arange(shape[-1])].astype(np.int32)
 

@@ -1,4 +1,5 @@
-"""Rows `store` and `checkpoint` of `offload/tiers`: `VersionStore` beside fio, and the cost of a checkpoint.
+"""Rows `store` and `checkpoint` of `offload/tiers`: `VersionStore` beside fio, and the cost of a
+checkpoint.
 
 Axes: R bytes of a record.
 """
@@ -58,10 +59,11 @@ def written_bytes() -> int:
 
 
 def store(folder: Path, total_bytes: int, rounds: int) -> list[dict[str, Any]]:
-    """read, in_place, replace: GB/s of the store with its checksums, and the median ratio to fio or to in_place.
+    """Return GB/s of the store with checksums, and the median ratio to fio or to in_place.
 
-    in_place: records written over where they are, each flushed, which is what fio does. replace: new versions, with
-    all renames and folder flushes. In turn. huge_pages: of the memory on both sides; `TieredStore` has them.
+    in_place: records overwritten where they are, each flushed, as fio does. replace: new versions,
+    with all renames and folder flushes. Both run in turn. huge_pages: of the memory on both sides;
+    `TieredStore` has them.
     """
     has_fio = fio.is_here()
     rows = []
@@ -81,13 +83,19 @@ def store(folder: Path, total_bytes: int, rounds: int) -> list[dict[str, Any]]:
             before = it.stats()
             before_bytes, replaced_bytes = 0, 0
             for _ in range(rounds):
-                files = [entry for entry in it.path.iterdir() if Version.parse(entry.name)][:num_records]
+                files = [entry for entry in it.path.iterdir() if Version.parse(entry.name)][
+                    :num_records
+                ]
                 took = {"read": on_threads(it.read_into, slots_MR, num_records)}
                 if has_fio:
-                    took["fio_read"] = fio.seconds(files, record_bytes, threads, write=False, huge_pages=huge_pages)
+                    took["fio_read"] = fio.seconds(
+                        files, record_bytes, threads, write=False, huge_pages=huge_pages
+                    )
                 took["in_place"] = on_threads(in_place, slots_MR, num_records)
                 if has_fio:
-                    took["fio_write"] = fio.seconds(scratch, record_bytes, threads, write=True, huge_pages=huge_pages)
+                    took["fio_write"] = fio.seconds(
+                        scratch, record_bytes, threads, write=True, huge_pages=huge_pages
+                    )
                 before_bytes = written_bytes()
                 took["replace"] = on_threads(it.write, slots_MR, num_records)
                 start_s = time.perf_counter()
@@ -97,17 +105,25 @@ def store(folder: Path, total_bytes: int, rounds: int) -> list[dict[str, Any]]:
                 for name, seconds in took.items():
                     times.setdefault(name, []).append(seconds)
             writes = it.stats().writes - before.writes
-            row: dict[str, Any] = {"record_bytes": record_bytes, "threads": threads, "huge_pages": huge_pages}
+            row: dict[str, Any] = {
+                "record_bytes": record_bytes,
+                "threads": threads,
+                "huge_pages": huge_pages,
+            }
             row |= {"io": it.io, "fio": has_fio}
             for name, seconds in times.items():
-                row[f"{name}_gb_per_s"] = round(num_records * record_bytes / median(seconds, 9) / 1e9, 3)
+                row[f"{name}_gb_per_s"] = round(
+                    num_records * record_bytes / median(seconds, 9) / 1e9, 3
+                )
             pairs = [("read", "fio_read"), ("in_place", "fio_write")] if has_fio else []
             for name, other in [*pairs, ("replace", "in_place")]:
                 row[f"{name}_over_{other}"] = ratio(times[other], times[name])
             written = it.stats()
             payload_bytes = written.writes * it.layout.fields[-1].offset_bytes  # without the seal
             row["write_amplification"] = round(written.written_bytes / payload_bytes, 4)
-            row["device_write_amplification"] = round(replaced_bytes / (writes * (record_bytes - 64)), 4)
+            row["device_write_amplification"] = round(
+                replaced_bytes / (writes * (record_bytes - 64)), 4
+            )
             rows.append(progress(row))
         shutil.rmtree(folder / "store")
         for path in scratch:
@@ -116,11 +132,11 @@ def store(folder: Path, total_bytes: int, rounds: int) -> list[dict[str, Any]]:
 
 
 def checkpoint(folder: Path, total_bytes: int, rounds: int) -> list[dict[str, Any]]:
-    """Seconds of a checkpoint of clean records: as many of 1 MiB as of the size that gives `total_bytes`.
+    """Return seconds of a checkpoint of clean records, of 1 MiB and of larger ones.
 
-    save_s: until training goes on. commit_s: until Orbax has renamed the step. durable_s: until its folder has all
-    records (links, here). free_s: of a step given up, all of whose versions have been replaced since. flush_s:
-    beforehand, of `dirty` changed records.
+    save_s: until training goes on. commit_s: until Orbax has renamed the step. durable_s: until its
+    folder has all records (links, here). free_s: of a deleted step, all of whose versions have been
+    replaced since. flush_s: beforehand, of `dirty` changed records.
     """
     rows = []
     num_records = 640
@@ -129,7 +145,9 @@ def checkpoint(folder: Path, total_bytes: int, rounds: int) -> list[dict[str, An
             records = RecordCheckpoints({"experts": it})
             manager = ocp.CheckpointManager(
                 folder / "checkpoints",
-                options=ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=True),
+                options=ocp.CheckpointManagerOptions(
+                    max_to_keep=2, enable_async_checkpointing=True
+                ),
                 item_names=(ITEM, "dense"),
                 item_handlers={ITEM: RecordsHandler(), "dense": ocp.JsonCheckpointHandler()},
             )
@@ -138,16 +156,25 @@ def checkpoint(folder: Path, total_bytes: int, rounds: int) -> list[dict[str, An
             for step in range(1, rounds + 1):
                 before = it.stats().written_bytes
                 start_s = time.perf_counter()
-                items = {ITEM: RecordsSave(records, step), "dense": ocp.args.JsonSave({"step": step})}
+                items = {
+                    ITEM: RecordsSave(records, step),
+                    "dense": ocp.args.JsonSave({"step": step}),
+                }
                 manager.save(step, args=ocp.args.Composite(**items))
                 save_s = time.perf_counter() - start_s
                 manager.wait_until_finished()
                 commit_s = time.perf_counter() - start_s
-                records.committed(folder / "checkpoints" / str(step) / ITEM, list(manager.all_steps()))
+                records.committed(
+                    folder / "checkpoints" / str(step) / ITEM, list(manager.all_steps())
+                )
                 records.wait()
                 durable_s = time.perf_counter() - start_s
                 record_writes += it.stats().written_bytes - before
-                for name, seconds in {"save_s": save_s, "commit_s": commit_s, "durable_s": durable_s}.items():
+                for name, seconds in {
+                    "save_s": save_s,
+                    "commit_s": commit_s,
+                    "durable_s": durable_s,
+                }.items():
                     times.setdefault(name, []).append(seconds)
             manager.close()
             row: dict[str, Any] = {"records": num_records, "bytes": num_records * record_bytes}
@@ -160,7 +187,7 @@ def checkpoint(folder: Path, total_bytes: int, rounds: int) -> list[dict[str, An
 
 
 def flush_and_free(it: VersionStore, records: RecordCheckpoints, folder: Path) -> dict[str, float]:
-    """Change 64 records, flush them, and then give up the checkpoints that have their old versions."""
+    """Change 64 records, flush them, then delete the checkpoints that have their old versions."""
     with TieredStore(it, cache_bytes=96 * it.layout.record_bytes) as tiers:
         for index in range(64):
             with tiers.get(index, writable=True) as record:

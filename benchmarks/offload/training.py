@@ -2,20 +2,27 @@
 
     python benchmarks/offload/training.py WHAT
 
-step     seconds of a step with and without fetching ahead, beside max(computing, bytes / disk rate); what fio, moving
-         as many bytes a second by itself, does to a step that needs no disk; processor_s: of all threads of the
-         process, spinning and I/O included; --disk-bytes-per-s limits the disk
-traffic  bytes of a step with half of the experts idle, beside those with all of them in use
-write_back  bytes written a step, and by a save after it, with `tiers.write_back_every_steps` = 0, 1, 4 and 16
-expected  bytes of a step, and hits, if the cache expects nothing, what the last accumulation step's tokens chose, what
-          all of the last step's did (the product), or what the next one's will (theoretical: the first run has told it)
-mapped   bytes that a step reads into host memory, with records on a disk and in files that are memory (/dev/shm)
-replicas  bytes of a step, and updates, with 1, 2 and 4 replicas of every expert in one process
-room     bytes on the device, and seconds of a step, with room for all experts of a layer and for the share that a step
-         of text chooses (`tiers.device_experts`, MoESys' alpha); the losses are the same to the bit
-replay   seconds to replay 1, 10 and 100 missed steps of an expert, beside those to fetch it
-retention  tokens/s with experts in host memory over tokens/s with all of them on the device, by tokens of a step
-two_nodes  as step, in two processes with a limited link between them; needs root
+WHAT                measured
+step                seconds of a step with and without fetching ahead, beside max(computing, bytes /
+                    disk rate), and a step that needs no disk while fio moves as many bytes a
+                    second; processor_s: of all threads of the process, spinning and I/O included;
+                    --disk-bytes-per-s limits the disk
+traffic             bytes of a step with half of the experts idle, beside those with all in use
+write_back          bytes written a step, and by a save after it, with
+                    `tiers.write_back_every_steps` = 0, 1, 4 and 16
+expected            bytes of a step, and hits, if the cache expects nothing, what the last
+                    accumulation step's tokens chose, what the whole last step's chose (the
+                    product), or what the next step's will choose (a bound, told by the first run)
+mapped              bytes that a step reads into host memory, with records on a disk and in files
+                    in memory (/dev/shm)
+replicas            bytes of a step, and updates, with 1, 2 and 4 replicas of every expert
+room                bytes on the device, and seconds of a step, with slots for all experts of a
+                    layer and for the share that a step of text chooses (`tiers.device_experts`,
+                    MoESys' alpha); the losses are the same to the bit
+replay              seconds to replay 1, 10 and 100 missed steps of an expert, beside its fetch
+retention           tokens/s with experts in host memory over tokens/s with all of them on the
+                    device, by tokens of a step
+two_nodes           as step, in two processes with a limited link between them; needs root
 
 Prints one JSON object as its last line. Legend: E experts of a layer, N layers with experts.
 """
@@ -68,24 +75,34 @@ PERIODS = (0, 1, 4, 16)  # steps between two times of writing back
 
 
 def measure_steps(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """With fetching ahead, without, and with everything in host memory, also beside fio; in alternation."""
+    """Time steps with fetching ahead, without it, and in host memory, also beside fio, in turn."""
     kinds = {
         "ahead": config_of(a, folder / "ahead", experts="nvme", optimizer="nvme", device_layers=2),
-        "not_ahead": config_of(a, folder / "not_ahead", experts="nvme", optimizer="nvme", device_layers=1),
+        "not_ahead": config_of(
+            a, folder / "not_ahead", experts="nvme", optimizer="nvme", device_layers=1
+        ),
         "host": config_of(a, folder, experts="host", optimizer="host", gradients="host"),
     }
     sessions = {name: Session(config) for name, config in kinds.items()}
     if fio.is_here() and not a.disk_bytes_per_s:
         sessions["host_beside_io"] = sessions["host"]
-    read_rate, write_rate = disk_rates(sessions["ahead"].program.stores.layouts["moments"], folder / "rates", 3)
+    read_rate, write_rate = disk_rates(
+        sessions["ahead"].program.stores.layouts["moments"], folder / "rates", 3
+    )
     seen: dict[str, list[StepCost]] = {name: [] for name in sessions}
-    rates = (0.0, 0.0)  # bytes/s read and written by the step with fetching ahead, which comes first
+    rates = (
+        0.0,
+        0.0,
+    )  # bytes/s read and written by the step with fetching ahead, which comes first
     for number in range(a.rounds + 2):
         for name, session in sessions.items():
             with fio.beside(folder / "fio", *rates) if name == "host_beside_io" else nullcontext():
                 measured = session.step(number)
             if name == "ahead":
-                rates = measured.read_bytes / measured.seconds, measured.written_bytes / measured.seconds
+                rates = (
+                    measured.read_bytes / measured.seconds,
+                    measured.written_bytes / measured.seconds,
+                )
             if number >= 2:
                 seen[name].append(measured)
     for name in kinds:
@@ -94,12 +111,18 @@ def measure_steps(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
     read_bytes = median(step.read_bytes for step in seen["ahead"])
     written_bytes = median(step.written_bytes for step in seen["ahead"])
     ways = read_bytes / read_rate, written_bytes / write_rate
-    disk_s = max(ways) if a.disk_bytes_per_s else sum(ways)  # a limit is one for reads and one for writes
+    disk_s = (
+        max(ways) if a.disk_bytes_per_s else sum(ways)
+    )  # a limit is one for reads and one for writes
     bound_s = max(step_s["host"], disk_s)
     result = {
         "step_s": step_s,
-        "all_step_s": {name: [round(step.seconds, 4) for step in steps] for name, steps in seen.items()},
-        "processor_s": {name: median(step.processor_s for step in steps) for name, steps in seen.items()},
+        "all_step_s": {
+            name: [round(step.seconds, 4) for step in steps] for name, steps in seen.items()
+        },
+        "processor_s": {
+            name: median(step.processor_s for step in steps) for name, steps in seen.items()
+        },
         "disk_s": disk_s,
         "read_bytes": read_bytes,
         "written_bytes": written_bytes,
@@ -115,15 +138,21 @@ def measure_steps(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def measure_traffic(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Return bytes with a cache for the same share of the experts in use, beside what is being read and written.
+    """Return bytes moved with a cache for the same share of used experts, beside bytes in flight.
 
     Where everything fits no bytes move, and there is nothing to compare.
     """
     result = dict[str, Any]()
     for name, experts in (("all", a.experts), ("half", a.experts // 2)):
-        slots = int(a.cache * a.layers * experts) + 4 * THREADS  # two under way for each that reads or writes
+        slots = (
+            int(a.cache * a.layers * experts) + 4 * THREADS
+        )  # two under way for each that reads or writes
         cache_bytes = slots * (expert_bytes(a) + 4 * 4096)
-        session = Session(config_of(a, folder / name, experts="nvme", optimizer="nvme", host_cache_bytes=cache_bytes))
+        session = Session(
+            config_of(
+                a, folder / name, experts="nvme", optimizer="nvme", host_cache_bytes=cache_bytes
+            )
+        )
         session.only(experts)
         steps = [session.step(i) for i in range(a.rounds + 2)][2:]
         result[name] = median(step.read_bytes + step.written_bytes for step in steps)
@@ -148,13 +177,17 @@ def measure_write_back(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def measure_expected(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Train the same steps on text with four kinds of foresight; the first quarter of the steps does not count.
+    """Train the same steps on text with four kinds of foresight; the first quarter is warm-up.
 
-    With the router of ordinary training, whose loss balances the experts.
+    The router is that of ordinary training, whose loss balances the experts.
     """
-    chosen_by_last = deque[NDArray[np.bool_]](maxlen=a.layers)  # [E] each: by tokens of the last accumulation step
+    chosen_by_last = deque[NDArray[np.bool_]](
+        maxlen=a.layers
+    )  # [E] each: by tokens of the last accumulation step
     chosen = StreamedExperts._chosen
-    used = list[NDArray[np.int64]]()  # by the steps of the first run, in which the cache expects nothing
+    used = list[
+        NDArray[np.int64]
+    ]()  # by the steps of the first run, in which the cache expects nothing
     steps_of = Counter[TieredStore]()
     expect = TieredStore.expect
 
@@ -175,21 +208,41 @@ def measure_expected(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
         expect(store, used[steps_of[store]] if steps_of[store] < len(used) else [])
 
     rows = []
-    told_by = {"nothing": nothing, "last_part": last_part, "last_step": expect, "next_step": next_step}
+    told_by = {
+        "nothing": nothing,
+        "last_part": last_part,
+        "last_step": expect,
+        "next_step": next_step,
+    }
     for name, told in told_by.items():
-        with mock.patch.object(TieredStore, "expect", told), mock.patch.object(StreamedExperts, "_chosen", noting):
+        with (
+            mock.patch.object(TieredStore, "expect", told),
+            mock.patch.object(StreamedExperts, "_chosen", noting),
+        ):
             config = config_of(a, folder / name, experts="nvme", optimizer="nvme")
             config = replace(config, gradient_accumulation_steps=a.accumulation_steps)
-            session = TextSession(replace(config, model=replace(config.model, router=RouterConfig())))
+            session = TextSession(
+                replace(config, model=replace(config.model, router=RouterConfig()))
+            )
             steps = [session.step(number) for number in range(a.steps)][a.steps // 4 :]
         cache = [store.cache for store in session.program.expert_stats().stores]
         hits, misses = sum(stats.hits for stats in cache), sum(stats.misses for stats in cache)
-        read, written = (sum(getattr(step, f"{way}_bytes") for step in steps) for way in ("read", "written"))
-        row = {"expected": name, "read_bytes_a_step": read // len(steps), "written_bytes_a_step": written // len(steps)}
+        read, written = (
+            sum(getattr(step, f"{way}_bytes") for step in steps) for way in ("read", "written")
+        )
+        row = {
+            "expected": name,
+            "read_bytes_a_step": read // len(steps),
+            "written_bytes_a_step": written // len(steps),
+        }
         rows.append(report.progress(row | {"hit_rate": round(hits / (hits + misses), 4)}))
         session.program.close()
     share = float(np.mean([np.unique(ids).size for ids in used])) / (a.layers * a.experts)
-    result = {"steps": a.steps, "accumulation_steps": a.accumulation_steps, "share_of_experts_a_step": round(share, 3)}
+    result = {
+        "steps": a.steps,
+        "accumulation_steps": a.accumulation_steps,
+        "share_of_experts_a_step": round(share, 3),
+    }
     return result | {"rows": rows}
 
 
@@ -205,7 +258,9 @@ def _when_nothing_moves(session: Session) -> int:
 def measure_replay(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """One expert after the other, with nothing else under way."""
     cache_bytes = 40 * expert_bytes(a)
-    session = Session(config_of(a, folder, experts="nvme", optimizer="nvme", host_cache_bytes=cache_bytes))
+    session = Session(
+        config_of(a, folder, experts="nvme", optimizer="nvme", host_cache_bytes=cache_bytes)
+    )
     state: ExpertState = session.program.experts
     result: dict[str, Any] = {"parameters": 3 * a.hidden_size * a.intermediate_size}
     nobody = np.zeros(a.experts, np.bool_)
@@ -232,7 +287,7 @@ def measure_replay(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def measure_retention(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Return the speed kept with experts' weights and optimizer state in host memory, for each number of tokens."""
+    """Return, by tokens a step, the speed kept with experts and their optimizer in host memory."""
     rows = []
     for tokens in a.tokens:
         a.batch_size = tokens // a.sequence_length
@@ -245,14 +300,28 @@ def measure_retention(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
             seconds = list[float]()
             for number in range(a.rounds + 2):
                 seconds.append(session.step(number).seconds)
-                report.progress({"tokens": tokens, "experts": name, "step": number, "step_s": round(seconds[-1], 4)})
+                report.progress(
+                    {
+                        "tokens": tokens,
+                        "experts": name,
+                        "step": number,
+                        "step_s": round(seconds[-1], 4),
+                    }
+                )
             taken[name] = seconds[2:]
             session.program.close()
             del session
         step_s = {name: median(seconds) for name, seconds in taken.items()}
-        row = {"tokens": tokens, "step_s": step_s, "speed_of_device": report.ratio(taken["device"], taken["host"])}
+        row = {
+            "tokens": tokens,
+            "step_s": step_s,
+            "speed_of_device": report.ratio(taken["device"], taken["host"]),
+        }
         rows.append(report.progress(row))
-    return {"parameters_of_experts": 3 * a.hidden_size * a.intermediate_size * a.layers * a.experts, "rows": rows}
+    return {
+        "parameters_of_experts": 3 * a.hidden_size * a.intermediate_size * a.layers * a.experts,
+        "rows": rows,
+    }
 
 
 def main() -> None:
@@ -270,15 +339,21 @@ def main() -> None:
         "two_nodes": two_nodes.measure,
     }
     parser.add_argument("what", choices=measures)
-    parser.add_argument("--folder", type=Path, help="where records are; default: the system's temporary folder")
+    parser.add_argument(
+        "--folder", type=Path, help="where records are; default: the system's temporary folder"
+    )
     add_model_options(parser, layers=6)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--sequence-length", type=int, default=256)
-    parser.add_argument("--cache", type=float, default=0.25, help="share of all records in host memory")
+    parser.add_argument(
+        "--cache", type=float, default=0.25, help="share of all records in host memory"
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=40, help="of expected, mapped, replicas")
     parser.add_argument("--accumulation-steps", type=int, default=1, help="of expected")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 16384, 32768], help="a step's, of retention")
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=[8192, 16384, 32768], help="a step's, of retention"
+    )
     two_nodes.add_options(parser)
     a = parser.parse_args()
     if a.rank is not None:

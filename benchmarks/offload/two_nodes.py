@@ -1,12 +1,13 @@
 """`offload/training two_nodes`: steps that prefetch over a slow link and from a disk.
 
-Two processes, each a node of its own (`benchmarks.lib.linked_nodes`) with half of the experts. The steps that are
-compared take turns: experts on NVMe with the next layer's fetched ahead, without (`device_layers` = 1), and everything
-in host memory, which without a link limit is what computing alone takes. `disk_s` is what the disk, which both share,
-needs for a step's bytes at the rates measured: to read and then to write; with --disk-bytes-per-s, a limit for each,
-the longer of the two. `before_link_s` and `after_link_s`, of the first node and the last step that does not count: its
-time until traffic over the link begins, and since it ends (`LinkWatch`, which takes time itself); `processor_s`: of all
-threads of that node, spinning and I/O included.
+Two processes, each a node of its own (`benchmarks.lib.linked_nodes`) with half of the experts. The
+steps that are compared take turns: experts on NVMe with the next layer's fetched ahead, without
+(`device_layers` = 1), and everything in host memory, which without a link limit is what computing
+alone takes. `disk_s` is what the disk, which both share, needs for a step's bytes at the rates
+measured: to read and then to write; with --disk-bytes-per-s, a limit for each, the longer of the
+two. `before_link_s` and `after_link_s`, of the first node and the last step that does not count:
+its time until traffic over the link begins, and since it ends (`LinkWatch`, which takes time
+itself); `processor_s`: of all threads of that node, spinning and I/O included.
 """
 
 import argparse
@@ -33,13 +34,24 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rates", type=float, nargs="+", default=[0, 200], help="Mbit/s, both directions; 0: no link")
+    parser.add_argument(
+        "--rates",
+        type=float,
+        nargs="+",
+        default=[0, 200],
+        help="Mbit/s, both directions; 0: no link",
+    )
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument(
-        "--disk-bytes-per-s", type=int, default=0, help="limit of the disk for reads, and for writes; 0: none"
+        "--disk-bytes-per-s",
+        type=int,
+        default=0,
+        help="limit of the disk for reads, and for writes; 0: none",
     )
     parser.add_argument("--warm-up", type=int, default=2, help="steps before those that count")
-    parser.add_argument("--chunk-bytes", type=int, default=0, help="default: what the link carries in 20 ms")
+    parser.add_argument(
+        "--chunk-bytes", type=int, default=0, help="default: what the link carries in 20 ms"
+    )
     parser.add_argument("--schedule", default="chunks")
     parser.add_argument("--cache-dir", help="keep compiled programs in this folder")
     add_rank_options(parser)
@@ -67,7 +79,9 @@ class Steps:
             self.idle = watch.before_s, watch.after_s
         if counts:
             self.sent.append(int(sent))
-            self.costs.append(StepCost(seconds, int(read), int(written), processor_s=costs[0].processor_s))
+            self.costs.append(
+                StepCost(seconds, int(read), int(written), processor_s=costs[0].processor_s)
+            )
 
 
 def worker(a: argparse.Namespace) -> list[dict[str, Any]]:
@@ -77,7 +91,10 @@ def worker(a: argparse.Namespace) -> list[dict[str, Any]]:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     mesh, clock = join(a, ranks_per_node=1)
     rate = a.rates[0]
-    place, chunk_bytes = MeshConfig(1, NUM_NODES, 1), a.chunk_bytes or round((rate or 1000) / 8 * 1e6 * 0.02)
+    place, chunk_bytes = (
+        MeshConfig(1, NUM_NODES, 1),
+        a.chunk_bytes or round((rate or 1000) / 8 * 1e6 * 0.02),
+    )
     chunked = a.schedule in ("chunks", "pipelined")
     comm = CommConfig(chunk_bytes=chunk_bytes if chunked else 0, schedule=a.schedule)
     configs = {kind: config_of(a, a.folder / kind, place, **KINDS[kind]) for kind in a.kinds}
@@ -120,16 +137,24 @@ def worker(a: argparse.Namespace) -> list[dict[str, Any]]:
 def measure(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Every kind of step against max(a step with experts in host memory, link, disk)."""
     if 0 not in a.rates or not {"ahead", "host"} <= set(a.kinds):
-        sys.exit("two_nodes needs --rates 0 and --kinds ahead host: they say what disk and computing alone take")
+        sys.exit(
+            "two_nodes needs --rates 0 and --kinds ahead host: they say what disk and computing "
+            "alone take"
+        )
     if a.disk_bytes_per_s < 0:
-        sys.exit(f"--disk-bytes-per-s {a.disk_bytes_per_s}: must be at least 0, bytes a second; 0 is no limit")
+        sys.exit(
+            f"--disk-bytes-per-s {a.disk_bytes_per_s}: must be at least 0, bytes a second; 0 is "
+            f"no limit"
+        )
     if a.warm_up < 0 or a.rounds < 1:
         sys.exit(f"--warm-up {a.warm_up}, --rounds {a.rounds}: must be at least 0 and 1")
     sys.argv += ["--folder", str(folder)]  # what the ranks are started with
     cache_dir = a.cache_dir or str(folder / "compiled")
     with SlowDisk(folder, a.disk_bytes_per_s) if a.disk_bytes_per_s else nullcontext():
         rows = [row for rate in a.rates for row in launch(rate, cache_dir, ranks_per_node=1)]
-    host_step_s = next(row["step_s"] for row in rows if not row["mbit_per_s"] and row["kind"] == "host")
+    host_step_s = next(
+        row["step_s"] for row in rows if not row["mbit_per_s"] and row["kind"] == "host"
+    )
     for row in rows:
         row["bound_s"] = max(host_step_s, row["link_s"], row["disk_s"])
         row["against_bound"] = row["step_s"] / row["bound_s"]

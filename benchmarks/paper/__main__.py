@@ -2,12 +2,15 @@
 
     python -m benchmarks.paper                       lists them, with their figures and ours
     python -m benchmarks.paper moesys-table-3        runs the command that makes it
-    python -m benchmarks.paper lina-step             draws its figures from the committed result first, if it has any
-    python -m benchmarks.paper --all --quick         smoke tests of all, and the committed figures beside the papers'
+    python -m benchmarks.paper lina-step
+        draws its figures from the committed result first, if it has any
+    python -m benchmarks.paper --all --quick
+        smoke tests of all, and the committed figures beside the papers'
 
-A smoke test shows that a benchmark runs, not what it measures: figures come from `benchmarks/results`, and XLA leaves
-most optimisations out, to compile sooner. One that fails or runs into its limit is named with its last lines, and the
-rest goes on; the exit status is then 1. What needs root, a model or hours is not run with --quick.
+A smoke test shows that a benchmark runs, not what it measures: figures come from
+`benchmarks/results`, and XLA leaves most optimisations out, to compile sooner. One that fails or
+runs into its limit is named with its last lines, and the rest goes on; the exit status is then 1.
+What needs root, a model or hours is not run with --quick.
 """
 
 if __name__ == "__main__":
@@ -37,7 +40,12 @@ DRAWN = ROOT / "runs" / "papers"  # figures of single places
 def beside(place: Place) -> dict[str, Any]:
     """Return what the paper has and what the committed result has."""
     row = {"name": place.name, "paper": place.paper, "place": place.place, "shows": place.shows}
-    row |= {"paper_has": place.paper_has, "here": place.here(), "result": place.result, "command": place.command}
+    row |= {
+        "paper_has": place.paper_has,
+        "here": place.here(),
+        "result": place.result,
+        "command": place.command,
+    }
     return row | ({"lacking": place.lacking} if place.lacking else {})
 
 
@@ -53,7 +61,7 @@ def smoke_test(place: Place) -> dict[str, Any]:
 
 
 def draw(place: Place) -> Path | None:
-    """Draw a place's figures from its committed result, if it has any; return the picture's path."""
+    """Draw a place's figures from its result; return the picture's path, None without figures."""
     from benchmarks.paper import pictures  # which needs matplotlib
 
     if place.name not in pictures.PANELS:
@@ -88,13 +96,18 @@ def main() -> int:
     if a.quick:
         rows = [report.progress(smoke_test(place)) for place in places]
         failed = [row["name"] for row in rows if "failed" in row]
-        report.finish({"benchmark": "the papers' tables and figures", "failed": failed, "rows": rows})
+        report.finish(
+            {"benchmark": "the papers' tables and figures", "failed": failed, "rows": rows}
+        )
         return 1 if failed else 0
     if not places:
         for place in PLACES:
             lacking = f"\n    lacking: {place.lacking}" if place.lacking else ""
             print(f"{place.name}: {place.paper}, {place.place}: {place.shows}")
-            print(f"    paper: {place.paper_has}\n    here: {place.here()}\n    {place.command}{lacking}")
+            print(
+                f"    paper: {place.paper_has}\n    here: {place.here()}\n    "
+                f"{place.command}{lacking}"
+            )
         return 0
     for place in places:
         if path := draw(place):

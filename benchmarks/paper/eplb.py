@@ -1,20 +1,22 @@
 """Compare expert placements under a skewed load: even, EPLB's, and EPLB's with copies.
 
-    sudo python benchmarks/paper/eplb.py                        two processes of this machine, and of two nodes
-    python benchmarks/paper/eplb.py --rates 0 --quick           a smoke test: too small for copies to pay
+    sudo python benchmarks/paper/eplb.py    two processes of this machine, and of two nodes
+    python benchmarks/paper/eplb.py --rates 0 --quick    a smoke test: too small for copies to pay
 
-Two processes with a core each. Experts are chosen by Zipf's law with exponent 1.1, which does not change; which expert
-has which rank is drawn for each layer. It is the router's bias that brings this about, so the engine routes, sends and
-computes as with any model. A step is the prefill of a whole batch of prompts, one token each comes of it.
+Two processes with a core each. Experts are chosen by Zipf's law with exponent 1.1, which does not
+change; which expert has which rank is drawn for each layer. It is the router's bias that brings
+this about, so the engine routes, sends and computes as with any model. A step is the prefill of a
+whole batch of prompts, one token each comes of it.
 
-even: experts in order, for good. rearranged: EPLB without a spare slot. redundant: with a quarter more slots. no_skew:
-even, all experts chosen alike: what no placement can beat. Contestants take turns; `ratio` is the median, round by
-round, of tokens a second to those of `even`. Beside it what ROCm's ATOM reports (8 MI355, DeepSeek-V4-Pro, prefill).
+even: experts in order, for good. rearranged: EPLB without a spare slot. redundant: with a quarter
+more slots. no_skew: even, all experts chosen alike: what no placement can beat. Contestants take
+turns; `ratio` is the median, round by round, of tokens a second to those of `even`. Beside it what
+ROCm's ATOM reports (8 MI355, DeepSeek-V4-Pro, prefill).
 
-max_over_mean: busiest device, in the mean over layers. expert_share: the part of a step that the busiest device's
-experts take, as timed alone. bound: the ratio if from the step of `even` nothing went but what the busiest device
-computes more than the mean one. `planned`: max_over_mean that the planner reaches with the choices of `even` for more
-devices than there are here.
+max_over_mean: busiest device, in the mean over layers. expert_share: the part of a step that the
+busiest device's experts take, as timed alone. bound: the ratio if from the step of `even` nothing
+went but what the busiest device computes more than the mean one. `planned`: max_over_mean that the
+planner reaches with the choices of `even` for more devices than there are here.
 """
 
 if __name__ == "__main__":
@@ -60,17 +62,30 @@ MODEL = {
     "max_position_embeddings": 512,
 }
 SIZES = {"layers": 2, "experts": 16, "prompts": 16, "prompt_tokens": 128, "steps": 2}
-QUICK_MODEL = MODEL | {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
+QUICK_MODEL = MODEL | {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
 QUICK_SIZES = {"layers": 2, "experts": 8, "prompts": 4, "prompt_tokens": 32, "steps": 1}
 PLANNED_DEVICES = (2, 4, 8)
 
 
 def parse() -> argparse.Namespace:
     parser = report.parser(__doc__)
-    parser.add_argument("--rates", type=float, nargs="+", default=[0, 200, 1000], help="Mbit/s, both ways; 0: no link")
+    parser.add_argument(
+        "--rates",
+        type=float,
+        nargs="+",
+        default=[0, 200, 1000],
+        help="Mbit/s, both ways; 0: no link",
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0, help="of weights and of the experts' ranks")
-    parser.add_argument("--quick", action="store_true", help="a small model, one round, no link: is all there?")
+    parser.add_argument(
+        "--quick", action="store_true", help="a small model, one round, no link: is all there?"
+    )
     parser.add_argument("--folder", type=Path, help="keep models and compiled programs here")
     add_rank_options(parser)
     a = parser.parse_args()
@@ -94,7 +109,10 @@ def engines(sizes: dict[str, int]) -> dict[str, tuple[str, EngineConfig]]:
     return {
         "even": ("skewed", even),
         "rearranged": ("skewed", replace(even, mesh=eplb(slots_per_device=fair))),
-        "redundant": ("skewed", replace(even, mesh=eplb(slots_per_device=math.ceil(REDUNDANCY * fair)))),
+        "redundant": (
+            "skewed",
+            replace(even, mesh=eplb(slots_per_device=math.ceil(REDUNDANCY * fair))),
+        ),
         "no_skew": ("alike", even),
     }
 
@@ -110,7 +128,9 @@ class Contestant:
     def run(self, seed: tuple[int, ...], steps: int) -> float:
         """Return the seconds of so many steps, each with new prompts."""
         shape = steps, self._sizes["prompts"], self._sizes["prompt_tokens"]
-        tokens = np.random.default_rng(seed).integers(1, self.engine.config.vocab_size, shape).tolist()
+        tokens = (
+            np.random.default_rng(seed).integers(1, self.engine.config.vocab_size, shape).tolist()
+        )
         begun = time.perf_counter()
         for prompts in tokens:
             self.engine.generate(prompts, max_new_tokens=1, ignore_eos=True)
@@ -147,13 +167,15 @@ class Contestant:
 
 
 def planned(use_LE: np.ndarray) -> list[dict[str, Any]]:
-    """Return max / mean load, in the mean over layers, of placements for these counts on several numbers of devices."""
+    """Return max / mean load, averaged over layers, of placements on several numbers of devices."""
     from jmoe.planning.placement import place
 
     def over_mean(devices: int, redundancy: float, policy: Any) -> float:
         slots = math.ceil(redundancy * use_LE.shape[1] / devices)
         options: dict[str, Any] = {"slots_per_device": slots, "max_packed": slots, "policy": policy}
-        return float(np.mean([1 / place(use_E, devices, **options).balancedness for use_E in use_LE]))
+        return float(
+            np.mean([1 / place(use_E, devices, **options).balancedness for use_E in use_LE])
+        )
 
     return [
         {
@@ -171,7 +193,9 @@ def measure(a: argparse.Namespace, sizes: dict[str, int], found: dict[str, Any])
     """Return a row for each contestant, after all have found their places."""
     contestants = {name: Contestant(engine, sizes) for name, engine in found.items()}
     for contestant in contestants.values():
-        contestant.run((1, a.seed), EVERY + sizes["layers"] + 1)  # a layer is placed between two steps
+        contestant.run(
+            (1, a.seed), EVERY + sizes["layers"] + 1
+        )  # a layer is placed between two steps
     for contestant in contestants.values():
         contestant.engine.reset_stats()
     for number in range(a.rounds):
@@ -181,8 +205,13 @@ def measure(a: argparse.Namespace, sizes: dict[str, int], found: dict[str, Any])
             contestant.sent.append((sent_bytes() if a.rates[0] else 0) - before)
     even = contestants["even"]
     row_s = contestants["rearranged"].engine._runner.measure_costs().row_s
-    rows = [{"mbit_per_s": a.rates[0], **c.row(name, even, row_s)} for name, c in contestants.items()]
-    return {"rows": [report.progress(row) for row in rows], "planned": planned(even.engine.expert_use())}
+    rows = [
+        {"mbit_per_s": a.rates[0], **c.row(name, even, row_s)} for name, c in contestants.items()
+    ]
+    return {
+        "rows": [report.progress(row) for row in rows],
+        "planned": planned(even.engine.expert_use()),
+    }
 
 
 def main() -> None:
@@ -191,7 +220,12 @@ def main() -> None:
     if a.rank is not None:
         take_a_core(a.rank)
         load = {name: (a.folder / of, config) for name, (of, config) in engines(sizes).items()}
-        run_rank(EngineRank(a.rank, NUM_RANKS, a.port, a.rates[0]), a.folder, load, partial(measure, a, sizes))
+        run_rank(
+            EngineRank(a.rank, NUM_RANKS, a.port, a.rates[0]),
+            a.folder,
+            load,
+            partial(measure, a, sizes),
+        )
         return
     with tempfile.TemporaryDirectory(prefix="jmoe-eplb-") as temporary:
         folder = a.folder or Path(temporary)
@@ -199,11 +233,24 @@ def main() -> None:
             if not (folder / name).is_dir():
                 shares = zipf(sizes["layers"], sizes["experts"], exponent, a.seed)
                 write_skewed(folder / name, shares, a.seed, **model)
-        found = [run_ranks(NUM_RANKS, rate, "--rates", str(rate), "--folder", str(folder)) for rate in a.rates]
+        found = [
+            run_ranks(NUM_RANKS, rate, "--rates", str(rate), "--folder", str(folder))
+            for rate in a.rates
+        ]
     options = report.options(a, "rank", "port", "folder")
-    result = {"benchmark": "EPLB on a skewed load", "options": options | {"zipf": EXPONENT} | sizes | model}
+    result = {
+        "benchmark": "EPLB on a skewed load",
+        "options": options | {"zipf": EXPONENT} | sizes | model,
+    }
     rows = [row for one in found for row in one["rows"]]
-    report.finish(result | {"rows": rows, "planned": found[0]["planned"], "versions": report.versions("jax", "jaxlib")})
+    report.finish(
+        result
+        | {
+            "rows": rows,
+            "planned": found[0]["planned"],
+            "versions": report.versions("jax", "jaxlib"),
+        }
+    )
 
 
 if __name__ == "__main__":

@@ -2,10 +2,11 @@
 
     python benchmarks/paper/fig12.py --model DIR --batch 8 --prompt 512
 
-The link to the device is limited so that copying a layer takes as long as computing it, the worst case for a ring:
-with perfect overlap it costs nothing, without overlap (one slot) it doubles the time. The second row has compressed
-experts (`--compressed`) behind the same link. The engines of a row run in turn. The paper's ring keeps nearly the speed
-of resident weights with about 30 % less GPU memory (58.2 billion parameters, 16 A100).
+The link to the device is limited so that copying a layer takes as long as computing it, the worst
+case for a ring: with perfect overlap it costs nothing, without overlap (one slot) it doubles the
+time. The second row has compressed experts (`--compressed`) behind the same link. The engines of a
+row run in turn. The paper's ring keeps nearly the speed of resident weights with about 30 % less
+GPU memory (58.2 billion parameters, 16 A100).
 """
 
 if __name__ == "__main__":
@@ -48,20 +49,38 @@ def in_turn(a: argparse.Namespace, engines: dict[str, Engine]) -> dict[str, list
     return {name: rounds_s[1:] for name, rounds_s in seconds.items()}
 
 
-def row(a: argparse.Namespace, expert_dtype: str, limits: Limits, wide_bytes: int) -> dict[str, Any]:
+def row(
+    a: argparse.Namespace, expert_dtype: str, limits: Limits, wide_bytes: int
+) -> dict[str, Any]:
     """Return what resident experts, a ring of half of the layers and one of a single layer do."""
     with ExitStack() as stack:
         resident = stack.enter_context(start(a, policy="resident", expert_dtype=expert_dtype))
         slots = {"ring": resident.config.num_moe_layers // 2, "without_overlap": 1}
-        ring: dict[str, Any] = {"policy": "ring", "expert_tier": "host", "expert_dtype": expert_dtype, "limits": limits}
-        engines = {name: stack.enter_context(start(a, ring_slots=count, **ring)) for name, count in slots.items()}
+        ring: dict[str, Any] = {
+            "policy": "ring",
+            "expert_tier": "host",
+            "expert_dtype": expert_dtype,
+            "limits": limits,
+        }
+        engines = {
+            name: stack.enter_context(start(a, ring_slots=count, **ring))
+            for name, count in slots.items()
+        }
         seconds = in_turn(a, {"resident": resident, **engines})
-        stats = {name: engine.stats() for name, engine in engines.items()} | {"resident": resident.stats()}
+        stats = {name: engine.stats() for name, engine in engines.items()} | {
+            "resident": resident.stats()
+        }
     return {
         "experts": expert_dtype,
-        "tokens_per_s": {name: round(a.batch * a.prompt / statistics.median(s), 1) for name, s in seconds.items()},
-        "speed_of_resident": {name: report.ratio(seconds["resident"], s) for name, s in seconds.items()},
-        "expert_bytes_of_all_wide": {n: round(s.device_expert_bytes / wide_bytes, 3) for n, s in stats.items()},
+        "tokens_per_s": {
+            name: round(a.batch * a.prompt / statistics.median(s), 1) for name, s in seconds.items()
+        },
+        "speed_of_resident": {
+            name: report.ratio(seconds["resident"], s) for name, s in seconds.items()
+        },
+        "expert_bytes_of_all_wide": {
+            n: round(s.device_expert_bytes / wide_bytes, 3) for n, s in stats.items()
+        },
         "streamed_bytes": stats["ring"].streamed_bytes,
         "link_busy": round(stats["ring"].roofline_fraction, 3),
         "seconds": {name: [round(s, 4) for s in rounds_s] for name, rounds_s in seconds.items()},
@@ -74,12 +93,17 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--compressed", default="int4", help="the experts' format in the second row")
+    parser.add_argument(
+        "--compressed", default="int4", help="the experts' format in the second row"
+    )
     a = parser.parse_args()
     with start(a, policy="resident", expert_dtype="wide") as resident:
         wide_bytes = resident.stats().device_expert_bytes
         bandwidth = wide_bytes / statistics.median(in_turn(a, {"resident": resident})["resident"])
-    rows = [report.progress(row(a, kind, {"host": bandwidth}, wide_bytes)) for kind in ("wide", a.compressed)]
+    rows = [
+        report.progress(row(a, kind, {"host": bandwidth}, wide_bytes))
+        for kind in ("wide", a.compressed)
+    ]
     report.finish({"link_bytes_per_s": round(bandwidth), "rows": rows} | about(a))
 
 

@@ -1,4 +1,6 @@
-"""The tables and figures of SE-MoE, MoESys and Lina: what shows each here, what they have and what is measured here."""
+"""The tables and figures of SE-MoE, MoESys and Lina: what shows each here, what they have and what
+is measured here.
+"""
 
 import json
 from collections.abc import Callable
@@ -16,9 +18,10 @@ Result = dict[str, Any]
 class Place:
     """A table, figure or section of a paper.
 
-    paper_has: its figures, with their machines; ours: the same of the committed `result`, in words. command: what makes
-    that, from the repository's root. quick: the arguments of Python for a smoke test of the same, in `limit_s` at most;
-    None: it needs root, a model or hours, and only the committed result is shown. lacking: what is not shown here.
+    paper_has: its figures, with their machines; ours: the same of the committed `result`, in words.
+    command: what makes that, from the repository's root. quick: the arguments of Python for a smoke
+    test of the same, in `limit_s` at most; None: it needs root, a model or hours, and only the
+    committed result is shown. lacking: what is not shown here.
     """
 
     name: str
@@ -47,7 +50,9 @@ class Place:
 
 
 def _row(rows: list[Result], **wanted: Any) -> Result:
-    return next(row for row in rows if all(row.get(name) == value for name, value in wanted.items()))
+    return next(
+        row for row in rows if all(row.get(name) == value for name, value in wanted.items())
+    )
 
 
 def _orders(result: Result, rate: float, figure: str) -> dict[str, float]:
@@ -62,8 +67,10 @@ def _shares(result: Result) -> str:
         parts.append(f"{row['all_to_alls_s'] / row['seconds']:.0%} at {rate:g} Mbit/s")
     among, ahead = (_row(result["ddp"]["rows"], variant=name) for name in ("ready", "fixed"))
     return (
-        f"the backward pass waits for all-to-alls {', '.join(parts)} of a step's time; among all-reduces of dense "
-        f"gradients (`ready`) an all-to-all takes {among['all_to_all_s'] / ahead['all_to_all_s']:.1f} times as long as "
+        f"the backward pass waits for all-to-alls {', '.join(parts)} of a step's time; among "
+        f"all-reduces of dense "
+        f"gradients (`ready`) an all-to-all takes "
+        f"{among['all_to_all_s'] / ahead['all_to_all_s']:.1f} times as long as "
         f"ahead of them (`fixed`), at {among['mbit_per_s']:g} Mbit/s"
     )
 
@@ -71,40 +78,62 @@ def _shares(result: Result) -> str:
 def _step_times(result: Result) -> str:
     rates = sorted({row["mbit_per_s"] for row in result["rows"]})
     newest = _row(result["layers"]["rows"], variant="chunks")
-    slower = [row["ratio_to_ready"] for row in result["slower_processor"]["rows"] if row["variant"] == "chunks"]
-    steps = [_orders(result, rate, "ratio_to_ready")["chunks"] for rate in rates] + [newest["ratio_to_ready"]]
+    slower = [
+        row["ratio_to_ready"]
+        for row in result["slower_processor"]["rows"]
+        if row["variant"] == "chunks"
+    ]
+    steps = [_orders(result, rate, "ratio_to_ready")["chunks"] for rate in rates] + [
+        newest["ratio_to_ready"]
+    ]
     sooner = [_orders(result, rate, "ratio_all_to_alls_to_ready")["chunks"] for rate in rates]
     sooner.append(newest["ratio_all_to_alls_to_ready"])
     return (
-        f"{min(steps):.2f} to {max(steps):.2f} times, the backward pass has its all-to-alls {min(sooner):.1f} to "
-        f"{max(sooner):.1f} times sooner; on a slower processor {min(slower):.2f} to {max(slower):.2f} times"
+        f"{min(steps):.2f} to {max(steps):.2f} times, the backward pass has its all-to-alls "
+        f"{min(sooner):.1f} to "
+        f"{max(sooner):.1f} times sooner; on a slower processor {min(slower):.2f} to "
+        f"{max(slower):.2f} times"
     )
 
 
 def _ablation(result: Result) -> str:
-    return ", ".join(f"{name} {ratio:.2f}" for name, ratio in _orders(result, 200.0, "ratio_to_ready").items())
+    return ", ".join(
+        f"{name} {ratio:.2f}" for name, ratio in _orders(result, 200.0, "ratio_to_ready").items()
+    )
 
 
 def _ddp(result: Result) -> str:
     rows = [row for row in result["ddp"]["rows"] if row["variant"] != "ready"]
     parts = [
-        f"{row['variant']} {row['ratio_to_ready']:.2f} ({row['ratio_all_to_alls_to_ready']:.1f} sooner)" for row in rows
+        f"{row['variant']} {row['ratio_to_ready']:.2f} ({row['ratio_all_to_alls_to_ready']:.1f} "
+        f"sooner)"
+        for row in rows
     ]
     slower = _row(result["ddp"]["slower_processor"]["rows"], variant="chunks")["ratio_to_ready"]
-    return f"{rows[0]['mbit_per_s']:g} Mbit/s: {', '.join(parts)}; on a slower processor chunks {slower:.2f}"
+    return (
+        f"{rows[0]['mbit_per_s']:g} Mbit/s: {', '.join(parts)}; on a slower processor chunks "
+        f"{slower:.2f}"
+    )
 
 
 def _cutting(result: Result) -> str:
     rows = result["overhead_of_cutting"]["rows"]
-    chunks, whole = (mean(_row(rows, variant=name)["all_seconds"]) for name in ("chunks", "priority"))
-    return f"without a link: a step with chunks takes {chunks / whole:.2f} of one with whole ones, on average"
+    chunks, whole = (
+        mean(_row(rows, variant=name)["all_seconds"]) for name in ("chunks", "priority")
+    )
+    return (
+        f"without a link: a step with chunks takes {chunks / whole:.2f} of one with whole "
+        f"ones, on average"
+    )
 
 
 def _partition_sizes(result: Result) -> str:
     parts = []
     for name in ("chunk_sweep_50", "chunk_sweep"):
         rows = [row for row in result[name]["rows"] if row["variant"] == "chunks"]
-        sizes = ", ".join(f"{row['chunk_bytes'] / 1e6:g} MB {row['ratio_to_ready']:.2f}" for row in rows)
+        sizes = ", ".join(
+            f"{row['chunk_bytes'] / 1e6:g} MB {row['ratio_to_ready']:.2f}" for row in rows
+        )
         parts.append(f"{rows[0]['mbit_per_s']:g} Mbit/s: {sizes}")
     return "; ".join(parts)
 
@@ -131,7 +160,8 @@ def _simulated_steps(result: Result) -> str:
     nodes = max(row["nodes"] for row in result["simulated"])
     steps = [row["simulated_s"] for row in result["simulated"] if row["nodes"] == nodes]
     return (
-        f"steps within 10 % of measured ones: {'; '.join(shown)}. {nodes} nodes of two ranks, simulated, not measured: "
+        f"steps within 10 % of measured ones: {'; '.join(shown)}. {nodes} nodes of two ranks, "
+        f"simulated, not measured: "
         f"{min(steps):.1f} to {max(steps):.1f} s a step"
     )
 
@@ -140,7 +170,10 @@ def _many_nodes(result: Result) -> str:
     parts = []
     numbers = {row["nodes"] for row in result["rows"]}
     for nodes in (min(numbers), max(numbers)):
-        flat, dedup = (_row(result["rows"], what="exchange", kind=kind, nodes=nodes) for kind in ("flat", "dedup"))
+        flat, dedup = (
+            _row(result["rows"], what="exchange", kind=kind, nodes=nodes)
+            for kind in ("flat", "dedup")
+        )
         part = dedup["across_bytes"] / flat["across_bytes"]
         times = f"{1e3 * dedup['seconds']:.0f} ms (flat {1e3 * flat['seconds']:.0f})"
         parts.append(f"{nodes:,} nodes: dedup sends {part:.2f} of flat's bytes across, {times}")
@@ -153,9 +186,12 @@ def _packing(result: Result) -> str:
         same = {name: row[name] for name in ("mbit_per_s", "tokens_per_rank", "intermediate_size")}
         unpacked = _row(result["rows"], experts_per_device=1, controller=False, **same)
         parts.append(
-            f"{row['experts_per_device']} a device: a step takes {row['ratio_to_unpacked']:.2f} of unpacked, "
-            f"{100 * row['off_best']:+.1f} % off the best; efficiency {unpacked['pipelining_efficiency']:.1%} to "
-            f"{row['pipelining_efficiency']:.1%}, utilisation of processors {unpacked['utilisation']:.1%} to "
+            f"{row['experts_per_device']} a device: a step takes {row['ratio_to_unpacked']:.2f} "
+            f"of unpacked, "
+            f"{100 * row['off_best']:+.1f} % off the best; efficiency "
+            f"{unpacked['pipelining_efficiency']:.1%} to "
+            f"{row['pipelining_efficiency']:.1%}, utilisation of processors "
+            f"{unpacked['utilisation']:.1%} to "
             f"{row['utilisation']:.1%}"
         )
     return "; ".join(parts)
@@ -166,8 +202,12 @@ def _inference(result: Result) -> str:
     for name in ("trained", "fixture"):
         rows = result[name]["batches"]
         lina, ideal = (_row(rows, contestant=contestant) for contestant in ("lina, l = 3", "ideal"))
-        parts.append(f"{name}: median {lina['ratio']:.2f}, 95th percentile {lina['ratio_p95']:.2f}, ")
-        parts[-1] += f"of {ideal['ratio']:.2f} and {ideal['ratio_p95']:.2f} that are possible on two devices"
+        parts.append(
+            f"{name}: median {lina['ratio']:.2f}, 95th percentile {lina['ratio_p95']:.2f}, "
+        )
+        parts[-1] += (
+            f"of {ideal['ratio']:.2f} and {ideal['ratio_p95']:.2f} that are possible on two devices"
+        )
     simulated = result["fixture"]["simulated"]["rows"][0]
     return "; ".join(parts) + f"; 16 devices, simulated: {simulated['ratio']:.2f}"
 
@@ -176,14 +216,17 @@ def _skew(result: Result) -> str:
     parts = []
     for name in ("trained", "fixture"):
         layers = result[name]["most_over_least_popular"]
-        parts.append(f"{result[name]['experts']} experts: {min(layers):.1f} to {max(layers):.1f} by layer")
+        parts.append(
+            f"{result[name]['experts']} experts: {min(layers):.1f} to {max(layers):.1f} by layer"
+        )
     return "; ".join(parts)
 
 
 def _planning(result: Result) -> str:
     took = result["trained"]["overhead_ms"]
     return (
-        f"plan {took['plan_16_devices']:.2f} ms for 16 devices, {took['nothing_changes']:.2f} ms where nothing changes"
+        f"plan {took['plan_16_devices']:.2f} ms for 16 devices, {took['nothing_changes']:.2f} "
+        f"ms where nothing changes"
     )
 
 
@@ -195,12 +238,15 @@ def _guesses(result: Result) -> str:
 def _levels(result: Result) -> str:
     parts = []
     for nodes, rows in ((2, result["rows"]), (4, result["four_nodes"]["rows"])):
-        for row in (row for row in rows if row["variant"] == "hierarchical" and row["mbit_per_s"] == 100.0):
+        for row in (
+            row for row in rows if row["variant"] == "hierarchical" and row["mbit_per_s"] == 100.0
+        ):
             same = {name: row[name] for name in ("experts", "mbit_per_s")}
             flat = _row(rows, variant="flat", **same)["parts_s"]["all_to_all"]
             shorter = 1 - row["parts_s"]["all_to_all"] / flat
             parts.append(
-                f"{nodes} nodes, top-{row['top_k']} of {row['experts']}: {row['ratio_to_flat']:.2f} times end to end, "
+                f"{nodes} nodes, top-{row['top_k']} of {row['experts']}: "
+                f"{row['ratio_to_flat']:.2f} times end to end, "
                 f"all-to-alls {abs(shorter):.0%} {'shorter' if shorter >= 0 else 'longer'}"
             )
     return "; ".join(parts)
@@ -211,7 +257,10 @@ def _layer_times(result: Result) -> str:
     rows = result["layers"]["rows"]
     for rate in sorted({row["mbit_per_s"] for row in rows}):
         ready, chunks = (_row(rows, mbit_per_s=rate, variant=name) for name in ("ready", "chunks"))
-        ways = [f"{way} {ready[f'{way}_layer_s'] / chunks[f'{way}_layer_s']:.2f}" for way in ("forward", "backward")]
+        ways = [
+            f"{way} {ready[f'{way}_layer_s'] / chunks[f'{way}_layer_s']:.2f}"
+            for way in ("forward", "backward")
+        ]
         parts.append(f"{rate:g} Mbit/s: {', '.join(ways)}")
     return "; ".join(parts)
 
@@ -228,10 +277,14 @@ def _embedding(result: Result) -> str:
 
 def _room(result: Result) -> str:
     room = result["room"]
-    slots, device, step = (room[f"{name}_against_all"] for name in ("slot_bytes", "device_bytes", "step_s"))
+    slots, device, step = (
+        room[f"{name}_against_all"] for name in ("slot_bytes", "device_bytes", "step_s")
+    )
     return (
-        f"steps of {room['tokens']} tokens choose {room['chosen_share']:.2f} of a layer's experts, at most "
-        f"{room['most_chosen_share']:.2f}: slots take {slots:.2f} of room for all, the device {device:.2f}, a step "
+        f"steps of {room['tokens']} tokens choose {room['chosen_share']:.2f} of a layer's "
+        f"experts, at most "
+        f"{room['most_chosen_share']:.2f}: slots take {slots:.2f} of room for all, the device "
+        f"{device:.2f}, a step "
         f"{step:.2f} of the time, with the same losses to the bit"
     )
 
@@ -239,7 +292,8 @@ def _room(result: Result) -> str:
 def _second_expert(result: Result) -> str:
     curves = result["second_expert"]
     return (
-        f"means of {result['losses_of_a_mean']} losses differ by {curves['random_differs_at_most_percent']:.2g} % at "
+        f"means of {result['losses_of_a_mean']} losses differ by "
+        f"{curves['random_differs_at_most_percent']:.2g} % at "
         f"most; {curves['steps']} steps of `tiny`"
     )
 
@@ -248,7 +302,8 @@ def _float16(result: Result) -> str:
     curves = result["float16"]
     differ = [curves[f"{name}_differs_at_most_percent"] for name in ("float16", "bfloat16")]
     return (
-        f"means of {result['losses_of_a_mean']} losses differ by {differ[0]:.2g} % at most (bfloat16: {differ[1]:.2g}),"
+        f"means of {result['losses_of_a_mean']} losses differ by {differ[0]:.2g} % at most "
+        f"(bfloat16: {differ[1]:.2g}),"
         f" with {curves['float16_overflows']} overflows; {curves['steps']} steps of `tiny`"
     )
 
@@ -257,7 +312,11 @@ def _fusion(result: Result) -> str:
     cells = {"fused_flat": "fused", "one_by_one": "two levels", "fused": "fused in two levels"}
     parts = []
     for one in (row for row in result["rows"] if row["variant"] == "one_by_one_flat"):
-        same = [row for row in result["rows"] if all(row[name] == one[name] for name in ("experts", "mbit_per_s"))]
+        same = [
+            row
+            for row in result["rows"]
+            if all(row[name] == one[name] for name in ("experts", "mbit_per_s"))
+        ]
         rows = {row["variant"]: row for row in same}
         shown = [
             f"{words} {rows[name]['ratio_to_one_by_one_flat']:.2f} times"
@@ -266,7 +325,9 @@ def _fusion(result: Result) -> str:
         ]
         if one["experts"]:
             shorter = 1 - rows["fused"]["parts_s"]["all_to_all"] / one["parts_s"]["all_to_all"]
-            shown.append(f"its all-to-alls {abs(shorter):.0%} {'shorter' if shorter >= 0 else 'longer'}")
+            shown.append(
+                f"its all-to-alls {abs(shorter):.0%} {'shorter' if shorter >= 0 else 'longer'}"
+            )
         model = f"top-{one['top_k']} of {one['experts']} experts" if one["experts"] else "dense"
         parts.append(f"{model}, {one['mbit_per_s']:g} Mbit/s: {', '.join(shown)}")
     return "; ".join(parts)
@@ -284,7 +345,8 @@ def _dense(result: Result) -> str:
 def _gpt_moe(result: Result) -> str:
     models = [name for name in result if name.endswith(" experts")]
     parts = [
-        f"{model}: {_beside_deepspeed(result, model)}" for model in sorted(models, key=lambda m: int(m.split()[0]))
+        f"{model}: {_beside_deepspeed(result, model)}"
+        for model in sorted(models, key=lambda m: int(m.split()[0]))
     ]
     return f"tokens/s over DeepSpeed's best, by processes: {'; '.join(parts)}"
 
@@ -295,12 +357,16 @@ def _ring(result: Result) -> str:
 
 
 def _table3(result: Result) -> str:
-    imbalanced, elastic, even = (_row(result["rows"], layout=name) for name in ("imbalanced", "elastic", "even"))
+    imbalanced, elastic, even = (
+        _row(result["rows"], layout=name) for name in ("imbalanced", "elastic", "even")
+    )
     eight = _row(result["simulated"], devices=8)["compared_to_4_devices"]
     before, after = (max(row["traced_idle_by_device"]) for row in (imbalanced, elastic))
     return (
-        f"{elastic['speed_up']:.2f} times on two devices (even shares: {even['speed_up']:.2f}), idle in the trace, of "
-        f"the idlest device, {before:.0%} to {after:.0%}; 4/2/1/1 simulated {eight:.2f} times a device"
+        f"{elastic['speed_up']:.2f} times on two devices (even shares: {even['speed_up']:.2f}), "
+        f"idle in the trace, of "
+        f"the idlest device, {before:.0%} to {after:.0%}; 4/2/1/1 simulated {eight:.2f} times a "
+        f"device"
     )
 
 
@@ -311,17 +377,24 @@ def _table6(result: Result) -> str:
 
 def _table6_one_device(result: Result) -> str:
     rows = [row for row in result["rows"] if row["dtype"] == "bfloat16"]
-    parts = [f"{row['model']} {row['one']['ratio']:.2f} (1 sequence), {row['eight']['ratio']:.2f} (8)" for row in rows]
+    parts = [
+        f"{row['model']} {row['one']['ratio']:.2f} (1 sequence), {row['eight']['ratio']:.2f} (8)"
+        for row in rows
+    ]
     return f"tokens/s over transformers' in bfloat16: {'; '.join(parts)}"
 
 
 def _ufo(result: Result) -> str:
     names = ("super-network", "imbalanced", "dense")
     own, imbalanced, dense = (_row(result["rows"], contestant=name) for name in names)
-    peak, state = ([max(row[f"{what}_bytes_by_device"]) / 1e6 for row in (own, dense)] for what in ("peak", "state"))
+    peak, state = (
+        [max(row[f"{what}_bytes_by_device"]) / 1e6 for row in (own, dense)]
+        for what in ("peak", "state")
+    )
     return (
         f"{imbalanced['speed_up_of_super_network']:.2f} times imbalanced tasks, "
-        f"{dense['speed_up_of_super_network']:.2f} of a dense model a task; peak of the fuller device "
+        f"{dense['speed_up_of_super_network']:.2f} of a dense model a task; peak of the fuller "
+        f"device "
         f"{peak[0]:.1f} MB against {peak[1]:.1f}, state {state[0]:.1f} against {state[1]:.1f}"
     )
 
@@ -330,32 +403,45 @@ def _served(result: Result) -> str:
     rows = [row for row in result["stages"] if row["path"]]
     first, small, last = rows[0], _row(rows, stage="compressed to mxfp4"), rows[-1]
     return (
-        f"{first['mb']:g} to {small['mb']:g} MB of weights, {first['bits_per_byte']:.3f} to {last['bits_per_byte']:.3f}"
+        f"{first['mb']:g} to {small['mb']:g} MB of weights, {first['bits_per_byte']:.3f} to "
+        f"{last['bits_per_byte']:.3f}"
         " bits a byte where it is served"
     )
 
 
 def _deployment(result: Result) -> str:
     rows = result["stages"]
-    whole, narrow, student = (_row(rows, stage=stage) for stage in ("whole", "whole, mxfp4", "distilled"))
-    usage, reap = (_row(rows, stage=f"pruned by {score}", experts=student["experts"]) for score in ("usage", "reap"))
+    whole, narrow, student = (
+        _row(rows, stage=stage) for stage in ("whole", "whole, mxfp4", "distilled")
+    )
+    usage, reap = (
+        _row(rows, stage=f"pruned by {score}", experts=student["experts"])
+        for score in ("usage", "reap")
+    )
     return (
-        f"{whole['mb']:g} MB, {whole['bits_per_byte']:.3f} bits a byte; in MXFP4 {narrow['mb']:g} MB, "
-        f"{narrow['lost']:+.3f}; half of the experts: chosen by usage {usage['lost']:+.3f}, by REAP's score "
+        f"{whole['mb']:g} MB, {whole['bits_per_byte']:.3f} bits a byte; in MXFP4 {narrow['mb']:g} "
+        f"MB, "
+        f"{narrow['lost']:+.3f}; half of the experts: chosen by usage {usage['lost']:+.3f}, by "
+        f"REAP's score "
         f"{reap['lost']:+.3f}, distilled {student['lost']:+.3f}"
     )
 
 
 ROOM = (
-    "python benchmarks/offload/training.py room --hidden-size 256 --intermediate-size 256 --experts 64 --top-k 1 "
+    "python benchmarks/offload/training.py room --hidden-size 256 --intermediate-size 256 "
+    "--experts 64 --top-k 1 "
     "--batch-size 1 --sequence-length 64 --rounds 9"
 )
 NOT_AT_HAND = "its figures are not shown: the paper could not be read where this index was written"
 NO_INFERENCE = "DeepSpeed was not measured: its inference operators need a CUDA GPU"
 AGAINST_READY = "against our own step in the order of data-parallel frameworks (`ready`)"
-ORDER = "sudo NPROC=4 python benchmarks/comm/slow_link.py order --rates 50 100 200 --chunk-bytes 1500000 --rounds 9"
+ORDER = (
+    "sudo NPROC=4 python benchmarks/comm/slow_link.py order --rates 50 100 200 --chunk-bytes "
+    "1500000 --rounds 9"
+)
 LAYERS = (
-    "sudo NPROC=4 python benchmarks/comm/slow_link.py order --rates 200 --variants ready none chunks pipelined "
+    "sudo NPROC=4 python benchmarks/comm/slow_link.py order --rates 200 --variants ready none "
+    "chunks pipelined "
     "--rounds 5 --chunk-bytes 1500000"
 )
 ORDER_QUICK = "benchmarks/comm/slow_link.py order --rates 0 --rounds 1 --variants ready chunks"
@@ -367,11 +453,13 @@ PLACES = (
         "Table 1",
         "a dense model against a peer",
         NOT_AT_HAND,
-        "python benchmarks/peers/training.py --deepspeed ENVIRONMENT/bin/python --dtypes bfloat16 --experts 0",
+        "python benchmarks/peers/training.py --deepspeed ENVIRONMENT/bin/python --dtypes bfloat16 "
+        "--experts 0",
         "training_peers_cpu.json",
         _dense,
         quick="benchmarks/train/step.py --experts 0 --layers 2 --batch 2 --warmup 1 --steps 3",
-        lacking="Megatron-Core was not measured: it needs an NVIDIA GPU to start; DeepSpeed is in its place",
+        lacking="Megatron-Core was not measured: it needs an NVIDIA GPU to start; DeepSpeed is in "
+        "its place",
     ),
     Place(
         "moesys-table-2",
@@ -379,7 +467,8 @@ PLACES = (
         "Table 2",
         "GPT-MoE training against DeepSpeed-MoE",
         "1.28 times on one node, 1.33 on several; about 12 GB less a GPU",
-        "python benchmarks/peers/training.py --deepspeed ENVIRONMENT/bin/python --dtypes bfloat16 --experts 8 16 32",
+        "python benchmarks/peers/training.py --deepspeed ENVIRONMENT/bin/python --dtypes bfloat16 "
+        "--experts 8 16 32",
         "training_peers_cpu.json",
         _gpt_moe,
         quick="benchmarks/train/step.py --layers 2 --batch 2 --warmup 1 --steps 3",
@@ -403,10 +492,12 @@ PLACES = (
         "Table 4",
         "embedding partition",
         "22 to 48 % less memory, 1.04 to 1.156 times the tokens/s",
-        "sudo python benchmarks/comm/slow_link.py embedding --rates 1000 --kinds replicated columns rows",
+        "sudo python benchmarks/comm/slow_link.py embedding --rates 1000 --kinds replicated "
+        "columns rows",
         "embedding_two_nodes_cpu.json",
         _embedding,
-        quick="benchmarks/comm/slow_link.py embedding --rates 0 --rounds 1 --vocab-size 4096 --hidden-sizes 64 "
+        quick="benchmarks/comm/slow_link.py embedding --rates 0 --rounds 1 --vocab-size 4096 "
+        "--hidden-sizes 64 "
         "--tokens 128",
         limit_s=240,
     ),
@@ -419,10 +510,12 @@ PLACES = (
         "sudo python benchmarks/comm/slow_link.py fusion --rates 0 200 --rounds 5",
         "fusion_two_nodes_cpu.json",
         _fusion,
-        quick="benchmarks/comm/slow_link.py fusion --rates 0 --rounds 1 --shapes experts --variants one_by_one_flat "
+        quick="benchmarks/comm/slow_link.py fusion --rates 0 --rounds 1 --shapes experts "
+        "--variants one_by_one_flat "
         "fused",
         limit_s=240,
-        lacking="small layers, two nodes of two ranks; parameters one by one cross in one level always, so that two "
+        lacking="small layers, two nodes of two ranks; parameters one by one cross in one level "
+        "always, so that two "
         "levels without fusion are those of the all-to-alls",
     ),
     Place(
@@ -430,7 +523,8 @@ PLACES = (
         "MoESys",
         "Table 6",
         "decoding on several devices",
-        "10.0 to 209.6 billion parameters on 1 to 16 GPUs; 1.058 to 1.13 times DeepSpeed's tokens/s",
+        "10.0 to 209.6 billion parameters on 1 to 16 GPUs; 1.058 to 1.13 times DeepSpeed's "
+        "tokens/s",
         "sudo python benchmarks/paper/moesys_table6.py",
         "moesys_table6_cpu.json",
         _table6,
@@ -444,7 +538,8 @@ PLACES = (
         "Table 6, one device",
         "decoding on one device against another program",
         "1.058 to 1.13 times DeepSpeed's tokens/s",
-        "python benchmarks/peers/transformers_decoding.py --python ENVIRONMENT/bin/python --models MIXTRAL QWEN3",
+        "python benchmarks/peers/transformers_decoding.py --python ENVIRONMENT/bin/python "
+        "--models MIXTRAL QWEN3",
         "decoding_cpu.json",
         _table6_one_device,
         quick="benchmarks/paper/moesys_table6.py --one-device",
@@ -454,21 +549,24 @@ PLACES = (
         "moesys-figure-10",
         "MoESys",
         "Figure 10",
-        "two levels, each token sent once to a node (dedup), against flat; forward, backward and optimizer beside it",
+        "two levels, each token sent once to a node (dedup), against flat; forward, backward and "
+        "optimizer beside it",
         "15.5 % less communication, 1.103 times end to end on 4 nodes",
         "sudo python benchmarks/comm/slow_link.py levels --rates 100 --rounds 5 --nodes 4",
         "levels_cpu.json",
         _levels,
         quick="benchmarks/comm/slow_link.py levels --rates 0 --rounds 1 --shapes top-2",
         limit_s=240,
-        lacking="two ranks a node; two nodes: the same without --nodes; two levels alone send as much as flat",
+        lacking="two ranks a node; two nodes: the same without --nodes; two levels alone send as "
+        "much as flat",
     ),
     Place(
         "moesys-figure-12",
         "MoESys",
         "Figure 12",
         "prefill through a ring of slots",
-        "nearly the speed of resident weights with about 30 % less GPU memory (58.2 billion parameters, 16 A100)",
+        "nearly the speed of resident weights with about 30 % less GPU memory (58.2 billion "
+        "parameters, 16 A100)",
         "python benchmarks/paper/fig12.py --model DIR --batch 8 --prompt 512 --compressed int4",
         "ring_prefill_cpu.json",
         _ring,
@@ -477,12 +575,14 @@ PLACES = (
         "moesys-alpha",
         "MoESys",
         "section 3.2, bytes of the device",
-        "slots for the share of a layer's experts that a step activates (4 alpha S / L), against slots for all",
+        "slots for the share of a layer's experts that a step activates (4 alpha S / L), against "
+        "slots for all",
         "no figures",
         ROOM,
         "training_tiers_cpu.json",
         _room,
-        quick="benchmarks/offload/training.py room --hidden-size 64 --intermediate-size 64 --layers 2 --top-k 1 "
+        quick="benchmarks/offload/training.py room --hidden-size 64 --intermediate-size 64 "
+        "--layers 2 --top-k 1 "
         "--batch-size 1 --sequence-length 16 --rounds 1",
     ),
     Place(
@@ -519,7 +619,8 @@ PLACES = (
         _ufo,
         quick="benchmarks/paper/ufo.py --quick",
         limit_s=480,
-        lacking="PyTorch 1.10 was not measured: it does not exist for Python 3.11; the baselines are dense models here",
+        lacking="PyTorch 1.10 was not measured: it does not exist for Python 3.11; the baselines "
+        "are dense models here",
     ),
     Place(
         "moesys-deployment",
@@ -527,7 +628,8 @@ PLACES = (
         "section 3.3.1, Figure 3",
         "from a trained model to a deployed one: formats, and which experts are kept",
         "no figures",
-        "python benchmarks/paper/deploy_path.py --folder DIR --preset small --steps 300 --student-steps 120",
+        "python benchmarks/paper/deploy_path.py --folder DIR --preset small --steps 300 "
+        "--student-steps 120",
         "deploy_path_small_cpu.json",
         _deployment,
     ),
@@ -537,8 +639,10 @@ PLACES = (
         "section 3.3.1, Figure 3, every stage",
         "one model from its training to two processes that serve it without the repository",
         "no figures",
-        "python benchmarks/paper/deploy_path.py --folder DIR --preset small --steps 300 --student-steps 100 "
-        "--batch-size 4 --unseen-tokens 17000 --calibration-tokens 32768 --path-only --plot docs/deploy_path.png",
+        "python benchmarks/paper/deploy_path.py --folder DIR --preset small --steps 300 "
+        "--student-steps 100 "
+        "--batch-size 4 --unseen-tokens 17000 --calibration-tokens 32768 --path-only --plot "
+        "docs/deploy_path.png",
         "deploy_path_served_small_cpu.json",
         _served,
     ),
@@ -592,9 +696,11 @@ PLACES = (
         "lina-ddp",
         "Lina",
         "section 7.2 in Lina's own setting, dense gradients all-reduced",
-        "step time of `ready` over that of each order, and how many times sooner all-to-alls are done",
+        "step time of `ready` over that of each order, and how many times sooner all-to-alls are "
+        "done",
         "1.37 to 1.73 times the step time of DeepSpeed, all-to-alls at least 2.21 times",
-        "sudo NPROC=4 python benchmarks/comm/slow_link.py ddp --rates 200 --rounds 5 --chunk-bytes 1500000",
+        "sudo NPROC=4 python benchmarks/comm/slow_link.py ddp --rates 200 --rounds 5 "
+        "--chunk-bytes 1500000",
         ORDER_FILE,
         _ddp,
         quick="benchmarks/comm/slow_link.py ddp --rates 0 --rounds 1 --variants ready chunks",
@@ -607,7 +713,8 @@ PLACES = (
         "section 7.2, partition size",
         "speed of a step over that of `ready` by the size of a chunk",
         NOT_AT_HAND,
-        "sudo NPROC=4 python benchmarks/comm/slow_link.py order --rates 50 --variants ready chunks --rounds 5 "
+        "sudo NPROC=4 python benchmarks/comm/slow_link.py order --rates 50 --variants ready "
+        "chunks --rounds 5 "
         "--chunk-bytes 1500000",
         ORDER_FILE,
         _partition_sizes,
@@ -619,11 +726,13 @@ PLACES = (
         "section 7.2, overheads",
         "what cutting collectives into chunks costs",
         "1.02 % and 1.7 %",
-        "NPROC=4 python benchmarks/comm/slow_link.py order --rates 0 --variants priority chunks pipelined --rounds 15 "
+        "NPROC=4 python benchmarks/comm/slow_link.py order --rates 0 --variants priority chunks "
+        "pipelined --rounds 15 "
         "--chunk-bytes 1500000",
         ORDER_FILE,
         _cutting,
-        lacking="each chunk wakes four threads on two cores; steps alternate between 1.4 and 2.2 s, more than it costs",
+        lacking="each chunk wakes four threads on two cores; steps alternate between 1.4 and 2.2 "
+        "s, more than it costs",
     ),
     Place(
         "lina-packing",
@@ -681,7 +790,8 @@ PLACES = (
         _inference,
         quick="benchmarks/paper/lina_inference.py --rate 0 --quick",
         limit_s=300,
-        lacking="Lina's Table 6 is not shown: the paper could not be read where this index was written",
+        lacking="Lina's Table 6 is not shown: the paper could not be read where this index was "
+        "written",
     ),
     Place(
         "simulator",
@@ -704,7 +814,8 @@ PLACES = (
         "steps_simulated.json",
         _simulated_steps,
         quick="-m benchmarks.paper.step_simulator --result ''",
-        lacking="computing changes from session to session; four nodes share one link and the cores of two",
+        lacking="computing changes from session to session; four nodes share one link and the "
+        "cores of two",
     ),
     Place(
         "communication-simulated",

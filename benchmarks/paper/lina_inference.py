@@ -1,24 +1,30 @@
 """Measure Lina's inference scheduling on two processes and a slow link (its section 7.3).
 
-    sudo python benchmarks/paper/lina_inference.py --folder DIR          everything; DIR keeps models and programs
-    sudo python benchmarks/paper/lina_inference.py --folder DIR --prepare    only trains and profiles the models
+    sudo python benchmarks/paper/lina_inference.py --folder DIR
+        everything; DIR keeps models and programs
+    sudo python benchmarks/paper/lina_inference.py --folder DIR --prepare
+        only trains and profiles the models
     python benchmarks/paper/lina_inference.py --rate 0 --quick           a smoke test
 
-Two models: `trained` learns Python source here and is asked to read more of it (and English, the second kind of text);
-`fixture` has 16 experts, random weights and routers whose biases make experts popular by Zipf's law. A batch is the
-prefill of a whole batch of prompts; contestants share an engine, and take turns from the even placement:
+Two models: `trained` learns Python source here and is asked to read more of it (and English, the
+second kind of text); `fixture` has 16 experts, random weights and routers whose biases make experts
+popular by Zipf's law. A batch is the prefill of a whole batch of prompts; contestants share an
+engine, and take turns from the even placement:
 
-even: experts in order, for good. ideal: the same, with choices dealt out evenly to all experts. lina, l = 1, 3, 6: the
-estimate by paths of so many layers, with the likeliest two experts of a path, or with all; without_estimate: every
-layer is placed after its gate; without_phase_two: no layer is. batch_ms: from the requests to their tokens. ratio:
-median, round by round, of `even` to this one, and the quartiles of the rounds.
+even: experts in order, for good. ideal: the same, with choices dealt out evenly to all experts.
+lina, l = 1, 3, 6: the estimate by paths of so many layers, with the likeliest two experts of a
+path, or with all; without_estimate: every layer is placed after its gate; without_phase_two: no
+layer is. batch_ms: from the requests to their tokens. ratio: median, round by round, of `even` to
+this one, and the quartiles of the rounds.
 
-table_5: of a batch and layer, whether the 2 K most popular experts are those estimated (`sets_equal`), and how many of
-them are (`share_right`). layers: with a wait after each layer, which batches do not have otherwise; all_to_all_ms: a
-layer's exchange and experts without what the experts of the least busy device take, that is what it waits.
-simulated: batches from the choices recorded here, the engine's own planner, and costs: a batch's fixed part and a row
-of an expert from `even` and `ideal` of every second round, copies and plans as timed. Its prediction of `lina` stands
-beside the measurement of the other rounds; the row of 16 devices is no measurement.
+table_5: of a batch and layer, whether the 2 K most popular experts are those estimated
+(`sets_equal`), and how many of them are (`share_right`). layers: with a wait after each layer,
+which batches do not have otherwise; all_to_all_ms: a layer's exchange and experts without what the
+experts of the least busy device take, that is what it waits.
+simulated: batches from the choices recorded here, the engine's own planner, and costs: a batch's
+fixed part and a row of an expert from `even` and `ideal` of every second round, copies and plans as
+timed. Its prediction of `lina` stands beside the measurement of the other rounds; the row of 16
+devices is no measurement.
 """
 
 if __name__ == "__main__":
@@ -66,9 +72,12 @@ from jmoe.config.engine import EngineConfig, EngineMesh
 
 NUM_RANKS = 2
 SIMULATED_DEVICES = 16
-ZIPF = 0.62  # the most popular of 16 experts has 5.56 times the tokens of the least popular, as in Lina's figure 6
+# the most popular of 16 experts has 5.56 times the tokens of the least popular, as in Lina's figure
+# 6
+ZIPF = 0.62
 TRAINED = {  # the preset, but for
-    "model.router.aux-loss-coef": 0.004,  # a tenth of the preset's, which makes experts nearly equally popular
+    # a tenth of the preset's, which makes experts nearly equally popular
+    "model.router.aux-loss-coef": 0.004,
     "batch-size": 4,
     "sequence-length": 256,
     "optimizer.warmup-steps": 40,
@@ -95,8 +104,22 @@ FIXTURE = {
 }
 QUICK_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2}
 QUICK_FIXTURE = FIXTURE | {"hidden_size": 32, "intermediate_size": 32} | QUICK_HEADS
-SIZES = {"prompts": 16, "prompt_tokens": 128, "batches": 6, "rounds": 9, "profile_tokens": 100_000, "layers": 6}
-QUICK_SIZES = {"prompts": 4, "prompt_tokens": 16, "batches": 2, "rounds": 2, "profile_tokens": 500, "layers": 3}
+SIZES = {
+    "prompts": 16,
+    "prompt_tokens": 128,
+    "batches": 6,
+    "rounds": 9,
+    "profile_tokens": 100_000,
+    "layers": 6,
+}
+QUICK_SIZES = {
+    "prompts": 4,
+    "prompt_tokens": 16,
+    "batches": 2,
+    "rounds": 2,
+    "profile_tokens": 500,
+    "layers": 3,
+}
 WITHOUT = ("without_estimate", "without_phase_two")
 CONTESTANTS = ("even", "ideal", *TABLES, *WITHOUT)
 PAPER = {
@@ -117,14 +140,24 @@ class Texts(NamedTuple):
 
 def parse() -> argparse.Namespace:
     parser = report.parser(__doc__)
-    parser.add_argument("--rate", type=float, default=1000, help="of the link, Mbit/s, both ways; 0: no link")
+    parser.add_argument(
+        "--rate", type=float, default=1000, help="of the link, Mbit/s, both ways; 0: no link"
+    )
     parser.add_argument("--rounds", type=int)
-    parser.add_argument("--minutes", type=float, default=math.inf, help="after which no round of a model begins")
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf, help="after which no round of a model begins"
+    )
     parser.add_argument("--train-steps", type=int, default=300)
     parser.add_argument("--models", nargs="+", default=["trained", "fixture"])
-    parser.add_argument("--folder", type=Path, help="keep models, profiles and compiled programs here")
-    parser.add_argument("--prepare", action="store_true", help="make what is missing in --folder, and end")
-    parser.add_argument("--quick", action="store_true", help="small models, one round: is all there?")
+    parser.add_argument(
+        "--folder", type=Path, help="keep models, profiles and compiled programs here"
+    )
+    parser.add_argument(
+        "--prepare", action="store_true", help="make what is missing in --folder, and end"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="small models, one round: is all there?"
+    )
     add_rank_options(parser)
     a = parser.parse_args()
     a.train_steps = 4 if a.quick else a.train_steps
@@ -136,7 +169,9 @@ def parse() -> argparse.Namespace:
 
 def sources(count: int | None) -> list[Path]:
     """Return modules of Python's standard library, in an order that mixes them."""
-    modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"), key=lambda path: path.stem[::-1])
+    modules = sorted(
+        Path(sysconfig.get_path("stdlib")).glob("*.py"), key=lambda path: path.stem[::-1]
+    )
     return modules[:count]
 
 
@@ -156,8 +191,10 @@ def train(a: argparse.Namespace, folder: Path) -> None:
     subprocess.run(merge, cwd=ROOT, check=True, stdout=sys.stderr)
 
 
-def texts(a: argparse.Namespace, name: str, folder: Path, sizes: dict[str, int]) -> tuple[list[list[int]], list[Texts]]:
-    """Return prompts to count paths on, and others to measure with: of each kind of text, random pieces of it."""
+def texts(
+    a: argparse.Namespace, name: str, folder: Path, sizes: dict[str, int]
+) -> tuple[list[list[int]], list[Texts]]:
+    """Return prompts to count paths on and others to measure with: random pieces of each text."""
     from jmoe.models.tokenizer_file import open_tokenizer
 
     rows, length = sizes["prompts"], sizes["prompt_tokens"]
@@ -168,7 +205,11 @@ def texts(a: argparse.Namespace, name: str, folder: Path, sizes: dict[str, int])
         return [list(pieces[n : n + rows]) for n in range(0, len(pieces) - rows + 1, rows)]
 
     if name == "fixture":
-        tokens = np.random.default_rng(1).integers(1, FIXTURE["vocab_size"], (counted + count, length)).tolist()
+        tokens = (
+            np.random.default_rng(1)
+            .integers(1, FIXTURE["vocab_size"], (counted + count, length))
+            .tolist()
+        )
         return tokens[:counted], [Texts("random tokens", batches(tokens[counted:]))]
     tokenizer = open_tokenizer(folder / "tokenizer.json")
 
@@ -180,7 +221,10 @@ def texts(a: argparse.Namespace, name: str, folder: Path, sizes: dict[str, int])
     python = pieces(sources(8 if a.quick else None), 0)[: counted + count]
     english = pieces([Path(sysconfig.get_path("stdlib")) / "pydoc_data" / "topics.py"], 0)[:count]
     counted = min(counted, len(python) - count)
-    return python[:counted], [Texts("Python", batches(python[counted:])), Texts("English", batches(english))]
+    return python[:counted], [
+        Texts("Python", batches(python[counted:])),
+        Texts("English", batches(english)),
+    ]
 
 
 def prepare(a: argparse.Namespace, name: str, sizes: dict[str, int]) -> None:
@@ -198,7 +242,9 @@ def prepare(a: argparse.Namespace, name: str, sizes: dict[str, int]) -> None:
         return
     counted, _ = texts(a, name, folder, sizes)
     length = sizes["prompt_tokens"]
-    options = EngineConfig(max_batch=8, max_seq_len=length + 2, prefill_chunk_tokens=length, estimator=None)
+    options = EngineConfig(
+        max_batch=8, max_seq_len=length + 2, prefill_chunk_tokens=length, estimator=None
+    )
     with Engine(folder, options) as engine:
         for path_length, table in tables_of(engine, folder, counted).items():
             (folder / f"l{path_length}").mkdir(exist_ok=True)
@@ -253,7 +299,9 @@ class Turns:
                 "ratio_quartiles": [round(x, 3) for x in np.percentile(ratios, (25, 75)).tolist()],
                 "ratio_p95": round(p95_ms[1] / p95_ms[0], 3),
                 "replanned": round(replans / estimates, 3) if estimates else None,
-                "max_over_mean": round(float(np.mean([1 / np.asarray(s.balancedness) for s in placed])), 3),
+                "max_over_mean": round(
+                    float(np.mean([1 / np.asarray(s.balancedness) for s in placed])), 3
+                ),
                 "swaps_per_batch": round(sum(s.swaps for s in placed) / steps, 2),
                 "copy_ms_per_batch": round(1e3 * sum(s.swap_s for s in placed) / steps, 2),
                 "planning_ms_per_batch": round(1e3 * sum(s.planning_s for s in placed) / steps, 2),
@@ -263,12 +311,16 @@ class Turns:
         return rows
 
 
-def measure(a: argparse.Namespace, sizes: dict[str, int], engines: dict[str, Any]) -> dict[str, Any]:
+def measure(
+    a: argparse.Namespace, sizes: dict[str, int], engines: dict[str, Any]
+) -> dict[str, Any]:
     """Return the figures of every model."""
     return {name: measure_model(a, name, engine, sizes) for name, engine in engines.items()}
 
 
-def measure_model(a: argparse.Namespace, name: str, engine: Any, sizes: dict[str, int]) -> dict[str, Any]:
+def measure_model(
+    a: argparse.Namespace, name: str, engine: Any, sizes: dict[str, int]
+) -> dict[str, Any]:
     folder, config = a.folder / name, engine.config
     _, kinds = texts(a, name, folder, sizes)
     turns = [Turns(engine, folder, kind) for kind in kinds]
@@ -294,12 +346,19 @@ def measure_model(a: argparse.Namespace, name: str, engine: Any, sizes: dict[str
         "layers_with_experts": config.num_moe_layers,
         "tokens_of_a_batch": len(first.kind.batches[0]) * sizes["prompt_tokens"],
         "slots_per_device": placement.slots_per_device,
-        "costs_us": {"row": round(1e6 * costs.row_s, 3), "copy_of_an_expert": round(1e6 * costs.copy_s, 1)},
-        "most_over_least_popular": [round(float(use_E.max() / max(1, use_E.min())), 2) for use_E in use_LE],
+        "costs_us": {
+            "row": round(1e6 * costs.row_s, 3),
+            "copy_of_an_expert": round(1e6 * costs.copy_s, 1),
+        },
+        "most_over_least_popular": [
+            round(float(use_E.max() / max(1, use_E.min())), 2) for use_E in use_LE
+        ],
         "most_over_mean_popular": [round(float(use_E.max() / use_E.mean()), 2) for use_E in use_LE],
         "batches": [row for turn in turns for row in turn.rows()],
         "table_5": table_5(first, folder, config),
-        "accuracy_by_layer": [row for turn in turns for row in accuracy(turn.kind.kind, turn.choices, folder, config)],
+        "accuracy_by_layer": [
+            row for turn in turns for row in accuracy(turn.kind.kind, turn.choices, folder, config)
+        ],
         "layers": layers,
         "overhead_ms": plan,
         "simulated": simulated(first, folder, engine, plan),
@@ -314,7 +373,9 @@ def counts_of(steps: list[list[np.ndarray]], num_experts: int) -> np.ndarray:
 
 def table_5(turn: Turns, folder: Path, config: Any) -> list[dict[str, Any]]:
     """Return a row for each length of a path and what is kept of it."""
-    rows = {(row["path_length"], row["kept"]): row for row in accuracy("", turn.choices, folder, config)}
+    rows = {
+        (row["path_length"], row["kept"]): row for row in accuracy("", turn.choices, folder, config)
+    }
     ideal = [np.median(seconds) for seconds in turn.seconds["ideal"]]
     found = []
     for name, (length, whole) in TABLES.items():
@@ -326,7 +387,9 @@ def table_5(turn: Turns, folder: Path, config: Any) -> list[dict[str, Any]]:
                 "kept": kept,
                 "sets_equal": round(float(np.mean(rows[length, kept]["sets_equal"])), 3),
                 "share_right": round(float(np.mean(rows[length, kept]["share_right"])), 3),
-                "replanned": round(sum(s.replans for s in stats) / sum(s.estimates for s in stats), 3),
+                "replanned": round(
+                    sum(s.replans for s in stats) / sum(s.estimates for s in stats), 3
+                ),
                 "time_over_ideal": report.ratio(own, ideal),
                 "paper_replanned": PAPER["replans_l_3"] if length == 3 else None,
             }
@@ -353,14 +416,22 @@ def simulated(turn: Turns, folder: Path, engine: Any, plan: dict[str, Any]) -> d
     row_s, fixed_s = np.polyfit(rows, np.concatenate([even_s, ideal_s]), 1)
 
     if row_s <= 0 or fixed_s <= 0:
-        return {"within_10_percent": False, "note": "batches of even and ideal do not differ as their rows do"}
+        return {
+            "within_10_percent": False,
+            "note": "batches of even and ideal do not differ as their rows do",
+        }
 
     def seconds(found: Any, per_plan_s: float) -> np.ndarray:
-        taken: np.ndarray = fixed_s + row_s * found.busiest + costs.copy_s * found.copies + per_plan_s * found.plans
+        taken: np.ndarray = (
+            fixed_s + row_s * found.busiest + costs.copy_s * found.copies + per_plan_s * found.plans
+        )
         return taken
 
     lina = busiest(LINA, NUM_RANKS, slots, turn.choices)
-    predicted, found_ms = 1e3 * np.median(seconds(lina, plan_s)), 1e3 * np.median(turn.seconds[LINA][1::2])
+    predicted, found_ms = (
+        1e3 * np.median(seconds(lina, plan_s)),
+        1e3 * np.median(turn.seconds[LINA][1::2]),
+    )
     error = float(predicted / found_ms - 1)
     result: dict[str, Any] = {
         "fixed_ms": round(1e3 * fixed_s, 2),
@@ -372,10 +443,16 @@ def simulated(turn: Turns, folder: Path, engine: Any, plan: dict[str, Any]) -> d
         "within_10_percent": abs(error) <= 0.1,
     }
     if config.num_experts < SIMULATED_DEVICES:
-        return result | {"note": f"{config.num_experts} experts leave some of {SIMULATED_DEVICES} devices without one"}
+        return result | {
+            "note": f"{config.num_experts} experts leave some of {SIMULATED_DEVICES} devices "
+            f"without one"
+        }
     many = SIMULATED_DEVICES // NUM_RANKS
     steps = [
-        [np.concatenate(chosen) for chosen in zip(*(turn.choices[(n + m) % len(turn.choices)] for m in range(many)))]
+        [
+            np.concatenate(chosen)
+            for chosen in zip(*(turn.choices[(n + m) % len(turn.choices)] for m in range(many)))
+        ]
         for n in range(len(turn.choices))
     ]
     wide_s = 1e-3 * (plan[f"plan_{SIMULATED_DEVICES}_devices"] + plan["lookup"])
@@ -403,15 +480,20 @@ def simulated(turn: Turns, folder: Path, engine: Any, plan: dict[str, Any]) -> d
 def notes(found: dict[str, Any]) -> list[str]:
     """Return sentences on what the figures are not."""
     said = [
-        "tail of the all-to-all: an exchange and the experts between its two halves are one program, so its time is"
-        " what a layer's exchange and experts take but for the rows of the least busy device, which are timed alone",
-        "the paper's figures are of 4 and 16 GPUs; here two processes have a core each, and at 1000 Mbit/s a link",
+        "tail of the all-to-all: an exchange and the experts between its two halves are one "
+        "program, so its time is"
+        " what a layer's exchange and experts take but for the rows of the least busy device, "
+        "which are timed alone",
+        "the paper's figures are of 4 and 16 GPUs; here two processes have a core each, and at "
+        "1000 Mbit/s a link",
         "the simulated row is no measurement and satisfies no criterion",
     ]
     for name, model in found.items():
         if not model["simulated"]["within_10_percent"]:
             error = model["simulated"].get("error")
-            why = "could not be fitted" if error is None else f"is {error:+.1%} off what was measured"
+            why = (
+                "could not be fitted" if error is None else f"is {error:+.1%} off what was measured"
+            )
             said.append(f"{name}: the simulator {why}: its rows say nothing")
     return said
 
@@ -435,14 +517,23 @@ def main() -> None:
         if a.prepare:
             return
         found = run_ranks(NUM_RANKS, a.rate, "--folder", str(a.folder))
-    options = report.options(a, "rank", "port", "folder", "quick", "prepare", "rounds", "minutes") | sizes
-    options["rounds"] = {name: len(model["batches"][0]["round_ms"]) for name, model in found.items()}
-    result = {"benchmark": "Lina's scheduling in inference", "options": options, "paper": PAPER, "notes": notes(found)}
+    options = (
+        report.options(a, "rank", "port", "folder", "quick", "prepare", "rounds", "minutes") | sizes
+    )
+    options["rounds"] = {
+        name: len(model["batches"][0]["round_ms"]) for name, model in found.items()
+    }
+    result = {
+        "benchmark": "Lina's scheduling in inference",
+        "options": options,
+        "paper": PAPER,
+        "notes": notes(found),
+    }
     report.finish(result | found | {"versions": report.versions("jax", "jaxlib")})
 
 
 def engine_config(folder: Path, sizes: dict[str, int]) -> EngineConfig:
-    """Return what both processes are told: each has room for three quarters of a layer's experts."""
+    """Return both processes' config: slots for three quarters of a layer's experts each."""
     from jmoe.models.lazy_checkpoint import LazyCheckpoint
 
     with LazyCheckpoint(folder) as checkpoint:

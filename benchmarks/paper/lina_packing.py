@@ -3,19 +3,22 @@
     sudo python benchmarks/paper/lina_packing.py                        two shapes at 100 Mbit/s
     sudo python benchmarks/paper/lina_packing.py --shapes 0 --rounds 3
 
-Two nodes of two ranks with one device each; one expert a device without packing. The controller of `--comm.packing
-auto` runs a training of its own from step 0 until it is done. Then its next steps (`controller`) are timed in turn with
-those of trainings with 1, 2 and 4 experts a device from the start, from a barrier to a barrier; `off_best`: how much
-longer a step takes than with the best of these three, median, round by round. all_to_all_ms, experts_ms: of a forward
-micro-operation, as the controller measures them. pipelining_efficiency: experts_ms / all_to_all_ms, at most 1: the part
-of an all-to-all that experts can hide. utilisation: processor time of all ranks over wall time and cores, which stands
-in for the GPU utilisation of the paper's table 4.
+Two nodes of two ranks with one device each; one expert a device without packing. The controller of
+`--comm.packing auto` runs a training of its own from step 0 until it is done. Then its next steps
+(`controller`) are timed in turn with those of trainings with 1, 2 and 4 experts a device from the
+start, from a barrier to a barrier; `off_best`: how much longer a step takes than with the best of
+these three, median, round by round. all_to_all_ms, experts_ms: of a forward micro-operation, as the
+controller measures them. pipelining_efficiency: experts_ms / all_to_all_ms, at most 1: the part of
+an all-to-all that experts can hide. utilisation: processor time of all ranks over wall time and
+cores, which stands in for the GPU utilisation of the paper's table 4.
 
-trials: what the controller paid until it was done: `deciding_s` to measure and to move the state, `slower_s` for the
-steps with a packing that it left again, beyond those of the packing that it kept.
+trials: what the controller paid until it was done: `deciding_s` to measure and to move the state,
+`slower_s` for the steps with a packing that it left again, beyond those of the packing that it
+kept.
 
-Shape 0 sends much to small experts; of shape 1 the experts are large and few tokens come, so that their gradients,
-which replicas have to add up, are more than what the all-to-alls carry, and Lina's rule alone would be wrong.
+Shape 0 sends much to small experts; of shape 1 the experts are large and few tokens come, so that
+their gradients, which replicas have to add up, are more than what the all-to-alls carry, and Lina's
+rule alone would be wrong.
 """
 
 if __name__ == "__main__":
@@ -51,10 +54,16 @@ SHAPES = [(256, 2, 4, 2, 1024, 64), (256, 2, 4, 1, 64, 1024)]
 
 def parse() -> argparse.Namespace:
     parser = report.parser(__doc__)
-    parser.add_argument("--shapes", type=int, nargs="+", default=list(range(len(SHAPES))), help="by number")
-    parser.add_argument("--rates", type=float, nargs="+", default=[100], help="Mbit/s, both directions together")
+    parser.add_argument(
+        "--shapes", type=int, nargs="+", default=list(range(len(SHAPES))), help="by number"
+    )
+    parser.add_argument(
+        "--rates", type=float, nargs="+", default=[100], help="Mbit/s, both directions together"
+    )
     parser.add_argument("--rounds", type=int, default=13)
-    parser.add_argument("--schedule", default="pipelined", help="of collectives; Lina's is pipelined")
+    parser.add_argument(
+        "--schedule", default="pipelined", help="of collectives; Lina's is pipelined"
+    )
     parser.add_argument("--chunk-bytes", type=int, help="default: what the link carries in 20 ms")
     parser.add_argument("--cache-dir", help="keep compiled programs in this folder")
     add_rank_options(parser)
@@ -74,7 +83,11 @@ class Packed:
         mesh = make_mesh(packed_shape(SHAPE, config.comm.first_packing))
         self.trainer = FusedTrainer(config, mesh)
         rows = config.batch_size // jax.process_count()
-        local = np.random.default_rng(a.rank).integers(0, 256, (1, rows, SEQUENCE_LENGTH + 1)).astype(np.int32)
+        local = (
+            np.random.default_rng(a.rank)
+            .integers(0, 256, (1, rows, SEQUENCE_LENGTH + 1))
+            .astype(np.int32)
+        )
         sharding = jax.sharding.NamedSharding(mesh, ACCUMULATED_BATCH)
         self.tokens = jax.make_array_from_process_local_data(sharding, local)
         lowered = self.trainer.step.lower(self.trainer.state_shape, self.tokens)
@@ -109,10 +122,17 @@ class Controlled(NamedTuple):
 
     def trials(self, kept_s: float) -> dict[str, Any]:
         """Return what it paid. kept_s: of a step with the packing that it kept."""
-        first = next((n for n, (packing, _) in enumerate(self.steps) if packing != self.steps[0][0]), len(self.steps))
+        first = next(
+            (n for n, (packing, _) in enumerate(self.steps) if packing != self.steps[0][0]),
+            len(self.steps),
+        )
         left = [seconds for packing, seconds in self.steps[first:] if packing != self.packing]
         slower_s = sum(seconds - kept_s for seconds in left)
-        return {"deciding_s": round(self.deciding_s, 2), "steps_left": len(left), "slower_s": round(slower_s, 2)}
+        return {
+            "deciding_s": round(self.deciding_s, 2),
+            "steps_left": len(left),
+            "slower_s": round(slower_s, 2),
+        }
 
 
 def control(config: TrainConfig, packed: dict[int, Packed]) -> Controlled:
@@ -145,15 +165,22 @@ def control(config: TrainConfig, packed: dict[int, Packed]) -> Controlled:
 
 def measure(a: argparse.Namespace, mesh: Any, clock: Clock) -> list[dict[str, Any]]:
     """Return a row for every shape and packing."""
-    return [row for number in a.shapes for row in measure_shape(a, mesh.size, clock, SHAPES[number])]
+    return [
+        row for number in a.shapes for row in measure_shape(a, mesh.size, clock, SHAPES[number])
+    ]
 
 
-def measure_shape(a: argparse.Namespace, num_ranks: int, clock: Clock, shape: tuple[int, ...]) -> list[dict[str, Any]]:
+def measure_shape(
+    a: argparse.Namespace, num_ranks: int, clock: Clock, shape: tuple[int, ...]
+) -> list[dict[str, Any]]:
     from jax.experimental import multihost_utils
 
     from jmoe.training.expert_packing import agreed, micro_operations
 
-    configs = {p: config_of(a, shape, num_ranks, {"schedule": a.schedule, "packing": p}) for p in (*PACKINGS, "auto")}
+    configs = {
+        p: config_of(a, shape, num_ranks, {"schedule": a.schedule, "packing": p})
+        for p in (*PACKINGS, "auto")
+    }
     packed = {p: Packed(a, configs[p]) for p in PACKINGS}
     for run in packed.values():
         clock(run)
@@ -162,9 +189,15 @@ def measure_shape(a: argparse.Namespace, num_ranks: int, clock: Clock, shape: tu
     for _ in range(a.rounds):
         for _, run in runs:
             run.time(clock)
-    measured = {p: agreed(list(micro_operations(run.trainer, run.state))) for p, run in packed.items()}
-    busy_s = multihost_utils.process_allgather(np.array([run.busy_s for _, run in runs])).sum(axis=0)
-    best = min((run.taken for run in packed.values()), key=lambda taken: report.median(taken.seconds))
+    measured = {
+        p: agreed(list(micro_operations(run.trainer, run.state))) for p, run in packed.items()
+    }
+    busy_s = multihost_utils.process_allgather(np.array([run.busy_s for _, run in runs])).sum(
+        axis=0
+    )
+    best = min(
+        (run.taken for run in packed.values()), key=lambda taken: report.median(taken.seconds)
+    )
     names = ("hidden_size", "layers", "experts", "top_k", "tokens_per_rank", "intermediate_size")
     rows = []
     for (p, run), busy in zip(runs, busy_s.tolist(), strict=True):
@@ -178,7 +211,9 @@ def measure_shape(a: argparse.Namespace, num_ranks: int, clock: Clock, shape: tu
                 "all_to_all_ms": round(1e3 * sent_s, 3),
                 "experts_ms": round(1e3 * experts_s, 3),
                 "pipelining_efficiency": round(min(1.0, experts_s / sent_s), 3) if sent_s else None,
-                "utilisation": round(busy / sum(run.taken.seconds) / len(os.sched_getaffinity(0)), 3),
+                "utilisation": round(
+                    busy / sum(run.taken.seconds) / len(os.sched_getaffinity(0)), 3
+                ),
                 "controller": run is controlled.run,
                 "off_best": round(report.ratio(run.taken.seconds, best.seconds) - 1, 3),
             }
@@ -194,7 +229,9 @@ def main() -> None:
         report.finish(measure(a, *join(a, RANKS_PER_NODE)))
         return
     with tempfile.TemporaryDirectory() as folder:
-        rows = [row for rate in a.rates for row in launch(rate, a.cache_dir or folder, RANKS_PER_NODE)]
+        rows = [
+            row for rate in a.rates for row in launch(rate, a.cache_dir or folder, RANKS_PER_NODE)
+        ]
     decisions = [line for row in rows for line in row.pop("decisions", [])]
     options = report.options(a, "rates", "rank", "port", "cache_dir")
     result = {"benchmark": "expert packing", "nodes": NUM_NODES, "options": options, "rows": rows}

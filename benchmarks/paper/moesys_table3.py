@@ -3,18 +3,20 @@
     python benchmarks/paper/moesys_table3.py
     python benchmarks/paper/moesys_table3.py --quick        a smoke test
 
-Two processes, each a device with one core of this machine, train four image tasks with batches of 512, 256, 128 and 128
-images / 8. imbalanced: tasks are dealt out whole in their order, so that one device has 80 images and the other 48.
-elastic: `--layout elastic`, by load. even: `--layout even`, each device as many images of the joint batch. All take 16
-images at once and compute the same losses. Steps are timed in turn, from a barrier to a barrier. idle: the part of a
-step in which a device does not compute. traced_idle: from a trace of --traced more steps of each layout, on either
-process; the part of a step, from its first operation to its last, in which it is in a collective, waiting for the other
-process or talking to it, and computes nothing. idle_by_device: without a trace, 1 - processor time / wall time of the
-device's process.
+Two processes, each a device with one core of this machine, train four image tasks with batches of
+512, 256, 128 and 128 images / 8. imbalanced: tasks are dealt out whole in their order, so that one
+device has 80 images and the other 48. elastic: `--layout elastic`, by load. even: `--layout even`,
+each device as many images of the joint batch. All take 16 images at once and compute the same
+losses. Steps are timed in turn, from a barrier to a barrier. idle: the part of a step in which a
+device does not compute. traced_idle: from a trace of --traced more steps of each layout, on either
+process; the part of a step, from its first operation to its last, in which it is in a collective,
+waiting for the other process or talking to it, and computes nothing. idle_by_device: without a
+trace, 1 - processor time / wall time of the device's process.
 
-Simulated rows: a step takes fixed_s + image_s x the images of the busiest device, fitted to the imbalanced row and to a
-step with half of the images; `simulator_error` is how far that is off the elastic row, which it has not seen. The paper
-(V100s): 62.6 samples/s a GPU on 4 GPUs, a task each; 74.0 on 8, shared 4, 2, 1 and 1.
+Simulated rows: a step takes fixed_s + image_s x the images of the busiest device, fitted to the
+imbalanced row and to a step with half of the images; `simulator_error` is how far that is off the
+elastic row, which it has not seen. The paper (V100s): 62.6 samples/s a GPU on 4 GPUs, a task each;
+74.0 on 8, shared 4, 2, 1 and 1.
 """
 
 if __name__ == "__main__":
@@ -57,7 +59,9 @@ def parse() -> argparse.Namespace:
     parser = report.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--traced", type=int, default=3, help="steps of each layout")
-    parser.add_argument("--quick", action="store_true", help="a small model and one round: is all there?")
+    parser.add_argument(
+        "--quick", action="store_true", help="a small model and one round: is all there?"
+    )
     add_rank_options(parser)
     a = parser.parse_args()
     a.rounds, a.traced = (1, 1) if a.quick else (a.rounds, a.traced)
@@ -71,7 +75,10 @@ def config_of(a: argparse.Namespace) -> VisionTrainConfig:
 
 
 def halved(config: VisionTrainConfig) -> VisionTrainConfig:
-    tasks = {name: dataclasses.replace(task, batch_size=task.batch_size // 2) for name, task in config.tasks.items()}
+    tasks = {
+        name: dataclasses.replace(task, batch_size=task.batch_size // 2)
+        for name, task in config.tasks.items()
+    }
     return dataclasses.replace(config, tasks=tasks)
 
 
@@ -82,7 +89,8 @@ def loads(config: VisionTrainConfig) -> tuple[TaskLoad, ...]:
 def dealt(tasks: tuple[TaskLoad, ...], num_devices: int) -> Layout:
     """Return the layout that gives each device whole tasks in their order, whatever their size."""
     shares = [
-        [Share(i, 0, task.batch_size) for i, task in enumerate(tasks)][d::num_devices] for d in range(num_devices)
+        [Share(i, 0, task.batch_size) for i, task in enumerate(tasks)][d::num_devices]
+        for d in range(num_devices)
     ]
     return Layout(tasks, tuple(map(tuple, shares)))
 
@@ -115,14 +123,18 @@ class Training:
         from jmoe.mesh import BATCH
         from jmoe.training.tasks.step import VisionTrainer
 
-        accumulated = dataclasses.replace(config, gradient_accumulation_steps=layout.micro_batch // MICRO_BATCH)
+        accumulated = dataclasses.replace(
+            config, gradient_accumulation_steps=layout.micro_batch // MICRO_BATCH
+        )
         tasks = [random_task(name, config, seed) for seed, name in enumerate(config.tasks)]
         batches = ImageBatches(tasks, accumulated, layout, rank, rank + 1)
         sharding = NamedSharding(mesh, BATCH)
         put = lambda array: jax.make_array_from_process_local_data(sharding, array)  # noqa: E731
         self.batch = jax.tree.map(put, next(batches))
         self.layout = layout
-        self.trainer = VisionTrainer(accumulated, dict.fromkeys(config.tasks, NUM_CLASSES), mesh, layout)
+        self.trainer = VisionTrainer(
+            accumulated, dict.fromkeys(config.tasks, NUM_CLASSES), mesh, layout
+        )
         self.state = self.trainer.init()
         self.step = self.trainer.step.lower(self.state, self.batch, full_capacity=True).compile()
         self.ops = trace.operations(self.step.as_text())
@@ -134,7 +146,7 @@ class Training:
         return metrics
 
     def traced_idle(self, clock: Clock) -> float:
-        """Trace a step; return the part of it in which this process computes nothing, as it waits for the other."""
+        """Return the share of a traced step in which this process only waits for the other."""
         clock.barrier()
         with trace.recording(self.ops, "jit_step") as found:
             clock(self)
@@ -170,8 +182,12 @@ def measure(a: argparse.Namespace) -> list[dict[str, Any]]:
     for name, run in runs.items():
         busy = np.median(np.array(run.processor_s) / np.array(run.seconds))
         own = [1 - busy, np.median([run.traced_idle(clock) for _ in range(a.traced)])]
-        every = np.asarray(multihost_utils.process_allgather(np.array(own, np.float32))).reshape(NUM_DEVICES, 2)
-        idle, traced = ([round(max(0.0, float(share)), 3) for share in shares] for shares in every.T)
+        every = np.asarray(multihost_utils.process_allgather(np.array(own, np.float32))).reshape(
+            NUM_DEVICES, 2
+        )
+        idle, traced = (
+            [round(max(0.0, float(share)), 3) for share in shares] for shares in every.T
+        )
         seconds, images = report.median(run.seconds), sum(run.layout.images)
         rows.append(
             {
@@ -180,7 +196,9 @@ def measure(a: argparse.Namespace) -> list[dict[str, Any]]:
                 "step_s": seconds,
                 "samples_per_s": round(images / seconds, 1),
                 "samples_per_s_a_device": round(images / seconds / NUM_DEVICES, 1),
-                "speed_up": report.ratio(runs["imbalanced"].seconds, run.seconds) if name != "half" else None,
+                "speed_up": report.ratio(runs["imbalanced"].seconds, run.seconds)
+                if name != "half"
+                else None,
                 "traced_idle_by_device": traced,
                 "idle_by_device": idle,
                 "planned_idle_by_device": [round(share, 3) for share in run.layout.idle()],
@@ -190,7 +208,9 @@ def measure(a: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def simulated(rows: list[dict[str, Any]], config: VisionTrainConfig) -> tuple[list[dict[str, Any]], dict[str, float]]:
+def simulated(
+    rows: list[dict[str, Any]], config: VisionTrainConfig
+) -> tuple[list[dict[str, Any]], dict[str, float]]:
     """Return rows of more devices than this machine has cores, and what they are made of."""
     by_name = {row["layout"]: row for row in rows}
     at = {name: (max(row["images_by_device"]), row["step_s"]) for name, row in by_name.items()}
@@ -218,7 +238,9 @@ def simulated(rows: list[dict[str, Any]], config: VisionTrainConfig) -> tuple[li
             }
         )
     for row in result:
-        row["compared_to_4_devices"] = round(row["samples_per_s_a_device"] / result[0]["samples_per_s_a_device"], 3)
+        row["compared_to_4_devices"] = round(
+            row["samples_per_s_a_device"] / result[0]["samples_per_s_a_device"], 3
+        )
     return result, about
 
 

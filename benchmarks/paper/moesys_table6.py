@@ -3,21 +3,25 @@
     sudo python benchmarks/paper/moesys_table6.py               1, 2 and 4 processes, and 2 nodes
     python benchmarks/paper/moesys_table6.py --places 1 2       without a link
     python benchmarks/paper/moesys_table6.py --quick            a smoke test
-    python benchmarks/paper/moesys_table6.py --one-device       the paper's ratio on one device, nothing is run
+    python benchmarks/paper/moesys_table6.py --one-device
+        the paper's ratio on one device, nothing is run
 
-A place is a number of processes, each a device with one core of this machine, or PROCESSES:MBIT, on two nodes with a
-link between them, whose rate is that of both directions together. More processes than cores share them: tokens a second
-and core are comparable then, those of a device are not. `1+` is one process with every core.
+A place is a number of processes, each a device with one core of this machine, or PROCESSES:MBIT, on
+two nodes with a link between them, whose rate is that of both directions together. More processes
+than cores share them: tokens a second and core are comparable then, those of a device are not. `1+`
+is one process with every core.
 
-same: one model and as many sequences everywhere, dealt out to the devices. grown: 8 experts and 8 sequences for each
-device, as the paper's models grow with their GPUs. A step gives every sequence a token. compared_to_one: tokens a
-second of all devices to those of one process with one core. link_ms: what the link alone takes for a step's bytes.
-The paper (Table 6; A100s, against DeepSpeed) has 10.0, 106.5 and 209.6 billion parameters on 1, 8 and 16 GPUs, and is
-5.8 to 13 % faster.
+same: one model and as many sequences everywhere, dealt out to the devices. grown: 8 experts and 8
+sequences for each device, as the paper's models grow with their GPUs. A step gives every sequence a
+token. compared_to_one: tokens a second of all devices to those of one process with one core.
+link_ms: what the link alone takes for a step's bytes.
+The paper (Table 6; A100s, against DeepSpeed) has 10.0, 106.5 and 209.6 billion parameters on 1, 8
+and 16 GPUs, and is 5.8 to 13 % faster.
 
 --one-device: decoding in bfloat16 against transformers, of the committed result of
-`benchmarks/peers/transformers_decoding.py`, beside the paper's 1.058 to 1.13. DeepSpeed's inference does not run here:
-its operators, kernel injection and MoE layers alike, are CUDA extensions, of which there are none for a CPU.
+`benchmarks/peers/transformers_decoding.py`, beside the paper's 1.058 to 1.13. DeepSpeed's inference
+does not run here: its operators, kernel injection and MoE layers alike, are CUDA extensions, of
+which there are none for a CPU.
 """
 
 if __name__ == "__main__":
@@ -71,17 +75,28 @@ MODEL = {
     "max_position_embeddings": 512,
 }
 SIZES = {"layers": 4, "prompt_tokens": 32, "new_tokens": 32}
-QUICK_MODEL = MODEL | {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
+QUICK_MODEL = MODEL | {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
 QUICK_SIZES = {"layers": 1, "prompt_tokens": 8, "new_tokens": 8}
 
 
 def parse() -> argparse.Namespace:
     parser = report.parser(__doc__)
-    parser.add_argument("--places", nargs="+", help=f"PROCESSES[:MBIT]; default: {' '.join(PLACES)}")
+    parser.add_argument(
+        "--places", nargs="+", help=f"PROCESSES[:MBIT]; default: {' '.join(PLACES)}"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="a small model and one round: is all there?")
-    parser.add_argument("--one-device", action="store_true", help="against transformers, of the committed result")
+    parser.add_argument(
+        "--quick", action="store_true", help="a small model and one round: is all there?"
+    )
+    parser.add_argument(
+        "--one-device", action="store_true", help="against transformers, of the committed result"
+    )
     parser.add_argument("--folder", type=Path, help="keep models and compiled programs here")
     add_rank_options(parser)
     a = parser.parse_args()
@@ -107,12 +122,20 @@ def engines(devices: int, sizes: dict[str, int]) -> dict[str, tuple[str, EngineC
         length = sizes["prompt_tokens"] + sizes["new_tokens"] + 1
         mesh = EngineMesh(devices) if devices > 1 else EngineMesh()
         chunk = sizes["prompt_tokens"]
-        options: dict[str, Any] = {"max_batch": sequences, "prefill_chunk_tokens": chunk, "policy": "resident"}
+        options: dict[str, Any] = {
+            "max_batch": sequences,
+            "prefill_chunk_tokens": chunk,
+            "policy": "resident",
+        }
         options["native"] = "off"  # as it is on several devices: like is compared with like
         return name_of(experts), EngineConfig(max_seq_len=length, mesh=mesh, **options)
 
     grown = {name: devices * count for name, count in A_DEVICE.items()}
-    return {"same": one(**QUICK)} if sizes == QUICK_SIZES else {"same": one(**SAME), "grown": one(**grown)}
+    return (
+        {"same": one(**QUICK)}
+        if sizes == QUICK_SIZES
+        else {"same": one(**SAME), "grown": one(**grown)}
+    )
 
 
 class Decoding:
@@ -130,7 +153,9 @@ class Decoding:
         engine, batch = self.engine, self.engine.max_batch
         shape = batch, self._sizes["prompt_tokens"]
         sampling = SamplingParams(max_new_tokens=self._sizes["new_tokens"], ignore_eos=True)
-        for prompt in np.random.default_rng(seed).integers(1, engine.config.vocab_size, shape).tolist():
+        for prompt in (
+            np.random.default_rng(seed).integers(1, engine.config.vocab_size, shape).tolist()
+        ):
             engine.add_request(prompt, sampling)
         while len(engine.step()) < batch:
             pass
@@ -174,7 +199,7 @@ class Decoding:
 
 
 def one_device() -> list[dict[str, Any]]:
-    """Return tokens a second of decoding on one device in bfloat16, ours over transformers', by model and sequences."""
+    """Return bfloat16 decoding rates on one device over transformers', by model and sequences."""
     peers = [row for row in json.loads(PEER.read_text())["rows"] if row["dtype"] == "bfloat16"]
     sequences = {"one": 1, "eight": 8}
     return [
@@ -188,10 +213,15 @@ def one_device() -> list[dict[str, Any]]:
     ]
 
 
-def measure(a: argparse.Namespace, sizes: dict[str, int], found: dict[str, Any]) -> list[dict[str, Any]]:
+def measure(
+    a: argparse.Namespace, sizes: dict[str, int], found: dict[str, Any]
+) -> list[dict[str, Any]]:
     """Return a row for each model at one place."""
     place = a.places[0]
-    decodings = {name: Decoding(engine, sizes, processes_and_rate(place)[1]) for name, engine in found.items()}
+    decodings = {
+        name: Decoding(engine, sizes, processes_and_rate(place)[1])
+        for name, engine in found.items()
+    }
     for number in range(a.rounds + 1):
         for decoding in decodings.values():
             decoding.run((a.seed, number))
@@ -212,14 +242,20 @@ def main() -> None:
         devices, rate = processes_and_rate(a.places[0])
         if a.places[0] != ALL_CORES:
             take_a_core(a.rank)
-        load = {name: (a.folder / of, config) for name, (of, config) in engines(devices, sizes).items()}
-        run_rank(EngineRank(a.rank, devices, a.port, rate), a.folder, load, partial(measure, a, sizes))
+        load = {
+            name: (a.folder / of, config) for name, (of, config) in engines(devices, sizes).items()
+        }
+        run_rank(
+            EngineRank(a.rank, devices, a.port, rate), a.folder, load, partial(measure, a, sizes)
+        )
         return
     with tempfile.TemporaryDirectory(prefix="jmoe-table6-") as temporary:
         folder, rows = a.folder or Path(temporary), []
         for place in a.places:
             devices, rate = processes_and_rate(place)
-            for experts in {QUICK["experts"]} if a.quick else {SAME["experts"], devices * A_DEVICE["experts"]}:
+            for experts in (
+                {QUICK["experts"]} if a.quick else {SAME["experts"], devices * A_DEVICE["experts"]}
+            ):
                 if not (folder / name_of(experts)).is_dir():
                     alike = zipf(sizes["layers"], experts, 0.0, a.seed)
                     write_skewed(folder / name_of(experts), alike, a.seed, **model)
@@ -228,7 +264,11 @@ def main() -> None:
     for row in rows:
         row["compared_to_one"] = round(row["tokens_per_s"] / one[row["model"]], 3) if one else None
     options = report.options(a, "rank", "port", "folder") | sizes | model
-    result = {"benchmark": "decoding on several devices (MoESys, Table 6)", "options": options, "rows": rows}
+    result = {
+        "benchmark": "decoding on several devices (MoESys, Table 6)",
+        "options": options,
+        "rows": rows,
+    }
     report.finish(result | {"paper": PAPER, "versions": report.versions("jax", "jaxlib")})
 
 

@@ -2,8 +2,8 @@
 
     python -m benchmarks.paper.pictures
 
-Writes docs/papers_moesys.png and docs/papers_lina.png. Titles name the figures whose place they take; what a paper
-has is in `python -m benchmarks.paper`.
+Writes docs/papers_moesys.png and docs/papers_lina.png. Titles name the figures whose place they
+take; what a paper has is in `python -m benchmarks.paper`.
 """
 
 if __name__ == "__main__":
@@ -49,7 +49,9 @@ def _bars(axes: Axes, groups: dict[str, dict[str, float]], label: str) -> None:
     axes.legend(fontsize=7)
 
 
-def _speeds(rows: Rows, ratio: str, group: Callable[[dict[str, Any]], str], bar: str) -> dict[str, dict[str, float]]:
+def _speeds(
+    rows: Rows, ratio: str, group: Callable[[dict[str, Any]], str], bar: str
+) -> dict[str, dict[str, float]]:
     groups: dict[str, dict[str, float]] = {}
     for row in rows:
         groups.setdefault(group(row), {})[row[bar]] = row[ratio]
@@ -68,9 +70,19 @@ def levels(axes: Axes, result: Result) -> None:
     for i, (_, row) in enumerate(rows):
         bottom = 0.0
         for part, color in COLORS.items():
-            axes.bar(i, row["parts_s"][part], 0.7, bottom, color=color, label=None if i else part.replace("_", " "))
+            axes.bar(
+                i,
+                row["parts_s"][part],
+                0.7,
+                bottom,
+                color=color,
+                label=None if i else part.replace("_", " "),
+            )
             bottom += row["parts_s"][part]
-    names = [f"{nodes} nodes\n{row['top_k']} of {row['experts']}\n{row['variant']}" for nodes, row in rows]
+    names = [
+        f"{nodes} nodes\n{row['top_k']} of {row['experts']}\n{row['variant']}"
+        for nodes, row in rows
+    ]
     axes.set_xticks(range(len(rows)), names, fontsize=6)
     axes.set_ylabel("s")
     axes.legend(fontsize=7)
@@ -83,20 +95,36 @@ def fusion(axes: Axes, result: Result) -> None:
     def shape(row: dict[str, Any]) -> str:
         return f"{_rate(row)}\n{'with experts' if row['experts'] else 'dense'}"
 
-    _bars(axes, _speeds(result["rows"], "ratio_to_one_by_one_flat", shape, "variant"), "speed, one by one, flat = 1")
+    _bars(
+        axes,
+        _speeds(result["rows"], "ratio_to_one_by_one_flat", shape, "variant"),
+        "speed, one by one, flat = 1",
+    )
 
 
 def ring(axes: Axes, result: Result) -> None:
     """Draw the speed of a ring of slots over that of resident weights."""
     axes.set_title("MoESys, Figure 12: prefill through a ring of half the layers", fontsize=9)
-    _bars(axes, {row["experts"]: row["speed_of_resident"] for row in result["rows"]}, "speed, resident = 1")
+    _bars(
+        axes,
+        {row["experts"]: row["speed_of_resident"] for row in result["rows"]},
+        "speed, resident = 1",
+    )
 
 
 def embedding(axes: Axes, result: Result) -> None:
     """Draw the speed of a step with the embedding in parts."""
     axes.set_title("MoESys, Table 4: speed with the embedding in parts", fontsize=9)
-    rows = [row | {"speed": 1 / row["ratio_to_replicated"]} for row in result["rows"] if row["mbit_per_s"]]
-    _bars(axes, _speeds(rows, "speed", lambda row: f"hidden {row['hidden_size']}", "embedding"), "replicated = 1")
+    rows = [
+        row | {"speed": 1 / row["ratio_to_replicated"]}
+        for row in result["rows"]
+        if row["mbit_per_s"]
+    ]
+    _bars(
+        axes,
+        _speeds(rows, "speed", lambda row: f"hidden {row['hidden_size']}", "embedding"),
+        "replicated = 1",
+    )
     axes.set_yscale("log")
 
 
@@ -109,16 +137,27 @@ def step_times(axes: Axes, result: Result) -> None:
 
 def all_to_alls(axes: Axes, result: Result) -> None:
     """Draw how much sooner the all-to-alls of a backward pass are done."""
-    axes.set_title("Lina, section 7.2: all-to-alls of the backward pass, how much sooner", fontsize=9)
-    _bars(axes, _speeds(result["rows"], "ratio_all_to_alls_to_ready", _rate, "variant"), "ready = 1")
+    axes.set_title(
+        "Lina, section 7.2: all-to-alls of the backward pass, how much sooner", fontsize=9
+    )
+    _bars(
+        axes, _speeds(result["rows"], "ratio_all_to_alls_to_ready", _rate, "variant"), "ready = 1"
+    )
 
 
 def layers(axes: Axes, result: Result) -> None:
     """Draw the time of a layer, forward and backward."""
-    axes.set_title("Lina, section 7.2: time of a layer, forward (dark) and backward (light)", fontsize=9)
+    axes.set_title(
+        "Lina, section 7.2: time of a layer, forward (dark) and backward (light)", fontsize=9
+    )
     rows = result["layers"]["rows"]
     for way, shift, alpha in (("forward", -0.2, 1.0), ("backward", 0.2, 0.5)):
-        axes.bar([i + shift for i in range(len(rows))], [row[f"{way}_layer_s"] for row in rows], 0.4, alpha=alpha)
+        axes.bar(
+            [i + shift for i in range(len(rows))],
+            [row[f"{way}_layer_s"] for row in rows],
+            0.4,
+            alpha=alpha,
+        )
     names = [f"{row['variant']}\n{row['mbit_per_s']:g}" for row in rows]
     axes.set_xticks(range(len(rows)), names, fontsize=6, rotation=45)
     axes.set_ylabel("s")
@@ -139,7 +178,8 @@ def paths(axes: Axes, result: Result) -> None:
     """Draw how often the experts of the next layer are guessed right."""
     axes.set_title("Lina, Table 5 and Figure 9: guesses of the next layer's experts", fontsize=9)
     rows = {
-        row["estimator"]: {"among 2": row["among_2"], "among 4": row["among_4"]} for row in result["text"]["accuracy"]
+        row["estimator"]: {"among 2": row["among_2"], "among 4": row["among_4"]}
+        for row in result["text"]["accuracy"]
     }
     _bars(axes, rows, "right")
     axes.tick_params(axis="x", labelsize=7)
@@ -147,9 +187,14 @@ def paths(axes: Axes, result: Result) -> None:
 
 def inference(axes: Axes, result: Result) -> None:
     """Draw how much sooner batches are done where experts are placed by popularity."""
-    axes.set_title("Lina, Figures 16 to 19: time of a batch with even placement over its", fontsize=9)
+    axes.set_title(
+        "Lina, Figures 16 to 19: time of a batch with even placement over its", fontsize=9
+    )
     rows = [row for row in result["trained"]["batches"] if row["text"] == "Python"]
-    groups = {row["contestant"].replace(", ", "\n"): {"median": row["ratio"], "p95": row["ratio_p95"]} for row in rows}
+    groups = {
+        row["contestant"].replace(", ", "\n"): {"median": row["ratio"], "p95": row["ratio_p95"]}
+        for row in rows
+    }
     _bars(axes, groups, "even = 1")
     axes.tick_params(axis="x", labelsize=6)
 
@@ -167,13 +212,24 @@ PANELS: dict[str, tuple[Callable[[Axes, Result], None], ...]] = {  # of each pla
     "lina-inference": (inference,),
 }
 PICTURES = {
-    "papers_moesys.png": ("moesys-figure-10", "moesys-table-5", "moesys-table-4", "moesys-figure-12"),
-    "papers_lina.png": ("lina-step", "lina-layer", "lina-partition-size", "lina-popularity", "lina-inference"),
+    "papers_moesys.png": (
+        "moesys-figure-10",
+        "moesys-table-5",
+        "moesys-table-4",
+        "moesys-figure-12",
+    ),
+    "papers_lina.png": (
+        "lina-step",
+        "lina-layer",
+        "lina-partition-size",
+        "lina-popularity",
+        "lina-inference",
+    ),
 }
 
 
 def draw(places: Sequence[Place], path: Path) -> Path:
-    """Draw the figures of these places, two side by side, from their committed results; return the path."""
+    """Draw these places' figures from their results, two a row; return the picture's path."""
     drawn = [(panel, place.committed()) for place in places for panel in PANELS[place.name]]
     columns = min(2, len(drawn))
     figure = Figure(figsize=(6 * columns, 3.6 * len(drawn) / columns), layout="constrained")

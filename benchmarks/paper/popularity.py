@@ -2,18 +2,20 @@
 
     python -m benchmarks.paper.popularity --model DIR --text FILE
 
-Lina, section 5.1 and Table 5: experts of layer i + 1 from a token's path through the l layers before (l = 1, 3, 6),
-beside the next layer's router applied to this layer's input and the experts used most lately. A text is cut into pieces
-of the model's length; the tables are counted on some, drawn at random, everything is measured on others; --other FILE:
-accuracy and popularity on another kind of text too, by the same tables. The last line is one JSON object:
+Lina, section 5.1 and Table 5: experts of layer i + 1 from a token's path through the l layers
+before (l = 1, 3, 6), beside the next layer's router applied to this layer's input and the experts
+used most lately. A text is cut into pieces of the model's length; the tables are counted on some,
+drawn at random, everything is measured on others; --other FILE: accuracy and popularity on another
+kind of text too, by the same tables. The last line is one JSON object:
 
-- accuracy: share of the experts that tokens chose (top-k) among the k and the 2k guessed for each token, means over
-  layers; prefilled text. counts: of tokens one by one, as a decoder sees them.
-- popularity: of steps of prefilled text, layer by layer: distance of the estimated popularity from the actual one
-  (half the sum of absolute differences over all tokens), share of steps whose 2k most popular experts are not those
-  estimated (what makes Lina plan anew), also with what a table of top-k experts has.
-- decoding: the streaming engine with part of the experts on the device and a slow link, each estimator in turn in
-  every round; medians.
+- accuracy: share of the experts that tokens chose (top-k) among the k and the 2k guessed for each
+  token, means over layers; prefilled text. counts: of tokens one by one, as a decoder sees them.
+- popularity: of steps of prefilled text, layer by layer: distance of the estimated popularity from
+  the actual one (half the sum of absolute differences over all tokens), and share of steps whose 2k
+  most popular experts are not the estimated ones (which makes Lina plan anew), also for a table of
+  top-k experts.
+- decoding: the streaming engine with part of the experts on the device and a slow link, each
+  estimator in turn in every round; medians.
 - lookup_ms: of a table, for all of a step's tokens and one layer.
 """
 
@@ -58,12 +60,16 @@ ONE_BY_ONE = 2000  # tokens
 
 def arguments() -> argparse.Namespace:
     parser = report.parser(__doc__)
-    parser.add_argument("--model", type=Path, required=True, help="a Hugging Face folder with a tokenizer.json")
+    parser.add_argument(
+        "--model", type=Path, required=True, help="a Hugging Face folder with a tokenizer.json"
+    )
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--other", type=Path, help="another kind of text")
     parser.add_argument("--profile-tokens", type=int, default=100_000)
     parser.add_argument("--test-tokens", type=int, default=20_000)
-    parser.add_argument("--device-fraction", type=float, default=0.5, help="of the experts, on the device")
+    parser.add_argument(
+        "--device-fraction", type=float, default=0.5, help="of the experts, on the device"
+    )
     parser.add_argument("--host-bytes-per-s", type=float, default=3e8)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--prompt", type=int, default=64)
@@ -73,7 +79,7 @@ def arguments() -> argparse.Namespace:
 
 
 class Listener(Estimator):
-    """Notes for every layer what the next layer's router would choose, 2k experts a token, and what tokens chose."""
+    """Records each layer's chosen experts, and the 2k that the next layer's router would choose."""
 
     def __init__(self, folder: Path) -> None:
         with LazyCheckpoint(folder) as checkpoint:
@@ -111,8 +117,14 @@ def listen(folder: Path, prompts: list[list[int]]) -> Listener:
     """Return what was noted while an engine prefilled the prompts."""
     listener = Listener(folder)
     with LazyCheckpoint(folder) as checkpoint:
-        device_bytes = checkpoint.expert_bytes * checkpoint.config.num_moe_layers * checkpoint.config.num_experts
-    config = EngineConfig(max_batch=1, prefill_chunk_tokens=2048, policy="experts", device_bytes=device_bytes)
+        device_bytes = (
+            checkpoint.expert_bytes
+            * checkpoint.config.num_moe_layers
+            * checkpoint.config.num_experts
+        )
+    config = EngineConfig(
+        max_batch=1, prefill_chunk_tokens=2048, policy="experts", device_bytes=device_bytes
+    )
     with Engine(folder, config) as engine:
         engine._runner.estimator = listener
         for prompt in prompts:
@@ -128,7 +140,7 @@ def hits(guessed_TG: np.ndarray, chosen_TK: np.ndarray) -> float:
 
 
 def ranked_by_path(table: PathTable, path: Sequence[np.ndarray]) -> np.ndarray:
-    """int [T, 2K]: the experts of the next layer that each token's path makes most likely; -1 for none."""
+    """Return int [T, 2K]: the next layer's likeliest experts by each token's path; -1 for none."""
     last, most = path[-1], 2 * table.header.num_experts_per_tok
     seen: dict[bytes, np.ndarray] = {}
     ranked = np.full((len(last), most), -1)
@@ -143,8 +155,10 @@ def ranked_by_path(table: PathTable, path: Sequence[np.ndarray]) -> np.ndarray:
     return ranked
 
 
-def ranked_by_counts(steps: list[list[np.ndarray]], layer: int, num_experts: int, most: int) -> np.ndarray:
-    """int [T, 2K]: before each token, the experts that those before it used most in a layer, as an engine counts."""
+def ranked_by_counts(
+    steps: list[list[np.ndarray]], layer: int, num_experts: int, most: int
+) -> np.ndarray:
+    """Return int [T, 2K]: a layer's most used experts before each token, by an engine's counts."""
     counts, ranked = HitCounts(num_experts), []
     for choices in steps:
         for own_K in choices[layer]:
@@ -159,20 +173,34 @@ def accuracy(listener: Listener, tables: dict[int, PathTable]) -> list[dict[str,
     """Rows: estimator, share of right guesses."""
     config, layers = listener.config, range(listener.config.num_moe_layers - 1)
     k = config.num_experts_per_tok
-    chosen = [np.concatenate([step[layer] for step in listener.choices]) for layer in range(config.num_moe_layers)]
-    guesses = {"router": [np.concatenate([step[layer] for step in listener.guesses]) for layer in layers]}
-    guesses["counts"] = [ranked_by_counts(listener.choices, n + 1, config.num_experts, 2 * k) for n in layers]
+    chosen = [
+        np.concatenate([step[layer] for step in listener.choices])
+        for layer in range(config.num_moe_layers)
+    ]
+    guesses = {
+        "router": [np.concatenate([step[layer] for step in listener.guesses]) for layer in layers]
+    }
+    guesses["counts"] = [
+        ranked_by_counts(listener.choices, n + 1, config.num_experts, 2 * k) for n in layers
+    ]
     for length, table in tables.items():
         guesses[f"paths, l = {length}"] = [ranked_by_path(table, chosen[: n + 1]) for n in layers]
     rows = []
     for name, by_layer in guesses.items():
         share = {
-            f"among_{most}": [hits(guess[:, :most], chosen[n + 1][: len(guess)]) for n, guess in enumerate(by_layer)]
+            f"among_{most}": [
+                hits(guess[:, :most], chosen[n + 1][: len(guess)])
+                for n, guess in enumerate(by_layer)
+            ]
             for most in (k, 2 * k)
         }
         means = {key: round(statistics.mean(values), 4) for key, values in share.items()}
         rows.append(
-            report.progress({"estimator": name} | means | {"by_layer": [round(x, 3) for x in share[f"among_{k}"]]})
+            report.progress(
+                {"estimator": name}
+                | means
+                | {"by_layer": [round(x, 3) for x in share[f"among_{k}"]]}
+            )
         )
     return rows
 
@@ -189,18 +217,30 @@ def popularity(listener: Listener, counters: dict[int, PathCounter]) -> list[dic
                     estimate = table.popularity(step[: layer + 1])
                     actual_E = np.bincount(step[layer + 1].ravel(), minlength=experts)
                     far.append(np.abs(estimate.popularity_E - actual_E).sum() / 2 / actual_E.sum())
-                    most = [set(np.argsort(-x, kind="stable")[: 2 * k]) for x in (estimate.popularity_E, actual_E)]
+                    most = [
+                        set(np.argsort(-x, kind="stable")[: 2 * k])
+                        for x in (estimate.popularity_E, actual_E)
+                    ]
                     other.append(most[0] != most[1])
                     without.append(estimate.without_share)
             means = {"distance": far, "plans_anew": other, "tokens_without_estimate": without}
             row = {"path_length": length, "kept": kept, "paths": len(table.keys)}
-            rows.append(report.progress(row | {key: round(float(np.mean(x)), 4) for key, x in means.items()}))
+            rows.append(
+                report.progress(
+                    row | {key: round(float(np.mean(x)), 4) for key, x in means.items()}
+                )
+            )
     return rows
 
 
-def lookup_ms(listener: Listener, tables: dict[int, PathTable], tokens: int = 4096) -> list[dict[str, Any]]:
+def lookup_ms(
+    listener: Listener, tables: dict[int, PathTable], tokens: int = 4096
+) -> list[dict[str, Any]]:
     """Rows: median milliseconds to look all tokens of a step up, at the deepest layer."""
-    whole = [np.concatenate([step[n] for step in listener.choices]) for n in range(listener.config.num_moe_layers)]
+    whole = [
+        np.concatenate([step[n] for step in listener.choices])
+        for n in range(listener.config.num_moe_layers)
+    ]
     path, rows = [np.resize(choices, (tokens, choices.shape[1])) for choices in whole[:-1]], []
     for length, table in tables.items():
         taken: dict[str, list[float]] = {"popularity": [], "likely": []}
@@ -210,17 +250,24 @@ def lookup_ms(listener: Listener, tables: dict[int, PathTable], tokens: int = 40
                 getattr(table, name)(path)
                 seconds.append(1e3 * (time.perf_counter() - begun))
         rows.append(
-            {"path_length": length, "tokens": tokens} | {name: report.median(s, 3) for name, s in taken.items()}
+            {"path_length": length, "tokens": tokens}
+            | {name: report.median(s, 3) for name, s in taken.items()}
         )
     return rows
 
 
-def decoding(a: argparse.Namespace, folder: Path, tables: dict[int, PathTable]) -> list[dict[str, Any]]:
+def decoding(
+    a: argparse.Namespace, folder: Path, tables: dict[int, PathTable]
+) -> list[dict[str, Any]]:
     """Rows: an estimator and a batch, with the streaming engine's counters."""
     with LazyCheckpoint(folder) as checkpoint:
         config = checkpoint.config
         experts_bytes = checkpoint.expert_bytes * config.num_moe_layers * config.num_experts
-    sizes = {"max_batch": max(a.batch), "max_seq_len": a.prompt + a.new_tokens + 1, "policy": "experts"}
+    sizes = {
+        "max_batch": max(a.batch),
+        "max_seq_len": a.prompt + a.new_tokens + 1,
+        "policy": "experts",
+    }
     sizes |= {"device_bytes": int(a.device_fraction * experts_bytes), "expert_tier": "host"}
     rows = []
     with ExitStack() as stack:
@@ -229,17 +276,31 @@ def decoding(a: argparse.Namespace, folder: Path, tables: dict[int, PathTable]) 
             if isinstance(name, int):
                 tables[name].save(folder)
             options = EngineConfig(**sizes, estimator="paths" if isinstance(name, int) else name)
-            engine = Engine(folder, options, bandwidth_limit_bytes_per_s={"host": a.host_bytes_per_s})
-            engines[f"paths, l = {name}" if isinstance(name, int) else str(name)] = stack.enter_context(engine)
+            engine = Engine(
+                folder, options, bandwidth_limit_bytes_per_s={"host": a.host_bytes_per_s}
+            )
+            engines[f"paths, l = {name}" if isinstance(name, int) else str(name)] = (
+                stack.enter_context(engine)
+            )
         for batch in a.batch:
             found: dict[str, list[dict[str, float]]] = {name: [] for name in engines}
             for number in range(a.rounds + 1):
                 for name, engine in engines.items():
                     found[name].append(measure(a, engine, batch, number))
             for name, rounds in found.items():
-                keys = ("decode_tokens_per_s", "hit_rate", "guessed_right_fraction", "waited_fraction")
-                row = {key: report.median(r[key] for r in rounds[1:]) for key in (*keys, "estimate_fraction")}
-                ratios = report.ratio(*([r[keys[0]] for r in x[1:]] for x in (rounds, found["None"])))
+                keys = (
+                    "decode_tokens_per_s",
+                    "hit_rate",
+                    "guessed_right_fraction",
+                    "waited_fraction",
+                )
+                row = {
+                    key: report.median(r[key] for r in rounds[1:])
+                    for key in (*keys, "estimate_fraction")
+                }
+                ratios = report.ratio(
+                    *([r[keys[0]] for r in x[1:]] for x in (rounds, found["None"]))
+                )
                 row |= {
                     "against_no_guess": ratios,
                     "bytes_per_token": report.median(r["bytes_per_token"] for r in rounds[1:]),
@@ -272,14 +333,18 @@ def main() -> None:
         tokenizer = open_tokenizer(folder / "tokenizer.json")
         num_counted, num_tested = a.profile_tokens // size, a.test_tokens // size
         pieces = draw(tokenizer.encode(a.text.read_text()).ids, size)
-        assert len(pieces) >= num_counted + num_tested, f"{a.text} has {len(pieces)} pieces of {size} tokens"
+        assert len(pieces) >= num_counted + num_tested, (
+            f"{a.text} has {len(pieces)} pieces of {size} tokens"
+        )
         counted, tested = pieces[:num_counted], pieces[num_counted : num_counted + num_tested]
         sizes = (config.num_moe_layers, config.num_experts, config.num_experts_per_tok)
         counters = {length: PathCounter(*sizes, length) for length in LENGTHS}
         for step in listen(folder, counted).choices:
             for counter in counters.values():
                 counter.add(step)
-        result: dict[str, Any] = dict(zip(("layers", "experts", "experts_per_token"), sizes, strict=True))
+        result: dict[str, Any] = dict(
+            zip(("layers", "experts", "experts_per_token"), sizes, strict=True)
+        )
         result["text"] = measured(listen(folder, tested), counters)
         if a.other is not None:
             others = draw(tokenizer.encode(a.other.read_text()).ids, size)[:num_tested]

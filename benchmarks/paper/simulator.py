@@ -2,9 +2,10 @@
 
     python -m benchmarks.paper.simulator
 
-`benchmarks/comm/simulate.py` says how long exchanges take on up to 1,024 nodes. Here the same formula, with
-the measured link's rate, predicts every exchange of `results/exchange_two_nodes_cpu.json`: `error` is predicted /
-measured - 1. The link carries the bytes of both nodes' two ranks, one after the other.
+`benchmarks/comm/simulate.py` says how long exchanges take on up to 1,024 nodes. Here the same
+formula, with the measured link's rate, predicts every exchange of
+`results/exchange_two_nodes_cpu.json`: `error` is predicted / measured - 1. The link carries the
+bytes of both nodes' two ranks, one after the other.
 """
 
 if __name__ == "__main__":
@@ -37,10 +38,12 @@ def links_of(mbit_per_s: float, nodes: int = NODES) -> LinksConfig:
 
 
 def predicted_s(row: dict[str, Any]) -> float:
-    """Return the seconds of an exchange there and back (twice with its backward pass) over the row's link."""
+    """Return the seconds of an exchange and its return over the row's link, twice if backward."""
     plan = ExchangePlan(row["exchange"], "", NODES, RANKS, 1.0)
     sent = Traffic(across_bytes=row["formula_bytes"] // RANKS, inside_bytes=0)
-    return exchange_seconds(plan, sent, links_of(row["mbit_per_s"]), backward=row["direction"] == "backward")
+    return exchange_seconds(
+        plan, sent, links_of(row["mbit_per_s"]), backward=row["direction"] == "backward"
+    )
 
 
 def check(measured: dict[str, Any]) -> list[dict[str, Any]]:
@@ -48,9 +51,18 @@ def check(measured: dict[str, Any]) -> list[dict[str, Any]]:
     rows = []
     for row in measured["rows"]:
         if row["mbit_per_s"] > 0:
-            kept = {name: row[name] for name in ("mbit_per_s", "top_k", "experts", "direction", "exchange", "seconds")}
+            kept = {
+                name: row[name]
+                for name in ("mbit_per_s", "top_k", "experts", "direction", "exchange", "seconds")
+            }
             seconds = predicted_s(row)
-            rows.append(kept | {"predicted_s": round(seconds, 4), "error": round(seconds / row["seconds"] - 1, 3)})
+            rows.append(
+                kept
+                | {
+                    "predicted_s": round(seconds, 4),
+                    "error": round(seconds / row["seconds"] - 1, 3),
+                }
+            )
     return rows
 
 
@@ -58,7 +70,13 @@ def main() -> None:
     report.parser(__doc__).parse_args()
     rows = check(json.loads(MEASURED.read_text()))
     largest = max((row["error"] for row in rows), key=abs)
-    report.finish({"benchmark": "simulated against measured exchanges", "largest_error": largest, "rows": rows})
+    report.finish(
+        {
+            "benchmark": "simulated against measured exchanges",
+            "largest_error": largest,
+            "rows": rows,
+        }
+    )
 
 
 if __name__ == "__main__":

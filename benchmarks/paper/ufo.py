@@ -3,22 +3,26 @@
     python benchmarks/paper/ufo.py
     python benchmarks/paper/ufo.py --quick        a smoke test
 
-Two processes, each a device with one core of this machine, learn the four tasks of ufo-tiny from the same images, in
-batches of 64, 32, 16 and 16, 16 images at once:
-super-network: ufo-tiny, `--layout elastic`, 64 images a device. imbalanced: the same network, whole tasks dealt out in
-their order, 80 and 48 images. dense: a model for each task, as deep and as wide as the task's path through the
-super-network, with its own optimizer; the models are packed onto the devices by load, and nothing crosses them.
+Two processes, each a device with one core of this machine, learn the four tasks of ufo-tiny from
+the same images, in batches of 64, 32, 16 and 16, 16 images at once:
+super-network: ufo-tiny, `--layout elastic`, 64 images a device. imbalanced: the same network, whole
+tasks dealt out in their order, 80 and 48 images. dense: a model for each task, as deep and as wide
+as the task's path through the super-network, with its own optimizer; the models are packed onto the
+devices by load, and nothing crosses them.
 
-speeds: contestants take `--turns` turns of `--turn` steps, timed from a barrier to a barrier, reading images included.
-wide: the same with layers three times as wide, where experts are more of the work, in turns of WIDE_STEPS steps.
-accuracies: super-network and dense models learn for `--steps` steps with the same schedule; every `--check` steps they
-are evaluated on held-out images, on a machine that may do other things too. equal_quality, of each task: after how many
-steps and images the super-network is within `--tolerance` of what the dense model reaches in the end (null: never); and
-after how many either reaches `both`, the best accuracy that both have reached.
-state: bytes of parameters and optimizer on the device. peak: with what the largest step needs besides.
+speeds: contestants take `--turns` turns of `--turn` steps, timed from a barrier to a barrier,
+reading images included. wide: the same with layers three times as wide, where experts are more of
+the work, in turns of WIDE_STEPS steps. accuracies: super-network and dense models learn for
+`--steps` steps with the same schedule; every `--check` steps they are evaluated on held-out images,
+on a machine that may do other things too. equal_quality, of each task: after how many steps and
+images the super-network is within `--tolerance` of what the dense model reaches in the end (null:
+never); and after how many either reaches `both`, the best accuracy that both have reached.
+state: bytes of parameters and optimizer on the device. peak: with what the largest step needs
+besides.
 
-The paper (UFO, 32 A100): 697 images/s against 425 of PyTorch 1.10, with 18 % less memory, both of them the same
-super-network. That baseline lacks much else; it is quoted, and not what is compared here.
+The paper (UFO, 32 A100): 697 images/s against 425 of PyTorch 1.10, with 18 % less memory, both of
+them the same super-network. That baseline lacks much else; it is quoted, and not what is compared
+here.
 """
 
 if __name__ == "__main__":
@@ -61,10 +65,16 @@ def parse() -> argparse.Namespace:
     parser = report.parser(__doc__)
     parser.add_argument("--steps", type=int, default=ufo_tiny.num_steps)
     parser.add_argument("--parts", nargs="+", default=[*PARTS], choices=PARTS)
-    parser.add_argument("--turn", type=int, default=50, help="steps of a contestant, one after another")
+    parser.add_argument(
+        "--turn", type=int, default=50, help="steps of a contestant, one after another"
+    )
     parser.add_argument("--turns", type=int, default=5, help="and one before, which compiles")
-    parser.add_argument("--check", type=int, default=100, help="steps from one evaluation to the next")
-    parser.add_argument("--tolerance", type=float, default=0.01, help="of an accuracy, that counts as equal")
+    parser.add_argument(
+        "--check", type=int, default=100, help="steps from one evaluation to the next"
+    )
+    parser.add_argument(
+        "--tolerance", type=float, default=0.01, help="of an accuracy, that counts as equal"
+    )
     parser.add_argument("--quick", action="store_true", help="a few steps: is all there?")
     add_rank_options(parser)
     a = parser.parse_args()
@@ -83,7 +93,7 @@ def config_of(a: argparse.Namespace) -> VisionTrainConfig:
 
 
 def dense_config(config: VisionTrainConfig, name: str) -> VisionTrainConfig:
-    """Return one task's model: all of its layers dense, as many parameters as a patch meets on the task's path."""
+    """Return one task's dense model, with the parameters that a patch meets on the task's path."""
     layers = tuple(range(config.model.num_hidden_layers))
     model = dataclasses.replace(path_config(config.model), mlp_only_layers=layers, num_experts=0)
     task = dataclasses.replace(config.tasks[name], path=())
@@ -94,7 +104,12 @@ class Training:
     """One network on some devices: its program, its images, its state."""
 
     def __init__(
-        self, config: VisionTrainConfig, tasks: Sequence[ImageTask], layout: Layout, mesh: Any, first: int
+        self,
+        config: VisionTrainConfig,
+        tasks: Sequence[ImageTask],
+        layout: Layout,
+        mesh: Any,
+        first: int,
     ) -> None:
         import jax
         from jax.sharding import NamedSharding
@@ -102,14 +117,20 @@ class Training:
         from jmoe.mesh import BATCH
         from jmoe.training.tasks.step import VisionTrainer
 
-        accumulated = dataclasses.replace(config, gradient_accumulation_steps=layout.micro_batch // MICRO_BATCH)
+        accumulated = dataclasses.replace(
+            config, gradient_accumulation_steps=layout.micro_batch // MICRO_BATCH
+        )
         self.tasks, self.layout, self.mesh = tuple(tasks), layout, mesh
         self.batches = ImageBatches(tasks, accumulated, layout, first, first + 1)
-        self.trainer = VisionTrainer(accumulated, {task.name: len(task.classes) for task in tasks}, mesh, layout)
+        self.trainer = VisionTrainer(
+            accumulated, {task.name: len(task.classes) for task in tasks}, mesh, layout
+        )
         self.state = self.trainer.init()
         sharding = NamedSharding(mesh, BATCH)
         self.put = lambda a: jax.make_array_from_process_local_data(sharding, a)
-        self.place = lambda a: jax.make_array_from_callback(a.shape, sharding, lambda index: a[index])
+        self.place = lambda a: jax.make_array_from_callback(
+            a.shape, sharding, lambda index: a[index]
+        )
 
     def step(self) -> None:
         """Read images and take a step."""
@@ -124,8 +145,12 @@ class Training:
         import jax
 
         sums_3A = np.zeros((3, len(self.tasks)))
-        for batch in held_out_batches(self.tasks, self.trainer.homes, self.mesh.size, EVALUATION_IMAGES):
-            sums_3A += np.asarray(self.trainer.evaluate(self.state, [jax.tree.map(self.place, batch)])[0])
+        for batch in held_out_batches(
+            self.tasks, self.trainer.homes, self.mesh.size, EVALUATION_IMAGES
+        ):
+            sums_3A += np.asarray(
+                self.trainer.evaluate(self.state, [jax.tree.map(self.place, batch)])[0]
+            )
         return list(map(float, sums_3A[1] / sums_3A[2]))
 
     def bytes_on_device(self) -> tuple[int, int]:
@@ -161,9 +186,15 @@ class Contestant:
 
     def evaluate(self, step: int, names: Sequence[str]) -> None:
         """Keep the accuracy of every task, the same on every process."""
-        own = {task.name: value for t in self.own for task, value in zip(t.tasks, t.accuracies(), strict=True)}
+        own = {
+            task.name: value
+            for t in self.own
+            for task, value in zip(t.tasks, t.accuracies(), strict=True)
+        }
         shared = gathered([own.get(name, 0.0) for name in names]).max(axis=0)
-        self.accuracies[step] = {name: round(float(value), 4) for name, value in zip(names, shared, strict=True)}
+        self.accuracies[step] = {
+            name: round(float(value), 4) for name, value in zip(names, shared, strict=True)
+        }
 
     @property
     def steady(self) -> list[float]:
@@ -173,7 +204,10 @@ class Contestant:
     def row(self, turn: int, elastic: "Contestant") -> dict[str, Any]:
         """Return the contestant's figures."""
         sizes = [training.bytes_on_device() for training in self.own]
-        own = [sum(state for state, _ in sizes), sum(state for state, _ in sizes) + max(more for _, more in sizes)]
+        own = [
+            sum(state for state, _ in sizes),
+            sum(state for state, _ in sizes) + max(more for _, more in sizes),
+        ]
         state, peak = gathered(own).astype(int).T.tolist()
         images = sum(self.images) * turn
         seconds = report.median(self.steady)
@@ -192,7 +226,9 @@ def gathered(own: Sequence[float]) -> np.ndarray:
     """Return these numbers of every process, [processes, numbers]."""
     from jax.experimental import multihost_utils
 
-    return np.asarray(multihost_utils.process_allgather(np.array(own, np.float32))).reshape(NUM_DEVICES, -1)
+    return np.asarray(multihost_utils.process_allgather(np.array(own, np.float32))).reshape(
+        NUM_DEVICES, -1
+    )
 
 
 def contestants(config: VisionTrainConfig, rank: int, mesh: Any) -> list[Contestant]:
@@ -201,8 +237,14 @@ def contestants(config: VisionTrainConfig, rank: int, mesh: Any) -> list[Contest
 
     from jmoe.mesh import make_mesh
 
-    tasks = [load_task(name, task.source, config.model, config.images) for name, task in config.tasks.items()]
-    layouts = {"super-network": plan(loads(config), NUM_DEVICES), "imbalanced": dealt(loads(config), NUM_DEVICES)}
+    tasks = [
+        load_task(name, task.source, config.model, config.images)
+        for name, task in config.tasks.items()
+    ]
+    layouts = {
+        "super-network": plan(loads(config), NUM_DEVICES),
+        "imbalanced": dealt(loads(config), NUM_DEVICES),
+    }
     result = [
         Contestant(name, [Training(config, tasks, layout, mesh, rank)], layout.images)
         for name, layout in layouts.items()
@@ -215,7 +257,7 @@ def contestants(config: VisionTrainConfig, rank: int, mesh: Any) -> list[Contest
 
 
 def measure(a: argparse.Namespace) -> dict[str, Any]:
-    """Return speeds and bytes of all contestants, and accuracies on the way; called by every rank."""
+    """Return speeds, bytes and accuracies of all contestants; called by every rank."""
     import jax
 
     from jmoe.mesh import make_mesh
@@ -241,7 +283,7 @@ def measure(a: argparse.Namespace) -> dict[str, Any]:
 
 
 def learned(runs: Sequence[Contestant], clock: Clock, a: argparse.Namespace) -> dict[str, Any]:
-    """Return the accuracies of super-network and dense models as they learn, and what each needs."""
+    """Return both kinds' accuracies as they learn, and the steps that each needs."""
     network, _, dense = runs
     for step in range(a.check, a.steps + 1, a.check):
         for run in (network, dense):
@@ -256,7 +298,7 @@ def learned(runs: Sequence[Contestant], clock: Clock, a: argparse.Namespace) -> 
 
 
 def equal_quality(network: Contestant, dense: Contestant, tolerance: float) -> list[dict[str, Any]]:
-    """Return, task by task, what the super-network and the dense model need to be as good as the other."""
+    """Return, by task, what super-network and dense model need to reach each other's accuracy."""
     last, result = max(dense.accuracies), []
 
     def needs(run: Contestant, name: str, goal: float, what: str) -> dict[str, int | None]:
@@ -266,10 +308,21 @@ def equal_quality(network: Contestant, dense: Contestant, tolerance: float) -> l
 
     for name in ufo_tiny.tasks:
         own, goal = (run.accuracies[last][name] for run in (network, dense))
-        both = min(max(accuracy[name] for accuracy in run.accuracies.values()) for run in (network, dense))
-        row = {"task": name, network.name: own, dense.name: goal, "above_dense": round(own - goal, 4)}
+        both = min(
+            max(accuracy[name] for accuracy in run.accuracies.values()) for run in (network, dense)
+        )
+        row = {
+            "task": name,
+            network.name: own,
+            dense.name: goal,
+            "above_dense": round(own - goal, 4),
+        }
         row |= needs(network, name, goal - tolerance, "as_dense")
-        row |= {"both": both, **needs(network, name, both, "to_both"), **needs(dense, name, both, "to_both")}
+        row |= {
+            "both": both,
+            **needs(network, name, both, "to_both"),
+            **needs(dense, name, both, "to_both"),
+        }
         result.append(row)
     return result
 
@@ -287,7 +340,9 @@ def main() -> None:
         "benchmark": "a super-network against a dense model a task (UFO)",
         "options": report.options(a, "rank", "port") | {"wide_model": MODEL},
     }
-    report.finish(result | measured | {"paper": PAPER, "versions": report.versions("jax", "jaxlib")})
+    report.finish(
+        result | measured | {"paper": PAPER, "versions": report.versions("jax", "jaxlib")}
+    )
 
 
 if __name__ == "__main__":

@@ -2,11 +2,12 @@
 
     python benchmarks/peers/compressed_weights.py --model DIR --python ENVIRONMENT/bin/python
 
---model: a Hugging Face folder with wide experts; hidden sizes a multiple of 128. --python: of an environment with
-`pip install torch transformers compressed-tensors`. Each format is written by `jmoe.deploy.compress`. transformers
-computes in float32 from weights widened to bfloat16 (fp8: to float32), which cannot hold int4 and int8 times their
-scales; ours starts from weights rounded likewise (`difference`), and from what is stored (`difference_as_stored`).
-`wide` is the model itself.
+--model: a Hugging Face folder with wide experts; hidden sizes a multiple of 128. --python: of an
+environment with `pip install torch transformers compressed-tensors`. Each format is written by
+`jmoe.deploy.compress`. transformers computes in float32 from weights widened to bfloat16 (fp8: to
+float32), which cannot hold int4 and int8 times their scales; ours starts from weights rounded
+likewise (`difference`), and from what is stored (`difference_as_stored`). `wide` is the model
+itself.
 """
 
 if __name__ == "__main__":
@@ -77,11 +78,22 @@ def main() -> None:
         rows: list[dict[str, Any]] = []
         for kind, folder in folders.items():
             theirs = np.load(folder / "theirs.npy")
-            exact, rounded = (float(np.abs(log_probabilities(folder, rounded=r) - theirs).max()) for r in (False, True))
+            exact, rounded = (
+                float(np.abs(log_probabilities(folder, rounded=r) - theirs).max())
+                for r in (False, True)
+            )
             alike = exact if kind == "fp8" else rounded
-            rows.append(report.progress({"experts": kind, "difference": alike, "difference_as_stored": exact}))
+            rows.append(
+                report.progress(
+                    {"experts": kind, "difference": alike, "difference_as_stored": exact}
+                )
+            )
     versions = report.versions("jax") | json.loads(done.stdout.strip().splitlines()[-1])
-    result = {"benchmark": "compressed experts as transformers reads them", "rows": rows, "versions": versions}
+    result = {
+        "benchmark": "compressed experts as transformers reads them",
+        "rows": rows,
+        "versions": versions,
+    }
     report.finish(result)
 
 

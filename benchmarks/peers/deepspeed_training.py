@@ -1,11 +1,13 @@
 """Train a GPT-MoE with DeepSpeed-MoE; run by the Python of its environment.
 
     ENVIRONMENT/bin/python benchmarks/peers/deepspeed_training.py --dtype bfloat16 --zero 1
-    ENVIRONMENT/bin/python benchmarks/peers/deepspeed_training.py --experts 0 --dtype float32 --zero 3 --offload FOLDER
+    ENVIRONMENT/bin/python benchmarks/peers/deepspeed_training.py --experts 0 --dtype float32 \
+        --zero 3 --offload FOLDER
 
-As many gloo processes as `--processes`, on their shares of the cores. The shape, the tokens and the optimizer are those
-of `benchmarks/train/step.py --init torch`; --batch is per process. bfloat16 has float32 masters (ZeRO-1). --offload:
-parameters and optimizer are on NVMe in this folder, beside --buffers buffers of the largest parameter's size in memory.
+As many gloo processes as `--processes`, on their shares of the cores. The shape, the tokens and the
+optimizer are those of `benchmarks/train/step.py --init torch`; --batch is per process. bfloat16 has
+float32 masters (ZeRO-1). --offload: parameters and optimizer are on NVMe in this folder, beside
+--buffers buffers of the largest parameter's size in memory.
 """
 
 import argparse
@@ -21,7 +23,9 @@ from typing import Any
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--ep", type=int, default=2, help="processes that share one set of experts")
     parser.add_argument("--layers", type=int, default=4)
@@ -66,7 +70,12 @@ def build(a: argparse.Namespace) -> Any:
     def feed_forward() -> nn.Module:
         if not a.experts:
             return mlp()
-        experts = {"num_experts": a.experts, "ep_size": a.ep, "k": a.top_k, "capacity_factor": a.capacity_factor}
+        experts = {
+            "num_experts": a.experts,
+            "ep_size": a.ep,
+            "k": a.top_k,
+            "capacity_factor": a.capacity_factor,
+        }
         return MoE(hidden, mlp(), **experts)
 
     class Block(nn.Module):
@@ -81,7 +90,11 @@ def build(a: argparse.Namespace) -> Any:
 
         def forward(self, x: torch.Tensor) -> Any:
             batch, seq, _ = x.shape
-            heads = self.qkv(self.attention_norm(x)).view(batch, seq, 3, a.heads, -1).permute(2, 0, 3, 1, 4)
+            heads = (
+                self.qkv(self.attention_norm(x))
+                .view(batch, seq, 3, a.heads, -1)
+                .permute(2, 0, 3, 1, 4)
+            )
             attended = functional.scaled_dot_product_attention(*heads, is_causal=True)
             x = x + self.out(attended.transpose(1, 2).reshape(batch, seq, -1))
             y = self.feed_forward(self.feed_forward_norm(x))
@@ -91,7 +104,10 @@ def build(a: argparse.Namespace) -> Any:
     class GPT(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.tokens, self.positions = nn.Embedding(a.vocab_size, hidden), nn.Embedding(a.seq, hidden)
+            self.tokens, self.positions = (
+                nn.Embedding(a.vocab_size, hidden),
+                nn.Embedding(a.seq, hidden),
+            )
             self.blocks = nn.ModuleList(Block() for _ in range(a.layers))
             self.norm, self.head = nn.LayerNorm(hidden), nn.Linear(hidden, a.vocab_size, bias=False)
 
@@ -108,7 +124,7 @@ def build(a: argparse.Namespace) -> Any:
 
 
 def offloading(a: argparse.Namespace) -> dict[str, Any]:
-    """Return what ZeRO-3 is told: every parameter is split at rest, and on NVMe if there is a folder."""
+    """Return ZeRO-3's settings: parameters sharded at rest, on NVMe if there is a folder."""
     largest = a.hidden_size * max(a.intermediate_size, a.vocab_size)
     if not a.offload:
         return {}
@@ -137,7 +153,9 @@ def engine(a: argparse.Namespace) -> Any:
         model = build(a)
     params: Any = [p for p in model.parameters() if p.requires_grad]
     if a.experts:
-        params = split_params_into_different_moe_groups_for_optimizer([{"params": params, "name": "all"}])
+        params = split_params_into_different_moe_groups_for_optimizer(
+            [{"params": params, "name": "all"}]
+        )
     return deepspeed.initialize(model=model, model_parameters=params, config=config)[0]
 
 
@@ -148,7 +166,11 @@ def worker(rank: int, a: argparse.Namespace, port: int) -> None:
     os.sched_setaffinity(0, {cores[(rank * share + i) % len(cores)] for i in range(share)})
     ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": a.processes, "LOCAL_SIZE": a.processes}
     os.environ |= {name: str(value) for name, value in ranks.items()}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": str(share)}
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": str(share),
+    }
     import deepspeed
     import torch
 
@@ -156,7 +178,9 @@ def worker(rank: int, a: argparse.Namespace, port: int) -> None:
     deepspeed.init_distributed("gloo", verbose=False)
     torch.manual_seed(0)
     trained = engine(a)
-    ids = torch.randint(0, a.vocab_size, (a.batch, a.seq), generator=torch.Generator().manual_seed(rank))
+    ids = torch.randint(
+        0, a.vocab_size, (a.batch, a.seq), generator=torch.Generator().manual_seed(rank)
+    )
     seconds, losses = [], []
     for step in range(a.warmup + a.steps):
         deepspeed.comm.barrier()
@@ -169,7 +193,9 @@ def worker(rank: int, a: argparse.Namespace, port: int) -> None:
             seconds.append(time.perf_counter() - begun)
         losses.append(float(entropy.detach()))
     peaks: list[Any] = [None] * a.processes
-    torch.distributed.all_gather_object(peaks, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    torch.distributed.all_gather_object(
+        peaks, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    )
     if rank == 0:
         tokens = a.processes * a.batch * a.seq
         result = {

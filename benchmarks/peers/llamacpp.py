@@ -1,11 +1,13 @@
 """Compare decoding and prefill with llama.cpp on the same weights, in alternation.
 
-    python benchmarks/peers/llamacpp.py --node FOLDER --pairs MODEL:wide:MODEL-bf16.gguf MODEL:int4:MODEL-q4_0.gguf
+    python benchmarks/peers/llamacpp.py --node FOLDER \
+        --pairs MODEL:wide:MODEL-bf16.gguf MODEL:int4:MODEL-q4_0.gguf
 
---node: the folder in which `llamacpp.mjs` was set up. A pair: a Hugging Face folder, the format of its experts here
-(wide: bfloat16) and the same weights for llama.cpp, which runs once with each number of `--threads`: the faster one
-counts, figure by figure. A round runs both sides of every pair, in processes of their own; medians, and of a round's
-ratios. bits: a weight's on either side, by the bytes of all weights.
+--node: the folder in which `llamacpp.mjs` was set up. A pair: a Hugging Face folder, the format of
+its experts here (wide: bfloat16) and the same weights for llama.cpp, which runs once with each
+number of `--threads`: the faster one counts, figure by figure. A round runs both sides of every
+pair, in processes of their own; medians, and of a round's ratios. bits: a weight's on either side,
+by the bytes of all weights.
 """
 
 if __name__ == "__main__":
@@ -28,12 +30,17 @@ from jmoe.models.lazy_checkpoint import LazyCheckpoint
 
 HERE = Path(__file__).resolve().parent
 OURS = BENCHMARKS / "serve" / "decoding.py"
-SIZES = "--policy resident --dtype bfloat16 --batch 1 8 --new-tokens 33 --long-prompt 512 --rounds 2"
+SIZES = (
+    "--policy resident --dtype bfloat16 --batch 1 8 --new-tokens 33 --long-prompt 512 --rounds 2"
+)
 
 
 def bits(model: str, kind: str, gguf: str) -> dict[str, float]:
     """Return the bits of a weight, on the average of all, here and there."""
-    with LazyCheckpoint(model, "bfloat16", "wide") as wide, LazyCheckpoint(model, "bfloat16", kind) as kept:
+    with (
+        LazyCheckpoint(model, "bfloat16", "wide") as wide,
+        LazyCheckpoint(model, "bfloat16", kind) as kept,
+    ):
         experts = wide.config.num_moe_layers * wide.config.num_experts
         weights = (experts * wide.expert_bytes + wide.rest_bytes()) / 2
         here = 8 * (experts * kept.expert_bytes + kept.rest_bytes()) / weights
@@ -53,7 +60,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="of llama.cpp")
     a = parser.parse_args()
-    rows = [dict(zip(("model", "experts", "gguf"), pair.split(":"), strict=True)) for pair in a.pairs]
+    rows = [
+        dict(zip(("model", "experts", "gguf"), pair.split(":"), strict=True)) for pair in a.pairs
+    ]
     rounds: list[list[tuple[dict[str, float], dict[str, float]]]] = [[] for _ in rows]
     for _ in range(a.rounds):
         for row, both in zip(rows, rounds, strict=True):
@@ -61,7 +70,10 @@ def main() -> None:
             here = decoding_speeds(last_object([sys.executable, *ours.split()]))
             there = [llama_cpp(a.node, row["gguf"], threads) for threads in a.threads]
             both.append((here, fastest(there)))
-            report.progress({"gguf": row["gguf"], "here": here} | dict(zip(map(str, a.threads), there, strict=True)))
+            report.progress(
+                {"gguf": row["gguf"], "here": here}
+                | dict(zip(map(str, a.threads), there, strict=True))
+            )
     results = []
     for row, both in zip(rows, rounds, strict=True):
         result: dict[str, Any] = {"model": Path(row["model"]).name, "experts": row["experts"]}

@@ -2,11 +2,12 @@
 
     python benchmarks/peers/nvme_training.py --python ENVIRONMENT/bin/python --folder FOLDER
 
-One model for both: 6 dense layers of hidden size 512 whose feed-forwards of 12,288 are the most of it (here each is the
-one expert of its layer, which every token uses), float32, AdamW, the same number of tokens a step, and as much host
-memory for what lies on NVMe: DeepSpeed's 20 buffers for parameters, in bytes our whole cache (its optimizer has buffers
-of its own beside them). nvme: as said; memory: everything in memory. A round runs both sides of both, each in a process
-of its own; ratio: theirs over ours, round by round. --folder: on the disk that is meant.
+One model for both: 6 dense layers of hidden size 512 whose feed-forwards of 12,288 are the most of
+it (here each is the one expert of its layer, which every token uses), float32, AdamW, the same
+number of tokens a step, and as much host memory for what lies on NVMe: DeepSpeed's 20 buffers for
+parameters, in bytes our whole cache (its optimizer has buffers of its own beside them). nvme: as
+said; memory: everything in memory. A round runs both sides of both, each in a process of its own;
+ratio: theirs over ours, round by round. --folder: on the disk that is meant.
 """
 
 if __name__ == "__main__":
@@ -32,7 +33,13 @@ from benchmarks.offload.session import Session
 from jmoe.config import ModelConfig, OptimizerConfig, RouterConfig, TiersConfig, TrainConfig
 
 PLACES = ("nvme", "memory")
-SHAPE = {"layers": 6, "hidden-size": 512, "heads": 8, "intermediate-size": 12288, "vocab-size": 1024}
+SHAPE = {
+    "layers": 6,
+    "hidden-size": 512,
+    "heads": 8,
+    "intermediate-size": 12288,
+    "vocab-size": 1024,
+}
 THEIRS = Path(__file__).resolve().parent / "deepspeed_training.py"
 LARGEST = 4 * SHAPE["hidden-size"] * SHAPE["intermediate-size"]  # bytes of a matrix
 
@@ -88,14 +95,40 @@ def ours(a: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_ours(a: argparse.Namespace, place: str, folder: Path) -> dict[str, Any]:
-    options = ("--side", place, "--folder", folder, "--tokens", a.tokens, "--steps", a.steps, "--buffers", a.buffers)
+    options = (
+        "--side",
+        place,
+        "--folder",
+        folder,
+        "--tokens",
+        a.tokens,
+        "--steps",
+        a.steps,
+        "--buffers",
+        a.buffers,
+    )
     return last_object([sys.executable, __file__, *map(str, options)])
 
 
 def run_theirs(a: argparse.Namespace, place: str, folder: Path) -> dict[str, Any]:
     shape = [part for name, size in SHAPE.items() for part in (f"--{name}", str(size))]
-    one = ["--processes", "1", "--ep", "1", "--experts", "0", "--batch", "1", "--seq", str(a.tokens)]
-    zero = ["--zero", "3", *(["--offload", str(folder), "--buffers", str(a.buffers)] if place == "nvme" else [])]
+    one = [
+        "--processes",
+        "1",
+        "--ep",
+        "1",
+        "--experts",
+        "0",
+        "--batch",
+        "1",
+        "--seq",
+        str(a.tokens),
+    ]
+    zero = [
+        "--zero",
+        "3",
+        *(["--offload", str(folder), "--buffers", str(a.buffers)] if place == "nvme" else []),
+    ]
     rest = ["--dtype", "float32", "--warmup", str(a.warmup), "--steps", str(a.steps)]
     done = last_object([a.python, str(THEIRS), *shape, *one, *zero, *rest])
     return done | {"peak_rss_bytes": max(done["peak_rss_bytes"])}
@@ -118,7 +151,9 @@ def main() -> None:
     if a.python is None or a.rounds < 1:
         parser.error("--python: must be given, and --rounds at least 1")
     sides = {"DeepSpeed": run_theirs, "jmoe": run_ours}
-    runs: dict[tuple[str, str], list[dict[str, Any]]] = {(place, side): [] for place in PLACES for side in sides}
+    runs: dict[tuple[str, str], list[dict[str, Any]]] = {
+        (place, side): [] for place in PLACES for side in sides
+    }
     for number in range(a.rounds):
         for (place, side), seen in runs.items():
             folder = a.folder / f"{side}-{number}"
@@ -126,13 +161,28 @@ def main() -> None:
             seen.append(sides[side](a, place, folder))
             shutil.rmtree(folder)
             step_s = statistics.median(seen[-1]["seconds"])
-            report.progress({"round": number, "place": place, "system": side, "step_s": round(step_s, 4)})
+            report.progress(
+                {"round": number, "place": place, "system": side, "step_s": round(step_s, 4)}
+            )
     rows = []
     for (place, side), seen in runs.items():
-        own, others = ([statistics.median(run["seconds"]) for run in runs[place, name]] for name in (side, "DeepSpeed"))
-        kept = {name: seen[-1][name] for name in ("read_bytes", "written_bytes") if name in seen[-1]}
-        row = {"place": place, "system": side, "step_s": report.median(own), "ratio": report.ratio(others, own)}
-        row |= kept | {"peak_rss_mib": round(max(run["peak_rss_bytes"] for run in seen) / 2**20), "rounds": own}
+        own, others = (
+            [statistics.median(run["seconds"]) for run in runs[place, name]]
+            for name in (side, "DeepSpeed")
+        )
+        kept = {
+            name: seen[-1][name] for name in ("read_bytes", "written_bytes") if name in seen[-1]
+        }
+        row = {
+            "place": place,
+            "system": side,
+            "step_s": report.median(own),
+            "ratio": report.ratio(others, own),
+        }
+        row |= kept | {
+            "peak_rss_mib": round(max(run["peak_rss_bytes"] for run in seen) / 2**20),
+            "rounds": own,
+        }
         rows.append(row | {"versions": seen[-1]["versions"]})
     report.finish({"tokens": a.tokens, "cache_bytes": a.buffers * LARGEST, "rows": rows})
 

@@ -4,16 +4,18 @@
         --pair MODEL MODEL-bf16.gguf "--device-bytes 330e6 --host-cache-bytes 80e6"
         --pair MODEL MODEL-q4_0.gguf "--expert-dtype int4 --policy resident --host-cache-bytes 1e6"
 
---node: the folder in which `llamacpp.mjs` was set up. A pair: a Hugging Face folder, the same weights for llama.cpp,
-and options of `serve/oversized`. Both decode the same tokens of a text, one sequence, each in a process of its own
-under the limit, llama.cpp once with each number of `--threads`: the faster one counts, figure by figure. A round
-runs both sides of every pair, files dropped from the page cache before. By all steps, and by the median step, which
-leaves out the first reads of a model that fits. Medians of the rounds, and of a round's ratios. Needs root, for the
+--node: the folder in which `llamacpp.mjs` was set up. A pair: a Hugging Face folder, the same
+weights for llama.cpp, and options of `serve/oversized`. Both decode the same tokens of a text, one
+sequence, each in a process of its own under the limit, llama.cpp once with each number of
+`--threads`: the faster one counts, figure by figure. A round runs both sides of every pair, files
+dropped from the page cache before. By all steps, and by the median step, which leaves out the first
+reads of a model that fits. Medians of the rounds, and of a round's ratios. Needs root, for the
 limit: a memory cgroup.
 
---accelerate: the Python of an environment that `setup.py transformers` has made. Accelerate then decodes the same
-tokens of every pair, too, in bfloat16 whatever the pair has, with the weights on disk but for each of --accelerate-mb
-(`accelerate_decoding.py`). A run writes the model's experts beside the model first and removes them.
+--accelerate: the Python of an environment that `setup.py transformers` has made. Accelerate then
+decodes the same tokens of every pair, too, in bfloat16 whatever the pair has, with the weights on
+disk but for each of --accelerate-mb (`accelerate_decoding.py`). A run writes the model's experts
+beside the model first and removes them.
 """
 
 if __name__ == "__main__":
@@ -51,7 +53,7 @@ PROMPT, NEW_TOKENS = 8, 48
 
 @contextmanager
 def memory_limit(limit_bytes: int) -> Iterator[Path]:
-    """A new memory cgroup, page cache included and without swap; yields the file that takes process ids."""
+    """Yield the file of a new memory cgroup that takes process ids; page cache counts, no swap."""
     first = (CGROUPS / "memory").is_dir()
     group = (CGROUPS / "memory" if first else CGROUPS) / f"jmoe-benchmark-{os.getpid()}"
     group.mkdir()
@@ -68,7 +70,9 @@ def last_object(command: list[str], limit_bytes: int, folder: Path | None = None
     """Return the JSON object in the last line that a program prints under the limit."""
     with memory_limit(limit_bytes) as processes:
         enter = ["bash", "-c", 'echo $$ >"$0"; exec "$@"', str(processes)]
-        done = subprocess.run([*enter, *command], cwd=folder, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [*enter, *command], cwd=folder, capture_output=True, text=True, check=False
+        )
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}: status {done.returncode}\n{done.stderr[-2000:]}")
     last: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
@@ -83,10 +87,21 @@ def speeds(seconds: list[float]) -> dict[str, float]:
     }
 
 
-def accelerate_run(python: str, model: str, ids: Path, memory_mb: int, limit_bytes: int) -> dict[str, Any]:
+def accelerate_run(
+    python: str, model: str, ids: Path, memory_mb: int, limit_bytes: int
+) -> dict[str, Any]:
     """Return the figures of accelerate on a text with so much of the weights in memory."""
-    with tempfile.TemporaryDirectory(prefix="accelerate-", dir=Path(model).resolve().parent) as offloaded:
-        command = [python, str(HERE / "accelerate_decoding.py"), "--model", model, "--memory-mb", str(memory_mb)]
+    with tempfile.TemporaryDirectory(
+        prefix="accelerate-", dir=Path(model).resolve().parent
+    ) as offloaded:
+        command = [
+            python,
+            str(HERE / "accelerate_decoding.py"),
+            "--model",
+            model,
+            "--memory-mb",
+            str(memory_mb),
+        ]
         command += ["--offload-folder", offloaded, "--ids", str(ids)]
         command += ["--prompt", str(PROMPT), "--new-tokens", str(NEW_TOKENS)]
         run = last_object(command, limit_bytes)
@@ -95,13 +110,22 @@ def accelerate_run(python: str, model: str, ids: Path, memory_mb: int, limit_byt
     return figures | kept
 
 
-def accelerate_row(ours: Sequence[dict[str, float]], runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return accelerate's medians over the rounds, and ours as a multiple of them, round by round."""
+def accelerate_row(
+    ours: Sequence[dict[str, float]], runs: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    """Return accelerate's medians, and ours as a multiple of them, round by round."""
     row: dict[str, Any] = {}
     for name in ours[0]:
         mine, others = [side[name] for side in ours], [run[name] for run in runs]
-        row[name] = {"accelerate": report.median(others, 3), "ratio": report.ratio(mine, others), "rounds": others}
-    return row | {name: runs[-1][name] for name in ("disk_read_bytes_per_token", "bytes_in_memory", "peak_rss_bytes")}
+        row[name] = {
+            "accelerate": report.median(others, 3),
+            "ratio": report.ratio(mine, others),
+            "rounds": others,
+        }
+    return row | {
+        name: runs[-1][name]
+        for name in ("disk_read_bytes_per_token", "bytes_in_memory", "peak_rss_bytes")
+    }
 
 
 def main() -> None:
@@ -109,11 +133,15 @@ def main() -> None:
     parser.add_argument("--node", type=Path, required=True)
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--limit-mb", type=int, required=True)
-    parser.add_argument("--pair", nargs=3, action="append", required=True, metavar=("MODEL", "GGUF", "OPTIONS"))
+    parser.add_argument(
+        "--pair", nargs=3, action="append", required=True, metavar=("MODEL", "GGUF", "OPTIONS")
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="of llama.cpp")
     parser.add_argument("--accelerate", metavar="PYTHON", help="of its environment: a third side")
-    parser.add_argument("--accelerate-mb", type=int, nargs="+", default=[0, 400], help="of weights in memory")
+    parser.add_argument(
+        "--accelerate-mb", type=int, nargs="+", default=[0, 400], help="of weights in memory"
+    )
     a = parser.parse_args()
     if a.accelerate and shutil.which(a.accelerate) is None:
         parser.error(f"--accelerate {a.accelerate}: is not a program")
@@ -130,26 +158,43 @@ def main() -> None:
         for _ in range(a.rounds):
             for n, (model, gguf, options) in enumerate(a.pair):
                 tokenizer = open_tokenizer(Path(model) / "tokenizer.json")
-                ids.write_text(json.dumps(tokenizer.encode(text.read_text()[:100_000]).ids[: PROMPT + NEW_TOKENS]))
+                ids.write_text(
+                    json.dumps(
+                        tokenizer.encode(text.read_text()[:100_000]).ids[: PROMPT + NEW_TOKENS]
+                    )
+                )
                 common = ["--model", model, "--text", str(text), "--prompt", str(PROMPT)]
                 ours = [str(OURS), *common, "--new-tokens", str(NEW_TOKENS), *options.split()]
                 here = last_object([sys.executable, *ours], limit)
-                theirs = [str(HERE / "oversized_llamacpp.mjs"), str(Path(gguf).resolve()), str(ids), str(PROMPT)]
+                theirs = [
+                    str(HERE / "oversized_llamacpp.mjs"),
+                    str(Path(gguf).resolve()),
+                    str(ids),
+                    str(PROMPT),
+                ]
                 there = []
                 for threads in a.threads:
                     evict(Path(gguf))
                     run = last_object(["node", *theirs, str(threads)], limit, a.node)
                     there.append(speeds(run["seconds"]))
                 rounds[n].append((speeds(here["seconds"]), fastest(there)))
-                details[n] = {k: here[k] for k in ("disk_read_bytes_per_token", "hit_rate", "peak_rss_bytes")}
+                details[n] = {
+                    k: here[k] for k in ("disk_read_bytes_per_token", "hit_rate", "peak_rss_bytes")
+                }
                 report.progress({"gguf": gguf, "here": rounds[n][-1][0], "llama.cpp": there})
                 for mb, runs in accelerate[n].items():
                     runs.append(accelerate_run(a.accelerate, model, ids, mb, limit))
                     report.progress({"accelerate": model, "memory_mb": mb} | runs[-1])
     rows: list[dict[str, Any]] = []
     versions = report.versions("jax")
-    for (model, gguf, options), both, detail, others_mb in zip(a.pair, rounds, details, accelerate, strict=True):
-        row = {"model": Path(model).name, "llama_cpp": Path(gguf).stem.rpartition("-")[2], "options": options}
+    for (model, gguf, options), both, detail, others_mb in zip(
+        a.pair, rounds, details, accelerate, strict=True
+    ):
+        row = {
+            "model": Path(model).name,
+            "llama_cpp": Path(gguf).stem.rpartition("-")[2],
+            "options": options,
+        }
         for name in both[0][0]:
             mine, others = ([side[name] for side in sides] for sides in zip(*both, strict=True))
             row[name] = {
@@ -159,7 +204,9 @@ def main() -> None:
                 "rounds": [list(pair) for pair in zip(mine, others, strict=True)],
             }
         for mb, runs in others_mb.items():
-            row.setdefault("accelerate", {})[f"{mb} MB"] = accelerate_row([sides[0] for sides in both], runs)
+            row.setdefault("accelerate", {})[f"{mb} MB"] = accelerate_row(
+                [sides[0] for sides in both], runs
+            )
             versions = runs[-1]["versions"] | versions
         rows.append(row | detail)
     report.finish({"limit_mb": a.limit_mb, "versions": versions, "rows": rows})

@@ -2,9 +2,10 @@
 
     python benchmarks/peers/setup.py transformers|deepspeed|llama.cpp FOLDER
 
-transformers and deepspeed become a virtual environment, whose `bin/python` other programs of this folder take as
---python; llama.cpp a folder with node-llama-cpp and its prebuilt binaries, their --node. deepspeed needs a C++ compiler
-and libaio's headers, llama.cpp needs npm. FOLDER must be empty or new. A step that fails is named with its last lines.
+transformers and deepspeed become a virtual environment, whose `bin/python` other programs of this
+folder take as --python; llama.cpp a folder with node-llama-cpp and its prebuilt binaries, their
+--node. deepspeed needs a C++ compiler and libaio's headers, llama.cpp needs npm. FOLDER must be
+empty or new. A step that fails is named with its last lines.
 """
 
 import argparse
@@ -18,7 +19,15 @@ Step = tuple[str, ...]
 PACKAGES: dict[str, tuple[Step, ...]] = {
     "transformers": (
         ("torch",),
-        ("transformers", "accelerate", "compressed-tensors", "safetensors", "sentencepiece", "protobuf", "gguf"),
+        (
+            "transformers",
+            "accelerate",
+            "compressed-tensors",
+            "safetensors",
+            "sentencepiece",
+            "protobuf",
+            "gguf",
+        ),
     ),
     "deepspeed": (("torch",), ("deepspeed", "ninja", "numpy")),
 }
@@ -50,7 +59,9 @@ def set_up(peer: str, folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("peer", choices=(*PACKAGES, "llama.cpp"))
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     a = parser.parse_args()

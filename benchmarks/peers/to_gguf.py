@@ -2,8 +2,9 @@
 
     ENVIRONMENT/bin/python benchmarks/peers/to_gguf.py MODEL OUT.gguf bf16
 
-The last argument is the format of all matrices: f32, bf16, q8_0, q5_1, q4_1 or q4_0. --dense gives the matrices outside
-the experts another one. A tokenizer of any byte-level BPE is written as GPT-2's: only speed is compared, on token ids.
+The last argument is the format of all matrices: f32, bf16, q8_0, q5_1, q4_1 or q4_0. --dense gives
+the matrices outside the experts another one. A tokenizer of any byte-level BPE is written as
+GPT-2's: only speed is compared, on token ids.
 """
 
 import argparse
@@ -18,7 +19,9 @@ ARCHITECTURES = {"mixtral": "llama", "qwen3_moe": "qwen3moe"}
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("format", choices=FORMATS)
@@ -27,9 +30,13 @@ def parse() -> argparse.Namespace:
 
 
 def pairs_side_by_side(weight: Any, heads: int) -> Any:
-    """Return a query or key projection as "llama" rotates it: neighbouring rows, where Hugging Face has halves."""
+    """Return a projection whose rotated rows are neighbours, not halves as at Hugging Face."""
     rows = weight.shape[0]
-    return weight.reshape(heads, 2, rows // heads // 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+    return (
+        weight.reshape(heads, 2, rows // heads // 2, *weight.shape[1:])
+        .swapaxes(1, 2)
+        .reshape(weight.shape)
+    )
 
 
 def describe(writer: Any, config: dict[str, Any], experts: int, head_dim: int) -> None:
@@ -58,14 +65,18 @@ def describe(writer: Any, config: dict[str, Any], experts: int, head_dim: int) -
 def add_tokenizer(writer: Any, tokenizer: dict[str, Any], config: dict[str, Any]) -> None:
     """Write the vocabulary and its merges."""
     added = tokenizer.get("added_tokens", [])
-    names = {i: token for token, i in tokenizer["model"]["vocab"].items()} | {t["id"]: t["content"] for t in added}
+    names = {i: token for token, i in tokenizer["model"]["vocab"].items()} | {
+        t["id"]: t["content"] for t in added
+    }
     special = {t["id"] for t in added if t.get("special")}
     ids = range(config["vocab_size"])
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list([names.get(i, f"[UNUSED{i}]") for i in ids])
     writer.add_token_types([3 if i in special else 1 if i in names else 5 for i in ids])
-    writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in tokenizer["model"]["merges"]])
+    writer.add_token_merges(
+        [m if isinstance(m, str) else " ".join(m) for m in tokenizer["model"]["merges"]]
+    )
     writer.add_bos_token_id(config.get("bos_token_id") or 1)
     writer.add_eos_token_id(config.get("eos_token_id") or 2)
     writer.add_add_bos_token(False)
@@ -75,7 +86,9 @@ def main() -> None:
     a = parse()
     config = json.loads((a.model / "config.json").read_text())
     if config["model_type"] not in ARCHITECTURES:
-        raise SystemExit(f"model_type = {config['model_type']!r}: must be one of {', '.join(ARCHITECTURES)}")
+        raise SystemExit(
+            f"model_type = {config['model_type']!r}: must be one of {', '.join(ARCHITECTURES)}"
+        )
     import gguf
     import torch
     from safetensors import safe_open
@@ -102,7 +115,9 @@ def main() -> None:
     dense = a.dense or a.format
     embedding = read("model.embed_tokens.weight")
     add("token_embd.weight", embedding, dense)
-    add("output.weight", read("lm_head.weight") if "lm_head.weight" in file_of else embedding, dense)
+    add(
+        "output.weight", read("lm_head.weight") if "lm_head.weight" in file_of else embedding, dense
+    )
     add("output_norm.weight", read("model.norm.weight"), "f32")
     for layer in range(config["num_hidden_layers"]):
         source, target = f"model.layers.{layer}.", f"blk.{layer}."
@@ -122,11 +137,15 @@ def main() -> None:
             add(target + "attn_k_norm.weight", read(source + "self_attn.k_norm.weight"), "f32")
         llama = architecture == "llama"
         moe, names = (
-            ("block_sparse_moe.", ("w1", "w3", "w2")) if llama else ("mlp.", ("gate_proj", "up_proj", "down_proj"))
+            ("block_sparse_moe.", ("w1", "w3", "w2"))
+            if llama
+            else ("mlp.", ("gate_proj", "up_proj", "down_proj"))
         )
         add(target + "ffn_gate_inp.weight", read(f"{source}{moe}gate.weight"), "f32")
         for name, kind in zip(names, ("gate", "up", "down"), strict=True):
-            stack = np.stack([read(f"{source}{moe}experts.{e}.{name}.weight") for e in range(experts)])
+            stack = np.stack(
+                [read(f"{source}{moe}experts.{e}.{name}.weight") for e in range(experts)]
+            )
             add(f"{target}ffn_{kind}_exps.weight", stack, a.format)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

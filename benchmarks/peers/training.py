@@ -2,11 +2,12 @@
 
     python benchmarks/peers/training.py --deepspeed E1/bin/python --transformers E2/bin/python
 
---deepspeed, --transformers: the Python of a peer's environment, as `setup.py` of this folder makes it; either may be
-left out. A round runs every contestant once, in processes of its own; the ratio is the median of the rounds' ratios to
-the peer's faster row. GPT-MoE is a model of 4 layers, hidden 256, --experts experts, top-1, with the same 2,048 tokens
-a step and weights drawn alike; in one process all cores compute, in two each has its own. 0 experts: a dense model. The
-others are the configurations of this folder, 1,024 tokens a step; transformers' bfloat16 has no float32 masters.
+--deepspeed, --transformers: the Python of a peer's environment, as `setup.py` of this folder makes
+it; either may be left out. A round runs every contestant once, in processes of its own; the ratio
+is the median of the rounds' ratios to the peer's faster row. GPT-MoE is a model of 4 layers, hidden
+256, --experts experts, top-1, with the same 2,048 tokens a step and weights drawn alike; in one
+process all cores compute, in two each has its own. 0 experts: a dense model. The others are the
+configurations of this folder, 1,024 tokens a step; transformers' bfloat16 has no float32 masters.
 peak_rss_mib: of each process.
 """
 
@@ -64,7 +65,16 @@ class Contestant:
 def gpt_moe(python: str, experts: int, bucket_bytes: int) -> list[Contestant]:
     """Return DeepSpeed's arrangements of a model and ours."""
     theirs = [python, str(HERE / "deepspeed_training.py"), "--experts", str(experts)]
-    ours = [sys.executable, str(OURS), "--init", "torch", "--capacity-factor", "1.25", "--experts", str(experts)]
+    ours = [
+        sys.executable,
+        str(OURS),
+        "--init",
+        "torch",
+        "--capacity-factor",
+        "1.25",
+        "--experts",
+        str(experts),
+    ]
     split = ["--processes", "2", "--replicate-dense", "--bucket-bytes", str(bucket_bytes)]
     if not experts:
         theirs, ours = [*theirs, "--ep", "1"], [*ours[:4], "--experts", "0"]
@@ -81,7 +91,18 @@ def causal_lm(python: str, model: str) -> list[Contestant]:
     """Return transformers' training of a model and ours."""
     config = str(HERE / f"{model}.json")
     theirs = [python, str(HERE / "transformers_training.py"), "--config", config]
-    ours = [sys.executable, str(OURS), "--hf-config", config, "--batch", "4", "--lr", "1e-4", "--warmup", "1"]
+    ours = [
+        sys.executable,
+        str(OURS),
+        "--hf-config",
+        config,
+        "--batch",
+        "4",
+        "--lr",
+        "1e-4",
+        "--warmup",
+        "1",
+    ]
     return [
         Contestant(system, 1, dtype, [*command, "--dtype", dtype])
         for system, command in (("transformers", theirs), ("jmoe", [*ours, "--init", "torch"]))
@@ -94,9 +115,15 @@ def main() -> None:
     parser.add_argument("--deepspeed", help="Python of its environment")
     parser.add_argument("--transformers", help="Python of its environment")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--dtypes", nargs="+", choices=("bfloat16", "float32"), default=["bfloat16", "float32"])
-    parser.add_argument("--experts", type=int, nargs="+", default=[8], help="of GPT-MoE; 0: dense layers")
-    parser.add_argument("--bucket-bytes", type=int, default=0, help="of GPT-MoE in two processes, see `CommConfig`")
+    parser.add_argument(
+        "--dtypes", nargs="+", choices=("bfloat16", "float32"), default=["bfloat16", "float32"]
+    )
+    parser.add_argument(
+        "--experts", type=int, nargs="+", default=[8], help="of GPT-MoE; 0: dense layers"
+    )
+    parser.add_argument(
+        "--bucket-bytes", type=int, default=0, help="of GPT-MoE in two processes, see `CommConfig`"
+    )
     a = parser.parse_args()
     if min(a.experts) < 0:
         parser.error(f"--experts {min(a.experts)}: must be at least 0")
@@ -110,18 +137,26 @@ def main() -> None:
         }
     if a.transformers:
         sides |= {model: causal_lm(a.transformers, model) for model in MODELS}
-    sides = {model: [side for side in both if side.dtype in a.dtypes] for model, both in sides.items()}
+    sides = {
+        model: [side for side in both if side.dtype in a.dtypes] for model, both in sides.items()
+    }
     for number in range(a.rounds):
         for model, contestants in sides.items():
             for contestant in contestants:
                 contestant.runs.append(last_object(contestant.command))
                 speed = contestant.runs[-1]["tokens_per_s"]
-                shown = {"system": contestant.system, "processes": contestant.processes, "dtype": contestant.dtype}
+                shown = {
+                    "system": contestant.system,
+                    "processes": contestant.processes,
+                    "dtype": contestant.dtype,
+                }
                 report.progress({"round": number, "model": model} | shown | {"tokens_per_s": speed})
     result = {}
     for model, contestants in sides.items():
         peers = [side for side in contestants if side.system != "jmoe"]
-        best = max(peers, key=lambda side: statistics.median(run["tokens_per_s"] for run in side.runs))
+        best = max(
+            peers, key=lambda side: statistics.median(run["tokens_per_s"] for run in side.runs)
+        )
         result[model] = [side.row(best) for side in contestants]
     report.finish({"versions": report.versions("jax", "jaxlib"), **result})
 

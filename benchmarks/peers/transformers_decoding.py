@@ -1,10 +1,11 @@
 """Compare decoding and prefill with transformers on the same weights, in alternation.
 
-    python benchmarks/peers/transformers_decoding.py --python ENVIRONMENT/bin/python --models DIR OTHER
+    python benchmarks/peers/transformers_decoding.py --python ENVIRONMENT/bin/python \
+        --models DIR OTHER
 
---python: of an environment with `pip install torch transformers`. Every model is run in every dtype, everything in
-memory, one sequence and eight, and one prompt of 512 tokens. A round runs both sides of every row, in processes of
-their own; medians, and of a round's ratios.
+--python: of an environment with `pip install torch transformers`. Every model is run in every
+dtype, everything in memory, one sequence and eight, and one prompt of 512 tokens. A round runs both
+sides of every row, in processes of their own; medians, and of a round's ratios.
 """
 
 if __name__ == "__main__":
@@ -34,7 +35,9 @@ def main() -> None:
     parser.add_argument("--models", type=Path, nargs="+", required=True)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="one round of few tokens: a smoke test")
+    parser.add_argument(
+        "--quick", action="store_true", help="one round of few tokens: a smoke test"
+    )
     a = parser.parse_args()
     rows = list(itertools.product(a.models, a.dtypes))
     rounds: list[list[tuple[dict[str, float], dict[str, float]]]] = [[] for _ in rows]
@@ -42,13 +45,30 @@ def main() -> None:
     versions: dict[str, str] = {}
     for _ in range(outer):
         for (model, dtype), both in zip(rows, rounds, strict=True):
-            common = ["--model", str(model), "--dtype", dtype, "--batch", "1", "8", "--long-prompt", "512"]
+            common = [
+                "--model",
+                str(model),
+                "--dtype",
+                dtype,
+                "--batch",
+                "1",
+                "8",
+                "--long-prompt",
+                "512",
+            ]
             common += ["--new-tokens", str(new_tokens + 1), "--rounds", str(inner)]
             here = last_object([sys.executable, str(OURS), *common, "--policy", "resident"])
             there = last_object([a.python, str(HERE / "transformers_side.py"), *common])
             versions = there["versions"]
             both.append((decoding_speeds(here), decoding_speeds(there)))
-            report.progress({"model": model.name, "dtype": dtype, "here": both[-1][0], "transformers": both[-1][1]})
+            report.progress(
+                {
+                    "model": model.name,
+                    "dtype": dtype,
+                    "here": both[-1][0],
+                    "transformers": both[-1][1],
+                }
+            )
     results = [
         {"model": model.name, "dtype": dtype} | compared(both, "transformers")
         for (model, dtype), both in zip(rows, rounds, strict=True)

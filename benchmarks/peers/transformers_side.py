@@ -2,8 +2,9 @@
 
     ENVIRONMENT/bin/python benchmarks/peers/transformers_side.py --model DIR --dtype bfloat16
 
-Each way that transformers has of computing experts is tried, and the fastest counts, figure by figure. Decoding is the
-bare loop over the model's forward, without `generate` around it. A first visit of each is not measured.
+Each way that transformers has of computing experts is tried, and the fastest counts, figure by
+figure. Decoding is the bare loop over the model's forward, without `generate` around it. A first
+visit of each is not measured.
 """
 
 import argparse
@@ -16,7 +17,9 @@ PROMPT = 32
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", required=True)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), required=True)
     parser.add_argument("--experts", nargs="+", default=["grouped_mm", "batched_mm", "eager"])
@@ -33,7 +36,9 @@ def main() -> None:
 
     torch.set_num_threads(threads)
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_pretrained(a.model, dtype=getattr(torch, a.dtype)).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        a.model, dtype=getattr(torch, a.dtype)
+    ).eval()
 
     def drawn(batch: int, length: int) -> torch.Tensor:
         return torch.randint(3, model.config.vocab_size, (batch, length))
@@ -63,7 +68,15 @@ def main() -> None:
                 seconds = [prefill_s() for _ in range(a.rounds + 1)][1:]
                 prefilled = max(prefilled, a.long_prompt / statistics.median(seconds))
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    print(json.dumps({"decode_tokens_per_s": decoded, "long_prefill_tokens_per_s": prefilled, "versions": versions}))
+    print(
+        json.dumps(
+            {
+                "decode_tokens_per_s": decoded,
+                "long_prefill_tokens_per_s": prefilled,
+                "versions": versions,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

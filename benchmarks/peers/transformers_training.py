@@ -1,9 +1,11 @@
 """Train with transformers; run by the Python of its environment.
 
-    ENVIRONMENT/bin/python benchmarks/peers/transformers_training.py --config benchmarks/peers/qwen3moe_64e.json
+    ENVIRONMENT/bin/python benchmarks/peers/transformers_training.py \
+        --config benchmarks/peers/qwen3moe_64e.json
 
-A step is forward, backward, clipping and AdamW of the model that the configuration describes, on one batch of random
-tokens, as `benchmarks/train/step.py --hf-config` trains it. Its bfloat16 has no float32 masters.
+A step is forward, backward, clipping and AdamW of the model that the configuration describes, on
+one batch of random tokens, as `benchmarks/train/step.py --hf-config` trains it. Its bfloat16 has no
+float32 masters.
 """
 
 import argparse
@@ -16,10 +18,14 @@ import time
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--config", required=True, help="config.json of a model")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
-    parser.add_argument("--experts", default="grouped_mm", help="how it computes experts: grouped_mm or eager")
+    parser.add_argument(
+        "--experts", default="grouped_mm", help="how it computes experts: grouped_mm or eager"
+    )
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--seq", type=int, default=256)
     parser.add_argument("--lr", type=float, default=1e-4)

@@ -2,10 +2,11 @@
 
     python benchmarks/serve/decoding.py --model DIR --batch 1 8 32 --policy ring --ring-slots 4
 
-Prompts are random tokens, or `--text FILE` through the checkpoint's tokenizer. Every batch runs once unmeasured, then
-`--rounds` times with new prompts; a decode step gives every sequence a token. Medians over the rounds, and of a
-round's decode over its steps. `--long-prompt N` also times the prefill of one prompt of N tokens. `--profile FOLDER`
-lists a GPU's kernels in a decode step of every batch.
+Prompts are random tokens, or `--text FILE` through the checkpoint's tokenizer. Every batch runs
+once unmeasured, then `--rounds` times with new prompts; a decode step gives every sequence a token.
+Medians over the rounds, and of a round's decode over its steps. `--long-prompt N` also times the
+prefill of one prompt of N tokens. `--profile FOLDER` lists a GPU's kernels in a decode step of
+every batch.
 """
 
 if __name__ == "__main__":
@@ -45,8 +46,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--long-prompt", type=int)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--text", type=Path)
-    parser.add_argument("--profile", type=Path, help="write a trace of 20 decode steps of every batch to this folder")
-    parser.add_argument("--host-bytes-per-s", type=float, help="limit of copies from host memory to the device")
+    parser.add_argument(
+        "--profile",
+        type=Path,
+        help="write a trace of 20 decode steps of every batch to this folder",
+    )
+    parser.add_argument(
+        "--host-bytes-per-s", type=float, help="limit of copies from host memory to the device"
+    )
     return parser.parse_args()
 
 
@@ -56,15 +63,21 @@ def prompts(a: argparse.Namespace, engine: Engine, batch: int, number: int) -> l
         ids = np.array(engine.tokenizer.encode(a.text.read_text()).ids)
         starts = (number * batch + np.arange(batch)) * a.prompt % (ids.size - a.prompt)
         return [ids[start : start + a.prompt].tolist() for start in starts]
-    tokens = np.random.default_rng((batch, number)).integers(3, engine.config.vocab_size, (batch, a.prompt))
+    tokens = np.random.default_rng((batch, number)).integers(
+        3, engine.config.vocab_size, (batch, a.prompt)
+    )
     return [row.tolist() for row in tokens]
 
 
 def long_prefill(a: argparse.Namespace, engine: Engine) -> float:
     """Tokens per second of the prefill of one long prompt."""
     draw = np.random.default_rng(0).integers
-    prompts = [draw(3, engine.config.vocab_size, a.long_prompt).tolist() for _ in range(a.rounds + 1)]
-    return a.long_prompt / statistics.median([prefill_s(engine, [prompt]) for prompt in prompts][1:])
+    prompts = [
+        draw(3, engine.config.vocab_size, a.long_prompt).tolist() for _ in range(a.rounds + 1)
+    ]
+    return a.long_prompt / statistics.median(
+        [prefill_s(engine, [prompt]) for prompt in prompts][1:]
+    )
 
 
 def measure(a: argparse.Namespace, engine: Engine, batch: int, number: int) -> dict[str, float]:
@@ -106,7 +119,9 @@ def measure(a: argparse.Namespace, engine: Engine, batch: int, number: int) -> d
 def profiled(a: argparse.Namespace, engine: Engine, batch: int) -> dict[str, Any] | None:
     """Return a GPU's kernels in `TRACED_STEPS` decode steps; None on a CPU."""
     sampling = SamplingParams(max_new_tokens=2 * TRACED_STEPS, ignore_eos=True)
-    waiting = {engine.add_request(prompt, sampling) for prompt in prompts(a, engine, batch, a.rounds + 1)}
+    waiting = {
+        engine.add_request(prompt, sampling) for prompt in prompts(a, engine, batch, a.rounds + 1)
+    }
     while waiting:
         waiting -= {output.sequence for output in engine.step()}
     folder = a.profile / str(batch)
@@ -134,8 +149,14 @@ def main() -> None:
         rows = {str(batch): medians(a, engine, batch) for batch in a.batch}
         stats = engine.stats()
         long_tokens_per_s = None if a.long_prompt is None else round(long_prefill(a, engine), 2)
-        profile = None if a.profile is None else {str(batch): profiled(a, engine, batch) for batch in a.batch}
-    by_batch = {key: {batch: row[key] for batch, row in rows.items()} for key in next(iter(rows.values()))}
+        profile = (
+            None
+            if a.profile is None
+            else {str(batch): profiled(a, engine, batch) for batch in a.batch}
+        )
+    by_batch = {
+        key: {batch: row[key] for batch, row in rows.items()} for key in next(iter(rows.values()))
+    }
     result = {
         "system": "jmoe",
         "long_prefill_tokens_per_s": long_tokens_per_s,

@@ -2,9 +2,9 @@
 
     python benchmarks/serve/engine_aot.py
 
-OLMoE's shape in bfloat16, with as many layers and sequences as there. Resident experts, a ring of layers, experts by
-choice and the hybrid of these and the CPU run the same programs of a layer over more or fewer slots. What the CPU
-computes of a hybrid step is its own, and compiled on it.
+OLMoE's shape in bfloat16, with as many layers and sequences as there. Resident experts, a ring of
+layers, experts by choice and the hybrid of these and the CPU run the same programs of a layer over
+more or fewer slots. What the CPU computes of a hybrid step is its own, and compiled on it.
 """
 
 if __name__ == "__main__":
@@ -66,18 +66,27 @@ def modules(config: ModelConfig) -> tuple[EmbedAndHead, Block]:
     return found
 
 
-def engine_programs(programs: ahead_of_time.Programs, config: ModelConfig, sizes: argparse.Namespace) -> None:
-    """Compile a step of a prompt and steps of every batch, then what only some ways of keeping experts run."""
+def engine_programs(
+    programs: ahead_of_time.Programs, config: ModelConfig, sizes: argparse.Namespace
+) -> None:
+    """Compile steps of a prompt and of every batch, then the programs of some policies alone."""
     of = lambda dtype, *shape: programs.abstract(jax.ShapeDtypeStruct(shape, dtype))  # noqa: E731
     ends, block = modules(config)
     assert block.moe is not None
     outside, layer, router = (
-        (structure, programs.abstract(arrays)) for structure, arrays in map(split, (ends, block, block.moe.router))
+        (structure, programs.abstract(arrays))
+        for structure, arrays in map(split, (ends, block, block.moe.router))
     )
-    caches = programs.abstract(jax.eval_shape(lambda: empty_caches(config, max(sizes.batch), 2 * sizes.prompt, DTYPE)))
+    caches = programs.abstract(
+        jax.eval_shape(lambda: empty_caches(config, max(sizes.batch), 2 * sizes.prompt, DTYPE))
+    )
     experts, hidden, inner = config.num_experts, config.hidden_size, config.moe_intermediate_size
     every = config.num_moe_layers * experts
-    num_slots = {"resident": every, "ring": sizes.ring_slots * experts, "experts and hybrid": every // 2}
+    num_slots = {
+        "resident": every,
+        "ring": sizes.ring_slots * experts,
+        "experts and hybrid": every // 2,
+    }
     record = {"w_up": of(jnp.uint16, hidden, 2 * inner), "w_down": of(jnp.uint16, inner, hidden)}
     kept = {
         name: {key: of(jnp.uint16, number, *array.shape) for key, array in record.items()}
@@ -86,32 +95,67 @@ def engine_programs(programs: ahead_of_time.Programs, config: ModelConfig, sizes
     for rows, width in ((batch, width) for width in (sizes.prompt, 1) for batch in sizes.batch):
         what, tokens = f"{rows} x {width} tokens", rows * width
         context = runner.context_bound(1, caches[0].length) if width == 1 else None
-        batch = runner.TokenBatch(of(jnp.int32, tokens), of(jnp.int32, rows), of(jnp.int32, rows, width))
-        x = programs.compile(f"embedding, {what}", runner._embed, *outside, batch.tokens_T, batch.positions_PC, DTYPE)
+        batch = runner.TokenBatch(
+            of(jnp.int32, tokens), of(jnp.int32, rows), of(jnp.int32, rows, width)
+        )
+        x = programs.compile(
+            f"embedding, {what}", runner._embed, *outside, batch.tokens_T, batch.positions_PC, DTYPE
+        )
         x_PCD, _, routed = programs.compile(
             f"layer but for experts, {what}",
             runner._attend,
-            *(runner.Form(False, context), *layer, caches[0], x, batch.rows_P, batch.positions_PC, None),
+            *(
+                runner.Form(False, context),
+                *layer,
+                caches[0],
+                x,
+                batch.rows_P,
+                batch.positions_PC,
+                None,
+            ),
         )
         for name, arrays in kept.items():
             table_E = of(jnp.int32, experts)
             y_TD = programs.compile(
-                f"experts, {name}, {what}", slots.table_mlp_of_tokens, config.hidden_act, routed, arrays, table_E
+                f"experts, {name}, {what}",
+                slots.table_mlp_of_tokens,
+                config.hidden_act,
+                routed,
+                arrays,
+                table_E,
             )
         programs.compile(f"next layer's router, {what}", popularity._route, *router, routed.h_TD)
         programs.compile(f"sum with the CPU's part, {what}", host_experts._sum, y_TD, y_TD)
         x_PCD = programs.compile(f"sum, {what}", runner._add_alone, runner.Hidden(x_PCD, y_TD))
-        logits_PV = programs.compile(f"head, {what}", runner.logits_after, *outside, x_PCD, of(jnp.int32, rows), False)
+        logits_PV = programs.compile(
+            f"head, {what}", runner.logits_after, *outside, x_PCD, of(jnp.int32, rows), False
+        )
         programs.compile(f"draw, {what}", sampler._greedy, logits_PV)
         if width == 1:
             count = config.num_hidden_layers
             static = runner._LayerGroup(
-                (layer[0],) * count, None, config.hidden_act, DTYPE, outside[0], True, True, 0, context
+                (layer[0],) * count,
+                None,
+                config.hidden_act,
+                DTYPE,
+                outside[0],
+                True,
+                True,
+                0,
+                context,
             )
             programs.compile(
                 f"all layers, resident, {what}",
                 runner._apply_layers,
-                *(static, (layer[1],) * count, (caches[0],) * count, outside[1], None, batch, (None,) * count),
+                *(
+                    static,
+                    (layer[1],) * count,
+                    (caches[0],) * count,
+                    outside[1],
+                    None,
+                    batch,
+                    (None,) * count,
+                ),
                 (kept["resident"], of(jnp.int32, config.num_moe_layers, experts)),
             )
     put = jax.jit(slots._put, donate_argnums=0)
@@ -126,8 +170,15 @@ def main() -> None:
     (device,) = ahead_of_time.devices("h200")
     programs = ahead_of_time.Programs(device)
     engine_programs(programs, model_config(published(MODEL, LAYERS[MODEL])), options())
-    result = {"benchmark": "programs of engines, compiled ahead of time for an H200", "model": MODEL}
-    result |= {"layers": LAYERS[MODEL], "rows": programs.rows, "versions": report.versions("jax", "jaxlib")}
+    result = {
+        "benchmark": "programs of engines, compiled ahead of time for an H200",
+        "model": MODEL,
+    }
+    result |= {
+        "layers": LAYERS[MODEL],
+        "rows": programs.rows,
+        "versions": report.versions("jax", "jaxlib"),
+    }
     report.finish(result)
 
 

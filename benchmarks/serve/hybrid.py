@@ -2,9 +2,10 @@
 
     python benchmarks/serve/hybrid.py --model DIR --dtype bfloat16 --share 0.5
 
-The device is this CPU with room for `--share` of the experts, the link from host memory is limited to `--gb-per-s`.
-Where the device is a GPU its products are faster and no link has to be limited: this shows what the policies do about a
-link, not what a GPU gains. Tokens are drawn at random, so that routing varies. All engines run in turn.
+The device is this CPU with room for `--share` of the experts, the link from host memory is limited
+to `--gb-per-s`. Where the device is a GPU its products are faster and no link has to be limited:
+this shows what the policies do about a link, not what a GPU gains. Tokens are drawn at random, so
+that routing varies. All engines run in turn.
 """
 
 if __name__ == "__main__":
@@ -32,8 +33,12 @@ POLICIES = ("experts", "hybrid", "ring")
 
 def step_s(engine: Engine, batch: int, new_tokens: int, seed: int) -> float:
     """Return the median seconds of a decode step."""
-    prompts = np.random.default_rng(seed).integers(3, engine.config.vocab_size, (batch, 16)).tolist()
-    sampling = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True, temperature=1.0, seed=seed)
+    prompts = (
+        np.random.default_rng(seed).integers(3, engine.config.vocab_size, (batch, 16)).tolist()
+    )
+    sampling = SamplingParams(
+        max_new_tokens=new_tokens, ignore_eos=True, temperature=1.0, seed=seed
+    )
     for prompt in prompts:
         engine.add_request(prompt, sampling)
     seconds: list[float] = []
@@ -56,13 +61,17 @@ def main() -> None:
     sizes = {"max_batch": a.batch, "max_seq_len": a.new_tokens + 32}
     with engine_of(a, policy="resident", **sizes) as resident:
         expert_bytes = resident.stats().device_expert_bytes
-        resident_s = statistics.median(step_s(resident, a.batch, a.new_tokens, n) for n in range(a.rounds))
+        resident_s = statistics.median(
+            step_s(resident, a.batch, a.new_tokens, n) for n in range(a.rounds)
+        )
     rows = []
     for rate in a.gb_per_s:
         with contextlib.ExitStack() as stack:
             room = {"device_bytes": int(a.share * expert_bytes), **sizes}
             engines = {
-                policy: stack.enter_context(engine_of(a, {"host": rate * 1e9}, policy=policy, **room))
+                policy: stack.enter_context(
+                    engine_of(a, {"host": rate * 1e9}, policy=policy, **room)
+                )
                 for policy in POLICIES
             }
             seconds: dict[str, list[float]] = {policy: [] for policy in POLICIES}
@@ -81,7 +90,9 @@ def main() -> None:
             "hybrid_against_ring": report.ratio(seconds["ring"][1:], seconds["hybrid"][1:]),
             "hit_rate": round(hybrid.hit_rate, 2),
             "experts_on_host": hybrid.on_host,
-            "mb_a_token": {policy: round(s.bytes_per_token / 1e6, 2) for policy, s in stats.items()},
+            "mb_a_token": {
+                policy: round(s.bytes_per_token / 1e6, 2) for policy, s in stats.items()
+            },
         }
         rows.append(report.progress(row))
     report.finish({"resident_ms": round(1e3 * resident_s, 2), "rows": rows} | about(a))

@@ -1,25 +1,29 @@
 r"""Load a server of the OpenAI API and measure throughput, waiting times and refusals.
 
-    python benchmarks/serve/load.py --url http://127.0.0.1:8000 --concurrency 32 --requests 256      # closed loop
-    python benchmarks/serve/load.py --rate 4 --requests 500                                          # Poisson arrivals
-    python benchmarks/serve/load.py --requests 10000 --disconnect-fraction 0.5 --start DIR --policy ring
+    python benchmarks/serve/load.py --url http://127.0.0.1:8000 --concurrency 32 --requests 256
+    python benchmarks/serve/load.py --rate 4 --requests 500
+    python benchmarks/serve/load.py --requests 10000 --disconnect-fraction 0.5 --start DIR \
+        --policy ring
 
-Any such server will do (vLLM, llama.cpp). `--start MODEL_DIR [options of serve.py]`, last, starts `serve.py` on a free
-port, waits until it is ready, stops it at the end, and adds its resident memory. Prompts are pieces of `--text FILE`,
-or of this file. Tokens are counted by the server's `usage`, or else as pieces of the stream.
+--concurrency keeps so many requests open (a closed loop); --rate sends them at random, so many a
+second. Any such server will do (vLLM, llama.cpp). `--start MODEL_DIR [options of serve.py]`, last,
+starts `serve.py` on a free port, waits until it is ready, stops it at the end, and adds its
+resident memory. Prompts are pieces of `--text FILE`, or of this file. Tokens are counted by the
+server's `usage`, or else as pieces of the stream.
 
-`--engine MODEL_DIR [options of serve.py]`, last, gives the same prompts to the engine at once, without HTTP. A server's
-throughput beside its engine's, in turn:
+`--engine MODEL_DIR [options of serve.py]`, last, gives the same prompts to the engine at once,
+without HTTP. A server's throughput beside its engine's, in turn:
 
-    load='python benchmarks/serve/load.py --concurrency 32 --requests 256 --max-tokens 32 --ignore-eos'
+    load='python benchmarks/serve/load.py --concurrency 32 --max-tokens 32 --ignore-eos'
     python benchmarks/lib/alternate.py "$load --engine DIR --max-batch 32" \
         "$load --start DIR --max-batch 32 --max-waiting 200"
 
-Clients take time from an engine on the same cores. `--cores 1` gives the first core to the engine, or to the server
-with its engine, and the others to the clients. With `--start` and `--engine`, `processor_us` is what a token of an
-answer takes of the processor, spinning included, by thread: `main` (the server's event loop; the engine where it is
-alone), `clients` (this process), all others by their names: `tf_XLAEigen` is XLA's, `python` the server's engine and
-the helpers of native operations (from Python 3.14 on, a thread of Python has its own name).
+Clients take time from an engine on the same cores. `--cores 1` gives the first core to the engine,
+or to the server with its engine, and the others to the clients. With `--start` and `--engine`,
+`processor_us` is what a token of an answer takes of the processor, spinning included, by thread:
+`main` (the server's event loop; the engine where it is alone), `clients` (this process), all others
+by their names: `tf_XLAEigen` is XLA's, `python` the server's engine and the helpers of native
+operations (from Python 3.14 on, a thread of Python has its own name).
 """
 
 if __name__ == "__main__":
@@ -61,23 +65,38 @@ STOP_S = 60  # a server gets so long to stop
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--model", help="default: the first of /v1/models")
     parser.add_argument("--api-key")
-    parser.add_argument("--chat", action="store_true", help="/v1/chat/completions in place of /v1/completions")
+    parser.add_argument(
+        "--chat", action="store_true", help="/v1/chat/completions in place of /v1/completions"
+    )
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--warm-up", type=int, default=1, help="requests before the clock starts")
     load = parser.add_mutually_exclusive_group()
-    load.add_argument("--concurrency", type=int, default=8, help="clients that each wait for their answer")
-    load.add_argument("--rate", type=float, help="arrivals per second, whether or not earlier ones are answered")
-    parser.add_argument("--disconnect-fraction", type=float, default=0.0, help="clients that leave within their answer")
+    load.add_argument(
+        "--concurrency", type=int, default=8, help="clients that each wait for their answer"
+    )
+    load.add_argument(
+        "--rate", type=float, help="arrivals per second, whether or not earlier ones are answered"
+    )
+    parser.add_argument(
+        "--disconnect-fraction",
+        type=float,
+        default=0.0,
+        help="clients that leave within their answer",
+    )
     parser.add_argument("--text", type=Path, default=Path(__file__))
     parser.add_argument("--prompt-chars", type=int, default=256)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument(
-        "--ignore-eos", action="store_true", help="always --max-tokens, for servers that know the field"
+        "--ignore-eos",
+        action="store_true",
+        help="always --max-tokens, for servers that know the field",
     )
     parser.add_argument("--request-timeout-s", type=float, default=600)
     parser.add_argument("--start-timeout-s", type=float, default=600)
@@ -92,11 +111,19 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         ("concurrency", a.concurrency > 0, "must be greater than 0"),
         ("rate", a.rate is None or a.rate > 0, "must be greater than 0"),
         ("disconnect-fraction", 0 <= a.disconnect_fraction <= 1, "must be between 0 and 1"),
-        ("cores", a.cores is None or 0 < a.cores < len(os.sched_getaffinity(0)), "must leave a core to the clients"),
+        (
+            "cores",
+            a.cores is None or 0 < a.cores < len(os.sched_getaffinity(0)),
+            "must leave a core to the clients",
+        ),
         ("cores", a.cores is None or a.start or a.engine, "needs --start or --engine"),
         ("start", a.start != [], "needs a model folder"),
         ("engine", a.engine != [], "needs a model folder"),
-        ("engine", a.engine is None or not (a.chat or a.rate or a.disconnect_fraction), "takes whole prompts at once"),
+        (
+            "engine",
+            a.engine is None or not (a.chat or a.rate or a.disconnect_fraction),
+            "takes whole prompts at once",
+        ),
     ):
         if not ok:
             parser.error(f"--{name} {rule}")
@@ -105,7 +132,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 @dataclass(frozen=True)
 class Plan:
-    """One request: its body, and after how many pieces of the answer the client leaves (None: it stays)."""
+    """A request's body, and after how many pieces of the answer the client leaves (or None)."""
 
     body: dict[str, Any]
     leaves_after: int | None
@@ -113,7 +140,7 @@ class Plan:
 
 @dataclass
 class Outcome:
-    """What became of a request. Times in seconds since it was sent; None where it never came to that."""
+    """The outcome of a request. Times in seconds since it was sent; None if never reached."""
 
     kind: str = FAILED
     reason: str = ""
@@ -127,8 +154,15 @@ def plans(a: argparse.Namespace, model: str) -> list[Plan]:
     """The requests, the same for the same seed."""
     rng = random.Random(a.seed)
     text = a.text.read_text(encoding="utf-8", errors="replace")
-    common = {"model": model, "max_tokens": a.max_tokens, "temperature": a.temperature, "stream": True}
-    common |= {"stream_options": {"include_usage": True}} | ({"ignore_eos": True} if a.ignore_eos else {})
+    common = {
+        "model": model,
+        "max_tokens": a.max_tokens,
+        "temperature": a.temperature,
+        "stream": True,
+    }
+    common |= {"stream_options": {"include_usage": True}} | (
+        {"ignore_eos": True} if a.ignore_eos else {}
+    )
     made = []
     for _ in range(a.requests):
         start = rng.randrange(max(1, len(text) - a.prompt_chars))
@@ -162,7 +196,9 @@ class Client:
             async with self.session.post(self.url + self.path, json=plan.body) as response:
                 if response.status == 429:
                     outcome.kind = REJECTED
-                    outcome.reason = "Retry-After" if "Retry-After" in response.headers else "no Retry-After"
+                    outcome.reason = (
+                        "Retry-After" if "Retry-After" in response.headers else "no Retry-After"
+                    )
                 elif not response.ok:
                     outcome.reason = f"{response.status}: {(await response.text())[:200]}"
                 else:
@@ -171,13 +207,18 @@ class Client:
             outcome.kind, outcome.reason = FAILED, f"{type(error).__name__}: {error}"
         return outcome
 
-    async def _read(self, response: aiohttp.ClientResponse, plan: Plan, outcome: Outcome, begun: float) -> None:
+    async def _read(
+        self, response: aiohttp.ClientResponse, plan: Plan, outcome: Outcome, begun: float
+    ) -> None:
         pieces = 0
         async for event in events(response):
             if "error" in event:
                 raise ValueError(event["error"]["message"])
             if usage := event.get("usage"):
-                outcome.prompt_tokens, outcome.completion_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+                outcome.prompt_tokens, outcome.completion_tokens = (
+                    usage["prompt_tokens"],
+                    usage["completion_tokens"],
+                )
             for choice in event["choices"]:
                 if choice.get("text") or choice.get("delta", {}).get("content"):
                     pieces += 1
@@ -218,7 +259,9 @@ async def closed_loop(client: Client, requests: Sequence[Plan], concurrency: int
     return outcomes
 
 
-async def open_loop(client: Client, requests: Sequence[Plan], rate: float, seed: int) -> list[Outcome]:
+async def open_loop(
+    client: Client, requests: Sequence[Plan], rate: float, seed: int
+) -> list[Outcome]:
     """Poisson arrivals."""
     rng, due, sent = random.Random(seed), time.perf_counter(), []
     for plan in requests:
@@ -232,16 +275,26 @@ def quantiles(values: Sequence[float]) -> dict[str, float] | None:
     """Median, 95th and 99th percentile."""
     if not values:
         return None
-    cuts = statistics.quantiles(values, n=100, method="inclusive") if len(values) > 1 else list(values) * 99
+    cuts = (
+        statistics.quantiles(values, n=100, method="inclusive")
+        if len(values) > 1
+        else list(values) * 99
+    )
     return {"median": round(cuts[49], 4), "p95": round(cuts[94], 4), "p99": round(cuts[98], 4)}
 
 
 def report(outcomes: Sequence[Outcome], duration_s: float) -> dict[str, Any]:
     """The figures of a run. Waiting times are those of completed requests."""
     kinds = Counter(outcome.kind for outcome in outcomes)
-    done = [o for o in outcomes if o.kind == COMPLETED and o.first_s is not None and o.last_s is not None]
+    done = [
+        o
+        for o in outcomes
+        if o.kind == COMPLETED and o.first_s is not None and o.last_s is not None
+    ]
     tokens = sum(outcome.completion_tokens for outcome in outcomes)
-    per_token = [(o.last_s - o.first_s) / (o.completion_tokens - 1) for o in done if o.completion_tokens > 1]
+    per_token = [
+        (o.last_s - o.first_s) / (o.completion_tokens - 1) for o in done if o.completion_tokens > 1
+    ]
     reasons = Counter(outcome.reason for outcome in outcomes if outcome.kind == FAILED)
     return {
         "duration_s": round(duration_s, 6),
@@ -250,7 +303,9 @@ def report(outcomes: Sequence[Outcome], duration_s: float) -> dict[str, Any]:
         "time_to_first_token_s": quantiles([o.first_s for o in done]),
         "time_per_output_token_s": quantiles(per_token),
         **{kind: kinds[kind] for kind in (COMPLETED, DISCONNECTED, REJECTED, FAILED)},
-        "rejected_with_retry_after": sum(o.reason == "Retry-After" for o in outcomes if o.kind == REJECTED),
+        "rejected_with_retry_after": sum(
+            o.reason == "Retry-After" for o in outcomes if o.kind == REJECTED
+        ),
         "reasons": dict(reasons.most_common(5)),
         "prompt_tokens": sum(outcome.prompt_tokens for outcome in outcomes),
         "completion_tokens": tokens,
@@ -258,7 +313,7 @@ def report(outcomes: Sequence[Outcome], duration_s: float) -> dict[str, Any]:
 
 
 async def left_behind(client: Client) -> dict[str, int] | None:
-    """What jmoe's server still holds once it is idle, at most 10 s later; None for other servers."""
+    """Return what jmoe's server holds once it is idle, within 10 s; None for other servers."""
     names = ("requests_running", "requests_waiting", "kv_tokens_used")
     for _ in range(50):
         live = await client.get("/live")
@@ -270,10 +325,15 @@ async def left_behind(client: Client) -> dict[str, int] | None:
     return {name: live[name] for name in names}
 
 
-async def measure(a: argparse.Namespace, url: str, server: subprocess.Popen[bytes] | None) -> dict[str, Any]:
+async def measure(
+    a: argparse.Namespace, url: str, server: subprocess.Popen[bytes] | None
+) -> dict[str, Any]:
     """Warm up, put on the load, report."""
     headers = {"Authorization": f"Bearer {a.api_key}"} if a.api_key else {}
-    limits = {"connector": aiohttp.TCPConnector(limit=0), "timeout": aiohttp.ClientTimeout(total=a.request_timeout_s)}
+    limits = {
+        "connector": aiohttp.TCPConnector(limit=0),
+        "timeout": aiohttp.ClientTimeout(total=a.request_timeout_s),
+    }
     async with aiohttp.ClientSession(headers=headers, **limits) as session:
         client = Client(session, url, a.chat)
         requests = plans(a, a.model or (await client.get("/v1/models"))["data"][0]["id"])
@@ -290,19 +350,27 @@ async def measure(a: argparse.Namespace, url: str, server: subprocess.Popen[byte
     if server:
         result["processor_us"] = microseconds_per_token(processor_s, result["completion_tokens"])
     if memory:  # what grows at first and then no more is no leak
-        result["server_rss_bytes"] = {"start": memory[0], "middle": memory[len(memory) // 2], "end": memory[-1]}
+        result["server_rss_bytes"] = {
+            "start": memory[0],
+            "middle": memory[len(memory) // 2],
+            "end": memory[-1],
+        }
     return result
 
 
 @contextlib.asynccontextmanager
 async def memory_of(server: subprocess.Popen[bytes] | None) -> AsyncIterator[list[int]]:
-    """Resident bytes of a server and its children: at once, every second, and at the end. Empty without a server."""
+    """Resident bytes of a server and its children: at once, every second, and at the end. Empty
+    without a server.
+    """
     seen: list[int] = []
 
     def look() -> None:
         if server:
             process = psutil.Process(server.pid)
-            seen.append(sum(one.memory_info().rss for one in (process, *process.children(recursive=True))))
+            seen.append(
+                sum(one.memory_info().rss for one in (process, *process.children(recursive=True)))
+            )
 
     async def keep_looking() -> None:
         while True:
@@ -318,7 +386,7 @@ async def memory_of(server: subprocess.Popen[bytes] | None) -> AsyncIterator[lis
 
 
 def thread_times(pid: int) -> dict[str, float]:
-    """Processor seconds of a process by thread: `main`, the others by name, without their number."""
+    """Return a process's processor seconds by thread: `main`, others by name without number."""
     seconds: dict[str, float] = defaultdict(float)
     for thread in psutil.Process(pid).threads():
         try:
@@ -330,8 +398,12 @@ def thread_times(pid: int) -> dict[str, float]:
 
 
 @contextlib.asynccontextmanager
-async def processor_times(server: subprocess.Popen[bytes] | None) -> AsyncIterator[dict[str, float]]:
-    """Processor seconds, until the end, of a server's threads and of the `clients`; filled at the end."""
+async def processor_times(
+    server: subprocess.Popen[bytes] | None,
+) -> AsyncIterator[dict[str, float]]:
+    """Processor seconds, until the end, of a server's threads and of the `clients`; filled at the
+    end.
+    """
     taken: dict[str, float] = {}
     before, own_s = thread_times(server.pid) if server else {}, time.process_time()
     yield taken
@@ -341,27 +413,31 @@ async def processor_times(server: subprocess.Popen[bytes] | None) -> AsyncIterat
 
 
 def difference(before: dict[str, float], now: dict[str, float]) -> dict[str, float]:
-    """Processor seconds by thread between two looks; threads that have ended in between are left out."""
+    """Return processor seconds by thread between two readings; ended threads are left out."""
     return {name: s - before.get(name, 0.0) for name, s in now.items()}
 
 
 def microseconds_per_token(seconds: dict[str, float], tokens: int) -> dict[str, float]:
     """Microseconds a token by thread, the longest first; what is less than one is left out."""
     us = {name: round(s * 1e6 / max(1, tokens), 1) for name, s in seconds.items()}
-    return {name: us[name] for name in sorted(us, key=us.__getitem__, reverse=True) if us[name] >= 1}
+    return {
+        name: us[name] for name in sorted(us, key=us.__getitem__, reverse=True) if us[name] >= 1
+    }
 
 
 @contextlib.contextmanager
 def started(
     arguments: Sequence[str], timeout_s: float, cores: int | None = None
 ) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """`serve.py` on a free port and the first cores, ready; SIGTERM at the end, which must end it with status 0."""
+    """Run `serve.py` on a free port and the first cores; SIGTERM at the end must give status 0."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     # What the server prints goes to stderr: the last line of stdout is the result.
     with on_cores(0, cores):
-        server = subprocess.Popen([sys.executable, SERVE, *arguments, "--port", str(port)], stdout=sys.stderr)
+        server = subprocess.Popen(
+            [sys.executable, SERVE, *arguments, "--port", str(port)], stdout=sys.stderr
+        )
     url = f"http://127.0.0.1:{port}"
     try:
         asyncio.run(ready(url, server, timeout_s))
@@ -380,7 +456,9 @@ async def ready(url: str, server: subprocess.Popen[bytes], timeout_s: float) -> 
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
         while time.perf_counter() < until:
             if server.poll() is not None:
-                raise RuntimeError(f"serve.py ended with status {server.returncode} before it was ready")
+                raise RuntimeError(
+                    f"serve.py ended with status {server.returncode} before it was ready"
+                )
             with contextlib.suppress(aiohttp.ClientError, TimeoutError):  # it does not listen yet
                 async with session.get(f"{url}/ready") as response:
                     if response.ok:
@@ -397,8 +475,15 @@ def engine_alone(a: argparse.Namespace) -> dict[str, Any]:
 
     config = parse_serve(a.engine)
     prompts = [plan.body["prompt"] for plan in plans(a, config.model)]
-    sampling = {"max_new_tokens": a.max_tokens, "temperature": a.temperature, "ignore_eos": a.ignore_eos}
-    with hugging_face_folder(config.model, print) as folder, Engine(folder, config.engine) as engine:
+    sampling = {
+        "max_new_tokens": a.max_tokens,
+        "temperature": a.temperature,
+        "ignore_eos": a.ignore_eos,
+    }
+    with (
+        hugging_face_folder(config.model, print) as folder,
+        Engine(folder, config.engine) as engine,
+    ):
         engine.generate(prompts[: a.warm_up], **sampling)
         before, begun = thread_times(os.getpid()), time.perf_counter()
         completions = engine.generate(prompts, **sampling)
@@ -432,11 +517,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         with on_cores(0, a.cores):
             result = engine_alone(a)
     elif a.start:
-        with started(a.start, a.start_timeout_s, a.cores) as (url, server), on_cores(a.cores or 0, None):
+        with (
+            started(a.start, a.start_timeout_s, a.cores) as (url, server),
+            on_cores(a.cores or 0, None),
+        ):
             result = asyncio.run(measure(a, url, server))
     else:
         result = asyncio.run(measure(a, a.url, None))
-    kept = {key: str(v) if isinstance(v, Path) else v for key, v in vars(a).items() if key != "api_key"}
+    kept = {
+        key: str(v) if isinstance(v, Path) else v for key, v in vars(a).items() if key != "api_key"
+    }
     print(json.dumps(result | {"args": kept}))
 
 

@@ -1,10 +1,12 @@
 """Time decoding of one sequence from a model that does not fit in memory.
 
-    python benchmarks/serve/oversized.py --model DIR --text FILE --device-bytes 350e6 --host-cache-bytes 80e6
+    python benchmarks/serve/oversized.py --model DIR --text FILE --device-bytes 350e6 \
+        --host-cache-bytes 80e6
 
-Run it under a memory limit that counts the page cache. The tokens are those of a text and not the model's own, so
-that a random model cannot repeat itself and keep to a few experts: every step is a request for the text so far, whose
-prefix is in the cache but for the last token. `--prepare` packs the experts and ends.
+Run it under a memory limit that counts the page cache. The tokens are those of a text and not the
+model's own, so that a random model cannot repeat itself and keep to a few experts: every step is a
+request for the text so far, whose prefix is in the cache but for the last token. `--prepare` packs
+the experts and ends.
 """
 
 if __name__ == "__main__":
@@ -37,7 +39,11 @@ def main() -> None:
     if a.host_cache_bytes is None:
         parser.error("--host-cache-bytes is required: the memory that the model does not fit")
     evict(a.model)
-    sizes = {"max_batch": 1, "max_seq_len": a.prompt + a.new_tokens + 1, "prefill_chunk_tokens": a.prompt}
+    sizes = {
+        "max_batch": 1,
+        "max_seq_len": a.prompt + a.new_tokens + 1,
+        "prefill_chunk_tokens": a.prompt,
+    }
     with engine_of(a, **sizes) as engine:
         if a.prepare:
             report.finish({"packed": str(a.model)})

@@ -5,9 +5,10 @@
 float16        float32 against float16 with dynamic loss scaling, and bfloat16
 second_expert  GShard's router: every token to its second expert, or as often as its weight says
 
-Runs `train.py PRESET` (tiny) for --steps steps in every variant, from the same parameters, on the same text. rows: the
-mean of --mean losses in turn, and by how many percent of the first variant's the others differ from it. With float16
-also how many steps overflowed, which run again with half the loss scale, and the scale at the end.
+Runs `train.py PRESET` (tiny) for --steps steps in every variant, from the same parameters, on the
+same text. rows: the mean of --mean losses in turn, and by how many percent of the first variant's
+the others differ from it. With float16 also how many steps overflowed, which run again with half
+the loss scale, and the scale at the end.
 
 Prints one JSON object as its last line.
 """
@@ -40,15 +41,34 @@ from jmoe.run.metrics import read_metrics
 GSHARD = ("--model.num-experts-per-tok", "2", "--model.router.kind", "gshard")
 VARIANTS: dict[str, dict[str, tuple[str, ...]]] = {
     "float16": {dtype: ("--compute-dtype", dtype) for dtype in ("float32", "float16", "bfloat16")},
-    "second_expert": {policy: (*GSHARD, "--model.router.second-expert-policy", policy) for policy in ("all", "random")},
+    "second_expert": {
+        policy: (*GSHARD, "--model.router.second-expert-policy", policy)
+        for policy in ("all", "random")
+    },
 }
-# no text is drawn, only as much held out as an evaluation needs, and little lost where a run is cut off
-SHORT = ("--data.held-out-bytes", "20000", "--evaluation.sample-tokens", "0", "--checkpoint.every-steps", "50")
+# no text is drawn, only as much held out as an evaluation needs, and little lost where a run is cut
+# off
+SHORT = (
+    "--data.held-out-bytes",
+    "20000",
+    "--evaluation.sample-tokens",
+    "0",
+    "--checkpoint.every-steps",
+    "50",
+)
 
 
 def run(a: argparse.Namespace, options: tuple[str, ...], folder: Path) -> list[dict[str, Any]]:
     """Train, and return the lines of all steps."""
-    command = [sys.executable, str(ROOT / "train.py"), a.preset, *options, *SHORT, "--num-steps", str(a.steps)]
+    command = [
+        sys.executable,
+        str(ROOT / "train.py"),
+        a.preset,
+        *options,
+        *SHORT,
+        "--num-steps",
+        str(a.steps),
+    ]
     subprocess.run([*command, "--output-dir", str(folder)], check=True, stdout=sys.stderr)
     return read_metrics(folder / "metrics.jsonl")
 
@@ -58,7 +78,9 @@ def compare(steps: Mapping[str, list[dict[str, Any]]], mean: int) -> dict[str, A
     losses = {name: np.array([line["loss"] for line in lines]) for name, lines in steps.items()}
     means = {name: values.reshape(-1, mean).mean(axis=1) for name, values in losses.items()}
     first, *others = means
-    differ: dict[str, NDArray[np.float64]] = {name: 100 * np.abs(means[name] / means[first] - 1) for name in others}
+    differ: dict[str, NDArray[np.float64]] = {
+        name: 100 * np.abs(means[name] / means[first] - 1) for name in others
+    }
     rows = [
         {"steps": f"{mean * i + 1} to {mean * (i + 1)}"}
         | {f"loss_{name}": round(float(values[i]), 5) for name, values in means.items()}
@@ -66,7 +88,8 @@ def compare(steps: Mapping[str, list[dict[str, Any]]], mean: int) -> dict[str, A
         for i in range(means[first].size)
     ]
     result: dict[str, Any] = {
-        f"{name}_differs_at_most_percent": round(float(values.max()), 4) for name, values in differ.items()
+        f"{name}_differs_at_most_percent": round(float(values.max()), 4)
+        for name, values in differ.items()
     }
     for name, lines in steps.items():
         if "loss_scale" in lines[-1]:
@@ -81,13 +104,19 @@ def main() -> None:
     parser.add_argument("what", choices=VARIANTS)
     parser.add_argument("preset", nargs="?", default="tiny")
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--folder", type=Path, help="keep the runs here; one that was cut off goes on")
+    parser.add_argument(
+        "--folder", type=Path, help="keep the runs here; one that was cut off goes on"
+    )
     parser.add_argument("--mean", type=int, default=25, help="losses of one mean; divides --steps")
     a = parser.parse_args()
     if a.mean <= 0 or a.steps % a.mean:
         parser.error(f"--mean = {a.mean}: must divide --steps = {a.steps}")
     variants = VARIANTS[a.what]
-    with nullcontext(a.folder) if a.folder else tempfile.TemporaryDirectory(prefix="jmoe-curves-") as folder:
+    with (
+        nullcontext(a.folder)
+        if a.folder
+        else tempfile.TemporaryDirectory(prefix="jmoe-curves-") as folder
+    ):
         steps = {name: run(a, options, Path(folder) / name) for name, options in variants.items()}
     report.finish(
         {"steps": a.steps, "losses_of_a_mean": a.mean}

@@ -1,12 +1,14 @@
 """Estimate training steps on GPUs without one, and compare planned bytes with compiled ones.
 
-    make gpu-estimate                                        all shapes on an H100, one on the others; half an hour
-    python benchmarks/train/estimates.py --shapes olmoe mixtral    some of them; prints and writes nothing
+    make gpu-estimate    all shapes on an H100, one on the others; half an hour
+    python benchmarks/train/estimates.py --shapes olmoe mixtral
+        some of them; prints and writes nothing
     python benchmarks/train/estimates.py --targets rtx-4090 a100 --shapes olmoe
 
-The published shapes with as many layers as fit, bfloat16 with float32 masters. Needs JAX's CUDA libraries
-(`make setup EXTRA=cuda13`), no GPU and no driver. step_ms: estimated, see `jmoe/planning/gpu_estimate.py`. planned,
-compiled: GB of a device by `--plan`, and as XLA lays the compiled step out. Last line: a JSON object.
+The published shapes with as many layers as fit, bfloat16 with float32 masters. Needs JAX's CUDA
+libraries (`make setup EXTRA=cuda13`), no GPU and no driver. step_ms: estimated, see
+`jmoe/planning/gpu_estimate.py`. planned, compiled: GB of a device by `--plan`, and as XLA lays the
+compiled step out. Last line: a JSON object.
 """
 
 if __name__ == "__main__":
@@ -45,7 +47,7 @@ TARGETS = get_args(get_type_hints(TrainConfig)["estimate"])[1:]
 
 @dataclass(frozen=True)
 class Shape:
-    """A published model with so many layers, and a step of so many sequences, on the devices of one host."""
+    """A published model cut to some layers, and a step of some sequences on one host's devices."""
 
     model: str
     layers: int
@@ -84,7 +86,9 @@ def parse() -> argparse.Namespace:
     parser = report.parser(__doc__)
     parser.add_argument("--shapes", nargs="+", choices=tuple(SHAPES), default=list(SHAPES))
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=["h100"])
-    parser.add_argument("--write", action="store_true", help="into benchmarks/results/estimates.json")
+    parser.add_argument(
+        "--write", action="store_true", help="into benchmarks/results/estimates.json"
+    )
     a = parser.parse_args()
     a.steps = [(target, name) for target in a.targets for name in a.shapes]
     if a.write:
@@ -135,12 +139,14 @@ def main() -> None:
         row = row_of(name, SHAPES[name], estimate_step(SHAPES[name].config(target)))
         rows.append(report.progress(row | {"compile_s": round(time.perf_counter() - begun)}))
     result = {
-        "benchmark": "training steps on GPUs that are not here: estimated, and planned beside compiled bytes",
+        "benchmark": "training steps on GPUs that are not here: estimated, and planned beside "
+        "compiled bytes",
         "command": "make gpu-estimate",
         "date": f"{date.today()}",
         "machine": "CPU cores alone: compiled with the CUDA 13 libraries, run nowhere",
         "notes": [
-            "an H100 took 194 ms for an earlier step of olmoe, for which this said 199 (gpu_profile_olmoe)",
+            "an H100 took 194 ms for an earlier step of olmoe, for which this said 199 "
+            "(gpu_profile_olmoe)",
             "8 devices: the experts over all of them, remat = layer, routing as even as it can be",
         ],
         "rows": rows,

@@ -1,14 +1,17 @@
 """Account for every millisecond of a training step on a CPU.
 
-    python benchmarks/train/profile_step.py --batch 8 --init torch --capacity-factor 1.25   (options: train/step)
+    python benchmarks/train/profile_step.py --batch 8 --init torch --capacity-factor 1.25
+        (options: train/step)
     python benchmarks/train/profile_step.py --hf-config benchmarks/peers/qwen3moe_64e.json --batch 4
-    python benchmarks/train/profile_step.py --init torch --capacity-factor 1.25 --processes 2 --replicate-dense --ep 2
+    python benchmarks/train/profile_step.py --init torch --capacity-factor 1.25 --processes 2 \
+        --replicate-dense --ep 2
 
-milliseconds: of a step, by what the operations belong to (scope) and by what they do: matrix products, native
-operations (products and the elementwise work between them), copies (transposes, gathers of rows, concatenations),
-everything else (elementwise work and sums), collectives where nothing else runs, and idle, when nothing runs. Where
-operations overlap, the time is of the one that began first. Of several processes: rank 0's. large_product: what one
-product of 4,096 x 1,024 x 4,096 reaches in the same process, in between; floor_ms: the process's products at that rate.
+milliseconds: of a step, by what the operations belong to (scope) and by what they do: matrix
+products, native operations (products and the elementwise work between them), copies (transposes,
+gathers of rows, concatenations), everything else (elementwise work and sums), collectives where
+nothing else runs, and idle, when nothing runs. Where operations overlap, the time is of the one
+that began first. Of several processes: rank 0's. large_product: what one product of 4,096 x 1,024 x
+4,096 reaches in the same process, in between; floor_ms: the process's products at that rate.
 """
 
 if __name__ == "__main__":
@@ -32,8 +35,27 @@ from benchmarks.comm.trace import COLLECTIVES, WHOLE, Op, Span, operations, reco
 from benchmarks.lib import report
 from benchmarks.train import step as bench
 
-SCOPES = ("optimizer", "loss", "attention", "moe", "mlp", "gather", "reduce", "embed", "auxiliary_losses")
-COPIES = ("copy", "transpose", "concatenate", "gather", "scatter", "slice", "dynamic-slice", "dynamic-update-slice")
+SCOPES = (
+    "optimizer",
+    "loss",
+    "attention",
+    "moe",
+    "mlp",
+    "gather",
+    "reduce",
+    "embed",
+    "auxiliary_losses",
+)
+COPIES = (
+    "copy",
+    "transpose",
+    "concatenate",
+    "gather",
+    "scatter",
+    "slice",
+    "dynamic-slice",
+    "dynamic-update-slice",
+)
 ROWS, INNER, COLUMNS = 4096, 1024, 4096
 STEPS = 5
 
@@ -53,7 +75,9 @@ def work(op: Op) -> str:
     return "copies" if op.kind in COPIES else "elementwise"
 
 
-def accounted(found: list[Any], ops: dict[str, Op], steps: int, begin_ns: float, end_ns: float) -> dict[str, Any]:
+def accounted(
+    found: list[Any], ops: dict[str, Op], steps: int, begin_ns: float, end_ns: float
+) -> dict[str, Any]:
     """Return milliseconds of a step by scope and work; what no operation covers is idle."""
     total: Counter[tuple[str, str]] = Counter()
     at, gaps = begin_ns, []

@@ -2,10 +2,11 @@
 
     python benchmarks/train/saving.py --folder /mnt/nvme/scratch
 
-Runs `train.py` in this process with a router that sends nothing to half of the experts, and a checkpoint every
---every steps. Of each save: seconds that training waits in `Run.save`, bytes of records written meanwhile, bytes of the
-records whose weights or moments have another version than in the save before, and bytes of all records. The first save
-follows steps like all others, but everything has changed since the start.
+Runs `train.py` in this process with a router that sends nothing to half of the experts, and a
+checkpoint every --every steps. Of each save: seconds that training waits in `Run.save`, bytes of
+records written meanwhile, bytes of the records whose weights or moments have another version than
+in the save before, and bytes of all records. The first save follows steps like all others, but
+everything has changed since the start.
 
 Prints one JSON object as its last line.
 """
@@ -52,14 +53,19 @@ def config_of(a: argparse.Namespace, folder: Path) -> TrainConfig:
     return TrainConfig(
         model=model_of(a),
         optimizer=OptimizerConfig(schedule="constant", warmup_steps=0),
-        data=DataConfig(path=tuple(str(LIBRARY / f"{name}.py") for name in MODULES), held_out_bytes=20_000),
+        data=DataConfig(
+            path=tuple(str(LIBRARY / f"{name}.py") for name in MODULES), held_out_bytes=20_000
+        ),
         batch_size=a.batch_size,
         sequence_length=a.sequence_length,
         num_steps=a.every * a.saves,
         checkpoint=CheckpointConfig(every_steps=a.every),
         evaluation=EvaluationConfig(every_steps=0, sample_tokens=0),
         tiers=TiersConfig(
-            experts="nvme", optimizer="nvme", gradients=a.gradients, host_cache_bytes=int(a.cache * records)
+            experts="nvme",
+            optimizer="nvme",
+            gradients=a.gradients,
+            host_cache_bytes=int(a.cache * records),
         ),
         output_dir=str(folder / "run"),
     )
@@ -102,12 +108,16 @@ def versions_of(store: VersionStore, step: int) -> set[str]:
 def main() -> None:
     parser = report.parser(__doc__)
     add_model_options(parser, layers=4)
-    parser.add_argument("--folder", help="where the run and its records are; a temporary folder if not given")
+    parser.add_argument(
+        "--folder", help="where the run and its records are; a temporary folder if not given"
+    )
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--sequence-length", type=int, default=128)
     parser.add_argument("--every", type=int, default=100, help="steps between saves")
     parser.add_argument("--saves", type=int, default=3)
-    parser.add_argument("--cache", type=float, default=0.25, help="share of the records that host memory holds")
+    parser.add_argument(
+        "--cache", type=float, default=0.25, help="share of the records that host memory holds"
+    )
     parser.add_argument("--gradients", choices=("host", "nvme"), default="host")
     a = parser.parse_args()
     measured, start = Measured(), Session.start_or_resume
@@ -115,7 +125,9 @@ def main() -> None:
     def start_with_idle_experts(run: Session) -> TrainState:
         state = start(run)
         away = AWAY * (np.arange(a.experts) % 2).astype(np.float32)
-        return dataclasses.replace(state, router_bias=jax.tree.map(lambda b: b + away, state.router_bias))
+        return dataclasses.replace(
+            state, router_bias=jax.tree.map(lambda b: b + away, state.router_bias)
+        )
 
     Session.start_or_resume = start_with_idle_experts  # type: ignore[method-assign]
     Session.save = lambda run, step, state: measured(run, step, state)  # type: ignore[method-assign]

@@ -2,13 +2,15 @@
 
     python benchmarks/train/snapshots.py
 
---processes processes, each with a memory folder of its own as on a host of its own, hold --mib MiB of random float32 in
-arrays that are split over all of them, and 1 % more that each of them has whole. Medians of --rounds rounds, of the
-slowest process: checkpoint_blocking (until `Checkpoints.save` returns), checkpoint (until the step is whole on disk),
-snapshot (own shards and the copy of the partner, whole in both memories), restore_disk (the page cache is warm),
-restore_disk_cold (it has nothing of the checkpoint), restore_memory (from the memory of the process itself),
-restore_partner (process 1 has lost its memory, its partner sends). By /proc/self/io, of each process: read_mib, what it
-asks for to restore from disk (rchar), and disk_mib, what the disk gives it when the page cache is cold (read_bytes).
+--processes processes, each with a memory folder of its own as on a host of its own, hold --mib MiB
+of random float32 in arrays that are split over all of them, and 1 % more that each of them has
+whole. Medians of --rounds rounds, of the slowest process: checkpoint_blocking (until
+`Checkpoints.save` returns), checkpoint (until the step is whole on disk), snapshot (own shards and
+the copy of the partner, whole in both memories), restore_disk (the page cache is warm),
+restore_disk_cold (it has nothing of the checkpoint), restore_memory (from the memory of the process
+itself), restore_partner (process 1 has lost its memory, its partner sends). By /proc/self/io, of
+each process: read_mib, what it asks for to restore from disk (rchar), and disk_mib, what the disk
+gives it when the page cache is cold (read_bytes).
 
 Prints one JSON object as its last line.
 """
@@ -68,21 +70,31 @@ def process(a: argparse.Namespace) -> None:
     from jmoe.run.snapshots import Snapshots
 
     address = f"127.0.0.1:{a.port}"
-    distributed.start(DistributedConfig(coordinator_address=address, num_processes=a.processes, process_id=a.rank))
+    distributed.start(
+        DistributedConfig(coordinator_address=address, num_processes=a.processes, process_id=a.rank)
+    )
     mesh = make_mesh((jax.device_count(), 1, 1))
     rows = a.mib * 2**20 // 4 // 1024 // ARRAYS // a.processes * a.processes
     specs = {f"split_{i}": BATCH for i in range(ARRAYS)} | {"whole": REPLICATED, "step": REPLICATED}
     places = shardings(specs, mesh)
 
     def state_of(step: Any) -> dict[str, Any]:
-        sizes = {name: (rows if name.startswith("split") else rows * ARRAYS // 100, 1024) for name in specs}
+        sizes = {
+            name: (rows if name.startswith("split") else rows * ARRAYS // 100, 1024)
+            for name in specs
+        }
         keys = jax.random.split(jax.random.key(0), len(sizes))
-        drawn = {name: jax.random.normal(key, sizes[name]) + step for name, key in zip(sizes, keys, strict=True)}
+        drawn = {
+            name: jax.random.normal(key, sizes[name]) + step
+            for name, key in zip(sizes, keys, strict=True)
+        }
         return drawn | {"step": step}
 
     make = jax.jit(state_of, out_shardings=places)
     shapes = jax.tree.map(
-        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), jax.eval_shape(make, 0.0), places
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+        jax.eval_shape(make, 0.0),
+        places,
     )
     config = CheckpointConfig(memory_dir=str(a.folder / f"memory-{a.rank}"))
     rows_measured: list[dict[str, list[float]]] = []
@@ -95,19 +107,28 @@ def process(a: argparse.Namespace) -> None:
 
     def check(state: Any, wanted: Any) -> None:
         for array, expected in zip(jax.tree.leaves(state), jax.tree.leaves(wanted), strict=True):
-            for shard, other in zip(array.addressable_shards, expected.addressable_shards, strict=True):
+            for shard, other in zip(
+                array.addressable_shards, expected.addressable_shards, strict=True
+            ):
                 assert np.array_equal(shard.data, other.data)
 
-    checkpoints, snapshots = Checkpoints(a.folder / "checkpoints", config), Snapshots(config, "run", ["start"])
+    checkpoints, snapshots = (
+        Checkpoints(a.folder / "checkpoints", config),
+        Snapshots(config, "run", ["start"]),
+    )
     for step in range(1, a.rounds + 2):  # the first one makes folders and compiles
         state = jax.block_until_ready(make(float(step)))
         about: tuple[Any, dict[str, Any], int] = ({"at": step}, {}, -1)
         seconds: dict[str, float] = {}
         begun = time.perf_counter()
-        seconds["checkpoint_blocking"], _ = timed(lambda s=state, n=step: checkpoints.save(n, s, {}, "{}"))
+        seconds["checkpoint_blocking"], _ = timed(
+            lambda s=state, n=step: checkpoints.save(n, s, {}, "{}")
+        )
         checkpoints.wait()
         seconds["checkpoint"] = time.perf_counter() - begun
-        seconds["snapshot"], problem = timed(lambda s=state, n=step, b=about: snapshots.save(n, s, *b))
+        seconds["snapshot"], problem = timed(
+            lambda s=state, n=step, b=about: snapshots.save(n, s, *b)
+        )
         assert not problem, problem
         mib: dict[str, float] = {}
         for name, read, counter in (("", "read", "rchar"), ("_cold", "disk", "read_bytes")):
@@ -132,9 +153,17 @@ def process(a: argparse.Namespace) -> None:
         rows_measured.append(gather_json({**seconds, **mib}))
     checkpoints.close()
     if a.rank == 0:
-        own = sum(shard.data.nbytes for x in jax.tree.leaves(make(0.0)) for shard in x.addressable_shards) / 2**20
+        own = (
+            sum(
+                shard.data.nbytes
+                for x in jax.tree.leaves(make(0.0))
+                for shard in x.addressable_shards
+            )
+            / 2**20
+        )
         worst = [
-            {name: max(row[name] for row in rank_rows) for name in rank_rows[0]} for rank_rows in rows_measured[1:]
+            {name: max(row[name] for row in rank_rows) for name in rank_rows[0]}
+            for rank_rows in rows_measured[1:]
         ]
         values: dict[str, Any] = {
             f"{name}_s": report.median((row[name] for row in worst), 3)
@@ -143,7 +172,9 @@ def process(a: argparse.Namespace) -> None:
         }
         values["own_mib"] = round(own, 1)
         for name in ("read_mib", "disk_mib"):
-            of_rank = ([row[rank][name] for row in rows_measured[1:]] for rank in range(a.processes))
+            of_rank = (
+                [row[rank][name] for row in rows_measured[1:]] for rank in range(a.processes)
+            )
             values[name] = [round(statistics.median(rounds), 1) for rounds in of_rank]
         report.finish(values)
 
@@ -154,7 +185,10 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
-        "--disk", type=Path, default=None, help="folder on the disk; the system's for scratch if not given"
+        "--disk",
+        type=Path,
+        default=None,
+        help="folder on the disk; the system's for scratch if not given",
     )
     parser.add_argument("--memory", type=Path, default=Path("/dev/shm"))
     for name, kind in (("rank", int), ("port", int), ("folder", Path)):
@@ -163,7 +197,10 @@ def main() -> None:
     if a.rank is not None:
         return process(a)
     load = os.getloadavg()[0]
-    with tempfile.TemporaryDirectory(dir=a.disk) as disk, tempfile.TemporaryDirectory(dir=a.memory) as memory:
+    with (
+        tempfile.TemporaryDirectory(dir=a.disk) as disk,
+        tempfile.TemporaryDirectory(dir=a.memory) as memory,
+    ):
         for rank in range(a.processes):
             (Path(memory) / str(rank)).mkdir()
             (Path(disk) / f"memory-{rank}").symlink_to(Path(memory) / str(rank))
@@ -182,7 +219,10 @@ def main() -> None:
             screens = [rank.communicate()[0] for rank in ranks]
     if any(rank.returncode for rank in ranks):
         sys.exit("\n".join(screens))
-    result = {"benchmark": "snapshots", "options": report.options(a, "rank", "port", "folder", "disk", "memory")}
+    result = {
+        "benchmark": "snapshots",
+        "options": report.options(a, "rank", "port", "folder", "disk", "memory"),
+    }
     report.finish(result | {"load_before": load} | json.loads(screens[0].splitlines()[-1]))
     return None
 

@@ -2,15 +2,17 @@
 
     python benchmarks/train/startup.py
 
-Runs `jmoe-supervise` with --processes processes of `train.py`, which take two steps and end, twice: with an empty
-compile cache and with the one of the first time. Parts, as lines appear in the log of rank 0: start (the far end of
-every line to the supervisor is there, processes are told what to run), import_and_meet (Python, JAX and jmoe are
-imported, all ranks have met), data, initialise, evaluate, compile_and_step (the first one), step (the second one),
-save_and_end. XLA compiles with few optimisations: the processes share the cores of one machine, and each compiles.
+Runs `jmoe-supervise` with --processes processes of `train.py`, which take two steps and end, twice:
+with an empty compile cache and with the one of the first time. Parts, as lines appear in the log of
+rank 0: start (the far end of every line to the supervisor is there, processes are told what to
+run), import_and_meet (Python, JAX and jmoe are imported, all ranks have met), data, initialise,
+evaluate, compile_and_step (the first one), step (the second one), save_and_end. XLA compiles with
+few optimisations: the processes share the cores of one machine, and each compiles.
 
-Then --callers processes without JAX meet at the rendezvous alone: import (until the last of them calls) and meet (from
-there until the last of them has been told that all are there). At last all but the last one of them, with a limit of
---limit-s: missing_s is when every one that has come has named the one that has not, by its own clock.
+Then --callers processes without JAX meet at the rendezvous alone: import (until the last of them
+calls) and meet (from there until the last of them has been told that all are there). At last all
+but the last one of them, with a limit of --limit-s: missing_s is when every one that has come has
+named the one that has not, by its own clock.
 
 Prints one JSON object as its last line.
 """
@@ -55,9 +57,25 @@ LINES = {  # of the log of rank 0, each the end of a part
 PARTS = ("start", *LINES, "save_and_end")
 MODEL = (
     *("--model.vocab-size", "512", "--model.hidden-size", "32", "--model.num-hidden-layers", "2"),
-    *("--model.num-attention-heads", "2", "--model.num-key-value-heads", "1", "--model.moe-intermediate-size", "32"),
+    *(
+        "--model.num-attention-heads",
+        "2",
+        "--model.num-key-value-heads",
+        "1",
+        "--model.moe-intermediate-size",
+        "32",
+    ),
 )
-MODULES = ("argparse", "ast", "difflib", "pickle", "random", "subprocess", "textwrap", "threading")  # the text
+MODULES = (
+    "argparse",
+    "ast",
+    "difflib",
+    "pickle",
+    "random",
+    "subprocess",
+    "textwrap",
+    "threading",
+)  # the text
 CALL = """
 import json, sys, time
 from jmoe.cluster.rendezvous import rendezvous
@@ -73,7 +91,7 @@ print(json.dumps({"called": called, "told": time.time(), "problem": problem}))
 
 
 class Memory:
-    """Look, again and again, how much memory this process's children have together; most_bytes: the most."""
+    """Samples the memory of this process's children; most_bytes: the largest sum."""
 
     def __init__(self) -> None:
         self.most_bytes = 0
@@ -102,7 +120,16 @@ class Memory:
 def supervised(a: argparse.Namespace, folder: Path, name: str) -> dict[str, float]:
     """Return the parts of a run's start, in seconds, and the memory of all of its processes."""
     run = folder / name
-    options = ["tiny", *MODEL, "--batch-size", str(a.processes), "--sequence-length", "64", "--num-steps", "2"]
+    options = [
+        "tiny",
+        *MODEL,
+        "--batch-size",
+        str(a.processes),
+        "--sequence-length",
+        "64",
+        "--num-steps",
+        "2",
+    ]
     options += ["--distributed.heartbeat-timeout-s", "120"]
     options += ["--data.path", str(folder / "text"), "--data.held-out-bytes", "10000"]
     options += ["--evaluation.sample-tokens", "0", "--output-dir", str(run)]
@@ -122,22 +149,31 @@ def supervised(a: argparse.Namespace, folder: Path, name: str) -> dict[str, floa
         if supervisor.wait(LIMIT_S):
             sys.exit(screen.read_text())
         ended = time.time()
-    events = [json.loads(line) for line in (run / "supervise" / "events.jsonl").read_text().splitlines()]
+    events = [
+        json.loads(line) for line in (run / "supervise" / "events.jsonl").read_text().splitlines()
+    ]
     if [event["event"] for event in events] != ["start", "end"]:
         sys.exit(f"the processes were started again: {screen.read_text()}")
     moments = [begun, events[0]["time"], *times.values(), ended]
-    parts = {part: round(after - before, 3) for part, (before, after) in zip(PARTS, itertools.pairwise(moments))}
-    return parts | {"all_s": round(ended - begun, 3), "memory_gib": round(memory.most_bytes / 2**30, 2)}
+    parts = {
+        part: round(after - before, 3)
+        for part, (before, after) in zip(PARTS, itertools.pairwise(moments))
+    }
+    return parts | {
+        "all_s": round(ended - begun, 3),
+        "memory_gib": round(memory.most_bytes / 2**30, 2),
+    }
 
 
 def callers(number: int, present: int, limit_s: int) -> tuple[float, list[dict[str, Any]]]:
-    """Return (when they were started, what each of the first `present` of `number` processes has to say)."""
+    """Return when processes started, and what each of the first `present` of `number` printed."""
     with reserve_port() as reserved:
         address = f"127.0.0.1:{reserved.getsockname()[1]}"
         words = [sys.executable, "-c", CALL, address, str(number)]
         begun = time.time()
         processes = [
-            subprocess.Popen([*words, str(rank), str(limit_s)], stdout=subprocess.PIPE) for rank in range(present)
+            subprocess.Popen([*words, str(rank), str(limit_s)], stdout=subprocess.PIPE)
+            for rank in range(present)
         ]
         return begun, [json.loads(process.communicate()[0]) for process in processes]
 
@@ -148,17 +184,27 @@ def all_come(number: int) -> dict[str, float]:
     if any(one["problem"] for one in told):
         sys.exit(f"said: {told[0]['problem']}")
     last = max(one["called"] for one in told)
-    return {"import": round(last - begun, 3), "meet": round(max(one["told"] for one in told) - last, 3)}
+    return {
+        "import": round(last - begun, 3),
+        "meet": round(max(one["told"] for one in told) - last, 3),
+    }
 
 
 def one_never_comes(number: int, limit_s: int) -> dict[str, Any]:
     """Return when, and how, the last of `number` processes is named, which never comes."""
     told = callers(number, number - 1, limit_s)[1]
     words = {one["problem"] for one in told}
-    if words != {f"rank {number - 1} did not start within distributed.start_timeout_s = {limit_s} s"}:
+    if words != {
+        f"rank {number - 1} did not start within distributed.start_timeout_s = {limit_s} s"
+    }:
         sys.exit(f"said: {words}")
     waited = sorted(one["told"] - one["called"] for one in told)
-    return {"limit_s": limit_s, "first_s": round(waited[0], 3), "missing_s": round(waited[-1], 3), "said": words.pop()}
+    return {
+        "limit_s": limit_s,
+        "first_s": round(waited[0], 3),
+        "missing_s": round(waited[-1], 3),
+        "said": words.pop(),
+    }
 
 
 def main() -> None:
@@ -175,11 +221,17 @@ def main() -> None:
         for name in MODULES:
             shutil.copy(Path(sysconfig.get_path("stdlib")) / f"{name}.py", text)
         starts = [
-            report.progress({"compile cache": name} | supervised(a, Path(folder), name)) for name in ("empty", "filled")
+            report.progress({"compile cache": name} | supervised(a, Path(folder), name))
+            for name in ("empty", "filled")
         ]
     met = report.progress(all_come(a.callers))
     missing = report.progress(one_never_comes(a.callers, a.limit_s))
-    result = {"benchmark": "startup", "options": report.options(a), "load_before": load, "start and two steps": starts}
+    result = {
+        "benchmark": "startup",
+        "options": report.options(a),
+        "load_before": load,
+        "start and two steps": starts,
+    }
     result |= {"rendezvous alone": met, "a rank that never comes": missing}
     report.finish(result | {"versions": report.versions("jax", "jaxlib")})
 

@@ -1,11 +1,14 @@
 """Time a training step of any model shape on this machine.
 
-    python benchmarks/train/step.py                                   4 layers, hidden 256, 8 experts, top-1
-    python benchmarks/train/step.py --processes 2 --ep 2              two processes that share one set of experts
-    python benchmarks/train/step.py --hf-config config.json --batch 4 the shape of a Mixtral or Qwen3-MoE model
+    python benchmarks/train/step.py    4 layers, hidden 256, 8 experts, top-1
+    python benchmarks/train/step.py --processes 2 --ep 2
+        two processes that share one set of experts
+    python benchmarks/train/step.py --hf-config config.json --batch 4
+        the shape of a Mixtral or Qwen3-MoE model
 
---batch is per process. tokens_per_s is the median over the steps after the warm-up, counting all processes' tokens.
-Each process is pinned to its share of the cores. The same batch is trained on at every step.
+--batch is per process. tokens_per_s is the median over the steps after the warm-up, counting all
+processes' tokens. Each process is pinned to its share of the cores. The same batch is trained on at
+every step.
 """
 
 if __name__ == "__main__":
@@ -34,7 +37,14 @@ import numpy as np
 from benchmarks.lib import report
 from benchmarks.lib.gpu_trace import kernel_times
 from benchmarks.lib.ranks import add_rank_options, free_port, rank_command, wait_for_all
-from jmoe.config import CommConfig, MeshConfig, ModelConfig, OptimizerConfig, RouterConfig, TrainConfig
+from jmoe.config import (
+    CommConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RouterConfig,
+    TrainConfig,
+)
 from jmoe.models.huggingface import model_config
 
 TRACED_STEPS = 3
@@ -54,10 +64,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ep", type=int, default=1, help="processes that share one set of experts")
     parser.add_argument("--capacity-factor", type=float, default=None, help="default: dropless")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
-    parser.add_argument("--native", choices=("auto", "on", "off"), default="auto", help="see `TrainConfig.native`")
+    parser.add_argument(
+        "--native", choices=("auto", "on", "off"), default="auto", help="see `TrainConfig.native`"
+    )
     parser.add_argument("--hf-config", type=Path, help="config.json; replaces the shape options")
     parser.add_argument(
-        "--replicate-dense", action="store_true", help="no ZeRO-3: every process holds all dense parameters"
+        "--replicate-dense",
+        action="store_true",
+        help="no ZeRO-3: every process holds all dense parameters",
     )
     parser.add_argument("--bucket-bytes", type=int, default=0, help="see `CommConfig.bucket_bytes`")
     parser.add_argument("--data", choices=("random", "text"), default="random")
@@ -70,13 +84,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--profile", help="write a trace of three more steps, and list a GPU's kernels")
+    parser.add_argument(
+        "--profile", help="write a trace of three more steps, and list a GPU's kernels"
+    )
     add_rank_options(parser)
     return parser.parse_args()
 
 
 def train_config(a: argparse.Namespace) -> TrainConfig:
-    """The run that the options describe: AdamW as the peers' scripts set it, one flat learning rate."""
+    """Return the run that the options describe: AdamW as in the peers' scripts, a constant rate."""
     if a.hf_config:
         hf = json.loads(a.hf_config.read_text())
         hf = hf.get("config", {}) | {"model_type": hf["model_type"]} if "config" in hf else hf
@@ -101,12 +117,20 @@ def train_config(a: argparse.Namespace) -> TrainConfig:
             mlp_bias=True,
             capacity_factor=a.capacity_factor,
             # 0.01 for each layer
-            router=RouterConfig(kind={1: "switch", 2: "gshard"}.get(a.top_k, "softmax"), aux_loss_coef=0.01 * a.layers),
+            router=RouterConfig(
+                kind={1: "switch", 2: "gshard"}.get(a.top_k, "softmax"),
+                aux_loss_coef=0.01 * a.layers,
+            ),
         )
     return TrainConfig(
         model=model,
         optimizer=OptimizerConfig(
-            learning_rate=a.lr, schedule="constant", warmup_steps=0, beta2=0.999, weight_decay=0.01, clip_norm=1.0
+            learning_rate=a.lr,
+            schedule="constant",
+            warmup_steps=0,
+            beta2=0.999,
+            weight_decay=0.01,
+            clip_norm=1.0,
         ),
         mesh=MeshConfig(expert_intra=a.ep),
         comm=CommConfig(shard_dense=not a.replicate_dense, bucket_bytes=a.bucket_bytes),
@@ -119,12 +143,18 @@ def train_config(a: argparse.Namespace) -> TrainConfig:
 
 
 def tokens(a: argparse.Namespace, config: TrainConfig, rank: int) -> np.ndarray:
-    """int32 [1, batch, seq + 1]: uniform random ids from a Mersenne twister seeded by the rank, or Python source."""
+    """Return int32 [1, batch, seq + 1]: random ids seeded by the rank, or Python source."""
     count, vocab = a.batch * (a.seq + 1), config.model.vocab_size
     if a.data == "text":
-        text = b"".join(p.read_bytes() for p in sorted(Path(os.__file__).parent.glob("*.py"))[: 40 * (rank + 1)])
+        text = b"".join(
+            p.read_bytes() for p in sorted(Path(os.__file__).parent.glob("*.py"))[: 40 * (rank + 1)]
+        )
         start = rank * count
-        return np.frombuffer(text, np.uint8)[start : start + count].astype(np.int32).reshape(1, a.batch, -1)
+        return (
+            np.frombuffer(text, np.uint8)[start : start + count]
+            .astype(np.int32)
+            .reshape(1, a.batch, -1)
+        )
     twister = np.random.RandomState(rank)  # the plain 32-bit stream, as torch.randint draws it
     ids = twister.randint(0, 2**32, a.batch * a.seq, np.uint32) % vocab
     last = np.random.default_rng(rank).integers(0, vocab, (a.batch, 1))
@@ -132,7 +162,7 @@ def tokens(a: argparse.Namespace, config: TrainConfig, rank: int) -> np.ndarray:
 
 
 def peer_like(program: Any, state: Any, init: str, std: float, seed: int = 0) -> Any:
-    """Return the state with weights drawn as torch's Linear and Embedding, or transformers, draw them."""
+    """Return the state with weights drawn as torch's Linear and Embedding, or transformers, do."""
     import jax
     import jax.numpy as jnp
 
@@ -146,15 +176,21 @@ def peer_like(program: Any, state: Any, init: str, std: float, seed: int = 0) ->
         elif names[-1] in ("scale", "bias"):
             return w
         else:
-            fan_in = {"b_up": "w_up", "b_down": "w_down", "b_qkv": "w_qkv", "b_out": "w_out"}.get(names[-1])
+            fan_in = {"b_up": "w_up", "b_down": "w_down", "b_qkv": "w_qkv", "b_out": "w_out"}.get(
+                names[-1]
+            )
             rows = w.shape[-2] if fan_in is None else fans["/".join([*names[:-1], fan_in])]
             value = (rng.random(w.shape, np.float32) * 2 - 1) / np.float32(np.sqrt(rows))
         return jax.make_array_from_callback(w.shape, w.sharding, lambda index: value[index])
 
     leaves = jax.tree_util.tree_leaves_with_path(state.params)
-    fans = {"/".join(str(getattr(k, "key", k)) for k in p): w.shape[-2] for p, w in leaves if w.ndim > 1}
+    fans = {
+        "/".join(str(getattr(k, "key", k)) for k in p): w.shape[-2] for p, w in leaves if w.ndim > 1
+    }
     params = jax.tree_util.tree_map_with_path(draw, state.params)
-    return program.load_state(replace(program.save_state(state), params=jax.tree.map(jnp.asarray, params)))
+    return program.load_state(
+        replace(program.save_state(state), params=jax.tree.map(jnp.asarray, params))
+    )
 
 
 def join(a: argparse.Namespace, rank: int) -> None:
@@ -167,7 +203,7 @@ def join(a: argparse.Namespace, rank: int) -> None:
 
 
 def worker(a: argparse.Namespace, rank: int) -> dict[str, Any]:
-    """Train on this rank; every rank returns the figures of the whole job. peak_rss_bytes: of each rank."""
+    """Train on this rank; every rank returns the job's figures. peak_rss_bytes: of each rank."""
     import jax
     from jax.experimental import multihost_utils
 
@@ -206,7 +242,9 @@ def worker(a: argparse.Namespace, rank: int) -> dict[str, Any]:
     median = statistics.median(seconds)
     per_step = config.batch_size * config.sequence_length
     total, active = config.model.num_parameters()
-    assignments = per_step * config.model.num_experts_per_tok * max(1, config.model.num_moe_layers) * a.steps
+    assignments = (
+        per_step * config.model.num_experts_per_tok * max(1, config.model.num_moe_layers) * a.steps
+    )
     return {
         "system": "jmoe",
         "args": report.options(a, "rank", "port"),
@@ -219,7 +257,9 @@ def worker(a: argparse.Namespace, rank: int) -> dict[str, Any]:
         "dropped_fraction": dropped / assignments,
         "params_total": total,
         "params_active": active,
-        "model_flops_per_s": round(config.model.flops_per_token(config.sequence_length) * per_step / median),
+        "model_flops_per_s": round(
+            config.model.flops_per_token(config.sequence_length) * per_step / median
+        ),
         "peak_rss_bytes": peaks,
         "compile_s": round(compile_s, 2),
         "versions": report.versions("jax", "jaxlib", "flax"),

@@ -3,11 +3,12 @@
     python benchmarks/train/super_network_aot.py                  32 H200, four nodes of eight
     python benchmarks/train/super_network_aot.py --devices 40     a device for each task
 
-Needs no GPU and no driver. With the CUDA libraries (`make setup EXTRA=cuda13`) the step is compiled for H200; without
-them it is lowered for CUDA, and compiled for as many CPU devices, whose bytes of parameters and optimizer state are the
-same. Nothing of the 17 billion parameters is there. planned: parameters, optimizer state, gradients and copies in the
-dtype of use, by `--plan`, as the busiest device has them. state: parameters and optimizer state, with the heads, as the
-compiled program takes them; planned_state: that part of the plan. temporary: gradients, gathered parameters and
+Needs no GPU and no driver. With the CUDA libraries (`make setup EXTRA=cuda13`) the step is compiled
+for H200; without them it is lowered for CUDA, and compiled for as many CPU devices, whose bytes of
+parameters and optimizer state are the same. Nothing of the 17 billion parameters is there. planned:
+parameters, optimizer state, gradients and copies in the dtype of use, by `--plan`, as the busiest
+device has them. state: parameters and optimizer state, with the heads, as the compiled program
+takes them; planned_state: that part of the plan. temporary: gradients, gathered parameters and
 activations of a micro-batch, as the compiler lays them out. The last line is a JSON object.
 """
 
@@ -80,7 +81,7 @@ def batch_of(config: VisionTrainConfig, trainer: VisionTrainer) -> ImageBatch:
 
 
 def planned_state_bytes(config: VisionTrainConfig, layout: Layout, slots_a_layer: int) -> int:
-    """Return the part of the plan that parameters and optimizer state have; and heads, which the plan leaves out."""
+    """Return the plan's bytes of parameters and optimizer state, with heads, which it omits."""
     model, devices = config.model, len(layout.shares)
     layers, expert = len(model.task_layers), model.expert_parameters
     dense = model.num_parameters()[0] - model.num_experts * layers * expert
@@ -116,7 +117,10 @@ def main() -> None:
         "lowered_s": round(lowered_s, 1),
         "compiled_s": round(time.perf_counter() - begun, 1),
     }
-    result = {"benchmark": "a training step of ufo-17b, compiled ahead of time", "rows": [report.progress(row)]}
+    result = {
+        "benchmark": "a training step of ufo-17b, compiled ahead of time",
+        "rows": [report.progress(row)],
+    }
     report.finish(result | {"versions": report.versions("jax", "jaxlib")})
 
 

@@ -2,11 +2,12 @@
 
     python benchmarks/train/ufo_tiny.py
 
-Runs `train.py ufo-tiny` as one process on one device (what `make train PRESET=ufo-tiny` does), and as two processes
-with `--layout elastic`, from the same seed. Of each task: accuracy on held-out images before and after, that of a
-linear model on the same pixels, and images a second in training (median step). Of each run: seconds from its start to
-its end, images a second, and the idle time of each device, by the plan and measured: 1 - processor time / time of its
-process. Processes share this machine's cores, so one that waits may lend its core to the other.
+Runs `train.py ufo-tiny` as one process on one device (what `make train PRESET=ufo-tiny` does), and
+as two processes with `--layout elastic`, from the same seed. Of each task: accuracy on held-out
+images before and after, that of a linear model on the same pixels, and images a second in training
+(median step). Of each run: seconds from its start to its end, images a second, and the idle time of
+each device, by the plan and measured: 1 - processor time / time of its process. Processes share
+this machine's cores, so one that waits may lend its core to the other.
 
 Prints one JSON object as its last line.
 """
@@ -54,28 +55,54 @@ def parse() -> argparse.Namespace:
 
 def trained(a: argparse.Namespace, processes: int, folder: Path) -> float:
     """Train in so many processes; return the seconds from the start to the end of all."""
-    options = ["--num-steps", str(a.num_steps), "--seed", str(a.seed), "--output-dir", str(folder / "run")]
-    command, begun, ranks = [sys.executable, "train.py", "ufo-tiny", *RUNS[processes], *options], time.time(), []
+    options = [
+        "--num-steps",
+        str(a.num_steps),
+        "--seed",
+        str(a.seed),
+        "--output-dir",
+        str(folder / "run"),
+    ]
+    command, begun, ranks = (
+        [sys.executable, "train.py", "ufo-tiny", *RUNS[processes], *options],
+        time.time(),
+        [],
+    )
     address = f"127.0.0.1:{free_port()}"
-    together = ["--distributed.coordinator-address", address, "--distributed.num-processes", str(processes)]
+    together = [
+        "--distributed.coordinator-address",
+        address,
+        "--distributed.num-processes",
+        str(processes),
+    ]
     for rank in range(processes):
         own = [*together, "--distributed.process-id", str(rank)] if processes > 1 else []
         with (folder / f"rank-{rank}.log").open("wb") as log:
-            ranks.append(subprocess.Popen([*command, *own], stdout=log, stderr=log, env=environment(folder)))
+            ranks.append(
+                subprocess.Popen([*command, *own], stdout=log, stderr=log, env=environment(folder))
+            )
     codes = wait_for_all(ranks)
     if any(codes):
-        raise RuntimeError(f"the ranks ended with {codes}: {(folder / 'rank-0.log').read_text()[-2000:]}")
+        raise RuntimeError(
+            f"the ranks ended with {codes}: {(folder / 'rank-0.log').read_text()[-2000:]}"
+        )
     return time.time() - begun
 
 
 def rows_of(
-    processes: int, seconds: float, metrics: Path, config: VisionTrainConfig, linear: dict[str, float]
+    processes: int,
+    seconds: float,
+    metrics: Path,
+    config: VisionTrainConfig,
+    linear: dict[str, float],
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return the row of a run and those of its tasks, out of what it has written."""
     events = read_events(metrics)
     first, *_, last = [event for event in events if event["event"] == "evaluation"]
     idle = [event for event in events if event["event"] == "idle"][-1]
-    step_s = report.median(line["step_s"] for line in read_metrics(metrics) if not line.get("compiled"))
+    step_s = report.median(
+        line["step_s"] for line in read_metrics(metrics) if not line.get("compiled")
+    )
     images = sum(task.batch_size for task in config.tasks.values())
     run = {
         "processes": processes,
@@ -102,20 +129,29 @@ def rows_of(
 
 def sizes(task: ImageTask) -> dict[str, Any]:
     """Return what a task consists of."""
-    counts = {"classes": len(task.classes), "train": len(task.train.labels), "held_out": len(task.held_out.labels)}
+    counts = {
+        "classes": len(task.classes),
+        "train": len(task.train.labels),
+        "held_out": len(task.held_out.labels),
+    }
     return {"task": task.name} | counts
 
 
 def main() -> None:
     a = parse()
     config = dataclasses.replace(ufo_tiny, num_steps=a.num_steps, seed=a.seed)
-    tasks = [load_task(name, task.source, config.model, config.images) for name, task in config.tasks.items()]
+    tasks = [
+        load_task(name, task.source, config.model, config.images)
+        for name, task in config.tasks.items()
+    ]
     linear = {task.name: linear_accuracy(task) for task in tasks}
     runs, accuracies = [], []
     for processes in a.processes:
         with tempfile.TemporaryDirectory() as folder:
             seconds = trained(a, processes, Path(folder))
-            run, rows = rows_of(processes, seconds, Path(folder) / "run" / METRICS_FILE, config, linear)
+            run, rows = rows_of(
+                processes, seconds, Path(folder) / "run" / METRICS_FILE, config, linear
+            )
         runs.append(report.progress(run))
         accuracies += [report.progress(row) for row in rows]
     result = {
