@@ -49,6 +49,7 @@ class StoredTensor:
     dtype: str
     shape: tuple[int, ...]
     offset: int  # of its first byte in the file
+    stamp: tuple[int, int]  # size and time of the file when its header was read
 
     def entries(self) -> list[int]:
         """Return where in the file each matrix of it begins: experts that are stored as one tensor have many."""
@@ -61,10 +62,16 @@ class StoredTensor:
         return ValueError(f"{self.file}: tensor {self.name!r} {problem}")
 
 
+def _stamp(descriptor: int) -> tuple[int, int]:
+    """Return size and time of an open file: whoever writes to it changes one of them."""
+    status = os.fstat(descriptor)
+    return status.st_size, status.st_mtime_ns
+
+
 def _header(file: Path) -> dict[str, StoredTensor]:
     """The tensors of one file; `ValueError` naming the file unless it is whole."""
-    size = file.stat().st_size
     with file.open("rb") as stream:
+        size, _ = stamp = _stamp(stream.fileno())
         start = stream.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
         if not 0 < length <= min(MAX_HEADER_BYTES, size - 8):
@@ -86,7 +93,7 @@ def _header(file: Path) -> dict[str, StoredTensor]:
         except (KeyError, TypeError, ValueError) as error:
             described = f"{str(entry)[:SHOWN]}"
             raise ValueError(f"{file}: tensor {name!r} has no dtype, shape and data_offsets: {described}") from error
-        tensor = tensors[name] = StoredTensor(name, file, dtype, shape, 8 + length + first)
+        tensor = tensors[name] = StoredTensor(name, file, dtype, shape, 8 + length + first, stamp)
         if dtype in DTYPES and last - first != math.prod(shape) * DTYPES[dtype].itemsize:
             raise tensor.wrong(f"has {last - first} bytes, not those of {dtype}{list(shape)}")
         if 8 + length + last > size:
@@ -143,7 +150,11 @@ def weights_identity(stored: Mapping[str, StoredTensor]) -> str:
 
 
 class TensorReader(Closing):
-    """Reads parts of tensors into one small buffer, which the next read overwrites; a context manager."""
+    """Reads parts of tensors into one small buffer, which the next read overwrites; a context manager.
+
+    Raises `ValueError` naming a tensor whose file has changed since its header was read: of a model that is replaced
+    meanwhile one would get half of each.
+    """
 
     def __init__(self) -> None:
         self._staging = np.empty(STAGING_BYTES, np.uint8)
@@ -181,6 +192,8 @@ class TensorReader(Closing):
             if count == 0:
                 raise tensor.wrong(f"ends at byte {offset + done}: the file was cut while it was read")
             done += count
+        if _stamp(self._files[tensor.file]) != tensor.stamp:
+            raise tensor.wrong("has changed since its header was read: start again, once nobody writes to the folder")
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,32 @@ def model(folder: Path) -> set[float]:
     with TensorReader() as reader:
         parts = [part.copy() for tensor in headers.values() for *_, part in reader.chunks(tensor, 0, SHAPE[0])]
     return {float(value) for value in np.unique(np.concatenate(parts))}
+
+
+@pytest.mark.parametrize("files", FILES)
+@pytest.mark.parametrize("way", ["in place", "by a rename"])
+def test_a_model_that_is_replaced_while_it_is_read_is_named(tmp_path: Path, files: int, way: str) -> None:
+    """Also a file that has not been opened yet: half of each model would be served, or packed as the one before."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "other").mkdir()
+    write(tmp_path / "model", 1.0, files)
+    write(tmp_path / "other", 2.0, files)
+    tensors = read_headers(tmp_path / "model")
+    with TensorReader() as reader:
+        assert {float(part[0, 0]) for _, _, part in reader.chunks(tensors["t0"], 0, SHAPE[0])} == {1.0}
+        for path in (tmp_path / "other").iterdir():
+            if way == "in place":
+                shutil.copyfile(path, tmp_path / "model" / path.name)
+            else:
+                path.rename(tmp_path / "model" / path.name)
+        read, error = set[float](), ""
+        try:
+            for tensor in tensors.values():
+                read |= {float(part[0, 0]) for _, _, part in reader.chunks(tensor, 0, SHAPE[0])}
+        except ValueError as refused:
+            error = str(refused)
+    assert read <= {1.0}
+    assert read == {1.0} and (way, files) == ("by a rename", 1) if not error else "has changed since its header" in error
 
 
 TRANSITIONS = [(before, after) for before in FILES for after in FILES]
