@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jmoe.config import ModelConfig, check
-from jmoe.memory.direct_io import fsync
+from jmoe.memory.direct_io import fsync, fsync_all
 from jmoe.models.decoder import STACKS
 from jmoe.models.huggingface import changed_config
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
@@ -51,6 +51,7 @@ def new_folder(out: Path) -> Iterator[Path]:
     """Yield a hidden folder beside `out`, which becomes `out` when the block ends. After an error nothing is left."""
     with own_folder(out.with_name(f".{out.name}.partial"), out) as partial:
         yield partial
+        fsync_all(partial)
         if out.exists():
             out.rmdir()  # it is empty
         partial.rename(out)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from jmoe.config import CheckpointConfig
 from jmoe.deploy.merge import merge_run
-from jmoe.memory.direct_io import NOT_SUPPORTED, UNWRITABLE
+from jmoe.memory.direct_io import NOT_SUPPORTED, UNWRITABLE, fsync, fsync_all
 from jmoe.memory.identity import content_identity
 from jmoe.memory.record_store import locked
 from jmoe.models.pretrained import what_instead
@@ -138,7 +138,9 @@ def _merge(run_dir: Path, merges: Path) -> Path:
     if merged.is_dir():  # a newer step than was looked for, merged before
         shutil.rmtree(partial)
     else:
+        fsync_all(partial)
         partial.rename(merged)
+        fsync(merges)
     return merged
 
 

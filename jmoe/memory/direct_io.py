@@ -167,6 +167,12 @@ def fsync(path: Path) -> None:
         os.close(fd)
 
 
+def fsync_all(folder: Path) -> None:
+    """Make all that is in a folder durable: what a rename is to publish at once must be on the disk before its name."""
+    for path in [*folder.rglob("*"), folder]:
+        fsync(path)
+
+
 def link(source: Path, target: Path) -> bool:
     """Give a file one more name; return False where there is none, or the file system cannot (another one, a limit)."""
     try:

@@ -238,8 +238,9 @@ def _identity(folder: Path) -> _Identity:
     """Return what the run in an output folder has noted of itself; nothing if it has not."""
     path = folder / IDENTITY
     try:
-        noted, number = json.loads(path.read_bytes()), path.stat().st_ino
-        is_own_file = noted.get("file", number) == number  # earlier versions do not say
+        noted, status = json.loads(path.read_bytes()), path.stat()
+        # Earlier versions do not say; of several names (`cp -al`) no more than one is the run's.
+        is_own_file = noted.get("file", status.st_ino) == status.st_ino and status.st_nlink == 1
         return _Identity(str(noted["run"]), str(noted["output_dir"]), is_own_file, list(noted.get("starts", [])))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return _Identity()

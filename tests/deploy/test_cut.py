@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 
 import jmoe
+from jmoe.deploy import merged
 from jmoe.deploy.cut import check_new_folder, cut_config, new_folder, write_cut
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from tests.deploy.gpt_moe_models import in_numpy, stored_arrays, write_model
 from tests.model_configs import CHECKPOINTS
+from tests.power_cut import Image, PowerCut
 
 TOKENS = np.random.default_rng(3).integers(0, 64, 12)
 
@@ -92,6 +94,39 @@ def test_a_folder_is_written_by_one_process(tmp_path: Path) -> None:
             pass
         assert (first / "weights").read_text() == "whole" and not out.exists()
     assert [path.name for path in tmp_path.iterdir()] == ["out"] and (out / "weights").read_text() == "whole"
+
+
+@pytest.mark.parametrize("way", ["new_folder", "merged"])
+def test_a_power_cut_leaves_a_whole_folder_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """The weights are flushed as they are written; the tokenizer and programs are copies."""
+    cut = PowerCut(tmp_path / "place")
+
+    def write(_: Path, folder: Path) -> int:
+        (folder / "programs").mkdir(parents=True)
+        (folder / "programs" / "one").write_text("whole" * 2000)
+        (folder / "tokenizer.json").write_text("whole")
+        return 3
+
+    monkeypatch.setattr(merged, "merge_run", write)
+    monkeypatch.setattr(merged, "_name_of", lambda *_: "step-3")
+    with cut.recording():
+        if way == "merged":
+            merged._merge(tmp_path / "run", cut.root)
+        else:
+            with new_folder(cut.root / "step-3") as partial:
+                write(tmp_path, partial)
+        cut.promise = "it is there"
+    found = set[bool]()
+
+    def is_whole_or_not_there(image: Image) -> None:
+        found.add((out := cut.root / "step-3").exists())
+        assert out.exists() or image.promise is None
+        if out.exists():
+            contents = {path.name: path.read_text() for path in out.rglob("*") if path.is_file()}
+            assert contents == {"one": "whole" * 2000, "tokenizer.json": "whole"}
+
+    cut.check(is_whole_or_not_there)
+    assert found == {True, False}
 
 
 def test_a_full_disk_is_named(tmp_path: Path) -> None:

@@ -54,7 +54,9 @@ def test_a_model_that_is_replaced_while_it_is_read_is_named(tmp_path: Path, file
         except ValueError as refused:
             error = str(refused)
     assert read <= {1.0}
-    assert read == {1.0} and (way, files) == ("by a rename", 1) if not error else "has changed since its header" in error
+    assert (
+        read == {1.0} and (way, files) == ("by a rename", 1) if not error else "has changed since its header" in error
+    )
 
 
 TRANSITIONS = [(before, after) for before in FILES for after in FILES]

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import shutil
 import threading
 import time
@@ -126,6 +127,18 @@ def test_a_copy_is_another_run_when_the_first_has_moved(tmp_path: Path, copy_sta
         with RunFolder(tmp_path / name) as folder:
             names[name] = folder.run
     assert names["C"] == first.run != names["B"]
+
+
+def test_of_a_copy_by_hard_links_no_two_are_one_run(tmp_path: Path) -> None:
+    """`cp -al A B; mv A C`: both have the very file."""
+    with RunFolder(tmp_path / "A") as first:
+        (first.path / "result").touch()
+    shutil.copytree(tmp_path / "A", tmp_path / "B", copy_function=os.link)
+    (tmp_path / "A").rename(tmp_path / "C")
+    with RunFolder(tmp_path / "B") as one:
+        pass
+    with RunFolder(tmp_path / "C") as other:
+        assert other.run != one.run
 
 
 def test_starts_are_noted_when_they_have_a_state(tmp_path: Path) -> None:
