@@ -23,6 +23,8 @@ class _Session:
 
     def __init__(self, tokens: LLTokenizer) -> None:
         self._tokens = tokens
+        # llguidance's masks have a bit more than there are tokens: a word more where 32 divides their number
+        self._mask_bytes = 4 * -(-tokens.vocab_size // 32)
         self._matchers: list[LLMatcher] = []
 
     def answer(self, question: bytes) -> bytes:
@@ -38,7 +40,7 @@ class _Session:
             index, token = TOKEN.unpack(question)
             self._matchers[index].consume_token(token)
         matcher = self._matchers[index]
-        mask = b"" if matcher.is_error() else matcher.compute_bitmask()
+        mask = b"" if matcher.is_error() else matcher.compute_bitmask()[: self._mask_bytes]
         wrong = matcher.is_error()
         said = matcher.get_error().encode() if wrong else mask
         return HEAD.pack(index, time.perf_counter() - begun_s, WRONG if wrong else MASK) + said
@@ -52,5 +54,5 @@ class _Session:
 
 
 def begin_masks(tokenizer: str, vocab_size: int, eos_token_ids: list[int]) -> Callable[[bytes], bytes]:
-    """Return what a fork answers. tokenizer: the contents of tokenizer.json."""
+    """Return what a fork answers: masks of a bit a token, in words of 32. tokenizer: the contents of tokenizer.json."""
     return _Session(LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=eos_token_ids)).answer

@@ -158,10 +158,10 @@ def test_parameters_reach_the_sampler(server: HttpProcess, engine: Engine) -> No
     [
         ({"temperature": -1}, 400, "greater than or equal to 0", "temperature"),
         ({"max_tokens": 0}, 400, "max_tokens = 0 needs echo = true", None),
-        ({"logit_bias": {"399999": 1}}, 400, "must be below vocab_size = 400", None),
+        ({"logit_bias": {"399999": 1}}, 400, "must be below vocab_size = 416", None),
         ({"min_tokens": 30, "max_tokens": 20}, 400, "at most max_tokens = 20", "min_tokens"),
         ({"prompt": []}, 400, "must hold at least one token", None),
-        ({"prompt": [1, 999]}, 400, "a token of prompt = 999: must be at least 0 and below 400", None),
+        ({"prompt": [1, 999]}, 400, "a token of prompt = 999: must be at least 0 and below 416", None),
         ({"prompt": [1] * 300}, 400, "300 tokens; together with one of output at most 256 fit", None),
         ({"model": "other"}, 404, "the model 'other' is not served here", "model"),
         ({"n": 128}, 400, "128 sequences in one request: at most 68", None),

@@ -7,6 +7,8 @@ import httpx
 import openai
 import pytest
 
+from jmoe.data.tokenizer import train_bpe
+from jmoe.serving.grammar_worker import HEAD, begin_masks
 from tests.http_servers import HttpProcess
 
 WORD = "日本語 🎉 👩‍👩‍👧"
@@ -64,6 +66,14 @@ def test_json_object(server: HttpProcess) -> None:
     assert answer["text"].startswith("{") and answer["finish_reason"] == "length"
     text = server.post("/v1/completions", prompt="x", max_tokens=2, response_format={"type": "text"})
     assert text.status_code == 200
+
+
+@pytest.mark.parametrize(("vocab_size", "words"), [(415, 13), (416, 13), (417, 14)])
+def test_masks_have_a_bit_for_each_token_and_no_word_more(vocab_size: int, words: int) -> None:
+    """A model's vocabulary may be larger than its tokenizer's; 32 divides the size of most."""
+    answer = begin_masks(train_bpe(["x"], 300).to_str(), vocab_size, [0])
+    first = answer(json.dumps({"schema": "{}", "count": 1}).encode())
+    assert len(first) - HEAD.size == 4 * words
 
 
 @pytest.mark.parametrize(
