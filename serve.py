@@ -116,7 +116,7 @@ def serve(
     from jmoe.serving.http_server import HttpServer, bind
     from jmoe.serving.model_sampling import ModelSampling
     from jmoe.serving.service import Service
-    from jmoe.status import repeating, status
+    from jmoe.status import repeating
 
     name = config.served_model_name or Path(config.model).expanduser().resolve().name
     with open_checkpoint(folder, config.engine) as checkpoint:  # the headers alone
@@ -136,8 +136,7 @@ def serve(
     host, port = listening.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     with Engine(folder, engine_config, leader=leader, say=say) as engine:
-        with status("compiling the programs of all requests", say, timed=True):
-            service = Service(engine, config, folder, name)
+        service = Service(engine, config, folder, name)
         if programs is not None:
             say(str(programs))
         app = make_app(service, api_keys, jmoe.__version__)

@@ -54,7 +54,7 @@ from jmoe.run.run_folder import WAIT_S, RunFolder
 from jmoe.run.snapshots import Snapshots
 from jmoe.status import status
 from jmoe.training.expert_packing import PackingController, first_packing
-from jmoe.training.finetune import is_run, with_pretrained_model
+from jmoe.training.finetune import files_of_texts, is_run, with_pretrained_model
 from jmoe.training.fused.distilling import DistillingTrainer
 from jmoe.training.fused.step_estimate import estimate_step
 from jmoe.training.session import Session, say
@@ -167,7 +167,7 @@ class Source(NamedTuple):
     corpus: Any  # a `Corpus`, or the images of each task
     batches: Any
     fingerprint: str
-    files: dict[str, bytes]  # that every checkpoint has: the tokenizer, or the names of classes
+    files: dict[str, bytes]  # that every checkpoint has: the tokenizer and what belongs to it, or names of classes
     publish: Callable[[], None]  # called by process 0 when the run has begun
 
 
@@ -187,7 +187,9 @@ def prepare_text(
         except OtherTextError:
             refuse_other_data(config, resolved)
             raise
-    tokenizer = {TOKENIZER: corpus.tokenizer_path.read_bytes()} if corpus.tokenizer_path else {}
+    files = {TOKENIZER: corpus.tokenizer_path.read_bytes()} if corpus.tokenizer_path else {}
+    if config.init_from:
+        files |= files_of_texts(config.init_from, files.get(TOKENIZER))
     held_out = len(corpus.held_out_tokens)
     say(f"{corpus.num_train_tokens:,} tokens to train on, {held_out:,} held out; {corpus.files()}")
     if config.init_from and corpus.control_texts():
@@ -201,7 +203,7 @@ def prepare_text(
         process_count=jax.process_count(),
         prefetch_batches=config.data.prefetch_batches,
     )
-    return Source(corpus, batches, corpus.fingerprint, tokenizer, lambda: publish(corpus, cache))
+    return Source(corpus, batches, corpus.fingerprint, files, lambda: publish(corpus, cache))
 
 
 def make_text_trainer(config: TrainConfig, mesh: Mesh, run: str, stack: contextlib.ExitStack) -> Trainer:

@@ -32,14 +32,26 @@ def repeating(action: Callable[[], None], every_s: float) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def status(text: str, say: Callable[[str], None], *, every_s: float = 10.0, timed: bool = False) -> Iterator[None]:
+def status(
+    text: str,
+    say: Callable[[str], None],
+    *,
+    every_s: float = 10.0,
+    timed: bool = False,
+    amount: Callable[[], str] | None = None,
+) -> Iterator[None]:
     """Say `text ...` at once, and again with the seconds that have passed every `every_s` seconds until the end.
 
-    timed: say also how long all of it took, where it ends well.
+    timed: say also how long all of it took, where it ends well. amount: returns how much is done, to say it too.
     """
     begun = time.monotonic()
     say(f"{text} ...")
-    with repeating(lambda: say(f"{text} ... {time.monotonic() - begun:.0f} s"), every_s):
+
+    def say_again() -> None:
+        done = "" if amount is None else f"{amount()}, "
+        say(f"{text} ... {done}{time.monotonic() - begun:.0f} s")
+
+    with repeating(say_again, every_s):
         yield
     if timed:
         say(f"{text}: {time.monotonic() - begun:.1f} s")

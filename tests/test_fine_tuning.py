@@ -32,7 +32,15 @@ def test_merge_and_fine_tune(runs: TrainRuns, tmp_path: Path, run_python: Run) -
     assert resident == ring and resident.startswith("def read(self):")
 
     described = json.loads((folder / "config.json").read_text()) | {"attention_dropout": 0.1}
-    (folder / "config.json").write_text(json.dumps(described))
+    ends = {"eos_token_id": [5, 0], "bos_token_id": 3}
+    (folder / "config.json").write_text(json.dumps(described | ends))
+    beside = {
+        "chat_template.jinja": "{% for m in messages %}{{ m.content }}{% endfor %}",
+        "generation_config.json": json.dumps({"eos_token_id": [5, 0], "temperature": 0.6}),
+        "tokenizer_config.json": json.dumps({"tokenizer_class": "TokenizersBackend", "eos_token": "<|endoftext|>"}),
+    }
+    for name, content in beside.items():
+        (folder / name).write_text(content)
     start = ("--init-from", folder, "--model.router.z-loss-coef", "0.25")
     said = run("train.py", "tiny", *SHORT, *few, *start, "--data.path", runs.text, "--output-dir", second)
     assert f"starting from {folder}" in said
@@ -52,9 +60,13 @@ def test_merge_and_fine_tune(runs: TrainRuns, tmp_path: Path, run_python: Run) -
     said = run("train.py", "tiny", *SHORT, *few, *start, "--data.path", runs.text, "--output-dir", third)
     assert "resuming from step 2" in said
 
-    run("-m", "jmoe.deploy.merge", second, tmp_path / "tuned")
+    tuned = tmp_path / "tuned"
+    run("-m", "jmoe.deploy.merge", second, tuned)
+    assert {name: (tuned / name).read_text() for name in beside} == beside
+    described = json.loads((tuned / "config.json").read_text())
+    assert {name: described[name] for name in ends} == ends
     tokens = np.arange(20, dtype=np.int32)[None]
-    logits = [np.asarray(jmoe.load_pretrained(path)(tokens)) for path in (folder, tmp_path / "tuned")]
+    logits = [np.asarray(jmoe.load_pretrained(path)(tokens)) for path in (folder, tuned)]
     assert logits[0].shape == (1, 20, 512) and np.abs(logits[0] - logits[1]).max() > 1e-3
 
 

@@ -22,6 +22,15 @@ def test_time_passes() -> None:
     assert len(lines) == said
 
 
+def test_how_much_is_done() -> None:
+    lines: list[str] = []
+    with status("loading", lines.append, every_s=0.01, amount=lambda: f"{len(lines)} of 9"):
+        deadline = time.monotonic() + 240
+        while len(lines) < 3 and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert lines[0] == "loading ..." and re.fullmatch(r"loading \.\.\. 1 of 9, \d+ s", lines[1])
+
+
 def test_how_long_it_took() -> None:
     """Where it ends well; an error says enough."""
     lines: list[str] = []

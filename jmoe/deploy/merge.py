@@ -21,14 +21,17 @@ from jmoe.deploy.cut import check_new_folder, new_folder
 from jmoe.mesh import make_mesh
 from jmoe.models.huggingface import hf_config
 from jmoe.models.pretrained import write_pretrained
-from jmoe.models.tokenizer_file import TOKENIZER
+from jmoe.models.tokenizer_file import BESIDE, SETTINGS, TOKENIZER, read_settings
 from jmoe.models.weights import Names, StoredExperts, flat
 from jmoe.offload.expert_index import ExpertIndex
 from jmoe.offload.saved_experts import SavedExperts, expert_layers, names_of_experts
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.runtime import end_at_once_on_interrupt
+from jmoe.training.finetune import INITIAL_CONFIG
 from jmoe.training.sharded_decoder import ShardedDecoder
 from jmoe.training.state import TrainState, experts_of, without_experts
+
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of config.json
 
 
 def saved_model_config(fields: dict[str, Any]) -> ModelConfig:
@@ -70,6 +73,7 @@ def saved_parameters(
 def merge_run(run_dir: Path, out_dir: Path) -> int:
     """Write the newest checkpoint of a run, with its tokenizer, as a folder that transformers loads; the step.
 
+    A run that began with a model's parameters and tokenizer gives its chat template, end tokens and sampling too.
     Raises `ValueError` naming the folder if there is no checkpoint, or the options that no Hugging Face family has.
     """
     with Checkpoints(run_dir / "checkpoints", CheckpointConfig()) as checkpoints:
@@ -83,21 +87,28 @@ def merge_run(run_dir: Path, out_dir: Path) -> int:
         length = min(TrainConfig.sequence_length, model.max_position_embeddings)  # no model must have the default's
         config = TrainConfig(model=model, sequence_length=length)
         arrays = saved_parameters(checkpoints, step, config)
-    tokenizer = checkpoints.directory / str(step) / TOKENIZER
+    saved_files = checkpoints.directory / str(step)
+    tokenizer = saved_files / TOKENIZER
     if not tokenizer.is_file():  # of a run that trained on token shards without one, or saved by an older jmoe
         trained_with = saved["data"]["tokenizer"]
         tokenizer = Path(trained_with).expanduser() if trained_with else run_dir / "data" / TOKENIZER
     fields = {}
     if tokenizer.is_file():
         fields["eos_token_id"] = load_tokenizer(tokenizer, config.model.vocab_size).eot
+    initial = read_settings(saved_files / INITIAL_CONFIG)
+    fields |= {name: initial[name] for name in TOKEN_IDS if name in initial}
     write_pretrained(out_dir, config.model, arrays, hf_config(config.model) | fields)
     if tokenizer.is_file():
         shutil.copyfile(tokenizer, out_dir / TOKENIZER)
-        described = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "model_max_length": config.model.max_position_embeddings,
-        }
-        (out_dir / "tokenizer_config.json").write_text(json.dumps(described, indent=2) + "\n")
+        for name in BESIDE:
+            if (saved_files / name).is_file():
+                shutil.copyfile(saved_files / name, out_dir / name)
+        if not (out_dir / SETTINGS).is_file():
+            described = {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "model_max_length": config.model.max_position_embeddings,
+            }
+            (out_dir / SETTINGS).write_text(json.dumps(described, indent=2) + "\n")
     return int(step)
 
 

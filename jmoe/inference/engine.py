@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -164,7 +165,7 @@ class Engine(Closing):
         options, memory, on_mesh = model.options, model.memory, model.on_mesh
         self._scheduler, self._store, self._runner = model.scheduler, model.store, model.runner
         self.residency: ExpertPlaces = self._runner.residency
-        self.leader = leader
+        self.leader, self._say = leader, say
         if on_mesh is not None:
             on_mesh.leader = leader
         self.config, self.max_batch = self._runner.config, self._scheduler.max_batch
@@ -310,15 +311,16 @@ class Engine(Closing):
     def compile_for_service(self) -> None:
         """Compile every program that a request may need, so that none holds up the others when it comes."""
         decode_shapes = [(size, 1) for size in self._scheduler.decode_buckets]
-        for shape in dict.fromkeys([*decode_shapes, *self._scheduler.prefill_shapes]):
-            self._compile(*shape)
-        self._runner.copy_row(0, 0, 1)
-        self._runner.copy_row(0, self.max_batch - 1, 1)  # on several devices: from one to another
-        # constraints, many token ids and prompt log-probabilities
-        logits_1V = self._runner.logits(self._runner.zeros(1, 1), np.zeros(1, np.int32))
-        self._sampler.warm_up(logits_1V, Unconstrained())
-        for num_rows, width in self._scheduler.prefill_shapes:
-            self._sampler.warm_up_prompt_logprobs(self._runner.all_logits(self._runner.zeros(num_rows, width), 0))
+        prefill_shapes = self._scheduler.prefill_shapes
+        shapes = dict.fromkeys([*decode_shapes, *prefill_shapes])
+        parts: list[Callable[[], None]] = [partial(self._compile, *shape) for shape in shapes]
+        parts += [self._compile_odds, *(partial(self._compile_prompt_logprobs, *shape) for shape in prefill_shapes)]
+        done = 0
+        what = "compiling the programs of all requests"
+        with status(what, self._say, timed=True, amount=lambda: f"{done} of {len(parts)}"):
+            for compile_part in parts:
+                compile_part()
+                done += 1
         self._forget_steps()
 
     def stats(self) -> EngineStats:
@@ -357,6 +359,16 @@ class Engine(Closing):
         self._model.close()
 
     # Parts of a step
+
+    def _compile_odds(self) -> None:
+        """Compile what copies a row of the cache, and what constraints and many token ids need."""
+        self._runner.copy_row(0, 0, 1)
+        self._runner.copy_row(0, self.max_batch - 1, 1)  # on several devices: from one to another
+        logits_1V = self._runner.logits(self._runner.zeros(1, 1), np.zeros(1, np.int32))
+        self._sampler.warm_up(logits_1V, Unconstrained())
+
+    def _compile_prompt_logprobs(self, num_rows: int, width: int) -> None:
+        self._sampler.warm_up_prompt_logprobs(self._runner.all_logits(self._runner.zeros(num_rows, width), 0))
 
     def _let_rest(self) -> list[Constraint]:
         """Let the sequences rest whose constraints are not ready; return these constraints."""

@@ -15,7 +15,7 @@ from jmoe.models.config_fields import changes_training
 from jmoe.models.huggingface import family_of, model_config
 from jmoe.models.pretrained import abstract_decoder, read_config
 from jmoe.models.safetensors_io import TensorReader, read_headers, weights_identity
-from jmoe.models.tokenizer_file import TOKENIZER
+from jmoe.models.tokenizer_file import BESIDE, TOKENIZER
 from jmoe.models.weights import Loader, Parameter, check_tensors, flat, parameters
 from jmoe.offload.expert_state import ExpertArrays
 from jmoe.optim.loss_scale import first_loss_scale
@@ -23,6 +23,7 @@ from jmoe.training.state import TrainState, experts_of, without_experts
 from jmoe.training.trainer import Trainer
 
 MERGED = "merged"  # folder of a run's output folder: its newest step as a Hugging Face folder
+INITIAL_CONFIG = "initial_config.json"  # in a checkpoint: config.json of the model that the run began with
 FLOAT32 = np.dtype(np.float32)
 
 
@@ -61,6 +62,20 @@ def initial_folder(init_from: str) -> Path:
 def is_run(folder: Path) -> bool:
     """Return whether a folder is the output folder of a run."""
     return (folder / "checkpoints").is_dir()
+
+
+def files_of_texts(init_from: str, tokenizer: bytes | None) -> dict[str, bytes]:
+    """Return, for the run's checkpoints, what `init_from` has beside its tokenizer: template, end tokens, sampling.
+
+    With it comes the model's config.json, as `INITIAL_CONFIG`, for its token ids. tokenizer: of the run; with one that
+    is not the model's there are no files, as these name its tokens.
+    """
+    folder = initial_folder(init_from)
+    own = folder / TOKENIZER
+    if tokenizer is None or not own.is_file() or own.read_bytes() != tokenizer:
+        return {}
+    files = {name: file.read_bytes() for name in BESIDE if (file := folder / name).is_file()}
+    return files | {INITIAL_CONFIG: (folder / "config.json").read_bytes()}
 
 
 def left_out(init_from: str) -> list[str]:

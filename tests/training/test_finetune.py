@@ -16,7 +16,7 @@ from jmoe.config import TiersConfig, TrainConfig
 from jmoe.configs import PRESETS
 from jmoe.mesh import make_mesh
 from jmoe.models.weights import flat
-from jmoe.training.finetune import left_out, pretrained_state, with_pretrained_model
+from jmoe.training.finetune import files_of_texts, left_out, pretrained_state, with_pretrained_model
 from jmoe.training.trainer import make_trainer
 from tests.model_configs import CHECKPOINTS, mesh_of
 
@@ -84,6 +84,19 @@ def test_model_and_tokenizer_of_the_folder(tmp_path: Path) -> None:
     assert config.data.tokenizer == str(tmp_path / "tokenizer.json")
     with pytest.raises(ValueError, match=r"config.json: is missing"):
         with_pretrained_model(dataclasses.replace(tiny, init_from=str(tmp_path / "nowhere")))
+
+
+def test_a_run_keeps_what_belongs_to_the_tokenizer_of_its_model(tmp_path: Path) -> None:
+    """What a merge then gives to who chats with it."""
+    for name in ("config.json", "tokenizer.json", "chat_template.jinja", "generation_config.json", "README.md"):
+        (tmp_path / name).write_text(name)
+    kept = files_of_texts(str(tmp_path), b"tokenizer.json")
+    assert kept == {
+        "chat_template.jinja": b"chat_template.jinja",
+        "generation_config.json": b"generation_config.json",
+        "initial_config.json": b"config.json",
+    }
+    assert files_of_texts(str(tmp_path), b"another") == files_of_texts(str(tmp_path), None) == {}
 
 
 def test_a_share_of_chosen_experts_is_checked_with_the_model_of_the_folder() -> None:
