@@ -14,6 +14,7 @@ from jmoe.data.corpus import prepare
 from jmoe.data.tokenizer import END_OF_TEXT
 from jmoe.inference.engine import Engine
 from tests.http_servers import HttpProcess, is_idle
+from tests.serving.conftest import VOCAB_SIZE
 
 MESSAGES: list[ChatCompletionMessageParam] = [
     {"role": "system", "content": "Be brief."},
@@ -106,7 +107,7 @@ def test_tokens(server: HttpProcess, engine: Engine) -> None:
     assert without["tokens"] == engine.tokenizer.encode(RENDERED.removesuffix("<|assistant|>")).ids
     control = server.post("/tokenize", messages=[{"role": "user", "content": END_OF_TEXT}]).json()
     assert engine.tokenizer.token_to_id(END_OF_TEXT) in control["tokens"], "as transformers and vLLM encode it"
-    assert server.post("/detokenize", tokens=[400]).status_code == 400
+    assert server.post("/detokenize", tokens=[VOCAB_SIZE]).status_code == 400
     assert server.post("/tokenize", prompt="x", messages=MESSAGES).status_code == 400
 
 
@@ -114,7 +115,7 @@ def test_tokens_of_fine_tuning_are_those_of_the_server(server: HttpProcess, mode
     text = f"user: fox 🎉{END_OF_TEXT}\nassistant: dog{END_OF_TEXT}\n"
     (tmp_path / "a.jsonl").write_text((json.dumps({"text": text}) + "\n") * 20)
     data = DataConfig((str(tmp_path / "a.jsonl"),), tokenizer=str(model_folder / "tokenizer.json"), control_tokens=True)
-    trained = prepare(data, 400, tmp_path / "cache").sources[0].shards[0].tolist()
+    trained = prepare(data, VOCAB_SIZE, tmp_path / "cache").sources[0].shards[0].tolist()
     served = server.post("/tokenize", prompt=text).json()["tokens"]
     assert served.count(0) == 2 and trained[: len(served) + 2] == [0, *served, 0]
 

@@ -11,6 +11,7 @@ import pytest
 
 from jmoe.inference.engine import Engine
 from tests.http_servers import LIMIT_S, HttpProcess, is_idle
+from tests.serving.conftest import VOCAB_SIZE
 
 PROMPTS = ["The quick brown fox", "def f(x):\n    return", "日本語 🎉"]
 SAMPLED = {"temperature": 1.0, "top_p": 0.95, "seed": 7}
@@ -158,10 +159,10 @@ def test_parameters_reach_the_sampler(server: HttpProcess, engine: Engine) -> No
     [
         ({"temperature": -1}, 400, "greater than or equal to 0", "temperature"),
         ({"max_tokens": 0}, 400, "max_tokens = 0 needs echo = true", None),
-        ({"logit_bias": {"399999": 1}}, 400, "must be below vocab_size = 416", None),
+        ({"logit_bias": {"399999": 1}}, 400, f"must be below vocab_size = {VOCAB_SIZE}", None),
         ({"min_tokens": 30, "max_tokens": 20}, 400, "at most max_tokens = 20", "min_tokens"),
         ({"prompt": []}, 400, "must hold at least one token", None),
-        ({"prompt": [1, 999]}, 400, "a token of prompt = 999: must be at least 0 and below 416", None),
+        ({"prompt": [1, 999]}, 400, f"a token of prompt = 999: must be at least 0 and below {VOCAB_SIZE}", None),
         ({"prompt": [1] * 300}, 400, "300 tokens; together with one of output at most 256 fit", None),
         ({"model": "other"}, 404, "the model 'other' is not served here", "model"),
         ({"n": 128}, 400, "128 sequences in one request: at most 68", None),
