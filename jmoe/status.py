@@ -42,7 +42,8 @@ def status(
 ) -> Iterator[None]:
     """Say `text ...` at once, and again with the seconds that have passed every `every_s` seconds until the end.
 
-    timed: say also how long all of it took, where it ends well. amount: returns how much is done, to say it too.
+    timed: say also how long all of it took, where it ends well. amount: returns how much is done,
+    to say it too.
     """
     begun = time.monotonic()
     say(f"{text} ...")

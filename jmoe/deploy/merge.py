@@ -73,7 +73,7 @@ def saved_parameters(
 def merge_run(run_dir: Path, out_dir: Path) -> int:
     """Write the newest checkpoint of a run, with its tokenizer, as a folder that transformers loads; the step.
 
-    A run that began with a model's parameters and tokenizer gives its chat template, end tokens and sampling too.
+    A run that began with a model's parameters and tokenizer gives its template and end tokens too.
     Raises `ValueError` naming the folder if there is no checkpoint, or the options that no Hugging Face family has.
     """
     with Checkpoints(run_dir / "checkpoints", CheckpointConfig()) as checkpoints:

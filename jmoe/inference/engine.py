@@ -314,7 +314,8 @@ class Engine(Closing):
         prefill_shapes = self._scheduler.prefill_shapes
         shapes = dict.fromkeys([*decode_shapes, *prefill_shapes])
         parts: list[Callable[[], None]] = [partial(self._compile, *shape) for shape in shapes]
-        parts += [self._compile_odds, *(partial(self._compile_prompt_logprobs, *shape) for shape in prefill_shapes)]
+        parts += [self._compile_odds]
+        parts += [partial(self._compile_prompt_logprobs, *shape) for shape in prefill_shapes]
         done = 0
         what = "compiling the programs of all requests"
         with status(what, self._say, timed=True, amount=lambda: f"{done} of {len(parts)}"):
@@ -368,7 +369,8 @@ class Engine(Closing):
         self._sampler.warm_up(logits_1V, Unconstrained())
 
     def _compile_prompt_logprobs(self, num_rows: int, width: int) -> None:
-        self._sampler.warm_up_prompt_logprobs(self._runner.all_logits(self._runner.zeros(num_rows, width), 0))
+        logits = self._runner.all_logits(self._runner.zeros(num_rows, width), 0)
+        self._sampler.warm_up_prompt_logprobs(logits)
 
     def _let_rest(self) -> list[Constraint]:
         """Let the sequences rest whose constraints are not ready; return these constraints."""

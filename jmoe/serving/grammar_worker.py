@@ -23,7 +23,7 @@ class _Session:
 
     def __init__(self, tokens: LLTokenizer) -> None:
         self._tokens = tokens
-        # llguidance's masks have a bit more than there are tokens: a word more where 32 divides their number
+        # llguidance's masks have a bit more than there are tokens: a word where 32 divides these
         self._mask_bytes = 4 * -(-tokens.vocab_size // 32)
         self._matchers: list[LLMatcher] = []
 
@@ -54,5 +54,8 @@ class _Session:
 
 
 def begin_masks(tokenizer: str, vocab_size: int, eos_token_ids: list[int]) -> Callable[[bytes], bytes]:
-    """Return what a fork answers: masks of a bit a token, in words of 32. tokenizer: the contents of tokenizer.json."""
+    """Return what a fork answers: masks of a bit a token, in words of 32.
+
+    tokenizer: the contents of tokenizer.json.
+    """
     return _Session(LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=eos_token_ids)).answer

@@ -23,7 +23,7 @@ from jmoe.training.state import TrainState, experts_of, without_experts
 from jmoe.training.trainer import Trainer
 
 MERGED = "merged"  # folder of a run's output folder: its newest step as a Hugging Face folder
-INITIAL_CONFIG = "initial_config.json"  # in a checkpoint: config.json of the model that the run began with
+INITIAL_CONFIG = "initial_config.json"  # in a checkpoint: that of the model the run began with
 FLOAT32 = np.dtype(np.float32)
 
 
@@ -65,10 +65,11 @@ def is_run(folder: Path) -> bool:
 
 
 def files_of_texts(init_from: str, tokenizer: bytes | None) -> dict[str, bytes]:
-    """Return, for the run's checkpoints, what `init_from` has beside its tokenizer: template, end tokens, sampling.
+    """Return what `init_from` has beside its tokenizer, for the checkpoints of the run.
 
-    With it comes the model's config.json, as `INITIAL_CONFIG`, for its token ids. tokenizer: of the run; with one that
-    is not the model's there are no files, as these name its tokens.
+    That is its chat template, end tokens and sampling, and as `INITIAL_CONFIG` its config.json, for
+    token ids. tokenizer: of the run; with one that is not the model's there are no files, as these
+    name the model's tokens.
     """
     folder = initial_folder(init_from)
     own = folder / TOKENIZER
