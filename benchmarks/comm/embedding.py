@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.lib.ranks import Clock, Taken
+from benchmarks.lib.ranks import Clock, Rounds
 
 COMMANDS = {"embedding": "training steps with the embedding table in parts"}
 KINDS = ("replicated", "zero3", "columns", "rows")
@@ -50,7 +50,7 @@ def train_config(a: argparse.Namespace, kind: str, hidden_size: int, shape: tupl
 
 
 class Run:
-    """One run; calling it is a step, on the same tokens every time."""
+    """One variant of the step; every call trains on the same tokens."""
 
     def __init__(self, config: Any, mesh: Any) -> None:
         import jax
@@ -82,7 +82,7 @@ class Run:
 
     @property
     def formula_bytes(self) -> int:
-        """That the ranks of one node send to the other for the lookup and the head."""
+        """Return the bytes that one node's ranks send to the other for the lookup and the head."""
         from jmoe.planning.embedding import Vocabulary, embedding_traffic, plan_embedding
 
         config, model = self.config, self.config.model
@@ -114,7 +114,7 @@ def measure_size(
     """Return one row for every partition."""
     shape = tuple(mesh.shape.values())
     runs = {kind: Run(train_config(a, kind, hidden_size, shape), mesh) for kind in a.kinds}
-    taken = {kind: Taken() for kind in runs}
+    taken = {kind: Rounds() for kind in runs}
     for _ in range(a.rounds):
         for kind, run in runs.items():
             seconds, sent = clock(run)

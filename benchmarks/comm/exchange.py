@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.lib.ranks import Clock, Taken
+from benchmarks.lib.ranks import Clock, Rounds
 from jmoe.config.cluster import LinksConfig
 from jmoe.planning.exchange import (
     ExchangeLoad,
@@ -139,7 +139,7 @@ def measure_shape(
             counts = jax.jit(lambda d: d.sum())(program(*args)[1])
             dropped[kind] = int(counts) / (mesh.size * num_tokens * k)
             programs[direction, kind] = program
-    taken = {key: Taken() for key in programs}
+    taken = {key: Rounds() for key in programs}
     for _ in range(a.rounds):
         for key, program in programs.items():
             taken[key].add(*clock(program, *args))

@@ -59,7 +59,7 @@ EMBEDDINGS = ("replicated", "columns", "rows", "columns, parallel head")
 def level_seconds(
     link: LinkConfig, message_s: float, sent_bytes: float, messages: int, collectives: int
 ) -> float:
-    """For so many bytes and messages to all peers, in so many collectives one after the other."""
+    """Return the seconds of consecutive collectives for these bytes and messages."""
     if messages == 0:
         return 0.0
     return collectives * link.latency_s + messages * message_s + sent_bytes / link.bytes_per_s
@@ -133,7 +133,7 @@ def _row(what: str, kind: str, nodes: int, sent: Traffic, seconds: float) -> dic
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Bytes that leave a GPU's node, and time, against the number of nodes."""
+    """Plot the bytes that leave a GPU's node, and the seconds, over the number of nodes."""
     from matplotlib.figure import Figure
 
     rows, a = result["rows"], argparse.Namespace(**result["options"])
@@ -209,7 +209,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def simulate(a: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row for every kind of exchange and embedding and number of nodes."""
+    """Return a row for every kind of exchange and embedding and number of nodes."""
     across = LinkConfig(a.across_gb_per_s * 1e9, a.across_latency_us / 1e6)
     inside = LinkConfig(a.inside_gb_per_s * 1e9, a.inside_latency_us / 1e6)
     spine = LinkConfig((a.spine_gb_per_s or a.across_gb_per_s) * 1e9, a.spine_latency_us / 1e6)

@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.comm import trace
-from benchmarks.lib.ranks import Clock, Taken
+from benchmarks.lib.ranks import Clock, Rounds
 from benchmarks.lib.report import median, ratio
 from jmoe.config import (
     CommConfig,
@@ -139,7 +139,7 @@ def config_of(
 
 
 def measure(a: argparse.Namespace, mesh: Any, clock: Clock) -> list[dict[str, Any]]:
-    """One row for every shape and variant."""
+    """Return a row for every shape and variant."""
     rows = []
     for name in a.shapes or SHAPES[a.command]:
         rows += measure_shape(a, mesh, clock, SHAPES[a.command][name])
@@ -162,7 +162,7 @@ def compiled(lowered: Any, folder: Path, rank: int) -> Any:
 
 
 class Run:
-    """One variant: its program, state and figures."""
+    """One variant of the step, with its program, state and figures."""
 
     def __init__(
         self, a: argparse.Namespace, mesh: Any, shape: tuple[int, ...], variant: str
@@ -185,7 +185,7 @@ class Run:
         self.state = program.init()
         self.chunk_bytes = config.comm.chunk_bytes
         self.losses: list[float] = []
-        self.taken = Taken()
+        self.taken = Rounds()
         self.ops = trace.operations(self.step.as_text())
         self.exchanges: list[list[trace.Exchange]] = []
         self.busy: list[float] = []
@@ -194,7 +194,7 @@ class Run:
 
     @property
     def waits(self) -> list[float]:
-        """Seconds that experts waited for all-to-alls in the backward pass of each round."""
+        """Return the seconds that experts waited for all-to-alls in each round's backward pass."""
         return [sum(exchange.seconds for exchange in step) for step in self.exchanges]
 
     def __call__(self) -> Any:
@@ -202,7 +202,7 @@ class Run:
         return self.metrics
 
     def round(self, clock: Clock, ordering: bool) -> None:
-        """One step, traced on rank 0."""
+        """Take one step, traced on rank 0."""
         import jax
 
         traced = jax.process_index() == 0

@@ -33,8 +33,8 @@ BYTES = {"u8": 1, "s8": 1, "pred": 1, "u16": 2, "s16": 2, "bf16": 2, "f16": 2}  
 class Op(NamedTuple):
     """An operation of the compiled program.
 
-    index: of the part that it takes from a tuple. native: one of jmoe's operations of a training
-    step; background: one that runs on when its span has ended.
+    index: the element that it takes from a tuple. native: one of jmoe's own operations of a
+    training step. background: it runs on after its span has ended.
     """
 
     kind: str
@@ -49,7 +49,7 @@ class Op(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """Where a loop's values come from: before its first round, and from every round."""
+    """The sources of a loop's values: before its first round, and in every round."""
 
     before: str
     rounds: list[str]
@@ -64,7 +64,7 @@ class Span(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """One of the two of a layer's backward pass."""
+    """One of the two exchanges in a layer's backward pass."""
 
     ready_ns: float
     done_ns: float
@@ -75,13 +75,13 @@ class Exchange(NamedTuple):
 
 
 def _native_target(line: str) -> str:
-    """The name of the native operation that a line of a program calls, if it calls one."""
+    """Return the name of the native operation that a line of a program calls, or None."""
     match = re.search(r'custom_call_target="jmoe_(\w+)', line)
     return match[1] if match else ""
 
 
 def operations(text: str) -> dict[str, Op]:
-    """The operations of a compiled program by name."""
+    """Return the operations of a compiled program by name."""
     found: dict[str, Op] = {}
     parameters: dict[str, str] = {}  # of computations
     results: dict[str, list[str]] = {}
@@ -304,7 +304,7 @@ def _is_product(op: Op) -> bool:
 
 
 def exchanges(found: list[Span], ops: dict[str, Op]) -> list[Exchange]:
-    """The exchanges of the backward pass, in the order in which they were done."""
+    """Return the exchanges of the backward pass, sorted by end."""
     scope = lambda span: re.findall(r"all_to_all\w*", ops[span.name].scopes)[0]  # noqa: E731
     runs = [
         s for s in found if ops[s.name].kind == "all-to-all" and "transpose" in ops[s.name].scopes
@@ -323,7 +323,7 @@ def exchanges(found: list[Span], ops: dict[str, Op]) -> list[Exchange]:
 
 
 def _ready_ns(run: Span, begun: dict[str, list[Span]], ops: dict[str, Op]) -> float:
-    """When the input of this run of an all-to-all was computed."""
+    """Return when the input of this run of an all-to-all had been computed."""
     here, number = ops[run.name].computation, begun[run.name].index(run)
     ends = []
     for name, before in _known_before(run.name, ops):

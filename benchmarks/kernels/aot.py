@@ -67,7 +67,7 @@ def experts_forward(
     w_up: jax.Array,
     w_down: jax.Array,
 ) -> jax.Array:
-    """SwiGLU experts over sorted rows."""
+    """Return the output of SwiGLU experts over sorted rows."""
     slots = -(-shape.num_rows * 5 // (4 * shape.num_experts) // 32) * 32
     weights = MLPWeights(w_up, w_down)
     return grouped_mlp(
@@ -83,7 +83,7 @@ def moe_loss(
     idx_TK: jax.Array,
     gate_TK: jax.Array,
 ) -> jax.Array:
-    """The sum of what one MoE layer makes of its tokens: sort, dispatch, experts, combine."""
+    """Return the sum of one MoE layer's output: sort, dispatch, experts, combine."""
     order_N, rank_N = sort_by_expert(idx_TK.reshape(-1), shape.num_experts)
     sizes_E = (idx_TK.reshape(-1, 1) == jnp.arange(shape.num_experts, dtype=jnp.int32)).sum(
         0, dtype=jnp.int32
@@ -107,7 +107,7 @@ def matmul_and_gradients(
 
 @contextlib.contextmanager
 def captured() -> Iterator[list[str]]:
-    """What the compiler prints to stdout and stderr below Python; empty until the block ends."""
+    """Yield a file with what the compiler prints below Python; it is filled when the block ends."""
     lines: list[str] = []
     sys.stdout.flush()
     sys.stderr.flush()
@@ -141,7 +141,7 @@ def kernels_in(lines: list[str]) -> list[dict[str, Any]]:
 
 
 def compile_for(device: Any, function: Callable[..., Any], operands: Any) -> dict[str, Any]:
-    """Compile `function` for a device that is not there."""
+    """Compile `function` for a device that this machine lacks."""
     sharding = jax.sharding.SingleDeviceSharding(device)
     abstract = jax.tree.map(
         lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), operands
@@ -167,7 +167,7 @@ def compiled_for_cuda(jitted: Any, *operands: Any) -> dict[str, Any]:
 def programs(
     shape: MoEShape, implementation: Name
 ) -> Iterator[tuple[str, Callable[..., Any], Any]]:
-    """(name, function, operands) of what is compiled for a shape."""
+    """Yield (name, function, operands) of every program to compile for a shape."""
     t, k, n = shape.num_tokens, shape.num_experts_per_tok, shape.num_rows
     d, f, e = shape.hidden_size, shape.moe_intermediate_size, shape.num_experts
     of = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)

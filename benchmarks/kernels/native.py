@@ -96,7 +96,7 @@ def large_product(dtype: Any) -> Call:
 
 
 class Calls(NamedTuple):
-    """The same products, native, XLA's, and native out of caches; what a call of them does."""
+    """The same product native, by XLA, and native out of caches, with its bytes and operations."""
 
     native: Call
     xla: Call
@@ -107,7 +107,7 @@ class Calls(NamedTuple):
 
 
 def products(rows: int, dtype: Any, total: int) -> Calls:
-    """Return products with the next of many matrices."""
+    """Return calls that multiply by the next of many matrices each time."""
     make = jax.jit(
         lambda seed: jax.random.normal(jax.random.key(seed), (INNER, COLUMNS), dtype),
         static_argnums=(),
@@ -127,10 +127,9 @@ def products(rows: int, dtype: Any, total: int) -> Calls:
 
 
 def experts(name: str, tokens: int, kind: str, total: int) -> Calls:
-    """Return a layer's experts, which lie anywhere among many slots.
+    """Return calls of a layer's experts, which lie anywhere among many slots.
 
-    kind: of the weights: a dtype, which the tokens have too, or a compressed format, of bfloat16
-    tokens.
+    kind: a dtype, of weights and tokens, or a compressed format of weights, with bfloat16 tokens.
     """
     hidden, inner, num_experts, k = EXPERTS[name]
     shapes = {"w_up": (hidden, 2 * inner), "w_down": (inner, hidden)}
@@ -190,7 +189,7 @@ def experts(name: str, tokens: int, kind: str, total: int) -> Calls:
 
 
 def seconds(call: Call) -> float:
-    """Return the seconds of a call, the mean of as many as take `LEAST_S`."""
+    """Return the mean seconds of a call, over as many calls as take `LEAST_S`."""
     begun, calls, taken = time.perf_counter(), 0, 0.0
     while taken < LEAST_S:
         jax.block_until_ready(call())

@@ -64,7 +64,7 @@ def slots_of(name: str, sizes: tuple[int, ...], rng: np.random.Generator) -> dic
 def measure(
     slots: dict[str, jax.Array], sizes: tuple[int, ...], tokens: int, rng: np.random.Generator
 ) -> Any:
-    """Return the figures of so many tokens with random choices."""
+    """Return the figures of this number of tokens with random choices."""
     experts, hidden, _, k = sizes
     idx_TK = np.stack([rng.permutation(experts)[:k] for _ in range(tokens)]).astype(np.int32)
     h_TD = jnp.asarray(rng.standard_normal((tokens, hidden)), jnp.bfloat16)

@@ -61,7 +61,7 @@ def parse() -> argparse.Namespace:
 
 
 def normal(seed: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Drawn in `dtype`: the weights of a layer may be many GB."""
+    """Return random weights drawn in `dtype`: a layer's may be many GB."""
     return jax.jit(lambda: jax.random.normal(jax.random.key(seed), shape, dtype))()
 
 
@@ -83,7 +83,7 @@ def layer_and_gradients(graph: Any, state: Any, x: jax.Array, dy: jax.Array) -> 
 
 
 def alternate(calls: dict[str, Call], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each call in each round; the calls take turns."""
+    """Return the seconds of each call in each round; the calls take turns."""
     for f, operands in calls.values():
         jax.block_until_ready(f(*operands))
     times: dict[str, list[float]] = {name: [] for name in calls}
@@ -175,7 +175,7 @@ def on_cpu(a: argparse.Namespace) -> dict[str, Any]:
 
 
 def peers(x: jax.Array, w: jax.Array, sizes: jax.Array) -> dict[str, float]:
-    """Seconds of the forward product by others, where they are installed and fit."""
+    """Return the seconds of the forward product by other libraries that are installed and fit."""
     found = {}
     if x.shape[0] * max(x.shape[1], w.shape[2]) * w.shape[0] * x.dtype.itemsize < RAGGED_DOT_BYTES:
         found["ragged_dot"] = seconds(jax.jit(jax.lax.ragged_dot), x, w, sizes)

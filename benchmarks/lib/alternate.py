@@ -18,7 +18,7 @@ from typing import Any
 
 
 def run(command: str, timeout_s: float) -> dict[str, Any]:
-    """The JSON object in the last line of a command's output; the command must succeed."""
+    """Return the JSON object in the last line of a command's output; the command must succeed."""
     done = subprocess.run(
         shlex.split(command), stdout=subprocess.PIPE, text=True, timeout=timeout_s, check=True
     )
@@ -27,7 +27,7 @@ def run(command: str, timeout_s: float) -> dict[str, Any]:
 
 
 def value(result: dict[str, Any], metric: str) -> float:
-    """The number that a dotted name leads to."""
+    """Return the number at a dotted name."""
     found: Any = result
     for key in metric.split("."):
         found = found[key]

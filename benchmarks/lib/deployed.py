@@ -47,7 +47,7 @@ def portable_loss(folder: Path, windows_BS: NDArray[np.int32]) -> float:
 
 
 def served_loss(url: str, windows_BS: NDArray[np.int32]) -> float:
-    """Return the same of a server, by the log-probabilities of prompts that it echoes."""
+    """Return a server's mean loss in nats, from the log-probabilities of echoed prompts."""
     nats: list[float] = []
     for window in windows_BS:
         body = {"prompt": window.tolist(), "echo": True, "logprobs": 1, "max_tokens": 0}
@@ -59,7 +59,7 @@ def served_loss(url: str, windows_BS: NDArray[np.int32]) -> float:
 def post(
     url: str, body: Mapping[str, object]
 ) -> dict[str, list[dict[str, dict[str, list[float]]]]]:
-    """Return a completion."""
+    """Post a completion request and return the answer."""
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=REQUEST_LIMIT_S) as response:

@@ -18,7 +18,7 @@ Engines = Mapping[str, Any]
 Load = Mapping[str, tuple[Path, EngineConfig]]
 
 
-def take_a_core(rank: int) -> None:
+def pin_to_one_core(rank: int) -> None:
     """Keep this rank and XLA's threads to one core, as if its device had no more.
 
     An idle rank would otherwise lend its core to a busy one. Call this before JAX is used.
@@ -76,7 +76,7 @@ def run_rank(
 
 
 class _LeaderOf:
-    """A leader of followers, of which each has several engines."""
+    """A leader of followers that run several engines each."""
 
     def __init__(self, leader: Any, name: str) -> None:
         self.step, self._leader, self._name = leader.step, leader, name
@@ -86,7 +86,7 @@ class _LeaderOf:
 
 
 class _Runners:
-    """A follower's part of every engine; on rank 0 only what tells them to load it."""
+    """A follower's share of every engine; on rank 0 only the message to load it."""
 
     def __init__(self, load: Load) -> None:
         self.leader: Any = None

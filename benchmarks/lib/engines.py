@@ -43,8 +43,8 @@ def engine_of(a: argparse.Namespace, limits: dict[str, float] | None = None, **m
     return Engine(a.model, config, bandwidth_limit_bytes_per_s=limits)
 
 
-def about(a: argparse.Namespace) -> dict[str, Any]:
-    """Return the options, the versions and the device."""
+def run_description(a: argparse.Namespace) -> dict[str, Any]:
+    """Return what a result says of its run: options, versions and device."""
     return {"args": report.options(a)} | report.where()
 
 

@@ -22,7 +22,7 @@ def _command(*jobs: dict[str, Any]) -> list[str]:
 
 
 def _environment(*, huge_pages: bool) -> dict[str, str]:
-    """fio takes its buffers from malloc, which asks for transparent huge pages if told to."""
+    """Return fio's environment, in which malloc asks for transparent huge pages."""
     return os.environ | {"GLIBC_TUNABLES": f"glibc.malloc.hugetlb={int(huge_pages)}"}
 
 
@@ -66,7 +66,7 @@ def seconds(
 
 
 @contextmanager
-def beside(folder: Path, read_bytes_per_s: float, write_bytes_per_s: float) -> Iterator[None]:
+def running(folder: Path, read_bytes_per_s: float, write_bytes_per_s: float) -> Iterator[None]:
     """Run fio during the block, at these rates, past the page cache, 4 MiB a block."""
     folder.mkdir(exist_ok=True)
     place = {"directory": folder, "bs": "4m", "size": "256m", "time_based": 1, "runtime": 600}

@@ -74,7 +74,7 @@ TOY = {
 
 
 def parts(scratch: Path, on_cpu: bool) -> list[Part]:
-    """Return the parts, the shortest way to a first figure first."""
+    """Return all parts, those with the quickest figures first."""
     sizes = TOY if on_cpu else FULL
     found = [Part("floors", f"kernels/floors.py floors {sizes['floors']}".strip(), 45)]
     if on_cpu:
@@ -149,7 +149,7 @@ def add_limits(out: Path) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Run what has no result yet; the exit status is 1 where a part has failed."""
+    """Run the parts without a result; the exit status is 1 if a part failed."""
     parser = report.parser(__doc__)
     parser.add_argument("--cpu", action="store_true", help="toy sizes on the CPU")
     parser.add_argument("--only", nargs="+", metavar="PART", help="these parts alone")
@@ -171,7 +171,7 @@ def main() -> int:
 
 
 def run_all(a: argparse.Namespace, parser: argparse.ArgumentParser, scratch: Path) -> int:
-    """Run the parts that are asked for and have no result."""
+    """Run the chosen parts that have no result."""
     all_parts = parts(scratch, a.cpu)
     names = [part.name for part in all_parts]
     if unknown := set(a.only or ()) - set(names):
@@ -209,7 +209,7 @@ def run_all(a: argparse.Namespace, parser: argparse.ArgumentParser, scratch: Pat
         if result is None:
             failed[part.name] = done
         elif part.name != "model":
-            text = json.dumps(described(part, result), indent=1).replace(str(scratch), "FOLDER")
+            text = json.dumps(result_file(part, result), indent=1).replace(str(scratch), "FOLDER")
             (out / f"gpu_{part.name}.json").write_text(text + "\n")
             add_limits(out)
     report.finish(
@@ -238,8 +238,8 @@ def run_command(
     return done, failed
 
 
-def described(part: Part, result: dict[str, Any]) -> dict[str, Any]:
-    """Return the result file: what ran, when, and its figures."""
+def result_file(part: Part, result: dict[str, Any]) -> dict[str, Any]:
+    """Return the result file of a part: command, date and figures."""
     command = f"python benchmarks/{part.command}"
     return {
         "benchmark": f"gpu {part.name}",

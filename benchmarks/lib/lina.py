@@ -258,7 +258,7 @@ class Places:
 def planner_of(
     name: str, folder: Path, places: Places, costs: SwapCosts, config: Any
 ) -> ExpertPlacer:
-    """Return the engine's planner as a contestant has it."""
+    """Return the engine's planner, set as a contestant's."""
     devices, slots = len(places.copies_N), places.placements[0].slots_per_device
     mesh, experts = EngineMesh(devices=devices, placement="lina", slots_per_device=slots), places
     placer = ExpertPlacer(mesh, experts, config.num_experts_per_tok, True, None)  # type: ignore[arg-type]
@@ -277,7 +277,7 @@ class Replayed(NamedTuple):
 
 
 def replay(placer: ExpertPlacer, steps: list[list[np.ndarray]]) -> Replayed:
-    """Let a planner see the choices of steps."""
+    """Run a planner on recorded choices and return the totals of the steps."""
     places: Any = placer._experts
     busiest, copies, plans = [], [], []
     for step in steps:
@@ -328,7 +328,7 @@ def plans_ms(
         return call
 
     right = planner_of(LINA, folder, Places(config, 2, slots), SwapCosts(1.0, 1e9), config)
-    right._table = _Knows(counts_E)  # type: ignore[assignment]
+    right._table = _TrueTable(counts_E)  # type: ignore[assignment]
     right.before(layer, step[:layer])
     return {
         "lookup": median_ms(lambda: table.popularity(step[:layer])),
@@ -340,8 +340,8 @@ def plans_ms(
     }
 
 
-class _Knows:
-    """A path table that is right."""
+class _TrueTable:
+    """A path table that knows the choices beforehand."""
 
     def __init__(self, popularity_E: np.ndarray) -> None:
         self.popularity_E = popularity_E

@@ -36,7 +36,7 @@ def _run(*command: str, check: bool = True) -> None:
 
 
 def link_bytes() -> tuple[int, int]:
-    """Bytes that this node has (received, sent) over the link, all headers included."""
+    """Return the bytes that this node has (received, sent) over the link, headers included."""
     lines = Path("/proc/self/net/dev").read_text().splitlines()
     line = next(line for line in lines if line.strip().startswith(f"{INTERFACE}:"))
     fields = line.split(":")[1].split()
@@ -44,7 +44,7 @@ def link_bytes() -> tuple[int, int]:
 
 
 def sent_bytes() -> int:
-    """Bytes that this node has sent over the link, all headers included."""
+    """Return the bytes that this node has sent over the link, headers included."""
     return link_bytes()[1]
 
 
@@ -149,7 +149,7 @@ class LinkedNodes:
         self._lock.close()
 
     def inside(self, node: int, command: list[str]) -> list[str]:
-        """The command that runs `command` inside this node."""
+        """Return the command that runs `command` inside this node."""
         return ["ip", "netns", "exec", NODES[node], *command]
 
     def _down(self) -> None:

@@ -15,6 +15,6 @@ def evict(path: Path) -> None:
 
 
 def disk_read_bytes() -> int:
-    """Bytes that this process has read from disk."""
+    """Return the bytes that this process has read from disk."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("read_bytes")).split()[1])

@@ -22,7 +22,7 @@ def last_object(command: Sequence[str], folder: Path | None = None) -> dict[str,
 
 
 def decoding_speeds(side: Mapping[str, Any]) -> dict[str, float]:
-    """Return tokens a second: decoded by one sequence, by eight, and prefilled."""
+    """Return tokens a second: decoding one sequence, decoding eight, and prefill."""
     decoded = side["decode_tokens_per_s"]
     return {
         "one": decoded["1"],
@@ -32,7 +32,7 @@ def decoding_speeds(side: Mapping[str, Any]) -> dict[str, float]:
 
 
 def fastest(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the best of each figure, each a speed, of several runs."""
+    """Return the best of several runs, figure by figure; each figure is a speed."""
     return {name: max(run[name] for run in runs) for name in runs[0]}
 
 

@@ -61,7 +61,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def published(name: str, layers: int) -> dict[str, Any]:
-    """Return the fields of `config.json` with so many layers."""
+    """Return the fields of a published model's `config.json`, with this number of layers."""
     return CONFIGS[name] | {"num_hidden_layers": layers}
 
 

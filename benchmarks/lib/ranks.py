@@ -126,8 +126,8 @@ class Clock:
         return time.perf_counter() - begun, self.sent_bytes() - sent
 
 
-class Taken:
-    """What the rounds of one contestant took."""
+class Rounds:
+    """Seconds and sent bytes of one contestant's rounds."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -137,7 +137,7 @@ class Taken:
         self.seconds.append(seconds)
         self.sent_bytes.append(sent)
 
-    def row(self, reference: str, of: "Taken") -> dict[str, Any]:
+    def row(self, reference: str, of: "Rounds") -> dict[str, Any]:
         """Return median seconds, the median of their ratios to the reference, and median bytes."""
         return {
             "seconds": median(self.seconds),

@@ -68,7 +68,7 @@ WIDE, SHORT = 12, 6  # columns, rows
 
 
 def number(value: Any) -> str:
-    """A value as a table shows it: four significant digits, thousands apart."""
+    """Return a value as tables show it: four significant digits, thousands separated."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return "-" if value is None else str(value)
     if isinstance(value, int) or abs(value) >= 10_000:
@@ -87,12 +87,12 @@ def cell(value: Any) -> str:
     return number(value).replace("|", "\\|")
 
 
-def flat(row: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """One level: the names of nested values are joined."""
+def flatten(row: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return one level of names and values; the names of nested values are joined."""
     cells: dict[str, Any] = {}
     for name, value in row.items():
         cells |= (
-            flat(value, f"{prefix}{name} ")
+            flatten(value, f"{prefix}{name} ")
             if isinstance(value, dict)
             else {f"{prefix}{name}".strip(): value}
         )
@@ -101,7 +101,7 @@ def flat(row: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]]) -> Iterator[str]:
     """Yield a table of rows, transposed if wide and short; columns of one value stand above it."""
-    rows = [flat(row) for row in rows]
+    rows = [flatten(row) for row in rows]
     columns = list(dict.fromkeys(name for row in rows for name in row))
     values = {name: {json.dumps(row.get(name)) for row in rows} for name in columns}
     same = [name for name in columns if len(rows) > 1 and len(values[name]) == 1]
@@ -123,7 +123,7 @@ def is_rows(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(row, dict) for row in value)
 
 
-def about(result: dict[str, Any]) -> Iterator[str]:
+def heading(result: dict[str, Any]) -> Iterator[str]:
     """Yield how the result was made, on which machine, and its notes."""
     for name in ("command", "commands"):
         lines = result.get(name, [])
@@ -182,7 +182,7 @@ def body(result: dict[str, Any], level: int) -> Iterator[str]:
 
 def measurement(run: dict[str, Any], level: int) -> Iterator[str]:
     """Yield what was run, its single values, and a table or section for each of its parts."""
-    yield from about(run)
+    yield from heading(run)
     values = {
         name: value
         for name, value in run.items()

@@ -11,7 +11,7 @@ GROUP = GROUPS / "jmoebench"
 
 
 def _disk(folder: Path) -> str:
-    """MAJOR:MINOR of the whole disk that this folder is on."""
+    """Return MAJOR:MINOR of the whole disk that holds this folder."""
     device = folder.stat().st_dev
     found = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}").resolve()
     whole = found.parent if (found / "partition").exists() else found

@@ -16,7 +16,7 @@ LIMIT_S = 600.0
 
 
 def wait(ready: Callable[[], object], what: str) -> float:
-    """Return the time when the condition first held."""
+    """Return the time at which the condition first held."""
     deadline = time.time() + LIMIT_S
     while not ready():
         if time.time() > deadline:
@@ -55,7 +55,7 @@ def environment(folder: Path) -> dict[str, str]:
 def started(
     commands: list[list[str]], logs: list[Path], folder: Path
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Return a context with processes that are told to stop, and waited for, at its end."""
+    """Return a context with processes that get SIGTERM, and are waited for, at its end."""
     processes = []
     for command, log in zip(commands, logs, strict=True):
         with log.open("wb") as output:

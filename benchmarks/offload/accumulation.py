@@ -78,7 +78,7 @@ def rates() -> MachineConfig:
 
 
 def measure(a: argparse.Namespace, tokens: int, machine: MachineConfig) -> dict[str, Any]:
-    """One row: tokens/s of both, and their ratio, measured and predicted."""
+    """Return a row: tokens/s of both and their ratio, measured and predicted."""
     configs = {name: config_of(a, tokens, tiers, machine) for name, tiers in TIERS.items()}
     sessions = {name: Session(config, make=make_trainer) for name, config in configs.items()}
     seconds: dict[str, list[float]] = {name: [] for name in sessions}

@@ -50,7 +50,7 @@ def zipf(
 
 
 def multi_task(num_steps: int, num_layers: int, seed: int) -> Iterator[Step]:
-    """Tasks of 512, 256, 128 and 128 tokens a step take turns, each with favourites of its own."""
+    """Return choices of four tasks in turn, of 512, 256, 128 and 128 tokens, each a `zipf`."""
     tasks = [
         zipf(num_steps, num_layers, tokens, seed + n)
         for n, tokens in enumerate((512, 256, 128, 128))
@@ -62,7 +62,7 @@ def multi_task(num_steps: int, num_layers: int, seed: int) -> Iterator[Step]:
 def gumbel_top_k(
     rng: np.random.Generator, weights_E: NDArray[Any], num_tokens: int, top_k: int
 ) -> NDArray[Any]:
-    """`top_k` different experts for each token, drawn with these weights."""
+    """Return `top_k` different experts for each token, drawn with these weights."""
     noise_TE = rng.gumbel(size=(num_tokens, weights_E.size)) + np.log(weights_E)
     return np.argpartition(-noise_TE, top_k, axis=1)[:, :top_k]
 
@@ -120,7 +120,7 @@ class KnowsChanges(HitCounts):
 
 
 class KnowsPhases(HitCounts):
-    """Knows from the beginning of each phase how often each record will be used in it."""
+    """A bound: knows at the start of each phase how often it will use each record."""
 
     def __init__(self, steps: list[Step]) -> None:
         super().__init__(NUM_RECORDS)
@@ -136,14 +136,14 @@ class KnowsPhases(HitCounts):
 
 
 def uses(steps: list[Step]) -> NDArray[np.int64]:
-    """How often each record is used."""
+    """Return how often each record is used."""
     return np.bincount(
         np.concatenate([layer for step in steps for layer in step]), minlength=NUM_RECORDS
     )
 
 
 class Ours(Policy):
-    """`LFUCache`, with one staging slot as `TieredStore` would have some."""
+    """`LFUCache` with one staging slot, as `TieredStore` has several."""
 
     def __init__(self, num_slots: int, counts: HitCounts) -> None:
         self.cache = LFUCache(counts, num_slots - 1, 1)
@@ -245,7 +245,7 @@ class Static(Policy):
 
 
 class Belady(Policy):
-    """Knows the future: gives up what is needed last."""
+    """A bound: evicts the record whose next use is furthest away."""
 
     def __init__(self, num_slots: int, steps: list[Step]) -> None:
         self.num_slots, self.held = (
@@ -318,7 +318,7 @@ class Algorithm2(Policy):
 
 
 def hit_rate(policy: Policy, steps: list[Step]) -> float:
-    """Hits over uses, both without the first use of each record, which has to be read."""
+    """Return hits over uses, without each record's first use, which has to be read."""
     hits, counted, seen = 0, 0, set[int]()
     for step in steps:
         for layer in step:

@@ -56,7 +56,7 @@ def add_model_options(parser: argparse.ArgumentParser, layers: int) -> None:
 
 
 def model_of(a: argparse.Namespace) -> ModelConfig:
-    """Return a model of the size asked for, whose router's choices can be steered by its bias."""
+    """Return a model of the chosen size whose routing can be steered by the routers' bias."""
     return ModelConfig(
         vocab_size=1024,
         hidden_size=a.hidden_size,
@@ -107,7 +107,7 @@ class StepCost(NamedTuple):
 
 
 class Session:
-    """A program and its state. make: how the program is made of a configuration and a mesh."""
+    """A training program and its state. make: builds the program from configuration and mesh."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class Session:
         self.state: TrainState = self.program.init()
 
     def step(self, number: int) -> StepCost:
-        """Take a step on the tokens of this number."""
+        """Take a step on the tokens that this number seeds."""
         config, parts = self.config, self.config.gradient_accumulation_steps
         shape = (parts, config.batch_size // parts, config.sequence_length + 1)
         drawn = self.draw(np.random.default_rng(number), shape)
@@ -147,7 +147,7 @@ class Session:
         )
         return sum(s.nvme.num_bytes for s in stores), sum(s.nvme_writes.num_bytes for s in stores)
 
-    def only(self, experts: int) -> None:
+    def use_only(self, experts: int) -> None:
         """Let the routers choose only the first experts of each layer."""
 
         def bias(old: jax.Array) -> jax.Array:
@@ -159,7 +159,7 @@ class Session:
 
 
 class TextSession(Session):
-    """A run on bytes of text, whose popular experts are others than its rare ones."""
+    """A run on text, whose choice of experts is uneven."""
 
     def draw(self, rng: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.int32]:
         """Return windows of Python's own source."""

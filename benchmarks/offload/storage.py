@@ -28,7 +28,7 @@ Work = Callable[[int, np.ndarray], None]
 
 
 def open_store(folder: Path, record_bytes: int, num_records: int) -> VersionStore:
-    """Records of `record_bytes` on disk, seal included."""
+    """Return a store on disk of records with `record_bytes`, seal included."""
     layout = RecordLayout.from_arrays({"w": ((record_bytes - 64,), np.uint8)})
     store = VersionStore.open(folder, layout, num_records, fingerprint="benchmark")
     assert store.layout.record_bytes == record_bytes, store.layout.record_bytes
@@ -37,7 +37,7 @@ def open_store(folder: Path, record_bytes: int, num_records: int) -> VersionStor
 
 
 def on_threads(work: Work, slots_MR: NDArray[np.uint8], num_records: int) -> float:
-    """Seconds for `work(index, slot_R)` on all records, one thread per slot."""
+    """Return the seconds of `work(index, slot_R)` on all records, one thread a slot."""
 
     def run(first: int) -> None:
         for index in range(first, num_records, len(slots_MR)):
@@ -53,7 +53,7 @@ def on_threads(work: Work, slots_MR: NDArray[np.uint8], num_records: int) -> flo
 
 
 def written_bytes() -> int:
-    """What this process has sent to storage, by the kernel's count."""
+    """Return the bytes that the kernel has written to storage for this process."""
     lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(lines["write_bytes"])
 

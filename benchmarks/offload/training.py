@@ -96,7 +96,7 @@ def measure_steps(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
     )  # bytes/s read and written by the step with fetching ahead, which comes first
     for number in range(a.rounds + 2):
         for name, session in sessions.items():
-            with fio.beside(folder / "fio", *rates) if name == "host_beside_io" else nullcontext():
+            with fio.running(folder / "fio", *rates) if name == "host_beside_io" else nullcontext():
                 measured = session.step(number)
             if name == "ahead":
                 rates = (
@@ -153,7 +153,7 @@ def measure_traffic(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 a, folder / name, experts="nvme", optimizer="nvme", host_cache_bytes=cache_bytes
             )
         )
-        session.only(experts)
+        session.use_only(experts)
         steps = [session.step(i) for i in range(a.rounds + 2)][2:]
         result[name] = median(step.read_bytes + step.written_bytes for step in steps)
         session.program.close()
@@ -247,7 +247,7 @@ def measure_expected(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def _when_nothing_moves(session: Session) -> int:
-    """Wait for what is being written back; return the bytes written since the start."""
+    """Wait for the write-back to finish; return the bytes written since the start."""
     before = -1
     while before != (now := session.moved_bytes()[1]):
         before = now
@@ -256,7 +256,7 @@ def _when_nothing_moves(session: Session) -> int:
 
 
 def measure_replay(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """One expert after the other, with nothing else under way."""
+    """Return the seconds to fetch and replay one expert after the other, and nothing else."""
     cache_bytes = 40 * expert_bytes(a)
     session = Session(
         config_of(a, folder, experts="nvme", optimizer="nvme", host_cache_bytes=cache_bytes)

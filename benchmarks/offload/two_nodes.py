@@ -58,7 +58,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 class Steps:
-    """One kind of step and what it took; bytes are those of both nodes."""
+    """The rounds of one kind of step; bytes are those of both nodes."""
 
     def __init__(self, config: Any, mesh: Any) -> None:
         self.session = Session(config, mesh)
@@ -85,7 +85,7 @@ class Steps:
 
 
 def worker(a: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure as one rank; rank 0's rows are the result."""
+    """Measure as one rank; rank 0 prints the rows."""
     import jax
 
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
@@ -135,7 +135,7 @@ def worker(a: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def measure(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Every kind of step against max(a step with experts in host memory, link, disk)."""
+    """Return rows: kinds of step beside max(step with experts in host memory, link, disk)."""
     if 0 not in a.rates or not {"ahead", "host"} <= set(a.kinds):
         sys.exit(
             "two_nodes needs --rates 0 and --kinds ahead host: they say what disk and computing "

@@ -37,8 +37,8 @@ from benchmarks.paper.index import PLACES, Place
 DRAWN = ROOT / "runs" / "papers"  # figures of single places
 
 
-def beside(place: Place) -> dict[str, Any]:
-    """Return what the paper has and what the committed result has."""
+def comparison(place: Place) -> dict[str, Any]:
+    """Return the paper's figures and those of the committed result."""
     row = {"name": place.name, "paper": place.paper, "place": place.place, "shows": place.shows}
     row |= {
         "paper_has": place.paper_has,
@@ -51,7 +51,7 @@ def beside(place: Place) -> dict[str, Any]:
 
 def smoke_test(place: Place) -> dict[str, Any]:
     """Run a place's smoke test, if it has one."""
-    row = beside(place)
+    row = comparison(place)
     if place.quick is None:
         return row | {"ran": False}
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
@@ -79,7 +79,7 @@ def chosen(names: list[str]) -> list[Place]:
 
 
 def main() -> int:
-    """List, run one, or smoke test."""
+    """List the places, run one, or smoke test some."""
     parser = report.parser(__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--all", action="store_true", help="all of them; needs --quick")

@@ -130,7 +130,7 @@ def unseen_text(model: Path, unseen: Path, length: int, most: int) -> Calibratio
 
 
 class Stages:
-    """Models in a folder, each made once, and what they were measured to be. rows: of the table."""
+    """Models in a folder, each made once, and a table row for each measurement."""
 
     def __init__(self, a: argparse.Namespace, folder: Path) -> None:
         self.a, self.folder, self.rows = a, folder, list[dict[str, Any]]()
@@ -188,7 +188,7 @@ class Stages:
         self.measure(WHOLE, self.whole)
 
     def made(self, name: str, *words: object) -> Path:
-        """Return the folder of this name, made by a stage of `jmoe.deploy` unless it is there."""
+        """Return the folder of this name; a stage of `jmoe.deploy` writes it if it is missing."""
         out = self.folder / name
         if not out.is_dir():
             run("-m", *words, "--out", out)
@@ -207,13 +207,13 @@ class Stages:
         self.rows.append(report.progress(row | {"bits_per_byte": round(bits, 4), "lost": lost}))
 
     def measure(self, stage: str, model: Path) -> None:
-        """Add a row of a Hugging Face folder."""
+        """Add a row for a Hugging Face folder."""
         with LazyCheckpoint(model, "float32", "wide") as checkpoint:
             loss = mean_loss(checkpoint, self.text.held_out_BS)
             self.row(stage, checkpoint.config.num_experts, weight_bytes(model), loss)
 
     def compare(self) -> None:
-        """Measure every format, and every way to choose experts."""
+        """Measure every format and every score for choosing experts."""
         self.on_path = False
         for kind in LAYOUTS:
             model = self.made(
@@ -315,7 +315,7 @@ class Stages:
         )
 
     def serve(self, stage: str, num_bytes: int, command: Sequence[object], processes: int) -> None:
-        """Add a row of what a server says, which runs outside of the repository."""
+        """Add a row for a server that runs outside the repository."""
         elsewhere = self.folder / "elsewhere"
         elsewhere.mkdir(exist_ok=True)
         with served(command, elsewhere, processes, self.folder / "server.log") as url:

@@ -40,7 +40,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.lib import report
-from benchmarks.lib.engine_ranks import EngineRank, run_rank, take_a_core
+from benchmarks.lib.engine_ranks import EngineRank, pin_to_one_core, run_rank
 from benchmarks.lib.linked_nodes import sent_bytes
 from benchmarks.lib.ranks import add_rank_options, run_ranks
 from benchmarks.lib.skewed_model import write_skewed, zipf
@@ -118,7 +118,7 @@ def engines(sizes: dict[str, int]) -> dict[str, tuple[str, EngineConfig]]:
 
 
 class Contestant:
-    """An engine and what its rounds took."""
+    """An engine and the seconds of its rounds."""
 
     def __init__(self, engine: Any, sizes: dict[str, int]) -> None:
         self.engine, self._sizes = engine, sizes
@@ -126,7 +126,7 @@ class Contestant:
         self.sent: list[int] = []
 
     def run(self, seed: tuple[int, ...], steps: int) -> float:
-        """Return the seconds of so many steps, each with new prompts."""
+        """Return the seconds of these steps, each with new prompts."""
         shape = steps, self._sizes["prompts"], self._sizes["prompt_tokens"]
         tokens = (
             np.random.default_rng(seed).integers(1, self.engine.config.vocab_size, shape).tolist()
@@ -137,7 +137,7 @@ class Contestant:
         return time.perf_counter() - begun
 
     def row(self, name: str, even: "Contestant", row_s: float) -> dict[str, Any]:
-        """Return its figures. row_s: seconds of an expert for a token."""
+        """Return the contestant's figures. row_s: seconds of an expert for a token."""
         stats, sizes = self.engine.stats(), self._sizes
         placed, steps = stats.placement, len(self.seconds) * sizes["steps"]
         tokens = sizes["prompts"] * sizes["prompt_tokens"]
@@ -190,7 +190,7 @@ def planned(use_LE: np.ndarray) -> list[dict[str, Any]]:
 
 
 def measure(a: argparse.Namespace, sizes: dict[str, int], found: dict[str, Any]) -> dict[str, Any]:
-    """Return a row for each contestant, after all have found their places."""
+    """Return a row for each contestant, once all have settled on a placement."""
     contestants = {name: Contestant(engine, sizes) for name, engine in found.items()}
     for contestant in contestants.values():
         contestant.run(
@@ -218,7 +218,7 @@ def main() -> None:
     a = parse()
     sizes, model = (QUICK_SIZES, QUICK_MODEL) if a.quick else (SIZES, MODEL)
     if a.rank is not None:
-        take_a_core(a.rank)
+        pin_to_one_core(a.rank)
         load = {name: (a.folder / of, config) for name, (of, config) in engines(sizes).items()}
         run_rank(
             EngineRank(a.rank, NUM_RANKS, a.port, a.rates[0]),

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.lib import report
-from benchmarks.lib.engines import about, add_engine_options, engine_of, prefill_s
+from benchmarks.lib.engines import add_engine_options, engine_of, prefill_s, run_description
 from jmoe.inference.engine import Engine
 
 Limits = dict[str, float] | None
@@ -52,7 +52,7 @@ def in_turn(a: argparse.Namespace, engines: dict[str, Engine]) -> dict[str, list
 def row(
     a: argparse.Namespace, expert_dtype: str, limits: Limits, wide_bytes: int
 ) -> dict[str, Any]:
-    """Return what resident experts, a ring of half of the layers and one of a single layer do."""
+    """Return the rates of resident experts and of rings of half the layers and of one."""
     with ExitStack() as stack:
         resident = stack.enter_context(start(a, policy="resident", expert_dtype=expert_dtype))
         slots = {"ring": resident.config.num_moe_layers // 2, "without_overlap": 1}
@@ -104,7 +104,7 @@ def main() -> None:
         report.progress(row(a, kind, {"host": bandwidth}, wide_bytes))
         for kind in ("wide", a.compressed)
     ]
-    report.finish({"link_bytes_per_s": round(bandwidth), "rows": rows} | about(a))
+    report.finish({"link_bytes_per_s": round(bandwidth), "rows": rows} | run_description(a))
 
 
 if __name__ == "__main__":

@@ -18,10 +18,10 @@ Result = dict[str, Any]
 class Place:
     """A table, figure or section of a paper.
 
-    paper_has: its figures, with their machines; ours: the same of the committed `result`, in words.
-    command: what makes that, from the repository's root. quick: the arguments of Python for a smoke
-    test of the same, in `limit_s` at most; None: it needs root, a model or hours, and only the
-    committed result is shown. lacking: what is not shown here.
+    paper_has: its figures, with their machines. ours: a function from the committed `result` to
+    ours, in words. command: makes the result, from the repository's root. quick: Python's arguments
+    for a smoke test within `limit_s`; None if that needs root, a model or hours. lacking: what was
+    not measured here, and why.
     """
 
     name: str

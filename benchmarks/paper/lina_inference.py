@@ -53,7 +53,7 @@ import numpy as np
 
 from benchmarks import ROOT
 from benchmarks.lib import report
-from benchmarks.lib.engine_ranks import EngineRank, run_rank, take_a_core
+from benchmarks.lib.engine_ranks import EngineRank, pin_to_one_core, run_rank
 from benchmarks.lib.lina import (
     LENGTHS,
     LINA,
@@ -255,7 +255,7 @@ def prepare(a: argparse.Namespace, name: str, sizes: dict[str, int]) -> None:
 
 
 class Turns:
-    """An engine, the contestants that share it, and what their batches took."""
+    """An engine, the contestants that share it, and the seconds of their batches."""
 
     def __init__(self, engine: Any, folder: Path, kind: Texts) -> None:
         self.engine, self.folder, self.kind = engine, folder, kind
@@ -366,13 +366,13 @@ def measure_model(
 
 
 def counts_of(steps: list[list[np.ndarray]], num_experts: int) -> np.ndarray:
-    """Return [L, E]: choices in all steps."""
+    """Return [L, E]: choices summed over all steps."""
     layers = [np.concatenate(choices).ravel() for choices in zip(*steps, strict=True)]
     return np.array([np.bincount(chosen, minlength=num_experts + 1)[:-1] for chosen in layers])
 
 
 def table_5(turn: Turns, folder: Path, config: Any) -> list[dict[str, Any]]:
-    """Return a row for each length of a path and what is kept of it."""
+    """Return a row for each path length and kind of table."""
     rows = {
         (row["path_length"], row["kept"]): row for row in accuracy("", turn.choices, folder, config)
     }
@@ -398,7 +398,7 @@ def table_5(turn: Turns, folder: Path, config: Any) -> list[dict[str, Any]]:
 
 
 def simulated(turn: Turns, folder: Path, engine: Any, plan: dict[str, Any]) -> dict[str, Any]:
-    """Return what the simulator says of `lina` here, its error, and its row of 16 devices."""
+    """Return the simulated figures of `lina` here, their error, and a row for 16 devices."""
     config, runner = engine.config, engine._runner
     slots = engine.residency.placements[0].slots_per_device
     num_tokens, k = turn.choices[0][0].shape
@@ -478,7 +478,7 @@ def simulated(turn: Turns, folder: Path, engine: Any, plan: dict[str, Any]) -> d
 
 
 def notes(found: dict[str, Any]) -> list[str]:
-    """Return sentences on what the figures are not."""
+    """Return sentences on the limits of these figures."""
     said = [
         "tail of the all-to-all: an exchange and the experts between its two halves are one "
         "program, so its time is"
@@ -504,7 +504,7 @@ def main() -> None:
     if a.quick:
         os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # a third of the time to compile
     if a.rank is not None:
-        take_a_core(a.rank)
+        pin_to_one_core(a.rank)
         load = {name: (a.folder / name, engine_config(a.folder / name, sizes)) for name in a.models}
         place = EngineRank(a.rank, NUM_RANKS, a.port, a.rate)
         run_rank(place, a.folder, load, partial(measure, a, sizes))

@@ -42,7 +42,7 @@ import numpy as np
 
 from benchmarks.comm.steps import SEQUENCE_LENGTH, compiled, config_of
 from benchmarks.lib import report
-from benchmarks.lib.ranks import NUM_NODES, Clock, Taken, add_rank_options, join, launch
+from benchmarks.lib.ranks import NUM_NODES, Clock, Rounds, add_rank_options, join, launch
 from jmoe.config import TrainConfig
 
 RANKS_PER_NODE = 2
@@ -93,16 +93,16 @@ class Packed:
         lowered = self.trainer.step.lower(self.trainer.state_shape, self.tokens)
         self.trainer.step = compiled(lowered, Path(a.cache_dir), a.rank)
         self.state = self.trainer.init()
-        self.taken, self.busy_s = Taken(), 0.0
+        self.taken, self.busy_s = Rounds(), 0.0
 
     def __call__(self) -> Any:
         self.state, metrics = self.trainer.step(self.state, self.tokens)
         return metrics
 
-    def another(self) -> "Packed":
-        """Return another training with the same program."""
+    def second_training(self) -> "Packed":
+        """Return a second training with the same program."""
         other = copy.copy(self)
-        other.state, other.taken = self.trainer.init(), Taken()
+        other.state, other.taken = self.trainer.init(), Rounds()
         return other
 
     def time(self, clock: Clock) -> None:
@@ -112,7 +112,7 @@ class Packed:
 
 
 class Controlled(NamedTuple):
-    """What the controller did: its run as it is when it is done, its decisions, and their cost."""
+    """A finished run of the packing controller: its final state, decisions and their cost."""
 
     packing: int
     run: Packed
@@ -121,7 +121,7 @@ class Controlled(NamedTuple):
     steps: list[tuple[int, float]]  # packing and seconds
 
     def trials(self, kept_s: float) -> dict[str, Any]:
-        """Return what it paid. kept_s: of a step with the packing that it kept."""
+        """Return the cost of the controller's trials. kept_s: of a step with its final packing."""
         first = next(
             (n for n, (packing, _) in enumerate(self.steps) if packing != self.steps[0][0]),
             len(self.steps),
@@ -136,14 +136,14 @@ class Controlled(NamedTuple):
 
 
 def control(config: TrainConfig, packed: dict[int, Packed]) -> Controlled:
-    """Let the controller run a training until it is done."""
+    """Train until the controller has settled on a packing."""
     import jax
 
     from jmoe.training.expert_packing import PackingController, moved
 
     controller, decisions, deciding_s = PackingController(config, SHAPE, 1), list[str](), 0.0
     steps: list[tuple[int, float]] = []
-    now = packed[1].another()
+    now = packed[1].second_training()
     while not controller.done:
         begun = time.perf_counter()
         if controller.is_due(len(steps)):
@@ -151,7 +151,7 @@ def control(config: TrainConfig, packed: dict[int, Packed]) -> Controlled:
             decision, _ = controller.decide(len(steps), now.trainer, now.state)
             decisions.append(f"step {len(steps)}: {decision.reason}")
             if controller.packing != before:
-                after = packed[controller.packing].another()
+                after = packed[controller.packing].second_training()
                 after.state = moved(now.state, now.trainer, after.trainer)
                 now = after
             deciding_s += time.perf_counter() - begun

@@ -37,7 +37,7 @@ import numpy as np
 
 from benchmarks.comm import trace
 from benchmarks.lib import report
-from benchmarks.lib.engine_ranks import take_a_core
+from benchmarks.lib.engine_ranks import pin_to_one_core
 from benchmarks.lib.ranks import Clock, add_rank_options, run_ranks
 from jmoe.config import VisionTrainConfig
 from jmoe.configs.ufo import ufo_tiny
@@ -69,7 +69,7 @@ def parse() -> argparse.Namespace:
 
 
 def config_of(a: argparse.Namespace) -> VisionTrainConfig:
-    """Return ufo-tiny, with wider layers so that a step computes more than it waits."""
+    """Return ufo-tiny with wider layers, so that computing takes most of a step."""
     model = ufo_tiny.model if a.quick else dataclasses.replace(ufo_tiny.model, **MODEL)
     return dataclasses.replace(ufo_tiny, model=model, layout="elastic")
 
@@ -86,8 +86,8 @@ def loads(config: VisionTrainConfig) -> tuple[TaskLoad, ...]:
     return tuple(TaskLoad(name, task.batch_size) for name, task in config.tasks.items())
 
 
-def dealt(tasks: tuple[TaskLoad, ...], num_devices: int) -> Layout:
-    """Return the layout that gives each device whole tasks in their order, whatever their size."""
+def imbalanced_layout(tasks: tuple[TaskLoad, ...], num_devices: int) -> Layout:
+    """Return the layout that gives each device whole tasks in order, regardless of size."""
     shares = [
         [Share(i, 0, task.batch_size) for i, task in enumerate(tasks)][d::num_devices]
         for d in range(num_devices)
@@ -98,7 +98,7 @@ def dealt(tasks: tuple[TaskLoad, ...], num_devices: int) -> Layout:
 def layouts(config: VisionTrainConfig) -> dict[str, tuple[VisionTrainConfig, Layout]]:
     tasks, half = loads(config), halved(config)
     return {
-        "imbalanced": (config, dealt(tasks, NUM_DEVICES)),
+        "imbalanced": (config, imbalanced_layout(tasks, NUM_DEVICES)),
         "elastic": (config, plan(tasks, NUM_DEVICES)),
         "even": (config, plan(tasks, NUM_DEVICES, mode="even")),
         "half": (half, plan(loads(half), NUM_DEVICES)),
@@ -106,7 +106,7 @@ def layouts(config: VisionTrainConfig) -> dict[str, tuple[VisionTrainConfig, Lay
 
 
 def random_task(name: str, config: VisionTrainConfig, seed: int) -> ImageTask:
-    """Return images that nobody has to read; what is in them costs no time."""
+    """Return a task of random images, which cost no time to read."""
     side, rng = config.model.image_size, np.random.default_rng(seed)
     pixels = rng.integers(0, 256, (256, side, side, config.model.channels)).astype(np.uint8)
     split = Split(pixels, np.arange(256, dtype=np.int32) % NUM_CLASSES)
@@ -114,7 +114,7 @@ def random_task(name: str, config: VisionTrainConfig, seed: int) -> ImageTask:
 
 
 class Training:
-    """The program of one layout, its state and what its steps took."""
+    """The program of one layout, its state and the seconds of its steps."""
 
     def __init__(self, config: VisionTrainConfig, layout: Layout, mesh: Any, rank: int) -> None:
         import jax
@@ -211,7 +211,7 @@ def measure(a: argparse.Namespace) -> list[dict[str, Any]]:
 def simulated(
     rows: list[dict[str, Any]], config: VisionTrainConfig
 ) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    """Return rows of more devices than this machine has cores, and what they are made of."""
+    """Return rows for more devices than this machine has cores, and the model behind them."""
     by_name = {row["layout"]: row for row in rows}
     at = {name: (max(row["images_by_device"]), row["step_s"]) for name, row in by_name.items()}
     (many, long), (few, short) = at["imbalanced"], at["half"]
@@ -247,7 +247,7 @@ def simulated(
 def main() -> None:
     a = parse()
     if a.rank is not None:
-        take_a_core(a.rank)
+        pin_to_one_core(a.rank)
         report.finish(measure(a))
         return
     rows = [report.progress(row) for row in run_ranks(NUM_DEVICES, 0)]

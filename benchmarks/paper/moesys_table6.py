@@ -46,7 +46,7 @@ import numpy as np
 
 from benchmarks import RESULTS
 from benchmarks.lib import report
-from benchmarks.lib.engine_ranks import EngineRank, run_rank, take_a_core
+from benchmarks.lib.engine_ranks import EngineRank, pin_to_one_core, run_rank
 from benchmarks.lib.linked_nodes import sent_bytes
 from benchmarks.lib.ranks import add_rank_options, run_ranks
 from benchmarks.lib.skewed_model import write_skewed, zipf
@@ -116,7 +116,7 @@ def name_of(experts: int) -> str:
 
 
 def engines(devices: int, sizes: dict[str, int]) -> dict[str, tuple[str, EngineConfig]]:
-    """Return the models and configurations of a number of devices."""
+    """Return the models and configurations for this number of devices."""
 
     def one(experts: int, sequences: int) -> tuple[str, EngineConfig]:
         length = sizes["prompt_tokens"] + sizes["new_tokens"] + 1
@@ -139,7 +139,7 @@ def engines(devices: int, sizes: dict[str, int]) -> dict[str, tuple[str, EngineC
 
 
 class Decoding:
-    """An engine and what its decode steps took."""
+    """An engine and the seconds of its decode steps."""
 
     def __init__(self, engine: Any, sizes: dict[str, int], rate: float) -> None:
         self.engine, self._sizes, self._rate = engine, sizes, rate
@@ -169,7 +169,7 @@ class Decoding:
         self.sent.append((self._sent_bytes() - sent) / engine.stats().steps)
 
     def row(self, place: str, model: str) -> dict[str, Any]:
-        """Return its figures."""
+        """Return the figures of this engine."""
         devices, rate = processes_and_rate(place)
         cores = min(os.cpu_count() or 1, devices) if place != ALL_CORES else os.cpu_count() or 1
         stats, step_s = self.engine.stats(), report.median(self.step_s, 6)
@@ -194,7 +194,7 @@ class Decoding:
         }
 
     def _sent_bytes(self) -> int:
-        """Return what both nodes have sent: they send each other as much."""
+        """Return the bytes that both nodes have sent, twice those of one."""
         return 2 * sent_bytes() if self._rate else 0
 
 
@@ -216,7 +216,7 @@ def one_device() -> list[dict[str, Any]]:
 def measure(
     a: argparse.Namespace, sizes: dict[str, int], found: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """Return a row for each model at one place."""
+    """Return a row for each model on one set of devices."""
     place = a.places[0]
     decodings = {
         name: Decoding(engine, sizes, processes_and_rate(place)[1])
@@ -241,7 +241,7 @@ def main() -> None:
     if a.rank is not None:
         devices, rate = processes_and_rate(a.places[0])
         if a.places[0] != ALL_CORES:
-            take_a_core(a.rank)
+            pin_to_one_core(a.rank)
         load = {
             name: (a.folder / of, config) for name, (of, config) in engines(devices, sizes).items()
         }

@@ -38,7 +38,7 @@ COLORS = {
 
 
 def _bars(axes: Axes, groups: dict[str, dict[str, float]], label: str) -> None:
-    """Draw a group of bars for each name: of {group: {bar: height}}."""
+    """Draw a group of bars for each name, from {group: {bar: height}}."""
     names = list(dict.fromkeys(name for bars in groups.values() for name in bars))
     width = 0.8 / len(names)
     for j, name in enumerate(names):
@@ -63,7 +63,7 @@ def _rate(row: dict[str, Any]) -> str:
 
 
 def levels(axes: Axes, result: Result) -> None:
-    """Draw what a step's time goes to, flat and in two levels, on two and four nodes."""
+    """Draw the parts of a step's time, flat and in two levels, on two and four nodes."""
     axes.set_title("MoESys, Figure 10: parts of a step, 100 Mbit/s (measured)", fontsize=9)
     rows = [(2, row) for row in result["rows"]] + [(4, row) for row in result["four_nodes"]["rows"]]
     rows = [(nodes, row) for nodes, row in rows if row["mbit_per_s"] == 100]
@@ -89,7 +89,7 @@ def levels(axes: Axes, result: Result) -> None:
 
 
 def fusion(axes: Axes, result: Result) -> None:
-    """Draw speeds of a step with fused communication and levels, crosswise."""
+    """Draw the speed of a step for each combination of fusion and levels."""
     axes.set_title("MoESys, Table 5 and Figure 11: fused and in two levels, crosswise", fontsize=9)
 
     def shape(row: dict[str, Any]) -> str:
@@ -113,7 +113,7 @@ def ring(axes: Axes, result: Result) -> None:
 
 
 def embedding(axes: Axes, result: Result) -> None:
-    """Draw the speed of a step with the embedding in parts."""
+    """Draw the speed of a step with a sharded embedding."""
     axes.set_title("MoESys, Table 4: speed with the embedding in parts", fontsize=9)
     rows = [
         row | {"speed": 1 / row["ratio_to_replicated"]}
@@ -136,7 +136,7 @@ def step_times(axes: Axes, result: Result) -> None:
 
 
 def all_to_alls(axes: Axes, result: Result) -> None:
-    """Draw how much sooner the all-to-alls of a backward pass are done."""
+    """Draw how much sooner a backward pass ends its all-to-alls."""
     axes.set_title(
         "Lina, section 7.2: all-to-alls of the backward pass, how much sooner", fontsize=9
     )
@@ -175,7 +175,7 @@ def partition_sizes(axes: Axes, result: Result) -> None:
 
 
 def paths(axes: Axes, result: Result) -> None:
-    """Draw how often the experts of the next layer are guessed right."""
+    """Draw the accuracy of guesses of the next layer's experts."""
     axes.set_title("Lina, Table 5 and Figure 9: guesses of the next layer's experts", fontsize=9)
     rows = {
         row["estimator"]: {"among 2": row["among_2"], "among 4": row["among_4"]}
@@ -186,7 +186,7 @@ def paths(axes: Axes, result: Result) -> None:
 
 
 def inference(axes: Axes, result: Result) -> None:
-    """Draw how much sooner batches are done where experts are placed by popularity."""
+    """Draw the speed of batches with experts placed by popularity."""
     axes.set_title(
         "Lina, Figures 16 to 19: time of a batch with even placement over its", fontsize=9
     )

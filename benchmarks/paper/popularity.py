@@ -42,7 +42,7 @@ import jax
 import numpy as np
 
 from benchmarks.lib import report
-from benchmarks.lib.engines import about
+from benchmarks.lib.engines import run_description
 from benchmarks.serve.decoding import measure
 from jmoe.config.engine import EngineConfig
 from jmoe.inference.engine import Engine
@@ -108,13 +108,13 @@ class Listener(Estimator):
 
 
 def draw(tokens: list[int], size: int, seed: int = 0) -> list[list[int]]:
-    """The whole pieces of a text, in random order."""
+    """Return the whole pieces of a text, in random order."""
     pieces = [tokens[start : start + size] for start in range(0, len(tokens) - size + 1, size)]
     return [pieces[n] for n in np.random.default_rng(seed).permutation(len(pieces))]
 
 
 def listen(folder: Path, prompts: list[list[int]]) -> Listener:
-    """Return what was noted while an engine prefilled the prompts."""
+    """Return what a listener recorded while an engine prefilled the prompts."""
     listener = Listener(folder)
     with LazyCheckpoint(folder) as checkpoint:
         device_bytes = (
@@ -135,7 +135,7 @@ def listen(folder: Path, prompts: list[list[int]]) -> Listener:
 
 
 def hits(guessed_TG: np.ndarray, chosen_TK: np.ndarray) -> float:
-    """Share of the chosen experts that were guessed."""
+    """Return the share of chosen experts that were guessed."""
     return float((guessed_TG[:, :, None] == chosen_TK[:, None, :]).any(axis=1).mean())
 
 
@@ -170,7 +170,7 @@ def ranked_by_counts(
 
 
 def accuracy(listener: Listener, tables: dict[int, PathTable]) -> list[dict[str, Any]]:
-    """Rows: estimator, share of right guesses."""
+    """Return rows: estimator, share of right guesses."""
     config, layers = listener.config, range(listener.config.num_moe_layers - 1)
     k = config.num_experts_per_tok
     chosen = [
@@ -206,7 +206,7 @@ def accuracy(listener: Listener, tables: dict[int, PathTable]) -> list[dict[str,
 
 
 def popularity(listener: Listener, counters: dict[int, PathCounter]) -> list[dict[str, Any]]:
-    """Rows: how far the summed estimates are from what a step's tokens chose."""
+    """Return rows: distance of the summed estimates from the actual choices of a step."""
     config, rows = listener.config, []
     k, experts = config.num_experts_per_tok, config.num_experts
     for length, counter in counters.items():
@@ -236,7 +236,7 @@ def popularity(listener: Listener, counters: dict[int, PathCounter]) -> list[dic
 def lookup_ms(
     listener: Listener, tables: dict[int, PathTable], tokens: int = 4096
 ) -> list[dict[str, Any]]:
-    """Rows: median milliseconds to look all tokens of a step up, at the deepest layer."""
+    """Return rows: median milliseconds of looking up a step's tokens, at the deepest layer."""
     whole = [
         np.concatenate([step[n] for step in listener.choices])
         for n in range(listener.config.num_moe_layers)
@@ -259,7 +259,7 @@ def lookup_ms(
 def decoding(
     a: argparse.Namespace, folder: Path, tables: dict[int, PathTable]
 ) -> list[dict[str, Any]]:
-    """Rows: an estimator and a batch, with the streaming engine's counters."""
+    """Return rows: an estimator and a batch, with the streaming engine's counters."""
     with LazyCheckpoint(folder) as checkpoint:
         config = checkpoint.config
         experts_bytes = checkpoint.expert_bytes * config.num_moe_layers * config.num_experts
@@ -310,7 +310,7 @@ def decoding(
 
 
 def measured(heard: Listener, counters: dict[int, PathCounter]) -> dict[str, Any]:
-    """Skew, accuracy and popularity of a kind of text."""
+    """Return skew, accuracy and popularity of one kind of text."""
     experts = heard.config.num_experts
     tables = {length: counter.table("", experts) for length, counter in counters.items()}
     layers = [np.concatenate(steps).ravel() for steps in zip(*heard.choices, strict=True)]
@@ -349,7 +349,7 @@ def main() -> None:
         if a.other is not None:
             others = draw(tokenizer.encode(a.other.read_text()).ids, size)[:num_tested]
             result["other_text"] = measured(listen(folder, others), counters)
-        options = about(a)
+        options = run_description(a)
         a.text = Path(scratch) / "text"
         a.text.write_text("\n".join(map(tokenizer.decode, tested)))
         top = {length: counter.table(fingerprint) for length, counter in counters.items()}

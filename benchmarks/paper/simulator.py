@@ -32,7 +32,7 @@ LATENCY_S = 1e-4  # of a collective on this link, and of a message
 
 
 def links_of(mbit_per_s: float, nodes: int = NODES) -> LinksConfig:
-    """Return a rank's part of a link that carries the bytes of so many nodes."""
+    """Return a rank's share of a link that carries the bytes of these nodes."""
     link = LinkConfig(mbit_per_s * 1e6 / 8 / nodes / RANKS, LATENCY_S)
     return LinksConfig(LinkConfig(float("inf"), 0.0), link, link, link, LATENCY_S)
 
@@ -47,7 +47,7 @@ def predicted_s(row: dict[str, Any]) -> float:
 
 
 def check(measured: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a row for each measured one over a link."""
+    """Return a row for each exchange that was measured over a link."""
     rows = []
     for row in measured["rows"]:
         if row["mbit_per_s"] > 0:

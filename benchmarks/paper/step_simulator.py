@@ -68,7 +68,7 @@ Row = dict[str, Any]
 
 
 def step_s(compute_s: float, link_s: float, shown: float = 1.0) -> float:
-    """Return the seconds of a step of whose computing the part `shown` is not hidden."""
+    """Return the seconds of a step; `shown` is the share of computing that is not hidden."""
     return link_s + shown * compute_s
 
 
@@ -86,7 +86,7 @@ def _computing(row: Row) -> float:
 
 
 def orders(measured: Row) -> Iterator[Row]:
-    """Yield each step over a link as often as there is another row to predict it from."""
+    """Yield each step over a link once for every row that can predict it."""
     sessions = {
         name: part["rows"]
         for name, part in measured.items()
@@ -126,7 +126,7 @@ def orders(measured: Row) -> Iterator[Row]:
 
 
 def exchanged(row: Row, nodes: int, on_link: int) -> tuple[int, float]:
-    """Return the bytes that a node sends in a step's all-to-alls, and their seconds."""
+    """Return the bytes that a node sends in a step's all-to-alls, and the seconds they take."""
     kind, experts, top_k = (
         EXCHANGES[row["variant"]],
         max(row["experts"], nodes * RANKS),
@@ -191,7 +191,7 @@ def simulated(measured: Row) -> Iterator[Row]:
 
 
 def predict() -> dict[str, Any]:
-    """Return what is committed: all rows, and how many of the measured ones are within 10 %."""
+    """Return the committed result: all rows, and the number within 10 % of the measurement."""
     order, levels = (
         json.loads((RESULTS / f"{name}_cpu.json").read_text())
         for name in ("order_two_nodes", "levels")

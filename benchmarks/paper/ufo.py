@@ -42,9 +42,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.lib import report
-from benchmarks.lib.engine_ranks import take_a_core
+from benchmarks.lib.engine_ranks import pin_to_one_core
 from benchmarks.lib.ranks import Clock, add_rank_options, run_ranks
-from benchmarks.paper.moesys_table3 import MICRO_BATCH, MODEL, NUM_DEVICES, dealt, loads
+from benchmarks.paper.moesys_table3 import MICRO_BATCH, MODEL, NUM_DEVICES, imbalanced_layout, loads
 from jmoe.config import VisionTrainConfig
 from jmoe.configs.ufo import ufo_tiny
 from jmoe.data.image_batches import ImageBatches, held_out_batches
@@ -86,7 +86,7 @@ def parse() -> argparse.Namespace:
 
 
 def config_of(a: argparse.Namespace) -> VisionTrainConfig:
-    """Return ufo-tiny, elastic, for so many steps."""
+    """Return ufo-tiny, elastic, for this number of steps."""
     warmup = min(ufo_tiny.optimizer.warmup_steps, a.steps // 2)
     optimizer = dataclasses.replace(ufo_tiny.optimizer, warmup_steps=warmup)
     return dataclasses.replace(ufo_tiny, layout="elastic", num_steps=a.steps, optimizer=optimizer)
@@ -141,7 +141,7 @@ class Training:
         assert jax.device_get(metrics["ok"])
 
     def accuracies(self) -> list[float]:
-        """Return the share of each task's held-out images whose class is right."""
+        """Return each task's accuracy on held-out images."""
         import jax
 
         sums_3A = np.zeros((3, len(self.tasks)))
@@ -154,7 +154,7 @@ class Training:
         return list(map(float, sums_3A[1] / sums_3A[2]))
 
     def bytes_on_device(self) -> tuple[int, int]:
-        """Return what this process's device has of the state, and what a step needs besides."""
+        """Return the bytes of the state on this device, and those that a step adds."""
         import jax
 
         batch = jax.tree.map(self.put, self.batches.sample(0)) if len(self.tasks) == 1 else None
@@ -166,7 +166,7 @@ class Training:
 
 
 class Contestant:
-    """Networks that together learn all tasks; `own` are those in which this process takes part."""
+    """Networks that together learn all tasks; this process takes part in those of `own`."""
 
     def __init__(self, name: str, own: Sequence[Training], images: tuple[int, ...]) -> None:
         self.name, self.own, self.images = name, tuple(own), images
@@ -174,7 +174,7 @@ class Contestant:
         self.accuracies: dict[int, dict[str, float]] = {}  # by step
 
     def take(self, clock: Clock, steps: int) -> None:
-        """Take so many steps of every network, timed."""
+        """Take these steps of every network, timed."""
 
         def turn() -> None:
             for training in self.own:
@@ -185,7 +185,7 @@ class Contestant:
         self.seconds.append(seconds)
 
     def evaluate(self, step: int, names: Sequence[str]) -> None:
-        """Keep the accuracy of every task, the same on every process."""
+        """Record the accuracy of every task, the same on every process."""
         own = {
             task.name: value
             for t in self.own
@@ -223,7 +223,7 @@ class Contestant:
 
 
 def gathered(own: Sequence[float]) -> np.ndarray:
-    """Return these numbers of every process, [processes, numbers]."""
+    """Return every process's numbers, [processes, numbers]."""
     from jax.experimental import multihost_utils
 
     return np.asarray(multihost_utils.process_allgather(np.array(own, np.float32))).reshape(
@@ -232,7 +232,7 @@ def gathered(own: Sequence[float]) -> np.ndarray:
 
 
 def contestants(config: VisionTrainConfig, rank: int, mesh: Any) -> list[Contestant]:
-    """Return all three, as this process runs them."""
+    """Return all three contestants, as this process runs them."""
     import jax
 
     from jmoe.mesh import make_mesh
@@ -243,7 +243,7 @@ def contestants(config: VisionTrainConfig, rank: int, mesh: Any) -> list[Contest
     ]
     layouts = {
         "super-network": plan(loads(config), NUM_DEVICES),
-        "imbalanced": dealt(loads(config), NUM_DEVICES),
+        "imbalanced": imbalanced_layout(loads(config), NUM_DEVICES),
     }
     result = [
         Contestant(name, [Training(config, tasks, layout, mesh, rank)], layout.images)
@@ -330,7 +330,7 @@ def equal_quality(network: Contestant, dense: Contestant, tolerance: float) -> l
 def main() -> None:
     a = parse()
     if a.rank is not None:
-        take_a_core(a.rank)
+        pin_to_one_core(a.rank)
         report.finish(measure(a))
         return
     measured = run_ranks(NUM_DEVICES, 0)

@@ -74,7 +74,7 @@ def options() -> argparse.ArgumentParser:
 
 
 def vocab_size_of(a: argparse.Namespace) -> int:
-    """Return the model's number of ids; `ValueError` for a folder that cannot be what it should."""
+    """Return the model's vocabulary size; `ValueError` if the folder is not a model."""
     try:
         config: Any = json.loads((a.model / "config.json").read_text())
     except (OSError, ValueError) as error:

@@ -50,7 +50,7 @@ print(json.dumps({name: importlib.metadata.version(name) for name in names}))
 
 
 def log_probabilities(folder: Path, *, rounded: bool) -> np.ndarray:
-    """Return ours [1, S, V] in float32; rounded: weights rounded to bfloat16 before."""
+    """Return our float32 [1, S, V]; rounded: weights are rounded to bfloat16 first."""
     model = jmoe.load_pretrained(folder, dtype="float32")
     if rounded:
         once = lambda w: w.astype(jnp.bfloat16).astype(w.dtype) if w.dtype == jnp.float32 else w  # noqa: E731

@@ -160,7 +160,7 @@ def engine(a: argparse.Namespace) -> Any:
 
 
 def worker(rank: int, a: argparse.Namespace, port: int) -> None:
-    """Train on this rank; rank 0 prints the figures of all."""
+    """Train on this rank; rank 0 prints the job's figures."""
     cores = sorted(os.sched_getaffinity(0))
     share = max(1, len(cores) // a.processes)
     os.sched_setaffinity(0, {cores[(rank * share + i) % len(cores)] for i in range(share)})

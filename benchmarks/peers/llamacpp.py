@@ -36,7 +36,7 @@ SIZES = (
 
 
 def bits(model: str, kind: str, gguf: str) -> dict[str, float]:
-    """Return the bits of a weight, on the average of all, here and there."""
+    """Return the bits a weight on either side, averaged over all weights."""
     with (
         LazyCheckpoint(model, "bfloat16", "wide") as wide,
         LazyCheckpoint(model, "bfloat16", kind) as kept,
@@ -48,7 +48,7 @@ def bits(model: str, kind: str, gguf: str) -> dict[str, float]:
 
 
 def llama_cpp(node: Path, gguf: str, threads: int) -> dict[str, float]:
-    """Return llama.cpp's speeds with so many threads."""
+    """Return llama.cpp's speeds with this number of threads."""
     command = ["node", str(HERE / "llamacpp.mjs"), str(Path(gguf).resolve()), str(threads), "2"]
     return decoding_speeds(last_object(command, node))
 

@@ -67,7 +67,7 @@ def memory_limit(limit_bytes: int) -> Iterator[Path]:
 
 
 def last_object(command: list[str], limit_bytes: int, folder: Path | None = None) -> dict[str, Any]:
-    """Return the JSON object in the last line that a program prints under the limit."""
+    """Return the JSON object in the last line of a program that runs under the limit."""
     with memory_limit(limit_bytes) as processes:
         enter = ["bash", "-c", 'echo $$ >"$0"; exec "$@"', str(processes)]
         done = subprocess.run(
@@ -90,7 +90,7 @@ def speeds(seconds: list[float]) -> dict[str, float]:
 def accelerate_run(
     python: str, model: str, ids: Path, memory_mb: int, limit_bytes: int
 ) -> dict[str, Any]:
-    """Return the figures of accelerate on a text with so much of the weights in memory."""
+    """Return accelerate's figures on a text with this many bytes of weights in memory."""
     with tempfile.TemporaryDirectory(
         prefix="accelerate-", dir=Path(model).resolve().parent
     ) as offloaded:

@@ -35,7 +35,7 @@ LLAMA_CPP = ("npm", "install", "node-llama-cpp@3", "--ignore-scripts")
 
 
 def steps(peer: str, folder: Path) -> list[Step]:
-    """Return the commands, which run in the folder."""
+    """Return the commands to run in the folder."""
     if peer == "llama.cpp":
         return [LLAMA_CPP]
     python = str(folder / "bin" / "python")

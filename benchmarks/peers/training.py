@@ -37,7 +37,7 @@ MODELS = ("mixtral_8e", "qwen3moe_64e")
 
 @dataclass
 class Contestant:
-    """One side of a model's comparison, by what its runs print last."""
+    """One side of a comparison, with the last object of each of its runs."""
 
     system: str
     processes: int
@@ -46,7 +46,7 @@ class Contestant:
     runs: list[dict[str, Any]] = field(default_factory=list)
 
     def row(self, first: "Contestant") -> dict[str, Any]:
-        """Return its figures; first: whom ratios are to, round by round."""
+        """Return the contestant's figures; first: the contestant that ratios refer to."""
         own, others = ([run["tokens_per_s"] for run in side.runs] for side in (self, first))
         last = self.runs[-1]
         return {

@@ -29,7 +29,7 @@ import jax
 import numpy as np
 
 from benchmarks.lib import report
-from benchmarks.lib.engines import about, add_engine_options, engine_of, prefill_s
+from benchmarks.lib.engines import add_engine_options, engine_of, prefill_s, run_description
 from benchmarks.lib.gpu_trace import kernel_times
 from jmoe.inference.engine import Engine
 from jmoe.inference.sampling_params import SamplingParams
@@ -58,7 +58,7 @@ def arguments() -> argparse.Namespace:
 
 
 def prompts(a: argparse.Namespace, engine: Engine, batch: int, number: int) -> list[list[int]]:
-    """`batch` prompts of `--prompt` tokens for round `number`; no two share a prefix."""
+    """Return `batch` prompts of `--prompt` tokens for round `number`; no two share a prefix."""
     if a.text is not None:
         ids = np.array(engine.tokenizer.encode(a.text.read_text()).ids)
         starts = (number * batch + np.arange(batch)) * a.prompt % (ids.size - a.prompt)
@@ -70,7 +70,7 @@ def prompts(a: argparse.Namespace, engine: Engine, batch: int, number: int) -> l
 
 
 def long_prefill(a: argparse.Namespace, engine: Engine) -> float:
-    """Tokens per second of the prefill of one long prompt."""
+    """Return the tokens per second of the prefill of one long prompt."""
     draw = np.random.default_rng(0).integers
     prompts = [
         draw(3, engine.config.vocab_size, a.long_prompt).tolist() for _ in range(a.rounds + 1)
@@ -81,7 +81,7 @@ def long_prefill(a: argparse.Namespace, engine: Engine) -> float:
 
 
 def measure(a: argparse.Namespace, engine: Engine, batch: int, number: int) -> dict[str, float]:
-    """Prefill of a batch, then decode steps alone."""
+    """Return the figures of a batch: its prefill, then decode steps alone."""
     requests = prompts(a, engine, batch, number)
     engine.reset_stats()
     prefilled_s = prefill_s(engine, requests, a.new_tokens + 1)
@@ -117,7 +117,7 @@ def measure(a: argparse.Namespace, engine: Engine, batch: int, number: int) -> d
 
 
 def profiled(a: argparse.Namespace, engine: Engine, batch: int) -> dict[str, Any] | None:
-    """Return a GPU's kernels in `TRACED_STEPS` decode steps; None on a CPU."""
+    """Return the GPU kernels of `TRACED_STEPS` decode steps; None on a CPU."""
     sampling = SamplingParams(max_new_tokens=2 * TRACED_STEPS, ignore_eos=True)
     waiting = {
         engine.add_request(prompt, sampling) for prompt in prompts(a, engine, batch, a.rounds + 1)
@@ -167,7 +167,7 @@ def main() -> None:
         "host_expert_bytes": stats.host_expert_bytes,
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
-    report.finish(by_batch | result | about(a))
+    report.finish(by_batch | result | run_description(a))
 
 
 if __name__ == "__main__":

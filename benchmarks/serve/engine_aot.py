@@ -44,7 +44,7 @@ DTYPE = jnp.dtype(jnp.bfloat16)
 
 
 def options() -> argparse.Namespace:
-    """Return the sizes of the engines that `lib/gpu` makes."""
+    """Return the options of the engines that `lib/gpu` times."""
     parser = argparse.ArgumentParser()
     for name in ("prompt", "rounds", "ring-slots"):
         parser.add_argument(f"--{name}", type=int)
@@ -53,7 +53,7 @@ def options() -> argparse.Namespace:
 
 
 def modules(config: ModelConfig) -> tuple[EmbedAndHead, Block]:
-    """Return what is outside the layers and a layer without its experts, by shape, in bfloat16."""
+    """Return the shapes of all weights outside the layers, and of one layer without its experts."""
 
     def made() -> tuple[EmbedAndHead, Block]:
         decoder = Decoder(config, rngs=nnx.Rngs(0))

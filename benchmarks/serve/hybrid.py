@@ -24,7 +24,7 @@ import time
 import numpy as np
 
 from benchmarks.lib import report
-from benchmarks.lib.engines import about, add_engine_options, engine_of
+from benchmarks.lib.engines import add_engine_options, engine_of, run_description
 from jmoe.inference.engine import Engine
 from jmoe.inference.sampling_params import SamplingParams
 
@@ -95,7 +95,7 @@ def main() -> None:
             },
         }
         rows.append(report.progress(row))
-    report.finish({"resident_ms": round(1e3 * resident_s, 2), "rows": rows} | about(a))
+    report.finish({"resident_ms": round(1e3 * resident_s, 2), "rows": rows} | run_description(a))
 
 
 if __name__ == "__main__":

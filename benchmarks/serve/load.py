@@ -151,7 +151,7 @@ class Outcome:
 
 
 def plans(a: argparse.Namespace, model: str) -> list[Plan]:
-    """The requests, the same for the same seed."""
+    """Return the requests; equal seeds give equal requests."""
     rng = random.Random(a.seed)
     text = a.text.read_text(encoding="utf-8", errors="replace")
     common = {
@@ -272,7 +272,7 @@ async def open_loop(
 
 
 def quantiles(values: Sequence[float]) -> dict[str, float] | None:
-    """Median, 95th and 99th percentile."""
+    """Return the median, 95th and 99th percentile."""
     if not values:
         return None
     cuts = (
@@ -284,7 +284,7 @@ def quantiles(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def report(outcomes: Sequence[Outcome], duration_s: float) -> dict[str, Any]:
-    """The figures of a run. Waiting times are those of completed requests."""
+    """Return the figures of a run. Waiting times are those of completed requests."""
     kinds = Counter(outcome.kind for outcome in outcomes)
     done = [
         o
@@ -312,7 +312,7 @@ def report(outcomes: Sequence[Outcome], duration_s: float) -> dict[str, Any]:
     }
 
 
-async def left_behind(client: Client) -> dict[str, int] | None:
+async def held_when_idle(client: Client) -> dict[str, int] | None:
     """Return what jmoe's server holds once it is idle, within 10 s; None for other servers."""
     names = ("requests_running", "requests_waiting", "kv_tokens_used")
     for _ in range(50):
@@ -346,7 +346,7 @@ async def measure(
                 outcomes = await open_loop(client, requests, a.rate, a.seed)
             result = report(outcomes, time.perf_counter() - begun)
         result["warm_up_failed"] = sum(outcome.kind == FAILED for outcome in warm_up)
-        result["left_behind"] = await left_behind(client)
+        result["left_behind"] = await held_when_idle(client)
     if server:
         result["processor_us"] = microseconds_per_token(processor_s, result["completion_tokens"])
     if memory:  # what grows at first and then no more is no leak
@@ -418,7 +418,7 @@ def difference(before: dict[str, float], now: dict[str, float]) -> dict[str, flo
 
 
 def microseconds_per_token(seconds: dict[str, float], tokens: int) -> dict[str, float]:
-    """Microseconds a token by thread, the longest first; what is less than one is left out."""
+    """Return microseconds a token by thread, the longest first, without those below one."""
     us = {name: round(s * 1e6 / max(1, tokens), 1) for name, s in seconds.items()}
     return {
         name: us[name] for name in sorted(us, key=us.__getitem__, reverse=True) if us[name] >= 1
@@ -468,7 +468,7 @@ async def ready(url: str, server: subprocess.Popen[bytes], timeout_s: float) -> 
 
 
 def engine_alone(a: argparse.Namespace) -> dict[str, Any]:
-    """All requests at once, in the engine that `serve.py` would make."""
+    """Run all requests at once in the engine that `serve.py` would make."""
     from jmoe.command_line import parse_serve
     from jmoe.deploy.merged import hugging_face_folder
     from jmoe.inference.engine import Engine
@@ -502,7 +502,7 @@ def engine_alone(a: argparse.Namespace) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def on_cores(first: int, end: int | None) -> Iterator[None]:
-    """Run this thread, and what it starts meanwhile, on these of the cores that it has."""
+    """Run this thread, and all that it starts in the block, on these of its cores."""
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, sorted(cores)[first:end])
     try:

@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 
 from benchmarks.lib import report
-from benchmarks.lib.engines import about, add_engine_options, engine_of
+from benchmarks.lib.engines import add_engine_options, engine_of, run_description
 from benchmarks.lib.page_cache import disk_read_bytes, evict
 
 
@@ -74,7 +74,7 @@ def main() -> None:
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "seconds": [round(s, 4) for s in seconds],
     }
-    report.finish(result | about(a))
+    report.finish(result | run_description(a))
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ SHORT = (
 
 
 def run(a: argparse.Namespace, options: tuple[str, ...], folder: Path) -> list[dict[str, Any]]:
-    """Train, and return the lines of all steps."""
+    """Train, and return the records of all steps."""
     command = [
         sys.executable,
         str(ROOT / "train.py"),
@@ -74,7 +74,7 @@ def run(a: argparse.Namespace, options: tuple[str, ...], folder: Path) -> list[d
 
 
 def compare(steps: Mapping[str, list[dict[str, Any]]], mean: int) -> dict[str, Any]:
-    """Return the curves of all variants, the first of which the others are compared with."""
+    """Return the curves of all variants, compared with the first."""
     losses = {name: np.array([line["loss"] for line in lines]) for name, lines in steps.items()}
     means = {name: values.reshape(-1, mean).mean(axis=1) for name, values in losses.items()}
     first, *others = means

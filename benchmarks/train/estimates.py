@@ -97,7 +97,7 @@ def parse() -> argparse.Namespace:
 
 
 def planned_bytes(config: TrainConfig) -> int:
-    """Return what the planner says that a device needs."""
+    """Return the planned bytes of a device."""
     return training_plan(replace(config, estimate="", plan=True)).bytes_on("device")
 
 

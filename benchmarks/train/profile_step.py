@@ -67,7 +67,7 @@ def scope(op: Op) -> str:
 
 
 def work(op: Op) -> str:
-    """Return what an operation does."""
+    """Return the kind of work that an operation does."""
     if op.kind == "dot" or (op.kind == "fusion" and "dot_general" in op.scopes):
         return "products"
     if op.kind == "custom-call":

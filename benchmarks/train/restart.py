@@ -76,7 +76,7 @@ def newest_of(a: argparse.Namespace, run: Path, memory: Path) -> int:
 
 
 def victim_of(run: Path, rank: int) -> int:
-    """The process number of a rank: the one that was told so."""
+    """Return the process id of a rank, found by its command line."""
     words = f"--distributed.process-id\0{rank}\0".encode()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -92,7 +92,7 @@ def victim_of(run: Path, rank: int) -> int:
 def restarts(
     a: argparse.Namespace, folder: Path, memory: Path
 ) -> tuple[list[dict[str, float]], float]:
-    """(The parts of every restart, the first step with an empty compile cache), in seconds."""
+    """Return (seconds of every restart's parts, the first step with an empty compile cache)."""
     run, rows = folder / "run", []
     command = [
         sys.executable,
@@ -133,8 +133,8 @@ def restarts(
     return rows, float(cold[1])
 
 
-def alone(a: argparse.Namespace, folder: Path, memory: Path) -> dict[str, float]:
-    """The parts that no restart can do without, in seconds: of one start without a supervisor."""
+def plain_start(a: argparse.Namespace, folder: Path, memory: Path) -> dict[str, float]:
+    """Return the seconds of the parts of one start without a supervisor: no restart needs less."""
     run, logs = folder / "run", [folder / f"alone-{rank}.log" for rank in range(a.processes)]
     begun = time.time()
     with started([[sys.executable, "-c", "import train"]] * a.processes, logs, folder) as processes:
@@ -180,7 +180,7 @@ def main() -> None:
         tempfile.TemporaryDirectory(dir="/dev/shm") as memory,
     ):
         rows, cold_s = restarts(a, Path(folder), Path(memory))
-        own = [report.progress(alone(a, Path(folder), Path(memory))) for _ in range(a.rounds)]
+        own = [report.progress(plain_start(a, Path(folder), Path(memory))) for _ in range(a.rounds)]
     parts = {f"{part}_s": report.median((row[part] for row in rows), 3) for part in PARTS}
     needed = {f"{part}_alone_s": report.median((row[part] for row in own), 3) for part in ALONE}
     restart_s = report.median((row["restart_s"] for row in rows), 3)

@@ -71,8 +71,8 @@ def config_of(a: argparse.Namespace, folder: Path) -> TrainConfig:
     )
 
 
-class Measured:
-    """Stands for `Session.save`; what it costs."""
+class MeasuredSave:
+    """Wraps `Session.save` and records its cost."""
 
     def __init__(self) -> None:
         self.save, self.rows = Session.save, list[dict[str, Any]]()
@@ -98,7 +98,7 @@ class Measured:
 
 
 def versions_of(store: VersionStore, step: int) -> set[str]:
-    """The files that are pinned for a step."""
+    """Return the files that are pinned for a step."""
     found: list[Path] = []
     for pins in (store.path / "pins").rglob(str(step)):
         found += [path for path in pins.iterdir() if Version.parse(path.name)]
@@ -120,7 +120,7 @@ def main() -> None:
     )
     parser.add_argument("--gradients", choices=("host", "nvme"), default="host")
     a = parser.parse_args()
-    measured, start = Measured(), Session.start_or_resume
+    measured, start = MeasuredSave(), Session.start_or_resume
 
     def start_with_idle_experts(run: Session) -> TrainState:
         state = start(run)

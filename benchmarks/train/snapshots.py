@@ -44,13 +44,13 @@ ARRAYS = 8
 
 
 def read_mib(counter: str) -> float:
-    """Return how many MiB this process has read so far: rchar, by calls; read_bytes, from disks."""
+    """Return the MiB that this process has read: rchar, by calls; read_bytes, from disks."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return int(dict(line.split(": ") for line in lines)[counter]) / 2**20
 
 
-def forget(folder: Path) -> None:
-    """Drop a folder's files, which are on the disk, from the page cache."""
+def drop_from_page_cache(folder: Path) -> None:
+    """Drop a folder's files from the page cache; they must be flushed to disk before."""
     for path in (path for path in folder.rglob("*") if path.is_file()):
         fd = os.open(path, os.O_RDONLY)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -58,7 +58,7 @@ def forget(folder: Path) -> None:
 
 
 def process(a: argparse.Namespace) -> None:
-    """Run one rank; rank 0 prints what all have measured."""
+    """Run one rank; rank 0 prints all ranks' figures."""
     import jax
     import numpy as np
 
@@ -133,7 +133,7 @@ def process(a: argparse.Namespace) -> None:
         mib: dict[str, float] = {}
         for name, read, counter in (("", "read", "rchar"), ("_cold", "disk", "read_bytes")):
             if name:
-                forget(checkpoints.folder_of(step))
+                drop_from_page_cache(checkpoints.folder_of(step))
             before = read_mib(counter)
             seconds[f"restore_disk{name}"], restored = timed(
                 lambda n=step: Checkpoints(a.folder / "checkpoints", config).restore(n, shapes)

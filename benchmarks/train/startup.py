@@ -178,7 +178,7 @@ def callers(number: int, present: int, limit_s: int) -> tuple[float, list[dict[s
         return begun, [json.loads(process.communicate()[0]) for process in processes]
 
 
-def all_come(number: int) -> dict[str, float]:
+def all_join(number: int) -> dict[str, float]:
     """Return the seconds until all of `number` processes have met."""
     begun, told = callers(number, number, int(LIMIT_S))
     if any(one["problem"] for one in told):
@@ -190,8 +190,8 @@ def all_come(number: int) -> dict[str, float]:
     }
 
 
-def one_never_comes(number: int, limit_s: int) -> dict[str, Any]:
-    """Return when, and how, the last of `number` processes is named, which never comes."""
+def one_never_joins(number: int, limit_s: int) -> dict[str, Any]:
+    """Return when, and in which words, the missing last of `number` processes is named."""
     told = callers(number, number - 1, limit_s)[1]
     words = {one["problem"] for one in told}
     if words != {
@@ -224,8 +224,8 @@ def main() -> None:
             report.progress({"compile cache": name} | supervised(a, Path(folder), name))
             for name in ("empty", "filled")
         ]
-    met = report.progress(all_come(a.callers))
-    missing = report.progress(one_never_comes(a.callers, a.limit_s))
+    met = report.progress(all_join(a.callers))
+    missing = report.progress(one_never_joins(a.callers, a.limit_s))
     result = {
         "benchmark": "startup",
         "options": report.options(a),

@@ -194,7 +194,7 @@ def peer_like(program: Any, state: Any, init: str, std: float, seed: int = 0) ->
 
 
 def join(a: argparse.Namespace, rank: int) -> None:
-    """Meet the other processes, where there are any."""
+    """Join the other processes, if there are any."""
     if a.processes > 1:
         import jax
 

@@ -59,7 +59,7 @@ def parse() -> argparse.Namespace:
 
 
 def mesh_of(num_devices: int) -> Mesh:
-    """Return a mesh of H200 that are not here, or of CPU devices."""
+    """Return a mesh of H200 for compiling alone, or of CPU devices."""
     if not ahead_of_time.has_cuda():
         jax.config.update("jax_num_cpu_devices", num_devices)
         return make_mesh((num_devices, 1, 1))

@@ -54,7 +54,7 @@ def parse() -> argparse.Namespace:
 
 
 def trained(a: argparse.Namespace, processes: int, folder: Path) -> float:
-    """Train in so many processes; return the seconds from the start to the end of all."""
+    """Train in this number of processes; return the seconds from their start to their end."""
     options = [
         "--num-steps",
         str(a.num_steps),
@@ -96,7 +96,7 @@ def rows_of(
     config: VisionTrainConfig,
     linear: dict[str, float],
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the row of a run and those of its tasks, out of what it has written."""
+    """Return the row of a run and those of its tasks, from its records."""
     events = read_events(metrics)
     first, *_, last = [event for event in events if event["event"] == "evaluation"]
     idle = [event for event in events if event["event"] == "idle"][-1]
@@ -128,7 +128,7 @@ def rows_of(
 
 
 def sizes(task: ImageTask) -> dict[str, Any]:
-    """Return what a task consists of."""
+    """Return a task's numbers of classes and images."""
     counts = {
         "classes": len(task.classes),
         "train": len(task.train.labels),

@@ -26,11 +26,11 @@ def test_sixteen_processes_train_two_steps_and_end(runs: TrainRuns, tmp_path: Pa
 
 def test_sixty_four_processes_meet() -> None:
     """A process that does not meet the others within its limit has no times to tell."""
-    assert startup.all_come(CALLERS).keys() == {"import", "meet"}
+    assert startup.all_join(CALLERS).keys() == {"import", "meet"}
 
 
 def test_one_of_sixty_four_never_comes() -> None:
     """Each of the 63 names it, once the limit is over."""
-    missing = startup.one_never_comes(CALLERS, LIMIT_S)
+    missing = startup.one_never_joins(CALLERS, LIMIT_S)
     assert missing["said"] == f"rank 63 did not start within distributed.start_timeout_s = {LIMIT_S} s"
     assert missing["first_s"] >= LIMIT_S - 5  # those that come after rank 0 wait a little less

@@ -20,7 +20,7 @@ def test_bytes_of_half_the_experts_are_compared_with_those_of_all(
         def __init__(self, config: Any) -> None:
             self.program, self.experts = SimpleNamespace(close=lambda: None), 0
 
-        def only(self, experts: int) -> None:
+        def use_only(self, experts: int) -> None:
             self.experts = experts
 
         def step(self, number: int) -> Any:
