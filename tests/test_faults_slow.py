@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import random
 import re
@@ -34,7 +35,8 @@ from jmoe.memory.version_store import VersionStore
 from jmoe.run.checkpoint import Checkpoints
 from tests import damage
 from tests.faults import FailingDisk
-from tests.processes import kill_group
+from tests.fuse import Lack, fuse
+from tests.processes import Child, kill_group
 from tests.train_runs import Run, Start, TrainRuns, committed, losses
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
@@ -366,3 +368,75 @@ def test_a_flipped_bit_in_every_kind_of_file(runs: TrainRuns, tmp_path: Path, ru
         print(f"  {name}: {done.returncode} {done.stderr.strip()[-160:]!r}", flush=True)
     print(f"\nflipped bits, experts on {kind} (seed {SEED}), {len(by_kind)} kinds of files: {dict(counts)}", flush=True)
     assert not problems, f"{len(problems)} problems:\n" + "\n".join(problems)
+
+
+# ---- machines
+
+
+@pytest.mark.parametrize("kind", ["device", "nvme"])
+def test_a_run_on_fuse(runs: TrainRuns, tmp_path: Path, run_python: Run, kind: str) -> None:
+    """Output, text and the tokens of it where much is lacking; records on a disk, as they need hard links."""
+    tiers = (*KINDS[kind], *(("--tiers.path", tmp_path / "records") if kind == "nvme" else ()))
+
+    def run(output_dir: Path, steps: int, text: Path) -> subprocess.CompletedProcess[str]:
+        command = runs.command(output_dir, *OFTEN, *tiers, "--num-steps", steps, data=text)
+        return run_python(command, runs.environment(), timeout=600)
+
+    done = run(tmp_path / "whole", 12, runs.text)
+    assert done.returncode == 0, done.stderr
+    lacks: tuple[Lack, ...] = ("links", "O_DIRECT", "modes", "shared_mappings")
+    with fuse(tmp_path / "disk", tmp_path / "mount", *lacks) as mount:
+        text = mount / "text"
+        text.mkdir()
+        for path in runs.text.iterdir():
+            shutil.copyfile(path, text / path.name)
+        for steps in (7, 12):
+            done = run(mount / "run", steps, text)
+            assert done.returncode == 0, done.stderr
+        assert last_losses(mount / "run") == last_losses(tmp_path / "whole")
+        if kind == "nvme":
+            done = run_python(runs.command(mount / "other", *KINDS[kind], data=text), runs.environment(), timeout=600)
+            assert done.returncode == 1 and "has no hard links" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("kind", ["device", "nvme"])
+def test_clocks_that_jump(runs: TrainRuns, tmp_path: Path, start_python: Start, kind: str) -> None:
+    """By hours and by years, both ways, at every save, and at a restart after a kill; with snapshots in memory."""
+    library = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), None)
+    if library is None:
+        pytest.skip("libfaketime is not installed")
+    offset, output_dir = tmp_path / "offset", tmp_path / "run"
+    snapshots = ("--checkpoint.memory-dir", tmp_path / "memory", "--checkpoint.memory-every-steps", "2")
+    options = (*OFTEN, *KINDS[kind], *(snapshots if kind == "device" else ()), "--num-steps", 24)
+    faked = {"LD_PRELOAD": str(library), "FAKETIME_TIMESTAMP_FILE": str(offset), "FAKETIME_NO_CACHE": "1"}
+    environment = runs.environment() | faked | {"FAKETIME_DONT_FAKE_MONOTONIC": "1"}  # no machine's clock does that
+    jumps = itertools.cycle(["-3650d", "+3650d", "-1d", "+2h", "-2h", "+20000d"])
+
+    def jump() -> None:
+        new = offset.with_suffix(".new")
+        new.write_text(next(jumps))
+        new.rename(offset)
+
+    def start() -> tuple[Child, set[int]]:
+        process, seen = start_python(runs.command(output_dir, *options), tmp_path / "log", environment), set[int]()
+        while process.poll() is None:
+            new = set(committed(output_dir)) - seen
+            if new:
+                seen |= new
+                jump()
+            if len(seen) == 4 and not killed:
+                break
+            time.sleep(0.01)
+        return process, seen
+
+    jump()
+    killed = False
+    process, seen = start()
+    assert len(seen) == 4, process.screen
+    process.kill_now()
+    jump()
+    killed = True
+    process, _ = start()
+    assert process.returncode == 0, process.screen
+    runs.finish(tmp_path / "whole", *OFTEN, *KINDS[kind], "--num-steps", 24)
+    assert last_losses(output_dir) == last_losses(tmp_path / "whole")
