@@ -206,7 +206,9 @@ def test_a_smoke_test_that_fails_stops_nothing(
         (tmp_path / f"{name}.py").write_text(text)
         quick = str(tmp_path / f"{name}.py")
         limit_s = 3 if name == "hangs" else 240
-        made.append(Place(name, "P", "T", "s", "-", "python x.py", None, command.comparison, quick=quick, limit_s=limit_s))
+        made.append(
+            Place(name, "P", "T", "s", "-", "python x.py", None, command.comparison, quick=quick, limit_s=limit_s)
+        )
     committed = next(place for place in PLACES if place.name == "moesys-figure-12")
     monkeypatch.setattr(command, "PLACES", (*made, committed))
     code, result = call(monkeypatch, capsys, "--all", "--quick")
