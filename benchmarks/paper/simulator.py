@@ -34,7 +34,7 @@ LATENCY_S = 1e-4  # of a collective on this link, and of a message
 def links_of(mbit_per_s: float, nodes: int = NODES) -> LinksConfig:
     """Return a rank's share of a link that carries the bytes of these nodes."""
     link = LinkConfig(mbit_per_s * 1e6 / 8 / nodes / RANKS, LATENCY_S)
-    return LinksConfig(LinkConfig(float("inf"), 0.0), link, link, link, LATENCY_S)
+    return LinksConfig(LinkConfig(1e38, 0.0), link, link, link, LATENCY_S)
 
 
 def predicted_s(row: dict[str, Any]) -> float:

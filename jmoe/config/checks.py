@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import numbers
+import types
 import typing
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -47,23 +49,61 @@ def unset(config: object, section: str, names: Sequence[str], why: str) -> None:
         check_field(getattr(config, name) == defaults[name], config, full, f"must be {defaults[name]!r} {why}")
 
 
-@functools.cache
-def _choices(kind: Any) -> dict[str, tuple[str, ...]]:
-    hints = typing.get_type_hints(kind)
-    return {name: _values(hint) for name, hint in hints.items() if _values(hint)}
+MOST_STEPS = 2**31 - 1  # that a run's state counts
+_FLOAT32 = 1.1754944e-38, 3.4028235e38  # the least above 0 in full precision, and the largest
 
 
-def _values(hint: Any) -> tuple[str, ...]:
-    """Return the values of a Literal, or of a union of them; nothing for any other type."""
-    if typing.get_origin(hint) is Literal:
-        return typing.get_args(hint)
-    parts = [_values(part) for part in typing.get_args(hint)] if typing.get_origin(hint) is typing.Union else []
-    return sum(parts, ()) if all(parts) else ()
-
-
-def literals(config: object) -> None:
-    """Check that each field declared as a Literal has one of its values."""
-    kind: Any = type(config)
-    for name, values in _choices(kind).items():
+def countable(config: object, *names: str) -> None:
+    """Check that each of these fields is None or so few steps that a run counts them."""
+    for name in names:
         value = getattr(config, name)
-        check(value in values, name, value, f"must be one of {', '.join(values)}")
+        check(value is None or value <= MOST_STEPS, name, value, f"must be at most {MOST_STEPS:,}")
+
+
+@functools.cache
+def _types(kind: Any) -> dict[str, tuple[Any, ...]]:
+    """Return what each field may be, of a tuple its elements; nothing of fields that may be more than `_must_be` knows.
+
+    A Literal among others is left to the class, which says both in its own words.
+    """
+    declared = {name: _alternatives(hint) for name, hint in typing.get_type_hints(kind).items()}
+    known = {int, float, type(None)}
+    return {
+        name: kinds
+        for name, kinds in declared.items()
+        if set(kinds) <= known or all(typing.get_origin(one) is Literal for one in kinds)
+    }
+
+
+def _alternatives(hint: Any) -> tuple[Any, ...]:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return sum(map(_alternatives, args), ())
+    return (args[0],) if origin is tuple and args[1:] == (...,) else (hint,)
+
+
+def _must_be(value: object, kinds: tuple[Any, ...]) -> str:
+    """Return what a value of other types would have to be; "" if it is of these."""
+    if typing.get_origin(kinds[0]) is Literal:
+        allowed = [choice for kind in kinds for choice in typing.get_args(kind)]
+        return "" if value in allowed else f"must be one of {', '.join(allowed)}"
+    if value is None and type(None) in kinds:
+        return ""
+    if float not in kinds:
+        whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+        return "" if whole and abs(int(value)) < 2**63 else "must be a whole number below 2**63"  # type: ignore[call-overload]
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return "must be a number"
+    least, most = _FLOAT32
+    held = value == 0 or least <= abs(float(value)) <= most
+    return "" if held else f"must be a finite number that float32 holds, 0 or from {least:.2g} to {most:.2g}"
+
+
+def check_values(config: object) -> None:
+    """Check that each field declared as a number, or as a Literal, has such a value."""
+    kind: Any = type(config)
+    for name, kinds in _types(kind).items():
+        value = getattr(config, name)
+        for one in value if isinstance(value, list | tuple) else (value,):
+            constraint = _must_be(one, kinds)
+            check(not constraint, name, value, constraint)

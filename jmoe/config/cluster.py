@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from jmoe.config.checks import check, check_field, literals, not_negative, positive
+from jmoe.config.checks import check, check_field, check_values, not_negative, positive
 from jmoe.config.tiers import MachineConfig
 
 T = TypeVar("T")
@@ -26,6 +26,7 @@ class NetworkConfig:
     between_latency_s: float = 1e-5
 
     def __post_init__(self) -> None:
+        check_values(self)
         positive(self, "inside_bytes_per_s", "between_bytes_per_s")
         not_negative(self, "inside_latency_s", "between_latency_s")
 
@@ -38,6 +39,7 @@ class LinkConfig:
     latency_s: float
 
     def __post_init__(self) -> None:
+        check_values(self)
         positive(self, "bytes_per_s")
         not_negative(self, "latency_s")
 
@@ -59,6 +61,7 @@ class LinksConfig:
     nodes_per_leaf: int = 0
 
     def __post_init__(self) -> None:
+        check_values(self)
         not_negative(self, "message_s", "nodes_per_leaf")
 
 
@@ -69,6 +72,7 @@ class StorageConfig:
     write_bytes_per_s: float  # of all nodes together
 
     def __post_init__(self) -> None:
+        check_values(self)
         positive(self, "write_bytes_per_s")
 
 
@@ -90,7 +94,7 @@ class ClusterConfig:
     grows: Literal["data", "experts"] = "data"
 
     def __post_init__(self) -> None:
-        literals(self)
+        check_values(self)
         positive(self, "devices_per_node")
         rising = sorted({*self.nodes}) == [*self.nodes] and min(self.nodes, default=0) > 0
         check_field(rising, self, "nodes", "must be numbers of nodes, from the fewest on")
@@ -112,6 +116,7 @@ class DevicesConfig:
     bytes_per_s: float
 
     def __post_init__(self) -> None:
+        check_values(self)
         positive(self, "devices", "device_bytes", "bytes_per_s")
 
 

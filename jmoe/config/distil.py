@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from jmoe.config.checks import check_field, literals, positive, positive_or_none, unset
+from jmoe.config.checks import check_field, check_values, positive, positive_or_none, unset
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class DistilConfig:
     ring_slots: int | None = None  # of policy = ring; None: as many as fit
 
     def __post_init__(self) -> None:
-        literals(self)
+        check_values(self)
         check_field(0 < self.weight <= 1, self, "distil.weight", "must be greater than 0 and at most 1")
         positive(self, "temperature")
         positive_or_none(self, "ring_slots")

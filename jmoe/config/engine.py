@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from jmoe.config.checks import check, check_field, literals, positive, positive_or_none, unset
+from jmoe.config.checks import check, check_field, check_values, positive, positive_or_none, unset
 
 Policy = Literal["auto", "resident", "ring", "experts", "hybrid"]
 # Of experts over devices. even: each once, in order; lina: devices in proportion to popularity, unpopular ones packed;
@@ -33,7 +33,7 @@ class EngineMesh:
     dense: DensePlaces = "replicated"
 
     def __post_init__(self) -> None:
-        literals(self)
+        check_values(self)
         positive(self, "devices", "rebalance_every", "rebalance_window")
         positive_or_none(self, "slots_per_device")
         check_field(self.dense == "replicated" or self.devices > 1, self, "dense", "needs mesh.devices above 1")
@@ -81,6 +81,7 @@ class EngineConfig:
     mesh: EngineMesh = field(default_factory=EngineMesh)
 
     def __post_init__(self) -> None:
+        check_values(self)
         positive(self, "max_batch", "prefill_chunk_tokens")
         check_field(self.native in ("auto", "on", "off"), self, "native", "must be auto, on or off")
         known = self.pin_host_memory in ("auto", "on", "off")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jmoe.config.checks import check_field, unset
+from jmoe.config.checks import check_field, check_values, unset
 
 
 @dataclass(frozen=True)
@@ -15,6 +15,7 @@ class MetricsConfig:
     host: str = "0.0.0.0"  # the address to listen on
 
     def __post_init__(self) -> None:
+        check_values(self)
         check_field(0 <= self.port <= 65535, self, "metrics.port", "must be between 1 and 65535, or 0 for none")
         if not self.port:
             unset(self, "metrics", ["host"], "without metrics.port")

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from jmoe.config.checks import check, check_field, literals, not_negative, positive, positive_or_none, unset
+from jmoe.config.checks import check, check_field, check_values, not_negative, positive, positive_or_none, unset
 
 HiddenAct = Literal["swiglu", "gelu", "clamped_swiglu"]
 Remat = Literal["none", "experts", "layer"]  # what a backward pass computes again, see `TrainConfig.remat`
@@ -40,7 +40,7 @@ class RouterConfig:
     routed_scaling_factor: float = 1.0
 
     def __post_init__(self) -> None:
-        literals(self)
+        check_values(self)
         not_negative(self, "aux_loss_coef", "z_loss_coef", "bias_update_speed")
         check_field(0 <= self.jitter_noise < 1, self, "jitter_noise", "must be in [0, 1)")
         positive(self, "n_group", "topk_group", "routed_scaling_factor")
@@ -70,8 +70,8 @@ class MoEConfig:
     router: RouterConfig = field(default_factory=RouterConfig)
 
     def __post_init__(self) -> None:
+        check_values(self)
         positive(self, "hidden_size", "num_experts", "intermediate_size", "initializer_range")
-        literals(self)
         positive_or_none(self, "output_initializer_range")
         check_routing(self.num_experts, self.num_experts_per_tok, self.router)
         fits = self.capacity_factor is None or self.capacity_factor > 0
@@ -116,6 +116,7 @@ class YarnConfig:
     mscale_all_dim: float = 0.0
 
     def __post_init__(self) -> None:
+        check_values(self)
         positive(self, "factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
         not_negative(self, "mscale", "mscale_all_dim")
         check_field(self.beta_slow <= self.beta_fast, self, "beta_slow", f"must not exceed beta_fast {self.beta_fast}")
@@ -142,8 +143,16 @@ TRAINING_ONLY = (
 )
 
 
-# What is counted one by one before a tensor is looked at.
-MODEL_LIMITS = {"num_hidden_layers": 10_000, "num_experts": 1 << 16}
+# What is counted one by one before a tensor is looked at, and sizes of arrays beyond which XLA counts wrongly or ends
+# the process.
+MODEL_LIMITS = {
+    "num_hidden_layers": 10_000,
+    **dict.fromkeys(("num_experts", "num_attention_heads", "head_dim"), 1 << 16),
+    "hidden_size": 1 << 20,
+    **dict.fromkeys(("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"), 1 << 24),
+    "vocab_size": 1 << 24,
+    **dict.fromkeys(("max_position_embeddings", "sliding_window"), NO_WINDOW),
+}
 
 
 @dataclass(frozen=True)
@@ -192,13 +201,13 @@ class ModelConfig:
     router: RouterConfig = field(default_factory=RouterConfig)
 
     def __post_init__(self) -> None:
+        check_values(self)
         positive(self, "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
         positive(self, "num_key_value_heads", "max_position_embeddings", "intermediate_size", "moe_intermediate_size")
         for name, most in MODEL_LIMITS.items():
-            check_field(getattr(self, name) <= most, self, name, f"must be at most {most:,}")
+            check_field((getattr(self, name) or 0) <= most, self, name, f"must be at most {most:,}")
         positive(self, "decoder_sparse_step", "norm_eps", "rope_theta", "initializer_range")
         not_negative(self, "num_experts", "first_k_dense_replace", "shared_expert_intermediate_size")
-        literals(self)
         self._check_attention()
         if self.num_experts:
             self._check_experts()

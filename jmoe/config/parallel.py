@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from jmoe.config.checks import check, check_field, literals, not_negative, positive, unset
+from jmoe.config.checks import check, check_field, check_values, not_negative, positive, unset
 
 ExchangeKind = Literal["flat", "hierarchical", "dedup"]
 ExchangeChoice = Literal["auto"] | ExchangeKind
@@ -26,6 +26,7 @@ class MeshConfig:
     expert_intra: int = 1  # inside a node; 0: the devices of a host, so that expert_inter counts hosts
 
     def __post_init__(self) -> None:
+        check_values(self)
         not_negative(self, "data", "expert_intra")
         positive(self, "expert_inter")
 
@@ -81,7 +82,7 @@ class CommConfig:
     fuse_dense: bool = True  # those of a layer travel as one buffer, the next layer's ahead; False: each on its own
 
     def __post_init__(self) -> None:
-        literals(self)
+        check_values(self)
         not_negative(self, "bucket_bytes", "chunk_bytes", "exchange_chunks")
         if self.exchange_chunks:
             constraint = f"must be 0 with schedule = {self.schedule!r}: only pipelined cuts all-to-alls"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
-from jmoe.config.checks import check, check_field, literals, not_negative, positive, unset
+from jmoe.config.checks import check, check_field, check_values, not_negative, positive, unset
 from jmoe.config.engine import EngineConfig
 from jmoe.config.tiers import EstimatedGpu
 from jmoe.config.train import DistributedConfig
@@ -53,6 +53,7 @@ class ServeConfig:
     estimate: EstimatedGpu = ""
 
     def __post_init__(self) -> None:
+        check_values(self)
         alone = not (self.estimate and self.dry_run)
         check_field(alone, self, "estimate", "must not be given together with dry_run")
         one = not self.estimate or self.engine.mesh.devices == 1
@@ -60,7 +61,6 @@ class ServeConfig:
         check_field(one, self, "estimate", f"must not be given with mesh.devices = {devices}: of one device alone")
         known = self.sampling_defaults in ("model", "openai")
         check_field(known, self, "sampling_defaults", "must be model or openai")
-        literals(self)
         check_field(0 <= self.port < 65536, self, "port", "must be between 0 and 65535")
         for origin in self.allowed_origins:
             words = "must be * or a scheme and a host, with a port where it has one: https://chat.example:8080"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 
-from jmoe.config.checks import check, check_field, not_negative, positive, unset
+from jmoe.config.checks import check, check_field, check_values, not_negative, positive, unset
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class SuperviseConfig:
     return_check_s: float = 60.0  # how often a host that is away is asked again
 
     def __post_init__(self) -> None:
+        check_values(self)
         check_field(self.processes is None or self.processes > 0, self, "processes", "must be greater than 0")
         most = self.num_processes
         if self.min_processes is not None:

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jmoe.config.checks import check, literals, not_negative, positive, unset
+from jmoe.config.checks import check, check_values, not_negative, positive, unset
 
 Tier = Literal["device", "host", "nvme"]
 TIERS: tuple[Tier, ...] = ("device", "host", "nvme")  # from the fastest to the largest
@@ -40,7 +40,7 @@ class TiersConfig:
     chosen_share: float = 0.0
 
     def __post_init__(self) -> None:
-        literals(self)
+        check_values(self)
         not_negative(self, "host_cache_bytes", "write_back_every_steps")
         positive(self, "device_layers")
         share = self.device_experts
@@ -128,7 +128,7 @@ class MachineConfig:
     nvme_write_bytes_per_s: float = 1.5e9
 
     def __post_init__(self) -> None:
-        literals(self)
+        check_values(self)
         not_negative(self, "device_bytes", "host_bytes", "nvme_bytes")
         not_negative(self, "flops", "link_bytes_per_s", "memory_bytes_per_s")
         positive(self, "nvme_read_bytes_per_s", "nvme_write_bytes_per_s")

@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from jmoe.config.checks import check, check_field, literals, not_negative, positive, unset
+from jmoe.config.checks import check, check_field, check_values, countable, not_negative, positive, unset
 from jmoe.config.distil import DistilConfig
 from jmoe.config.metrics import MetricsConfig
 from jmoe.config.model import ModelConfig, Remat
@@ -48,6 +48,7 @@ class DataConfig:
     prefetch_batches: int = 2
 
     def __post_init__(self) -> None:
+        check_values(self)
         weighted, paths = not self.weights or len(self.weights) == len(self.path), len(self.path)
         check_field(weighted, self, "data.weights", f"needs one weight per data.path, of which there are {paths}")
         check_field(bool(self.encoding), self, "data.encoding", "needs at least one encoding")
@@ -85,9 +86,10 @@ class OptimizerConfig:
     clip_norm: float = 1.0  # global norm; 0: no clip
 
     def __post_init__(self) -> None:
+        check_values(self)
         positive(self, "learning_rate", "eps")
         not_negative(self, "warmup_steps", "weight_decay", "clip_norm")
-        literals(self)
+        countable(self, "warmup_steps")
         for name in ("beta1", "beta2"):
             check_field(0 <= getattr(self, name) < 1, self, f"optimizer.{name}", "must be in [0, 1)")
         fraction = self.final_learning_rate_fraction
@@ -107,10 +109,12 @@ class LossScaleConfig:
     growth_steps: int | None = None  # steps without an overflow after which the scale is doubled; None: 1000
 
     def __post_init__(self) -> None:
+        check_values(self)
         scale = self.initial
         power = scale is None or (1 <= scale <= MAX_LOSS_SCALE and scale & (scale - 1) == 0)
         check_field(power, self, "loss_scale.initial", "must be a power of two from 1 to 2**32")
         check_field(self.steps_to_grow >= 1, self, "loss_scale.growth_steps", "must be at least 1")
+        countable(self, "growth_steps")
 
     @property
     def first(self) -> int:
@@ -133,6 +137,7 @@ class CheckpointConfig:
     memory_every_steps: int = 10  # between two snapshots
 
     def __post_init__(self) -> None:
+        check_values(self)
         positive(self, "every_steps", "keep", "drain_timeout_s", "memory_every_steps")
         check_field(self.memory_dir != "", self, "checkpoint.memory_dir", "must name a folder")
         if self.memory_dir is None:
@@ -152,6 +157,7 @@ class EvaluationConfig:
     sample_temperature: float = 0.8
 
     def __post_init__(self) -> None:
+        check_values(self)
         not_negative(self, "every_steps", "sample_tokens", "sample_temperature")
         if not self.sample_tokens:
             unset(self, "evaluation", ["sample_temperature"], "with evaluation.sample_tokens = 0")
@@ -171,6 +177,7 @@ class DistributedConfig:
     stopped_exit_code: int = 0  # when a signal has stopped the run; 75 tells a launcher to start it again
 
     def __post_init__(self) -> None:
+        check_values(self)
         positive(self, "start_timeout_s", "step_timeout_s", "heartbeat_timeout_s")
         check_field(0 <= self.stopped_exit_code <= 255, self, "distributed.stopped_exit_code", "must be from 0 to 255")
         names = ("coordinator_address", "num_processes", "process_id")
@@ -187,6 +194,7 @@ class ProfileConfig:
     steps: str = ""  # "10:13" writes a trace of steps 10, 11, 12
 
     def __post_init__(self) -> None:
+        check_values(self)
         self.span()
 
     def span(self) -> tuple[int, int] | None:
@@ -241,8 +249,9 @@ class TrainConfig:
     estimate: EstimatedGpu = ""
 
     def __post_init__(self) -> None:
+        check_values(self)
         positive(self, "num_steps", "batch_size", "sequence_length", "gradient_accumulation_steps")
-        literals(self)
+        countable(self, "num_steps")
         check_field(0 <= self.seed < 2**31, self, "seed", "must be between 0 and 2**31 - 1")
         positions = self.model.max_position_embeddings
         fits = self.model.position != "learned" or self.sequence_length <= positions

@@ -10,7 +10,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Literal
 
-from jmoe.config.checks import check, check_field, literals, not_negative, positive, unset
+from jmoe.config.checks import check, check_field, check_values, countable, not_negative, positive, unset
 from jmoe.config.model import LayerKind, ModelConfig
 from jmoe.config.train import TrainConfig
 
@@ -35,6 +35,7 @@ class VisionModelConfig(ModelConfig):
     learn_paths: bool = False
 
     def __post_init__(self) -> None:
+        check_values(self)
         positive(self, "image_size", "patch_size")
         check_field(self.channels in (1, 3), self, "channels", "must be 1 or 3")
         divides = self.image_size % self.patch_size == 0
@@ -121,10 +122,11 @@ class TaskConfig:
     num_steps: int = 0
 
     def __post_init__(self) -> None:
+        check_values(self)
         check_field(bool(self.source), self, "source", "must name a built-in task or a folder")
         positive(self, "batch_size", "loss_weight", "embedding_size", "contrastive_temperature")
         not_negative(self, "num_steps")
-        literals(self)
+        countable(self, "num_steps")
         if self.head == "classes":
             unset(self, "", ["embedding_size", "contrastive_temperature"], "with head = 'classes'")
         enough = self.head == "classes" or self.batch_size > 1
@@ -147,6 +149,7 @@ class ImagesConfig:
     max_shift: int = 1  # pixels; training images are moved by up to so many, left, right, up and down
 
     def __post_init__(self) -> None:
+        check_values(self)
         check_field(0 < self.held_out_fraction < 1, self, "held_out_fraction", "must be between 0 and 1")
         not_negative(self, "max_shift")
 
@@ -159,6 +162,7 @@ class ElasticConfig:
     max_imbalance: float = 1.2  # load of the busiest device over that of the mean, from which the layout may change
 
     def __post_init__(self) -> None:
+        check_values(self)
         not_negative(self, "replan_every_steps")
         check_field(self.max_imbalance >= 1, self, "elastic.max_imbalance", "must be at least 1")
 
@@ -175,6 +179,7 @@ class PathsConfig:
     final_temperature: float = 0.2
 
     def __post_init__(self) -> None:
+        check_values(self)
         positive(self, "temperature", "final_temperature")
         falls = self.final_temperature <= self.temperature
         limit = f"must not exceed paths.temperature = {self.temperature:g}"
@@ -201,10 +206,10 @@ class VisionTrainConfig(TrainConfig):
     sequence_length: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
+        check_values(self)
         check_field(bool(self.tasks), self, "tasks", "must have at least one task")
         object.__setattr__(self, "batch_size", sum(task.batch_size for task in self.tasks.values()))
         object.__setattr__(self, "sequence_length", self.model.num_patches)
-        literals(self)
         layers, experts = len(self.model.task_layers), self.model.num_experts
         for name, task in self.tasks.items():
             least = 1 if self.model.learn_paths else 0

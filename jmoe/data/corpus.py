@@ -285,13 +285,14 @@ def _find_inputs(config: DataConfig, report: Report) -> list[TextInput]:
         return [TextInput("", tuple(standard_library()))]
     weights = config.weights or (None,) * len(config.path)
     inputs = [find_files(*pair, config.field, report) for pair in zip(config.path, weights, strict=True)]
-    owner: dict[Path, int] = {}
-    for i, entry in enumerate(inputs):
+    owner: dict[Path, tuple[TextInput, Path]] = {}
+    for entry in inputs:
         for file in entry.files:
-            first = owner.setdefault(file.path.resolve(), i)
-            if first != i:
+            first, known = owner.setdefault(file.path.resolve(), (entry, file.path))
+            if first is not entry or known is not file.path:
+                twice = f"is in both {first.pattern!r} and {entry.pattern!r}"
                 raise ValueError(
-                    f"data.path: {file.path} is in both {inputs[first].pattern!r} and {entry.pattern!r}; "
+                    f"data.path: {file.path} {f'is {known}, by a link' if first is entry else twice}; "
                     "its held-out part would be trained on"
                 )
     if all(entry.is_shards for entry in inputs):
@@ -483,7 +484,8 @@ class _TextJob:
             write_atomic(path, trained.to_str().encode())
         elif self.tokenizer.path.resolve() != path.resolve():
             write_atomic(path, self.tokenizer.path.read_bytes())  # byte for byte: its hash is its fingerprint
-        return self._load(path)
+        loaded = self._load(path)
+        return loaded if self.tokenizer is None else dataclasses.replace(loaded, path=self.tokenizer.path)
 
     def _load(self, path: Path) -> LoadedTokenizer:
         return load_tokenizer(path, self.vocab_size, encode_control=self.config.control_tokens)

@@ -16,12 +16,13 @@ import io
 import itertools
 import json
 import os
+import stat
 import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from jmoe.data.file_formats import binary_format
 
@@ -77,9 +78,17 @@ class InputFile:
 
 
 def _input_file(path: Path, root: Path, field: str) -> InputFile:
-    status = path.stat()
+    name, wrong = path.relative_to(root).as_posix(), f"data.path = {str(path)!r}: "
+    try:
+        name.encode()
+        status = path.stat()
+    except UnicodeError as error:
+        raise ValueError(f"{wrong}must have a name in UTF-8; rename it") from error
+    except OSError as error:
+        raise ValueError(f"{wrong}{error.strerror}") from error
+    if not stat.S_ISREG(status.st_mode):  # nothing may ever come out of it, or no end
+        raise ValueError(f"{wrong}must be a file, and is a pipe, a socket or a device; leave it out")
     has_records = path.suffix in RECORD_SUFFIXES
-    name = path.relative_to(root).as_posix()
     return InputFile(path, name, status.st_size, status.st_mtime_ns, field if has_records else None)
 
 
@@ -112,7 +121,7 @@ def find_files(pattern: str, weight: float | None, field: str, report: Report) -
     Where there are token shards, they are what is meant: a folder of shards also holds their tokenizer and manifest.
     """
     path = Path(pattern).expanduser()
-    if path.is_file():
+    if path.exists() and not path.is_dir():
         return TextInput(pattern, (_input_file(path, path.parent, field),), weight)
     skipped: Counter[str] = Counter()
     if path.is_dir():
@@ -198,7 +207,7 @@ def _with_layout(file: InputFile) -> tuple[InputFile, str]:
         first = next((line for line in f if line.strip()), b"")
     if not first.lstrip().startswith(b"["):
         try:
-            json.loads(first or b"{}")
+            _loads(first or b"{}")
         except ValueError:
             way = "write its records as JSONL, or name it .txt to learn it as text"
             return file, f"{file.path}: is JSON, neither an array of records nor one record a line; {way}"
@@ -209,11 +218,21 @@ def _with_layout(file: InputFile) -> tuple[InputFile, str]:
             return dataclasses.replace(file, size_bytes=len(f.read())), ""
     except json.JSONDecodeError as error:
         return file, f"{file.path}: not a JSON array: {error.msg} at line {error.lineno}, column {error.colno}"
+    except ValueError as error:
+        return file, f"{file.path}: not a JSON array: {error}"
 
 
 def _as_lines(array: str) -> bytes:
     """Return the elements of a JSON array as JSONL."""
-    return b"".join(json.dumps(record).encode() + b"\n" for record in json.loads(array))
+    return b"".join(json.dumps(record).encode() + b"\n" for record in _loads(array))
+
+
+def _loads(text: str | bytes) -> Any:
+    """Return what JSON says; `ValueError` for any text that is none."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deeply to be read") from error
 
 
 def _fitting(file: InputFile, encodings: Sequence[str], report: Callable[[int], None]) -> tuple[InputFile | None, str]:
@@ -364,7 +383,7 @@ def _record_pieces(file: InputFile, start: int, stop: int) -> Iterator[tuple[str
 def _json_text(line: bytes, file: InputFile) -> str:
     field, record_is = file.field, "record" if file.is_array else "line"
     try:
-        record = json.loads(line.decode())
+        record = _loads(line.decode())
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 at byte {error.start} of the line: {error.reason}") from error
     except json.JSONDecodeError as error:

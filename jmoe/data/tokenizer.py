@@ -6,7 +6,7 @@ import hashlib
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -27,6 +27,7 @@ END_OF_TEXT_NAMES = (
     "[SEP]",
 )
 MIN_VOCAB_SIZE = 257  # 256 bytes and the end-of-text token
+MAX_VOCAB_SIZE = 1 << 22  # the trainer takes memory for so many tokens at once, and ends the process where it lacks
 # Text handed to the tokenizer's threads at once: a piece for each, so that progress can be told every second or so.
 BATCH_CHARACTERS = min(os.cpu_count() or 1, 16) << 20
 
@@ -46,13 +47,32 @@ class LoadedTokenizer:
     fingerprint: str
     control_tokens: tuple[str, ...]
     encodes_control: bool
+    known: set[str] = field(default_factory=set)  # characters that have a token
+
+    def check_known(self, texts: Iterable[str]) -> None:
+        """Raise `ValueError` naming a character that a BPE without a token for unknown text would leave out."""
+        model = self.tokenizer.model
+        if not isinstance(model, models.BPE) or model.unk_token is not None or model.byte_fallback:
+            return
+        for character in sorted(set().union(*texts) - self.known):
+            if not character.isspace() and not self.tokenizer.encode(character, add_special_tokens=False).ids:
+                raise ValueError(
+                    f"data.tokenizer = {str(self.path)!r}: has no token for {character!r}, which would be left out of "
+                    "the text; give it an unk_token or byte_fallback, or make it byte-level"
+                )
+            self.known.add(character)
 
 
 def check_vocab_size(vocab_size: int) -> None:
-    """Raise `ValueError` if a byte-level BPE of so many tokens has no room for every byte."""
+    """Raise `ValueError` if a byte-level BPE of so many tokens has no room for every byte, or is absurdly large."""
     if vocab_size < MIN_VOCAB_SIZE:
         raise ValueError(
             f"model.vocab_size = {vocab_size}: must be at least {MIN_VOCAB_SIZE} for a byte-level BPE to be trained"
+        )
+    if vocab_size > MAX_VOCAB_SIZE:
+        raise ValueError(
+            f"model.vocab_size = {vocab_size}: must be at most {MAX_VOCAB_SIZE:,} for a byte-level BPE to be trained; "
+            "give data.tokenizer for more"
         )
 
 
@@ -161,6 +181,11 @@ class ControlText:
 
 
 def _encode_batch(loaded: LoadedTokenizer, batch: list[tuple[str, bool]]) -> Iterator[tuple[list[int], int]]:
-    encodings = loaded.tokenizer.encode_batch_fast([text for text, _ in batch], add_special_tokens=False)
+    texts = [text for text, _ in batch]
+    loaded.check_known(texts)
+    try:
+        encodings = loaded.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    except Exception as error:  # the class of all its errors
+        raise ValueError(f"data.tokenizer = {str(loaded.path)!r}: {error}; give it one for unknown text") from error
     for encoding, (text, ends_document) in zip(encodings, batch, strict=True):
         yield encoding.ids + [loaded.eot] * ends_document, len(text.encode())

@@ -184,9 +184,14 @@ def _placement(config: TrainConfig, experts: Any, optimizer: Any) -> StatePlacem
 
 
 def training_plan(config: TrainConfig) -> TrainingPlan:
-    """Return the plan of a run whose tiers are chosen; `ValueError` for a model without experts."""
+    """Return the plan of a run whose tiers are chosen.
+
+    Raises `ValueError` for a model without experts, and as the run would where the mesh's devices cannot share it out.
+    """
     if not config.model.num_moe_layers:
         raise ValueError(f"model.num_experts = {config.model.num_experts}: the planner is for models with experts")
+    mesh, inside = config.mesh, max(1, config.mesh.expert_intra)
+    config.check_devices(max(1, mesh.data) * mesh.expert_inter * inside, inside)
     model, tiers = trained_model(config), config.tiers
     return plan_training(model, _placement(config, tiers.experts, tiers.optimizer), machine(config))
 

@@ -7,14 +7,19 @@ that change nothing where they describe what a configuration has not. A new fiel
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from jmoe.config import (
     CommConfig,
+    LossScaleConfig,
+    ModelConfig,
+    OptimizerConfig,
     RouterConfig,
     TaskConfig,
     TrainConfig,
@@ -22,6 +27,7 @@ from jmoe.config import (
     VisionTrainConfig,
     YarnConfig,
 )
+from jmoe.config.model import MODEL_LIMITS
 from jmoe.config.serving import ServeConfig
 from jmoe.config.supervise import SuperviseConfig
 from jmoe.config.tiers import TiersConfig
@@ -253,6 +259,39 @@ def test_what_nothing_would_honour_is_refused_by_name(root: str, name: str) -> N
     changed(config, without)  # the configuration itself is right
     with pytest.raises(ValueError, match=rf"\b{re.escape(name.rpartition('.')[2])}\b.* = "):
         changed(config, without | {name: value})
+
+
+def numbers_of(config: Any) -> Iterator[str]:
+    """The fields whose value is a number."""
+    for name in fields_of(config):
+        value = functools.reduce(getattr, name.split("."), config)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            yield name
+
+
+@pytest.mark.parametrize(("root", "name"), [(root, name) for root in ROOTS for name in numbers_of(ROOTS[root])])
+def test_a_number_is_finite_and_of_its_type(root: str, name: str) -> None:
+    """inf was taken for a learning rate, and failed in the step after the first; 1e30 steps were no number of JAX's."""
+    whole = isinstance(functools.reduce(getattr, name.split("."), ROOTS[root]), int)
+    of_wrong_type = (0.5, 10**30) if whole else (1e-320, 1e308)
+    for value in (math.inf, -math.inf, math.nan, True, "x", *of_wrong_type):
+        with pytest.raises(ValueError, match=rf"\b{name.rpartition('.')[2]} = .*: must "):
+            changed(ROOTS[root], {name: value})
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(TrainConfig, "num_steps"), (OptimizerConfig, "warmup_steps"), (LossScaleConfig, "growth_steps")]
+)
+def test_a_run_counts_its_steps(kind: Callable[..., object], name: str) -> None:
+    with pytest.raises(ValueError, match=rf"{name} = 2147483648: must be at most 2,147,483,647"):
+        kind(**{name: 2**31})
+
+
+@pytest.mark.parametrize("name", sorted(MODEL_LIMITS))
+def test_absurd_sizes_are_refused(name: str) -> None:
+    """XLA ended the process at a hidden size of 1e9, and filled memory for experts of 1e12 columns."""
+    with pytest.raises(ValueError, match=rf"{name} = {MODEL_LIMITS[name] + 1}: must be at most"):
+        ModelConfig(**{name: MODEL_LIMITS[name] + 1})
 
 
 def test_tiers_that_the_planner_chooses_drop_what_others_would_honour() -> None:

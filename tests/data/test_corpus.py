@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from text_corpus import REPOSITORY, config, finish, start, write_shard, write_texts
+from tokenizers import Tokenizer, models
 
 from jmoe.config import DataConfig
 from jmoe.data import corpus as corpus_module
@@ -212,6 +214,30 @@ def test_tokenizer_mistakes(tmp_path: Path, texts: Path) -> None:
     check(path, 300, r"has no end-of-text token; looked for <\|endoftext\|>")
 
 
+LETTERS = {character: number for number, character in enumerate("abcdefghijklmnopqrstuvwxyz .")}
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (
+            models.BPE(vocab=LETTERS | {"</s>": 28}, merges=[]),
+            "has no token for 'é', which would be left out of the text",
+        ),
+        (models.WordLevel({"text": 0, "</s>": 1}), "Missing .UNK. token .*; give it one for unknown text"),
+        (models.Unigram([("</s>", 0.0), ("t", -1.0)]), "unknown token but .*; give it one for unknown text"),
+    ],
+    ids=["BPE", "WordLevel", "Unigram"],
+)
+def test_a_tokenizer_without_a_token_for_unknown_text(tmp_path: Path, model: models.Model, message: str) -> None:
+    """Such a BPE leaves out what it does not know: the run would learn, and measure, another text."""
+    (tmp_path / "a.txt").write_text("some text. caf\u00e9\n" * 100)
+    Tokenizer(model).save(str(tmp_path / "t.json"))
+    options = DataConfig(path=(str(tmp_path / "a.txt"),), tokenizer=str(tmp_path / "t.json"))
+    with pytest.raises(ValueError, match=rf"data.tokenizer = '{re.escape(str(tmp_path / 't.json'))}': .*{message}"):
+        prepare(options, 512, tmp_path / "cache")
+
+
 def test_truncation_in_a_tokenizer_file_does_not_cut_documents(tmp_path: Path, texts: Path) -> None:
     tokenizer = train_bpe(["abc abc"], 300)
     tokenizer.enable_truncation(4)
@@ -242,6 +268,43 @@ def test_folder_file_and_glob(tmp_path: Path, texts: Path) -> None:
 def test_one_file_under_two_paths_is_refused(tmp_path: Path, texts: Path) -> None:
     with pytest.raises(ValueError, match=r"doc00.txt is in both .* would be trained on"):
         prepare(config(texts, texts / "part0" / "doc00.txt"), 300, tmp_path)
+
+
+def test_one_file_under_two_names_is_refused(tmp_path: Path, texts: Path) -> None:
+    """One of the two would be held out, the other trained on."""
+    folder = tmp_path / "linked"
+    shutil.copytree(texts, folder)
+    (folder / "again.txt").symlink_to(folder / "part0" / "doc00.txt")
+    with pytest.raises(
+        ValueError, match=r"data.path: .*(doc00.txt is .*again|again.txt is .*doc00).txt, by a link; its held-out part"
+    ):
+        prepare(config(folder), 512, tmp_path / "cache")
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["file", "in a folder"])
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (os.mkfifo, "must be a file, and is a pipe, a socket or a device; leave it out"),
+        (lambda path: path.symlink_to("/dev/zero"), "must be a file, and is a pipe, a socket or a device"),
+        (lambda path: path.symlink_to("nowhere"), "o such file"),
+        (lambda path: path.symlink_to(path.name), "Too many levels of symbolic links|no such file"),
+    ],
+    ids=["pipe", "device", "dangling", "loop"],
+)
+def test_what_is_no_file_is_named(tmp_path: Path, make: Callable[[Path], None], message: str, named: bool) -> None:
+    """Reading a pipe that nobody writes to never ends, nor does reading /dev/zero."""
+    (tmp_path / "good.txt").write_text("some text\n" * 100)
+    bad = tmp_path / "bad.txt"
+    make(bad)
+    with pytest.raises(ValueError, match=rf"data.path = '{re.escape(str(bad))}': .*{message}"):
+        prepare(config(bad if named else tmp_path), 512, tmp_path / "cache")
+
+
+def test_a_name_that_is_not_utf8_is_named(tmp_path: Path) -> None:
+    (tmp_path / os.fsdecode(b"\xff.txt")).write_text("some text\n" * 100)
+    with pytest.raises(ValueError, match=r"data.path = '.*udcff.txt': must have a name in UTF-8; rename it"):
+        prepare(config(tmp_path), 512, tmp_path / "cache")
 
 
 def test_files_are_either_trained_on_or_held_out(corpus: Corpus, texts: Path) -> None:
@@ -347,6 +410,7 @@ def test_a_json_array_is_read_as_its_records_are_as_jsonl(
         ('[{"text": 3}]', r"a.json: record 1: data.field = 'text': is a int, not text"),
         ('[{"text": "\\ud800"}]', r"a.json: record 1: data.field = 'text': half a surrogate pair"),
         ('[{"text": "good"},\n oops]', r"a.json: not a JSON array: Expecting value at line 2, column 2"),
+        ("[" * 100_000, r"a.json: not a JSON array: nested too deeply to be read"),
         ('{\n "data": [{"text": "good"}]\n}', r"a.json: is JSON, neither an array of records nor one rec"),
     ],
 )  # fmt: skip
@@ -374,6 +438,7 @@ def test_a_folder_without_text_says_what_it_has(tmp_path: Path) -> None:
         (b'{"text": 3}', r"a.jsonl:51: data.field = 'text': is a int, not text"),
         (b'{"text": "\\ud800"}', r"a.jsonl:51: data.field = 'text': half a surrogate pair"),
         (b'{"text": "\xff"}', r"a.jsonl:51: not UTF-8 at byte 10 of the line"),
+        (b"[" * 100_000, r"a.jsonl:51: nested too deeply to be read"),
     ],
 )
 def test_broken_jsonl_names_file_and_line(tmp_path: Path, line: bytes, message: str) -> None:
@@ -487,6 +552,12 @@ def test_a_vocabulary_that_is_too_small_writes_nothing(tmp_path: Path, texts: Pa
 
 
 @pytest.mark.slow
+def test_an_absurd_vocabulary_is_refused(tmp_path: Path, texts: Path) -> None:
+    """The trainer takes memory for all of it at once: it ended the process without a word about the field."""
+    with pytest.raises(ValueError, match=r"model.vocab_size = 1000000000: must be at most 4,194,304 .*data.tokenizer"):
+        prepare(config(texts), 10**9, tmp_path / "cache")
+
+
 def test_standard_library(tmp_path: Path) -> None:
     names = [file.name for file in text_files.standard_library()]
     assert "inspect.py" in names
