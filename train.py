@@ -22,9 +22,9 @@ if __name__ == "__main__":
 import contextlib
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -34,18 +34,15 @@ from jmoe.cluster.job import hosts_line
 from jmoe.config import TrainConfig, VisionTrainConfig
 from jmoe.config.cluster import read_cluster
 from jmoe.data.corpus import OtherTextError, Role, discard, prepare, publish
-from jmoe.data.image_batches import ImageBatches
-from jmoe.data.images import load_task
 from jmoe.data.loader import train_batches
 from jmoe.data.progress import PreparingData
 from jmoe.deploy.merged import merge_apart
 from jmoe.inference.teacher import Teacher, teacher_fingerprint
 from jmoe.mesh import devices_of_hosts, make_mesh
 from jmoe.models.tokenizer_file import TOKENIZER
-from jmoe.planning.elastic import Layout
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.run.cluster_planner import as_json, cluster_rows, table
-from jmoe.run.compatibility import FINGERPRINT, TEACHER, has_checkpoint, refuse_other_data
+from jmoe.run.compatibility import TEACHER, has_checkpoint, refuse_other_data
 from jmoe.run.compile_cache import keep_compiled_programs
 from jmoe.run.metrics import CompiledPrograms, progress_bar, step_record
 from jmoe.run.planner import packing_summary, tier_counts, training_plan, with_chosen_tiers
@@ -59,10 +56,8 @@ from jmoe.training.fused.distilling import DistillingTrainer
 from jmoe.training.fused.step_estimate import estimate_step
 from jmoe.training.session import Session, say
 from jmoe.training.state import TrainState
-from jmoe.training.tasks.layouts import layout_of, plan_lines
-from jmoe.training.tasks.run import CLASSES
-from jmoe.training.tasks.session import VisionSession
-from jmoe.training.tasks.trainer import make_vision_trainer
+from jmoe.training.task import Setup, Task, TrainingData, open_session
+from jmoe.training.tasks.task import ImageTasks
 from jmoe.training.trainer import Trainer, make_trainer
 
 
@@ -150,30 +145,57 @@ def main(arguments: Sequence[str]) -> None:
         print(estimate)
         return
     config = with_chosen_tiers(config)
-    if config.plan and isinstance(config, VisionTrainConfig):
-        print(*plan_lines(config), sep="\n")
-        return
     if config.plan:
-        plan = training_plan(config)
-        print(plan, *([packing_summary(config)] if config.comm.packing != 1 else []), sep="\n")
-        sys.exit(1 if plan.lacking else 0)
+        plan, fits = task_of(config).plan()
+        print(plan)
+        sys.exit(0 if fits else 1)
     completed = run_all(config)
     sys.exit(0 if completed else config.distributed.stopped_exit_code)
 
 
-class Source(NamedTuple):
-    """The data of a run, and how its batches come."""
+class LanguageModeling:
+    """Training a language model on text, as the `Task` of a run."""
 
-    corpus: Any  # a `Corpus`, or the images of each task
-    batches: Any
-    fingerprint: str
-    files: dict[str, bytes]  # that every checkpoint has: the tokenizer and what belongs to it, or names of classes
-    publish: Callable[[], None]  # called by process 0 when the run has begun
+    def __init__(self, config: TrainConfig) -> None:
+        self.config = config
+
+    def plan(self) -> tuple[str, bool]:
+        """Return the plan of memory and time, and whether the run fits this machine."""
+        config, plan = self.config, training_plan(self.config)
+        lines = [str(plan)] + [packing_summary(config)] * (config.comm.packing != 1)
+        return "\n".join(lines), not plan.lacking
+
+    def open(self, mesh: Mesh, stack: contextlib.ExitStack) -> None:
+        """Nothing is needed before the text is read."""
+
+    def read_data(self, setup: Setup) -> TrainingData:
+        """Tokenize the text, or take what is tokenized."""
+        return prepare_text(self.config, setup.watchdog, setup.stack, setup.resolved)
+
+    def make_trainer(self, setup: Setup, data: TrainingData) -> Trainer:
+        """Make the trainer of the decoder, with its teacher if it has one."""
+        config, _ = setup.expert_packing.packed()
+        if not config.distil.teacher:
+            return make_trainer(config, setup.mesh, setup.folder.run)
+        with status(f"loading the teacher {config.distil.teacher}", say):
+            teacher = setup.stack.enter_context(Teacher(config))
+        return DistillingTrainer(config, setup.mesh, teacher, teacher.head_DV)
+
+    def make_session(
+        self, setup: Setup, data: TrainingData, trainer: Trainer, checkpoints: Checkpoints, snapshots: Snapshots | None
+    ) -> Session:
+        """Make the session, which measures the loss of held-out text."""
+        return open_session(Session, setup, data, trainer, checkpoints, snapshots)
+
+
+def task_of(config: TrainConfig) -> Task:
+    """Return the task of a run: images if the configuration says so, else text."""
+    return ImageTasks(config) if isinstance(config, VisionTrainConfig) else LanguageModeling(config)
 
 
 def prepare_text(
     config: TrainConfig, watchdog: distributed.Watchdog, stack: contextlib.ExitStack, resolved: dict[str, Any]
-) -> Source:
+) -> TrainingData:
     """Tokenize the text, or take what is tokenized; process 0 does it, the others wait."""
     limits, main_process = config.distributed, jax.process_index() == 0
     preparing, cache, option = PreparingData(say), Path(config.output_dir) / "data", "distributed.start_timeout_s"
@@ -203,35 +225,7 @@ def prepare_text(
         process_count=jax.process_count(),
         prefetch_batches=config.data.prefetch_batches,
     )
-    return Source(corpus, batches, corpus.fingerprint, files, lambda: publish(corpus, cache))
-
-
-def make_text_trainer(config: TrainConfig, mesh: Mesh, run: str, stack: contextlib.ExitStack) -> Trainer:
-    """Return the trainer of a language model, with its teacher if it has one."""
-    if not config.distil.teacher:
-        return make_trainer(config, mesh, run)
-    with status(f"loading the teacher {config.distil.teacher}", say):
-        teacher = stack.enter_context(Teacher(config))
-    return DistillingTrainer(config, mesh, teacher, teacher.head_DV)
-
-
-def prepare_images(
-    config: VisionTrainConfig, layout: Layout, watchdog: distributed.Watchdog, resolved: dict[str, Any]
-) -> Source:
-    """Read the images of all tasks; every process does."""
-    with watchdog.waiting_for("images", timeout_s=config.distributed.start_timeout_s):
-        has_checkpoint(config, resolved)
-        tasks = tuple(load_task(name, task.source, config.model, config.images) for name, task in config.tasks.items())
-    for task in tasks:
-        say(
-            f"task {task.name}: {len(task.classes)} classes, {len(task.train.labels):,} images to train on, "
-            f"{len(task.held_out.labels):,} held out"
-        )
-    each = jax.device_count() // jax.process_count()
-    first = jax.process_index() * each
-    batches = ImageBatches(tasks, config, layout, first, first + each)
-    files = {CLASSES: json.dumps({task.name: task.classes for task in tasks}).encode()}
-    return Source(tasks, batches, batches.fingerprint, files, lambda: None)
+    return TrainingData(corpus, batches, corpus.fingerprint, files, lambda: publish(corpus, cache))
 
 
 def resolved_config(config: TrainConfig) -> dict[str, Any]:
@@ -250,8 +244,8 @@ def devices_per_host() -> int:
     return of_hosts[0] if len({*of_hosts}) == 1 else 0
 
 
-def run_all(config: TrainConfig) -> bool:
-    """Set up processes, mesh, data and trainer, then train, evaluate and report; return whether all steps were done."""
+def set_up(config: TrainConfig, task: Task, stack: contextlib.ExitStack) -> Setup:
+    """Start the processes, make the mesh and open the output folder."""
     distributed.start(config.distributed)
     keep_compiled_programs()
     devices, per_host = jax.device_count(), devices_per_host()
@@ -259,10 +253,10 @@ def run_all(config: TrainConfig) -> bool:
     expert_packing = PackingController(
         config, config.mesh.shape(devices, per_host), first_packing(config, devices, per_host)
     )
-    packed, shape = expert_packing.packed()
+    _, shape = expert_packing.packed()
     mesh = make_mesh(shape)
-    layout = layout_of(config, mesh.size) if isinstance(config, VisionTrainConfig) else None
-    output_dir, limits, main_process = Path(config.output_dir), config.distributed, jax.process_index() == 0
+    task.open(mesh, stack)
+    output_dir, limits = Path(config.output_dir), config.distributed
     total, active = config.model.num_parameters()
     say(
         f"{total / 1e6:.1f}M parameters, {active / 1e6:.1f}M active; {mesh.size} {mesh.devices.flat[0].device_kind} "
@@ -272,74 +266,61 @@ def run_all(config: TrainConfig) -> bool:
         say(f"comm.packing = {config.comm.packing}: {expert_packing.experts_per_device} experts a device")
     for warning in config.warnings():
         say(f"warning: {warning}")
-    with contextlib.ExitStack() as stack:
-        resizing = stack.enter_context(distributed.AskedSignal()) if layout is not None else None
-        watchdog = stack.enter_context(distributed.watchdog_of(limits))
-        folder = RunFolder(output_dir, wait_s=min(WAIT_S, 0.4 * limits.start_timeout_s))
-        option = "distributed.start_timeout_s"
-        with watchdog.waiting_for("the output folder", timeout_s=limits.start_timeout_s, option=option):
-            stack.enter_context(folder)
-        exporter = None
-        if main_process and config.metrics.port:
-            exporter = stack.enter_context(RunMetrics(config, folder.run))
-            say(f"metrics for Prometheus on port {exporter.port}")
+    watchdog = stack.enter_context(distributed.watchdog_of(limits))
+    folder = RunFolder(output_dir, wait_s=min(WAIT_S, 0.4 * limits.start_timeout_s))
+    option = "distributed.start_timeout_s"
+    with watchdog.waiting_for("the output folder", timeout_s=limits.start_timeout_s, option=option):
+        stack.enter_context(folder)
+    exporter = None
+    if jax.process_index() == 0 and config.metrics.port:
+        exporter = stack.enter_context(RunMetrics(config, folder.run))
+        say(f"metrics for Prometheus on port {exporter.port}")
+    return Setup(config, resolved_config(config), mesh, watchdog, folder, expert_packing, exporter, stack)
 
-        resolved = resolved_config(config)
-        trainer: Trainer
-        of_kind: type[Session]
-        if isinstance(config, VisionTrainConfig) and layout is not None:
-            of_kind, source = VisionSession, prepare_images(config, layout, watchdog, resolved)
-            stack.push(closing(source.batches.close))
-            num_classes = {task.name: len(task.classes) for task in source.corpus}
-            trainer = make_vision_trainer(config, num_classes, mesh, layout, folder.run)
-        else:
-            of_kind, source = Session, prepare_text(config, watchdog, stack, resolved)
-            stack.push(closing(source.batches.close))
-            trainer = make_text_trainer(packed, mesh, folder.run, stack)
+
+def open_checkpoints(setup: Setup, trainer: Trainer) -> tuple[Checkpoints, Snapshots | None]:
+    """Open the run's checkpoints, and its snapshots in memory if the configuration wants them."""
+    config, folder, enter = setup.config, setup.folder, setup.stack.enter_context
+    directory, timeout_s = Path(config.output_dir) / "checkpoints", config.distributed.step_timeout_s
+    checkpoints = enter(Checkpoints(directory, config.checkpoint, timeout_s=timeout_s, records=trainer.records))
+    if config.checkpoint.memory_dir is None:
+        return checkpoints, None
+    return checkpoints, enter(Snapshots(config.checkpoint, folder.run, folder.starts))
+
+
+def begin(run: Session, data: TrainingData, stack: contextlib.ExitStack) -> TrainState:
+    """Return the state that the run begins with, or goes on from; process 0 opens the log and notes the start."""
+    state = run.start_or_resume()
+    if jax.process_index() == 0:
+        run.folder.note_start()
+        data.publish()
+        stack.push(closing(run.begin_log(int(state.step)).close))
+        if run.exporter is not None:
+            run.exporter.resume(int(state.step))
+        (run.output_dir / "config.json").write_text(json.dumps(run.resolved, indent=1))
+    return state
+
+
+def run_all(config: TrainConfig) -> bool:
+    """Set up data, model and checkpoints, then train, evaluate and report; return whether all steps were done."""
+    task = task_of(config)
+    with contextlib.ExitStack() as stack:
+        setup = set_up(config, task, stack)
+        data = task.read_data(setup)
+        stack.push(closing(data.batches.close))
+        trainer = task.make_trainer(setup, data)
         stack.push(closing(trainer.close))
         for note in trainer.notes:
             say(note)
-        directory, timeout_s = output_dir / "checkpoints", limits.step_timeout_s
-        checkpoints = stack.enter_context(
-            Checkpoints(directory, config.checkpoint, timeout_s=timeout_s, records=trainer.records)
-        )
-        snapshots = None
-        if config.checkpoint.memory_dir is not None:
-            snapshots = stack.enter_context(Snapshots(config.checkpoint, folder.run, folder.starts))
-        resolved |= {FINGERPRINT: source.fingerprint}
-        run = of_kind(
-            config,
-            resolved,
-            mesh,
-            source.corpus,
-            source.batches,
-            trainer,
-            checkpoints,
-            watchdog,
-            folder,
-            source.files,
-            expert_packing,
-            exporter=exporter,
-            snapshots=snapshots,
-        )
-        if isinstance(run, VisionSession):
-            run.resizing = resizing
-        state = run.start_or_resume()
-        if main_process:
-            folder.note_start()
-            source.publish()
-            stack.push(closing(run.begin_log(int(state.step)).close))
-            if exporter is not None:
-                exporter.resume(int(state.step))
-            (output_dir / "config.json").write_text(json.dumps(resolved, indent=1))
-
+        run = task.make_session(setup, data, trainer, *open_checkpoints(setup, trainer))
+        state = begin(run, data, stack)
         before = run.evaluate_first(state)
         state, completed = train(run, state)
         if completed:
             run.finish(state, before)
         else:
             say(f"stopped by a signal after step {int(state.step)}; the same command goes on from there")
-            if main_process:
+            if jax.process_index() == 0:
                 say(f"report of the steps so far: {run.report()}")
         return completed
 

@@ -41,7 +41,7 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Session:
     """Everything that stays the same between two steps; mesh and trainer only with `comm.packing` other than auto."""
 

@@ -276,7 +276,10 @@ out = RunFolder(Path(folder).parent / "out", wait_s=240)
 with distributed.Watchdog(8) as watchdog, out, checkpoints:
     config = TrainConfig(checkpoint=CheckpointConfig(drain_timeout_s=8))
     packing = PackingController(config, (2, 1, 1), 1)
-    run = Session(config, {}, mesh, None, batches, moves, checkpoints, watchdog, out, {}, packing)
+    run = Session(
+        config=config, resolved={}, mesh=mesh, corpus=None, batches=batches, trainer=moves, checkpoints=checkpoints,
+        watchdog=watchdog, folder=out, files={}, expert_packing=packing,
+    )
     for step in (1, 2):
         train(store, step)
         run.save(step, make(np.float32(step)))

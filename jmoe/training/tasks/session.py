@@ -63,7 +63,7 @@ class IdleTime:
         return [share for share in agreed(own) for _ in range(each)]
 
 
-@dataclass
+@dataclass(kw_only=True)
 class VisionSession(Session):
     """A `Session` whose corpus is the images of its tasks."""
 

@@ -40,7 +40,19 @@ def session(folder: Path, num_devices: int, **changes: Any) -> VisionSession:
     batches = ImageBatches(TASKS, config, layout, 0, num_devices)
     unlimited: Any = types.SimpleNamespace(waiting_for=lambda *_, **__: contextlib.nullcontext())
     none: Any = None
-    return VisionSession(config, {}, mesh, TASKS, batches, trainer, none, unlimited, none, {}, none)
+    return VisionSession(
+        config=config,
+        resolved={},
+        mesh=mesh,
+        corpus=TASKS,
+        batches=batches,
+        trainer=trainer,
+        checkpoints=none,
+        watchdog=unlimited,
+        folder=none,
+        files={},
+        expert_packing=none,
+    )
 
 
 def train(run: VisionSession, num_steps: int, state: Any = None) -> tuple[Any, Losses]:

@@ -1,0 +1,81 @@
+"""Training on the images of several tasks, as the `Task` of a run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+
+import jax
+from jax.sharding import Mesh
+
+from jmoe.cluster.distributed import AskedSignal
+from jmoe.config import VisionTrainConfig
+from jmoe.data.image_batches import ImageBatches
+from jmoe.data.images import load_task
+from jmoe.planning.elastic import Layout
+from jmoe.run.checkpoint import Checkpoints
+from jmoe.run.compatibility import has_checkpoint
+from jmoe.run.snapshots import Snapshots
+from jmoe.training.session import say
+from jmoe.training.task import Setup, TrainingData, open_session
+from jmoe.training.tasks.layouts import layout_of, plan_lines
+from jmoe.training.tasks.run import CLASSES
+from jmoe.training.tasks.session import VisionSession
+from jmoe.training.tasks.trainer import ImageTrainer, make_vision_trainer
+from jmoe.training.trainer import Trainer
+
+
+class ImageTasks:
+    """Trains one model on several image tasks: a classifier or a contrastive loss for each."""
+
+    def __init__(self, config: VisionTrainConfig) -> None:
+        self.config = config
+        self._layout: Layout | None = None
+        self._resizing: AskedSignal | None = None
+
+    @property
+    def layout(self) -> Layout:
+        """Return which device runs which images in the first step; known after `open`."""
+        assert self._layout is not None, "open() comes first"
+        return self._layout
+
+    def plan(self) -> tuple[str, bool]:
+        """Return which device would run which images; `ValueError` if the memory does not suffice."""
+        return "\n".join(plan_lines(self.config)), True
+
+    def open(self, mesh: Mesh, stack: contextlib.ExitStack) -> None:
+        """Plan the layout of the tasks, and listen for SIGUSR2, which asks for another number of devices."""
+        self._layout = layout_of(self.config, mesh.size)
+        self._resizing = stack.enter_context(AskedSignal())
+
+    def read_data(self, setup: Setup) -> TrainingData:
+        """Read the images of all tasks. Every process reads them all."""
+        config = self.config
+        with setup.watchdog.waiting_for("images", timeout_s=config.distributed.start_timeout_s):
+            has_checkpoint(config, setup.resolved)
+            tasks = tuple(
+                load_task(name, task.source, config.model, config.images) for name, task in config.tasks.items()
+            )
+        for task in tasks:
+            say(
+                f"task {task.name}: {len(task.classes)} classes, {len(task.train.labels):,} images to train on, "
+                f"{len(task.held_out.labels):,} held out"
+            )
+        each = jax.device_count() // jax.process_count()
+        first = jax.process_index() * each
+        batches = ImageBatches(tasks, config, self.layout, first, first + each)
+        files = {CLASSES: json.dumps({task.name: task.classes for task in tasks}).encode()}
+        return TrainingData(tasks, batches, batches.fingerprint, files)
+
+    def make_trainer(self, setup: Setup, data: TrainingData) -> ImageTrainer:
+        """Make the trainer of the vision transformer with a head for each task."""
+        num_classes = {task.name: len(task.classes) for task in data.corpus}
+        return make_vision_trainer(self.config, num_classes, setup.mesh, self.layout, setup.folder.run)
+
+    def make_session(
+        self, setup: Setup, data: TrainingData, trainer: Trainer, checkpoints: Checkpoints, snapshots: Snapshots | None
+    ) -> VisionSession:
+        """Make the session, which changes the layout while the run goes on."""
+        session = open_session(VisionSession, setup, data, trainer, checkpoints, snapshots)
+        session.resizing = self._resizing
+        return session
