@@ -11,19 +11,17 @@ records once. The first of them updates it, the others are sent the weights (`Lo
 
 import contextlib
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from numpy.typing import NDArray
 
 from jmoe.config import OptimizerConfig
@@ -34,8 +32,10 @@ from jmoe.memory.saved_records import Indexed
 from jmoe.memory.tiered_store import TieredStats, TieredStore
 from jmoe.memory.version_store import SEAL
 from jmoe.offload.expert_index import ExpertIndex
-from jmoe.offload.lazy_adamw import MissedSteps, ReplayState, catch_up, constants
-from jmoe.offload.slot_rows import ChosenRows, SlotRows, larger_room
+from jmoe.offload.lazy_adamw import ReplayState
+from jmoe.offload.skipped_steps import SkippedSteps
+from jmoe.offload.slot_rows import ChosenRows
+from jmoe.offload.training_slots import DeviceStacks, Slot, TrainingSlots
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +43,6 @@ MAX_STEPS_BEHIND = 1024  # of an expert in a checkpoint
 Method = TypeVar("Method", bound=Callable[..., Any])
 ExpertArrays = dict[str, NDArray[np.float32]]
 ReadExperts = Callable[[int, NDArray[np.int64]], ExpertArrays]  # layer, experts -> arrays [experts, ...] by name
-DeviceStacks = dict[str, jax.Array]  # [L, ...] each, on one device; [M, ...] with room for a part of the experts
-Slot = list[DeviceStacks]  # of each of this process's devices
 
 
 @dataclass(frozen=True)
@@ -107,28 +105,6 @@ def record_layouts(shapes: Mapping[str, Sequence[int]], gradient_dtype: str) -> 
     }
 
 
-@partial(jax.jit, donate_argnums=0)
-def _place(stacks: DeviceStacks, row: jax.Array, weights: Mapping[str, jax.Array]) -> DeviceStacks:
-    return {name: lax.dynamic_update_index_in_dim(w, weights[name], row, 0) for name, w in stacks.items()}
-
-
-@partial(jax.jit, static_argnums=0, donate_argnums=1)
-def _update(
-    config: OptimizerConfig,
-    stacks: DeviceStacks,
-    row: jax.Array,
-    m: Mapping[str, jax.Array],
-    v: Mapping[str, jax.Array],
-    g: Mapping[str, jax.Array],
-    missed: MissedSteps,
-) -> tuple[DeviceStacks, dict[str, jax.Array], dict[str, jax.Array], dict[str, jax.Array]]:
-    """Run `catch_up` for one row of a slot; return (slot, w, m, v)."""
-    w = {name: lax.dynamic_index_in_dim(stack, row, 0, keepdims=False) for name, stack in stacks.items()}
-    w, m, v = catch_up(w, m, v, g, missed, config=config)
-    stacks = {name: lax.dynamic_update_index_in_dim(stack, w[name], row, 0) for name, stack in stacks.items()}
-    return stacks, w, m, v
-
-
 def _guarded(method: Method) -> Method:
     """Put `ExpertState.guard` around a method."""
 
@@ -170,32 +146,19 @@ class ExpertState:
     ) -> None:
         assert index.local is not None and (room.experts is None or initial is None)
         self.stores, self.shapes, self.index, self.local = stores, dict(shapes), index, index.local
-        num_local = self.local.experts.size
-        self.now, self._history = replay_state.step, replay_state.history  # steps taken
-        self._applied = np.full(index.num_records, self.now, np.int64)  # steps that a record has behind it
-        self._applied[list(replay_state.applied)] = list(replay_state.applied.values())
-        self._pending = np.zeros(index.num_records, np.bool_)  # whether the gradient of step `_applied` waits
-        self._pending[list(replay_state.pending)] = True
-        self._gradient_dtype = replay_state.gradient_dtype
-        self._chosen = np.zeros((index.num_layers, num_local), np.bool_)  # by the layer's tokens, last time
-        self._frozen = np.zeros(index.num_records, np.bool_)  # experts that stay as they are
-        self._kept: dict[int, NDArray[np.int64]] = {}  # layer -> experts whose gradients this step keeps
+        num_slots = min(room.layers, index.num_layers)
+        self.slots = TrainingSlots(self.local, self.shapes, num_slots, room.experts)
+        self.skipped = SkippedSteps(replay_state, index.num_records, optimizer)
+        self._optimizer = optimizer
+        self._chosen = np.zeros((index.num_layers, self.local.experts.size), np.bool_)  # by a layer's tokens, last time
         self._initial = initial
         self._failed: BaseException | None = None
         self._updates = self._replayed = 0
         self._sum_of_shares, self._num_shares, self._most_chosen_share = 0.0, 0, 0.0  # of experts that are chosen
         self._waited_s = 0.0
         self._counters = threading.Lock()
-        self._optimizer = optimizer
         dtype = stores.gradients.layout.fields[0].dtype
         self._no_gradient = {name: np.zeros(shape, dtype) for name, shape in shapes.items()}
-        num_slots = min(room.layers, index.num_layers)
-        self._devices = self.local.all_devices
-        self._room = room.experts
-        self._rows = [SlotRows(self.local, room.experts) for _ in range(num_slots)]
-        self._slots = [self._empty(room.experts) for _ in range(num_slots)]
-        self._present = [np.zeros(num_local, np.bool_) for _ in self._slots]  # experts whose weights are in the slot
-        self._layer_in: list[int | None] = [None for _ in self._slots]
         self._order: tuple[int, ...] = tuple(range(index.num_layers))
         self._fetched = (0, 0)  # the layer that `fetch` gave last, and its slot
         self._writer = ThreadPoolExecutor(1, "gradients")
@@ -203,17 +166,9 @@ class ExpertState:
         self._ring = Ring(self._order, num_slots, self._load, wait_limit_s=wait_limit_s)
 
     @property
-    def _slot_bytes(self) -> int:
-        expert_bytes = sum(4 * math.prod(shape) for shape in self.shapes.values())
-        rows = sum(self.local.per_device if slot.room is None else slot.room for slot in self._rows)
-        return rows * len(self._devices) * expert_bytes
-
-    def _empty(self, room: int | None) -> Slot:
-        rows = self.local.per_device if room is None else room
-        return [
-            {name: jnp.zeros((rows, *shape), jnp.float32, device=device) for name, shape in self.shapes.items()}
-            for device in self._devices
-        ]
+    def now(self) -> int:
+        """Return the number of steps taken."""
+        return self.skipped.now
 
     def _records(self, layer: int, experts: NDArray[np.int64] | slice = slice(None)) -> NDArray[np.int64]:
         return self.index.records(layer, self.local.experts[experts])
@@ -247,7 +202,7 @@ class ExpertState:
     @property
     def room(self) -> int | None:
         """Return the experts of a device that a slot has rows for; None: all."""
-        return self._room
+        return self.slots.room
 
     @_guarded
     def make_room(self, needed: int) -> None:
@@ -255,15 +210,7 @@ class ExpertState:
 
         Every process has to call this with the same number, since the step's programs are compiled for the room.
         """
-        per_device = self.local.per_device
-        if self._room is None or needed <= self._room:
-            return
-        self._room = larger_room(self._room, needed, per_device)
-        log.warning(
-            "tiers.device_experts is too small: a layer's tokens chose %d of a device's %d experts; there is room for "
-            "%d from now on, and the step is compiled anew",
-            *(needed, per_device, self._room),
-        )
+        self.slots.make_room(needed)
 
     @_guarded
     def fetch(self, layer: int, chosen_P: NDArray[np.bool_]) -> Slot:
@@ -281,15 +228,14 @@ class ExpertState:
         chosen_P = chosen_P & self.local.has(layer)
         self._chosen[layer] |= chosen_P
         begun = time.perf_counter()
-        self._fit(slot)
+        self.slots.fit(slot)
         self._bring(layer, slot, np.flatnonzero(chosen_P))
         self._waited_s += time.perf_counter() - begun
-        return self._slots[slot]
+        return self.slots.stacks[slot]
 
     def chosen_rows(self, chosen_P: NDArray[np.bool_], size: int) -> list[ChosenRows]:
         """Return, by device, which rows of the slot fetched last hold these experts, in arrays of `size`."""
-        parts = self._rows[self._fetched[1]].chosen(chosen_P, size)
-        return [part for part, replicas in zip(parts, self.local.devices, strict=True) for _ in replicas]
+        return self.slots.chosen_rows(self._fetched[1], chosen_P, size)
 
     @_guarded
     def release(self) -> None:
@@ -299,48 +245,28 @@ class ExpertState:
     @_guarded
     def _load(self, layer: int, slot: int) -> int:
         """Fetch, in the ring's thread, what the layer's tokens chose last; only updates where it is there already."""
-        if self._layer_in[slot] != layer:
-            self._present[slot][:] = False
-            if self._initial is not None:
-                stacks = self.local.arranged(layer, self._initial(layer, self.local.of_layer(layer)))
-                self._slots[slot] = [
-                    {name: jnp.array(w, device=device) for name, w in own.items()}
-                    for own, device in zip(stacks, self._devices, strict=True)
-                ]
-                self._present[slot][:] = True
-            self._layer_in[slot] = layer
-        self._fit(slot)
+        if not self.slots.holds(slot, layer):
+            read = self._initial
+            self.slots.assign(slot, layer, None if read is None else read(layer, self.local.of_layer(layer)))
+        self.slots.fit(slot)
         foreseen = np.flatnonzero(self._chosen[layer])
-        return self._bring(layer, slot, next(self._rows[slot].waves(foreseen), foreseen))
-
-    def _fit(self, slot: int) -> None:
-        """Empty a slot that has not the room that slots now have."""
-        room = self._room
-        if self._rows[slot].room != room:
-            self._slots[slot] = []  # free before the new one is there
-            self._rows[slot], self._slots[slot] = SlotRows(self.local, room), self._empty(room)
-            self._present[slot][:] = False
+        return self._bring(layer, slot, next(self.slots.waves(slot, foreseen), foreseen))
 
     def _bring(self, layer: int, slot: int, experts: NDArray[np.int64]) -> int:
         """Put these experts' present weights into the slot, which has room for them; return the bytes fetched."""
         now, records = self.now, self._records(layer, experts)
-        self._present[slot][self._rows[slot].take(experts)] = False
-        missing, stale = ~self._present[slot][experts], self._applied[records] < now
+        missing, stale = self.slots.take_rows(slot, experts), self.skipped.are_behind(records, now)
         stores, fetched_bytes = self.stores, 0
         if stores.weights is not None:
             stores.weights.prefetch(records[missing])
         stores.moments.prefetch(records[stale])
-        stores.gradients.prefetch(records[stale & self._pending[records]])
+        stores.gradients.prefetch(records[stale & self.skipped.has_gradient(records)])
         for expert, index, is_missing, is_stale in zip(experts.tolist(), records.tolist(), missing, stale, strict=True):
             if is_missing:
                 assert stores.weights is not None, (layer, expert)
                 with stores.weights.get(index) as record:
-                    stacks, places = self._slots[slot], self._rows[slot].places(layer, expert)
-                    for d, row in places:
-                        stacks[d] = _place(stacks[d], np.int32(row), record.on_device(self.shapes, self._devices[d]))
-                    jax.block_until_ready([stacks[d] for d, _ in places])
-                    fetched_bytes += record.data_R.nbytes * len(places)
-                self._present[slot][expert] = True
+                    fetched_bytes += self.slots.place(slot, layer, expert, record)
+                self.slots.set_present(slot, expert, True)
             if is_stale:
                 fetched_bytes += self._catch_up(slot, expert, index, now)
         return fetched_bytes
@@ -350,10 +276,10 @@ class ExpertState:
     def _catch_up(self, slot: int, expert: int, index: int, now: int) -> int:
         """Bring a record whose weights are in the slot up to step `now`; return the bytes fetched."""
         stores, names = self.stores, self.shapes
-        start, pending = int(self._applied[index]), bool(self._pending[index])
+        steps, pending = self.skipped.steps_of(index, now)
         with contextlib.ExitStack() as held:  # all that may fail to come comes before anything changes
-            places = self._rows[slot].places(self.index.locate(index)[0], expert)
-            device = self._devices[places[0][0]]
+            places = self.slots.places(slot, self.index.locate(index)[0], expert)
+            device = self.slots.devices[places[0][0]]
             moments = held.enter_context(stores.moments.get(index, writable=True))
             fetched_bytes = moments.data_R.nbytes
             g: Mapping[str, NDArray[Any] | jax.Array] = self._no_gradient
@@ -364,10 +290,11 @@ class ExpertState:
             weights: Record | None = None
             if stores.weights is not None:
                 weights = held.enter_context(stores.weights.get(index, writable=True, empty=True))
-            self._present[slot][expert] = False  # until slot and records agree again
+            self.slots.set_present(slot, expert, False)  # until slot and records agree again
             both = moments.on_device([f"{part}.{name}" for part in "mv" for name in names], device)
             m, v = ({name: both[f"{part}.{name}"] for name in names} for part in "mv")
-            w, m, v = self._run_update(slot, places, (m, v, g), range(start, now), pending=pending)
+            missed = self.skipped.windows(steps, pending=pending)
+            w, m, v = self.slots.update(slot, places, (m, v), g, missed, self._optimizer)
             for name in names:
                 np.copyto(moments[f"m.{name}"], m[name])
                 np.copyto(moments[f"v.{name}"], v[name])
@@ -376,28 +303,14 @@ class ExpertState:
             moments.put()
             if weights is not None:
                 weights.put()
-            self._applied[index], self._pending[index] = now, False
-            self._present[slot][expert] = True
+            self.skipped.note_caught_up(index, now)
+            self.slots.set_present(slot, expert, True)
         if pending:
             stores.gradients.forget(index)
         with self._counters:
             self._updates += 1
-            self._replayed += now - start - pending
+            self._replayed += len(steps) - pending
         return fetched_bytes
-
-    def _run_update(
-        self, slot: int, places: Sequence[tuple[int, int]], m_v_g: Any, steps: range, *, pending: bool
-    ) -> tuple[Any, Any, Any]:
-        """Return (w, m, v) after these steps, in the first device's memory; the slot has w too, in all its places."""
-        w: Any = None
-        m, v, g = m_v_g
-        stacks, (first, first_row) = self._slots[slot], places[0]
-        for window in self._history.windows(steps, pending=pending):
-            stacks[first], w, m, v = _update(self._optimizer, stacks[first], np.int32(first_row), m, v, g, window)
-        for d, row in places[1:]:
-            sent = jax.device_put(w, self._devices[d])
-            stacks[d] = jax.block_until_ready(_place(stacks[d], np.int32(row), sent))
-        return jax.block_until_ready((w, m, v))
 
     # Gradients
 
@@ -413,14 +326,14 @@ class ExpertState:
             self._sum_of_shares += float(shares.sum())
             self._num_shares += shares.size
             self._most_chosen_share = max(self._most_chosen_share, float(np.max(shares)))
-        self._kept[layer] = experts
+        self.skipped.note_gradients(layer, self._records(layer, experts))
         self._wait_for_writer(pending=1)
         self._writing.append(self._writer.submit(self._write_gradients, layer, experts, gradients))
 
     @_guarded
     def _write_gradients(self, layer: int, experts: NDArray[np.int64], gradients: Sequence[DeviceStacks]) -> None:
         firsts = [self.local.places(layer, expert)[0] for expert in experts.tolist()]
-        if self._room is not None:  # [M, ...] in ascending order
+        if self.slots.room is not None:  # [M, ...] in ascending order
             devices = np.array([d for d, _ in firsts])
             rows = np.arange(devices.size) - np.searchsorted(devices, devices)
             firsts = list(zip(devices.tolist(), rows.tolist(), strict=True))
@@ -441,13 +354,7 @@ class ExpertState:
     def commit(self, lr: float, clip: float) -> None:
         """Take the step: the gradients kept are its own, and every expert is one step behind."""
         self._wait_for_writer(pending=0)
-        used = [self._records(layer, experts) for layer, experts in self._kept.items()]
-        for records in used:
-            self._pending[records] = True
-        self._kept.clear()
-        self._history.add(lr, clip)
-        self.now += 1
-        self._applied[self._frozen] = self.now
+        used = self.skipped.commit(lr, clip)
         if used:
             for store in self.stores.all():
                 store.touch(np.concatenate(used))
@@ -458,14 +365,13 @@ class ExpertState:
     def abandon(self) -> None:
         """Do not take the step: its gradients are forgotten."""
         self._wait_for_writer(pending=0)
-        self._kept.clear()
+        self.skipped.abandon()
 
     @_guarded
     def freeze(self, records: NDArray[np.int64]) -> None:
         """Keep these experts from now on as they are after the last step; the others are not kept any more."""
         self.flush_updates()
-        self._frozen[:] = False
-        self._frozen[records] = True
+        self.skipped.freeze(records)
 
     # Everything at once
 
@@ -474,19 +380,19 @@ class ExpertState:
         """Bring every expert that is more steps behind up to the present one."""
         own, layers = np.array(self.index.local_records), range(self.index.num_layers)
         records_NP = np.stack([self._records(layer) for layer in layers])
-        stale_NP = self.now - self._applied[records_NP] > most_behind
+        stale_NP = self.skipped.are_behind(records_NP, self.now - most_behind)
         stale_NP &= np.stack([self.local.has(layer) for layer in layers])
         if np.any(stale_NP):
             self.begin(layers)
             for layer, stale_P in enumerate(stale_NP):
                 acquired, slot = self._ring.acquire()
                 assert acquired == layer, (acquired, layer)
-                self._fit(slot)
-                for experts in self._rows[slot].waves(np.flatnonzero(stale_P)):
+                self.slots.fit(slot)
+                for experts in self.slots.waves(slot, np.flatnonzero(stale_P)):
                     self._bring(layer, slot, experts)
                 self._ring.release()
         self._ring.wait()  # for the layers that it fetches ahead
-        self._history.forget_before(int(np.min(self._applied[own])))
+        self.skipped.forget_history(own)
 
     @_guarded
     def save(self) -> ReplayState:
@@ -498,16 +404,7 @@ class ExpertState:
         self.flush_updates(MAX_STEPS_BEHIND)
         for store in self.stores.all():
             store.flush()
-        own = np.array(self.index.local_records)
-        behind, pending = own[self._applied[own] < self.now].tolist(), own[self._pending[own]].tolist()
-        return ReplayState(
-            step=self.now,
-            history=self._history.copy(),
-            applied={index: int(self._applied[index]) for index in behind},
-            pending=frozenset(pending),
-            optimizer=constants(self._optimizer),
-            gradient_dtype=self._gradient_dtype,
-        )
+        return self.skipped.state(np.array(self.index.local_records))
 
     def each_weights(self) -> Iterator[Indexed]:
         """Give the records of all experts' weights, one after the other, as they stand."""
@@ -515,13 +412,9 @@ class ExpertState:
             yield from _each(self.stores.weights)
             return
         self._ring.wait()
-        for layer, slot in sorted((layer, slot) for slot, layer in enumerate(self._layer_in) if layer is not None):
-            experts = np.flatnonzero(self.local.has(layer))
-            firsts = [self.local.places(layer, expert)[0] for expert in experts.tolist()]
-            stacks = self._slots[slot]
-            on_host = {d: {name: np.asarray(w) for name, w in stacks[d].items()} for d in {d for d, _ in firsts}}
-            for (d, row), index in zip(firsts, self._records(layer, experts).tolist(), strict=True):
-                yield index, {name: w[row] for name, w in on_host[d].items()}
+        for layer, slot in self.slots.layers:
+            records = self._records(layer, np.flatnonzero(self.local.has(layer)))
+            yield from zip(records.tolist(), self.slots.each_weights(slot, layer), strict=True)
 
     def each_moments(self) -> Iterator[Indexed]:
         """Give the records of all experts' moments, one after the other, as they stand."""
@@ -529,7 +422,7 @@ class ExpertState:
 
     @_guarded
     def weights(self) -> ExpertArrays:
-        """Return [N, P, ...] of all experts, as they stand; 0 where this process has one not."""
+        """Return [N, P, ...] of all experts, as they stand; zeros for experts this process does not own."""
         return self._stacked(self.each_weights(), "")
 
     @_guarded
@@ -558,8 +451,8 @@ class ExpertState:
                 self._ring.stats().waited_s + self._waited_s,
                 self._sum_of_shares / max(self._num_shares, 1),
                 self._most_chosen_share,
-                1.0 if self._room is None else self._room / self.local.per_device,
-                self._slot_bytes,
+                1.0 if self.slots.room is None else self.slots.room / self.local.per_device,
+                self.slots.num_bytes,
             )
 
     def close(self) -> None:

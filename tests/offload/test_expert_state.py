@@ -18,13 +18,14 @@ import jax
 import numpy as np
 import pytest
 
-import jmoe.offload.expert_state
+import jmoe.offload.training_slots
 from jmoe.config import CheckpointConfig, TiersConfig
 from jmoe.memory.record import Record
 from jmoe.memory.record_checkpoint import RecordCheckpoints
 from jmoe.memory.tiered_store import TieredStore
 from jmoe.memory.version_store import VersionStore
 from jmoe.offload.expert_state import ExpertState
+from jmoe.offload.training_slots import TrainingSlots
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.training.resume import restored
 from jmoe.training.state import TrainState
@@ -140,9 +141,9 @@ PLACES = [
     (VersionStore, "write"),
     (VersionStore, "sync"),
     (VersionStore, "pin"),
-    (ExpertState, "_run_update"),
+    (TrainingSlots, "update"),
     (ExpertState, "_write_gradients"),
-    (jmoe.offload.expert_state, "_place"),
+    (jmoe.offload.training_slots, "_place"),
     (LayerPrograms, "route"),
     (LayerPrograms, "moe_gradients"),
     (RecordCheckpoints, "write_list"),

@@ -16,10 +16,11 @@ from jmoe.config import TrainConfig
 from jmoe.memory.record_checkpoint import RecordCheckpoints
 from jmoe.mesh import ALL, EXPERT, split_over
 from jmoe.offload.expert_index import ExpertIndex, LocalExperts, SlottedExperts
-from jmoe.offload.expert_state import DeviceStacks, ExpertState, ExpertStats, ReadExperts, Slot
+from jmoe.offload.expert_state import ExpertState, ExpertStats, ReadExperts
 from jmoe.offload.lazy_adamw import ReplayState
 from jmoe.offload.slot_rows import ChosenRows
 from jmoe.offload.train_stores import ExpertStores
+from jmoe.offload.training_slots import DeviceStacks, Slot
 
 
 class StreamedExperts:

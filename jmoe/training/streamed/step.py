@@ -27,7 +27,8 @@ from jmoe.layers.moe import MoEStats
 from jmoe.layers.router import RouterBias
 from jmoe.mesh import ACCUMULATED_BATCH, BATCH
 from jmoe.models.decoder import STACKS, Decoder
-from jmoe.offload.expert_state import DeviceStacks, ExpertArrays, ReadExperts
+from jmoe.offload.expert_state import ExpertArrays, ReadExperts
+from jmoe.offload.training_slots import DeviceStacks
 from jmoe.optim.loss_scale import first_loss_scale
 from jmoe.training.gradient_reduction import StreamedGradients
 from jmoe.training.sharded_decoder import ShardedDecoder

@@ -12,7 +12,8 @@ import pytest
 from test_streamed_step import HOST, Trained, held_out_batches, same_training, train
 
 from jmoe.config import TiersConfig
-from jmoe.offload.expert_state import ExpertState, Slot
+from jmoe.offload.expert_state import ExpertState
+from jmoe.offload.training_slots import Slot
 from jmoe.training.trainer import make_trainer
 from tests.model_configs import mesh_of
 from tests.train_runs import Run

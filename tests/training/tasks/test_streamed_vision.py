@@ -166,7 +166,7 @@ def test_experts_on_tiers_lie_where_their_tasks_run(
         run.train(1)
         assert run.trainer.slots is not None and run.trainer.slots.num_slots == num_slots
         assert run.trainer.experts is not None
-        for slot in run.trainer.experts._slots:
+        for slot in run.trainer.experts.slots.stacks:
             assert {w.shape[0] for stacks in slot for w in stacks.values()} == {num_slots}
 
 
