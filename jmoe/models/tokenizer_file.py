@@ -15,8 +15,13 @@ from jmoe.config import check
 
 TOKENIZER, SETTINGS, OLD_SETTINGS = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 # Files beside a tokenizer.json: they say how chats are written, where answers end, how they are drawn.
-BESIDE = (SETTINGS, OLD_SETTINGS, "added_tokens.json", "chat_template.jinja")
-BESIDE += ("generation_config.json",)
+BESIDE = (
+    SETTINGS,
+    OLD_SETTINGS,
+    "added_tokens.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
 # Tokenizers of other programs, which some models have alone.
 OTHER_TOKENIZERS = ("tiktoken.model", "tokenizer.model", "tekken.json", "vocab.json")
 ADDED_TOKEN = ("single_word", "lstrip", "rstrip", "normalized", "special")  # how a token is found in a text
