@@ -110,10 +110,11 @@ def serve(
     import jmoe
     from jmoe.inference.engine import Engine, open_checkpoint, plan_engine_memory, with_sequence_length
     from jmoe.inference.mesh.lockstep import end_process
-    from jmoe.models.tokenizer_file import tokenizer_file
+    from jmoe.models.tokenizer_file import open_tokenizer, tokenizer_file
     from jmoe.serving.api_keys import RELOAD_S
     from jmoe.serving.app import make_app
-    from jmoe.serving.http_server import HttpServer, bind
+    from jmoe.serving.chat_template import read_templates
+    from jmoe.serving.http_server import HttpServer, allow_open_files, bind
     from jmoe.serving.model_sampling import ModelSampling
     from jmoe.serving.service import Service
     from jmoe.status import repeating
@@ -123,7 +124,7 @@ def serve(
         engine_config = with_sequence_length(checkpoint, config.engine)
         length, positions = engine_config.max_seq_len, checkpoint.max_positions
         memory = plan_engine_memory(checkpoint, engine_config)
-    tokenizer_file(folder, "model")
+    tokenizer = tokenizer_file(folder, "model")
     sampling = ModelSampling.read(folder, config.sampling_defaults)
     say(f"{name} from {folder}: {engine_config.max_batch} sequences at once, {length:,} tokens each")
     if config.engine.max_seq_len is None and length != positions:
@@ -132,6 +133,9 @@ def serve(
     if config.dry_run:
         print(memory)
         return
+    open_tokenizer(tokenizer)  # what is damaged is named before weights are read
+    read_templates(folder)
+    allow_open_files(config.max_connections)
     listening = bind(config.host, config.port)
     host, port = listening.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"

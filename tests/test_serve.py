@@ -26,10 +26,10 @@ from tests.train_runs import Run, Start, TrainRuns
 
 
 def mixtral(tmp_path: Path) -> Path:
-    """A model with what stands for a tokenizer as long as nothing is loaded."""
+    """A model with a tokenizer of no tokens, which will do as long as nothing is loaded."""
     folder = tmp_path / "mixtral"
     shutil.copytree(CHECKPOINTS / "mixtral", folder)
-    (folder / "tokenizer.json").write_text("{}")
+    (folder / "tokenizer.json").write_text('{"model": {"type": "BPE", "vocab": {}, "merges": []}}')
     return folder
 
 
@@ -71,6 +71,9 @@ def test_mistakes(run_python: Run, tmp_path: Path, capsys: pytest.CaptureFixture
     keys.write_text("\n")
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     model = str(mixtral(tmp_path))
+    no_template, no_tokenizer = (shutil.copytree(model, tmp_path / name) for name in ("no template", "no tokenizer"))
+    (no_template / "tokenizer_config.json").write_text('{"chat_template": 1}')
+    (no_tokenizer / "tokenizer.json").write_text("{}")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -84,10 +87,13 @@ def test_mistakes(run_python: Run, tmp_path: Path, capsys: pytest.CaptureFixture
             ([model, "--max-seq-len", "65"], "max_seq_len = 65: must not exceed the model's 64 positions"),
             ([model, "--max-seq-len", "100000", "--dry-run"], "must not exceed the model's 64 positions"),
             ([model, "--api-key-file", keys], "api_key_file = "),
+            ([no_tokenizer, "--port", "0"], "tokenizer.json: not a readable tokenizer.json"),
+            ([no_template, "--port", "0"], "tokenizer_config.json: chat_template must be a string or a list of"),
             ([model, "--port", str(port)], f"port = {port}: Address already in use"),
         ):
             with pytest.raises((ValueError, OSError), match=re.escape(message)):
                 serve.run(list(map(str, arguments)))
+        assert "loading" not in capsys.readouterr().out, "no weight was read for any of them"
         done = run_python(["serve.py", model, "--port", str(port)])
     assert done.returncode == 1 and f"port = {port}: Address already in use" in done.stderr, done.stderr
     assert "Traceback" not in done.stderr

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jmoe.config import check
+from jmoe.models.folder import has_file
 from jmoe.models.pretrained import read_table
 
 FILE = "generation_config.json"
@@ -57,7 +58,7 @@ class GenerationConfig:
     def read(cls, folder: Path, config_fields: Mapping[str, Any]) -> "GenerationConfig":
         """Read a folder's, whose config.json holds `config_fields`; `ValueError` naming what is damaged."""
         file = folder / FILE
-        fields = read_table(file) if file.is_file() else {}
+        fields = read_table(file) if has_file(file) else {}
         of_config = _token_ids(folder / "config.json", config_fields.get("eos_token_id"))
         own = "eos_token_id" in fields
         sampling = {name: fields[name] for name in SAMPLING if fields.get(name) is not None}

@@ -5,6 +5,7 @@ the family's configuration class in transformers.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -64,7 +65,9 @@ class _Fields:
         return None if value is None else self.integer(name, default=default)
 
     def number(self, name: str, default: float | None = None) -> float:
-        return float(self._checked(name, default, (int, float), "a number"))
+        value = self._checked(name, default, (int, float), "a number")
+        check(math.isfinite(value), self._prefix + name, value, "must be finite")
+        return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
         value: bool = self._checked(name, default, (bool,), "true or false")
@@ -127,6 +130,7 @@ def _rope(fields: _Fields, theta: float, default: dict[str, Any] | None = None) 
         "original_max_position_embeddings",
         default=rope.integer("original_max_position_embeddings", default=positions),
     )
+    check(original > 0, "original_max_position_embeddings", original, "must be greater than 0")
     attention_factor = rope.value("attention_factor")
     yarn = YarnConfig(
         factor=rope.number("factor", positions / original),

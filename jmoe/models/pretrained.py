@@ -24,6 +24,7 @@ from jmoe.layers.moe import MoEStats
 from jmoe.layers.router import Routing
 from jmoe.mesh import ALL, EXPERT, param_specs, shardings
 from jmoe.models.decoder import Decoder
+from jmoe.models.folder import has_file
 from jmoe.models.huggingface import family_of, hf_config, model_config
 from jmoe.models.safetensors_io import INDEX, SINGLE, read_headers, replace_text, write_safetensors
 from jmoe.models.stored_formats import COMPRESSION_FIELDS
@@ -114,7 +115,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     flag is false in what is returned.
     """
     file = folder / "config.json"
-    if not file.is_file():
+    if not has_file(file):
         raise ValueError(f"{file}: is missing; {what_instead(folder) or 'a Hugging Face checkpoint has one'}")
     fields = read_table(file)
     has_weights = (folder / SINGLE).is_file() or (folder / INDEX).is_file()

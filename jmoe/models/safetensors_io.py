@@ -18,9 +18,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jmoe.config import check
 from jmoe.memory.closing import Closing
 from jmoe.memory.direct_io import fsync
 from jmoe.memory.identity import content_identity
+from jmoe.models.folder import has_file
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES: dict[str, Any] = {
@@ -115,10 +117,10 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
 
     Raises `ValueError` naming the file for one that is missing, truncated or not as the index says.
     """
-    if (folder / SINGLE).is_file():
+    if has_file(folder / SINGLE):
         return _header(folder / SINGLE)
     index = folder / INDEX
-    if not index.is_file():
+    if not has_file(index):
         raise ValueError(f"{folder}: has neither {SINGLE} nor {INDEX}")
     try:
         places = json.loads(index.read_text())["weight_map"]
@@ -127,6 +129,8 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
         raise ValueError(f"{index}: has no weight_map of tensors to files") from error
     tensors: dict[str, StoredTensor] = {}
     for name in files:
+        plain = isinstance(name, str) and name != "" and Path(name).name == name
+        check(plain, f"{index}: a file of weight_map", name, "must be the name of a file beside the index")
         if not (folder / name).is_file():
             raise ValueError(f"{folder / name}: is missing, but {INDEX} names it")
         for tensor in _header(folder / name).values():

@@ -12,6 +12,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, processors
 
 from jmoe.config import check
+from jmoe.models.folder import has_file
 
 TOKENIZER, SETTINGS, OLD_SETTINGS = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 # Files beside a tokenizer.json: they say how chats are written, where answers end, how they are drawn.
@@ -35,7 +36,7 @@ def tokenizer_file(folder: Path, name: str = "MODEL") -> Path:
     """Return the folder's `tokenizer.json`; `ValueError` if it has none. name: of the option that names the folder."""
     others = [other for other in OTHER_TOKENIZERS if (folder / other).is_file()]
     instead = f"; its {others[0]} is not read: convert it to a tokenizer.json, with transformers" if others else ""
-    check((folder / TOKENIZER).is_file(), name, str(folder), f"must hold a tokenizer.json{instead}")
+    check(has_file(folder / TOKENIZER), name, str(folder), f"must hold a tokenizer.json{instead}")
     return folder / TOKENIZER
 
 
@@ -119,7 +120,7 @@ def special_tokens(settings: Mapping[str, Any], folder: Path) -> dict[str, str]:
 
 def read_settings(path: Path) -> dict[str, Any]:
     """Return a JSON object, {} where there is no such file; `ValueError` naming a file that is damaged."""
-    if not path.is_file():
+    if not has_file(path):
         return {}
     try:
         config = json.loads(path.read_text(encoding="utf-8"))

@@ -15,6 +15,7 @@ from jmoe.serving.api_keys import ApiKeys
 from jmoe.serving.chat import chat_router
 from jmoe.serving.completions import completions_router
 from jmoe.serving.errors import ApiError, ErrorResponse, add_error_handlers
+from jmoe.serving.json_body import JsonRoute
 from jmoe.serving.middleware import ID_HEADER, AuthMiddleware
 from jmoe.serving.schemas import (
     DetokenizeRequest,
@@ -42,6 +43,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     403: {"description": "The host is not one that this server has"},
     404: {"description": "There is no such model or path"},
     413: {"description": "The body is too large"},
+    415: {"description": "The body is compressed"},
     429: {"description": "The queue is full; Retry-After says when to try again"},
     500: {"description": "The engine failed"},
     503: {"description": "The server is shutting down, or the engine has failed"},
@@ -91,7 +93,7 @@ def make_app(service: Service, api_keys: ApiKeys, version: str) -> FastAPI:
 
 def tokens_router(service: Service) -> APIRouter:
     """Return the routes between text and tokens."""
-    router = APIRouter()
+    router = APIRouter(route_class=JsonRoute)
 
     @router.post("/tokenize")
     async def tokenize(body: TokenizeRequest, request: Request) -> TokenizeResponse:

@@ -8,6 +8,7 @@ from starlette.responses import Response
 from jmoe.inference.sampling_params import SamplingParams
 from jmoe.inference.sequence import Sequence
 from jmoe.serving.answer import EVENTS, Answer
+from jmoe.serving.json_body import JsonRoute
 from jmoe.serving.schemas import (
     AnswerMessage,
     ChatChoice,
@@ -60,7 +61,7 @@ def _join(deltas: list[ChunkChoice]) -> ChatChoice:
 
 def chat_router(service: Service) -> APIRouter:
     """Return the route."""
-    router = APIRouter()
+    router = APIRouter(route_class=JsonRoute)
 
     @router.post("/v1/chat/completions", response_model=ChatCompletionResponse, responses=EVENTS)
     async def chat_completions(body: ChatCompletionRequest, request: Request) -> ChatCompletionResponse | Response:

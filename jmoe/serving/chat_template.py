@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
@@ -17,6 +18,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
+from jmoe.models.folder import has_file, read_text
 from jmoe.models.tokenizer_file import SETTINGS, read_settings, special_tokens
 
 DEFAULT, TOOL_USE = "default", "tool_use"
@@ -123,10 +125,13 @@ def read_templates(folder: Path) -> dict[str, Any] | None:
     template, or a list of `{"name": ..., "template": ...}`. `ValueError` for files that are damaged.
     """
     config = read_settings(folder / SETTINGS)
-    templates = {path.stem: path for path in sorted((folder / TEMPLATE_FOLDER).glob("*.jinja"))}
-    if (folder / TEMPLATE_FILE).is_file():
+    additional = folder / TEMPLATE_FOLDER
+    if os.path.lexists(additional) and not additional.is_dir():
+        raise ValueError(f"{additional}: must be a folder of templates, or not be there")
+    templates = {path.stem: path for path in sorted(additional.glob("*.jinja")) if has_file(path)}
+    if has_file(folder / TEMPLATE_FILE):
         templates[DEFAULT] = folder / TEMPLATE_FILE
-    texts = {name: path.read_text(encoding="utf-8") for name, path in templates.items()}
+    texts = {name: read_text(path) for name, path in templates.items()}
     texts = texts or _templates_of(config.get("chat_template"), folder)
     return (
         {"templates": texts, "special_tokens": special_tokens(config, folder), "source": str(folder)} if texts else None

@@ -9,6 +9,7 @@ from starlette.responses import Response
 from jmoe.inference.sampling_params import SamplingParams
 from jmoe.inference.sequence import Output, Sequence, TokenLogprob
 from jmoe.serving.answer import EVENTS, Answer
+from jmoe.serving.json_body import JsonRoute
 from jmoe.serving.schemas import (
     CompletionChoice,
     CompletionLogprobs,
@@ -109,7 +110,7 @@ class _CompletionAnswer(Answer[CompletionRequest, CompletionChoice]):
 
 def completions_router(service: Service) -> APIRouter:
     """Return the route."""
-    router = APIRouter()
+    router = APIRouter(route_class=JsonRoute)
 
     @router.post("/v1/completions", response_model=CompletionResponse, responses=EVENTS)
     async def completions(body: CompletionRequest, request: Request) -> CompletionResponse | Response:

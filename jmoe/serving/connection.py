@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from jmoe.config.serving import ServeConfig
 from jmoe.serving.errors import ApiError
@@ -60,6 +60,25 @@ class _Parser(httptools.HttpRequestParser):
             self._connection.decline_upgrade(data[upgrade.args[0] :])
 
 
+class _UnframedCycle(RequestResponseCycle):
+    """Answers a client of HTTP/1.0, which knows no chunks.
+
+    An answer of unknown length ends with its connection.
+    """
+
+    _unframed = False
+
+    async def send(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            names = {name.lower() for name, _ in message["headers"]}
+            self._unframed = b"content-length" not in names
+            if self._unframed:
+                self.chunked_encoding = False
+        elif self._unframed:
+            self.expected_content_length = len(message.get("body", b""))
+        await super().send(message)
+
+
 class Connection(HttpToolsProtocol):
     """An HTTP/1.1 connection whose client must send each head and body, and take each answer, within a time.
 
@@ -108,6 +127,12 @@ class Connection(HttpToolsProtocol):
         self._shared.waiting.pop(self, None)
         self._shared.shares.remove(self)
         self.transport.abort()
+
+    def eof_received(self) -> None:
+        """Write nothing more: the transport closes before it calls `connection_lost`."""
+        if not self._is_idle:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._shared.shares.remove(self)
@@ -169,8 +194,14 @@ class Connection(HttpToolsProtocol):
         if self.parser.get_method() == b"CONNECT":
             self._refusal = (501, "CONNECT: this server is no proxy")
             raise _Refused
+        codings = [value for name, value in self.headers if name == b"transfer-encoding"]
+        if codings and [coding.lower().strip() for coding in codings] != [b"chunked"]:
+            self._refusal = (501, "the only Transfer-Encoding that this server reads is chunked")
+            raise _Refused
         self._await_client(self._shared.config.body_timeout_s, "body")
         super().on_headers_complete()
+        if self.parser.get_http_version() == "1.0":
+            self.cycle.__class__ = _UnframedCycle  # uvicorn makes the cycle itself
 
     def on_body(self, body: bytes) -> None:
         self._head_bytes = max(0, self._head_bytes - len(body))
@@ -194,6 +225,14 @@ class Connection(HttpToolsProtocol):
             self._abort_later()
         elif self._is_idle:
             self._shared.waiting[self] = None
+
+    def shutdown(self) -> None:
+        """Refuse a request whose body is still arriving: the server would wait for it."""
+        is_arriving = not self._is_idle and self.cycle.more_body and not self.cycle.response_started
+        if is_arriving and not self.pipeline:
+            self._refuse(503, "the server is shutting down")
+        else:
+            super().shutdown()
 
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()

@@ -325,7 +325,7 @@ class EngineLoop:
                 self._loop.call_soon_threadsafe(self._deliver, outputs)
         except LockstepError:
             pass  # `_lose_process` says so
-        except Exception:
+        except BaseException:  # a panic of tokenizers, which is written in Rust, is no Exception
             log.exception("the engine has failed; no request is served any more")
             self._loop.call_soon_threadsafe(self._fail_for_good, ENGINE_FAILED)
 

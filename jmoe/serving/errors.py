@@ -97,6 +97,8 @@ def add_error_handlers(app: FastAPI) -> None:
     def answer(_: Request, error: Exception) -> JSONResponse:
         if isinstance(error, RequestValidationError):
             error = _validation_error(error.errors())
+        elif isinstance(error.__cause__, ApiError):  # of a body, which FastAPI wraps
+            error = error.__cause__
         elif isinstance(error, HTTPException):
             error = ApiError(error.status_code, str(error.detail), headers=error.headers)
         elif not isinstance(error, ApiError):

@@ -182,12 +182,13 @@ class ForkServer:
         """
         self._what, self._begin, self._setup, self._limits = what, begin, setup, limits
         self._idle: list[Fork] = []
+        self._starting = asyncio.Lock()
         self._start()
 
     async def ask(self, question: bytes) -> bytes:
         """Let a fork answer that has answered before, or a new one."""
         self._idle = [fork for fork in self._idle if not fork.has_ended]
-        fork = self._idle.pop() if self._idle else self.fork()
+        fork = self._idle.pop() if self._idle else await self.new_fork()
         answer = await fork.ask(question)
         if not fork.is_slow:
             self._idle.append(fork)
@@ -201,11 +202,19 @@ class ForkServer:
             raise LimitError(f"{self._what}: needs more than {ANSWER_LIMIT_S:g} s")
         return answer
 
+    async def new_fork(self) -> Fork:
+        """Return a new fork; a server that was killed is started again.
+
+        A thread does that: it may take seconds.
+        """
+        async with self._starting:
+            if self._process.poll() is not None:
+                self.close()
+                await asyncio.to_thread(self._start)
+        return self.fork()
+
     def fork(self) -> Fork:
-        """Return a new fork. A server that was killed is started again."""
-        if self._process.poll() is not None:
-            self.close()
-            self._start()
+        """Return a new fork of a server that runs."""
         ours, theirs = socket.socketpair()
         with theirs:
             socket.send_fds(self._control, [_FORK], [theirs.fileno()])

@@ -124,7 +124,7 @@ class Grammars:
         async with self._starting:
             if self._server is None:
                 self._server = await asyncio.to_thread(self._start)
-        fork = self._server.fork()
+        fork = await self._server.new_fork()
         answer = await fork.ask(json.dumps({"schema": text, "count": count}).encode())
         _, _, kind = HEAD.unpack_from(answer)
         said = answer[HEAD.size :]

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 import os
+import resource
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -13,11 +14,13 @@ import uvicorn
 from fastapi import FastAPI
 from sse_starlette.sse import AppStatus
 
+from jmoe.config import check
 from jmoe.config.serving import ServeConfig
 from jmoe.serving.connection import Connections
 from jmoe.serving.engine_loop import EngineLoop
 
 BACKLOG = 1024
+OTHER_FILES = 256  # than connections: of experts, of forks, of libraries
 GRACE_S = 5.0  # for the last errors to go out
 IDLE_CHECK_S = 0.05
 
@@ -96,6 +99,21 @@ class HttpServer(uvicorn.Server):
             await asyncio.sleep(IDLE_CHECK_S)
         if not self.should_exit:
             self.handle_exit(number, None)
+
+
+def allow_open_files(max_connections: int) -> None:
+    """Let this process have so many connections open; `ValueError` where the system allows fewer.
+
+    Without room for one more file the system turns away whoever comes next, and no client makes room
+    for another.
+    """
+    allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = max_connections + OTHER_FILES
+    if allowed != resource.RLIM_INFINITY and allowed < needed:
+        fits = most == resource.RLIM_INFINITY or needed <= most
+        least = f"so many and {OTHER_FILES} other files need ulimit -n {needed}, which is {most}"
+        check(fits, "max_connections", max_connections, f"must be smaller: {least}")
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, most))
 
 
 def bind(host: str, port: int) -> socket.socket:

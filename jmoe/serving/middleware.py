@@ -103,11 +103,15 @@ class AuthMiddleware:
     async def _read_body(self, scope: Scope, headers: Headers, receive: Receive, body: "_Body") -> bool:
         """Read the whole body; False if the client has gone before.
 
-        `ApiError` 413 as soon as it is known to be too large, 503 if there is no room for it, or another client's takes
-        its room. A body that nothing asks for is not read.
+        `ApiError` 415 for a compressed one, 413 as soon as it is known to be too large, 503 if there
+        is no room for it, or another client's takes its room. A body that nothing asks for is not read.
         """
         if scope["method"] in ("GET", "HEAD") or scope["path"] in OPEN_PATHS:
             return True
+        encoding = headers.get("content-encoding", "identity")
+        if encoding.lower() not in ("", "identity"):
+            text = f"Content-Encoding = {encoding!r}: must be identity: send the body as it is"
+            raise ApiError(415, text)
         declared = headers.get("content-length", "")
         size = int(declared) if declared.isdecimal() else 0
         self._arriving[body] = None

@@ -175,7 +175,7 @@ class GenerationBody(RequestBody):
     frequency_penalty: Finite = Field(default=0.0, ge=-2, le=2)
     repetition_penalty: Finite = Field(default=1.0, gt=0, le=100)
     logit_bias: Annotated[
-        dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[Finite, Field(ge=-100, le=100)]],
+        dict[Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")], Annotated[Finite, Field(ge=-100, le=100)]],
         Field(max_length=MAX_IDS),
         _at_most(MAX_IDS),
     ] = Field(default_factory=dict)

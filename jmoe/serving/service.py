@@ -118,8 +118,12 @@ class Service:
             if limit is not None and len(text) > limit:
                 message = f"the prompt has {len(text)} characters; at most {limit} can be the {tokens} tokens that fit"
                 raise ApiError(400, message, code="context_length_exceeded")
-        # `encode` would not let another thread of Python run meanwhile
-        batch = self.tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        try:  # `encode` would not let another thread of Python run meanwhile
+            batch = self.tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # of Rust: no `Exception`, and in no module
+                raise
+            raise ApiError(400, f"the model's tokenizer cannot encode the text: {error}") from error
         return [encoding.ids for encoding in batch]
 
     async def _at_turn(self, request: Request, work: Callable[[], Awaitable[T]]) -> T:

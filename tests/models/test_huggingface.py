@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from typing import Any
 
 import pytest
@@ -281,6 +282,14 @@ def test_quantizations_that_change_nothing_more(changes: dict[str, Any]) -> None
         ("mixtral", {"hidden_size": -32}, "hidden_size = -32: must be greater than 0"),
         ("mixtral", {"num_hidden_layers": True}, "num_hidden_layers = True: must be an integer"),
         ("mixtral", {"rms_norm_eps": "small"}, "rms_norm_eps = 'small': must be a number"),
+        ("mixtral", {"rms_norm_eps": math.inf}, "rms_norm_eps = inf: must be finite"),
+        ("mixtral", {"rope_parameters": {"rope_theta": math.inf}}, "rope_parameters.rope_theta = inf: must be finite"),
+        ("mixtral", {"rope_parameters": YARN | {"factor": math.inf}}, "rope_parameters.factor = inf: must be finite"),
+        (
+            "mixtral",
+            {"rope_parameters": YARN | {"factor": None, "original_max_position_embeddings": 0}},
+            "original_max_position_embeddings = 0: must be greater than 0",
+        ),
         ("mixtral", {"tie_word_embeddings": 1}, "tie_word_embeddings = 1: must be true or false"),
         ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok = 1: is not supported where weights are divided"),
         ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok = 9: must be between 1 and num_experts = 4"),

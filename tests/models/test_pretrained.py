@@ -367,6 +367,10 @@ def test_index_that_disagrees_with_its_files(tmp_path: Path) -> None:
     index.write_text(json.dumps(content))
     with pytest.raises(ValueError, match=r"is missing, but model.safetensors.index.json places it there"):
         jmoe.load_pretrained(tmp_path / "bad")
+    for file in (5, "../model.safetensors", "/model.safetensors", ""):
+        index.write_text(json.dumps({"weight_map": {"model.norm.weight": file}}))
+        with pytest.raises(ValueError, match=r"a file of weight_map = .*: must be the name of a file beside the index"):
+            jmoe.load_pretrained(tmp_path / "bad")
     index.write_text("{}")
     with pytest.raises(ValueError, match="has no weight_map"):
         jmoe.load_pretrained(tmp_path / "bad")

@@ -1,15 +1,22 @@
 """/v1/completions over HTTP against the engine in this process; OpenAI's own client reads the answers."""
 
 import asyncio
+import gzip
 import re
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from tokenizers import Regex, Tokenizer, pre_tokenizers
 
 from jmoe.inference.engine import Engine
+from jmoe.serving.errors import ApiError
+from jmoe.serving.service import Service
+from jmoe.serving.vocabulary import TokenVocabulary
 from tests.http_servers import LIMIT_S, HttpProcess, is_idle
 from tests.serving.conftest import VOCAB_SIZE
 
@@ -160,6 +167,7 @@ def test_parameters_reach_the_sampler(server: HttpProcess, engine: Engine) -> No
         ({"temperature": -1}, 400, "greater than or equal to 0", "temperature"),
         ({"max_tokens": 0}, 400, "max_tokens = 0 needs echo = true", None),
         ({"logit_bias": {"399999": 1}}, 400, f"must be below vocab_size = {VOCAB_SIZE}", None),
+        ({"logit_bias": {"007": 1, "7": 2}}, 400, "String should match pattern", None),
         ({"min_tokens": 30, "max_tokens": 20}, 400, "at most max_tokens = 20", "min_tokens"),
         ({"prompt": []}, 400, "must hold at least one token", None),
         ({"prompt": [1, 999]}, 400, f"a token of prompt = 999: must be at least 0 and below {VOCAB_SIZE}", None),
@@ -190,14 +198,40 @@ def test_null_is_not_given(server: HttpProcess) -> None:
         (b'{"prompt": "x"}', "text/plain", "sent as Content-Type: application/json"),
         (b'{"prompt": "\\ud800"}', "application/json", "the prompt holds half of a surrogate pair"),
         (b'{"prompt": "x", "\\ud800": 1}', "application/json", "?: is not a parameter that this server supports"),
-        (b'{"prompt": "x", "temperature": NaN}', "application/json", "temperature"),
-        (b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}", "application/json", "error parsing the body"),
-        (b"[" * 100_000, "application/json", "error parsing the body"),
+        (b'{"prompt": "x", "temperature": NaN}', "application/json", "the body is not JSON, which has no NaN"),
+        (b'{"prompt": "x", "n": 1, "n": 2}', "application/json", "n: is given twice in one object"),
+        (
+            b'{"prompt": "x", "n": 1, "user": "' + b"y" * 100_000 + b'", "n": 2}',
+            "application/json",
+            "n: is given twice",
+        ),
+        (b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}", "application/json", "too many digits"),
+        (b"[" * 100_000, "application/json", "nested too deeply"),
     ],
 )
 def test_a_body_that_is_no_proper_json(server: HttpProcess, content: bytes, kind: str, words: str) -> None:
     response = httpx.post(f"{server.url}/v1/completions", content=content, headers={"content-type": kind})
     assert response.status_code == 400 and words in response.json()["error"]["message"], response.text
+
+
+def test_a_text_that_the_tokenizer_gives_up(model_folder: Path) -> None:
+    """Its regular expression needs more than its limit: a panic of Rust, which is no `Exception`."""
+    tokenizer = Tokenizer.from_file(str(model_folder / "tokenizer.json"))
+    split = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, tokenizer.pre_tokenizer])
+    service: Any = SimpleNamespace(tokenizer=tokenizer, vocabulary=TokenVocabulary(tokenizer), max_seq_len=256)
+    assert Service.encode(service, ["abc"])
+    with pytest.raises(ApiError, match=r"^the model's tokenizer cannot encode the text: .*retry-limit"):
+        Service.encode(service, ["a" * 40 + "b"])
+
+
+def test_a_compressed_body(server: HttpProcess) -> None:
+    """It is not taken for a damaged one, nor one that is not compressed for what its header says."""
+    for body in (gzip.compress(b'{"prompt": "x"}'), b'{"prompt": "x"}'):
+        headers = {"content-type": "application/json", "content-encoding": "gzip"}
+        response = httpx.post(f"{server.url}/v1/completions", content=body, headers=headers)
+        assert response.status_code == 415
+        assert response.json()["error"]["message"].startswith("Content-Encoding = 'gzip': must be identity")
 
 
 def test_usage_with_every_chunk(server: HttpProcess) -> None:

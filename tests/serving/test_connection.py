@@ -4,6 +4,7 @@ How long `/health` took at worst and what the process grew by is printed (`pytes
 machines that do much else: on one that does not, nothing takes a second, and what is refused late takes minutes.
 """
 
+import asyncio
 import contextlib
 import http.client
 import json
@@ -17,8 +18,12 @@ from typing import Any, Self
 
 import psutil
 import pytest
+import uvicorn
 from tokenizers import Tokenizer
+from uvicorn.server import ServerState
 
+from jmoe.config.serving import ServeConfig
+from jmoe.serving.connection import Connections
 from tests.fakes import wait_for
 from tests.http_servers import ENDLESS, LIMIT_S, LONG, HttpProcess, is_idle
 
@@ -374,6 +379,63 @@ def test_an_offer_of_another_protocol(server: HttpProcess, head: bytes, body: by
         assert first.startswith(b"%d " % status), (cut, received)
         assert second.startswith(b"200 ") and second.endswith(b'{"status":"ok"}'), (cut, received)
         assert status != 200 or not body or b'"count":' in first
+
+
+def test_a_client_of_http_1_0(server: HttpProcess) -> None:
+    """It knows no chunks: the lengths of chunks would be part of its answer."""
+    body = b'{"prompt": "x", "max_tokens": 3, "stream": true, "ignore_eos": true}'
+    head = b"POST /v1/completions HTTP/1.0\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    for method in (b"POST", b"HEAD"):
+        request = head % len(body) + body if method == b"POST" else b"HEAD / HTTP/1.0\r\n\r\n"
+        with connect(server) as client:
+            client.sendall(request)
+            answer = b"".join(iter(lambda: client.recv(65536), b""))
+        answer_head, _, text = answer.partition(b"\r\n\r\n")
+        assert answer_head.startswith(b"HTTP/1.1 200 ") and b"transfer-encoding" not in answer_head
+        assert not text if method == b"HEAD" else text.startswith(b"data: {") and text.endswith(b"data: [DONE]\n\n")
+
+
+def test_codings_of_a_body(server: HttpProcess) -> None:
+    """What is not read is not taken for a body that was sent as it is."""
+    for coding, status in ((b"chunked", 200), (b"Chunked", 200), (b"gzip, chunked", 501)):
+        with connect(server) as client:
+            request = JSON_HEAD + b"connection: close\r\ntransfer-encoding: %b\r\n\r\n" % coding
+            client.sendall(request + b"%x\r\n%b\r\n0\r\n\r\n" % (len(TEXT_BODY), TEXT_BODY))
+            answer = b"".join(iter(lambda: client.recv(65536), b""))
+        assert answer.startswith(b"HTTP/1.1 %d " % status), answer
+        assert status == 200 or b"the only Transfer-Encoding that this server reads is chunked" in answer
+
+
+def test_a_client_that_ends_its_side() -> None:
+    """Nothing is written to it, in the very moment of its answer either: the transport is closed, and would refuse."""
+
+    class Transport(asyncio.Transport):
+        def write(self, data: Any) -> None:
+            raise RuntimeError("the handler is closed")
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        answering.set()
+        await left.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"x"})
+
+    async def check() -> None:
+        config = uvicorn.Config(app, log_config=None)
+        config.load()
+        options = {"config": config, "server_state": ServerState(), "app_state": {}}
+        connection = Connections(ServeConfig("x")).connection(**options)
+        connection.connection_made(Transport())
+        connection.data_received(GET + b"\r\n")
+        await answering.wait()
+        connection.eof_received()
+        left.set()
+        (task,) = options["server_state"].tasks
+        await task
+        assert connection.cycle.disconnected and not connection.cycle.response_started
+        connection.connection_lost(ConnectionResetError())
+
+    answering, left = asyncio.Event(), asyncio.Event()
+    asyncio.run(check())
 
 
 def test_two_hosts(server: HttpProcess) -> None:

@@ -1,5 +1,6 @@
 """What the engine promises, seen by a client of a real server."""
 
+import asyncio
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -8,6 +9,13 @@ from typing import Any
 
 import pytest
 
+from jmoe.config.serving import ServeConfig
+from jmoe.inference.engine import Engine
+from jmoe.inference.sampling_params import SamplingParams
+from jmoe.inference.sequence import Output, Sequence
+from jmoe.serving.engine_loop import EngineLoop
+from jmoe.serving.errors import ApiError
+from jmoe.serving.metrics import Metrics
 from tests.damage import flip_everywhere, poison
 from tests.http_servers import HttpProcess
 
@@ -40,6 +48,33 @@ def test_nothing_is_compiled_after_serving(server: HttpProcess, body: dict[str, 
     start, _, service = server.log.read_text().partition("\nserving ")
     assert "Compiling" in start, "this would be seen"
     assert "Compiling" not in service
+
+
+class Panic(BaseException):
+    """Like those of tokenizers, which is written in Rust: no `Exception`."""
+
+
+def test_a_panic_in_a_step(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every request hears of it at once, and the server says that it is no more healthy."""
+
+    def step() -> list[Output]:
+        raise Panic("a decoder's regular expression")
+
+    monkeypatch.setattr(engine, "step", step)
+
+    sequence = Sequence([1], SamplingParams())
+
+    async def check() -> None:
+        loop = EngineLoop(engine, Metrics("x"), ServeConfig("x"))
+        loop.start()
+        with loop.submit([sequence], "a") as request, pytest.raises(ApiError, match="has failed"):
+            async with asyncio.timeout(60):
+                await anext(request)
+        assert loop.failure is not None
+        await loop.stop()
+
+    asyncio.run(check())
+    engine.abort(sequence)
 
 
 BAD_TOKEN = 300  # what has seen it has no numbers any more

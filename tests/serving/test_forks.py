@@ -3,7 +3,7 @@
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from typing import Any
 
 import psutil
@@ -107,6 +107,15 @@ def test_what_cannot_begin() -> None:
         start(refusal="no such sums")
 
 
+async def ticks_until(answer: Coroutine[Any, Any, bytes]) -> tuple[int, bytes]:
+    """How often others had a turn meanwhile, and the answer."""
+    asking, ticks = asyncio.ensure_future(answer), 0
+    while not asking.done():
+        await asyncio.sleep(0.002)
+        ticks += 1
+    return ticks, asking.result()
+
+
 def test_a_killed_server_is_replaced() -> None:
     """And ends with its owner; signals to a group of processes, as Ctrl-C, do not end it."""
     server = start()
@@ -116,7 +125,9 @@ def test_a_killed_server_is_replaced() -> None:
     assert asyncio.run(server.fork().ask(b"1")) == b"1"
     process.kill()
     process.wait()
-    assert asyncio.run(server.fork().ask(b"2")) == b"2"
+    ticks, answered = asyncio.run(ticks_until(server.ask(b"2")))
+    assert answered == b"2"
+    assert ticks > 10, "the event loop went on while it started"
     again = server._process
     server.close()
     assert again is not process and again.returncode is not None

@@ -2,7 +2,9 @@
 
 import os
 import signal
+import socket
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -40,6 +42,35 @@ def test_sigterm_does_not_wait_for_ever(serve: Callable[..., HttpProcess]) -> No
         *_, last = chunks
     assert "shutting down; the request did not end in 0.3 s" in last["error"]["message"]
     assert server.process.wait(LIMIT_S) == 0
+
+
+def test_sigterm_does_not_wait_for_a_body(serve: Callable[..., HttpProcess]) -> None:
+    """Of which nothing more comes: its client is told, once nothing runs."""
+    server = serve(*LONG, "--drain-timeout-s", 300)
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), LIMIT_S) as client:
+        client.sendall(b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-length: 10\r\n\r\n{")
+        server.until("/live", lambda response: response.status_code == 200)
+        begun_s = time.monotonic()
+        assert server.terminate() == 0
+        assert time.monotonic() - begun_s < 30  # of the 60 that a body may take
+        answer = b"".join(iter(lambda: client.recv(65536), b""))
+    assert answer.startswith(b"HTTP/1.1 503 ") and b"the server is shutting down" in answer
+    assert "Traceback" not in server.log.read_text()
+
+
+def test_open_files(run_python: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    """The limit is raised for the connections that are allowed, or they are refused, not turned away one by one."""
+    program = (
+        "import resource as r; from jmoe.serving.http_server import OTHER_FILES, allow_open_files\n"
+        "r.setrlimit(r.RLIMIT_NOFILE, (64, 1000)); allow_open_files(600)\n"
+        "assert r.getrlimit(r.RLIMIT_NOFILE) == (600 + OTHER_FILES, 1000)\n"
+        "allow_open_files(5); assert r.getrlimit(r.RLIMIT_NOFILE)[0] == 600 + OTHER_FILES\n"
+        "allow_open_files(1000)"
+    )
+    done = run_python(["-c", program])
+    assert done.returncode == 1
+    assert done.stderr.strip().endswith("need ulimit -n 1256, which is 1000")
 
 
 def test_a_second_ctrl_c_ends_it_at_once(serve: Callable[..., HttpProcess]) -> None:

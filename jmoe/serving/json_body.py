@@ -1,0 +1,72 @@
+"""Bodies of requests, read as JSON in which every name has one value.
+
+Python's own reader takes the last of several.
+"""
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from typing import Any, NoReturn
+
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+
+from jmoe.serving.errors import ApiError, printable
+
+LONG_BODY_BYTES = 1 << 16
+
+
+class JsonRoute(APIRoute):
+    """A route whose body is read by `parse_body`."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handle_strictly(request: Request) -> Response:
+            return await handle(_JsonRequest(request.scope, request.receive))
+
+        return handle_strictly
+
+
+class _JsonRequest(Request):
+    async def json(self) -> Any:
+        if not hasattr(self, "_json"):
+            body = await self.body()
+            if len(body) > LONG_BODY_BYTES:  # its objects, one by one, would hold up the event loop
+                self._json = await asyncio.to_thread(parse_body, body)
+            else:
+                self._json = parse_body(body)
+        return self._json
+
+
+def parse_body(body: bytes) -> Any:
+    """Return the value that a body holds.
+
+    Raises `ApiError` 400 for a name that an object has twice, NaN and Infinity, a nesting that is
+    too deep, a number that is too long, and bytes that are no UTF-8; `json.JSONDecodeError` for
+    other mistakes.
+    """
+    try:
+        return json.loads(body, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+    except json.JSONDecodeError:
+        raise
+    except UnicodeDecodeError as error:
+        raise ApiError(400, "the body is not UTF-8") from error
+    except RecursionError as error:
+        raise ApiError(400, "lists and objects of the body are nested too deeply") from error
+    except ValueError as error:  # of `int`
+        raise ApiError(400, "a number of the body has too many digits") from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        name = printable(name)
+        raise ApiError(400, f"{name}: is given twice in one object", param=name)
+    return values
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ApiError(400, f"the body is not JSON, which has no {name}")
