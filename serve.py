@@ -6,7 +6,6 @@ MODEL is a Hugging Face folder, the output folder of a run of train.py, or a bun
 from __future__ import annotations
 
 import contextlib
-import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,7 +16,14 @@ from typing import TYPE_CHECKING
 from jmoe.command_line import answer_early, parse_serve
 from jmoe.config import check
 from jmoe.config.serving import ServeConfig
-from jmoe.runtime import end_at_once_on_interrupt, lacking, program_name, reexec_with_env, without_devices
+from jmoe.runtime import (
+    end_at_once_on_interrupt,
+    lacking,
+    log_to_screen,
+    program_name,
+    reexec_with_env,
+    without_devices,
+)
 
 if TYPE_CHECKING:
     from jmoe.deploy.bundle import OpenBundle
@@ -162,9 +168,7 @@ def main() -> None:
         sys.exit(f"{program_name()}: needs the package {package}, which is not installed: pip install 'jmoe[serve]'")
     if is_estimate:
         without_devices()
-    # force: a library may set handlers of its own
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
-    logging.getLogger("jmoe").setLevel(logging.INFO)
+    log_to_screen()
     try:
         run(sys.argv[1:])
     except (ValueError, OSError) as error:

@@ -8,6 +8,7 @@ from jmoe.runtime import (
     EXIT_LOST,
     closing,
     end_at_once_on_interrupt,
+    log_to_screen,
     program_name,
     reexec_with_env,
     without_devices,
@@ -326,6 +327,7 @@ def run_all(config: TrainConfig) -> bool:
 
 
 if __name__ == "__main__":
+    log_to_screen()
     try:
         main(sys.argv[1:])
     except TimeoutError as error:  # another process is missing

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from jmoe.inference.sampling_params import SamplingParams
     from jmoe.layers.experts import Experts
     from jmoe.layers.moe import ExpertParallel, MoELayer, MoEMetrics, MoEStats, moe_metrics
-    from jmoe.layers.router import Router, Routing
+    from jmoe.layers.router import Router, Routing, updated_bias
     from jmoe.models.decoder import Decoder
     from jmoe.models.pretrained import LanguageModel, load_pretrained, save_pretrained
 
@@ -41,6 +41,7 @@ __all__ = [
     "load_pretrained",
     "moe_metrics",
     "save_pretrained",
+    "updated_bias",
 ]
 
 # Imported on first use: `jmoe.runtime` and `jmoe.config` have to be importable without JAX.
@@ -51,7 +52,7 @@ _NAMES = {
     "jmoe.inference.sampling_params": ("SamplingParams",),
     "jmoe.layers.experts": ("Experts",),
     "jmoe.layers.moe": ("ExpertParallel", "MoELayer", "MoEMetrics", "MoEStats", "moe_metrics"),
-    "jmoe.layers.router": ("Router", "Routing"),
+    "jmoe.layers.router": ("Router", "Routing", "updated_bias"),
     "jmoe.models.decoder": ("Decoder",),
     "jmoe.models.pretrained": ("LanguageModel", "load_pretrained", "save_pretrained"),
 }

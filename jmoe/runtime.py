@@ -5,6 +5,7 @@ faults them in again, 4 KiB at a time, in the next: a quarter of a step's time h
 2 MiB at a time, and one arena keeps what the threads free in one place.
 """
 
+import logging
 import os
 import signal
 import sys
@@ -95,6 +96,13 @@ def end_at_once_on_interrupt() -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def log_to_screen() -> None:
+    """Print jmoe's messages from INFO on, and others' warnings; a library's handlers go."""
+    line = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+    logging.basicConfig(level=logging.WARNING, format=line, force=True)
+    logging.getLogger("jmoe").setLevel(logging.INFO)
 
 
 def closing(close: Callable[[], None]) -> Callable[..., None]:

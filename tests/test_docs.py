@@ -191,7 +191,7 @@ def test_the_readmes_commands_run_as_written(run_python, tmp_path: Path) -> None
     assert (tmp_path / "run" / "checkpoints" / "1").is_dir()
 
 
-@pytest.mark.parametrize(("name", "blocks"), [("README.md", 1), ("docs/layer.md", 5)])
+@pytest.mark.parametrize(("name", "blocks"), [("README.md", 1), ("docs/layer.md", 6)])
 def test_the_layers_code_runs(name: str, blocks: int) -> None:
     """The pieces of a page are one program, as a reader would type them."""
     pieces = re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), flags=re.DOTALL)

@@ -92,6 +92,14 @@ def test_completed_run(runs: TrainRuns) -> None:
 
 
 @pytest.mark.slow
+def test_a_run_without_a_compiler_says_that_it_is_slower(runs: TrainRuns, tmp_path: Path, run_python: Run) -> None:
+    command = runs.command(tmp_path / "run", "--num-steps", 1, "--compute-dtype", "bfloat16")
+    done = run_python(command, runs.environment() | {"CXX": "no-compiler", "XDG_CACHE_HOME": str(tmp_path)})
+    assert done.returncode == 0, done.stderr
+    assert "no native operations, steps are slower: $CXX = 'no-compiler' is not there" in done.stderr
+
+
+@pytest.mark.slow
 def test_jsonl_and_dense_model(runs: TrainRuns, tmp_path: Path) -> None:
     lines = tmp_path / "modules.jsonl"
     with lines.open("w") as file:

@@ -129,8 +129,13 @@ def test_a_refused_command_changes_nothing_and_the_checkpoint_has_its_tokenizer(
     assert shard.read_bytes() == before["data/train-00000.bin"]
 
     (output_dir / "data" / "tokenizer.json").write_bytes(before["data/tokenizer.json"].replace(b"import", b"impor_"))
-    done = run_python(["-m", "jmoe.deploy.merge", output_dir, tmp_path / "merged"], runs.environment())
+    compiler, asked = tmp_path / "c++", tmp_path / "asked"
+    compiler.write_text(f'#!/bin/sh\n[ "$1" = --version ] || : > {asked}\nexit 1\n')
+    compiler.chmod(0o755)
+    environment = runs.environment() | {"CXX": str(compiler), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    done = run_python(["-m", "jmoe.deploy.merge", output_dir, tmp_path / "merged"], environment)
     assert done.returncode == 0, done.stderr
+    assert not asked.exists()  # native operations are for steps, which a merge does not take
     assert (tmp_path / "merged" / "tokenizer.json").read_bytes() == before["data/tokenizer.json"]
 
 

@@ -106,7 +106,8 @@ def _vision_extra(module: str, field: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ValueError(f"{field}: needs the extra 'vision' (make EXTRA=vision setup): {error}") from error
+        needed = "needs the extra 'vision', pip install 'jmoe[vision]'"
+        raise ValueError(f"{field}: {needed}: {error}") from error
 
 
 def _digits(field: str) -> tuple[list[str], list[SourceImage]]:

@@ -85,7 +85,8 @@ def merge_run(run_dir: Path, out_dir: Path) -> int:
             raise ValueError(f"RUN_DIR = {str(run_dir)!r}: learned image tasks: must be a run of a language model")
         model = saved_model_config(saved["model"])
         length = min(TrainConfig.sequence_length, model.max_position_embeddings)  # no model must have the default's
-        config = TrainConfig(model=model, sequence_length=length)
+        # no step is taken: native operations would be built for nothing
+        config = TrainConfig(model=model, sequence_length=length, native="off")
         arrays = saved_parameters(checkpoints, step, config)
     saved_files = checkpoints.directory / str(step)
     tokenizer = saved_files / TOKENIZER

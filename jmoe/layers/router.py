@@ -233,7 +233,8 @@ def balance_loss_local(
 def updated_bias(bias_E: jax.Array, load_E: jax.Array, speed: float | jax.Array) -> jax.Array:
     """Loss-free balancing (arXiv:2408.15664): bias + speed * sign(mean load - load), after every step.
 
-    load_E: `Routing.counts_E` summed over the devices and the accumulation steps of one optimizer step.
+    load_E: `Routing.counts_E` summed over the devices and the accumulation steps of one
+    optimizer step, or their share, `MoEMetrics.load_E`.
     Leading axes (layers) are kept.
     """
     check(bias_E.shape == load_E.shape, "load_E.shape", load_E.shape, f"must be bias_E.shape = {bias_E.shape}")

@@ -1,5 +1,6 @@
 """Whether a run's steps use native operations, see `TrainConfig.native`, and functions that are traced with them."""
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from jax.sharding import Mesh
 
 from jmoe.config import TrainConfig
 from jmoe.config.checks import check
+from jmoe.status import status
 from kernels_pallas import native
 
 log = logging.getLogger(__name__)
@@ -26,9 +28,12 @@ def steps_are_native(config: TrainConfig, mesh: Mesh) -> bool:
     if wanted == "off" or platform != "cpu" or config.compute_dtype != "bfloat16":
         return False
     try:
-        if not native.is_built():
-            log.warning("building the native operations, once on this machine: this takes about a minute")
-        why = None if native.multiplies_many_rows() else "the processor has no AVX512-BF16"
+        with contextlib.ExitStack() as stack:
+            if not native.is_built():
+                stack.enter_context(
+                    status("building the native operations, once on this machine", log.info, timed=True)
+                )
+            why = None if native.multiplies_many_rows() else "the processor has no AVX512-BF16"
     except native.NotBuiltError as error:
         why = str(error)
     check(why is None or wanted != "on", "native", wanted, f"cannot be had here: {why}")

@@ -1,6 +1,6 @@
 """`python -m kernels_pallas.native` builds the library ahead of its first use, and says where it is or why not.
 
-With --background other programs come first.
+With --background other programs come first, and the library is not loaded.
 """
 
 import os
@@ -11,11 +11,12 @@ from kernels_pallas.native.library import NotBuiltError, build, load
 
 def main() -> None:
     """Print the library's path; where it cannot be built, say why and end with 1."""
-    if "--background" in sys.argv[1:]:
+    background = "--background" in sys.argv[1:]
+    if background:
         os.nice(10)
     try:
-        build()  # to be kept
-        print(load())
+        path = build()  # to be kept
+        print(path if background else load())
     except NotBuiltError as error:
         sys.exit(f"The native operations cannot be built here, so that XLA's are used: {error}")
 

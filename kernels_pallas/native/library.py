@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -32,8 +33,9 @@ OPERATIONS = (
 )
 # contractions to fused multiply-adds are wanted; -ffast-math would change how the whole process rounds tiny numbers
 FLAGS = ("-std=c++20", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-pthread")
-BUILD_TIMEOUT_S = 300
+BUILD_TIMEOUT_S = 1800  # of one file: a minute of processor time, which a busy machine gives slowly
 SEAL_BYTES = hashlib.sha256().digest_size  # at the end of a library, where the loader ignores them
+_PARTIAL = "building-"  # folders of builds that are not whole
 _SOURCES = Path(__file__).parent
 
 log = logging.getLogger("jmoe")
@@ -48,7 +50,7 @@ class NoCacheError(NotBuiltError):
 
 
 _built: list[Path] = []  # the library to take, where one was named
-_building: list[subprocess.Popen[bytes]] = []  # the process that builds it in the background
+_building: list[subprocess.Popen[str]] = []  # the process that builds it in the background
 
 
 def take_built(path: Path) -> None:
@@ -85,15 +87,29 @@ def is_built() -> bool:
 def build_in_background() -> None:
     """Let another process build the library, with a low priority, so that a later start finds it; once a process.
 
-    Raises `NoCacheError` where no later start could find it.
+    The log says how the build has ended. Raises `NoCacheError` where no later start could find the
+    library.
     """
     if not _building and not _is_whole(_place(_compiler())):
         root = str(_SOURCES.parents[1])
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
         command = [sys.executable, "-m", "kernels_pallas.native", "--background"]
-        nothing = subprocess.DEVNULL
-        _building.append(subprocess.Popen(command, env=environment, stdin=nothing, stdout=nothing, stderr=nothing))
+        nothing, pipe = subprocess.DEVNULL, subprocess.PIPE
+        process = subprocess.Popen(command, env=environment, stdin=nothing, stdout=nothing, stderr=pipe, text=True)
+        _building.append(process)
+        watch = threading.Thread(target=_say_how_it_ends, args=(process,), name="native-build", daemon=True)
+        watch.start()
+
+
+def _say_how_it_ends(process: subprocess.Popen[str]) -> None:
+    """Wait for a build in the background, and log its outcome."""
+    _, said = process.communicate()
+    if process.returncode == 0:
+        log.info("the native operations are built: the next start takes them")
+    else:
+        why = said.strip() or f"the build ended with {process.returncode}"
+        log.warning("no native operations at the next start, which tries to build them again: %s", why)
 
 
 @cache
@@ -151,6 +167,8 @@ def build() -> Path:
         with (root / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not _is_whole(path):
+                for left in root.glob(f"{_PARTIAL}*"):  # of builds that were killed: one that runs has the lock
+                    shutil.rmtree(left, ignore_errors=True)
                 _compile(compiler, path)
     except OSError as error:
         raise NoCacheError(f"{root}: {error.strerror}") from error
@@ -223,7 +241,7 @@ def _processor() -> str:
 
 def _compile(compiler: str, path: Path) -> None:
     """Write the library and its seal beside its place and rename it: see `_is_whole`."""
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder, ThreadPoolExecutor() as threads:
+    with tempfile.TemporaryDirectory(prefix=_PARTIAL, dir=path.parent) as folder, ThreadPoolExecutor() as threads:
         made, options = Path(folder) / path.name, [*FLAGS, "-isystem", jax.ffi.include_dir()]
         objects = {source: made.with_name(f"{source.stem}.o") for source in _sources()}
         commands = [[compiler, *options, "-c", str(source), "-o", str(to)] for source, to in objects.items()]

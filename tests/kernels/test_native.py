@@ -482,15 +482,8 @@ def test_a_damaged_library_is_built_again(
     assert build() == kept and kept.read_bytes() == whole.read_bytes() and native.is_built()
 
 
-def test_it_is_built_in_the_background(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """By one process, which others need not wait for."""
-    compiler = tmp_path / "c++"  # makes an empty file of what it is asked for, once it may
-    compiler.write_text(
-        f'#!/bin/sh\n[ "$1" = --version ] && exit 0\nwhile [ ! -e {tmp_path}/may-go-on ]; do sleep 0.05; done\n'
-        'while [ "$1" != -o ]; do shift; done\n: > "$2"\n'
-    )
-    compiler.chmod(0o755)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def build_in_background(monkeypatch: pytest.MonkeyPatch, cache: Path, compiler: Path) -> subprocess.Popen[str]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setattr("kernels_pallas.native.library._building", building := [])
     monkeypatch.setattr("kernels_pallas.native.library._built", [])
@@ -498,10 +491,64 @@ def test_it_is_built_in_the_background(monkeypatch: pytest.MonkeyPatch, tmp_path
     native.build_in_background()
     native.build_in_background()
     (process,) = building
+    return process
+
+
+def wait_for_background() -> None:
+    """Until the log has the outcome."""
+    for thread in threading.enumerate():
+        if thread.name == "native-build":
+            thread.join(300)
+
+
+def test_it_is_built_in_the_background(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By one process, which others need not wait for; the log says when the library is there."""
+    compiler = tmp_path / "c++"  # makes an empty file of what it is asked for, once it may
+    compiler.write_text(
+        f'#!/bin/sh\n[ "$1" = --version ] && exit 0\nwhile [ ! -e {tmp_path}/may-go-on ]; do sleep 0.05; done\n'
+        'while [ "$1" != -o ]; do shift; done\n: > "$2"\n'
+    )
+    compiler.chmod(0o755)
+    process = build_in_background(monkeypatch, tmp_path, compiler)
     assert process.poll() is None and not native.is_built()
-    (tmp_path / "may-go-on").touch()
-    process.wait(300)
-    assert native.is_built()
+    with caplog.at_level("INFO"):
+        (tmp_path / "may-go-on").touch()
+        wait_for_background()
+    assert native.is_built() and caplog.messages == ["the native operations are built: the next start takes them"]
+
+
+def test_a_build_in_the_background_that_fails_is_logged(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A compiler that fails would else be tried at every start without a word."""
+    bad = tmp_path / "bad-compiler"
+    bad.write_text("#!/bin/sh\necho 'no space left' >&2\nexit 1\n")
+    bad.chmod(0o755)
+    build_in_background(monkeypatch, tmp_path, bad)
+    wait_for_background()
+    (said,) = caplog.messages
+    assert said.startswith("no native operations at the next start") and said.endswith("no space left"), said
+
+
+def test_what_a_killed_build_has_left_is_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each would leave megabytes: its process is gone with the code that would remove them."""
+    folder, started = tmp_path / "jmoe" / "native", tmp_path / "started"
+    slow = tmp_path / "slow-compiler"
+    slow.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exit 0\n: > {started}\nsleep 1\nexit 1\n')
+    slow.chmod(0o755)
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "CXX": str(slow), "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen([sys.executable, "-m", "kernels_pallas.native"], env=environment) as process:
+        while not started.exists():
+            time.sleep(0.05)
+        process.kill()
+    assert [path.name for path in folder.iterdir() if path.is_dir()]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", str(slow))
+    with pytest.raises(native.NotBuiltError, match="slow-compiler failed"):
+        build()
+    assert [path.name for path in folder.iterdir()] == ["lock"]
 
 
 def test_why_it_cannot_be_built(tmp_path: Path) -> None:

@@ -200,3 +200,13 @@ def test_what_cannot_be_had_is_an_error_only_if_it_is_asked_for(monkeypatch: pyt
         dataclasses.replace(CONFIG, compute_dtype="float32")
     with pytest.raises(ValueError, match="native = 'maybe'"):
         dataclasses.replace(CONFIG, native="maybe")
+
+
+def test_a_build_is_said_with_its_time(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(native, "is_built", lambda: False)
+    monkeypatch.setattr(native, "multiplies_many_rows", lambda: True)
+    with caplog.at_level("INFO"):
+        assert steps_are_native(CONFIG, model_configs.mesh_of(1, 1, 1))
+    building = "building the native operations, once on this machine"
+    begun, done = caplog.messages
+    assert begun == f"{building} ..." and re.fullmatch(rf"{building}: \d+\.\d s", done)
