@@ -11,7 +11,7 @@ from jax import lax
 from jmoe.offload.saved_experts import expert_layers
 from jmoe.training.state import TrainState, with_experts
 from jmoe.training.streamed.step import StreamedTrainer
-from jmoe.training.tasks.streamed_vision import StreamedVisionTrainer
+from jmoe.training.tasks.streamed import StreamedVisionTrainer
 from jmoe.training.trainer import Trainer
 from kernels_pallas.token_permute import RowMap
 

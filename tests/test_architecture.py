@@ -44,9 +44,9 @@ kernels.saved layers.experts layers.latent_attention layers.norm memory.closing 
 models.lazy_checkpoint models.tensor_names models.vision offload.residency offload.saved_experts
 run.checkpoint_contents runtime serving.answer serving.errors serving.metrics serving.grammar_worker serving.schemas
 serving.service serving.vocabulary training.evaluation training.fused.distilling training.gradient_reduction
-training.session training.sharded_model training.streamed.experts training.task training.tasks.losses
-training.tasks.report training.tasks.streamed_vision_programs training.tasks.summary training.tasks.task
-training.update"""
+training.session training.sharded_model training.streamed.experts training.streamed.layers training.streamed.programs
+training.streamed.runner training.streamed.text training.task training.tasks.losses training.tasks.report
+training.tasks.streamed_model training.tasks.summary training.tasks.task training.update"""
 
 
 def sources() -> Iterator[tuple[str, ast.Module]]:

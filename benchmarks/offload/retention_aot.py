@@ -37,17 +37,18 @@ from jmoe.models.decoder import STACKS
 from jmoe.offload import expert_state
 from jmoe.offload.lazy_adamw import WINDOW_STEPS, MissedSteps
 from jmoe.training.fused.step import FusedTrainer
-from jmoe.training.sharded_decoder import ShardedDecoder
 from jmoe.training.state import without_experts
-from jmoe.training.streamed.programs import (
+from jmoe.training.streamed.model import (
     ForBackward,
     GradAccumulator,
-    LayerIndex,
+    LayerOptions,
     LayerParams,
-    LayerPrograms,
     NeighborWork,
     StepResults,
 )
+from jmoe.training.streamed.programs import compile_step
+from jmoe.training.streamed.step import compile_text
+from jmoe.training.streamed.text import StreamedDecoder
 
 
 def parse() -> argparse.Namespace:
@@ -72,47 +73,53 @@ def on_device(programs: ahead_of_time.Programs, config: TrainConfig, device: Any
 
 def in_host_memory(programs: ahead_of_time.Programs, config: TrainConfig, device: Any) -> None:
     """Compile the programs of a streamed step in their order; all layers run the same ones."""
-    model = ShardedDecoder(config, make_mesh((1, 1, 1), [device]))
-    parts, do = LayerPrograms(model), programs.compile
-    state = programs.abstract(model.state_shape.map(without_experts))
+    model = StreamedDecoder(config, make_mesh((1, 1, 1), [device]))
+    parts, text, do = compile_step(model), compile_text(model), programs.compile
+    state = programs.abstract(model.sharded.state_shape.map(without_experts))
     tokens = programs.abstract(
         jax.ShapeDtypeStruct((1, config.batch_size, config.sequence_length + 1), jnp.int32)
     )
     number = programs.abstract(jax.ShapeDtypeStruct((), jnp.int32))
-    (tokens_BS,) = do("unstack", parts.unstack, tokens)
-    inputs, labels = do("split", parts.split, tokens_BS)
-    outside, _, unsharded_RC = do("prepare", parts.prepare, state.params, first="moe")
-    x_BSD = do("embed", parts.embed, outside, inputs)
-    params = LayerParams(state.params[STACKS["moe"]], unsharded_RC, state.router_bias)
-    layer, nothing = LayerIndex(number, None, number, number), NeighborWork()
-    options = {"train": True, "full_capacity": False, "keeps": True}
+    (tokens_BS,) = do("unstack", text.unstack, tokens)
+    part = do("split", text.split, tokens_BS)
+    outside, _, _, unsharded_RC = do("unsharded", parts.unsharded, state.params, first="moe")
+    x_BSD, _ = do("embed", parts.embed, outside, part)
+    stacks = {STACKS["moe"]: state.params[STACKS["moe"]]}
+    params = LayerParams(stacks[STACKS["moe"]], unsharded_RC, state.router_bias)
+    layer, nothing = LayerOptions(number, None, number, number), NeighborWork()
+    options = {"kind": "moe", "train": True, "full_capacity": False, "keeps": True}
     routed, of_route, _ = do("route", parts.route, params, layer, x_BSD, nothing, **options)
     experts = programs.abstract(
-        {name: jax.ShapeDtypeStruct(w.shape[1:], jnp.float32) for name, w in parts.experts.items()}
+        {
+            name: jax.ShapeDtypeStruct(w.shape[1:], jnp.float32)
+            for name, w in model.parts.experts["moe"].params.items()
+        }
     )
     params = params._replace(experts=experts)
     y_BSD, of_experts, _ = do(
-        "add_experts", parts.add_experts, params, routed, layer, nothing, keeps=True
+        "add_experts", parts.add_experts, params, routed, layer, nothing, kind="moe", keeps=True
     )
     stats = [[routed.stats]] * config.model.num_moe_layers
-    counts_NAE, dropped_N = do("totals", parts.totals, stats)
-    grads = do("zeros", parts.zeros, state.params, outside)
+    totals = do("totals", parts.totals, stats)
+    grads = do("zeros", parts.zeros, stacks, outside)
     scale = state.loss_scale
     loss, dx_BSD, doutside = do(
-        "loss_gradients", parts.loss_gradients, outside, y_BSD, labels, grads.outside, scale
+        "loss_gradients", parts.loss_gradients, outside, y_BSD, part, grads.outside, scale
     )
-    backward = ForBackward(x_BSD, dx_BSD, routed.topk_idx_TK, (routed, of_route, of_experts), scale)
+    kept, choices = (routed, of_route, of_experts), {"topk_idx_TK": routed.topk_idx_TK}
+    backward = ForBackward(x_BSD, dx_BSD, choices, kept, scale, totals.counts_NAE)
     sums = GradAccumulator(None, grads.rest["moe"])
-    dx_BSD, sums, _, square = do(
+    dx_BSD, sums, _, square, _ = do(
         "moe_gradients",
-        *(parts.moe_gradients, params, layer, backward, sums, counts_NAE, nothing),
+        *(parts.moe_gradients, params, layer, backward, sums, nothing),
+        kind="moe",
         full_capacity=False,
         last=True,
     )
-    doutside = do("embed_gradients", parts.embed_gradients, outside, inputs, dx_BSD, doutside)
+    doutside = do("embed_gradients", parts.embed_gradients, outside, part, dx_BSD, doutside, [])
     grads = grads._replace(outside=doutside, rest=grads.rest | {"moe": sums.rest})
-    squares = [square] * config.model.num_moe_layers
-    results = StepResults(grads, squares, [loss], stats, counts_NAE, dropped_N)
+    squares = {"moe": [square] * config.model.num_moe_layers}
+    results = StepResults(grads, squares, [loss], stats, totals)
     do("finish", parts.finish, state, results)
     one = programs.abstract(
         {name: jax.ShapeDtypeStruct(w.shape[1:], w.dtype) for name, w in experts.items()}

@@ -100,8 +100,12 @@ def device_bytes(config: TrainConfig) -> dict[str, int]:
 
         return run
 
-    for name in ("add_experts", "moe_gradients"):
-        setattr(session.program.programs, name, noting(getattr(session.program.programs, name)))
+    programs = session.program.programs
+    session.program.programs = replace(
+        programs,
+        add_experts=noting(programs.add_experts),
+        moe_gradients=noting(programs.moe_gradients),
+    )
     for number in range(2):
         session.step(number)
     slot_bytes = session.program.expert_stats().slot_bytes

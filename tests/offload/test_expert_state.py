@@ -29,7 +29,7 @@ from jmoe.offload.training_slots import TrainingSlots
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.training.resume import restored
 from jmoe.training.state import TrainState
-from jmoe.training.streamed.programs import LayerPrograms
+from jmoe.training.streamed.programs import StepPrograms
 from jmoe.training.streamed.step import StreamedTrainer
 from tests.arrays import differing, full_state
 from tests.model_configs import mesh_of
@@ -78,14 +78,22 @@ class Training:
         counted = {name: Fault(getattr(self.holder(owner), name), 0) for owner, name in PLACES}
         with pytest.MonkeyPatch.context() as patch:
             for owner, name in PLACES:
-                patch.setattr(self.holder(owner), name, counted[name])
+                self.put(patch, owner, name, counted[name])
             self.forget_what_was_saved()
             assert_same(self.go_on(FIRST), self.expected)
         return {name: fault.calls for name, fault in counted.items()}
 
     def holder(self, owner: Any) -> Any:
-        """Where the function is to be replaced."""
-        return self.program.programs if owner is LayerPrograms else owner
+        """Where the function is."""
+        return self.program.programs if owner is StepPrograms else owner
+
+    def put(self, patch: pytest.MonkeyPatch, owner: Any, name: str, function: Any) -> None:
+        """Replace a function where it is."""
+        if owner is StepPrograms:
+            changed = dataclasses.replace(self.program.programs, **{name: function})
+            patch.setattr(self.program, "programs", changed)
+        else:
+            patch.setattr(owner, name, function)
 
     def open(self) -> Checkpoints:
         config = CheckpointConfig(keep=3)
@@ -144,8 +152,8 @@ PLACES = [
     (TrainingSlots, "update"),
     (ExpertState, "_write_gradients"),
     (jmoe.offload.training_slots, "_place"),
-    (LayerPrograms, "route"),
-    (LayerPrograms, "moe_gradients"),
+    (StepPrograms, "route"),
+    (StepPrograms, "moe_gradients"),
     (RecordCheckpoints, "write_list"),
     (RecordCheckpoints, "_drain"),
 ]
@@ -156,13 +164,12 @@ OF_SAVES = ("pin", "write_list", "_drain", "flush")  # the experts are as they w
 def test_an_error_ends_the_run_or_changes_nothing(
     training: Training, owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    holder, calls = training.holder(owner), training.calls[name]
-    original = getattr(holder, name)
+    calls, original = training.calls[name], getattr(training.holder(owner), name)
     assert calls > 0
     for fails_at in sorted({1 + calls // 2, calls}):
         training.forget_what_was_saved()
         fault, error = Fault(original, fails_at), None
-        monkeypatch.setattr(holder, name, fault)
+        training.put(monkeypatch, owner, name, fault)
         try:
             assert_same(training.go_on(FIRST), training.expected)
         except OSError as raised:
@@ -174,7 +181,7 @@ def test_an_error_ends_the_run_or_changes_nothing(
             assert WORDS in str(error)
             if name not in OF_SAVES:
                 check_that_it_stays(training)
-        monkeypatch.setattr(holder, name, original)
+        training.put(monkeypatch, owner, name, original)
         step = training.open().latest_step()
         assert step in (FIRST, SAVED)
         losses, held_out, state = training.expected
@@ -253,7 +260,8 @@ def test_the_cache_is_told_what_the_next_step_will_probably_use(
             chosen[int(layer.accumulation)] |= {int(layer.number) * E + int(expert) for expert in experts}
             return tokens, *rest
 
-        monkeypatch.setattr(program.programs, "route", noting_choices)
+        changed = dataclasses.replace(program.programs, route=noting_choices)
+        monkeypatch.setattr(program, "programs", changed)
         state = program.init()
         assert program.experts is not None
         stores = program.experts.stores.all()

@@ -7,7 +7,7 @@ from jax.sharding import Mesh
 from jmoe.config import VisionTrainConfig
 from jmoe.planning.elastic import Layout
 from jmoe.training.tasks.step import VisionTrainer
-from jmoe.training.tasks.streamed_vision import StreamedVisionTrainer
+from jmoe.training.tasks.streamed import StreamedVisionTrainer
 
 ImageTrainer = VisionTrainer | StreamedVisionTrainer
 

@@ -15,7 +15,7 @@ from test_streamed_step import CONFIG, HOST, E, Trained, batch, same_training, t
 
 from jmoe.config import CommConfig, MeshConfig, RouterConfig, TiersConfig, TrainConfig
 from jmoe.run.planner import trained_model
-from jmoe.training.streamed.programs import ForBackward
+from jmoe.training.streamed.model import ForBackward
 from jmoe.training.streamed.step import StreamedTrainer
 from jmoe.training.trainer import make_trainer
 from tests.arrays import differing
@@ -235,8 +235,7 @@ def test_nothing_is_sent_twice(shape: Any, comm: dict[str, Any], remat: Any, for
     layers = config.model.num_moe_layers
     program = StreamedTrainer(config, devices)
     spies = {name: Spy(getattr(program.programs, name)) for name in ("route", "add_experts", "moe_gradients")}
-    for name, spy in spies.items():
-        setattr(program.programs, name, spy)
+    program.programs = dataclasses.replace(program.programs, **spies)
     try:
         _, metrics = program.step(program.init(), batch(config, 0))
     finally:

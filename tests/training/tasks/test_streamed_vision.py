@@ -22,7 +22,7 @@ from jmoe.run.checkpoint import Checkpoints
 from jmoe.training.resume import restored
 from jmoe.training.tasks.layouts import kept_bytes, layout_of
 from jmoe.training.tasks.step import VisionTrainer
-from jmoe.training.tasks.streamed_vision import StreamedVisionTrainer
+from jmoe.training.tasks.streamed import StreamedVisionTrainer
 from jmoe.training.tasks.trainer import ImageTrainer, make_vision_trainer
 from tests.arrays import differing, full_state
 from tests.model_configs import mesh_of, spread_over, stored_in
@@ -291,7 +291,7 @@ def test_a_device_has_as_many_bytes_of_experts_as_planned(
     with opened(config, TIERS[name], tmp_path, num_devices, 1, 1) as run:
         assert isinstance(run.trainer, StreamedVisionTrainer)
         num_slots = 4 if run.trainer.slots is None else run.trainer.slots.num_slots
-        shapes = {(num_slots, *shape) for shape in run.trainer.programs.expert_shapes.values()}
+        shapes = {(num_slots, *shape) for shape in run.trainer.streamed.parts.expert_shapes.values()}
 
         def stack_bytes() -> int:
             """Bytes of stacks on the first device; looks again if the ring's thread gave an array up meanwhile."""

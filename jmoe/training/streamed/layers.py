@@ -1,0 +1,418 @@
+"""A layer of a streamed step, forward and back: functions of one device, traced into its programs.
+
+Legend: A micro-batches, B batch, S sequence, T = B S tokens, D hidden, E experts, L experts of a
+device, M that its slot has room for, K choices a token, N layers of a kind, R devices, C elements of
+a device's part of a layer's flat buffer, G the same for gradients.
+
+A layer with experts is cut in two on its way forward, once its tokens are where their experts are.
+Its backward pass is one function, given what both have kept (`training.vjp`); where nothing is kept
+it runs the layer again, with the choices that were made. Beside its own work a function gathers the
+dense parameters of the layer that runs next, and on the way back it sums the gradients of the layer
+before it, as `collectives.schedule` places them.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jmoe.collectives.exchange import DispatchedTokens
+from jmoe.collectives.fusion import (
+    BufferLayout,
+    ShardInBuffer,
+    pack,
+    pack_gradients,
+    reduce_scatter_buffer_local,
+    unpack,
+    unpack_gradients,
+)
+from jmoe.collectives.schedule import interleave
+from jmoe.config import LayerKind
+from jmoe.layers.moe import MoEStats, moe_stats
+from jmoe.layers.router import Routing
+from jmoe.mesh import ALL, DATA, EXPERTS_PATH
+from jmoe.models.block import Block, causal, saved_names
+from jmoe.optim.loss_scale import scaled
+from jmoe.training.fused.reverse_scan import layer_of
+from jmoe.training.streamed.model import (
+    Choices,
+    ExpertStacks,
+    ForBackward,
+    GradAccumulator,
+    LayerOptions,
+    LayerParams,
+    NeighborWork,
+    Overlapped,
+    Params,
+    PendingGradients,
+    RoutedTokens,
+    StreamedModel,
+    SummedGradients,
+)
+from jmoe.training.update import router_key
+from jmoe.training.vjp import apply_vjp, vjp_with_residuals
+
+
+def _routed_tokens(x_BSD: jax.Array, h_TD: jax.Array, routing: Routing, dispatched: DispatchedTokens) -> RoutedTokens:
+    """Return a layer half done, as a program hands it to the next."""
+    sizes = [arrived.group_sizes_L for arrived in dispatched.chunks]
+    return RoutedTokens(
+        x_BSD,
+        h_TD,
+        replace(dispatched, dropped=dispatched.dropped[None]),
+        sum(sizes[1:], sizes[0]),
+        routing.topk_idx_TK,
+        jax.tree.map(lambda value: value[None], moe_stats(routing, dispatched)),
+    )
+
+
+class LayerFunctions:
+    """The functions of a model's layers."""
+
+    def __init__(self, model: StreamedModel[Any]) -> None:
+        self.config, self.mesh, self._model = model.config, model.sharded.mesh, model
+        self._sharded, self._scan, self._slots = model.sharded, model.scan, model.slots
+        self._blocks, self._experts = model.parts.blocks, model.parts.experts
+        self.dtype = self._sharded.dtype
+        self.replicas = self.mesh.shape[DATA] if self._slots is None else 1
+        self._num_local = self.config.model.num_experts * self.replicas // self.mesh.size
+
+    def layout(self, stack: Params) -> BufferLayout:
+        """Say which parameters of a layer travel in its flat buffer: none that are unsharded."""
+        if self._scan is None:
+            return BufferLayout(stack, [None] * len(jax.tree.leaves(stack)))
+        return self._sharded.layout(stack, stacked=True)
+
+    def _unsharded(self, params: LayerParams, layer: LayerOptions) -> Params:
+        """Return a layer's own parameters."""
+        layout, buffer_RC = self.layout(params.stack), params.unsharded_RC
+        hierarchy = self._sharded.hierarchy
+        fused = [] if buffer_RC is None else unpack(buffer_RC, layout.parts, hierarchy)
+        return layout.join(fused, layer_of(layout.split(params.stack)[1], layer.number))
+
+    def _unless_empty(self, layer: LayerOptions, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Return what the function returns; zeros where this device has no images."""
+        if layer.weight_B is None:
+            return function(*args)
+        nothing = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(function, *args))
+        return lax.cond(layer.weight_B[0] > 0, function, lambda *_: nothing, *args)
+
+    def _overlap(
+        self,
+        layer: LayerOptions,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        begin: jax.Array,
+        work: NeighborWork,
+    ) -> tuple[Any, Overlapped]:
+        """Run a layer's own function, and the work for its neighbours beside it.
+
+        begin: known when that may begin.
+        """
+        scan, pending = self._scan, work.pending
+        if scan is None or not jax.tree.leaves((work.next_layer, pending)):
+            return self._unless_empty(layer, function, args), Overlapped()
+        row_C = None if work.next_layer is None else layer_of(*work.next_layer)
+        gathers = scan.gathers(row_C)[len(work.gathered) :]
+        rows_RG, experts = pending.rows_RG, pending.experts
+        reductions = [] if rows_RG is None else scan.reductions(rows_RG)
+        flat = None if experts is None else _flat(experts)
+        of_experts = [] if flat is None else scan.all_reductions(flat, ((DATA,),))
+        works = gathers + reductions + of_experts
+        result, done = interleave(function, args, works, scan.schedule, ALL, begin)
+        ends = len(gathers), len(gathers) + len(reductions)
+        unsharded_RC = None
+        if row_C is not None:
+            unsharded_RC = scan.unsharded([*work.gathered, *done[: ends[0]]], row_C)
+        rows = done[ends[0] : ends[1]], done[ends[1] :]
+        row_G, experts_G = (jnp.concatenate([jnp.zeros(0), *chunks]) for chunks in rows)
+        return result, Overlapped(unsharded_RC, self._summed(pending, row_G, experts_G))
+
+    def reduce(self, pending: PendingGradients, *, number: int) -> SummedGradients:
+        """Sum gradients of layer `number` of its kind over devices beside nothing else."""
+        if self._slots is not None and pending.experts is not None:
+            reduced = self._slots.layer_reduced_local(pending.experts, number)
+            stored, squares_S = self._to_keep(reduced, None)
+            owns_S = self._slots.of_device(self._slots.owns_RNS[:, number])
+            return SummedGradients(None, stored, jnp.where(owns_S, squares_S, 0.0))
+        row_G = experts_G = jnp.zeros(0)
+        if pending.rows_RG is not None:
+            row_G = reduce_scatter_buffer_local(pending.rows_RG, self._sharded.hierarchy)
+        if pending.experts is not None:
+            experts_G = lax.psum(_flat(pending.experts), DATA)
+        return self._summed(pending, row_G, experts_G)
+
+    def _summed(self, pending: PendingGradients, row_G: jax.Array, experts_G: jax.Array) -> SummedGradients:
+        """Return the sums by their names; experts_G: flat."""
+        sums = SummedGradients(None if pending.rows_RG is None else row_G)
+        if pending.experts is None:
+            return sums
+        experts = unpack_gradients(experts_G, _buffer_parts(pending.experts))
+        by_name = dict(zip(pending.experts, experts, strict=True))
+        stored, square = self._to_keep(by_name, pending.ids_M)
+        return sums._replace(experts=stored, square=square)
+
+    def _to_keep(self, experts: ExpertStacks, ids_M: jax.Array | None) -> tuple[ExpertStacks, jax.Array]:
+        """Return (gradients as they are to be kept, their squares [R, L]), which add up later."""
+        each = [jnp.square(g).sum(axis=tuple(range(1, g.ndim))) for g in experts.values()]
+        dtype = self.config.tiers.gradient_dtype
+        kept = {name: g.astype(dtype) for name, g in experts.items()}
+        squares = jnp.stack(each).sum(axis=0)
+        if ids_M is not None:  # the same sum, whatever there is room for
+            nothing = jnp.zeros(self._num_local, jnp.float32)
+            squares = nothing.at[ids_M].set(squares, mode="drop")
+        return kept, squares[None]
+
+    # Forward
+
+    def _with_residuals_if(
+        self, keeps: bool, function: Callable[..., Any], wanted: Sequence[int]
+    ) -> Callable[..., tuple[Any, Any]]:
+        """Return the function with what its backward pass keeps beside its result, or with None."""
+        if not keeps:
+            return lambda *args: (function(*args), None)
+        names = saved_names(self.config.remat)
+        return lambda *args: vjp_with_residuals(function, args, wanted, names)
+
+    def dense(
+        self,
+        params: LayerParams,
+        layer: LayerOptions,
+        x_BSD: jax.Array,
+        work: NeighborWork,
+        *,
+        keeps: bool,
+    ) -> tuple[jax.Array, Any, Overlapped]:
+        """Return (the layer's output, what it keeps, the neighbours' results)."""
+        run = self._with_residuals_if(keeps, self._run_dense, wanted=(0, 2))
+        args = self._unsharded(params, layer), layer, x_BSD
+        (y_BSD, kept), overlapped = self._overlap(layer, run, args, x_BSD, work)
+        return y_BSD, kept, overlapped
+
+    def _run_dense(self, params: Params, layer: LayerOptions, x_BSD: jax.Array) -> jax.Array:
+        block: Block = self._blocks["dense"](self._sharded.cast(params))
+        return block.dense(x_BSD, causal(layer.window), self.dtype)
+
+    def route(
+        self,
+        params: LayerParams,
+        layer: LayerOptions,
+        x_BSD: jax.Array,
+        work: NeighborWork,
+        *,
+        kind: LayerKind,
+        train: bool,
+        full_capacity: bool,
+        keeps: bool,
+    ) -> tuple[RoutedTokens, Any, Sequence[jax.Array]]:
+        """Run a layer until its tokens are where their experts are.
+
+        Returns (that, what it keeps, chunks of the next layer): some of the buffer's columns, [R, ...]
+        each, as many as attention multiplies of the layer.
+        """
+        function = partial(self._run_route, kind=kind, train=train, full_capacity=full_capacity)
+        run = self._with_residuals_if(keeps, function, wanted=(0, 3))
+        bias = layer_of(params.router_bias, layer.number)
+        args = self._unsharded(params, layer), bias, layer, x_BSD
+        gathered: Sequence[jax.Array] = []
+        scan = self._scan
+        if scan is None or work.next_layer is None:
+            routed, kept = self._unless_empty(layer, run, args)
+        else:
+            row_C, model = layer_of(*work.next_layer), self.config.model
+            gathers, dense = scan.gathers(row_C), row_C.size * self.mesh.size
+            multiplied = dense + model.num_experts_per_tok * model.expert_parameters
+            early = gathers[: len(gathers) * dense // multiplied]
+            (routed, kept), gathered = interleave(run, args, early, scan.schedule, ALL, x_BSD)
+        # what one device needs, all that have it fetch, and so bring it up to date in the same steps
+        arrived_E = routed.arrived_E
+        if self._slots is not None:
+            arrived_E = self._slots.over_experts_local(arrived_E, layer.number)
+        elif self.replicas > 1:
+            arrived_E = lax.psum(arrived_E, DATA)
+        return routed._replace(arrived_E=arrived_E), kept, gathered
+
+    def _run_route(
+        self,
+        params: Params,
+        bias: Params,
+        layer: LayerOptions,
+        x_BSD: jax.Array,
+        *,
+        kind: LayerKind,
+        train: bool,
+        full_capacity: bool,
+        choices: Choices | None = None,
+    ) -> RoutedTokens:
+        block: Block = self._blocks[kind](self._sharded.cast(params), bias)
+        x_BSD = block.attend(x_BSD, causal(layer.window), self.dtype)
+        key = self._router_key(layer) if train else None
+        chosen = choices or layer.choices or {}
+        h_TD, routing = block.route(x_BSD, self.dtype, key=key, train=train, **chosen)
+        # How many images go to an expert of a task is no surprise: there is room for all of them.
+        roomy = full_capacity or kind == "task"
+        dispatched = block.dispatch(h_TD, routing, full_capacity=roomy)
+        return _routed_tokens(x_BSD, h_TD, routing, dispatched)
+
+    def _router_key(self, layer: LayerOptions) -> jax.Array | None:
+        """Return the key of what the router draws, the fused step's too; None: it draws nothing."""
+        config, step, accumulation = self.config, layer.step, layer.accumulation
+        if not config.model.router.draws or step is None or accumulation is None:
+            return None
+        device = lax.axis_index(ALL) if self.mesh.size > 1 else 0
+        key = router_key(config, step, device, accumulation)
+        return jax.random.split(key, config.model.num_moe_layers)[layer.number]
+
+    def add_experts(
+        self,
+        params: LayerParams,
+        routed: RoutedTokens,
+        layer: LayerOptions,
+        work: NeighborWork,
+        *,
+        kind: LayerKind,
+        keeps: bool,
+    ) -> tuple[jax.Array, Any, Overlapped]:
+        """Return (the layer's output, what it keeps, the neighbours' results)."""
+        function = partial(self._run_experts, kind=kind)
+        run = self._with_residuals_if(keeps, function, wanted=(0, 1, 2))
+        experts, ids_M = params.of_chosen()
+        args = self._unsharded(params, layer), experts, routed, ids_M
+        (y_BSD, kept), overlapped = self._overlap(layer, run, args, routed.x_BSD, work)
+        return y_BSD, kept, overlapped
+
+    def _run_experts(
+        self,
+        params: Params,
+        experts: ExpertStacks,
+        routed: RoutedTokens,
+        ids_M: jax.Array | None,
+        *,
+        kind: LayerKind,
+    ) -> jax.Array:
+        module = self._blocks[kind]
+        bias = jax.tree.map(lambda b: jnp.zeros(b.shape[1:], b.dtype), module.bias)  # used before
+        block: Block = module(self._sharded.cast(params), bias)
+        assert block.moe is not None
+        cast = self._sharded.cast({EXPERTS_PATH: experts})[EXPERTS_PATH]
+        block.moe.experts = mine = self._experts[kind](cast)
+        mine.ids_M = ids_M
+        return block.apply_experts(routed.x_BSD, routed.h_TD, routed.dispatched)
+
+    # Backward
+
+    def _accumulate(
+        self,
+        params: LayerParams,
+        layer: LayerOptions,
+        sums: GradAccumulator,
+        dparams: Params,
+        dexperts: Any = None,
+    ) -> GradAccumulator:
+        """Add the gradients of one more micro-batch to a layer's sums."""
+        layout, rows_RG = self.layout(params.stack), sums.rows_RG
+        fused, rest = layout.split(dparams)
+        if self._scan is not None and self._sharded.fused:
+            new_RG = pack_gradients(fused, layout.parts, self._scan.hierarchy)
+            rows_RG = new_RG if rows_RG is None else rows_RG + new_RG
+        if sums.experts is not None:
+            dexperts = jax.tree.map(jnp.add, sums.experts, dexperts)
+        totals = [
+            total.at[0, layer.number].add(g.astype(jnp.float32)) for total, g in zip(sums.rest, rest, strict=True)
+        ]
+        ids_M = None if params.chosen is None or dexperts is None else params.chosen.ids_M
+        return GradAccumulator(rows_RG, totals, dexperts, ids_M)
+
+    def moe_gradients(
+        self,
+        params: LayerParams,
+        layer: LayerOptions,
+        inputs: ForBackward,
+        sums: GradAccumulator,
+        work: NeighborWork,
+        *,
+        kind: LayerKind,
+        full_capacity: bool,
+        last: bool,
+    ) -> tuple[jax.Array, GradAccumulator, Overlapped, jax.Array | None, jax.Array | None]:
+        """Return (dx, sums, the neighbours' results, squares of the experts' [R, L], dweights).
+
+        inputs.kept: what `route` found and kept, and what `add_experts` kept. last: no micro-batch
+        follows, so the experts' gradients are as they are to be kept and their squares are known,
+        unless `reduce` is to add other devices' to them. dweights: of the choices, if they have weights.
+        """
+        counts_E = None
+        if inputs.counts_NAE is not None and layer.accumulation is not None:
+            counts_E = inputs.counts_NAE[layer.number, layer.accumulation]
+        bias = layer_of(params.router_bias, layer.number)
+        experts, ids_M = params.of_chosen()
+        run_experts = partial(self._run_experts, kind=kind)
+
+        def losses(stats: MoEStats) -> jax.Array:
+            return scaled(self._model.auxiliary_loss(kind, stats, counts_E), inputs.loss_scale)
+
+        def pull(params: Params, experts: Any, x_BSD: Any, dy_BSD: Any, kept: Any) -> Any:
+            routed, of_route, of_experts = kept
+            args = (params, experts, routed, ids_M)
+            dparams, dexperts, drouted = apply_vjp(of_experts, args, dy_BSD)
+            drouted = drouted._replace(stats=jax.grad(losses, allow_int=True)(routed.stats))
+            before, dx_BSD = apply_vjp(of_route, (params, bias, layer, x_BSD), drouted)
+            return jax.tree.map(jnp.add, before, dparams), dexperts, dx_BSD, None
+
+        def run(idx_TK: Any, params: Params, experts: Any, x_BSD: Any, weights_TK: Any) -> Any:
+            chosen = {"topk_idx_TK": idx_TK}
+            chosen |= {} if weights_TK is None else {"topk_weights_TK": weights_TK}
+            options: dict[str, Any] = {"kind": kind, "train": True, "full_capacity": full_capacity}
+            routed = self._run_route(params, bias, layer, x_BSD, choices=chosen, **options)
+            return run_experts(params, experts, routed, ids_M), losses(routed.stats)
+
+        def again(params: Params, experts: Any, x_BSD: Any, dy_BSD: Any, chosen: Choices) -> Any:
+            args = params, experts, x_BSD, chosen.get("topk_weights_TK")
+            _, pull = jax.vjp(partial(run, chosen["topk_idx_TK"]), *args)
+            return pull((dy_BSD, jnp.ones((), jnp.float32)))
+
+        function, rest = (pull, inputs.kept) if inputs.kept is not None else (again, inputs.choices)
+        args = self._unsharded(params, layer), experts, inputs.x_BSD, inputs.dy_BSD, rest
+        results, overlapped = self._overlap(layer, function, args, inputs.dy_BSD, work)
+        dparams, dexperts, dx_BSD, dweights_TK = results
+        sums, square = self._accumulate(params, layer, sums, dparams, dexperts), None
+        if last and self._slots is None and (self.replicas == 1 or self._scan is None):
+            assert sums.experts is not None
+            own = sums.experts if self.replicas == 1 else lax.psum(sums.experts, DATA)
+            stored, square = self._to_keep(own, sums.ids_M)
+            sums = sums._replace(experts=stored)
+        return dx_BSD, sums, overlapped, square, dweights_TK
+
+    def dense_gradients(
+        self,
+        params: LayerParams,
+        layer: LayerOptions,
+        inputs: ForBackward,
+        sums: GradAccumulator,
+        work: NeighborWork,
+    ) -> tuple[jax.Array, GradAccumulator, Overlapped]:
+        """Return (dx, sums, the neighbours' results)."""
+
+        def pull(params: Params, layer: LayerOptions, x_BSD: Any, dy_BSD: Any, kept: Any) -> Any:
+            return apply_vjp(kept, (params, layer, x_BSD), dy_BSD)
+
+        def again(params: Params, layer: LayerOptions, x_BSD: Any, dy_BSD: Any, _: None) -> Any:
+            run = lambda params, x: self._run_dense(params, layer, x)  # noqa: E731
+            return jax.vjp(run, params, x_BSD)[1](dy_BSD)
+
+        args = self._unsharded(params, layer), layer, inputs.x_BSD, inputs.dy_BSD, inputs.kept
+        function = again if inputs.kept is None else pull
+        (dparams, dx_BSD), overlapped = self._overlap(layer, function, args, inputs.dy_BSD, work)
+        return dx_BSD, self._accumulate(params, layer, sums, dparams), overlapped
+
+
+def _buffer_parts(experts: ExpertStacks) -> list[ShardInBuffer]:
+    return [ShardInBuffer(g.shape, 0, jnp.float32) for g in experts.values()]
+
+
+def _flat(experts: ExpertStacks) -> jax.Array:
+    return pack(list(experts.values()), _buffer_parts(experts))

@@ -1,0 +1,454 @@
+"""The training step with experts on several tiers: the host runs layer by layer while more experts arrive.
+
+Legend: A micro-batches, P experts of this process, N layers, R devices, C elements of a device's part
+of a layer's flat buffer.
+
+Layers go 0 … N-1 and back, each for all micro-batches at once, so that its experts are fetched once a
+pass. Gradients of experts are applied when the expert is fetched next: by then the global norm is
+known, and the update hides under other layers' work. On several devices that is one of two prefetches
+(MoESys section 3.2): while layer i computes, its successor's experts arrive from the tiers below, and
+its dense parameters from the other devices.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Generic
+
+import flax.nnx as nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from jmoe.config import LayerKind
+from jmoe.layers.moe import MoEStats
+from jmoe.layers.router import RouterBias
+from jmoe.offload.expert_index import SlottedExperts
+from jmoe.offload.expert_state import ExpertArrays
+from jmoe.offload.training_slots import DeviceStacks
+from jmoe.optim.loss_scale import LossScale
+from jmoe.training.gradient_reduction import StreamedGradients
+from jmoe.training.state import TrainState, without_experts
+from jmoe.training.streamed.experts import StreamedExperts
+from jmoe.training.streamed.model import (
+    Choices,
+    ExpertTotals,
+    ForBackward,
+    GradAccumulator,
+    LayerOptions,
+    LayerParams,
+    Metrics,
+    NeighborWork,
+    NextLayer,
+    Overlapped,
+    Params,
+    Part,
+    PendingGradients,
+    RoutedTokens,
+    StepResults,
+    StreamedLayer,
+    StreamedModel,
+    SummedGradients,
+    streamed_layers,
+)
+from jmoe.training.streamed.programs import compile_step
+from jmoe.training.update import without_drops
+
+Squares = dict[LayerKind, list[jax.Array]]
+
+
+@dataclass
+class _PassedLayer:
+    """A layer on the way forward, for the way back: its inputs and what it keeps, by micro-batch."""
+
+    xs: list[jax.Array]
+    kept: list[Any] = field(default_factory=list)  # as its gradients' program takes it
+    choices: list[Choices] = field(default_factory=list)  # only with experts, as is chosen_P
+    chosen_P: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
+    room: int = 0  # experts of a device that its programs are given; 0: all
+
+
+@dataclass(frozen=True)
+class _PendingLayer:
+    """A layer on the way back whose gradients are not summed over devices yet."""
+
+    layer: StreamedLayer
+    gradients: PendingGradients
+    chosen_P: NDArray[np.bool_]  # as its `_PassedLayer` has them
+
+
+@dataclass
+class Pass(Generic[Part]):
+    """A pass over the layers on its way.
+
+    choices: of each micro-batch, in each layer whose experts it names; dweights: gradients of their
+    weights, the last layer's first. flat: of `Unsharded`.
+    """
+
+    state: TrainState
+    parts: list[Part]
+    outside: Params
+    stacks: dict[str, Params]
+    flat: dict[LayerKind, jax.Array]
+    unsharded_RC: jax.Array | None  # the buffer of the layer that comes next
+    train: bool
+    full_capacity: bool
+    keeps: bool  # what layers need on the way back
+    choices: list[list[Choices]] = field(default_factory=list)
+    passed: list[_PassedLayer] = field(default_factory=list)
+    stats: list[list[MoEStats]] = field(default_factory=list)
+    dweights: list[list[jax.Array]] = field(default_factory=list)
+
+    def params(self, layer: StreamedLayer, experts: DeviceStacks | None = None) -> LayerParams:
+        """Return what the next layer's program is given."""
+        bias = self.state.router_bias if layer.kind == "moe" else None
+        return LayerParams(self.stacks[layer.stack], self.unsharded_RC, bias, experts)
+
+
+def first_state(model: nnx.Module, loss_scale: LossScale | None = None) -> TrainState:
+    """Return step 0 of a model's parameters but its experts'."""
+    split: Any = nnx.split(model, nnx.Param, RouterBias)
+    params = without_experts(nnx.to_pure_dict(split[1]))
+    return TrainState.at_step_0(params, nnx.to_pure_dict(split[2]), loss_scale)
+
+
+class StreamedRunner(StreamedExperts, ABC, Generic[Part]):
+    """The trainer of a run whose experts lie on several tiers; its state is of all else.
+
+    run, slotted: see `StreamedExperts`. before: a trainer of the run whose experts this one goes on
+    with.
+    """
+
+    def __init__(
+        self,
+        streamed: StreamedModel[Part],
+        run: str = "run",
+        slotted: SlottedExperts | None = None,
+        before: "StreamedRunner[Part] | None" = None,
+    ) -> None:
+        self.config = config = streamed.config
+        self.streamed, self.programs = streamed, compile_step(streamed)
+        self._layers = streamed_layers(config.model)
+        self._record_layers = [layer for layer in self._layers if layer.record >= 0]
+        self._down = list(range(len(self._record_layers)))  # records' layers on the way forward
+        if before is None:
+            shapes = streamed.parts.expert_shapes
+            super().__init__(config, streamed.sharded.mesh, shapes, run, slotted)
+        else:
+            self._take_over(before)
+        self.full_shape = streamed.sharded.saved_shape
+        self.saved_shape = self.full_shape.map(without_experts)
+
+    @abstractmethod
+    def _experts_drawn(self, kind: LayerKind, number: jax.Array) -> nnx.Module:
+        """Return the experts of step 0 of layer `number` of its kind."""
+
+    @abstractmethod
+    def _parts(self, state: TrainState, batch: Any) -> list[Part]:
+        """Return a step's micro-batches, in their places."""
+
+    def _draw_experts(self) -> None:
+        """Take the experts of step 0 to their tiers, one layer at a time."""
+        experts_of = lambda number, *, kind: nnx.state(self._experts_drawn(kind, number))  # noqa: E731
+        draw = jax.jit(
+            lambda number, *, kind: nnx.to_pure_dict(experts_of(number, kind=kind)),
+            static_argnames="kind",
+        )
+
+        def weights(layer: int, experts: NDArray[np.int64]) -> ExpertArrays:
+            place = self._record_layers[layer]
+            drawn = draw(jnp.int32(place.number), kind=place.kind)
+            return {name: np.asarray(w)[experts] for name, w in drawn.items()}
+
+        self._open(self.stores.up_to_date(0), weights, lambda layer, experts: {})
+
+    # A step
+
+    def step(self, state: TrainState, batch: Any, full_capacity: bool = False) -> tuple[TrainState, Metrics]:
+        """Take one step; where a buffer overflowed there are no metrics but `overflow` and `ok`."""
+        with self._opened.guard():
+            return self._step(state, batch, full_capacity)
+
+    def _step(self, state: TrainState, batch: Any, full_capacity: bool) -> tuple[TrainState, Metrics]:
+        programs, experts = self.programs, self._opened
+        parts = self._parts(state, batch)
+        experts.begin(self._down + self._down[::-1])
+        run, xs = self._forward(state, parts, train=True, full_capacity=full_capacity)
+        totals = self._done(programs.totals(run.stats)) if run.stats else ExpertTotals()
+        dropless = self.config.model.capacity_factor is None and run.stats
+        if dropless and np.any(np.asarray(totals.dropped_N)):
+            experts.stop()
+            return state, {"overflow": jnp.bool_(True), "ok": jnp.bool_(False)}
+        grads = programs.zeros(run.stacks, run.outside)
+        losses, outside = self._loss_gradients(run, xs, grads.outside)
+        squares = self._backward(run, xs, grads, totals.counts_NAE)
+        for part, dx, dweights in zip(parts, xs, run.dweights, strict=True):
+            args = run.outside, part, dx, outside, dweights[::-1]
+            outside = self._done(programs.embed_gradients(*args))
+        grads = grads._replace(outside=outside)
+        results = StepResults(grads, squares, losses, run.stats, totals)
+        state, metrics = self._done(programs.finish(state, results))
+        self._end_step(metrics)
+        return state, metrics
+
+    def _loss_gradients(self, run: Pass[Part], xs: list[jax.Array], sums: Params) -> tuple[list[Any], Params]:
+        """Return (the losses, summed gradients of what is outside); puts those of `xs` in its place."""
+        losses, scale = list[Any](), run.state.loss_scale
+        for a, part in enumerate(run.parts):
+            args = run.outside, xs[a], part, sums, scale
+            loss, xs[a], sums = self._done(self.programs.loss_gradients(*args))
+            losses.append(loss)
+        return losses, sums
+
+    def _next_layer(self, run: Pass[Part], i: int) -> NextLayer | None:
+        """Return layer i, where there is one and its parameters have to be gathered."""
+        if not run.flat or not 0 <= i < len(self._layers):
+            return None
+        return NextLayer(run.flat[self._layers[i].kind], self._layers[i].options.number)
+
+    def _options(self, run: Pass[Part], layer: StreamedLayer, a: int) -> LayerOptions:
+        """Return what a layer's programs are given of micro-batch `a`."""
+        options = self.streamed.layer_options(layer, run.state.step, run.parts[a], a)
+        if layer.kind != "task":
+            return options
+        return options._replace(choices=run.choices[a][layer.number])
+
+    # Forwards
+
+    def _forward(
+        self, state: TrainState, parts: list[Part], *, train: bool, full_capacity: bool
+    ) -> tuple[Pass[Part], list[jax.Array]]:
+        """Return (what the way back needs, hidden states)."""
+        programs, first = self.programs, self._layers[0].kind
+        there = self._done(programs.unsharded(state.params, first=first))
+        # buffers for full capacity are as large as all devices' tokens: too much to keep of every layer
+        keeps = train and not full_capacity and self.streamed.keeps_residuals
+        stacks = there.stacks
+        if stacks is None:
+            stacks = {layer.stack: state.params[layer.stack] for layer in self._layers}
+        args = there.outside, stacks, there.flat, there.first_RC
+        run = Pass(state, parts, *args, train, full_capacity, keeps)
+        xs = []
+        for part in parts:
+            x, choices = self._done(programs.embed(run.outside, part))
+            xs.append(x)
+            run.choices.append(choices)
+            run.dweights.append([])
+        for i, layer in enumerate(self._layers):
+            if not train:
+                run.passed.clear()  # there is no way back
+            run.passed.append(_PassedLayer(xs))
+            ys = list(xs) if train else xs  # the inputs of an evaluation are needed no more
+            (self._forward_dense if layer.kind == "dense" else self._forward_experts)(run, i, ys)
+            xs = ys
+        return run, xs
+
+    def _forward_dense(self, run: Pass[Part], i: int, xs: list[jax.Array]) -> None:
+        """Run a layer, in place of its inputs."""
+        layer, next_layer = self._layers[i], self._next_layer(run, i + 1)
+        params = run.params(layer)
+        for a, x in enumerate(xs):
+            work = NeighborWork(None if a else next_layer)
+            args = params, self._options(run, layer, a), x, work
+            xs[a], kept, overlapped = self._done(self.programs.dense(*args, keeps=run.keeps))
+            run.passed[-1].kept.append(kept)
+            if work.next_layer is not None:
+                run.unsharded_RC = overlapped.unsharded_RC
+
+    def _forward_experts(self, run: Pass[Part], i: int, xs: list[jax.Array]) -> None:
+        """Run a layer, in place of its inputs.
+
+        Experts are fetched for all micro-batches at once, but for one of the many of an evaluation.
+        """
+        params, size = run.params(self._layers[i]), len(xs) if run.train else 1
+        for first in range(0, len(xs), size):
+            group = slice(first, first + size)
+            xs[group] = self._forward_group(run, i, params, xs[group], first)
+        self._opened.release()
+
+    def _forward_group(
+        self,
+        run: Pass[Part],
+        i: int,
+        params: LayerParams,
+        xs: Sequence[jax.Array],
+        first: int,
+    ) -> list[jax.Array]:
+        """Run a layer with experts on those of its inputs from number `first` on."""
+        programs, layer, passed = self.programs, self._layers[i], run.passed[-1]
+        how = {"kind": layer.kind, "keeps": run.keeps}
+        of_route = how | {"train": run.train, "full_capacity": run.full_capacity}
+        options = [self._options(run, layer, first + a) for a in range(len(xs))]
+        ahead = [None if first + a else self._next_layer(run, i + 1) for a in range(len(xs))]
+        works = list(map(NeighborWork, ahead))
+        each = [
+            self._done(programs.route(params, of_part, x, work, **of_route))
+            for x, of_part, work in zip(xs, options, works, strict=True)
+        ]
+        routed: list[RoutedTokens] = [tokens for tokens, _, _ in each]
+        if layer.kind == "moe":
+            run.stats.append([tokens.stats for tokens in routed])
+        arrived = [tokens.arrived_E for tokens in routed]
+        passed.choices = [
+            {"topk_idx_TK": tokens.topk_idx_TK} if of_part.choices is None else of_part.choices
+            for tokens, of_part in zip(routed, options, strict=True)
+        ]
+        passed.chosen_P, passed.room = self._chosen(arrived), self._room_for(arrived)
+        fetch = self._opened.fetch_more if first else partial(self._opened.fetch, layer.record)
+        params = params._replace(experts=self._joined(fetch(passed.chosen_P)))
+        params = params._replace(chosen=self._rows_of(passed.chosen_P, passed.room))
+        ys = []
+        for (tokens, of_routing, gathered), of_part, work in zip(each, options, works, strict=True):
+            work = work._replace(gathered=gathered)
+            args = params, tokens, of_part._replace(choices=None), work
+            y, kept, overlapped = self._done(programs.add_experts(*args, **how))
+            if work.next_layer is not None:
+                run.unsharded_RC = overlapped.unsharded_RC
+            ys.append(y)
+            passed.kept.append((tokens, of_routing, kept) if run.keeps else None)
+        return jax.block_until_ready(ys)  # the slot may change then
+
+    def _room_for(self, arrived: Sequence[jax.Array]) -> int:
+        """Return how many experts of a device there is room for, with all of these; 0: for all."""
+        experts = self._opened
+        if experts.room is None:
+            return 0
+        experts.make_room(int(self._done(self.programs.most_chosen(arrived))))
+        return experts.room
+
+    # Backwards
+
+    def _backward(
+        self,
+        run: Pass[Part],
+        dxs: list[jax.Array],
+        grads: StreamedGradients,
+        counts_NAE: jax.Array | None,
+    ) -> Squares:
+        """Return squared norms of each layer's experts' gradients; fills `grads`, changes `dxs`."""
+        squares: Squares = {layer.kind: [] for layer in self._record_layers}
+        pending: _PendingLayer | None = None
+        for i, layer in reversed(list(enumerate(self._layers))):
+            sums = GradAccumulator(None, grads.rest[layer.kind])
+            of_last = PendingGradients() if pending is None else pending.gradients
+            work, square = NeighborWork(self._next_layer(run, i - 1), of_last), None
+            if layer.kind == "dense":
+                sums, overlapped = self._backward_dense(run, i, dxs, sums, work)
+            else:
+                results = self._backward_experts(run, i, dxs, sums, work, counts_NAE)
+                sums, overlapped, square = results
+            grads.rest[layer.kind] = sums.rest
+            if pending is not None:
+                self._take(pending, overlapped.summed, grads, squares)
+            run.unsharded_RC = overlapped.unsharded_RC
+            left = PendingGradients(sums.rows_RG, sums.experts, sums.ids_M)
+            pending = _PendingLayer(layer, left, run.passed[i].chosen_P)
+            if square is not None:  # no other device has gradients of the same experts
+                squares[layer.kind].append(square)
+            run.passed.pop()  # what it kept is needed no more
+            if i == 0 or self.streamed.slots is not None:  # nothing sums beside what follows
+                self._reduce(pending, grads, squares)
+                pending = None
+        for of_kind in (*grads.rows_G.values(), *squares.values()):
+            of_kind.reverse()
+        return squares
+
+    def _reduce(self, pending: _PendingLayer, grads: StreamedGradients, squares: Squares) -> None:
+        """Sum a layer's gradients over devices beside nothing else."""
+        if jax.tree.leaves(pending.gradients):
+            number = pending.layer.number
+            summed = self._done(self.programs.reduce(pending.gradients, number=number))
+            self._take(pending, summed, grads, squares)
+
+    def _take(
+        self,
+        pending: _PendingLayer,
+        summed: SummedGradients,
+        grads: StreamedGradients,
+        squares: Squares,
+    ) -> None:
+        """Take a layer's gradients to where they are kept, once they are summed."""
+        layer = pending.layer
+        if summed.row_G is not None:
+            grads.rows_G[layer.kind].append(summed.row_G)
+        if summed.experts is not None and summed.square is not None:
+            squares[layer.kind].append(summed.square)
+            self._keep(layer.record, pending.chosen_P, summed.experts)
+
+    def _backward_dense(
+        self,
+        run: Pass[Part],
+        i: int,
+        dxs: list[jax.Array],
+        sums: GradAccumulator,
+        work: NeighborWork,
+    ) -> tuple[GradAccumulator, Overlapped]:
+        """Run one layer backwards; changes `dxs`."""
+        layer, passed, results = self._layers[i], run.passed[i], Overlapped()
+        params = run.params(layer)
+        for a, (x, kept) in enumerate(zip(passed.xs, passed.kept, strict=True)):
+            inputs = ForBackward(x, dxs[a], None, kept)
+            options, beside = self._options(run, layer, a), NeighborWork() if a else work
+            args = params, options, inputs, sums, beside
+            dxs[a], sums, overlapped = self._done(self.programs.dense_gradients(*args))
+            results = results if a else overlapped
+        return sums, results
+
+    def _backward_experts(
+        self,
+        run: Pass[Part],
+        i: int,
+        dxs: list[jax.Array],
+        sums: GradAccumulator,
+        work: NeighborWork,
+        counts_NAE: jax.Array | None,
+    ) -> tuple[GradAccumulator, Overlapped, jax.Array | None]:
+        """Run one layer backwards, whose experts' gradients go to their tier; changes `dxs`.
+
+        Returns (the other gradients, the neighbours' results, the squared norm of the experts'
+        gradients). Where devices have the same experts, their gradients may be among the others, to be
+        summed, and the norm is None.
+        """
+        experts, layer, passed = self._opened, self._layers[i], run.passed[i]
+        fetched = self._joined(experts.fetch(layer.record, passed.chosen_P))
+        params = run.params(layer, fetched)
+        params = params._replace(chosen=self._rows_of(passed.chosen_P, passed.room))
+        results, square = Overlapped(), None
+        each = zip(passed.xs, passed.choices, passed.kept, strict=True)
+        for a, (x, choices, kept) in enumerate(each):
+            options = self._options(run, layer, a)._replace(choices=None)
+            inputs = ForBackward(x, dxs[a], choices, kept, run.state.loss_scale, counts_NAE)
+            args = params, options, inputs, sums, NeighborWork() if a else work
+            how = {"full_capacity": run.full_capacity, "last": a == len(passed.xs) - 1}
+            program = partial(self.programs.moe_gradients, kind=layer.kind, **how)
+            dxs[a], sums, overlapped, square, dweights = self._done(program(*args))
+            results = results if a else overlapped
+            if dweights is not None:
+                run.dweights[a].append(dweights)
+        jax.block_until_ready(dxs)
+        del fetched, params, args
+        experts.release()
+        if square is None:
+            return sums, results, None
+        assert sums.experts is not None
+        self._keep(layer.record, passed.chosen_P, sums.experts)
+        return sums._replace(experts=None, ids_M=None), results, square
+
+    # Without gradients
+
+    def _hidden(self, state: TrainState, parts: list[Part]) -> tuple[Params, list[jax.Array]]:
+        """Return (what is outside the layers, unsharded; the last hidden states).
+
+        Experts are fetched once for all micro-batches.
+        """
+
+        def forward(*, full_capacity: bool) -> tuple[tuple[Params, list[jax.Array]], jax.Array]:
+            self._opened.begin(self._down)
+            run, xs = self._forward(state, parts, train=False, full_capacity=full_capacity)
+            dropped = self._done(self.programs.dropped(run.stats)) if run.stats else jnp.int32(0)
+            return (run.outside, xs), dropped
+
+        with self._opened.guard():
+            return without_drops(forward)

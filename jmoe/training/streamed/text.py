@@ -1,0 +1,179 @@
+"""What a streamed step has of a text model beside its layers.
+
+Legend: B batch, S sequence, T = B S tokens, D hidden, V vocabulary, E experts, N layers with experts,
+A accumulation steps, R devices, C elements of a device's part of a layer's flat buffer.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+
+from jmoe.collectives.fusion import all_gather_buffer_local, pack, unpack
+from jmoe.config import LayerKind, TrainConfig
+from jmoe.config.cluster import LinksConfig
+from jmoe.layers.moe import MoEStats
+from jmoe.mesh import ALL, BATCH, REPLICATED
+from jmoe.models.decoder import STACKS
+from jmoe.optim.loss_scale import LossScale, scaled, unscaled
+from jmoe.training.gradient_reduction import StreamedGradients, streamed_on_shards_local
+from jmoe.training.sharded_decoder import ShardedDecoder
+from jmoe.training.state import TrainState, without_experts
+from jmoe.training.streamed.model import (
+    Choices,
+    LayerOptions,
+    Metrics,
+    ModelParts,
+    Params,
+    StepResults,
+    StreamedLayer,
+    StreamedModel,
+    Unsharded,
+)
+from jmoe.training.update import (
+    auxiliary_losses,
+    finish_step,
+    over_devices,
+    tokens_per_accumulation_step,
+)
+
+
+class TokenPart(NamedTuple):
+    """One accumulation step's tokens, and for each the one that follows."""
+
+    inputs_BS: jax.Array
+    labels_BS: jax.Array
+
+
+class StreamedDecoder(StreamedModel[TokenPart]):
+    """The decoder of a text run. chunk_bytes, links: see `ShardedDecoder`."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        mesh: Mesh,
+        chunk_bytes: int | None = None,
+        links: LinksConfig | None = None,
+    ) -> None:
+        self.config, self.sharded = config, (model := ShardedDecoder(config, mesh, links))
+        self.decoder, self.dtype, self.native = model, model.dtype, model.native
+        self.parts, self.scan = ModelParts.taken_from(model), model.reverse_scan(chunk_bytes)
+        self.keeps_residuals = config.remat != "layer"
+        specs = without_experts(model.specs)
+        stacks, whole = STACKS.values(), partial(jax.tree.map, lambda _: REPLICATED)
+        self.stack_specs = {name: specs[name] for name in stacks if name in specs}
+        self.outside_spec = {
+            name: specs[name] if name in model.embedding.split else whole(shapes)
+            for name, shapes in model.shapes.items()
+            if name not in stacks
+        }
+        split: Any = BATCH
+        self.part_spec = TokenPart(split, split)
+
+    def unsharded(self, params: Params, *, first: LayerKind) -> Unsharded:
+        scan, model, stacks = self.scan, self.decoder, STACKS.values()
+        outside = {name: tree for name, tree in params.items() if name not in stacks}
+        if scan is None or not model.fused:
+            return Unsharded(outside, None, {}, None)
+        flat: dict[LayerKind, jax.Array] = {}
+        for kind, name in STACKS.items():
+            if name in params:
+                layout = model.layout(params[name], stacked=True)
+                rows = jax.vmap(partial(pack, parts=layout.parts), axis_size=layout.num_layers)
+                flat[kind] = rows(layout.split(params[name])[0])
+        layout = model.layout(outside)
+        shards, rest = layout.split(outside)
+        if shards:
+            rows_RC = all_gather_buffer_local(pack(shards, layout.parts), scan.hierarchy)
+            outside = layout.join(unpack(rows_RC, layout.parts, scan.hierarchy), rest)
+        row_C = flat[first][0]
+        gathered = [gather(lambda row: row) for gather in scan.gathers(row_C)]
+        return Unsharded(outside, None, flat, scan.unsharded(gathered, row_C))
+
+    def embed(self, outside: Params, part: TokenPart) -> tuple[jax.Array, list[Choices]]:
+        module, lookup = (
+            self.parts.outside(self.decoder.cast(outside)),
+            self.decoder.embedding.lookup,
+        )
+        return module.embed(part.inputs_BS, self.dtype, lookup), []
+
+    def layer_options(self, layer: StreamedLayer, step: jax.Array, part: TokenPart, number: int) -> LayerOptions:
+        if layer.kind == "dense":
+            return layer.options
+        return layer.options._replace(step=step, accumulation=jnp.int32(number))
+
+    def auxiliary_loss(self, kind: LayerKind, stats: MoEStats, counts_E: jax.Array | None) -> jax.Array:
+        assert counts_E is not None
+        sums = stats.probs_sum_E[0], stats.z_sum[0]
+        balance, z = auxiliary_losses(self.config, *sums, counts_E)
+        return balance + z
+
+    def loss_gradients(
+        self, outside: Params, x_BSD: jax.Array, part: TokenPart, loss_scale: LossScale | None
+    ) -> tuple[jax.Array, jax.Array, Params]:
+        weight = jnp.full(part.labels_BS.shape, 1.0 / self._step_tokens, jnp.float32)
+        with jax.named_scope("loss"):
+            loss_and_gradients = jax.value_and_grad(self._nll_local, argnums=(0, 1))
+            loss, (doutside, dx_BSD) = loss_and_gradients(outside, x_BSD, part.labels_BS, scaled(weight, loss_scale))
+        return unscaled(loss, loss_scale)[None], dx_BSD, doutside
+
+    @property
+    def _step_tokens(self) -> int:
+        """Return the tokens of a step, on all devices."""
+        steps = self.config.gradient_accumulation_steps
+        return tokens_per_accumulation_step(self.config) * steps
+
+    def metrics(self, step: StepResults) -> Metrics:
+        zero, counts_NAE = jnp.zeros((), jnp.float32), step.totals.counts_NAE
+        assert counts_NAE is not None
+        parts = [
+            auxiliary_losses(self.config, s.probs_sum_E[0], s.z_sum[0], counts_NAE[n, a])
+            for n, layer in enumerate(step.stats)
+            for a, s in enumerate(layer)
+        ]
+        entropies = [sum(s.entropy_sum[0] for s in layer) for layer in step.stats]
+        return {
+            "loss": sum((loss[0] for loss in step.losses), zero),
+            "balance_loss": sum((balance for balance, _ in parts), zero),
+            "z_loss": sum((z for _, z in parts), zero),
+            "entropy": jnp.stack(entropies) / self._step_tokens,
+        }
+
+    def reduced(self, params: Params, grads: StreamedGradients) -> Params:
+        return streamed_on_shards_local(self.decoder, params, grads)
+
+    def finish(
+        self, state: TrainState, grads: Params, squares: dict[str, jax.Array], metrics: Metrics
+    ) -> tuple[TrainState, Metrics]:
+        return finish_step(self.config, state, grads, squares, metrics, jnp.bool_(False))
+
+    # Without gradients
+
+    def _head(self, outside: Params, x_BSD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return (the last norm's output [T, D], the head's weight)."""
+        module = self.parts.outside(self.decoder.cast(outside))
+        x_TD = module.norm(x_BSD, self.dtype).reshape(-1, x_BSD.shape[-1])
+        head = None if module.head is None else module.head[...]
+        return x_TD, self.decoder.head.weight(module.embedding[...], head, self.dtype)
+
+    def _nll_local(self, outside: Params, x_BSD: jax.Array, labels_BS: jax.Array, weights_BS: jax.Array) -> jax.Array:
+        head = self._head(outside, x_BSD)
+        labels_T, weights_T = labels_BS.reshape(-1), weights_BS.reshape(-1)
+        return self.decoder.head.cross_entropy(*head, labels_T, weights_T)
+
+    def nll(self, outside: Params, x_BSD: jax.Array, labels_BS: jax.Array, weights_BS: jax.Array) -> jax.Array:
+        """Return the weighted negative log-likelihood of all devices' tokens."""
+        own = self._nll_local(outside, x_BSD, labels_BS, weights_BS)
+        total: jax.Array = over_devices(self.decoder.mesh.size, own)
+        return total
+
+    def logits(self, outside: Params, x_BSD: jax.Array, position: jax.Array) -> jax.Array:
+        """Return [V] after the token at `position` of the first sequence."""
+        x_TD, head = self._head(outside, x_BSD[:1])
+        last_D = lax.dynamic_index_in_dim(x_TD, position, 0, keepdims=False).astype(jnp.float32)
+        if self.decoder.mesh.size > 1:
+            last_D = lax.psum(jnp.where(lax.axis_index(ALL) == 0, last_D, 0), ALL)
+        return self.decoder.head.logits(last_D, head)

@@ -1,0 +1,177 @@
+"""What a streamed step has of image tasks beside the layers.
+
+Legend: M micro-batches, B images of one, D hidden, C features of all embeddings, K classes of all
+tasks, R devices.
+
+Dense parameters are gathered once a step. All devices run as many micro-batches; one whose share has
+fewer images than others' skips what it has no images for, and waits in reductions only.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jmoe.config import LayerKind, VisionTrainConfig
+from jmoe.data.image_batches import ImageBatch
+from jmoe.layers.moe import MoEStats
+from jmoe.mesh import BATCH, REPLICATED, STACK_PATHS
+from jmoe.models.vision import STACK_OF
+from jmoe.optim.loss_scale import LossScale
+from jmoe.planning.elastic import Layout
+from jmoe.training.gradient_reduction import StreamedGradients, reduce_gradients_local
+from jmoe.training.state import TrainState
+from jmoe.training.streamed.model import (
+    Choices,
+    LayerOptions,
+    ModelParts,
+    Params,
+    StepResults,
+    StreamedLayer,
+    StreamedModel,
+    Unsharded,
+)
+from jmoe.training.tasks.experts import TaskSlots
+from jmoe.training.tasks.losses import Contrast, Metrics, TaskLosses
+from jmoe.training.tasks.step import ShardedVision, active_tasks, draw_of, with_ended
+from jmoe.training.update import finish_step, over_devices
+
+
+class TaskPart(NamedTuple):
+    """A micro-batch of images.
+
+    step: for which learned paths are drawn; None: each task takes the likelier expert. contrast: see
+    `TaskLosses`; None: no image is compared, or not yet.
+    """
+
+    images: ImageBatch
+    step: jax.Array | None = None
+    contrast: Contrast | None = None
+
+
+def _without_stacks(params: Params) -> Params:
+    return {name: tree for name, tree in params.items() if name not in STACK_PATHS}
+
+
+class StreamedVision(StreamedModel[TaskPart]):
+    """The vision transformer of a run of image tasks in a layout. num_classes: by task."""
+
+    def __init__(
+        self,
+        config: VisionTrainConfig,
+        num_classes: Mapping[str, int],
+        mesh: Mesh,
+        layout: Layout,
+        slots: TaskSlots | None,
+    ) -> None:
+        self.config, self.slots = config, slots
+        self._config, self._slots = config, slots
+        self.vision = self.sharded = ShardedVision(config, num_classes, mesh, slots)
+        self.parts, self.dtype = ModelParts.taken_from(self.sharded), self.sharded.dtype
+        self.losses = TaskLosses(config, num_classes, mesh.size, active_tasks(config, layout))
+        self._equal = len(set(layout.images)) == 1  # all devices have as many images
+        self.outside_spec = REPLICATED
+        self.stack_specs = {STACK_OF[kind]: REPLICATED for kind in self.parts.blocks}
+        split: Any = BATCH
+        step: Any = REPLICATED
+        self.part_spec = TaskPart(split, step, split)
+
+    def unsharded(self, params: Params, *, first: LayerKind) -> Unsharded:
+        gathered = self.vision.gather_all(params)
+        stacks = {name: tree for name, tree in gathered.items() if name in STACK_PATHS}
+        return Unsharded(_without_stacks(gathered), stacks, {}, None)
+
+    def embed(self, outside: Params, part: TaskPart) -> tuple[jax.Array, list[Choices]]:
+        module, task_B = self.parts.outside(outside), part.images.task
+        x_BSD = module.embed(part.images.pixels.astype(jnp.float32) / 255.0, self.dtype)
+        draw = None if part.step is None else draw_of(self._config, part.step)
+        slot_NE = None if self._slots is None else self._slots.slots_local()
+        layers = range(len(self._config.model.task_layers))
+        return x_BSD, [module.choices(layer, task_B, draw, slot_NE) for layer in layers]
+
+    def layer_options(self, layer: StreamedLayer, step: jax.Array, part: TaskPart, number: int) -> LayerOptions:
+        weight_B = None if self._equal else part.images.weight
+        return layer.options._replace(weight_B=weight_B)
+
+    def auxiliary_loss(self, kind: LayerKind, stats: MoEStats, counts_E: jax.Array | None) -> jax.Array:
+        return self.losses.z_loss(stats.z_sum) if kind == "moe" else jnp.zeros((), jnp.float32)
+
+    def _logits(self, outside: Params, x_BSD: jax.Array, part: TaskPart) -> jax.Array:
+        module = self.parts.outside(outside)
+        logits_BY: jax.Array = module.logits(module.norm(x_BSD, self.dtype), part.images.task)
+        return logits_BY
+
+    def loss_gradients(
+        self, outside: Params, x_BSD: jax.Array, part: TaskPart, loss_scale: LossScale | None
+    ) -> tuple[Metrics, jax.Array, Params]:
+        def loss(outside: Params, x_BSD: jax.Array) -> tuple[jax.Array, Metrics]:
+            logits_BY = self._logits(outside, x_BSD, part)
+            return self.losses.loss(logits_BY, part.images, part.contrast)
+
+        gradients = jax.grad(loss, argnums=(0, 1), has_aux=True)
+        (doutside, dx_BSD), metrics = gradients(outside, x_BSD)
+        return jax.tree.map(lambda a: a[None], metrics), dx_BSD, doutside
+
+    def metrics(self, step: StepResults) -> Metrics:
+        added = partial(jax.tree.map, lambda *parts: sum(part[0] for part in parts))
+        total: Metrics = added(*step.losses)
+        if not step.stats:
+            return total
+        layers = [added(*layer) for layer in step.stats]
+        stats: MoEStats = jax.tree.map(lambda *values: jnp.stack(values), *layers)
+        return total | {
+            "balance_loss": jnp.zeros((), jnp.float32),
+            "z_loss": self.losses.z_loss(stats.z_sum),
+            "entropy": stats.entropy_sum / self.losses.step_tokens,
+        }
+
+    def reduced(self, params: Params, grads: StreamedGradients) -> Params:
+        gathered, scatter = jax.vjp(self.vision.gather_all, params)
+        stacks = {
+            STACK_OF[kind]: jax.tree.unflatten(jax.tree.structure(gathered[STACK_OF[kind]]), rest)
+            for kind, rest in grads.rest.items()
+        }
+        own = grads.outside | stacks
+        (reduced,) = scatter(jax.tree.map(lambda g, w: g[0].astype(w.dtype), own, gathered))
+        return reduce_gradients_local(reduced, self.vision)
+
+    def finish(
+        self, state: TrainState, grads: Params, squares: dict[str, jax.Array], metrics: Metrics
+    ) -> tuple[TrainState, Metrics]:
+        new, metrics = finish_step(self.config, state, grads, squares, metrics, jnp.bool_(False))
+        nothing = jnp.zeros((0, 0), jnp.bool_)  # experts are kept where they are
+        return with_ended(self._config, self.losses.active, (state, new), nothing), metrics
+
+    # Beside a step's own programs
+
+    def embeddings(self, outside: Params, x_BSD: jax.Array, part: TaskPart) -> jax.Array:
+        """Return [B, C], see `TaskLosses.embeddings`."""
+        return self.losses.embeddings(self._logits(outside, x_BSD, part))
+
+    def compare(self, z_BC: Sequence[jax.Array], parts: Sequence[ImageBatch]) -> list[Contrast]:
+        """Return the contrastive-loss terms of each micro-batch, by comparing all images of the step."""
+        batch = jax.tree.map(lambda *a: jnp.stack(a), *parts)
+        contrast = self.losses.compared(jnp.stack(z_BC), batch)
+        return [jax.tree.map(lambda a, m=m: a[m], contrast) for m in range(len(parts))]
+
+    def class_sums(self, outside: Params, x_BSD: jax.Array, part: TaskPart) -> jax.Array:
+        """Return [K, C], the sum of the embeddings of each class's images on all devices."""
+        own = self.losses.class_sums(self._logits(outside, x_BSD, part), part.images)
+        total: jax.Array = over_devices(self.vision.mesh.size, own)
+        return total
+
+    def evaluation(self, outside: Params, x_BSD: jax.Array, part: TaskPart, means_KC: jax.Array) -> jax.Array:
+        """Return [3, A], see `TaskLosses.evaluation`, of all devices' images."""
+        logits_BY = self._logits(outside, x_BSD, part)
+        own = self.losses.evaluation(logits_BY, part.images, means_KC)
+        total: jax.Array = over_devices(self.vision.mesh.size, own)
+        return total
+
+
+def micro_batches(batch: ImageBatch) -> list[ImageBatch]:
+    """Return this device's micro-batches."""
+    number: Any = batch.label.shape[1]
+    return [jax.tree.map(lambda a, m=m: a[0, m], batch) for m in range(number)]
