@@ -84,8 +84,8 @@ def run(arguments: Sequence[str]) -> None:
 
 def estimate(config: ServeConfig, folder: Path) -> None:
     """Print what the engine's steps would take on a GPU that need not be here, and what memory they would need."""
-    from jmoe.inference.engine import open_checkpoint
     from jmoe.inference.engine_estimate import estimate_engine
+    from jmoe.inference.loading import open_checkpoint
     from jmoe.status import status
 
     with open_checkpoint(folder, config.engine) as checkpoint:  # the headers alone
@@ -96,7 +96,7 @@ def estimate(config: ServeConfig, folder: Path) -> None:
 
 def follow(config: ServeConfig, folder: Path, follower: Follower) -> None:
     """Load a part of the model, and compute what the first process says, to its end."""
-    from jmoe.inference.engine import LoadedModel
+    from jmoe.inference.loading import LoadedModel
 
     with LoadedModel(folder, config.engine, say=say) as model:
         say("following process 0")
@@ -114,7 +114,8 @@ def serve(
 ) -> None:
     """Plan the memory of the model in a Hugging Face folder, load it, and answer requests. programs: of a bundle."""
     import jmoe
-    from jmoe.inference.engine import Engine, open_checkpoint, plan_engine_memory, with_sequence_length
+    from jmoe.inference.engine import Engine
+    from jmoe.inference.loading import open_checkpoint, plan_engine_memory, with_sequence_length
     from jmoe.inference.mesh.lockstep import end_process
     from jmoe.models.tokenizer_file import open_tokenizer, tokenizer_file
     from jmoe.serving.api_keys import RELOAD_S

@@ -94,7 +94,7 @@ class _Runners:
 
     @led
     def load(self, name: str) -> None:
-        from jmoe.inference.engine import LoadedModel
+        from jmoe.inference.loading import LoadedModel
 
         if self.leader is None:
             self._models[name] = LoadedModel(*self._load[name])

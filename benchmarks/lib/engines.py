@@ -9,7 +9,8 @@ from typing import Any
 
 from benchmarks.lib import report
 from jmoe.config.engine import EngineConfig
-from jmoe.inference.engine import Engine, takes_native
+from jmoe.inference.engine import Engine
+from jmoe.inference.loading import takes_native
 from jmoe.inference.sampling_params import SamplingParams
 
 

@@ -25,14 +25,8 @@ from jmoe.config.engine import EngineConfig, EngineMesh
 from jmoe.deploy.cut import check_new_folder, new_folder
 from jmoe.deploy.merged import hugging_face_folder
 from jmoe.deploy.portable import PLAN, check_files, listed_files, plan_text, read_plan
-from jmoe.inference.engine import (
-    Engine,
-    open_checkpoint,
-    plan_engine_memory,
-    segments_of,
-    takes_native,
-    with_sequence_length,
-)
+from jmoe.inference.engine import Engine
+from jmoe.inference.loading import open_checkpoint, plan_engine_memory, segments_of, takes_native, with_sequence_length
 from jmoe.memory.closing import Closing
 from jmoe.mesh import expert_mesh
 from jmoe.models.safetensors_io import replace_text

@@ -20,7 +20,7 @@ from jmoe.config import check
 from jmoe.config.cluster import read_machines
 from jmoe.config.engine import EngineConfig, EngineMesh
 from jmoe.deploy.merged import hugging_face_folder
-from jmoe.inference.engine import model_bytes, open_checkpoint
+from jmoe.inference.loading import model_bytes, open_checkpoint
 from jmoe.models.safetensors_io import replace_text
 from jmoe.planning.segmentation import SegmentBy, SegmentPlan, StepTokens, plan_segments
 from jmoe.runtime import end_at_once_on_interrupt

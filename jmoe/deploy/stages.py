@@ -26,7 +26,7 @@ from jmoe.deploy.lower import lower
 from jmoe.deploy.merge import merge_run
 from jmoe.deploy.prune import LENGTH, MAX_TOKENS, PruneOptions, prune
 from jmoe.deploy.segment import segment
-from jmoe.inference.engine import open_checkpoint
+from jmoe.inference.loading import open_checkpoint
 from jmoe.models.huggingface import changed_config, family_of
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.models.tokenizer_file import tokenizer_file

@@ -16,122 +16,29 @@ from typing import Any
 import jax
 import numpy as np
 
-from jmoe.cluster.processes import check_alike
 from jmoe.config import check
 from jmoe.config.engine import EngineConfig
 from jmoe.inference.ahead import StepAhead, warm_up_ahead
 from jmoe.inference.calibration import calibrate
 from jmoe.inference.detokenizer import TextStream
 from jmoe.inference.harmony import ChannelStream
-from jmoe.inference.kv_cache import empty_caches
+from jmoe.inference.loading import LoadedModel, Say
 from jmoe.inference.mesh.lockstep import Leader
-from jmoe.inference.mesh.runner import MeshRunner, make_mesh_runner, mesh_caches
-from jmoe.inference.path_table import PathTable
-from jmoe.inference.popularity import make_estimator
-from jmoe.inference.runner import ModelRunner, Runner, runs_on_cpu
 from jmoe.inference.sampler import NOT_FINITE, Draw, Draws, Sampler
 from jmoe.inference.sampling_params import Constraint, SamplingParams, Unconstrained
-from jmoe.inference.scheduler import Chunk, ChunkGroup, Scheduler, SchedulerStats, StepPlan, bucket
+from jmoe.inference.scheduler import Chunk, ChunkGroup, SchedulerStats, StepPlan, bucket
 from jmoe.inference.sequence import Completion, Output, Sequence
 from jmoe.inference.stats import EngineStats, StatsCollector
 from jmoe.memory.closing import Closing
-from jmoe.memory.host_memory import available_bytes
-from jmoe.memory.record_store import RecordLayout
-from jmoe.memory.tiered_store import TieredStore
-from jmoe.mesh import expert_mesh
-from jmoe.models.lazy_checkpoint import DEFAULT_MAX_SEQ_LEN, LazyCheckpoint
+from jmoe.models.lazy_checkpoint import DEFAULT_MAX_SEQ_LEN
 from jmoe.models.tokenizer_file import TOKENIZER, open_tokenizer
 from jmoe.offload.policies import ExpertPlaces
-from jmoe.offload.residency import open_experts, open_placed_experts
-from jmoe.offload.segments import read_segments
-from jmoe.planning.memory_plan import (
-    FreeMemory,
-    MemoryPlan,
-    ModelBytes,
-    longest_sequence,
-    plan_memory,
-    plan_mesh_memory,
-)
-from jmoe.planning.placement import Placement, slot_rows
-from jmoe.planning.roofline import ExpertWeights
 from jmoe.planning.streaming import StreamingPlan
-from jmoe.run.compile_cache import keep_compiled_programs
 from jmoe.status import status
-from kernels_pallas import native
 
 log = logging.getLogger("jmoe")
-_MADE_WIDE = "experts are stored as %s and made wide, in %s, %d bytes each: several devices keep no compressed ones"
 REST_S = 0.005  # a step waits so long for a constraint where nothing else runs
-_BUILT_LATER = (
-    "steps of few tokens are slower until the next start: the native operations are being built in the background; "
-    "python -m kernels_pallas.native waits for them"
-)
-Say = Callable[[str], None]
 NO_NUMBERS = "the model's logits are not finite, so no token can be drawn"
-
-
-def open_checkpoint(folder: str | os.PathLike[str], options: EngineConfig) -> LazyCheckpoint:
-    """Open a Hugging Face folder as an engine with these options takes it."""
-    return LazyCheckpoint(folder, options.dtype, "wide" if _on_several(options) else options.expert_dtype)
-
-
-def _on_several(options: EngineConfig) -> bool:
-    return options.mesh.devices > 1 or jax.process_count() > 1
-
-
-class LoadedModel(Closing):
-    """A model in its places, with a runner: what every process of an engine has."""
-
-    def __init__(
-        self,
-        folder: str | os.PathLike[str],
-        options: EngineConfig,
-        bandwidth_limit_bytes_per_s: Mapping[Any, float] | None = None,
-        say: Say = log.info,
-    ) -> None:
-        """Load a Hugging Face checkpoint. Raises `ValueError` before weights are read. say: what takes how long."""
-        with open_checkpoint(folder, options) as checkpoint, contextlib.ExitStack() as stack:
-            keep_compiled_programs()
-            check_alike(f"content of {checkpoint.folder}", lambda: checkpoint.content)
-            options = with_sequence_length(checkpoint, options)
-            paths = options.estimator == "paths"
-            table = PathTable.load(checkpoint.folder, checkpoint.routing_fingerprint) if paths else None
-            mesh = expert_mesh(options.mesh.devices) if _on_several(options) else None
-            if mesh is not None and checkpoint.stored_format is not None and options.expert_dtype is None:
-                log.info(_MADE_WIDE, checkpoint.stored_format.name, checkpoint.dtype, checkpoint.expert_bytes)
-            self.memory = plan_engine_memory(checkpoint, options)
-            # an accelerator computes rows of padding beside others at no cost, and takes long to compile
-            ratio = 2 if runs_on_cpu() or mesh is not None else 4
-            self.scheduler = Scheduler(options, checkpoint.eos_token_ids, ratio=ratio)
-            limits, use_native = bandwidth_limit_bytes_per_s, mesh is None and takes_native(options, say)
-            stack.enter_context(status(f"loading {checkpoint.folder}", say, timed=True))
-            self.on_one: ModelRunner | None = None
-            self.on_mesh: MeshRunner | None = None
-            if mesh is None:
-                self.on_one, self.store = _one_device(checkpoint, self.memory, options, table, limits, use_native)
-            else:
-                experts, self.store = open_placed_experts(
-                    checkpoint,
-                    self.memory,
-                    mesh,
-                    cache_dir=options.cache_dir,
-                    bandwidth_limit_bytes_per_s=limits,
-                    placements=segments_of(checkpoint, options),
-                )
-                self.on_mesh = make_mesh_runner(checkpoint, options, experts, table)
-        self.folder, self.options = checkpoint.folder, options
-
-    @property
-    def runner(self) -> Runner:
-        runner = self.on_one or self.on_mesh
-        assert runner is not None
-        return runner
-
-    def close(self) -> None:
-        """Stop the threads that copy experts."""
-        self.runner.residency.close()
-        if self.store is not None:
-            self.store.close()
 
 
 class Engine(Closing):
@@ -471,154 +378,3 @@ class Engine(Closing):
             log.info("%s", self.plan.calibration)
             for num_tokens in (1, self.max_batch, self._scheduler.prefill_widths[-1]):
                 log.info("%s", self.plan.describe(num_tokens))
-
-
-def _one_device(
-    checkpoint: LazyCheckpoint,
-    memory: MemoryPlan,
-    options: EngineConfig,
-    table: PathTable | None,
-    limits: Mapping[Any, float] | None,
-    use_native: bool,
-) -> tuple[ModelRunner, TieredStore | None]:
-    """Return a runner with the model in its places, and the store that experts come from, if they are streamed."""
-    assert options.max_seq_len is not None, "the model's positions say it"
-    residency, store = open_experts(
-        checkpoint,
-        memory,
-        cache_dir=options.cache_dir,
-        bandwidth_limit_bytes_per_s=limits,
-        native=use_native,
-        on_host=options.pin_host_memory != "on" and computes_on_host(options, memory),
-        pin=options.pin_host_memory,
-    )
-    embed_and_head, layers = checkpoint.load_rest()
-    config, dtype = checkpoint.config, checkpoint.dtype
-    # A program is compiled anew for arguments that are bound to a device: all that change are, from the start.
-    caches = jax.device_put(empty_caches(config, options.max_batch, options.max_seq_len, dtype), jax.devices()[0])
-    name = options.estimator
-    if name == "auto":
-        name = "router" if residency.finder is None else None
-    estimator = make_estimator(name, residency, layers, config.num_experts, table)
-    return ModelRunner(config, embed_and_head, layers, residency, caches, dtype, estimator, native=use_native), store
-
-
-def takes_native(options: EngineConfig, say: Say = log.info, *, waits: bool = False) -> bool:
-    """Return whether an engine on one device uses native operations.
-
-    Where they have not been built yet on this machine, only those that are asked for are waited for, or with `waits`
-    any: they take a minute, and are optional. Others are built in the background, for the next start. Raises
-    `ValueError` naming the field where they are asked for and cannot be had.
-    """
-    platform, wanted = jax.devices()[0].platform, options.native
-    if wanted == "on" and options.policy != "hybrid":
-        check(platform == "cpu", "native", wanted, f"must be auto or off on a {platform}: the operations are a CPU's")
-    if wanted == "off" or platform != "cpu":
-        return False
-    try:
-        waits = waits or wanted == "on" or options.policy == "hybrid"
-        if not waits and not native.is_built():
-            native.build_in_background()
-            log.warning(_BUILT_LATER)
-            return False
-        _load_native(say)
-    except native.NotBuiltError as error:
-        check(wanted != "on", "native", wanted, f"cannot be had here: {error}")
-        log.info("no native operations, steps of few tokens are slower: %s", error)
-        return False
-    return True
-
-
-def _load_native(say: Say) -> None:
-    """Load the native operations; say so where they are built first."""
-    with contextlib.ExitStack() as stack:
-        if not native.is_built():
-            stack.enter_context(status("building the native operations, once on this machine", say, timed=True))
-        native.load()
-
-
-def computes_on_host(options: EngineConfig, plan: MemoryPlan) -> bool:
-    """Return whether the CPU may compute experts that the device lacks, with native operations.
-
-    They are built for the policy that asks for it, else in the background. With `auto` not where the CPU is the device:
-    there is no link between the two that would be saved. Raises `ValueError` where the policy asks for it and the
-    operations cannot be had.
-    """
-    is_asked = plan.policy == "hybrid"
-    may_pay = plan.policy == "auto" and options.native != "off" and jax.devices()[0].platform != "cpu"
-    if plan.expert_tier != "host" or not (is_asked or may_pay):
-        return False
-    try:
-        if not is_asked and not native.is_built():
-            native.build_in_background()
-            log.warning(_BUILT_LATER)
-            return False
-        _load_native(log.info)
-    except native.NotBuiltError as error:
-        check(not is_asked, "policy", plan.policy, f"needs native operations: {error}")
-        return False
-    return True
-
-
-def segments_of(checkpoint: LazyCheckpoint, options: EngineConfig) -> list[Placement] | None:
-    """Return the placement of each layer that `mesh.segments` says; None where it says none."""
-    config = checkpoint.config
-    return read_segments(options.mesh, config.num_moe_layers, config.num_experts) if options.mesh.segments else None
-
-
-def model_bytes(checkpoint: LazyCheckpoint, options: EngineConfig) -> ModelBytes:
-    """Return what an engine needs for a checkpoint, on each device of a mesh; by its headers alone."""
-    config, devices = checkpoint.config, options.mesh.devices
-    caches = jax.eval_shape(lambda: mesh_caches(checkpoint, options))
-    weights = ExpertWeights(
-        config.num_moe_layers, config.num_experts, config.num_experts_per_tok, checkpoint.expert_bytes
-    )
-    return ModelBytes(
-        weights,
-        record_bytes=RecordLayout.from_arrays(checkpoint.expert_fields).record_bytes,
-        dense_bytes=checkpoint.rest_bytes(devices if options.mesh.dense == "tensor" else 1),
-        cache_bytes=sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(caches)) // devices,
-    )
-
-
-def plan_engine_memory(checkpoint: LazyCheckpoint, options: EngineConfig) -> MemoryPlan:
-    """Return where an engine would put the bytes of a checkpoint, by its headers and the memory that is free now."""
-    return _plan(checkpoint, options, _free_memory())(model_bytes(checkpoint, options))
-
-
-def with_sequence_length(checkpoint: LazyCheckpoint, options: EngineConfig) -> EngineConfig:
-    """Return options that say how many tokens a sequence may have, where they leave it open.
-
-    As many as the model has positions for and memory allows, and at least `DEFAULT_MAX_SEQ_LEN` of these; so many in
-    several processes, which need not have the same memory. Raises `ValueError` for more than the model has.
-    """
-    length = checkpoint.sequence_length(options.max_seq_len)
-    shortest = replace(options, max_seq_len=length)
-    if options.max_seq_len is not None or jax.process_count() > 1 or length == checkpoint.max_positions:
-        return shortest
-    free, local_devices = _free_memory(), min(jax.local_device_count(), options.mesh.devices)
-    model = model_bytes(checkpoint, shortest)
-    a_device = replace(free, device_bytes=free.device_bytes // local_devices) if free.shared else free
-    plan = _plan(checkpoint, shortest, free)
-    length = longest_sequence(model, length, checkpoint.max_positions, a_device, plan)
-    return replace(options, max_seq_len=length)
-
-
-def _free_memory() -> FreeMemory:
-    """Return what is free now, of this process's first device and its host."""
-    device, host_bytes = jax.local_devices()[0], available_bytes()
-    stats = None if device.platform == "cpu" else device.memory_stats()
-    if stats is None:
-        return FreeMemory(host_bytes, host_bytes, shared=True)  # the CPU's memory is the host's
-    return FreeMemory(stats["bytes_limit"] - stats["bytes_in_use"], host_bytes, shared=False)
-
-
-def _plan(checkpoint: LazyCheckpoint, options: EngineConfig, free: FreeMemory) -> Callable[[ModelBytes], MemoryPlan]:
-    """Return the plan of these options for a model's bytes."""
-    devices, expert_slots = options.mesh.devices, None
-    if (placements := segments_of(checkpoint, options)) is not None:  # every device has as many slots as the fullest
-        expert_slots = sum(slot_rows(placements)[1])
-    if devices > 1:
-        local_devices = min(jax.local_device_count(), devices)
-        return lambda model: plan_mesh_memory(model, free, options, local_devices, expert_slots)
-    return lambda model: plan_memory(model, free, options)

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jmoe.config.engine import EngineConfig
 from jmoe.config.tiers import ACCELERATORS, Accelerator
 from jmoe.inference import runner, sampler
-from jmoe.inference.engine import model_bytes
 from jmoe.inference.kv_cache import BLOCK, empty_caches
+from jmoe.inference.loading import model_bytes
 from jmoe.layers.slot_experts import ExpertInputs
 from jmoe.memory.host_memory import available_bytes
 from jmoe.models.decoder import Decoder

@@ -12,7 +12,7 @@ import numpy as np
 
 from jmoe.config import TrainConfig, check
 from jmoe.config.engine import EngineConfig
-from jmoe.inference.engine import LoadedModel
+from jmoe.inference.loading import LoadedModel
 from jmoe.inference.runner import ModelRunner, TokenBatch
 from jmoe.memory.closing import Closing
 from jmoe.models.functional import Structure

@@ -9,7 +9,7 @@ import pytest
 
 from jmoe.config.engine import EngineConfig, EngineMesh
 from jmoe.deploy.segment import segment
-from jmoe.inference.engine import LoadedModel
+from jmoe.inference.loading import LoadedModel
 from jmoe.offload.placed_experts import PlacedExperts
 from jmoe.offload.segments import as_segments
 from jmoe.planning.segmentation import SegmentBy

@@ -13,7 +13,7 @@ from tiny_engines import CHECKPOINTS, tiny_engine
 
 import jmoe
 from jmoe.config.engine import EngineConfig, EngineMesh
-from jmoe.inference.engine import LoadedModel
+from jmoe.inference.loading import LoadedModel
 from jmoe.inference.sequence import Completion
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.models.safetensors_io import NewTensor, TensorReader, read_headers, write_safetensors

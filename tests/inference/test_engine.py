@@ -17,7 +17,8 @@ from tiny_engines import CHECKPOINTS, SIZES, needs_compiler, tiny_engine
 import jmoe
 from jmoe.config.engine import EngineConfig, EngineMesh
 from jmoe.inference import runner as runner_module
-from jmoe.inference.engine import Engine, plan_engine_memory, takes_native
+from jmoe.inference.engine import Engine
+from jmoe.inference.loading import plan_engine_memory, takes_native
 from jmoe.inference.runner import ModelRunner
 from jmoe.inference.sampling_params import SamplingParams, Unconstrained
 from jmoe.inference.sequence import Completion, Output

@@ -9,8 +9,8 @@ import pytest
 from jmoe.config.engine import EngineConfig
 from jmoe.config.tiers import ACCELERATORS
 from jmoe.inference import engine_estimate
-from jmoe.inference.engine import open_checkpoint
 from jmoe.inference.engine_estimate import EngineEstimate, estimate_engine
+from jmoe.inference.loading import open_checkpoint
 from jmoe.planning.roofline import distinct_experts
 from jmoe.run import ahead_of_time
 from tests.model_configs import CHECKPOINTS

@@ -13,7 +13,7 @@ import pytest
 import jmoe
 from jmoe.config import ModelConfig
 from jmoe.config.engine import EngineConfig
-from jmoe.inference.engine import LoadedModel
+from jmoe.inference.loading import LoadedModel
 from jmoe.inference.runner import ModelRunner, TokenBatch
 from jmoe.memory.buffers import PAGE_BYTES
 from jmoe.memory.record_store import FIELD_ALIGNMENT_BYTES

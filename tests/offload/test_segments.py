@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jmoe.config.engine import EngineConfig, EngineMesh
-from jmoe.inference.engine import LoadedModel, open_checkpoint
+from jmoe.inference.loading import LoadedModel, open_checkpoint
 from jmoe.offload.placed_experts import PlacedExperts, even_placement
 from jmoe.offload.segments import as_segments, read_segments
 from tests.model_configs import CHECKPOINTS

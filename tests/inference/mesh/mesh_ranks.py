@@ -14,7 +14,8 @@ import numpy as np
 
 from jmoe.config import DistributedConfig
 from jmoe.config.engine import EngineConfig, EngineMesh
-from jmoe.inference.engine import Engine, LoadedModel
+from jmoe.inference.engine import Engine
+from jmoe.inference.loading import LoadedModel
 from jmoe.inference.mesh.lockstep import Follower, Leader, join, led
 from jmoe.inference.mesh.runner import MeshRunner
 from tests.inference.mesh.mesh_traffic import MAX_BATCH, PREPARE, estimate_rightly, note_popularity, traffic

@@ -278,7 +278,7 @@ UNLIKE = """
 import sys
 from jmoe.config import DistributedConfig
 from jmoe.config.engine import EngineConfig, EngineMesh
-from jmoe.inference.engine import LoadedModel
+from jmoe.inference.loading import LoadedModel
 from jmoe.cluster.distributed import start
 
 rank, port, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
