@@ -34,7 +34,7 @@ from benchmarks.offload.session import add_model_options, config_of
 from jmoe.config import TrainConfig
 from jmoe.mesh import make_mesh
 from jmoe.models.decoder import STACKS
-from jmoe.offload import expert_state
+from jmoe.offload import training_slots
 from jmoe.offload.lazy_adamw import WINDOW_STEPS, MissedSteps
 from jmoe.training.fused.step import FusedTrainer
 from jmoe.training.state import without_experts
@@ -124,7 +124,7 @@ def in_host_memory(programs: ahead_of_time.Programs, config: TrainConfig, device
     one = programs.abstract(
         {name: jax.ShapeDtypeStruct(w.shape[1:], w.dtype) for name, w in experts.items()}
     )
-    do("expert into a slot", expert_state._place, experts, number, one)
+    do("expert into a slot", training_slots._place, experts, number, one)
     gradient = {
         name: jax.ShapeDtypeStruct(w.shape, config.tiers.gradient_dtype) for name, w in one.items()
     }
@@ -133,7 +133,7 @@ def in_host_memory(programs: ahead_of_time.Programs, config: TrainConfig, device
     missed = MissedSteps(real, number, rates, number, number)
     do(
         "expert brought up to date",
-        expert_state._update,
+        training_slots._update,
         config.optimizer,
         experts,
         number,
