@@ -81,14 +81,14 @@ def _width(part: ShardInBuffer, carrier: Any) -> int:
     return part.size * (jnp.dtype(part.dtype).itemsize // carrier.itemsize)
 
 
-def pack(shards: Sequence[jax.Array], parts: Sequence[ShardInBuffer]) -> jax.Array:
+def flatten(shards: Sequence[jax.Array], parts: Sequence[ShardInBuffer]) -> jax.Array:
     """[C]: a device's shards side by side, each in the dtype of its use."""
     carrier = _carrier(parts)
     rows = [lax.bitcast_convert_type(w.astype(part.dtype), carrier) for w, part in zip(shards, parts, strict=True)]
     return jnp.concatenate([jnp.zeros(0, carrier), *(row.reshape(-1) for row in rows)])
 
 
-def unpack(buffer_RC: jax.Array, parts: Sequence[ShardInBuffer], hierarchy: Hierarchy) -> list[jax.Array]:
+def unflatten(buffer_RC: jax.Array, parts: Sequence[ShardInBuffer], hierarchy: Hierarchy) -> list[jax.Array]:
     """The unsharded parameters from all devices' vectors."""
     carrier, sizes = buffer_RC.dtype, _sizes(hierarchy)
     unsharded, start = [], 0
@@ -105,7 +105,7 @@ def unpack(buffer_RC: jax.Array, parts: Sequence[ShardInBuffer], hierarchy: Hier
     return unsharded
 
 
-def pack_gradients(grads: Sequence[jax.Array], parts: Sequence[ShardInBuffer], hierarchy: Hierarchy) -> jax.Array:
+def flatten_gradients(grads: Sequence[jax.Array], parts: Sequence[ShardInBuffer], hierarchy: Hierarchy) -> jax.Array:
     """float32 [R, G]: row r holds what device r's shards get."""
     sizes = _sizes(hierarchy)
     rows = [jnp.zeros((math.prod(sizes), 0))]
@@ -117,7 +117,7 @@ def pack_gradients(grads: Sequence[jax.Array], parts: Sequence[ShardInBuffer], h
     return jnp.concatenate(rows, axis=1)
 
 
-def unpack_gradients(row_G: jax.Array, parts: Sequence[ShardInBuffer]) -> list[jax.Array]:
+def unflatten_gradients(row_G: jax.Array, parts: Sequence[ShardInBuffer]) -> list[jax.Array]:
     """A device's shards of the gradients."""
     shards, start = [], 0
     for part in parts:
@@ -158,8 +158,8 @@ def all_reduce_local(tree: Any, hierarchy: Hierarchy) -> Any:
     if not leaves:
         return tree
     parts = [ShardInBuffer(leaf.shape, 0, jnp.float32) for leaf in leaves]
-    total = all_reduce_buffer_local(pack(leaves, parts), hierarchy)
-    return jax.tree.unflatten(structure, unpack_gradients(total, parts))
+    total = all_reduce_buffer_local(flatten(leaves, parts), hierarchy)
+    return jax.tree.unflatten(structure, unflatten_gradients(total, parts))
 
 
 def all_reduce_buffer_local(row_G: jax.Array, hierarchy: Hierarchy) -> jax.Array:
@@ -181,7 +181,7 @@ _Parts = tuple[ShardInBuffer, ...]
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def gather_fused_local(shards: list[jax.Array], parts: _Parts, hierarchy: Hierarchy) -> list[jax.Array]:
     """Return the unsharded parameters, fetched as one buffer; their gradients are reduced as one."""
-    return unpack(all_gather_buffer_local(pack(shards, parts), hierarchy), parts, hierarchy)
+    return unflatten(all_gather_buffer_local(flatten(shards, parts), hierarchy), parts, hierarchy)
 
 
 def _gather_fused_fwd(shards: list[jax.Array], parts: _Parts, hierarchy: Hierarchy) -> tuple[Any, None]:
@@ -189,8 +189,8 @@ def _gather_fused_fwd(shards: list[jax.Array], parts: _Parts, hierarchy: Hierarc
 
 
 def _gather_fused_bwd(parts: _Parts, hierarchy: Hierarchy, _: None, grads: list[jax.Array]) -> tuple[Any]:
-    row_G = reduce_scatter_buffer_local(pack_gradients(grads, parts, hierarchy), hierarchy)
-    return (unpack_gradients(row_G, parts),)
+    row_G = reduce_scatter_buffer_local(flatten_gradients(grads, parts, hierarchy), hierarchy)
+    return (unflatten_gradients(row_G, parts),)
 
 
 gather_fused_local.defvjp(_gather_fused_fwd, _gather_fused_bwd)

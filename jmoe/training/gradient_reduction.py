@@ -13,7 +13,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmoe.collectives.fusion import all_reduce_local, pack_gradients, reduce_scatter_buffer_local, unpack_gradients
+from jmoe.collectives.fusion import (
+    all_reduce_local,
+    flatten_gradients,
+    reduce_scatter_buffer_local,
+    unflatten_gradients,
+)
 from jmoe.config import LayerKind
 from jmoe.mesh import DATA, STACK_PATHS, is_expert, path_names
 from jmoe.models.decoder import STACKS
@@ -81,13 +86,13 @@ def streamed_on_shards_local(model: ShardedDecoder, params: Any, grads: Streamed
     if model.mesh.size > 1:
         everywhere = all_reduce_local(everywhere, model.hierarchy)
     if layout.parts:
-        row_G = reduce_scatter_buffer_local(pack_gradients(fused, layout.parts, model.hierarchy), model.hierarchy)
-        fused = unpack_gradients(row_G, layout.parts)
+        row_G = reduce_scatter_buffer_local(flatten_gradients(fused, layout.parts, model.hierarchy), model.hierarchy)
+        fused = unflatten_gradients(row_G, layout.parts)
     others = iter(everywhere.pop(""))
     reduced = layout.join(fused, [g if done else next(others) for g, done in zip(rest, summed, strict=True)])
     for kind, rows_G in grads.rows_G.items():
         name = STACKS[kind]
         layout = model.layout(params[name], stacked=True)
-        fused = jax.vmap(partial(unpack_gradients, parts=layout.parts))(jnp.stack(rows_G)) if rows_G else []
+        fused = jax.vmap(partial(unflatten_gradients, parts=layout.parts))(jnp.stack(rows_G)) if rows_G else []
         reduced |= {name: layout.join(fused, everywhere[name])}
     return reduced

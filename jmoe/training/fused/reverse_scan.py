@@ -27,11 +27,11 @@ from jmoe.collectives.fusion import (
     ShardInBuffer,
     all_gather_buffer_local,
     all_reduce_buffer_local,
-    pack,
-    pack_gradients,
+    flatten,
+    flatten_gradients,
     reduce_scatter_buffer_local,
-    unpack,
-    unpack_gradients,
+    unflatten,
+    unflatten_gradients,
 )
 from jmoe.collectives.schedule import After, Schedule, Work, cuts, interleave
 from jmoe.config import LayerKind
@@ -142,7 +142,8 @@ class _UnbufferedParams:
     def flatten(self, grads: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
         """Return two flat vectors: the gradients to sum over all devices, and those to sum over replicas of experts."""
         replicated, experts = (
-            pack([grads[i] for i in some], [self._parts[i] for i in some]) for some in (self._replicated, self._experts)
+            flatten([grads[i] for i in some], [self._parts[i] for i in some])
+            for some in (self._replicated, self._experts)
         )
         return replicated, experts
 
@@ -153,7 +154,7 @@ class _UnbufferedParams:
     def store_reduced(self, stacks: list[jax.Array], index: Any, reduced: _ReducedGradients) -> list[jax.Array]:
         """Return all layers' gradients with this layer's reduced ones in their places; undoes `flatten`."""
         for some, row_G in ((self._replicated, reduced.replicated), (self._experts, reduced.experts)):
-            stacks = self._put(stacks, index, some, unpack_gradients(row_G, [self._parts[i] for i in some]))
+            stacks = self._put(stacks, index, some, unflatten_gradients(row_G, [self._parts[i] for i in some]))
         return stacks
 
     @staticmethod
@@ -303,7 +304,7 @@ class _Scan:
         flat, rest = {}, {}
         for kind, layers in self.kinds.items():
             fused, rest[kind] = layers.split(states[kind])
-            flat[kind] = jax.vmap(partial(pack, parts=layers.parts), axis_size=layers.num_layers)(fused)
+            flat[kind] = jax.vmap(partial(flatten, parts=layers.parts), axis_size=layers.num_layers)(fused)
         run = partial(self._forward_unit, flat, rest, extras)
         firsts = [flat[unit.kinds[0]][unit.index(0, 0)] for unit in self.units]
         carry = self.config.unsharded([send(lambda row: row) for send in self.config.gathers(firsts[0])], firsts[0]), x
@@ -349,7 +350,7 @@ class _Scan:
         self, kind: LayerKind, unsharded: jax.Array, rest: Any, extra: Any, x: jax.Array
     ) -> tuple[Any, Any, Any]:
         layers = self.kinds[kind]
-        params = unpack(unsharded, layers.parts, self.config.hierarchy)
+        params = unflatten(unsharded, layers.parts, self.config.hierarchy)
         key, window = extra
 
         def apply(params: Any, rest: Any, x: jax.Array) -> Any:
@@ -405,7 +406,7 @@ class _Scan:
         sums, drest = self._store(sums, drest, bucket, last)
         states = {}
         for kind, layers in self.kinds.items():
-            shards = jax.vmap(partial(unpack_gradients, parts=layers.parts))(sums[kind])
+            shards = jax.vmap(partial(unflatten_gradients, parts=layers.parts))(sums[kind])
             if saved.summed is not None:
                 shards = jax.tree.map(jnp.add, shards, layers.split(saved.summed[kind])[0])
             states[kind] = layers.join(shards, drest[kind])
@@ -460,6 +461,6 @@ class _Scan:
         self, kind: LayerKind, unsharded: jax.Array, rest: Any, extra: Any, residuals: Any, dx: jax.Array, dstats: Any
     ) -> tuple[jax.Array, Any, jax.Array]:
         layers, hierarchy = self.kinds[kind], self.config.hierarchy
-        known = [*unpack(unsharded, layers.parts, hierarchy), *rest, *jax.tree.leaves(extra)]
+        known = [*unflatten(unsharded, layers.parts, hierarchy), *rest, *jax.tree.leaves(extra)]
         dparams, drest, dx = with_known(residuals, known)((dx, dstats))
-        return pack_gradients(dparams, layers.parts, hierarchy), drest, dx
+        return flatten_gradients(dparams, layers.parts, hierarchy), drest, dx

@@ -24,11 +24,11 @@ from jmoe.collectives.exchange import DispatchedTokens
 from jmoe.collectives.fusion import (
     BufferLayout,
     ShardInBuffer,
-    pack,
-    pack_gradients,
+    flatten,
+    flatten_gradients,
     reduce_scatter_buffer_local,
-    unpack,
-    unpack_gradients,
+    unflatten,
+    unflatten_gradients,
 )
 from jmoe.collectives.schedule import interleave
 from jmoe.config import LayerKind
@@ -91,7 +91,7 @@ class LayerFunctions:
         """Return a layer's own parameters."""
         layout, buffer_RC = self.layout(params.stack), params.unsharded_RC
         hierarchy = self._sharded.hierarchy
-        fused = [] if buffer_RC is None else unpack(buffer_RC, layout.parts, hierarchy)
+        fused = [] if buffer_RC is None else unflatten(buffer_RC, layout.parts, hierarchy)
         return layout.join(fused, layer_of(layout.split(params.stack)[1], layer.number))
 
     def _unless_empty(self, layer: LayerOptions, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -151,7 +151,7 @@ class LayerFunctions:
         sums = SummedGradients(None if pending.rows_RG is None else row_G)
         if pending.experts is None:
             return sums
-        experts = unpack_gradients(experts_G, _buffer_parts(pending.experts))
+        experts = unflatten_gradients(experts_G, _buffer_parts(pending.experts))
         by_name = dict(zip(pending.experts, experts, strict=True))
         stored, square = self._to_keep(by_name, pending.ids_M)
         return sums._replace(experts=stored, square=square)
@@ -317,7 +317,7 @@ class LayerFunctions:
         layout, rows_RG = self.layout(params.stack), sums.rows_RG
         fused, rest = layout.split(dparams)
         if self._scan is not None and self._sharded.fused:
-            new_RG = pack_gradients(fused, layout.parts, self._scan.hierarchy)
+            new_RG = flatten_gradients(fused, layout.parts, self._scan.hierarchy)
             rows_RG = new_RG if rows_RG is None else rows_RG + new_RG
         if sums.experts is not None:
             dexperts = jax.tree.map(jnp.add, sums.experts, dexperts)
@@ -415,4 +415,4 @@ def _buffer_parts(experts: ExpertStacks) -> list[ShardInBuffer]:
 
 
 def _flat(experts: ExpertStacks) -> jax.Array:
-    return pack(list(experts.values()), _buffer_parts(experts))
+    return flatten(list(experts.values()), _buffer_parts(experts))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from jmoe.collectives.fusion import all_gather_buffer_local, pack, unpack
+from jmoe.collectives.fusion import all_gather_buffer_local, flatten, unflatten
 from jmoe.config import LayerKind, TrainConfig
 from jmoe.config.cluster import LinksConfig
 from jmoe.layers.moe import MoEStats
@@ -82,13 +82,13 @@ class StreamedDecoder(StreamedModel[TokenPart]):
         for kind, name in STACKS.items():
             if name in params:
                 layout = model.layout(params[name], stacked=True)
-                rows = jax.vmap(partial(pack, parts=layout.parts), axis_size=layout.num_layers)
+                rows = jax.vmap(partial(flatten, parts=layout.parts), axis_size=layout.num_layers)
                 flat[kind] = rows(layout.split(params[name])[0])
         layout = model.layout(outside)
         shards, rest = layout.split(outside)
         if shards:
-            rows_RC = all_gather_buffer_local(pack(shards, layout.parts), scan.hierarchy)
-            outside = layout.join(unpack(rows_RC, layout.parts, scan.hierarchy), rest)
+            rows_RC = all_gather_buffer_local(flatten(shards, layout.parts), scan.hierarchy)
+            outside = layout.join(unflatten(rows_RC, layout.parts, scan.hierarchy), rest)
         row_C = flat[first][0]
         gathered = [gather(lambda row: row) for gather in scan.gathers(row_C)]
         return Unsharded(outside, None, flat, scan.unsharded(gathered, row_C))
