@@ -12,6 +12,7 @@ import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jmoe.config import ModelConfig, YarnConfig
 from jmoe.layers.experts import affine, normal
@@ -131,13 +132,23 @@ def _blocked_bwd(scale: float, residuals: Any, do: jax.Array) -> Any:
         do_rows, q_rows = _rows(do, start, end), _rows(q, start, end)
         dp = dot(do_rows, v[:, :, :end], b_transposed=True).reshape(p.shape)
         ds = (p * (dp - delta[:, :, :, start:end]) * scale).astype(q.dtype).reshape(flat)
-        dv = dv.at[:, :, :end].add(dot(transposed(p.astype(v.dtype).reshape(flat)), do_rows))
-        dk = dk.at[:, :, :end].add(dot(transposed(ds), q_rows))
+        dv = _add_to_first(dv, dot(transposed(p.astype(v.dtype).reshape(flat)), do_rows))
+        dk = _add_to_first(dk, dot(transposed(ds), q_rows))
         dq.append(dot(ds, k[:, :, :end]).astype(q.dtype).reshape(*p.shape[:-1], -1))
     dsinks = None
     if sinks is not None:  # its probability draws weight from every value
         dsinks = -(jnp.exp(sinks[:, :, None, None] - lse) * delta).sum(axis=(0, 3, 4))
     return jnp.concatenate(dq, axis=3), dk.astype(k.dtype), dv.astype(v.dtype), dsinks, None
+
+
+def _add_to_first(sums: jax.Array, x: jax.Array) -> jax.Array:
+    """Add x [B, G, n, d] to the first n rows of sums [B, G, S, d].
+
+    `sums.at[:, :, :n].add(x)` with n = S is a scatter without indices, whose constant makes jaxlib
+    0.11.2 crash in a shard_map (Shardy's ManualComputationUnusedInputsPattern).
+    """
+    n = x.shape[2]
+    return lax.dynamic_update_slice_in_dim(sums, sums[:, :, :n] + x, 0, axis=2)
 
 
 _blocked.defvjp(_blocked_fwd, _blocked_bwd)
