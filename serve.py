@@ -1,6 +1,8 @@
-"""Serve a Mixture-of-Experts model over HTTP, as OpenAI's API: python serve.py MODEL [--option VALUE ...].
+"""Serve a Mixture-of-Experts model over HTTP, as OpenAI's API: python serve.py MODEL [--option
+VALUE ...].
 
-MODEL is a Hugging Face folder, the output folder of a run of train.py, or a bundle of jmoe.deploy.bundle.
+MODEL is a Hugging Face folder, the output folder of a run of train.py, or a bundle of
+jmoe.deploy.bundle.
 """
 
 from __future__ import annotations
@@ -32,11 +34,21 @@ if TYPE_CHECKING:
 
 say = partial(print, flush=True)
 # What `jmoe[serve]` installs beside jmoe itself.
-PACKAGES = ("fastapi", "httptools", "llguidance", "prometheus_client", "pydantic", "sse_starlette", "uvicorn")
+PACKAGES = (
+    "fastapi",
+    "httptools",
+    "llguidance",
+    "prometheus_client",
+    "pydantic",
+    "sse_starlette",
+    "uvicorn",
+)
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Serve the model that the command line names, until a signal ends it; of several processes the first one does."""
+    """Serve the model that the command line names, until a signal ends it; of several processes
+    the first one does.
+    """
     from jmoe.cluster.distributed import check_gpus
     from jmoe.cluster.job import hosts_line
     from jmoe.deploy.bundle import OpenBundle, is_bundle
@@ -55,25 +67,42 @@ def run(arguments: Sequence[str]) -> None:
         if role is not None:
             say(hosts_line(devices_of_hosts()))
         merged = role is None or not (Path(config.model).expanduser() / "checkpoints").is_dir()
-        check(merged, "model", config.model, "must be a Hugging Face folder; python -m jmoe.deploy.merge makes one")
+        check(
+            merged,
+            "model",
+            config.model,
+            "must be a Hugging Face folder; python -m jmoe.deploy.merge makes one",
+        )
         opened: OpenBundle | None = None
         if is_bundle(config.model):
-            whole = "must be a model, not a bundle, whose programs are for another device, with estimate"
+            whole = (
+                "must be a model, not a bundle, whose programs are for another device, with"
+                " estimate"
+            )
             check(not config.estimate, "model", config.model, whole)
             with status(f"checking the files of {config.model}", say):
-                opened = OpenBundle(config.model, config.engine, check_contents=config.check_files == "contents")
+                opened = OpenBundle(
+                    config.model, config.engine, check_contents=config.check_files == "contents"
+                )
             stack.enter_context(opened)
             config = replace(config, engine=opened.engine)
         else:
             contents = config.check_files == "contents"
-            check(contents, "check_files", config.check_files, "must be contents: the model is not a bundle")
+            check(
+                contents,
+                "check_files",
+                config.check_files,
+                "must be contents: the model is not a bundle",
+            )
         if not config.dry_run:
             check_gpus(config.distributed, config.engine.mesh.devices)
         if opened is not None:
             folder = opened.model
         else:
             cache_dir = config.engine.cache_dir
-            folder = stack.enter_context(hugging_face_folder(config.model, say, cache_dir=cache_dir))
+            folder = stack.enter_context(
+                hugging_face_folder(config.model, say, cache_dir=cache_dir)
+            )
         if isinstance(role, Follower):
             follow(config, folder, role)
         elif config.estimate:
@@ -83,13 +112,17 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def estimate(config: ServeConfig, folder: Path) -> None:
-    """Print what the engine's steps would take on a GPU that need not be here, and what memory they would need."""
+    """Print what the engine's steps would take on a GPU that need not be here, and what memory
+    they would need.
+    """
     from jmoe.inference.engine_estimate import estimate_engine
     from jmoe.inference.loading import open_checkpoint
     from jmoe.status import status
 
     with open_checkpoint(folder, config.engine) as checkpoint:  # the headers alone
-        engine = replace(config.engine, max_seq_len=checkpoint.sequence_length(config.engine.max_seq_len))
+        engine = replace(
+            config.engine, max_seq_len=checkpoint.sequence_length(config.engine.max_seq_len)
+        )
         with status(f"compiling the engine's programs for {config.estimate}", say):
             print(estimate_engine(checkpoint, engine, config.estimate))
 
@@ -112,7 +145,9 @@ def serve(
     leader: Leader | None = None,
     programs: OpenBundle | None = None,
 ) -> None:
-    """Plan the memory of the model in a Hugging Face folder, load it, and answer requests. programs: of a bundle."""
+    """Plan the memory of the model in a Hugging Face folder, load it, and answer requests.
+    programs: of a bundle.
+    """
     import jmoe
     from jmoe.inference.engine import Engine
     from jmoe.inference.loading import open_checkpoint, plan_engine_memory, with_sequence_length
@@ -133,9 +168,14 @@ def serve(
         memory = plan_engine_memory(checkpoint, engine_config)
     tokenizer = tokenizer_file(folder, "model")
     sampling = ModelSampling.read(folder, config.sampling_defaults)
-    say(f"{name} from {folder}: {engine_config.max_batch} sequences at once, {length:,} tokens each")
+    say(
+        f"{name} from {folder}: {engine_config.max_batch} sequences at once, {length:,} tokens each"
+    )
     if config.engine.max_seq_len is None and length != positions:
-        say(f"the model has {positions:,} positions; --max-seq-len allows longer sequences, --max-batch makes room")
+        say(
+            f"the model has {positions:,} positions; --max-seq-len allows longer sequences,"
+            " --max-batch makes room"
+        )
     say(str(sampling))
     if config.dry_run:
         print(memory)
@@ -151,12 +191,15 @@ def serve(
         if programs is not None:
             say(str(programs))
         app = make_app(service, api_keys, jmoe.__version__)
-        server = HttpServer(app, service.loop, config, lambda: say(f"serving {url} (the API under {url}/v1)"))
+        server = HttpServer(
+            app, service.loop, config, lambda: say(f"serving {url} (the API under {url}/v1)")
+        )
         with repeating(api_keys.reload, RELOAD_S) if api_keys else contextlib.nullcontext():
             server.run(sockets=[listening])
         end_at_once_on_interrupt()  # asyncio has put Python's handler back
         if service.loop.lost_process.is_set():
-            end_process("ends: another process of the engine was lost")  # threads may wait for it for ever
+            # threads may wait for it for ever
+            end_process("ends: another process of the engine was lost")
     say("stopped" if programs is None else f"stopped; {programs}")
 
 
@@ -166,7 +209,10 @@ def main() -> None:
     end_at_once_on_interrupt()  # until it serves
     is_estimate = answer_early(lambda: parse_serve(sys.argv[1:])).estimate
     if (package := lacking(PACKAGES)) is not None:
-        sys.exit(f"{program_name()}: needs the package {package}, which is not installed: pip install 'jmoe[serve]'")
+        sys.exit(
+            f"{program_name()}: needs the package {package}, which is not installed: pip install"
+            " 'jmoe[serve]'"
+        )
     if is_estimate:
         without_devices()
     log_to_screen()

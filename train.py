@@ -62,15 +62,19 @@ from jmoe.training.tasks.task import ImageTasks
 from jmoe.training.trainer import Trainer, make_trainer
 
 
-def train_step(trainer: Trainer, state: TrainState, tokens: jax.Array) -> tuple[TrainState, dict[str, Any]]:
-    """Take a step on tokens [accumulation steps, B, S + 1]: loss, gradient, update; return (state, metrics).
+def train_step(
+    trainer: Trainer, state: TrainState, tokens: jax.Array
+) -> tuple[TrainState, dict[str, Any]]:
+    """Take a step on tokens [accumulation steps, B, S + 1]: loss, gradient, update; return (state,
+    metrics).
 
-    `trainer.step` is one program of three functions: `FusedTrainer.loss_local`, next-token cross-entropy and the
-    router's balance losses; `FusedTrainer.gradients_local`, a reverse scan over the layers, summed over the devices;
-    and `finish_step`, which clips and updates by AdamW. `StreamedTrainer`, for experts off the device, takes the same
-    three layer by layer. If a dropless buffer overflows nothing is updated, and the step runs again with room for
-    every token. With float16, where gradients overflow, nothing is updated either, and the step runs again with half
-    the loss scale; `skipped_steps` says how often.
+    `trainer.step` is one program of three functions: `FusedTrainer.loss_local`, next-token
+    cross-entropy and the router's balance losses; `FusedTrainer.gradients_local`, a reverse scan
+    over the layers, summed over the devices; and `finish_step`, which clips and updates by AdamW.
+    `StreamedTrainer`, for experts off the device, takes the same three layer by layer. If a
+    dropless buffer overflows nothing is updated, and the step runs again with room for every token.
+    With float16, where gradients overflow, nothing is updated either, and the step runs again with
+    half the loss scale; `skipped_steps` says how often.
     """
     full_capacity, skipped_steps = False, 0
     while True:
@@ -79,7 +83,8 @@ def train_step(trainer: Trainer, state: TrainState, tokens: jax.Array) -> tuple[
         skipped = bool(values.get("skipped", False))
         if not values["overflow"] and not skipped:
             return state, values | {"skipped_steps": skipped_steps}
-        full_capacity, skipped_steps = full_capacity or bool(values["overflow"]), skipped_steps + skipped
+        full_capacity = full_capacity or bool(values["overflow"])
+        skipped_steps = skipped_steps + skipped
 
 
 def train(run: Session, state: TrainState) -> tuple[TrainState, bool]:
@@ -94,14 +99,22 @@ def train(run: Session, state: TrainState) -> tuple[TrainState, bool]:
                 jax.profiler.start_trace(str(run.output_dir / "profile"))
             state = run.rebalance(step, state)
             if progress is not None:
-                progress.runs_on(run.mesh.size, config.tokens_until(step + 1) - config.tokens_until(step))
+                progress.runs_on(
+                    run.mesh.size, config.tokens_until(step + 1) - config.tokens_until(step)
+                )
             begun, processor_s, programs = time.perf_counter(), time.process_time(), compiled.count
-            doing = status("compiling the training step", say) if step == start else contextlib.nullcontext()
+            doing = (
+                status("compiling the training step", say)
+                if step == start
+                else contextlib.nullcontext()
+            )
             with run.watchdog.waiting_for("step", step), doing:
                 state, metrics = train_step(run.trainer, state, run.next_batch())
                 run.check_finite(step, metrics)
             step_s, done = time.perf_counter() - begun, step + 1
-            run.note_step(step_s, time.process_time() - processor_s, compiled=compiled.count > programs)
+            run.note_step(
+                step_s, time.process_time() - processor_s, compiled=compiled.count > programs
+            )
             if done == profile_to > start:
                 jax.profiler.stop_trace()
             if run.log is not None and progress is not None:
@@ -111,7 +124,12 @@ def train(run: Session, state: TrainState) -> tuple[TrainState, bool]:
                 run.log.write_step(step, line)
                 if run.exporter is not None:
                     run.exporter.note_step(step, line)
-                progress.update(step, loss=line["loss"], step_s=step_s, dropped_fraction=line["dropped_fraction"])
+                progress.update(
+                    step,
+                    loss=line["loss"],
+                    step_s=step_s,
+                    dropped_fraction=line["dropped_fraction"],
+                )
             run.checkpoints.check()
             stopped = done < config.num_steps and stop.requested(step)
             if stopped or done % config.checkpoint.every_steps == 0 or done == config.num_steps:
@@ -122,7 +140,10 @@ def train(run: Session, state: TrainState) -> tuple[TrainState, bool]:
             if config.evaluates_after(done):
                 run.evaluate(state)
         limit_s = run.checkpoints.limit_s
-        with run.watchdog.waiting_for("last checkpoint", timeout_s=limit_s), status("writing the last checkpoint", say):
+        with (
+            run.watchdog.waiting_for("last checkpoint", timeout_s=limit_s),
+            status("writing the last checkpoint", say),
+        ):
             run.checkpoints.wait()
     if progress is not None:
         progress.close()
@@ -132,13 +153,20 @@ def train(run: Session, state: TrainState) -> tuple[TrainState, bool]:
 def main(arguments: Sequence[str]) -> None:
     """Print the plan or an estimate, or train."""
     config = parse_train(arguments, PRESETS)
-    if not isinstance(config, VisionTrainConfig) and config.init_from and is_run(Path(config.init_from).expanduser()):
+    if (
+        not isinstance(config, VisionTrainConfig)
+        and config.init_from
+        and is_run(Path(config.init_from).expanduser())
+    ):
         merge_apart(config.init_from, "init_from")
     config = with_pretrained_model(config)
     if config.cluster:
         cluster = read_cluster(Path(config.cluster))
         rows = cluster_rows(config, cluster)
-        print(*([json.dumps(as_json(rows), indent=1)] if config.json else table(rows, cluster)), sep="\n")
+        print(
+            *([json.dumps(as_json(rows), indent=1)] if config.json else table(rows, cluster)),
+            sep="\n",
+        )
         sys.exit(0 if any(row.fits for row in rows) else 1)
     if config.estimate:
         with status(f"compiling a step for {config.estimate}", say):
@@ -183,7 +211,12 @@ class LanguageModeling:
         return DistillingTrainer(config, setup.mesh, teacher, teacher.head_DV)
 
     def make_session(
-        self, setup: Setup, data: TrainingData, trainer: Trainer, checkpoints: Checkpoints, snapshots: Snapshots | None
+        self,
+        setup: Setup,
+        data: TrainingData,
+        trainer: Trainer,
+        checkpoints: Checkpoints,
+        snapshots: Snapshots | None,
     ) -> Session:
         """Make the session, which measures the loss of held-out text."""
         return open_session(Session, setup, data, trainer, checkpoints, snapshots)
@@ -195,16 +228,29 @@ def task_of(config: TrainConfig) -> Task:
 
 
 def prepare_text(
-    config: TrainConfig, watchdog: distributed.Watchdog, stack: contextlib.ExitStack, resolved: dict[str, Any]
+    config: TrainConfig,
+    watchdog: distributed.Watchdog,
+    stack: contextlib.ExitStack,
+    resolved: dict[str, Any],
 ) -> TrainingData:
     """Tokenize the text, or take what is tokenized; process 0 does it, the others wait."""
     limits, main_process = config.distributed, jax.process_index() == 0
-    preparing, cache, option = PreparingData(say), Path(config.output_dir) / "data", "distributed.start_timeout_s"
+    preparing = PreparingData(say)
+    cache = Path(config.output_dir) / "data"
+    option = "distributed.start_timeout_s"
     if main_process:
         stack.callback(discard, cache)
-    with watchdog.waiting_for("data", timeout_s=limits.start_timeout_s, progress=preparing.progress, option=option):
+    with watchdog.waiting_for(
+        "data", timeout_s=limits.start_timeout_s, progress=preparing.progress, option=option
+    ):
         keep = has_checkpoint(config, resolved)
-        role = Role(main_process, preparing.report, limits.start_timeout_s, watchdog.progress_of_rank_0, keep)
+        role = Role(
+            main_process,
+            preparing.report,
+            limits.start_timeout_s,
+            watchdog.progress_of_rank_0,
+            keep,
+        )
         try:
             corpus = prepare(config.data, config.model.vocab_size, cache, role)
         except OtherTextError:
@@ -230,7 +276,9 @@ def prepare_text(
 
 
 def resolved_config(config: TrainConfig) -> dict[str, Any]:
-    """Return the configuration as checkpoints have it, with what identifies the teacher if there is one."""
+    """Return the configuration as checkpoints have it, with what identifies the teacher if there
+    is one.
+    """
     resolved: dict[str, Any] = json.loads(config.to_json())
     if config.distil.teacher:
         resolved[TEACHER] = teacher_fingerprint(config.distil.teacher)
@@ -238,7 +286,9 @@ def resolved_config(config: TrainConfig) -> dict[str, Any]:
 
 
 def devices_per_host() -> int:
-    """Return how many devices each host has, 0 where hosts differ; of several processes say how many there are."""
+    """Return how many devices each host has, 0 where hosts differ; of several processes say how
+    many there are.
+    """
     of_hosts = devices_of_hosts()
     if jax.process_count() > 1:
         say(hosts_line(of_hosts))
@@ -260,11 +310,15 @@ def set_up(config: TrainConfig, task: Task, stack: contextlib.ExitStack) -> Setu
     output_dir, limits = Path(config.output_dir), config.distributed
     total, active = config.model.num_parameters()
     say(
-        f"{total / 1e6:.1f}M parameters, {active / 1e6:.1f}M active; {mesh.size} {mesh.devices.flat[0].device_kind} "
-        f"device(s) as (data, expert_inter, expert_intra) = {shape}; output in {output_dir}"
+        f"{total / 1e6:.1f}M parameters, {active / 1e6:.1f}M active; {mesh.size}"
+        f" {mesh.devices.flat[0].device_kind} device(s) as (data, expert_inter, expert_intra) ="
+        f" {shape}; output in {output_dir}"
     )
     if config.comm.packing != 1:
-        say(f"comm.packing = {config.comm.packing}: {expert_packing.experts_per_device} experts a device")
+        say(
+            f"comm.packing = {config.comm.packing}: {expert_packing.experts_per_device} experts a"
+            " device"
+        )
     for warning in config.warnings():
         say(f"warning: {warning}")
     watchdog = stack.enter_context(distributed.watchdog_of(limits))
@@ -276,21 +330,28 @@ def set_up(config: TrainConfig, task: Task, stack: contextlib.ExitStack) -> Setu
     if jax.process_index() == 0 and config.metrics.port:
         exporter = stack.enter_context(RunMetrics(config, folder.run))
         say(f"metrics for Prometheus on port {exporter.port}")
-    return Setup(config, resolved_config(config), mesh, watchdog, folder, expert_packing, exporter, stack)
+    return Setup(
+        config, resolved_config(config), mesh, watchdog, folder, expert_packing, exporter, stack
+    )
 
 
 def open_checkpoints(setup: Setup, trainer: Trainer) -> tuple[Checkpoints, Snapshots | None]:
     """Open the run's checkpoints, and its snapshots in memory if the configuration wants them."""
     config, folder, enter = setup.config, setup.folder, setup.stack.enter_context
-    directory, timeout_s = Path(config.output_dir) / "checkpoints", config.distributed.step_timeout_s
-    checkpoints = enter(Checkpoints(directory, config.checkpoint, timeout_s=timeout_s, records=trainer.records))
+    directory = Path(config.output_dir) / "checkpoints"
+    timeout_s = config.distributed.step_timeout_s
+    checkpoints = enter(
+        Checkpoints(directory, config.checkpoint, timeout_s=timeout_s, records=trainer.records)
+    )
     if config.checkpoint.memory_dir is None:
         return checkpoints, None
     return checkpoints, enter(Snapshots(config.checkpoint, folder.run, folder.starts))
 
 
 def begin(run: Session, data: TrainingData, stack: contextlib.ExitStack) -> TrainState:
-    """Return the state that the run begins with, or goes on from; process 0 opens the log and notes the start."""
+    """Return the state that the run begins with, or goes on from; process 0 opens the log and
+    notes the start.
+    """
     state = run.start_or_resume()
     if jax.process_index() == 0:
         run.folder.note_start()
@@ -303,7 +364,9 @@ def begin(run: Session, data: TrainingData, stack: contextlib.ExitStack) -> Trai
 
 
 def run_all(config: TrainConfig) -> bool:
-    """Set up data, model and checkpoints, then train, evaluate and report; return whether all steps were done."""
+    """Set up data, model and checkpoints, then train, evaluate and report; return whether all
+    steps were done.
+    """
     task = task_of(config)
     with contextlib.ExitStack() as stack:
         setup = set_up(config, task, stack)
@@ -320,7 +383,10 @@ def run_all(config: TrainConfig) -> bool:
         if completed:
             run.finish(state, before)
         else:
-            say(f"stopped by a signal after step {int(state.step)}; the same command goes on from there")
+            say(
+                f"stopped by a signal after step {int(state.step)}; the same command goes on from"
+                " there"
+            )
             if jax.process_index() == 0:
                 say(f"report of the steps so far: {run.report()}")
         return completed

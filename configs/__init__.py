@@ -1,4 +1,6 @@
-"""Named presets: `PRESETS[name]` is (one line of description, configuration). One file per model family."""
+"""Named presets: `PRESETS[name]` is (one line of description, configuration). One file per model
+family.
+"""
 
 from jmoe.config import TrainConfig
 from jmoe.configs.ablations import tiny_buckets, tiny_flat, tiny_replicated, tiny_unfused
@@ -12,8 +14,14 @@ from jmoe.configs.ufo import ufo_17b, ufo_tiny
 PRESETS: dict[str, tuple[str, TrainConfig]] = {
     "tiny": ("4M parameters, 8 experts: learns source code in minutes on two CPU cores", tiny),
     "small": ("34M parameters, 8 experts: the same text, under an hour on two CPU cores", small),
-    "ufo-tiny": ("0.4M parameters: four image tasks at once, in minutes on two CPU cores (extra: vision)", ufo_tiny),
-    "ufo-17b": ("VIMER-UFO 2.0's size: 17.0B parameters, 0.6B a task: forty image tasks, to be planned", ufo_17b),
+    "ufo-tiny": (
+        "0.4M parameters: four image tasks at once, in minutes on two CPU cores (extra: vision)",
+        ufo_tiny,
+    ),
+    "ufo-17b": (
+        "VIMER-UFO 2.0's size: 17.0B parameters, 0.6B a task: forty image tasks, to be planned",
+        ufo_17b,
+    ),
     "olmoe-1b-7b": ("OLMoE 1B-7B: 6.9B parameters, 64 experts, top-8", olmoe_1b_7b),
     "mixtral-8x7b": ("Mixtral 8x7B: 46.7B parameters, 8 experts, top-2", mixtral_8x7b),
     "qwen3-30b-a3b": ("Qwen3 30B-A3B: 30.5B parameters, 128 experts, top-8", qwen3_30b_a3b),
@@ -25,5 +33,8 @@ PRESETS: dict[str, tuple[str, TrainConfig]] = {
     "tiny-replicated": ("ablation: dense parameters on every device", tiny_replicated),
     "tiny-unfused": ("ablation: a collective for every dense parameter", tiny_unfused),
     "tiny-flat": ("ablation: collectives that do not know nodes", tiny_flat),
-    "tiny-buckets": ("ablation: gradients reduced as they come, in buckets of 25 MiB", tiny_buckets),
+    "tiny-buckets": (
+        "ablation: gradients reduced as they come, in buckets of 25 MiB",
+        tiny_buckets,
+    ),
 }

@@ -1,6 +1,7 @@
 """Baselines of the papers' figures: `tiny` with communication that nobody would choose.
 
-The orders of collectives that Lina compares with are `--comm.schedule none | ready | fixed | priority` of any preset.
+The orders of collectives that Lina compares with are `--comm.schedule none | ready | fixed |
+priority` of any preset.
 """
 
 from dataclasses import replace

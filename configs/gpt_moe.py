@@ -1,7 +1,8 @@
 """GPT with experts in every layer: the training shapes of MoESys, Table 2 (arXiv:2205.10034).
 
-One expert of every layer and one sequence per GPU: mesh (1, nodes, 8 GPUs in a node). The paper's totals (13.9, 26.8,
-52.6, 104.1 and 207.2 billion parameters) are those of experts in *every* layer and tied embeddings.
+One expert of every layer and one sequence per GPU: mesh (1, nodes, 8 GPUs in a node). The paper's
+totals (13.9, 26.8, 52.6, 104.1 and 207.2 billion parameters) are those of experts in *every* layer
+and tied embeddings.
 """
 
 from jmoe.config import MeshConfig, ModelConfig, OptimizerConfig, RouterConfig, TrainConfig

@@ -1,6 +1,15 @@
-"""Mixtral (arXiv:2401.04088); model values from the `config.json` of mistralai/Mixtral-8x7B-v0.1."""
+"""Mixtral (arXiv:2401.04088); model values from the `config.json` of
+mistralai/Mixtral-8x7B-v0.1.
+"""
 
-from jmoe.config import CheckpointConfig, MeshConfig, ModelConfig, OptimizerConfig, RouterConfig, TrainConfig
+from jmoe.config import (
+    CheckpointConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RouterConfig,
+    TrainConfig,
+)
 
 mixtral_8x7b = TrainConfig(
     model=ModelConfig(

@@ -1,6 +1,15 @@
-"""OLMoE (arXiv:2409.02060); model values from the `config.json` of allenai/OLMoE-1B-7B-0924, z-loss from the paper."""
+"""OLMoE (arXiv:2409.02060); model values from the `config.json` of allenai/OLMoE-1B-7B-0924,
+z-loss from the paper.
+"""
 
-from jmoe.config import CheckpointConfig, MeshConfig, ModelConfig, OptimizerConfig, RouterConfig, TrainConfig
+from jmoe.config import (
+    CheckpointConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RouterConfig,
+    TrainConfig,
+)
 
 olmoe_1b_7b = TrainConfig(
     model=ModelConfig(
@@ -16,7 +25,9 @@ olmoe_1b_7b = TrainConfig(
         num_experts_per_tok=8,
         norm_eps=1e-5,
         qk_norm="full",
-        router=RouterConfig(kind="softmax", norm_topk_prob=False, aux_loss_coef=0.01, z_loss_coef=0.001),
+        router=RouterConfig(
+            kind="softmax", norm_topk_prob=False, aux_loss_coef=0.01, z_loss_coef=0.001
+        ),
     ),
     optimizer=OptimizerConfig(learning_rate=4e-4, warmup_steps=2500),
     mesh=MeshConfig(expert_intra=8),

@@ -1,6 +1,15 @@
-"""Qwen3 with experts (arXiv:2505.09388); model values from the `config.json` of Qwen/Qwen3-30B-A3B."""
+"""Qwen3 with experts (arXiv:2505.09388); model values from the `config.json` of
+Qwen/Qwen3-30B-A3B.
+"""
 
-from jmoe.config import CheckpointConfig, MeshConfig, ModelConfig, OptimizerConfig, RouterConfig, TrainConfig
+from jmoe.config import (
+    CheckpointConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RouterConfig,
+    TrainConfig,
+)
 
 qwen3_30b_a3b = TrainConfig(
     model=ModelConfig(

@@ -1,11 +1,14 @@
-"""Super-networks that learn several image tasks at once, like UFO (SE-MoE, section 4.1; VIMER-UFO 2.0).
+"""Super-networks that learn several image tasks at once, like UFO (SE-MoE, section 4.1; VIMER-UFO
+2.0).
 
-`ufo-tiny`: a dense layer, a layer whose experts tokens choose, and two routed by task. In the first of those all
-tasks share expert 0 but digits; in the last each has its own. Batches are the paper's 512, 256, 128 and 128 / 8.
+`ufo-tiny`: a dense layer, a layer whose experts tokens choose, and two routed by task. In the first
+of those all tasks share expert 0 but digits; in the last each has its own. Batches are the paper's
+512, 256, 128 and 128 / 8.
 
-`ufo-17b`: what is published of VIMER-UFO 2.0 is its size, 17 billion parameters, 600 million on a task's path. The
-shape is ours: ViT-H/14 (arXiv:2010.11929) with a feed-forward in each layer for each of 40 tasks; the rest is shared.
-So are the tasks: ten data sets of each of four kinds, with the ratio of the paper's batches; their sources are folders.
+`ufo-17b`: what is published of VIMER-UFO 2.0 is its size, 17 billion parameters, 600 million on a
+task's path. The shape is ours: ViT-H/14 (arXiv:2010.11929) with a feed-forward in each layer for
+each of 40 tasks; the rest is shared. So are the tasks: ten data sets of each of four kinds, with
+the ratio of the paper's batches; their sources are folders.
 """
 
 from jmoe.config import (
@@ -47,7 +50,8 @@ ufo_tiny = VisionTrainConfig(
     compute_dtype="float32",
 )
 
-_KINDS = {"face": 64, "person": 32, "vehicle": 16, "product": 16}  # images a step of each of a kind's data sets
+# images a step of each of a kind's data sets
+_KINDS = {"face": 64, "person": 32, "vehicle": 16, "product": 16}
 _DATA_SETS = [f"{kind}-{number}" for kind in _KINDS for number in range(10)]
 
 ufo_17b = VisionTrainConfig(
@@ -70,7 +74,9 @@ ufo_17b = VisionTrainConfig(
         router=RouterConfig(kind="sigmoid", aux_loss_coef=0.0),
     ),
     tasks={
-        name: TaskConfig(f"data/{name}", batch_size=_KINDS[name.partition("-")[0]], path=(number,) * 32)
+        name: TaskConfig(
+            f"data/{name}", batch_size=_KINDS[name.partition("-")[0]], path=(number,) * 32
+        )
         for number, name in enumerate(_DATA_SETS)
     },
     optimizer=OptimizerConfig(learning_rate=2e-4, warmup_steps=1000, weight_decay=0.05),

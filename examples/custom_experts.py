@@ -1,4 +1,6 @@
-"""Experts of your own: one low-rank adapter each, in place of MLPs; python examples/custom_experts.py."""
+"""Experts of your own: one low-rank adapter each, in place of MLPs; python
+examples/custom_experts.py.
+"""
 
 import flax.nnx as nnx
 import jax
@@ -8,13 +10,17 @@ from jmoe import MoEConfig, MoELayer
 
 
 class LowRankExperts(nnx.Module):
-    """Expert e is x + (x @ a[e]) @ b[e]. Rows come sorted by expert; sizes say how many each has."""
+    """Expert e is x + (x @ a[e]) @ b[e]. Rows come sorted by expert; sizes say how many each
+    has.
+    """
 
     def __init__(self, num_experts: int, hidden_size: int, rank: int, rngs: nnx.Rngs) -> None:
         self.a = nnx.Param(0.1 * jax.random.normal(rngs.params(), (num_experts, hidden_size, rank)))
         self.b = nnx.Param(jnp.zeros((num_experts, rank, hidden_size)))
 
-    def __call__(self, rows_ND: jax.Array, group_sizes_L: jax.Array, expected_rows: int) -> jax.Array:
+    def __call__(
+        self, rows_ND: jax.Array, group_sizes_L: jax.Array, expected_rows: int
+    ) -> jax.Array:
         """Return each row through its group's adapter; rows beyond the last group hold anything."""
         h_NR = jax.lax.ragged_dot(rows_ND, self.a[...], group_sizes_L)
         return rows_ND + jax.lax.ragged_dot(h_NR, self.b[...], group_sizes_L)
@@ -24,4 +30,6 @@ config = MoEConfig(hidden_size=32, num_experts=8, num_experts_per_tok=2, interme
 layer = MoELayer(config, experts=LowRankExperts(8, 32, 4, nnx.Rngs(1)), rngs=nnx.Rngs(0))
 x = jax.random.normal(jax.random.key(0), (4, 16, 32))
 y, metrics = layer(x)
-print(f"adapters that have learned nothing return their input: {bool(jnp.allclose(x, y, atol=1e-5))}")
+print(
+    f"adapters that have learned nothing return their input: {bool(jnp.allclose(x, y, atol=1e-5))}"
+)

@@ -1,4 +1,6 @@
-"""A router of your own: tokens go to experts by a fixed hash of their position; python examples/custom_router.py."""
+"""A router of your own: tokens go to experts by a fixed hash of their position; python
+examples/custom_router.py.
+"""
 
 import flax.nnx as nnx
 import jax
@@ -18,13 +20,16 @@ def hash_router(x_TD: jax.Array, *, key: jax.Array | None = None, train: bool = 
         topk_idx_TK=topk_idx_TK,
         topk_weights_TK=jnp.ones((num_tokens, 1)),
         counts_E=counts_E,
-        probs_sum_E=counts_E.astype(jnp.float32),  # a decided router: probability 1 for what is chosen
+        # a decided router: probability 1 for what is chosen
+        probs_sum_E=counts_E.astype(jnp.float32),
         z_sum=jnp.float32(0),
         entropy_sum=jnp.float32(0),
     )
 
 
-config = MoEConfig(hidden_size=32, num_experts=NUM_EXPERTS, num_experts_per_tok=1, intermediate_size=64)
+config = MoEConfig(
+    hidden_size=32, num_experts=NUM_EXPERTS, num_experts_per_tok=1, intermediate_size=64
+)
 layer = MoELayer(config, router=hash_router, rngs=nnx.Rngs(0))
 y, metrics = layer(jax.random.normal(jax.random.key(0), (2, 16, 32)))
 print(f"output {y.shape}, load of the experts {[round(float(load), 3) for load in metrics.load_E]}")

@@ -1,10 +1,13 @@
-"""Generate with a ring of half the layers on the device: python examples/generate_offloaded.py FOLDER."""
+"""Generate with a ring of half the layers on the device: python examples/generate_offloaded.py
+FOLDER.
+"""
 
 import sys
 
 from jmoe import Engine, EngineConfig
 
-PROMPTS = [[3, 14, 15, 9, 2, 6], [5, 3, 5]]  # token ids; strings work too where the folder has a tokenizer
+# token ids; strings work too where the folder has a tokenizer
+PROMPTS = [[3, 14, 15, 9, 2, 6], [5, 3, 5]]
 OPTIONS = {"max_batch": 2, "max_seq_len": 32, "dtype": "float32"}
 
 outputs = []
@@ -13,6 +16,9 @@ for policy in ({"policy": "resident"}, {"policy": "ring", "ring_slots": 1}):
         completions = engine.generate(PROMPTS, max_new_tokens=8, ignore_eos=True)
         stats = engine.stats()
     outputs.append([completion.token_ids for completion in completions])
-    print(f"{policy['policy']}: {stats.device_expert_bytes:,} bytes of experts on the device", end=", ")
+    print(
+        f"{policy['policy']}: {stats.device_expert_bytes:,} bytes of experts on the device",
+        end=", ",
+    )
     print(f"{stats.streamed_bytes:,} moved; tokens {outputs[-1]}")
 print(f"the same tokens: {outputs[0] == outputs[1]}")

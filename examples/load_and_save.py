@@ -1,4 +1,6 @@
-"""Load a Hugging Face checkpoint, look at its logits, save it again: python examples/load_and_save.py FOLDER COPY."""
+"""Load a Hugging Face checkpoint, look at its logits, save it again: python
+examples/load_and_save.py FOLDER COPY.
+"""
 
 import sys
 
@@ -12,4 +14,6 @@ tokens_BS = jnp.arange(8, dtype=jnp.int32)[None]
 logits_BSV = model(tokens_BS)
 print(f"most likely next tokens {logits_BSV.argmax(axis=-1)[0].tolist()}")
 jmoe.save_pretrained(model, copy)
-print(f"the copy gives the same: {bool((jmoe.load_pretrained(copy)(tokens_BS) == logits_BSV).all())}")
+print(
+    f"the copy gives the same: {bool((jmoe.load_pretrained(copy)(tokens_BS) == logits_BSV).all())}"
+)

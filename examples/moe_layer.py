@@ -1,4 +1,6 @@
-"""A MoE layer in a model of your own, experts over the devices of a mesh: python examples/moe_layer.py."""
+"""A MoE layer in a model of your own, experts over the devices of a mesh: python
+examples/moe_layer.py.
+"""
 
 import flax.nnx as nnx
 import jax

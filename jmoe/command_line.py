@@ -1,4 +1,6 @@
-"""Command lines of `train.py` and `serve.py` as configurations, without JAX, so that help and mistakes are quick."""
+"""Command lines of `train.py` and `serve.py` as configurations, without JAX, so that help and
+mistakes are quick.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +22,24 @@ from jmoe.runtime import program_name
 T = TypeVar("T")
 Unsettable = Annotated[T, tyro.conf.Fixed, tyro.conf.Suppress]
 TRAIN = "Train a Mixture-of-Experts language model: {program} PRESET [--section.field VALUE ...]."
-SERVE = """Serve a Mixture-of-Experts model over HTTP, as OpenAI's API: {program} MODEL [--option VALUE ...].
+SERVE = """Serve a Mixture-of-Experts model over HTTP, as OpenAI's API:
+{program} MODEL [--option VALUE ...].
 
-MODEL is a Hugging Face folder, the output folder of a run of train.py, or a bundle of jmoe.deploy.bundle.
+MODEL is a Hugging Face folder, the output folder of a run of train.py, or a bundle of
+jmoe.deploy.bundle.
 """
-BUNDLE = """Write a model with all its compiled programs as one folder, which serve.py serves on such a device.
+BUNDLE = """Write a model with all its compiled programs as one folder, which serve.py serves on
+such a device.
 
 The options are those of serve.py that concern the engine.
 """
-SUPERVISE = """Start the processes of a run, and all of them again when one is lost: {program} [--option VALUE ...] --
-train.py PRESET [--section.field VALUE ...].
+SUPERVISE = """Start the processes of a run, and all of them again when one is lost:
+{program} [--option VALUE ...] -- train.py PRESET [--section.field VALUE ...].
 """
-STATUS = "Show how a run is, which goes on or has ended: {program} RUN [--json]. RUN is its output folder."
+STATUS = (
+    "Show how a run is, which goes on or has ended: {program} RUN [--json]. RUN is its output"
+    " folder."
+)
 SHORT_NAMES = {
     "lr": "optimizer.learning-rate",
     "wd": "optimizer.weight-decay",
@@ -61,7 +69,9 @@ class _Comm(CommConfig):
 
 @dataclasses.dataclass(frozen=True)
 class _Serve(ServeConfig):
-    engine: tyro.conf.OmitArgPrefixes[EngineConfig] = dataclasses.field(default_factory=EngineConfig)
+    engine: tyro.conf.OmitArgPrefixes[EngineConfig] = dataclasses.field(
+        default_factory=EngineConfig
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,13 +84,17 @@ class _Status:
 class BundleOptions:
     """Options of `python -m jmoe.deploy.bundle`, as fields."""
 
-    model: tyro.conf.Positional[str]  # a Hugging Face folder, or the output folder of a run of train.py
+    # a Hugging Face folder, or the output folder of a run of train.py
+    model: tyro.conf.Positional[str]
     out: str  # where the bundle is written: no files yet
-    engine: tyro.conf.OmitArgPrefixes[EngineConfig] = dataclasses.field(default_factory=EngineConfig)
+    engine: tyro.conf.OmitArgPrefixes[EngineConfig] = dataclasses.field(
+        default_factory=EngineConfig
+    )
 
 
 def answer_early(parse: Callable[[], T]) -> T:
-    """Answer `--help` and mistakes, which end the process, in a program that has not imported JAX yet.
+    """Answer `--help` and mistakes, which end the process, in a program that has not imported JAX
+    yet.
 
     A reader that leaves before the end, such as `head`, is no mistake.
     """
@@ -90,23 +104,36 @@ def answer_early(parse: Callable[[], T]) -> T:
     return parsed
 
 
-def parse_train(arguments: Sequence[str], presets: Mapping[str, tuple[str, TrainConfig]]) -> TrainConfig:
+def parse_train(
+    arguments: Sequence[str], presets: Mapping[str, tuple[str, TrainConfig]]
+) -> TrainConfig:
     """Return the preset named first with the options that follow.
 
     presets: (one line of description, configuration) by name. Help and mistakes end the process.
     """
     name = arguments[0] if arguments else ""
     if name in ("", "-h", "--help"):
-        listed = "".join(f"  {preset:{max(map(len, presets))}}  {line}\n" for preset, (line, _) in presets.items())
+        listed = "".join(
+            f"  {preset:{max(map(len, presets))}}  {line}\n"
+            for preset, (line, _) in presets.items()
+        )
         print(f"{TRAIN.format(program=program_name())}\n\npresets:\n{listed}")
         print(f"{program_name()} PRESET --help shows every option with the preset's value,")
-        print(f"{program_name()} PRESET --plan what memory the run needs, by tier, and how long a step takes,")
-        print(f"{program_name()} PRESET --estimate h100 what a step would take on such a GPU, which need not be here.")
+        print(
+            f"{program_name()} PRESET --plan what memory the run needs, by tier, and how long a"
+            " step takes,"
+        )
+        print(
+            f"{program_name()} PRESET --estimate h100 what a step would take on such a GPU, which"
+            " need not be here."
+        )
         sys.exit(0 if name else 2)
     if name not in presets:
         near = difflib.get_close_matches(name, presets, n=1, cutoff=0.3)
         hint = f" Did you mean {near[0]}?" if near else ""
-        sys.exit(f"{program_name()}: no preset is named {name!r}.{hint} Presets: {', '.join(presets)}")
+        sys.exit(
+            f"{program_name()}: no preset is named {name!r}.{hint} Presets: {', '.join(presets)}"
+        )
     line, preset = presets[name]
     options = list(arguments[1:])
     options_set = dict(_options(options))
@@ -128,7 +155,9 @@ def parse_train(arguments: Sequence[str], presets: Mapping[str, tuple[str, Train
 
 
 def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield (name, value) of every option, its name as `--help` shows it; "" where no value follows."""
+    """Yield (name, value) of every option, its name as `--help` shows it; "" where no value
+    follows.
+    """
     for argument, following in zip(arguments, [*arguments, ""][1:], strict=True):
         if argument.startswith("--"):
             name, equals, value = argument.partition("=")
@@ -136,7 +165,9 @@ def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _check_short_names(options_set: Iterable[str]) -> None:
-    """End the process if an option has a short name that others use: the parser's guess would be another setting."""
+    """End the process if an option has a short name that others use: the parser's guess would be
+    another setting.
+    """
     for option in options_set:
         section, _, name = option.removeprefix("--").rpartition(".")
         meant = SHORT_NAMES.get(name)
@@ -145,13 +176,17 @@ def _check_short_names(options_set: Iterable[str]) -> None:
 
 
 def _check_model_options(options_set: Iterable[str]) -> None:
-    """End the process if one of the options set is another model than the checkpoint's that the run starts from."""
+    """End the process if one of the options set is another model than the checkpoint's that the
+    run starts from.
+    """
     allowed = {f"--model.{name.replace('_', '-')}" for name in TRAINING_ONLY}
-    refused = [option for option in options_set if option.startswith("--model.") and option not in allowed]
+    refused = [
+        option for option in options_set if option.startswith("--model.") and option not in allowed
+    ]
     if refused:
         sys.exit(
-            f"{program_name()}: {', '.join(refused)}: must not be given with --init-from, whose config.json says it; "
-            f"of the model only {', '.join(sorted(allowed))} may be"
+            f"{program_name()}: {', '.join(refused)}: must not be given with --init-from, whose"
+            f" config.json says it; of the model only {', '.join(sorted(allowed))} may be"
         )
 
 
@@ -171,7 +206,9 @@ def parse_serve(arguments: Sequence[str]) -> ServeConfig:
 
 
 def parse_bundle(arguments: Sequence[str]) -> BundleOptions:
-    """Return the settings on the command line of `jmoe.deploy.bundle`. Help and mistakes end the process."""
+    """Return the settings on the command line of `jmoe.deploy.bundle`. Help and mistakes end the
+    process.
+    """
     return tyro.cli(
         BundleOptions,
         args=arguments,
@@ -182,17 +219,29 @@ def parse_bundle(arguments: Sequence[str]) -> BundleOptions:
 
 
 def parse_supervise(arguments: Sequence[str]) -> tuple[SuperviseConfig, list[str]]:
-    """Return the settings before `--` and the command after it. Help and mistakes end the process."""
+    """Return the settings before `--` and the command after it. Help and mistakes end the
+    process.
+    """
     at = arguments.index("--") if "--" in arguments else len(arguments)
     program = program_name()
-    config = tyro.cli(SuperviseConfig, args=arguments[:at], prog=program, description=SUPERVISE.format(program=program))
+    config = tyro.cli(
+        SuperviseConfig,
+        args=arguments[:at],
+        prog=program,
+        description=SUPERVISE.format(program=program),
+    )
     if not arguments[at + 1 :]:
-        sys.exit(f"{program}: give the command after `--`: {program} --processes 4 -- train.py PRESET ...")
+        sys.exit(
+            f"{program}: give the command after `--`: {program} --processes 4 -- train.py"
+            " PRESET ..."
+        )
     return config, list(arguments[at + 1 :])
 
 
 def parse_status(arguments: Sequence[str]) -> tuple[str, bool]:
     """Return (folder of the run, whether to print JSON). Help and mistakes end the process."""
     description, flags = STATUS.format(program=program_name()), (tyro.conf.FlagCreatePairsOff,)
-    options = tyro.cli(_Status, args=arguments, prog=program_name(), description=description, config=flags)
+    options = tyro.cli(
+        _Status, args=arguments, prog=program_name(), description=description, config=flags
+    )
     return options.run, options.json

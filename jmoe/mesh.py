@@ -1,7 +1,8 @@
 """Axis names, the device mesh, and where every array lives on it.
 
-The mesh is (data, expert_inter, expert_intra). Tokens are split over all three axes; experts over the last two
-(across nodes, inside a node); dense parameters over all three (ZeRO-3) or on every device.
+The mesh is (data, expert_inter, expert_intra). Tokens are split over all three axes; experts over
+the last two (across nodes, inside a node); dense parameters over all three (ZeRO-3) or on every
+device.
 """
 
 import hashlib
@@ -28,17 +29,23 @@ BY_PROCESS = PartitionSpec(PROCESS)
 ACCUMULATED_BATCH = PartitionSpec(None, ALL)  # [accumulation steps, batch, ...]
 
 EXPERTS_PATH = "experts"  # parameters below a node of this name have one slice per expert
-STACK_PATHS = ("dense_layers", "moe_layers", "task_layers")  # parameters below these have a leading layer dimension
+# parameters below these have a leading layer dimension
+STACK_PATHS = ("dense_layers", "moe_layers", "task_layers")
 EXPERT_STACKS = STACK_PATHS[1:]  # of layers with experts
 
 
 def make_mesh(shape: tuple[int, int, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Return a mesh of `shape` = (data, expert_inter, expert_intra); neighbours in `devices` are near in expert_intra.
+    """Return a mesh of `shape` = (data, expert_inter, expert_intra); neighbours in `devices` are
+    near in expert_intra.
 
-    Devices are ordered by process, so that a process holds contiguous rows of the batch and an expert_intra group
-    stays inside a node whenever its size divides the node's devices.
+    Devices are ordered by process, so that a process holds contiguous rows of the batch and an
+    expert_intra group stays inside a node whenever its size divides the node's devices.
     """
-    devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id)) if devices is None else list(devices)
+    devices = (
+        sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
+        if devices is None
+        else list(devices)
+    )
     return Mesh(np.asarray(devices).reshape(shape), ALL, axis_types=(AxisType.Auto,) * 3)
 
 
@@ -46,12 +53,16 @@ def first_devices(num_devices: int) -> list[jax.Device]:
     """Return so many devices, as many of each process: the first ones."""
     each = num_devices // jax.process_count()
     devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
-    taken = [[d for d in devices if d.process_index == process][:each] for process in range(jax.process_count())]
+    taken = [
+        [d for d in devices if d.process_index == process][:each]
+        for process in range(jax.process_count())
+    ]
     return [device for own in taken for device in own]
 
 
 def expert_mesh(num_devices: int) -> Mesh:
-    """Return a mesh whose every device has experts of its own: of the first devices, or all of several processes.
+    """Return a mesh whose every device has experts of its own: of the first devices, or all of
+    several processes.
 
     Raises `ValueError` if there are too few, or a process would be left over.
     """
@@ -68,11 +79,17 @@ def expert_mesh(num_devices: int) -> Mesh:
 def process_mesh() -> Mesh:
     """Return a mesh of one device of each process, in the order of their numbers."""
     first = {d.process_index: d for d in sorted(jax.devices(), key=lambda d: -d.id)}
-    return Mesh(np.asarray([first[process] for process in sorted(first)]), (PROCESS,), axis_types=(AxisType.Auto,))
+    return Mesh(
+        np.asarray([first[process] for process in sorted(first)]),
+        (PROCESS,),
+        axis_types=(AxisType.Auto,),
+    )
 
 
 def devices_of_hosts() -> list[int]:
-    """Return how many devices each host's processes have, most first. Every process has to call it."""
+    """Return how many devices each host's processes have, most first. Every process has to call
+    it.
+    """
     name = np.frombuffer(hashlib.sha256(socket.gethostname().encode()).digest()[:8], np.uint32)
     told = np.asarray([*name, jax.local_device_count()], np.uint32)
     of_processes = multihost_utils.process_allgather(told).reshape(-1, told.size)
@@ -80,8 +97,11 @@ def devices_of_hosts() -> list[int]:
     return sorted(np.bincount(hosts, of_processes[:, -1]).astype(int).tolist(), reverse=True)
 
 
-def hierarchy(mesh: Mesh, hierarchical: bool, *, packed: bool = False) -> tuple[tuple[str, ...], ...]:
-    """Return the axes to gather and reduce over what all devices share: across nodes, then inside, or all at once.
+def hierarchy(
+    mesh: Mesh, hierarchical: bool, *, packed: bool = False
+) -> tuple[tuple[str, ...], ...]:
+    """Return the axes to gather and reduce over what all devices share: across nodes, then inside,
+    or all at once.
 
     packed: nodes that shared the experts are replicas now, so that the data axis crosses them.
     """
@@ -105,19 +125,30 @@ def is_expert(path: tuple[Any, ...]) -> bool:
 
 
 def shard_dim(
-    path: tuple[Any, ...], shape: tuple[int, ...], num_devices: int, shard_dense: bool, fuse_dense: bool = False
+    path: tuple[Any, ...],
+    shape: tuple[int, ...],
+    num_devices: int,
+    shard_dense: bool,
+    fuse_dense: bool = False,
 ) -> int:
-    """Return the dimension in which a dense parameter is split over all devices, or -1 if it is not."""
+    """Return the dimension in which a dense parameter is split over all devices, or -1 if it is
+    not.
+    """
     if not shard_dense or num_devices == 1 or is_expert(path):
         return -1
     stacked = stack_dims(path)
-    if not fuse_dense and len(shape) - stacked < 2:  # norms and biases are not worth a collective each
+    # norms and biases are not worth a collective each
+    if not fuse_dense and len(shape) - stacked < 2:
         return -1
     return next((i for i in range(stacked, len(shape)) if shape[i] % num_devices == 0), -1)
 
 
 def param_spec(
-    path: tuple[Any, ...], shape: tuple[int, ...], num_devices: int, shard_dense: bool, fuse_dense: bool = False
+    path: tuple[Any, ...],
+    shape: tuple[int, ...],
+    num_devices: int,
+    shard_dense: bool,
+    fuse_dense: bool = False,
 ) -> PartitionSpec:
     """Return where a parameter (and its gradient and optimizer state) lives."""
     if is_expert(path):
@@ -139,33 +170,44 @@ def shardings(specs: Any, mesh: Mesh) -> Any:
 
 
 def split_over(axes: tuple[str, ...], dim: int = 0) -> PartitionSpec:
-    """Return the spec of an array split over `axes` in dimension `dim`: for users with axis names of their own."""
+    """Return the spec of an array split over `axes` in dimension `dim`: for users with axis
+    names of their own.
+    """
     return PartitionSpec(*[None] * dim, axes) if axes else REPLICATED
 
 
 def put_split(value: jax.Array, mesh: Mesh, axes: Sequence[Any]) -> jax.Array:
-    """Return an array, or a tracer, with dimension i split over `axes[i]` of the mesh; None: not split."""
+    """Return an array, or a tracer, with dimension i split over `axes[i]` of the mesh; None: not
+    split.
+    """
     sharding = NamedSharding(mesh, PartitionSpec(*axes))
     if not isinstance(value, jax.core.Tracer):
         return jax.device_put(value, sharding)
     if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
         return jax.sharding.reshard(value, sharding)
-    return jax.jit(lambda x: x, out_shardings=sharding)(value)  # a constraint that holds under `vmap` too
+    # a constraint that holds under `vmap` too
+    return jax.jit(lambda x: x, out_shardings=sharding)(value)
 
 
 def with_auto_axes(mesh: Mesh) -> Mesh:
-    """Return the mesh with all axes of type Auto: the compiler splits arrays over them, their types do not say how."""
+    """Return the mesh with all axes of type Auto: the compiler splits arrays over them, their
+    types do not say how.
+    """
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
 def explicit_mesh(*trees: Any) -> AbstractMesh | None:
-    """Return the mesh with Explicit axes of the context, or of the type of an array in `trees`; None: all are Auto."""
+    """Return the mesh with Explicit axes of the context, or of the type of an array in `trees`;
+    None: all are Auto.
+    """
     meshes = (jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves(trees))
     context = jax.sharding.get_abstract_mesh()
     return next((mesh for mesh in (context, *meshes) if AxisType.Explicit in mesh.axis_types), None)
 
 
-def under_auto_axes(run: Callable[..., tuple[jax.Array, Any]], mesh: AbstractMesh) -> Callable[..., Any]:
+def under_auto_axes(
+    run: Callable[..., tuple[jax.Array, Any]], mesh: AbstractMesh
+) -> Callable[..., Any]:
     """Return `run` for arrays on a mesh with Explicit axes: inside they are Auto.
 
     run(state, x, ...) -> (y in x's shape, rest): y is sharded as x is, the rest is on every device.
@@ -179,5 +221,9 @@ def under_auto_axes(run: Callable[..., tuple[jax.Array, Any]], mesh: AbstractMes
 
 
 def put(values: np.ndarray, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
-    """Return an array that every process has whole, in its place on the devices of all; no process waits."""
-    return jax.make_array_from_callback(values.shape, NamedSharding(mesh, spec), lambda index: values[index])
+    """Return an array that every process has whole, in its place on the devices of all; no
+    process waits.
+    """
+    return jax.make_array_from_callback(
+        values.shape, NamedSharding(mesh, spec), lambda index: values[index]
+    )

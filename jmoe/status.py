@@ -1,4 +1,6 @@
-"""Lines that say what a program is doing while nothing else does, with the time that has passed. Standard library."""
+"""Lines that say what a program is doing while nothing else does, with the time that has passed.
+Standard library.
+"""
 
 import contextlib
 import threading
@@ -40,7 +42,8 @@ def status(
     timed: bool = False,
     amount: Callable[[], str] | None = None,
 ) -> Iterator[None]:
-    """Say `text ...` at once, and again with the seconds that have passed every `every_s` seconds until the end.
+    """Say `text ...` at once, and again with the seconds that have passed every `every_s` seconds
+    until the end.
 
     timed: say also how long all of it took, where it ends well. amount: returns how much is done,
     to say it too.
@@ -59,6 +62,8 @@ def status(
 
 
 def first_line(error: BaseException, most: int = 400) -> str:
-    """Return the first line of an error's text: of a long one both ends, as libraries name the cause last."""
+    """Return the first line of an error's text: of a long one both ends, as libraries name the
+    cause last.
+    """
     line = str(error).partition("\n")[0] or type(error).__name__
     return line if len(line) <= most else f"{line[: most // 2]} ... {line[-(most // 2) :]}"

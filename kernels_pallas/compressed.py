@@ -1,12 +1,15 @@
-"""Weights of 4 or 8 bits in blocks of inputs under one scale: how they are kept, made, and made wide again.
+"""Weights of 4 or 8 bits in blocks of inputs under one scale: how they are kept, made, and made
+wide again.
 
-Legend: K inputs, N outputs. A matrix [K, N] is kept as values, [K / 2, N] bytes of two 4-bit values (of input 2 i in
-the low bits, of 2 i + 1 in the high ones) or bytes [K, N], and scales, one for 32 inputs (fp8: 128) of an output:
+Legend: K inputs, N outputs. A matrix [K, N] is kept as values, [K / 2, N] bytes of two 4-bit values
+(of input 2 i in the low bits, of 2 i + 1 in the high ones) or bytes [K, N], and scales, one for 32
+inputs (fp8: 128) of an output:
 
 - `mxfp4` (OCP Microscaling Formats 1.0; 4.25 bits): E2M1 values, scales 2^(s - 127) as bytes s.
 - `int4` (4.5 bits, the rounding of llama.cpp's q4_0): value - 8, times a bfloat16 scale.
 - `int8` (8.5 bits, as its q8_0): value times a bfloat16 scale.
-- `fp8` (8.25 bits): E4M3 values times a float32 scale of 128 x 128 weights, as DeepSeek-V3's, kept once an output.
+- `fp8` (8.25 bits): E4M3 values times a float32 scale of 128 x 128 weights, as DeepSeek-V3's, kept
+  once an output.
 """
 
 from collections.abc import Mapping
@@ -25,9 +28,11 @@ _BIAS = 127
 
 @dataclass(frozen=True)
 class Format:
-    """A kind of compressed weights: its name, how many values a byte holds, the dtypes of values and scales.
+    """A kind of compressed weights: its name, how many values a byte holds, the dtypes of values
+    and scales.
 
-    bfloat16 scales are kept as their bits, uint16. block: inputs under one scale; in fp8 alone the last may have fewer.
+    bfloat16 scales are kept as their bits, uint16. block: inputs under one scale; in fp8 alone the
+    last may have fewer.
     """
 
     name: str
@@ -36,7 +41,9 @@ class Format:
     scales: np.dtype[Any]
     block: int = BLOCK
 
-    def fields(self, name: str, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
+    def fields(
+        self, name: str, shape: tuple[int, ...]
+    ) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
         """Return {name: (shape, dtype)} of what a matrix [K, N] is kept as."""
         inputs, outputs = shape
         return {
@@ -54,18 +61,22 @@ _LARGEST_E4M3 = 448.0
 
 
 def format_of(values: Any, scales: Any) -> Format:
-    """Return the format whose values and scales have these dtypes; scales of bfloat16 may be that or its bits."""
+    """Return the format whose values and scales have these dtypes; scales of bfloat16 may be
+    that or its bits.
+    """
     kept = np.dtype(np.uint16) if scales == jnp.bfloat16 else np.dtype(scales)
     return next(f for f in FORMATS.values() if (f.values, f.scales) == (np.dtype(values), kept))
 
 
 def compress(w_KN: np.ndarray, kind: Format) -> tuple[np.ndarray, np.ndarray]:
-    """Return (values, scales) of a float matrix, each value rounded to the nearest that its block's scale allows.
+    """Return (values, scales) of a float matrix, each value rounded to the nearest that its block's
+    scale allows.
 
-    mxfp4: the largest of a block lies in [4, 8) times its scale and is cut at 6; weights that were mxfp4 before stay
-    what they were. int4: the value that is largest in magnitude is kept; int8 and fp8: likewise, at 127 and 448. But a
-    block of fp8 that a power of two as its scale keeps to the bit has that: weights that were mxfp4 before mostly stay
-    what they were, where scales are within 2^14 of each other.
+    mxfp4: the largest of a block lies in [4, 8) times its scale and is cut at 6; weights that were
+    mxfp4 before stay what they were. int4: the value that is largest in magnitude is kept; int8 and
+    fp8: likewise, at 127 and 448. But a block of fp8 that a power of two as its scale keeps to the
+    bit has that: weights that were mxfp4 before mostly stay what they were, where scales are within
+    2^14 of each other.
     """
     if kind is FP8:
         return _compress_fp8(np.asarray(w_KN, np.float32))
@@ -89,7 +100,8 @@ def compress(w_KN: np.ndarray, kind: Format) -> tuple[np.ndarray, np.ndarray]:
 def _compress_fp8(w_KN: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     fitted = _of_blocks(np.maximum, np.abs(w_KN)) / np.float32(_LARGEST_E4M3)
     mantissas, exponents = np.frexp(fitted)
-    power = np.where(fitted == 0, 0, np.ldexp(np.float32(1), exponents - (mantissas == 0.5)))  # the next above
+    # the next above
+    power = np.where(fitted == 0, 0, np.ldexp(np.float32(1), exponents - (mantissas == 0.5)))
     codes, wide = _e4m3(w_KN, power)
     is_exact = _of_blocks(np.logical_and, wide == w_KN)
     scales = np.where(is_exact, power, fitted)
@@ -107,7 +119,9 @@ def _of_blocks(reduce: np.ufunc, x_KN: np.ndarray) -> np.ndarray:
 
 def _e4m3(w_KN: np.ndarray, scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return (E4M3 values under one scale a block, what they mean in float32)."""
-    by_weight = np.kron(np.where(scales == 0, 1, scales), np.ones((FP8.block, FP8.block), np.float32))
+    by_weight = np.kron(
+        np.where(scales == 0, 1, scales), np.ones((FP8.block, FP8.block), np.float32)
+    )
     by_weight = by_weight[: w_KN.shape[0], : w_KN.shape[1]]
     codes = (w_KN / by_weight).astype(jnp.float8_e4m3fn)
     return codes, codes.astype(np.float32) * by_weight
@@ -164,7 +178,9 @@ def e2m1(codes: jax.Array) -> jax.Array:
 
 
 def opened(arrays: Mapping[str, jax.Array], name: str, dtype: Any) -> jax.Array:
-    """Return one expert's array in `dtype`, be it kept as it is, as the bits of bfloat16, or compressed."""
+    """Return one expert's array in `dtype`, be it kept as it is, as the bits of bfloat16, or
+    compressed.
+    """
     stored = arrays[name]
     if name + SCALES in arrays:
         return widen(stored, arrays[name + SCALES], dtype)
@@ -177,4 +193,6 @@ def floats(x: jax.Array) -> jax.Array: ...
 def floats(x: jax.Array | None) -> jax.Array | None: ...
 def floats(x: jax.Array | None) -> jax.Array | None:
     """Return x, where uint16 are the bits of bfloat16."""
-    return lax.bitcast_convert_type(x, jnp.bfloat16) if x is not None and x.dtype == jnp.uint16 else x
+    return (
+        lax.bitcast_convert_type(x, jnp.bfloat16) if x is not None and x.dtype == jnp.uint16 else x
+    )

@@ -1,9 +1,10 @@
-"""How ragged groups of rows are cut for XLA: the first C rows of each into slots, the rest into tiles.
+"""How ragged groups of rows are cut for XLA: the first C rows of each into slots, the rest into
+tiles.
 
 Legend: N rows sorted by group, L groups, C slots a group, B rows a tile.
 
-The slots of all groups go through one batched product [L, C, ...]; the tiles through a loop that runs as often as
-there are tiles, so that no work is masked and any routing is exact.
+The slots of all groups go through one batched product [L, C, ...]; the tiles through a loop that
+runs as often as there are tiles, so that no work is masked and any routing is exact.
 """
 
 from typing import NamedTuple
@@ -74,7 +75,9 @@ class Tile(NamedTuple):
         return pick(w_L, self.group)
 
     def read(self, x_ND: jax.Array, src_N: jax.Array | None = None) -> jax.Array:
-        """The tile's rows [B, D], and zeros for those that are not its own. src_N: row n is x_ND[src_N[n]]."""
+        """The tile's rows [B, D], and zeros for those that are not its own. src_N: row n is
+        x_ND[src_N[n]].
+        """
         inner_ND, start = lax.optimization_barrier((x_ND, self.start))  # see `pick`
         rows_B = start + jnp.arange(self.mine_B.size, dtype=jnp.int32)
         x_BD = take_mapped_rows(partly(inner_ND), src_N, rows_B)
@@ -90,17 +93,19 @@ class Tile(NamedTuple):
 def pick(w_L: jax.Array, group: jax.Array) -> jax.Array:
     """w_L[group], in the body of a loop.
 
-    Without the barrier XLA makes the bits of all groups before the loop: a copy of the whole array, even for a loop
-    that never runs.
+    Without the barrier XLA makes the bits of all groups before the loop: a copy of the whole array,
+    even for a loop that never runs.
     """
     inner_L, group = lax.optimization_barrier((w_L, group))
-    return lax.bitcast_convert_type(jnp.take(partly(inner_L), group, axis=0, mode="clip"), w_L.dtype)
+    return lax.bitcast_convert_type(
+        jnp.take(partly(inner_L), group, axis=0, mode="clip"), w_L.dtype
+    )
 
 
 def partly(x: jax.Array) -> jax.Array:
     """An array in the form in which a part of it is read or written without a copy of the whole.
 
-    XLA:CPU of JAX before 0.12 converts a whole bfloat16 array to float32 for that, but not its bits; later ones would
-    copy the whole array to make the bits, even for a loop that never runs.
+    XLA:CPU of JAX before 0.12 converts a whole bfloat16 array to float32 for that, but not its
+    bits; later ones would copy the whole array to make the bits, even for a loop that never runs.
     """
     return bits(x) if jax.__version_info__ < (0, 12) else x

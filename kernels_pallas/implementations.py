@@ -1,7 +1,8 @@
 """Which implementation of an operation runs: the first that supports the case.
 
-Operations have one folder each: `reference.py` says what they compute, other modules do it fast for some platform and
-raise `NotImplementedError` for what they do not support. `api.py` names the candidates.
+Operations have one folder each: `reference.py` says what they compute, other modules do it fast for
+some platform and raise `NotImplementedError` for what they do not support. `api.py` names the
+candidates.
 """
 
 import contextlib
@@ -34,12 +35,16 @@ def tracing_for(device: Any) -> Iterator[None]:
 
 
 def target_device() -> Any:
-    """Return the device that programs are traced for: of `tracing_for`, or else the process's first."""
+    """Return the device that programs are traced for: of `tracing_for`, or else the process's
+    first.
+    """
     return jax.devices()[0] if (device := _TARGET.get()) is None else device
 
 
 def default_names() -> tuple[Name, ...]:
-    """The candidates for the target device, best first. The Mosaic GPU kernels are written for Hopper alone."""
+    """The candidates for the target device, best first. The Mosaic GPU kernels are written for
+    Hopper alone.
+    """
     device = target_device()
     hopper = device.platform == "gpu" and device.compute_capability == "9.0"
     return ("mosaic_gpu", "xla") if hopper else ("xla",)
@@ -51,7 +56,8 @@ def _log_once(message: str) -> None:
 
 
 def first_supported(operation: str, candidates: Sequence[tuple[str, Callable[[], T]]]) -> T:
-    """The result of the first candidate that does not raise `NotImplementedError`; the last one's error is raised.
+    """The result of the first candidate that does not raise `NotImplementedError`; the last one's
+    error is raised.
 
     Each (operation, candidate, reason) that is passed over is logged once.
     """
@@ -59,14 +65,19 @@ def first_supported(operation: str, candidates: Sequence[tuple[str, Callable[[],
         try:
             return call()
         except NotImplementedError as why:
-            _log_once(f"{operation}: {name} does not support this case ({why}); {following} is used")
+            _log_once(
+                f"{operation}: {name} does not support this case ({why}); {following} is used"
+            )
     return candidates[-1][1]()
 
 
-def run(modules: Mapping[Name, str], implementation: Any, function: str, *args: Any, **options: Any) -> Any:
+def run(
+    modules: Mapping[Name, str], implementation: Any, function: str, *args: Any, **options: Any
+) -> Any:
     """function(*args, **options) of one of `modules`.
 
-    implementation: None for the first that supports the case; a name; or an object with the function itself.
+    implementation: None for the first that supports the case; a name; or an object with the
+    function itself.
     """
     if implementation is not None and not isinstance(implementation, str):
         return getattr(implementation, function)(*args, **options)

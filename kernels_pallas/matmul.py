@@ -1,11 +1,12 @@
 """Matrix products with float32 accumulation, each in the form the platform runs fast.
 
-Legend: the last two dimensions are M rows, K inner, N columns; leading dimensions (experts) are batched.
+Legend: the last two dimensions are M rows, K inner, N columns; leading dimensions (experts) are
+batched.
 
-On CPU a product whose left operand is contracted in its *rows* (every weight gradient, x^T g) misses the fast
-path and runs 2-3x slower in bfloat16; XLA folds any plain transpose back into the product. `transposed`
-materialises the transpose behind a branch that XLA cannot fold. A product of few rows is one of
-`kernels_pallas.native` where the function being traced may use those.
+On CPU a product whose left operand is contracted in its *rows* (every weight gradient, x^T g)
+misses the fast path and runs 2-3x slower in bfloat16; XLA folds any plain transpose back into the
+product. `transposed` materialises the transpose behind a branch that XLA cannot fold. A product of
+few rows is one of `kernels_pallas.native` where the function being traced may use those.
 """
 
 from functools import partial
@@ -40,7 +41,8 @@ def exact_if_float32(*operands: jax.Array) -> lax.Precision | None:
     return lax.Precision.HIGHEST if is_float32 else None
 
 
-NATIVE_ROWS = 16  # more rows of bfloat16 compute longer than the native products, which have no matrix unit, save
+# more rows of bfloat16 compute longer than the native products, which have no matrix unit, save
+NATIVE_ROWS = 16
 MIN_ROWS = 8  # bfloat16 products of fewer rows miss XLA:CPU's fast path: there they are padded
 
 
@@ -51,11 +53,17 @@ def dot(a: jax.Array, b: jax.Array, *, b_transposed: bool = False) -> jax.Array:
         return y.reshape(*a.shape[:-1], y.shape[-1])
     rows = a.shape[-2]
     is_narrow = b.dtype == jnp.bfloat16
-    if takes_native() and a.ndim == b.ndim == 2 and (rows <= NATIVE_ROWS if is_narrow else b.dtype == jnp.float32):
+    if (
+        takes_native()
+        and a.ndim == b.ndim == 2
+        and (rows <= NATIVE_ROWS if is_narrow else b.dtype == jnp.float32)
+    ):
         return few_row_matmul(a, b, transposed=b_transposed)
     product = partial(_dot, b_transposed=b_transposed)
     if rows < MIN_ROWS and a.dtype == jnp.bfloat16:
-        return lax.platform_dependent(a, b, cpu=partial(_padded_dot, b_transposed=b_transposed), default=product)
+        return lax.platform_dependent(
+            a, b, cpu=partial(_padded_dot, b_transposed=b_transposed), default=product
+        )
     return product(a, b)
 
 

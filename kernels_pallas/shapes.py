@@ -24,7 +24,9 @@ class MoEShape:
         return self.num_tokens * self.num_experts_per_tok
 
     def scaled(self, width: int, experts: int, rows: int) -> "MoEShape":
-        """Return these ratios with D at most `width`, E at most `experts` and about `rows` rows, for interpret mode."""
+        """Return these ratios with D at most `width`, E at most `experts` and about `rows` rows,
+        for interpret mode.
+        """
         divisor = max(1, self.hidden_size // width)
         some = min(self.num_experts, experts)
         k = min(self.num_experts_per_tok, some)
@@ -55,7 +57,8 @@ ROUTINGS = ("balanced", "skewed", "hot", "empty")
 def group_sizes(routing: str, num_rows: int, num_groups: int) -> np.ndarray:
     """int32 [E] that sum to `num_rows`.
 
-    balanced: equal. skewed: Zipf, the l-th largest has 1/l of the first. hot: one group has half of all rows.
+    balanced: equal. skewed: Zipf, the l-th largest has 1/l of the first. hot: one group has half of
+    all rows.
     empty: every other group is empty.
     """
     shares = {

@@ -17,17 +17,27 @@ from kernels_pallas.token_permute import RowMap
 
 
 def assert_trees_close(ours: Any, expected: Any, tolerance: float = 1e-5) -> None:
-    """Check that every leaf has the other's shape and is within `tolerance` of its largest value."""
+    """Check that every leaf has the other's shape and is within `tolerance` of its largest
+    value.
+    """
     structure: Any = jax.tree.structure(ours)
     assert structure == jax.tree.structure(expected)
-    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(ours), jax.tree.leaves(expected), strict=True):
-        where, a64, b64 = jax.tree_util.keystr(path), np.asarray(a, np.float64), np.asarray(b, np.float64)
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(ours), jax.tree.leaves(expected), strict=True
+    ):
+        where = jax.tree_util.keystr(path)
+        a64 = np.asarray(a, np.float64)
+        b64 = np.asarray(b, np.float64)
         assert a64.shape == b64.shape, where
-        np.testing.assert_allclose(a64, b64, rtol=0, atol=tolerance * np.abs(b64).max(), err_msg=where)
+        np.testing.assert_allclose(
+            a64, b64, rtol=0, atol=tolerance * np.abs(b64).max(), err_msg=where
+        )
 
 
 def assert_near(ours: Any, expected: Any, share: float) -> None:
-    """Check that the error of every leaf is below a share of its norm: for operands that were rounded."""
+    """Check that the error of every leaf is below a share of its norm: for operands that were
+    rounded.
+    """
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):
         a64, b64 = np.asarray(a, np.float64), np.asarray(b, np.float64)
         assert np.linalg.norm(a64 - b64) < share * np.linalg.norm(b64)
@@ -40,26 +50,37 @@ def differing(a: Any, b: Any) -> list[str]:
 
 
 def assert_close(ours: Any, expected: Any, tolerance: float, message: str = "") -> None:
-    """Check that the shapes are the same and the largest error is within `tolerance` of the largest value."""
+    """Check that the shapes are the same and the largest error is within `tolerance` of the
+    largest value.
+    """
     ours, expected = np.asarray(ours, np.float32), np.asarray(expected, np.float32)
     assert ours.shape == expected.shape, message
     limit = tolerance * max(1e-3, np.abs(expected).max(initial=0))
     np.testing.assert_allclose(ours, expected, rtol=0, atol=limit, err_msg=message)
 
 
-def random_row_map(num_tokens: int, k: int, num_inside: int, num_rows: int, num_dropped: int = 0) -> RowMap:
-    """Assign the choices, but the `num_dropped` last, to any of the first `num_inside` rows; the others stay empty."""
+def random_row_map(
+    num_tokens: int, k: int, num_inside: int, num_rows: int, num_dropped: int = 0
+) -> RowMap:
+    """Assign the choices, but the `num_dropped` last, to any of the first `num_inside` rows; the
+    others stay empty.
+    """
     rng = np.random.default_rng(num_tokens + num_inside)
     num_choices = num_tokens * k
     kept = rng.permutation(num_choices)[: min(num_choices - num_dropped, num_inside)]
     row_of = rng.permutation(num_inside)[: kept.size]
-    src_M, slot_N = np.full(num_rows, num_tokens, np.int32), np.full(num_choices, num_rows, np.int32)
+    src_M = np.full(num_rows, num_tokens, np.int32)
+    slot_N = np.full(num_choices, num_rows, np.int32)
     src_M[row_of], slot_N[kept] = kept // k, row_of
-    return RowMap(jnp.asarray(src_M), jnp.asarray(slot_N.reshape(num_tokens, k)), kept.size == num_choices)
+    return RowMap(
+        jnp.asarray(src_M), jnp.asarray(slot_N.reshape(num_tokens, k)), kept.size == num_choices
+    )
 
 
 def full_state(trainer: Trainer, state: TrainState) -> TrainState:
-    """Return a state in the saved form on the host, with all experts up to date, wherever they lie."""
+    """Return a state in the saved form on the host, with all experts up to date, wherever they
+    lie.
+    """
     if isinstance(trainer, StreamedTrainer | StreamedVisionTrainer):
         experts, saved = trainer.experts, state
         if isinstance(trainer, StreamedTrainer):
@@ -70,7 +91,10 @@ def full_state(trainer: Trainer, state: TrainState) -> TrainState:
         layers = [stack for stack, _ in expert_layers(trainer.config.model.layer_kinds)]
         for stack in sorted(set(layers)):
             own = [[w[np.array(layers) == stack] for w in part.values()] for part in arrays]
-            stacks = [dict(zip(part, values, strict=True)) for part, values in zip(arrays, own, strict=True)]
+            stacks = [
+                dict(zip(part, values, strict=True))
+                for part, values in zip(arrays, own, strict=True)
+            ]
             trees = zip((saved.params, saved.m, saved.v), stacks, strict=True)
             params, m, v = (with_experts(tree, of_stack, stack) for tree, of_stack in trees)
             saved = dataclasses.replace(saved, params=params, m=m, v=v)
@@ -94,8 +118,12 @@ def ragged_all_to_all(
     *,
     axis_name: str,
 ) -> jax.Array:
-    """Do what `lax.ragged_all_to_all` does, which XLA:CPU lacks, with every device's rows on each."""
-    gathered = (lax.all_gather(x, axis_name) for x in (operand, input_offsets, send_sizes, output_offsets))
+    """Do what `lax.ragged_all_to_all` does, which XLA:CPU lacks, with every device's rows on
+    each.
+    """
+    gathered = (
+        lax.all_gather(x, axis_name) for x in (operand, input_offsets, send_sizes, output_offsets)
+    )
     operands, starts, sizes, places = gathered
     num_devices, me = lax.axis_size(axis_name), lax.axis_index(axis_name)
     parts = send_sizes.size // num_devices
@@ -104,6 +132,10 @@ def ragged_all_to_all(
         for part in range(parts):
             n = me * parts + part
             offset = at - starts[source, n]
-            place = jnp.where((offset >= 0) & (offset < sizes[source, n]), places[source, n] + offset, output.shape[0])
+            place = jnp.where(
+                (offset >= 0) & (offset < sizes[source, n]),
+                places[source, n] + offset,
+                output.shape[0],
+            )
             output = output.at[place].set(operands[source], mode="drop")
     return output

@@ -1,4 +1,6 @@
-"""Hugging Face folders as other programs write them: their tensors read, changed and written again, in NumPy alone."""
+"""Hugging Face folders as other programs write them: their tensors read, changed and written
+again, in NumPy alone.
+"""
 
 import json
 import re
@@ -29,9 +31,14 @@ def read_tensors(folder: Path) -> Tensors:
 
 
 def write_variant(
-    source: Path, folder: Path, change: Callable[[Tensors], Tensors] = lambda tensors: tensors, **fields: Any
+    source: Path,
+    folder: Path,
+    change: Callable[[Tensors], Tensors] = lambda tensors: tensors,
+    **fields: Any,
 ) -> Path:
-    """Write a folder with changed tensors and fields of `config.json`; a field of value `...` is left out."""
+    """Write a folder with changed tensors and fields of `config.json`; a field of value `...` is
+    left out.
+    """
     folder.mkdir()
     for file in source.iterdir():
         if file.name.endswith(".json") and not file.name.endswith(".index.json"):
@@ -40,18 +47,27 @@ def write_variant(
     described = {name: value for name, value in described.items() if value is not ...}
     (folder / "config.json").write_text(json.dumps(described))
     made = change(read_tensors(source))
-    tensors = [NewTensor(name, array.dtype, array.shape, partial(np.asarray, array)) for name, array in made.items()]
+    tensors = [
+        NewTensor(name, array.dtype, array.shape, partial(np.asarray, array))
+        for name, array in made.items()
+    ]
     write_safetensors(folder, tensors, 1 << 30)
     return folder
 
 
 def fused(tensors: Tensors, family: str) -> Tensors:
-    """Return the tensors as transformers 5 writes them where it keeps its own names: all experts of a layer in one."""
+    """Return the tensors as transformers 5 writes them where it keeps its own names: all experts
+    of a layer in one.
+    """
     gate, up, down = EXPERT_NAMES.get(family, ("gate_proj", "up_proj", "down_proj"))
     made = {name: array for name, array in tensors.items() if ".experts." not in name}
     layers = {name.partition(".experts.")[0] for name in tensors if ".experts." in name}
     for layer in sorted(layers):
-        numbers = {int(found[1]) for name in tensors if (found := re.match(rf"{layer}\.experts\.(\d+)\.", name))}
+        numbers = {
+            int(found[1])
+            for name in tensors
+            if (found := re.match(rf"{layer}\.experts\.(\d+)\.", name))
+        }
         of = {
             kind: np.stack([tensors[f"{layer}.experts.{n}.{kind}.weight"] for n in sorted(numbers)])
             for kind in (gate, up, down)

@@ -38,7 +38,8 @@ class Op(NamedTuple):
 
 
 def operations(text: str, kinds: tuple[str, ...] = COLLECTIVES) -> list[Op]:
-    """All operations of these kinds in the order of the schedule, those of a loop as often as it runs.
+    """All operations of these kinds in the order of the schedule, those of a loop as often as it
+    runs.
 
     A loop without a known number of turns (tiles of overfull experts) counts as none.
     """
@@ -68,7 +69,9 @@ def operations(text: str, kinds: tuple[str, ...] = COLLECTIVES) -> list[Op]:
 
 
 def inside_shard_map(jaxpr: Any) -> Any:
-    """Return the jaxpr of the one `shard_map` of a traced function, or of the function that it calls."""
+    """Return the jaxpr of the one `shard_map` of a traced function, or of the function that it
+    calls.
+    """
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "shard_map":
             return eqn.params["jaxpr"]
@@ -90,7 +93,9 @@ def origins(jaxpr: Any, var: Any) -> set[Any]:
 
 
 def runs(eqn: Any, primitive: str) -> bool:
-    """Whether an equation of a traced function is this primitive, or calls a function that has it."""
+    """Whether an equation of a traced function is this primitive, or calls a function that has
+    it.
+    """
     if eqn.primitive.name == primitive:
         return True
     return any(runs(inner, primitive) for function in called(eqn) for inner in function.eqns)

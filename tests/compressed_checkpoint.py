@@ -1,4 +1,5 @@
-"""Checkpoints with compressed matrices, and those whose float32 weights are what their values and scales mean.
+"""Checkpoints with compressed matrices, and those whose float32 weights are what their values and
+scales mean.
 
 Numbers are drawn first and packed one by one, by the formats' definitions alone.
 """
@@ -17,30 +18,59 @@ from jmoe.models.safetensors_io import NewTensor, write_safetensors
 from jmoe.models.weights import parameters
 from tests.model_configs import CHECKPOINTS
 
-FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
-WIDE = ("embed_tokens", "lm_head", "norm", "mlp.gate.", "moe.gate.", "bias")  # what such checkpoints leave as it is
+FP8 = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "weight_block_size": [128, 128],
+    "activation_scheme": "dynamic",
+}
+# what such checkpoints leave as it is
+WIDE = ("embed_tokens", "lm_head", "norm", "mlp.gate.", "moe.gate.", "bias")
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # hidden size, expert's: for fp8 more than one block each way, the last with fewer weights
-SIZES = {"fp8": (160, 136), "int4": (160, 96), "int4 in 128": (256, 128), "int8": (160, 96), "int8 by row": (160, 96)}
-SIZES |= {"fp8 of powers": (160, 136), "fp8 of bfloat16": (160, 136), "mxfp4": (160, 96), "mxfp4 of experts": (160, 96)}
+SIZES = {
+    "fp8": (160, 136),
+    "int4": (160, 96),
+    "int4 in 128": (256, 128),
+    "int8": (160, 96),
+    "int8 by row": (160, 96),
+}
+SIZES |= {
+    "fp8 of powers": (160, 136),
+    "fp8 of bfloat16": (160, 136),
+    "mxfp4": (160, 96),
+    "mxfp4 of experts": (160, 96),
+}
 
 
 def compressed_tensors(layout: str, **weights: Any) -> dict[str, Any]:
     """Return a `quantization_config` as compressed-tensors writes it."""
     group = {"targets": ["Linear"], "weights": {"symmetric": True, "dynamic": False, **weights}}
-    return {"quant_method": "compressed-tensors", "format": layout, "config_groups": {"group_0": group}}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "config_groups": {"group_0": group},
+    }
 
 
 QUANTIZATION = {
     "fp8": FP8,
     "fp8 of powers": FP8 | {"scale_fmt": "ue8m0"},
     "fp8 of bfloat16": FP8 | {"scale_fmt": "float"},  # Qwen3's
-    "int4": compressed_tensors("pack-quantized", num_bits=4, type="int", strategy="group", group_size=32),
-    "int4 in 128": compressed_tensors("pack-quantized", num_bits=4, type="int", strategy="group", group_size=128),
-    "int8": compressed_tensors("pack-quantized", num_bits=8, type="int", strategy="group", group_size=32),
+    "int4": compressed_tensors(
+        "pack-quantized", num_bits=4, type="int", strategy="group", group_size=32
+    ),
+    "int4 in 128": compressed_tensors(
+        "pack-quantized", num_bits=4, type="int", strategy="group", group_size=128
+    ),
+    "int8": compressed_tensors(
+        "pack-quantized", num_bits=8, type="int", strategy="group", group_size=32
+    ),
     "int8 by row": compressed_tensors("int-quantized", num_bits=8, type="int", strategy="channel"),
     "mxfp4 of experts": FP8,  # with expert_dtype: fp4
-    "mxfp4": compressed_tensors("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32),
+    "mxfp4": compressed_tensors(
+        "mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32
+    ),
 }
 
 
@@ -67,7 +97,9 @@ def write_compressed_checkpoint(
             else:
                 is_wide = True
             if is_wide:
-                values = rng.normal(1.0 if "norm" in piece.name else 0.0, 0.1, piece.shape).astype(np.float32)
+                values = rng.normal(1.0 if "norm" in piece.name else 0.0, 0.1, piece.shape).astype(
+                    np.float32
+                )
                 kept[piece.name] = widened[piece.name] = values
                 continue
             tensors, widened[piece.name] = _drawn(kind, piece.shape, rng)
@@ -75,15 +107,21 @@ def write_compressed_checkpoint(
                 kept[piece.name.removesuffix("weight") + "scale"] = tensors.pop("scale")
             kept |= {piece.name + suffix: tensor for suffix, tensor in tensors.items()}
     for folder, tensors in ((compressed, kept), (wide, widened)):
-        made = [NewTensor(name, x.dtype, x.shape, partial(np.asarray, x)) for name, x in tensors.items()]
+        made = [
+            NewTensor(name, x.dtype, x.shape, partial(np.asarray, x)) for name, x in tensors.items()
+        ]
         write_safetensors(folder, made, 1 << 30)
 
 
-def _drawn(kind: str, shape: tuple[int, ...], rng: np.random.Generator) -> tuple[dict[str, np.ndarray], np.ndarray]:
+def _drawn(
+    kind: str, shape: tuple[int, ...], rng: np.random.Generator
+) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """Return (tensors by the suffix of their name, the float32 matrix that they mean)."""
     rows, columns = shape
     if kind.startswith("fp8"):
-        stored = scales = rng.uniform(0.002, 0.004, (-(-rows // 128), -(-columns // 128))).astype(np.float32)
+        stored = scales = rng.uniform(0.002, 0.004, (-(-rows // 128), -(-columns // 128))).astype(
+            np.float32
+        )
         if kind == "fp8 of powers":
             stored = np.exp2(np.round(np.log2(scales))).astype(jnp.float8_e8m0fnu)
             scales = stored.astype(np.float32)
@@ -91,8 +129,12 @@ def _drawn(kind: str, shape: tuple[int, ...], rng: np.random.Generator) -> tuple
             stored = scales.astype(jnp.bfloat16)
             scales = stored.astype(np.float32)
         values = (30 * rng.normal(size=shape)).astype(jnp.float8_e4m3fn)
-        factors = np.array([[scales[n // 128, k // 128] for k in range(columns)] for n in range(rows)])
-        return {"": values, "_scale_inv": stored}, (values.astype(np.float32) * factors).astype(np.float32)
+        factors = np.array(
+            [[scales[n // 128, k // 128] for k in range(columns)] for n in range(rows)]
+        )
+        return {"": values, "_scale_inv": stored}, (values.astype(np.float32) * factors).astype(
+            np.float32
+        )
     if kind.startswith("mxfp4"):
         codes = rng.integers(0, 16, shape)
         powers = rng.integers(119, 123, (rows, columns // 32)).astype(np.uint8)
@@ -101,7 +143,9 @@ def _drawn(kind: str, shape: tuple[int, ...], rng: np.random.Generator) -> tuple
         tensors = {"_packed": packed, "_scale": powers}
         if kind == "mxfp4 of experts":
             tensors = {"": packed.view(np.int8), "scale": powers.view(jnp.float8_e8m0fnu)}
-        return tensors, (signed * 2.0 ** (np.repeat(powers, 32, axis=1).astype(np.float64) - 127)).astype(np.float32)
+        return tensors, (
+            signed * 2.0 ** (np.repeat(powers, 32, axis=1).astype(np.float64) - 127)
+        ).astype(np.float32)
     bits = 4 if kind.startswith("int4") else 8
     group = {"int4 in 128": 128, "int8 by row": columns}.get(kind, 32)
     largest = 0.8 / 2**bits
@@ -111,7 +155,9 @@ def _drawn(kind: str, shape: tuple[int, ...], rng: np.random.Generator) -> tuple
     if kind == "int8 by row":
         return {"": values.astype(np.int8), "_scale": scales}, wide.astype(np.float32)
     packed = _packed(values + 2 ** (bits - 1), bits)
-    return {"_packed": packed, "_scale": scales, "_shape": np.array(shape, np.int64)}, wide.astype(np.float32)
+    return {"_packed": packed, "_scale": scales, "_shape": np.array(shape, np.int64)}, wide.astype(
+        np.float32
+    )
 
 
 def _packed(codes: np.ndarray, bits: int) -> np.ndarray:

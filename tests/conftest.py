@@ -1,4 +1,6 @@
-"""JAX as every test sees it: 8 fake CPU devices, strict dtype promotion; and fixtures that run real processes."""
+"""JAX as every test sees it: 8 fake CPU devices, strict dtype promotion; and fixtures that run
+real processes.
+"""
 
 import gc
 import os
@@ -8,12 +10,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-# XLA sizes its thread pools from this when the backend starts. 8 fake devices that meet in a collective need more
-# threads than a small machine has cores, or they wait for each other for ever. Child processes inherit both.
+# XLA sizes its thread pools from this when the backend starts. 8 fake devices that meet in a
+# collective need more threads than a small machine has cores, or they wait for each other for ever.
+# Child processes inherit both.
 os.environ.setdefault("NPROC", "16")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Programs compile in a third of the time without most of XLA's optimisations, in child processes too. What is about the
-# optimised program asks for the fixture `full_compilation`, or takes the variable from its child's environment.
+# Programs compile in a third of the time without most of XLA's optimisations, in child processes
+# too. What is about the optimised program asks for the fixture `full_compilation`, or takes the
+# variable from its child's environment.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 import jax
@@ -23,23 +27,29 @@ from tests.processes import QUICK_XLA_FLAGS, Child, kill_group, start_logged, st
 from tests.train_runs import Run, TrainRuns
 
 NUM_DEVICES = 8
-# XLA ends a process whose fake devices do not all reach a collective within 40 s, which a busy machine can take.
+# XLA ends a process whose fake devices do not all reach a collective within 40 s, which a busy
+# machine can take.
 PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Set JAX up before any test module is imported."""
-    jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])  # a plugin may have imported jax before us
+    # a plugin may have imported jax before us
+    jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
-    flags = (QUICK_XLA_FLAGS, os.environ.get("XLA_FLAGS", ""), PATIENCE)  # the last one of a name counts
+    # the last one of a name counts
+    flags = (QUICK_XLA_FLAGS, os.environ.get("XLA_FLAGS", ""), PATIENCE)
     os.environ["XLA_FLAGS"] = " ".join(filter(None, flags))  # read when the backend starts
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     # JAX does not write cache entries atomically: parallel workers must not read each other's.
-    cache = config.rootpath / ".pytest_cache" / "jax" / os.environ.get("PYTEST_XDIST_WORKER", "main")
+    cache = (
+        config.rootpath / ".pytest_cache" / "jax" / os.environ.get("PYTEST_XDIST_WORKER", "main")
+    )
     jax.config.update("jax_compilation_cache_dir", str(cache))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    # A shell starts its background jobs with Ctrl-C ignored, and our child processes would inherit that.
+    # A shell starts its background jobs with Ctrl-C ignored, and our child processes would inherit
+    # that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -50,14 +60,18 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_finish() -> None:
-    """Leave what imports have made out of garbage collections: a third of a million objects that stay anyway."""
+    """Leave what imports have made out of garbage collections: a third of a million objects that
+    stay anyway.
+    """
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def programs_of_one_module() -> Iterator[None]:
-    """Forget a module's compiled programs: they map memory, and a process may have 65,530 maps (vm.max_map_count)."""
+    """Forget a module's compiled programs: they map memory, and a process may have 65,530 maps
+    (vm.max_map_count).
+    """
     yield
     jax.clear_caches()
     gc.collect()
@@ -74,14 +88,18 @@ def full_compilation() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
-    """`run_python(args, env=None, timeout=300)` runs `python *args` from the repository root to its end.
+    """`run_python(args, env=None, timeout=300)` runs `python *args` from the repository root to its
+    end.
 
-    env: changes to this process's environment, None takes a variable away. After `timeout` seconds the process and
-    its children get SIGKILL and the test fails with the output so far. Returns returncode, stdout, stderr (text).
+    env: changes to this process's environment, None takes a variable away. After `timeout` seconds
+    the process and its children get SIGKILL and the test fails with the output so far. Returns
+    returncode, stdout, stderr (text).
     """
 
     def run(
-        args: Sequence[str | Path], env: Mapping[str, str | None] | None = None, timeout: float = 300
+        args: Sequence[str | Path],
+        env: Mapping[str, str | None] | None = None,
+        timeout: float = 300,
     ) -> subprocess.CompletedProcess[str]:
         with start_process(args, env, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
             try:
@@ -89,7 +107,10 @@ def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
             except subprocess.TimeoutExpired:
                 kill_group(process)
                 stdout, stderr = process.communicate()
-                pytest.fail(f"{process.args} ran longer than {timeout} s\n{stdout[-4000:]}\n{stderr[-4000:]}")
+                pytest.fail(
+                    f"{process.args} ran longer than {timeout}"
+                    f" s\n{stdout[-4000:]}\n{stderr[-4000:]}"
+                )
             finally:
                 kill_group(process)
         return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
@@ -99,13 +120,17 @@ def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
 
 @pytest.fixture
 def start_python() -> Iterator[Callable[..., Child]]:
-    """`start_python(args, log, env=None)` starts `python *args` from the repository root and returns at once.
+    """`start_python(args, log, env=None)` starts `python *args` from the repository root and
+    returns at once.
 
-    stdout and stderr go to the file `log`. What still runs when the test ends gets SIGKILL, its children too.
+    stdout and stderr go to the file `log`. What still runs when the test ends gets SIGKILL, its
+    children too.
     """
     started: list[Child] = []
 
-    def start(args: Sequence[str | Path], log: Path, env: Mapping[str, str | None] | None = None) -> Child:
+    def start(
+        args: Sequence[str | Path], log: Path, env: Mapping[str, str | None] | None = None
+    ) -> Child:
         started.append(start_logged(args, log, env))
         return started[-1]
 

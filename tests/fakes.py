@@ -12,7 +12,9 @@ import pytest
 from numpy.typing import NDArray
 
 
-def wait_for(condition: Callable[[], bool], what: str = "the condition does not hold", limit_s: float = 240.0) -> None:
+def wait_for(
+    condition: Callable[[], bool], what: str = "the condition does not hold", limit_s: float = 240.0
+) -> None:
     """Return when the condition holds; fail with `what` after `limit_s` seconds."""
     deadline_s = time.monotonic() + limit_s
     while not condition():
@@ -24,12 +26,16 @@ def wait_for_text(log: Path, text: str, limit_s: float = 240) -> None:
     """Return when the log has the text; fail with the log after `limit_s` seconds."""
     deadline_s = time.monotonic() + limit_s
     while not log.exists() or text not in log.read_text():
-        assert time.monotonic() < deadline_s, f"{text!r} did not appear in {log}:\n{log.read_text()}"
+        assert time.monotonic() < deadline_s, (
+            f"{text!r} did not appear in {log}:\n{log.read_text()}"
+        )
         time.sleep(0.05)
 
 
 class Gate:
-    """Stands before a store's `read_into` or `write`: calls are noted, may be held up, and may fail once."""
+    """Stands before a store's `read_into` or `write`: calls are noted, may be held up, and may
+    fail once.
+    """
 
     def __init__(self, store: Any, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
         self.real: Callable[[int, NDArray[np.uint8]], None] = getattr(store, method)

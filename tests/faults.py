@@ -1,4 +1,6 @@
-"""A disk that fails at one call: errors injected into what the program itself reads and writes below a folder."""
+"""A disk that fails at one call: errors injected into what the program itself reads and writes
+below a folder.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +16,40 @@ from typing import Any
 from unittest import mock
 
 READS = ("open", "preadv", "scandir", "listdir", "io.open")
-WRITES = ("pwritev", "posix_fallocate", "ftruncate", "fsync", "fdatasync", "rename", "replace", "link", "mkdir")
+WRITES = (
+    "pwritev",
+    "posix_fallocate",
+    "ftruncate",
+    "fsync",
+    "fdatasync",
+    "rename",
+    "replace",
+    "link",
+    "mkdir",
+)
 DELETIONS = ("unlink", "rmdir")
 
 
 class FailingDisk:
-    """Counts the calls below `folder` that come from a file of `programs`; the one of number `at` fails.
+    """Counts the calls below `folder` that come from a file of `programs`; the one of number `at`
+    fails.
 
     for_ever: those after it fail too. calls: names of the calls so far, in order.
     """
 
     def __init__(
-        self, folder: Path, programs: tuple[str, ...], at: int | None, code: int = errno.EIO, for_ever: bool = False
+        self,
+        folder: Path,
+        programs: tuple[str, ...],
+        at: int | None,
+        code: int = errno.EIO,
+        for_ever: bool = False,
     ) -> None:
-        self.folder, self.programs, self.at, self.code, self.for_ever = str(folder), programs, at, code, for_ever
+        self.folder = str(folder)
+        self.programs = programs
+        self.at = at
+        self.code = code
+        self.for_ever = for_ever
         self.calls: list[str] = []
         self.raised = 0
         self._lock = threading.Lock()
@@ -36,7 +58,8 @@ class FailingDisk:
     def failing(self) -> Iterator[None]:
         """Inject the errors."""
         patches = [
-            mock.patch(f"os.{name}", self._hook(name, getattr(os, name))) for name in (*READS[:-1], *WRITES, *DELETIONS)
+            mock.patch(f"os.{name}", self._hook(name, getattr(os, name)))
+            for name in (*READS[:-1], *WRITES, *DELETIONS)
         ]
         patches.append(mock.patch("io.open", self._hook("io.open", io.open)))
         for patch in patches:
@@ -60,8 +83,12 @@ class FailingDisk:
             with self._lock:
                 number = len(self.calls)
                 self.calls.append(name)
-            late = self.at is not None and (number == self.at or (self.for_ever and number > self.at))
-            if late and (self.code != errno.ENOSPC or _takes_room(name, *arguments[1:2], *options.values())):
+            late = self.at is not None and (
+                number == self.at or (self.for_ever and number > self.at)
+            )
+            if late and (
+                self.code != errno.ENOSPC or _takes_room(name, *arguments[1:2], *options.values())
+            ):
                 self.raised += 1
                 named = () if isinstance(arguments[0], int) else (os.fspath(arguments[0]),)
                 raise OSError(self.code, os.strerror(self.code), *named)
@@ -74,7 +101,9 @@ class FailingDisk:
             if isinstance(argument, int):
                 return os.readlink(f"/proc/self/fd/{argument}")
             folder = options.get("dir_fd")
-            return os.path.join(os.readlink(f"/proc/self/fd/{folder}") if folder else "", os.fsdecode(argument))
+            return os.path.join(
+                os.readlink(f"/proc/self/fd/{folder}") if folder else "", os.fsdecode(argument)
+            )
         except (OSError, TypeError):
             return ""
 

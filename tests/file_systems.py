@@ -32,6 +32,8 @@ def read_only(folder: Path) -> Iterator[None]:
 
 def mount(options: list[str], place: Path) -> None:
     """Mount, or skip the test where that is not allowed."""
-    done = subprocess.run(["mount", *options, str(place)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["mount", *options, str(place)], capture_output=True, text=True, check=False
+    )
     if done.returncode:
         pytest.skip(f"cannot mount here: {done.stderr.strip()}")

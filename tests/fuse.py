@@ -1,7 +1,9 @@
-"""A real FUSE file system without what some lack, as a context manager: python -m tests.fuse FOLDER PLACE LACKS...
+"""A real FUSE file system without what some lack, as a context manager: python -m tests.fuse FOLDER
+PLACE LACKS...
 
-The program speaks the kernel's protocol over /dev/fuse and passes every call on to a folder, so that nothing needs to
-be installed. A file that is deleted while it is open stays in its folder, under another name, as with libfuse and NFS.
+The program speaks the kernel's protocol over /dev/fuse and passes every call on to a folder, so
+that nothing needs to be installed. A file that is deleted while it is open stays in its folder,
+under another name, as with libfuse and NFS.
 """
 
 import contextlib
@@ -23,7 +25,9 @@ import pytest
 # hard links; opening past the page cache; chmod; mappings that are shared; flushing a folder
 Lack = Literal["links", "O_DIRECT", "modes", "shared_mappings", "fsync_of_folders"]
 ROOT = Path(__file__).resolve().parent.parent
-HEADER, ANSWER, ATTRIBUTES = struct.Struct("<IIQQIIII"), struct.Struct("<IiQ"), struct.Struct("<6Q10I")
+HEADER = struct.Struct("<IIQQIIII")
+ANSWER = struct.Struct("<IiQ")
+ATTRIBUTES = struct.Struct("<6Q10I")
 SET_ATTRIBUTES, TRANSFER, DIRECT_IO = struct.Struct("<II6Q8I"), struct.Struct("<QQIIQII"), 1
 MODE, SIZE, ATIME, MTIME, ATIME_NOW, MTIME_NOW = (1 << bit for bit in (0, 3, 4, 5, 7, 8))
 BUFFER_BYTES, MAX_WRITE_BYTES, VALID_S = 1 << 20, 1 << 17, 1
@@ -32,7 +36,9 @@ UNANSWERED = (2, 36, 42)  # forget, interrupt, forget many
 
 @contextlib.contextmanager
 def fuse(folder: Path, place: Path, *lacks: Lack) -> Iterator[Path]:
-    """Mount at `place` what passes calls on to `folder`; skip the test where that is not allowed."""
+    """Mount at `place` what passes calls on to `folder`; skip the test where that is not
+    allowed.
+    """
     for path in (folder, place):
         path.mkdir()
     command = [sys.executable, "-m", "tests.fuse", str(folder), str(place), *lacks]
@@ -41,7 +47,10 @@ def fuse(folder: Path, place: Path, *lacks: Lack) -> Iterator[Path]:
         while not os.path.ismount(place):
             if server.poll() is not None:
                 assert server.stderr is not None
-                pytest.skip(f"cannot mount a FUSE file system here: {server.stderr.read().strip().splitlines()[-1]}")
+                pytest.skip(
+                    "cannot mount a FUSE file system here:"
+                    f" {server.stderr.read().strip().splitlines()[-1]}"
+                )
             time.sleep(0.02)
         yield place
     finally:
@@ -52,7 +61,9 @@ def fuse(folder: Path, place: Path, *lacks: Lack) -> Iterator[Path]:
 
 
 class Server:
-    """Answers the kernel's calls, one at a time. Nodes are paths below the folder, by number; 1 is the folder."""
+    """Answers the kernel's calls, one at a time. Nodes are paths below the folder, by number; 1
+    is the folder.
+    """
 
     def __init__(self, folder: str, lacks: list[str]) -> None:
         self.folder, self.lacks = folder, lacks
@@ -108,7 +119,9 @@ class Server:
 
     def _init(self, _: int, data: bytes) -> bytes:
         _, _, readahead, _ = struct.unpack_from("<4I", data)
-        return struct.pack("<4I2H2I2H8I", 7, 31, readahead, 0, 12, 9, MAX_WRITE_BYTES, 1, 0, 0, *[0] * 8)
+        return struct.pack(
+            "<4I2H2I2H8I", 7, 31, readahead, 0, 12, 9, MAX_WRITE_BYTES, 1, 0, 0, *[0] * 8
+        )
 
     def _refuse(self, lack: Lack, code: int) -> None:
         if lack in self.lacks:
@@ -147,7 +160,9 @@ class Server:
         return struct.pack("<4Q2I", self._node(path), 0, VALID_S, VALID_S, 0, 0) + attributes
 
     def _set_attributes(self, node: int, data: bytes) -> bytes:
-        valid, _, _, size_bytes, _, atime, mtime, _, atime_ns, mtime_ns, _, mode, *_ = SET_ATTRIBUTES.unpack_from(data)
+        valid, _, _, size_bytes, _, atime, mtime, _, atime_ns, mtime_ns, _, mode, *_ = (
+            SET_ATTRIBUTES.unpack_from(data)
+        )
         path = self.paths[node]
         if valid & MODE:
             self._refuse("modes", errno.EPERM)
@@ -156,8 +171,20 @@ class Server:
             os.truncate(path, size_bytes)
         if valid & (ATIME | MTIME | ATIME_NOW | MTIME_NOW):
             now, old = time.time_ns(), os.stat(path)
-            accessed = now if valid & ATIME_NOW else atime * 10**9 + atime_ns if valid & ATIME else old.st_atime_ns
-            changed = now if valid & MTIME_NOW else mtime * 10**9 + mtime_ns if valid & MTIME else old.st_mtime_ns
+            accessed = (
+                now
+                if valid & ATIME_NOW
+                else atime * 10**9 + atime_ns
+                if valid & ATIME
+                else old.st_atime_ns
+            )
+            changed = (
+                now
+                if valid & MTIME_NOW
+                else mtime * 10**9 + mtime_ns
+                if valid & MTIME
+                else old.st_mtime_ns
+            )
             os.utime(path, ns=(accessed, changed))
         return self._attributes_answer(path)
 
@@ -170,7 +197,9 @@ class Server:
         path = self._below(node, name)
         if not self.open[path]:
             return self._forget(path, os.unlink)
-        return self._move(path, os.path.join(self.paths[node], f".fuse_hidden{self.nodes[path]:08x}"))
+        return self._move(
+            path, os.path.join(self.paths[node], f".fuse_hidden{self.nodes[path]:08x}")
+        )
 
     def _rename(self, node: int, target: bytes, names: bytes) -> bytes:
         old, new = names.rstrip(b"\0").split(b"\0")
@@ -227,7 +256,9 @@ class Server:
     def _read_folder(self, node: int, data: bytes) -> bytes:
         _, first, size_bytes, *_ = TRANSFER.unpack_from(data)
         content = b""
-        for number, name in list(enumerate(sorted([".", "..", *os.listdir(self.paths[node])])))[first:]:
+        for number, name in list(enumerate(sorted([".", "..", *os.listdir(self.paths[node])])))[
+            first:
+        ]:
             text = os.fsencode(name)
             entry = struct.pack("<QQII", 1, number + 1, len(text), 0) + text
             if len(content) + len(entry) + 7 > size_bytes:

@@ -15,9 +15,11 @@ import httpx
 from tests.processes import kill_group, start_logged
 
 START_LIMIT_S, LIMIT_S = 400.0, 240.0  # guards against what hangs
-LONG = ("--max-batch", 1, "--max-seq-len", 8192, "--prefill-chunk-tokens", 1)  # long answers, one shape to compile
-# A request to a server with these options that no machine has answered before its test has looked, however fast it is
-# and however long the test's own process stands still: its choices run one after the other.
+# long answers, one shape to compile
+LONG = ("--max-batch", 1, "--max-seq-len", 8192, "--prefill-chunk-tokens", 1)
+# A request to a server with these options that no machine has answered before its test has looked,
+# however fast it is and however long the test's own process stands still: its choices run one after
+# the other.
 ENDLESS: dict[str, Any] = {"max_tokens": 8000, "n": 60, "ignore_eos": True}
 
 
@@ -42,7 +44,10 @@ class HttpProcess:
     def stream(self, **body: Any) -> Iterator[Iterator[Any]]:
         """The events of a completion that is streamed."""
         body = {"prompt": "x", "ignore_eos": True, **body, "stream": True}
-        with self.client() as client, client.stream("POST", "/v1/completions", json=body) as response:
+        with (
+            self.client() as client,
+            client.stream("POST", "/v1/completions", json=body) as response,
+        ):
             assert response.status_code == 200, response.read()
             assert response.headers["content-type"].startswith("text/event-stream")
             yield events(response.iter_lines())
@@ -59,7 +64,9 @@ class HttpProcess:
         """Wait for words in the log."""
         begun = time.monotonic()
         while words not in self.log.read_text():
-            assert self.process.poll() is None and time.monotonic() < begun + limit_s, self.log.read_text()
+            assert self.process.poll() is None and time.monotonic() < begun + limit_s, (
+                self.log.read_text()
+            )
             time.sleep(0.02)
 
     def terminate(self) -> int:
@@ -73,7 +80,9 @@ class HttpProcess:
 
 def start_server(log: Path, env: Mapping[str, str | None], *arguments: object) -> HttpProcess:
     """serve.py on a free port, once it has said its address."""
-    process = start_logged(["serve.py", *map(str, arguments), "--port", "0"], log, env | {"PYTHONUNBUFFERED": "1"})
+    process = start_logged(
+        ["serve.py", *map(str, arguments), "--port", "0"], log, env | {"PYTHONUNBUFFERED": "1"}
+    )
     server = HttpProcess(process, "", log)
     try:
         server.until_said("\nserving ", START_LIMIT_S)

@@ -11,5 +11,7 @@ def folder_of(path: Path, classes: dict[str, int]) -> str:
     for name, count in classes.items():
         (path / name).mkdir(parents=True)
         for i in range(count):
-            Image.fromarray(rng.integers(0, 255, (10, 12, 3), np.uint8)).save(path / name / f"{i}.png")
+            Image.fromarray(rng.integers(0, 255, (10, 12, 3), np.uint8)).save(
+                path / name / f"{i}.png"
+            )
     return str(path)

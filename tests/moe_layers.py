@@ -18,7 +18,8 @@ from jmoe import ExpertParallel, MoEConfig, MoELayer, MoEMetrics, Router, Router
 from jmoe.mesh import DATA, EXPERT, make_mesh
 
 T, D, F, E = 128, 16, 12, 8
-LOSSES: dict[str, Any] = {"aux_loss_coef": 0.5, "z_loss_coef": 0.1}  # large, to show beside the output
+# large, to show beside the output
+LOSSES: dict[str, Any] = {"aux_loss_coef": 0.5, "z_loss_coef": 0.1}
 CASES = {
     "switch": (1, RouterConfig(kind="switch", **LOSSES)),
     "gshard": (2, RouterConfig(kind="gshard", **LOSSES)),
@@ -38,19 +39,31 @@ def config_of(k: int = 2, router: RouterConfig = RouterConfig(), **options: Any)
 
 def over(mesh: Mesh | None, **options: Any) -> ExpertParallel | None:
     """Experts and tokens over all of a mesh's axes, unless others are given."""
-    return None if mesh is None else ExpertParallel(mesh, **({"expert_axes": EXPERT, "data_axes": (DATA,)} | options))
+    return (
+        None
+        if mesh is None
+        else ExpertParallel(mesh, **({"expert_axes": EXPERT, "data_axes": (DATA,)} | options))
+    )
 
 
 def _assign(variable: nnx.Variable[jax.Array], values: np.ndarray) -> None:
-    """Give a parameter other values where it lies: an array on a mesh with Explicit axes takes no others."""
+    """Give a parameter other values where it lies: an array on a mesh with Explicit axes takes
+    no others.
+    """
     variable[...] = jax.device_put(values.astype(np.float32), variable[...].sharding)
 
 
 def make(name: str, mesh: Mesh | Split | None = None, **options: Any) -> MoELayer:
-    """A layer with parameters large enough that every term of a gradient shows, the same on every mesh."""
+    """A layer with parameters large enough that every term of a gradient shows, the same on
+    every mesh.
+    """
     k, router = CASES[name]
     own = {key: options.pop(key) for key in ("router", "experts") if key in options}
-    spread = {key: options.pop(key) for key in ("expert_axes", "data_axes", "exchange", "num_chunks") if key in options}
+    spread = {
+        key: options.pop(key)
+        for key in ("expert_axes", "data_axes", "exchange", "num_chunks")
+        if key in options
+    }
     config = config_of(k, router, initializer_range=0.3, **options)
     mesh = make_mesh(mesh) if isinstance(mesh, tuple) else mesh
     layer = MoELayer(config, over(mesh, **spread), rngs=nnx.Rngs(0), **own)
@@ -81,14 +94,22 @@ class Result:
 
 
 def run(
-    layer: MoELayer, x: jax.Array, g: jax.Array, key: jax.Array | None = None, token_mask: jax.Array | None = None
+    layer: MoELayer,
+    x: jax.Array,
+    g: jax.Array,
+    key: jax.Array | None = None,
+    token_mask: jax.Array | None = None,
 ) -> Result:
-    """The layer under `jit`, with the gradients of sum(y g) + balance loss + z loss. key: as in training."""
+    """The layer under `jit`, with the gradients of sum(y g) + balance loss + z loss. key: as in
+    training.
+    """
     parts: Any = nnx.split(layer, nnx.Param, ...)
     graph, params, rest = parts
 
     def loss(params: nnx.State, x: jax.Array) -> tuple[jax.Array, tuple[jax.Array, MoEMetrics]]:
-        y, metrics = nnx.merge(graph, params, rest)(x, key=key, train=key is not None, token_mask=token_mask)
+        y, metrics = nnx.merge(graph, params, rest)(
+            x, key=key, train=key is not None, token_mask=token_mask
+        )
         total = (y * g).sum().astype(jnp.float32) + metrics.balance_loss + metrics.z_loss
         return total, (y, metrics)
 

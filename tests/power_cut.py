@@ -1,10 +1,11 @@
 """What a power cut leaves of a folder: its flushes are recorded, and what was not flushed is lost.
 
-A process that is killed leaves the page cache, so no kill shows a missing flush. Here every flush, rename, link and
-deletion below a folder is recorded while a program runs in this process. Before each of them the folder is noted down
-as two kinds of cut would leave it:
+A process that is killed leaves the page cache, so no kill shows a missing flush. Here every flush,
+rename, link and deletion below a folder is recorded while a program runs in this process. Before
+each of them the folder is noted down as two kinds of cut would leave it:
 
-- "content": every name is there, but of a file only what was flushed; of one that was changed since, half is new.
+- "content": every name is there, but of a file only what was flushed; of one that was changed
+  since, half is new.
 - "names": folders list what they did when they were flushed last, and content is lost as well.
 
 Afterwards each of these folders is built in the place of the real one, for a test to open.
@@ -29,7 +30,9 @@ Tree = dict[str, "int | Tree"]  # name -> a file's number, or a folder
 
 @dataclass(frozen=True)
 class Image:
-    """A folder after a cut. before: the call that did not happen; promise: what the program had been promised."""
+    """A folder after a cut. before: the call that did not happen; promise: what the program had
+    been promised.
+    """
 
     kind: str
     before: str
@@ -58,7 +61,10 @@ class PowerCut:
             for name in names:
                 self._flush(Path(folder) / name)
             self._flush(Path(folder))
-        patches = [mock.patch(f"os.{name}", self._hook(name, getattr(os, name))) for name in ("fsync", "fdatasync")]
+        patches = [
+            mock.patch(f"os.{name}", self._hook(name, getattr(os, name)))
+            for name in ("fsync", "fdatasync")
+        ]
         for name in ("rename", "replace", "link", "unlink", "remove", "rmdir"):
             patches.append(mock.patch(f"os.{name}", self._hook(name, getattr(os, name))))
         for patch in patches:
@@ -72,7 +78,9 @@ class PowerCut:
                 patch.stop()
 
     def check(self, test: Callable[[Image], None], images: list[Image] | None = None) -> int:
-        """Call `test` with the folder as each image (or each of these) has it; returns how many there were."""
+        """Call `test` with the folder as each image (or each of these) has it; returns how many
+        there were.
+        """
         images = self.images if images is None else images
         aside = self.root.with_name(f"{self.root.name}.aside")
         self.root.rename(aside)
@@ -82,7 +90,9 @@ class PowerCut:
                 try:
                     test(image)
                 except BaseException as error:
-                    error.add_note(f"after a power cut that loses {image.kind}, before {image.before}")
+                    error.add_note(
+                        f"after a power cut that loses {image.kind}, before {image.before}"
+                    )
                     raise
                 shutil.rmtree(self.root)
         finally:
@@ -92,12 +102,22 @@ class PowerCut:
 
     def _hook(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
-            paths = [self._path(argument, options) for argument in arguments[: 2 if name in _OF_TWO else 1]]
+            paths = [
+                self._path(argument, options)
+                for argument in arguments[: 2 if name in _OF_TWO else 1]
+            ]
             if not any(path.is_relative_to(self.root) for path in paths):
                 return real(*arguments, **options)
             with self._lock:
-                self._cut(f"{name} of {' and '.join(str(path.relative_to(self.root.parent)) for path in paths)}")
-                gone = paths[-1] if name in ("unlink", "remove", "rename", "replace", "rmdir") else None
+                self._cut(
+                    f"{name} of"
+                    f" {' and '.join(str(path.relative_to(self.root.parent)) for path in paths)}"
+                )
+                gone = (
+                    paths[-1]
+                    if name in ("unlink", "remove", "rename", "replace", "rmdir")
+                    else None
+                )
                 if gone is not None:
                     self._forget(gone, replaced=name in ("rename", "replace"))
                 result = real(*arguments, **options)
@@ -123,7 +143,9 @@ class PowerCut:
         return self._numbers[key]
 
     def _forget(self, path: Path, replaced: bool) -> None:
-        """A name is about to go: if it is the last one of its file, that keeps its content for folders that list it."""
+        """A name is about to go: if it is the last one of its file, that keeps its content for
+        folders that list it.
+        """
         try:
             status = path.lstat()
         except FileNotFoundError:
@@ -147,13 +169,21 @@ class PowerCut:
 
     def _cut(self, before: str) -> None:
         tree, now = _standing(lambda: self._walk(self.root))
-        contents = {number: self._left(number, content) for number, content in (self._last | now).items()}
+        contents = {
+            number: self._left(number, content) for number, content in (self._last | now).items()
+        }
         listed = self._as_listed(self._number(self.root.stat()), contents)
         for kind, found in (("content", tree), ("names", listed)):
             used = dict(_files(found, contents))
             image = Image(kind, before, self.promise, found, used)
-            same = [other for other in self.images[-2:] if other.kind == kind and other.promise == image.promise]
-            if not any(other.tree == image.tree and other.contents == image.contents for other in same):
+            same = [
+                other
+                for other in self.images[-2:]
+                if other.kind == kind and other.promise == image.promise
+            ]
+            if not any(
+                other.tree == image.tree and other.contents == image.contents for other in same
+            ):
                 self.images.append(image)
 
     def _walk(self, folder: Path) -> tuple[Tree, dict[int, bytes]]:
@@ -172,7 +202,9 @@ class PowerCut:
         return tree, contents
 
     def _as_listed(self, number: int, contents: dict[int, bytes]) -> Tree:
-        """A folder as it was flushed: names of files, of folders that were flushed themselves, and of empty ones."""
+        """A folder as it was flushed: names of files, of folders that were flushed themselves,
+        and of empty ones.
+        """
         return {
             name: child if child in contents else self._as_listed(child, contents)
             for name, child in self._listed.get(number, {}).items()
@@ -184,7 +216,9 @@ class PowerCut:
             return bytes(len(content))
         half = len(content) // 2
         return (
-            content if content == flushed else content[:half] + flushed.ljust(len(content), b"\0")[half : len(content)]
+            content
+            if content == flushed
+            else content[:half] + flushed.ljust(len(content), b"\0")[half : len(content)]
         )
 
     def _build(self, image: Image) -> None:
@@ -206,7 +240,9 @@ class PowerCut:
 
 
 def _standing(look: Callable[[], T]) -> T:
-    """What `look` finds in a folder. Threads of C++ rename files unseen: where one has gone, it looks again."""
+    """What `look` finds in a folder. Threads of C++ rename files unseen: where one has gone, it
+    looks again.
+    """
     for _ in range(1000):
         with contextlib.suppress(FileNotFoundError):
             return look()

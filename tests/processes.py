@@ -18,29 +18,45 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# A program compiled in one part takes less processor time than in several. XLA's older emitters of fused loops compile
-# in half of the time; later versions have the new ones alone and end a process that names this flag.
-_OLD_FUSIONS = " --xla_cpu_use_fusion_emitters=false" if version("jaxlib").startswith("0.10.") else ""
+# A program compiled in one part takes less processor time than in several. XLA's older emitters of
+# fused loops compile in half of the time; later versions have the new ones alone and end a process
+# that names this flag.
+_OLD_FUSIONS = (
+    " --xla_cpu_use_fusion_emitters=false" if version("jaxlib").startswith("0.10.") else ""
+)
 QUICK_XLA_FLAGS = "--xla_cpu_parallel_codegen_split_count=1" + _OLD_FUSIONS
 
-# A process that starts another one this way takes it along when it dies, however it dies: a killed pytest leaves none.
-_DIE_WITH_PARENT = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execv(sys.argv[1], sys.argv[1:])"
+# A process that starts another one this way takes it along when it dies, however it dies: a killed
+# pytest leaves none.
+_DIE_WITH_PARENT = (
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execv(sys.argv[1], sys.argv[1:])"
+)
 
 
 def python_command(args: Sequence[str | Path]) -> list[str]:
-    """The command `python *args` of this interpreter, ended with SIGKILL when the thread that starts it is gone."""
+    """The command `python *args` of this interpreter, ended with SIGKILL when the thread that
+    starts it is gone.
+    """
     return [sys.executable, "-c", _DIE_WITH_PARENT, sys.executable, *map(str, args)]
 
 
-def without_home(args: Sequence[str | Path], environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-    """`python *args` to its end as a user whom the machine does not know, as in a container: without a home folder."""
+def without_home(
+    args: Sequence[str | Path], environment: Mapping[str, str]
+) -> subprocess.CompletedProcess[str]:
+    """`python *args` to its end as a user whom the machine does not know, as in a container:
+    without a home folder.
+    """
     nobody = ["unshare", "--user", "--map-user=12345"]
     if subprocess.run([*nobody, "true"], capture_output=True, check=False).returncode:
         pytest.skip("users cannot be mapped here")
-    known = {name: value for name, value in os.environ.items() if name not in ("HOME", "XDG_CACHE_HOME")}
+    known = {
+        name: value for name, value in os.environ.items() if name not in ("HOME", "XDG_CACHE_HOME")
+    }
     known.pop("JAX_COMPILATION_CACHE_DIR", None)
     command = [*nobody, *python_command(args)]
-    return subprocess.run(command, env=known | environment, capture_output=True, text=True, check=False, timeout=300)
+    return subprocess.run(
+        command, env=known | environment, capture_output=True, text=True, check=False, timeout=300
+    )
 
 
 class Child(subprocess.Popen[str]):
@@ -54,7 +70,9 @@ class Child(subprocess.Popen[str]):
         return self.log.read_text()
 
     def wait_until(self, ready: Callable[[], object], timeout_s: float = 300) -> None:
-        """Wait for `ready()`; the test fails with the log when the process ends before, or after `timeout_s`."""
+        """Wait for `ready()`; the test fails with the log when the process ends before, or after
+        `timeout_s`.
+        """
         deadline = time.monotonic() + timeout_s
         while not ready():
             if self.poll() is not None or time.monotonic() > deadline:
@@ -62,7 +80,9 @@ class Child(subprocess.Popen[str]):
             time.sleep(0.002)
 
     def end(self, timeout_s: float, returncode: int = 0) -> str:
-        """What the process wrote until its end, which must come within `timeout_s` and with this return code."""
+        """What the process wrote until its end, which must come within `timeout_s` and with this
+        return code.
+        """
         try:
             self.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -76,15 +96,25 @@ class Child(subprocess.Popen[str]):
         assert self.wait(120) == -signal.SIGKILL
 
 
-def start_process(args: Sequence[str | Path], changes: Mapping[str, str | None] | None, **streams: Any) -> Child:
-    """Start `python *args` with changes to this process's environment; None takes a variable away."""
-    env = {name: value for name, value in {**os.environ, **(changes or {})}.items() if value is not None}
+def start_process(
+    args: Sequence[str | Path], changes: Mapping[str, str | None] | None, **streams: Any
+) -> Child:
+    """Start `python *args` with changes to this process's environment; None takes a variable
+    away.
+    """
+    env = {
+        name: value
+        for name, value in {**os.environ, **(changes or {})}.items()
+        if value is not None
+    }
     # a session of its own, so that its children can be killed with it
     options = {"stdin": subprocess.DEVNULL, "text": True, "start_new_session": True} | streams
     return Child(python_command(args), cwd=ROOT, env=env, **options)
 
 
-def start_logged(args: Sequence[str | Path], log: Path, changes: Mapping[str, str | None] | None = None) -> Child:
+def start_logged(
+    args: Sequence[str | Path], log: Path, changes: Mapping[str, str | None] | None = None
+) -> Child:
     """Start `python *args`; what it says goes to a file, so that it waits for no reader."""
     with log.open("w") as output:
         process = start_process(args, changes, stdout=output, stderr=subprocess.STDOUT)
@@ -93,7 +123,8 @@ def start_logged(args: Sequence[str | Path], log: Path, changes: Mapping[str, st
 
 
 def one_device(compile_cache: Path) -> dict[str, str | None]:
-    """Changes to the environment for a program as a user runs it, on one device, with a shared compile cache.
+    """Changes to the environment for a program as a user runs it, on one device, with a shared
+    compile cache.
 
     But for its programs, which compile with few optimisations, as in the tests themselves.
     """
@@ -116,9 +147,11 @@ def kill_group(process: subprocess.Popen[str]) -> None:
 
 
 def forked(work: Callable[[], object]) -> int:
-    """Start `work()` in a child process and return its number; it ends with status 1 and a traceback on an error.
+    """Start `work()` in a child process and return its number; it ends with status 1 and a
+    traceback on an error.
 
-    Only for programs that `run_python` has started: a process with JAX's threads must not be forked.
+    Only for programs that `run_python` has started: a process with JAX's threads must not be
+    forked.
     """
     child = os.fork()
     if not child:
@@ -133,11 +166,16 @@ def forked(work: Callable[[], object]) -> int:
 
 
 def kill_at_every_call(
-    root: Path, calls: Sequence[tuple[Any, str]], work: Callable[[Path], object], examine: Callable[[Path], object]
+    root: Path,
+    calls: Sequence[tuple[Any, str]],
+    work: Callable[[Path], object],
+    examine: Callable[[Path], object],
 ) -> int:
-    """Let `work(folder)` be killed at its first call of any of these functions, its second one, ...: until it is not.
+    """Let `work(folder)` be killed at its first call of any of these functions, its second one,
+    ...: until it is not.
 
-    Each time in a folder of its own, which `examine` looks at afterwards. Returns how many calls there were.
+    Each time in a folder of its own, which `examine` looks at afterwards. Returns how many calls
+    there were.
     """
 
     def work_until(folder: Path, last: int) -> None:

@@ -1,4 +1,6 @@
-"""Records that tests write, read back and damage: one value says which version a record is, every number is checked."""
+"""Records that tests write, read back and damage: one value says which version a record is,
+every number is checked.
+"""
 
 from pathlib import Path
 

@@ -15,7 +15,15 @@ from jmoe.data.tokenizer import train_bpe
 from jmoe.models.decoder import Decoder
 from jmoe.models.pretrained import LanguageModel
 
-HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|return|>", "<|call|>")
+HARMONY = (
+    "<|start|>",
+    "<|channel|>",
+    "<|message|>",
+    "<|constrain|>",
+    "<|end|>",
+    "<|return|>",
+    "<|call|>",
+)
 POSITIONS, HIDDEN = 128, 128
 
 
@@ -26,8 +34,11 @@ def harmony_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def save_scripted_model(folder: Path, tokenizer: Tokenizer, prompt_tokens: int, script: Sequence[int]) -> None:
-    """Write a model that, after a prompt of so many tokens, most likely says the script, and then its last token again.
+def save_scripted_model(
+    folder: Path, tokenizer: Tokenizer, prompt_tokens: int, script: Sequence[int]
+) -> None:
+    """Write a model that, after a prompt of so many tokens, most likely says the script, and then
+    its last token again.
 
     The likeliest token has about a third of the probability, so that draws depart from it soon.
     """
@@ -52,7 +63,9 @@ def save_scripted_model(folder: Path, tokenizer: Tokenizer, prompt_tokens: int, 
     )
     decoder = Decoder(config, rngs=nnx.Rngs(0))
     layers = decoder.moe_layers
-    nnx.update(layers, nnx.map_state(lambda _, w: w.replace(jnp.zeros_like(w[...])), nnx.state(layers)))
+    nnx.update(
+        layers, nnx.map_state(lambda _, w: w.replace(jnp.zeros_like(w[...])), nnx.state(layers))
+    )
     places, _ = np.linalg.qr(np.random.default_rng(0).standard_normal((HIDDEN, POSITIONS)))
     following = [*script, *[script[-1]] * POSITIONS][: POSITIONS - prompt_tokens + 1]
     table = np.zeros((vocab_size, HIDDEN), np.float32)
@@ -60,12 +73,15 @@ def save_scripted_model(folder: Path, tokenizer: Tokenizer, prompt_tokens: int, 
         table[token] += places[:, position]
     size = HIDDEN**0.5  # of what the last norm gives
     decoder.embedding[...] = jnp.asarray(table * 5 / size)
-    decoder.positions[...] = jnp.asarray(places.T * 100, jnp.float32)  # beside which tokens count for nothing
+    # beside which tokens count for nothing
+    decoder.positions[...] = jnp.asarray(places.T * 100, jnp.float32)
     jmoe.save_pretrained(LanguageModel(decoder), folder, eos_token_id=0)
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
-def describe(folder: Path, tokenizer_config: dict[str, Any], generation_config: dict[str, Any]) -> None:
+def describe(
+    folder: Path, tokenizer_config: dict[str, Any], generation_config: dict[str, Any]
+) -> None:
     """Write the files beside a model that say how it is used."""
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
     (folder / "generation_config.json").write_text(json.dumps(generation_config))

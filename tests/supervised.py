@@ -1,6 +1,7 @@
 """A stand-in for train.py under a supervisor: it does what a plan says, without JAX.
 
-The plan is a JSON object: "ATTEMPT RANK" to words such as "steps 5; exit 70". What is not in it is done at once.
+The plan is a JSON object: "ATTEMPT RANK" to words such as "steps 5; exit 70". What is not in it is
+done at once.
 """
 
 import json
@@ -11,19 +12,26 @@ import time
 from pathlib import Path
 
 options = dict(zip(sys.argv[2::2], sys.argv[3::2], strict=True))
-output_dir, heartbeats = Path(options["--output-dir"]), Path(options["--distributed.heartbeat-folder"])
+output_dir = Path(options["--output-dir"])
+heartbeats = Path(options["--distributed.heartbeat-folder"])
 rank, attempt = options["--distributed.process-id"], heartbeats.name.rpartition("-")[2]
 told: list[int] = []
-ABORTS = {  # as JAX does where another rank is gone, after and before a rank's own watchdog has begun
+# as JAX does where another rank is gone, after and before a rank's own watchdog has begun
+ABORTS = {
     "abort": "jmoe: rank {}: no sign of life, dead or stopped",
-    "unheard": "The following tasks are unhealthy (stopped sending heartbeats):\n{}\n7\nThe tasks have crashed.",
+    "unheard": (
+        "The following tasks are unhealthy (stopped sending heartbeats):\n{}\n7\nThe tasks have"
+        " crashed."
+    ),
 }
 
 
 def act(action: str, number: int) -> None:
     if action == "steps":  # up to this one, of which the last is saved
         with (output_dir / "metrics.jsonl").open("a") as file:
-            file.writelines(json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(number))
+            file.writelines(
+                json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(number)
+            )
         (output_dir / "checkpoints" / str(number)).mkdir(parents=True)
     elif action == "unsaved":
         with (output_dir / "metrics.jsonl").open("a") as file:
@@ -38,7 +46,8 @@ def act(action: str, number: int) -> None:
         sys.exit(number)
     elif action == "signal":
         os.kill(os.getpid(), number)
-    elif action == "leave":  # with the host, whose tether is the parent; this one comes back after "return"
+    # with the host, whose tether is the parent; this one comes back after "return"
+    elif action == "leave":
         Path(os.environ["SUPERVISED_AWAY"]).write_text(os.environ["SUPERVISED_HOST"])
         os.kill(os.getppid(), signal.SIGKILL)
         time.sleep(1000)

@@ -1,4 +1,6 @@
-"""The house rules that can be read off the source: floors, circles, one name for one thing, mirrored tests, words."""
+"""The house rules that can be read off the source: floors, circles, one name for one thing,
+mirrored tests, words.
+"""
 
 import ast
 import sys
@@ -10,7 +12,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-# From the lowest floor on. A module imports from its own unit and from lower floors, never from its neighbours.
+# From the lowest floor on. A module imports from its own unit and from lower floors, never from its
+# neighbours.
 FLOORS = (
     ("kernels_pallas", "jmoe.config", "jmoe.runtime", "jmoe.status"),
     ("jmoe.planning", "jmoe.command_line", "jmoe.configs"),
@@ -25,19 +28,43 @@ FLOORS = (
     ("train", "serve", "jmoe.commands"),
 )
 FLOOR = {unit: number for number, units in enumerate(FLOORS) for unit in units}
-# All that these may import beside the standard library and themselves: what runs before JAX does, and pure functions.
+# All that these may import beside the standard library and themselves: what runs before JAX does,
+# and pure functions.
 ONLY: dict[str, set[str]] = {unit: set() for unit in ("jmoe.config", "jmoe.status", "jmoe.runtime")}
 ONLY |= {"jmoe.planning": {"jmoe.config", "numpy"}}
 ONLY |= {"jmoe.command_line": {"jmoe.config", "jmoe.runtime", "tyro"}}
 ONLY |= {"jmoe.configs": {"jmoe.config"}, "kernels_pallas": {"jax", "numpy"}}
 ONLY |= {"jmoe.inference.scheduler": {"jmoe.config", "jmoe.planning", "jmoe.inference", "numpy"}}
-# Rooms of one floor: the steps of text models know nothing of image tasks, nor the fused step of streamed experts.
+# Rooms of one floor: the steps of text models know nothing of image tasks, nor the fused step of
+# streamed experts.
 NEVER = {"jmoe.training.streamed": {"jmoe.training.tasks"}}
 NEVER |= {"jmoe.training.fused": {"jmoe.training.tasks", "jmoe.training.streamed"}}
 KEPT_TO = {"orbax": ("jmoe.memory.", "jmoe.run.checkpoint"), "tyro": ("jmoe.command_line",)}
 # What the field calls otherwise (docs/architecture.md, glossary).
-FORBIDDEN = {"keeping", "pulled", "Arrived", "Beside", "Ahead", "Sums", "worst_case", "two_level", "levels", "settle"}
-FORBIDDEN |= {"Owned", "Ends", "Seen", "Speeds", "Meter", "Front", "meet", "start_anew", "FORGET_FROM", "STEP_SAYS"}
+FORBIDDEN = {
+    "keeping",
+    "pulled",
+    "Arrived",
+    "Beside",
+    "Ahead",
+    "Sums",
+    "worst_case",
+    "two_level",
+    "levels",
+    "settle",
+}
+FORBIDDEN |= {
+    "Owned",
+    "Ends",
+    "Seen",
+    "Speeds",
+    "Meter",
+    "Front",
+    "meet",
+    "start_anew",
+    "FORGET_FROM",
+    "STEP_SAYS",
+}
 FORBIDDEN |= {"found", "given"}
 THROUGH = """collectives.rows data.progress inference.mesh.programs inference.stats inference.teacher kernels.groups
 kernels.saved layers.experts layers.latent_attention layers.norm memory.closing models.block models.functional
@@ -50,9 +77,17 @@ training.tasks.streamed_model training.tasks.summary training.tasks.task trainin
 
 
 def sources() -> Iterator[tuple[str, ast.Module]]:
-    paths = [path for folder in ("jmoe", "kernels_pallas", "configs") for path in sorted((ROOT / folder).rglob("*.py"))]
-    for path in [path for path in [*paths, ROOT / "train.py", ROOT / "serve.py"] if not path.is_symlink()]:
-        parts = [part for part in path.relative_to(ROOT).with_suffix("").parts if part != "__init__"]
+    paths = [
+        path
+        for folder in ("jmoe", "kernels_pallas", "configs")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+    ]
+    for path in [
+        path for path in [*paths, ROOT / "train.py", ROOT / "serve.py"] if not path.is_symlink()
+    ]:
+        parts = [
+            part for part in path.relative_to(ROOT).with_suffix("").parts if part != "__init__"
+        ]
         yield ".".join(["jmoe"] * (parts[0] == "configs") + parts), ast.parse(path.read_text())
 
 
@@ -60,13 +95,19 @@ SOURCES = dict(sources())
 
 
 def unit_of(name: str, units: Iterable[str]) -> str:
-    fitting = [unit for unit in units if name == unit or (unit != "jmoe" and name.startswith(f"{unit}."))]
+    fitting = [
+        unit for unit in units if name == unit or (unit != "jmoe" and name.startswith(f"{unit}."))
+    ]
     return max(fitting, key=len, default="")
 
 
 def imports(tree: ast.Module) -> set[str]:
     nodes = (node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom))
-    return {f"{getattr(node, 'module', '')}.{alias.name}".lstrip(".") for node in nodes for alias in node.names}
+    return {
+        f"{getattr(node, 'module', '')}.{alias.name}".lstrip(".")
+        for node in nodes
+        for alias in node.names
+    }
 
 
 def defined(tree: ast.Module) -> list[str]:
@@ -81,7 +122,11 @@ def violations(module: str, tree: ast.Module) -> Iterator[str]:
         top, unit = name.split(".")[0], unit_of(name, FLOOR)
         if not module.startswith(KEPT_TO.get(top, "")):
             yield f"may not import {top}"
-        if narrow and top not in sys.stdlib_module_names and not unit_of(name, {narrow, *ONLY[narrow]}):
+        if (
+            narrow
+            and top not in sys.stdlib_module_names
+            and not unit_of(name, {narrow, *ONLY[narrow]})
+        ):
             yield f"may import only {ONLY[narrow]}, not {name}"
         if room and unit_of(name, NEVER[room]):
             yield f"may not import {name}"
@@ -91,9 +136,16 @@ def violations(module: str, tree: ast.Module) -> Iterator[str]:
         yield from FORBIDDEN & {getattr(node, key, None) for key in ("name", "arg", "id", "attr")}
         called = ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
         axis = isinstance(node, ast.Constant) and node.value in ("expert_inter", "expert_intra")
-        if (called == "PartitionSpec" or axis) and module not in ("jmoe.mesh", "jmoe.config.parallel"):
+        if (called == "PartitionSpec" or axis) and module not in (
+            "jmoe.mesh",
+            "jmoe.config.parallel",
+        ):
             yield "PartitionSpec( and names of axes belong in jmoe/mesh.py"
-        if called == "add_residual" and ".feed_forward(" in ast.unparse(node) and module != "jmoe.models.block":
+        if (
+            called == "add_residual"
+            and ".feed_forward(" in ast.unparse(node)
+            and module != "jmoe.models.block"
+        ):
             yield "Block.dense composes a dense block"
 
 
@@ -103,26 +155,38 @@ def test_house_rules(module: str) -> None:
 
 
 def test_offenders_are_found() -> None:
-    source = ast.parse("def f(levels):\n    import tyro, jmoe.models.decoder\naxis = 'expert_inter'")
+    source = ast.parse(
+        "def f(levels):\n    import tyro, jmoe.models.decoder\naxis = 'expert_inter'"
+    )
     assert len(list(violations("jmoe.planning.memory_plan", source))) == 6
     source = ast.parse("import jmoe.training.tasks.losses\nfrom jmoe.programs.generate import main")
     assert len(list(violations("jmoe.training.streamed.step", source))) == 2
     source = ast.parse("y = add_residual(x, block.feed_forward(x, dtype))")
-    assert list(violations("jmoe.deploy.layerwise", source)) == ["Block.dense composes a dense block"]
+    assert list(violations("jmoe.deploy.layerwise", source)) == [
+        "Block.dense composes a dense block"
+    ]
 
 
 def test_no_imports_go_round_in_a_circle() -> None:
     names = {module: imports(tree) for module, tree in SOURCES.items()}
-    TopologicalSorter({m: {*ns, *(n.rpartition(".")[0] for n in ns)} - {m} for m, ns in names.items()}).prepare()
+    TopologicalSorter(
+        {m: {*ns, *(n.rpartition(".")[0] for n in ns)} - {m} for m, ns in names.items()}
+    ).prepare()
 
 
 def test_a_run_starts_without_matplotlib() -> None:
-    """Every rank would wait for its import (`python -X importtime`), and only process 0 draws, at the end."""
+    """Every rank would wait for its import (`python -X importtime`), and only process 0 draws,
+    at the end.
+    """
     reached, ahead = set[str](), ["train"]
     while ahead:
         module = ahead.pop()
         if module in SOURCES and module not in reached:
-            at_once = [node for node in SOURCES[module].body if isinstance(node, ast.Import | ast.ImportFrom)]
+            at_once = [
+                node
+                for node in SOURCES[module].body
+                if isinstance(node, ast.Import | ast.ImportFrom)
+            ]
             names = imports(ast.Module(at_once, []))
             ahead += [*names, *(name.rpartition(".")[0] for name in names)]
         reached.add(module)
@@ -131,7 +195,12 @@ def test_a_run_starts_without_matplotlib() -> None:
 
 
 def test_no_two_public_things_have_one_name() -> None:
-    names = Counter(name for module, tree in SOURCES.items() if module.startswith("jmoe") for name in defined(tree))
+    names = Counter(
+        name
+        for module, tree in SOURCES.items()
+        if module.startswith("jmoe")
+        for name in defined(tree)
+    )
     assert [name for name, times in names.items() if times > 1] == []
 
 
@@ -142,14 +211,20 @@ def test_no_two_test_files_have_one_name() -> None:
 
 
 def test_every_module_is_mirrored() -> None:
-    """By a test file of its name or folder, or one beside that imports it; THROUGH: by the tests of what uses it."""
+    """By a test file of its name or folder, or one beside that imports it; THROUGH: by the tests
+    of what uses it.
+    """
     tests = defaultdict(set)
     for path in (ROOT / "tests").rglob("*.py"):
         names = imports(ast.parse(path.read_text()))
         names |= {name.rpartition(".")[0] for name in names}
         tests[path.parent.relative_to(ROOT / "tests").parts] |= {path.stem, *names}
     for module in (module for module, tree in SOURCES.items() if defined(tree)):
-        *folders, name = module.replace("kernels_pallas", "kernels").removeprefix("jmoe.").split(".")
+        *folders, name = (
+            module.replace("kernels_pallas", "kernels").removeprefix("jmoe.").split(".")
+        )
         beside = tests[(*folders, name)] | tests[(*folders,)] | tests[(*folders[:-1],)]
         mirrors = {module, f"test_{name}", *(f"test_{folder}" for folder in folders)} & beside
-        assert mirrors or ".".join([*folders, name]) in THROUGH.split(), f"{module} has no test file"
+        assert mirrors or ".".join([*folders, name]) in THROUGH.split(), (
+            f"{module} has no test file"
+        )

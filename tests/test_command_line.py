@@ -37,18 +37,32 @@ def test_ablations_are_presets_and_no_options(capsys: pytest.CaptureFixture[str]
     [
         (["tinny"], "Did you mean tiny?"),
         (["tiny", "--model.hiden-size", "32"], "Perhaps you meant: --model.hidden-size"),
-        (["tiny", "--batch-size", "seven"], "--batch-size: invalid literal for int() with base 10: 'seven'"),
+        (
+            ["tiny", "--batch-size", "seven"],
+            "--batch-size: invalid literal for int() with base 10: 'seven'",
+        ),
         (["tiny", "--model.hidden-size", "0"], "hidden_size = 0: must be greater than 0"),
         (["tiny", "--comm.bucket-bytes", "-1"], "bucket_bytes = -1: must not be negative"),
-        (["tiny-unfused", "--comm.bucket-bytes", "1"], "bucket_bytes = 1: must be 0 with fuse_dense = False"),
-        (["tiny", "--model.num-experts-per-tok", "9"], "num_experts_per_tok = 9: must be between 1 and num_experts"),
+        (
+            ["tiny-unfused", "--comm.bucket-bytes", "1"],
+            "bucket_bytes = 1: must be 0 with fuse_dense = False",
+        ),
+        (
+            ["tiny", "--model.num-experts-per-tok", "9"],
+            "num_experts_per_tok = 9: must be between 1 and num_experts",
+        ),
         (["tiny", "--profile.steps", "5:3"], "profile.steps = '5:3': must read FIRST:LAST"),
-        (["tiny", "--optimizer.lr", "1"], "--optimizer.lr: no such option. Did you mean --optimizer.learning-rate?"),
+        (
+            ["tiny", "--optimizer.lr", "1"],
+            "--optimizer.lr: no such option. Did you mean --optimizer.learning-rate?",
+        ),
         (["tiny", "--lr=1"], "--lr: no such option. Did you mean --optimizer.learning-rate?"),
     ],
     ids=["preset", "field", "type", "value", "bytes", "buckets", "pair", "profile", "lr", "short"],
 )
-def test_a_mistake_is_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_is_named(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         parse_train(arguments, PRESETS)
     assert ended.value.code
@@ -66,7 +80,15 @@ def test_help_lists_the_presets(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         parse_train(["--help"], PRESETS)
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    for preset in ("tiny", "small", "gpt-moe-8e", "gpt-moe-128e", "mixtral-8x7b", "qwen3-30b-a3b", "olmoe-1b-7b"):
+    for preset in (
+        "tiny",
+        "small",
+        "gpt-moe-8e",
+        "gpt-moe-128e",
+        "mixtral-8x7b",
+        "qwen3-30b-a3b",
+        "olmoe-1b-7b",
+    ):
         assert any(line[:1] == [preset] and len(line) > 4 for line in lines), preset
 
 
@@ -75,12 +97,17 @@ def test_a_preset_needs_no_options(name: str) -> None:
     assert parse_train([name], PRESETS).output_dir == f"runs/{name}"
 
 
-@pytest.mark.parametrize(("train", "serve"), [("train.py", "serve.py"), ("jmoe-train", "jmoe-serve")])
+@pytest.mark.parametrize(
+    ("train", "serve"), [("train.py", "serve.py"), ("jmoe-train", "jmoe-serve")]
+)
 def test_help_and_mistakes_have_the_name_that_was_started(
     train: str, serve: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", [f"/somewhere/bin/{train}"])
-    for arguments, expected in ((["--help"], f"\n{train} PRESET --plan"), (["tiny", "--help"], f"usage: {train} tiny")):
+    for arguments, expected in (
+        (["--help"], f"\n{train} PRESET --plan"),
+        (["tiny", "--help"], f"usage: {train} tiny"),
+    ):
         with pytest.raises(SystemExit, match="0"):
             parse_train(arguments, PRESETS)
         assert expected in capsys.readouterr().out

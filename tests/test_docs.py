@@ -1,4 +1,6 @@
-"""README and docs: generated pages are up to date, links lead somewhere, figures are measured, code runs."""
+"""README and docs: generated pages are up to date, links lead somewhere, figures are measured,
+code runs.
+"""
 
 import json
 import re
@@ -15,13 +17,18 @@ PAGES = [
     *WRITTEN,
     "CHANGELOG.md",
     "launch/README.md",
-    *(f"docs/benchmarks/{path.name}" for path in sorted((ROOT / "docs" / "benchmarks").glob("*.md"))),
+    *(
+        f"docs/benchmarks/{path.name}"
+        for path in sorted((ROOT / "docs" / "benchmarks").glob("*.md"))
+    ),
 ]
 
 
 def anchors(page: Path) -> set[str]:
     """The anchors of a page's headings, as GitHub makes them."""
-    headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE)
+    headings = re.findall(
+        r"^#+ (.*)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE
+    )
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
@@ -49,7 +56,8 @@ def test_a_page_begins_with_the_newest_measurement_and_folds_the_others(name: st
 def test_no_page_shows_the_error_of_a_shell() -> None:
     for name in PAGES:
         found = re.search(
-            r"Could not resolve host|No such file or directory|Traceback \(most", (ROOT / name).read_text()
+            r"Could not resolve host|No such file or directory|Traceback \(most",
+            (ROOT / name).read_text(),
         )
         assert found is None, f"{name}: {found}"
 
@@ -59,7 +67,7 @@ def test_a_page_opens_with_a_command(name: str) -> None:
     """Or with code, within a screen."""
     text = (ROOT / name).read_text()
     assert text.startswith("# ")
-    (block, *_) = re.findall(r"```(?:python)?\n(.*?)```", text, flags=re.DOTALL)
+    block, *_ = re.findall(r"```(?:python)?\n(.*?)```", text, flags=re.DOTALL)
     assert len(text.partition(block)[0].splitlines()) <= (15 if name == "README.md" else 8)
     assert re.match(r"python |make |sbatch |import ", block)
 
@@ -72,9 +80,9 @@ def test_every_picture_says_which_command_made_it() -> None:
         for number, paragraph in enumerate(paragraphs):
             if shown := re.match(r"!\[.*\]\([./\w]*?(\w+\.png)\)$", paragraph):
                 beside = "\n".join(paragraphs[max(number - 2, 0) : number + 2])
-                assert re.search(r"(Drawn by|drawn from the results by|A browser on) `(python|make) ", beside), (
-                    f"{name}: {shown}"
-                )
+                assert re.search(
+                    r"(Drawn by|drawn from the results by|A browser on) `(python|make) ", beside
+                ), f"{name}: {shown}"
                 pictures.discard(shown[1])
     assert not pictures, "no page shows these"
 
@@ -93,7 +101,9 @@ def test_links_lead_somewhere(name: str) -> None:
 
 def test_the_changelog_begins_with_what_is_unreleased_and_tells_a_version_in_25_points() -> None:
     text = (ROOT / "CHANGELOG.md").read_text()
-    (unreleased, *versions) = re.findall(r"^## \[(.*?)\](.*?)(?=^## |\Z)", text, re.DOTALL | re.MULTILINE)
+    unreleased, *versions = re.findall(
+        r"^## \[(.*?)\](.*?)(?=^## |\Z)", text, re.DOTALL | re.MULTILINE
+    )
     assert unreleased[0] == "Unreleased"
     version = re.search(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert version is not None and versions[0][0] == version[1]
@@ -106,29 +116,40 @@ def test_the_readme_is_short() -> None:
 
 
 def measured() -> list[tuple[list[float], list[float], list[float]]]:
-    """Return what each row of the README's table must have: jmoe, the peer, and how many times as fast jmoe is."""
+    """Return what each row of the README's table must have: jmoe, the peer, and how many times
+    as fast jmoe is.
+    """
 
     def load(name: str) -> Any:
         return json.loads((RESULTS / f"{name}.json").read_text())
 
     trained, decoded = load("gpu_training_olmoe"), load("gpu_decode_resident")
-    theirs = float(re.search(r"on an H100 .*: ([\d,]+) tokens/s", trained["notes"])[1].replace(",", ""))  # type: ignore[index]
+    theirs = float(
+        re.search(r"on an H100 .*: ([\d,]+) tokens/s", trained["notes"])[1].replace(",", "")
+    )  # type: ignore[index]
     peers = load("training_peers_cpu")["slower_processor"]
     trainers = [peers["buckets"]["8 experts"], peers["buckets"]["16 experts"], peers["32 experts"]]
-    llama, oversized = (
-        load("llamacpp_cpu")["slower_processor"]["rows"][0],
-        load("oversized_cpu")["slower_processor"]["rows"][0],
-    )
+    llama = load("llamacpp_cpu")["slower_processor"]["rows"][0]
+    oversized = load("oversized_cpu")["slower_processor"]["rows"][0]
     counts, pressed = [llama["one"], llama["eight"]], oversized["tokens_per_s"]
-    nvme = [row for row in load("training_tiers_cpu")["deepspeed"]["rows"] if row["place"] == "nvme"]
+    nvme = [
+        row for row in load("training_tiers_cpu")["deepspeed"]["rows"] if row["place"] == "nvme"
+    ]
     sent = [
         row
         for row in load("exchange_two_nodes_cpu")["rows"]
         if (row["mbit_per_s"], row["direction"]) == (100, "forward")
     ]
-    flat, dedup = ([row for row in sent if row["exchange"] == kind and row["top_k"] > 1] for kind in ("flat", "dedup"))
-    steps = sorted(load("order_two_nodes_cpu")["slower_processor"]["rows"], key=lambda row: row["mbit_per_s"])
-    ready, chunks = ([row for row in steps if row["variant"] == name] for name in ("ready", "chunks"))
+    flat, dedup = (
+        [row for row in sent if row["exchange"] == kind and row["top_k"] > 1]
+        for kind in ("flat", "dedup")
+    )
+    steps = sorted(
+        load("order_two_nodes_cpu")["slower_processor"]["rows"], key=lambda row: row["mbit_per_s"]
+    )
+    ready, chunks = (
+        [row for row in steps if row["variant"] == name] for name in ("ready", "chunks")
+    )
     return [
         ([trained["tokens_per_s"]], [theirs], [trained["tokens_per_s"] / theirs]),
         (list(decoded["decode_tokens_per_s"].values()), [], []),
@@ -137,7 +158,11 @@ def measured() -> list[tuple[list[float], list[float], list[float]]]:
             [row[0]["tokens_per_s"] for row in trainers],
             [row[1]["ratio"] for row in trainers],
         ),
-        ([row["jmoe"] for row in counts], [row["llama.cpp"] for row in counts], [row["ratio"] for row in counts]),
+        (
+            [row["jmoe"] for row in counts],
+            [row["llama.cpp"] for row in counts],
+            [row["ratio"] for row in counts],
+        ),
         ([pressed["jmoe"]], [pressed["llama.cpp"]], [pressed["ratio"]]),
         ([nvme[1]["step_s"]], [nvme[0]["step_s"]], [nvme[1]["ratio"]]),
         (
@@ -154,13 +179,16 @@ def measured() -> list[tuple[list[float], list[float], list[float]]]:
 
 
 def test_the_figures_of_the_readme_are_those_of_the_results() -> None:
-    table = (ROOT / "README.md").read_text().partition("## Measured\n")[2].partition("\n\nA ratio")[0]
+    table = (
+        (ROOT / "README.md").read_text().partition("## Measured\n")[2].partition("\n\nA ratio")[0]
+    )
     rows = [line.split("|")[2:5] for line in table.strip().splitlines()[2:]]
     assert len(rows) == len(measured()) <= 8
     for cells, wanted in zip(rows, measured(), strict=True):
         for cell, figures in zip(cells, wanted, strict=True):
             shown = [
-                float(number.replace(",", "")) for number in re.findall(r"\d[\d,]*\d(?:\.\d+)?|\d+(?:\.\d+)?", cell)
+                float(number.replace(",", ""))
+                for number in re.findall(r"\d[\d,]*\d(?:\.\d+)?|\d+(?:\.\d+)?", cell)
             ]
             assert shown == pytest.approx(figures, rel=0.006), cells
 
@@ -178,15 +206,25 @@ def test_the_first_code_says_how_to_have_its_devices(run_python) -> None:  # typ
 
 @pytest.mark.slow
 def test_the_readmes_commands_run_as_written(run_python, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    """`make` leaves .venv and nothing else on the path; the training command for two steps, in a folder of the test."""
-    (block,) = re.findall(r"```\n(source .*?)```", (ROOT / "README.md").read_text().replace("\\\n", " "), re.DOTALL)
+    """`make` leaves .venv and nothing else on the path; the training command for two steps, in a
+    folder of the test.
+    """
+    (block,) = re.findall(
+        r"```\n(source .*?)```", (ROOT / "README.md").read_text().replace("\\\n", " "), re.DOTALL
+    )
     commands = [line.partition("   #")[0].split() for line in block.splitlines()]
     assert commands[0] == ["source", ".venv/bin/activate"]
     assert {words[0] for words in commands[1:]} == {"python", "make"}
     (train,) = [words for words in commands if words[0] == "python" and "--plan" not in words]
-    options = [word.strip("'") for word in train[1:]] + ["--num-steps", "1", "--evaluation.no-at-start"]
+    options = [word.strip("'") for word in train[1:]] + [
+        "--num-steps",
+        "1",
+        "--evaluation.no-at-start",
+    ]
     options[options.index("runs/mine")] = str(tmp_path / "run")
-    done = run_python([*options, "--sequence-length", "32", "--batch-size", "2", "--model.vocab-size", "512"])
+    done = run_python(
+        [*options, "--sequence-length", "32", "--batch-size", "2", "--model.vocab-size", "512"]
+    )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "run" / "checkpoints" / "1").is_dir()
 

@@ -33,8 +33,13 @@ def test_at_most_sixty_lines(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(PRINTS))
-def test_it_prints_what_it_promises(name: str, run_python: Callable[..., Any], tmp_path: Path) -> None:
-    arguments = {"generate_offloaded.py": [MIXTRAL], "load_and_save.py": [MIXTRAL, tmp_path / "copy"]}.get(name, [])
+def test_it_prints_what_it_promises(
+    name: str, run_python: Callable[..., Any], tmp_path: Path
+) -> None:
+    arguments = {
+        "generate_offloaded.py": [MIXTRAL],
+        "load_and_save.py": [MIXTRAL, tmp_path / "copy"],
+    }.get(name, [])
     environment = {"XLA_FLAGS": QUICK_XLA_FLAGS, "JAX_NUM_CPU_DEVICES": None}
     done = run_python([ROOT / "examples" / name, *arguments], environment)
     assert done.returncode == 0, done.stderr

@@ -1,7 +1,9 @@
-"""A campaign of faults: kills at any moment, a disk that fails at any call, a flipped bit in any kind of file.
+"""A campaign of faults: kills at any moment, a disk that fails at any call, a flipped bit in any
+kind of file.
 
-Each outcome is bit for bit that of a run which nothing disturbed, or an error that names the file; then, without the
-fault, the run goes on to the same end. The counts are printed (`pytest -s`). JMOE_KILLS sets the number of kills.
+Each outcome is bit for bit that of a run which nothing disturbed, or an error that names the file;
+then, without the fault, the run goes on to the same end. The counts are printed (`pytest -s`).
+JMOE_KILLS sets the number of kills.
 """
 
 from __future__ import annotations
@@ -44,14 +46,28 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 KILLS = int(os.environ.get("JMOE_KILLS", "100"))
 SEED = random.SystemRandom().randrange(1 << 30)
 STEPS = 60
-NVME = ("--tiers.experts", "nvme", "--tiers.optimizer", "nvme", "--tiers.host-cache-bytes", "500000")
+NVME = (
+    "--tiers.experts",
+    "nvme",
+    "--tiers.optimizer",
+    "nvme",
+    "--tiers.host-cache-bytes",
+    "500000",
+)
 KINDS: dict[str, tuple[str, ...]] = {
     "device": (),
     "host": ("--tiers.experts", "host", "--tiers.optimizer", "host"),
     "nvme": NVME,
     "nvme, gradients too": (*NVME, "--tiers.gradients", "nvme"),
 }
-OFTEN = ("--num-steps", str(STEPS), "--checkpoint.every-steps", "3", "--evaluation.every-steps", "25")
+OFTEN = (
+    "--num-steps",
+    str(STEPS),
+    "--checkpoint.every-steps",
+    "3",
+    "--evaluation.every-steps",
+    "25",
+)
 
 
 def last_losses(output_dir: Path) -> dict[int, float]:
@@ -65,7 +81,9 @@ def last_losses(output_dir: Path) -> dict[int, float]:
 def kill_again_and_again(
     runs: TrainRuns, kind: str, folder: Path, kills: int, run_python: Run, start_python: Start
 ) -> Counter[str]:
-    """Kill runs of this kind until there were so many; each chain of restarts ends as the undisturbed run did."""
+    """Kill runs of this kind until there were so many; each chain of restarts ends as the
+    undisturbed run did.
+    """
     rng, options, counts = random.Random(f"{SEED} {kind}"), (*OFTEN, *KINDS[kind]), Counter[str]()
     folder.mkdir()
     began = time.monotonic()
@@ -103,7 +121,9 @@ def kill_again_and_again(
     return counts
 
 
-def kill_at_random(process: subprocess.Popen[str], output_dir: Path, took_s: float, rng: random.Random) -> None:
+def kill_at_random(
+    process: subprocess.Popen[str], output_dir: Path, took_s: float, rng: random.Random
+) -> None:
     """SIGKILL after a random time, of which every other is counted from the first step on."""
     if rng.random() < 0.5:
         time_s = rng.uniform(0.2, took_s)
@@ -124,7 +144,11 @@ def test_kills(runs: TrainRuns, tmp_path: Path, run_python: Run, start_python: S
     with ThreadPoolExecutor(2) as pool:
         campaigns = {
             kind: pool.submit(
-                kill_again_and_again, runs, kind, tmp_path / kind.replace(", ", "-").replace(" ", "-"), *rest
+                kill_again_and_again,
+                runs,
+                kind,
+                tmp_path / kind.replace(", ", "-").replace(" ", "-"),
+                *rest,
             )
             for kind in KINDS
             for rest in [(each[kind], run_python, start_python)]
@@ -141,15 +165,20 @@ LAYOUT = RecordLayout.from_arrays({"w": ((600,), np.float32), "m": ((600,), np.f
 NUM_RECORDS, LAST = 4, 6
 
 
-def run_records(root: Path, checkpoints: Callable[[RecordCheckpoints], Any], last: int) -> dict[str, Any]:
-    """Resume, train records behind a small cache up to step `last`, save every second; what there is then."""
+def run_records(
+    root: Path, checkpoints: Callable[[RecordCheckpoints], Any], last: int
+) -> dict[str, Any]:
+    """Resume, train records behind a small cache up to step `last`, save every second; what
+    there is then.
+    """
     with VersionStore.open(root / "local", LAYOUT, NUM_RECORDS, fingerprint="a") as store:
         saved = checkpoints(RecordCheckpoints({"experts": store}))
         try:
             found = train_records(store, saved, last)
             saved.close()
         except BaseException:
-            with contextlib.suppress(OSError, ValueError):  # a process would end here: no thread may go on
+            # a process would end here: no thread may go on
+            with contextlib.suppress(OSError, ValueError):
                 saved.close()
             raise
     return found
@@ -163,7 +192,9 @@ def train_records(store: VersionStore, saved: Any, last: int) -> dict[str, Any]:
             record_R[:] = 0
             store.layout.views(record_R)["w"][:] = index
             store.write(index, record_R)
-    with TieredStore(store, cache_bytes=3 * store.layout.record_bytes, write_back_every_steps=1) as tiers:
+    with TieredStore(
+        store, cache_bytes=3 * store.layout.record_bytes, write_back_every_steps=1
+    ) as tiers:
         for step in range(begin, last):
             tiers.prefetch(range(NUM_RECORDS))
             for index in range(NUM_RECORDS):
@@ -185,7 +216,9 @@ def train_records(store: VersionStore, saved: Any, last: int) -> dict[str, Any]:
 
 
 class PlainSteps:
-    """Steps in folders of their own, committed by one rename that never fails: what is tested is below them."""
+    """Steps in folders of their own, committed by one rename that never fails: what is tested is
+    below them.
+    """
 
     def __init__(self, root: Path, records: RecordCheckpoints) -> None:
         self.root, self.records = root / "steps", records
@@ -198,7 +231,9 @@ class PlainSteps:
         for step in reversed(self._steps()):
             if not self.records.find(self.root / str(step) / ITEM).missing:
                 self.records.restore(self.root / str(step) / ITEM)
-                return step, np.float32(float.fromhex((self.root / str(step) / "total").read_text()))
+                return step, np.float32(
+                    float.fromhex((self.root / str(step) / "total").read_text())
+                )
         return 0, np.float32(0)
 
     def save(self, step: int, total: np.float32) -> None:
@@ -221,13 +256,17 @@ class OrbaxSteps:
     """Steps as `train.py` saves them."""
 
     def __init__(self, root: Path, records: RecordCheckpoints) -> None:
-        self.checkpoints = Checkpoints(root / "checkpoints", CheckpointConfig(keep=2), records=records, timeout_s=60)
+        self.checkpoints = Checkpoints(
+            root / "checkpoints", CheckpointConfig(keep=2), records=records, timeout_s=60
+        )
 
     def resume(self) -> tuple[int, np.float32]:
         step = self.checkpoints.latest_step()
         if step is None:
             return 0, np.float32(0)
-        state, _, _ = self.checkpoints.restore(step, jax.eval_shape(lambda: {"total": jnp.float32(0)}))
+        state, _, _ = self.checkpoints.restore(
+            step, jax.eval_shape(lambda: {"total": jnp.float32(0)})
+        )
         return step, np.float32(state["total"])
 
     def save(self, step: int, total: np.float32) -> None:
@@ -238,8 +277,12 @@ class OrbaxSteps:
         self.checkpoints.close()
 
 
-def inject_everywhere(root: Path, make: Callable[..., Any], programs: tuple[str, ...], last: int, modes: Any) -> None:
-    """A fault at every call, one after the other: in a run that starts anew, and in one that resumes."""
+def inject_everywhere(
+    root: Path, make: Callable[..., Any], programs: tuple[str, ...], last: int, modes: Any
+) -> None:
+    """A fault at every call, one after the other: in a run that starts anew, and in one that
+    resumes.
+    """
     folder = root / "run"
 
     def run(disk: FailingDisk, last: int = last) -> dict[str, Any]:
@@ -254,7 +297,9 @@ def inject_everywhere(root: Path, make: Callable[..., Any], programs: tuple[str,
     shutil.rmtree(folder)
     run(quiet(), 2)
     folder.rename(root / "half")
-    counts, outcomes, problems = Counter[str](), defaultdict[str, Counter[str]](Counter), list[str]()
+    counts = Counter[str]()
+    outcomes = defaultdict[str, Counter[str]](Counter)
+    problems = list[str]()
     for starts_at in ("step 0", "step 2"):
         at = 0
         while True:
@@ -263,7 +308,10 @@ def inject_everywhere(root: Path, make: Callable[..., Any], programs: tuple[str,
                 if starts_at == "step 2":
                     shutil.copytree(root / "half", folder, symlinks=True)
                 disk = FailingDisk(folder, programs, at, code, for_ever)
-                where = f"from {starts_at}, call {at}, {errno.errorcode[code]}{' for ever' if for_ever else ''}"
+                where = (
+                    f"from {starts_at}, call {at},"
+                    f" {errno.errorcode[code]}{' for ever' if for_ever else ''}"
+                )
                 try:
                     found = run(disk)
                 except (OSError, ValueError, TimeoutError) as error:
@@ -282,9 +330,14 @@ def inject_everywhere(root: Path, make: Callable[..., Any], programs: tuple[str,
                 outcomes[disk.failed][outcome] += 1
                 try:
                     if run(quiet()) != expected:
-                        problems.append(f"{where} ({disk.failed}): {outcome}, then another result without the fault")
+                        problems.append(
+                            f"{where} ({disk.failed}): {outcome}, then another result without the"
+                            " fault"
+                        )
                 except (OSError, ValueError) as error:
-                    problems.append(f"{where} ({disk.failed}): {outcome}, then no restart: {error!r}")
+                    problems.append(
+                        f"{where} ({disk.failed}): {outcome}, then no restart: {error!r}"
+                    )
             if disk.failed is None:
                 break
             at += 1
@@ -302,7 +355,9 @@ def test_a_fault_at_every_call_of_the_record_stores(tmp_path: Path) -> None:
 
 
 def test_a_fault_at_every_call_of_a_checkpoint(tmp_path: Path) -> None:
-    """Calls of `run/checkpoint.py`, and of what Orbax and the records do for it in the same thread."""
+    """Calls of `run/checkpoint.py`, and of what Orbax and the records do for it in the same
+    thread.
+    """
     modes = ((errno.EIO, False), (errno.ENOSPC, False))
     inject_everywhere(tmp_path, OrbaxSteps, ("jmoe/run/checkpoint",), 4, modes)
 
@@ -324,7 +379,9 @@ def flip(path: Path, rng: random.Random) -> str:
 
 
 @pytest.mark.parametrize("kind", ["device", "nvme, gradients too"])
-def test_a_flipped_bit_in_every_kind_of_file(runs: TrainRuns, tmp_path: Path, run_python: Run, kind: str) -> None:
+def test_a_flipped_bit_in_every_kind_of_file(
+    runs: TrainRuns, tmp_path: Path, run_python: Run, kind: str
+) -> None:
     """The flipped run goes on to the same losses, or says which file is damaged."""
     output_dir, kept = tmp_path / "run", tmp_path / "kept"
     options = (*KINDS[kind], "--checkpoint.every-steps", 4)
@@ -357,16 +414,30 @@ def test_a_flipped_bit_in_every_kind_of_file(runs: TrainRuns, tmp_path: Path, ru
         if done.returncode != 0:
             counts["named error"] += 1
             last = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else ""
-            if not any(part in last for part in (path.name, str(path.parent))) or "Traceback" in done.stderr:
+            if (
+                not any(part in last for part in (path.name, str(path.parent)))
+                or "Traceback" in done.stderr
+            ):
                 problems.append(f"{what}: names no file: {done.stderr[-1500:]}")
         elif (
-            all(found.get(step, loss) == loss for step, loss in reference.items()) and found.keys() <= reference.keys()
+            all(found.get(step, loss) == loss for step, loss in reference.items())
+            and found.keys() <= reference.keys()
         ):
-            counts["warned, bit for bit the same" if path.name in done.stderr else "bit for bit the same"] += 1
+            counts[
+                (
+                    "warned, bit for bit the same"
+                    if path.name in done.stderr
+                    else "bit for bit the same"
+                )
+            ] += 1
         else:
             problems.append(f"{what}: other losses without an error: {done.stderr[-500:]}")
         print(f"  {name}: {done.returncode} {done.stderr.strip()[-160:]!r}", flush=True)
-    print(f"\nflipped bits, experts on {kind} (seed {SEED}), {len(by_kind)} kinds of files: {dict(counts)}", flush=True)
+    print(
+        f"\nflipped bits, experts on {kind} (seed {SEED}), {len(by_kind)} kinds of files:"
+        f" {dict(counts)}",
+        flush=True,
+    )
     assert not problems, f"{len(problems)} problems:\n" + "\n".join(problems)
 
 
@@ -375,7 +446,9 @@ def test_a_flipped_bit_in_every_kind_of_file(runs: TrainRuns, tmp_path: Path, ru
 
 @pytest.mark.parametrize("kind", ["device", "nvme"])
 def test_a_run_on_fuse(runs: TrainRuns, tmp_path: Path, run_python: Run, kind: str) -> None:
-    """Output, text and the tokens of it where much is lacking; records on a disk, as they need hard links."""
+    """Output, text and the tokens of it where much is lacking; records on a disk, as they need
+    hard links.
+    """
     tiers = (*KINDS[kind], *(("--tiers.path", tmp_path / "records") if kind == "nvme" else ()))
 
     def run(output_dir: Path, steps: int, text: Path) -> subprocess.CompletedProcess[str]:
@@ -395,21 +468,37 @@ def test_a_run_on_fuse(runs: TrainRuns, tmp_path: Path, run_python: Run, kind: s
             assert done.returncode == 0, done.stderr
         assert last_losses(mount / "run") == last_losses(tmp_path / "whole")
         if kind == "nvme":
-            done = run_python(runs.command(mount / "other", *KINDS[kind], data=text), runs.environment(), timeout=600)
+            done = run_python(
+                runs.command(mount / "other", *KINDS[kind], data=text),
+                runs.environment(),
+                timeout=600,
+            )
             assert done.returncode == 1 and "has no hard links" in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize("kind", ["device", "nvme"])
 def test_clocks_that_jump(runs: TrainRuns, tmp_path: Path, start_python: Start, kind: str) -> None:
-    """By hours and by years, both ways, at every save, and at a restart after a kill; with snapshots in memory."""
+    """By hours and by years, both ways, at every save, and at a restart after a kill; with
+    snapshots in memory.
+    """
     library = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), None)
     if library is None:
         pytest.skip("libfaketime is not installed")
     offset, output_dir = tmp_path / "offset", tmp_path / "run"
-    snapshots = ("--checkpoint.memory-dir", tmp_path / "memory", "--checkpoint.memory-every-steps", "2")
+    snapshots = (
+        "--checkpoint.memory-dir",
+        tmp_path / "memory",
+        "--checkpoint.memory-every-steps",
+        "2",
+    )
     options = (*OFTEN, *KINDS[kind], *(snapshots if kind == "device" else ()), "--num-steps", 24)
-    faked = {"LD_PRELOAD": str(library), "FAKETIME_TIMESTAMP_FILE": str(offset), "FAKETIME_NO_CACHE": "1"}
-    environment = runs.environment() | faked | {"FAKETIME_DONT_FAKE_MONOTONIC": "1"}  # no machine's clock does that
+    faked = {
+        "LD_PRELOAD": str(library),
+        "FAKETIME_TIMESTAMP_FILE": str(offset),
+        "FAKETIME_NO_CACHE": "1",
+    }
+    # no machine's clock does that
+    environment = runs.environment() | faked | {"FAKETIME_DONT_FAKE_MONOTONIC": "1"}
     jumps = itertools.cycle(["-3650d", "+3650d", "-1d", "+2h", "-2h", "+20000d"])
 
     def jump() -> None:
@@ -418,7 +507,8 @@ def test_clocks_that_jump(runs: TrainRuns, tmp_path: Path, start_python: Start, 
         new.rename(offset)
 
     def start() -> tuple[Child, set[int]]:
-        process, seen = start_python(runs.command(output_dir, *options), tmp_path / "log", environment), set[int]()
+        process = start_python(runs.command(output_dir, *options), tmp_path / "log", environment)
+        seen = set[int]()
         while process.poll() is None:
             new = set(committed(output_dir)) - seen
             if new:

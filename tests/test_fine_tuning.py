@@ -1,4 +1,6 @@
-"""A run merged as a Hugging Face folder; what it says then, and a run that goes on from it, as users start them."""
+"""A run merged as a Hugging Face folder; what it says then, and a run that goes on from it, as
+users start them.
+"""
 
 import json
 from pathlib import Path
@@ -28,7 +30,8 @@ def test_merge_and_fine_tune(runs: TrainRuns, tmp_path: Path, run_python: Run) -
     assert json.loads((folder / "config.json").read_text())["model_type"] == "mixtral"
 
     say = ["-m", "jmoe.programs.generate", folder, "def read(self):", "--max-new-tokens", "12"]
-    resident, ring = run(*say, "--policy", "resident"), run(*say, "--policy", "ring", "--ring-slots", "1")
+    resident = run(*say, "--policy", "resident")
+    ring = run(*say, "--policy", "ring", "--ring-slots", "1")
     assert resident == ring and resident.startswith("def read(self):")
 
     described = json.loads((folder / "config.json").read_text()) | {"attention_dropout": 0.1}
@@ -37,27 +40,36 @@ def test_merge_and_fine_tune(runs: TrainRuns, tmp_path: Path, run_python: Run) -
     beside = {
         "chat_template.jinja": "{% for m in messages %}{{ m.content }}{% endfor %}",
         "generation_config.json": json.dumps({"eos_token_id": [5, 0], "temperature": 0.6}),
-        "tokenizer_config.json": json.dumps({"tokenizer_class": "TokenizersBackend", "eos_token": "<|endoftext|>"}),
+        "tokenizer_config.json": json.dumps(
+            {"tokenizer_class": "TokenizersBackend", "eos_token": "<|endoftext|>"}
+        ),
     }
     for name, content in beside.items():
         (folder / name).write_text(content)
     start = ("--init-from", folder, "--model.router.z-loss-coef", "0.25")
-    said = run("train.py", "tiny", *SHORT, *few, *start, "--data.path", runs.text, "--output-dir", second)
+    said = run(
+        "train.py", "tiny", *SHORT, *few, *start, "--data.path", runs.text, "--output-dir", second
+    )
     assert f"starting from {folder}" in said
     assert f"warning: {folder / 'config.json'}: attention_dropout = 0.1: trains without it" in said
     saved = json.loads((second / "config.json").read_text())["model"]
     assert (saved["hidden_size"], saved["router"]["z_loss_coef"]) == (32, 0.25)
     before, after = evaluations(second)
-    assert before == pytest.approx(evaluations(first)[-1], abs=1e-5)  # it starts where the first run ended
+    # it starts where the first run ended
+    assert before == pytest.approx(evaluations(first)[-1], abs=1e-5)
     assert after < before
 
     third = tmp_path / "third"
     start = ("--init-from", first, "--model.router.z-loss-coef", "0.25")
-    said = run("train.py", "tiny", *SHORT, *few, *start, "--data.path", runs.text, "--output-dir", third)
+    said = run(
+        "train.py", "tiny", *SHORT, *few, *start, "--data.path", runs.text, "--output-dir", third
+    )
     assert f"starting from {first}" in said and "step 2 of" in said
     assert evaluations(third) == evaluations(second)  # a run is merged first
     start = (*start, "--num-steps", "3")
-    said = run("train.py", "tiny", *SHORT, *few, *start, "--data.path", runs.text, "--output-dir", third)
+    said = run(
+        "train.py", "tiny", *SHORT, *few, *start, "--data.path", runs.text, "--output-dir", third
+    )
     assert "resuming from step 2" in said
 
     tuned = tmp_path / "tuned"
@@ -75,8 +87,19 @@ def test_mistakes(tmp_path: Path, run_python: Run) -> None:
         (["-m", "jmoe.deploy.merge", tmp_path, tmp_path / "out"], "has no checkpoint in"),
         (["train.py", "tiny", "--init-from", tmp_path], "config.json: is missing"),
         (
-            ["train.py", "tiny", "--init-from", tmp_path, "--model.hidden_size=64", "--model.router.jitter-noise", "0"],
-            "train.py: --model.hidden-size: must not be given with --init-from, whose config.json says it",
+            [
+                "train.py",
+                "tiny",
+                "--init-from",
+                tmp_path,
+                "--model.hidden_size=64",
+                "--model.router.jitter-noise",
+                "0",
+            ],
+            (
+                "train.py: --model.hidden-size: must not be given with --init-from, whose"
+                " config.json says it"
+            ),
         ),
         (["-m", "jmoe.programs.generate", tmp_path, "def"], "config.json: is missing"),
     ):

@@ -32,11 +32,16 @@ def test_one_process() -> None:
 
 @pytest.mark.parametrize(("hosts", "expected"), [("abba", [2, 2]), ("abbb", [3, 1])])
 def test_processes_on_two_hosts(
-    hosts: str, expected: list[int], start_python: Callable[..., subprocess.Popen[str]], tmp_path: Path
+    hosts: str,
+    expected: list[int],
+    start_python: Callable[..., subprocess.Popen[str]],
+    tmp_path: Path,
 ) -> None:
     port = str(free_port())
     logs = [tmp_path / str(rank) for rank in range(4)]
-    ranks = [start_python(["-c", PROCESS, str(i), port, host], logs[i]) for i, host in enumerate(hosts)]
+    ranks = [
+        start_python(["-c", PROCESS, str(i), port, host], logs[i]) for i, host in enumerate(hosts)
+    ]
     for process, log in zip(ranks, logs):
         try:
             code: int | None = process.wait(240)

@@ -50,8 +50,12 @@ def test_the_plan_needs_no_weights(run_python: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("positions", [40960, 10**9])
-def test_the_default_context_is_what_fits(positions: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """All the positions that the model has, or as many as memory has room for; the start says so."""
+def test_the_default_context_is_what_fits(
+    positions: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All the positions that the model has, or as many as memory has room for; the start says
+    so.
+    """
     folder = mixtral(tmp_path)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": positions}))
@@ -62,7 +66,10 @@ def test_the_default_context_is_what_fits(positions: int, tmp_path: Path, capsys
     if positions == 40960:
         assert tokens == positions and "the model has" not in said
     else:
-        assert 40960 < tokens < positions and "the model has 1,000,000,000 positions; --max-seq-len allows" in said
+        assert (
+            40960 < tokens < positions
+            and "the model has 1,000,000,000 positions; --max-seq-len allows" in said
+        )
 
 
 def test_mistakes(run_python: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,7 +78,9 @@ def test_mistakes(run_python: Run, tmp_path: Path, capsys: pytest.CaptureFixture
     keys.write_text("\n")
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     model = str(mixtral(tmp_path))
-    no_template, no_tokenizer = (shutil.copytree(model, tmp_path / name) for name in ("no template", "no tokenizer"))
+    no_template, no_tokenizer = (
+        shutil.copytree(model, tmp_path / name) for name in ("no template", "no tokenizer")
+    )
     (no_template / "tokenizer_config.json").write_text('{"chat_template": 1}')
     (no_tokenizer / "tokenizer.json").write_text("{}")
     with socket.socket() as taken:
@@ -84,18 +93,29 @@ def test_mistakes(run_python: Run, tmp_path: Path, capsys: pytest.CaptureFixture
             ([tmp_path / "run"], "the run has no checkpoint yet"),
             ([CHECKPOINTS / "olmoe"], "must hold a tokenizer.json"),
             ([model, "--ring-slots", "9"], "ring_slots = 9: must be between 1 and 2"),
-            ([model, "--max-seq-len", "65"], "max_seq_len = 65: must not exceed the model's 64 positions"),
-            ([model, "--max-seq-len", "100000", "--dry-run"], "must not exceed the model's 64 positions"),
+            (
+                [model, "--max-seq-len", "65"],
+                "max_seq_len = 65: must not exceed the model's 64 positions",
+            ),
+            (
+                [model, "--max-seq-len", "100000", "--dry-run"],
+                "must not exceed the model's 64 positions",
+            ),
             ([model, "--api-key-file", keys], "api_key_file = "),
             ([no_tokenizer, "--port", "0"], "tokenizer.json: not a readable tokenizer.json"),
-            ([no_template, "--port", "0"], "tokenizer_config.json: chat_template must be a string or a list of"),
+            (
+                [no_template, "--port", "0"],
+                "tokenizer_config.json: chat_template must be a string or a list of",
+            ),
             ([model, "--port", str(port)], f"port = {port}: Address already in use"),
         ):
             with pytest.raises((ValueError, OSError), match=re.escape(message)):
                 serve.run(list(map(str, arguments)))
         assert "loading" not in capsys.readouterr().out, "no weight was read for any of them"
         done = run_python(["serve.py", model, "--port", str(port)])
-    assert done.returncode == 1 and f"port = {port}: Address already in use" in done.stderr, done.stderr
+    assert done.returncode == 1 and f"port = {port}: Address already in use" in done.stderr, (
+        done.stderr
+    )
     assert "Traceback" not in done.stderr
     for option, message in (
         ("--policy=fast", "invalid choice"),
@@ -111,17 +131,25 @@ def test_mistakes(run_python: Run, tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_a_package_that_is_not_installed_is_named(run_python: Run, tmp_path: Path) -> None:
-    """With what installs it, before JAX is imported and without a traceback; help needs none of them."""
+    """With what installs it, before JAX is imported and without a traceback; help needs none of
+    them.
+    """
     packages = tmp_path / "site-packages"
     packages.mkdir()
     for path in Path(fastapi.__file__).parents[1].iterdir():
         if not path.name.startswith(("fastapi", "starlette")):
             (packages / path.name).symlink_to(path)
     # without site-packages of its own
-    env = {"PYTHONPATH": f"{packages}{os.pathsep}{Path(serve.__file__).parent}", "JMOE_RUNTIME": "1"}
+    env = {
+        "PYTHONPATH": f"{packages}{os.pathsep}{Path(serve.__file__).parent}",
+        "JMOE_RUNTIME": "1",
+    }
     done = run_python(["-S", "serve.py", "no-model"], env=env)
     assert done.returncode == 1
-    assert done.stderr == "serve.py: needs the package fastapi, which is not installed: pip install 'jmoe[serve]'\n"
+    assert (
+        done.stderr == "serve.py: needs the package fastapi, which is not installed: pip install"
+        " 'jmoe[serve]'\n"
+    )
     assert run_python(["-S", "serve.py", "--help"], env=env).returncode == 0
 
 
@@ -129,8 +157,17 @@ def test_every_option_is_described(run_python: Run) -> None:
     """Beside its name, not in a paragraph for all."""
     done = run_python(["serve.py", "--help"])
     assert done.returncode == 0, done.stderr
-    options = re.findall(r"--([a-z0-9-]+) (.*?)\(default:", " ".join(done.stdout.replace("│", " ").split()))
-    assert {name for name, _ in options} >= {"host", "port", "api-key-file", "max-seq-len", "policy", "dry-run"}
+    options = re.findall(
+        r"--([a-z0-9-]+) (.*?)\(default:", " ".join(done.stdout.replace("│", " ").split())
+    )
+    assert {name for name, _ in options} >= {
+        "host",
+        "port",
+        "api-key-file",
+        "max-seq-len",
+        "policy",
+        "dry-run",
+    }
     bare = [name for name, words in options if len(words.split()) < 4]
     assert bare == []
 
@@ -138,14 +175,19 @@ def test_every_option_is_described(run_python: Run) -> None:
 def contents(folder: Path) -> dict[str, tuple[int, int]]:
     """Size and time of the last change of everything in a folder."""
     found = {path: path.stat() for path in sorted(folder.rglob("*"))}
-    return {str(path.relative_to(folder)): (stat.st_size, stat.st_mtime_ns) for path, stat in found.items()}
+    return {
+        str(path.relative_to(folder)): (stat.st_size, stat.st_mtime_ns)
+        for path, stat in found.items()
+    }
 
 
 @pytest.fixture(scope="module")
 def trained(runs: TrainRuns, run_python: Run) -> Path:
     """The output folder of a run of 5 steps; not to be changed."""
     output_dir = runs.folder / "trained"
-    done = run_python(runs.command(output_dir, "--num-steps", 5, data=runs.text), env=runs.environment())
+    done = run_python(
+        runs.command(output_dir, "--num-steps", 5, data=runs.text), env=runs.environment()
+    )
     assert done.returncode == 0, done.stderr
     return output_dir
 
@@ -164,7 +206,9 @@ def merged_step(output_dir: Path, *others: str) -> Path:
 
 
 @pytest.mark.slow
-def test_servers_that_start_at_once(trained: Path, runs: TrainRuns, start_python: Start, tmp_path: Path) -> None:
+def test_servers_that_start_at_once(
+    trained: Path, runs: TrainRuns, start_python: Start, tmp_path: Path
+) -> None:
     """Three of one run: one merges it, the others wait for that, and none fails."""
     output_dir = copied(trained, tmp_path)
     (output_dir / "merged" / "partial-of-one-that-was-killed").mkdir(parents=True)
@@ -196,9 +240,12 @@ def test_a_merge_stays_while_it_is_served(trained: Path, tmp_path: Path) -> None
     for descriptor in (in_use, other):
         os.close(descriptor)
     manifest = output_dir / "checkpoints" / "5" / "manifest.json"
-    write_step_manifest(manifest, read_step_manifest(manifest) | {"packing": 2})  # another step of that number
+    # another step of that number
+    write_step_manifest(manifest, read_step_manifest(manifest) | {"packing": 2})
     with hugging_face_folder(output_dir, print) as again:
-        assert again != folder and again == merged_step(output_dir), "merged anew; nobody uses the others"
+        assert again != folder and again == merged_step(output_dir), (
+            "merged anew; nobody uses the others"
+        )
 
 
 @pytest.mark.slow
@@ -220,14 +267,21 @@ def test_a_step_that_was_trained_again_is_merged_again(
     assert merged_step(output_dir) == folder
 
 
-def test_a_run_that_cannot_be_written_is_served_from_elsewhere(trained: Path, tmp_path: Path) -> None:
+def test_a_run_that_cannot_be_written_is_served_from_elsewhere(
+    trained: Path, tmp_path: Path
+) -> None:
     output_dir, said = copied(trained, tmp_path), list[str]()
     with read_only(output_dir):
-        words = rf"^model = '{output_dir}': its newest step cannot be merged in .*; merge it elsewhere by python -m "
+        words = (
+            rf"^model = '{output_dir}': its newest step cannot be merged in .*; merge it elsewhere"
+            r" by python -m "
+        )
         with pytest.raises(OSError, match=words), hugging_face_folder(output_dir, said.append):
             pass
         for _ in range(2):
-            with hugging_face_folder(output_dir, said.append, cache_dir=tmp_path / "cache") as folder:
+            with hugging_face_folder(
+                output_dir, said.append, cache_dir=tmp_path / "cache"
+            ) as folder:
                 assert folder.parent == tmp_path / "cache" / "merged"
                 assert (folder / "model.safetensors").is_file()
         assert len([line for line in said if line.startswith("merging")]) == 1
@@ -236,13 +290,23 @@ def test_a_run_that_cannot_be_written_is_served_from_elsewhere(trained: Path, tm
     with read_only(output_dir):
         with hugging_face_folder(output_dir, said.append) as again:
             assert again == folder, "merged before"
-        options = {"policy": "experts", "expert_tier": "nvme", "device_bytes": 1 << 20, "host_cache_bytes": 1 << 20}
-        words = rf"^cache_dir = None: experts of the tier nvme cannot be written to {folder}/jmoe_experts: "
+        options = {
+            "policy": "experts",
+            "expert_tier": "nvme",
+            "device_bytes": 1 << 20,
+            "host_cache_bytes": 1 << 20,
+        }
+        words = (
+            r"^cache_dir = None: experts of the tier nvme cannot be written to"
+            rf" {folder}/jmoe_experts: "
+        )
         with pytest.raises(OSError, match=words):
             Engine(folder, EngineConfig(max_batch=1, **options))
 
 
-def test_generate(trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate(
+    trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """From a run's folder; as many tokens as the model has positions for, and no more."""
 
     def say(*options: object) -> str:
@@ -255,9 +319,12 @@ def test_generate(trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     said: list[str] = []
     assert say("def f(", "--max-new-tokens", 5).startswith("def f(")
     assert (
-        re.search(r"^loading .*: \d+\.\d s$", said[0], re.MULTILINE) and "\ncompiling and generating ...\n" in said[0]
+        re.search(r"^loading .*: \d+\.\d s$", said[0], re.MULTILINE)
+        and "\ncompiling and generating ...\n" in said[0]
     )
-    assert say("def f(", "--max-new-tokens", 5, "--expert-dtype", "int8", "--policy", "resident").startswith("def f(")
+    assert say(
+        "def f(", "--max-new-tokens", 5, "--expert-dtype", "int8", "--policy", "resident"
+    ).startswith("def f(")
     sizes = [float(re.findall(r"on the device \((\S+) MB\)", text)[0]) for text in said]
     assert sizes[0] > sizes[1], "8.5 bits a weight where float32 has 32"
     for options, message in (
@@ -267,7 +334,10 @@ def test_generate(trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
         ),
         (["def f(", "--max-new-tokens", 0], "max_new_tokens = 0: must be an integer, at least 1"),
         (["", "--max-new-tokens", 5], "prompt = '': must hold at least one token"),
-        (["a b c " * 200], r"prompt = 'a b c .*\.\.\.': has \d+ tokens; the model has 256 positions"),
+        (
+            ["a b c " * 200],
+            r"prompt = 'a b c .*\.\.\.': has \d+ tokens; the model has 256 positions",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             say(*options)
@@ -276,13 +346,20 @@ def test_generate(trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
 def test_a_run_is_served(trained: Path, runs: TrainRuns, tmp_path: Path) -> None:
     """Its newest checkpoint, merged once, with the tokenizer that it was trained with."""
     output_dir, env = copied(trained, tmp_path), runs.environment()
-    unfinished = output_dir / "checkpoints" / "6.orbax-checkpoint-tmp" / "state"  # the run may still go on
+    # the run may still go on
+    unfinished = output_dir / "checkpoints" / "6.orbax-checkpoint-tmp" / "state"
     unfinished.mkdir(parents=True)
     (unfinished / "manifest.ocdbt").touch()
     checkpoints = contents(output_dir / "checkpoints")
     for start in range(2):
         server = start_server(
-            tmp_path / f"log-{start}", env, output_dir, "--max-batch", 1, "--prefill-chunk-tokens", 16
+            tmp_path / f"log-{start}",
+            env,
+            output_dir,
+            "--max-batch",
+            1,
+            "--prefill-chunk-tokens",
+            16,
         )
         try:
             models = server.get("/v1/models").json()["data"]
@@ -293,5 +370,7 @@ def test_a_run_is_served(trained: Path, runs: TrainRuns, tmp_path: Path) -> None
         finally:
             server.kill()
         assert f"step 5 of {output_dir}" in server.log.read_text()
-    assert contents(output_dir / "checkpoints") == checkpoints, "nothing written, nothing cleaned up"
+    assert contents(output_dir / "checkpoints") == checkpoints, (
+        "nothing written, nothing cleaned up"
+    )
     assert json.loads((merged_step(output_dir) / "config.json").read_text())["vocab_size"] == 512

@@ -47,4 +47,8 @@ def test_the_cause_at_the_end_of_a_long_error_is_shown() -> None:
     assert first_line(OSError("short\nsecond")) == "short"
     assert first_line(KeyError()) == "KeyError"
     line = first_line(OSError("writing " + "/folder" * 200 + ": No space left on device\nmore"))
-    assert line.startswith("writing /folder") and line.endswith(": No space left on device") and len(line) == 405
+    assert (
+        line.startswith("writing /folder")
+        and line.endswith(": No space left on device")
+        and len(line) == 405
+    )

@@ -1,6 +1,8 @@
-"""train.py end to end with real processes: killed, stopped, moved to other devices, fed with bad input.
+"""train.py end to end with real processes: killed, stopped, moved to other devices, fed with bad
+input.
 
-All runs share one tiny model, its token shards and a compile cache, and are held against one uninterrupted run.
+All runs share one tiny model, its token shards and a compile cache, and are held against one
+uninterrupted run.
 """
 
 import contextlib
@@ -66,7 +68,9 @@ def test_completed_run(runs: TrainRuns) -> None:
     for name in ("checkpoints", "metrics.jsonl", "tensorboard", "report.png"):
         assert str(output_dir / name) in screen.replace("\n", ""), name
     assert (output_dir / "report.png").read_bytes().startswith(b"\x89PNG")
-    events = b"".join(path.read_bytes() for path in (output_dir / "tensorboard" / "train").iterdir())
+    events = b"".join(
+        path.read_bytes() for path in (output_dir / "tensorboard" / "train").iterdir()
+    )
     compiled = [record["step"] for record in records(output_dir) if record.get("compiled")]
     assert compiled[0] == 0 and len(compiled) < 10  # the time of these says nothing of the rate
     assert events.count(b"tokens_per_s") == REFERENCE_STEPS - len(compiled)
@@ -78,7 +82,9 @@ def test_completed_run(runs: TrainRuns) -> None:
         assert record["tokens_per_s"] > 0
         assert record["dropped_fraction"] == 0  # dropless
     evaluations = [record for record in records(output_dir) if "event" in record]
-    assert [(e["event"], e["step"]) for e in evaluations] == [("evaluation", step) for step in (0, 20, 40, 60, 80)]
+    assert [(e["event"], e["step"]) for e in evaluations] == [
+        ("evaluation", step) for step in (0, 20, 40, 60, 80)
+    ]
     before, *_, after = evaluations
     assert after["bits_per_byte"] < 0.9 * before["bits_per_byte"]
     assert committed(output_dir) == list(range(5, REFERENCE_STEPS + 1, 5))
@@ -92,11 +98,17 @@ def test_completed_run(runs: TrainRuns) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_without_a_compiler_says_that_it_is_slower(runs: TrainRuns, tmp_path: Path, run_python: Run) -> None:
+def test_a_run_without_a_compiler_says_that_it_is_slower(
+    runs: TrainRuns, tmp_path: Path, run_python: Run
+) -> None:
     command = runs.command(tmp_path / "run", "--num-steps", 1, "--compute-dtype", "bfloat16")
-    done = run_python(command, runs.environment() | {"CXX": "no-compiler", "XDG_CACHE_HOME": str(tmp_path)})
+    done = run_python(
+        command, runs.environment() | {"CXX": "no-compiler", "XDG_CACHE_HOME": str(tmp_path)}
+    )
     assert done.returncode == 0, done.stderr
-    assert "no native operations, steps are slower: $CXX = 'no-compiler' is not there" in done.stderr
+    assert (
+        "no native operations, steps are slower: $CXX = 'no-compiler' is not there" in done.stderr
+    )
 
 
 @pytest.mark.slow
@@ -105,12 +117,23 @@ def test_jsonl_and_dense_model(runs: TrainRuns, tmp_path: Path) -> None:
     with lines.open("w") as file:
         for path in sorted(runs.text.iterdir()):
             file.write(json.dumps({"name": path.name, "body": path.read_text()}) + "\n")
-    dense = ("--model.num-experts", 0, "--model.intermediate-size", 64, "--optimizer.schedule", "cosine")
+    dense = (
+        "--model.num-experts",
+        0,
+        "--model.intermediate-size",
+        64,
+        "--optimizer.schedule",
+        "cosine",
+    )
     runs.finish(tmp_path / "run", "--num-steps", 30, "--data.field", "body", *dense, data=lines)
     values = [loss for _, loss in losses(tmp_path / "run")]
     assert len(values) == 30
     assert sum(values[-3:]) / 3 < values[0] - 0.2
-    assert all(record["dropped_fraction"] == 0 for record in records(tmp_path / "run") if "event" not in record)
+    assert all(
+        record["dropped_fraction"] == 0
+        for record in records(tmp_path / "run")
+        if "event" not in record
+    )
 
 
 # Killed and stopped
@@ -121,7 +144,8 @@ def test_killed_run_resumes_bit_identically(
 ) -> None:
     command, environment = runs.command(tmp_path, *ENDLESS), runs.environment()
     first = start_python(command, tmp_path / "log-1", environment)
-    moment = random.randint(12, 40)  # by step 12 the first checkpoint is complete: the save of step 10 waited for it
+    # by step 12 the first checkpoint is complete: the save of step 10 waited for it
+    moment = random.randint(12, 40)
     first.wait_until(lambda: len(losses(tmp_path)) >= moment)
     time.sleep(random.uniform(0, 0.03))
     first.kill_now()
@@ -132,13 +156,16 @@ def test_killed_run_resumes_bit_identically(
     commits += committed(tmp_path)[-1:]
 
     end = max(REFERENCE_STEPS, commits[-1] + 5)
-    third = start_python(runs.command(tmp_path, "--num-steps", end), tmp_path / "log-3", environment)
+    third = start_python(
+        runs.command(tmp_path, "--num-steps", end), tmp_path / "log-3", environment
+    )
     assert "after training" in third.end(300)
     # resumed from the last commit, and said so
     assert resumes(tmp_path) == commits
     for step, process in zip(commits, (second, third), strict=True):
         assert f"resuming from step {step} " in process.screen
-    # what a step computed, the first time or again, is what the undisturbed run computed: all bits of it
+    # what a step computed, the first time or again, is what the undisturbed run computed: all bits
+    # of it
     computed = set(losses(tmp_path))
     assert sorted(step for step, _ in computed) == list(range(end))
     assert [(step, loss) for step, loss in computed if loss != reference.get(step, loss)] == []
@@ -149,13 +176,15 @@ def test_killed_run_resumes_bit_identically(
 def test_signals_save_and_resume(
     runs: TrainRuns, reference: dict[int, float], tmp_path: Path, start_python: Start
 ) -> None:
-    """SIGTERM, then the same command again and SIGUSR1, then Ctrl-C: each ends with the step saved and a report, and
-    nothing is lost.
+    """SIGTERM, then the same command again and SIGUSR1, then Ctrl-C: each ends with the step saved
+    and a report, and nothing is lost.
     """
     stops: list[int] = []
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         before = len(losses(tmp_path))
-        process = start_python(runs.command(tmp_path, *ENDLESS), tmp_path / f"log-{number}", runs.environment())
+        process = start_python(
+            runs.command(tmp_path, *ENDLESS), tmp_path / f"log-{number}", runs.environment()
+        )
         process.wait_until(lambda before=before: len(losses(tmp_path)) >= before + 7)
         process.send_signal(number)
         screen = process.end(240)
@@ -168,17 +197,25 @@ def test_signals_save_and_resume(
     assert f"resuming from step {stops[1]} " in screen
     assert resumes(tmp_path) == stops[:2]
     assert [step for step, _ in losses(tmp_path)] == list(range(stops[2]))  # each once
-    assert [(step, loss) for step, loss in losses(tmp_path)[:REFERENCE_STEPS] if loss != reference[step]] == []
+    assert [
+        (step, loss) for step, loss in losses(tmp_path)[:REFERENCE_STEPS] if loss != reference[step]
+    ] == []
 
 
 def test_ctrl_c_at_once(runs: TrainRuns, tmp_path: Path, start_python: Start) -> None:
-    """Before the first step one ends the run where it stands, a second one anywhere, inside the compiler too."""
+    """Before the first step one ends the run where it stands, a second one anywhere, inside the
+    compiler too.
+    """
     slow = {"JAX_COMPILATION_CACHE_DIR": None, "JAX_DISABLE_MOST_OPTIMIZATIONS": None}
 
     def interrupted(name: str, line: str) -> Child:
         """A run that got a Ctrl-C after it had said this line."""
-        environment = runs.environment() | slow | {"XDG_CACHE_HOME": str(tmp_path / f"cache-{name}")}
-        process = start_python(runs.command(tmp_path / name, *ENDLESS), tmp_path / f"log-{name}", environment)
+        environment = (
+            runs.environment() | slow | {"XDG_CACHE_HOME": str(tmp_path / f"cache-{name}")}
+        )
+        process = start_python(
+            runs.command(tmp_path / name, *ENDLESS), tmp_path / f"log-{name}", environment
+        )
         process.wait_until(lambda: line in process.screen)
         process.send_signal(signal.SIGINT)
         return process
@@ -198,7 +235,8 @@ def test_ctrl_c_at_once(runs: TrainRuns, tmp_path: Path, start_python: Start) ->
     screen = late.end(240, 128 + signal.SIGINT)
     assert still_compiles
     assert "a second Ctrl-C: ended at once" in screen and "Traceback" not in screen
-    assert list((tmp_path / f"cache-late-{number}" / "jmoe" / "compiled").iterdir())  # what has been compiled is kept
+    # what has been compiled is kept
+    assert list((tmp_path / f"cache-late-{number}" / "jmoe" / "compiled").iterdir())
 
 
 def test_completed_run_again(runs: TrainRuns, tmp_path: Path) -> None:
@@ -207,7 +245,9 @@ def test_completed_run_again(runs: TrainRuns, tmp_path: Path) -> None:
     shutil.copy(runs.reference[0] / "metrics.jsonl", tmp_path)
     before = losses(tmp_path)
     screens = runs.reference[1], runs.finish(tmp_path, "--num-steps", REFERENCE_STEPS)
-    first, again = (screen.partition("held-out text")[2].partition("sample")[0] for screen in screens)
+    first, again = (
+        screen.partition("held-out text")[2].partition("sample")[0] for screen in screens
+    )
     assert first == again
     assert losses(tmp_path) == before
     assert committed(tmp_path) == [REFERENCE_STEPS]
@@ -226,16 +266,22 @@ def test_another_mesh_and_back(
     data, inter, intra = mesh
     shape = ("--mesh.data", data, "--mesh.expert-inter", inter, "--mesh.expert-intra", intra)
     for devices, end, options in ((4, 47, shape), (1, 54, ())):
-        assert f"{devices} cpu device(s)" in runs.finish(tmp_path, "--num-steps", end, *options, devices=devices)
+        assert f"{devices} cpu device(s)" in runs.finish(
+            tmp_path, "--num-steps", end, *options, devices=devices
+        )
     assert resumes(tmp_path) == [40, 47]
-    assert dict(losses(tmp_path)) == pytest.approx({s: reference[s] for s in range(40, 54)}, rel=1e-5, abs=0)
+    assert dict(losses(tmp_path)) == pytest.approx(
+        {s: reference[s] for s in range(40, 54)}, rel=1e-5, abs=0
+    )
 
 
 @pytest.mark.slow
 def test_two_processes_stop_together_and_go_on_as_one(
     runs: TrainRuns, reference: dict[int, float], tmp_path: Path, start_python: Start
 ) -> None:
-    """Only rank 1 gets the signal; both end with the code that was asked for. Then one process goes on."""
+    """Only rank 1 gets the signal; both end with the code that was asked for. Then one process
+    goes on.
+    """
     runs.from_checkpoint(20, tmp_path)
     pair = runs.start(start_python, tmp_path, 2, *ENDLESS, "--distributed.stopped-exit-code", 75)
     pair[0].wait_until(lambda: len(losses(tmp_path)) >= 4)
@@ -255,7 +301,9 @@ def test_two_processes_stop_together_and_go_on_as_one(
 
 @pytest.mark.slow
 def test_a_killed_rank_ends_the_other(runs: TrainRuns, tmp_path: Path, start_python: Start) -> None:
-    """Killed in a step: while a checkpoint is saved JAX ends the other with a stack around the same line."""
+    """Killed in a step: while a checkpoint is saved JAX ends the other with a stack around the
+    same line.
+    """
     limits = ("--distributed.heartbeat-timeout-s", 8, "--distributed.step-timeout-s", 120)
     limits = (*limits, "--checkpoint.every-steps", 100_000)
     survivor, victim = runs.start(start_python, tmp_path, 2, *ENDLESS, *limits)
@@ -269,10 +317,15 @@ def test_a_killed_rank_ends_the_other(runs: TrainRuns, tmp_path: Path, start_pyt
 
 @pytest.mark.slow
 def test_a_missing_rank_is_named(runs: TrainRuns, tmp_path: Path, run_python: Run) -> None:
-    command = runs.ranks(tmp_path / "run", 3, "--num-steps", 5, "--distributed.start-timeout-s", 2)[0]
+    command = runs.ranks(tmp_path / "run", 3, "--num-steps", 5, "--distributed.start-timeout-s", 2)[
+        0
+    ]
     done = run_python(command, runs.environment(), timeout=240)
     assert done.returncode == 70
-    assert done.stderr == "train.py: ranks 1, 2 did not start within distributed.start_timeout_s = 2 s\n"
+    assert (
+        done.stderr
+        == "train.py: ranks 1, 2 did not start within distributed.start_timeout_s = 2 s\n"
+    )
     assert not (tmp_path / "run").exists()
 
 
@@ -295,11 +348,17 @@ def test_a_mistake_is_named_and_leaves_no_folder(
 
 
 @pytest.mark.slow
-def test_preparing_data_may_take_longer_than_the_limit_without_progress(runs: TrainRuns, tmp_path: Path) -> None:
-    """The standard library takes several seconds, a piece of it far less than the 4 s that are allowed."""
+def test_preparing_data_may_take_longer_than_the_limit_without_progress(
+    runs: TrainRuns, tmp_path: Path
+) -> None:
+    """The standard library takes several seconds, a piece of it far less than the 4 s that are
+    allowed.
+    """
     text = tmp_path / "text"
     text.mkdir()
-    sources = [path.read_bytes() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))]
+    sources = [
+        path.read_bytes() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    ]
     for copy in range(4):
         (text / f"{copy}.txt").write_bytes(b"".join(sources))
     limit = ("--distributed.start-timeout-s", 4, "--num-steps", 1, "--data.held-out-bytes", 3000)
@@ -317,12 +376,18 @@ def test_text_that_cannot_be_read(runs: TrainRuns, tmp_path: Path) -> None:
     assert "data.path: 2 problem(s) in 10 file(s) of text; nothing was written:" in errors
     for name in ("one.txt", "two.md"):
         assert f"{text / name}: not UTF-8 at byte 2: invalid continuation byte" in errors
-    assert "--data.encoding utf-8 latin-1 reads each file in the first of these encodings that fits it" in errors
+    assert (
+        "--data.encoding utf-8 latin-1 reads each file in the first of these encodings that fits it"
+        in errors
+    )
     assert not (folder / "data").exists()
 
     screen = runs.finish(folder, "--num-steps", 2, "--data.encoding", "utf-8", "latin-1", data=text)
     assert "; 10 file(s) read, 1 skipped that are no text (1 *.png)\n" in screen
-    assert "too few to compare with xz and a unigram model\n(100,000; see data.held_out_bytes" in screen
+    assert (
+        "too few to compare with xz and a unigram model\n(100,000; see data.held_out_bytes"
+        in screen
+    )
     assert "xz -9" not in screen and "nan" not in screen
 
 
@@ -354,32 +419,46 @@ def test_help_and_mistakes_do_not_wait_for_jax(
 def test_a_reader_of_the_help_may_leave_early() -> None:
     """`train.py tiny --help | head -1`."""
     command = [sys.executable, "train.py", "tiny", "--help"]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
         assert process.stderr.read() == ""
 
 
 def _files(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def test_another_configuration_leaves_the_checkpoint_alone(runs: TrainRuns, tmp_path: Path) -> None:
     runs.from_checkpoint(20, tmp_path)
     before = _files(tmp_path)
     errors = runs.fail(tmp_path, "--num-steps", 25, "--model.hidden-size", 64, "--seed", 1)
-    assert "another configuration (saved -> now): model.hidden_size: 32 -> 64; seed: 0 -> 1" in errors
-    assert {name: data for name, data in _files(tmp_path).items() if name.startswith("checkpoints")} == before
+    assert (
+        "another configuration (saved -> now): model.hidden_size: 32 -> 64; seed: 0 -> 1" in errors
+    )
+    assert {
+        name: data for name, data in _files(tmp_path).items() if name.startswith("checkpoints")
+    } == before
 
 
 @pytest.mark.slow
 def test_damaged_checkpoints(runs: TrainRuns, reference: dict[int, float], tmp_path: Path) -> None:
-    """A truncated file stops the run and names the intact step; a step half-deleted is passed over with a warning."""
+    """A truncated file stops the run and names the intact step; a step half-deleted is passed
+    over with a warning.
+    """
     runs.from_checkpoint(20, tmp_path)
     runs.from_checkpoint(25, tmp_path)
     intact = _files(tmp_path / "checkpoints" / "20")
     newest = tmp_path / "checkpoints" / "25"
-    largest = max((path for path in newest.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    largest = max(
+        (path for path in newest.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size
+    )
     os.truncate(largest, largest.stat().st_size // 2)
     errors = runs.fail(tmp_path, "--num-steps", 27)
     assert f"checkpoint {newest} is damaged: {largest.relative_to(newest)} has " in errors
@@ -389,7 +468,10 @@ def test_damaged_checkpoints(runs: TrainRuns, reference: dict[int, float], tmp_p
     assert _files(tmp_path / "checkpoints" / "20") == intact
     done = runs.run(tmp_path, "--num-steps", 27)
     assert done.returncode == 0, done.stderr
-    warning = f"warning: checkpoint {newest} is incomplete: {largest.relative_to(newest)} is missing; skipped"
+    warning = (
+        f"warning: checkpoint {newest} is incomplete: {largest.relative_to(newest)} is missing;"
+        " skipped"
+    )
     assert warning in done.stderr
     assert "resuming from step 20 " in done.stdout
     assert losses(tmp_path) == [(step, reference[step]) for step in range(20, 27)]
@@ -397,7 +479,9 @@ def test_damaged_checkpoints(runs: TrainRuns, reference: dict[int, float], tmp_p
 
 @contextlib.contextmanager
 def _tmpfs(folder: Path, size_bytes: int) -> Iterator[None]:
-    """A file system of `size_bytes` at `folder`; skips the test where this process may not mount one."""
+    """A file system of `size_bytes` at `folder`; skips the test where this process may not mount
+    one.
+    """
     folder.mkdir(parents=True)
     command = ("mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", str(folder))
     try:
@@ -413,18 +497,28 @@ def _tmpfs(folder: Path, size_bytes: int) -> Iterator[None]:
 
 
 def test_full_disk(runs: TrainRuns, tmp_path: Path) -> None:
-    """The checkpoints' file system fills up: a clear error, the older checkpoint restorable, and no steps lost."""
+    """The checkpoints' file system fills up: a clear error, the older checkpoint restorable, and
+    no steps lost.
+    """
     reference = dict(losses(runs.reference[0]))
-    one = sum(f.stat().st_size for f in (runs.reference[0] / "checkpoints" / "20").rglob("*") if f.is_file())
+    one = sum(
+        f.stat().st_size
+        for f in (runs.reference[0] / "checkpoints" / "20").rglob("*")
+        if f.is_file()
+    )
     with _tmpfs(tmp_path / "checkpoints", int(1.6 * one)):
         errors = runs.fail(tmp_path, "--num-steps", 30)
         (message,) = (line for line in errors.splitlines() if line.startswith("train.py: "))
-        assert message.startswith(f"train.py: checkpoint of step 10 in {tmp_path / 'checkpoints'} was not written: ")
+        assert message.startswith(
+            f"train.py: checkpoint of step 10 in {tmp_path / 'checkpoints'} was not written: "
+        )
         assert "No space left on device" in message
         assert "; step 5 is complete" in message
         assert committed(tmp_path) == [5]
         size = f"remount,size={10 * one}"
-        subprocess.run(("mount", "-o", size, str(tmp_path / "checkpoints")), check=True, timeout=240)
+        subprocess.run(
+            ("mount", "-o", size, str(tmp_path / "checkpoints")), check=True, timeout=240
+        )
         assert "resuming from step 5 " in runs.finish(tmp_path, "--num-steps", 30)
         assert [(step, loss) for step, loss in losses(tmp_path) if loss != reference[step]] == []
         assert {step for step, _ in losses(tmp_path)} == set(range(30))
@@ -433,7 +527,8 @@ def test_full_disk(runs: TrainRuns, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_loss_that_is_not_finite(runs: TrainRuns, tmp_path: Path) -> None:
-    """A weight decay that wrecks the weights: the step, the layers and a checkpoint from before are named.
+    """A weight decay that wrecks the weights: the step, the layers and a checkpoint from before are
+    named.
 
     That checkpoint is there though but one is to be kept: the newest one holds what has failed.
     """
@@ -444,13 +539,18 @@ def test_loss_that_is_not_finite(runs: TrainRuns, tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert "warning: optimizer.weight_decay = 1e+10: " in done.stdout
-    (message,) = (line for line in done.stderr.splitlines() if "gradient norm not finite in " in line)
+    (message,) = (
+        line for line in done.stderr.splitlines() if "gradient norm not finite in " in line
+    )
     failed = losses(tmp_path)[-1][0] + 1
     assert 20 < failed < 40
     assert message.startswith(f"train.py: step {failed}: loss = ")
     assert "moe_layers 0, 1" in message
     saved = tmp_path / "checkpoints"
-    words = f"the last good checkpoint is {saved / str(failed - 1)}; delete {saved / str(failed)} to go on from it"
+    words = (
+        f"the last good checkpoint is {saved / str(failed - 1)}; delete {saved / str(failed)} to go"
+        " on from it"
+    )
     assert message.endswith(words)
     assert committed(tmp_path) == [failed - 1, failed]
     shutil.rmtree(saved / str(failed))

@@ -1,4 +1,6 @@
-"""train.py in folders that are not its alone: another run is in the output folder, other things lie in the tiers'."""
+"""train.py in folders that are not its alone: another run is in the output folder, other things
+lie in the tiers'.
+"""
 
 import json
 import os
@@ -24,7 +26,10 @@ def test_a_second_start_is_refused_and_a_requeued_one_waits(
     (output_dir / "run.lock").unlink()  # by somebody who thought it was left over
     first.wait_until((output_dir / "run.lock").exists)
     errors = runs.fail(output_dir, "--num-steps", 7, "--optimizer.learning-rate", 0.5, *IMPATIENT)
-    holder = f"output_dir = '{output_dir}': is in use by process {first.pid} on {socket.gethostname()} since "
+    holder = (
+        f"output_dir = '{output_dir}': is in use by process {first.pid} on {socket.gethostname()}"
+        " since "
+    )
     assert f"train.py: {holder}" in errors
 
     command = runs.command(output_dir, "--num-steps", 1_000_000, "--evaluation.sample-tokens", 0)
@@ -38,7 +43,9 @@ def test_a_second_start_is_refused_and_a_requeued_one_waits(
     assert f"resuming from step {stop} " in requeued.end(120)
     assert resumes(output_dir) == [stop]
     assert [step for step, _ in losses(output_dir)] == list(range(committed(output_dir)[-1]))
-    rates = {record["learning_rate"] for record in records(output_dir)[10:] if "event" not in record}
+    rates = {
+        record["learning_rate"] for record in records(output_dir)[10:] if "event" not in record
+    }
     assert len(rates) == 1
 
 
@@ -58,14 +65,22 @@ def test_a_rank_left_behind_keeps_the_folder_until_it_ends(
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    """The content of every file of an output folder but its lock, which names the process that had it last."""
-    found = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    """The content of every file of an output folder but its lock, which names the process that
+    had it last.
+    """
+    found = {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
     return {name: content for name, content in found.items() if name != "run.lock"}
 
 
 @pytest.mark.slow
 def test_what_may_change_changes_from_the_checkpoint_on(runs: TrainRuns, tmp_path: Path) -> None:
-    """Said on the screen and in metrics.jsonl; fewer steps than are done and other text are refused at once."""
+    """Said on the screen and in metrics.jsonl; fewer steps than are done and other text are
+    refused at once.
+    """
     run = tmp_path / "run"
     quiet = ("--evaluation.no-at-start", "--evaluation.sample-tokens", 0)
     assert "held-out loss after 0 steps" not in runs.finish(run, *quiet, "--num-steps", 6)
@@ -75,9 +90,15 @@ def test_what_may_change_changes_from_the_checkpoint_on(runs: TrainRuns, tmp_pat
     rates = [record["learning_rate"] for record in records(run) if "event" not in record]
     assert max(rates[:6]) < 0.01 and rates[6:] == [0.25] * 2
     settings = [record["setting"] for record in records(run) if record.get("event") == "changed"]
-    assert {setting.partition(":")[0] for setting in settings} >= {"optimizer.learning_rate", "num_steps"}
+    assert {setting.partition(":")[0] for setting in settings} >= {
+        "optimizer.learning_rate",
+        "num_steps",
+    }
     errors = runs.fail(run, *quiet, "--num-steps", 7)
-    assert "num_steps = 7: must be at least 8, the steps that the run has done; another output_dir" in errors
+    assert (
+        "num_steps = 7: must be at least 8, the steps that the run has done; another output_dir"
+        in errors
+    )
 
     other = tmp_path / "other"
     other.mkdir()
@@ -105,7 +126,10 @@ def test_a_refused_command_changes_nothing_and_the_checkpoint_has_its_tokenizer(
 
     with (text / "random.py").open("a") as file:
         file.write("# one more line\n")
-    for data, why in ((other, f"data.path: ['{text}'] -> ['{other}']"), (text, f"data.path = ['{text}']")):
+    for data, why in (
+        (other, f"data.path: ['{text}'] -> ['{other}']"),
+        (text, f"data.path = ['{text}']"),
+    ):
         errors = runs.fail(output_dir, *small, "--num-steps", 8, data=data)
         assert f"the data has changed since the checkpoint was saved: {why}" in errors
         assert not re.search("[0-9a-f]{32}", errors)
@@ -115,8 +139,14 @@ def test_a_refused_command_changes_nothing_and_the_checkpoint_has_its_tokenizer(
 
     moved = tmp_path / "moved"
     shutil.copytree(runs.text, moved)
-    assert "(the text itself is the same)" in runs.finish(output_dir, *small, "--num-steps", 8, data=moved)
-    kept = {name: content for name, content in files(output_dir / "data").items() if name != "manifest.json"}
+    assert "(the text itself is the same)" in runs.finish(
+        output_dir, *small, "--num-steps", 8, data=moved
+    )
+    kept = {
+        name: content
+        for name, content in files(output_dir / "data").items()
+        if name != "manifest.json"
+    }
     assert kept == {name: before[f"data/{name}"] for name in kept}
     assert not list(output_dir.glob(".data*"))
 
@@ -128,11 +158,16 @@ def test_a_refused_command_changes_nothing_and_the_checkpoint_has_its_tokenizer(
     assert "the prepared text is damaged, it is prepared again" in screen
     assert shard.read_bytes() == before["data/train-00000.bin"]
 
-    (output_dir / "data" / "tokenizer.json").write_bytes(before["data/tokenizer.json"].replace(b"import", b"impor_"))
+    (output_dir / "data" / "tokenizer.json").write_bytes(
+        before["data/tokenizer.json"].replace(b"import", b"impor_")
+    )
     compiler, asked = tmp_path / "c++", tmp_path / "asked"
     compiler.write_text(f'#!/bin/sh\n[ "$1" = --version ] || : > {asked}\nexit 1\n')
     compiler.chmod(0o755)
-    environment = runs.environment() | {"CXX": str(compiler), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    environment = runs.environment() | {
+        "CXX": str(compiler),
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+    }
     done = run_python(["-m", "jmoe.deploy.merge", output_dir, tmp_path / "merged"], environment)
     assert done.returncode == 0, done.stderr
     assert not asked.exists()  # native operations are for steps, which a merge does not take
@@ -143,16 +178,29 @@ def test_a_refused_command_changes_nothing_and_the_checkpoint_has_its_tokenizer(
 def test_runs_with_one_path_for_their_tiers_and_what_else_is_there(
     runs: TrainRuns, tmp_path: Path, start_python: Start
 ) -> None:
-    """Folders of a user and another run, alive, stay as they are; each run resumes from records of its own."""
+    """Folders of a user and another run, alive, stay as they are; each run resumes from records
+    of its own.
+    """
     tiers, alive = tmp_path / "tiers", tmp_path / "alive"
     for name in ("process-1", "process-5", "freed-space", "pins"):
         (tiers / name).mkdir(parents=True)
         (tiers / name / "notes").write_text(name)
-    nvme = ("--tiers.experts", "nvme", "--tiers.optimizer", "nvme", "--tiers.gradients", "nvme", "--tiers.path", tiers)
+    nvme = (
+        "--tiers.experts",
+        "nvme",
+        "--tiers.optimizer",
+        "nvme",
+        "--tiers.gradients",
+        "nvme",
+        "--tiers.path",
+        tiers,
+    )
     first = start_python(runs.command(alive, *nvme, *ENDLESS), tmp_path / "log", runs.environment())
     first.wait_until(lambda: len(committed(alive)) > 1)
     runs.finish(tmp_path / "run", *nvme, "--num-steps", 6)
-    names = [json.loads((folder / "run.json").read_text())["run"] for folder in (alive, tmp_path / "run")]
+    names = [
+        json.loads((folder / "run.json").read_text())["run"] for folder in (alive, tmp_path / "run")
+    ]
     shutil.rmtree(tiers / names[1] / "process-0" / "moments" / "pins")
     (tiers / names[1] / "process-0" / "weights" / "pins" / "a stray file").touch()
     bfloat16 = ("--tiers.gradient-dtype", "bfloat16", "--num-steps", 8)

@@ -1,16 +1,28 @@
-"""train.py with experts packed while it runs: real processes, killed, resumed under another packing; fake devices."""
+"""train.py with experts packed while it runs: real processes, killed, resumed under another
+packing; fake devices.
+"""
 
 from pathlib import Path
 
 import pytest
 
-from tests.train_runs import ENDLESS, Start, TrainRuns, committed, losses, records, resumes, run_split
+from tests.train_runs import (
+    ENDLESS,
+    Start,
+    TrainRuns,
+    committed,
+    losses,
+    records,
+    resumes,
+    run_split,
+)
 
 pytestmark = pytest.mark.slow
 
 STEPS = ("--num-steps", 30)
 AUTO = ("--comm.packing", "auto", "--machine.host-bytes", 10**13)
-# As train.py, with times that make every all-to-all longer than the experts: what is measured is not what is tested.
+# As train.py, with times that make every all-to-all longer than the experts: what is measured is
+# not what is tested.
 SLOW_NETWORK = """
 import sys
 
@@ -34,7 +46,9 @@ class OnASlowNetwork(TrainRuns):
         program.write_text(SLOW_NETWORK.format(root=str(Path(__file__).resolve().parent.parent)))
         self._program = program
 
-    def command(self, output_dir: Path, *options: object, data: Path | None = None) -> list[str | Path]:
+    def command(
+        self, output_dir: Path, *options: object, data: Path | None = None
+    ) -> list[str | Path]:
         return [self._program, *super().command(output_dir, *options, data=data)[1:]]
 
 
@@ -49,7 +63,9 @@ def test_two_processes_pack_are_killed_and_go_on_under_another_packing(
 ) -> None:
     """Each has all experts from step 10 on; then half of them; then `auto` goes on from there."""
     slow, mesh = OnASlowNetwork(runs, tmp_path / "slow_network.py"), ("--mesh.expert-intra", 2)
-    reference, output_dir, often = tmp_path / "reference", tmp_path / "run", ("--checkpoint.every-steps", 6)
+    reference = tmp_path / "reference"
+    output_dir = tmp_path / "run"
+    often = ("--checkpoint.every-steps", 6)
     pair = slow.start(start_python, output_dir, 2, *ENDLESS, *mesh, *AUTO, *often)
     pair[0].wait_until(lambda: 12 in committed(output_dir))
     for process in pair:
@@ -59,7 +75,9 @@ def test_two_processes_pack_are_killed_and_go_on_under_another_packing(
     assert packings(output_dir)[0] == (10, 8)
     begin = committed(output_dir)[-1]
     end = ("--num-steps", max(30, begin + 8))
-    run_split(runs, start_python, output_dir, 2, 1, "--num-steps", begin + 4, *mesh, "--comm.packing", 1)
+    run_split(
+        runs, start_python, output_dir, 2, 1, "--num-steps", begin + 4, *mesh, "--comm.packing", 1
+    )
     run_split(slow, start_python, output_dir, 2, 1, *end, *mesh, *AUTO)
     assert "comm.packing = auto: 4 experts a device" in (output_dir / "rank-2-0").read_text()
     assert resumes(output_dir) == [begin, begin + 4]
@@ -68,7 +86,9 @@ def test_two_processes_pack_are_killed_and_go_on_under_another_packing(
 
 
 def test_fake_devices_of_one_process(runs: TrainRuns, tmp_path: Path) -> None:
-    """By the times that are really measured: whatever is decided, the loss is that of a run without packing."""
+    """By the times that are really measured: whatever is decided, the loss is that of a run
+    without packing.
+    """
     mesh = ("--mesh.expert-inter", 2, "--mesh.expert-intra", 4)
     runs.finish(tmp_path / "alone", *STEPS, *mesh, devices=8)
     screen = runs.finish(tmp_path / "auto", *STEPS, *mesh, *AUTO, devices=8)

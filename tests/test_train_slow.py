@@ -1,4 +1,6 @@
-"""train.py end to end, the long cases: many kills, every split of processes and devices, dead ranks, a full disk."""
+"""train.py end to end, the long cases: many kills, every split of processes and devices, dead
+ranks, a full disk.
+"""
 
 import contextlib
 import random
@@ -10,22 +12,45 @@ from pathlib import Path
 
 import pytest
 
-from tests.train_runs import ENDLESS, Run, Start, TrainRuns, committed, losses, records, resumes, run_split, unfinished
+from tests.train_runs import (
+    ENDLESS,
+    Run,
+    Start,
+    TrainRuns,
+    committed,
+    losses,
+    records,
+    resumes,
+    run_split,
+    unfinished,
+)
 
 pytestmark = pytest.mark.slow
 
 KILLS = 12
 
 
-def test_killed_again_and_again(runs: TrainRuns, tmp_path: Path, run_python: Run, start_python: Start) -> None:
-    """SIGKILL at any moment: start, tokenisation, compilation (into the shared cache), steps, saves, evaluations."""
+def test_killed_again_and_again(
+    runs: TrainRuns, tmp_path: Path, run_python: Run, start_python: Start
+) -> None:
+    """SIGKILL at any moment: start, tokenisation, compilation (into the shared cache), steps,
+    saves, evaluations.
+    """
     options = (
         *("--num-steps", 120, "--compute-dtype", "bfloat16", "--optimizer.schedule", "cosine"),
-        *("--gradient-accumulation-steps", 2, "--evaluation.every-steps", 15, "--model.router.jitter-noise", 0.01),
+        *(
+            "--gradient-accumulation-steps",
+            2,
+            "--evaluation.every-steps",
+            15,
+            "--model.router.jitter-noise",
+            0.01,
+        ),
         *("--checkpoint.every-steps", 4, "--data.held-out-bytes", 20000),
     )
     own = {
-        name: TrainRuns(tmp_path / name, run_python).environment() | {"JAX_DISABLE_MOST_OPTIMIZATIONS": None}
+        name: TrainRuns(tmp_path / name, run_python).environment()
+        | {"JAX_DISABLE_MOST_OPTIMIZATIONS": None}
         for name in ("whole", "killed")
     }
     whole = runs.command(tmp_path / "whole", *options, data=runs.text)
@@ -59,7 +84,9 @@ def test_killed_again_and_again(runs: TrainRuns, tmp_path: Path, run_python: Run
 
 
 def test_process_count_changes(runs: TrainRuns, tmp_path: Path, start_python: Start) -> None:
-    """Two processes, then four, then one on one device: the losses of one process with all devices."""
+    """Two processes, then four, then one on one device: the losses of one process with all
+    devices.
+    """
     mesh = ("--mesh.expert-inter", 2, "--mesh.expert-intra", 2)
     moved, stayed = tmp_path / "moved", tmp_path / "stayed"
     run_split(runs, start_python, moved, 2, 2, "--num-steps", 12, *mesh)
@@ -71,8 +98,12 @@ def test_process_count_changes(runs: TrainRuns, tmp_path: Path, start_python: St
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_signal_to_every_rank(runs: TrainRuns, tmp_path: Path, start_python: Start, number: signal.Signals) -> None:
-    """As a cluster does it, and while the first step compiles: one step, saved, and everyone out within 30 s of it."""
+def test_signal_to_every_rank(
+    runs: TrainRuns, tmp_path: Path, start_python: Start, number: signal.Signals
+) -> None:
+    """As a cluster does it, and while the first step compiles: one step, saved, and everyone out
+    within 30 s of it.
+    """
     group = runs.start(start_python, tmp_path, 2, *ENDLESS, devices=2)
     group[0].wait_until(lambda: records(tmp_path))  # the evaluation before the first step
     time.sleep(0.5)
@@ -93,7 +124,9 @@ LIMITS = ("--distributed.heartbeat-timeout-s", 5, "--distributed.step-timeout-s"
 def test_a_lost_rank_ends_the_run(
     runs: TrainRuns, tmp_path: Path, start_python: Start, victim: int, number: signal.Signals
 ) -> None:
-    """Dead or frozen, the coordinator or another: the survivor names it and ends; the next start goes on."""
+    """Dead or frozen, the coordinator or another: the survivor names it and ends; the next start
+    goes on.
+    """
     group = runs.start(start_python, tmp_path, 2, *ENDLESS, *LIMITS)
     group[0].wait_until(lambda: committed(tmp_path))
     group[victim].send_signal(number)

@@ -1,4 +1,6 @@
-"""train.py with experts on other tiers: the ordinary run's losses, also after a SIGKILL in the middle of a save."""
+"""train.py with experts on other tiers: the ordinary run's losses, also after a SIGKILL in the
+middle of a save.
+"""
 
 import json
 import re
@@ -29,7 +31,14 @@ from tests.train_runs import (
 
 STEPS = 24
 LENGTH = ("--num-steps", STEPS)
-NVME = ("--tiers.experts", "nvme", "--tiers.optimizer", "nvme", "--tiers.host-cache-bytes", "500000")
+NVME = (
+    "--tiers.experts",
+    "nvme",
+    "--tiers.optimizer",
+    "nvme",
+    "--tiers.host-cache-bytes",
+    "500000",
+)
 HOST = ("--tiers.experts", "host", "--tiers.optimizer", "host")
 
 
@@ -44,7 +53,9 @@ def on_host(runs: TrainRuns) -> Path:
 @pytest.mark.slow
 def test_tiers_change_no_loss_but_by_rounding(runs: TrainRuns, on_host: Path) -> None:
     ordinary = losses(runs.reference[0])[:STEPS]
-    assert losses(on_host) == [(step, pytest.approx(loss, rel=1e-5, abs=0)) for step, loss in ordinary]
+    assert losses(on_host) == [
+        (step, pytest.approx(loss, rel=1e-5, abs=0)) for step, loss in ordinary
+    ]
 
 
 @pytest.mark.slow
@@ -52,13 +63,31 @@ def test_the_end_of_a_run_has_predictions_with_an_estimated_and_the_measured_sha
     runs: TrainRuns, tmp_path: Path
 ) -> None:
     """The plan of a run to which that share is given says the same."""
-    few = (*NVME, "--model.num-experts", 64, "--model.num-experts-per-tok", 1, "--batch-size", 1, "--num-steps", 2)
+    few = (
+        *NVME,
+        "--model.num-experts",
+        64,
+        "--model.num-experts-per-tok",
+        1,
+        "--batch-size",
+        1,
+        "--num-steps",
+        2,
+    )
     few = (*few, "--machine.nvme-read-bytes-per-s", "1e6")
     screen = runs.finish(tmp_path, *few)
-    (event,) = [event for event in read_events(tmp_path / "metrics.jsonl") if event["event"] == "tiers"]
+    (event,) = [
+        event for event in read_events(tmp_path / "metrics.jsonl") if event["event"] == "tiers"
+    ]
     estimated_s, measured_s = event["predicted_step_s"], event["predicted_step_s_measured_share"]
-    assert 0 < event["chosen_share"] <= event["most_chosen_share"] <= 1 and estimated_s != measured_s > 0
-    shown = f"step: predicted {estimated_s:.3g} s ({measured_s:.3g} s with the measured share of chosen experts), "
+    assert (
+        0 < event["chosen_share"] <= event["most_chosen_share"] <= 1
+        and estimated_s != measured_s > 0
+    )
+    shown = (
+        f"step: predicted {estimated_s:.3g} s ({measured_s:.3g} s with the measured share of chosen"
+        " experts), "
+    )
     assert f"{shown}measured {event['measured_step_s']:.3g} s; " in screen
     again = runs.command(tmp_path, *few, "--tiers.chosen-share", event["chosen_share"])
     planned = training_plan(parse_train(list(map(str, again[1:])), PRESETS))
@@ -70,7 +99,9 @@ def test_a_run_on_nvme_that_is_killed_goes_on_to_the_bit(
 ) -> None:
     def killed_run(run: Path) -> list[int]:
         """The steps that it has saved."""
-        process = start_python(runs.command(run, *NVME, *ENDLESS), run.with_suffix(".log"), runs.environment())
+        process = start_python(
+            runs.command(run, *NVME, *ENDLESS), run.with_suffix(".log"), runs.environment()
+        )
         process.wait_until(lambda: committed(run))
         kill_while_saving(process, run)
         return committed(run)
@@ -81,7 +112,11 @@ def test_a_run_on_nvme_that_is_killed_goes_on_to_the_bit(
             break
     killed = read_overview(run)
     assert (killed.state, killed.checkpoint) == ("dead", saved[-1])
-    assert killed.tiers is not None and killed.tiers["nvme_read_bytes"] > 0 and 0 <= killed.tiers["hit_rate"] <= 1
+    assert (
+        killed.tiers is not None
+        and killed.tiers["nvme_read_bytes"] > 0
+        and 0 <= killed.tiers["hit_rate"] <= 1
+    )
     screen = runs.finish(run, *NVME, *LENGTH)
     assert resumes(run) == saved[-1:]
     assert f"resuming from step {saved[-1]}" in screen
@@ -91,7 +126,9 @@ def test_a_run_on_nvme_that_is_killed_goes_on_to_the_bit(
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_host_memory_is_an_ordinary_one(runs: TrainRuns, on_host: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_of_host_memory_is_an_ordinary_one(
+    runs: TrainRuns, on_host: Path, tmp_path: Path
+) -> None:
     runs.finish(tmp_path, *HOST, "--num-steps", 10)
     runs.finish(tmp_path, *LENGTH)
     ours, expected = dict(losses(tmp_path)), dict(losses(on_host))
@@ -102,12 +139,16 @@ def test_a_checkpoint_of_host_memory_is_an_ordinary_one(runs: TrainRuns, on_host
 def test_a_run_on_nvme_is_served_merged_and_moved(
     runs: TrainRuns, on_host: Path, tmp_path: Path, run_python: Run
 ) -> None:
-    """The weights are those of the run in host memory, and so is what the run does when it goes on on the device."""
+    """The weights are those of the run in host memory, and so is what the run does when it goes
+    on on the device.
+    """
     run = tmp_path / "run"
     runs.finish(run, *NVME, *LENGTH)
     served = run_python(["serve.py", run, "--dry-run"], runs.environment(), timeout=200)
     assert served.returncode == 0, served.stderr
-    merged = run_python(["-m", "jmoe.deploy.merge", on_host, tmp_path / "model"], runs.environment(), timeout=200)
+    merged = run_python(
+        ["-m", "jmoe.deploy.merge", on_host, tmp_path / "model"], runs.environment(), timeout=200
+    )
     assert merged.returncode == 0, merged.stderr
     folders = [tmp_path / "model", *(run / "merged").glob(f"step-{STEPS}-*")]
     ours, theirs = (folder / "model.safetensors" for folder in folders)
@@ -127,7 +168,9 @@ def test_a_run_on_nvme_is_served_merged_and_moved(
 def test_two_processes_are_killed_and_go_on_and_then_one(
     runs: TrainRuns, on_host: Path, tmp_path: Path, start_python: Start, axis: str
 ) -> None:
-    """Each with half of the experts or all: to the bit as without the kill; one process then goes on with all."""
+    """Each with half of the experts or all: to the bit as without the kill; one process then
+    goes on with all.
+    """
     spread = (f"--mesh.{axis}", 2, "--checkpoint.every-steps", 4)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     run_split(runs, start_python, whole, 2, 1, *HOST, *spread, "--num-steps", STEPS)
@@ -144,11 +187,15 @@ def test_two_processes_are_killed_and_go_on_and_then_one(
     assert evaluations(killed)[-1] == evaluations(whole)[-1]
 
     lists = read_lists(killed / "checkpoints" / str(STEPS) / ITEM)
-    saved_by = [{name.split(".")[0] for name in listed["versions"]["moments"]} for listed in lists.values()]
+    saved_by = [
+        {name.split(".")[0] for name in listed["versions"]["moments"]} for listed in lists.values()
+    ]
     assert len(saved_by) == 2 and not saved_by[0] & saved_by[1]  # each record once
     run = json.loads((killed / "run.json").read_text())["run"]
     folders = [killed / "records" / run / f"process-{rank}" for rank in range(2)]
-    num_records = [sum(path.name[0].isdigit() for path in (folder / "moments").iterdir()) for folder in folders]
+    num_records = [
+        sum(path.name[0].isdigit() for path in (folder / "moments").iterdir()) for folder in folders
+    ]
     assert min(num_records) > 0
     often = ("--checkpoint.every-steps", 2, "--checkpoint.keep", 2)
     run_split(runs, start_python, killed, 1, 1, *NVME, *often, "--num-steps", STEPS + 6)
@@ -161,13 +208,21 @@ def test_two_processes_are_killed_and_go_on_and_then_one(
 
 
 @pytest.mark.slow
-def test_two_processes_make_room_for_as_many_experts(runs: TrainRuns, tmp_path: Path, start_python: Start) -> None:
-    """Both have more slots as soon as one of them has no room for the experts that its layer's tokens chose."""
+def test_two_processes_make_room_for_as_many_experts(
+    runs: TrainRuns, tmp_path: Path, start_python: Start
+) -> None:
+    """Both have more slots as soon as one of them has no room for the experts that its layer's
+    tokens chose.
+    """
     few_tokens = ("--model.num-experts", 256, "--model.num-experts-per-tok", 1, "--batch-size", 4)
     spread = (*HOST, "--mesh.expert-inter", 2, *few_tokens, *LENGTH)
     for name, share in (("all", 1.0), ("few", 0.01)):
-        run_split(runs, start_python, tmp_path / name, 2, 1, *spread, "--tiers.device-experts", share)
-    assert dict(losses(tmp_path / "few")) == pytest.approx(dict(losses(tmp_path / "all")), rel=1e-6, abs=0)
+        run_split(
+            runs, start_python, tmp_path / name, 2, 1, *spread, "--tiers.device-experts", share
+        )
+    assert dict(losses(tmp_path / "few")) == pytest.approx(
+        dict(losses(tmp_path / "all")), rel=1e-6, abs=0
+    )
     few = read_overview(tmp_path / "few").tiers
     assert few is not None and few["chosen_share"] < few["most_chosen_share"] <= few["room"] < 1
     for name in ("all", "few"):
@@ -213,9 +268,13 @@ except (ValueError, OSError, FloatingPointError) as error:
 
 
 def test_a_disk_that_fails_is_named(runs: TrainRuns, tmp_path: Path, run_python: Run) -> None:
-    """What fails first is what the run says last, not what fails when its folders are closed after it."""
+    """What fails first is what the run says last, not what fails when its folders are closed
+    after it.
+    """
     _, *arguments = runs.command(tmp_path, *NVME, "--num-steps", STEPS)
-    done = run_python(["-c", FAILING_DISK, f"{tmp_path}/records/", *arguments], runs.environment(), timeout=200)
+    done = run_python(
+        ["-c", FAILING_DISK, f"{tmp_path}/records/", *arguments], runs.environment(), timeout=200
+    )
     assert done.returncode == 1
     lines = done.stderr.splitlines()
     assert re.search(rf"^train.py: \[Errno 5\] .*{tmp_path}/records/", lines[-1])

@@ -1,4 +1,6 @@
-"""`train.py ufo-tiny` as a program: it trains, resumes, ends with its table and picture; its plan; what is refused."""
+"""`train.py ufo-tiny` as a program: it trains, resumes, ends with its table and picture; its
+plan; what is refused.
+"""
 
 import shutil
 from pathlib import Path
@@ -13,12 +15,33 @@ from tests.train_runs import Run, TrainRuns
 
 # Glyphs and fonts come with matplotlib; with a few small layers a step takes milliseconds.
 SMALL = (
-    *("--model.hidden-size", "16", "--model.intermediate-size", "16", "--model.moe-intermediate-size", "16"),
-    *("--model.num-attention-heads", "2", "--model.num-key-value-heads", "2", "--model.image-size", "8"),
+    *(
+        "--model.hidden-size",
+        "16",
+        "--model.intermediate-size",
+        "16",
+        "--model.moe-intermediate-size",
+        "16",
+    ),
+    *(
+        "--model.num-attention-heads",
+        "2",
+        "--model.num-key-value-heads",
+        "2",
+        "--model.image-size",
+        "8",
+    ),
     *("--tasks.digits.source", "glyphs", "--tasks.photographs.source", "fonts"),
     *("--tasks.glyphs.batch-size", "8", "--tasks.digits.batch-size", "4"),
     *("--tasks.fonts.batch-size", "2", "--tasks.photographs.batch-size", "2"),
-    *("--optimizer.schedule", "constant", "--optimizer.warmup-steps", "5", "--checkpoint.every-steps", "2"),
+    *(
+        "--optimizer.schedule",
+        "constant",
+        "--optimizer.warmup-steps",
+        "5",
+        "--checkpoint.every-steps",
+        "2",
+    ),
 )
 
 ALL_END = (
@@ -34,12 +57,18 @@ def losses(folder: Path) -> list[float]:
     return [line["loss"] for line in read_metrics(folder / "metrics.jsonl")]
 
 
-def test_a_run_resumes_and_ends_with_a_table_and_a_picture(run_python: Run, runs: TrainRuns, tmp_path: Path) -> None:
+def test_a_run_resumes_and_ends_with_a_table_and_a_picture(
+    run_python: Run, runs: TrainRuns, tmp_path: Path
+) -> None:
     command, environment = ("train.py", "ufo-tiny", *SMALL), runs.environment()
-    whole = run_python((*command, "--num-steps", "4", "--output-dir", tmp_path / "whole"), environment)
+    whole = run_python(
+        (*command, "--num-steps", "4", "--output-dir", tmp_path / "whole"), environment
+    )
     assert whole.returncode == 0, whole.stdout + whole.stderr
     table = [
-        line.split() for line in whole.stdout.splitlines() if line.startswith(("glyphs", "digits", "fonts", "phot"))
+        line.split()
+        for line in whole.stdout.splitlines()
+        if line.startswith(("glyphs", "digits", "fonts", "phot"))
     ]
     assert [(row[0], row[1]) for row in table] == [
         ("glyphs", "36"),
@@ -50,13 +79,19 @@ def test_a_run_resumes_and_ends_with_a_table_and_a_picture(run_python: Run, runs
     assert (tmp_path / "whole" / "report.png").read_bytes().startswith(b"\x89PNG")
     shutil.copytree(tmp_path / "whole", tmp_path / "again")
     shutil.rmtree(tmp_path / "again" / "checkpoints" / "4")
-    again = run_python((*command, "--num-steps", "4", "--output-dir", tmp_path / "again"), environment)
+    again = run_python(
+        (*command, "--num-steps", "4", "--output-dir", tmp_path / "again"), environment
+    )
     assert again.returncode == 0, again.stdout + again.stderr
     assert "resuming from step 2" in again.stdout
     assert losses(tmp_path / "again") == losses(tmp_path / "whole")
     final = [read_events(tmp_path / name / "metrics.jsonl")[-1] for name in ("again", "whole")]
     assert final[0] == final[1]
-    (idle,) = [event for event in read_events(tmp_path / "whole" / "metrics.jsonl") if event["event"] == "idle"]
+    (idle,) = [
+        event
+        for event in read_events(tmp_path / "whole" / "metrics.jsonl")
+        if event["event"] == "idle"
+    ]
     assert idle["step"] == 4 and idle["planned"] == [0.0]
     assert len(idle["idle"]) == 1 and 0 <= idle["idle"][0] < 1
     with pytest.raises(ValueError, match="learned image tasks: must be a run of a language model"):
@@ -70,27 +105,62 @@ def test_the_plan_draws_who_runs_where(run_python: Run) -> None:
     assert " MB  glyphs 0:64" in lines[0]
     assert " MB  digits 0:32 + fonts 0:16 + photographs 0:16" in lines[1]
     assert lines[2].startswith("every device has room for 3 of 4 experts in each of 2 layers: ")
-    few = ("train.py", "ufo-tiny", "--plan", "--mesh.data", "2", "--machine.device-bytes", "3000000")
+    few = (
+        "train.py",
+        "ufo-tiny",
+        "--plan",
+        "--mesh.data",
+        "2",
+        "--machine.device-bytes",
+        "3000000",
+    )
     done = run_python(few, {}, timeout=120)
     assert done.returncode == 1 and not done.stdout
-    assert "machine.device_bytes = 3000000: must be more for 4 tasks on 2 devices, at least 4" in done.stderr
+    assert (
+        "machine.device_bytes = 3000000: must be more for 4 tasks on 2 devices, at least 4"
+        in done.stderr
+    )
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--tasks.digits.path", "1"), "tasks.digits.path = (1,): must name an expert for 2 model.task_layers"),
+        (
+            ("--tasks.digits.path", "1"),
+            "tasks.digits.path = (1,): must name an expert for 2 model.task_layers",
+        ),
         (("--tasks.digits.path", "1", "9"), "tasks.digits.path = (1, 9): must lie between 0 and"),
-        (("--compute-dtype", "float16"), "compute_dtype = 'float16': must be float32 or bfloat16 for images"),
+        (
+            ("--compute-dtype", "float16"),
+            "compute_dtype = 'float16': must be float32 or bfloat16 for images",
+        ),
         (("--comm.schedule", "chunks"), "comm.schedule = 'chunks': must be none for images"),
         (("--comm.bucket-bytes", "1000"), "comm.bucket_bytes = 1000: must be 0 for images"),
-        (("--layout", "elastic", "--mesh.expert-intra", "2"), "must be (1, 1) with layout = 'elastic'"),
+        (
+            ("--layout", "elastic", "--mesh.expert-intra", "2"),
+            "must be (1, 1) with layout = 'elastic'",
+        ),
         (("--tasks.fonts.num-steps", "-1"), "num_steps = -1: must not be negative"),
-        (("--tasks.fonts.num-steps", "9"), "tasks.fonts.num_steps = 9: must be 0 with layout = 'even'"),
-        (("--tasks.fonts.num-steps", "9999"), "tasks.fonts.num_steps = 9999: must not exceed num_steps = 3000"),
-        (("--layout", "elastic", *ALL_END), "num_steps = (5, 6, 7, 8): one must be 0 or num_steps = 3000"),
-        (("--elastic.replan-every-steps", "9"), "elastic.replan_every_steps = 9: must be 0 with layout = 'even'"),
-        (("--tiers.experts", "auto"), "tiers.experts = 'auto': must be device, host or nvme for images"),
+        (
+            ("--tasks.fonts.num-steps", "9"),
+            "tasks.fonts.num_steps = 9: must be 0 with layout = 'even'",
+        ),
+        (
+            ("--tasks.fonts.num-steps", "9999"),
+            "tasks.fonts.num_steps = 9999: must not exceed num_steps = 3000",
+        ),
+        (
+            ("--layout", "elastic", *ALL_END),
+            "num_steps = (5, 6, 7, 8): one must be 0 or num_steps = 3000",
+        ),
+        (
+            ("--elastic.replan-every-steps", "9"),
+            "elastic.replan_every_steps = 9: must be 0 with layout = 'even'",
+        ),
+        (
+            ("--tiers.experts", "auto"),
+            "tiers.experts = 'auto': must be device, host or nvme for images",
+        ),
         (
             ("--tiers.experts", "host", "--tiers.device-experts", "0.5"),
             "tiers.device_experts = 0.5: must be 1 for images, whose tasks say what a device holds",
@@ -108,7 +178,14 @@ def test_the_plan_draws_who_runs_where(run_python: Run) -> None:
             "tiers.optimizer = 'host': must be nvme with tiers.experts = 'nvme'",
         ),
         (
-            ("--tiers.optimizer", "host", "--model.task-layers", "--model.num-experts", "0", *NO_PATHS),
+            (
+                "--tiers.optimizer",
+                "host",
+                "--model.task-layers",
+                "--model.num-experts",
+                "0",
+                *NO_PATHS,
+            ),
             "tiers = ('device', 'host'): must be device for a model without experts",
         ),
         (("--elastic.max-imbalance", "0.9"), "elastic.max_imbalance = 0.9: must be at least 1"),

@@ -1,4 +1,5 @@
-"""`train.py ufo-tiny` on several processes: killed, resumed, on more and on fewer, also while it runs and supervised.
+"""`train.py ufo-tiny` on several processes: killed, resumed, on more and on fewer, also while it
+runs and supervised.
 
 No layout changes a loss.
 """
@@ -19,22 +20,54 @@ from jmoe.training.tasks.session import DEVICES_FILE
 from tests.cluster.test_supervise import LAUNCHER
 from tests.processes import Child
 from tests.test_train_vision import SMALL
-from tests.train_runs import ENDLESS, Run, Start, TrainRuns, committed, free_port, losses, ranks_of, records, resumes
+from tests.train_runs import (
+    ENDLESS,
+    Run,
+    Start,
+    TrainRuns,
+    committed,
+    free_port,
+    losses,
+    ranks_of,
+    records,
+    resumes,
+)
 
 pytestmark = pytest.mark.slow
 ELASTIC = ("--layout", "elastic", "--checkpoint.keep", "1000", "--checkpoint.every-steps", "2")
 
 
 def begin(
-    runs: TrainRuns, start_python: Start, folder: Path, processes: int, *options: object, devices: int = 1
+    runs: TrainRuns,
+    start_python: Start,
+    folder: Path,
+    processes: int,
+    *options: object,
+    devices: int = 1,
 ) -> list[Child]:
     folder.mkdir(exist_ok=True)
     address, ranks = f"127.0.0.1:{free_port()}", []
     for rank in range(processes):
-        together = ("--distributed.coordinator-address", address, "--distributed.num-processes", str(processes))
+        together = (
+            "--distributed.coordinator-address",
+            address,
+            "--distributed.num-processes",
+            str(processes),
+        )
         own = (*together, "--distributed.process-id", str(rank)) if processes > 1 else ()
-        command = ("train.py", "ufo-tiny", *SMALL, *ELASTIC, *own, "--output-dir", str(folder), *map(str, options))
-        ranks.append(start_python(command, folder / f"rank-{processes}-{rank}", runs.environment(devices)))
+        command = (
+            "train.py",
+            "ufo-tiny",
+            *SMALL,
+            *ELASTIC,
+            *own,
+            "--output-dir",
+            str(folder),
+            *map(str, options),
+        )
+        ranks.append(
+            start_python(command, folder / f"rank-{processes}-{rank}", runs.environment(devices))
+        )
     return ranks
 
 
@@ -48,7 +81,9 @@ def kill_after_a_commit(ranks: list[Child], folder: Path) -> int:
     return max(committed(folder))
 
 
-def finish(runs: TrainRuns, start_python: Start, folder: Path, processes: int, steps: int, *options: object) -> None:
+def finish(
+    runs: TrainRuns, start_python: Start, folder: Path, processes: int, steps: int, *options: object
+) -> None:
     for rank in begin(runs, start_python, folder, processes, "--num-steps", steps, *options):
         rank.end(300)
 
@@ -61,8 +96,12 @@ def of_tasks(folder: Path, name: str) -> dict[str, float]:
 
 def assert_learned_alike(folder: Path, other: Path) -> None:
     """At every step each task had the same loss, within 1e-5, and as many images right."""
-    assert of_tasks(folder, "task_loss") == pytest.approx(of_tasks(other, "task_loss"), rel=0, abs=1e-5)
-    assert of_tasks(folder, "task_accuracy") == pytest.approx(of_tasks(other, "task_accuracy"), rel=0, abs=1e-5)
+    assert of_tasks(folder, "task_loss") == pytest.approx(
+        of_tasks(other, "task_loss"), rel=0, abs=1e-5
+    )
+    assert of_tasks(folder, "task_accuracy") == pytest.approx(
+        of_tasks(other, "task_accuracy"), rel=0, abs=1e-5
+    )
 
 
 def test_killed_and_resumed_on_the_same_and_on_another_layout(
@@ -88,19 +127,25 @@ def test_killed_and_resumed_on_the_same_and_on_another_layout(
         assert_learned_alike(folder, tmp_path / "whole-2")
 
     more = tmp_path / "more"
-    ranks = begin(runs, start_python, more, 2, "--num-steps", 2, "--init-from", tmp_path / "whole-1")
+    ranks = begin(
+        runs, start_python, more, 2, "--num-steps", 2, "--init-from", tmp_path / "whole-1"
+    )
     screens = [rank.end(300) for rank in ranks]
     assert f"starting from {tmp_path / 'whole-1'}" in screens[0]
     assert losses(more)[0][1] < losses(tmp_path / "whole-1")[0][1]
 
 
-@pytest.mark.parametrize("dense", [(), (0, 1)], ids=["all experts everywhere", "experts where their tasks run"])
+@pytest.mark.parametrize(
+    "dense", [(), (0, 1)], ids=["all experts everywhere", "experts where their tasks run"]
+)
 def test_killed_and_resumed_with_experts_on_tiers(
     runs: TrainRuns, tmp_path: Path, start_python: Start, run_python: Run, dense: tuple[int, ...]
 ) -> None:
-    """Two processes, with experts on NVMe; then one, in host memory; and the losses of experts on the device.
+    """Two processes, with experts on NVMe; then one, in host memory; and the losses of experts on
+    the device.
 
-    dense: layers, if others than the preset's: where tokens choose experts, every process has all of them.
+    dense: layers, if others than the preset's: where tokens choose experts, every process has all
+    of them.
     """
     killed, whole, device = (tmp_path / name for name in ("killed", "whole", "device"))
     model = ("--model.mlp-only-layers", *dense) if dense else ()
@@ -119,10 +164,24 @@ def test_killed_and_resumed_with_experts_on_tiers(
     finish(runs, start_python, device, 1, end + 4, *model)
     assert_learned_alike(killed, device)
     for folder in (killed, device):
-        done = run_python(("-m", "jmoe.deploy.extract", folder, tmp_path / f"{folder.name}-fonts", "--task", "fonts"))
+        done = run_python(
+            (
+                "-m",
+                "jmoe.deploy.extract",
+                folder,
+                tmp_path / f"{folder.name}-fonts",
+                "--task",
+                "fonts",
+            )
+        )
         assert done.returncode == 0, done.stderr
-    tensors = [load_task_model(tmp_path / f"{name}-fonts").model.dense_layers for name in ("killed", "device")]
-    for ours, theirs in zip(*(jax.tree.leaves(nnx.state(layers)) for layers in tensors), strict=True):
+    tensors = [
+        load_task_model(tmp_path / f"{name}-fonts").model.dense_layers
+        for name in ("killed", "device")
+    ]
+    for ours, theirs in zip(
+        *(jax.tree.leaves(nnx.state(layers)) for layers in tensors), strict=True
+    ):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
 
 
@@ -131,7 +190,9 @@ def resize(rank: Child, folder: Path, devices: int) -> None:
     (folder / DEVICES_FILE).write_text(f"{devices}\n")
     rank.send_signal(signal.SIGUSR2)
     events = lambda: [record for record in records(folder) if record.get("event") == "layout"]  # noqa: E731
-    rank.wait_until(lambda: any(event["reason"].startswith(f"{devices} devices") for event in events()))
+    rank.wait_until(
+        lambda: any(event["reason"].startswith(f"{devices} devices") for event in events())
+    )
     since = events()[-1]["step"]
     rank.wait_until(lambda: losses(folder)[-1][0] > since + 10)
 
@@ -139,8 +200,12 @@ def resize(rank: Child, folder: Path, devices: int) -> None:
 def test_devices_come_and_go_and_a_task_ends_while_it_runs(
     runs: TrainRuns, tmp_path: Path, start_python: Start
 ) -> None:
-    """Two processes with two devices each, then one of each, then two again; either process may get the signal."""
-    folder, whole, options = tmp_path / "changing", tmp_path / "whole", ("--tasks.fonts.num-steps", 3)
+    """Two processes with two devices each, then one of each, then two again; either process may
+    get the signal.
+    """
+    folder = tmp_path / "changing"
+    whole = tmp_path / "whole"
+    options = ("--tasks.fonts.num-steps", 3)
     ranks = begin(runs, start_python, folder, 2, *ENDLESS, *options, devices=2)
     ranks[0].wait_until(lambda: committed(folder))
     resize(ranks[1], folder, 2)
@@ -157,7 +222,9 @@ def test_devices_come_and_go_and_a_task_ends_while_it_runs(
 
 
 def layouts_of(log: str) -> list[list[str]]:
-    """What each device runs, of every layout that a log shows: `glyphs 0:8`, or `digits 0:4 + fonts 0:2`."""
+    """What each device runs, of every layout that a log shows: `glyphs 0:8`, or `digits 0:4 +
+    fonts 0:2`.
+    """
     shown: list[list[str]] = []
     for line in log.splitlines():
         if line.startswith("device "):
@@ -170,12 +237,24 @@ def layouts_of(log: str) -> list[list[str]]:
 def test_a_lost_rank_leaves_its_tasks_to_those_that_are_left(
     runs: TrainRuns, tmp_path: Path, start_python: Start
 ) -> None:
-    """SIGKILL of one of two supervised processes, whose host stays away: one goes on, on two devices."""
+    """SIGKILL of one of two supervised processes, whose host stays away: one goes on, on two
+    devices.
+    """
     run, away, launcher = tmp_path / "run", tmp_path / "away", tmp_path / "launcher.py"
     launcher.write_text(LAUNCHER)
     away.write_text("")
     launch = f"{sys.executable} {launcher} {away} {{host}}"
-    hosts = ("--hosts", "a=127.0.0.1", "b", "--min-processes", "1", "--launch", launch, "--backoff-s", "0")
+    hosts = (
+        "--hosts",
+        "a=127.0.0.1",
+        "b",
+        "--min-processes",
+        "1",
+        "--launch",
+        launch,
+        "--backoff-s",
+        "0",
+    )
     training = ("train.py", "ufo-tiny", *SMALL, *ELASTIC, *ENDLESS, "--output-dir", str(run))
     command = ("-m", "jmoe.cluster.supervise", *hosts, "--", *training)
     supervisor = start_python(command, tmp_path / "supervisor.log", runs.environment(2))
@@ -186,7 +265,9 @@ def test_a_lost_rank_leaves_its_tasks_to_those_that_are_left(
     supervisor.wait_until(lambda: losses(run)[-1][0] >= max(50, resumes(run)[0] + 10))
     supervisor.send_signal(signal.SIGTERM)
     supervisor.end(120)
-    events = [json.loads(line) for line in (run / "supervise" / "events.jsonl").read_text().splitlines()]
+    events = [
+        json.loads(line) for line in (run / "supervise" / "events.jsonl").read_text().splitlines()
+    ]
     assert [event["processes"] for event in events if event["event"] == "start"] == [2, 1]
     assert [event["kind"] for event in events if event["event"] == "end"] == ["lost", "stopped"]
     assert layouts_of((run / "supervise" / "rank-0.log").read_text()) == [

@@ -14,7 +14,9 @@ SIZES = {"max_batch": 2, "max_seq_len": 40, "prefill_chunk_tokens": 4, "dtype": 
 
 
 def tiny_engine(name: str | Path, limits: dict[str, float] | None = None, **options: Any) -> Engine:
-    """Return an engine of two rows in float32. limits: bytes per second of tiers. options: of `EngineConfig`."""
+    """Return an engine of two rows in float32. limits: bytes per second of tiers. options: of
+    `EngineConfig`.
+    """
     config = EngineConfig(**{**SIZES, **options})
     return Engine(CHECKPOINTS / name, config, bandwidth_limit_bytes_per_s=limits)
 

@@ -1,4 +1,6 @@
-"""Runs of train.py with a model so small that a step takes milliseconds, on a few modules of the standard library."""
+"""Runs of train.py with a model so small that a step takes milliseconds, on a few modules of the
+standard library.
+"""
 
 import contextlib
 import fcntl
@@ -26,9 +28,17 @@ Start = Callable[..., Child]
 MODULES = ("argparse", "ast", "difflib", "pickle", "random", "subprocess", "textwrap", "threading")
 MODEL = (
     *("--model.vocab-size", "512", "--model.hidden-size", "32", "--model.num-hidden-layers", "2"),
-    *("--model.num-attention-heads", "2", "--model.num-key-value-heads", "1", "--model.moe-intermediate-size", "32"),
+    *(
+        "--model.num-attention-heads",
+        "2",
+        "--model.num-key-value-heads",
+        "1",
+        "--model.moe-intermediate-size",
+        "32",
+    ),
 )
-# A constant learning rate: num_steps is no part of the compiled step, which all runs then share by the cache.
+# A constant learning rate: num_steps is no part of the compiled step, which all runs then share by
+# the cache.
 SHORT = (
     *("--sequence-length", "64", "--batch-size", "8", "--compute-dtype", "float32"),
     *("--optimizer.schedule", "constant", "--optimizer.warmup-steps", "5"),
@@ -41,7 +51,8 @@ ENDLESS = ("--num-steps", "1000000")
 def free_port() -> int:
     """Return a port that nobody listens on, for a process that is still to start.
 
-    Linux gives out none of this range by itself, and a test in another process passes over it: this one holds a lock.
+    Linux gives out none of this range by itself, and a test in another process passes over it: this
+    one holds a lock.
     """
     locks = Path(tempfile.gettempdir()) / f"jmoe-test-ports-{os.getuid()}"
     locks.mkdir(exist_ok=True)
@@ -62,7 +73,9 @@ class TrainRuns:
         self.folder, self._run_python = folder, run_python
 
     def environment(self, devices: int = 1) -> dict[str, str | None]:
-        """Changes to the environment of a run: `devices` fake ones, and the shared compile cache."""
+        """Changes to the environment of a run: `devices` fake ones, and the shared compile
+        cache.
+        """
         return one_device(self.folder / "compile_cache") | {
             "JAX_NUM_CPU_DEVICES": str(devices) if devices > 1 else None,
         }
@@ -86,18 +99,33 @@ class TrainRuns:
         assert done.returncode == 0, done.stderr
         return folder
 
-    def command(self, output_dir: Path, *options: object, data: Path | None = None) -> list[str | Path]:
+    def command(
+        self, output_dir: Path, *options: object, data: Path | None = None
+    ) -> list[str | Path]:
         """Arguments of Python; later options take precedence."""
-        common = ("train.py", "tiny", *MODEL, *SHORT, "--data.path", data or self.shards, "--output-dir", output_dir)
+        common = (
+            "train.py",
+            "tiny",
+            *MODEL,
+            *SHORT,
+            "--data.path",
+            data or self.shards,
+            "--output-dir",
+            output_dir,
+        )
         return [*common, *map(str, options)]
 
-    def finish(self, output_dir: Path, *options: object, data: Path | None = None, devices: int = 1) -> str:
+    def finish(
+        self, output_dir: Path, *options: object, data: Path | None = None, devices: int = 1
+    ) -> str:
         """The screen of a run to its end, which must be a good one."""
         done = self.run(output_dir, *options, data=data, devices=devices)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    def fail(self, output_dir: Path, *options: object, data: Path | None = None, devices: int = 1) -> str:
+    def fail(
+        self, output_dir: Path, *options: object, data: Path | None = None, devices: int = 1
+    ) -> str:
         """What a run says that ends with a mistake."""
         done = self.run(output_dir, *options, data=data, devices=devices)
         assert done.returncode == 1, done.stdout
@@ -108,12 +136,23 @@ class TrainRuns:
         self, output_dir: Path, *options: object, data: Path | None = None, devices: int = 1
     ) -> subprocess.CompletedProcess[str]:
         """A run to its end, whatever that is."""
-        return self._run_python(self.command(output_dir, *options, data=data), self.environment(devices), timeout=300)
+        return self._run_python(
+            self.command(output_dir, *options, data=data), self.environment(devices), timeout=300
+        )
 
     @cached_property
     def reference(self) -> tuple[Path, str]:
-        """(output folder, screen) of an uninterrupted run on one device that kept every checkpoint."""
-        options = ("--num-steps", REFERENCE_STEPS, "--checkpoint.keep", 1000, "--profile.steps", "60:62")
+        """(output folder, screen) of an uninterrupted run on one device that kept every
+        checkpoint.
+        """
+        options = (
+            "--num-steps",
+            REFERENCE_STEPS,
+            "--checkpoint.keep",
+            1000,
+            "--profile.steps",
+            "60:62",
+        )
         return self.folder / "reference", self.finish(self.folder / "reference", *options)
 
     def from_checkpoint(self, step: int, output_dir: Path) -> Path:
@@ -127,18 +166,33 @@ class TrainRuns:
         if processes == 1:
             return [self.command(output_dir, *options)]
         address = f"127.0.0.1:{free_port()}"
-        together = ("--distributed.coordinator-address", address, "--distributed.num-processes", processes)
+        together = (
+            "--distributed.coordinator-address",
+            address,
+            "--distributed.num-processes",
+            processes,
+        )
         return [
-            self.command(output_dir, *together, "--distributed.process-id", rank, *options) for rank in range(processes)
+            self.command(output_dir, *together, "--distributed.process-id", rank, *options)
+            for rank in range(processes)
         ]
 
     def start(
-        self, start_python: Start, output_dir: Path, processes: int, *options: object, devices: int = 1
+        self,
+        start_python: Start,
+        output_dir: Path,
+        processes: int,
+        *options: object,
+        devices: int = 1,
     ) -> list[Child]:
-        """The ranks of a run of so many processes with so many devices each; their logs are in its folder."""
+        """The ranks of a run of so many processes with so many devices each; their logs are in
+        its folder.
+        """
         output_dir.mkdir(exist_ok=True)
         return [
-            start_python(command, output_dir / f"rank-{processes}-{rank}", self.environment(devices))
+            start_python(
+                command, output_dir / f"rank-{processes}-{rank}", self.environment(devices)
+            )
             for rank, command in enumerate(self.ranks(output_dir, processes, *options))
         ]
 
@@ -152,7 +206,9 @@ def records(output_dir: Path) -> list[dict[str, Any]]:
 
 def losses(output_dir: Path) -> list[tuple[int, float]]:
     """(step, loss) of every step record."""
-    return [(record["step"], record["loss"]) for record in records(output_dir) if "event" not in record]
+    return [
+        (record["step"], record["loss"]) for record in records(output_dir) if "event" not in record
+    ]
 
 
 def evaluations(output_dir: Path) -> list[float]:
@@ -167,7 +223,9 @@ def resumes(output_dir: Path) -> list[int]:
 
 def committed(output_dir: Path) -> list[int]:
     """The steps with a checkpoint that has its final name."""
-    return sorted(int(path.name) for path in (output_dir / "checkpoints").glob("*") if path.name.isdigit())
+    return sorted(
+        int(path.name) for path in (output_dir / "checkpoints").glob("*") if path.name.isdigit()
+    )
 
 
 def unfinished(output_dir: Path) -> set[Path]:
@@ -178,7 +236,8 @@ def unfinished(output_dir: Path) -> set[Path]:
 def kill_while_saving(process: Child, output_dir: Path, others: Sequence[Child] = ()) -> None:
     """SIGKILL at a moment when a checkpoint is half-written: the process is stopped first, to look.
 
-    others: the other processes of the run, killed before they see that this one is gone and end by themselves.
+    others: the other processes of the run, killed before they see that this one is gone and end by
+    themselves.
     """
     before = unfinished(output_dir)
     while True:
@@ -194,7 +253,12 @@ def kill_while_saving(process: Child, output_dir: Path, others: Sequence[Child] 
 
 
 def run_split(
-    runs: TrainRuns, start_python: Start, output_dir: Path, processes: int, devices: int, *options: object
+    runs: TrainRuns,
+    start_python: Start,
+    output_dir: Path,
+    processes: int,
+    devices: int,
+    *options: object,
 ) -> None:
     """A run of so many processes with so many devices each to its end."""
     for process in runs.start(start_python, output_dir, processes, *options, devices=devices):

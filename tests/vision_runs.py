@@ -5,7 +5,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from jmoe.config import CheckpointConfig, CommConfig, RouterConfig, TaskConfig, VisionModelConfig, VisionTrainConfig
+from jmoe.config import (
+    CheckpointConfig,
+    CommConfig,
+    RouterConfig,
+    TaskConfig,
+    VisionModelConfig,
+    VisionTrainConfig,
+)
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.training.tasks.run import CLASSES
 from jmoe.training.tasks.step import ShardedVision

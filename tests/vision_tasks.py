@@ -22,7 +22,9 @@ CONFIG = VisionTrainConfig(
         mlp_only_layers=(0,),
         task_layers=(2,),
         position="learned",
-        router=RouterConfig(kind="sigmoid", aux_loss_coef=0.0, z_loss_coef=0.01, bias_update_speed=0.01),
+        router=RouterConfig(
+            kind="sigmoid", aux_loss_coef=0.0, z_loss_coef=0.01, bias_update_speed=0.01
+        ),
     ),
     tasks={
         "large": TaskConfig("large", batch_size=16, path=(0,)),

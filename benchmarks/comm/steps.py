@@ -105,10 +105,8 @@ def config_of(
     dtype: str = "bfloat16",
 ) -> TrainConfig:
     hidden, layers, experts, top_k, num_tokens, intermediate = shape
-    rate, chunked = (
-        a.rates[0] or 1000,
-        comm.get("schedule", CommConfig.schedule) in ("chunks", "pipelined"),
-    )
+    rate = a.rates[0] or 1000
+    chunked = comm.get("schedule", CommConfig.schedule) in ("chunks", "pipelined")
     return TrainConfig(
         model=ModelConfig(
             vocab_size=256,

@@ -181,10 +181,8 @@ def programs(
     yield "up projection of tokens, gradients", matmul, (of((t, d)), up, sizes, *indices)
     yield "down projection, gradients", matmul, (of((n, f)), down, sizes)
     for dtype in (jnp.int8, jnp.float8_e4m3fn):
-        narrow, scale = (
-            jax.ShapeDtypeStruct(up.shape, dtype),
-            jax.ShapeDtypeStruct((e, 2 * f), jnp.float32),
-        )
+        narrow = jax.ShapeDtypeStruct(up.shape, dtype)
+        scale = jax.ShapeDtypeStruct((e, 2 * f), jnp.float32)
         yield f"up projection, {narrow.dtype}", quantized, (of((n, d)), narrow, scale, sizes)
     for kind in ("wide", *FORMATS):
         yield f"experts out of slots, {kind}", *experts_in_slots(shape, kind, implementation)
@@ -198,13 +196,11 @@ def experts_in_slots(
     shape: MoEShape, kind: str, implementation: Name
 ) -> tuple[Callable[..., Any], Any]:
     """Return (function, operands) of experts for 64 tokens, with two slots an expert."""
-    t, k, d, f, e = (
-        64,
-        shape.num_experts_per_tok,
-        shape.hidden_size,
-        shape.moe_intermediate_size,
-        shape.num_experts,
-    )
+    t = 64
+    k = shape.num_experts_per_tok
+    d = shape.hidden_size
+    f = shape.moe_intermediate_size
+    e = shape.num_experts
     matrices, slots = {"w_up": (d, 2 * f), "w_down": (f, d)}, {}
     for name, (inner, columns) in matrices.items():
         bits = {name: ((inner, columns), jnp.dtype(jnp.uint16))}
@@ -229,11 +225,9 @@ def experts_in_slots(
 
 def engine_exchange(shape: MoEShape, devices: list[Any]) -> dict[str, Any]:
     """Compile the exchange and experts of an engine over several GPUs, 256 tokens a device."""
-    mesh, tokens, k = (
-        make_mesh((1, 1, len(devices)), devices),
-        256 * len(devices),
-        shape.num_experts_per_tok,
-    )
+    mesh = make_mesh((1, 1, len(devices)), devices)
+    tokens = 256 * len(devices)
+    k = shape.num_experts_per_tok
 
     def of(spec: Any, dtype: Any, *sizes: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, spec))

@@ -68,10 +68,8 @@ def measure(
     experts, hidden, _, k = sizes
     idx_TK = np.stack([rng.permutation(experts)[:k] for _ in range(tokens)]).astype(np.int32)
     h_TD = jnp.asarray(rng.standard_normal((tokens, hidden)), jnp.bfloat16)
-    weights_TK, y_TD = (
-        jnp.full((tokens, k), 1 / k, jnp.float32),
-        jnp.zeros((tokens, hidden), jnp.float32),
-    )
+    weights_TK = jnp.full((tokens, k), 1 / k, jnp.float32)
+    y_TD = jnp.zeros((tokens, hidden), jnp.float32)
     routed = ExpertInputs(h_TD, jnp.asarray(idx_TK), weights_TK, y_TD)
     table_E = jnp.asarray(rng.permutation(experts), jnp.int32)
     row: dict[str, Any] = {"tokens": tokens}

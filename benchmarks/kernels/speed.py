@@ -156,10 +156,8 @@ def on_cpu(a: argparse.Namespace) -> dict[str, Any]:
         results[name] = matmul_on_cpu(dtype, a.rounds) | {
             "moe_layer": {"forward_backward": layer_on_cpu(dtype, a.rounds)}
         }
-        grouped, layer = (
-            ("forward", "forward_backward"),
-            results[name]["moe_layer"]["forward_backward"],
-        )
+        grouped = ("forward", "forward_backward")
+        layer = results[name]["moe_layer"]["forward_backward"]
         tables = {f"grouped matmul {what}": results[name][what] for what in grouped} | {
             "layer": layer
         }
@@ -206,13 +204,11 @@ def torch_grouped_mm(x: tuple[int, ...], w: tuple[int, ...], ends: np.ndarray) -
 
 def permutes_on_gpu(shape: MoEShape, floor: dict[str, float]) -> dict[str, dict[str, float]]:
     """Time sort, dispatch and combine; the floor is the time that moving their bytes takes."""
-    t, k, n, d, e = (
-        shape.num_tokens,
-        shape.num_experts_per_tok,
-        shape.num_rows,
-        shape.hidden_size,
-        shape.num_experts,
-    )
+    t = shape.num_tokens
+    k = shape.num_experts_per_tok
+    n = shape.num_rows
+    d = shape.hidden_size
+    e = shape.num_experts
     logits = jax.random.normal(jax.random.key(1), (t, e))
     weights_TK, idx_TK = jax.lax.top_k(logits, k)
     sort = jax.jit(lambda idx: sort_by_expert(idx.reshape(-1), e))
@@ -303,10 +299,8 @@ def matmuls_on_gpu(
 def layer_on_gpu(shape: MoEShape) -> dict[str, dict[str, float]]:
     """Time a MoE layer; the floor is a dense FFN with as many active parameters."""
     d, f, k = shape.hidden_size, shape.moe_intermediate_size, shape.num_experts_per_tok
-    x, dy = (
-        normal(0, (shape.num_tokens, d), jnp.bfloat16),
-        normal(2, (shape.num_tokens, d), jnp.float32),
-    )
+    x = normal(0, (shape.num_tokens, d), jnp.bfloat16)
+    dy = normal(2, (shape.num_tokens, d), jnp.float32)
     times = {}
 
     def weights(path: Any, a: jax.Array) -> jax.Array:

@@ -42,10 +42,8 @@ def floors(toy: bool = False) -> dict[str, float]:
 def link(x: jax.Array) -> dict[str, float]:
     """Return bytes/s of copies between pinned host memory and the device, each way by itself."""
     (device,) = x.devices()
-    here, there = (
-        SingleDeviceSharding(device, memory_kind="pinned_host"),
-        SingleDeviceSharding(device),
-    )
+    here = SingleDeviceSharding(device, memory_kind="pinned_host")
+    there = SingleDeviceSharding(device)
     at_host = jax.device_put(x, here)
     return {
         "host_to_device_bytes_per_s": x.nbytes / seconds(jax.device_put, at_host, there, repeat=2),

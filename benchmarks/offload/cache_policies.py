@@ -290,12 +290,10 @@ class Algorithm2(Policy):
     def __init__(
         self, num_slots: int, *, threshold: float, forced: bool, decayed: bool = False
     ) -> None:
-        self.num_slots, self.threshold, self.forced, self.decayed = (
-            num_slots,
-            threshold,
-            forced,
-            decayed,
-        )
+        self.num_slots = num_slots
+        self.threshold = threshold
+        self.forced = forced
+        self.decayed = decayed
         self.hits: dict[int, float] = {}
         self.steps = 0
 

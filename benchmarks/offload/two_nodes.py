@@ -91,10 +91,8 @@ def worker(a: argparse.Namespace) -> list[dict[str, Any]]:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     mesh, clock = join(a, ranks_per_node=1)
     rate = a.rates[0]
-    place, chunk_bytes = (
-        MeshConfig(1, NUM_NODES, 1),
-        a.chunk_bytes or round((rate or 1000) / 8 * 1e6 * 0.02),
-    )
+    place = MeshConfig(1, NUM_NODES, 1)
+    chunk_bytes = a.chunk_bytes or round((rate or 1000) / 8 * 1e6 * 0.02)
     chunked = a.schedule in ("chunks", "pipelined")
     comm = CommConfig(chunk_bytes=chunk_bytes if chunked else 0, schedule=a.schedule)
     configs = {kind: config_of(a, a.folder / kind, place, **KINDS[kind]) for kind in a.kinds}

@@ -51,10 +51,8 @@ from jmoe.models.lazy_checkpoint import LazyCheckpoint
 
 UNSEEN_SHARE = 16  # one file of so many is left out
 WHOLE, DISTILLED, HALF = "whole", "distilled", "half of the experts"
-LONGER, LONGER_HALF = (
-    "the whole model, as many steps more",
-    "half of its experts, after as many steps more",
-)
+LONGER = "the whole model, as many steps more"
+LONGER_HALF = "half of its experts, after as many steps more"
 ALONE = "the student without a teacher"
 MACHINES = """
 [[machines]]

@@ -428,10 +428,8 @@ def simulated(turn: Turns, folder: Path, engine: Any, plan: dict[str, Any]) -> d
         return taken
 
     lina = busiest(LINA, NUM_RANKS, slots, turn.choices)
-    predicted, found_ms = (
-        1e3 * np.median(seconds(lina, plan_s)),
-        1e3 * np.median(turn.seconds[LINA][1::2]),
-    )
+    predicted = 1e3 * np.median(seconds(lina, plan_s))
+    found_ms = 1e3 * np.median(turn.seconds[LINA][1::2])
     error = float(predicted / found_ms - 1)
     result: dict[str, Any] = {
         "fixed_ms": round(1e3 * fixed_s, 2),

@@ -127,11 +127,9 @@ def orders(measured: Row) -> Iterator[Row]:
 
 def exchanged(row: Row, nodes: int, on_link: int) -> tuple[int, float]:
     """Return the bytes that a node sends in a step's all-to-alls, and the seconds they take."""
-    kind, experts, top_k = (
-        EXCHANGES[row["variant"]],
-        max(row["experts"], nodes * RANKS),
-        row["top_k"],
-    )
+    kind = EXCHANGES[row["variant"]]
+    experts = max(row["experts"], nodes * RANKS)
+    top_k = row["top_k"]
     sizes = {
         "num_experts": experts,
         "num_experts_per_tok": top_k,

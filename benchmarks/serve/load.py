@@ -215,10 +215,8 @@ class Client:
             if "error" in event:
                 raise ValueError(event["error"]["message"])
             if usage := event.get("usage"):
-                outcome.prompt_tokens, outcome.completion_tokens = (
-                    usage["prompt_tokens"],
-                    usage["completion_tokens"],
-                )
+                outcome.prompt_tokens = usage["prompt_tokens"]
+                outcome.completion_tokens = usage["completion_tokens"]
             for choice in event["choices"]:
                 if choice.get("text") or choice.get("delta", {}).get("content"):
                     pieces += 1

@@ -112,10 +112,8 @@ def process(a: argparse.Namespace) -> None:
             ):
                 assert np.array_equal(shard.data, other.data)
 
-    checkpoints, snapshots = (
-        Checkpoints(a.folder / "checkpoints", config),
-        Snapshots(config, "run", ["start"]),
-    )
+    checkpoints = Checkpoints(a.folder / "checkpoints", config)
+    snapshots = Snapshots(config, "run", ["start"])
     for step in range(1, a.rounds + 2):  # the first one makes folders and compiles
         state = jax.block_until_ready(make(float(step)))
         about: tuple[Any, dict[str, Any], int] = ({"at": step}, {}, -1)

@@ -63,11 +63,9 @@ def trained(a: argparse.Namespace, processes: int, folder: Path) -> float:
         "--output-dir",
         str(folder / "run"),
     ]
-    command, begun, ranks = (
-        [sys.executable, "train.py", "ufo-tiny", *RUNS[processes], *options],
-        time.time(),
-        [],
-    )
+    command = [sys.executable, "train.py", "ufo-tiny", *RUNS[processes], *options]
+    begun = time.time()
+    ranks = []
     address = f"127.0.0.1:{free_port()}"
     together = [
         "--distributed.coordinator-address",

@@ -1,7 +1,8 @@
-"""Messages between two processes over one connection: JSON with numpy arrays in it, and a sign of life every second.
+"""Messages between two processes over one connection: JSON with numpy arrays in it, and a sign of
+life every second.
 
-Nothing is unpickled: a message can only be data. As in JAX's own coordination service, who reaches the coordinator's
-port when a run starts can take part in it.
+Nothing is unpickled: a message can only be data. As in JAX's own coordination service, who reaches
+the coordinator's port when a run starts can take part in it.
 """
 
 import contextlib
@@ -31,7 +32,9 @@ class Channel:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, *message: Any) -> None:
-        """Send values that JSON has, and numpy arrays; tuples arrive as lists. `OSError` if nobody takes them."""
+        """Send values that JSON has, and numpy arrays; tuples arrive as lists. `OSError` if
+        nobody takes them.
+        """
         data = encode(message)
         with self._lock:
             self._socket.sendall(data)
@@ -68,7 +71,9 @@ class Channel:
         return data
 
     def _receive(self, most_bytes: int) -> bytes:
-        """Return what has come; after the time of silence again, in case both ends were suspended for it."""
+        """Return what has come; after the time of silence again, in case both ends were
+        suspended for it.
+        """
         try:
             return self._socket.recv(most_bytes)
         except TimeoutError:

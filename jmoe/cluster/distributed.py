@@ -1,8 +1,10 @@
-"""Many processes: start together, notice who is missing, dead or stuck, and stop together at the same step.
+"""Many processes: start together, notice who is missing, dead or stuck, and stop together at the
+same step.
 
-Ranks talk through the key-value store of JAX's coordination service, from background threads only. What JAX does by
-itself stays in force: a rank whose heartbeats stop ends the whole run after `distributed.heartbeat_timeout_s`. An
-outside supervisor (SLURM requeue, Kubernetes JobSet) then restarts every rank, and the run resumes.
+Ranks talk through the key-value store of JAX's coordination service, from background threads only.
+What JAX does by itself stays in force: a rank whose heartbeats stop ends the whole run after
+`distributed.heartbeat_timeout_s`. An outside supervisor (SLURM requeue, Kubernetes JobSet) then
+restarts every rank, and the run resumes.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ REPORTS = "jmoe/rank/"  # + rank: what the rank is doing, as JSON
 NOTICES = "jmoe/notice/"  # + rank: a line for everyone
 ANSWERS = "jmoe/answer/"  # + name: what rank 0 found out for all
 STOPS = "jmoe/stop/"  # + rank: the step at whose end the rank learned that the run is to stop
-ASKED = "jmoe/asked/"  # + how often before + / + rank: the step before which the rank learned that something is asked
+# + how often before + / + rank: the step before which the rank learned that something is asked
+ASKED = "jmoe/asked/"
 EXIT_CODE = EXIT_LOST  # of a rank ended by its watchdog
 CALL_TIMEOUT_S = 3.0
 CLOSED = -1  # the last beat of a rank that has left its watchdog in order
@@ -53,9 +56,10 @@ T = TypeVar("T")
 def start(config: DistributedConfig) -> None:
     """Join the other processes of the run, if there are any. Call before any other use of JAX.
 
-    The processes are those the configuration names, else those of the SLURM, Open MPI or Kubernetes job JAX finds
-    itself in, else this one alone. Raises `TimeoutError` naming the missing ranks on every rank that is present, after
-    `start_timeout_s`; `ValueError` if two processes claim one rank.
+    The processes are those the configuration names, else those of the SLURM, Open MPI or Kubernetes
+    job JAX finds itself in, else this one alone. Raises `TimeoutError` naming the missing ranks on
+    every rank that is present, after `start_timeout_s`; `ValueError` if two processes claim one
+    rank.
     """
     for line in connect(config).values():
         line.close()
@@ -65,8 +69,8 @@ def start(config: DistributedConfig) -> None:
 def check_gpus(config: DistributedConfig, devices: int | None = None) -> None:
     """Raise `ValueError` if the job was given more GPUs than the run uses.
 
-    devices: how many devices a run of one process uses; None: all that JAX has. A supervisor's processes are not asked:
-    it has dealt its GPUs out to them.
+    devices: how many devices a run of one process uses; None: all that JAX has. A supervisor's
+    processes are not asked: it has dealt its GPUs out to them.
     """
     if config.heartbeat_folder is not None:
         return
@@ -83,14 +87,20 @@ def _local_gpus() -> int:
     return 0 if jax.default_backend() == "cpu" else jax.local_device_count()
 
 
-def connect(config: DistributedConfig, *, rank_0_outlives: bool = False) -> dict[int, socket.socket]:
-    """Do as `start` does, and return the connections of the `rendezvous`, which is all that the ranks talk over.
+def connect(
+    config: DistributedConfig, *, rank_0_outlives: bool = False
+) -> dict[int, socket.socket]:
+    """Do as `start` does, and return the connections of the `rendezvous`, which is all that the
+    ranks talk over.
 
-    rank_0_outlives: JAX does not end rank 0 when another rank has died, so that it can say so to its clients.
+    rank_0_outlives: JAX does not end rank 0 when another rank has died, so that it can say so to
+    its clients.
     """
     if config.coordinator_address is not None:
         assert config.num_processes is not None and config.process_id is not None
-        address, processes, rank = config.coordinator_address, config.num_processes, config.process_id
+        address = config.coordinator_address
+        processes = config.num_processes
+        rank = config.process_id
     else:
         detected = _detect(config.start_timeout_s)
         if detected is None:
@@ -114,7 +124,8 @@ def connect(config: DistributedConfig, *, rank_0_outlives: bool = False) -> dict
         heartbeat_timeout_seconds=config.heartbeat_timeout_s,
         shutdown_timeout_seconds=config.step_timeout_s,
     )
-    atexit.register(_leave_after_an_error)  # runs before JAX's own handler, which waits for all ranks
+    # runs before JAX's own handler, which waits for all ranks
+    atexit.register(_leave_after_an_error)
     return lines
 
 
@@ -127,8 +138,12 @@ def _leave_after_an_error(code: int = 0, linger_s: float = 0.0) -> None:
         os._exit(code or 1)
 
 
-def _detect(timeout_s: float, environment: Mapping[str, str] = os.environ) -> tuple[str, int, int] | None:
-    """Return (coordinator address, processes, rank) of the cluster job this process belongs to, as JAX sees it."""
+def _detect(
+    timeout_s: float, environment: Mapping[str, str] = os.environ
+) -> tuple[str, int, int] | None:
+    """Return (coordinator address, processes, rank) of the cluster job this process belongs to,
+    as JAX sees it.
+    """
     if "KUBERNETES_SERVICE_HOST" in environment:
         if "JOB_COMPLETION_INDEX" not in environment:
             return None  # a pod of its own, not one of an indexed job
@@ -138,22 +153,27 @@ def _detect(timeout_s: float, environment: Mapping[str, str] = os.environ) -> tu
         launched = [environment[name] for name in launchers if environment.get(name, "").isdigit()]
         if not launched or int(launched[0]) == 1:
             return None
-    from jax._src.clusters import ClusterEnv  # jax.distributed.initialize() asks it too, but does not tell
+    # jax.distributed.initialize() asks it too, but does not tell
+    from jax._src.clusters import ClusterEnv
 
     problem: RuntimeError | None = None
     try:
         unset = (None, None, None, None, None)
-        address, processes, rank, _ = ClusterEnv.auto_detect_unset_distributed_params(*unset, int(timeout_s))
+        address, processes, rank, _ = ClusterEnv.auto_detect_unset_distributed_params(
+            *unset, int(timeout_s)
+        )
         if address is not None and processes is not None and rank is not None:
             return address, processes, rank
         if "OMPI_COMM_WORLD_SIZE" not in environment:
             return None
-    except RuntimeError as error:  # Open MPI 5 without mpi4py, a pod without the right to look around
+    # Open MPI 5 without mpi4py, a pod without the right to look around
+    except RuntimeError as error:
         problem = error
     raise ValueError(
-        f"JAX cannot find the other processes of this job ({problem or 'unknown version of Open MPI'}); give "
-        "--distributed.coordinator-address HOST:PORT, --distributed.num-processes N and --distributed.process-id I "
-        "(Open MPI: $OMPI_COMM_WORLD_SIZE and $OMPI_COMM_WORLD_RANK)"
+        "JAX cannot find the other processes of this job"
+        f" ({problem or 'unknown version of Open MPI'}); give --distributed.coordinator-address"
+        " HOST:PORT, --distributed.num-processes N and --distributed.process-id I (Open MPI:"
+        " $OMPI_COMM_WORLD_SIZE and $OMPI_COMM_WORLD_RANK)"
     ) from problem
 
 
@@ -162,9 +182,10 @@ def _need_kubernetes_client() -> None:
         import kubernetes  # type: ignore[import-not-found, unused-ignore]  # noqa: F401
     except ImportError as error:
         raise ValueError(
-            "JOB_COMPLETION_INDEX is set (an indexed Kubernetes job), but JAX needs the package `kubernetes` to find "
-            "the job's other pods: pip install 'jax[k8s]', or give --distributed.coordinator-address, "
-            "--distributed.num-processes and --distributed.process-id"
+            "JOB_COMPLETION_INDEX is set (an indexed Kubernetes job), but JAX needs the package"
+            " `kubernetes` to find the job's other pods: pip install 'jax[k8s]', or give"
+            " --distributed.coordinator-address, --distributed.num-processes and"
+            " --distributed.process-id"
         ) from error
 
 
@@ -172,15 +193,22 @@ def _need_kubernetes_client() -> None:
 
 
 class Watchdog:
-    """Ends this process when one wait takes longer than `timeout_s`, and says who and what it waited for.
+    """Ends this process when one wait takes longer than `timeout_s`, and says who and what it
+    waited for.
 
-    With many processes each rank also shows the others, about once a second, where it is: a rank that is behind, dead
-    or stopped is named on every rank, and one that gives up makes all of them print their stacks. An error that leaves
-    the context ends the rank without JAX's shutdown barrier, in which the others would be waited for. Time in which the
-    process was suspended does not count. heartbeat: the file in which a supervisor looks for signs of life.
+    With many processes each rank also shows the others, about once a second, where it is: a rank
+    that is behind, dead or stopped is named on every rank, and one that gives up makes all of them
+    print their stacks. An error that leaves the context ends the rank without JAX's shutdown
+    barrier, in which the others would be waited for. Time in which the process was suspended does
+    not count. heartbeat: the file in which a supervisor looks for signs of life.
     """
 
-    def __init__(self, timeout_s: float, heartbeat_timeout_s: float = 10.0, heartbeat: Heartbeat | None = None) -> None:
+    def __init__(
+        self,
+        timeout_s: float,
+        heartbeat_timeout_s: float = 10.0,
+        heartbeat: Heartbeat | None = None,
+    ) -> None:
         self.timeout_s = timeout_s
         self._heartbeat = heartbeat
         self._heartbeat_timeout_s = heartbeat_timeout_s
@@ -189,17 +217,21 @@ class Watchdog:
         self._rank, self._processes = jax.process_index(), jax.process_count()
         self._store: Any = _store()
         self._wait: _Wait | None = None
-        self._waits = 0  # begun so far; ranks run the same program, so this compares how far they are
+        # begun so far; ranks run the same program, so this compares how far they are
+        self._waits = 0
         self._clock = RunningClock(min(self._tick_s, self._beat_s))
         self._begun_s = self._clock.now()  # when the last of them began
         self._clocks = HostClocks(socket.gethostname())
         self._last = "nothing yet"
-        self._answered_s = math.inf  # when the coordinator last answered; inf: it is not expected to, or that was said
+        # when the coordinator last answered; inf: it is not expected to, or that was said
+        self._answered_s = math.inf
         self._closing = threading.Event()
         self._ending = threading.Lock()
         self._threads = [threading.Thread(target=self._watch, name="watchdog", daemon=True)]
         if self._store is not None:
-            self._threads.append(threading.Thread(target=self._report, name="watchdog reports", daemon=True))
+            self._threads.append(
+                threading.Thread(target=self._report, name="watchdog reports", daemon=True)
+            )
             if self._rank > 0:  # not among those that are joined: it waits for rank 0's end
                 threading.Thread(target=self._hold_line, name="line to rank 0", daemon=True).start()
 
@@ -213,14 +245,17 @@ class Watchdog:
         progress: Callable[[], object] | None = None,
         option: str = "distributed.step_timeout_s",
     ) -> Iterator[None]:
-        """Return a context that must end within `timeout_s` (this watchdog's own if not given). Contexts may nest.
+        """Return a context that must end within `timeout_s` (this watchdog's own if not given).
+        Contexts may nest.
 
-        progress: the time counts anew whenever this value has changed, here or on another rank that waits so too; text
-        is shown. option: the setting that holds the limit, for the message.
+        progress: the time counts anew whenever this value has changed, here or on another rank that
+        waits so too; text is shown. option: the setting that holds the limit, for the message.
         """
         label = phase if step is None else f"{phase} {step}"
         begun_s = self._clock.now()
-        wait = _Wait(label, self.timeout_s if timeout_s is None else timeout_s, progress, option, begun_s)
+        wait = _Wait(
+            label, self.timeout_s if timeout_s is None else timeout_s, progress, option, begun_s
+        )
         if progress is not None:
             wait.seen = {self._rank: str(progress())}
         outer, self._wait = self._wait, wait
@@ -246,14 +281,18 @@ class Watchdog:
             thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
         regular = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
         if error is not None and not regular and self._store is not None:
             words = f"rank {self._rank} ended with {type(error).__name__}: {first_line(error)}"
             _limited(lambda: self._publish(words, ends=False))
             # the coordinator takes the store with it: let the others read first
             code = EXIT_LOST if isinstance(error, TimeoutError) or _comes_from_jax(error) else 1
-            atexit.register(_leave_after_an_error, code, 2 * self._beat_s if self._rank == 0 else 0.0)
+            atexit.register(
+                _leave_after_an_error, code, 2 * self._beat_s if self._rank == 0 else 0.0
+            )
         self._closing.set()
         for thread in self._threads:
             thread.join(CALL_TIMEOUT_S)
@@ -266,12 +305,17 @@ class Watchdog:
         while not self._closing.wait(min(self._tick_s, self._beat_s)):
             wait, now_s = self._wait, self._clock.look()
             self._show_life()
-            # A call to a frozen coordinator returns nothing, not even an error; JAX then ends this process unexplained.
+            # A call to a frozen coordinator returns nothing, not even an error; JAX then ends this
+            # process unexplained.
             silent_s = now_s - self._answered_s
             if silent_s > 0.6 * self._heartbeat_timeout_s and not self._closing.is_set():
                 self._answered_s = math.inf
                 _say(f"{NO_COORDINATOR}, for {silent_s:.0f} s; this rank is at {self._at()}")
-            if wait is not None and now_s > wait.since + wait.timeout_s and not self._closing.is_set():
+            if (
+                wait is not None
+                and now_s > wait.since + wait.timeout_s
+                and not self._closing.is_set()
+            ):
                 if self._has_progressed(wait):
                     wait.since = self._clock.now()
                 else:
@@ -285,7 +329,9 @@ class Watchdog:
         if wait.progress is None:
             return False
         reports = _limited(self._reports) or {}
-        now = {rank: report["progress"] for rank, report in reports.items()} | {self._rank: str(wait.progress())}
+        now = {rank: report["progress"] for rank, report in reports.items()} | {
+            self._rank: str(wait.progress())
+        }
         changed = now != wait.seen
         wait.seen = now
         return changed
@@ -310,7 +356,8 @@ class Watchdog:
         sys.stdout.flush()
         sys.stderr.flush()
         if self._rank == 0 and self._store is not None:
-            time.sleep(2.5 * self._beat_s)  # its end is everyone's: let them read the notice and print their stacks
+            # its end is everyone's: let them read the notice and print their stacks
+            time.sleep(2.5 * self._beat_s)
         os._exit(EXIT_CODE)
 
     def _behind(self, reports: dict[int, dict[str, Any]]) -> str:
@@ -326,11 +373,13 @@ class Watchdog:
     def _failed_in(self, label: str, error: Exception) -> None:
         """Name the ranks whose silence explains this error, before it goes on its way.
 
-        Where another rank explains why a collective failed, this one ends here: a traceback would say nothing more.
+        Where another rank explains why a collective failed, this one ends here: a traceback would
+        say nothing more.
         """
         if self._store is None or self._closing.is_set():
             return
-        gone = f" ({NO_COORDINATOR})" if _coordinator_is_gone() else ""  # JAX ends this process any moment
+        # JAX ends this process any moment
+        gone = f" ({NO_COORDINATOR})" if _coordinator_is_gone() else ""
         _say(f"rank {self._rank} failed in {label}: {first_line(error)}{gone}")
         before = _limited(self._reports)
         time.sleep(2.5 * self._beat_s)
@@ -340,7 +389,9 @@ class Watchdog:
             explained = True
         else:
             ended = (_limited(self._notices) or {}).keys() - {self._rank}
-            silent = [r for r in after if r not in {self._rank, *ended} and before.get(r) == after[r]]
+            silent = [
+                r for r in after if r not in {self._rank, *ended} and before.get(r) == after[r]
+            ]
             if silent:
                 _say(f"{named(silent)}: no sign of life, dead or stopped")
             explained = bool(ended or silent)
@@ -356,12 +407,18 @@ class Watchdog:
         JAX's client notices it as well, and aborts the process with a stack that says nothing.
         """
         while not self._closing.is_set():
-            with contextlib.suppress(OSError), socket.create_connection(_coordinator(), CALL_TIMEOUT_S) as line:
+            with (
+                contextlib.suppress(OSError),
+                socket.create_connection(_coordinator(), CALL_TIMEOUT_S) as line,
+            ):
                 line.settimeout(None)
                 while line.recv(1 << 12):  # the server closes it after a while, as it hears nothing
                     pass
             if not self._closing.is_set() and _coordinator_has_ended():
-                _say(f"rank 0 (the coordinator) does not answer: dead; rank {self._rank} was at {self._at()}; ends too")
+                _say(
+                    f"rank 0 (the coordinator) does not answer: dead; rank {self._rank} was at"
+                    f" {self._at()}; ends too"
+                )
                 self._end(stacks=False)
             self._closing.wait(self._beat_s)
 
@@ -397,10 +454,14 @@ class Watchdog:
         progress = str(wait.progress()) if wait is not None and wait.progress is not None else None
         report = {"beat": beat, "waits": self._waits, "at": self._at(), "progress": progress}
         report |= {"host": socket.gethostname(), "time": time.time()}
-        self._store.key_value_set(f"{REPORTS}{self._rank}", json.dumps(report), allow_overwrite=True)
+        self._store.key_value_set(
+            f"{REPORTS}{self._rank}", json.dumps(report), allow_overwrite=True
+        )
 
     def _look_for_silence(self, changed: dict[int, tuple[int, float]]) -> None:
-        """Name, on rank 0, ranks that stopped reporting, before JAX ends the run for want of their heartbeats."""
+        """Name, on rank 0, ranks that stopped reporting, before JAX ends the run for want of
+        their heartbeats.
+        """
         now, begun_s = self._clock.now(), time.time()
         reports = self._reports()
         for line in self._clocks.look(reports, begun_s):
@@ -411,7 +472,10 @@ class Watchdog:
             silent_s = now - changed[rank][1]
             if silent_s > 0.5 * self._heartbeat_timeout_s and report["beat"] != CLOSED:
                 changed[rank] = (report["beat"], math.inf)  # said once
-                words = f"rank {rank}: no sign of life for {silent_s:.0f} s, dead or stopped, at {report['at']}"
+                words = (
+                    f"rank {rank}: no sign of life for {silent_s:.0f} s, dead or stopped, at"
+                    f" {report['at']}"
+                )
                 self._publish(words, ends=False, rank=rank)
 
     def _at(self) -> str:
@@ -422,7 +486,9 @@ class Watchdog:
 
     def _publish(self, line: str, *, ends: bool, rank: int | None = None) -> None:
         key = f"{NOTICES}{self._rank if rank is None else rank}"
-        self._store.key_value_set(key, json.dumps({"line": line, "ends": ends}), allow_overwrite=True)
+        self._store.key_value_set(
+            key, json.dumps({"line": line, "ends": ends}), allow_overwrite=True
+        )
 
     def _reports(self) -> dict[int, dict[str, Any]]:
         return {} if self._store is None else _read(self._store, REPORTS)
@@ -435,7 +501,9 @@ def watchdog_of(limits: DistributedConfig) -> Watchdog:
     """Return the watchdog of a run with these limits."""
     heartbeat = None
     if limits.heartbeat_folder is not None:
-        heartbeat = Heartbeat(Path(limits.heartbeat_folder), jax.process_index(), jax.local_device_count())
+        heartbeat = Heartbeat(
+            Path(limits.heartbeat_folder), jax.process_index(), jax.local_device_count()
+        )
     return Watchdog(limits.step_timeout_s, limits.heartbeat_timeout_s, heartbeat)
 
 
@@ -473,16 +541,22 @@ def from_rank_0(name: str, call: Callable[[], str], timeout_s: float) -> str:
         store.key_value_set(f"{ANSWERS}{name}", json.dumps([value, ""]))
         return value
     try:
-        value, problem = json.loads(store.blocking_key_value_get(f"{ANSWERS}{name}", int(timeout_s * 1000)))
+        value, problem = json.loads(
+            store.blocking_key_value_get(f"{ANSWERS}{name}", int(timeout_s * 1000))
+        )
     except jax.errors.JaxRuntimeError as error:
-        raise TimeoutError(f"waited {timeout_s:g} s for rank 0: {name}: {first_line(error)}") from error
+        raise TimeoutError(
+            f"waited {timeout_s:g} s for rank 0: {name}: {first_line(error)}"
+        ) from error
     if problem:
         raise OSError(f"rank 0: {problem}")
     return str(value)
 
 
 def _store() -> Any | None:
-    """Return the key-value store that the run's processes share, or None in a run of one process."""
+    """Return the key-value store that the run's processes share, or None in a run of one
+    process.
+    """
     if jax.process_count() == 1:
         return None
     from jax._src import distributed  # the store has no public name
@@ -499,7 +573,9 @@ def _coordinator() -> tuple[str, int]:
 
 
 def _coordinator_is_gone() -> bool:
-    """Return whether no coordinator answers at its address any more. A gRPC server speaks first, and at once."""
+    """Return whether no coordinator answers at its address any more. A gRPC server speaks first,
+    and at once.
+    """
     try:
         with socket.create_connection(_coordinator(), timeout=0.5) as line:
             return not line.recv(1)
@@ -508,7 +584,9 @@ def _coordinator_is_gone() -> bool:
 
 
 def _coordinator_has_ended() -> bool:
-    """Return whether the coordinator's host says that nothing listens at its address; False if it says nothing."""
+    """Return whether the coordinator's host says that nothing listens at its address; False if
+    it says nothing.
+    """
     try:
         with socket.create_connection(_coordinator(), timeout=CALL_TIMEOUT_S):
             return False
@@ -519,14 +597,19 @@ def _coordinator_has_ended() -> bool:
 
 
 def _comes_from_jax(error: BaseException | None) -> bool:
-    """Return whether JAX has raised the error, or one that led to it, as where ranks wait for each other to save."""
+    """Return whether JAX has raised the error, or one that led to it, as where ranks wait for
+    each other to save.
+    """
     while error is not None and not isinstance(error, jax.errors.JaxRuntimeError):
         error = error.__cause__ or error.__context__
     return error is not None
 
 
 def _read(store: Any, folder: str) -> dict[int, Any]:
-    return {int(key.rpartition("/")[2]): json.loads(value) for key, value in store.key_value_dir_get(folder)}
+    return {
+        int(key.rpartition("/")[2]): json.loads(value)
+        for key, value in store.key_value_dir_get(folder)
+    }
 
 
 def _limited(call: Callable[[], T]) -> T | None:
@@ -553,10 +636,11 @@ def _say(line: str) -> None:
 class AgreedStep:
     """A step on which all ranks agree, soon after one of them was asked for it.
 
-    A rank that learns that one was asked, itself or another, publishes the step it has reached. Once all have, step
-    max(published) + 1 + steps_in_flight is it. No rank can get past that step without having read all of them, as a
-    training step needs every rank: `steps_in_flight` is how many steps the loop may have dispatched beyond the last
-    whose result it has seen (0: it waits for each). keys: what the names of the published steps begin with.
+    A rank that learns that one was asked, itself or another, publishes the step it has reached.
+    Once all have, step max(published) + 1 + steps_in_flight is it. No rank can get past that step
+    without having read all of them, as a training step needs every rank: `steps_in_flight` is how
+    many steps the loop may have dispatched beyond the last whose result it has seen (0: it waits
+    for each). keys: what the names of the published steps begin with.
     """
 
     def __init__(self, keys: str, *, steps_in_flight: int, poll_s: float) -> None:
@@ -577,13 +661,17 @@ class AgreedStep:
         self._closing.set()
 
     def is_reached(self, step: int) -> bool:
-        """Return whether `step`, where this rank is, is the one or later: the same for the same step on every rank."""
+        """Return whether `step`, where this rank is, is the one or later: the same for the same
+        step on every rank.
+        """
         if not self.asked.is_set():
             return False
         if self._store is None:
             return True
         if not self._published:
-            self._store.key_value_set(f"{self._keys}{jax.process_index()}", str(step), allow_overwrite=True)
+            self._store.key_value_set(
+                f"{self._keys}{jax.process_index()}", str(step), allow_overwrite=True
+            )
             self._published = True
         if self._step is None:
             steps = _read(self._store, self._keys)
@@ -601,10 +689,11 @@ class AgreedStep:
 
 
 class AskedSignal:
-    """Context manager: SIGUSR2, sent to any rank, asks all of them for something at one step boundary, again and again.
+    """Context manager: SIGUSR2, sent to any rank, asks all of them for something at one step
+    boundary, again and again.
 
-    Signals that come before the ranks have agreed ask once. The handler only takes note; after the context signals are
-    ignored. The loop must wait for the result of each step.
+    Signals that come before the ranks have agreed ask once. The handler only takes note; after the
+    context signals are ignored. The loop must wait for the result of each step.
     """
 
     NUMBER = signal.SIGUSR2
@@ -623,12 +712,16 @@ class AskedSignal:
         signal.signal(self.NUMBER, lambda *_: self._agreed.asked.set())
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
         signal.signal(self.NUMBER, signal.SIG_IGN)
         self._agreed.close()
 
     def requested(self, step: int) -> bool:
-        """Return whether to do before `step` what was asked for: True once for each time, on all ranks alike."""
+        """Return whether to do before `step` what was asked for: True once for each time, on all
+        ranks alike.
+        """
         if not self._agreed.is_reached(step):
             return False
         self.times += 1
@@ -637,10 +730,12 @@ class AskedSignal:
 
 
 class PreemptionSignal:
-    """Context manager: SIGTERM, SIGUSR1 (SLURM before a time limit) and Ctrl-C stop all ranks after one step.
+    """Context manager: SIGTERM, SIGUSR1 (SLURM before a time limit) and Ctrl-C stop all ranks after
+    one step.
 
-    The handlers only take note, so a second signal does not disturb the save that follows: leave the context when the
-    save is done. SIGTERM and SIGUSR1 are ignored from then on. A second Ctrl-C ends the process at once.
+    The handlers only take note, so a second signal does not disturb the save that follows: leave
+    the context when the save is done. SIGTERM and SIGUSR1 are ignored from then on. A second Ctrl-C
+    ends the process at once.
 
     All ranks stop after the same step, as `AgreedStep` has it. steps_in_flight: see there.
     """
@@ -653,18 +748,22 @@ class PreemptionSignal:
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> PreemptionSignal:
-        # Python's handlers run when the main thread is back from XLA; what it writes to a file descriptor comes at once
+        # Python's handlers run when the main thread is back from XLA; what it writes to a file
+        # descriptor comes at once
         self._heard, self._tell = os.pipe()
         os.set_blocking(self._tell, False)
         self._previous_fd = signal.set_wakeup_fd(self._tell, warn_on_full_buffer=False)
         for number in self.SIGNALS:
-            if number is not signal.SIGINT or signal.getsignal(number) is not signal.SIG_IGN:  # a background job's
+            # a background job's
+            if number is not signal.SIGINT or signal.getsignal(number) is not signal.SIG_IGN:
                 self._previous[number] = signal.signal(number, lambda *_: self._asked.set())
         threading.Thread(target=self._hear, name="signals", daemon=True).start()
         self._agreed.listen()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
         self._agreed.close()
         for number, previous in self._previous.items():
             after = signal.SIG_DFL if number is signal.SIGINT else signal.SIG_IGN
@@ -673,7 +772,9 @@ class PreemptionSignal:
         os.close(self._tell)
 
     def requested(self, step: int) -> bool:
-        """Return whether the run is to stop after `step`, just finished: the same for the same step on every rank."""
+        """Return whether the run is to stop after `step`, just finished: the same for the same
+        step on every rank.
+        """
         return self._agreed.is_reached(step)
 
     def _hear(self) -> None:
@@ -687,5 +788,8 @@ class PreemptionSignal:
                 if number in self._previous and number not in told:
                     told.add(number)
                     again = "; Ctrl-C once more ends it at once" if number == signal.SIGINT else ""
-                    _say(f"{signal.Signals(number).name}: the run finishes this step, saves and stops{again}")
+                    _say(
+                        f"{signal.Signals(number).name}: the run finishes this step, saves and"
+                        f" stops{again}"
+                    )
         os.close(self._heard)

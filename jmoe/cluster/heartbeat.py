@@ -1,7 +1,8 @@
-"""Signs of life of a run's processes, as files in a folder that its supervisor looks at. Standard library.
+"""Signs of life of a run's processes, as files in a folder that its supervisor looks at. Standard
+library.
 
-The supervisor asks only whether a file has changed since it last looked, by its own clock: the hosts' clocks need not
-agree, and a process that is stopped, or whose host is lost, changes nothing.
+The supervisor asks only whether a file has changed since it last looked, by its own clock: the
+hosts' clocks need not agree, and a process that is stopped, or whose host is lost, changes nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ def heartbeat_file(folder: Path, rank: int) -> Path:
 
 
 class Heartbeat:
-    """Writes a rank's file anew at every beat, by a rename; where that fails the supervisor sees no sign of life."""
+    """Writes a rank's file anew at every beat, by a rename; where that fails the supervisor sees
+    no sign of life.
+    """
 
     def __init__(self, folder: Path, rank: int, local_devices: int) -> None:
         self._path = heartbeat_file(folder, rank)
@@ -31,9 +34,17 @@ class Heartbeat:
         self._beats = 0
 
     def beat(self, at: str, waits: int = 0, since_s: float = 0.0) -> None:
-        """Say that this process is alive, what it does, how many waits it has begun, the last of them `since_s` ago."""
+        """Say that this process is alive, what it does, how many waits it has begun, the last of
+        them `since_s` ago.
+        """
         self._beats += 1
-        beat = {"beat": self._beats, "at": at, "waits": waits, "since_s": since_s, "devices": self._devices}
+        beat = {
+            "beat": self._beats,
+            "at": at,
+            "waits": waits,
+            "since_s": since_s,
+            "devices": self._devices,
+        }
         new = self._path.with_suffix(".new")
         with contextlib.suppress(OSError):
             new.write_text(json.dumps(beat))
@@ -47,10 +58,14 @@ class Heartbeat:
 class Listener:
     """Looks for signs of life of an attempt's ranks, from its start on."""
 
-    def __init__(self, folder: Path, processes: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, folder: Path, processes: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """clock: seconds, by which silence is measured."""
-        self._paths, self._clock = [heartbeat_file(folder, rank) for rank in range(processes)], clock
-        self._changed = [(0, clock())] * processes  # (time stamp of the file, when that was first seen)
+        self._paths = [heartbeat_file(folder, rank) for rank in range(processes)]
+        self._clock = clock
+        # (time stamp of the file, when that was first seen)
+        self._changed = [(0, clock())] * processes
 
     def look(self) -> None:
         now = self._clock()

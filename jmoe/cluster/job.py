@@ -1,7 +1,9 @@
-"""GPUs of the job that a process belongs to: which of its node's are its own, and whether some are left over.
+"""GPUs of the job that a process belongs to: which of its node's are its own, and whether some are
+left over.
 
-JAX's own detection gives a process of SLURM or Open MPI the one device that has its number on the node, also where it
-is alone there and sees eight. This module deals out all that the process sees. Standard library only.
+JAX's own detection gives a process of SLURM or Open MPI the one device that has its number on the
+node, also where it is alone there and sees eight. This module deals out all that the process sees.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -22,12 +24,19 @@ class NodeTask(NamedTuple):
 
 
 def node_task(environment: Mapping[str, str]) -> NodeTask:
-    """Return the place that the launcher gives this process; alone on its node without SLURM's or Open MPI's word."""
+    """Return the place that the launcher gives this process; alone on its node without SLURM's
+    or Open MPI's word.
+    """
     if "OMPI_COMM_WORLD_LOCAL_SIZE" in environment:
-        return NodeTask(int(environment["OMPI_COMM_WORLD_LOCAL_RANK"]), int(environment["OMPI_COMM_WORLD_LOCAL_SIZE"]))
+        return NodeTask(
+            int(environment["OMPI_COMM_WORLD_LOCAL_RANK"]),
+            int(environment["OMPI_COMM_WORLD_LOCAL_SIZE"]),
+        )
     if "SLURM_STEP_TASKS_PER_NODE" in environment and "SLURM_LOCALID" in environment:
         counts = _counts(environment["SLURM_STEP_TASKS_PER_NODE"])
-        return NodeTask(int(environment["SLURM_LOCALID"]), counts[int(environment.get("SLURM_NODEID", "0"))])
+        return NodeTask(
+            int(environment["SLURM_LOCALID"]), counts[int(environment.get("SLURM_NODEID", "0"))]
+        )
     return NodeTask(0, 1)
 
 
@@ -41,7 +50,9 @@ def _counts(text: str) -> list[int]:
 
 
 def visible_gpus() -> int:
-    """Return how many GPUs CUDA shows this process; 0 without NVIDIA's driver. JAX may begin afterwards."""
+    """Return how many GPUs CUDA shows this process; 0 without NVIDIA's driver. JAX may begin
+    afterwards.
+    """
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -52,7 +63,9 @@ def visible_gpus() -> int:
 
 
 def node_gpus(environment: Mapping[str, str]) -> tuple[int, str] | None:
-    """Return (how many GPUs the job was given on this node, the variable that says so); None where none does."""
+    """Return (how many GPUs the job was given on this node, the variable that says so); None
+    where none does.
+    """
     for name in ("SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS"):
         value = environment.get(name, "")
         if value:
@@ -66,36 +79,41 @@ def node_gpus(environment: Mapping[str, str]) -> tuple[int, str] | None:
 def local_device_ids(environment: Mapping[str, str], visible: int) -> list[int] | None:
     """Return which of the `visible` GPUs this process takes; None: whatever JAX sees.
 
-    A process that sees fewer than the job has on the node was bound to its own and takes all of them; processes that
-    see the same ones take equal shares. Raises `ValueError` where there are no equal shares.
+    A process that sees fewer than the job has on the node was bound to its own and takes all of
+    them; processes that see the same ones take equal shares. Raises `ValueError` where there are no
+    equal shares.
     """
     task, job = node_task(environment), node_gpus(environment)
     if environment.get(LOCAL_IDS):
         return None
     if not visible:  # a CPU, which has no use for it, or another maker's GPUs
         return [task.number] if task.processes > 1 else None
-    together = f"{task.processes} processes on this node see {visible} GPU{'s' * (visible > 1)} each"
+    together = (
+        f"{task.processes} processes on this node see {visible} GPU{'s' * (visible > 1)} each"
+    )
     if job is not None and visible > job[0]:
         raise ValueError(
-            f"{job[1]} = {job[0]}: this process sees {visible} GPUs, some of which are not the job's; leave "
-            "CUDA_VISIBLE_DEVICES as SLURM sets it"
+            f"{job[1]} = {job[0]}: this process sees {visible} GPUs, some of which are not the"
+            " job's; leave CUDA_VISIBLE_DEVICES as SLURM sets it"
         )
     bound = visible < (task.processes if job is None else job[0])
     if bound:
         if job is not None and visible * task.processes > job[0]:
             raise ValueError(
-                f"{job[1]} = {job[0]}: {together}, and so share some; give each its own (srun --gpus-per-task N), or "
-                "let all see all (srun --gpu-bind none)"
+                f"{job[1]} = {job[0]}: {together}, and so share some; give each its own (srun"
+                " --gpus-per-task N), or let all see all (srun --gpu-bind none)"
             )
         return list(range(visible))
     if job is None and task.processes > 1 and "CUDA_VISIBLE_DEVICES" in environment:
         raise ValueError(
-            f"CUDA_VISIBLE_DEVICES = {environment['CUDA_VISIBLE_DEVICES']}: {together}, each its own ones or all the "
-            f"same; set {LOCAL_IDS} to the numbers, from 0 on, of those that are its own"
+            f"CUDA_VISIBLE_DEVICES = {environment['CUDA_VISIBLE_DEVICES']}: {together}, each its"
+            f" own ones or all the same; set {LOCAL_IDS} to the numbers, from 0 on, of those that"
+            " are its own"
         )
     if visible % task.processes:
         raise ValueError(
-            f"{together}, which cannot be dealt out evenly; start one process a node, or as many as divide {visible}"
+            f"{together}, which cannot be dealt out evenly; start one process a node, or as many as"
+            f" divide {visible}"
         )
     share = visible // task.processes
     return list(range(task.number * share, (task.number + 1) * share))
@@ -108,17 +126,28 @@ def hosts_line(devices_of_hosts: list[int]) -> str:
     return f"{sum(devices_of_hosts)} devices on {hosts} host{'s' * (hosts > 1)}{each}"
 
 
-def check_all_used(used: int, environment: Mapping[str, str] = os.environ, *, more: str = "") -> None:
-    """Raise `ValueError` if the job was given more GPUs on this node than the run uses, and none by JAX_PLATFORMS.
+def check_all_used(
+    used: int, environment: Mapping[str, str] = os.environ, *, more: str = ""
+) -> None:
+    """Raise `ValueError` if the job was given more GPUs on this node than the run uses, and none by
+    JAX_PLATFORMS.
 
-    used: GPUs that this process uses, as does every other one of the job here. more: how the run is told to use more.
+    used: GPUs that this process uses, as does every other one of the job here. more: how the run is
+    told to use more.
     """
     platforms = environment.get("JAX_PLATFORMS", "")
     job, tasks = node_gpus(environment), node_task(environment).processes
-    if job is None or job[0] <= used * tasks or (platforms and not {"cuda", "gpu", "rocm"} & {*platforms.split(",")}):
+    if (
+        job is None
+        or job[0] <= used * tasks
+        or (platforms and not {"cuda", "gpu", "rocm"} & {*platforms.split(",")})
+    ):
         return
     if not used:
-        why = "JAX finds none: install it with CUDA (pip install 'jmoe[cuda12]'), or set JAX_PLATFORMS=cpu"
+        why = (
+            "JAX finds none: install it with CUDA (pip install 'jmoe[cuda12]'), or set"
+            " JAX_PLATFORMS=cpu"
+        )
     elif more:
         why = f"give {more}"
     elif tasks > 1:
@@ -126,16 +155,22 @@ def check_all_used(used: int, environment: Mapping[str, str] = os.environ, *, mo
     else:
         why = f"CUDA_VISIBLE_DEVICES = {environment.get('CUDA_VISIBLE_DEVICES')} shows no more"
     raise ValueError(
-        f"{job[1]} = {job[0]}: the run would use {used * tasks} of the job's GPUs on this node: {why}; or ask for as "
-        "many as the run is to use"
+        f"{job[1]} = {job[0]}: the run would use {used * tasks} of the job's GPUs on this node:"
+        f" {why}; or ask for as many as the run is to use"
     )
 
 
 def check_all_nodes_used(environment: Mapping[str, str] = os.environ) -> None:
-    """Raise `ValueError` if this process runs alone, outside SLURM's steps, in a job with GPUs on several nodes."""
+    """Raise `ValueError` if this process runs alone, outside SLURM's steps, in a job with GPUs
+    on several nodes.
+    """
     nodes = int(environment.get("SLURM_JOB_NUM_NODES", "1"))
-    if nodes > 1 and "SLURM_STEP_NODELIST" not in environment and node_gpus(environment) is not None:
+    if (
+        nodes > 1
+        and "SLURM_STEP_NODELIST" not in environment
+        and node_gpus(environment) is not None
+    ):
         raise ValueError(
-            f"SLURM_JOB_NUM_NODES = {nodes}: this process was not started by srun, and would use one node; start it "
-            "with srun, as launch/slurm/train.sbatch does"
+            f"SLURM_JOB_NUM_NODES = {nodes}: this process was not started by srun, and would use"
+            " one node; start it with srun, as launch/slurm/train.sbatch does"
         )

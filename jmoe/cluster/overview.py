@@ -1,6 +1,8 @@
-"""The state of a run, read from its output folder, also after its end. Standard library; nothing is left there.
+"""The state of a run, read from its output folder, also after its end. Standard library; nothing is
+left there.
 
-Ages are by the clock that gives files their times, the disk's; where no file can be made there, by this machine's.
+Ages are by the clock that gives files their times, the disk's; where no file can be made there, by
+this machine's.
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ class RankSign:
 
 @dataclass(frozen=True)
 class SnapshotSign:
-    """The newest step whose snapshots are in this host's memory, and the ranks whose shards these are."""
+    """The newest step whose snapshots are in this host's memory, and the ranks whose shards
+    these are.
+    """
 
     step: int
     ranks: tuple[int, ...]
@@ -61,10 +65,11 @@ class SnapshotSign:
 class RunOverview:
     """A run as its folder shows it; None is what nothing there tells.
 
-    starting: a supervisor is about to start its processes. running: a process of it holds the folder. ended: all
-    steps are done and saved. stopped: no process is left, and every step is saved. dead: no process is left, and steps
-    have to be done again. steps: done, of `num_steps`. snapshot: in the memory of this host alone. tiers: of process 0
-    since its start. clock_ahead_s: this machine's clock against the one that gives the folder's files their times.
+    starting: a supervisor is about to start its processes. running: a process of it holds the
+    folder. ended: all steps are done and saved. stopped: no process is left, and every step is
+    saved. dead: no process is left, and steps have to be done again. steps: done, of `num_steps`.
+    snapshot: in the memory of this host alone. tiers: of process 0 since its start. clock_ahead_s:
+    this machine's clock against the one that gives the folder's files their times.
     """
 
     folder: str
@@ -93,8 +98,14 @@ def read_overview(folder: Path) -> RunOverview:
     """Return the state of the run in this folder; `ValueError` if it is no run's folder."""
     signs = [name for name in (IDENTITY, LOCK, METRICS, SUPERVISE) if (folder / name).exists()]
     if not signs:
-        missing = "must be a folder" if not folder.is_dir() else f"has no {IDENTITY}, {LOCK}, {METRICS} or {SUPERVISE}"
-        raise ValueError(f"run = {str(folder)!r}: must be the output folder of a run, and {missing}")
+        missing = (
+            "must be a folder"
+            if not folder.is_dir()
+            else f"has no {IDENTITY}, {LOCK}, {METRICS} or {SUPERVISE}"
+        )
+        raise ValueError(
+            f"run = {str(folder)!r}: must be the output folder of a run, and {missing}"
+        )
     config, events = _json(folder / "config.json"), _supervised(folder)
     own_now = time.time()
     now = disk_time(folder) or max(own_now, _time_of(folder / METRICS) or 0.0)
@@ -102,10 +113,16 @@ def read_overview(folder: Path) -> RunOverview:
     how_far, last = reached(folder), steps[-1] if steps else {}
     rates = [step for step in steps if not step.get("compiled")]
     checkpoint = how_far.checkpoint if how_far.checkpoint >= 0 else None
-    checkpoint_time = None if checkpoint is None else _time_of(folder / "checkpoints" / str(checkpoint))
+    checkpoint_time = (
+        None if checkpoint is None else _time_of(folder / "checkpoints" / str(checkpoint))
+    )
     ranks = _ranks(folder, config, now)
     starts = [event for event in events if event["event"] == "start"]
-    ends = [str(event.get("why") or event.get("kind", "")) for event in events if event["event"] == "end"]
+    ends = [
+        str(event.get("why") or event.get("kind", ""))
+        for event in events
+        if event["event"] == "end"
+    ]
     num_steps = config.get("num_steps")
     done = how_far.step + 1
     state, why = _state(folder, _Seen(config, events, ranks, now), done, num_steps, checkpoint)
@@ -135,7 +152,9 @@ def read_overview(folder: Path) -> RunOverview:
 
 
 def slowest(ranks: tuple[RankSign, ...]) -> int | None:
-    """Return the rank that has been silent longest, or is the latest to begin what others have begun; None: none is."""
+    """Return the rank that has been silent longest, or is the latest to begin what others have
+    begun; None: none is.
+    """
     silent = [rank for rank in ranks if rank.silent_s > SILENT_S and rank.at != CLOSED]
     if silent:
         return max(silent, key=lambda rank: rank.silent_s).rank
@@ -146,9 +165,11 @@ def slowest(ranks: tuple[RankSign, ...]) -> int | None:
 
 
 def _late_s(rank: RankSign, other: RankSign) -> float:
-    """Return how much later than the other one this rank has begun, or not begun yet, what both wait for in turn.
+    """Return how much later than the other one this rank has begun, or not begun yet, what both
+    wait for in turn.
 
-    Ranks tell at different moments: one is behind only where the other had begun more before it told.
+    Ranks tell at different moments: one is behind only where the other had begun more before it
+    told.
     """
     if other.waits == rank.waits:
         return rank.begun_time - other.begun_time
@@ -166,7 +187,9 @@ class _Seen:
     now: float
 
 
-def _state(folder: Path, seen: _Seen, done: int, num_steps: int | None, checkpoint: int | None) -> tuple[State, str]:
+def _state(
+    folder: Path, seen: _Seen, done: int, num_steps: int | None, checkpoint: int | None
+) -> tuple[State, str]:
     """Return the state and a clause that says what shows it."""
     owner = _json(folder / LOCK)
     held, elsewhere = _held(folder / LOCK), owner.get("host") not in (None, socket.gethostname())
@@ -176,20 +199,33 @@ def _state(folder: Path, seen: _Seen, done: int, num_steps: int | None, checkpoi
         return "running", f"{by} holds the folder"
     if (held is None or elsewhere) and owner and silent_s <= limit_s:
         return "running", f"last sign of life of {by} {silent_s:.0f} s ago"
-    if num_steps is not None and done >= num_steps and checkpoint is not None and checkpoint >= num_steps:
+    if (
+        num_steps is not None
+        and done >= num_steps
+        and checkpoint is not None
+        and checkpoint >= num_steps
+    ):
         return "ended", "all steps are done and saved"
-    awaited = bool(seen.events) and (seen.events[-1]["event"] == "start" or seen.events[-1].get("kind") != "done")
+    awaited = bool(seen.events) and (
+        seen.events[-1]["event"] == "start" or seen.events[-1].get("kind") != "done"
+    )
     if awaited and _held(folder / SUPERVISE / "lock"):
         return "starting", "its supervisor starts its processes"
     if checkpoint is not None and checkpoint == done:
         return "stopped", "no process is left, all steps so far are saved"
     lost = "no step is saved" if checkpoint is None else f"goes on from step {checkpoint}"
-    silent = f"no sign of life for {silent_s:.0f} s" if elsewhere or held is None else "no process is left"
+    silent = (
+        f"no sign of life for {silent_s:.0f} s"
+        if elsewhere or held is None
+        else "no process is left"
+    )
     return "dead", f"{silent}, {lost}"
 
 
 def _held(path: Path) -> bool | None:
-    """Return whether a process holds `flock` on a file; None where the file system does not tell."""
+    """Return whether a process holds `flock` on a file; None where the file system does not
+    tell.
+    """
     try:
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -201,18 +237,24 @@ def _held(path: Path) -> bool | None:
 
 
 def _silence(folder: Path, seen: _Seen) -> tuple[float, float]:
-    """Return (seconds since the last sign of life, seconds after which there should have been another one)."""
+    """Return (seconds since the last sign of life, seconds after which there should have been
+    another one).
+    """
     limits = dataclasses.asdict(DistributedConfig()) | seen.config.get("distributed", {})
     if seen.ranks:
         return min(rank.silent_s for rank in seen.ranks), 5.0 + 1.5 * limits["heartbeat_timeout_s"]
     ages = [_age(_time_of(folder / name), seen.now) for name in (METRICS, LOCK)]
     known = [age for age in ages if age is not None]
-    return min(known, default=float("inf")), max(limits["step_timeout_s"], limits["start_timeout_s"])
+    return min(known, default=float("inf")), max(
+        limits["step_timeout_s"], limits["start_timeout_s"]
+    )
 
 
 def _ranks(folder: Path, config: dict[str, Any], now: float) -> tuple[RankSign, ...]:
     """Return the signs of life of the last attempt that has left any."""
-    beats = sorted(folder.glob(f"{SUPERVISE}/heartbeat-*"), key=lambda path: int(path.name.rpartition("-")[2]))
+    beats = sorted(
+        folder.glob(f"{SUPERVISE}/heartbeat-*"), key=lambda path: int(path.name.rpartition("-")[2])
+    )
     configured = config.get("distributed", {}).get("heartbeat_folder")
     beats = beats or ([Path(configured)] if configured else [])
     ranks = []
@@ -223,7 +265,9 @@ def _ranks(folder: Path, config: dict[str, Any], now: float) -> tuple[RankSign, 
             silent_s = max(0.0, now - beat_time)
             begun_time = beat_time - float(beat.get("since_s", 0.0))
             waits = int(beat.get("waits", 0))
-            ranks.append(RankSign(rank, str(beat.get("at", "")), waits, begun_time, beat_time, silent_s))
+            ranks.append(
+                RankSign(rank, str(beat.get("at", "")), waits, begun_time, beat_time, silent_s)
+            )
     return tuple(sorted(ranks, key=lambda sign: sign.rank))
 
 
@@ -254,7 +298,9 @@ def _last_steps(metrics: Path) -> tuple[list[dict[str, Any]], int]:
             if line.startswith(b'{"step"') and line.endswith(b"\n"):
                 last.append(line)
             resumes += line.startswith(b'{"event": "resume"') and line.endswith(b"\n")
-    return [record for record in map(_object, last) if {"tokens_per_s", "step_s"} <= record.keys()], resumes
+    return [
+        record for record in map(_object, last) if {"tokens_per_s", "step_s"} <= record.keys()
+    ], resumes
 
 
 def _supervised(folder: Path) -> list[dict[str, Any]]:
@@ -303,8 +349,15 @@ def lines(run: RunOverview) -> Iterator[str]:
     yield f"{run.run} in {run.folder}: {run.state} ({run.why}{attempt})"
     if abs(run.clock_ahead_s) > SKEW_S:
         how = "ahead of" if run.clock_ahead_s > 0 else "behind"
-        yield f"clock         this machine's is {abs(run.clock_ahead_s):,.0f} s {how} the disk's, which ages are by"
-    of = f" of {run.num_steps:,} ({100 * run.steps // max(1, run.num_steps)} %)" if run.num_steps is not None else ""
+        yield (
+            f"clock         this machine's is {abs(run.clock_ahead_s):,.0f} s {how} the disk's,"
+            " which ages are by"
+        )
+    of = (
+        f" of {run.num_steps:,} ({100 * run.steps // max(1, run.num_steps)} %)"
+        if run.num_steps is not None
+        else ""
+    )
     if run.num_steps is not None and run.steps > run.num_steps:
         of = f", more than the {run.num_steps:,} that it was last told"
     yield f"steps         {run.steps:,}{of}{_ago(run.step_age_s)}"
@@ -312,12 +365,19 @@ def lines(run: RunOverview) -> Iterator[str]:
         yield f"rate          {run.tokens_per_s:,.0f} tokens/s, {run.step_s:.3g} s a step"
     if run.loss is not None:
         yield f"loss          {run.loss:.4f}"
-    saved = "none yet" if run.checkpoint is None else f"step {run.checkpoint:,}{_ago(run.checkpoint_age_s)}"
+    saved = (
+        "none yet"
+        if run.checkpoint is None
+        else f"step {run.checkpoint:,}{_ago(run.checkpoint_age_s)}"
+    )
     yield f"checkpoint    {saved}"
     if run.snapshot is not None:
         ranks = ", ".join(map(str, run.snapshot.ranks))
         age = _ago(run.snapshot.age_s)
-        yield f"in memory     step {run.snapshot.step:,}{age}; on this host the shards of process {ranks}"
+        yield (
+            f"in memory     step {run.snapshot.step:,}{age}; on this host the shards of process"
+            f" {ranks}"
+        )
     end = f"; the last attempt that ended: {run.last_end}" if run.last_end else ""
     yield f"restarts      {run.restarts}{end}"
     for sign in run.ranks:
@@ -326,9 +386,14 @@ def lines(run: RunOverview) -> Iterator[str]:
     if run.tiers is not None:
         hits = run.tiers.get("hit_rate")
         rate = "" if hits is None else f"hit rate {100 * hits:.1f} %, "
-        read, written, host = (run.tiers[f"{name}_bytes"] / 1e9 for name in ("nvme_read", "nvme_written", "host"))
+        read, written, host = (
+            run.tiers[f"{name}_bytes"] / 1e9 for name in ("nvme_read", "nvme_written", "host")
+        )
         moved = f"NVMe {read:.2f} GB read, {written:.2f} GB written, host memory {host:.2f} GB"
-        yield f"tiers         {rate}{moved}, {run.tiers['waited_s']:.1f} s waited (process 0 since its start)"
+        yield (
+            f"tiers         {rate}{moved}, {run.tiers['waited_s']:.1f} s waited (process 0 since"
+            " its start)"
+        )
 
 
 def _ago(age_s: float | None) -> str:

@@ -1,4 +1,5 @@
-"""Plain values and bytes between the processes of a run, over the network that the step's collectives use.
+"""Plain values and bytes between the processes of a run, over the network that the step's
+collectives use.
 
 Every process makes the same calls in the same order, in the thread that starts the steps.
 Legend: P processes, C bytes of a chunk.
@@ -39,13 +40,16 @@ def gather_json(value: Any) -> list[Any]:
 def check_alike(name: str, identify: Callable[[], str]) -> None:
     """Raise `ValueError` on every process if one reads something else than process 0.
 
-    identify: tells apart what they read. On hosts with disks of their own a copy may be old, or another one.
+    identify: tells apart what they read. On hosts with disks of their own a copy may be old, or
+    another one.
     """
     if jax.process_count() == 1:
         return
     views = gather_json(identify())
     others = [rank for rank, own in enumerate(views) if own != views[0]]
-    constraint = f"must be the same on every process, is another on {others}: copy it to their hosts anew"
+    constraint = (
+        f"must be the same on every process, is another on {others}: copy it to their hosts anew"
+    )
     check(not others, name, views[0][:16], constraint)
 
 
@@ -62,11 +66,14 @@ def rounds_of(pairs: Sequence[tuple[int, int]]) -> list[Pairs]:
     return [tuple(one) for one in rounds]
 
 
-def exchange_bytes(outgoing: NDArray[np.uint8], incoming: NDArray[np.uint8], pairs: Pairs, most_bytes: int) -> None:
-    """Send `outgoing` to the process that `pairs` names, and fill `incoming` with what comes to this one.
+def exchange_bytes(
+    outgoing: NDArray[np.uint8], incoming: NDArray[np.uint8], pairs: Pairs, most_bytes: int
+) -> None:
+    """Send `outgoing` to the process that `pairs` names, and fill `incoming` with what comes to
+    this one.
 
-    Nobody sends or receives twice. A process that sends or receives nothing gives an empty array. most_bytes: the
-    greatest size of all that is sent.
+    Nobody sends or receives twice. A process that sends or receives nothing gives an empty array.
+    most_bytes: the greatest size of all that is sent.
     """
     chunk_bytes = min(CHUNK_BYTES, max(1, most_bytes))
     for begin in range(0, most_bytes, chunk_bytes):
@@ -80,7 +87,9 @@ def _sent(chunk_1C: NDArray[np.uint8], pairs: Pairs) -> NDArray[np.uint8]:
     sharding, send = _sender(pairs)
     own = next(d for d in sharding.mesh.devices.flat if d.process_index == jax.process_index())
     shape = (jax.process_count(), chunk_1C.shape[1])
-    chunk_PC = jax.make_array_from_single_device_arrays(shape, sharding, [jax.device_put(chunk_1C, own)])
+    chunk_PC = jax.make_array_from_single_device_arrays(
+        shape, sharding, [jax.device_put(chunk_1C, own)]
+    )
     return np.asarray(send(chunk_PC).addressable_shards[0].data)
 
 

@@ -1,8 +1,9 @@
 """Start and end one process of a run on any host, and end it when its supervisor ends.
 
-`python -m jmoe.cluster.remote_process` is the program on that host; the supervisor talks to it over its standard
-streams. Its output: one line with a port that it reserves for the run's coordinator. Its input: one line of JSON, the
-`Order`; then the number of a signal on each line. When its input ends, it kills the process that it started.
+`python -m jmoe.cluster.remote_process` is the program on that host; the supervisor talks to it over
+its standard streams. Its output: one line with a port that it reserves for the run's coordinator.
+Its input: one line of JSON, the `Order`; then the number of a signal on each line. When its input
+ends, it kills the process that it started.
 """
 
 from __future__ import annotations
@@ -26,13 +27,16 @@ from pathlib import Path
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # by the supervisor, and by nobody else
 CLOSE_S = 20.0  # SIGKILL takes that long where a process writes to a slow disk
 KILL_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
-CANNOT_LOG = 73  # exit code: the log cannot be written, so the folder is not writable or not shared (EX_CANTCREAT)
+# exit code: the log cannot be written, so the folder is not writable or not shared (EX_CANTCREAT)
+CANNOT_LOG = 73
 CANNOT_RUN = 127  # exit code: the command is not there, as of a shell
 
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """A command to run. environment: changes to that of this host; log: the file that its output is appended to."""
+    """A command to run. environment: changes to that of this host; log: the file that its output
+    is appended to.
+    """
 
     command: list[str]
     folder: str
@@ -76,7 +80,9 @@ class RemoteProcess:
         self._write(str(int(number)))
 
     def code(self) -> int | None:
-        """Return the exit code of the process, 128 + the number of the signal that killed it; None while it runs."""
+        """Return the exit code of the process, 128 + the number of the signal that killed it;
+        None while it runs.
+        """
         code = self._process.poll()
         return code if code is None or code >= 0 else 128 - code
 
@@ -92,7 +98,9 @@ class RemoteProcess:
             self._process.stdin.close()
 
     def close(self) -> None:
-        """End the process, if it has not ended, and wait for that; a host that does not answer is not waited for."""
+        """End the process, if it has not ended, and wait for that; a host that does not answer
+        is not waited for.
+        """
         assert self._process.stdout is not None
         self.kill()
         try:
@@ -130,7 +138,8 @@ def answered(remotes: Sequence[RemoteProcess], timeout_s: float) -> list[RemoteP
 def reserve_port() -> socket.socket:
     """Return a socket bound to a port that the system gives to no other process while it is open.
 
-    A process that is told the port can listen on it: both allow its reuse, and this socket does not listen.
+    A process that is told the port can listen on it: both allow its reuse, and this socket does not
+    listen.
     """
     dual = socket.has_dualstack_ipv6()
     reserved = socket.socket(socket.AF_INET6 if dual else socket.AF_INET)
@@ -143,14 +152,18 @@ def reserve_port() -> socket.socket:
 
 
 def run(order: Order, commands: int) -> int:
-    """Run the process to its end, and return its exit code, 128 + the number of a signal that killed it.
+    """Run the process to its end, and return its exit code, 128 + the number of a signal that
+    killed it.
 
     What it has started and left behind ends with it: it would hold its devices and locks.
     """
     log = Path(order.log)
     try:
         with log.open("a") as output:
-            output.write(f"=== {datetime.datetime.now().astimezone().isoformat(timespec='seconds')} {order.title}\n")
+            output.write(
+                f"=== {datetime.datetime.now().astimezone().isoformat(timespec='seconds')}"
+                f" {order.title}\n"
+            )
             output.flush()
             process = subprocess.Popen(
                 order.command,
@@ -164,7 +177,14 @@ def run(order: Order, commands: int) -> int:
             )
     except OSError as error:
         there = log.parent.is_dir()
-        print(error if there else f"{log.parent} is not there: it must be on a disk that all hosts share", flush=True)
+        print(
+            (
+                error
+                if there
+                else f"{log.parent} is not there: it must be on a disk that all hosts share"
+            ),
+            flush=True,
+        )
         return CANNOT_RUN if there and error.filename != order.log else CANNOT_LOG
     threading.Thread(target=_obey, args=(commands, process), daemon=True).start()
     code = process.wait()

@@ -10,11 +10,15 @@ import socket
 import time
 
 
-def rendezvous(address: str, processes: int, rank: int, timeout_s: float) -> dict[int, socket.socket]:
-    """Return, once all ranks are here, rank 0's connections to the others by rank; on those, theirs to rank 0.
+def rendezvous(
+    address: str, processes: int, rank: int, timeout_s: float
+) -> dict[int, socket.socket]:
+    """Return, once all ranks are here, rank 0's connections to the others by rank; on those, theirs
+    to rank 0.
 
-    Rank 0 listens at the very address that JAX's coordinator takes afterwards, so no other port must be open. Raises
-    `TimeoutError` naming the ranks that are missing, `ValueError` if two processes claim one rank.
+    Rank 0 listens at the very address that JAX's coordinator takes afterwards, so no other port
+    must be open. Raises `TimeoutError` naming the ranks that are missing, `ValueError` if two
+    processes claim one rank.
     """
     host, colon, port = address.rpartition(":")
     if not (colon and host and port.isdigit() and 0 < int(port) < 65536):
@@ -29,7 +33,9 @@ def rendezvous(address: str, processes: int, rank: int, timeout_s: float) -> dic
         for line in lines.values():
             line.close()
     if kind == "missing":
-        raise TimeoutError(f"{rest} did not start within distributed.start_timeout_s = {timeout_s:g} s")
+        raise TimeoutError(
+            f"{rest} did not start within distributed.start_timeout_s = {timeout_s:g} s"
+        )
     if kind == "conflict":
         raise ValueError(f"distributed: {rest}")
     for line in lines.values():
@@ -37,11 +43,15 @@ def rendezvous(address: str, processes: int, rank: int, timeout_s: float) -> dic
     return lines
 
 
-def _call(address: str, port: int, processes: int, timeout_s: float) -> tuple[str, dict[int, socket.socket]]:
+def _call(
+    address: str, port: int, processes: int, timeout_s: float
+) -> tuple[str, dict[int, socket.socket]]:
     dual = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual else socket.AF_INET
     try:
-        server = socket.create_server(("", port), family=family, backlog=processes, dualstack_ipv6=dual)
+        server = socket.create_server(
+            ("", port), family=family, backlog=processes, dualstack_ipv6=dual
+        )
     except OSError as error:
         raise OSError(
             f"distributed.coordinator_address = {address!r}: process 0 cannot listen there: {error}"
@@ -66,7 +76,9 @@ def _call(address: str, port: int, processes: int, timeout_s: float) -> tuple[st
                 caller.close()  # somebody else knocked
                 continue
             if count != processes:
-                verdict = f"conflict rank {rank} was told num_processes = {count}, rank 0 {processes}"
+                verdict = (
+                    f"conflict rank {rank} was told num_processes = {count}, rank 0 {processes}"
+                )
             elif rank in callers:
                 verdict = f"conflict two processes were told process_id = {rank}"
             if rank in callers:
@@ -84,7 +96,9 @@ def _tell(caller: socket.socket, verdict: str) -> None:
         caller.sendall(f"{verdict}\n".encode())
 
 
-def _answer(address: tuple[str, int], processes: int, rank: int, timeout_s: float) -> tuple[str, socket.socket]:
+def _answer(
+    address: tuple[str, int], processes: int, rank: int, timeout_s: float
+) -> tuple[str, socket.socket]:
     deadline = time.monotonic() + timeout_s
     problem: OSError | None = None
     while (left_s := deadline - time.monotonic()) > 0:
@@ -92,9 +106,11 @@ def _answer(address: tuple[str, int], processes: int, rank: int, timeout_s: floa
             with contextlib.ExitStack() as stack:
                 line = stack.enter_context(socket.create_connection(address, timeout=left_s))
                 line.sendall(f"jmoe {rank} {processes}\n".encode())
-                line.settimeout(max(0.01, deadline + 5 - time.monotonic()))  # rank 0 may have started later
+                # rank 0 may have started later
+                line.settimeout(max(0.01, deadline + 5 - time.monotonic()))
                 verdict = b""
-                while not verdict.endswith(b"\n") and (byte := line.recv(1)):  # what follows is not for us
+                # what follows is not for us
+                while not verdict.endswith(b"\n") and (byte := line.recv(1)):
                     verdict += byte
                 if verdict.endswith(b"\n"):
                     stack.pop_all()
@@ -110,5 +126,7 @@ def _answer(address: tuple[str, int], processes: int, rank: int, timeout_s: floa
 
 def named(ranks: list[int]) -> str:
     """Return `rank 3`, `ranks 1, 2`."""
-    shown = ", ".join(map(str, ranks[:32])) + (f" and {len(ranks) - 32} more" if len(ranks) > 32 else "")
+    shown = ", ".join(map(str, ranks[:32])) + (
+        f" and {len(ranks) - 32} more" if len(ranks) > 32 else ""
+    )
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"

@@ -1,4 +1,6 @@
-"""When a run whose processes have ended is started again, and what it has done until then. Standard library."""
+"""When a run whose processes have ended is started again, and what it has done until then.
+Standard library.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,18 @@ NONE = -1  # no step yet, no checkpoint yet
 
 @dataclass(frozen=True)
 class Reached:
-    """How far a run has come. step: the last one done; checkpoint: the newest complete one's; NONE: there is none."""
+    """How far a run has come. step: the last one done; checkpoint: the newest complete one's;
+    NONE: there is none.
+    """
 
     step: int = NONE
     checkpoint: int = NONE
 
 
 def reached(output_dir: Path) -> Reached:
-    """Return how far the run in this folder has come, from what its process 0 and its checkpoints have left there."""
+    """Return how far the run in this folder has come, from what its process 0 and its
+    checkpoints have left there.
+    """
     return Reached(_last_step(output_dir / METRICS), _newest(output_dir / CHECKPOINTS))
 
 
@@ -62,8 +68,8 @@ def _last_step(metrics: Path) -> int:
 class Ending:
     """How the processes of an attempt have ended.
 
-    lost: a rank was lost, killed or stuck; mistake: one has ended with an error of its own. why: a clause about the
-    rank that was first.
+    lost: a rank was lost, killed or stuck; mistake: one has ended with an error of its own. why: a
+    clause about the rank that was first.
     """
 
     kind: Literal["done", "stopped", "lost", "mistake"]
@@ -79,7 +85,9 @@ def named_code(code: int) -> str:
 
 
 def kind_of(code: int) -> Literal["lost", "mistake"]:
-    """Return what the exit code of the rank that ended first says: whether a new start may mend it."""
+    """Return what the exit code of the rank that ended first says: whether a new start may mend
+    it.
+    """
     return "lost" if code == EXIT_LOST or code > 128 else "mistake"
 
 
@@ -103,8 +111,18 @@ class Restarts:
         config = self._config
         if self._at_same_step >= config.same_step_limit:
             where = f"after step {now.step}" if now.step >= 0 else "before the first step"
-            return f"given up: {self._at_same_step} attempts in a row have ended {where} (same_step_limit)"
+            return (
+                f"given up: {self._at_same_step} attempts in a row have ended {where}"
+                " (same_step_limit)"
+            )
         if self.in_a_row >= config.max_restarts:
-            return f"given up: {self.in_a_row} restarts in a row have made no checkpoint (max_restarts)"
+            return (
+                f"given up: {self.in_a_row} restarts in a row have made no checkpoint"
+                " (max_restarts)"
+            )
         self.in_a_row += 1
-        return 0.0 if self.in_a_row == 1 else min(config.max_backoff_s, config.backoff_s * 2.0 ** (self.in_a_row - 2))
+        return (
+            0.0
+            if self.in_a_row == 1
+            else min(config.max_backoff_s, config.backoff_s * 2.0 ** (self.in_a_row - 2))
+        )

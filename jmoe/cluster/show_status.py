@@ -34,7 +34,10 @@ def main() -> None:
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
     """Return the values with names of floats that are not finite, which JSON does not have."""
-    return {name: str(v) if isinstance(v, float) and not math.isfinite(v) else v for name, v in values.items()}
+    return {
+        name: str(v) if isinstance(v, float) and not math.isfinite(v) else v
+        for name, v in values.items()
+    }
 
 
 if __name__ == "__main__":

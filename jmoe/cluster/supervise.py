@@ -1,9 +1,10 @@
-"""Start the processes of a run, and all of them again when one is lost: for hosts without a scheduler that does.
+"""Start the processes of a run, and all of them again when one is lost: for hosts without a
+scheduler that does.
 
     jmoe-supervise --processes 4 -- train.py PRESET [--section.field VALUE ...]
 
-It never imports JAX, holds no device, and keeps what it knows in OUTPUT_DIR/supervise: each rank's log, signs of life,
-`events.jsonl`.
+It never imports JAX, holds no device, and keeps what it knows in OUTPUT_DIR/supervise: each rank's
+log, signs of life, `events.jsonl`.
 """
 
 from __future__ import annotations
@@ -37,13 +38,18 @@ POLL_S = 0.05
 END_S = 10.0  # ranks may say so long why they end, after the first one has
 BEGIN_S = 60.0  # beyond distributed.start_timeout_s until a rank's first sign of life
 LOG_TAIL_BYTES = 1 << 16  # an aborted process ends with a long stack
-TORN_S = 5.0  # what was written to the compile cache so shortly before a kill may be half of an entry
-UNHEARD = re.compile(r"tasks are unhealthy[^\n]*:\n((?:[^\n]*\d\n)+)")  # JAX's coordinator: a rank at the end of a line
-PASSED_DOWN = ("CUDA_", "GLOO_", "JAX_", "JMOE_", "NCCL_", "NPROC", "PYTHON", "XLA_")  # environment, to other hosts
+# what was written to the compile cache so shortly before a kill may be half of an entry
+TORN_S = 5.0
+# JAX's coordinator: a rank at the end of a line
+UNHEARD = re.compile(r"tasks are unhealthy[^\n]*:\n((?:[^\n]*\d\n)+)")
+# environment, to other hosts
+PASSED_DOWN = ("CUDA_", "GLOO_", "JAX_", "JMOE_", "NCCL_", "NPROC", "PYTHON", "XLA_")
 
 
 def program_and_arguments(command: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return (words that start a process, the arguments of train.py) of a command such as `train.py tiny`."""
+    """Return (words that start a process, the arguments of train.py) of a command such as
+    `train.py tiny`.
+    """
     first = Path(command[0]).name
     if first.endswith(".py"):
         return [sys.executable, command[0]], list(command[1:])
@@ -54,7 +60,9 @@ def program_and_arguments(command: Sequence[str]) -> tuple[list[str], list[str]]
 class Asker:
     """Asks the hosts that are away, again and again, whether they are back; waits for none."""
 
-    def __init__(self, ask: Callable[[contextlib.ExitStack], list[RemoteProcess]], config: SuperviseConfig) -> None:
+    def __init__(
+        self, ask: Callable[[contextlib.ExitStack], list[RemoteProcess]], config: SuperviseConfig
+    ) -> None:
         self._ask, self._config = ask, config
         self._asked: list[RemoteProcess] = []
         self._since = time.monotonic()
@@ -67,14 +75,19 @@ class Asker:
         self._stack.close()
 
     def returned(self) -> list[str]:
-        """Return the hosts that have answered since they were asked last; none before all have, or their time is up."""
+        """Return the hosts that have answered since they were asked last; none before all have,
+        or their time is up.
+        """
         waited_s = time.monotonic() - self._since
         if not self._asked:
             if waited_s > self._config.return_check_s:
                 self._asked, self._since = self._ask(self._stack), time.monotonic()
             return []
         present = answered(self._asked, 0.0)
-        if not all(remote.heard for remote in self._asked) and waited_s < self._config.host_timeout_s:
+        if (
+            not all(remote.heard for remote in self._asked)
+            and waited_s < self._config.host_timeout_s
+        ):
             return []
         hosts = [remote.host for remote in present]
         self._stack.close()
@@ -92,15 +105,23 @@ class Supervisor:
         limits = self._train.distributed
         for name in ("coordinator_address", "num_processes", "process_id", "heartbeat_folder"):
             value = getattr(limits, name)
-            check(value is None, f"distributed.{name}", value, "must not be given: the supervisor gives it")
+            check(
+                value is None,
+                f"distributed.{name}",
+                value,
+                "must not be given: the supervisor gives it",
+            )
         check(not self._train.plan, "plan", True, "must not be given to a supervised run")
         estimate = self._train.estimate
         check(not estimate, "estimate", estimate, "must not be given to a supervised run")
         if config.processes_per_host > 1 and not config.hosts:  # each process has one GPU
-            check_all_used(config.processes_per_host, more="a process for each of them (--processes)")
+            check_all_used(
+                config.processes_per_host, more="a process for each of them (--processes)"
+            )
         self.output_dir = Path(self._train.output_dir).absolute()
         self.folder = self.output_dir / FOLDER
-        self._silence_s = 5.0 + 1.5 * limits.heartbeat_timeout_s  # the ranks' own limit is the first
+        # the ranks' own limit is the first
+        self._silence_s = 5.0 + 1.5 * limits.heartbeat_timeout_s
         self._begin_s = BEGIN_S + limits.start_timeout_s
         self._attempt = 0
         self._signals: list[int] = []
@@ -113,7 +134,11 @@ class Supervisor:
         with contextlib.ExitStack() as stack:
             self._open(stack)
             for number in (n for n in PASSED_ON if signal.getsignal(n) is not signal.SIG_IGN):
-                stack.callback(signal.signal, number, signal.signal(number, lambda n, _: self._signals.append(n)))
+                stack.callback(
+                    signal.signal,
+                    number,
+                    signal.signal(number, lambda n, _: self._signals.append(n)),
+                )
             restarts = Restarts(self._config, reached(self.output_dir))
             while True:
                 with contextlib.ExitStack() as ranks_stack:
@@ -137,28 +162,48 @@ class Supervisor:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise OSError(f"output_dir = {str(self.output_dir)!r}: has a supervisor already") from error
+            raise OSError(
+                f"output_dir = {str(self.output_dir)!r}: has a supervisor already"
+            ) from error
 
     def _after(self, ending: Ending, restarts: Restarts) -> int | None:
-        """Return the exit code after this end of an attempt, or None once the next attempt is due."""
+        """Return the exit code after this end of an attempt, or None once the next attempt is
+        due.
+        """
         now = reached(self.output_dir)
-        self._note("end", kind=ending.kind, code=ending.code, why=ending.why, step=now.step, checkpoint=now.checkpoint)
+        self._note(
+            "end",
+            kind=ending.kind,
+            code=ending.code,
+            why=ending.why,
+            step=now.step,
+            checkpoint=now.checkpoint,
+        )
         if ending.kind == "done":
             return 0
         if self._signals:
-            return self._train.distributed.stopped_exit_code if ending.kind == "stopped" else ending.code
+            return (
+                self._train.distributed.stopped_exit_code
+                if ending.kind == "stopped"
+                else ending.code
+            )
         if self._growing and ending.kind == "stopped":
             return None
         self._forget_torn()
         decision = restarts.after(ending, now)
         checkpoint = f"checkpoint {now.checkpoint}" if now.checkpoint >= 0 else "the start"
-        checkpoint += " or a newer snapshot" if self._train.checkpoint.memory_dir is not None else ""
+        checkpoint += (
+            " or a newer snapshot" if self._train.checkpoint.memory_dir is not None else ""
+        )
         why = ending.why or "stopped by a signal that was not the supervisor's"
         if isinstance(decision, str):
             self._say(f"{why}; {decision}")
             return ending.code or 1
         later = f" in {decision:g} s" if decision else ""
-        self._say(f"{why}; all processes start again{later}, from {checkpoint} (restart {restarts.in_a_row} in a row)")
+        self._say(
+            f"{why}; all processes start again{later}, from {checkpoint} (restart"
+            f" {restarts.in_a_row} in a row)"
+        )
         deadline = time.monotonic() + decision
         while time.monotonic() < deadline and not self._signals:
             time.sleep(POLL_S)
@@ -167,11 +212,15 @@ class Supervisor:
     # Start
 
     def _gather(self, stack: contextlib.ExitStack) -> list[RemoteProcess]:
-        """Return a `RemoteProcess` for each rank to start now; none if a signal came before there were enough."""
+        """Return a `RemoteProcess` for each rank to start now; none if a signal came before
+        there were enough.
+        """
         config, deadline = self._config, time.monotonic() + self._config.host_wait_s
         while not self._signals:
             with contextlib.ExitStack() as trying:
-                present = answered(self._remote_processes(trying, self._hosts()), config.host_timeout_s)
+                present = answered(
+                    self._remote_processes(trying, self._hosts()), config.host_timeout_s
+                )
                 number = self._fitting(len(present))
                 if number:
                     stack.push(trying.pop_all())
@@ -181,10 +230,13 @@ class Supervisor:
             away = ", ".join(sorted(self._away(present))) or "none"
             if time.monotonic() > deadline:
                 raise OSError(
-                    f"{len(present)} of {config.fewest_processes} processes can run after {config.host_wait_s:g} s "
-                    f"(host_wait_s); hosts away: {away}"
+                    f"{len(present)} of {config.fewest_processes} processes can run after"
+                    f" {config.host_wait_s:g} s (host_wait_s); hosts away: {away}"
                 )
-            self._say(f"waiting for hosts: {len(present)} of {config.fewest_processes} processes can run; away: {away}")
+            self._say(
+                f"waiting for hosts: {len(present)} of {config.fewest_processes} processes can run;"
+                f" away: {away}"
+            )
             time.sleep(1.0)
         return []
 
@@ -196,7 +248,9 @@ class Supervisor:
     def _away(self, present: Sequence[RemoteProcess]) -> set[str]:
         return set(self._hosts()) - {remote.host for remote in present}
 
-    def _remote_processes(self, stack: contextlib.ExitStack, hosts: Sequence[str]) -> list[RemoteProcess]:
+    def _remote_processes(
+        self, stack: contextlib.ExitStack, hosts: Sequence[str]
+    ) -> list[RemoteProcess]:
         remotes: list[RemoteProcess] = []
         for host in hosts:
             local_rank = sum(remote.host == host for remote in remotes)
@@ -208,7 +262,9 @@ class Supervisor:
         return remotes
 
     def _fitting(self, available: int) -> int:
-        """Return the greatest number of processes, of those that can run, over which the run can be split; 0: none."""
+        """Return the greatest number of processes, of those that can run, over which the run can
+        be split; 0: none.
+        """
         config, problem = self._config, None
         if available >= config.num_processes:
             return config.num_processes
@@ -224,18 +280,25 @@ class Supervisor:
         return 0
 
     def _start(self, ranks: Sequence[RemoteProcess]) -> Listener:
-        """Order every rank's process on a new coordinator port, and return the listener for their signs of life."""
+        """Order every rank's process on a new coordinator port, and return the listener for
+        their signs of life.
+        """
         self._attempt += 1
         self._growing = False
         for old in self.folder.glob("heartbeat-*"):
             shutil.rmtree(old, ignore_errors=True)
         heartbeats = self.folder / f"heartbeat-{self._attempt}"
         heartbeats.mkdir()
-        addresses = {name: address or name for name, _, address in (h.partition("=") for h in self._config.hosts)}
+        addresses = {
+            name: address or name
+            for name, _, address in (h.partition("=") for h in self._config.hosts)
+        }
         coordinator = f"{addresses.get(ranks[0].host, '127.0.0.1')}:{ranks[0].port}"
         self._note("start", attempt=self._attempt, processes=len(ranks), coordinator=coordinator)
         away = f"; away: {', '.join(sorted(self._away(ranks)))}" if self._away(ranks) else ""
-        self._say(f"attempt {self._attempt}: {len(ranks)} processes, coordinator {coordinator}{away}")
+        self._say(
+            f"attempt {self._attempt}: {len(ranks)} processes, coordinator {coordinator}{away}"
+        )
         for rank, remote in enumerate(ranks):
             options = {
                 "coordinator-address": coordinator,
@@ -244,15 +307,23 @@ class Supervisor:
                 "heartbeat-folder": heartbeats,
                 "stopped-exit-code": EXIT_STOPPED,
             }
-            words = [word for name, value in options.items() for word in (f"--distributed.{name}", str(value))]
+            words = [
+                word
+                for name, value in options.items()
+                for word in (f"--distributed.{name}", str(value))
+            ]
             title = f"attempt {self._attempt}, rank {rank} of {len(ranks)}"
             command = [*self._program, *self._arguments, *words]
-            remote.start(Order(command, os.getcwd(), self._environment(remote), str(self._log(rank)), title))
+            remote.start(
+                Order(command, os.getcwd(), self._environment(remote), str(self._log(rank)), title)
+            )
         self._clock = RunningClock(POLL_S)
         return Listener(heartbeats, len(ranks), self._clock.now)
 
     def _environment(self, remote: RemoteProcess) -> dict[str, str]:
-        """Return changes to the environment of a rank: a compile cache that all share, and its own device."""
+        """Return changes to the environment of a rank: a compile cache that all share, and its
+        own device.
+        """
         changes = {
             "JAX_COMPILATION_CACHE_DIR": str(self._cache),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -261,11 +332,15 @@ class Supervisor:
         }
         changes = {name: value for name, value in changes.items() if name not in os.environ}
         if remote.host:
-            changes |= {name: value for name, value in os.environ.items() if name.startswith(PASSED_DOWN)}
+            changes |= {
+                name: value for name, value in os.environ.items() if name.startswith(PASSED_DOWN)
+            }
         if self._config.processes_per_host > 1:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
             several = len(visible) > remote.local_rank and visible != [""]
-            changes["CUDA_VISIBLE_DEVICES"] = visible[remote.local_rank] if several else str(remote.local_rank)
+            changes["CUDA_VISIBLE_DEVICES"] = (
+                visible[remote.local_rank] if several else str(remote.local_rank)
+            )
         return changes
 
     @property
@@ -273,7 +348,9 @@ class Supervisor:
         return Path(os.environ.get("JAX_COMPILATION_CACHE_DIR") or self.folder / "compiled")
 
     def _forget_torn(self) -> None:
-        """Delete the newest entries of the compile cache: JAX writes them in place, and reads half of one for ever."""
+        """Delete the newest entries of the compile cache: JAX writes them in place, and reads
+        half of one for ever.
+        """
         try:
             newest_s = (disk_time(self._cache) or time.time()) - TORN_S
             for entry in self._cache.iterdir():
@@ -289,7 +366,8 @@ class Supervisor:
         began, position = self._clock.now(), self._log_size()
         first: Ending | None = None
         deadline = float("inf")
-        passed = 0  # a signal may have come while the processes were started; one before that has ended the run
+        # a signal may have come while the processes were started; one before that has ended the run
+        passed = 0
         while True:
             self._clock.look()
             for number in self._signals[passed:]:
@@ -299,14 +377,27 @@ class Supervisor:
             position = self._show_log(position)
             listener.look()
             codes = [remote.code() for remote in ranks]
-            if first is None and (first := self._first_ending(ranks, codes, listener, began)) is not None:
-                says_why = any(code not in (None, 0, EXIT_STOPPED) for code in codes) and not _is_killed(first.code)
+            if (
+                first is None
+                and (first := self._first_ending(ranks, codes, listener, began)) is not None
+            ):
+                says_why = any(
+                    code not in (None, 0, EXIT_STOPPED) for code in codes
+                ) and not _is_killed(first.code)
                 deadline = self._clock.now() + (END_S if says_why else 0.0)
-            elif first is None and deadline == float("inf") and any(code is not None for code in codes):
+            elif (
+                first is None
+                and deadline == float("inf")
+                and any(code is not None for code in codes)
+            ):
                 deadline = self._clock.now() + self._train.distributed.step_timeout_s
             if None not in codes or self._clock.now() > deadline:
                 break
-            if first is None and not (self._growing or self._signals) and self._can_grow(ranks, asker.returned()):
+            if (
+                first is None
+                and not (self._growing or self._signals)
+                and self._can_grow(ranks, asker.returned())
+            ):
                 self._growing = True
                 for remote in ranks:
                     remote.send_signal(signal.SIGTERM)
@@ -323,7 +414,11 @@ class Supervisor:
         return first or (Ending("done", 0) if codes[0] == 0 else Ending("stopped", EXIT_STOPPED))
 
     def _first_ending(
-        self, ranks: Sequence[RemoteProcess], codes: Sequence[int | None], listener: Listener, began: float
+        self,
+        ranks: Sequence[RemoteProcess],
+        codes: Sequence[int | None],
+        listener: Listener,
+        began: float,
     ) -> Ending | None:
         """Return how the rank that is to blame has ended, if one has; a silent one is killed."""
         bad = [rank for rank, code in enumerate(codes) if code not in (None, 0, EXIT_STOPPED)]
@@ -336,17 +431,27 @@ class Supervisor:
             silent_s = listener.silence_s(rank)
             if late or (silent_s > limit_s and listener.at(rank) != CLOSED):
                 at = f", at {listener.at(rank)}" if listener.at(rank) else ""
-                what = f"has not begun within {waited_s:.0f} s" if late else f"no sign of life for {silent_s:.0f} s"
+                what = (
+                    f"has not begun within {waited_s:.0f} s"
+                    if late
+                    else f"no sign of life for {silent_s:.0f} s"
+                )
                 remote.close()
-                return Ending("lost", EXIT_LOST, f"{self._named(rank, remote)}: {what}, dead or stopped{at}")
+                return Ending(
+                    "lost", EXIT_LOST, f"{self._named(rank, remote)}: {what}, dead or stopped{at}"
+                )
         if not bad:
             return None
         rank = min(bad, key=lambda rank: (not _is_killed(codes[rank]), codes[rank]))
         code = codes[rank]
         assert code is not None
         at = f", at {listener.at(rank)}" if listener.at(rank) else ""
-        words = "" if _is_killed(code) else f": {ranks[rank].last_words() or self._last_words(rank)}"
-        return Ending(kind_of(code), code, f"{self._named(rank, ranks[rank])}: {named_code(code)}{at}{words}")
+        words = (
+            "" if _is_killed(code) else f": {ranks[rank].last_words() or self._last_words(rank)}"
+        )
+        return Ending(
+            kind_of(code), code, f"{self._named(rank, ranks[rank])}: {named_code(code)}{at}{words}"
+        )
 
     def _asker(self, ranks: Sequence[RemoteProcess]) -> Asker:
         """Return what asks the hosts that are away."""
@@ -360,7 +465,9 @@ class Supervisor:
         more = len(ranks) + len(returned) * self._config.processes_per_host
         with contextlib.suppress(ValueError):
             if self._fitting(more) > len(ranks):
-                self._say(f"back: {', '.join(returned)}; the run is saved and goes on with more processes")
+                self._say(
+                    f"back: {', '.join(returned)}; the run is saved and goes on with more processes"
+                )
                 return True
         return False
 
@@ -376,7 +483,9 @@ class Supervisor:
         return self._log(0).stat().st_size if self._log(0).exists() else 0
 
     def _last_words(self, rank: int) -> str:
-        """Return the last line of jmoe's own in a rank's log of this attempt; of JAX's or of any if there is none."""
+        """Return the last line of jmoe's own in a rank's log of this attempt; of JAX's or of any
+        if there is none.
+        """
         try:
             text = self._log(rank).read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace")
         except OSError:

@@ -21,7 +21,9 @@ def flat_local(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 
 def hierarchical_local(x: jax.Array, axes: tuple[str, str]) -> jax.Array:
-    """Exchange [R, C, ...] in two hops, inside the node by destination slot, then across nodes; bit-equal to flat."""
+    """Exchange [R, C, ...] in two hops, inside the node by destination slot, then across nodes;
+    bit-equal to flat.
+    """
     inter, intra = axes
     shape = x.shape
     x = x.reshape(lax.axis_size(inter), lax.axis_size(intra), *shape[1:])
@@ -32,7 +34,9 @@ def hierarchical_local(x: jax.Array, axes: tuple[str, str]) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _moved(x: jax.Array, move: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """`move` on the bits of x: XLA:CPU would send bfloat16 as float32. An all-to-all is its own transpose."""
+    """`move` on the bits of x: XLA:CPU would send bfloat16 as float32. An all-to-all is its own
+    transpose.
+    """
     return lax.bitcast_convert_type(move(bits(x)), x.dtype)
 
 
@@ -48,7 +52,9 @@ _moved.defvjp(_moved_fwd, _moved_bwd)
 
 
 def make_all_to_all(axes: tuple[str, ...], hierarchical: bool = False) -> AllToAll:
-    """Make an all-to-all over `axes` of every array [R, ...] of a pytree; hierarchical: over (across nodes, inside)."""
+    """Make an all-to-all over `axes` of every array [R, ...] of a pytree; hierarchical: over
+    (across nodes, inside).
+    """
     if hierarchical:
         inter, intra = axes
         move: Callable[[jax.Array], jax.Array] = partial(hierarchical_local, axes=(inter, intra))

@@ -1,12 +1,15 @@
-"""How the tokens of one MoE layer reach their experts, and how the experts' outputs come back, inside `shard_map`.
+"""How the tokens of one MoE layer reach their experts, and how the experts' outputs come back,
+inside `shard_map`.
 
-Legend: T local tokens, D hidden, K choices a token, N = T K assignments, E experts, L experts of this device,
-R devices = P nodes x Q devices a node, C buffer rows per destination, M rows of a whole buffer.
-Both ways only gather rows, forwards and backwards. Buffers have a fixed size: where more is sent to a destination than
-it has rows, the largest weights get them, of equal ones the first, and what finds no row is counted. Sums are float32.
+Legend: T local tokens, D hidden, K choices a token, N = T K assignments, E experts, L experts of
+this device, R devices = P nodes x Q devices a node, C buffer rows per destination, M rows of a
+whole buffer. Both ways only gather rows, forwards and backwards. Buffers have a fixed size: where
+more is sent to a destination than it has rows, the largest weights get them, of equal ones the
+first, and what finds no row is counted. Sums are float32.
 
-A buffer may cross in chunks, so that experts begin with the first. Chunks share its rows: they are dealt out to them in
-turn, once it is known what is kept, so every chunk has an even part of what each expert gets, and no number changes.
+A buffer may cross in chunks, so that experts begin with the first. Chunks share its rows: they are
+dealt out to them in turn, once it is known what is kept, so every chunk has an even part of what
+each expert gets, and no number changes.
 """
 
 from collections.abc import Sequence
@@ -24,12 +27,17 @@ from kernels_pallas.saved import saved, saved_residual
 from kernels_pallas.token_permute import RowMap, combine, dispatch, sort_by_expert, sum_rows
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["x", "rows", "group_sizes_L"], meta_fields=["expected_rows"])
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["x", "rows", "group_sizes_L"],
+    meta_fields=["expected_rows"],
+)
 @dataclass(frozen=True)
 class ArrivedRows:
     """A chunk of the rows for this device's experts."""
 
-    x: jax.Array  # [M, D] as `rows_MD`; [T, D], this device's tokens, where `rows` says which of them each row is
+    # [M, D] as `rows_MD`; [T, D], this device's tokens, where `rows` says which of them each row is
+    x: jax.Array
     rows: RowMap | None
     group_sizes_L: jax.Array  # int32
     expected_rows: int  # sum of group_sizes_L when the load is even
@@ -46,7 +54,9 @@ class ArrivedRows:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DispatchedTokens:
-    """Rows of tokens on the devices that have their experts. handle: what `combine` takes their outputs back by."""
+    """Rows of tokens on the devices that have their experts. handle: what `combine` takes their
+    outputs back by.
+    """
 
     chunks: tuple[ArrivedRows, ...]
     dropped: jax.Array  # int32, assignments that found no row on this device; all devices' add up
@@ -54,14 +64,18 @@ class DispatchedTokens:
 
 
 class Choices(NamedTuple):
-    """Each token's experts, an index of E standing for none, their weights, and how often each expert is chosen."""
+    """Each token's experts, an index of E standing for none, their weights, and how often each
+    expert is chosen.
+    """
 
     topk_idx_TK: jax.Array
     topk_weights_TK: jax.Array
     counts_E: jax.Array  # int32
 
     @classmethod
-    def counted(cls, topk_idx_TK: jax.Array, topk_weights_TK: jax.Array, num_experts: int) -> "Choices":
+    def counted(
+        cls, topk_idx_TK: jax.Array, topk_weights_TK: jax.Array, num_experts: int
+    ) -> "Choices":
         """Count how often each expert is chosen."""
         experts = jnp.arange(num_experts, dtype=topk_idx_TK.dtype)
         counts_E = (topk_idx_TK[:, :, None] == experts).sum(axis=(0, 1), dtype=jnp.int32)
@@ -77,21 +91,25 @@ class Exchange(Protocol):
         """Each token's row to its experts. full_capacity: buffers with room for everything."""
 
     def combine(self, outs: Sequence[jax.Array], handle: Any) -> jax.Array:
-        """float32 y_TD: the weighted sum of each token's experts' outputs; what was dropped adds nothing.
+        """float32 y_TD: the weighted sum of each token's experts' outputs; what was dropped adds
+        nothing.
 
         outs: [M, D] of each chunk.
         """
 
 
 def _order_by_expert(idx_N: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]:
-    """(order, rank): the stable sort of the assignments by expert, and each assignment's place in it."""
+    """(order, rank): the stable sort of the assignments by expert, and each assignment's place
+    in it.
+    """
     order_N, rank_N = sort_by_expert(idx_N, num_experts)
     return saved_residual(order_N, "routing"), saved_residual(rank_N, "routing")
 
 
 @dataclass(frozen=True)
 class OneDevice:
-    """All experts are here: a sort, nothing is sent or dropped, and no rows are written for experts that gather.
+    """All experts are here: a sort, nothing is sent or dropped, and no rows are written for experts
+    that gather.
 
     complete: every choice is an expert, none is E.
     """
@@ -116,12 +134,20 @@ class OneDevice:
     def combine(self, outs: Sequence[jax.Array], handle: Any) -> jax.Array:
         with jax.named_scope("combine"):
             (out_MD,), (topk_weights_TK, rows) = outs, handle
-            return combine(saved(out_MD, "expert_out"), topk_weights_TK, rows.src_M, rows.slot_TK, rows.complete)
+            return combine(
+                saved(out_MD, "expert_out"),
+                topk_weights_TK,
+                rows.src_M,
+                rows.slot_TK,
+                rows.complete,
+            )
 
 
 @dataclass(frozen=True)
 class PerDevice:
-    """A row for every assignment, to the device of its expert; buffers per destination device, not per expert."""
+    """A row for every assignment, to the device of its expert; buffers per destination device,
+    not per expert.
+    """
 
     all_to_all: AllToAll
     num_devices: int
@@ -148,7 +174,9 @@ class PerDevice:
             totals_R = kept_RL.sum(axis=1, dtype=jnp.int32)
             starts_R = jnp.cumsum(totals_R) - totals_R
             at_C = jnp.arange(rows, dtype=jnp.int32)
-            sorted_RC = jnp.where(at_C < totals_R[:, None], starts_R[:, None] + at_C, num_tokens * k)
+            sorted_RC = jnp.where(
+                at_C < totals_R[:, None], starts_R[:, None] + at_C, num_tokens * k
+            )
             token_RC = jnp.take(order_N // k, sorted_RC, mode="fill", fill_value=num_tokens)
             token_M = _deal_out(token_RC, num_chunks, num_tokens).reshape(-1)
             dest_N = idx_N // kept_RL.shape[1]
@@ -157,7 +185,9 @@ class PerDevice:
             send_MD = dispatch(x_TD, token_M, slot_TK)
         arrived, sorts = [], []
         sizes_XRL = _sizes_in_chunks(kept_RL, num_chunks)
-        for sent_RCD, sizes_RL in zip(send_MD.reshape(num_chunks, num_devices, width, -1), sizes_XRL, strict=True):
+        for sent_RCD, sizes_RL in zip(
+            send_MD.reshape(num_chunks, num_devices, width, -1), sizes_XRL, strict=True
+        ):
             with jax.named_scope("all_to_all"):
                 recv_RCD, recv_RL = self.all_to_all((sent_RCD, sizes_RL))
                 recv_RCD = saved(recv_RCD, "expert_rows")
@@ -167,9 +197,13 @@ class PerDevice:
                 recv_MD = recv_RCD.reshape(num_devices * width, -1)
                 rows_MD = dispatch(recv_MD, sort[0], sort[1][:, None], True)
                 group_sizes_L = recv_RL.sum(axis=0, dtype=jnp.int32)
-            arrived.append(ArrivedRows(rows_MD, None, group_sizes_L, -(-expected_rows // num_chunks)))
+            arrived.append(
+                ArrivedRows(rows_MD, None, group_sizes_L, -(-expected_rows // num_chunks))
+            )
         dropped = chosen.counts_E.sum(dtype=jnp.int32) - kept_RL.sum(dtype=jnp.int32)
-        return DispatchedTokens(tuple(arrived), dropped, (sorts, chosen.topk_weights_TK, token_M, slot_TK))
+        return DispatchedTokens(
+            tuple(arrived), dropped, (sorts, chosen.topk_weights_TK, token_M, slot_TK)
+        )
 
     def combine(self, outs: Sequence[jax.Array], handle: Any) -> jax.Array:
         sorts, topk_weights_TK, token_M, slot_TK = handle
@@ -178,7 +212,9 @@ class PerDevice:
             with jax.named_scope("sort_by_source"):
                 out_MD = dispatch(out_MD, rank_M, order_M[:, None], True)
             with jax.named_scope("all_to_all_back"):
-                back_MD = self.all_to_all(out_MD.reshape(self.num_devices, -1, out_MD.shape[1])).reshape(out_MD.shape)
+                back_MD = self.all_to_all(
+                    out_MD.reshape(self.num_devices, -1, out_MD.shape[1])
+                ).reshape(out_MD.shape)
                 back.append(saved(back_MD, "expert_rows"))
         with jax.named_scope("combine"):
             return combine(_together(back), topk_weights_TK, token_M, slot_TK)
@@ -191,7 +227,9 @@ def _chunks_of(rows: int, num_chunks: int) -> tuple[int, int]:
 
 
 def _deal_out(x_RC: jax.Array, num_chunks: int, empty: int) -> jax.Array:
-    """[chunks, R, width, ...]: each destination's rows in turn to the chunks, the last ones padded with `empty`."""
+    """[chunks, R, width, ...]: each destination's rows in turn to the chunks, the last ones
+    padded with `empty`.
+    """
     num_chunks, width = _chunks_of(x_RC.shape[1], num_chunks)
     padding = [(0, 0)] * x_RC.ndim
     padding[1] = 0, num_chunks * width - x_RC.shape[1]
@@ -199,15 +237,21 @@ def _deal_out(x_RC: jax.Array, num_chunks: int, empty: int) -> jax.Array:
     return jnp.moveaxis(x_RC.reshape(x_RC.shape[0], width, num_chunks, *x_RC.shape[2:]), 2, 0)
 
 
-def _slots(dest: jax.Array, place: jax.Array, num_dest: int, rows: int, num_chunks: int) -> jax.Array:
-    """Where `_deal_out` puts place `place` of `rows` of a destination in all chunks; behind them if there is none."""
+def _slots(
+    dest: jax.Array, place: jax.Array, num_dest: int, rows: int, num_chunks: int
+) -> jax.Array:
+    """Where `_deal_out` puts place `place` of `rows` of a destination in all chunks; behind them
+    if there is none.
+    """
     num_chunks, width = _chunks_of(rows, num_chunks)
     slot = (place % num_chunks * num_dest + dest) * width + place // num_chunks
     return jnp.where((dest < num_dest) & (place < rows), slot, num_chunks * num_dest * width)
 
 
 def _sizes_in_chunks(sizes_RL: jax.Array, num_chunks: int) -> jax.Array:
-    """int32 [chunks, R, L]: each expert's rows in each chunk; a destination's lie in order of expert."""
+    """int32 [chunks, R, L]: each expert's rows in each chunk; a destination's lie in order of
+    expert.
+    """
     ends_RL = jnp.cumsum(sizes_RL, axis=1, dtype=jnp.int32)
     last_X = jnp.arange(num_chunks - 1, -1, -1, dtype=jnp.int32)[:, None, None]
     return (ends_RL + last_X) // num_chunks - (ends_RL - sizes_RL + last_X) // num_chunks
@@ -217,21 +261,28 @@ def _together(chunks: Sequence[jax.Array]) -> jax.Array:
     return chunks[0] if len(chunks) == 1 else jnp.concatenate(chunks)
 
 
-def _is_among_heaviest(dest_N: jax.Array, weights_N: jax.Array, totals_R: jax.Array, rows: int) -> jax.Array:
-    """Whether an assignment is one of the `rows` of the largest weights to its destination, of equal ones the first.
+def _is_among_heaviest(
+    dest_N: jax.Array, weights_N: jax.Array, totals_R: jax.Array, rows: int
+) -> jax.Array:
+    """Whether an assignment is one of the `rows` of the largest weights to its destination, of
+    equal ones the first.
 
-    totals_R: how many have each destination; a `dest` of R stands for none. Destination and weight are sorted as one
-    integer, which is several times as fast as two: weights count as equal where they agree in all but their
-    log2(R) last bits.
+    totals_R: how many have each destination; a `dest` of R stands for none. Destination and weight
+    are sorted as one integer, which is several times as fast as two: weights count as equal where
+    they agree in all but their log2(R) last bits.
     """
     num_dest, weight_bits = totals_R.size, 32 - totals_R.size.bit_length()
     lightness_N = ~lax.bitcast_convert_type(jnp.maximum(weights_N, 0), jnp.uint32) & 0x7FFFFFFF
     key_N = dest_N.astype(jnp.uint32) << weight_bits | lightness_N >> (31 - weight_bits)
     sorted_N, starts_R = jnp.sort(key_N), jnp.cumsum(totals_R) - totals_R
-    limit_R = jnp.take(sorted_N, starts_R + rows - 1, mode="clip")  # the last that fits, where there are too many
+    # the last that fits, where there are too many
+    limit_R = jnp.take(sorted_N, starts_R + rows - 1, mode="clip")
     limit_R = jnp.where(totals_R > rows, limit_R, jnp.uint32(0xFFFFFFFF))
     limit_N = jnp.take(limit_R, dest_N, mode="clip")
-    below_R, up_to_R = (jnp.searchsorted(sorted_N, limit_R, side=side).astype(jnp.int32) for side in ("left", "right"))
+    below_R, up_to_R = (
+        jnp.searchsorted(sorted_N, limit_R, side=side).astype(jnp.int32)
+        for side in ("left", "right")
+    )
     room_R, ties_R = rows - (below_R - starts_R), up_to_R - below_R
     is_tie_N = (key_N == limit_N) & (dest_N < num_dest)
     _, rank_N = sort_by_expert(jnp.where(is_tie_N, dest_N, num_dest), num_dest)
@@ -240,9 +291,11 @@ def _is_among_heaviest(dest_N: jax.Array, weights_N: jax.Array, totals_R: jax.Ar
 
 
 def _drop_lightest(chosen: Choices, num_devices: int, rows: int) -> tuple[jax.Array, jax.Array]:
-    """Return (idx_N, counts_E) of what fits into `rows` of each device; an index of E stands for a dropped choice.
+    """Return (idx_N, counts_E) of what fits into `rows` of each device; an index of E stands for a
+    dropped choice.
 
-    Capacity is a device's, so experts that share one lose alike; DeepSeek-V2 (arXiv:2405.04434) drops so too.
+    Capacity is a device's, so experts that share one lose alike; DeepSeek-V2 (arXiv:2405.04434)
+    drops so too.
     """
     counts_E = chosen.counts_E
     idx_N, num_experts = chosen.topk_idx_TK.reshape(-1), counts_E.size
@@ -252,7 +305,9 @@ def _drop_lightest(chosen: Choices, num_devices: int, rows: int) -> tuple[jax.Ar
     weights_N = lax.stop_gradient(chosen.topk_weights_TK).reshape(-1)
 
     def drop() -> tuple[jax.Array, jax.Array]:
-        kept_N = _is_among_heaviest(idx_N // (num_experts // num_devices), weights_N, totals_R, rows)
+        kept_N = _is_among_heaviest(
+            idx_N // (num_experts // num_devices), weights_N, totals_R, rows
+        )
         kept_idx_N = jnp.where(kept_N, idx_N, num_experts)
         experts = jnp.arange(num_experts, dtype=jnp.int32)
         return kept_idx_N, (kept_idx_N[:, None] == experts).sum(axis=0, dtype=jnp.int32)
@@ -262,20 +317,25 @@ def _drop_lightest(chosen: Choices, num_devices: int, rows: int) -> tuple[jax.Ar
 
 
 def _sort_of_arrivals(sizes_RL: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
-    """(order, rank) that sort rows by local expert, empty ones last, which arrived by (source device, expert)."""
+    """(order, rank) that sort rows by local expert, empty ones last, which arrived by (source
+    device, expert).
+    """
     ends_RL = jnp.cumsum(sizes_RL, axis=1)
     at_C = jnp.arange(rows, dtype=jnp.int32)
-    expert_M = (at_C[None, :, None] >= ends_RL[:, None, :]).sum(axis=-1, dtype=jnp.int32).reshape(-1)
+    expert_M = (
+        (at_C[None, :, None] >= ends_RL[:, None, :]).sum(axis=-1, dtype=jnp.int32).reshape(-1)
+    )
     return _order_by_expert(expert_M, sizes_RL.shape[1])
 
 
 @dataclass(frozen=True)
 class PerNode:
-    """A token's row once to every node that has one of its experts, then inside the node to their devices.
+    """A token's row once to every node that has one of its experts, then inside the node to their
+    devices.
 
-    It crosses to the device with its own device's place in the node, with the experts chosen there and their weights.
-    That device deals it out, sums up what the node's experts made of it, and sends this one row back, rounded to the
-    rows' dtype (nothing to round in float32).
+    It crosses to the device with its own device's place in the node, with the experts chosen there
+    and their weights. That device deals it out, sums up what the node's experts made of it, and
+    sends this one row back, rounded to the rows' dtype (nothing to round in float32).
     """
 
     across: AllToAll
@@ -293,7 +353,9 @@ class PerNode:
         fair_rows = num_tokens * self.nodes_per_token / num_nodes
         rows = buffer_rows(fair_rows, num_tokens, self.capacity_factor, full_capacity)
         with jax.named_scope("dispatch"):
-            on_TKP = (topk_idx_TK // node_size)[:, :, None] == jnp.arange(num_nodes, dtype=jnp.int32)
+            on_TKP = (topk_idx_TK // node_size)[:, :, None] == jnp.arange(
+                num_nodes, dtype=jnp.int32
+            )
             weights_TP = jnp.where(on_TKP, topk_weights_TK[:, :, None], 0).sum(axis=1)
             place_TP, src_PC = _places_for(on_TKP.any(axis=1), weights_TP, rows)
             lost_TKP = on_TKP & (place_TP == rows)[:, None, :]
@@ -304,12 +366,17 @@ class PerNode:
             src_XPC = _deal_out(src_PC, num_chunks, num_tokens)
             send_XPCD = dispatch(x_TD, src_XPC.reshape(-1), slot_TP).reshape(*src_XPC.shape, -1)
         with jax.named_scope("all_to_all_across"):
-            weights_MK, idx_MK = self.across(tuple(a.reshape(num_nodes, rows, k) for a in (send_MK, idx_MK)))
+            weights_MK, idx_MK = self.across(
+                tuple(a.reshape(num_nodes, rows, k) for a in (send_MK, idx_MK))
+            )
             weights_MK = saved(weights_MK, "routing").reshape(-1, k)
             idx_MK = saved_residual(idx_MK, "routing").astype(jnp.int32).reshape(-1, k)
         there = Choices.counted(idx_MK, weights_MK, node_size)
-        fair_rows, expected_rows = num_tokens * k / self.inside.num_devices, -(-num_tokens * k // len(send_XPCD))
-        by_chunk, device_rows, lost = self._shared_out(there, len(send_XPCD), fair_rows, full_capacity)
+        fair_rows = num_tokens * k / self.inside.num_devices
+        expected_rows = -(-num_tokens * k // len(send_XPCD))
+        by_chunk, device_rows, lost = self._shared_out(
+            there, len(send_XPCD), fair_rows, full_capacity
+        )
         arrived = []
         for send_PCD, chosen in zip(send_XPCD, by_chunk, strict=True):
             with jax.named_scope("all_to_all_across"):
@@ -322,10 +389,12 @@ class PerNode:
     def _shared_out(
         self, there: Choices, num_chunks: int, fair_rows: float, full_capacity: bool
     ) -> tuple[list[Choices], int, jax.Array]:
-        """Return (choices by chunk, rows for each device inside the node, choices that all chunks together drop).
+        """Return (choices by chunk, rows for each device inside the node, choices that all chunks
+        together drop).
 
-        there: the choices of all rows that cross. What is kept does not depend on the number of chunks, but may all be
-        in one of them, so that each has rows for it. A dropless first try, which may overflow, shares them evenly.
+        there: the choices of all rows that cross. What is kept does not depend on the number of
+        chunks, but may all be in one of them, so that each has rows for it. A dropless first try,
+        which may overflow, shares them evenly.
         """
         num_rows, k = there.topk_idx_TK.shape
         node_size, most_rows = there.counts_E.size, num_rows * k
@@ -336,7 +405,11 @@ class PerNode:
         rows_PCK = self.num_nodes, -1, k
         idx_XPCK = _deal_out(idx_N.reshape(rows_PCK), num_chunks, node_size)
         weights_XPCK = _deal_out(there.topk_weights_TK.reshape(rows_PCK), num_chunks, 0)
-        chunks = zip(idx_XPCK.reshape(num_chunks, -1, k), weights_XPCK.reshape(num_chunks, -1, k), strict=True)
+        chunks = zip(
+            idx_XPCK.reshape(num_chunks, -1, k),
+            weights_XPCK.reshape(num_chunks, -1, k),
+            strict=True,
+        )
         by_chunk = [Choices.counted(idx_MK, weights_MK, node_size) for idx_MK, weights_MK in chunks]
         most_rows = idx_XPCK[0].size
         if self.capacity_factor is None:
@@ -356,11 +429,14 @@ class PerNode:
             return sum_rows(_together(back), src_M, slot_TP)
 
 
-def _places_for(needed_TP: jax.Array, weights_TP: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
-    """(place_TP, src_PC): the row of each needed (token, node) among the node's, tokens in order; and the inverse.
+def _places_for(
+    needed_TP: jax.Array, weights_TP: jax.Array, rows: int
+) -> tuple[jax.Array, jax.Array]:
+    """(place_TP, src_PC): the row of each needed (token, node) among the node's, tokens in order;
+    and the inverse.
 
-    Where a node has too few, the largest weights get them. place_TP is `rows` where none is needed or none is left;
-    src_PC is T for an empty row.
+    Where a node has too few, the largest weights get them. place_TP is `rows` where none is needed
+    or none is left; src_PC is T for an empty row.
     """
     num_tokens, num_nodes = needed_TP.shape
     nodes = jnp.arange(num_nodes, dtype=jnp.int32)
@@ -369,7 +445,9 @@ def _places_for(needed_TP: jax.Array, weights_TP: jax.Array, rows: int) -> tuple
 
     def drop() -> jax.Array:
         dest_N = jnp.where(needed_TP, nodes, num_nodes).reshape(-1)
-        return needed_TP & _is_among_heaviest(dest_N, weights_N, totals_P, rows).reshape(needed_TP.shape)
+        return needed_TP & _is_among_heaviest(dest_N, weights_N, totals_P, rows).reshape(
+            needed_TP.shape
+        )
 
     if rows < num_tokens:
         needed_TP = lax.cond((totals_P > rows).any(), drop, lambda: needed_TP)
@@ -380,8 +458,12 @@ def _places_for(needed_TP: jax.Array, weights_TP: jax.Array, rows: int) -> tuple
     return place_TP, src_PC.at[nodes, place_TP].set(tokens_T, mode="drop")
 
 
-def _choices_of_rows(topk_idx_TK: jax.Array, src_M: jax.Array, num_nodes: int, node_size: int) -> jax.Array:
-    """[M, K] experts of each row, counted from its node's first; node_size: elsewhere, or an empty row. Few bytes."""
+def _choices_of_rows(
+    topk_idx_TK: jax.Array, src_M: jax.Array, num_nodes: int, node_size: int
+) -> jax.Array:
+    """[M, K] experts of each row, counted from its node's first; node_size: elsewhere, or an
+    empty row. Few bytes.
+    """
     idx_MK = jnp.take(topk_idx_TK, src_M, axis=0, mode="fill", fill_value=num_nodes * node_size)
     idx_PCK = idx_MK.reshape(num_nodes, -1, idx_MK.shape[1])
     idx_PCK = idx_PCK - node_size * jnp.arange(num_nodes, dtype=jnp.int32)[:, None, None]
@@ -390,32 +472,49 @@ def _choices_of_rows(topk_idx_TK: jax.Array, src_M: jax.Array, num_nodes: int, n
 
 
 def make_exchange(
-    plan: ExchangePlan, axes: tuple[str, ...], capacity_factor: float | None, *, complete: bool = True
+    plan: ExchangePlan,
+    axes: tuple[str, ...],
+    capacity_factor: float | None,
+    *,
+    complete: bool = True,
 ) -> Exchange:
-    """The planned exchange over `axes`; `hierarchical` and `dedup` need two, (across nodes, inside a node).
+    """The planned exchange over `axes`; `hierarchical` and `dedup` need two, (across nodes, inside
+    a node).
 
-    capacity_factor: rows per destination / its fair share when routing is uniform, at each level; None: dropless, whose
-    first try has room for twice the fair share. complete: every choice is an expert, none is E.
+    capacity_factor: rows per destination / its fair share when routing is uniform, at each level;
+    None: dropless, whose first try has room for twice the fair share. complete: every choice is an
+    expert, none is E.
     """
     if plan.num_devices == 1:
         return OneDevice(complete)
     if plan.kind != "flat" and len(axes) != 2:
-        raise ValueError(f"exchange = {plan.kind!r}: needs two expert axes, across nodes and inside a node, not {axes}")
+        raise ValueError(
+            f"exchange = {plan.kind!r}: needs two expert axes, across nodes and inside a node, not"
+            f" {axes}"
+        )
     if plan.kind != "dedup":
-        return PerDevice(make_all_to_all(axes, plan.kind == "hierarchical"), plan.num_devices, capacity_factor)
+        return PerDevice(
+            make_all_to_all(axes, plan.kind == "hierarchical"), plan.num_devices, capacity_factor
+        )
     inside = PerDevice(make_all_to_all(axes[1:]), plan.devices_per_node, capacity_factor)
-    return PerNode(make_all_to_all(axes[:1]), inside, plan.num_nodes, plan.nodes_per_token, capacity_factor)
+    return PerNode(
+        make_all_to_all(axes[:1]), inside, plan.num_nodes, plan.nodes_per_token, capacity_factor
+    )
 
 
 def sent_to_experts(
     exchange: Exchange, x: jax.ShapeDtypeStruct, chosen: Choices, num_chunks: int = 1
 ) -> list[tuple[AllToAll, Any]]:
-    """Return the all-to-alls of `exchange.dispatch`, each with the shapes that it is given; chosen: shapes too."""
+    """Return the all-to-alls of `exchange.dispatch`, each with the shapes that it is given;
+    chosen: shapes too.
+    """
     sent: list[tuple[AllToAll, Any]] = []
 
     def noting(all_to_all: AllToAll) -> AllToAll:
         def note(tree: Any) -> Any:
-            sent.append((all_to_all, jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tree)))
+            sent.append(
+                (all_to_all, jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tree))
+            )
             return tree
 
         return note

@@ -1,8 +1,9 @@
 """Sharded parameters gathered for use, and their gradients reduced back onto the shards (ZeRO-3).
 
-Legend: R devices, C elements of a device's part of the flat buffer, G = the same for gradients, N layers. A buffer is
-all devices' vectors [C], their shards side by side, as rows of [R, C]. Over two levels a vector goes to one device of
-every other node and then to its neighbours, so rows are ordered by place in the node, then by node.
+Legend: R devices, C elements of a device's part of the flat buffer, G = the same for gradients, N
+layers. A buffer is all devices' vectors [C], their shards side by side, as rows of [R, C]. Over two
+levels a vector goes to one device of every other node and then to its neighbours, so rows are
+ordered by place in the node, then by node.
 """
 
 import math
@@ -20,18 +21,23 @@ Hierarchy = tuple[tuple[str, ...], ...]  # the axes of each level, the slowest l
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def gather_local(shard: jax.Array, dim: int, dtype: Any, axes: tuple[str, ...]) -> jax.Array:
-    """The unsharded parameter in `dtype` from the float32 shards that the devices of `axes` hold of dimension `dim`.
+    """The unsharded parameter in `dtype` from the float32 shards that the devices of `axes` hold of
+    dimension `dim`.
 
     Crosses the network in `dtype`; its gradient is summed over devices in float32, onto the shard.
     """
     return lax.all_gather(shard.astype(dtype), axes, axis=dim, tiled=True)
 
 
-def _gather_fwd(shard: jax.Array, dim: int, dtype: Any, axes: tuple[str, ...]) -> tuple[jax.Array, None]:
+def _gather_fwd(
+    shard: jax.Array, dim: int, dtype: Any, axes: tuple[str, ...]
+) -> tuple[jax.Array, None]:
     return gather_local(shard, dim, dtype, axes), None
 
 
-def _gather_bwd(dim: int, dtype: Any, axes: tuple[str, ...], _: None, g: jax.Array) -> tuple[jax.Array]:
+def _gather_bwd(
+    dim: int, dtype: Any, axes: tuple[str, ...], _: None, g: jax.Array
+) -> tuple[jax.Array]:
     return (lax.psum_scatter(g.astype(jnp.float32), axes, scatter_dimension=dim, tiled=True),)
 
 
@@ -40,7 +46,9 @@ gather_local.defvjp(_gather_fwd, _gather_bwd)
 
 @dataclass(frozen=True)
 class ShardInBuffer:
-    """A parameter in a flat buffer: the shape of a device's shard, which dimension is split, the dtype of its use."""
+    """A parameter in a flat buffer: the shape of a device's shard, which dimension is split, the
+    dtype of its use.
+    """
 
     shape: tuple[int, ...]
     dim: int
@@ -52,7 +60,9 @@ class ShardInBuffer:
 
 
 class BufferLayout:
-    """Which arrays of a pytree travel in one flat buffer, as `parts` says (None: an array does not), and which not."""
+    """Which arrays of a pytree travel in one flat buffer, as `parts` says (None: an array does
+    not), and which not.
+    """
 
     def __init__(self, tree: Any, parts: Sequence[ShardInBuffer | None]) -> None:
         leaves, self._structure = jax.tree.flatten(tree)
@@ -74,7 +84,9 @@ class BufferLayout:
 
 def _carrier(parts: Sequence[ShardInBuffer]) -> Any:
     """The dtype of a buffer: float32, or two-byte words if a part is used in two bytes."""
-    return jnp.dtype(jnp.float32 if all(part.dtype == jnp.float32 for part in parts) else jnp.uint16)
+    return jnp.dtype(
+        jnp.float32 if all(part.dtype == jnp.float32 for part in parts) else jnp.uint16
+    )
 
 
 def _width(part: ShardInBuffer, carrier: Any) -> int:
@@ -84,11 +96,16 @@ def _width(part: ShardInBuffer, carrier: Any) -> int:
 def flatten(shards: Sequence[jax.Array], parts: Sequence[ShardInBuffer]) -> jax.Array:
     """[C]: a device's shards side by side, each in the dtype of its use."""
     carrier = _carrier(parts)
-    rows = [lax.bitcast_convert_type(w.astype(part.dtype), carrier) for w, part in zip(shards, parts, strict=True)]
+    rows = [
+        lax.bitcast_convert_type(w.astype(part.dtype), carrier)
+        for w, part in zip(shards, parts, strict=True)
+    ]
     return jnp.concatenate([jnp.zeros(0, carrier), *(row.reshape(-1) for row in rows)])
 
 
-def unflatten(buffer_RC: jax.Array, parts: Sequence[ShardInBuffer], hierarchy: Hierarchy) -> list[jax.Array]:
+def unflatten(
+    buffer_RC: jax.Array, parts: Sequence[ShardInBuffer], hierarchy: Hierarchy
+) -> list[jax.Array]:
     """The unsharded parameters from all devices' vectors."""
     carrier, sizes = buffer_RC.dtype, _sizes(hierarchy)
     unsharded, start = [], 0
@@ -105,7 +122,9 @@ def unflatten(buffer_RC: jax.Array, parts: Sequence[ShardInBuffer], hierarchy: H
     return unsharded
 
 
-def flatten_gradients(grads: Sequence[jax.Array], parts: Sequence[ShardInBuffer], hierarchy: Hierarchy) -> jax.Array:
+def flatten_gradients(
+    grads: Sequence[jax.Array], parts: Sequence[ShardInBuffer], hierarchy: Hierarchy
+) -> jax.Array:
     """float32 [R, G]: row r holds what device r's shards get."""
     sizes = _sizes(hierarchy)
     rows = [jnp.zeros((math.prod(sizes), 0))]
@@ -137,7 +156,9 @@ def _unsharded_shape(part: ShardInBuffer, sizes: tuple[int, ...]) -> tuple[int, 
 
 
 def all_gather_buffer_local(row_C: jax.Array, hierarchy: Hierarchy) -> jax.Array:
-    """[R, C]: every device's vector, level by level, the slowest first: what crosses there crosses once."""
+    """[R, C]: every device's vector, level by level, the slowest first: what crosses there
+    crosses once.
+    """
     rows = row_C[None]
     for axes in hierarchy:
         rows = lax.all_gather(rows, axes).reshape(-1, row_C.size)
@@ -145,7 +166,9 @@ def all_gather_buffer_local(row_C: jax.Array, hierarchy: Hierarchy) -> jax.Array
 
 
 def reduce_scatter_buffer_local(rows_RG: jax.Array, hierarchy: Hierarchy) -> jax.Array:
-    """[G]: this device's row of the sum over devices; the transpose of `all_gather_buffer_local`."""
+    """[G]: this device's row of the sum over devices; the transpose of
+    `all_gather_buffer_local`.
+    """
     for axes in reversed(hierarchy):
         rows_RG = rows_RG.reshape(lax.axis_size(axes), -1)
         rows_RG = lax.psum_scatter(rows_RG, axes, scatter_dimension=0)
@@ -165,7 +188,8 @@ def all_reduce_local(tree: Any, hierarchy: Hierarchy) -> Any:
 def all_reduce_buffer_local(row_G: jax.Array, hierarchy: Hierarchy) -> jax.Array:
     """[G]: the sum over devices.
 
-    Over two levels: a reduce-scatter inside the node, an all-reduce across nodes, an all-gather inside the node.
+    Over two levels: a reduce-scatter inside the node, an all-reduce across nodes, an all-gather
+    inside the node.
     """
     if len(hierarchy) == 1:
         return lax.psum(row_G, hierarchy[0])
@@ -179,16 +203,24 @@ _Parts = tuple[ShardInBuffer, ...]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def gather_fused_local(shards: list[jax.Array], parts: _Parts, hierarchy: Hierarchy) -> list[jax.Array]:
-    """Return the unsharded parameters, fetched as one buffer; their gradients are reduced as one."""
+def gather_fused_local(
+    shards: list[jax.Array], parts: _Parts, hierarchy: Hierarchy
+) -> list[jax.Array]:
+    """Return the unsharded parameters, fetched as one buffer; their gradients are reduced as
+    one.
+    """
     return unflatten(all_gather_buffer_local(flatten(shards, parts), hierarchy), parts, hierarchy)
 
 
-def _gather_fused_fwd(shards: list[jax.Array], parts: _Parts, hierarchy: Hierarchy) -> tuple[Any, None]:
+def _gather_fused_fwd(
+    shards: list[jax.Array], parts: _Parts, hierarchy: Hierarchy
+) -> tuple[Any, None]:
     return gather_fused_local(shards, parts, hierarchy), None
 
 
-def _gather_fused_bwd(parts: _Parts, hierarchy: Hierarchy, _: None, grads: list[jax.Array]) -> tuple[Any]:
+def _gather_fused_bwd(
+    parts: _Parts, hierarchy: Hierarchy, _: None, grads: list[jax.Array]
+) -> tuple[Any]:
     row_G = reduce_scatter_buffer_local(flatten_gradients(grads, parts, hierarchy), hierarchy)
     return (unflatten_gradients(row_G, parts),)
 

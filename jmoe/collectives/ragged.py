@@ -1,8 +1,10 @@
-"""The exchange of a layer's tokens in parts of unequal size: every row that is sent is one that somebody needs.
+"""The exchange of a layer's tokens in parts of unequal size: every row that is sent is one that
+somebody needs.
 
-Legend: T local tokens, D hidden, K choices a token, N = T K assignments, E experts of all devices, L of this one,
-R devices, M rows of the buffer of what arrives. All runs inside `shard_map`. XLA has the collective on GPUs alone, so
-elsewhere `exchange.py`'s `PerDevice` pads every part to the largest.
+Legend: T local tokens, D hidden, K choices a token, N = T K assignments, E experts of all devices,
+L of this one, R devices, M rows of the buffer of what arrives. All runs inside `shard_map`. XLA has
+the collective on GPUs alone, so elsewhere `exchange.py`'s `PerDevice` pads every part to the
+largest.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +22,9 @@ RaggedAllToAll = Callable[..., jax.Array]
 
 
 class Parts(NamedTuple):
-    """Where each part lies: one a device and expert, at the sender and at the receiver, rows from the first on."""
+    """Where each part lies: one a device and expert, at the sender and at the receiver, rows
+    from the first on.
+    """
 
     sent_at_E: jax.Array  # in the sender's rows, which are sorted by expert
     sent_E: jax.Array
@@ -31,7 +35,9 @@ class Parts(NamedTuple):
 
 
 def parts_of(counts_RE: jax.Array, device: jax.Array) -> Parts:
-    """Return the parts that `device` sends and takes; counts_RE: int32, what each device sends to each expert."""
+    """Return the parts that `device` sends and takes; counts_RE: int32, what each device sends
+    to each expert.
+    """
     num_devices, num_experts = counts_RE.shape
     local = num_experts // num_devices
     sent_at_RE = jnp.cumsum(counts_RE, axis=1) - counts_RE
@@ -48,7 +54,8 @@ def parts_of(counts_RE: jax.Array, device: jax.Array) -> Parts:
 
 @dataclass(frozen=True)
 class Ragged:
-    """A row for every assignment, straight to its place among the rows of its expert. Nothing is dropped.
+    """A row for every assignment, straight to its place among the rows of its expert. Nothing is
+    dropped.
 
     move: `lax.ragged_all_to_all`, or what does the same.
     """
@@ -57,14 +64,20 @@ class Ragged:
     num_devices: int
     move: RaggedAllToAll = lax.ragged_all_to_all
 
-    def dispatch_rows(self, x_TD: jax.Array, chosen: Choices, rows: int, expected_rows: int) -> DispatchedTokens:
+    def dispatch_rows(
+        self, x_TD: jax.Array, chosen: Choices, rows: int, expected_rows: int
+    ) -> DispatchedTokens:
         """Send each token to its experts; rows: M, at least what any device gets."""
         (num_tokens, k), num_experts = chosen.topk_idx_TK.shape, chosen.counts_E.size
         with jax.named_scope("dispatch"):
             order_N, rank_N = sort_by_expert(chosen.topk_idx_TK.reshape(-1), num_experts)
-            used_N = jnp.arange(order_N.size, dtype=jnp.int32) < chosen.counts_E.sum(dtype=jnp.int32)
+            used_N = jnp.arange(order_N.size, dtype=jnp.int32) < chosen.counts_E.sum(
+                dtype=jnp.int32
+            )
             token_N = jnp.where(used_N, order_N // k, num_tokens)
-            slot_TK = jnp.where(chosen.topk_idx_TK < num_experts, rank_N.reshape(num_tokens, k), order_N.size)
+            slot_TK = jnp.where(
+                chosen.topk_idx_TK < num_experts, rank_N.reshape(num_tokens, k), order_N.size
+            )
             send_ND = dispatch(x_TD, token_N, slot_TK)
         with jax.named_scope("all_to_all"):
             counts_RE = lax.all_gather(chosen.counts_E, self.axis)
@@ -76,12 +89,16 @@ class Ragged:
         return DispatchedTokens((ArrivedRows(rows_MD, None, sizes_L, expected_rows),), none, handle)
 
     def combine(self, outs: Sequence[jax.Array], handle: Any) -> jax.Array:
-        """Return float32 [T, D], the weighted sum of each token's experts' outputs; outs: the one chunk's."""
+        """Return float32 [T, D], the weighted sum of each token's experts' outputs; outs: the
+        one chunk's.
+        """
         (out_MD,) = outs
         parts, topk_weights_TK, token_N, slot_TK = handle
         with jax.named_scope("all_to_all_back"):
             back = parts.taken_at_RL, parts.taken_RL, parts.returns_to_RL
-            back_ND = self._moved(out_MD, token_N.size, *(x.reshape(-1) for x in back), parts.sent_E)
+            back_ND = self._moved(
+                out_MD, token_N.size, *(x.reshape(-1) for x in back), parts.sent_E
+            )
         with jax.named_scope("combine"):
             return combine(back_ND, topk_weights_TK, token_N, slot_TK)
 

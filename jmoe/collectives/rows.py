@@ -1,7 +1,9 @@
-"""Rows of all devices brought to each, and sums of all devices' parts brought back, in two levels, inside `shard_map`.
+"""Rows of all devices brought to each, and sums of all devices' parts brought back, in two levels,
+inside `shard_map`.
 
-Legend: T rows of a device, R devices = P nodes x Q devices a node, D width. Rows of all devices are ordered by (place
-in the node, node). axes: the devices' mesh axes; the last is inside a node. Neither function is differentiated.
+Legend: T rows of a device, R devices = P nodes x Q devices a node, D width. Rows of all devices are
+ordered by (place in the node, node). axes: the devices' mesh axes; the last is inside a node.
+Neither function is differentiated.
 """
 
 import jax
@@ -26,7 +28,8 @@ def all_gather_rows_local(x_TD: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 
 def sum_scatter_rows_local(x_MD: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """float32 [T, D] of [R T, D]: the sum over devices of the rows of this one; first inside a node, then across.
+    """float32 [T, D] of [R T, D]: the sum over devices of the rows of this one; first inside a
+    node, then across.
 
     Each level sends parts in the rows' dtype and adds them in float32.
     """

@@ -1,8 +1,10 @@
-"""The order of a layer's collectives: all-to-alls first, everything else in chunks while they cannot start anyway.
+"""The order of a layer's collectives: all-to-alls first, everything else in chunks while they
+cannot start anyway.
 
-Lina (USENIX ATC '23, section 4): an all-to-all that waits behind a long reduction delays the whole step, so reductions
-(and here the gathers of the next layer's parameters) are cut into chunks that run while experts or attention compute.
-`interleave` does so to the traced function of a layer, which knows nothing of it.
+Lina (USENIX ATC '23, section 4): an all-to-all that waits behind a long reduction delays the whole
+step, so reductions (and here the gathers of the next layer's parameters) are cut into chunks that
+run while experts or attention compute. `interleave` does so to the traced function of a layer,
+which knows nothing of it.
 """
 
 import bisect
@@ -30,10 +32,11 @@ MAX_CHUNK_BYTES = 30_000_000
 class Schedule:
     """How a layer's all-to-alls and the rest share the network.
 
-    ordered: collectives run in the order given here, else in XLA's. all_to_alls_first: matrix products run in a fixed
-    order too, those that an all-to-all waits for before the others. places: which places take work: the layer's
-    beginning, those where an all-to-all cannot start yet, the end. chunked: work is cut into chunks. num_chunks: the
-    number of parts of an all-to-all; experts begin with the first.
+    ordered: collectives run in the order given here, else in XLA's. all_to_alls_first: matrix
+    products run in a fixed order too, those that an all-to-all waits for before the others. places:
+    which places take work: the layer's beginning, those where an all-to-all cannot start yet, the
+    end. chunked: work is cut into chunks. num_chunks: the number of parts of an all-to-all; experts
+    begin with the first.
     """
 
     ordered: bool
@@ -43,22 +46,39 @@ class Schedule:
     num_chunks: int
 
 
-# none: as XLA orders them. ready: as their inputs become known, as data-parallel frameworks issue them. fixed: behind
-# the layer's all-to-alls. priority: as soon as its first ones are done. chunks, pipelined: Lina.
+# none: as XLA orders them. ready: as their inputs become known, as data-parallel frameworks issue
+# them. fixed: behind the layer's all-to-alls. priority: as soon as its first ones are done. chunks,
+# pipelined: Lina.
 SCHEDULES = {
-    "none": Schedule(ordered=False, all_to_alls_first=False, places=slice(None), chunked=False, num_chunks=1),
-    "ready": Schedule(ordered=True, all_to_alls_first=False, places=slice(1), chunked=False, num_chunks=1),
-    "fixed": Schedule(ordered=True, all_to_alls_first=False, places=slice(-1, None), chunked=False, num_chunks=1),
-    "priority": Schedule(ordered=True, all_to_alls_first=True, places=slice(1, 2), chunked=False, num_chunks=1),
-    "chunks": Schedule(ordered=True, all_to_alls_first=True, places=slice(1, None), chunked=True, num_chunks=1),
-    "pipelined": Schedule(ordered=True, all_to_alls_first=True, places=slice(1, None), chunked=True, num_chunks=2),
+    "none": Schedule(
+        ordered=False, all_to_alls_first=False, places=slice(None), chunked=False, num_chunks=1
+    ),
+    "ready": Schedule(
+        ordered=True, all_to_alls_first=False, places=slice(1), chunked=False, num_chunks=1
+    ),
+    "fixed": Schedule(
+        ordered=True, all_to_alls_first=False, places=slice(-1, None), chunked=False, num_chunks=1
+    ),
+    "priority": Schedule(
+        ordered=True, all_to_alls_first=True, places=slice(1, 2), chunked=False, num_chunks=1
+    ),
+    "chunks": Schedule(
+        ordered=True, all_to_alls_first=True, places=slice(1, None), chunked=True, num_chunks=1
+    ),
+    "pipelined": Schedule(
+        ordered=True, all_to_alls_first=True, places=slice(1, None), chunked=True, num_chunks=2
+    ),
 }
 
 
 def cuts(width: int, element_bytes: int, limit_bytes: int) -> list[tuple[int, int]]:
-    """[(start, stop), ...]: `width` elements in the fewest even parts of at most `limit_bytes` each."""
+    """[(start, stop), ...]: `width` elements in the fewest even parts of at most `limit_bytes`
+    each.
+    """
     count = min(width, -(-width * element_bytes // max(1, limit_bytes)))
-    return list(itertools.pairwise(round(i * width / count) for i in range(count + 1 if count else 0)))
+    return list(
+        itertools.pairwise(round(i * width / count) for i in range(count + 1 if count else 0))
+    )
 
 
 def _can_wait(x: Any) -> bool:
@@ -83,11 +103,21 @@ class _Equation(NamedTuple):
         return self.eqn.primitive.name == "all_to_all"
 
 
-_CALLS = ("jit", "pjit", "closed_call", "remat2", "checkpoint", "custom_vjp_call", "custom_jvp_call")
+_CALLS = (
+    "jit",
+    "pjit",
+    "closed_call",
+    "remat2",
+    "checkpoint",
+    "custom_vjp_call",
+    "custom_jvp_call",
+)
 
 
 def _inner(eqn: JaxprEqn) -> list[Any]:
-    """The functions inside an equation: of the two classes of older versions of JAX, or the one of newer."""
+    """The functions inside an equation: of the two classes of older versions of JAX, or the one
+    of newer.
+    """
     leaves = jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda p: hasattr(p, "eqns"))
     return [leaf for leaf in leaves if hasattr(leaf, "eqns")]
 
@@ -99,7 +129,9 @@ def _exchanges(eqn: JaxprEqn) -> bool:
 
 
 def _products(eqn: JaxprEqn) -> int:
-    """Multiplications in its matrix products and native operations; of branches, those of the one with the most."""
+    """Multiplications in its matrix products and native operations; of branches, those of the
+    one with the most.
+    """
     if eqn.primitive.name == "while":  # tiles of overfull experts: none when tokens are balanced
         return 0
     if eqn.primitive.name == "dot_general":
@@ -115,7 +147,9 @@ def _products(eqn: JaxprEqn) -> int:
 
 
 class _Program:
-    """A traced function as one list of equations, with the calls that hold an all-to-all taken apart."""
+    """A traced function as one list of equations, with the calls that hold an all-to-all taken
+    apart.
+    """
 
     def __init__(self, closed: Any) -> None:
         self._names = itertools.count()
@@ -125,7 +159,9 @@ class _Program:
         self.outputs = self._add(closed.jaxpr, closed.consts, self.inputs, "")
         self.equations = self._in_use()
 
-    def _add(self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any], scope: str) -> list[Any]:
+    def _add(
+        self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any], scope: str
+    ) -> list[Any]:
         names: dict[Any, Any] = dict(zip(jaxpr.invars, inputs, strict=True))
         for var, value in zip(jaxpr.constvars, consts, strict=True):
             names[var] = next(self._names)
@@ -135,8 +171,11 @@ class _Program:
             read_by = [read(v) for v in eqn.invars]
             inner = "/".join(filter(None, (scope, str(eqn.source_info.name_stack))))
             if eqn.primitive.name in _CALLS and _exchanges(eqn):
-                (function,) = (f for name, f in eqn.params.items() if name in ("jaxpr", "call_jaxpr"))
-                jaxpr_inside, consts_inside = getattr(function, "jaxpr", function), getattr(function, "consts", ())
+                (function,) = (
+                    f for name, f in eqn.params.items() if name in ("jaxpr", "call_jaxpr")
+                )
+                jaxpr_inside = getattr(function, "jaxpr", function)
+                consts_inside = getattr(function, "consts", ())
                 outputs = self._add(jaxpr_inside, consts_inside, read_by, inner)
             else:
                 outputs = [next(self._names) for _ in eqn.outvars]
@@ -145,7 +184,9 @@ class _Program:
         return [read(v) for v in jaxpr.outvars]
 
     def _in_use(self) -> list[_Equation]:
-        """Equations whose results somebody reads. XLA could not tell: every collective waits for the one before it."""
+        """Equations whose results somebody reads. XLA could not tell: every collective waits for
+        the one before it.
+        """
         read, used = {v for v in self.outputs if not isinstance(v, Literal)}, []
         for equation in reversed(self.equations):
             if read.intersection(equation.outputs) or not equation.outputs:
@@ -154,7 +195,9 @@ class _Program:
         return used[::-1]
 
     def places(self) -> dict[int, list[int]]:
-        """Return {place before an equation, or at the end: the equations whose matrix products hide work there}."""
+        """Return {place before an equation, or at the end: the equations whose matrix products
+        hide work there}.
+        """
         place, begin = 0, 0
         places: dict[int, list[int]] = {place: []}
         left = {i for i, equation in enumerate(self.equations) if _products(equation.eqn)}
@@ -170,27 +213,39 @@ class _Program:
         return places | {len(self.equations): sorted(left)}
 
     def operands(self, products: list[int]) -> list[Any]:
-        """Return the values with which the first of these that waits for the last all-to-all can begin.
+        """Return the values with which the first of these that waits for the last all-to-all can
+        begin.
 
-        They are those that wait for an all-to-all too, or, if none does, the input that is known last; none if there is
-        no such product.
+        They are those that wait for an all-to-all too, or, if none does, the input that is known
+        last; none if there is no such product.
         """
         latest = self._latest()
         products = [i for i in products if not self.equations[i].gives_way]
         if not products:
             return []
         first = self.equations[max(products, key=lambda i: (latest[i], -i))]
-        known = {name: at for at, equation in enumerate(self.equations) for name in equation.outputs}
+        known = {
+            name: at for at, equation in enumerate(self.equations) for name in equation.outputs
+        }
         inputs = zip(first.inputs, first.eqn.invars, strict=True)
-        numbers = [name for name, var in inputs if not isinstance(name, Literal) and _can_wait(var.aval)]
+        numbers = [
+            name for name, var in inputs if not isinstance(name, Literal) and _can_wait(var.aval)
+        ]
         waiting = [name for name in numbers if name in known and latest[known[name]] >= 0]
         return waiting or [max(numbers, key=lambda name: known.get(name, -1))]
 
     def of_native_operations(self, products: list[int]) -> list[Any]:
         """Return what native operations among these equations read and write."""
-        equations = [self.equations[i] for i in products if self.equations[i].eqn.primitive.name == "ffi_call"]
+        equations = [
+            self.equations[i]
+            for i in products
+            if self.equations[i].eqn.primitive.name == "ffi_call"
+        ]
         names = [
-            x for equation in equations for x in (*equation.inputs, *equation.outputs) if not isinstance(x, Literal)
+            x
+            for equation in equations
+            for x in (*equation.inputs, *equation.outputs)
+            if not isinstance(x, Literal)
         ]
         return list(dict.fromkeys(names))
 
@@ -199,15 +254,20 @@ class _Program:
         waits_for: dict[Any, int] = {}
         latest = []
         for at, equation in enumerate(self.equations):
-            waits = max((waits_for.get(x, -1) for x in equation.inputs if not isinstance(x, Literal)), default=-1)
+            waits = max(
+                (waits_for.get(x, -1) for x in equation.inputs if not isinstance(x, Literal)),
+                default=-1,
+            )
             latest.append(at if equation.exchanges else waits)
             waits_for.update(dict.fromkeys(equation.outputs, latest[-1]))
         return latest
 
     def all_to_alls_first(self) -> None:
-        """Puts each product behind the first all-to-all that it could hold up: one that waits for neither.
+        """Puts each product behind the first all-to-all that it could hold up: one that waits for
+        neither.
 
-        An all-to-all that follows another without a product between them is part of the same exchange.
+        An all-to-all that follows another without a product between them is part of the same
+        exchange.
         """
         first = next((at for at, equation in enumerate(self.equations) if equation.exchanges), 0)
         begins, latest = {first, *self.places()}, self._latest()
@@ -236,7 +296,9 @@ class _Program:
         for i in reversed(range(at)):
             if names.intersection(self.equations[i].outputs):
                 needed.add(i)
-                names.update(name for name in self.equations[i].inputs if not isinstance(name, Literal))
+                names.update(
+                    name for name in self.equations[i].inputs if not isinstance(name, Literal)
+                )
         return needed
 
 
@@ -255,7 +317,9 @@ class _Order:
         """x, known only when a zero is."""
         words = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
         with jax.named_scope("order"):
-            return lax.bitcast_convert_type(lax.bitcast_convert_type(x, words) ^ zero.astype(words), x.dtype)
+            return lax.bitcast_convert_type(
+                lax.bitcast_convert_type(x, words) ^ zero.astype(words), x.dtype
+            )
 
     def zero_of(self, y: jax.Array) -> jax.Array:
         """0, known only when y is."""
@@ -265,9 +329,11 @@ class _Order:
             return lax.bitcast_convert_type(first, words).astype(jnp.int32) & self.zero
 
     def hold(self, arrays: list[jax.Array], result: jax.Array, *, at_end: bool) -> jax.Array:
-        """Keeps XLA from using the memory of these before the last collective is done; the next waits for them too.
+        """Keeps XLA from using the memory of these before the last collective is done; the next
+        waits for them too.
 
-        Returns the last one's result, which waits for them in its place where no other follows (`at_end`).
+        Returns the last one's result, which waits for them in its place where no other follows
+        (`at_end`).
         """
         if not arrays:
             return result
@@ -281,7 +347,9 @@ class _Order:
         self.last = self.last | self.zero_of(y)
 
 
-def _share(work: Sequence[Work], places: dict[int, int], schedule: Schedule) -> dict[int, list[int]]:
+def _share(
+    work: Sequence[Work], places: dict[int, int], schedule: Schedule
+) -> dict[int, list[int]]:
     """Which work runs in which place: in proportion to the multiplications that hide it there."""
     chosen = list(places)[schedule.places]
     ends = list(itertools.accumulate(places[place] for place in chosen))
@@ -300,12 +368,15 @@ def interleave(
     axes: tuple[str, ...],
     begin: jax.Array,
 ) -> tuple[Any, list[jax.Array]]:
-    """Return (function(*args), results of `work`), inside `shard_map` over `axes`, with the collectives in order.
+    """Return (function(*args), results of `work`), inside `shard_map` over `axes`, with the
+    collectives in order.
 
-    Chunks are dealt out to the places between all-to-alls where the next one cannot start yet, by how much is
-    multiplied there. Every collective depends on the one before it; XLA:CPU drops `optimization_barrier`, so the
-    dependence is one of data: an integer that is always 0, which XLA cannot know, is added to the bits of what is sent.
-    begin: no work starts before this is known: XLA would gather all layers at once, or keep them from the forward pass.
+    Chunks are dealt out to the places between all-to-alls where the next one cannot start yet, by
+    how much is multiplied there. Every collective depends on the one before it; XLA:CPU drops
+    `optimization_barrier`, so the dependence is one of data: an integer that is always 0, which XLA
+    cannot know, is added to the bits of what is sent.
+    begin: no work starts before this is known: XLA would gather all layers at once, or keep them
+    from the forward pass.
     """
     order = _Order(axes)
     order.done(begin)
@@ -316,13 +387,19 @@ def interleave(
     if schedule.all_to_alls_first:
         program.all_to_alls_first()
     places = program.places()
-    hides = {place: sum(_products(program.equations[i].eqn) for i in some) for place, some in places.items()}
+    hides = {
+        place: sum(_products(program.equations[i].eqn) for i in some)
+        for place, some in places.items()
+    }
     shares = _share(work, hides, schedule)
     results = {}
-    values: dict[int, Any] = dict(zip(program.inputs, jax.tree.leaves(args), strict=True)) | program.constants
+    values: dict[int, Any] = (
+        dict(zip(program.inputs, jax.tree.leaves(args), strict=True)) | program.constants
+    )
 
     def run_work(place: int) -> None:
-        # XLA:CPU starts what is ready in turn, and a collective keeps what stands behind it from starting.
+        # XLA:CPU starts what is ready in turn, and a collective keeps what stands behind it from
+        # starting.
         if shares.get(place):
             for operand in program.operands(places[place]):
                 order.wait_for(values[operand])
@@ -331,8 +408,11 @@ def interleave(
             order.done(results[i])
         if shares.get(place) and in_background():
             begun = [i for i in places[place] if i < place]
-            arrays, last = [values[x] for x in program.of_native_operations(begun)], shares[place][-1]
-            results[last] = order.hold(arrays, results[last], at_end=place == len(program.equations))
+            arrays = [values[x] for x in program.of_native_operations(begun)]
+            last = shares[place][-1]
+            results[last] = order.hold(
+                arrays, results[last], at_end=place == len(program.equations)
+            )
 
     can_start = order.zero
     for at, equation in enumerate(program.equations):
@@ -355,7 +435,9 @@ def interleave(
         values.update(zip(equation.outputs, outputs, strict=True))
     run_work(len(program.equations))
     out = [x.val if isinstance(x, Literal) else values[x] for x in program.outputs]
-    return jax.tree.unflatten(jax.tree.structure(shape), out), [results[i] for i in range(len(work))]
+    return jax.tree.unflatten(jax.tree.structure(shape), out), [
+        results[i] for i in range(len(work))
+    ]
 
 
 def chunk_bytes(bytes_per_s: float) -> int:

@@ -1,4 +1,6 @@
-"""Console scripts `jmoe-train`, `jmoe-serve`: they run train.py and serve.py of the checkout, which are linked here."""
+"""Console scripts `jmoe-train`, `jmoe-serve`: they run train.py and serve.py of the checkout,
+which are linked here.
+"""
 
 import runpy
 

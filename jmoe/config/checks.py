@@ -1,4 +1,6 @@
-"""How a bad value is refused: `ValueError` naming the field, the value and the constraint. Standard library only."""
+"""How a bad value is refused: `ValueError` naming the field, the value and the constraint.
+Standard library only.
+"""
 
 from __future__ import annotations
 
@@ -42,11 +44,18 @@ def positive_or_none(config: object, *names: str) -> None:
 
 
 def unset(config: object, section: str, names: Sequence[str], why: str) -> None:
-    """Check that each of these fields has its default, as nothing would honour another value; why: as in `check`."""
+    """Check that each of these fields has its default, as nothing would honour another value;
+    why: as in `check`.
+    """
     defaults = {field.name: field.default for field in dataclasses.fields(config)}  # type: ignore[arg-type]
     for name in names:
         full = f"{section}.{name}" if section else name
-        check_field(getattr(config, name) == defaults[name], config, full, f"must be {defaults[name]!r} {why}")
+        check_field(
+            getattr(config, name) == defaults[name],
+            config,
+            full,
+            f"must be {defaults[name]!r} {why}",
+        )
 
 
 MOST_STEPS = 2**31 - 1  # that a run's state counts
@@ -62,7 +71,8 @@ def countable(config: object, *names: str) -> None:
 
 @functools.cache
 def _types(kind: Any) -> dict[str, tuple[Any, ...]]:
-    """Return what each field may be, of a tuple its elements; nothing of fields that may be more than `_must_be` knows.
+    """Return what each field may be, of a tuple its elements; nothing of fields that may be more
+    than `_must_be` knows.
 
     A Literal among others is left to the class, which says both in its own words.
     """
@@ -96,7 +106,11 @@ def _must_be(value: object, kinds: tuple[Any, ...]) -> str:
         return "must be a number"
     least, most = _FLOAT32
     held = value == 0 or least <= abs(float(value)) <= most
-    return "" if held else f"must be a finite number that float32 holds, 0 or from {least:.2g} to {most:.2g}"
+    return (
+        ""
+        if held
+        else f"must be a finite number that float32 holds, 0 or from {least:.2g} to {most:.2g}"
+    )
 
 
 def check_values(config: object) -> None:

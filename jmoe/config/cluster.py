@@ -1,4 +1,6 @@
-"""Clusters, devices and links as TOML files describe them (`--cluster`, `--comm.links`). Standard library only."""
+"""Clusters, devices and links as TOML files describe them (`--cluster`, `--comm.links`).
+Standard library only.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class NetworkConfig:
-    """Links, each way. inside: of a device, to the others of its node; between: of a whole node, to other nodes."""
+    """Links, each way. inside: of a device, to the others of its node; between: of a whole node,
+    to other nodes.
+    """
 
     inside_bytes_per_s: float
     between_bytes_per_s: float
@@ -33,7 +37,9 @@ class NetworkConfig:
 
 @dataclass(frozen=True)
 class LinkConfig:
-    """A link: the rate at which a device sends one way, and the seconds of a collective that sends next to nothing."""
+    """A link: the rate at which a device sends one way, and the seconds of a collective that
+    sends next to nothing.
+    """
 
     bytes_per_s: float
     latency_s: float
@@ -48,9 +54,9 @@ class LinkConfig:
 class LinksConfig:
     """Links from a device to others, by how far these are, nearest first.
 
-    inside: of its node. rail: in the same place of another node below the same leaf switch. leaf: elsewhere in such a
-    node. spine: below other leaf switches. nodes_per_leaf: how many nodes a leaf switch has; 0: all. message_s: of each
-    message of a collective, whichever way it goes.
+    inside: of its node. rail: in the same place of another node below the same leaf switch. leaf:
+    elsewhere in such a node. spine: below other leaf switches. nodes_per_leaf: how many nodes a
+    leaf switch has; 0: all. message_s: of each message of a collective, whichever way it goes.
     """
 
     inside: LinkConfig
@@ -80,9 +86,10 @@ class StorageConfig:
 class ClusterConfig:
     """Equal nodes, and how many of them to plan for.
 
-    machine: a node's host memory and disk, and each of its devices. batch: `fixed`, batch_size sequences a step on any
-    number of nodes, or `per_node`, so many on the first number and more in proportion. grows: the mesh axis that takes
-    more nodes: `data`, or `experts` (expert_inter), as experts off the device need it.
+    machine: a node's host memory and disk, and each of its devices. batch: `fixed`, batch_size
+    sequences a step on any number of nodes, or `per_node`, so many on the first number and more in
+    proportion. grows: the mesh axis that takes more nodes: `data`, or `experts` (expert_inter), as
+    experts off the device need it.
     """
 
     nodes: tuple[int, ...]
@@ -99,17 +106,27 @@ class ClusterConfig:
         rising = sorted({*self.nodes}) == [*self.nodes] and min(self.nodes, default=0) > 0
         check_field(rising, self, "nodes", "must be numbers of nodes, from the fewest on")
         for name in ("host_bytes", "nvme_bytes"):
-            check_field(getattr(self.machine, name) > 0, self.machine, f"machine.{name}", "must be greater than 0")
+            check_field(
+                getattr(self.machine, name) > 0,
+                self.machine,
+                f"machine.{name}",
+                "must be greater than 0",
+            )
         described = self.machine.accelerator or all(
-            getattr(self.machine, name) for name in ("device_bytes", "flops", "link_bytes_per_s", "memory_bytes_per_s")
+            getattr(self.machine, name)
+            for name in ("device_bytes", "flops", "link_bytes_per_s", "memory_bytes_per_s")
         )
-        constraint = "must be given, or else device_bytes, flops, link_bytes_per_s and memory_bytes_per_s"
+        constraint = (
+            "must be given, or else device_bytes, flops, link_bytes_per_s and memory_bytes_per_s"
+        )
         check(bool(described), "machine.accelerator", self.machine.accelerator, constraint)
 
 
 @dataclass(frozen=True)
 class DevicesConfig:
-    """Equal devices of one machine. device_bytes: free on each. bytes_per_s: that each reads of its own memory."""
+    """Equal devices of one machine. device_bytes: free on each. bytes_per_s: that each reads of
+    its own memory.
+    """
 
     devices: int
     device_bytes: int
@@ -122,7 +139,9 @@ class DevicesConfig:
 
 @dataclass(frozen=True)
 class MachinesConfig:
-    """Machines in the order of their processes, and the links of their devices. network: None where it is not known."""
+    """Machines in the order of their processes, and the links of their devices. network: None
+    where it is not known.
+    """
 
     machines: tuple[DevicesConfig, ...]
     network: NetworkConfig | None = None
@@ -149,7 +168,9 @@ def links_text(links: LinksConfig) -> str:
 
 
 def read_machines(path: Path) -> MachinesConfig:
-    """Return what [[machines]] and [network] of a TOML file describe; `ValueError` naming the file and the field."""
+    """Return what [[machines]] and [network] of a TOML file describe; `ValueError` naming the
+    file and the field.
+    """
     return _read("machines", path, _machines)
 
 
@@ -162,8 +183,15 @@ def _machines(table: dict[str, Any]) -> MachinesConfig:
     assert tables is not None
     machines = tuple(_made(DevicesConfig, one, f"machines[{n}].") for n, one in enumerate(tables))
     network = table.get("network")
-    check(network is None or isinstance(network, dict), "network", network, "must be a table, [network]")
-    return MachinesConfig(machines, None if network is None else _made(NetworkConfig, network, "network."))
+    check(
+        network is None or isinstance(network, dict),
+        "network",
+        network,
+        "must be a table, [network]",
+    )
+    return MachinesConfig(
+        machines, None if network is None else _made(NetworkConfig, network, "network.")
+    )
 
 
 def _read(option: str, path: Path, make: Callable[[dict[str, Any]], T]) -> T:
@@ -177,17 +205,26 @@ def _read(option: str, path: Path, make: Callable[[dict[str, Any]], T]) -> T:
 
 
 def _made(kind: Any, values: dict[str, Any], section: str) -> Any:
-    """Return the dataclass that a table of the file describes; its own fields, of their own types, and no others."""
+    """Return the dataclass that a table of the file describes; its own fields, of their own
+    types, and no others.
+    """
     hints, made = typing.get_type_hints(kind), {}
     for name, value in values.items():
         check(name in hints, f"{section}{name}", value, f"is none of {', '.join(hints)}")
         if dataclasses.is_dataclass(hints[name]):
-            check(isinstance(value, dict), f"{section}{name}", value, f"must be a table, [{section}{name}]")
+            check(
+                isinstance(value, dict),
+                f"{section}{name}",
+                value,
+                f"must be a table, [{section}{name}]",
+            )
             made[name] = _made(hints[name], value, f"{section}{name}.")
         else:
             made[name] = _plain(value, hints[name], f"{section}{name}")
     for field_ in dataclasses.fields(kind):
-        required = field_.default is dataclasses.MISSING and field_.default_factory is dataclasses.MISSING
+        required = (
+            field_.default is dataclasses.MISSING and field_.default_factory is dataclasses.MISSING
+        )
         if required and field_.name not in made:
             raise ValueError(f"{section}{field_.name}: is missing")
     try:
@@ -198,13 +235,22 @@ def _made(kind: Any, values: dict[str, Any], section: str) -> Any:
 
 
 def _plain(value: Any, hint: Any, name: str) -> Any:
-    """Return a number, a text or a tuple of whole numbers; a whole number may be written as 2e12."""
+    """Return a number, a text or a tuple of whole numbers; a whole number may be written as
+    2e12.
+    """
     if hint is int or hint is float:
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        check(number and (hint is float or value == int(value)), name, value, f"must be a {_NUMBERS[hint]}")
+        check(
+            number and (hint is float or value == int(value)),
+            name,
+            value,
+            f"must be a {_NUMBERS[hint]}",
+        )
         return hint(value)
     if typing.get_origin(hint) is tuple:
-        whole = isinstance(value, list) and all(isinstance(v, int) and not isinstance(v, bool) for v in value)
+        whole = isinstance(value, list) and all(
+            isinstance(v, int) and not isinstance(v, bool) for v in value
+        )
         check(whole, name, value, "must be a list of whole numbers")
         return tuple(value)
     check(isinstance(value, str), name, value, "must be a text")

@@ -10,10 +10,12 @@ from jmoe.config.checks import check_field, check_values, positive, positive_or_
 
 @dataclass(frozen=True)
 class DistilConfig:
-    """A teacher. The loss is (1 - weight) x cross-entropy + weight x temperature^2 x KL(teacher | student).
+    """A teacher. The loss is (1 - weight) x cross-entropy + weight x temperature^2 x KL(teacher |
+    student).
 
-    Both distributions are softmax(logits / temperature). The teacher's experts are kept as `EngineConfig.policy` says:
-    with `ring` layers pass through `ring_slots` of them, so that it need not fit the device.
+    Both distributions are softmax(logits / temperature). The teacher's experts are kept as
+    `EngineConfig.policy` says: with `ring` layers pass through `ring_slots` of them, so that it
+    need not fit the device.
     """
 
     teacher: str = ""  # a Hugging Face folder; "": none
@@ -24,10 +26,19 @@ class DistilConfig:
 
     def __post_init__(self) -> None:
         check_values(self)
-        check_field(0 < self.weight <= 1, self, "distil.weight", "must be greater than 0 and at most 1")
+        check_field(
+            0 < self.weight <= 1, self, "distil.weight", "must be greater than 0 and at most 1"
+        )
         positive(self, "temperature")
         positive_or_none(self, "ring_slots")
         if not self.teacher:
-            unset(self, "distil", ["weight", "temperature", "policy", "ring_slots"], "without distil.teacher")
+            unset(
+                self,
+                "distil",
+                ["weight", "temperature", "policy", "ring_slots"],
+                "without distil.teacher",
+            )
         ring = self.ring_slots is None or self.policy == "ring"
-        check_field(ring, self, "distil.ring_slots", f"must be None with distil.policy = {self.policy!r}")
+        check_field(
+            ring, self, "distil.ring_slots", f"must be None with distil.policy = {self.policy!r}"
+        )

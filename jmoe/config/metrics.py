@@ -16,7 +16,17 @@ class MetricsConfig:
 
     def __post_init__(self) -> None:
         check_values(self)
-        check_field(0 <= self.port <= 65535, self, "metrics.port", "must be between 1 and 65535, or 0 for none")
+        check_field(
+            0 <= self.port <= 65535,
+            self,
+            "metrics.port",
+            "must be between 1 and 65535, or 0 for none",
+        )
         if not self.port:
             unset(self, "metrics", ["host"], "without metrics.port")
-        check_field(bool(self.host), self, "metrics.host", "must be an address of this machine, e.g. 0.0.0.0")
+        check_field(
+            bool(self.host),
+            self,
+            "metrics.host",
+            "must be an address of this machine, e.g. 0.0.0.0",
+        )

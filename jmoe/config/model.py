@@ -1,4 +1,6 @@
-"""The configuration of a decoder. Field names are those of Hugging Face configurations where one exists."""
+"""The configuration of a decoder. Field names are those of Hugging Face configurations where one
+exists.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +9,21 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from jmoe.config.checks import check, check_field, check_values, not_negative, positive, positive_or_none, unset
+from jmoe.config.checks import (
+    check,
+    check_field,
+    check_values,
+    not_negative,
+    positive,
+    positive_or_none,
+    unset,
+)
 
 HiddenAct = Literal["swiglu", "gelu", "clamped_swiglu"]
-Remat = Literal["none", "experts", "layer"]  # what a backward pass computes again, see `TrainConfig.remat`
-LayerKind = Literal["dense", "moe", "task"]  # one feed-forward, experts by token, experts by the image's task
+# what a backward pass computes again, see `TrainConfig.remat`
+Remat = Literal["none", "experts", "layer"]
+# one feed-forward, experts by token, experts by the image's task
+LayerKind = Literal["dense", "moe", "task"]
 RouterKind = Literal["switch", "gshard", "softmax", "sigmoid", "group_limited"]
 NO_WINDOW = 2**30  # tokens
 LAYER_TYPES = ("sliding_attention", "full_attention")
@@ -21,16 +33,19 @@ LAYER_TYPES = ("sliding_attention", "full_attention")
 class RouterConfig:
     """How tokens choose experts.
 
-    kind: `switch` top-1 with input jitter (Switch Transformer); `gshard` top-2 (GShard); `softmax` top-k of a
-    softmax (Mixtral, OLMoE, Qwen3-MoE); `sigmoid` sigmoid scores with loss-free bias balancing (DeepSeek-V3);
-    `group_limited` top-k inside the best `topk_group` of `n_group` groups of experts (DeepSeek-V2/V3).
+    kind: `switch` top-1 with input jitter (Switch Transformer); `gshard` top-2 (GShard); `softmax`
+    top-k of a softmax (Mixtral, OLMoE, Qwen3-MoE); `sigmoid` sigmoid scores with loss-free bias
+    balancing (DeepSeek-V3); `group_limited` top-k inside the best `topk_group` of `n_group` groups
+    of experts (DeepSeek-V2/V3).
     """
 
     kind: RouterKind = "softmax"
     bias: bool = False  # logits = x @ kernel + bias (gpt-oss)
     norm_topk_prob: bool = True  # divide the chosen weights by their sum
-    jitter_noise: float = 0.0  # switch: inputs are multiplied by uniform(1 - jitter, 1 + jitter) in training
-    # gshard, in training: `random` sends a token to its second expert with probability min(1, 2 times its weight)
+    # switch: inputs are multiplied by uniform(1 - jitter, 1 + jitter) in training
+    jitter_noise: float = 0.0
+    # gshard, in training: `random` sends a token to its second expert with probability min(1, 2
+    # times its weight)
     second_expert_policy: Literal["all", "random"] = "all"
     aux_loss_coef: float = 0.01  # balance loss: E * sum_e f_e P_e
     z_loss_coef: float = 0.0  # mean squared logsumexp of the router's logits
@@ -44,9 +59,19 @@ class RouterConfig:
         not_negative(self, "aux_loss_coef", "z_loss_coef", "bias_update_speed")
         check_field(0 <= self.jitter_noise < 1, self, "jitter_noise", "must be in [0, 1)")
         positive(self, "n_group", "topk_group", "routed_scaling_factor")
-        check_field(self.topk_group <= self.n_group, self, "topk_group", f"must not exceed n_group = {self.n_group}")
+        check_field(
+            self.topk_group <= self.n_group,
+            self,
+            "topk_group",
+            f"must not exceed n_group = {self.n_group}",
+        )
         random = self.second_expert_policy == "random"
-        check_field(not random or self.kind == "gshard", self, "second_expert_policy", "needs router.kind = 'gshard'")
+        check_field(
+            not random or self.kind == "gshard",
+            self,
+            "second_expert_policy",
+            "needs router.kind = 'gshard'",
+        )
 
     @property
     def draws(self) -> bool:
@@ -56,7 +81,9 @@ class RouterConfig:
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """One Mixture-of-Experts feed-forward layer: `num_experts` MLPs, of which each token uses `num_experts_per_tok`."""
+    """One Mixture-of-Experts feed-forward layer: `num_experts` MLPs, of which each token uses
+    `num_experts_per_tok`.
+    """
 
     hidden_size: int
     num_experts: int
@@ -66,7 +93,8 @@ class MoEConfig:
     bias: bool = False  # experts add biases
     capacity_factor: float | None = None  # rows per destination device / fair share; None: dropless
     initializer_range: float = 0.02
-    output_initializer_range: float | None = None  # of the down projections; None: initializer_range
+    # of the down projections; None: initializer_range
+    output_initializer_range: float | None = None
     router: RouterConfig = field(default_factory=RouterConfig)
 
     def __post_init__(self) -> None:
@@ -78,32 +106,49 @@ class MoEConfig:
         check_field(fits, self, "capacity_factor", "must be greater than 0, or None for dropless")
 
     def by_task(self, choices: int) -> MoEConfig:
-        """Return the layer whose experts are named by the image's task; with two of them one may be none."""
-        some: RouterConfig = RouterConfig(kind="gshard", second_expert_policy="random", aux_loss_coef=0.0)
+        """Return the layer whose experts are named by the image's task; with two of them one may
+        be none.
+        """
+        some: RouterConfig = RouterConfig(
+            kind="gshard", second_expert_policy="random", aux_loss_coef=0.0
+        )
         router = RouterConfig(aux_loss_coef=0.0) if choices == 1 else some
         return dataclasses.replace(self, num_experts_per_tok=choices, router=router)
 
 
 def check_routing(num_experts: int, num_experts_per_tok: int, router: RouterConfig) -> None:
-    """Raise `ValueError` if this router cannot choose `num_experts_per_tok` of `num_experts` experts."""
+    """Raise `ValueError` if this router cannot choose `num_experts_per_tok` of `num_experts`
+    experts.
+    """
     k, name = num_experts_per_tok, "num_experts_per_tok"
     check(1 <= k <= num_experts, name, k, f"must be between 1 and num_experts = {num_experts}")
     check(router.kind != "switch" or k == 1, name, k, "must be 1 for router.kind = 'switch'")
     check(router.kind != "gshard" or k == 2, name, k, "must be 2 for router.kind = 'gshard'")
-    check_field(num_experts % router.n_group == 0, router, "router.n_group", f"must divide num_experts = {num_experts}")
+    check_field(
+        num_experts % router.n_group == 0,
+        router,
+        "router.n_group",
+        f"must divide num_experts = {num_experts}",
+    )
     reachable = num_experts // router.n_group * router.topk_group
-    limit = f"must not exceed the {reachable} experts in router.topk_group = {router.topk_group} groups"
+    limit = (
+        f"must not exceed the {reachable} experts in router.topk_group = {router.topk_group} groups"
+    )
     check(router.kind != "group_limited" or k <= reachable, name, k, limit)
 
 
 @dataclass(frozen=True)
 class YarnConfig:
-    """Rotary positions stretched to a longer context, YaRN (arXiv:2309.00071), with Hugging Face's field names.
+    """Rotary positions stretched to a longer context, YaRN (arXiv:2309.00071), with Hugging Face's
+    field names.
 
-    Rotations that turn more than `beta_fast` times within `original_max_position_embeddings` positions keep their
-    frequency, those that turn less than `beta_slow` times are slowed by `factor`, and a ramp lies between them.
-    attention_factor: multiplies cos and sin; None: from factor, mscale and mscale_all_dim as DeepSeek does.
-    mscale_all_dim: latent attention multiplies its softmax scale by (0.1 mscale_all_dim ln(factor) + 1)^2.
+    Rotations that turn more than `beta_fast` times within `original_max_position_embeddings`
+    positions keep their frequency, those that turn less than `beta_slow` times are slowed by
+    `factor`, and a ramp lies between them.
+    attention_factor: multiplies cos and sin; None: from factor, mscale and mscale_all_dim as
+    DeepSeek does.
+    mscale_all_dim: latent attention multiplies its softmax scale by (0.1 mscale_all_dim ln(factor)
+    + 1)^2.
     """
 
     factor: float
@@ -119,7 +164,12 @@ class YarnConfig:
         check_values(self)
         positive(self, "factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
         not_negative(self, "mscale", "mscale_all_dim")
-        check_field(self.beta_slow <= self.beta_fast, self, "beta_slow", f"must not exceed beta_fast {self.beta_fast}")
+        check_field(
+            self.beta_slow <= self.beta_fast,
+            self,
+            "beta_slow",
+            f"must not exceed beta_fast {self.beta_fast}",
+        )
         positive_or_none(self, "attention_factor")
 
     def magnitude(self, mscale: float = 1.0) -> float:
@@ -136,20 +186,26 @@ class YarnConfig:
         return self.magnitude()
 
 
-# What of a model concerns its training only; a run that starts from a checkpoint (`init_from`) keeps its own.
+# What of a model concerns its training only; a run that starts from a checkpoint (`init_from`)
+# keeps its own.
 TRAINING_ONLY = (
     "capacity_factor",
-    *(f"router.{name}" for name in ("jitter_noise", "second_expert_policy", "z_loss_coef", "bias_update_speed")),
+    *(
+        f"router.{name}"
+        for name in ("jitter_noise", "second_expert_policy", "z_loss_coef", "bias_update_speed")
+    ),
 )
 
 
-# What is counted one by one before a tensor is looked at, and sizes of arrays beyond which XLA counts wrongly or ends
-# the process.
+# What is counted one by one before a tensor is looked at, and sizes of arrays beyond which XLA
+# counts wrongly or ends the process.
 MODEL_LIMITS = {
     "num_hidden_layers": 10_000,
     **dict.fromkeys(("num_experts", "num_attention_heads", "head_dim"), 1 << 16),
     "hidden_size": 1 << 20,
-    **dict.fromkeys(("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"), 1 << 24),
+    **dict.fromkeys(
+        ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"), 1 << 24
+    ),
     "vocab_size": 1 << 24,
     **dict.fromkeys(("max_position_embeddings", "sliding_window"), NO_WINDOW),
 }
@@ -174,19 +230,23 @@ class ModelConfig:
     first_k_dense_replace: int = 0  # this many first layers are dense
     mlp_only_layers: tuple[int, ...] = ()  # these layers are dense too
     shared_expert_intermediate_size: int = 0  # 0: no shared expert
-    shared_expert_gate: bool = False  # the shared expert's output is multiplied by sigmoid(x @ gate) (Qwen2-MoE)
+    # the shared expert's output is multiplied by sigmoid(x @ gate) (Qwen2-MoE)
+    shared_expert_gate: bool = False
     hidden_act: HiddenAct = "swiglu"
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     norm_eps: float = 1e-6
     position: Literal["rope", "learned"] = "rope"
     rope_theta: float = 10_000.0
     rope_scaling: YarnConfig | None = None
-    rope_interleave: bool = False  # rotate (x[2i], x[2i + 1]) instead of (x[i], x[i + d/2]); latent attention only
+    # rotate (x[2i], x[2i + 1]) instead of (x[i], x[i + d/2]); latent attention only
+    rope_interleave: bool = False
     sliding_window: int | None = None  # a token sees this many: itself and those before it
-    layer_types: tuple[str, ...] = ()  # sliding_attention or full_attention per layer; empty: all alike
+    # sliding_attention or full_attention per layer; empty: all alike
+    layer_types: tuple[str, ...] = ()
     attention_sinks: bool = False  # one learned logit per head in every softmax (gpt-oss)
     qk_norm: Literal["none", "head", "full"] = "none"  # per head (Qwen3) or over all heads (OLMoE)
-    clip_qkv: float | None = None  # bounds of every query, key and value, after qk_norm and before rotation (OLMoE)
+    # bounds of every query, key and value, after qk_norm and before rotation (OLMoE)
+    clip_qkv: float | None = None
     attention_bias: bool = False  # q, k, v and the output
     qkv_bias: bool = False  # q, k and v only (Qwen2)
     kv_lora_rank: int | None = None  # latent attention (DeepSeek-V2/V3); None: ordinary attention
@@ -203,36 +263,80 @@ class ModelConfig:
     def __post_init__(self) -> None:
         check_values(self)
         positive(self, "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
-        positive(self, "num_key_value_heads", "max_position_embeddings", "intermediate_size", "moe_intermediate_size")
+        positive(
+            self,
+            "num_key_value_heads",
+            "max_position_embeddings",
+            "intermediate_size",
+            "moe_intermediate_size",
+        )
         for name, most in MODEL_LIMITS.items():
             check_field((getattr(self, name) or 0) <= most, self, name, f"must be at most {most:,}")
         positive(self, "decoder_sparse_step", "norm_eps", "rope_theta", "initializer_range")
-        not_negative(self, "num_experts", "first_k_dense_replace", "shared_expert_intermediate_size")
+        not_negative(
+            self, "num_experts", "first_k_dense_replace", "shared_expert_intermediate_size"
+        )
         self._check_attention()
         if self.num_experts:
             self._check_experts()
 
     def _check_attention(self) -> None:
         heads, groups = self.num_attention_heads, self.num_key_value_heads
-        check(heads % groups == 0, "num_key_value_heads", groups, f"must divide num_attention_heads = {heads}")
+        check(
+            heads % groups == 0,
+            "num_key_value_heads",
+            groups,
+            f"must divide num_attention_heads = {heads}",
+        )
         if self.sliding_window is not None:
             positive(self, "sliding_window")
         types, layers = self.layer_types, self.num_hidden_layers
-        check(len(types) in (0, layers), "layer_types", types, f"must have {layers} entries or none")
-        check(set(types) <= set(LAYER_TYPES), "layer_types", types, f"must each be one of {', '.join(LAYER_TYPES)}")
+        check(
+            len(types) in (0, layers), "layer_types", types, f"must have {layers} entries or none"
+        )
+        check(
+            set(types) <= set(LAYER_TYPES),
+            "layer_types",
+            types,
+            f"must each be one of {', '.join(LAYER_TYPES)}",
+        )
         sliding = "sliding_attention" in types
-        check(not sliding or self.sliding_window is not None, "sliding_window", None, "is needed by layer_types")
+        check(
+            not sliding or self.sliding_window is not None,
+            "sliding_window",
+            None,
+            "is needed by layer_types",
+        )
         positive_or_none(self, "clip_qkv")
         rope = self.position == "rope"
-        check_field(self.rope_scaling is None or rope, self, "rope_scaling", "needs position = 'rope'")
+        check_field(
+            self.rope_scaling is None or rope, self, "rope_scaling", "needs position = 'rope'"
+        )
         if self.kv_lora_rank is not None:
             positive(self, "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-            check_field(self.q_lora_rank is None or self.q_lora_rank > 0, self, "q_lora_rank", "must be above 0")
+            check_field(
+                self.q_lora_rank is None or self.q_lora_rank > 0,
+                self,
+                "q_lora_rank",
+                "must be above 0",
+            )
             check_field(self.qk_rope_head_dim % 2 == 0, self, "qk_rope_head_dim", "must be even")
-            check(heads == groups, "num_key_value_heads", groups, f"must be {heads} for latent attention")
-            plain = {"qk_norm": "none", "clip_qkv": None, "qkv_bias": False, "attention_sinks": False}
+            check(
+                heads == groups,
+                "num_key_value_heads",
+                groups,
+                f"must be {heads} for latent attention",
+            )
+            plain = {
+                "qk_norm": "none",
+                "clip_qkv": None,
+                "qkv_bias": False,
+                "attention_sinks": False,
+            }
             for name, value in plain.items():
-                check_field(getattr(self, name) == value, self, name, "is not part of latent attention")
+                check_field(
+                    getattr(self, name) == value, self, name, "is not part of latent attention"
+                )
             check_field(rope, self, "position", "must be 'rope' for latent attention")
             return
         check_field(not self.rope_interleave, self, "rope_interleave", "needs latent attention")
@@ -250,11 +354,28 @@ class ModelConfig:
         inside = all(0 <= layer < layers for layer in self.mlp_only_layers)
         check_field(inside, self, "mlp_only_layers", f"must lie between 0 and {layers - 1}")
         first, step = self.first_k_dense_replace, self.decoder_sparse_step
-        check(first < layers, "first_k_dense_replace", first, f"must be less than num_hidden_layers = {layers}")
-        check(step <= layers - first, "decoder_sparse_step", step, f"must not exceed the {layers - first} layers left")
-        check_field(self.num_moe_layers > 0, self, "mlp_only_layers", "must leave a layer with experts")
+        check(
+            first < layers,
+            "first_k_dense_replace",
+            first,
+            f"must be less than num_hidden_layers = {layers}",
+        )
+        check(
+            step <= layers - first,
+            "decoder_sparse_step",
+            step,
+            f"must not exceed the {layers - first} layers left",
+        )
+        check_field(
+            self.num_moe_layers > 0, self, "mlp_only_layers", "must leave a layer with experts"
+        )
         gate, shared = self.shared_expert_gate, self.shared_expert_intermediate_size
-        check(not gate or shared > 0, "shared_expert_gate", gate, "needs shared_expert_intermediate_size")
+        check(
+            not gate or shared > 0,
+            "shared_expert_gate",
+            gate,
+            "needs shared_expert_intermediate_size",
+        )
 
     @property
     def causal(self) -> bool:
@@ -276,9 +397,13 @@ class ModelConfig:
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """Return whether the feed-forward of each layer is one MLP (`dense`) or experts (`moe`)."""
-        first, step, dense = self.first_k_dense_replace, self.decoder_sparse_step, self.mlp_only_layers
+        first = self.first_k_dense_replace
+        step = self.decoder_sparse_step
+        dense = self.mlp_only_layers
         return tuple(
-            "moe" if self.num_experts and i >= first and (i - first + 1) % step == 0 and i not in dense else "dense"
+            "moe"
+            if self.num_experts and i >= first and (i - first + 1) % step == 0 and i not in dense
+            else "dense"
             for i in range(self.num_hidden_layers)
         )
 
@@ -308,7 +433,9 @@ class ModelConfig:
 
     @property
     def output_initializer_range(self) -> float:
-        """Return the standard deviation of projections that add to the hidden states: smaller if deeper (GPT-2)."""
+        """Return the standard deviation of projections that add to the hidden states: smaller if
+        deeper (GPT-2).
+        """
         return self.initializer_range / math.sqrt(2 * self.num_hidden_layers)
 
     @property
@@ -325,7 +452,14 @@ class ModelConfig:
         rank, rope, v = self.kv_lora_rank, self.qk_rope_head_dim, self.v_head_dim
         bias = (rank + rope + d + (self.q_lora_rank or 0)) * self.attention_bias
         q = d * heads * dh if self.q_lora_rank is None else self.q_lora_rank * (d + 1 + heads * dh)
-        return q + d * (rank + rope) + rank + rank * heads * (self.qk_nope_head_dim + v) + heads * v * d + bias
+        return (
+            q
+            + d * (rank + rope)
+            + rank
+            + rank * heads * (self.qk_nope_head_dim + v)
+            + heads * v * d
+            + bias
+        )
 
     def _mlp(self, f: int) -> int:
         up, d = 1 if self.hidden_act == "gelu" else 2, self.hidden_size
@@ -343,21 +477,31 @@ class ModelConfig:
         attention = self._attention_parameters()
         moe_layers, experts, k = self.num_moe_layers, self.num_experts, self.num_experts_per_tok
         dense_layers = self.num_hidden_layers - moe_layers
-        shared = self._mlp(self.shared_expert_intermediate_size) if self.shared_expert_intermediate_size else 0
+        shared = (
+            self._mlp(self.shared_expert_intermediate_size)
+            if self.shared_expert_intermediate_size
+            else 0
+        )
         shared += d * self.shared_expert_gate
         bias = experts * (self.router.bias + (self.router.kind in ("sigmoid", "group_limited")))
         common = self.vocab_size * d * (1 if self.tie_word_embeddings else 2) + norm
         common += self.max_position_embeddings * d if self.position == "learned" else 0
-        common += self.num_hidden_layers * (attention + 2 * norm) + dense_layers * self._mlp(self.intermediate_size)
+        common += self.num_hidden_layers * (attention + 2 * norm) + dense_layers * self._mlp(
+            self.intermediate_size
+        )
         common += moe_layers * (d * experts + bias + shared)
         expert = self.expert_parameters
         return common + moe_layers * experts * expert, common + moe_layers * k * expert
 
     def flops_per_token(self, sequence_length: int) -> float:
-        """Return the model FLOPs of one trained token: 6 per active matrix parameter, plus causal attention."""
+        """Return the model FLOPs of one trained token: 6 per active matrix parameter, plus
+        causal attention.
+        """
         _, active = self.num_parameters()
         lookup = self.vocab_size * self.hidden_size if not self.tie_word_embeddings else 0
-        lookup += self.max_position_embeddings * self.hidden_size if self.position == "learned" else 0
+        lookup += (
+            self.max_position_embeddings * self.hidden_size if self.position == "learned" else 0
+        )
         value_dim = self.v_head_dim if self.kv_lora_rank is not None else self.dim_per_head
         heads, dims = self.num_attention_heads, self.dim_per_head + value_dim
         attention = 3 * self.num_hidden_layers * heads * dims * sequence_length

@@ -14,7 +14,10 @@ EmbeddingKind = Literal["replicated", "columns", "rows"]
 EmbeddingChoice = Literal["auto"] | EmbeddingKind
 ScheduleKind = Literal["none", "ready", "fixed", "priority", "chunks", "pipelined"]
 # Sizes that a partition of the embedding divides over the devices, in order of preference.
-SPLIT_SIZES: dict[EmbeddingKind, tuple[str, ...]] = {"columns": ("hidden_size", "vocab_size"), "rows": ("vocab_size",)}
+SPLIT_SIZES: dict[EmbeddingKind, tuple[str, ...]] = {
+    "columns": ("hidden_size", "vocab_size"),
+    "rows": ("vocab_size",),
+}
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,8 @@ class MeshConfig:
 
     data: int = 0  # 0: whatever the other two leave
     expert_inter: int = 1  # across nodes
-    expert_intra: int = 1  # inside a node; 0: the devices of a host, so that expert_inter counts hosts
+    # inside a node; 0: the devices of a host, so that expert_inter counts hosts
+    expert_intra: int = 1
 
     def __post_init__(self) -> None:
         check_values(self)
@@ -31,21 +35,34 @@ class MeshConfig:
         positive(self, "expert_inter")
 
     def shape(self, num_devices: int, devices_per_host: int) -> tuple[int, int, int]:
-        """Return (data, expert_inter, expert_intra) for this many devices, or raise `ValueError`."""
+        """Return (data, expert_inter, expert_intra) for this many devices, or raise
+        `ValueError`.
+        """
         intra = self.expert_intra or devices_per_host
-        check(intra > 0, "mesh.expert_intra", self.expert_intra, "needs hosts of one number of devices")
+        check(
+            intra > 0,
+            "mesh.expert_intra",
+            self.expert_intra,
+            "needs hosts of one number of devices",
+        )
         data = self.data or num_devices // (self.expert_inter * intra)
         name = "mesh.(data, expert_inter, expert_intra)"
         value = (data, self.expert_inter, intra)
-        check(math.prod(value) == num_devices, name, value, f"must multiply to the {num_devices} devices")
+        check(
+            math.prod(value) == num_devices,
+            name,
+            value,
+            f"must multiply to the {num_devices} devices",
+        )
         return value
 
 
 def packed_shape(shape: tuple[int, int, int], packing: int) -> tuple[int, int, int]:
-    """Return the mesh with `packing` times the experts on a device: the expert axes shrink, data grows.
+    """Return the mesh with `packing` times the experts on a device: the expert axes shrink, data
+    grows.
 
-    Across nodes first, so that a group of devices which shares the experts spans fewer nodes. Devices keep their order,
-    and so the rows of a batch their devices.
+    Across nodes first, so that a group of devices which shares the experts spans fewer nodes.
+    Devices keep their order, and so the rows of a batch their devices.
     """
     data, inter, intra = shape
     nodes = math.gcd(inter, packing)
@@ -64,43 +81,69 @@ def most_packing(shape: tuple[int, int, int]) -> int:
 class CommConfig:
     """Traffic between devices: its form and its order."""
 
-    exchange: ExchangeChoice = "auto"  # of tokens with their experts; dedup: a token crosses once to a node
+    # of tokens with their experts; dedup: a token crosses once to a node
+    exchange: ExchangeChoice = "auto"
     schedule: ScheduleKind = "chunks"  # the order of collectives, see `collectives.schedule`
     exchange_chunks: int = 0  # of the all-to-alls with schedule = pipelined; 0: two
-    links: str = ""  # TOML file of the links that exchange = auto plans for; empty: several processes measure them
-    # columns, rows: each device keeps and looks up its part of the table; replicated: as any dense parameter
+    # TOML file of the links that exchange = auto plans for; empty: several processes measure them
+    links: str = ""
+    # columns, rows: each device keeps and looks up its part of the table; replicated: as any dense
+    # parameter
     embedding: EmbeddingChoice = "auto"
-    # times the experts that the mesh gives a device; auto: doubled while all-to-alls take longer than experts (Lina)
+    # times the experts that the mesh gives a device; auto: doubled while all-to-alls take longer
+    # than experts (Lina)
     packing: Literal["auto"] | int = 1
-    chunk_bytes: int = 0  # of a gather or reduction that has to let all-to-alls through; 0: what takes 20 ms, measured
-    # float32 gradients of dense parameters that are reduced together, of several layers or of part of one; 0: of
-    # a layer. chunks and pipelined cut them again by chunk_bytes
+    # of a gather or reduction that has to let all-to-alls through; 0: what takes 20 ms, measured
+    chunk_bytes: int = 0
+    # float32 gradients of dense parameters that are reduced together, of several layers or of part
+    # of one; 0: of a layer. chunks and pipelined cut them again by chunk_bytes
     bucket_bytes: int = 0
-    # what the papers' figures compare with: presets of `configs/ablations.py` set these, the command line does not
-    hierarchical: bool = True  # gathers and reductions of dense parameters cross between nodes once, then go on inside
-    shard_dense: bool = True  # ZeRO-3: dense parameters and their optimizer state sharded over all devices
-    fuse_dense: bool = True  # those of a layer travel as one buffer, the next layer's ahead; False: each on its own
+    # what the papers' figures compare with: presets of `configs/ablations.py` set these, the
+    # command line does not
+    # gathers and reductions of dense parameters cross between nodes once, then go on inside
+    hierarchical: bool = True
+    # ZeRO-3: dense parameters and their optimizer state sharded over all devices
+    shard_dense: bool = True
+    # those of a layer travel as one buffer, the next layer's ahead; False: each on its own
+    fuse_dense: bool = True
 
     def __post_init__(self) -> None:
         check_values(self)
         not_negative(self, "bucket_bytes", "chunk_bytes", "exchange_chunks")
         if self.exchange_chunks:
-            constraint = f"must be 0 with schedule = {self.schedule!r}: only pipelined cuts all-to-alls"
+            constraint = (
+                f"must be 0 with schedule = {self.schedule!r}: only pipelined cuts all-to-alls"
+            )
             check_field(self.schedule == "pipelined", self, "exchange_chunks", constraint)
-            check_field(self.exchange_chunks > 1, self, "exchange_chunks", "must be at least 2, or 0")
-        constraint = f"must be empty with exchange = {self.exchange!r}: only auto is planned for them"
+            check_field(
+                self.exchange_chunks > 1, self, "exchange_chunks", "must be at least 2, or 0"
+            )
+        constraint = (
+            f"must be empty with exchange = {self.exchange!r}: only auto is planned for them"
+        )
         check_field(not self.links or self.exchange == "auto", self, "links", constraint)
         ordered = self.schedule == "none" or self.fuse_dense or not self.shard_dense
-        constraint = "must be none with fuse_dense = False: every parameter is gathered and reduced by itself"
+        constraint = (
+            "must be none with fuse_dense = False: every parameter is gathered and reduced by"
+            " itself"
+        )
         check_field(ordered, self, "schedule", constraint)
         buckets = not self.bucket_bytes or self.fuse_dense or not self.shard_dense
         constraint = "must be 0 with fuse_dense = False: every parameter is reduced by itself"
         check_field(buckets, self, "bucket_bytes", constraint)
         if self.schedule not in ("chunks", "pipelined"):
-            unset(self, "comm", ["chunk_bytes"], f"with comm.schedule = {self.schedule!r}: nothing goes in chunks")
+            unset(
+                self,
+                "comm",
+                ["chunk_bytes"],
+                f"with comm.schedule = {self.schedule!r}: nothing goes in chunks",
+            )
         packing = self.packing
         power = (
-            isinstance(packing, int) and not isinstance(packing, bool) and packing > 0 and not packing & (packing - 1)
+            isinstance(packing, int)
+            and not isinstance(packing, bool)
+            and packing > 0
+            and not packing & (packing - 1)
         )
         check(packing == "auto" or power, "packing", packing, "must be a power of two, or auto")
 

@@ -10,24 +10,36 @@ from jmoe.config.checks import check, check_field, check_values, not_negative, p
 
 @dataclass(frozen=True)
 class SuperviseConfig:
-    """Processes of a run on hosts without a scheduler, all started again when one of them is lost."""
+    """Processes of a run on hosts without a scheduler, all started again when one of them is
+    lost.
+    """
 
     processes: int | None = None  # that the run has; None: one a host
-    min_processes: int | None = None  # while hosts are away it goes on with as few as these; None: with all or none
-    hosts: tuple[str, ...] = ()  # each NAME, or NAME=ADDRESS where others reach it by that; empty: this machine
+    # while hosts are away it goes on with as few as these; None: with all or none
+    min_processes: int | None = None
+    # each NAME, or NAME=ADDRESS where others reach it by that; empty: this machine
+    hosts: tuple[str, ...] = ()
     # what stands before a command that is to run on a host of `hosts`
     launch: str = "ssh -o BatchMode=yes -o ServerAliveInterval=5 {host}"
     max_restarts: int = 10  # in a row without a new checkpoint
-    same_step_limit: int = 2  # attempts in a row that end at the same step, after which there is no other
-    backoff_s: float = 5.0  # before the second restart in a row without a new checkpoint; twice as long at each other
+    # attempts in a row that end at the same step, after which there is no other
+    same_step_limit: int = 2
+    # before the second restart in a row without a new checkpoint; twice as long at each other
+    backoff_s: float = 5.0
     max_backoff_s: float = 300.0  # the longest of them
     host_timeout_s: float = 60.0  # a host that has not answered by then is away
-    host_wait_s: float = 600.0  # with fewer than `min_processes` the run waits so long for hosts, then is given up
+    # with fewer than `min_processes` the run waits so long for hosts, then is given up
+    host_wait_s: float = 600.0
     return_check_s: float = 60.0  # how often a host that is away is asked again
 
     def __post_init__(self) -> None:
         check_values(self)
-        check_field(self.processes is None or self.processes > 0, self, "processes", "must be greater than 0")
+        check_field(
+            self.processes is None or self.processes > 0,
+            self,
+            "processes",
+            "must be greater than 0",
+        )
         most = self.num_processes
         if self.min_processes is not None:
             constraint = f"must be between 1 and processes = {most}"
@@ -37,13 +49,28 @@ class SuperviseConfig:
         if not self.hosts:
             unset(self, "", ["launch"], "without hosts: the processes are on this machine")
         if self.min_processes is None:
-            unset(self, "", ["return_check_s"], "without min_processes: the run goes on with all or none")
+            unset(
+                self,
+                "",
+                ["return_check_s"],
+                "without min_processes: the run goes on with all or none",
+            )
         if self.hosts:
             constraint = f"must be a multiple of {len(self.hosts)} hosts"
             check(most % len(self.hosts) == 0, "processes", most, constraint)
             names = [host.partition("=")[0] for host in self.hosts]
-            check(all(names) and len(set(names)) == len(names), "hosts", self.hosts, "must be different names")
-            check_field("{host}" in self.launch, self, "launch", "must have {host} where the host's name goes")
+            check(
+                all(names) and len(set(names)) == len(names),
+                "hosts",
+                self.hosts,
+                "must be different names",
+            )
+            check_field(
+                "{host}" in self.launch,
+                self,
+                "launch",
+                "must have {host} where the host's name goes",
+            )
 
     @property
     def num_processes(self) -> int:

@@ -15,28 +15,37 @@ OF_NVME = ("path", "host_cache_bytes", "write_back_every_steps")  # options of t
 
 @dataclass(frozen=True)
 class TiersConfig:
-    """Tiers of the experts' state: `device`, `host` memory, `nvme`; `auto` asks the planner. Everything else stays on
-    the device. Each of several processes has the records of its devices' experts, once for all of them that are
-    replicas (`mesh.data`); replicas of other processes have records of their own, and share the saving.
+    """Tiers of the experts' state: `device`, `host` memory, `nvme`; `auto` asks the planner.
+    Everything else stays on the device. Each of several processes has the records of its devices'
+    experts, once for all of them that are replicas (`mesh.data`); replicas of other processes have
+    records of their own, and share the saving.
 
-    experts: the float32 weights. optimizer: AdamW's moments, on a tier at or below that of the weights; `train.py`
-    puts them where the weights are if only these are given a tier. Where both are on the device, the ordinary step
-    runs. On other tiers the state of an expert that no token comes to stays where it is; what it missed is replayed
-    when it is fetched.
+    experts: the float32 weights. optimizer: AdamW's moments, on a tier at or below that of the
+    weights; `train.py` puts them where the weights are if only these are given a tier. Where both
+    are on the device, the ordinary step runs. On other tiers the state of an expert that no token
+    comes to stays where it is; what it missed is replayed when it is fetched.
     """
 
     experts: Literal["auto"] | Tier = "device"
     optimizer: Literal["auto"] | Tier = "device"
-    gradients: Literal["host", "nvme"] = "host"  # from the backward pass until their expert is fetched next
-    gradient_dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16 loses nothing of bfloat16 compute
-    path: str = ""  # folder of the tier nvme, in which each run has one of its own; "": OUTPUT_DIR/records
-    host_cache_bytes: int = 0  # a process's host memory for records of the tier nvme; 0: a quarter of their bytes
-    write_back_every_steps: int = 0  # when what changed goes to nvme; 0: as it leaves the cache, or is saved
-    pin_host_memory: Literal["auto", "on", "off"] = "auto"  # that records go to the device from; auto: of a GPU
-    device_layers: int = 2  # layers whose experts are on the device at one time, the one that computes included
-    device_experts: float = 1.0  # share of its experts of such a layer that a device has room for at first
-    # share of a device's experts of a layer that steps choose on average, as an earlier run measured it, for the
-    # planner's traffic and seconds; 0: estimated for even routing
+    # from the backward pass until their expert is fetched next
+    gradients: Literal["host", "nvme"] = "host"
+    # bfloat16 loses nothing of bfloat16 compute
+    gradient_dtype: Literal["float32", "bfloat16"] = "float32"
+    # folder of the tier nvme, in which each run has one of its own; "": OUTPUT_DIR/records
+    path: str = ""
+    # a process's host memory for records of the tier nvme; 0: a quarter of their bytes
+    host_cache_bytes: int = 0
+    # when what changed goes to nvme; 0: as it leaves the cache, or is saved
+    write_back_every_steps: int = 0
+    # that records go to the device from; auto: of a GPU
+    pin_host_memory: Literal["auto", "on", "off"] = "auto"
+    # layers whose experts are on the device at one time, the one that computes included
+    device_layers: int = 2
+    # share of its experts of such a layer that a device has room for at first
+    device_experts: float = 1.0
+    # share of a device's experts of a layer that steps choose on average, as an earlier run
+    # measured it, for the planner's traffic and seconds; 0: estimated for even routing
     chosen_share: float = 0.0
 
     def __post_init__(self) -> None:
@@ -46,20 +55,34 @@ class TiersConfig:
         share = self.device_experts
         check(0 < share <= 1, "tiers.device_experts", share, "must be greater than 0 and at most 1")
         fetched = self.experts != "device" or share == 1
-        check(fetched, "tiers.device_experts", share, "must be 1 with tiers.experts = 'device', where all of them are")
+        check(
+            fetched,
+            "tiers.device_experts",
+            share,
+            "must be 1 with tiers.experts = 'device', where all of them are",
+        )
         chosen = self.chosen_share
         check(0 <= chosen <= 1, "tiers.chosen_share", chosen, "must be between 0 and 1")
         if "auto" not in (self.experts, self.optimizer):
             above = TIERS.index(self.optimizer) >= TIERS.index(self.experts)
             allowed = " or ".join(TIERS[TIERS.index(self.experts) :])
-            check(above, "tiers.optimizer", self.optimizer, f"must be {allowed} with tiers.experts = {self.experts!r}")
+            check(
+                above,
+                "tiers.optimizer",
+                self.optimizer,
+                f"must be {allowed} with tiers.experts = {self.experts!r}",
+            )
         for name, why in _idle_options(self.experts, self.optimizer, self.gradients).items():
             unset(self, "tiers", [name], why)
 
     def placed(self, experts: Tier, optimizer: Tier) -> TiersConfig:
-        """Return the options with these tiers in the place of `auto`, without those that other tiers would honour."""
+        """Return the options with these tiers in the place of `auto`, without those that other
+        tiers would honour.
+        """
         idle = _idle_options(experts, optimizer, self.gradients)
-        options: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(self) if f.name in idle}
+        options: dict[str, Any] = {
+            f.name: f.default for f in dataclasses.fields(self) if f.name in idle
+        }
         if experts == "device":  # all of them are there
             options["device_experts"] = 1.0
         return dataclasses.replace(self, experts=experts, optimizer=optimizer, **options)
@@ -70,17 +93,25 @@ class TiersConfig:
         return (self.experts, self.optimizer) == ("device", "device")
 
 
-EstimatedGpu = Literal["", "a100", "h100", "h200", "rtx-4090", "rtx-5090"]  # those that programs are compiled for
+# those that programs are compiled for
+EstimatedGpu = Literal["", "a100", "h100", "h200", "rtx-4090", "rtx-5090"]
 AcceleratorName = Literal["", "a100-40gb", "a100", "h100", "h200", "rtx-4090", "rtx-5090"]
 
 
 def _idle_options(experts: str, optimizer: str, gradients: str) -> dict[str, str]:
-    """Return options that nothing honours on these tiers, each with the reason; none while a tier is `auto`."""
+    """Return options that nothing honours on these tiers, each with the reason; none while a
+    tier is `auto`.
+    """
     if "auto" in (experts, optimizer):
         return {}
     if (experts, optimizer) == ("device", "device"):
-        why = "with tiers.experts = 'device' and tiers.optimizer = 'device', where nothing leaves the device"
-        return dict.fromkeys(("gradients", "gradient_dtype", "pin_host_memory", "device_layers", *OF_NVME), why)
+        why = (
+            "with tiers.experts = 'device' and tiers.optimizer = 'device', where nothing leaves the"
+            " device"
+        )
+        return dict.fromkeys(
+            ("gradients", "gradient_dtype", "pin_host_memory", "device_layers", *OF_NVME), why
+        )
     idle = {}
     if "nvme" not in (experts, optimizer, gradients):
         idle = dict.fromkeys(OF_NVME, "with nothing on the tier nvme")
@@ -99,8 +130,9 @@ class Accelerator:
     memory_bytes_per_s: float
 
 
-# SXM modules and cards, from NVIDIA's data sheets, which print sparse products (twice these) and PCIe both ways
-# together; of cards the rate with float32 sums, which is half of that with sums in float16.
+# SXM modules and cards, from NVIDIA's data sheets, which print sparse products (twice these) and
+# PCIe both ways together; of cards the rate with float32 sums, which is half of that with sums in
+# float16.
 ACCELERATORS = {
     "a100-40gb": Accelerator(40_000_000_000, 312e12, 32e9, 1.555e12),
     "a100": Accelerator(80_000_000_000, 312e12, 32e9, 2.039e12),
@@ -116,9 +148,11 @@ TWO_CORES = Accelerator(0, 2e11, 5e10, 1.5e10)  # what two CPU cores reach
 class MachineConfig:
     """Describe the machine that the planner (`--plan`, tiers `auto`) plans for."""
 
-    # its data sheet has what is 0 of the device; "": two CPU cores, a device that shares the host's memory
+    # its data sheet has what is 0 of the device; "": two CPU cores, a device that shares the host's
+    # memory
     accelerator: AcceleratorName = ""
-    device_bytes: int = 0  # with several image tasks, also the limit within which a run deals them out
+    # with several image tasks, also the limit within which a run deals them out
+    device_bytes: int = 0
     host_bytes: int = 0  # 0: what is free here
     nvme_bytes: int = 0  # 0: what is free here
     flops: float = 0.0  # that products reach
@@ -136,4 +170,6 @@ class MachineConfig:
     def device(self) -> Accelerator:
         """Return the device's figures: those given, else the accelerator's."""
         nominal = dataclasses.asdict(ACCELERATORS.get(self.accelerator, TWO_CORES))
-        return Accelerator(**{name: getattr(self, name) or figure for name, figure in nominal.items()})
+        return Accelerator(
+            **{name: getattr(self, name) or figure for name, figure in nominal.items()}
+        )

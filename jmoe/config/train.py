@@ -1,7 +1,7 @@
 """Every setting of a training run. Standard library only.
 
-`__post_init__` checks what one frozen dataclass can know alone; `TrainConfig.check_devices` what needs the number of
-devices. A bad value raises `ValueError` before anything is compiled or written.
+`__post_init__` checks what one frozen dataclass can know alone; `TrainConfig.check_devices` what
+needs the number of devices. A bad value raises `ValueError` before anything is compiled or written.
 """
 
 from __future__ import annotations
@@ -12,7 +12,15 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from jmoe.config.checks import check, check_field, check_values, countable, not_negative, positive, unset
+from jmoe.config.checks import (
+    check,
+    check_field,
+    check_values,
+    countable,
+    not_negative,
+    positive,
+    unset,
+)
 from jmoe.config.distil import DistilConfig
 from jmoe.config.metrics import MetricsConfig
 from jmoe.config.model import ModelConfig, Remat
@@ -25,24 +33,30 @@ MAX_LOSS_SCALE = 2.0**32
 
 def _streamed(tiers: TiersConfig) -> str:
     """Return where the experts are that a setting is refused for."""
-    return f"with experts on other tiers (tiers.experts = {tiers.experts!r} and tiers.optimizer = {tiers.optimizer!r})"
+    return (
+        f"with experts on other tiers (tiers.experts = {tiers.experts!r} and tiers.optimizer ="
+        f" {tiers.optimizer!r})"
+    )
 
 
 @dataclass(frozen=True)
 class DataConfig:
     """The source of the text.
 
-    path: files, folders or globs of UTF-8 text or JSONL (`.jsonl`; `.json`: an array of records), or token shards
-    (`.bin`); empty: the source code of the Python standard library on this machine. Files are split into train and
-    held-out by file; a single file by its last part.
+    path: files, folders or globs of UTF-8 text or JSONL (`.jsonl`; `.json`: an array of records),
+    or token shards (`.bin`); empty: the source code of the Python standard library on this machine.
+    Files are split into train and held-out by file; a single file by its last part.
     """
 
     path: tuple[str, ...] = ()
     weights: tuple[float, ...] = ()  # one per path; empty: by size
     field: str = "text"  # JSONL: the field with the text
-    encoding: tuple[str, ...] = ("utf-8",)  # of text and JSONL; several: each file in the first that fits it
-    control_tokens: bool = False  # text that spells out "<|im_start|>" is that token, as a server reads it
-    tokenizer: str | None = None  # a tokenizer.json; None: a byte-level BPE is trained and cached beside the run
+    # of text and JSONL; several: each file in the first that fits it
+    encoding: tuple[str, ...] = ("utf-8",)
+    # text that spells out "<|im_start|>" is that token, as a server reads it
+    control_tokens: bool = False
+    # a tokenizer.json; None: a byte-level BPE is trained and cached beside the run
+    tokenizer: str | None = None
     held_out_fraction: float = 0.05
     held_out_bytes: int = 500_000  # at most this much text is held out for evaluation
     prefetch_batches: int = 2
@@ -50,16 +64,30 @@ class DataConfig:
     def __post_init__(self) -> None:
         check_values(self)
         weighted, paths = not self.weights or len(self.weights) == len(self.path), len(self.path)
-        check_field(weighted, self, "data.weights", f"needs one weight per data.path, of which there are {paths}")
+        check_field(
+            weighted,
+            self,
+            "data.weights",
+            f"needs one weight per data.path, of which there are {paths}",
+        )
         check_field(bool(self.encoding), self, "data.encoding", "needs at least one encoding")
         constraint = "must be a text encoding of Python, e.g. utf-8, latin-1"
         for name in self.encoding:
             check(_is_text_encoding(name), "data.encoding", name, constraint)
-        check_field(all(w > 0 for w in self.weights), self, "data.weights", "must all be greater than 0")
-        check_field(0 < self.held_out_fraction < 1, self, "data.held_out_fraction", "must be between 0 and 1")
+        check_field(
+            all(w > 0 for w in self.weights), self, "data.weights", "must all be greater than 0"
+        )
+        check_field(
+            0 < self.held_out_fraction < 1,
+            self,
+            "data.held_out_fraction",
+            "must be between 0 and 1",
+        )
         positive(self, "held_out_bytes", "prefetch_batches")
         if not self.path:
-            unset(self, "data", ["field", "encoding"], "without data.path: it is for text of your own")
+            unset(
+                self, "data", ["field", "encoding"], "without data.path: it is for text of your own"
+            )
 
 
 def _is_text_encoding(name: str) -> bool:
@@ -73,7 +101,9 @@ def _is_text_encoding(name: str) -> bool:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW with decoupled decay (not on norms, biases and router biases), warm-up, then cosine or constant."""
+    """AdamW with decoupled decay (not on norms, biases and router biases), warm-up, then cosine
+    or constant.
+    """
 
     learning_rate: float = 1e-3
     schedule: Literal["cosine", "constant"] = "cosine"
@@ -91,22 +121,36 @@ class OptimizerConfig:
         not_negative(self, "warmup_steps", "weight_decay", "clip_norm")
         countable(self, "warmup_steps")
         for name in ("beta1", "beta2"):
-            check_field(0 <= getattr(self, name) < 1, self, f"optimizer.{name}", "must be in [0, 1)")
+            check_field(
+                0 <= getattr(self, name) < 1, self, f"optimizer.{name}", "must be in [0, 1)"
+            )
         fraction = self.final_learning_rate_fraction
-        check(0 <= fraction <= 1, "optimizer.final_learning_rate_fraction", fraction, "must be between 0 and 1")
+        check(
+            0 <= fraction <= 1,
+            "optimizer.final_learning_rate_fraction",
+            fraction,
+            "must be between 0 and 1",
+        )
         if self.schedule == "constant":
-            unset(self, "optimizer", ["final_learning_rate_fraction"], "with optimizer.schedule = 'constant'")
+            unset(
+                self,
+                "optimizer",
+                ["final_learning_rate_fraction"],
+                "with optimizer.schedule = 'constant'",
+            )
 
 
 @dataclass(frozen=True)
 class LossScaleConfig:
-    """How the loss is scaled with compute_dtype = float16: halved where gradients overflow, doubled where they do not.
+    """How the loss is scaled with compute_dtype = float16: halved where gradients overflow, doubled
+    where they do not.
 
     A step whose gradients overflow is not taken, but computed again with half the scale.
     """
 
     initial: int | None = None  # at step 0, a power of two; None: 65536
-    growth_steps: int | None = None  # steps without an overflow after which the scale is doubled; None: 1000
+    # steps without an overflow after which the scale is doubled; None: 1000
+    growth_steps: int | None = None
 
     def __post_init__(self) -> None:
         check_values(self)
@@ -131,8 +175,10 @@ class LossScaleConfig:
 class CheckpointConfig:
     every_steps: int = 100
     keep: int = 2  # with 1, two all the same: what the newest holds may fail in the step after it
-    drain_timeout_s: int = 600  # the longest that copying the records of experts may take for one of them
-    # a folder in each host's memory, such as /dev/shm, for snapshots of the state from which lost processes restart
+    # the longest that copying the records of experts may take for one of them
+    drain_timeout_s: int = 600
+    # a folder in each host's memory, such as /dev/shm, for snapshots of the state from which lost
+    # processes restart
     memory_dir: str | None = None
     memory_every_steps: int = 10  # between two snapshots
 
@@ -145,7 +191,9 @@ class CheckpointConfig:
 
     @property
     def kept(self) -> int:
-        """Return how many checkpoints stay: of two the older one is known to have gone on with finite numbers."""
+        """Return how many checkpoints stay: of two the older one is known to have gone on with
+        finite numbers.
+        """
         return max(2, self.keep)
 
 
@@ -171,22 +219,43 @@ class DistributedConfig:
     num_processes: int | None = None  # that the run has
     process_id: int | None = None  # the rank of this one, from 0
     start_timeout_s: int = 300  # all processes must have started within this
-    step_timeout_s: int = 600  # a step, save or evaluation that takes longer names the stuck ranks and ends the run
-    heartbeat_timeout_s: int = 10  # a process that gives no sign of life for so long is given up, and ends the run
-    heartbeat_folder: str | None = None  # where each process writes that it lives, for a supervisor; None: nowhere
-    stopped_exit_code: int = 0  # when a signal has stopped the run; 75 tells a launcher to start it again
+    # a step, save or evaluation that takes longer names the stuck ranks and ends the run
+    step_timeout_s: int = 600
+    # a process that gives no sign of life for so long is given up, and ends the run
+    heartbeat_timeout_s: int = 10
+    # where each process writes that it lives, for a supervisor; None: nowhere
+    heartbeat_folder: str | None = None
+    # when a signal has stopped the run; 75 tells a launcher to start it again
+    stopped_exit_code: int = 0
 
     def __post_init__(self) -> None:
         check_values(self)
         positive(self, "start_timeout_s", "step_timeout_s", "heartbeat_timeout_s")
-        check_field(0 <= self.stopped_exit_code <= 255, self, "distributed.stopped_exit_code", "must be from 0 to 255")
+        check_field(
+            0 <= self.stopped_exit_code <= 255,
+            self,
+            "distributed.stopped_exit_code",
+            "must be from 0 to 255",
+        )
         names = ("coordinator_address", "num_processes", "process_id")
         missing = [f"distributed.{name}" for name in names if getattr(self, name) is None]
-        check(len(missing) in (0, 3), ", ".join(missing), None, f"{names[0]}, {names[1]} and {names[2]} go together")
+        check(
+            len(missing) in (0, 3),
+            ", ".join(missing),
+            None,
+            f"{names[0]}, {names[1]} and {names[2]} go together",
+        )
         if self.num_processes is not None and self.process_id is not None:
-            check_field(self.num_processes >= 1, self, "distributed.num_processes", "must be at least 1")
+            check_field(
+                self.num_processes >= 1, self, "distributed.num_processes", "must be at least 1"
+            )
             constraint = f"must be between 0 and num_processes - 1 = {self.num_processes - 1}"
-            check_field(0 <= self.process_id < self.num_processes, self, "distributed.process_id", constraint)
+            check_field(
+                0 <= self.process_id < self.num_processes,
+                self,
+                "distributed.process_id",
+                constraint,
+            )
 
 
 @dataclass(frozen=True)
@@ -229,23 +298,29 @@ class TrainConfig:
     batch_size: int = 8  # sequences a step, all devices and accumulation steps together
     sequence_length: int = 256
     gradient_accumulation_steps: int = 1
-    # master weights and optimizer state are always float32; with float16 the loss is scaled, see loss_scale
+    # master weights and optimizer state are always float32; with float16 the loss is scaled, see
+    # loss_scale
     compute_dtype: Dtype = "bfloat16"
-    # on a CPU with AVX512-BF16, parts of a step in bfloat16 with operations in C++, which are compiled once on each
-    # machine. auto: where there is a compiler; on: an error where they cannot be had; off: XLA's alone
+    # on a CPU with AVX512-BF16, parts of a step in bfloat16 with operations in C++, which are
+    # compiled once on each machine. auto: where there is a compiler; on: an error where they cannot
+    # be had; off: XLA's alone
     native: Literal["auto", "on", "off"] = "auto"
-    # what the backward pass computes again. experts: what their matrices make; layer: everything between two layers
+    # what the backward pass computes again. experts: what their matrices make; layer: everything
+    # between two layers
     remat: Remat = "none"
     seed: int = 0
-    # a Hugging Face folder, or a run's output folder, whose newest step is merged into one first: its model, and its
-    # parameters at step 0, instead of what `model` says; of that only what concerns training counts: capacity_factor
-    # and the router's jitter_noise, z_loss_coef and bias_update_speed
+    # a Hugging Face folder, or a run's output folder, whose newest step is merged into one first:
+    # its model, and its parameters at step 0, instead of what `model` says; of that only what
+    # concerns training counts: capacity_factor and the router's jitter_noise, z_loss_coef and
+    # bias_update_speed
     init_from: str = ""
     output_dir: str = ""  # "": runs/PRESET
     plan: bool = False  # only print what memory the run needs, by tier, and how long a step takes
-    cluster: str = ""  # with plan: a TOML file that describes a cluster, for whose numbers of nodes to plan
+    # with plan: a TOML file that describes a cluster, for whose numbers of nodes to plan
+    cluster: str = ""
     json: bool = False  # with cluster: as one JSON object
-    # only compile a step for such a GPU, which need not be here, and print how long the step would take on it
+    # only compile a step for such a GPU, which need not be here, and print how long the step would
+    # take on it
     estimate: EstimatedGpu = ""
 
     def __post_init__(self) -> None:
@@ -258,72 +333,133 @@ class TrainConfig:
         constraint = f"must not exceed model.max_position_embeddings = {positions}"
         check_field(fits, self, "sequence_length", constraint)
         tiers = self.tiers.experts, self.tiers.optimizer
-        has_experts = self.tiers.on_device or any(kind != "dense" for kind in self.model.layer_kinds)
+        has_experts = self.tiers.on_device or any(
+            kind != "dense" for kind in self.model.layer_kinds
+        )
         check(has_experts, "tiers", tiers, "must be device for a model without experts")
         if not self.init_from:  # whose model is not known here
             self.check_chosen_share()
         stays = self.comm.packing != "auto" or not {"host", "nvme"} & {*tiers}
         check(stays, "comm.packing", self.comm.packing, f"must be a number {_streamed(self.tiers)}")
-        check_field(self.plan or not self.cluster, self, "cluster", "must be given together with plan")
-        check_field(bool(self.cluster) or not self.json, self, "json", "must be given together with cluster")
+        check_field(
+            self.plan or not self.cluster, self, "cluster", "must be given together with plan"
+        )
+        check_field(
+            bool(self.cluster) or not self.json, self, "json", "must be given together with cluster"
+        )
         self._check_estimate()
         memory_dir = self.checkpoint.memory_dir
         alone = memory_dir is None or not {"host", "nvme"} & {*tiers}
-        check(alone, "checkpoint.memory_dir", memory_dir, f"must not be set {_streamed(self.tiers)}")
+        check(
+            alone, "checkpoint.memory_dir", memory_dir, f"must not be set {_streamed(self.tiers)}"
+        )
         for name in ("initial", "growth_steps"):
             unset = getattr(self.loss_scale, name) is None or self.compute_dtype == "float16"
-            constraint = f"must not be set with compute_dtype = {self.compute_dtype!r}: only float16 needs it"
+            constraint = (
+                f"must not be set with compute_dtype = {self.compute_dtype!r}: only float16"
+                " needs it"
+            )
             check_field(unset, self.loss_scale, f"loss_scale.{name}", constraint)
         narrow = self.native != "on" or self.compute_dtype == "bfloat16"
-        check_field(narrow, self, "native", f"must be auto or off with compute_dtype = {self.compute_dtype!r}")
+        check_field(
+            narrow,
+            self,
+            "native",
+            f"must be auto or off with compute_dtype = {self.compute_dtype!r}",
+        )
         if self.distil.teacher:
             wide = self.compute_dtype != "float16"
-            check_field(wide, self, "compute_dtype", "must be float32 or bfloat16 with distil.teacher")
+            check_field(
+                wide, self, "compute_dtype", "must be float32 or bfloat16 with distil.teacher"
+            )
             check(self.tiers.on_device, "tiers", tiers, "must be device with distil.teacher")
-            check(self.comm.packing == 1, "comm.packing", self.comm.packing, "must be 1 with distil.teacher")
+            check(
+                self.comm.packing == 1,
+                "comm.packing",
+                self.comm.packing,
+                "must be 1 with distil.teacher",
+            )
         span = self.profile.span()
         ends = span is None or span[1] <= self.num_steps
-        check_field(ends, self.profile, "profile.steps", f"must end by num_steps = {self.num_steps}")
+        check_field(
+            ends, self.profile, "profile.steps", f"must end by num_steps = {self.num_steps}"
+        )
 
     def _check_estimate(self) -> None:
         if self.estimate:
             check_field(not self.plan, self, "estimate", "must not be given together with plan")
-            where = f"must not be given {_streamed(self.tiers)}: such a step is many programs; take --plan"
+            where = (
+                f"must not be given {_streamed(self.tiers)}: such a step is many programs; take"
+                " --plan"
+            )
             check_field(self.tiers.on_device, self, "estimate", where)
             alone = not self.distil.teacher
-            check_field(alone, self, "estimate", "must not be given with distil.teacher: its steps are not estimated")
+            check_field(
+                alone,
+                self,
+                "estimate",
+                "must not be given with distil.teacher: its steps are not estimated",
+            )
 
     def check_chosen_share(self) -> None:
         """Raise `ValueError` if `tiers.chosen_share` is less than the choices of one token."""
         share, experts = self.tiers.chosen_share, self.model.num_experts
-        check(not share or experts > 0, "tiers.chosen_share", share, "must be 0 for a model without experts")
+        check(
+            not share or experts > 0,
+            "tiers.chosen_share",
+            share,
+            "must be 0 for a model without experts",
+        )
         if share:
-            least = 1 if self.model.router.second_expert_policy == "random" else self.model.num_experts_per_tok
+            least = (
+                1
+                if self.model.router.second_expert_policy == "random"
+                else self.model.num_experts_per_tok
+            )
             constraint = f"must be at least {least} / {experts}, what one token chooses"
             check(share > least / experts - 1e-6, "tiers.chosen_share", share, constraint)
 
     def check_devices(self, num_devices: int, devices_per_host: int = 0) -> tuple[int, int, int]:
-        """Return the mesh's shape for this many devices; raise `ValueError` if the run cannot be split over them.
+        """Return the mesh's shape for this many devices; raise `ValueError` if the run cannot be
+        split over them.
 
         devices_per_host: 0 where it is not known or hosts differ.
         """
-        shape = packed_shape(self.mesh.shape(num_devices, devices_per_host), self.comm.first_packing)
+        shape = packed_shape(
+            self.mesh.shape(num_devices, devices_per_host), self.comm.first_packing
+        )
         parts = self.gradient_accumulation_steps
         constraint = f"must be a multiple of {num_devices} devices x {parts} accumulation steps"
         check_field(self.batch_size % (num_devices * parts) == 0, self, "batch_size", constraint)
         if not self.tiers.on_device and num_devices > 1:
             fused = self.comm.fuse_dense or not self.comm.shard_dense
-            check_field(fused, self.comm, "comm.fuse_dense", "must be True with experts on other tiers")
+            check_field(
+                fused, self.comm, "comm.fuse_dense", "must be True with experts on other tiers"
+            )
             ordered = self.comm.shard_dense or self.comm.schedule == "none"
             constraint = "must be none with experts on other tiers and comm.shard_dense = False"
             check_field(ordered, self.comm, "comm.schedule", constraint)
         experts = shape[1] * shape[2]
-        axes = "mesh.expert_inter x mesh.expert_intra" + " / comm.packing" * (self.comm.first_packing > 1)
+        axes = "mesh.expert_inter x mesh.expert_intra" + " / comm.packing" * (
+            self.comm.first_packing > 1
+        )
         constraint = f"must be a multiple of {axes} = {experts}"
-        check_field(self.model.num_experts % experts == 0, self.model, "model.num_experts", constraint)
-        for name in () if self.comm.embedding == "auto" else SPLIT_SIZES.get(self.comm.embedding, ()):
-            constraint = f"must be a multiple of {num_devices}: comm.embedding = {self.comm.embedding!r} splits it"
-            check_field(getattr(self.model, name) % num_devices == 0, self.model, f"model.{name}", constraint)
+        check_field(
+            self.model.num_experts % experts == 0, self.model, "model.num_experts", constraint
+        )
+        for name in (
+            () if self.comm.embedding == "auto" else SPLIT_SIZES.get(self.comm.embedding, ())
+        ):
+            constraint = (
+                f"must be a multiple of {num_devices}: comm.embedding = {self.comm.embedding!r}"
+                " splits it"
+            )
+            check_field(
+                getattr(self.model, name) % num_devices == 0,
+                self.model,
+                f"model.{name}",
+                constraint,
+            )
         return shape
 
     def packed(self, packing: int) -> TrainConfig:
@@ -335,7 +471,9 @@ class TrainConfig:
         return step * self.batch_size * self.sequence_length
 
     def evaluates_after(self, steps: int) -> bool:
-        """Return whether the held-out loss is measured after so many steps, neither none nor all of the run."""
+        """Return whether the held-out loss is measured after so many steps, neither none nor all
+        of the run.
+        """
         every = self.evaluation.every_steps
         if not every:
             every = math.ceil(self.num_steps / 4) if self.num_steps >= 20 else self.num_steps
@@ -346,23 +484,24 @@ class TrainConfig:
         rate, decay, warnings = self.optimizer.learning_rate, self.optimizer.weight_decay, []
         if rate > 0.1:
             warnings.append(
-                f"optimizer.learning_rate = {rate:g}: AdamW moves every weight by about as much in a step; with more "
-                "than 0.1 a model hardly learns"
+                f"optimizer.learning_rate = {rate:g}: AdamW moves every weight by about as much in"
+                " a step; with more than 0.1 a model hardly learns"
             )
         if rate * decay >= 1:
             warnings.append(
-                f"optimizer.weight_decay = {decay:g}: with optimizer.learning_rate = {rate:g} a step takes more from "
-                "every weight than it has"
+                f"optimizer.weight_decay = {decay:g}: with optimizer.learning_rate = {rate:g} a"
+                " step takes more from every weight than it has"
             )
         if self.optimizer.warmup_steps >= self.num_steps:
             warnings.append(
-                f"optimizer.warmup_steps = {self.optimizer.warmup_steps}: all of the run's num_steps = "
-                f"{self.num_steps} are warm-up"
+                f"optimizer.warmup_steps = {self.optimizer.warmup_steps}: all of the run's"
+                f" num_steps = {self.num_steps} are warm-up"
             )
         if self.sequence_length > self.model.max_position_embeddings:
             warnings.append(
-                f"sequence_length = {self.sequence_length}: longer than model.max_position_embeddings = "
-                f"{self.model.max_position_embeddings}, to which the model will be served"
+                f"sequence_length = {self.sequence_length}: longer than"
+                f" model.max_position_embeddings = {self.model.max_position_embeddings}, to which"
+                " the model will be served"
             )
         return warnings
 
@@ -372,12 +511,16 @@ class TrainConfig:
 
 
 def differences(saved: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
-    """Return lines `field: saved -> now` for every value that differs between two resolved configurations."""
+    """Return lines `field: saved -> now` for every value that differs between two resolved
+    configurations.
+    """
     lines = []
     for key in sorted(set(saved) | set(now)):
         a, b = saved.get(key), now.get(key)
         if isinstance(a, dict) and isinstance(b, dict):
             lines += differences(a, b, f"{prefix}{key}.")
-        elif a != b and not (isinstance(a, list | tuple) and isinstance(b, list | tuple) and list(a) == list(b)):
+        elif a != b and not (
+            isinstance(a, list | tuple) and isinstance(b, list | tuple) and list(a) == list(b)
+        ):
             lines.append(f"{prefix}{key}: {a!r} -> {b!r}")
     return lines

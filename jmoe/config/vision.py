@@ -1,7 +1,8 @@
-"""The configuration of a vision transformer that learns several tasks at once. Standard library only.
+"""The configuration of a vision transformer that learns several tasks at once. Standard library
+only.
 
-Tasks share the trunk; in a layer routed by task each takes the expert that its path names: one that several name is
-shared, one that a single task names is its own (UFO, VIMER-UFO 2.0).
+Tasks share the trunk; in a layer routed by task each takes the expert that its path names: one that
+several name is shared, one that a single task names is its own (UFO, VIMER-UFO 2.0).
 """
 
 from __future__ import annotations
@@ -10,7 +11,15 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Literal
 
-from jmoe.config.checks import check, check_field, check_values, countable, not_negative, positive, unset
+from jmoe.config.checks import (
+    check,
+    check_field,
+    check_values,
+    countable,
+    not_negative,
+    positive,
+    unset,
+)
 from jmoe.config.model import LayerKind, ModelConfig
 from jmoe.config.train import TrainConfig
 
@@ -20,12 +29,14 @@ HeadKind = Literal["classes", "contrastive"]
 
 @dataclass(frozen=True)
 class VisionModelConfig(ModelConfig):
-    """A vision transformer (arXiv:2010.11929): patches, learned positions, blocks, the mean of all patches, heads.
+    """A vision transformer (arXiv:2010.11929): patches, learned positions, blocks, the mean of all
+    patches, heads.
 
-    `decoder_sparse_step`, `first_k_dense_replace` and `mlp_only_layers` say, as in a decoder, which layers have experts
-    routed per token; those of `task_layers` are routed by task instead. `vocab_size` has no meaning.
-    learn_paths: in every layer routed by task a task learns whether it takes expert 0, which all share, or the one that
-    its path names (UFO 2.0).
+    `decoder_sparse_step`, `first_k_dense_replace` and `mlp_only_layers` say, as in a decoder, which
+    layers have experts routed per token; those of `task_layers` are routed by task instead.
+    `vocab_size` has no meaning.
+    learn_paths: in every layer routed by task a task learns whether it takes expert 0, which all
+    share, or the one that its path names (UFO 2.0).
     """
 
     image_size: int = 16  # pixels a side; images of another size are resized
@@ -51,13 +62,21 @@ class VisionModelConfig(ModelConfig):
         check_field(rising, self, "task_layers", "must rise, each layer once")
         needs = not self.task_layers or self.num_experts > 0
         check(needs, "num_experts", self.num_experts, "must be greater than 0 for task_layers")
-        check_field(bool(self.task_layers) or not self.learn_paths, self, "learn_paths", "needs task_layers")
+        check_field(
+            bool(self.task_layers) or not self.learn_paths, self, "learn_paths", "needs task_layers"
+        )
         enough = self.num_experts > 1 or not self.learn_paths
         check(enough, "num_experts", self.num_experts, "must be greater than 1 for learn_paths")
         super().__post_init__()
-        # A balance loss would depend on which images a device has at once; a router's bias is moved by all of a step.
+        # A balance loss would depend on which images a device has at once; a router's bias is moved
+        # by all of a step.
         balanced = "moe" not in self.layer_kinds or self.router.aux_loss_coef == 0
-        check(balanced, "router.aux_loss_coef", self.router.aux_loss_coef, "must be 0 for images; use kind = 'sigmoid'")
+        check(
+            balanced,
+            "router.aux_loss_coef",
+            self.router.aux_loss_coef,
+            "must be 0 for images; use kind = 'sigmoid'",
+        )
         jitter = self.router.jitter_noise
         check(jitter == 0, "router.jitter_noise", jitter, "must be 0 for images")
 
@@ -73,7 +92,9 @@ class VisionModelConfig(ModelConfig):
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """Return how each layer's feed-forward is chosen: one for all, by token or by task."""
         kinds = super().layer_kinds
-        return tuple("task" if layer in self.task_layers else kind for layer, kind in enumerate(kinds))
+        return tuple(
+            "task" if layer in self.task_layers else kind for layer, kind in enumerate(kinds)
+        )
 
     @property
     def task_choices(self) -> int:
@@ -81,17 +102,32 @@ class VisionModelConfig(ModelConfig):
         return 2 if self.learn_paths else 1
 
     def num_parameters(self) -> tuple[int, int]:
-        """Return (total, active per patch) parameters; a head of hidden_size x classes a task comes to them."""
+        """Return (total, active per patch) parameters; a head of hidden_size x classes a task
+        comes to them.
+        """
         d, side, tasks = self.hidden_size, self.image_size // self.patch_size, len(self.task_layers)
-        text = self.vocab_size * d * (1 if self.tie_word_embeddings else 2) + self.max_position_embeddings * d
+        text = (
+            self.vocab_size * d * (1 if self.tie_word_embeddings else 2)
+            + self.max_position_embeddings * d
+        )
         own = (self.patch_size**2 * self.channels + 1 + 2 * side) * d
         dense, expert = self._mlp(self.intermediate_size), self.expert_parameters
         total, active = (count - text + own for count in super().num_parameters())
-        return total + tasks * (self.num_experts * expert - dense), active + tasks * (expert - dense)
+        return total + tasks * (self.num_experts * expert - dense), active + tasks * (
+            expert - dense
+        )
 
     def flops_per_token(self, sequence_length: int) -> float:
-        """Return the FLOPs of a trained patch: 6 per active parameter, plus attention to all of the image."""
-        attention = 12 * self.num_hidden_layers * self.num_attention_heads * self.dim_per_head * sequence_length
+        """Return the FLOPs of a trained patch: 6 per active parameter, plus attention to all of
+        the image.
+        """
+        attention = (
+            12
+            * self.num_hidden_layers
+            * self.num_attention_heads
+            * self.dim_per_head
+            * sequence_length
+        )
         return 6.0 * self.num_parameters()[1] + attention
 
     @property
@@ -102,23 +138,27 @@ class VisionModelConfig(ModelConfig):
 
 @dataclass(frozen=True)
 class TaskConfig:
-    """One task: its images with their classes, its part of a step, its path through the layers routed by task.
+    """One task: its images with their classes, its part of a step, its path through the layers
+    routed by task.
 
-    source: `digits`, `glyphs`, `fonts` or `photographs` (real images that packages carry), or your own images: a folder
-    with a folder for each class, or a .csv or .tsv file whose first line is path,label. path: the expert that it
-    takes in each of `model.task_layers`; with `model.learn_paths` the one that it may take in place of expert 0.
+    source: `digits`, `glyphs`, `fonts` or `photographs` (real images that packages carry), or your
+    own images: a folder with a folder for each class, or a .csv or .tsv file whose first line is
+    path,label. path: the expert that it takes in each of `model.task_layers`; with
+    `model.learn_paths` the one that it may take in place of expert 0.
     """
 
     source: str
     batch_size: int = 16  # images a step, on all devices together
-    # classes: logits and cross-entropy. contrastive: an embedding; all images of a step's batch of the task are
-    # compared, wherever they are, and a held-out image is of the class whose training images have the nearest mean
+    # classes: logits and cross-entropy. contrastive: an embedding; all images of a step's batch of
+    # the task are compared, wherever they are, and a held-out image is of the class whose training
+    # images have the nearest mean
     head: HeadKind = "classes"
     embedding_size: int = 64  # of a contrastive head
     contrastive_temperature: float = 0.1
     path: tuple[int, ...] = ()
     loss_weight: float = 1.0  # of its mean loss in the sum of all tasks'
-    # 0: all of the run; else it ends after so many steps: its own parameters stay as they are, its devices go to others
+    # 0: all of the run; else it ends after so many steps: its own parameters stay as they are, its
+    # devices go to others
     num_steps: int = 0
 
     def __post_init__(self) -> None:
@@ -130,7 +170,12 @@ class TaskConfig:
         if self.head == "classes":
             unset(self, "", ["embedding_size", "contrastive_temperature"], "with head = 'classes'")
         enough = self.head == "classes" or self.batch_size > 1
-        check_field(enough, self, "batch_size", "must be greater than 1 to compare images (head = 'contrastive')")
+        check_field(
+            enough,
+            self,
+            "batch_size",
+            "must be greater than 1 to compare images (head = 'contrastive')",
+        )
 
     def head_size(self, num_classes: int) -> int:
         """Return the features that its head makes of an image."""
@@ -146,20 +191,26 @@ class ImagesConfig:
     """How images are read and changed."""
 
     held_out_fraction: float = 0.2  # of each class
-    max_shift: int = 1  # pixels; training images are moved by up to so many, left, right, up and down
+    # pixels; training images are moved by up to so many, left, right, up and down
+    max_shift: int = 1
 
     def __post_init__(self) -> None:
         check_values(self)
-        check_field(0 < self.held_out_fraction < 1, self, "held_out_fraction", "must be between 0 and 1")
+        check_field(
+            0 < self.held_out_fraction < 1, self, "held_out_fraction", "must be between 0 and 1"
+        )
         not_negative(self, "max_shift")
 
 
 @dataclass(frozen=True)
 class ElasticConfig:
-    """When an elastic layout is planned anew while a run goes on, by what images of each task were measured to take."""
+    """When an elastic layout is planned anew while a run goes on, by what images of each task
+    were measured to take.
+    """
 
     replan_every_steps: int = 0  # steps between two measurements; 0: none
-    max_imbalance: float = 1.2  # load of the busiest device over that of the mean, from which the layout may change
+    # load of the busiest device over that of the mean, from which the layout may change
+    max_imbalance: float = 1.2
 
     def __post_init__(self) -> None:
         check_values(self)
@@ -169,10 +220,11 @@ class ElasticConfig:
 
 @dataclass(frozen=True)
 class PathsConfig:
-    """How paths are learned (`model.learn_paths`): by Gumbel-softmax, arXiv:1611.01144, at the granularity of a task.
+    """How paths are learned (`model.learn_paths`): by Gumbel-softmax, arXiv:1611.01144, at the
+    granularity of a task.
 
-    In each step every task draws one expert a layer, with the temperature of that step, which falls from `temperature`
-    to `final_temperature` by the same factor in every step of the run.
+    In each step every task draws one expert a layer, with the temperature of that step, which falls
+    from `temperature` to `final_temperature` by the same factor in every step of the run.
     """
 
     temperature: float = 2.0
@@ -188,18 +240,21 @@ class PathsConfig:
 
 @dataclass(frozen=True)
 class VisionTrainConfig(TrainConfig):
-    """One run that learns several image tasks. The batch is that of all tasks; a sequence is an image's patches.
+    """One run that learns several image tasks. The batch is that of all tasks; a sequence is an
+    image's patches.
 
-    `init_from` is another run's folder, whose tasks may be fewer: those that come to them begin with a new head, and
-    what their paths name.
+    `init_from` is another run's folder, whose tasks may be fewer: those that come to them begin
+    with a new head, and what their paths name.
     """
 
-    model: VisionModelConfig = field(default_factory=lambda: VisionModelConfig(position="learned", num_experts=0))
+    model: VisionModelConfig = field(
+        default_factory=lambda: VisionModelConfig(position="learned", num_experts=0)
+    )
     tasks: dict[str, TaskConfig] = field(default_factory=dict)  # by name, at least one
     images: ImagesConfig = field(default_factory=ImagesConfig)
     paths: PathsConfig = field(default_factory=PathsConfig)
-    # who runs what: even: each device as many images of the joint batch; elastic: heavy tasks get several devices,
-    # light ones share one (SE-MoE, section 4.1)
+    # who runs what: even: each device as many images of the joint batch; elastic: heavy tasks get
+    # several devices, light ones share one (SE-MoE, section 4.1)
     layout: LayoutKind = "even"
     elastic: ElasticConfig = field(default_factory=ElasticConfig)
     batch_size: int = field(init=False, default=0)
@@ -213,74 +268,143 @@ class VisionTrainConfig(TrainConfig):
         layers, experts = len(self.model.task_layers), self.model.num_experts
         for name, task in self.tasks.items():
             least = 1 if self.model.learn_paths else 0
-            field_name, inside = f"tasks.{name}.path", all(least <= expert < experts for expert in task.path)
+            field_name = f"tasks.{name}.path"
+            inside = all(least <= expert < experts for expert in task.path)
             check(
-                len(task.path) == layers, field_name, task.path, f"must name an expert for {layers} model.task_layers"
+                len(task.path) == layers,
+                field_name,
+                task.path,
+                f"must name an expert for {layers} model.task_layers",
             )
             why = "; with model.learn_paths expert 0 is the shared one" if least else ""
             limit = f"must lie between {least} and model.num_experts - 1 = {experts - 1}{why}"
             check(inside, field_name, task.path, limit)
         super().__post_init__()
-        check_field(not self.estimate, self, "estimate", "must not be given for images: their steps are not estimated")
+        check_field(
+            not self.estimate,
+            self,
+            "estimate",
+            "must not be given for images: their steps are not estimated",
+        )
         self._check_ends()
         self._check_supported()
 
     def _check_ends(self) -> None:
         for name, task in self.tasks.items():
             fits = task.num_steps <= self.num_steps
-            check(fits, f"tasks.{name}.num_steps", task.num_steps, f"must not exceed num_steps = {self.num_steps}")
-        ends = {f"tasks.{name}.num_steps": task.num_steps for name, task in self.tasks.items() if task.num_steps}
+            check(
+                fits,
+                f"tasks.{name}.num_steps",
+                task.num_steps,
+                f"must not exceed num_steps = {self.num_steps}",
+            )
+        ends = {
+            f"tasks.{name}.num_steps": task.num_steps
+            for name, task in self.tasks.items()
+            if task.num_steps
+        }
         all_end = len(ends) == len(self.tasks) and max(ends.values()) < self.num_steps
-        check(not all_end, ", ".join(ends), tuple(ends.values()), f"one must be 0 or num_steps = {self.num_steps}")
+        check(
+            not all_end,
+            ", ".join(ends),
+            tuple(ends.values()),
+            f"one must be 0 or num_steps = {self.num_steps}",
+        )
         if self.layout == "even":
             constraint = "must be 0 with layout = 'even'"
             for end, steps in ends.items():
                 check(steps == self.num_steps, end, steps, constraint)
-            check_field(not self.elastic.replan_every_steps, self.elastic, "elastic.replan_every_steps", constraint)
+            check_field(
+                not self.elastic.replan_every_steps,
+                self.elastic,
+                "elastic.replan_every_steps",
+                constraint,
+            )
 
     def _check_supported(self) -> None:
         of_text = [field.name for field in dataclasses.fields(self.data)]
         unset(self.data, "data", of_text, "for images: each task has a source")
-        unset(self.distil, "distil", ["teacher"], "for images: a language model learns from a teacher")
-        unset(self.evaluation, "evaluation", ["sample_tokens", "sample_temperature"], "for images: no text is sampled")
+        unset(
+            self.distil, "distil", ["teacher"], "for images: a language model learns from a teacher"
+        )
+        unset(
+            self.evaluation,
+            "evaluation",
+            ["sample_tokens", "sample_temperature"],
+            "for images: no text is sampled",
+        )
         constraint = "must be auto or off for images, whose steps are XLA's alone"
         check_field(self.native != "on", self, "native", constraint)
         if not self.model.learn_paths:
-            unset(self.paths, "paths", ["temperature", "final_temperature"], "without model.learn_paths")
+            unset(
+                self.paths,
+                "paths",
+                ["temperature", "final_temperature"],
+                "without model.learn_paths",
+            )
         if not self.elastic.replan_every_steps:
             unset(self.elastic, "elastic", ["max_imbalance"], "without elastic.replan_every_steps")
         for name in ("experts", "optimizer"):
             tier = getattr(self.tiers, name)
             check(tier != "auto", f"tiers.{name}", tier, "must be device, host or nvme for images")
         share = self.tiers.device_experts
-        check(share == 1, "tiers.device_experts", share, "must be 1 for images, whose tasks say what a device holds")
+        check(
+            share == 1,
+            "tiers.device_experts",
+            share,
+            "must be 1 for images, whose tasks say what a device holds",
+        )
         self.check_chosen_share()
-        every, constraint = self.elastic.replan_every_steps, "must be 0 with experts on other tiers than the device"
+        every = self.elastic.replan_every_steps
+        constraint = "must be 0 with experts on other tiers than the device"
         check(self.tiers.on_device or not every, "elastic.replan_every_steps", every, constraint)
         wide = self.compute_dtype != "float16"
         check_field(wide, self, "compute_dtype", "must be float32 or bfloat16 for images")
         check_field(not self.cluster, self, "cluster", "must not be given for images")
-        check(not self.comm.bucket_bytes, "comm.bucket_bytes", self.comm.bucket_bytes, "must be 0 for images")
+        check(
+            not self.comm.bucket_bytes,
+            "comm.bucket_bytes",
+            self.comm.bucket_bytes,
+            "must be 0 for images",
+        )
         check(self.comm.packing == 1, "comm.packing", self.comm.packing, "must be 1 for images")
         check(not self.comm.links, "comm.links", self.comm.links, "must be empty for images")
-        check(self.comm.schedule == "none", "comm.schedule", self.comm.schedule, "must be none for images")
+        check(
+            self.comm.schedule == "none",
+            "comm.schedule",
+            self.comm.schedule,
+            "must be none for images",
+        )
         alone = self.layout == "even" or self.mesh.expert_inter * self.mesh.expert_intra == 1
         shape = self.mesh.expert_inter, self.mesh.expert_intra
-        constraint = "must be (1, 1) with layout = 'elastic': devices that exchange tokens take equal steps"
+        constraint = (
+            "must be (1, 1) with layout = 'elastic': devices that exchange tokens take equal steps"
+        )
         check(alone, "mesh.(expert_inter, expert_intra)", shape, constraint)
 
     def check_chosen_share(self) -> None:
         """Raise `ValueError` if `tiers.chosen_share` is set."""
         share = self.tiers.chosen_share
-        check(share == 0, "tiers.chosen_share", share, "must be 0 for images, whose tasks name their experts")
+        check(
+            share == 0,
+            "tiers.chosen_share",
+            share,
+            "must be 0 for images, whose tasks name their experts",
+        )
 
     def tokens_until(self, step: int) -> int:
-        """Return the patches of all steps before this one; tasks that end have none from then on."""
-        images = sum(task.batch_size * min(step, task.num_steps or step) for task in self.tasks.values())
+        """Return the patches of all steps before this one; tasks that end have none from then
+        on.
+        """
+        images = sum(
+            task.batch_size * min(step, task.num_steps or step) for task in self.tasks.values()
+        )
         return images * self.sequence_length
 
     def check_devices(self, num_devices: int, devices_per_host: int = 0) -> tuple[int, int, int]:
-        """Return the mesh's shape; see `TrainConfig.check_devices`. Elastic layouts divide what they are given."""
+        """Return the mesh's shape; see `TrainConfig.check_devices`. Elastic layouts divide what
+        they are given.
+        """
         if self.layout == "even":
             return super().check_devices(num_devices, devices_per_host)
         return self.mesh.shape(num_devices, devices_per_host)

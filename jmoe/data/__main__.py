@@ -1,4 +1,6 @@
-"""Tokenise text once into shards that `train.py --data.path DIR` takes: python -m jmoe.data PATH... --out DIR."""
+"""Tokenise text once into shards that `train.py --data.path DIR` takes: python -m jmoe.data
+PATH... --out DIR.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     defaults = DataConfig()
     parser = argparse.ArgumentParser(
         prog="python -m jmoe.data",
-        description="Tokenise text into token shards (.bin) and a tokenizer.json that train.py --data.path DIR takes.",
+        description=(
+            "Tokenise text into token shards (.bin) and a tokenizer.json that train.py --data.path"
+            " DIR takes."
+        ),
     )
-    parser.add_argument("path", nargs="*", help="files, folders or globs of text or JSONL; none: the standard library")
+    parser.add_argument(
+        "path",
+        nargs="*",
+        help="files, folders or globs of text or JSONL; none: the standard library",
+    )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write")
     maker = parser.add_mutually_exclusive_group(required=True)
     maker.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.json")
-    maker.add_argument("--vocab-size", type=int, metavar="N", help="train a byte-level BPE of N tokens on the text")
-    parser.add_argument("--field", default=defaults.field, help="JSONL: the field with the text (%(default)s)")
+    maker.add_argument(
+        "--vocab-size", type=int, metavar="N", help="train a byte-level BPE of N tokens on the text"
+    )
+    parser.add_argument(
+        "--field", default=defaults.field, help="JSONL: the field with the text (%(default)s)"
+    )
     parser.add_argument(
         "--encoding",
         nargs="+",
@@ -36,9 +49,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--control-tokens",
         action="store_true",
-        help='text that spells out a special token ("<|im_start|>") is that token, as a server reads it',
+        help=(
+            'text that spells out a special token ("<|im_start|>") is that token, as a server'
+            " reads it"
+        ),
     )
-    parser.add_argument("--held-out-fraction", type=float, default=defaults.held_out_fraction, metavar="F")
+    parser.add_argument(
+        "--held-out-fraction", type=float, default=defaults.held_out_fraction, metavar="F"
+    )
     parser.add_argument("--held-out-bytes", type=int, default=defaults.held_out_bytes, metavar="N")
     options = parser.parse_args(arguments)
     try:
@@ -52,15 +70,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             held_out_bytes=options.held_out_bytes,
         )
         report = PreparingData(lambda line: print(line, file=sys.stderr, flush=True)).report
-        corpus = write_shards(config, 2**32 if options.vocab_size is None else options.vocab_size, options.out, report)
+        corpus = write_shards(
+            config, 2**32 if options.vocab_size is None else options.vocab_size, options.out, report
+        )
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     text_bytes = sum(source.text_bytes for source in corpus.sources)
     print(
-        f"{options.out}: {corpus.num_train_tokens} tokens to train on ({text_bytes} bytes of text), "
-        f"{len(corpus.held_out_tokens)} held out ({len(corpus.held_out_bytes)} bytes), vocabulary {corpus.vocab_size}; "
-        f"{corpus.files()}"
+        f"{options.out}: {corpus.num_train_tokens} tokens to train on ({text_bytes} bytes of text),"
+        f" {len(corpus.held_out_tokens)} held out ({len(corpus.held_out_bytes)} bytes), vocabulary"
+        f" {corpus.vocab_size}; {corpus.files()}"
     )
     return 0
 

@@ -1,8 +1,9 @@
-"""From `DataConfig` to memory-mapped tokens: tokenised once by process 0, then mapped by every process.
+"""From `DataConfig` to memory-mapped tokens: tokenised once by process 0, then mapped by every
+process.
 
-A folder of prepared text holds `tokenizer.json`, `train-00000.bin`, ... (one per `data.path`), `held_out.bin`,
-`held_out.txt` and, written last, `manifest.json`, which says what the rest was made from. The same folder is what
-`python -m jmoe.data` writes and what `data.path` takes.
+A folder of prepared text holds `tokenizer.json`, `train-00000.bin`, ... (one per `data.path`),
+`held_out.bin`, `held_out.txt` and, written last, `manifest.json`, which says what the rest was made
+from. The same folder is what `python -m jmoe.data` writes and what `data.path` takes.
 """
 
 from __future__ import annotations
@@ -73,9 +74,9 @@ BPE_SAMPLE_BYTES = 20_000_000
 class TextSource:
     """The training tokens behind one `data.path`: memory-mapped ids, one array per shard.
 
-    weight: its share in the mixture relative to the other sources'; None: all sources count by size. files, skipped:
-    how many were read, and those of the folder that are no text, counted by suffix. control_texts: how many texts hold
-    text of control tokens that stayed text.
+    weight: its share in the mixture relative to the other sources'; None: all sources count by
+    size. files, skipped: how many were read, and those of the folder that are no text, counted by
+    suffix. control_texts: how many texts hold text of control tokens that stayed text.
     """
 
     name: str
@@ -97,9 +98,9 @@ class Corpus:
     """Training tokens and held-out tokens, both reading `eot document eot document ... eot`.
 
     held_out_tokens: int32 [N]; the first is the end-of-text token, the other N - 1 are the targets.
-    held_out_bytes: the UTF-8 text behind them (end-of-text tokens count no bytes); empty when the inputs are shards
-    without a tokenizer. vocab_size: every token is below it. fingerprint: of all tokens, weights and the tokenizer;
-    a run must not resume with another one.
+    held_out_bytes: the UTF-8 text behind them (end-of-text tokens count no bytes); empty when the
+    inputs are shards without a tokenizer. vocab_size: every token is below it. fingerprint: of all
+    tokens, weights and the tokenizer; a run must not resume with another one.
     """
 
     tokenizer: Tokenizer | None
@@ -126,7 +127,9 @@ class Corpus:
         return words
 
     def control_texts(self) -> str:
-        """Return how many texts to train on spell out a control token that they do not get, in words; "" if none."""
+        """Return how many texts to train on spell out a control token that they do not get, in
+        words; "" if none.
+        """
         count = sum(source.control_texts for source in self.sources)
         if not count:
             return ""
@@ -134,12 +137,19 @@ class Corpus:
         return f"{count:,} texts hold text of control tokens, kept as text; {option}"
 
     def check_held_out_text(self) -> None:
-        """Raise `ValueError` if the held-out text is unknown, so that there are no bits per byte."""
+        """Raise `ValueError` if the held-out text is unknown, so that there are no bits per
+        byte.
+        """
         if not self.held_out_bytes:
-            raise ValueError("data.path: the held-out text is unknown, as the token shards come without a tokenizer")
+            raise ValueError(
+                "data.path: the held-out text is unknown, as the token shards come without a"
+                " tokenizer"
+            )
 
     def bits_per_byte(self, mean_loss: float) -> float:
-        """Return bits per byte of held-out text, from the mean loss in nats over the N - 1 held-out targets."""
+        """Return bits per byte of held-out text, from the mean loss in nats over the N - 1
+        held-out targets.
+        """
         self.check_held_out_text()
         return mean_loss / math.log(2) * (len(self.held_out_tokens) - 1) / len(self.held_out_bytes)
 
@@ -157,9 +167,10 @@ class _HeldOut:
 class Role:
     """Which part this process has in preparing data, and how it shows and sees progress.
 
-    is_main: it alone writes. report: called as the work goes on, at least every few seconds. The others wait for at
-    most `wait_s` seconds since `progress` of the main process last changed. keep: what the cache has of other text
-    stays, until the caller, who knows that the new text may take its place, calls `publish`.
+    is_main: it alone writes. report: called as the work goes on, at least every few seconds. The
+    others wait for at most `wait_s` seconds since `progress` of the main process last changed.
+    keep: what the cache has of other text stays, until the caller, who knows that the new text may
+    take its place, calls `publish`.
     """
 
     is_main: bool = True
@@ -169,16 +180,23 @@ class Role:
     keep: bool = False
 
 
-def prepare(config: DataConfig, vocab_size: int, cache_dir: Path, role: Role | None = None) -> Corpus:
+def prepare(
+    config: DataConfig, vocab_size: int, cache_dir: Path, role: Role | None = None
+) -> Corpus:
     """Find, check, split, tokenise (once, into `cache_dir`) and memory-map the data of a run.
 
-    `vocab_size` is the model's. The main process writes; the others wait for its manifest, or raise `TimeoutError`
-    naming it (see `Role`). All processes must see the same inputs and `cache_dir`. A user's mistake raises `ValueError`
-    that names the field, the file and, where there is one, the line or byte, before anything is written.
+    `vocab_size` is the model's. The main process writes; the others wait for its manifest, or raise
+    `TimeoutError` naming it (see `Role`). All processes must see the same inputs and `cache_dir`. A
+    user's mistake raises `ValueError` that names the field, the file and, where there is one, the
+    line or byte, before anything is written.
     """
     role = role or Role()
     inputs = _find_inputs(config, role.report)
-    shards = {i: _open_shards(entry, vocab_size, config) for i, entry in enumerate(inputs) if entry.is_shards}
+    shards = {
+        i: _open_shards(entry, vocab_size, config)
+        for i, entry in enumerate(inputs)
+        if entry.is_shards
+    }
     tokenizer = _given_tokenizer(config, inputs, shards, vocab_size)
     targets = _held_out_targets(config, inputs, shards)
     texts = [i for i in range(len(inputs)) if i not in shards]
@@ -202,7 +220,9 @@ def prepare(config: DataConfig, vocab_size: int, cache_dir: Path, role: Role | N
             cache_dir = beside(cache_dir)
             job = dataclasses.replace(job, directory=cache_dir)
         manifest = job.run(role.report, kept) if role.is_main else _wait_for(job, role)
-        tokenizer = load_tokenizer(cache_dir / TOKENIZER, vocab_size, encode_control=config.control_tokens)
+        tokenizer = load_tokenizer(
+            cache_dir / TOKENIZER, vocab_size, encode_control=config.control_tokens
+        )
         for number, i in enumerate(texts):
             shards[i] = [open_shard(cache_dir / manifest["train"][number]["file"])]
         held_out.append(_read_held_out(cache_dir, tokenizer))
@@ -213,7 +233,9 @@ def prepare(config: DataConfig, vocab_size: int, cache_dir: Path, role: Role | N
 
 
 def _check_shards(shards: Sequence[Shard], report: Report) -> None:
-    """Read what is small, and what has no sums of blocks, from end to end; the rest is checked as it is used."""
+    """Read what is small, and what has no sums of blocks, from end to end; the rest is checked
+    as it is used.
+    """
     small_bytes, done_bytes = HASHED_BYTES, 0
     chosen = []
     for shard in shards:
@@ -241,14 +263,18 @@ def _kept_manifest(cache_dir: Path) -> dict[str, Any] | None:
 
 
 def beside(cache_dir: Path) -> Path:
-    """Return the folder in which text is prepared that is not yet to take the place of what `cache_dir` has."""
+    """Return the folder in which text is prepared that is not yet to take the place of what
+    `cache_dir` has.
+    """
     return cache_dir.with_name(f".{cache_dir.name}.new")
 
 
 def publish(corpus: Corpus, cache_dir: Path) -> None:
-    """Move a corpus that `prepare` has left `beside` to its place; open files stay open. Any other stays where it is.
+    """Move a corpus that `prepare` has left `beside` to its place; open files stay open. Any other
+    stays where it is.
 
-    The manifest goes first and comes last: whenever this is interrupted, the text is prepared again.
+    The manifest goes first and comes last: whenever this is interrupted, the text is prepared
+    again.
     """
     made = beside(cache_dir)
     if corpus.tokenizer_path is None or corpus.tokenizer_path.parent != made:
@@ -267,16 +293,25 @@ def discard(cache_dir: Path) -> None:
 
 
 def write_shards(config: DataConfig, vocab_size: int, out: Path, report: Report) -> Corpus:
-    """Write text as shards into `out` for other runs; a folder with shards made from anything else is refused."""
+    """Write text as shards into `out` for other runs; a folder with shards made from anything
+    else is refused.
+    """
     inputs = _find_inputs(config, report)
     for entry in inputs:
         if entry.is_shards:
-            raise ValueError(f"data.path = {entry.pattern!r}: already token shards; only text can be written as shards")
+            raise ValueError(
+                f"data.path = {entry.pattern!r}: already token shards; only text can be written as"
+                " shards"
+            )
     tokenizer = _given_tokenizer(config, inputs, {}, vocab_size)
     targets = tuple(_held_out_targets(config, inputs, {}))
-    job = _TextJob(tuple(inputs), targets, tokenizer, vocab_size, out, config, _content(inputs, report))
+    job = _TextJob(
+        tuple(inputs), targets, tokenizer, vocab_size, out, config, _content(inputs, report)
+    )
     if out.is_dir() and any(out.glob(f"*{SHARD_SUFFIX}")) and job.finished() is None:
-        raise ValueError(f"--out = {str(out)!r}: already holds token shards made from other inputs or settings")
+        raise ValueError(
+            f"--out = {str(out)!r}: already holds token shards made from other inputs or settings"
+        )
     return prepare(config, vocab_size, out, Role(report=report))
 
 
@@ -284,7 +319,9 @@ def _find_inputs(config: DataConfig, report: Report) -> list[TextInput]:
     if not config.path:
         return [TextInput("", tuple(standard_library()))]
     weights = config.weights or (None,) * len(config.path)
-    inputs = [find_files(*pair, config.field, report) for pair in zip(config.path, weights, strict=True)]
+    inputs = [
+        find_files(*pair, config.field, report) for pair in zip(config.path, weights, strict=True)
+    ]
     owner: dict[Path, tuple[TextInput, Path]] = {}
     for entry in inputs:
         for file in entry.files:
@@ -292,13 +329,19 @@ def _find_inputs(config: DataConfig, report: Report) -> list[TextInput]:
             if first is not entry or known is not file.path:
                 twice = f"is in both {first.pattern!r} and {entry.pattern!r}"
                 raise ValueError(
-                    f"data.path: {file.path} {f'is {known}, by a link' if first is entry else twice}; "
-                    "its held-out part would be trained on"
+                    f"data.path: {file.path}"
+                    f" {f'is {known}, by a link' if first is entry else twice}; its held-out part"
+                    " would be trained on"
                 )
     if all(entry.is_shards for entry in inputs):
         unset(config, "data", ["encoding"], "with token shards alone, which hold no text")
     if not any(file.field for entry in inputs for file in entry.files):
-        unset(config, "data", ["field"], "without JSON or JSONL in data.path, whose records have fields")
+        unset(
+            config,
+            "data",
+            ["field"],
+            "without JSON or JSONL in data.path, whose records have fields",
+        )
     return inputs
 
 
@@ -308,52 +351,76 @@ def _open_shards(entry: TextInput, vocab_size: int, config: DataConfig) -> list[
         shard = open_shard(file.path)
         made_for = shard.header.vocab_size
         if made_for > vocab_size:
-            raise ValueError(f"{file.path}: its vocab_size = {made_for} exceeds model.vocab_size = {vocab_size}")
+            raise ValueError(
+                f"{file.path}: its vocab_size = {made_for} exceeds model.vocab_size = {vocab_size}"
+            )
         if config.control_tokens and shard.header.control != "tokens":
             raise ValueError(
-                f"data.control_tokens = True: {file.path} was made without; make its shards again with "
-                "python -m jmoe.data --control-tokens"
+                f"data.control_tokens = True: {file.path} was made without; make its shards again"
+                " with python -m jmoe.data --control-tokens"
             )
         if shard.header.split != "held_out":
             train.append(shard)
     if not train:
-        raise ValueError(f"data.path = {entry.pattern!r}: holds held-out token shards only, nothing to train on")
+        raise ValueError(
+            f"data.path = {entry.pattern!r}: holds held-out token shards only, nothing to train on"
+        )
     return train
 
 
 def _given_tokenizer(
     config: DataConfig, inputs: Sequence[TextInput], shards: dict[int, list[Shard]], vocab_size: int
 ) -> LoadedTokenizer | None:
-    """Return `data.tokenizer`, else the one beside the shards; None: there is none (or it is still to be trained)."""
+    """Return `data.tokenizer`, else the one beside the shards; None: there is none (or it is
+    still to be trained).
+    """
     path = Path(config.tokenizer).expanduser() if config.tokenizer else None
     if path is None:
         beside = [inputs[i].files[0].path.parent / TOKENIZER for i in shards]
         path = next((p for p in beside if p.is_file()), None)
-    tokenizer = load_tokenizer(path, vocab_size, encode_control=config.control_tokens) if path else None
-    makers = {shard.header.tokenizer: inputs[i].pattern for i, group in shards.items() for shard in group}
+    tokenizer = (
+        load_tokenizer(path, vocab_size, encode_control=config.control_tokens) if path else None
+    )
+    makers = {
+        shard.header.tokenizer: inputs[i].pattern for i, group in shards.items() for shard in group
+    }
     if len(makers) > 1:
-        raise ValueError(f"data.path: the token shards in {', '.join(makers.values())} come from different tokenizers")
+        raise ValueError(
+            f"data.path: the token shards in {', '.join(makers.values())} come from different"
+            " tokenizers"
+        )
     for maker, pattern in makers.items():
         if tokenizer is None and len(shards) < len(inputs):
             raise ValueError(
-                f"data.tokenizer = None: the token shards in {pattern!r} come without a {TOKENIZER}, "
-                "so the text beside them cannot be tokenised alike"
+                f"data.tokenizer = None: the token shards in {pattern!r} come without a"
+                f" {TOKENIZER}, so the text beside them cannot be tokenised alike"
             )
         if tokenizer is not None and tokenizer.fingerprint != maker:
             raise ValueError(
-                f"data.tokenizer = {str(tokenizer.path)!r}: the token shards in {pattern!r} were made with another "
-                f"tokenizer ({maker[:12]}, not {tokenizer.fingerprint[:12]})"
+                f"data.tokenizer = {str(tokenizer.path)!r}: the token shards in {pattern!r} were"
+                f" made with another tokenizer ({maker[:12]}, not {tokenizer.fingerprint[:12]})"
             )
     return tokenizer
 
 
-def _held_out_targets(config: DataConfig, inputs: Sequence[TextInput], shards: dict[int, list[Shard]]) -> list[int]:
-    """Return bytes of text to hold out of each input, so that together they mix like the training data."""
+def _held_out_targets(
+    config: DataConfig, inputs: Sequence[TextInput], shards: dict[int, list[Shard]]
+) -> list[int]:
+    """Return bytes of text to hold out of each input, so that together they mix like the
+    training data.
+    """
     sizes = [
-        sum(s.header.text_bytes for s in shards[i]) if i in shards else sum(f.size_bytes for f in entry.files)
+        (
+            sum(s.header.text_bytes for s in shards[i])
+            if i in shards
+            else sum(f.size_bytes for f in entry.files)
+        )
         for i, entry in enumerate(inputs)
     ]
-    weights = [float(size) if entry.weight is None else entry.weight for size, entry in zip(sizes, inputs, strict=True)]
+    weights = [
+        float(size) if entry.weight is None else entry.weight
+        for size, entry in zip(sizes, inputs, strict=True)
+    ]
     total = sum(weights) or 1.0
     return [
         int(min(config.held_out_bytes * weight / total, config.held_out_fraction * size))
@@ -363,7 +430,9 @@ def _held_out_targets(config: DataConfig, inputs: Sequence[TextInput], shards: d
 
 def _content(inputs: Sequence[TextInput], report: Report) -> str:
     """Return what identifies the text of all inputs."""
-    files = {f"{i}/{file.name}": file.path for i, entry in enumerate(inputs) for file in entry.files}
+    files = {
+        f"{i}/{file.name}": file.path for i, entry in enumerate(inputs) for file in entry.files
+    }
     return content_identity(files, report=partial(report, "comparing the text"))
 
 
@@ -380,9 +449,11 @@ class _TextJob:
     content: str  # identifies the text
 
     def key(self) -> str:
-        """Return what the result depends on as one hash: of the files' names, sizes, times and content.
+        """Return what the result depends on as one hash: of the files' names, sizes, times and
+        content.
 
-        The content says what the text is, whatever the times say; a small change in a large file shows by its time.
+        The content says what the text is, whatever the times say; a small change in a large file
+        shows by its time.
         """
         timestamps = bool(self.config.path)  # the standard library's mean nothing
         what: dict[str, Any] = {
@@ -391,7 +462,10 @@ class _TextJob:
             "weights": [entry.weight for entry in self.inputs],
             "tokenizer": self.tokenizer.fingerprint if self.tokenizer else self.vocab_size,
             "inputs": [
-                [[f.name, f.size_bytes, f.mtime_ns if timestamps else 0, f.field] for f in entry.files]
+                [
+                    [f.name, f.size_bytes, f.mtime_ns if timestamps else 0, f.field]
+                    for f in entry.files
+                ]
                 for entry in self.inputs
             ],
             "content": self.content,
@@ -410,7 +484,9 @@ class _TextJob:
             return None
 
     def finished(self) -> dict[str, Any] | None:
-        """Return the manifest if this very job has been done and its files are still as they were."""
+        """Return the manifest if this very job has been done and its files are still as they
+        were.
+        """
         if (manifest := self.manifest()) is None:
             return None
         try:
@@ -428,10 +504,11 @@ class _TextJob:
         return manifest if same and tokenizer.fingerprint == manifest["tokenizer"] else None
 
     def run(self, report: Report, kept: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Tokenise, unless that has been done; the manifest is written last and makes the result valid.
+        """Tokenise, unless that has been done; the manifest is written last and makes the result
+        valid.
 
-        kept: the manifest of the text that a run began with. Raises `OtherTextError` if other text would be held out,
-        before the tokenizer is trained and all of the text becomes tokens.
+        kept: the manifest of the text that a run began with. Raises `OtherTextError` if other text
+        would be held out, before the tokenizer is trained and all of the text becomes tokens.
         """
         manifest = self.finished()
         if manifest is not None:
@@ -454,22 +531,42 @@ class _TextJob:
         return manifest
 
     def _split(self, report: Report) -> list[list[InputFile]]:
-        """Check all text, and say of each input's files how much is trained on and how much held out."""
-        files = iter(check_texts([file for entry in self.inputs for file in entry.files], self.config.encoding, report))
+        """Check all text, and say of each input's files how much is trained on and how much held
+        out.
+        """
+        files = iter(
+            check_texts(
+                [file for entry in self.inputs for file in entry.files],
+                self.config.encoding,
+                report,
+            )
+        )
         parts = []
         for entry, target in zip(self.inputs, self.target_bytes, strict=True):
             parts.append(split_off(list(itertools.islice(files, len(entry.files))), target))
-            if not any(text for file in parts[-1] for text, _ in read_pieces(file, 0, file.train_bytes)):
-                raise ValueError(f"data.path = {entry.pattern!r}: too little text to train on and to hold out")
-        held_out = (read_pieces(file, file.train_bytes, file.size_bytes) for part in parts for file in part)
+            if not any(
+                text for file in parts[-1] for text, _ in read_pieces(file, 0, file.train_bytes)
+            ):
+                raise ValueError(
+                    f"data.path = {entry.pattern!r}: too little text to train on and to hold out"
+                )
+        held_out = (
+            read_pieces(file, file.train_bytes, file.size_bytes) for part in parts for file in part
+        )
         if not any(text for pieces in held_out for text, _ in pieces):
-            raise ValueError(f"data.path: the {len(parts)} inputs hold too little text to hold any of it out")
+            raise ValueError(
+                f"data.path: the {len(parts)} inputs hold too little text to hold any of it out"
+            )
         return parts
 
     def _held_out_sum(self, parts: list[list[InputFile]]) -> str:
         """Return the SHA-256 of the text that is held out, as the manifest has it."""
-        held_out = (read_pieces(file, file.train_bytes, file.size_bytes) for part in parts for file in part)
-        return hashlib.sha256(b"".join(text.encode() for pieces in held_out for text, _ in pieces)).hexdigest()
+        held_out = (
+            read_pieces(file, file.train_bytes, file.size_bytes) for part in parts for file in part
+        )
+        return hashlib.sha256(
+            b"".join(text.encode() for pieces in held_out for text, _ in pieces)
+        ).hexdigest()
 
     def _write_tokenizer(self, parts: list[list[InputFile]], report: Report) -> LoadedTokenizer:
         path = self.directory / TOKENIZER
@@ -479,18 +576,26 @@ class _TextJob:
             weights = [size if entry.weight is None else entry.weight for entry, size in pairs]
             limits = [int(BPE_SAMPLE_BYTES * weight / (sum(weights) or 1)) for weight in weights]
             texts = itertools.chain.from_iterable(map(sample_texts, parts, limits))
-            with repeating(lambda: report("training the tokenizer", 0, 0), 1.0):  # it tells nothing before its end
+            # it tells nothing before its end
+            with repeating(lambda: report("training the tokenizer", 0, 0), 1.0):
                 trained = train_bpe(texts, self.vocab_size)
             write_atomic(path, trained.to_str().encode())
         elif self.tokenizer.path.resolve() != path.resolve():
-            write_atomic(path, self.tokenizer.path.read_bytes())  # byte for byte: its hash is its fingerprint
+            # byte for byte: its hash is its fingerprint
+            write_atomic(path, self.tokenizer.path.read_bytes())
         loaded = self._load(path)
-        return loaded if self.tokenizer is None else dataclasses.replace(loaded, path=self.tokenizer.path)
+        return (
+            loaded
+            if self.tokenizer is None
+            else dataclasses.replace(loaded, path=self.tokenizer.path)
+        )
 
     def _load(self, path: Path) -> LoadedTokenizer:
         return load_tokenizer(path, self.vocab_size, encode_control=self.config.control_tokens)
 
-    def _write_tokens(self, tokenizer: LoadedTokenizer, parts: list[list[InputFile]], report: Report) -> dict[str, Any]:
+    def _write_tokens(
+        self, tokenizer: LoadedTokenizer, parts: list[list[InputFile]], report: Report
+    ) -> dict[str, Any]:
         writer = partial(
             writing_shard,
             vocab_size=tokenizer.vocab_size,
@@ -504,7 +609,9 @@ class _TextJob:
 
         def encode(texts: Iterable[tuple[str, bool]], shard: ShardWriter) -> None:
             nonlocal done_bytes
-            kept_as_text = ControlText(() if tokenizer.encodes_control else tokenizer.control_tokens)
+            kept_as_text = ControlText(
+                () if tokenizer.encodes_control else tokenizer.control_tokens
+            )
             for ids, size in encode_pieces(tokenizer, kept_as_text.counted(texts)):
                 shard.append(ids, text_bytes=size)
                 done_bytes += size
@@ -522,10 +629,15 @@ class _TextJob:
                         held_out_text += "".join(text for text, _ in held).encode()
                         encode(held, held_out)
                     if shard.count < 2:
-                        raise ValueError(f"data.path = {entry.pattern!r}: too little text to train on and to hold out")
+                        raise ValueError(
+                            f"data.path = {entry.pattern!r}: too little text to train on and to"
+                            " hold out"
+                        )
                 train.append(_manifest_entry(name, shard))
             if held_out.count < 2:
-                raise ValueError(f"data.path: the {len(train)} inputs hold too little text to hold any of it out")
+                raise ValueError(
+                    f"data.path: the {len(train)} inputs hold too little text to hold any of it out"
+                )
             write_atomic(self.directory / HELD_OUT_TEXT, bytes(held_out_text))
         return {
             "train": train,
@@ -548,14 +660,17 @@ def _wait_for(job: _TextJob, role: Role) -> dict[str, Any]:
             since, seen = time.monotonic(), now
         if time.monotonic() >= since + role.wait_s:
             state = (
-                "it is there, but was made from other inputs or settings than this process sees (names, sizes, text)"
+                "it is there, but was made from other inputs or settings than this process sees"
+                " (names, sizes, text)"
                 if path.exists()
-                else "it is not there; is the folder shared by all processes, and did process 0 fail? Large text is "
-                "better tokenised once with python -m jmoe.data"
+                else (
+                    "it is not there; is the folder shared by all processes, and did process 0"
+                    " fail? Large text is better tokenised once with python -m jmoe.data"
+                )
             )
             raise TimeoutError(
-                f"{path}: waited {role.wait_s:g} s (distributed.start_timeout_s) without progress of process 0, which "
-                f"prepares the data: {state}"
+                f"{path}: waited {role.wait_s:g} s (distributed.start_timeout_s) without progress"
+                f" of process 0, which prepares the data: {state}"
             )
         time.sleep(min(pause_s, max(0.0, since + role.wait_s - time.monotonic())))
         pause_s = min(1.0, pause_s * 1.5)
@@ -578,7 +693,9 @@ def _decode(tokenizer: LoadedTokenizer, ids: Ids) -> bytes:
     ends = np.flatnonzero(ids == tokenizer.eot)
     documents = np.split(ids, ends)
     texts = ([int(i) for i in document if i != tokenizer.eot] for document in documents)
-    return "".join(tokenizer.tokenizer.decode(text, skip_special_tokens=False) for text in texts).encode()
+    return "".join(
+        tokenizer.tokenizer.decode(text, skip_special_tokens=False) for text in texts
+    ).encode()
 
 
 def _held_out_of_shards(
@@ -588,7 +705,9 @@ def _held_out_of_shards(
     targets: Sequence[int],
     tokenizer: LoadedTokenizer | None,
 ) -> list[_HeldOut]:
-    """Return `held_out.bin` beside the shards, else the last part of the largest shard, which `shards` then lacks."""
+    """Return `held_out.bin` beside the shards, else the last part of the largest shard, which
+    `shards` then lacks.
+    """
     held_out: list[_HeldOut] = []
     seen: set[Path] = set()
     for i in which:
@@ -596,7 +715,10 @@ def _held_out_of_shards(
         beside = [folder for folder in folders if (folder / HELD_OUT).is_file()]
         for folder in beside:
             if open_shard(folder / HELD_OUT).header.tokenizer != shards[i][0].header.tokenizer:
-                raise ValueError(f"{folder / HELD_OUT}: made with another tokenizer than the token shards beside it")
+                raise ValueError(
+                    f"{folder / HELD_OUT}: made with another tokenizer than the token shards"
+                    " beside it"
+                )
             if folder not in seen:
                 held_out.append(_read_held_out(folder, tokenizer))
                 seen.add(folder)
@@ -608,8 +730,12 @@ def _held_out_of_shards(
     return held_out
 
 
-def _carve(shard: Shard, target_bytes: int, tokenizer: LoadedTokenizer | None, pattern: str) -> tuple[Shard, _HeldOut]:
-    """Split the last `target_bytes` of text off a shard, at the end of a document if one ends in there."""
+def _carve(
+    shard: Shard, target_bytes: int, tokenizer: LoadedTokenizer | None, pattern: str
+) -> tuple[Shard, _HeldOut]:
+    """Split the last `target_bytes` of text off a shard, at the end of a document if one ends in
+    there.
+    """
     count, header = len(shard.ids), shard.header
     wanted = int(target_bytes * count / max(1, header.text_bytes))
     cut = count - min(wanted, count // 2)
@@ -620,7 +746,9 @@ def _carve(shard: Shard, target_bytes: int, tokenizer: LoadedTokenizer | None, p
     if not len(ends):
         tail = np.concatenate([np.asarray([header.eot], np.int32), tail])
     if len(tail) < 2 or cut < 2:
-        raise ValueError(f"data.path = {pattern!r}: {count} tokens are too few to hold any of them out")
+        raise ValueError(
+            f"data.path = {pattern!r}: {count} tokens are too few to hold any of them out"
+        )
     text = _decode(tokenizer, tail.astype(np.uint32)) if tokenizer else None
     digest = hashlib.sha256(tail.tobytes()).hexdigest()
     return dataclasses.replace(shard, ids=shard.ids[:cut]), _HeldOut(tail, text, digest)
@@ -641,21 +769,30 @@ def _assemble(
         "held_out": [part.sha256 for part in held_out],
     }
     # Parts end with the end-of-text token and the next begins with it: one of the two is enough.
-    ids = [held_out[0].ids, *(part.ids[int(part.ids[0] == held_out[0].ids[0]) :] for part in held_out[1:])]
+    ids = [
+        held_out[0].ids,
+        *(part.ids[int(part.ids[0] == held_out[0].ids[0]) :] for part in held_out[1:]),
+    ]
     texts = [part.text for part in held_out if part.text is not None]
     header = shards[0][0].header
     return Corpus(
         tokenizer=tokenizer.tokenizer if tokenizer else None,
         tokenizer_path=tokenizer.path if tokenizer else None,
         eot=header.eot,
-        vocab_size=tokenizer.vocab_size if tokenizer else max(s.header.vocab_size for g in shards for s in g),
+        vocab_size=(
+            tokenizer.vocab_size
+            if tokenizer
+            else max(s.header.vocab_size for g in shards for s in g)
+        ),
         sources=tuple(
             TextSource(
                 name=entry.pattern or "Python standard library",
                 shards=tuple(s.ids for s in group),
                 blocks=tuple(s.blocks for s in group),
                 weight=entry.weight,
-                text_bytes=sum(int(s.header.text_bytes * len(s.ids) / s.header.count) for s in group),
+                text_bytes=sum(
+                    int(s.header.text_bytes * len(s.ids) / s.header.count) for s in group
+                ),
                 files=len(entry.files),
                 skipped=entry.skipped,
                 control_texts=sum(s.header.control_texts for s in group),

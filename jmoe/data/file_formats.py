@@ -8,7 +8,11 @@ _PANDAS = "pandas.read_{}(FILE).to_json(OUT, orient='records', lines=True)"
 _UNPACKS = "{} FILE unpacks it"
 # (a pattern of the first bytes, the format, the next thing to do)
 _FORMATS = (
-    (rb"PAR1.*[\x00-\x08\x0e-\x1f\x80-\xff]", "Parquet", f"{_RECORDS}: {_PANDAS.format('parquet')}"),
+    (
+        rb"PAR1.*[\x00-\x08\x0e-\x1f\x80-\xff]",
+        "Parquet",
+        f"{_RECORDS}: {_PANDAS.format('parquet')}",
+    ),
     (rb"ARROW1\0", "Arrow", f"{_RECORDS}: {_PANDAS.format('feather')}"),
     (rb"\xff{4}", "an Arrow stream", f"{_RECORDS}: datasets.Dataset.from_file(FILE).to_json(OUT)"),
     (rb"Obj\x01", "Avro", _RECORDS),
@@ -32,7 +36,16 @@ _HEAD_BYTES = 512
 
 
 def binary_format(path: Path) -> str | None:
-    """Return what the file is and the next thing to do, in words; None if it does not begin like a binary format."""
+    """Return what the file is and the next thing to do, in words; None if it does not begin like
+    a binary format.
+    """
     with open(path, "rb") as file:
         head = file.read(_HEAD_BYTES)
-    return next((f"{what}, not text; {way}" for start, what, way in _FORMATS if re.match(start, head, re.DOTALL)), None)
+    return next(
+        (
+            f"{what}, not text; {way}"
+            for start, what, way in _FORMATS
+            if re.match(start, head, re.DOTALL)
+        ),
+        None,
+    )

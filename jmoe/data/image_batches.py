@@ -1,7 +1,8 @@
 """Batches of images of several tasks, each row where a layout wants it.
 
-Legend: R devices of this process, M micro-batches a device may have, B images of a micro-batch, P pixels a side, C
-channels. What row i of a task's batch is in step s depends on the seed, the task and s alone, never on the layout.
+Legend: R devices of this process, M micro-batches a device may have, B images of a micro-batch, P
+pixels a side, C channels. What row i of a task's batch is in step s depends on the seed, the task
+and s alone, never on the layout.
 """
 
 from __future__ import annotations
@@ -38,25 +39,38 @@ def _shifted(pixels: NDArray[np.uint8], shift: NDArray[np.int64]) -> NDArray[np.
 
 
 class ImageBatches:
-    """Endless iterator of `ImageBatch` for the devices `first` to `last` (not included) of the layout.
+    """Endless iterator of `ImageBatch` for the devices `first` to `last` (not included) of the
+    layout.
 
-    Every image of a task comes once an epoch of that task, in another order each, moved by up to `images.max_shift`.
+    Every image of a task comes once an epoch of that task, in another order each, moved by up to
+    `images.max_shift`.
     """
 
     def __init__(
-        self, tasks: Sequence[ImageTask], config: VisionTrainConfig, layout: Layout, first: int, last: int
+        self,
+        tasks: Sequence[ImageTask],
+        config: VisionTrainConfig,
+        layout: Layout,
+        first: int,
+        last: int,
     ) -> None:
         self._tasks, self._config, self._step = tuple(tasks), config, 0
         self.deal(layout, first, last)
-        digest = hashlib.sha256("".join(task.fingerprint for task in tasks).encode()).hexdigest()[:16]
+        digest = hashlib.sha256("".join(task.fingerprint for task in tasks).encode()).hexdigest()[
+            :16
+        ]
         self.fingerprint = digest
 
     def deal(self, layout: Layout, first: int, last: int) -> None:
-        """Go on, with the next batch, for the devices `first` to `last` (not included) of this layout."""
+        """Go on, with the next batch, for the devices `first` to `last` (not included) of this
+        layout.
+        """
         self._layout, self._devices = layout, range(first, last)
 
     def sample(self, number: int) -> ImageBatch:
-        """Return images of one task alone, a micro-batch a device, out of the next batch, which is still to come."""
+        """Return images of one task alone, a micro-batch a device, out of the next batch, which
+        is still to come.
+        """
         images, size = self._batch(number, self._step), self.micro_batch
         rows = np.resize(np.arange(len(images.labels)), size)
         task, weight = np.full(size, number, np.int32), np.ones(size, np.float32)
@@ -75,7 +89,9 @@ class ImageBatches:
         rows = [self._rows(device, whole) for device in self._devices]
         parts = []
         for arrays in zip(*rows, strict=True):
-            padded = [np.pad(a, ((0, most * size - len(a)), *((0, 0),) * (a.ndim - 1))) for a in arrays]
+            padded = [
+                np.pad(a, ((0, most * size - len(a)), *((0, 0),) * (a.ndim - 1))) for a in arrays
+            ]
             parts.append(np.stack(padded).reshape(len(rows), most, size, *padded[0].shape[1:]))
         return ImageBatch(*parts)
 
@@ -86,8 +102,12 @@ class ImageBatches:
 
     def _rows(self, device: int, whole: dict[int, Split]) -> tuple[NDArray[Any], ...]:
         shares = self._layout.shares[device]
-        pixels = np.concatenate([whole[share.task].pixels[share.start : share.stop] for share in shares])
-        labels = np.concatenate([whole[share.task].labels[share.start : share.stop] for share in shares])
+        pixels = np.concatenate(
+            [whole[share.task].pixels[share.start : share.stop] for share in shares]
+        )
+        labels = np.concatenate(
+            [whole[share.task].labels[share.start : share.stop] for share in shares]
+        )
         task = np.concatenate([np.full(share.size, share.task, np.int32) for share in shares])
         return pixels, task, labels, np.ones(len(labels), np.float32)
 
@@ -109,13 +129,17 @@ class ImageBatches:
         return Split(pixels, labels)
 
     def get_state(self) -> dict[str, Any]:
-        """Return the JSON-able position after the batches taken so far: the same in every layout."""
+        """Return the JSON-able position after the batches taken so far: the same in every
+        layout.
+        """
         return {"next_step": self._step, "images": self.fingerprint}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Continue where `get_state` was called; `ValueError` when those were other images."""
         if state.get("images") != self.fingerprint:
-            raise ValueError("tasks: the saved position is in other images than this run's: the data has changed")
+            raise ValueError(
+                "tasks: the saved position is in other images than this run's: the data has changed"
+            )
         self._step = int(state["next_step"])
 
     def close(self) -> None:
@@ -134,13 +158,23 @@ def held_out_batches(
 
 
 def train_images(
-    tasks: Sequence[ImageTask], numbers: Sequence[int], homes: Homes, num_devices: int, micro_batch: int
+    tasks: Sequence[ImageTask],
+    numbers: Sequence[int],
+    homes: Homes,
+    num_devices: int,
+    micro_batch: int,
 ) -> Iterator[ImageBatch]:
-    """Yield all training images of the tasks of these numbers once, as they are, as `held_out_batches` does."""
-    yield from _all_images({number: tasks[number].train for number in numbers}, homes, num_devices, micro_batch)
+    """Yield all training images of the tasks of these numbers once, as they are, as
+    `held_out_batches` does.
+    """
+    yield from _all_images(
+        {number: tasks[number].train for number in numbers}, homes, num_devices, micro_batch
+    )
 
 
-def _all_images(splits: Mapping[int, Split], homes: Homes, num_devices: int, micro_batch: int) -> Iterator[ImageBatch]:
+def _all_images(
+    splits: Mapping[int, Split], homes: Homes, num_devices: int, micro_batch: int
+) -> Iterator[ImageBatch]:
     pixels = np.concatenate([split.pixels for split in splits.values()])
     labels = np.concatenate([split.labels for split in splits.values()])
     counts = [len(split.labels) for split in splits.values()]
@@ -148,10 +182,16 @@ def _all_images(splits: Mapping[int, Split], homes: Homes, num_devices: int, mic
     own: list[list[int]] = [[] for _ in range(num_devices)]  # rows of each device
     for number in splits:
         task_rows = np.flatnonzero(numbers == number)
-        for device, part in zip(homes[number], np.array_split(task_rows, len(homes[number])), strict=True):
+        for device, part in zip(
+            homes[number], np.array_split(task_rows, len(homes[number])), strict=True
+        ):
             own[device] += part.tolist()
     for start in range(0, max(map(len, own)), micro_batch):
         some = [rows[start : start + micro_batch] for rows in own]
         index = np.array([rows + [0] * (micro_batch - len(rows)) for rows in some])
-        weight = np.array([[1.0] * len(rows) + [0.0] * (micro_batch - len(rows)) for rows in some], np.float32)
-        yield ImageBatch(*(a[:, None] for a in (pixels[index], numbers[index], labels[index], weight)))
+        weight = np.array(
+            [[1.0] * len(rows) + [0.0] * (micro_batch - len(rows)) for rows in some], np.float32
+        )
+        yield ImageBatch(
+            *(a[:, None] for a in (pixels[index], numbers[index], labels[index], weight))
+        )

@@ -1,4 +1,6 @@
-"""Your own images of a task: a folder with a folder for each class, or a CSV or TSV file of paths and labels."""
+"""Your own images of a task: a folder with a folder for each class, or a CSV or TSV file of
+paths and labels.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class SourceImage(NamedTuple):
 
 
 def read_image(path: Path, said: str) -> Image.Image:
-    """Return the image; `ValueError` beginning with `said` if it is broken, or decodes with a warning."""
+    """Return the image; `ValueError` beginning with `said` if it is broken, or decodes with a
+    warning.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -36,28 +40,41 @@ def read_image(path: Path, said: str) -> Image.Image:
 
 
 def own_images(source: Path, field: str) -> tuple[list[str], list[SourceImage]]:
-    """Return the names of the classes in their order, and the images, of a folder or a file; none is read yet.
+    """Return the names of the classes in their order, and the images, of a folder or a file; none
+    is read yet.
 
-    Raises `ValueError` beginning with `field` that names the folder, or the file and line, which does not fit.
+    Raises `ValueError` beginning with `field` that names the folder, or the file and line, which
+    does not fit.
     """
     return _folder(source, field) if source.is_dir() else _listed(source, field)
 
 
 def _folder(folder: Path, field: str) -> tuple[list[str], list[SourceImage]]:
-    classes = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    classes = sorted(
+        path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")
+    )
     if not classes:
         raise ValueError(f"{field}: has no folder: must have one for each class, with its images")
     images = []
     for label, name in enumerate(classes):
-        paths = sorted(path for path in (folder / name).rglob("*") if path.suffix.lower() in IMAGE_TYPES)
+        paths = sorted(
+            path for path in (folder / name).rglob("*") if path.suffix.lower() in IMAGE_TYPES
+        )
         if not paths:
-            raise ValueError(f"{field}: class {name!r} is empty: must have images ({', '.join(IMAGE_TYPES)})")
-        images += [SourceImage(partial(read_image, path, field), label, number) for number, path in enumerate(paths)]
+            raise ValueError(
+                f"{field}: class {name!r} is empty: must have images ({', '.join(IMAGE_TYPES)})"
+            )
+        images += [
+            SourceImage(partial(read_image, path, field), label, number)
+            for number, path in enumerate(paths)
+        ]
     return classes, images
 
 
 def _listed(file: Path, field: str) -> tuple[list[str], list[SourceImage]]:
-    """Return what a file lists, whose first line is path,label; a path that is not absolute is relative to the file."""
+    """Return what a file lists, whose first line is path,label; a path that is not absolute is
+    relative to the file.
+    """
     rows = list(_rows(file, field))
     classes = sorted({label for _, _, label in rows})
     number, line_of = {name: i for i, name in enumerate(classes)}, dict[Path, int]()
@@ -65,7 +82,9 @@ def _listed(file: Path, field: str) -> tuple[list[str], list[SourceImage]]:
     for line, name, label in rows:
         path, said = (file.parent / name).resolve(), f"{field}: line {line}"
         if path in line_of:
-            raise ValueError(f"{said}: path {name!r} is that of line {line_of[path]}: must be listed once")
+            raise ValueError(
+                f"{said}: path {name!r} is that of line {line_of[path]}: must be listed once"
+            )
         if not path.is_file():
             raise ValueError(f"{said}: path {name!r} is missing: there is no file {path}")
         line_of[path] = line
@@ -89,5 +108,7 @@ def _rows(file: Path, field: str) -> list[tuple[int, str, str]]:
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"{field}: cannot be read as text in UTF-8, separated: {error}") from error
     if len(rows) < 2:
-        raise ValueError(f"{field}: lists no images: must have a line path,label and then one for each image")
+        raise ValueError(
+            f"{field}: lists no images: must have a line path,label and then one for each image"
+        )
     return rows[1:]

@@ -1,7 +1,8 @@
 """Images with their classes, for one task: real ones that packages carry, or your own.
 
-Legend: N images, P pixels a side, C channels. Nothing is downloaded. Glyphs are rendered from the fonts of matplotlib,
-digits are the handwriting of scikit-learn (UCI ML, 8 x 8 pixels), photographs those of scikit-image and scikit-learn.
+Legend: N images, P pixels a side, C channels. Nothing is downloaded. Glyphs are rendered from the
+fonts of matplotlib, digits are the handwriting of scikit-learn (UCI ML, 8 x 8 pixels), photographs
+those of scikit-image and scikit-learn.
 """
 
 from __future__ import annotations
@@ -23,11 +24,37 @@ from jmoe.config.vision import ImagesConfig, VisionModelConfig
 from jmoe.data.image_files import SEPARATORS, SourceImage, own_images
 
 FONTS = (
-    *("DejaVuSans", "DejaVuSans-Bold", "DejaVuSans-Oblique", "DejaVuSansMono", "DejaVuSerif", "DejaVuSerif-Bold"),
-    *("DejaVuSerif-Italic", "STIXGeneral", "STIXGeneralBol", "STIXGeneralItalic", "cmb10", "cmr10", "cmss10", "cmtt10"),
+    *(
+        "DejaVuSans",
+        "DejaVuSans-Bold",
+        "DejaVuSans-Oblique",
+        "DejaVuSansMono",
+        "DejaVuSerif",
+        "DejaVuSerif-Bold",
+    ),
+    *(
+        "DejaVuSerif-Italic",
+        "STIXGeneral",
+        "STIXGeneralBol",
+        "STIXGeneralItalic",
+        "cmb10",
+        "cmr10",
+        "cmss10",
+        "cmtt10",
+    ),
 )
 GLYPHS = string.ascii_uppercase + string.digits
-PHOTOGRAPHS = ("astronaut", "brick", "camera", "chelsea", "coffee", "coins", "grass", "gravel", "rocket")
+PHOTOGRAPHS = (
+    "astronaut",
+    "brick",
+    "camera",
+    "chelsea",
+    "coffee",
+    "coins",
+    "grass",
+    "gravel",
+    "rocket",
+)
 PATCHES = 100  # of a photograph
 PATCH_PIXELS = 32  # a side, before they are resized
 
@@ -59,22 +86,26 @@ class ImageTask:
 
 
 def load_task(name: str, source: str, model: VisionModelConfig, images: ImagesConfig) -> ImageTask:
-    """Return the images of `source`, a built-in task, a folder or a file, resized to the model's size.
+    """Return the images of `source`, a built-in task, a folder or a file, resized to the model's
+    size.
 
-    Of every class `images.held_out_fraction` of the images (or of groups that belong together) are held out, the same
-    in every run. Raises `ValueError` naming `tasks.NAME.source`, and the line of a file, for an image that cannot be
-    read, an empty class, or fewer than two classes.
+    Of every class `images.held_out_fraction` of the images (or of groups that belong together) are
+    held out, the same in every run. Raises `ValueError` naming `tasks.NAME.source`, and the line of
+    a file, for an image that cannot be read, an empty class, or fewer than two classes.
     """
     field = f"tasks.{name}.source = {source!r}"
     make, place = BUILT_IN.get(source), Path(source).expanduser()
     if make is None and not place.is_dir() and place.suffix.lower() not in SEPARATORS:
         built_in, files = ", ".join(BUILT_IN), " or ".join(SEPARATORS)
         raise ValueError(
-            f"{field}: must be one of {built_in}, or a folder with a folder for each class, or a {files} file"
+            f"{field}: must be one of {built_in}, or a folder with a folder for each class, or a"
+            f" {files} file"
         )
     classes, all_images = make(field) if make is not None else own_images(place, field)
     if len(classes) < 2:
-        raise ValueError(f"{field}: has only {len(classes)} class, {', '.join(classes)}: must have at least two")
+        raise ValueError(
+            f"{field}: has only {len(classes)} class, {', '.join(classes)}: must have at least two"
+        )
     groups: list[dict[int, list[SourceImage]]] = [{} for _ in classes]
     for image in all_images:
         groups[image.label].setdefault(image.group, []).append(image)
@@ -82,7 +113,9 @@ def load_task(name: str, source: str, model: VisionModelConfig, images: ImagesCo
     held_out: list[SourceImage] = []
     for label, own in enumerate(groups):
         if len(own) < 2:
-            raise ValueError(f"{field}: class {classes[label]!r} has {len(own)} images: must have at least two")
+            raise ValueError(
+                f"{field}: class {classes[label]!r} has {len(own)} images: must have at least two"
+            )
         order = np.random.default_rng(label).permutation(sorted(own))
         cut = min(len(own) - 1, max(1, round(images.held_out_fraction * len(own))))
         held_out += [image for group in order[:cut] for image in own[int(group)]]
@@ -93,10 +126,13 @@ def load_task(name: str, source: str, model: VisionModelConfig, images: ImagesCo
 def _split(images: Sequence[SourceImage], model: VisionModelConfig) -> Split:
     side, mode = model.image_size, "L" if model.channels == 1 else "RGB"
     pixels = [
-        np.asarray(image.read().convert(mode).resize((side, side), Image.Resampling.BILINEAR)) for image in images
+        np.asarray(image.read().convert(mode).resize((side, side), Image.Resampling.BILINEAR))
+        for image in images
     ]
     shape = (len(images), side, side, model.channels)
-    return Split(np.stack(pixels).reshape(shape), np.array([image.label for image in images], np.int32))
+    return Split(
+        np.stack(pixels).reshape(shape), np.array([image.label for image in images], np.int32)
+    )
 
 
 # Images that packages carry
@@ -128,7 +164,9 @@ def _glyph(font: ImageFont.FreeTypeFont, character: str) -> Image.Image:
 
 
 def _rendered(label_of: Callable[[int, int], int]) -> list[SourceImage]:
-    """Return every character in every font, in three sizes; the sizes of a character in a font are one group."""
+    """Return every character in every font, in three sizes; the sizes of a character in a font
+    are one group.
+    """
     import matplotlib  # the rest of a run needs it for its picture alone
 
     folder, images = Path(matplotlib.get_data_path()) / "fonts" / "ttf", []
@@ -137,7 +175,9 @@ def _rendered(label_of: Callable[[int, int], int]) -> list[SourceImage]:
             font = ImageFont.truetype(str(folder / f"{name}.ttf"), size)
             for index, character in enumerate(GLYPHS):
                 group = number * len(GLYPHS) + index
-                images.append(SourceImage(partial(_glyph, font, character), label_of(number, index), group))
+                images.append(
+                    SourceImage(partial(_glyph, font, character), label_of(number, index), group)
+                )
     return images
 
 
@@ -150,19 +190,29 @@ def _fonts(field: str) -> tuple[list[str], list[SourceImage]]:
 
 
 def _photographs(field: str) -> tuple[list[str], list[SourceImage]]:
-    """Return patches of photographs, from which of them is the class; a photograph's squares do not overlap."""
+    """Return patches of photographs, from which of them is the class; a photograph's squares do
+    not overlap.
+    """
     photographs = _vision_extra("skimage.data", field)
     samples = _vision_extra("sklearn.datasets", field).load_sample_images().images
-    named = {name: getattr(photographs, name)() for name in PHOTOGRAPHS} | dict(zip(("china", "flower"), samples))
+    named = {name: getattr(photographs, name)() for name in PHOTOGRAPHS} | dict(
+        zip(("china", "flower"), samples)
+    )
     images = []
     for label, pixels in enumerate(named.values()):
         image, side = Image.fromarray(pixels), PATCH_PIXELS
-        corners = [(x, y) for y in range(0, image.height - side, side) for x in range(0, image.width - side, side)]
+        corners = [
+            (x, y)
+            for y in range(0, image.height - side, side)
+            for x in range(0, image.width - side, side)
+        ]
         rng = np.random.default_rng(label)
         chosen = rng.permutation(len(corners))[:PATCHES]
         for group in sorted(chosen.tolist()):
             x, y = corners[group]
-            images.append(SourceImage(partial(image.crop, (x, y, x + side, y + side)), label, group))
+            images.append(
+                SourceImage(partial(image.crop, (x, y, x + side, y + side)), label, group)
+            )
     return list(named), images
 
 

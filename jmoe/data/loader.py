@@ -1,8 +1,8 @@
 """Batches of tokens for training and evaluation.
 
-Legend: B sequences in a batch (all processes), b this process's share of them, S sequence length. A window is S + 1
-consecutive tokens, so that inputs `[:, :-1]` and targets `[:, 1:]` overlap by all but one token; windows start every
-S tokens, so that every token is a target once an epoch.
+Legend: B sequences in a batch (all processes), b this process's share of them, S sequence length. A
+window is S + 1 consecutive tokens, so that inputs `[:, :-1]` and targets `[:, 1:]` overlap by all
+but one token; windows start every S tokens, so that every token is a target once an epoch.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from numpy.typing import NDArray
 
 from jmoe.data.corpus import Corpus, TextSource
 
-# Held-out text on which other models' figures are comparable. `xz -9` starts from nothing: of 20 kB of source code it
-# makes a sixth more bits per byte than of 500 kB (by chance up to a third less), of 100 kB a tenth more.
+# Held-out text on which other models' figures are comparable. `xz -9` starts from nothing: of 20 kB
+# of source code it makes a sixth more bits per byte than of 500 kB (by chance up to a third less),
+# of 100 kB a tenth more.
 COMPARABLE_BYTES = 100_000
-UNIGRAM_TOKENS = 1 << 28  # a unigram model is counted on at most this many tokens, spread over each source
+# a unigram model is counted on at most this many tokens, spread over each source
+UNIGRAM_TOKENS = 1 << 28
 
 
 class _Windows:
@@ -30,7 +32,9 @@ class _Windows:
 
     def __init__(self, source: TextSource, sequence_length: int, vocab_size: int) -> None:
         self._source, self._length, self._vocab_size = source, sequence_length, vocab_size
-        self._ends = list(itertools.accumulate((len(ids) - 1) // sequence_length for ids in source.shards))
+        self._ends = list(
+            itertools.accumulate((len(ids) - 1) // sequence_length for ids in source.shards)
+        )
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -43,8 +47,9 @@ class _Windows:
         largest = int(np.max(window))
         if largest >= self._vocab_size:
             raise ValueError(
-                f"data.path = {self._source.name!r}: a token of {largest} near position {start} of shard "
-                f"{shard} is not below vocab_size = {self._vocab_size}: the token shard is damaged"
+                f"data.path = {self._source.name!r}: a token of {largest} near position {start} of"
+                f" shard {shard} is not below vocab_size = {self._vocab_size}: the token shard is"
+                " damaged"
             )
         return window
 
@@ -83,18 +88,25 @@ class TrainBatches:
         return batch
 
     def get_state(self) -> dict[str, Any]:
-        """Return JSON-able position after the batches taken so far: the same on every process and process count."""
+        """Return JSON-able position after the batches taken so far: the same on every process
+        and process count.
+        """
         return {"next_step": self._step, **self._identity}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Continue where `get_state` was called; `ValueError` when that was another corpus or another order."""
+        """Continue where `get_state` was called; `ValueError` when that was another corpus or
+        another order.
+        """
         if state.get("corpus") != self._identity["corpus"]:
-            raise ValueError("data: the saved position is in another corpus, not in this run's: the data has changed")
+            raise ValueError(
+                "data: the saved position is in another corpus, not in this run's: the data has"
+                " changed"
+            )
         for name, value in self._identity.items():
             if state.get(name) != value:
                 raise ValueError(
-                    f"data: the saved position in the data has {name} = {state.get(name)!r}, this run {value!r}: "
-                    "they must agree for training to go on with the same batches"
+                    f"data: the saved position in the data has {name} = {state.get(name)!r}, this"
+                    f" run {value!r}: they must agree for training to go on with the same batches"
                 )
         self.close()
         self._step = int(state["next_step"])
@@ -107,32 +119,39 @@ class TrainBatches:
 
 
 def _shuffled(corpus: Corpus, sequence_length: int, batch_size: int, seed: int) -> Any:
-    """Return endless grain dataset of windows: every source reshuffled each epoch, mixed by size or by weight."""
+    """Return endless grain dataset of windows: every source reshuffled each epoch, mixed by size
+    or by weight.
+    """
     windows = [_Windows(source, sequence_length, corpus.vocab_size) for source in corpus.sources]
     weighted = [source.weight for source in corpus.sources if source.weight is not None]
     for source, own in zip(corpus.sources, windows, strict=True):
         if weighted and not len(own):
             raise ValueError(
-                f"data.path = {source.name!r}: {source.num_tokens} tokens are fewer than one window of "
-                f"sequence_length + 1 = {sequence_length + 1}"
+                f"data.path = {source.name!r}: {source.num_tokens} tokens are fewer than one window"
+                f" of sequence_length + 1 = {sequence_length + 1}"
             )
         if len(own) >= 2**32:
             raise ValueError(
-                f"data.path = {source.name!r}: {len(own)} windows of sequence_length = {sequence_length}: must be "
-                "fewer than 2**32; give it as several paths with data.weights"
+                f"data.path = {source.name!r}: {len(own)} windows of sequence_length ="
+                f" {sequence_length}: must be fewer than 2**32; give it as several paths with"
+                " data.weights"
             )
     total = sum(map(len, windows))
     if total < batch_size:
         raise ValueError(
-            f"batch_size = {batch_size}: the data has only {total} windows of sequence_length + 1 = "
-            f"{sequence_length + 1} tokens to train on; give more text, or a smaller batch_size or sequence_length"
+            f"batch_size = {batch_size}: the data has only {total} windows of sequence_length + 1 ="
+            f" {sequence_length + 1} tokens to train on; give more text, or a smaller batch_size or"
+            " sequence_length"
         )
     # One seed per source: equal seeds would walk sources of equal size in the same order.
     seeds = [int(s) for s in np.random.SeedSequence(seed).generate_state(len(windows))]
     if not weighted:
         sources = [grain.MapDataset.source(own) for own in windows if len(own)]
         return grain.MapDataset.concatenate(sources).shuffle(seed=seeds[0]).repeat()
-    mixed = [grain.MapDataset.source(own).shuffle(seed=s).repeat() for own, s in zip(windows, seeds, strict=True)]
+    mixed = [
+        grain.MapDataset.source(own).shuffle(seed=s).repeat()
+        for own, s in zip(windows, seeds, strict=True)
+    ]
     return grain.MapDataset.mix(mixed, weights=weighted)
 
 
@@ -149,22 +168,28 @@ def train_batches(
 ) -> TrainBatches:
     """Return endless batches of this process: int32 [b, S + 1], b = batch_size / process_count.
 
-    Row r of global batch s is window s * batch_size + r of an endless shuffled sequence that depends on corpus,
-    sequence length and seed alone; process i reads rows i * b ... (i + 1) * b - 1 and no others. Without weights each
-    window comes once an epoch, in another order each; with weights each source repeats at its own pace, and its share
-    is kept within 1 % of itself at every point. `prefetch_batches` are read ahead by `num_threads` threads.
+    Row r of global batch s is window s * batch_size + r of an endless shuffled sequence that
+    depends on corpus, sequence length and seed alone; process i reads rows i * b ... (i + 1) * b -
+    1 and no others. Without weights each window comes once an epoch, in another order each; with
+    weights each source repeats at its own pace, and its share is kept within 1 % of itself at every
+    point. `prefetch_batches` are read ahead by `num_threads` threads.
     """
     if not 0 <= process_index < process_count:
         raise ValueError(
-            f"process_index = {process_index}: must be between 0 and process_count - 1 = {process_count - 1}"
+            f"process_index = {process_index}: must be between 0 and process_count - 1 ="
+            f" {process_count - 1}"
         )
     if batch_size % process_count:
-        raise ValueError(f"batch_size = {batch_size}: must be a multiple of the {process_count} processes")
+        raise ValueError(
+            f"batch_size = {batch_size}: must be a multiple of the {process_count} processes"
+        )
     local = batch_size // process_count
     rows = _shuffled(corpus, sequence_length, batch_size, seed)
     own = grain.MapDataset.source(_LocalRows(rows, batch_size, process_index * local, local))
     # grain warns when threads cannot all be kept busy.
-    options = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=max(prefetch_batches, num_threads))
+    options = grain.ReadOptions(
+        num_threads=num_threads, prefetch_buffer_size=max(prefetch_batches, num_threads)
+    )
     identity = {
         "corpus": corpus.fingerprint,
         "batch_size": batch_size,
@@ -177,9 +202,11 @@ def train_batches(
 def held_out_windows(
     corpus: Corpus, sequence_length: int, batch_size: int
 ) -> Iterator[tuple[NDArray[np.int32], NDArray[np.float32]]]:
-    """Return (tokens int32 [B, S + 1], weights float32 [B, S]): every held-out token but the first is a target once.
+    """Return (tokens int32 [B, S + 1], weights float32 [B, S]): every held-out token but the first
+    is a target once.
 
-    weights is 1 for real targets and 0 for the padding that fills the last window and the last batch.
+    weights is 1 for real targets and 0 for the padding that fills the last window and the last
+    batch.
     """
     ids = corpus.held_out_tokens
     targets = len(ids) - 1
@@ -207,14 +234,17 @@ def _count(source: TextSource, vocab_size: int, limit: int) -> NDArray[np.float6
 
 
 def baselines(corpus: Corpus) -> tuple[float, float]:
-    """Return held-out bits per byte of (a unigram model, xz -9); nan where the text is unknown or too short to tell."""
+    """Return held-out bits per byte of (a unigram model, xz -9); nan where the text is unknown
+    or too short to tell.
+    """
     if len(corpus.held_out_bytes) < COMPARABLE_BYTES:
         return float("nan"), float("nan")
     return unigram_bits_per_byte(corpus), xz_bits_per_byte(corpus)
 
 
 def unigram_bits_per_byte(corpus: Corpus) -> float:
-    """Return held-out bits per byte of a unigram model over the same tokens, p(t) = (n_t + 1) / (n + V).
+    """Return held-out bits per byte of a unigram model over the same tokens, p(t) = (n_t + 1) / (n
+    + V).
 
     n_t: count of t in the training tokens, scaled by the sources' weights where there are any.
     """

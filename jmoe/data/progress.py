@@ -7,7 +7,9 @@ from jmoe.status import duration
 
 
 class PreparingData:
-    """Takes the reports of `prepare`; says a line every `every_s` seconds, and nothing of what takes less."""
+    """Takes the reports of `prepare`; says a line every `every_s` seconds, and nothing of what
+    takes less.
+    """
 
     def __init__(self, say: Callable[[str], None], *, every_s: float = 10.0) -> None:
         self._say, self._every_s = say, every_s
@@ -21,10 +23,22 @@ class PreparingData:
         self._latest = (what, done, total) if done else (what, round(now), 0)
         if now - self._shown >= self._every_s:
             self._shown = now
-            amount = f", {100 * done // total} % of {total / 1e6:,.1f} MB" if total else f", {done:,}" if done else ""
+            amount = (
+                f", {100 * done // total} % of {total / 1e6:,.1f} MB"
+                if total
+                else f", {done:,}"
+                if done
+                else ""
+            )
             self._say(f"preparing data: {what}{amount}, {duration(now - self._begun)}")
 
     def progress(self) -> str:
         """Return text that changes with every report of progress; empty before the first."""
         what, done, total = self._latest
-        return f"{what} ({done:,} of {total:,} bytes)" if total else f"{what} ({done:,})" if what else ""
+        return (
+            f"{what} ({done:,} of {total:,} bytes)"
+            if total
+            else f"{what} ({done:,})"
+            if what
+            else ""
+        )

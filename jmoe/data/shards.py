@@ -1,8 +1,9 @@
-"""Token shards: one file of uint16 / uint32 token ids behind a JSON header, memory-mapped when read.
+"""Token shards: one file of uint16 / uint32 token ids behind a JSON header, memory-mapped when
+read.
 
-Layout, little-endian: 8 bytes magic `JMOETOK1`, uint32 length of the header, the header as UTF-8 JSON, zeros up to
-the next multiple of 4096 bytes, then `count` ids, then the CRC-32 (uint32) of every `BLOCK_BYTES` of them. The ids read
-`eot document eot document ... eot`.
+Layout, little-endian: 8 bytes magic `JMOETOK1`, uint32 length of the header, the header as UTF-8
+JSON, zeros up to the next multiple of 4096 bytes, then `count` ids, then the CRC-32 (uint32) of
+every `BLOCK_BYTES` of them. The ids read `eot document eot document ... eot`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from jmoe.memory.direct_io import NOT_SUPPORTED
 
 MAGIC = b"JMOETOK1"
 ALIGNMENT_BYTES = 4096
-BLOCK_BYTES = 1 << 16  # of ids with a sum of their own: about what the kernel reads ahead for a window
+# of ids with a sum of their own: about what the kernel reads ahead for a window
+BLOCK_BYTES = 1 << 16
 READ_BYTES = 1 << 24
 TEMPORARY = ".jmoe-tmp"
 Ids = NDArray[np.unsignedinteger[Any]]
@@ -40,11 +42,13 @@ DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtyp
 class ShardHeader:
     """Describe a shard of token ids; stored in its first bytes.
 
-    dtype: `uint16` or `uint32`; count: ids in the file; vocab_size: every id is below it; eot: the end-of-text id;
-    tokenizer: fingerprint of the tokenizer.json that made the ids; split: `train` or `held_out`; text_bytes: UTF-8
-    bytes of the text behind the ids; sha256: of the ids, as stored; block_sums: SHA-256 of the CRC-32s that follow the
-    ids; control: text that spells out a special token is that token (`tokens`) or stays text (`text`); control_texts:
-    documents that have such text, as text. Shards of older versions have no sums, and kept such text uncounted.
+    dtype: `uint16` or `uint32`; count: ids in the file; vocab_size: every id is below it; eot: the
+    end-of-text id;
+    tokenizer: fingerprint of the tokenizer.json that made the ids; split: `train` or `held_out`;
+    text_bytes: UTF-8 bytes of the text behind the ids; sha256: of the ids, as stored; block_sums:
+    SHA-256 of the CRC-32s that follow the ids; control: text that spells out a special token is
+    that token (`tokens`) or stays text (`text`); control_texts: documents that have such text, as
+    text. Shards of older versions have no sums, and kept such text uncounted.
     """
 
     dtype: str
@@ -61,7 +65,9 @@ class ShardHeader:
 
 
 class Blocks:
-    """Check each block of a shard's ids, once, against the sum that was stored when it was written."""
+    """Check each block of a shard's ids, once, against the sum that was stored when it was
+    written.
+    """
 
     def __init__(self, path: Path, ids: Ids, sums: NDArray[np.uint32] | None) -> None:
         self.path, self.num_bytes, self.has_sums = path, ids.nbytes, sums is not None
@@ -70,14 +76,20 @@ class Blocks:
         self._checked = np.zeros(len(self._sums), np.bool_)
 
     def check(self, first: int, end: int) -> None:
-        """Raise `ValueError` naming the file if ids from `first` up to `end` have changed, where blocks have sums."""
+        """Raise `ValueError` naming the file if ids from `first` up to `end` have changed, where
+        blocks have sums.
+        """
         if not self.has_sums:
             return
-        for block in range(first * self._item_bytes // BLOCK_BYTES, -(-end * self._item_bytes // BLOCK_BYTES)):
+        for block in range(
+            first * self._item_bytes // BLOCK_BYTES, -(-end * self._item_bytes // BLOCK_BYTES)
+        ):
             if not self._checked[block]:
                 data = self._data[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
                 if zlib.crc32(data) != self._sums[block]:
-                    raise self._damaged(f"in bytes {block * BLOCK_BYTES} to {(block + 1) * BLOCK_BYTES} of its ids")
+                    raise self._damaged(
+                        f"in bytes {block * BLOCK_BYTES} to {(block + 1) * BLOCK_BYTES} of its ids"
+                    )
                 self._checked[block] = True
 
     def check_all(self, header: ShardHeader) -> None:
@@ -91,14 +103,17 @@ class Blocks:
 
     def _damaged(self, where: str) -> ValueError:
         return ValueError(
-            f"{self.path}: this token shard is damaged{' ' * bool(where)}{where}: its content is not what was written; "
-            f"prepare it again (delete {self.path.parent / 'manifest.json'} if it was made by a run)"
+            f"{self.path}: this token shard is damaged{' ' * bool(where)}{where}: its content is"
+            f" not what was written; prepare it again (delete {self.path.parent / 'manifest.json'}"
+            " if it was made by a run)"
         )
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Yield a file that becomes `path` when the block ends well: readers see the old file or the new one, no part."""
+    """Yield a file that becomes `path` when the block ends well: readers see the old file or the
+    new one, no part.
+    """
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=TEMPORARY)
     try:
         with os.fdopen(handle, "wb") as file:
@@ -116,7 +131,8 @@ def _let_all_read(fd: int) -> None:
     """Undo that mkstemp keeps a file from other users of a cluster, who read the same cache."""
     try:
         os.fchmod(fd, 0o644)
-    except OSError as error:  # where files have no modes (vfat, some of FUSE), the mount says who reads them
+    # where files have no modes (vfat, some of FUSE), the mount says who reads them
+    except OSError as error:
         if error.errno not in (errno.EPERM, *NOT_SUPPORTED):
             raise
 
@@ -128,7 +144,9 @@ def write_atomic(path: Path, content: bytes) -> None:
 
 
 def remove_stale_temporaries(directory: Path) -> None:
-    """Remove what killed writers left: temporary files that nobody has written to for an hour, by the disk's clock."""
+    """Remove what killed writers left: temporary files that nobody has written to for an hour,
+    by the disk's clock.
+    """
     with tempfile.TemporaryFile(dir=directory) as probe:
         now = os.fstat(probe.fileno()).st_mtime
     for path in directory.glob(f".*{TEMPORARY}"):
@@ -170,8 +188,15 @@ class ShardWriter:
             self._sums.append(zlib.crc32(self._block))
         sums = np.asarray(self._sums, "<u4").tobytes()
         self._file.write(sums)
-        digests = {"sha256": self._digest.hexdigest(), "block_sums": hashlib.sha256(sums).hexdigest()}
-        counts = {"count": self.count, "text_bytes": self.text_bytes, "control_texts": self.control_texts}
+        digests = {
+            "sha256": self._digest.hexdigest(),
+            "block_sums": hashlib.sha256(sums).hexdigest(),
+        }
+        counts = {
+            "count": self.count,
+            "text_bytes": self.text_bytes,
+            "control_texts": self.control_texts,
+        }
         fields: dict[str, Any] = {"dtype": self._dtype, **self._fields, **counts, **digests}
         self.header = ShardHeader(**fields)
         text = json.dumps(asdict(self.header)).encode()
@@ -185,7 +210,9 @@ class ShardWriter:
 def writing_shard(
     path: Path, *, vocab_size: int, eot: int, tokenizer: str, split: str, control: str = "text"
 ) -> Iterator[ShardWriter]:
-    """Yield a writer of one shard; the file appears under its name only when the block ends well."""
+    """Yield a writer of one shard; the file appears under its name only when the block ends
+    well.
+    """
     with replacing(path) as file:
         fields = {"tokenizer": tokenizer, "split": split, "control": control}
         writer = ShardWriter(file, vocab_size=vocab_size, eot=eot, **fields)
@@ -201,7 +228,9 @@ def _parse_header(path: Path, text: bytes) -> ShardHeader:
     later = {f.name: f.default for f in fields(ShardHeader) if f.default is not MISSING}
     written: dict[str, Any] = later | values if isinstance(values, dict) else {}
     missing = [
-        f.name for f in fields(ShardHeader) if type(written.get(f.name)) is not (int if f.type == "int" else str)
+        f.name
+        for f in fields(ShardHeader)
+        if type(written.get(f.name)) is not (int if f.type == "int" else str)
     ]
     if missing:
         raise ValueError(f"{path}: the header of this token shard lacks {', '.join(missing)}")
@@ -210,8 +239,8 @@ def _parse_header(path: Path, text: bytes) -> ShardHeader:
         raise ValueError(f"{path}: dtype = {header.dtype!r}: must be one of {', '.join(DTYPES)}")
     if header.count < 1 or not 0 <= header.eot < header.vocab_size:
         raise ValueError(
-            f"{path}: count = {header.count}, eot = {header.eot}, vocab_size = {header.vocab_size}: "
-            "count must be positive and eot below vocab_size"
+            f"{path}: count = {header.count}, eot = {header.eot}, vocab_size = {header.vocab_size}:"
+            " count must be positive and eot below vocab_size"
         )
     return header
 
@@ -228,7 +257,8 @@ class Shard:
 def open_shard(path: Path) -> Shard:
     """Map a shard into memory; `ValueError` if the file is foreign, cut or damaged.
 
-    Only the header, the size and the sums of blocks themselves are checked, so opening costs little for terabytes.
+    Only the header, the size and the sums of blocks themselves are checked, so opening costs little
+    for terabytes.
     """
     with open(path, "rb") as file:
         start = file.read(len(MAGIC) + 4)
@@ -238,7 +268,9 @@ def open_shard(path: Path) -> Shard:
         text = file.read(length)
         size_bytes = os.fstat(file.fileno()).st_size
     if len(text) < length:
-        raise ValueError(f"{path}: this token shard is truncated inside its header ({size_bytes} bytes)")
+        raise ValueError(
+            f"{path}: this token shard is truncated inside its header ({size_bytes} bytes)"
+        )
     header = _parse_header(path, text)
     offset = -(-(len(start) + length) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     ids_bytes = header.count * DTYPES[header.dtype].itemsize
@@ -247,8 +279,8 @@ def open_shard(path: Path) -> Shard:
     if size_bytes != expected_bytes:
         what = "is truncated" if size_bytes < expected_bytes else "has foreign data at its end"
         raise ValueError(
-            f"{path}: this token shard {what}: {size_bytes} bytes, but its header says {header.count} tokens, "
-            f"i.e. {expected_bytes} bytes"
+            f"{path}: this token shard {what}: {size_bytes} bytes, but its header says"
+            f" {header.count} tokens, i.e. {expected_bytes} bytes"
         )
     with open(path, "rb") as file:
         # A private mapping, as FUSE shares none of a file that it reads past the page cache.
@@ -258,5 +290,7 @@ def open_shard(path: Path) -> Shard:
         return Shard(header, ids, Blocks(path, ids, None))
     sums = np.fromfile(path, np.dtype("<u4"), num_sums, offset=offset + ids_bytes)
     if hashlib.sha256(sums.tobytes()).hexdigest() != header.block_sums:
-        raise ValueError(f"{path}: this token shard is damaged: the sums at its end are not what was written")
+        raise ValueError(
+            f"{path}: this token shard is damaged: the sums at its end are not what was written"
+        )
     return Shard(header, ids, Blocks(path, ids, sums))

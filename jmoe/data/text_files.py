@@ -1,9 +1,9 @@
 """Finding text, checking it, splitting it into train and held-out, and reading it piece by piece.
 
-A document is a text file, one line of a JSONL file or one record of a JSON array. Nothing here depends on where on a
-machine the files lie: order and split follow from names relative to the path that was given. A file in another encoding
-than UTF-8 is read into memory whole and then is its UTF-8 bytes, a JSON array is JSONL then, so that every position in
-a file is one in UTF-8.
+A document is a text file, one line of a JSONL file or one record of a JSON array. Nothing here
+depends on where on a machine the files lie: order and split follow from names relative to the path
+that was given. A file in another encoding than UTF-8 is read into memory whole and then is its
+UTF-8 bytes, a JSON array is JSONL then, so that every position in a file is one in UTF-8.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from typing import Any, BinaryIO
 
 from jmoe.data.file_formats import binary_format
 
-# What a folder is searched for; a file that is named, or matched by a glob, is read whatever its suffix.
+# What a folder is searched for; a file that is named, or matched by a glob, is read whatever its
+# suffix.
 TEXT_SUFFIXES = frozenset(
     (".txt", ".text", ".md", ".rst", ".tex", ".html", ".jsonl", ".ndjson")
     + (".py", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".java", ".js", ".ts", ".go", ".rs", ".sh")
@@ -36,19 +37,31 @@ JSON_SUFFIX = ".json"  # of an array of records, or of lines as in JSONL
 RECORD_SUFFIXES = (".jsonl", ".ndjson", JSON_SUFFIX)
 PIECE_BYTES = 1 << 20  # longer documents are read and encoded in pieces of about this size
 STDLIB_EXCLUDED = frozenset(
-    ("test", "tests", "idle_test", "encodings", "site-packages", "dist-packages", "__pycache__", "lib-dynload")
+    (
+        "test",
+        "tests",
+        "idle_test",
+        "encodings",
+        "site-packages",
+        "dist-packages",
+        "__pycache__",
+        "lib-dynload",
+    )
 )
 STDLIB_MIN_BYTES = 1_000_000
 MAX_SHOWN = 20  # files or lines named in one error ...
 MAX_PROBLEMS = 1000  # ... of at most so many looked for
 
-# Called with what is being done, and how much of how much is done: bytes, or files where the second is 0.
+# Called with what is being done, and how much of how much is done: bytes, or files where the second
+# is 0.
 Report = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
 class InputFile:
-    """One input; `name` is its path relative to the folder or glob that was given, `size_bytes` that of its UTF-8."""
+    """One input; `name` is its path relative to the folder or glob that was given, `size_bytes`
+    that of its UTF-8.
+    """
 
     path: Path
     name: str
@@ -57,7 +70,8 @@ class InputFile:
     field: str | None = None  # of records: the one with the text
     encoding: str = "utf-8"
     is_array: bool = False  # its records are elements of one JSON array, not lines
-    train_bytes: int = 0  # so many of its first bytes are trained on, the others held out; see `split_off`
+    # so many of its first bytes are trained on, the others held out; see `split_off`
+    train_bytes: int = 0
 
     def open(self) -> BinaryIO:
         """Open the file's text as UTF-8, records one a line."""
@@ -87,7 +101,9 @@ def _input_file(path: Path, root: Path, field: str) -> InputFile:
     except OSError as error:
         raise ValueError(f"{wrong}{error.strerror}") from error
     if not stat.S_ISREG(status.st_mode):  # nothing may ever come out of it, or no end
-        raise ValueError(f"{wrong}must be a file, and is a pipe, a socket or a device; leave it out")
+        raise ValueError(
+            f"{wrong}must be a file, and is a pipe, a socket or a device; leave it out"
+        )
     has_records = path.suffix in RECORD_SUFFIXES
     return InputFile(path, name, status.st_size, status.st_mtime_ns, field if has_records else None)
 
@@ -100,9 +116,11 @@ def _walk(root: Path, skipped: frozenset[str] = frozenset()) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class TextInput:
-    """One `data.path` and the files behind it, sorted by name, never empty: all text, or all token shards.
+    """One `data.path` and the files behind it, sorted by name, never empty: all text, or all token
+    shards.
 
-    weight: its share in the mixture; None: by size. skipped: a folder's other files, counted by suffix.
+    weight: its share in the mixture; None: by size. skipped: a folder's other files, counted by
+    suffix.
     """
 
     pattern: str
@@ -118,7 +136,8 @@ class TextInput:
 def find_files(pattern: str, weight: float | None, field: str, report: Report) -> TextInput:
     """Find what one `data.path` names: a file, a folder (recursive) or a glob.
 
-    Where there are token shards, they are what is meant: a folder of shards also holds their tokenizer and manifest.
+    Where there are token shards, they are what is meant: a folder of shards also holds their
+    tokenizer and manifest.
     """
     path = Path(pattern).expanduser()
     if path.exists() and not path.is_dir():
@@ -133,9 +152,14 @@ def find_files(pattern: str, weight: float | None, field: str, report: Report) -
             else:
                 skipped[f"*{p.suffix}" if p.suffix else p.name] += 1
             report("finding files", len(paths), 0)
-        what = f"this folder holds no text ({' '.join(sorted(TEXT_SUFFIXES))}) and no token shards ({SHARD_SUFFIX})"
+        what = (
+            f"this folder holds no text ({' '.join(sorted(TEXT_SUFFIXES))}) and no token shards"
+            f" ({SHARD_SUFFIX})"
+        )
         if skipped:
-            what += f"; it has {', '.join(f'{count} {kind}' for kind, count in skipped.most_common(5))}"
+            what += (
+                f"; it has {', '.join(f'{count} {kind}' for kind, count in skipped.most_common(5))}"
+            )
     else:
         paths = [Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file()]
         root = Path(os.path.commonpath([p.parent for p in paths])) if paths else path
@@ -147,14 +171,21 @@ def find_files(pattern: str, weight: float | None, field: str, report: Report) -
     for p in shards or paths:
         files.append(_input_file(p, root, field))
         report("finding files", len(files), 0)
-    return TextInput(pattern, tuple(sorted(files, key=lambda f: f.name)), weight, Counter() if shards else skipped)
+    return TextInput(
+        pattern,
+        tuple(sorted(files, key=lambda f: f.name)),
+        weight,
+        Counter() if shards else skipped,
+    )
 
 
-def check_texts(files: Sequence[InputFile], encodings: Sequence[str], report: Report) -> list[InputFile]:
+def check_texts(
+    files: Sequence[InputFile], encodings: Sequence[str], report: Report
+) -> list[InputFile]:
     """Read every file once, each in the first of the encodings that fits it.
 
-    Returns the files with their encodings and sizes in UTF-8. `ValueError` names all files, and the bytes or lines of
-    them, that cannot be read, and files that are no text, whatever the encodings.
+    Returns the files with their encodings and sizes in UTF-8. `ValueError` names all files, and the
+    bytes or lines of them, that cannot be read, and files that are no text, whatever the encodings.
     """
     checked: list[InputFile] = []
     bad: list[str] = []
@@ -175,13 +206,20 @@ def check_texts(files: Sequence[InputFile], encodings: Sequence[str], report: Re
     if not bad:
         return checked
     count = f"{MAX_PROBLEMS} or more" if len(bad) >= MAX_PROBLEMS else str(len(bad))
-    shown = [*bad[:MAX_SHOWN], *([f"... and {len(bad) - MAX_SHOWN} more"] if len(bad) > MAX_SHOWN else [])]
-    message = f"data.path: {count} problem(s) in {len(files)} file(s) of text; nothing was written:\n" + "\n".join(
-        shown
+    shown = [
+        *bad[:MAX_SHOWN],
+        *([f"... and {len(bad) - MAX_SHOWN} more"] if len(bad) > MAX_SHOWN else []),
+    ]
+    message = (
+        f"data.path: {count} problem(s) in {len(files)} file(s) of text; nothing was written:\n"
+        + "\n".join(shown)
     )
     if undecoded:
         several = " ".join(dict.fromkeys((*encodings, "latin-1")))
-        message += f"\n--data.encoding {several} reads each file in the first of these encodings that fits it"
+        message += (
+            f"\n--data.encoding {several} reads each file in the first of these encodings that"
+            " fits it"
+        )
     raise ValueError(message)
 
 
@@ -210,14 +248,23 @@ def _with_layout(file: InputFile) -> tuple[InputFile, str]:
             _loads(first or b"{}")
         except ValueError:
             way = "write its records as JSONL, or name it .txt to learn it as text"
-            return file, f"{file.path}: is JSON, neither an array of records nor one record a line; {way}"
+            return (
+                file,
+                f"{file.path}: is JSON, neither an array of records nor one record a line; {way}",
+            )
         return file, ""
     file = dataclasses.replace(file, is_array=True)
     try:
         with file.open() as f:
             return dataclasses.replace(file, size_bytes=len(f.read())), ""
     except json.JSONDecodeError as error:
-        return file, f"{file.path}: not a JSON array: {error.msg} at line {error.lineno}, column {error.colno}"
+        return (
+            file,
+            (
+                f"{file.path}: not a JSON array: {error.msg} at line {error.lineno}, column"
+                f" {error.colno}"
+            ),
+        )
     except ValueError as error:
         return file, f"{file.path}: not a JSON array: {error}"
 
@@ -235,8 +282,12 @@ def _loads(text: str | bytes) -> Any:
         raise ValueError("nested too deeply to be read") from error
 
 
-def _fitting(file: InputFile, encodings: Sequence[str], report: Callable[[int], None]) -> tuple[InputFile | None, str]:
-    """Return (the file in the first encoding that fits it, ""), or (None, what is wrong with it in the first)."""
+def _fitting(
+    file: InputFile, encodings: Sequence[str], report: Callable[[int], None]
+) -> tuple[InputFile | None, str]:
+    """Return (the file in the first encoding that fits it, ""), or (None, what is wrong with it
+    in the first).
+    """
     problem = ""
     for encoding in encodings:
         name = codecs.lookup(encoding).name
@@ -253,7 +304,8 @@ def _fitting(file: InputFile, encodings: Sequence[str], report: Callable[[int], 
                 pending = len(decoder.getstate()[0])
                 utf8_bytes += len(decoder.decode(b"", final=True).encode())
         except UnicodeError as error:
-            at, reason = position - pending + getattr(error, "start", 0), getattr(error, "reason", error)
+            at = position - pending + getattr(error, "start", 0)
+            reason = getattr(error, "reason", error)
             problem = problem or f"{file.path}: not {encoding.upper()} at byte {at}: {reason}"
         else:
             return dataclasses.replace(file, encoding=name, size_bytes=utf8_bytes), ""
@@ -274,7 +326,9 @@ def _record_problems(file: InputFile, report: Callable[[int], None]) -> Iterator
 
 
 def standard_library() -> list[InputFile]:
-    """Return the `.py` sources of the running interpreter's standard library, without its tests; sorted by name."""
+    """Return the `.py` sources of the running interpreter's standard library, without its tests;
+    sorted by name.
+    """
     root = Path(sysconfig.get_path("stdlib"))
     files = []
     for path in _walk(root, STDLIB_EXCLUDED):
@@ -288,8 +342,8 @@ def standard_library() -> list[InputFile]:
         files.append(_input_file(path, root, ""))
     if sum(file.size_bytes for file in files) < STDLIB_MIN_BYTES:
         raise ValueError(
-            f"data.path = (): the Python standard library in {root} comes without (enough of) its source; "
-            "give a file, folder or glob of text"
+            f"data.path = (): the Python standard library in {root} comes without (enough of) its"
+            " source; give a file, folder or glob of text"
         )
     return sorted(files, key=lambda f: f.name)
 
@@ -297,8 +351,9 @@ def standard_library() -> list[InputFile]:
 def split_off(files: Sequence[InputFile], target_bytes: int) -> list[InputFile]:
     """Return the files with their `train_bytes`, so that about `target_bytes` of all are held out.
 
-    Whole files join in a pseudo-random order of their names while they fit into `target_bytes`. Where that gives
-    less than half of it (one file, a few large ones), the last part of the next file in that order joins as well.
+    Whole files join in a pseudo-random order of their names while they fit into `target_bytes`.
+    Where that gives less than half of it (one file, a few large ones), the last part of the next
+    file in that order joins as well.
     """
     offsets = {file.name: file.size_bytes for file in files}
     left_bytes = target_bytes
@@ -337,7 +392,8 @@ def _last_part(file: InputFile, last_bytes: int) -> int:
 
 
 def read_pieces(file: InputFile, start: int, stop: int) -> Iterator[tuple[str, bool]]:
-    """Return (text, ends its document) of the bytes [start, stop) of a file; documents without text are left out.
+    """Return (text, ends its document) of the bytes [start, stop) of a file; documents without text
+    are left out.
 
     `ValueError` names the file and the byte, or the file and the line, of what cannot be read.
     """
@@ -361,7 +417,9 @@ def _text_pieces(file: InputFile, start: int, stop: int) -> Iterator[tuple[str, 
             try:
                 text = decoder.decode(data, final=position >= stop)
             except UnicodeDecodeError as error:
-                raise ValueError(f"{file.path}: not UTF-8 at byte {decoded + error.start}: {error.reason}") from error
+                raise ValueError(
+                    f"{file.path}: not UTF-8 at byte {decoded + error.start}: {error.reason}"
+                ) from error
             yield text, position >= stop
 
 
@@ -374,7 +432,9 @@ def _record_pieces(file: InputFile, start: int, stop: int) -> Iterator[tuple[str
                 try:
                     text = _json_text(line, file)
                 except ValueError as error:
-                    raise ValueError(f"{file.place(_line_number(file, position))}: {error}") from error
+                    raise ValueError(
+                        f"{file.place(_line_number(file, position))}: {error}"
+                    ) from error
                 for first in range(0, len(text), PIECE_BYTES):
                     yield text[first : first + PIECE_BYTES], first + PIECE_BYTES >= len(text)
             position += len(line)
@@ -389,15 +449,23 @@ def _json_text(line: bytes, file: InputFile) -> str:
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from error
     if not isinstance(record, dict) or field not in record:
-        fields = ", ".join(record) if isinstance(record, dict) else f"a {type(record).__name__}, not an object"
-        raise ValueError(f"data.field = {field!r}: not in this {record_is}, which has: {fields or 'nothing'}")
+        fields = (
+            ", ".join(record)
+            if isinstance(record, dict)
+            else f"a {type(record).__name__}, not an object"
+        )
+        raise ValueError(
+            f"data.field = {field!r}: not in this {record_is}, which has: {fields or 'nothing'}"
+        )
     text = record[field]
     if not isinstance(text, str):
         raise ValueError(f"data.field = {field!r}: is a {type(text).__name__}, not text")
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"data.field = {field!r}: half a surrogate pair at character {error.start}") from error
+        raise ValueError(
+            f"data.field = {field!r}: half a surrogate pair at character {error.start}"
+        ) from error
     return text
 
 

@@ -27,17 +27,21 @@ END_OF_TEXT_NAMES = (
     "[SEP]",
 )
 MIN_VOCAB_SIZE = 257  # 256 bytes and the end-of-text token
-MAX_VOCAB_SIZE = 1 << 22  # the trainer takes memory for so many tokens at once, and ends the process where it lacks
-# Text handed to the tokenizer's threads at once: a piece for each, so that progress can be told every second or so.
+# the trainer takes memory for so many tokens at once, and ends the process where it lacks
+MAX_VOCAB_SIZE = 1 << 22
+# Text handed to the tokenizer's threads at once: a piece for each, so that progress can be told
+# every second or so.
 BATCH_CHARACTERS = min(os.cpu_count() or 1, 16) << 20
 
 
 @dataclass(frozen=True, eq=False)
 class LoadedTokenizer:
-    """A tokenizer with what the data needs to know: every id is below `vocab_size`, `eot` ends a document.
+    """A tokenizer with what the data needs to know: every id is below `vocab_size`, `eot` ends a
+    document.
 
-    fingerprint: SHA-256 of the tokenizer.json, so that shards can name the tokenizer that made them. control_tokens:
-    the text of its special tokens, which text that spells them out becomes if `encodes_control`; else it stays text.
+    fingerprint: SHA-256 of the tokenizer.json, so that shards can name the tokenizer that made
+    them. control_tokens: the text of its special tokens, which text that spells them out becomes if
+    `encodes_control`; else it stays text.
     """
 
     tokenizer: Tokenizer
@@ -50,34 +54,45 @@ class LoadedTokenizer:
     known: set[str] = field(default_factory=set)  # characters that have a token
 
     def check_known(self, texts: Iterable[str]) -> None:
-        """Raise `ValueError` naming a character that a BPE without a token for unknown text would leave out."""
+        """Raise `ValueError` naming a character that a BPE without a token for unknown text
+        would leave out.
+        """
         model = self.tokenizer.model
         if not isinstance(model, models.BPE) or model.unk_token is not None or model.byte_fallback:
             return
         for character in sorted(set().union(*texts) - self.known):
-            if not character.isspace() and not self.tokenizer.encode(character, add_special_tokens=False).ids:
+            if (
+                not character.isspace()
+                and not self.tokenizer.encode(character, add_special_tokens=False).ids
+            ):
                 raise ValueError(
-                    f"data.tokenizer = {str(self.path)!r}: has no token for {character!r}, which would be left out of "
-                    "the text; give it an unk_token or byte_fallback, or make it byte-level"
+                    f"data.tokenizer = {str(self.path)!r}: has no token for {character!r}, which"
+                    " would be left out of the text; give it an unk_token or byte_fallback, or"
+                    " make it byte-level"
                 )
             self.known.add(character)
 
 
 def check_vocab_size(vocab_size: int) -> None:
-    """Raise `ValueError` if a byte-level BPE of so many tokens has no room for every byte, or is absurdly large."""
+    """Raise `ValueError` if a byte-level BPE of so many tokens has no room for every byte, or is
+    absurdly large.
+    """
     if vocab_size < MIN_VOCAB_SIZE:
         raise ValueError(
-            f"model.vocab_size = {vocab_size}: must be at least {MIN_VOCAB_SIZE} for a byte-level BPE to be trained"
+            f"model.vocab_size = {vocab_size}: must be at least {MIN_VOCAB_SIZE} for a byte-level"
+            " BPE to be trained"
         )
     if vocab_size > MAX_VOCAB_SIZE:
         raise ValueError(
-            f"model.vocab_size = {vocab_size}: must be at most {MAX_VOCAB_SIZE:,} for a byte-level BPE to be trained; "
-            "give data.tokenizer for more"
+            f"model.vocab_size = {vocab_size}: must be at most {MAX_VOCAB_SIZE:,} for a byte-level"
+            " BPE to be trained; give data.tokenizer for more"
         )
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Return a byte-level BPE of at most `vocab_size` tokens, lossless for any text; `<|endoftext|>` has id 0."""
+    """Return a byte-level BPE of at most `vocab_size` tokens, lossless for any text;
+    `<|endoftext|>` has id 0.
+    """
     check_vocab_size(vocab_size)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -93,9 +108,11 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def _break_long_words(texts: Iterable[str]) -> Iterator[str]:
-    """Yield the text, in short pieces where 2,048 characters in a row are without, or nothing but, white space.
+    """Yield the text, in short pieces where 2,048 characters in a row are without, or nothing but,
+    white space.
 
-    Training takes time quadratic in the length of a word: one line of 1 MB of base64 would take hours.
+    Training takes time quadratic in the length of a word: one line of 1 MB of base64 would take
+    hours.
     """
     block = 1024  # a run of twice this length covers at least one whole block
     for text in texts:
@@ -106,11 +123,14 @@ def _break_long_words(texts: Iterable[str]) -> Iterator[str]:
             yield text
 
 
-def load_tokenizer(path: Path, max_vocab_size: int, *, encode_control: bool = False) -> LoadedTokenizer:
-    """Read a `tokenizer.json`; `ValueError` if it is missing, broken, too large or without an end-of-text token.
+def load_tokenizer(
+    path: Path, max_vocab_size: int, *, encode_control: bool = False
+) -> LoadedTokenizer:
+    """Read a `tokenizer.json`; `ValueError` if it is missing, broken, too large or without an
+    end-of-text token.
 
-    encode_control: text that spells out a special token is that token, as a server reads a rendered chat. By default a
-    document that spells out "<|endoftext|>" is text, not the end of a document.
+    encode_control: text that spells out a special token is that token, as a server reads a rendered
+    chat. By default a document that spells out "<|endoftext|>" is text, not the end of a document.
     """
     if not path.is_file():
         raise ValueError(f"data.tokenizer = {str(path)!r}: no such file")
@@ -130,18 +150,27 @@ def load_tokenizer(path: Path, max_vocab_size: int, *, encode_control: bool = Fa
     eot = next((ids[name] for name in END_OF_TEXT_NAMES if name in ids), None)
     if eot is None:
         raise ValueError(
-            f"data.tokenizer = {str(path)!r}: has no end-of-text token; looked for {', '.join(END_OF_TEXT_NAMES)}"
+            f"data.tokenizer = {str(path)!r}: has no end-of-text token; looked for"
+            f" {', '.join(END_OF_TEXT_NAMES)}"
         )
-    control = tuple(token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special)
+    control = tuple(
+        token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special
+    )
     fingerprint = hashlib.sha256(content).hexdigest()
     return LoadedTokenizer(tokenizer, path, eot, vocab_size, fingerprint, control, encode_control)
 
 
-def encode_pieces(loaded: LoadedTokenizer, texts: Iterable[tuple[str, bool]]) -> Iterator[tuple[list[int], int]]:
-    """Yield (ids, bytes of text) for each (text, ends its document), whose last piece gets the end-of-text id."""
+def encode_pieces(
+    loaded: LoadedTokenizer, texts: Iterable[tuple[str, bool]]
+) -> Iterator[tuple[list[int], int]]:
+    """Yield (ids, bytes of text) for each (text, ends its document), whose last piece gets the
+    end-of-text id.
+    """
     batch: list[tuple[str, bool]] = []
     characters = 0
-    for piece in _join_cut_tokens(texts, loaded.control_tokens) if loaded.encodes_control else texts:
+    for piece in (
+        _join_cut_tokens(texts, loaded.control_tokens) if loaded.encodes_control else texts
+    ):
         batch.append(piece)
         characters += len(piece[0])
         if characters >= BATCH_CHARACTERS or len(batch) >= 4096:
@@ -150,13 +179,21 @@ def encode_pieces(loaded: LoadedTokenizer, texts: Iterable[tuple[str, bool]]) ->
     yield from _encode_batch(loaded, batch)
 
 
-def _join_cut_tokens(texts: Iterable[tuple[str, bool]], tokens: Sequence[str]) -> Iterator[tuple[str, bool]]:
-    """Yield the pieces of documents so that none ends amid one of the tokens: such an end begins the next piece."""
+def _join_cut_tokens(
+    texts: Iterable[tuple[str, bool]], tokens: Sequence[str]
+) -> Iterator[tuple[str, bool]]:
+    """Yield the pieces of documents so that none ends amid one of the tokens: such an end begins
+    the next piece.
+    """
     begun = ""
     for text, ends_document in texts:
         whole = begun + text
         longest = 0 if ends_document else min(len(whole), max(map(len, tokens), default=1) - 1)
-        cut = (n for n in range(longest, 0, -1) if any(t.startswith(whole[-n:]) and len(t) > n for t in tokens))
+        cut = (
+            n
+            for n in range(longest, 0, -1)
+            if any(t.startswith(whole[-n:]) and len(t) > n for t in tokens)
+        )
         at = len(whole) - next(cut, 0)
         begun = whole[at:]
         yield whole[:at], ends_document
@@ -174,18 +211,24 @@ class ControlText:
         """Yield the pieces of documents as they are."""
         spelled = False
         for text, ends_document in texts:
-            spelled = spelled or (self._pattern is not None and self._pattern.search(text) is not None)
+            spelled = spelled or (
+                self._pattern is not None and self._pattern.search(text) is not None
+            )
             self.documents += spelled and ends_document
             spelled = spelled and not ends_document
             yield text, ends_document
 
 
-def _encode_batch(loaded: LoadedTokenizer, batch: list[tuple[str, bool]]) -> Iterator[tuple[list[int], int]]:
+def _encode_batch(
+    loaded: LoadedTokenizer, batch: list[tuple[str, bool]]
+) -> Iterator[tuple[list[int], int]]:
     texts = [text for text, _ in batch]
     loaded.check_known(texts)
     try:
         encodings = loaded.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
     except Exception as error:  # the class of all its errors
-        raise ValueError(f"data.tokenizer = {str(loaded.path)!r}: {error}; give it one for unknown text") from error
+        raise ValueError(
+            f"data.tokenizer = {str(loaded.path)!r}: {error}; give it one for unknown text"
+        ) from error
     for encoding, (text, ends_document) in zip(encodings, batch, strict=True):
         yield encoding.ids + [loaded.eot] * ends_document, len(text.encode())

@@ -1,9 +1,11 @@
-"""From a run or a model to what is served, in one command: python -m jmoe.deploy MODEL --out BUNDLE.
+"""From a run or a model to what is served, in one command: python -m jmoe.deploy MODEL --out
+BUNDLE.
 
-The stages, each of which is a command of its own too: merge (of a run), distil (--distil-steps, --text), prune
-(--experts, --text), compress (--weights), segment (--machines), and bundle, or with --portable lower. With --text the
-loss on its held-out part is measured after every stage that changes the model. BUNDLE appears when all is done; what
-lies between is removed, but for the run in which a student is trained. Further options are train.py's, for that run.
+The stages, each of which is a command of its own too: merge (of a run), distil (--distil-steps,
+--text), prune (--experts, --text), compress (--weights), segment (--machines), and bundle, or with
+--portable lower. With --text the loss on its held-out part is measured after every stage that
+changes the model. BUNDLE appears when all is done; what lies between is removed, but for the run in
+which a student is trained. Further options are train.py's, for that run.
 """
 
 import argparse
@@ -31,30 +33,67 @@ def main(arguments: list[str]) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,  # what is like one of these may be an option of train.py
     )
-    parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder, or the output folder of a run")
-    parser.add_argument("--out", required=True, type=Path, help="where the bundle is written: no files yet")
-    parser.add_argument("--text", help="file, folder or glob of UTF-8 text or JSONL to learn from and measure on")
-    parser.add_argument("--distil-steps", type=int, help="of a student that learns from MODEL; default: no student")
-    parser.add_argument("--distil-experts", type=int, help="of each layer of the student; default: MODEL's")
+    parser.add_argument(
+        "model", metavar="MODEL", help="a Hugging Face folder, or the output folder of a run"
+    )
+    parser.add_argument(
+        "--out", required=True, type=Path, help="where the bundle is written: no files yet"
+    )
+    parser.add_argument(
+        "--text", help="file, folder or glob of UTF-8 text or JSONL to learn from and measure on"
+    )
+    parser.add_argument(
+        "--distil-steps", type=int, help="of a student that learns from MODEL; default: no student"
+    )
+    parser.add_argument(
+        "--distil-experts", type=int, help="of each layer of the student; default: MODEL's"
+    )
     parser.add_argument("--distil-layers", type=int, help="of the student; default: MODEL's")
-    parser.add_argument("--distil-run", type=Path, help="folder of its training; default: BUNDLE.student")
+    parser.add_argument(
+        "--distil-run", type=Path, help="folder of its training; default: BUNDLE.student"
+    )
     parser.add_argument("--distil-preset", default="tiny", help="of train.py, but for the model")
     parser.add_argument("--experts", type=int, help="that each layer keeps; default: all")
-    parser.add_argument("--weights", choices=tuple(LAYOUTS), help="the format of the experts; default: as they are")
-    parser.add_argument("--machines", type=Path, help="what the devices are, in TOML; default: one device")
-    parser.add_argument("--by", choices=get_args(SegmentBy), help="what is split over them; default: what is fastest")
-    parser.add_argument("--portable", action="store_true", help="programs that need JAX alone, in place of a bundle")
-    parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS, help="of the text, a quarter of them held out")
-    parser.add_argument("--sequence-length", type=int, help="of the windows that the text is cut into, also to learn")
-    parser.add_argument("--max-batch", type=int, default=EngineConfig.max_batch, help="sequences that run at once")
-    parser.add_argument("--max-seq-len", type=int, help="tokens of one; default: 2048, or the model's positions")
+    parser.add_argument(
+        "--weights", choices=tuple(LAYOUTS), help="the format of the experts; default: as they are"
+    )
+    parser.add_argument(
+        "--machines", type=Path, help="what the devices are, in TOML; default: one device"
+    )
+    parser.add_argument(
+        "--by",
+        choices=get_args(SegmentBy),
+        help="what is split over them; default: what is fastest",
+    )
+    parser.add_argument(
+        "--portable", action="store_true", help="programs that need JAX alone, in place of a bundle"
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, default=MAX_TOKENS, help="of the text, a quarter of them held out"
+    )
+    parser.add_argument(
+        "--sequence-length",
+        type=int,
+        help="of the windows that the text is cut into, also to learn",
+    )
+    parser.add_argument(
+        "--max-batch", type=int, default=EngineConfig.max_batch, help="sequences that run at once"
+    )
+    parser.add_argument(
+        "--max-seq-len", type=int, help="tokens of one; default: 2048, or the model's positions"
+    )
     parser.add_argument("--prefill-chunk-tokens", type=int, help="of a prompt at once")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="of what runs; default: as stored")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), help="of what runs; default: as stored"
+    )
     known, train = parser.parse_known_args(arguments)
     options = vars(known)
     model, out, say = options.pop("model"), options.pop("out"), partial(print, flush=True)
     check_new_folder(out)
-    asked = {name: options.pop(f"distil_{name}") for name in ("steps", "experts", "layers", "run", "preset")}
+    asked = {
+        name: options.pop(f"distil_{name}")
+        for name in ("steps", "experts", "layers", "run", "preset")
+    }
     if asked["steps"] is None and train:
         parser.error(f"unrecognized arguments without --distil-steps: {' '.join(train)}")
     for name in ("experts", "layers", "run"):

@@ -1,7 +1,9 @@
-"""A model as one folder that starts without compiling: python -m jmoe.deploy.bundle MODEL --out BUNDLE.
+"""A model as one folder that starts without compiling: python -m jmoe.deploy.bundle MODEL --out
+BUNDLE.
 
-BUNDLE has the model as a Hugging Face folder, every program of an engine with the options named, compiled for this
-device, and plan.json, which says what they need and lists all files with their checksums. `serve.py BUNDLE` serves it.
+BUNDLE has the model as a Hugging Face folder, every program of an engine with the options named,
+compiled for this device, and plan.json, which says what they need and lists all files with their
+checksums. `serve.py BUNDLE` serves it.
 """
 
 import contextlib
@@ -26,7 +28,13 @@ from jmoe.deploy.cut import check_new_folder, new_folder
 from jmoe.deploy.merged import hugging_face_folder
 from jmoe.deploy.portable import PLAN, check_files, listed_files, plan_text, read_plan
 from jmoe.inference.engine import Engine
-from jmoe.inference.loading import open_checkpoint, plan_engine_memory, segments_of, takes_native, with_sequence_length
+from jmoe.inference.loading import (
+    open_checkpoint,
+    plan_engine_memory,
+    segments_of,
+    takes_native,
+    with_sequence_length,
+)
 from jmoe.memory.closing import Closing
 from jmoe.mesh import expert_mesh
 from jmoe.models.safetensors_io import replace_text
@@ -40,7 +48,8 @@ from kernels_pallas import native
 
 BUNDLE = "bundle"  # the plan's `form`
 MODEL, PROGRAMS, NATIVE = "model", "programs", "native.so"  # folders of a bundle, and a file
-# Of what /proc/cpuinfo lists of a processor: the sets of instructions that compiled programs may use.
+# Of what /proc/cpuinfo lists of a processor: the sets of instructions that compiled programs may
+# use.
 INSTRUCTIONS = (
     "amx",
     "avx",
@@ -75,7 +84,8 @@ def is_bundle(folder: str | os.PathLike[str]) -> bool:
 
 
 def bundle(folder: Path, out: Path, options: EngineConfig, say: Callable[[str], None]) -> int:
-    """Write the model in a Hugging Face folder as a bundle for this device; return how many programs it has.
+    """Write the model in a Hugging Face folder as a bundle for this device; return how many
+    programs it has.
 
     Raises `ValueError` naming the option before anything is compiled or written.
     """
@@ -95,7 +105,8 @@ def bundle(folder: Path, out: Path, options: EngineConfig, say: Callable[[str], 
             Engine(partly / MODEL, options) as engine,
         ):
             engine.compile_for_service()
-        shutil.rmtree(partly / MODEL / PACK_FOLDER, ignore_errors=True)  # made again where the bundle is served
+        # made again where the bundle is served
+        shutil.rmtree(partly / MODEL / PACK_FOLDER, ignore_errors=True)
         if options.native == "on":
             shutil.copyfile(native.load(), partly / PROGRAMS / NATIVE)
         with status("checksums", say):
@@ -118,7 +129,8 @@ def _without_places(options: EngineConfig) -> EngineConfig:
 
 
 def _resolved(folder: Path, options: EngineConfig) -> tuple[EngineConfig, Segments | None]:
-    """Return (options that mean the same wherever the bundle is served, the experts of several devices).
+    """Return (options that mean the same wherever the bundle is served, the experts of several
+    devices).
 
     The latter only where experts stay: by device and layer.
     """
@@ -127,7 +139,9 @@ def _resolved(folder: Path, options: EngineConfig) -> tuple[EngineConfig, Segmen
         expert_mesh(options.mesh.devices)  # names what is lacking
     with open_checkpoint(folder, options) as checkpoint:
         options = with_sequence_length(checkpoint, options)
-        memory, config, mesh = plan_engine_memory(checkpoint, options), checkpoint.config, options.mesh
+        memory = plan_engine_memory(checkpoint, options)
+        config = checkpoint.config
+        mesh = options.mesh
         if mesh.devices > 1 and mesh.placement == "even" and memory.policy == "resident":
             even = [even_placement(config.num_experts, mesh.devices)] * config.num_moe_layers
             segments = as_segments(segments_of(checkpoint, options) or even)
@@ -142,7 +156,8 @@ def _resolved(folder: Path, options: EngineConfig) -> tuple[EngineConfig, Segmen
 def _programs_in(folder: Path) -> Iterator[None]:
     """Let JAX keep every program that is compiled meanwhile in a folder, and nothing else there.
 
-    One that cannot be written, as on a full disk, is an error: JAX would only warn, and leave the half of a file.
+    One that cannot be written, as on a full disk, is an error: JAX would only warn, and leave the
+    half of a file.
     """
     settings = {"jax_compilation_cache_dir": str(folder), "jax_raise_persistent_cache_errors": True}
     before = _set_cache(settings | _SETTINGS)
@@ -171,20 +186,30 @@ def _device() -> dict[str, Any]:
     if device.platform == "cpu":
         with contextlib.suppress(OSError):
             lines = Path("/proc/cpuinfo").read_text().splitlines()
-    flags = next((line.split(":")[1].split() for line in lines if line.startswith(("flags", "Features"))), [])
-    instructions = sorted(flag for flag in flags if flag.startswith(INSTRUCTIONS) or platform.machine() != "x86_64")
+    flags = next(
+        (line.split(":")[1].split() for line in lines if line.startswith(("flags", "Features"))), []
+    )
+    instructions = sorted(
+        flag for flag in flags if flag.startswith(INSTRUCTIONS) or platform.machine() != "x86_64"
+    )
     kind = device.device_kind if device.platform != "cpu" else platform.machine()
     return {"platform": device.platform, "kind": kind, "instructions": instructions}
 
 
 class OpenBundle(Closing):
-    """A bundle whose programs JAX takes, until it is closed. model: its Hugging Face folder. engine: its options."""
+    """A bundle whose programs JAX takes, until it is closed. model: its Hugging Face folder.
+    engine: its options.
+    """
 
-    def __init__(self, folder: str | os.PathLike[str], engine: EngineConfig, *, check_contents: bool = True) -> None:
-        """Check the bundle, and let JAX take its programs. engine: the options asked for, by default the bundle's.
+    def __init__(
+        self, folder: str | os.PathLike[str], engine: EngineConfig, *, check_contents: bool = True
+    ) -> None:
+        """Check the bundle, and let JAX take its programs. engine: the options asked for, by
+        default the bundle's.
 
-        check_contents: every file's checksum, beside its size. Raises `ValueError` naming what is missing or damaged,
-        what JAX or device is needed, or an option that the programs are not made for.
+        check_contents: every file's checksum, beside its size. Raises `ValueError` naming what is
+        missing or damaged, what JAX or device is needed, or an option that the programs are not
+        made for.
         """
         path = Path(folder).expanduser()
         plan = read_plan(path)
@@ -196,13 +221,20 @@ class OpenBundle(Closing):
             kept = EngineConfig(**plan["engine"] | {"mesh": EngineMesh(**plan["engine"]["mesh"])})
             segments, digest = plan["segments"], plan["native"]
         except (KeyError, TypeError) as error:
-            raise ValueError(f"{path / PLAN}: is damaged or of another version of jmoe: {error!r}") from error
+            raise ValueError(
+                f"{path / PLAN}: is damaged or of another version of jmoe: {error!r}"
+            ) from error
         self.model, self.engine = path / MODEL, _combined(engine, kept)
         check(
-            kept == _without_places(kept), f"{path / PLAN}: engine", plan["engine"], "must name no place on a machine"
+            kept == _without_places(kept),
+            f"{path / PLAN}: engine",
+            plan["engine"],
+            "must name no place on a machine",
         )
         if segments is not None:  # which the engine reads again
-            self.engine = replace(self.engine, mesh=replace(self.engine.mesh, segments=str(path / PLAN)))
+            self.engine = replace(
+                self.engine, mesh=replace(self.engine.mesh, segments=str(path / PLAN))
+            )
         check_files(path, plan["files"], contents=check_contents)
         _check_nothing_added(path, plan["files"])
         self.read = self.requests = 0
@@ -238,35 +270,53 @@ class OpenBundle(Closing):
 
 
 def _check_nothing_added(folder: Path, files: Mapping[str, Any]) -> None:
-    """Raise `ValueError` naming a file that the plan does not list: a program, a template and so on would be taken."""
+    """Raise `ValueError` naming a file that the plan does not list: a program, a template and so
+    on would be taken.
+    """
     for part in (MODEL, PROGRAMS):
         for path in sorted((folder / part).rglob("*")):
             name = path.relative_to(folder).as_posix()
-            packed = name.startswith(f"{MODEL}/{PACK_FOLDER}")  # by a server, with checksums of its own
+            # by a server, with checksums of its own
+            packed = name.startswith(f"{MODEL}/{PACK_FOLDER}")
             if not packed and (path.is_symlink() or path.is_file()) and name not in files:
-                raise ValueError(f"{path}: is not a file of the bundle: {PLAN} does not list it; remove it")
+                raise ValueError(
+                    f"{path}: is not a file of the bundle: {PLAN} does not list it; remove it"
+                )
 
 
 def _check_machine(file: Path, plan: dict[str, Any]) -> None:
     """Raise `ValueError` saying what the programs need unless this is it."""
     for name, here in _versions().items():
         if (needed := plan["versions"][name]) != here:
-            raise ValueError(f"{file}: needs {name} {needed}, this is {here}; make the bundle again here")
+            raise ValueError(
+                f"{file}: needs {name} {needed}, this is {here}; make the bundle again here"
+            )
     device, wanted = _device(), plan["device"]
     if (device["platform"], device["kind"]) != (wanted["platform"], wanted["kind"]):
         is_here, needs = (f"{one['platform']} {one['kind']}" for one in (device, wanted))
-        raise ValueError(f"{file}: needs the device {needs}, this is {is_here}; make the bundle again here")
+        raise ValueError(
+            f"{file}: needs the device {needs}, this is {is_here}; make the bundle again here"
+        )
     if missing := sorted(set(wanted["instructions"]) - set(device["instructions"])):
-        raise ValueError(f"{file}: needs a processor with {', '.join(missing)}; make the bundle again here")
+        raise ValueError(
+            f"{file}: needs a processor with {', '.join(missing)}; make the bundle again here"
+        )
 
 
 def _combined(asked: EngineConfig, kept: EngineConfig) -> EngineConfig:
-    """Return a bundle's options with those of this machine; `ValueError` naming an option that is another one."""
+    """Return a bundle's options with those of this machine; `ValueError` naming an option that
+    is another one.
+    """
     default = EngineConfig()
     for field in fields(EngineConfig):
         value, own = getattr(asked, field.name), getattr(kept, field.name)
         fits = field.name == "cache_dir" or value in (own, getattr(default, field.name))
-        check(fits, field.name, value, f"must be {own}, which the bundle's programs are made for, or left out")
+        check(
+            fits,
+            field.name,
+            value,
+            f"must be {own}, which the bundle's programs are made for, or left out",
+        )
     return replace(kept, cache_dir=asked.cache_dir)
 
 
@@ -278,7 +328,10 @@ def main() -> None:
     with hugging_face_folder(options.model, say, "MODEL") as folder:
         programs = bundle(folder, out, options.engine, say)
     device = _device()
-    say(f"{out}: {programs} programs for {device['platform']} {device['kind']} and JAX {jax.__version__}")
+    say(
+        f"{out}: {programs} programs for {device['platform']} {device['kind']} and JAX"
+        f" {jax.__version__}"
+    )
 
 
 if __name__ == "__main__":

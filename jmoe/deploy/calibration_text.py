@@ -1,4 +1,6 @@
-"""Text for calibration as windows of tokens: the head of it is measured on, its tail is held out."""
+"""Text for calibration as windows of tokens: the head of it is measured on, its tail is held
+out.
+"""
 
 import math
 from dataclasses import dataclass
@@ -35,7 +37,9 @@ class CalibrationText:
 
 
 def windows_of(tokens: Tokens, length: int) -> Tokens:
-    """Return [B, length + 1]: neighbouring windows share one token; what is left at the end is left out."""
+    """Return [B, length + 1]: neighbouring windows share one token; what is left at the end is
+    left out.
+    """
     count = (len(tokens) - 1) // length
     return np.stack([tokens[i * length : (i + 1) * length + 1] for i in range(count)])
 
@@ -45,8 +49,8 @@ def read_calibration_text(
 ) -> CalibrationText:
     """Return the text of a file, folder or glob in the tokens of the model in `folder`.
 
-    max_tokens: as many are read, a quarter of them held out. Raises `ValueError` where there are too few for a window
-    of each part.
+    max_tokens: as many are read, a quarter of them held out. Raises `ValueError` where there are
+    too few for a window of each part.
     """
     needed = 2 * (length + 1)
     constraint = f"must be at least {needed}, two windows of {length} tokens"
@@ -58,7 +62,9 @@ def read_calibration_text(
         check(not source.is_shards, "text", pattern, "must be text, not token shards")
         files = check_texts(source.files, ("utf-8",), report)
     except ValueError as error:  # which names train.py's option
-        raise ValueError(str(error).replace("data.path", "text").partition("\n--data.encoding")[0]) from error
+        raise ValueError(
+            str(error).replace("data.path", "text").partition("\n--data.encoding")[0]
+        ) from error
     ids: list[int] = []
     for file in sorted(files, key=lambda file: file.order):
         for some, _ in encode_pieces(loaded, read_pieces(file, 0, file.size_bytes)):
@@ -75,7 +81,11 @@ def read_calibration_text(
 
 
 def text_for(model: LazyCheckpoint, pattern: str, length: int, max_tokens: int) -> CalibrationText:
-    """Return `read_calibration_text` in windows of `length` tokens, or of as many as the model has positions for."""
+    """Return `read_calibration_text` in windows of `length` tokens, or of as many as the model
+    has positions for.
+    """
     check(length >= 2, "sequence_length", length, "must be at least 2")
     length = min(length, model.max_positions)
-    return read_calibration_text(model.folder, pattern, model.config.vocab_size, length=length, max_tokens=max_tokens)
+    return read_calibration_text(
+        model.folder, pattern, model.config.vocab_size, length=length, max_tokens=max_tokens
+    )

@@ -1,7 +1,9 @@
-"""A model with compressed experts: python -m jmoe.deploy.compress MODEL --out FOLDER --experts mxfp4|int4|int8|fp8.
+"""A model with compressed experts: python -m jmoe.deploy.compress MODEL --out FOLDER --experts
+mxfp4|int4|int8|fp8.
 
-Every expert's matrices are rounded to blocks of few bits under one scale; everything else stays what it is, to the bit.
-The folder is one that transformers or vLLM read, and jmoe serves as it is stored. One matrix is in memory at a time.
+Every expert's matrices are rounded to blocks of few bits under one scale; everything else stays
+what it is, to the bit. The folder is one that transformers or vLLM read, and jmoe serves as it is
+stored. One matrix is in memory at a time.
 """
 
 import argparse
@@ -40,17 +42,25 @@ from kernels_pallas.compressed import FP8, MXFP4
 
 
 class _Matrices:
-    """The tensors of a compressed matrix (or those of all experts of a layer), made when the first is written.
+    """The tensors of a compressed matrix (or those of all experts of a layer), made when the first
+    is written.
 
     Legend: K inputs, N outputs, E experts.
     """
 
-    def __init__(self, source: "_Source", piece: Piece, parameter: Parameter, layout: ExpertLayout) -> None:
-        self._model, self._piece, self._source, self._layout = source, piece, parameter.source, layout
+    def __init__(
+        self, source: "_Source", piece: Piece, parameter: Parameter, layout: ExpertLayout
+    ) -> None:
+        self._model = source
+        self._piece = piece
+        self._source = parameter.source
+        self._layout = layout
         *_, rows, columns = piece.shape
         n, k = (rows, columns) if self._source.transposed else (columns, rows)
         experts = piece.shape[:1] if self._source.stacked else ()
-        self._fields = {end: ((*experts, *shape), dtype) for end, (shape, dtype) in layout.fields(n, k).items()}
+        self._fields = {
+            end: ((*experts, *shape), dtype) for end, (shape, dtype) in layout.fields(n, k).items()
+        }
         self._made: dict[str, NDArray[Any]] = {}
 
     def new_tensors(self) -> list[NewTensor]:
@@ -75,7 +85,9 @@ class _Matrices:
             return self._layout.tensors(matrix.T if self._source.transposed else matrix)
         made = {end: np.empty(shape, dtype) for end, (shape, dtype) in self._fields.items()}
         for expert in range(stored.shape[0]):
-            for end, part in self._layout.tensors(self._matrix(stored, expert * rows, (expert + 1) * rows)).items():
+            for end, part in self._layout.tensors(
+                self._matrix(stored, expert * rows, (expert + 1) * rows)
+            ).items():
                 made[end][expert] = part
         return made
 
@@ -89,13 +101,18 @@ class _Matrices:
         """Return fp8 of a matrix that is MXFP4, which must mean the same to the bit."""
         form = self._model.form(self._piece)
         assert form is not None
-        matrix_NK = form.wide(*form.codes(self._model.rows, self._model.stored, self._piece.name, 0, rows))
+        matrix_NK = form.wide(
+            *form.codes(self._model.rows, self._model.stored, self._piece.name, 0, rows)
+        )
         made = self._layout.tensors(matrix_NK.T)
         values, scales = made.values()
-        if not np.array_equal(Fp8Blocks().wide(values, np.repeat(scales, FP8.block, axis=0)), matrix_NK):
+        if not np.array_equal(
+            Fp8Blocks().wide(values, np.repeat(scales, FP8.block, axis=0)), matrix_NK
+        ):
             stored = self._model.stored[form.names(self._piece.name)[0]]
             raise stored.wrong(
-                "has scales more than 2^14 apart in 128 x 128 weights: fp8 would not be the same numbers"
+                "has scales more than 2^14 apart in 128 x 128 weights: fp8 would not be the same"
+                " numbers"
             )
         return made
 
@@ -130,25 +147,42 @@ class _Source:
 
         return NewTensor(tensor.name, DTYPES[tensor.dtype], tensor.shape, read)
 
-    def check_wide(self, fields: dict[str, Any], matrices: Sequence[tuple[Piece, Parameter]], experts: str) -> None:
-        """Refuse a model with matrices that are compressed already, but for experts in MXFP4 that become fp8."""
-        forms = [(form, piece, p) for piece, p in matrices if (form := self.form(piece)) is not None]
-        is_mxfp4 = all(p.experts and form.kept(self.stored, piece.name) is MXFP4 for form, piece, p in forms)
+    def check_wide(
+        self, fields: dict[str, Any], matrices: Sequence[tuple[Piece, Parameter]], experts: str
+    ) -> None:
+        """Refuse a model with matrices that are compressed already, but for experts in MXFP4
+        that become fp8.
+        """
+        forms = [
+            (form, piece, p) for piece, p in matrices if (form := self.form(piece)) is not None
+        ]
+        is_mxfp4 = all(
+            p.experts and form.kept(self.stored, piece.name) is MXFP4 for form, piece, p in forms
+        )
         if forms and is_mxfp4 and experts == FP8.name:
             return
         for name in COMPRESSION_FIELDS:
             value = fields.get(name)
-            said = value.get("format", value.get("quant_method")) if isinstance(value, dict) else value
-            constraint = "the model is compressed already: must be one whose weights are wide, or mxfp4 with experts = "
+            said = (
+                value.get("format", value.get("quant_method")) if isinstance(value, dict) else value
+            )
+            constraint = (
+                "the model is compressed already: must be one whose weights are wide, or mxfp4 with"
+                " experts = "
+            )
             check(not value, name, said, constraint + repr(FP8.name))
         for piece, _ in matrices:
             if piece.name not in self.stored or self.form(piece) is not None:
-                tensor = next(tensor for name, tensor in self.stored.items() if name.startswith(piece.name))
+                tensor = next(
+                    tensor for name, tensor in self.stored.items() if name.startswith(piece.name)
+                )
                 raise tensor.wrong("is compressed already: must be a wide matrix")
 
 
 def check_sizes(config: ModelConfig, layout: ExpertLayout, experts: str) -> None:
-    """Raise `ValueError` naming the field unless the model has experts whose sizes are those of whole blocks."""
+    """Raise `ValueError` naming the field unless the model has experts whose sizes are those of
+    whole blocks.
+    """
     check(config.num_moe_layers > 0, "num_experts", config.num_experts, "no layer has experts")
     for name in ("hidden_size", "moe_intermediate_size"):
         fits = getattr(config, name) % layout.multiple == 0
@@ -167,15 +201,25 @@ def compress_model(folder: Path, out: Path, experts: str) -> None:
     config, family = model_config(fields), family_of(fields)
     layout = expert_layout(experts, family)
     stored = read_headers(folder)
-    words = "its experts are fused, as transformers 5 holds them: write it anew first, with jmoe.save_pretrained"
+    words = (
+        "its experts are fused, as transformers 5 holds them: write it anew first, with"
+        " jmoe.save_pretrained"
+    )
     check(not are_fused(stored, family), "MODEL", str(folder), words)
     wanted = parameters(abstract_decoder(config)[2], config, family)
     check_tensors(wanted, stored, folder, config, np.float32)
     matrices = [(piece, parameter) for parameter in wanted for piece in parameter.pieces()]
-    linear = {piece.name.removesuffix(".weight") for piece, p in matrices if p.source.transposed and not p.experts}
-    changed: dict[str, Any] = {"quantization_config": layout.quantization(sorted(linear | {"lm_head"}))}
+    linear = {
+        piece.name.removesuffix(".weight")
+        for piece, p in matrices
+        if p.source.transposed and not p.experts
+    }
+    changed: dict[str, Any] = {
+        "quantization_config": layout.quantization(sorted(linear | {"lm_head"}))
+    }
     if config.kv_lora_rank is not None:
-        changed["num_nextn_predict_layers"] = 0  # the layers that predict further tokens are left out
+        # the layers that predict further tokens are left out
+        changed["num_nextn_predict_layers"] = 0
     fields_left = {name: value for name, value in fields.items() if name not in COMPRESSION_FIELDS}
     with TensorReader() as reader:
         source = _Source(stored, reader)
@@ -193,17 +237,33 @@ def compress_model(folder: Path, out: Path, experts: str) -> None:
                 else:
                     tensors.append(source.as_stored(tensor))
             write_safetensors(partial_folder, tensors, MAX_SHARD_BYTES)
-            replace_text(partial_folder / "config.json", json.dumps(fields_left | changed, indent=2) + "\n")
+            replace_text(
+                partial_folder / "config.json", json.dumps(fields_left | changed, indent=2) + "\n"
+            )
 
 
 def main(arguments: list[str]) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m jmoe.deploy.compress", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m jmoe.deploy.compress",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder, or the output folder of a run")
-    parser.add_argument("--out", required=True, type=Path, help="where the compressed model is written: no files yet")
-    parser.add_argument("--experts", required=True, choices=tuple(LAYOUTS), help="the format of the experts' matrices")
+    parser.add_argument(
+        "model", metavar="MODEL", help="a Hugging Face folder, or the output folder of a run"
+    )
+    parser.add_argument(
+        "--out",
+        required=True,
+        type=Path,
+        help="where the compressed model is written: no files yet",
+    )
+    parser.add_argument(
+        "--experts",
+        required=True,
+        choices=tuple(LAYOUTS),
+        help="the format of the experts' matrices",
+    )
     options = parser.parse_args(arguments)
     say = partial(print, flush=True)
     check_new_folder(options.out)
@@ -211,7 +271,10 @@ def main(arguments: list[str]) -> None:
         with status(f"writing {options.out}", say):
             compress_model(folder, options.out, options.experts)
         before, after = weight_bytes(folder), weight_bytes(options.out)
-    say(f"{before / 1e6:,.1f} -> {after / 1e6:,.1f} MB of weights, experts in {options.experts}; in {options.out}")
+    say(
+        f"{before / 1e6:,.1f} -> {after / 1e6:,.1f} MB of weights, experts in {options.experts}; in"
+        f" {options.out}"
+    )
 
 
 if __name__ == "__main__":

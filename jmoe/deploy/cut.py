@@ -1,4 +1,5 @@
-"""A smaller model out of a larger one's parameters: some of its layers and experts, written expert by expert.
+"""A smaller model out of a larger one's parameters: some of its layers and experts, written expert
+by expert.
 
 Legend: N layers with experts that are kept, n experts of each, D hidden, F expert hidden.
 """
@@ -32,13 +33,23 @@ WEIGHTS = (".safetensors", ".index.json")
 
 def check_new_folder(folder: Path, name: str = "out") -> None:
     """Raise `ValueError` naming the option unless the folder is empty or can be made."""
-    check(folder.name not in ("", ".."), name, str(folder), "must end in a name, which the new folder gets")
+    check(
+        folder.name not in ("", ".."),
+        name,
+        str(folder),
+        "must end in a name, which the new folder gets",
+    )
     is_new = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
     constraint = "must be an empty folder or none: nothing is written over"
     check(is_new and not folder.is_symlink(), name, str(folder), constraint)
     above = next(parent for parent in folder.absolute().parents if parent.exists())
     writable = above.is_dir() and os.access(above, os.W_OK | os.X_OK)
-    check(writable, name, str(folder), f"must be where a folder can be made, and {above} is no folder to write to")
+    check(
+        writable,
+        name,
+        str(folder),
+        f"must be where a folder can be made, and {above} is no folder to write to",
+    )
 
 
 def weight_bytes(folder: Path) -> int:
@@ -48,7 +59,9 @@ def weight_bytes(folder: Path) -> int:
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Yield a hidden folder beside `out`, which becomes `out` when the block ends. After an error nothing is left."""
+    """Yield a hidden folder beside `out`, which becomes `out` when the block ends. After an
+    error nothing is left.
+    """
     with own_folder(out.with_name(f".{out.name}.partial"), out) as partial:
         yield partial
         fsync_all(partial)
@@ -60,9 +73,11 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 @contextmanager
 def own_folder(folder: Path, out: Path) -> Iterator[Path]:
-    """Make an empty folder for what becomes `out`; what is left of it is deleted when the block ends.
+    """Make an empty folder for what becomes `out`; what is left of it is deleted when the block
+    ends.
 
-    A process that was killed may have left one. Raises `ValueError` if another process is at work in it.
+    A process that was killed may have left one. Raises `ValueError` if another process is at work
+    in it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     descriptor, is_own = -1, True
@@ -79,7 +94,8 @@ def own_folder(folder: Path, out: Path) -> Iterator[Path]:
     except OSError as error:
         if error.errno is None or error.filename is not None:
             raise
-        raise OSError(error.errno, error.strerror, str(out)) from error  # a full disk, as `write` says it
+        # a full disk, as `write` says it
+        raise OSError(error.errno, error.strerror, str(out)) from error
     finally:
         if is_own:
             shutil.rmtree(folder, ignore_errors=True)
@@ -88,7 +104,9 @@ def own_folder(folder: Path, out: Path) -> Iterator[Path]:
 
 
 def _lock(descriptor: int) -> bool:
-    """Keep a folder for this process until the descriptor is closed; False if another process has it."""
+    """Keep a folder for this process until the descriptor is closed; False if another process
+    has it.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -110,21 +128,29 @@ def new_model_folder(out: Path, source: Path) -> Iterator[Path]:
 
 
 def copy_beside_weights(source: Path, target: Path) -> None:
-    """Copy the files of a Hugging Face folder that are neither weights nor config.json, such as the tokenizer."""
+    """Copy the files of a Hugging Face folder that are neither weights nor config.json, such as
+    the tokenizer.
+    """
     for file in source.iterdir():
         if file.is_file() and not file.name.endswith(WEIGHTS) and file.name != "config.json":
             shutil.copyfile(file, target / file.name)
 
 
-def cut_config(config: ModelConfig, layers: Sequence[int], dense: Collection[int] = (), **changes: int) -> ModelConfig:
+def cut_config(
+    config: ModelConfig, layers: Sequence[int], dense: Collection[int] = (), **changes: int
+) -> ModelConfig:
     """Return the decoder of some layers of another.
 
-    dense: numbers of its own layers that are dense, whatever they were. changes: num_experts, num_experts_per_tok,
-    intermediate_size.
+    dense: numbers of its own layers that are dense, whatever they were. changes: num_experts,
+    num_experts_per_tok, intermediate_size.
     """
     kinds = ["dense" if n in dense else config.layer_kinds[i] for n, i in enumerate(layers)]
     types = tuple(config.layer_types[i] for i in layers) if config.layer_types else ()
-    first = next((i for i, kind in enumerate(kinds) if kind == "moe"), 0) if config.first_k_dense_replace else 0
+    first = (
+        next((i for i, kind in enumerate(kinds) if kind == "moe"), 0)
+        if config.first_k_dense_replace
+        else 0
+    )
     return dataclasses.replace(
         config,
         num_hidden_layers=len(layers),
@@ -145,15 +171,18 @@ def write_cut(
     read: ReadExpert | None = None,
     dense: Mapping[int, Mapping[str, NDArray[Any]]] | None = None,
 ) -> None:
-    """Write the decoder `config` with the layers `layers` of another and the experts `kept_Nn` of each that has some.
+    """Write the decoder `config` with the layers `layers` of another and the experts `kept_Nn` of
+    each that has some.
 
-    The router loses the rows of the others, so that its softmax is over those that stay. read: of experts, by default
-    those of the checkpoint. dense: the arrays of the MLP of each layer, by its number in `config`, that had experts and
-    has none. Files beside the weights, such as the tokenizer, are copied.
+    The router loses the rows of the others, so that its softmax is over those that stay. read: of
+    experts, by default those of the checkpoint. dense: the arrays of the MLP of each layer, by its
+    number in `config`, that had experts and has none. Files beside the weights, such as the
+    tokenizer, are copied.
     """
     kinds, whole = source.config.layer_kinds, source.config
     described, dense = changed_config(source.fields, config), dense or {}
-    in_stack = [kinds[:i].count(kind) for i, kind in enumerate(kinds)]  # a layer's number among those of its kind
+    # a layer's number among those of its kind
+    in_stack = [kinds[:i].count(kind) for i, kind in enumerate(kinds)]
     rest, stacked = source.rest_arrays(), {stack: kind for kind, stack in STACKS.items()}
     read = read or source.expert_array
     moe_layers = [in_stack[i] for n, i in enumerate(layers) if config.layer_kinds[n] == "moe"]
@@ -183,10 +212,19 @@ def write_cut(
         write_pretrained(partial, config, arrays, described)
 
 
-def _paths_of_stacks(rest: Mapping[Names, jax.Array], dense: Mapping[int, Mapping[str, NDArray[Any]]]) -> list[Names]:
+def _paths_of_stacks(
+    rest: Mapping[Names, jax.Array], dense: Mapping[int, Mapping[str, NDArray[Any]]]
+) -> list[Names]:
     """Return the paths of all arrays of layers, of those that become dense too."""
     paths = {path: None for path in rest if path[0] in STACKS.values()}
     for arrays in dense.values():
-        common = [path[1:] for path in rest if path[0] == STACKS["moe"] and path[1] not in ("moe", "shared_expert")]
-        paths |= {(STACKS["dense"], *path): None for path in [*common, *(("mlp", name) for name in arrays)]}
+        common = [
+            path[1:]
+            for path in rest
+            if path[0] == STACKS["moe"] and path[1] not in ("moe", "shared_expert")
+        ]
+        paths |= {
+            (STACKS["dense"], *path): None
+            for path in [*common, *(("mlp", name) for name in arrays)]
+        }
     return list(paths)

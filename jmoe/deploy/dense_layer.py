@@ -1,4 +1,5 @@
-"""A dense layer in place of one with experts: the shared expert and the most used ones side by side, as one MLP.
+"""A dense layer in place of one with experts: the shared expert and the most used ones side by
+side, as one MLP.
 
 Legend: D hidden, F hidden of a part, U = 2F (SwiGLU: gate, up) or F (GELU), P parts.
 """
@@ -21,26 +22,35 @@ DenseFrom = Literal["most_used", "average"]
 def dense_sizes(teacher: ModelConfig, has_dense: bool) -> tuple[int, int]:
     """Return (the size of a dense layer, how many of a layer's experts it has).
 
-    has_dense: whether there are dense layers beside it, whose size is then its own; else it has one expert. Raises
-    `ValueError` naming the field where there is no such layer.
+    has_dense: whether there are dense layers beside it, whose size is then its own; else it has one
+    expert. Raises `ValueError` naming the field where there is no such layer.
     """
-    shared, size, experts = teacher.shared_expert_intermediate_size, teacher.moe_intermediate_size, teacher.num_experts
+    shared = teacher.shared_expert_intermediate_size
+    size = teacher.moe_intermediate_size
+    experts = teacher.num_experts
     gate = "has no value where all tokens are treated alike: a layer with it cannot be dense"
     check(not teacher.shared_expert_gate, "shared_expert_gate", teacher.shared_expert_gate, gate)
     if not has_dense:
         return shared + size, 1
     count, rest = divmod(teacher.intermediate_size - shared, size)
-    whole = f"must be {shared} of the shared expert and a multiple of moe_intermediate_size = {size}, {experts} at most"
-    check(rest == 0 and 1 <= count <= experts, "intermediate_size", teacher.intermediate_size, whole)
+    whole = (
+        f"must be {shared} of the shared expert and a multiple of moe_intermediate_size = {size},"
+        f" {experts} at most"
+    )
+    check(
+        rest == 0 and 1 <= count <= experts, "intermediate_size", teacher.intermediate_size, whole
+    )
     return teacher.intermediate_size, count
 
 
 def dense_mlp(
     source: LazyCheckpoint, layer: int, use_NE: NDArray[np.int64], count: int, made_from: DenseFrom
 ) -> dict[str, NDArray[Any]]:
-    """Return the arrays of an MLP for a layer with experts: its shared expert and `count` of its most used ones.
+    """Return the arrays of an MLP for a layer with experts: its shared expert and `count` of its
+    most used ones.
 
-    Each of these has the part of the tokens that chose it of those that chose any of them. use_NE: of all layers.
+    Each of these has the part of the tokens that chose it of those that chose any of them. use_NE:
+    of all layers.
     made_from: `average` for experts into which those are merged that they are most alike.
     """
     kept_Nn = best_experts(use_NE.astype(np.float64), count)
@@ -62,16 +72,23 @@ def dense_mlp(
     return side_by_side(parts, weights, source.config.hidden_act)
 
 
-def side_by_side(parts: Sequence[Arrays], weights: Sequence[float], activation: str) -> dict[str, NDArray[Any]]:
+def side_by_side(
+    parts: Sequence[Arrays], weights: Sequence[float], activation: str
+) -> dict[str, NDArray[Any]]:
     """Return the MLP whose output is the weighted sum of the outputs of P MLPs."""
     made: dict[str, NDArray[Any]] = {}
     halves = 1 if activation == "gelu" else 2
     for name in ("w_up", "b_up"):
         if name in parts[0]:
             split = [np.split(part[name], halves, axis=-1) for part in parts]
-            made[name] = np.concatenate([one[half] for half in range(halves) for one in split], axis=-1)
+            made[name] = np.concatenate(
+                [one[half] for half in range(halves) for one in split], axis=-1
+            )
     weighed = {
-        name: [weight * part[name].astype(np.float32) for weight, part in zip(weights, parts, strict=True)]
+        name: [
+            weight * part[name].astype(np.float32)
+            for weight, part in zip(weights, parts, strict=True)
+        ]
         for name in ("w_down", "b_down")
         if name in parts[0]
     }

@@ -1,9 +1,11 @@
-"""A smaller model that learns from a larger one: python -m jmoe.deploy.distil TEACHER --out RUN --experts N --text X.
+"""A smaller model that learns from a larger one: python -m jmoe.deploy.distil TEACHER --out RUN
+--experts N --text X.
 
-The student begins as the N experts of each layer that the text uses most (or that have REAP's highest scores), of L
-layers spread over the teacher's. Then train.py trains it, on cross-entropy and on the divergence from the teacher's
-distribution; RUN is an ordinary run: the same command goes on after a stop, and `python -m jmoe.deploy.merge`
-makes a folder of it. Further options are those of train.py.
+The student begins as the N experts of each layer that the text uses most (or that have REAP's
+highest scores), of L layers spread over the teacher's. Then train.py trains it, on cross-entropy
+and on the divergence from the teacher's distribution; RUN is an ordinary run: the same command goes
+on after a stop, and `python -m jmoe.deploy.merge` makes a folder of it. Further options are those
+of train.py.
 """
 
 import argparse
@@ -41,7 +43,8 @@ class StudentOptions:
     """Size and origin of a student, and the text that chooses its experts; see the module.
 
     layers, top_k: None for the teacher's.
-    dense: the student's layers that have an MLP in place of experts, made from the most used ones (`dense_from`).
+    dense: the student's layers that have an MLP in place of experts, made from the most used ones
+    (`dense_from`).
     """
 
     experts: int
@@ -56,8 +59,12 @@ class StudentOptions:
 
 
 def spread_layers(count: int, kept: int) -> list[int]:
-    """Return the numbers of `kept` of `count` layers, as evenly as can be, the first and the last among them."""
-    return np.unique(np.linspace(0, count - 1, kept).round().astype(int)).tolist() if kept > 1 else [0]
+    """Return the numbers of `kept` of `count` layers, as evenly as can be, the first and the
+    last among them.
+    """
+    return (
+        np.unique(np.linspace(0, count - 1, kept).round().astype(int)).tolist() if kept > 1 else [0]
+    )
 
 
 def student_config(
@@ -65,13 +72,19 @@ def student_config(
 ) -> tuple[ModelConfig, list[int]]:
     """Return the student's decoder, and the layers of the teacher `whole` that it has.
 
-    fields: the teacher's config.json. Raises `ValueError` naming the option, or where the family has no such decoder.
+    fields: the teacher's config.json. Raises `ValueError` naming the option, or where the family
+    has no such decoder.
     """
     count = whole.num_hidden_layers if options.layers is None else options.layers
     constraint = f"must be between 1 and the teacher's {whole.num_hidden_layers} layers"
     check(1 <= count <= whole.num_hidden_layers, "layers", options.layers, constraint)
     has = whole.num_experts
-    check(1 <= options.experts <= has, "experts", options.experts, f"must be between 1 and the teacher's {has}")
+    check(
+        1 <= options.experts <= has,
+        "experts",
+        options.experts,
+        f"must be between 1 and the teacher's {has}",
+    )
     top_k = whole.num_experts_per_tok if options.top_k is None else options.top_k
     allowed = f"must be between 1 and experts = {options.experts}"
     check(1 <= top_k <= options.experts, "top_k", top_k, allowed)
@@ -86,7 +99,9 @@ def student_config(
 
 
 def _dense_sizes(whole: ModelConfig, layers: list[int], options: StudentOptions) -> tuple[int, int]:
-    """Return what `dense_sizes` says of the student's layers that become dense; `ValueError` if one has no experts."""
+    """Return what `dense_sizes` says of the student's layers that become dense; `ValueError` if
+    one has no experts.
+    """
     kinds = [whole.layer_kinds[i] for i in layers]
     for n in options.dense:
         known = f"must be numbers of the student's {len(layers)} layers, of those with experts"
@@ -94,8 +109,12 @@ def _dense_sizes(whole: ModelConfig, layers: list[int], options: StudentOptions)
     return dense_sizes(whole, any(kind == "dense" for kind in kinds))
 
 
-def make_student(teacher: Path, out: Path, options: StudentOptions, say: Callable[[str], None]) -> None:
-    """Write the student that training starts from; `ValueError` naming the option before anything is computed."""
+def make_student(
+    teacher: Path, out: Path, options: StudentOptions, say: Callable[[str], None]
+) -> None:
+    """Write the student that training starts from; `ValueError` naming the option before
+    anything is computed.
+    """
     check_new_folder(out)
     with LazyCheckpoint(teacher, "float32", "wide") as wide:
         whole = wide.config
@@ -104,18 +123,27 @@ def make_student(teacher: Path, out: Path, options: StudentOptions, say: Callabl
         with status(f"measuring the teacher's experts on {text.calibration_BS.size:,} tokens", say):
             scores = measure_experts(wide, text.calibration_BS)
     moe_layers = [i for i, kind in enumerate(whole.layer_kinds) if kind == "moe"]
-    of_kept = [moe_layers.index(i) for i, kind in zip(layers, config.layer_kinds, strict=True) if kind == "moe"]
-    kept_Nn = best_experts(scores.select(options.score)[of_kept], options.experts, whole.router.n_group)
+    of_kept = [
+        moe_layers.index(i)
+        for i, kind in zip(layers, config.layer_kinds, strict=True)
+        if kind == "moe"
+    ]
+    kept_Nn = best_experts(
+        scores.select(options.score)[of_kept], options.experts, whole.router.n_group
+    )
     with LazyCheckpoint(teacher, None, "wide") as source, status(f"writing {out}", say):
         dense = {}
         for n in options.dense:
             count = _dense_sizes(whole, layers, options)[1]
-            dense[n] = dense_mlp(source, moe_layers.index(layers[n]), scores.use, count, options.dense_from)
+            dense[n] = dense_mlp(
+                source, moe_layers.index(layers[n]), scores.use, count, options.dense_from
+            )
         write_cut(source, out, config, layers, kept_Nn, dense=dense)
 
 
 def has_begun(run: Path, student: ModelConfig, name: str = "out") -> bool:
-    """Return whether a run has its student; `ValueError` if that is another one, or the folder something else.
+    """Return whether a run has its student; `ValueError` if that is another one, or the folder
+    something else.
 
     name: of the option that the run is named by.
     """
@@ -126,11 +154,18 @@ def has_begun(run: Path, student: ModelConfig, name: str = "out") -> bool:
         begun_with = begun.config
     for option, name in (("experts", "num_experts"), ("layers", "num_hidden_layers")):
         asked, has = getattr(student, name), getattr(begun_with, name)
-        check(asked == has, option, asked, f"must be {has}, with which {run} has begun, or the run another folder")
+        check(
+            asked == has,
+            option,
+            asked,
+            f"must be {has}, with which {run} has begun, or the run another folder",
+        )
     return True
 
 
-def begin_run(teacher: Path, run: Path, options: StudentOptions, say: Callable[[str], None]) -> None:
+def begin_run(
+    teacher: Path, run: Path, options: StudentOptions, say: Callable[[str], None]
+) -> None:
     """Write the student into the folder of its run, unless the run has begun with it."""
     with LazyCheckpoint(teacher) as whole:
         student, _ = student_config(whole.config, whole.fields, options)
@@ -147,34 +182,60 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,  # what is like one of these may be an option of train.py
     )
-    result.add_argument("teacher", metavar="TEACHER", help="a Hugging Face folder, or the output folder of a run")
-    result.add_argument("--out", required=True, type=Path, help="the student's run; one that was stopped goes on")
+    result.add_argument(
+        "teacher", metavar="TEACHER", help="a Hugging Face folder, or the output folder of a run"
+    )
+    result.add_argument(
+        "--out", required=True, type=Path, help="the student's run; one that was stopped goes on"
+    )
     result.add_argument("--experts", required=True, type=int, help="of each layer of the student")
-    result.add_argument("--text", required=True, help="file, folder or glob of UTF-8 text or JSONL to learn from")
+    result.add_argument(
+        "--text", required=True, help="file, folder or glob of UTF-8 text or JSONL to learn from"
+    )
     result.add_argument("--layers", type=int, help="of the student; default: the teacher's")
     result.add_argument("--top-k", type=int, help="experts of a token; default: the teacher's")
-    result.add_argument("--score", choices=("usage", "reap"), default="usage", help="by which experts are chosen")
-    result.add_argument("--max-tokens", type=int, default=MAX_TOKENS, help="of the text, to choose experts by")
-    result.add_argument("--dense", type=int, nargs="+", default=[], help="layers of the student without experts")
     result.add_argument(
-        "--dense-from", choices=get_args(DenseFrom), default="most_used", help="what these have instead"
+        "--score", choices=("usage", "reap"), default="usage", help="by which experts are chosen"
     )
     result.add_argument(
-        "--weight", type=float, default=Learning.weight, help="of the divergence in the loss, the text has the rest"
+        "--max-tokens", type=int, default=MAX_TOKENS, help="of the text, to choose experts by"
     )
     result.add_argument(
-        "--temperature", type=float, default=Learning.temperature, help="of both distributions in the divergence"
+        "--dense", type=int, nargs="+", default=[], help="layers of the student without experts"
     )
     result.add_argument(
-        "--ring-slots", type=int, help="layers of the teacher's experts at once; default: all if they fit"
+        "--dense-from",
+        choices=get_args(DenseFrom),
+        default="most_used",
+        help="what these have instead",
     )
-    result.add_argument("--preset", default="tiny", help="of train.py: all that is not set here, but for the model")
+    result.add_argument(
+        "--weight",
+        type=float,
+        default=Learning.weight,
+        help="of the divergence in the loss, the text has the rest",
+    )
+    result.add_argument(
+        "--temperature",
+        type=float,
+        default=Learning.temperature,
+        help="of both distributions in the divergence",
+    )
+    result.add_argument(
+        "--ring-slots",
+        type=int,
+        help="layers of the teacher's experts at once; default: all if they fit",
+    )
+    result.add_argument(
+        "--preset", default="tiny", help="of train.py: all that is not set here, but for the model"
+    )
     return result
 
 
 @dataclass(frozen=True)
 class Learning:
-    """How a student is trained. run: its folder, with the student. preset: of train.py, for all that is not set here.
+    """How a student is trained. run: its folder, with the student. preset: of train.py, for all
+    that is not set here.
 
     ring_slots: layers of the teacher's experts in memory at once; None: all if they fit.
     """
@@ -190,11 +251,22 @@ class Learning:
 
 def train_arguments(how: Learning, rest: Sequence[str]) -> list[str]:
     """Return the arguments of train.py for the student's run. rest: further ones."""
-    ring = ["--distil.policy", "ring", "--distil.ring-slots", str(how.ring_slots)] if how.ring_slots is not None else []
+    ring = (
+        ["--distil.policy", "ring", "--distil.ring-slots", str(how.ring_slots)]
+        if how.ring_slots is not None
+        else []
+    )
     return [
         *(how.preset, "--init-from", str(how.run / STUDENT), "--output-dir", str(how.run)),
         *("--data.path", how.text, "--distil.teacher", str(how.teacher)),
-        *("--distil.weight", str(how.weight), "--distil.temperature", str(how.temperature), *ring, *rest),
+        *(
+            "--distil.weight",
+            str(how.weight),
+            "--distil.temperature",
+            str(how.temperature),
+            *ring,
+            *rest,
+        ),
     ]
 
 

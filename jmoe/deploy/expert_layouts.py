@@ -1,7 +1,9 @@
-"""Layouts of compressed experts that transformers and vLLM read: a matrix's tensors, and the field that names them.
+"""Layouts of compressed experts that transformers and vLLM read: a matrix's tensors, and the field
+that names them.
 
-Legend: N outputs, K inputs of a matrix. `jmoe/models/stored_formats.py` reads these layouts and says how values lie in
-bytes; `kernels_pallas/compressed.py` makes the values, here as where an engine compresses experts when it loads them.
+Legend: N outputs, K inputs of a matrix. `jmoe/models/stored_formats.py` reads these layouts and
+says how values lie in bytes; `kernels_pallas/compressed.py` makes the values, here as where an
+engine compresses experts when it loads them.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,8 +27,9 @@ Fields = Callable[[int, int], dict[str, tuple[tuple[int, ...], np.dtype[Any]]]]
 class ExpertLayout:
     """A way of storing an expert's matrix in several tensors.
 
-    multiple: what inputs must be a multiple of. fields: of its tensors. encode: the tensors' contents of w [K, N], in
-    the order of `fields`, but for shapes. described: the `quantization_config`, without the modules that stay wide.
+    multiple: what inputs must be a multiple of. fields: of its tensors. encode: the tensors'
+    contents of w [K, N], in the order of `fields`, but for shapes. described: the
+    `quantization_config`, without the modules that stay wide.
     ignore: its field that names those.
     """
 
@@ -40,10 +43,15 @@ class ExpertLayout:
         """Return {what a tensor's name ends with: its elements} of a matrix."""
         inputs, outputs = w_KN.shape
         wanted = self.fields(outputs, inputs).items()
-        return {end: part.reshape(shape) for (end, (shape, _)), part in zip(wanted, self.encode(w_KN), strict=True)}
+        return {
+            end: part.reshape(shape)
+            for (end, (shape, _)), part in zip(wanted, self.encode(w_KN), strict=True)
+        }
 
     def quantization(self, wide_modules: Sequence[str]) -> dict[str, Any]:
-        """Return the `quantization_config` of a model in which these linear modules are not compressed."""
+        """Return the `quantization_config` of a model in which these linear modules are not
+        compressed.
+        """
         return self.described | {self.ignore: list(wide_modules)}
 
 
@@ -54,7 +62,8 @@ def _mxfp4(w_KN: NDArray[Any]) -> Sequence[NDArray[Any]]:
 
 def _int4(w_KN: NDArray[Any]) -> Sequence[NDArray[Any]]:
     values, scales = compress(w_KN, INT4)
-    words = np.ascontiguousarray(values.T).view(INT32)  # bytes are in the order of little-endian words
+    # bytes are in the order of little-endian words
+    words = np.ascontiguousarray(values.T).view(INT32)
     return words, scales.T.view(BFLOAT16), np.array(w_KN.shape[::-1], INT64)
 
 
@@ -91,26 +100,39 @@ LAYOUTS = {
         BLOCK,
         lambda n, k: {"_packed": ((n, k // 2), UINT8), "_scale": ((n, k // BLOCK), UINT8)},
         _mxfp4,
-        _compressed_tensors("mxfp4-pack-quantized", num_bits=4, type="float", scale_dtype="torch.uint8", **_GROUPS),
+        _compressed_tensors(
+            "mxfp4-pack-quantized", num_bits=4, type="float", scale_dtype="torch.uint8", **_GROUPS
+        ),
         "ignore",
     ),
     "int4": ExpertLayout(
         BLOCK,
-        lambda n, k: {"_packed": ((n, k // 8), INT32), "_scale": ((n, k // BLOCK), BFLOAT16), "_shape": ((2,), INT64)},
+        lambda n, k: {
+            "_packed": ((n, k // 8), INT32),
+            "_scale": ((n, k // BLOCK), BFLOAT16),
+            "_shape": ((2,), INT64),
+        },
         _int4,
         _compressed_tensors("pack-quantized", num_bits=4, type="int", **_GROUPS),
         "ignore",
     ),
     "int8": ExpertLayout(
         BLOCK,
-        lambda n, k: {"_packed": ((n, k // 4), INT32), "_scale": ((n, k // BLOCK), BFLOAT16), "_shape": ((2,), INT64)},
+        lambda n, k: {
+            "_packed": ((n, k // 4), INT32),
+            "_scale": ((n, k // BLOCK), BFLOAT16),
+            "_shape": ((2,), INT64),
+        },
         _int8,
         _compressed_tensors("pack-quantized", num_bits=8, type="int", **_GROUPS),
         "ignore",
     ),
     "fp8": ExpertLayout(
         FP8.block,
-        lambda n, k: {"": ((n, k), E4M3), "_scale_inv": ((n // FP8.block, k // FP8.block), np.dtype(np.float32))},
+        lambda n, k: {
+            "": ((n, k), E4M3),
+            "_scale_inv": ((n // FP8.block, k // FP8.block), np.dtype(np.float32)),
+        },
         _fp8,
         {
             "quant_method": "fp8",
@@ -123,7 +145,10 @@ LAYOUTS = {
 }
 GPT_OSS = ExpertLayout(
     BLOCK,
-    lambda n, k: {"_blocks": ((n, k // BLOCK, BLOCK // 2), UINT8), "_scales": ((n, k // BLOCK), UINT8)},
+    lambda n, k: {
+        "_blocks": ((n, k // BLOCK, BLOCK // 2), UINT8),
+        "_scales": ((n, k // BLOCK), UINT8),
+    },
     _mxfp4,
     {"quant_method": "mxfp4"},
     "modules_to_not_convert",
@@ -135,5 +160,10 @@ def expert_layout(experts: str, family: str) -> ExpertLayout:
     check(experts in LAYOUTS, "experts", experts, f"must be one of {', '.join(LAYOUTS)}")
     if family != "gpt_oss":
         return LAYOUTS[experts]
-    check(experts == "mxfp4", "experts", experts, "must be mxfp4 with model_type = 'gpt_oss', whose layout is its own")
+    check(
+        experts == "mxfp4",
+        "experts",
+        experts,
+        "must be mxfp4 with model_type = 'gpt_oss', whose layout is its own",
+    )
     return GPT_OSS

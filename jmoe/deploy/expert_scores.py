@@ -1,4 +1,5 @@
-"""Scores of experts on a text, by how often they are used or by REAP's rule, and which experts to keep by them.
+"""Scores of experts on a text, by how often they are used or by REAP's rule, and which experts to
+keep by them.
 
 Legend: N layers with experts, E experts, n experts that are kept.
 """
@@ -18,14 +19,18 @@ ScoreKind = Literal["reap", "usage"]
 
 @dataclass
 class ExpertScores:
-    """Sums over the tokens of a text, [N, E]. use: tokens that chose the expert. strength: see `reap`."""
+    """Sums over the tokens of a text, [N, E]. use: tokens that chose the expert. strength: see
+    `reap`.
+    """
 
     use: NDArray[np.int64]
     strength: NDArray[np.float64]
 
     @property
     def reap(self) -> NDArray[np.float64]:
-        """Return the mean, over each expert's tokens, of router weight x norm of its output (arXiv:2510.13999)."""
+        """Return the mean, over each expert's tokens, of router weight x norm of its output
+        (arXiv:2510.13999).
+        """
         mean: NDArray[np.float64] = self.strength / np.maximum(self.use, 1)
         return mean
 
@@ -41,7 +46,9 @@ class ExpertScores:
 
 
 def measure_experts(checkpoint: LazyCheckpoint, windows_BS: NDArray[np.int32]) -> ExpertScores:
-    """Return the scores of all experts on windows [B, S + 1] of a text; the model's experts are read one by one."""
+    """Return the scores of all experts on windows [B, S + 1] of a text; the model's experts are
+    read one by one.
+    """
     shape = (checkpoint.config.num_moe_layers, checkpoint.config.num_experts)
     scores = ExpertScores(np.zeros(shape, np.int64), np.zeros(shape))
     hidden_states(checkpoint, windows_BS[:, :-1], scores.add)
@@ -56,14 +63,18 @@ def check_num_kept(config: ModelConfig, kept: int, name: str = "experts") -> Non
     check(kept >= k, name, kept, f"must be at least num_experts_per_tok = {k}")
     check(kept % groups == 0, name, kept, f"must be a multiple of the router's n_group = {groups}")
     reachable = kept // groups * config.router.topk_group
-    constraint = f"leaves {reachable} experts in a token's groups: must leave num_experts_per_tok = {k}"
+    constraint = (
+        f"leaves {reachable} experts in a token's groups: must leave num_experts_per_tok = {k}"
+    )
     check(not limited or reachable >= k, name, kept, constraint)
 
 
 def best_experts(scores_NE: NDArray[np.float64], kept: int, n_group: int = 1) -> NDArray[np.int64]:
-    """Return the numbers [N, n] of each layer's best experts, ascending; ties go to the lowest number.
+    """Return the numbers [N, n] of each layer's best experts, ascending; ties go to the lowest
+    number.
 
-    n_group: of neighbouring experts, of each of which equally many are kept: the router chooses among groups.
+    n_group: of neighbouring experts, of each of which equally many are kept: the router chooses
+    among groups.
     """
     layers, experts = scores_NE.shape
     by_group = scores_NE.reshape(layers, n_group, experts // n_group)

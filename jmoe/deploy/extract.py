@@ -1,8 +1,9 @@
-"""One task of a run on images as a model of its own: python -m jmoe.deploy.extract RUN_DIR OUT_DIR --task NAME.
+"""One task of a run on images as a model of its own: python -m jmoe.deploy.extract RUN_DIR OUT_DIR
+--task NAME.
 
-The task's path through the super-network is kept: a layer routed by task becomes dense, with the weights of the expert
-that the task takes, as learned or as given; other tasks' experts and heads stay behind (UFO: a super-network trained,
-a small one deployed).
+The task's path through the super-network is kept: a layer routed by task becomes dense, with the
+weights of the expert that the task takes, as learned or as given; other tasks' experts and heads
+stay behind (UFO: a super-network trained, a small one deployed).
 """
 
 import argparse
@@ -25,7 +26,13 @@ from jmoe.deploy.cut import check_new_folder, new_folder
 from jmoe.layers.contrastive import unit
 from jmoe.layers.router import RouterBias
 from jmoe.mesh import make_mesh
-from jmoe.models.safetensors_io import DTYPES, NewTensor, read_headers, replace_text, write_safetensors
+from jmoe.models.safetensors_io import (
+    DTYPES,
+    NewTensor,
+    read_headers,
+    replace_text,
+    write_safetensors,
+)
 from jmoe.models.vision import STACK_OF, VisionTransformer, taken_path
 from jmoe.models.weights import Names, flat
 from jmoe.runtime import end_at_once_on_interrupt
@@ -50,11 +57,14 @@ class TaskModel:
     model: VisionTransformer
 
     def __call__(self, pixels_BPPC: jax.Array) -> jax.Array:
-        """Return float32 logits [B, classes] of pixels in [0, 1], [B, image_size, image_size, channels].
+        """Return float32 logits [B, classes] of pixels in [0, 1], [B, image_size, image_size,
+        channels].
 
         Of a contrastive head: embeddings of length 1, whose products say how alike two images are.
         """
-        logits, _ = self.model(pixels_BPPC, jnp.zeros(pixels_BPPC.shape[0], jnp.int32), full_capacity=True)
+        logits, _ = self.model(
+            pixels_BPPC, jnp.zeros(pixels_BPPC.shape[0], jnp.int32), full_capacity=True
+        )
         return logits if self.head == "classes" else unit(logits)
 
 
@@ -65,15 +75,31 @@ def path_config(config: VisionModelConfig) -> VisionModelConfig:
     """
     if config.task_layers:
         width, shared = config.moe_intermediate_size, config.shared_expert_intermediate_size
-        constraint = f"must be model.moe_intermediate_size = {width} to make an expert a dense layer"
-        check(config.intermediate_size == width, "model.intermediate_size", config.intermediate_size, constraint)
-        check(shared == 0, "model.shared_expert_intermediate_size", shared, "must be 0 to extract a path")
+        constraint = (
+            f"must be model.moe_intermediate_size = {width} to make an expert a dense layer"
+        )
+        check(
+            config.intermediate_size == width,
+            "model.intermediate_size",
+            config.intermediate_size,
+            constraint,
+        )
+        check(
+            shared == 0,
+            "model.shared_expert_intermediate_size",
+            shared,
+            "must be 0 to extract a path",
+        )
     dense = tuple(sorted({*config.mlp_only_layers, *config.task_layers}))
     experts = config.num_experts if "moe" in config.layer_kinds else 0
-    return dataclasses.replace(config, task_layers=(), learn_paths=False, mlp_only_layers=dense, num_experts=experts)
+    return dataclasses.replace(
+        config, task_layers=(), learn_paths=False, mlp_only_layers=dense, num_experts=experts
+    )
 
 
-def path_arrays(arrays: Arrays, config: VisionModelConfig, task: str, path: tuple[int, ...]) -> Arrays:
+def path_arrays(
+    arrays: Arrays, config: VisionModelConfig, task: str, path: tuple[int, ...]
+) -> Arrays:
     """Return the arrays of the model of `path_config`, out of those of the super-network."""
     others = {*STACK_OF.values(), *OF_TASKS}
     kept = {names: a for names, a in arrays.items() if names[0] not in others}
@@ -95,24 +121,35 @@ def path_arrays(arrays: Arrays, config: VisionModelConfig, task: str, path: tupl
 
 
 def extract_task(run_dir: Path, out_dir: Path, task: str) -> int:
-    """Write `task` of the newest checkpoint of a run as a model of its own, `model.json` and safetensors; the step.
+    """Write `task` of the newest checkpoint of a run as a model of its own, `model.json` and
+    safetensors; the step.
 
-    Raises `ValueError` naming the folder if it has no checkpoint of a run on images, `task` if that has no such one, or
-    OUT_DIR if it holds something.
+    Raises `ValueError` naming the folder if it has no checkpoint of a run on images, `task` if that
+    has no such one, or OUT_DIR if it holds something.
     """
     check_new_folder(out_dir, "OUT_DIR")
     layout = VisionTrainConfig(tasks={"any": TaskConfig("any")}, comm=CommConfig(schedule="none"))
     run = read_vision_run(run_dir, "RUN_DIR", make_mesh((1, 1, 1), jax.devices()[:1]), layout)
     check(task in run.tasks, "task", task, f"must be one of {', '.join(sorted(run.tasks))}")
     small = path_config(run.model)
-    arrays = {names: np.asarray(a) for names, a in {**flat(run.params), **flat(run.router_bias)}.items()}
+    arrays = {
+        names: np.asarray(a) for names, a in {**flat(run.params), **flat(run.router_bias)}.items()
+    }
     path = run.tasks[task].path
     if run.model.learn_paths:
         path = taken_path(path, run.params["path_logits"][task])
     own = path_arrays(arrays, run.model, task, path)
-    tensors = [NewTensor(".".join(names), a.dtype, a.shape, partial(np.asarray, a)) for names, a in own.items()]
+    tensors = [
+        NewTensor(".".join(names), a.dtype, a.shape, partial(np.asarray, a))
+        for names, a in own.items()
+    ]
     own_task, classes = run.tasks[task], run.classes[task]
-    described = {"task": task, "classes": classes, "head": own_task.head, "head_size": own_task.head_size(len(classes))}
+    described = {
+        "task": task,
+        "classes": classes,
+        "head": own_task.head,
+        "head_size": own_task.head_size(len(classes)),
+    }
     described |= {"step": run.step, "model": dataclasses.asdict(small)}
     with new_folder(out_dir) as partly:
         write_safetensors(partly, tensors, SHARD_BYTES)
@@ -121,7 +158,9 @@ def extract_task(run_dir: Path, out_dir: Path, task: str) -> int:
 
 
 def load_task_model(folder: Path) -> TaskModel:
-    """Return the model that `extract_task` wrote. Raises `ValueError` naming the file or tensor that does not fit."""
+    """Return the model that `extract_task` wrote. Raises `ValueError` naming the file or tensor
+    that does not fit.
+    """
     try:
         described = json.loads((folder / MODEL).read_text())
     except (OSError, ValueError) as error:
@@ -142,7 +181,11 @@ def load_task_model(folder: Path) -> TaskModel:
         if tensor.shape != shape:
             raise tensor.wrong(f"has shape {tensor.shape}: must be {shape}")
         count = int(np.prod(shape))
-        return jnp.array(np.fromfile(tensor.file, DTYPES[tensor.dtype], count, offset=tensor.offset).reshape(shape))
+        return jnp.array(
+            np.fromfile(tensor.file, DTYPES[tensor.dtype], count, offset=tensor.offset).reshape(
+                shape
+            )
+        )
 
     trees = []
     for part in parts[1:]:
@@ -154,7 +197,9 @@ def load_task_model(folder: Path) -> TaskModel:
 def main(arguments: list[str]) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m jmoe.deploy.extract", description=__doc__)
-    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="output folder of a run on images")
+    parser.add_argument(
+        "run_dir", metavar="RUN_DIR", type=Path, help="output folder of a run on images"
+    )
     parser.add_argument("out_dir", metavar="OUT_DIR", type=Path, help="where the model is written")
     parser.add_argument("--task", required=True, help="which task")
     options = parser.parse_args(arguments)

@@ -1,7 +1,8 @@
-"""A text through a model one layer at a time, each expert read when its tokens are there: one expert is in memory.
+"""A text through a model one layer at a time, each expert read when its tokens are there: one
+expert is in memory.
 
-Legend: B windows of the text, S tokens of each, T = B S, D hidden, V vocabulary, E experts, K choices, R tokens of one
-expert.
+Legend: B windows of the text, S tokens of each, T = B S, D hidden, V vocabulary, E experts, K
+choices, R tokens of one expert.
 """
 
 import math
@@ -28,7 +29,8 @@ Floats = NDArray[np.float32]
 class ExpertUse(NamedTuple):
     """Outputs of one expert for the tokens that chose it.
 
-    tokens_R: which of the T they are. weights_R: what its outputs are multiplied by. outputs_RD: before that.
+    tokens_R: which of the T they are. weights_R: what its outputs are multiplied by. outputs_RD:
+    before that.
     """
 
     layer: int
@@ -40,19 +42,30 @@ class ExpertUse(NamedTuple):
 
 @partial(jax.jit, static_argnums=0)
 def _embed(structure: Structure, arrays: Any, tokens_BS: jax.Array) -> jax.Array:
-    x_BSD: jax.Array = structure.merge(arrays).embed(tokens_BS, jnp.arange(tokens_BS.shape[1]), jnp.float32)
+    x_BSD: jax.Array = structure.merge(arrays).embed(
+        tokens_BS, jnp.arange(tokens_BS.shape[1]), jnp.float32
+    )
     return x_BSD
 
 
 @partial(jax.jit, static_argnums=0)
-def _attend(structure: Structure, arrays: Any, x_BSD: jax.Array, window: jax.Array | None) -> tuple[jax.Array, ...]:
-    """Return x after attention and the dense or shared feed-forward; with experts also their inputs and the routing."""
+def _attend(
+    structure: Structure, arrays: Any, x_BSD: jax.Array, window: jax.Array | None
+) -> tuple[jax.Array, ...]:
+    """Return x after attention and the dense or shared feed-forward; with experts also their
+    inputs and the routing.
+    """
     block: Block = structure.merge(arrays)
     if block.kind == "dense":
         return (block.dense(x_BSD, causal(window), jnp.float32),)
     x_BSD = block.attend(x_BSD, causal(window), jnp.float32)
     h_TD, routing = block.route(x_BSD, jnp.float32)
-    return add_residual(x_BSD, block.shared(h_TD)), h_TD, routing.topk_idx_TK, routing.topk_weights_TK
+    return (
+        add_residual(x_BSD, block.shared(h_TD)),
+        h_TD,
+        routing.topk_idx_TK,
+        routing.topk_weights_TK,
+    )
 
 
 @partial(jax.jit, static_argnums=0)
@@ -72,7 +85,10 @@ def _outputs(checkpoint: LazyCheckpoint, layer: int, expert: int, h_RD: Floats) 
     weights = MLPWeights(arrays["w_up"], arrays["w_down"], arrays.get("b_up"), arrays.get("b_down"))
     padded = np.pad(h_RD, ((0, -len(h_RD) % TILE_ROWS), (0, 0)))
     tiles = padded.reshape(-1, TILE_ROWS, h_RD.shape[1])
-    out = [np.asarray(_run_expert(checkpoint.config.hidden_act, jnp.asarray(tile), weights)) for tile in tiles]
+    out = [
+        np.asarray(_run_expert(checkpoint.config.hidden_act, jnp.asarray(tile), weights))
+        for tile in tiles
+    ]
     return np.concatenate(out)[: len(h_RD)]
 
 
@@ -82,12 +98,15 @@ def _batches(num_windows: int, length: int) -> list[slice]:
 
 
 def hidden_states(
-    checkpoint: LazyCheckpoint, tokens_BS: NDArray[np.int32], observe: Callable[[ExpertUse], None] | None = None
+    checkpoint: LazyCheckpoint,
+    tokens_BS: NDArray[np.int32],
+    observe: Callable[[ExpertUse], None] | None = None,
 ) -> Floats:
-    """Return float32 [B, S, D] before the last norm. The checkpoint must have been opened in float32.
+    """Return float32 [B, S, D] before the last norm. The checkpoint must have been opened in
+    float32.
 
-    Everything but the experts is on the device; hidden states of the whole text are in host memory. observe: called
-    once for every expert that has tokens.
+    Everything but the experts is on the device; hidden states of the whole text are in host memory.
+    observe: called once for every expert that has tokens.
     """
     config = checkpoint.config
     embed_and_head, layers = checkpoint.load_rest()
@@ -123,12 +142,20 @@ def hidden_states(
 
 
 def mean_loss(checkpoint: LazyCheckpoint, windows_BS: NDArray[np.int32]) -> float:
-    """Return the mean negative log-likelihood in nats of the tokens after the first of each window, [B, S + 1]."""
+    """Return the mean negative log-likelihood in nats of the tokens after the first of each
+    window, [B, S + 1].
+    """
     x_BSD = hidden_states(checkpoint, windows_BS[:, :-1])
     labels_BS, head = windows_BS[:, 1:], split(checkpoint.load_rest()[0])
     size = x_BSD.shape[-1]
     losses = [
-        np.asarray(_losses(*head, jnp.asarray(x_BSD[b].reshape(-1, size)), jnp.asarray(labels_BS[b].reshape(-1))))
+        np.asarray(
+            _losses(
+                *head,
+                jnp.asarray(x_BSD[b].reshape(-1, size)),
+                jnp.asarray(labels_BS[b].reshape(-1)),
+            )
+        )
         for b in _batches(*labels_BS.shape)
     ]
     return math.fsum(np.concatenate(losses)) / labels_BS.size

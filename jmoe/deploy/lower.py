@@ -1,8 +1,10 @@
-"""A model as programs that run where only JAX is installed: python -m jmoe.deploy.lower MODEL --out FOLDER.
+"""A model as programs that run where only JAX is installed: python -m jmoe.deploy.lower MODEL --out
+FOLDER.
 
-The folder gets a prefill and a decode program (StableHLO, by `jax.export`, for CPUs and CUDA), the weights as they take
-them, the tokenizer, and run.py, which generates tokens from them with JAX and numpy alone. Both programs are plain XLA:
-no kernel of jmoe is in them, so that any machine compiles them.
+The folder gets a prefill and a decode program (StableHLO, by `jax.export`, for CPUs and CUDA), the
+weights as they take them, the tokenizer, and run.py, which generates tokens from them with JAX and
+numpy alone. Both programs are plain XLA: no kernel of jmoe is in them, so that any machine compiles
+them.
 
 Legend: P rows of a step, C tokens a row, V vocabulary, E experts of a layer.
 """
@@ -60,7 +62,9 @@ class _Module(NamedTuple):
 
 
 class _Layer(NamedTuple):
-    """A layer, the names of its experts' arrays (none in a dense layer) by field, its attention window."""
+    """A layer, the names of its experts' arrays (none in a dense layer) by field, its attention
+    window.
+    """
 
     block: _Module
     experts: dict[str, str]
@@ -69,14 +73,22 @@ class _Layer(NamedTuple):
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _apply_layer(
-    structure: Structure, activation: str, arrays: Any, experts: Weights, cache: KVCache, hidden: Hidden, *at: Any
+    structure: Structure,
+    activation: str,
+    arrays: Any,
+    experts: Weights,
+    cache: KVCache,
+    hidden: Hidden,
+    *at: Any,
 ) -> tuple[KVCache, Hidden]:
     """Run one layer; equal ones are one function of the program. at: rows, positions, window."""
     x_PCD, cache, y = attend_local(structure, arrays, cache, hidden, InCache(*at))
     if isinstance(y, ExpertInputs):
         table_E = jnp.arange(experts["w_up"].shape[0], dtype=jnp.int32)
         tile_rows = min(TILE_ROWS, y.h_TD.shape[0])
-        y = table_mlp(y, experts, table_E, activation=activation, tile_rows=tile_rows, implementation="xla")
+        y = table_mlp(
+            y, experts, table_E, activation=activation, tile_rows=tile_rows, implementation="xla"
+        )
     return cache, Hidden(x_PCD, y)
 
 
@@ -92,7 +104,9 @@ class PortablePrograms:
         windows, fields = self.config.windows, checkpoint.expert_fields
         self._layers = []
         for i, (block, kind) in enumerate(zip(blocks, self.config.layer_kinds, strict=True)):
-            experts = {name: f"layers.{i}.experts.{name}" for name in fields} if kind == "moe" else {}
+            experts = (
+                {name: f"layers.{i}.experts.{name}" for name in fields} if kind == "moe" else {}
+            )
             window = None if windows is None else np.int32(windows[i])
             self._layers.append(_Layer(self._named(f"layers.{i}", block), experts, window))
 
@@ -126,16 +140,24 @@ class PortablePrograms:
         positions_PC: jax.Array,
         at_P: jax.Array,
     ) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array]]]:
-        """Return (float32 logits [P, V] after token `at_P` of each row, the caches with this step's tokens)."""
+        """Return (float32 logits [P, V] after token `at_P` of each row, the caches with this
+        step's tokens).
+        """
         embed_and_head, written = self._embed_and_head.arrays(weights), []
         hidden = embed_local(
-            self._embed_and_head.structure, embed_and_head, tokens_PC, positions_PC, self.checkpoint.dtype
+            self._embed_and_head.structure,
+            embed_and_head,
+            tokens_PC,
+            positions_PC,
+            self.checkpoint.dtype,
         )
         for layer, cache in zip(self._layers, caches, strict=True):
             experts = {field: weights[name] for field, name in layer.experts.items()}
             at = (rows_P, positions_PC, layer.window)
             static = (layer.block.structure, self.config.hidden_act)
-            new, hidden = _apply_layer(*static, layer.block.arrays(weights), experts, KVCache(*cache), hidden, *at)
+            new, hidden = _apply_layer(
+                *static, layer.block.arrays(weights), experts, KVCache(*cache), hidden, *at
+            )
             written.append((new.k_BGSd, new.v_BGSe))
         x_PD = add_residual(*hidden)[jnp.arange(at_P.shape[0]), at_P]
         return self._embed_and_head.structure.merge(embed_and_head).logits(x_PD), written
@@ -143,13 +165,22 @@ class PortablePrograms:
     def caches(self, options: EngineConfig) -> list[tuple[Any, Any]]:
         """Return the shapes and dtypes of each layer's keys and values."""
         assert options.max_seq_len is not None, "the model's positions say it"
-        make = partial(empty_caches, self.config, options.max_batch, options.max_seq_len, self.checkpoint.dtype)
+        make = partial(
+            empty_caches, self.config, options.max_batch, options.max_seq_len, self.checkpoint.dtype
+        )
         return [(cache.k_BGSd, cache.v_BGSe) for cache in jax.eval_shape(make)]
 
-    def export(self, options: EngineConfig, num_rows: int, width: int, platforms: Sequence[str]) -> jax.export.Exported:
+    def export(
+        self, options: EngineConfig, num_rows: int, width: int, platforms: Sequence[str]
+    ) -> jax.export.Exported:
         """Return the program of so many rows and tokens a row; nothing is compiled."""
-        weights = {tensor.name: jax.ShapeDtypeStruct(tensor.shape, tensor.dtype) for tensor in self.tensors()}
-        whole, row = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((num_rows, width), (num_rows,)))
+        weights = {
+            tensor.name: jax.ShapeDtypeStruct(tensor.shape, tensor.dtype)
+            for tensor in self.tensors()
+        }
+        whole, row = (
+            jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((num_rows, width), (num_rows,))
+        )
         program = jax.export.export(jax.jit(self.step, donate_argnums=1), platforms=platforms)
         return program(weights, self.caches(options), whole, row, whole, row)
 
@@ -164,7 +195,9 @@ class _ExpertReader:
     def __call__(self, moe_layer: int, field: str) -> NDArray[Any]:
         if moe_layer != self._layer:
             count, fields = self._checkpoint.config.num_experts, self._checkpoint.expert_fields
-            self._arrays = {name: np.empty((count, *shape), dtype) for name, (shape, dtype) in fields.items()}
+            self._arrays = {
+                name: np.empty((count, *shape), dtype) for name, (shape, dtype) in fields.items()
+            }
             for expert in range(count):
                 views = {name: array[expert, ...] for name, array in self._arrays.items()}
                 self._checkpoint.fill_expert(moe_layer, expert, views)
@@ -181,8 +214,8 @@ def lower(
 ) -> None:
     """Write the model in a Hugging Face folder in its portable form.
 
-    options: how many rows and positions the cache has, how many tokens a chunk of a prompt, and the dtypes. Raises
-    `ValueError` naming the option before anything is written.
+    options: how many rows and positions the cache has, how many tokens a chunk of a prompt, and the
+    dtypes. Raises `ValueError` naming the option before anything is written.
     """
     check_new_folder(out)
     for platform in platforms:
@@ -216,7 +249,10 @@ def lower(
             caches = programs.caches(options)
             plan = {
                 "form": portable.PORTABLE,
-                "jax": {"version": jax.__version__, "calling_convention": program.calling_convention_version},
+                "jax": {
+                    "version": jax.__version__,
+                    "calling_convention": program.calling_convention_version,
+                },
                 "platforms": platforms,
                 "max_batch": options.max_batch,
                 "max_seq_len": options.max_seq_len,
@@ -234,25 +270,49 @@ def lower(
 def main(arguments: list[str]) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m jmoe.deploy.lower", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m jmoe.deploy.lower",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder, or the output folder of a run")
-    parser.add_argument("--out", required=True, type=Path, help="where the programs are written: no files yet")
-    parser.add_argument("--max-batch", type=int, default=8, help="sequences that run at once")
-    parser.add_argument("--max-seq-len", type=int, help="tokens of one; default: 2048, or the model's positions")
-    parser.add_argument("--prefill-chunk-tokens", type=int, default=PREFILL_TOKENS, help="of a prompt at once")
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), help="of weights and computation; default: as stored"
+        "model", metavar="MODEL", help="a Hugging Face folder, or the output folder of a run"
     )
-    parser.add_argument("--expert-dtype", choices=("wide", "mxfp4", "int4", "int8", "fp8"), help="default: as stored")
-    parser.add_argument("--platforms", nargs="+", choices=PLATFORMS, default=PLATFORMS, help="default: all")
+    parser.add_argument(
+        "--out", required=True, type=Path, help="where the programs are written: no files yet"
+    )
+    parser.add_argument("--max-batch", type=int, default=8, help="sequences that run at once")
+    parser.add_argument(
+        "--max-seq-len", type=int, help="tokens of one; default: 2048, or the model's positions"
+    )
+    parser.add_argument(
+        "--prefill-chunk-tokens", type=int, default=PREFILL_TOKENS, help="of a prompt at once"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        help="of weights and computation; default: as stored",
+    )
+    parser.add_argument(
+        "--expert-dtype",
+        choices=("wide", "mxfp4", "int4", "int8", "fp8"),
+        help="default: as stored",
+    )
+    parser.add_argument(
+        "--platforms", nargs="+", choices=PLATFORMS, default=PLATFORMS, help="default: all"
+    )
     options = vars(parser.parse_args(arguments))
     model, out, platforms = options.pop("model"), options.pop("out"), options.pop("platforms")
     say = partial(print, flush=True)
     check_new_folder(out)
     engine = EngineConfig(native="off", **options)
     with contextlib.ExitStack() as stack:
-        lower(stack.enter_context(hugging_face_folder(model, say, "MODEL")), out, engine, say, platforms)
+        lower(
+            stack.enter_context(hugging_face_folder(model, say, "MODEL")),
+            out,
+            engine,
+            say,
+            platforms,
+        )
     say(f"python {out / RUNNER} --tokens 1,2,3 runs it with JAX and numpy alone")
 
 

@@ -35,11 +35,18 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of config.json
 
 
 def saved_model_config(fields: dict[str, Any]) -> ModelConfig:
-    """Return `ModelConfig` from a run's saved JSON; `ValueError` naming fields of another version of jmoe."""
+    """Return `ModelConfig` from a run's saved JSON; `ValueError` naming fields of another
+    version of jmoe.
+    """
     unknown = sorted(fields.keys() - {field.name for field in dataclasses.fields(ModelConfig)})
     if unknown:
-        raise ValueError(f"the run's model has fields that this version of jmoe does not know: {', '.join(unknown)}")
-    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
+        raise ValueError(
+            "the run's model has fields that this version of jmoe does not know:"
+            f" {', '.join(unknown)}"
+        )
+    values: dict[str, Any] = {
+        name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()
+    }
     if values.get("rope_scaling") is not None:
         values["rope_scaling"] = YarnConfig(**values["rope_scaling"])
     return ModelConfig(**(values | {"router": RouterConfig(**values["router"])}))
@@ -48,14 +55,24 @@ def saved_model_config(fields: dict[str, Any]) -> ModelConfig:
 def saved_parameters(
     checkpoints: Checkpoints, step: int, config: TrainConfig
 ) -> dict[Names, jax.Array | StoredExperts]:
-    """Return the parameters of a checkpoint's step, {path: array}; experts are read one by one when they are used."""
+    """Return the parameters of a checkpoint's step, {path: array}; experts are read one by one
+    when they are used.
+    """
     shape = ShardedDecoder(config, make_mesh((1, 1, 1), jax.devices()[:1])).saved_shape
     names = checkpoints.arrays(step)
     experts = experts_of(shape.params)
     params = without_experts(shape.params) if experts else shape.params
-    but = [*names_of_experts(names), *(name for name in names if name.startswith(("m.", "v.", "loss_scale.")))]
-    state, _, _ = checkpoints.restore(step, TrainState(params, {}, {}, shape.router_bias, shape.step), but=but)
-    arrays: dict[Names, jax.Array | StoredExperts] = {**flat(state.params), **flat(state.router_bias)}
+    but = [
+        *names_of_experts(names),
+        *(name for name in names if name.startswith(("m.", "v.", "loss_scale."))),
+    ]
+    state, _, _ = checkpoints.restore(
+        step, TrainState(params, {}, {}, shape.router_bias, shape.step), but=but
+    )
+    arrays: dict[Names, jax.Array | StoredExperts] = {
+        **flat(state.params),
+        **flat(state.router_bias),
+    }
     if experts:
         shapes = {name: tuple(leaf.shape[2:]) for name, leaf in experts.items()}
         saved = SavedExperts(
@@ -71,28 +88,39 @@ def saved_parameters(
 
 
 def merge_run(run_dir: Path, out_dir: Path) -> int:
-    """Write the newest checkpoint of a run, with its tokenizer, as a folder that transformers loads; the step.
+    """Write the newest checkpoint of a run, with its tokenizer, as a folder that transformers
+    loads; the step.
 
     A run that began with a model's parameters and tokenizer gives its template and end tokens too.
-    Raises `ValueError` naming the folder if there is no checkpoint, or the options that no Hugging Face family has.
+    Raises `ValueError` naming the folder if there is no checkpoint, or the options that no Hugging
+    Face family has.
     """
     with Checkpoints(run_dir / "checkpoints", CheckpointConfig()) as checkpoints:
         step = checkpoints.latest_step()
         if step is None:
-            raise ValueError(f"RUN_DIR = {str(run_dir)!r}: has no checkpoint in {checkpoints.directory}")
+            raise ValueError(
+                f"RUN_DIR = {str(run_dir)!r}: has no checkpoint in {checkpoints.directory}"
+            )
         saved = checkpoints.saved_config(step)
         if "tasks" in saved:
-            raise ValueError(f"RUN_DIR = {str(run_dir)!r}: learned image tasks: must be a run of a language model")
+            raise ValueError(
+                f"RUN_DIR = {str(run_dir)!r}: learned image tasks: must be a run of a language"
+                " model"
+            )
         model = saved_model_config(saved["model"])
-        length = min(TrainConfig.sequence_length, model.max_position_embeddings)  # no model must have the default's
+        # no model must have the default's
+        length = min(TrainConfig.sequence_length, model.max_position_embeddings)
         # no step is taken: native operations would be built for nothing
         config = TrainConfig(model=model, sequence_length=length, native="off")
         arrays = saved_parameters(checkpoints, step, config)
     saved_files = checkpoints.directory / str(step)
     tokenizer = saved_files / TOKENIZER
-    if not tokenizer.is_file():  # of a run that trained on token shards without one, or saved by an older jmoe
+    # of a run that trained on token shards without one, or saved by an older jmoe
+    if not tokenizer.is_file():
         trained_with = saved["data"]["tokenizer"]
-        tokenizer = Path(trained_with).expanduser() if trained_with else run_dir / "data" / TOKENIZER
+        tokenizer = (
+            Path(trained_with).expanduser() if trained_with else run_dir / "data" / TOKENIZER
+        )
     fields = {}
     if tokenizer.is_file():
         fields["eos_token_id"] = load_tokenizer(tokenizer, config.model.vocab_size).eot
@@ -117,7 +145,9 @@ def main(arguments: list[str]) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m jmoe.deploy.merge", description=__doc__)
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="a run's output folder")
-    parser.add_argument("out_dir", metavar="OUT_DIR", type=Path, help="where the Hugging Face folder is written")
+    parser.add_argument(
+        "out_dir", metavar="OUT_DIR", type=Path, help="where the Hugging Face folder is written"
+    )
     options = parser.parse_args(arguments)
     check_new_folder(options.out_dir, "OUT_DIR")
     with new_folder(options.out_dir) as partly:

@@ -1,6 +1,7 @@
 """The Hugging Face folder to serve from, which the output folder of a run gets by itself.
 
-python -m jmoe.deploy.merged RUN NAME merges the newest step of a run; NAME is the option that names it, for messages.
+python -m jmoe.deploy.merged RUN NAME merges the newest step of a run; NAME is the option that names
+it, for messages.
 """
 
 import errno
@@ -36,11 +37,12 @@ def hugging_face_folder(
     name: str = "model",
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> Iterator[Path]:
-    """Yield the folder itself, or the newest checkpoint of a run, merged once, which stays until the block ends.
+    """Yield the folder itself, or the newest checkpoint of a run, merged once, which stays until
+    the block ends.
 
-    say: takes lines about the merge. name: of the option that the folder is named by, for messages. cache_dir: keeps
-    the merge of a run whose own folder cannot be written. Raises `ValueError` if the folder is neither, `OSError` if
-    there is no place for the merge.
+    say: takes lines about the merge. name: of the option that the folder is named by, for messages.
+    cache_dir: keeps the merge of a run whose own folder cannot be written. Raises `ValueError` if
+    the folder is neither, `OSError` if there is no place for the merge.
     """
     folder = Path(path).expanduser()
     if not folder.is_dir():
@@ -50,7 +52,8 @@ def hugging_face_folder(
         inside = folder / "model"
         if (inside / "config.json").is_file() and not (folder / "config.json").is_file():
             raise ValueError(
-                f"{name} = {str(path)!r}: is a bundle: must be a Hugging Face folder, such as its {inside}"
+                f"{name} = {str(path)!r}: is a bundle: must be a Hugging Face folder, such as its"
+                f" {inside}"
             )
         yield folder
         return
@@ -58,9 +61,14 @@ def hugging_face_folder(
         step = checkpoints.latest_step()
     if step is None:
         raise ValueError(f"{name} = {str(path)!r}: the run has no checkpoint yet")
-    places = [folder / MERGED, *([] if cache_dir is None else [Path(cache_dir).expanduser() / MERGED])]
+    places = [
+        folder / MERGED,
+        *([] if cache_dir is None else [Path(cache_dir).expanduser() / MERGED]),
+    ]
     made = (place / _name_of(folder, step) for place in places)
-    merged, use = next(((m, use) for m in made if (use := _in_use(m)) is not None), (places[0], None))
+    merged, use = next(
+        ((m, use) for m in made if (use := _in_use(m)) is not None), (places[0], None)
+    )
     if use is None:
         merges = _writable(places, folder, f"{name} = {str(path)!r}")
         merged = merges / _name_of(folder, step)
@@ -79,19 +87,23 @@ def hugging_face_folder(
 def merge_apart(run_dir: str, name: str) -> None:
     """Merge the newest step of a run, unless that has been done, in a process of its own.
 
-    JAX does not begin in this one, which may yet have to join others. name: of the option that names the run.
-    Raises `ValueError` as `hugging_face_folder` does.
+    JAX does not begin in this one, which may yet have to join others. name: of the option that
+    names the run. Raises `ValueError` as `hugging_face_folder` does.
     """
     command = [sys.executable, "-m", "jmoe.deploy.merged", run_dir, name]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}  # the devices are the caller's
     done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode:
-        lines = done.stderr.strip().splitlines() or [f"{name} = {run_dir!r}: merging ended with {done.returncode}"]
+        lines = done.stderr.strip().splitlines() or [
+            f"{name} = {run_dir!r}: merging ended with {done.returncode}"
+        ]
         raise ValueError(lines[-1])
 
 
 def _name_of(run_dir: Path, step: int) -> str:
-    """Return the name of a merged step: by its content, as a step that was deleted may be trained again."""
+    """Return the name of a merged step: by its content, as a step that was deleted may be
+    trained again.
+    """
     manifest = run_dir / "checkpoints" / str(step) / MANIFEST  # has sums of all files of the step
     return f"step-{step}-{content_identity({MANIFEST: manifest})[:12]}"
 
@@ -108,13 +120,16 @@ def _writable(places: Sequence[Path], run_dir: Path, setting: str) -> Path:
                 raise
             problem = error
     raise OSError(
-        f"{setting}: its newest step cannot be merged in {problem.filename}: {problem.strerror}; merge it elsewhere by "
-        f"python -m jmoe.deploy.merge {run_dir} OUT_DIR and give OUT_DIR, or give serve.py a --cache-dir"
+        f"{setting}: its newest step cannot be merged in {problem.filename}: {problem.strerror};"
+        f" merge it elsewhere by python -m jmoe.deploy.merge {run_dir} OUT_DIR and give OUT_DIR, or"
+        " give serve.py a --cache-dir"
     ) from problem
 
 
 def _in_use(merged: Path) -> int | None:
-    """Keep a merged step from being removed until the descriptor is closed; None if it is not there."""
+    """Keep a merged step from being removed until the descriptor is closed; None if it is not
+    there.
+    """
     try:
         use = os.open(merged, os.O_RDONLY | os.O_DIRECTORY)
     except FileNotFoundError:
@@ -128,7 +143,9 @@ def _in_use(merged: Path) -> int | None:
 
 
 def _merge(run_dir: Path, merges: Path) -> Path:
-    """Write the newest checkpoint of a run and remove older ones that nobody uses; the lock is held."""
+    """Write the newest checkpoint of a run and remove older ones that nobody uses; the lock is
+    held.
+    """
     for leftover in merges.glob("partial-*"):  # of a process that died
         shutil.rmtree(leftover)
     partial = merges / f"partial-{secrets.token_hex(4)}"

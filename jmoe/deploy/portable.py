@@ -1,6 +1,8 @@
-"""Greedy tokens from a folder of programs and weights, with JAX and numpy alone: python FOLDER/run.py --tokens 1,2,3.
+"""Greedy tokens from a folder of programs and weights, with JAX and numpy alone: python
+FOLDER/run.py --tokens 1,2,3.
 
-This file is copied into the folder that `python -m jmoe.deploy.lower` writes, as run.py, and imports nothing else:
+This file is copied into the folder that `python -m jmoe.deploy.lower` writes, as run.py, and
+imports nothing else:
 
     from run import PortableModel
     (answer,) = PortableModel("FOLDER").generate([[1, 2, 3]], max_new_tokens=16)
@@ -48,7 +50,11 @@ def read_plan(folder: Path) -> dict[str, Any]:
         if (size := file.stat().st_size) > MAX_PLAN_BYTES:
             raise ValueError(f"{size} bytes")
         plan = json.loads(file.read_text())
-        assert isinstance(plan, dict) and isinstance(plan["form"], str) and isinstance(plan["files"], dict)
+        assert (
+            isinstance(plan, dict)
+            and isinstance(plan["form"], str)
+            and isinstance(plan["files"], dict)
+        )
         assert all(_is_entry(name, entry) for name, entry in plan["files"].items()), "files"
         seal = plan.pop(SEAL)
     except (ValueError, KeyError, AssertionError, RecursionError) as error:
@@ -59,7 +65,9 @@ def read_plan(folder: Path) -> dict[str, Any]:
 
 
 def _is_entry(name: str, entry: Any) -> bool:
-    """Whether a plan says of a file in its folder, and in no other, how long it is and what its checksum is."""
+    """Whether a plan says of a file in its folder, and in no other, how long it is and what its
+    checksum is.
+    """
     inside = not Path(name).is_absolute() and ".." not in Path(name).parts
     kinds = isinstance(entry, dict) and {key: type(value) for key, value in entry.items()}
     return inside and kinds == {"bytes": int, "sha256": str}
@@ -78,18 +86,25 @@ def listed_files(folder: Path) -> dict[str, dict[str, Any]]:
     """Return {path: bytes and SHA-256} of all files in a folder and its folders."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {
-        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": _digest(path)} for path in files
+        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": _digest(path)}
+        for path in files
     }
 
 
-def check_files(folder: Path, files: Mapping[str, Mapping[str, Any]], *, contents: bool = True) -> None:
-    """Raise `ValueError` naming the first file that is missing, has another size or, with `contents`, is damaged."""
+def check_files(
+    folder: Path, files: Mapping[str, Mapping[str, Any]], *, contents: bool = True
+) -> None:
+    """Raise `ValueError` naming the first file that is missing, has another size or, with
+    `contents`, is damaged.
+    """
     for name, expected in files.items():
         file = folder / name
         if not file.is_file():
             raise ValueError(f"{file}: is missing; {PLAN} lists it")
         if (size := file.stat().st_size) != expected["bytes"]:
-            raise ValueError(f"{file}: is damaged: has {size} bytes, {PLAN} says {expected['bytes']}")
+            raise ValueError(
+                f"{file}: is damaged: has {size} bytes, {PLAN} says {expected['bytes']}"
+            )
     for name, expected in files.items():
         if contents and _digest(folder / name) != expected["sha256"]:
             raise ValueError(f"{folder / name}: is damaged: its SHA-256 is not the one in {PLAN}")
@@ -103,19 +118,24 @@ def _digest(file: Path) -> str:
 def _check_versions(folder: Path, plan: Mapping[str, Any]) -> None:
     """Raise `ValueError` saying which JAX is needed unless this one can run the programs, here."""
     written = plan["jax"]
-    version, oldest = written["calling_convention"], jax.export.minimum_supported_calling_convention_version
+    version = written["calling_convention"]
+    oldest = jax.export.minimum_supported_calling_convention_version
     newest = jax.export.maximum_supported_calling_convention_version
     if not oldest <= version <= newest:
-        which = f"{'a newer' if version > newest else 'an older'} JAX, such as the {written['version']} that wrote them"
+        which = (
+            f"{'a newer' if version > newest else 'an older'} JAX, such as the {written['version']}"
+            " that wrote them"
+        )
         raise ValueError(
-            f"{folder / PLAN}: the programs have calling convention {version} of jax.export, and JAX {jax.__version__} "
-            f"reads {oldest} to {newest}: they need {which}"
+            f"{folder / PLAN}: the programs have calling convention {version} of jax.export, and"
+            f" JAX {jax.__version__} reads {oldest} to {newest}: they need {which}"
         )
     backend = jax.default_backend()
     platform = "cuda" if backend == "gpu" else backend
     if platform not in plan["platforms"]:
         raise ValueError(
-            f"{folder / PLAN}: the programs run on {', '.join(plan['platforms'])}, JAX has {platform} here"
+            f"{folder / PLAN}: the programs run on {', '.join(plan['platforms'])}, JAX has"
+            f" {platform} here"
         )
 
 
@@ -152,7 +172,9 @@ class PortableModel:
             for name, array in _tensors(folder / file)
         }
         shapes = [[tuple(shape) for shape in layer] for layer in plan["caches"]]
-        self._caches = [tuple(jnp.zeros(shape, plan["cache_dtype"]) for shape in layer) for layer in shapes]
+        self._caches = [
+            tuple(jnp.zeros(shape, plan["cache_dtype"]) for shape in layer) for layer in shapes
+        ]
         self._padding = shapes[0][0][2]  # a position that means: no token
         self._programs = {name: self._compiled(folder, name) for name in plan["programs"]}
         self.max_batch: int = plan["max_batch"]
@@ -161,12 +183,16 @@ class PortableModel:
     def _compiled(self, folder: Path, name: str) -> Any:
         """Return a program, ready to run.
 
-        `Exported.serialize` would need a further package, so that the folder has StableHLO itself, and what describes
-        it is made anew here: by exporting another function of the same arguments and results.
+        `Exported.serialize` would need a further package, so that the folder has StableHLO itself,
+        and what describes it is made anew here: by exporting another function of the same arguments
+        and results.
         """
         entry, plan = self.plan["programs"][name], self.plan
         file, num_rows = folder / entry["file"], entry["rows"]
-        whole, row = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((num_rows, entry["width"]), (num_rows,)))
+        whole, row = (
+            jax.ShapeDtypeStruct(shape, jnp.int32)
+            for shape in ((num_rows, entry["width"]), (num_rows,))
+        )
         arguments = (self._weights, self._caches, whole, row, whole, row)
 
         def same_signature(weights: Any, caches: Any, *_: Any) -> Any:
@@ -188,29 +214,41 @@ class PortableModel:
                 f"{file}: JAX {jax.__version__} cannot take it, JAX {written} wrote it: {error}"
             ) from error
 
-    def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int = 16) -> list[list[int]]:
-        """Return the most likely tokens after each prompt, up to the first that ends a text or `max_seq_len`.
+    def generate(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int = 16
+    ) -> list[list[int]]:
+        """Return the most likely tokens after each prompt, up to the first that ends a text or
+        `max_seq_len`.
 
-        Raises `ValueError` for a prompt that is empty, too long or has other tokens than the vocabulary.
+        Raises `ValueError` for a prompt that is empty, too long or has other tokens than the
+        vocabulary.
         """
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens = {max_new_tokens}: must be at least 1")
         for number, prompt in enumerate(prompts):
             if not 0 < len(prompt) < self.max_seq_len:
-                raise ValueError(f"prompt {number}: has {len(prompt)} tokens: must have 1 to {self.max_seq_len - 1}")
+                raise ValueError(
+                    f"prompt {number}: has {len(prompt)} tokens: must have 1 to"
+                    f" {self.max_seq_len - 1}"
+                )
             outside = [token for token in prompt if not 0 <= token < self.plan["vocab_size"]]
             if outside:
-                raise ValueError(f"prompt {number}: token {outside[0]} must be below {self.plan['vocab_size']}")
+                raise ValueError(
+                    f"prompt {number}: token {outside[0]} must be below {self.plan['vocab_size']}"
+                )
         answers: list[list[int]] = []
         for first in range(0, len(prompts), self.max_batch):
             answers += self._together(prompts[first : first + self.max_batch], max_new_tokens)
         return answers
 
-    def logits(self, tokens_PC: np.ndarray, rows_P: np.ndarray, positions_PC: np.ndarray, at_P: np.ndarray) -> Any:
-        """Return float32 [P, V] after token `at_P` of each row, keys and values kept in the cache's rows.
+    def logits(
+        self, tokens_PC: np.ndarray, rows_P: np.ndarray, positions_PC: np.ndarray, at_P: np.ndarray
+    ) -> Any:
+        """Return float32 [P, V] after token `at_P` of each row, keys and values kept in the cache's
+        rows.
 
-        Shapes are those of the decode program, [max_batch, 1], or of the other, [1, prefill_tokens]. Tokens of
-        position S are padding.
+        Shapes are those of the decode program, [max_batch, 1], or of the other, [1,
+        prefill_tokens]. Tokens of position S are padding.
         """
         name = "decode" if tokens_PC.shape[1] == 1 and len(rows_P) == self.max_batch else "prefill"
         logits_PV, self._caches = self._programs[name](
@@ -227,7 +265,11 @@ class PortableModel:
             positions_P1 = np.full((self.max_batch, 1), self._padding, np.int32)
             for row, (prompt, answer) in enumerate(zip(prompts, answers)):
                 length = len(prompt) + len(answer)
-                if answer[-1] not in ends and len(answer) < max_new_tokens and length < self.max_seq_len:
+                if (
+                    answer[-1] not in ends
+                    and len(answer) < max_new_tokens
+                    and length < self.max_seq_len
+                ):
                     tokens_P1[row], positions_P1[row] = answer[-1], length - 1
             running = np.flatnonzero(positions_P1[:, 0] != self._padding)
             if not running.size:
@@ -241,11 +283,15 @@ class PortableModel:
         width, logits_1V = self.plan["prefill_tokens"], None
         for start in range(0, len(prompt), width):
             chunk = prompt[start : start + width]
-            tokens_1C, positions_1C = np.zeros((1, width), np.int32), np.full((1, width), self._padding, np.int32)
+            tokens_1C = np.zeros((1, width), np.int32)
+            positions_1C = np.full((1, width), self._padding, np.int32)
             tokens_1C[0, : len(chunk)] = chunk
             positions_1C[0, : len(chunk)] = np.arange(start, start + len(chunk))
             logits_1V = self.logits(
-                tokens_1C, np.array([row], np.int32), positions_1C, np.array([len(chunk) - 1], np.int32)
+                tokens_1C,
+                np.array([row], np.int32),
+                positions_1C,
+                np.array([len(chunk) - 1], np.int32),
             )
         return int(_most_likely(logits_1V, np.zeros(1, np.int32))[0])
 
@@ -261,29 +307,43 @@ def _tokenizer(folder: Path) -> Any:
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
-        raise ValueError("--prompt: needs the package tokenizers; --tokens takes token ids without it") from error
+        raise ValueError(
+            "--prompt: needs the package tokenizers; --tokens takes token ids without it"
+        ) from error
     file = folder / "tokenizer.json"
     if not file.is_file():
-        raise ValueError(f"--prompt: needs {file}, which is missing; --tokens takes token ids without it")
+        raise ValueError(
+            f"--prompt: needs {file}, which is missing; --tokens takes token ids without it"
+        )
     return Tokenizer.from_file(str(file))
 
 
 def main(folder: Path, arguments: list[str]) -> None:
     """Print the answer to a prompt: token ids, or text for text."""
-    parser = argparse.ArgumentParser(description="Continue a prompt with the model in this folder, by greedy decoding.")
+    parser = argparse.ArgumentParser(
+        description="Continue a prompt with the model in this folder, by greedy decoding."
+    )
     either = parser.add_mutually_exclusive_group(required=True)
-    either.add_argument("--tokens", help="token ids with commas between; the answer is printed so, too")
+    either.add_argument(
+        "--tokens", help="token ids with commas between; the answer is printed so, too"
+    )
     either.add_argument("--prompt", help="text; needs the package tokenizers")
     parser.add_argument("--max-new-tokens", type=int, default=16)
-    parser.add_argument("--skip-checksums", action="store_true", help="compare the files' sizes alone")
+    parser.add_argument(
+        "--skip-checksums", action="store_true", help="compare the files' sizes alone"
+    )
     options = parser.parse_args(arguments)
     tokenizer = None if options.prompt is None else _tokenizer(folder)
     try:
         tokens = (
-            [int(t) for t in options.tokens.split(",")] if tokenizer is None else tokenizer.encode(options.prompt).ids
+            [int(t) for t in options.tokens.split(",")]
+            if tokenizer is None
+            else tokenizer.encode(options.prompt).ids
         )
     except ValueError as error:
-        raise ValueError(f"--tokens = {options.tokens!r}: must be integers with commas between") from error
+        raise ValueError(
+            f"--tokens = {options.tokens!r}: must be integers with commas between"
+        ) from error
     model = PortableModel(folder, check_contents=not options.skip_checksums)
     (answer,) = model.generate([tokens], options.max_new_tokens)
     print(",".join(map(str, answer)) if tokenizer is None else tokenizer.decode(answer), flush=True)

@@ -1,9 +1,10 @@
-"""A model with fewer experts: python -m jmoe.deploy.prune MODEL --out FOLDER --experts N --text FILE.
+"""A model with fewer experts: python -m jmoe.deploy.prune MODEL --out FOLDER --experts N --text
+FILE.
 
-Each layer keeps the N experts that a text says are worth most: by REAP's score (router weight x norm of the expert's
-output, the mean over the tokens that chose it) or by how often they are chosen. The text runs through the model layer
-by layer, so that one expert is in memory at a time. The loss on a tail of the text, which nothing was chosen by, is
-said before and after.
+Each layer keeps the N experts that a text says are worth most: by REAP's score (router weight x
+norm of the expert's output, the mean over the tokens that chose it) or by how often they are
+chosen. The text runs through the model layer by layer, so that one expert is in memory at a time.
+The loss on a tail of the text, which nothing was chosen by, is said before and after.
 """
 
 import argparse
@@ -43,7 +44,9 @@ class PruneOptions:
 
 @dataclass(frozen=True)
 class Pruned:
-    """Result of pruning: held-out bits per byte and bytes of weights of the model before and after."""
+    """Result of pruning: held-out bits per byte and bytes of weights of the model before and
+    after.
+    """
 
     bits_before: float
     bits_after: float
@@ -71,7 +74,10 @@ def prune(folder: Path, out: Path, options: PruneOptions, say: Callable[[str], N
         small = cut_config(config, layers, num_experts=options.experts)
         read = MergedExperts(source, kept_Nn, scores.use) if options.merge_similar else None
         write_cut(source, out, small, layers, kept_Nn, read)
-    with LazyCheckpoint(out, "float32", "wide") as pruned, status(f"held-out loss of {options.experts} experts", say):
+    with (
+        LazyCheckpoint(out, "float32", "wide") as pruned,
+        status(f"held-out loss of {options.experts} experts", say),
+    ):
         after = text.bits_per_byte(mean_loss(pruned, text.held_out_BS))
     return Pruned(before, after, weight_bytes(folder), weight_bytes(out))
 
@@ -79,17 +85,40 @@ def prune(folder: Path, out: Path, options: PruneOptions, say: Callable[[str], N
 def main(arguments: list[str]) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m jmoe.deploy.prune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m jmoe.deploy.prune",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder, or the output folder of a run")
-    parser.add_argument("--out", required=True, type=Path, help="where the smaller model is written: no files yet")
+    parser.add_argument(
+        "model", metavar="MODEL", help="a Hugging Face folder, or the output folder of a run"
+    )
+    parser.add_argument(
+        "--out", required=True, type=Path, help="where the smaller model is written: no files yet"
+    )
     parser.add_argument("--experts", required=True, type=int, help="that each layer keeps")
-    parser.add_argument("--text", required=True, help="file, folder or glob of UTF-8 text or JSONL to measure on")
-    parser.add_argument("--score", choices=("reap", "usage"), default="reap", help="what an expert is worth")
-    parser.add_argument("--merge-similar", action="store_true", help="merge dropped experts into those they are like")
-    parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS, help="of the text, a quarter of them held out")
-    parser.add_argument("--sequence-length", type=int, default=LENGTH, help="of the windows that the text is cut into")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="of what is written; default: as stored")
+    parser.add_argument(
+        "--text", required=True, help="file, folder or glob of UTF-8 text or JSONL to measure on"
+    )
+    parser.add_argument(
+        "--score", choices=("reap", "usage"), default="reap", help="what an expert is worth"
+    )
+    parser.add_argument(
+        "--merge-similar",
+        action="store_true",
+        help="merge dropped experts into those they are like",
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, default=MAX_TOKENS, help="of the text, a quarter of them held out"
+    )
+    parser.add_argument(
+        "--sequence-length",
+        type=int,
+        default=LENGTH,
+        help="of the windows that the text is cut into",
+    )
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), help="of what is written; default: as stored"
+    )
     options = vars(parser.parse_args(arguments))
     model, out = options.pop("model"), options.pop("out")
     say = partial(print, flush=True)
@@ -98,8 +127,8 @@ def main(arguments: list[str]) -> None:
         folder = stack.enter_context(hugging_face_folder(model, say, "MODEL"))
         done = prune(folder, out, PruneOptions(**options), say)
     say(
-        f"{done.bytes_before / 1e6:,.1f} -> {done.bytes_after / 1e6:,.1f} MB of weights; held-out bits per byte "
-        f"{done.bits_before:.4f} -> {done.bits_after:.4f}; in {out}"
+        f"{done.bytes_before / 1e6:,.1f} -> {done.bytes_after / 1e6:,.1f} MB of weights; held-out"
+        f" bits per byte {done.bits_before:.4f} -> {done.bits_after:.4f}; in {out}"
     )
 
 

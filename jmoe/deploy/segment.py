@@ -1,9 +1,11 @@
-"""A model's layers and experts over unlike devices: python -m jmoe.deploy.segment MODEL --machines TOML --out FILE.
+"""A model's layers and experts over unlike devices: python -m jmoe.deploy.segment MODEL --machines
+TOML --out FILE.
 
-TOML has a table [[machines]] for each machine, in the order of the processes: devices, how many; device_bytes,
-which are free on each; bytes_per_s, that each reads of its memory. Its table [network], which may be left out, has
-inside_bytes_per_s from a device to others of its machine, and between_bytes_per_s from a whole machine to others. What
-is written is a file for --segments of jmoe.deploy.bundle and of serve.py, and may be changed by hand.
+TOML has a table [[machines]] for each machine, in the order of the processes: devices, how many;
+device_bytes, which are free on each; bytes_per_s, that each reads of its memory. Its table
+[network], which may be left out, has inside_bytes_per_s from a device to others of its machine, and
+between_bytes_per_s from a whole machine to others. What is written is a file for --segments of
+jmoe.deploy.bundle and of serve.py, and may be changed by hand.
 """
 
 import argparse
@@ -28,19 +30,25 @@ from jmoe.runtime import end_at_once_on_interrupt
 BATCH = 8  # sequences of an engine by default; as many devices need a multiple of their number
 
 
-def segment(folder: Path, machines: Path, out: Path, by: SegmentBy | None = None, **options: Any) -> SegmentPlan:
+def segment(
+    folder: Path, machines: Path, out: Path, by: SegmentBy | None = None, **options: Any
+) -> SegmentPlan:
     """Write which experts of each layer of a Hugging Face folder should be on which device.
 
-    by: experts, every layer on all devices; layers, each on one; both, each on the devices of one machine; None: what
-    has the shortest step, of one token of each sequence. options: of `EngineConfig`, as the model will be served; its
-    devices are those of the machines. Raises `ValueError` naming the machine or the option before anything is written.
+    by: experts, every layer on all devices; layers, each on one; both, each on the devices of one
+    machine; None: what has the shortest step, of one token of each sequence. options: of
+    `EngineConfig`, as the model will be served; its devices are those of the machines. Raises
+    `ValueError` naming the machine or the option before anything is written.
     """
     check(not out.exists(), "out", str(out), "must not be there yet: nothing is written over")
     check(out.parent.is_dir(), "out", str(out), f"must be in a folder, which {out.parent} is not")
     described = read_machines(machines)
     devices = sum(one.devices for one in described.machines)
     check(devices > 1, "machines", str(machines), "has one device: must have several")
-    defaults: dict[str, Any] = {"max_batch": -(-BATCH // devices) * devices, "mesh": EngineMesh(devices=devices)}
+    defaults: dict[str, Any] = {
+        "max_batch": -(-BATCH // devices) * devices,
+        "mesh": EngineMesh(devices=devices),
+    }
     engine = EngineConfig(**(defaults | options))
     with open_checkpoint(folder, engine) as checkpoint:
         engine = replace(engine, max_seq_len=checkpoint.sequence_length(engine.max_seq_len))
@@ -54,24 +62,51 @@ def segment(folder: Path, machines: Path, out: Path, by: SegmentBy | None = None
 def main(arguments: list[str]) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m jmoe.deploy.segment", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m jmoe.deploy.segment",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder, or the output folder of a run")
-    parser.add_argument("--machines", required=True, type=Path, help="what the devices are, in TOML")
-    parser.add_argument("--out", required=True, type=Path, help="the file to write, which must not be there")
-    parser.add_argument("--by", choices=get_args(SegmentBy), help="what is split; default: what has the shortest step")
-    parser.add_argument("--max-batch", type=int, help="sequences that will run at once; default: 8 or more")
-    parser.add_argument("--max-seq-len", type=int, help="tokens of one; default: 2048, or the model's positions")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="of weights and cache; default: as stored")
-    options = {name: value for name, value in vars(parser.parse_args(arguments)).items() if value is not None}
-    model, machines, out, by = (options.pop(name, None) for name in ("model", "machines", "out", "by"))
+    parser.add_argument(
+        "model", metavar="MODEL", help="a Hugging Face folder, or the output folder of a run"
+    )
+    parser.add_argument(
+        "--machines", required=True, type=Path, help="what the devices are, in TOML"
+    )
+    parser.add_argument(
+        "--out", required=True, type=Path, help="the file to write, which must not be there"
+    )
+    parser.add_argument(
+        "--by",
+        choices=get_args(SegmentBy),
+        help="what is split; default: what has the shortest step",
+    )
+    parser.add_argument(
+        "--max-batch", type=int, help="sequences that will run at once; default: 8 or more"
+    )
+    parser.add_argument(
+        "--max-seq-len", type=int, help="tokens of one; default: 2048, or the model's positions"
+    )
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), help="of weights and cache; default: as stored"
+    )
+    options = {
+        name: value
+        for name, value in vars(parser.parse_args(arguments)).items()
+        if value is not None
+    }
+    model, machines, out, by = (
+        options.pop(name, None) for name in ("model", "machines", "out", "by")
+    )
     with hugging_face_folder(model, partial(print, flush=True), "MODEL") as folder:
         plan = segment(folder, machines, out, by, **options)
     for place in plan.places:
-        print(f"{place.layers} layers with {', '.join(map(str, place.experts_N))} experts on the devices")
+        print(
+            f"{place.layers} layers with {', '.join(map(str, place.experts_N))} experts on the"
+            " devices"
+        )
     print(
-        f"{out}: by {plan.by}, {plan.device_bytes / 1e6:,.1f} MB on each device; experts of a step are read in "
-        f"{plan.read_s * 1e6:,.3g} us, its tokens sent in {plan.link_s * 1e6:,.3g}"
+        f"{out}: by {plan.by}, {plan.device_bytes / 1e6:,.1f} MB on each device; experts of a step"
+        f" are read in {plan.read_s * 1e6:,.3g} us, its tokens sent in {plan.link_s * 1e6:,.3g}"
     )
 
 

@@ -1,9 +1,10 @@
-"""Experts that are dropped merged into those that stay: each into the one that its router row is most like.
+"""Experts that are dropped merged into those that stay: each into the one that its router row is
+most like.
 
 Legend: N layers with experts, E experts, n experts that are kept, D hidden, F expert hidden.
 
-After M-SMoE (arXiv:2310.01334): hidden units are matched first, since their order is arbitrary, and the mean weighs
-each expert by its tokens.
+After M-SMoE (arXiv:2310.01334): hidden units are matched first, since their order is arbitrary, and
+the mean weighs each expert by its tokens.
 """
 
 from typing import Any
@@ -18,8 +19,11 @@ Arrays = dict[str, NDArray[Any]]
 
 
 def group_of(kernel_DE: NDArray[np.float32], kept_n: NDArray[np.int64]) -> dict[int, list[int]]:
-    """Return {kept expert: the dropped ones that are merged into it}, by the cosine of their router columns."""
-    centred = kernel_DE - kernel_DE.mean(axis=1, keepdims=True)  # what is added to all logits chooses nothing
+    """Return {kept expert: the dropped ones that are merged into it}, by the cosine of their
+    router columns.
+    """
+    # what is added to all logits chooses nothing
+    centred = kernel_DE - kernel_DE.mean(axis=1, keepdims=True)
     rows_ED = (centred / np.maximum(np.linalg.norm(centred, axis=0), 1e-20)).T
     groups: dict[int, list[int]] = {int(expert): [] for expert in kept_n}
     for expert in sorted({*range(len(rows_ED))} - groups.keys()):
@@ -30,31 +34,46 @@ def group_of(kernel_DE: NDArray[np.float32], kept_n: NDArray[np.int64]) -> dict[
 def units(expert: Arrays) -> NDArray[np.float32]:
     """Return [F, ...]: all weights of each hidden unit of an expert."""
     hidden = expert["w_down"].shape[0]
-    parts = [expert["w_up"].reshape(expert["w_up"].shape[0], -1, hidden).reshape(-1, hidden).T, expert["w_down"]]
+    parts = [
+        expert["w_up"].reshape(expert["w_up"].shape[0], -1, hidden).reshape(-1, hidden).T,
+        expert["w_down"],
+    ]
     if "b_up" in expert:
         parts.append(expert["b_up"].reshape(-1, hidden).T)
     return np.concatenate([part.astype(np.float32) for part in parts], axis=1)
 
 
 def aligned(expert: Arrays, other: Arrays) -> Arrays:
-    """Return `other` with its hidden units in the order in which they are most like those of `expert`."""
+    """Return `other` with its hidden units in the order in which they are most like those of
+    `expert`.
+    """
     _, order_F = linear_sum_assignment(units(expert) @ units(other).T, maximize=True)
     hidden = len(order_F)
     moved = dict(other) | {"w_down": other["w_down"][order_F]}
     for name in {"w_up", "b_up"} & other.keys():
         array = other[name]
-        moved[name] = array.reshape(*array.shape[:-1], -1, hidden)[..., order_F].reshape(array.shape)
+        moved[name] = array.reshape(*array.shape[:-1], -1, hidden)[..., order_F].reshape(
+            array.shape
+        )
     return moved
 
 
 class MergedExperts:
     """Reads experts that stay, each with those merged into it: `merged(name, layer, expert)`."""
 
-    def __init__(self, source: LazyCheckpoint, kept_Nn: NDArray[np.int64], use_NE: NDArray[np.int64]) -> None:
+    def __init__(
+        self, source: LazyCheckpoint, kept_Nn: NDArray[np.int64], use_NE: NDArray[np.int64]
+    ) -> None:
         self._source, self._use_NE = source, use_NE
-        kernels = next(a for path, a in source.rest_arrays().items() if path[-2:] == ("router", "kernel"))
-        self._groups = [group_of(np.asarray(k, np.float32), kept) for k, kept in zip(kernels, kept_Nn, strict=True)]
-        self._last: tuple[tuple[int, int], Arrays] | None = None  # all arrays of one are made at once
+        kernels = next(
+            a for path, a in source.rest_arrays().items() if path[-2:] == ("router", "kernel")
+        )
+        self._groups = [
+            group_of(np.asarray(k, np.float32), kept)
+            for k, kept in zip(kernels, kept_Nn, strict=True)
+        ]
+        # all arrays of one are made at once
+        self._last: tuple[tuple[int, int], Arrays] | None = None
 
     def __call__(self, name: str, layer: int, expert: int) -> NDArray[Any]:
         if self._last is None or self._last[0] != (layer, expert):

@@ -18,7 +18,14 @@ from jmoe.deploy.bundle import bundle
 from jmoe.deploy.calibration_text import text_for
 from jmoe.deploy.compress import check_sizes, compress_model
 from jmoe.deploy.cut import check_new_folder, cut_config, own_folder, weight_bytes
-from jmoe.deploy.distil import Learning, StudentOptions, begin_run, has_begun, student_config, train_arguments
+from jmoe.deploy.distil import (
+    Learning,
+    StudentOptions,
+    begin_run,
+    has_begun,
+    student_config,
+    train_arguments,
+)
 from jmoe.deploy.expert_layouts import LAYOUTS, expert_layout
 from jmoe.deploy.expert_scores import check_num_kept
 from jmoe.deploy.layerwise import mean_loss
@@ -40,8 +47,8 @@ Say = Callable[[str], None]
 class Distilling:
     """A student that learns from the model before anything else is done to it.
 
-    experts, layers: of the student; None: as many as its teacher has. run: the folder of its training, which goes on
-    where it was stopped, and stays. train: further options of train.py.
+    experts, layers: of the student; None: as many as its teacher has. run: the folder of its
+    training, which goes on where it was stopped, and stays. train: further options of train.py.
     """
 
     steps: int
@@ -57,11 +64,12 @@ class Distilling:
 
 @dataclass(frozen=True)
 class Stages:
-    """Options of the stages that a model goes through before it is bundled. None: that stage is left out.
+    """Options of the stages that a model goes through before it is bundled. None: that stage is
+    left out.
 
-    text: file, folder or glob, to learn from, to prune by and to measure on. experts: that each layer keeps. weights: a
-    format of `jmoe.deploy.compress`. machines: the file of unlike devices. by: how layers and experts are split over
-    them; None: whichever is fastest.
+    text: file, folder or glob, to learn from, to prune by and to measure on. experts: that each
+    layer keeps. weights: a format of `jmoe.deploy.compress`. machines: the file of unlike devices.
+    by: how layers and experts are split over them; None: whichever is fastest.
     """
 
     text: str | None = None
@@ -75,24 +83,42 @@ class Stages:
     sequence_length: int = LENGTH
 
     def __post_init__(self) -> None:
-        check(self.experts is None or self.text is not None, "experts", self.experts, "needs a text to prune by")
+        check(
+            self.experts is None or self.text is not None,
+            "experts",
+            self.experts,
+            "needs a text to prune by",
+        )
         learns = self.distil is None or self.text is not None
-        check(learns, "distil_steps", self.distil and self.distil.steps, "needs a text to learn from")
+        check(
+            learns, "distil_steps", self.distil and self.distil.steps, "needs a text to learn from"
+        )
         known = self.weights is None or self.weights in LAYOUTS
         check(known, "weights", self.weights, f"must be one of {', '.join(LAYOUTS)}")
         one = self.machines is None or not self.portable
-        check(one, "portable", self.portable, "must be left out with machines: its programs are for one device")
-        check(self.by is None or self.machines is not None, "by", self.by, "needs machines to segment the model over")
+        check(
+            one,
+            "portable",
+            self.portable,
+            "must be left out with machines: its programs are for one device",
+        )
+        check(
+            self.by is None or self.machines is not None,
+            "by",
+            self.by,
+            "needs machines to segment the model over",
+        )
         if self.machines is not None:
             read_machines(self.machines)
 
 
 @dataclass(frozen=True)
 class StageResult:
-    """A model after a stage: its bytes, and bits per byte of the held-out text where that was measured.
+    """A model after a stage: its bytes, and bits per byte of the held-out text where that was
+    measured.
 
-    num_bytes: of its weights; of a segmented model on the device that has most; of what was lowered or bundled of all
-    its files.
+    num_bytes: of its weights; of a segmented model on the device that has most; of what was lowered
+    or bundled of all its files.
     """
 
     stage: str
@@ -104,11 +130,14 @@ class StageResult:
         return f"{self.stage:26}{self.num_bytes / 1e6:12,.1f} MB{bits}"
 
 
-def deploy(folder: Path, out: Path, stages: Stages, engine: EngineConfig, say: Say) -> list[StageResult]:
-    """Take the model in a Hugging Face folder through the stages; return what it was like after each.
+def deploy(
+    folder: Path, out: Path, stages: Stages, engine: EngineConfig, say: Say
+) -> list[StageResult]:
+    """Take the model in a Hugging Face folder through the stages; return what it was like after
+    each.
 
-    engine: what the bundle is for; its devices are those of the machines, if there are any. Raises `ValueError` naming
-    the option, most of them before anything is computed.
+    engine: what the bundle is for; its devices are those of the machines, if there are any. Raises
+    `ValueError` naming the option, most of them before anything is computed.
     """
     check_new_folder(out)
     _check_stages(folder, out, stages, engine)
@@ -116,31 +145,46 @@ def deploy(folder: Path, out: Path, stages: Stages, engine: EngineConfig, say: S
         results = [StageResult("merged", weight_bytes(folder), _bits(folder, stages, say))]
         if stages.distil is not None:
             folder = _distilled(folder, between / "distilled", stages, stages.distil, say)
-            results.append(StageResult("distilled", weight_bytes(folder), _bits(folder, stages, say)))
+            results.append(
+                StageResult("distilled", weight_bytes(folder), _bits(folder, stages, say))
+            )
         if stages.experts is not None and stages.text is not None:
             options = PruneOptions(
-                stages.experts, stages.text, max_tokens=stages.max_tokens, sequence_length=stages.sequence_length
+                stages.experts,
+                stages.text,
+                max_tokens=stages.max_tokens,
+                sequence_length=stages.sequence_length,
             )
             source, folder = folder, between / "pruned"
             pruned = prune(source, folder, options, say)
-            results.append(StageResult(f"{stages.experts} experts", pruned.bytes_after, pruned.bits_after))
+            results.append(
+                StageResult(f"{stages.experts} experts", pruned.bytes_after, pruned.bits_after)
+            )
         if stages.weights is not None:
             source, folder = folder, between / "compressed"
             with status(f"compressing experts to {stages.weights}", say):
                 compress_model(source, folder, stages.weights)
-            results.append(StageResult(stages.weights, weight_bytes(folder), _bits(folder, stages, say)))
+            results.append(
+                StageResult(stages.weights, weight_bytes(folder), _bits(folder, stages, say))
+            )
         if stages.machines is not None:
             engine, device_bytes = _on_machines(folder, between / "segments.json", stages, engine)
             results.append(StageResult(f"segmented, each of {engine.mesh.devices}", device_bytes))
         make = lower if stages.portable else bundle
         make(folder, out, engine, say)
         num_bytes = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
-        results.append(StageResult("lowered, all files" if stages.portable else "bundled, all files", num_bytes))
+        results.append(
+            StageResult(
+                "lowered, all files" if stages.portable else "bundled, all files", num_bytes
+            )
+        )
     return results
 
 
 def _check_stages(folder: Path, out: Path, stages: Stages, engine: EngineConfig) -> None:
-    """Raise `ValueError` naming the first option that the model cannot be taken through; nothing is computed."""
+    """Raise `ValueError` naming the first option that the model cannot be taken through; nothing
+    is computed.
+    """
     with open_checkpoint(folder, engine) as checkpoint:
         config, fields = checkpoint.config, checkpoint.fields
         checkpoint.sequence_length(engine.max_seq_len)
@@ -150,7 +194,12 @@ def _check_stages(folder: Path, out: Path, stages: Stages, engine: EngineConfig)
         config, _ = student_config(config, fields, student)
         places = [place.expanduser().resolve() for place in (stages.distil.run, out)]
         apart = not any(one.is_relative_to(other) for one, other in (places, places[::-1]))
-        check(apart, "distil_run", str(stages.distil.run), f"must not lie in out = {str(out)!r}, nor that in it")
+        check(
+            apart,
+            "distil_run",
+            str(stages.distil.run),
+            f"must not lie in out = {str(out)!r}, nor that in it",
+        )
         has_begun(stages.distil.run, config, "distil_run")
         parse_train(_train_arguments(stages.distil, student, folder), PRESETS)
     if stages.experts is not None:
@@ -163,7 +212,11 @@ def _check_stages(folder: Path, out: Path, stages: Stages, engine: EngineConfig)
         devices, here = _devices(stages.machines), jax.device_count()
         check(devices > 1, "machines", str(stages.machines), "has one device: must have several")
         constraint = f"has {devices} devices: must have at most the {here} of this process"
-        hint = f"; JAX_NUM_CPU_DEVICES={devices} makes as many of a CPU" if jax.default_backend() == "cpu" else ""
+        hint = (
+            f"; JAX_NUM_CPU_DEVICES={devices} makes as many of a CPU"
+            if jax.default_backend() == "cpu"
+            else ""
+        )
         check(devices <= here, "machines", str(stages.machines), constraint + hint)
 
 
@@ -189,20 +242,26 @@ def _train_arguments(distil: Distilling, student: StudentOptions, teacher: Path)
 
 
 def _distilled(folder: Path, out: Path, stages: Stages, distil: Distilling, say: Say) -> Path:
-    """Train a student of the model in a folder by train.py; return the folder that its newest checkpoint is written to.
+    """Train a student of the model in a folder by train.py; return the folder that its newest
+    checkpoint is written to.
 
     Raises `ValueError` where the training ends early.
     """
     with LazyCheckpoint(folder) as checkpoint:
         student = _student_options(checkpoint.config, stages, distil)
     begin_run(folder, distil.run, student, say)
-    command = [sys.executable, "-m", "jmoe.commands.train", *_train_arguments(distil, student, folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "jmoe.commands.train",
+        *_train_arguments(distil, student, folder),
+    ]
     code = subprocess.run(command, check=False).returncode
     step = 0 if code else merge_run(distil.run, out)
     if step != distil.steps:
         raise ValueError(
-            f"distil_steps = {distil.steps}: the training in {distil.run} ended with exit status {code} after step "
-            f"{step}; the same command goes on with it"
+            f"distil_steps = {distil.steps}: the training in {distil.run} ended with exit status"
+            f" {code} after step {step}; the same command goes on with it"
         )
     return out
 
@@ -211,20 +270,31 @@ def _bits(folder: Path, stages: Stages, say: Say) -> float | None:
     """Return the loss on the held-out text; None without one."""
     if stages.text is None:
         return None
-    with LazyCheckpoint(folder, "float32", "wide") as checkpoint, status(f"held-out loss of {folder.name}", say):
+    with (
+        LazyCheckpoint(folder, "float32", "wide") as checkpoint,
+        status(f"held-out loss of {folder.name}", say),
+    ):
         text = text_for(checkpoint, stages.text, stages.sequence_length, stages.max_tokens)
         return text.bits_per_byte(mean_loss(checkpoint, text.held_out_BS))
 
 
-def _on_machines(folder: Path, segments: Path, stages: Stages, engine: EngineConfig) -> tuple[EngineConfig, int]:
-    """Return the engine on these devices, with experts where `segment` says, and the bytes of weights on each."""
+def _on_machines(
+    folder: Path, segments: Path, stages: Stages, engine: EngineConfig
+) -> tuple[EngineConfig, int]:
+    """Return the engine on these devices, with experts where `segment` says, and the bytes of
+    weights on each.
+    """
     assert stages.machines is not None
     devices = _devices(stages.machines)
     changes: dict[str, Any] = {"mesh": EngineMesh(devices=devices)}
     if engine.max_batch % devices:  # each device has as many rows of the cache
         changes["max_batch"] = -(-engine.max_batch // devices) * devices
     engine = replace(engine, **changes)
-    sizes = {"max_batch": engine.max_batch, "max_seq_len": engine.max_seq_len, "dtype": engine.dtype}
+    sizes = {
+        "max_batch": engine.max_batch,
+        "max_seq_len": engine.max_seq_len,
+        "dtype": engine.dtype,
+    }
     plan = segment(folder, stages.machines, segments, stages.by, **sizes)
     placed = replace(engine, mesh=EngineMesh(devices=devices, segments=str(segments)))
     return placed, plan.device_bytes

@@ -1,11 +1,12 @@
-"""Asynchronous scheduling: a decoding step begun before the host has read the tokens of the one before.
+"""Asynchronous scheduling: a decoding step begun before the host has read the tokens of the one
+before.
 
 Legend: P rows of a decoding step, B drawn tokens (P or `max_batch`), V vocabulary.
 
-The device has the tokens, and the next step's programs need nothing else. So it computes while the host reads, decides
-who goes on, and hands the tokens out. A sequence that ends with a token has a row in the step already begun: the row
-is lost, the others are kept unless fewer rows would do. What it wrote into the cache lies behind all that is counted as
-computed.
+The device has the tokens, and the next step's programs need nothing else. So it computes while the
+host reads, decides who goes on, and hands the tokens out. A sequence that ends with a token has a
+row in the step already begun: the row is lost, the others are kept unless fewer rows would do. What
+it wrote into the cache lies behind all that is counted as computed.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from jmoe.inference.scheduler import Chunk, ChunkGroup
 from jmoe.inference.sequence import Sequence
 
 NOWHERE = 2**30  # a row that no cache has
-IDLE = Chunk(Sequence([0], SamplingParams(temperature=0.0)), NOWHERE, 0, [0])  # of a row that nobody waits for
+# of a row that nobody waits for
+IDLE = Chunk(Sequence([0], SamplingParams(temperature=0.0)), NOWHERE, 0, [0])
 
 
 @partial(jax.jit, static_argnums=1)
@@ -32,7 +34,9 @@ def _first(tokens_B: jax.Array, num_rows: int) -> jax.Array:
 
 
 class StepOutcome(NamedTuple):
-    """A decoding group in the rows of the step that was begun for it, with idle ones between, and what it gave."""
+    """A decoding group in the rows of the step that was begun for it, with idle ones between,
+    and what it gave.
+    """
 
     group: ChunkGroup
     output: BatchOutput
@@ -40,14 +44,19 @@ class StepOutcome(NamedTuple):
 
 @dataclass(frozen=True)
 class StepAhead:
-    """A decoding step under way. places: by sequence its row in the programs, and its column of the cache."""
+    """A decoding step under way. places: by sequence its row in the programs, and its column of
+    the cache.
+    """
 
     places: dict[Sequence, tuple[int, int]]
     output: BatchOutput  # with logits
 
     @classmethod
-    def begin(cls, runner: ModelRunner, group: ChunkGroup, tokens_B: jax.Array, going_on: set[Sequence]) -> StepAhead:
-        """Run the tokens that were just drawn, one of each row of a decoding group; the host need not know them.
+    def begin(
+        cls, runner: ModelRunner, group: ChunkGroup, tokens_B: jax.Array, going_on: set[Sequence]
+    ) -> StepAhead:
+        """Run the tokens that were just drawn, one of each row of a decoding group; the host need
+        not know them.
 
         going_on: the sequences of the group that will not surely end with these tokens.
         """
@@ -64,7 +73,9 @@ class StepAhead:
         return cls(places, output._replace(logits_PV=logits_PV))
 
     def take(self, group: ChunkGroup) -> StepOutcome | None:
-        """Return what this step gave for a decoding group; None if it does not run all its chunks, in as many rows."""
+        """Return what this step gave for a decoding group; None if it does not run all its
+        chunks, in as many rows.
+        """
         num_rows = self.output.x_PCD.shape[0]
         if group.num_rows != num_rows:  # other programs: sums may be of another order
             return None

@@ -1,4 +1,5 @@
-"""How fast this machine computes a model's layers and moves its experts, measured before the first request.
+"""How fast this machine computes a model's layers and moves its experts, measured before the first
+request.
 
 Legend: E experts of a layer, P rows of a step, C tokens a row, D hidden.
 """
@@ -33,9 +34,13 @@ MAX_RUNS = 3
 
 
 class _Filled(Residency):
-    """Any layer's experts are what the first slots hold: as much to compute, and nothing to wait for."""
+    """Any layer's experts are what the first slots hold: as much to compute, and nothing to wait
+    for.
+    """
 
-    def __init__(self, slots: ExpertSlots, index: ExpertIndex, num_filled: int, streams: bool) -> None:
+    def __init__(
+        self, slots: ExpertSlots, index: ExpertIndex, num_filled: int, streams: bool
+    ) -> None:
         super().__init__(slots, index)
         self._num_filled, self.streams = num_filled, streams
 
@@ -58,9 +63,11 @@ def calibrate(
     prefill_tokens: int,
     position: int,
 ) -> Calibration:
-    """Time decode steps of 1 and of `max_batch` tokens at `position`, and of a prompt's first `prefill_tokens`.
+    """Time decode steps of 1 and of `max_batch` tokens at `position`, and of a prompt's first
+    `prefill_tokens`.
 
-    All shapes must be compiled. The rows of the cache are written to; what is in them must not be needed. Tokens are
+    All shapes must be compiled. The rows of the cache are written to; what is in them must not be
+    needed. Tokens are
     random: routers choose as they choose, experts are real ones.
     """
     residency, layers = runner.residency, runner.config.num_moe_layers
@@ -72,13 +79,19 @@ def calibrate(
         runner.forward([runner.tokens(ChunkGroup((), 1, 1))])  # of padding: it needs no expert
         calibration = replace(calibration, sync_s=(runner.readback_s - before_s) / layers)
         if isinstance(residency, HybridExperts):
-            rate = residency.host.bytes_per_s(runner.config.num_experts_per_tok, runner.config.hidden_act)
+            rate = residency.host.bytes_per_s(
+                runner.config.num_experts_per_tok, runner.config.hidden_act
+            )
             calibration = replace(calibration, host_bytes_per_s=rate)
     filled = _Filled(residency.slots, residency.index, num_filled, residency.streams)
     if runner.asks_nothing:
         filled.tables_NE = np.stack([filled.acquire(layer, None) for layer in range(layers)])
     runner.residency = filled
-    tokens = np.random.default_rng(0).integers(0, runner.config.vocab_size, max(max_batch, prefill_tokens)).tolist()
+    tokens = (
+        np.random.default_rng(0)
+        .integers(0, runner.config.vocab_size, max(max_batch, prefill_tokens))
+        .tolist()
+    )
     sequence = Sequence(tokens)
     decode = tuple(Chunk(sequence, row, position, [tokens[row]]) for row in range(max_batch))
     prefill = Chunk(sequence, 0, 0, tokens[:prefill_tokens])
@@ -96,7 +109,9 @@ def calibrate(
         calibration,
         step_tokens=tuple(steps),
         layer_s=tuple(by_tokens[n] / layers for n in steps),
-        rest_s=_median_s(lambda: sampler.greedy(runner.logits(output, np.zeros(max_batch, np.int32)))),
+        rest_s=_median_s(
+            lambda: sampler.greedy(runner.logits(output, np.zeros(max_batch, np.int32)))
+        ),
     )
 
 
@@ -108,7 +123,9 @@ def _layers_s(runner: ModelRunner, batch: TokenBatch) -> float:
         return forward_s
     alone, at_P = output._replace(logits_PV=None), np.zeros(len(batch.rows_P), np.int32)
     jax.block_until_ready(runner.logits(alone, at_P))  # to compile it
-    return max(0.0, forward_s - _median_s(lambda: jax.block_until_ready(runner.logits(alone, at_P))))
+    return max(
+        0.0, forward_s - _median_s(lambda: jax.block_until_ready(runner.logits(alone, at_P)))
+    )
 
 
 def _median_s(run: Callable[[], object]) -> float:
@@ -123,9 +140,14 @@ def _median_s(run: Callable[[], object]) -> float:
 def _copies(store: TieredStore, slots: ExpertSlots, num_experts: int) -> tuple[int, Calibration]:
     """Return (slots filled, bandwidths) of copying experts as a step copies them.
 
-    The first copies read NVMe, and find memory that the system has not yet given; the bandwidth is that of later ones.
+    The first copies read NVMe, and find memory that the system has not yet given; the bandwidth is
+    that of later ones.
     """
-    wanted = min(max(num_experts, -(-COPY_BYTES // store.layout.data_bytes)), slots.num_slots, store.num_records)
+    wanted = min(
+        max(num_experts, -(-COPY_BYTES // store.layout.data_bytes)),
+        slots.num_slots,
+        store.num_records,
+    )
     num_filled, begun, empty = 0, time.perf_counter(), store.stats()
     with ThreadPoolExecutor(COPY_THREADS) as threads:
 
@@ -133,7 +155,9 @@ def _copies(store: TieredStore, slots: ExpertSlots, num_experts: int) -> tuple[i
             store.prefetch(np.arange(first, end))
             list(threads.map(lambda i: copy_record(store, i, slots, i), range(first, end)))
 
-        while num_filled < num_experts or (num_filled < wanted and time.perf_counter() - begun < FILL_S):
+        while num_filled < num_experts or (
+            num_filled < wanted and time.perf_counter() - begun < FILL_S
+        ):
             filled = min(num_filled + num_experts, wanted)
             copy(num_filled, filled)
             num_filled = filled

@@ -8,23 +8,27 @@ from functools import lru_cache
 
 from tokenizers import Tokenizer
 
-REPLACEMENT = "\ufffd"  # what decoders make of bytes that are not UTF-8, also of a character not yet complete
+# what decoders make of bytes that are not UTF-8, also of a character not yet complete
+REPLACEMENT = "\ufffd"
 # Prompt tokens that the first text is decoded behind: decoders strip the first space of a text.
 CONTEXT_TOKENS = 5
-# So many tokens without a complete character at their end are no character: one has at most 4 bytes.
+# So many tokens without a complete character at their end are no character: one has at most 4
+# bytes.
 MAX_PENDING_TOKENS = 16
 
 
 class TextStream:
-    """The text after a prompt, piece by piece: what `push` and at last `flush` return, joined, is all of it.
+    """The text after a prompt, piece by piece: what `push` and at last `flush` return, joined, is
+    all of it.
 
-    Text that may still change is held back: a character of which bytes are missing, and an end that could be the
-    beginning of a stop string. At a stop string the text ends, right before it; `matched_stop` is that string, and
-    further tokens are ignored. Of several it is the one that is complete first, then the longest, so the text does
-    not depend on how it is cut into tokens. The text of the first `min_new_tokens` tokens is not searched.
+    Text that may still change is held back: a character of which bytes are missing, and an end that
+    could be the beginning of a stop string. At a stop string the text ends, right before it;
+    `matched_stop` is that string, and further tokens are ignored. Of several it is the one that is
+    complete first, then the longest, so the text does not depend on how it is cut into tokens. The
+    text of the first `min_new_tokens` tokens is not searched.
 
-    (`tokenizers.decoders.DecodeStream` cannot be flushed, waits without limit for bytes that never become a character,
-    and raises an error where a run of byte tokens turns out not to be text.)
+    (`tokenizers.decoders.DecodeStream` cannot be flushed, waits without limit for bytes that never
+    become a character, and raises an error where a run of byte tokens turns out not to be text.)
     """
 
     def __init__(
@@ -56,7 +60,9 @@ class TextStream:
         return text
 
     def flush(self) -> str:
-        """Return the rest of the text: the request has ended. An incomplete character becomes U+FFFD."""
+        """Return the rest of the text: the request has ended. An incomplete character becomes
+        U+FFFD.
+        """
         if self.matched_stop is not None:
             return ""
         text = self._search(self._release(len(self._pending)))
@@ -69,12 +75,15 @@ class TextStream:
         if not text.endswith(REPLACEMENT) and text != self._context_text:
             return self._release(len(self._pending))
         if len(self._pending) >= MAX_PENDING_TOKENS:
-            # A character that the last 3 tokens can still complete begins in them: 4 bytes would be complete.
+            # A character that the last 3 tokens can still complete begins in them: 4 bytes would be
+            # complete.
             return self._release(len(self._pending) - 3)
         return ""
 
     def _release(self, count: int) -> str:
-        """Return text of the first `count` pending tokens, which become the context of the others."""
+        """Return text of the first `count` pending tokens, which become the context of the
+        others.
+        """
         released, self._pending = self._pending[:count], self._pending[count:]
         text = self._decode(self._context + released)
         if text.startswith(self._context_text):
@@ -85,7 +94,9 @@ class TextStream:
         return text
 
     def _search(self, text: str) -> str:
-        """Return what can go out of held text and `text`, up to a stop string or the possible beginning of one."""
+        """Return what can go out of held text and `text`, up to a stop string or the possible
+        beginning of one.
+        """
         if self._num_tokens <= self._min_new_tokens:
             return text
         text, begin = self._held + text, len(self._held)
@@ -103,7 +114,8 @@ class TextStream:
 class _State:
     """The longest end of a text that a stop string begins with.
 
-    match: the longest stop string that the text ends with. shorter: the next shorter such end; None: of the empty one.
+    match: the longest stop string that the text ends with. shorter: the next shorter such end;
+    None: of the empty one.
     """
 
     depth: int = 0
@@ -122,9 +134,11 @@ class _State:
 
 @lru_cache(maxsize=64)
 def _automaton(stop: tuple[str, ...]) -> _State:
-    """Build Aho and Corasick's automaton: what a character costs does not grow with the number of strings.
+    """Build Aho and Corasick's automaton: what a character costs does not grow with the number of
+    strings.
 
-    The libraries that have one search whole texts; here a text goes on, and its end may be the beginning of a string.
+    The libraries that have one search whole texts; here a text goes on, and its end may be the
+    beginning of a string.
     """
     root = _State()
     for string in stop:

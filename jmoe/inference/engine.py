@@ -1,4 +1,5 @@
-"""The inference engine: requests in, tokens out, with continuous batching and experts that need not fit the device.
+"""The inference engine: requests in, tokens out, with continuous batching and experts that need not
+fit the device.
 
 Legend: P rows of a step, C tokens a row, V vocabulary, D hidden.
 """
@@ -44,8 +45,8 @@ NO_NUMBERS = "the model's logits are not finite, so no token can be drawn"
 class Engine(Closing):
     """Serves requests with one model. Not thread-safe.
 
-        engine = Engine(folder, EngineConfig(max_batch=8, max_seq_len=2048, policy="ring", ring_slots=4))
-        completions = engine.generate(["def f("], max_new_tokens=32)
+        engine = Engine(folder, EngineConfig(max_batch=8, max_seq_len=2048, policy="ring",
+        ring_slots=4)) completions = engine.generate(["def f("], max_new_tokens=32)
 
     or `add_request`, then `step` while `has_unfinished`.
     """
@@ -61,14 +62,18 @@ class Engine(Closing):
     ) -> None:
         """Load the Hugging Face checkpoint in a folder.
 
-        A program is compiled when a step first needs it; `compile_for_service` compiles all of them beforehand.
+        A program is compiled when a step first needs it; `compile_for_service` compiles all of them
+        beforehand.
 
-        leader: of the other processes, where this one is the first of several; each of those follows with the runner
-        of a `LoadedModel` of the same folder and options. bandwidth_limit_bytes_per_s: of the tiers "nvme" and "host",
-        for measurements. say: gets a line for each thing that takes long. Raises `ValueError` naming the field, value
-        and constraint, before weights are read.
+        leader: of the other processes, where this one is the first of several; each of those
+        follows with the runner of a `LoadedModel` of the same folder and options.
+        bandwidth_limit_bytes_per_s: of the tiers "nvme" and "host", for measurements. say: gets a
+        line for each thing that takes long. Raises `ValueError` naming the field, value and
+        constraint, before weights are read.
         """
-        self._model = model = LoadedModel(folder, config or EngineConfig(), bandwidth_limit_bytes_per_s, say)
+        self._model = model = LoadedModel(
+            folder, config or EngineConfig(), bandwidth_limit_bytes_per_s, say
+        )
         options, memory, on_mesh = model.options, model.memory, model.on_mesh
         self._scheduler, self._store, self._runner = model.scheduler, model.store, model.runner
         self.residency: ExpertPlaces = self._runner.residency
@@ -86,9 +91,12 @@ class Engine(Closing):
         self._collector = StatsCollector(self._runner, self._store, StreamingPlan(memory), placer)
         if on_mesh is not None and options.mesh.placement != "even":
             on_mesh.set_costs(*on_mesh.measure_costs())
-        if model.on_one is not None and memory.policy == "auto":  # a step may have its experts in several ways
+        # a step may have its experts in several ways
+        if model.on_one is not None and memory.policy == "auto":
             prefill_tokens = self._scheduler.prefill_widths[-1]
-            with status("compiling and measuring how fast this machine runs steps", say, timed=True):
+            with status(
+                "compiling and measuring how fast this machine runs steps", say, timed=True
+            ):
                 for shape in {(1, 1), (self.max_batch, 1), (1, prefill_tokens)}:
                     self._compile(*shape)
                 calibration = calibrate(
@@ -97,7 +105,8 @@ class Engine(Closing):
                     self._sampler,
                     max_batch=self.max_batch,
                     prefill_tokens=prefill_tokens,
-                    position=min(self.max_seq_len, DEFAULT_MAX_SEQ_LEN) // 2,  # what most sequences are about
+                    # what most sequences are about
+                    position=min(self.max_seq_len, DEFAULT_MAX_SEQ_LEN) // 2,
                 )
             self._collector.plan = replace(self.plan, calibration=calibration)
         self._log_plan()
@@ -106,12 +115,19 @@ class Engine(Closing):
     # Requests
 
     def add_request(
-        self, prompt: str | Iterable[int], sampling: SamplingParams | None = None, constraint: Constraint | None = None
+        self,
+        prompt: str | Iterable[int],
+        sampling: SamplingParams | None = None,
+        constraint: Constraint | None = None,
     ) -> Sequence:
-        """Queue a request. prompt: text, or token ids. constraint: of its output, used by it alone."""
+        """Queue a request. prompt: text, or token ids. constraint: of its output, used by it
+        alone.
+        """
         if isinstance(prompt, str):
             if self.tokenizer is None:
-                raise ValueError("prompt: is text, but the checkpoint has no tokenizer.json; give token ids")
+                raise ValueError(
+                    "prompt: is text, but the checkpoint has no tokenizer.json; give token ids"
+                )
             token_ids = self.tokenizer.encode(prompt).ids
         else:
             token_ids = [int(token) for token in prompt]
@@ -125,7 +141,10 @@ class Engine(Closing):
         sampling = sequence.sampling
         self.check_request(sequence.prompt_token_ids, sampling)
         if self.tokenizer is not None:
-            limits: dict[str, Any] = {"stop": sampling.stop, "min_new_tokens": sampling.min_new_tokens}
+            limits: dict[str, Any] = {
+                "stop": sampling.stop,
+                "min_new_tokens": sampling.min_new_tokens,
+            }
             prompt, harmony = sequence.prompt_token_ids, sequence.harmony
             sequence.text = (
                 TextStream(self.tokenizer, prompt, **limits)
@@ -139,9 +158,19 @@ class Engine(Closing):
         sampling.check_vocabulary(self.config.vocab_size)
         for token in prompt_token_ids:
             inside = 0 <= token < self.config.vocab_size
-            check(inside, "a token of prompt", token, f"must be at least 0 and below {self.config.vocab_size}")
+            check(
+                inside,
+                "a token of prompt",
+                token,
+                f"must be at least 0 and below {self.config.vocab_size}",
+            )
         self._scheduler.check_prompt(prompt_token_ids)
-        check(not sampling.stop or self.tokenizer is not None, "stop", sampling.stop, "needs a tokenizer.json")
+        check(
+            not sampling.stop or self.tokenizer is not None,
+            "stop",
+            sampling.stop,
+            "needs a tokenizer.json",
+        )
 
     def abort(self, sequence: Sequence) -> None:
         """End a request; nothing happens if it has ended."""
@@ -153,9 +182,13 @@ class Engine(Closing):
         return self._scheduler.has_unfinished
 
     def generate(
-        self, prompts: Iterable[str | Iterable[int]], sampling: SamplingParams | None = None, **fields: Any
+        self,
+        prompts: Iterable[str | Iterable[int]],
+        sampling: SamplingParams | None = None,
+        **fields: Any,
     ) -> list[Completion]:
-        """Run prompts to their end. fields: of `SamplingParams`, e.g. max_new_tokens=32, temperature=0.8.
+        """Run prompts to their end. fields: of `SamplingParams`, e.g. max_new_tokens=32,
+        temperature=0.8.
 
         Raises `FloatingPointError` naming the prompt where the model's logits are not finite.
         """
@@ -169,7 +202,9 @@ class Engine(Closing):
                     if output.finish_reason == "error":
                         for other in sequences:
                             self.abort(other)
-                        raise FloatingPointError(f"prompt {sequences.index(output.sequence)}: {NO_NUMBERS}")
+                        raise FloatingPointError(
+                            f"prompt {sequences.index(output.sequence)}: {NO_NUMBERS}"
+                        )
         return [Completion.join(*pair) for pair in outputs.items()]
 
     def step(self) -> list[Output]:
@@ -198,14 +233,19 @@ class Engine(Closing):
         self.residency.begin_step(whole_layers=policy == "ring", on_host=policy == "hybrid")
         draws = self._run(plan, groups)
         sampled = plan.sampled
-        for sequence in sampled:  # one whose logits are no numbers ends; the others are not concerned
+        # one whose logits are no numbers ends; the others are not concerned
+        for sequence in sampled:
             if draws[sequence].token == NOT_FINITE or not sequence.is_finite:
-                log.error("a request of %d prompt tokens: %s", len(sequence.prompt_token_ids), NO_NUMBERS)
+                log.error(
+                    "a request of %d prompt tokens: %s", len(sequence.prompt_token_ids), NO_NUMBERS
+                )
                 self._scheduler.finish(sequence, "error")
         self._scheduler.update(plan, [draws[sequence].token for sequence in sampled])
         outputs = [self._output(sequence, draws[sequence]) for sequence in sampled]
         self._drop_unwanted()
-        self._collector.note_step("prefill" if plan.prefill else "decode", num_tokens, time.perf_counter() - begun)
+        self._collector.note_step(
+            "prefill" if plan.prefill else "decode", num_tokens, time.perf_counter() - begun
+        )
         if self.plan.memory.policy == "auto":
             routing = self._collector.routing_stats(self.max_batch)
             if routing is not None:
@@ -216,7 +256,9 @@ class Engine(Closing):
         return outputs
 
     def compile_for_service(self) -> None:
-        """Compile every program that a request may need, so that none holds up the others when it comes."""
+        """Compile every program that a request may need, so that none holds up the others when
+        it comes.
+        """
         decode_shapes = [(size, 1) for size in self._scheduler.decode_buckets]
         prefill_shapes = self._scheduler.prefill_shapes
         shapes = dict.fromkeys([*decode_shapes, *prefill_shapes])
@@ -241,7 +283,9 @@ class Engine(Closing):
         return self._collector.plan
 
     def scheduler_stats(self) -> SchedulerStats:
-        """Return how many requests run and wait, and the tokens they hold and did not have to compute."""
+        """Return how many requests run and wait, and the tokens they hold and did not have to
+        compute.
+        """
         return self._scheduler.stats()
 
     def reset_stats(self) -> None:
@@ -249,20 +293,33 @@ class Engine(Closing):
         self._collector.reset()
 
     def expert_use(self) -> np.ndarray:
-        """Return int64 [layers with experts, experts]: tokens that each got in the last steps; reads the device now."""
+        """Return int64 [layers with experts, experts]: tokens that each got in the last steps;
+        reads the device now.
+        """
         return self._runner.expert_use()
 
     def last_choices(self) -> list[np.ndarray]:
-        """Return int32 [tokens, choices] of each layer with experts: what the last step's tokens chose, E for none."""
+        """Return int32 [tokens, choices] of each layer with experts: what the last step's tokens
+        chose, E for none.
+        """
         return self._runner.last_choices()
 
     def close(self) -> None:
         """Stop the threads that copy experts; log what was predicted beside what was measured."""
         if self.plan.calibration is not None:
-            for name, phase in (("prefill", (stats := self.stats()).prefill), ("decode", stats.decode)):
+            for name, phase in (
+                ("prefill", (stats := self.stats()).prefill),
+                ("decode", stats.decode),
+            ):
                 if phase.steps and phase.predicted_step_s is not None:
                     predicted, measured = phase.predicted_step_s * 1e3, phase.step_s * 1e3
-                    log.info("%s: %.1f ms a step, predicted %.1f (%s)", name, measured, predicted, phase.policy)
+                    log.info(
+                        "%s: %.1f ms a step, predicted %.1f (%s)",
+                        name,
+                        measured,
+                        predicted,
+                        phase.policy,
+                    )
         self._ahead = None
         self._model.close()
 
@@ -294,9 +351,12 @@ class Engine(Closing):
             self._ahead = None
 
     def _run(self, plan: StepPlan, groups: list[ChunkGroup]) -> dict[Sequence, Draw]:
-        """Run the groups of a plan, and begin the next step before its tokens are read, where that can be."""
+        """Run the groups of a plan, and begin the next step before its tokens are read, where
+        that can be.
+        """
         ahead, self._ahead = self._ahead, None
-        begun = ahead.take(groups[0]) if ahead is not None and plan.decode else None  # None: it is computed again
+        # None: it is computed again
+        begun = ahead.take(groups[0]) if ahead is not None and plan.decode else None
         if begun is None:
             batches = [self._runner.tokens(group) for group in groups]
         else:
@@ -308,21 +368,31 @@ class Engine(Closing):
         runner = self._model.on_one
         if runner is not None and not plan.prefill and runner.can_run_ahead(groups[0].num_rows):
             going_on = {c.sequence for c in plan.decode if self._scheduler.may_go_on(c.sequence)}
-            if going_on and bucket(len(going_on), self._scheduler.decode_buckets) == groups[0].num_rows:
+            if (
+                going_on
+                and bucket(len(going_on), self._scheduler.decode_buckets) == groups[0].num_rows
+            ):
                 tokens_B = drawing[0][1].tokens_B
                 tokens_B.copy_to_host_async()
                 self._ahead = StepAhead.begin(runner, groups[0], tokens_B, going_on)
-        return {c.sequence: draw for last, draws in drawing for c, draw in zip(last, draws.read(), strict=True)}
+        return {
+            c.sequence: draw
+            for last, draws in drawing
+            for c, draw in zip(last, draws.read(), strict=True)
+        }
 
     def _draw(self, group: ChunkGroup, output: Any) -> list[tuple[list[Chunk], Draws]]:
-        """Draw a token for every sequence of a group that gets one; keep log-probabilities of prompts.
+        """Draw a token for every sequence of a group that gets one; keep log-probabilities of
+        prompts.
 
         Returns the chunks that get a token, and these; nothing for none.
         """
         for row, chunk in enumerate(group.chunks):
             sequence = chunk.sequence
             if sequence.status == "prefill" and sequence.sampling.prompt_logprobs is not None:
-                logprobs = self._sampler.prompt_logprobs(chunk, self._runner.all_logits(output, row))
+                logprobs = self._sampler.prompt_logprobs(
+                    chunk, self._runner.all_logits(output, row)
+                )
                 sequence.prompt_logprobs += logprobs
                 sequence.is_finite &= all(math.isfinite(lp.logprob) for lp in logprobs)
         last = [chunk for chunk in group.chunks if chunk.is_last]
@@ -350,7 +420,9 @@ class Engine(Closing):
         logprobs = [] if draw.logprob is None else [draw.logprob]
         of_prompt = sequence.prompt_logprobs if len(sequence.output_token_ids) == 1 else []
         reasoning = stream.take_reasoning() if isinstance(stream, ChannelStream) else ""
-        return Output(sequence, [draw.token], text, logprobs, sequence.finish_reason, of_prompt, reasoning)
+        return Output(
+            sequence, [draw.token], text, logprobs, sequence.finish_reason, of_prompt, reasoning
+        )
 
     def _compile(self, num_rows: int, width: int) -> None:
         """Compile the programs of a group of this size, by running them on padding."""

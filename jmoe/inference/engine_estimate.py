@@ -1,4 +1,5 @@
-"""An engine's programs compiled for a GPU that is not here: how long its steps take, and what memory they need.
+"""An engine's programs compiled for a GPU that is not here: how long its steps take, and what
+memory they need.
 
 Legend: P rows of a step, C tokens a row, T = P C, E experts.
 """
@@ -34,7 +35,9 @@ MOST_COSTLY = 5  # kernels that an estimate shows
 
 @dataclass(frozen=True)
 class EngineStep:
-    """A step of `num_rows` sequences of `width` tokens each; link_s: to copy the experts that the device lacks."""
+    """A step of `num_rows` sequences of `width` tokens each; link_s: to copy the experts that
+    the device lacks.
+    """
 
     num_rows: int
     width: int
@@ -43,7 +46,9 @@ class EngineStep:
 
     @property
     def seconds(self) -> float:
-        """Return how long it takes where copies hide behind computing, or computing behind copies."""
+        """Return how long it takes where copies hide behind computing, or computing behind
+        copies.
+        """
         return max(self.gpu.seconds, self.link_s)
 
     @property
@@ -56,12 +61,17 @@ class EngineStep:
             what = f"{self.width} tokens of a prompt"
         link = f", {1e3 * self.link_s:.3g} ms of it copies of experts" if self.link_s else ""
         launches = f"{self.gpu.launches:,} launches"
-        return f"{what}: {1e3 * self.seconds:.3g} ms a step{link}, {self.tokens_per_s:,.0f} tokens/s, {launches}"
+        return (
+            f"{what}: {1e3 * self.seconds:.3g} ms a step{link}, {self.tokens_per_s:,.0f} tokens/s,"
+            f" {launches}"
+        )
 
 
 @dataclass(frozen=True)
 class EngineEstimate:
-    """The steps of an engine, single tokens first, and where its bytes lie. context: tokens before each of them."""
+    """The steps of an engine, single tokens first, and where its bytes lie. context: tokens
+    before each of them.
+    """
 
     gpu: str
     steps: tuple[EngineStep, ...]
@@ -77,21 +87,37 @@ class EngineEstimate:
     def __str__(self) -> str:
         used = self.memory.device_bytes + self.temporary_bytes
         room = device_memory_share() * ACCELERATORS[self.gpu].device_bytes
-        slowest = max((step for step in self.steps if step.width == 1), key=lambda step: step.num_rows)
+        slowest = max(
+            (step for step in self.steps if step.width == 1), key=lambda step: step.num_rows
+        )
         lines = [
-            f"estimated from programs compiled for 1 x {self.gpu}, not measured; the host's own time is left out:",
+            (
+                f"estimated from programs compiled for 1 x {self.gpu}, not measured; the host's own"
+                " time is left out:"
+            ),
             *map(str, self.steps),
-            f"single tokens have {self.context:,} before them; a prompt's reach {100 * self.prompt_mfu:.1f} % MFU of "
-            f"{ACCELERATORS[self.gpu].flops / 1e12:g} TFLOP/s",
-            f"memory of the device: {used / 1e9:.1f} GB, of {room / 1e9:.1f} GB that JAX takes; {self.memory}",
-            f"host memory is what is free here; most of the time of {slowest.num_rows} x 1 tokens goes to",
+            (
+                f"single tokens have {self.context:,} before them; a prompt's reach"
+                f" {100 * self.prompt_mfu:.1f} % MFU of {ACCELERATORS[self.gpu].flops / 1e12:g}"
+                " TFLOP/s"
+            ),
+            (
+                f"memory of the device: {used / 1e9:.1f} GB, of {room / 1e9:.1f} GB that JAX takes;"
+                f" {self.memory}"
+            ),
+            (
+                f"host memory is what is free here; most of the time of {slowest.num_rows} x 1"
+                " tokens goes to"
+            ),
             *map(str, slowest.gpu.kernels[:MOST_COSTLY]),
         ]
         return "\n".join([*lines, *(f"note: {note}" for note in slowest.gpu.notes)])
 
 
 def plan_for(checkpoint: LazyCheckpoint, options: EngineConfig, gpu: Accelerator) -> MemoryPlan:
-    """Return where an engine on such a GPU puts its bytes; `ValueError` naming the field if it does not fit."""
+    """Return where an engine on such a GPU puts its bytes; `ValueError` naming the field if it
+    does not fit.
+    """
     device_bytes = int(device_memory_share() * gpu.device_bytes)
     free = FreeMemory(device_bytes, available_bytes(), shared=False)
     return plan_memory(model_bytes(checkpoint, options), free, options)
@@ -119,18 +145,34 @@ class _Programs:
     """
 
     def __init__(
-        self, checkpoint: LazyCheckpoint, options: EngineConfig, memory: MemoryPlan, gpu: str, device: Any
+        self,
+        checkpoint: LazyCheckpoint,
+        options: EngineConfig,
+        memory: MemoryPlan,
+        gpu: str,
+        device: Any,
     ) -> None:
-        self._config, self._dtype, self._memory, self._options = checkpoint.config, checkpoint.dtype, memory, options
+        self._config = checkpoint.config
+        self._dtype = checkpoint.dtype
+        self._memory = memory
+        self._options = options
         self._gpu, self._device, self.temporary_bytes = gpu, device, 0
         self._place = jax.sharding.SingleDeviceSharding(device)
         embed_and_head, layers = nnx.eval_shape(self._modules)
-        self._embed_and_head, self._layers = split(embed_and_head), [split(layer) for layer in layers]
+        self._embed_and_head, self._layers = (
+            split(embed_and_head),
+            [split(layer) for layer in layers],
+        )
         fields = checkpoint.expert_fields.items()
-        self._slots = {name: self._abstract(dtype, memory.expert_slots, *shape) for name, (shape, dtype) in fields}
+        self._slots = {
+            name: self._abstract(dtype, memory.expert_slots, *shape)
+            for name, (shape, dtype) in fields
+        }
 
     def _modules(self) -> Any:
-        """Return what is outside the layers, and the layers without their experts, in the engine's dtype."""
+        """Return what is outside the layers, and the layers without their experts, in the
+        engine's dtype.
+        """
         decoder = Decoder(self._config, rngs=nnx.Rngs(0))
         narrow = lambda w: w.astype(self._dtype) if w.dtype == jnp.float32 else w  # noqa: E731
         nnx.update(decoder, jax.tree.map(narrow, nnx.state(decoder)))
@@ -143,11 +185,17 @@ class _Programs:
         return jax.tree.map(lambda array: self._abstract(array.dtype, *array.shape), tree)
 
     def _run(self, trips: int, function: Any, *operands: Any) -> tuple[Any, GpuEstimate]:
-        """Return (shapes of the results, the estimate) of a program whose loops of unknown length run `trips` times."""
-        results, lowered = ahead_of_time.lower_for(self._device, function, *self._on_device_each(operands))
+        """Return (shapes of the results, the estimate) of a program whose loops of unknown
+        length run `trips` times.
+        """
+        results, lowered = ahead_of_time.lower_for(
+            self._device, function, *self._on_device_each(operands)
+        )
         compiled = lowered.compile()
         sizes = compiled.memory_analysis()
-        self.temporary_bytes = max(self.temporary_bytes, 0 if sizes is None else sizes.temp_size_in_bytes)
+        self.temporary_bytes = max(
+            self.temporary_bytes, 0 if sizes is None else sizes.temp_size_in_bytes
+        )
         rows = ExpertRows(num_experts=self._config.num_experts)
         module = parse_hlo(compiled.as_text() or "")
         return results, estimate_module(module, gpu_rates(self._gpu), rows, lambda scope: trips)
@@ -169,7 +217,9 @@ class _Programs:
             self._abstract(jnp.int32, num_rows, width),
         )
         cache = jax.eval_shape(
-            lambda: empty_caches(config, options.max_batch, options.max_seq_len or 0, self._dtype)[0]
+            lambda: empty_caches(config, options.max_batch, options.max_seq_len or 0, self._dtype)[
+                0
+            ]
         )
         window = None if config.windows is None else self._abstract(jnp.int32)
         blocks = -(-(context + width) // BLOCK)
@@ -184,9 +234,17 @@ class _Programs:
         arrays_of = dict(self._layers)
         for structure, count in counts.items():
             operands = cache, hidden, batch.rows_P, batch.positions_PC, window
-            (x_PCD, _, y), attend = self._run(blocks, runner._attend, form, structure, arrays_of[structure], *operands)
+            (x_PCD, _, y), attend = self._run(
+                blocks, runner._attend, form, structure, arrays_of[structure], *operands
+            )
             routed = y if isinstance(y, ExpertInputs) else routed
-            parts.append(("attention and router" if isinstance(y, ExpertInputs) else "dense layer", count, attend))
+            parts.append(
+                (
+                    "attention and router" if isinstance(y, ExpertInputs) else "dense layer",
+                    count,
+                    attend,
+                )
+            )
         if routed is not None:
             tile_rows = min(slots.TABLE_TILE_ROWS, tokens)
             chosen = distinct_experts(config.num_experts, config.num_experts_per_tok, tokens)
@@ -197,13 +255,17 @@ class _Programs:
             parts.append(("experts", config.num_moe_layers, mlp))
         x_PCD, add = self._run(1, runner._add_alone, runner.Hidden(x_PCD, y))
         at_P = self._abstract(jnp.int32, num_rows)
-        logits_PV, head = self._run(1, runner.logits_after, *self._embed_and_head, x_PCD, at_P, False)
+        logits_PV, head = self._run(
+            1, runner.logits_after, *self._embed_and_head, x_PCD, at_P, False
+        )
         _, draw = self._run(1, sampler._greedy, logits_PV)
         gpu = joined([*parts, ("sum", 1, add), ("head", 1, head), ("draw", 1, draw)])
         return EngineStep(num_rows, width, gpu, self._link_s(tokens))
 
     def _link_s(self, tokens: int) -> float:
-        """Return seconds in which the experts that a step's tokens choose, and the device lacks, come from the host."""
+        """Return seconds in which the experts that a step's tokens choose, and the device lacks,
+        come from the host.
+        """
         config, memory = self._config, self._memory
         if memory.expert_tier is None:
             return 0.0

@@ -1,9 +1,10 @@
-"""The channels of gpt-oss's answers ("harmony"): what is for the user, apart from the reasoning before it.
+"""The channels of gpt-oss's answers ("harmony"): what is for the user, apart from the reasoning
+before it.
 
-An answer is a series of messages, `<|start|>assistant<|channel|>NAME<|message|>TEXT<|end|>`; the last ends in
-`<|return|>`, a call of a tool in `<|call|>`. The prompt ends inside the header of the first. All of these words are
-special tokens, which give no text: read as one text, header, reasoning and answer run together.
-https://github.com/openai/harmony
+An answer is a series of messages, `<|start|>assistant<|channel|>NAME<|message|>TEXT<|end|>`; the
+last ends in `<|return|>`, a call of a tool in `<|call|>`. The prompt ends inside the header of the
+first. All of these words are special tokens, which give no text: read as one text, header,
+reasoning and answer run together. https://github.com/openai/harmony
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ class Harmony:
     @classmethod
     def detect(cls, tokenizer: Tokenizer) -> Harmony | None:
         """Return those of a tokenizer, None if it has not all of them."""
-        special = {token.content: token_id for token_id, token in tokenizer.get_added_tokens_decoder().items()}
+        special = {
+            token.content: token_id
+            for token_id, token in tokenizer.get_added_tokens_decoder().items()
+        }
         names = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", *TURN_ENDS)
         if not all(name in special for name in names):
             return None
@@ -43,23 +47,32 @@ class Harmony:
         return cls(start, channel, message, frozenset(ends))
 
     def is_answer(self, tokenizer: Tokenizer, header: list[int]) -> bool:
-        """Return whether a message with this header is for the user: in the channel `final`, or in none."""
+        """Return whether a message with this header is for the user: in the channel `final`, or
+        in none.
+        """
         if self.channel not in header:
             return True
         return tokenizer.decode(header[header.index(self.channel) + 1 :]).split()[:1] == [FINAL]
 
     def of_message(self, prompt_token_ids: Sequence[int]) -> list[int]:
-        """Return the end of a prompt from the begin of its last message on; nothing of another format's."""
+        """Return the end of a prompt from the begin of its last message on; nothing of another
+        format's.
+        """
         if self.start not in prompt_token_ids:
             return []
-        return list(prompt_token_ids[len(prompt_token_ids) - 1 - list(reversed(prompt_token_ids)).index(self.start) :])
+        return list(
+            prompt_token_ids[
+                len(prompt_token_ids) - 1 - list(reversed(prompt_token_ids)).index(self.start) :
+            ]
+        )
 
 
 class ChannelStream:
     """A `TextStream` whose `push` and `flush` return the text of the channel `final` alone.
 
-    The text of the other channels is collected for `take_reasoning`. Stop strings end an answer, so they are looked for
-    in `final`. Text outside of the format is taken for an answer, so that nothing is lost.
+    The text of the other channels is collected for `take_reasoning`. Stop strings end an answer, so
+    they are looked for in `final`. Text outside of the format is taken for an answer, so that
+    nothing is lost.
     """
 
     def __init__(
@@ -76,13 +89,20 @@ class ChannelStream:
         self._num_tokens = 0  # drawn
         self._header: list[int] | None = None  # tokens of a header under way
         self._num_prompt_tokens = 0  # of the header, that the prompt ends with
-        self._expects_role = False  # the header was begun by the model, so that it need not be an answer
-        self._body = TextStream(tokenizer, prompt_token_ids, stop=stop, min_new_tokens=min_new_tokens)
+        # the header was begun by the model, so that it need not be an answer
+        self._expects_role = False
+        self._body = TextStream(
+            tokenizer, prompt_token_ids, stop=stop, min_new_tokens=min_new_tokens
+        )
         self._is_answer, self._began = True, {True: False, False: False}
         self._reasoning = ""
         if begun := harmony.of_message(prompt_token_ids):
             self.push(begun)
-            self._num_tokens, self._num_prompt_tokens, self._expects_role = 0, len(self._header or ()), False
+            self._num_tokens, self._num_prompt_tokens, self._expects_role = (
+                0,
+                len(self._header or ()),
+                False,
+            )
             self.take_reasoning()
 
     @property
@@ -124,14 +144,20 @@ class ChannelStream:
         """Begin the text of a message; of several in one place each stands on lines of its own."""
         self._header, self._is_answer = None, is_answer
         least = max(0, self._min_new_tokens - self._num_tokens)
-        self._body = TextStream(self._tokenizer, stop=self._stop if is_answer else (), min_new_tokens=least)
+        self._body = TextStream(
+            self._tokenizer, stop=self._stop if is_answer else (), min_new_tokens=least
+        )
         is_next, self._began[is_answer] = self._began[is_answer], True
         return self._channelled("\n") if is_next else ""
 
     def _leave_header(self) -> str:
-        """Take the tokens of what is no header for an answer, but not one that ends after the name of a channel."""
+        """Take the tokens of what is no header for an answer, but not one that ends after the
+        name of a channel.
+        """
         assert self._header is not None
-        outside = [] if self._harmony.channel in self._header else self._header[self._num_prompt_tokens :]
+        outside = (
+            [] if self._harmony.channel in self._header else self._header[self._num_prompt_tokens :]
+        )
         return self._begin(is_answer=True) + self._body.push(outside) if outside else ""
 
     def _channelled(self, text: str) -> str:
@@ -143,7 +169,9 @@ class ChannelStream:
 
 
 class AnswerConstraint(Constraint):
-    """Restricts the answer alone; what is said before it, in other channels, is free, but may not end the turn."""
+    """Restricts the answer alone; what is said before it, in other channels, is free, but may
+    not end the turn.
+    """
 
     def __init__(
         self,

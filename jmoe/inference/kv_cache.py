@@ -1,9 +1,11 @@
 """Keys and values of the running requests: one array of each a layer, written in place.
 
-Legend: B cache rows, S positions of a row, P rows of a step, C tokens a row in this step, G key/value heads,
-R = H / G query heads a group, Q = R C, d and e dimensions of a key and of a value head, L positions a block.
+Legend: B cache rows, S positions of a row, P rows of a step, C tokens a row in this step, G
+key/value heads, R = H / G query heads a group, Q = R C, d and e dimensions of a key and of a value
+head, L positions a block.
 
-bfloat16 is kept as its bits, uint16: XLA:CPU would convert the whole cache to read or write a part of it.
+bfloat16 is kept as its bits, uint16: XLA:CPU would convert the whole cache to read or write a part
+of it.
 """
 
 from dataclasses import dataclass
@@ -36,20 +38,33 @@ class KVCache:
         return self.k_BGSd.shape[2]
 
 
-def empty_caches(config: ModelConfig, max_batch: int, max_seq_len: int, dtype: jnp.dtype) -> list[KVCache]:
-    """Return room for `max_batch` rows of `max_seq_len` positions, rounded up to whole blocks, in each layer."""
+def empty_caches(
+    config: ModelConfig, max_batch: int, max_seq_len: int, dtype: jnp.dtype
+) -> list[KVCache]:
+    """Return room for `max_batch` rows of `max_seq_len` positions, rounded up to whole blocks,
+    in each layer.
+    """
     length = -(-max_seq_len // BLOCK) * BLOCK
     stored = jnp.dtype(jnp.uint16) if dtype == jnp.bfloat16 else dtype
     value_dim = config.v_head_dim if config.kv_lora_rank is not None else config.dim_per_head
-    dims = [(max_batch, config.num_key_value_heads, length, dim) for dim in (config.dim_per_head, value_dim)]
-    return [KVCache(*(jnp.zeros(shape, stored) for shape in dims)) for _ in range(config.num_hidden_layers)]
+    dims = [
+        (max_batch, config.num_key_value_heads, length, dim)
+        for dim in (config.dim_per_head, value_dim)
+    ]
+    return [
+        KVCache(*(jnp.zeros(shape, stored) for shape in dims))
+        for _ in range(config.num_hidden_layers)
+    ]
 
 
-def write(cache: KVCache, rows_P: jax.Array, positions_PC: jax.Array, k_PCGd: jax.Array, v_PCGe: jax.Array) -> KVCache:
+def write(
+    cache: KVCache, rows_P: jax.Array, positions_PC: jax.Array, k_PCGd: jax.Array, v_PCGe: jax.Array
+) -> KVCache:
     """Return the cache with this step's keys and values; positions of S or more are left out.
 
-    The positions of a row follow each other, so that it is written as one piece: a scatter is slow on XLA:CPU. A piece
-    that would reach past the end begins earlier, with what is there, and its padding is cut.
+    The positions of a row follow each other, so that it is written as one piece: a scatter is slow
+    on XLA:CPU. A piece that would reach past the end begins earlier, with what is there, and its
+    padding is cut.
     """
     new = KVCache(bits(k_PCGd).swapaxes(1, 2), bits(v_PCGe).swapaxes(1, 2))
     width, real_PC = positions_PC.shape[1], positions_PC < cache.length
@@ -74,7 +89,10 @@ def _write_single(
     cache: KVCache, rows_P: jax.Array, positions_P: jax.Array, k_P1Gd: jax.Array, v_P1Ge: jax.Array
 ) -> KVCache:
     """Return `write` of one token a row, in one scatter."""
-    put = lambda all_BGSd, new_P1Gd: all_BGSd.at[rows_P, :, positions_P].set(bits(new_P1Gd)[:, 0], mode="drop")  # noqa: E731
+
+    def put(all_BGSd: jax.Array, new_P1Gd: jax.Array) -> jax.Array:
+        return all_BGSd.at[rows_P, :, positions_P].set(bits(new_P1Gd)[:, 0], mode="drop")
+
     return KVCache(put(cache.k_BGSd, k_P1Gd), put(cache.v_BGSe, v_P1Ge))
 
 
@@ -89,14 +107,18 @@ def write_and_attend(
     sinks_H: jax.Array | None = None,
     context: int | None = None,
 ) -> tuple[jax.Array, KVCache]:
-    """Return (attention of this step's tokens, the cache after `write`). new: their q_PCHd, k_PCGd and v_PCGe.
+    """Return (attention of this step's tokens, the cache after `write`). new: their q_PCHd, k_PCGd
+    and v_PCGe.
 
-    context: for single tokens, a bound on all positions, exclusive: they attend with `attend_at_once`. None: `attend`.
+    context: for single tokens, a bound on all positions, exclusive: they attend with
+    `attend_at_once`. None: `attend`.
     """
     if context is not None:
         cache = _write_single(cache, rows_P, positions_PC[:, 0], *new[1:])
         at = new[0], cache, rows_P, positions_PC
-        return attend_at_once(*at, context=context, scale=scale, window=window, sinks_H=sinks_H), cache
+        return attend_at_once(
+            *at, context=context, scale=scale, window=window, sinks_H=sinks_H
+        ), cache
     if takes_native_attention(new[0].dtype, new[0].shape[3], new[2].shape[3]):
         caches = (cache.k_BGSd, cache.v_BGSe)
         out_PCHe, k_BGSd, v_BGSe = cached_attention(
@@ -105,7 +127,9 @@ def write_and_attend(
         return out_PCHe, KVCache(k_BGSd, v_BGSe)
     q_PCHd, k_PCGd, v_PCGe = new
     cache = write(cache, rows_P, positions_PC, k_PCGd, v_PCGe)
-    return attend(q_PCHd, cache, rows_P, positions_PC, scale=scale, window=window, sinks_H=sinks_H), cache
+    return attend(
+        q_PCHd, cache, rows_P, positions_PC, scale=scale, window=window, sinks_H=sinks_H
+    ), cache
 
 
 def attend_at_once(
@@ -121,7 +145,8 @@ def attend_at_once(
 ) -> jax.Array:
     """Return what `attend` does for one token a row, reading `context` positions of every row.
 
-    Nothing in it depends on the positions but a mask, so that a GPU runs it without asking the host how far to go.
+    Nothing in it depends on the positions but a mask, so that a GPU runs it without asking the host
+    how far to go.
     """
     p, _, h, d = q_P1Hd.shape
     g = cache.k_BGSd.shape[1]
@@ -149,8 +174,12 @@ def attend_at_once(
 
 
 @partial(jax.jit, donate_argnums=0)
-def copy_row(cache: KVCache, source: jax.Array, target: jax.Array, num_tokens: jax.Array) -> KVCache:
-    """Return the cache with the first tokens of one row copied over those of another, in whole blocks."""
+def copy_row(
+    cache: KVCache, source: jax.Array, target: jax.Array, num_tokens: jax.Array
+) -> KVCache:
+    """Return the cache with the first tokens of one row copied over those of another, in whole
+    blocks.
+    """
 
     def copied(x_BGSd: jax.Array) -> jax.Array:
         def block(i: jax.Array, x_BGSd: jax.Array) -> jax.Array:
@@ -173,15 +202,24 @@ def attend(
     window: jax.Array | None = None,
     sinks_H: jax.Array | None = None,
 ) -> jax.Array:
-    """Return attention [P, C, H, e] of this step's tokens to the positions up to their own in their rows of the cache.
+    """Return attention [P, C, H, e] of this step's tokens to the positions up to their own in their
+    rows of the cache.
 
-    Runs over the blocks in use only, with a running maximum (FlashAttention, arXiv 2205.14135). window: a token sees
-    this many positions, its own included. sinks_H: a score of every head that takes part in the softmax and carries
-    no value (gpt-oss).
+    Runs over the blocks in use only, with a running maximum (FlashAttention, arXiv 2205.14135).
+    window: a token sees this many positions, its own included. sinks_H: a score of every head that
+    takes part in the softmax and carries no value (gpt-oss).
     """
     c = q_PCHd.shape[1]
     out = [
-        _attend_rows(q_PCHd[:, i : i + BLOCK], cache, rows_P, positions_PC[:, i : i + BLOCK], scale, window, sinks_H)
+        _attend_rows(
+            q_PCHd[:, i : i + BLOCK],
+            cache,
+            rows_P,
+            positions_PC[:, i : i + BLOCK],
+            scale,
+            window,
+            sinks_H,
+        )
         for i in range(0, c, BLOCK)  # a block of queries ends its loop at its own last position
     ]
     return out[0] if len(out) == 1 else jnp.concatenate(out, axis=1)
@@ -211,7 +249,9 @@ def _attend_rows(
         part = lax.dynamic_slice_in_dim(x_BGSd, i * BLOCK, BLOCK, axis=2)[rows_P]
         return lax.bitcast_convert_type(part, q.dtype)
 
-    def step(i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def step(
+        i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         top, total, out = carry
         s = dot(q, block(cache.k_BGSd, i), b_transposed=True) * scale
         at_L = i * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
@@ -221,7 +261,8 @@ def _attend_rows(
         s = jnp.where(seen, s, _NONE)
         new_top = jnp.maximum(top, s.max(axis=-1, keepdims=True))
         kept = jnp.exp(top - new_top)
-        # where a row has seen nothing yet this is 1 for what it does not see either; its first real key makes kept 0
+        # where a row has seen nothing yet this is 1 for what it does not see either; its first real
+        # key makes kept 0
         weights = jnp.exp(s - new_top)
         # what a request before left behind the last position may be NaN, and 0 times NaN is not 0
         v_PGLe = jnp.where((at_L <= last_P1)[:, None, :, None], block(cache.v_BGSe, i), 0)
@@ -233,7 +274,8 @@ def _attend_rows(
         top, total = jnp.full(start, _NONE), jnp.zeros(start)
     else:
         sinks = sinks_H.astype(jnp.float32).reshape(1, g, h // g, 1)
-        top, total = jnp.broadcast_to(jnp.repeat(sinks, c, axis=3).reshape(1, g, -1, 1), start), jnp.ones(start)
+        top = jnp.broadcast_to(jnp.repeat(sinks, c, axis=3).reshape(1, g, -1, 1), start)
+        total = jnp.ones(start)
     _, total, out = lax.fori_loop(first, blocks, step, (top, total, jnp.zeros((*start[:3], e))))
     out = (out / jnp.maximum(total, 1e-30)).astype(q.dtype)
     return out.reshape(p, g, h // g, c, e).transpose(0, 3, 1, 2, 4).reshape(p, c, h, e)

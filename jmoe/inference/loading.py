@@ -42,17 +42,22 @@ from jmoe.status import status
 from kernels_pallas import native
 
 log = logging.getLogger("jmoe")
-_MADE_WIDE = "experts are stored as %s and made wide, in %s, %d bytes each: several devices keep no compressed ones"
+_MADE_WIDE = (
+    "experts are stored as %s and made wide, in %s, %d bytes each: several devices keep no"
+    " compressed ones"
+)
 _BUILT_LATER = (
-    "steps of few tokens are slower until the next start: the native operations are being built in the background; "
-    "python -m kernels_pallas.native waits for them"
+    "steps of few tokens are slower until the next start: the native operations are being built in"
+    " the background; python -m kernels_pallas.native waits for them"
 )
 Say = Callable[[str], None]
 
 
 def open_checkpoint(folder: str | os.PathLike[str], options: EngineConfig) -> LazyCheckpoint:
     """Open a Hugging Face folder as an engine with these options takes it."""
-    return LazyCheckpoint(folder, options.dtype, "wide" if _on_several(options) else options.expert_dtype)
+    return LazyCheckpoint(
+        folder, options.dtype, "wide" if _on_several(options) else options.expert_dtype
+    )
 
 
 def _on_several(options: EngineConfig) -> bool:
@@ -69,26 +74,43 @@ class LoadedModel(Closing):
         bandwidth_limit_bytes_per_s: Mapping[Any, float] | None = None,
         say: Say = log.info,
     ) -> None:
-        """Load a Hugging Face checkpoint. Raises `ValueError` before weights are read. say: what takes how long."""
+        """Load a Hugging Face checkpoint. Raises `ValueError` before weights are read. say: what
+        takes how long.
+        """
         with open_checkpoint(folder, options) as checkpoint, contextlib.ExitStack() as stack:
             keep_compiled_programs()
             check_alike(f"content of {checkpoint.folder}", lambda: checkpoint.content)
             options = with_sequence_length(checkpoint, options)
             paths = options.estimator == "paths"
-            table = PathTable.load(checkpoint.folder, checkpoint.routing_fingerprint) if paths else None
+            table = (
+                PathTable.load(checkpoint.folder, checkpoint.routing_fingerprint) if paths else None
+            )
             mesh = expert_mesh(options.mesh.devices) if _on_several(options) else None
-            if mesh is not None and checkpoint.stored_format is not None and options.expert_dtype is None:
-                log.info(_MADE_WIDE, checkpoint.stored_format.name, checkpoint.dtype, checkpoint.expert_bytes)
+            if (
+                mesh is not None
+                and checkpoint.stored_format is not None
+                and options.expert_dtype is None
+            ):
+                log.info(
+                    _MADE_WIDE,
+                    checkpoint.stored_format.name,
+                    checkpoint.dtype,
+                    checkpoint.expert_bytes,
+                )
             self.memory = plan_engine_memory(checkpoint, options)
-            # an accelerator computes rows of padding beside others at no cost, and takes long to compile
+            # an accelerator computes rows of padding beside others at no cost, and takes long to
+            # compile
             ratio = 2 if runs_on_cpu() or mesh is not None else 4
             self.scheduler = Scheduler(options, checkpoint.eos_token_ids, ratio=ratio)
-            limits, use_native = bandwidth_limit_bytes_per_s, mesh is None and takes_native(options, say)
+            limits = bandwidth_limit_bytes_per_s
+            use_native = mesh is None and takes_native(options, say)
             stack.enter_context(status(f"loading {checkpoint.folder}", say, timed=True))
             self.on_one: ModelRunner | None = None
             self.on_mesh: MeshRunner | None = None
             if mesh is None:
-                self.on_one, self.store = _one_device(checkpoint, self.memory, options, table, limits, use_native)
+                self.on_one, self.store = _one_device(
+                    checkpoint, self.memory, options, table, limits, use_native
+                )
             else:
                 experts, self.store = open_placed_experts(
                     checkpoint,
@@ -122,7 +144,9 @@ def _one_device(
     limits: Mapping[Any, float] | None,
     use_native: bool,
 ) -> tuple[ModelRunner, TieredStore | None]:
-    """Return a runner with the model in its places, and the store that experts come from, if they are streamed."""
+    """Return a runner with the model in its places, and the store that experts come from, if
+    they are streamed.
+    """
     assert options.max_seq_len is not None, "the model's positions say it"
     residency, store = open_experts(
         checkpoint,
@@ -135,25 +159,39 @@ def _one_device(
     )
     embed_and_head, layers = checkpoint.load_rest()
     config, dtype = checkpoint.config, checkpoint.dtype
-    # A program is compiled anew for arguments that are bound to a device: all that change are, from the start.
-    caches = jax.device_put(empty_caches(config, options.max_batch, options.max_seq_len, dtype), jax.devices()[0])
+    # A program is compiled anew for arguments that are bound to a device: all that change are, from
+    # the start.
+    caches = jax.device_put(
+        empty_caches(config, options.max_batch, options.max_seq_len, dtype), jax.devices()[0]
+    )
     name = options.estimator
     if name == "auto":
         name = "router" if residency.finder is None else None
     estimator = make_estimator(name, residency, layers, config.num_experts, table)
-    return ModelRunner(config, embed_and_head, layers, residency, caches, dtype, estimator, native=use_native), store
+    return (
+        ModelRunner(
+            config, embed_and_head, layers, residency, caches, dtype, estimator, native=use_native
+        ),
+        store,
+    )
 
 
 def takes_native(options: EngineConfig, say: Say = log.info, *, waits: bool = False) -> bool:
     """Return whether an engine on one device uses native operations.
 
-    Where they have not been built yet on this machine, only those that are asked for are waited for, or with `waits`
-    any: they take a minute, and are optional. Others are built in the background, for the next start. Raises
-    `ValueError` naming the field where they are asked for and cannot be had.
+    Where they have not been built yet on this machine, only those that are asked for are waited
+    for, or with `waits`
+    any: they take a minute, and are optional. Others are built in the background, for the next
+    start. Raises `ValueError` naming the field where they are asked for and cannot be had.
     """
     platform, wanted = jax.devices()[0].platform, options.native
     if wanted == "on" and options.policy != "hybrid":
-        check(platform == "cpu", "native", wanted, f"must be auto or off on a {platform}: the operations are a CPU's")
+        check(
+            platform == "cpu",
+            "native",
+            wanted,
+            f"must be auto or off on a {platform}: the operations are a CPU's",
+        )
     if wanted == "off" or platform != "cpu":
         return False
     try:
@@ -174,19 +212,23 @@ def _load_native(say: Say) -> None:
     """Load the native operations; say so where they are built first."""
     with contextlib.ExitStack() as stack:
         if not native.is_built():
-            stack.enter_context(status("building the native operations, once on this machine", say, timed=True))
+            stack.enter_context(
+                status("building the native operations, once on this machine", say, timed=True)
+            )
         native.load()
 
 
 def computes_on_host(options: EngineConfig, plan: MemoryPlan) -> bool:
     """Return whether the CPU may compute experts that the device lacks, with native operations.
 
-    They are built for the policy that asks for it, else in the background. With `auto` not where the CPU is the device:
-    there is no link between the two that would be saved. Raises `ValueError` where the policy asks for it and the
-    operations cannot be had.
+    They are built for the policy that asks for it, else in the background. With `auto` not where
+    the CPU is the device: there is no link between the two that would be saved. Raises `ValueError`
+    where the policy asks for it and the operations cannot be had.
     """
     is_asked = plan.policy == "hybrid"
-    may_pay = plan.policy == "auto" and options.native != "off" and jax.devices()[0].platform != "cpu"
+    may_pay = (
+        plan.policy == "auto" and options.native != "off" and jax.devices()[0].platform != "cpu"
+    )
     if plan.expert_tier != "host" or not (is_asked or may_pay):
         return False
     try:
@@ -204,42 +246,61 @@ def computes_on_host(options: EngineConfig, plan: MemoryPlan) -> bool:
 def segments_of(checkpoint: LazyCheckpoint, options: EngineConfig) -> list[Placement] | None:
     """Return the placement of each layer that `mesh.segments` says; None where it says none."""
     config = checkpoint.config
-    return read_segments(options.mesh, config.num_moe_layers, config.num_experts) if options.mesh.segments else None
+    return (
+        read_segments(options.mesh, config.num_moe_layers, config.num_experts)
+        if options.mesh.segments
+        else None
+    )
 
 
 def model_bytes(checkpoint: LazyCheckpoint, options: EngineConfig) -> ModelBytes:
-    """Return what an engine needs for a checkpoint, on each device of a mesh; by its headers alone."""
+    """Return what an engine needs for a checkpoint, on each device of a mesh; by its headers
+    alone.
+    """
     config, devices = checkpoint.config, options.mesh.devices
     caches = jax.eval_shape(lambda: mesh_caches(checkpoint, options))
     weights = ExpertWeights(
-        config.num_moe_layers, config.num_experts, config.num_experts_per_tok, checkpoint.expert_bytes
+        config.num_moe_layers,
+        config.num_experts,
+        config.num_experts_per_tok,
+        checkpoint.expert_bytes,
     )
     return ModelBytes(
         weights,
         record_bytes=RecordLayout.from_arrays(checkpoint.expert_fields).record_bytes,
         dense_bytes=checkpoint.rest_bytes(devices if options.mesh.dense == "tensor" else 1),
-        cache_bytes=sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(caches)) // devices,
+        cache_bytes=sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(caches))
+        // devices,
     )
 
 
 def plan_engine_memory(checkpoint: LazyCheckpoint, options: EngineConfig) -> MemoryPlan:
-    """Return where an engine would put the bytes of a checkpoint, by its headers and the memory that is free now."""
+    """Return where an engine would put the bytes of a checkpoint, by its headers and the memory
+    that is free now.
+    """
     return _plan(checkpoint, options, _free_memory())(model_bytes(checkpoint, options))
 
 
 def with_sequence_length(checkpoint: LazyCheckpoint, options: EngineConfig) -> EngineConfig:
     """Return options that say how many tokens a sequence may have, where they leave it open.
 
-    As many as the model has positions for and memory allows, and at least `DEFAULT_MAX_SEQ_LEN` of these; so many in
-    several processes, which need not have the same memory. Raises `ValueError` for more than the model has.
+    As many as the model has positions for and memory allows, and at least `DEFAULT_MAX_SEQ_LEN` of
+    these; so many in several processes, which need not have the same memory. Raises `ValueError`
+    for more than the model has.
     """
     length = checkpoint.sequence_length(options.max_seq_len)
     shortest = replace(options, max_seq_len=length)
-    if options.max_seq_len is not None or jax.process_count() > 1 or length == checkpoint.max_positions:
+    if (
+        options.max_seq_len is not None
+        or jax.process_count() > 1
+        or length == checkpoint.max_positions
+    ):
         return shortest
     free, local_devices = _free_memory(), min(jax.local_device_count(), options.mesh.devices)
     model = model_bytes(checkpoint, shortest)
-    a_device = replace(free, device_bytes=free.device_bytes // local_devices) if free.shared else free
+    a_device = (
+        replace(free, device_bytes=free.device_bytes // local_devices) if free.shared else free
+    )
     plan = _plan(checkpoint, shortest, free)
     length = longest_sequence(model, length, checkpoint.max_positions, a_device, plan)
     return replace(options, max_seq_len=length)
@@ -254,10 +315,13 @@ def _free_memory() -> FreeMemory:
     return FreeMemory(stats["bytes_limit"] - stats["bytes_in_use"], host_bytes, shared=False)
 
 
-def _plan(checkpoint: LazyCheckpoint, options: EngineConfig, free: FreeMemory) -> Callable[[ModelBytes], MemoryPlan]:
+def _plan(
+    checkpoint: LazyCheckpoint, options: EngineConfig, free: FreeMemory
+) -> Callable[[ModelBytes], MemoryPlan]:
     """Return the plan of these options for a model's bytes."""
     devices, expert_slots = options.mesh.devices, None
-    if (placements := segments_of(checkpoint, options)) is not None:  # every device has as many slots as the fullest
+    # every device has as many slots as the fullest
+    if (placements := segments_of(checkpoint, options)) is not None:
         expert_slots = sum(slot_rows(placements)[1])
     if devices > 1:
         local_devices = min(jax.local_device_count(), devices)

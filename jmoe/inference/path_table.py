@@ -1,7 +1,8 @@
-"""Which experts tokens choose next after those they chose before: Lina's estimate of popularity (section 5.1).
+"""Which experts tokens choose next after those they chose before: Lina's estimate of popularity
+(section 5.1).
 
-Legend: T tokens, K choices a token by falling score, E experts of a layer, N layers, G digits of a path, R paths, M
-experts that are kept of a path, U distinct paths of a step.
+Legend: T tokens, K choices a token by falling score, E experts of a layer, N layers, G digits of a
+path, R paths, M experts that are kept of a path, U distinct paths of a step.
 """
 
 import hashlib
@@ -24,7 +25,8 @@ MAX_KEY = 2**63
 
 
 class LayerEstimate(NamedTuple):
-    """popularity_E: float64, the tokens that each expert of a layer will probably get; 0 where nothing is known.
+    """popularity_E: float64, the tokens that each expert of a layer will probably get; 0 where
+    nothing is known.
 
     without_share: of the tokens, those without an estimate, which add nothing.
     """
@@ -35,7 +37,9 @@ class LayerEstimate(NamedTuple):
 
 @dataclass(frozen=True)
 class TableHeader:
-    """Model and paths that a table was made for. fingerprint: of the model. kept: experts of a path, E or fewer."""
+    """Model and paths that a table was made for. fingerprint: of the model. kept: experts of a
+    path, E or fewer.
+    """
 
     num_layers: int
     num_experts: int
@@ -48,7 +52,12 @@ class TableHeader:
     def __post_init__(self) -> None:
         length, experts = self.path_length, self.num_experts
         longest = next(g for g in range(64) if experts ** (g + 3) >= MAX_KEY) if experts > 1 else 64
-        check(1 <= length <= longest, "path_length", length, f"must be in [1, {longest}] with {experts} experts")
+        check(
+            1 <= length <= longest,
+            "path_length",
+            length,
+            f"must be in [1, {longest}] with {experts} experts",
+        )
         inside = self.num_experts_per_tok <= self.kept <= experts
         check(inside, "kept", self.kept, f"must be in [{self.num_experts_per_tok}, {experts}]")
 
@@ -57,9 +66,11 @@ class TableHeader:
         return min(self.path_length, layer + 1) + (self.num_experts_per_tok > 1)
 
     def choice(self, digit: int) -> tuple[int, int]:
-        """Return (layers back, place among a token's choices) of a digit of a path, the one that matters most first.
+        """Return (layers back, place among a token's choices) of a digit of a path, the one that
+        matters most first.
 
-        These are the first and the second choice of the last layer, then the first ones of those before.
+        These are the first and the second choice of the last layer, then the first ones of those
+        before.
         """
         if self.num_experts_per_tok == 1:
             return digit, 0
@@ -68,14 +79,17 @@ class TableHeader:
 
 @dataclass(frozen=True, eq=False)
 class PathTable:
-    """For every layer and path, the experts of the next layer that tokens chose most often, and how often.
+    """For every layer and path, the experts of the next layer that tokens chose most often, and how
+    often.
 
-    A token's path is the expert with the highest score in each of the last `path_length` layers, and the second best
-    of the last of them (`TableHeader.choice`): whole sets of K experts are hardly ever seen twice. A path that was
-    never seen is shortened from its far end; one of a single expert that was never seen has no estimate.
+    A token's path is the expert with the highest score in each of the last `path_length` layers,
+    and the second best of the last of them (`TableHeader.choice`): whole sets of K experts are
+    hardly ever seen twice. A path that was never seen is shortened from its far end; one of a
+    single expert that was never seen has no estimate.
 
-    starts: int64 [N - 1, G + 1]: the paths of g digits up to layer n are rows starts[n, g - 1] to starts[n, g]. keys:
-    int64 [R], ascending in each of these parts: the sum of digit d times E^d. tokens: int64 [R], with this path.
+    starts: int64 [N - 1, G + 1]: the paths of g digits up to layer n are rows starts[n, g - 1] to
+    starts[n, g]. keys: int64 [R], ascending in each of these parts: the sum of digit d times E^d.
+    tokens: int64 [R], with this path.
     experts, counts: int32 and int64 [R, M], by falling count; a count of 0 fills up.
     """
 
@@ -87,7 +101,8 @@ class PathTable:
     counts: np.ndarray
 
     def popularity(self, path: Sequence[np.ndarray]) -> LayerEstimate:
-        """Return how many of a step's tokens will choose each expert of layer len(path); see `Estimator.estimate`.
+        """Return how many of a step's tokens will choose each expert of layer len(path); see
+        `Estimator.estimate`.
 
         A sum over tokens: those of several devices add up.
         """
@@ -100,13 +115,17 @@ class PathTable:
         return LayerEstimate(popularity_E, float(tokens_U[~known].sum()) / total if total else 0.0)
 
     def likely(self, path: Sequence[np.ndarray]) -> np.ndarray:
-        """Return the K experts that each path's tokens chose most often, of all a step's paths, more than once."""
+        """Return the K experts that each path's tokens chose most often, of all a step's paths,
+        more than once.
+        """
         rows_U, _ = self._find(path)
         rows, k = rows_U[rows_U >= 0], self.header.num_experts_per_tok
         return self.experts[rows, :k][self.counts[rows, :k] > 0]
 
     def _find(self, path: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the rows of a step's distinct paths, -1 for none, and how many tokens have each."""
+        """Return the rows of a step's distinct paths, -1 for none, and how many tokens have
+        each.
+        """
         layer, experts = len(path) - 1, self.header.num_experts
         real_T, digits = path[-1][:, 0] < experts, self.header.digits(layer)
         keys_T = np.zeros(np.count_nonzero(real_T), np.int64)
@@ -129,17 +148,25 @@ class PathTable:
         return rows_U, tokens_U
 
     def save(self, folder: Path) -> Path:
-        """Write the table beside a checkpoint, all or nothing; return its file: a SHA-256 of the npz that follows."""
+        """Write the table beside a checkpoint, all or nothing; return its file: a SHA-256 of the
+        npz that follows.
+        """
         content = io.BytesIO()
         header = json.dumps(vars(self.header) | {"version": VERSION})
-        arrays = {name: getattr(self, name) for name in ("starts", "keys", "tokens", "experts", "counts")}
+        arrays = {
+            name: getattr(self, name) for name in ("starts", "keys", "tokens", "experts", "counts")
+        }
         np.savez_compressed(content, header=np.array(header), **arrays)
-        write_atomic(folder / PATHS_FILE, hashlib.sha256(content.getvalue()).digest() + content.getvalue())
+        write_atomic(
+            folder / PATHS_FILE, hashlib.sha256(content.getvalue()).digest() + content.getvalue()
+        )
         return folder / PATHS_FILE
 
     @classmethod
     def load(cls, folder: Path, fingerprint: str) -> "PathTable":
-        """Read the table beside a checkpoint; `ValueError` if there is none, or it is damaged or of another model."""
+        """Read the table beside a checkpoint; `ValueError` if there is none, or it is damaged or
+        of another model.
+        """
         file = folder / PATHS_FILE
         make = f"make one with `python -m jmoe.programs.profile {folder} --text FILE`"
         if not file.is_file():
@@ -162,7 +189,9 @@ class PathTable:
 class PathCounter:
     """Counts, layer by layer, which experts tokens chose after which paths."""
 
-    def __init__(self, num_layers: int, num_experts: int, num_experts_per_tok: int, path_length: int) -> None:
+    def __init__(
+        self, num_layers: int, num_experts: int, num_experts_per_tok: int, path_length: int
+    ) -> None:
         sizes = (num_layers, num_experts, num_experts_per_tok, path_length)
         self._header = TableHeader(*sizes, kept=num_experts, fingerprint="", tokens=0)
         self._tokens = 0
@@ -183,7 +212,9 @@ class PathCounter:
                 part.add((keys_T[:, None] * experts + chosen[layer + 1]).ravel())
 
     def table(self, fingerprint: str, kept: int | None = None) -> PathTable:
-        """Return what was counted. kept: experts of a path, K by default; E: the whole distribution."""
+        """Return what was counted. kept: experts of a path, K by default; E: the whole
+        distribution.
+        """
         h = self._header
         kept = h.num_experts_per_tok if kept is None else kept
         sizes = (h.num_layers, h.num_experts, h.num_experts_per_tok, h.path_length)
@@ -196,7 +227,9 @@ class PathCounter:
                 parts.append(_rows_of(*tally.sums, header))
                 rows += len(parts[-1][0])
                 starts[layer, digit + 1 :] = rows
-        return PathTable(header, starts, *(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+        return PathTable(
+            header, starts, *(np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+        )
 
 
 class _Tally:
@@ -225,15 +258,22 @@ class _Tally:
         order = np.argsort(codes, kind="stable")
         codes, counts = codes[order], counts[order]
         first = np.flatnonzero(np.diff(codes, prepend=-1))
-        self._codes, self._counts = codes[first], np.add.reduceat(counts, first) if len(first) else counts
+        self._codes, self._counts = (
+            codes[first],
+            np.add.reduceat(counts, first) if len(first) else counts,
+        )
         self._waiting, self._waiting_size = [], 0
 
 
 def _rows_of(codes: np.ndarray, counts: np.ndarray, header: TableHeader) -> tuple[np.ndarray, ...]:
-    """Return keys, tokens, experts and counts of a part of the table. codes: key * E + expert, ascending."""
+    """Return keys, tokens, experts and counts of a part of the table. codes: key * E + expert,
+    ascending.
+    """
     keys, row = np.unique(codes // header.num_experts, return_inverse=True)
     chosen = codes % header.num_experts
-    tokens = np.bincount(row, counts, minlength=len(keys)).astype(np.int64) // header.num_experts_per_tok
+    tokens = (
+        np.bincount(row, counts, minlength=len(keys)).astype(np.int64) // header.num_experts_per_tok
+    )
     order = np.lexsort((chosen, -counts, row))
     row = row[order]
     rank = np.arange(len(row)) - np.searchsorted(row, row)

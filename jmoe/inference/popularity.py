@@ -1,6 +1,8 @@
-"""Which experts the next layer's tokens will probably choose, so that they are fetched before they are asked for.
+"""Which experts the next layer's tokens will probably choose, so that they are fetched before they
+are asked for.
 
-Legend: T tokens of a step, K choices a token, D hidden, E experts of a layer, N layers with experts.
+Legend: T tokens of a step, K choices a token, D hidden, E experts of a layer, N layers with
+experts.
 """
 
 from abc import ABC, abstractmethod
@@ -23,22 +25,27 @@ RECENT = 0.9  # what a step's number of experts keeps of its weight a step later
 
 
 class Estimator(ABC):
-    """Guesses about the layer after the one that runs; a wrong one costs a fetch, never a wrong answer.
+    """Guesses about the layer after the one that runs; a wrong one costs a fetch, never a wrong
+    answer.
 
-    For every layer of a step, in order: `start`, then `estimate`. Guesses may come from hidden states (`start`), from
-    what this step's tokens chose so far (`path`), or from what earlier steps chose.
+    For every layer of a step, in order: `start`, then `estimate`. Guesses may come from hidden
+    states (`start`), from what this step's tokens chose so far (`path`), or from what earlier steps
+    chose.
     """
 
     def start(self, moe_layer: int, hidden: Sequence[jax.Array]) -> None:
-        """Begin what runs on the device; do not wait. hidden: what the layer's router sees, [T, D] a group of rows."""
+        """Begin what runs on the device; do not wait. hidden: what the layer's router sees, [T,
+        D] a group of rows.
+        """
         return
 
     @abstractmethod
     def estimate(self, path: Sequence[np.ndarray]) -> np.ndarray:
-        """Return the experts that layer len(path) will be asked for, in any order; after the last layer the first.
+        """Return the experts that layer len(path) will be asked for, in any order; after the last
+        layer the first.
 
-        path[l]: int32 [T, K], what the tokens of this step, of all groups, chose in layer l; E for none (padding).
-        Called while the device computes the layer's experts.
+        path[l]: int32 [T, K], what the tokens of this step, of all groups, chose in layer l; E for
+        none (padding). Called while the device computes the layer's experts.
         """
 
 
@@ -72,7 +79,9 @@ def _route(structure: Structure, arrays: tuple[jax.Array, ...], h_TD: jax.Array)
 
 
 class CountEstimator(Estimator):
-    """The experts that recent steps used most in the next layer, as many as they needed; nothing to read back."""
+    """The experts that recent steps used most in the next layer, as many as they needed; nothing
+    to read back.
+    """
 
     def __init__(self, num_layers: int, num_experts: int) -> None:
         self._counts = [HitCounts(num_experts) for _ in range(num_layers)]
@@ -85,14 +94,18 @@ class CountEstimator(Estimator):
         if chosen.size:
             counts.touch(chosen)
             before = self._needed[layer]
-            self._needed[layer] = RECENT * before + (1 - RECENT) * chosen.size if before else float(chosen.size)
+            self._needed[layer] = (
+                RECENT * before + (1 - RECENT) * chosen.size if before else float(chosen.size)
+            )
         scores_E = self._counts[following].scores
         most_used = np.argsort(-scores_E, kind="stable")[: round(self._needed[following])]
         return most_used[scores_E[most_used] > 0]
 
 
 class PathEstimator(Estimator):
-    """The experts that tokens with the same path chose most often in a profile; nothing to read back."""
+    """The experts that tokens with the same path chose most often in a profile; nothing to read
+    back.
+    """
 
     def __init__(self, table: PathTable) -> None:
         self._table = table
@@ -108,11 +121,21 @@ def make_estimator(
     num_experts: int,
     table: PathTable | None,
 ) -> Estimator | None:
-    """Return the estimator of a name; None without one, or where nobody would listen to it. table: of `paths`."""
-    routers = [moe.router for layer in layers if (moe := layer.moe) is not None and isinstance(moe.router, Router)]
+    """Return the estimator of a name; None without one, or where nobody would listen to it.
+    table: of `paths`.
+    """
+    routers = [
+        moe.router
+        for layer in layers
+        if (moe := layer.moe) is not None and isinstance(moe.router, Router)
+    ]
     if name is None or not residency.takes_guesses:
         return None
     if name == "paths":
         assert table is not None
         return PathEstimator(table)
-    return RouterEstimator(routers, num_experts) if name == "router" else CountEstimator(len(routers), num_experts)
+    return (
+        RouterEstimator(routers, num_experts)
+        if name == "router"
+        else CountEstimator(len(routers), num_experts)
+    )

@@ -1,15 +1,18 @@
 """Tokens from logits: pure functions of static shapes, in float32, for `jax.jit`.
 
     params = batch_params(sequences, size=bucket, vocab_size=V)
-    tokens_B, logprobs, state = sample(logits_BV, params, state, rows_B, positions_B, with_logprobs=False)
+    tokens_B, logprobs, state = sample(logits_BV, params, state, rows_B, positions_B,
+    with_logprobs=False)
 
-`SamplingParams` says what the parameters mean. A row's token and log-probabilities depend on that row alone, not on
-its place or on the other rows: what a row needs decides which way it goes, and the noise of a token is a function of
-(seed, position, token id), the seed being the request's `noise_seed`. If every request is `plain_greedy`,
-`greedy(logits_BV)` gives the same tokens for less.
+`SamplingParams` says what the parameters mean. A row's token and log-probabilities depend on that
+row alone, not on its place or on the other rows: what a row needs decides which way it goes, and
+the noise of a token is a function of (seed, position, token id), the seed being the request's
+`noise_seed`. If every request is `plain_greedy`, `greedy(logits_BV)` gives the same tokens for
+less.
 
-B rows of the batch, V vocabulary, M rows of the cache, N sparse ids of a row, C candidates in falling order, W tokens
-of a chunk, K most likely tokens, T positions of a prompt. A mask of tokens has W words of I bits.
+B rows of the batch, V vocabulary, M rows of the cache, N sparse ids of a row, C candidates in
+falling order, W tokens of a chunk, K most likely tokens, T positions of a prompt. A mask of tokens
+has W words of I bits.
 """
 
 from __future__ import annotations
@@ -29,12 +32,14 @@ from jmoe.inference.sampling_params import MAX_IDS, MAX_LOGPROBS, Constraint, Sa
 from jmoe.inference.scheduler import Chunk
 from jmoe.inference.sequence import Sequence, TokenLogprob
 
-# Programs are compiled for these N. The second holds the most that a request may ask for, and end-of-text tokens.
+# Programs are compiled for these N. The second holds the most that a request may ask for, and
+# end-of-text tokens.
 ID_BUCKETS = (16, MAX_IDS + 24)
 NUM_CANDIDATES = 256  # filters that keep no more tokens than this need no sort of the vocabulary
 CHUNK_TOKENS = 32
 NOT_FINITE = -1  # instead of a token: the model's logits have a NaN or +infinity
-# Beyond these, float32 overflows or becomes 0, and a request that asks for more gets the same tokens anyway.
+# Beyond these, float32 overflows or becomes 0, and a request that asks for more gets the same
+# tokens anyway.
 MIN_TOP_P = 2.0**-31
 MAX_TEMPERATURE = 1e30
 REPETITION_PENALTIES = (1e-20, 1e20)
@@ -62,7 +67,9 @@ class BatchParams:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SamplerState:
-    """Hold the tokens seen by each of the M rows of the cache, for the penalties. Donate it to the jitted functions."""
+    """Hold the tokens seen by each of the M rows of the cache, for the penalties. Donate it to
+    the jitted functions.
+    """
 
     in_prompt_MV: jax.Array  # bool
     output_counts_MV: jax.Array  # int32
@@ -88,14 +95,20 @@ def batch_params(
 ) -> BatchParams:
     """Return parameters of `size` rows: one for each sequence, then padding, which is greedy.
 
-    The width N is the smallest of `ID_BUCKETS` that holds every row's ids, or with `wide` the largest.
+    The width N is the smallest of `ID_BUCKETS` that holds every row's ids, or with `wide` the
+    largest.
     """
     params = [sequence.sampling for sequence in sequences]
     bias_ids = [list(sampling.logit_bias) for sampling in params]
-    stop_ids = [sorted({*eos_token_ids, *r.stop_token_ids}) if r.min_new_tokens else [] for r in params]
+    stop_ids = [
+        sorted({*eos_token_ids, *r.stop_token_ids}) if r.min_new_tokens else [] for r in params
+    ]
     num_ids = max((len(ids) for ids in bias_ids + stop_ids), default=0)
     check(
-        num_ids <= ID_BUCKETS[-1], "eos_token_ids", eos_token_ids, f"must be at most {ID_BUCKETS[-1] - MAX_IDS} tokens"
+        num_ids <= ID_BUCKETS[-1],
+        "eos_token_ids",
+        eos_token_ids,
+        f"must be at most {ID_BUCKETS[-1] - MAX_IDS} tokens",
     )
     width = ID_BUCKETS[-1] if wide else next(n for n in ID_BUCKETS if n >= num_ids)
     padding = size - len(params)
@@ -114,18 +127,26 @@ def batch_params(
         stop_ids_BN[row, : len(stop_ids[row])] = stop_ids[row]
         seed_B2[row] = divmod(sequence.noise_seed % 2**64, 2**32)
     params_B = BatchParams(
-        temperature_B=column([0.0 if r.greedy else min(r.temperature, MAX_TEMPERATURE) for r in params], 0),
-        top_k_B=column([min(r.top_k, vocab_size) if r.top_k > 0 else vocab_size for r in params], 1, np.int32),
+        temperature_B=column(
+            [0.0 if r.greedy else min(r.temperature, MAX_TEMPERATURE) for r in params], 0
+        ),
+        top_k_B=column(
+            [min(r.top_k, vocab_size) if r.top_k > 0 else vocab_size for r in params], 1, np.int32
+        ),
         top_p_B=column([max(r.top_p, MIN_TOP_P) for r in params], 1),
         min_p_B=column([r.min_p for r in params], 0),
-        repetition_penalty_B=column([min(max(r.repetition_penalty, least), most) for r in params], 1),
+        repetition_penalty_B=column(
+            [min(max(r.repetition_penalty, least), most) for r in params], 1
+        ),
         presence_penalty_B=column([r.presence_penalty for r in params], 0),
         frequency_penalty_B=column([r.frequency_penalty for r in params], 0),
         seed_B2=seed_B2,
         bias_ids_BN=bias_ids_BN,
         bias_BN=bias_BN,
         stop_ids_BN=stop_ids_BN,
-        min_position_B=column([len(s.prompt_token_ids) + s.sampling.min_new_tokens for s in sequences], 0, np.int32),
+        min_position_B=column(
+            [len(s.prompt_token_ids) + s.sampling.min_new_tokens for s in sequences], 0, np.int32
+        ),
     )
     return jax.device_put(params_B)
 
@@ -133,11 +154,16 @@ def batch_params(
 def new_state(max_batch: int, vocab_size: int) -> SamplerState:
     """Return the state of `max_batch` rows, 5 bytes for each of max_batch * vocab_size."""
     shape = (max_batch, vocab_size)
-    return SamplerState(in_prompt_MV=jnp.zeros(shape, jnp.bool_), output_counts_MV=jnp.zeros(shape, jnp.int32))
+    return SamplerState(
+        in_prompt_MV=jnp.zeros(shape, jnp.bool_), output_counts_MV=jnp.zeros(shape, jnp.int32)
+    )
 
 
-def start_sequence(state: SamplerState, row: int | jax.Array, in_prompt_V: jax.Array | np.ndarray) -> SamplerState:
-    """Return the state after a new sequence took a row. Needed before its first token if it has penalties, else not.
+def start_sequence(
+    state: SamplerState, row: int | jax.Array, in_prompt_V: jax.Array | np.ndarray
+) -> SamplerState:
+    """Return the state after a new sequence took a row. Needed before its first token if it has
+    penalties, else not.
 
     in_prompt_V: bool, which tokens occur in its prompt.
     """
@@ -148,17 +174,21 @@ def start_sequence(state: SamplerState, row: int | jax.Array, in_prompt_V: jax.A
 
 
 def greedy(logits_BV: jax.Array) -> jax.Array:
-    """Return int32 [B]: the largest logit of each row, of equal ones the lowest id; `NOT_FINITE` where a row is not."""
+    """Return int32 [B]: the largest logit of each row, of equal ones the lowest id; `NOT_FINITE`
+    where a row is not.
+    """
     return _if_finite(logits_BV, _largest(logits_BV))
 
 
 def _if_finite(logits_BV: jax.Array, tokens_B: jax.Array) -> jax.Array:
-    top_B = jnp.max(logits_BV, axis=1)  # a NaN is the maximum of any row that has one; -inf is a token that cannot be
+    # a NaN is the maximum of any row that has one; -inf is a token that cannot be
+    top_B = jnp.max(logits_BV, axis=1)
     return jnp.where(top_B < jnp.inf, tokens_B, NOT_FINITE)
 
 
 def _largest(logits_BV: jax.Array) -> jax.Array:
-    # A maximum and a minimum vectorise; argmax is a reduction of two operands, several times slower on a CPU.
+    # A maximum and a minimum vectorise; argmax is a reduction of two operands, several times slower
+    # on a CPU.
     ids_BV = lax.broadcasted_iota(jnp.int32, logits_BV.shape, 1)
     best_B1 = jnp.max(logits_BV, axis=1, keepdims=True)
     return jnp.min(jnp.where(logits_BV == best_B1, ids_BV, logits_BV.shape[1] - 1), axis=1)
@@ -178,9 +208,10 @@ def sample(
 
     Rows whose logits are not finite have no token but `NOT_FINITE`.
 
-    rows_B: int32, their rows of the cache; M for padding. positions_B: int32, where in its sequence the drawn token
-    will stand: the prompt's length for the first. allowed_BW: int32, one bit a token, the lowest first: only tokens
-    whose bit is set can be drawn; None: all, in a program of its own. with_logprobs: static.
+    rows_B: int32, their rows of the cache; M for padding. positions_B: int32, where in its sequence
+    the drawn token will stand: the prompt's length for the first. allowed_BW: int32, one bit a
+    token, the lowest first: only tokens whose bit is set can be drawn; None: all, in a program of
+    its own. with_logprobs: static.
     """
 
     def rows(
@@ -205,22 +236,30 @@ def sample(
     tokens_B, logprobs = _by_rows(rows, logits_BV, params, rows_B, positions_B, allowed_BW)
     # (what has no token ends, so it does not matter that -1 is the last token here)
     counts_MV = state.output_counts_MV.at[rows_B, tokens_B].add(1, mode="drop")
-    return tokens_B, logprobs, SamplerState(in_prompt_MV=state.in_prompt_MV, output_counts_MV=counts_MV)
+    return (
+        tokens_B,
+        logprobs,
+        SamplerState(in_prompt_MV=state.in_prompt_MV, output_counts_MV=counts_MV),
+    )
 
 
 def prompt_logprobs(logits_TV: jax.Array, next_tokens_T: jax.Array, num_logprobs: int) -> Logprobs:
-    """Return `Logprobs` of T positions of a prompt: of the tokens after them and of the `num_logprobs` likeliest.
+    """Return `Logprobs` of T positions of a prompt: of the tokens after them and of the
+    `num_logprobs` likeliest.
 
     num_logprobs: static; 20 for every request spares programs.
     """
-    logprobs: Logprobs = _by_rows(partial(_logprobs, num_logprobs=num_logprobs), logits_TV, next_tokens_T)
+    logprobs: Logprobs = _by_rows(
+        partial(_logprobs, num_logprobs=num_logprobs), logits_TV, next_tokens_T
+    )
     return logprobs
 
 
 def _by_rows(function: Callable[..., Any], *batch: Any) -> Any:
     """Return `function(*batch)`, all with a leading B; on a CPU one row after the other.
 
-    There a row and all that is made of it stay in the cache, and no row pays for what another one needs.
+    There a row and all that is made of it stay in the cache, and no row pays for what another one
+    needs.
     """
 
     def one_by_one(*batch: Any) -> Any:
@@ -244,16 +283,19 @@ def _logprobs(logits_BV: jax.Array, tokens_B: jax.Array, num_logprobs: int) -> L
 
 
 def top_k(x_BV: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """Return (values [B, k], int32 ids [B, k]) of the k largest, in falling order, equal ones by rising id.
+    """Return (values [B, k], int32 ids [B, k]) of the k largest, in falling order, equal ones by
+    rising id.
 
-    The same as `lax.top_k` for less: the k largest lie in the k chunks of W tokens with the largest maxima (of equal
-    maxima the first), so only these are ranked.
+    The same as `lax.top_k` for less: the k largest lie in the k chunks of W tokens with the largest
+    maxima (of equal maxima the first), so only these are ranked.
     """
     rows, vocab_size = x_BV.shape
     num_chunks = -(-vocab_size // CHUNK_TOKENS)
     if num_chunks < 8 * k:
         return lax.top_k(x_BV, k)
-    x_BV = jnp.pad(x_BV, ((0, 0), (0, num_chunks * CHUNK_TOKENS - vocab_size)), constant_values=-jnp.inf)
+    x_BV = jnp.pad(
+        x_BV, ((0, 0), (0, num_chunks * CHUNK_TOKENS - vocab_size)), constant_values=-jnp.inf
+    )
     x_BHW = x_BV.reshape(rows, num_chunks, CHUNK_TOKENS)
     _, chunks_BK = lax.top_k(jnp.max(x_BHW, axis=2), k)
     chunks_BK = jnp.sort(chunks_BK, axis=1)  # so that ids rise
@@ -264,7 +306,9 @@ def top_k(x_BV: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _row_sums(x_BV: jax.Array) -> jax.Array:
-    """Return [B, 1] sums in an order that is a function of V alone; that of `jnp.sum` depends on B."""
+    """Return [B, 1] sums in an order that is a function of V alone; that of `jnp.sum` depends on
+    B.
+    """
     while x_BV.shape[1] > 1:
         parts = min(16, x_BV.shape[1])
         x_BV = jnp.pad(x_BV, ((0, 0), (0, -x_BV.shape[1] % parts)))
@@ -273,16 +317,26 @@ def _row_sums(x_BV: jax.Array) -> jax.Array:
 
 
 def _adjust(
-    logits_BV: jax.Array, params: BatchParams, state: SamplerState, rows_B: jax.Array, positions_B: jax.Array
+    logits_BV: jax.Array,
+    params: BatchParams,
+    state: SamplerState,
+    rows_B: jax.Array,
+    positions_B: jax.Array,
 ) -> jax.Array:
     """Return logits after bias, penalties and the ban on early ends."""
     vocab_size = logits_BV.shape[1]
     repetition_B1, presence_B1, frequency_B1 = (
         penalty_B[:, None]
-        for penalty_B in (params.repetition_penalty_B, params.presence_penalty_B, params.frequency_penalty_B)
+        for penalty_B in (
+            params.repetition_penalty_B,
+            params.presence_penalty_B,
+            params.frequency_penalty_B,
+        )
     )
     penalised_B = (repetition_B1 != 1) | (presence_B1 != 0) | (frequency_B1 != 0)
-    banned_BN = jnp.where(positions_B[:, None] < params.min_position_B[:, None], params.stop_ids_BN, vocab_size)
+    banned_BN = jnp.where(
+        positions_B[:, None] < params.min_position_B[:, None], params.stop_ids_BN, vocab_size
+    )
     rows_B1 = jnp.arange(logits_BV.shape[0], dtype=jnp.int32)[:, None]
 
     def sparse(x_BV: jax.Array) -> jax.Array:
@@ -302,7 +356,8 @@ def _adjust(
     def unchanged(x_BV: jax.Array) -> jax.Array:
         return x_BV
 
-    # A row that asks for none of these comes out of each with the same bits, so the others need not care.
+    # A row that asks for none of these comes out of each with the same bits, so the others need not
+    # care.
     x_BV = lax.cond(jnp.any(params.bias_ids_BN < vocab_size), sparse, unchanged, logits_BV)
     x_BV = lax.cond(jnp.any(penalised_B), penalise, unchanged, x_BV)
     return lax.cond(jnp.any(banned_BN < vocab_size), ban, unchanged, x_BV)
@@ -328,7 +383,9 @@ def _draw_rows(x_BV: jax.Array, params: BatchParams, positions_B: jax.Array) -> 
         z_BC, ids_BC = top_k(z_BV, num_candidates)
         kept_BC = _kept_candidates(z_BC, _row_sums(jnp.exp(z_BV)), params)
         # The filters keep none that ranks below a token they do not keep.
-        settled_B = (params.top_k_B <= num_candidates) | ((params.top_k_B == vocab_size) & ~kept_BC[:, -1])
+        settled_B = (params.top_k_B <= num_candidates) | (
+            (params.top_k_B == vocab_size) & ~kept_BC[:, -1]
+        )
         return _draw(z_BC, ids_BC, kept_BC, params.seed_B2, positions_B), filtered_B & settled_B
 
     nothing = (jnp.zeros_like(positions_B), jnp.zeros_like(filtered_B))
@@ -337,20 +394,25 @@ def _draw_rows(x_BV: jax.Array, params: BatchParams, positions_B: jax.Array) -> 
     def from_vocabulary() -> jax.Array:
         searched_B = filtered_B & ~settled_B
         everything_BV = jnp.ones_like(z_BV, jnp.bool_)
-        kept_BV = lax.cond(jnp.any(searched_B), lambda: _kept_vocabulary(z_BV, params), lambda: everything_BV)
+        kept_BV = lax.cond(
+            jnp.any(searched_B), lambda: _kept_vocabulary(z_BV, params), lambda: everything_BV
+        )
         kept_BV &= jnp.exp(z_BV) >= params.min_p_B[:, None]
         ids_BV = lax.broadcasted_iota(jnp.int32, z_BV.shape, 1)
-        return jnp.where(settled_B, few_B, _draw(z_BV, ids_BV, kept_BV, params.seed_B2, positions_B))
+        return jnp.where(
+            settled_B, few_B, _draw(z_BV, ids_BV, kept_BV, params.seed_B2, positions_B)
+        )
 
     tokens_B = lax.cond(jnp.any(random_B & ~settled_B), from_vocabulary, lambda: few_B)
-    return jnp.where(random_B, jnp.minimum(tokens_B, vocab_size - 1), _largest(x_BV))  # a row with a NaN has no largest
+    # a row with a NaN has no largest
+    return jnp.where(random_B, jnp.minimum(tokens_B, vocab_size - 1), _largest(x_BV))
 
 
 def _kept_candidates(z_BC: jax.Array, total_B1: jax.Array, params: BatchParams) -> jax.Array:
     """Return bool [B, C]: which of the C most likely tokens, in falling order, the filters keep.
 
-    z: logits / temperature minus their maximum, so exp(z) is relative to the most likely token. total: the sum of
-    exp(z) over the whole vocabulary, used where top_k exceeds C.
+    z: logits / temperature minus their maximum, so exp(z) is relative to the most likely token.
+    total: the sum of exp(z) over the whole vocabulary, used where top_k exceeds C.
     """
     top_k_B1, top_p_B1 = params.top_k_B[:, None], params.top_p_B[:, None]
     in_top_k_BC = lax.broadcasted_iota(jnp.int32, z_BC.shape, 1) < top_k_B1
@@ -365,8 +427,9 @@ def _kept_candidates(z_BC: jax.Array, total_B1: jax.Array, params: BatchParams) 
 def _kept_vocabulary(z_BV: jax.Array, params: BatchParams) -> jax.Array:
     """Return bool [B, V]: which tokens top-k and top-p keep, without sorting them.
 
-    For each filter the last value that is kept is found by bisection, in 31 passes over the row, which take less time
-    than a sort. Of the tokens equal to it the first by id are kept, as many as are needed.
+    For each filter the last value that is kept is found by bisection, in 31 passes over the row,
+    which take less time than a sort. Of the tokens equal to it the first by id are kept, as many as
+    are needed.
     """
     vocab_size = z_BV.shape[1]
     top_k_B1, top_p_B1 = params.top_k_B[:, None], params.top_p_B[:, None]
@@ -375,14 +438,20 @@ def _kept_vocabulary(z_BV: jax.Array, params: BatchParams) -> jax.Array:
     ids_BV = lax.broadcasted_iota(jnp.int32, z_BV.shape, 1)
 
     def first(amount_BV: jax.Array, needed_B1: jax.Array) -> jax.Array:
-        """Return bool [B, V]: the fewest tokens, by rising distance, then id, whose integer amounts sum to `needed`."""
+        """Return bool [B, V]: the fewest tokens, by rising distance, then id, whose integer
+        amounts sum to `needed`.
+        """
 
         def enough(mask_BV: jax.Array) -> jax.Array:
             amounts_BV = jnp.where(mask_BV, amount_BV, jnp.uint32(0))
             return jnp.sum(amounts_BV, axis=1, keepdims=True, dtype=jnp.uint32) >= needed_B1
 
-        infinity_B1 = jnp.full_like(top_k_B1, lax.bitcast_convert_type(jnp.float32(jnp.inf), jnp.int32))
-        last_B1 = _bisect(lambda at_B1: enough(distance_BV <= at_B1), jnp.full_like(top_k_B1, -1), infinity_B1)
+        infinity_B1 = jnp.full_like(
+            top_k_B1, lax.bitcast_convert_type(jnp.float32(jnp.inf), jnp.int32)
+        )
+        last_B1 = _bisect(
+            lambda at_B1: enough(distance_BV <= at_B1), jnp.full_like(top_k_B1, -1), infinity_B1
+        )
         closer_BV, equal_BV = distance_BV < last_B1, distance_BV == last_B1
         alone_B1 = jnp.sum(equal_BV, axis=1, keepdims=True, dtype=jnp.int32) <= 1
         last_id_B1 = _bisect(
@@ -393,20 +462,27 @@ def _kept_vocabulary(z_BV: jax.Array, params: BatchParams) -> jax.Array:
         return closer_BV | (equal_BV & (ids_BV <= last_id_B1))
 
     def first_top_k() -> jax.Array:
-        return first(jnp.ones_like(z_BV, jnp.uint32), top_k_B1.astype(jnp.uint32)) | (top_k_B1 == vocab_size)
+        return first(jnp.ones_like(z_BV, jnp.uint32), top_k_B1.astype(jnp.uint32)) | (
+            top_k_B1 == vocab_size
+        )
 
     everything_BV = jnp.ones_like(z_BV, jnp.bool_)
     in_top_k_BV = lax.cond(jnp.any(top_k_B1 < vocab_size), first_top_k, lambda: everything_BV)
     weights_BV = jnp.where(in_top_k_BV, jnp.exp(z_BV), 0.0)
-    # Probabilities in units of 2^-31: sums of integers are exact, so they grow with the set and do not depend on B.
+    # Probabilities in units of 2^-31: sums of integers are exact, so they grow with the set and do
+    # not depend on B.
     units_BV = jnp.round(weights_BV * (2.0**31 / _row_sums(weights_BV))).astype(jnp.uint32)
     total_B1 = jnp.sum(units_BV, axis=1, keepdims=True, dtype=jnp.uint32).astype(jnp.float32)
     needed_B1 = jnp.maximum((top_p_B1 * total_B1).astype(jnp.uint32), jnp.uint32(1))
     return in_top_k_BV & ((top_p_B1 >= 1) | first(units_BV, needed_B1))
 
 
-def _bisect(enough: Callable[[jax.Array], jax.Array], low_B1: jax.Array, high_B1: jax.Array) -> jax.Array:
-    """Return the smallest integer of (low, high] of which `enough` holds, as it does of high and of all that follow."""
+def _bisect(
+    enough: Callable[[jax.Array], jax.Array], low_B1: jax.Array, high_B1: jax.Array
+) -> jax.Array:
+    """Return the smallest integer of (low, high] of which `enough` holds, as it does of high and
+    of all that follow.
+    """
 
     def halve(bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low_B1, high_B1 = bounds
@@ -414,18 +490,27 @@ def _bisect(enough: Callable[[jax.Array], jax.Array], low_B1: jax.Array, high_B1
         enough_B1 = enough(middle_B1)
         return jnp.where(enough_B1, low_B1, middle_B1), jnp.where(enough_B1, middle_B1, high_B1)
 
-    return lax.while_loop(lambda bounds: jnp.any(bounds[1] - bounds[0] > 1), halve, (low_B1, high_B1))[1]
+    return lax.while_loop(
+        lambda bounds: jnp.any(bounds[1] - bounds[0] > 1), halve, (low_B1, high_B1)
+    )[1]
 
 
 def _draw(
-    z_BC: jax.Array, ids_BC: jax.Array, kept_BC: jax.Array, seed_B2: jax.Array, positions_B: jax.Array
+    z_BC: jax.Array,
+    ids_BC: jax.Array,
+    kept_BC: jax.Array,
+    seed_B2: jax.Array,
+    positions_B: jax.Array,
 ) -> jax.Array:
-    """Return int32 [B]: a token id from the softmax of z over the kept tokens: the largest z + Gumbel noise.
+    """Return int32 [B]: a token id from the softmax of z over the kept tokens: the largest z +
+    Gumbel noise.
 
-    The noise is -log(-log(1 - u)) with u from a hash of seed, position and token id, so neither the order of the
-    candidates nor how many there are matters.
+    The noise is -log(-log(1 - u)) with u from a hash of seed, position and token id, so neither the
+    order of the candidates nor how many there are matters.
     """
-    bits_BC = _threefry(seed_B2[:, :1], seed_B2[:, 1:], positions_B[:, None].astype(jnp.uint32), ids_BC)
+    bits_BC = _threefry(
+        seed_B2[:, :1], seed_B2[:, 1:], positions_B[:, None].astype(jnp.uint32), ids_BC
+    )
     # 32 bits of u near 0, where the winners are; below 1, so that log1p is finite.
     u_BC = jnp.minimum((bits_BC.astype(jnp.float32) + 0.5) * 2.0**-32, 1.0 - 2.0**-24)
     noisy_BC = jnp.where(kept_BC, z_BC - jnp.log(-jnp.log1p(-u_BC)), -jnp.inf)
@@ -433,11 +518,14 @@ def _draw(
     return jnp.min(jnp.where(noisy_BC == best_B1, ids_BC, jnp.iinfo(jnp.int32).max), axis=1)
 
 
-def _threefry(key_0: jax.Array, key_1: jax.Array, counter_0: jax.Array, counter_1: jax.Array) -> jax.Array:
-    """Return the first word of Threefry-2x32 with 20 rounds (Salmon et al., SC '11), elementwise, uint32.
+def _threefry(
+    key_0: jax.Array, key_1: jax.Array, counter_0: jax.Array, counter_1: jax.Array
+) -> jax.Array:
+    """Return the first word of Threefry-2x32 with 20 rounds (Salmon et al., SC '11), elementwise,
+    uint32.
 
-    `jax.random` has the same function for consecutive counters; for chosen ones there is only `fold_in`, which does
-    not fuse on a CPU.
+    `jax.random` has the same function for consecutive counters; for chosen ones there is only
+    `fold_in`, which does not fuse on a CPU.
     """
     keys = (key_0, key_1, key_0 ^ key_1 ^ jnp.uint32(0x1BD11BDA))
     x, y = counter_0 + key_0, counter_1.astype(jnp.uint32) + key_1
@@ -466,7 +554,8 @@ class Draw(NamedTuple):
 class Draws(NamedTuple):
     """Tokens that the device is drawing: those of the chunks, then padding.
 
-    wanted: how many log-probabilities of the most likely tokens each chunk asks for; None: none at all.
+    wanted: how many log-probabilities of the most likely tokens each chunk asks for; None: none at
+    all.
     """
 
     tokens_B: jax.Array
@@ -476,28 +565,44 @@ class Draws(NamedTuple):
     def read(self) -> list[Draw]:
         """Return the tokens of the chunks once they are drawn."""
         tokens = np.asarray(self.tokens_B).tolist()[: len(self.wanted)]
-        return [Draw(*pair) for pair in zip(tokens, _token_logprobs(tokens, self.logprobs, self.wanted), strict=True)]
+        return [
+            Draw(*pair)
+            for pair in zip(
+                tokens, _token_logprobs(tokens, self.logprobs, self.wanted), strict=True
+            )
+        ]
 
 
 class Sampler:
-    """Draws tokens for chunks of sequences, and keeps on the device what penalties need to know of the cache's rows."""
+    """Draws tokens for chunks of sequences, and keeps on the device what penalties need to know
+    of the cache's rows.
+    """
 
     def __init__(self, max_batch: int, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
-        self._max_batch, self._vocab_size, self._eos_token_ids = max_batch, vocab_size, eos_token_ids
+        self._max_batch = max_batch
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
         self._state = jax.device_put(new_state(max_batch, vocab_size), jax.devices()[0])
-        self._params: tuple[list[Sequence], BatchParams] | None = None  # of the sequences drawn for last
+        # of the sequences drawn for last
+        self._params: tuple[list[Sequence], BatchParams] | None = None
 
     def start(self, chunk: Chunk) -> None:
         """Take in the prompt of a first chunk, where its draws will need it."""
         sequence, s = chunk.sequence, chunk.sequence.sampling
         is_first = chunk.start == sequence.num_reused_tokens
-        if is_first and (s.repetition_penalty, s.presence_penalty, s.frequency_penalty) != (1, 0, 0):
+        if is_first and (s.repetition_penalty, s.presence_penalty, s.frequency_penalty) != (
+            1,
+            0,
+            0,
+        ):
             in_prompt_V = np.zeros(self._vocab_size, np.bool_)
             in_prompt_V[sequence.prompt_token_ids] = True
             self._state = _start_sequence(self._state, np.int32(chunk.row), in_prompt_V)
 
     def draw(self, logits_BV: jax.Array, chunks: list[Chunk]) -> Draws:
-        """Let the device draw a token after each chunk, from the first rows of the logits, without a wait for them."""
+        """Let the device draw a token after each chunk, from the first rows of the logits,
+        without a wait for them.
+        """
         sequences = [chunk.sequence for chunk in chunks]
         constrained = any(sequence.constraint is not None for sequence in sequences)
         if not constrained and all(sequence.sampling.plain_greedy for sequence in sequences):
@@ -510,11 +615,19 @@ class Sampler:
         positions_B = np.array([chunk.end for chunk in chunks] + [0] * padding, np.int32)
         # Many token ids and constraints share a program: two to compile instead of six.
         wide = params.bias_ids_BN.shape[1] == ID_BUCKETS[-1]
-        allowed_BW = self._allowed([sequence.constraint for sequence in sequences]) if wide else None
+        allowed_BW = (
+            self._allowed([sequence.constraint for sequence in sequences]) if wide else None
+        )
         wanted = [sequence.sampling.logprobs for sequence in sequences]
         with_logprobs = any(count is not None for count in wanted)
         tokens_B, logprobs, self._state = _sample(
-            logits_BV, params, self._state, rows_B, positions_B, allowed_BW, with_logprobs=with_logprobs
+            logits_BV,
+            params,
+            self._state,
+            rows_B,
+            positions_B,
+            allowed_BW,
+            with_logprobs=with_logprobs,
         )
         return Draws(tokens_B, logprobs, wanted)
 
@@ -532,12 +645,16 @@ class Sampler:
         for logprobs in (None, 0):
             sequence = Sequence([0], SamplingParams(temperature=1.0, logprobs=logprobs), constraint)
             self.draw(logits_BV, [Chunk(sequence, self._max_batch, 0, [])])
-        self._state = _start_sequence(self._state, np.int32(0), np.zeros(self._vocab_size, np.bool_))
+        self._state = _start_sequence(
+            self._state, np.int32(0), np.zeros(self._vocab_size, np.bool_)
+        )
         self._params = None
 
     def warm_up_prompt_logprobs(self, logits_CV: jax.Array) -> None:
         """Compile what computes log-probabilities of a prompt from logits of this shape."""
-        _prompt_logprobs(logits_CV, np.zeros(logits_CV.shape[0], np.int32), num_logprobs=MAX_LOGPROBS)
+        _prompt_logprobs(
+            logits_CV, np.zeros(logits_CV.shape[0], np.int32), num_logprobs=MAX_LOGPROBS
+        )
 
     def greedy(self, logits_BV: jax.Array) -> np.ndarray:
         """Return the most likely token of each row."""
@@ -567,11 +684,17 @@ class Sampler:
 def _token_logprobs(
     tokens: list[int], logprobs: Logprobs | None, wanted: list[int | None]
 ) -> list[TokenLogprob | None]:
-    """Return those of each token, with as many of the most likely ones as are `wanted` of it; None where none are."""
+    """Return those of each token, with as many of the most likely ones as are `wanted` of it;
+    None where none are.
+    """
     if logprobs is None:
         return [None] * len(tokens)
-    chosen, ids, top = (np.asarray(a).tolist() for a in (logprobs.chosen_B, logprobs.top_ids_BK, logprobs.top_BK))
+    chosen, ids, top = (
+        np.asarray(a).tolist() for a in (logprobs.chosen_B, logprobs.top_ids_BK, logprobs.top_BK)
+    )
     return [
-        None if n is None else TokenLogprob(token, chosen[i], tuple(zip(ids[i][:n], top[i][:n], strict=True)))
+        None
+        if n is None
+        else TokenLogprob(token, chosen[i], tuple(zip(ids[i][:n], top[i][:n], strict=True)))
         for i, (token, n) in enumerate(zip(tokens, wanted, strict=True))
     ]

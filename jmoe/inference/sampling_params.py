@@ -1,4 +1,6 @@
-"""Parameters of a request's draws, and restrictions of its output. No JAX: requests are checked before all else."""
+"""Parameters of a request's draws, and restrictions of its output. No JAX: requests are checked
+before all else.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ import numpy as np
 
 from jmoe.config import check
 
-GREEDY_BELOW = 1e-5  # a lower temperature counts as 0: logits / temperature would leave float32's range
+# a lower temperature counts as 0: logits / temperature would leave float32's range
+GREEDY_BELOW = 1e-5
 MAX_LOGPROBS = 20
 MAX_IDS = 1000  # entries of logit_bias, and of stop_token_ids
 MAX_STOP, MAX_STOP_CHARS = 64, 256  # strings of stop, and characters of each
@@ -20,30 +23,42 @@ MAX_STOP, MAX_STOP_CHARS = 64, 256  # strings of stop, and characters of each
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request's tokens are drawn and when it ends. Names and meanings are vLLM's and OpenAI's.
+    """How one request's tokens are drawn and when it ends. Names and meanings are vLLM's and
+    OpenAI's.
 
-    A token is drawn from the logits after, in this order: `logit_bias`, the penalties, `min_new_tokens`,
-    `temperature`, `top_k`, `top_p`, `min_p`. Each filter sees what the one before it left, with its probabilities
-    made to sum to 1 again, as in transformers. Tokens of equal logits rank by id, the lowest first.
+    A token is drawn from the logits after, in this order: `logit_bias`, the penalties,
+    `min_new_tokens`, `temperature`, `top_k`, `top_p`, `min_p`. Each filter sees what the one before
+    it left, with its probabilities made to sum to 1 again, as in transformers. Tokens of equal
+    logits rank by id, the lowest first.
 
     max_new_tokens: at most this many tokens are drawn; the cache's row may end the request earlier.
     temperature: logits are divided by it; 0: the most likely token (below 1e-5 counts as 0).
     top_k: only the k most likely tokens; 0 or -1: all.
-    top_p: only the smallest set of most likely tokens whose probabilities sum to at least this; 1: all.
+    top_p: only the smallest set of most likely tokens whose probabilities sum to at least this; 1:
+    all.
     min_p: only tokens at least min_p times as likely as the most likely one; 0: all.
-    repetition_penalty: the logit of a token of the prompt or the output is divided by it if positive, else multiplied.
-    presence_penalty, frequency_penalty: taken off the logit of a token of the output, once, and once per occurrence.
+    repetition_penalty: the logit of a token of the prompt or the output is divided by it if
+    positive, else multiplied.
+    presence_penalty, frequency_penalty: taken off the logit of a token of the output, once, and
+    once per occurrence.
     logit_bias: token id -> a number added to its logit.
-    seed: the draw at a position depends on the seed, the prompt and the position alone; None: on a random number.
-    stop_token_ids: end the request like the end-of-text token; the token is the last of the output's ids.
-    stop: strings (or one string) that end the request; the text ends before them. At most 64 of at most 256 characters.
+    seed: the draw at a position depends on the seed, the prompt and the position alone; None: on a
+    random number.
+    stop_token_ids: end the request like the end-of-text token; the token is the last of the
+    output's ids.
+    stop: strings (or one string) that end the request; the text ends before them. At most 64 of at
+    most 256 characters.
     ignore_eos: the end-of-text token does not end the request. stop_token_ids still do.
-    min_new_tokens: until so many are drawn, end-of-text and stop_token_ids cannot be, and `stop` is not looked for.
-    logprobs: None, or: return the log-probability of each token drawn, and of the n most likely ones in its place;
+    min_new_tokens: until so many are drawn, end-of-text and stop_token_ids cannot be, and `stop` is
+    not looked for.
+    logprobs: None, or: return the log-probability of each token drawn, and of the n most likely
+    ones in its place;
         of the model's own distribution, before anything above (vLLM's `raw_logprobs`).
-    prompt_logprobs: the same for the tokens of the prompt, from the second on. No prefix is reused then.
+    prompt_logprobs: the same for the tokens of the prompt, from the second on. No prefix is reused
+    then.
 
-    Raises `ValueError` naming field, value and constraint. What depends on the model is checked by `check_vocabulary`.
+    Raises `ValueError` naming field, value and constraint. What depends on the model is checked by
+    `check_vocabulary`.
     Sources: https://docs.vllm.ai/en/latest/api/vllm/sampling_params and
     https://platform.openai.com/docs/api-reference/completions/create; min_p arXiv:2407.01082;
     repetition_penalty arXiv:1909.05858.
@@ -68,7 +83,12 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._check_numbers()
-        check(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "must be True or False")
+        check(
+            isinstance(self.ignore_eos, bool),
+            "ignore_eos",
+            self.ignore_eos,
+            "must be True or False",
+        )
 
         stop: Any = self.stop
         stop = (stop,) if isinstance(stop, str) else stop
@@ -77,20 +97,38 @@ class SamplingParams:
         check(len(stop) <= MAX_STOP, "len(stop)", len(stop), f"must be at most {MAX_STOP}")
         longest = max(map(len, stop), default=0)
         check(
-            longest <= MAX_STOP_CHARS, "the longest of stop", longest, f"must have at most {MAX_STOP_CHARS} characters"
+            longest <= MAX_STOP_CHARS,
+            "the longest of stop",
+            longest,
+            f"must have at most {MAX_STOP_CHARS} characters",
         )
         object.__setattr__(self, "stop", tuple(stop))
 
         ids = self.stop_token_ids
         ok = isinstance(ids, list | tuple) and _are_ids(ids) and len(ids) <= MAX_IDS
-        check(ok, "stop_token_ids", ids, f"must be a list of at most {MAX_IDS} integers, none negative")
+        check(
+            ok,
+            "stop_token_ids",
+            ids,
+            f"must be a list of at most {MAX_IDS} integers, none negative",
+        )
         object.__setattr__(self, "stop_token_ids", tuple(ids))
 
         bias = self.logit_bias
         ok = isinstance(bias, Mapping) and _are_ids(bias) and len(bias) <= MAX_IDS
-        check(ok, "logit_bias", bias, f"must map at most {MAX_IDS} token ids, none negative, to numbers")
+        check(
+            ok,
+            "logit_bias",
+            bias,
+            f"must map at most {MAX_IDS} token ids, none negative, to numbers",
+        )
         for token, value in bias.items():
-            check(_is_number(value) and -100 <= value <= 100, f"logit_bias[{token}]", value, "must be in [-100, 100]")
+            check(
+                _is_number(value) and -100 <= value <= 100,
+                f"logit_bias[{token}]",
+                value,
+                "must be in [-100, 100]",
+            )
         object.__setattr__(self, "logit_bias", dict(bias))  # the caller may go on writing to theirs
 
     def _check_numbers(self) -> None:
@@ -101,21 +139,34 @@ class SamplingParams:
             ("frequency_penalty", -2.0, 2.0),
         ):
             value = getattr(self, name)
-            constraint = f"must be in [{low:g}, {high:g}]" if high < math.inf else "must be 0 or greater"
+            constraint = (
+                f"must be in [{low:g}, {high:g}]" if high < math.inf else "must be 0 or greater"
+            )
             check(_is_number(value) and low <= value <= high, name, value, constraint)
         for name, high in (("top_p", 1.0), ("repetition_penalty", math.inf)):
             value = getattr(self, name)
-            constraint = f"must be in (0, {high:g}]" if high < math.inf else "must be greater than 0"
+            constraint = (
+                f"must be in (0, {high:g}]" if high < math.inf else "must be greater than 0"
+            )
             check(_is_number(value) and 0 < value <= high, name, value, constraint)
         for name, least in (("max_new_tokens", 1), ("top_k", -1)):
             value = getattr(self, name)
-            check(_is_integer(value) and value >= least, name, value, f"must be an integer, at least {least}")
+            check(
+                _is_integer(value) and value >= least,
+                name,
+                value,
+                f"must be an integer, at least {least}",
+            )
         most = self.max_new_tokens
         fits = _is_integer(self.min_new_tokens) and 0 <= self.min_new_tokens <= most
         constraint = f"must be an integer, at least 0 and at most max_new_tokens = {most}"
         check(fits, "min_new_tokens", self.min_new_tokens, constraint)
         counts = (0, MAX_LOGPROBS)
-        for name, bounds in (("logprobs", counts), ("prompt_logprobs", counts), ("seed", (-(2**63), 2**63 - 1))):
+        for name, bounds in (
+            ("logprobs", counts),
+            ("prompt_logprobs", counts),
+            ("seed", (-(2**63), 2**63 - 1)),
+        ):
             value = getattr(self, name)
             fits = value is None or (_is_integer(value) and bounds[0] <= value <= bounds[1])
             check(fits, name, value, f"must be None or an integer in {list(bounds)}")
@@ -127,7 +178,9 @@ class SamplingParams:
 
     @property
     def plain_greedy(self) -> bool:
-        """Whether the token is the argmax of the model's own logits and nothing else is asked for."""
+        """Whether the token is the argmax of the model's own logits and nothing else is asked
+        for.
+        """
         return (
             self.greedy
             and self.repetition_penalty == 1
@@ -139,17 +192,28 @@ class SamplingParams:
         )
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raise `ValueError` if a token id of `logit_bias` or `stop_token_ids` is not below `vocab_size`."""
+        """Raise `ValueError` if a token id of `logit_bias` or `stop_token_ids` is not below
+        `vocab_size`.
+        """
         for name, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
             for token in ids:
-                check(token < vocab_size, f"a token of {name}", token, f"must be below vocab_size = {vocab_size}")
+                check(
+                    token < vocab_size,
+                    f"a token of {name}",
+                    token,
+                    f"must be below vocab_size = {vocab_size}",
+                )
 
 
 class Constraint(Protocol):
-    """Restricts one output; a base class too. W = ceil(V / 32) words for a vocabulary of V tokens."""
+    """Restricts one output; a base class too. W = ceil(V / 32) words for a vocabulary of V
+    tokens.
+    """
 
     def is_ready(self) -> bool:
-        """Return whether `fill` answers at once; until then the engine goes on with other sequences."""
+        """Return whether `fill` answers at once; until then the engine goes on with other
+        sequences.
+        """
         return True
 
     def wait(self, limit_s: float) -> None:
@@ -157,7 +221,8 @@ class Constraint(Protocol):
         return
 
     def fill(self, words_W: np.ndarray) -> None:
-        """Set the bits of the tokens that may come next and clear the others. int32, the lowest bit first.
+        """Set the bits of the tokens that may come next and clear the others. int32, the lowest bit
+        first.
 
         At least one is set: the end-of-text token where nothing else can follow.
         """

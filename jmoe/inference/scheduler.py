@@ -6,9 +6,10 @@ Standard library only. The engine's loop is
     ...run `scheduler.groups(plan)`, draw one token for each of plan.sampled...
     finished = scheduler.update(plan, tokens)
 
-Every step runs all sequences that are past their prompt and do not rest, one token each, and beside them a chunk of
-every prompt that fits the step, so a long prompt never makes the others wait. The cache is [max_batch, max_seq_len]: a
-running sequence owns one row, and its token i (prompt, then output) lies in column i.
+Every step runs all sequences that are past their prompt and do not rest, one token each, and beside
+them a chunk of every prompt that fits the step, so a long prompt never makes the others wait. The
+cache is [max_batch, max_seq_len]: a running sequence owns one row, and its token i (prompt, then
+output) lies in column i.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from jmoe.inference.sequence import FinishReason, Sequence
 
 SMALLEST_WIDTH = 16  # of more than one token: a narrower program would hardly be quicker
 ROWS_RATIO = 4  # of prefill programs: rows, unlike tokens, are never padding
-DEFAULT_PREFILL_CHUNKS = 8  # in a step: reading every expert once must serve many tokens where experts are streamed
+# in a step: reading every expert once must serve many tokens where experts are streamed
+DEFAULT_PREFILL_CHUNKS = 8
 
 
 def buckets(maximum: int, ratio: int = 2) -> tuple[int, ...]:
@@ -43,10 +45,12 @@ def bucket(n: int, sizes: tuple[int, ...]) -> int:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens of a sequence that run in one step, at columns `start`, `start + 1`, ... of a row of the cache.
+    """Tokens of a sequence that run in one step, at columns `start`, `start + 1`, ... of a row of
+    the cache.
 
-    is_last: a token is drawn after them, as they end the prompt or are the sequence's last token. copy_from: before
-    anything of this step runs, copy columns 0 ... start - 1 of that row into `row`; several in the order of the plan.
+    is_last: a token is drawn after them, as they end the prompt or are the sequence's last token.
+    copy_from: before anything of this step runs, copy columns 0 ... start - 1 of that row into
+    `row`; several in the order of the plan.
     """
 
     sequence: Sequence
@@ -63,7 +67,9 @@ class Chunk:
 
 @dataclass(frozen=True)
 class ChunkGroup:
-    """Chunks that run as one program, [num_rows, width]; those after which a token is drawn come first."""
+    """Chunks that run as one program, [num_rows, width]; those after which a token is drawn come
+    first.
+    """
 
     chunks: tuple[Chunk, ...]
     num_rows: int
@@ -72,7 +78,9 @@ class ChunkGroup:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One step: the last token of every sequence past its prompt, and chunks of other prompts, oldest first."""
+    """One step: the last token of every sequence past its prompt, and chunks of other prompts,
+    oldest first.
+    """
 
     decode: tuple[Chunk, ...] = ()
     prefill: tuple[Chunk, ...] = ()
@@ -99,7 +107,9 @@ class SchedulerStats:
 
 @dataclass(eq=False)
 class _Row:
-    """A row of the cache. tokens: those whose keys and values it holds, from column 0; kept when the sequence ends."""
+    """A row of the cache. tokens: those whose keys and values it holds, from column 0; kept when
+    the sequence ends.
+    """
 
     index: int
     tokens: list[int] = field(default_factory=list)
@@ -110,24 +120,31 @@ class _Row:
 class Scheduler:
     """Gives sequences rows and steps, first come, first served.
 
-    Prompt and output together never exceed `max_seq_len`, the columns. Each chunk of a prompt is padded to one of
-    `prefill_widths`. eos_token_ids: end a sequence that does not ignore them.
+    Prompt and output together never exceed `max_seq_len`, the columns. Each chunk of a prompt is
+    padded to one of `prefill_widths`. eos_token_ids: end a sequence that does not ignore them.
 
-    A sequence that ended leaves its tokens in its row. A new one takes the free row that shares the longest prefix
-    with its prompt, the longest unused one among equals, and computes only the rest; if a running row shares more,
-    that much is copied. It waits while a prompt before it computes at least half of what it needs itself, and then
-    copies that. At least the last token of a prompt is always run, for its logits; all of it if `prompt_logprobs` are
-    asked for. How a prompt is cut into chunks does not depend on the other sequences. Not thread-safe.
+    A sequence that ended leaves its tokens in its row. A new one takes the free row that shares the
+    longest prefix with its prompt, the longest unused one among equals, and computes only the rest;
+    if a running row shares more, that much is copied. It waits while a prompt before it computes at
+    least half of what it needs itself, and then copies that. At least the last token of a prompt is
+    always run, for its logits; all of it if `prompt_logprobs` are asked for. How a prompt is cut
+    into chunks does not depend on the other sequences. Not thread-safe.
     """
 
-    def __init__(self, config: EngineConfig, eos_token_ids: Collection[int] = (), *, ratio: int = 2) -> None:
-        """ratio: of the sizes of programs; the larger, the fewer there are, and the more of them is padding."""
+    def __init__(
+        self, config: EngineConfig, eos_token_ids: Collection[int] = (), *, ratio: int = 2
+    ) -> None:
+        """ratio: of the sizes of programs; the larger, the fewer there are, and the more of them
+        is padding.
+        """
         assert config.max_seq_len is not None, "the model's positions say it"
         self.max_batch, self.max_seq_len = config.max_batch, config.max_seq_len
         self.eos_token_ids = frozenset(eos_token_ids)
         self.decode_buckets = buckets(self.max_batch, ratio)
         chunk = min(config.prefill_chunk_tokens, self.max_seq_len)
-        self.prefill_widths = tuple(n for n in buckets(chunk, ratio) if n in (1, chunk) or n >= SMALLEST_WIDTH)
+        self.prefill_widths = tuple(
+            n for n in buckets(chunk, ratio) if n in (1, chunk) or n >= SMALLEST_WIDTH
+        )
         default = min(DEFAULT_PREFILL_CHUNKS, self.max_batch) * chunk
         self.max_prefill_tokens = config.max_prefill_tokens or default
         self._rows = [_Row(index) for index in range(self.max_batch)]
@@ -139,21 +156,25 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence. `ValueError` for an empty or too long prompt."""
         self.check_prompt(sequence.prompt_token_ids)
-        assert sequence.status == "waiting" and sequence not in self._waiting, "a sequence runs once"
+        assert sequence.status == "waiting" and sequence not in self._waiting, (
+            "a sequence runs once"
+        )
         self._waiting.append(sequence)
 
     def check_prompt(self, prompt_token_ids: Collection[int]) -> None:
         """Raise `ValueError` if it is empty or too long."""
         length = len(prompt_token_ids)
         check(length > 0, "prompt", prompt_token_ids, "must hold at least one token")
-        constraint = f"must be below max_seq_len = {self.max_seq_len}, to leave room for a token of output"
+        constraint = (
+            f"must be below max_seq_len = {self.max_seq_len}, to leave room for a token of output"
+        )
         check(length < self.max_seq_len, "len(prompt_token_ids)", length, constraint)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> bool:
         """End a sequence now, as after a stop string; False if it is neither waiting nor running.
 
-        Also between `schedule` and `update`: the token under way is then dropped. Nothing that an "error" left in the
-        cache is used again.
+        Also between `schedule` and `update`: the token under way is then dropped. Nothing that an
+        "error" left in the cache is used again.
         """
         if sequence.row is not None:
             row = self._rows[sequence.row]
@@ -182,16 +203,25 @@ class Scheduler:
         Without an `update` between, the same again.
         """
         decode = tuple(
-            Chunk(row.sequence, row.index, row.sequence.num_computed_tokens, row.sequence.output_token_ids[-1:])
+            Chunk(
+                row.sequence,
+                row.index,
+                row.sequence.num_computed_tokens,
+                row.sequence.output_token_ids[-1:],
+            )
             for row in self._rows
-            if row.sequence is not None and row.sequence.status == "decode" and not row.sequence.rests
+            if row.sequence is not None
+            and row.sequence.status == "decode"
+            and not row.sequence.rests
         )
         chunks: list[Chunk] = []
         tokens = self.max_prefill_tokens
         while len(chunks) < len(self._prefilling) or self._admit(tokens):
             chunks.append(self._next_chunk(self._prefilling[len(chunks)]))
             tokens -= self.width(chunks[-1])
-        assert tokens >= 0, "the chunks of a prompt never get wider, so those of prompts under way fit"
+        assert tokens >= 0, (
+            "the chunks of a prompt never get wider, so those of prompts under way fit"
+        )
         return StepPlan(decode, tuple(chunks))
 
     def width(self, chunk: Chunk) -> int:
@@ -199,7 +229,9 @@ class Scheduler:
         return bucket(len(chunk.tokens), self.prefill_widths)
 
     def groups(self, plan: StepPlan) -> list[ChunkGroup]:
-        """Return a plan's chunks by program: `decode`, then prompts in `prefill_shapes` without padded rows."""
+        """Return a plan's chunks by program: `decode`, then prompts in `prefill_shapes` without
+        padded rows.
+        """
         groups = []
         if plan.decode:
             groups.append(ChunkGroup(plan.decode, bucket(len(plan.decode), self.decode_buckets), 1))
@@ -216,14 +248,17 @@ class Scheduler:
     @property
     def prefill_shapes(self) -> tuple[tuple[int, int], ...]:
         """(rows, width) of every program that a prefill may need."""
-        return tuple((rows, width) for width in self.prefill_widths for rows in self._num_rows(width))
+        return tuple(
+            (rows, width) for width in self.prefill_widths for rows in self._num_rows(width)
+        )
 
     def update(self, plan: StepPlan, tokens: list[int]) -> list[Sequence]:
         """Take in the tokens drawn for `plan.sampled`; returns the sequences that ended with them.
 
-        A sequence ends with "stop" at an end-of-text or stop token, unless it is among its first `min_new_tokens`;
-        with "length" after `max_new_tokens`, or when its row is full. If the engine finds a stop string in the text
-        of such a last token, it sets that `finish_reason` itself.
+        A sequence ends with "stop" at an end-of-text or stop token, unless it is among its first
+        `min_new_tokens`; with "length" after `max_new_tokens`, or when its row is full. If the
+        engine finds a stop string in the text of such a last token, it sets that `finish_reason`
+        itself.
         """
         for chunk in plan.chunks:
             self._note_computed(chunk)
@@ -241,9 +276,15 @@ class Scheduler:
         return finished
 
     def may_go_on(self, sequence: Sequence) -> bool:
-        """Return False for a sequence that surely ends with the token under way, by `max_new_tokens` or a full row."""
+        """Return False for a sequence that surely ends with the token under way, by
+        `max_new_tokens` or a full row.
+        """
         length, most = len(sequence.output_token_ids) + 1, sequence.sampling.max_new_tokens
-        return sequence.status == "decode" and length < most and sequence.num_tokens + 1 < self.max_seq_len
+        return (
+            sequence.status == "decode"
+            and length < most
+            and sequence.num_tokens + 1 < self.max_seq_len
+        )
 
     @property
     def has_unfinished(self) -> bool:
@@ -256,7 +297,9 @@ class Scheduler:
         return SchedulerStats(len(self._waiting), len(running), kv_tokens, self._reused_tokens)
 
     def _num_rows(self, width: int) -> list[int]:
-        """Return the rows of programs of this width, ascending: few, and any number of chunks is a sum of them."""
+        """Return the rows of programs of this width, ascending: few, and any number of chunks is
+        a sum of them.
+        """
         most = min(self.max_batch, self.max_prefill_tokens // width)
         rows = [1]
         while rows[-1] * ROWS_RATIO <= most:
@@ -264,7 +307,9 @@ class Scheduler:
         return rows
 
     def _admit(self, tokens: int) -> bool:
-        """Give the longest waiting sequence a row, if one is free and its first chunk fits `tokens` with padding."""
+        """Give the longest waiting sequence a row, if one is free and its first chunk fits
+        `tokens` with padding.
+        """
         free = [row for row in self._rows if row.sequence is None]
         if not free or not self._waiting:
             return False
@@ -275,13 +320,19 @@ class Scheduler:
         source = max(self._rows, key=lambda row: shared[row.index])
         length = shared[source.index]
         rest = len(sequence.prompt_token_ids) - length
-        coming = max((_common_prefix(s.prompt_token_ids, prompt[:-1]) for s in self._prefilling), default=0)
-        if bucket(self._chunk_tokens(rest), self.prefill_widths) > tokens or 2 * (coming - length) >= rest:
+        coming = max(
+            (_common_prefix(s.prompt_token_ids, prompt[:-1]) for s in self._prefilling), default=0
+        )
+        if (
+            bucket(self._chunk_tokens(rest), self.prefill_widths) > tokens
+            or 2 * (coming - length) >= rest
+        ):
             return False
         self._waiting.popleft()
         if length > shared[target.index]:
             sequence.copy_from = source.index
-        del target.tokens[shared[target.index] :]  # a copied prefix counts once the step that copies it has run
+        # a copied prefix counts once the step that copies it has run
+        del target.tokens[shared[target.index] :]
         target.sequence = sequence
         sequence.status, sequence.row = "prefill", target.index
         sequence.num_computed_tokens = sequence.num_reused_tokens = length
@@ -298,16 +349,21 @@ class Scheduler:
         prompt, start = sequence.prompt_token_ids, sequence.num_computed_tokens
         end = start + self._chunk_tokens(len(prompt) - start)
         copy_from = sequence.copy_from if start == sequence.num_reused_tokens else None
-        return Chunk(sequence, sequence.row, start, prompt[start:end], end == len(prompt), copy_from)
+        return Chunk(
+            sequence, sequence.row, start, prompt[start:end], end == len(prompt), copy_from
+        )
 
     def _note_computed(self, chunk: Chunk) -> None:
         """Take in that the keys and values of a chunk are in its row now."""
         sequence = chunk.sequence
         if sequence.status == "finished":  # while the step ran; its row may be another's
             return
-        assert (sequence.row, sequence.num_computed_tokens) == (chunk.row, chunk.start), "a plan is taken in once"
+        assert (sequence.row, sequence.num_computed_tokens) == (chunk.row, chunk.start), (
+            "a plan is taken in once"
+        )
         resident = self._rows[chunk.row].tokens
-        resident += sequence.prompt_token_ids[len(resident) : chunk.start]  # what was copied before a first chunk
+        # what was copied before a first chunk
+        resident += sequence.prompt_token_ids[len(resident) : chunk.start]
         resident += chunk.tokens
         sequence.num_computed_tokens = chunk.end
 
@@ -322,10 +378,13 @@ class Scheduler:
 
 
 def _common_prefix(a: list[int], b: list[int]) -> int:
-    """Return how many first tokens are equal. Slices compare at the speed of C: prompts may be very long."""
+    """Return how many first tokens are equal. Slices compare at the speed of C: prompts may be
+    very long.
+    """
     if not a or not b or a[0] != b[0]:
         return 0
-    equal, end = 1, min(len(a), len(b)) + 1  # the first `equal` are; the first `end` are not, or do not exist
+    # the first `equal` are; the first `end` are not, or do not exist
+    equal, end = 1, min(len(a), len(b)) + 1
     while end - equal > 1:
         middle = (equal + end) // 2
         if a[equal:middle] == b[equal:middle]:

@@ -27,12 +27,13 @@ class TokenLogprob:
 
 @dataclass(eq=False)
 class Sequence:
-    """One prompt on its way to its output. Every field has one writer; who asks for it writes the first ones.
+    """One prompt on its way to its output. Every field has one writer; who asks for it writes the
+    first ones.
 
-    constraint: of the output, used by this sequence alone. client, request, index: whose it is, of which request, and
-    its number among that request's sequences. noise_seed: what its draws depend on beside their positions, a hash of
-    the seed in the sampling parameters and of the prompt, so that two prompts with one seed are two samples; without a
-    seed a random number.
+    constraint: of the output, used by this sequence alone. client, request, index: whose it is, of
+    which request, and its number among that request's sequences. noise_seed: what its draws depend
+    on beside their positions, a hash of the seed in the sampling parameters and of the prompt, so
+    that two prompts with one seed are two samples; without a seed a random number.
     """
 
     prompt_token_ids: list[int]  # at least one
@@ -45,18 +46,26 @@ class Sequence:
     index: int = 0
     noise_seed: int = field(init=False)
     # Written by the scheduler
-    status: Literal["waiting", "prefill", "decode", "finished"] = field(default="waiting", init=False)
-    row: int | None = field(default=None, init=False)  # of the cache; None while it waits and once it has finished
+    status: Literal["waiting", "prefill", "decode", "finished"] = field(
+        default="waiting", init=False
+    )
+    # of the cache; None while it waits and once it has finished
+    row: int | None = field(default=None, init=False)
     num_computed_tokens: int = field(default=0, init=False)  # whose keys and values are in the row
-    num_reused_tokens: int = field(default=0, init=False)  # of these, what was there before or was copied
-    copy_from: int | None = field(default=None, init=False)  # the row that the reused tokens are copied from
-    output_token_ids: list[int] = field(default_factory=list, init=False)  # with the stop token, if one ended it
+    # of these, what was there before or was copied
+    num_reused_tokens: int = field(default=0, init=False)
+    # the row that the reused tokens are copied from
+    copy_from: int | None = field(default=None, init=False)
+    # with the stop token, if one ended it
+    output_token_ids: list[int] = field(default_factory=list, init=False)
     finish_reason: FinishReason | None = field(default=None, init=False)
     # Written by the engine
-    rests: bool = field(default=False, init=False)  # has no part in the next step: its constraint is not ready
+    # has no part in the next step: its constraint is not ready
+    rests: bool = field(default=False, init=False)
     text: TextStream | ChannelStream | None = field(default=None, init=False)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list, init=False)
-    is_finite: bool = field(default=True, init=False)  # all logits of the prompt that were asked for are numbers
+    # all logits of the prompt that were asked for are numbers
+    is_finite: bool = field(default=True, init=False)
     # Written by the server's event loop
     arrived_s: float = field(default=0.0, init=False)
     first_token_s: float = field(default=0.0, init=False)
@@ -65,7 +74,9 @@ class Sequence:
 
     def __post_init__(self) -> None:
         seed = self.sampling.seed
-        self.noise_seed = secrets.randbits(63) if seed is None else _noise_seed(seed, self.prompt_token_ids)
+        self.noise_seed = (
+            secrets.randbits(63) if seed is None else _noise_seed(seed, self.prompt_token_ids)
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -76,8 +87,9 @@ class Sequence:
 class Output:
     """The tokens and text that one step added to a sequence; `finish_reason` is None until its end.
 
-    finish_reason: "error", without a token, where the model's logits were not finite. prompt_logprobs: of all the
-    prompt, with the first token; empty after it. reasoning: text of channels beside the answer's.
+    finish_reason: "error", without a token, where the model's logits were not finite.
+    prompt_logprobs: of all the prompt, with the first token; empty after it. reasoning: text of
+    channels beside the answer's.
     """
 
     sequence: Sequence
@@ -91,7 +103,9 @@ class Output:
 
 @dataclass(frozen=True)
 class Completion:
-    """A finished request. text: "" without a tokenizer. prompt_logprobs: from the second prompt token on."""
+    """A finished request. text: "" without a tokenizer. prompt_logprobs: from the second prompt
+    token on.
+    """
 
     prompt_token_ids: list[int]
     token_ids: list[int]

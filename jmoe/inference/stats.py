@@ -17,9 +17,9 @@ Phase = Literal["prefill", "decode"]
 class PhaseStats:
     """Steps with a chunk of a prompt in them (prefill), or without (decode).
 
-    tokens: run in these steps, of all requests. step_s: mean time in `Engine.step`; of a step begun ahead, what is
-    left of it. predicted_step_s: of a step of the mean number of tokens, by the engine's plan, which also says what
-    `policy` such a step takes; None where nothing was measured.
+    tokens: run in these steps, of all requests. step_s: mean time in `Engine.step`; of a step begun
+    ahead, what is left of it. predicted_step_s: of a step of the mean number of tokens, by the
+    engine's plan, which also says what `policy` such a step takes; None where nothing was measured.
     """
 
     policy: str
@@ -34,15 +34,17 @@ class PhaseStats:
 class EngineStats:
     """Counters of the engine's work and of the bytes that it moved.
 
-    tokens: run through the model, of prompts and outputs. streamed_bytes, streamed_s: copied from host memory to the
-    device, and the wall time in which a copy was under way. nvme_bytes, nvme_s: read from NVMe. waited_s: time in
-    which the device had nothing to do because experts were on their way. hit_rate: of the distinct experts that a
-    step's tokens chose in a layer, those on the device before anything was copied for them, where choices are read
-    back (policy `experts`). guessed, guessed_right: experts copied on a guess, and chosen afterwards.
+    tokens: run through the model, of prompts and outputs. streamed_bytes, streamed_s: copied from
+    host memory to the device, and the wall time in which a copy was under way. nvme_bytes, nvme_s:
+    read from NVMe. waited_s: time in which the device had nothing to do because experts were on
+    their way. hit_rate: of the distinct experts that a step's tokens chose in a layer, those on the
+    device before anything was copied for them, where choices are read back (policy `experts`).
+    guessed, guessed_right: experts copied on a guess, and chosen afterwards.
     on_host: experts that the host computed in place of a copy to the device (policy `hybrid`).
-    readback_s: copying routers' choices to the host once they are computed, and finding the experts' slots, without
-    the wait for experts: time in which the device waits for the host. estimate_s: the host's time for guesses about
-    the next layer, their copy to the host included, while the device computes.
+    readback_s: copying routers' choices to the host once they are computed, and finding the
+    experts' slots, without the wait for experts: time in which the device waits for the host.
+    estimate_s: the host's time for guesses about the next layer, their copy to the host included,
+    while the device computes.
     roofline_fraction: streamed_s / step_s, 1 where the link is the limit and always busy.
     """
 
@@ -84,10 +86,17 @@ class StatsCollector:
     """Counts the steps of an engine, and reads the counters of its parts."""
 
     def __init__(
-        self, runner: Runner, store: TieredStore | None, plan: StreamingPlan, placer: ExpertPlacer | None = None
+        self,
+        runner: Runner,
+        store: TieredStore | None,
+        plan: StreamingPlan,
+        placer: ExpertPlacer | None = None,
     ) -> None:
         self._placer = placer
-        self._runner, self._residency, self._store, self.plan = runner, runner.residency, store, plan
+        self._runner = runner
+        self._residency = runner.residency
+        self._store = store
+        self.plan = plan
         self._restart_routing()
         self.reset()
 
@@ -115,7 +124,9 @@ class StatsCollector:
             self._streamed_bytes = now
 
     def routing_stats(self, max_tokens: int) -> RoutingStats | None:
-        """Return what decode steps told of routing since this was last asked; None if they were too few."""
+        """Return what decode steps told of routing since this was last asked; None if they were
+        too few.
+        """
         if self._decode_steps < ROUTING_STEPS:
             return None
         now, then = self._residency.stats(), self._routing_since
@@ -166,7 +177,9 @@ class StatsCollector:
         )
 
     def _totals(self) -> dict[str, Any]:
-        """Return counters that only rise: those of `EngineStats`, and the experts that were chosen and had a slot."""
+        """Return counters that only rise: those of `EngineStats`, and the experts that were
+        chosen and had a slot.
+        """
         residency, host, nvme = self._residency.stats(), LinkStats(), LinkStats()
         if self._store is not None:
             tiers = self._store.stats()

@@ -1,4 +1,5 @@
-"""A model that others learn from: its hidden states of whole sequences, its experts kept in any of the engine's ways.
+"""A model that others learn from: its hidden states of whole sequences, its experts kept in any of
+the engine's ways.
 
 Legend: B sequences, S tokens of each, D hidden, V vocabulary.
 """
@@ -32,24 +33,31 @@ def teacher_fingerprint(folder: str) -> str:
 
 
 class Teacher(Closing):
-    """The model in `distil.teacher`: `teacher(tokens_BS)` are hidden states, `hidden @ head_DV` its logits.
+    """The model in `distil.teacher`: `teacher(tokens_BS)` are hidden states, `hidden @ head_DV` its
+    logits.
 
-    It computes in the run's `compute_dtype` on the first device. Raises `ValueError` naming the field for a teacher
-    that does not fit the run's student.
+    It computes in the run's `compute_dtype` on the first device. Raises `ValueError` naming the
+    field for a teacher that does not fit the run's student.
     """
 
     def __init__(self, config: TrainConfig) -> None:
         folder, length = Path(config.distil.teacher).expanduser(), config.sequence_length
         rows = config.batch_size // config.gradient_accumulation_steps
         processes = jax.process_count()
-        check(processes == 1, "distil.teacher", str(folder), f"needs a run of one process, not of {processes}")
+        check(
+            processes == 1,
+            "distil.teacher",
+            str(folder),
+            f"needs a run of one process, not of {processes}",
+        )
         options = EngineConfig(
             max_batch=rows,
             max_seq_len=length,
             prefill_chunk_tokens=length,
             policy=config.distil.policy,
             ring_slots=config.distil.ring_slots,
-            dtype="float32" if config.compute_dtype == "float32" else "bfloat16",  # float16 is refused
+            # float16 is refused
+            dtype="float32" if config.compute_dtype == "float32" else "bfloat16",
             estimator=None,
             native="off",
         )
@@ -65,10 +73,14 @@ class Teacher(Closing):
         self._positions = np.tile(np.arange(length, dtype=np.int32), (rows, 1))
         structure, arrays = runner.embed_and_head
         module = structure.merge(arrays)
-        self.head_DV: jax.Array = module.embedding[...].T if module.head is None else module.head[...]
+        self.head_DV: jax.Array = (
+            module.embedding[...].T if module.head is None else module.head[...]
+        )
 
     def __call__(self, tokens_BS: np.ndarray) -> jax.Array:
-        """Return [B, S, D] after the last norm; of as many sequences and tokens as the run's steps have."""
+        """Return [B, S, D] after the last norm; of as many sequences and tokens as the run's
+        steps have.
+        """
         runner = self._runner
         runner.residency.begin_step(whole_layers=True)
         (output,) = runner.forward([TokenBatch(tokens_BS.reshape(-1), self._rows, self._positions)])

@@ -1,7 +1,7 @@
 """Causal grouped-query attention with rotary positions, sliding windows and sinks.
 
-Legend: B batch, S sequence, H query heads, G key/value heads, R = H / G query heads a group, d head dimension (of a
-value it may differ), Q rows of a query block, C keys it sees.
+Legend: B batch, S sequence, H query heads, G key/value heads, R = H / G query heads a group, d head
+dimension (of a value it may differ), Q rows of a query block, C keys it sees.
 """
 
 import math
@@ -50,9 +50,11 @@ def rotary(
     yarn: YarnConfig | None = None,
     interleave: bool = False,
 ) -> jax.Array:
-    """Rotate the pairs (x[i], x[i + d/2]) by position * theta^(-2i/d); float32 inside (RoFormer, HF's half split).
+    """Rotate the pairs (x[i], x[i + d/2]) by position * theta^(-2i/d); float32 inside (RoFormer,
+    HF's half split).
 
-    positions: [S] or [B, S]. interleave: the pairs are (x[2i], x[2i + 1]); they come out as halves (DeepSeek).
+    positions: [S] or [B, S]. interleave: the pairs are (x[2i], x[2i + 1]); they come out as halves
+    (DeepSeek).
     """
     half = x_BSHd.shape[-1] // 2
     frequency = (
@@ -79,8 +81,12 @@ def _rows(x_BGRSd: jax.Array, start: int, end: int) -> jax.Array:
     return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
 
-def _scores(q: jax.Array, k: jax.Array, start: int, end: int, scale: float, window: jax.Array | None) -> jax.Array:
-    """float32 scaled scores [B, G, R, Q, C] of query rows start..end against keys 0..end, masked causally."""
+def _scores(
+    q: jax.Array, k: jax.Array, start: int, end: int, scale: float, window: jax.Array | None
+) -> jax.Array:
+    """float32 scaled scores [B, G, R, Q, C] of query rows start..end against keys 0..end, masked
+    causally.
+    """
     s = dot(_rows(q, start, end), k[:, :, :end], b_transposed=True) * scale
     s = s.reshape(*s.shape[:2], -1, end - start, end)
     rows, keys = jnp.arange(start, end)[:, None], jnp.arange(end)
@@ -92,17 +98,29 @@ def _scores(q: jax.Array, k: jax.Array, start: int, end: int, scale: float, wind
 
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _blocked(
-    q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, window: jax.Array | None, scale: float
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    sinks: jax.Array | None,
+    window: jax.Array | None,
+    scale: float,
 ) -> jax.Array:
-    """Causal attention q [B, G, R, S, d], k and v [B, G, S, d] -> [B, G, R, S, d], one query block at a time.
+    """Causal attention q [B, G, R, S, d], k and v [B, G, S, d] -> [B, G, R, S, d], one query block
+    at a time.
 
-    sinks: float32 [G, R], the logit of a key without a value, one per head. window: int32, how many keys a row sees.
+    sinks: float32 [G, R], the logit of a key without a value, one per head. window: int32, how many
+    keys a row sees.
     """
     return _blocked_fwd(q, k, v, sinks, window, scale)[0]
 
 
 def _blocked_fwd(
-    q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, window: jax.Array | None, scale: float
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    sinks: jax.Array | None,
+    window: jax.Array | None,
+    scale: float,
 ) -> Any:
     out, lse = [], []
     for start, end in _blocks(q.shape[3]):
@@ -163,13 +181,17 @@ def blocked_attention(
     sinks_H: jax.Array | None = None,
     window: jax.Array | None = None,
 ) -> jax.Array:
-    """Causal attention in plain XLA that skips the blocks above the diagonal and keeps no score matrix."""
+    """Causal attention in plain XLA that skips the blocks above the diagonal and keeps no score
+    matrix.
+    """
     b, s, h, d = q_BSHd.shape
     g = k_BSGd.shape[2]
     q = q_BSHd.reshape(b, s, g, h // g, d).transpose(0, 2, 3, 1, 4)
     sinks = None if sinks_H is None else sinks_H.astype(jnp.float32).reshape(g, h // g)
     scale = d**-0.5 if scale is None else scale
-    o = _blocked(q, k_BSGd.transpose(0, 2, 1, 3), v_BSGd.transpose(0, 2, 1, 3), sinks, window, scale)
+    o = _blocked(
+        q, k_BSGd.transpose(0, 2, 1, 3), v_BSGd.transpose(0, 2, 1, 3), sinks, window, scale
+    )
     return o.transpose(0, 3, 1, 2, 4).reshape(b, s, h, -1)
 
 
@@ -201,7 +223,9 @@ _cudnn = jax.custom_vjp(_flash, nondiff_argnums=(3,))
 
 
 def _cudnn_fwd(q_BSHd: jax.Array, k_BSGd: jax.Array, v_BSGd: jax.Array, scale: float) -> Any:
-    """Name the kernel's results, its output and the softmax's sums, so that the backward pass does not run it again."""
+    """Name the kernel's results, its output and the softmax's sums, so that the backward pass
+    does not run it again.
+    """
     operands = q_BSHd, k_BSGd, v_BSGd
     o_BSHd, pull = jax.vjp(partial(_flash, scale=scale), *operands)
     named_BSHd = saved_residual(o_BSHd, "attention")
@@ -230,10 +254,11 @@ def causal_attention(
     sinks_H: jax.Array | None = None,
     window: jax.Array | None = None,
 ) -> jax.Array:
-    """softmax(scale q k^T) v under a causal mask: cuDNN's flash attention on GPU in two bytes, native or blocked XLA.
+    """softmax(scale q k^T) v under a causal mask: cuDNN's flash attention on GPU in two bytes,
+    native or blocked XLA.
 
-    scale: None for d^-0.5. sinks_H: logits of a key without a value. window: int32 scalar, a query sees this many
-    keys, itself included.
+    scale: None for d^-0.5. sinks_H: logits of a key without a value. window: int32 scalar, a query
+    sees this many keys, itself included.
     """
     dims = q_BSHd.shape[-1], v_BSGd.shape[-1]
     plain = sinks_H is None and window is None
@@ -241,7 +266,8 @@ def causal_attention(
     if plain and native.trains_native(q_BSHd.dtype, k_BSGd.dtype, v_BSGd.dtype, multiples=dims):
         return _native(q_BSHd, k_BSGd, v_BSGd, scale)
     plain = plain and dims[0] == dims[1]
-    if plain and target_device().platform == "gpu" and q_BSHd.dtype.itemsize == 2:  # cuDNN's kernel has no float32
+    # cuDNN's kernel has no float32
+    if plain and target_device().platform == "gpu" and q_BSHd.dtype.itemsize == 2:
         operands = q_BSHd, k_BSGd, v_BSGd
         candidates = (
             ("cudnn", partial(_cudnn, *operands, scale)),
@@ -251,15 +277,21 @@ def causal_attention(
     return blocked_attention(q_BSHd, k_BSGd, v_BSGd, scale=scale, sinks_H=sinks_H, window=window)
 
 
-def full_attention(q_BSHd: jax.Array, k_BSGd: jax.Array, v_BSGd: jax.Array, *, scale: float) -> jax.Array:
-    """softmax(scale q k^T) v without a mask: every token sees all of its sequence, as patches of an image do."""
+def full_attention(
+    q_BSHd: jax.Array, k_BSGd: jax.Array, v_BSGd: jax.Array, *, scale: float
+) -> jax.Array:
+    """softmax(scale q k^T) v without a mask: every token sees all of its sequence, as patches of
+    an image do.
+    """
     # has no argument for it, and its gradients keep the precision that it was traced with
     with jax.default_matmul_precision("highest" if q_BSHd.dtype == jnp.float32 else "default"):
         return saved(jax.nn.dot_product_attention(q_BSHd, k_BSGd, v_BSGd, scale=scale), "attention")
 
 
 class Attention(nnx.Module):
-    """Self-attention [B, S, D] -> float32 [B, S, D] with grouped query heads, causal where the model is."""
+    """Self-attention [B, S, D] -> float32 [B, S, D] with grouped query heads, causal where the
+    model is.
+    """
 
     def __init__(self, config: ModelConfig, out_std: float, *, rngs: nnx.Rngs) -> None:
         self.config = config
@@ -267,24 +299,36 @@ class Attention(nnx.Module):
         q, kv = config.num_attention_heads * dh, config.num_key_value_heads * dh
         self.w_qkv = normal(rngs, (d, q + 2 * kv), std)
         self.w_out = normal(rngs, (q, d), out_std)
-        self.b_qkv = nnx.Param(jnp.zeros(q + 2 * kv)) if config.attention_bias or config.qkv_bias else None
+        self.b_qkv = (
+            nnx.Param(jnp.zeros(q + 2 * kv)) if config.attention_bias or config.qkv_bias else None
+        )
         self.b_out = nnx.Param(jnp.zeros(d)) if config.attention_bias else None
         sizes = {"head": (dh, dh), "full": (q, kv)}.get(config.qk_norm)
         self.q_norm = Norm(sizes[0], "rmsnorm", config.norm_eps) if sizes else None
         self.k_norm = Norm(sizes[1], "rmsnorm", config.norm_eps) if sizes else None
-        self.sinks = nnx.Param(jnp.zeros(config.num_attention_heads)) if config.attention_sinks else None
+        self.sinks = (
+            nnx.Param(jnp.zeros(config.num_attention_heads)) if config.attention_sinks else None
+        )
 
     @property
     def scale(self) -> float:
         """The softmax's scale."""
         return self.config.dim_per_head**-0.5
 
-    def project(self, x_BSD: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """(queries [B, S, H, d], keys and values [B, S, G, d]), rotated to `positions`, [S] or [B, S]."""
+    def project(
+        self, x_BSD: jax.Array, positions: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """(queries [B, S, H, d], keys and values [B, S, G, d]), rotated to `positions`, [S] or
+        [B, S].
+        """
         config, dtype = self.config, x_BSD.dtype
-        dh, heads, groups = config.dim_per_head, config.num_attention_heads, config.num_key_value_heads
+        dh = config.dim_per_head
+        heads = config.num_attention_heads
+        groups = config.num_key_value_heads
         qkv = affine(x_BSD, self.w_qkv, self.b_qkv)
-        q, k, v = jnp.split(saved(qkv.astype(dtype), "qkv"), [heads * dh, (heads + groups) * dh], axis=-1)
+        q, k, v = jnp.split(
+            saved(qkv.astype(dtype), "qkv"), [heads * dh, (heads + groups) * dh], axis=-1
+        )
         split = lambda y: y.reshape(*y.shape[:-1], -1, dh)  # noqa: E731
         if self.q_norm is not None and self.k_norm is not None and config.qk_norm == "full":
             q, k = self.q_norm(q, dtype), self.k_norm(k, dtype)
@@ -303,9 +347,13 @@ class Attention(nnx.Module):
         return affine(o_BSHd.reshape(*o_BSHd.shape[:-2], -1), self.w_out, self.b_out)
 
     def __call__(self, x_BSD: jax.Array, window: jax.Array | None = None) -> jax.Array:
-        """window: int32 scalar, how many tokens a token sees, itself included; None: all before it."""
+        """window: int32 scalar, how many tokens a token sees, itself included; None: all before
+        it.
+        """
         q, k, v = self.project(x_BSD, jnp.arange(x_BSD.shape[1]))
         if not self.config.causal:
             return self.output(full_attention(q, k, v, scale=self.scale))
         sinks_H = None if self.sinks is None else self.sinks[...]
-        return self.output(causal_attention(q, k, v, scale=self.scale, sinks_H=sinks_H, window=window))
+        return self.output(
+            causal_attention(q, k, v, scale=self.scale, sinks_H=sinks_H, window=window)
+        )

@@ -1,7 +1,8 @@
-"""The experts of a MoE layer, and the dense feed-forward layer, which is one expert for every token.
+"""The experts of a MoE layer, and the dense feed-forward layer, which is one expert for every
+token.
 
-Legend: N rows sorted by expert, D hidden, F expert hidden, U = 2F (SwiGLU: gate, up) or F (GELU), L local experts,
-M of them whose weights are at hand.
+Legend: N rows sorted by expert, D hidden, F expert hidden, U = 2F (SwiGLU: gate, up) or F (GELU), L
+local experts, M of them whose weights are at hand.
 """
 
 import math
@@ -17,7 +18,8 @@ from kernels_pallas.matmul import matmul
 from kernels_pallas.saved import saved
 from kernels_pallas.token_permute import RowMap
 
-SLOT_FACTOR = 1.125  # rows of an expert that take the batched product / a fair share; the rest go through tiles
+# rows of an expert that take the batched product / a fair share; the rest go through tiles
+SLOT_FACTOR = 1.125
 SLOT_MULTIPLE = 32
 
 
@@ -32,7 +34,9 @@ def affine(x: jax.Array, weight: nnx.Param, bias: nnx.Param | None = None) -> ja
 
 
 def slots_per_expert(expected_rows: int, num_local_experts: int) -> int:
-    """How many rows of each expert take the batched product when `expected_rows` are spread evenly."""
+    """How many rows of each expert take the batched product when `expected_rows` are spread
+    evenly.
+    """
     fair = SLOT_FACTOR * expected_rows / num_local_experts
     return math.ceil(fair / SLOT_MULTIPLE) * SLOT_MULTIPLE
 
@@ -62,38 +66,54 @@ class _MLPParameters(nnx.Module):
         up = up_columns(intermediate_size, activation)
         self.activation = activation
         self.w_up = normal(rngs, (*leading, hidden_size, up), init_std)
-        self.w_down = normal(rngs, (*leading, intermediate_size, hidden_size), init_out_std or init_std)
+        self.w_down = normal(
+            rngs, (*leading, intermediate_size, hidden_size), init_out_std or init_std
+        )
         self.b_up = nnx.Param(jnp.zeros((*leading, up))) if bias else None
         self.b_down = nnx.Param(jnp.zeros((*leading, hidden_size))) if bias else None
 
 
 class Experts(_MLPParameters):
-    """MLP experts: `experts(x_ND, group_sizes_L, expected_rows) -> y_ND`, each row through its group's weights.
+    """MLP experts: `experts(x_ND, group_sizes_L, expected_rows) -> y_ND`, each row through its
+    group's weights.
 
     options: activation, bias, init_std, init_out_std, rngs.
     """
 
-    def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int, **options: Any) -> None:
+    def __init__(
+        self, num_experts: int, hidden_size: int, intermediate_size: int, **options: Any
+    ) -> None:
         super().__init__((num_experts,), hidden_size, intermediate_size, **options)
-        self.ids_M: jax.Array | None = nnx.data(None)  # experts whose weights these are, ascending; None: of all
+        # experts whose weights these are, ascending; None: of all
+        self.ids_M: jax.Array | None = nnx.data(None)
 
     def __call__(
-        self, x_ND: jax.Array, group_sizes_L: jax.Array, expected_rows: int, rows: RowMap | None = None
+        self,
+        x_ND: jax.Array,
+        group_sizes_L: jax.Array,
+        expected_rows: int,
+        rows: RowMap | None = None,
     ) -> jax.Array:
-        """expected_rows: how many of the N rows are real when tokens are balanced; sizes the fast path only.
+        """expected_rows: how many of the N rows are real when tokens are balanced; sizes the fast
+        path only.
 
         rows: x is [T, D], tokens that are not dispatched.
         """
         biases = (None if b is None else b[...] for b in (self.b_up, self.b_down))
         weights = MLPWeights(self.w_up[...], self.w_down[...], *biases)
         slots = slots_per_expert(expected_rows, group_sizes_L.shape[0])
-        if self.ids_M is not None:  # others have no rows, so that these lie side by side as they do among all
+        # others have no rows, so that these lie side by side as they do among all
+        if self.ids_M is not None:
             group_sizes_L = jnp.take(group_sizes_L, self.ids_M, mode="fill", fill_value=0)
-        return grouped_mlp(x_ND, group_sizes_L, weights, activation=self.activation, slots=slots, rows=rows)
+        return grouped_mlp(
+            x_ND, group_sizes_L, weights, activation=self.activation, slots=slots, rows=rows
+        )
 
 
 class MLP(_MLPParameters):
-    """activate(x w_up + b_up) w_down + b_down: [..., D] -> float32 [..., D]; options as of `Experts`."""
+    """activate(x w_up + b_up) w_down + b_down: [..., D] -> float32 [..., D]; options as of
+    `Experts`.
+    """
 
     def __init__(self, hidden_size: int, intermediate_size: int, **options: Any) -> None:
         super().__init__((), hidden_size, intermediate_size, **options)

@@ -1,6 +1,8 @@
-"""Multi-head latent attention: queries, keys and values from low-rank latents (DeepSeek-V2, arXiv:2405.04434).
+"""Multi-head latent attention: queries, keys and values from low-rank latents (DeepSeek-V2,
+arXiv:2405.04434).
 
-Legend: B batch, S sequence, D hidden, H heads, d head dimension = nope (no position) + rope (rotated), r latent rank.
+Legend: B batch, S sequence, D hidden, H heads, d head dimension = nope (no position) + rope
+(rotated), r latent rank.
 """
 
 import flax.nnx as nnx
@@ -19,8 +21,9 @@ LATENT_NORM_EPS = 1e-6  # of the latents' norms, whatever norm_eps is (DeepSeek-
 class LatentAttention(Attention):
     """Causal self-attention [B, S, D] -> float32 [B, S, D].
 
-    q = norm(x w_q_a) w_q_b, or x w_q if q_lora_rank is None. [c, k_rope] = x w_kv_a; [k_nope, v] = norm(c) w_kv_b per
-    head; the rotated k_rope is shared by all heads. Softmax scale d^-0.5, times YaRN's magnitude squared.
+    q = norm(x w_q_a) w_q_b, or x w_q if q_lora_rank is None. [c, k_rope] = x w_kv_a; [k_nope, v] =
+    norm(c) w_kv_b per head; the rotated k_rope is shared by all heads. Softmax scale d^-0.5, times
+    YaRN's magnitude squared.
     """
 
     def __init__(self, config: ModelConfig, out_std: float, *, rngs: nnx.Rngs) -> None:
@@ -36,7 +39,9 @@ class LatentAttention(Attention):
         self.w_q_b = normal(rngs, (q_rank, heads * dh), std) if q_rank is not None else None
         self.w_kv_a = normal(rngs, (d, latent), std)
         self.kv_a_norm = Norm(rank, "rmsnorm", LATENT_NORM_EPS)
-        self.w_kv_b = normal(rngs, (rank, heads * (config.qk_nope_head_dim + config.v_head_dim)), std)
+        self.w_kv_b = normal(
+            rngs, (rank, heads * (config.qk_nope_head_dim + config.v_head_dim)), std
+        )
         self.w_out = normal(rngs, (heads * config.v_head_dim, d), out_std)
         self.sinks = None
         bias = config.attention_bias
@@ -48,7 +53,9 @@ class LatentAttention(Attention):
     def scale(self) -> float:
         """The softmax's scale."""
         yarn = self.config.rope_scaling
-        magnitude = yarn.magnitude(yarn.mscale_all_dim) if yarn is not None and yarn.mscale_all_dim else 1.0
+        magnitude = (
+            yarn.magnitude(yarn.mscale_all_dim) if yarn is not None and yarn.mscale_all_dim else 1.0
+        )
         return self.config.dim_per_head**-0.5 * magnitude * magnitude
 
     def queries(self, x_BSD: jax.Array, positions: jax.Array) -> jax.Array:
@@ -65,7 +72,9 @@ class LatentAttention(Attention):
         return jnp.concatenate([nope, self._rotated(rope, positions)], axis=-1)
 
     def latents(self, x_BSD: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(normed latent [B, S, r], rotated shared key [B, S, 1, rope]): all that a cache has to keep."""
+        """(normed latent [B, S, r], rotated shared key [B, S, 1, rope]): all that a cache has to
+        keep.
+        """
         dtype = x_BSD.dtype
         latent = affine(x_BSD, self.w_kv_a, self.b_kv_a)
         split = latent.shape[-1] - self.config.qk_rope_head_dim
@@ -86,6 +95,12 @@ class LatentAttention(Attention):
         yarn, interleave = config.rope_scaling, config.rope_interleave
         return rotary(x_BSHd, positions, config.rope_theta, yarn=yarn, interleave=interleave)
 
-    def project(self, x_BSD: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """(queries and keys [B, S, H, d], values [B, S, H, v]), rotated to `positions`, [S] or [B, S]."""
-        return self.queries(x_BSD, positions), *self.keys_and_values(*self.latents(x_BSD, positions))
+    def project(
+        self, x_BSD: jax.Array, positions: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """(queries and keys [B, S, H, d], values [B, S, H, v]), rotated to `positions`, [S] or
+        [B, S].
+        """
+        return self.queries(x_BSD, positions), *self.keys_and_values(
+            *self.latents(x_BSD, positions)
+        )

@@ -1,7 +1,7 @@
 """One Mixture-of-Experts layer: route, dispatch, exchange, experts, exchange back, combine.
 
-Legend: T local tokens, D hidden, F expert hidden, E experts, L experts of this device, K choices a token, M rows that
-arrived for this device's experts.
+Legend: T local tokens, D hidden, F expert hidden, E experts, L experts of this device, K choices a
+token, M rows that arrived for this device's experts.
 """
 
 import inspect
@@ -17,12 +17,27 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from jmoe.collectives.exchange import ArrivedRows, Choices, DispatchedTokens, Exchange, OneDevice, make_exchange
+from jmoe.collectives.exchange import (
+    ArrivedRows,
+    Choices,
+    DispatchedTokens,
+    Exchange,
+    OneDevice,
+    make_exchange,
+)
 from jmoe.config import MoEConfig, RouterConfig, check
 from jmoe.config.parallel import ExchangeChoice
 from jmoe.layers.experts import Experts
 from jmoe.layers.router import Router, Routing, balance_loss_local
-from jmoe.mesh import EXPERTS_PATH, explicit_mesh, path_names, put_split, split_over, under_auto_axes, with_auto_axes
+from jmoe.mesh import (
+    EXPERTS_PATH,
+    explicit_mesh,
+    path_names,
+    put_split,
+    split_over,
+    under_auto_axes,
+    with_auto_axes,
+)
 from jmoe.planning.exchange import ExchangeLoad, ExchangePlan, plan_exchange
 from kernels_pallas.saved import saved_residual
 
@@ -32,20 +47,27 @@ ExpertFn = Callable[[jax.Array, jax.Array, int], jax.Array]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class MoEStats:
-    """A layer's statistics of its routing on this device; sums over devices give the global values."""
+    """A layer's statistics of its routing on this device; sums over devices give the global
+    values.
+    """
 
     counts_E: jax.Array  # int32, assignments per expert
-    probs_sum_E: jax.Array  # float32, router probability per expert, summed over tokens; differentiable
+    # float32, router probability per expert, summed over tokens; differentiable
+    probs_sum_E: jax.Array
     z_sum: jax.Array  # float32, logsumexp squared, summed over tokens; differentiable
     entropy_sum: jax.Array  # float32
-    dropped: jax.Array  # int32, assignments (of any device) that found no row in this device's buffers
-    routing: Routing | None = None  # every token's own logits, choices and weights, where they were asked for
+    # int32, assignments (of any device) that found no row in this device's buffers
+    dropped: jax.Array
+    # every token's own logits, choices and weights, where they were asked for
+    routing: Routing | None = None
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class MoEMetrics:
-    """Global metrics of one layer. Add `balance_loss` and `z_loss` (already weighted) to your loss."""
+    """Global metrics of one layer. Add `balance_loss` and `z_loss` (already weighted) to your
+    loss.
+    """
 
     load_E: jax.Array  # share of the assignments per expert
     entropy: jax.Array  # mean entropy of the router's distribution, nats
@@ -55,10 +77,19 @@ class MoEMetrics:
 
 
 def dispatch_local(
-    x_TD: jax.Array, routing: Routing, exchange: Exchange, *, full_capacity: bool = False, num_chunks: int = 1
+    x_TD: jax.Array,
+    routing: Routing,
+    exchange: Exchange,
+    *,
+    full_capacity: bool = False,
+    num_chunks: int = 1,
 ) -> DispatchedTokens:
-    """Each token's rows where their experts are, inside `shard_map`, in `num_chunks` parts; see `moe`."""
-    chosen = Choices.counted(routing.topk_idx_TK, routing.topk_weights_TK, routing.counts_E.shape[0])
+    """Each token's rows where their experts are, inside `shard_map`, in `num_chunks` parts; see
+    `moe`.
+    """
+    chosen = Choices.counted(
+        routing.topk_idx_TK, routing.topk_weights_TK, routing.counts_E.shape[0]
+    )
     return exchange.dispatch(x_TD, chosen, full_capacity, num_chunks)
 
 
@@ -70,12 +101,20 @@ def _run_experts(expert_fn: ExpertFn, arrived: ArrivedRows) -> jax.Array:
         return expert_fn(arrived.rows_MD, arrived.group_sizes_L, arrived.expected_rows)
 
 
-def combine_local(dispatched: DispatchedTokens, expert_fn: ExpertFn, exchange: Exchange) -> jax.Array:
-    """float32 y_TD: the weighted sum of each token's experts, once its rows have arrived; see `moe`."""
-    return exchange.combine([_run_experts(expert_fn, arrived) for arrived in dispatched.chunks], dispatched.handle)
+def combine_local(
+    dispatched: DispatchedTokens, expert_fn: ExpertFn, exchange: Exchange
+) -> jax.Array:
+    """float32 y_TD: the weighted sum of each token's experts, once its rows have arrived; see
+    `moe`.
+    """
+    return exchange.combine(
+        [_run_experts(expert_fn, arrived) for arrived in dispatched.chunks], dispatched.handle
+    )
 
 
-def moe_stats(routing: Routing, dispatched: DispatchedTokens, *, keep_routing: bool = False) -> MoEStats:
+def moe_stats(
+    routing: Routing, dispatched: DispatchedTokens, *, keep_routing: bool = False
+) -> MoEStats:
     """Return what this device knows of its routing. keep_routing: every token's too."""
     kept = routing if keep_routing else None
     sums = routing.counts_E, routing.probs_sum_E, routing.z_sum, routing.entropy_sum
@@ -91,24 +130,30 @@ def moe(
     full_capacity: bool = False,
     num_chunks: int = 1,
 ) -> tuple[jax.Array, DispatchedTokens]:
-    """Return (float32 y_TD, the weighted sum of each token's experts; what was dispatched), inside `shard_map`.
+    """Return (float32 y_TD, the weighted sum of each token's experts; what was dispatched), inside
+    `shard_map`.
 
-    expert_fn(rows sorted by local expert, group_sizes_L, expected rows) -> rows. num_chunks: the rows go in so many
-    parts, which share the buffers' capacity; experts begin when the first has come.
+    expert_fn(rows sorted by local expert, group_sizes_L, expected rows) -> rows. num_chunks: the
+    rows go in so many parts, which share the buffers' capacity; experts begin when the first has
+    come.
     """
-    dispatched = dispatch_local(x_TD, routing, exchange, full_capacity=full_capacity, num_chunks=num_chunks)
+    dispatched = dispatch_local(
+        x_TD, routing, exchange, full_capacity=full_capacity, num_chunks=num_chunks
+    )
     return combine_local(dispatched, expert_fn, exchange), dispatched
 
 
 @dataclass(frozen=True)
 class ExpertParallel:
-    """Which axes of a mesh a layer's experts and tokens are split over, and how tokens reach their experts.
+    """Which axes of a mesh a layer's experts and tokens are split over, and how tokens reach their
+    experts.
 
-    mesh: of your `jit`, its axes of type Auto or Explicit. expert_axes: hold the experts (and split tokens): one axis,
-    or two, (across nodes, inside a node). data_axes: further axes that split tokens. exchange: `flat`; over two expert
-    axes also `hierarchical` and `dedup`, which sends a token once to a node; `auto` takes one by topology and top-k.
-    num_chunks: rows are exchanged in so many parts, so that experts begin with the first. load: what a layer exchanges
-    over which links, for `auto`.
+    mesh: of your `jit`, its axes of type Auto or Explicit. expert_axes: hold the experts (and split
+    tokens): one axis, or two, (across nodes, inside a node). data_axes: further axes that split
+    tokens. exchange: `flat`; over two expert axes also `hierarchical` and `dedup`, which sends a
+    token once to a node; `auto` takes one by topology and top-k.
+    num_chunks: rows are exchanged in so many parts, so that experts begin with the first. load:
+    what a layer exchanges over which links, for `auto`.
     """
 
     mesh: Mesh
@@ -122,7 +167,12 @@ class ExpertParallel:
         for name in ("expert_axes", "data_axes"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
             for axis in getattr(self, name):
-                check(axis in self.mesh.shape, name, axis, f"is not an axis of {tuple(self.mesh.shape)}")
+                check(
+                    axis in self.mesh.shape,
+                    name,
+                    axis,
+                    f"is not an axis of {tuple(self.mesh.shape)}",
+                )
         check(self.num_chunks > 0, "num_chunks", self.num_chunks, "must be greater than 0")
 
     @property
@@ -138,7 +188,11 @@ class ExpertParallel:
         check(config.num_experts % devices == 0, "num_experts", config.num_experts, many)
         num_nodes, devices_per_node = (sizes[0], sizes[1]) if len(sizes) == 2 else (1, devices)
         limited = config.router.kind == "group_limited"
-        groups = {"n_group": config.router.n_group, "topk_group": config.router.topk_group} if limited else {}
+        groups = (
+            {"n_group": config.router.n_group, "topk_group": config.router.topk_group}
+            if limited
+            else {}
+        )
         return plan_exchange(
             self.exchange,
             num_nodes=num_nodes,
@@ -157,18 +211,23 @@ class MoELayer(nnx.Module):
 
     Args:
         config: sizes, activation, capacity, and how tokens choose experts.
-        parallel: where experts and tokens are; None: on one device. `layer.exchange_plan.reason` says why its exchange
+        parallel: where experts and tokens are; None: on one device. `layer.exchange_plan.reason`
+        says why its exchange
             was chosen.
-        router: any callable (x_TD, key=, train=) -> `Routing`, in place of `config.router`'s. To leave tokens out it
+        router: any callable (x_TD, key=, train=) -> `Routing`, in place of `config.router`'s. To
+        leave tokens out it
             also takes token_mask_T=: what is False there is in none of the sums of `Routing`.
-        experts: any module called as experts(rows, group_sizes, expected_rows) -> rows whose parameters have a leading
+        experts: any module called as experts(rows, group_sizes, expected_rows) -> rows whose
+        parameters have a leading
             expert dimension, in place of the MLPs that `config` describes.
 
-    Parameters lie where `parallel` has them, and say so: `nnx.get_partition_spec` splits those of experts over
-    `expert_axes`, so that an initialisation under `jit` or a restored checkpoint puts each expert on its device.
+    Parameters lie where `parallel` has them, and say so: `nnx.get_partition_spec` splits those of
+    experts over `expert_axes`, so that an initialisation under `jit` or a restored checkpoint puts
+    each expert on its device.
 
-    Works under `jit`, `scan`, `remat` and `grad`; inside your own `shard_map` call `layer.local(x_TD)`. Over several
-    devices a call outside `jit` is compiled as well, so that routers and experts must be pure functions there too.
+    Works under `jit`, `scan`, `remat` and `grad`; inside your own `shard_map` call
+    `layer.local(x_TD)`. Over several devices a call outside `jit` is compiled as well, so that
+    routers and experts must be pure functions there too.
     Source: GShard (arXiv 2006.16668), Switch (arXiv 2101.03961), SE-MoE (arXiv 2205.10034).
     """
 
@@ -185,29 +244,45 @@ class MoELayer(nnx.Module):
         self.config, self.parallel = config, parallel
         self.router = Router(d, e, k, config.router, rngs=rngs) if router is None else router
         mlp: dict[str, Any] = {"activation": config.hidden_act, "bias": config.bias}
-        mlp |= {"init_std": config.initializer_range, "init_out_std": config.output_initializer_range}
-        self.experts = Experts(e, d, config.intermediate_size, **mlp, rngs=rngs) if experts is None else experts
+        mlp |= {
+            "init_std": config.initializer_range,
+            "init_out_std": config.output_initializer_range,
+        }
+        self.experts = (
+            Experts(e, d, config.intermediate_size, **mlp, rngs=rngs)
+            if experts is None
+            else experts
+        )
         one_device = ExchangePlan("flat", "all experts are on one device", 1, 1, 1.0)
         self.exchange_plan = one_device if parallel is None else parallel.plan(config)
         expert_axes = () if parallel is None else parallel.expert_axes
         self.num_chunks = 1 if parallel is None else parallel.num_chunks
         complete = config.router.second_expert_policy == "all"
-        self.exchange = make_exchange(self.exchange_plan, expert_axes, config.capacity_factor, complete=complete)
+        self.exchange = make_exchange(
+            self.exchange_plan, expert_axes, config.capacity_factor, complete=complete
+        )
         if parallel is not None:
             self._place(parallel)
 
     def _place(self, parallel: ExpertParallel) -> None:
-        """Split experts over their axes, put the rest on every device, and note it at each parameter for Flax.
+        """Split experts over their axes, put the rest on every device, and note it at each
+        parameter for Flax.
 
         Parameters of a user's own module that say where they lie stay there.
         """
         for path, variable in nnx.iter_graph(self):
-            if not isinstance(variable, nnx.Variable) or variable.get_metadata().get("out_sharding"):
+            if not isinstance(variable, nnx.Variable) or variable.get_metadata().get(
+                "out_sharding"
+            ):
                 continue
             value = variable.get_value()
             axes: list[Any] = [None] * getattr(value, "ndim", 0)
             if axes and path[0] == EXPERTS_PATH and parallel.expert_axes:
-                axes[0] = parallel.expert_axes if len(parallel.expert_axes) > 1 else parallel.expert_axes[0]
+                axes[0] = (
+                    parallel.expert_axes
+                    if len(parallel.expert_axes) > 1
+                    else parallel.expert_axes[0]
+                )
             variable.set_metadata(out_sharding=tuple(axes), mesh=parallel.mesh)
             if isinstance(value, jax.Array):
                 variable.set_value(put_split(value, parallel.mesh, axes))
@@ -222,13 +297,19 @@ class MoELayer(nnx.Module):
         topk_weights_TK: jax.Array | None = None,
         token_mask_T: jax.Array | None = None,
     ) -> Routing:
-        """Return where each token goes. key: for what it draws; topk_idx_TK: choices made before, to keep to.
+        """Return where each token goes. key: for what it draws; topk_idx_TK: choices made before,
+        to keep to.
 
-        topk_weights_TK: their weights, of a layer routed by task. token_mask_T: False for tokens that go nowhere.
+        topk_weights_TK: their weights, of a layer routed by task. token_mask_T: False for tokens
+        that go nowhere.
         """
         if token_mask_T is not None:
             self._check_router_takes_mask()
-        made = {"topk_idx_TK": topk_idx_TK, "topk_weights_TK": topk_weights_TK, "token_mask_T": token_mask_T}
+        made = {
+            "topk_idx_TK": topk_idx_TK,
+            "topk_weights_TK": topk_weights_TK,
+            "token_mask_T": token_mask_T,
+        }
         choices = {name: array for name, array in made.items() if array is not None}
         with jax.named_scope("router"):
             routing = self.router(x_TD, key=key, train=train, **choices)
@@ -238,12 +319,20 @@ class MoELayer(nnx.Module):
                 topk_idx_TK = jnp.where(token_mask_T[:, None], topk_idx_TK, self.config.num_experts)
             return replace(routing, topk_idx_TK=saved_residual(topk_idx_TK, "routing"))
 
-    def dispatch(self, x_TD: jax.Array, routing: Routing, *, full_capacity: bool = False) -> DispatchedTokens:
-        """Send each token's row to its experts' devices, inside `shard_map`, in `num_chunks` parts."""
-        return dispatch_local(x_TD, routing, self.exchange, full_capacity=full_capacity, num_chunks=self.num_chunks)
+    def dispatch(
+        self, x_TD: jax.Array, routing: Routing, *, full_capacity: bool = False
+    ) -> DispatchedTokens:
+        """Send each token's row to its experts' devices, inside `shard_map`, in `num_chunks`
+        parts.
+        """
+        return dispatch_local(
+            x_TD, routing, self.exchange, full_capacity=full_capacity, num_chunks=self.num_chunks
+        )
 
     def apply_experts(self, dispatched: DispatchedTokens) -> jax.Array:
-        """Return float32 y_TD: the weighted sum of each token's experts, once its rows are where they are."""
+        """Return float32 y_TD: the weighted sum of each token's experts, once its rows are where
+        they are.
+        """
         return combine_local(dispatched, self.experts, self.exchange)
 
     def local(
@@ -258,8 +347,8 @@ class MoELayer(nnx.Module):
     ) -> tuple[jax.Array, MoEStats]:
         """Return (float32 y_TD, `MoEStats`) for this device's tokens, inside `shard_map`.
 
-        `experts` holds its L experts. keep_routing: the statistics hold the whole `Routing` too. token_mask_T: False
-        for tokens that go to no expert, as in a call of the layer.
+        `experts` holds its L experts. keep_routing: the statistics hold the whole `Routing` too.
+        token_mask_T: False for tokens that go to no expert, as in a call of the layer.
         """
         if x_TD.shape[0] == 0:
             return jnp.zeros(x_TD.shape, jnp.float32), self._no_stats(keep_routing)
@@ -276,7 +365,8 @@ class MoELayer(nnx.Module):
     def _no_stats(self, keep_routing: bool) -> MoEStats:
         """Return the statistics of no tokens."""
         k, num_experts = self.config.num_experts_per_tok, self.config.num_experts
-        counts_E, probs_sum_E = jnp.zeros(num_experts, jnp.int32), jnp.zeros(num_experts, jnp.float32)
+        counts_E = jnp.zeros(num_experts, jnp.int32)
+        probs_sum_E = jnp.zeros(num_experts, jnp.float32)
         sums = counts_E, probs_sum_E, jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)
         routing = Routing(jnp.zeros((0, k), jnp.int32), jnp.zeros((0, k), jnp.float32), *sums)
         return MoEStats(*sums, jnp.zeros((), jnp.int32), routing if keep_routing else None)
@@ -284,19 +374,32 @@ class MoELayer(nnx.Module):
     def _check_router_takes_mask(self) -> None:
         """Raise `ValueError` if a user's own router cannot leave tokens out."""
         parameters = inspect.signature(self.router).parameters
-        takes = "token_mask_T" in parameters or any(p.kind == p.VAR_KEYWORD for p in parameters.values())
+        takes = "token_mask_T" in parameters or any(
+            p.kind == p.VAR_KEYWORD for p in parameters.values()
+        )
         name = getattr(self.router, "__name__", type(self.router).__name__)
-        why = "tokens are left out: those of token_mask, or those that make up a multiple of the devices"
+        why = (
+            "tokens are left out: those of token_mask, or those that make up a multiple of the"
+            " devices"
+        )
         check(takes, "router", name, f"must take token_mask_T=, bool, since {why}")
 
     def _check_routing(self, routing: Routing, num_tokens: int) -> None:
         """Raise `ValueError` if a user's own router did not choose what the layer was made for."""
         config = self.config
         experts, choices = (config.num_experts,), (num_tokens, config.num_experts_per_tok)
-        shapes = {"topk_idx_TK": choices, "topk_weights_TK": choices, "counts_E": experts, "probs_sum_E": experts}
+        shapes = {
+            "topk_idx_TK": choices,
+            "topk_weights_TK": choices,
+            "counts_E": experts,
+            "probs_sum_E": experts,
+        }
         for name, shape in shapes.items():
             actual = getattr(routing, name).shape
-            limit = f"must be {shape} for num_experts_per_tok = {choices[1]} and num_experts = {config.num_experts}"
+            limit = (
+                f"must be {shape} for num_experts_per_tok = {choices[1]} and num_experts ="
+                f" {config.num_experts}"
+            )
             check(actual == shape, f"router: {name}.shape", actual, limit)
 
     def __call__(
@@ -307,18 +410,34 @@ class MoELayer(nnx.Module):
         train: bool = False,
         token_mask: jax.Array | None = None,
     ) -> tuple[jax.Array, MoEMetrics]:
-        """Return (y [..., D] in x's dtype, `MoEMetrics`) of x [..., D]. Tokens are split over all the layer's axes.
+        """Return (y [..., D] in x's dtype, `MoEMetrics`) of x [..., D]. Tokens are split over all
+        the layer's axes.
 
-        token_mask: bool [...], False for tokens that go to no expert (padding): their y is 0, so that a residual
-        connection leaves them as they are, and they are in no loss, no count and no buffer. So are the tokens that a
-        number which the devices do not divide is padded with.
+        token_mask: bool [...], False for tokens that go to no expert (padding): their y is 0, so
+        that a residual connection leaves them as they are, and they are in no loss, no count and no
+        buffer. So are the tokens that a number which the devices do not divide is padded with.
         """
         hidden_size = self.config.hidden_size
-        check(x.shape[-1] == hidden_size, "x.shape", x.shape, f"must end in hidden_size = {hidden_size}")
+        check(
+            x.shape[-1] == hidden_size,
+            "x.shape",
+            x.shape,
+            f"must end in hidden_size = {hidden_size}",
+        )
         if token_mask is not None:
             shape, dtype, tokens = token_mask.shape, token_mask.dtype, x.shape[:-1]
-            check(shape == tokens, "token_mask.shape", shape, f"must be {tokens}, a value for each token of x")
-            check(dtype == jnp.bool_, "token_mask.dtype", dtype, "must be bool, as `attention_mask != 0` is")
+            check(
+                shape == tokens,
+                "token_mask.shape",
+                shape,
+                f"must be {tokens}, a value for each token of x",
+            )
+            check(
+                dtype == jnp.bool_,
+                "token_mask.dtype",
+                dtype,
+                "must be bool, as `attention_mask != 0` is",
+            )
         graph, state = nnx.split(self)
         mesh = explicit_mesh(state, x)
         if mesh is None and not self._axes:
@@ -336,8 +455,8 @@ class MoELayer(nnx.Module):
 def _compiled(*fixed: Any) -> Callable[..., tuple[jax.Array, MoEMetrics]]:
     """Return `_merged` of these arguments as one program, kept for later calls.
 
-    `shard_map` outside `jit` would compile each operation in it again in every call. A user's module with lists or
-    dicts, which may change, is compiled in every call.
+    `shard_map` outside `jit` would compile each operation in it again in every call. A user's
+    module with lists or dicts, which may change, is compiled in every call.
     """
     try:
         hash(fixed)
@@ -384,18 +503,27 @@ def _over_devices(
     tokens = x_TD.shape[0]
     if padding := -tokens % math.prod(layer.parallel.mesh.shape[axis] for axis in axes):
         token_mask_T = jnp.ones(tokens, jnp.bool_) if token_mask_T is None else token_mask_T
-        x_TD, token_mask_T = jnp.pad(x_TD, ((0, padding), (0, 0))), jnp.pad(token_mask_T, (0, padding))
+        x_TD = jnp.pad(x_TD, ((0, padding), (0, 0)))
+        token_mask_T = jnp.pad(token_mask_T, (0, padding))
     expert_axes = layer.parallel.expert_axes
 
     def spec(path: tuple[Any, ...], _: jax.Array) -> jax.sharding.PartitionSpec:
         return split_over(expert_axes if path_names(path)[0] == EXPERTS_PATH else ())
 
-    def body(state: Any, key: jax.Array | None, num_tokens: jax.Array, *rows: Any) -> tuple[jax.Array, MoEMetrics]:
+    def body(
+        state: Any, key: jax.Array | None, num_tokens: jax.Array, *rows: Any
+    ) -> tuple[jax.Array, MoEMetrics]:
         if key is not None:
             key = jax.random.fold_in(key, lax.axis_index(axes))
         x_TD, token_mask_T = rows
-        full_capacity = config.capacity_factor is None  # a layer alone cannot rerun a step that overflows
-        options = {"key": key, "train": train, "full_capacity": full_capacity, "token_mask_T": token_mask_T}
+        # a layer alone cannot rerun a step that overflows
+        full_capacity = config.capacity_factor is None
+        options = {
+            "key": key,
+            "train": train,
+            "full_capacity": full_capacity,
+            "token_mask_T": token_mask_T,
+        }
         y_TD, stats = nnx.merge(graph, state).local(x_TD, **options)
         metrics = moe_metrics(stats, config.router, num_tokens, config.num_experts_per_tok, axes)
         return y_TD.astype(x_TD.dtype), metrics
@@ -412,7 +540,9 @@ def _over_devices(
     return y_TD[:tokens].reshape(x.shape), metrics
 
 
-def _flat(x: jax.Array, token_mask: jax.Array | None) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+def _flat(
+    x: jax.Array, token_mask: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None, jax.Array]:
     """Return (x_TD, token_mask_T, how many of the T tokens count)."""
     x_TD = x.reshape(-1, x.shape[-1])
     if token_mask is None:
@@ -424,9 +554,14 @@ _merged_compiled = jax.jit(_merged, static_argnums=(0, 1))
 
 
 def moe_metrics(
-    stats: MoEStats, config: RouterConfig, num_tokens: int | jax.Array, k: int, axes: tuple[str, ...] = ()
+    stats: MoEStats,
+    config: RouterConfig,
+    num_tokens: int | jax.Array,
+    k: int,
+    axes: tuple[str, ...] = (),
 ) -> MoEMetrics:
-    """Global metrics from one layer's local statistics; `num_tokens` that count, over all devices of `axes`.
+    """Global metrics from one layer's local statistics; `num_tokens` that count, over all devices
+    of `axes`.
 
     All are 0 where there are no tokens.
     """

@@ -9,9 +9,11 @@ from kernels_pallas.native import rms_norm, takes_native
 
 
 class Norm(nnx.Module):
-    """`rmsnorm`: x / sqrt(mean(x^2) + eps) * scale; `layernorm`: (x - mean) / sqrt(var + eps) * scale + bias.
+    """`rmsnorm`: x / sqrt(mean(x^2) + eps) * scale; `layernorm`: (x - mean) / sqrt(var + eps) *
+    scale + bias.
 
-    axes: of the devices that each have an equal part of x, inside `shard_map`; the means are over all of it.
+    axes: of the devices that each have an equal part of x, inside `shard_map`; the means are over
+    all of it.
     """
 
     def __init__(self, size: int, kind: str, eps: float) -> None:

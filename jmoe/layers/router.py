@@ -1,7 +1,9 @@
-"""Routers: which experts a token goes to, and with what weight; local to a device, no collective is called.
+"""Routers: which experts a token goes to, and with what weight; local to a device, no collective is
+called.
 
-T local tokens, D hidden, E experts, K chosen experts per token, G groups of experts. The losses' *sum* over devices is
-the loss of the global batch; only the integer counts are summed over devices first, off any differentiable path.
+T local tokens, D hidden, E experts, K chosen experts per token, G groups of experts. The losses'
+*sum* over devices is the loss of the global batch; only the integer counts are summed over devices
+first, off any differentiable path.
 """
 
 from __future__ import annotations
@@ -30,14 +32,17 @@ class RouterBias(nnx.Variable[jax.Array]):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Routing:
-    """A router's decisions for T local tokens. Sums are over the local tokens, so devices' values add up.
+    """A router's decisions for T local tokens. Sums are over the local tokens, so devices' values
+    add up.
 
-    topk_idx_TK: int32, expert ids in [0, E), by falling score; a tie goes to the lowest id. E: none, with weight 0.
+    topk_idx_TK: int32, expert ids in [0, E), by falling score; a tie goes to the lowest id. E:
+    none, with weight 0.
     topk_weights_TK: float32, the factor of each expert's output.
     counts_E: int32, assignments to each expert; sums to T * K if every choice is an expert.
     probs_sum_E: float32, router probabilities (they sum to 1 over experts) summed over tokens.
     z_sum: float32 scalar, sum of logsumexp(logits)^2.
-    entropy_sum: float32 scalar in nats, sum of -sum_e p_e log p_e; carries no gradient. Divided by the number of
+    entropy_sum: float32 scalar in nats, sum of -sum_e p_e log p_e; carries no gradient. Divided by
+    the number of
         tokens it is the router's mean entropy: log E when undecided, 0 when certain.
     logits_TE: float32, what was decided from; None from a router that does not say.
     """
@@ -64,20 +69,24 @@ def route(
 
     With p = softmax(logits) and s = sigmoid(logits), in float32:
 
-    - `switch` (arXiv:2101.03961): K = 1, weight p. `gshard` (arXiv:2006.16668): K = 2, weights p divided by their
-      sum. With a `key` and `second_expert_policy` = random a token goes to its second expert with probability
-      min(1, 2 weight) (its Algorithm 1); the weights stay. `softmax`: the K largest p.
-    - `sigmoid` (DeepSeek-V3, arXiv:2412.19437): the K largest s + bias_E; weights from s. The bias only selects.
-    - `group_limited` (DeepSeek-V3): experts form `n_group` groups of neighbours, ranked by the sum of their two
-      largest s + bias; only the best `topk_group` groups can be chosen from, then as `sigmoid`.
+    - `switch` (arXiv:2101.03961): K = 1, weight p. `gshard` (arXiv:2006.16668): K = 2, weights p
+      divided by their sum. With a `key` and `second_expert_policy` = random a token goes to its
+      second expert with probability min(1, 2 weight) (its Algorithm 1); the weights stay.
+      `softmax`: the K largest p.
+    - `sigmoid` (DeepSeek-V3, arXiv:2412.19437): the K largest s + bias_E; weights from s. The bias
+      only selects.
+    - `group_limited` (DeepSeek-V3): experts form `n_group` groups of neighbours, ranked by the sum
+      of their two largest s + bias; only the best `topk_group` groups can be chosen from, then as
+      `sigmoid`.
 
-    The weights of the last three are divided by their sum if `norm_topk_prob`, except for K = 1, where they would
-    all be 1 and the router would get no gradient. All are multiplied by `routed_scaling_factor`.
+    The weights of the last three are divided by their sum if `norm_topk_prob`, except for K = 1,
+    where they would all be 1 and the router would get no gradient. All are multiplied by
+    `routed_scaling_factor`.
 
-    logits_TE: [T, E], cast to float32. bias_E: [E], for `sigmoid` and `group_limited`; None is zero. topk_idx_TK: the
-    choices, where they were made before, from the same logits. token_mask_T: bool; a token where it is False goes to no
-    expert and is in no count and no sum. Gradients flow through the weights, `probs_sum_E` and `z_sum`. Raises
-    `ValueError` for shapes that do not fit.
+    logits_TE: [T, E], cast to float32. bias_E: [E], for `sigmoid` and `group_limited`; None is
+    zero. topk_idx_TK: the choices, where they were made before, from the same logits. token_mask_T:
+    bool; a token where it is False goes to no expert and is in no count and no sum. Gradients flow
+    through the weights, `probs_sum_E` and `z_sum`. Raises `ValueError` for shapes that do not fit.
     """
     if logits_TE.ndim != 2:
         raise ValueError(f"logits_TE.shape = {logits_TE.shape}: must be [tokens, experts]")
@@ -85,7 +94,12 @@ def route(
     check_routing(num_experts, num_experts_per_tok, config)
     if bias_E is not None:
         check(config.kind in _BIASED_KINDS, "router.kind", config.kind, "takes no bias_E")
-        check(bias_E.shape == (num_experts,), "bias_E.shape", bias_E.shape, f"must be ({num_experts},)")
+        check(
+            bias_E.shape == (num_experts,),
+            "bias_E.shape",
+            bias_E.shape,
+            f"must be ({num_experts},)",
+        )
     logits_TE = logits_TE.astype(jnp.float32)
     if config.kind in _BIASED_KINDS:
         scores_TE = jax.nn.sigmoid(logits_TE)
@@ -98,7 +112,11 @@ def route(
     if config.kind == "group_limited":
         selection_TE = _limit_groups(selection_TE, config.n_group, config.topk_group)
     sampled = config.second_expert_policy == "random"
-    chosen_TK = top_k_indices(selection_TE, num_experts_per_tok) if topk_idx_TK is None or sampled else topk_idx_TK
+    chosen_TK = (
+        top_k_indices(selection_TE, num_experts_per_tok)
+        if topk_idx_TK is None or sampled
+        else topk_idx_TK
+    )
     weights_TK, counts_E = _gather_and_count(scores_TE, chosen_TK)
     normalise = config.kind == "gshard" or (config.kind != "switch" and config.norm_topk_prob)
     if normalise and num_experts_per_tok > 1:
@@ -110,7 +128,11 @@ def route(
         idx_TK = jnp.where(token_mask_T[:, None], idx_TK, num_experts)
     if sampled or token_mask_T is not None:
         weights_TK = jnp.where(idx_TK < num_experts, weights_TK, 0.0)
-        counts_E = jnp.sum(idx_TK.reshape(-1, 1) == jnp.arange(num_experts, dtype=jnp.int32), axis=0, dtype=jnp.int32)
+        counts_E = jnp.sum(
+            idx_TK.reshape(-1, 1) == jnp.arange(num_experts, dtype=jnp.int32),
+            axis=0,
+            dtype=jnp.int32,
+        )
     if config.routed_scaling_factor != 1.0:
         weights_TK = weights_TK * config.routed_scaling_factor
 
@@ -130,15 +152,21 @@ def route(
 
 
 def top_k_indices(scores_TE: jax.Array, k: int) -> jax.Array:
-    """int32 [T, k] columns of the k largest scores of each row, by falling score; ties go to the lowest column.
+    """int32 [T, k] columns of the k largest scores of each row, by falling score; ties go to the
+    lowest column.
 
-    The same as `lax.top_k(scores_TE, k)[1]` for scores above -inf, which an accelerator runs: one launch in place of
-    2 k. On XLA:CPU it sorts, one row after the other; k passes of maximum and compare fuse with what is around them. A
-    row with a NaN gives valid, though not distinct, columns.
+    The same as `lax.top_k(scores_TE, k)[1]` for scores above -inf, which an accelerator runs: one
+    launch in place of 2 k. On XLA:CPU it sorts, one row after the other; k passes of maximum and
+    compare fuse with what is around them. A row with a NaN gives valid, though not distinct,
+    columns.
     """
     if takes_native():
         return top_k(scores_TE, k)
-    in_passes, sorted_ = partial(_top_k_in_passes, k=k), lambda scores_TE: lax.top_k(scores_TE, k)[1]
+    in_passes = partial(_top_k_in_passes, k=k)
+
+    def sorted_(scores_TE: jax.Array) -> jax.Array:
+        return lax.top_k(scores_TE, k)[1]
+
     return lax.platform_dependent(lax.stop_gradient(scores_TE), cpu=in_passes, default=sorted_)
 
 
@@ -148,14 +176,17 @@ def _top_k_in_passes(scores_TE: jax.Array, k: int) -> jax.Array:
     chosen = []
     for _ in range(k):
         best_T1 = jnp.max(scores_TE, axis=1, keepdims=True)
-        # a maximum and a minimum vectorise; argmax is a two-operand reduction, 3 to 10 times slower here
+        # a maximum and a minimum vectorise; argmax is a two-operand reduction, 3 to 10 times slower
+        # here
         idx_T1 = jnp.min(jnp.where(scores_TE == best_T1, columns_TE, last), axis=1, keepdims=True)
         chosen.append(idx_T1)
         scores_TE = jnp.where(columns_TE == idx_T1, -jnp.inf, scores_TE)
     return jnp.concatenate(chosen, axis=1)
 
 
-def _sample_second(idx_T2: jax.Array, weights_T2: jax.Array, num_experts: int, key: jax.Array) -> jax.Array:
+def _sample_second(
+    idx_T2: jax.Array, weights_T2: jax.Array, num_experts: int, key: jax.Array
+) -> jax.Array:
     """Return the choices with E (none) for the second experts that GShard's draw leaves out."""
     drawn_T = jax.random.uniform(key, (idx_T2.shape[0],), jnp.float32)
     goes_T = 2.0 * lax.stop_gradient(weights_T2[:, 1]) > drawn_T
@@ -163,7 +194,9 @@ def _sample_second(idx_T2: jax.Array, weights_T2: jax.Array, num_experts: int, k
 
 
 def _limit_groups(scores_TE: jax.Array, n_group: int, topk_group: int) -> jax.Array:
-    """Scores with -inf for the experts outside the `topk_group` groups whose two best scores sum highest."""
+    """Scores with -inf for the experts outside the `topk_group` groups whose two best scores sum
+    highest.
+    """
     tokens, num_experts = scores_TE.shape
     size = num_experts // n_group
     members = scores_TE.reshape(tokens * n_group, size)
@@ -179,31 +212,38 @@ def _limit_groups(scores_TE: jax.Array, n_group: int, topk_group: int) -> jax.Ar
 def _gather_and_count(values_TE: jax.Array, idx_TK: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The values at `idx_TK`, [T, K], and how often each column occurs, int32 [E].
 
-    By comparison instead of indexing, so that neither the backward pass nor the count is a scatter: choice by choice on
-    a CPU, all at once on an accelerator, where that is a launch in place of K. What is native has no backward pass, and
-    nobody counts.
+    By comparison instead of indexing, so that neither the backward pass nor the count is a scatter:
+    choice by choice on a CPU, all at once on an accelerator, where that is a launch in place of K.
+    What is native has no backward pass, and nobody counts.
     """
     if takes_native():
-        return jnp.take_along_axis(values_TE, idx_TK, axis=1), jnp.zeros(values_TE.shape[1], jnp.int32)
+        return jnp.take_along_axis(values_TE, idx_TK, axis=1), jnp.zeros(
+            values_TE.shape[1], jnp.int32
+        )
     result: tuple[jax.Array, jax.Array] = lax.platform_dependent(
         values_TE, idx_TK, cpu=_gather_and_count_by_choice, default=_gather_and_count_at_once
     )
     return result
 
 
-def _gather_and_count_at_once(values_TE: jax.Array, idx_TK: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _gather_and_count_at_once(
+    values_TE: jax.Array, idx_TK: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     hit_TKE = idx_TK[:, :, None] == jnp.arange(values_TE.shape[1], dtype=idx_TK.dtype)
     gathered_TK = jnp.sum(jnp.where(hit_TKE, values_TE[:, None], 0.0), axis=2)
     return gathered_TK, jnp.sum(hit_TKE, axis=(0, 1), dtype=jnp.int32)
 
 
-def _gather_and_count_by_choice(values_TE: jax.Array, idx_TK: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _gather_and_count_by_choice(
+    values_TE: jax.Array, idx_TK: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     columns_TE = lax.broadcasted_iota(jnp.int32, values_TE.shape, 1)
     gathered, hits_TE = [], jnp.zeros(values_TE.shape, jnp.int32)
     for idx_T1 in jnp.split(idx_TK, idx_TK.shape[1], axis=1):
         hit_TE = columns_TE == idx_T1
         gathered.append(jnp.sum(jnp.where(hit_TE, values_TE, 0.0), axis=1, keepdims=True))
-        hits_TE = hits_TE + hit_TE.astype(jnp.int32)  # a sum over the tokens for every choice takes longer
+        # a sum over the tokens for every choice takes longer
+        hits_TE = hits_TE + hit_TE.astype(jnp.int32)
     return jnp.concatenate(gathered, axis=1), jnp.sum(hits_TE, axis=0, dtype=jnp.int32)
 
 
@@ -214,30 +254,41 @@ def balance_loss_local(
     num_experts: int,
     num_experts_per_tok: int,
 ) -> jax.Array:
-    """This device's part of the balance loss E * sum_e f_e P_e; the sum over devices is the global batch's loss.
+    """This device's part of the balance loss E * sum_e f_e P_e; the sum over devices is the global
+    batch's loss.
 
-    f_e = counts_e / (tokens * K), the share of all assignments that went to e, without gradient; P_e the mean router
-    probability of e, a sum over devices of local terms, so that gradients need no collective. Uniform probabilities
-    give 1. Switch Transformer (arXiv:2101.03961) on the global batch (arXiv:2501.11873).
+    f_e = counts_e / (tokens * K), the share of all assignments that went to e, without gradient;
+    P_e the mean router probability of e, a sum over devices of local terms, so that gradients need
+    no collective. Uniform probabilities give 1. Switch Transformer (arXiv:2101.03961) on the global
+    batch (arXiv:2501.11873).
 
-    probs_sum_E: local. counts_global_E: summed over devices. Leading axes (layers) are kept: [..., E] gives [...].
+    probs_sum_E: local. counts_global_E: summed over devices. Leading axes (layers) are kept: [...,
+    E] gives [...].
     """
     for name, value in (("probs_sum_E", probs_sum_E), ("counts_global_E", counts_global_E)):
         ok = value.ndim > 0 and value.shape[-1] == num_experts
         check(ok, f"{name}.shape", value.shape, f"must end in num_experts = {num_experts}")
     tokens = jnp.asarray(num_tokens_global, jnp.float32)
-    share_E = lax.stop_gradient(counts_global_E.astype(jnp.float32)) / (tokens * num_experts_per_tok)
+    share_E = lax.stop_gradient(counts_global_E.astype(jnp.float32)) / (
+        tokens * num_experts_per_tok
+    )
     return num_experts * jnp.sum(share_E * probs_sum_E / tokens, axis=-1)
 
 
 def updated_bias(bias_E: jax.Array, load_E: jax.Array, speed: float | jax.Array) -> jax.Array:
-    """Loss-free balancing (arXiv:2408.15664): bias + speed * sign(mean load - load), after every step.
+    """Loss-free balancing (arXiv:2408.15664): bias + speed * sign(mean load - load), after every
+    step.
 
     load_E: `Routing.counts_E` summed over the devices and the accumulation steps of one
     optimizer step, or their share, `MoEMetrics.load_E`.
     Leading axes (layers) are kept.
     """
-    check(bias_E.shape == load_E.shape, "load_E.shape", load_E.shape, f"must be bias_E.shape = {bias_E.shape}")
+    check(
+        bias_E.shape == load_E.shape,
+        "load_E.shape",
+        load_E.shape,
+        f"must be bias_E.shape = {bias_E.shape}",
+    )
     load_E = load_E.astype(jnp.float32)
     direction_E = jnp.sign(jnp.mean(load_E, axis=-1, keepdims=True) - load_E)
     return bias_E + jnp.asarray(speed, bias_E.dtype) * direction_E.astype(bias_E.dtype)
@@ -246,11 +297,12 @@ def updated_bias(bias_E: jax.Array, load_E: jax.Array, speed: float | jax.Array)
 class Router(nnx.Module):
     """Linear router: logits = x @ kernel (+ bias), then `route`.
 
-    kernel: [hidden_size, num_experts] float32. bias: [num_experts], zero at first, if `config.bias`.
-    e_score_correction_bias: [num_experts] float32 `RouterBias`, zero at first, for the kinds `sigmoid` and
-    `group_limited`; None for the others. The product is float32 whatever the dtype of x, on a GPU too,
-    where XLA's default would be TF32.
-    Raises `ValueError` if `num_experts_per_tok`, `num_experts` and `config` do not go together.
+    kernel: [hidden_size, num_experts] float32. bias: [num_experts], zero at first, if
+    `config.bias`.
+    e_score_correction_bias: [num_experts] float32 `RouterBias`, zero at first, for the kinds
+    `sigmoid` and `group_limited`; None for the others. The product is float32 whatever the dtype of
+    x, on a GPU too, where XLA's default would be TF32. Raises `ValueError` if
+    `num_experts_per_tok`, `num_experts` and `config` do not go together.
     """
 
     def __init__(
@@ -270,7 +322,9 @@ class Router(nnx.Module):
         self.kernel = nnx.Param(kernel_init(rngs.params(), (hidden_size, num_experts), jnp.float32))
         self.bias = nnx.Param(jnp.zeros(num_experts, jnp.float32)) if config.bias else None
         biased = config.kind in _BIASED_KINDS
-        self.e_score_correction_bias = RouterBias(jnp.zeros(num_experts, jnp.float32)) if biased else None
+        self.e_score_correction_bias = (
+            RouterBias(jnp.zeros(num_experts, jnp.float32)) if biased else None
+        )
 
     def __call__(
         self,
@@ -281,9 +335,9 @@ class Router(nnx.Module):
         topk_idx_TK: jax.Array | None = None,
         token_mask_T: jax.Array | None = None,
     ) -> Routing:
-        """Route T tokens. In training x is multiplied by uniform(1 - jitter_noise, 1 + jitter_noise), for the logits
-        only, and second experts may be left out; `key` is needed if `config.draws` and must differ between devices
-        (fold in the device's index).
+        """Route T tokens. In training x is multiplied by uniform(1 - jitter_noise, 1 +
+        jitter_noise), for the logits only, and second experts may be left out; `key` is needed if
+        `config.draws` and must differ between devices (fold in the device's index).
         topk_idx_TK: choices to keep to, made before from the same x. token_mask_T: as of `route`.
         """
         kernel_DE = self.kernel[...]
@@ -296,9 +350,13 @@ class Router(nnx.Module):
             raise ValueError(f"key = None: is needed in training with {draws}")
         if train and jitter > 0:
             assert key is not None
-            x_TD = x_TD * jax.random.uniform(key, x_TD.shape, jnp.float32, 1.0 - jitter, 1.0 + jitter)
+            x_TD = x_TD * jax.random.uniform(
+                key, x_TD.shape, jnp.float32, 1.0 - jitter, 1.0 + jitter
+            )
         native = takes_native()
-        logits_TE = few_row_matmul(x_TD, kernel_DE) if native else dot(x_TD, kernel_DE.astype(jnp.float32))
+        logits_TE = (
+            few_row_matmul(x_TD, kernel_DE) if native else dot(x_TD, kernel_DE.astype(jnp.float32))
+        )
         if self.bias is not None:
             logits_TE = logits_TE + self.bias[...].astype(jnp.float32)
         bias_E = None if self.e_score_correction_bias is None else self.e_score_correction_bias[...]
@@ -308,7 +366,9 @@ class Router(nnx.Module):
 
 
 class TaskRouter(nnx.Module):
-    """The router of a layer whose experts are named by a token's task; it has no parameters of its own."""
+    """The router of a layer whose experts are named by a token's task; it has no parameters of
+    its own.
+    """
 
     def __init__(self, num_experts: int) -> None:
         self.num_experts = num_experts
@@ -322,11 +382,17 @@ class TaskRouter(nnx.Module):
         topk_idx_TK: jax.Array | None = None,
         topk_weights_TK: jax.Array | None = None,
     ) -> Routing:
-        """Send token t to experts topk_idx_TK[t], by default with weight 1; others are the arguments of `Router`."""
+        """Send token t to experts topk_idx_TK[t], by default with weight 1; others are the
+        arguments of `Router`.
+        """
         if topk_idx_TK is None:
-            raise ValueError("topk_idx_TK = None: a layer routed by task needs every token's expert")
+            raise ValueError(
+                "topk_idx_TK = None: a layer routed by task needs every token's expert"
+            )
         experts_E = jnp.arange(self.num_experts, dtype=jnp.int32)
         counts_E = jnp.sum(topk_idx_TK[:, :, None] == experts_E, axis=(0, 1), dtype=jnp.int32)
         zero = jnp.zeros((), jnp.float32)
-        weights_TK = jnp.ones(topk_idx_TK.shape, jnp.float32) if topk_weights_TK is None else topk_weights_TK
+        weights_TK = (
+            jnp.ones(topk_idx_TK.shape, jnp.float32) if topk_weights_TK is None else topk_weights_TK
+        )
         return Routing(topk_idx_TK, weights_TK, counts_E, counts_E.astype(jnp.float32), zero, zero)

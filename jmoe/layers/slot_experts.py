@@ -1,9 +1,9 @@
 """The experts' MLP over weights that lie in slots: two forms, each exact for any routing.
 
-Legend: T tokens, K choices a token, N = T K assignments, E experts of a layer, M slots, B rows a tile, A experts a
-bundle, D hidden, F expert hidden, U = 2F (SwiGLU) or F. No compiled program knows which slot holds which expert.
-`table_mlp` reads slots in place through a table, on Hopper in one grouped matmul each way; XLA:CPU would copy them, so
-`bundled_mlp` takes a few at a time there.
+Legend: T tokens, K choices a token, N = T K assignments, E experts of a layer, M slots, B rows a
+tile, A experts a bundle, D hidden, F expert hidden, U = 2F (SwiGLU) or F. No compiled program knows
+which slot holds which expert. `table_mlp` reads slots in place through a table, on Hopper in one
+grouped matmul each way; XLA:CPU would copy them, so `bundled_mlp` takes a few at a time there.
 """
 
 import math
@@ -23,15 +23,18 @@ from kernels_pallas.implementations import Name, default_names, first_supported
 from kernels_pallas.token_permute import combine
 
 BUNDLE = 8
-FEW_TOKENS = 32  # up to here every expert in use runs on all tokens: its weights take longer to read than that takes
-StoredExpert = Mapping[str, jax.Array]  # its arrays by name: bfloat16 perhaps as its bits, matrices perhaps compressed
+# up to here every expert in use runs on all tokens: its weights take longer to read than that takes
+FEW_TOKENS = 32
+# its arrays by name: bfloat16 perhaps as its bits, matrices perhaps compressed
+StoredExpert = Mapping[str, jax.Array]
 TILE_FACTOR = 1.25  # rows of a tile / a fair share of the assignments
 
 
 class ExpertInputs(NamedTuple):
     """Tokens on their way to their experts.
 
-    idx_TK: E for a choice that is none (padding). y_TD: float32, what the experts' outputs are added to.
+    idx_TK: E for a choice that is none (padding). y_TD: float32, what the experts' outputs are
+    added to.
     """
 
     h_TD: jax.Array
@@ -41,7 +44,9 @@ class ExpertInputs(NamedTuple):
 
 
 class _Sorted(NamedTuple):
-    """Assignments sorted by expert. token_N runs on for a tile, since a tile may run past the end."""
+    """Assignments sorted by expert. token_N runs on for a tile, since a tile may run past the
+    end.
+    """
 
     token_N: jax.Array
     rank_TK: jax.Array
@@ -53,27 +58,42 @@ def _sort(idx_TK: jax.Array, num_experts: int, tile_rows: int) -> _Sorted:
     num_tokens, k = idx_TK.shape
     n, idx_N = num_tokens * k, idx_TK.reshape(-1)
     order_N = jnp.argsort(idx_N, stable=True).astype(jnp.int32)
-    rank_N = jnp.zeros(n, jnp.int32).at[order_N].set(jnp.arange(n, dtype=jnp.int32), unique_indices=True)
+    rank_N = (
+        jnp.zeros(n, jnp.int32).at[order_N].set(jnp.arange(n, dtype=jnp.int32), unique_indices=True)
+    )
     sizes_E = (idx_N[:, None] == jnp.arange(num_experts)).sum(axis=0, dtype=jnp.int32)
     token_N = jnp.concatenate([order_N // k, jnp.zeros(tile_rows, jnp.int32)])
     return _Sorted(token_N, rank_N.reshape(num_tokens, k), jnp.cumsum(sizes_E) - sizes_E, sizes_E)
 
 
-def _combine(out: jax.Array, routed: ExpertInputs, by_expert: _Sorted, implementation: Name | None = None) -> jax.Array:
+def _combine(
+    out: jax.Array, routed: ExpertInputs, by_expert: _Sorted, implementation: Name | None = None
+) -> jax.Array:
     """Return y + the weighted sum of each token's rows."""
     num_experts = by_expert.sizes_E.shape[0]
     weights_TK = jnp.where(routed.idx_TK < num_experts, routed.weights_TK, 0.0)
     src_N = by_expert.token_N[: routed.idx_TK.size]
-    return routed.y_TD + combine(out, weights_TK, src_N, by_expert.rank_TK, True, implementation=implementation)
+    return routed.y_TD + combine(
+        out, weights_TK, src_N, by_expert.rank_TK, True, implementation=implementation
+    )
 
 
 def _tile(
-    out: jax.Array, h_TD: jax.Array, by_expert: _Sorted, row: jax.Array, expert: MLPWeights, activation: str
+    out: jax.Array,
+    h_TD: jax.Array,
+    by_expert: _Sorted,
+    row: jax.Array,
+    expert: MLPWeights,
+    activation: str,
 ) -> jax.Array:
-    """Return `out` with one expert's rows from `row` on; rows past its end are overwritten by the next tile."""
+    """Return `out` with one expert's rows from `row` on; rows past its end are overwritten by
+    the next tile.
+    """
     tile_rows = by_expert.token_N.size - by_expert.rank_TK.size
     x_BD = h_TD[lax.dynamic_slice_in_dim(by_expert.token_N, row, tile_rows)]
-    return lax.dynamic_update_slice_in_dim(out, expert_mlp(x_BD, expert, activation).astype(jnp.float32), row, axis=0)
+    return lax.dynamic_update_slice_in_dim(
+        out, expert_mlp(x_BD, expert, activation).astype(jnp.float32), row, axis=0
+    )
 
 
 # From one array of slots, through a table
@@ -88,10 +108,12 @@ def table_mlp(
     tile_rows: int,
     implementation: Name | None = None,
 ) -> jax.Array:
-    """Return float32 [T, D]: y + the weighted sum of each token's experts, read from slot `table_E[expert]`.
+    """Return float32 [T, D]: y + the weighted sum of each token's experts, read from slot
+    `table_E[expert]`.
 
-    slots: by name, [M, ...]; bfloat16 as its bits. An expert without tokens costs nothing and its slot may hold
-    anything. tile_rows: of `xla`. implementation: None for the best that supports the case.
+    slots: by name, [M, ...]; bfloat16 as its bits. An expert without tokens costs nothing and its
+    slot may hold anything. tile_rows: of `xla`. implementation: None for the best that supports the
+    case.
     """
     forms = {
         "mosaic_gpu": partial(_in_one_product, routed, slots, table_E, activation),
@@ -105,13 +127,15 @@ def _in_one_product(
     routed: ExpertInputs, slots: Mapping[str, jax.Array], table_E: jax.Array, activation: str
 ) -> jax.Array:
     """All experts in one grouped matmul each way, which reads the slots as they are stored."""
-    from kernels_pallas.grouped_mlp.mosaic_gpu import grouped_mlp_in_slots  # imported on first use: it takes a second
+    # imported on first use: it takes a second
+    from kernels_pallas.grouped_mlp.mosaic_gpu import grouped_mlp_in_slots
 
     num_experts, n = table_E.shape[0], routed.idx_TK.size
     by_expert = _sort(routed.idx_TK, num_experts, 0)
     rows_ND = routed.h_TD[by_expert.token_N]
     out = grouped_mlp_in_slots(rows_ND, by_expert.sizes_E, slots, table_E, activation=activation)
-    rank_TK = jnp.where(routed.idx_TK < num_experts, by_expert.rank_TK, n)  # a row of no expert holds anything
+    # a row of no expert holds anything
+    rank_TK = jnp.where(routed.idx_TK < num_experts, by_expert.rank_TK, n)
     return routed.y_TD + combine(out, routed.weights_TK, by_expert.token_N, rank_TK, False)
 
 
@@ -146,13 +170,17 @@ def _at_slot(slots: Mapping[str, jax.Array], slot: jax.Array, dtype: jnp.dtype) 
 
 def open_expert(arrays: StoredExpert, dtype: Any) -> MLPWeights:
     """Return an expert's weights for tokens of this dtype, from its arrays as they are kept."""
-    return MLPWeights(**{name: opened(arrays, name, dtype) for name in MLPWeights._fields if name in arrays})
+    return MLPWeights(
+        **{name: opened(arrays, name, dtype) for name in MLPWeights._fields if name in arrays}
+    )
 
 
 # From the arrays of single experts, a bundle at a time
 
 
-def bundled_mlp(routed: ExpertInputs, experts: Sequence[StoredExpert], activation: str) -> jax.Array:
+def bundled_mlp(
+    routed: ExpertInputs, experts: Sequence[StoredExpert], activation: str
+) -> jax.Array:
     """Return float32 [T, D]: y + the weighted sum of each token's experts, by ascending number.
 
     experts: all E; what no token chose may be anything.
@@ -174,15 +202,18 @@ def bundled_mlp(routed: ExpertInputs, experts: Sequence[StoredExpert], activatio
 def _bundles(
     idx_TK: jax.Array, experts: Sequence[StoredExpert]
 ) -> Iterator[tuple[np.ndarray, tuple[StoredExpert, ...]]]:
-    """Return (numbers, weights) of 8, 4, 2 or 1 experts at a time: few programs for any number of experts.
+    """Return (numbers, weights) of 8, 4, 2 or 1 experts at a time: few programs for any number of
+    experts.
 
-    All experts where the tokens will choose most of them; else those chosen, which the host has to read.
+    All experts where the tokens will choose most of them; else those chosen, which the host has to
+    read.
     """
     numbers = np.arange(len(experts), dtype=np.int32)
     if idx_TK.shape[0] <= FEW_TOKENS:
         uses_E = np.bincount(np.asarray(idx_TK).reshape(-1), minlength=len(experts))[: len(experts)]
         numbers = np.flatnonzero(uses_E).astype(np.int32)
-    if not numbers.size:  # padding alone, to warm up: every size, of nobody's choice, so that none is compiled later
+    # padding alone, to warm up: every size, of nobody's choice, so that none is compiled later
+    if not numbers.size:
         for size in (8, 4, 2, 1):
             if size <= len(experts):
                 yield np.full(size, -1, np.int32), tuple(experts[:size])
@@ -234,8 +265,17 @@ def _many_tokens(
         start = by_expert.starts_E[numbers_A[a]]
         size = by_expert.sizes_E[numbers_A[a]]
 
-        def tile(i: jax.Array, out: jax.Array, expert: StoredExpert = expert, start: jax.Array = start) -> jax.Array:
-            return _tile(out, h_TD, by_expert, start + i * tile_rows, open_expert(expert, h_TD.dtype), activation)
+        def tile(
+            i: jax.Array, out: jax.Array, expert: StoredExpert = expert, start: jax.Array = start
+        ) -> jax.Array:
+            return _tile(
+                out,
+                h_TD,
+                by_expert,
+                start + i * tile_rows,
+                open_expert(expert, h_TD.dtype),
+                activation,
+            )
 
         out = lax.fori_loop(0, (size + tile_rows - 1) // tile_rows, tile, out)
     return out

@@ -6,12 +6,14 @@ from numpy.typing import NDArray
 from jmoe.memory.buffers import PAGE_BYTES
 
 WORDS = PAGE_BYTES // 8
-# Odd, so that no change of a single word is lost, and different, so that words that change places are noticed.
+# Odd, so that no change of a single word is lost, and different, so that words that change places
+# are noticed.
 WEIGHTS_W = np.random.default_rng(0).integers(0, 1 << 64, WORDS, np.uint64) | np.uint64(1)
 
 
 def page_sums(record_R: NDArray[np.uint8], blank: int | None = None) -> NDArray[np.uint64]:
-    """Return a weighted sum modulo 2^64 of the words of each page. Eight times as fast as CRC-32 in hardware.
+    """Return a weighted sum modulo 2^64 of the words of each page. Eight times as fast as CRC-32 in
+    hardware.
 
     blank: the number of a word that counts as 0, whatever it is.
     """
@@ -24,12 +26,16 @@ def page_sums(record_R: NDArray[np.uint8], blank: int | None = None) -> NDArray[
 
 
 def checksum(record_R: NDArray[np.uint8], blank: int | None = None) -> int:
-    """Return one number for whole pages: it shows any change of one word, and pages that change places."""
+    """Return one number for whole pages: it shows any change of one word, and pages that change
+    places.
+    """
     return _over_pages(_mixed(page_sums(record_R, blank)))
 
 
 def is_checksum(value: int, record_R: NDArray[np.uint8], blank: int | None = None) -> bool:
-    """Return whether this seals a record: `checksum`, or that of versions up to 0.1.0, which did not mix page sums."""
+    """Return whether this seals a record: `checksum`, or that of versions up to 0.1.0, which did
+    not mix page sums.
+    """
     return value == checksum(record_R, blank) or value == _over_pages(page_sums(record_R, blank))
 
 
@@ -39,9 +45,11 @@ def _over_pages(sums_P: NDArray[np.uint64]) -> int:
 
 
 def _mixed(x_P: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """A permutation of the 64-bit numbers in which every bit decides about every bit (SplitMix64's).
+    """A permutation of the 64-bit numbers in which every bit decides about every bit
+    (SplitMix64's).
 
-    A sum modulo 2^64 knows little of high bits: what one stuck line of a bus does to each page would cancel out.
+    A sum modulo 2^64 knows little of high bits: what one stuck line of a bus does to each page
+    would cancel out.
     """
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         x_P = (x_P ^ (x_P >> np.uint64(shift))) * np.uint64(factor)

@@ -1,5 +1,5 @@
-"""Whole records to and from files: past the page cache where the file system allows it, through memory where the
-file is memory (tmpfs, DAX). Axes: R bytes of a record.
+"""Whole records to and from files: past the page cache where the file system allows it, through
+memory where the file is memory (tmpfs, DAX). Axes: R bytes of a record.
 """
 
 import contextlib
@@ -17,15 +17,17 @@ from numpy.typing import NDArray
 from jmoe.memory.buffers import PAGE_BYTES
 
 Io = Literal["O_DIRECT", "buffered", "mapped"]
-NOT_SUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)  # what file systems say that lack an operation
-UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)  # the user, or the file system, may not write here
+# what file systems say that lack an operation
+NOT_SUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
+# the user, or the file system, may not write here
+UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def io_of(folder: Path) -> Io:
     """How files in this folder are read and written.
 
-    "mapped" on a file system whose files are memory (tmpfs, or mounted with DAX), where a system call would only
-    copy; "buffered" where the file system refuses O_DIRECT.
+    "mapped" on a file system whose files are memory (tmpfs, or mounted with DAX), where a system
+    call would only copy; "buffered" where the file system refuses O_DIRECT.
     """
     if is_byte_addressable(folder):
         return "mapped"
@@ -49,7 +51,9 @@ def open_direct(path: Path, flags: int) -> tuple[int, bool]:
 
 
 def take_room(fd: int, size_bytes: int) -> None:
-    """Make a file so large, with room on the disk where the file system can promise it (FUSE, vfat, old NFS do not)."""
+    """Make a file so large, with room on the disk where the file system can promise it (FUSE,
+    vfat, old NFS do not).
+    """
     try:
         os.posix_fallocate(fd, 0, size_bytes)
     except OSError as error:
@@ -68,12 +72,16 @@ def is_byte_addressable(folder: Path, mounts: Path = Path("/proc/self/mountinfo"
         mount, _, file_system = line.partition(" - ")
         kind, _, options = file_system.split(" ", 2)
         if mount.split()[2] == wanted:
-            return kind in ("tmpfs", "ramfs") or bool({"dax", "dax=always"} & set(options.split(",")))
+            return kind in ("tmpfs", "ramfs") or bool(
+                {"dax", "dax=always"} & set(options.split(","))
+            )
     return False
 
 
 def read_file(path: Path, record_R: NDArray[np.uint8], io: Io) -> None:
-    """Fill `record_R` from the beginning of a file. `OSError` naming the file where it is too short or unreadable."""
+    """Fill `record_R` from the beginning of a file. `OSError` naming the file where it is too
+    short or unreadable.
+    """
     if io == "mapped":
         np.copyto(record_R, map_file(path, record_R.nbytes))
         return
@@ -85,15 +93,20 @@ def read_file(path: Path, record_R: NDArray[np.uint8], io: Io) -> None:
 
 
 def map_file(path: Path, num_bytes: int) -> NDArray[np.uint8]:
-    """Return the beginning of a file as memory to read, mapped as long as the array or a view of it is there.
+    """Return the beginning of a file as memory to read, mapped as long as the array or a view of it
+    is there.
 
-    Nothing is copied, so whoever writes to the file changes the array; deleting or renaming it does not. `OSError`
-    naming the file where it is too short.
+    Nothing is copied, so whoever writes to the file changes the array; deleting or renaming it does
+    not. `OSError` naming the file where it is too short.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         if (size_bytes := os.fstat(fd).st_size) < num_bytes:
-            raise OSError(errno.EIO, f"reading: the file ends after {size_bytes} of {num_bytes} bytes", str(path))
+            raise OSError(
+                errno.EIO,
+                f"reading: the file ends after {size_bytes} of {num_bytes} bytes",
+                str(path),
+            )
         memory = mmap.mmap(fd, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
     finally:
         os.close(fd)
@@ -103,8 +116,8 @@ def map_file(path: Path, num_bytes: int) -> NDArray[np.uint8]:
 def write_file(path: Path, record_R: NDArray[np.uint8], io: Io) -> None:
     """Make `record_R` the content of a file, in place if it is there, and flush it to the device.
 
-    Its space is taken first, so `OSError` (ENOSPC), which names the bytes needed and free, comes before any is
-    written.
+    Its space is taken first, so `OSError` (ENOSPC), which names the bytes needed and free, comes
+    before any is written.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | (os.O_DIRECT if io == "O_DIRECT" else 0)
     fd = os.open(path, flags, 0o644)
@@ -124,13 +137,17 @@ def write_file(path: Path, record_R: NDArray[np.uint8], io: Io) -> None:
 
 
 def read_all(fd: int, record_R: NDArray[np.uint8], first_byte: int, path: Path, what: str) -> None:
-    """Fill `record_R` from `first_byte` on; `OSError` says what was being done, at which byte of which file."""
+    """Fill `record_R` from `first_byte` on; `OSError` says what was being done, at which byte of
+    which file.
+    """
     memory, done_bytes = record_R.data, 0
     while done_bytes < record_R.nbytes:
         try:
             count = os.preadv(fd, [memory[done_bytes:]], first_byte + done_bytes)
         except OSError as error:
-            raise OSError(error.errno, f"{what} (at byte {first_byte}): {error.strerror}", str(path)) from error
+            raise OSError(
+                error.errno, f"{what} (at byte {first_byte}): {error.strerror}", str(path)
+            ) from error
         if count == 0:
             why = f"{what} (at byte {first_byte}): the file ends after {done_bytes} bytes of it"
             raise OSError(errno.EIO, why, str(path))
@@ -144,7 +161,9 @@ def write_all(fd: int, record_R: NDArray[np.uint8], first_byte: int) -> None:
 
 
 def check_buffer(record_R: NDArray[np.uint8], record_bytes: int) -> None:
-    """Raise `ValueError` unless these are `record_bytes` writable bytes at a page-aligned address."""
+    """Raise `ValueError` unless these are `record_bytes` writable bytes at a page-aligned
+    address.
+    """
     if record_R.nbytes != record_bytes or not record_R.flags.writeable:
         raise ValueError(f"record_R: must be {record_bytes} writable bytes, has {record_R.nbytes}")
     if record_R.ctypes.data % PAGE_BYTES:
@@ -152,9 +171,11 @@ def check_buffer(record_R: NDArray[np.uint8], record_bytes: int) -> None:
 
 
 def fsync(path: Path) -> None:
-    """Make a file's content durable, or what was created, renamed or deleted in a folder; errors name the path.
+    """Make a file's content durable, or what was created, renamed or deleted in a folder; errors
+    name the path.
 
-    Some network and FUSE file systems cannot flush a folder: there a name is as durable as they make it.
+    Some network and FUSE file systems cannot flush a folder: there a name is as durable as they
+    make it.
     """
     fd = os.open(path, os.O_RDONLY)
     try:
@@ -168,17 +189,27 @@ def fsync(path: Path) -> None:
 
 
 def fsync_all(folder: Path) -> None:
-    """Make all that is in a folder durable: what a rename is to publish at once must be on the disk before its name."""
+    """Make all that is in a folder durable: what a rename is to publish at once must be on the
+    disk before its name.
+    """
     for path in [*folder.rglob("*"), folder]:
         fsync(path)
 
 
 def link(source: Path, target: Path) -> bool:
-    """Give a file one more name; return False where there is none, or the file system cannot (another one, a limit)."""
+    """Give a file one more name; return False where there is none, or the file system cannot
+    (another one, a limit).
+    """
     try:
         os.link(source, target)
     except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.EXDEV, errno.EPERM, errno.EMLINK, *NOT_SUPPORTED):
+        if error.errno not in (
+            errno.ENOENT,
+            errno.EXDEV,
+            errno.EPERM,
+            errno.EMLINK,
+            *NOT_SUPPORTED,
+        ):
             raise
         return False
     return True
@@ -190,14 +221,19 @@ def check_links(folder: Path, file: Path) -> None:
     probe.unlink(missing_ok=True)  # of a process that was killed
     try:
         if not link(file, probe):
-            why = "this file system has no hard links, which checkpoints of records need: give tiers.path a local disk"
+            why = (
+                "this file system has no hard links, which checkpoints of records need: give"
+                " tiers.path a local disk"
+            )
             raise OSError(errno.EOPNOTSUPP, why, str(folder))
     finally:
         probe.unlink(missing_ok=True)
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder, and those above it, durable under their names; does nothing where it is there."""
+    """Make a folder, and those above it, durable under their names; does nothing where it is
+    there.
+    """
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in made:
@@ -205,7 +241,9 @@ def make_folder(folder: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Delete a folder with all that is in it; an `OSError` names the folder, not only a file's last name."""
+    """Delete a folder with all that is in it; an `OSError` names the folder, not only a file's
+    last name.
+    """
     try:
         shutil.rmtree(folder)
     except OSError as error:
@@ -219,4 +257,6 @@ def naming_the_room(path: Path, needs: str) -> Iterator[None]:
         yield
     except OSError as error:
         free_bytes = shutil.disk_usage(path.parent).free
-        raise OSError(error.errno, f"{error.strerror}: {needs}, {free_bytes} are free", str(path.parent)) from error
+        raise OSError(
+            error.errno, f"{error.strerror}: {needs}, {free_bytes} are free", str(path.parent)
+        ) from error

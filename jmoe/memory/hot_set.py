@@ -1,7 +1,7 @@
 """Hit counts, which say which records deserve a place, and the set of slots that they rule.
 
-A record is a number from 0 to num_records - 1. `LFUCache` (host memory) and `SlotPool` (device memory) both stand on
-this. Not thread-safe: whoever shares one holds a lock.
+A record is a number from 0 to num_records - 1. `LFUCache` (host memory) and `SlotPool` (device
+memory) both stand on this. Not thread-safe: whoever shares one holds a lock.
 """
 
 import heapq
@@ -11,13 +11,16 @@ from numpy.typing import ArrayLike, NDArray
 
 from jmoe.config import check
 
-# Decayed counts grow by beta ** -decays. Before that leaves float64 they are all brought down again.
+# Decayed counts grow by beta ** -decays. Before that leaves float64 they are all brought down
+# again.
 RESCALE_ABOVE = 2.0**512
-# How much better other counts must explain the uses before the old ones are forgotten: log likelihood, natural units.
+# How much better other counts must explain the uses before the old ones are forgotten: log
+# likelihood, natural units.
 CUSUM_THRESHOLD = 20.0
 # The most that one step may add to that: an odd one alone makes nothing be forgotten.
 MAX_STEP_EVIDENCE = 10.0
-# Uses of every record that counts are taken to begin with, so that what has not been seen is not impossible.
+# Uses of every record that counts are taken to begin with, so that what has not been seen is not
+# impossible.
 PRIOR = 2.0
 # What is left of counts that are forgotten: it orders what nothing newer does.
 FORGOTTEN = 1e-6
@@ -36,25 +39,31 @@ def record_ids(indices: ArrayLike, num_records: int) -> NDArray[np.int64]:
 
 
 class HitCounts:
-    """Hit counts that forget when the traffic changes: a step that uses a record adds 1; `scores` rank the records.
+    """Hit counts that forget when the traffic changes: a step that uses a record adds 1; `scores`
+    rank the records.
 
-    The more steps are counted the better is the order of the records known, unless their popularity has changed. So
-    `scores` do not decay, but other counts are kept beside them: decayed ones (MoESys, Algorithm 2, arXiv 2205.10034:
-    times beta every `decay_every_steps` steps), and fresh ones since the step at which a change is suspected. Each
-    predicts that a step uses records in proportion to their counts. Where one has explained what came better than the
-    scores by `CUSUM_THRESHOLD` (the sum of log likelihood ratios over uses, from where it was last below 0: Page's
-    CUSUM test, Biometrika 1954), it becomes the scores. Fresh counts notice within a few steps that everything is
-    different, decayed ones that something is, or drifts. Scores only fall when something is forgotten, which
-    `generation` counts. Counts belong to records, not to slots, so they survive eviction.
+    The more steps are counted the better is the order of the records known, unless their popularity
+    has changed. So `scores` do not decay, but other counts are kept beside them: decayed ones
+    (MoESys, Algorithm 2, arXiv 2205.10034: times beta every `decay_every_steps` steps), and fresh
+    ones since the step at which a change is suspected. Each predicts that a step uses records in
+    proportion to their counts. Where one has explained what came better than the scores by
+    `CUSUM_THRESHOLD` (the sum of log likelihood ratios over uses, from where it was last below 0:
+    Page's CUSUM test, Biometrika 1954), it becomes the scores. Fresh counts notice within a few
+    steps that everything is different, decayed ones that something is, or drifts. Scores only fall
+    when something is forgotten, which `generation` counts. Counts belong to records, not to slots,
+    so they survive eviction.
     """
 
     def __init__(self, num_records: int, *, beta: float = 0.8, decay_every_steps: int = 4) -> None:
         check(num_records > 0, "num_records", num_records, "must be greater than 0")
         check(0 < beta <= 1, "beta", beta, "must be in (0, 1]")
-        check(decay_every_steps > 0, "decay_every_steps", decay_every_steps, "must be greater than 0")
+        check(
+            decay_every_steps > 0, "decay_every_steps", decay_every_steps, "must be greater than 0"
+        )
         self.scores = np.zeros(num_records)
         self.generation = 0
-        self._decayed, self._hit = np.zeros(num_records), 1.0  # decayed counts, and one use, times beta ** -decays
+        # decayed counts, and one use, times beta ** -decays
+        self._decayed, self._hit = np.zeros(num_records), 1.0
         self._fresh = np.zeros(num_records)
         self._decayed_is_better = self._fresh_is_better = 0.0  # log likelihood ratios to the scores
         self._beta, self._decay_every_steps = beta, decay_every_steps
@@ -77,11 +86,15 @@ class HitCounts:
 
     @property
     def decayed(self) -> NDArray[np.float64]:
-        """Return the counts of Algorithm 2, [num_records]: every use since the last change, with its decay."""
+        """Return the counts of Algorithm 2, [num_records]: every use since the last change, with
+        its decay.
+        """
         return self._decayed / self._hit
 
     def touch(self, indices: ArrayLike) -> None:
-        """Count one step that used these records; one named twice counts once (it is fetched once)."""
+        """Count one step that used these records; one named twice counts once (it is fetched
+        once).
+        """
         used = np.zeros(self.num_records, np.bool_)
         used[record_ids(indices, self.num_records)] = True
         ids = np.flatnonzero(used)
@@ -104,19 +117,27 @@ class HitCounts:
             self._forget(self.decayed)
 
     def _compare(self, ids: NDArray[np.int64]) -> None:
-        """Add up how much better other counts foretold this step; the fresh ones begin again if they did not."""
+        """Add up how much better other counts foretold this step; the fresh ones begin again if
+        they did not.
+        """
         scores = _log_likelihood(self.scores, ids, 1.0)
         decayed = _log_likelihood(self._decayed, ids, self._hit)
         fresh = _log_likelihood(self._fresh, ids, 1.0)
-        self._decayed_is_better = max(0.0, self._decayed_is_better + min(decayed - scores, MAX_STEP_EVIDENCE))
-        self._fresh_is_better = max(0.0, self._fresh_is_better + min(fresh - scores, MAX_STEP_EVIDENCE))
+        self._decayed_is_better = max(
+            0.0, self._decayed_is_better + min(decayed - scores, MAX_STEP_EVIDENCE)
+        )
+        self._fresh_is_better = max(
+            0.0, self._fresh_is_better + min(fresh - scores, MAX_STEP_EVIDENCE)
+        )
         if self._fresh_is_better > 0:
             self._fresh[ids] += 1
         else:
             self._fresh[:] = 0
 
     def _forget(self, better: NDArray[np.float64]) -> None:
-        """Take these counts for the scores. What was known before decides between records that they say nothing of."""
+        """Take these counts for the scores. What was known before decides between records that
+        they say nothing of.
+        """
         self.scores[:] = better + FORGOTTEN * self.scores
         self._decayed[:] = self.scores * self._hit
         self._fresh[:] = 0
@@ -125,18 +146,22 @@ class HitCounts:
 
 
 def _log_likelihood(counts: NDArray[np.float64], ids: NDArray[np.int64], one: float) -> float:
-    """Return log P of uses of these records, where each has its share of the counts; `one` is what a use has added."""
+    """Return log P of uses of these records, where each has its share of the counts; `one` is
+    what a use has added.
+    """
     prior = PRIOR * one
-    return float(np.log(counts[ids] + prior).sum() - ids.size * np.log(counts.sum() + prior * counts.size))
+    return float(
+        np.log(counts[ids] + prior).sum() - ids.size * np.log(counts.sum() + prior * counts.size)
+    )
 
 
 class HotSet:
     """Says which of the records in `num_slots` slots deserves its place least.
 
-    The victim is the slot with the lowest score; among equal ones the record that came last, so that on balanced
-    traffic what is there stays there (evicting the oldest would lose every hit of a repeating order). Slots with pins
-    are never victims. Finding a victim costs O(log num_slots) on average: a heap whose keys may be out of date, put
-    right when they come to the top.
+    The victim is the slot with the lowest score; among equal ones the record that came last, so
+    that on balanced traffic what is there stays there (evicting the oldest would lose every hit of
+    a repeating order). Slots with pins are never victims. Finding a victim costs O(log num_slots)
+    on average: a heap whose keys may be out of date, put right when they come to the top.
     """
 
     def __init__(self, counts: HitCounts, num_slots: int) -> None:
@@ -180,7 +205,9 @@ class HotSet:
         return None
 
     def place(self, record: int) -> int:
-        """Put a record that is not here into a free slot; there must be one. The slot has no pin yet."""
+        """Put a record that is not here into a free slot; there must be one. The slot has no pin
+        yet.
+        """
         slot = self._free.pop()
         self._serial += 1
         self._came[slot] = self._serial

@@ -1,7 +1,9 @@
-"""Whether files hold what they held before: a hash of their content, whatever their names, times and places say.
+"""Whether files hold what they held before: a hash of their content, whatever their names, times
+and places say.
 
-Files of equal size and time may differ: fine-tunes of one model do, where images of containers, Nix or `rsync -a` have
-set all times alike. To hash every byte of a large model would take minutes at each start, so large files are sampled.
+Files of equal size and time may differ: fine-tunes of one model do, where images of containers, Nix
+or `rsync -a` have set all times alike. To hash every byte of a large model would take minutes at
+each start, so large files are sampled.
 """
 
 import hashlib
@@ -28,12 +30,13 @@ def content_identity(
 ) -> str:
     """Return a SHA-256 of files, by name, that changes with their names, sizes and content.
 
-    A file of up to 4 MiB counts whole. Of a larger one 4 KiB count at its begin, at every MiB, at its end, and at each
-    of its `marks`: the first bytes of what may be replaced alone, such as a tensor. That is 0.4 % of the bytes, read by
-    16 threads: seconds for 60 GB on NVMe. Models trained apart differ nearly everywhere, and one expert that was
-    replaced differs at its mark; a change of less than 1 MiB within a tensor may lie between two blocks and is then not
-    seen, unless the caller also goes by the file's time. report: takes how many bytes are read, of how many. Raises
-    `OSError` naming a file that cannot be read.
+    A file of up to 4 MiB counts whole. Of a larger one 4 KiB count at its begin, at every MiB, at
+    its end, and at each of its `marks`: the first bytes of what may be replaced alone, such as a
+    tensor. That is 0.4 % of the bytes, read by 16 threads: seconds for 60 GB on NVMe. Models
+    trained apart differ nearly everywhere, and one expert that was replaced differs at its mark; a
+    change of less than 1 MiB within a tensor may lie between two blocks and is then not seen,
+    unless the caller also goes by the file's time. report: takes how many bytes are read, of how
+    many. Raises `OSError` naming a file that cannot be read.
     """
     sizes = {name: path.stat().st_size for name, path in sorted(files.items())}
     digest = hashlib.sha256(repr(list(sizes.items())).encode())
@@ -66,7 +69,8 @@ def _digest(blocks: list[Block]) -> bytes:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             if os.fstat(fd).st_size > WHOLE_BYTES:
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # what lies between blocks is not read ahead
+                # what lies between blocks is not read ahead
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
             for _, first, size_bytes in group:
                 digest.update(os.pread(fd, size_bytes, first))
         finally:

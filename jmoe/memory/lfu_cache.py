@@ -1,7 +1,8 @@
 """Bookkeeping of the host tier: which records are in memory, and which one goes when another comes.
 
-Slots are numbers of places in host memory: `num_slots` of them form the cache, `staging_slots` more take what the
-cache does not let in, and what it has given up until that is written back. Not thread-safe: `TieredStore` holds a lock.
+Slots are numbers of places in host memory: `num_slots` of them form the cache, `staging_slots` more
+take what the cache does not let in, and what it has given up until that is written back. Not
+thread-safe: `TieredStore` holds a lock.
 """
 
 from collections import OrderedDict
@@ -17,7 +18,8 @@ from jmoe.memory.hot_set import HitCounts, HotSet
 class CacheStats:
     """hits: uses of a record that needed no read; misses: first uses after a read; both count uses.
 
-    evictions: records that lost their slot in the cache. passed_through: reads that went to a staging slot.
+    evictions: records that lost their slot in the cache. passed_through: reads that went to a
+    staging slot.
     unused: records read and then given up, or discarded, before anyone used them.
     written_back: dirty records that were handed out to be written and were written.
     """
@@ -38,16 +40,18 @@ class CacheStats:
 class LFUCache:
     """A cache of records by hit count (`HitCounts`), for traffic that may be perfectly balanced.
 
-    A newcomer enters if a slot is free or if its count is higher than the lowest one in the cache, otherwise it passes
-    through a staging slot. Forced insertion, which plain LFU and LRU do, gets no hit at all where records come round in
-    turn and do not all fit; this rule then keeps a fixed set, the best there is (MoESys, Algorithm 2, changed: counts
-    survive eviction and are forgotten when they no longer fit the traffic, ties go to the record that is there).
-    Between `admit` and the last `unpin` a slot belongs to its record.
+    A newcomer enters if a slot is free or if its count is higher than the lowest one in the cache,
+    otherwise it passes through a staging slot. Forced insertion, which plain LFU and LRU do, gets
+    no hit at all where records come round in turn and do not all fit; this rule then keeps a fixed
+    set, the best there is (MoESys, Algorithm 2, changed: counts survive eviction and are forgotten
+    when they no longer fit the traffic, ties go to the record that is there). Between `admit` and
+    the last `unpin` a slot belongs to its record.
 
-    Dirty entries keep their slot until they are written: `next_write` hands one out, `written` takes it back. A dirty
-    victim leaves the cache at once all the same: it becomes a staged entry where it is, and the newcomer's staging slot
-    becomes one of the cache's, so nobody waits for the write. What is staged and dirty is written first; what is in the
-    cache when it is given up, or when `write_back` asks for it.
+    Dirty entries keep their slot until they are written: `next_write` hands one out, `written`
+    takes it back. A dirty victim leaves the cache at once all the same: it becomes a staged entry
+    where it is, and the newcomer's staging slot becomes one of the cache's, so nobody waits for the
+    write. What is staged and dirty is written first; what is in the cache when it is given up, or
+    when `write_back` asks for it.
     """
 
     def __init__(self, counts: HitCounts, num_slots: int, staging_slots: int) -> None:
@@ -82,7 +86,9 @@ class LFUCache:
         return self._slot_at[place] if place >= 0 else self._staged.get(index)
 
     def use(self, index: int) -> int | None:
-        """Return the slot of a record, with one more pin, counted as a hit or miss; None if it has none."""
+        """Return the slot of a record, with one more pin, counted as a hit or miss; None if it
+        has none.
+        """
         slot = self.slot_of(index)
         if slot is None:
             return None
@@ -97,10 +103,11 @@ class LFUCache:
         return slot
 
     def admit(self, index: int, *, demanded: bool) -> int | None:
-        """Return a slot, pinned once, to read a record into that has none; None if there is none for it now.
+        """Return a slot, pinned once, to read a record into that has none; None if there is none
+        for it now.
 
-        demanded: someone waits for the record, so what was read ahead may be given up for it; a read ahead itself
-        may not push out another one that is not used yet.
+        demanded: someone waits for the record, so what was read ahead may be given up for it; a
+        read ahead itself may not push out another one that is not used yet.
         """
         assert self.slot_of(index) is None, index
         slot = self._cache_slot(index, demanded)
@@ -142,11 +149,15 @@ class LFUCache:
 
     @property
     def num_dirty(self) -> int:
-        """Return how many records are newer here than in the store, those being written included."""
+        """Return how many records are newer here than in the store, those being written
+        included.
+        """
         return len(self._dirty) + len(self._writing)
 
     def is_writing(self, index: int) -> bool:
-        """Return whether the record is handed out to be written, so that its bytes must not change."""
+        """Return whether the record is handed out to be written, so that its bytes must not
+        change.
+        """
         return index in self._writing
 
     def mark_dirty(self, index: int) -> None:
@@ -156,7 +167,9 @@ class LFUCache:
             self._to_write.setdefault(index)
 
     def forget_changes(self, index: int) -> None:
-        """Do not write a record, whatever was changed in it; one that is being written is written to its end."""
+        """Do not write a record, whatever was changed in it; one that is being written is
+        written to its end.
+        """
         for queue in (self._dirty, self._to_write, self._to_clean):
             queue.pop(index, None)
 
@@ -165,7 +178,8 @@ class LFUCache:
         self._to_clean |= self._dirty
 
     def next_write(self, changing: Collection[int] = ()) -> tuple[int, int] | None:
-        """Return (record, slot) of a dirty record to write now, with a pin for the writer; None if there is none.
+        """Return (record, slot) of a dirty record to write now, with a pin for the writer; None if
+        there is none.
 
         changing: records not to hand out, since somebody is writing to their memory.
         """
@@ -217,7 +231,9 @@ class LFUCache:
         return self._slot_at[self._hot.place(index)]
 
     def _demote(self, victim: int, place: int, demanded: bool) -> bool:
-        """Let a dirty victim keep its slot as a staging slot, and give the cache another; False if there is none."""
+        """Let a dirty victim keep its slot as a staging slot, and give the cache another; False
+        if there is none.
+        """
         slot = self._staging_slot(demanded)
         if slot is None:
             return False
@@ -231,7 +247,11 @@ class LFUCache:
     def _staging_slot(self, demanded: bool) -> int | None:
         if self._free_staging:
             return self._free_staging.pop()
-        unpinned = [i for i, slot in self._staged.items() if slot not in self._staging_pins and i not in self._dirty]
+        unpinned = [
+            i
+            for i, slot in self._staged.items()
+            if slot not in self._staging_pins and i not in self._dirty
+        ]
         used = [index for index in unpinned if index not in self._fresh]
         candidates = used or (unpinned if demanded else [])
         if not candidates:

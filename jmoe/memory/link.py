@@ -1,4 +1,6 @@
-"""A path that bytes take from one tier to the next: counted, and slowed down where a limit is set."""
+"""A path that bytes take from one tier to the next: counted, and slowed down where a limit is
+set.
+"""
 
 import threading
 import time
@@ -7,14 +9,16 @@ from dataclasses import dataclass
 
 from jmoe.config import check
 
-# A sleep ends late by up to a millisecond or so. This much lost time may be made up for, so that a stream of small
-# transfers still runs at the limit and not below it.
+# A sleep ends late by up to a millisecond or so. This much lost time may be made up for, so that a
+# stream of small transfers still runs at the limit and not below it.
 SLACK_S = 0.005
 
 
 @dataclass(frozen=True)
 class LinkStats:
-    """The traffic of a link so far; seconds: in which at least one transfer was under way (overlapping ones once)."""
+    """The traffic of a link so far; seconds: in which at least one transfer was under way
+    (overlapping ones once).
+    """
 
     transfers: int = 0
     num_bytes: int = 0
@@ -22,12 +26,14 @@ class LinkStats:
 
 
 class Link:
-    """Counts transfers and, with a limit, makes them take as long as a wire of that bandwidth would.
+    """Counts transfers and, with a limit, makes them take as long as a wire of that bandwidth
+    would.
 
-    All threads that use a link share its bandwidth: the wire is busy for num_bytes / limit seconds per transfer, one
-    after the other, and a transfer ends no earlier than its turn on the wire does; the time that the move itself took
-    counts towards it. Over any t seconds at most limit · (t + SLACK_S) bytes plus one transfer pass.
-    `clock` and `sleep` are for tests and for a sleep that can be cut short.
+    All threads that use a link share its bandwidth: the wire is busy for num_bytes / limit seconds
+    per transfer, one after the other, and a transfer ends no earlier than its turn on the wire
+    does; the time that the move itself took counts towards it. Over any t seconds at most limit ·
+    (t + SLACK_S) bytes plus one transfer pass. `clock` and `sleep` are for tests and for a sleep
+    that can be cut short.
     """
 
     def __init__(
@@ -38,7 +44,12 @@ class Link:
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
         limit = bandwidth_limit_bytes_per_s
-        check(limit is None or limit > 0, "bandwidth_limit_bytes_per_s", limit, "must be greater than 0, or None")
+        check(
+            limit is None or limit > 0,
+            "bandwidth_limit_bytes_per_s",
+            limit,
+            "must be greater than 0, or None",
+        )
         self._limit_bytes_per_s = limit
         self._clock, self._sleep = clock, sleep
         self._lock = threading.Lock()
@@ -71,7 +82,8 @@ class Link:
             self._end()
 
     def transfer(self, move: Callable[[], int]) -> int:
-        """Run `move`, which moves bytes and returns how many, as one transfer; returns the same number.
+        """Run `move`, which moves bytes and returns how many, as one transfer; returns the same
+        number.
 
         One that fails counts no bytes and does not wait.
         """

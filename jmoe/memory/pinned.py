@@ -28,8 +28,9 @@ log = logging.getLogger("jmoe")
 class PinnedSlots(list[NDArray[np.uint8]]):
     """M slots of R bytes in a device's pinned host memory, each at a multiple of a page.
 
-    They are arrays of JAX whose memory is written to: never while a slot is being sent, and nothing but `send` reads
-    them. Raises `RuntimeError` where JAX does not give so much memory, or what is written there does not arrive.
+    They are arrays of JAX whose memory is written to: never while a slot is being sent, and nothing
+    but `send` reads them. Raises `RuntimeError` where JAX does not give so much memory, or what is
+    written there does not arrive.
     """
 
     def __init__(self, num_slots: int, slot_bytes: int, device: jax.Device) -> None:
@@ -37,7 +38,9 @@ class PinnedSlots(list[NDArray[np.uint8]]):
         place = SingleDeviceSharding(device, memory_kind=KIND)
         self._device_memory = SingleDeviceSharding(device, memory_kind=device.default_memory().kind)
         padded_bytes = slot_bytes + PAGE_BYTES  # a page begins in the first one
-        self._arrays = [jax.device_put(np.zeros(padded_bytes, np.uint8), place) for _ in range(num_slots)]
+        self._arrays = [
+            jax.device_put(np.zeros(padded_bytes, np.uint8), place) for _ in range(num_slots)
+        ]
         addresses = [array.unsafe_buffer_pointer() for array in jax.block_until_ready(self._arrays)]
         self._begins = [-address % PAGE_BYTES for address in addresses]
         slots = [
@@ -49,18 +52,26 @@ class PinnedSlots(list[NDArray[np.uint8]]):
         for value in (1, 0):
             self[0][:] = value
             if not np.all(np.asarray(self.send(0, probe, ["probe"])["probe"]) == value):
-                raise RuntimeError(f"what is written to the {KIND} memory of {device} does not arrive there")
+                raise RuntimeError(
+                    f"what is written to the {KIND} memory of {device} does not arrive there"
+                )
 
     def send(self, slot: int, layout: RecordLayout, names: Collection[str]) -> dict[str, jax.Array]:
         """Return arrays of the record in a slot, in the device's memory, when they are there."""
         padded = jax.device_put(self._arrays[slot], self._device_memory)
-        arrays = _unpacked(layout, self._slot_bytes, tuple(names), padded, np.int32(self._begins[slot]))
+        arrays = _unpacked(
+            layout, self._slot_bytes, tuple(names), padded, np.int32(self._begins[slot])
+        )
         return jax.block_until_ready(arrays)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def _unpacked(
-    layout: RecordLayout, num_bytes: int, names: tuple[str, ...], padded: jax.Array, begin: jax.Array
+    layout: RecordLayout,
+    num_bytes: int,
+    names: tuple[str, ...],
+    padded: jax.Array,
+    begin: jax.Array,
 ) -> dict[str, jax.Array]:
     record_R = lax.dynamic_slice(padded, (begin,), (num_bytes,))
     arrays = {}
@@ -79,18 +90,28 @@ class HostMemory(NamedTuple):
     note: str
 
 
-def host_memory(setting: Literal["auto", "on", "off"], field: str, devices: Sequence[jax.Device]) -> HostMemory:
-    """Choose pinned memory of this process's device, or ordinary memory. auto: pinned where the device is a GPU.
+def host_memory(
+    setting: Literal["auto", "on", "off"], field: str, devices: Sequence[jax.Device]
+) -> HostMemory:
+    """Choose pinned memory of this process's device, or ordinary memory. auto: pinned where the
+    device is a GPU.
 
     field: the name of the setting. `ValueError` where it is on and cannot be.
     """
     device = devices[0]
-    can_pin = len(devices) == 1 and KIND in [memory.kind for memory in device.addressable_memories()]
-    needed = f"must be auto or off unless a process has one device, with {KIND} memory; here it has {list(devices)}"
+    can_pin = len(devices) == 1 and KIND in [
+        memory.kind for memory in device.addressable_memories()
+    ]
+    needed = (
+        f"must be auto or off unless a process has one device, with {KIND} memory; here it has"
+        f" {list(devices)}"
+    )
     check(can_pin or setting != "on", field, setting, needed)
     if setting == "off" or not can_pin or (setting == "auto" and device.platform == "cpu"):
         return HostMemory(allocate_slots, "records in ordinary host memory")
-    return HostMemory(partial(_allocate_pinned, device), f"records in pinned host memory of {device}")
+    return HostMemory(
+        partial(_allocate_pinned, device), f"records in pinned host memory of {device}"
+    )
 
 
 def _allocate_pinned(device: jax.Device, num_slots: int, slot_bytes: int) -> Slots:
@@ -99,5 +120,7 @@ def _allocate_pinned(device: jax.Device, num_slots: int, slot_bytes: int) -> Slo
         return PinnedSlots(num_slots, slot_bytes, device)
     except RuntimeError as error:
         size = f"{num_slots * slot_bytes} bytes of pinned host memory"
-        log.warning("%s cannot be had, ordinary memory is used: %s", size, str(error).splitlines()[0])
+        log.warning(
+            "%s cannot be had, ordinary memory is used: %s", size, str(error).splitlines()[0]
+        )
         return allocate_slots(num_slots, slot_bytes)

@@ -1,9 +1,10 @@
 """Records as part of an Orbax checkpoint: pinned when it is saved, copied to its folder afterwards.
 
-Pins are hard links (`VersionStore.pin`), so saving takes time by the number of records, none by their bytes; the lists
-of what is pinned (`saved_records`) commit with the step, by Orbax's rename. Then each process K copies or links its
-versions into the step: with every `durable-K.json` there it needs no local folder any more. Records in host memory have
-no files to pin: they are written into the step at once.
+Pins are hard links (`VersionStore.pin`), so saving takes time by the number of records, none by
+their bytes; the lists of what is pinned (`saved_records`) commit with the step, by Orbax's rename.
+Then each process K copies or links its versions into the step: with every `durable-K.json` there it
+needs no local folder any more. Records in host memory have no files to pin: they are written into
+the step at once.
 """
 
 import contextlib
@@ -25,16 +26,26 @@ from numpy.typing import NDArray
 from jmoe.memory.direct_io import Io, fsync, io_of, link, write_file
 from jmoe.memory.record_store import RecordLayout
 from jmoe.memory.saved_records import Indexed, flush, places, read_lists, whole_files, write_records
-from jmoe.memory.version_store import PINS, Version, VersionStore, is_pins, remove_store, remove_versions, sealed
+from jmoe.memory.version_store import (
+    PINS,
+    Version,
+    VersionStore,
+    is_pins,
+    remove_store,
+    remove_versions,
+    sealed,
+)
 
 ITEM = "records"  # of a step; also the folder's name
 
 
 @dataclass(frozen=True)
 class StepRecords:
-    """The answer of `find` about a process's records of a step. files: one that is whole, of every record, by store.
+    """The answer of `find` about a process's records of a step. files: one that is whole, of every
+    record, by store.
 
-    damaged: a sentence for every file that is not what was written. missing: records without a whole file.
+    damaged: a sentence for every file that is not what was written. missing: records without a
+    whole file.
     """
 
     files: dict[str, dict[int, Path]]
@@ -44,19 +55,24 @@ class StepRecords:
 
 def is_record(path: Path) -> bool:
     """Return whether a file of a step, relative to the step's folder, is a record."""
-    return len(path.parts) == 3 and path.parts[0].startswith(ITEM) and Version.parse(path.name) is not None
+    return (
+        len(path.parts) == 3
+        and path.parts[0].startswith(ITEM)
+        and Version.parse(path.name) is not None
+    )
 
 
 class RecordCheckpoints:
     """Saves and restores the records of one process with checkpoints; stores: by kind of record.
 
-    `folder` is always the folder of a step's item. No method but `wait`, `find`, `restore` and `close` takes long.
-    Several processes each have one, with stores of the same kinds. memory: layouts of the kinds that are in memory,
-    not in a store; `memory` is to give all the `owned` records, one by one. stall_limit_s: the longest that a drain may
-    take for one record. save_only: by kind, the records that this process saves, where that is not all that it owns:
-    processes that own the same ones share the saving, and of `partial` kinds a step has only some. beside: is saved
-    with the list of this process's records. settings: decide whether records can be taken over as they are. restored:
-    the lists of all processes of the step that was restored last.
+    `folder` is always the folder of a step's item. No method but `wait`, `find`, `restore` and
+    `close` takes long. Several processes each have one, with stores of the same kinds. memory:
+    layouts of the kinds that are in memory, not in a store; `memory` is to give all the `owned`
+    records, one by one. stall_limit_s: the longest that a drain may take for one record. save_only:
+    by kind, the records that this process saves, where that is not all that it owns: processes that
+    own the same ones share the saving, and of `partial` kinds a step has only some. beside: is
+    saved with the list of this process's records. settings: decide whether records can be taken
+    over as they are. restored: the lists of all processes of the step that was restored last.
     """
 
     def __init__(
@@ -72,7 +88,11 @@ class RecordCheckpoints:
     ) -> None:
         self.stores, self.process, self.num_processes = dict(stores), process, num_processes
         self.memory: dict[str, Callable[[], Iterable[Indexed]]] = {}
-        self._layouts, self._owned, self._token = dict(memory or {}), tuple(owned), secrets.randbits(32)
+        self._layouts, self._owned, self._token = (
+            dict(memory or {}),
+            tuple(owned),
+            secrets.randbits(32),
+        )
         self.partial = frozenset(partial)
         self.save_only: dict[str, Collection[int]] = dict.fromkeys(partial, ())
         self.beside: dict[str, Any] = {}
@@ -86,34 +106,50 @@ class RecordCheckpoints:
         self._found: tuple[Path, StepRecords] | None = None  # by `find`, for `restore`
 
     def pin(self, step: int) -> dict[str, Any]:
-        """Pin the current versions under the step's number; what `write_list` writes. Flush caches first.
+        """Pin the current versions under the step's number; what `write_list` writes. Flush caches
+        first.
 
         Waits for the drain of the step before, so no more than one step is not durable.
         """
         self.wait()
-        versions = {name: store.pin(str(step), self.save_only.get(name)) for name, store in self.stores.items()}
+        versions = {
+            name: store.pin(str(step), self.save_only.get(name))
+            for name, store in self.stores.items()
+        }
         for name in self._layouts:
             saved = self.save_only.get(name, self._owned)
             versions[name] = [Version(index, step, self._token).name for index in saved]
-        listed = {"num_processes": self.num_processes, "pins": self._pins(step), "versions": versions}
+        listed = {
+            "num_processes": self.num_processes,
+            "pins": self._pins(step),
+            "versions": versions,
+        }
         return listed | ({"beside": self.beside} if self.beside else {})
 
     def write_memory(self, folder: Path, pinned: dict[str, Any]) -> None:
-        """Write the records that are in memory into a step that is being saved; nobody may change one meanwhile."""
+        """Write the records that are in memory into a step that is being saved; nobody may
+        change one meanwhile.
+        """
         for name, layout in self._layouts.items():
             saved = self.save_only.get(name)
-            records = (record for record in self.memory[name]() if saved is None or record[0] in saved)
+            records = (
+                record for record in self.memory[name]() if saved is None or record[0] in saved
+            )
             write_records(folder / name, layout, pinned["versions"][name], records, self._count)
 
     def write_list(self, folder: Path, pinned: dict[str, Any]) -> None:
-        """Add to a step that is being saved what `pin` has pinned for it; what `write_memory` wrote becomes durable."""
+        """Add to a step that is being saved what `pin` has pinned for it; what `write_memory`
+        wrote becomes durable.
+        """
         for name in self._layouts:
             flush(folder / name, pinned["versions"][name])
         path = folder / f"process-{self.process}.json"
         path.write_text(json.dumps(pinned))
 
     def committed(self, folder: Path, steps: list[int]) -> None:
-        """Begin to drain the step of `folder`, which is committed, and to free the pins of all steps but `steps`."""
+        """Begin to drain the step of `folder`, which is committed, and to free the pins of all
+        steps but `steps`.
+        """
         self.wait()
         self._start(self._drain_and_free, folder, {str(step) for step in steps})
 
@@ -123,10 +159,11 @@ class RecordCheckpoints:
             self.wait()
 
     def wait(self) -> None:
-        """Wait until the step committed last is durable, as far as this process goes. `OSError` if that failed.
+        """Wait until the step committed last is durable, as far as this process goes. `OSError` if
+        that failed.
 
-        However long it takes, unless no record is copied for the limit: `TimeoutError` then. An error is raised from
-        then on, until `restore`.
+        However long it takes, unless no record is copied for the limit: `TimeoutError` then. An
+        error is raised from then on, until `restore`.
         """
         if self._error is not None:
             raise self._error
@@ -144,8 +181,8 @@ class RecordCheckpoints:
             elif waited_s > self._stall_limit_s:
                 done, total = before
                 raise TimeoutError(
-                    f"drain of records to {self._drains_to}: process {self.process} has copied none for "
-                    f"{self._stall_limit_s:g} s; {done} of {total} are there"
+                    f"drain of records to {self._drains_to}: process {self.process} has copied none"
+                    f" for {self._stall_limit_s:g} s; {done} of {total} are there"
                 )
         try:
             draining.result()
@@ -158,7 +195,8 @@ class RecordCheckpoints:
         return (*self._drained, self._counted)
 
     def find(self, folder: Path) -> StepRecords:
-        """Read every record of this process, in a step of any number of processes: pinned files first, then copies.
+        """Read every record of this process, in a step of any number of processes: pinned files
+        first, then copies.
 
         `ValueError` naming a list that is damaged.
         """
@@ -184,24 +222,39 @@ class RecordCheckpoints:
         return records
 
     def restore(self, folder: Path) -> None:
-        """Make the records of this step the current ones: linked from what is pinned here, or copied.
+        """Make the records of this step the current ones: linked from what is pinned here, or
+        copied.
 
-        Goes on with the drain of the step if a killed process left it to this one. Raises `FileNotFoundError` naming
-        the records that are whole neither here nor in the step.
+        Goes on with the drain of the step if a killed process left it to this one. Raises
+        `FileNotFoundError` naming the records that are whole neither here nor in the step.
         """
-        records = self._found[1] if self._found is not None and self._found[0] == folder else self.find(folder)
+        records = (
+            self._found[1]
+            if self._found is not None and self._found[0] == folder
+            else self.find(folder)
+        )
         self._found = self._error = None
         if records.missing:
-            what = f"{len(records.missing)} records, the first {records.missing[0]}, are neither on this machine nor "
-            what += f"drained; {' '.join(records.damaged[:8])} delete {folder.parent} to go on from an older step"
+            what = (
+                f"{len(records.missing)} records, the first {records.missing[0]}, are neither on"
+                " this machine nor "
+            )
+            what += (
+                f"drained; {' '.join(records.damaged[:8])} delete {folder.parent} to go on from an"
+                " older step"
+            )
             raise FileNotFoundError(errno.ENOENT, what, str(folder))
         for name, store in self.stores.items():
             partial = name in self.partial
-            store.restore(records.files.get(name, {}) if partial else records.files[name], partial=partial)
+            store.restore(
+                records.files.get(name, {}) if partial else records.files[name], partial=partial
+            )
         lists = read_lists(folder)
         self.restored = list(lists.values())
         own = lists.get(self.process, {"pins": {}})["pins"]
-        if own == self._pins(int(folder.parent.name)) and all(Path(pins).is_dir() for pins in own.values()):
+        if own == self._pins(int(folder.parent.name)) and all(
+            Path(pins).is_dir() for pins in own.values()
+        ):
             self.wait()
             self._start(self._drain, folder)
 
@@ -213,13 +266,20 @@ class RecordCheckpoints:
             self.wait()
 
     def _start(self, drain: Callable[..., object], *arguments: Any) -> None:
-        """Drain in a thread that may be left behind: one that hangs must not keep the process from ending."""
+        """Drain in a thread that may be left behind: one that hangs must not keep the process
+        from ending.
+        """
         self._draining, self._drained = Future(), (0, 0)
         self._drains_to = arguments[0]
-        threading.Thread(target=_fulfil, args=(self._draining, drain, *arguments), name="drain", daemon=True).start()
+        threading.Thread(
+            target=_fulfil, args=(self._draining, drain, *arguments), name="drain", daemon=True
+        ).start()
 
     def _pins(self, step: int) -> dict[str, str]:
-        return {name: str((store.path / PINS / str(step)).absolute()) for name, store in self.stores.items()}
+        return {
+            name: str((store.path / PINS / str(step)).absolute())
+            for name, store in self.stores.items()
+        }
 
     def _drain_and_free(self, folder: Path, steps: set[str]) -> None:
         if not self._drain(folder):
@@ -232,27 +292,42 @@ class RecordCheckpoints:
             self._free_processes([folder.parent.with_name(step) / folder.name for step in steps])
 
     def _free_processes(self, folders: list[Path]) -> None:
-        """Free the records of processes that there are no more, once none of the kept steps `folders` names them.
+        """Free the records of processes that there are no more, once none of the kept steps
+        `folders` names them.
 
-        They are beside this process's own, in `process-NUMBER/NAME`, with the fingerprint of its stores; what differs
-        from that, or is open, stays.
+        They are beside this process's own, in `process-NUMBER/NAME`, with the fingerprint of its
+        stores; what differs from that, or is open, stays.
         """
         store = next(iter(self.stores.values()))
         own = store.path.parent
         if own.name != f"process-{self.process}":
             return
         pins = [
-            Path(path) for kept in folders for listed in read_lists(kept).values() for path in listed["pins"].values()
+            Path(path)
+            for kept in folders
+            for listed in read_lists(kept).values()
+            for path in listed["pins"].values()
         ]
         for place in own.parent.iterdir():
             number = place.name.removeprefix("process-")
-            if place.name != f"process-{number}" or not number.isdigit() or int(number) < self.num_processes:
+            if (
+                place.name != f"process-{number}"
+                or not number.isdigit()
+                or int(number) < self.num_processes
+            ):
                 continue
             if place.is_dir() and not any(path.is_relative_to(place.absolute()) for path in pins):
-                with contextlib.suppress(FileNotFoundError):  # another process of this machine does the same
-                    removed = [remove_store(kind, store.fingerprint) for kind in list(place.iterdir())]
+                # another process of this machine does the same
+                with contextlib.suppress(FileNotFoundError):
+                    removed = [
+                        remove_store(kind, store.fingerprint) for kind in list(place.iterdir())
+                    ]
                     if any(removed):
-                        print(f"{place}: removed records of a process that is no more, unneeded by now", flush=True)
+                        print(
+                            f"{place}: removed records of a process that is no more, unneeded"
+                            " by now",
+                            flush=True,
+                        )
                         with contextlib.suppress(OSError):  # something else is there
                             place.rmdir()
 
@@ -262,7 +337,8 @@ class RecordCheckpoints:
         try:
             io = io_of(folder)
             pinned = {
-                name: sorted((store.path / PINS / folder.parent.name).iterdir()) for name, store in self.stores.items()
+                name: sorted((store.path / PINS / folder.parent.name).iterdir())
+                for name, store in self.stores.items()
             }
             for name, store in self.stores.items():
                 (folder / name).mkdir(exist_ok=True)
@@ -270,7 +346,9 @@ class RecordCheckpoints:
                 for source in pinned[name]:
                     self._drained = linked + copied, sum(map(len, pinned.values()))
                     target = folder / name / source.name
-                    if target.exists() or any(link(file, target) for file in (before / name / source.name, source)):
+                    if target.exists() or any(
+                        link(file, target) for file in (before / name / source.name, source)
+                    ):
                         linked += 1
                     else:
                         _copy(store, source, target, record_R, io)
@@ -299,11 +377,17 @@ def _fulfil(future: Future[object], work: Callable[..., object], *arguments: Any
 def _step_before(folder: Path) -> Path:
     """Return the folder of records of the step before; it may not exist."""
     root, step = folder.parent.parent, int(folder.parent.name)
-    older = [int(entry.name) for entry in root.iterdir() if entry.name.isdigit() and int(entry.name) < step]
+    older = [
+        int(entry.name)
+        for entry in root.iterdir()
+        if entry.name.isdigit() and int(entry.name) < step
+    ]
     return root / str(max(older, default=-1)) / folder.name
 
 
-def _copy(store: VersionStore, source: Path, target: Path, record_R: NDArray[np.uint8], io: Io) -> None:
+def _copy(
+    store: VersionStore, source: Path, target: Path, record_R: NDArray[np.uint8], io: Io
+) -> None:
     store.read_version(source, record_R)
     half = target.with_name(f"{target.name}.tmp")
     write_file(half, record_R, io)

@@ -1,8 +1,9 @@
 """Records on NVMe: equal-sized blocks of one file, each page-aligned, read with O_DIRECT.
 
-A pack is a folder with a data file and `manifest.json`, which says what the data file holds, with a checksum of each
-record, and names it. The manifest is written last, by rename, after the data is on disk: a folder without one holds
-nothing. Packers of one folder take turns (`pack.lock`). Axes: N records, R bytes of a record.
+A pack is a folder with a data file and `manifest.json`, which says what the data file holds, with a
+checksum of each record, and names it. The manifest is written last, by rename, after the data is on
+disk: a folder without one holds nothing. Packers of one folder take turns (`pack.lock`). Axes: N
+records, R bytes of a record.
 """
 
 import contextlib
@@ -55,7 +56,9 @@ log = logging.getLogger("jmoe")
 
 
 class PackError(ValueError):
-    """A folder holds no usable pack: none, a half-written or damaged one, or one of something else."""
+    """A folder holds no usable pack: none, a half-written or damaged one, or one of something
+    else.
+    """
 
 
 def _round_up(size: int, multiple: int) -> int:
@@ -78,10 +81,12 @@ class RecordField:
 
 @dataclass(frozen=True)
 class RecordLayout:
-    """Says which arrays a record holds and where: in the order given, each at a multiple of 64 bytes.
+    """Says which arrays a record holds and where: in the order given, each at a multiple of 64
+    bytes.
 
-    `RecordLayout.from_arrays({"w1": ((D, F), np.float32), ...})` makes one. data_bytes: up to the end of the last
-    array; record_bytes: rounded up to whole pages of 4096 bytes, the size and alignment of a record everywhere.
+    `RecordLayout.from_arrays({"w1": ((D, F), np.float32), ...})` makes one. data_bytes: up to the
+    end of the last array; record_bytes: rounded up to whole pages of 4096 bytes, the size and
+    alignment of a record everywhere.
     """
 
     fields: tuple[RecordField, ...]
@@ -92,7 +97,12 @@ class RecordLayout:
         end_bytes = 0
         for name, (shape, dtype_like) in arrays.items():
             dtype = np.dtype(dtype_like)
-            check(all(n > 0 for n in shape), f"{name}.shape", tuple(shape), "must have no empty dimension")
+            check(
+                all(n > 0 for n in shape),
+                f"{name}.shape",
+                tuple(shape),
+                "must have no empty dimension",
+            )
             check(
                 dtype.isnative and not dtype.hasobject and dtype.names is None,
                 f"{name}.dtype",
@@ -114,9 +124,15 @@ class RecordLayout:
         return _round_up(self.data_bytes, PAGE_BYTES)
 
     def views(self, record_R: NDArray[np.uint8]) -> dict[str, NDArray[Any]]:
-        """Return the record's arrays in these `record_bytes` bytes: views, writable as far as the bytes are."""
+        """Return the record's arrays in these `record_bytes` bytes: views, writable as far as
+        the bytes are.
+        """
         return {
-            f.name: record_R[f.offset_bytes : f.offset_bytes + f.num_bytes].view(f.dtype).reshape(f.shape)
+            f.name: (
+                record_R[f.offset_bytes : f.offset_bytes + f.num_bytes]
+                .view(f.dtype)
+                .reshape(f.shape)
+            )
             for f in self.fields
         }
 
@@ -133,7 +149,8 @@ class RecordLayout:
 class HostRecords:
     """Records in memory: of `num_records` those that this process owns, in the order of `slots_MR`.
 
-    check: is called with a record before it is handed out. host_bytes: that they take, none where a file is mapped.
+    check: is called with a record before it is handed out. host_bytes: that they take, none where a
+    file is mapped.
     """
 
     layout: RecordLayout
@@ -164,19 +181,27 @@ class HostRecords:
         return {index: slot for slot, index in enumerate(self.owned)}
 
     def slot_of(self, index: int) -> int:
-        check(index in self._slots, "index", index, "must be one of the records that this process owns")
+        check(
+            index in self._slots,
+            "index",
+            index,
+            "must be one of the records that this process owns",
+        )
         return self._slots[index]
 
 
 class RecordStore(Closing):
     """A pack, open for reading; its methods may be called from many threads.
 
-    `RecordStore.pack(...)` opens the pack of a folder or makes it first; `RecordStore.open(...)` only opens.
-    io: how records are read, "O_DIRECT", "mapped" where the file is memory (tmpfs, DAX), or "buffered: ..." with the
-    reason where the file system refuses O_DIRECT.
+    `RecordStore.pack(...)` opens the pack of a folder or makes it first; `RecordStore.open(...)`
+    only opens.
+    io: how records are read, "O_DIRECT", "mapped" where the file is memory (tmpfs, DAX), or
+    "buffered: ..." with the reason where the file system refuses O_DIRECT.
     """
 
-    def __init__(self, path: Path, layout: RecordLayout, sums_N: NDArray[np.uint64], repair: Fill | None) -> None:
+    def __init__(
+        self, path: Path, layout: RecordLayout, sums_N: NDArray[np.uint64], repair: Fill | None
+    ) -> None:
         """Open the data file itself; see `open` and `pack`."""
         self.path, self.layout, self.num_records = path, layout, sums_N.size
         self.owned = tuple(range(self.num_records))
@@ -193,7 +218,8 @@ class RecordStore(Closing):
         fingerprint: str,
         repair: Fill | None = None,
     ) -> Self:
-        """Open the pack in `folder` if it is whole and was made from this; raises `PackError` saying why if not.
+        """Open the pack in `folder` if it is whole and was made from this; raises `PackError`
+        saying why if not.
 
         repair: gives a record that turns out to be damaged once more, from any thread.
         """
@@ -207,13 +233,16 @@ class RecordStore(Closing):
                 store = cls(path, layout, _sums(folder, manifest), repair)
             except FileNotFoundError as error:
                 if last_try:
-                    raise PackError(f"{folder}: {path.name}, which the manifest names, is missing") from error
+                    raise PackError(
+                        f"{folder}: {path.name}, which the manifest names, is missing"
+                    ) from error
                 continue  # another process may have replaced the pack between the two opens
             size_bytes = os.fstat(store._fd).st_size
             if size_bytes != num_records * layout.record_bytes:
                 store.close()
                 raise PackError(
-                    f"{path}: {size_bytes} bytes, expected {num_records} records of {layout.record_bytes} bytes"
+                    f"{path}: {size_bytes} bytes, expected {num_records} records of"
+                    f" {layout.record_bytes} bytes"
                 )
             return store
         raise AssertionError("unreachable")
@@ -230,15 +259,17 @@ class RecordStore(Closing):
         lock_limit_s: float = 3600.0,
         repair: Fill | None = None,
     ) -> Self:
-        """Open the pack in `folder`, making it first unless a whole one of the same fingerprint is there.
+        """Open the pack in `folder`, making it first unless a whole one of the same fingerprint is
+        there.
 
-        fill(index, views) writes record `index` into writable, zeroed arrays by name; it is called once per record,
-        in order. fingerprint: whatever identifies the source; a pack of another one is replaced. A packer that dies
-        at any moment leaves the folder as good as it was. Packers of one folder wait for each other, at most
-        `lock_limit_s`; who comes second finds the work done. repair: see `open`.
+        fill(index, views) writes record `index` into writable, zeroed arrays by name; it is called
+        once per record, in order. fingerprint: whatever identifies the source; a pack of another
+        one is replaced. A packer that dies at any moment leaves the folder as good as it was.
+        Packers of one folder wait for each other, at most `lock_limit_s`; who comes second finds
+        the work done. repair: see `open`.
 
-        Raises `OSError` (ENOSPC) naming the bytes needed and free before anything is written, or when the disk
-        fills up all the same.
+        Raises `OSError` (ENOSPC) naming the bytes needed and free before anything is written, or
+        when the disk fills up all the same.
         """
         check(num_records > 0, "num_records", num_records, "must be greater than 0")
         folder = Path(folder)
@@ -253,7 +284,10 @@ class RecordStore(Closing):
             try:
                 sums_N = _write_records(path, layout, num_records, fill)
                 manifest = manifest_of(layout, num_records, fingerprint) | {"file": path.name}
-                write_manifest(folder, manifest | {"sums": sums_N.tobytes().hex(), "sums_digest": _digest(sums_N)})
+                write_manifest(
+                    folder,
+                    manifest | {"sums": sums_N.tobytes().hex(), "sums_digest": _digest(sums_N)},
+                )
             except BaseException:
                 path.unlink(missing_ok=True)
                 raise
@@ -261,10 +295,12 @@ class RecordStore(Closing):
             return cls.open(folder, layout, num_records, fingerprint=fingerprint, repair=repair)
 
     def read_into(self, index: int, record_R: NDArray[np.uint8]) -> None:
-        """Read one record into `record_bytes` writable bytes at a page-aligned address, and check it.
+        """Read one record into `record_bytes` writable bytes at a page-aligned address, and check
+        it.
 
-        A record that is damaged or unreadable is got again from `repair` and written where it belongs. Raises
-        `OSError` naming file and record where the file is too short or that does not help.
+        A record that is damaged or unreadable is got again from `repair` and written where it
+        belongs. Raises `OSError` naming file and record where the file is too short or that does
+        not help.
         """
         if not 0 <= index < self.num_records:
             raise ValueError(f"index = {index}: must be in [0, {self.num_records})")
@@ -283,15 +319,19 @@ class RecordStore(Closing):
         self._mend(index, record_R, why)
 
     def map_records(self) -> HostRecords:
-        """Return all records where they lie, nothing copied; each is checked, and mended, when it is first asked for.
+        """Return all records where they lie, nothing copied; each is checked, and mended, when it
+        is first asked for.
 
         For as long as the store is open.
         """
-        slots_MR = map_file(self.path, self.num_records * self.layout.record_bytes).reshape(self.num_records, -1)
+        slots_MR = map_file(self.path, self.num_records * self.layout.record_bytes).reshape(
+            self.num_records, -1
+        )
         checked = np.zeros(self.num_records, np.bool_)
 
         def check_record(index: int) -> None:
-            if (size_bytes := os.fstat(self._fd).st_size) < slots_MR.nbytes:  # reading on would end the process
+            # reading on would end the process
+            if (size_bytes := os.fstat(self._fd).st_size) < slots_MR.nbytes:
                 why = f"the file ends after {size_bytes} of {slots_MR.nbytes} bytes"
                 raise OSError(errno.EIO, f"reading record {index}: {why}", str(self.path))
             if checked[index]:
@@ -299,13 +339,17 @@ class RecordStore(Closing):
             if checksum(slots_MR[index]) != self._sums_N[index]:
                 self._mend(index, self.layout.zeros(), "its content is not what was written")
                 if checksum(slots_MR[index]) != self._sums_N[index]:
-                    raise OSError(errno.EIO, f"record {index}: damaged, and cannot be mended", str(self.path))
+                    raise OSError(
+                        errno.EIO, f"record {index}: damaged, and cannot be mended", str(self.path)
+                    )
             checked[index] = True
 
         return HostRecords(self.layout, slots_MR, self.num_records, self.owned, 0, check_record)
 
     def _mend(self, index: int, record_R: NDArray[np.uint8], why: str) -> None:
-        """Fill `record_R` from the source of the pack, and write it to the file if that can be done."""
+        """Fill `record_R` from the source of the pack, and write it to the file if that can be
+        done.
+        """
         damaged = f"record {index}: damaged, {why}"
         if self._repair is None:
             raise OSError(errno.EIO, damaged, str(self.path))
@@ -313,18 +357,25 @@ class RecordStore(Closing):
         try:
             self._repair(index, self.layout.views(record_R))
         except (OSError, ValueError) as error:
-            raise OSError(errno.EIO, f"{damaged}, and its source cannot be read: {error}", str(self.path)) from error
+            raise OSError(
+                errno.EIO, f"{damaged}, and its source cannot be read: {error}", str(self.path)
+            ) from error
         if checksum(record_R) != self._sums_N[index]:
             raise OSError(errno.EIO, f"{damaged}, and its source has changed", str(self.path))
         try:
-            fd = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC | (os.O_DIRECT if self.io == "O_DIRECT" else 0))
+            fd = os.open(
+                self.path,
+                os.O_WRONLY | os.O_CLOEXEC | (os.O_DIRECT if self.io == "O_DIRECT" else 0),
+            )
             try:
                 write_all(fd, record_R, index * self.layout.record_bytes)
                 os.fdatasync(fd)
             finally:
                 os.close(fd)
         except OSError as error:
-            log.warning("%s: %s; read from its source, but not mended: %s", self.path, damaged, error)
+            log.warning(
+                "%s: %s; read from its source, but not mended: %s", self.path, damaged, error
+            )
         else:
             log.warning("%s: %s; mended from its source", self.path, damaged)
 
@@ -336,7 +387,9 @@ class RecordStore(Closing):
 
 
 def _open_for_reading(path: Path) -> tuple[int, str]:
-    """Return a file descriptor and how it reads: with O_DIRECT where a first page really comes that way."""
+    """Return a file descriptor and how it reads: with O_DIRECT where a first page really comes
+    that way.
+    """
     if is_byte_addressable(path.parent):
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC), "mapped"
     fd, direct = open_direct(path, os.O_RDONLY)
@@ -348,7 +401,10 @@ def _open_for_reading(path: Path) -> tuple[int, str]:
         os.close(fd)
         if error.errno != errno.EINVAL:
             raise
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC), "buffered: O_DIRECT reads of 4096 bytes are refused"
+        return (
+            os.open(path, os.O_RDONLY | os.O_CLOEXEC),
+            "buffered: O_DIRECT reads of 4096 bytes are refused",
+        )
     return fd, "O_DIRECT"
 
 
@@ -382,7 +438,9 @@ def check_manifest(folder: Path, manifest: dict[str, Any], expected: dict[str, A
     differ = [key for key in expected if manifest.get(key) != expected[key]]
     if differ:
         was = {key: manifest.get(key) for key in differ}
-        raise PackError(f"{folder}: holds {was}, expected { {key: expected[key] for key in differ} }")
+        raise PackError(
+            f"{folder}: holds {was}, expected { {key: expected[key] for key in differ} }"
+        )
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
@@ -396,7 +454,9 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
 
 
 def _sums(folder: Path, manifest: dict[str, Any]) -> NDArray[np.uint64]:
-    """Return the checksums of the records; `PackError` if there are none, or not those that were written."""
+    """Return the checksums of the records; `PackError` if there are none, or not those that were
+    written.
+    """
     try:
         sums_N = np.frombuffer(bytes.fromhex(manifest["sums"]), np.uint64)
     except (KeyError, TypeError, ValueError) as error:
@@ -410,7 +470,9 @@ def _digest(sums_N: NDArray[np.uint64]) -> str:
     return hashlib.blake2b(sums_N.tobytes(), digest_size=16).hexdigest()
 
 
-def _write_records(path: Path, layout: RecordLayout, num_records: int, fill: Fill) -> NDArray[np.uint64]:
+def _write_records(
+    path: Path, layout: RecordLayout, num_records: int, fill: Fill
+) -> NDArray[np.uint64]:
     """Write the data file; returns the checksums of its records."""
     sums_N = np.zeros(num_records, np.uint64)
     total_bytes = num_records * layout.record_bytes
@@ -463,11 +525,17 @@ def locked(folder: Path, limit_s: float, name: str = LOCK) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline_s:
-                    raise TimeoutError(f"{path}: another process has held it for more than {limit_s} s") from None
+                    raise TimeoutError(
+                        f"{path}: another process has held it for more than {limit_s} s"
+                    ) from None
                 time.sleep(0.05)
             except OSError as error:
                 if error.errno not in (errno.ENOLCK, *NOT_SUPPORTED):
                     raise
-                log.warning("%s: cannot be locked (%s): let one process at a time work there", folder, error.strerror)
+                log.warning(
+                    "%s: cannot be locked (%s): let one process at a time work there",
+                    folder,
+                    error.strerror,
+                )
                 break
         yield

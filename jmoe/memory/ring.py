@@ -1,7 +1,8 @@
-"""A ring of K slots over an order of layers: while one layer is in use, the next ones are being loaded.
+"""A ring of K slots over an order of layers: while one layer is in use, the next ones are being
+loaded.
 
-The ring decides which layer goes into which slot and when; a function of the caller's moves the bytes. MoESys
-section 3.3.2 (arXiv 2205.10034).
+The ring decides which layer goes into which slot and when; a function of the caller's moves the
+bytes. MoESys section 3.3.2 (arXiv 2205.10034).
 """
 
 import threading
@@ -26,7 +27,9 @@ class Acquired(NamedTuple):
 
 @dataclass(frozen=True)
 class RingStats:
-    """loads: transfers into slots; waits, waited_s: calls of `acquire` whose layer was not there yet."""
+    """loads: transfers into slots; waits, waited_s: calls of `acquire` whose layer was not there
+    yet.
+    """
 
     loads: LinkStats
     waits: int
@@ -36,15 +39,16 @@ class RingStats:
 class Ring(Closing):
     """`num_slots` slots that hold the layers of `order` by turns, one round after the other.
 
-    A slot that is released takes the next layer of the order that has none; after the last layer come the first ones
-    again, so a new round finds them loaded. A layer that still is in a slot is not loaded again, whatever the order
-    (0…N-1…0 turns round without a load). Of several free slots the one whose layer is needed last is taken. A slot is
-    never written to between acquire and release. One thread acquires and releases.
+    A slot that is released takes the next layer of the order that has none; after the last layer
+    come the first ones again, so a new round finds them loaded. A layer that still is in a slot is
+    not loaded again, whatever the order (0…N-1…0 turns round without a load). Of several free slots
+    the one whose layer is needed last is taken. A slot is never written to between acquire and
+    release. One thread acquires and releases.
 
-    load(layer, slot) copies a layer's bytes into a slot and returns how many; it runs in a thread of the ring, one
-    call at a time, and must not return before the slot may be used. What it raises is raised by every later `acquire`,
-    `restart`, `reload` and `wait`, for good, since what lies in that slot is unknown. wait_limit_s: no call waits
-    longer; `TimeoutError` names layer and slot.
+    load(layer, slot) copies a layer's bytes into a slot and returns how many; it runs in a thread
+    of the ring, one call at a time, and must not return before the slot may be used. What it raises
+    is raised by every later `acquire`, `restart`, `reload` and `wait`, for good, since what lies in
+    that slot is unknown. wait_limit_s: no call waits longer; `TimeoutError` names layer and slot.
     """
 
     def __init__(
@@ -62,10 +66,12 @@ class Ring(Closing):
         self._closing = threading.Event()
         self._link = Link()
         self._waits, self._waited_s = 0, 0.0
-        self._layer_in: list[int | None] = [None] * num_slots  # what a slot holds, or will when its load is done
+        # what a slot holds, or will when its load is done
+        self._layer_in: list[int | None] = [None] * num_slots
         self._slot_of: dict[int, int] = {}
         self._loaded = [False] * num_slots
-        self._uses = [0] * num_slots  # positions of the order that are planned into a slot and not released
+        # positions of the order that are planned into a slot and not released
+        self._uses = [0] * num_slots
         self._to_load: deque[int] = deque()
         self._reload = set[int]()  # of those, the ones that hold their layer already
         self._loading: int | None = None
@@ -102,7 +108,9 @@ class Ring(Closing):
             return Acquired(layer, slot)
 
     def release(self) -> None:
-        """Give back the earliest layer acquired; nothing may read its slot any more, the device included."""
+        """Give back the earliest layer acquired; nothing may read its slot any more, the device
+        included.
+        """
         with self._changed:
             if self._released == self._acquired:
                 raise RuntimeError("ring: release() without an acquired layer")
@@ -111,31 +119,44 @@ class Ring(Closing):
             self._plan()
 
     def restart(self, order: Sequence[int] | None = None) -> None:
-        """Begin a round anew, in another order if one is given; what is in the slots stays. All must be released."""
+        """Begin a round anew, in another order if one is given; what is in the slots stays. All
+        must be released.
+        """
         with self._changed:
             self._check_between_rounds()
             self._to_load.clear()
             self._reload.clear()
-            for slot in range(self.num_slots):  # only what is loaded, or being loaded, keeps its slot
+            # only what is loaded, or being loaded, keeps its slot
+            for slot in range(self.num_slots):
                 self._uses[slot] = 0
                 if not self._loaded[slot] and slot != self._loading:
                     self._forget(slot)
             self._begin(self._order if order is None else order)
 
     def reload(self) -> None:
-        """Load once more the layers that stay in their slots for the next round. All must be released."""
+        """Load once more the layers that stay in their slots for the next round. All must be
+        released.
+        """
         with self._changed:
             self._check_between_rounds()
-            stay = [slot for slot in dict.fromkeys(self._planned) if self._loaded[slot] and slot != self._loading]
+            stay = [
+                slot
+                for slot in dict.fromkeys(self._planned)
+                if self._loaded[slot] and slot != self._loading
+            ]
             self._reload.update(stay)
             self._to_load.extend(stay)
             self._changed.notify_all()
 
     def wait(self) -> None:
-        """Wait until all loads begun or planned are done; there are no more until the next `acquire` or `release`."""
+        """Wait until all loads begun or planned are done; there are no more until the next
+        `acquire` or `release`.
+        """
         with self._changed:
             if not self._changed.wait_for(self._is_idle, self._wait_limit_s):
-                raise TimeoutError(f"ring: slot {self._loading} was not loaded within {self._wait_limit_s} s")
+                raise TimeoutError(
+                    f"ring: slot {self._loading} was not loaded within {self._wait_limit_s} s"
+                )
             self._check_loads()
 
     def stats(self) -> RingStats:
@@ -149,10 +170,17 @@ class Ring(Closing):
             self._changed.notify_all()
         self._thread.join(self._wait_limit_s)
         if self._thread.is_alive():
-            raise TimeoutError(f"ring: slot {self._loading} is still being loaded {self._wait_limit_s} s after close()")
+            raise TimeoutError(
+                f"ring: slot {self._loading} is still being loaded {self._wait_limit_s} s after"
+                " close()"
+            )
 
     def _is_idle(self) -> bool:
-        return self._error is not None or self._closing.is_set() or not (self._to_load or self._loading is not None)
+        return (
+            self._error is not None
+            or self._closing.is_set()
+            or not (self._to_load or self._loading is not None)
+        )
 
     def _check_loads(self) -> None:
         if self._error is not None:
@@ -161,13 +189,16 @@ class Ring(Closing):
     def _check_between_rounds(self) -> None:
         self._check_loads()
         if self._released != self._acquired:
-            raise RuntimeError(f"ring: {self._acquired - self._released} layers are acquired; release them first")
+            raise RuntimeError(
+                f"ring: {self._acquired - self._released} layers are acquired; release them first"
+            )
 
     def _begin(self, order: Sequence[int]) -> None:
         """Plan `order` from its first position. The lock is held."""
         check(len(order) > 0, "order", order, "must name at least one layer")
         self._order = tuple(order)
-        self._acquired = self._released = self._planned_to = 0  # positions, counted on from round to round
+        # positions, counted on from round to round
+        self._acquired = self._released = self._planned_to = 0
         self._planned: deque[int] = deque()  # slots of the positions from _released on
         self._plan()
 
@@ -196,14 +227,22 @@ class Ring(Closing):
         self._changed.notify_all()
 
     def _free_slot(self) -> int | None:
-        """Return a slot that no planned position needs; the one whose layer the order comes to last."""
+        """Return a slot that no planned position needs; the one whose layer the order comes to
+        last.
+        """
         free = [slot for slot, uses in enumerate(self._uses) if not uses and slot != self._loading]
         return max(free, key=self._distance, default=None)
 
     def _distance(self, slot: int) -> int:
-        """Return the positions from the next one to plan to the next use of a slot's layer, or one round."""
+        """Return the positions from the next one to plan to the next use of a slot's layer, or
+        one round.
+        """
         round_ = range(len(self._order))
-        uses = (ahead for ahead in round_ if self._layer_at(self._planned_to + ahead) == self._layer_in[slot])
+        uses = (
+            ahead
+            for ahead in round_
+            if self._layer_at(self._planned_to + ahead) == self._layer_in[slot]
+        )
         return next(uses, len(self._order))
 
     def _forget(self, slot: int) -> None:
@@ -221,7 +260,10 @@ class Ring(Closing):
             slot = self._planned[self._acquired - self._released]
             return self._loaded[slot] and slot not in self._reload and slot != self._loading
         if self._loading is None and not self._to_load:
-            raise RuntimeError(f"ring: all {self.num_slots} slots are in use; release() one before the next acquire()")
+            raise RuntimeError(
+                f"ring: all {self.num_slots} slots are in use; release() one before the next"
+                " acquire()"
+            )
         return False
 
     def _work(self) -> None:

@@ -1,8 +1,9 @@
 """The records of a step of a checkpoint: where each one lies, whether it is whole, and its arrays.
 
-A step's folder of records has a list of every process, `process-K.json`: `versions`, the names of files by kind of
-record, and `pins`, the folders on the process's machine that have them. What is not pinned, or not any more, lies in
-the step itself, `KIND/INDEX.COUNTER.TOKEN`. All files are sealed (`version_store`). Axes: R bytes of a record.
+A step's folder of records has a list of every process, `process-K.json`: `versions`, the names of
+files by kind of record, and `pins`, the folders on the process's machine that have them. What is
+not pinned, or not any more, lies in the step itself, `KIND/INDEX.COUNTER.TOKEN`. All files are
+sealed (`version_store`). Axes: R bytes of a record.
 """
 
 import errno
@@ -28,20 +29,32 @@ Indexed = tuple[int, Mapping[str, NDArray[Any]]]  # a record's number and its ar
 
 
 def read_lists(folder: Path) -> Lists:
-    """Return what every process has listed; `ValueError` naming a file that is not what was written."""
-    return {int(path.stem.removeprefix("process-")): _list(path) for path in folder.glob("process-*.json")}
+    """Return what every process has listed; `ValueError` naming a file that is not what was
+    written.
+    """
+    return {
+        int(path.stem.removeprefix("process-")): _list(path)
+        for path in folder.glob("process-*.json")
+    }
 
 
 def _list(path: Path) -> dict[str, Any]:
     try:
         listed = json.loads(path.read_text())
-        whole = isinstance(listed["num_processes"], int) and listed["pins"].keys() <= listed["versions"].keys()
+        whole = (
+            isinstance(listed["num_processes"], int)
+            and listed["pins"].keys() <= listed["versions"].keys()
+        )
         whole = whole and all(Path(pins).is_absolute() for pins in listed["pins"].values())
-        whole = whole and all(Version.parse(v) is not None for names in listed["versions"].values() for v in names)
+        whole = whole and all(
+            Version.parse(v) is not None for names in listed["versions"].values() for v in names
+        )
     except (ValueError, KeyError, TypeError, AttributeError):
         whole = False
     if not whole:
-        raise ValueError(f"{path}: is damaged; delete {path.parent.parent} to go on from an older step")
+        raise ValueError(
+            f"{path}: is damaged; delete {path.parent.parent} to go on from an older step"
+        )
     return dict(listed)
 
 
@@ -56,9 +69,13 @@ def places(folder: Path, kind: str, lists: Lists) -> dict[int, list[Path]]:
 
 
 def whole_files(
-    where: Mapping[int, list[Path]], layout: RecordLayout, owned: Sequence[int], count: Callable[[], None]
+    where: Mapping[int, list[Path]],
+    layout: RecordLayout,
+    owned: Sequence[int],
+    count: Callable[[], None],
 ) -> tuple[dict[int, Path], list[str]]:
-    """Return the first file of each owned record that is what was written; a sentence for every file that is not.
+    """Return the first file of each owned record that is what was written; a sentence for every
+    file that is not.
 
     where: `places`. layout: of the files. count: called for every record.
     """
@@ -79,8 +96,12 @@ def whole_files(
     return files, sorted(damaged)
 
 
-def first_whole(paths: list[Path], layout: RecordLayout, record_R: NDArray[np.uint8]) -> tuple[Path | None, list[str]]:
-    """Read the first of these files that is what was written; return it, and a sentence for every one that is not."""
+def first_whole(
+    paths: list[Path], layout: RecordLayout, record_R: NDArray[np.uint8]
+) -> tuple[Path | None, list[str]]:
+    """Read the first of these files that is what was written; return it, and a sentence for
+    every one that is not.
+    """
     errors: list[tuple[Path, OSError]] = []
     whole = None
     for path in paths:
@@ -135,7 +156,8 @@ def write_records(
     records: Iterable[Indexed],
     count: Callable[[], None] = lambda: None,
 ) -> None:
-    """Write records from memory as files of these names in a step's folder; `flush` makes them durable.
+    """Write records from memory as files of these names in a step's folder; `flush` makes them
+    durable.
 
     layout: without the seal. A few records at a time are copied. count: called for every record.
     """
@@ -150,7 +172,10 @@ def write_records(
         try:
             path = folder / version.name
             set_seal(version, layout, record_R)
-            with naming_the_room(path, f"{path.name} needs {record_R.nbytes} bytes"), path.open("xb") as file:
+            with (
+                naming_the_room(path, f"{path.name} needs {record_R.nbytes} bytes"),
+                path.open("xb") as file,
+            ):
                 file.write(record_R.data)
         finally:
             free.put(record_R)

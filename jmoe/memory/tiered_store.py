@@ -1,7 +1,8 @@
 """Records, wherever they are: on NVMe behind a cache in host memory, or all in host memory.
 
-Worker threads read from NVMe into page-aligned host memory, ahead where told to; `get` waits for what is not there
-yet. Others write back what was changed (`Record.put`), where the store is a `VersionStore`. Everything is counted.
+Worker threads read from NVMe into page-aligned host memory, ahead where told to; `get` waits for
+what is not there yet. Others write back what was changed (`Record.put`), where the store is a
+`VersionStore`. Everything is counted.
 """
 
 import threading
@@ -26,7 +27,8 @@ from jmoe.memory.record import Record
 from jmoe.memory.record_store import HostRecords, RecordStore
 from jmoe.memory.version_store import VersionStore
 
-MOST_EXPECTED = 1.5  # records for each slot of the cache: with 1.4 it still reads less than without, with 2.4 more
+# records for each slot of the cache: with 1.4 it still reads less than without, with 2.4 more
+MOST_EXPECTED = 1.5
 LinkName = Literal["nvme", "host"]
 Work = TypeVar("Work")
 
@@ -35,9 +37,10 @@ Work = TypeVar("Work")
 class TieredStats:
     """Counters since the start.
 
-    nvme: reads into host memory; host: records handed out by `get`, each for the time its handle was open.
-    waits, waited_s: calls of `get` that found their record not there yet, or still being written back, and for how
-    long they waited in all. nvme_writes: written back.
+    nvme: reads into host memory; host: records handed out by `get`, each for the time its handle
+    was open.
+    waits, waited_s: calls of `get` that found their record not there yet, or still being written
+    back, and for how long they waited in all. nvme_writes: written back.
     """
 
     nvme: LinkStats
@@ -62,24 +65,28 @@ class _Read:
 
 
 class TieredStore(Closing):
-    """Records by number, from a `RecordStore` or `VersionStore` through a cache of `cache_bytes`, or `HostRecords`.
+    """Records by number, from a `RecordStore` or `VersionStore` through a cache of `cache_bytes`,
+    or `HostRecords`.
 
-    cache_bytes: all the host memory used for records, allocated at once; what the cache rule (`LFUCache`) does not let
-    in passes through some staging slots of it, two per thread, at most a third: at most so many records outside the
-    cache can be open or read ahead at one time. threads: reads at one time. bandwidth_limit_bytes_per_s: "nvme" for
-    reads, "host" for records handed out (their bytes count when they are closed). wait_limit_s: no call waits longer;
-    `TimeoutError` names record and file. allocate: host memory for the cache.
+    cache_bytes: all the host memory used for records, allocated at once; what the cache rule
+    (`LFUCache`) does not let in passes through some staging slots of it, two per thread, at most a
+    third: at most so many records outside the cache can be open or read ahead at one time. threads:
+    reads at one time. bandwidth_limit_bytes_per_s: "nvme" for reads, "host" for records handed out
+    (their bytes count when they are closed). wait_limit_s: no call waits longer; `TimeoutError`
+    names record and file. allocate: host memory for the cache.
 
-    A `VersionStore` whose files are memory (tmpfs, DAX) is not read ahead: `get` gives a record that is not in the
-    cache where it lies, so that nothing is copied but what is to be changed.
+    A `VersionStore` whose files are memory (tmpfs, DAX) is not read ahead: `get` gives a record
+    that is not in the cache where it lies, so that nothing is copied but what is to be changed.
 
-    With a `VersionStore`, `get(index, writable=True)` gives a record to one holder alone, `Record.put` makes it dirty.
-    A dirty record is written back by `write_threads` when it leaves the cache, every `write_back_every_steps` steps
-    (calls of `touch`), and by `flush`. Staging slots are then two per thread of either kind.
+    With a `VersionStore`, `get(index, writable=True)` gives a record to one holder alone,
+    `Record.put` makes it dirty. A dirty record is written back by `write_threads` when it leaves
+    the cache, every `write_back_every_steps` steps (calls of `touch`), and by `flush`. Staging
+    slots are then two per thread of either kind.
 
-    An error of a read is raised by the `get` that waits for that record, which may be asked for again. An error that
-    nobody waits for, of a read ahead or a write-back, is raised by every later call: nothing is read or written any
-    more. The store given stays the caller's to close, after this.
+    An error of a read is raised by the `get` that waits for that record, which may be asked for
+    again. An error that nobody waits for, of a read ahead or a write-back, is raised by every later
+    call: nothing is read or written any more. The store given stays the caller's to close, after
+    this.
     """
 
     def __init__(
@@ -94,15 +101,25 @@ class TieredStore(Closing):
         wait_limit_s: float = 60.0,
         allocate: Allocate = allocate_slots,
     ) -> None:
-        positive = {"threads": threads, "write_threads": write_threads, "wait_limit_s": wait_limit_s}
+        positive = {
+            "threads": threads,
+            "write_threads": write_threads,
+            "wait_limit_s": wait_limit_s,
+        }
         for name, value in (positive | {"write_back_every_steps": write_back_every_steps}).items():
             check(value is None or value > 0, name, value, "must be greater than 0")
         limits = dict(bandwidth_limit_bytes_per_s or {})
-        check(limits.keys() <= {"nvme", "host"}, "bandwidth_limit_bytes_per_s", limits, "links are nvme and host")
+        check(
+            limits.keys() <= {"nvme", "host"},
+            "bandwidth_limit_bytes_per_s",
+            limits,
+            "links are nvme and host",
+        )
         self._lock = threading.Lock()
         self._to_do = threading.Condition(self._lock)  # for the threads: a read may begin
         self._to_write = threading.Condition(self._lock)  # for the threads: a write may begin
-        self._arrived = threading.Condition(self._lock)  # for callers of get and flush: a read or write is over
+        # for callers of get and flush: a read or write is over
+        self._arrived = threading.Condition(self._lock)
         self._closing = threading.Event()
         self._nvme_link = Link(limits.get("nvme"), sleep=self._closing.wait)
         self._write_link = Link(limits.get("nvme"), sleep=self._closing.wait)
@@ -123,7 +140,12 @@ class TieredStore(Closing):
         self._mapped = store if isinstance(store, VersionStore) and store.io == "mapped" else None
         self._cache: LFUCache | None = None
         needed = "a store needs a cache in host memory, records in host memory need none"
-        check((cache_bytes is None) == isinstance(store, HostRecords), "cache_bytes", cache_bytes, needed)
+        check(
+            (cache_bytes is None) == isinstance(store, HostRecords),
+            "cache_bytes",
+            cache_bytes,
+            needed,
+        )
         self.host_records: HostRecords | None = None  # where all records are in host memory
         self._store: RecordStore | VersionStore | None = None
         if isinstance(store, HostRecords):
@@ -131,14 +153,17 @@ class TieredStore(Closing):
         else:
             self._store = store
             assert cache_bytes is not None
-            cache_slots, staging_slots = self._split(cache_bytes, threads + (write_threads if self._versions else 0))
+            cache_slots, staging_slots = self._split(
+                cache_bytes, threads + (write_threads if self._versions else 0)
+            )
             self._slots_MR = allocate(cache_slots + staging_slots, self.layout.record_bytes)
             self._cache = LFUCache(HitCounts(self.num_records), cache_slots, staging_slots)
             work = [(self._work, f"read-{n}") for n in range(threads)]
             if self._versions is not None:
                 work += [(self._work_back, f"write-{n}") for n in range(write_threads)]
             self._threads = [
-                threading.Thread(target=do, name=f"{name}-{store.path.name}", daemon=True) for do, name in work
+                threading.Thread(target=do, name=f"{name}-{store.path.name}", daemon=True)
+                for do, name in work
             ]
         self._views = [self._read_only(slot) for slot in range(len(self._slots_MR))]
         for thread in self._threads:
@@ -155,24 +180,30 @@ class TieredStore(Closing):
         with self._lock:
             if self._cache is not None:
                 self._cache.counts.touch(ids)
-                self._to_do.notify()  # a higher count may open the cache to a record that found no slot
+                # a higher count may open the cache to a record that found no slot
+                self._to_do.notify()
                 self._steps += 1
                 if self._write_back_every_steps and self._steps % self._write_back_every_steps == 0:
                     self._cache.write_back()
                     self._to_write.notify_all()
 
     def expect(self, indices: ArrayLike) -> None:
-        """Keep these records, which the next step will probably use, before all others, if most of them fit the cache.
+        """Keep these records, which the next step will probably use, before all others, if most of
+        them fit the cache.
 
         Where they do not, it is better to keep what is used most.
         """
         ids = np.unique(record_ids(indices, self.num_records))
         with self._lock:
             if self._cache is not None:
-                self._cache.counts.expect(ids if ids.size <= MOST_EXPECTED * self._cache.num_slots else ids[:0])
+                self._cache.counts.expect(
+                    ids if ids.size <= MOST_EXPECTED * self._cache.num_slots else ids[:0]
+                )
 
     def prefetch(self, indices: ArrayLike) -> None:
-        """Begin to read those of these records that are not in host memory, in this order; returns at once."""
+        """Begin to read those of these records that are not in host memory, in this order;
+        returns at once.
+        """
         ids = record_ids(indices, self.num_records).tolist()
         with self._lock:
             self._check_usable()
@@ -201,13 +232,19 @@ class TieredStore(Closing):
     def get(self, index: int, *, writable: bool = False, empty: bool = False) -> Record:
         """Return the record, in host memory, when it is there. Close or put it.
 
-        writable: for the caller alone. `ValueError` if the record is open elsewhere and either is writable. empty:
-        the caller writes all of it and puts it, so it is not read; what it holds until then is undefined.
+        writable: for the caller alone. `ValueError` if the record is open elsewhere and either is
+        writable. empty: the caller writes all of it and puts it, so it is not read; what it holds
+        until then is undefined.
         """
         check(writable or not empty, "empty", empty, "needs writable")
         check(0 <= index < self.num_records, "index", index, f"must be in [0, {self.num_records})")
         if writable and self._store is not None:
-            check(self._versions is not None, "writable", writable, "needs a VersionStore, or records in host memory")
+            check(
+                self._versions is not None,
+                "writable",
+                writable,
+                "needs a VersionStore, or records in host memory",
+            )
         if self.host_records is not None and self.host_records.check is not None:
             check(not writable, "writable", writable, "must be False for a file that is mapped")
             self.host_records.check(index)
@@ -221,14 +258,18 @@ class TieredStore(Closing):
             else:
                 cache = self._cache
                 if writable and cache.is_writing(index):
-                    self._wait_for_writes(lambda: not cache.is_writing(index), f"record {index} to be written")
+                    self._wait_for_writes(
+                        lambda: not cache.is_writing(index), f"record {index} to be written"
+                    )
                 held = None if index in self._reads else self._cache.use(index)
                 slot = self._wait_for(index, empty) if held is None else held
             taken = index in self._changing or (index in self._blank and not empty)
             if taken or (writable and self._open[index]):
                 if self._cache is not None:
                     self._cache.unpin(slot)
-                raise ValueError(f"record {index}: is open elsewhere, and may then not be open as writable")
+                raise ValueError(
+                    f"record {index}: is open elsewhere, and may then not be open as writable"
+                )
             self._open[index] += 1
             if writable:
                 self._changing.add(index)
@@ -241,7 +282,9 @@ class TieredStore(Closing):
         return Record(index, data_R, views, self._host_link, partial(self._give_back, index), send)
 
     def _get_in_place(self, index: int) -> Record | None:
-        """Return the record where its file lies, if that is memory and nothing newer is in the cache."""
+        """Return the record where its file lies, if that is memory and nothing newer is in the
+        cache.
+        """
         if self._mapped is None:
             return None
         with self._lock:
@@ -261,11 +304,15 @@ class TieredStore(Closing):
                 self._to_do.notify()  # its slot may be taken now
 
     def flush(self) -> None:
-        """Write back all dirty records and make them durable in the store; waits for it. Nobody may put meanwhile."""
+        """Write back all dirty records and make them durable in the store; waits for it. Nobody
+        may put meanwhile.
+        """
         with self._lock:
             self._check_usable()
             if self._changing:
-                raise ValueError(f"records {sorted(self._changing)[:8]}: must be put or closed before flush")
+                raise ValueError(
+                    f"records {sorted(self._changing)[:8]}: must be put or closed before flush"
+                )
             if self._cache is None or self._versions is None:
                 return
             cache = self._cache
@@ -273,7 +320,8 @@ class TieredStore(Closing):
             self._to_write.notify_all()
             while left := cache.num_dirty:
                 self._wait_for_writes(
-                    partial(lambda then: cache.num_dirty < then, left), f"{left} records to be written"
+                    partial(lambda then: cache.num_dirty < then, left),
+                    f"{left} records to be written",
                 )
         self._versions.sync()
 
@@ -289,9 +337,11 @@ class TieredStore(Closing):
             )
 
     def close(self) -> None:
-        """Stop the threads, after what they are reading and writing; nothing may be asked for any more.
+        """Stop the threads, after what they are reading and writing; nothing may be asked for any
+        more.
 
-        What is dirty is not written: `flush` first, as leaving a `with` block without an error does.
+        What is dirty is not written: `flush` first, as leaving a `with` block without an error
+        does.
         """
         with self._lock:
             self._closing.set()
@@ -317,8 +367,14 @@ class TieredStore(Closing):
         record_bytes = self.layout.record_bytes
         slots = cache_bytes // record_bytes
         if slots >= len(self.owned):
-            return len(self.owned), int(len(self.owned) < self.num_records)  # a cache of less than all records has one
-        check(slots >= 2, "cache_bytes", cache_bytes, f"must hold at least two records of {record_bytes} bytes")
+            # a cache of less than all records has one
+            return len(self.owned), int(len(self.owned) < self.num_records)
+        check(
+            slots >= 2,
+            "cache_bytes",
+            cache_bytes,
+            f"must hold at least two records of {record_bytes} bytes",
+        )
         staging_slots = min(2 * threads, max(1, slots // 3))
         return slots - staging_slots, staging_slots
 
@@ -356,7 +412,9 @@ class TieredStore(Closing):
                 self._to_do.notify()
 
     def _wait(self, done: Callable[[], bool], late: Callable[[], str]) -> None:
-        """Wait for the threads, counted; the lock is held. late: says what has not happened within the limit."""
+        """Wait for the threads, counted; the lock is held. late: says what has not happened
+        within the limit.
+        """
         start_s = time.monotonic()
         try:
             if not self._arrived.wait_for(done, self._wait_limit_s):
@@ -374,7 +432,9 @@ class TieredStore(Closing):
             self._check_usable()
 
     def _wait_for(self, index: int, empty: bool) -> int:
-        """Return the slot of a record that is not there yet, with a pin for the caller; the lock is held."""
+        """Return the slot of a record that is not there yet, with a pin for the caller; the lock
+        is held.
+        """
         read = self._reads.get(index)
         if read is None:
             self._reads[index] = read = _Read(index, empty)
@@ -387,12 +447,23 @@ class TieredStore(Closing):
         read.waiters += 1
 
         def late() -> str:
-            why = "every staging slot is held open" if read.slot is None else "the read has not come back"
-            return f"record {index} of {self._where()}: not there after {self._wait_limit_s} s; {why}"
+            why = (
+                "every staging slot is held open"
+                if read.slot is None
+                else "the read has not come back"
+            )
+            return (
+                f"record {index} of {self._where()}: not there after {self._wait_limit_s} s; {why}"
+            )
 
         try:
             # without a write no slot will come free
-            self._wait(lambda: read.done or self._closing.is_set() or (read.slot is None and self._write_error), late)
+            self._wait(
+                lambda: (
+                    read.done or self._closing.is_set() or (read.slot is None and self._write_error)
+                ),
+                late,
+            )
         finally:
             if not read.done:
                 read.waiters -= 1
@@ -401,7 +472,9 @@ class TieredStore(Closing):
         if not read.done and self._write_error and not self._closing.is_set():
             self._check_usable()
         if not read.done or read.slot is None:
-            raise ValueError(f"the store was closed while record {index} of {self._where()} was waited for")
+            raise ValueError(
+                f"the store was closed while record {index} of {self._where()} was waited for"
+            )
         return read.slot
 
     def _where(self) -> str:
@@ -413,12 +486,17 @@ class TieredStore(Closing):
             try:
                 if not read.empty:
                     assert self._store is not None and read.slot is not None
-                    self._nvme_link.transfer(partial(self._move, self._store.read_into, read.index, read.slot))
-            except Exception as caught:  # whatever it is, it is raised where somebody sees it: see _finish
+                    self._nvme_link.transfer(
+                        partial(self._move, self._store.read_into, read.index, read.slot)
+                    )
+            # whatever it is, it is raised where somebody sees it: see _finish
+            except Exception as caught:
                 error = caught
             self._finish(read, error)
 
-    def _until_closed(self, woken: threading.Condition, find: Callable[[], Work | None]) -> Work | None:
+    def _until_closed(
+        self, woken: threading.Condition, find: Callable[[], Work | None]
+    ) -> Work | None:
         """Wait for a thread's next work and return it; None when the store is closed."""
         with self._lock:
             while not self._closing.is_set():
@@ -428,7 +506,9 @@ class TieredStore(Closing):
             return None
 
     def _next_read(self) -> _Read | None:
-        return self._startable(self._demanded, demanded=True) or self._startable(self._ahead, demanded=False)
+        return self._startable(self._demanded, demanded=True) or self._startable(
+            self._ahead, demanded=False
+        )
 
     def _startable(self, queue: deque[_Read], *, demanded: bool) -> _Read | None:
         assert self._cache is not None

@@ -1,9 +1,11 @@
-"""Records that change, on NVMe: one file per record version, never changed once it has its name. Axes: R bytes.
+"""Records that change, on NVMe: one file per record version, never changed once it has its name.
+Axes: R bytes.
 
-A new version is written beside the old one, flushed, and gets its name by rename; what reads the folder after a crash
-finds, of every record, one of its whole versions. Names are `INDEX.COUNTER.TOKEN`: the counter rises with every write,
-the token is drawn at every `open`, so two files of the same name have the same content. Hard links of the current
-versions (`pin`) are a checkpoint: they cost no bytes, and no later write can touch them.
+A new version is written beside the old one, flushed, and gets its name by rename; what reads the
+folder after a crash finds, of every record, one of its whole versions. Names are
+`INDEX.COUNTER.TOKEN`: the counter rises with every write, the token is drawn at every `open`, so
+two files of the same name have the same content. Hard links of the current versions (`pin`) are a
+checkpoint: they cost no bytes, and no later write can touch them.
 """
 
 import contextlib
@@ -57,9 +59,18 @@ SYNC_EVERY = 16  # versions written between two syncs of the folder, at most
 
 
 def sealed(layout: RecordLayout) -> RecordLayout:
-    """Return the layout of a record's file: its arrays, and the seal (index, counter, token, checksum)."""
-    check(SEAL not in {f.name for f in layout.fields}, "layout", layout.describe(), f"must not name {SEAL!r}")
-    return RecordLayout.from_arrays({f.name: (f.shape, f.dtype) for f in layout.fields} | {SEAL: ((4,), np.uint64)})
+    """Return the layout of a record's file: its arrays, and the seal (index, counter, token,
+    checksum).
+    """
+    check(
+        SEAL not in {f.name for f in layout.fields},
+        "layout",
+        layout.describe(),
+        f"must not name {SEAL!r}",
+    )
+    return RecordLayout.from_arrays(
+        {f.name: (f.shape, f.dtype) for f in layout.fields} | {SEAL: ((4,), np.uint64)}
+    )
 
 
 @dataclass(frozen=True, order=True)
@@ -99,7 +110,8 @@ def set_seal(version: Version, layout: RecordLayout, record_R: NDArray[np.uint8]
 
 
 def read_sealed(path: Path, layout: RecordLayout, record_R: NDArray[np.uint8], io: Io) -> None:
-    """Read the file of a version and check it; `OSError` naming file and record if it is not what was written.
+    """Read the file of a version and check it; `OSError` naming file and record if it is not what
+    was written.
 
     layout: a sealed one.
     """
@@ -118,13 +130,20 @@ def _naming_the_record(path: Path) -> Iterator[None]:
 
 
 def check_seal(path: Path, layout: RecordLayout, record_R: NDArray[np.uint8]) -> None:
-    """Raise `OSError` naming file and record unless these bytes are what was written; layout: a sealed one."""
+    """Raise `OSError` naming file and record unless these bytes are what was written; layout: a
+    sealed one.
+    """
     version = Version.from_name(path.name)
     *name, value = (int(word) for word in layout.views(record_R)[SEAL])
     (seal,) = (f for f in layout.fields if f.name == SEAL)
     blank = seal.offset_bytes // seal.dtype.itemsize + 3  # the checksum's own place
-    if name != [version.index, version.counter, version.token] or not is_checksum(value, record_R, blank):
-        why = f"record {version.index}: damaged, its content is not what was written; a checkpoint may have it"
+    if name != [version.index, version.counter, version.token] or not is_checksum(
+        value, record_R, blank
+    ):
+        why = (
+            f"record {version.index}: damaged, its content is not what was written; a checkpoint"
+            " may have it"
+        )
         raise OSError(errno.EIO, why, str(path))
 
 
@@ -140,7 +159,9 @@ def check_sealed(path: Path, layout: RecordLayout, record_R: NDArray[np.uint8], 
 
 @dataclass
 class VersionStats:
-    """writes: versions written; written_bytes: with their seals; recycled: writes into the file of a dead version."""
+    """writes: versions written; written_bytes: with their seals; recycled: writes into the file
+    of a dead version.
+    """
 
     writes: int = 0
     written_bytes: int = 0
@@ -155,9 +176,11 @@ class MappedVersion(NamedTuple):
 
 
 def remove_store(folder: Path, fingerprint: str) -> bool:
-    """Remove the store in `folder` if it has this fingerprint and nobody has it open; return whether it was.
+    """Remove the store in `folder` if it has this fingerprint and nobody has it open; return
+    whether it was.
 
-    Only what a store has made is removed, its manifest last, so that an interrupted removal can go on.
+    Only what a store has made is removed, its manifest last, so that an interrupted removal can go
+    on.
     """
     try:
         manifest = read_manifest(folder)
@@ -180,7 +203,9 @@ def remove_store(folder: Path, fingerprint: str) -> bool:
 
 def is_pins(folder: Path) -> bool:
     """Return whether this is, by its name, the pins of a step, or the beginning of them."""
-    return folder.name.removesuffix(".tmp").isdigit() and folder.is_dir() and not folder.is_symlink()
+    return (
+        folder.name.removesuffix(".tmp").isdigit() and folder.is_dir() and not folder.is_symlink()
+    )
 
 
 def remove_versions(folder: Path) -> None:
@@ -193,14 +218,18 @@ def remove_versions(folder: Path) -> None:
 
 
 class VersionStore(Closing):
-    """The records of `owned` in a folder, to read and to replace; its methods may be called from many threads.
+    """The records of `owned` in a folder, to read and to replace; its methods may be called from
+    many threads.
 
-    A folder belongs to one store at a time (a lock file, which a killed process loses). Processes that share out the
-    records each have a folder of their own. Of one record, one write at a time. layout: the arrays given and a seal
-    (index, counter, token, checksum), so `layout.record_bytes` may be a page more. io: see `direct_io.io_of`.
+    A folder belongs to one store at a time (a lock file, which a killed process loses). Processes
+    that share out the records each have a folder of their own. Of one record, one write at a time.
+    layout: the arrays given and a seal (index, counter, token, checksum), so `layout.record_bytes`
+    may be a page more. io: see `direct_io.io_of`.
     """
 
-    def __init__(self, folder: Path, layout: RecordLayout, num_records: int, owned: Iterable[int]) -> None:
+    def __init__(
+        self, folder: Path, layout: RecordLayout, num_records: int, owned: Iterable[int]
+    ) -> None:
         """Read the folder; see `open`."""
         self.path, self.layout, self.num_records, self.fingerprint = folder, layout, num_records, ""
         self.owned = tuple(sorted(set(record_ids(list(owned), num_records).tolist())))
@@ -217,7 +246,8 @@ class VersionStore(Closing):
         self._spare: list[Path] = []  # files to write into
         self._new = 0
         self._counter = 0
-        self._sync_error: OSError | None = None  # a later sync may succeed without what this one lost
+        # a later sync may succeed without what this one lost
+        self._sync_error: OSError | None = None
         self._stats = VersionStats()
         self._scan()
 
@@ -232,10 +262,11 @@ class VersionStore(Closing):
         owned: Iterable[int] | None = None,
         lock_limit_s: float = 10.0,
     ) -> Self:
-        """Open the store in `folder`, which is made if it is empty or missing. owned: all records if not given.
+        """Open the store in `folder`, which is made if it is empty or missing. owned: all records
+        if not given.
 
-        layout: without the seal. Raises `PackError` if the folder holds other records, `TimeoutError` if another
-        process has it open, `OSError` if it may not be written to.
+        layout: without the seal. Raises `PackError` if the folder holds other records,
+        `TimeoutError` if another process has it open, `OSError` if it may not be written to.
         """
         check(num_records > 0, "num_records", num_records, "must be greater than 0")
         folder, with_seal = Path(folder), sealed(layout)
@@ -253,7 +284,9 @@ class VersionStore(Closing):
                 manifest = expected
             check_manifest(folder, manifest, expected)
             check_links(folder, folder / MANIFEST)
-            store = cls(folder, with_seal, num_records, range(num_records) if owned is None else owned)
+            store = cls(
+                folder, with_seal, num_records, range(num_records) if owned is None else owned
+            )
             store.fingerprint = fingerprint
             store._held = held.pop_all()
         return store
@@ -270,7 +303,8 @@ class VersionStore(Closing):
     def read_into(self, index: int, record_R: NDArray[np.uint8]) -> None:
         """Read the current version into `record_bytes` writable bytes at a page-aligned address.
 
-        Raises `OSError` naming file and record where the file is short, unreadable, or not what was written.
+        Raises `OSError` naming file and record where the file is short, unreadable, or not what was
+        written.
         """
         self._check_owned(index)
         check_buffer(record_R, self.layout.record_bytes)
@@ -281,7 +315,8 @@ class VersionStore(Closing):
             self._end_reading(version)
 
     def map_version(self, index: int) -> MappedVersion:
-        """Return the current version's own memory; what is written meanwhile is another version, elsewhere.
+        """Return the current version's own memory; what is written meanwhile is another version,
+        elsewhere.
 
         A version is checked when it is mapped for the first time. Errors as of `read_into`.
         """
@@ -313,14 +348,20 @@ class VersionStore(Closing):
             self._reading[version] -= 1
 
     def read_version(self, path: Path, record_R: NDArray[np.uint8]) -> None:
-        """Read the file of a version, here or in a checkpoint, and check it; errors as of `read_into`."""
-        read_sealed(path, self.layout, record_R, self.io if path.is_relative_to(self.path) else "buffered")
+        """Read the file of a version, here or in a checkpoint, and check it; errors as of
+        `read_into`.
+        """
+        read_sealed(
+            path, self.layout, record_R, self.io if path.is_relative_to(self.path) else "buffered"
+        )
 
     def write(self, index: int, record_R: NDArray[np.uint8]) -> None:
-        """Make this the current version; it is whole on the device when this returns, and its name after `sync`.
+        """Make this the current version; it is whole on the device when this returns, and its name
+        after `sync`.
 
-        The seal in `record_R` is set. Every `SYNC_EVERY` writes sync themselves. When it raises `OSError`, nothing
-        has changed, or a sync has failed: then this, `sync` and `pin` raise that error from now on.
+        The seal in `record_R` is set. Every `SYNC_EVERY` writes sync themselves. When it raises
+        `OSError`, nothing has changed, or a sync has failed: then this, `sync` and `pin` raise that
+        error from now on.
         """
         self._check_owned(index)
         check_buffer(record_R, self.layout.record_bytes)
@@ -329,7 +370,9 @@ class VersionStore(Closing):
             self._counter += 1
             version = Version(index, self._counter, self._token)
             self._new += not self._spare
-            path, recycled = (self._spare.pop(), 1) if self._spare else (self.path / f"new-{self._new}", 0)
+            path, recycled = (
+                (self._spare.pop(), 1) if self._spare else (self.path / f"new-{self._new}", 0)
+            )
         set_seal(version, self.layout, record_R)
         try:
             write_file(path, record_R, self.io)
@@ -337,7 +380,9 @@ class VersionStore(Closing):
         except OSError as error:
             with contextlib.suppress(OSError):
                 path.unlink()
-            raise OSError(error.errno, f"record {index}: {error.strerror}", error.filename or str(path)) from error
+            raise OSError(
+                error.errno, f"record {index}: {error.strerror}", error.filename or str(path)
+            ) from error
         with self._lock:
             if index in self._current:
                 self._dead.append(self._current[index])
@@ -350,7 +395,9 @@ class VersionStore(Closing):
             self.sync()
 
     def sync(self) -> None:
-        """Make all that was written durable under its name; the files of dead versions may then be written into."""
+        """Make all that was written durable under its name; the files of dead versions may then
+        be written into.
+        """
         with self._sync_lock:
             self._check_synced()
             with self._lock:
@@ -366,10 +413,11 @@ class VersionStore(Closing):
                 self._bury(version)
 
     def pin(self, name: str, only: Collection[int] | None = None) -> list[str]:
-        """Link all current versions, or those of `only`, into a new folder under `pins`; return their names.
+        """Link all current versions, or those of `only`, into a new folder under `pins`; return
+        their names.
 
-        Takes time by the number of records, none by their bytes. The folder gets its name when it is complete and
-        durable.
+        Takes time by the number of records, none by their bytes. The folder gets its name when it
+        is complete and durable.
         """
         self._check_synced()
         folder, half = self.path / PINS / name, self.path / PINS / f"{name}.tmp"
@@ -380,7 +428,11 @@ class VersionStore(Closing):
         half.mkdir()
         with self._sync_lock:
             with self._lock:
-                chosen = self._current if only is None else {index: self._current[index] for index in only}
+                chosen = (
+                    self._current
+                    if only is None
+                    else {index: self._current[index] for index in only}
+                )
                 names = [version.name for version in chosen.values()]
             for name in names:
                 os.link(self.path / name, half / name)
@@ -392,12 +444,15 @@ class VersionStore(Closing):
     def restore(self, files: Mapping[int, Path], *, partial: bool = False) -> None:
         """Make these versions of the owned records the current ones, and forget all others.
 
-        Files on the same file system are linked, others copied and checked. Killed at any time, it can be done again.
+        Files on the same file system are linked, others copied and checked. Killed at any time, it
+        can be done again.
         partial: `files` may lack some records, which are then as if they had never been written.
         """
         owned = [index for index in self.owned if index in files]
         lacking = [] if partial else [index for index in self.owned if index not in files]
-        check(not lacking, "files", len(files), f"must name every owned record; lacks {lacking[:8]}")
+        check(
+            not lacking, "files", len(files), f"must name every owned record; lacks {lacking[:8]}"
+        )
         record_R: NDArray[np.uint8] | None = None
         with self._sync_lock:
             wanted = {files[index].name for index in owned}
@@ -429,7 +484,9 @@ class VersionStore(Closing):
             return replace(self._stats)
 
     def close(self) -> None:
-        """Sync and give the folder free; no thread may be reading or writing. A sync's error is not raised twice."""
+        """Sync and give the folder free; no thread may be reading or writing. A sync's error is
+        not raised twice.
+        """
         with self._held:
             if self._sync_error is None:
                 self.sync()
@@ -447,11 +504,17 @@ class VersionStore(Closing):
 
     def _check_owned(self, index: int) -> None:
         if index not in self._is_owned:
-            raise ValueError(f"index = {index}: must be one of the {len(self.owned)} records that {self.path} owns")
+            raise ValueError(
+                f"index = {index}: must be one of the {len(self.owned)} records that {self.path}"
+                " owns"
+            )
 
     def _scan(self) -> None:
-        """Make the newest version of every owned record the current one; all other files may be written into."""
-        fsync(self.path)  # a process killed before it did may have left a newest version without a durable name
+        """Make the newest version of every owned record the current one; all other files may be
+        written into.
+        """
+        # a process killed before it did may have left a newest version without a durable name
+        fsync(self.path)
         older: list[Version] = []
         for entry in self.path.iterdir():
             version = Version.parse(entry.name)
@@ -466,7 +529,9 @@ class VersionStore(Closing):
             if other != version:
                 older.append(min(version, other))
             self._current[version.index] = max(version, other)
-        self._spare = [path for path in (self.path / version.name for version in older) if self._is_free(path)]
+        self._spare = [
+            path for path in (self.path / version.name for version in older) if self._is_free(path)
+        ]
 
     def _bury(self, version: Version) -> None:
         """Keep the file of a dead version to write into, unless a checkpoint still has it."""
@@ -477,13 +542,16 @@ class VersionStore(Closing):
             del self._reading[version]
             self._checked.discard(version)
         path = self.path / version.name
-        with contextlib.suppress(FileNotFoundError):  # somebody took it away; the record has a newer one
+        # somebody took it away; the record has a newer one
+        with contextlib.suppress(FileNotFoundError):
             if self._is_free(path):
                 with self._lock:
                     self._spare.append(path)
 
     def _is_free(self, path: Path) -> bool:
-        """Return whether only this folder has the file; if not, only the others have it from now on."""
+        """Return whether only this folder has the file; if not, only the others have it from now
+        on.
+        """
         if path.stat().st_nlink == 1:
             return True
         path.unlink()

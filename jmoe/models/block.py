@@ -1,9 +1,9 @@
 """One transformer block, in the phases that its runners call; `Block.__call__` composes them.
 
 Legend: B batch, S sequence, T = B S tokens, D hidden, K choices a token.
-A dense block is `dense`: `attend` and `feed_forward`. One with experts is `attend`, `route`, `dispatch`,
-`apply_experts`. The scan with its reverse pass, the host that streams experts and the decoder with a KV cache know
-nothing else of a layer.
+A dense block is `dense`: `attend` and `feed_forward`. One with experts is `attend`, `route`,
+`dispatch`, `apply_experts`. The scan with its reverse pass, the host that streams experts and the
+decoder with a KV cache know nothing else of a layer.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,9 +27,19 @@ from kernels_pallas.saved import saved
 # (the block's attention module, its normed input [..., D]) -> its output [..., D]
 AttentionFn = Callable[[Any, jax.Array], jax.Array]
 
-# Kept for the backward pass: what matrix products and routing made. The rest (norms, rotations, casts, permutations,
-# and a layer's unsharded weights, which are gathered again) is computed again: cheaper than to write and read it.
-SAVED = ("qkv", "attention", "after_attention", "routing", "expert_rows", "expert_up", "expert_out", "mlp_up")
+# Kept for the backward pass: what matrix products and routing made. The rest (norms, rotations,
+# casts, permutations, and a layer's unsharded weights, which are gathered again) is computed again:
+# cheaper than to write and read it.
+SAVED = (
+    "qkv",
+    "attention",
+    "after_attention",
+    "routing",
+    "expert_rows",
+    "expert_up",
+    "expert_out",
+    "mlp_up",
+)
 EXPERT_PRODUCTS = ("expert_up", "expert_out")
 
 
@@ -37,11 +47,15 @@ def saved_names(remat: Remat) -> tuple[str, ...]:
     """Return the names of the values that a run keeps for its backward pass."""
     if remat == "layer":
         return ()
-    return SAVED if remat == "none" else tuple(name for name in SAVED if name not in EXPERT_PRODUCTS)
+    return (
+        SAVED if remat == "none" else tuple(name for name in SAVED if name not in EXPERT_PRODUCTS)
+    )
 
 
 def causal(window: jax.Array | None = None) -> AttentionFn:
-    """Attention to the tokens before, of the same sequence. window: int32, how many of them; None: all."""
+    """Attention to the tokens before, of the same sequence. window: int32, how many of them;
+    None: all.
+    """
     return lambda attention, h_BSD: attention(h_BSD, window)
 
 
@@ -51,12 +65,21 @@ def add_residual(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 class Block(nnx.Module):
-    """x + attention(norm(x)), then x + feed_forward(norm(x)); the feed-forward is an `MLP` or a `MoELayer`."""
+    """x + attention(norm(x)), then x + feed_forward(norm(x)); the feed-forward is an `MLP` or a
+    `MoELayer`.
+    """
 
     def __init__(
-        self, config: ModelConfig, kind: LayerKind, parallel: ExpertParallel | None = None, *, rngs: nnx.Rngs
+        self,
+        config: ModelConfig,
+        kind: LayerKind,
+        parallel: ExpertParallel | None = None,
+        *,
+        rngs: nnx.Rngs,
     ) -> None:
-        d, shared, out_std = config.hidden_size, config.shared_expert_intermediate_size, config.output_initializer_range
+        d = config.hidden_size
+        shared = config.shared_expert_intermediate_size
+        out_std = config.output_initializer_range
         self.attention_norm = Norm(d, config.norm, config.norm_eps)
         attention = Attention if config.kv_lora_rank is None else LatentAttention
         self.attention = attention(config, out_std, rngs=rngs)
@@ -71,7 +94,13 @@ class Block(nnx.Module):
         moe = kind != "dense"
         self.mlp = None if moe else MLP(d, config.intermediate_size, **mlp)
         self.shared_expert = MLP(d, shared, **mlp) if moe and shared else None
-        routed = config.moe.by_task(config.task_choices) if kind == "task" else config.moe if moe else None
+        routed = (
+            config.moe.by_task(config.task_choices)
+            if kind == "task"
+            else config.moe
+            if moe
+            else None
+        )
         router = TaskRouter(config.num_experts) if kind == "task" else None
         self.moe = None if routed is None else MoELayer(routed, parallel, router=router, rngs=rngs)
         gate = moe and config.shared_expert_gate
@@ -79,13 +108,17 @@ class Block(nnx.Module):
 
     @property
     def kind(self) -> LayerKind:
-        """Whether the feed-forward is one MLP, experts that tokens choose, or experts that tasks name."""
+        """Whether the feed-forward is one MLP, experts that tokens choose, or experts that tasks
+        name.
+        """
         if self.moe is None:
             return "dense"
         return "task" if isinstance(self.moe.router, TaskRouter) else "moe"
 
     def attend(self, x_BSD: jax.Array, attention: AttentionFn, dtype: Any) -> jax.Array:
-        """Return x + attention(norm(x)), the first half of the block. dtype: of the matrix products."""
+        """Return x + attention(norm(x)), the first half of the block. dtype: of the matrix
+        products.
+        """
         with jax.named_scope("attention"):
             h_BSD = attention(self.attention, self.attention_norm(x_BSD, dtype))
             return saved(x_BSD + h_BSD.astype(x_BSD.dtype), "after_attention")
@@ -111,20 +144,26 @@ class Block(nnx.Module):
         topk_idx_TK: jax.Array | None = None,
         topk_weights_TK: jax.Array | None = None,
     ) -> tuple[jax.Array, Routing]:
-        """Return (h_TD = norm(x) as the experts take it, where each token goes); see `MoELayer.route`."""
+        """Return (h_TD = norm(x) as the experts take it, where each token goes); see
+        `MoELayer.route`.
+        """
         assert self.moe is not None
         with jax.named_scope("moe"):
             h_TD = self.feed_forward_norm(x_BSD, dtype).reshape(-1, x_BSD.shape[-1])
             chosen = {"topk_idx_TK": topk_idx_TK, "topk_weights_TK": topk_weights_TK}
             return h_TD, self.moe.route(h_TD, key=key, train=train, **chosen)
 
-    def dispatch(self, h_TD: jax.Array, routing: Routing, *, full_capacity: bool = False) -> DispatchedTokens:
+    def dispatch(
+        self, h_TD: jax.Array, routing: Routing, *, full_capacity: bool = False
+    ) -> DispatchedTokens:
         """Send each token to its experts' devices; see `MoELayer.dispatch`."""
         assert self.moe is not None
         with jax.named_scope("moe"):
             return self.moe.dispatch(h_TD, routing, full_capacity=full_capacity)
 
-    def apply_experts(self, x_BSD: jax.Array, h_TD: jax.Array, dispatched: DispatchedTokens) -> jax.Array:
+    def apply_experts(
+        self, x_BSD: jax.Array, h_TD: jax.Array, dispatched: DispatchedTokens
+    ) -> jax.Array:
         """Return x + the weighted sum of each token's experts + the shared expert."""
         assert self.moe is not None
         with jax.named_scope("moe"):
@@ -134,7 +173,9 @@ class Block(nnx.Module):
         return add_residual(x_BSD, y_TD)
 
     def shared(self, h_TD: jax.Array) -> jax.Array:
-        """Return the shared expert's float32 output, gated where it has a gate; zeros without one."""
+        """Return the shared expert's float32 output, gated where it has a gate; zeros without
+        one.
+        """
         if self.shared_expert is None:
             return jnp.zeros(h_TD.shape, jnp.float32)
         y_TD = self.shared_expert(h_TD)
@@ -156,8 +197,8 @@ class Block(nnx.Module):
     ) -> tuple[jax.Array, MoEStats | None]:
         """Return (the block's output, the statistics of its routing; None of a dense block).
 
-        keep_routing: the statistics hold every token's `Routing` too. choices: every token's experts, where the
-        router does not choose them, as `route` takes them.
+        keep_routing: the statistics hold every token's `Routing` too. choices: every token's
+        experts, where the router does not choose them, as `route` takes them.
         """
         if self.kind == "dense":
             return self.dense(x_BSD, causal(window), dtype), None
@@ -170,10 +211,11 @@ class Block(nnx.Module):
 
 @dataclass(frozen=True)
 class ApplyBlock:
-    """Apply one of a decoder's stacked blocks to x; for its backward pass `saved_names(remat)` are kept.
+    """Apply one of a decoder's stacked blocks to x; for its backward pass `saved_names(remat)` are
+    kept.
 
-    graphs: of the blocks of each kind, as `nnx.split` makes it. gather: turns one block's parameters as they lie on
-    this device into unsharded ones. options: of `Block.__call__`.
+    graphs: of the blocks of each kind, as `nnx.split` makes it. gather: turns one block's
+    parameters as they lie on this device into unsharded ones. options: of `Block.__call__`.
     """
 
     graphs: Mapping[LayerKind, Any]
@@ -182,10 +224,19 @@ class ApplyBlock:
     options: Mapping[str, Any]
 
     def __call__(
-        self, kind: LayerKind, state: Any, key: jax.Array | None, window: jax.Array | None, x_BSD: jax.Array
+        self,
+        kind: LayerKind,
+        state: Any,
+        key: jax.Array | None,
+        window: jax.Array | None,
+        x_BSD: jax.Array,
     ) -> tuple[jax.Array, MoEStats | None]:
-        def apply(state: Any, key: jax.Array | None, window: jax.Array | None, x_BSD: jax.Array) -> Any:
-            return nnx.merge(self.graphs[kind], self.gather(state))(x_BSD, window, key=key, **self.options)
+        def apply(
+            state: Any, key: jax.Array | None, window: jax.Array | None, x_BSD: jax.Array
+        ) -> Any:
+            return nnx.merge(self.graphs[kind], self.gather(state))(
+                x_BSD, window, key=key, **self.options
+            )
 
         policy = jax.checkpoint_policies.save_only_these_names(*saved_names(self.remat))
         block: Any = jax.checkpoint(apply, policy=policy, prevent_cse=False)

@@ -1,8 +1,9 @@
 """A table of the fields that the `config.json` of a family may hold: honoured, refused or harmless.
 
-It has every field of the family's configuration class in transformers 5, under all its names, and those of
-published files that the class does not have. A field that would change the logits is honoured or refused by
-name; one that cannot change them is accepted. Fields that are not in the table change nothing in transformers either.
+It has every field of the family's configuration class in transformers 5, under all its names, and
+those of published files that the class does not have. A field that would change the logits is
+honoured or refused by name; one that cannot change them is accepted. Fields that are not in the
+table change nothing in transformers either.
 """
 
 from dataclasses import dataclass
@@ -20,7 +21,9 @@ class Only:
 
 @dataclass(frozen=True)
 class Training:
-    """Changes nothing but training, which goes without it and says so, unless it is `off` or null."""
+    """Changes nothing but training, which goes without it and says so, unless it is `off` or
+    null.
+    """
 
     off: Any
 
@@ -36,24 +39,32 @@ def _harmless(names: str) -> dict[str, Outcome]:
     return dict.fromkeys(names.split(), HARMLESS)
 
 
-# Of every family. `eos_token_id` ends a text; `dtype` is what weights were, and is seen from the weights.
+# Of every family. `eos_token_id` ends a text; `dtype` is what weights were, and is seen from the
+# weights.
 _EVERY: dict[str, Outcome] = {
-    **_honoured("""model_type vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads
-        intermediate_size num_experts_per_tok max_position_embeddings rms_norm_eps initializer_range
-        tie_word_embeddings rope_parameters rope_scaling rope_theta original_max_position_embeddings eos_token_id
-        quantization_config expert_dtype"""),
-    **_harmless("""architectures transformers_version dtype torch_dtype name_or_path _name_or_path auto_map
-        bos_token_id pad_token_id use_cache return_dict output_hidden_states output_attentions output_router_logits
-        attn_implementation experts_implementation tie_last_hidden_states
-        is_encoder_decoder chunk_size_feed_forward id2label label2id num_labels problem_type"""),
+    **_honoured(
+        """model_type vocab_size hidden_size num_hidden_layers num_attention_heads
+        num_key_value_heads intermediate_size num_experts_per_tok max_position_embeddings
+        rms_norm_eps initializer_range tie_word_embeddings rope_parameters rope_scaling
+        rope_theta original_max_position_embeddings eos_token_id quantization_config
+        expert_dtype"""
+    ),
+    **_harmless(
+        """architectures transformers_version dtype torch_dtype name_or_path _name_or_path auto_map
+        bos_token_id pad_token_id use_cache return_dict output_hidden_states output_attentions
+        output_router_logits attn_implementation experts_implementation tie_last_hidden_states
+        is_encoder_decoder chunk_size_feed_forward id2label label2id num_labels problem_type"""
+    ),
     "hidden_act": Only(("silu", "swish")),  # two names of one
     "partial_rotary_factor": Only((1.0,)),
     "per_layer_config": Only(({},)),
     "attention_dropout": Training(0.0),
 }
 _QWEN = {
-    **_honoured("""head_dim moe_intermediate_size num_experts norm_topk_prob decoder_sparse_step mlp_only_layers
-        router_aux_loss_coef use_sliding_window sliding_window"""),
+    **_honoured(
+        """head_dim moe_intermediate_size num_experts norm_topk_prob decoder_sparse_step
+        mlp_only_layers router_aux_loss_coef use_sliding_window sliding_window"""
+    ),
 }
 CONFIG_FIELDS: dict[str, dict[str, Outcome]] = {
     "mixtral": {
@@ -74,17 +85,23 @@ CONFIG_FIELDS: dict[str, dict[str, Outcome]] = {
     },
     "olmoe": {
         **_EVERY,
-        **_honoured("""head_dim num_experts num_local_experts norm_topk_prob router_aux_loss_coef clip_qkv
-            attention_bias"""),
+        **_honoured(
+            """head_dim num_experts num_local_experts norm_topk_prob router_aux_loss_coef clip_qkv
+            attention_bias"""
+        ),
         "sliding_window": Only(()),
     },
     "deepseek_v3": {
         **_EVERY,
-        **_honoured("""head_dim moe_intermediate_size n_routed_experts num_local_experts n_shared_experts
-            first_k_dense_replace norm_topk_prob n_group topk_group routed_scaling_factor attention_bias q_lora_rank
-            kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim rope_interleave"""),
+        **_honoured(
+            """head_dim moe_intermediate_size n_routed_experts num_local_experts n_shared_experts
+            first_k_dense_replace norm_topk_prob n_group topk_group routed_scaling_factor
+            attention_bias q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim
+            rope_interleave"""
+        ),
         **_harmless(
-            "qk_head_dim num_mtp_layers num_nextn_predict_layers pretraining_tp ep_size aux_loss_alpha seq_aux"
+            "qk_head_dim num_mtp_layers num_nextn_predict_layers pretraining_tp ep_size"
+            " aux_loss_alpha seq_aux"
         ),
         "scoring_func": Only(("sigmoid",)),
         "topk_method": Only(("noaux_tc",)),
@@ -92,18 +109,24 @@ CONFIG_FIELDS: dict[str, dict[str, Outcome]] = {
     },
     "gpt_oss": {
         **_EVERY,
-        **_honoured("""head_dim num_local_experts num_experts router_aux_loss_coef sliding_window layer_types
-            attention_bias"""),
-        **_harmless("hidden_act initial_context_length experts_per_token"),  # the first: its class computes one alone
+        **_honoured(
+            """head_dim num_local_experts num_experts router_aux_loss_coef sliding_window
+            layer_types attention_bias"""
+        ),
+        # the first: its class computes one alone
+        **_harmless("hidden_act initial_context_length experts_per_token"),
         "swiglu_alpha": Only((1.702,)),
         "swiglu_limit": Only((7.0,)),
     },
     # jmoe's own: LayerNorm, exact GELU, learned positions, biases
     "gpt_moe": {
-        **_honoured("""model_type vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads
-            head_dim intermediate_size moe_intermediate_size num_experts num_experts_per_tok mlp_only_layers
-            max_position_embeddings layer_norm_eps attention_bias mlp_bias tie_word_embeddings norm_topk_prob
-            router_aux_loss_coef initializer_range eos_token_id quantization_config expert_dtype"""),
+        **_honoured(
+            """model_type vocab_size hidden_size num_hidden_layers num_attention_heads
+            num_key_value_heads head_dim intermediate_size moe_intermediate_size num_experts
+            num_experts_per_tok mlp_only_layers max_position_embeddings layer_norm_eps
+            attention_bias mlp_bias tie_word_embeddings norm_topk_prob router_aux_loss_coef
+            initializer_range eos_token_id quantization_config expert_dtype"""
+        ),
         **_harmless("architectures dtype bos_token_id pad_token_id output_router_logits"),
         "hidden_act": Only(("gelu",)),
     },
@@ -120,7 +143,11 @@ def check_supported(fields: dict[str, Any], family: str) -> None:
 
 
 def changes_training(fields: dict[str, Any], family: str) -> dict[str, Any]:
-    """Return the fields, with their values, that change training in transformers and that jmoe trains without."""
+    """Return the fields, with their values, that change training in transformers and that jmoe
+    trains without.
+    """
     outcomes = CONFIG_FIELDS[family].items()
     training = {name: outcome.off for name, outcome in outcomes if isinstance(outcome, Training)}
-    return {name: fields[name] for name, off in training.items() if fields.get(name) not in (None, off)}
+    return {
+        name: fields[name] for name, off in training.items() if fields.get(name) not in (None, off)
+    }

@@ -1,4 +1,5 @@
-"""One decoder for every language-model family: blocks in stacked, scanned layers between embedding and head.
+"""One decoder for every language-model family: blocks in stacked, scanned layers between embedding
+and head.
 
 Legend: B batch, S sequence, T = B S tokens, D hidden, V vocabulary, E experts, N MoE layers.
 """
@@ -24,11 +25,14 @@ from jmoe.models.block import ApplyBlock, Block
 
 LayerPlan = list[tuple[tuple[LayerKind, ...], int]]  # see `layer_plan`
 
-STACKS: dict[LayerKind, str] = {"dense": "dense_layers", "moe": "moe_layers"}  # where their parameters are
+# where their parameters are
+STACKS: dict[LayerKind, str] = {"dense": "dense_layers", "moe": "moe_layers"}
 
 
 class StackedLayers(NamedTuple):
-    """All layers of one kind: parameters, keys of router jitter, and attention windows with a leading dimension."""
+    """All layers of one kind: parameters, keys of router jitter, and attention windows with a
+    leading dimension.
+    """
 
     params: Any
     keys: jax.Array | None
@@ -38,27 +42,36 @@ class StackedLayers(NamedTuple):
 LayerInputs = dict[LayerKind, StackedLayers]
 # (makes one layer, how many layers, what they draw from) -> those layers as one module
 StackLayers = Callable[[Callable[[nnx.Rngs], nnx.Module], int, nnx.Rngs], Any]
-LayerScan = Callable[[LayerPlan, ApplyBlock, LayerInputs, jax.Array], tuple[jax.Array, MoEStats | None]]
+LayerScan = Callable[
+    [LayerPlan, ApplyBlock, LayerInputs, jax.Array], tuple[jax.Array, MoEStats | None]
+]
 
 
 def stack_layers(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) -> Any:
-    """Make `count` copies of a module as one: every parameter has a leading layer dimension, drawn layer by layer."""
+    """Make `count` copies of a module as one: every parameter has a leading layer dimension,
+    drawn layer by layer.
+    """
     graph = nnx.graphdef(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
     draw = lambda key: nnx.state(make(nnx.Rngs(params=key)))  # noqa: E731
     stack = nnx.merge(graph, lax.map(draw, jax.random.split(rngs.params(), count)))
     for _, variable in nnx.iter_graph(stack):
-        if isinstance(variable, nnx.Variable) and (axes := variable.get_metadata().get("out_sharding")):
+        if isinstance(variable, nnx.Variable) and (
+            axes := variable.get_metadata().get("out_sharding")
+        ):
             variable.set_metadata(out_sharding=(None, *axes))
     return stack
 
 
-def one_layer(layer: jax.Array | int, make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) -> Any:
+def one_layer(
+    layer: jax.Array | int, make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs
+) -> Any:
     """Return layer number `layer` of what `stack_layers` would make, alone, from the same draws."""
     return make(nnx.Rngs(params=jax.random.split(rngs.params(), count)[layer]))
 
 
 def layer_plan(kinds: Sequence[LayerKind]) -> LayerPlan:
-    """[(pattern, repeats), ...]: the layers' kinds as few repeated patterns, so that regular ones compile once.
+    """[(pattern, repeats), ...]: the layers' kinds as few repeated patterns, so that regular ones
+    compile once.
 
     Greedy: at each layer the pattern that covers most layers by repeating, the shortest of those.
     """
@@ -78,7 +91,9 @@ def layer_plan(kinds: Sequence[LayerKind]) -> LayerPlan:
 
 @dataclass(frozen=True)
 class _Run:
-    """Neighbouring layers of one kind in a pattern, and where their parameters lie in that kind's stack."""
+    """Neighbouring layers of one kind in a pattern, and where their parameters lie in that
+    kind's stack.
+    """
 
     kind: LayerKind
     count: int
@@ -111,7 +126,9 @@ def _in_order(ys: tuple[jax.Array, ...], alone: list[bool]) -> jax.Array:
     """[repeats, ...] of each run of one layer, or [repeats, count, ...], as [layers, ...]."""
     if alone == [True]:
         return ys[0]
-    y = jnp.concatenate([y[:, None] if one else y for y, one in zip(ys, alone, strict=True)], axis=1)
+    y = jnp.concatenate(
+        [y[:, None] if one else y for y, one in zip(ys, alone, strict=True)], axis=1
+    )
     return y.reshape(-1, *y.shape[2:])
 
 
@@ -127,28 +144,40 @@ def scan_layers(
     for pattern, repeats in plan:
         runs = _runs(pattern, used)
 
-        def block(x_BSD: jax.Array, xs: Any, runs: list[_Run] = runs) -> tuple[jax.Array, list[Any]]:
+        def block(
+            x_BSD: jax.Array, xs: Any, runs: list[_Run] = runs
+        ) -> tuple[jax.Array, list[Any]]:
             stats_of_pattern = []
             for layers, layer_xs in zip(runs, xs, strict=True):
                 step = partial(_step, apply_block, layers.kind)
-                x_BSD, ys = step(x_BSD, layer_xs) if layers.alone else lax.scan(step, x_BSD, layer_xs)
+                x_BSD, ys = (
+                    step(x_BSD, layer_xs) if layers.alone else lax.scan(step, x_BSD, layer_xs)
+                )
                 stats_of_pattern += [ys] if layers.kind == "moe" else []
             return x_BSD, stats_of_pattern
 
-        xs = [jax.tree.map(partial(layers.select, repeats=repeats), inputs[layers.kind]) for layers in runs]
+        xs = [
+            jax.tree.map(partial(layers.select, repeats=repeats), inputs[layers.kind])
+            for layers in runs
+        ]
         x_BSD, stats_of_pattern = lax.scan(block, x_BSD, xs)
         if stats_of_pattern:
             alone = [layers.alone for layers in runs if layers.kind == "moe"]
-            stats.append(jax.tree.map(lambda *ys, alone=alone: _in_order(ys, alone), *stats_of_pattern))
+            stats.append(
+                jax.tree.map(lambda *ys, alone=alone: _in_order(ys, alone), *stats_of_pattern)
+            )
         used = {kind: used[kind] + repeats * pattern.count(kind) for kind in used}
-    return x_BSD, jax.tree.map(lambda *ys: jnp.concatenate(ys) if len(ys) > 1 else ys[0], *stats) if stats else None
+    return x_BSD, jax.tree.map(
+        lambda *ys: jnp.concatenate(ys) if len(ys) > 1 else ys[0], *stats
+    ) if stats else None
 
 
 @dataclass(frozen=True)
 class Execution:
     """How a decoder runs where its parameters are spread over devices, or memory is short.
 
-    layer_runner: runs the blocks. lookup: reads the tokens' rows of the embedding table as it lies on this device.
+    layer_runner: runs the blocks. lookup: reads the tokens' rows of the embedding table as it lies
+    on this device.
     gather, remat: see `ApplyBlock`.
     """
 
@@ -161,7 +190,8 @@ class Execution:
 class Decoder(nnx.Module):
     """Tokens [B, S] -> float32 hidden states [B, S, D]; `lm_head()` turns them into logits.
 
-    Layers without experts are one stack of parameters, those with experts another, each in the order of the layers.
+    Layers without experts are one stack of parameters, those with experts another, each in the
+    order of the layers.
     stack: makes these.
     """
 
@@ -182,16 +212,23 @@ class Decoder(nnx.Module):
         dense = config.num_hidden_layers - config.num_moe_layers
         self.embedding = normal(rngs, (config.vocab_size, config.hidden_size), std)
         learned = config.position == "learned"
-        self.positions = normal(rngs, (config.max_position_embeddings, config.hidden_size), std) if learned else None
+        self.positions = (
+            normal(rngs, (config.max_position_embeddings, config.hidden_size), std)
+            if learned
+            else None
+        )
         self.dense_layers = stack(block("dense"), dense, rngs) if dense else None
-        self.moe_layers = stack(block("moe"), config.num_moe_layers, rngs) if config.num_moe_layers else None
+        self.moe_layers = (
+            stack(block("moe"), config.num_moe_layers, rngs) if config.num_moe_layers else None
+        )
         self.norm = Norm(config.hidden_size, config.norm, config.norm_eps)
         tied = config.tie_word_embeddings
         self.head = None if tied else normal(rngs, (config.hidden_size, config.vocab_size), std)
 
     @staticmethod
     def experts_of(config: ModelConfig, layer: jax.Array | int, rngs: nnx.Rngs) -> nnx.Module:
-        """Return the experts of one layer, counted among those with experts, of `Decoder(config, rngs=rngs)`.
+        """Return the experts of one layer, counted among those with experts, of `Decoder(config,
+        rngs=rngs)`.
 
         Inside `jit` nothing else is drawn.
         """
@@ -224,12 +261,17 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, MoEStats | None]:
         """Return (hidden [B, S, D] in `dtype`, `MoEStats` with a leading [N], or None).
 
-        Runs inside `shard_map` or on one device. key: for what routers draw. keep_routing: the statistics hold every
-        token's routing.
+        Runs inside `shard_map` or on one device. key: for what routers draw. keep_routing: the
+        statistics hold every token's routing.
         """
         x_BSD = self.embed(tokens_BS, dtype, execution.lookup)
         graphs, inputs = self._stacks(key)
-        options = {"dtype": dtype, "train": train, "full_capacity": full_capacity, "keep_routing": keep_routing}
+        options = {
+            "dtype": dtype,
+            "train": train,
+            "full_capacity": full_capacity,
+            "keep_routing": keep_routing,
+        }
         apply_block = ApplyBlock(graphs, execution.gather, execution.remat, options)
         kinds, first = self.config.layer_kinds, self.config.first_k_dense_replace
         plan = layer_plan(kinds[:first]) + layer_plan(kinds[first:])
@@ -245,7 +287,11 @@ class Decoder(nnx.Module):
         for kind, name in STACKS.items():
             if (stack := getattr(self, name)) is not None:
                 graphs[kind], state = nnx.split(stack)
-                keys = jax.random.split(key, self.config.num_moe_layers) if key is not None and kind == "moe" else None
+                keys = (
+                    jax.random.split(key, self.config.num_moe_layers)
+                    if key is not None and kind == "moe"
+                    else None
+                )
                 own = None if windows is None else jnp.asarray(windows[kinds == kind])
                 inputs[kind] = StackedLayers(state, keys, own)
         return graphs, inputs

@@ -1,7 +1,8 @@
-"""A module as arguments of a jitted function that is called very often: a static structure and its arrays.
+"""A module as arguments of a jitted function that is called very often: a static structure and its
+arrays.
 
-`nnx.split` gives a graph and a state; hashing the one and flattening the other takes a tenth of a millisecond a call,
-as long as a layer of a small model runs.
+`nnx.split` gives a graph and a state; hashing the one and flattening the other takes a tenth of a
+millisecond a call, as long as a layer of a small model runs.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,9 @@ from jmoe.layers.router import RouterBias
 
 @dataclass(frozen=True, eq=False)
 class Structure:
-    """All of a module but its arrays. Equal modules share one object, so that comparing them is free."""
+    """All of a module but its arrays. Equal modules share one object, so that comparing them is
+    free.
+    """
 
     graph: Any
     tree: Any

@@ -1,4 +1,6 @@
-"""Read a checkpoint's defaults for generation from generation_config.json, else from config.json."""
+"""Read a checkpoint's defaults for generation from generation_config.json, else from
+config.json.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -45,8 +47,9 @@ _NOT_USED: dict[str, Any] = {
 class GenerationConfig:
     """Where texts end, and how their authors would draw them.
 
-    eos_token_ids: end a text, as in transformers. config_eos_token_ids: of config.json, which end a chat too. sampling:
-    the fields of `SAMPLING` that are said. not_used: other fields that would change what transformers draws.
+    eos_token_ids: end a text, as in transformers. config_eos_token_ids: of config.json, which end a
+    chat too. sampling: the fields of `SAMPLING` that are said. not_used: other fields that would
+    change what transformers draws.
     """
 
     eos_token_ids: tuple[int, ...]
@@ -56,7 +59,9 @@ class GenerationConfig:
 
     @classmethod
     def read(cls, folder: Path, config_fields: Mapping[str, Any]) -> "GenerationConfig":
-        """Read a folder's, whose config.json holds `config_fields`; `ValueError` naming what is damaged."""
+        """Read a folder's, whose config.json holds `config_fields`; `ValueError` naming what is
+        damaged.
+        """
         file = folder / FILE
         fields = read_table(file) if has_file(file) else {}
         of_config = _token_ids(folder / "config.json", config_fields.get("eos_token_id"))
@@ -67,7 +72,11 @@ class GenerationConfig:
             check(number, f"{file}: {name}", value, "must be a number")
         if fields.get("do_sample") is False:
             sampling["temperature"] = 0.0
-        not_used = {name: fields[name] for name, no in _NOT_USED.items() if fields.get(name) not in (None, no)}
+        not_used = {
+            name: fields[name]
+            for name, no in _NOT_USED.items()
+            if fields.get(name) not in (None, no)
+        }
         eos = _token_ids(file, fields["eos_token_id"]) if own else of_config
         return cls(eos, of_config, sampling, not_used)
 

@@ -1,7 +1,7 @@
 """Hugging Face configurations as `ModelConfig`, and back.
 
-`config_fields.py` lists what becomes of every field. Defaults of fields that a `config.json` leaves out are those of
-the family's configuration class in transformers.
+`config_fields.py` lists what becomes of every field. Defaults of fields that a `config.json` leaves
+out are those of the family's configuration class in transformers.
 """
 
 import dataclasses
@@ -24,13 +24,26 @@ ARCHITECTURES = {
 }
 SAME_AS = {"kimi_k2": "deepseek_v3"}  # model types with the fields and tensors of another one
 # Read and written alike, under the names that `ModelConfig` has too.
-_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+)
 _LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-_GPT_OSS_YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+_GPT_OSS_YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
 
 
 class _Fields:
-    """The fields of a `config.json`, each checked for its kind when it is read. None counts as not given."""
+    """The fields of a `config.json`, each checked for its kind when it is read. None counts as
+    not given.
+    """
 
     def __init__(self, fields: dict[str, Any], prefix: str = "") -> None:
         self._fields, self._prefix = fields, prefix
@@ -50,10 +63,19 @@ class _Fields:
         said = [n for n in names if self.value(n) is not None]
         name = said[0] if said else names[0]
         value: int = self._checked(name, default, (int,), "an integer")
-        most = MODEL_LIMITS["num_experts"] if name.endswith("experts") else MODEL_LIMITS.get(name, value)
+        most = (
+            MODEL_LIMITS["num_experts"]
+            if name.endswith("experts")
+            else MODEL_LIMITS.get(name, value)
+        )
         check(value <= most, self._prefix + name, value, f"must be at most {most:,}")
         for other in said[1:]:
-            check(self.value(other) == value, self._prefix + other, self.value(other), f"must be {name} = {value}")
+            check(
+                self.value(other) == value,
+                self._prefix + other,
+                self.value(other),
+                f"must be {name} = {value}",
+            )
         return value
 
     def integers(self, names: Iterable[str]) -> dict[str, int]:
@@ -74,7 +96,9 @@ class _Fields:
         return value
 
     def nullable_flag(self, name: str, default: bool) -> bool:
-        """Return False where it says null, as transformers takes it; `default` where it says nothing."""
+        """Return False where it says null, as transformers takes it; `default` where it says
+        nothing.
+        """
         return self._fields.get(name, default) is not None and self.flag(name, default)
 
     def listed(self, name: str) -> tuple[Any, ...]:
@@ -83,7 +107,9 @@ class _Fields:
     def only(self, name: str, supported: Any) -> None:
         """Refuse another value than this one."""
         value = self.value(name, supported)
-        check(value == supported, self._prefix + name, value, f"is not supported, only {supported!r}")
+        check(
+            value == supported, self._prefix + name, value, f"is not supported, only {supported!r}"
+        )
 
 
 def _rope_table(fields: _Fields, name: str) -> dict[str, Any]:
@@ -95,8 +121,12 @@ def _rope_table(fields: _Fields, name: str) -> dict[str, Any]:
 
 
 def _check_agreement(scaling: dict[str, Any], parameters: dict[str, Any]) -> None:
-    """Refuse two tables of positions that say different things; one that says nothing but theta goes with any."""
-    kinds = [table.get("rope_type") or table.get("type") or "default" for table in (scaling, parameters)]
+    """Refuse two tables of positions that say different things; one that says nothing but theta
+    goes with any.
+    """
+    kinds = [
+        table.get("rope_type") or table.get("type") or "default" for table in (scaling, parameters)
+    ]
     named = ("rope_type", "type", "rope_theta")
     scales, other = (
         {name: value for name, value in table.items() if name not in named and value is not None}
@@ -106,15 +136,22 @@ def _check_agreement(scaling: dict[str, Any], parameters: dict[str, Any]) -> Non
     agrees = (kinds[1] == "default" or (kinds[0] == kinds[1] and scales == other)) and (
         theta is None or parameters.get("rope_theta", theta) == theta
     )
-    check(agrees, "rope_scaling", scaling, f"must say what rope_parameters = {parameters!r} says, or one must be null")
+    check(
+        agrees,
+        "rope_scaling",
+        scaling,
+        f"must say what rope_parameters = {parameters!r} says, or one must be null",
+    )
 
 
 def _rope(fields: _Fields, theta: float, default: dict[str, Any] | None = None) -> dict[str, Any]:
     """rope_theta and rope_scaling, from either way that transformers writes them.
 
-    rope_scaling, which users add, replaces rope_parameters as in transformers 5, but for a theta that this alone says.
+    rope_scaling, which users add, replaces rope_parameters as in transformers 5, but for a theta
+    that this alone says.
     """
-    scaling, parameters = _rope_table(fields, "rope_scaling"), _rope_table(fields, "rope_parameters")
+    scaling = _rope_table(fields, "rope_scaling")
+    parameters = _rope_table(fields, "rope_parameters")
     if scaling and parameters:
         _check_agreement(scaling, parameters)
     name = "rope_scaling" if scaling else "rope_parameters"
@@ -122,7 +159,12 @@ def _rope(fields: _Fields, theta: float, default: dict[str, Any] | None = None) 
     elsewhere = _Fields(parameters, "rope_parameters.").number("rope_theta", theta)
     theta = rope.number("rope_theta", fields.number("rope_theta", elsewhere))
     kind = rope.value("rope_type", rope.value("type", "default"))
-    check(kind in ("default", "yarn"), f"{name}.rope_type", kind, "is not supported, only default and yarn")
+    check(
+        kind in ("default", "yarn"),
+        f"{name}.rope_type",
+        kind,
+        "is not supported, only default and yarn",
+    )
     if kind == "default":
         return {"rope_theta": theta}
     positions = fields.integer("max_position_embeddings")
@@ -148,7 +190,9 @@ def _rope(fields: _Fields, theta: float, default: dict[str, Any] | None = None) 
 def _common(fields: _Fields, norm_eps: float) -> dict[str, Any]:
     sizes = fields.integers(_SIZES)
     return sizes | {
-        "num_key_value_heads": fields.integer("num_key_value_heads", default=sizes["num_attention_heads"]),
+        "num_key_value_heads": fields.integer(
+            "num_key_value_heads", default=sizes["num_attention_heads"]
+        ),
         "intermediate_size": fields.integer("intermediate_size"),
         "norm_eps": fields.number("rms_norm_eps", norm_eps),
         "tie_word_embeddings": fields.flag("tie_word_embeddings", False),
@@ -156,7 +200,9 @@ def _common(fields: _Fields, norm_eps: float) -> dict[str, Any]:
     }
 
 
-def _softmax_router(fields: _Fields, choices: int, norm_topk_prob: bool, aux_loss_coef: float = 0.001) -> RouterConfig:
+def _softmax_router(
+    fields: _Fields, choices: int, norm_topk_prob: bool, aux_loss_coef: float = 0.001
+) -> RouterConfig:
     """The balance loss of transformers sums over a token's choices, ours is their mean."""
     coef = choices * fields.number("router_aux_loss_coef", aux_loss_coef)
     return RouterConfig(kind="softmax", norm_topk_prob=norm_topk_prob, aux_loss_coef=coef)
@@ -176,7 +222,8 @@ def _mixtral(fields: _Fields) -> dict[str, Any]:
 
 
 def _qwen(fields: _Fields) -> dict[str, Any]:
-    sliding, choices = fields.flag("use_sliding_window", False), fields.integer("num_experts_per_tok")
+    sliding = fields.flag("use_sliding_window", False)
+    choices = fields.integer("num_experts_per_tok")
     return _common(fields, 1e-6) | {
         "head_dim": fields.optional_integer("head_dim"),
         "num_experts_per_tok": choices,
@@ -206,13 +253,17 @@ def _qwen2_moe(fields: _Fields) -> dict[str, Any]:
     elif not types:
         below = fields.integer("max_window_layers", default=28)
         layers = range(model["num_hidden_layers"])
-        types = tuple("full_attention" if i % 2 or i >= below else "sliding_attention" for i in layers)
+        types = tuple(
+            "full_attention" if i % 2 or i >= below else "sliding_attention" for i in layers
+        )
     return model | {
         "moe_intermediate_size": fields.integer("moe_intermediate_size", default=1408),
         "num_experts": fields.integer("num_experts", default=60),
         "layer_types": types,
         "qkv_bias": fields.flag("qkv_bias", True),
-        "shared_expert_intermediate_size": fields.integer("shared_expert_intermediate_size", default=5632),
+        "shared_expert_intermediate_size": fields.integer(
+            "shared_expert_intermediate_size", default=5632
+        ),
         "shared_expert_gate": True,
     }
 
@@ -234,7 +285,8 @@ def _olmoe(fields: _Fields) -> dict[str, Any]:
 
 def _deepseek_v3(fields: _Fields) -> dict[str, Any]:
     fields.only("head_dim", fields.integer("qk_rope_head_dim"))  # of transformers' rotary positions
-    moe_size, shared = fields.integer("moe_intermediate_size"), fields.integer("n_shared_experts", default=1)
+    moe_size = fields.integer("moe_intermediate_size")
+    shared = fields.integer("n_shared_experts", default=1)
     check(shared > 0, "n_shared_experts", shared, "must be greater than 0")
     return _common(fields, 1e-6) | {
         "moe_intermediate_size": moe_size,
@@ -283,10 +335,14 @@ def _gpt_oss(fields: _Fields) -> dict[str, Any]:
 
 
 def _gpt_moe(fields: _Fields) -> dict[str, Any]:
-    """GPT with experts: LayerNorm, exact GELU, learned positions, biases; the field names are those of transformers."""
+    """GPT with experts: LayerNorm, exact GELU, learned positions, biases; the field names are
+    those of transformers.
+    """
     sizes, choices = fields.integers(_SIZES), fields.integer("num_experts_per_tok", default=1)
     return sizes | {
-        "num_key_value_heads": fields.integer("num_key_value_heads", default=sizes["num_attention_heads"]),
+        "num_key_value_heads": fields.integer(
+            "num_key_value_heads", default=sizes["num_attention_heads"]
+        ),
         "head_dim": fields.optional_integer("head_dim"),
         "intermediate_size": fields.integer("intermediate_size"),
         "moe_intermediate_size": fields.integer("moe_intermediate_size"),
@@ -317,25 +373,36 @@ _READERS: dict[str, Callable[[_Fields], dict[str, Any]]] = {
 
 
 def family_of(hf: dict[str, Any]) -> str:
-    """Return the family of a `config.json`, whose reader and tensor names it has; `ValueError` if there is none."""
+    """Return the family of a `config.json`, whose reader and tensor names it has; `ValueError`
+    if there is none.
+    """
     kind = hf.get("model_type")
     family = SAME_AS.get(kind, kind) if isinstance(kind, str) else ""
-    check(family in _READERS, "model_type", kind, f"must be one of {', '.join([*_READERS, *SAME_AS])}")
+    check(
+        family in _READERS, "model_type", kind, f"must be one of {', '.join([*_READERS, *SAME_AS])}"
+    )
     return family
 
 
 def model_config(hf: dict[str, Any]) -> ModelConfig:
     """The decoder that a Hugging Face `config.json` describes.
 
-    Raises `ValueError` naming the field for a model type, or an option of one, that jmoe does not have.
+    Raises `ValueError` naming the field for a model type, or an option of one, that jmoe does not
+    have.
     """
     family = family_of(hf)
     check_supported(hf, family)
     check_quantization(hf.get("quantization_config"), family, hf.get("expert_dtype"))
     config = ModelConfig(**_READERS[family](_Fields(hf)))
-    # jmoe leaves a single choice's weight undivided, so that the router learns; transformers makes it 1
+    # jmoe leaves a single choice's weight undivided, so that the router learns; transformers makes
+    # it 1
     unlike = config.num_experts_per_tok == 1 and config.router.norm_topk_prob
-    check(not unlike, "num_experts_per_tok", 1, "is not supported where weights are divided by their sum")
+    check(
+        not unlike,
+        "num_experts_per_tok",
+        1,
+        "is not supported where weights are divided by their sum",
+    )
     return config
 
 
@@ -345,7 +412,9 @@ def _rope_parameters(config: ModelConfig) -> dict[str, Any]:
         return {"rope_type": "default", "rope_theta": config.rope_theta}
     fields = {name: value for name, value in dataclasses.asdict(yarn).items() if value is not None}
     unset = [name for name in ("mscale", "mscale_all_dim") if not fields[name]]
-    return {"rope_type": "yarn", "rope_theta": config.rope_theta} | {k: v for k, v in fields.items() if k not in unset}
+    return {"rope_type": "yarn", "rope_theta": config.rope_theta} | {
+        k: v for k, v in fields.items() if k not in unset
+    }
 
 
 def _normalises(config: ModelConfig) -> bool:
@@ -362,23 +431,44 @@ def _same(config: ModelConfig, *names: str) -> dict[str, Any]:
 
 def _own_fields(config: ModelConfig) -> dict[str, dict[str, Any]]:
     """Return the fields that not all families have, by family."""
-    router, moe_size, head_dim = config.router, config.moe_intermediate_size, {"head_dim": config.dim_per_head}
+    router = config.router
+    moe_size = config.moe_intermediate_size
+    head_dim = {"head_dim": config.dim_per_head}
     types = config.layer_types or ("sliding_attention",) * config.num_hidden_layers
     limited = router.kind == "group_limited"
     coef = router.aux_loss_coef / config.num_experts_per_tok
     experts = {"router_aux_loss_coef": coef, "output_router_logits": False}
-    windowed = experts | head_dim | {"num_local_experts": config.num_experts, "sliding_window": config.sliding_window}
+    windowed = (
+        experts
+        | head_dim
+        | {
+            "num_local_experts": config.num_experts,
+            "sliding_window": config.sliding_window,
+        }
+    )
     divided = {"norm_topk_prob": _normalises(config)}
-    dense_layers = {"mlp_only_layers": [i for i, kind in enumerate(config.layer_kinds) if kind == "dense"]}
-    qwen = experts | head_dim | divided | _same(config, "moe_intermediate_size", "num_experts", "sliding_window")
-    qwen |= dense_layers | {"decoder_sparse_step": 1, "use_sliding_window": config.sliding_window is not None}
+    dense_layers = {
+        "mlp_only_layers": [i for i, kind in enumerate(config.layer_kinds) if kind == "dense"]
+    }
+    qwen = (
+        experts
+        | head_dim
+        | divided
+        | _same(config, "moe_intermediate_size", "num_experts", "sliding_window")
+    )
+    qwen |= dense_layers | {
+        "decoder_sparse_step": 1,
+        "use_sliding_window": config.sliding_window is not None,
+    }
     qwen2_types = types if config.sliding_window else ("full_attention",) * config.num_hidden_layers
     return {
         "mixtral": windowed,
         "qwen3_moe": qwen | _same(config, "attention_bias"),
-        "qwen2_moe": qwen
-        | _same(config, "qkv_bias", "shared_expert_intermediate_size")
-        | {"layer_types": list(qwen2_types)},
+        "qwen2_moe": (
+            qwen
+            | _same(config, "qkv_bias", "shared_expert_intermediate_size")
+            | {"layer_types": list(qwen2_types)}
+        ),
         "olmoe": experts | divided | _same(config, "num_experts", "clip_qkv", "attention_bias"),
         "deepseek_v3": {
             "moe_intermediate_size": moe_size,
@@ -393,25 +483,35 @@ def _own_fields(config: ModelConfig) -> dict[str, dict[str, Any]]:
             **_same(config, "attention_bias", "q_lora_rank", "rope_interleave", *_LATENT_SIZES),
         },
         "gpt_oss": windowed | {"attention_bias": config.attention_bias, "layer_types": list(types)},
-        "gpt_moe": experts
-        | head_dim
-        | divided
-        | dense_layers
-        | _same(config, "moe_intermediate_size", "num_experts", "attention_bias", "mlp_bias"),
+        "gpt_moe": (
+            experts
+            | head_dim
+            | divided
+            | dense_layers
+            | _same(config, "moe_intermediate_size", "num_experts", "attention_bias", "mlp_bias")
+        ),
     }
 
 
 def _written(config: ModelConfig, family: str) -> dict[str, Any]:
-    """The `config.json` of the decoder if it is of this family; what the family does not have is left out."""
+    """The `config.json` of the decoder if it is of this family; what the family does not have is
+    left out.
+    """
     all_experts = family in ("mixtral", "olmoe", "gpt_oss")
-    act_and_norm = {"hidden_act": "silu", "rms_norm_eps": config.norm_eps, "rope_parameters": _rope_parameters(config)}
+    act_and_norm = {
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_eps,
+        "rope_parameters": _rope_parameters(config),
+    }
     if family == "gpt_moe":
         act_and_norm = {"hidden_act": "gelu", "layer_norm_eps": config.norm_eps}
     return {
         "architectures": [ARCHITECTURES[family]],
         "model_type": family,
         **_same(config, *_SIZES, "num_key_value_heads", "num_experts_per_tok"),
-        "intermediate_size": config.moe_intermediate_size if all_experts else config.intermediate_size,
+        "intermediate_size": (
+            config.moe_intermediate_size if all_experts else config.intermediate_size
+        ),
         **act_and_norm,
         "tie_word_embeddings": config.tie_word_embeddings,
         "initializer_range": config.initializer_range,
@@ -425,7 +525,9 @@ def _written(config: ModelConfig, family: str) -> dict[str, Any]:
 def _canonical(config: ModelConfig) -> dict[str, Any]:
     """Return what decides the decoder's output, in one form for each output."""
     router = config.router
-    kind = {"switch": "softmax", "gshard": "softmax", "sigmoid": "group_limited"}.get(router.kind, router.kind)
+    kind = {"switch": "softmax", "gshard": "softmax", "sigmoid": "group_limited"}.get(
+        router.kind, router.kind
+    )
     values = dataclasses.asdict(config) | {
         "head_dim": config.dim_per_head,
         "layer_types": config.layer_types or ("sliding_attention",) * config.num_hidden_layers,
@@ -444,7 +546,12 @@ def _canonical(config: ModelConfig) -> dict[str, Any]:
         del values["rope_theta"]
     if config.attention_bias:
         del values["qkv_bias"]
-    for name in ("capacity_factor", "decoder_sparse_step", "first_k_dense_replace", "mlp_only_layers"):
+    for name in (
+        "capacity_factor",
+        "decoder_sparse_step",
+        "first_k_dense_replace",
+        "mlp_only_layers",
+    ):
         del values[name]
     return values
 
@@ -464,18 +571,33 @@ def hf_config(config: ModelConfig) -> dict[str, Any]:
         if not tried[family]:
             return hf
     near = min(tried, key=lambda family: len(tried[family]))
-    raise ValueError(f"model: no Hugging Face family has all its options; {near} differs in {'; '.join(tried[near])}")
+    raise ValueError(
+        f"model: no Hugging Face family has all its options; {near} differs in"
+        f" {'; '.join(tried[near])}"
+    )
 
 
 def changed_config(hf: dict[str, Any], config: ModelConfig) -> dict[str, Any]:
-    """Return a `config.json` of the same family for a decoder of other sizes; what `ModelConfig` does not know stays.
+    """Return a `config.json` of the same family for a decoder of other sizes; what `ModelConfig`
+    does not know stays.
 
-    Weights that were quantized are taken to be whole. Raises `ValueError` where the family has no such decoder.
+    Weights that were quantized are taken to be whole. Raises `ValueError` where the family has no
+    such decoder.
     """
     family = family_of(hf)
-    known_here = ("architectures", "bos_token_id", "eos_token_id", "pad_token_id", "output_router_logits")
-    written = {name: value for name, value in _written(config, family).items() if name not in known_here}
-    changed = {name: value for name, value in hf.items() if name not in COMPRESSION_FIELDS} | written
+    known_here = (
+        "architectures",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "output_router_logits",
+    )
+    written = {
+        name: value for name, value in _written(config, family).items() if name not in known_here
+    }
+    changed = {
+        name: value for name, value in hf.items() if name not in COMPRESSION_FIELDS
+    } | written
     unlike = differences(_canonical(config), _canonical(model_config(changed)))
     if unlike:
         raise ValueError(f"model_type = {family!r}: has no decoder with {'; '.join(unlike)}")

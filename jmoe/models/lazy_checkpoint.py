@@ -1,4 +1,5 @@
-"""A Hugging Face checkpoint with its experts left where they are, to be copied into memory one by one.
+"""A Hugging Face checkpoint with its experts left where they are, to be copied into memory one by
+one.
 
 Legend: T tokens, D hidden, V vocabulary.
 """
@@ -40,13 +41,16 @@ class EmbedAndHead(nnx.Module):
         self.embedding, self.positions = decoder.embedding, decoder.positions
         self.norm, self.head = decoder.norm, decoder.head
 
-    def embed(self, tokens: jax.Array, positions: jax.Array, dtype: Any, lookup: Lookup = lookup) -> jax.Array:
+    def embed(
+        self, tokens: jax.Array, positions: jax.Array, dtype: Any, lookup: Lookup = lookup
+    ) -> jax.Array:
         """[..., D] in `dtype`. lookup: in the table, or in a device's part of it."""
         x = lookup(self.embedding[...], tokens, dtype)
         if self.positions is None:
             return x
         x = x + self.positions[...][positions].astype(dtype)
-        # else XLA may keep more bits of the sum for a layer in the same program than for one in another
+        # else XLA may keep more bits of the sum for a layer in the same program than for one in
+        # another
         bits = jnp.finfo(x.dtype)
         return jax.lax.reduce_precision(x, exponent_bits=bits.nexp, mantissa_bits=bits.nmant)
 
@@ -75,19 +79,26 @@ def split_decoder(decoder: Decoder) -> tuple[EmbedAndHead, list[Block]]:
 class LazyCheckpoint(Closing):
     """A checkpoint whose experts are read on demand; a context manager.
 
-    dtype: of all weights; None: as stored. expert_dtype: of the experts' matrices, a name of `FORMATS`, or `wide` for
-    that of all weights; None: that too, but what is stored in one of these stays so. Raises `ValueError` as
-    `load_pretrained` does, before memory is filled.
+    dtype: of all weights; None: as stored. expert_dtype: of the experts' matrices, a name of
+    `FORMATS`, or `wide` for that of all weights; None: that too, but what is stored in one of these
+    stays so. Raises `ValueError` as `load_pretrained` does, before memory is filled.
     """
 
-    def __init__(self, path: str | os.PathLike, dtype: Any = None, expert_dtype: str | None = None) -> None:
+    def __init__(
+        self, path: str | os.PathLike, dtype: Any = None, expert_dtype: str | None = None
+    ) -> None:
         folder = Path(path).expanduser()
         check_dtype(dtype)
         self._given_dtypes = dtype, expert_dtype
         fields = read_config(folder)
         self.folder, self.fields = folder, fields
         self.config: ModelConfig = model_config(fields)
-        check(self.config.num_moe_layers > 0, "num_experts", self.config.num_experts, "no layer has experts")
+        check(
+            self.config.num_moe_layers > 0,
+            "num_experts",
+            self.config.num_experts,
+            "no layer has experts",
+        )
         stored = read_headers(folder)
         shapes = abstract_decoder(self.config)[2]
         self._parameters = parameters(shapes, self.config, family_of(fields), stored)
@@ -102,11 +113,16 @@ class LazyCheckpoint(Closing):
         for name, p in self._experts.items():
             if self.expert_format not in (None, FP8) and len(p.matrix) == 2:
                 fits, inputs = p.matrix[0] % BLOCK == 0, p.matrix[0]
-                words = f"needs inputs of {name} to be a multiple of {BLOCK}, not {inputs}: must be wide or fp8"
+                words = (
+                    f"needs inputs of {name} to be a multiple of {BLOCK}, not {inputs}: must be"
+                    " wide or fp8"
+                )
                 check(fits, "expert_dtype", expert_dtype, words)
 
     def _format_on_disk(self, stored: Mapping[str, StoredTensor]) -> Format | None:
-        """Return the format in which every expert's matrices are stored, if it is one that is kept."""
+        """Return the format in which every expert's matrices are stored, if it is one that is
+        kept.
+        """
         matrices = [p for p in self._experts.values() if len(p.matrix) == 2]
         if any(f"{piece.name}_blocks" in stored for p in matrices for piece in p.pieces()):
             return MXFP4
@@ -121,11 +137,16 @@ class LazyCheckpoint(Closing):
     def max_positions(self) -> int:
         """The most tokens of a sequence, with what YaRN adds to the positions."""
         limit, scaling = self.config.max_position_embeddings, self.config.rope_scaling
-        stretched = 0 if scaling is None else round(scaling.factor * scaling.original_max_position_embeddings)
+        stretched = (
+            0
+            if scaling is None
+            else round(scaling.factor * scaling.original_max_position_embeddings)
+        )
         return max(limit, stretched)
 
     def sequence_length(self, asked: int | None) -> int:
-        """Return how many tokens a sequence may have: as many as asked for, else 2048 or what the model has.
+        """Return how many tokens a sequence may have: as many as asked for, else 2048 or what the
+        model has.
 
         Engines take more where there is memory: see `with_sequence_length`.
 
@@ -134,16 +155,29 @@ class LazyCheckpoint(Closing):
         limit = self.max_positions
         if asked is None:
             return min(DEFAULT_MAX_SEQ_LEN, limit)
-        check(asked >= 2, "max_seq_len", asked, "must be at least 2, a token of prompt and one of output")
-        check(asked <= limit, "max_seq_len", asked, f"must not exceed the model's {limit} positions")
+        check(
+            asked >= 2,
+            "max_seq_len",
+            asked,
+            "must be at least 2, a token of prompt and one of output",
+        )
+        check(
+            asked <= limit, "max_seq_len", asked, f"must not exceed the model's {limit} positions"
+        )
         return asked
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Return where texts end: see `GenerationConfig`."""
         tokens = GenerationConfig.read(self.folder, self.fields).eos_token_ids
-        size, place = self.config.vocab_size, f"correct generation_config.json or config.json in {self.folder}"
-        check(all(t < size for t in tokens), "eos_token_id", tokens, f"must be below vocab_size = {size}: {place}")
+        size = self.config.vocab_size
+        place = f"correct generation_config.json or config.json in {self.folder}"
+        check(
+            all(t < size for t in tokens),
+            "eos_token_id",
+            tokens,
+            f"must be below vocab_size = {size}: {place}",
+        )
         return tokens
 
     @property
@@ -161,10 +195,14 @@ class LazyCheckpoint(Closing):
     @property
     def expert_bytes(self) -> int:
         """Count the bytes of one expert."""
-        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.expert_fields.values())
+        return sum(
+            math.prod(shape) * dtype.itemsize for shape, dtype in self.expert_fields.values()
+        )
 
     def rest_bytes(self, num_devices: int = 1) -> int:
-        """Count the bytes of everything but the experts, or of each part of it, as `load_part` splits it."""
+        """Count the bytes of everything but the experts, or of each part of it, as `load_part`
+        splits it.
+        """
         config = self.config if num_devices == 1 else device_config(self.config, num_devices)
         parts = flat(abstract_decoder(config)[2])
         sizes = {p.path: math.prod(parts[p.path].shape) for p in self._parameters if not p.experts}
@@ -172,24 +210,32 @@ class LazyCheckpoint(Closing):
 
     @property
     def content(self) -> str:
-        """Return a hash of configuration and weights, the same for every copy: see `content_identity`."""
+        """Return a hash of configuration and weights, the same for every copy: see
+        `content_identity`.
+        """
         what = [self.fields, weights_identity(self._stored)]
         return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
 
     @property
     def fingerprint(self) -> str:
-        """Return a hash of the content, the files' times and the form of experts in memory, for packs of experts.
+        """Return a hash of the content, the files' times and the form of experts in memory, for
+        packs of experts.
 
-        The content tells models apart; a change within a tensor, between two blocks that are read, shows by its time.
+        The content tells models apart; a change within a tensor, between two blocks that are read,
+        shows by its time.
         """
         times = sorted({(t.file.name, t.file.stat().st_mtime_ns) for t in self._stored.values()})
         dtypes = {name: self._dtypes[p.path].name for name, p in self._experts.items()}
         kept = None if self.expert_format is None else self.expert_format.name
-        return hashlib.sha256(json.dumps([self.content, times, dtypes, kept], sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(
+            json.dumps([self.content, times, dtypes, kept], sort_keys=True).encode()
+        ).hexdigest()
 
     @property
     def routing_fingerprint(self) -> str:
-        """Return a SHA-256 of the routers as they are stored: copies of a checkpoint have the same, in any dtype."""
+        """Return a SHA-256 of the routers as they are stored: copies of a checkpoint have the
+        same, in any dtype.
+        """
         digest = hashlib.sha256(str(self.config.num_experts_per_tok).encode())
         for p in (p for p in self._parameters if "router" in p.path):
             digest.update(json.dumps([p.path, p.shape]).encode())
@@ -202,7 +248,9 @@ class LazyCheckpoint(Closing):
         for name, parameter in self._experts.items():
             is_kept = self.expert_format is not None and self._is_kept(parameter)
             if is_kept and len(parameter.matrix) == 2:
-                views[name][...], views[name + SCALES][...] = self._loader.kept(parameter, layer, expert)
+                views[name][...], views[name + SCALES][...] = self._loader.kept(
+                    parameter, layer, expert
+                )
                 continue
             part = self.expert_array(name, layer, expert)
             if self.expert_format is not None and part.ndim == 2:
@@ -234,15 +282,22 @@ class LazyCheckpoint(Closing):
 
     def rest_arrays(self) -> dict[Names, jax.Array]:
         """{path: array} of everything but the experts, on the default device."""
-        return {p.path: self._loader.load(p, self._dtypes[p.path], None) for p in self._parameters if not p.experts}
+        return {
+            p.path: self._loader.load(p, self._dtypes[p.path], None)
+            for p in self._parameters
+            if not p.experts
+        }
 
     def load_rest(self) -> tuple[EmbedAndHead, list[Block]]:
         """Everything but the experts, on the default device."""
-        none = {p.path: jnp.zeros((p.shape[0], 0), self._dtypes[p.path]) for p in self._experts.values()}
+        none = {
+            p.path: jnp.zeros((p.shape[0], 0), self._dtypes[p.path]) for p in self._experts.values()
+        }
         return split_decoder(decoder_of(self.config, none | self.rest_arrays()))
 
     def load_part(self, device: int, num_devices: int) -> tuple[EmbedAndHead, list[Block]]:
-        """Everything but the experts that one of several devices has, in host memory: see `models/tensor_parallel.py`.
+        """Everything but the experts that one of several devices has, in host memory: see
+        `models/tensor_parallel.py`.
 
         Only that is read.
         """
@@ -250,7 +305,11 @@ class LazyCheckpoint(Closing):
         arrays: dict[Names, Any] = {}
         for p in self._parameters:
             dtype = self._dtypes[p.path]
-            arrays[p.path] = np.zeros((p.shape[0], 0), dtype) if p.experts else self._part(p, device, num_devices)
+            arrays[p.path] = (
+                np.zeros((p.shape[0], 0), dtype)
+                if p.experts
+                else self._part(p, device, num_devices)
+            )
         embed_and_head, layers = split_decoder(decoder_of(config, arrays))
         for layer in layers:
             share_norms(layer)
@@ -267,10 +326,16 @@ class LazyCheckpoint(Closing):
             return self._loader.region(p, dtype, whole)
         pieces = []
         for span in spans(cut, device, num_devices):
-            pieces.append(self._loader.region(p, dtype, (*whole[: cut.dim], span, *whole[: -cut.dim - 1])))
+            pieces.append(
+                self._loader.region(p, dtype, (*whole[: cut.dim], span, *whole[: -cut.dim - 1]))
+            )
         part = np.concatenate(pieces, axis=cut.dim)
-        missing = sum(-(-units // num_devices) * size for units, size in cut.groups) - part.shape[cut.dim]
-        padding = [(0, missing if dim == len(p.shape) + cut.dim else 0) for dim in range(len(p.shape))]
+        missing = (
+            sum(-(-units // num_devices) * size for units, size in cut.groups) - part.shape[cut.dim]
+        )
+        padding = [
+            (0, missing if dim == len(p.shape) + cut.dim else 0) for dim in range(len(p.shape))
+        ]
         return np.pad(part, padding) if missing else part
 
     def close(self) -> None:

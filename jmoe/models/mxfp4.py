@@ -1,4 +1,5 @@
-"""MXFP4: 4-bit floats (1 sign, 2 exponent, 1 mantissa bit) in blocks of 32 with a common power of two.
+"""MXFP4: 4-bit floats (1 sign, 2 exponent, 1 mantissa bit) in blocks of 32 with a common power of
+two.
 
 Source: OCP Microscaling Formats 1.0; the layout on disk is that of gpt-oss.
 """
@@ -15,12 +16,14 @@ _PAIRS = np.stack([VALUES[np.arange(256) & 15], VALUES[np.arange(256) >> 4]], ax
 
 
 def dequantised(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """bfloat16 [rows, columns] from uint8 blocks [rows, columns / 2] and scales [rows, columns / 32].
+    """bfloat16 [rows, columns] from uint8 blocks [rows, columns / 2] and scales [rows, columns /
+    32].
 
     value * 2^(scale - 127); exact in bfloat16 within its range.
     """
     rows = blocks.shape[0]
     powers = np.ldexp(np.float32(1), scales.astype(np.int32) - SCALE_BIAS)
     values = _PAIRS[blocks].reshape(rows, -1, BLOCK) * powers[:, :, None]
-    upper = values.reshape(rows, -1).view(np.uint32) >> np.uint32(16)  # a bfloat16; the lower half is zero
+    # a bfloat16; the lower half is zero
+    upper = values.reshape(rows, -1).view(np.uint32) >> np.uint32(16)
     return upper.astype(np.uint16).view(jnp.bfloat16)

@@ -1,6 +1,7 @@
 """Hugging Face checkpoints as models that run, and models as Hugging Face checkpoints.
 
-Legend: B batch, S sequence, D hidden, V vocabulary, N layers with experts, T = B S tokens, E experts, K choices.
+Legend: B batch, S sequence, D hidden, V vocabulary, N layers with experts, T = B S tokens, E
+experts, K choices.
 """
 
 import json
@@ -38,11 +39,17 @@ log = logging.getLogger(__name__)
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def _forward(
-    graph: Any, dtype: str, keep_routing: bool, state: Any, tokens_BS: jax.Array, mask_BS: jax.Array | None
+    graph: Any,
+    dtype: str,
+    keep_routing: bool,
+    state: Any,
+    tokens_BS: jax.Array,
+    mask_BS: jax.Array | None,
 ) -> tuple[jax.Array, MoEStats | None]:
     decoder: Decoder = nnx.merge(graph, state)
     order_BS = None
-    if mask_BS is not None:  # the tokens of each row move to its front, where causality hides what pads it
+    # the tokens of each row move to its front, where causality hides what pads it
+    if mask_BS is not None:
         order_BS = jnp.argsort(~mask_BS, axis=1, stable=True)
         tokens_BS = jnp.take_along_axis(tokens_BS, order_BS, axis=1)
     x_BSD, stats = decoder(tokens_BS, dtype=dtype, full_capacity=True, keep_routing=keep_routing)
@@ -56,8 +63,8 @@ def _forward(
 class LanguageModel(nnx.Module):
     """A decoder with its head: `model(tokens_BS) -> float32 logits_BSV`.
 
-    config_json: the `config.json` it was loaded with; "" where there is none. dtype: what it computes in, whatever the
-    parameters are stored in.
+    config_json: the `config.json` it was loaded with; "" where there is none. dtype: what it
+    computes in, whatever the parameters are stored in.
     """
 
     def __init__(self, decoder: Decoder, config_json: str = "", *, dtype: str = "float32") -> None:
@@ -70,34 +77,64 @@ class LanguageModel(nnx.Module):
         return self.decoder.config
 
     def __call__(self, tokens_BS: jax.Array, mask_BS: jax.Array | None = None) -> jax.Array:
-        """Logits after each token. mask_BS: 1 or True for tokens, 0 for padding before or after them.
+        """Logits after each token. mask_BS: 1 or True for tokens, 0 for padding before or after
+        them.
 
-        Where the mask is 0 the logits mean nothing. Positions count a row's tokens. Raises `ValueError` for tokens
-        that are not [B, S] integers below vocab_size, a mask of another shape, and more tokens than there are learned
-        positions.
+        Where the mask is 0 the logits mean nothing. Positions count a row's tokens. Raises
+        `ValueError` for tokens that are not [B, S] integers below vocab_size, a mask of another
+        shape, and more tokens than there are learned positions.
         """
         return self._run(tokens_BS, mask_BS, keep_routing=False)[0]
 
     def routing(self, tokens_BS: jax.Array) -> Routing:
         """Logits [N, T, E], choices and weights [N, T, K] of every layer with experts."""
-        check(self.config.num_moe_layers > 0, "num_experts", self.config.num_experts, "no layer has experts")
+        check(
+            self.config.num_moe_layers > 0,
+            "num_experts",
+            self.config.num_experts,
+            "no layer has experts",
+        )
         _, stats = self._run(tokens_BS, None, keep_routing=True)
         assert stats is not None and stats.routing is not None
         return stats.routing
 
-    def _run(self, tokens: Any, mask: Any, *, keep_routing: bool) -> tuple[jax.Array, MoEStats | None]:
+    def _run(
+        self, tokens: Any, mask: Any, *, keep_routing: bool
+    ) -> tuple[jax.Array, MoEStats | None]:
         tokens_BS, config = jnp.asarray(tokens), self.config
         whole = tokens_BS.ndim == 2 and jnp.issubdtype(tokens_BS.dtype, jnp.integer)
-        check(whole, "tokens_BS", f"{tokens_BS.dtype}{list(tokens_BS.shape)}", "must be integers [batch, sequence]")
-        longest = config.max_position_embeddings if config.position == "learned" else tokens_BS.shape[1]
-        check(tokens_BS.shape[1] <= longest, "tokens_BS.shape", tokens_BS.shape, f"has more than {longest} positions")
+        check(
+            whole,
+            "tokens_BS",
+            f"{tokens_BS.dtype}{list(tokens_BS.shape)}",
+            "must be integers [batch, sequence]",
+        )
+        longest = (
+            config.max_position_embeddings if config.position == "learned" else tokens_BS.shape[1]
+        )
+        check(
+            tokens_BS.shape[1] <= longest,
+            "tokens_BS.shape",
+            tokens_BS.shape,
+            f"has more than {longest} positions",
+        )
         if tokens_BS.size and not isinstance(tokens_BS, jax.core.Tracer):
             for token in (int(tokens_BS.min()), int(tokens_BS.max())):
                 inside = 0 <= token < config.vocab_size
-                check(inside, "tokens_BS", token, f"must be between 0 and vocab_size - 1 = {config.vocab_size - 1}")
+                check(
+                    inside,
+                    "tokens_BS",
+                    token,
+                    f"must be between 0 and vocab_size - 1 = {config.vocab_size - 1}",
+                )
         if mask is not None:
             mask = jnp.asarray(mask).astype(bool)
-            check(mask.shape == tokens_BS.shape, "mask_BS.shape", mask.shape, f"must be {tokens_BS.shape}")
+            check(
+                mask.shape == tokens_BS.shape,
+                "mask_BS.shape",
+                mask.shape,
+                f"must be {tokens_BS.shape}",
+            )
         graph, state = nnx.split(self.decoder)
         return _forward(graph, self.dtype, keep_routing, state, tokens_BS, mask)
 
@@ -105,22 +142,37 @@ class LanguageModel(nnx.Module):
 def check_dtype(dtype: Any) -> None:
     """`ValueError` unless it is float32, bfloat16 or None."""
     name = None if dtype is None else jnp.dtype(dtype).name
-    check(name in (None, "float32", "bfloat16"), "dtype", name, "must be float32 or bfloat16, or None for as stored")
+    check(
+        name in (None, "float32", "bfloat16"),
+        "dtype",
+        name,
+        "must be float32 or bfloat16, or None for as stored",
+    )
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return the `config.json` of a Hugging Face folder; `ValueError` naming the file if it is missing or damaged.
+    """Return the `config.json` of a Hugging Face folder; `ValueError` naming the file if it is
+    missing or damaged.
 
-    A head that it ties to the embedding counts, as in transformers 5, where the weights have one that differs: then the
-    flag is false in what is returned.
+    A head that it ties to the embedding counts, as in transformers 5, where the weights have one
+    that differs: then the flag is false in what is returned.
     """
     file = folder / "config.json"
     if not has_file(file):
-        raise ValueError(f"{file}: is missing; {what_instead(folder) or 'a Hugging Face checkpoint has one'}")
+        raise ValueError(
+            f"{file}: is missing; {what_instead(folder) or 'a Hugging Face checkpoint has one'}"
+        )
     fields = read_table(file)
     has_weights = (folder / SINGLE).is_file() or (folder / INDEX).is_file()
-    if fields.get("tie_word_embeddings") is True and has_weights and has_own_head(read_headers(folder)):
-        _warn(f"{file}: tie_word_embeddings = True, but the weights have a head that differs: it is used")
+    if (
+        fields.get("tie_word_embeddings") is True
+        and has_weights
+        and has_own_head(read_headers(folder))
+    ):
+        _warn(
+            f"{file}: tie_word_embeddings = True, but the weights have a head that differs: it is"
+            " used"
+        )
         fields["tie_word_embeddings"] = False
     return fields
 
@@ -132,11 +184,16 @@ def _warn(text: str) -> None:
 
 
 def what_instead(path: Path) -> str:
-    """Return what to do about a path that is no model that jmoe reads; "" where nothing is known of it."""
+    """Return what to do about a path that is no model that jmoe reads; "" where nothing is known
+    of it.
+    """
     if path.suffix == ".gguf" or any(path.glob("*.gguf")):
         return "GGUF is not read: give the folder of safetensors that it was made from"
     if (path / "adapter_config.json").is_file():
-        return "an adapter is no model: give the folder that it was merged into, such as by peft's merge_and_unload"
+        return (
+            "an adapter is no model: give the folder that it was merged into, such as by peft's"
+            " merge_and_unload"
+        )
     if not path.is_absolute() and not path.parent.exists() and HUB_ID.fullmatch(str(path)):
         return f"a model of the Hub must be here first: hf download {path} --local-dir {path.name}"
     return ""
@@ -154,7 +211,9 @@ def read_table(file: Path) -> dict[str, Any]:
 
 
 def abstract_decoder(config: ModelConfig) -> tuple[Any, Any, Any]:
-    """(graph, structure of its state, nested dict of the parameters' shapes); nothing is computed."""
+    """(graph, structure of its state, nested dict of the parameters' shapes); nothing is
+    computed.
+    """
     graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
     return graph, jax.tree.structure(state), nnx.to_pure_dict(state)
 
@@ -162,20 +221,25 @@ def abstract_decoder(config: ModelConfig) -> tuple[Any, Any, Any]:
 def decoder_of(config: ModelConfig, arrays: dict[tuple[str, ...], jax.Array]) -> Decoder:
     """The decoder with these arrays, {path: array}."""
     graph, structure, shapes = abstract_decoder(config)
-    decoder: Decoder = nnx.merge(graph, jax.tree.unflatten(structure, [arrays[path] for path in flat(shapes)]))
+    decoder: Decoder = nnx.merge(
+        graph, jax.tree.unflatten(structure, [arrays[path] for path in flat(shapes)])
+    )
     return decoder
 
 
-def load_pretrained(path: str | os.PathLike, *, dtype: Any = None, mesh: Mesh | None = None) -> LanguageModel:
-    """Return the model in a folder: Mixtral, Qwen3-MoE, Qwen2-MoE, OLMoE, DeepSeek-V3, gpt-oss or jmoe's GPT-MoE.
+def load_pretrained(
+    path: str | os.PathLike, *, dtype: Any = None, mesh: Mesh | None = None
+) -> LanguageModel:
+    """Return the model in a folder: Mixtral, Qwen3-MoE, Qwen2-MoE, OLMoE, DeepSeek-V3, gpt-oss or
+    jmoe's GPT-MoE.
 
-    dtype: float32 or bfloat16, to keep the parameters and compute in; None: parameters as stored (MXFP4 weights as
-    bfloat16), computing in float32. mesh: of `make_mesh`, to split the parameters over its devices; None: on the
-    default device. Tensors are read one after the other into their final place, so little more memory is used than
-    the parameters take.
+    dtype: float32 or bfloat16, to keep the parameters and compute in; None: parameters as stored
+    (MXFP4 weights as bfloat16), computing in float32. mesh: of `make_mesh`, to split the parameters
+    over its devices; None: on the default device. Tensors are read one after the other into their
+    final place, so little more memory is used than the parameters take.
 
-    Raises `ValueError` naming the file and the field or tensor, before any memory is filled, for what is missing,
-    damaged or not supported.
+    Raises `ValueError` naming the file and the field or tensor, before any memory is filled, for
+    what is missing, damaged or not supported.
     """
     folder = Path(path).expanduser()
     check_dtype(dtype)
@@ -185,27 +249,44 @@ def load_pretrained(path: str | os.PathLike, *, dtype: Any = None, mesh: Mesh | 
     if mesh is not None:
         check(mesh.axis_names == ALL, "mesh.axis_names", mesh.axis_names, f"must be {ALL}")
         experts = math.prod(mesh.shape[axis] for axis in EXPERT)
-        check(config.num_experts % experts == 0, "num_experts", config.num_experts, f"must be a multiple of {experts}")
+        check(
+            config.num_experts % experts == 0,
+            "num_experts",
+            config.num_experts,
+            f"must be a multiple of {experts}",
+        )
         places = shardings(param_specs(shapes, mesh, shard_dense=True), mesh)
-        shapes = jax.tree.map(lambda s, place: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), shapes, places)
+        shapes = jax.tree.map(
+            lambda s, place: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), shapes, places
+        )
     arrays = load_arrays(folder, config, family_of(fields), shapes, dtype)
-    return LanguageModel(decoder_of(config, arrays), json.dumps(fields), dtype=jnp.dtype(dtype or jnp.float32).name)
+    return LanguageModel(
+        decoder_of(config, arrays), json.dumps(fields), dtype=jnp.dtype(dtype or jnp.float32).name
+    )
 
 
 def save_pretrained(
-    model: LanguageModel, path: str | os.PathLike, *, max_shard_bytes: int = MAX_SHARD_BYTES, **fields: Any
+    model: LanguageModel,
+    path: str | os.PathLike,
+    *,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    **fields: Any,
 ) -> None:
-    """Write a folder that transformers loads: `config.json` and safetensors, in the parameters' own dtypes.
+    """Write a folder that transformers loads: `config.json` and safetensors, in the parameters' own
+    dtypes.
 
-    The configuration is the one the model was loaded with, or that of the first family that computes what the model
-    computes, with `fields` (e.g. eos_token_id) added. Raises `ValueError` with the options that no family has.
+    The configuration is the one the model was loaded with, or that of the first family that
+    computes what the model computes, with `fields` (e.g. eos_token_id) added. Raises `ValueError`
+    with the options that no family has.
     """
     check(max_shard_bytes > 0, "max_shard_bytes", max_shard_bytes, "must be greater than 0")
     described = json.loads(model.config_json) if model.config_json else hf_config(model.config)
     for name in COMPRESSION_FIELDS:  # weights were made whole when they were loaded
         described.pop(name, None)
     arrays = flat(nnx.to_pure_dict(nnx.state(model.decoder)))
-    write_pretrained(Path(path).expanduser(), model.config, arrays, described | fields, max_shard_bytes)
+    write_pretrained(
+        Path(path).expanduser(), model.config, arrays, described | fields, max_shard_bytes
+    )
 
 
 def write_pretrained(
@@ -218,7 +299,8 @@ def write_pretrained(
     """Write parameters, {path: array}, and the configuration that transformers reads with them."""
     described = {name: value for name, value in described.items() if name != "torch_dtype"}
     if config.kv_lora_rank is not None:
-        described["num_nextn_predict_layers"] = 0  # the layers that predict further tokens were not loaded
+        # the layers that predict further tokens were not loaded
+        described["num_nextn_predict_layers"] = 0
     described["dtype"] = np.dtype(arrays[("embedding",)].dtype).name
     tensors = new_tensors(arrays, abstract_decoder(config)[2], config, family_of(described))
     folder.mkdir(parents=True, exist_ok=True)

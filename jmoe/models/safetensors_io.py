@@ -1,6 +1,8 @@
-"""Safetensors files: headers read and checked before anything else, tensors read and written piece by piece.
+"""Safetensors files: headers read and checked before anything else, tensors read and written piece
+by piece.
 
-Files are read with plain reads into small buffers, never mapped: mapped pages would count as this process's memory.
+Files are read with plain reads into small buffers, never mapped: mapped pages would count as this
+process's memory.
 Format: https://huggingface.co/docs/safetensors (8 bytes length, JSON header, tensors).
 """
 
@@ -54,10 +56,15 @@ class StoredTensor:
     stamp: tuple[int, int]  # size and time of the file when its header was read
 
     def entries(self) -> list[int]:
-        """Return where in the file each matrix of it begins: experts that are stored as one tensor have many."""
+        """Return where in the file each matrix of it begins: experts that are stored as one
+        tensor have many.
+        """
         if len(self.shape) < 3 or self.dtype not in DTYPES:
             return [self.offset]
-        return [self.offset + i * math.prod(self.shape[1:]) * DTYPES[self.dtype].itemsize for i in range(self.shape[0])]
+        return [
+            self.offset + i * math.prod(self.shape[1:]) * DTYPES[self.dtype].itemsize
+            for i in range(self.shape[0])
+        ]
 
     def wrong(self, problem: str) -> ValueError:
         """The error that names this tensor and its file."""
@@ -89,22 +96,37 @@ def _header(file: Path) -> dict[str, StoredTensor]:
     ends: list[tuple[int, int, str]] = []
     for name, entry in entries.items():
         try:
-            dtype, shape, (first, last) = str(entry["dtype"]), tuple(entry["shape"]), entry["data_offsets"]
-            if not all(type(number) is int and number >= 0 for number in (*shape, first, last)) or first > last:
+            dtype, shape, (first, last) = (
+                str(entry["dtype"]),
+                tuple(entry["shape"]),
+                entry["data_offsets"],
+            )
+            if (
+                not all(type(number) is int and number >= 0 for number in (*shape, first, last))
+                or first > last
+            ):
                 raise ValueError("sizes and offsets are integers, none below 0")
         except (KeyError, TypeError, ValueError) as error:
             described = f"{str(entry)[:SHOWN]}"
-            raise ValueError(f"{file}: tensor {name!r} has no dtype, shape and data_offsets: {described}") from error
+            raise ValueError(
+                f"{file}: tensor {name!r} has no dtype, shape and data_offsets: {described}"
+            ) from error
         tensor = tensors[name] = StoredTensor(name, file, dtype, shape, 8 + length + first, stamp)
         if dtype in DTYPES and last - first != math.prod(shape) * DTYPES[dtype].itemsize:
             raise tensor.wrong(f"has {last - first} bytes, not those of {dtype}{list(shape)}")
         if 8 + length + last > size:
-            raise tensor.wrong(f"ends at byte {8 + length + last}, the file has {size}: it is truncated")
+            raise tensor.wrong(
+                f"ends at byte {8 + length + last}, the file has {size}: it is truncated"
+            )
         ends.append((first, last, name))
     begin = end = 0
     for first, last, name in sorted(ends):
         if first != end and (first, last) != (begin, end):  # one may have two names
-            problem = "overlaps the one before it" if first < end else f"leaves {first - end} bytes before it"
+            problem = (
+                "overlaps the one before it"
+                if first < end
+                else f"leaves {first - end} bytes before it"
+            )
             raise tensors[name].wrong(f"{problem}: tensors must lie one behind the other")
         begin, end = first, last
     if 8 + length + end != size:
@@ -130,7 +152,12 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
     tensors: dict[str, StoredTensor] = {}
     for name in files:
         plain = isinstance(name, str) and name != "" and Path(name).name == name
-        check(plain, f"{index}: a file of weight_map", name, "must be the name of a file beside the index")
+        check(
+            plain,
+            f"{index}: a file of weight_map",
+            name,
+            "must be the name of a file beside the index",
+        )
         if not (folder / name).is_file():
             raise ValueError(f"{folder / name}: is missing, but {INDEX} names it")
         for tensor in _header(folder / name).values():
@@ -139,7 +166,9 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
             tensors[tensor.name] = tensor
     for name, file in places.items():
         if name not in tensors or tensors[name].file.name != file:
-            raise ValueError(f"{folder / file}: tensor {name!r} is missing, but {INDEX} places it there")
+            raise ValueError(
+                f"{folder / file}: tensor {name!r} is missing, but {INDEX} places it there"
+            )
     return tensors
 
 
@@ -150,14 +179,17 @@ def weights_identity(stored: Mapping[str, StoredTensor]) -> str:
     for tensor in stored.values():
         marks[tensor.file] += tensor.entries()
     headers = sorted([t.name, t.dtype, t.shape, t.file.name, t.offset] for t in stored.values())
-    return hashlib.sha256(json.dumps([headers, content_identity(files, marks)]).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps([headers, content_identity(files, marks)]).encode()
+    ).hexdigest()
 
 
 class TensorReader(Closing):
-    """Reads parts of tensors into one small buffer, which the next read overwrites; a context manager.
+    """Reads parts of tensors into one small buffer, which the next read overwrites; a context
+    manager.
 
-    Raises `ValueError` naming a tensor whose file has changed since its header was read: of a model that is replaced
-    meanwhile one would get half of each.
+    Raises `ValueError` naming a tensor whose file has changed since its header was read: of a model
+    that is replaced meanwhile one would get half of each.
     """
 
     def __init__(self) -> None:
@@ -171,9 +203,11 @@ class TensorReader(Closing):
     def chunks(
         self, tensor: StoredTensor, start: int, end: int, *, trailing: int = 1
     ) -> Iterator[tuple[int, int, np.ndarray]]:
-        """(first, past the last, rows [n, elements of a row]) of rows start..end, a few MB at a time.
+        """(first, past the last, rows [n, elements of a row]) of rows start..end, a few MB at a
+        time.
 
-        A row is an entry of all but the `trailing` last dimensions. Every piece but the last has an even number of
+        A row is an entry of all but the `trailing` last dimensions. Every piece but the last has an
+        even number of
         rows: rows that belong together in twos stay together.
         """
         dtype, row = DTYPES[tensor.dtype], math.prod(tensor.shape[len(tensor.shape) - trailing :])
@@ -194,10 +228,15 @@ class TensorReader(Closing):
         while done < len(view):
             count = os.preadv(self._files[tensor.file], [view[done:]], offset + done)
             if count == 0:
-                raise tensor.wrong(f"ends at byte {offset + done}: the file was cut while it was read")
+                raise tensor.wrong(
+                    f"ends at byte {offset + done}: the file was cut while it was read"
+                )
             done += count
         if _stamp(self._files[tensor.file]) != tensor.stamp:
-            raise tensor.wrong("has changed since its header was read: start again, once nobody writes to the folder")
+            raise tensor.wrong(
+                "has changed since its header was read: start again, once nobody writes to the"
+                " folder"
+            )
 
 
 @dataclass(frozen=True)
@@ -238,10 +277,12 @@ def _write_file(file: Path, tensors: Sequence[NewTensor]) -> None:
 
 
 def write_safetensors(folder: Path, tensors: Sequence[NewTensor], max_shard_bytes: int) -> None:
-    """Write the tensors, in files of at most `max_shard_bytes` (or one tensor), with an index if there are several.
+    """Write the tensors, in files of at most `max_shard_bytes` (or one tensor), with an index if
+    there are several.
 
-    What the folder held stays readable until the new tensors take its place in one step: the rename of the single file
-    or of the index, or the end of a single file that goes before an index. An error leaves the folder as it was.
+    What the folder held stays readable until the new tensors take its place in one step: the rename
+    of the single file or of the index, or the end of a single file that goes before an index. An
+    error leaves the folder as it was.
     """
     shards: list[list[NewTensor]] = [[]]
     for tensor in tensors:
@@ -259,7 +300,11 @@ def write_safetensors(folder: Path, tensors: Sequence[NewTensor], max_shard_byte
         for name, shard in zip(names, shards, strict=True):
             _write_file(folder / f".{name}.new", shard)
         if len(names) > 1:
-            places = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+            places = {
+                tensor.name: name
+                for name, shard in zip(names, shards, strict=True)
+                for tensor in shard
+            }
             total_bytes = sum(tensor.num_bytes for tensor in tensors)
             index = {"metadata": {"total_size": total_bytes}, "weight_map": places}
             _write_text(folder / f".{INDEX}.new", json.dumps(index, indent=2) + "\n")

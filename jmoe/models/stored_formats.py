@@ -1,17 +1,21 @@
-"""Matrices that checkpoints store compressed: which tensors one consists of, its rows, and how an expert keeps it.
+"""Matrices that checkpoints store compressed: which tensors one consists of, its rows, and how an
+expert keeps it.
 
 Legend: N outputs (rows of a stored matrix), K inputs, G inputs under one scale.
 
-- `fp8`: DeepSeek-V3 and Qwen3's FP8 releases. `W` E4M3 [N, K], `W_scale_inv` [N / 128, K / 128] in float32 or, in
-  Qwen3's, bfloat16; with `scale_fmt: ue8m0` powers of two, in float32 or E8M0.
-- compressed-tensors `pack-quantized` (Kimi-K2): `W_packed` int32 [N, K / 8] of 4-bit or [N, K / 4] of 8-bit integers
-  with an offset, the lowest bits first; `W_scale` [N, K / G]; `W_shape` [2].
+- `fp8`: DeepSeek-V3 and Qwen3's FP8 releases. `W` E4M3 [N, K], `W_scale_inv` [N / 128, K / 128] in
+  float32 or, in Qwen3's, bfloat16; with `scale_fmt: ue8m0` powers of two, in float32 or E8M0.
+- compressed-tensors `pack-quantized` (Kimi-K2): `W_packed` int32 [N, K / 8] of 4-bit or [N, K / 4]
+  of 8-bit integers with an offset, the lowest bits first; `W_scale` [N, K / G]; `W_shape` [2].
 - `int-quantized`: `W` int8 [N, K], `W_scale` [N, K / G].
-- `mxfp4-pack-quantized`: `W_packed` uint8 [N, K / 2], the lower four bits first, `W_scale` uint8 [N, K / 32].
-- `expert_dtype: fp4` (DeepSeek-V4): `W` int8 [N, K / 2], likewise, and E8M0 [N, K / 32] named `scale`, not `weight`.
+- `mxfp4-pack-quantized`: `W_packed` uint8 [N, K / 2], the lower four bits first, `W_scale` uint8
+  [N, K / 32].
+- `expert_dtype: fp4` (DeepSeek-V4): `W` int8 [N, K / 2], likewise, and E8M0 [N, K / 32] named
+  `scale`, not `weight`.
 
-Scales of [N, 1] count for a whole row. What is kept for an expert is exact to the bit, or it is not kept. Activations
-are not rounded, whatever scheme a checkpoint was made for: `input_scale` and its like are left aside.
+Scales of [N, 1] count for a whole row. What is kept for an expert is exact to the bit, or it is not
+kept. Activations are not rounded, whatever scheme a checkpoint was made for: `input_scale` and its
+like are left aside.
 """
 
 from abc import ABC, abstractmethod
@@ -26,7 +30,8 @@ from jmoe.models.safetensors_io import StoredTensor
 from kernels_pallas.compressed import BLOCK, FP8, INT4, INT8, MXFP4, Format
 
 Stored = Mapping[str, StoredTensor]
-ReadRows = Callable[[StoredTensor, int, int], np.ndarray]  # rows [n, elements of a row] that nothing overwrites
+# rows [n, elements of a row] that nothing overwrites
+ReadRows = Callable[[StoredTensor, int, int], np.ndarray]
 COMPRESSION_FIELDS = ("quantization_config", "expert_dtype")  # of a `config.json`
 SCALE_DTYPES = ("BF16", "F16", "F32")
 _E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
@@ -35,12 +40,14 @@ _E2M1 = np.concatenate([_E2M1, -_E2M1])
 _WEIGHT_FIELDS: dict[str, tuple[Any, ...]] = {
     "symmetric": (True,),
     "dynamic": (False, None),
-    "actorder": (None, False, "static", "weight"),  # these two (one thing) store columns in their order
+    # these two (one thing) store columns in their order
+    "actorder": (None, False, "static", "weight"),
     "zp_dtype": (None,),
     "block_structure": (None,),
     "strategy": ("group", "channel"),
 }
-# Changes to what a compressed-tensors model computes beside its weights, and their forms that change nothing.
+# Changes to what a compressed-tensors model computes beside its weights, and their forms that
+# change nothing.
 _OTHER_CHANGES: dict[str, tuple[Any, ...]] = {
     "transform_config": (None, {}, {"config_groups": {}}),
     "sparsity_config": (None, {}),
@@ -59,14 +66,18 @@ class StoredFormat(ABC):
         return tuple(name + suffix for suffix in self.suffixes)
 
     def tensors(self, stored: Stored, name: str, shape: tuple[int, ...]) -> list[StoredTensor]:
-        """Return the matrix's tensors; `ValueError` naming file and tensor where one is missing or wrong."""
+        """Return the matrix's tensors; `ValueError` naming file and tensor where one is missing
+        or wrong.
+        """
         names = self.names(name)
         parts = [stored[part] for part in names if part in stored]
         for part in names:
             if part not in stored:
                 raise parts[0].wrong(f"needs {part!r}, which is missing")
         if len(shape) != 2:
-            raise parts[0].wrong(f"is compressed, which is not supported for a tensor of shape {list(shape)}")
+            raise parts[0].wrong(
+                f"is compressed, which is not supported for a tensor of shape {list(shape)}"
+            )
         for tensor, (dtypes, shapes) in zip(parts, self.expected(*shape), strict=True):
             if tensor.dtype not in dtypes or tensor.shape not in shapes:
                 more = " or with more groups of equal size" if len(shapes) > 1 else ""
@@ -83,8 +94,12 @@ class StoredFormat(ABC):
         """Return the format in which the matrix can be kept to the bit."""
 
     @abstractmethod
-    def codes(self, read: ReadRows, stored: Stored, name: str, start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return (values as `kept` has them, but by rows [n, K / values a byte]; scales as stored [n, groups])."""
+    def codes(
+        self, read: ReadRows, stored: Stored, name: str, start: int, end: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return (values as `kept` has them, but by rows [n, K / values a byte]; scales as
+        stored [n, groups]).
+        """
 
     @abstractmethod
     def wide(self, values: np.ndarray, scales: np.ndarray) -> np.ndarray:
@@ -93,7 +108,9 @@ class StoredFormat(ABC):
     def kept_columns(
         self, read: ReadRows, stored: Stored, name: str, shape: tuple[int, ...], kind: Format
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return (values [K / values a byte, N], scales [K / block, N]) of the whole matrix in `kind`, its `kept`."""
+        """Return (values [K / values a byte, N], scales [K / block, N]) of the whole matrix in
+        `kind`, its `kept`.
+        """
         values, scales = self.codes(read, stored, name, 0, shape[0])
         repeats = -(-shape[1] // kind.block) // scales.shape[1]
         return values.T, np.repeat(scales, repeats, axis=1).T.view(kind.scales)
@@ -111,8 +128,12 @@ class Fp8Blocks(StoredFormat):
     def kept(self, stored: Stored, name: str) -> Format | None:
         return FP8
 
-    def codes(self, read: ReadRows, stored: Stored, name: str, start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        scales = read(stored[name + "_scale_inv"], start // FP8.block, -(-end // FP8.block)).astype(np.float32)
+    def codes(
+        self, read: ReadRows, stored: Stored, name: str, start: int, end: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        scales = read(stored[name + "_scale_inv"], start // FP8.block, -(-end // FP8.block)).astype(
+            np.float32
+        )
         by_row = np.repeat(scales, FP8.block, axis=0)[start % FP8.block :][: end - start]
         return read(stored[name], start, end).view(np.uint8), by_row
 
@@ -122,7 +143,9 @@ class Fp8Blocks(StoredFormat):
 
 
 class _Integers(StoredFormat):
-    """Integers under scales of whole rows or of groups of inputs. Kept where scales are bfloat16."""
+    """Integers under scales of whole rows or of groups of inputs. Kept where scales are
+    bfloat16.
+    """
 
     bits: int
 
@@ -141,7 +164,9 @@ class _Integers(StoredFormat):
         if self.bits == 4:
             pairs = np.stack([values & 15, values >> 4], axis=-1).reshape(values.shape[0], -1)
             numbers = pairs.astype(np.float32) - 8
-        return numbers * np.repeat(scales.astype(np.float32), numbers.shape[1] // scales.shape[1], axis=1)
+        return numbers * np.repeat(
+            scales.astype(np.float32), numbers.shape[1] // scales.shape[1], axis=1
+        )
 
 
 def _scale_shapes(n: int, k: int) -> list[tuple[int, ...]]:
@@ -158,12 +183,18 @@ class PackedIntegers(_Integers):
 
     def expected(self, n: int, k: int) -> list[tuple[tuple[str, ...], list[tuple[int, ...]]]]:
         words = -(-k * self.bits // 32)
-        return [(("I32",), [(n, words)]), (SCALE_DTYPES, _scale_shapes(n, k)), (("I32", "I64"), [(2,)])]
+        return [
+            (("I32",), [(n, words)]),
+            (SCALE_DTYPES, _scale_shapes(n, k)),
+            (("I32", "I64"), [(2,)]),
+        ]
 
     def inputs(self, stored: Stored, name: str) -> int:
         return stored[name + "_packed"].shape[1] * 32 // self.bits
 
-    def codes(self, read: ReadRows, stored: Stored, name: str, start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+    def codes(
+        self, read: ReadRows, stored: Stored, name: str, start: int, end: int
+    ) -> tuple[np.ndarray, np.ndarray]:
         packed = read(stored[name + "_packed"], start, end).view(np.uint8)
         values = packed if self.bits == 4 else (packed ^ 128).view(np.int8)
         return values, read(stored[name + "_scale"], start, end)
@@ -181,7 +212,9 @@ class Int8Values(_Integers):
     def inputs(self, stored: Stored, name: str) -> int:
         return stored[name].shape[1]
 
-    def codes(self, read: ReadRows, stored: Stored, name: str, start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+    def codes(
+        self, read: ReadRows, stored: Stored, name: str, start: int, end: int
+    ) -> tuple[np.ndarray, np.ndarray]:
         return read(stored[name], start, end), read(stored[name + "_scale"], start, end)
 
 
@@ -193,7 +226,9 @@ class PackedMxfp4(StoredFormat):
 
     def tensors(self, stored: Stored, name: str, shape: tuple[int, ...]) -> list[StoredTensor]:
         if len(shape) == 2 and shape[1] % BLOCK:
-            raise stored[self.names(name)[0]].wrong(f"needs inputs of a multiple of {BLOCK}, not {shape[1]}")
+            raise stored[self.names(name)[0]].wrong(
+                f"needs inputs of a multiple of {BLOCK}, not {shape[1]}"
+            )
         return super().tensors(stored, name, shape)
 
     def expected(self, n: int, k: int) -> list[tuple[tuple[str, ...], list[tuple[int, ...]]]]:
@@ -202,17 +237,27 @@ class PackedMxfp4(StoredFormat):
     def kept(self, stored: Stored, name: str) -> Format | None:
         return MXFP4
 
-    def codes(self, read: ReadRows, stored: Stored, name: str, start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        values, scales = (read(stored[part], start, end).view(np.uint8) for part in self.names(name))
+    def codes(
+        self, read: ReadRows, stored: Stored, name: str, start: int, end: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        values, scales = (
+            read(stored[part], start, end).view(np.uint8) for part in self.names(name)
+        )
         return values, scales
 
     def wide(self, values: np.ndarray, scales: np.ndarray) -> np.ndarray:
-        numbers = np.stack([_E2M1[values & 15], _E2M1[values >> 4]], axis=-1).reshape(values.shape[0], -1)
-        return numbers * np.repeat(np.ldexp(np.float32(1), scales.astype(np.int32) - 127), BLOCK, axis=1)
+        numbers = np.stack([_E2M1[values & 15], _E2M1[values >> 4]], axis=-1).reshape(
+            values.shape[0], -1
+        )
+        return numbers * np.repeat(
+            np.ldexp(np.float32(1), scales.astype(np.int32) - 127), BLOCK, axis=1
+        )
 
 
 class Fp4Experts(PackedMxfp4):
-    """MXFP4 under the names and dtypes of DeepSeek-V4: values as int8, scales in a tensor `scale` beside `weight`."""
+    """MXFP4 under the names and dtypes of DeepSeek-V4: values as int8, scales in a tensor
+    `scale` beside `weight`.
+    """
 
     dtypes = ("I8", "F8_E8M0")
 
@@ -221,7 +266,9 @@ class Fp4Experts(PackedMxfp4):
 
 
 def format_of_matrix(stored: Stored, name: str, shape: tuple[int, ...]) -> StoredFormat | None:
-    """Return the format of a stored matrix; None: it is one tensor of plain numbers, or there is none."""
+    """Return the format of a stored matrix; None: it is one tensor of plain numbers, or there is
+    none.
+    """
     if name in stored and all(part in stored for part in Fp4Experts().names(name)):
         return Fp4Experts()
     if name in stored:
@@ -245,23 +292,41 @@ def rows_of(
 
 
 def check_quantization(fields: Any, kind: str, expert_dtype: Any = None) -> None:
-    """Refuse a `quantization_config` or `expert_dtype` that is none of the formats above, nor gpt-oss' MXFP4."""
+    """Refuse a `quantization_config` or `expert_dtype` that is none of the formats above, nor
+    gpt-oss' MXFP4.
+    """
     check(expert_dtype in (None, "fp4", "fp8"), "expert_dtype", expert_dtype, "must be fp4 or fp8")
     fields = fields if isinstance(fields, dict) or not fields else {"quant_method": fields}
     if expert_dtype is not None:
         goes = (fields or {}).get("quant_method", "fp8") == "fp8" and kind != "gpt_oss"
-        check(goes, "expert_dtype", expert_dtype, "needs quantization_config.quant_method = 'fp8', or none")
+        check(
+            goes,
+            "expert_dtype",
+            expert_dtype,
+            "needs quantization_config.quant_method = 'fp8', or none",
+        )
     if not fields:
         return
-    method, known = fields.get("quant_method"), ("mxfp4",) if kind == "gpt_oss" else ("fp8", "compressed-tensors")
+    method = fields.get("quant_method")
+    known = ("mxfp4",) if kind == "gpt_oss" else ("fp8", "compressed-tensors")
     prefix = "quantization_config."
     check(method in known, prefix + "quant_method", method, f"must be {' or '.join(known)}")
     if method == "fp8":
         size, number = fields.get("weight_block_size"), fields.get("fmt", "e4m3")
-        check(size == [FP8.block] * 2, prefix + "weight_block_size", size, f"must be [{FP8.block}, {FP8.block}]")
+        check(
+            size == [FP8.block] * 2,
+            prefix + "weight_block_size",
+            size,
+            f"must be [{FP8.block}, {FP8.block}]",
+        )
         check(number == "e4m3", prefix + "fmt", number, "must be e4m3")
         scales = fields.get("scale_fmt")
-        check(scales in (None, "float", "ue8m0"), prefix + "scale_fmt", scales, "must be ue8m0 or float, or none")
+        check(
+            scales in (None, "float", "ue8m0"),
+            prefix + "scale_fmt",
+            scales,
+            "must be ue8m0 or float, or none",
+        )
         experts = fields.get("expert_dtype", "fp8")
         check(experts == "fp8", prefix + "expert_dtype", experts, "must be fp8")
     if method == "compressed-tensors":
@@ -274,20 +339,35 @@ def _check_compressed_tensors(fields: dict[str, Any], prefix: str) -> None:
     check(chosen in formats, prefix + "format", chosen, f"must be {', '.join(formats)}")
     for field, harmless in _OTHER_CHANGES.items():
         value = fields.get(field)
-        is_dense = field == "sparsity_config" and isinstance(value, dict) and value.get("format") == "dense"
-        check(value in harmless or is_dense, prefix + field, value, "is not supported: must be null")
+        is_dense = (
+            field == "sparsity_config"
+            and isinstance(value, dict)
+            and value.get("format") == "dense"
+        )
+        check(
+            value in harmless or is_dense, prefix + field, value, "is not supported: must be null"
+        )
     groups = fields.get("config_groups")
     check(isinstance(groups, dict), prefix + "config_groups", groups, "must be a table")
     assert isinstance(groups, dict)
     for name, group in groups.items():
         weights, at = (group or {}).get("weights") or {}, f"{prefix}config_groups.{name}.weights."
         own = (group or {}).get("format") or chosen
-        check(own == chosen, f"{prefix}config_groups.{name}.format", own, f"must be format = {chosen!r}, or none")
+        check(
+            own == chosen,
+            f"{prefix}config_groups.{name}.format",
+            own,
+            f"must be format = {chosen!r}, or none",
+        )
         bits, number = weights.get("num_bits"), weights.get("type", "int")
-        usable = {"pack-quantized": (4, 8), "int-quantized": (8,), "mxfp4-pack-quantized": (4,)}[str(chosen)]
+        usable = {"pack-quantized": (4, 8), "int-quantized": (8,), "mxfp4-pack-quantized": (4,)}[
+            str(chosen)
+        ]
         known = f"must be {' or '.join(map(str, usable))} with format = {chosen!r}"
         check(bits in usable, at + "num_bits", bits, known)
-        check(number == formats[str(chosen)], at + "type", number, f"must be {formats[str(chosen)]!r}")
+        check(
+            number == formats[str(chosen)], at + "type", number, f"must be {formats[str(chosen)]!r}"
+        )
         for field, allowed in _WEIGHT_FIELDS.items():
             value = weights.get(field, allowed[0])
             check(value in allowed, at + field, value, f"must be {' or '.join(map(str, allowed))}")

@@ -1,9 +1,11 @@
-"""Which Hugging Face tensors each parameter of the decoder is made of, by family, and in what layout they lie.
+"""Which Hugging Face tensors each parameter of the decoder is made of, by family, and in what
+layout they lie.
 
 Legend: D hidden, F expert hidden, H query heads, G key/value heads, d head dimension, E experts.
 
-A parameter here is one layer's (and one expert's): a matrix [in, out] or a vector. On disk a linear layer is
-[out, in]; what we keep side by side in one matrix (q|k|v, gate|up) is there in several tensors, or interleaved.
+A parameter here is one layer's (and one expert's): a matrix [in, out] or a vector. On disk a linear
+layer is [out, in]; what we keep side by side in one matrix (q|k|v, gate|up) is there in several
+tensors, or interleaved.
 """
 
 from collections.abc import Collection
@@ -14,7 +16,9 @@ from jmoe.config import ModelConfig
 
 @dataclass(frozen=True)
 class Source:
-    """The tensors of one parameter, whose columns follow each other in it; `{layer}` and `{expert}` are filled in."""
+    """The tensors of one parameter, whose columns follow each other in it; `{layer}` and
+    `{expert}` are filled in.
+    """
 
     names: tuple[str, ...]
     transposed: bool = False  # stored [out, in]
@@ -55,8 +59,12 @@ OUTSIDE = {
 # Below model.layers.{layer}; a family's own names replace these.
 LAYER = {
     "attention_norm.scale": plain("input_layernorm.weight"),
-    "attention.w_qkv": linear("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
-    "attention.b_qkv": plain("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
+    "attention.w_qkv": linear(
+        "self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"
+    ),
+    "attention.b_qkv": plain(
+        "self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"
+    ),
     "attention.q_norm.scale": plain("self_attn.q_norm.weight"),
     "attention.k_norm.scale": plain("self_attn.k_norm.weight"),
     "attention.sinks": plain("self_attn.sinks"),
@@ -76,9 +84,13 @@ LAYER = {
     "mlp.w_down": linear("mlp.down_proj.weight"),
     "moe.router.kernel": linear("mlp.gate.weight"),
     "moe.router.e_score_correction_bias": plain("mlp.gate.e_score_correction_bias"),
-    "moe.experts.w_up": linear("mlp.experts.{expert}.gate_proj.weight", "mlp.experts.{expert}.up_proj.weight"),
+    "moe.experts.w_up": linear(
+        "mlp.experts.{expert}.gate_proj.weight", "mlp.experts.{expert}.up_proj.weight"
+    ),
     "moe.experts.w_down": linear("mlp.experts.{expert}.down_proj.weight"),
-    "shared_expert.w_up": linear("mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight"),
+    "shared_expert.w_up": linear(
+        "mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight"
+    ),
     "shared_expert.w_down": linear("mlp.shared_expert.down_proj.weight"),
     "shared_expert_gate": linear("mlp.shared_expert_gate.weight"),
 }
@@ -86,7 +98,8 @@ FAMILIES: dict[str, dict[str, Source]] = {
     "mixtral": {
         "moe.router.kernel": linear("block_sparse_moe.gate.weight"),
         "moe.experts.w_up": linear(
-            "block_sparse_moe.experts.{expert}.w1.weight", "block_sparse_moe.experts.{expert}.w3.weight"
+            "block_sparse_moe.experts.{expert}.w1.weight",
+            "block_sparse_moe.experts.{expert}.w3.weight",
         ),
         "moe.experts.w_down": linear("block_sparse_moe.experts.{expert}.w2.weight"),
     },
@@ -94,7 +107,9 @@ FAMILIES: dict[str, dict[str, Source]] = {
     "qwen2_moe": {},
     "olmoe": {},
     "deepseek_v3": {
-        "shared_expert.w_up": linear("mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"),
+        "shared_expert.w_up": linear(
+            "mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"
+        ),
         "shared_expert.w_down": linear("mlp.shared_experts.down_proj.weight"),
     },
     "gpt_oss": {
@@ -118,7 +133,8 @@ FAMILIES: dict[str, dict[str, Source]] = {
 }
 
 
-# As transformers 5 holds them in memory, and writes them unless it is asked for the published names: [E, out, in].
+# As transformers 5 holds them in memory, and writes them unless it is asked for the published
+# names: [E, out, in].
 FUSED = {
     "moe.router.kernel": linear("mlp.gate.weight"),
     "moe.experts.w_up": Source(("mlp.experts.gate_up_proj",), transposed=True, stacked=True),
@@ -133,12 +149,17 @@ def are_fused(names: Collection[str], family: str) -> bool:
     return family in FUSED_FAMILIES and any(name.endswith(ends) for name in names)
 
 
-def source_of(path: tuple[str, ...], config: ModelConfig, family: str, *, fused: bool = False) -> Source:
-    """The tensors of the parameter at this path of the decoder, e.g. (moe_layers, attention, w_qkv)."""
+def source_of(
+    path: tuple[str, ...], config: ModelConfig, family: str, *, fused: bool = False
+) -> Source:
+    """The tensors of the parameter at this path of the decoder, e.g. (moe_layers, attention,
+    w_qkv).
+    """
     if not path[0].endswith("_layers"):
         return OUTSIDE[".".join(path)]
     source = (LAYER | FAMILIES[family] | (FUSED if fused else {}))[".".join(path[1:])]
     if path[-1] in ("w_qkv", "b_qkv"):
-        q, kv = config.num_attention_heads * config.dim_per_head, config.num_key_value_heads * config.dim_per_head
+        q = config.num_attention_heads * config.dim_per_head
+        kv = config.num_key_value_heads * config.dim_per_head
         source = replace(source, widths=(q, kv, kv))
     return replace(source, names=tuple(f"model.layers.{{layer}}.{name}" for name in source.names))

@@ -1,8 +1,10 @@
-"""Dense layers split over N devices: heads, the inner dimension of every MLP, blocks of the vocabulary.
+"""Dense layers split over N devices: heads, the inner dimension of every MLP, blocks of the
+vocabulary.
 
-What one device has is a narrower decoder. Its outputs are summed over devices twice a layer, after attention's output
-projection and after the MLP (Megatron-LM, arXiv 1909.08053 section 3). Key and value heads of which there are fewer
-than devices lie on several, as in vLLM. Norms, routers and the projections to latents are the same on every device.
+What one device has is a narrower decoder. Its outputs are summed over devices twice a layer, after
+attention's output projection and after the MLP (Megatron-LM, arXiv 1909.08053 section 3). Key and
+value heads of which there are fewer than devices lie on several, as in vLLM. Norms, routers and the
+projections to latents are the same on every device.
 """
 
 import dataclasses
@@ -13,18 +15,23 @@ from jmoe.layers.attention import Attention
 from jmoe.mesh import EXPERT_INTRA
 from jmoe.models.block import Block
 
-ADDED_ONCE = ("b_out", "b_down")  # biases after the sum over devices: the first device has them, the others zeros
+# biases after the sum over devices: the first device has them, the others zeros
+ADDED_ONCE = ("b_out", "b_down")
 
 
 class Cut(NamedTuple):
-    """A parameter's split along `dim` (from its end): groups of (units, size of one), each split by itself."""
+    """A parameter's split along `dim` (from its end): groups of (units, size of one), each split
+    by itself.
+    """
 
     dim: int
     groups: tuple[tuple[int, int], ...]
 
 
 def device_config(config: ModelConfig, num_devices: int) -> ModelConfig:
-    """Return the decoder that one of so many devices has; `ValueError` naming the field that does not divide."""
+    """Return the decoder that one of so many devices has; `ValueError` naming the field that
+    does not divide.
+    """
     divides = f"must be a multiple of mesh.devices = {num_devices} with mesh.dense = 'tensor'"
     heads, groups = config.num_attention_heads, config.num_key_value_heads
     check(heads % num_devices == 0, "num_attention_heads", heads, divides)
@@ -35,7 +42,12 @@ def device_config(config: ModelConfig, num_devices: int) -> ModelConfig:
         check(size % num_devices == 0, "intermediate_size", size, divides)
     size = config.shared_expert_intermediate_size
     check(size % num_devices == 0, "shared_expert_intermediate_size", size, divides)
-    check(config.vocab_size >= num_devices, "vocab_size", config.vocab_size, f"must be at least {num_devices}")
+    check(
+        config.vocab_size >= num_devices,
+        "vocab_size",
+        config.vocab_size,
+        f"must be at least {num_devices}",
+    )
     return dataclasses.replace(
         config,
         num_attention_heads=heads // num_devices,
@@ -48,7 +60,9 @@ def device_config(config: ModelConfig, num_devices: int) -> ModelConfig:
 
 
 def cuts_of(config: ModelConfig) -> dict[tuple[str, ...], Cut]:
-    """Return how parameters are split, by the last names of their paths; those not in it are on every device."""
+    """Return how parameters are split, by the last names of their paths; those not in it are on
+    every device.
+    """
     heads, dim = config.num_attention_heads, config.dim_per_head
     query, key = (heads, dim), (config.num_key_value_heads, dim)
     latent = config.kv_lora_rank is not None
@@ -58,27 +72,42 @@ def cuts_of(config: ModelConfig) -> dict[tuple[str, ...], Cut]:
         ("attention", "sinks"): Cut(-1, ((heads, 1),)),
         ("attention", "w_out"): Cut(-2, ((heads, config.v_head_dim if latent else dim),)),
     }
-    columns = {"w_qkv": (query, key, key), "b_qkv": (query, key, key), "w_q": (query,), "w_q_b": (query,)}
+    columns = {
+        "w_qkv": (query, key, key),
+        "b_qkv": (query, key, key),
+        "w_q": (query,),
+        "w_q_b": (query,),
+    }
     columns["w_kv_b"] = ((heads, config.qk_nope_head_dim + config.v_head_dim),)
     cuts |= {("attention", name): Cut(-1, groups) for name, groups in columns.items()}
     if config.qk_norm == "full":
         cuts |= {("q_norm", "scale"): Cut(-1, (query,)), ("k_norm", "scale"): Cut(-1, (key,))}
-    inner = {"mlp": config.intermediate_size, "shared_expert": config.shared_expert_intermediate_size}
+    inner = {
+        "mlp": config.intermediate_size,
+        "shared_expert": config.shared_expert_intermediate_size,
+    }
     for name, size in inner.items():
-        up = Cut(-1, ((size, 1),) * (1 if config.hidden_act == "gelu" else 2))  # gate and up lie side by side
+        # gate and up lie side by side
+        up = Cut(-1, ((size, 1),) * (1 if config.hidden_act == "gelu" else 2))
         cuts |= {(name, "w_up"): up, (name, "b_up"): up, (name, "w_down"): Cut(-2, ((size, 1),))}
     return cuts
 
 
 def spans(cut: Cut, device: int, num_devices: int) -> list[slice]:
-    """Return what a device has of a parameter along `cut.dim`; units are shared where there are fewer than devices.
+    """Return what a device has of a parameter along `cut.dim`; units are shared where there are
+    fewer than devices.
 
-    The last devices have less where units do not divide, as those of a vocabulary may: zeros fill their place.
+    The last devices have less where units do not divide, as those of a vocabulary may: zeros fill
+    their place.
     """
     start, parts = 0, []
     for units, size in cut.groups:
         per_device = -(-units // num_devices)
-        first = device * units // num_devices if units < num_devices else min(device * per_device, units)
+        first = (
+            device * units // num_devices
+            if units < num_devices
+            else min(device * per_device, units)
+        )
         end = min(first + per_device, units)
         parts.append(slice(start + first * size, start + end * size))
         start += units * size
@@ -86,7 +115,8 @@ def spans(cut: Cut, device: int, num_devices: int) -> list[slice]:
 
 
 def share_norms(block: Block) -> None:
-    """Let norms over all heads (OLMoE) be of the heads of all devices; where heads are copied, all are, equally often.
+    """Let norms over all heads (OLMoE) be of the heads of all devices; where heads are copied, all
+    are, equally often.
 
     The mean of the devices' means is then the mean over all heads.
     """

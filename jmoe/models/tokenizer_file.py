@@ -1,7 +1,7 @@
 """The tokenizer files of a Hugging Face folder, read as transformers reads them.
 
-`tokenizer.json` decides. It may hold settings left from training that cut or pad every text (`truncation`, `padding`),
-which transformers resets for each call: they never count here.
+`tokenizer.json` decides. It may hold settings left from training that cut or pad every text
+(`truncation`, `padding`), which transformers resets for each call: they never count here.
 """
 
 import json
@@ -14,8 +14,11 @@ from tokenizers import AddedToken, Tokenizer, processors
 from jmoe.config import check
 from jmoe.models.folder import has_file
 
-TOKENIZER, SETTINGS, OLD_SETTINGS = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
-# Files beside a tokenizer.json: they say how chats are written, where answers end, how they are drawn.
+TOKENIZER = "tokenizer.json"
+SETTINGS = "tokenizer_config.json"
+OLD_SETTINGS = "special_tokens_map.json"
+# Files beside a tokenizer.json: they say how chats are written, where answers end, how they are
+# drawn.
 BESIDE = (
     SETTINGS,
     OLD_SETTINGS,
@@ -25,17 +28,26 @@ BESIDE = (
 )
 # Tokenizers of other programs, which some models have alone.
 OTHER_TOKENIZERS = ("tiktoken.model", "tokenizer.model", "tekken.json", "vocab.json")
-ADDED_TOKEN = ("single_word", "lstrip", "rstrip", "normalized", "special")  # how a token is found in a text
+# how a token is found in a text
+ADDED_TOKEN = ("single_word", "lstrip", "rstrip", "normalized", "special")
 # Classes of transformers 4 that go by `add_bos_token`; others take what tokenizer.json does.
 ADDING_BOS = tuple(
-    f"{name}Tokenizer{end}" for name in ("Llama", "CodeLlama", "Gemma", "Cohere", "GPTNeoX") for end in ("", "Fast")
+    f"{name}Tokenizer{end}"
+    for name in ("Llama", "CodeLlama", "Gemma", "Cohere", "GPTNeoX")
+    for end in ("", "Fast")
 )
 
 
 def tokenizer_file(folder: Path, name: str = "MODEL") -> Path:
-    """Return the folder's `tokenizer.json`; `ValueError` if it has none. name: of the option that names the folder."""
+    """Return the folder's `tokenizer.json`; `ValueError` if it has none. name: of the option
+    that names the folder.
+    """
     others = [other for other in OTHER_TOKENIZERS if (folder / other).is_file()]
-    instead = f"; its {others[0]} is not read: convert it to a tokenizer.json, with transformers" if others else ""
+    instead = (
+        f"; its {others[0]} is not read: convert it to a tokenizer.json, with transformers"
+        if others
+        else ""
+    )
     check(has_file(folder / TOKENIZER), name, str(folder), f"must hold a tokenizer.json{instead}")
     return folder / TOKENIZER
 
@@ -43,10 +55,11 @@ def tokenizer_file(folder: Path, name: str = "MODEL") -> Path:
 def open_tokenizer(file: Path) -> Tokenizer:
     """Return the tokenizer of a `tokenizer.json`, which keeps texts whole and unpadded.
 
-    Where the tokenizer_config.json beside it has `add_bos_token: true` for a class of `ADDING_BOS`, or none, each text
-    begins with `bos_token`, once: transformers 4 added it, transformers 5 leaves that to tokenizer.json, and some
-    releases (DeepSeek-V3's) do not have it there. Tokens that it numbers and tokenizer.json does not have are added.
-    Raises `ValueError` naming the file that is damaged.
+    Where the tokenizer_config.json beside it has `add_bos_token: true` for a class of `ADDING_BOS`,
+    or none, each text begins with `bos_token`, once: transformers 4 added it, transformers 5 leaves
+    that to tokenizer.json, and some releases (DeepSeek-V3's) do not have it there. Tokens that it
+    numbers and tokenizer.json does not have are added. Raises `ValueError` naming the file that is
+    damaged.
     """
     try:
         tokenizer = parse_tokenizer(file.read_bytes())
@@ -55,7 +68,10 @@ def open_tokenizer(file: Path) -> Tokenizer:
     settings = read_settings(file.with_name(SETTINGS))
     _add_numbered(tokenizer, settings.get("added_tokens_decoder") or {}, file.with_name(SETTINGS))
     token = special_tokens(settings, file.parent).get("bos_token")
-    adds = settings.get("add_bos_token") is True and settings.get("tokenizer_class", "LlamaTokenizer") in ADDING_BOS
+    adds = (
+        settings.get("add_bos_token") is True
+        and settings.get("tokenizer_class", "LlamaTokenizer") in ADDING_BOS
+    )
     if adds and token is not None:
         _begin_with(tokenizer, token, file)
     return tokenizer
@@ -73,11 +89,17 @@ def parse_tokenizer(content: bytes) -> Tokenizer:
 
 
 def _add_numbered(tokenizer: Tokenizer, numbered: Any, settings: Path) -> None:
-    """Add the tokens of `added_tokens_decoder` that the tokenizer does not have, in order, as transformers does."""
+    """Add the tokens of `added_tokens_decoder` that the tokenizer does not have, in order, as
+    transformers does.
+    """
     try:
-        tokens = [(int(number), dict(entry), str(entry["content"])) for number, entry in numbered.items()]
+        tokens = [
+            (int(number), dict(entry), str(entry["content"])) for number, entry in numbered.items()
+        ]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{settings}: added_tokens_decoder must be a table of numbers and tokens") from error
+        raise ValueError(
+            f"{settings}: added_tokens_decoder must be a table of numbers and tokens"
+        ) from error
     for number, entry, content in sorted(tokens, key=lambda token: token[0]):
         if tokenizer.token_to_id(content) is not None:
             continue
@@ -86,18 +108,25 @@ def _add_numbered(tokenizer: Tokenizer, numbered: Any, settings: Path) -> None:
         own = tokenizer.token_to_id(content)
         if own != number:
             raise ValueError(
-                f"{settings}: token {content!r} is {number}, and would be {own}: tokenizer.json lacks others"
+                f"{settings}: token {content!r} is {number}, and would be {own}: tokenizer.json"
+                " lacks others"
             )
 
 
 def _begin_with(tokenizer: Tokenizer, token: str, file: Path) -> None:
-    """Put a token before every text that is encoded with special tokens, unless the tokenizer does so by itself."""
+    """Put a token before every text that is encoded with special tokens, unless the tokenizer
+    does so by itself.
+    """
     token_id = tokenizer.token_to_id(token)
     if token_id is None:
-        raise ValueError(f"{file}: has no token {token!r}, the bos_token of {SETTINGS}, where add_bos_token is true")
+        raise ValueError(
+            f"{file}: has no token {token!r}, the bos_token of {SETTINGS}, where add_bos_token is"
+            " true"
+        )
     if token_id in tokenizer.encode("").ids:
         return
-    tokenizer.post_processor = processors.TemplateProcessing(  # in place of its own, as in transformers 4
+    # in place of its own, as in transformers 4
+    tokenizer.post_processor = processors.TemplateProcessing(
         single=[f"{token}:0", "$A:0"],
         pair=[f"{token}:0", "$A:0", f"{token}:1", "$B:1"],
         special_tokens=[(token, token_id)],
@@ -105,7 +134,8 @@ def _begin_with(tokenizer: Tokenizer, token: str, file: Path) -> None:
 
 
 def special_tokens(settings: Mapping[str, Any], folder: Path) -> dict[str, str]:
-    """Return special tokens by name: every `..._token` that is a string or an added-token object with `content`.
+    """Return special tokens by name: every `..._token` that is a string or an added-token object
+    with `content`.
 
     settings: tokenizer_config.json. Without `added_tokens_decoder` it is old; its tokens may be in
     special_tokens_map.json.
@@ -114,12 +144,17 @@ def special_tokens(settings: Mapping[str, Any], folder: Path) -> dict[str, str]:
     extra = settings.get("extra_special_tokens")
     tokens = {name: token for name, token in settings.items() if name.endswith("_token")}
     tokens |= {**(extra if isinstance(extra, dict) else {}), **old}
-    contents = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
+    contents = {
+        name: token.get("content") if isinstance(token, dict) else token
+        for name, token in tokens.items()
+    }
     return {name: content for name, content in contents.items() if isinstance(content, str)}
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Return a JSON object, {} where there is no such file; `ValueError` naming a file that is damaged."""
+    """Return a JSON object, {} where there is no such file; `ValueError` naming a file that is
+    damaged.
+    """
     if not has_file(path):
         return {}
     try:

@@ -1,8 +1,10 @@
-"""A vision transformer that learns several tasks at once: patches, the same blocks as a decoder's, a head a task.
+"""A vision transformer that learns several tasks at once: patches, the same blocks as a decoder's,
+a head a task.
 
-Legend: B images, P pixels a side, C channels, S patches of an image, T = B S tokens, D hidden, Y outputs of all heads
-side by side, A tasks, N layers routed per token (of paths: by task), E experts.
-Layers may be dense, have experts that tokens choose (V-MoE, arXiv:2106.05974), or experts that tasks name (UFO).
+Legend: B images, P pixels a side, C channels, S patches of an image, T = B S tokens, D hidden, Y
+outputs of all heads side by side, A tasks, N layers routed per token (of paths: by task), E
+experts. Layers may be dense, have experts that tokens choose (V-MoE, arXiv:2106.05974), or experts
+that tasks name (UFO).
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,13 +24,19 @@ from jmoe.layers.norm import Norm
 from jmoe.models.block import ApplyBlock, Block
 from jmoe.models.decoder import StackLayers, one_layer, stack_layers
 
-STACK_OF: dict[LayerKind, str] = {"dense": "dense_layers", "moe": "moe_layers", "task": "task_layers"}
+STACK_OF: dict[LayerKind, str] = {
+    "dense": "dense_layers",
+    "moe": "moe_layers",
+    "task": "task_layers",
+}
 
 SHARED_EXPERT = 0  # of a layer whose paths are learned; another expert is a task's own
 
 
 class PathDraw(NamedTuple):
-    """Random numbers of a training step in which tasks choose their paths. A: tasks, N: layers with learned paths."""
+    """Random numbers of a training step in which tasks choose their paths. A: tasks, N: layers
+    with learned paths.
+    """
 
     noise_AN: jax.Array  # float32, logistic: the difference of two Gumbel variables
     temperature: jax.Array
@@ -42,9 +50,13 @@ def draw_paths(key: jax.Array, shape: tuple[int, int], temperature: jax.Array) -
 
 
 def taken_path(path: Sequence[int], logits_N: Any) -> tuple[int, ...]:
-    """Return the experts that a task takes, which may choose those of `path` in place of the shared one."""
+    """Return the experts that a task takes, which may choose those of `path` in place of the
+    shared one.
+    """
     own = np.asarray(logits_N) > 0
-    return tuple(expert if mine else SHARED_EXPERT for expert, mine in zip(path, own.tolist(), strict=True))
+    return tuple(
+        expert if mine else SHARED_EXPERT for expert, mine in zip(path, own.tolist(), strict=True)
+    )
 
 
 def patches(pixels_BPPC: jax.Array, size: int) -> jax.Array:
@@ -55,19 +67,28 @@ def patches(pixels_BPPC: jax.Array, size: int) -> jax.Array:
 
 
 def of_kind(config: VisionModelConfig, kind: LayerKind, task_experts: int) -> VisionModelConfig:
-    """Return what a layer of a kind is made of; task_experts: how many a layer routed by task has on a device."""
+    """Return what a layer of a kind is made of; task_experts: how many a layer routed by task
+    has on a device.
+    """
     if kind != "task":
         return config
-    return replace(config, num_experts=task_experts, num_experts_per_tok=1, router=RouterConfig(aux_loss_coef=0.0))
+    return replace(
+        config,
+        num_experts=task_experts,
+        num_experts_per_tok=1,
+        router=RouterConfig(aux_loss_coef=0.0),
+    )
 
 
 class VisionTransformer(nnx.Module):
-    """Images [B, P, P, C] and the task of each -> float32 logits [B, Y]: `logits, stats = model(pixels, task)`.
+    """Images [B, P, P, C] and the task of each -> float32 logits [B, Y]: `logits, stats =
+    model(pixels, task)`.
 
-    head_sizes: of each task, in the order of their numbers: its classes, or the features of its embedding. paths:
-    [tasks, layers routed by task], the expert that each task takes, or may take where paths are learned, as a logit a
-    layer says in `path_logits`. task_experts: of each layer routed by task, as many as there are slots for them on a
-    device; 0: all. stack: makes the layers of a kind. Patches see all of their image; their mean goes to the heads.
+    head_sizes: of each task, in the order of their numbers: its classes, or the features of its
+    embedding. paths: [tasks, layers routed by task], the expert that each task takes, or may take
+    where paths are learned, as a logit a layer says in `path_logits`. task_experts: of each layer
+    routed by task, as many as there are slots for them on a device; 0: all. stack: makes the layers
+    of a kind. Patches see all of their image; their mean goes to the heads.
     """
 
     def __init__(
@@ -81,10 +102,16 @@ class VisionTransformer(nnx.Module):
         stack: StackLayers = stack_layers,
         rngs: nnx.Rngs,
     ) -> None:
-        self.config, self.tasks, self.head_sizes = config, tuple(head_sizes), tuple(head_sizes.values())
+        self.config, self.tasks, self.head_sizes = (
+            config,
+            tuple(head_sizes),
+            tuple(head_sizes.values()),
+        )
         self.paths = tuple(tuple(path) for path in paths)
         d, side = config.hidden_size, config.image_size // config.patch_size
-        inputs, std, kinds = config.patch_size**2 * config.channels, config.initializer_range, config.layer_kinds
+        inputs = config.patch_size**2 * config.channels
+        std = config.initializer_range
+        kinds = config.layer_kinds
         self.patch_embedding = normal(rngs, (inputs, d), inputs**-0.5)
         self.patch_bias = nnx.Param(jnp.zeros(d))
         self.row_positions, self.column_positions = (normal(rngs, (side, d), std) for _ in range(2))
@@ -96,17 +123,27 @@ class VisionTransformer(nnx.Module):
             make = lambda rngs: Block(own, kind, parallel, rngs=rngs)  # noqa: E731
             return stack(make, kinds.count(kind), rngs) if kind in kinds else None
 
-        self.dense_layers, self.moe_layers, self.task_layers = layers("dense"), layers("moe"), layers("task")
+        self.dense_layers, self.moe_layers, self.task_layers = (
+            layers("dense"),
+            layers("moe"),
+            layers("task"),
+        )
         self.norm = Norm(d, config.norm, config.norm_eps)
-        self.heads = nnx.Dict({name: normal(rngs, (d, count), std) for name, count in head_sizes.items()})
+        self.heads = nnx.Dict(
+            {name: normal(rngs, (d, count), std) for name, count in head_sizes.items()}
+        )
         undecided = {name: nnx.Param(jnp.zeros(kinds.count("task"))) for name in head_sizes}
         self.path_logits = nnx.Dict(undecided) if config.learn_paths else None
 
     @staticmethod
-    def experts_of(config: VisionModelConfig, kind: LayerKind, layer: jax.Array | int, rngs: nnx.Rngs) -> nnx.Module:
-        """Return the experts of one layer of a kind, counted among it, that `VisionTransformer(config, ...)` draws.
+    def experts_of(
+        config: VisionModelConfig, kind: LayerKind, layer: jax.Array | int, rngs: nnx.Rngs
+    ) -> nnx.Module:
+        """Return the experts of one layer of a kind, counted among it, that
+        `VisionTransformer(config, ...)` draws.
 
-        Inside `jit` nothing else is drawn. Heads and paths are not needed: what they are changes no layer.
+        Inside `jit` nothing else is drawn. Heads and paths are not needed: what they are changes no
+        layer.
         """
         drawn = VisionTransformer(config, {}, (), stack=partial(one_layer, layer), rngs=rngs)
         experts: nnx.Module = getattr(drawn, STACK_OF[kind]).moe.experts
@@ -133,11 +170,12 @@ class VisionTransformer(nnx.Module):
         draw: PathDraw | None = None,
         slot_NE: jax.Array | None = None,
     ) -> tuple[jax.Array, MoEStats | None]:
-        """Return (logits [B, Y], -inf where an output is another task's; `MoEStats` with a leading [N], or None).
+        """Return (logits [B, Y], -inf where an output is another task's; `MoEStats` with a leading
+        [N], or None).
 
-        pixels: in [0, 1]. task: int32. draw: samples the paths that are learned; None: each task takes the likelier
-        expert. slot_NE: where this device has each expert of the layers routed by task; None: expert e in slot e. Runs
-        inside `shard_map` or on one device.
+        pixels: in [0, 1]. task: int32. draw: samples the paths that are learned; None: each task
+        takes the likelier expert. slot_NE: where this device has each expert of the layers routed
+        by task; None: expert e in slot e. Runs inside `shard_map` or on one device.
         """
         x_BSD = self.embed(pixels_BPPC, dtype)
         graphs, states = {}, {}
@@ -148,8 +186,12 @@ class VisionTransformer(nnx.Module):
         for kind in self.config.layer_kinds:
             index = used[kind]
             options = {"dtype": dtype, "train": train, "full_capacity": full_capacity}
-            if kind == "task":  # how many images go to an expert is no surprise: there is room for all of them
-                options |= {"choices": self.choices(index, task_B, draw, slot_NE), "full_capacity": True}
+            # how many images go to an expert is no surprise: there is room for all of them
+            if kind == "task":
+                options |= {
+                    "choices": self.choices(index, task_B, draw, slot_NE),
+                    "full_capacity": True,
+                }
             state = jax.tree.map(lambda w, index=index: w[index], states[kind])
             apply_block = ApplyBlock(graphs, lambda params: params, remat, options)
             x_BSD, layer_stats = apply_block(kind, state, None, None, x_BSD)
@@ -159,15 +201,24 @@ class VisionTransformer(nnx.Module):
         return self.logits(self.norm(x_BSD, dtype), task_B), stacked_stats
 
     def choices(
-        self, layer: int, task_B: jax.Array, draw: PathDraw | None = None, slot_NE: jax.Array | None = None
+        self,
+        layer: int,
+        task_B: jax.Array,
+        draw: PathDraw | None = None,
+        slot_NE: jax.Array | None = None,
     ) -> dict[str, jax.Array]:
-        """Return the experts of every patch in the layer of this number, of those routed by task, and their weights.
+        """Return the experts of every patch in the layer of this number, of those routed by task,
+        and their weights.
 
-        Where paths are learned, in training: the shared expert and the task's own, the one drawn with weight 1 and the
-        other with 0, whose gradients are those of the softmax.
+        Where paths are learned, in training: the shared expert and the task's own, the one drawn
+        with weight 1 and the other with 0, whose gradients are those of the softmax.
         """
         num_patches, own = self.config.num_patches, np.asarray(self.paths, np.int32)[:, layer]
-        slot_E = jnp.arange(self.config.num_experts, dtype=jnp.int32) if slot_NE is None else slot_NE[layer]
+        slot_E = (
+            jnp.arange(self.config.num_experts, dtype=jnp.int32)
+            if slot_NE is None
+            else slot_NE[layer]
+        )
         own_A, shared_A = slot_E[own], slot_E[np.full_like(own, SHARED_EXPERT)]
 
         def of_patches(values_AK: jax.Array) -> jax.Array:
@@ -189,7 +240,9 @@ class VisionTransformer(nnx.Module):
         return {"topk_idx_TK": of_patches(chosen_A2), "topk_weights_TK": of_patches(weights_A2)}
 
     def logits(self, hidden_BSD: jax.Array, task_B: jax.Array) -> jax.Array:
-        """Float32 [B, Y] of the mean of an image's patches, -inf where an output is another task's."""
+        """Float32 [B, Y] of the mean of an image's patches, -inf where an output is another
+        task's.
+        """
         with jax.named_scope("heads"):
             mean_BD = hidden_BSD.astype(jnp.float32).mean(axis=1)
             heads = [self.heads[task][...].astype(jnp.float32) for task in self.tasks]

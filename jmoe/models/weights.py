@@ -1,9 +1,11 @@
 """Hugging Face tensors into the decoder's parameters and back, by the table of names.
 
-Legend: a parameter is [layers?, experts?, rows, columns] or [layers?, experts?, columns], rows in, columns out.
+Legend: a parameter is [layers?, experts?, rows, columns] or [layers?, experts?, columns], rows in,
+columns out.
 
-Everything is checked against the headers before a buffer is filled. Then each parameter's final buffer (or this
-process's shards of it) is filled piece by piece, so that hardly more memory is used than what is kept.
+Everything is checked against the headers before a buffer is filled. Then each parameter's final
+buffer (or this process's shards of it) is filled piece by piece, so that hardly more memory is used
+than what is kept.
 """
 
 import math
@@ -20,7 +22,14 @@ import numpy as np
 from jmoe.config import ModelConfig, check
 from jmoe.mesh import is_expert, path_names, stack_dims
 from jmoe.models.mxfp4 import BLOCK, dequantised
-from jmoe.models.safetensors_io import DTYPES, STAGING_BYTES, NewTensor, StoredTensor, TensorReader, read_headers
+from jmoe.models.safetensors_io import (
+    DTYPES,
+    STAGING_BYTES,
+    NewTensor,
+    StoredTensor,
+    TensorReader,
+    read_headers,
+)
 from jmoe.models.stored_formats import format_of_matrix, rows_of
 from jmoe.models.tensor_names import FAMILIES, LAYER, OUTSIDE, Source, are_fused, source_of
 from kernels_pallas.compressed import Format
@@ -31,9 +40,11 @@ ALIGNMENT = 64  # bytes; what JAX takes on CPU without a copy
 CACHE_LINE_BYTES = 64
 FLOAT_DTYPES = ("F32", "BF16", "F16")
 KEPT_FLOAT32 = "e_score_correction_bias"  # transformers keeps it so whatever the model's dtype
-# What changes no logits: tables that older versions of transformers saved, and scales of activations and of a cache of
-# keys and values in few bits, which are kept wide here.
-IGNORED = re.compile(r"\.rotary_emb\.inv_freq$|\.((in|out)put_(global_)?scale|activation_scale|[kqv]_scale)$")
+# What changes no logits: tables that older versions of transformers saved, and scales of
+# activations and of a cache of keys and values in few bits, which are kept wide here.
+IGNORED = re.compile(
+    r"\.rotary_emb\.inv_freq$|\.((in|out)put_(global_)?scale|activation_scale|[kqv]_scale)$"
+)
 ZERO_POINT = ".weight_zero_point"  # of symmetric integers, some of which have one: zeros
 
 
@@ -49,7 +60,9 @@ class Piece:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of the decoder: its path, shape and source. `layers`: the layer of each entry of its stack."""
+    """A parameter of the decoder: its path, shape and source. `layers`: the layer of each entry
+    of its stack.
+    """
 
     path: Names
     shape: tuple[int, ...]
@@ -81,24 +94,35 @@ def flat(tree: Any) -> dict[Names, Any]:
     return {path_names(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
-def parameters(shapes: Any, config: ModelConfig, family: str, stored: Collection[str] = ()) -> list[Parameter]:
+def parameters(
+    shapes: Any, config: ModelConfig, family: str, stored: Collection[str] = ()
+) -> list[Parameter]:
     """The decoder's parameters (a tree of arrays or shapes) with the tensors they are made of.
 
-    stored: names of tensors; where they are fused experts, these are what the parameters are made of.
+    stored: names of tensors; where they are fused experts, these are what the parameters are made
+    of.
     """
     kinds, fused = np.array(config.layer_kinds), are_fused(stored, family)
     result = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
         names = path_names(path)
-        layers = np.flatnonzero(kinds == names[0].removesuffix("_layers")).tolist() if stack_dims(path) else []
+        layers = (
+            np.flatnonzero(kinds == names[0].removesuffix("_layers")).tolist()
+            if stack_dims(path)
+            else []
+        )
         source = source_of(names, config, family, fused=fused)
         experts = config.num_experts if is_expert(path) else 0
         result.append(Parameter(names, tuple(leaf.shape), source, tuple(layers), experts))
     return result
 
 
-def _check_tensor(stored: dict[str, StoredTensor], piece: Piece, folder: Path) -> list[StoredTensor]:
-    """The stored tensor, those of a compressed matrix, or the blocks and scales of gpt-oss' MXFP4."""
+def _check_tensor(
+    stored: dict[str, StoredTensor], piece: Piece, folder: Path
+) -> list[StoredTensor]:
+    """The stored tensor, those of a compressed matrix, or the blocks and scales of gpt-oss'
+    MXFP4.
+    """
     if (form := format_of_matrix(stored, piece.name, piece.shape)) is not None:
         return form.tensors(stored, piece.name, piece.shape)
     if piece.name in stored:
@@ -106,11 +130,17 @@ def _check_tensor(stored: dict[str, StoredTensor], piece: Piece, folder: Path) -
         if tensor.shape != piece.shape:
             raise tensor.wrong(f"has shape {list(tensor.shape)}, must have {list(piece.shape)}")
         if tensor.dtype not in FLOAT_DTYPES:
-            raise tensor.wrong(f"has dtype {tensor.dtype}, must have one of {', '.join(FLOAT_DTYPES)}")
+            raise tensor.wrong(
+                f"has dtype {tensor.dtype}, must have one of {', '.join(FLOAT_DTYPES)}"
+            )
         return [tensor]
     blocks, scales = (stored.get(f"{piece.name}_{part}") for part in ("blocks", "scales"))
     if blocks is None or scales is None:
-        near = next(iter(stored.values())).file if len({t.file for t in stored.values()}) == 1 else folder
+        near = (
+            next(iter(stored.values())).file
+            if len({t.file for t in stored.values()}) == 1
+            else folder
+        )
         raise ValueError(f"{near}: tensor {piece.name!r} is missing, {_lies_under(stored, piece)}")
     experts, rows, columns = piece.shape
     if rows % BLOCK:
@@ -128,7 +158,10 @@ def _lies_under(stored: Mapping[str, StoredTensor], piece: Piece) -> str:
     """Return where a missing tensor lies in a model of images and text, else its shape."""
     for prefix in ("model.language_model.", "language_model.model."):
         if prefix + piece.name.removeprefix("model.") in stored:
-            return f"and lies under {prefix!r}, as in a model of images and text: save its language model alone"
+            return (
+                f"and lies under {prefix!r}, as in a model of images and text: save its language"
+                " model alone"
+            )
     return f"must have shape {list(piece.shape)}"
 
 
@@ -139,17 +172,30 @@ def has_own_head(stored: Mapping[str, StoredTensor]) -> bool:
     if not parts or embedding not in stored:
         return False
     one, other = stored[embedding], parts[0]
-    if len(parts) > 1 or one.shape != other.shape or one.dtype != other.dtype or one.dtype not in FLOAT_DTYPES:
+    if (
+        len(parts) > 1
+        or one.shape != other.shape
+        or one.dtype != other.dtype
+        or one.dtype not in FLOAT_DTYPES
+    ):
         return True
     with TensorReader() as reader, TensorReader() as second:
-        rows = zip(*(r.chunks(t, 0, t.shape[0]) for r, t in ((reader, one), (second, other))), strict=True)
+        rows = zip(
+            *(r.chunks(t, 0, t.shape[0]) for r, t in ((reader, one), (second, other))), strict=True
+        )
         return not all(np.array_equal(a, b) for (*_, a), (*_, b) in rows)
 
 
 def check_tensors(
-    wanted: list[Parameter], stored: dict[str, StoredTensor], folder: Path, config: ModelConfig, dtype: Any
+    wanted: list[Parameter],
+    stored: dict[str, StoredTensor],
+    folder: Path,
+    config: ModelConfig,
+    dtype: Any,
 ) -> dict[Names, np.dtype]:
-    """The dtype of every parameter; `ValueError` naming file and tensor for what is missing, wrong or too much."""
+    """The dtype of every parameter; `ValueError` naming file and tensor for what is missing,
+    wrong or too much.
+    """
     used: set[str] = set()
     dtypes: dict[Names, np.dtype] = {}
     for parameter in wanted:
@@ -159,10 +205,14 @@ def check_tensors(
             used |= {tensor.name for tensor in tensors}
             kinds["BF16" if len(tensors) > 1 else tensors[0].dtype] = tensors[0]
         if dtype is not None:
-            dtypes[parameter.path] = np.dtype(np.float32 if parameter.path[-1] == KEPT_FLOAT32 else dtype)
+            dtypes[parameter.path] = np.dtype(
+                np.float32 if parameter.path[-1] == KEPT_FLOAT32 else dtype
+            )
         elif len(kinds) > 1:
             tensor = list(kinds.values())[-1]
-            raise tensor.wrong(f"has another dtype than its like in other layers ({', '.join(kinds)}): give dtype")
+            raise tensor.wrong(
+                f"has another dtype than its like in other layers ({', '.join(kinds)}): give dtype"
+            )
         elif "F16" in kinds:
             raise kinds["F16"].wrong("has dtype F16: give dtype='float32' or dtype='bfloat16'")
         else:
@@ -200,7 +250,9 @@ def _bits(x: np.ndarray) -> np.ndarray:
 
 
 def _transpose_into(out: np.ndarray, x: np.ndarray) -> None:
-    """out = x^T, a cache line of every row of `out` at a time: twice as fast as numpy's own order."""
+    """out = x^T, a cache line of every row of `out` at a time: twice as fast as numpy's own
+    order.
+    """
     step = CACHE_LINE_BYTES // out.itemsize
     for i in range(0, x.shape[0], step):
         out[:, i : i + step] = x[i : i + step].T
@@ -213,10 +265,14 @@ class Loader:
         self._stored, self._reader = stored, reader
 
     def load(self, parameter: Parameter, dtype: np.dtype, sharding: Any) -> jax.Array:
-        """Return it on the default device, or with this sharding; no buffer outlives the call but its own."""
+        """Return it on the default device, or with this sharding; no buffer outlives the call
+        but its own.
+        """
         shard = partial(self.region, parameter, dtype)
         if sharding is None:
-            return jax.block_until_ready(jax.device_put(shard((slice(None),) * len(parameter.shape))))
+            return jax.block_until_ready(
+                jax.device_put(shard((slice(None),) * len(parameter.shape)))
+            )
         return jax.block_until_ready(jax.make_array_from_callback(parameter.shape, sharding, shard))
 
     def region(self, parameter: Parameter, dtype: np.dtype, index: tuple[slice, ...]) -> np.ndarray:
@@ -238,7 +294,12 @@ class Loader:
         return out
 
     def _fill(
-        self, out: np.ndarray, piece: Piece, parameter: Parameter, expert: int, spans: list[tuple[int, int]]
+        self,
+        out: np.ndarray,
+        piece: Piece,
+        parameter: Parameter,
+        expert: int,
+        spans: list[tuple[int, int]],
     ) -> None:
         """The part `spans` of one matrix [rows, columns] from one tensor."""
         source, (first, end) = parameter.source, piece.columns
@@ -246,10 +307,15 @@ class Loader:
         low, high = max(first, column0), min(end, column1)
         if low >= high:
             return
-        if source.transposed or piece.name not in self._stored:  # a stored row is one of our columns
+        # a stored row is one of our columns
+        if source.transposed or piece.name not in self._stored:
             count = end - first
-            for a, b, values in self._rows(piece, expert * count + low - first, expert * count + high - first):
-                columns = _columns(a - expert * count + first, b - a, end - first, source.interleaved)
+            for a, b, values in self._rows(
+                piece, expert * count + low - first, expert * count + high - first
+            ):
+                columns = _columns(
+                    a - expert * count + first, b - a, end - first, source.interleaved
+                )
                 values = _bits(values[:, row0:row1].astype(out.dtype, copy=False))
                 for step, at in enumerate(columns):
                     part = _bits(out)[:, at.start - column0 : at.stop - column0]
@@ -266,16 +332,24 @@ class Loader:
                 target[:, low - column0 : high - column0] = values[:, low - first : high - first]
 
     def kept_format(self, parameter: Parameter) -> Format | None:
-        """Return the format in which its matrices are stored, where all can be kept in it to the bit."""
-        forms = [(p.name, format_of_matrix(self._stored, p.name, p.shape)) for p in parameter.pieces()]
+        """Return the format in which its matrices are stored, where all can be kept in it to the
+        bit.
+        """
+        forms = [
+            (p.name, format_of_matrix(self._stored, p.name, p.shape)) for p in parameter.pieces()
+        ]
         kinds = {None if form is None else form.kept(self._stored, name) for name, form in forms}
         return kinds.pop() if len(kinds) == 1 else None
 
     def kept(self, parameter: Parameter, layer: int, expert: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return an expert's matrix in its `kept_format`, as `kernels_pallas/compressed.py` says."""
+        """Return an expert's matrix in its `kept_format`, as `kernels_pallas/compressed.py`
+        says.
+        """
         kind = self.kept_format(parameter)
         assert kind is not None
-        (values_shape, values_dtype), (scales_shape, scales_dtype) = kind.fields("", parameter.matrix).values()
+        (values_shape, values_dtype), (scales_shape, scales_dtype) = kind.fields(
+            "", parameter.matrix
+        ).values()
         values, scales = np.empty(values_shape, values_dtype), np.empty(scales_shape, scales_dtype)
         for piece in parameter.pieces(slice(layer, layer + 1), slice(expert, expert + 1)):
             form = format_of_matrix(self._stored, piece.name, piece.shape)
@@ -285,7 +359,9 @@ class Loader:
         return values, scales
 
     def _read(self, tensor: StoredTensor, start: int, end: int) -> np.ndarray:
-        return np.concatenate([rows.copy() for _, _, rows in self._reader.chunks(tensor, start, end)])
+        return np.concatenate(
+            [rows.copy() for _, _, rows in self._reader.chunks(tensor, start, end)]
+        )
 
     def _rows(self, piece: Piece, start: int, end: int) -> Iterator[tuple[int, int, np.ndarray]]:
         if (form := format_of_matrix(self._stored, piece.name, piece.shape)) is not None:
@@ -303,16 +379,21 @@ class Loader:
 
 
 def _columns(first: int, count: int, total: int, interleaved: bool) -> list[slice]:
-    """Return where `count` neighbouring stored rows go; interleaved: every second one, to the two halves."""
+    """Return where `count` neighbouring stored rows go; interleaved: every second one, to the
+    two halves.
+    """
     if not interleaved:
         return [slice(first, first + count)]
     return [slice(first // 2 + half, (first + count) // 2 + half) for half in (0, total // 2)]
 
 
-def load_arrays(folder: Path, config: ModelConfig, family: str, shapes: Any, dtype: Any) -> dict[Names, jax.Array]:
+def load_arrays(
+    folder: Path, config: ModelConfig, family: str, shapes: Any, dtype: Any
+) -> dict[Names, jax.Array]:
     """{path: array} of a decoder's parameters from the safetensors files of a folder.
 
-    shapes: tree of shapes, with shardings where arrays are to be split. dtype: of the arrays; None: as stored.
+    shapes: tree of shapes, with shardings where arrays are to be split. dtype: of the arrays; None:
+    as stored.
     """
     stored = read_headers(folder)
     wanted = parameters(shapes, config, family, stored)
@@ -320,7 +401,10 @@ def load_arrays(folder: Path, config: ModelConfig, family: str, shapes: Any, dty
     places = flat(shapes)
     with TensorReader() as reader:
         loader = Loader(stored, reader)
-        return {p.path: loader.load(p, dtypes[p.path], getattr(places[p.path], "sharding", None)) for p in wanted}
+        return {
+            p.path: loader.load(p, dtypes[p.path], getattr(places[p.path], "sharding", None))
+            for p in wanted
+        }
 
 
 def _order(parameter: Parameter, family: str) -> tuple[int, int]:
@@ -335,8 +419,9 @@ def _order(parameter: Parameter, family: str) -> tuple[int, int]:
 class _HostCopies:
     """Copies arrays from a device to the host, a slice at a time, and keeps the last slice.
 
-    Tensors are written in the order in which a slice's parts follow each other: the experts of a layer, the columns of
-    a matrix. So every byte crosses the link once, in transfers large enough for it, and the host holds one slice.
+    Tensors are written in the order in which a slice's parts follow each other: the experts of a
+    layer, the columns of a matrix. So every byte crosses the link once, in transfers large enough
+    for it, and the host holds one slice.
     """
 
     def __init__(self) -> None:
@@ -352,18 +437,23 @@ class _HostCopies:
         layer, expert = at
         size = max(1, HOST_COPY_BYTES // (math.prod(array.shape[2:]) * array.dtype.itemsize))
         first = expert // size * size
-        return self._slice(array, (layer, slice(first, min(first + size, array.shape[1]))))[expert - first]
+        return self._slice(array, (layer, slice(first, min(first + size, array.shape[1]))))[
+            expert - first
+        ]
 
     def _slice(self, array: jax.Array, at: tuple[Any, ...]) -> np.ndarray:
         if self._of is None or self._of[0] is not array or self._of[1] != at:
-            self._of, self._copy = None, np.empty(0)  # frees the last slice before the next one is copied
+            # frees the last slice before the next one is copied
+            self._of, self._copy = None, np.empty(0)
             self._of, self._copy = (array, at), np.asarray(array[at])
         return self._copy
 
 
 @dataclass(frozen=True)
 class StoredExperts:
-    """A parameter of the experts that is read one expert at a time: `read(layer with experts, expert)`."""
+    """A parameter of the experts that is read one expert at a time: `read(layer with experts,
+    expert)`.
+    """
 
     read: Callable[[int, int], np.ndarray]
     dtype: np.dtype
@@ -376,7 +466,9 @@ class StoredExperts:
         return np.stack([self.read(piece.at[0], expert) for expert in range(num_experts)])
 
 
-def _data(copies: _HostCopies, array: jax.Array | StoredExperts, parameter: Parameter, piece: Piece) -> np.ndarray:
+def _data(
+    copies: _HostCopies, array: jax.Array | StoredExperts, parameter: Parameter, piece: Piece
+) -> np.ndarray:
     """Return a tensor's elements as they are stored."""
     source = parameter.source
     if isinstance(array, StoredExperts):
@@ -406,7 +498,10 @@ def new_tensors(
         for piece in parameter.pieces():
             layer = parameter.layers[piece.at[0]] if parameter.layers else 0
             tensor = NewTensor(
-                piece.name, np.dtype(array.dtype), piece.shape, partial(_data, copies, array, parameter, piece)
+                piece.name,
+                np.dtype(array.dtype),
+                piece.shape,
+                partial(_data, copies, array, parameter, piece),
             )
             tensors.append(((section, layer, place), tensor))
     return [tensor for _, tensor in sorted(tensors, key=lambda entry: entry[0])]

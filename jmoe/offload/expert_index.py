@@ -20,8 +20,9 @@ from jmoe.mesh import DATA
 class LocalExperts:
     """The experts of each layer that are this process's, in parts of one size, in order.
 
-    devices: of each part, this process's devices that have it: several where they are replicas of each other. saved:
-    experts of which a checkpoint has this process's records; other processes save the rest of those that they have too.
+    devices: of each part, this process's devices that have it: several where they are replicas of
+    each other. saved: experts of which a checkpoint has this process's records; other processes
+    save the rest of those that they have too.
     """
 
     experts: NDArray[np.int64]
@@ -41,7 +42,8 @@ class LocalExperts:
             numbers = np.split(np.arange(num_experts), len(replicas_of_parts))[part]
             experts.append(numbers)
             processes = sorted({device.process_index for device in replicas})
-            saved.append(numbers[numbers % len(processes) == processes.index(process)])  # they take turns
+            # they take turns
+            saved.append(numbers[numbers % len(processes) == processes.index(process)])
         return cls(np.concatenate(experts), tuple(devices), np.concatenate(saved))
 
     @property
@@ -66,7 +68,9 @@ class LocalExperts:
         return self.saved
 
     def places(self, layer: int, position: int) -> list[tuple[int, int]]:
-        """Return where number `position` of `experts` lies: (number among `all_devices`, row there), one at least."""
+        """Return where number `position` of `experts` lies: (number among `all_devices`, row
+        there), one at least.
+        """
         part, row = divmod(position, self.per_device)
         first = sum(map(len, self.devices[:part]))
         return [(first + replica, row) for replica in range(len(self.devices[part]))]
@@ -76,12 +80,16 @@ class LocalExperts:
         shares: NDArray[np.float64] = chosen_P.reshape(len(self.devices), -1).mean(axis=1)
         return shares
 
-    def arranged(self, layer: int, arrays: Mapping[str, NDArray[Any]]) -> list[dict[str, NDArray[Any]]]:
+    def arranged(
+        self, layer: int, arrays: Mapping[str, NDArray[Any]]
+    ) -> list[dict[str, NDArray[Any]]]:
         """Return what each device has of arrays of the layer's experts."""
         parts = zip(self.split(arrays), self.devices, strict=True)
         return [part for part, replicas in parts for _ in replicas]
 
-    def split(self, arrays: Mapping[str, NDArray[Any]], axis: int = 0) -> list[dict[str, NDArray[Any]]]:
+    def split(
+        self, arrays: Mapping[str, NDArray[Any]], axis: int = 0
+    ) -> list[dict[str, NDArray[Any]]]:
         """Return each part of arrays of all these experts."""
         parts = {name: np.split(w, len(self.devices), axis) for name, w in arrays.items()}
         return [{name: part[d] for name, part in parts.items()} for d in range(len(self.devices))]
@@ -89,10 +97,11 @@ class LocalExperts:
 
 @dataclass(frozen=True, eq=False)
 class SlottedExperts(LocalExperts):
-    """Experts of which each device has those that it needs, in slots; `experts` are all, which the process has not all.
+    """Experts of which each device has those that it needs, in slots; `experts` are all, which the
+    process has not all.
 
-    slot_RNE: of each of this process's devices, in each layer; negative: the device has not the expert. saved_NE: those
-    whose records this process saves. num_slots: of a device in a layer.
+    slot_RNE: of each of this process's devices, in each layer; negative: the device has not the
+    expert. saved_NE: those whose records this process saves. num_slots: of a device in a layer.
     """
 
     slot_RNE: NDArray[np.int32]
@@ -101,11 +110,16 @@ class SlottedExperts(LocalExperts):
 
     @classmethod
     def on(cls, mesh: Mesh, slot_RNE: NDArray[np.int32], num_slots: int) -> Self:
-        """Return those of a mesh of these devices, in the order of their numbers; slot_RNE: of all processes'."""
+        """Return those of a mesh of these devices, in the order of their numbers; slot_RNE: of
+        all processes'.
+        """
         process, devices = jax.process_index(), mesh.devices.reshape(-1).tolist()
         processes = np.array([device.process_index for device in devices])
-        has_PNE = np.stack([(slot_RNE[processes == p] >= 0).any(axis=0) for p in range(processes.max() + 1)])
-        turn_NE = np.arange(slot_RNE.shape[2]) % has_PNE.sum(axis=0)  # processes that have an expert take turns
+        has_PNE = np.stack(
+            [(slot_RNE[processes == p] >= 0).any(axis=0) for p in range(processes.max() + 1)]
+        )
+        # processes that have an expert take turns
+        turn_NE = np.arange(slot_RNE.shape[2]) % has_PNE.sum(axis=0)
         saved_NE = has_PNE[process] & (np.cumsum(has_PNE, axis=0)[process] - 1 == turn_NE)
         mine = tuple((device,) for device in devices if device.process_index == process)
         everyone = np.arange(slot_RNE.shape[2])
@@ -130,12 +144,18 @@ class SlottedExperts(LocalExperts):
         return [(device, slot) for device, slot in enumerate(slots) if slot >= 0]
 
     def chosen_shares(self, layer: int, chosen_P: NDArray[np.bool_]) -> NDArray[np.float64]:
-        """Return the share of each device's experts of a layer that are chosen; 0 of a device without any."""
+        """Return the share of each device's experts of a layer that are chosen; 0 of a device
+        without any.
+        """
         has_RE = self.slot_RNE[:, layer] >= 0
-        shares: NDArray[np.float64] = (has_RE & chosen_P).sum(axis=1) / np.maximum(has_RE.sum(axis=1), 1)
+        shares: NDArray[np.float64] = (has_RE & chosen_P).sum(axis=1) / np.maximum(
+            has_RE.sum(axis=1), 1
+        )
         return shares
 
-    def arranged(self, layer: int, arrays: Mapping[str, NDArray[Any]]) -> list[dict[str, NDArray[Any]]]:
+    def arranged(
+        self, layer: int, arrays: Mapping[str, NDArray[Any]]
+    ) -> list[dict[str, NDArray[Any]]]:
         """Return what each device has of arrays of the layer's experts; 0 in slots without one."""
         rows: list[dict[str, NDArray[Any]]] = [
             {name: np.zeros((self.num_slots, *w.shape[1:]), w.dtype) for name, w in arrays.items()}
@@ -150,7 +170,9 @@ class SlottedExperts(LocalExperts):
 
 @dataclass(frozen=True, eq=False)
 class ExpertIndex:
-    """Numbers the records of N layers of E experts each, layer by layer; local: those that this process has, or all."""
+    """Numbers the records of N layers of E experts each, layer by layer; local: those that this
+    process has, or all.
+    """
 
     num_layers: int
     num_experts: int
@@ -185,5 +207,8 @@ class ExpertIndex:
 
     def _in_all_layers(self, experts_of: Callable[[int], NDArray[np.int64]] | None) -> list[int]:
         every = range(self.num_layers)
-        records = [self.records(layer, None if experts_of is None else experts_of(layer)) for layer in every]
+        records = [
+            self.records(layer, None if experts_of is None else experts_of(layer))
+            for layer in every
+        ]
         return [int(record) for record in np.concatenate(records)]

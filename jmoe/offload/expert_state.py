@@ -1,12 +1,14 @@
-"""Experts in training, streamed over tiers: slots on the device for the layers in use, records below for the others.
+"""Experts in training, streamed over tiers: slots on the device for the layers in use, records
+below for the others.
 
-Legend: N MoE layers, E experts of a layer, P of them this process's, L on each of its devices, M rows of a slot there.
-Experts are numbered here from 0 to P - 1, the first device's first. Each has up to three records (`ExpertIndex`):
-weights, moments, and a gradient that is not applied yet. One that is fetched is first brought up to the present step
-(`lazy_adamw.catch_up`).
+Legend: N MoE layers, E experts of a layer, P of them this process's, L on each of its devices, M
+rows of a slot there. Experts are numbered here from 0 to P - 1, the first device's first. Each has
+up to three records (`ExpertIndex`): weights, moments, and a gradient that is not applied yet. One
+that is fetched is first brought up to the present step (`lazy_adamw.catch_up`).
 
-Where several devices of a process have an expert (replicas of each other, or devices whose tasks share it) it has its
-records once. The first of them updates it, the others are sent the weights (`LocalExperts.places`).
+Where several devices of a process have an expert (replicas of each other, or devices whose tasks
+share it) it has its records once. The first of them updates it, the others are sent the weights
+(`LocalExperts.places`).
 """
 
 import contextlib
@@ -42,18 +44,21 @@ log = logging.getLogger(__name__)
 MAX_STEPS_BEHIND = 1024  # of an expert in a checkpoint
 Method = TypeVar("Method", bound=Callable[..., Any])
 ExpertArrays = dict[str, NDArray[np.float32]]
-ReadExperts = Callable[[int, NDArray[np.int64]], ExpertArrays]  # layer, experts -> arrays [experts, ...] by name
+# layer, experts -> arrays [experts, ...] by name
+ReadExperts = Callable[[int, NDArray[np.int64]], ExpertArrays]
 
 
 @dataclass(frozen=True)
 class ExpertStats:
     """Counters since the start. weights: None where they never leave the device.
 
-    updates: experts brought up to date. replayed_steps: steps without a gradient that were replayed for them.
-    waited_s: of the main thread, for layers, for experts that nobody had foreseen, for gradients to be kept.
-    chosen_share: of a device's experts of a layer, those that a step's tokens choose, on average; most_chosen_share: of
-    the device, layer and step with most of them. room: the share that a slot has rows for. slot_bytes: of this
-    process's slots on its devices.
+    updates: experts brought up to date. replayed_steps: steps without a gradient that were replayed
+    for them.
+    waited_s: of the main thread, for layers, for experts that nobody had foreseen, for gradients to
+    be kept.
+    chosen_share: of a device's experts of a layer, those that a step's tokens choose, on average;
+    most_chosen_share: of the device, layer and step with most of them. room: the share that a slot
+    has rows for. slot_bytes: of this process's slots on its devices.
     """
 
     weights: TieredStats | None
@@ -69,33 +74,47 @@ class ExpertStats:
 
     @property
     def stores(self) -> list[TieredStats]:
-        return [store for store in (self.weights, self.moments, self.gradients) if store is not None]
+        return [
+            store for store in (self.weights, self.moments, self.gradients) if store is not None
+        ]
 
 
 @dataclass(frozen=True)
 class RecordTiers:
-    """The three kinds of records. weights: None where they are on the device, in as many slots as there are layers."""
+    """The three kinds of records. weights: None where they are on the device, in as many slots
+    as there are layers.
+    """
 
     weights: TieredStore | None
     moments: TieredStore
     gradients: TieredStore
 
     def all(self) -> list[TieredStore]:
-        return [store for store in (self.weights, self.moments, self.gradients) if store is not None]
+        return [
+            store for store in (self.weights, self.moments, self.gradients) if store is not None
+        ]
 
 
 @dataclass(frozen=True)
 class DeviceRoom:
-    """The room on a device: slots for so many layers, with rows for so many of its experts each; None: for all."""
+    """The room on a device: slots for so many layers, with rows for so many of its experts each;
+    None: for all.
+    """
 
     layers: int
     experts: int | None = None
 
 
-def record_layouts(shapes: Mapping[str, Sequence[int]], gradient_dtype: str) -> dict[str, RecordLayout]:
-    """Return the layouts, by kind, of the records of an expert whose parameters have these shapes."""
+def record_layouts(
+    shapes: Mapping[str, Sequence[int]], gradient_dtype: str
+) -> dict[str, RecordLayout]:
+    """Return the layouts, by kind, of the records of an expert whose parameters have these
+    shapes.
+    """
     return {
-        "weights": RecordLayout.from_arrays({name: (shape, np.float32) for name, shape in shapes.items()}),
+        "weights": RecordLayout.from_arrays(
+            {name: (shape, np.float32) for name, shape in shapes.items()}
+        ),
         "moments": RecordLayout.from_arrays(
             {f"{p}.{name}": (shape, np.float32) for p in "mv" for name, shape in shapes.items()}
         ),
@@ -117,19 +136,23 @@ def _guarded(method: Method) -> Method:
 
 
 class ExpertState:
-    """Weights and optimizer state of a process's experts, fetched into slots by a ring over the layers.
+    """Weights and optimizer state of a process's experts, fetched into slots by a ring over the
+    layers.
 
-    For each layer, in the order of `begin`, `fetch` gives the slot's arrays, `fetch_more` gives them with more
-    experts in place of those given before, and `release` gives the slot back. The ring's thread fetches ahead what
-    the layer's tokens chose last time; a choice that nobody foresaw is fetched by `fetch`. `keep` takes a layer's
-    gradients to their tier, on a thread of its own; `commit` ends a step, and lets the ring's thread update what is in
-    the slots. Each of several processes has a state of its own and knows nothing of the others.
+    For each layer, in the order of `begin`, `fetch` gives the slot's arrays, `fetch_more` gives
+    them with more experts in place of those given before, and `release` gives the slot back. The
+    ring's thread fetches ahead what the layer's tokens chose last time; a choice that nobody
+    foresaw is fetched by `fetch`. `keep` takes a layer's gradients to their tier, on a thread of
+    its own; `commit` ends a step, and lets the ring's thread update what is in the slots. Each of
+    several processes has a state of its own and knows nothing of the others.
 
-    An error is for good, wherever it came up: every later call raises it, since it is no longer known which steps an
-    expert has behind it, or a pass over the layers ended half-way. The last checkpoint is not touched by it.
+    An error is for good, wherever it came up: every later call raises it, since it is no longer
+    known which steps an expert has behind it, or a pass over the layers ended half-way. The last
+    checkpoint is not touched by it.
 
-    replay_state: of the records as they are, and of the weights. initial: reads weights for slots that are never filled
-    from records. room: grows where a step chooses more experts (`make_room`); a slot has it from its next fetch on.
+    replay_state: of the records as they are, and of the weights. initial: reads weights for slots
+    that are never filled from records. room: grows where a step chooses more experts (`make_room`);
+    a slot has it from its next fetch on.
     """
 
     def __init__(
@@ -150,11 +173,13 @@ class ExpertState:
         self.slots = TrainingSlots(self.local, self.shapes, num_slots, room.experts)
         self.skipped = SkippedSteps(replay_state, index.num_records, optimizer)
         self._optimizer = optimizer
-        self._chosen = np.zeros((index.num_layers, self.local.experts.size), np.bool_)  # by a layer's tokens, last time
+        # by a layer's tokens, last time
+        self._chosen = np.zeros((index.num_layers, self.local.experts.size), np.bool_)
         self._initial = initial
         self._failed: BaseException | None = None
         self._updates = self._replayed = 0
-        self._sum_of_shares, self._num_shares, self._most_chosen_share = 0.0, 0, 0.0  # of experts that are chosen
+        # of experts that are chosen
+        self._sum_of_shares, self._num_shares, self._most_chosen_share = 0.0, 0, 0.0
         self._waited_s = 0.0
         self._counters = threading.Lock()
         dtype = stores.gradients.layout.fields[0].dtype
@@ -170,7 +195,9 @@ class ExpertState:
         """Return the number of steps taken."""
         return self.skipped.now
 
-    def _records(self, layer: int, experts: NDArray[np.int64] | slice = slice(None)) -> NDArray[np.int64]:
+    def _records(
+        self, layer: int, experts: NDArray[np.int64] | slice = slice(None)
+    ) -> NDArray[np.int64]:
         return self.index.records(layer, self.local.experts[experts])
 
     @contextlib.contextmanager
@@ -189,7 +216,9 @@ class ExpertState:
 
     @_guarded
     def begin(self, order: Sequence[int]) -> None:
-        """Begin a pass over these layers; in the order of last time its first ones are being fetched already."""
+        """Begin a pass over these layers; in the order of last time its first ones are being
+        fetched already.
+        """
         if tuple(order) != self._order:
             self._order = tuple(order)
             self._ring.restart(order)
@@ -206,9 +235,11 @@ class ExpertState:
 
     @_guarded
     def make_room(self, needed: int) -> None:
-        """Let slots have rows for so many experts of a device from their next fetch on, if they have fewer.
+        """Let slots have rows for so many experts of a device from their next fetch on, if they
+        have fewer.
 
-        Every process has to call this with the same number, since the step's programs are compiled for the room.
+        Every process has to call this with the same number, since the step's programs are compiled
+        for the room.
         """
         self.slots.make_room(needed)
 
@@ -234,26 +265,36 @@ class ExpertState:
         return self.slots.stacks[slot]
 
     def chosen_rows(self, chosen_P: NDArray[np.bool_], size: int) -> list[ChosenRows]:
-        """Return, by device, which rows of the slot fetched last hold these experts, in arrays of `size`."""
+        """Return, by device, which rows of the slot fetched last hold these experts, in arrays
+        of `size`.
+        """
         return self.slots.chosen_rows(self._fetched[1], chosen_P, size)
 
     @_guarded
     def release(self) -> None:
-        """Give back the layer fetched longest ago, which the device does not read any more either."""
+        """Give back the layer fetched longest ago, which the device does not read any more
+        either.
+        """
         self._ring.release()
 
     @_guarded
     def _load(self, layer: int, slot: int) -> int:
-        """Fetch, in the ring's thread, what the layer's tokens chose last; only updates where it is there already."""
+        """Fetch, in the ring's thread, what the layer's tokens chose last; only updates where it
+        is there already.
+        """
         if not self.slots.holds(slot, layer):
             read = self._initial
-            self.slots.assign(slot, layer, None if read is None else read(layer, self.local.of_layer(layer)))
+            self.slots.assign(
+                slot, layer, None if read is None else read(layer, self.local.of_layer(layer))
+            )
         self.slots.fit(slot)
         foreseen = np.flatnonzero(self._chosen[layer])
         return self._bring(layer, slot, next(self.slots.waves(slot, foreseen), foreseen))
 
     def _bring(self, layer: int, slot: int, experts: NDArray[np.int64]) -> int:
-        """Put these experts' present weights into the slot, which has room for them; return the bytes fetched."""
+        """Put these experts' present weights into the slot, which has room for them; return the
+        bytes fetched.
+        """
         now, records = self.now, self._records(layer, experts)
         missing, stale = self.slots.take_rows(slot, experts), self.skipped.are_behind(records, now)
         stores, fetched_bytes = self.stores, 0
@@ -261,7 +302,9 @@ class ExpertState:
             stores.weights.prefetch(records[missing])
         stores.moments.prefetch(records[stale])
         stores.gradients.prefetch(records[stale & self.skipped.has_gradient(records)])
-        for expert, index, is_missing, is_stale in zip(experts.tolist(), records.tolist(), missing, stale, strict=True):
+        for expert, index, is_missing, is_stale in zip(
+            experts.tolist(), records.tolist(), missing, stale, strict=True
+        ):
             if is_missing:
                 assert stores.weights is not None, (layer, expert)
                 with stores.weights.get(index) as record:
@@ -274,10 +317,13 @@ class ExpertState:
     # The update
 
     def _catch_up(self, slot: int, expert: int, index: int, now: int) -> int:
-        """Bring a record whose weights are in the slot up to step `now`; return the bytes fetched."""
+        """Bring a record whose weights are in the slot up to step `now`; return the bytes
+        fetched.
+        """
         stores, names = self.stores, self.shapes
         steps, pending = self.skipped.steps_of(index, now)
-        with contextlib.ExitStack() as held:  # all that may fail to come comes before anything changes
+        # all that may fail to come comes before anything changes
+        with contextlib.ExitStack() as held:
             places = self.slots.places(slot, self.index.locate(index)[0], expert)
             device = self.slots.devices[places[0][0]]
             moments = held.enter_context(stores.moments.get(index, writable=True))
@@ -315,10 +361,14 @@ class ExpertState:
     # Gradients
 
     @_guarded
-    def keep(self, layer: int, chosen_P: NDArray[np.bool_], gradients: Sequence[DeviceStacks]) -> None:
-        """Take the gradients, by device, of a layer's chosen experts to their tier; return while they are written.
+    def keep(
+        self, layer: int, chosen_P: NDArray[np.bool_], gradients: Sequence[DeviceStacks]
+    ) -> None:
+        """Take the gradients, by device, of a layer's chosen experts to their tier; return while
+        they are written.
 
-        gradients: by expert, or, with room for some, of those chosen, in the order of `chosen_rows`.
+        gradients: by expert, or, with room for some, of those chosen, in the order of
+        `chosen_rows`.
         """
         chosen_P = chosen_P & self.local.has(layer)
         experts, shares = np.flatnonzero(chosen_P), self.local.chosen_shares(layer, chosen_P)
@@ -331,13 +381,18 @@ class ExpertState:
         self._writing.append(self._writer.submit(self._write_gradients, layer, experts, gradients))
 
     @_guarded
-    def _write_gradients(self, layer: int, experts: NDArray[np.int64], gradients: Sequence[DeviceStacks]) -> None:
+    def _write_gradients(
+        self, layer: int, experts: NDArray[np.int64], gradients: Sequence[DeviceStacks]
+    ) -> None:
         firsts = [self.local.places(layer, expert)[0] for expert in experts.tolist()]
         if self.slots.room is not None:  # [M, ...] in ascending order
             devices = np.array([d for d, _ in firsts])
             rows = np.arange(devices.size) - np.searchsorted(devices, devices)
             firsts = list(zip(devices.tolist(), rows.tolist(), strict=True))
-        on_host = {d: {name: np.asarray(g) for name, g in gradients[d].items()} for d in {d for d, _ in firsts}}
+        on_host = {
+            d: {name: np.asarray(g) for name, g in gradients[d].items()}
+            for d in {d for d, _ in firsts}
+        }
         for (d, row), index in zip(firsts, self._records(layer, experts).tolist(), strict=True):
             with self.stores.gradients.get(index, writable=True, empty=True) as record:
                 for name in self.shapes:
@@ -369,7 +424,9 @@ class ExpertState:
 
     @_guarded
     def freeze(self, records: NDArray[np.int64]) -> None:
-        """Keep these experts from now on as they are after the last step; the others are not kept any more."""
+        """Keep these experts from now on as they are after the last step; the others are not
+        kept any more.
+        """
         self.flush_updates()
         self.skipped.freeze(records)
 
@@ -396,10 +453,12 @@ class ExpertState:
 
     @_guarded
     def save(self) -> ReplayState:
-        """Write back what has changed since it was last written; return how far the records are behind.
+        """Write back what has changed since it was last written; return how far the records are
+        behind.
 
-        Nothing moves until the next pass begins. Experts without a token for `MAX_STEPS_BEHIND` steps are brought up
-        to date, so that neither the history nor what is to be replayed grows without end.
+        Nothing moves until the next pass begins. Experts without a token for `MAX_STEPS_BEHIND`
+        steps are brought up to date, so that neither the history nor what is to be replayed grows
+        without end.
         """
         self.flush_updates(MAX_STEPS_BEHIND)
         for store in self.stores.all():
@@ -422,7 +481,9 @@ class ExpertState:
 
     @_guarded
     def weights(self) -> ExpertArrays:
-        """Return [N, P, ...] of all experts, as they stand; zeros for experts this process does not own."""
+        """Return [N, P, ...] of all experts, as they stand; zeros for experts this process does
+        not own.
+        """
         return self._stacked(self.each_weights(), "")
 
     @_guarded
@@ -432,7 +493,9 @@ class ExpertState:
 
     def _stacked(self, records: Iterable[Indexed], prefix: str) -> ExpertArrays:
         rows = (self.index.num_layers, self.local.experts.size)
-        stacked = {name: np.zeros((*rows, *shape), np.float32) for name, shape in self.shapes.items()}
+        stacked = {
+            name: np.zeros((*rows, *shape), np.float32) for name, shape in self.shapes.items()
+        }
         for index, arrays in records:
             layer, expert = self.index.locate(index)
             for name, w in stacked.items():
@@ -466,4 +529,11 @@ class ExpertState:
 def _each(store: TieredStore) -> Iterator[Indexed]:
     for index in store.owned:
         with store.get(index) as record:
-            yield index, {field.name: record[field.name] for field in store.layout.fields if field.name != SEAL}
+            yield (
+                index,
+                {
+                    field.name: record[field.name]
+                    for field in store.layout.fields
+                    if field.name != SEAL
+                },
+            )

@@ -1,7 +1,9 @@
-"""Experts that the CPU computes where they lie in host memory, while a device computes those that it has.
+"""Experts that the CPU computes where they lie in host memory, while a device computes those that
+it has.
 
-A few tokens read an expert's weights once and are small themselves: to send the tokens to the weights costs less than
-the weights to the device, wherever the host's memory is faster than the link between them (KTransformers, SOSP 2025).
+A few tokens read an expert's weights once and are small themselves: to send the tokens to the
+weights costs less than the weights to the device, wherever the host's memory is faster than the
+link between them (KTransformers, SOSP 2025).
 
 Legend: T tokens, D hidden, K choices a token, E experts of a layer.
 """
@@ -32,7 +34,9 @@ class HostExperts:
     """The records of all experts in host memory, for products of few rows by native operations."""
 
     def __init__(self, records: HostRecords, fields: Fields, dtype: np.dtype | type) -> None:
-        """fields: of an expert; dtype: of the tokens. is_known: there is a native operation for them."""
+        """fields: of an expert; dtype: of the tokens. is_known: there is a native operation for
+        them.
+        """
         self._cpu = jax.local_devices(backend="cpu")[0]
         at = {field.name: (field.offset_bytes,) for field in records.layout.fields}
         assert isinstance(records.slots_MR, np.ndarray)  # one array for all: not pinned
@@ -42,10 +46,14 @@ class HostExperts:
         self._fields, self._dtype, self._num_records = fields, dtype, records.num_records
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="experts on the host")
 
-    def start(self, tokens: Tokens, rows_E: np.ndarray, activation: str) -> Future[tuple[jax.Array, float]]:
-        """Begin to compute the weighted sum of each token's experts; return (float32 [T, D] on the CPU, seconds).
+    def start(
+        self, tokens: Tokens, rows_E: np.ndarray, activation: str
+    ) -> Future[tuple[jax.Array, float]]:
+        """Begin to compute the weighted sum of each token's experts; return (float32 [T, D] on the
+        CPU, seconds).
 
-        tokens: h_TD, idx_TK (E for none) and weights_TK, on any device; rows_E: each expert's record.
+        tokens: h_TD, idx_TK (E for none) and weights_TK, on any device; rows_E: each expert's
+        record.
         """
         return self._thread.submit(self._run, tokens, rows_E.astype(np.int32), activation)
 
@@ -59,7 +67,9 @@ class HostExperts:
         begun = first = time.perf_counter()
         while len(rates) < 2 or begun - first < MEASURED_S:
             start = len(rates) * num_experts % max(1, self._num_records - num_experts)
-            _, seconds = self._run(tokens, np.arange(start, start + num_experts, dtype=np.int32), activation)
+            _, seconds = self._run(
+                tokens, np.arange(start, start + num_experts, dtype=np.int32), activation
+            )
             rates.append(num_experts * self.expert_bytes / seconds)
             begun = time.perf_counter()
         return float(np.median(rates[1:]))
@@ -85,13 +95,17 @@ def _sums(layout: SlotLayout, activation: str, h_TD: jax.Array, *arrays: jax.Arr
 
 
 class HybridExperts(ChosenExperts):
-    """Slots for single experts, and what has none is copied to one or computed on the host: both at the same time.
+    """Slots for single experts, and what has none is copied to one or computed on the host: both at
+    the same time.
 
-    Of the experts of a layer that have no slot, so many are copied as the link brings while the host computes the
-    others, by the rates of recent steps; those with the most hits, which will most probably be of use again.
+    Of the experts of a layer that have no slot, so many are copied as the link brings while the
+    host computes the others, by the rates of recent steps; those with the most hits, which will
+    most probably be of use again.
     """
 
-    def __init__(self, slots: ExpertSlots, store: TieredStore, index: ExpertIndex, host: HostExperts) -> None:
+    def __init__(
+        self, slots: ExpertSlots, store: TieredStore, index: ExpertIndex, host: HostExperts
+    ) -> None:
         super().__init__(slots, store, index)
         self.host = host
         self._stats = ResidencyStats("hybrid")
@@ -99,13 +113,15 @@ class HybridExperts(ChosenExperts):
         self._link_before = store.stats().host
         self._owed = 0.0  # of the next expert that is copied
         self._on_host = False
-        self._cold_E: np.ndarray | None = None  # of the layer in use: the experts that the host computes
+        # of the layer in use: the experts that the host computes
+        self._cold_E: np.ndarray | None = None
         self._rows_E = np.zeros(0, np.int64)
         self._coming: list[int] = []
 
     def begin_step(self, *, whole_layers: bool, on_host: bool = False) -> None:
         link = self._store.stats().host
-        moved, seconds = link.num_bytes - self._link_before.num_bytes, link.seconds - self._link_before.seconds
+        moved = link.num_bytes - self._link_before.num_bytes
+        seconds = link.seconds - self._link_before.seconds
         if moved > 0 and seconds > 0:
             self.link_bytes_per_s = _smoothed(self.link_bytes_per_s, moved / seconds)
             self._link_before = link
@@ -117,7 +133,9 @@ class HybridExperts(ChosenExperts):
             super().expect(moe_layer, guessed)
 
     def acquire(self, moe_layer: int, chosen: np.ndarray | None) -> np.ndarray:
-        """Return the slots; the experts that the host computes have none, and others may still be on their way."""
+        """Return the slots; the experts that the host computes have none, and others may still
+        be on their way.
+        """
         if not self._on_host or chosen is None:
             return super().acquire(moe_layer, chosen)
         self._coming = self._begin(moe_layer, chosen)
@@ -135,7 +153,9 @@ class HybridExperts(ChosenExperts):
         if is_cold.any():
             self._stats.on_host += np.unique(idx_TK[is_cold]).size
             cold_TK = np.where(is_cold, idx_TK, none).astype(np.int32)
-            part = self.host.start((routed.h_TD, cold_TK, routed.weights_TK), self._rows_E, activation)
+            part = self.host.start(
+                (routed.h_TD, cold_TK, routed.weights_TK), self._rows_E, activation
+            )
         self._wait(self._coming)
         self._coming = []
         y_TD = routed.y_TD
@@ -162,9 +182,16 @@ class HybridExperts(ChosenExperts):
         if not self._on_host:
             return records
         there = [r for r in records if self.pool.slot_of[r] >= 0]
-        missing = sorted((r for r in records if self.pool.slot_of[r] < 0), key=lambda r: -self.pool.counts.scores[r])
+        missing = sorted(
+            (r for r in records if self.pool.slot_of[r] < 0),
+            key=lambda r: -self.pool.counts.scores[r],
+        )
         both = self.link_bytes_per_s + self.host_bytes_per_s
-        share = self.link_bytes_per_s / both if min(self.link_bytes_per_s, self.host_bytes_per_s) > 0 else 0.5
+        share = (
+            self.link_bytes_per_s / both
+            if min(self.link_bytes_per_s, self.host_bytes_per_s) > 0
+            else 0.5
+        )
         self._owed += len(missing) * min(max(share, LEAST_SHARE), 1 - LEAST_SHARE)
         copied = min(int(self._owed), len(missing))
         self._owed -= copied

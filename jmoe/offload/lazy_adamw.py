@@ -1,9 +1,11 @@
-"""Exact lazy AdamW: how far experts on lower tiers are behind, and `catch_up`, which replays the steps they missed.
+"""Exact lazy AdamW: how far experts on lower tiers are behind, and `catch_up`, which replays the
+steps they missed.
 
 Legend: W steps of one call of the program.
 
-A record stands at the step it was last updated; its gradient, and the steps that came after without one, are applied
-when it is wanted. A checkpoint saves records as they stand, with `ReplayState` beside them.
+A record stands at the step it was last updated; its gradient, and the steps that came after without
+one, are applied when it is wanted. A checkpoint saves records as they stand, with `ReplayState`
+beside them.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -29,8 +31,8 @@ Params = Mapping[str, NDArray[Any]]  # an expert's parameters by name, or one ki
 class MissedSteps(NamedTuple):
     """Steps of one expert that are taken together: `num_steps` from `step` on.
 
-    clip: the factor of the gradient. gradient_at: which of them has one, 0 ... num_steps - 1, or -1 for none. lr_W:
-    learning rates of the steps from `step` on, float32 [W >= num_steps].
+    clip: the factor of the gradient. gradient_at: which of them has one, 0 ... num_steps - 1, or -1
+    for none. lr_W: learning rates of the steps from `step` on, float32 [W >= num_steps].
     """
 
     clip: Any
@@ -49,11 +51,13 @@ def catch_up(
     *,
     config: OptimizerConfig,
 ) -> tuple[dict[str, jax.Array], dict[str, jax.Array], dict[str, jax.Array]]:
-    """Take the missed AdamW steps of an expert's parameters by name; g: the gradient of step `missed.gradient_at`.
+    """Take the missed AdamW steps of an expert's parameters by name; g: the gradient of step
+    `missed.gradient_at`.
 
-    The other gradients are 0, since no token came to the expert: dense AdamW decays its moments and moves its weights
-    all the same. Weight decay applies to matrices. One loop body serves every number of steps, so that missed steps
-    replayed later give the bits that taking them one by one gives (two programs of the same formula differ by
+    The other gradients are 0, since no token came to the expert: dense AdamW decays its moments and
+    moves its weights all the same. Weight decay applies to matrices. One loop body serves every
+    number of steps, so that missed steps replayed later give the bits that taking them one by one
+    gives (two programs of the same formula differ by
     rounding: what is contracted to fused multiply-adds is the compiler's choice).
     """
 
@@ -61,8 +65,13 @@ def catch_up(
         w, m, v = state
         lr = lax.dynamic_index_in_dim(missed.lr_W, i, 0, keepdims=False)
         now = StepValues(lr, missed.step + i, missed.clip, jnp.bool_(True))
-        grads = {name: jnp.where(i == missed.gradient_at, g[name].astype(jnp.float32), 0) for name in w}
-        new = {n: advance(w[n], m[n], v[n], grads[n], config=config, decay=w[n].ndim >= 2, now=now) for n in w}
+        grads = {
+            name: jnp.where(i == missed.gradient_at, g[name].astype(jnp.float32), 0) for name in w
+        }
+        new = {
+            n: advance(w[n], m[n], v[n], grads[n], config=config, decay=w[n].ndim >= 2, now=now)
+            for n in w
+        }
         return tuple({name: moved[part] for name, moved in new.items()} for part in range(3))
 
     result: tuple[dict[str, jax.Array], dict[str, jax.Array], dict[str, jax.Array]]
@@ -97,7 +106,9 @@ class History:
         self.first = step
 
     def windows(self, steps: range, *, pending: bool) -> Iterator[MissedSteps]:
-        """Give what `catch_up` takes besides arrays, call by call; pending: the first step has a gradient."""
+        """Give what `catch_up` takes besides arrays, call by call; pending: the first step has a
+        gradient.
+        """
         assert self.first <= steps.start and steps.stop <= self.end, (self.first, steps, self.end)
         for first in range(steps.start, steps.stop, WINDOW_STEPS):
             count = min(WINDOW_STEPS, steps.stop - first)
@@ -121,9 +132,10 @@ def constants(config: OptimizerConfig) -> OptimizerConfig:
 class ReplayState:
     """Says how far the records of a checkpoint of `step` are behind.
 
-    history: of the steps from that of the oldest record on. applied: steps that a record has behind it, where those are
-    fewer than `step`. pending: records whose gradient waits; it is that of step `applied[record]`. optimizer: AdamW's
-    constants in those steps, nothing else. gradient_dtype: of the gradients that wait.
+    history: of the steps from that of the oldest record on. applied: steps that a record has behind
+    it, where those are fewer than `step`. pending: records whose gradient waits; it is that of step
+    `applied[record]`. optimizer: AdamW's constants in those steps, nothing else. gradient_dtype: of
+    the gradients that wait.
     """
 
     step: int
@@ -140,12 +152,16 @@ class ReplayState:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return what has to be as it was for the steps that are missed and the gradients that wait."""
+        """Return what has to be as it was for the steps that are missed and the gradients that
+        wait.
+        """
         values = {name: getattr(self.optimizer, name) for name in CONSTANTS}
         return {"optimizer": values, "gradient_dtype": self.gradient_dtype}
 
     def to_json(self) -> dict[str, Any]:
-        """Return what is saved beside the list of a process's records, which names those whose gradient waits."""
+        """Return what is saved beside the list of a process's records, which names those whose
+        gradient waits.
+        """
         return {
             "step": self.step,
             "first": self.history.first,
@@ -157,19 +173,25 @@ class ReplayState:
 
     @classmethod
     def from_lists(cls, lists: Iterable[Mapping[str, Any]]) -> Self | None:
-        """Read what all processes have listed of a checkpoint's records; None where all of them are up to date."""
+        """Read what all processes have listed of a checkpoint's records; None where all of them
+        are up to date.
+        """
         besides, pending = [], set[int]()
         for listed in lists:
             if listed.get("beside"):
                 besides.append(listed["beside"])
-                pending.update(int(name.partition(".")[0]) for name in listed["versions"].get("gradients", []))
+                pending.update(
+                    int(name.partition(".")[0]) for name in listed["versions"].get("gradients", [])
+                )
         if not besides:
             return None
         longest = min(besides, key=lambda beside: beside["first"])
         return cls(
             step=longest["step"],
             history=History(longest["first"], longest["lr"], longest["clip"]),
-            applied={int(index): step for beside in besides for index, step in beside["applied"].items()},
+            applied={
+                int(index): step for beside in besides for index, step in beside["applied"].items()
+            },
             pending=frozenset(pending),
             optimizer=OptimizerConfig(**longest["optimizer"]),
             gradient_dtype=longest["gradient_dtype"],
@@ -179,10 +201,15 @@ class ReplayState:
         """Return the replay state of these records only."""
         mine = frozenset(indices)
         applied = {index: step for index, step in self.applied.items() if index in mine}
-        return replace(self, history=self.history.copy(), applied=applied, pending=self.pending & mine)
+        return replace(
+            self, history=self.history.copy(), applied=applied, pending=self.pending & mine
+        )
 
-    def catch_up(self, index: int, w: Params, m: Params, v: Params, g: Params | None) -> tuple[Params, Params, Params]:
-        """Return a record's weights and moments at `step`, from those in the checkpoint: the bits that the run has.
+    def catch_up(
+        self, index: int, w: Params, m: Params, v: Params, g: Params | None
+    ) -> tuple[Params, Params, Params]:
+        """Return a record's weights and moments at `step`, from those in the checkpoint: the bits
+        that the run has.
 
         g: its gradient, where it is pending, else None.
         """

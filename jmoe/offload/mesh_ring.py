@@ -1,4 +1,5 @@
-"""Experts that do not fit the devices of a mesh: whole layers pass through slots, of which each device fills its part.
+"""Experts that do not fit the devices of a mesh: whole layers pass through slots, of which each
+device fills its part.
 
 Legend: N devices, S experts of a layer on a device, K ring slots.
 """
@@ -21,7 +22,9 @@ from kernels_pallas.grouped_mlp import MLPWeights
 
 
 class HostLayerSlots:
-    """S slots of a device of the CPU backend: memory that XLA reads as arrays [S, ...], and that a copy fills."""
+    """S slots of a device of the CPU backend: memory that XLA reads as arrays [S, ...], and that
+    a copy fills.
+    """
 
     def __init__(self, num_slots: int, fields: Fields, device: jax.Device) -> None:
         whole = {name: ((num_slots, *shape), dtype) for name, (shape, dtype) in fields.items()}
@@ -35,7 +38,9 @@ class HostLayerSlots:
 
 
 class DeviceLayerSlots:
-    """S slots in an accelerator's memory, [S, ...]; a write is a transfer and an update in place."""
+    """S slots in an accelerator's memory, [S, ...]; a write is a transfer and an update in
+    place.
+    """
 
     def __init__(self, num_slots: int, fields: Fields, device: jax.Device) -> None:
         self._device = device
@@ -45,23 +50,31 @@ class DeviceLayerSlots:
         }
 
     def write(self, slot: int, record: NamedArrays) -> None:
-        """Copy one expert's weights into a slot, after programs that read it: a device runs them in order."""
+        """Copy one expert's weights into a slot, after programs that read it: a device runs them
+        in order.
+        """
         values = {name: record[name] for name in self.arrays}
-        sent = {name: jax.device_put(v.view(stored_dtype(v.dtype)), self._device) for name, v in values.items()}
+        sent = {
+            name: jax.device_put(v.view(stored_dtype(v.dtype)), self._device)
+            for name, v in values.items()
+        }
         jax.block_until_ready(sent)  # the record's memory is used again when this returns
         self.arrays = put_record(self.arrays, sent, np.int32(slot))
 
 
 class MeshRing(MeshExperts):
-    """K ring slots, each of S expert slots on every device: whole layers pass through them in order.
+    """K ring slots, each of S expert slots on every device: whole layers pass through them in
+    order.
 
-    Every process loads what its devices have of a layer by the even placement, from host memory or NVMe of its own, so
-    that N devices stream over N links at once; processes need not agree when.
+    Every process loads what its devices have of a layer by the even placement, from host memory or
+    NVMe of its own, so that N devices stream over N links at once; processes need not agree when.
     """
 
     streams = True
 
-    def __init__(self, mesh: Mesh, index: ExpertIndex, fields: Fields, ring_slots: int, store: TieredStore) -> None:
+    def __init__(
+        self, mesh: Mesh, index: ExpertIndex, fields: Fields, ring_slots: int, store: TieredStore
+    ) -> None:
         slots_per_device = -(-index.num_experts // mesh.size)
         super().__init__(mesh, index, fields, slots_per_device)
         self._store = store
@@ -69,7 +82,8 @@ class MeshRing(MeshExperts):
         self.num_bytes = self.num_slots * self.expert_bytes
         make: Any = HostLayerSlots if self._devices[0].platform == "cpu" else DeviceLayerSlots
         self._slots = [
-            [make(slots_per_device, fields, self._devices[n]) for n in self._mine] for _ in range(ring_slots)
+            [make(slots_per_device, fields, self._devices[n]) for n in self._mine]
+            for _ in range(ring_slots)
         ]
         self._weights: list[Arrays] = [{}] * ring_slots
         self._slot_of: dict[int, int] = {}  # of the layer acquired
@@ -112,7 +126,9 @@ class MeshRing(MeshExperts):
         return len(places) * self._store.layout.data_bytes
 
     def _places(self, layer: int) -> list[tuple[int, int, int]]:
-        """Return (which of this process's devices, its slot, the record) of every expert that they have of a layer."""
+        """Return (which of this process's devices, its slot, the record) of every expert that
+        they have of a layer.
+        """
         return [
             (device, slot, int(self.index.records(layer, expert)))
             for device, n in enumerate(self._mine)

@@ -1,6 +1,7 @@
 """Experts spread over several devices: slots of a layer on each, filled as a placement says.
 
-Legend: E experts of a layer, N devices, S slots of a device for a layer, C as in `planning/placement.py`.
+Legend: E experts of a layer, N devices, S slots of a device for a layer, C as in
+`planning/placement.py`.
 """
 
 import time
@@ -27,12 +28,20 @@ Arrays = dict[str, jax.Array]
 
 
 class MeshExperts(ExpertPlaces):
-    """Every layer's experts on the devices of a mesh: evenly, each once, at first. copied, copies: since the start."""
+    """Every layer's experts on the devices of a mesh: evenly, each once, at first. copied,
+    copies: since the start.
+    """
 
-    def __init__(self, mesh: Mesh, index: ExpertIndex, fields: Fields, slots_per_device: int) -> None:
+    def __init__(
+        self, mesh: Mesh, index: ExpertIndex, fields: Fields, slots_per_device: int
+    ) -> None:
         self.mesh, self.index, self._fields = mesh, index, fields
         self._devices = list(mesh.devices.flat)
-        self._mine = [n for n, device in enumerate(self._devices) if device.process_index == jax.process_index()]
+        self._mine = [
+            n
+            for n, device in enumerate(self._devices)
+            if device.process_index == jax.process_index()
+        ]
         self.process_of_N = np.asarray([device.process_index for device in self._devices])
         self.copied_experts, self.copied_bytes, self.copied_s = 0, 0, 0.0  # of this process
         self.copies_N = np.zeros(mesh.size, np.int64)  # to every device, of other processes too
@@ -72,7 +81,8 @@ class MeshExperts(ExpertPlaces):
 class PlacedExperts(MeshExperts):
     """Each layer's experts on the devices of a mesh; each process fills its own devices' slots.
 
-    A slot is written while no program that reads it is running, or after it: a device runs its programs in order.
+    A slot is written while no program that reads it is running, or after it: a device runs its
+    programs in order.
     """
 
     def __init__(
@@ -86,19 +96,22 @@ class PlacedExperts(MeshExperts):
     ) -> None:
         """read: opens the record of an expert by its number.
 
-        placements: of each layer for good, where layers on different devices share a row of slots; None: evenly at
-        first, each layer with a row of its own of `slots_per_device`.
+        placements: of each layer for good, where layers on different devices share a row of slots;
+        None: evenly at first, each layer with a row of its own of `slots_per_device`.
         """
         super().__init__(mesh, index, fields, slots_per_device)
         self._read = read
         first = list(placements or self.placements)
-        self._rows, slots = list(range(index.num_layers)), [slots_per_device] * index.num_layers  # of each layer, row
+        # of each layer, row
+        self._rows, slots = list(range(index.num_layers)), [slots_per_device] * index.num_layers
         if placements is not None:
             self._rows, slots = slot_rows(placements)
         self.num_slots = sum(slots)
         self.num_bytes = self.num_slots * self.expert_bytes
         self._held = [np.full((mesh.size, one.slots_per_device), EMPTY, np.int32) for one in first]
-        self._weights = [self._joined([self._empty(n, count) for n in self._mine]) for count in slots]
+        self._weights = [
+            self._joined([self._empty(n, count) for n in self._mine]) for count in slots
+        ]
         for layer, placement in enumerate(first):
             self.apply(layer, self.changes(layer, placement))
         self.copied_experts, self.copied_bytes, self.copied_s = 0, 0, 0.0
@@ -112,14 +125,19 @@ class PlacedExperts(MeshExperts):
         return changes(self._held[layer], placement)
 
     def apply(self, layer: int, changed: Changes) -> None:
-        """Copy what is new on this process's devices, and let the layer's next tokens go by the new placement."""
+        """Copy what is new on this process's devices, and let the layer's next tokens go by the
+        new placement.
+        """
         begun = time.perf_counter()
-        held, shards = self._held[layer].copy(), dict(zip(self._mine, self._shards(layer), strict=True))
+        held = self._held[layer].copy()
+        shards = dict(zip(self._mine, self._shards(layer), strict=True))
         for device, slot, expert in changed.fills:
             held[device, slot] = expert
             self.copies_N[device] += 1
             if device in shards:
-                shards[device] = self._filled(device, shards[device], slot, self.index.records(layer, expert).item())
+                shards[device] = self._filled(
+                    device, shards[device], slot, self.index.records(layer, expert).item()
+                )
                 self.copied_experts += 1
                 self.copied_bytes += self.expert_bytes
         if changed.fills:
@@ -130,7 +148,9 @@ class PlacedExperts(MeshExperts):
         self.copied_s += time.perf_counter() - begun
 
     def copy_again(self) -> None:
-        """Copy the first expert of this process's first device to its place once more, to be timed."""
+        """Copy the first expert of this process's first device to its place once more, to be
+        timed.
+        """
         device, *others = self._shards(0)
         record = self.index.records(0, self._held[0][self._mine[0], 0]).item()
         filled = jax.block_until_ready(self._filled(self._mine[0], device, 0, record))
@@ -180,8 +200,12 @@ def mine_of(placement: Placement, mesh: Mesh) -> np.ndarray:
     return experts[experts != EMPTY]
 
 
-def even_placement(num_experts: int, num_devices: int, slots_per_device: int | None = None) -> Placement:
-    """Return the placement of each expert once, in order. slots_per_device: None for as few as hold them."""
+def even_placement(
+    num_experts: int, num_devices: int, slots_per_device: int | None = None
+) -> Placement:
+    """Return the placement of each expert once, in order. slots_per_device: None for as few as
+    hold them.
+    """
     slots_per_device = slots_per_device or -(-num_experts // num_devices)
     packed = {"slots_per_device": slots_per_device, "max_packed": slots_per_device}
     return place(np.ones(num_experts), num_devices, policy="even", **packed)
@@ -194,4 +218,6 @@ def _numbers(values: np.ndarray) -> np.ndarray:
 @partial(jax.jit, donate_argnums=0)
 def put_record(slots: Arrays, record: Mapping[str, jax.Array], slot: jax.Array) -> Arrays:
     """Return slots [S, ...] with one of them written in place."""
-    return {name: lax.dynamic_update_index_in_dim(slots[name], record[name], slot, 0) for name in slots}
+    return {
+        name: lax.dynamic_update_index_in_dim(slots[name], record[name], slot, 0) for name in slots
+    }

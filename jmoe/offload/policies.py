@@ -1,4 +1,5 @@
-"""Ways of keeping experts in device slots: all of them, whole layers in a ring, or those that tokens chose.
+"""Ways of keeping experts in device slots: all of them, whole layers in a ring, or those that
+tokens chose.
 
 Legend: E experts of a layer. `ExpertIndex` numbers their records.
 """
@@ -25,7 +26,8 @@ from jmoe.offload.slots import ExpertSlots
 from kernels_pallas.native import SlotFinder
 
 WAIT_LIMIT_S = 60.0  # for a copy
-PROGRAM_LIMIT_S = 10 * WAIT_LIMIT_S  # for all copies that a layer of a program waits for: those raise first
+# for all copies that a layer of a program waits for: those raise first
+PROGRAM_LIMIT_S = 10 * WAIT_LIMIT_S
 COPY_THREADS = 2
 MIN_TRUST = 0.5  # share of right guesses from which on they are acted on
 GUESS_DECAY = 0.95  # what a guess counts for after the next layer's
@@ -38,8 +40,10 @@ class ResidencyStats:
 
     waits, waited_s: layers whose experts were not there yet, and for how long they waited in all.
 
-    hits, misses: experts that the tokens of a step chose and that had a slot, or had to be copied to one.
-    guessed, guessed_right: experts that were copied on a guess, and how many of these were then chosen.
+    hits, misses: experts that the tokens of a step chose and that had a slot, or had to be copied
+    to one.
+    guessed, guessed_right: experts that were copied on a guess, and how many of these were then
+    chosen.
     on_host: of the misses those that the host computed instead, where they lie.
     """
 
@@ -55,7 +59,9 @@ class ResidencyStats:
 
 
 class ExpertPlaces(ABC):
-    """Knows where a model's experts are: what an engine asks, whether on one device or on several."""
+    """Knows where a model's experts are: what an engine asks, whether on one device or on
+    several.
+    """
 
     streams = False  # slots change while the engine runs, so `release` matters
     takes_guesses = False  # `expect` is of use
@@ -65,8 +71,8 @@ class ExpertPlaces(ABC):
     def begin_step(self, *, whole_layers: bool, on_host: bool = False) -> None:
         """Begin a step, whose layers are acquired in order, each released before the next.
 
-        whole_layers: bring all experts of every layer, where there is a choice. on_host: leave experts to the host,
-        where it can compute them.
+        whole_layers: bring all experts of every layer, where there is a choice. on_host: leave
+        experts to the host, where it can compute them.
         """
         return
 
@@ -76,7 +82,9 @@ class ExpertPlaces(ABC):
 
     @abstractmethod
     def occupancy(self) -> list[tuple[int, int] | None]:
-        """Return (layer, expert) of every slot, also of what is on its way there; None where there is nothing."""
+        """Return (layer, expert) of every slot, also of what is on its way there; None where
+        there is nothing.
+        """
 
     def close(self) -> None:
         """Stop the threads."""
@@ -84,11 +92,15 @@ class ExpertPlaces(ABC):
 
 
 class Residency(ExpertPlaces):
-    """Decides which experts are in which slots. What does not move (`AllResident`) needs no more than a table."""
+    """Decides which experts are in which slots. What does not move (`AllResident`) needs no more
+    than a table.
+    """
 
     needs_choices = False  # in this step `acquire` must be told which experts its tokens chose
-    tables_NE: np.ndarray | None = None  # what `acquire` returns for each layer, where that is the same in every step
-    finder: SlotFinder | None = None  # in this step programs may find slots with it, in place of `acquire`
+    # what `acquire` returns for each layer, where that is the same in every step
+    tables_NE: np.ndarray | None = None
+    # in this step programs may find slots with it, in place of `acquire`
+    finder: SlotFinder | None = None
 
     def __init__(self, slots: ExpertSlots, index: ExpertIndex) -> None:
         self.slots, self.index = slots, index
@@ -103,11 +115,15 @@ class Residency(ExpertPlaces):
 
     @contextlib.contextmanager
     def programs(self) -> Iterator[None]:
-        """Let programs use `finder` in the block, one at a time; they must have ended when it does."""
+        """Let programs use `finder` in the block, one at a time; they must have ended when it
+        does.
+        """
         yield
 
     def mlp(self, routed: ExpertInputs, table_E: np.ndarray, activation: str) -> jax.Array:
-        """Return float32 [T, D]: y + the weighted sum of each token's experts; table_E: what `acquire` returned."""
+        """Return float32 [T, D]: y + the weighted sum of each token's experts; table_E: what
+        `acquire` returned.
+        """
         return self.slots.mlp(routed, table_E, activation)
 
     @property
@@ -134,7 +150,9 @@ class AllResident(Residency):
 
     def __init__(self, slots: ExpertSlots, index: ExpertIndex) -> None:
         super().__init__(slots, index)
-        self.tables_NE = np.stack([index.records(layer) for layer in range(index.num_layers)]).astype(np.int32)
+        self.tables_NE = np.stack(
+            [index.records(layer) for layer in range(index.num_layers)]
+        ).astype(np.int32)
 
     def acquire(self, moe_layer: int, chosen: np.ndarray | None) -> np.ndarray:
         assert self.tables_NE is not None
@@ -149,11 +167,15 @@ class AllResident(Residency):
 
 
 class LayerRing(Residency):
-    """K ring slots, each of E expert slots: whole layers pass through them in order (MoESys section 3.3.2)."""
+    """K ring slots, each of E expert slots: whole layers pass through them in order (MoESys
+    section 3.3.2).
+    """
 
     streams = True
 
-    def __init__(self, slots: ExpertSlots, store: TieredStore, index: ExpertIndex, ring_slots: int) -> None:
+    def __init__(
+        self, slots: ExpertSlots, store: TieredStore, index: ExpertIndex, ring_slots: int
+    ) -> None:
         super().__init__(slots, index)
         self._store = store
         self.ring = Ring(range(index.num_layers), ring_slots, self._load)
@@ -172,44 +194,62 @@ class LayerRing(Residency):
 
     def occupancy(self) -> list[tuple[int, int] | None]:
         experts = range(self.index.num_experts)
-        return [None if layer is None else (layer, expert) for layer in self.ring.layers for expert in experts]
+        return [
+            None if layer is None else (layer, expert)
+            for layer in self.ring.layers
+            for expert in experts
+        ]
 
     def close(self) -> None:
         self.ring.close()
 
     def _slots_of(self, ring_slot: int) -> NDArray[np.int64]:
-        """Return the expert slots of a ring slot: as many as a layer has experts, so numbered like its records."""
+        """Return the expert slots of a ring slot: as many as a layer has experts, so numbered
+        like its records.
+        """
         return self.index.records(ring_slot)
 
     def _load(self, layer: int, ring_slot: int) -> int:
         for ahead in (layer, (layer + 1) % self.index.num_layers):
             self._store.prefetch(self.index.records(ahead))
-        for record, slot in zip(self.index.records(layer).tolist(), self._slots_of(ring_slot).tolist(), strict=True):
+        for record, slot in zip(
+            self.index.records(layer).tolist(), self._slots_of(ring_slot).tolist(), strict=True
+        ):
             copy_record(self._store, record, self.slots, slot)
         return self.index.num_experts * self._store.layout.data_bytes
 
 
 class ChosenExperts(Residency):
-    """M slots for single experts: a hot set by hit counts, and what the step's tokens chose beside it.
+    """M slots for single experts: a hot set by hit counts, and what the step's tokens chose beside
+    it.
 
-    `expect` begins to copy experts that a later layer will probably need. A wrong guess costs a copy, or less if the
-    choices are known before it has begun. Guesses are only listened to while at least half of the recent ones, about
-    experts that were not there, were right: where the link is the limit a wrong one costs what a right one saves.
+    `expect` begins to copy experts that a later layer will probably need. A wrong guess costs a
+    copy, or less if the choices are known before it has begun. Guesses are only listened to while
+    at least half of the recent ones, about experts that were not there, were right: where the link
+    is the limit a wrong one costs what a right one saves.
 
-    A step of whole layers gets all experts of each, the next layer's while one computes, and nobody asks what its
-    tokens chose. This is a ring some of whose layers stay: the hot set keeps its slots, what is left of a layer passes
-    through the others.
+    A step of whole layers gets all experts of each, the next layer's while one computes, and nobody
+    asks what its tokens chose. This is a ring some of whose layers stay: the hot set keeps its
+    slots, what is left of a layer passes through the others.
 
-    Where programs find slots, what they choose has its slot or is brought by `acquire`, in the thread of the finder.
-    Nothing of theirs needs a pin: a layer whose experts are asked for waits, and what came before it has ended.
+    Where programs find slots, what they choose has its slot or is brought by `acquire`, in the
+    thread of the finder. Nothing of theirs needs a pin: a layer whose experts are asked for waits,
+    and what came before it has ended.
     """
 
     streams, takes_guesses, needs_choices = True, True, True
 
-    def __init__(self, slots: ExpertSlots, store: TieredStore, index: ExpertIndex, *, finds: bool = False) -> None:
+    def __init__(
+        self, slots: ExpertSlots, store: TieredStore, index: ExpertIndex, *, finds: bool = False
+    ) -> None:
         """finds: let programs find slots, with native operations."""
         num_slots, num_experts = slots.num_slots, index.num_experts
-        check(num_slots >= num_experts, "num_slots", num_slots, f"must hold the {num_experts} experts of a layer")
+        check(
+            num_slots >= num_experts,
+            "num_slots",
+            num_slots,
+            f"must hold the {num_experts} experts of a layer",
+        )
         super().__init__(slots, index)
         self._store = store
         self.pool = SlotPool(HitCounts(index.num_records), num_slots)
@@ -224,7 +264,9 @@ class ChosenExperts(Residency):
         self._recent_guesses = self._recent_right = FIRST_TRUST
         self._finder: SlotFinder | None = None
         if finds:
-            self._finder = SlotFinder(self.pool.slot_of, num_experts, self._bring_for_program, PROGRAM_LIMIT_S)
+            self._finder = SlotFinder(
+                self.pool.slot_of, num_experts, self._bring_for_program, PROGRAM_LIMIT_S
+            )
         self.finder = self._finder
 
     @contextlib.contextmanager
@@ -238,7 +280,8 @@ class ChosenExperts(Residency):
                 raise self._failed from error
             raise
         assert self._finder is not None
-        chosen = np.flatnonzero(self._finder.chosen)  # but for layers that had to ask, which are counted
+        # but for layers that had to ask, which are counted
+        chosen = np.flatnonzero(self._finder.chosen)
         self._finder.chosen[:] = 0
         self._stats.layers += np.unique(chosen // self.index.num_experts).size
         self._stats.hits += chosen.size
@@ -315,7 +358,10 @@ class ChosenExperts(Residency):
         return replace(self._stats)
 
     def occupancy(self) -> list[tuple[int, int] | None]:
-        return [None if record < 0 else self.index.locate(record) for record in self.pool.record_in.tolist()]
+        return [
+            None if record < 0 else self.index.locate(record)
+            for record in self.pool.record_in.tolist()
+        ]
 
     def close(self) -> None:
         if self._finder is not None:
@@ -323,7 +369,9 @@ class ChosenExperts(Residency):
         self._threads.shutdown(cancel_futures=True)
 
     def _finish(self, copy: Future[None]) -> None:
-        """Wait for a copy. One that fails ends the service: its slot holds nothing, but is in the pool as filled."""
+        """Wait for a copy. One that fails ends the service: its slot holds nothing, but is in
+        the pool as filled.
+        """
         try:
             copy.result(WAIT_LIMIT_S)
         except Exception as error:
@@ -331,7 +379,9 @@ class ChosenExperts(Residency):
             raise
 
     def _count(self, records: list[int], guesses: set[int], ignored: set[int]) -> None:
-        """Note which of the chosen records were there, what came on a guess was not, and how good guesses are."""
+        """Note which of the chosen records were there, what came on a guess was not, and how
+        good guesses are.
+        """
         slot_of = self.pool.slot_of
         hits = sum(slot_of[r] >= 0 and r not in guesses for r in records)
         self._stats.layers += 1
@@ -341,14 +391,18 @@ class ChosenExperts(Residency):
         self._used += records
         if judged := guesses or ignored:
             self._recent_guesses = GUESS_DECAY * self._recent_guesses + len(judged)
-            self._recent_right = GUESS_DECAY * self._recent_right + len(judged.intersection(records))
+            self._recent_right = GUESS_DECAY * self._recent_right + len(
+                judged.intersection(records)
+            )
 
     def _layer(self, moe_layer: int) -> list[int]:
         return list(map(int, self.index.records(moe_layer)))
 
     def _records(self, moe_layer: int, experts: np.ndarray) -> list[int]:
         chosen = np.unique(experts)
-        return list(map(int, self.index.records(moe_layer, chosen[chosen < self.index.num_experts])))
+        return list(
+            map(int, self.index.records(moe_layer, chosen[chosen < self.index.num_experts]))
+        )
 
     def _bring(self, moe_layer: int, records: list[int]) -> None:
         """Give the records slots and pins, and begin the copies that are missing."""
@@ -363,7 +417,8 @@ class ChosenExperts(Residency):
         fresh = [r for r in records if r not in mine]
         self.pool.pin(self.pool.slots_of(fresh))
         mine.update(fresh)
-        # what was chosen comes one by one, so that a wrong guess can be cancelled; whole layers in a few long copies
+        # what was chosen comes one by one, so that a wrong guess can be cancelled; whole layers in
+        # a few long copies
         size = 1 if self.needs_choices else max(1, -(-len(loads) // COPY_THREADS))
         for batch in (loads[i : i + size] for i in range(0, len(loads), size)):
             copy = self._threads.submit(self._copy, batch)
@@ -374,7 +429,8 @@ class ChosenExperts(Residency):
             copy_record(self._store, record, self.slots, slot)
 
     def _bring_early(self, moe_layer: int, records: list[int]) -> set[int]:
-        """`_bring` of what there is room for while another layer is in use; returns the records to be copied.
+        """`_bring` of what there is room for while another layer is in use; returns the records to
+        be copied.
 
         Those that have slots are pinned too: they must not make room for the others.
         """
@@ -386,7 +442,9 @@ class ChosenExperts(Residency):
         return set(missing[: max(0, room - len(there))])
 
     def _cancel(self, moe_layer: int, wrong: set[int]) -> None:
-        """Do not copy, and do not read from NVMe, what was guessed and not chosen, where that has not begun."""
+        """Do not copy, and do not read from NVMe, what was guessed and not chosen, where that
+        has not begun.
+        """
         stopped = [r for r in sorted(wrong) if r in self._copies and self._copies[r].cancel()]
         if not stopped:
             return

@@ -1,4 +1,6 @@
-"""Experts of a served checkpoint in their places: slots on the device, tiers below them, and the policy between."""
+"""Experts of a served checkpoint in their places: slots on the device, tiers below them, and the
+policy between.
+"""
 
 import contextlib
 import logging
@@ -21,7 +23,13 @@ from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.offload.expert_index import ExpertIndex
 from jmoe.offload.host_experts import HostExperts, HybridExperts
 from jmoe.offload.mesh_ring import MeshRing
-from jmoe.offload.placed_experts import MeshExperts, PlacedExperts, ReadRecord, even_placement, mine_of
+from jmoe.offload.placed_experts import (
+    MeshExperts,
+    PlacedExperts,
+    ReadRecord,
+    even_placement,
+    mine_of,
+)
 from jmoe.offload.policies import AllResident, ChosenExperts, LayerRing, Residency
 from jmoe.offload.slots import DeviceSlots, HostSlots
 from jmoe.planning.memory_plan import MemoryPlan
@@ -42,12 +50,15 @@ def open_experts(
     on_host: bool = False,
     pin: Literal["auto", "on", "off"] = "auto",
 ) -> tuple[Residency, TieredStore | None]:
-    """Return the experts in their places, and the store that they come from (None: all are on the device).
+    """Return the experts in their places, and the store that they come from (None: all are on the
+    device).
 
-    native: on a CPU, with native operations for few tokens. on_host: the CPU may compute experts in host memory, which
-    is then not pinned. pin: host memory, see `host_memory`.
+    native: on a CPU, with native operations for few tokens. on_host: the CPU may compute experts in
+    host memory, which is then not pinned. pin: host memory, see `host_memory`.
     """
-    fields, device, index = checkpoint.expert_fields, jax.devices()[0], ExpertIndex.from_model(checkpoint.config)
+    fields = checkpoint.expert_fields
+    device = jax.devices()[0]
+    index = ExpertIndex.from_model(checkpoint.config)
     slots = (
         HostSlots(plan.expert_slots, fields, native=native)
         if device.platform == "cpu"
@@ -59,7 +70,9 @@ def open_experts(
             checkpoint.fill_expert(*index.locate(number), record)
             slots.write(number, record)
         return AllResident(slots, index), None
-    memory = host_memory("off" if on_host and plan.expert_tier == "host" else pin, "pin_host_memory", [device])
+    memory = host_memory(
+        "off" if on_host and plan.expert_tier == "host" else pin, "pin_host_memory", [device]
+    )
     log.info("experts off the device: %s", memory.note)
     limits = bandwidth_limit_bytes_per_s
     store = _open_store(checkpoint, index, plan, cache_dir, limits, allocate=memory.allocate)
@@ -85,7 +98,8 @@ def open_placed_experts(
     bandwidth_limit_bytes_per_s: Mapping[Any, float] | None,
     placements: Sequence[Placement] | None = None,
 ) -> tuple[MeshExperts, TieredStore | None]:
-    """Return the experts spread over the devices of a mesh, and the store that others come from, if any do.
+    """Return the experts spread over the devices of a mesh, and the store that others come from, if
+    any do.
 
     placements: of each layer, where experts stay; None: evenly.
     """
@@ -93,12 +107,18 @@ def open_placed_experts(
     limits = bandwidth_limit_bytes_per_s
     if plan.policy == "ring":
         experts = mine_of(even_placement(index.num_experts, mesh.size), mesh)
-        owned = [number for layer in range(index.num_layers) for number in index.records(layer, experts).tolist()]
+        owned = [
+            number
+            for layer in range(index.num_layers)
+            for number in index.records(layer, experts).tolist()
+        ]
         store = _open_store(checkpoint, index, plan, cache_dir, limits, owned)
         return MeshRing(mesh, index, fields, plan.ring_slots, store), store
     if placements is not None:
         read = _reader(checkpoint, index)
-        return PlacedExperts(mesh, index, fields, placements[0].slots_per_device, read, placements), None
+        return PlacedExperts(
+            mesh, index, fields, placements[0].slots_per_device, read, placements
+        ), None
     slots = plan.expert_slots // index.num_layers
     if plan.expert_tier is not None:
         store = _open_store(checkpoint, index, plan, None, limits)
@@ -108,7 +128,9 @@ def open_placed_experts(
 
 def _reader(checkpoint: LazyCheckpoint, index: ExpertIndex) -> ReadRecord:
     """Return what reads an expert's record from the checkpoint, into memory that is used again."""
-    record = {name: np.empty(shape, dtype) for name, (shape, dtype) in checkpoint.expert_fields.items()}
+    record = {
+        name: np.empty(shape, dtype) for name, (shape, dtype) in checkpoint.expert_fields.items()
+    }
 
     @contextlib.contextmanager
     def read(number: int) -> Iterator[dict[str, np.ndarray]]:
@@ -139,7 +161,9 @@ def _open_store(
     open_again, fingerprint = checkpoint.opened_again, checkpoint.fingerprint
 
     def repair(number: int, views: dict[str, np.ndarray]) -> None:
-        """Read a record again, long after the start and from any thread, if the checkpoint is still the same."""
+        """Read a record again, long after the start and from any thread, if the checkpoint is
+        still the same.
+        """
         with open_again() as again:
             if again.fingerprint != fingerprint:
                 raise ValueError(f"{again.folder}: has changed since the experts were packed")
@@ -147,12 +171,18 @@ def _open_store(
 
     folder = Path(cache_dir) if cache_dir is not None else checkpoint.folder / PACK_FOLDER
     try:
-        packed = RecordStore.pack(folder, layout, index.num_records, fill, fingerprint=fingerprint, repair=repair)
+        packed = RecordStore.pack(
+            folder, layout, index.num_records, fill, fingerprint=fingerprint, repair=repair
+        )
     except OSError as error:
         if error.errno not in UNWRITABLE:
             raise
         place = f"experts of the tier nvme cannot be written to {folder}: {error.strerror}"
-        raise OSError(f"cache_dir = {cache_dir!r}: {place}; give another folder, on a fast disk") from error
+        raise OSError(
+            f"cache_dir = {cache_dir!r}: {place}; give another folder, on a fast disk"
+        ) from error
     if packed.io == "mapped" and "nvme" not in (limits or {}):
         return TieredStore(packed.map_records(), bandwidth_limit_bytes_per_s=limits)
-    return TieredStore(packed, cache_bytes=plan.host_bytes, bandwidth_limit_bytes_per_s=limits, allocate=allocate)
+    return TieredStore(
+        packed, cache_bytes=plan.host_bytes, bandwidth_limit_bytes_per_s=limits, allocate=allocate
+    )

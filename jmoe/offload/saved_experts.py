@@ -1,6 +1,8 @@
-"""The experts of a checkpoint's step, read a layer at a time into host memory, whatever tiers they were saved from.
+"""The experts of a checkpoint's step, read a layer at a time into host memory, whatever tiers they
+were saved from.
 
-Legend: P experts asked for. Experts that were off the device are in the step's records, others among its arrays.
+Legend: P experts asked for. Experts that were off the device are in the step's records, others
+among its arrays.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +22,8 @@ from jmoe.offload.expert_index import ExpertIndex
 from jmoe.offload.expert_state import ExpertArrays, record_layouts
 from jmoe.offload.lazy_adamw import ReplayState
 
-PREFIXES = {stack: f"{stack}.moe.{EXPERTS_PATH}." for stack in EXPERT_STACKS}  # of the names of arrays, after the part
+# of the names of arrays, after the part
+PREFIXES = {stack: f"{stack}.moe.{EXPERTS_PATH}." for stack in EXPERT_STACKS}
 
 
 def names_of_experts(names: Sequence[str]) -> list[str]:
@@ -29,7 +32,9 @@ def names_of_experts(names: Sequence[str]) -> list[str]:
 
 
 def expert_layers(kinds: Sequence[LayerKind]) -> list[tuple[str, int]]:
-    """Return each layer with experts, in the order of their records: its stack, and its number there."""
+    """Return each layer with experts, in the order of their records: its stack, and its number
+    there.
+    """
     layers = [(STACK_OF[kind], kinds[:i].count(kind)) for i, kind in enumerate(kinds)]
     return [(stack, number) for stack, number in layers if stack in EXPERT_STACKS]
 
@@ -37,8 +42,9 @@ def expert_layers(kinds: Sequence[LayerKind]) -> list[tuple[str, int]]:
 class SavedExperts:
     """Weights and moments of the experts of a checkpoint's step, by the step's folder.
 
-    shapes: of an expert's parameters. layers: of `expert_layers`. kinds: which of `weights` and `moments` are in
-    records. replay_state: how far those are behind; they are brought up to date when they are read. None: not at all.
+    shapes: of an expert's parameters. layers: of `expert_layers`. kinds: which of `weights` and
+    `moments` are in records. replay_state: how far those are behind; they are brought up to date
+    when they are read. None: not at all.
     """
 
     def __init__(
@@ -50,11 +56,18 @@ class SavedExperts:
     ) -> None:
         self._shapes, self._index, self._layers = shapes, index, layers
         folder = step_folder / ITEM
-        self.replay_state = ReplayState.from_lists(read_lists(folder).values()) if folder.is_dir() else None
+        self.replay_state = (
+            ReplayState.from_lists(read_lists(folder).values()) if folder.is_dir() else None
+        )
         dtype = "float32" if self.replay_state is None else self.replay_state.gradient_dtype
-        self._records = SavedRecords(folder, record_layouts(shapes, dtype)) if folder.is_dir() else None
-        self.kinds = {"weights", "moments"} & set(self._records.kinds if self._records is not None else ())
-        self._last: tuple[int, Mapping[str, NDArray[Any]]] = (-1, {})  # brought up to date: index, arrays
+        self._records = (
+            SavedRecords(folder, record_layouts(shapes, dtype)) if folder.is_dir() else None
+        )
+        self.kinds = {"weights", "moments"} & set(
+            self._records.kinds if self._records is not None else ()
+        )
+        # brought up to date: index, arrays
+        self._last: tuple[int, Mapping[str, NDArray[Any]]] = (-1, {})
         self._state = step_folder / "state"
         self._arrays: dict[str, Any] = {}
 
@@ -68,7 +81,11 @@ class SavedExperts:
         """Return {"m.name" or "v.name": [P, ...]} of these experts of a layer."""
         if "moments" in self.kinds:
             return self._of_records("moments", layer, experts)
-        return {f"{p}.{name}": self._of_array(p, name, layer, experts) for p in "mv" for name in self._shapes}
+        return {
+            f"{p}.{name}": self._of_array(p, name, layer, experts)
+            for p in "mv"
+            for name in self._shapes
+        }
 
     def one(self, name: str, layer: int, expert: int) -> NDArray[np.float32]:
         return self.weights(layer, np.array([expert]))[name][0]
@@ -96,16 +113,24 @@ class SavedExperts:
         if last == index:
             return arrays
         weights, moments = (self._records.read(kind, index) for kind in ("weights", "moments"))
-        gradient = self._records.read("gradients", index) if index in self.replay_state.pending else None
+        gradient = (
+            self._records.read("gradients", index) if index in self.replay_state.pending else None
+        )
         behind = [{name: weights[name] for name in self._shapes}]
         behind += [{name: moments[f"{part}.{name}"] for name in self._shapes} for part in "mv"]
         g = None if gradient is None else {name: gradient[name] for name in self._shapes}
         w, m, v = self.replay_state.catch_up(index, behind[0], behind[1], behind[2], g)
-        arrays = {**w, **{f"m.{name}": a for name, a in m.items()}, **{f"v.{name}": a for name, a in v.items()}}
+        arrays = {
+            **w,
+            **{f"m.{name}": a for name, a in m.items()},
+            **{f"v.{name}": a for name, a in v.items()},
+        }
         self._last = index, arrays
         return arrays
 
-    def _of_array(self, part: str, name: str, layer: int, experts: NDArray[np.int64]) -> NDArray[np.float32]:
+    def _of_array(
+        self, part: str, name: str, layer: int, experts: NDArray[np.int64]
+    ) -> NDArray[np.float32]:
         stack, number = self._layers[layer]
         key = f"{part}.{PREFIXES[stack]}{name}"
         if key not in self._arrays:
@@ -115,7 +140,9 @@ class SavedExperts:
 
 
 def _open_array(folder: Path, name: str) -> Any:
-    """Open an array that Orbax has written, to read parts of it; what was decoded for one part serves the next."""
+    """Open an array that Orbax has written, to read parts of it; what was decoded for one part
+    serves the next.
+    """
     store = {"driver": "ocdbt", "base": f"file://{folder}/", "path": f"{name}/"}
     spec = {"driver": "zarr", "kvstore": store}
     array = tensorstore.open(spec, open=True, read=True).result()

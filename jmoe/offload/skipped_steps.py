@@ -1,4 +1,6 @@
-"""Which optimizer steps each expert has skipped, and whose gradients are not applied yet. Numbers alone, no bytes."""
+"""Which optimizer steps each expert has skipped, and whose gradients are not applied yet.
+Numbers alone, no bytes.
+"""
 
 from collections.abc import Iterator
 
@@ -10,21 +12,27 @@ from jmoe.offload.lazy_adamw import MissedSteps, ReplayState, constants
 
 
 class SkippedSteps:
-    """The optimizer steps that each record is behind the run, by the records' numbers in `ExpertIndex`.
+    """The optimizer steps that each record is behind the run, by the records' numbers in
+    `ExpertIndex`.
 
-    `now` is the number of steps taken. A gradient that waits is that of the first step that its record has skipped; in
-    the steps after that one the record's gradient was zero.
+    `now` is the number of steps taken. A gradient that waits is that of the first step that its
+    record has skipped; in the steps after that one the record's gradient was zero.
     """
 
-    def __init__(self, replay_state: ReplayState, num_records: int, optimizer: OptimizerConfig) -> None:
+    def __init__(
+        self, replay_state: ReplayState, num_records: int, optimizer: OptimizerConfig
+    ) -> None:
         self.now, self._history = replay_state.step, replay_state.history
-        self._applied = np.full(num_records, self.now, np.int64)  # steps that a record has behind it
+        # steps that a record has behind it
+        self._applied = np.full(num_records, self.now, np.int64)
         self._applied[list(replay_state.applied)] = list(replay_state.applied.values())
-        self._pending = np.zeros(num_records, np.bool_)  # whether the gradient of step `_applied` waits
+        # whether the gradient of step `_applied` waits
+        self._pending = np.zeros(num_records, np.bool_)
         self._pending[list(replay_state.pending)] = True
         self._frozen = np.zeros(num_records, np.bool_)  # records that stay as they are
         self._gradient_dtype, self._optimizer = replay_state.gradient_dtype, optimizer
-        self._stored: dict[int, NDArray[np.int64]] = {}  # layer -> records whose gradients this step has stored
+        # layer -> records whose gradients this step has stored
+        self._stored: dict[int, NDArray[np.int64]] = {}
 
     def are_behind(self, records: NDArray[np.int64], step: int) -> NDArray[np.bool_]:
         """Return which of these records have fewer than `step` steps behind them."""
@@ -36,7 +44,9 @@ class SkippedSteps:
         return self._pending[records]
 
     def steps_of(self, record: int, now: int) -> tuple[range, bool]:
-        """Return the steps before `now` that a record has skipped, and whether it has a gradient for the first."""
+        """Return the steps before `now` that a record has skipped, and whether it has a gradient
+        for the first.
+        """
         return range(int(self._applied[record]), now), bool(self._pending[record])
 
     def windows(self, steps: range, *, pending: bool) -> Iterator[MissedSteps]:
@@ -54,7 +64,9 @@ class SkippedSteps:
         self._stored[layer] = records
 
     def commit(self, lr: float, clip: float) -> list[NDArray[np.int64]]:
-        """Take the step: all records are one step further behind. Return, by layer, those that have its gradients."""
+        """Take the step: all records are one step further behind. Return, by layer, those that
+        have its gradients.
+        """
         used = list(self._stored.values())
         for records in used:
             self._pending[records] = True
@@ -69,7 +81,9 @@ class SkippedSteps:
         self._stored.clear()
 
     def freeze(self, records: NDArray[np.int64]) -> None:
-        """Let these records skip no steps from now on: they stay as they are; all others are no longer frozen."""
+        """Let these records skip no steps from now on: they stay as they are; all others are no
+        longer frozen.
+        """
         self._frozen[:] = False
         self._frozen[records] = True
 
@@ -81,7 +95,8 @@ class SkippedSteps:
 
     def state(self, own: NDArray[np.int64]) -> ReplayState:
         """Return how far the process's own records are behind, for a checkpoint."""
-        behind, pending = own[self._applied[own] < self.now].tolist(), own[self._pending[own]].tolist()
+        behind = own[self._applied[own] < self.now].tolist()
+        pending = own[self._pending[own]].tolist()
         return ReplayState(
             step=self.now,
             history=self._history.copy(),

@@ -1,4 +1,5 @@
-"""Which rows of a slot hold which experts, where a slot has room for a part of a device's experts only.
+"""Which rows of a slot hold which experts, where a slot has room for a part of a device's experts
+only.
 
 Legend: P experts of this process's, L on each of its devices, M of them in the rows of a slot.
 """
@@ -15,7 +16,8 @@ NOWHERE = -1
 
 
 class ChosenRows(NamedTuple):
-    """A device's chosen experts, ascending, and the rows of the slot that hold them, int32 [M] each, or of all devices.
+    """A device's chosen experts, ascending, and the rows of the slot that hold them, int32 [M]
+    each, or of all devices.
 
     ids_M: L stands for none, of which the row may hold anything finite.
     """
@@ -25,13 +27,17 @@ class ChosenRows(NamedTuple):
 
 
 def larger_room(room: int, needed: int, per_device: int) -> int:
-    """Return the room for so many experts of a device: `room`, or whole eighths of all, so that it seldom grows."""
+    """Return the room for so many experts of a device: `room`, or whole eighths of all, so that
+    it seldom grows.
+    """
     eighth = -(-per_device // 8)
     return room if needed <= room else min(per_device, -(-needed // eighth) * eighth)
 
 
 class SlotRows:
-    """The rows that a slot's experts have on every device. room: None: as many as experts, each in a row of its own."""
+    """The rows that a slot's experts have on every device. room: None: as many as experts, each
+    in a row of its own.
+    """
 
     def __init__(self, local: LocalExperts, room: int | None) -> None:
         self._local, self.room = local, room
@@ -40,7 +46,11 @@ class SlotRows:
     def places(self, layer: int, expert: int) -> list[tuple[int, int]]:
         """Return where an expert lies, or is to lie: (number of the device, row there)."""
         fixed = self._local.places(layer, expert)
-        return fixed if self.room is None else [(device, int(self._row_P[expert])) for device, _ in fixed]
+        return (
+            fixed
+            if self.room is None
+            else [(device, int(self._row_P[expert])) for device, _ in fixed]
+        )
 
     def waves(self, experts: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
         """Give these experts, ascending, in parts for which there is room together."""
@@ -71,11 +81,14 @@ class SlotRows:
         return left
 
     def chosen(self, chosen_P: NDArray[np.bool_], size: int) -> list[ChosenRows]:
-        """Return what each part of this process's experts has of those chosen, which have rows, in arrays of `size`."""
+        """Return what each part of this process's experts has of those chosen, which have rows,
+        in arrays of `size`.
+        """
         parts = []
         for first in range(0, self._row_P.size, self._local.per_device):
             ids = np.flatnonzero(chosen_P[first : first + self._local.per_device])
-            ids_M, rows_M = np.full(size, self._local.per_device, np.int32), np.zeros(size, np.int32)
+            ids_M = np.full(size, self._local.per_device, np.int32)
+            rows_M = np.zeros(size, np.int32)
             ids_M[: ids.size], rows_M[: ids.size] = ids, self._row_P[first + ids]
             parts.append(ChosenRows(ids_M, rows_M))
         return parts

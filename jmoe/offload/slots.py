@@ -1,4 +1,5 @@
-"""Expert weights on the device: slots that hold one expert of one layer each, and are filled while others are read.
+"""Expert weights on the device: slots that hold one expert of one layer each, and are filled while
+others are read.
 
 Legend: M slots, E experts of a layer.
 """
@@ -20,7 +21,14 @@ from jmoe.memory.buffers import PAGE_BYTES, allocate_slots
 from jmoe.memory.record import Record
 from kernels_pallas.compressed import SCALES, format_of
 from kernels_pallas.grouped_mlp import MLPWeights
-from kernels_pallas.native import MAX_ROWS, SIZE_MULTIPLE, SLOT_ARRAYS, SlotLayout, multiplies_many_rows, slot_mlp
+from kernels_pallas.native import (
+    MAX_ROWS,
+    SIZE_MULTIPLE,
+    SLOT_ARRAYS,
+    SlotLayout,
+    multiplies_many_rows,
+    slot_mlp,
+)
 
 TABLE_TILE_ROWS = 64
 
@@ -31,7 +39,8 @@ class NamedArrays(Protocol):
     def __getitem__(self, name: str, /) -> np.ndarray: ...
 
 
-Fields = Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]  # name -> (shape, dtype as stored) of one expert
+# name -> (shape, dtype as stored) of one expert
+Fields = Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]
 
 
 class ExpertSlots(ABC):
@@ -45,24 +54,31 @@ class ExpertSlots(ABC):
 
     @abstractmethod
     def write(self, slot: int, record: NamedArrays) -> None:
-        """Copy one expert's weights into a slot, from any thread. No program that reads this slot may be running."""
+        """Copy one expert's weights into a slot, from any thread. No program that reads this
+        slot may be running.
+        """
 
     @abstractmethod
     def mlp(self, routed: ExpertInputs, table_E: np.ndarray, activation: str) -> jax.Array:
-        """Return float32 [T, D]: `routed.y_TD` + the weighted sum of each token's experts, in slots table_E[expert]."""
+        """Return float32 [T, D]: `routed.y_TD` + the weighted sum of each token's experts, in
+        slots table_E[expert].
+        """
 
     @abstractmethod
     def for_programs(self) -> tuple[SlotLayout | None, Any]:
-        """Return the slots as an operand of programs that find their experts in a table, and how they are laid out.
+        """Return the slots as an operand of programs that find their experts in a table, and how
+        they are laid out.
 
-        The layout is that of native operations; None where the operand is arrays by name, for `table_mlp_of_tokens`.
+        The layout is that of native operations; None where the operand is arrays by name, for
+        `table_mlp_of_tokens`.
         """
 
 
 class HostSlots(ExpertSlots):
     """Slots of the CPU backend: memory that XLA reads as arrays, and that a copy fills.
 
-    native: a native operation, where there is one, finds its experts through the table; the host reads no choice.
+    native: a native operation, where there is one, finds its experts through the table; the host
+    reads no choice.
     """
 
     def __init__(self, num_slots: int, fields: Fields, *, native: bool = False) -> None:
@@ -71,10 +87,15 @@ class HostSlots(ExpertSlots):
         layout, slot_bytes = _layout(fields)
         memory = allocate_slots(num_slots, slot_bytes)
         self._memory = [
-            {name: slot[at : at + size].view(dtype).reshape(shape) for name, (at, size, shape, dtype) in layout.items()}
+            {
+                name: slot[at : at + size].view(dtype).reshape(shape)
+                for name, (at, size, shape, dtype) in layout.items()
+            }
             for slot in memory
         ]
-        self._stored = [{name: as_array(m, cpu) for name, m in slot.items()} for slot in self._memory]
+        self._stored = [
+            {name: as_array(m, cpu) for name, m in slot.items()} for slot in self._memory
+        ]
         self.native = NativeSlots(as_array(memory, cpu), fields, layout) if native else None
 
     def write(self, slot: int, record: NamedArrays) -> None:
@@ -83,8 +104,17 @@ class HostSlots(ExpertSlots):
 
     def mlp(self, routed: ExpertInputs, table_E: np.ndarray, activation: str) -> jax.Array:
         h_TD = routed.h_TD
-        if self.native is not None and self.native.multiplies(h_TD.shape[0], h_TD.shape[1], h_TD.dtype):
-            return _native_mlp(self.native.layout, activation, routed.y_TD, *routed[:3], self.native.slots_MR, table_E)
+        if self.native is not None and self.native.multiplies(
+            h_TD.shape[0], h_TD.shape[1], h_TD.dtype
+        ):
+            return _native_mlp(
+                self.native.layout,
+                activation,
+                routed.y_TD,
+                *routed[:3],
+                self.native.slots_MR,
+                table_E,
+            )
         return bundled_mlp(routed, [self._stored[slot] for slot in table_E], activation)
 
     def for_programs(self) -> tuple[SlotLayout | None, Any]:
@@ -106,19 +136,27 @@ class NativeSlots:
         is_compressed = "w_up" + SCALES in fields
         matrices = {dtype for name, dtype in kinds.items() if name in ("w_up", "w_down")}
         floats = {np.dtype(np.float32), np.dtype(jnp.bfloat16)}
-        self._is_known = len(matrices) == 1 and len(biases) < 2 and (is_compressed or matrices <= floats)
+        self._is_known = (
+            len(matrices) == 1 and len(biases) < 2 and (is_compressed or matrices <= floats)
+        )
         self._dtype = None if is_compressed else kinds["w_up"]
         form = format_of(fields["w_up"][1], fields["w_up" + SCALES][1]) if is_compressed else None
         at = {name: layout[name][0] if name in layout else -1 for name in SLOT_ARRAYS}
         hidden = fields["w_down"][0][0] * (form.per_byte if form else 1)
-        self.layout = SlotLayout(**at, hidden=hidden, wide_biases=biases == {np.dtype(np.float32)}, form=form)
+        self.layout = SlotLayout(
+            **at, hidden=hidden, wide_biases=biases == {np.dtype(np.float32)}, form=form
+        )
 
     def takes(self, num_tokens: int, dtype: Any) -> bool:
-        """Return whether there are few enough tokens, of the weights' dtype; of compressed weights any."""
+        """Return whether there are few enough tokens, of the weights' dtype; of compressed
+        weights any.
+        """
         return num_tokens <= MAX_ROWS and self._knows(dtype)
 
     def multiplies(self, num_tokens: int, hidden_size: int, dtype: Any) -> bool:
-        """Return whether the experts' operation is native for so many tokens: few, or such as it is faster for."""
+        """Return whether the experts' operation is native for so many tokens: few, or such as it
+        is faster for.
+        """
         fits = hidden_size % SIZE_MULTIPLE == 0 and self.layout.hidden % SIZE_MULTIPLE == 0
         many = dtype == jnp.bfloat16 and fits and multiplies_many_rows()
         return self._knows(dtype) and (many or num_tokens <= MAX_ROWS)
@@ -128,13 +166,18 @@ class NativeSlots:
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
-def _native_mlp(layout: SlotLayout, activation: str, y_TD: jax.Array, *arrays: jax.Array) -> jax.Array:
+def _native_mlp(
+    layout: SlotLayout, activation: str, y_TD: jax.Array, *arrays: jax.Array
+) -> jax.Array:
     h_TD, idx_TK, weights_TK, slots_MR, table_E = arrays
     return slot_mlp((h_TD, idx_TK, weights_TK, y_TD), slots_MR, table_E, layout, activation)
 
 
-def _layout(fields: Fields) -> tuple[dict[str, tuple[int, int, tuple[int, ...], np.dtype[Any]]], int]:
-    """Return {name: (first byte, bytes, shape, dtype)} of a slot, each array from a page on, and the slot's bytes.
+def _layout(
+    fields: Fields,
+) -> tuple[dict[str, tuple[int, int, tuple[int, ...], np.dtype[Any]]], int]:
+    """Return {name: (first byte, bytes, shape, dtype)} of a slot, each array from a page on, and
+    the slot's bytes.
 
     XLA takes without a copy only what is aligned to 64 bytes.
     """
@@ -146,15 +189,21 @@ def _layout(fields: Fields) -> tuple[dict[str, tuple[int, int, tuple[int, ...], 
     return layout, end
 
 
-def sent_to(device: jax.Device, record: NamedArrays, names: Collection[str]) -> dict[str, jax.Array]:
-    """Return arrays of a record in the device's memory, when they are there: the record's may then be used again."""
+def sent_to(
+    device: jax.Device, record: NamedArrays, names: Collection[str]
+) -> dict[str, jax.Array]:
+    """Return arrays of a record in the device's memory, when they are there: the record's may
+    then be used again.
+    """
     if isinstance(record, Record):
         return record.on_device(names, device)
     return jax.block_until_ready({name: jax.device_put(record[name], device) for name in names})
 
 
 class DeviceSlots(ExpertSlots):
-    """Slots in an accelerator's memory; a write is a transfer and an update in place, in order with the programs."""
+    """Slots in an accelerator's memory; a write is a transfer and an update in place, in order
+    with the programs.
+    """
 
     def __init__(self, num_slots: int, fields: Fields, device: jax.Device) -> None:
         super().__init__(num_slots, fields)
@@ -162,7 +211,8 @@ class DeviceSlots(ExpertSlots):
         make = lambda shape, dtype: jnp.zeros((num_slots, *shape), dtype, device=device)  # noqa: E731
         self._arrays = {name: make(shape, dtype) for name, (shape, dtype) in fields.items()}
         self._put = jax.jit(_put, donate_argnums=0)
-        self._lock = threading.Lock()  # an update gives up the arrays that a program may just be started with
+        # an update gives up the arrays that a program may just be started with
+        self._lock = threading.Lock()
 
     def write(self, slot: int, record: NamedArrays) -> None:
         sent = sent_to(self._device, record, self._arrays)
@@ -177,8 +227,13 @@ class DeviceSlots(ExpertSlots):
         return None, self._arrays
 
 
-def _put(arrays: dict[str, jax.Array], record: dict[str, jax.Array], slot: jax.Array) -> dict[str, jax.Array]:
-    return {name: lax.dynamic_update_index_in_dim(arrays[name], record[name], slot, 0) for name in arrays}
+def _put(
+    arrays: dict[str, jax.Array], record: dict[str, jax.Array], slot: jax.Array
+) -> dict[str, jax.Array]:
+    return {
+        name: lax.dynamic_update_index_in_dim(arrays[name], record[name], slot, 0)
+        for name in arrays
+    }
 
 
 @partial(jax.jit, static_argnums=0)
@@ -191,7 +246,9 @@ def table_mlp_of_tokens(
 
 
 def slot_memory(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
-    """Return zeros that begin at a page: XLA takes without a copy only what is aligned to 64 bytes."""
+    """Return zeros that begin at a page: XLA takes without a copy only what is aligned to 64
+    bytes.
+    """
     num_bytes = math.prod(shape) * dtype.itemsize
     (page,) = allocate_slots(1, -(-num_bytes // PAGE_BYTES) * PAGE_BYTES)
     return page[:num_bytes].view(dtype).reshape(shape)

@@ -21,38 +21,57 @@ from jmoe.memory.record_store import Fill, HostRecords
 from jmoe.memory.tiered_store import TieredStore
 from jmoe.memory.version_store import VersionStore, sealed
 from jmoe.offload.expert_index import ExpertIndex
-from jmoe.offload.expert_state import DeviceRoom, ExpertArrays, ExpertState, ReadExperts, RecordTiers, record_layouts
+from jmoe.offload.expert_state import (
+    DeviceRoom,
+    ExpertArrays,
+    ExpertState,
+    ReadExperts,
+    RecordTiers,
+    record_layouts,
+)
 from jmoe.offload.lazy_adamw import ReplayState
 
-GRADIENTS = {"float32": "gradients", "bfloat16": "gradients-bfloat16"}  # folders: the dtype may change on resume
+# folders: the dtype may change on resume
+GRADIENTS = {"float32": "gradients", "bfloat16": "gradients-bfloat16"}
 THREADS = 2  # that read, and as many that write, of each kind of record
 
 
 class ExpertStores:
-    """The records of a run's experts. On the tier nvme they are opened as they are found; all else begins with `fill`.
+    """The records of a run's experts. On the tier nvme they are opened as they are found; all else
+    begins with `fill`.
 
-    shapes: of an expert's parameters. records: what a checkpoint has in files of its own: weights and moments of all
-    experts. Every process has a folder of its own, `tiers.path/RUN/process-NUMBER`: runs with one path do not meet.
+    shapes: of an expert's parameters. records: what a checkpoint has in files of its own: weights
+    and moments of all experts. Every process has a folder of its own,
+    `tiers.path/RUN/process-NUMBER`: runs with one path do not meet.
     """
 
     def __init__(
-        self, config: TrainConfig, index: ExpertIndex, shapes: dict[str, tuple[int, ...]], run: str = "run"
+        self,
+        config: TrainConfig,
+        index: ExpertIndex,
+        shapes: dict[str, tuple[int, ...]],
+        run: str = "run",
     ) -> None:
         self._config, self._tiers, self._index, self._shapes = config, config.tiers, index, shapes
         self._own, self._saved = index.local_records, frozenset(index.saved_records)
         self.layouts = record_layouts(shapes, self._tiers.gradient_dtype)
         assert index.local is not None
         devices = [device for replicas in index.local.devices for device in replicas]
-        self._allocate, self.note = host_memory(self._tiers.pin_host_memory, "tiers.pin_host_memory", devices)
+        self._allocate, self.note = host_memory(
+            self._tiers.pin_host_memory, "tiers.pin_host_memory", devices
+        )
         self._held = contextlib.ExitStack()
         self._versions = self._open_versions(run)
         lazy = self._tiers.optimizer == "nvme"
         saved = self._versions if lazy else {}
         self._replay_state: ReplayState | None = None  # of what was saved last
-        self._written: dict[int, int] = {}  # record -> the step whose gradient its file has, without a tier's own files
+        # record -> the step whose gradient its file has, without a tier's own files
+        self._written: dict[int, int] = {}
         self.records = RecordCheckpoints(
             saved,
-            memory={kind: self.layouts[kind] for kind in ("weights", "moments") if kind not in saved},
+            memory={
+                kind: self.layouts[kind] for kind in ("weights", "moments") if kind not in saved
+            },
             owned=self._own,
             process=jax.process_index(),
             num_processes=jax.process_count(),
@@ -67,27 +86,39 @@ class ExpertStores:
         tiers, fingerprint = self._tiers, f"jmoe experts of {run}"
         kinds = {"weights": tiers.experts, "moments": tiers.optimizer, "gradients": tiers.gradients}
         layouts = {kind: self.layouts[kind] for kind, tier in kinds.items() if tier == "nvme"}
-        self._cached_bytes = sum(sealed(layout).record_bytes for layout in layouts.values())  # one record of each kind
-        least_bytes, cache_bytes = min(2, len(self._own)) * self._cached_bytes, tiers.host_cache_bytes
-        enough = f"must be 0 or hold two records of every kind on the tier nvme, {least_bytes} bytes"
+        # one record of each kind
+        self._cached_bytes = sum(sealed(layout).record_bytes for layout in layouts.values())
+        least_bytes = min(2, len(self._own)) * self._cached_bytes
+        cache_bytes = tiers.host_cache_bytes
+        enough = (
+            f"must be 0 or hold two records of every kind on the tier nvme, {least_bytes} bytes"
+        )
         holds_enough = not layouts or not cache_bytes or cache_bytes >= least_bytes
         check(holds_enough, "tiers.host_cache_bytes", cache_bytes, enough)
         if tiers.optimizer == "nvme":
-            layouts["gradients"] = self.layouts["gradients"]  # those that wait are saved, wherever they are
-        folder = Path(tiers.path or Path(self._config.output_dir) / "records") / run / f"process-{jax.process_index()}"
+            # those that wait are saved, wherever they are
+            layouts["gradients"] = self.layouts["gradients"]
+        folder = (
+            Path(tiers.path or Path(self._config.output_dir) / "records")
+            / run
+            / f"process-{jax.process_index()}"
+        )
         opened = {}
         for kind, layout in layouts.items():
             place = folder / (GRADIENTS[tiers.gradient_dtype] if kind == "gradients" else kind)
             num_records = self._index.num_records
-            opened[kind] = VersionStore.open(place, layout, num_records, fingerprint=fingerprint, owned=self._own)
+            opened[kind] = VersionStore.open(
+                place, layout, num_records, fingerprint=fingerprint, owned=self._own
+            )
             self._held.callback(opened[kind].close)
         return opened
 
     def save(self, experts: ExpertState) -> None:
-        """Make all records durable as they stand, those of host memory excepted, for `records` to pin.
+        """Make all records durable as they stand, those of host memory excepted, for `records` to
+        pin.
 
-        Writes what has changed since it was last written, and nothing else. Without the moments on the tier nvme every
-        expert is brought up to date instead.
+        Writes what has changed since it was last written, and nothing else. Without the moments on
+        the tier nvme every expert is brought up to date instead.
         """
         if self._tiers.optimizer != "nvme":
             experts.flush_updates()
@@ -119,9 +150,12 @@ class ExpertStores:
         self._written = steps
 
     def replay_state(self, step: int) -> ReplayState:
-        """Return how far the records are behind: those just restored, or those saved last if that was at this step."""
+        """Return how far the records are behind: those just restored, or those saved last if
+        that was at this step.
+        """
         if self.records.restored is not None:
-            self._replay_state, self.records.restored = ReplayState.from_lists(self.records.restored), None
+            self._replay_state = ReplayState.from_lists(self.records.restored)
+            self.records.restored = None
         if self._replay_state is not None and self._replay_state.step == step:
             return self._replay_state
         return self.up_to_date(step)
@@ -130,8 +164,12 @@ class ExpertStores:
         """Return the replay state of records that are not behind."""
         return ReplayState.up_to_date(step, self._config.optimizer, self._tiers.gradient_dtype)
 
-    def fill(self, replay_state: ReplayState, weights: ReadExperts | None, moments: ReadExperts | None) -> ExpertState:
-        """Fill the tiers with weights and moments, layer by layer; None: they are in their records already."""
+    def fill(
+        self, replay_state: ReplayState, weights: ReadExperts | None, moments: ReadExperts | None
+    ) -> ExpertState:
+        """Fill the tiers with weights and moments, layer by layer; None: they are in their
+        records already.
+        """
         tiers = self._tiers
         resident = tiers.experts == "device"
         own = replay_state.select(self._own)
@@ -144,7 +182,10 @@ class ExpertStores:
             optimizer=self._config.optimizer,
             index=self._index,
             shapes=self._shapes,
-            room=DeviceRoom(self._index.num_layers if resident else tiers.device_layers, self._experts_in_slots()),
+            room=DeviceRoom(
+                self._index.num_layers if resident else tiers.device_layers,
+                self._experts_in_slots(),
+            ),
             replay_state=own,
             initial=weights if resident else None,
             wait_limit_s=self._config.distributed.step_timeout_s,
@@ -162,17 +203,26 @@ class ExpertStores:
         room = math.ceil(self._tiers.device_experts * per_device)
         return None if room == per_device else room
 
-    def _store(self, kind: str, tier: str, read: ReadExperts | None, written: Collection[int] = ()) -> TieredStore:
+    def _store(
+        self, kind: str, tier: str, read: ReadExperts | None, written: Collection[int] = ()
+    ) -> TieredStore:
         """Open one kind of records. written: in host memory, the records that their files fill."""
         versions = self._versions.get(kind)
         if tier != "nvme" or versions is None:
-            fill = self._filling(read) if not written or versions is None else _reading(versions, written)
+            fill = (
+                self._filling(read)
+                if not written or versions is None
+                else _reading(versions, written)
+            )
             num_records, own = self._index.num_records, self._own
-            return TieredStore(HostRecords.fill(self.layouts[kind], num_records, fill, own, self._allocate))
+            return TieredStore(
+                HostRecords.fill(self.layouts[kind], num_records, fill, own, self._allocate)
+            )
         if read is not None:
             versions.fill(self._filling(read))
         record_bytes = versions.layout.record_bytes
-        cache_bytes = self._tiers.host_cache_bytes * record_bytes // self._cached_bytes  # as its share of all bytes
+        # as its share of all bytes
+        cache_bytes = self._tiers.host_cache_bytes * record_bytes // self._cached_bytes
         return TieredStore(
             versions,
             cache_bytes=cache_bytes or max(len(self._own) // 4, 2) * record_bytes,

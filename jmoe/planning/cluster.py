@@ -1,7 +1,8 @@
-"""A step and a checkpoint on many nodes, on paper: `plan_training`'s devices and what they send each other.
+"""A step and a checkpoint on many nodes, on paper: `plan_training`'s devices and what they send
+each other.
 
-Pure functions. Symbols: N nodes of Q devices; G devices share the experts, on P nodes, and there are N Q / G such
-groups; B bytes on every device after a gather, or before a reduction.
+Pure functions. Symbols: N nodes of Q devices; G devices share the experts, on P nodes, and there
+are N Q / G such groups; B bytes on every device after a gather, or before a reduction.
 """
 
 import math
@@ -17,7 +18,9 @@ GRADIENT_BYTES = 4  # of a parameter, where gradients are summed
 
 @dataclass(frozen=True)
 class Exchanged:
-    """A layer's exchange: its plan over the mesh's nodes and devices. row_bytes: of a token's hidden state."""
+    """A layer's exchange: its plan over the mesh's nodes and devices. row_bytes: of a token's
+    hidden state.
+    """
 
     exchange: ExchangePlan
     row_bytes: int
@@ -26,7 +29,9 @@ class Exchanged:
 
 @dataclass(frozen=True)
 class ClusterPlan:
-    """A training plan on `nodes` nodes, with the seconds of its traffic. batch_tokens: of a step, on all nodes."""
+    """A training plan on `nodes` nodes, with the seconds of its traffic. batch_tokens: of a
+    step, on all nodes.
+    """
 
     training: TrainingPlan
     nodes: int
@@ -78,7 +83,8 @@ def plan_cluster(
 
 
 def all_to_all_s(training: TrainingPlan, exchanged: Exchanged, cluster: ClusterConfig) -> float:
-    """Return seconds of a step's exchanges of tokens with their experts: `exchange_traffic` over the links it takes.
+    """Return seconds of a step's exchanges of tokens with their experts: `exchange_traffic` over
+    the links it takes.
 
     A layer that keeps nothing for its backward pass exchanges three times, else twice.
     """
@@ -109,17 +115,23 @@ def _exchange_s(
     if num_devices <= per_node:  # a node has all experts, whatever the mesh calls its devices
         inside_bytes = sent.across_bytes + sent.inside_bytes
         return inside_bytes / network.inside_bytes_per_s + messages * network.inside_latency_s
-    between_s = sent.across_bytes * per_node / network.between_bytes_per_s + messages * network.between_latency_s
+    between_s = (
+        sent.across_bytes * per_node / network.between_bytes_per_s
+        + messages * network.between_latency_s
+    )
     inside_s = sent.inside_bytes / network.inside_bytes_per_s + messages * network.inside_latency_s
     return max(between_s, inside_s) if exchange.kind == "flat" else between_s + inside_s
 
 
 def dense_s(model: TrainedModel, nodes: int, cluster: ClusterConfig) -> float:
-    """Return seconds in which dense parameters are gathered, in both passes, and their gradients reduced.
+    """Return seconds in which dense parameters are gathered, in both passes, and their gradients
+    reduced.
 
-    Each micro-batch does. Where every device has them whole, their gradients are summed once a step.
+    Each micro-batch does. Where every device has them whole, their gradients are summed once a
+    step.
     """
-    gathered, reduced = model.dense_parameters * model.compute_bytes, model.dense_parameters * GRADIENT_BYTES
+    gathered = model.dense_parameters * model.compute_bytes
+    reduced = model.dense_parameters * GRADIENT_BYTES
     if not model.shard_dense:
         return 2 * _ring_s(reduced, nodes, model.num_layers, cluster)
     gathers_s = 2 * _ring_s(gathered, nodes, model.num_layers, cluster)
@@ -127,12 +139,15 @@ def dense_s(model: TrainedModel, nodes: int, cluster: ClusterConfig) -> float:
 
 
 def _ring_s(ring_bytes: float, nodes: int, collectives: int, cluster: ClusterConfig) -> float:
-    """Return seconds of gathers of B bytes in all: across nodes once, B (N - 1) / N, and inside, B (Q - 1) / Q."""
+    """Return seconds of gathers of B bytes in all: across nodes once, B (N - 1) / N, and inside,
+    B (Q - 1) / Q.
+    """
     network, per_node = cluster.network, cluster.devices_per_node
     return (
         ring_bytes * (nodes - 1) / nodes / network.between_bytes_per_s
         + ring_bytes * (per_node - 1) / per_node / network.inside_bytes_per_s
-        + collectives * (_hops(nodes) * network.between_latency_s + _hops(per_node) * network.inside_latency_s)
+        + collectives
+        * (_hops(nodes) * network.between_latency_s + _hops(per_node) * network.inside_latency_s)
     )
 
 
@@ -141,9 +156,11 @@ def _hops(members: int) -> int:
 
 
 def expert_gradients_s(model: TrainedModel, nodes: int, cluster: ClusterConfig) -> float:
-    """Return seconds in which the groups that share the experts sum the gradients of theirs: a ring for each device.
+    """Return seconds in which the groups that share the experts sum the gradients of theirs: a ring
+    for each device.
 
-    A ring of r replicas moves 2 B (r - 1) / r bytes; all rings of a node, min(G, Q) of them, share its link.
+    A ring of r replicas moves 2 B (r - 1) / r bytes; all rings of a node, min(G, Q) of them, share
+    its link.
     """
     replicas, network = model.replicas, cluster.network
     if replicas == 1:
@@ -151,14 +168,24 @@ def expert_gradients_s(model: TrainedModel, nodes: int, cluster: ClusterConfig) 
     ring_bytes = 2 * GRADIENT_BYTES * model.device_parameters * (replicas - 1) / replicas
     rings = min(model.num_devices, cluster.devices_per_node)
     if nodes == 1:
-        return ring_bytes / network.inside_bytes_per_s + 2 * _hops(replicas) * network.inside_latency_s
-    return rings * ring_bytes / network.between_bytes_per_s + 2 * _hops(replicas) * network.between_latency_s
+        return (
+            ring_bytes / network.inside_bytes_per_s + 2 * _hops(replicas) * network.inside_latency_s
+        )
+    return (
+        rings * ring_bytes / network.between_bytes_per_s
+        + 2 * _hops(replicas) * network.between_latency_s
+    )
 
 
-def checkpoint_s(model: TrainedModel, nodes: int, link_bytes_per_s: float, cluster: ClusterConfig) -> float:
-    """Return seconds until a checkpoint is on the shared disk: its own, or the busiest node's or device's link's."""
+def checkpoint_s(
+    model: TrainedModel, nodes: int, link_bytes_per_s: float, cluster: ClusterConfig
+) -> float:
+    """Return seconds until a checkpoint is on the shared disk: its own, or the busiest node's or
+    device's link's.
+    """
     dense, experts = SAVED_BYTES * model.dense_parameters, SAVED_BYTES * model.all_parameters
-    group_nodes = max(1, model.num_devices // cluster.devices_per_node)  # one group writes the experts
+    # one group writes the experts
+    group_nodes = max(1, model.num_devices // cluster.devices_per_node)
     of_node = dense / (nodes if model.shard_dense else 1) + experts / group_nodes
     of_device = dense / model.dense_shards + SAVED_BYTES * model.device_parameters
     return max(
@@ -171,4 +198,7 @@ def checkpoint_s(model: TrainedModel, nodes: int, link_bytes_per_s: float, clust
 def link_figures(network: NetworkConfig) -> str:
     """Return the network in words."""
     inside, between = network.inside_bytes_per_s / 1e9, network.between_bytes_per_s / 1e9
-    return f"links {inside:,.4g} GB/s a device inside a node, {between:,.4g} GB/s a node between nodes, each way"
+    return (
+        f"links {inside:,.4g} GB/s a device inside a node, {between:,.4g} GB/s a node between"
+        " nodes, each way"
+    )

@@ -1,7 +1,8 @@
 """Which device runs which images of a step that trains several tasks at once.
 
-Tasks of different size leave devices idle when each has as many. Elastic training gives heavy tasks several devices,
-which divide their batch, and lets light ones share one (SE-MoE, arXiv:2205.10034v1, section 4.1; MoESys, section 5.3).
+Tasks of different size leave devices idle when each has as many. Elastic training gives heavy tasks
+several devices, which divide their batch, and lets light ones share one (SE-MoE,
+arXiv:2205.10034v1, section 4.1; MoESys, section 5.3).
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ def size_text(num_bytes: int) -> str:
 
 @dataclass(frozen=True)
 class TaskLoad:
-    """The needs of a task a step: images of its batch, seconds (or any unit) an image, bytes of its own parameters.
+    """The needs of a task a step: images of its batch, seconds (or any unit) an image, bytes of its
+    own parameters.
 
     num_bytes: with their gradients and optimizer state, on a device that runs the task.
     """
@@ -34,9 +36,21 @@ class TaskLoad:
     num_bytes: int = 0
 
     def __post_init__(self) -> None:
-        check(self.batch_size > 0, f"tasks.{self.name}.batch_size", self.batch_size, "must be greater than 0")
-        check(self.image_s > 0, f"tasks.{self.name}.image_s", self.image_s, "must be greater than 0")
-        check(self.num_bytes >= 0, f"tasks.{self.name}.num_bytes", self.num_bytes, "must not be negative")
+        check(
+            self.batch_size > 0,
+            f"tasks.{self.name}.batch_size",
+            self.batch_size,
+            "must be greater than 0",
+        )
+        check(
+            self.image_s > 0, f"tasks.{self.name}.image_s", self.image_s, "must be greater than 0"
+        )
+        check(
+            self.num_bytes >= 0,
+            f"tasks.{self.name}.num_bytes",
+            self.num_bytes,
+            "must not be negative",
+        )
 
     @property
     def load(self) -> float:
@@ -76,22 +90,33 @@ class Layout:
     @property
     def seconds(self) -> tuple[float, ...]:
         """Return each device's load."""
-        return tuple(sum(share.size * self.tasks[share.task].image_s for share in shares) for shares in self.shares)
+        return tuple(
+            sum(share.size * self.tasks[share.task].image_s for share in shares)
+            for shares in self.shares
+        )
 
     @property
     def num_bytes(self) -> tuple[int, ...]:
-        """Return what each device needs for the parameters that tasks share and for those of its own tasks."""
+        """Return what each device needs for the parameters that tasks share and for those of its
+        own tasks.
+        """
         own = [{share.task for share in shares} for shares in self.shares]
-        return tuple(self.shared_bytes + sum(self.tasks[task].num_bytes for task in tasks) for tasks in own)
+        return tuple(
+            self.shared_bytes + sum(self.tasks[task].num_bytes for task in tasks) for tasks in own
+        )
 
     @property
     def micro_batch(self) -> int:
-        """Return the largest number of images that divides every device's: what a device takes at once."""
+        """Return the largest number of images that divides every device's: what a device takes
+        at once.
+        """
         return reduce(math.gcd, self.images)
 
     def devices_of(self, task: int) -> tuple[int, ...]:
         """Return the devices that run a task."""
-        return tuple(d for d, shares in enumerate(self.shares) if any(share.task == task for share in shares))
+        return tuple(
+            d for d, shares in enumerate(self.shares) if any(share.task == task for share in shares)
+        )
 
     @property
     def imbalance(self) -> float:
@@ -109,9 +134,13 @@ class Layout:
         lines = []
         for device, (shares, seconds) in enumerate(zip(self.shares, self.seconds, strict=True)):
             bar = "#" * max(1, round(width * seconds / slowest))
-            runs = " + ".join(f"{self.tasks[share.task].name} {share.start}:{share.stop}" for share in shares)
+            runs = " + ".join(
+                f"{self.tasks[share.task].name} {share.start}:{share.stop}" for share in shares
+            )
             size = f"  {size_text(self.num_bytes[device])}" if any(self.num_bytes) else ""
-            lines.append(f"device {device:<3} {bar:<{width}} {self.idle()[device]:4.0%} idle{size}  {runs}")
+            lines.append(
+                f"device {device:<3} {bar:<{width}} {self.idle()[device]:4.0%} idle{size}  {runs}"
+            )
         return lines
 
 
@@ -128,7 +157,8 @@ class DeviceMemory:
 
     def check(self, tasks: Sequence[TaskLoad]) -> None:
         """Raise `ValueError` naming the tasks if they do not fit on one device together."""
-        need, names = sum(task.num_bytes for task in tasks), " and ".join(task.name for task in tasks)
+        need = sum(task.num_bytes for task in tasks)
+        names = " and ".join(task.name for task in tasks)
         constraint = f"must be at least {self.shared_bytes + need} for {names}"
         check(self.fits(need), "machine.device_bytes", self.device_bytes, constraint)
 
@@ -137,14 +167,19 @@ ANY_MEMORY = DeviceMemory()
 
 
 def plan(
-    tasks: Sequence[TaskLoad], num_devices: int, *, mode: LayoutKind = "elastic", memory: DeviceMemory = ANY_MEMORY
+    tasks: Sequence[TaskLoad],
+    num_devices: int,
+    *,
+    mode: LayoutKind = "elastic",
+    memory: DeviceMemory = ANY_MEMORY,
 ) -> Layout:
     """Return who runs which images.
 
-    `even`: every device has as many images of the joint batch, so that all have all tasks. `elastic`, with at least as
-    many devices as tasks: each task has a device, and one after the other goes to the task with the largest load a
-    device. With fewer: the heaviest task first goes to the device with the least load that has room for its parameters.
-    Raises `ValueError` if tasks do not fit into the memory of a device.
+    `even`: every device has as many images of the joint batch, so that all have all tasks.
+    `elastic`, with at least as many devices as tasks: each task has a device, and one after the
+    other goes to the task with the largest load a device. With fewer: the heaviest task first goes
+    to the device with the least load that has room for its parameters. Raises `ValueError` if tasks
+    do not fit into the memory of a device.
     """
     check(bool(tasks), "tasks", tuple(tasks), "must have at least one task")
     check(num_devices > 0, "num_devices", num_devices, "must be greater than 0")
@@ -156,9 +191,16 @@ def plan(
     return Layout(tasks, shares, memory.shared_bytes)
 
 
-def _even(tasks: tuple[TaskLoad, ...], num_devices: int, memory: DeviceMemory) -> tuple[tuple[Share, ...], ...]:
+def _even(
+    tasks: tuple[TaskLoad, ...], num_devices: int, memory: DeviceMemory
+) -> tuple[tuple[Share, ...], ...]:
     total = sum(task.batch_size for task in tasks)
-    check(total % num_devices == 0, "batch_size", total, f"must be a multiple of {num_devices} devices")
+    check(
+        total % num_devices == 0,
+        "batch_size",
+        total,
+        f"must be a multiple of {num_devices} devices",
+    )
     each, shares = total // num_devices, []
     for device in range(num_devices):
         begin, own = device * each, []
@@ -172,20 +214,32 @@ def _even(tasks: tuple[TaskLoad, ...], num_devices: int, memory: DeviceMemory) -
     return tuple(shares)
 
 
-def _split(tasks: tuple[TaskLoad, ...], num_devices: int, memory: DeviceMemory) -> tuple[tuple[Share, ...], ...] | None:
-    """Return a layout with a device or more for each task; None if there are fewer devices than tasks.
+def _split(
+    tasks: tuple[TaskLoad, ...], num_devices: int, memory: DeviceMemory
+) -> tuple[tuple[Share, ...], ...] | None:
+    """Return a layout with a device or more for each task; None if there are fewer devices than
+    tasks.
 
-    A device that no task can use, since each has one for every image, stays without a share and is refused.
+    A device that no task can use, since each has one for every image, stays without a share and is
+    refused.
     """
     if num_devices < len(tasks):
         return None
     images = sum(task.batch_size for task in tasks)
-    check(num_devices <= images, "num_devices", num_devices, f"must not exceed the {images} images of a step")
+    check(
+        num_devices <= images,
+        "num_devices",
+        num_devices,
+        f"must not exceed the {images} images of a step",
+    )
     counts = [1] * len(tasks)
     for task in tasks:
         memory.check([task])
     for _ in range(num_devices - len(tasks)):
-        loads = [task.load / count if count < task.batch_size else 0.0 for task, count in zip(tasks, counts)]
+        loads = [
+            task.load / count if count < task.batch_size else 0.0
+            for task, count in zip(tasks, counts)
+        ]
         counts[loads.index(max(loads))] += 1
     shares = []
     for number, (task, count) in enumerate(zip(tasks, counts, strict=True)):
@@ -194,13 +248,18 @@ def _split(tasks: tuple[TaskLoad, ...], num_devices: int, memory: DeviceMemory) 
     return tuple(shares)
 
 
-def _packed(tasks: tuple[TaskLoad, ...], num_devices: int, memory: DeviceMemory) -> tuple[tuple[Share, ...], ...]:
+def _packed(
+    tasks: tuple[TaskLoad, ...], num_devices: int, memory: DeviceMemory
+) -> tuple[tuple[Share, ...], ...]:
     """Return a layout whose devices have whole tasks.
 
-    By load, the heaviest first (Graham's rule: at most 4/3 of the best possible); where that leaves no room for a task,
-    by bytes, the largest first.
+    By load, the heaviest first (Graham's rule: at most 4/3 of the best possible); where that leaves
+    no room for a task, by bytes, the largest first.
     """
-    orders = (lambda task: (-task.load, -task.num_bytes), lambda task: (-task.num_bytes, -task.load))
+    orders = (
+        lambda task: (-task.load, -task.num_bytes),
+        lambda task: (-task.num_bytes, -task.load),
+    )
     for key in orders:
         own: list[list[int]] = [[] for _ in range(num_devices)]
         for number in sorted(range(len(tasks)), key=lambda number: key(tasks[number])):
@@ -210,6 +269,12 @@ def _packed(tasks: tuple[TaskLoad, ...], num_devices: int, memory: DeviceMemory)
             min(free, key=lambda d: sum(tasks[i].load for i in d)).append(number)
         else:
             return tuple(tuple(Share(i, 0, tasks[i].batch_size) for i in sorted(d)) for d in own)
-    need = max(math.ceil(sum(task.num_bytes for task in tasks) / num_devices), *(task.num_bytes for task in tasks))
-    constraint = f"must be more for {len(tasks)} tasks on {num_devices} devices, at least {memory.shared_bytes + need}"
+    need = max(
+        math.ceil(sum(task.num_bytes for task in tasks) / num_devices),
+        *(task.num_bytes for task in tasks),
+    )
+    constraint = (
+        f"must be more for {len(tasks)} tasks on {num_devices} devices, at least"
+        f" {memory.shared_bytes + need}"
+    )
     raise ValueError(f"machine.device_bytes = {memory.device_bytes}: {constraint}")

@@ -1,7 +1,8 @@
-"""Which exchange takes tokens to their experts, how large its buffers are, and what crosses between nodes.
+"""Which exchange takes tokens to their experts, how large its buffers are, and what crosses between
+nodes.
 
-Pure functions. Symbols: R devices = P nodes of Q devices share E experts, E / P on each node; each of a device's T
-tokens goes to k of them.
+Pure functions. Symbols: R devices = P nodes of Q devices share E experts, E / P on each node; each
+of a device's T tokens goes to k of them.
 """
 
 from dataclasses import dataclass
@@ -12,12 +13,14 @@ from jmoe.config.checks import check
 from jmoe.config.cluster import LinkConfig, LinksConfig
 from jmoe.config.parallel import ExchangeChoice, ExchangeKind
 
-DROPLESS_BUFFER = 2.0  # first try of a dropless exchange: this multiple of a fair share per destination
-# Two hops permute twice: they have to save at least this part of the time, or where no links are known dedup this part
-# of the rows that cross between nodes.
+# first try of a dropless exchange: this multiple of a fair share per destination
+DROPLESS_BUFFER = 2.0
+# Two hops permute twice: they have to save at least this part of the time, or where no links are
+# known dedup this part of the rows that cross between nodes.
 MIN_SAVING = 0.1
-# All-to-alls there and back that cross between nodes, and that go on inside, forwards and backwards: of rows, of how
-# many there are for each expert, and of what dedup says of a row: its weights and its experts.
+# All-to-alls there and back that cross between nodes, and that go on inside, forwards and
+# backwards: of rows, of how many there are for each expert, and of what dedup says of a row: its
+# weights and its experts.
 COLLECTIVES: dict[ExchangeKind, tuple[tuple[int, int], tuple[int, int]]] = {
     "flat": ((3, 3), (2, 2)),
     "hierarchical": ((3, 3), (2, 2)),
@@ -42,7 +45,9 @@ class ExchangePlan:
 
 @dataclass(frozen=True)
 class ExchangeLoad:
-    """Load of one device in the exchange of a layer: `num_tokens` of its own as rows of `row_bytes`, and the links."""
+    """Load of one device in the exchange of a layer: `num_tokens` of its own as rows of
+    `row_bytes`, and the links.
+    """
 
     links: LinksConfig
     num_tokens: int
@@ -51,25 +56,49 @@ class ExchangeLoad:
 
 
 def nodes_per_token(
-    num_nodes: int, num_experts: int, num_experts_per_tok: int, n_group: int = 1, topk_group: int = 1
+    num_nodes: int,
+    num_experts: int,
+    num_experts_per_tok: int,
+    n_group: int = 1,
+    topk_group: int = 1,
 ) -> float:
-    """Return expected distinct nodes among a token's experts when routing is uniform: P (1 - C(E - E/P, k) / C(E, k)).
+    """Return expected distinct nodes among a token's experts when routing is uniform: P (1 - C(E -
+    E/P, k) / C(E, k)).
 
-    With group-limited routing (k experts of `topk_group` of `n_group` groups of E / n_group neighbours each) the same
-    for the groups of a node, where every node holds whole groups; otherwise the limit is left out of account.
+    With group-limited routing (k experts of `topk_group` of `n_group` groups of E / n_group
+    neighbours each) the same for the groups of a node, where every node holds whole groups;
+    otherwise the limit is left out of account.
     """
     check(num_nodes > 0, "num_nodes", num_nodes, "must be greater than 0")
-    check(num_experts % num_nodes == 0, "num_experts", num_experts, f"must be a multiple of {num_nodes} nodes")
+    check(
+        num_experts % num_nodes == 0,
+        "num_experts",
+        num_experts,
+        f"must be a multiple of {num_nodes} nodes",
+    )
     k = num_experts_per_tok
-    check(0 < k <= num_experts, "num_experts_per_tok", k, f"must be in [1, num_experts = {num_experts}]")
-    check(num_experts % n_group == 0, "n_group", n_group, f"must divide num_experts = {num_experts}")
+    check(
+        0 < k <= num_experts,
+        "num_experts_per_tok",
+        k,
+        f"must be in [1, num_experts = {num_experts}]",
+    )
+    check(
+        num_experts % n_group == 0, "n_group", n_group, f"must divide num_experts = {num_experts}"
+    )
     reachable = num_experts // n_group * topk_group
-    check(k <= reachable, "num_experts_per_tok", k, f"must not exceed the {reachable} experts of {topk_group} groups")
+    check(
+        k <= reachable,
+        "num_experts_per_tok",
+        k,
+        f"must not exceed the {reachable} experts of {topk_group} groups",
+    )
     if n_group == 1 or n_group % num_nodes:
         n_group = topk_group = num_nodes  # one group a node, all of them open
     mine, group_size = n_group // num_nodes, num_experts // n_group
     missed = 0.0  # probability that a node is not reached
-    for is_open in range(min(mine, topk_group) + 1):  # how many of the node's groups are open to the token
+    # how many of the node's groups are open to the token
+    for is_open in range(min(mine, topk_group) + 1):
         ways = comb(mine, is_open) * comb(n_group - mine, topk_group - is_open)
         others = comb((topk_group - is_open) * group_size, k) / comb(topk_group * group_size, k)
         missed += ways / comb(n_group, topk_group) * others
@@ -87,10 +116,11 @@ def plan_exchange(
     topk_group: int = 1,
     load: ExchangeLoad | None = None,
 ) -> ExchangePlan:
-    """Return the exchange of this name, or with `auto` the one that suits the topology and the routing; and why.
+    """Return the exchange of this name, or with `auto` the one that suits the topology and the
+    routing; and why.
 
-    With a load it is the one that takes least time, there and back in both passes; without one only the rows that cross
-    between nodes are known.
+    With a load it is the one that takes least time, there and back in both passes; without one only
+    the rows that cross between nodes are known.
     """
     names = ("auto", *get_args(ExchangeKind))
     check(kind in names, "exchange", kind, f"must be one of {', '.join(names)}")
@@ -104,11 +134,16 @@ def plan_exchange(
         chosen, reason = "flat", "all experts are on one node"
     elif load is None:
         chosen = "dedup" if dedup <= (1 - MIN_SAVING) * flat else "flat"
-        reason = f"{dedup:.2f} rows a token cross between {num_nodes} nodes with dedup, {flat:.2f} without"
+        reason = (
+            f"{dedup:.2f} rows a token cross between {num_nodes} nodes with dedup, {flat:.2f}"
+            " without"
+        )
     else:
         sizes = {"num_experts": num_experts, "num_experts_per_tok": num_experts_per_tok}
         seconds = {
-            each: planned_seconds(ExchangePlan(each, "", num_nodes, devices_per_node, reached), load, **sizes)
+            each: planned_seconds(
+                ExchangePlan(each, "", num_nodes, devices_per_node, reached), load, **sizes
+            )
             for each in get_args(ExchangeKind)
         }
         fastest = min(seconds, key=lambda each: seconds[each])
@@ -118,7 +153,9 @@ def plan_exchange(
     return ExchangePlan(chosen, reason, num_nodes, devices_per_node, reached)
 
 
-def planned_seconds(plan: ExchangePlan, load: ExchangeLoad, *, num_experts: int, num_experts_per_tok: int) -> float:
+def planned_seconds(
+    plan: ExchangePlan, load: ExchangeLoad, *, num_experts: int, num_experts_per_tok: int
+) -> float:
     """Return how long a layer's all-to-alls take, there and back in both passes."""
     sent = exchange_traffic(
         plan,
@@ -132,15 +169,21 @@ def planned_seconds(plan: ExchangePlan, load: ExchangeLoad, *, num_experts: int,
     return exchange_seconds(plan, sent, load.links, backward=True)
 
 
-def buffer_rows(fair_rows: float, most_rows: int, capacity_factor: float | None, full_capacity: bool = False) -> int:
-    """Return rows per destination: capacity_factor (None: dropless) times a fair share, in eights, at most all."""
+def buffer_rows(
+    fair_rows: float, most_rows: int, capacity_factor: float | None, full_capacity: bool = False
+) -> int:
+    """Return rows per destination: capacity_factor (None: dropless) times a fair share, in
+    eights, at most all.
+    """
     if full_capacity:
         return most_rows
     factor = DROPLESS_BUFFER if capacity_factor is None else capacity_factor
     return min(most_rows, -(-ceil(factor * fair_rows) // 8) * 8)
 
 
-def expert_rows(num_tokens: int, num_experts_per_tok: int, num_devices: int, capacity_factor: float | None) -> int:
+def expert_rows(
+    num_tokens: int, num_experts_per_tok: int, num_devices: int, capacity_factor: float | None
+) -> int:
     """Return rows of a device's buffers, for the experts that are there; num_tokens: its own."""
     assignments = num_tokens * num_experts_per_tok
     if num_devices == 1:
@@ -166,11 +209,12 @@ def exchange_traffic(
     capacity_factor: float | None,
     backward: bool = False,
 ) -> Traffic:
-    """Return what a device sends to exchange its `num_tokens` tokens: whole buffers, full or not, and their contents.
+    """Return what a device sends to exchange its `num_tokens` tokens: whole buffers, full or not,
+    and their contents.
 
-    flat sends C rows to each device, and back; hierarchical the same across, and all P C rows of a place in the node
-    inside it. dedup sends C rows to each node, and back, each with k weights and k experts, and C' rows to each device
-    inside. backward: the rows and weights once more.
+    flat sends C rows to each device, and back; hierarchical the same across, and all P C rows of a
+    place in the node inside it. dedup sends C rows to each node, and back, each with k weights and
+    k experts, and C' rows to each device inside. backward: the rows and weights once more.
     """
     p, q, k = plan.num_nodes, plan.devices_per_node, num_experts_per_tok
     passes = 2 if backward else 1
@@ -186,31 +230,50 @@ def exchange_traffic(
     return Traffic((p - 1) * across, (q - 1) * (passes * 2 * rows * row_bytes + sizes_bytes))
 
 
-def exchange_seconds(plan: ExchangePlan, sent: Traffic, links: LinksConfig, *, backward: bool = False) -> float:
+def exchange_seconds(
+    plan: ExchangePlan, sent: Traffic, links: LinksConfig, *, backward: bool = False
+) -> float:
     """Return how long a layer's all-to-alls take that send this much.
 
-    A collective takes the latency of the farthest link that it uses, a while for every message, and its bytes; what
-    goes far uses the near links too. A flat one uses those inside and across at once, two hops one after the other.
+    A collective takes the latency of the farthest link that it uses, a while for every message, and
+    its bytes; what goes far uses the near links too. A flat one uses those inside and across at
+    once, two hops one after the other.
     """
     p, q = plan.num_nodes, plan.devices_per_node
     below = min(p, links.nodes_per_leaf or p)  # nodes under one leaf switch
     # peers in other nodes by link; in two hops a device sends along its rail alone
-    peers = (below - 1, (below - 1) * (q - 1), (p - below) * q) if plan.kind == "flat" else (below - 1, 0, p - below)
-    across, inside = (sum(times) for times in zip(*COLLECTIVES[plan.kind][: 1 + backward], strict=True))
-    across_s = _level_seconds((links.rail, links.leaf, links.spine), peers, sent.across_bytes, across, links.message_s)
+    peers = (
+        (below - 1, (below - 1) * (q - 1), (p - below) * q)
+        if plan.kind == "flat"
+        else (below - 1, 0, p - below)
+    )
+    across, inside = (
+        sum(times) for times in zip(*COLLECTIVES[plan.kind][: 1 + backward], strict=True)
+    )
+    across_s = _level_seconds(
+        (links.rail, links.leaf, links.spine), peers, sent.across_bytes, across, links.message_s
+    )
     inside_s = _level_seconds((links.inside,), (q - 1,), sent.inside_bytes, inside, links.message_s)
     return max(across_s, inside_s) if plan.kind == "flat" else across_s + inside_s
 
 
 def _level_seconds(
-    path: tuple[LinkConfig, ...], peers: tuple[int, ...], sent_bytes: float, collectives: int, message_s: float
+    path: tuple[LinkConfig, ...],
+    peers: tuple[int, ...],
+    sent_bytes: float,
+    collectives: int,
+    message_s: float,
 ) -> float:
-    """Return seconds of `collectives` that send so many bytes in all, evenly to the peers at each link's distance."""
+    """Return seconds of `collectives` that send so many bytes in all, evenly to the peers at
+    each link's distance.
+    """
     everyone = sum(peers)
     if everyone == 0:
         return 0.0
     farthest = max(i for i, there in enumerate(peers) if there)
-    bytes_s = max(sent_bytes * sum(peers[i:]) / everyone / link.bytes_per_s for i, link in enumerate(path))
+    bytes_s = max(
+        sent_bytes * sum(peers[i:]) / everyone / link.bytes_per_s for i, link in enumerate(path)
+    )
     return collectives * (path[farthest].latency_s + everyone * message_s) + bytes_s
 
 

@@ -1,7 +1,9 @@
-"""How many experts a device holds in training: Lina's expert packing (USENIX ATC '23, section 4.2, Tables 3 and 4).
+"""How many experts a device holds in training: Lina's expert packing (USENIX ATC '23, section 4.2,
+Tables 3 and 4).
 
-The all-to-alls of a layer hide behind its experts only if these take longer. With twice the experts on a device half as
-many devices share all of them, and the all-to-all spans no more than those. Pure functions.
+The all-to-alls of a layer hide behind its experts only if these take longer. With twice the experts
+on a device half as many devices share all of them, and the all-to-all spans no more than those.
+Pure functions.
 """
 
 from collections.abc import Mapping
@@ -16,7 +18,9 @@ SLOWER = 1.01  # a step that takes this many times as long as with half the expe
 
 @dataclass(frozen=True)
 class Room:
-    """Bytes by which memory is too small for twice the experts on a device: on the device, or in host memory."""
+    """Bytes by which memory is too small for twice the experts on a device: on the device, or in
+    host memory.
+    """
 
     lacking_bytes: int = 0
     offloaded_lacking_bytes: int = 0
@@ -32,7 +36,9 @@ class PackingDecision:
 
 
 def is_decided_at(step: int) -> bool:
-    """Return whether packing is decided before this step: first before step 10, then every 4 steps."""
+    """Return whether packing is decided before this step: first before step 10, then every 4
+    steps.
+    """
     return step >= FIRST_STEP and (step - FIRST_STEP) % EVERY_STEPS == 0
 
 
@@ -46,14 +52,18 @@ def next_packing(
     room: Room | None = None,
     step_s: Mapping[int, float] | None = None,
 ) -> PackingDecision:
-    """Return how many experts a device holds from `step` on: as many as now, twice as many, or half as many.
+    """Return how many experts a device holds from `step` on: as many as now, twice as many, or half
+    as many.
 
-    all_to_all_s, ffn_s: of a forward pass' micro-operation, with `experts_per_device`. most_experts: that the mesh
-    allows. room: None: memory is no limit. step_s: seconds of a whole step by experts on a device, as far as known.
-    Lina doubles while the FFN is the shorter; here a step that became slower by it is a reason to go back, because
-    replicas of experts also have gradients to add up, which its rule leaves out of account.
+    all_to_all_s, ffn_s: of a forward pass' micro-operation, with `experts_per_device`.
+    most_experts: that the mesh allows. room: None: memory is no limit. step_s: seconds of a whole
+    step by experts on a device, as far as known. Lina doubles while the FFN is the shorter; here a
+    step that became slower by it is a reason to go back, because replicas of experts also have
+    gradients to add up, which its rule leaves out of account.
     """
-    check(experts_per_device > 0, "experts_per_device", experts_per_device, "must be greater than 0")
+    check(
+        experts_per_device > 0, "experts_per_device", experts_per_device, "must be greater than 0"
+    )
     constraint = f"must be at least experts_per_device = {experts_per_device}"
     check(most_experts >= experts_per_device, "most_experts", most_experts, constraint)
     for name, seconds in (("all_to_all_s", all_to_all_s), ("ffn_s", ffn_s)):
@@ -65,10 +75,16 @@ def next_packing(
 
     now, times_s = experts_per_device, step_s or {}
     if not is_decided_at(step):
-        return decide(now, False, f"packing is decided before step {FIRST_STEP}, then every {EVERY_STEPS} steps")
+        return decide(
+            now,
+            False,
+            f"packing is decided before step {FIRST_STEP}, then every {EVERY_STEPS} steps",
+        )
     before_s = times_s.get(now // 2) if now % 2 == 0 else None
     if before_s is not None and times_s.get(now, 0.0) > SLOWER * before_s:
-        slower = f"a step takes {times_s[now]:.3g} s, {before_s:.3g} s with half the experts on a device"
+        slower = (
+            f"a step takes {times_s[now]:.3g} s, {before_s:.3g} s with half the experts on a device"
+        )
         return decide(now // 2, True, f"{slower}: back to {_experts(now // 2)}")
     if all_to_all_s <= ffn_s:
         return decide(now, True, f"the experts are not the shorter: it stays at {_experts(now)}")

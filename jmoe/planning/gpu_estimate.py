@@ -1,8 +1,10 @@
-"""How long a GPU takes for a compiled program, estimated from its optimized module: numbers in, estimate out.
+"""How long a GPU takes for a compiled program, estimated from its optimized module: numbers in,
+estimate out.
 
-A kernel takes the longer of two times, and a launch: its bytes at the rate of a copy, and its FLOPs at the rate of one
-large product, each at the share of it that such kernels reach. Loops are multiplied out. Caches and occupancy are left
-out, so that small arrays, which stay in a cache, are priced too high.
+A kernel takes the longer of two times, and a launch: its bytes at the rate of a copy, and its FLOPs
+at the rate of one large product, each at the share of it that such kernels reach. Loops are
+multiplied out. Caches and occupancy are left out, so that small arrays, which stay in a cache, are
+priced too high.
 """
 
 import math
@@ -15,15 +17,18 @@ from jmoe.config.tiers import ACCELERATORS
 from jmoe.planning.gpu_links import GPU_LINKS, GPUS_PER_NODE, collective_of
 from jmoe.planning.hlo import HloArray, HloComputation, HloModule, HloOperation, dot_flops
 
-# Of the data sheet, what an H100 SXM reached: 2.90 of 3.35 TB/s in a copy, 790 of 989 TFLOP/s in one large bfloat16
-# product. Other GPUs are taken to reach the same shares: none of them was measured.
+# Of the data sheet, what an H100 SXM reached: 2.90 of 3.35 TB/s in a copy, 790 of 989 TFLOP/s in
+# one large bfloat16 product. Other GPUs are taken to reach the same shares: none of them was
+# measured.
 COPY_SHARE, PRODUCT_SHARE = 0.866, 0.799
 LAUNCH_S = 2.5e-6  # of a kernel that does nothing, with the gap before the next one
 
 
 @dataclass(frozen=True)
 class ReachedShare:
-    """The shares of a copy's bytes/s and of one large product's FLOP/s that kernels of a kind reach."""
+    """The shares of a copy's bytes/s and of one large product's FLOP/s that kernels of a kind
+    reach.
+    """
 
     copy: float
     product: float = 1.0
@@ -40,16 +45,42 @@ SHARES = {
     "gather_sum": ReachedShare(0.86),
     "attention": ReachedShare(0.8, 0.6),
 }
-# Products of other dtypes, over those of bfloat16, on GPUs of data centres. float32 is TF32, but exact float32 (the
-# highest precision of XLA), which runs without tensor cores: 67 of 989 TFLOP/s on an H100, by its data sheet.
+# Products of other dtypes, over those of bfloat16, on GPUs of data centres. float32 is TF32, but
+# exact float32 (the highest precision of XLA), which runs without tensor cores: 67 of 989 TFLOP/s
+# on an H100, by its data sheet.
 EXACT_FLOAT32 = "f32 exact"
-DTYPE_RATES = {EXACT_FLOAT32: 0.068, "f32": 0.5, "f64": 0.068, "f8e4m3fn": 2.0, "f8e5m2": 2.0, "s8": 2.0}
+DTYPE_RATES = {
+    EXACT_FLOAT32: 0.068,
+    "f32": 0.5,
+    "f64": 0.068,
+    "f8e4m3fn": 2.0,
+    "f8e5m2": 2.0,
+    "s8": 2.0,
+}
 
 _FREE = frozenset(
-    {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"}
+    {
+        "parameter",
+        "constant",
+        "tuple",
+        "get-tuple-element",
+        "bitcast",
+        "after-all",
+        "partition-id",
+        "replica-id",
+    }
     | {"opt-barrier", "optimization-barrier", "domain", "add-dependency"}
 )
-_UNNAMED = {"while", "body", "cond", "eval_jaxpr", "checkpoint", "rematted_computation", "shard_map", "mpmd_map"}
+_UNNAMED = {
+    "while",
+    "body",
+    "cond",
+    "eval_jaxpr",
+    "checkpoint",
+    "rematted_computation",
+    "shard_map",
+    "mpmd_map",
+}
 _UNNAMED |= {"closed_call", "custom_vjp_call", "pjit", ""}
 
 
@@ -83,12 +114,17 @@ class GpuKernel:
 
     def __str__(self) -> str:
         sizes = f"{self.num_bytes / 1e9:9.3f} GB {self.flops / 1e12:8.3f} TFLOP"
-        return f"{1e3 * self.seconds:9.2f} ms {self.launches:6,} x {sizes}  {self.name:34} {self.scope}"
+        return (
+            f"{1e3 * self.seconds:9.2f} ms {self.launches:6,} x {sizes}  {self.name:34}"
+            f" {self.scope}"
+        )
 
 
 @dataclass(frozen=True)
 class Communication:
-    """All collectives of a kind and size of group. hidden_s: of `seconds`, those that others are computed beside."""
+    """All collectives of a kind and size of group. hidden_s: of `seconds`, those that others are
+    computed beside.
+    """
 
     name: str
     launches: int = 0
@@ -98,12 +134,17 @@ class Communication:
 
     def __str__(self) -> str:
         sizes = f"{self.launches:6,} x {self.sent_bytes / 1e9:9.2f} GB sent"
-        return f"{1e3 * self.seconds:9.2f} ms {sizes}  {self.name}, {1e3 * self.hidden_s:.2f} ms of it hidden"
+        return (
+            f"{1e3 * self.seconds:9.2f} ms {sizes}  {self.name}, {1e3 * self.hidden_s:.2f} ms of it"
+            " hidden"
+        )
 
 
 @dataclass(frozen=True)
 class GpuEstimate:
-    """A program's kernels and collectives, the slowest first, and notes on what is not known of it."""
+    """A program's kernels and collectives, the slowest first, and notes on what is not known of
+    it.
+    """
 
     kernels: tuple[GpuKernel, ...]
     communication: tuple[Communication, ...]
@@ -135,8 +176,8 @@ class GpuEstimate:
 class ExpertRows:
     """Facts about the rows of experts' kernels that the shapes of their operands do not show.
 
-    num_experts: of a layer, where kernels are given the weights of more; 0: they never are. filled: the share of the
-    rows of a buffer that are tokens.
+    num_experts: of a layer, where kernels are given the weights of more; 0: they never are. filled:
+    the share of the rows of a buffer that are tokens.
     """
 
     num_experts: int = 0
@@ -148,11 +189,15 @@ Trips = Callable[[str], int | None]  # how often the loop of a scope runs; None:
 
 
 def estimate_module(
-    module: HloModule, rates: GpuRates, experts: ExpertRows = ALL_ROWS, trips: Trips = lambda scope: None
+    module: HloModule,
+    rates: GpuRates,
+    experts: ExpertRows = ALL_ROWS,
+    trips: Trips = lambda scope: None,
 ) -> GpuEstimate:
     """Return the time of one run of a module.
 
-    trips: of the loops whose length XLA does not know; those it does not know either count once, with a note.
+    trips: of the loops whose length XLA does not know; those it does not know either count once,
+    with a note.
     """
     pricing = _Pricing(module, rates, experts, trips)
     pricing.run(module.entry, 1)
@@ -160,14 +205,22 @@ def estimate_module(
 
 
 def joined(parts: Iterable[tuple[str, int, GpuEstimate]]) -> GpuEstimate:
-    """Return the estimate of several programs, (name, how often it runs, estimate) each, that run one after another."""
+    """Return the estimate of several programs, (name, how often it runs, estimate) each, that
+    run one after another.
+    """
     kernels, communication, notes = [], [], dict[str, None]()
     for program, times, part in parts:
         for kernel in part.kernels:
-            sums = {key: times * getattr(kernel, key) for key in ("launches", "num_bytes", "flops", "seconds")}
+            sums = {
+                key: times * getattr(kernel, key)
+                for key in ("launches", "num_bytes", "flops", "seconds")
+            }
             kernels.append(replace(kernel, name=f"{program}: {kernel.name}", **sums))
         for each in part.communication:
-            sums = {key: times * getattr(each, key) for key in ("launches", "sent_bytes", "seconds", "hidden_s")}
+            sums = {
+                key: times * getattr(each, key)
+                for key in ("launches", "sent_bytes", "seconds", "hidden_s")
+            }
             communication.append(replace(each, name=f"{program}: {each.name}", **sums))
         notes |= dict.fromkeys(part.notes)
     kernels.sort(key=lambda kernel: -kernel.seconds)
@@ -175,9 +228,13 @@ def joined(parts: Iterable[tuple[str, int, GpuEstimate]]) -> GpuEstimate:
 
 
 def short_scope(scope: str) -> str:
-    """Return the names of a scope that a reader of the program knows: `loss/dot_general`, not what JAX wraps it in."""
+    """Return the names of a scope that a reader of the program knows: `loss/dot_general`, not
+    what JAX wraps it in.
+    """
     names = re.sub(r"\w+\(|\)", "", re.sub(r"^jit\(\w+\)/", "", scope)).split("/")
-    return "/".join(name for name in names if name not in _UNNAMED and not name.startswith("branch_"))
+    return "/".join(
+        name for name in names if name not in _UNNAMED and not name.startswith("branch_")
+    )
 
 
 @dataclass
@@ -218,9 +275,13 @@ class _Pricing:
         for operation in computation.values():
             if collective := collective_of(self.module, computation, operation):
                 if not collective.groups:
-                    self.notes[f"a collective of unknown devices is not priced: {operation.name}"] = None
+                    self.notes[
+                        f"a collective of unknown devices is not priced: {operation.name}"
+                    ] = None
                 seconds = collective.seconds(self.rates.links, self.rates.devices_per_node)
-                added = Communication(collective.name, times, times * collective.sent_bytes, times * seconds)
+                added = Communication(
+                    collective.name, times, times * collective.sent_bytes, times * seconds
+                )
                 self._communicate(added)
                 under_way[operation.name] = collective.name, seconds
                 ended = "" if operation.kind.endswith("-start") else operation.name
@@ -246,7 +307,9 @@ class _Pricing:
             old.hidden_s + added.hidden_s,
         )
 
-    def _operation_s(self, computation: HloComputation, operation: HloOperation, times: int) -> float:
+    def _operation_s(
+        self, computation: HloComputation, operation: HloOperation, times: int
+    ) -> float:
         """Add what an operation launches; return its seconds, once."""
         kind = operation.kind
         if kind == "while":
@@ -260,7 +323,9 @@ class _Pricing:
         work = self._work(computation, operation)
         share, rates = SHARES[work.kind], self.rates
         flops_per_s = share.product * DTYPE_RATES.get(work.dtype, 1.0) * rates.product_flops
-        seconds = max(work.num_bytes / (share.copy * rates.copy_bytes_per_s), work.flops / flops_per_s)
+        seconds = max(
+            work.num_bytes / (share.copy * rates.copy_bytes_per_s), work.flops / flops_per_s
+        )
         seconds += rates.launch_s
         old = self.kernels.get(work.name, GpuKernel(work.name, short_scope(work.scope)))
         self.kernels[work.name] = replace(
@@ -275,7 +340,9 @@ class _Pricing:
     def _loop_s(self, operation: HloOperation, times: int) -> float:
         trips = operation.known_trips
         if trips is None and (trips := self.trips(operation.scope)) is None:
-            self.notes[f"a loop of unknown length counts once: {short_scope(operation.scope)}"] = None
+            self.notes[f"a loop of unknown length counts once: {short_scope(operation.scope)}"] = (
+                None
+            )
             trips = 1
         return trips * self.run(self.module.called(operation, "body"), times * trips)
 
@@ -293,7 +360,14 @@ class _Pricing:
         moved = operation.num_bytes + sum(operand.num_bytes for operand in operands)
         if kind == "dot":
             left = operands[0].results[0]
-            return _Work(name, scope, "product", moved, dot_flops(operation, left), _rate_name(operation, left))
+            return _Work(
+                name,
+                scope,
+                "product",
+                moved,
+                dot_flops(operation, left),
+                _rate_name(operation, left),
+            )
         if kind in ("dynamic-slice", "slice", "gather"):
             moved = 2 * operation.num_bytes
         elif kind == "dynamic-update-slice":
@@ -302,7 +376,9 @@ class _Pricing:
 
     def _fusion(self, operation: HloOperation) -> _Work:
         body = self.module.called(operation, "calls")
-        name, scope, moved = operation.name, operation.scope, body.read_bytes() + body.written_bytes()
+        name = operation.name
+        scope = operation.scope
+        moved = body.read_bytes() + body.written_bytes()
         calls = [part for part in body.values() if part.kind == "custom-call"]
         if calls:  # a kernel of a library or of our own, and the slices that it reads and writes
             return replace(self._custom_call(body, calls[0]), num_bytes=moved)
@@ -328,7 +404,9 @@ class _Pricing:
             name = f"{target} {operation.name}"
             return _Work(name, scope, "product", moved, dot_flops(operation, left), left.dtype)
         if target.startswith("__cudnn$fmha"):
-            return _Work(target, scope, "attention", moved, _attention_flops(operation, arrays[0].shape[-1]))
+            return _Work(
+                target, scope, "attention", moved, _attention_flops(operation, arrays[0].shape[-1])
+            )
         self.notes[f"a kernel is priced by its bytes alone: {target or operation.name}"] = None
         return _Work(target or operation.name, scope, "pass", moved)
 
@@ -339,8 +417,12 @@ def _rate_name(dot: HloOperation, left: HloArray) -> str:
     return EXACT_FLOAT32 if is_exact else left.dtype
 
 
-def _own_kernel(name: str, operation: HloOperation, arrays: list[HloArray], experts: ExpertRows) -> _Work:
-    """Return the work of a kernel of `kernels_pallas`: `grouped_matmul`, `weight_gradient`, or of `token_permute`."""
+def _own_kernel(
+    name: str, operation: HloOperation, arrays: list[HloArray], experts: ExpertRows
+) -> _Work:
+    """Return the work of a kernel of `kernels_pallas`: `grouped_matmul`, `weight_gradient`, or
+    of `token_permute`.
+    """
     out, scope, read = operation.results[0], operation.scope, [array.num_bytes for array in arrays]
     if name == "grouped_matmul":  # count, tiles, rows, weights of groups, and scales
         _, _, rows, weights = arrays[:4]
@@ -350,7 +432,9 @@ def _own_kernel(name: str, operation: HloOperation, arrays: list[HloArray], expe
         read[2] *= experts.filled
         read[3:] = [size * used / weights.shape[0] for size in read[3:]]
         flops = experts.filled * 2.0 * out.size * inner
-        return _Work(name, scope, name, sum(read) + experts.filled * out.num_bytes, flops, rows.dtype)
+        return _Work(
+            name, scope, name, sum(read) + experts.filled * out.num_bytes, flops, rows.dtype
+        )
     if name == "weight_gradient":  # bounds, rows, gradients of what the products make
         _, rows, gradients = arrays[:3]
         flops = experts.filled * 2.0 * rows.size * gradients.shape[-1]
@@ -362,8 +446,13 @@ def _own_kernel(name: str, operation: HloOperation, arrays: list[HloArray], expe
 
 
 def _attention_flops(operation: HloOperation, head_dim: int) -> float:
-    """Return the FLOPs of two products forward, five backward, over the pairs that a mask leaves."""
+    """Return the FLOPs of two products forward, five backward, over the pairs that a mask
+    leaves.
+    """
     scores = operation.numbers("dimensions")  # the first: batch, heads, queries, keys
-    causal = '"mask_type": "CAUSAL"' in operation.attributes or '"mask_type":"CAUSAL"' in operation.attributes
+    causal = (
+        '"mask_type": "CAUSAL"' in operation.attributes
+        or '"mask_type":"CAUSAL"' in operation.attributes
+    )
     products = 5 if "Backward" in operation.attributes else 2
     return products * 2.0 * math.prod(scores) * head_dim * (0.5 if causal else 1.0)

@@ -1,4 +1,6 @@
-"""Collectives of an optimized module, and how long they take on the links of GPUs: numbers in, seconds out."""
+"""Collectives of an optimized module, and how long they take on the links of GPUs: numbers in,
+seconds out.
+"""
 
 import math
 import re
@@ -53,12 +55,15 @@ class Collective:
         return self.held_bytes * (n - 1) / n * (2 if self.kind == "all-reduce" else 1)
 
     def seconds(self, links: NetworkConfig, devices_per_node: int) -> float:
-        """Return how long it takes alone: the longer of what goes inside a node and what leaves it, and a latency.
+        """Return how long it takes alone: the longer of what goes inside a node and what leaves it,
+        and a latency.
 
-        What leaves a node goes out once for the whole node on a ring, and once for each peer in an all-to-all.
+        What leaves a node goes out once for the whole node on a ring, and once for each peer in an
+        all-to-all.
         """
         group = self.groups[0] if self.groups else (0,)
-        n, local = len(group), sum(device // devices_per_node == group[0] // devices_per_node for device in group)
+        n = len(group)
+        local = sum(device // devices_per_node == group[0] // devices_per_node for device in group)
         if n == 1:
             return 0.0
         away_bytes = self.sent_bytes * (n - local) / (n - 1)
@@ -69,7 +74,9 @@ class Collective:
         return max(inside_s, away_bytes / links.between_bytes_per_s) + latency_s
 
 
-def collective_of(module: HloModule, computation: HloComputation, operation: HloOperation) -> Collective | None:
+def collective_of(
+    module: HloModule, computation: HloComputation, operation: HloOperation
+) -> Collective | None:
     """Return the collective that an operation runs or starts; None if it does neither."""
     kind = operation.kind.removesuffix("-start")
     attributes = [operation.attributes]
@@ -88,17 +95,25 @@ def collective_of(module: HloModule, computation: HloComputation, operation: Hlo
 
 
 def replica_groups(attributes: str) -> Groups:
-    """Return the groups of devices that a collective's attributes list or count; () if they say nothing."""
+    """Return the groups of devices that a collective's attributes list or count; () if they say
+    nothing.
+    """
     if match := _PAIRS.search(attributes) or _GROUPS.search(attributes):
         return tuple(tuple(int(n) for n in group.split(",")) for group in match[1].split("},{"))
     if match := _COUNTED_GROUPS.search(attributes):
-        shape, counted, order = ([int(n) for n in text.split(",")] if text else [] for text in match.groups())
+        shape, counted, order = (
+            [int(n) for n in text.split(",")] if text else [] for text in match.groups()
+        )
         numbers, size = _transposed(counted, order or list(range(len(counted)))), shape[-1]
-    elif match := _MESH_GROUPS.search(attributes):  # of a mesh's axes, those that the devices of a group differ in
+    # of a mesh's axes, those that the devices of a group differ in
+    elif match := _MESH_GROUPS.search(attributes):
         axes = _MESH_AXIS.findall(match[1])
         joined = [f"'{name}'" in match[2].split(",") for name, _ in axes]
         sizes = [int(size) for _, size in axes]
-        outer, inner = ([n for n, is_joined in enumerate(joined) if is_joined == which] for which in (False, True))
+        outer, inner = (
+            [n for n, is_joined in enumerate(joined) if is_joined == which]
+            for which in (False, True)
+        )
         numbers, size = _transposed(sizes, outer + inner), math.prod(sizes[n] for n in inner)
         if len(inner) != len(match[2].split(",")):  # a part of an axis
             return ()

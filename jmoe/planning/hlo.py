@@ -1,7 +1,8 @@
 """An optimized XLA module, parsed from its text: what a GPU runs, with shapes, loops and bytes.
 
-`compiled.as_text()` of JAX gives such a text. Every operation of the entry and of what it calls runs as one or a few
-kernels; the computations that fusions call say what each of those reads, computes and writes.
+`compiled.as_text()` of JAX gives such a text. Every operation of the entry and of what it calls
+runs as one or a few kernels; the computations that fusions call say what each of those reads,
+computes and writes.
 """
 
 import math
@@ -41,7 +42,9 @@ class HloArray:
 
 @dataclass(frozen=True)
 class HloOperation:
-    """One line of a computation. results: its arrays. inside: the text in parentheses; attributes: after them."""
+    """One line of a computation. results: its arrays. inside: the text in parentheses;
+    attributes: after them.
+    """
 
     name: str
     kind: str
@@ -67,13 +70,17 @@ class HloOperation:
         return match[1] if match else ""
 
     def numbers(self, name: str) -> tuple[int, ...]:
-        """Return the whole numbers in braces or brackets after `name=`, or after it as a key of JSON."""
+        """Return the whole numbers in braces or brackets after `name=`, or after it as a key of
+        JSON.
+        """
         match = re.search(rf'\b{name}"?[=:]\s*[{{\[]([^}}\]]*)[}}\]]', self.attributes)
         return tuple(int(n) for n in re.findall(r"\d+", match[1])) if match else ()
 
     @property
     def scope(self) -> str:
-        """Return the names that the program gave the operation (`jax.named_scope` and functions), "" if none."""
+        """Return the names that the program gave the operation (`jax.named_scope` and
+        functions), "" if none.
+        """
         match = re.search(r'op_name="([^"]*)"', self.attributes)
         return match[1] if match else ""
 
@@ -101,7 +108,9 @@ class HloComputation(dict[str, HloOperation]):
         return (operation for operation in self.values() if name in operation.operands)
 
     def read_bytes(self) -> float:
-        """Return bytes that a fusion has to read: of a parameter that is only sliced, its slices."""
+        """Return bytes that a fusion has to read: of a parameter that is only sliced, its
+        slices.
+        """
         return sum(self._read_of(parameter) for parameter in self.parameters)
 
     def _read_of(self, parameter: HloOperation) -> float:
@@ -119,7 +128,9 @@ class HloComputation(dict[str, HloOperation]):
         return min(whole, bytes_read)
 
     def written_bytes(self) -> float:
-        """Return bytes that a fusion has to write: of a result that is updated in place, the update."""
+        """Return bytes that a fusion has to write: of a result that is updated in place, the
+        update.
+        """
         root = self.root
         names = root.operands if root.kind == "tuple" else (root.name,)
         return sum(self._written_to(self[name]) for name in names)
@@ -150,13 +161,17 @@ class HloModule:
         """Return the computations of a conditional."""
         match = re.search(r"branch_computations=\{([^}]*)\}", operation.attributes)
         names = _NAME.findall(match[1]) if match else []
-        names = names or [operation.attribute(f"{which}_computation") for which in ("true", "false")]
+        names = names or [
+            operation.attribute(f"{which}_computation") for which in ("true", "false")
+        ]
         return [self.computations[name] for name in names]
 
 
 def dot_flops(operation: HloOperation, left: HloArray) -> float:
     """Return the FLOPs of a product, an operation `dot` or a library's, of a left operand."""
-    contracted = operation.numbers("lhs_contracting_dims") or operation.numbers("lhs_contracting_dimensions")
+    contracted = operation.numbers("lhs_contracting_dims") or operation.numbers(
+        "lhs_contracting_dimensions"
+    )
     return 2.0 * operation.results[0].size * math.prod(left.shape[n] for n in contracted)
 
 
@@ -188,7 +203,15 @@ def _operation(line: str) -> HloOperation | None:
         end += 1
     inside, attributes = match[5][: end - 1], match[5][end:]
     results = tuple(_arrays(match[3]))
-    return HloOperation(match[2], match[4], results, tuple(_NAME.findall(inside)), inside, attributes, bool(match[1]))
+    return HloOperation(
+        match[2],
+        match[4],
+        results,
+        tuple(_NAME.findall(inside)),
+        inside,
+        attributes,
+        bool(match[1]),
+    )
 
 
 def _arrays(text: str) -> Iterable[HloArray]:

@@ -8,17 +8,20 @@ from jmoe.config.checks import check
 from jmoe.config.engine import EngineConfig, EngineMesh, Policy
 from jmoe.planning.roofline import ExpertWeights
 
-# Of free memory: what programs need to compute in, and what the system around them may want meanwhile.
+# Of free memory: what programs need to compute in, and what the system around them may want
+# meanwhile.
 RESERVE = 0.1
 MIN_CACHE_RECORDS = 2
-# Of free memory: what keys and values may take of it by default, where experts or the system have a use for the rest.
+# Of free memory: what keys and values may take of it by default, where experts or the system have a
+# use for the rest.
 CACHE_SHARE = 1 / 8
 LENGTH_STEP = 1024  # tokens by which default lengths of sequences differ
 
 
 @dataclass(frozen=True)
 class ModelBytes:
-    """A model's needs. record_bytes: of an expert below the device. dense_bytes: a device's weights but the experts.
+    """A model's needs. record_bytes: of an expert below the device. dense_bytes: a device's weights
+    but the experts.
 
     cache_bytes: its keys and values.
     """
@@ -47,10 +50,10 @@ class FreeMemory:
 class MemoryPlan:
     """The place of every byte.
 
-    policy: `auto` where experts are streamed and each step goes the way that measurement will say. expert_tier: where
-    they come from; None if nothing is streamed. expert_slots: on the device, for one expert each; ring_slots: for a
-    layer each (policy `ring`). host_bytes: of expert records in host memory, all of them or a cache; nvme_bytes: on
-    disk.
+    policy: `auto` where experts are streamed and each step goes the way that measurement will say.
+    expert_tier: where they come from; None if nothing is streamed. expert_slots: on the device, for
+    one expert each; ring_slots: for a layer each (policy `ring`). host_bytes: of expert records in
+    host memory, all of them or a cache; nvme_bytes: on disk.
     """
 
     policy: Policy
@@ -81,8 +84,9 @@ class MemoryPlan:
         ]
         weights = self.model.weights
         head = (
-            f"policy {self.policy}, experts from {self.expert_tier or 'the device'}: {self.expert_slots} slots for "
-            f"{weights.num_layers} x {weights.num_experts} experts of {weights.expert_bytes} bytes"
+            f"policy {self.policy}, experts from {self.expert_tier or 'the device'}:"
+            f" {self.expert_slots} slots for {weights.num_layers} x {weights.num_experts} experts"
+            f" of {weights.expert_bytes} bytes"
         )
         return "\n".join([head, *(f"{name:<18}{size / 1e6:>14.1f} MB" for name, size in rows)])
 
@@ -90,25 +94,51 @@ class MemoryPlan:
 def plan_memory(model: ModelBytes, free: FreeMemory, options: EngineConfig) -> MemoryPlan:
     """Return a plan for the options; `ValueError` naming the field if there is none.
 
-    device_bytes: of expert slots. None: for `auto` what `free` leaves; for `resident` all experts, for the others half
-    of them. host_cache_bytes: of the tier `nvme`; None: a quarter of the records, or as much of it as fits.
+    device_bytes: of expert slots. None: for `auto` what `free` leaves; for `resident` all experts,
+    for the others half of them. host_cache_bytes: of the tier `nvme`; None: a quarter of the
+    records, or as much of it as fits.
     """
     policy, ring_slots, device_bytes = options.policy, options.ring_slots, options.device_bytes
     expert_tier = options.expert_tier
     layers, e = model.weights.num_layers, model.weights.num_experts
     known = policy in ("auto", "resident", "ring", "experts", "hybrid")
     check(known, "policy", policy, "must be auto, resident, ring, experts or hybrid")
-    check(ring_slots is None or 1 <= ring_slots <= layers, "ring_slots", ring_slots, f"must be between 1 and {layers}")
-    check(ring_slots is None or policy in ("auto", "ring"), "ring_slots", ring_slots, "needs policy = 'ring'")
-    check(expert_tier in ("auto", "host", "nvme"), "expert_tier", expert_tier, "must be auto, host or nvme")
+    check(
+        ring_slots is None or 1 <= ring_slots <= layers,
+        "ring_slots",
+        ring_slots,
+        f"must be between 1 and {layers}",
+    )
+    check(
+        ring_slots is None or policy in ("auto", "ring"),
+        "ring_slots",
+        ring_slots,
+        "needs policy = 'ring'",
+    )
+    check(
+        expert_tier in ("auto", "host", "nvme"),
+        "expert_tier",
+        expert_tier,
+        "must be auto, host or nvme",
+    )
     if policy == "hybrid":
-        check(expert_tier != "nvme", "expert_tier", expert_tier, "must be auto or host with policy = 'hybrid'")
+        check(
+            expert_tier != "nvme",
+            "expert_tier",
+            expert_tier,
+            "must be auto or host with policy = 'hybrid'",
+        )
         options = replace(options, expert_tier="host")
     _check_cache(options)
     if policy == "resident" or (policy == "auto" and ring_slots is None):
         room_bytes = _device_room(model, free) if device_bytes is None else device_bytes
-        fits = room_bytes >= model.weights.total_bytes or (policy == "resident" and device_bytes is None)
-        needed = f"must hold all {model.num_experts} experts of {model.weights.expert_bytes} bytes for 'resident'"
+        fits = room_bytes >= model.weights.total_bytes or (
+            policy == "resident" and device_bytes is None
+        )
+        needed = (
+            f"must hold all {model.num_experts} experts of {model.weights.expert_bytes} bytes for"
+            " 'resident'"
+        )
         check(fits or policy == "auto", "device_bytes", device_bytes, needed)
         if fits:
             return MemoryPlan("resident", None, model, model.num_experts, 0, 0, 0)
@@ -119,7 +149,12 @@ def plan_memory(model: ModelBytes, free: FreeMemory, options: EngineConfig) -> M
     check(fit >= e, "device_bytes", device_bytes, needed)
     if policy == "ring" or ring_slots is not None:
         policy, ring_slots = "ring", ring_slots or min(layers, fit // e)
-        check(ring_slots * e <= fit, "ring_slots", ring_slots, f"{ring_slots * e} experts do not fit device_bytes")
+        check(
+            ring_slots * e <= fit,
+            "ring_slots",
+            ring_slots,
+            f"{ring_slots * e} experts do not fit device_bytes",
+        )
     slots = min(model.num_experts, fit) if ring_slots is None else ring_slots * e
     room_bytes = int(free.host_bytes * (1 - RESERVE))
     if free.shared:
@@ -130,13 +165,19 @@ def plan_memory(model: ModelBytes, free: FreeMemory, options: EngineConfig) -> M
 
 
 def longest_sequence(
-    model: ModelBytes, shortest: int, longest: int, free: FreeMemory, plan: Callable[[ModelBytes], MemoryPlan]
+    model: ModelBytes,
+    shortest: int,
+    longest: int,
+    free: FreeMemory,
+    plan: Callable[[ModelBytes], MemoryPlan],
 ) -> int:
-    """Return how many tokens, from `shortest` to `longest`, a sequence may have where nobody says it.
+    """Return how many tokens, from `shortest` to `longest`, a sequence may have where nobody says
+    it.
 
-    model: with keys and values of `shortest` tokens. More of them leave the experts where they are: on a device with
-    memory of its own they take what resident experts leave, elsewhere at most `CACHE_SHARE` of it. plan: `plan_memory`
-    or `plan_mesh_memory` of the options; its `ValueError` for the shortest ones is raised.
+    model: with keys and values of `shortest` tokens. More of them leave the experts where they are:
+    on a device with memory of its own they take what resident experts leave, elsewhere at most
+    `CACHE_SHARE` of it. plan: `plan_memory` or `plan_mesh_memory` of the options; its `ValueError`
+    for the shortest ones is raised.
     """
     first = plan(model)
 
@@ -147,13 +188,18 @@ def longest_sequence(
         except ValueError:
             return False
         alone = made.policy == "resident" and not free.shared
-        most = int(free.device_bytes * (1 - RESERVE)) if alone else int(free.device_bytes * CACHE_SHARE)
+        most = (
+            int(free.device_bytes * (1 - RESERVE))
+            if alone
+            else int(free.device_bytes * CACHE_SHARE)
+        )
         same = (made.policy, made.expert_tier) == (first.policy, first.expert_tier)
         return same and (made.device_bytes if alone else longer.cache_bytes) <= most
 
     if fits(longest):
         return longest
-    low, high = shortest // LENGTH_STEP, longest // LENGTH_STEP + 1  # the first fits, the last does not
+    # the first fits, the last does not
+    low, high = shortest // LENGTH_STEP, longest // LENGTH_STEP + 1
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle * LENGTH_STEP) else (low, middle)
@@ -169,8 +215,9 @@ def plan_mesh_memory(
 ) -> MemoryPlan:
     """Return the plan of each of several devices; `ValueError` naming the field if it does not fit.
 
-    local_devices: of a process. A process has a copy of all experts in host memory where their places may change, and
-    those of its own devices where layers pass through a ring. device_bytes: of expert slots on each device.
+    local_devices: of a process. A process has a copy of all experts in host memory where their
+    places may change, and those of its own devices where layers pass through a ring. device_bytes:
+    of expert slots on each device.
     expert_slots: of each device, of all layers together; None: as `mesh` says.
     """
     mesh, weights = options.mesh, model.weights
@@ -180,26 +227,46 @@ def plan_mesh_memory(
     host_bytes = model.num_experts * model.record_bytes if moves else 0
     plan = MemoryPlan("resident", "host" if moves else None, model, expert_slots, 0, host_bytes, 0)
     room_bytes = int(free.device_bytes * (1 - RESERVE))
-    needed_bytes = local_devices * plan.device_bytes + host_bytes if free.shared else plan.device_bytes
-    fits = needed_bytes <= room_bytes and plan.device_expert_bytes <= (options.device_bytes or needed_bytes)
-    if options.policy == "ring" or (options.may_ring and (options.ring_slots is not None or not fits)):
+    needed_bytes = (
+        local_devices * plan.device_bytes + host_bytes if free.shared else plan.device_bytes
+    )
+    fits = needed_bytes <= room_bytes and plan.device_expert_bytes <= (
+        options.device_bytes or needed_bytes
+    )
+    if options.policy == "ring" or (
+        options.may_ring and (options.ring_slots is not None or not fits)
+    ):
         return _plan_mesh_ring(model, free, options, local_devices)
-    where = f"the {local_devices} devices of a process need" if free.shared else "each of them needs"
-    needed = f"{where} {needed_bytes} bytes and {room_bytes} are free; only policy = 'ring' needs less"
+    where = (
+        f"the {local_devices} devices of a process need" if free.shared else "each of them needs"
+    )
+    needed = (
+        f"{where} {needed_bytes} bytes and {room_bytes} are free; only policy = 'ring' needs less"
+    )
     check(needed_bytes <= room_bytes, "mesh.devices", mesh.devices, needed)
     room_bytes = int(free.host_bytes * (1 - RESERVE))
-    needed = f"keeps a copy of all experts, {host_bytes} bytes, in host memory, of which {room_bytes} are free"
+    needed = (
+        f"keeps a copy of all experts, {host_bytes} bytes, in host memory, of which {room_bytes}"
+        " are free"
+    )
     check(host_bytes <= room_bytes, "mesh.placement", mesh.placement, needed)
     return plan
 
 
-def _plan_mesh_ring(model: ModelBytes, free: FreeMemory, options: EngineConfig, local_devices: int) -> MemoryPlan:
+def _plan_mesh_ring(
+    model: ModelBytes, free: FreeMemory, options: EngineConfig, local_devices: int
+) -> MemoryPlan:
     """Return the plan of each of several devices through which whole layers pass."""
     _check_cache(options)
     mesh, layers, ring_slots = options.mesh, model.weights.num_layers, options.ring_slots
     slots = slots_per_device(mesh, model.weights.num_experts)
     layer_bytes = slots * model.weights.expert_bytes  # of a device
-    check(ring_slots is None or 1 <= ring_slots <= layers, "ring_slots", ring_slots, f"must be between 1 and {layers}")
+    check(
+        ring_slots is None or 1 <= ring_slots <= layers,
+        "ring_slots",
+        ring_slots,
+        f"must be between 1 and {layers}",
+    )
     room_bytes = int(free.device_bytes * (1 - RESERVE))
     if free.shared:
         room_bytes //= local_devices
@@ -211,13 +278,22 @@ def _plan_mesh_ring(model: ModelBytes, free: FreeMemory, options: EngineConfig, 
         for_slots = room_bytes - room_bytes // 4 if free.shared else room_bytes
     ring_slots = ring_slots or min(layers, for_slots // layer_bytes)
     needed = f"must hold {max(1, ring_slots)} layers' experts, of {layer_bytes} bytes each"
-    check(0 < ring_slots * layer_bytes <= for_slots, "device_bytes", options.device_bytes or for_slots, needed)
-    needed = f"each of them needs {ring_slots * layer_bytes} bytes for experts and {room_bytes} are free"
+    check(
+        0 < ring_slots * layer_bytes <= for_slots,
+        "device_bytes",
+        options.device_bytes or for_slots,
+        needed,
+    )
+    needed = (
+        f"each of them needs {ring_slots * layer_bytes} bytes for experts and {room_bytes} are free"
+    )
     check(ring_slots * layer_bytes <= room_bytes, "mesh.devices", mesh.devices, needed)
     own_bytes = layers * min(model.weights.num_experts, local_devices * slots) * model.record_bytes
     host_room_bytes = int(free.host_bytes * (1 - RESERVE))
     if free.shared:
-        host_room_bytes -= local_devices * (ring_slots * layer_bytes + model.dense_bytes + model.cache_bytes)
+        host_room_bytes -= local_devices * (
+            ring_slots * layer_bytes + model.dense_bytes + model.cache_bytes
+        )
     tier, host_bytes = _below(own_bytes, host_room_bytes, model, options)
     nvme_bytes = model.num_experts * model.record_bytes if tier == "nvme" else 0
     return MemoryPlan("ring", tier, model, ring_slots * slots, ring_slots, host_bytes, nvme_bytes)
@@ -254,7 +330,9 @@ def _slot_bytes(model: ModelBytes, free: FreeMemory, options: EngineConfig) -> i
         return max(model.weights.num_experts, model.num_experts // 2) * model.weights.expert_bytes
     room_bytes = _device_room(model, free)
     if free.shared:  # the cache of records takes its part of the same memory
-        room_bytes -= room_bytes // 4 if options.host_cache_bytes is None else options.host_cache_bytes
+        room_bytes -= (
+            room_bytes // 4 if options.host_cache_bytes is None else options.host_cache_bytes
+        )
     return max(0, room_bytes)
 
 
@@ -266,10 +344,14 @@ def _below(
     all_bytes: of the records. room_bytes: of host memory that are left for them.
     """
     expert_tier, host_cache_bytes = options.expert_tier, options.host_cache_bytes
-    if expert_tier == "host" or (expert_tier == "auto" and host_cache_bytes is None and all_bytes <= room_bytes):
+    if expert_tier == "host" or (
+        expert_tier == "auto" and host_cache_bytes is None and all_bytes <= room_bytes
+    ):
         needed = f"needs {all_bytes} bytes of host memory, and {max(0, room_bytes)} are free"
         check(all_bytes <= room_bytes, "expert_tier", expert_tier, needed)
         return "host", all_bytes
     if host_cache_bytes is None:
-        host_cache_bytes = max(min(all_bytes // 4, room_bytes), MIN_CACHE_RECORDS * model.record_bytes)
+        host_cache_bytes = max(
+            min(all_bytes // 4, room_bytes), MIN_CACHE_RECORDS * model.record_bytes
+        )
     return "nvme", min(host_cache_bytes, all_bytes)

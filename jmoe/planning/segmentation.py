@@ -1,9 +1,11 @@
-"""A model's layers and experts over several unlike devices, so that a step is short: numbers in, plan out.
+"""A model's layers and experts over several unlike devices, so that a step is short: numbers in,
+plan out.
 
 Legend: N devices, L layers with experts, E experts of a layer, K choices a token.
-Devices are taken in groups, and a layer lies on the devices of one group: all of them for a split by experts, each one
-alone for a split by layers, those of each machine for both. A step of few tokens takes, layer after layer, as long as
-the layer's experts are read, and as long as tokens are sent to them and back.
+Devices are taken in groups, and a layer lies on the devices of one group: all of them for a split
+by experts, each one alone for a split by layers, those of each machine for both. A step of few
+tokens takes, layer after layer, as long as the layer's experts are read, and as long as tokens are
+sent to them and back.
 """
 
 import math
@@ -28,9 +30,11 @@ class StepTokens:
 
 @dataclass(frozen=True)
 class LayerPlace:
-    """Where a layer may lie. experts_N: how many of its experts each device has. layers: how many layers lie so.
+    """Where a layer may lie. experts_N: how many of its experts each device has. layers: how many
+    layers lie so.
 
-    read_s: until the last device has read its experts of such a layer. link_s: until tokens are sent there and back.
+    read_s: until the last device has read its experts of such a layer. link_s: until tokens are
+    sent there and back.
     """
 
     experts_N: tuple[int, ...]
@@ -45,7 +49,9 @@ class LayerPlace:
 
 @dataclass(frozen=True)
 class SegmentPlan:
-    """A split, its places in the order of the layers, and the bytes of weights and cache on each device."""
+    """A split, its places in the order of the layers, and the bytes of weights and cache on each
+    device.
+    """
 
     by: SegmentBy
     places: tuple[LayerPlace, ...]
@@ -80,9 +86,11 @@ class SegmentPlan:
 def plan_segments(
     model: ModelBytes, described: MachinesConfig, tokens: StepTokens, by: SegmentBy | None = None
 ) -> SegmentPlan:
-    """Return where layers and experts should be; `ValueError` naming the machine if they do not fit.
+    """Return where layers and experts should be; `ValueError` naming the machine if they do not
+    fit.
 
-    model: with what one device has beside experts. by: None for the split with the shortest step of those that fit.
+    model: with what one device has beside experts. by: None for the split with the shortest step of
+    those that fit.
     """
     plans, errors = [], []
     for split in SPLITS if by is None else (by,):
@@ -95,31 +103,43 @@ def plan_segments(
     return min(plans, key=lambda plan: plan.step_s)
 
 
-def _plan(model: ModelBytes, described: MachinesConfig, tokens: StepTokens, by: SegmentBy) -> SegmentPlan:
+def _plan(
+    model: ModelBytes, described: MachinesConfig, tokens: StepTokens, by: SegmentBy
+) -> SegmentPlan:
     """Return the shortest step of a split.
 
-    Every device has room for as many experts as the fullest one: layers of different groups share that room, each
-    group's first layer with the other groups' first, and so on, and take as much of it as the fullest device needs.
+    Every device has room for as many experts as the fullest one: layers of different groups share
+    that room, each group's first layer with the other groups' first, and so on, and take as much of
+    it as the fullest device needs.
     """
     machines, weights = described.machines, model.weights
     rest_bytes = model.dense_bytes + model.cache_bytes
-    rooms = [(int(one.device_bytes * (1 - RESERVE)) - rest_bytes) // weights.expert_bytes for one in machines]
+    rooms = [
+        (int(one.device_bytes * (1 - RESERVE)) - rest_bytes) // weights.expert_bytes
+        for one in machines
+    ]
     room, least = max(0, min(rooms)), rooms.index(min(rooms))
     groups, most = _groups(machines, by), weights.num_experts
     possible: list[tuple[float, int, tuple[LayerPlace, ...]]] = []
     for cap in range(-(-most // max(map(len, groups))), most + 1):
-        dealt = [_place(model, described, tokens, group, cap) for group in groups if len(group) * cap >= most]
+        dealt = [
+            _place(model, described, tokens, group, cap)
+            for group in groups
+            if len(group) * cap >= most
+        ]
         places = _with_layers(dealt, weights.num_layers, room // cap)
         if places:
-            slots = max(place.layers for place in places) * max(max(place.experts_N) for place in places)
+            slots = max(place.layers for place in places) * max(
+                max(place.experts_N) for place in places
+            )
             possible.append((sum(place.layers * place.layer_s for place in places), slots, places))
         if all(max(place.experts_N) < cap for place in dealt):
             break  # a larger one would change nothing
     if not possible:
         raise ValueError(
-            f"machines[{least}].device_bytes = {machines[least].device_bytes}: has room for {room} experts beside "
-            f"{rest_bytes} bytes on each device; {sum(map(len, groups))} devices with as much do not hold "
-            f"{weights.num_layers} layers of {most} experts by {by}"
+            f"machines[{least}].device_bytes = {machines[least].device_bytes}: has room for {room}"
+            f" experts beside {rest_bytes} bytes on each device; {sum(map(len, groups))} devices"
+            f" with as much do not hold {weights.num_layers} layers of {most} experts by {by}"
         )
     _, slots, places = min(possible, key=lambda one: one[:2])
     return SegmentPlan(by, places, slots * weights.expert_bytes + rest_bytes)
@@ -135,8 +155,11 @@ def _groups(machines: Sequence[DevicesConfig], by: SegmentBy) -> list[list[int]]
     return [list(range(end - one.devices, end)) for one, end in zip(machines, ends, strict=True)]
 
 
-def _with_layers(places: Sequence[LayerPlace], num_layers: int, most: int) -> tuple[LayerPlace, ...]:
-    """Return the places that have layers: the fastest as many as `most`, equally fast ones equally many; () if too few.
+def _with_layers(
+    places: Sequence[LayerPlace], num_layers: int, most: int
+) -> tuple[LayerPlace, ...]:
+    """Return the places that have layers: the fastest as many as `most`, equally fast ones equally
+    many; () if too few.
 
     Layers come one after the other, so that none is faster for another's being elsewhere.
     """
@@ -150,13 +173,16 @@ def _with_layers(places: Sequence[LayerPlace], num_layers: int, most: int) -> tu
         for at, n in enumerate(alike):
             counts[n] = (at + 1) * dealt // len(alike) - at * dealt // len(alike)
         left -= dealt
-    return tuple(replace(place, layers=count) for place, count in zip(places, counts, strict=True) if count)
+    return tuple(
+        replace(place, layers=count) for place, count in zip(places, counts, strict=True) if count
+    )
 
 
 def _place(
     model: ModelBytes, described: MachinesConfig, tokens: StepTokens, group: Sequence[int], cap: int
 ) -> LayerPlace:
-    """Return a layer on a group of devices, at most `cap` experts each, so that the last one is done early.
+    """Return a layer on a group of devices, at most `cap` experts each, so that the last one is
+    done early.
 
     The device that would be done first gets the next expert.
     """
@@ -165,11 +191,16 @@ def _place(
     for _ in range(model.weights.num_experts):
         open_ = [n for n in group if experts_N[n] < cap]
         experts_N[min(open_, key=lambda n: (experts_N[n] + 1) / speeds[n])] += 1
-    read_s = max(n * model.weights.expert_bytes / speed for n, speed in zip(experts_N, speeds, strict=True))
+    read_s = max(
+        n * model.weights.expert_bytes / speed for n, speed in zip(experts_N, speeds, strict=True)
+    )
     link_s = 0.0
     if described.network is not None:
         sizes = [one.devices for one in described.machines]
-        needed_N = [_needed(n, model.weights.num_experts, model.weights.num_experts_per_tok) for n in experts_N]
+        needed_N = [
+            _needed(n, model.weights.num_experts, model.weights.num_experts_per_tok)
+            for n in experts_N
+        ]
         link_s = 2 * _sent_s(needed_N, sizes, described.network, tokens)
     return LayerPlace(tuple(experts_N), read_s, link_s)
 
@@ -179,19 +210,26 @@ def _needed(experts: int, num_experts: int, k: int) -> float:
     return 1 - math.comb(num_experts - experts, k) / math.comb(num_experts, k)
 
 
-def _sent_s(needed_N: Sequence[float], sizes: Sequence[int], network: NetworkConfig, tokens: StepTokens) -> float:
-    """Return how long tokens take to the devices that need them, one way; each device has equally many at first.
+def _sent_s(
+    needed_N: Sequence[float], sizes: Sequence[int], network: NetworkConfig, tokens: StepTokens
+) -> float:
+    """Return how long tokens take to the devices that need them, one way; each device has equally
+    many at first.
 
     needed_N: the part of the tokens that each device needs. sizes: devices of each machine.
     """
-    own_bytes, first = tokens.count * tokens.token_bytes / len(needed_N), 0  # of the tokens of one device
+    # of the tokens of one device
+    own_bytes, first = tokens.count * tokens.token_bytes / len(needed_N), 0
     inside = between = 0.0
     for size in sizes:
         here, others = needed_N[first : first + size], len(needed_N) - size
         for needed in here:
             inside = max(inside, own_bytes * (sum(here) - needed), own_bytes * (size - 1) * needed)
-        sent, received = own_bytes * size * (sum(needed_N) - sum(here)), own_bytes * others * sum(here)
+        sent = own_bytes * size * (sum(needed_N) - sum(here))
+        received = own_bytes * others * sum(here)
         between = max(between, sent, received)
         first += size
     latency_s = network.between_latency_s if len(sizes) > 1 else network.inside_latency_s
-    return latency_s + max(inside / network.inside_bytes_per_s, between / network.between_bytes_per_s)
+    return latency_s + max(
+        inside / network.inside_bytes_per_s, between / network.between_bytes_per_s
+    )

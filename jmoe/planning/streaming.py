@@ -1,4 +1,6 @@
-"""How a model is served in memory that may be too small for it: the plan, what it was made from, what it predicts."""
+"""How a model is served in memory that may be too small for it: the plan, what it was made from,
+what it predicts.
+"""
 
 import math
 from dataclasses import dataclass, replace
@@ -29,10 +31,11 @@ def _tokens(count: int) -> str:
 class Calibration:
     """Measurements of machine and model at the start.
 
-    step_tokens, layer_s: tokens of a step, ascending, and seconds that a layer then computes. rest_s: of a step,
-    beside its layers. sync_s: to read a layer's choices back. bandwidth_bytes_per_s: from host memory into slots;
-    nvme_bytes_per_s: from NVMe into host memory. Infinite where nothing moves. host_bytes_per_s: of experts that the
-    CPU computes in host memory; 0 where it does not.
+    step_tokens, layer_s: tokens of a step, ascending, and seconds that a layer then computes.
+    rest_s: of a step, beside its layers. sync_s: to read a layer's choices back.
+    bandwidth_bytes_per_s: from host memory into slots;
+    nvme_bytes_per_s: from NVMe into host memory. Infinite where nothing moves. host_bytes_per_s: of
+    experts that the CPU computes in host memory; 0 where it does not.
     """
 
     step_tokens: tuple[int, ...]
@@ -45,21 +48,34 @@ class Calibration:
 
     def __str__(self) -> str:
         of_steps = zip(self.step_tokens, self.layer_s, strict=True)
-        layers = ", ".join(f"{seconds * 1e3:.3g} ms for {_tokens(tokens)}" for tokens, seconds in of_steps)
+        layers = ", ".join(
+            f"{seconds * 1e3:.3g} ms for {_tokens(tokens)}" for tokens, seconds in of_steps
+        )
         rates = {
             "experts are copied": self.bandwidth_bytes_per_s,
             "read from NVMe": self.nvme_bytes_per_s,
             "computed by the CPU": self.host_bytes_per_s,
         }
-        said = [f"{what} at {rate / 1e9:.3g} GB/s" for what, rate in rates.items() if 0 < rate < math.inf]
-        return "; ".join([f"measured: a layer takes {layers}, the rest of a step {self.rest_s * 1e3:.3g} ms", *said])
+        said = [
+            f"{what} at {rate / 1e9:.3g} GB/s"
+            for what, rate in rates.items()
+            if 0 < rate < math.inf
+        ]
+        return "; ".join(
+            [
+                f"measured: a layer takes {layers}, the rest of a step {self.rest_s * 1e3:.3g} ms",
+                *said,
+            ]
+        )
 
 
 @dataclass(frozen=True)
 class RoutingStats:
-    """Routing of recent steps of at most `max_tokens` tokens, on average `num_tokens`; means over layers.
+    """Routing of recent steps of at most `max_tokens` tokens, on average `num_tokens`; means over
+    layers.
 
-    active_experts: distinct ones that a layer's tokens chose. hit_rate: share of these that were on the device.
+    active_experts: distinct ones that a layer's tokens chose. hit_rate: share of these that were on
+    the device.
     early_fraction: share of the others that were guessed.
     """
 
@@ -74,8 +90,8 @@ class RoutingStats:
 class StreamingPlan:
     """The places of the experts and how steps get them.
 
-    calibration: None where the policy was given, so that nothing had to be measured. routing: of steps that ran; None:
-    taken as uniform.
+    calibration: None where the policy was given, so that nothing had to be measured. routing: of
+    steps that ran; None: taken as uniform.
     """
 
     memory: MemoryPlan
@@ -84,19 +100,27 @@ class StreamingPlan:
 
     @property
     def bandwidth_bytes_per_s(self) -> float:
-        """Return the rate from the experts' tier to the slots; a cache in host memory saves reads from NVMe."""
+        """Return the rate from the experts' tier to the slots; a cache in host memory saves
+        reads from NVMe.
+        """
         assert self.calibration is not None
         all_bytes = self.memory.model.num_experts * self.memory.model.record_bytes
-        missed = 0.0 if self.memory.expert_tier != "nvme" else 1 - self.memory.host_bytes / all_bytes
+        missed = (
+            0.0 if self.memory.expert_tier != "nvme" else 1 - self.memory.host_bytes / all_bytes
+        )
         nvme = self.calibration.nvme_bytes_per_s / missed if missed > 0 else math.inf
         return min(self.calibration.bandwidth_bytes_per_s, nvme)
 
     def measured(self, num_tokens: int) -> Measured:
         """For a step of so many tokens."""
         assert self.calibration is not None
-        layer_s = float(np.interp(num_tokens, self.calibration.step_tokens, self.calibration.layer_s))
+        layer_s = float(
+            np.interp(num_tokens, self.calibration.step_tokens, self.calibration.layer_s)
+        )
         rates = self.bandwidth_bytes_per_s, self.calibration.host_bytes_per_s
-        uniform = Measured(rates[0], layer_s, num_tokens, self.calibration.sync_s, host_bytes_per_s=rates[1])
+        uniform = Measured(
+            rates[0], layer_s, num_tokens, self.calibration.sync_s, host_bytes_per_s=rates[1]
+        )
         routing, weights = self.routing, self.memory.model.weights
         if routing is None or num_tokens > routing.max_tokens:
             return uniform
@@ -110,10 +134,11 @@ class StreamingPlan:
         )
 
     def policy(self, num_tokens: int) -> Policy:
-        """Return what a step of so many tokens does: with the memory plan's policy `auto`, the fastest way.
+        """Return what a step of so many tokens does: with the memory plan's policy `auto`, the
+        fastest way.
 
-        `ring`: it gets whole layers, one after the other; `experts`: what its tokens chose; `hybrid`: that too, but
-        the host computes a part, which only few tokens can do.
+        `ring`: it gets whole layers, one after the other; `experts`: what its tokens chose;
+        `hybrid`: that too, but the host computes a part, which only few tokens can do.
         """
         if self.memory.policy == "hybrid":
             return "hybrid" if num_tokens <= MOST_TOKENS_ON_HOST else "ring"
@@ -125,7 +150,9 @@ class StreamingPlan:
         return min(ways, key=lambda p: p.step_s).policy if ways else "experts"
 
     def predictions(self, num_tokens: int) -> tuple[Prediction, ...]:
-        """Return a forecast of every policy that may be chosen; empty where nothing was measured."""
+        """Return a forecast of every policy that may be chosen; empty where nothing was
+        measured.
+        """
         if self.calibration is None:
             return ()
         measured, weights = self.measured(num_tokens), self.memory.model.weights

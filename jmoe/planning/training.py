@@ -1,8 +1,10 @@
-"""Which tier holds what of a model in training, whether it fits, and how long a step takes: numbers in, plan out.
+"""Which tier holds what of a model in training, whether it fits, and how long a step takes: numbers
+in, plan out.
 
-Of every parameter there are 4 bytes each of weight, gradient and two moments (MoESys, Equation 1: GPU 16 D + 4 a S / L,
-CPU 16 a S, SSD 12 S). Several devices share all of it out evenly, experts too; the plan is of one device and of its
-host, and knows nothing of the network. Data-parallel replicas share dense state and tokens, and repeat the experts.
+Of every parameter there are 4 bytes each of weight, gradient and two moments (MoESys, Equation 1:
+GPU 16 D + 4 a S / L, CPU 16 a S, SSD 12 S). Several devices share all of it out evenly, experts
+too; the plan is of one device and of its host, and knows nothing of the network. Data-parallel
+replicas share dense state and tokens, and repeat the experts.
 """
 
 import math
@@ -20,16 +22,19 @@ RUNTIME_BYTES = 600_000_000  # Python, JAX and compiled programs, in host memory
 WEIGHT_BYTES = 4  # of a parameter, as of a moment and of a sum of gradients
 PASSES = 3  # products of a weight with a token: forward, two gradients
 SAVED_AT_ONCE = 8  # records of experts of each kind that are copied while they are written
-UPDATE_BYTES = 52  # moved in memory for a parameter's update: 28 by AdamW itself, 24 to and from its records
+# moved in memory for a parameter's update: 28 by AdamW itself, 24 to and from its records
+UPDATE_BYTES = 52
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Free bytes by tier, and speeds. shared: device and host are the same memory, counted as the host's.
+    """Free bytes by tier, and speeds. shared: device and host are the same memory, counted as the
+    host's.
 
-    flops: that the device reaches in products. link, nvme_read, nvme_write, memory: bytes/s between host and device,
-    from and to the disk, and of the device's memory. source: where the device's figures are from. here: the tiers
-    whose free bytes are those of the machine that plans, as nothing else was said.
+    flops: that the device reaches in products. link, nvme_read, nvme_write, memory: bytes/s between
+    host and device, from and to the disk, and of the device's memory. source: where the device's
+    figures are from. here: the tiers whose free bytes are those of the machine that plans, as
+    nothing else was said.
     """
 
     device_bytes: int
@@ -49,10 +54,14 @@ class Machine:
 
     @property
     def whose(self) -> list[str]:
-        """Return a line that says whose free bytes these are, and how to say others; nothing where all are given."""
+        """Return a line that says whose free bytes these are, and how to say others; nothing
+        where all are given.
+        """
         if not self.here:
             return []
-        line = f"free {' and '.join(f'{tier} bytes' for tier in self.here)} are those of this machine"
+        line = (
+            f"free {' and '.join(f'{tier} bytes' for tier in self.here)} are those of this machine"
+        )
         options = " and ".join(f"--machine.{tier}-bytes" for tier in self.here)
         return [line if self.shared else f"{line}: give {options} of the hosts that the run is for"]
 
@@ -60,7 +69,10 @@ class Machine:
         """Return what to take where nothing else is enough."""
         if tier in self.here and not self.shared:
             free = _gigabytes(self.free_bytes(tier))
-            return f"--machine.{tier}-bytes, if a host of the run has more than the {free} of this machine"
+            return (
+                f"--machine.{tier}-bytes, if a host of the run has more than the {free} of this"
+                " machine"
+            )
         return _LARGER[tier]
 
 
@@ -68,16 +80,17 @@ class Machine:
 class TrainedModel:
     """The model to train, on how many devices, in hosts of how many, that share the experts out.
 
-    step_tokens, dense_flops (everything but the experts): of a step of one replica. Of one of its micro-batches, on
-    all of its devices: input_bytes, the layers' inputs; working_bytes, what a layer's gradients have in use at once;
-    kept_bytes, what the layers keep besides for the backward pass; 0: they are computed again, which has
-    recomputed_bytes in use. A streamed step has the inputs and
-    what is kept of all its micro-batches. max_micro_batches: of one sequence on each device. packing: how many times
-    the experts that the mesh gives it a device has; num_devices and replicas are what it makes of them. chosen_share:
-    of a device's experts of a layer, those that a step's tokens choose, as measured on average; 0: estimated for even
-    routing. logits_bytes: of a micro-batch, with their gradient; loss_chunk_bytes: of those that a device has at once,
-    at most. experts_kept_bytes: of kept_bytes, what experts' products make; experts_again: that is not kept, but
-    computed again. on_gpu: whether the device is one.
+    step_tokens, dense_flops (everything but the experts): of a step of one replica. Of one of its
+    micro-batches, on all of its devices: input_bytes, the layers' inputs; working_bytes, what a
+    layer's gradients have in use at once; kept_bytes, what the layers keep besides for the backward
+    pass; 0: they are computed again, which has recomputed_bytes in use. A streamed step has the
+    inputs and what is kept of all its micro-batches. max_micro_batches: of one sequence on each
+    device. packing: how many times the experts that the mesh gives it a device has; num_devices and
+    replicas are what it makes of them. chosen_share: of a device's experts of a layer, those that a
+    step's tokens choose, as measured on average; 0: estimated for even routing. logits_bytes: of a
+    micro-batch, with their gradient; loss_chunk_bytes: of those that a device has at once, at most.
+    experts_kept_bytes: of kept_bytes, what experts' products make; experts_again: that is not kept,
+    but computed again. on_gpu: whether the device is one.
     """
 
     num_layers: int
@@ -109,8 +122,12 @@ class TrainedModel:
 
     @property
     def in_use_bytes(self) -> int:
-        """Return what a device has in use for a layer of a micro-batch, besides the layer's weights."""
-        recomputed_bytes = 0 if self.kept_bytes and not self.experts_again else self.recomputed_bytes
+        """Return what a device has in use for a layer of a micro-batch, besides the layer's
+        weights.
+        """
+        recomputed_bytes = (
+            0 if self.kept_bytes and not self.experts_again else self.recomputed_bytes
+        )
         return (self.working_bytes + recomputed_bytes) // self.num_devices
 
     @property
@@ -120,7 +137,8 @@ class TrainedModel:
 
     @property
     def casts_experts(self) -> bool:
-        """Return whether the experts of all layers are cast at once, and their gradients stay in that dtype.
+        """Return whether the experts of all layers are cast at once, and their gradients stay in
+        that dtype.
 
         GPUs do, where no other gradients are added to these (`training.sharded_decoder`).
         """
@@ -149,24 +167,38 @@ class TrainedModel:
 
     @property
     def even_experts(self) -> float:
-        """Return distinct experts of a device that a layer's tokens choose in a step, of any replica; uniformly."""
-        chosen = distinct_experts(self.num_experts, self.num_experts_per_tok, self.step_tokens * self.replicas)
+        """Return distinct experts of a device that a layer's tokens choose in a step, of any
+        replica; uniformly.
+        """
+        chosen = distinct_experts(
+            self.num_experts, self.num_experts_per_tok, self.step_tokens * self.replicas
+        )
         return chosen / self.num_devices
 
     @property
     def active_experts(self) -> float:
         """Return the same as measured, on average over steps and layers, or estimated."""
-        return self.chosen_share * self.num_experts / self.num_devices if self.chosen_share else self.even_experts
+        return (
+            self.chosen_share * self.num_experts / self.num_devices
+            if self.chosen_share
+            else self.even_experts
+        )
 
     @property
     def room_experts(self) -> float:
-        """Return for how many there has to be room: single steps choose more than they do on average."""
+        """Return for how many there has to be room: single steps choose more than they do on
+        average.
+        """
         return max(self.even_experts, self.active_experts)
 
     @property
     def tokens_per_expert(self) -> float:
-        """Return how many tokens of a step choose an expert, over the experts that are chosen at all."""
-        return self.step_tokens * self.num_experts_per_tok / (self.active_experts * self.num_devices)
+        """Return how many tokens of a step choose an expert, over the experts that are chosen at
+        all.
+        """
+        return (
+            self.step_tokens * self.num_experts_per_tok / (self.active_experts * self.num_devices)
+        )
 
 
 class ExpertTraffic(NamedTuple):
@@ -179,7 +211,9 @@ class ExpertTraffic(NamedTuple):
 
 @dataclass(frozen=True)
 class StatePlacement:
-    """The tier of each kind of state; the last three as in the configuration. host_cache_bytes: None: a quarter."""
+    """The tier of each kind of state; the last three as in the configuration. host_cache_bytes:
+    None: a quarter.
+    """
 
     experts: Tier
     optimizer: Tier
@@ -207,7 +241,9 @@ class TrainingPlan:
         return sum(size for where, _, size in self.rows if where == tier)
 
     def needed_bytes(self, tier: Tier) -> int:
-        """Return bytes on one device or in one host; where both are one memory, all of it is the host's."""
+        """Return bytes on one device or in one host; where both are one memory, all of it is the
+        host's.
+        """
         if self.machine.shared and tier in ("device", "host"):
             of_devices = self.bytes_on("device") * self.model.devices_per_host
             return 0 if tier == "device" else of_devices + self.bytes_on("host")
@@ -216,12 +252,17 @@ class TrainingPlan:
     @cached_property
     def lacking(self) -> dict[Tier, int]:
         """Return bytes by which a tier is too small; empty if everything fits."""
-        left = {tier: self.needed_bytes(tier) - int(self.machine.free_bytes(tier) * (1 - RESERVE)) for tier in TIERS}
+        left = {
+            tier: self.needed_bytes(tier) - int(self.machine.free_bytes(tier) * (1 - RESERVE))
+            for tier in TIERS
+        }
         return {tier: bytes_ for tier, bytes_ in left.items() if bytes_ > 0}
 
     @property
     def slot_experts(self) -> int:
-        """Return the experts of a layer that a device has room for: what is set, or what a step's tokens choose."""
+        """Return the experts of a layer that a device has room for: what is set, or what a
+        step's tokens choose.
+        """
         experts = self.model.num_experts // self.model.num_devices
         if self.placement.experts == "device":
             return experts
@@ -242,15 +283,20 @@ class TrainingPlan:
     # Time
 
     def expert_traffic(self) -> tuple[ExpertTraffic, ExpertTraffic]:
-        """Return what a step moves for a chosen expert: on the way forward, with its update, and on the way back."""
+        """Return what a step moves for a chosen expert: on the way forward, with its update, and
+        on the way back.
+        """
         model, place = self.model, self.placement
         if not place.streamed:
             return ExpertTraffic(0, 0, 0), ExpertTraffic(0, 0, 0)
-        weights, moments, gradients = (n * model.expert_parameters for n in (4, 8, model.gradient_bytes))
+        weights, moments, gradients = (
+            n * model.expert_parameters for n in (4, 8, model.gradient_bytes)
+        )
         kinds = ((place.experts, weights), (place.optimizer, moments), (place.gradients, gradients))
         on_disk = _record_bytes(model, place) * model.device_parameters
         missed = 1 - self.host_cache_bytes / on_disk if on_disk else 0.0
-        again = 1 - min(1.0, place.device_layers / model.num_layers)  # the last layers' weights are still there
+        # the last layers' weights are still there
+        again = 1 - min(1.0, place.device_layers / model.num_layers)
 
         def moved(times: Sequence[tuple[float, float]]) -> ExpertTraffic:
             """Return the bytes of all kinds; times: how often each comes and goes."""
@@ -265,7 +311,9 @@ class TrainingPlan:
 
     @property
     def transfer_s(self) -> tuple[float, float]:
-        """Return seconds that an expert's transfers take forward and back, each on its slowest way."""
+        """Return seconds that an expert's transfers take forward and back, each on its slowest
+        way.
+        """
         machine, seconds = self.machine, []
         for traffic in self.expert_traffic():
             over_link = 0.0 if machine.shared else traffic.link_bytes / machine.link_bytes_per_s
@@ -276,7 +324,9 @@ class TrainingPlan:
 
     @property
     def passes(self) -> tuple[int, int]:
-        """Return products of a weight with a token, forward and back; a layer that keeps nothing is computed again."""
+        """Return products of a weight with a token, forward and back; a layer that keeps nothing
+        is computed again.
+        """
         return 1, PASSES - 1 + (not self.model.kept_bytes)
 
     @property
@@ -287,7 +337,9 @@ class TrainingPlan:
 
     @property
     def break_even_tokens(self) -> float:
-        """Return tokens an expert needs in a step for its computing to take as long as its transfers, both ways."""
+        """Return tokens an expert needs in a step for its computing to take as long as its
+        transfers, both ways.
+        """
         flops = 2 * self.model.expert_parameters  # of a token and a pass
         both = zip(self.transfer_s, self.expert_passes, strict=True)
         return max(seconds * self.machine.flops / (flops * passes) for seconds, passes in both)
@@ -297,7 +349,9 @@ class TrainingPlan:
         """Return seconds that a step computes, forward with the update and back."""
         model, machine = self.model, self.machine
         choices = model.num_layers * model.step_tokens * model.num_experts_per_tok
-        expert_flops, dense_flops = 2 * model.expert_parameters * choices, model.dense_flops / PASSES  # of a pass
+        # of a pass
+        expert_flops = 2 * model.expert_parameters * choices
+        dense_flops = model.dense_flops / PASSES
         experts = model.num_layers * model.active_experts
         updated = model.dense_parameters / model.dense_shards + experts * model.expert_parameters
         passes = zip(self.expert_passes, self.passes, strict=True)
@@ -313,12 +367,16 @@ class TrainingPlan:
         return experts * forward, experts * back
 
     def step_s(self, *, overlapped: bool = True) -> float:
-        """Return seconds of a step: each way computing or transfers, whichever takes longer; or else their sum."""
+        """Return seconds of a step: each way computing or transfers, whichever takes longer; or
+        else their sum.
+        """
         longer = max if overlapped else operator.add
         return sum(longer(*both) for both in zip(self.compute_s, self.transfers_s, strict=True))
 
     def advice(self) -> list[str]:
-        """Return what to change for it to fit, a line for each tier that is too small; nothing if it fits."""
+        """Return what to change for it to fit, a line for each tier that is too small; nothing
+        if it fits.
+        """
         return [self._advice(tier) for tier in self.lacking]
 
     def _advice(self, tier: Tier) -> str:
@@ -328,7 +386,10 @@ class TrainingPlan:
         if not any(remedy.endswith(_ENOUGH) for remedy in remedies):
             remedies.append(self.machine.larger(tier))
         lack, most = _gigabytes(self.lacking[tier]), _gigabytes(sizes[by_size[0]])
-        return f"{tier}: {lack} too much; the most is {by_size[0]}, {most}. Take {', or '.join(remedies)}"
+        return (
+            f"{tier}: {lack} too much; the most is {by_size[0]}, {most}. Take"
+            f" {', or '.join(remedies)}"
+        )
 
     def _bytes_of(self, tier: Tier, kind: str) -> int:
         """Return bytes of one kind, as `needed_bytes` counts them."""
@@ -336,13 +397,20 @@ class TrainingPlan:
         return replace(self, rows=rows).needed_bytes(tier)
 
     def _remedies(self, tier: Tier, kind: str) -> list[str]:
-        """Return the first few changes that shrink `kind` on `tier` and leave no tier worse off than it may be."""
+        """Return the first few changes that shrink `kind` on `tier` and leave no tier worse off
+        than it may be.
+        """
         remedies: dict[str, str] = {}
         for setting, value, model, place in _changes(self.model, self.placement):
             plan = plan_training(model, place, self.machine)
             saved = self.needed_bytes(tier) - plan.needed_bytes(tier)
-            shrinks = plan._bytes_of(tier, kind) < self._bytes_of(tier, kind) and saved > 0.1 * self.lacking[tier]
-            harmless = all(lack <= self.lacking.get(where, 0) for where, lack in plan.lacking.items())
+            shrinks = (
+                plan._bytes_of(tier, kind) < self._bytes_of(tier, kind)
+                and saved > 0.1 * self.lacking[tier]
+            )
+            harmless = all(
+                lack <= self.lacking.get(where, 0) for where, lack in plan.lacking.items()
+            )
             # Of the values of one setting, the first that is enough, or else the last.
             enough = setting in remedies and remedies[setting].endswith(_ENOUGH)
             if shrinks and harmless and not enough:
@@ -355,39 +423,57 @@ class TrainingPlan:
         hosts = model.all_devices // model.devices_per_host
         table: dict[str, list[str]] = {"": list(TIERS)}
         for kind in dict.fromkeys(kind for _, kind, _ in self.rows):
-            sizes = [sum(n for tier, k, n in self.rows if (tier, k) == (where, kind)) for where in TIERS]
+            sizes = [
+                sum(n for tier, k, n in self.rows if (tier, k) == (where, kind)) for where in TIERS
+            ]
             table[kind] = [_gigabytes(size) if size else "" for size in sizes]
         table["together"] = [_gigabytes(self.bytes_on(tier)) for tier in TIERS]
         table["free"] = [_gigabytes(self.machine.free_bytes(tier)) for tier in TIERS]
         if self.machine.shared:
             table["free"][TIERS.index("device")] = "of the host"
         lines = [
-            f"per device, {model.all_devices} device{'s' * (model.all_devices > 1)}; host and nvme per host, "
-            f"{hosts} host{'s' * (hosts > 1)}",
-            *(f"{head:<34}" + "".join(f"{cell:>14}" for cell in row) for head, row in table.items()),
+            (
+                f"per device, {model.all_devices} device{'s' * (model.all_devices > 1)}; host and"
+                f" nvme per host, {hosts} host{'s' * (hosts > 1)}"
+            ),
+            *(
+                f"{head:<34}" + "".join(f"{cell:>14}" for cell in row)
+                for head, row in table.items()
+            ),
             *self.machine.whose,
         ]
         advice = self.advice()
-        lines += [f"it does not fit ({100 * RESERVE:g} % of each stay free)", *advice] if advice else ["it fits"]
+        lines += (
+            [f"it does not fit ({100 * RESERVE:g} % of each stay free)", *advice]
+            if advice
+            else ["it fits"]
+        )
         predicted = f"predicted step: {self.step_s():.2f} s"
         if self.placement.streamed:
             lines.append(
-                f"an expert chosen in a step gets {model.tokens_per_expert:,.0f} tokens; transfers hide behind "
-                f"computing from {math.ceil(self.break_even_tokens):,} tokens on"
+                f"an expert chosen in a step gets {model.tokens_per_expert:,.0f} tokens; transfers"
+                f" hide behind computing from {math.ceil(self.break_even_tokens):,} tokens on"
             )
             predicted += f" ({self.step_s(overlapped=False):.2f} s if nothing overlapped)"
         if model.all_devices > 1:
-            predicted += f", without the traffic between the {model.all_devices} devices, which --cluster FILE adds"
+            predicted += (
+                f", without the traffic between the {model.all_devices} devices, which --cluster"
+                " FILE adds"
+            )
         lines.append(predicted)
         machine = self.machine
-        figures = f"{machine.flops / 1e12:.3g} TFLOP/s, memory {machine.memory_bytes_per_s / 1e9:,.0f} GB/s"
+        figures = (
+            f"{machine.flops / 1e12:.3g} TFLOP/s, memory {machine.memory_bytes_per_s / 1e9:,.0f}"
+            " GB/s"
+        )
         figures += "" if machine.shared else f", link {machine.link_bytes_per_s / 1e9:.3g} GB/s"
         lines.append(f"for devices of {figures} ({machine.source})")
         return "\n".join(lines)
 
 
 _ENOUGH = " (enough)"
-LEAST_CHECKPOINTS = 2  # of a run with records on NVMe: one of them is durable while the other's are copied
+# of a run with records on NVMe: one of them is durable while the other's are copied
+LEAST_CHECKPOINTS = 2
 _LARGER = {
     "device": "devices with more memory",
     "host": "more host memory",
@@ -415,7 +501,12 @@ def _changes(model: TrainedModel, place: StatePlacement) -> Iterator[Change]:
         again = replace(model, kept_bytes=kept_bytes, experts_kept_bytes=0, experts_again=True)
         yield Change("remat", "experts", again, place)
     if model.kept_bytes:
-        yield Change("remat", "layer", replace(model, kept_bytes=0, experts_kept_bytes=0, experts_again=False), place)
+        yield Change(
+            "remat",
+            "layer",
+            replace(model, kept_bytes=0, experts_kept_bytes=0, experts_again=False),
+            place,
+        )
     parts = model.micro_batches
     while parts * 2 <= model.max_micro_batches:
         parts *= 2
@@ -436,7 +527,9 @@ def _changes_of_tiers(model: TrainedModel, place: StatePlacement) -> Iterator[Ch
     for experts, optimizer in candidates("auto", "auto"):
         if experts != place.experts and optimizer != place.optimizer:
             both = f"{experts} and tiers.optimizer = {optimizer}"
-            yield Change("tiers.experts", both, model, replace(place, experts=experts, optimizer=optimizer))
+            yield Change(
+                "tiers.experts", both, model, replace(place, experts=experts, optimizer=optimizer)
+            )
         elif experts != place.experts:
             yield Change("tiers.experts", experts, model, replace(place, experts=experts))
         elif optimizer != place.optimizer:
@@ -452,16 +545,31 @@ def _changes_of_tiers(model: TrainedModel, place: StatePlacement) -> Iterator[Ch
     for share in (8, 16, 64):
         cache_bytes = _record_bytes(model, place) * model.device_parameters // share
         if cache_bytes:
-            yield Change("tiers.host_cache_bytes", cache_bytes, model, replace(place, host_cache_bytes=cache_bytes))
+            yield Change(
+                "tiers.host_cache_bytes",
+                cache_bytes,
+                model,
+                replace(place, host_cache_bytes=cache_bytes),
+            )
 
 
 def _changes_of_devices(model: TrainedModel, place: StatePlacement) -> Iterator[Change]:
     hosts = model.num_devices * model.packing // model.devices_per_host
     for times in (2, 4, 8, 16):
         devices = model.num_devices * times
-        if model.num_experts % devices == 0 and model.max_micro_batches >= model.micro_batches * times:
-            spread = replace(model, num_devices=devices, max_micro_batches=model.max_micro_batches // times)
-            yield Change("mesh.expert_inter", f"{hosts * times}, on {devices * model.replicas} devices", spread, place)
+        if (
+            model.num_experts % devices == 0
+            and model.max_micro_batches >= model.micro_batches * times
+        ):
+            spread = replace(
+                model, num_devices=devices, max_micro_batches=model.max_micro_batches // times
+            )
+            yield Change(
+                "mesh.expert_inter",
+                f"{hosts * times}, on {devices * model.replicas} devices",
+                spread,
+                place,
+            )
     for times in (2, 4, 8, 16):
         if model.max_micro_batches >= model.micro_batches * times:
             more = _with_replicas(model, times)
@@ -470,11 +578,15 @@ def _changes_of_devices(model: TrainedModel, place: StatePlacement) -> Iterator[
     sequences = model.max_micro_batches
     while sequences // 2 >= model.micro_batches:
         sequences //= 2
-        yield Change("batch_size", sequences * model.all_devices, _with_sequences(model, sequences), place)
+        yield Change(
+            "batch_size", sequences * model.all_devices, _with_sequences(model, sequences), place
+        )
 
 
 def _less_packed(model: TrainedModel) -> TrainedModel:
-    """Return the model with half the experts on a device: of half the replicas, each with twice the tokens."""
+    """Return the model with half the experts on a device: of half the replicas, each with twice
+    the tokens.
+    """
     half = _scaled(model, 2.0)
     return replace(
         half,
@@ -487,7 +599,9 @@ def _less_packed(model: TrainedModel) -> TrainedModel:
 
 
 def _with_replicas(model: TrainedModel, times: int) -> TrainedModel:
-    """Return the model on so many times the devices, which repeat the experts and share the step's tokens."""
+    """Return the model on so many times the devices, which repeat the experts and share the
+    step's tokens.
+    """
     return replace(
         _scaled(model, 1 / times),
         replicas=model.replicas * times,
@@ -501,7 +615,9 @@ def _with_sequences(model: TrainedModel, sequences: int) -> TrainedModel:
     """Return the model with a step of so many sequences on each device."""
     share = sequences / model.max_micro_batches
     smaller = _scaled(replace(model, max_micro_batches=sequences), share)
-    smaller = replace(smaller, step_tokens=int(model.step_tokens * share), dense_flops=model.dense_flops * share)
+    smaller = replace(
+        smaller, step_tokens=int(model.step_tokens * share), dense_flops=model.dense_flops * share
+    )
     measured_tokens, num_tokens = (m.step_tokens * m.replicas for m in (model, smaller))
     routing = model.chosen_share, model.num_experts, model.num_experts_per_tok
     chosen = scaled_share(*routing, measured_tokens=measured_tokens, num_tokens=num_tokens)
@@ -534,21 +650,34 @@ def _record_bytes(model: TrainedModel, place: StatePlacement) -> int:
 
 
 def _saved_bytes(model: TrainedModel, place: StatePlacement) -> int:
-    """Return host memory of a device's part of a save: a copy of its arrays, and a few records of experts off it."""
+    """Return host memory of a device's part of a save: a copy of its arrays, and a few records
+    of experts off it.
+    """
     dense = 12 * model.dense_parameters // model.dense_shards
-    return dense + 12 * (SAVED_AT_ONCE * model.expert_parameters if place.streamed else model.device_parameters)
+    return dense + 12 * (
+        SAVED_AT_ONCE * model.expert_parameters if place.streamed else model.device_parameters
+    )
 
 
 def _rows(plan: TrainingPlan) -> Iterator[tuple[Tier, str, int]]:
     model, place = plan.model, plan.placement
     devices, per_host = model.num_devices, model.devices_per_host
     layer = model.num_experts // devices * model.expert_parameters
-    summed = WEIGHT_BYTES if model.micro_batches > 1 and not place.streamed else 0  # of the micro-batches before
+    # of the micro-batches before
+    summed = WEIGHT_BYTES if model.micro_batches > 1 and not place.streamed else 0
     dense_bytes = 4 * WEIGHT_BYTES + summed
-    yield "device", "dense weights, moments, gradients", dense_bytes * model.dense_parameters // model.dense_shards
+    yield (
+        "device",
+        "dense weights, moments, gradients",
+        dense_bytes * model.dense_parameters // model.dense_shards,
+    )
     if model.dense_shards > 1:  # the layer that computes and its neighbour, with their gradients
         layer_bytes = 2 * (model.compute_bytes + 4)
-        yield "device", "unsharded dense layers", layer_bytes * model.dense_parameters // model.num_layers
+        yield (
+            "device",
+            "unsharded dense layers",
+            layer_bytes * model.dense_parameters // model.num_layers,
+        )
     times = model.micro_batches if place.streamed else 1
     yield "device", "activations: inputs of layers", model.input_bytes * times // devices
     yield "device", "activations: in use", model.in_use_bytes
@@ -565,15 +694,25 @@ def _rows(plan: TrainingPlan) -> Iterator[tuple[Tier, str, int]]:
         yield "device", "experts: gradients", gradient_bytes * model.device_parameters
         yield "device", "experts: in use", cast_bytes
         if model.casts_experts:
-            copied = model.device_parameters + (model.dense_parameters if model.all_devices == 1 else 0)
+            copied = model.device_parameters + (
+                model.dense_parameters if model.all_devices == 1 else 0
+            )
             yield "device", "weights in the products' dtype", model.compute_bytes * copied
         return
     layer = plan.slot_experts * model.expert_parameters
-    slots = model.num_layers if place.experts == "device" else min(place.device_layers, model.num_layers)
+    slots = (
+        model.num_layers
+        if place.experts == "device"
+        else min(place.device_layers, model.num_layers)
+    )
     yield "device", "experts: weights", 4 * slots * layer
-    # gradients of the layer that computes and of the one on its way to its tier; both in the dtype of the products too.
-    # Those of one more layer are being summed where there are replicas.
-    yield "device", "experts: in use", ((2 + (model.replicas > 1)) * 4 + 2 * model.compute_bytes) * layer
+    # gradients of the layer that computes and of the one on its way to its tier; both in the dtype
+    # of the products too. Those of one more layer are being summed where there are replicas.
+    yield (
+        "device",
+        "experts: in use",
+        ((2 + (model.replicas > 1)) * 4 + 2 * model.compute_bytes) * layer,
+    )
     kinds = (
         (place.experts, "experts: weights", 4, place.checkpoints),
         (place.optimizer, "experts: moments", 8, place.checkpoints),
@@ -585,7 +724,8 @@ def _rows(plan: TrainingPlan) -> Iterator[tuple[Tier, str, int]]:
             yield tier, kind, size * model.device_parameters * per_host
         if tier == "nvme":
             yield "nvme", "older versions in checkpoints", kept * size * saved * per_host
-    if place.optimizer == "nvme":  # with a checkpoint goes every gradient that waits, also those of host memory
+    # with a checkpoint goes every gradient that waits, also those of host memory
+    if place.optimizer == "nvme":
         own = place.checkpoints * saved + (place.gradients != "nvme") * model.device_parameters
         yield "nvme", "gradients in checkpoints", model.gradient_bytes * own * per_host
     if "nvme" in (place.experts, place.optimizer, place.gradients):
@@ -593,11 +733,15 @@ def _rows(plan: TrainingPlan) -> Iterator[tuple[Tier, str, int]]:
 
 
 def choose(model: TrainedModel, machine: Machine, placements: list[StatePlacement]) -> TrainingPlan:
-    """Return the first placement that fits; `ValueError` saying what the last one lacks if none does."""
+    """Return the first placement that fits; `ValueError` saying what the last one lacks if none
+    does.
+    """
     plans = [plan_training(model, placement, machine) for placement in placements]
     fitting = [plan for plan in plans if not plan.lacking]
     if not fitting:
-        raise ValueError("tiers = 'auto': no choice of tiers fits. " + "; ".join(plans[-1].advice()))
+        raise ValueError(
+            "tiers = 'auto': no choice of tiers fits. " + "; ".join(plans[-1].advice())
+        )
     return fitting[0]
 
 

@@ -18,21 +18,33 @@ def arguments() -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", help="a Hugging Face folder, or the output folder of a run of train.py")
+    parser.add_argument(
+        "model", help="a Hugging Face folder, or the output folder of a run of train.py"
+    )
     parser.add_argument("prompt")
     parser.add_argument("--max-new-tokens", type=int, default=48)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--policy", choices=("auto", "resident", "ring", "experts", "hybrid"), default="auto")
-    parser.add_argument("--ring-slots", type=int, help="layers on the device at once, of policy ring; default: half")
+    parser.add_argument(
+        "--policy", choices=("auto", "resident", "ring", "experts", "hybrid"), default="auto"
+    )
+    parser.add_argument(
+        "--ring-slots", type=int, help="layers on the device at once, of policy ring; default: half"
+    )
     parser.add_argument("--device-bytes", type=int, help="for experts on the device")
     kinds = ("wide", "mxfp4", "int4", "int8", "fp8")
-    parser.add_argument("--expert-dtype", choices=kinds, help="of the experts' matrices; default: as serve.py has it")
+    parser.add_argument(
+        "--expert-dtype",
+        choices=kinds,
+        help="of the experts' matrices; default: as serve.py has it",
+    )
     return parser.parse_args()
 
 
 def encoded(folder: Path, prompt: str, max_new_tokens: int) -> list[int]:
-    """Return the prompt's tokens; `ValueError` if there are none, or output and prompt do not fit the model."""
+    """Return the prompt's tokens; `ValueError` if there are none, or output and prompt do not
+    fit the model.
+    """
     from jmoe.models.lazy_checkpoint import LazyCheckpoint
     from jmoe.models.tokenizer_file import open_tokenizer, tokenizer_file
 
@@ -41,8 +53,16 @@ def encoded(folder: Path, prompt: str, max_new_tokens: int) -> list[int]:
     ids: list[int] = open_tokenizer(tokenizer_file(folder)).encode(prompt).ids
     check(bool(ids), "prompt", prompt, "must hold at least one token")
     shortened = prompt if len(prompt) <= 40 else prompt[:37] + "..."
-    check(len(ids) < limit, "prompt", shortened, f"has {len(ids)} tokens; the model has {limit} positions")
-    room = f"must be at most {limit - len(ids)}: the prompt has {len(ids)} tokens and the model {limit} positions"
+    check(
+        len(ids) < limit,
+        "prompt",
+        shortened,
+        f"has {len(ids)} tokens; the model has {limit} positions",
+    )
+    room = (
+        f"must be at most {limit - len(ids)}: the prompt has {len(ids)} tokens and the model"
+        f" {limit} positions"
+    )
     check(len(ids) + max_new_tokens <= limit, "max_new_tokens", max_new_tokens, room)
     return ids
 
@@ -56,7 +76,9 @@ def main() -> None:
     from jmoe.inference.sampling_params import SamplingParams
     from jmoe.status import status
 
-    sampling = SamplingParams(max_new_tokens=a.max_new_tokens, temperature=a.temperature, seed=a.seed)
+    sampling = SamplingParams(
+        max_new_tokens=a.max_new_tokens, temperature=a.temperature, seed=a.seed
+    )
     say = partial(print, file=sys.stderr, flush=True)
     with hugging_face_folder(a.model, say, "MODEL") as folder:
         ids = encoded(folder, a.prompt, a.max_new_tokens)
@@ -75,9 +97,10 @@ def main() -> None:
     print(a.prompt + completion.text)
     of = engine.config.num_moe_layers * engine.config.num_experts
     print(
-        f"\n{len(completion.token_ids)} tokens in {stats.step_s:.2f} s; policy {stats.policy}: "
-        f"{engine.residency.num_slots} of {of} experts on the device ({stats.device_expert_bytes / 1e6:.1f} MB), "
-        f"{stats.bytes_per_token / 1e6:.2f} MB copied to it a token",
+        f"\n{len(completion.token_ids)} tokens in {stats.step_s:.2f} s; policy {stats.policy}:"
+        f" {engine.residency.num_slots} of {of} experts on the device"
+        f" ({stats.device_expert_bytes / 1e6:.1f} MB), {stats.bytes_per_token / 1e6:.2f} MB copied"
+        " to it a token",
         file=sys.stderr,
     )
 

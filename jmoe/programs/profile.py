@@ -1,8 +1,10 @@
-"""Count which experts a model's tokens choose after which paths, and keep that beside the checkpoint.
+"""Count which experts a model's tokens choose after which paths, and keep that beside the
+checkpoint.
 
 python -m jmoe.programs.profile MODEL --text FILE
 
-The streaming engine uses it with the estimator "paths", an engine over several devices to place experts.
+The streaming engine uses it with the estimator "paths", an engine over several devices to place
+experts.
 """
 
 import argparse
@@ -29,12 +31,29 @@ def _arguments() -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", help="a Hugging Face folder, or the output folder of a run of train.py")
-    parser.add_argument("--text", type=Path, required=True, help="a UTF-8 text like those that will be served")
-    parser.add_argument("--path-length", type=int, default=PATH_LENGTH, help="layers of a path (default: %(default)s)")
-    parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS, help="of the text (default: %(default)s)")
-    parser.add_argument("--whole", action="store_true", help="keep all experts of a path, not only its top k")
-    parser.add_argument("--max-seq-len", type=int, help="tokens of a piece of the text; default: 2048, or the model's")
+    parser.add_argument(
+        "model", help="a Hugging Face folder, or the output folder of a run of train.py"
+    )
+    parser.add_argument(
+        "--text", type=Path, required=True, help="a UTF-8 text like those that will be served"
+    )
+    parser.add_argument(
+        "--path-length",
+        type=int,
+        default=PATH_LENGTH,
+        help="layers of a path (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, default=MAX_TOKENS, help="of the text (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--whole", action="store_true", help="keep all experts of a path, not only its top k"
+    )
+    parser.add_argument(
+        "--max-seq-len",
+        type=int,
+        help="tokens of a piece of the text; default: 2048, or the model's",
+    )
     return parser.parse_args()
 
 
@@ -45,7 +64,9 @@ def pieces(tokens: Sequence[int], length: int) -> Iterator[list[int]]:
 
 
 def count_paths(engine: "Engine", prompts: Iterable[list[int]], path_length: int) -> "PathCounter":
-    """Run prompts through an engine and count what their tokens choose; what a row still holds is not run again."""
+    """Run prompts through an engine and count what their tokens choose; what a row still holds
+    is not run again.
+    """
     from jmoe.inference.path_table import PathCounter
     from jmoe.inference.sampling_params import SamplingParams
 
@@ -76,10 +97,17 @@ def main() -> None:
         with LazyCheckpoint(folder) as checkpoint:
             fingerprint, config = checkpoint.routing_fingerprint, checkpoint.config
             length = checkpoint.sequence_length(a.max_seq_len)
-        sizes = (config.num_moe_layers, config.num_experts, config.num_experts_per_tok, a.path_length)
+        sizes = (
+            config.num_moe_layers,
+            config.num_experts,
+            config.num_experts_per_tok,
+            a.path_length,
+        )
         header = TableHeader(*sizes, kept=config.num_experts, fingerprint=fingerprint, tokens=0)
         tokenizer_file(folder)
-        options = EngineConfig(max_batch=1, max_seq_len=length, prefill_chunk_tokens=CHUNK_TOKENS, estimator=None)
+        options = EngineConfig(
+            max_batch=1, max_seq_len=length, prefill_chunk_tokens=CHUNK_TOKENS, estimator=None
+        )
         with Engine(folder, options) as engine:
             assert engine.tokenizer is not None
             tokens = engine.tokenizer.encode(text).ids[: a.max_tokens]
@@ -87,7 +115,10 @@ def main() -> None:
             counter = count_paths(engine, pieces(tokens, engine.max_seq_len - 1), a.path_length)
         table = counter.table(fingerprint, header.num_experts if a.whole else None)
         file = table.save(folder)
-    of = f"{len(table.keys):,} paths of up to {a.path_length} layers, {table.header.kept} experts of each"
+    of = (
+        f"{len(table.keys):,} paths of up to {a.path_length} layers, {table.header.kept} experts of"
+        " each"
+    )
     print(f"{file}: {of}, from {table.header.tokens:,} tokens ({file.stat().st_size:,} bytes)")
 
 

@@ -23,7 +23,9 @@ def has_cuda() -> bool:
 
 
 def check_cuda(option: str, value: str) -> None:
-    """Raise `ValueError` naming the option and what to install if there is nothing to compile with."""
+    """Raise `ValueError` naming the option and what to install if there is nothing to compile
+    with.
+    """
     check(has_cuda(), option, value, f"needs JAX's CUDA libraries, though no GPU: {INSTALL}")
 
 
@@ -33,11 +35,17 @@ def devices(target: str, num_hosts: int = 1, devices_a_host: int = 1) -> list[An
         "target_config": (TARGETS / f"{target}.txtpb").read_text(),
         "topology": f"1x{num_hosts}x{devices_a_host}",
     }
-    return list(topologies.get_topology_desc(platform="cuda", topology_name=target, **options).devices)
+    return list(
+        topologies.get_topology_desc(platform="cuda", topology_name=target, **options).devices
+    )
 
 
-def lower_for(device: Any, function: Any, *operands: Any, **options: Any) -> tuple[Any, jax.stages.Lowered]:
-    """Return (shapes of the results, the program of a jitted function for a device, not compiled yet)."""
+def lower_for(
+    device: Any, function: Any, *operands: Any, **options: Any
+) -> tuple[Any, jax.stages.Lowered]:
+    """Return (shapes of the results, the program of a jitted function for a device, not compiled
+    yet).
+    """
     with tracing_for(device):
         traced = function.trace(*operands, **options)
         return traced.out_info, traced.lower(lowering_platforms=("cuda",))

@@ -1,8 +1,9 @@
 """Checkpoints: asynchronous, atomic, sealed by a manifest of sizes and CRC-32s.
 
-A step is one folder, `DIRECTORY/STEP`, with the items `state` (arrays, OCDBT), `data`, `config` (JSON), with experts on
-tiers `records`, and the run's tokenizer. Orbax syncs the array files only, so everything else is synced here, before
-Orbax renames the folder into place: a step that has its final name is complete on disk. Processes share the folder.
+A step is one folder, `DIRECTORY/STEP`, with the items `state` (arrays, OCDBT), `data`, `config`
+(JSON), with experts on tiers `records`, and the run's tokenizer. Orbax syncs the array files only,
+so everything else is synced here, before Orbax renames the folder into place: a step that has its
+final name is complete on disk. Processes share the folder.
 """
 
 from __future__ import annotations
@@ -29,7 +30,13 @@ from jax.experimental import multihost_utils
 
 from jmoe.config import CheckpointConfig, check
 from jmoe.memory.direct_io import fsync, make_folder
-from jmoe.memory.record_checkpoint import ITEM, RecordCheckpoints, RecordsHandler, RecordsSave, is_record
+from jmoe.memory.record_checkpoint import (
+    ITEM,
+    RecordCheckpoints,
+    RecordsHandler,
+    RecordsSave,
+    is_record,
+)
 from jmoe.run.checkpoint_contents import (
     PACKING,
     crc32,
@@ -47,15 +54,17 @@ from jmoe.status import first_line
 MANIFEST = "manifest.json"
 ASIDE = re.compile(r"incomplete-(\d+)-\d+")  # a step that was not complete when a run began to save
 SLOWEST_BYTES_PER_S = 2e7  # of a folder of checkpoints; one that is slower counts as stuck
-MEETING_LIMIT_MS = 10 * 24 * 3_600_000  # each process has a limit of its own for what it does before the meeting
+# each process has a limit of its own for what it does before the meeting
+MEETING_LIMIT_MS = 10 * 24 * 3_600_000
 
 
 class Checkpoints:
     """The checkpoints of one run in `directory`, the newest `config.kept` of them.
 
-    Every process of a run makes the same calls in the same order. Nothing is created, changed or deleted before the
-    first `save`. No background wait lasts longer than `limit_s`. records: saved and restored with every step; flush
-    their caches before `save`, which waits until the last step's are drained: of two steps kept one is durable.
+    Every process of a run makes the same calls in the same order. Nothing is created, changed or
+    deleted before the first `save`. No background wait lasts longer than `limit_s`. records: saved
+    and restored with every step; flush their caches before `save`, which waits until the last
+    step's are drained: of two steps kept one is durable.
     """
 
     def __init__(
@@ -67,7 +76,12 @@ class Checkpoints:
         timeout_s: float = 600.0,
     ) -> None:
         pins = records is not None and bool(records.stores)
-        check(not pins or config.keep > 1, "checkpoint.keep", config.keep, "must be greater than 1 with records")
+        check(
+            not pins or config.keep > 1,
+            "checkpoint.keep",
+            config.keep,
+            "must be greater than 1 with records",
+        )
         self.directory = Path(directory).absolute()
         self._kept, self._records = config.kept, records
         self._without_records: set[int] = set()  # steps that `latest_step` passed over
@@ -81,15 +95,18 @@ class Checkpoints:
         self._meetings = 0  # of all processes, by `wait_for_records`
         self._files: dict[str, bytes] = {}  # that go with it
         self._packing = 1  # that it is made under
-        # Orbax's barriers between all processes would be collectives, which background threads issue in another order
-        # than the training step's; between processes that are named they keep off the devices.
+        # Orbax's barriers between all processes would be collectives, which background threads
+        # issue in another order than the training step's; between processes that are named they
+        # keep off the devices.
         named = set(range(jax.process_count())) if jax.process_count() > 1 else None
         self._processes = ocp.options.MultiprocessingOptions(active_processes=named)
 
     def __enter__(self) -> Checkpoints:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
         if error is None:
             self.close()
 
@@ -100,14 +117,16 @@ class Checkpoints:
         return [step for step in self._all_steps() if self._incomplete(step) is None]
 
     def newest_folder(self) -> int:
-        """Return the greatest number of a step in the folder, complete or not, as this process sees it; -1: none."""
+        """Return the greatest number of a step in the folder, complete or not, as this process
+        sees it; -1: none.
+        """
         return max(self._all_steps(), default=-1)
 
     def latest_step(self) -> int | None:
         """Return the newest complete step, the same on every process; None if there are no steps.
 
-        Steps that are incomplete, or some of whose records are whole neither on this machine nor in the step, are
-        skipped with a printed line; `ValueError` if all of them were.
+        Steps that are incomplete, or some of whose records are whole neither on this machine nor in
+        the step, are skipped with a printed line; `ValueError` if all of them were.
         """
         skipped = set[int]()
         while (newest := self._newest_but(skipped)) is not None:
@@ -127,8 +146,11 @@ class Checkpoints:
         return newest
 
     def _problem_of_records(self, step: int) -> str | None:
-        """Return why this process cannot restore the step's records, or None; print what is damaged and not needed."""
-        folder = self.folder_of_records(step)  # not there in a step of a run whose experts had other tiers
+        """Return why this process cannot restore the step's records, or None; print what is
+        damaged and not needed.
+        """
+        # not there in a step of a run whose experts had other tiers
+        folder = self.folder_of_records(step)
         if self._records is None or not folder.is_dir():
             return None
         damage = self._damage(step, prefix=f"{ITEM}/")
@@ -137,7 +159,11 @@ class Checkpoints:
         records = self._records.find(folder)
         for line in records.damaged:
             print(f"warning: {line}", file=sys.stderr, flush=True)
-        return f"lacks {len(records.missing)} records, the first {records.missing[0]}" if records.missing else None
+        return (
+            f"lacks {len(records.missing)} records, the first {records.missing[0]}"
+            if records.missing
+            else None
+        )
 
     def _newest_but(self, skipped: set[int]) -> int | None:
         newest = -1
@@ -150,7 +176,11 @@ class Checkpoints:
         return None if (newest := self._from_process_0(newest)) < 0 else newest
 
     def _skip(self, step: int, reason: str) -> None:
-        print(f"warning: checkpoint {self.folder_of(step)} {reason}; skipped", file=sys.stderr, flush=True)
+        print(
+            f"warning: checkpoint {self.folder_of(step)} {reason}; skipped",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def _processes_with(self, flag: bool) -> list[int]:
         """Return the numbers of the processes whose flag is set; every process calls this."""
@@ -166,15 +196,21 @@ class Checkpoints:
         return self.folder_of(step) / ITEM
 
     def newest_config(self) -> dict[str, Any] | None:
-        """Return the configuration saved with the newest complete step; None if none can be read."""
+        """Return the configuration saved with the newest complete step; None if none can be
+        read.
+        """
         for step in reversed(self.steps()):
             if self._damage(step, prefix="config/") is None:
-                config: dict[str, Any] = json.loads((self.folder_of(step) / "config" / "metadata").read_text())
+                config: dict[str, Any] = json.loads(
+                    (self.folder_of(step) / "config" / "metadata").read_text()
+                )
                 return config
         return None
 
     def newest_packing(self) -> int:
-        """Return the packing that the newest complete step was made under; 1 if there are no steps."""
+        """Return the packing that the newest complete step was made under; 1 if there are no
+        steps.
+        """
         steps = self.steps()
         return int(self._manifest(steps[-1]).get(PACKING, 1)) if steps else 1
 
@@ -191,10 +227,11 @@ class Checkpoints:
     ) -> tuple[Any, Any, dict[str, Any]]:
         """Return (state, data_state, saved configuration) of `step`.
 
-        abstract_state: the tree of the state with `jax.ShapeDtypeStruct` leaves whose shardings say where each array
-        goes; mesh and number of processes need not be those of the save. but: arrays of the step that are left out.
-        records: become current. Raises `ValueError` that names the step and the file or arrays if a file is damaged
-        (with the newest intact older step) or the trees do not match.
+        abstract_state: the tree of the state with `jax.ShapeDtypeStruct` leaves whose shardings say
+        where each array goes; mesh and number of processes need not be those of the save. but:
+        arrays of the step that are left out.
+        records: become current. Raises `ValueError` that names the step and the file or arrays if a
+        file is damaged (with the newest intact older step) or the trees do not match.
         """
         self._verify(step)
         names, leaves, tree = named_leaves(abstract_state)
@@ -214,7 +251,11 @@ class Checkpoints:
     def _all_steps(self) -> list[int]:
         if not self.directory.is_dir():
             return []
-        return sorted(int(entry.name) for entry in self.directory.iterdir() if entry.name.isdigit() and entry.is_dir())
+        return sorted(
+            int(entry.name)
+            for entry in self.directory.iterdir()
+            if entry.name.isdigit() and entry.is_dir()
+        )
 
     def _manifest(self, step: int) -> dict[str, Any]:
         return read_step_manifest(self.folder_of(step) / MANIFEST)
@@ -231,11 +272,17 @@ class Checkpoints:
         return f"is incomplete: {missing[0]} is missing" if missing else None
 
     def _damage(self, step: int, prefix: str = "", reader: int = 0, readers: int = 1) -> str | None:
-        """Return the first damaged file among those of the step that this reader verifies, and how, or None."""
+        """Return the first damaged file among those of the step that this reader verifies, and
+        how, or None.
+        """
         reason = self._incomplete(step)
         if reason is not None:
             return reason
-        files = {name: entry for name, entry in self._manifest(step)["files"].items() if name.startswith(prefix)}
+        files = {
+            name: entry
+            for name, entry in self._manifest(step)["files"].items()
+            if name.startswith(prefix)
+        }
         for name in files_to_verify(files, readers)[reader]:
             size_bytes, crc = files[name]
             path = self.folder_of(step) / name
@@ -246,9 +293,13 @@ class Checkpoints:
         return None
 
     def _verify(self, step: int, prefix: str = "") -> None:
-        """Raise on every process if a file of the step is damaged; each process verifies what it is to read."""
+        """Raise on every process if a file of the step is damaged; each process verifies what it
+        is to read.
+        """
         if not self.folder_of(step).is_dir():
-            raise ValueError(f"step = {step}: no such checkpoint in {self.directory}; there are {self.steps()}")
+            raise ValueError(
+                f"step = {step}: no such checkpoint in {self.directory}; there are {self.steps()}"
+            )
         self._check_number(step)
         damage = self._damage(step, prefix, jax.process_index(), jax.process_count())
         ranks = self._processes_with(damage is not None)
@@ -264,21 +315,32 @@ class Checkpoints:
     def _check_number(self, step: int) -> None:
         """Raise `ValueError` if somebody has given the folder of another step this name."""
         if self._incomplete(step) is None and (saved := self._manifest(step)["step"]) != step:
-            raise ValueError(f"checkpoint {self.folder_of(step)} is step {saved}: rename it to {self.folder_of(saved)}")
+            raise ValueError(
+                f"checkpoint {self.folder_of(step)} is step {saved}: rename it to"
+                f" {self.folder_of(saved)}"
+            )
 
     def _check_arrays(self, step: int, wanted: dict[str, Any], but: Collection[str]) -> None:
-        saved = {name: entry for name, entry in self._manifest(step)["arrays"].items() if name not in but}
+        saved = {
+            name: entry for name, entry in self._manifest(step)["arrays"].items() if name not in but
+        }
         lines = []
         for name in sorted(saved.keys() | wanted.keys()):
             now = entry_of(wanted[name]) if name in wanted else None
             if saved.get(name) != now:
                 lines.append(f"{name}: {in_words(saved.get(name))} -> {in_words(now)}")
         if lines:
-            shown = "; ".join(lines[:8]) + (f"; and {len(lines) - 8} more" if len(lines) > 8 else "")
-            raise ValueError(f"checkpoint {self.folder_of(step)} holds other arrays (saved -> now): {shown}")
+            shown = "; ".join(lines[:8]) + (
+                f"; and {len(lines) - 8} more" if len(lines) > 8 else ""
+            )
+            raise ValueError(
+                f"checkpoint {self.folder_of(step)} holds other arrays (saved -> now): {shown}"
+            )
 
     def _read_json(self, step: int, item: str) -> Any:
-        with ocp.Checkpointer(ocp.JsonCheckpointHandler(), multiprocessing_options=self._processes) as reader:
+        with ocp.Checkpointer(
+            ocp.JsonCheckpointHandler(), multiprocessing_options=self._processes
+        ) as reader:
             return reader.restore(self.folder_of(step) / item, args=ocp.args.JsonRestore())
 
     def _from_process_0(self, value: int) -> int:
@@ -297,11 +359,13 @@ class Checkpoints:
         files: Mapping[str, bytes] | None = None,
         packing: int = 1,
     ) -> None:
-        """Start saving `step`; returns once the arrays are copied to the host, so `state` may be donated.
+        """Start saving `step`; returns once the arrays are copied to the host, so `state` may be
+        donated.
 
-        Waits first for the previous save. `OSError` if that one failed, or this one could not begin. Saving again the
-        step saved last does nothing. files: by name, written to the step's folder with the rest. packing: of the run,
-        for the manifest; `state` is the same whatever it is.
+        Waits first for the previous save. `OSError` if that one failed, or this one could not
+        begin. Saving again the step saved last does nothing. files: by name, written to the step's
+        folder with the rest. packing: of the run, for the manifest; `state` is the same whatever it
+        is.
         """
         self.wait()
         if step == self._step:
@@ -310,11 +374,16 @@ class Checkpoints:
         manager = self._open()
         check(not self.folder_of(step).exists(), "step", step, f"already saved in {self.directory}")
         newest = max(self._all_steps(), default=step)
-        constraint = f"{self.directory} has got step {newest} meanwhile, which this run did not save"
+        constraint = (
+            f"{self.directory} has got step {newest} meanwhile, which this run did not save"
+        )
         check(newest <= step, "step", step, constraint)  # Orbax would keep that one and delete this
         names, leaves, _ = named_leaves(state)
         self._files, self._packing = dict(files or {}), packing
-        self._step, self._arrays = step, {name: entry_of(leaf) for name, leaf in zip(names, leaves, strict=True)}
+        self._step, self._arrays = (
+            step,
+            {name: entry_of(leaf) for name, leaf in zip(names, leaves, strict=True)},
+        )
         items: dict[str, Any] = {
             "state": ocp.args.StandardSave(dict(zip(names, leaves, strict=True))),
             "data": ocp.args.JsonSave(data_state),
@@ -327,16 +396,22 @@ class Checkpoints:
             manager.save(step, args=ocp.args.Composite(**items), force=True)
         except Exception as error:
             self._fail(error)
-        self._commit = threading.Thread(target=self._finish, args=(manager, step), name=f"checkpoint {step}")
+        self._commit = threading.Thread(
+            target=self._finish, args=(manager, step), name=f"checkpoint {step}"
+        )
         self._commit.start()
 
     @property
     def limit_s(self) -> float:
-        """Return how long the save under way may take, records excepted: `timeout_s`, and more for many bytes."""
+        """Return how long the save under way may take, records excepted: `timeout_s`, and more
+        for many bytes.
+        """
         return self._timeout_s + self._bytes / SLOWEST_BYTES_PER_S
 
     def wait_for_records(self) -> None:
-        """Wait until every process has copied the records of the step saved last; they may take very long."""
+        """Wait until every process has copied the records of the step saved last; they may take
+        very long.
+        """
         if self._records is None:
             return
         self.wait()
@@ -354,7 +429,9 @@ class Checkpoints:
             self._records.check()
 
     def wait(self) -> None:
-        """Wait until the save under way is complete on disk. `OSError` naming folder and step if it failed."""
+        """Wait until the save under way is complete on disk. `OSError` naming folder and step if
+        it failed.
+        """
         if self._commit is not None:
             self._commit.join()
             self._commit = None
@@ -389,7 +466,8 @@ class Checkpoints:
                 timeout_secs=max(1, int(0.8 * self.limit_s)),
                 barrier_sync_fn=self._barrier,
                 post_finalization_callback=self._seal,
-                create_directories_asynchronously=False,  # records in host memory are written before `save` returns
+                # records in host memory are written before `save` returns
+                create_directories_asynchronously=False,
             ),
             multiprocessing_options=self._processes,
         )
@@ -410,28 +488,43 @@ class Checkpoints:
         return self._manager
 
     def _set_incomplete_aside(self) -> None:
-        """Move incomplete steps: Orbax would count them among those to keep, and refuse to write them again."""
+        """Move incomplete steps: Orbax would count them among those to keep, and refuse to write
+        them again.
+        """
         for step in self._all_steps():
             if self._incomplete(step) is not None or step in self._without_records:
-                names = (self.directory / f"incomplete-{step}-{number}" for number in itertools.count(1))
+                names = (
+                    self.directory / f"incomplete-{step}-{number}" for number in itertools.count(1)
+                )
                 aside = next(name for name in names if not name.exists())
                 self.folder_of(step).rename(aside)
-                print(f"warning: incomplete checkpoint moved to {aside}", file=sys.stderr, flush=True)
+                print(
+                    f"warning: incomplete checkpoint moved to {aside}", file=sys.stderr, flush=True
+                )
 
     def _remove_set_aside(self) -> None:
-        """Remove what was set aside and is older than every complete step: the rest of a deletion, mostly."""
+        """Remove what was set aside and is older than every complete step: the rest of a
+        deletion, mostly.
+        """
         oldest = min(self.steps(), default=0)
         for entry in self.directory.iterdir():
             named = ASIDE.fullmatch(entry.name)
             if named is not None and int(named[1]) < oldest and entry.is_dir():
                 shutil.rmtree(entry, ignore_errors=True)
-                print(f"{entry}: removed an incomplete checkpoint, as all complete ones are newer", flush=True)
+                print(
+                    f"{entry}: removed an incomplete checkpoint, as all complete ones are newer",
+                    flush=True,
+                )
 
     def _check_shared(self, problem: str) -> None:
-        """Raise on all processes unless process 0 could write the folder and every process sees the same one."""
+        """Raise on all processes unless process 0 could write the folder and every process sees
+        the same one.
+        """
         mark = self._from_process_0(0 if problem else 1 + secrets.randbits(30))
         if mark == 0:
-            raise OSError(problem or f"process 0 cannot write the checkpoint folder {self.directory}")
+            raise OSError(
+                problem or f"process 0 cannot write the checkpoint folder {self.directory}"
+            )
         if jax.process_count() == 1:
             return
         probe = self.directory / f".shared-{mark}"
@@ -446,8 +539,8 @@ class Checkpoints:
             probe.unlink()
         if blind:
             raise OSError(
-                f"checkpoint folder {self.directory}: processes {blind} do not see what process 0 writes; "
-                "it must lie on a file system that all processes share"
+                f"checkpoint folder {self.directory}: processes {blind} do not see what process 0"
+                " writes; it must lie on a file system that all processes share"
             )
 
     def _fail(self, error: BaseException) -> None:
@@ -492,7 +585,9 @@ class Checkpoints:
             ) from error
 
     def _sum_own_files(self, rank: int) -> None:
-        """Take the sums of the arrays' files that this process wrote, for process 0 to put in the manifest."""
+        """Take the sums of the arrays' files that this process wrote, for process 0 to put in
+        the manifest.
+        """
         if (folder := self._writing()) is None:
             return
         own = {
@@ -503,7 +598,9 @@ class Checkpoints:
         (folder / f"files-{rank}.json").write_text(json.dumps(own))
 
     def _seal(self) -> None:
-        """Add the manifest and sync every file and folder: process 0, when all is written and before the rename."""
+        """Add the manifest and sync every file and folder: process 0, when all is written and
+        before the rename.
+        """
         folder = self._writing()
         assert folder is not None, f"Orbax writes step {self._step} somewhere else"
         for name, content in self._files.items():
@@ -518,29 +615,48 @@ class Checkpoints:
             has_own_sum = name in files or is_record(path.relative_to(folder))
             if not has_own_sum and name not in written_once_more:
                 files[name] = [path.stat().st_size, crc32(path)]
-        manifest = {"step": self._step, "files": files, "arrays": self._arrays, PACKING: self._packing}
+        manifest = {
+            "step": self._step,
+            "files": files,
+            "arrays": self._arrays,
+            PACKING: self._packing,
+        }
         write_step_manifest(folder / MANIFEST, manifest)
         for path in (*files_of(folder), *(p for p in folder.glob("**/") if p.is_dir())):
             fsync(path)
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Return whether to log what Orbax and its event loop log: not the tracebacks of errors that the next call raises.
+    """Return whether to log what Orbax and its event loop log: not the tracebacks of errors that
+    the next call raises.
 
-    Of the arrays that cannot be written the first is raised; asyncio reports every later one as an error of a task.
+    Of the arrays that cannot be written the first is raised; asyncio reports every later one as an
+    error of a task.
     """
-    raised = record.exc_info is not None and record.filename in ("async_checkpointer.py", "checkpoint_manager.py")
+    raised = record.exc_info is not None and record.filename in (
+        "async_checkpointer.py",
+        "checkpoint_manager.py",
+    )
     message = record.getMessage()
-    later = message.startswith("Task exception was never retrieved") and "/orbax/checkpoint/" in message
+    later = (
+        message.startswith("Task exception was never retrieved") and "/orbax/checkpoint/" in message
+    )
     return not raised and not later and "_SignalingThread.run() raised an exception" not in message
 
 
-def _report_unraisable(report: Callable[[sys.UnraisableHookArgs], Any], unraisable: sys.UnraisableHookArgs) -> None:
-    """Report an error that nobody can catch, but not of writes that end after the first that failed.
+def _report_unraisable(
+    report: Callable[[sys.UnraisableHookArgs], Any], unraisable: sys.UnraisableHookArgs
+) -> None:
+    """Report an error that nobody can catch, but not of writes that end after the first that
+    failed.
 
-    That one closes the event loop of its save, and every later one would print a traceback; `_fail` raises the error.
+    That one closes the event loop of its save, and every later one would print a traceback; `_fail`
+    raises the error.
     """
-    late = isinstance(unraisable.exc_value, RuntimeError) and str(unraisable.exc_value) == "Event loop is closed"
+    late = (
+        isinstance(unraisable.exc_value, RuntimeError)
+        and str(unraisable.exc_value) == "Event loop is closed"
+    )
     if not late:
         report(unraisable)
 
@@ -550,4 +666,7 @@ def _root(error: BaseException) -> BaseException:
     chain: list[BaseException] = [error]
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
         chain.append(cause)
-    return next((link for link in reversed(chain) if not isinstance(link, jax.errors.JaxRuntimeError)), error)
+    return next(
+        (link for link in reversed(chain) if not isinstance(link, jax.errors.JaxRuntimeError)),
+        error,
+    )

@@ -28,11 +28,12 @@ def crc32(path: Path) -> int:
 
 
 def files_to_verify(files: Mapping[str, Sequence[int]], readers: int) -> list[list[str]]:
-    """Return the names of the files that each of `readers` processes verifies: every file is one process's.
+    """Return the names of the files that each of `readers` processes verifies: every file is one
+    process's.
 
-    files: [size, sum] by name. What a process wrote is verified by the one that is to read it where as many restore
-    as have saved, and by those that are to read most of it where there are more or fewer; the rest is divided by size.
-    The second reading of a file comes from the page cache.
+    files: [size, sum] by name. What a process wrote is verified by the one that is to read it where
+    as many restore as have saved, and by those that are to read most of it where there are more or
+    fewer; the rest is divided by size. The second reading of a file comes from the page cache.
     """
     wrote = {name: int(named[1]) for name in files if (named := WRITER.match(name))}
     writers = max(wrote.values(), default=0) + 1
@@ -55,9 +56,15 @@ def write_step_manifest(path: Path, manifest: dict[str, Any]) -> None:
 
 
 def read_step_manifest(path: Path) -> dict[str, Any]:
-    """Return a step's manifest; `ValueError` unless it is what was written. Older ones have no sum of their own."""
+    """Return a step's manifest; `ValueError` unless it is what was written. Older ones have no
+    sum of their own.
+    """
     manifest = json.loads(path.read_text())
-    if not isinstance(manifest, dict) or manifest.keys() - {CRC, PACKING} != {"step", "files", "arrays"}:
+    if not isinstance(manifest, dict) or manifest.keys() - {CRC, PACKING} != {
+        "step",
+        "files",
+        "arrays",
+    }:
         raise ValueError(f"{path}: must have a step, files and arrays")
     crc = manifest.pop(CRC, None)
     if crc is not None and crc != _own_crc32(manifest):
@@ -66,7 +73,10 @@ def read_step_manifest(path: Path) -> dict[str, Any]:
     packing = manifest.get(PACKING, 1)
     if not isinstance(packing, int) or packing < 1:
         raise ValueError(f"{path}: {PACKING} = {packing!r}: must be a positive integer")
-    if not all(isinstance(table, dict) and all(_is_pair(entry) for entry in table.values()) for table in tables):
+    if not all(
+        isinstance(table, dict) and all(_is_pair(entry) for entry in table.values())
+        for table in tables
+    ):
         raise ValueError(f"{path}: must have sizes and sums of files, dtypes and shapes of arrays")
     return manifest
 
@@ -80,7 +90,9 @@ def _is_pair(entry: Any) -> bool:
 
 
 def named_leaves(tree: Any) -> tuple[list[str], list[Any], Any]:
-    """Return names (`params.layers.w`), leaves and structure; steps are saved flat, so containers may change type."""
+    """Return names (`params.layers.w`), leaves and structure; steps are saved flat, so
+    containers may change type.
+    """
     paths, structure = jax.tree.flatten_with_path(tree)
     names = [jax.tree_util.keystr(path, simple=True, separator=".") or "value" for path, _ in paths]
     if len(set(names)) != len(names):
@@ -100,5 +112,9 @@ def in_words(entry: list[Any] | None) -> str:
 
 def placed(leaf: Any) -> jax.ShapeDtypeStruct:
     """Return a leaf's shape with a sharding: on the first device if it has none."""
-    sharding = leaf.sharding if leaf.sharding is not None else jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    sharding = (
+        leaf.sharding
+        if leaf.sharding is not None
+        else jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    )
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

@@ -19,8 +19,24 @@ from jmoe.run.planner import trained_model, training_plan, with_chosen_tiers
 
 COMPUTED = "computed from the figures of the file by formulae, not measured"
 # Of the table, and their widths
-COLUMNS = {"nodes": 5, "devices": 8, "mesh": 12, "device GB": 10, "host GB": 9, "disk GB": 9, "fits": 5}
-COLUMNS |= {"compute": 9, "all-to-all": 11, "all-reduce": 11, "tiers": 9, "step": 9, "tokens/s": 13, "checkpoint": 11}
+COLUMNS = {
+    "nodes": 5,
+    "devices": 8,
+    "mesh": 12,
+    "device GB": 10,
+    "host GB": 9,
+    "disk GB": 9,
+    "fits": 5,
+}
+COLUMNS |= {
+    "compute": 9,
+    "all-to-all": 11,
+    "all-reduce": 11,
+    "tiers": 9,
+    "step": 9,
+    "tokens/s": 13,
+    "checkpoint": 11,
+}
 
 
 @dataclass(frozen=True)
@@ -38,9 +54,16 @@ class ClusterRow:
 
 
 def cluster_rows(config: TrainConfig, cluster: ClusterConfig) -> list[ClusterRow]:
-    """Return the run's plan on each number of nodes; `ValueError` for a run that the planner is not for."""
+    """Return the run's plan on each number of nodes; `ValueError` for a run that the planner is
+    not for.
+    """
     experts = config.model.num_moe_layers
-    check(experts > 0, "model.num_experts", config.model.num_experts, "the planner is for models with experts")
+    check(
+        experts > 0,
+        "model.num_experts",
+        config.model.num_experts,
+        "the planner is for models with experts",
+    )
     return [_row(config, cluster, nodes) for nodes in cluster.nodes]
 
 
@@ -64,7 +87,9 @@ def on_nodes(config: TrainConfig, cluster: ClusterConfig, nodes: int) -> TrainCo
     if cluster.batch == "per_node":
         batch_size = batch_size * nodes // cluster.nodes[0]
     tiers = dataclasses.replace(config.tiers, chosen_share=_chosen_share(config, batch_size))
-    split = dataclasses.replace(config, mesh=mesh, machine=cluster.machine, batch_size=batch_size, tiers=tiers)
+    split = dataclasses.replace(
+        config, mesh=mesh, machine=cluster.machine, batch_size=batch_size, tiers=tiers
+    )
     split = with_chosen_tiers(split)
     _, inter, intra = split.check_devices(devices, per_node)
     whole = intra == per_node or (per_node % (inter * intra) == 0)
@@ -76,23 +101,31 @@ def on_nodes(config: TrainConfig, cluster: ClusterConfig, nodes: int) -> TrainCo
 def _chosen_share(config: TrainConfig, batch_size: int) -> float:
     """Return `tiers.chosen_share` for steps of so many sequences."""
     share, model = config.tiers.chosen_share, config.model
-    measured_tokens, num_tokens = (size * config.sequence_length for size in (config.batch_size, batch_size))
+    measured_tokens, num_tokens = (
+        size * config.sequence_length for size in (config.batch_size, batch_size)
+    )
     routing = share, model.num_experts, model.num_experts_per_tok
     return scaled_share(*routing, measured_tokens=measured_tokens, num_tokens=num_tokens)
 
 
 def _planned(config: TrainConfig, cluster: ClusterConfig, nodes: int) -> ClusterRow:
-    split, per_node, model = on_nodes(config, cluster, nodes), cluster.devices_per_node, config.model
+    split = on_nodes(config, cluster, nodes)
+    per_node = cluster.devices_per_node
+    model = config.model
     own = training_plan(split)
     trained = dataclasses.replace(trained_model(split), devices_per_host=per_node)
     training = plan_training(trained, own.placement, own.machine)
     data, inter, intra = split.check_devices(nodes * per_node, per_node)
     limited = model.router.kind == "group_limited"
-    groups: dict[str, Any] = {"n_group": model.router.n_group, "topk_group": model.router.topk_group} if limited else {}
+    groups: dict[str, Any] = (
+        {"n_group": model.router.n_group, "topk_group": model.router.topk_group} if limited else {}
+    )
     row_bytes, load = trained.compute_bytes * model.hidden_size, None
     if config.comm.links:
         tokens = trained.step_tokens // trained.num_devices // trained.micro_batches
-        load = ExchangeLoad(read_links(Path(config.comm.links)), tokens, row_bytes, model.capacity_factor)
+        load = ExchangeLoad(
+            read_links(Path(config.comm.links)), tokens, row_bytes, model.capacity_factor
+        )
     exchange = plan_exchange(
         config.comm.exchange,
         num_nodes=inter,
@@ -104,7 +137,9 @@ def _planned(config: TrainConfig, cluster: ClusterConfig, nodes: int) -> Cluster
     )
     exchanged = Exchanged(exchange, row_bytes, model.capacity_factor)
     batch_tokens = split.batch_size * split.sequence_length
-    return ClusterRow(nodes, (data, inter, intra), plan_cluster(training, exchanged, cluster, batch_tokens))
+    return ClusterRow(
+        nodes, (data, inter, intra), plan_cluster(training, exchanged, cluster, batch_tokens)
+    )
 
 
 def as_json(rows: list[ClusterRow]) -> dict[str, Any]:
@@ -123,7 +158,9 @@ def _plain(row: ClusterRow) -> dict[str, Any]:
         "mesh": row.mesh,
         "batch_tokens": plan.batch_tokens,
         "tiers": {"experts": training.placement.experts, "optimizer": training.placement.optimizer},
-        "bytes": {tier: {kind: n for where, kind, n in training.rows if where == tier} for tier in TIERS},
+        "bytes": {
+            tier: {kind: n for where, kind, n in training.rows if where == tier} for tier in TIERS
+        },
         "lacking_bytes": training.lacking,
         "step_s": plan.step_s,
         "step_without_overlap_s": plan.alone_s,
@@ -139,7 +176,10 @@ def _plain(row: ClusterRow) -> dict[str, Any]:
 
 def table(rows: list[ClusterRow], cluster: ClusterConfig) -> Iterator[str]:
     """Yield the plan as lines of text."""
-    yield f"{COMPUTED[0].upper()}{COMPUTED[1:]}; bytes of a device, and of a node's host memory and disk; seconds"
+    yield (
+        f"{COMPUTED[0].upper()}{COMPUTED[1:]}; bytes of a device, and of a node's host memory and"
+        " disk; seconds"
+    )
     yield "".join(f"{head:>{width}}" for head, width in COLUMNS.items())
     for row in rows:
         plan = row.plan
@@ -149,16 +189,32 @@ def table(rows: list[ClusterRow], cluster: ClusterConfig) -> Iterator[str]:
         training = plan.training
         sizes = [f"{training.bytes_on(tier) / 1e9:,.1f}" for tier in TIERS]
         parts = (plan.compute_s, plan.all_to_all_s, plan.all_reduce_s, plan.tiers_s, plan.step_s)
-        cells = [str(row.nodes), str(training.model.all_devices), "x".join(map(str, row.mesh or ())), *sizes]
+        cells = [
+            str(row.nodes),
+            str(training.model.all_devices),
+            "x".join(map(str, row.mesh or ())),
+            *sizes,
+        ]
         cells += ["no" if training.lacking else "yes", *(f"{seconds:,.3f}" for seconds in parts)]
         cells += [f"{plan.tokens_per_s:,.0f}", f"{plan.checkpoint_s:,.1f}"]
-        yield "".join(f"{cell:>{width}}" for cell, width in zip(cells, COLUMNS.values(), strict=True))
+        yield "".join(
+            f"{cell:>{width}}" for cell, width in zip(cells, COLUMNS.values(), strict=True)
+        )
     shown = [row.plan for row in rows if row.plan is not None]
     lacking = [plan for plan in shown if plan.training.lacking]
     for line in lacking[0].training.advice() if lacking else ():
         yield f"{lacking[0].nodes} nodes do not fit: {line}"
     if shown:
-        yield "step: all-to-alls, and the longer of compute with tiers and of all-reduce (and dense layers' gathers)"
-        yield f"checkpoint: {shown[0].checkpoint_bytes / 1e9:,.1f} GB on the disk that all nodes share"
+        yield (
+            "step: all-to-alls, and the longer of compute with tiers and of all-reduce (and dense"
+            " layers' gathers)"
+        )
+        yield (
+            f"checkpoint: {shown[0].checkpoint_bytes / 1e9:,.1f} GB on the disk that all nodes"
+            " share"
+        )
         machine = shown[0].training.machine
-        yield f"devices of {machine.flops / 1e12:.4g} TFLOP/s ({machine.source}); {link_figures(cluster.network)}"
+        yield (
+            f"devices of {machine.flops / 1e12:.4g} TFLOP/s ({machine.source});"
+            f" {link_figures(cluster.network)}"
+        )

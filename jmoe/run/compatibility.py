@@ -9,7 +9,8 @@ from jmoe.cluster.distributed import from_rank_0
 from jmoe.config import TRAINING_ONLY, TaskConfig, TrainConfig, check, differences
 from jmoe.run.checkpoint import Checkpoints
 
-# What may change between a checkpoint and the run that resumes it. Everything else changes what the state means.
+# What may change between a checkpoint and the run that resumes it. Everything else changes what the
+# state means.
 FREE = (
     "checkpoint.",
     "cluster",
@@ -50,7 +51,9 @@ NOTED = {
     "loss_scale.growth_steps": "from here on",
     "loss_scale.initial": "the checkpoint's own loss scale counts, if it has one",
     "native": "losses will differ by rounding",
-    "gradient_accumulation_steps": "losses will differ by rounding, balance losses are now taken over other groups",
+    "gradient_accumulation_steps": (
+        "losses will differ by rounding, balance losses are now taken over other groups"
+    ),
     "distil.temperature": "from here on",
     "distil.weight": "from here on",
     **dict.fromkeys((f"model.{name}" for name in TRAINING_ONLY), "from here on"),
@@ -77,7 +80,9 @@ NOTED_WITH_TEACHER = {"distil.teacher": "the teacher itself is the same"}
 
 
 def _with_defaults(saved: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """Return a saved configuration with the fields that jmoe has got since; their defaults are what it did before."""
+    """Return a saved configuration with the fields that jmoe has got since; their defaults are
+    what it did before.
+    """
     filled = defaults | saved
     for name, value in defaults.items():
         if isinstance(value, dict) and isinstance(filled[name], dict):
@@ -86,7 +91,8 @@ def _with_defaults(saved: dict[str, Any], defaults: dict[str, Any]) -> dict[str,
 
 
 def has_checkpoint(config: TrainConfig, resolved: dict[str, Any]) -> bool:
-    """Return whether the run resumes, as process 0 sees it; `ValueError` if that is a run of another configuration.
+    """Return whether the run resumes, as process 0 sees it; `ValueError` if that is a run of
+    another configuration.
 
     The run's data, and so its fingerprint, need not be known yet; the teacher must be.
     """
@@ -97,9 +103,14 @@ def has_checkpoint(config: TrainConfig, resolved: dict[str, Any]) -> bool:
         if saved is None:
             return ""
         done = checkpoints.steps()[-1]
-        constraint = f"must be at least {done}, the steps that the run has done; another output_dir starts anew"
+        constraint = (
+            f"must be at least {done}, the steps that the run has done; another output_dir starts"
+            " anew"
+        )
         check(config.num_steps >= done, "num_steps", config.num_steps, constraint)
-        check_compatible(saved, resolved | {name: saved[name] for name in (FINGERPRINT,) if name in saved})
+        check_compatible(
+            saved, resolved | {name: saved[name] for name in (FINGERPRINT,) if name in saved}
+        )
         return "resumes"
 
     return bool(from_rank_0("configuration", look, config.distributed.start_timeout_s))
@@ -113,17 +124,20 @@ def refuse_other_data(config: TrainConfig, resolved: dict[str, Any]) -> None:
 
 
 def check_compatible(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Return lines to print about allowed differences between a checkpoint's configuration and the present one.
+    """Return lines to print about allowed differences between a checkpoint's configuration and the
+    present one.
 
-    Raises `ValueError` listing every field whose change would give the saved state another meaning: the model, the
-    data and their order (seed, batch_size, sequence_length), the optimizer's moments and schedule, and any field this
-    list does not know. A `data_fingerprint` in both stands for the data, and its place may then change; so does a
-    `teacher_fingerprint` for the teacher.
+    Raises `ValueError` listing every field whose change would give the saved state another meaning:
+    the model, the data and their order (seed, batch_size, sequence_length), the optimizer's moments
+    and schedule, and any field this list does not know. A `data_fingerprint` in both stands for the
+    data, and its place may then change; so does a `teacher_fingerprint` for the teacher.
     """
     saved = _with_defaults(saved, json.loads(TrainConfig().to_json()))
     if "tasks" in saved:
         task = dataclasses.asdict(TaskConfig(source="any"))
-        saved = saved | {"tasks": {name: _with_defaults(own, task) for name, own in saved["tasks"].items()}}
+        saved = saved | {
+            "tasks": {name: _with_defaults(own, task) for name, own in saved["tasks"].items()}
+        }
     noted = dict(NOTED)
     if FINGERPRINT in saved and FINGERPRINT in now:
         noted |= NOTED_WITH_FINGERPRINT
@@ -134,24 +148,29 @@ def check_compatible(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     if changed.pop(TEACHER, "") and saved.get(TEACHER) and now.get(TEACHER):
         refused.append(f"distil.teacher: {saved['distil']['teacher']!r} -> other weights")
     other_data = changed.pop(FINGERPRINT, "") and FINGERPRINT in saved and FINGERPRINT in now
-    places = [changed.pop(name) for name in NOTED_WITH_FINGERPRINT if other_data and name in changed]
+    places = [
+        changed.pop(name) for name in NOTED_WITH_FINGERPRINT if other_data and name in changed
+    ]
     for name, line in changed.items():
         if name in noted:
             notes.append(f"{line} ({noted[name]})")
         elif name.startswith(ENDS[0]) and name.endswith(ENDS[1]):
             notes.append(f"{line} ({ENDS_NOTE})")
-        elif not any(name == free or (free.endswith(".") and name.startswith(free)) for free in FREE):
+        elif not any(
+            name == free or (free.endswith(".") and name.startswith(free)) for free in FREE
+        ):
             refused.append(line)
     if refused:
         raise ValueError(
             "the checkpoint was made with another configuration (saved -> now): "
             + "; ".join(refused)
-            + ". Give the saved values, or start a run of its parameters: --init-from RUN with another --output-dir"
+            + ". Give the saved values, or start a run of its parameters: --init-from RUN with"
+            " another --output-dir"
         )
     if other_data:
         what = "; ".join(places) or f"data.path = {now['data']['path']} names other text now"
         raise ValueError(
-            f"the data has changed since the checkpoint was saved: {what}; give the text and the tokenizer that the "
-            "run began with, or another output_dir to start anew"
+            f"the data has changed since the checkpoint was saved: {what}; give the text and the"
+            " tokenizer that the run began with, or another output_dir to start anew"
         )
     return notes

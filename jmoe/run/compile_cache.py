@@ -12,10 +12,12 @@ log = logging.getLogger("jmoe")
 
 
 def keep_compiled_programs() -> None:
-    """Let JAX keep every program in $XDG_CACHE_HOME/jmoe/compiled, unless it has been given a folder already.
+    """Let JAX keep every program in $XDG_CACHE_HOME/jmoe/compiled, unless it has been given a
+    folder already.
 
     Where there is no home folder, or it cannot be written, none is kept.
-    `JAX_COMPILATION_CACHE_DIR` chooses another one, `JAX_ENABLE_COMPILATION_CACHE=false` keeps nothing.
+    `JAX_COMPILATION_CACHE_DIR` chooses another one, `JAX_ENABLE_COMPILATION_CACHE=false` keeps
+    nothing.
     """
     if jax.config.values["jax_compilation_cache_dir"] is not None:
         return

@@ -1,8 +1,11 @@
-"""Records of a run and its display while it trains: `metrics.jsonl`, TensorBoard events and the progress bar.
+"""Records of a run and its display while it trains: `metrics.jsonl`, TensorBoard events and the
+progress bar.
 
-Steps are numbered from 0; only process 0 makes a `MetricsLog` or a `ProgressBar`. `metrics.jsonl` has a JSON object a
-line: a step's record, or an event (`resume`, `evaluation`). Floats keep full precision, so equal records mean
-bit-identical losses; one that is not finite is null, and its name is in `non_finite`, from where `read_metrics` puts it
+Steps are numbered from 0; only process 0 makes a `MetricsLog` or a `ProgressBar`. `metrics.jsonl`
+has a JSON object a
+line: a step's record, or an event (`resume`, `evaluation`). Floats keep full precision, so equal
+records mean bit-identical losses; one that is not finite is null, and its name is in `non_finite`,
+from where `read_metrics` puts it
 back: `{"step": 7, "loss": null, "non_finite": {"loss": "nan"}}`.
 """
 
@@ -43,7 +46,8 @@ METRICS_FILE: Final = "metrics.jsonl"
 TENSORBOARD_DIR: Final = "tensorboard"
 REPORT_FILE: Final = "report.png"
 REQUIRED: Final = ("loss", "tokens_per_s", "dropped_fraction")
-EXPERT_LOAD_VALUES_PER_STEP: Final = 256  # on average: 48 layers x 128 experts on every step is 5 GB in 100,000 steps
+# on average: 48 layers x 128 experts on every step is 5 GB in 100,000 steps
+EXPERT_LOAD_VALUES_PER_STEP: Final = 256
 TENSORBOARD_FLUSH_S: Final = 5.0  # a flush is an fsync, slow on a shared file system
 RATE_STEPS: Final = 32  # tokens/s and ETA are the median of this many last steps
 COMPILE_EVENT: Final = "/jax/core/compile/backend_compile_duration"
@@ -52,7 +56,8 @@ REFRESH_S: Final = 0.1  # of the line on a terminal
 T = TypeVar("T")
 _EVENT_FILE: Final = re.compile(r"events\.out\.tfevents\.\d{10}\..+\.\d{9}")
 
-# Dense bfloat16 peaks in FLOP/s with float32 accumulation, from NVIDIA's data sheets (which print the sparse figure).
+# Dense bfloat16 peaks in FLOP/s with float32 accumulation, from NVIDIA's data sheets (which print
+# the sparse figure).
 _PEAK_FLOPS: Final = (
     (r"\bGB[23]00\b", 2500e12),
     (r"\bB[23]00\b", 2250e12),
@@ -75,19 +80,28 @@ _PEAK_FLOPS: Final = (
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Return dense bfloat16 FLOP/s of a device by its `device_kind`; None: not known (CPU, a MIG slice, others)."""
+    """Return dense bfloat16 FLOP/s of a device by its `device_kind`; None: not known (CPU, a MIG
+    slice, others).
+    """
     if re.search(r"\bMIG\b", device_kind):
         return None
-    return next((peak for name, peak in _PEAK_FLOPS if re.search(name, device_kind, re.IGNORECASE)), None)
+    return next(
+        (peak for name, peak in _PEAK_FLOPS if re.search(name, device_kind, re.IGNORECASE)), None
+    )
 
 
 def least_loaded(expert_load: object) -> tuple[float, int, int]:
-    """Return (load / fair share, MoE layer, expert) of the expert with the smallest share of its layer, from 0.
+    """Return (load / fair share, MoE layer, expert) of the expert with the smallest share of its
+    layer, from 0.
 
     expert_load: [num_moe_layers, num_experts], fractions or counts.
     """
     load_LE = np.asarray(expert_load, np.float64)
-    share_LE = load_LE * load_LE.shape[1] / np.maximum(load_LE.sum(axis=1, keepdims=True), np.finfo(np.float64).tiny)
+    share_LE = (
+        load_LE
+        * load_LE.shape[1]
+        / np.maximum(load_LE.sum(axis=1, keepdims=True), np.finfo(np.float64).tiny)
+    )
     layer, expert = np.unravel_index(int(np.argmin(share_LE)), share_LE.shape)
     return float(share_LE[layer, expert]), int(layer), int(expert)
 
@@ -134,7 +148,9 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def _cut(path: Path, start_step: int) -> None:
-    """Take out of the file what a run that goes on at `start_step` measures again, and a last line torn by a kill."""
+    """Take out of the file what a run that goes on at `start_step` measures again, and a last
+    line torn by a kill.
+    """
     if not path.is_file():
         return
     kept, void = bytearray(), False
@@ -153,7 +169,9 @@ def _cut(path: Path, start_step: int) -> None:
 
 
 class CompiledPrograms:
-    """Count the programs that JAX compiles in this process, or takes from its cache of compiled ones."""
+    """Count the programs that JAX compiles in this process, or takes from its cache of compiled
+    ones.
+    """
 
     def __init__(self) -> None:
         self.count = 0
@@ -163,8 +181,12 @@ class CompiledPrograms:
         self.count += event == COMPILE_EVENT
 
 
-def step_record(values: dict[str, Any], step_s: float, config: TrainConfig, *, compiled: bool) -> dict[str, Any]:
-    """Return the line of metrics.jsonl for one step; compiled: whether its seconds hold a compilation."""
+def step_record(
+    values: dict[str, Any], step_s: float, config: TrainConfig, *, compiled: bool
+) -> dict[str, Any]:
+    """Return the line of metrics.jsonl for one step; compiled: whether its seconds hold a
+    compilation.
+    """
     names, size = ("loss", "grad_norm", "learning_rate"), config.batch_size
     if isinstance(config, VisionTrainConfig):  # tasks that have ended are not in it
         size = sum(config.tasks[name].batch_size for name in values["task_loss"])
@@ -173,7 +195,11 @@ def step_record(values: dict[str, Any], step_s: float, config: TrainConfig, *, c
         "dropped_fraction": 0.0,
         "step_s": step_s,
     }
-    line |= {name: values[name] for name in ("task_loss", "task_accuracy", "divergence") if name in values}
+    line |= {
+        name: values[name]
+        for name in ("task_loss", "task_accuracy", "divergence")
+        if name in values
+    }
     if "loss_scale" in values:
         line |= {name: values[name] for name in ("loss_scale", "skipped_steps")}
     if compiled:
@@ -191,10 +217,12 @@ def step_record(values: dict[str, Any], step_s: float, config: TrainConfig, *, c
 
 
 class _EventFile:
-    """The one TensorBoard event file in `folder`; begins with the events of steps before `end_step` of an older one.
+    """The one TensorBoard event file in `folder`; begins with the events of steps before `end_step`
+    of an older one.
 
-    tensorboardX's own SummaryWriter hands events to a thread through a queue of ten; when that thread dies of a full
-    disk, training waits on the queue for ever. This writes in the caller and raises `OSError` there.
+    tensorboardX's own SummaryWriter hands events to a thread through a queue of ten; when that
+    thread dies of a full disk, training waits on the queue for ever. This writes in the caller and
+    raises `OSError` there.
     """
 
     def __init__(self, folder: Path, end_step: int, flush_s: float) -> None:
@@ -225,7 +253,9 @@ class _EventFile:
             self.flush()
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
+        summary = Summary(
+            value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
+        )
         self._write(Event(wall_time=time.time(), step=step, summary=summary))
 
     def close(self) -> None:
@@ -236,7 +266,9 @@ class _EventFile:
 
 
 def _scalar_events(paths: list[Path], end_step: int) -> Iterator[Event]:
-    """Return the last values of every step before `end_step`, in order; what follows a torn event is lost."""
+    """Return the last values of every step before `end_step`, in order; what follows a torn
+    event is lost.
+    """
     steps: dict[int, Event] = {}
     for path in paths:
         with path.open("rb") as file:
@@ -257,11 +289,13 @@ def _scalar_events(paths: list[Path], end_step: int) -> Iterator[Event]:
 
 
 class MetricsLog:
-    """Appends to OUTPUT_DIR/metrics.jsonl and to TensorBoard events in OUTPUT_DIR/tensorboard/{train,evaluation}.
+    """Appends to OUTPUT_DIR/metrics.jsonl and to TensorBoard events in
+    OUTPUT_DIR/tensorboard/{train,evaluation}.
 
-    start_step: the first step that this process will write; what the files have of later ones is cut. If it is greater
-    than 0, or the file exists, an event `resume` is written first. A kill can tear only the last line, which readers
-    skip. Raises `OSError` with the file's name, e.g. on a full disk.
+    start_step: the first step that this process will write; what the files have of later ones is
+    cut. If it is greater than 0, or the file exists, an event `resume` is written first. A kill can
+    tear only the last line, which readers skip. Raises `OSError` with the file's name, e.g. on a
+    full disk.
     """
 
     def __init__(self, output_dir: Path, *, start_step: int) -> None:
@@ -285,12 +319,15 @@ class MetricsLog:
     def write_step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Write the record of one step.
 
-        metrics: by name, those `REQUIRED` among them; scalars also go to TensorBoard. `expert_load` [num_moe_layers,
-        num_experts]: fractions of assignments, written with 5 digits and left out of some steps of large models.
+        metrics: by name, those `REQUIRED` among them; scalars also go to TensorBoard. `expert_load`
+        [num_moe_layers, num_experts]: fractions of assignments, written with 5 digits and left out
+        of some steps of large models.
         """
         missing = [name for name in REQUIRED if name not in metrics]
         if missing:
-            raise ValueError(f"metrics of step {step}: {', '.join(missing)} missing, needs {', '.join(REQUIRED)}")
+            raise ValueError(
+                f"metrics of step {step}: {', '.join(missing)} missing, needs {', '.join(REQUIRED)}"
+            )
         record: dict[str, object] = {"step": step, **metrics}
         scalars = {
             name: float(value)
@@ -310,7 +347,9 @@ class MetricsLog:
         self._train.scalars(step, scalars)
 
     def write_evaluation(self, step: int, *, loss: float, bits_per_byte: float) -> None:
-        """Write what the held-out text costs after `step` steps: nats per token and bits per byte."""
+        """Write what the held-out text costs after `step` steps: nats per token and bits per
+        byte.
+        """
         self.write_event("evaluation", step, loss=loss, bits_per_byte=bits_per_byte)
         self._evaluation.scalars(step, {"loss": float(loss), "bits_per_byte": float(bits_per_byte)})
 
@@ -345,14 +384,23 @@ class MetricsLog:
 
 
 def _load_scalars(load_LE: np.ndarray) -> dict[str, float]:
-    """Return TensorBoard's view of the load: least and most loaded expert as multiples of the fair share."""
+    """Return TensorBoard's view of the load: least and most loaded expert as multiples of the
+    fair share.
+    """
     share_LE = load_LE * load_LE.shape[1]
-    scalars = {"experts/least_loaded": float(share_LE.min()), "experts/most_loaded": float(share_LE.max())}
-    return scalars | {f"experts/least_loaded_layer_{i}": float(row.min()) for i, row in enumerate(share_LE)}
+    scalars = {
+        "experts/least_loaded": float(share_LE.min()),
+        "experts/most_loaded": float(share_LE.max()),
+    }
+    return scalars | {
+        f"experts/least_loaded_layer_{i}": float(row.min()) for i, row in enumerate(share_LE)
+    }
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield records in the order of the file, without a torn last line; `ValueError` for a bad line before that."""
+    """Yield records in the order of the file, without a torn last line; `ValueError` for a bad
+    line before that.
+    """
     bad = 0
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
@@ -365,11 +413,14 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
                 yield record
 
 
-def read_run(path: Path, convert: Callable[[dict[str, Any]], T]) -> tuple[dict[int, T], list[dict[str, Any]]]:
+def read_run(
+    path: Path, convert: Callable[[dict[str, Any]], T]
+) -> tuple[dict[int, T], list[dict[str, Any]]]:
     """Return (converted records by step in ascending order, events in the order of the file).
 
-    A run that resumed at step s wrote s and later steps again: what came before is dropped (evaluations after more
-    than s steps too), so that the rest is one history. `convert` keeps a long run's records small.
+    A run that resumed at step s wrote s and later steps again: what came before is dropped
+    (evaluations after more than s steps too), so that the rest is one history. `convert` keeps a
+    long run's records small.
     """
     steps: dict[int, T] = {}
     events: list[dict[str, Any]] = []
@@ -396,8 +447,12 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 
 
 def recent_expert_load(path: Path, steps: int = 50) -> np.ndarray | None:
-    """Return the mean load [num_moe_layers, num_experts] of what was recorded of the last `steps` steps, or None."""
-    loads, _ = read_run(path, lambda record: np.asarray(record.get("expert_load") or [], np.float32))
+    """Return the mean load [num_moe_layers, num_experts] of what was recorded of the last
+    `steps` steps, or None.
+    """
+    loads, _ = read_run(
+        path, lambda record: np.asarray(record.get("expert_load") or [], np.float32)
+    )
     last = [load_LE.astype(np.float64) for load_LE in list(loads.values())[-steps:] if load_LE.size]
     return np.mean(last, axis=0) if last else None
 
@@ -414,12 +469,13 @@ def progress_bar(config: TrainConfig, mesh: Mesh) -> ProgressBar:
 
 
 class ProgressBar:
-    """Step, loss, tokens/s, MFU, dropped tokens and the time left: one live line on a terminal, plain lines elsewhere.
+    """Step, loss, tokens/s, MFU, dropped tokens and the time left: one live line on a terminal,
+    plain lines elsewhere.
 
-    Plain lines come at this process's first step, every `every_s` seconds, and at the last step. Rates are medians of
-    the last `RATE_STEPS` steps without this process's first one, which compiles, and without those before a change of
-    devices or tasks; tokens and FLOPs are those of all devices together. MFU is shown only where `peak_flops` knows the
-    device.
+    Plain lines come at this process's first step, every `every_s` seconds, and at the last step.
+    Rates are medians of the last `RATE_STEPS` steps without this process's first one, which
+    compiles, and without those before a change of devices or tasks; tokens and FLOPs are those of
+    all devices together. MFU is shown only where `peak_flops` knows the device.
     """
 
     def __init__(
@@ -435,7 +491,11 @@ class ProgressBar:
     ) -> None:
         self._stream = sys.stdout if stream is None else stream
         self._num_steps, self._tokens_per_step, self._every_s = num_steps, tokens_per_step, every_s
-        self._num_devices, self._flops_per_token, self._peak = num_devices, flops_per_token, peak_flops(device_kind)
+        self._num_devices, self._flops_per_token, self._peak = (
+            num_devices,
+            flops_per_token,
+            peak_flops(device_kind),
+        )
         self._step_s: deque[float] = deque(maxlen=RATE_STEPS)
         self._compiles = True  # the next step
         self._steps_seen = 0
@@ -448,9 +508,13 @@ class ProgressBar:
             self._console.show_cursor(True)  # rich hides it, and a SIGKILL would leave it hidden
 
     def runs_on(self, num_devices: int, tokens_per_step: int) -> None:
-        """Say what the next step runs on; where that is new, rates are those of the steps that follow it."""
+        """Say what the next step runs on; where that is new, rates are those of the steps that
+        follow it.
+        """
         if (num_devices, tokens_per_step) != (self._num_devices, self._tokens_per_step):
-            self._num_devices, self._tokens_per_step, self._compiles = num_devices, tokens_per_step, True
+            self._num_devices = num_devices
+            self._tokens_per_step = tokens_per_step
+            self._compiles = True
             self._step_s.clear()
 
     def update(self, step: int, *, loss: float, step_s: float, dropped_fraction: float) -> None:
@@ -491,7 +555,10 @@ class ProgressBar:
         self.close()
 
     def _parts(self, step: int, loss: float, step_s: float, dropped_fraction: float) -> list[str]:
-        parts = [f"step {step} ({math.floor(100 * (step + 1) / self._num_steps)} %)", f"loss {loss:.4f}"]
+        parts = [
+            f"step {step} ({math.floor(100 * (step + 1) / self._num_steps)} %)",
+            f"loss {loss:.4f}",
+        ]
         if self._step_s:
             typical_s = max(median(self._step_s), 1e-9)
             tokens_per_s = self._tokens_per_step / typical_s
@@ -507,7 +574,9 @@ class ProgressBar:
         return parts
 
     def _bar(self, step: int, parts: list[str]) -> Table:
-        """Return one row: step, bar, the rest; the bar takes what the terminal's width leaves, the loss stands out."""
+        """Return one row: step, bar, the rest; the bar takes what the terminal's width leaves,
+        the loss stands out.
+        """
         rest = Text("  ".join(parts[1:]), no_wrap=True, overflow="ellipsis")
         rest.stylize("bold", 0, len(parts[1]))
         grid = Table.grid(padding=(0, 2), expand=True)

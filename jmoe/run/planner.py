@@ -1,4 +1,6 @@
-"""The planner's numbers of a run: what it needs by its configuration, what this machine has, what was measured."""
+"""The planner's numbers of a run: what it needs by its configuration, what this machine has,
+what was measured.
+"""
 
 import dataclasses
 import math
@@ -35,7 +37,8 @@ from jmoe.runtime import MEMORY_SHARE, device_memory_share
 
 def trained_model(config: TrainConfig) -> TrainedModel:
     """Return the model and step of a run, in numbers."""
-    model, mesh = config.model, config.mesh  # what the mesh leaves open is not known without devices: one
+    # what the mesh leaves open is not known without devices: one
+    model, mesh = config.model, config.mesh
     inside, packing = max(1, mesh.expert_intra), config.comm.first_packing
     _, *shared = packed_shape((1, mesh.expert_inter, inside), packing)
     devices, replicas = math.prod(shared), max(1, mesh.data) * packing
@@ -45,7 +48,9 @@ def trained_model(config: TrainConfig) -> TrainedModel:
     part = tokens // config.gradient_accumulation_steps
     on_gpu = bool(config.machine.device().device_bytes)
     number_bytes = compute_bytes if on_gpu else 4  # XLA:CPU widens what it computes in 16 bits
-    working, recomputed = (number_bytes * n for n in in_use_elements(model, part, devices, _buffers(config)))
+    working, recomputed = (
+        number_bytes * n for n in in_use_elements(model, part, devices, _buffers(config))
+    )
     expert_flops = 6.0 * expert * model.num_experts_per_tok * model.num_moe_layers
     flops = model.flops_per_token(config.sequence_length) - expert_flops
     parts = config.gradient_accumulation_steps
@@ -65,7 +70,8 @@ def trained_model(config: TrainConfig) -> TrainedModel:
         gradient_bytes=2 if config.tiers.gradient_dtype == "bfloat16" else 4,
         num_devices=devices,
         devices_per_host=inside,
-        kept_bytes=compute_bytes * (kept * (config.remat != "layer") + of_experts * (config.remat == "none")),
+        kept_bytes=compute_bytes
+        * (kept * (config.remat != "layer") + of_experts * (config.remat == "none")),
         experts_kept_bytes=compute_bytes * of_experts * (config.remat == "none"),
         experts_again=config.remat == "experts",
         micro_batches=parts,
@@ -75,14 +81,18 @@ def trained_model(config: TrainConfig) -> TrainedModel:
         shard_dense=config.comm.shard_dense,
         chosen_share=config.tiers.chosen_share,
         logits_bytes=(4 + compute_bytes) * model.vocab_size * part,
-        loss_chunk_bytes=logits_bytes(max(1, part // devices), model.vocab_size, compute_bytes, on_cpu=not on_gpu),
+        loss_chunk_bytes=logits_bytes(
+            max(1, part // devices), model.vocab_size, compute_bytes, on_cpu=not on_gpu
+        ),
         recomputed_bytes=recomputed,
         on_gpu=on_gpu,
     )
 
 
 def _buffers(config: TrainConfig) -> int:
-    """Return how many buffers of rows a device may have: under capacity each chunk of dedup has a whole one."""
+    """Return how many buffers of rows a device may have: under capacity each chunk of dedup has
+    a whole one.
+    """
     comm, mesh = config.comm, config.mesh
     whole = comm.exchange in ("auto", "dedup") and config.model.capacity_factor is not None
     whole = whole and mesh.expert_inter > 1 and mesh.expert_intra != 1
@@ -90,20 +100,35 @@ def _buffers(config: TrainConfig) -> int:
 
 
 def kept_elements(
-    model: ModelConfig, num_tokens: int, num_devices: int, buffers: int = 1, *, streamed: bool = False
+    model: ModelConfig,
+    num_tokens: int,
+    num_devices: int,
+    buffers: int = 1,
+    *,
+    streamed: bool = False,
 ) -> tuple[int, int]:
-    """Return what all layers keep for the backward pass besides their inputs (`models.block.SAVED`), on all devices.
+    """Return what all layers keep for the backward pass besides their inputs
+    (`models.block.SAVED`), on all devices.
 
-    Of (all but experts, experts' products). The first is queries, keys, values and attention's output, hidden states,
-    and what the first products of dense feed-forwards make; with experts on other devices or tiers also the normed
-    tokens, and on several devices their rows where they are sent, and what comes back. buffers: of rows.
+    Of (all but experts, experts' products). The first is queries, keys, values and attention's
+    output, hidden states, and what the first products of dense feed-forwards make; with experts on
+    other devices or tiers also the normed tokens, and on several devices their rows where they are
+    sent, and what comes back. buffers: of rows.
     """
     hidden, layers, k = model.hidden_size, model.num_hidden_layers, model.num_experts_per_tok
     attention = 2 * (model.num_attention_heads + model.num_key_value_heads) * model.dim_per_head
-    rows = buffers * num_devices * expert_rows(num_tokens // num_devices, k, num_devices, model.capacity_factor)
+    rows = (
+        buffers
+        * num_devices
+        * expert_rows(num_tokens // num_devices, k, num_devices, model.capacity_factor)
+    )
     up, dense_up, shared_up = (
         up_columns(size, model.hidden_act)
-        for size in (model.moe_intermediate_size, model.intermediate_size, model.shared_expert_intermediate_size)
+        for size in (
+            model.moe_intermediate_size,
+            model.intermediate_size,
+            model.shared_expert_intermediate_size,
+        )
     )
     # experts' outputs: where they are computed, or the rows that come back
     made, sent = (rows * (up + hidden), num_tokens) if num_devices == 1 else (rows * up, 2 * rows)
@@ -115,11 +140,15 @@ def kept_elements(
     return kept, model.num_moe_layers * made
 
 
-def in_use_elements(model: ModelConfig, num_tokens: int, num_devices: int, buffers: int = 1) -> tuple[int, int]:
-    """Return (what the gradients of a layer have at once, what computing it again has besides), on all devices.
+def in_use_elements(
+    model: ModelConfig, num_tokens: int, num_devices: int, buffers: int = 1
+) -> tuple[int, int]:
+    """Return (what the gradients of a layer have at once, what computing it again has besides), on
+    all devices.
 
-    With experts: gradients of what comes out of each product, and of rows where they are sent; again: the rows and what
-    each product makes of them. Counted in the buffers of compiled steps (`benchmarks/train/estimates.py`).
+    With experts: gradients of what comes out of each product, and of rows where they are sent;
+    again: the rows and what each product makes of them. Counted in the buffers of compiled steps
+    (`benchmarks/train/estimates.py`).
     """
     hidden, k, inner = model.hidden_size, model.num_experts_per_tok, model.moe_intermediate_size
     attention = 2 * (model.num_attention_heads + model.num_key_value_heads) * model.dim_per_head
@@ -131,14 +160,20 @@ def in_use_elements(model: ModelConfig, num_tokens: int, num_devices: int, buffe
     each = max(attention + 4 * hidden, 2 * hidden + 2 * (dense_up if has_dense else shared_up))
     if not model.num_moe_layers:
         return num_tokens * each, num_tokens * each
-    rows = buffers * num_devices * expert_rows(num_tokens // num_devices, k, num_devices, model.capacity_factor)
+    rows = (
+        buffers
+        * num_devices
+        * expert_rows(num_tokens // num_devices, k, num_devices, model.capacity_factor)
+    )
     sent = hidden if num_devices > 1 else 0
     again = rows * (2 * hidden + up + inner)
     return max(num_tokens * each, again + rows * (inner + sent)), max(num_tokens * each, again)
 
 
 def machine(config: TrainConfig) -> Machine:
-    """Return what the configuration says of the machine, and what is free on this one where it says nothing."""
+    """Return what the configuration says of the machine, and what is free on this one where it
+    says nothing.
+    """
     described, folder = config.machine, Path(config.tiers.path or config.output_dir).absolute()
     while not folder.exists():
         folder = folder.parent
@@ -149,10 +184,14 @@ def machine(config: TrainConfig) -> Machine:
     described_bytes: dict[Tier, int] = {"host": described.host_bytes, "nvme": described.nvme_bytes}
     if described.accelerator:
         source = (
-            f"the data sheet of {described.accelerator}; programs reach less: --machine.flops etc. take what yours do"
+            f"the data sheet of {described.accelerator}; programs reach less: --machine.flops etc."
+            " take what yours do"
         )
         if not described.device_bytes:
-            source += f"; of its memory JAX takes {100 * share:g} %, unless {' or '.join(MEMORY_SHARE)} says more"
+            source += (
+                f"; of its memory JAX takes {100 * share:g} %, unless {' or '.join(MEMORY_SHARE)}"
+                " says more"
+            )
     else:
         source = "two CPU cores where --machine.accelerator or .flops etc. do not say otherwise"
     return Machine(
@@ -160,7 +199,11 @@ def machine(config: TrainConfig) -> Machine:
         host_bytes=described.host_bytes or available_bytes(),
         nvme_bytes=described.nvme_bytes or shutil.disk_usage(folder).free,
         shared=not device.device_bytes,
-        flops=device.flops if config.compute_dtype != "float32" or described.flops else device.flops / 2,
+        flops=(
+            device.flops
+            if config.compute_dtype != "float32" or described.flops
+            else device.flops / 2
+        ),
         link_bytes_per_s=device.link_bytes_per_s,
         nvme_read_bytes_per_s=described.nvme_read_bytes_per_s,
         nvme_write_bytes_per_s=described.nvme_write_bytes_per_s,
@@ -186,10 +229,14 @@ def _placement(config: TrainConfig, experts: Any, optimizer: Any) -> StatePlacem
 def training_plan(config: TrainConfig) -> TrainingPlan:
     """Return the plan of a run whose tiers are chosen.
 
-    Raises `ValueError` for a model without experts, and as the run would where the mesh's devices cannot share it out.
+    Raises `ValueError` for a model without experts, and as the run would where the mesh's devices
+    cannot share it out.
     """
     if not config.model.num_moe_layers:
-        raise ValueError(f"model.num_experts = {config.model.num_experts}: the planner is for models with experts")
+        raise ValueError(
+            f"model.num_experts = {config.model.num_experts}: the planner is for models with"
+            " experts"
+        )
     mesh, inside = config.mesh, max(1, config.mesh.expert_intra)
     config.check_devices(max(1, mesh.data) * mesh.expert_inter * inside, inside)
     model, tiers = trained_model(config), config.tiers
@@ -200,12 +247,16 @@ def packing_room(config: TrainConfig, on: Machine) -> Room:
     """Return what a run with this packing lacks on such machines; 0 where it fits."""
     model = trained_model(config)
     host = dataclasses.replace(_placement(config, "host", "host"), gradients="host")
-    plans = [plan_training(model, place, on) for place in (_placement(config, "device", "device"), host)]
+    plans = [
+        plan_training(model, place, on) for place in (_placement(config, "device", "device"), host)
+    ]
     return Room(*(sum(plan.lacking.values()) for plan in plans))
 
 
 def packing_summary(config: TrainConfig) -> str:
-    """Return how many experts a device holds, and with `comm.packing = auto` up to how many memory allows."""
+    """Return how many experts a device holds, and with `comm.packing = auto` up to how many
+    memory allows.
+    """
     mesh, first = config.mesh, config.comm.first_packing
     full = (max(1, mesh.data), mesh.expert_inter, max(1, mesh.expert_intra))
     alone = config.model.num_experts // (full[1] * full[2])
@@ -219,7 +270,9 @@ def packing_summary(config: TrainConfig) -> str:
 
 
 def with_chosen_tiers(config: TrainConfig) -> TrainConfig:
-    """Return the run with the fastest tiers that fit where it says `auto`; `ValueError` if none do."""
+    """Return the run with the fastest tiers that fit where it says `auto`; `ValueError` if none
+    do.
+    """
     tiers = config.tiers
     if "auto" not in (tiers.experts, tiers.optimizer):
         return config
@@ -229,13 +282,18 @@ def with_chosen_tiers(config: TrainConfig) -> TrainConfig:
     return dataclasses.replace(config, tiers=tiers.placed(place.experts, place.optimizer))
 
 
-SHARES = ("chosen_share", "most_chosen_share", "room")  # of a device's experts of a layer, see `ExpertStats`
+# of a device's experts of a layer, see `ExpertStats`
+SHARES = ("chosen_share", "most_chosen_share", "room")
 
 
 def tier_counts(stats: ExpertStats) -> dict[str, float]:
-    """Return what the tiers of this process have done since its start; hit_rate: only once experts were looked up."""
+    """Return what the tiers of this process have done since its start; hit_rate: only once
+    experts were looked up.
+    """
     stores = stats.stores
-    hits, misses = (sum(getattr(store.cache, name) for store in stores) for name in ("hits", "misses"))
+    hits, misses = (
+        sum(getattr(store.cache, name) for store in stores) for name in ("hits", "misses")
+    )
     counts = _sums(stats) | {name: getattr(stats, name) for name in ("waited_s", *SHARES)}
     return counts | ({"hit_rate": hits / (hits + misses)} if hits + misses else {})
 
@@ -253,14 +311,18 @@ def _sums(stats: ExpertStats) -> dict[str, float]:
 
 
 def tier_totals(stats: ExpertStats) -> dict[str, float]:
-    """Return what the tiers of all processes have done together, and the longest wait; every process calls this.
+    """Return what the tiers of all processes have done together, and the longest wait; every
+    process calls this.
 
     The share of the experts that is chosen is a mean, the others are the largest.
     """
     sums = _sums(stats)
     others = ("waited_s", *SHARES)
     own = np.array([*sums.values(), *(getattr(stats, name) for name in others)])
-    every = np.asarray(process_allgather(own.view(np.uint8))).reshape(-1, own.nbytes).view(own.dtype)  # JAX has 32 bits
+    # JAX has 32 bits
+    every = (
+        np.asarray(process_allgather(own.view(np.uint8))).reshape(-1, own.nbytes).view(own.dtype)
+    )
     of_others = dict(zip(others, every[:, len(sums) :].T, strict=True))
     return (
         {name: int(total) for name, total in zip(sums, every.sum(axis=0), strict=False)}
@@ -270,7 +332,8 @@ def tier_totals(stats: ExpertStats) -> dict[str, float]:
 
 
 def tiers_summary(config: TrainConfig, totals: dict[str, float], log: MetricsLog) -> str:
-    """Return what the planner predicted beside what was measured and `tier_totals`; also written to the log.
+    """Return what the planner predicted beside what was measured and `tier_totals`; also written to
+    the log.
 
     Once more with the share of experts that steps chose, unless no step ran.
     """
@@ -280,7 +343,9 @@ def tiers_summary(config: TrainConfig, totals: dict[str, float], log: MetricsLog
     predicted = {"predicted_step_s": plan.step_s()}
     line = f"step: predicted {plan.step_s():.3g} s"
     if share := totals["chosen_share"]:
-        predicted_s = predicted["predicted_step_s_measured_share"] = plan.with_chosen_share(share).step_s()
+        predicted_s = predicted["predicted_step_s_measured_share"] = plan.with_chosen_share(
+            share
+        ).step_s()
         line += f" ({predicted_s:.3g} s with the measured share of chosen experts)"
     log.write_event("tiers", len(steps), **predicted, measured_step_s=measured_s, **totals)
     line += f", measured {measured_s:.3g} s; {totals['waited_s']:.1f} s waited"
@@ -290,8 +355,9 @@ def tiers_summary(config: TrainConfig, totals: dict[str, float], log: MetricsLog
 def experts_line(totals: dict[str, float]) -> str:
     """Return what `tier_totals` has counted, as text."""
     return (
-        f"NVMe: {totals['nvme_read_bytes'] / 1e9:.2f} GB read, {totals['nvme_written_bytes'] / 1e9:.2f} GB written\n"
-        f"experts: {totals['updates']} updates, {totals['replayed_steps']} missed steps replayed\n"
-        f"a layer's step chose {100 * totals['chosen_share']:.0f} % of a device's experts, at most "
-        f"{100 * totals['most_chosen_share']:.0f} %; room for {100 * totals['room']:.0f} %"
+        f"NVMe: {totals['nvme_read_bytes'] / 1e9:.2f} GB read,"
+        f" {totals['nvme_written_bytes'] / 1e9:.2f} GB written\nexperts: {totals['updates']}"
+        f" updates, {totals['replayed_steps']} missed steps replayed\na layer's step chose"
+        f" {100 * totals['chosen_share']:.0f} % of a device's experts, at most"
+        f" {100 * totals['most_chosen_share']:.0f} %; room for {100 * totals['room']:.0f} %"
     )

@@ -1,4 +1,5 @@
-"""`/metrics` of a run for Prometheus: steps, loss, rate, checkpoints, restarts and tiers, by process 0.
+"""`/metrics` of a run for Prometheus: steps, loss, rate, checkpoints, restarts and tiers, by
+process 0.
 
 https://prometheus.io/docs/practices/naming
 """
@@ -22,15 +23,39 @@ STEP_GAUGES = (
     ("loss", "loss", "Loss of the last step, nats per token."),
     ("grad_norm", "grad_norm", "Norm of the gradient in the last step."),
     ("learning_rate", "learning_rate", "Learning rate of the last step."),
-    ("dropped_fraction", "dropped_fraction", "Of the last step's assignments of tokens to experts, those dropped."),
+    (
+        "dropped_fraction",
+        "dropped_fraction",
+        "Of the last step's assignments of tokens to experts, those dropped.",
+    ),
     ("step_s", "step_seconds", "Duration of the last step."),
-    ("tokens_per_s", "tokens_per_second", "Tokens of the last step by its duration; not of steps that compile."),
+    (
+        "tokens_per_s",
+        "tokens_per_second",
+        "Tokens of the last step by its duration; not of steps that compile.",
+    ),
 )
 TIER_COUNTERS = (
-    ("nvme_read_bytes", "nvme_read_bytes", "Records of experts read from NVMe by process 0 since its start."),
-    ("nvme_written_bytes", "nvme_written_bytes", "Records of experts written to NVMe by process 0 since its start."),
-    ("host_bytes", "host_bytes", "Records of experts taken from host memory by process 0 since its start."),
-    ("waited_s", "tier_wait_seconds", "Time in which process 0 waited for experts since its start."),
+    (
+        "nvme_read_bytes",
+        "nvme_read_bytes",
+        "Records of experts read from NVMe by process 0 since its start.",
+    ),
+    (
+        "nvme_written_bytes",
+        "nvme_written_bytes",
+        "Records of experts written to NVMe by process 0 since its start.",
+    ),
+    (
+        "host_bytes",
+        "host_bytes",
+        "Records of experts taken from host memory by process 0 since its start.",
+    ),
+    (
+        "waited_s",
+        "tier_wait_seconds",
+        "Time in which process 0 waited for experts since its start.",
+    ),
 )
 
 
@@ -44,10 +69,12 @@ class _Metric:
 
 
 class RunMetrics:
-    """Context manager that answers `GET /metrics` on `port` from a thread of its own; port 0: one that is free.
+    """Context manager that answers `GET /metrics` on `port` from a thread of its own; port 0: one
+    that is free.
 
-    Raises `ValueError` naming `metrics.port` if prometheus-client is missing or the port cannot be listened on.
-    Checkpoints are looked up in the output folder when they are asked for, so that one counts once it is complete.
+    Raises `ValueError` naming `metrics.port` if prometheus-client is missing or the port cannot be
+    listened on. Checkpoints are looked up in the output folder when they are asked for, so that one
+    counts once it is complete.
     """
 
     def __init__(self, config: TrainConfig, run: str) -> None:
@@ -58,15 +85,30 @@ class RunMetrics:
         self._lock = threading.Lock()  # all values of a step appear at once
         self._define("gauge", "num_steps", "Steps that the run is to have.", config.num_steps)
         self._define("gauge", "steps", "Steps that are done.", 0)
-        self._define("counter", "tokens", "Tokens of all steps that are done, those before a resume included.", 0)
+        self._define(
+            "counter",
+            "tokens",
+            "Tokens of all steps that are done, those before a resume included.",
+            0,
+        )
         for _, name, text in STEP_GAUGES:
             self._define("gauge", name, text)
-        self._define("gauge", "last_step_timestamp_seconds", "When the last step was done, Unix time.")
-        self._define("gauge", "held_out_loss", "Loss on the held-out data when it was last evaluated.")
-        self._define("gauge", "save_seconds", "Time for which the last save kept the steps waiting.")
+        self._define(
+            "gauge", "last_step_timestamp_seconds", "When the last step was done, Unix time."
+        )
+        self._define(
+            "gauge", "held_out_loss", "Loss on the held-out data when it was last evaluated."
+        )
+        self._define(
+            "gauge", "save_seconds", "Time for which the last save kept the steps waiting."
+        )
         self._define("gauge", "restarts", "Restarts of the run so far.")
         if not config.tiers.on_device:
-            self._define("gauge", "tier_hit_rate", "Of the experts looked up in host memory, those that were there.")
+            self._define(
+                "gauge",
+                "tier_hit_rate",
+                "Of the experts looked up in host memory, those that were there.",
+            )
             for _, name, text in TIER_COUNTERS:
                 self._define("counter", name, text)
 
@@ -82,8 +124,12 @@ class RunMetrics:
         try:
             self._server, self._thread = start_http_server(port, host, registry)
         except OSError as error:
-            privileged = " (ports below 1024 are for root)" if isinstance(error, PermissionError) else ""
-            reason = f"cannot be listened on at metrics.host = {host!r}: {error.strerror}{privileged}"
+            privileged = (
+                " (ports below 1024 are for root)" if isinstance(error, PermissionError) else ""
+            )
+            reason = (
+                f"cannot be listened on at metrics.host = {host!r}: {error.strerror}{privileged}"
+            )
             raise ValueError(f"{name} = {port}: {reason}") from error
         return self
 
@@ -98,7 +144,9 @@ class RunMetrics:
         return int(self._server.server_port)
 
     def resume(self, steps: int) -> None:
-        """Note how many steps were done when this process began, and look up how often others did before."""
+        """Note how many steps were done when this process began, and look up how often others
+        did before.
+        """
         restarts = read_overview(self._output_dir).restarts
         self._set(steps=steps, tokens=self._tokens_until(steps), restarts=restarts)
 
@@ -111,7 +159,12 @@ class RunMetrics:
             known |= {name: tiers[key] for key, name, _ in TIER_COUNTERS}
             known |= {"tier_hit_rate": tiers["hit_rate"]} if "hit_rate" in tiers else {}
         done = step + 1
-        self._set(**known, steps=done, tokens=self._tokens_until(done), last_step_timestamp_seconds=time.time())
+        self._set(
+            **known,
+            steps=done,
+            tokens=self._tokens_until(done),
+            last_step_timestamp_seconds=time.time(),
+        )
 
     def note_save(self, seconds: float) -> None:
         """Note for how long a save has kept the steps waiting."""
@@ -125,13 +178,20 @@ class RunMetrics:
         """Return all that is known now; prometheus-client calls this when it is asked."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        family: dict[str, Callable[..., Any]] = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
+        family: dict[str, Callable[..., Any]] = {
+            "gauge": GaugeMetricFamily,
+            "counter": CounterMetricFamily,
+        }
         with self._lock:
             metrics = {name: replace(metric) for name, metric in self._metrics.items()}
         families = []
         for name, metric in (metrics | self._checkpoint()).items():
             if metric.value is not None:
-                families.append(family[metric.kind](f"jmoe_train_{name}", metric.text, labels=list(self._labels)))
+                families.append(
+                    family[metric.kind](
+                        f"jmoe_train_{name}", metric.text, labels=list(self._labels)
+                    )
+                )
                 families[-1].add_metric(list(self._labels.values()), metric.value)
         return families
 
@@ -145,7 +205,9 @@ class RunMetrics:
         now = disk_time(folder.parent) or time.time()
         return {
             "checkpoint_step": _Metric("gauge", "Steps in the newest complete checkpoint.", step),
-            "checkpoint_timestamp_seconds": _Metric("gauge", "When it was written, Unix time.", saved_time),
+            "checkpoint_timestamp_seconds": _Metric(
+                "gauge", "When it was written, Unix time.", saved_time
+            ),
             "checkpoint_age_seconds": _Metric("gauge", "Its age.", max(0.0, now - saved_time)),
         }
 

@@ -1,4 +1,6 @@
-"""The picture of a run: `report.png`, drawn from `metrics.jsonl`. Slow to import: it needs matplotlib."""
+"""The picture of a run: `report.png`, drawn from `metrics.jsonl`. Slow to import: it needs
+matplotlib.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from jmoe.data.shards import write_atomic
 from jmoe.run.metrics import METRICS_FILE, REPORT_FILE, least_loaded, read_run
 
-MAX_POINTS: Final = 2000  # of a curve; a longer one is drawn as the least and greatest value of groups of steps
+# of a curve; a longer one is drawn as the least and greatest value of groups of steps
+MAX_POINTS: Final = 2000
 MAX_COLUMNS: Final = 240  # of the heat map
 MAP_HEIGHT_PX: Final = 380  # what the layout leaves to the heat map
 MIN_ROW_PX: Final = 2.5
@@ -43,7 +46,8 @@ class _Curves:
     loss: np.ndarray
     tokens_per_s: np.ndarray
     dropped_fraction: np.ndarray
-    loads: list[tuple[int, np.ndarray]]  # (step, [num_moe_layers, num_experts] multiples of the fair share)
+    # (step, [num_moe_layers, num_experts] multiples of the fair share)
+    loads: list[tuple[int, np.ndarray]]
     evaluations: list[dict[str, Any]]  # by step
     resumes: list[int]
     experts_per_device: int | None = None  # as packed last; None: never measured
@@ -53,16 +57,22 @@ def _load_run(path: Path) -> _Curves:
     names = ("loss", "tokens_per_s", "dropped_fraction")
 
     def convert(record: dict[str, Any]) -> tuple[list[float], np.ndarray]:
-        values = [float("nan") if record.get(name) is None else float(record[name]) for name in names]
+        values = [
+            float("nan") if record.get(name) is None else float(record[name]) for name in names
+        ]
         if record.get("compiled"):
             values[1] = float("nan")  # its seconds are the compiler's
         load_LE = np.asarray(record.get("expert_load") or [], np.float32)
         return values, load_LE * load_LE.shape[-1]
 
     steps, events = read_run(path, convert)
-    loss, tokens_per_s, dropped_fraction = np.array([values for values, _ in steps.values()]).reshape(-1, len(names)).T
+    loss, tokens_per_s, dropped_fraction = (
+        np.array([values for values, _ in steps.values()]).reshape(-1, len(names)).T
+    )
     evaluations = {int(e["step"]): e for e in events if e["event"] == "evaluation"}
-    resumes = sorted({int(e["step"]) for e in events if e["event"] == "resume" and int(e["step"]) > 0})
+    resumes = sorted(
+        {int(e["step"]) for e in events if e["event"] == "resume" and int(e["step"]) > 0}
+    )
     return _Curves(
         np.array(list(steps), np.int64),
         loss,
@@ -71,7 +81,9 @@ def _load_run(path: Path) -> _Curves:
         loads=[(step, load_LE) for step, (_, load_LE) in steps.items() if load_LE.size],
         evaluations=[e for _, e in sorted(evaluations.items())],
         resumes=resumes,
-        experts_per_device=next((e["experts_per_device"] for e in reversed(events) if e["event"] == "packing"), None),
+        experts_per_device=next(
+            (e["experts_per_device"] for e in reversed(events) if e["event"] == "packing"), None
+        ),
     )
 
 
@@ -81,10 +93,20 @@ def write_report(output_dir: Path) -> Path:
     Raises `FileNotFoundError` without metrics.jsonl, `OSError` if the picture cannot be written.
     """
     run = _load_run(output_dir / METRICS_FILE)
-    layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1, wspace=0.03, hspace=0.04, rect=(0, 0, 1, 0.9))
+    layout = ConstrainedLayoutEngine(
+        w_pad=0.12, h_pad=0.1, wspace=0.03, hspace=0.04, rect=(0, 0, 1, 0.9)
+    )
     figure = Figure(figsize=(13.5, 8.4), dpi=130, layout=layout, facecolor="white")
     FigureCanvasAgg(figure)
-    figure.text(0.012, 0.955, output_dir.resolve().name, fontsize=17, fontweight="bold", color=_INK, parse_math=False)
+    figure.text(
+        0.012,
+        0.955,
+        output_dir.resolve().name,
+        fontsize=17,
+        fontweight="bold",
+        color=_INK,
+        parse_math=False,
+    )
     figure.text(0.012, 0.925, _headline(run), fontsize=10.5, color=_GREY)
     axes = figure.subplots(2, 2)
     panels = (
@@ -104,7 +126,9 @@ def write_report(output_dir: Path) -> Path:
 
 def _priced(loss: float, bits_per_byte: float) -> str:
     """Return nats per token, and bits per byte where the text is known."""
-    return f"{loss:.3f}" + (f" ({bits_per_byte:.3f} bits per byte)" if math.isfinite(bits_per_byte) else "")
+    return f"{loss:.3f}" + (
+        f" ({bits_per_byte:.3f} bits per byte)" if math.isfinite(bits_per_byte) else ""
+    )
 
 
 def _headline(run: _Curves) -> str:
@@ -115,12 +139,16 @@ def _headline(run: _Curves) -> str:
     if np.isfinite(run.tokens_per_s).any():
         parts.append(f"{np.nanmedian(run.tokens_per_s):,.0f} tokens/s (median)")
     if np.isfinite(run.loss).any():
-        parts.append(f"training loss {np.mean(run.loss[np.isfinite(run.loss)][-LAST_RECORDS:]):.3f}")
+        parts.append(
+            f"training loss {np.mean(run.loss[np.isfinite(run.loss)][-LAST_RECORDS:]):.3f}"
+        )
     if run.evaluations:
         last = run.evaluations[-1]
         parts.append(f"held-out loss {_priced(last['loss'], last['bits_per_byte'])}")
     if run.loads:
-        share, _, _ = least_loaded(np.mean([load_LE for _, load_LE in run.loads[-LAST_RECORDS:]], axis=0))
+        share, _, _ = least_loaded(
+            np.mean([load_LE for _, load_LE in run.loads[-LAST_RECORDS:]], axis=0)
+        )
         parts.append(f"least loaded expert at the end {share:.2f} of fair share")
     if run.experts_per_device is not None:
         parts.append(f"{run.experts_per_device} experts a device")
@@ -145,13 +173,17 @@ def _style(ax: Axes, title: str, unit: str, run: _Curves) -> None:
     ax.set_xlim(*((first, last) if last > first else (first - 0.5, last + 0.5)))
     for i, step in enumerate(run.resumes):
         dots: tuple[float, tuple[float, float]] = (0, (1, 2.5))
-        ax.axvline(step, color=_GREY, linewidth=0.9, linestyle=dots, zorder=1, label="" if i else "resumed")
+        ax.axvline(
+            step, color=_GREY, linewidth=0.9, linestyle=dots, zorder=1, label="" if i else "resumed"
+        )
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:
     """Return the centred triangular mean over about 4 % of the series, of the finite values."""
     half = max(1, round(0.02 * values.size))
-    weights = np.concatenate([np.arange(1, half + 1), np.arange(half + 1, 0, -1)]).astype(np.float64)
+    weights = np.concatenate([np.arange(1, half + 1), np.arange(half + 1, 0, -1)]).astype(
+        np.float64
+    )
     known = np.isfinite(values)
     padded = np.pad(np.where(known, values, 0.0), half)
     total = np.convolve(padded, weights, "valid")
@@ -167,7 +199,9 @@ def _running_median(values: np.ndarray) -> np.ndarray:
     return np.ma.median(windows, axis=1).filled(np.nan)
 
 
-def _grouped(x: np.ndarray, y: np.ndarray, how: Callable[..., np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+def _grouped(
+    x: np.ndarray, y: np.ndarray, how: Callable[..., np.ndarray]
+) -> tuple[np.ndarray, np.ndarray]:
     """Return (first x, how(y)) of groups of neighbours, at most `MAX_POINTS` of them."""
     if x.size <= MAX_POINTS:
         return x, y
@@ -183,7 +217,12 @@ def _mean_at(y: np.ndarray, starts: np.ndarray) -> np.ndarray:
 
 
 def _draw_curve(
-    ax: Axes, run: _Curves, y: np.ndarray, color: str, label: str, smooth: Callable[[np.ndarray], np.ndarray] = _smooth
+    ax: Axes,
+    run: _Curves,
+    y: np.ndarray,
+    color: str,
+    label: str,
+    smooth: Callable[[np.ndarray], np.ndarray] = _smooth,
 ) -> None:
     """Draw every step light, the smoothed curve strong; a short run as points."""
     if not np.isfinite(y).any():
@@ -192,7 +231,15 @@ def _draw_curve(
         return
     if y.size <= SMALL_RUN:
         ax.plot(
-            run.step, y, color=color, linewidth=1.6, marker="o", markersize=4.5, label=label, zorder=3, clip_on=False
+            run.step,
+            y,
+            color=color,
+            linewidth=1.6,
+            marker="o",
+            markersize=4.5,
+            label=label,
+            zorder=3,
+            clip_on=False,
         )
         return
     if y.size <= MAX_POINTS:
@@ -202,12 +249,18 @@ def _draw_curve(
         high = _grouped(run.step, y, np.fmax.reduceat)[1]
         ax.fill_between(x, low, high, color=color, alpha=0.25, linewidth=0, zorder=2)
     x, mean = _grouped(run.step, y, _mean_at)
-    ax.plot(x, smooth(mean), color=color, linewidth=2.0, label=label, zorder=3, solid_capstyle="round")
+    ax.plot(
+        x, smooth(mean), color=color, linewidth=2.0, label=label, zorder=3, solid_capstyle="round"
+    )
 
 
 def _draw_loss(ax: Axes, run: _Curves) -> None:
     _draw_curve(ax, run, run.loss, _BLUE, "training")
-    points = [(int(e["step"]), e["loss"], e["bits_per_byte"]) for e in run.evaluations if math.isfinite(e["loss"])]
+    points = [
+        (int(e["step"]), e["loss"], e["bits_per_byte"])
+        for e in run.evaluations
+        if math.isfinite(e["loss"])
+    ]
     if points:
         steps, losses, bits = zip(*points)
         ax.plot(
@@ -226,7 +279,9 @@ def _draw_loss(ax: Axes, run: _Curves) -> None:
         )
     bad = run.step[~np.isfinite(run.loss)]
     if bad.size:
-        ax.axvline(int(bad[0]), color=_RED, linewidth=1.4, label=f"not finite at step {int(bad[0]):,}")
+        ax.axvline(
+            int(bad[0]), color=_RED, linewidth=1.4, label=f"not finite at step {int(bad[0]):,}"
+        )
     if ax.get_legend_handles_labels()[0]:
         ax.legend(frameon=False, fontsize=9.5, labelcolor=_INK, loc="best")
 
@@ -236,7 +291,9 @@ def _draw_rate(ax: Axes, run: _Curves) -> None:
     known = run.tokens_per_s[np.isfinite(run.tokens_per_s)]
     # Single fast steps are far above the rest: they may not set the scale.
     ax.set_ylim(0, 1.2 * float(np.quantile(known, 0.98)) if known.size and known.max() > 0 else 1)
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.0f}" if y >= 10 or y == 0 else f"{y:.3g}"))
+    ax.yaxis.set_major_formatter(
+        FuncFormatter(lambda y, _: f"{y:,.0f}" if y >= 10 or y == 0 else f"{y:.3g}")
+    )
 
 
 def _draw_dropped(ax: Axes, run: _Curves) -> None:
@@ -246,15 +303,23 @@ def _draw_dropped(ax: Axes, run: _Curves) -> None:
     ax.set_ylim(0, max(1.12 * highest, 0.1) if highest > 0 else 1)
     ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:.3g} %"))
     if highest == 0 and np.isfinite(percent).any():
-        ax.text(0.5, 0.5, "no token dropped", transform=ax.transAxes, ha="center", color=_GREY, fontsize=11)
+        ax.text(
+            0.5,
+            0.5,
+            "no token dropped",
+            transform=ax.transAxes,
+            ha="center",
+            color=_GREY,
+            fontsize=11,
+        )
 
 
 def _load_map(run: _Curves) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return (values [rows, columns] in log2 of the fair share, x edges, y edges) of the heat map.
 
-    Columns are means of neighbouring records. One strip of rows per layer, with a row without values between strips.
-    Where there are too many experts for rows that can be seen, neighbours share one, which shows whichever of them
-    is farthest from its fair share.
+    Columns are means of neighbouring records. One strip of rows per layer, with a row without
+    values between strips. Where there are too many experts for rows that can be seen, neighbours
+    share one, which shows whichever of them is farthest from its fair share.
     """
     steps = np.array([step for step, _ in run.loads])
     num_columns = min(MAX_COLUMNS, steps.size)
@@ -281,12 +346,27 @@ def _draw_load(ax: Axes, run: _Curves) -> None:
     ax.spines["bottom"].set_visible(False)
     if not run.loads:
         ax.set(xticks=[], yticks=[], xlabel="")
-        ax.text(0.5, 0.5, "no layer with experts", transform=ax.transAxes, ha="center", color=_GREY, fontsize=11)
+        ax.text(
+            0.5,
+            0.5,
+            "no layer with experts",
+            transform=ax.transAxes,
+            ha="center",
+            color=_GREY,
+            fontsize=11,
+        )
         return
     layers, experts = run.loads[0][1].shape
     values, x_edges, y_edges = _load_map(run)
     mesh = ax.pcolormesh(
-        x_edges, y_edges, np.ma.masked_invalid(values), cmap=_LOAD_COLORS, vmin=-2, vmax=2, rasterized=True, zorder=0
+        x_edges,
+        y_edges,
+        np.ma.masked_invalid(values),
+        cmap=_LOAD_COLORS,
+        vmin=-2,
+        vmax=2,
+        rasterized=True,
+        zorder=0,
     )
     ax.set_xlim(int(x_edges[0]), int(x_edges[-1]))
     strip = y_edges[-1] / layers
@@ -294,7 +374,10 @@ def _draw_load(ax: Axes, run: _Curves) -> None:
     ax.set_ylim(y_edges[-1] - gap, 0)
     every = max(1, -(-layers // 16))
     shown = range(0, layers, every)
-    ax.set_yticks([layer * strip + (strip - gap) / 2 for layer in shown], [f"layer {layer}" for layer in shown])
+    ax.set_yticks(
+        [layer * strip + (strip - gap) / 2 for layer in shown],
+        [f"layer {layer}" for layer in shown],
+    )
     rows = values.shape[0] // layers - 1
     note = "one row each" if rows == experts else f"the most uneven of {experts / rows:.3g} a row"
     ax.set_title(f"{experts} experts, {note}", loc="right", fontsize=9.5, color=_GREY, pad=10)

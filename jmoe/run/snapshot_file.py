@@ -1,4 +1,5 @@
-"""A file of one process's shards of a state: header, JSON, bytes of the shards; made to be mapped from memory.
+"""A file of one process's shards of a state: header, JSON, bytes of the shards; made to be mapped
+from memory.
 
     magic, version, bytes of JSON, bytes of shards, CRC-32 of JSON, CRC-32 of shards | JSON | shards
 
@@ -27,7 +28,8 @@ _HEADER = struct.Struct("!8sIQQII")
 
 
 def layout_of_shards(state: Any) -> list[list[Any]]:
-    """Return name, dtype, shape and this process's different shards [[start, stop] a dimension] of every leaf.
+    """Return name, dtype, shape and this process's different shards [[start, stop] a dimension] of
+    every leaf.
 
     state: a tree of arrays, or of shapes with shardings.
     """
@@ -40,7 +42,10 @@ def layout_of_shards(state: Any) -> list[list[Any]]:
 
 def shards_bytes(layout: list[list[Any]]) -> int:
     """Return how many bytes the shards of a layout have."""
-    return sum(np.dtype(dtype).itemsize * sum(_size(bounds) for bounds in shards) for _, dtype, _, shards in layout)
+    return sum(
+        np.dtype(dtype).itemsize * sum(_size(bounds) for bounds in shards)
+        for _, dtype, _, shards in layout
+    )
 
 
 def file_bytes(layout: list[list[Any]], about: dict[str, Any]) -> int:
@@ -53,28 +58,45 @@ def make_room(path: Path, size_bytes: int) -> NDArray[np.uint8]:
     path.unlink(missing_ok=True)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        os.posix_fallocate(fd, 0, size_bytes)  # a page that is not there when it is written to would end the process
+        # a page that is not there when it is written to would end the process
+        os.posix_fallocate(fd, 0, size_bytes)
         return np.frombuffer(mmap.mmap(fd, size_bytes), np.uint8)
     finally:
         os.close(fd)
 
 
-def write_snapshot(file: NDArray[np.uint8], state: Any, layout: list[list[Any]], about: dict[str, Any]) -> None:
-    """Fill a file that has room with this process's shards of the state, and with what else is known of it."""
+def write_snapshot(
+    file: NDArray[np.uint8], state: Any, layout: list[list[Any]], about: dict[str, Any]
+) -> None:
+    """Fill a file that has room with this process's shards of the state, and with what else is
+    known of it.
+    """
     text = _as_text(layout, about)
     begin = position = _HEADER.size + len(text)
     for leaf in named_leaves(state)[1]:
-        shards = {str(_as_bounds(_full(shard.index, leaf.shape))): shard.data for shard in leaf.addressable_shards}
+        shards = {
+            str(_as_bounds(_full(shard.index, leaf.shape))): shard.data
+            for shard in leaf.addressable_shards
+        }
         for index in _indices(leaf):
             piece = np.ascontiguousarray(shards[str(_as_bounds(index))]).reshape(-1).view(np.uint8)
             file[position : position + piece.size] = piece
             position += piece.size
-    header = (MAGIC, VERSION, len(text), position - begin, zlib.crc32(text), _crc32(file[begin:position]))
+    header = (
+        MAGIC,
+        VERSION,
+        len(text),
+        position - begin,
+        zlib.crc32(text),
+        _crc32(file[begin:position]),
+    )
     file[:begin] = np.frombuffer(_HEADER.pack(*header) + text, np.uint8)
 
 
 def read_about(path: Path) -> dict[str, Any]:
-    """Return what a snapshot says of itself, `layout` included; `ValueError` with a clause if it cannot be whole."""
+    """Return what a snapshot says of itself, `layout` included; `ValueError` with a clause if it
+    cannot be whole.
+    """
     with path.open("rb") as file:
         start = file.read(_HEADER.size)
         if len(start) < _HEADER.size or not start.startswith(MAGIC):
@@ -93,7 +115,9 @@ def read_about(path: Path) -> dict[str, Any]:
 
 
 def read_whole(path: Path) -> NDArray[np.uint8]:
-    """Return a snapshot's bytes, mapped; `ValueError` with a clause if they are not what was written."""
+    """Return a snapshot's bytes, mapped; `ValueError` with a clause if they are not what was
+    written.
+    """
     read_about(path)
     file = np.memmap(path, np.uint8, mode="r")
     check_whole(file)
@@ -101,7 +125,9 @@ def read_whole(path: Path) -> NDArray[np.uint8]:
 
 
 def check_whole(file: NDArray[np.uint8]) -> dict[str, Any]:
-    """Return what a snapshot, given as its bytes, says of itself; `ValueError` if they are not what was written."""
+    """Return what a snapshot, given as its bytes, says of itself; `ValueError` if they are not
+    what was written.
+    """
     _, _, text_bytes, _, text_crc, crc = _HEADER.unpack(file[: _HEADER.size].tobytes())
     text = file[_HEADER.size : _HEADER.size + text_bytes].tobytes()
     if zlib.crc32(text) != text_crc or _crc32(file[_HEADER.size + text_bytes :]) != crc:
@@ -122,9 +148,15 @@ def read_state(file: NDArray[np.uint8], abstract_state: Any) -> Any:
             shape = [stop - start for start, stop in _as_bounds(index)]
             end = position + leaf.dtype.itemsize * _size(_as_bounds(index))
             # a copy, as the device may go on to use the memory it is given
-            pieces[str(_as_bounds(index))] = np.array(file[position:end]).view(leaf.dtype).reshape(shape)
+            pieces[str(_as_bounds(index))] = (
+                np.array(file[position:end]).view(leaf.dtype).reshape(shape)
+            )
             position = end
-        arrays.append(jax.make_array_from_callback(leaf.shape, placed(leaf).sharding, partial(_piece, pieces, leaf)))
+        arrays.append(
+            jax.make_array_from_callback(
+                leaf.shape, placed(leaf).sharding, partial(_piece, pieces, leaf)
+            )
+        )
     return jax.tree.unflatten(tree, arrays)
 
 
@@ -135,7 +167,9 @@ def _piece(pieces: dict[str, Any], leaf: Any, index: tuple[slice, ...]) -> Any:
 def _indices(leaf: Any) -> list[tuple[slice, ...]]:
     """Return this process's different shards of an array, in the order of its devices."""
     indices = placed(leaf).sharding.addressable_devices_indices_map(leaf.shape).values()
-    return list({str(full): full for full in (_full(index, leaf.shape) for index in indices)}.values())
+    return list(
+        {str(full): full for full in (_full(index, leaf.shape) for index in indices)}.values()
+    )
 
 
 def _full(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:

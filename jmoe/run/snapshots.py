@@ -1,8 +1,10 @@
-"""Snapshots of a run's state in the memory of its hosts, so that a restart need not read a checkpoint from disk.
+"""Snapshots of a run's state in the memory of its hosts, so that a restart need not read a
+checkpoint from disk.
 
-Each process writes its shards into a folder of its host's memory (a tmpfs such as /dev/shm), and those of one process
-of another host, its partner's. The idea is that of Gemini (Wang et al., SOSP 2023): the memory of the other machines
-outlives a machine. After a restart all processes decide together on the newest step whose shards are all there.
+Each process writes its shards into a folder of its host's memory (a tmpfs such as /dev/shm), and
+those of one process of another host, its partner's. The idea is that of Gemini (Wang et al., SOSP
+2023): the memory of the other machines outlives a machine. After a restart all processes decide
+together on the newest step whose shards are all there.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ from jmoe.run.snapshot_file import (
 )
 
 KEPT = 2  # a crash while one is written leaves the one before
-DESCRIPTION_BYTES = 1 << 20  # more than a file's header and JSON have, for what is reckoned beforehand
+# more than a file's header and JSON have, for what is reckoned beforehand
+DESCRIPTION_BYTES = 1 << 20
 NEW = ".new"  # of a name, while the file is written
 _NOTHING = np.empty(0, np.uint8)
 
@@ -60,7 +63,8 @@ class Entry:
 
 
 def partners_of(machines: Sequence[str]) -> list[int]:
-    """Return the process that keeps a copy for each one: on another machine wherever one exists for all; each once.
+    """Return the process that keeps a copy for each one: on another machine wherever one exists for
+    all; each once.
 
     machines: the name of every process's machine.
     """
@@ -72,11 +76,14 @@ def partners_of(machines: Sequence[str]) -> list[int]:
 
 
 class Snapshots:
-    """The newest states of one run in memory, below `config.memory_dir`; every process makes the same calls.
+    """The newest states of one run in memory, below `config.memory_dir`; every process makes the
+    same calls.
 
-    Used as a context manager: a run that ends in order, or by an error of the training itself, leaves nothing behind.
-    run: the name of the run. starts: what names its starts, the present one last; what other starts have written is of
-    a clone of the run, and not used. `OSError` on every process if one cannot write its folder.
+    Used as a context manager: a run that ends in order, or by an error of the training itself,
+    leaves nothing behind.
+    run: the name of the run. starts: what names its starts, the present one last; what other starts
+    have written is of a clone of the run, and not used. `OSError` on every process if one cannot
+    write its folder.
     """
 
     def __init__(self, config: CheckpointConfig, run: str, starts: Sequence[str]) -> None:
@@ -94,13 +101,17 @@ class Snapshots:
         views = gather_json([socket.gethostname(), place])
         self._places = [place for _, place in views]
         partners = enumerate(partners_of([machine for machine, _ in views]))
-        self._pairs: Pairs = tuple((a, b) for a, b in partners if self._places[a] != self._places[b])
+        self._pairs: Pairs = tuple(
+            (a, b) for a, b in partners if self._places[a] != self._places[b]
+        )
         self._first_here = self._places.index(place) == self._rank
 
     def __enter__(self) -> Snapshots:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
         if error is None or isinstance(error, FloatingPointError):
             shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -108,31 +119,43 @@ class Snapshots:
     def note(self) -> str:
         """Return a line on where snapshots are."""
         copies = (
-            f"and {len(self._pairs)} copies on other hosts" if self._pairs else "no copies, as all share the folder"
+            f"and {len(self._pairs)} copies on other hosts"
+            if self._pairs
+            else "no copies, as all share the folder"
         )
-        return f"snapshots in memory: {self.folder}, one of each of {self._processes} processes {copies}"
+        return (
+            f"snapshots in memory: {self.folder}, one of each of {self._processes} processes"
+            f" {copies}"
+        )
 
     def check_room(self, abstract_state: Any) -> None:
-        """Raise `ValueError` on every process if a host has no room for the snapshots of all its processes."""
+        """Raise `ValueError` on every process if a host has no room for the snapshots of all its
+        processes.
+        """
         own_bytes = shards_bytes(layout_of_shards(abstract_state)) + DESCRIPTION_BYTES
         sizes, place = gather_json(own_bytes), self._places[self._rank]
         written = [rank for rank in range(self._processes) if self._places[rank] == place]
         written += [source for source, target in self._pairs if self._places[target] == place]
         needed_bytes = KEPT * sum(sizes[rank] for rank in written)
         status = os.statvfs(self.folder)
-        free_bytes = status.f_bavail * status.f_frsize + sum(path.stat().st_size for path in self.folder.iterdir())
+        free_bytes = status.f_bavail * status.f_frsize + sum(
+            path.stat().st_size for path in self.folder.iterdir()
+        )
         short = (
-            f"must have {needed_bytes:,} bytes free on {socket.gethostname()}, for {KEPT} snapshots of "
-            f"{len(written)} processes; it has {free_bytes:,}"
+            f"must have {needed_bytes:,} bytes free on {socket.gethostname()}, for {KEPT} snapshots"
+            f" of {len(written)} processes; it has {free_bytes:,}"
         )
         self._raise_any(ValueError, short if free_bytes < needed_bytes else "")
 
     # Writing
 
-    def save(self, step: int, state: Any, data: Any, config: Mapping[str, Any], checkpoint: int) -> str:
+    def save(
+        self, step: int, state: Any, data: Any, config: Mapping[str, Any], checkpoint: int
+    ) -> str:
         """Write the snapshot of `step` and the partner's copy; return why there is none now, or "".
 
-        data, config: what JSON has, the data's state and the configuration. checkpoint: the newest on disk.
+        data, config: what JSON has, the data's state and the configuration. checkpoint: the newest
+        on disk.
         """
         layout = layout_of_shards(state)
         about = {
@@ -161,13 +184,17 @@ class Snapshots:
         if self._pairs:
             outgoing = files[self._rank] if self._rank in dict(self._pairs) else _NOTHING
             incoming = _NOTHING if source is None else files[source]
-            exchange_bytes(outgoing, incoming, self._pairs, max(sizes[rank] for rank in dict(self._pairs)))
+            exchange_bytes(
+                outgoing, incoming, self._pairs, max(sizes[rank] for rank in dict(self._pairs))
+            )
         for rank in files:
             self._path(step, rank, NEW).rename(self._path(step, rank))
         return ""
 
     def remove_but(self, step: int | None) -> None:
-        """Remove the snapshots of all other steps: training goes on from this one, or from a checkpoint."""
+        """Remove the snapshots of all other steps: training goes on from this one, or from a
+        checkpoint.
+        """
         if self._first_here:
             for path in self.folder.iterdir():
                 if step is None or not path.name.startswith(f"{step}-") or path.name.endswith(NEW):
@@ -176,7 +203,9 @@ class Snapshots:
 
     def _remove_but_newest(self, rank: int) -> None:
         """Make room for one more snapshot of a process's shards."""
-        paths = sorted(self.folder.glob(f"*-of-{rank}"), key=lambda path: int(path.name.partition("-")[0]))
+        paths = sorted(
+            self.folder.glob(f"*-of-{rank}"), key=lambda path: int(path.name.partition("-")[0])
+        )
         for path in [*paths[: 1 - KEPT], *self.folder.glob(f"*-of-{rank}{NEW}")]:
             path.unlink()
 
@@ -188,10 +217,12 @@ class Snapshots:
     def newest(
         self, abstract_state: Any, checkpoint: int | None, newest_folder: int
     ) -> tuple[StateSnapshot | None, str]:
-        """Return the newest snapshot that is whole, the same step on every process, and why a newer one is not used.
+        """Return the newest snapshot that is whole, the same step on every process, and why a newer
+        one is not used.
 
-        None unless it is as new as `checkpoint`, the newest on disk. newest_folder: the greatest number of a step
-        there, whole or not; a snapshot that was made when there was a greater one is of a past that was deleted.
+        None unless it is as new as `checkpoint`, the newest on disk. newest_folder: the greatest
+        number of a step there, whole or not; a snapshot that was made when there was a greater one
+        is of a past that was deleted.
         """
         layout, lines = layout_of_shards(abstract_state), list[str]()
         held, problems = self._held(layout)
@@ -199,11 +230,19 @@ class Snapshots:
             own = [[*key, entry.num_bytes, entry.checkpoint] for key, entry in held.items()]
             views = gather_json([own, problems, newest_folder])
             lines += [line for _, others, _ in views for line in others]
-            everyone = [{(step, rank): Entry(*rest) for step, rank, *rest in entries} for entries, _, _ in views]
+            everyone = [
+                {(step, rank): Entry(*rest) for step, rank, *rest in entries}
+                for entries, _, _ in views
+            ]
             step, why = _newest_step(everyone, self._processes)
             if step is None:
                 return None, "; ".join(dict.fromkeys([*lines, *([why] if why else [])]))
-            past = max(entry.checkpoint for entries in everyone for key, entry in entries.items() if key[0] == step)
+            past = max(
+                entry.checkpoint
+                for entries in everyone
+                for key, entry in entries.items()
+                if key[0] == step
+            )
             if past > views[0][2]:
                 lines.append(f"checkpoint {past}, which step {step} came after, has been deleted")
                 return None, "; ".join(dict.fromkeys(lines))
@@ -224,10 +263,14 @@ class Snapshots:
             try:
                 about = read_about(path)
                 if path != self._path(about["step"], about["rank"]):
-                    raise ValueError(f"is step {about['step']} of process {about['rank']}, under another name")
+                    raise ValueError(
+                        f"is step {about['step']} of process {about['rank']}, under another name"
+                    )
                 self._check_start(about)
                 if about["processes"] != self._processes:
-                    raise ValueError(f"is of {about['processes']} processes; there are {self._processes}")
+                    raise ValueError(
+                        f"is of {about['processes']} processes; there are {self._processes}"
+                    )
                 if about["rank"] == self._rank:
                     _check_layout(about, layout)
             except (OSError, ValueError) as error:
@@ -237,10 +280,19 @@ class Snapshots:
         return held, problems
 
     def _read(
-        self, step: int, everyone: list[dict[Key, Entry]], abstract_state: Any, layout: list[list[Any]]
+        self,
+        step: int,
+        everyone: list[dict[Key, Entry]],
+        abstract_state: Any,
+        layout: list[list[Any]],
     ) -> tuple[StateSnapshot | None, set[Key], list[str]]:
-        """Return the snapshot; or None, which files of this host are of no use, and a clause about each of them."""
-        holders = [[rank for rank, entries in enumerate(everyone) if (step, whose) in entries] for whose in self._ranks]
+        """Return the snapshot; or None, which files of this host are of no use, and a clause
+        about each of them.
+        """
+        holders = [
+            [rank for rank, entries in enumerate(everyone) if (step, whose) in entries]
+            for whose in self._ranks
+        ]
         sources = [whose if whose in holders[whose] else holders[whose][0] for whose in self._ranks]
         files, bad = {}, dict[int, str]()
         for whose in (whose for whose in self._ranks if sources[whose] == self._rank):
@@ -252,7 +304,11 @@ class Snapshots:
         bad_ones = gather_json([[whose, line] for whose, line in bad.items()])
         if any(bad_ones):
             here = [rank for rank in self._ranks if self._places[rank] == self._places[self._rank]]
-            return None, {(step, whose) for rank in here for whose, _ in bad_ones[rank]}, list(bad.values())
+            return (
+                None,
+                {(step, whose) for rank in here for whose, _ in bad_ones[rank]},
+                list(bad.values()),
+            )
         moves = [(source, whose) for whose, source in enumerate(sources) if source != whose]
         sizes = [everyone[source][step, whose].num_bytes for whose, source in enumerate(sources)]
         for pairs in rounds_of(moves):
@@ -267,7 +323,9 @@ class Snapshots:
             about = check_whole(own)
             self._check_start(about)
             _check_layout(about, layout)
-            snapshot = StateSnapshot(step, read_state(own, abstract_state), about["data"], about["config"])
+            snapshot = StateSnapshot(
+                step, read_state(own, abstract_state), about["data"], about["config"]
+            )
         except ValueError as error:
             problem = f"step {step} of process {self._rank} {error}"
         if any(gather_json(problem)):
@@ -275,9 +333,13 @@ class Snapshots:
         return snapshot, set(), []
 
     def _check_start(self, about: Mapping[str, Any]) -> None:
-        """Raise `ValueError` with a clause unless a start that led to this one has written the snapshot."""
+        """Raise `ValueError` with a clause unless a start that led to this one has written the
+        snapshot.
+        """
         if about.get("start") not in self._starts:
-            raise ValueError("is of a clone of this run: the start that wrote it is not in run.json")
+            raise ValueError(
+                "is of a clone of this run: the start that wrote it is not in run.json"
+            )
 
     @property
     def _ranks(self) -> range:
@@ -291,7 +353,9 @@ class Snapshots:
         problems = [(rank, problem) for rank, problem in enumerate(gather_json(problem)) if problem]
         if problems:
             rank, words = problems[0]
-            raise kind(f"{self._setting}: {words}" + (f" (process {rank})" if self._processes > 1 else ""))
+            raise kind(
+                f"{self._setting}: {words}" + (f" (process {rank})" if self._processes > 1 else "")
+            )
 
 
 def _newest_step(everyone: list[dict[Key, Entry]], processes: int) -> tuple[int | None, str]:
@@ -312,11 +376,15 @@ def _check_layout(about: Mapping[str, Any], layout: list[list[Any]]) -> None:
     now = {name: rest for name, *rest in layout}
     other = [name for name in sorted(saved.keys() | now.keys()) if saved.get(name) != now.get(name)]
     if other:
-        raise ValueError(f"is of another layout: {other[0]} has other shards, or another type or shape")
+        raise ValueError(
+            f"is of another layout: {other[0]} has other shards, or another type or shape"
+        )
 
 
 def _made(folder: Path) -> str:
-    """Make the folder, for this user alone, and return what tells its place from those of other hosts."""
+    """Make the folder, for this user alone, and return what tells its place from those of other
+    hosts.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.stat()

@@ -18,13 +18,19 @@ from jmoe.run.metrics import METRICS_FILE, REPORT_FILE, TENSORBOARD_DIR, least_l
 
 
 def _printable(text: str, encoding: str) -> str:
-    """Return `text` without what would steer a terminal or what `encoding` lacks; both are written as escapes."""
-    visible = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text.expandtabs(4))
+    """Return `text` without what would steer a terminal or what `encoding` lacks; both are
+    written as escapes.
+    """
+    visible = "".join(
+        c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text.expandtabs(4)
+    )
     return visible.encode(encoding, "backslashreplace").decode(encoding)
 
 
 class HeldOut(NamedTuple):
-    """Cost of the held-out text: nats per token, and bits per byte, nan where the text is unknown."""
+    """Cost of the held-out text: nats per token, and bits per byte, nan where the text is
+    unknown.
+    """
 
     loss: float
     bits_per_byte: float
@@ -38,20 +44,34 @@ class Summary:
     after: HeldOut
     unigram_bits_per_byte: float  # nan: not shown
     xz_bits_per_byte: float  # nan: not shown
-    expert_load: np.ndarray | None = None  # [num_moe_layers, num_experts], fractions or counts; None without experts
+    # [num_moe_layers, num_experts], fractions or counts; None without experts
+    expert_load: np.ndarray | None = None
     sample: str = ""  # a text that the model wrote
 
 
 def _comparison(run: Summary) -> Table:
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False, header_style="bold")
+    table = Table(
+        box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False, header_style="bold"
+    )
     table.add_column("held-out text")
     table.add_column("loss", justify="right")
     table.add_column("bits per byte", justify="right")
     table.add_column("")
     if run.before is not None:
-        table.add_row("before training", f"{run.before.loss:.4f}", f"{run.before.bits_per_byte:.4f}", "")
-    table.add_row("after training", f"{run.after.loss:.4f}", f"{run.after.bits_per_byte:.4f}", "", style="bold")
-    others = {"unigram model, same tokens": run.unigram_bits_per_byte, "xz -9, same bytes": run.xz_bits_per_byte}
+        table.add_row(
+            "before training", f"{run.before.loss:.4f}", f"{run.before.bits_per_byte:.4f}", ""
+        )
+    table.add_row(
+        "after training",
+        f"{run.after.loss:.4f}",
+        f"{run.after.bits_per_byte:.4f}",
+        "",
+        style="bold",
+    )
+    others = {
+        "unigram model, same tokens": run.unigram_bits_per_byte,
+        "xz -9, same bytes": run.xz_bits_per_byte,
+    }
     for name, bits in others.items():
         if math.isfinite(bits):
             percent = 100 * (run.after.bits_per_byte / bits - 1)
@@ -61,7 +81,9 @@ def _comparison(run: Summary) -> Table:
 
 
 def print_final_summary(run: Summary, output_dir: Path, stream: TextIO | None = None) -> None:
-    """Print the lines that end a run. stream: by default stdout; colours only on a terminal, paths never wrapped."""
+    """Print the lines that end a run. stream: by default stdout; colours only on a terminal,
+    paths never wrapped.
+    """
     console = Console(file=stream, highlight=False, emoji=False, markup=False)
     if not console.is_terminal:
         console.width = 80
@@ -69,10 +91,14 @@ def print_final_summary(run: Summary, output_dir: Path, stream: TextIO | None = 
     console.print(_comparison(run))
     if run.expert_load is not None:
         share, layer, expert = least_loaded(run.expert_load)
-        console.print(f"\nleast loaded expert: {share:.2f} of its fair share (layer {layer}, expert {expert})")
+        console.print(
+            f"\nleast loaded expert: {share:.2f} of its fair share (layer {layer}, expert {expert})"
+        )
     if run.sample:
         console.print("\nsample")
-        console.print(Padding(Text(_printable(run.sample, console.encoding)), (0, 0, 0, 2), expand=False))
+        console.print(
+            Padding(Text(_printable(run.sample, console.encoding)), (0, 0, 0, 2), expand=False)
+        )
     files = {
         "checkpoints": "checkpoints",
         "metrics": METRICS_FILE,

@@ -1,4 +1,6 @@
-"""Which requests are taken in (else: 429 with Retry-After), and which of those that wait runs next."""
+"""Which requests are taken in (else: 429 with Retry-After), and which of those that wait runs
+next.
+"""
 
 import asyncio
 import contextlib
@@ -31,10 +33,13 @@ class QueueLimit:
     def check_count(self, count: int) -> None:
         """Raise `ApiError` 400 for more sequences than there are places."""
         if count > self.capacity:
-            raise ApiError(400, f"{count} sequences in one request: at most {self.capacity} run and wait here")
+            raise ApiError(
+                400, f"{count} sequences in one request: at most {self.capacity} run and wait here"
+            )
 
     def refusal(self, unfinished: Collection[Sequence], count: int, token_s: float) -> ApiError:
-        """Return the error of `count` sequences for which there is no room: 429, which says when to try again.
+        """Return the error of `count` sequences for which there is no room: 429, which says when to
+        try again.
 
         token_s: between two tokens of a sequence, of late.
         """
@@ -61,11 +66,13 @@ Key = tuple[Hashable, ...]  # (client,) or (client, request)
 
 
 class FairQueue:
-    """Waiting sequences in the order in which they should run: fair between clients, and between one's requests.
+    """Waiting sequences in the order in which they should run: fair between clients, and between
+    one's requests.
 
-    The next one is of the client with the fewest running ones; of several clients of the one that has waited longest
-    since its last turn; of its requests the same. A request of 60 sequences therefore never holds up another one for
-    longer than a running sequence takes to end, and goes on whatever else comes.
+    The next one is of the client with the fewest running ones; of several clients of the one that
+    has waited longest since its last turn; of its requests the same. A request of 60 sequences
+    therefore never holds up another one for longer than a running sequence takes to end, and goes
+    on whatever else comes.
     """
 
     def __init__(self) -> None:
@@ -130,9 +137,11 @@ class FairQueue:
 
 
 class Turns:
-    """At most `places` pieces of work at once, of one client one less: what another one asks for begins at once.
+    """At most `places` pieces of work at once, of one client one less: what another one asks for
+    begins at once.
 
-    The next one is of the client with the fewest at work; of several of the one that has waited longest for a turn.
+    The next one is of the client with the fewest at work; of several of the one that has waited
+    longest for a turn.
     """
 
     def __init__(self, places: int) -> None:

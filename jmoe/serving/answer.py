@@ -1,4 +1,6 @@
-"""How a request is answered while its sequences are drawn: as one response, or as server-sent events."""
+"""How a request is answered while its sequences are drawn: as one response, or as server-sent
+events.
+"""
 
 import asyncio
 from abc import ABC, abstractmethod
@@ -20,9 +22,11 @@ from jmoe.serving.schemas import ChunkChoice, CompletionChoice, Envelope, Genera
 from jmoe.serving.service import Service, disconnected
 
 PING_S = 15
-# Many clients end a line wherever `str.splitlines` does. JSON escapes the others of its ends by itself.
+# Many clients end a line wherever `str.splitlines` does. JSON escapes the others of its ends by
+# itself.
 _LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
-EVENTS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}  # no schema fits a stream
+# no schema fits a stream
+EVENTS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 Body = TypeVar("Body", bound=GenerationBody)
 Delta = TypeVar("Delta", CompletionChoice, ChunkChoice)
 
@@ -31,7 +35,8 @@ Delta = TypeVar("Delta", CompletionChoice, ChunkChoice)
 class Answer(ABC, Generic[Body, Delta]):
     """The choices of one request. envelope: what its response, or every chunk of it, repeats.
 
-    Streamed or whole it is made of the same deltas: what each output of the engine adds to a choice.
+    Streamed or whole it is made of the same deltas: what each output of the engine adds to a
+    choice.
     """
 
     id_prefix: ClassVar[str]
@@ -45,7 +50,12 @@ class Answer(ABC, Generic[Body, Delta]):
 
     @classmethod
     async def respond(
-        cls, service: Service, request: Request, body: Body, prompts: list[list[int]], sequences: list[Sequence]
+        cls,
+        service: Service,
+        request: Request,
+        body: Body,
+        prompts: list[list[int]],
+        sequences: list[Sequence],
     ) -> Any:
         """Let the engine draw the sequences and answer with them."""
         request.state.note(f"{sum(map(len, prompts))} prompt tokens, {len(sequences)} choices")
@@ -70,7 +80,9 @@ class Answer(ABC, Generic[Body, Delta]):
     async def chunks(self) -> AsyncIterator[BaseModel]:
         """Yield the response's pieces as they are drawn."""
         async for delta in self.deltas():
-            yield self.chunk([delta], self.usage() if self.body.streamed_usage.continuous_usage_stats else None)
+            yield self.chunk(
+                [delta], self.usage() if self.body.streamed_usage.continuous_usage_stats else None
+            )
         if self.body.streamed_usage.include_usage:
             yield self.chunk([], self.usage())
 
@@ -84,9 +96,12 @@ class Answer(ABC, Generic[Body, Delta]):
 
     def usage(self) -> Usage:
         """Return the tokens that have been read so far."""
-        prompt_tokens, completion_tokens = sum(map(len, self.prompts)), self.generation.num_read_tokens
+        prompt_tokens = sum(map(len, self.prompts))
+        completion_tokens = self.generation.num_read_tokens
         total = prompt_tokens + completion_tokens
-        return Usage(prompt_tokens=prompt_tokens, completion_tokens=completion_tokens, total_tokens=total)
+        return Usage(
+            prompt_tokens=prompt_tokens, completion_tokens=completion_tokens, total_tokens=total
+        )
 
     async def _complete(self, request: Request) -> BaseModel | Response:
         """Return the whole response, which is given up if the client disconnects before."""
@@ -103,7 +118,8 @@ class Answer(ABC, Generic[Body, Delta]):
 
 
 class _EventStream(EventSourceResponse):
-    """Server-sent events: the chunks, the usage if asked for, `[DONE]`. An error is an event, then the end.
+    """Server-sent events: the chunks, the usage if asked for, `[DONE]`. An error is an event, then
+    the end.
 
     A client that takes nothing for too long is left to its `Connection`.
     """
@@ -121,7 +137,9 @@ class _EventStream(EventSourceResponse):
 
 
 async def _events(answer: Answer[Any, Any]) -> AsyncIterator[bytes]:
-    """Yield server-sent events, each of one line; sse-starlette looks for lines in what is not bytes."""
+    """Yield server-sent events, each of one line; sse-starlette looks for lines in what is not
+    bytes.
+    """
     without = None if answer.body.streamed_usage.include_usage else {"usage"}
     try:
         async for chunk in answer.chunks():

@@ -1,4 +1,6 @@
-"""The keys of those who may be served: a file, one a line, which is read again while the server runs."""
+"""The keys of those who may be served: a file, one a line, which is read again while the server
+runs.
+"""
 
 import hashlib
 import hmac
@@ -35,9 +37,11 @@ class ApiKeys:
         return bool(sum(hmac.compare_digest(digest, known) for known in self._digests))
 
     def reload(self) -> None:
-        """Take what the file has, once two looks have found the same: who is writing it may be half-way.
+        """Take what the file has, once two looks have found the same: who is writing it may be
+        half-way.
 
-        A file that cannot be read, or has no good keys, is an error in the log, and the keys before stay.
+        A file that cannot be read, or has no good keys, is an error in the log, and the keys before
+        stay.
         """
         assert self._path is not None
         try:
@@ -45,7 +49,9 @@ class ApiKeys:
             if self._seen == before != self._taken:
                 self._taken = before
                 self._digests, self._error = _digests(before, str(self._path)), ""
-                log.info("api_key_file = %r: read again: %d keys", str(self._path), len(self._digests))
+                log.info(
+                    "api_key_file = %r: read again: %d keys", str(self._path), len(self._digests)
+                )
         except (OSError, ValueError) as error:
             if str(error) != self._error:
                 self._error = str(error)
@@ -57,7 +63,12 @@ def _digests(content: bytes, path: str) -> list[bytes]:
     check(any(lines), "api_key_file", path, "must hold a key, one a line")
     for number, line in enumerate(lines, 1):
         printable = not line or _PRINTABLE.fullmatch(line) is not None
-        check(printable, "api_key_file", path, f"line {number}: a key must be of printable ASCII characters")
+        check(
+            printable,
+            "api_key_file",
+            path,
+            f"line {number}: a key must be of printable ASCII characters",
+        )
     return [digest_of(line) for line in lines if line]
 
 

@@ -33,8 +33,8 @@ from jmoe.serving.service import Service
 PAGE = Path(__file__).with_name("page.html")
 # What the page's own meta element says, and that no other page may show it in a frame.
 PAGE_POLICY = (
-    "default-src 'none'; connect-src 'self'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    "default-src 'none'; connect-src 'self'; img-src data:; style-src 'unsafe-inline'; script-src"
+    " 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 ERRORS: dict[int | str, dict[str, Any]] = {
@@ -61,11 +61,21 @@ def make_app(service: Service, api_keys: ApiKeys, version: str) -> FastAPI:
         await service.loop.stop()
         service.close()
 
-    responses = {status: {"model": ErrorResponse, **described} for status, described in ERRORS.items()}
-    app = FastAPI(title="jmoe", version=version, lifespan=lifespan, responses=responses, docs_url=None, redoc_url=None)
+    responses = {
+        status: {"model": ErrorResponse, **described} for status, described in ERRORS.items()
+    }
+    app = FastAPI(
+        title="jmoe",
+        version=version,
+        lifespan=lifespan,
+        responses=responses,
+        docs_url=None,
+        redoc_url=None,
+    )
     add_error_handlers(app)
     app.add_middleware(AuthMiddleware, api_keys=api_keys, config=service.config)
-    if service.config.allowed_origins:  # outside of the keys: a browser asks first whether it may, and has none then
+    # outside of the keys: a browser asks first whether it may, and has none then
+    if service.config.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=service.config.allowed_origins,
@@ -102,14 +112,22 @@ def tokens_router(service: Service) -> APIRouter:
         client = request.state.client
         text, special = body.prompt or "", body.add_special_tokens
         if body.messages is not None:
-            text = await service.render(body.messages, body.add_generation_prompt, body.chat_template_kwargs, request)
+            text = await service.render(
+                body.messages, body.add_generation_prompt, body.chat_template_kwargs, request
+            )
             special = False
 
         def make() -> TokenizeResponse:
             (tokens,) = service.encode([text], add_special_tokens=special)
-            strs = [service.vocabulary.text(token) for token in tokens] if body.return_token_strs else None
+            strs = (
+                [service.vocabulary.text(token) for token in tokens]
+                if body.return_token_strs
+                else None
+            )
             limit = service.max_seq_len
-            return TokenizeResponse(count=len(tokens), max_model_len=limit, tokens=tokens, token_strs=strs)
+            return TokenizeResponse(
+                count=len(tokens), max_model_len=limit, tokens=tokens, token_strs=strs
+            )
 
         return await service.off_the_loop(make, len(text), client)
 
@@ -119,11 +137,19 @@ def tokens_router(service: Service) -> APIRouter:
         service.check_model(body.model)
         vocab_size, limit = service.loop.engine.config.vocab_size, service.max_seq_len
         if len(body.tokens) > limit:
-            raise ApiError(400, f"tokens has {len(body.tokens)} entries; at most {limit} are allowed", param="tokens")
+            raise ApiError(
+                400,
+                f"tokens has {len(body.tokens)} entries; at most {limit} are allowed",
+                param="tokens",
+            )
         for token in body.tokens:
             if token >= vocab_size:
-                raise ApiError(400, f"a token of tokens = {token}: must be below {vocab_size}", param="tokens")
-        return DetokenizeResponse(prompt=service.tokenizer.decode(body.tokens, skip_special_tokens=False))
+                raise ApiError(
+                    400, f"a token of tokens = {token}: must be below {vocab_size}", param="tokens"
+                )
+        return DetokenizeResponse(
+            prompt=service.tokenizer.decode(body.tokens, skip_special_tokens=False)
+        )
 
     return router
 
@@ -162,7 +188,9 @@ def state_router(service: Service) -> APIRouter:
         service.loop.check_ready()
         return Status()
 
-    @router.get("/metrics", response_class=Response, responses={200: {"content": {METRICS_TYPE: {}}}})
+    @router.get(
+        "/metrics", response_class=Response, responses={200: {"content": {METRICS_TYPE: {}}}}
+    )
     async def metrics() -> Response:
         """For Prometheus."""
         await service.loop.view()  # for the load of experts
@@ -192,11 +220,17 @@ def state_router(service: Service) -> APIRouter:
             waited_s=engine.waited_s,
             roofline_fraction=engine.roofline_fraction,
             expert_counts=view.expert_counts,
-            devices=None if engine.placement is None else LiveDevices.model_validate(vars(engine.placement)),
+            devices=(
+                None
+                if engine.placement is None
+                else LiveDevices.model_validate(vars(engine.placement))
+            ),
         )
 
     @router.get("/", response_class=FileResponse, include_in_schema=False)
     async def page() -> FileResponse:
-        return FileResponse(PAGE, media_type="text/html", headers={"content-security-policy": PAGE_POLICY})
+        return FileResponse(
+            PAGE, media_type="text/html", headers={"content-security-policy": PAGE_POLICY}
+        )
 
     return router

@@ -36,15 +36,23 @@ class _ChatAnswer(Answer[ChatCompletionRequest, ChunkChoice]):
         async for output in self.generation:
             reason = output.finish_reason
             assert reason != "abort" and reason != "error", "these have no reader"
-            logprobs = self.service.vocabulary.chat_logprobs(output.logprobs) if self.body.logprobs else None
+            logprobs = (
+                self.service.vocabulary.chat_logprobs(output.logprobs)
+                if self.body.logprobs
+                else None
+            )
             delta = Delta(content=output.text, reasoning_content=output.reasoning or None)
-            yield ChunkChoice(index=output.sequence.index, delta=delta, logprobs=logprobs, finish_reason=reason)
+            yield ChunkChoice(
+                index=output.sequence.index, delta=delta, logprobs=logprobs, finish_reason=reason
+            )
 
     def chunk(self, choices: list[ChunkChoice], usage: Usage | None) -> ChatChunk:
         return ChatChunk(**self.envelope, choices=choices, usage=usage)
 
     def response(self, deltas: list[list[ChunkChoice]]) -> ChatCompletionResponse:
-        return ChatCompletionResponse(**self.envelope, choices=list(map(_join, deltas)), usage=self.usage())
+        return ChatCompletionResponse(
+            **self.envelope, choices=list(map(_join, deltas)), usage=self.usage()
+        )
 
 
 def _join(deltas: list[ChunkChoice]) -> ChatChoice:
@@ -53,10 +61,16 @@ def _join(deltas: list[ChunkChoice]) -> ChatChoice:
     assert last.finish_reason is not None
     logprobs = None
     if last.logprobs is not None:
-        logprobs = ChatLogprobs(content=[lp for one in deltas if one.logprobs for lp in one.logprobs.content])
-    content, reasoning = ("".join(getattr(one.delta, name) or "" for one in deltas) for name in CHANNELS)
+        logprobs = ChatLogprobs(
+            content=[lp for one in deltas if one.logprobs for lp in one.logprobs.content]
+        )
+    content, reasoning = (
+        "".join(getattr(one.delta, name) or "" for one in deltas) for name in CHANNELS
+    )
     message = AnswerMessage(content=content, reasoning_content=reasoning or None)
-    return ChatChoice(index=last.index, message=message, logprobs=logprobs, finish_reason=last.finish_reason)
+    return ChatChoice(
+        index=last.index, message=message, logprobs=logprobs, finish_reason=last.finish_reason
+    )
 
 
 def chat_router(service: Service) -> APIRouter:
@@ -64,7 +78,9 @@ def chat_router(service: Service) -> APIRouter:
     router = APIRouter(route_class=JsonRoute)
 
     @router.post("/v1/chat/completions", response_model=ChatCompletionResponse, responses=EVENTS)
-    async def chat_completions(body: ChatCompletionRequest, request: Request) -> ChatCompletionResponse | Response:
+    async def chat_completions(
+        body: ChatCompletionRequest, request: Request
+    ) -> ChatCompletionResponse | Response:
         """Answer a chat."""
         service.check_model(body.model)
         client = request.state.client
@@ -75,7 +91,9 @@ def chat_router(service: Service) -> APIRouter:
             most = service.max_new_tokens(prompt, body.asked_tokens)
             return body.sampling(most, choice, service.model_sampling, logprobs=logprobs)
 
-        text = await service.render(body.messages, body.add_generation_prompt, body.chat_template_kwargs, request)
+        text = await service.render(
+            body.messages, body.add_generation_prompt, body.chat_template_kwargs, request
+        )
 
         def make() -> tuple[list[int], list[Sequence]]:
             # by default none: the template has written them

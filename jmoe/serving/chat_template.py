@@ -1,4 +1,6 @@
-"""Messages -> prompt text by the model's own Jinja template, rendered as transformers renders it."""
+"""Messages -> prompt text by the model's own Jinja template, rendered as transformers renders
+it.
+"""
 
 from __future__ import annotations
 
@@ -33,16 +35,22 @@ _TEXT, _REFUSED = b"=", b"!"  # how an answer of a fork begins
 class ChatTemplate:
     """A model's chat templates, by name; `tool_use` is for requests with tools where there is one.
 
-    The templates come with the model and are untrusted: they run in Jinja's sandbox and see plain JSON values only.
+    The templates come with the model and are untrusted: they run in Jinja's sandbox and see plain
+    JSON values only.
     """
 
-    def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, str], source: str) -> None:
-        """Compile `templates` (name -> Jinja source). source: where they are from, for errors, which are `ValueError`.
+    def __init__(
+        self, templates: Mapping[str, str], special_tokens: Mapping[str, str], source: str
+    ) -> None:
+        """Compile `templates` (name -> Jinja source). source: where they are from, for errors,
+        which are `ValueError`.
 
         special_tokens: `bos_token` and so on, as variables of the template.
         """
         if DEFAULT not in templates:
-            raise ValueError(f"{source}: chat templates {sorted(templates)}: one must be named {DEFAULT!r}")
+            raise ValueError(
+                f"{source}: chat templates {sorted(templates)}: one must be named {DEFAULT!r}"
+            )
         self.special_tokens, self._source = dict(special_tokens), source
         environment = _environment()
         self._templates = {}
@@ -50,13 +58,17 @@ class ChatTemplate:
             try:
                 self._templates[name] = environment.from_string(text)
             except TemplateSyntaxError as error:
-                raise ValueError(f"{self._called(name)}: line {error.lineno}: {error.message}") from error
+                raise ValueError(
+                    f"{self._called(name)}: line {error.lineno}: {error.message}"
+                ) from error
 
     @cached_property
     def content_form(self) -> Literal["string", "parts"] | None:
-        """The form in which the template shows a message's content, found by a probe; None if it shows neither.
+        """The form in which the template shows a message's content, found by a probe; None if it
+        shows neither.
 
-        Templates of models that also see images loop over parts; of a string they would get characters.
+        Templates of models that also see images loop over parts; of a string they would get
+        characters.
         """
         probe = "jmoe probes its content"
         if self._shows(probe, probe):
@@ -64,16 +76,21 @@ class ChatTemplate:
         return "parts" if self._shows(probe, [{"type": "text", "text": probe}]) else None
 
     def _shows(self, probe: str, content: Any) -> bool:
-        """Whether the probe is part of what the template makes of a conversation with this content."""
+        """Whether the probe is part of what the template makes of a conversation with this
+        content.
+        """
         system, user = ({"role": role, "content": content} for role in ("system", "user"))
-        for messages in ([user], [system, user]):  # some refuse a conversation without a system message
+        # some refuse a conversation without a system message
+        for messages in ([user], [system, user]):
             with contextlib.suppress(ValueError):
                 return probe in self.render(messages)
         return False
 
     @classmethod
     def from_folder(cls, folder: Path) -> ChatTemplate | None:
-        """Return a Hugging Face folder's templates, None if it has none; `ValueError` for files that are damaged."""
+        """Return a Hugging Face folder's templates, None if it has none; `ValueError` for files
+        that are damaged.
+        """
         setup = read_templates(folder)
         return None if setup is None else cls(**setup)
 
@@ -86,16 +103,20 @@ class ChatTemplate:
         documents: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """Return the prompt for a conversation in the OpenAI API's form; further variables go to the template.
+        """Return the prompt for a conversation in the OpenAI API's form; further variables go to
+        the template.
 
-        A message's keys whose value is None are left out: many templates would print them. Everything must be plain
-        JSON values. `ValueError` if it is not, or with what the template itself refuses, or where it fails.
+        A message's keys whose value is None are left out: many templates would print them.
+        Everything must be plain JSON values. `ValueError` if it is not, or with what the template
+        itself refuses, or where it fails.
         """
         name = TOOL_USE if tools is not None and TOOL_USE in self._templates else DEFAULT
         if not messages:
             raise ValueError("messages = []: must not be empty")
         context = {
-            "messages": [_with_reasoning({k: v for k, v in m.items() if v is not None}) for m in messages],
+            "messages": [
+                _with_reasoning({k: v for k, v in m.items() if v is not None}) for m in messages
+            ],
             "tools": tools,
             "documents": documents,
             "add_generation_prompt": add_generation_prompt,
@@ -111,18 +132,28 @@ class ChatTemplate:
         except MemoryError:
             raise
         except Exception as error:  # a template can raise anything a Python expression can
-            reason = error.message if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
+            reason = (
+                error.message
+                if isinstance(error, TemplateError)
+                else f"{type(error).__name__}: {error}"
+            )
             raise ValueError(f"{self._called(name)}: {reason}") from error
 
     def _called(self, name: str) -> str:
-        return f"chat template of {self._source}" if name == DEFAULT else f"chat template {name!r} of {self._source}"
+        return (
+            f"chat template of {self._source}"
+            if name == DEFAULT
+            else f"chat template {name!r} of {self._source}"
+        )
 
 
 def read_templates(folder: Path) -> dict[str, Any] | None:
-    """Return the arguments of `ChatTemplate` for a Hugging Face folder, None if it has no templates.
+    """Return the arguments of `ChatTemplate` for a Hugging Face folder, None if it has no
+    templates.
 
-    `chat_template.jinja` and `additional_chat_templates/NAME.jinja` replace `chat_template` of tokenizer_config.json: a
-    template, or a list of `{"name": ..., "template": ...}`. `ValueError` for files that are damaged.
+    `chat_template.jinja` and `additional_chat_templates/NAME.jinja` replace `chat_template` of
+    tokenizer_config.json: a template, or a list of `{"name": ..., "template": ...}`. `ValueError`
+    for files that are damaged.
     """
     config = read_settings(folder / SETTINGS)
     additional = folder / TEMPLATE_FOLDER
@@ -134,12 +165,20 @@ def read_templates(folder: Path) -> dict[str, Any] | None:
     texts = {name: read_text(path) for name, path in templates.items()}
     texts = texts or _templates_of(config.get("chat_template"), folder)
     return (
-        {"templates": texts, "special_tokens": special_tokens(config, folder), "source": str(folder)} if texts else None
+        {
+            "templates": texts,
+            "special_tokens": special_tokens(config, folder),
+            "source": str(folder),
+        }
+        if texts
+        else None
     )
 
 
 def begin_rendering(**setup: Any) -> Callable[[bytes], bytes]:
-    """Return what a fork answers: to `CONTENT_FORM`, or arguments of `ChatTemplate.render` as JSON; see `rendered`."""
+    """Return what a fork answers: to `CONTENT_FORM`, or arguments of `ChatTemplate.render` as
+    JSON; see `rendered`.
+    """
     template = ChatTemplate(**setup)
 
     def answer(question: bytes) -> bytes:
@@ -178,7 +217,9 @@ class _Generation(Extension):
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
-        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
+        return nodes.Scope(
+            parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        ).set_lineno(line)
 
 
 class _Namespace(Namespace):
@@ -223,7 +264,9 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     """JSON as it is: Jinja's own filter escapes it for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _raise_exception(message: str) -> NoReturn:
@@ -233,22 +276,32 @@ def _raise_exception(message: str) -> NoReturn:
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     """Return a message with its reasoning under the names that templates read."""
     reasoning = next((message[field] for field in REASONING_FIELDS if field in message), None)
-    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    return (
+        message
+        if reasoning is None
+        else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    )
 
 
 def _templates_of(entry: Any, folder: Path) -> dict[str, str]:
-    """Return `chat_template` of tokenizer_config.json: absent, a template, or a list of named ones."""
+    """Return `chat_template` of tokenizer_config.json: absent, a template, or a list of named
+    ones.
+    """
     if entry is None:
         return {}
     if isinstance(entry, str):
         return {DEFAULT: entry}
     if _named_templates(entry):
         return {one["name"]: one["template"] for one in entry}
-    raise ValueError(f"{folder / SETTINGS}: chat_template must be a string or a list of {{name, template}}")
+    raise ValueError(
+        f"{folder / SETTINGS}: chat_template must be a string or a list of {{name, template}}"
+    )
 
 
 def _named_templates(entry: Any) -> bool:
     return isinstance(entry, list) and all(
-        isinstance(one, dict) and isinstance(one.get("name"), str) and isinstance(one.get("template"), str)
+        isinstance(one, dict)
+        and isinstance(one.get("name"), str)
+        and isinstance(one.get("template"), str)
         for one in entry
     )

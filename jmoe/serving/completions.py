@@ -26,7 +26,9 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's
 class _Choice:
     """Turns what the engine draws for one sequence into deltas of a completion."""
 
-    def __init__(self, body: CompletionRequest, vocabulary: TokenVocabulary, sequence: Sequence) -> None:
+    def __init__(
+        self, body: CompletionRequest, vocabulary: TokenVocabulary, sequence: Sequence
+    ) -> None:
         self._body, self._vocabulary, self._sequence = body, vocabulary, sequence
         self._begun = False
         self._offsets: TextOffsets | None = None
@@ -43,12 +45,16 @@ class _Choice:
         reason = "length" if self._body.max_tokens == 0 else output.finish_reason
         assert reason != "abort" and reason != "error", "these have no reader"
         described = self._logprobs(text, echoed, logprobs)
-        return CompletionChoice(index=self._sequence.index, text=text, logprobs=described, finish_reason=reason)
+        return CompletionChoice(
+            index=self._sequence.index, text=text, logprobs=described, finish_reason=reason
+        )
 
     def _logprobs(
         self, text: str, echoed: list[TokenLogprob] | None, logprobs: list[TokenLogprob]
     ) -> CompletionLogprobs | None:
-        """Return those of a piece. echoed: of the prompt from its second token on, where it is part of the piece."""
+        """Return those of a piece. echoed: of the prompt from its second token on, where it is
+        part of the piece.
+        """
         if self._body.logprobs is None:
             return None
         if self._offsets is None:
@@ -56,7 +62,9 @@ class _Choice:
         first, offsets = [], []
         if echoed is not None:
             first = self._sequence.prompt_token_ids[:1]
-            offsets = self._offsets.advance(self._sequence.prompt_token_ids, self._sequence.prompt_text)
+            offsets = self._offsets.advance(
+                self._sequence.prompt_token_ids, self._sequence.prompt_text
+            )
         offsets += self._offsets.advance([lp.token_id for lp in logprobs])
         return self._vocabulary.completion_logprobs(first, [*(echoed or []), *logprobs], offsets)
 
@@ -82,7 +90,9 @@ def _prompts(service: Service, body: CompletionRequest) -> tuple[list[str], list
     prompts = [prompt for prompt in body.prompts if isinstance(prompt, list)]
     for prompt in prompts:
         service.max_new_tokens(prompt, None)  # whether it fits, before it is decoded
-        texts.append(service.tokenizer.decode(prompt, skip_special_tokens=False) if body.echo else "")
+        texts.append(
+            service.tokenizer.decode(prompt, skip_special_tokens=False) if body.echo else ""
+        )
     return texts, prompts
 
 
@@ -91,7 +101,10 @@ class _CompletionAnswer(Answer[CompletionRequest, CompletionChoice]):
     logprob_bytes = 200
 
     async def deltas(self) -> AsyncIterator[CompletionChoice]:
-        choices = [_Choice(self.body, self.service.vocabulary, sequence) for sequence in self.generation.sequences]
+        choices = [
+            _Choice(self.body, self.service.vocabulary, sequence)
+            for sequence in self.generation.sequences
+        ]
         async for output in self.generation:
             yield choices[output.sequence.index].delta(output)
 
@@ -113,7 +126,9 @@ def completions_router(service: Service) -> APIRouter:
     router = APIRouter(route_class=JsonRoute)
 
     @router.post("/v1/completions", response_model=CompletionResponse, responses=EVENTS)
-    async def completions(body: CompletionRequest, request: Request) -> CompletionResponse | Response:
+    async def completions(
+        body: CompletionRequest, request: Request
+    ) -> CompletionResponse | Response:
         """Continue a text."""
         service.check_model(body.model)
         client = request.state.client
@@ -124,7 +139,9 @@ def completions_router(service: Service) -> APIRouter:
             asked = DEFAULT_MAX_TOKENS if body.asked_tokens is None else body.asked_tokens
             most = service.max_new_tokens(token_ids, asked)
             model, logprobs = service.model_sampling, body.logprobs
-            return body.sampling(most, choice, model, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+            return body.sampling(
+                most, choice, model, logprobs=logprobs, prompt_logprobs=prompt_logprobs
+            )
 
         def make() -> tuple[list[list[int]], list[Sequence]]:
             texts, prompts = _prompts(service, body)
@@ -135,7 +152,9 @@ def completions_router(service: Service) -> APIRouter:
 
         prompts, sequences = await service.off_the_loop(make, sum(map(len, body.prompts)), client)
         await service.constrain(body, sequences, request)
-        service.log_prompts(request, [s.prompt_text or s.prompt_token_ids for s in sequences[:: body.n]])
+        service.log_prompts(
+            request, [s.prompt_text or s.prompt_token_ids for s in sequences[:: body.n]]
+        )
         return await _CompletionAnswer.respond(service, request, body, prompts, sequences)
 
     return router

@@ -1,6 +1,8 @@
-"""Limits on what a client may send over a connection and how slowly, and on the number of connections.
+"""Limits on what a client may send over a connection and how slowly, and on the number of
+connections.
 
-uvicorn's connection with httptools keeps headers without end, waits for them without end, and accepts everybody.
+uvicorn's connection with httptools keeps headers without end, waits for them without end, and
+accepts everybody.
 """
 
 import asyncio
@@ -9,7 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 
 from jmoe.config.serving import ServeConfig
 from jmoe.serving.errors import ApiError
@@ -23,7 +29,9 @@ LINGER_S = 1.0  # for a client that still sends to read why it was refused
 
 @dataclass
 class Connections:
-    """State of all connections. waiting: those whose client has to do something, the oldest first."""
+    """State of all connections. waiting: those whose client has to do something, the oldest
+    first.
+    """
 
     config: ServeConfig
     waiting: "dict[Connection, None]" = field(default_factory=dict)
@@ -42,15 +50,18 @@ class _Refused(Exception):
 
 
 class _Parser(httptools.HttpRequestParser):
-    """llhttp's parser, which goes on where a client offers another protocol: the offer is not taken up.
+    """llhttp's parser, which goes on where a client offers another protocol: the offer is not taken
+    up.
 
-    llhttp ends with the headers of such a request, and calls its body and what follows another protocol's bytes.
+    llhttp ends with the headers of such a request, and calls its body and what follows another
+    protocol's bytes.
     """
 
     def __init__(self, connection: "Connection") -> None:
         super().__init__(connection)
         self._connection = connection
-        # as uvicorn sets it: the first of several requests is answered though it asks for the end of the connection
+        # as uvicorn sets it: the first of several requests is answered though it asks for the end
+        # of the connection
         self.set_dangerous_leniencies(lenient_data_after_close=True)
 
     def feed_data(self, data: Any) -> None:
@@ -80,10 +91,11 @@ class _UnframedCycle(RequestResponseCycle):
 
 
 class Connection(HttpToolsProtocol):
-    """An HTTP/1.1 connection whose client must send each head and body, and take each answer, within a time.
+    """An HTTP/1.1 connection whose client must send each head and body, and take each answer,
+    within a time.
 
-    When there are too many connections, of the client that has the most of them the one that has waited longest for it
-    makes room for a new one: slow or silent clients cannot keep others out.
+    When there are too many connections, of the client that has the most of them the one that has
+    waited longest for it makes room for a new one: slow or silent clients cannot keep others out.
     """
 
     def __init__(self, shared: Connections, **options: Any) -> None:
@@ -104,7 +116,9 @@ class Connection(HttpToolsProtocol):
         going = self._shared.shares.make_room(client, 1, self._shared.waiting, even=True)
         if going is None:
             most = self._shared.config.max_connections
-            self._answer(503, f"all {most} connections that this server keeps are in use: try again later")
+            self._answer(
+                503, f"all {most} connections that this server keeps are in use: try again later"
+            )
             self.transport.close()
             return
         for slowest in going:
@@ -154,12 +168,20 @@ class Connection(HttpToolsProtocol):
     # Called by the parser
 
     def decline_upgrade(self, rest: bytes) -> None:
-        """Read on in HTTP/1.1 behind a head that offers another protocol. rest: what arrived behind that head."""
+        """Read on in HTTP/1.1 behind a head that offers another protocol. rest: what arrived
+        behind that head.
+        """
         headers = [pair for pair in self.headers if pair[0] != b"upgrade"]
-        begin = b"%b %b HTTP/%b\r\n" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
+        begin = b"%b %b HTTP/%b\r\n" % (
+            self.parser.get_method(),
+            self.url,
+            self.parser.get_http_version().encode(),
+        )
         self.parser = _Parser(self)
         self._repeats_head = True
-        self.parser.feed_data(b"".join([begin, *(b"%b: %b\r\n" % pair for pair in headers), b"\r\n"]))
+        self.parser.feed_data(
+            b"".join([begin, *(b"%b: %b\r\n" % pair for pair in headers), b"\r\n"])
+        )
         self._repeats_head = False
         self.parser.feed_data(rest)
 
@@ -182,11 +204,17 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if self._repeats_head:
             return
-        if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MAX_HEAD_BYTES:
+        if (
+            len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+            > MAX_HEAD_BYTES
+        ):
             self._refusal = (431, f"the headers have more than {MAX_HEAD_BYTES} bytes")
             raise _Refused
         if len(self.pipeline) >= MAX_PIPELINED:
-            self._refusal = (400, f"more than {MAX_PIPELINED} requests wait for the answers to earlier ones")
+            self._refusal = (
+                400,
+                f"more than {MAX_PIPELINED} requests wait for the answers to earlier ones",
+            )
             raise _Refused
         if sum(name == b"host" for name, _ in self.headers) > 1:
             self._refusal = (400, "there are several Host headers")
@@ -264,9 +292,13 @@ class Connection(HttpToolsProtocol):
             self._send_timer = None
 
     def _abort_later(self) -> None:
-        """Give the client a time to take what was written; closing alone would wait for it without end."""
+        """Give the client a time to take what was written; closing alone would wait for it
+        without end.
+        """
         if self._send_timer is None:
-            self._send_timer = self.loop.call_later(self._shared.config.send_timeout_s, self.transport.abort)
+            self._send_timer = self.loop.call_later(
+                self._shared.config.send_timeout_s, self.transport.abort
+            )
 
     def _too_late(self, limit_s: float, what: str) -> None:
         self._timer = None
@@ -278,14 +310,18 @@ class Connection(HttpToolsProtocol):
             self._refuse(408, f"the {what} did not arrive in {limit_s:g} s")
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answer, unless other answers are due before, and close; what still arrives is not read."""
+        """Answer, unless other answers are due before, and close; what still arrives is not
+        read.
+        """
         self._refusal = (status, message)
         self._stop_waiting()
         idle = self._is_idle
         if not idle:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        if not self.pipeline and (idle or (self.cycle.more_body and not self.cycle.response_started)):
+        if not self.pipeline and (
+            idle or (self.cycle.more_body and not self.cycle.response_started)
+        ):
             self._answer(status, message)
             self._shared.waiting[self] = None
             self.loop.call_later(LINGER_S, self.transport.abort)

@@ -1,9 +1,9 @@
 """The one thread that owns the engine, and what the event loop hears from it.
 
-Handlers submit sequences and read what the engine drew for them; commands go to the thread through a queue and are
-taken in between two steps. The engine gets no more sequences than it runs at once: which of the others comes next is
-decided when a place is free. Every attribute of `EngineLoop` that is not said to be the thread's belongs to the event
-loop.
+Handlers submit sequences and read what the engine drew for them; commands go to the thread through
+a queue and are taken in between two steps. The engine gets no more sequences than it runs at once:
+which of the others comes next is decided when a place is free. Every attribute of `EngineLoop` that
+is not said to be the thread's belongs to the event loop.
 """
 
 import asyncio
@@ -37,22 +37,26 @@ ENGINE_FAILED = "the engine has failed; the server's log says why"
 RATE_WINDOW_S = 5.0
 VIEW_S = 1.0
 RECENT = 0.05  # the weight of the last token in what is remembered of the time between two
-# Of answers in memory: of all that are not sent yet, and of one that is sent whole, which holds up others meanwhile.
+# Of answers in memory: of all that are not sent yet, and of one that is sent whole, which holds up
+# others meanwhile.
 MAX_UNSENT_BYTES, MAX_WHOLE_BYTES = 1 << 30, 256 << 20
 OUTPUT_BYTES = 1000  # of a token drawn
 TOO_LARGE = (
-    f"the answer with its log-probabilities has more than {MAX_WHOLE_BYTES >> 20} MiB: ask for a stream, or for fewer "
-    "tokens, choices or log-probabilities"
+    f"the answer with its log-probabilities has more than {MAX_WHOLE_BYTES >> 20} MiB: ask for a"
+    " stream, or for fewer tokens, choices or log-probabilities"
 )
-NOT_READ = "what has been drawn and not been read takes too much memory: read faster, or ask for less"
+NOT_READ = (
+    "what has been drawn and not been read takes too much memory: read faster, or ask for less"
+)
 JOIN_LIMIT_S = 90.0  # a step that waits for an expert gives up by itself before
 
 
 class Generation:
     """The sequences of one HTTP request: an async iterator of `Output` to the end of all of them.
 
-    Use it as a context manager: what has not ended when it is left is aborted, at the latest after the step that runs.
-    Iterating raises `ApiError` where the engine failed, or the request took too long.
+    Use it as a context manager: what has not ended when it is left is aborted, at the latest after
+    the step that runs. Iterating raises `ApiError` where the engine failed, or the request took too
+    long.
     """
 
     def __init__(self, owner: "EngineLoop", sequences: list[Sequence], timeout_s: float) -> None:
@@ -113,7 +117,9 @@ class Generation:
         if output.finish_reason is not None:
             self._unfinished -= 1
             constraint = output.sequence.constraint
-            constraint = constraint.answer if isinstance(constraint, AnswerConstraint) else constraint
+            constraint = (
+                constraint.answer if isinstance(constraint, AnswerConstraint) else constraint
+            )
             if isinstance(constraint, JsonConstraint) and constraint.error:
                 raise ApiError(400, constraint.error.splitlines()[0], param="response_format")
         return output
@@ -122,7 +128,10 @@ class Generation:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._timer.cancel()
         self._owner._abort(self.sequences)
@@ -135,7 +144,8 @@ class EngineLoop:
     """Runs an engine in a thread of its own from `start` to `stop`."""
 
     def __init__(self, engine: Engine, metrics: Metrics, config: ServeConfig) -> None:
-        self.engine, self._metrics = engine, metrics  # handlers ask of the engine only what any thread may
+        # handlers ask of the engine only what any thread may
+        self.engine, self._metrics = engine, metrics
         self.kv_tokens_total = engine.max_batch * engine.max_seq_len  # that the cache holds at most
         self._limit = QueueLimit(engine.max_batch, config.max_waiting, metrics)
         self._places: Shares[Generation] = Shares(self._limit.capacity)
@@ -150,7 +160,8 @@ class EngineLoop:
         self._queue = FairQueue()  # the thread's
         self.draining = False
         self.failure: str | None = None  # why nothing is served any more
-        self.lost_process = asyncio.Event()  # another process of the engine is gone: only a new start helps
+        # another process of the engine is gone: only a new start helps
+        self.lost_process = asyncio.Event()
         self.snapshot = self._look()
         self.last_view, self._viewed_s = self._look_closely(), time.monotonic()
 
@@ -176,7 +187,9 @@ class EngineLoop:
         return sum(count for at_s, count in self._steps if at_s >= since_s) / RATE_WINDOW_S
 
     async def view(self) -> View:
-        """Return a view not older than a second, unless a step takes longer than that or the engine has failed."""
+        """Return a view not older than a second, unless a step takes longer than that or the
+        engine has failed.
+        """
         if self.failure is None and time.monotonic() - self._viewed_s > VIEW_S:
             self._viewed_s = time.monotonic()
             done = asyncio.Event()
@@ -200,12 +213,16 @@ class EngineLoop:
     def check_room(self, count: int, client: str) -> list[Generation]:
         """Raise `ApiError` 503, 429 or 400 if so many sequences of a client are not taken in now.
 
-        Returns the requests that have to end for them: of a client that holds more places, those with sequences that
-        wait, the newest of which nothing runs first.
+        Returns the requests that have to end for them: of a client that holds more places, those
+        with sequences that wait, the newest of which nothing runs first.
         """
         self.check_ready()
         self._limit.check_count(count)
-        requests = list(dict.fromkeys(generation for generation in self._open.values() if generation.client != client))
+        requests = list(
+            dict.fromkeys(
+                generation for generation in self._open.values() if generation.client != client
+            )
+        )
         waiting = [request for request in reversed(requests) if request.num_waiting]
         waiting.sort(key=lambda request: request.num_waiting < len(request.sequences))
         ending = self._places.make_room(client, count, waiting)
@@ -219,7 +236,8 @@ class EngineLoop:
             error = self._limit.refusal(self._open, len(ending.sequences), self._token_s)
             self._abort(ending.sequences)
             ending.put(error)
-        generation, request = Generation(self, sequences, self._request_timeout_s), next(self._numbers)
+        generation = Generation(self, sequences, self._request_timeout_s)
+        request = next(self._numbers)
         generation.client = client
         self._places.add(generation, client, len(sequences))
         for index, sequence in enumerate(sequences):
@@ -237,7 +255,9 @@ class EngineLoop:
     def drain(self, timeout_s: float) -> None:
         """Take in nothing more; what still runs after `timeout_s` fails."""
         self.draining = True
-        error = ApiError(503, f"the server is shutting down; the request did not end in {timeout_s:g} s")
+        error = ApiError(
+            503, f"the server is shutting down; the request did not end in {timeout_s:g} s"
+        )
         self._loop.call_later(timeout_s, self._fail_all, error)
 
     def _abort(self, sequences: list[Sequence]) -> None:
@@ -247,7 +267,9 @@ class EngineLoop:
                 self._commands.put(partial(self._end, sequence))
 
     def _close(self, sequence: Sequence) -> Generation | None:
-        """Free the place of a sequence that has ended; return its request, None if it had ended before."""
+        """Free the place of a sequence that has ended; return its request, None if it had ended
+        before.
+        """
         generation = self._open.pop(sequence, None)
         if generation is not None:
             self._places.add(generation, generation.client, -1)
@@ -271,15 +293,17 @@ class EngineLoop:
             self._hold(generation, output)
 
     def _hold(self, generation: Generation, output: Output) -> None:
-        """Count what waits in memory for a reader; where that is too much, end the request with the most."""
+        """Count what waits in memory for a reader; where that is too much, end the request with
+        the most.
+        """
         self._unsent.add(generation, generation.client, generation.unsent_bytes(output))
         if generation.is_kept and self._unsent.amount(generation) > MAX_WHOLE_BYTES:
             generation.drop(ApiError(400, TOO_LARGE, code="answer_too_large"))
         elif self._unsent.total > self._unsent.limit:
             most = sorted(dict.fromkeys(self._open.values()), key=self._unsent.amount, reverse=True)
-            for request in self._unsent.make_room(generation.client, 0, filter(self._unsent.amount, most)) or [
-                generation
-            ]:
+            for request in self._unsent.make_room(
+                generation.client, 0, filter(self._unsent.amount, most)
+            ) or [generation]:
                 request.drop(ApiError(503, NOT_READ, code="not_read"))
 
     def _release(self, generation: Generation, output: Output) -> None:
@@ -302,7 +326,9 @@ class EngineLoop:
             self._close(sequence)
 
     def _lose_process(self, reason: str) -> None:
-        """Fail everything, from the thread that noticed: the engine's own may wait for the lost process for ever."""
+        """Fail everything, from the thread that noticed: the engine's own may wait for the lost
+        process for ever.
+        """
         log.error("%s; no request is served any more", reason)
 
         def fail() -> None:
@@ -333,7 +359,9 @@ class EngineLoop:
         """Carry out what waits; without unfinished requests wait for more. False at the end."""
         while True:
             try:
-                command = self._commands.get(block=not (self.engine.has_unfinished or len(self._queue)))
+                command = self._commands.get(
+                    block=not (self.engine.has_unfinished or len(self._queue))
+                )
             except queue.Empty:
                 return True
             if command is None:
@@ -350,7 +378,9 @@ class EngineLoop:
                 self.engine.add(sequence)
             except ValueError as error:
                 self._queue.end(sequence)
-                self._loop.call_soon_threadsafe(self._fail, sequence, ApiError.from_value_error(error))
+                self._loop.call_soon_threadsafe(
+                    self._fail, sequence, ApiError.from_value_error(error)
+                )
 
     def _end(self, sequence: Sequence) -> None:
         if self._queue.end(sequence):
@@ -358,11 +388,15 @@ class EngineLoop:
 
     def _look_closely(self) -> View:
         streams = self.engine.residency.streams
-        return View(self.engine.residency.occupancy() if streams else [], self.engine.expert_use().tolist())
+        return View(
+            self.engine.residency.occupancy() if streams else [], self.engine.expert_use().tolist()
+        )
 
     def _look(self) -> Snapshot:
         stats = self.engine.scheduler_stats()
-        return Snapshot(self.engine.stats(), replace(stats, waiting=stats.waiting + len(self._queue)))
+        return Snapshot(
+            self.engine.stats(), replace(stats, waiting=stats.waiting + len(self._queue))
+        )
 
 
 def _drop_constraints(sequences: list[Sequence]) -> None:

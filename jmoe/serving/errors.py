@@ -1,4 +1,6 @@
-"""Every error as OpenAI's clients expect it: a status and {"error": {message, type, param, code}}."""
+"""Every error as OpenAI's clients expect it: a status and {"error": {message, type, param,
+code}}.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,7 +23,11 @@ TYPES = {
 MAX_MESSAGE = 1000  # characters: what is wrong may be quoted, and be long
 UNKNOWN = "unknown_parameter"  # the type of pydantic's error for it
 # What the engine calls them, and what OpenAI does.
-PARAMS = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "prompt_token_ids": "prompt"}
+PARAMS = {
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "prompt_token_ids": "prompt",
+}
 
 
 class ErrorDetail(BaseModel):
@@ -54,8 +60,11 @@ class ApiError(Exception):
         super().__init__(message)
         self.status, self.headers = status, headers
         kind = TYPES.get(status, "invalid_request_error")
-        message, param = printable(message[:MAX_MESSAGE]), None if param is None else param[:MAX_MESSAGE]
-        self.body = ErrorResponse(error=ErrorDetail(message=message, type=kind, param=param, code=code))
+        message = printable(message[:MAX_MESSAGE])
+        param = None if param is None else param[:MAX_MESSAGE]
+        self.body = ErrorResponse(
+            error=ErrorDetail(message=message, type=kind, param=param, code=code)
+        )
 
     @classmethod
     def from_value_error(cls, error: ValueError) -> "ApiError":
@@ -82,9 +91,15 @@ def _validation_error(errors: Sequence[Any]) -> ApiError:
     param = printable(".".join(place)) or None
     if first["type"] == UNKNOWN:
         param = printable(".".join([*place, first["ctx"]["name"]]))
-        return ApiError(400, f"{param[: MAX_MESSAGE // 2]}: is not a parameter that this server supports", param=param)
+        return ApiError(
+            400,
+            f"{param[: MAX_MESSAGE // 2]}: is not a parameter that this server supports",
+            param=param,
+        )
     if not place and first["type"] != "value_error":
-        return ApiError(400, "the body must be a JSON object, sent as Content-Type: application/json")
+        return ApiError(
+            400, "the body must be a JSON object, sent as Content-Type: application/json"
+        )
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {first['ctx']['error']}")
     message = printable(str(first["msg"])).removeprefix("Value error, ")

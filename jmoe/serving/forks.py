@@ -1,8 +1,10 @@
-"""Work that a client's words make long, in processes of their own that the system ends at their limits.
+"""Work that a client's words make long, in processes of their own that the system ends at their
+limits.
 
-A `ForkServer` loads once what all of its work needs, without JAX and without threads. Each piece of work is a fork of
-it, there within a millisecond. What goes between is bytes that the server never unpickles: what runs in a fork is not
-trusted. Python's and native code are ended alike, which no thread could be.
+A `ForkServer` loads once what all of its work needs, without JAX and without threads. Each piece of
+work is a fork of it, there within a millisecond. What goes between is bytes that the server never
+unpickles: what runs in a fork is not trusted. Python's and native code are ended alike, which no
+thread could be.
 """
 
 import asyncio
@@ -45,7 +47,9 @@ class Limits:
     answer_bytes: int
 
     def __str__(self) -> str:
-        seconds, memory, answer = f"{self.processor_s:g} s", self.memory_bytes >> 20, self.answer_bytes >> 20
+        seconds = f"{self.processor_s:g} s"
+        memory = self.memory_bytes >> 20
+        answer = self.answer_bytes >> 20
         return f"{seconds} of processor time, {memory} MiB of memory or {answer} MiB of output"
 
 
@@ -54,7 +58,9 @@ class LimitError(ValueError):
 
 
 class Fork:
-    """One process of a fork server; it ends with this object. Answers come in the order of the questions."""
+    """One process of a fork server; it ends with this object. Answers come in the order of the
+    questions.
+    """
 
     def __init__(self, connection: socket.socket, what: str, limits: Limits) -> None:
         self._connection, self._what, self._limits = connection, what, limits
@@ -62,7 +68,8 @@ class Fork:
         self._number: list[int] = []  # of the process, which says it first
         self.is_slow = False
         connection.setblocking(False)
-        self.end = weakref.finalize(self, _end, connection, self._number)  # ends the process, whatever it does
+        # ends the process, whatever it does
+        self.end = weakref.finalize(self, _end, connection, self._number)
 
     async def ask(self, question: bytes) -> bytes:
         """Return the answer; `LimitError` if there is none."""
@@ -119,7 +126,9 @@ class Fork:
             raise self._ended() from error
 
     def receive(self, timeout_s: float) -> bytes | None:
-        """Return the next answer, None if it does not come in time; `LimitError` if it never comes."""
+        """Return the next answer, None if it does not come in time; `LimitError` if it never
+        comes.
+        """
         while (answer := self._next()) is None:
             self._connection.settimeout(timeout_s)
             try:
@@ -160,7 +169,9 @@ class Fork:
 
 
 def _end(connection: socket.socket, number: list[int]) -> None:
-    """End a fork; one that has not said its number yet cannot say it any more, and ends by itself."""
+    """End a fork; one that has not said its number yet cannot say it any more, and ends by
+    itself.
+    """
     with contextlib.suppress(OSError):  # nothing has arrived, or it has ended
         said = b"" if number else connection.recv(2 * _LENGTH.size)
         (process,) = number or _LENGTH.unpack(said[_LENGTH.size :] or bytes(_LENGTH.size))
@@ -170,7 +181,8 @@ def _end(connection: socket.socket, number: list[int]) -> None:
 
 
 class ForkServer:
-    """Starts forks of a process that has called `begin(**setup)`; each answers with the function that this returns.
+    """Starts forks of a process that has called `begin(**setup)`; each answers with the function
+    that this returns.
 
     The process ignores signals to end, as requests under way need it, and ends with this one.
     """
@@ -178,7 +190,8 @@ class ForkServer:
     def __init__(self, what: str, begin: str, setup: dict[str, Any], limits: Limits) -> None:
         """Start it; `ValueError` with what `begin` refuses. what: a name of the work, for errors.
 
-        begin: MODULE.NAME of a function that imports neither JAX nor numpy, whose threads a fork would lack.
+        begin: MODULE.NAME of a function that imports neither JAX nor numpy, whose threads a fork
+        would lack.
         """
         self._what, self._begin, self._setup, self._limits = what, begin, setup, limits
         self._idle: list[Fork] = []
@@ -239,8 +252,14 @@ class ForkServer:
                 pass_fds=[theirs.fileno()],
             )
         setup = {"begin": self._begin, "setup": self._setup, "limits": asdict(self._limits)}
-        most = f"{START_LIMIT_S:g} s of processor time or {self._limits.memory_bytes >> 20} MiB of memory"
-        refusal = f"{self._what}: the process for it did not begin: it needs more than {most}, or stderr says why"
+        most = (
+            f"{START_LIMIT_S:g} s of processor time or {self._limits.memory_bytes >> 20} MiB of"
+            " memory"
+        )
+        refusal = (
+            f"{self._what}: the process for it did not begin: it needs more than {most}, or stderr"
+            " says why"
+        )
         with contextlib.suppress(OSError):
             self._control.settimeout(2 * START_LIMIT_S)
             self._control.sendall(_framed(json.dumps(setup).encode()))
@@ -273,7 +292,9 @@ def _limit_memory(limits: Limits) -> None:
 
 
 def _limited(work: Callable[[], Any], processor_s: float) -> Any:
-    """Return what `work` does; the system ends the process if that takes too much processor time."""
+    """Return what `work` does; the system ends the process if that takes too much processor
+    time.
+    """
     signal.setitimer(signal.ITIMER_PROF, processor_s)
     try:
         return work()
@@ -289,7 +310,9 @@ def _serve(connection: socket.socket, answer: Callable[[bytes], bytes], limits: 
     connection.sendall(_framed(_LENGTH.pack(os.getpid())))
     with connection, connection.makefile("rb") as questions:
         while (question := _read(questions)) is not None:
-            if select.select([connection], [], [], 0)[0] and not connection.recv(1, socket.MSG_PEEK):
+            if select.select([connection], [], [], 0)[0] and not connection.recv(
+                1, socket.MSG_PEEK
+            ):
                 return  # nobody waits for the answer
             begun_s = time.process_time()
             said = _limited(partial(answer, question), limits.processor_s)
@@ -306,7 +329,8 @@ def _start_forks(control: socket.socket, answer: Callable[[bytes], bytes], limit
             return
         for number in sockets:
             child = -1
-            with contextlib.suppress(OSError):  # too many processes: who asks sees the end of the socket
+            # too many processes: who asks sees the end of the socket
+            with contextlib.suppress(OSError):
                 child = os.fork()
             if child == 0:
                 control.close()
@@ -330,7 +354,9 @@ def main() -> None:
     _limit_memory(limits)
     module, _, name = told["begin"].rpartition(".")
     try:
-        answer = _limited(partial(getattr(import_module(module), name), **told["setup"]), START_LIMIT_S)
+        answer = _limited(
+            partial(getattr(import_module(module), name), **told["setup"]), START_LIMIT_S
+        )
     except ValueError as error:
         control.sendall(_framed(str(error).encode("utf-8", "replace")))
         return

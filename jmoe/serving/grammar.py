@@ -20,7 +20,9 @@ GRACE_S = 0.005  # a step waits so long for masks, which most schemas take a ten
 
 
 class _Masks:
-    """The masks of one request's outputs, and the fork that computes them; None: it is not there yet."""
+    """The masks of one request's outputs, and the fork that computes them; None: it is not there
+    yet.
+    """
 
     def __init__(self, fork: Fork, first: bytes, count: int) -> None:
         self._fork = fork
@@ -63,7 +65,9 @@ class _Masks:
 
 
 class JsonConstraint:
-    """The `Constraint` of one output, whose masks another process computes while the engine goes on with others."""
+    """The `Constraint` of one output, whose masks another process computes while the engine goes
+    on with others.
+    """
 
     def __init__(self, masks: _Masks, index: int, eos_token_id: int) -> None:
         self._masks, self._index, self._eos_token_id = masks, index, eos_token_id
@@ -71,7 +75,9 @@ class JsonConstraint:
 
     @property
     def error(self) -> str:
-        """Why there are no more masks, "" if there are; the output then ends, and is not to be used."""
+        """Why there are no more masks, "" if there are; the output then ends, and is not to be
+        used.
+        """
         return self._masks.errors[self._index]
 
     def is_ready(self) -> bool:
@@ -111,13 +117,24 @@ class Grammars:
     """Makes constraints for one model. Its process starts with the first of them."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        self._tokenizer, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, list(eos_token_ids)
+        self._tokenizer, self._vocab_size, self._eos_token_ids = (
+            tokenizer,
+            vocab_size,
+            list(eos_token_ids),
+        )
         self._starting = asyncio.Lock()
         self._server: ForkServer | None = None
 
     async def constraints(self, schema: dict[str, Any], count: int) -> list[JsonConstraint]:
-        """Return one for each of `count` outputs, ready; `ValueError` for a schema that cannot be followed."""
-        check(bool(self._eos_token_ids), "response_format", "json_schema", "the model has no end-of-text token")
+        """Return one for each of `count` outputs, ready; `ValueError` for a schema that cannot
+        be followed.
+        """
+        check(
+            bool(self._eos_token_ids),
+            "response_format",
+            "json_schema",
+            "the model has no end-of-text token",
+        )
         text = json.dumps(schema)
         constraint = f"must have at most {MAX_SCHEMA_BYTES} bytes"
         check(len(text) <= MAX_SCHEMA_BYTES, f"len({WHAT})", len(text), constraint)

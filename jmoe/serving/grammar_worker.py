@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-WHITESPACE = r"\n? {0,32}"  # between the tokens of JSON: for lines and indentation, but nothing to go on with for ever
+# between the tokens of JSON: for lines and indentation, but nothing to go on with for ever
+WHITESPACE = r"\n? {0,32}"
 # A question after the first: the number of an output, and the token that has come next.
 TOKEN = struct.Struct("!II")
 # An answer: the number of an output, how long it took, and a mask, or what is wrong.
@@ -28,7 +29,9 @@ class _Session:
         self._matchers: list[LLMatcher] = []
 
     def answer(self, question: bytes) -> bytes:
-        """Begin with {"schema": ..., "count": ...}; then take in a token of an output, and say what may follow."""
+        """Begin with {"schema": ..., "count": ...}; then take in a token of an output, and say
+        what may follow.
+        """
         begun_s = time.perf_counter()
         index = 0
         if not self._matchers:
@@ -46,14 +49,20 @@ class _Session:
         return HEAD.pack(index, time.perf_counter() - begun_s, WRONG if wrong else MASK) + said
 
     def _begin(self, schema: str, count: int) -> None:
-        grammar = LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITESPACE})
-        matcher = LLMatcher(self._tokens, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
+        grammar = LLMatcher.grammar_from_json_schema(
+            schema, overrides={"whitespace_pattern": WHITESPACE}
+        )
+        matcher = LLMatcher(
+            self._tokens, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False)
+        )
         if not matcher.is_error():
             matcher.compute_bitmask()  # the copies begin with what it has found out
         self._matchers = [matcher, *(matcher.deep_copy() for _ in range(count - 1))]
 
 
-def begin_masks(tokenizer: str, vocab_size: int, eos_token_ids: list[int]) -> Callable[[bytes], bytes]:
+def begin_masks(
+    tokenizer: str, vocab_size: int, eos_token_ids: list[int]
+) -> Callable[[bytes], bytes]:
     """Return what a fork answers: masks of a bit a token, in words of 32.
 
     tokenizer: the contents of tokenizer.json.

@@ -1,4 +1,6 @@
-"""uvicorn, with an orderly end: what runs is finished, or its time runs out, and the exit status is 0."""
+"""uvicorn, with an orderly end: what runs is finished, or its time runs out, and the exit status
+is 0.
+"""
 
 import asyncio
 import contextlib
@@ -28,10 +30,13 @@ IDLE_CHECK_S = 0.05
 class HttpServer(uvicorn.Server):
     """Serves until SIGTERM or SIGINT; a second SIGINT ends the process at once.
 
-    Until what runs has ended it goes on listening, so that probes and clients are told why nothing more is taken in.
+    Until what runs has ended it goes on listening, so that probes and clients are told why nothing
+    more is taken in.
     """
 
-    def __init__(self, app: FastAPI, loop: EngineLoop, config: ServeConfig, announce: Callable[[], None]) -> None:
+    def __init__(
+        self, app: FastAPI, loop: EngineLoop, config: ServeConfig, announce: Callable[[], None]
+    ) -> None:
         AppStatus.disable_automatic_graceful_drain()  # it would cut every stream at SIGTERM
         super().__init__(
             uvicorn.Config(
@@ -45,7 +50,9 @@ class HttpServer(uvicorn.Server):
                 backlog=BACKLOG,
             )
         )
-        self._engine_loop, self._drain_timeout_s, self._announce = loop, config.drain_timeout_s, announce
+        self._engine_loop = loop
+        self._drain_timeout_s = config.drain_timeout_s
+        self._announce = announce
         self._draining: asyncio.Task[None] | None = None
         self._interrupted = False
 
@@ -53,15 +60,20 @@ class HttpServer(uvicorn.Server):
         await super().startup(sockets)
         if self.started:
             gc.collect()
-            gc.freeze()  # else each collection, which a large body may bring about, looks at all that was loaded
+            # else each collection, which a large body may bring about, looks at all that was loaded
+            gc.freeze()
             if (leader := self._engine_loop.engine.leader) is not None:
-                leader.on_stop = partial(asyncio.get_running_loop().call_soon_threadsafe, self._drain_for_follower)
+                leader.on_stop = partial(
+                    asyncio.get_running_loop().call_soon_threadsafe, self._drain_for_follower
+                )
                 self._watching = asyncio.create_task(self._exit_when_process_lost())
             self._announce()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Drain at a signal; uvicorn would raise it again when all is done, and end the process with its status."""
+        """Drain at a signal; uvicorn would raise it again when all is done, and end the process
+        with its status.
+        """
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._drain, signal.SIGTERM)
         loop.add_signal_handler(signal.SIGINT, self._interrupt)
@@ -72,7 +84,10 @@ class HttpServer(uvicorn.Server):
             print("a second Ctrl-C: ended at once", flush=True)
             os._exit(128 + signal.SIGINT)
         self._interrupted = True
-        print(f"ending: what runs has {self._drain_timeout_s:g} s; Ctrl-C once more ends it at once", flush=True)
+        print(
+            f"ending: what runs has {self._drain_timeout_s:g} s; Ctrl-C once more ends it at once",
+            flush=True,
+        )
         self._drain(signal.SIGINT)
 
     def _drain(self, number: int) -> None:
@@ -89,7 +104,9 @@ class HttpServer(uvicorn.Server):
             self._drain(signal.SIGTERM)
 
     async def _exit_when_process_lost(self) -> None:
-        """Say for a while why nothing is served, then end, for a supervisor to start all processes again."""
+        """Say for a while why nothing is served, then end, for a supervisor to start all
+        processes again.
+        """
         await self._engine_loop.lost_process.wait()
         await asyncio.sleep(self._drain_timeout_s)
         self.should_exit = True
@@ -104,8 +121,8 @@ class HttpServer(uvicorn.Server):
 def allow_open_files(max_connections: int) -> None:
     """Let this process have so many connections open; `ValueError` where the system allows fewer.
 
-    Without room for one more file the system turns away whoever comes next, and no client makes room
-    for another.
+    Without room for one more file the system turns away whoever comes next, and no client makes
+    room for another.
     """
     allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = max_connections + OTHER_FILES
@@ -117,7 +134,9 @@ def allow_open_files(max_connections: int) -> None:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket to listen on, taken before the model is loaded; `OSError` naming the address if it is in use."""
+    """Return a socket to listen on, taken before the model is loaded; `OSError` naming the
+    address if it is in use.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

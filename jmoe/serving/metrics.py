@@ -1,4 +1,5 @@
-"""`/metrics` for Prometheus: vLLM's names where the meaning is the same, `jmoe:` for what only jmoe has.
+"""`/metrics` for Prometheus: vLLM's names where the meaning is the same, `jmoe:` for what only jmoe
+has.
 
 https://docs.vllm.ai/en/latest/usage/metrics
 """
@@ -17,11 +18,38 @@ from jmoe.inference.sequence import Output
 from jmoe.inference.stats import EngineStats
 
 LABEL = "model_name"
-SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
+SECONDS = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+    160,
+    640,
+)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 
-BUSIEST = "Tokens of a layer's busiest expert in the last steps, as a multiple of the mean; 0: no tokens."
-BALANCE = "Tokens of a layer's mean device, as a part of the busiest one's; 1: no device waits for another."
+BUSIEST = (
+    "Tokens of a layer's busiest expert in the last steps, as a multiple of the mean; 0: no tokens."
+)
+BALANCE = (
+    "Tokens of a layer's mean device, as a part of the busiest one's; 1: no device waits for"
+    " another."
+)
 
 
 @dataclass(frozen=True)
@@ -34,7 +62,9 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class View:
-    """The places of experts, which take a while to find. slots: (layer, expert) of each, or None; empty: all stay."""
+    """The places of experts, which take a while to find. slots: (layer, expert) of each, or
+    None; empty: all stay.
+    """
 
     slots: list[tuple[int, int] | None]
     expert_counts: list[list[int]]  # [layer][expert], tokens of the last steps
@@ -56,27 +86,43 @@ class Metrics(Collector):
         self.prompt_tokens_total = self.generation_tokens_total = 0
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(name, text, [LABEL], registry=self.registry, buckets=buckets).labels(model_name)
+            return Histogram(name, text, [LABEL], registry=self.registry, buckets=buckets).labels(
+                model_name
+            )
 
         def counter(name: str, text: str, *labels: str) -> Callable[..., Counter]:
-            return partial(Counter(name, text, [LABEL, *labels], registry=self.registry).labels, model_name)
+            return partial(
+                Counter(name, text, [LABEL, *labels], registry=self.registry).labels, model_name
+            )
 
         self.time_to_first_token = histogram(
-            "vllm:time_to_first_token_seconds", "From the arrival of a request to its first token.", SECONDS
+            "vllm:time_to_first_token_seconds",
+            "From the arrival of a request to its first token.",
+            SECONDS,
         )
         self.inter_token_latency = histogram(
             "vllm:inter_token_latency_seconds", "Between two tokens of a sequence.", SECONDS
         )
         self.time_per_output_token = histogram(
-            "vllm:request_time_per_output_token_seconds", "Mean time of a token after the first.", SECONDS
+            "vllm:request_time_per_output_token_seconds",
+            "Mean time of a token after the first.",
+            SECONDS,
         )
-        self.latency = histogram("vllm:e2e_request_latency_seconds", "From arrival to the last token.", SECONDS)
-        self.request_prompt_tokens = histogram("vllm:request_prompt_tokens", "Tokens of a prompt.", TOKENS)
-        self.request_generation_tokens = histogram("vllm:request_generation_tokens", "Tokens drawn.", TOKENS)
+        self.latency = histogram(
+            "vllm:e2e_request_latency_seconds", "From arrival to the last token.", SECONDS
+        )
+        self.request_prompt_tokens = histogram(
+            "vllm:request_prompt_tokens", "Tokens of a prompt.", TOKENS
+        )
+        self.request_generation_tokens = histogram(
+            "vllm:request_generation_tokens", "Tokens drawn.", TOKENS
+        )
         self.prompt_tokens = counter("vllm:prompt_tokens", "Tokens of prompts.")()
         self.generation_tokens = counter("vllm:generation_tokens", "Tokens drawn.")()
         self.finished = counter("vllm:request_success", "Sequences that ended.", "finished_reason")
-        self.rejected = counter("jmoe:requests_rejected", "Requests that were not taken in.", "reason")
+        self.rejected = counter(
+            "jmoe:requests_rejected", "Requests that were not taken in.", "reason"
+        )
 
     def observe(self, output: Output, now_s: float) -> None:
         """Count what a sequence was given, and keep in it how far it is."""
@@ -114,23 +160,51 @@ class Metrics(Collector):
     def collect(self) -> Iterable[Any]:
         """Yield what the engine counts; `text` asks for it."""
         engine, scheduler = self._loop.snapshot.engine, self._loop.snapshot.scheduler
-        kv_usage, copying = scheduler.kv_tokens / self._loop.kv_tokens_total, engine.roofline_fraction
+        kv_usage = scheduler.kv_tokens / self._loop.kv_tokens_total
+        copying = engine.roofline_fraction
         experts = enumerate(self._loop.last_view.expert_counts)
-        load = {str(layer): max(counts) * len(counts) / max(1, sum(counts)) for layer, counts in experts}
+        load = {
+            str(layer): max(counts) * len(counts) / max(1, sum(counts)) for layer, counts in experts
+        }
         moved = {"host": engine.streamed_bytes, "nvme": engine.nvme_bytes}
         gauge, counter = GaugeMetricFamily, CounterMetricFamily
         for family, name, text, value in (
             (gauge, "vllm:num_requests_running", "Sequences that run.", scheduler.running),
-            (gauge, "vllm:num_requests_waiting", "Sequences that wait for a place.", scheduler.waiting),
+            (
+                gauge,
+                "vllm:num_requests_waiting",
+                "Sequences that wait for a place.",
+                scheduler.waiting,
+            ),
             (gauge, "vllm:kv_cache_usage_perc", "Part of the cache in use, 0 to 1.", kv_usage),
-            (gauge, "jmoe:expert_hit_rate", "Of the experts that tokens chose, those in a slot.", engine.hit_rate),
-            (gauge, "jmoe:roofline_fraction", "Part of the time in which experts were copied.", copying),
+            (
+                gauge,
+                "jmoe:expert_hit_rate",
+                "Of the experts that tokens chose, those in a slot.",
+                engine.hit_rate,
+            ),
+            (
+                gauge,
+                "jmoe:roofline_fraction",
+                "Part of the time in which experts were copied.",
+                copying,
+            ),
             (gauge, "jmoe:device_expert_bytes", "Memory of the slots.", engine.device_expert_bytes),
             (gauge, "jmoe:host_expert_bytes", "Host memory of experts.", engine.host_expert_bytes),
-            (counter, "vllm:prefix_cache_hits", "Prompt tokens that were not computed again.", scheduler.reused_tokens),
+            (
+                counter,
+                "vllm:prefix_cache_hits",
+                "Prompt tokens that were not computed again.",
+                scheduler.reused_tokens,
+            ),
             (counter, "jmoe:steps", "Steps of the engine.", engine.steps),
             (counter, "jmoe:step_seconds", "Time in steps.", engine.step_s),
-            (counter, "jmoe:waited_seconds", "Time in which the device waited for experts.", engine.waited_s),
+            (
+                counter,
+                "jmoe:waited_seconds",
+                "Time in which the device waited for experts.",
+                engine.waited_s,
+            ),
         ):
             yield self._family(family, name, text, None, {"": value})
         if (placement := engine.placement) is not None:
@@ -138,21 +212,41 @@ class Metrics(Collector):
             loads = {str(device): load for device, load in enumerate(placement.loads)}
             yield self._family(gauge, "jmoe:device_balancedness", BALANCE, "layer", balancedness)
             copies = {str(device): number for device, number in enumerate(placement.copies)}
-            yield self._family(counter, "jmoe:device_load", "Choices of tokens that it computed.", "device", loads)
-            yield self._family(counter, "jmoe:device_copies", "Experts copied to it.", "device", copies)
+            yield self._family(
+                counter, "jmoe:device_load", "Choices of tokens that it computed.", "device", loads
+            )
+            yield self._family(
+                counter, "jmoe:device_copies", "Experts copied to it.", "device", copies
+            )
             for name, text, value in (
-                ("jmoe:placement_replans", "Placements that were planned again after a gate.", placement.replans),
+                (
+                    "jmoe:placement_replans",
+                    "Placements that were planned again after a gate.",
+                    placement.replans,
+                ),
                 ("jmoe:placement_swaps", "Placements that were changed.", placement.swaps),
-                ("jmoe:swapped_bytes", "Experts copied to the server's own devices.", placement.swapped_bytes),
-                ("jmoe:placement_waited_seconds", "Time in which devices waited for copies.", placement.waited_s),
+                (
+                    "jmoe:swapped_bytes",
+                    "Experts copied to the server's own devices.",
+                    placement.swapped_bytes,
+                ),
+                (
+                    "jmoe:placement_waited_seconds",
+                    "Time in which devices waited for copies.",
+                    placement.waited_s,
+                ),
             ):
                 yield self._family(counter, name, text, None, {"": value})
         yield self._family(gauge, "jmoe:expert_load_max", BUSIEST, "layer", load)
         yield self._family(counter, "jmoe:tier_bytes", "Read from this tier.", "tier", moved)
 
-    def _family(self, family: Any, name: str, text: str, label: str | None, values: Mapping[str, float]) -> Any:
+    def _family(
+        self, family: Any, name: str, text: str, label: str | None, values: Mapping[str, float]
+    ) -> Any:
         """Return a metric with a value for each value of a label, or one value without a label."""
         metric = family(name, text, labels=[LABEL] if label is None else [LABEL, label])
         for label_value, value in values.items():
-            metric.add_metric([self.model_name] if label is None else [self.model_name, label_value], value)
+            metric.add_metric(
+                [self.model_name] if label is None else [self.model_name, label_value], value
+            )
         return metric

@@ -1,4 +1,6 @@
-"""Middleware before every handler: a request id, API keys, the host, limits of bodies, headers, one line of log."""
+"""Middleware before every handler: a request id, API keys, the host, limits of bodies, headers,
+one line of log.
+"""
 
 import asyncio
 import ipaddress
@@ -27,7 +29,8 @@ MAX_BODIES = 16
 SMALL_SHARE = 256  # a client may always hold this part of it
 STALL_S = 1.0  # a client's own bodies of which nothing has come for so long give way to its others
 SECURITY_HEADERS = {"x-content-type-options": "nosniff", "x-frame-options": "DENY"}
-CONTENT_SECURITY_POLICY = "default-src 'none'; frame-ancestors 'none'"  # where a response has none of its own
+# where a response has none of its own
+CONTENT_SECURITY_POLICY = "default-src 'none'; frame-ancestors 'none'"
 
 
 class AuthMiddleware:
@@ -39,8 +42,10 @@ class AuthMiddleware:
         address = _address(config.host)
         is_loopback = config.host == "localhost" or (address is not None and address.is_loopback)
         self._hosts = {"localhost", *config.allowed_hosts} if is_loopback and not api_keys else None
-        self._bytes: Shares[_Body] = Shares(MAX_BODIES * config.max_body_bytes)  # that are read or answered
-        self._arriving: dict[_Body, None] = {}  # the one of which nothing has come for the longest first
+        # that are read or answered
+        self._bytes: Shares[_Body] = Shares(MAX_BODIES * config.max_body_bytes)
+        # the one of which nothing has come for the longest first
+        self._arriving: dict[_Body, None] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -77,16 +82,37 @@ class AuthMiddleware:
         finally:
             self._bytes.remove(body)
             took_s = time.monotonic() - begun_s
-            level = logging.DEBUG if scope["path"] not in LOGGED_PATHS and status < 400 else logging.INFO
-            path = scope["raw_path"].decode("ascii", "backslashreplace")[:MAX_LOGGED_PATH]  # as it was sent: one line
-            log.log(level, "%s %s %s %d %.3f s %s", request_id, scope["method"], path, status, took_s, "; ".join(notes))
+            level = (
+                logging.DEBUG
+                if scope["path"] not in LOGGED_PATHS and status < 400
+                else logging.INFO
+            )
+            # as it was sent: one line
+            path = scope["raw_path"].decode("ascii", "backslashreplace")[:MAX_LOGGED_PATH]
+            log.log(
+                level,
+                "%s %s %s %d %.3f s %s",
+                request_id,
+                scope["method"],
+                path,
+                status,
+                took_s,
+                "; ".join(notes),
+            )
 
     def _check_host(self, headers: Headers) -> None:
-        """Raise `ApiError` 403 for a name that a page of another site may have given to a loopback address."""
+        """Raise `ApiError` 403 for a name that a page of another site may have given to a
+        loopback address.
+        """
         host = headers.get("host", "localhost").lower()
-        name = host[1:].partition("]")[0] if host.startswith("[") else host.rpartition(":")[0] or host
+        name = (
+            host[1:].partition("]")[0] if host.startswith("[") else host.rpartition(":")[0] or host
+        )
         if self._hosts is not None and name not in self._hosts and _address(name) is None:
-            message = f"the host {name!r} is not served: name it with --allowed-hosts, or use --api-key-file"
+            message = (
+                f"the host {name!r} is not served: name it with --allowed-hosts, or use"
+                " --api-key-file"
+            )
             raise ApiError(403, message, code="host_not_allowed")
 
     def _check_key(self, scope: Scope, headers: Headers) -> None:
@@ -97,14 +123,19 @@ class AuthMiddleware:
         scheme, _, key = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not self._keys.match(key):
             message = "a valid API key is needed: Authorization: Bearer KEY"
-            raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+            raise ApiError(
+                401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}
+            )
         scope["state"]["client"] = digest_of(key).hex()
 
-    async def _read_body(self, scope: Scope, headers: Headers, receive: Receive, body: "_Body") -> bool:
+    async def _read_body(
+        self, scope: Scope, headers: Headers, receive: Receive, body: "_Body"
+    ) -> bool:
         """Read the whole body; False if the client has gone before.
 
-        `ApiError` 415 for a compressed one, 413 as soon as it is known to be too large, 503 if there
-        is no room for it, or another client's takes its room. A body that nothing asks for is not read.
+        `ApiError` 415 for a compressed one, 413 as soon as it is known to be too large, 503 if
+        there is no room for it, or another client's takes its room. A body that nothing asks for is
+        not read.
         """
         if scope["method"] in ("GET", "HEAD") or scope["path"] in OPEN_PATHS:
             return True
@@ -131,16 +162,27 @@ class AuthMiddleware:
             raise _no_room() from None
         finally:
             self._arriving.pop(body, None)
-        raise ApiError(413, f"the body has {size} bytes or more; at most {self._max_body_bytes} are allowed")
+        raise ApiError(
+            413, f"the body has {size} bytes or more; at most {self._max_body_bytes} are allowed"
+        )
 
     def _take(self, body: "_Body", piece: bytes, client: str) -> None:
-        """Append a piece; where there is no room for it, the slowest bodies of the client with the most give way."""
+        """Append a piece; where there is no room for it, the slowest bodies of the client with
+        the most give way.
+        """
         now_s = time.monotonic()
         self._arriving[body] = self._arriving.pop(body)
         slow = [other for other in self._arriving if other is not body and not other.gives_way]
-        slow = [other for other in slow if other.data and (other.client != client or now_s > other.last_s + STALL_S)]
+        slow = [
+            other
+            for other in slow
+            if other.data and (other.client != client or now_s > other.last_s + STALL_S)
+        ]
         giving_way = self._bytes.make_room(client, len(piece), slow)
-        if giving_way is None and self._bytes.held(client) + len(piece) > self._bytes.limit // SMALL_SHARE:
+        if (
+            giving_way is None
+            and self._bytes.held(client) + len(piece) > self._bytes.limit // SMALL_SHARE
+        ):
             raise _no_room()
         for other in giving_way or ():
             other.gives_way = True

@@ -18,7 +18,8 @@ from jmoe.models.pretrained import read_config
 class ModelSampling:
     """Defaults from a model's files for requests that leave sampling open.
 
-    defaults: fields of `SamplingParams`. turn_end_token_ids: end a turn of a chat, beside those that end any text.
+    defaults: fields of `SamplingParams`. turn_end_token_ids: end a turn of a chat, beside those
+    that end any text.
     """
 
     config: GenerationConfig
@@ -27,7 +28,9 @@ class ModelSampling:
 
     @classmethod
     def read(cls, folder: Path, wanted: Literal["model", "openai"]) -> ModelSampling:
-        """Read a Hugging Face folder's; `ValueError` naming the file for numbers that cannot be drawn by."""
+        """Read a Hugging Face folder's; `ValueError` naming the file for numbers that cannot be
+        drawn by.
+        """
         config = GenerationConfig.read(folder, read_config(folder))
         if wanted == "openai":
             return cls(config)
@@ -38,17 +41,24 @@ class ModelSampling:
             raise ValueError(f"{folder / FILE}: {error}; {hint}") from error
         return cls(config, config.sampling)
 
-    def with_turn_ends(self, names: Iterable[str], tokenizer: Tokenizer, vocab_size: int) -> ModelSampling:
+    def with_turn_ends(
+        self, names: Iterable[str], tokenizer: Tokenizer, vocab_size: int
+    ) -> ModelSampling:
         """Return it with the tokens of these names, and config.json's, as ends of turns."""
         ids = {tokenizer.token_to_id(name) for name in names} | {*self.config.config_eos_token_ids}
-        ends = {token for token in ids if token is not None and token < vocab_size} - {*self.config.eos_token_ids}
+        ends = {token for token in ids if token is not None and token < vocab_size} - {
+            *self.config.eos_token_ids
+        }
         return replace(self, turn_end_token_ids=tuple(sorted(ends)))
 
     def __str__(self) -> str:
         said = ", ".join(f"{name} {value:g}" for name, value in self.config.sampling.items())
         line = "sampling defaults: OpenAI's, temperature 1"
         if self.defaults:
-            line = f"sampling defaults: {said}, from {FILE} (--sampling-defaults openai: temperature 1 alone)"
+            line = (
+                f"sampling defaults: {said}, from {FILE} (--sampling-defaults openai: temperature 1"
+                " alone)"
+            )
         elif said:
             line += f"; --sampling-defaults model: {said}, from {FILE}"
         not_used = ", ".join(f"{name} = {value!r}" for name, value in self.config.not_used.items())

@@ -1,8 +1,9 @@
 """Bodies of requests and responses, named as OpenAI's and vLLM's.
 
-https://platform.openai.com/docs/api-reference and https://docs.vllm.ai/en/latest/serving/openai_compatible_server.
-A parameter that would change the answer is honoured or refused by its name. What changes nothing is accepted: null,
-the value that is the default anyway (`_only`), and hints about billing, caches and the client (`Hint`).
+https://platform.openai.com/docs/api-reference and
+https://docs.vllm.ai/en/latest/serving/openai_compatible_server. A parameter that would change the
+answer is honoured or refused by its name. What changes nothing is accepted: null, the value that is
+the default anyway (`_only`), and hints about billing, caches and the client (`Hint`).
 """
 
 import math
@@ -23,7 +24,13 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from jmoe.config import check
-from jmoe.inference.sampling_params import MAX_IDS, MAX_LOGPROBS, MAX_STOP, MAX_STOP_CHARS, SamplingParams
+from jmoe.inference.sampling_params import (
+    MAX_IDS,
+    MAX_LOGPROBS,
+    MAX_STOP,
+    MAX_STOP_CHARS,
+    SamplingParams,
+)
 from jmoe.models.generation_config import SAMPLING
 from jmoe.serving.errors import UNKNOWN, printable
 from jmoe.serving.model_sampling import ModelSampling
@@ -33,7 +40,8 @@ MAX_PROMPTS = 8192
 MAX_MESSAGES = 4096  # and pieces of their content, all together
 MAX_VARIABLES = 64
 T = TypeVar("T")
-FastList = Annotated[list[T], Field(fail_fast=True)]  # its first mistake is enough: there may be a million
+# its first mistake is enough: there may be a million
+FastList = Annotated[list[T], Field(fail_fast=True)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
@@ -89,7 +97,9 @@ def _only(*harmless: Any) -> BeforeValidator:
     def check(value: Any) -> Any:
         if not any(value == one and isinstance(value, type(one)) for one in harmless):
             message = "is not a parameter that this server supports, except as {harmless}"
-            raise PydanticCustomError("not_supported", message, {"harmless": " or ".join(map(repr, harmless))})
+            raise PydanticCustomError(
+                "not_supported", message, {"harmless": " or ".join(map(repr, harmless))}
+            )
         return value
 
     return BeforeValidator(check)
@@ -103,7 +113,9 @@ class RequestBody(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _only_known(cls, data: Any) -> Any:
-        """Take null for nothing. Of parameters that are not known the first is named, and only that."""
+        """Take null for nothing. Of parameters that are not known the first is named, and only
+        that.
+        """
         if not isinstance(data, dict):
             return data
         present = {name: value for name, value in data.items() if value is not None}
@@ -111,13 +123,16 @@ class RequestBody(BaseModel):
         for name in present:
             if name not in known:
                 raise PydanticCustomError(
-                    UNKNOWN, "is not a parameter that this server supports", {"name": printable(name)}
+                    UNKNOWN,
+                    "is not a parameter that this server supports",
+                    {"name": printable(name)},
                 )
         return present
 
 
 class StreamOptions(RequestBody):
-    """include_usage: a last chunk with the token counts. continuous_usage_stats: also those so far with every chunk.
+    """include_usage: a last chunk with the token counts. continuous_usage_stats: also those so far
+    with every chunk.
 
     include_obfuscation: OpenAI's padding of chunks, of which this server sends none.
     """
@@ -158,8 +173,8 @@ class ResponseFormat(RequestBody):
 class GenerationBody(RequestBody):
     """Parameters that completions and chat completions have in common.
 
-    max_tokens: -1, as many as fit. stream_options: without a stream, nothing. store and the like may only have the
-    value that changes nothing.
+    max_tokens: -1, as many as fit. stream_options: without a stream, nothing. store and the like
+    may only have the value that changes nothing.
     """
 
     is_chat: ClassVar[bool] = False
@@ -175,13 +190,17 @@ class GenerationBody(RequestBody):
     frequency_penalty: Finite = Field(default=0.0, ge=-2, le=2)
     repetition_penalty: Finite = Field(default=1.0, gt=0, le=100)
     logit_bias: Annotated[
-        dict[Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")], Annotated[Finite, Field(ge=-100, le=100)]],
+        dict[
+            Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")],
+            Annotated[Finite, Field(ge=-100, le=100)],
+        ],
         Field(max_length=MAX_IDS),
         _at_most(MAX_IDS),
     ] = Field(default_factory=dict)
     seed: Whole | None = Field(default=None, ge=-(2**63), lt=2**64)
     stop: Annotated[
-        Annotated[StopString, Tag("text")] | Annotated[FastList[StopString], Field(max_length=MAX_STOP), Tag("list")],
+        Annotated[StopString, Tag("text")]
+        | Annotated[FastList[StopString], Field(max_length=MAX_STOP), Tag("list")],
         Discriminator(_text_or_list),
         BeforeValidator(_without_empty),
     ] = Field(default_factory=list)
@@ -205,7 +224,9 @@ class GenerationBody(RequestBody):
     @model_validator(mode="after")
     def _ends(self) -> "GenerationBody":
         if self.json_schema is not None and (self.min_tokens or self.ignore_eos):
-            raise ValueError("min_tokens and ignore_eos do not go with response_format, by which the answer ends")
+            raise ValueError(
+                "min_tokens and ignore_eos do not go with response_format, by which the answer ends"
+            )
         return self
 
     @property
@@ -223,7 +244,9 @@ class GenerationBody(RequestBody):
 
     @property
     def asked_tokens(self) -> int | None:
-        """The most tokens of an answer that the client asks for; None if it leaves that to the server."""
+        """The most tokens of an answer that the client asks for; None if it leaves that to the
+        server.
+        """
         return MOST_TOKENS if self.max_tokens == -1 else self.max_tokens
 
     @property
@@ -240,10 +263,11 @@ class GenerationBody(RequestBody):
         logprobs: int | None,
         prompt_logprobs: int | None = None,
     ) -> SamplingParams:
-        """Return the parameters of one of the `n` choices; each has a seed of its own, the first the request's.
+        """Return the parameters of one of the `n` choices; each has a seed of its own, the first
+        the request's.
 
-        max_new_tokens: what was asked for, or what the context leaves of it. model: its defaults. `ValueError` for more
-        min_tokens than max_tokens.
+        max_new_tokens: what was asked for, or what the context leaves of it. model: its defaults.
+        `ValueError` for more min_tokens than max_tokens.
         """
         asked = self.asked_tokens
         fits = asked is None or self.min_tokens <= asked
@@ -251,7 +275,9 @@ class GenerationBody(RequestBody):
         seed = None if self.seed is None else (self.seed + choice + 2**63) % 2**64 - 2**63
         ends_turn = not self.ignore_eos and (self.is_chat or self.json_schema is not None)
         return SamplingParams(
-            **{name: getattr(self, name) for name in SAMPLING} | dict(model.defaults) | self._sampling_set,
+            **{name: getattr(self, name) for name in SAMPLING}
+            | dict(model.defaults)
+            | self._sampling_set,
             max_new_tokens=max_new_tokens,
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
@@ -267,7 +293,9 @@ class GenerationBody(RequestBody):
 
 
 def _kind_of_prompt(prompt: Any) -> str:
-    """Return what a prompt is by its first element: a list is validated as one thing, not as all it might be."""
+    """Return what a prompt is by its first element: a list is validated as one thing, not as all
+    it might be.
+    """
     if not isinstance(prompt, list):
         return "text"
     first = prompt[0] if prompt else 0
@@ -284,13 +312,17 @@ Prompt = Annotated[
 
 
 class CompletionRequest(GenerationBody):
-    """`POST /v1/completions`. prompt: text or token ids, or a list of them. max_tokens 0 needs echo."""
+    """`POST /v1/completions`. prompt: text or token ids, or a list of them. max_tokens 0 needs
+    echo.
+    """
 
     prompt: Prompt
     best_of: Annotated[int, _only(1)] = 1
     suffix: Annotated[str, _only("")] = ""
     echo: bool = False
-    logprobs: Annotated[Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS)] | None, BeforeValidator(_none_if_false)] = None
+    logprobs: Annotated[
+        Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS)] | None, BeforeValidator(_none_if_false)
+    ] = None
     add_special_tokens: bool = True
 
     @model_validator(mode="after")
@@ -306,7 +338,9 @@ class CompletionRequest(GenerationBody):
 
 
 class TextPart(RequestBody):
-    """A piece of a message's content. cache_control: a hint of clients that also speak to Anthropic."""
+    """A piece of a message's content. cache_control: a hint of clients that also speak to
+    Anthropic.
+    """
 
     type: Literal["text"]
     text: str
@@ -314,11 +348,14 @@ class TextPart(RequestBody):
 
 
 class Message(RequestBody):
-    """A message of a chat. reasoning_content, or by another name: how the assistant came to it, for the template."""
+    """A message of a chat. reasoning_content, or by another name: how the assistant came to it,
+    for the template.
+    """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
-        Annotated[str, Tag("text")] | Annotated[FastList[TextPart], Tag("list")], Discriminator(_text_or_list)
+        Annotated[str, Tag("text")] | Annotated[FastList[TextPart], Tag("list")],
+        Discriminator(_text_or_list),
     ] = ""
     name: str | None = None
     reasoning_content: str | None = None
@@ -337,7 +374,11 @@ class Message(RequestBody):
     @property
     def text(self) -> str:
         """The content as one string."""
-        return self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        return (
+            self.content
+            if isinstance(self.content, str)
+            else "\n".join(part.text for part in self.content)
+        )
 
     @property
     def size(self) -> int:
@@ -345,10 +386,16 @@ class Message(RequestBody):
         return len(self.text) + len(self.reasoned)
 
     def for_template(self, as_parts: bool) -> dict[str, Any]:
-        """Return the message as the chat template takes it: its content as one string, or as parts."""
+        """Return the message as the chat template takes it: its content as one string, or as
+        parts.
+        """
         content: str | list[dict[str, str]] = self.text
         if as_parts:
-            texts = [self.content] if isinstance(self.content, str) else [part.text for part in self.content]
+            texts = (
+                [self.content]
+                if isinstance(self.content, str)
+                else [part.text for part in self.content]
+            )
             content = [{"type": "text", "text": text} for text in texts]
         optional = {"name": self.name, "reasoning_content": self.reasoned or None}
         present = {name: value for name, value in optional.items() if value is not None}
@@ -366,7 +413,9 @@ def _check_variables(variables: dict[str, Any]) -> dict[str, Any]:
     return variables
 
 
-TemplateVariables = Annotated[dict[str, Any], AfterValidator(_check_variables), Field(max_length=MAX_VARIABLES)]
+TemplateVariables = Annotated[
+    dict[str, Any], AfterValidator(_check_variables), Field(max_length=MAX_VARIABLES)
+]
 
 
 def _check_parts(messages: Any) -> Any:
@@ -375,15 +424,22 @@ def _check_parts(messages: Any) -> Any:
         contents = [message.get("content") for message in messages if isinstance(message, dict)]
         parts = sum(len(content) for content in contents if isinstance(content, list))
         if max(len(messages), parts) > MAX_MESSAGES:
-            raise ValueError(f"{len(messages)} messages with {parts} parts; at most {MAX_MESSAGES} of both are allowed")
+            raise ValueError(
+                f"{len(messages)} messages with {parts} parts; at most {MAX_MESSAGES} of both are"
+                " allowed"
+            )
     return messages
 
 
-Messages = Annotated[FastList[Message], Field(min_length=1, max_length=MAX_MESSAGES), BeforeValidator(_check_parts)]
+Messages = Annotated[
+    FastList[Message], Field(min_length=1, max_length=MAX_MESSAGES), BeforeValidator(_check_parts)
+]
 
 
 class ChatCompletionRequest(GenerationBody):
-    """`POST /v1/chat/completions`. chat_template_kwargs: further variables of the model's template."""
+    """`POST /v1/chat/completions`. chat_template_kwargs: further variables of the model's
+    template.
+    """
 
     is_chat = True
 
@@ -407,7 +463,10 @@ class ChatCompletionRequest(GenerationBody):
             raise ValueError("top_logprobs needs logprobs = true")
         if 0 in (self.max_tokens, self.max_completion_tokens):
             raise ValueError("max_tokens must be at least 1, or -1 for as many as fit")
-        if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
+        if self.max_tokens is not None and self.max_completion_tokens not in (
+            None,
+            self.max_tokens,
+        ):
             raise ValueError("max_tokens and max_completion_tokens differ")
         if self.max_completion_tokens is not None:
             self.max_tokens = self.max_completion_tokens
@@ -502,7 +561,9 @@ class CompletionResponse(Envelope):
 
 
 class TopLogprob(BaseModel):
-    """A token that could have stood there. bytes: its UTF-8, of which it may hold a part of a character only."""
+    """A token that could have stood there. bytes: its UTF-8, of which it may hold a part of a
+    character only.
+    """
 
     token: str
     logprob: float
@@ -522,7 +583,9 @@ class ChatLogprobs(BaseModel):
 
 
 class AnswerMessage(BaseModel):
-    """The model's answer. reasoning_content: what it said in other channels; null where the model has none."""
+    """The model's answer. reasoning_content: what it said in other channels; null where the
+    model has none.
+    """
 
     role: Literal["assistant"] = "assistant"
     content: str
@@ -601,8 +664,9 @@ class Status(BaseModel):
 class LiveDevices(BaseModel):
     """Several devices that share a model, since the start.
 
-    loads, copies: of each device, choices of tokens that it computed, and experts copied to it. balancedness: of each
-    layer, the mean device's load as a part of the busiest one's. replans, swaps: as in `PlacementStats`.
+    loads, copies: of each device, choices of tokens that it computed, and experts copied to it.
+    balancedness: of each layer, the mean device's load as a part of the busiest one's. replans,
+    swaps: as in `PlacementStats`.
     """
 
     loads: list[float]
@@ -615,9 +679,10 @@ class LiveDevices(BaseModel):
 class Live(BaseModel):
     """`GET /live`: what the page shows. Totals are since the start.
 
-    chat: the model has a chat template. slots: for each slot the [layer, expert] in it, or null; empty: all experts
-    stay on the device. expert_counts: [layer][expert], how many tokens chose it in the last steps. tokens_per_s: drawn
-    in the last seconds. devices: null where there is only one.
+    chat: the model has a chat template. slots: for each slot the [layer, expert] in it, or null;
+    empty: all experts stay on the device. expert_counts: [layer][expert], how many tokens chose it
+    in the last steps. tokens_per_s: drawn in the last seconds. devices: null where there is only
+    one.
     """
 
     model: str

@@ -1,4 +1,6 @@
-"""The model that is served, with its tokenizer and template, and the engine's loop: what handlers share."""
+"""The model that is served, with its tokenizer and template, and the engine's loop: what
+handlers share.
+"""
 
 import asyncio
 import contextlib
@@ -33,7 +35,8 @@ from jmoe.serving.vocabulary import TokenVocabulary
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-LONG_TEXT = 1 << 16  # characters: of longer ones one is worked on at a time, so that short ones find a thread
+# characters: of longer ones one is worked on at a time, so that short ones find a thread
+LONG_TEXT = 1 << 16
 THREADS = 4  # that work on requests' texts at a time
 FORKS = max(4, len(os.sched_getaffinity(0)))  # that render and compile schemas at a time
 RENDER_S = 2.0  # of processor time
@@ -63,20 +66,31 @@ class Service:
         self.harmony = Harmony.detect(self.tokenizer) if self.has_chat else None
         turn_ends += TURN_ENDS if self.harmony is not None else ()
         sampling = ModelSampling.read(folder, config.sampling_defaults)
-        self.model_sampling = sampling.with_turn_ends(turn_ends, self.tokenizer, engine.config.vocab_size)
+        self.model_sampling = sampling.with_turn_ends(
+            turn_ends, self.tokenizer, engine.config.vocab_size
+        )
         self._end_token_ids = (*engine.eos_token_ids, *self.model_sampling.turn_end_token_ids)
         self.grammars = Grammars(self.tokenizer, engine.config.vocab_size, self._end_token_ids)
         self._long_texts, self._threads, self._forks = Turns(1), Turns(THREADS), Turns(FORKS)
 
     def _template_server(self, setup: dict[str, Any]) -> ForkServer:
         body_bytes = self.config.max_body_bytes
-        limits = Limits(RENDER_S, (256 << 20) + RENDER_BYTES * body_bytes, (1 << 20) + RENDER_BYTES // 8 * body_bytes)
-        return ForkServer("the model's chat template", "jmoe.serving.chat_template.begin_rendering", setup, limits)
+        limits = Limits(
+            RENDER_S,
+            (256 << 20) + RENDER_BYTES * body_bytes,
+            (1 << 20) + RENDER_BYTES // 8 * body_bytes,
+        )
+        return ForkServer(
+            "the model's chat template", "jmoe.serving.chat_template.begin_rendering", setup, limits
+        )
 
     def _content_form(self, templates: ForkServer) -> str:
         form = rendered(templates.ask_now(CONTENT_FORM))
         if not form:
-            log.warning("the model's chat template shows nothing of a message's content, as a string or in parts")
+            log.warning(
+                "the model's chat template shows nothing of a message's content, as a string or in"
+                " parts"
+            )
         return form
 
     @property
@@ -93,10 +107,13 @@ class Service:
     def check_model(self, name: str | None) -> None:
         """Raise `ApiError` 404 for another model."""
         if name not in (None, self.name):
-            raise ApiError(404, f"the model {name!r} is not served here", param="model", code="model_not_found")
+            raise ApiError(
+                404, f"the model {name!r} is not served here", param="model", code="model_not_found"
+            )
 
     async def off_the_loop(self, make: Callable[[], T], size: int, client: str) -> T:
-        """Run `make` in a thread: what grows with a request must not hold up the others. size: of its text.
+        """Run `make` in a thread: what grows with a request must not hold up the others. size: of
+        its text.
 
         `ApiError` 400 for a `ValueError`.
         """
@@ -116,18 +133,24 @@ class Service:
                 raise ApiError(400, "the prompt holds half of a surrogate pair, which is no text")
             limit, tokens = self.vocabulary.longest_text(self.max_seq_len), self.max_seq_len
             if limit is not None and len(text) > limit:
-                message = f"the prompt has {len(text)} characters; at most {limit} can be the {tokens} tokens that fit"
+                message = (
+                    f"the prompt has {len(text)} characters; at most {limit} can be the {tokens}"
+                    " tokens that fit"
+                )
                 raise ApiError(400, message, code="context_length_exceeded")
         try:  # `encode` would not let another thread of Python run meanwhile
             batch = self.tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         except BaseException as error:
-            if type(error).__name__ != "PanicException":  # of Rust: no `Exception`, and in no module
+            # of Rust: no `Exception`, and in no module
+            if type(error).__name__ != "PanicException":
                 raise
             raise ApiError(400, f"the model's tokenizer cannot encode the text: {error}") from error
         return [encoding.ids for encoding in batch]
 
     async def _at_turn(self, request: Request, work: Callable[[], Awaitable[T]]) -> T:
-        """Do work of a fork when it is the client's turn; give it up if the client leaves before it is done."""
+        """Do work of a fork when it is the client's turn; give it up if the client leaves before
+        it is done.
+        """
 
         async def do() -> T:
             async with self._forks.turn(request.state.client):
@@ -144,15 +167,24 @@ class Service:
             gone.cancel()
 
     async def render(
-        self, messages: list[Message], add_generation_prompt: bool, variables: dict[str, Any], request: Request
+        self,
+        messages: list[Message],
+        add_generation_prompt: bool,
+        variables: dict[str, Any],
+        request: Request,
     ) -> str:
         """Return the prompt of a chat.
 
-        Text of a message that looks like a control token becomes one, as it does in transformers and vLLM: the template
-        gives one string. https://github.com/huggingface/transformers/issues/29279
+        Text of a message that looks like a control token becomes one, as it does in transformers
+        and vLLM: the template gives one string.
+        https://github.com/huggingface/transformers/issues/29279
         """
         if self._templates is None:
-            raise ApiError(400, "messages: the model has no chat template; use /v1/completions", param="messages")
+            raise ApiError(
+                400,
+                "messages: the model has no chat template; use /v1/completions",
+                param="messages",
+            )
         plain = [message.for_template(self._takes_parts) for message in messages]
         question = {"messages": plain, "add_generation_prompt": add_generation_prompt, **variables}
         try:
@@ -163,34 +195,50 @@ class Service:
             said = f"the model's chat template: {error.said or 'cannot render them'}"
             raise ApiError(400, f"messages: {said}", param="messages") from error
         except RecursionError as error:
-            raise ApiError(400, "messages: lists and objects are nested too deeply", param="messages") from error
+            raise ApiError(
+                400, "messages: lists and objects are nested too deeply", param="messages"
+            ) from error
         except LimitError as error:
             log.info("%s", error)
             raise ApiError(400, f"messages: {error}", param="messages") from error
 
     def max_new_tokens(self, prompt_token_ids: list[int], asked: int | None) -> int:
-        """Return how many tokens to draw at most: what is asked for, or what the prompt leaves of the context.
+        """Return how many tokens to draw at most: what is asked for, or what the prompt leaves of
+        the context.
 
         At least one. `ApiError` 400 for a prompt that leaves no room for it.
         """
         length, limit = len(prompt_token_ids), self.max_seq_len
         if length >= limit:
-            message = f"the prompt has {length} tokens; together with one of output at most {limit} fit"
+            message = (
+                f"the prompt has {length} tokens; together with one of output at most {limit} fit"
+            )
             raise ApiError(400, message, code="context_length_exceeded")
         room = limit - length
         return room if asked is None else min(room, max(1, asked))
 
     def sequences(
-        self, body: GenerationBody, prompts: list[list[int]], make: Callable[[list[int], int], SamplingParams]
+        self,
+        body: GenerationBody,
+        prompts: list[list[int]],
+        make: Callable[[list[int], int], SamplingParams],
     ) -> list[Sequence]:
-        """Return choice i of prompt p as sequence p * n + i; `ValueError` for what the engine would refuse."""
-        sequences = [Sequence(prompt, make(prompt, choice)) for prompt in prompts for choice in range(body.n)]
+        """Return choice i of prompt p as sequence p * n + i; `ValueError` for what the engine
+        would refuse.
+        """
+        sequences = [
+            Sequence(prompt, make(prompt, choice)) for prompt in prompts for choice in range(body.n)
+        ]
         for sequence in sequences[:: body.n]:
             self.loop.engine.check_request(sequence.prompt_token_ids, sequence.sampling)
         return sequences
 
-    async def constrain(self, body: GenerationBody, sequences: list[Sequence], request: Request) -> None:
-        """Let sequences follow the schema that a body asks for; `ApiError` 400 for one that cannot be followed."""
+    async def constrain(
+        self, body: GenerationBody, sequences: list[Sequence], request: Request
+    ) -> None:
+        """Let sequences follow the schema that a body asks for; `ApiError` 400 for one that
+        cannot be followed.
+        """
         if body.json_schema is None:
             return
         try:
@@ -202,7 +250,9 @@ class Service:
             sequence.constraint = constraint
             if (harmony := sequence.harmony) is not None:
                 prompt = sequence.prompt_token_ids
-                sequence.constraint = AnswerConstraint(constraint, self.tokenizer, harmony, prompt, self._end_token_ids)
+                sequence.constraint = AnswerConstraint(
+                    constraint, self.tokenizer, harmony, prompt, self._end_token_ids
+                )
 
     def log_prompts(self, request: Request, prompts: list[Any]) -> None:
         """Note the prompts themselves for the log, where that is asked for."""

@@ -1,4 +1,6 @@
-"""Who holds how much of what all clients have together: places in the queue, bytes of bodies, connections."""
+"""Who holds how much of what all clients have together: places in the queue, bytes of bodies,
+connections.
+"""
 
 import ipaddress
 from collections import Counter
@@ -12,8 +14,8 @@ NETWORK_BITS = 64  # of an IPv6 address: one host has all the others to itself
 class Shares(Generic[Item]):
     """Amounts that clients hold by items, up to a limit for all together.
 
-    A client may take all that nobody else wants. Once the limit is reached, the client that holds the most gives up
-    items for one that holds less.
+    A client may take all that nobody else wants. Once the limit is reached, the client that holds
+    the most gives up items for one that holds less.
     """
 
     def __init__(self, limit: int) -> None:
@@ -22,7 +24,9 @@ class Shares(Generic[Item]):
         self._items: dict[Item, tuple[Hashable, int]] = {}
 
     def add(self, item: Item, client: Hashable, amount: int) -> None:
-        """Let an item of a client hold so much more, or less; one that holds nothing is forgotten."""
+        """Let an item of a client hold so much more, or less; one that holds nothing is
+        forgotten.
+        """
         _, before = self._items.get(item, (client, 0))
         self._items[item] = client, before + amount
         self._held[client] += amount
@@ -49,10 +53,12 @@ class Shares(Generic[Item]):
     def make_room(
         self, client: Hashable, amount: int, candidates: Iterable[Item], *, even: bool = False
     ) -> list[Item] | None:
-        """Return the items that have to go so that a client may hold so much more; None if it may not.
+        """Return the items that have to go so that a client may hold so much more; None if it may
+        not.
 
-        candidates: items that may go, the first ones first. Those of other clients go while they hold more than this
-        one would, or as much if `even`. Its own go too, where it is the one that holds the most.
+        candidates: items that may go, the first ones first. Those of other clients go while they
+        hold more than this one would, or as much if `even`. Its own go too, where it is the one
+        that holds the most.
         """
         held = self._held.copy()
         held[client] += amount
@@ -61,8 +67,12 @@ class Shares(Generic[Item]):
             by_client.setdefault(self._items[item][0], []).append(item)
         going: list[Item] = []
         while held.total() > self.limit:
-            largest = max((c for c in by_client if by_client[c]), key=held.__getitem__, default=client)
-            if not by_client.get(largest) or held[largest] < held[client] + (largest != client and not even):
+            largest = max(
+                (c for c in by_client if by_client[c]), key=held.__getitem__, default=client
+            )
+            if not by_client.get(largest) or held[largest] < held[client] + (
+                largest != client and not even
+            ):
                 return None
             going.append(item := by_client[largest].pop(0))
             held[largest] -= self._items[item][1]
@@ -70,7 +80,9 @@ class Shares(Generic[Item]):
 
 
 def client_at(address: str) -> str:
-    """Return what a client without a key is known by: its address, or the network of an IPv6 address."""
+    """Return what a client without a key is known by: its address, or the network of an IPv6
+    address.
+    """
     try:
         ip = ipaddress.ip_address(address)
     except ValueError:

@@ -1,4 +1,6 @@
-"""The bytes of single tokens, which need not be whole characters; log-probabilities as OpenAI gives them."""
+"""The bytes of single tokens, which need not be whole characters; log-probabilities as OpenAI
+gives them.
+"""
 
 import codecs
 import json
@@ -13,10 +15,18 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Return the character that stands for each byte in the tokens of a byte-level BPE (GPT-2's `bytes_to_unicode`)."""
-    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    """Return the character that stands for each byte in the tokens of a byte-level BPE (GPT-2's
+    `bytes_to_unicode`).
+    """
+    printable = {
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    }
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + i): byte for i, byte in enumerate(others)
+    }
 
 
 class TokenVocabulary:
@@ -28,12 +38,19 @@ class TokenVocabulary:
         byte_level = '"ByteLevel"' in json.dumps(json.loads(tokenizer.to_str())["decoder"])
         self._alphabet = _byte_level_alphabet() if byte_level else None
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-        # Without bytes to fall back on, one token stands for any number of characters that the vocabulary lacks.
+        # Without bytes to fall back on, one token stands for any number of characters that the
+        # vocabulary lacks.
         whole = byte_level or "<0x00>" in vocabulary
-        self._longest = max((len(self.bytes(token)) for token in vocabulary.values()), default=0) if whole else None
+        self._longest = (
+            max((len(self.bytes(token)) for token in vocabulary.values()), default=0)
+            if whole
+            else None
+        )
 
     def bytes(self, token_id: int) -> bytes:
-        """Return b"" for an id that the tokenizer does not have; models have more rows than tokenizers tokens."""
+        """Return b"" for an id that the tokenizer does not have; models have more rows than
+        tokenizers tokens.
+        """
         token: str | None = self._tokenizer.id_to_token(token_id)
         if token is None:
             return b""
@@ -64,7 +81,9 @@ class TokenVocabulary:
     def completion_logprobs(
         self, prompt_token_ids: list[int], logprobs: list[TokenLogprob], text_offset: list[int]
     ) -> CompletionLogprobs:
-        """Return them as OpenAI does. prompt_token_ids: only the first, if the tokens begin with it."""
+        """Return them as OpenAI does. prompt_token_ids: only the first, if the tokens begin with
+        it.
+        """
         first = [self.text(token) for token in prompt_token_ids]
         return CompletionLogprobs(
             tokens=first + [self.text(lp.token_id) for lp in logprobs],
@@ -81,7 +100,9 @@ class TokenVocabulary:
         return ChatLogprobs(content=content)
 
     def _top(self, logprob: TokenLogprob) -> dict[str, float]:
-        """Return the most likely tokens and the one drawn; of several with the same text the most likely."""
+        """Return the most likely tokens and the one drawn; of several with the same text the
+        most likely.
+        """
         top: dict[str, float] = {}
         for token, value in (*logprob.top, (logprob.token_id, logprob.logprob)):
             top.setdefault(self.text(token), value)
@@ -95,8 +116,8 @@ class TokenVocabulary:
 class TextOffsets:
     """Counts at which character of a text each of its tokens begins.
 
-    A token that goes on with a character begins where that character does, and text that is held back counts too, so
-    the numbers do not depend on when which piece of the text goes out.
+    A token that goes on with a character begins where that character does, and text that is held
+    back counts too, so the numbers do not depend on when which piece of the text goes out.
     """
 
     def __init__(self, vocabulary: TokenVocabulary, text: str) -> None:
@@ -106,12 +127,16 @@ class TextOffsets:
         self._num_characters = 0
 
     def advance(self, token_ids: list[int], text: str = "") -> list[int]:
-        """Return the offsets of the next tokens. text: special tokens count where they are part of it."""
+        """Return the offsets of the next tokens. text: special tokens count where they are part
+        of it.
+        """
         offsets = []
         for token in token_ids:
             offsets.append(self._num_characters)
             data = self._vocabulary.bytes(token)
-            if self._vocabulary.is_special(token) and not text.startswith(data.decode(), self._num_characters):
+            if self._vocabulary.is_special(token) and not text.startswith(
+                data.decode(), self._num_characters
+            ):
                 continue
             if self._strips_space:
                 data = data.removeprefix(b" ")

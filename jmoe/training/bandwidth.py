@@ -28,7 +28,9 @@ NUMBERS = 7  # of three links and a message
 
 
 def gathered_bytes_per_s(mesh: Mesh) -> float:
-    """Return how many bytes a second an all-gather over all devices gathers: the slowest process's, on each."""
+    """Return how many bytes a second an all-gather over all devices gathers: the slowest
+    process's, on each.
+    """
     gather = jax.jit(
         jax.shard_map(
             lambda x: lax.all_gather(x, ALL, tiled=True),
@@ -52,17 +54,20 @@ def measured_chunk_bytes(config: CommConfig, mesh: Mesh) -> int | None:
 
 
 def links_of(config: TrainConfig, mesh: Mesh) -> LinksConfig | None:
-    """Return the links that an exchange is planned for: as given, else as measured; None where they decide nothing.
+    """Return the links that an exchange is planned for: as given, else as measured; None where they
+    decide nothing.
 
-    A run measures once on a mesh: what it finds is kept in its output folder, so that it goes on as it began. Every
-    process calls this.
+    A run measures once on a mesh: what it finds is kept in its output folder, so that it goes on as
+    it began. Every process calls this.
     """
     if config.comm.links:
         return read_links(Path(config.comm.links))
     chooses = config.comm.exchange == "auto" and min(mesh.shape[axis] for axis in EXPERT) > 1
     if not chooses or not config.model.num_moe_layers or jax.process_count() == 1:
         return None
-    path = Path(config.output_dir) / f"links-{'x'.join(str(size) for size in mesh.devices.shape)}.toml"
+    path = (
+        Path(config.output_dir) / f"links-{'x'.join(str(size) for size in mesh.devices.shape)}.toml"
+    )
     kept = _kept_links(path) if jax.process_index() == 0 else np.zeros(NUMBERS, np.float32)
     numbers = multihost_utils.broadcast_one_to_all(kept)
     if numbers[0] > 0:
@@ -80,28 +85,37 @@ def _kept_links(path: Path) -> NDArray[np.float32]:
     except ValueError:
         return np.zeros(NUMBERS, np.float32)
     near = kept.inside, kept.rail, kept.leaf
-    return np.array([*(n for link in near for n in (link.bytes_per_s, link.latency_s)), kept.message_s], np.float32)
+    return np.array(
+        [*(n for link in near for n in (link.bytes_per_s, link.latency_s)), kept.message_s],
+        np.float32,
+    )
 
 
 def _links(numbers: NDArray[np.float32]) -> LinksConfig:
-    """Return links from their numbers. Nothing is known of a spine: all nodes are below one leaf switch."""
+    """Return links from their numbers. Nothing is known of a spine: all nodes are below one leaf
+    switch.
+    """
     *pairs, message_s = (float(n) for n in numbers)
     inside, rail, leaf = (LinkConfig(*pair) for pair in zip(pairs[::2], pairs[1::2], strict=True))
     return LinksConfig(inside, rail, leaf, leaf, message_s)
 
 
 def measured_links(mesh: Mesh) -> LinksConfig:
-    """Return the links between the devices that share the experts, the slowest process's times on each.
+    """Return the links between the devices that share the experts, the slowest process's times on
+    each.
 
-    Every device sends to one other: to its neighbour in the node, to its own place in the next node, to its neighbour's
-    place there.
+    Every device sends to one other: to its neighbour in the node, to its own place in the next
+    node, to its neighbour's place there.
     """
     num_nodes, per_node = (mesh.shape[axis] for axis in EXPERT)
     small = LATENCY_BYTES // 4
 
     def link(nodes: int, places: int) -> tuple[float, float]:
         to = [
-            (node * per_node + place, (node + nodes) % num_nodes * per_node + (place + places) % per_node)
+            (
+                node * per_node + place,
+                (node + nodes) % num_nodes * per_node + (place + places) % per_node,
+            )
             for node in range(num_nodes)
             for place in range(per_node)
         ]
@@ -114,17 +128,26 @@ def measured_links(mesh: Mesh) -> LinksConfig:
 
     inside, rail, leaf = link(0, 1), link(1, 0), link(1, 1)
     peers = num_nodes * per_node - 1
-    all_to_all = lambda x: lax.all_to_all(x.reshape(peers + 1, -1), EXPERT, 0, 0, tiled=True).reshape(-1)  # noqa: E731
+
+    def all_to_all(x: jax.Array) -> jax.Array:
+        return lax.all_to_all(x.reshape(peers + 1, -1), EXPERT, 0, 0, tiled=True).reshape(-1)
+
     together_s = _seconds(mesh, all_to_all, small * (peers + 1))
     message_s = max(0.0, together_s - max(rail[1], leaf[1])) / peers
     return _links(np.array([*inside, *rail, *leaf, message_s], np.float32))
 
 
 def _seconds(mesh: Mesh, move: Callable[[jax.Array], jax.Array], size: int) -> float:
-    """Return how long it takes to move so many float32 numbers of each device, one time after another."""
+    """Return how long it takes to move so many float32 numbers of each device, one time after
+    another.
+    """
     body = lambda x: lax.fori_loop(0, REPEATS, lambda _, x: move(x), x)  # noqa: E731
-    program = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=BATCH, out_specs=BATCH, check_vma=False))
-    zeros = jax.jit(lambda: jnp.zeros(mesh.size * size, jnp.float32), out_shardings=NamedSharding(mesh, BATCH))()
+    program = jax.jit(
+        jax.shard_map(body, mesh=mesh, in_specs=BATCH, out_specs=BATCH, check_vma=False)
+    )
+    zeros = jax.jit(
+        lambda: jnp.zeros(mesh.size * size, jnp.float32), out_shardings=NamedSharding(mesh, BATCH)
+    )()
     return _slowest_s(program, zeros) / REPEATS
 
 

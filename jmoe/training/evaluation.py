@@ -21,10 +21,14 @@ from jmoe.training.trainer import LanguageTrainer, Trainer
 
 def _put(array: np.ndarray, mesh: Mesh) -> jax.Array:
     """A batch that every process holds whole, split over all devices."""
-    return jax.make_array_from_callback(array.shape, NamedSharding(mesh, BATCH), lambda index: array[index])
+    return jax.make_array_from_callback(
+        array.shape, NamedSharding(mesh, BATCH), lambda index: array[index]
+    )
 
 
-def held_out_loss(trainer: Trainer, state: TrainState, corpus: Corpus, config: TrainConfig, mesh: Mesh) -> float:
+def held_out_loss(
+    trainer: Trainer, state: TrainState, corpus: Corpus, config: TrainConfig, mesh: Mesh
+) -> float:
     """Mean negative log-likelihood in nats over every held-out token."""
     batch = config.batch_size // config.gradient_accumulation_steps
     windows = held_out_windows(corpus, config.sequence_length, batch)
@@ -36,17 +40,26 @@ def held_out_loss(trainer: Trainer, state: TrainState, corpus: Corpus, config: T
 
 
 def sample_text(
-    trainer: LanguageTrainer, state: TrainState, tokenizer: Tokenizer, eot: int, config: TrainConfig, mesh: Mesh
+    trainer: LanguageTrainer,
+    state: TrainState,
+    tokenizer: Tokenizer,
+    eot: int,
+    config: TrainConfig,
+    mesh: Mesh,
 ) -> str:
-    """Text sampled from the model after an end-of-text token, `evaluation.sample_tokens` tokens at most.
+    """Text sampled from the model after an end-of-text token, `evaluation.sample_tokens` tokens at
+    most.
 
-    The whole window is computed again for every token: right for any configuration, fit for a short sample only.
+    The whole window is computed again for every token: right for any configuration, fit for a short
+    sample only.
     """
     length = min(config.evaluation.sample_tokens + 1, config.sequence_length)
     rng = np.random.default_rng(config.seed)
     tokens = np.full((mesh.size, config.sequence_length), eot, np.int32)
     for position in range(length - 1):
-        logits_V = np.asarray(trainer.next_logits(state, _put(tokens, mesh), jnp.int32(position)), np.float64)
+        logits_V = np.asarray(
+            trainer.next_logits(state, _put(tokens, mesh), jnp.int32(position)), np.float64
+        )
         logits_V = logits_V[: tokenizer.get_vocab_size()]
         if config.evaluation.sample_temperature == 0:
             choice = int(np.argmax(logits_V))

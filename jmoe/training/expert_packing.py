@@ -1,4 +1,5 @@
-"""Expert packing while a run goes on: all-to-alls and experts are timed, the state moves to another mesh.
+"""Expert packing while a run goes on: all-to-alls and experts are timed, the state moves to another
+mesh.
 
 Source: Lina (USENIX ATC '23), section 4.2. Legend: L experts of a device, M rows, D hidden.
 """
@@ -22,7 +23,13 @@ from jmoe.collectives.exchange import Choices, sent_to_experts
 from jmoe.config import MeshConfig, TrainConfig
 from jmoe.config.parallel import most_packing, packed_shape
 from jmoe.mesh import ALL, EXPERT, REPLICATED, split_over
-from jmoe.planning.expert_packing import EVERY_STEPS, PackingDecision, Room, is_decided_at, next_packing
+from jmoe.planning.expert_packing import (
+    EVERY_STEPS,
+    PackingDecision,
+    Room,
+    is_decided_at,
+    next_packing,
+)
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.run.planner import machine, packing_room
 from jmoe.training.fused.step import FusedTrainer
@@ -34,7 +41,8 @@ ROUNDS = 5
 
 
 def first_packing(config: TrainConfig, num_devices: int, devices_per_host: int) -> int:
-    """Return the packing that a run begins with: its own, or with `auto` the newest checkpoint's, if the mesh can.
+    """Return the packing that a run begins with: its own, or with `auto` the newest checkpoint's,
+    if the mesh can.
 
     Every process calls this.
     """
@@ -42,7 +50,9 @@ def first_packing(config: TrainConfig, num_devices: int, devices_per_host: int) 
         return config.comm.packing
 
     def look() -> str:
-        return str(Checkpoints(Path(config.output_dir) / "checkpoints", config.checkpoint).newest_packing())
+        return str(
+            Checkpoints(Path(config.output_dir) / "checkpoints", config.checkpoint).newest_packing()
+        )
 
     saved = int(from_rank_0("packing", look, config.distributed.start_timeout_s))
     return min(saved, most_packing(config.mesh.shape(num_devices, devices_per_host)))
@@ -51,16 +61,23 @@ def first_packing(config: TrainConfig, num_devices: int, devices_per_host: int) 
 class PackingController:
     """Decides how many experts a device holds, the same on every process.
 
-    config: of the run, `comm.packing` as configured; shape: the mesh without packing; packing: what it begins with.
+    config: of the run, `comm.packing` as configured; shape: the mesh without packing; packing: what
+    it begins with.
     """
 
     def __init__(self, config: TrainConfig, shape: tuple[int, int, int], packing: int) -> None:
         self.packing = packing
-        self.done = config.comm.packing != "auto" or not config.model.num_moe_layers or most_packing(shape) == 1
+        self.done = (
+            config.comm.packing != "auto"
+            or not config.model.num_moe_layers
+            or most_packing(shape) == 1
+        )
         data, inter, intra = shape
         self._config = dataclasses.replace(config, mesh=MeshConfig(data, inter, intra))
-        self._machine = None if self.done else machine(_with_device_bytes(config))  # before anything is on it
-        self._steps, self._seconds = 0, list[float]()  # since the last decision; without those that compiled
+        # before anything is on it
+        self._machine = None if self.done else machine(_with_device_bytes(config))
+        # since the last decision; without those that compiled
+        self._steps, self._seconds = 0, list[float]()
         self._step_s: dict[int, float] = {}  # by experts on a device
 
     @property
@@ -82,7 +99,9 @@ class PackingController:
         return self._config.packed(self.packing), packed_shape(self._shape, self.packing)
 
     def note_step(self, seconds: float, *, compiled: bool) -> None:
-        """Take down what a step took, while that decides anything; compiled: its seconds are the compiler's."""
+        """Take down what a step took, while that decides anything; compiled: its seconds are the
+        compiler's.
+        """
         if self.done:
             return
         self._steps += 1
@@ -90,14 +109,22 @@ class PackingController:
             self._seconds.append(seconds)
 
     def is_due(self, step: int) -> bool:
-        """Return whether to decide before `step`; a run that has just resumed takes a few steps first."""
+        """Return whether to decide before `step`; a run that has just resumed takes a few steps
+        first.
+        """
         return not self.done and is_decided_at(step) and self._steps >= EVERY_STEPS
 
-    def decide(self, step: int, trainer: FusedTrainer, state: TrainState) -> tuple[PackingDecision, dict[str, float]]:
-        """Measure, and decide packing from `step` on; return also what was measured. Every process calls this."""
+    def decide(
+        self, step: int, trainer: FusedTrainer, state: TrainState
+    ) -> tuple[PackingDecision, dict[str, float]]:
+        """Measure, and decide packing from `step` on; return also what was measured. Every
+        process calls this.
+        """
         room = self._room()
         own = [*micro_operations(trainer, state), median(self._seconds[1 - EVERY_STEPS :] or [0.0])]
-        *measured, lacking_bytes, offloaded_bytes = agreed([*own, room.lacking_bytes, room.offloaded_lacking_bytes])
+        *measured, lacking_bytes, offloaded_bytes = agreed(
+            [*own, room.lacking_bytes, room.offloaded_lacking_bytes]
+        )
         all_to_all_s, ffn_s, step_s = measured
         if step_s:
             self._step_s[self.experts_per_device] = step_s
@@ -122,11 +149,15 @@ class PackingController:
 
 
 def _with_device_bytes(config: TrainConfig) -> TrainConfig:
-    """Return the run on devices of as much memory as they say they have, where nothing else is said of it."""
+    """Return the run on devices of as much memory as they say they have, where nothing else is
+    said of it.
+    """
     limit_bytes = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 0)
     if config.machine.device().device_bytes or not limit_bytes:
         return config
-    return dataclasses.replace(config, machine=dataclasses.replace(config.machine, device_bytes=int(limit_bytes)))
+    return dataclasses.replace(
+        config, machine=dataclasses.replace(config.machine, device_bytes=int(limit_bytes))
+    )
 
 
 def agreed(own: list[float]) -> list[float]:
@@ -147,18 +178,25 @@ class MeshTrainer(Trainer, Protocol):
 def moved(state: TrainState, before: MeshTrainer, after: MeshTrainer) -> TrainState:
     """Return `before`'s state as `after`'s, on another mesh, and free the old one.
 
-    Array by array, each awaited, so that only one is there twice; every process calls this, and has devices in both.
+    Array by array, each awaited, so that only one is there twice; every process calls this, and has
+    devices in both.
     """
     saved = before.save_state(state)
 
     def move(x: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
         if x.sharding.device_set == shape.sharding.device_set:
             there = jax.jit(lambda x: x, out_shardings=shape.sharding)(x)
-        else:  # by way of the host: processes send each other no arrays between meshes of different devices
+        # by way of the host: processes send each other no arrays between meshes of different
+        # devices
+        else:
             everywhere = NamedSharding(before.model.mesh, REPLICATED)
-            whole = np.asarray(jax.jit(lambda x: x, out_shardings=everywhere)(x).addressable_data(0))
+            whole = np.asarray(
+                jax.jit(lambda x: x, out_shardings=everywhere)(x).addressable_data(0)
+            )
             # A copy a device: arrays may use the memory that they are given.
-            there = jax.make_array_from_callback(x.shape, shape.sharding, lambda index: np.array(whole[index]))
+            there = jax.make_array_from_callback(
+                x.shape, shape.sharding, lambda index: np.array(whole[index])
+            )
         jax.block_until_ready(there)
         x.delete()
         return there
@@ -170,15 +208,24 @@ def moved(state: TrainState, before: MeshTrainer, after: MeshTrainer) -> TrainSt
 
 
 def micro_operations(trainer: FusedTrainer, state: TrainState) -> tuple[float, float]:
-    """Return seconds of (the all-to-alls to the experts, the experts) of a layer, forward, as a step has them.
+    """Return seconds of (the all-to-alls to the experts, the experts) of a layer, forward, as a
+    step has them.
 
-    Programs of their own, without what a step does beside them; with an even load. 0 where nothing is sent.
+    Programs of their own, without what a step does beside them; with an even load. 0 where nothing
+    is sent.
     """
     model = trainer.model
     layer: Any = model.abstract.moe_layers.moe
     config = model.config
-    tokens = config.batch_size * config.sequence_length // config.gradient_accumulation_steps // model.mesh.size
-    shapes = _Shapes(tokens, config.model.num_experts_per_tok, config.model.hidden_size, model.dtype)
+    tokens = (
+        config.batch_size
+        * config.sequence_length
+        // config.gradient_accumulation_steps
+        // model.mesh.size
+    )
+    shapes = _Shapes(
+        tokens, config.model.num_experts_per_tok, config.model.hidden_size, model.dtype
+    )
     sent_s = _all_to_alls_s(model, layer, shapes) if layer.exchange_plan.num_devices > 1 else 0.0
     return sent_s, _experts_s(model, layer, shapes, state)
 
@@ -198,15 +245,22 @@ def _all_to_alls_s(model: ShardedDecoder, layer: Any, sizes: _Shapes) -> float:
     shape: Any = jax.ShapeDtypeStruct
     counts = shape((model.config.model.num_experts,), jnp.int32)
     chosen = Choices(shape(choices, jnp.int32), shape(choices, jnp.float32), counts)
-    sent = sent_to_experts(layer.exchange, shape((sizes.tokens, sizes.hidden), sizes.dtype), chosen, layer.num_chunks)
+    sent = sent_to_experts(
+        layer.exchange, shape((sizes.tokens, sizes.hidden), sizes.dtype), chosen, layer.num_chunks
+    )
 
     def body(trees: Any) -> Any:
         return [all_to_all(tree) for (all_to_all, _), tree in zip(sent, trees, strict=True)]
 
     def draw() -> Any:
-        return jax.tree.map(lambda a: jnp.zeros((mesh.size * a.shape[0], *a.shape[1:]), a.dtype), [t for _, t in sent])
+        return jax.tree.map(
+            lambda a: jnp.zeros((mesh.size * a.shape[0], *a.shape[1:]), a.dtype),
+            [t for _, t in sent],
+        )
 
-    program = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(split,), out_specs=split, check_vma=False))
+    program = jax.jit(
+        jax.shard_map(body, mesh=mesh, in_specs=(split,), out_specs=split, check_vma=False)
+    )
     return _median_s(program, jax.jit(draw, out_shardings=NamedSharding(mesh, split))())
 
 
@@ -227,8 +281,12 @@ def _experts_s(model: ShardedDecoder, layer: Any, sizes: _Shapes, state: TrainSt
         return jnp.ones((mesh.size * rows, sizes.hidden), sizes.dtype)
 
     specs = (split_over(EXPERT, 1), split)
-    program = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=split, check_vma=False))
-    return _median_s(program, experts_of(state.params), jax.jit(draw, out_shardings=NamedSharding(mesh, split))())
+    program = jax.jit(
+        jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=split, check_vma=False)
+    )
+    return _median_s(
+        program, experts_of(state.params), jax.jit(draw, out_shardings=NamedSharding(mesh, split))()
+    )
 
 
 def timed_s(program: Callable[..., Any], *args: Any) -> float:

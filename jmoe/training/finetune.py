@@ -28,7 +28,8 @@ FLOAT32 = np.dtype(np.float32)
 
 
 def with_pretrained_model(config: TrainConfig) -> TrainConfig:
-    """Return the run with the model of `init_from`, and its tokenizer unless another is set; as it is if that is empty.
+    """Return the run with the model of `init_from`, and its tokenizer unless another is set; as it
+    is if that is empty.
 
     What concerns training only (`TRAINING_ONLY`) stays as the run has it.
     """
@@ -36,8 +37,12 @@ def with_pretrained_model(config: TrainConfig) -> TrainConfig:
         return config
     folder = initial_folder(config.init_from)
     model, own = model_config(read_config(folder)), config.model
-    of_router = {name.removeprefix("router.") for name in TRAINING_ONLY if name.startswith("router.")}
-    router = dataclasses.replace(model.router, **{name: getattr(own.router, name) for name in of_router})
+    of_router = {
+        name.removeprefix("router.") for name in TRAINING_ONLY if name.startswith("router.")
+    }
+    router = dataclasses.replace(
+        model.router, **{name: getattr(own.router, name) for name in of_router}
+    )
     kept = {name: getattr(own, name) for name in TRAINING_ONLY if not name.startswith("router.")}
     model = dataclasses.replace(model, router=router, **kept)
     data = config.data
@@ -49,13 +54,18 @@ def with_pretrained_model(config: TrainConfig) -> TrainConfig:
 
 
 def initial_folder(init_from: str) -> Path:
-    """Return the Hugging Face folder of `init_from`: itself, or of a run the newest step that is merged there."""
+    """Return the Hugging Face folder of `init_from`: itself, or of a run the newest step that is
+    merged there.
+    """
     folder = Path(init_from).expanduser()
     if not is_run(folder):
         return folder
     merged = sorted((folder / MERGED).glob("step-*"), key=lambda step: int(step.name.split("-")[1]))
     if not merged:
-        raise ValueError(f"init_from = {init_from!r}: no step is merged; give what python -m jmoe.deploy.merge makes")
+        raise ValueError(
+            f"init_from = {init_from!r}: no step is merged; give what python -m jmoe.deploy.merge"
+            " makes"
+        )
     return merged[-1]
 
 
@@ -80,14 +90,20 @@ def files_of_texts(init_from: str, tokenizer: bytes | None) -> dict[str, bytes]:
 
 
 def left_out(init_from: str) -> list[str]:
-    """Return a line for each option of a checkpoint that transformers trains with and jmoe does not."""
+    """Return a line for each option of a checkpoint that transformers trains with and jmoe does
+    not.
+    """
     fields = read_config(folder := initial_folder(init_from))
     changed = changes_training(fields, family_of(fields))
-    return [f"{folder / 'config.json'}: {name} = {value!r}: trains without it" for name, value in changed.items()]
+    return [
+        f"{folder / 'config.json'}: {name} = {value!r}: trains without it"
+        for name, value in changed.items()
+    ]
 
 
 def pretrained_state(trainer: Trainer, config: TrainConfig) -> TrainState:
-    """Return step 0 with the parameters of `init_from` in float32, each read onto the devices that hold it.
+    """Return step 0 with the parameters of `init_from` in float32, each read onto the devices that
+    hold it.
 
     Experts of other tiers are read layer by layer, and never lie on a device together.
     """
@@ -102,30 +118,57 @@ def pretrained_state(trainer: Trainer, config: TrainConfig) -> TrainState:
     streamed = [p for p in wanted if p.experts and not experts_of(trainer.saved_shape.params)]
     with TensorReader() as reader:
         loader = Loader(stored, reader)
-        arrays = {p.path: loader.load(p, FLOAT32, places[p.path].sharding) for p in wanted if p not in streamed}
+        arrays = {
+            p.path: loader.load(p, FLOAT32, places[p.path].sharding)
+            for p in wanted
+            if p not in streamed
+        }
 
         def owned(tree: Any) -> Any:
-            """Copy what was read: it lies in numpy's memory, and a step may only write over JAX's own."""
-            return jax.tree.unflatten(jax.tree.structure(tree), [jnp.copy(arrays.pop(path)) for path in flat(tree)])
+            """Copy what was read: it lies in numpy's memory, and a step may only write over
+            JAX's own.
+            """
+            return jax.tree.unflatten(
+                jax.tree.structure(tree), [jnp.copy(arrays.pop(path)) for path in flat(tree)]
+            )
 
         def zeros(tree: Any) -> Any:
             return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, device=s.sharding), tree)
 
         def weights(layer: int, experts: NDArray[np.int64]) -> ExpertArrays:
             return {
-                p.path[-1]: np.stack([_of_expert(loader, p, layer, expert) for expert in experts.tolist()])
+                p.path[-1]: np.stack(
+                    [_of_expert(loader, p, layer, expert) for expert in experts.tolist()]
+                )
                 for p in streamed
             }
 
-        trees = [without_experts(tree) if streamed else tree for tree in (shape.params, shape.m, shape.v)]
+        trees = [
+            without_experts(tree) if streamed else tree for tree in (shape.params, shape.m, shape.v)
+        ]
         step = jnp.zeros((), jnp.int32, device=shape.step.sharding)
         scaling = first_loss_scale(trainer.config)
-        scaling = jax.tree.map(lambda x, s: jax.device_put(x, s.sharding), scaling, shape.loss_scale)
-        state = TrainState(owned(trees[0]), zeros(trees[1]), zeros(trees[2]), owned(shape.router_bias), step, scaling)
-        return trainer.load_state(state, weights, lambda *_: {}) if streamed else trainer.load_state(state)
+        scaling = jax.tree.map(
+            lambda x, s: jax.device_put(x, s.sharding), scaling, shape.loss_scale
+        )
+        state = TrainState(
+            owned(trees[0]),
+            zeros(trees[1]),
+            zeros(trees[2]),
+            owned(shape.router_bias),
+            step,
+            scaling,
+        )
+        return (
+            trainer.load_state(state, weights, lambda *_: {})
+            if streamed
+            else trainer.load_state(state)
+        )
 
 
-def _of_expert(loader: Loader, parameter: Parameter, layer: int, expert: int) -> NDArray[np.float32]:
+def _of_expert(
+    loader: Loader, parameter: Parameter, layer: int, expert: int
+) -> NDArray[np.float32]:
     everything = (slice(None),) * len(parameter.matrix)
     matrix: NDArray[np.float32] = loader.region(
         parameter, FLOAT32, (slice(layer, layer + 1), slice(expert, expert + 1), *everything)

@@ -1,8 +1,11 @@
-"""How a step's gradients come onto the shards of the parameters, summed over all devices; and their norms.
+"""How a step's gradients come onto the shards of the parameters, summed over all devices; and their
+norms.
 
-Legend: N layers of a kind, R devices, G elements of a device's part of the gradients of a layer's flat buffer.
+Legend: N layers of a kind, R devices, G elements of a device's part of the gradients of a layer's
+flat buffer.
 
-Runs inside `shard_map` over all devices, or on one. What differs between devices has a leading dimension of R.
+Runs inside `shard_map` over all devices, or on one. What differs between devices has a leading
+dimension of R.
 """
 
 from collections.abc import Collection
@@ -31,7 +34,8 @@ def _names_in_layer(path: tuple[Any, ...]) -> tuple[str, ...]:
 
 
 def reduce_gradients_local(grads: Any, model: ShardedModel, done: Collection[str] = ()) -> Any:
-    """Sum gradients over the devices that hold the same parameter (gathered ones are summed already).
+    """Sum gradients over the devices that hold the same parameter (gathered ones are summed
+    already).
 
     done: names at the top whose gradients are all summed already.
     """
@@ -52,12 +56,16 @@ def reduce_gradients_local(grads: Any, model: ShardedModel, done: Collection[str
 
 
 def squared_norms_local(grads: Any, model: ShardedModel) -> dict[str, jax.Array]:
-    """Return this device's part of the squared norms: `embedding`, `head`, ... scalars; of stacks one a layer."""
+    """Return this device's part of the squared norms: `embedding`, `head`, ... scalars; of
+    stacks one a layer.
+    """
     sums: dict[str, jax.Array] = {}
     for path, g in jax.tree_util.tree_leaves_with_path(grads):
         name = path_names(path)[0]
         stacked = name in STACK_PATHS
-        square = jnp.square(g.astype(jnp.float32)).sum(axis=tuple(range(1, g.ndim)) if stacked else None)
+        square = jnp.square(g.astype(jnp.float32)).sum(
+            axis=tuple(range(1, g.ndim)) if stacked else None
+        )
         if is_expert(path):
             square = square / model.mesh.shape[DATA]
         elif not model.is_sharded(_names_in_layer(path)):
@@ -75,24 +83,36 @@ class StreamedGradients(NamedTuple):
 
 
 def streamed_on_shards_local(model: ShardedDecoder, params: Any, grads: StreamedGradients) -> Any:
-    """Return the gradients of the parameters as they lie on this device, summed over all devices."""
+    """Return the gradients of the parameters as they lie on this device, summed over all
+    devices.
+    """
     outside = {name: tree for name, tree in params.items() if name not in STACKS.values()}
     layout, split = model.layout(outside), model.embedding.split
     fused, rest = layout.split(jax.tree.map(lambda g: g[0], grads.outside))
-    in_parts = jax.tree_util.tree_map_with_path(lambda path, _: path_names(path)[0] in split, outside)
+    in_parts = jax.tree_util.tree_map_with_path(
+        lambda path, _: path_names(path)[0] in split, outside
+    )
     summed = layout.split(in_parts)[1]  # what is kept in parts has everyone's gradients already
     everywhere = {"": [g for g, done in zip(rest, summed, strict=True) if not done]}
     everywhere |= {STACKS[kind]: [g[0] for g in leaves] for kind, leaves in grads.rest.items()}
     if model.mesh.size > 1:
         everywhere = all_reduce_local(everywhere, model.hierarchy)
     if layout.parts:
-        row_G = reduce_scatter_buffer_local(flatten_gradients(fused, layout.parts, model.hierarchy), model.hierarchy)
+        row_G = reduce_scatter_buffer_local(
+            flatten_gradients(fused, layout.parts, model.hierarchy), model.hierarchy
+        )
         fused = unflatten_gradients(row_G, layout.parts)
     others = iter(everywhere.pop(""))
-    reduced = layout.join(fused, [g if done else next(others) for g, done in zip(rest, summed, strict=True)])
+    reduced = layout.join(
+        fused, [g if done else next(others) for g, done in zip(rest, summed, strict=True)]
+    )
     for kind, rows_G in grads.rows_G.items():
         name = STACKS[kind]
         layout = model.layout(params[name], stacked=True)
-        fused = jax.vmap(partial(unflatten_gradients, parts=layout.parts))(jnp.stack(rows_G)) if rows_G else []
+        fused = (
+            jax.vmap(partial(unflatten_gradients, parts=layout.parts))(jnp.stack(rows_G))
+            if rows_G
+            else []
+        )
         reduced |= {name: layout.join(fused, everywhere[name])}
     return reduced

@@ -1,4 +1,6 @@
-"""Whether a run's steps use native operations, see `TrainConfig.native`, and functions that are traced with them."""
+"""Whether a run's steps use native operations, see `TrainConfig.native`, and functions that are
+traced with them.
+"""
 
 import contextlib
 import functools
@@ -24,14 +26,21 @@ def steps_are_native(config: TrainConfig, mesh: Mesh) -> bool:
     """
     platform, wanted = mesh.devices.flat[0].platform, config.native
     if wanted == "on":
-        check(platform == "cpu", "native", wanted, f"must be auto or off on a {platform}: the operations are a CPU's")
+        check(
+            platform == "cpu",
+            "native",
+            wanted,
+            f"must be auto or off on a {platform}: the operations are a CPU's",
+        )
     if wanted == "off" or platform != "cpu" or config.compute_dtype != "bfloat16":
         return False
     try:
         with contextlib.ExitStack() as stack:
             if not native.is_built():
                 stack.enter_context(
-                    status("building the native operations, once on this machine", log.info, timed=True)
+                    status(
+                        "building the native operations, once on this machine", log.info, timed=True
+                    )
                 )
             why = None if native.multiplies_many_rows() else "the processor has no AVX512-BF16"
     except native.NotBuiltError as error:

@@ -1,4 +1,6 @@
-"""A checkpoint's step as the state of a run, whatever tiers its experts were saved from and go to."""
+"""A checkpoint's step as the state of a run, whatever tiers its experts were saved from and go
+to.
+"""
 
 from collections.abc import Collection
 from dataclasses import replace
@@ -17,32 +19,42 @@ from jmoe.training.state import TrainState, experts_of, without_experts
 from jmoe.training.streamed.experts import StreamedExperts
 from jmoe.training.trainer import Trainer
 
-LINKED = {"weights", "moments"}  # kinds of records that a run can take over as they are, with gradients that wait
+# kinds of records that a run can take over as they are, with gradients that wait
+LINKED = {"weights", "moments"}
 
 
 def saved_experts(model: ModelConfig, full: TrainState, folder: Path) -> SavedExperts | None:
-    """Return the experts in a step's folder; None for a model without. full: the shape of a state with all of them."""
+    """Return the experts in a step's folder; None for a model without. full: the shape of a
+    state with all of them.
+    """
     shapes = [experts for stack in EXPERT_STACKS if (experts := experts_of(full.params, stack))]
     if not shapes:
         return None
     of_expert = {name: tuple(w.shape[2:]) for name, w in shapes[0].items()}
-    return SavedExperts(folder, of_expert, ExpertIndex.from_model(model), expert_layers(model.layer_kinds))
+    return SavedExperts(
+        folder, of_expert, ExpertIndex.from_model(model), expert_layers(model.layer_kinds)
+    )
 
 
 def restored(trainer: Trainer, checkpoints: Checkpoints, step: int) -> tuple[TrainState, Any]:
-    """Return (the state, the data's state) of `step`; records that stay on the tier nvme become current."""
+    """Return (the state, the data's state) of `step`; records that stay on the tier nvme become
+    current.
+    """
     shape = trainer.saved_shape
     saved = saved_experts(trainer.config.model, trainer.full_shape, checkpoints.folder_of(step))
     if saved is None:
         saved_state, data = _restored(trainer, checkpoints, step, shape)
         return trainer.load_state(saved_state), data
-    if not any(experts_of(shape.params, stack) for stack in EXPERT_STACKS):  # experts are no part of the state
+    # experts are no part of the state
+    if not any(experts_of(shape.params, stack) for stack in EXPERT_STACKS):
         linked = saved.kinds == LINKED and _keeps_records(trainer, saved)
         experts = names_of_experts(checkpoints.arrays(step))
         if isinstance(trainer, StreamedExperts):
             trainer.end_experts()
         rest, data = _restored(trainer, checkpoints, step, shape, but=experts, records=linked)
-        return trainer.load_state(rest, *((None, None) if linked else (saved.weights, saved.moments))), data
+        return trainer.load_state(
+            rest, *((None, None) if linked else (saved.weights, saved.moments))
+        ), data
     weights, moments = "weights" in saved.kinds, "moments" in saved.kinds
     wanted = replace(
         shape,
@@ -51,13 +63,22 @@ def restored(trainer: Trainer, checkpoints: Checkpoints, step: int) -> tuple[Tra
         v=without_experts(shape.v) if moments else shape.v,
     )
     rest, data = _restored(trainer, checkpoints, step, wanted)
-    return trainer.load_state(rest, saved.weights if weights else None, saved.moments if moments else None), data
+    return trainer.load_state(
+        rest, saved.weights if weights else None, saved.moments if moments else None
+    ), data
 
 
 def _restored(
-    trainer: Trainer, checkpoints: Checkpoints, step: int, shape: TrainState, but: Collection[str] = (), **options: Any
+    trainer: Trainer,
+    checkpoints: Checkpoints,
+    step: int,
+    shape: TrainState,
+    but: Collection[str] = (),
+    **options: Any,
 ) -> tuple[TrainState, Any]:
-    """Return (the saved state, the data's state); a run may have gone to float16 or left it since it was saved."""
+    """Return (the saved state, the data's state); a run may have gone to float16 or left it
+    since it was saved.
+    """
     scaling = [name for name in checkpoints.arrays(step) if name.startswith("loss_scale.")]
     if scaling and shape.loss_scale is None:
         but = [*but, *scaling]
@@ -65,14 +86,21 @@ def _restored(
     state, data, _ = checkpoints.restore(step, wanted, but=but, **options)
     if shape.loss_scale is not None and not scaling:
         first = first_loss_scale(trainer.config)
-        first = jax.tree.map(lambda x, place: jax.device_put(x, place.sharding), first, shape.loss_scale)
+        first = jax.tree.map(
+            lambda x, place: jax.device_put(x, place.sharding), first, shape.loss_scale
+        )
         state = replace(state, loss_scale=first)
     return state, data
 
 
 def _keeps_records(trainer: Trainer, saved: SavedExperts) -> bool:
-    """Return whether the run keeps its experts as they were saved, so that they are as far behind as before."""
+    """Return whether the run keeps its experts as they were saved, so that they are as far
+    behind as before.
+    """
     records = trainer.records
     if records is None or not records.stores.keys() >= LINKED:
         return False
-    return saved.replay_state is None or saved.replay_state.settings.items() <= records.settings.items()
+    return (
+        saved.replay_state is None
+        or saved.replay_state.settings.items() <= records.settings.items()
+    )

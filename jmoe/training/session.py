@@ -43,36 +43,47 @@ def say(text: str) -> None:
 
 @dataclass(kw_only=True)
 class Session:
-    """Everything that stays the same between two steps; mesh and trainer only with `comm.packing` other than auto."""
+    """Everything that stays the same between two steps; mesh and trainer only with
+    `comm.packing` other than auto.
+    """
 
     config: TrainConfig
     resolved: dict[str, Any]  # the configuration as it is saved, with the data's fingerprint
     mesh: Mesh
     corpus: Any  # what it learns from: a `Corpus`, or images
-    batches: Any  # iterator of what `next_batch` puts on the devices, with `get_state` and `set_state`
+    # iterator of what `next_batch` puts on the devices, with `get_state` and `set_state`
+    batches: Any
     trainer: Trainer
     checkpoints: Checkpoints
     watchdog: Watchdog
     folder: RunFolder
-    files: dict[str, bytes]  # by name, which every checkpoint has: the tokenizer if there is one, names of classes
+    # by name, which every checkpoint has: the tokenizer if there is one, names of classes
+    files: dict[str, bytes]
     expert_packing: PackingController
     snapshots: Snapshots | None = None  # in memory, if wanted
     log: MetricsLog | None = None  # of process 0
     exporter: RunMetrics | None = None  # of process 0, where metrics.port is given
-    changes: list[str] = field(default_factory=list)  # settings that are others than the checkpoint's
+    # settings that are others than the checkpoint's
+    changes: list[str] = field(default_factory=list)
 
     @property
     def output_dir(self) -> Path:
         return Path(self.config.output_dir)
 
     def next_batch(self) -> Any:
-        """Return this process's rows [b, S + 1] as its part of a global [accumulation steps, B, S + 1]."""
+        """Return this process's rows [b, S + 1] as its part of a global [accumulation steps, B,
+        S + 1].
+        """
         rows = next(self.batches)
         local = rows.reshape(self.config.gradient_accumulation_steps, -1, rows.shape[-1])
-        return jax.make_array_from_process_local_data(NamedSharding(self.mesh, ACCUMULATED_BATCH), local)
+        return jax.make_array_from_process_local_data(
+            NamedSharding(self.mesh, ACCUMULATED_BATCH), local
+        )
 
     def rebalance(self, step: int, state: TrainState) -> TrainState:
-        """Return the state for `step`, on another mesh where the controller finds that a device should hold others."""
+        """Return the state for `step`, on another mesh where the controller finds that a device
+        should hold others.
+        """
         if not self.expert_packing.is_due(step) or not isinstance(self.trainer, FusedTrainer):
             return state
         begun, before = time.perf_counter(), self.expert_packing.packing
@@ -96,7 +107,9 @@ class Session:
         return state
 
     def note_step(self, step_s: float, processor_s: float, *, compiled: bool) -> None:
-        """Note what a step took, and how long this process's processors computed; compiled: with a compilation."""
+        """Note what a step took, and how long this process's processors computed; compiled: with
+        a compilation.
+        """
         self.expert_packing.note_step(step_s, compiled=compiled)
 
     def first_state(self) -> TrainState:
@@ -108,9 +121,14 @@ class Session:
         return pretrained_state(self.trainer, self.config)
 
     def start_or_resume(self) -> TrainState:
-        """Return the newest snapshot's or checkpoint's state, with the data at its position, or a fresh one."""
+        """Return the newest snapshot's or checkpoint's state, with the data at its position, or
+        a fresh one.
+        """
         doing = status("restoring or initialising the state", say)
-        with self.watchdog.waiting_for("restore or initialisation", progress=self.trainer.progress), doing:
+        with (
+            self.watchdog.waiting_for("restore or initialisation", progress=self.trainer.progress),
+            doing,
+        ):
             check_alike(FINGERPRINT, lambda: str(self.resolved[FINGERPRINT]))
             step = self.checkpoints.latest_step()
             if self.snapshots is None:
@@ -127,7 +145,10 @@ class Session:
         """Return the state of this checkpoint, or a fresh one if it is None."""
         checkpoints = self.checkpoints
         if step is None:
-            say(f"starting from {self.config.init_from or 'step 0'}: no checkpoint in {checkpoints.directory}")
+            say(
+                f"starting from {self.config.init_from or 'step 0'}: no checkpoint in"
+                f" {checkpoints.directory}"
+            )
             return self.first_state()
         self._compare(checkpoints.saved_config(step))
         state, data_state = restored(self.trainer, checkpoints, step)
@@ -136,7 +157,9 @@ class Session:
         return state
 
     def _compare(self, saved: dict[str, Any]) -> None:
-        """Say which settings have changed since a state was saved; `ValueError` for those that must not."""
+        """Say which settings have changed since a state was saved; `ValueError` for those that
+        must not.
+        """
         self.changes = check_compatible(saved, self.resolved)
         for change in self.changes:
             say(f"changed: {change}")
@@ -149,7 +172,9 @@ class Session:
         return self.log
 
     def _from_memory(self, snapshots: Snapshots, checkpoint: int | None) -> TrainState | None:
-        """Return the state of the newest snapshot; None if there is none, or the checkpoint is newer."""
+        """Return the state of the newest snapshot; None if there is none, or the checkpoint is
+        newer.
+        """
         say(snapshots.note)
         shape = self.trainer.saved_shape
         snapshots.check_room(shape)
@@ -176,7 +201,10 @@ class Session:
         known = bool(self.corpus.held_out_bytes)
         bits = self.corpus.bits_per_byte(loss) if known else float("nan")
         per_byte = f", {bits:.4f} bits per byte" if known else ""
-        say(f"held-out loss after {step} steps: {loss:.4f}{per_byte} ({time.perf_counter() - begun:.1f} s)")
+        say(
+            f"held-out loss after {step} steps: {loss:.4f}{per_byte}"
+            f" ({time.perf_counter() - begun:.1f} s)"
+        )
         if self.log is not None:
             self.log.write_evaluation(step, loss=loss, bits_per_byte=bits)
         if self.exporter is not None:
@@ -184,7 +212,9 @@ class Session:
         return HeldOut(loss, bits)
 
     def evaluate_first(self, state: TrainState) -> Any:
-        """Return the held-out loss of step 0: measured now, or by the run that began here; None: not at all."""
+        """Return the held-out loss of step 0: measured now, or by the run that began here; None:
+        not at all.
+        """
         if int(state.step) == 0:
             return self.evaluate(state) if self.config.evaluation.at_start else None
         events = read_events(self.log.path) if self.log is not None else []
@@ -194,11 +224,15 @@ class Session:
     def save(self, step: int, state: TrainState) -> None:
         """Begin the checkpoint of `step`, once the one before is complete."""
         begun = time.perf_counter()
-        with self.watchdog.waiting_for("the checkpoint before step", step, timeout_s=self.checkpoints.limit_s):
+        with self.watchdog.waiting_for(
+            "the checkpoint before step", step, timeout_s=self.checkpoints.limit_s
+        ):
             self.checkpoints.wait()
         limit_s, progress = 1.25 * self.config.checkpoint.drain_timeout_s, self.trainer.progress
         what, option = "the drain of records before step", "checkpoint.drain_timeout_s"
-        with self.watchdog.waiting_for(what, step, timeout_s=limit_s, progress=progress, option=option):
+        with self.watchdog.waiting_for(
+            what, step, timeout_s=limit_s, progress=progress, option=option
+        ):
             self.checkpoints.wait_for_records()
         with self.watchdog.waiting_for("checkpoint of step", step, progress=progress):
             self.folder.check()
@@ -211,20 +245,30 @@ class Session:
             self.exporter.note_save(time.perf_counter() - begun)
 
     def snapshot(self, step: int, state: TrainState) -> None:
-        """Write the snapshot of `step` into memory, if one is due; the run goes on without where there is no room."""
-        if self.snapshots is None or step % self.config.checkpoint.memory_every_steps or step == self.config.num_steps:
+        """Write the snapshot of `step` into memory, if one is due; the run goes on without where
+        there is no room.
+        """
+        if (
+            self.snapshots is None
+            or step % self.config.checkpoint.memory_every_steps
+            or step == self.config.num_steps
+        ):
             return
         with self.watchdog.waiting_for("snapshot of step", step):
             begun = time.perf_counter()
             saved, data = self.trainer.save_state(state), self.batches.get_state()
-            problem = self.snapshots.save(step, saved, data, self.resolved, self.checkpoints.newest_folder())
+            problem = self.snapshots.save(
+                step, saved, data, self.resolved, self.checkpoints.newest_folder()
+            )
         if problem:
             say(f"warning: no snapshot of step {step} in memory: {problem}")
         elif self.log is not None:
             self.log.write_event("snapshot", step, seconds=round(time.perf_counter() - begun, 4))
 
     def check_finite(self, step: int, values: dict[str, Any]) -> None:
-        """Raise `FloatingPointError` naming the layers if the step's loss or gradient was not finite."""
+        """Raise `FloatingPointError` naming the layers if the step's loss or gradient was not
+        finite.
+        """
         if values["ok"]:
             return
         bad = []
@@ -235,17 +279,22 @@ class Session:
         where = f"not finite in {'; '.join(bad)}" if bad else "finite"
         self.checkpoints.wait()
         # One of this very step holds the parameters that have just failed.
-        folders = {saved: self.checkpoints.directory / str(saved) for saved in self.checkpoints.steps()}
+        folders = {
+            saved: self.checkpoints.directory / str(saved) for saved in self.checkpoints.steps()
+        }
         good = [folder for saved, folder in folders.items() if saved < step]
         failed = [folder for saved, folder in folders.items() if saved >= step]
         last = f"the last good checkpoint is {good[-1]}" if good else "there is no good checkpoint"
         last += f"; delete {failed[0]} to go on from it" if good and failed else ""
         scale = f" with loss scale {values['loss_scale']:g}" if "loss_scale" in values else ""
-        raise FloatingPointError(f"step {step}: loss = {values['loss']}, gradient norm {where}{scale}; {last}")
+        raise FloatingPointError(
+            f"step {step}: loss = {values['loss']}, gradient norm {where}{scale}; {last}"
+        )
 
     def report(self) -> Path:
         """Draw the run so far and return the picture's path."""
-        from jmoe.run.report import write_report  # imports matplotlib, which no other part of a run needs
+        # imports matplotlib, which no other part of a run needs
+        from jmoe.run.report import write_report
 
         return write_report(self.output_dir)
 
@@ -256,7 +305,12 @@ class Session:
         if corpus.tokenizer is not None and self.config.evaluation.sample_tokens:
             with self.watchdog.waiting_for("sample"), status("sampling a text", say):
                 sample = sample_text(
-                    cast(LanguageTrainer, self.trainer), state, corpus.tokenizer, corpus.eot, self.config, self.mesh
+                    cast(LanguageTrainer, self.trainer),
+                    state,
+                    corpus.tokenizer,
+                    corpus.eot,
+                    self.config,
+                    self.mesh,
                 )
         totals = {} if self.config.tiers.on_device else tier_totals(self.trainer.expert_stats())
         if self.log is None:
@@ -266,8 +320,9 @@ class Session:
         unigram, xz = baselines(corpus)
         if 0 < len(corpus.held_out_bytes) < COMPARABLE_BYTES:
             say(
-                f"held-out text: {len(corpus.held_out_bytes):,} bytes, too few to compare with xz and a unigram model\n"
-                f"({COMPARABLE_BYTES:,}; see data.held_out_bytes and data.held_out_fraction)"
+                f"held-out text: {len(corpus.held_out_bytes):,} bytes, too few to compare with xz"
+                f" and a unigram model\n({COMPARABLE_BYTES:,}; see data.held_out_bytes and"
+                " data.held_out_fraction)"
             )
         summary = Summary(before, after, unigram, xz, recent_expert_load(self.log.path), sample)
         print_final_summary(summary, self.output_dir)

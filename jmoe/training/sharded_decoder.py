@@ -1,4 +1,5 @@
-"""The decoder on a mesh: its embedding and head in parts, its layers by a plain scan or one with a reverse pass.
+"""The decoder on a mesh: its embedding and head in parts, its layers by a plain scan or one with a
+reverse pass.
 
 Legend: B local batch, S sequence, D hidden, V vocabulary.
 """
@@ -38,7 +39,12 @@ from jmoe.training.state import TrainState
 
 def _local_tokens(config: TrainConfig, mesh: Mesh) -> int:
     """Return the tokens of a device in one accumulation step."""
-    return config.batch_size * config.sequence_length // config.gradient_accumulation_steps // mesh.size
+    return (
+        config.batch_size
+        * config.sequence_length
+        // config.gradient_accumulation_steps
+        // mesh.size
+    )
 
 
 def _plan_embedding(config: TrainConfig, mesh: Mesh) -> Embedding:
@@ -47,7 +53,9 @@ def _plan_embedding(config: TrainConfig, mesh: Mesh) -> Embedding:
     itemsize = jnp.dtype(config.compute_dtype).itemsize
     tied, sharded = model.tie_word_embeddings, config.comm.shard_dense
     vocabulary = Vocabulary(model.vocab_size, model.hidden_size, tied, tokens, itemsize, sharded)
-    plan = plan_embedding(config.comm.embedding, vocabulary, num_nodes=mesh.size // inside, devices_per_node=inside)
+    plan = plan_embedding(
+        config.comm.embedding, vocabulary, num_nodes=mesh.size // inside, devices_per_node=inside
+    )
     return Embedding(plan, ALL, tied)
 
 
@@ -69,7 +77,8 @@ class ShardedDecoder(ShardedModel):
         config = self.config
         load = None
         if self._links is not None:
-            row_bytes, tokens = self.dtype.itemsize * config.model.hidden_size, _local_tokens(config, self.mesh)
+            row_bytes = self.dtype.itemsize * config.model.hidden_size
+            tokens = _local_tokens(config, self.mesh)
             load = ExchangeLoad(self._links, tokens, row_bytes, config.model.capacity_factor)
         options: dict[str, Any] = {"num_chunks": self.comm_schedule.num_chunks, "load": load}
         parallel = ExpertParallel(self.mesh, EXPERT, exchange=config.comm.exchange, **options)
@@ -84,27 +93,35 @@ class ShardedDecoder(ShardedModel):
     @property
     def sums_in_layers(self) -> bool:
         """True if some layer's gradient needs an all-reduce instead of a reduce-scatter."""
-        leaves = jax.tree_util.tree_leaves_with_path({name: self.shapes.get(name) for name in STACKS.values()})
+        leaves = jax.tree_util.tree_leaves_with_path(
+            {name: self.shapes.get(name) for name in STACKS.values()}
+        )
         replicas = self.mesh.shape[DATA] > 1
-        whole = (not self.is_sharded(path_names(path)[1:]) for path, _ in leaves if not is_expert(path))
+        whole = (
+            not self.is_sharded(path_names(path)[1:]) for path, _ in leaves if not is_expert(path)
+        )
         return any(whole) or (replicas and any(is_expert(path) for path, _ in leaves))
 
     @property
     def casts_once(self) -> bool:
-        """Whether stacked weights are cast once a step, where their gradients allow it, instead of in each layer.
+        """Whether stacked weights are cast once a step, where their gradients allow it, instead of
+        in each layer.
 
-        Forwards, backwards and what is computed again then read one copy, and gradients are stacked in its dtype, to
-        which a layer's products rounded them. On a CPU each layer is cast: reading one of a stack in bfloat16 would
-        convert the whole stack.
+        Forwards, backwards and what is computed again then read one copy, and gradients are stacked
+        in its dtype, to which a layer's products rounded them. On a CPU each layer is cast: reading
+        one of a stack in bfloat16 would convert the whole stack.
         """
         return self.mesh.devices.flat[0].platform != "cpu"
 
     def _is_copied(self, path: Any, w: Any) -> bool:
-        narrows = path_names(path)[0] in STACKS.values() and self.used_dtype(path, w.ndim) != w.dtype
+        narrows = (
+            path_names(path)[0] in STACKS.values() and self.used_dtype(path, w.ndim) != w.dtype
+        )
         return self.casts_once and self.mesh.size == 1 and narrows
 
     def cast_copies(self, params: Any) -> tuple[jax.Array, ...]:
-        """Return the stacked weights in the dtype of their use, in order; none where a step casts them itself.
+        """Return the stacked weights in the dtype of their use, in order; none where a step casts
+        them itself.
 
         AdamW writes them as it updates the weights, in the same pass.
         """
@@ -112,15 +129,21 @@ class ShardedDecoder(ShardedModel):
         return tuple(self.cast_leaf(path, w) for path, w in leaves if self._is_copied(path, w))
 
     def with_copies(self, params: Any, copies: tuple[jax.Array, ...]) -> Any:
-        """Return the parameters with these copies, which `cast_copies` made, in place of what they are of."""
+        """Return the parameters with these copies, which `cast_copies` made, in place of what
+        they are of.
+        """
         left = iter(copies)
         return jax.tree_util.tree_map_with_path(
             lambda path, w: next(left) if copies and self._is_copied(path, w) else w, params
         )
 
     def _cast_stacks(self, stacks: Any, layer_runner: ReverseScan | None) -> Any:
-        """Return the stacks of layers with those weights cast whose gradients are not added to others in the stack."""
-        alone = layer_runner is None or (self.mesh.shape[DATA] == 1 and self.config.gradient_accumulation_steps == 1)
+        """Return the stacks of layers with those weights cast whose gradients are not added to
+        others in the stack.
+        """
+        alone = layer_runner is None or (
+            self.mesh.shape[DATA] == 1 and self.config.gradient_accumulation_steps == 1
+        )
 
         def used(path: Any, w: jax.Array) -> jax.Array:
             is_cast = self.mesh.size == 1 or (is_expert(path) and alone)
@@ -131,24 +154,32 @@ class ShardedDecoder(ShardedModel):
 
     @property
     def notes(self) -> list[str]:
-        """The plan, and its reasons: which exchange takes tokens to other devices, how the embedding is split."""
+        """The plan, and its reasons: which exchange takes tokens to other devices, how the
+        embedding is split.
+        """
         notes, layers = [], self.abstract.moe_layers
         if layers is not None and layers.moe.exchange_plan.num_devices > 1:
-            notes.append(f"{layers.moe.exchange_plan.kind} exchange: {layers.moe.exchange_plan.reason}")
+            notes.append(
+                f"{layers.moe.exchange_plan.kind} exchange: {layers.moe.exchange_plan.reason}"
+            )
         if self.mesh.size > 1:
             notes.append(f"{self.embedding.plan.kind} embedding: {self.embedding.plan.reason}")
         return notes
 
     def reverse_scan(self, chunk_bytes: int | None = None) -> ReverseScan | None:
-        """Make what runs the layers in training where none of their parameters is gathered by itself.
+        """Make what runs the layers in training where none of their parameters is gathered by
+        itself.
 
-        chunk_bytes: how much the network takes at once; None: `comm.chunk_bytes`, or as much as is ever useful.
+        chunk_bytes: how much the network takes at once; None: `comm.chunk_bytes`, or as much as is
+        ever useful.
         """
         comm, layout = self.config.comm, lambda stack: self.layout(stack, stacked=True)
         if self.mesh.size == 1 or (comm.shard_dense and not comm.fuse_dense):
             return None
         limit_bytes = chunk_bytes or comm.chunk_bytes or MAX_CHUNK_BYTES
-        return ReverseScan(layout, self.hierarchy, self.comm_schedule, comm.bucket_bytes, limit_bytes)
+        return ReverseScan(
+            layout, self.hierarchy, self.comm_schedule, comm.bucket_bytes, limit_bytes
+        )
 
     def __call__(
         self,
@@ -160,15 +191,19 @@ class ShardedDecoder(ShardedModel):
         remat: Remat = "none",
         **options: Any,
     ) -> tuple[jax.Array, jax.Array, Any]:
-        """Return (hidden [B, S, D], the head's weight as `OutputHead.weight` makes it, statistics) of local tokens.
+        """Return (hidden [B, S, D], the head's weight as `OutputHead.weight` makes it, statistics)
+        of local tokens.
 
-        layer_runner: runs the layers; None: a plain scan, which gathers each by itself. options: of `Decoder`.
+        layer_runner: runs the layers; None: a plain scan, which gathers each by itself. options: of
+        `Decoder`.
         """
         stacks = {name: tree for name, tree in params.items() if name.endswith("_layers")}
         if self.casts_once:
             stacks = self._cast_stacks(stacks, layer_runner)
         with jax.named_scope("gather"):
-            outside = self.gather({name: tree for name, tree in params.items() if name not in stacks})
+            outside = self.gather(
+                {name: tree for name, tree in params.items() if name not in stacks}
+            )
         model = self.merge(outside | stacks, router_bias)
         if layer_runner is None:
             execution = Execution(scan_layers, self.embedding.lookup, self.gather, remat=remat)
@@ -186,14 +221,18 @@ class ShardedDecoder(ShardedModel):
 
     @cached_property
     def _saved_form(self) -> tuple[Callable[..., jax.Array], Callable[..., jax.Array], Any] | None:
-        """(to the saved form, from it, its shape) of a table kept in stripes, which is saved split by columns."""
+        """(to the saved form, from it, its shape) of a table kept in stripes, which is saved
+        split by columns.
+        """
         if not self.embedding.striped:
             return None
         table = self.shapes["embedding"]
         dim = next(d for d in (1, 0) if table.shape[d] % self.mesh.size == 0)
         place = shardings(split_over(ALL, dim), self.mesh)
         save = jax.jit(lambda table: table.reshape(-1, table.shape[-1]), out_shardings=place)
-        restore = jax.jit(self.embedding.kept, out_shardings=self.state_shape.params["embedding"].sharding)
+        restore = jax.jit(
+            self.embedding.kept, out_shardings=self.state_shape.params["embedding"].sharding
+        )
         return save, restore, jax.ShapeDtypeStruct(table.shape, table.dtype, sharding=place)
 
     @property

@@ -1,4 +1,6 @@
-"""A model on a mesh: where its parameters lie, how they are gathered for use, and the form they are saved in."""
+"""A model on a mesh: where its parameters lie, how they are gathered for use, and the form they
+are saved in.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -28,13 +30,15 @@ from jmoe.mesh import (
 from jmoe.optim.loss_scale import LossScale, first_loss_scale
 from jmoe.training.state import TrainState
 
-LOOKUP_TABLES = ("embedding", "positions")  # read by row: cast after the lookup, so that gradients add in float32
+# read by row: cast after the lookup, so that gradients add in float32
+LOOKUP_TABLES = ("embedding", "positions")
 
 
 class ShardedModel(ABC):
     """A model as a pure function of nested dicts of this device's parameters; `build` draws it.
 
-    split: parameters that are kept in parts in use too, and the dimension in which all devices split them.
+    split: parameters that are kept in parts in use too, and the dimension in which all devices
+    split them.
     """
 
     def __init__(self, config: TrainConfig, mesh: Mesh, split: Mapping[str, int]) -> None:
@@ -50,7 +54,8 @@ class ShardedModel(ABC):
         self.shapes, self._bias_shapes = nnx.to_pure_dict(params), nnx.to_pure_dict(bias)
         self.specs = param_specs(self.shapes, mesh, config.comm.shard_dense, self.fused)
         self.specs |= {name: split_over(ALL, dim) for name, dim in split.items()}
-        self._shard_dims = dict(self._sharded_over_all())  # path inside a layer -> dimension split over all devices
+        # path inside a layer -> dimension split over all devices
+        self._shard_dims = dict(self._sharded_over_all())
 
     @abstractmethod
     def build(self) -> nnx.Module:
@@ -59,13 +64,17 @@ class ShardedModel(ABC):
     def merge(self, params: Any, router_bias: Any) -> Any:
         """Return the model with these parameters, in nested dicts."""
         trees = zip(self._structures, (params, router_bias), strict=True)
-        return nnx.merge(self._graph, *(jax.tree.unflatten(s, jax.tree.leaves(tree)) for s, tree in trees))
+        return nnx.merge(
+            self._graph, *(jax.tree.unflatten(s, jax.tree.leaves(tree)) for s, tree in trees)
+        )
 
     # Where parameters lie
 
     def _sharded_over_all(self) -> Iterator[tuple[tuple[str, ...], int]]:
         for path, leaf in jax.tree_util.tree_leaves_with_path(self.shapes):
-            dim = shard_dim(path, leaf.shape, self.mesh.size, self.config.comm.shard_dense, self.fused)
+            dim = shard_dim(
+                path, leaf.shape, self.mesh.size, self.config.comm.shard_dense, self.fused
+            )
             names = tuple(name for name in path_names(path) if not name.endswith("_layers"))
             if dim >= 0:
                 yield names, dim - (len(path_names(path)) - len(names))
@@ -80,19 +89,29 @@ class ShardedModel(ABC):
         return self.dtype if matrix else jnp.float32
 
     def layout(self, tree: Any, *, stacked: bool = False) -> BufferLayout:
-        """Say which parameters (of one layer, of stacked layers, or outside the layers) travel in a flat buffer."""
+        """Say which parameters (of one layer, of stacked layers, or outside the layers) travel
+        in a flat buffer.
+        """
 
         def place(path: Any, w: jax.Array) -> ShardInBuffer | None:
             names, shape = _names(path), w.shape[stacked:]
             dim = -1 if names[0] in self._split else self._shard_dims.get(names, -1)
-            return None if dim < 0 else ShardInBuffer(shape, dim, self._compute_dtype(names, len(shape)))
+            return (
+                None
+                if dim < 0
+                else ShardInBuffer(shape, dim, self._compute_dtype(names, len(shape)))
+            )
 
-        return BufferLayout(tree, [place(*leaf) for leaf in jax.tree_util.tree_leaves_with_path(tree)])
+        return BufferLayout(
+            tree, [place(*leaf) for leaf in jax.tree_util.tree_leaves_with_path(tree)]
+        )
 
     # Parameters as they are used
 
     def cast(self, tree: Any) -> Any:
-        """Cast unsharded parameters to the dtype of their use; those that stay in parts are left as they are."""
+        """Cast unsharded parameters to the dtype of their use; those that stay in parts are left
+        as they are.
+        """
         return jax.tree_util.tree_map_with_path(self.cast_leaf, tree)
 
     def cast_leaf(self, path: tuple[Any, ...], w: jax.Array) -> jax.Array:
@@ -100,11 +119,15 @@ class ShardedModel(ABC):
         return w if _names(path)[0] in self._split else w.astype(self.used_dtype(path, w.ndim))
 
     def used_dtype(self, path: tuple[Any, ...], ndim: int) -> Any:
-        """Return the dtype of use of a parameter with so many dimensions, of a layer, stacked, or outside."""
+        """Return the dtype of use of a parameter with so many dimensions, of a layer, stacked,
+        or outside.
+        """
         return self._compute_dtype(_names(path), ndim - is_expert(path) - stack_dims(path))
 
     def gather(self, tree: Any) -> Any:
-        """Gather this device's parameters (of one layer, or outside the layers), in the dtype of their use."""
+        """Gather this device's parameters (of one layer, or outside the layers), in the dtype of
+        their use.
+        """
         layout = self.layout(tree)
         shards, rest = layout.split(tree)[0], layout.split(self.cast(tree))[1]
         if shards and self.fused:
@@ -131,7 +154,9 @@ class ShardedModel(ABC):
         return TrainState.at_step_0(params, bias, first_loss_scale(self.config))
 
     def initial_state(self) -> TrainState:
-        """Draw step 0, in the form that training uses: the saved one, unless a model overrides this."""
+        """Draw step 0, in the form that training uses: the saved one, unless a model overrides
+        this.
+        """
         return self.fresh_state()
 
     @cached_property

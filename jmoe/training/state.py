@@ -25,10 +25,11 @@ Batch = tuple[jax.Array, jax.Array]  # held-out tokens [B, S + 1], and their tar
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """Everything a step changes. Nested dicts of arrays; float32 but for `step` (int32 scalar) and `cast`.
+    """Everything a step changes. Nested dicts of arrays; float32 but for `step` (int32 scalar) and
+    `cast`.
 
-    loss_scale: None unless the run computes in float16. cast: copies of stacked weights in the dtype of their use, see
-    `ShardedDecoder.cast_copies`; no part of a checkpoint.
+    loss_scale: None unless the run computes in float16. cast: copies of stacked weights in the
+    dtype of their use, see `ShardedDecoder.cast_copies`; no part of a checkpoint.
     """
 
     params: Any
@@ -43,7 +44,9 @@ class TrainState:
     def at_step_0(cls, params: Any, router_bias: Any, loss_scale: LossScale | None = None) -> Self:
         """Begin with these parameters and with moments of zero."""
         zeros = jax.tree.map(jnp.zeros_like, params)
-        return cls(params, zeros, jax.tree.map(jnp.copy, zeros), router_bias, jnp.int32(0), loss_scale)
+        return cls(
+            params, zeros, jax.tree.map(jnp.copy, zeros), router_bias, jnp.int32(0), loss_scale
+        )
 
     def map(self, change: Callable[[Any], Any]) -> Self:
         """Apply `change` to the parameters and to both moments."""
@@ -55,7 +58,9 @@ class TrainState:
 
 
 def experts_of(tree: Any, stack: str = "moe_layers") -> Any:
-    """Return the experts' parameters of a stack of layers; nothing where they are not in the tree."""
+    """Return the experts' parameters of a stack of layers; nothing where they are not in the
+    tree.
+    """
     return tree[stack]["moe"].get(EXPERTS_PATH, {}) if stack in tree else {}
 
 
@@ -75,14 +80,19 @@ def without_experts(tree: Any) -> Any:
     return tree
 
 
-def read_experts(shapes: Mapping[str, Any], read: ReadExperts, prefix: str = "") -> dict[str, jax.Array]:
-    """Return the arrays [N, E, ...] of all layers' experts where `shapes` has them; this process reads its own."""
+def read_experts(
+    shapes: Mapping[str, Any], read: ReadExperts, prefix: str = ""
+) -> dict[str, jax.Array]:
+    """Return the arrays [N, E, ...] of all layers' experts where `shapes` has them; this process
+    reads its own.
+    """
     leaf = next(iter(shapes.values()))
     num_layers, num_experts = leaf.shape[:2]
     indices = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
     own = np.unique(np.concatenate([np.arange(num_experts)[index[1]] for index in indices]))
     host: dict[str, NDArray[np.float32]] = {
-        name: np.empty((num_layers, own.size, *leaf.shape[2:]), np.float32) for name, leaf in shapes.items()
+        name: np.empty((num_layers, own.size, *leaf.shape[2:]), np.float32)
+        for name, leaf in shapes.items()
     }
     for layer in range(num_layers):
         arrays = read(layer, own)
@@ -90,7 +100,9 @@ def read_experts(shapes: Mapping[str, Any], read: ReadExperts, prefix: str = "")
             array[layer] = arrays[f"{prefix}{name}"]
 
     def part(name: str, index: tuple[slice, ...]) -> NDArray[np.float32]:
-        return host[name][:, np.searchsorted(own, np.arange(num_experts)[index[1]])][:, :, *index[2:]]
+        return host[name][:, np.searchsorted(own, np.arange(num_experts)[index[1]])][
+            :, :, *index[2:]
+        ]
 
     return {
         name: jax.make_array_from_callback(leaf.shape, leaf.sharding, partial(part, name))
@@ -105,19 +117,28 @@ def with_read_experts(
     weights: ReadExperts | None,
     moments: ReadExperts | None,
 ) -> TrainState:
-    """Return the state with the experts that it lacks read from elsewhere. kinds: of the model's layers."""
+    """Return the state with the experts that it lacks read from elsewhere. kinds: of the model's
+    layers.
+    """
     layers = expert_layers(kinds)
     for stack in EXPERT_STACKS:
-        shapes, records = experts_of(shape.params, stack), [i for i, (of, _) in enumerate(layers) if of == stack]
+        shapes = experts_of(shape.params, stack)
+        records = [i for i, (of, _) in enumerate(layers) if of == stack]
         if not shapes:
             continue
 
-        def read(source: ReadExperts, prefix: str = "", shapes: Any = shapes, records: Any = records) -> Any:
-            return read_experts(shapes, lambda layer, experts: source(records[layer], experts), prefix)
+        def read(
+            source: ReadExperts, prefix: str = "", shapes: Any = shapes, records: Any = records
+        ) -> Any:
+            return read_experts(
+                shapes, lambda layer, experts: source(records[layer], experts), prefix
+            )
 
         if weights is not None:
             saved = replace(saved, params=with_experts(saved.params, read(weights), stack))
         if moments is not None:
             m, v = (read(moments, prefix) for prefix in ("m.", "v."))
-            saved = replace(saved, m=with_experts(saved.m, m, stack), v=with_experts(saved.v, v, stack))
+            saved = replace(
+                saved, m=with_experts(saved.m, m, stack), v=with_experts(saved.v, v, stack)
+            )
     return saved

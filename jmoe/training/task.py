@@ -1,7 +1,7 @@
 """The interface between a run and its task: text, or the images of several tasks.
 
-`train.py` sets a run up and takes its steps; a `Task` reads the data, makes the trainer and makes the session, which
-measures what was learned.
+`train.py` sets a run up and takes its steps; a `Task` reads the data, makes the trainer and makes
+the session, which measures what was learned.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ S = TypeVar("S", bound=Session)
 class Setup:
     """The parts of a run that exist before its data is read.
 
-    resolved: the configuration as checkpoints have it. exporter: of process 0, with `metrics.port`. stack: closes the
-    parts when the run ends.
+    resolved: the configuration as checkpoints have it. exporter: of process 0, with `metrics.port`.
+    stack: closes the parts when the run ends.
     """
 
     config: TrainConfig
@@ -69,7 +69,9 @@ class Task(Protocol):
         """Return the plan for `--plan` as text, and whether the run fits."""
 
     def open(self, mesh: Mesh, stack: contextlib.ExitStack) -> None:
-        """Plan the work on `mesh`, and install signal handlers, before the run waits for anything."""
+        """Plan the work on `mesh`, and install signal handlers, before the run waits for
+        anything.
+        """
 
     def read_data(self, setup: Setup) -> TrainingData:
         """Read the training data. Every process calls this."""
@@ -78,9 +80,16 @@ class Task(Protocol):
         """Make the model on the mesh with its training step."""
 
     def make_session(
-        self, setup: Setup, data: TrainingData, trainer: Trainer, checkpoints: Checkpoints, snapshots: Snapshots | None
+        self,
+        setup: Setup,
+        data: TrainingData,
+        trainer: Trainer,
+        checkpoints: Checkpoints,
+        snapshots: Snapshots | None,
     ) -> Session:
-        """Make the session: batches on the devices, evaluation, checkpoints and reports of the run."""
+        """Make the session: batches on the devices, evaluation, checkpoints and reports of the
+        run.
+        """
 
 
 def open_session(

@@ -22,7 +22,8 @@ class Trainer(Protocol):
     """The compiled functions of one run."""
 
     saved_shape: TrainState  # of what `save_state` returns
-    full_shape: TrainState  # with all experts, which are no part of the state where they are streamed
+    # with all experts, which are no part of the state where they are streamed
+    full_shape: TrainState
     records: RecordCheckpoints | None  # what a checkpoint holds in files of its own
     evaluation_batches: int  # how many batches `evaluate` is best given at once
 
@@ -46,22 +47,29 @@ class Trainer(Protocol):
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         """Take one step on tokens [A, B, S + 1]; the state's memory is used again.
 
-        `metrics["ok"]` is False, and the state unchanged, if the loss or gradient norm is not finite or a dropless
-        buffer overflowed (`overflow`; the step is then repeated with `full_capacity`, which has room for every token).
-        With float16 a gradient that is not finite halves the state's loss scale (`skipped`; the step is then repeated),
-        unless it is 1.
+        `metrics["ok"]` is False, and the state unchanged, if the loss or gradient norm is not
+        finite or a dropless buffer overflowed (`overflow`; the step is then repeated with
+        `full_capacity`, which has room for every token). With float16 a gradient that is not finite
+        halves the state's loss scale (`skipped`; the step is then repeated), unless it is 1.
         """
 
     def evaluate(self, state: TrainState, batches: Sequence[Batch]) -> list[jax.Array]:
         """Return the summed negative log-likelihood of each batch in nats."""
 
     def save_state(self, state: TrainState) -> TrainState:
-        """Return what a checkpoint holds, the same whatever the mesh; streamed experts are records then."""
+        """Return what a checkpoint holds, the same whatever the mesh; streamed experts are
+        records then.
+        """
 
     def load_state(
-        self, saved: TrainState, weights: ReadExperts | None = None, moments: ReadExperts | None = None
+        self,
+        saved: TrainState,
+        weights: ReadExperts | None = None,
+        moments: ReadExperts | None = None,
     ) -> TrainState:
-        """Return the state from a saved one; experts that it lacks are read, or are in their records already."""
+        """Return the state from a saved one; experts that it lacks are read, or are in their
+        records already.
+        """
 
     def expert_stats(self) -> Any:
         """Return what moved between tiers (`ExpertStats`); None where nothing does."""
@@ -73,14 +81,17 @@ class Trainer(Protocol):
 class LanguageTrainer(Trainer, Protocol):
     """A `Trainer` of a language model, which can be asked for the next token."""
 
-    def next_logits(self, state: TrainState, tokens_BS: jax.Array, position: jax.Array) -> jax.Array:
+    def next_logits(
+        self, state: TrainState, tokens_BS: jax.Array, position: jax.Array
+    ) -> jax.Array:
         """Return logits [V] after the token at `position` of the first sequence."""
 
 
 def make_trainer(config: TrainConfig, mesh: Mesh, run: str = "run") -> LanguageTrainer:
     """Make the trainer of a run on `mesh`, with experts where `config.tiers` wants them.
 
-    Compiles nothing yet, but may measure the network. run: names the folder of the experts' records in `tiers.path`.
+    Compiles nothing yet, but may measure the network. run: names the folder of the experts' records
+    in `tiers.path`.
     """
     chunk_bytes = measured_chunk_bytes(config.comm, mesh)
     links = links_of(config, mesh)

@@ -1,4 +1,5 @@
-"""How every training step ends, once its gradients are reduced; and what both kinds of step compute alike.
+"""How every training step ends, once its gradients are reduced; and what both kinds of step compute
+alike.
 
 Legend: N MoE layers, E experts.
 """
@@ -27,8 +28,12 @@ def tokens_per_accumulation_step(config: TrainConfig) -> int:
     return config.batch_size * config.sequence_length // config.gradient_accumulation_steps
 
 
-def router_key(config: TrainConfig, step: jax.Array, device: jax.Array | int, accumulation: jax.Array) -> jax.Array:
-    """Return the key of what a device's routers draw in one accumulation step; split it over the MoE layers."""
+def router_key(
+    config: TrainConfig, step: jax.Array, device: jax.Array | int, accumulation: jax.Array
+) -> jax.Array:
+    """Return the key of what a device's routers draw in one accumulation step; split it over the
+    MoE layers.
+    """
     key = jax.random.fold_in(jax.random.key(config.seed), step)
     return jax.random.fold_in(jax.random.fold_in(key, device), accumulation)
 
@@ -40,24 +45,36 @@ def auxiliary_losses(
 
     Summed over leading dimensions (layers), averaged over all MoE layers. counts_E: of all devices.
     """
-    model, router, num_tokens = config.model, config.model.router, tokens_per_accumulation_step(config)
-    balance = balance_loss_local(probs_sum_E, counts_E, num_tokens, model.num_experts, model.num_experts_per_tok)
+    model = config.model
+    router = config.model.router
+    num_tokens = tokens_per_accumulation_step(config)
+    balance = balance_loss_local(
+        probs_sum_E, counts_E, num_tokens, model.num_experts, model.num_experts_per_tok
+    )
     layers, accumulation = model.num_moe_layers, config.gradient_accumulation_steps
     z = router.z_loss_coef * z_sum.sum() / num_tokens / layers
     return router.aux_loss_coef * balance.sum() / layers / accumulation, z / accumulation
 
 
 def dropped_tokens(stats: MoEStats | None) -> jax.Array:
-    """Return how many assignments of all devices found no row in buffers. stats: of this device; None: no experts."""
+    """Return how many assignments of all devices found no row in buffers. stats: of this device;
+    None: no experts.
+    """
     dropped = jnp.int32(0) if stats is None else stats.dropped.sum(dtype=jnp.int32)
     return lax.psum(dropped, ALL)
 
 
-def evaluation_program(sharded: Callable[..., Any], local: Callable[..., Any], *in_specs: Any) -> Any:
-    """Return the program of a pass without gradients, for `without_drops`. sharded: runs `local` on every device."""
+def evaluation_program(
+    sharded: Callable[..., Any], local: Callable[..., Any], *in_specs: Any
+) -> Any:
+    """Return the program of a pass without gradients, for `without_drops`. sharded: runs `local`
+    on every device.
+    """
 
     def run(*args: Any, full_capacity: bool) -> Any:
-        return sharded(partial(local, full_capacity=full_capacity), in_specs=in_specs, out_specs=REPLICATED)(*args)
+        return sharded(
+            partial(local, full_capacity=full_capacity), in_specs=in_specs, out_specs=REPLICATED
+        )(*args)
 
     return jax.jit(run, static_argnames="full_capacity")
 
@@ -65,8 +82,9 @@ def evaluation_program(sharded: Callable[..., Any], local: Callable[..., Any], *
 def without_drops(run: Callable[..., tuple[T, jax.Array]]) -> T:
     """Return the result of a pass without gradients in which every token reaches its experts.
 
-    run: takes `full_capacity`, returns (result, dropped assignments). Buffers are those of training, which take a
-    fraction of the memory; where they are too small the pass runs again with room for every token, as a step does.
+    run: takes `full_capacity`, returns (result, dropped assignments). Buffers are those of
+    training, which take a fraction of the memory; where they are too small the pass runs again with
+    room for every token, as a step does.
     """
     result, dropped = run(full_capacity=False)
     if int(dropped):
@@ -82,13 +100,16 @@ def finish_step(
     metrics: dict[str, jax.Array],
     overflow: jax.Array,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """Clip, update the parameters and the router's bias, and complete the metrics: (state, metrics).
+    """Clip, update the parameters and the router's bias, and complete the metrics: (state,
+    metrics).
 
-    grads: like `state.params`, on this device's shards, reduced. squares: of the gradients' global norms, by name.
-    metrics: of all devices, `loss` and `counts` [N, E] among them. overflow: of a buffer for tokens. Unless
-    `metrics["ok"]` (loss and norm are finite, and nothing overflowed) the state is returned as it was, but for its loss
-    scale, by which gradients and squares are multiplied: where that makes the gradients overflow it is halved, and
-    `metrics["skipped"]` says so. `metrics["clip"]` is the factor of the gradients as they are given.
+    grads: like `state.params`, on this device's shards, reduced. squares: of the gradients' global
+    norms, by name.
+    metrics: of all devices, `loss` and `counts` [N, E] among them. overflow: of a buffer for
+    tokens. Unless `metrics["ok"]` (loss and norm are finite, and nothing overflowed) the state is
+    returned as it was, but for its loss scale, by which gradients and squares are multiplied: where
+    that makes the gradients overflow it is halved, and `metrics["skipped"]` says so.
+    `metrics["clip"]` is the factor of the gradients as they are given.
     """
     loss_scale = state.loss_scale
     if loss_scale is not None:
@@ -97,18 +118,25 @@ def finish_step(
     norm = jnp.sqrt(sum(jnp.sum(square) for square in squares.values()))
     ok = jnp.isfinite(metrics["loss"]) & jnp.isfinite(norm) & ~overflow
     limit = config.optimizer.clip_norm
-    clip = unscaled(jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-12)) if limit else jnp.float32(1.0), loss_scale)
+    clip = unscaled(
+        jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-12)) if limit else jnp.float32(1.0),
+        loss_scale,
+    )
     schedule = learning_rate(config.optimizer, config.num_steps)
     lr = jnp.asarray(schedule(state.step.astype(jnp.float32)), jnp.float32)
     now = StepValues(lr, state.step, clip, ok)
     with jax.named_scope("optimizer"):
         leaves, tree = jax.tree_util.tree_flatten_with_path(state.params)
-        old = zip(leaves, *(jax.tree.leaves(part) for part in (state.m, state.v, grads)), strict=True)
+        old = zip(
+            leaves, *(jax.tree.leaves(part) for part in (state.m, state.v, grads)), strict=True
+        )
         step = partial(advance, config=config.optimizer, now=now)
         new = [step(w, m, v, g, decay=decays(path, w)) for (path, w), m, v, g in old]
         params, m, v = (jax.tree.unflatten(tree, part) for part in zip(*new, strict=True))
     speed = config.model.router.bias_update_speed
-    bias = jax.tree.map(lambda b: jnp.where(ok, updated_bias(b, metrics["counts"], speed), b), state.router_bias)
+    bias = jax.tree.map(
+        lambda b: jnp.where(ok, updated_bias(b, metrics["counts"], speed), b), state.router_bias
+    )
     metrics = metrics | {
         "grad_norm": norm,
         "grad_norms": jax.tree.map(jnp.sqrt, squares),

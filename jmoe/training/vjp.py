@@ -1,4 +1,5 @@
-"""Backward passes as values: the residuals of a forward pass, without the arguments that the caller has anyway.
+"""Backward passes as values: the residuals of a forward pass, without the arguments that the caller
+has anyway.
 
 Parameters are residuals too: whoever has them at hand on the way back need not keep them twice. So
 `vjp_with_residuals` leaves out all arguments of the function, and `apply_vjp` is given them again.
@@ -32,7 +33,9 @@ def without(residuals: Any, known: Sequence[Any]) -> Any:
 def with_known(residuals: Any, known: Sequence[Any]) -> Any:
     """The inverse of `without`."""
     is_known = lambda leaf: isinstance(leaf, _Known)  # noqa: E731
-    return jax.tree.map(lambda leaf: known[leaf.index] if is_known(leaf) else leaf, residuals, is_leaf=is_known)
+    return jax.tree.map(
+        lambda leaf: known[leaf.index] if is_known(leaf) else leaf, residuals, is_leaf=is_known
+    )
 
 
 def _floating(tree: Any) -> list[jax.Array]:
@@ -43,10 +46,11 @@ def _floating(tree: Any) -> list[jax.Array]:
 def vjp_with_residuals(
     function: Callable[..., Any], args: Sequence[Any], wanted: Sequence[int], names: Sequence[str]
 ) -> tuple[Any, Any]:
-    """(function(*args), what `apply_vjp` needs for the gradients by the arguments that are `wanted`).
+    """(function(*args), what `apply_vjp` needs for the gradients by the arguments that are
+    `wanted`).
 
-    Of what is inside, the values of these names are kept; the rest is computed again. All that is kept has a leading
-    dimension of 1, that of devices.
+    Of what is inside, the values of these names are kept; the rest is computed again. All that is
+    kept has a leading dimension of 1, that of devices.
     """
     policy = jax.checkpoint_policies.save_only_these_names(*names)
 
@@ -62,6 +66,8 @@ def vjp_with_residuals(
 
 
 def apply_vjp(kept: Any, args: Sequence[Any], cotangents: Any) -> Any:
-    """The gradients by the `wanted` arguments; args: as `vjp_with_residuals` had them, cotangents: like its result."""
+    """The gradients by the `wanted` arguments; args: as `vjp_with_residuals` had them,
+    cotangents: like its result.
+    """
     pull = with_known(jax.tree.map(lambda leaf: leaf[0], kept), jax.tree.leaves(args))
     return pull(_floating(cotangents))

@@ -56,12 +56,16 @@ def _forward(
 
 def _backward(transpose_rhs: bool, implementation: Any, residuals: Any, dy_NF: jax.Array) -> Any:
     x, w, group_sizes_E, rows = residuals
-    dx = _run(implementation, "grouped_matmul", dy_NF, w, group_sizes_E, transpose_rhs=not transpose_rhs)
+    dx = _run(
+        implementation, "grouped_matmul", dy_NF, w, group_sizes_E, transpose_rhs=not transpose_rhs
+    )
     if rows is None:
         operands = (dy_NF, x) if transpose_rhs else (x, dy_NF)
         return dx, _run(implementation, "weight_gradient", *operands, group_sizes_E), None, None
     permute: Any = implementation if isinstance(implementation, str) else None
-    dx_TD = sum_rows(dx, rows.src_M, rows.slot_TK, rows.complete, implementation=permute).astype(x.dtype)
+    dx_TD = sum_rows(dx, rows.src_M, rows.slot_TK, rows.complete, implementation=permute).astype(
+        x.dtype
+    )
     dw = _run(implementation, "weight_gradient", x, dy_NF, group_sizes_E, src_N=rows.src_M)
     return dx_TD, dw.swapaxes(1, 2) if transpose_rhs else dw, None, None
 
@@ -78,15 +82,19 @@ def grouped_matmul(
     transpose_rhs: bool = False,
     implementation: Name | Implementation | None = None,
 ) -> jax.Array:
-    """y_NF[n] = x_ND[n] w_EDF[e] for row n of group e, in x's dtype, summed in float32; differentiable in x and w.
+    """y_NF[n] = x_ND[n] w_EDF[e] for row n of group e, in x's dtype, summed in float32;
+    differentiable in x and w.
 
     Args:
         x_ND: rows sorted by group: the first group_sizes_E[0] are those of group 0, and so on.
         w: [E, D, F], or [E, F, D] with transpose_rhs; x's dtype.
-        group_sizes_E: int32, zeros allowed; sums to at most N. Rows beyond hold anything, as do their gradients.
-        rows: x is [T, D], not dispatched: row n is x[rows.src_M[n]], as `dispatch` would write it, and need not.
+        group_sizes_E: int32, zeros allowed; sums to at most N. Rows beyond hold anything, as do
+        their gradients.
+        rows: x is [T, D], not dispatched: row n is x[rows.src_M[n]], as `dispatch` would write it,
+        and need not.
         transpose_rhs: the last two dimensions of w are swapped.
-        implementation: None for the best that supports the case; a named one raises `NotImplementedError` instead.
+        implementation: None for the best that supports the case; a named one raises
+        `NotImplementedError` instead.
 
     Raises ValueError if shapes or dtypes do not fit together.
     """
@@ -107,26 +115,33 @@ def quantized_grouped_matmul(
     transpose_rhs: bool = False,
     implementation: Name | Implementation | None = None,
 ) -> jax.Array:
-    """`grouped_matmul` for weights w * scale_EF[:, None] as `quantize` makes them, int8 or float8_e4m3fn: forward only.
+    """`grouped_matmul` for weights w * scale_EF[:, None] as `quantize` makes them, int8 or
+    float8_e4m3fn: forward only.
 
-    The weights stay 8 bits wide until they are multiplied; the scales are factors of the float32 sums.
-    Raises ValueError if shapes or dtypes do not fit together.
+    The weights stay 8 bits wide until they are multiplied; the scales are factors of the float32
+    sums. Raises ValueError if shapes or dtypes do not fit together.
     """
     _check_shapes(x_ND, w, group_sizes_E, transpose_rhs)
     if w.dtype not in LARGEST:
         raise ValueError(f"w {w.dtype}: must be int8 or float8_e4m3fn")
     num_columns = w.shape[1 if transpose_rhs else 2]
     if scale_EF.shape != (w.shape[0], num_columns) or scale_EF.dtype != jnp.float32:
-        raise ValueError(f"scale {scale_EF.dtype} {scale_EF.shape}: must be float32 {(w.shape[0], num_columns)}")
+        raise ValueError(
+            f"scale {scale_EF.dtype} {scale_EF.shape}: must be float32 {(w.shape[0], num_columns)}"
+        )
     options = {"transpose_rhs": transpose_rhs, "scale_EF": scale_EF}
     return _run(implementation, "grouped_matmul", x_ND, w, group_sizes_E, **options)
 
 
-def _check_shapes(x_ND: jax.Array, w: jax.Array, group_sizes_E: jax.Array, transpose_rhs: bool) -> None:
+def _check_shapes(
+    x_ND: jax.Array, w: jax.Array, group_sizes_E: jax.Array, transpose_rhs: bool
+) -> None:
     if x_ND.ndim != 2 or w.ndim != 3 or group_sizes_E.shape != w.shape[:1]:
         shapes = f"x {x_ND.shape}, w {w.shape}, group_sizes {group_sizes_E.shape}"
         raise ValueError(f"{shapes}: must be [N, D], [E, D, F] and [E]")
     if x_ND.shape[1] != w.shape[2 if transpose_rhs else 1]:
-        raise ValueError(f"x {x_ND.shape} and w {w.shape}: the inner dimensions differ ({transpose_rhs=})")
+        raise ValueError(
+            f"x {x_ND.shape} and w {w.shape}: the inner dimensions differ ({transpose_rhs=})"
+        )
     if not jnp.issubdtype(group_sizes_E.dtype, jnp.integer):
         raise ValueError(f"group_sizes {group_sizes_E.dtype}: must be integers")

@@ -1,20 +1,24 @@
 """The grouped matmul and its weight gradient on Hopper: wgmma fed by bulk asynchronous copies.
 
-Legend: N rows sorted by group, D inner, F outer dimension, E groups, M tiles; T tokens; wg: a warpgroup, 128 threads.
+Legend: N rows sorted by group, D inner, F outer dimension, E groups, M tiles; T tokens; wg: a
+warpgroup, 128 threads.
 
-One persistent block on every multiprocessor: a warpgroup that only copies, two that only multiply. The copies run
-ahead by STAGES steps and on into the next tile, so that the tensor cores do not wait while a finished tile is stored.
-A tile is `ROWS` rows of one group; rows of a neighbouring group that lie in it are multiplied and not stored. Its first
-row is rounded down to a multiple of 8, the height of a swizzled block of shared memory.
+One persistent block on every multiprocessor: a warpgroup that only copies, two that only multiply.
+The copies run ahead by STAGES steps and on into the next tile, so that the tensor cores do not wait
+while a finished tile is stored. A tile is `ROWS` rows of one group; rows of a neighbouring group
+that lie in it are multiplied and not stored. Its first row is rounded down to a multiple of 8, the
+height of a swizzled block of shared memory.
 
-Rows named by index (`src_N`) come one by one, each a bulk copy of its own: a line of 128 bytes of shared memory, whose
-place among 8 lines the copy swizzles by. The products want those 8 lines as one block, so each multiplying warpgroup
-moves the lines of its 64 rows into such blocks while the tensor cores are at work on the step before.
+Rows named by index (`src_N`) come one by one, each a bulk copy of its own: a line of 128 bytes of
+shared memory, whose place among 8 lines the copy swizzles by. The products want those 8 lines as
+one block, so each multiplying warpgroup moves the lines of its 64 rows into such blocks while the
+tensor cores are at work on the step before.
 
-Weights of 8 bits are copied as they are; each multiplying warpgroup widens its columns in shared memory while the
-tensor cores are at work on the step before. Their scales, one a column, are factors of the finished sums. Weights
-compressed in blocks of inputs (`Compressed`) are widened likewise, their scales copied with them; of two 4-bit values
-in a byte each is multiplied by its own half of x, whose even and odd columns are therefore taken apart before.
+Weights of 8 bits are copied as they are; each multiplying warpgroup widens its columns in shared
+memory while the tensor cores are at work on the step before. Their scales, one a column, are
+factors of the finished sums. Weights compressed in blocks of inputs (`Compressed`) are widened
+likewise, their scales copied with them; of two 4-bit values in a byte each is multiplied by its own
+half of x, whose even and odd columns are therefore taken apart before.
 """
 
 from collections.abc import Callable
@@ -60,7 +64,9 @@ def _columns(num_columns: int) -> int:
 def _check(operands: tuple[jax.Array, ...], inner: int, multiple: int) -> None:
     dtype = operands[0].dtype
     if dtype not in DTYPES or any(a.dtype != dtype for a in operands):
-        raise NotImplementedError(f"dtypes {[str(a.dtype) for a in operands]}: only bfloat16 or float16, all the same")
+        raise NotImplementedError(
+            f"dtypes {[str(a.dtype) for a in operands]}: only bfloat16 or float16, all the same"
+        )
     if inner % multiple:
         raise NotImplementedError(f"inner dimension {inner}: not a multiple of {multiple}")
 
@@ -80,7 +86,9 @@ def _bounds(group_sizes_E: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def _row_tiles(group_sizes_E: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
-    """(count [1], tiles [4, M]): each tile's group, first row, and the rows from .. to that are the group's."""
+    """(count [1], tiles [4, M]): each tile's group, first row, and the rows from .. to that are
+    the group's.
+    """
     num_groups = group_sizes_E.shape[0]
     starts_E, ends_E, aligned_E = _bounds(group_sizes_E)
     tiles_E = jnp.where(group_sizes_E > 0, pl.cdiv(ends_E - aligned_E, jnp.int32(ROWS)), 0)
@@ -89,7 +97,8 @@ def _row_tiles(group_sizes_E: jax.Array, num_rows: int) -> tuple[jax.Array, jax.
     group_M = (at_M[:, None] >= tile_ends_E).sum(axis=-1, dtype=jnp.int32)
     group_M = jnp.minimum(group_M, num_groups - 1)
     first_M = aligned_E[group_M] + (at_M - (tile_ends_E - tiles_E)[group_M]) * ROWS
-    from_M, to_M = jnp.maximum(first_M, starts_E[group_M]), jnp.minimum(first_M + ROWS, ends_E[group_M])
+    from_M = jnp.maximum(first_M, starts_E[group_M])
+    to_M = jnp.minimum(first_M + ROWS, ends_E[group_M])
     first_M = jnp.minimum(first_M, num_rows - ROWS)
     return tile_ends_E[-1:], jnp.stack([group_M, first_M, from_M, to_M])
 
@@ -104,9 +113,15 @@ def _snake(index: jax.Array, num_m: jax.Array | int, num_n: int) -> tuple[jax.Ar
 
 
 def _copying(
-    num_mine: jax.Array, steps_of: Callable[[jax.Array], Any], copy: Callable[..., None], full: Any, empty: Any
+    num_mine: jax.Array,
+    steps_of: Callable[[jax.Array], Any],
+    copy: Callable[..., None],
+    full: Any,
+    empty: Any,
 ) -> None:
-    """Run the copying warpgroup: all steps of all tiles of this block, as far ahead as there are stages."""
+    """Run the copying warpgroup: all steps of all tiles of this block, as far ahead as there are
+    stages.
+    """
     num_stages = full.shape[0]
     plgpu.set_max_registers(COPYING_REGISTERS, action="decrease")
 
@@ -157,7 +172,9 @@ def _multiplying(
 
                 @pl.when(k > 0)
                 def _() -> None:
-                    plgpu.barrier_arrive(empty.at[lax.rem(done + (num_stages - 1), jnp.int32(num_stages))])
+                    plgpu.barrier_arrive(
+                        empty.at[lax.rem(done + (num_stages - 1), jnp.int32(num_stages))]
+                    )
 
                 return done + 1
 
@@ -211,7 +228,9 @@ def _launch(
 
 
 def _mine(total: jax.Array | int, num_sms: int) -> jax.Array:
-    """How many of `total` tiles this block does: its own number, and every num_sms-th from there."""
+    """How many of `total` tiles this block does: its own number, and every num_sms-th from
+    there.
+    """
     return (total - lax.axis_index("sm") + (num_sms - 1)) // num_sms
 
 
@@ -246,7 +265,9 @@ class Compressed:
         return k * (INNER * self.form.per_byte) // self.form.block
 
     def widened(self, values: jax.Array, scales: Any) -> list[jax.Array]:
-        """Float32 weights of a step's bytes [INNER, STORED] of the inputs in x's halves, from its scales in memory."""
+        """Float32 weights of a step's bytes [INNER, STORED] of the inputs in x's halves, from
+        its scales in memory.
+        """
         factors = self._factors(scales)
         if self.form is FP8:
             return [values.astype(jnp.float16).astype(jnp.float32) * factors]
@@ -273,7 +294,8 @@ class Compressed:
 
 @dataclass(frozen=True)
 class Slots:
-    """Where the matrices lie: that of group e, and its bias, is number slot_E[e] of w, which has any number of them.
+    """Where the matrices lie: that of group e, and its bias, is number slot_E[e] of w, which has
+    any number of them.
 
     scales: of compressed matrices, see `Compressed`.
     """
@@ -286,7 +308,8 @@ class Slots:
 class Epilogue:
     """The operation on float32 sums before they are stored.
 
-    bias_EF: added to the columns. activate: with `gated`, of (gate, up), the columns' halves: [N, F / 2].
+    bias_EF: added to the columns. activate: with `gated`, of (gate, up), the columns' halves: [N, F
+    / 2].
     """
 
     bias_EF: jax.Array | None = None
@@ -297,7 +320,8 @@ class Epilogue:
 def _loaded(ref: Any, layout: Any) -> jax.Array:
     """Load `ref` in `layout`, unoptimized, for it may begin anywhere."""
     load: Any = plgpu.load
-    index = (None,) if jax.__version_info__ < (0, 11) else ()  # required before 0.11, deprecated since
+    # required before 0.11, deprecated since
+    index = (None,) if jax.__version_info__ < (0, 11) else ()
     value: jax.Array = load(ref, *index, layout=layout, optimized=False)
     return value
 
@@ -311,7 +335,8 @@ def _bytes_of(w: jax.Array, compressed: Compressed, transpose_rhs: bool) -> jax.
 
 def _floats_of(compressed: Compressed) -> jax.Array:
     """The scales as numbers; the exponents of mxfp4 as signed bytes."""
-    scales, kind = compressed.scales, {MXFP4: jnp.int8, FP8: jnp.float32}.get(compressed.form, jnp.bfloat16)
+    scales = compressed.scales
+    kind = {MXFP4: jnp.int8, FP8: jnp.float32}.get(compressed.form, jnp.bfloat16)
     return scales if scales.dtype == kind else lax.bitcast_convert_type(scales, kind)
 
 
@@ -342,15 +367,21 @@ def grouped_matmul(  # noqa: PLR0913  as `reference.py`, and how it runs
     if compressed is not None:
         w = _bytes_of(w, compressed, transpose_rhs)
     elif narrow and w.dtype not in NARROW_DTYPES:
-        raise NotImplementedError(f"dtype {w.dtype} of weights with scales: only int8 or float8_e4m3fn")
+        raise NotImplementedError(
+            f"dtype {w.dtype} of weights with scales: only int8 or float8_e4m3fn"
+        )
     _check((x_ND,) if narrow else (x_ND, w), inner, INNER * halves)
     if gated and (num_columns % 256 or transpose_rhs or narrow):
         why = f"{num_columns} gated columns, {transpose_rhs=}, weights {w.dtype}"
-        raise NotImplementedError(f"{why}: must be a multiple of 256, not transposed, without scales")
+        raise NotImplementedError(
+            f"{why}: must be a multiple of 256, not transposed, without scales"
+        )
     if gathered and narrow:
-        raise NotImplementedError(f"rows by index with weights {w.dtype}: only weights without scales")
-    # what a warpgroup makes of a tile: all rows of half of the columns, or half of the rows of all columns, which
-    # may be both gates and ups
+        raise NotImplementedError(
+            f"rows by index with weights {w.dtype}: only weights without scales"
+        )
+    # what a warpgroup makes of a tile: all rows of half of the columns, or half of the rows of all
+    # columns, which may be both gates and ups
     by_rows = gated or gathered
     tile_columns = 128 if gated or compressed else 2 * _columns(num_columns)  # of the result
     if num_columns % tile_columns:
@@ -408,14 +439,21 @@ def grouped_matmul(  # noqa: PLR0913  as `reference.py`, and how it runs
             else:
                 rows = pl.ds(pl.multiple_of(tiles[1, m], ALIGN), ROWS)
                 for half in range(halves):
-                    plgpu.copy_gmem_to_smem(x.at[half, rows, inside], x_smem.at[stage, half], barrier)
+                    plgpu.copy_gmem_to_smem(
+                        x.at[half, rows, inside], x_smem.at[stage, half], barrier
+                    )
             for part in range(parts):
                 across = pl.ds(part * (num_columns // parts) + n * tile_columns, tile_columns)
                 block = (across, inside) if transpose_rhs else (inside, across)
                 plgpu.copy_gmem_to_smem(w.at[tiles[0, m], *block], w_smem.at[stage, part], barrier)
             if compressed is not None:
-                of_step = pl.ds(compressed.first_block(k), compressed.blocks), pl.ds(n * tile_columns, tile_columns)
-                plgpu.copy_gmem_to_smem(blocks[0].at[tiles[0, m], *of_step], scales_smem[0].at[stage], barrier)
+                of_step = (
+                    pl.ds(compressed.first_block(k), compressed.blocks),
+                    pl.ds(n * tile_columns, tile_columns),
+                )
+                plgpu.copy_gmem_to_smem(
+                    blocks[0].at[tiles[0, m], *of_step], scales_smem[0].at[stage], barrier
+                )
 
         def multiply(accs: Any, where: Any, k: jax.Array, stage: jax.Array) -> None:
             mine = pl.ds(left, columns)
@@ -430,12 +468,16 @@ def grouped_matmul(  # noqa: PLR0913  as `reference.py`, and how it runs
                 block = block.at[mine] if transpose_rhs else block.at[:, mine]
                 if narrow:
                     wide = own_smem[0].at[wg, lax.rem(k, 2)]  # the other one is being multiplied
-                    wide[...] = _widened(plgpu.layout_cast(block[...], plgpu.Layout.WGMMA_UPCAST_2X), x.dtype)
+                    wide[...] = _widened(
+                        plgpu.layout_cast(block[...], plgpu.Layout.WGMMA_UPCAST_2X), x.dtype
+                    )
                     plgpu.commit_smem()
                     block = wide
                 plgpu.wgmma(acc, x_mine, block.transpose((1, 0)) if transpose_rhs else block)
 
-        def multiply_compressed(form: Compressed, accs: Any, where: Any, k: jax.Array, stage: jax.Array) -> None:
+        def multiply_compressed(
+            form: Compressed, accs: Any, where: Any, k: jax.Array, stage: jax.Array
+        ) -> None:
             mine = pl.ds(left, columns)
             values = plgpu.layout_cast(w_smem.at[stage, 0].at[:, mine][...], NARROW_LAYOUT)
             wide = own_smem[0].at[wg, lax.rem(k, 2)]  # the other one is being multiplied
@@ -452,7 +494,9 @@ def grouped_matmul(  # noqa: PLR0913  as `reference.py`, and how it runs
                 for ref, apply in ((scale, jnp.multiply), (bias, jnp.add)):
                     if ref is not None:
                         row = _loaded(ref.at[group, at], plgpu.Layout.WGMMA.reduce(0))
-                        sums[part] = apply(sums[part], lax.broadcast_in_dim(row, sums[part].shape, (1,)))
+                        sums[part] = apply(
+                            sums[part], lax.broadcast_in_dim(row, sums[part].shape, (1,))
+                        )
             return (sums[0] if activate is None else activate(*sums)).astype(out.dtype)
 
         def store(sums: list[jax.Array], where: Any) -> None:
@@ -465,13 +509,18 @@ def grouped_matmul(  # noqa: PLR0913  as `reference.py`, and how it runs
                 out_smem[wg] = finished([a[:, c : c + STORED] for a in sums], tiles[0, m], column)
                 plgpu.commit_smem()
                 at, size = start, end - start
-                length = height  # a copy's size is fixed: copies of 128, 64, .. 1 rows make up any size
+                # a copy's size is fixed: copies of 128, 64, .. 1 rows make up any size
+                length = height
                 while length:
 
                     @pl.when((size & length) != 0)
-                    def _(at: jax.Array = at, length: int = length, column: jax.Array = column) -> None:
+                    def _(
+                        at: jax.Array = at, length: int = length, column: jax.Array = column
+                    ) -> None:
                         to = out.at[pl.ds(first + at, length), pl.ds(column, STORED)]
-                        plgpu.copy_smem_to_gmem(out_smem.at[wg, pl.ds(at, length)], to, commit_group=False)
+                        plgpu.copy_smem_to_gmem(
+                            out_smem.at[wg, pl.ds(at, length)], to, commit_group=False
+                        )
 
                     at = at + (size & length)
                     length //= 2
@@ -485,14 +534,22 @@ def grouped_matmul(  # noqa: PLR0913  as `reference.py`, and how it runs
         def multiplying() -> None:
             products = parts * halves
             step = multiply if compressed is None else partial(multiply_compressed, compressed)
-            _multiplying(num_mine, steps_of, step, store, [(height, columns)] * parts, products, full, empty)
+            _multiplying(
+                num_mine, steps_of, step, store, [(height, columns)] * parts, products, full, empty
+            )
 
     def block(columns: int) -> tuple[int, int]:
         return (columns, INNER) if transpose_rhs else (INNER, columns)
 
     scratch = [
-        plgpu.SMEM((num_stages, halves, ROWS, INNER), x_ND.dtype, transforms=BY_ROW if gathered else TILED),
-        plgpu.SMEM((num_stages, parts, *block(tile_columns)), w.dtype, transforms=TILED_NARROW if narrow else TILED),
+        plgpu.SMEM(
+            (num_stages, halves, ROWS, INNER), x_ND.dtype, transforms=BY_ROW if gathered else TILED
+        ),
+        plgpu.SMEM(
+            (num_stages, parts, *block(tile_columns)),
+            w.dtype,
+            transforms=TILED_NARROW if narrow else TILED,
+        ),
         plgpu.SMEM((2, height, STORED), x_ND.dtype, transforms=BY_ROW),
     ]
     if compressed is not None:
@@ -516,7 +573,9 @@ def weight_gradient(
     src_N: jax.Array | None = None,
     launch: Launch = Launch(),
 ) -> jax.Array:
-    """[E, D, F] in x's dtype: x^T dy of each group's rows. src_N: as for `grouped_matmul`; its rows are written."""
+    """[E, D, F] in x's dtype: x^T dy of each group's rows. src_N: as for `grouped_matmul`; its
+    rows are written.
+    """
     if src_N is not None:
         x_ND = gather_rows(x_ND, src_N, num_sms=launch.num_sms, interpret=launch.interpret)
     (_, d), num_columns, num_groups = x_ND.shape, dy_NF.shape[1], group_sizes_E.shape[0]
@@ -543,7 +602,8 @@ def weight_gradient(
         def rows_of(group: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
             """Step k's first row as copied, and which of its 64 rows, from .. to, count."""
             first = bounds[2, group] + k * INNER
-            start, end = jnp.maximum(first, bounds[0, group]), jnp.minimum(first + INNER, bounds[1, group])
+            start = jnp.maximum(first, bounds[0, group])
+            end = jnp.minimum(first + INNER, bounds[1, group])
             first = jnp.minimum(first, num_rows - INNER)
             return pl.multiple_of(first, ALIGN), start - first, end - first
 
@@ -551,7 +611,9 @@ def weight_gradient(
             group, m, n = where
             rows = pl.ds(rows_of(group, k)[0], INNER)
             plgpu.copy_gmem_to_smem(x.at[rows, pl.ds(m * ROWS, ROWS)], x_smem.at[stage], barrier)
-            plgpu.copy_gmem_to_smem(dy.at[rows, pl.ds(n * 2 * columns, 2 * columns)], dy_smem.at[stage], barrier)
+            plgpu.copy_gmem_to_smem(
+                dy.at[rows, pl.ds(n * 2 * columns, 2 * columns)], dy_smem.at[stage], barrier
+            )
 
         def multiply(accs: Any, where: Any, k: jax.Array, stage: jax.Array) -> None:
             _, start, end = rows_of(where[0], k)
@@ -559,11 +621,19 @@ def weight_gradient(
 
             @pl.when((start > 0) | (end < INNER))
             def mask() -> None:
-                # rows of other groups, or of none, which may even be NaN: x's half and dy's half of each warpgroup
-                halves = (x_smem.at[stage, :, pl.ds(wg * 64, 64)], 64), (dy_smem.at[stage, :, mine], columns)
+                # rows of other groups, or of none, which may even be NaN: x's half and dy's half of
+                # each warpgroup
+                halves = (
+                    (x_smem.at[stage, :, pl.ds(wg * 64, 64)], 64),
+                    (dy_smem.at[stage, :, mine], columns),
+                )
                 for half, width in halves:
-                    at = plgpu.broadcasted_iota(jnp.int32, (INNER, width), 0, layout=plgpu.Layout.WGMMA)
-                    half[...] = jnp.where((at >= start) & (at < end), half[...], 0).astype(half.dtype)
+                    at = plgpu.broadcasted_iota(
+                        jnp.int32, (INNER, width), 0, layout=plgpu.Layout.WGMMA
+                    )
+                    half[...] = jnp.where((at >= start) & (at < end), half[...], 0).astype(
+                        half.dtype
+                    )
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(masked)
                 plgpu.barrier_wait(masked)

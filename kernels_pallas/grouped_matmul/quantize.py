@@ -12,7 +12,8 @@ LARGEST = {jnp.dtype(jnp.int8): 127.0, jnp.dtype(jnp.float8_e4m3fn): 448.0}
 
 
 def quantize(w_EDF: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """(weights in `dtype`, float32 scale_EF): w_EDF is about weights * scale_EF, the largest of a column exactly.
+    """(weights in `dtype`, float32 scale_EF): w_EDF is about weights * scale_EF, the largest of a
+    column exactly.
 
     Raises ValueError if dtype is not int8 or float8_e4m3fn.
     """

@@ -1,4 +1,5 @@
-"""The grouped matmul by `lax.ragged_dot`: the tests' oracle. Masked, so E times the work: never the product's path.
+"""The grouped matmul by `lax.ragged_dot`: the tests' oracle. Masked, so E times the work: never the
+product's path.
 
 Legend: N rows sorted by group, D inner, F outer dimension, E groups; T tokens.
 """
@@ -20,7 +21,8 @@ def grouped_matmul(
     src_N: jax.Array | None = None,
     scale_EF: jax.Array | None = None,
 ) -> jax.Array:
-    """[N, F] in x's dtype, float32 sums; w [E, D, F], or [E, F, D] with `transpose_rhs`. Rows beyond the groups: 0.
+    """[N, F] in x's dtype, float32 sums; w [E, D, F], or [E, F, D] with `transpose_rhs`. Rows
+    beyond the groups: 0.
 
     src_N: row n is token src_N[n] of x, which is then [T, D].
     scale_EF: factors of the columns of w, which is then of another dtype.
@@ -33,7 +35,9 @@ def grouped_matmul(
         return y_NF.astype(x_ND.dtype)
     w32_EDF = w_EDF.astype(jnp.float32) * scale_EF[:, None]
     exact = lax.Precision.HIGHEST
-    return lax.ragged_dot(x_ND.astype(jnp.float32), w32_EDF, group_sizes_E, exact).astype(x_ND.dtype)
+    return lax.ragged_dot(x_ND.astype(jnp.float32), w32_EDF, group_sizes_E, exact).astype(
+        x_ND.dtype
+    )
 
 
 def weight_gradient(
@@ -42,8 +46,12 @@ def weight_gradient(
     """[E, D, F] in x's dtype: x^T dy of each group's rows. src_N: as for `grouped_matmul`."""
     x_ND = x_ND if src_N is None else take_any_rows(x_ND, src_N)
     dims = lax.RaggedDotDimensionNumbers(
-        dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
+        dot_dimension_numbers=(((0,), (0,)), ((), ())),
+        lhs_ragged_dimensions=[0],
+        rhs_group_dimensions=[],
     )
     exact = exact_if_float32(x_ND, dy_NF)
-    dw = lax.ragged_dot_general(x_ND, dy_NF, group_sizes_E, dims, exact, preferred_element_type=jnp.float32)
+    dw = lax.ragged_dot_general(
+        x_ND, dy_NF, group_sizes_E, dims, exact, preferred_element_type=jnp.float32
+    )
     return dw.astype(x_ND.dtype)

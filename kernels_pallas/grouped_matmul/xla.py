@@ -1,11 +1,13 @@
 """The grouped matmul in plain XLA, with no masked work: for CPU, and for GPUs older than Hopper.
 
-Legend: N rows sorted by group, D inner, F outer dimension, E groups, C slots a group, B rows a tile; T tokens.
+Legend: N rows sorted by group, D inner, F outer dimension, E groups, C slots a group, B rows a
+tile; T tokens.
 
-Groups of one size are one batched product of the rows as they lie. Otherwise the first C rows of every group go through
-one, the rest through a loop over tiles of one group. How the sizes fall decides at run time which C of a few costs
-least: groups of similar size fit into slots, one hot group runs in large tiles, a few rows touch only the weights of
-their own groups.
+Groups of one size are one batched product of the rows as they lie. Otherwise the first C rows of
+every group go through one, the rest through a loop over tiles of one group. How the sizes fall
+decides at run time which C of a few costs
+least: groups of similar size fit into slots, one hot group runs in large tiles, a few rows touch
+only the weights of their own groups.
 """
 
 import math
@@ -61,7 +63,9 @@ def _cheapest(
     even: Callable[[], jax.Array],
     run: Callable[[Layout, int, list[Tiles]], jax.Array],
 ) -> jax.Array:
-    """even() if all groups have one size and no row is left, else run(layout, slots, tiles) with the cheapest slots."""
+    """even() if all groups have one size and no row is left, else run(layout, slots, tiles) with
+    the cheapest slots.
+    """
     num_groups = group_sizes_E.shape[0]
     ends_E = jnp.cumsum(group_sizes_E, dtype=jnp.int32)
     starts_E = ends_E - group_sizes_E
@@ -69,14 +73,21 @@ def _cheapest(
 
     def branch(slots: int) -> Callable[[], jax.Array]:
         def call() -> jax.Array:
-            return run(slot_layout(group_sizes_E, num_rows, slots), slots, _tiles(starts_E, ends_E, slots, num_rows))
+            return run(
+                slot_layout(group_sizes_E, num_rows, slots),
+                slots,
+                _tiles(starts_E, ends_E, slots, num_rows),
+            )
 
         return call
 
     costs = []
     for slots in choices:
         tiles = _tiles(starts_E, ends_E, slots, num_rows)
-        costs.append(slots * num_groups + sum((t.total() * (t.rows + TILE_COST_ROWS) for t in tiles), jnp.int32(0)))
+        costs.append(
+            slots * num_groups
+            + sum((t.total() * (t.rows + TILE_COST_ROWS) for t in tiles), jnp.int32(0))
+        )
     branches = [branch(slots) for slots in choices]
     cheapest = jnp.argmin(jnp.stack(costs)).astype(jnp.int32)
     if num_rows % num_groups == 0:
@@ -99,10 +110,13 @@ def grouped_matmul(
 
     src_N: row n is token src_N[n] of x, which is then [T, D].
     """
-    num_rows, num_columns = (x_ND if src_N is None else src_N).shape[0], w.shape[1 if transpose_rhs else 2]
+    num_rows = (x_ND if src_N is None else src_N).shape[0]
+    num_columns = w.shape[1 if transpose_rhs else 2]
     if num_rows < MIN_ROWS:
         x, src_M = _padded(x_ND, src_N)
-        y = grouped_matmul(x, w, group_sizes_E, transpose_rhs=transpose_rhs, src_N=src_M, scale_EF=scale_EF)
+        y = grouped_matmul(
+            x, w, group_sizes_E, transpose_rhs=transpose_rhs, src_N=src_M, scale_EF=scale_EF
+        )
         return y[:num_rows]
 
     def product(x: jax.Array, w: jax.Array, scale: jax.Array | None) -> jax.Array:
@@ -142,11 +156,14 @@ def weight_gradient(
         return weight_gradient(x, _padded(dy_NF, None)[0], group_sizes_E, src_N=src_M)
 
     def even() -> jax.Array:
-        return dot(transposed(_blocks(x_ND, num_groups, src_N)), _blocks(dy_NF, num_groups)).astype(x_ND.dtype)
+        return dot(transposed(_blocks(x_ND, num_groups, src_N)), _blocks(dy_NF, num_groups)).astype(
+            x_ND.dtype
+        )
 
     def run(layout: Layout, slots: int, tiles: list[Tiles]) -> jax.Array:
         if slots:
-            x_ECD, dy_ECF = take_mapped_rows(x_ND, src_N, layout.rows_LC), take_rows(dy_NF, layout.rows_LC)
+            x_ECD = take_mapped_rows(x_ND, src_N, layout.rows_LC)
+            dy_ECF = take_rows(dy_NF, layout.rows_LC)
             dw_EDF = dot(transposed(x_ECD), dy_ECF)
         else:
             dw_EDF = jnp.zeros((num_groups, x_ND.shape[1], dy_NF.shape[1]), jnp.float32)
@@ -154,7 +171,9 @@ def weight_gradient(
 
             def tile(i: jax.Array, dw_EDF: jax.Array, some: Tiles = some) -> jax.Array:
                 one = some.at(i, num_rows)
-                return dw_EDF.at[one.group].add(dot(transposed(one.read(x_ND, src_N)), one.read(dy_NF)))
+                return dw_EDF.at[one.group].add(
+                    dot(transposed(one.read(x_ND, src_N)), one.read(dy_NF))
+                )
 
             dw_EDF = lax.fori_loop(0, some.total(), tile, dw_EDF)
         return dw_EDF.astype(x_ND.dtype)

@@ -1,6 +1,8 @@
-"""The expert MLP over ragged groups of rows, by the best implementation for the platform and the case.
+"""The expert MLP over ragged groups of rows, by the best implementation for the platform and the
+case.
 
-Legend: N rows sorted by group, L groups (local experts), D hidden, F expert hidden, U = 2F (SwiGLU) or F (GELU).
+Legend: N rows sorted by group, L groups (local experts), D hidden, F expert hidden, U = 2F (SwiGLU)
+or F (GELU).
 """
 
 import jax
@@ -27,12 +29,14 @@ def grouped_mlp(
     rows: RowMap | None = None,
     implementation: Name | None = None,
 ) -> jax.Array:
-    """Apply group l's MLP, activate(x w_up[l] + b_up[l]) w_down[l] + b_down[l], to its rows; others hold anything.
+    """Apply group l's MLP, activate(x w_up[l] + b_up[l]) w_down[l] + b_down[l], to its rows; others
+    hold anything.
 
     weights: those of the products are rounded to x's dtype, and their gradients are of their own.
-    slots: rows of each group that `xla` takes in one batched product; rows beyond them are exact but slower. A fair
-    share of the rows plus an eighth is a good value.
-    rows: x is [T, D], not dispatched: row n is x[rows.src_M[n]], as `dispatch` would write it; `xla` does not.
+    slots: rows of each group that `xla` takes in one batched product; rows beyond them are exact
+    but slower. A fair share of the rows plus an eighth is a good value.
+    rows: x is [T, D], not dispatched: row n is x[rows.src_M[n]], as `dispatch` would write it;
+    `xla` does not.
     """
     if rows is not None:
         rows.check(x_ND.shape[0])

@@ -1,9 +1,12 @@
-"""The grouped MLP on Hopper: two grouped matmuls; without gradients, biases and activation are part of the first one.
+"""The grouped MLP on Hopper: two grouped matmuls; without gradients, biases and activation are part
+of the first one.
 
-What is differentiated needs the pre-activations in memory: XLA's fused elementwise work between the two reads them.
-`topk_weights` are no epilogue of the second one: `combine` multiplies by them while it adds, which costs no pass.
+What is differentiated needs the pre-activations in memory: XLA's fused elementwise work between the
+two reads them. `topk_weights` are no epilogue of the second one: `combine` multiplies by them while
+it adds, which costs no pass.
 
-Legend: N rows sorted by group, L groups (local experts), D hidden, F expert hidden, U = 2F (SwiGLU) or F (GELU).
+Legend: N rows sorted by group, L groups (local experts), D hidden, F expert hidden, U = 2F (SwiGLU)
+or F (GELU).
 """
 
 import math
@@ -28,8 +31,12 @@ HOPPER = Implementation(mosaic_gpu.grouped_matmul, mosaic_gpu.weight_gradient)
 
 @jax.custom_vjp
 def _add_bias(h_NU: jax.Array, b_LU: jax.Array, group_N: jax.Array) -> jax.Array:
-    """h + b[group] in float32; its gradient is a product with the groups' indicator, not a scatter of floats."""
-    return h_NU.astype(jnp.float32) + jnp.take(b_LU, group_N, axis=0, mode="clip").astype(jnp.float32)
+    """h + b[group] in float32; its gradient is a product with the groups' indicator, not a
+    scatter of floats.
+    """
+    return h_NU.astype(jnp.float32) + jnp.take(b_LU, group_N, axis=0, mode="clip").astype(
+        jnp.float32
+    )
 
 
 def _add_bias_fwd(h_NU: jax.Array, b_LU: jax.Array, group_N: jax.Array) -> Any:
@@ -40,8 +47,11 @@ def _add_bias_bwd(residuals: Any, dy_NU: jax.Array) -> Any:
     group_N, of_dtype, b_LU = residuals
     dh_NU = dy_NU.astype(of_dtype.dtype)
     num_groups = b_LU.shape[0]
-    member_NL = (group_N[:, None] == jnp.arange(num_groups, dtype=group_N.dtype)).astype(dh_NU.dtype)
-    inside_NU = jnp.where((group_N < num_groups)[:, None], dh_NU, 0)  # rows beyond the groups may hold NaN
+    member_NL = (group_N[:, None] == jnp.arange(num_groups, dtype=group_N.dtype)).astype(
+        dh_NU.dtype
+    )
+    # rows beyond the groups may hold NaN
+    inside_NU = jnp.where((group_N < num_groups)[:, None], dh_NU, 0)
     db_LU = lax.dot_general(
         member_NL,
         inside_NU,
@@ -65,16 +75,23 @@ class _Operands(NamedTuple):
 def _once(y_NU: jax.Array) -> jax.Array:
     """Return what a kernel wrote, from one launch of it.
 
-    A scan over layers stacks what the backward pass needs: XLA would fuse a second launch, straight into the stack.
+    A scan over layers stacks what the backward pass needs: XLA would fuse a second launch, straight
+    into the stack.
     """
     return lax.optimization_barrier(y_NU)
 
 
-def _in_passes(operands: _Operands, group_sizes_L: jax.Array, activation: str, matmul: Implementation) -> jax.Array:
-    """The pre-activations, which the backward pass needs, are written; XLA adds the biases and activates them."""
+def _in_passes(
+    operands: _Operands, group_sizes_L: jax.Array, activation: str, matmul: Implementation
+) -> jax.Array:
+    """The pre-activations, which the backward pass needs, are written; XLA adds the biases and
+    activates them.
+    """
     x_ND, (w_up_LDU, w_down_LFD, b_up_LU, b_down_LD) = operands
     ends_L = jnp.cumsum(group_sizes_L)
-    group_N = (jnp.arange(x_ND.shape[0], dtype=jnp.int32)[:, None] >= ends_L).sum(axis=-1, dtype=jnp.int32)
+    group_N = (jnp.arange(x_ND.shape[0], dtype=jnp.int32)[:, None] >= ends_L).sum(
+        axis=-1, dtype=jnp.int32
+    )
     h = grouped_matmul(x_ND, w_up_LDU, group_sizes_L, implementation=matmul)
     if b_up_LU is not None:
         h = _add_bias(h, b_up_LU, group_N).astype(x_ND.dtype)
@@ -87,17 +104,21 @@ def _in_passes(operands: _Operands, group_sizes_L: jax.Array, activation: str, m
 def gelu(x: jax.Array) -> jax.Array:
     """The exact GELU, x Phi(x), of what Mosaic GPU has: it cannot lower erf.
 
-    max(x, 0) - |x| / 2 erfc(|x| / sqrt(2)); erfc by a polynomial with an error of at most 1.5e-7 (Abramowitz and
-    Stegun, 7.1.26).
+    max(x, 0) - |x| / 2 erfc(|x| / sqrt(2)); erfc by a polynomial with an error of at most 1.5e-7
+    (Abramowitz and Stegun, 7.1.26).
     """
     size = jnp.maximum(x, -x)
     z = size * math.sqrt(0.5)
     t = 1.0 / (1.0 + 0.3275911 * z)
-    poly = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
+    poly = t * (
+        0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429)))
+    )
     return jnp.maximum(x, 0.0) - 0.5 * size * poly * jnp.exp(-z * z)
 
 
-def _fused(operands: _Operands, group_sizes_L: jax.Array, activation: str, matmul: Implementation) -> jax.Array:
+def _fused(
+    operands: _Operands, group_sizes_L: jax.Array, activation: str, matmul: Implementation
+) -> jax.Array:
     """Biases and activation in the kernels: the pre-activations never leave the registers."""
     x_ND, (w_up_LDU, w_down_LFD, b_up_LU, b_down_LD) = operands
     gated = activation != "gelu"
@@ -116,11 +137,13 @@ def grouped_mlp_in_slots(
     activation: str,
     matmul: Implementation = HOPPER,
 ) -> jax.Array:
-    """Apply to the rows of group e the MLP whose weights lie in slot slot_E[e]; rows beyond the groups hold anything.
+    """Apply to the rows of group e the MLP whose weights lie in slot slot_E[e]; rows beyond the
+    groups hold anything.
 
-    slots: arrays by name, [M, ...] of M slots, as they are stored: bfloat16 perhaps as its bits, matrices perhaps
-    compressed with their scales beside them (`kernels_pallas.compressed`). They are read in place, as many bytes as
-    the groups with rows have. Raises NotImplementedError as the grouped matmul does.
+    slots: arrays by name, [M, ...] of M slots, as they are stored: bfloat16 perhaps as its bits,
+    matrices perhaps compressed with their scales beside them (`kernels_pallas.compressed`). They
+    are read in place, as many bytes as the groups with rows have. Raises NotImplementedError as the
+    grouped matmul does.
     """
 
     def product(x: jax.Array, name: str, activate: Any = None) -> jax.Array:
@@ -137,16 +160,25 @@ def grouped_mlp_in_slots(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _grouped_mlp(operands: _Operands, group_sizes_L: jax.Array, activation: str, matmul: Implementation) -> jax.Array:
+def _grouped_mlp(
+    operands: _Operands, group_sizes_L: jax.Array, activation: str, matmul: Implementation
+) -> jax.Array:
     candidates = [
         (name, partial(body, operands, group_sizes_L, activation, matmul))
-        for name, body in (("fused activation", _fused), ("activation in a pass of its own", _in_passes))
+        for name, body in (
+            ("fused activation", _fused),
+            ("activation in a pass of its own", _in_passes),
+        )
     ]
     return first_supported("grouped_mlp", candidates)
 
 
-def _forward(operands: _Operands, group_sizes_L: jax.Array, activation: str, matmul: Implementation) -> Any:
-    return jax.vjp(lambda operands: _in_passes(operands, group_sizes_L, activation, matmul), operands)
+def _forward(
+    operands: _Operands, group_sizes_L: jax.Array, activation: str, matmul: Implementation
+) -> Any:
+    return jax.vjp(
+        lambda operands: _in_passes(operands, group_sizes_L, activation, matmul), operands
+    )
 
 
 def _backward(activation: str, matmul: Implementation, vjp: Any, dy_ND: jax.Array) -> Any:
@@ -168,8 +200,9 @@ def grouped_mlp(
 ) -> jax.Array:
     """See `grouped_mlp.api`. slots: for other implementations.
 
-    rows: dispatched here. The product that reads rows by index copies a row once for every tile of its columns, a line
-    of 128 bytes at a time; no measurement shows yet that this takes less time than one write of the rows.
+    rows: dispatched here. The product that reads rows by index copies a row once for every tile of
+    its columns, a line of 128 bytes at a time; no measurement shows yet that this takes less time
+    than one write of the rows.
     """
     del slots
     if rows is not None:

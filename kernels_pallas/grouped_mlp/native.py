@@ -1,7 +1,7 @@
 """The grouped MLP by native operations, which take groups of any size as they are.
 
-Legend: N rows sorted by group, L groups (local experts), D hidden, F expert hidden, U = 2F (SwiGLU) or F (GELU);
-T tokens.
+Legend: N rows sorted by group, L groups (local experts), D hidden, F expert hidden, U = 2F (SwiGLU)
+or F (GELU); T tokens.
 """
 
 from typing import Any
@@ -23,17 +23,25 @@ def supports(x_ND: jax.Array, weights: MLPWeights, activation: str) -> bool:
 
 def _narrow(weights: MLPWeights) -> native.MLPArrays:
     w_up, w_down = weights.w_up.astype(jnp.bfloat16), weights.w_down.astype(jnp.bfloat16)
-    b_up, b_down = (None if b is None else b.astype(jnp.float32) for b in (weights.b_up, weights.b_down))
+    b_up, b_down = (
+        None if b is None else b.astype(jnp.float32) for b in (weights.b_up, weights.b_down)
+    )
     return w_up, w_down, b_up, b_down
 
 
 @jax.custom_vjp
-def grouped_mlp(x: jax.Array, group_sizes_L: jax.Array, rows: RowMap | None, weights: MLPWeights) -> jax.Array:
-    """Compute `grouped_mlp.api` where `supports` says so. Weights may be float32, and their gradients are then too."""
+def grouped_mlp(
+    x: jax.Array, group_sizes_L: jax.Array, rows: RowMap | None, weights: MLPWeights
+) -> jax.Array:
+    """Compute `grouped_mlp.api` where `supports` says so. Weights may be float32, and their
+    gradients are then too.
+    """
     return _forward(x, group_sizes_L, rows, weights)[0]
 
 
-def _forward(x: jax.Array, group_sizes_L: jax.Array, rows: RowMap | None, weights: MLPWeights) -> Any:
+def _forward(
+    x: jax.Array, group_sizes_L: jax.Array, rows: RowMap | None, weights: MLPWeights
+) -> Any:
     grouped = x, None if rows is None else rows.src_M, group_sizes_L
     y_ND, h_NU = native.grouped_mlp(grouped, _narrow(weights))
     return y_ND, (x, group_sizes_L, rows, weights, saved_residual(h_NU, "expert_up"))

@@ -1,11 +1,12 @@
 """The grouped MLP in plain XLA, with no masked expert work.
 
-Legend: N rows sorted by group, L groups (local experts), C slots a group, B rows a tile, D hidden, F expert hidden,
-U = 2F (SwiGLU) or F (GELU); T tokens.
+Legend: N rows sorted by group, L groups (local experts), C slots a group, B rows a tile, D hidden,
+F expert hidden, U = 2F (SwiGLU) or F (GELU); T tokens.
 
-The first C rows of every group go through one batched product [L, C, D]; rows beyond them, if routing is skewed,
-through a loop over tiles of B rows that runs as often as there are such tiles. Balanced routing never enters the
-loop, and any routing is exact. Forward and backward keep the ragged rows and the slots' pre-activations.
+The first C rows of every group go through one batched product [L, C, D]; rows beyond them, if
+routing is skewed, through a loop over tiles of B rows that runs as often as there are such tiles.
+Balanced routing never enters the loop, and any routing is exact. Forward and backward keep the
+ragged rows and the slots' pre-activations.
 """
 
 from functools import partial
@@ -31,7 +32,9 @@ def _overflow_tiles(layout: Layout, slots: int) -> jax.Array:
     return (over_L + TILE_ROWS - 1) // TILE_ROWS
 
 
-def _tile(layout: Layout, tiles_L: jax.Array, i: jax.Array, num_rows: int, slots: int) -> tuple[jax.Array, jax.Array]:
+def _tile(
+    layout: Layout, tiles_L: jax.Array, i: jax.Array, num_rows: int, slots: int
+) -> tuple[jax.Array, jax.Array]:
     """(group, rows [B]) of overflow tile i; rows past the group's end are `num_rows`."""
     tile_ends_L = jnp.cumsum(tiles_L)
     group = (i >= tile_ends_L).sum(dtype=jnp.int32)
@@ -65,14 +68,18 @@ def _down(h: jax.Array, weights: MLPWeights, activation: str) -> jax.Array:
 
 
 def expert_mlp(x: jax.Array, weights: MLPWeights, activation: str) -> jax.Array:
-    """activate(x w_up + b_up) w_down + b_down in x's dtype: [..., B, D] -> [..., B, D] by one expert's weights."""
+    """activate(x w_up + b_up) w_down + b_down in x's dtype: [..., B, D] -> [..., B, D] by one
+    expert's weights.
+    """
     return _down(_up(x, weights), weights, activation)
 
 
 def _backward(
     x: jax.Array, h: jax.Array, dy: jax.Array, weights: MLPWeights, activation: str
 ) -> tuple[jax.Array, MLPWeights]:
-    """Gradients of one batched MLP, (dx, dweights), from its input, pre-activation and output gradient."""
+    """Gradients of one batched MLP, (dx, dweights), from its input, pre-activation and output
+    gradient.
+    """
     a, activate_vjp = jax.vjp(lambda h: activate(h, activation), h.astype(jnp.float32))
     da = dot(dy, weights.w_down, b_transposed=True)
     dh32 = activate_vjp(da)[0]
@@ -87,13 +94,23 @@ def _backward(
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _grouped_mlp(
-    x: jax.Array, group_sizes_L: jax.Array, rows: RowMap | None, weights: MLPWeights, activation: str, slots: int
+    x: jax.Array,
+    group_sizes_L: jax.Array,
+    rows: RowMap | None,
+    weights: MLPWeights,
+    activation: str,
+    slots: int,
 ) -> jax.Array:
     return _forward(x, group_sizes_L, rows, weights, activation, slots)[0]
 
 
 def _forward(
-    x: jax.Array, group_sizes_L: jax.Array, rows: RowMap | None, weights: MLPWeights, activation: str, slots: int
+    x: jax.Array,
+    group_sizes_L: jax.Array,
+    rows: RowMap | None,
+    weights: MLPWeights,
+    activation: str,
+    slots: int,
 ) -> Any:
     src_N = None if rows is None else rows.src_M
     num_rows = (x if src_N is None else src_N).shape[0]
@@ -128,11 +145,15 @@ def _grouped_mlp_bwd(activation: str, slots: int, residuals: Any, dy_ND: jax.Arr
             bits_ND, dweights = carry
             group, rows_B = _tile(layout, tiles_L, i, num_rows, slots)
             mine, x_BD = _pick_group(weights, group), take_mapped_rows(x, src_N, rows_B)
-            dx_BD, dmine = _backward(x_BD, _up(x_BD, mine), take_rows(dy_ND, rows_B), mine, activation)
+            dx_BD, dmine = _backward(
+                x_BD, _up(x_BD, mine), take_rows(dy_ND, rows_B), mine, activation
+            )
             dweights = jax.tree.map(lambda all_, one: all_.at[group].add(one), dweights, dmine)
             return _put_rows(bits_ND, rows_B, dx_BD), dweights
 
-        bits_ND, dweights = lax.fori_loop(0, tiles_L.sum(dtype=jnp.int32), tile, (bits(dx_ND), dweights))
+        bits_ND, dweights = lax.fori_loop(
+            0, tiles_L.sum(dtype=jnp.int32), tile, (bits(dx_ND), dweights)
+        )
         dx_ND = lax.bitcast_convert_type(bits_ND, dx_ND.dtype)
     dweights = jax.tree.map(lambda dw, w: dw.astype(w.dtype), dweights, weights)
     if rows is None:

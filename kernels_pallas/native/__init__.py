@@ -1,5 +1,6 @@
-"""Operations for CPUs in C++: on few rows, whose weights XLA:CPU reads at a fraction of the memory's speed; and whole
-parts of a training step, which XLA:CPU takes apart into products and passes over memory.
+"""Operations for CPUs in C++: on few rows, whose weights XLA:CPU reads at a fraction of the
+memory's speed; and whole parts of a training step, which XLA:CPU takes apart into products and
+passes over memory.
 """
 
 from kernels_pallas.native.api import (

@@ -1,4 +1,5 @@
-"""`python -m kernels_pallas.native` builds the library ahead of its first use, and says where it is or why not.
+"""`python -m kernels_pallas.native` builds the library ahead of its first use, and says where it is
+or why not.
 
 With --background other programs come first, and the library is not loaded.
 """

@@ -1,4 +1,6 @@
-"""The host's side of `find_slots`: programs find experts' slots by themselves and ask for what has none."""
+"""The host's side of `find_slots`: programs find experts' slots by themselves and ask for what
+has none.
+"""
 
 import ctypes
 import threading
@@ -17,7 +19,12 @@ JOIN_LIMIT_S = 10.0
 def _library() -> ctypes.CDLL:
     library = ctypes.CDLL(str(load()))
     int_p = ctypes.POINTER(ctypes.c_int32)
-    library.jmoe_finder_open.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_double]
+    library.jmoe_finder_open.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_int64,
+        ctypes.c_double,
+    ]
     library.jmoe_finder_next.argtypes = [ctypes.c_int32, int_p, int_p]
     library.jmoe_finder_next.restype = ctypes.c_int64
     library.jmoe_finder_end.argtypes = [ctypes.c_int32, ctypes.c_int32]
@@ -26,12 +33,14 @@ def _library() -> ctypes.CDLL:
 
 
 class SlotFinder:
-    """A table of slots that programs read (`find_slots`), and a thread that answers for what it lacks.
+    """A table of slots that programs read (`find_slots`), and a thread that answers for what it
+    lacks.
 
-    slot_of: int32, of each record, -1 for none; read while programs run, changed only in `bring`, or while none runs.
-    bring: called in the thread with a layer and the distinct experts that its tokens chose, one of which at least has
-    no slot; when it returns all have one. What it raises it also keeps, for the waiting program, and all later ones,
-    end with an error that does not say why.
+    slot_of: int32, of each record, -1 for none; read while programs run, changed only in `bring`,
+    or while none runs.
+    bring: called in the thread with a layer and the distinct experts that its tokens chose, one of
+    which at least has no slot; when it returns all have one. What it raises it also keeps, for the
+    waiting program, and all later ones, end with an error that does not say why.
     wait_limit_s: a program waits no longer for it.
     """
 
@@ -43,15 +52,20 @@ class SlotFinder:
         wait_limit_s: float,
     ) -> None:
         assert slot_of.dtype == np.int32 and slot_of.flags.c_contiguous
-        self.chosen = np.zeros(slot_of.size, np.uint8)  # records that programs have chosen, until somebody clears them
+        # records that programs have chosen, until somebody clears them
+        self.chosen = np.zeros(slot_of.size, np.uint8)
         self._slot_of, self._num_experts, self._bring = slot_of, num_experts, bring
         addresses = slot_of.ctypes.data, self.chosen.ctypes.data
         self.number: int = _library().jmoe_finder_open(*addresses, slot_of.size, wait_limit_s)
-        self._thread = threading.Thread(target=self._answer, name="experts for programs", daemon=True)
+        self._thread = threading.Thread(
+            target=self._answer, name="experts for programs", daemon=True
+        )
         self._thread.start()
 
     def where(self, layer: int) -> NDArray[np.int32]:
-        """Return what `find_slots` takes, in a program whose first layer with experts is this one."""
+        """Return what `find_slots` takes, in a program whose first layer with experts is this
+        one.
+        """
         return np.array([self.number, layer], np.int32)
 
     def close(self) -> None:
@@ -61,7 +75,9 @@ class SlotFinder:
 
     def _answer(self) -> None:
         layer, experts_E = ctypes.c_int32(), (ctypes.c_int32 * self._num_experts)()
-        while (count := _library().jmoe_finder_next(self.number, ctypes.byref(layer), experts_E)) >= 0:
+        while (
+            count := _library().jmoe_finder_next(self.number, ctypes.byref(layer), experts_E)
+        ) >= 0:
             try:
                 self._bring(layer.value, np.array(experts_E[:count], np.int32))
                 failed = False

@@ -1,4 +1,6 @@
-"""Builds the native library with the machine's C++ compiler, once for a processor, and gives it to XLA."""
+"""Builds the native library with the machine's C++ compiler, once for a processor, and gives it
+to XLA.
+"""
 
 import atexit
 import ctypes
@@ -31,8 +33,17 @@ OPERATIONS = (
     "jmoe_grouped_mlp_gradient",
     "jmoe_hold",
 )
-# contractions to fused multiply-adds are wanted; -ffast-math would change how the whole process rounds tiny numbers
-FLAGS = ("-std=c++20", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-pthread")
+# contractions to fused multiply-adds are wanted; -ffast-math would change how the whole process
+# rounds tiny numbers
+FLAGS = (
+    "-std=c++20",
+    "-O3",
+    "-march=native",
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+    "-fPIC",
+    "-pthread",
+)
 BUILD_TIMEOUT_S = 1800  # of one file: a minute of processor time, which a busy machine gives slowly
 SEAL_BYTES = hashlib.sha256().digest_size  # at the end of a library, where the loader ignores them
 _PARTIAL = "building-"  # folders of builds that are not whole
@@ -54,17 +65,20 @@ _building: list[subprocess.Popen[str]] = []  # the process that builds it in the
 
 
 def take_built(path: Path) -> None:
-    """Let the first `load` take a library that was built before, of the same sources for such a processor."""
+    """Let the first `load` take a library that was built before, of the same sources for such a
+    processor.
+    """
     _built[:] = [path]
 
 
 @cache
 def load() -> Path:
-    """Build the library if this machine has not done so before, and register its operations with XLA.
+    """Build the library if this machine has not done so before, and register its operations with
+    XLA.
 
-    Returns its path, in $XDG_CACHE_HOME/jmoe/native or as `take_built` has said; where there is no home folder, or it
-    cannot be written, in a folder that ends with this process. Raises `NotBuiltError` where there is no compiler, or it
-    fails.
+    Returns its path, in $XDG_CACHE_HOME/jmoe/native or as `take_built` has said; where there is no
+    home folder, or it cannot be written, in a folder that ends with this process. Raises
+    `NotBuiltError` where there is no compiler, or it fails.
     """
     path = _built[0] if _built else _build_somewhere()
     try:
@@ -77,7 +91,9 @@ def load() -> Path:
 
 
 def is_built() -> bool:
-    """Return whether `load` has nothing to build. Raises `NotBuiltError` where it could not build anything."""
+    """Return whether `load` has nothing to build. Raises `NotBuiltError` where it could not
+    build anything.
+    """
     try:
         return bool(_built) or _is_whole(_place(_compiler()))
     except NoCacheError:
@@ -85,7 +101,8 @@ def is_built() -> bool:
 
 
 def build_in_background() -> None:
-    """Let another process build the library, with a low priority, so that a later start finds it; once a process.
+    """Let another process build the library, with a low priority, so that a later start finds it;
+    once a process.
 
     The log says how the build has ended. Raises `NoCacheError` where no later start could find the
     library.
@@ -96,9 +113,13 @@ def build_in_background() -> None:
         environment = os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
         command = [sys.executable, "-m", "kernels_pallas.native", "--background"]
         nothing, pipe = subprocess.DEVNULL, subprocess.PIPE
-        process = subprocess.Popen(command, env=environment, stdin=nothing, stdout=nothing, stderr=pipe, text=True)
+        process = subprocess.Popen(
+            command, env=environment, stdin=nothing, stdout=nothing, stderr=pipe, text=True
+        )
         _building.append(process)
-        watch = threading.Thread(target=_say_how_it_ends, args=(process,), name="native-build", daemon=True)
+        watch = threading.Thread(
+            target=_say_how_it_ends, args=(process,), name="native-build", daemon=True
+        )
         watch.start()
 
 
@@ -109,12 +130,16 @@ def _say_how_it_ends(process: subprocess.Popen[str]) -> None:
         log.info("the native operations are built: the next start takes them")
     else:
         why = said.strip() or f"the build ended with {process.returncode}"
-        log.warning("no native operations at the next start, which tries to build them again: %s", why)
+        log.warning(
+            "no native operations at the next start, which tries to build them again: %s", why
+        )
 
 
 @cache
 def multiplies_many_rows() -> bool:
-    """Return whether products of many rows are native too: of bfloat16, where the processor has them (AVX512-BF16)."""
+    """Return whether products of many rows are native too: of bfloat16, where the processor has
+    them (AVX512-BF16).
+    """
     return bool(ctypes.CDLL(str(load())).jmoe_multiplies_many_rows())
 
 
@@ -124,9 +149,11 @@ def record_background() -> None:
 
 
 def recorded_background() -> list[tuple[float, float]]:
-    """Return how many seconds each operation in the background waited for a thread and ran, by when it was started.
+    """Return how many seconds each operation in the background waited for a thread and ran, by when
+    it was started.
 
-    XLA's profiles show only the start. With several devices in a process the order is that of no one device.
+    XLA's profiles show only the start. With several devices in a process the order is that of no
+    one device.
     """
     read = ctypes.CDLL(str(load())).jmoe_recorded_background
     read.restype, read.argtypes = ctypes.c_int64, (ctypes.POINTER(ctypes.c_double), ctypes.c_int64)
@@ -136,7 +163,9 @@ def recorded_background() -> list[tuple[float, float]]:
 
 
 def cache_folder() -> Path:
-    """Return $XDG_CACHE_HOME/jmoe, by default below the home folder; `NoCacheError` where there is none."""
+    """Return $XDG_CACHE_HOME/jmoe, by default below the home folder; `NoCacheError` where there
+    is none.
+    """
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jmoe"
     except RuntimeError as error:
@@ -156,7 +185,9 @@ def _build_somewhere() -> Path:
 
 
 def build() -> Path:
-    """Compile the library into its place, unless it is there as it was written; of several processes one does."""
+    """Compile the library into its place, unless it is there as it was written; of several
+    processes one does.
+    """
     compiler = _compiler()
     path = _place(compiler)
     if _is_whole(path):
@@ -167,7 +198,8 @@ def build() -> Path:
         with (root / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not _is_whole(path):
-                for left in root.glob(f"{_PARTIAL}*"):  # of builds that were killed: one that runs has the lock
+                # of builds that were killed: one that runs has the lock
+                for left in root.glob(f"{_PARTIAL}*"):
                     shutil.rmtree(left, ignore_errors=True)
                 _compile(compiler, path)
     except OSError as error:
@@ -176,7 +208,9 @@ def build() -> Path:
 
 
 def _place(compiler: str) -> Path:
-    """Return where the library that this compiler builds is kept; `NoCacheError` where none can be."""
+    """Return where the library that this compiler builds is kept; `NoCacheError` where none can
+    be.
+    """
     path = cache_folder() / "native" / f"{_fingerprint(compiler)}.so"
     above = next(folder for folder in path.parents if folder.exists())
     if above.is_dir() and not _is_whole(path) and not os.access(above, os.W_OK | os.X_OK):
@@ -185,9 +219,11 @@ def _place(compiler: str) -> Path:
 
 
 def _is_whole(path: Path) -> bool:
-    """Return whether a library is there as it was written: its last bytes are the SHA-256 of all before them.
+    """Return whether a library is there as it was written: its last bytes are the SHA-256 of all
+    before them.
 
-    One that a full disk or a power cut has shortened would end the process that loads it, without a word.
+    One that a full disk or a power cut has shortened would end the process that loads it, without a
+    word.
     """
     try:
         content = path.read_bytes()
@@ -202,7 +238,11 @@ def _compiler() -> str:
     for name in (asked,) if asked else ("g++", "clang++", "c++"):
         if path := shutil.which(name):
             return path
-    raise NotBuiltError(f"$CXX = {asked!r} is not there" if asked else "there is no g++ and no clang++ (or set $CXX)")
+    raise NotBuiltError(
+        f"$CXX = {asked!r} is not there"
+        if asked
+        else "there is no g++ and no clang++ (or set $CXX)"
+    )
 
 
 def _sources() -> list[Path]:
@@ -222,9 +262,13 @@ def _digest_of_sources() -> Any:
 
 
 def _fingerprint(compiler: str) -> str:
-    """Return a name that changes with the sources, the compiler, the processor and the version of JAX."""
+    """Return a name that changes with the sources, the compiler, the processor and the version
+    of JAX.
+    """
     digest = _digest_of_sources()
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
+    version = subprocess.run(
+        [compiler, "--version"], capture_output=True, text=True, check=False
+    ).stdout
     digest.update("\0".join([*FLAGS, compiler, version, jax.__version__, _processor()]).encode())
     return digest.hexdigest()[:16]
 
@@ -241,10 +285,15 @@ def _processor() -> str:
 
 def _compile(compiler: str, path: Path) -> None:
     """Write the library and its seal beside its place and rename it: see `_is_whole`."""
-    with tempfile.TemporaryDirectory(prefix=_PARTIAL, dir=path.parent) as folder, ThreadPoolExecutor() as threads:
+    with (
+        tempfile.TemporaryDirectory(prefix=_PARTIAL, dir=path.parent) as folder,
+        ThreadPoolExecutor() as threads,
+    ):
         made, options = Path(folder) / path.name, [*FLAGS, "-isystem", jax.ffi.include_dir()]
         objects = {source: made.with_name(f"{source.stem}.o") for source in _sources()}
-        commands = [[compiler, *options, "-c", str(source), "-o", str(to)] for source, to in objects.items()]
+        commands = [
+            [compiler, *options, "-c", str(source), "-o", str(to)] for source, to in objects.items()
+        ]
         list(threads.map(_run, commands))
         _run([compiler, *FLAGS, "-shared", *map(str, objects.values()), "-o", str(made)])
         with made.open("r+b") as file:
@@ -258,7 +307,9 @@ def _compile(compiler: str, path: Path) -> None:
 def _run(command: list[str]) -> None:
     """Run the compiler; raises `NotBuiltError` with what it says."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False
+        )
     except subprocess.TimeoutExpired as error:
         raise NotBuiltError(f"{command[0]} took more than {BUILD_TIMEOUT_S} s") from error
     if done.returncode:

@@ -1,4 +1,6 @@
-"""Where a trace may use the native operations: those for few rows, and those for many, which have gradients."""
+"""Where a trace may use the native operations: those for few rows, and those for many, which
+have gradients.
+"""
 
 import contextlib
 from collections.abc import Iterator
@@ -14,16 +16,20 @@ MAX_ROWS = 32  # more compute longer than their weights take to read: XLA's prod
 
 _TOKENS = ContextVar("tokens of native operations", default=0)
 _TRAINING = ContextVar("native operations of a training step", default=False)
-_BACKGROUND = ContextVar("native operations of a training step run in the background", default=False)
+_BACKGROUND = ContextVar(
+    "native operations of a training step run in the background", default=False
+)
 
 
 @contextlib.contextmanager
 def native_operations(num_tokens: int) -> Iterator[None]:
-    """Let products, norms, top-k and attention over a KV cache be native while a function of few tokens is traced.
+    """Let products, norms, top-k and attention over a KV cache be native while a function of few
+    tokens is traced.
 
-    Of more than `MAX_ROWS` tokens attention alone, where the processor multiplies many rows of bfloat16; for none
-    nothing changes. Whoever compiles a function once with and once without this must tell the two apart, as by a static
-    argument. The library must be loaded (`load`), and the program run on a CPU. These operations have no gradients.
+    Of more than `MAX_ROWS` tokens attention alone, where the processor multiplies many rows of
+    bfloat16; for none nothing changes. Whoever compiles a function once with and once without this
+    must tell the two apart, as by a static argument. The library must be loaded (`load`), and the
+    program run on a CPU. These operations have no gradients.
     """
     token = _TOKENS.set(num_tokens)
     try:
@@ -45,12 +51,17 @@ def takes_native_attention(dtype: Any, key_dim: int, value_dim: int) -> bool:
 
 @contextlib.contextmanager
 def native_training(wanted: bool, *, background: bool = False) -> Iterator[None]:
-    """Let attention of whole sequences and experts, both with gradients, be native while a training step is traced.
+    """Let attention of whole sequences and experts, both with gradients, be native while a training
+    step is traced.
 
-    wanted: only where `multiplies_many_rows` says that they can be; False leaves that as it is. background: a program
-    goes on to what does not wait for these operations, as it does behind XLA's products: collectives travel meanwhile.
+    wanted: only where `multiplies_many_rows` says that they can be; False leaves that as it is.
+    background: a program goes on to what does not wait for these operations, as it does behind
+    XLA's products: collectives travel meanwhile.
     """
-    tokens = _TRAINING.set(wanted or _TRAINING.get()), _BACKGROUND.set(background or _BACKGROUND.get())
+    tokens = (
+        _TRAINING.set(wanted or _TRAINING.get()),
+        _BACKGROUND.set(background or _BACKGROUND.get()),
+    )
     try:
         yield
     finally:
@@ -59,14 +70,19 @@ def native_training(wanted: bool, *, background: bool = False) -> Iterator[None]
 
 
 def in_background() -> bool:
-    """Return whether the operations of a training step are to run in the background of the program."""
+    """Return whether the operations of a training step are to run in the background of the
+    program.
+    """
     return _BACKGROUND.get()
 
 
 def trains_native(*dtypes: Any, multiples: tuple[int, ...]) -> bool:
-    """Return whether the function being traced is to use those of a training step, on arrays of these dtypes.
+    """Return whether the function being traced is to use those of a training step, on arrays of
+    these dtypes.
 
     multiples: sizes that have to be multiples of `SIZE_MULTIPLE` for it.
     """
-    fits = all(dtype == jnp.bfloat16 for dtype in dtypes) and all(size % SIZE_MULTIPLE == 0 for size in multiples)
+    fits = all(dtype == jnp.bfloat16 for dtype in dtypes) and all(
+        size % SIZE_MULTIPLE == 0 for size in multiples
+    )
     return _TRAINING.get() and fits

@@ -1,8 +1,10 @@
-"""Dispatch (tokens -> rows by expert) and combine (rows -> weighted sums by token): gathers both ways, no atomics.
+"""Dispatch (tokens -> rows by expert) and combine (rows -> weighted sums by token): gathers both
+ways, no atomics.
 
 Legend: T tokens, K choices a token, M rows of a buffer, D hidden.
-`src_M` names the token of each row (T: the row is empty); `slot_TK` the row of each choice (M: it was dropped).
-They are each other's inverse: src_M[slot_TK[t, k]] == t wherever slot_TK[t, k] < M. `sort_by_expert` makes both.
+`src_M` names the token of each row (T: the row is empty); `slot_TK` the row of each choice (M: it
+was dropped). They are each other's inverse: src_M[slot_TK[t, k]] == t wherever slot_TK[t, k] < M.
+`sort_by_expert` makes both.
 """
 
 from collections.abc import Callable
@@ -24,10 +26,14 @@ class Implementation(NamedTuple):
     gather_sum: Callable[..., jax.Array]
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["src_M", "slot_TK"], meta_fields=["complete"])
+@partial(
+    jax.tree_util.register_dataclass, data_fields=["src_M", "slot_TK"], meta_fields=["complete"]
+)
 @dataclass(frozen=True)
 class RowMap:
-    """The map of a `dispatch` that is left to what reads its rows. complete: promises that no choice was dropped."""
+    """The map of a `dispatch` that is left to what reads its rows. complete: promises that no
+    choice was dropped.
+    """
 
     src_M: jax.Array
     slot_TK: jax.Array
@@ -37,9 +43,14 @@ class RowMap:
         """ValueError if it does not fit so many tokens."""
         for name, index, ndim in (("src", self.src_M, 1), ("slot", self.slot_TK, 2)):
             if index.ndim != ndim or not jnp.issubdtype(index.dtype, jnp.integer):
-                raise ValueError(f"{name} {index.dtype} {index.shape}: must be integers {('[M]', '[T, K]')[ndim - 1]}")
+                raise ValueError(
+                    f"{name} {index.dtype} {index.shape}: must be integers"
+                    f" {('[M]', '[T, K]')[ndim - 1]}"
+                )
         if self.slot_TK.shape[0] != num_tokens:
-            raise ValueError(f"slot {self.slot_TK.shape}: must have a line for each of the {num_tokens} tokens")
+            raise ValueError(
+                f"slot {self.slot_TK.shape}: must have a line for each of the {num_tokens} tokens"
+            )
 
 
 MODULES: dict[Name, str] = {
@@ -50,16 +61,24 @@ _run = partial(run, MODULES)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _dispatch(x_TD: jax.Array, src_M: jax.Array, slot_TK: jax.Array, complete: bool, implementation: Any) -> jax.Array:
+def _dispatch(
+    x_TD: jax.Array, src_M: jax.Array, slot_TK: jax.Array, complete: bool, implementation: Any
+) -> jax.Array:
     return _run(implementation, "gather_rows", x_TD, src_M)
 
 
-def _dispatch_fwd(x_TD: jax.Array, src_M: jax.Array, slot_TK: jax.Array, complete: bool, implementation: Any) -> Any:
+def _dispatch_fwd(
+    x_TD: jax.Array, src_M: jax.Array, slot_TK: jax.Array, complete: bool, implementation: Any
+) -> Any:
     return _dispatch(x_TD, src_M, slot_TK, complete, implementation), slot_TK
 
 
 def _dispatch_bwd(complete: bool, implementation: Any, slot_TK: jax.Array, dy_MD: jax.Array) -> Any:
-    return _run(implementation, "gather_sum", dy_MD, slot_TK, complete=complete).astype(dy_MD.dtype), None, None
+    return (
+        _run(implementation, "gather_sum", dy_MD, slot_TK, complete=complete).astype(dy_MD.dtype),
+        None,
+        None,
+    )
 
 
 _dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
@@ -81,15 +100,24 @@ def dispatch(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _sum_rows(y_MD: jax.Array, src_M: jax.Array, slot_TK: jax.Array, complete: bool, implementation: Any) -> jax.Array:
+def _sum_rows(
+    y_MD: jax.Array, src_M: jax.Array, slot_TK: jax.Array, complete: bool, implementation: Any
+) -> jax.Array:
     return _run(implementation, "gather_sum", y_MD, slot_TK, complete=complete)
 
 
-def _sum_rows_fwd(y_MD: jax.Array, src_M: jax.Array, slot_TK: jax.Array, complete: bool, implementation: Any) -> Any:
-    return _sum_rows(y_MD, src_M, slot_TK, complete, implementation), (src_M, jnp.zeros(0, y_MD.dtype))
+def _sum_rows_fwd(
+    y_MD: jax.Array, src_M: jax.Array, slot_TK: jax.Array, complete: bool, implementation: Any
+) -> Any:
+    return _sum_rows(y_MD, src_M, slot_TK, complete, implementation), (
+        src_M,
+        jnp.zeros(0, y_MD.dtype),
+    )
 
 
-def _sum_rows_bwd(complete: bool, implementation: Any, residuals: tuple[jax.Array, ...], dout_TD: jax.Array) -> Any:
+def _sum_rows_bwd(
+    complete: bool, implementation: Any, residuals: tuple[jax.Array, ...], dout_TD: jax.Array
+) -> Any:
     src_M, of_dtype = residuals
     return _run(implementation, "gather_rows", dout_TD.astype(of_dtype.dtype), src_M), None, None
 
@@ -105,9 +133,11 @@ def sum_rows(
     *,
     implementation: Name | Implementation | None = None,
 ) -> jax.Array:
-    """Sum of each token's rows, float32: out_TD[t] = sum_k y_MD[slot_TK[t, k]]. The transpose of `dispatch`.
+    """Sum of each token's rows, float32: out_TD[t] = sum_k y_MD[slot_TK[t, k]]. The transpose of
+    `dispatch`.
 
-    The gradient of an empty row is that of some token. complete: promises that no choice was dropped.
+    The gradient of an empty row is that of some token. complete: promises that no choice was
+    dropped.
     """
     return _sum_rows(y_MD, src_M, slot_TK, complete, implementation)
 
@@ -125,13 +155,20 @@ def _combine(
 
 
 def _combine_fwd(
-    y_MD: jax.Array, weights_TK: jax.Array, src_M: jax.Array, slot_TK: jax.Array, complete: bool, implementation: Any
+    y_MD: jax.Array,
+    weights_TK: jax.Array,
+    src_M: jax.Array,
+    slot_TK: jax.Array,
+    complete: bool,
+    implementation: Any,
 ) -> Any:
     out_TD = _combine(y_MD, weights_TK, src_M, slot_TK, complete, implementation)
     return out_TD, (y_MD, weights_TK, src_M, slot_TK)
 
 
-def _combine_bwd(complete: bool, implementation: Any, residuals: tuple[jax.Array, ...], dout_TD: jax.Array) -> Any:
+def _combine_bwd(
+    complete: bool, implementation: Any, residuals: tuple[jax.Array, ...], dout_TD: jax.Array
+) -> Any:
     y_MD, weights_TK, src_M, slot_TK = residuals
     dout_TD = dout_TD.astype(y_MD.dtype)
     # dweights as a sum over each row, which XLA fuses with its gather, then a gather of scalars
@@ -139,7 +176,9 @@ def _combine_bwd(complete: bool, implementation: Any, residuals: tuple[jax.Array
     dweight_M = (y_MD.astype(jnp.float32) * dout_MD).sum(axis=-1)
     dweights_TK = take_rows(dweight_M, slot_TK)
     # the weight of a row: the choice of its token that points back at it; none for an empty row
-    mine_MK = take_any_rows(slot_TK, src_M) == jnp.arange(src_M.shape[0], dtype=slot_TK.dtype)[:, None]
+    mine_MK = (
+        take_any_rows(slot_TK, src_M) == jnp.arange(src_M.shape[0], dtype=slot_TK.dtype)[:, None]
+    )
     weight_M = jnp.where(mine_MK, take_any_rows(weights_TK, src_M), 0).sum(axis=-1)
     return _run(implementation, "gather_rows", dout_TD, src_M, weight_M), dweights_TK, None, None
 
@@ -156,7 +195,8 @@ def combine(
     *,
     implementation: Name | Implementation | None = None,
 ) -> jax.Array:
-    """Weighted sum of each token's rows, float32: out_TD[t] = sum_k weights_TK[t, k] y_MD[slot_TK[t, k]].
+    """Weighted sum of each token's rows, float32: out_TD[t] = sum_k weights_TK[t, k]
+    y_MD[slot_TK[t, k]].
 
     complete: promises that no choice was dropped and no row is empty.
     """

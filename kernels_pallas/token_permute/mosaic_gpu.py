@@ -1,9 +1,12 @@
-"""Rows gathered, and gathered and added, on Hopper: bulk asynchronous copies, several rows in flight.
+"""Rows gathered, and gathered and added, on Hopper: bulk asynchronous copies, several rows in
+flight.
 
-Legend: T tokens, K choices a token, M rows, D hidden, B rows (or tokens) of one step, C columns of one step.
+Legend: T tokens, K choices a token, M rows, D hidden, B rows (or tokens) of one step, C columns of
+one step.
 
-One persistent block on every multiprocessor. A step's rows are copied into one of STAGES buffers in shared memory while
-the steps before it are written out. A row is copied as a box [D / LINE, LINE], since no side of a box may pass 256.
+One persistent block on every multiprocessor. A step's rows are copied into one of STAGES buffers in
+shared memory while the steps before it are written out. A row is copied as a box [D / LINE, LINE],
+since no side of a box may pass 256.
 """
 
 from collections.abc import Callable
@@ -39,19 +42,26 @@ def _step_size(total: int, most: int) -> int:
 
 
 def _steps(total: int, num_sms: int) -> jax.Array:
-    """How many of `total` steps this block does: its own number, and every num_sms-th from there."""
+    """How many of `total` steps this block does: its own number, and every num_sms-th from
+    there.
+    """
     return (total - lax.axis_index("sm") + (num_sms - 1)) // num_sms
 
 
-def _pipeline(num_steps: jax.Array, load: Callable[..., None], finish: Callable[..., None], full: Any) -> None:
-    """Steps 0 .. num_steps - 1: load(i, stage) runs STAGES - 1 steps ahead of finish(i, stage), which stores."""
+def _pipeline(
+    num_steps: jax.Array, load: Callable[..., None], finish: Callable[..., None], full: Any
+) -> None:
+    """Steps 0 .. num_steps - 1: load(i, stage) runs STAGES - 1 steps ahead of finish(i, stage),
+    which stores.
+    """
     lax.fori_loop(0, jnp.minimum(num_steps, STAGES - 1), lambda i, _: load(i, i), None)
 
     def step(i: jax.Array, carry: None) -> None:
         stage = lax.rem(i, jnp.int32(STAGES))
         plgpu.barrier_wait(full.at[stage])
         finish(i, stage)
-        plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the step before this one has left its buffer
+        # the step before this one has left its buffer
+        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
         ahead = i + (STAGES - 1)
 
         @pl.when(ahead < num_steps)
@@ -63,7 +73,11 @@ def _pipeline(num_steps: jax.Array, load: Callable[..., None], finish: Callable[
 
 
 def _launch(
-    body: Callable[..., None], out_type: jax.ShapeDtypeStruct, scratch: list[Any], num_sms: int, interpret: Any
+    body: Callable[..., None],
+    out_type: jax.ShapeDtypeStruct,
+    scratch: list[Any],
+    num_sms: int,
+    interpret: Any,
 ) -> Callable[..., jax.Array]:
     return plgpu.kernel(
         body,
@@ -120,7 +134,9 @@ def gather_rows(
         plgpu.Barrier(num_arrivals=size, num_barriers=STAGES),
     ]
     out_type = jax.ShapeDtypeStruct((num_rows, *line), x_TD.dtype)
-    return _launch(gather_rows_kernel, out_type, scratch, num_sms, interpret)(x, src_M, *scale).reshape(num_rows, d)
+    return _launch(gather_rows_kernel, out_type, scratch, num_sms, interpret)(
+        x, src_M, *scale
+    ).reshape(num_rows, d)
 
 
 def gather_sum(
@@ -132,7 +148,8 @@ def gather_sum(
     num_sms: int = NUM_SMS,
     interpret: Any = None,
 ) -> jax.Array:
-    """float32 [T, D]: the (weighted) sum of rows y_MD[slot_TK[t, k]] over k; nothing where slot_TK[t, k] == M.
+    """float32 [T, D]: the (weighted) sum of rows y_MD[slot_TK[t, k]] over k; nothing where
+    slot_TK[t, k] == M.
 
     complete: promises that there is no such slot; it saves nothing here.
     """
@@ -148,7 +165,11 @@ def gather_sum(
     parts = lines // height
     slot_N = slot_TK.reshape(-1).astype(jnp.int32)
     kept_N = slot_N < num_rows
-    weight_N = jnp.ones(slot_N.size, jnp.float32) if weights_TK is None else weights_TK.reshape(-1).astype(jnp.float32)
+    weight_N = (
+        jnp.ones(slot_N.size, jnp.float32)
+        if weights_TK is None
+        else weights_TK.reshape(-1).astype(jnp.float32)
+    )
     weight_N = jnp.where(kept_N, weight_N, 0.0)
     slot_N = jnp.minimum(slot_N, num_rows - 1)
 
@@ -187,4 +208,6 @@ def gather_sum(
         plgpu.Barrier(num_arrivals=size * k, num_barriers=STAGES),
     ]
     out_type = jax.ShapeDtypeStruct((num_tokens, lines, line), jnp.float32)
-    return _launch(gather_sum_kernel, out_type, scratch, num_sms, interpret)(y, slot_N, weight_N).reshape(num_tokens, d)
+    return _launch(gather_sum_kernel, out_type, scratch, num_sms, interpret)(
+        y, slot_N, weight_N
+    ).reshape(num_tokens, d)

@@ -13,12 +13,16 @@ def take_rows(x: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def take_any_rows(x: jax.Array, index: jax.Array) -> jax.Array:
-    """x[index] along the first dimension; the last row where index == len(x). Spares the pass that fills in zeros."""
+    """x[index] along the first dimension; the last row where index == len(x). Spares the pass
+    that fills in zeros.
+    """
     return jnp.take(x, index, axis=0, mode="clip")
 
 
 def take_mapped_rows(x: jax.Array, src_M: jax.Array | None, index: jax.Array) -> jax.Array:
-    """x[src_M[index]], or x[index] without a map: one gather of rows; some row where an index is out of range."""
+    """x[src_M[index]], or x[index] without a map: one gather of rows; some row where an index is
+    out of range.
+    """
     return take_any_rows(x, index if src_M is None else take_any_rows(src_M, index))
 
 
@@ -31,9 +35,14 @@ def gather_rows(x_TD: jax.Array, src_M: jax.Array, scale_M: jax.Array | None = N
 
 
 def gather_sum(
-    y_MD: jax.Array, slot_TK: jax.Array, weights_TK: jax.Array | None = None, *, complete: bool = False
+    y_MD: jax.Array,
+    slot_TK: jax.Array,
+    weights_TK: jax.Array | None = None,
+    *,
+    complete: bool = False,
 ) -> jax.Array:
-    """float32 [T, D]: the (weighted) sum of rows y_MD[slot_TK[t, k]] over k; nothing where slot_TK[t, k] == M.
+    """float32 [T, D]: the (weighted) sum of rows y_MD[slot_TK[t, k]] over k; nothing where
+    slot_TK[t, k] == M.
 
     complete: promises that there is no such slot.
     """

@@ -13,8 +13,8 @@ BLOCK = 128
 def counting_sort(idx_N: jax.Array, num_experts: int) -> jax.Array:
     """rank_N: the place of each assignment.
 
-    rank = assignments of smaller experts + those of this expert in blocks before + those before it in its block:
-    compares and sums over [N / B, E] and [N, B], no comparison sort and no atomics.
+    rank = assignments of smaller experts + those of this expert in blocks before + those before it
+    in its block: compares and sums over [N / B, E] and [N, B], no comparison sort and no atomics.
     """
     num_rows = idx_N.size
     padded = jnp.pad(idx_N, (0, -num_rows % BLOCK), constant_values=num_experts + 1)
@@ -24,7 +24,9 @@ def counting_sort(idx_N: jax.Array, num_experts: int) -> jax.Array:
     totals = in_block.sum(axis=0, dtype=jnp.int32)
     base = jnp.cumsum(in_block, axis=0) - in_block + jnp.cumsum(totals) - totals
     earlier = jnp.tril(jnp.ones((BLOCK, BLOCK), bool), -1)
-    same_before = ((blocks[:, :, None] == blocks[:, None, :]) & earlier).sum(axis=2, dtype=jnp.int32)
+    same_before = ((blocks[:, :, None] == blocks[:, None, :]) & earlier).sum(
+        axis=2, dtype=jnp.int32
+    )
     rank = jnp.take_along_axis(base, jnp.minimum(blocks, num_experts), axis=1) + same_before
     return rank.reshape(-1)[:num_rows]
 
@@ -38,7 +40,8 @@ def sort_by_expert(idx_N: jax.Array, num_experts: int) -> tuple[jax.Array, jax.A
     """(order_N, rank_N), int32: assignment order_N[i] comes i-th; rank_N is its inverse.
 
     Equal experts keep their order. An index of `num_experts` (no expert) sorts to the end.
-    XLA:CPU's comparison sort is faster than counting there, and of one integer array five times as fast as of a pair.
+    XLA:CPU's comparison sort is faster than counting there, and of one integer array five times as
+    fast as of a pair.
     """
 
     def by_comparison(idx_N: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -1,4 +1,6 @@
-"""`python -m benchmarks`: lists every program, runs one by name; and every path in a text leads to a program."""
+"""`python -m benchmarks`: lists every program, runs one by name; and every path in a text leads
+to a program.
+"""
 
 import re
 import subprocess

@@ -21,7 +21,9 @@ class Rank0:
     def looks(self, now: float, *reports: tuple[int, int, float]) -> list[str]:
         """The lines that a look at (rank, beat, time stamp) yields."""
         self._now = now
-        read: dict[int, dict[str, Any]] = {r: {"beat": b, "time": t, "host": f"h{r}"} for r, b, t in reports}
+        read: dict[int, dict[str, Any]] = {
+            r: {"beat": b, "time": t, "host": f"h{r}"} for r, b, t in reports
+        }
         return list(self._clocks.look(read, now))
 
 
@@ -66,7 +68,9 @@ def test_the_time_of_the_disk(tmp_path: Path) -> None:
     assert disk_time(tmp_path / "absent") is None
 
 
-def test_a_clock_stands_still_while_the_process_is_suspended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clock_stands_still_while_the_process_is_suspended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now_s = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
     clock = RunningClock(0.5)

@@ -1,4 +1,6 @@
-"""Starting together, noticing missing, dead and stuck ranks, stopping together: with real processes."""
+"""Starting together, noticing missing, dead and stuck ranks, stopping together: with real
+processes.
+"""
 
 import os
 import re
@@ -78,7 +80,11 @@ def run_ranks(start_python: Start, tmp_path: Path) -> RunRanks:
         port = free_port()
         environment = {"PYTHONUNBUFFERED": "1", "JAX_NUM_CPU_DEVICES": "1"}
         return [
-            start_python(["-c", WORKER, rank, processes, port, *options], tmp_path / f"{rank}.log", environment)
+            start_python(
+                ["-c", WORKER, rank, processes, port, *options],
+                tmp_path / f"{rank}.log",
+                environment,
+            )
             for rank in ranks
         ]
 
@@ -98,23 +104,35 @@ def in_step_20(ranks: list[Child]) -> list[Child]:
 
 
 @pytest.mark.parametrize("present", [[0, 2], pytest.param([2], marks=pytest.mark.slow)])
-def test_a_missing_rank_is_named_on_every_rank_present(run_ranks: RunRanks, tmp_path: Path, present: list[int]) -> None:
+def test_a_missing_rank_is_named_on_every_rank_present(
+    run_ranks: RunRanks, tmp_path: Path, present: list[int]
+) -> None:
     """With rank 0 absent the others can name only it; else rank 0 names all that are missing."""
     ranks = run_ranks(present, 4, "start_s=4", f"go={tmp_path / 'go'}")
     for rank in ranks:
-        wait_for_text(rank.log, "imported\n")  # only then the limit begins, for all of them together
+        # only then the limit begins, for all of them together
+        wait_for_text(rank.log, "imported\n")
     (tmp_path / "go").touch()
     assert [ends(rank) for rank in ranks] == [1] * len(present)
-    expected = "TimeoutError: ranks 1, 3 did not start within" if 0 in present else "TimeoutError: rank 0 (the coord"
+    expected = (
+        "TimeoutError: ranks 1, 3 did not start within"
+        if 0 in present
+        else "TimeoutError: rank 0 (the coord"
+    )
     for rank in ranks:
         assert expected in rank.screen
         assert "distributed.start_timeout_s = 4 s" in rank.screen
 
 
-def test_two_processes_with_one_rank_are_an_error_everywhere(tmp_path: Path, start_python: Start) -> None:
+def test_two_processes_with_one_rank_are_an_error_everywhere(
+    tmp_path: Path, start_python: Start
+) -> None:
     port = free_port()
     arguments = [(0, "a"), (1, "b"), (1, "c")]
-    ranks = [start_python(["-c", WORKER, rank, 3, port, "start_s=200"], tmp_path / name) for rank, name in arguments]
+    ranks = [
+        start_python(["-c", WORKER, rank, 3, port, "start_s=200"], tmp_path / name)
+        for rank, name in arguments
+    ]
     assert [ends(rank) for rank in ranks] == [1, 1, 1]
     for rank in ranks:
         assert "ValueError: distributed: two processes were told process_id = 1" in rank.screen
@@ -129,7 +147,10 @@ def test_a_killed_rank_is_named_and_the_others_end(run_ranks: RunRanks, killed: 
     left = [rank for rank in range(3) if rank != killed]
     assert all(ends(ranks[rank]) != 0 for rank in left)
     logs = [ranks[rank].screen for rank in left]
-    named = {0: r"rank 0 .the coordinator. does not answer: dead", 1: r"rank 1: no sign of life.* dead or stopped"}
+    named = {
+        0: r"rank 0 .the coordinator. does not answer: dead",
+        1: r"rank 1: no sign of life.* dead or stopped",
+    }
     assert any(re.search(named[killed], log) for log in logs), logs
     assert not any(re.search(f"rank {left}: no sign of life", log) for log in logs), logs
 
@@ -140,7 +161,9 @@ def test_a_stopped_rank_is_named_and_the_others_end(run_ranks: RunRanks) -> None
     os.kill(ranks[1].pid, signal.SIGSTOP)
     assert ends(ranks[0]) != 0
     log = ranks[0].screen
-    assert re.search(r"jmoe: rank 1: no sign of life for \d+ s, dead or stopped, at training", log), log
+    assert re.search(
+        r"jmoe: rank 1: no sign of life for \d+ s, dead or stopped, at training", log
+    ), log
 
 
 def test_a_stopped_coordinator_ends_the_others(run_ranks: RunRanks) -> None:
@@ -148,13 +171,21 @@ def test_a_stopped_coordinator_ends_the_others(run_ranks: RunRanks) -> None:
     os.kill(ranks[0].pid, signal.SIGSTOP)
     assert ends(ranks[1]) == distributed.EXIT_CODE
     log = ranks[1].screen
-    assert re.search(r"rank 1 has waited \d+ s for training step \d+ .*; rank 0 .the coord.* does not answer", log), log
+    assert re.search(
+        r"rank 1 has waited \d+ s for training step \d+ .*; rank 0 .the coord.* does not answer",
+        log,
+    ), log
 
 
 def test_hosts_whose_clocks_differ_are_named_and_train(run_ranks: RunRanks) -> None:
     ranks = run_ranks([0, 1, 2], 3, "clocks=1:3600,2:-7200")
-    for words in (r"rank 1 on \S+ is 3[56]\d\d s ahead of rank 0's", r"rank 2 on \S+ is 7[12]\d\d s behind rank 0's"):
-        ranks[0].wait_until(lambda words=words: re.search(f"jmoe: warning: the clock of {words}", ranks[0].screen))
+    for words in (
+        r"rank 1 on \S+ is 3[56]\d\d s ahead of rank 0's",
+        r"rank 2 on \S+ is 7[12]\d\d s behind rank 0's",
+    ):
+        ranks[0].wait_until(
+            lambda words=words: re.search(f"jmoe: warning: the clock of {words}", ranks[0].screen)
+        )
     at = ranks[0].screen.count("step ")
     ranks[0].wait_until(lambda: ranks[0].screen.count("step ") > at + 5)
 
@@ -171,7 +202,9 @@ def test_a_stuck_rank_is_named_and_prints_its_own_stack(run_ranks: RunRanks) -> 
 
 
 def test_an_error_on_one_rank_is_told_to_the_others(run_ranks: RunRanks) -> None:
-    """No rank waits for the shutdown barrier, in which the failed one would keep it for `step_timeout_s`."""
+    """No rank waits for the shutdown barrier, in which the failed one would keep it for
+    `step_timeout_s`.
+    """
     ranks = run_ranks([0, 1], 2, "error=0:10", "heartbeat_s=5")
     assert ends(ranks[0]) == 1
     assert ends(ranks[1]) != 0
@@ -188,8 +221,12 @@ def test_an_error_on_one_rank_is_told_to_the_others(run_ranks: RunRanks) -> None
         pytest.param([None, signal.SIGTERM], marks=pytest.mark.slow),
     ],
 )
-def test_all_ranks_stop_after_the_same_step(run_ranks: RunRanks, numbers: list[signal.Signals | None]) -> None:
-    """The signal comes to all ranks at different times, or to one only; it comes again during the save."""
+def test_all_ranks_stop_after_the_same_step(
+    run_ranks: RunRanks, numbers: list[signal.Signals | None]
+) -> None:
+    """The signal comes to all ranks at different times, or to one only; it comes again during
+    the save.
+    """
     ranks = in_step_20(run_ranks([0, 1], 2, "pause_s=0.02", "save_s=1"))
     for rank, number in zip(ranks, numbers, strict=True):
         if number is not None:
@@ -200,7 +237,8 @@ def test_all_ranks_stop_after_the_same_step(run_ranks: RunRanks, numbers: list[s
         rank.send_signal(signal.SIGTERM)
     assert [ends(rank) for rank in ranks] == [0, 0]
     logs = [rank.screen for rank in ranks]
-    said = [re.sub(r"(?m)^jmoe: .*\n", "", log) for log in logs]  # what a signal has begun, between any two lines
+    # what a signal has begun, between any two lines
+    said = [re.sub(r"(?m)^jmoe: .*\n", "", log) for log in logs]
     stops = [re.findall(r"stop (\d+)\nsaved\nend", log) for log in said]
     assert stops[0] == stops[1], stops
     assert len(stops[0]) == 1
@@ -210,7 +248,9 @@ def test_all_ranks_stop_after_the_same_step(run_ranks: RunRanks, numbers: list[s
 
 
 def test_one_process_stops_at_once() -> None:
-    """Handlers are put back, unless a stop was asked for: then the process is about to end, and may do so in peace."""
+    """Handlers are put back, unless a stop was asked for: then the process is about to end, and
+    may do so in peace.
+    """
     before = {number: signal.getsignal(number) for number in PreemptionSignal.SIGNALS}
     for number in PreemptionSignal.SIGNALS:
         with PreemptionSignal() as preemption:
@@ -221,7 +261,9 @@ def test_one_process_stops_at_once() -> None:
             if number is not signal.SIGINT:  # a second Ctrl-C ends the process
                 signal.raise_signal(number)
             assert preemption.requested(2)
-        after = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
+        after = [
+            signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+        ]
         assert after == [signal.SIG_IGN, signal.SIG_IGN, signal.SIG_DFL]
         for other, handler in before.items():
             signal.signal(other, handler)
@@ -256,13 +298,19 @@ def test_a_wait_that_is_too_long_names_its_phase_and_ends_the_process(
     assert ended.returncode == distributed.EXIT_CODE
     assert ended.stdout == "begun\n"
     assert re.search(
-        r"jmoe: rank 0 has waited \d+ s for training data 7 \(limit 1 s, distributed.step_timeout_s\)", ended.stderr
+        r"jmoe: rank 0 has waited \d+ s for training data 7 \(limit 1 s,"
+        r" distributed.step_timeout_s\)",
+        ended.stderr,
     )
     assert 'File "<string>", line 8 in <module>' in ended.stderr
 
 
-def test_a_suspended_process_is_not_ended_when_it_goes_on(start_python: Start, tmp_path: Path) -> None:
-    """As by `scontrol suspend`: it was stopped for longer than its limit, which counts the time in which it ran."""
+def test_a_suspended_process_is_not_ended_when_it_goes_on(
+    start_python: Start, tmp_path: Path
+) -> None:
+    """As by `scontrol suspend`: it was stopped for longer than its limit, which counts the time
+    in which it ran.
+    """
     code = """if True:
         import time
         from jmoe.cluster.distributed import Watchdog
@@ -304,11 +352,15 @@ def test_a_wait_that_makes_progress_goes_on(
     ended = run_python(["-c", code], timeout=240)
     assert ended.returncode == distributed.EXIT_CODE
     assert ended.stdout == "moved\n"
-    assert re.search(r"jmoe: rank 0 has waited \d+ s for records without progress \(limit 4 s, d", ended.stderr)
+    assert re.search(
+        r"jmoe: rank 0 has waited \d+ s for records without progress \(limit 4 s, d", ended.stderr
+    )
 
 
 def test_waits_in_time_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock of the test's own, at which the watchdog looks several times after every change."""
+    """By a clock of the test's own, at which the watchdog looks several times after every
+    change.
+    """
     now_s, looks = 0.0, 0
 
     def monotonic() -> float:
@@ -323,7 +375,8 @@ def test_waits_in_time_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
             wait_for(lambda: looks > before + 6)  # noqa: B023
 
     monkeypatch.setattr(clocks, "time", SimpleNamespace(monotonic=monotonic))
-    with Watchdog(2.5, heartbeat_timeout_s=0.1) as watchdog:  # so it looks every hundredth of a second
+    # so it looks every hundredth of a second
+    with Watchdog(2.5, heartbeat_timeout_s=0.1) as watchdog:
         for step in range(4):
             with watchdog.waiting_for("training step", step):
                 wait(2.4)
@@ -341,13 +394,20 @@ def test_no_launcher_means_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     distributed.start(DistributedConfig())
     alone = {"SLURM_NTASKS": "1", "OMPI_COMM_WORLD_SIZE": "1"}
     assert distributed._detect(1, alone) is None
-    assert distributed._detect(1, {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}) is None  # not a pod of an indexed job
+    # not a pod of an indexed job
+    assert distributed._detect(1, {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}) is None
     monkeypatch.setenv("SLURM_NTASKS", "4")  # inside sbatch, but not started by srun
     assert distributed._detect(1) is None
 
 
 def test_slurm_and_open_mpi_jobs_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    slurm = {"JOB_ID": "42", "STEP_NODELIST": "node[007-009]", "NTASKS": "6", "PROCID": "5", "LOCALID": "1"}
+    slurm = {
+        "JOB_ID": "42",
+        "STEP_NODELIST": "node[007-009]",
+        "NTASKS": "6",
+        "PROCID": "5",
+        "LOCALID": "1",
+    }
     for name, value in slurm.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
     assert distributed._detect(1) == (f"node007:{61440 + 42}", 6, 5)
@@ -364,7 +424,9 @@ def test_a_job_that_jax_cannot_read_is_an_error(monkeypatch: pytest.MonkeyPatch)
     """Else every process would train by itself, all into one folder."""
     for name, value in {"SIZE": "8", "RANK": "3", "LOCAL_RANK": "1"}.items():  # Open MPI 5
         monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
-    with pytest.raises(ValueError, match=r"cannot find the other processes .*--distributed.process-id I"):
+    with pytest.raises(
+        ValueError, match=r"cannot find the other processes .*--distributed.process-id I"
+    ):
         distributed.start(DistributedConfig())
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
     monkeypatch.setenv("JOB_COMPLETION_INDEX", "3")
@@ -375,7 +437,9 @@ def test_a_job_that_jax_cannot_read_is_an_error(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_bad_address_is_an_error() -> None:
     config = DistributedConfig(coordinator_address="somewhere", num_processes=2, process_id=1)
-    with pytest.raises(ValueError, match=r"distributed.coordinator_address = 'somewhere': must read HOST:PORT"):
+    with pytest.raises(
+        ValueError, match=r"distributed.coordinator_address = 'somewhere': must read HOST:PORT"
+    ):
         distributed.start(config)
     with socket.create_server(("", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -384,7 +448,8 @@ def test_a_bad_address_is_an_error() -> None:
             distributed.start(config)
 
 
-# Preparing data: RANK PROCESSES PORT TEXT CACHE SLOW; process 0 takes SLOW seconds over every piece of text.
+# Preparing data: RANK PROCESSES PORT TEXT CACHE SLOW; process 0 takes SLOW seconds over every piece
+# of text.
 PREPARING = """
 import sys, time
 from pathlib import Path
@@ -421,13 +486,18 @@ def prepare_slowly(start_python: Start, folder: Path, slow_s: float) -> list[tup
     for i in range(20):
         (folder / "text" / f"{i}.txt").write_text(f"a document of no importance, {i}\n" * 50)
     arguments = [2, free_port(), folder / "text", folder / "cache", slow_s]
-    ranks = [start_python(["-c", PREPARING, rank, *arguments], folder / f"{rank}.log") for rank in range(2)]
+    ranks = [
+        start_python(["-c", PREPARING, rank, *arguments], folder / f"{rank}.log")
+        for rank in range(2)
+    ]
     return [(ends(rank), rank.screen) for rank in ranks]
 
 
 @pytest.mark.slow
 def test_preparing_data_has_no_limit_while_it_goes_on(start_python: Start, tmp_path: Path) -> None:
-    """Process 0 takes at least twice the limit; the other waits for it as long, from when it has started itself."""
+    """Process 0 takes at least twice the limit; the other waits for it as long, from when it has
+    started itself.
+    """
     results = prepare_slowly(start_python, tmp_path, 0.6)
     assert [code for code, _ in results] == [0, 0], results
     fingerprints = set()
@@ -440,10 +510,14 @@ def test_preparing_data_has_no_limit_while_it_goes_on(start_python: Start, tmp_p
 
 
 @pytest.mark.slow
-def test_preparing_data_that_stands_still_ends_both_and_names_the_limit(start_python: Start, tmp_path: Path) -> None:
+def test_preparing_data_that_stands_still_ends_both_and_names_the_limit(
+    start_python: Start, tmp_path: Path
+) -> None:
     results = prepare_slowly(start_python, tmp_path, 1000)
     assert all(code != 0 for code, _ in results), results
     limit = r"\(limit 6 s, distributed.start_timeout_s\)"
-    assert re.search(rf"rank 0 has waited \d+ s for data, .*\) without progress {limit}", results[0][1]), results[0][1]
+    assert re.search(
+        rf"rank 0 has waited \d+ s for data, .*\) without progress {limit}", results[0][1]
+    ), results[0][1]
     for _, log in results:
         assert "distributed.start_timeout_s" in log, log

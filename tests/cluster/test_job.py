@@ -1,4 +1,6 @@
-"""Which GPUs JAX is given in every layout of a launcher's processes, with the variables that SLURM 22.05 set there."""
+"""Which GPUs JAX is given in every layout of a launcher's processes, with the variables that
+SLURM 22.05 set there.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +18,35 @@ from jmoe.config import DistributedConfig
 SEES_ALL = "0,1,2,3,4,5,6,7"
 
 
-def slurm(tasks: int, index: int, *, sees: str = SEES_ALL, gpus: int = 8, nodes: int = 8) -> dict[str, str]:
-    """The variables of task `index` of the first of `nodes` nodes; sees: its CUDA_VISIBLE_DEVICES."""
-    step = {"JOB_ID": "42", "STEP_NODELIST": f"n[0-{nodes - 1}]", "NTASKS": str(tasks * nodes), "PROCID": str(index)}
-    step |= {"LOCALID": str(index), "NODEID": "0", "STEP_TASKS_PER_NODE": f"{tasks}(x{nodes})", "STEP_GPUS": sees}
+def slurm(
+    tasks: int, index: int, *, sees: str = SEES_ALL, gpus: int = 8, nodes: int = 8
+) -> dict[str, str]:
+    """The variables of task `index` of the first of `nodes` nodes; sees: its
+    CUDA_VISIBLE_DEVICES.
+    """
+    step = {
+        "JOB_ID": "42",
+        "STEP_NODELIST": f"n[0-{nodes - 1}]",
+        "NTASKS": str(tasks * nodes),
+        "PROCID": str(index),
+    }
+    step |= {
+        "LOCALID": str(index),
+        "NODEID": "0",
+        "STEP_TASKS_PER_NODE": f"{tasks}(x{nodes})",
+        "STEP_GPUS": sees,
+    }
     step |= {"GPUS_ON_NODE": str(gpus), "JOB_NUM_NODES": str(nodes), "JOB_GPUS": SEES_ALL}
     return {f"SLURM_{name}": value for name, value in step.items()} | {"CUDA_VISIBLE_DEVICES": sees}
 
 
 def open_mpi(tasks: int, index: int, sees: str | None = None) -> dict[str, str]:
-    ranks = {"SIZE": str(8 * tasks), "RANK": str(index), "LOCAL_SIZE": str(tasks), "LOCAL_RANK": str(index)}
+    ranks = {
+        "SIZE": str(8 * tasks),
+        "RANK": str(index),
+        "LOCAL_SIZE": str(tasks),
+        "LOCAL_RANK": str(index),
+    }
     words = {f"OMPI_COMM_WORLD_{name}": value for name, value in ranks.items()}
     words["OMPI_MCA_orte_hnp_uri"] = "1314521088.0;tcp://10.96.0.1,10.148.0.1:34911"
     return words | ({} if sees is None else {"CUDA_VISIBLE_DEVICES": sees})
@@ -52,8 +73,12 @@ def seen(environment: dict[str, str]) -> int:
     return len(environment.get("CUDA_VISIBLE_DEVICES", SEES_ALL).split(","))
 
 
-def jax_is_given(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], visible: int) -> dict[str, Any]:
-    """The arguments of `jax.distributed.initialize` in a process with these variables, which sees so many GPUs."""
+def jax_is_given(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], visible: int
+) -> dict[str, Any]:
+    """The arguments of `jax.distributed.initialize` in a process with these variables, which
+    sees so many GPUs.
+    """
     told: dict[str, Any] = {}
     monkeypatch.setattr(jax.distributed, "initialize", lambda **arguments: told.update(arguments))
     monkeypatch.setattr(distributed, "rendezvous", lambda *_: {})
@@ -61,7 +86,11 @@ def jax_is_given(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], v
     monkeypatch.setattr(job, "visible_gpus", lambda: visible)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    options = ("jax_cpu_collectives_implementation", "jax_enable_preemption_service", "jax_enable_recoverability")
+    options = (
+        "jax_cpu_collectives_implementation",
+        "jax_enable_preemption_service",
+        "jax_enable_recoverability",
+    )
     before = {name: getattr(jax.config, name) for name in options}
     try:
         distributed.connect(DistributedConfig())
@@ -72,7 +101,9 @@ def jax_is_given(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], v
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_jax_is_given_every_device_of_a_process(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
+def test_jax_is_given_every_device_of_a_process(
+    monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
     environment, expected = LAYOUTS[layout]
     told = jax_is_given(monkeypatch, environment, seen(environment))
     assert told["local_device_ids"] == expected
@@ -80,14 +111,20 @@ def test_jax_is_given_every_device_of_a_process(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_pods_take_all_that_they_see(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The manifests' own options; JAX's detection of an indexed job has no number on the node either."""
+    """The manifests' own options; JAX's detection of an indexed job has no number on the node
+    either.
+    """
     monkeypatch.setattr(distributed, "_detect", lambda _: ("job-0.pods:55527", 8, 3))
-    told = jax_is_given(monkeypatch, {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "3"}, 8)
+    told = jax_is_given(
+        monkeypatch, {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "3"}, 8
+    )
     assert (told["local_device_ids"], told["process_id"]) == (list(range(8)), 3)
 
 
 def test_options_for_open_mpi_5_deal_out_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its processes give their ranks as options; JAX without detection would let each take all eight GPUs."""
+    """Its processes give their ranks as options; JAX without detection would let each take all
+    eight GPUs.
+    """
     del (words := open_mpi(4, 1))["OMPI_MCA_orte_hnp_uri"]
     assert job.local_device_ids(words, 8) == [2, 3]
 
@@ -95,14 +132,36 @@ def test_options_for_open_mpi_5_deal_out_as_well(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("environment", "visible", "words"),
     [
-        (slurm(3, 0), 8, "3 processes on this node see 8 GPUs each, which cannot be dealt out evenly; start one"),
-        (slurm(2, 0, gpus=1, sees="0"), 1, "2 processes on this node see 1 GPU each, which cannot be dealt out"),
-        (slurm(4, 0, sees="0,1,2,3"), 4, "SLURM_GPUS_ON_NODE = 8: 4 processes on this node see 4 GPUs each, and so sh"),
-        (slurm(1, 0, gpus=4), 8, "SLURM_GPUS_ON_NODE = 4: this process sees 8 GPUs, some of which are not the job's"),
-        (open_mpi(2, 0, sees="0,1,2,3"), 4, "CUDA_VISIBLE_DEVICES = 0,1,2,3: 2 processes .* set JAX_LOCAL_DEVICE_IDS"),
+        (
+            slurm(3, 0),
+            8,
+            "3 processes on this node see 8 GPUs each, which cannot be dealt out evenly; start one",
+        ),
+        (
+            slurm(2, 0, gpus=1, sees="0"),
+            1,
+            "2 processes on this node see 1 GPU each, which cannot be dealt out",
+        ),
+        (
+            slurm(4, 0, sees="0,1,2,3"),
+            4,
+            "SLURM_GPUS_ON_NODE = 8: 4 processes on this node see 4 GPUs each, and so sh",
+        ),
+        (
+            slurm(1, 0, gpus=4),
+            8,
+            "SLURM_GPUS_ON_NODE = 4: this process sees 8 GPUs, some of which are not the job's",
+        ),
+        (
+            open_mpi(2, 0, sees="0,1,2,3"),
+            4,
+            "CUDA_VISIBLE_DEVICES = 0,1,2,3: 2 processes .* set JAX_LOCAL_DEVICE_IDS",
+        ),
     ],
 )
-def test_what_cannot_be_dealt_out_is_refused(environment: dict[str, str], visible: int, words: str) -> None:
+def test_what_cannot_be_dealt_out_is_refused(
+    environment: dict[str, str], visible: int, words: str
+) -> None:
     with pytest.raises(ValueError, match=words):
         job.local_device_ids(environment, visible)
 
@@ -131,10 +190,21 @@ POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "NVIDIA_VISIBLE_DEVICES": "GPU-1,G
         (
             slurm(1, 0),
             1,
-            "SLURM_GPUS_ON_NODE = 8: the run would use 1 of the job's GPUs on this node: CUDA_VISIBLE",
+            (
+                "SLURM_GPUS_ON_NODE = 8: the run would use 1 of the job's GPUs on this node:"
+                " CUDA_VISIBLE"
+            ),
         ),
-        (slurm(1, 0), 0, "would use 0 of .* JAX finds none: install it with CUDA .* or set JAX_PLATFORMS=cpu"),
-        (slurm(4, 0, sees="0"), 1, "would use 4 of .* give every process its share .srun --gpus-per-task N"),
+        (
+            slurm(1, 0),
+            0,
+            "would use 0 of .* JAX finds none: install it with CUDA .* or set JAX_PLATFORMS=cpu",
+        ),
+        (
+            slurm(4, 0, sees="0"),
+            1,
+            "would use 4 of .* give every process its share .srun --gpus-per-task N",
+        ),
         (POD, 0, "NVIDIA_VISIBLE_DEVICES = 2: the run would use 0"),
     ],
 )
@@ -146,7 +216,14 @@ def test_gpus_left_over_are_refused(environment: dict[str, str], used: int, word
 
 @pytest.mark.parametrize(
     ("environment", "used"),
-    [(slurm(1, 0), 8), (slurm(8, 0), 1), (slurm(4, 0, sees="0,1"), 2), (POD, 2), (open_mpi(8, 0), 0), ({}, 0)],
+    [
+        (slurm(1, 0), 8),
+        (slurm(8, 0), 1),
+        (slurm(4, 0, sees="0,1"), 2),
+        (POD, 2),
+        (open_mpi(8, 0), 0),
+        ({}, 0),
+    ],
 )
 def test_all_used_is_right(environment: dict[str, str], used: int) -> None:
     job.check_all_used(used, environment)
@@ -157,19 +234,28 @@ def test_a_server_on_one_of_a_jobs_devices_is_refused(monkeypatch: pytest.Monkey
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     monkeypatch.setattr(distributed, "_local_gpus", lambda: 8)
-    with pytest.raises(ValueError, match=r"would use 1 of the job's GPUs on this node: give --mesh\.devices 8; or ask"):
+    with pytest.raises(
+        ValueError,
+        match=r"would use 1 of the job's GPUs on this node: give --mesh\.devices 8; or ask",
+    ):
         distributed.check_gpus(DistributedConfig(), 1)
     distributed.check_gpus(DistributedConfig(), 8)
 
 
-def test_a_process_alone_in_a_job_of_several_nodes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a batch script without srun: JAX sees no step, and the run would use one node of eight."""
+def test_a_process_alone_in_a_job_of_several_nodes_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in a batch script without srun: JAX sees no step, and the run would use one node of
+    eight.
+    """
     batch = {name: value for name, value in slurm(1, 0).items() if "STEP" not in name}
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     monkeypatch.setattr(distributed, "_local_gpus", lambda: 8)
     for name, value in batch.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match="SLURM_JOB_NUM_NODES = 8: this process was not started by srun"):
+    with pytest.raises(
+        ValueError, match="SLURM_JOB_NUM_NODES = 8: this process was not started by srun"
+    ):
         distributed.start(DistributedConfig())
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "1")
     monkeypatch.setenv("SLURM_NTASKS", "1")
@@ -192,6 +278,9 @@ def test_cuda_is_asked_what_a_process_sees(tmp_path: Path, run_python: Any) -> N
     if shutil.which("cc") is None:
         pytest.skip("no C compiler here")
     (tmp_path / "driver.c").write_text(FAKE_DRIVER)
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", tmp_path / "libcuda.so.1", tmp_path / "driver.c"], check=True)
+    subprocess.run(
+        ["cc", "-shared", "-fPIC", "-o", tmp_path / "libcuda.so.1", tmp_path / "driver.c"],
+        check=True,
+    )
     show = ["-c", "from jmoe.cluster.job import visible_gpus; print(visible_gpus())"]
     assert run_python(show, {"LD_LIBRARY_PATH": str(tmp_path)}, timeout=60).stdout == "5\n"

@@ -1,4 +1,6 @@
-"""What a run's folder says of it: running, ended, stopped, killed, half-written, with and without a supervisor."""
+"""What a run's folder says of it: running, ended, stopped, killed, half-written, with and
+without a supervisor.
+"""
 
 import fcntl
 import json
@@ -19,7 +21,13 @@ from jmoe.cluster.overview import RankSign, lines, read_overview, slowest
 from tests.train_runs import Run, TrainRuns
 
 Hold = Callable[[str], None]
-TIERS = {"nvme_read_bytes": 3e9, "nvme_written_bytes": 2e9, "host_bytes": 5e9, "waited_s": 1.5, "hit_rate": 0.75}
+TIERS = {
+    "nvme_read_bytes": 3e9,
+    "nvme_written_bytes": 2e9,
+    "host_bytes": 5e9,
+    "waited_s": 1.5,
+    "hit_rate": 0.75,
+}
 
 
 @pytest.fixture
@@ -28,7 +36,9 @@ def folder(tmp_path: Path) -> Path:
     folder = tmp_path / "mine"
     (folder / "checkpoints" / "5").mkdir(parents=True)
     (folder / "checkpoints" / "10.orbax-checkpoint-tmp").mkdir()
-    (folder / "config.json").write_text(json.dumps({"num_steps": 20, "distributed": {"step_timeout_s": 60}}))
+    (folder / "config.json").write_text(
+        json.dumps({"num_steps": 20, "distributed": {"step_timeout_s": 60}})
+    )
     (folder / "run.json").write_text(json.dumps({"run": "mine-1a2b", "output_dir": str(folder)}))
     write_owner(folder, socket.gethostname())
     write_steps(folder, 7)
@@ -36,20 +46,29 @@ def folder(tmp_path: Path) -> Path:
 
 
 def write_owner(folder: Path, host: str) -> None:
-    (folder / "run.lock").write_text(json.dumps({"host": host, "pid": 7, "since": "now", "token": "x"}))
+    (folder / "run.lock").write_text(
+        json.dumps({"host": host, "pid": 7, "since": "now", "token": "x"})
+    )
 
 
 def write_steps(folder: Path, number: int, **last: Any) -> None:
-    steps = [{"step": s, "loss": 5.0 - s / 10, "tokens_per_s": 100.0, "step_s": 0.5} for s in range(number)]
+    steps = [
+        {"step": s, "loss": 5.0 - s / 10, "tokens_per_s": 100.0, "step_s": 0.5}
+        for s in range(number)
+    ]
     steps[0] |= {"tokens_per_s": 1.0, "step_s": 50.0, "compiled": True}
     steps[-1] |= last
     events = [{"event": "evaluation", "step": 0, "loss": 6.0}, {"event": "resume", "step": 5}]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in [*events, *steps]))
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps(record) + "\n" for record in [*events, *steps])
+    )
 
 
 @pytest.fixture
 def hold(folder: Path) -> Iterator[Hold]:
-    """`hold(NAME)` locks a file of the folder until the test ends, as a process of the run would."""
+    """`hold(NAME)` locks a file of the folder until the test ends, as a process of the run
+    would.
+    """
     files = []
 
     def lock(name: str) -> None:
@@ -64,15 +83,25 @@ def hold(folder: Path) -> Iterator[Hold]:
 def test_more_steps_than_the_last_command_asked_for(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({"num_steps": 4}))
     (said,) = [line for line in lines(read_overview(folder)) if line.startswith("steps")]
-    assert said.startswith("steps         7, more than the 4 that it was last told") and "%" not in said
+    assert (
+        said.startswith("steps         7, more than the 4 that it was last told")
+        and "%" not in said
+    )
     assert read_overview(folder).state == "ended"
 
 
 def test_a_run_that_was_killed_is_dead(folder: Path) -> None:
     run = read_overview(folder)
     assert (run.state, run.why) == ("dead", "no process is left, goes on from step 5")
-    assert (run.run, run.steps, run.num_steps, run.checkpoint, run.restarts) == ("mine-1a2b", 7, 20, 5, 1)
-    assert (run.loss, run.tokens_per_s, run.step_s) == (4.4, 100.0, 0.5)  # without the step that compiled
+    assert (run.run, run.steps, run.num_steps, run.checkpoint, run.restarts) == (
+        "mine-1a2b",
+        7,
+        20,
+        5,
+        1,
+    )
+    # without the step that compiled
+    assert (run.loss, run.tokens_per_s, run.step_s) == (4.4, 100.0, 0.5)
     assert run.step_age_s is not None and run.checkpoint_age_s is not None
     assert run.tiers is None and run.ranks == () and run.last_end == "" and run.attempt is None
 
@@ -80,7 +109,10 @@ def test_a_run_that_was_killed_is_dead(folder: Path) -> None:
 def test_who_holds_the_lock_runs(folder: Path, hold: Hold) -> None:
     hold("run.lock")
     run = read_overview(folder)
-    assert (run.state, run.why) == ("running", f"process 7 on {socket.gethostname()} holds the folder")
+    assert (run.state, run.why) == (
+        "running",
+        f"process 7 on {socket.gethostname()} holds the folder",
+    )
 
 
 def test_all_steps_are_done(folder: Path) -> None:
@@ -132,7 +164,9 @@ def test_a_loss_that_is_not_finite_is_shown(
 
 
 def test_a_run_on_another_host_is_judged_by_its_signs(folder: Path) -> None:
-    """Its lock may not be seen here; a step may take `distributed.step_timeout_s`, or the start its own limit, 300."""
+    """Its lock may not be seen here; a step may take `distributed.step_timeout_s`, or the start
+    its own limit, 300.
+    """
     write_owner(folder, "elsewhere")
     assert read_overview(folder).state == "running"
     for name in ("metrics.jsonl", "run.lock"):
@@ -158,7 +192,9 @@ def test_a_supervised_run(folder: Path, hold: Hold) -> None:
         {"event": "end", "kind": "lost", "code": 137, "why": why},
         {"event": "start", "attempt": 10},
     ]
-    (folder / "supervise" / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    (folder / "supervise" / "events.jsonl").write_text(
+        "".join(json.dumps(event) + "\n" for event in events)
+    )
     assert read_overview(folder).state == "dead"
     hold("supervise/lock")
     assert read_overview(folder).state == "starting"
@@ -176,27 +212,36 @@ def test_a_supervised_run(folder: Path, hold: Hold) -> None:
     ("signs", "rank"),
     [
         ([(0, 12, 2.5, 3.0, 0.1), (1, 12, 2.55, 3.5, 0.1)], None),
-        ([(0, 12, 2.5, 3.0, 0.1), (1, 12, 2.7, 3.5, 0.1)], 1),  # it began what rank 0 had begun before
-        ([(0, 13, 2.5, 3.0, 0.1), (1, 12, 2.4, 3.5, 0.1)], 1),  # rank 0 had begun more before rank 1 told
+        # it began what rank 0 had begun before
+        ([(0, 12, 2.5, 3.0, 0.1), (1, 12, 2.7, 3.5, 0.1)], 1),
+        # rank 0 had begun more before rank 1 told
+        ([(0, 13, 2.5, 3.0, 0.1), (1, 12, 2.4, 3.5, 0.1)], 1),
         ([(0, 13, 3.4, 3.5, 0.1), (1, 12, 2.9, 3.0, 0.1)], None),  # rank 1 may have begun it since
         ([(0, 13, 2.5, 3.0, 0.1), (1, 12, 2.4, 3.5, 0.1), (2, 9, 1.0, 3.2, 0.1)], 2),
         ([(0, 13, 2.5, 3.0, 9.0), (1, 12, 2.4, 3.5, 7.0)], 0),
         ([], None),
     ],
 )
-def test_the_slowest_rank(signs: list[tuple[int, int, float, float, float]], rank: int | None) -> None:
+def test_the_slowest_rank(
+    signs: list[tuple[int, int, float, float, float]], rank: int | None
+) -> None:
     assert slowest(tuple(RankSign(number, "step", *rest) for number, *rest in signs)) == rank  # type: ignore[arg-type]
 
 
 def test_a_rank_that_is_done_is_not_slow() -> None:
-    assert slowest((RankSign(0, CLOSED, 0, 1.0, 2.0, 100.0), RankSign(1, "step 3", 9, 1.0, 1.0, 0.1))) is None
+    assert (
+        slowest((RankSign(0, CLOSED, 0, 1.0, 2.0, 100.0), RankSign(1, "step 3", 9, 1.0, 1.0, 0.1)))
+        is None
+    )
 
 
 @pytest.mark.parametrize("ahead_s", [3600, -3600])
 def test_a_clock_that_differs_from_that_of_the_disk(
     folder: Path, monkeypatch: pytest.MonkeyPatch, ahead_s: int
 ) -> None:
-    """As on a laptop that looks at a cluster's disk: ages are by the disk, and the run is not taken for dead."""
+    """As on a laptop that looks at a cluster's disk: ages are by the disk, and the run is not
+    taken for dead.
+    """
     write_owner(folder, "elsewhere")
     beats = folder / "supervise" / "heartbeat-1"
     beats.mkdir(parents=True)
@@ -204,38 +249,59 @@ def test_a_clock_that_differs_from_that_of_the_disk(
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() + ahead_s)
     run = read_overview(folder)
-    assert run.state == "running" and run.ranks[0].silent_s < 1800 and run.clock_ahead_s == pytest.approx(ahead_s, 0.5)
+    assert (
+        run.state == "running"
+        and run.ranks[0].silent_s < 1800
+        and run.clock_ahead_s == pytest.approx(ahead_s, 0.5)
+    )
     how = "ahead of" if ahead_s > 0 else "behind"
     (line,) = [line for line in lines(run) if line.startswith("clock")]
-    assert re.fullmatch(rf"clock {{9}}this machine's is [\d,]+ s {how} the disk's, which ages are by", line)
-    monkeypatch.setattr("jmoe.cluster.overview.disk_time", lambda folder: None)  # it may not write there
+    assert re.fullmatch(
+        rf"clock {{9}}this machine's is [\d,]+ s {how} the disk's, which ages are by", line
+    )
+    # it may not write there
+    monkeypatch.setattr("jmoe.cluster.overview.disk_time", lambda folder: None)
     run = read_overview(folder)
-    assert (run.clock_ahead_s < -1800) == (ahead_s < 0) and run.step_age_s is not None and run.step_age_s >= 0
+    assert (
+        (run.clock_ahead_s < -1800) == (ahead_s < 0)
+        and run.step_age_s is not None
+        and run.step_age_s >= 0
+    )
 
 
 def test_what_is_no_run_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for path, words in ((tmp_path, "has no run.json, run.lock, "), (tmp_path / "absent", "must be a folder")):
+    for path, words in (
+        (tmp_path, "has no run.json, run.lock, "),
+        (tmp_path / "absent", "must be a folder"),
+    ):
         with pytest.raises(ValueError, match=f"must be the output folder of a run, and {words}"):
             read_overview(path)
     monkeypatch.setattr(sys, "argv", ["jmoe-status", str(tmp_path)])
     with pytest.raises(SystemExit) as ended:
         show_status.main()
     assert ended.value.code == 2
-    assert capsys.readouterr().err.startswith(f"jmoe-status: run = '{tmp_path}': must be the output folder of a run")
+    assert capsys.readouterr().err.startswith(
+        f"jmoe-status: run = '{tmp_path}': must be the output folder of a run"
+    )
 
 
 def test_tiers_are_shown(folder: Path) -> None:
     write_steps(folder, 7, tiers=TIERS)
     (line,) = [line for line in lines(read_overview(folder)) if line.startswith("tiers")]
-    assert "hit rate 75.0 %, NVMe 3.00 GB read, 2.00 GB written, host memory 5.00 GB, 1.5 s waited" in line
+    assert (
+        "hit rate 75.0 %, NVMe 3.00 GB read, 2.00 GB written, host memory 5.00 GB, 1.5 s waited"
+        in line
+    )
 
 
 def test_snapshots_in_this_hosts_memory_are_shown(folder: Path, tmp_path: Path) -> None:
     """The newest step's, whole files alone, of this run alone."""
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"checkpoint": {"memory_dir": str(tmp_path / "memory")}}))
+    (folder / "config.json").write_text(
+        json.dumps(config | {"checkpoint": {"memory_dir": str(tmp_path / "memory")}})
+    )
     assert read_overview(folder).snapshot is None
     for name in ("3-of-0", "3-of-2", "6-of-2", "6-of-0", "9-of-0.new"):
         path = tmp_path / "memory" / "jmoe-mine-1a2b" / name
@@ -247,16 +313,26 @@ def test_snapshots_in_this_hosts_memory_are_shown(folder: Path, tmp_path: Path) 
     assert overview.snapshot is not None
     assert (overview.snapshot.step, overview.snapshot.ranks) == (6, (0, 2))
     said = "\n".join(lines(overview))
-    assert re.search(r"^in memory     step 6, \d+ s ago; on this host the shards of process 0, 2$", said, re.MULTILINE)
+    assert re.search(
+        r"^in memory     step 6, \d+ s ago; on this host the shards of process 0, 2$",
+        said,
+        re.MULTILINE,
+    )
 
 
 @pytest.mark.slow
 def test_a_whole_run_without_jax(runs: TrainRuns, run_python: Run) -> None:
     """The program, on what a real run has left."""
     folder, _ = runs.reference
-    code = "import sys; from jmoe.cluster.show_status import main\ntry: main()\nfinally: print('jax' in sys.modules)"
+    code = (
+        "import sys; from jmoe.cluster.show_status import main\ntry: main()\nfinally: print('jax'"
+        " in sys.modules)"
+    )
     done = run_python(["-c", code, folder])
     assert done.returncode == 0, done.stderr
-    assert f"in {folder}: ended (all steps are done and saved)\nsteps         80 of 80 (100 %)" in done.stdout
+    assert (
+        f"in {folder}: ended (all steps are done and saved)\nsteps         80 of 80 (100 %)"
+        in done.stdout
+    )
     assert "\ncheckpoint    step 80, " in done.stdout and "\nrestarts      0\n" in done.stdout
     assert done.stdout.endswith("\nFalse\n")

@@ -1,4 +1,6 @@
-"""Ranks that were told different things, or strangers at the port, without JAX: threads stand for processes."""
+"""Ranks that were told different things, or strangers at the port, without JAX: threads stand
+for processes.
+"""
 
 import contextlib
 import socket
@@ -30,9 +32,14 @@ def close(met: Future[dict[int, socket.socket]]) -> list[int]:
 def test_ranks_that_were_told_different_numbers_of_processes(address: str) -> None:
     """As where a node of the job has other settings: the run does not begin with too few."""
     with ThreadPoolExecutor(2) as pool:
-        ranks = [pool.submit(rendezvous, address, count, rank, LIMIT_S) for rank, count in ((0, 3), (1, 2))]
+        ranks = [
+            pool.submit(rendezvous, address, count, rank, LIMIT_S)
+            for rank, count in ((0, 3), (1, 2))
+        ]
         for rank in ranks:
-            with pytest.raises(ValueError, match="distributed: rank 1 was told num_processes = 2, rank 0 3"):
+            with pytest.raises(
+                ValueError, match="distributed: rank 1 was told num_processes = 2, rank 0 3"
+            ):
                 rank.result(LIMIT_S)
 
 
@@ -42,7 +49,9 @@ def test_strangers_at_the_port_are_no_ranks(address: str) -> None:
         for words in (b"GET / HTTP/1.1\r\n\r\n", b"jmoe one 3\n", b""):
             while True:
                 with contextlib.suppress(ConnectionRefusedError):  # rank 0 does not listen yet
-                    with socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2]))) as line:
+                    with socket.create_connection(
+                        ("127.0.0.1", int(address.rpartition(":")[2]))
+                    ) as line:
                         line.sendall(words)
                     break
         others = [pool.submit(rendezvous, address, 3, rank, LIMIT_S) for rank in (1, 2)]

@@ -1,4 +1,6 @@
-"""Many processes start together: 16 train, 64 meet at the rendezvous alone, and one that never comes is named."""
+"""Many processes start together: 16 train, 64 meet at the rendezvous alone, and one that never
+comes is named.
+"""
 
 import json
 from pathlib import Path
@@ -14,10 +16,26 @@ PROCESSES, CALLERS = 16, 64
 LIMIT_S = 60
 
 
-def test_sixteen_processes_train_two_steps_and_end(runs: TrainRuns, tmp_path: Path, start_python: Start) -> None:
+def test_sixteen_processes_train_two_steps_and_end(
+    runs: TrainRuns, tmp_path: Path, start_python: Start
+) -> None:
     run = tmp_path / "run"
-    options = ("--batch-size", PROCESSES, "--num-steps", 2, "--distributed.heartbeat-timeout-s", 300)
-    command = ("-m", "jmoe.cluster.supervise", "--processes", str(PROCESSES), "--", *runs.command(run, *options))
+    options = (
+        "--batch-size",
+        PROCESSES,
+        "--num-steps",
+        2,
+        "--distributed.heartbeat-timeout-s",
+        300,
+    )
+    command = (
+        "-m",
+        "jmoe.cluster.supervise",
+        "--processes",
+        str(PROCESSES),
+        "--",
+        *runs.command(run, *options),
+    )
     start_python(command, tmp_path / "log", runs.environment()).end(3000)
     assert [step for step, _ in losses(run)] == [0, 1]
     lines = (run / "supervise" / "events.jsonl").read_text().splitlines()
@@ -32,5 +50,7 @@ def test_sixty_four_processes_meet() -> None:
 def test_one_of_sixty_four_never_comes() -> None:
     """Each of the 63 names it, once the limit is over."""
     missing = startup.one_never_joins(CALLERS, LIMIT_S)
-    assert missing["said"] == f"rank 63 did not start within distributed.start_timeout_s = {LIMIT_S} s"
+    assert (
+        missing["said"] == f"rank 63 did not start within distributed.start_timeout_s = {LIMIT_S} s"
+    )
     assert missing["first_s"] >= LIMIT_S - 5  # those that come after rank 0 wait a little less

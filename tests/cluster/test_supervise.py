@@ -1,4 +1,6 @@
-"""What a supervisor does when processes end, are killed, stop or are told to: real processes, without JAX."""
+"""What a supervisor does when processes end, are killed, stop or are told to: real processes,
+without JAX.
+"""
 
 import contextlib
 import json
@@ -42,20 +44,37 @@ LINGER = "import os, time; print('begun', os.getpid(), flush=True); time.sleep(1
 class Supervised:
     """Runs of the stand-in in one folder. plan: by attempt and rank."""
 
-    def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-        self.output_dir, self._folder, self._capsys, self._monkeypatch = folder / "run", folder, capsys, monkeypatch
+    def __init__(
+        self, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.output_dir = folder / "run"
+        self._folder = folder
+        self._capsys = capsys
+        self._monkeypatch = monkeypatch
         self.away = folder / "away"
         self.away.write_text("")
 
-    def make(self, plan: dict[str, str], *, options: tuple[str, ...] = (), **settings: Any) -> Supervisor:
+    def make(
+        self, plan: dict[str, str], *, options: tuple[str, ...] = (), **settings: Any
+    ) -> Supervisor:
         (self._folder / "plan").write_text(json.dumps(plan))
         self._monkeypatch.setenv("SUPERVISED_PLAN", str(self._folder / "plan"))
         self._monkeypatch.setenv("SUPERVISED_AWAY", str(self.away))
-        command = [str(ROOT / "tests" / "supervised.py"), "tiny", "--output-dir", str(self.output_dir), *options]
+        command = [
+            str(ROOT / "tests" / "supervised.py"),
+            "tiny",
+            "--output-dir",
+            str(self.output_dir),
+            *options,
+        ]
         if settings.get("hosts"):
             (self._folder / "launcher.py").write_text(LAUNCHER)
-            settings["launch"] = f"{sys.executable} {self._folder / 'launcher.py'} {self.away} {{host}}"
-        return Supervisor(SuperviseConfig(**({"processes": 2, "backoff_s": 0.01} | settings)), command)
+            settings["launch"] = (
+                f"{sys.executable} {self._folder / 'launcher.py'} {self.away} {{host}}"
+            )
+        return Supervisor(
+            SuperviseConfig(**({"processes": 2, "backoff_s": 0.01} | settings)), command
+        )
 
     def end(self, plan: dict[str, str], **settings: Any) -> tuple[int, str]:
         """(Exit code, screen) of a run of this plan."""
@@ -71,7 +90,9 @@ class Supervised:
 
 
 @pytest.fixture
-def supervised_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Supervised:
+def supervised_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Supervised:
     return Supervised(tmp_path, capsys, monkeypatch)
 
 
@@ -81,7 +102,10 @@ def test_gpus_of_a_job_without_a_process_are_refused(
     """Each of several processes on a machine has one GPU."""
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "8")
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
-    with pytest.raises(ValueError, match="would use 2 of the job's GPUs on this node: give a process for each of them"):
+    with pytest.raises(
+        ValueError,
+        match="would use 2 of the job's GPUs on this node: give a process for each of them",
+    ):
         supervised_run.make({})
     supervised_run.make({}, processes=8)
     supervised_run.make({}, processes=1)  # which has all of them
@@ -90,7 +114,10 @@ def test_gpus_of_a_job_without_a_process_are_refused(
 def test_all_ranks_end(supervised_run: Supervised) -> None:
     code, screen = supervised_run.end({})
     assert code == 0
-    assert "attempt 1: 2 processes, coordinator 127.0.0.1:" in screen and "attempt 1 rank 0 of 2" in screen
+    assert (
+        "attempt 1: 2 processes, coordinator 127.0.0.1:" in screen
+        and "attempt 1 rank 0 of 2" in screen
+    )
     assert "attempt 1 rank 1 of 2" in supervised_run.log(1) and "rank 1" not in screen
     assert [event["kind"] for event in supervised_run.events("end")] == ["done"]
 
@@ -105,7 +132,9 @@ def test_a_killed_rank_starts_all_again(supervised_run: Supervised) -> None:
     assert [event["attempt"] for event in supervised_run.events("start")] == [1, 2]
 
 
-def test_a_mistake_is_not_started_again(supervised_run: Supervised, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mistake_is_not_started_again(
+    supervised_run: Supervised, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rank 1 is to blame, not rank 0, which says nothing and is killed."""
     monkeypatch.setattr(supervise, "END_S", 0.2)
     code, screen = supervised_run.end({"1 0": "sleep 1000", "1 1": "exit 1"})
@@ -120,14 +149,22 @@ def test_an_aborted_rank_says_why_in_words_of_its_own(
     """The last line of its log is one of the stack that JAX prints."""
     monkeypatch.setattr(supervise, "END_S", 0.2)
     _, screen = supervised_run.end({"1 0": "sleep 1000", "1 1": "abort 0"})
-    assert "rank 1: killed by SIGABRT: jmoe: rank 0: no sign of life, dead or stopped; all processes start" in screen
+    assert (
+        "rank 1: killed by SIGABRT: jmoe: rank 0: no sign of life, dead or stopped; all processes"
+        " start" in screen
+    )
 
 
-def test_ranks_that_jax_does_not_hear_are_named(supervised_run: Supervised, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_jax_does_not_hear_are_named(
+    supervised_run: Supervised, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A rank is stopped before the others watch: JAX alone knows which one."""
     monkeypatch.setattr(supervise, "END_S", 0.2)
     _, screen = supervised_run.end({"1 0": "sleep 1000", "1 1": "unheard 0"})
-    assert "rank 1: killed by SIGABRT: ranks 0, 7: JAX has heard nothing, dead or stopped; all processes" in screen
+    assert (
+        "rank 1: killed by SIGABRT: ranks 0, 7: JAX has heard nothing, dead or stopped; all"
+        " processes" in screen
+    )
 
 
 def test_the_same_step_twice_is_given_up(supervised_run: Supervised) -> None:
@@ -140,8 +177,10 @@ def test_a_stopped_rank_is_named_and_all_start_again(supervised_run: Supervised)
     supervisor = supervised_run.make({"1 0": "sleep 1000", "1 1": "beat 1; signal 19"})
     supervisor._silence_s = 0.5  # rank 0 has no limit yet: it has not begun
     assert supervisor.run() == 0
-    (first, last) = supervised_run.events("end")
-    assert first["why"].startswith("rank 1: no sign of life for ") and first["why"].endswith("stopped, at step 7")
+    first, last = supervised_run.events("end")
+    assert first["why"].startswith("rank 1: no sign of life for ") and first["why"].endswith(
+        "stopped, at step 7"
+    )
     assert last["kind"] == "done"
 
 
@@ -149,11 +188,15 @@ def test_a_rank_that_never_begins_is_named(supervised_run: Supervised) -> None:
     supervisor = supervised_run.make({"1 0": "sleep 1000", "2 0": "sleep 1000"}, processes=1)
     supervisor._begin_s = 0.2
     assert supervisor.run() == 70
-    assert all("rank 0: has not begun within" in event["why"] for event in supervised_run.events("end"))
+    assert all(
+        "rank 0: has not begun within" in event["why"] for event in supervised_run.events("end")
+    )
     assert len(supervised_run.events("end")) == 2  # twice before the first step
 
 
-@pytest.mark.parametrize(("options", "code"), [((), 0), (("--distributed.stopped-exit-code", "3"), 3)])
+@pytest.mark.parametrize(
+    ("options", "code"), [((), 0), (("--distributed.stopped-exit-code", "3"), 3)]
+)
 def test_a_signal_is_passed_on_and_stops_the_run(
     supervised_run: Supervised, options: tuple[str, ...], code: int
 ) -> None:
@@ -193,15 +236,27 @@ def test_a_signal_while_the_processes_are_started_stops_the_run(
 def test_a_rank_that_its_host_stops_is_started_again(supervised_run: Supervised) -> None:
     """As where a machine is taken away with a warning: the run has saved and stopped in order."""
     code, screen = supervised_run.end({"1 0": "steps 2; exit 75"})
-    assert code == 0 and "stopped by a signal that was not the supervisor's; all processes start again" in screen
+    assert (
+        code == 0
+        and "stopped by a signal that was not the supervisor's; all processes start again" in screen
+    )
 
 
 def test_a_host_goes_and_comes_back(supervised_run: Supervised) -> None:
     plan = {"1 0": "sleep 1000", "1 1": "steps 4; leave 0", "2 0": "return 0; wait 75"}
-    settings = {"processes": None, "hosts": ("a=127.0.0.1", "b"), "min_processes": 1, "return_check_s": 0.05}
+    settings = {
+        "processes": None,
+        "hosts": ("a=127.0.0.1", "b"),
+        "min_processes": 1,
+        "return_check_s": 0.05,
+    }
     code, screen = supervised_run.end(plan, **settings)
     assert code == 0
-    assert "rank 1 on b: killed by SIGKILL" in screen and "attempt 2: 1 processes" in screen and "away: b" in screen
+    assert (
+        "rank 1 on b: killed by SIGKILL" in screen
+        and "attempt 2: 1 processes" in screen
+        and "away: b" in screen
+    )
     assert "back: b; the run is saved and goes on with more processes" in screen
     assert [event["processes"] for event in supervised_run.events("start")] == [2, 1, 2]
     assert [event["kind"] for event in supervised_run.events("end")] == ["lost", "stopped", "done"]
@@ -218,11 +273,15 @@ def test_the_run_is_split_over_as_many_processes_as_divide_it(supervised_run: Su
 
 def test_hosts_that_stay_away_end_the_run(supervised_run: Supervised) -> None:
     supervised_run.away.write_text("a b")
-    with pytest.raises(OSError, match=r"0 of 2 processes can run after 0.01 s \(host_wait_s\); hosts away: a, b"):
+    with pytest.raises(
+        OSError, match=r"0 of 2 processes can run after 0.01 s \(host_wait_s\); hosts away: a, b"
+    ):
         supervised_run.end({}, processes=None, hosts=("a", "b"), host_wait_s=0.01)
 
 
-def test_one_supervisor_a_run_in_a_folder_that_can_be_written(supervised_run: Supervised, tmp_path: Path) -> None:
+def test_one_supervisor_a_run_in_a_folder_that_can_be_written(
+    supervised_run: Supervised, tmp_path: Path
+) -> None:
     first, second = supervised_run.make({}), supervised_run.make({})
     with contextlib.ExitStack() as stack:
         first._open(stack)
@@ -238,7 +297,10 @@ def test_one_supervisor_a_run_in_a_folder_that_can_be_written(supervised_run: Su
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--distributed.heartbeat-folder", "x"), "distributed.heartbeat_folder = 'x': must not be given"),
+        (
+            ("--distributed.heartbeat-folder", "x"),
+            "distributed.heartbeat_folder = 'x': must not be given",
+        ),
         (("--plan",), "plan = True: must not be given to a supervised run"),
     ],
 )
@@ -251,30 +313,59 @@ def test_what_the_supervisor_gives_is_refused(
 
 def test_commands_of_every_form() -> None:
     forms = {"train.py": [sys.executable, "train.py"], "jmoe-train": ["jmoe-train"]}
-    forms |= {"python3 train.py": ["python3", "train.py"], "python -m jmoe.x": ["python", "-m", "jmoe.x"]}
+    forms |= {
+        "python3 train.py": ["python3", "train.py"],
+        "python -m jmoe.x": ["python", "-m", "jmoe.x"],
+    }
     for words, program in forms.items():
-        assert program_and_arguments([*words.split(), "tiny", "--plan"]) == (program, ["tiny", "--plan"])
+        assert program_and_arguments([*words.split(), "tiny", "--plan"]) == (
+            program,
+            ["tiny", "--plan"],
+        )
 
 
 def test_restarts_and_their_waits() -> None:
-    """The budget and the waits begin anew with every checkpoint, and equal steps count only in a row."""
+    """The budget and the waits begin anew with every checkpoint, and equal steps count only in a
+    row.
+    """
     config = SuperviseConfig(max_restarts=4, same_step_limit=3, backoff_s=5.0, max_backoff_s=15.0)
     lost, restarts = Ending("lost", 70), Restarts(config, Reached(9, 10))
-    assert [restarts.after(lost, Reached(step, 10)) for step in (11, 12, 12, 13)] == [0.0, 5.0, 10.0, 15.0]
+    assert [restarts.after(lost, Reached(step, 10)) for step in (11, 12, 12, 13)] == [
+        0.0,
+        5.0,
+        10.0,
+        15.0,
+    ]
     assert (
-        restarts.after(lost, Reached(14, 10)) == "given up: 4 restarts in a row have made no checkpoint (max_restarts)"
+        restarts.after(lost, Reached(14, 10))
+        == "given up: 4 restarts in a row have made no checkpoint (max_restarts)"
     )
     assert [restarts.after(lost, Reached(14, 15)) for _ in range(2)] == [0.0, 5.0]
-    assert "3 attempts in a row have ended after step 14" in str(restarts.after(lost, Reached(14, 15)))
+    assert "3 attempts in a row have ended after step 14" in str(
+        restarts.after(lost, Reached(14, 15))
+    )
     assert "before the first step" in str(
         Restarts(SuperviseConfig(same_step_limit=1), Reached()).after(lost, Reached())
     )
-    assert Restarts(config, Reached()).after(Ending("mistake", 1), Reached(5, 5)) == "which a new start does not mend"
+    assert (
+        Restarts(config, Reached()).after(Ending("mistake", 1), Reached(5, 5))
+        == "which a new start does not mend"
+    )
 
 
 def test_exit_codes() -> None:
-    assert [kind_of(code) for code in (1, 2, 70, 134, 137)] == ["mistake", "mistake", "lost", "lost", "lost"]
-    assert [named_code(code) for code in (1, 137, 255)] == ["exit code 1", "killed by SIGKILL", "exit code 255"]
+    assert [kind_of(code) for code in (1, 2, 70, 134, 137)] == [
+        "mistake",
+        "mistake",
+        "lost",
+        "lost",
+        "lost",
+    ]
+    assert [named_code(code) for code in (1, 137, 255)] == [
+        "exit code 1",
+        "killed by SIGKILL",
+        "exit code 255",
+    ]
 
 
 def test_how_far_a_run_has_come(tmp_path: Path) -> None:
@@ -324,14 +415,20 @@ def test_a_reserved_port_is_for_who_is_told_it() -> None:
     with reserve_port() as reserved:
         port = reserved.getsockname()[1]
         socket.create_server(("", port)).close()
-        with socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True) as server:
+        with socket.create_server(
+            ("", port), family=socket.AF_INET6, dualstack_ipv6=True
+        ) as server:
             assert server.getsockname()[1] == port
 
 
 def test_a_process_ends_with_its_tether(tmp_path: Path) -> None:
     (remote,) = answered([RemoteProcess("", 0, [])], 240)
     with contextlib.closing(remote):
-        remote.start(Order([sys.executable, "-c", LINGER], str(tmp_path), {}, str(tmp_path / "log"), "a title"))
+        remote.start(
+            Order(
+                [sys.executable, "-c", LINGER], str(tmp_path), {}, str(tmp_path / "log"), "a title"
+            )
+        )
         wait_for_text(tmp_path / "log", "begun")
         assert "a title" in (tmp_path / "log").read_text()
         pid = int((tmp_path / "log").read_text().split()[-1])
@@ -344,7 +441,9 @@ def test_a_process_ends_with_its_tether(tmp_path: Path) -> None:
 
 
 def test_what_a_process_leaves_behind_ends_with_it(tmp_path: Path) -> None:
-    """A child that was forked has its parent's devices and locks, for which the next attempt would wait."""
+    """A child that was forked has its parent's devices and locks, for which the next attempt
+    would wait.
+    """
     forks = """if True:
         import os, sys, time
         if os.fork():
@@ -358,11 +457,16 @@ def test_what_a_process_leaves_behind_ends_with_it(tmp_path: Path) -> None:
     """
     (remote,) = answered([RemoteProcess("", 0, [])], 240)
     with contextlib.closing(remote):
-        remote.start(Order([sys.executable, "-c", forks], str(tmp_path), {}, str(tmp_path / "log"), "a title"))
+        remote.start(
+            Order(
+                [sys.executable, "-c", forks], str(tmp_path), {}, str(tmp_path / "log"), "a title"
+            )
+        )
         wait_for(lambda: remote.code() is not None)
         assert remote.code() == 3
     child = Path(f"/proc/{(tmp_path / 'child').read_text()}/stat")
-    wait_for(lambda: not child.exists() or " Z " in child.read_text())  # nobody may have asked for its end
+    # nobody may have asked for its end
+    wait_for(lambda: not child.exists() or " Z " in child.read_text())
 
 
 def test_a_process_that_cannot_be_started_is_named(tmp_path: Path) -> None:
@@ -379,7 +483,13 @@ def test_a_process_that_cannot_be_started_is_named(tmp_path: Path) -> None:
 
 def test_the_supervisor_imports_no_jax(run_python: Run) -> None:
     done = run_python(
-        ["-c", "import sys, jmoe.cluster.supervise, jmoe.cluster.remote_process; print('jax' in sys.modules)"]
+        [
+            "-c",
+            (
+                "import sys, jmoe.cluster.supervise, jmoe.cluster.remote_process; print('jax' in"
+                " sys.modules)"
+            ),
+        ]
     )
     assert done.stdout == "False\n", done.stderr
 
@@ -387,15 +497,34 @@ def test_the_supervisor_imports_no_jax(run_python: Run) -> None:
 def test_a_command_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="give the command after `--`"):
         parse_supervise(["--processes", "2"])
-    config, command = parse_supervise(["--hosts", "a", "b", "--min-processes", "1", "--", "train.py", "tiny", "--plan"])
-    assert (config.num_processes, config.fewest_processes, command) == (2, 1, ["train.py", "tiny", "--plan"])
-    assert config.prefix("a")[0] == "ssh" and config.prefix("a")[-1] == "a" and config.prefix("") == []
+    config, command = parse_supervise(
+        ["--hosts", "a", "b", "--min-processes", "1", "--", "train.py", "tiny", "--plan"]
+    )
+    assert (config.num_processes, config.fewest_processes, command) == (
+        2,
+        1,
+        ["train.py", "tiny", "--plan"],
+    )
+    assert (
+        config.prefix("a")[0] == "ssh" and config.prefix("a")[-1] == "a" and config.prefix("") == []
+    )
 
 
-def test_a_real_run_loses_a_rank_and_goes_on(runs: TrainRuns, tmp_path: Path, start_python: Start) -> None:
-    """Two processes of train.py, of which one is killed: steps that are done again have the same losses."""
+def test_a_real_run_loses_a_rank_and_goes_on(
+    runs: TrainRuns, tmp_path: Path, start_python: Start
+) -> None:
+    """Two processes of train.py, of which one is killed: steps that are done again have the same
+    losses.
+    """
     run = tmp_path / "run"
-    command = ("-m", "jmoe.cluster.supervise", "--processes", "2", "--", *runs.command(run, *ENDLESS))
+    command = (
+        "-m",
+        "jmoe.cluster.supervise",
+        "--processes",
+        "2",
+        "--",
+        *runs.command(run, *ENDLESS),
+    )
     supervisor = start_python(command, tmp_path / "log", runs.environment())
     supervisor.wait_until(lambda: committed(run))
     ranks_of(supervisor.pid)[1].kill()

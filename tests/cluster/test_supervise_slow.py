@@ -1,7 +1,8 @@
-"""Supervised runs of four processes under random faults, on hosts that come and go, over a link that is lost.
+"""Supervised runs of four processes under random faults, on hosts that come and go, over a link
+that is lost.
 
-JMOE_FAULTS sets the number of faults. With JMOE_FAULTS_FOLDER the run is kept there, and one that is there goes on: a
-long one can be had in several sittings, each with a greater number.
+JMOE_FAULTS sets the number of faults. With JMOE_FAULTS_FOLDER the run is kept there, and one that
+is there goes on: a long one can be had in several sittings, each with a greater number.
 """
 
 import contextlib
@@ -26,7 +27,18 @@ import pytest
 from benchmarks.lib.linked_nodes import ADDRESSES, NODES, LinkedNodes
 from tests.cluster.test_supervise import LAUNCHER
 from tests.processes import Child
-from tests.train_runs import ENDLESS, Run, Start, TrainRuns, committed, losses, ranks_of, resumes, run_split, unfinished
+from tests.train_runs import (
+    ENDLESS,
+    Run,
+    Start,
+    TrainRuns,
+    committed,
+    losses,
+    ranks_of,
+    resumes,
+    run_split,
+    unfinished,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
 
@@ -34,14 +46,31 @@ FAULTS = int(os.environ.get("JMOE_FAULTS", "50"))
 SEED = random.SystemRandom().randrange(1 << 30)
 EVERY = 5  # steps between checkpoints
 SPREAD = ("--mesh.expert-inter", "2", "--mesh.expert-intra", "2")
-NVME = ("--tiers.experts", "nvme", "--tiers.optimizer", "nvme", "--tiers.host-cache-bytes", "500000")
+NVME = (
+    "--tiers.experts",
+    "nvme",
+    "--tiers.optimizer",
+    "nvme",
+    "--tiers.host-cache-bytes",
+    "500000",
+)
 PATIENT = ("--same-step-limit", "1000", "--max-restarts", "1000", "--backoff-s", "0")
-QUICK = ("--distributed.start-timeout-s", "60", "--distributed.heartbeat-timeout-s", "6")  # to notice what is stopped
+# to notice what is stopped
+QUICK = ("--distributed.start-timeout-s", "60", "--distributed.heartbeat-timeout-s", "6")
 SLOWER = ("--sequence-length", "256", "--batch-size", "32")
 
 
-def supervise(runs: TrainRuns, start_python: Start, run: Path, settings: tuple[str, ...], *options: object) -> Child:
-    command = ("-m", "jmoe.cluster.supervise", *PATIENT, *settings, "--", *runs.command(run, *ENDLESS, *options))
+def supervise(
+    runs: TrainRuns, start_python: Start, run: Path, settings: tuple[str, ...], *options: object
+) -> Child:
+    command = (
+        "-m",
+        "jmoe.cluster.supervise",
+        *PATIENT,
+        *settings,
+        "--",
+        *runs.command(run, *ENDLESS, *options),
+    )
     return start_python(command, run.with_suffix(".log"), runs.environment())
 
 
@@ -56,8 +85,12 @@ def events(run: Path, kind: str) -> list[dict[str, Any]]:
     return [event for event in map(json.loads, lines) if event["event"] == kind]
 
 
-def undisturbed(runs: TrainRuns, start_python: Start, run: Path, *options: object) -> dict[int, float]:
-    """The losses of as many steps as this run has made, with nothing in their way; exchanged as its links made best."""
+def undisturbed(
+    runs: TrainRuns, start_python: Start, run: Path, *options: object
+) -> dict[int, float]:
+    """The losses of as many steps as this run has made, with nothing in their way; exchanged as
+    its links made best.
+    """
     whole, links = run.with_name("undisturbed"), [str(path) for path in run.glob("links-*.toml")]
     options += ("--comm.links", links[0]) if links else ()
     run_split(runs, start_python, whole, 4, 1, *options, "--num-steps", losses(run)[-1][0] + 1)
@@ -66,10 +99,12 @@ def undisturbed(runs: TrainRuns, start_python: Start, run: Path, *options: objec
 
 @pytest.mark.parametrize("kind", ["device", "nvme"])
 def test_random_faults(runs: TrainRuns, tmp_path: Path, start_python: Start, kind: str) -> None:
-    """SIGKILL or SIGSTOP of any rank at any time, also while all start: every loss is that of an undisturbed run.
+    """SIGKILL or SIGSTOP of any rank at any time, also while all start: every loss is that of an
+    undisturbed run.
 
-    At most one checkpoint has to be written anew, the one that was being written: training goes on meanwhile, and the
-    next one begins only after it, so that its steps and those since, at most twice `EVERY`, are done again.
+    At most one checkpoint has to be written anew, the one that was being written: training goes on
+    meanwhile, and the next one begins only after it, so that its steps and those since, at most
+    twice `EVERY`, are done again.
     """
     options = (*SPREAD, *(NVME if kind == "nvme" else ()), *QUICK)
     folder = Path(os.environ.get("JMOE_FAULTS_FOLDER", tmp_path)).absolute() / kind
@@ -77,12 +112,16 @@ def test_random_faults(runs: TrainRuns, tmp_path: Path, start_python: Start, kin
     rng, run, noted = random.Random(f"{SEED} {kind}"), folder / "run", folder / "faults.json"
     # [{fault, attempt, the checkpoints that the attempt's end has left unfinished}]
     faults: list[dict[str, Any]] = json.loads(noted.read_text()) if noted.exists() else []
-    cut_off = len(events(run, "start")) - len(events(run, "end"))  # attempts that ended with their supervisor
+    # attempts that ended with their supervisor
+    cut_off = len(events(run, "start")) - len(events(run, "end"))
     supervisor = supervise(runs, start_python, run, ("--processes", "4"), *options)
 
     def wait_for_attempt(number: int) -> None:
         supervisor.wait_until(
-            lambda: len(ranks_of(supervisor.pid)) == 4 and len(events(run, "start")) > number + cut_off, 900
+            lambda: (
+                len(ranks_of(supervisor.pid)) == 4 and len(events(run, "start")) > number + cut_off
+            ),
+            900,
         )
 
     def wait_for_step_beyond(number: int) -> None:
@@ -99,14 +138,22 @@ def test_random_faults(runs: TrainRuns, tmp_path: Path, start_python: Start, kin
             time.sleep(rng.uniform(0, 5))
         else:
             time.sleep(rng.uniform(0, 10))
-        victim, number = ranks_of(supervisor.pid).get(rng.randrange(4)), rng.choice([signal.SIGKILL, signal.SIGSTOP])
+        victim = ranks_of(supervisor.pid).get(rng.randrange(4))
+        number = rng.choice([signal.SIGKILL, signal.SIGSTOP])
         if victim is None:
             continue
         with contextlib.suppress(psutil.NoSuchProcess):
             victim.send_signal(number)
             wait_for_end(attempt)
             being_written = [int(path.name.partition(".")[0]) for path in unfinished(run)]
-            faults.append({"signal": number.name, "attempt": attempt, "being_written": being_written, "seed": SEED})
+            faults.append(
+                {
+                    "signal": number.name,
+                    "attempt": attempt,
+                    "being_written": being_written,
+                    "seed": SEED,
+                }
+            )
             noted.write_text(json.dumps(faults))
     before = len(resumes(run))
     supervisor.wait_until(lambda: len(resumes(run)) > before or not committed(run), 900)
@@ -116,14 +163,29 @@ def test_random_faults(runs: TrainRuns, tmp_path: Path, start_python: Start, kin
     ends = events(run, "end")
     repeated = [event["step"] + 1 - max(0, event["checkpoint"]) for event in ends]
     anew = [attempt for attempt, steps in enumerate(repeated) if steps > EVERY]
-    told = {"experts": kind, "faults": len(faults), "signals": Counter(fault["signal"] for fault in faults)}
+    told = {
+        "experts": kind,
+        "faults": len(faults),
+        "signals": Counter(fault["signal"] for fault in faults),
+    }
     told |= {"seeds": sorted({fault["seed"] for fault in faults}), "attempts": len(ends)}
-    told |= {"steps": losses(run)[-1][0] + 1, "steps_done_again": sum(repeated), "most_at_once": max(repeated)}
-    print(f"\n{json.dumps(told | {'checkpoints_written_anew': len(anew)})}\nsteps done again: {repeated}", flush=True)
+    told |= {
+        "steps": losses(run)[-1][0] + 1,
+        "steps_done_again": sum(repeated),
+        "most_at_once": max(repeated),
+    }
+    print(
+        f"\n{json.dumps(told | {'checkpoints_written_anew': len(anew)})}\nsteps done again:"
+        f" {repeated}",
+        flush=True,
+    )
     assert max(repeated) <= 2 * EVERY
     left = {fault["attempt"]: fault["being_written"] for fault in faults}
     for attempt in (attempt for attempt in anew if attempt in left):
-        assert max(0, ends[attempt]["checkpoint"]) + EVERY in left[attempt], (ends[attempt], left[attempt])
+        assert max(0, ends[attempt]["checkpoint"]) + EVERY in left[attempt], (
+            ends[attempt],
+            left[attempt],
+        )
     assert dict(losses(run)) == undisturbed(runs, start_python, run, *options)
 
 
@@ -133,7 +195,17 @@ def test_hosts_go_and_come_back(runs: TrainRuns, tmp_path: Path, start_python: S
     launcher.write_text(LAUNCHER)
     away.write_text("")
     launch = f"{sys.executable} {launcher} {away} {{host}}"
-    hosts = ("--hosts", "a=127.0.0.1", "b", "c", "d", "--min-processes", "2", "--return-check-s", "1")
+    hosts = (
+        "--hosts",
+        "a=127.0.0.1",
+        "b",
+        "c",
+        "d",
+        "--min-processes",
+        "2",
+        "--return-check-s",
+        "1",
+    )
     supervisor = supervise(runs, start_python, run, (*hosts, "--launch", launch), *SLOWER)
     supervisor.wait_until(lambda: committed(run), 900)
     away.write_text("c d")
@@ -178,10 +250,18 @@ def slowed(process: psutil.Process) -> Iterator[None]:
 def test_a_slow_rank_is_named_and_survived(
     runs: TrainRuns, tmp_path: Path, start_python: Start, run_python: Run
 ) -> None:
-    """A rank that gets a tenth of its processor holds the others up; it is no reason to start again."""
+    """A rank that gets a tenth of its processor holds the others up; it is no reason to start
+    again.
+    """
     run = tmp_path / "run"
     supervisor = supervise(
-        runs, start_python, run, ("--processes", "4"), *SPREAD, "--distributed.heartbeat-timeout-s", 60
+        runs,
+        start_python,
+        run,
+        ("--processes", "4"),
+        *SPREAD,
+        "--distributed.heartbeat-timeout-s",
+        60,
     )
     supervisor.wait_until(lambda: committed(run), 900)
     slow, named, end = 3, Counter[int | None](), losses(run)[-1][0] + 10
@@ -202,13 +282,19 @@ def test_a_slow_rank_is_named_and_survived(
     os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None,
     reason="two nodes on one machine need root and iproute2",
 )
-def test_a_link_is_lost_for_half_a_minute(runs: TrainRuns, tmp_path: Path, start_python: Start) -> None:
-    """Each rank is alone in its node: they say who is missing, and start again until the link is back."""
+def test_a_link_is_lost_for_half_a_minute(
+    runs: TrainRuns, tmp_path: Path, start_python: Start
+) -> None:
+    """Each rank is alone in its node: they say who is missing, and start again until the link is
+    back.
+    """
     run = tmp_path / "run"
     hosts = [f"{node}={address}" for node, address in zip(NODES[:2], ADDRESSES[:2], strict=True)]
     settings = ("--hosts", *hosts, "--launch", "ip netns exec {host}", "--max-backoff-s", "5")
     with LinkedNodes(1000):
-        supervisor = supervise(runs, start_python, run, settings, *SLOWER, "--distributed.start-timeout-s", 60)
+        supervisor = supervise(
+            runs, start_python, run, settings, *SLOWER, "--distributed.start-timeout-s", 60
+        )
         supervisor.wait_until(lambda: committed(run), 900)
         subprocess.run(["ip", "link", "set", f"{NODES[1]}v", "down"], check=True)
         time.sleep(30)
@@ -225,13 +311,22 @@ def test_a_link_is_lost_for_half_a_minute(runs: TrainRuns, tmp_path: Path, start
 
 
 def test_a_suspended_job_goes_on(runs: TrainRuns, tmp_path: Path, start_python: Start) -> None:
-    """All of it is stopped for longer than any limit, as by `scontrol suspend`: nobody takes another for dead.
+    """All of it is stopped for longer than any limit, as by `scontrol suspend`: nobody takes
+    another for dead.
 
-    Of several processes JAX's coordination service ends the run, which starts again from its checkpoint.
+    Of several processes JAX's coordination service ends the run, which starts again from its
+    checkpoint.
     """
     run = tmp_path / "run"
     limits = ("--distributed.heartbeat-timeout-s", 10, "--distributed.step-timeout-s", 25)
-    command = ("-m", "jmoe.cluster.supervise", "--processes", "1", "--", *runs.command(run, *limits, *ENDLESS))
+    command = (
+        "-m",
+        "jmoe.cluster.supervise",
+        "--processes",
+        "1",
+        "--",
+        *runs.command(run, *limits, *ENDLESS),
+    )
     supervisor = start_python(command, tmp_path / "log", runs.environment())
     supervisor.wait_until(lambda: committed(run))
     job = [psutil.Process(supervisor.pid), *psutil.Process(supervisor.pid).children(recursive=True)]

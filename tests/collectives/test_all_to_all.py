@@ -1,4 +1,5 @@
-"""The all-to-all in two hops against the flat one, and the flat one against plain indexing; bit for bit.
+"""The all-to-all in two hops against the flat one, and the flat one against plain indexing; bit for
+bit.
 
 Legend: R devices of one all-to-all = P x Q, C rows per destination, D hidden.
 """
@@ -17,7 +18,8 @@ from jax.sharding import AxisType
 from jmoe.collectives.all_to_all import make_all_to_all
 from jmoe.mesh import split_over
 
-SPLITS = [(1, 8), (2, 4), (4, 2), (8, 1), (2, 2), (1, 2)]  # (across nodes, inside a node); the rest is data
+# (across nodes, inside a node); the rest is data
+SPLITS = [(1, 8), (2, 4), (4, 2), (8, 1), (2, 2), (1, 2)]
 C, D = 3, 5
 
 
@@ -29,7 +31,9 @@ def mesh_of(across: int, inside: int) -> jax.sharding.Mesh:
 def run(
     hierarchical: bool, across: int, inside: int, x: np.ndarray, g: np.ndarray
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(rows, int32 labels, gradient of the rows) after the all-to-all; x [8, R, C, D], one block per device."""
+    """(rows, int32 labels, gradient of the rows) after the all-to-all; x [8, R, C, D], one block
+    per device.
+    """
     mesh = mesh_of(across, inside)
     all_to_all, axes = make_all_to_all(("node", "gpu"), hierarchical), ("rows", "node", "gpu")
 
@@ -40,7 +44,9 @@ def run(
         return out[None], all_to_all((x, labels))[1][None], vjp(g)[0][None]
 
     spec = split_over(axes)
-    step = jax.shard_map(body, mesh=mesh, in_specs=(spec, spec), out_specs=(spec, spec, spec), check_vma=False)
+    step = jax.shard_map(
+        body, mesh=mesh, in_specs=(spec, spec), out_specs=(spec, spec, spec), check_vma=False
+    )
     result: tuple[jax.Array, jax.Array, jax.Array] = jax.block_until_ready(jax.jit(step)(x, g))
     return result
 
@@ -54,7 +60,10 @@ def test_hierarchical_is_flat_is_a_transpose(across: int, inside: int, dtype: An
     flat = run(False, across, inside, x, g)
     hierarchical = run(True, across, inside, x, g)
     labels = (100 * np.arange(8)[:, None] + np.arange(devices)).astype(np.int32)
-    swapped = [a.reshape(8 // devices, devices, devices, *a.shape[2:]).swapaxes(1, 2) for a in (x, labels, g)]
+    swapped = [
+        a.reshape(8 // devices, devices, devices, *a.shape[2:]).swapaxes(1, 2)
+        for a in (x, labels, g)
+    ]
     for ours, other, expected in zip(flat, hierarchical, swapped, strict=True):
         np.testing.assert_array_equal(ours, other)
         np.testing.assert_array_equal(np.asarray(ours).reshape(expected.shape), expected)
@@ -65,5 +74,7 @@ def test_it_is_its_own_inverse() -> None:
     mesh, axes = mesh_of(2, 4), ("node", "gpu")
     x = np.random.default_rng(1).normal(size=(64, C)).astype(np.float32)
     move, spec = make_all_to_all(axes, hierarchical=True), split_over(axes)
-    twice = jax.shard_map(lambda x: move(move(x)), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    twice = jax.shard_map(
+        lambda x: move(move(x)), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
+    )
     np.testing.assert_array_equal(jax.block_until_ready(jax.jit(twice)(x)), x)

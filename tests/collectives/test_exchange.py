@@ -1,6 +1,8 @@
-"""The exchanges against each other and against every expert on every token: values, gradients, what is dropped.
+"""The exchanges against each other and against every expert on every token: values, gradients, what
+is dropped.
 
-Legend: T tokens of a device, D hidden, E experts, L experts of a device, K choices a token, P nodes of Q devices.
+Legend: T tokens of a device, D hidden, E experts, L experts of a device, K choices a token, P nodes
+of Q devices.
 """
 
 from __future__ import annotations
@@ -20,7 +22,13 @@ from jmoe.collectives.exchange import Choices, OneDevice, make_exchange
 from jmoe.config import RouterConfig
 from jmoe.layers.router import route
 from jmoe.mesh import split_over
-from jmoe.planning.exchange import ExchangePlan, buffer_rows, exchange_traffic, nodes_per_token, plan_exchange
+from jmoe.planning.exchange import (
+    ExchangePlan,
+    buffer_rows,
+    exchange_traffic,
+    nodes_per_token,
+    plan_exchange,
+)
 from tests.compiled import inside_shard_map, origins, runs
 
 SPLITS = [(2, 4), (4, 2)]  # (nodes, devices of a node)
@@ -31,12 +39,19 @@ DEVICES = 8
 
 def planned(kind: Any, split: tuple[int, int], k: int, **groups: int) -> ExchangePlan:
     nodes, inside = split
-    sizes = {"num_nodes": nodes, "devices_per_node": inside, "num_experts": E, "num_experts_per_tok": k}
+    sizes = {
+        "num_nodes": nodes,
+        "devices_per_node": inside,
+        "num_experts": E,
+        "num_experts_per_tok": k,
+    }
     return plan_exchange(kind, **sizes, **groups)
 
 
 def experts(rows_MD: jax.Array, group_sizes_L: jax.Array, w_LD: jax.Array) -> jax.Array:
-    """Expert e makes tanh(w_e x): nothing that a wrong row, expert or order would leave as it is."""
+    """Expert e makes tanh(w_e x): nothing that a wrong row, expert or order would leave as it
+    is.
+    """
     expert_M = (jnp.arange(rows_MD.shape[0])[:, None] >= jnp.cumsum(group_sizes_L)).sum(axis=1)
     w_MD = jnp.take(w_LD, expert_M, axis=0, mode="fill", fill_value=0)
     return jnp.tanh(rows_MD.astype(jnp.float32) * w_MD).astype(rows_MD.dtype)
@@ -44,9 +59,16 @@ def experts(rows_MD: jax.Array, group_sizes_L: jax.Array, w_LD: jax.Array) -> ja
 
 @functools.cache
 def program(
-    kind: str, split: tuple[int, int], k: int, factor: float | None, full_capacity: bool, num_chunks: int = 1
+    kind: str,
+    split: tuple[int, int],
+    k: int,
+    factor: float | None,
+    full_capacity: bool,
+    num_chunks: int = 1,
 ) -> Callable[..., Any]:
-    """(x [8 T, D], idx, weights [8 T, K], w [E, D], g [8 T, D]) -> (y, dropped of each device, gradients)."""
+    """(x [8 T, D], idx, weights [8 T, K], w [E, D], g [8 T, D]) -> (y, dropped of each device,
+    gradients).
+    """
     mesh = jax.make_mesh(split, AXES, axis_types=(AxisType.Auto,) * 2)
     exchange = make_exchange(planned(kind, split, k), AXES, factor)
 
@@ -81,7 +103,13 @@ def draw(routing: str, k: int, dtype: Any = jnp.float32) -> tuple[Any, ...]:
         idx[:, -1] = idx[:, 0]
     x, g = (jnp.asarray(rng.normal(size=(tokens, D)), dtype) for _ in range(2))
     weights = jnp.asarray(rng.uniform(0.1, 1, size=idx.shape), jnp.float32)
-    return x, jnp.asarray(idx), weights, jnp.asarray(rng.normal(size=(E, D)), jnp.float32), g.astype(jnp.float32)
+    return (
+        x,
+        jnp.asarray(idx),
+        weights,
+        jnp.asarray(rng.normal(size=(E, D)), jnp.float32),
+        g.astype(jnp.float32),
+    )
 
 
 def run(
@@ -92,7 +120,9 @@ def run(
     worst: bool = True,
     num_chunks: int = 1,
 ) -> Any:
-    return jax.block_until_ready(program(kind, split, args[1].shape[1], factor, worst, num_chunks)(*args))
+    return jax.block_until_ready(
+        program(kind, split, args[1].shape[1], factor, worst, num_chunks)(*args)
+    )
 
 
 def dense(args: tuple[Any, ...], kept_TK: np.ndarray | None = None) -> Any:
@@ -123,7 +153,9 @@ def assert_same(ours: Any, expected: Any, tolerance: float = 1e-6) -> None:
 @pytest.mark.parametrize("routing", ["uniform", "skewed", "same", "twice"])
 @pytest.mark.parametrize("k", [1, 2, 8])
 @pytest.mark.parametrize("split", SPLITS, ids=str)
-def test_every_exchange_is_every_expert_on_every_token(split: tuple[int, int], k: int, routing: str) -> None:
+def test_every_exchange_is_every_expert_on_every_token(
+    split: tuple[int, int], k: int, routing: str
+) -> None:
     args = draw(routing, k)
     y, dropped, grads = run("flat", split, args)
     assert not dropped.any()
@@ -135,7 +167,9 @@ def test_every_exchange_is_every_expert_on_every_token(split: tuple[int, int], k
 
 def test_hierarchical_is_flat_bit_for_bit() -> None:
     args = draw("skewed", 2)
-    for ours, expected in zip(*(jax.tree.leaves(run(kind, (2, 4), args)) for kind in ("hierarchical", "flat"))):
+    for ours, expected in zip(
+        *(jax.tree.leaves(run(kind, (2, 4), args)) for kind in ("hierarchical", "flat"))
+    ):
         np.testing.assert_array_equal(ours, expected)
 
 
@@ -153,7 +187,8 @@ def test_bfloat16_rows_stay_bfloat16() -> None:
     text = program("dedup", (2, 4), 8, None, True).lower(*args).as_text()
     moved = re.findall(r"all_to_all.*: \(tensor<([0-9x]+)x(\w+)>\)", text)
     assert {kind for shape, kind in moved if shape.endswith(f"x{D}")} == {"ui16"}
-    assert len([kind for _, kind in moved if kind == "ui16"]) == 8  # two levels, there and back, twice
+    # two levels, there and back, twice
+    assert len([kind for _, kind in moved if kind == "ui16"]) == 8
     (y, _, grads), (y_flat, _, grads_flat) = run("dedup", (2, 4), args), run("flat", (2, 4), args)
     assert_same((y, grads), (y_flat, grads_flat), 0.02)
 
@@ -188,7 +223,8 @@ def kept_choices(args: tuple[Any, ...], split: tuple[int, int], factor: float) -
     kept = np.zeros(idx.shape, bool)
     node_of, device_of = idx // (E // nodes), idx // (E // (nodes * devices)) % devices
     for node in range(nodes):
-        for place in range(devices):  # the device that deals out what arrives in its place from all nodes
+        # the device that deals out what arrives in its place from all nodes
+        for place in range(devices):
             carried: list[tuple[int, int]] = []
             for source in range(nodes):
                 first = (source * devices + place) * T
@@ -206,7 +242,9 @@ def kept_choices(args: tuple[Any, ...], split: tuple[int, int], factor: float) -
 @pytest.mark.parametrize("kind", ["flat", "hierarchical"])
 @pytest.mark.parametrize("routing", ["uniform", "skewed", "same"])
 @pytest.mark.parametrize(("k", "factor"), [(1, 1.0), (2, 0.5), (8, 0.6)], ids=str)
-def test_a_full_buffer_keeps_the_largest_weights(k: int, factor: float, routing: str, kind: str) -> None:
+def test_a_full_buffer_keeps_the_largest_weights(
+    k: int, factor: float, routing: str, kind: str
+) -> None:
     args = draw(routing, k)
     kept_TK = kept_flat(args, buffer_rows(T * k / DEVICES, T * k, factor))
     assert routing == "uniform" or 0 < kept_TK.mean() < 1
@@ -217,7 +255,9 @@ def test_a_full_buffer_keeps_the_largest_weights(k: int, factor: float, routing:
 
 @pytest.mark.parametrize("kind", ["flat", "hierarchical", "dedup"])
 def test_experts_of_a_full_device_lose_alike(kind: str) -> None:
-    """All tokens to one device, three quarters to its first expert: by number, its second one would lose them all."""
+    """All tokens to one device, three quarters to its first expert: by number, its second one
+    would lose them all.
+    """
     x, _, weights, w, g = draw("uniform", 1)
     idx = jnp.where(jnp.arange(T * DEVICES) % 4 == 3, 1, 0).astype(jnp.int32)[:, None]
     weights = jnp.where(idx == 0, weights, weights[::-1])
@@ -231,7 +271,9 @@ def test_experts_of_a_full_device_lose_alike(kind: str) -> None:
 
 
 @pytest.mark.parametrize("routing", ["uniform", "skewed", "same"])
-@pytest.mark.parametrize(("split", "k", "factor"), [((2, 4), 2, 1.0), ((4, 2), 2, 0.5), ((2, 4), 8, 1.25)], ids=str)
+@pytest.mark.parametrize(
+    ("split", "k", "factor"), [((2, 4), 2, 1.0), ((4, 2), 2, 0.5), ((2, 4), 8, 1.25)], ids=str
+)
 def test_what_finds_no_row_is_counted_and_adds_nothing(
     split: tuple[int, int], k: int, factor: float, routing: str
 ) -> None:
@@ -267,22 +309,30 @@ def test_a_dropless_first_try_holds_twice_the_fair_share_and_counts_the_rest() -
     ],
 )
 def test_chunks_share_capacity(kind: str, k: int, factor: float | None, num_chunks: int) -> None:
-    """Whatever the number of chunks: the same choices dropped, the same values bit for bit, the same gradients."""
+    """Whatever the number of chunks: the same choices dropped, the same values bit for bit, the
+    same gradients.
+    """
     args = draw("uniform" if factor is None else "skewed", k)
     y, dropped, grads = run(kind, (2, 4), args, factor, worst=False)
     assert factor is None or dropped.any()
-    y_chunks, dropped_chunks, grads_chunks = run(kind, (2, 4), args, factor, worst=False, num_chunks=num_chunks)
+    y_chunks, dropped_chunks, grads_chunks = run(
+        kind, (2, 4), args, factor, worst=False, num_chunks=num_chunks
+    )
     np.testing.assert_array_equal(y_chunks, y)
     assert int(dropped_chunks.sum()) == int(dropped.sum())
     assert_same(grads_chunks, grads)
 
 
 def test_chunks_cross_one_after_another() -> None:
-    """Each chunk is an all-to-all of its own, of its part of the rows; the first's experts do not wait for the last."""
+    """Each chunk is an all-to-all of its own, of its part of the rows; the first's experts do
+    not wait for the last.
+    """
     args = draw("uniform", 2)
     closed = jax.make_jaxpr(program("flat", (2, 4), 2, 1.0, False, 2))(*args)
     inside = inside_shard_map(closed.jaxpr)
-    sent = [eqn for eqn in inside.eqns if runs(eqn, "all_to_all") and eqn.invars[0].aval.shape[-1] == D]
+    sent = [
+        eqn for eqn in inside.eqns if runs(eqn, "all_to_all") and eqn.invars[0].aval.shape[-1] == D
+    ]
     whole = buffer_rows(T * 2 / DEVICES, T * 2, 1.0)
     there, back = sent[:2], sent[2:4]
     assert [eqn.invars[0].aval.shape for eqn in there + back] == [(DEVICES, whole // 2, D)] * 4
@@ -307,8 +357,11 @@ def test_the_program_sends_what_the_formula_says(
     (nodes, devices), args = split, draw("uniform", k)
     text = program(kind, split, k, factor, False).lower(*args).as_text()
     across = inside = 0.0
-    for parts, shape, dtype in re.findall(r"all_to_all.*split_count = (\d+).*: \(tensor<([0-9x]+)x(\w+)>\)", text):
-        sent = np.prod([int(n) for n in shape.split("x")]) * BYTES[dtype] / int(parts)  # to each of its devices
+    for parts, shape, dtype in re.findall(
+        r"all_to_all.*split_count = (\d+).*: \(tensor<([0-9x]+)x(\w+)>\)", text
+    ):
+        # to each of its devices
+        sent = np.prod([int(n) for n in shape.split("x")]) * BYTES[dtype] / int(parts)
         if int(parts) == DEVICES:
             across, inside = across + sent * (nodes - 1) * devices, inside + sent * (devices - 1)
         elif int(parts) == nodes:
@@ -329,7 +382,9 @@ def test_the_program_sends_what_the_formula_says(
 
 @pytest.mark.parametrize("topk_group", [1, 2])
 def test_limited_to_groups_a_token_crosses_to_as_many_nodes(topk_group: int) -> None:
-    """Groups lie on nodes. Rows in the buffers = distinct nodes of the routing, never more than topk_group a token."""
+    """Groups lie on nodes. Rows in the buffers = distinct nodes of the routing, never more than
+    topk_group a token.
+    """
     split, k = (4, 2), 3
     config = RouterConfig(kind="group_limited", n_group=4, topk_group=topk_group)
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(T * DEVICES, E)), jnp.float32)
@@ -342,12 +397,17 @@ def test_limited_to_groups_a_token_crosses_to_as_many_nodes(topk_group: int) -> 
 
     def body(idx_TK: jax.Array) -> jax.Array:
         counts_E = (idx_TK.reshape(-1, 1) == jnp.arange(E)).sum(axis=0, dtype=jnp.int32)
-        there = exchange.dispatch(jnp.ones((T, D)), Choices(idx_TK, jnp.ones(idx_TK.shape), counts_E), True)
+        there = exchange.dispatch(
+            jnp.ones((T, D)), Choices(idx_TK, jnp.ones(idx_TK.shape), counts_E), True
+        )
         _, src_M, _ = there.handle
-        return (src_M.reshape(4, -1) < T).sum(axis=1)[None]  # rows that this device sent to each node
+        # rows that this device sent to each node
+        return (src_M.reshape(4, -1) < T).sum(axis=1)[None]
 
     spec = split_over(AXES)
-    sent_RP = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))(jnp.asarray(idx))
+    sent_RP = jax.jit(
+        jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    )(jnp.asarray(idx))
     reached_RTP = (idx[:, :, None] // (E // 4) == np.arange(4)).any(axis=1).reshape(DEVICES, T, 4)
     np.testing.assert_array_equal(np.asarray(sent_RP).reshape(DEVICES, 4), reached_RTP.sum(axis=1))
     assert reached_RTP.sum(axis=2).max() == topk_group

@@ -37,7 +37,9 @@ def program(move: Any, rows: int) -> Any:
 @pytest.mark.parametrize("routing", ["uniform", "skewed", "same", "padding"])
 @pytest.mark.parametrize("k", [1, 3])
 def test_it_is_every_expert_on_every_token(k: int, routing: str) -> None:
-    """With a buffer of just the rows that the busiest device gets; tokens of padding have no expert and get zeros."""
+    """With a buffer of just the rows that the busiest device gets; tokens of padding have no
+    expert and get zeros.
+    """
     x, idx, weights, w, _ = draw("uniform" if routing == "padding" else routing, k)
     if routing == "padding":
         idx = idx.at[::3].set(E)
@@ -64,12 +66,18 @@ def test_parts_fill_each_device_without_gaps() -> None:
     for device, spans in enumerate(filled):
         ends = [end for start, end in sorted(spans) if end > start]
         starts = [start for start, end in sorted(spans) if end > start]
-        assert starts == [0, *ends[:-1]] and ends[-1] == counts_RE[:, 2 * device : 2 * device + 2].sum()
+        assert (
+            starts == [0, *ends[:-1]]
+            and ends[-1] == counts_RE[:, 2 * device : 2 * device + 2].sum()
+        )
 
 
 def test_a_gpus_program_sends_both_ways_in_unequal_parts() -> None:
     x, idx, weights, w, _ = draw("uniform", 2)
     traced = program(lax.ragged_all_to_all, T * 2).trace(x, idx, weights, w)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("stablehlo.custom_call @ragged_all_to_all") == 2 and "stablehlo.all_to_all" not in text
+    assert (
+        text.count("stablehlo.custom_call @ragged_all_to_all") == 2
+        and "stablehlo.all_to_all" not in text
+    )
     assert x.shape[1] == D

@@ -9,7 +9,14 @@ import pytest
 from jax import lax
 from jax.extend.core import Literal
 
-from jmoe.collectives.schedule import MAX_CHUNK_BYTES, SCHEDULES, After, chunk_bytes, cuts, interleave
+from jmoe.collectives.schedule import (
+    MAX_CHUNK_BYTES,
+    SCHEDULES,
+    After,
+    chunk_bytes,
+    cuts,
+    interleave,
+)
 from jmoe.mesh import ALL, BATCH, REPLICATED, make_mesh
 from kernels_pallas import native
 from tests.compiled import inside_shard_map, operations, origins
@@ -31,7 +38,9 @@ def test_chunk_bytes() -> None:
 
 
 def layer(x: jax.Array, w: jax.Array) -> jax.Array:
-    """Attention, to the experts, experts, back, and something that the first all-to-all could also wait for."""
+    """Attention, to the experts, experts, back, and something that the first all-to-all could
+    also wait for.
+    """
     x = jnp.tanh(x @ w)
     there = lax.all_to_all(x.reshape(8, -1, 16), ALL, 0, 0, tiled=True)
     out = jnp.tanh(there @ w)
@@ -65,11 +74,15 @@ def test_interleave(name: str, order: str | None) -> None:
         return interleave(layer, (x, w), work, SCHEDULES[name], ALL, x)
 
     def plain(x: jax.Array, w: jax.Array, rows: jax.Array) -> Any:
-        return layer(x, w), [lax.all_gather(rows[:, 3 * i : 3 * i + 3], ALL, tiled=True) for i in range(4)]
+        return layer(x, w), [
+            lax.all_gather(rows[:, 3 * i : 3 * i + 3], ALL, tiled=True) for i in range(4)
+        ]
 
     def sharded(f: Any) -> Any:
         specs: Any = (BATCH, REPLICATED, BATCH)
-        f = jax.shard_map(f, mesh=MESH, in_specs=specs, out_specs=(BATCH, REPLICATED), check_vma=False)
+        f = jax.shard_map(
+            f, mesh=MESH, in_specs=specs, out_specs=(BATCH, REPLICATED), check_vma=False
+        )
         return jax.jit(f).lower(x, w, rows).compile()
 
     ours, expected = sharded(body), sharded(plain)
@@ -87,7 +100,9 @@ def test_work_is_hidden_behind_experts(experts: str) -> None:
     def run(x: jax.Array, w_up: jax.Array, w_down: jax.Array) -> jax.Array:
         there = lax.all_to_all(x.reshape(8, -1, 16), ALL, 0, 0, tiled=True).reshape(x.shape)
         if experts == "native":
-            out = native.grouped_mlp((there, None, jnp.full(1, len(x), jnp.int32)), (w_up, w_down, None, None))[0]
+            out = native.grouped_mlp(
+                (there, None, jnp.full(1, len(x), jnp.int32)), (w_up, w_down, None, None)
+            )[0]
         else:
             out = there @ w_up[0] @ w_down[0]
         return lax.all_to_all(out.reshape(8, -1, 16), ALL, 0, 0, tiled=True)
@@ -98,18 +113,24 @@ def test_work_is_hidden_behind_experts(experts: str) -> None:
 
     specs: Any = (BATCH, REPLICATED, REPLICATED)
     mapped = jax.shard_map(body, mesh=MESH, in_specs=specs, out_specs=BATCH, check_vma=False)
-    kinds = [eqn.primitive.name for eqn in inside_shard_map(jax.make_jaxpr(mapped)(*zeros).jaxpr).eqns]
+    kinds = [
+        eqn.primitive.name for eqn in inside_shard_map(jax.make_jaxpr(mapped)(*zeros).jaxpr).eqns
+    ]
     order = [kind[4] for kind in kinds if kind in ("all_gather", "all_to_all")]
     assert "".join(order) == "tggggt"
 
 
 def test_memory_of_an_operation_in_the_background_is_held_until_work_is_done() -> None:
-    """All that it reads and writes: until the last work is known, for which the next all-to-all waits too."""
+    """All that it reads and writes: until the last work is known, for which the next all-to-all
+    waits too.
+    """
     zeros = [jnp.zeros(shape, jnp.bfloat16) for shape in ((256, 16), (1, 16, 256), (1, 256, 16))]
 
     def run(x: jax.Array, w_up: jax.Array, w_down: jax.Array) -> jax.Array:
         there = lax.all_to_all(x.reshape(8, -1, 16), ALL, 0, 0, tiled=True).reshape(x.shape)
-        out = native.grouped_mlp((there, None, jnp.full(1, len(x), jnp.int32)), (w_up, w_down, None, None))[0]
+        out = native.grouped_mlp(
+            (there, None, jnp.full(1, len(x), jnp.int32)), (w_up, w_down, None, None)
+        )[0]
         return lax.all_to_all(out.reshape(8, -1, 16), ALL, 0, 0, tiled=True)
 
     def body(*args: jax.Array) -> Any:
@@ -130,7 +151,9 @@ def test_memory_of_an_operation_in_the_background_is_held_until_work_is_done() -
 
 
 @pytest.mark.parametrize(("name", "gives_way"), [("chunks", True), ("ready", False)])
-def test_a_product_that_no_all_to_all_waits_for_begins_when_one_can(name: str, gives_way: bool) -> None:
+def test_a_product_that_no_all_to_all_waits_for_begins_when_one_can(
+    name: str, gives_way: bool
+) -> None:
     def body(x: jax.Array, w: jax.Array) -> Any:
         return interleave(layer, (x, w), [], SCHEDULES[name], ALL, x)
 

@@ -1,4 +1,6 @@
-"""Settings: every kind of bad value is named with its field and its constraint; presets have their published sizes."""
+"""Settings: every kind of bad value is named with its field and its constraint; presets have
+their published sizes.
+"""
 
 import dataclasses
 import json
@@ -50,10 +52,26 @@ def wrong(field: str, value: object, constraint: str) -> str:
 
 # By class: fields that must be greater than 0, and fields that must not be negative.
 SIGNS: list[tuple[Callable[..., object], str, str]] = [
-    (RouterConfig, "n_group topk_group routed_scaling_factor", "aux_loss_coef z_loss_coef bias_update_speed"),
-    (ModelConfig, "vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads", "num_experts"),
-    (ModelConfig, "max_position_embeddings intermediate_size moe_intermediate_size", "first_k_dense_replace"),
-    (ModelConfig, "decoder_sparse_step norm_eps rope_theta initializer_range", "shared_expert_intermediate_size"),
+    (
+        RouterConfig,
+        "n_group topk_group routed_scaling_factor",
+        "aux_loss_coef z_loss_coef bias_update_speed",
+    ),
+    (
+        ModelConfig,
+        "vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads",
+        "num_experts",
+    ),
+    (
+        ModelConfig,
+        "max_position_embeddings intermediate_size moe_intermediate_size",
+        "first_k_dense_replace",
+    ),
+    (
+        ModelConfig,
+        "decoder_sparse_step norm_eps rope_theta initializer_range",
+        "shared_expert_intermediate_size",
+    ),
     (ModelConfig, "sliding_window", ""),
     (DataConfig, "held_out_bytes prefetch_batches", ""),
     (OptimizerConfig, "learning_rate eps", "warmup_steps weight_decay clip_norm"),
@@ -75,7 +93,11 @@ BAD_VALUES: list[tuple[Callable[..., object], dict[str, Any], str]] = [
         )
         for name in names.split()
     ),
-    (RouterConfig, {"kind": "top2"}, wrong("kind", "top2", "must be one of switch, gshard, softmax")),
+    (
+        RouterConfig,
+        {"kind": "top2"},
+        wrong("kind", "top2", "must be one of switch, gshard, softmax"),
+    ),
     (RouterConfig, {"jitter_noise": 1.0}, wrong("jitter_noise", 1.0, "must be in [0, 1)")),
     (
         RouterConfig,
@@ -83,53 +105,169 @@ BAD_VALUES: list[tuple[Callable[..., object], dict[str, Any], str]] = [
         wrong("second_expert_policy", "random", "needs router.kind = 'gshard'"),
     ),
     (RouterConfig, {"jitter_noise": -0.1}, wrong("jitter_noise", -0.1, "must be in [0, 1)")),
-    (RouterConfig, {"n_group": 2, "topk_group": 3}, wrong("topk_group", 3, "must not exceed n_group = 2")),
-    (ModelConfig, {"hidden_act": "relu"}, wrong("hidden_act", "relu", "must be one of swiglu, gelu")),
+    (
+        RouterConfig,
+        {"n_group": 2, "topk_group": 3},
+        wrong("topk_group", 3, "must not exceed n_group = 2"),
+    ),
+    (
+        ModelConfig,
+        {"hidden_act": "relu"},
+        wrong("hidden_act", "relu", "must be one of swiglu, gelu"),
+    ),
     (ModelConfig, {"norm": "batch"}, wrong("norm", "batch", "must be one of rmsnorm, layernorm")),
-    (ModelConfig, {"position": "alibi"}, wrong("position", "alibi", "must be one of rope, learned")),
+    (
+        ModelConfig,
+        {"position": "alibi"},
+        wrong("position", "alibi", "must be one of rope, learned"),
+    ),
     (ModelConfig, {"qk_norm": "yes"}, wrong("qk_norm", "yes", "must be one of none, head, full")),
-    (ModelConfig, {"num_key_value_heads": 3}, wrong("num_key_value_heads", 3, "must divide num_attention_heads = 4")),
-    (ModelConfig, {"hidden_size": 250}, wrong("num_attention_heads", 4, "must divide hidden_size = 250")),
+    (
+        ModelConfig,
+        {"num_key_value_heads": 3},
+        wrong("num_key_value_heads", 3, "must divide num_attention_heads = 4"),
+    ),
+    (
+        ModelConfig,
+        {"hidden_size": 250},
+        wrong("num_attention_heads", 4, "must divide hidden_size = 250"),
+    ),
     (ModelConfig, {"head_dim": 33}, wrong("head_dim", 33, "must be even for rotary positions")),
-    (ModelConfig, {"num_experts_per_tok": 0}, wrong("num_experts_per_tok", 0, "must be between 1 and num_experts = 8")),
-    (ModelConfig, {"num_experts_per_tok": 9}, wrong("num_experts_per_tok", 9, "must be between 1 and num_experts = 8")),
-    (experts, {"kind": "switch"}, wrong("num_experts_per_tok", 2, "must be 1 for router.kind = 'switch'")),
+    (
+        ModelConfig,
+        {"num_experts_per_tok": 0},
+        wrong("num_experts_per_tok", 0, "must be between 1 and num_experts = 8"),
+    ),
+    (
+        ModelConfig,
+        {"num_experts_per_tok": 9},
+        wrong("num_experts_per_tok", 9, "must be between 1 and num_experts = 8"),
+    ),
+    (
+        experts,
+        {"kind": "switch"},
+        wrong("num_experts_per_tok", 2, "must be 1 for router.kind = 'switch'"),
+    ),
     (experts, {"n_group": 3}, wrong("router.n_group", 3, "must divide num_experts = 8")),
-    (experts, {"kind": "group_limited", "n_group": 8}, wrong("num_experts_per_tok", 2, "must not exceed the 1")),
-    (ModelConfig, {"capacity_factor": 0.0}, wrong("capacity_factor", 0.0, "must be greater than 0, or None")),
-    (ModelConfig, {"decoder_sparse_step": 5}, wrong("decoder_sparse_step", 5, "must not exceed the 4 layers left")),
-    (ModelConfig, {"first_k_dense_replace": 4}, wrong("first_k_dense_replace", 4, "must be less than num_hidden")),
-    (ModelConfig, {"mlp_only_layers": (4,)}, wrong("mlp_only_layers", (4,), "must lie between 0 and 3")),
-    (ModelConfig, {"mlp_only_layers": (0, 1, 2, 3)}, wrong("mlp_only_layers", (0, 1, 2, 3), "must leave a layer")),
-    (ModelConfig, {"shared_expert_gate": True}, wrong("shared_expert_gate", True, "needs shared_expert_intermediate")),
-    (ModelConfig, {"layer_types": ("full_attention",)}, wrong("layer_types", ("full_attention",), "must have 4")),
-    (ModelConfig, {"layer_types": ("local",) * 4}, wrong("layer_types", ("local",) * 4, "must each be one of sliding")),
-    (ModelConfig, {"layer_types": ("sliding_attention",) * 4}, wrong("sliding_window", None, "is needed by layer_")),
-    (ModelConfig, {"rope_interleave": True}, wrong("rope_interleave", True, "needs latent attention")),
+    (
+        experts,
+        {"kind": "group_limited", "n_group": 8},
+        wrong("num_experts_per_tok", 2, "must not exceed the 1"),
+    ),
+    (
+        ModelConfig,
+        {"capacity_factor": 0.0},
+        wrong("capacity_factor", 0.0, "must be greater than 0, or None"),
+    ),
+    (
+        ModelConfig,
+        {"decoder_sparse_step": 5},
+        wrong("decoder_sparse_step", 5, "must not exceed the 4 layers left"),
+    ),
+    (
+        ModelConfig,
+        {"first_k_dense_replace": 4},
+        wrong("first_k_dense_replace", 4, "must be less than num_hidden"),
+    ),
+    (
+        ModelConfig,
+        {"mlp_only_layers": (4,)},
+        wrong("mlp_only_layers", (4,), "must lie between 0 and 3"),
+    ),
+    (
+        ModelConfig,
+        {"mlp_only_layers": (0, 1, 2, 3)},
+        wrong("mlp_only_layers", (0, 1, 2, 3), "must leave a layer"),
+    ),
+    (
+        ModelConfig,
+        {"shared_expert_gate": True},
+        wrong("shared_expert_gate", True, "needs shared_expert_intermediate"),
+    ),
+    (
+        ModelConfig,
+        {"layer_types": ("full_attention",)},
+        wrong("layer_types", ("full_attention",), "must have 4"),
+    ),
+    (
+        ModelConfig,
+        {"layer_types": ("local",) * 4},
+        wrong("layer_types", ("local",) * 4, "must each be one of sliding"),
+    ),
+    (
+        ModelConfig,
+        {"layer_types": ("sliding_attention",) * 4},
+        wrong("sliding_window", None, "is needed by layer_"),
+    ),
+    (
+        ModelConfig,
+        {"rope_interleave": True},
+        wrong("rope_interleave", True, "needs latent attention"),
+    ),
     (latent, {"kv_lora_rank": 0}, wrong("kv_lora_rank", 0, "must be greater than 0")),
     (latent, {"q_lora_rank": 0}, wrong("q_lora_rank", 0, "must be above 0")),
     (latent, {"v_head_dim": 0}, wrong("v_head_dim", 0, "must be greater than 0")),
     (latent, {"qk_rope_head_dim": 3}, wrong("qk_rope_head_dim", 3, "must be even")),
-    (latent, {"num_key_value_heads": 2}, wrong("num_key_value_heads", 2, "must be 4 for latent attention")),
+    (
+        latent,
+        {"num_key_value_heads": 2},
+        wrong("num_key_value_heads", 2, "must be 4 for latent attention"),
+    ),
     (latent, {"qk_norm": "head"}, wrong("qk_norm", "head", "is not part of latent attention")),
-    (latent, {"attention_sinks": True}, wrong("attention_sinks", True, "is not part of latent attention")),
-    (latent, {"position": "learned"}, wrong("position", "learned", "must be 'rope' for latent attention")),
+    (
+        latent,
+        {"attention_sinks": True},
+        wrong("attention_sinks", True, "is not part of latent attention"),
+    ),
+    (
+        latent,
+        {"position": "learned"},
+        wrong("position", "learned", "must be 'rope' for latent attention"),
+    ),
     (
         YarnConfig,
         {"factor": 0.0, "original_max_position_embeddings": 8},
         wrong("factor", 0.0, "must be greater than 0"),
     ),
     (yarn, {"beta_slow": 64.0}, wrong("beta_slow", 64.0, "must not exceed beta_fast 32.0")),
-    (yarn, {"attention_factor": 0.0}, wrong("attention_factor", 0.0, "must be greater than 0, or None")),
+    (
+        yarn,
+        {"attention_factor": 0.0},
+        wrong("attention_factor", 0.0, "must be greater than 0, or None"),
+    ),
     (yarn, {"mscale": -1.0}, wrong("mscale", -1.0, "must not be negative")),
-    (DataConfig, {"path": ("a", "b"), "weights": (1.0,)}, wrong("data.weights", (1.0,), "needs one weight per")),
-    (DataConfig, {"path": ("a",), "weights": (0.0,)}, wrong("data.weights", (0.0,), "must all be greater than 0")),
-    (DataConfig, {"held_out_fraction": 1.0}, wrong("data.held_out_fraction", 1.0, "must be between 0 and 1")),
-    (OptimizerConfig, {"learning_rate": float("nan")}, wrong("learning_rate", float("nan"), "must be a finite number")),
-    (OptimizerConfig, {"schedule": "linear"}, wrong("schedule", "linear", "must be one of cosine, constant")),
+    (
+        DataConfig,
+        {"path": ("a", "b"), "weights": (1.0,)},
+        wrong("data.weights", (1.0,), "needs one weight per"),
+    ),
+    (
+        DataConfig,
+        {"path": ("a",), "weights": (0.0,)},
+        wrong("data.weights", (0.0,), "must all be greater than 0"),
+    ),
+    (
+        DataConfig,
+        {"held_out_fraction": 1.0},
+        wrong("data.held_out_fraction", 1.0, "must be between 0 and 1"),
+    ),
+    (
+        OptimizerConfig,
+        {"learning_rate": float("nan")},
+        wrong("learning_rate", float("nan"), "must be a finite number"),
+    ),
+    (
+        OptimizerConfig,
+        {"schedule": "linear"},
+        wrong("schedule", "linear", "must be one of cosine, constant"),
+    ),
     (OptimizerConfig, {"beta1": 1.0}, wrong("optimizer.beta1", 1.0, "must be in [0, 1)")),
     (OptimizerConfig, {"beta2": -0.1}, wrong("optimizer.beta2", -0.1, "must be in [0, 1)")),
-    (OptimizerConfig, {"final_learning_rate_fraction": 2.0}, "final_learning_rate_fraction = 2.0: must be between 0"),
+    (
+        OptimizerConfig,
+        {"final_learning_rate_fraction": 2.0},
+        "final_learning_rate_fraction = 2.0: must be between 0",
+    ),
     (
         CommConfig,
         {"embedding": "diagonals"},
@@ -138,7 +276,11 @@ BAD_VALUES: list[tuple[Callable[..., object], dict[str, Any], str]] = [
     (CommConfig, {"packing": 0}, wrong("packing", 0, "must be a power of two, or auto")),
     (CommConfig, {"packing": 6}, wrong("packing", 6, "must be a power of two, or auto")),
     (CommConfig, {"packing": "off"}, wrong("packing", "off", "must be a power of two, or auto")),
-    (CommConfig, {"exchange": "ring"}, wrong("exchange", "ring", "must be one of auto, flat, hierarchical, dedup")),
+    (
+        CommConfig,
+        {"exchange": "ring"},
+        wrong("exchange", "ring", "must be one of auto, flat, hierarchical, dedup"),
+    ),
     (CommConfig, {"exchange_chunks": -1}, wrong("exchange_chunks", -1, "must not be negative")),
     (
         CommConfig,
@@ -148,20 +290,40 @@ BAD_VALUES: list[tuple[Callable[..., object], dict[str, Any], str]] = [
     (
         CommConfig,
         {"exchange_chunks": 3},
-        wrong("exchange_chunks", 3, "must be 0 with schedule = 'chunks': only pipelined cuts all-to-alls"),
+        wrong(
+            "exchange_chunks",
+            3,
+            "must be 0 with schedule = 'chunks': only pipelined cuts all-to-alls",
+        ),
     ),
     (
         CommConfig,
         {"fuse_dense": False},
-        wrong("schedule", "chunks", "must be none with fuse_dense = False: every parameter is gathered"),
+        wrong(
+            "schedule",
+            "chunks",
+            "must be none with fuse_dense = False: every parameter is gathered",
+        ),
     ),
     (EngineMesh, {"placement": "random"}, "placement = 'random': must be one of even, lina, eplb"),
-    (EngineMesh, {"devices": 2, "dense": "pipeline"}, "dense = 'pipeline': must be one of replicated, tensor"),
+    (
+        EngineMesh,
+        {"devices": 2, "dense": "pipeline"},
+        "dense = 'pipeline': must be one of replicated, tensor",
+    ),
     (EngineMesh, {"dense": "tensor"}, "dense = 'tensor': needs mesh.devices above 1"),
     (EngineMesh, {"slots_per_device": 0}, "slots_per_device = 0: must be greater than 0, or None"),
-    (EngineConfig, {"mesh": EngineMesh(3)}, "max_batch = 8: must be a multiple of mesh.devices = 3"),
+    (
+        EngineConfig,
+        {"mesh": EngineMesh(3)},
+        "max_batch = 8: must be a multiple of mesh.devices = 3",
+    ),
     *(
-        (EngineConfig, {"mesh": EngineMesh(2, "lina"), name: value}, f"{name} = {value!r}: experts stay on their dev")
+        (
+            EngineConfig,
+            {"mesh": EngineMesh(2, "lina"), name: value},
+            f"{name} = {value!r}: experts stay on their dev",
+        )
         for name, value in (
             ("expert_tier", "nvme"),
             ("ring_slots", 2),
@@ -169,14 +331,26 @@ BAD_VALUES: list[tuple[Callable[..., object], dict[str, Any], str]] = [
             ("host_cache_bytes", 9),
         )
     ),
-    (EngineConfig, {"mesh": EngineMesh(2), "policy": "experts"}, "policy = 'experts': must be auto, resident or ring"),
-    (EngineConfig, {"mesh": EngineMesh(2, "eplb"), "policy": "ring"}, "mesh.placement = 'eplb': must be even with po"),
+    (
+        EngineConfig,
+        {"mesh": EngineMesh(2), "policy": "experts"},
+        "policy = 'experts': must be auto, resident or ring",
+    ),
+    (
+        EngineConfig,
+        {"mesh": EngineMesh(2, "eplb"), "policy": "ring"},
+        "mesh.placement = 'eplb': must be even with po",
+    ),
     (
         EngineConfig,
         {"mesh": EngineMesh(2, slots_per_device=4), "policy": "ring"},
         "mesh.slots_per_device = 4: must be None with policy = 'ring'",
     ),
-    (DistributedConfig, {"num_processes": 2}, "distributed.coordinator_address, distributed.process_id = None"),
+    (
+        DistributedConfig,
+        {"num_processes": 2},
+        "distributed.coordinator_address, distributed.process_id = None",
+    ),
     (
         DistributedConfig,
         {"coordinator_address": "a:1", "num_processes": 0, "process_id": 0},
@@ -193,20 +367,40 @@ BAD_VALUES: list[tuple[Callable[..., object], dict[str, Any], str]] = [
         wrong("distributed.stopped_exit_code", 256, "must be from 0 to 255"),
     ),
     (ProfileConfig, {"steps": "10"}, wrong("profile.steps", "10", "must read FIRST:LAST")),
-    (ProfileConfig, {"steps": "13:10"}, wrong("profile.steps", "13:10", "must read FIRST:LAST with FIRST < LAST")),
+    (
+        ProfileConfig,
+        {"steps": "13:10"},
+        wrong("profile.steps", "13:10", "must read FIRST:LAST with FIRST < LAST"),
+    ),
     (ProfileConfig, {"steps": "a:b"}, wrong("profile.steps", "a:b", "must read FIRST:LAST")),
     (
         TrainConfig,
         {"compute_dtype": "float8"},
         wrong("compute_dtype", "float8", "must be one of float32, bfloat16, float16"),
     ),
-    (LossScaleConfig, {"initial": 3}, wrong("loss_scale.initial", 3, "must be a power of two from 1 to 2**32")),
-    (LossScaleConfig, {"initial": 2**33}, wrong("loss_scale.initial", 2**33, "must be a power of two from 1 to")),
-    (LossScaleConfig, {"growth_steps": 0}, wrong("loss_scale.growth_steps", 0, "must be at least 1")),
+    (
+        LossScaleConfig,
+        {"initial": 3},
+        wrong("loss_scale.initial", 3, "must be a power of two from 1 to 2**32"),
+    ),
+    (
+        LossScaleConfig,
+        {"initial": 2**33},
+        wrong("loss_scale.initial", 2**33, "must be a power of two from 1 to"),
+    ),
+    (
+        LossScaleConfig,
+        {"growth_steps": 0},
+        wrong("loss_scale.growth_steps", 0, "must be at least 1"),
+    ),
     (
         TrainConfig,
         {"loss_scale": LossScaleConfig(initial=1024)},
-        wrong("loss_scale.initial", 1024, "must not be set with compute_dtype = 'bfloat16': only float16 needs it"),
+        wrong(
+            "loss_scale.initial",
+            1024,
+            "must not be set with compute_dtype = 'bfloat16': only float16 needs it",
+        ),
     ),
     (
         TrainConfig,
@@ -223,7 +417,10 @@ BAD_VALUES: list[tuple[Callable[..., object], dict[str, Any], str]] = [
     (TrainConfig, {"seed": 2**31}, wrong("seed", 2**31, "must be between 0 and 2**31 - 1")),
     (
         TrainConfig,
-        {"model": ModelConfig(position="learned", max_position_embeddings=64), "sequence_length": 65},
+        {
+            "model": ModelConfig(position="learned", max_position_embeddings=64),
+            "sequence_length": 65,
+        },
         wrong("sequence_length", 65, "must not exceed model.max_position_embeddings = 64"),
     ),
     (
@@ -236,7 +433,11 @@ BAD_VALUES: list[tuple[Callable[..., object], dict[str, Any], str]] = [
         {"experts": "host", "optimizer": "device"},
         wrong("tiers.optimizer", "device", "must be host or nvme"),
     ),
-    (TiersConfig, {"experts": "nvme", "optimizer": "host"}, wrong("tiers.optimizer", "host", "must be nvme")),
+    (
+        TiersConfig,
+        {"experts": "nvme", "optimizer": "host"},
+        wrong("tiers.optimizer", "host", "must be nvme"),
+    ),
     *(
         (
             TiersConfig,
@@ -251,25 +452,55 @@ BAD_VALUES: list[tuple[Callable[..., object], dict[str, Any], str]] = [
         wrong("tiers.device_experts", 0.5, "must be 1 with tiers.experts = 'device'"),
     ),
     *(
-        (TiersConfig, {"chosen_share": share}, wrong("tiers.chosen_share", share, "must be between 0 and 1"))
+        (
+            TiersConfig,
+            {"chosen_share": share},
+            wrong("tiers.chosen_share", share, "must be between 0 and 1"),
+        )
         for share in (-0.1, 1.01)
     ),
     *(
         (
             TrainConfig,
-            {"model": ModelConfig(num_experts=16, **model), "tiers": TiersConfig(chosen_share=0.0624)},
-            wrong("tiers.chosen_share", 0.0624, f"must be at least {choices} / 16, what one token chooses"),
+            {
+                "model": ModelConfig(num_experts=16, **model),
+                "tiers": TiersConfig(chosen_share=0.0624),
+            },
+            wrong(
+                "tiers.chosen_share",
+                0.0624,
+                f"must be at least {choices} / 16, what one token chooses",
+            ),
         )
-        for choices, model in ((2, {}), (1, {"router": RouterConfig(kind="gshard", second_expert_policy="random")}))
+        for choices, model in (
+            (2, {}),
+            (1, {"router": RouterConfig(kind="gshard", second_expert_policy="random")}),
+        )
     ),
-    (TiersConfig, {"experts": "disk"}, wrong("experts", "disk", "must be one of auto, device, host, nvme")),
-    (TiersConfig, {"gradients": "device"}, wrong("gradients", "device", "must be one of host, nvme")),
-    (TiersConfig, {"gradient_dtype": "float16"}, wrong("gradient_dtype", "float16", "must be one of")),
+    (
+        TiersConfig,
+        {"experts": "disk"},
+        wrong("experts", "disk", "must be one of auto, device, host, nvme"),
+    ),
+    (
+        TiersConfig,
+        {"gradients": "device"},
+        wrong("gradients", "device", "must be one of host, nvme"),
+    ),
+    (
+        TiersConfig,
+        {"gradient_dtype": "float16"},
+        wrong("gradient_dtype", "float16", "must be one of"),
+    ),
 ]
 
 
-@pytest.mark.parametrize(("make", "values", "message"), BAD_VALUES, ids=[m for _, _, m in BAD_VALUES])
-def test_bad_value_is_named(make: Callable[..., object], values: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(
+    ("make", "values", "message"), BAD_VALUES, ids=[m for _, _, m in BAD_VALUES]
+)
+def test_bad_value_is_named(
+    make: Callable[..., object], values: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         make(**values)
 
@@ -281,7 +512,9 @@ def test_a_share_of_chosen_experts_is_at_least_what_a_token_chooses() -> None:
         TrainConfig(model=ModelConfig(num_experts=0), tiers=third)
     few = TiersConfig(chosen_share=0.01)
     config = TrainConfig(init_from="folder", tiers=few)  # which may have more experts
-    with pytest.raises(ValueError, match=re.escape("tiers.chosen_share = 0.01: must be at least 2 / 8")):
+    with pytest.raises(
+        ValueError, match=re.escape("tiers.chosen_share = 0.01: must be at least 2 / 8")
+    ):
         config.check_chosen_share()
 
 
@@ -301,14 +534,18 @@ def test_dense_model_needs_no_expert_settings() -> None:
         (MeshConfig(data=1, expert_inter=2, expert_intra=4), 8, (1, 2, 4)),
     ],
 )
-def test_check_devices_gives_the_mesh(mesh: MeshConfig, num_devices: int, shape: tuple[int, int, int]) -> None:
+def test_check_devices_gives_the_mesh(
+    mesh: MeshConfig, num_devices: int, shape: tuple[int, int, int]
+) -> None:
     assert TrainConfig(mesh=mesh, batch_size=8).check_devices(num_devices) == shape
 
 
 def test_experts_over_whole_hosts() -> None:
     config = TrainConfig(mesh=MeshConfig(expert_inter=2, expert_intra=0), batch_size=16)
     assert config.check_devices(16, devices_per_host=4) == (2, 2, 4)
-    with pytest.raises(ValueError, match=re.escape("mesh.expert_intra = 0: needs hosts of one number of devices")):
+    with pytest.raises(
+        ValueError, match=re.escape("mesh.expert_intra = 0: needs hosts of one number of devices")
+    ):
         config.check_devices(16)
 
 
@@ -324,18 +561,28 @@ def test_experts_over_whole_hosts() -> None:
     ],
     ids=str,
 )
-def test_packing_shrinks_the_expert_axes(mesh: MeshConfig, packing: Any, shape: tuple[int, int, int]) -> None:
+def test_packing_shrinks_the_expert_axes(
+    mesh: MeshConfig, packing: Any, shape: tuple[int, int, int]
+) -> None:
     config = TrainConfig(mesh=mesh, comm=CommConfig(packing=packing))
     assert config.check_devices(8, devices_per_host=4) == shape
 
 
 def test_the_most_packing() -> None:
-    assert [most_packing(shape) for shape in ((1, 2, 4), (4, 1, 1), (1, 6, 2), (1, 1, 3))] == [8, 1, 4, 1]
+    assert [most_packing(shape) for shape in ((1, 2, 4), (4, 1, 1), (1, 6, 2), (1, 1, 3))] == [
+        8,
+        1,
+        4,
+        1,
+    ]
     assert packed_shape((1, 6, 2), 4) == (4, 3, 1)
 
 
 def test_packing_that_changes_is_refused_with_tiers() -> None:
-    words = "comm.packing = 'auto': must be a number with experts on other tiers (tiers.experts = 'host' and tiers.opt"
+    words = (
+        "comm.packing = 'auto': must be a number with experts on other tiers (tiers.experts ="
+        " 'host' and tiers.opt"
+    )
     tiers = TiersConfig(experts="host", optimizer="host")
     with pytest.raises(ValueError, match=re.escape(words)):
         TrainConfig(comm=CommConfig(packing="auto"), tiers=tiers)
@@ -360,21 +607,46 @@ def test_packing_that_changes_is_refused_with_tiers() -> None:
                 "comm": CommConfig(packing=2),
             },
             8,
-            "model.num_experts = 2: must be a multiple of mesh.expert_inter x mesh.expert_intra / comm.packing = 4",
+            (
+                "model.num_experts = 2: must be a multiple of mesh.expert_inter x mesh.expert_intra"
+                " / comm.packing = 4"
+            ),
         ),
-        ({"mesh": MeshConfig(data=3)}, 8, "mesh.(data, expert_inter, expert_intra) = (3, 1, 1): must multiply"),
-        ({"mesh": MeshConfig(expert_intra=3)}, 8, "mesh.(data, expert_inter, expert_intra) = (2, 1, 3): must multiply"),
-        ({"mesh": MeshConfig(expert_intra=8)}, 4, "mesh.(data, expert_inter, expert_intra) = (0, 1, 8): must multiply"),
-        ({"batch_size": 12}, 8, "batch_size = 12: must be a multiple of 8 devices x 1 accumulation steps"),
+        (
+            {"mesh": MeshConfig(data=3)},
+            8,
+            "mesh.(data, expert_inter, expert_intra) = (3, 1, 1): must multiply",
+        ),
+        (
+            {"mesh": MeshConfig(expert_intra=3)},
+            8,
+            "mesh.(data, expert_inter, expert_intra) = (2, 1, 3): must multiply",
+        ),
+        (
+            {"mesh": MeshConfig(expert_intra=8)},
+            4,
+            "mesh.(data, expert_inter, expert_intra) = (0, 1, 8): must multiply",
+        ),
+        (
+            {"batch_size": 12},
+            8,
+            "batch_size = 12: must be a multiple of 8 devices x 1 accumulation steps",
+        ),
         (
             {"batch_size": 8, "gradient_accumulation_steps": 2},
             8,
             "batch_size = 8: must be a multiple of 8 devices x 2 accumulation steps",
         ),
         (
-            {"model": ModelConfig(num_experts=6), "mesh": MeshConfig(expert_inter=2, expert_intra=2)},
+            {
+                "model": ModelConfig(num_experts=6),
+                "mesh": MeshConfig(expert_inter=2, expert_intra=2),
+            },
             4,
-            "model.num_experts = 6: must be a multiple of mesh.expert_inter x mesh.expert_intra = 4",
+            (
+                "model.num_experts = 6: must be a multiple of mesh.expert_inter x"
+                " mesh.expert_intra = 4"
+            ),
         ),
         (
             {"model": ModelConfig(vocab_size=50257), "comm": CommConfig(embedding="rows")},
@@ -382,13 +654,22 @@ def test_packing_that_changes_is_refused_with_tiers() -> None:
             "model.vocab_size = 50257: must be a multiple of 8: comm.embedding = 'rows' splits it",
         ),
         (
-            {"model": ModelConfig(hidden_size=264), "comm": CommConfig(embedding="columns"), "batch_size": 16},
+            {
+                "model": ModelConfig(hidden_size=264),
+                "comm": CommConfig(embedding="columns"),
+                "batch_size": 16,
+            },
             16,
-            "model.hidden_size = 264: must be a multiple of 16: comm.embedding = 'columns' splits it",
+            (
+                "model.hidden_size = 264: must be a multiple of 16: comm.embedding = 'columns'"
+                " splits it"
+            ),
         ),
     ],
 )
-def test_check_devices_names_what_does_not_split(values: dict[str, Any], num_devices: int, message: str) -> None:
+def test_check_devices_names_what_does_not_split(
+    values: dict[str, Any], num_devices: int, message: str
+) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         TrainConfig(**values).check_devices(num_devices)
 
@@ -396,11 +677,15 @@ def test_check_devices_names_what_does_not_split(values: dict[str, Any], num_dev
 def test_differences_name_each_changed_field() -> None:
     saved = json.loads(TrainConfig(data=DataConfig(path=("a",))).to_json())
     now = TrainConfig(data=DataConfig(path=("a",)), model=ModelConfig(hidden_size=512), seed=1)
-    assert differences(saved, dataclasses.asdict(now)) == ["model.hidden_size: 256 -> 512", "seed: 0 -> 1"]
+    assert differences(saved, dataclasses.asdict(now)) == [
+        "model.hidden_size: 256 -> 512",
+        "seed: 0 -> 1",
+    ]
     assert differences(saved, saved) == []
 
 
-# total: half the bytes of the published bfloat16 weights. active: in billions as published, to its last digit.
+# total: half the bytes of the published bfloat16 weights. active: in billions as published, to its
+# last digit.
 @pytest.mark.parametrize(
     ("name", "total", "active", "last_digit"),
     [
@@ -416,7 +701,9 @@ def test_published_sizes(name: str, total: int, active: float, last_digit: float
 
 
 @pytest.mark.parametrize(
-    ("num_experts", "total"), [(8, 13.9), (16, 26.8), (32, 52.6), (64, 104.1), (128, 207.2)], ids=str
+    ("num_experts", "total"),
+    [(8, 13.9), (16, 26.8), (32, 52.6), (64, 104.1), (128, 207.2)],
+    ids=str,
 )
 def test_gpt_moe_has_the_sizes_of_moesys_table_2(num_experts: int, total: float) -> None:
     config = PRESETS[f"gpt-moe-{num_experts}e"][1]
@@ -433,7 +720,9 @@ def test_small_presets_split_over_devices(name: str, num_devices: int) -> None:
     assert experts_apart.check_devices(num_devices) == (1, 1, num_devices)
 
 
-@pytest.mark.parametrize("name", [name for name in PRESETS if not name.startswith(("tiny", "small", "ufo"))])
+@pytest.mark.parametrize(
+    "name", [name for name in PRESETS if not name.startswith(("tiny", "small", "ufo"))]
+)
 def test_large_presets_split_over_nodes_of_8(name: str) -> None:
     config = PRESETS[name][1]
     num_devices = 8 * config.mesh.expert_inter
@@ -464,7 +753,14 @@ def test_what_is_hardly_meant_is_said() -> None:
 
 @pytest.mark.parametrize(
     ("num_steps", "every_steps", "expected"),
-    [(360, 0, [90, 180, 270]), (81, 0, [21, 42, 63]), (20, 0, [5, 10, 15]), (19, 0, []), (19, 8, [8, 16]), (8, 4, [4])],
+    [
+        (360, 0, [90, 180, 270]),
+        (81, 0, [21, 42, 63]),
+        (20, 0, [5, 10, 15]),
+        (19, 0, []),
+        (19, 8, [8, 16]),
+        (8, 4, [4]),
+    ],
 )
 def test_when_a_run_is_evaluated(num_steps: int, every_steps: int, expected: list[int]) -> None:
     config = TrainConfig(num_steps=num_steps, evaluation=EvaluationConfig(every_steps=every_steps))

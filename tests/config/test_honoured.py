@@ -1,7 +1,9 @@
-"""No option is ignored silently: every field is refused where nothing would honour it, or the table says why it counts.
+"""No option is ignored silently: every field is refused where nothing would honour it, or the table
+says why it counts.
 
-`REFUSED` has, by field, a configuration that cannot honour it; `COUNTS` the fields that every configuration honours, or
-that change nothing where they describe what a configuration has not. A new field belongs in one of them.
+`REFUSED` has, by field, a configuration that cannot honour it; `COUNTS` the fields that every
+configuration honours, or that change nothing where they describe what a configuration has not. A
+new field belongs in one of them.
 """
 
 from __future__ import annotations
@@ -137,71 +139,137 @@ REFUSED: dict[str, dict[str, tuple[Any, Change]]] = {
 COUNTS: dict[str, dict[str, str]] = {
     "train": {
         **dict.fromkeys(
-            ("model.vocab_size", "model.hidden_size", "model.num_hidden_layers", "model.num_attention_heads"), SHAPE
+            (
+                "model.vocab_size",
+                "model.hidden_size",
+                "model.num_hidden_layers",
+                "model.num_attention_heads",
+            ),
+            SHAPE,
         ),
-        **dict.fromkeys(("model.num_key_value_heads", "model.head_dim", "model.max_position_embeddings"), SHAPE),
-        **dict.fromkeys(("model.norm", "model.norm_eps", "model.position", "model.initializer_range"), SHAPE),
+        **dict.fromkeys(
+            ("model.num_key_value_heads", "model.head_dim", "model.max_position_embeddings"), SHAPE
+        ),
+        **dict.fromkeys(
+            ("model.norm", "model.norm_eps", "model.position", "model.initializer_range"), SHAPE
+        ),
         **dict.fromkeys(("model.hidden_act", "model.mlp_bias", "model.tie_word_embeddings"), SHAPE),
-        **dict.fromkeys(("model.qk_norm", "model.clip_qkv", "model.attention_bias", "model.qkv_bias"), SHAPE),
-        **dict.fromkeys(("model.sliding_window", "model.layer_types", "model.attention_sinks"), SHAPE),
+        **dict.fromkeys(
+            ("model.qk_norm", "model.clip_qkv", "model.attention_bias", "model.qkv_bias"), SHAPE
+        ),
+        **dict.fromkeys(
+            ("model.sliding_window", "model.layer_types", "model.attention_sinks"), SHAPE
+        ),
         "model.kv_lora_rank": "latent attention, instead of the ordinary kind",
-        "model.rope_theta": "the angles of rotary positions; models with learned ones have it in their files as well",
-        "model.intermediate_size": "the dense layers' size; configurations have it where all layers have experts, too",
-        **dict.fromkeys(("model.num_experts", "model.num_experts_per_tok", "model.moe_intermediate_size"), EXPERTS),
+        "model.rope_theta": (
+            "the angles of rotary positions; models with learned ones have it in their files as"
+            " well"
+        ),
+        "model.intermediate_size": (
+            "the dense layers' size; configurations have it where all layers have experts, too"
+        ),
+        **dict.fromkeys(
+            ("model.num_experts", "model.num_experts_per_tok", "model.moe_intermediate_size"),
+            EXPERTS,
+        ),
         **dict.fromkeys(("model.decoder_sparse_step", "model.first_k_dense_replace"), EXPERTS),
-        **dict.fromkeys(("model.mlp_only_layers", "model.shared_expert_intermediate_size"), EXPERTS),
+        **dict.fromkeys(
+            ("model.mlp_only_layers", "model.shared_expert_intermediate_size"), EXPERTS
+        ),
         **dict.fromkeys(("model.capacity_factor", "model.router."), EXPERTS),
-        **dict.fromkeys(("data.path", "data.tokenizer", "data.prefetch_batches"), "every run reads text"),
+        **dict.fromkeys(
+            ("data.path", "data.tokenizer", "data.prefetch_batches"), "every run reads text"
+        ),
         "data.control_tokens": "every run reads text",
-        **dict.fromkeys(("data.held_out_fraction", "data.held_out_bytes"), "every run holds text out"),
+        **dict.fromkeys(
+            ("data.held_out_fraction", "data.held_out_bytes"), "every run holds text out"
+        ),
         "optimizer.": "AdamW updates every run",
         "mesh.": "every run has a mesh, which must multiply to its devices",
         **dict.fromkeys(("comm.exchange", "comm.schedule", "comm.embedding"), NO_TRAFFIC),
         **dict.fromkeys(("comm.hierarchical", "comm.shard_dense", "comm.fuse_dense"), NO_TRAFFIC),
         **dict.fromkeys(("checkpoint.every_steps", "checkpoint.keep"), "every run is saved"),
         "checkpoint.drain_timeout_s": LIMIT,
-        **dict.fromkeys(("evaluation.every_steps", "evaluation.sample_tokens"), "every run of text is evaluated"),
+        **dict.fromkeys(
+            ("evaluation.every_steps", "evaluation.sample_tokens"), "every run of text is evaluated"
+        ),
         "evaluation.at_start": "every run has a start",
-        **dict.fromkeys(("distributed.coordinator_address", "distributed.num_processes"), "refused but all three"),
+        **dict.fromkeys(
+            ("distributed.coordinator_address", "distributed.num_processes"),
+            "refused but all three",
+        ),
         "distributed.process_id": "refused but all three",
         "distributed.": LIMIT,
         "profile.steps": "every run has steps, and must have these",
         "metrics.port": "every run has metrics",
-        **dict.fromkeys(("tiers.experts", "tiers.optimizer"), "say where the experts are, refused in a dense model"),
+        **dict.fromkeys(
+            ("tiers.experts", "tiers.optimizer"),
+            "say where the experts are, refused in a dense model",
+        ),
         "tiers.chosen_share": PLANNERS,
         "distil.teacher": "the teacher itself",
         "machine.": PLANNERS,
-        **dict.fromkeys(("num_steps", "batch_size", "sequence_length", "gradient_accumulation_steps"), "every run's"),
-        **dict.fromkeys(("compute_dtype", "remat", "seed", "init_from", "output_dir"), "every run's"),
+        **dict.fromkeys(
+            ("num_steps", "batch_size", "sequence_length", "gradient_accumulation_steps"),
+            "every run's",
+        ),
+        **dict.fromkeys(
+            ("compute_dtype", "remat", "seed", "init_from", "output_dir"), "every run's"
+        ),
         **dict.fromkeys(("plan", "estimate"), "what to do instead of training"),
     },
     "images": {
-        **dict.fromkeys(("model.image_size", "model.patch_size", "model.channels", "model.task_layers"), SHAPE),
+        **dict.fromkeys(
+            ("model.image_size", "model.patch_size", "model.channels", "model.task_layers"), SHAPE
+        ),
         **dict.fromkeys(("tasks", "layout"), "every run of images has tasks on devices"),
         "images.": "every run of images reads them",
     },
-    "task": dict.fromkeys(("source", "batch_size", "head", "loss_weight", "num_steps"), "every task's")
-    | {"path": "refused by the run but for an expert of each layer routed by task"},
+    "task": (
+        dict.fromkeys(("source", "batch_size", "head", "loss_weight", "num_steps"), "every task's")
+        | {"path": "refused by the run but for an expert of each layer routed by task"}
+    ),
     "serve": {
         **dict.fromkeys(
-            ("model", "served_model_name", "host", "port", "api_key_file", "allowed_origins"), "the server's"
+            ("model", "served_model_name", "host", "port", "api_key_file", "allowed_origins"),
+            "the server's",
         ),
-        **dict.fromkeys(("max_waiting", "max_body_bytes", "max_connections", "log_prompts", "dry_run"), "the server's"),
-        **dict.fromkeys(("request_timeout_s", "drain_timeout_s", "header_timeout_s"), "every request's"),
-        **dict.fromkeys(("body_timeout_s", "send_timeout_s", "sampling_defaults"), "every request's"),
+        **dict.fromkeys(
+            ("max_waiting", "max_body_bytes", "max_connections", "log_prompts", "dry_run"),
+            "the server's",
+        ),
+        **dict.fromkeys(
+            ("request_timeout_s", "drain_timeout_s", "header_timeout_s"), "every request's"
+        ),
+        **dict.fromkeys(
+            ("body_timeout_s", "send_timeout_s", "sampling_defaults"), "every request's"
+        ),
         "check_files": "refused by serve.py for what is no bundle",
-        **dict.fromkeys(("engine.max_batch", "engine.max_seq_len", "engine.policy", "engine.dtype"), "every engine's"),
-        **dict.fromkeys(("engine.prefill_chunk_tokens", "engine.max_prefill_tokens"), "every engine's"),
+        **dict.fromkeys(
+            ("engine.max_batch", "engine.max_seq_len", "engine.policy", "engine.dtype"),
+            "every engine's",
+        ),
+        **dict.fromkeys(
+            ("engine.prefill_chunk_tokens", "engine.max_prefill_tokens"), "every engine's"
+        ),
         "engine.cache_dir": "for experts on NVMe, and for what a run's folder cannot hold",
         "engine.mesh.devices": "every engine's",
-        **dict.fromkeys(("distributed.coordinator_address", "distributed.num_processes"), "refused but all three"),
+        **dict.fromkeys(
+            ("distributed.coordinator_address", "distributed.num_processes"),
+            "refused but all three",
+        ),
         "distributed.process_id": "refused but all three",
         **dict.fromkeys(("distributed.start_timeout_s", "distributed.step_timeout_s"), LIMIT),
         "distributed.heartbeat_timeout_s": LIMIT,
     },
     "supervise": {
-        **dict.fromkeys(("processes", "min_processes", "hosts", "host_timeout_s", "host_wait_s"), "every supervisor's"),
-        **dict.fromkeys(("max_restarts", "same_step_limit", "backoff_s", "max_backoff_s"), "every supervisor's"),
+        **dict.fromkeys(
+            ("processes", "min_processes", "hosts", "host_timeout_s", "host_wait_s"),
+            "every supervisor's",
+        ),
+        **dict.fromkeys(
+            ("max_restarts", "same_step_limit", "backoff_s", "max_backoff_s"), "every supervisor's"
+        ),
     },
 }
 ROUTER = RouterConfig(aux_loss_coef=0.0)
@@ -210,7 +278,9 @@ IMAGES = VisionTrainConfig(
     tasks={"digits": TaskConfig("digits")},
     comm=CommConfig(schedule="none"),
 )
-BY_TOKEN = dataclasses.replace(IMAGES, model=VisionModelConfig(position="learned", num_experts=4, router=ROUTER))
+BY_TOKEN = dataclasses.replace(
+    IMAGES, model=VisionModelConfig(position="learned", num_experts=4, router=ROUTER)
+)
 ROOTS: dict[str, Any] = {
     "train": TrainConfig(),
     "images": IMAGES,
@@ -224,7 +294,9 @@ def changed(config: Any, changes: Change) -> Any:
     """The configuration with other values of these fields, all at once."""
     own = {name: value for name, value in changes.items() if "." not in name}
     for section in {name.partition(".")[0] for name in changes if "." in name}:
-        of_section = {k.partition(".")[2]: v for k, v in changes.items() if k.startswith(f"{section}.")}
+        of_section = {
+            k.partition(".")[2]: v for k, v in changes.items() if k.startswith(f"{section}.")
+        }
         own[section] = changed(getattr(config, section), of_section)
     return dataclasses.replace(config, **own)
 
@@ -245,14 +317,24 @@ def test_every_field_is_in_the_tables(root: str) -> None:
     if root == "images":  # what every run has is of `train`
         names -= set(fields_of(TrainConfig())) - refused
     sections = tuple(name for name in counts if name.endswith("."))
-    lacking = {name for name in names - refused if name not in counts and not name.startswith(sections or ("-",))}
-    assert not lacking, "say where these fields are refused, or why every configuration honours them"
+    lacking = {
+        name
+        for name in names - refused
+        if name not in counts and not name.startswith(sections or ("-",))
+    }
+    assert not lacking, (
+        "say where these fields are refused, or why every configuration honours them"
+    )
     assert refused <= names
-    unknown = {name for name in counts if name not in names and not any(n.startswith(name) for n in names)}
+    unknown = {
+        name for name in counts if name not in names and not any(n.startswith(name) for n in names)
+    }
     assert not unknown
 
 
-@pytest.mark.parametrize(("root", "name"), [(root, name) for root, of_root in REFUSED.items() for name in of_root])
+@pytest.mark.parametrize(
+    ("root", "name"), [(root, name) for root, of_root in REFUSED.items() for name in of_root]
+)
 def test_what_nothing_would_honour_is_refused_by_name(root: str, name: str) -> None:
     value, without = REFUSED[root][name]
     config = BY_TOKEN if root == "images" and "tiers" in name else ROOTS[root]
@@ -269,9 +351,13 @@ def numbers_of(config: Any) -> Iterator[str]:
             yield name
 
 
-@pytest.mark.parametrize(("root", "name"), [(root, name) for root in ROOTS for name in numbers_of(ROOTS[root])])
+@pytest.mark.parametrize(
+    ("root", "name"), [(root, name) for root in ROOTS for name in numbers_of(ROOTS[root])]
+)
 def test_a_number_is_finite_and_of_its_type(root: str, name: str) -> None:
-    """inf was taken for a learning rate, and failed in the step after the first; 1e30 steps were no number of JAX's."""
+    """inf was taken for a learning rate, and failed in the step after the first; 1e30 steps were
+    no number of JAX's.
+    """
     whole = isinstance(functools.reduce(getattr, name.split("."), ROOTS[root]), int)
     of_wrong_type = (0.5, 10**30) if whole else (1e-320, 1e308)
     for value in (math.inf, -math.inf, math.nan, True, "x", *of_wrong_type):
@@ -280,7 +366,12 @@ def test_a_number_is_finite_and_of_its_type(root: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), [(TrainConfig, "num_steps"), (OptimizerConfig, "warmup_steps"), (LossScaleConfig, "growth_steps")]
+    ("kind", "name"),
+    [
+        (TrainConfig, "num_steps"),
+        (OptimizerConfig, "warmup_steps"),
+        (LossScaleConfig, "growth_steps"),
+    ],
 )
 def test_a_run_counts_its_steps(kind: Callable[..., object], name: str) -> None:
     with pytest.raises(ValueError, match=rf"{name} = 2147483648: must be at most 2,147,483,647"):
@@ -289,13 +380,21 @@ def test_a_run_counts_its_steps(kind: Callable[..., object], name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(MODEL_LIMITS))
 def test_absurd_sizes_are_refused(name: str) -> None:
-    """XLA ended the process at a hidden size of 1e9, and filled memory for experts of 1e12 columns."""
+    """XLA ended the process at a hidden size of 1e9, and filled memory for experts of 1e12
+    columns.
+    """
     with pytest.raises(ValueError, match=rf"{name} = {MODEL_LIMITS[name] + 1}: must be at most"):
         ModelConfig(**{name: MODEL_LIMITS[name] + 1})
 
 
 def test_tiers_that_the_planner_chooses_drop_what_others_would_honour() -> None:
-    tiers = TiersConfig(experts="auto", optimizer="auto", path="/nvme", device_layers=3, device_experts=0.5)
+    tiers = TiersConfig(
+        experts="auto", optimizer="auto", path="/nvme", device_layers=3, device_experts=0.5
+    )
     assert tiers.placed("device", "device") == TiersConfig()
-    assert tiers.placed("host", "host") == TiersConfig("host", "host", device_layers=3, device_experts=0.5)
-    assert tiers.placed("host", "nvme") == dataclasses.replace(tiers, experts="host", optimizer="nvme")
+    assert tiers.placed("host", "host") == TiersConfig(
+        "host", "host", device_layers=3, device_experts=0.5
+    )
+    assert tiers.placed("host", "nvme") == dataclasses.replace(
+        tiers, experts="host", optimizer="nvme"
+    )

@@ -1,4 +1,6 @@
-"""Text that spells out a tokenizer's control tokens: kept as text, and told, or encoded as a server encodes it."""
+"""Text that spells out a tokenizer's control tokens: kept as text, and told, or encoded as a
+server encodes it.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ from jmoe.data.text_files import PIECE_BYTES
 from jmoe.data.tokenizer import ControlText, encode_pieces, load_tokenizer, train_bpe
 from jmoe.models.tokenizer_file import open_tokenizer
 
-CHATS = [f"<|im_start|>user\nhello {i}<|im_end|>\n<|im_start|>assistant\nworld {i}<|im_end|>\n" for i in range(60)]
+CHATS = [
+    f"<|im_start|>user\nhello {i}<|im_end|>\n<|im_start|>assistant\nworld {i}<|im_end|>\n"
+    for i in range(60)
+]
 PLAIN = [f"hello world, this is document {i}, of no importance\n" for i in range(40)]
 START, END = 257, 258
 
@@ -50,7 +55,9 @@ def documents(corpus: Corpus) -> list[list[int]]:
 
 def test_tokens_are_those_that_the_model_is_served_with(tokenizer: Path, tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", CHATS)
-    corpus = prepare(config(path, tokenizer=str(tokenizer), control_tokens=True), 300, tmp_path / "cache")
+    corpus = prepare(
+        config(path, tokenizer=str(tokenizer), control_tokens=True), 300, tmp_path / "cache"
+    )
     served = open_tokenizer(tokenizer)
     assert documents(corpus) == sorted(served.encode(text).ids for text in CHATS)
     assert documents(corpus)[0].count(START) == documents(corpus)[0].count(END) == 2
@@ -62,12 +69,22 @@ def test_by_default_they_are_text_and_counted(tokenizer: Path, tmp_path: Path) -
     path = write(tmp_path / "a.jsonl", [*CHATS, *PLAIN])
     kept = prepare(config(path, tokenizer=str(tokenizer)), 300, tmp_path / "cache")
     assert not {START, END} & {i for ids in documents(kept) for i in ids}
-    assert kept.control_texts().startswith("60 texts hold text of control tokens, kept as text; --data.control-tokens")
-    again = prepare(config(path, tokenizer=str(tokenizer)), 300, tmp_path / "cache")  # from the folder of the run
+    assert kept.control_texts().startswith(
+        "60 texts hold text of control tokens, kept as text; --data.control-tokens"
+    )
+    # from the folder of the run
+    again = prepare(config(path, tokenizer=str(tokenizer)), 300, tmp_path / "cache")
     assert again.control_texts() == kept.control_texts()
-    tokens = prepare(config(path, tokenizer=str(tokenizer), control_tokens=True), 300, tmp_path / "cache")
+    tokens = prepare(
+        config(path, tokenizer=str(tokenizer), control_tokens=True), 300, tmp_path / "cache"
+    )
     assert tokens.fingerprint != kept.fingerprint
-    assert prepare(config(write(path, PLAIN), tokenizer=str(tokenizer)), 300, tmp_path / "c").control_texts() == ""
+    assert (
+        prepare(
+            config(write(path, PLAIN), tokenizer=str(tokenizer)), 300, tmp_path / "c"
+        ).control_texts()
+        == ""
+    )
 
 
 @pytest.mark.parametrize(("init_from", "said"), [("", False), ("model", True)])
@@ -76,12 +93,19 @@ def test_train_says_so_where_a_model_is_tuned(
 ) -> None:
     _, tiny = PRESETS["tiny"]
     data = config(write(tmp_path / "a.jsonl", CHATS), tokenizer=str(tokenizer))
-    run = dataclasses.replace(tiny, init_from=init_from, data=data, output_dir=str(tmp_path / "run"), batch_size=2)
+    run = dataclasses.replace(
+        tiny, init_from=init_from, data=data, output_dir=str(tmp_path / "run"), batch_size=2
+    )
     run = dataclasses.replace(run, sequence_length=16)
     Path(run.output_dir).mkdir()
     with contextlib.ExitStack() as stack:
-        train.prepare_text(run, stack.enter_context(Watchdog(60.0)), stack, json.loads(run.to_json()))
-    line = "texts hold text of control tokens, kept as text; --data.control-tokens encodes it as those tokens"
+        train.prepare_text(
+            run, stack.enter_context(Watchdog(60.0)), stack, json.loads(run.to_json())
+        )
+    line = (
+        "texts hold text of control tokens, kept as text; --data.control-tokens encodes it as those"
+        " tokens"
+    )
     assert (line in capsys.readouterr().out) == said
 
 
@@ -97,14 +121,18 @@ def test_documents_that_are_read_in_pieces(tokenizer: Path) -> None:
             assert [i for ids, _ in encoded for i in ids][: len(whole)] == whole
             assert sum(size for _, size in encoded) == len(text) + 1
     counted = ControlText(loaded.control_tokens)
-    assert len(list(counted.counted([("<|im_end|>", False), ("<|im_end|>", True), ("x", True)]))) == 3
+    assert (
+        len(list(counted.counted([("<|im_end|>", False), ("<|im_end|>", True), ("x", True)]))) == 3
+    )
     assert counted.documents == 1
 
 
 def test_a_long_document_whose_piece_ends_amid_a_token(tokenizer: Path, tmp_path: Path) -> None:
     text = "x" * (PIECE_BYTES - 4) + "<|im_end|>\n"
     path = write(tmp_path / "a.jsonl", [text, "short", "short"])
-    corpus = prepare(config(path, tokenizer=str(tokenizer), control_tokens=True), 300, tmp_path / "cache")
+    corpus = prepare(
+        config(path, tokenizer=str(tokenizer), control_tokens=True), 300, tmp_path / "cache"
+    )
     assert max(documents(corpus), key=len)[-2] == END
 
 
@@ -113,10 +141,18 @@ def test_shards(tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     path, kept, made = write(tmp_path / "a.jsonl", CHATS), tmp_path / "kept", tmp_path / "made"
     command = [str(path), "--tokenizer", str(tokenizer), "--out"]
     assert main([*command, str(kept)]) == main([*command, str(made), "--control-tokens"]) == 0
-    assert prepare(config(kept), 300, tmp_path / "cache").control_texts().startswith("58 texts hold text of control")
-    with pytest.raises(ValueError, match=r"data.control_tokens = True: .*kept/.*\.bin was made without; make"):
+    assert (
+        prepare(config(kept), 300, tmp_path / "cache")
+        .control_texts()
+        .startswith("58 texts hold text of control")
+    )
+    with pytest.raises(
+        ValueError, match=r"data.control_tokens = True: .*kept/.*\.bin was made without; make"
+    ):
         prepare(config(kept, control_tokens=True), 300, tmp_path / "cache")
     tokens = prepare(config(made, control_tokens=True), 300, tmp_path / "cache")
     assert tokens.control_texts() == "" and START in documents(tokens)[0]
     assert main([*command, str(made)]) == 2
-    assert "already holds token shards made from other inputs or settings" in capsys.readouterr().err
+    assert (
+        "already holds token shards made from other inputs or settings" in capsys.readouterr().err
+    )

@@ -1,4 +1,6 @@
-"""From text to tokens: shards, tokenizer, split and cache, on real files and with real processes."""
+"""From text to tokens: shards, tokenizer, split and cache, on real files and with real
+processes.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def quiet(what: str, done: int, total: int) -> None:
 
 def decode(corpus: Corpus, ids: Iterable[int]) -> str:
     assert corpus.tokenizer is not None
-    return corpus.tokenizer.decode([int(i) for i in ids if i != corpus.eot], skip_special_tokens=False)
+    return corpus.tokenizer.decode(
+        [int(i) for i in ids if i != corpus.eot], skip_special_tokens=False
+    )
 
 
 def train_text(corpus: Corpus, source: int = 0) -> str:
@@ -66,7 +70,12 @@ def test_shard_round_trip(tmp_path: Path, vocab_size: int, dtype: str) -> None:
     ids = [1, vocab_size - 1, 5, 0]
     shard = open_shard(write_shard(tmp_path / "a.bin", ids, vocab_size))
     header = shard.header
-    assert (header.dtype, header.count, header.vocab_size, header.text_bytes) == (dtype, 5, vocab_size, 7)
+    assert (header.dtype, header.count, header.vocab_size, header.text_bytes) == (
+        dtype,
+        5,
+        vocab_size,
+        7,
+    )
     assert shard.ids.tolist() == [0, *ids]
     shard.blocks.check(0, 5)
     shard.blocks.check_all(header)
@@ -86,7 +95,9 @@ def test_a_shard_on_fuse(tmp_path: Path, lack: Lack) -> None:
 def test_failed_shard_leaves_nothing(tmp_path: Path) -> None:
     with (
         pytest.raises(OverflowError),
-        writing_shard(tmp_path / "a.bin", vocab_size=300, eot=0, tokenizer="t", split="train") as writer,
+        writing_shard(
+            tmp_path / "a.bin", vocab_size=300, eot=0, tokenizer="t", split="train"
+        ) as writer,
     ):
         writer.append([70000], text_bytes=0)
     assert not list(tmp_path.iterdir())
@@ -95,8 +106,14 @@ def test_failed_shard_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda b: b[:-2], "is truncated: 4106 bytes, but its header says 4 tokens, i.e. 4108 bytes"),
-        (lambda b: b[:4096] + b"\x05" + b[4097:], "this token shard is damaged: its content is not what was written"),
+        (
+            lambda b: b[:-2],
+            "is truncated: 4106 bytes, but its header says 4 tokens, i.e. 4108 bytes",
+        ),
+        (
+            lambda b: b[:4096] + b"\x05" + b[4097:],
+            "this token shard is damaged: its content is not what was written",
+        ),
         (lambda b: b[:-1] + bytes([b[-1] ^ 1]), "the sums at its end are not what was written"),
         (lambda b: b[:100], "truncated inside its header"),
         (lambda b: b + b"xx", "foreign data at its end"),
@@ -124,8 +141,12 @@ def flip(path: Path, token: int, count: int = 300) -> None:
         file.write((data ^ 1).tobytes())
 
 
-def test_a_large_shard_is_checked_where_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Windows before and after the damage are as they were; one over it is an error that names file and bytes."""
+def test_a_large_shard_is_checked_where_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows before and after the damage are as they were; one over it is an error that names
+    file and bytes.
+    """
     monkeypatch.setattr(corpus_module, "HASHED_BYTES", 1000)
     ids = np.random.default_rng(0).integers(1, 300, 200_000)
     path = write_shard(tmp_path / "a.bin", ids.tolist(), text_bytes=10**6)
@@ -133,14 +154,19 @@ def test_a_large_shard_is_checked_where_it_is_read(tmp_path: Path, monkeypatch: 
     windows = loader._Windows(prepare(config(path), 300, tmp_path / "cache").sources[0], 100, 300)
     for index in (0, 500, 1500):
         assert windows[index].tolist() == [0, *ids.tolist()][100 * index : 100 * index + 101]
-    with pytest.raises(ValueError, match=r"a\.bin: this token shard is damaged in bytes 196608 to 262144 of its ids"):
+    with pytest.raises(
+        ValueError,
+        match=r"a\.bin: this token shard is damaged in bytes 196608 to 262144 of its ids",
+    ):
         windows[1001]
     flip(path, 199_900, 50)  # of the held-out part
     with pytest.raises(ValueError, match=r"a\.bin: this token shard is damaged in bytes"):
         prepare(config(path), 300, tmp_path / "cache")
 
 
-def test_a_shard_without_sums_of_blocks_is_checked_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shard_without_sums_of_blocks_is_checked_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Shards of older versions have none."""
     path = write_shard(tmp_path / "a.bin", list(range(1, 290)), text_bytes=1000)
     content = path.read_bytes()[:-4]
@@ -162,8 +188,13 @@ def test_damaged_tokens_of_a_run_are_prepared_again(
         flip(tmp_path / name, 50, 20)
         again = prepare(config(texts), 400, tmp_path)
         assert again.fingerprint == before.fingerprint
-        assert f"{tmp_path}: the prepared text is damaged, it is prepared again" in capsys.readouterr().out
-        assert [(tmp_path / name).read_bytes() for name in ("train-00000.bin", "held_out.bin")] == whole
+        assert (
+            f"{tmp_path}: the prepared text is damaged, it is prepared again"
+            in capsys.readouterr().out
+        )
+        assert [
+            (tmp_path / name).read_bytes() for name in ("train-00000.bin", "held_out.bin")
+        ] == whole
 
 
 # Tokenizer
@@ -224,17 +255,29 @@ LETTERS = {character: number for number, character in enumerate("abcdefghijklmno
             models.BPE(vocab=LETTERS | {"</s>": 28}, merges=[]),
             "has no token for 'é', which would be left out of the text",
         ),
-        (models.WordLevel({"text": 0, "</s>": 1}), "Missing .UNK. token .*; give it one for unknown text"),
-        (models.Unigram([("</s>", 0.0), ("t", -1.0)]), "unknown token but .*; give it one for unknown text"),
+        (
+            models.WordLevel({"text": 0, "</s>": 1}),
+            "Missing .UNK. token .*; give it one for unknown text",
+        ),
+        (
+            models.Unigram([("</s>", 0.0), ("t", -1.0)]),
+            "unknown token but .*; give it one for unknown text",
+        ),
     ],
     ids=["BPE", "WordLevel", "Unigram"],
 )
-def test_a_tokenizer_without_a_token_for_unknown_text(tmp_path: Path, model: models.Model, message: str) -> None:
-    """Such a BPE leaves out what it does not know: the run would learn, and measure, another text."""
+def test_a_tokenizer_without_a_token_for_unknown_text(
+    tmp_path: Path, model: models.Model, message: str
+) -> None:
+    """Such a BPE leaves out what it does not know: the run would learn, and measure, another
+    text.
+    """
     (tmp_path / "a.txt").write_text("some text. caf\u00e9\n" * 100)
     Tokenizer(model).save(str(tmp_path / "t.json"))
     options = DataConfig(path=(str(tmp_path / "a.txt"),), tokenizer=str(tmp_path / "t.json"))
-    with pytest.raises(ValueError, match=rf"data.tokenizer = '{re.escape(str(tmp_path / 't.json'))}': .*{message}"):
+    with pytest.raises(
+        ValueError, match=rf"data.tokenizer = '{re.escape(str(tmp_path / 't.json'))}': .*{message}"
+    ):
         prepare(options, 512, tmp_path / "cache")
 
 
@@ -242,7 +285,9 @@ def test_truncation_in_a_tokenizer_file_does_not_cut_documents(tmp_path: Path, t
     tokenizer = train_bpe(["abc abc"], 300)
     tokenizer.enable_truncation(4)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    assert len(load_tokenizer(tmp_path / "tokenizer.json", 300).tokenizer.encode("z" * 50).ids) == 50
+    assert (
+        len(load_tokenizer(tmp_path / "tokenizer.json", 300).tokenizer.encode("z" * 50).ids) == 50
+    )
 
 
 # Finding and splitting
@@ -250,7 +295,9 @@ def test_truncation_in_a_tokenizer_file_does_not_cut_documents(tmp_path: Path, t
 
 def test_folder_file_and_glob(tmp_path: Path, texts: Path) -> None:
     def names(pattern: object) -> list[str]:
-        return [file.name for file in text_files.find_files(str(pattern), None, "text", quiet).files]
+        return [
+            file.name for file in text_files.find_files(str(pattern), None, "text", quiet).files
+        ]
 
     assert names(texts) == sorted(p.relative_to(texts).as_posix() for p in texts.rglob("*.txt"))
     assert names(texts / "part0" / "doc00.txt") == ["doc00.txt"]
@@ -276,7 +323,11 @@ def test_one_file_under_two_names_is_refused(tmp_path: Path, texts: Path) -> Non
     shutil.copytree(texts, folder)
     (folder / "again.txt").symlink_to(folder / "part0" / "doc00.txt")
     with pytest.raises(
-        ValueError, match=r"data.path: .*(doc00.txt is .*again|again.txt is .*doc00).txt, by a link; its held-out part"
+        ValueError,
+        match=(
+            r"data.path: .*(doc00.txt is .*again|again.txt is .*doc00).txt, by a link; its held-out"
+            r" part"
+        ),
     ):
         prepare(config(folder), 512, tmp_path / "cache")
 
@@ -286,13 +337,18 @@ def test_one_file_under_two_names_is_refused(tmp_path: Path, texts: Path) -> Non
     ("make", "message"),
     [
         (os.mkfifo, "must be a file, and is a pipe, a socket or a device; leave it out"),
-        (lambda path: path.symlink_to("/dev/zero"), "must be a file, and is a pipe, a socket or a device"),
+        (
+            lambda path: path.symlink_to("/dev/zero"),
+            "must be a file, and is a pipe, a socket or a device",
+        ),
         (lambda path: path.symlink_to("nowhere"), "o such file"),
         (lambda path: path.symlink_to(path.name), "Too many levels of symbolic links|no such file"),
     ],
     ids=["pipe", "device", "dangling", "loop"],
 )
-def test_what_is_no_file_is_named(tmp_path: Path, make: Callable[[Path], None], message: str, named: bool) -> None:
+def test_what_is_no_file_is_named(
+    tmp_path: Path, make: Callable[[Path], None], message: str, named: bool
+) -> None:
     """Reading a pipe that nobody writes to never ends, nor does reading /dev/zero."""
     (tmp_path / "good.txt").write_text("some text\n" * 100)
     bad = tmp_path / "bad.txt"
@@ -303,7 +359,9 @@ def test_what_is_no_file_is_named(tmp_path: Path, make: Callable[[Path], None], 
 
 def test_a_name_that_is_not_utf8_is_named(tmp_path: Path) -> None:
     (tmp_path / os.fsdecode(b"\xff.txt")).write_text("some text\n" * 100)
-    with pytest.raises(ValueError, match=r"data.path = '.*udcff.txt': must have a name in UTF-8; rename it"):
+    with pytest.raises(
+        ValueError, match=r"data.path = '.*udcff.txt': must have a name in UTF-8; rename it"
+    ):
         prepare(config(tmp_path), 512, tmp_path / "cache")
 
 
@@ -320,7 +378,9 @@ def test_files_are_either_trained_on_or_held_out(corpus: Corpus, texts: Path) ->
     assert decode(corpus, ids) == held
 
 
-def test_split_depends_on_names_not_on_the_place(tmp_path: Path, texts: Path, corpus: Corpus) -> None:
+def test_split_depends_on_names_not_on_the_place(
+    tmp_path: Path, texts: Path, corpus: Corpus
+) -> None:
     moved = shutil.copytree(texts, tmp_path / "elsewhere")
     again = prepare(config(moved), 400, tmp_path / "cache")
     assert again.fingerprint == corpus.fingerprint
@@ -342,7 +402,9 @@ def test_text_of_equal_size_and_time_is_prepared_anew(tmp_path: Path, texts: Pat
     assert path.read_text() in train_text(after) + after.held_out_bytes.decode()
     assert after.fingerprint != before.fingerprint
     path.write_text(text)
-    with pytest.raises(TimeoutError, match=r"it is there, but was made from other inputs .* \(names, sizes, text\)"):
+    with pytest.raises(
+        TimeoutError, match=r"it is there, but was made from other inputs .* \(names, sizes, text\)"
+    ):
         prepare(config(copy), 400, tmp_path / "cache", Role(is_main=False, wait_s=0.1))
 
 
@@ -372,10 +434,14 @@ def test_text_without_lines_is_split_between_characters(tmp_path: Path, size: in
 def test_jsonl(tmp_path: Path) -> None:
     documents = [f"doc {i} é\n" * (1 + i % 3) for i in range(100)]
     path = tmp_path / "a.jsonl"
-    path.write_text("".join(json.dumps({"id": i, "body": d}) + "\n\n" for i, d in enumerate(documents)) + "\n\n")
+    path.write_text(
+        "".join(json.dumps({"id": i, "body": d}) + "\n\n" for i, d in enumerate(documents)) + "\n\n"
+    )
     one = prepare(config(path, field="body"), 300, tmp_path / "cache")
     assert train_text(one) + one.held_out_bytes.decode() == "".join(documents)
-    separators = np.count_nonzero(one.sources[0].shards[0] == 0) + np.count_nonzero(one.held_out_tokens == 0)
+    separators = np.count_nonzero(one.sources[0].shards[0] == 0) + np.count_nonzero(
+        one.held_out_tokens == 0
+    )
     assert separators == 100 + 2
     assert one.held_out_bytes.startswith(b"doc ")
 
@@ -383,7 +449,9 @@ def test_jsonl(tmp_path: Path) -> None:
 RECORDS = [{"id": i, "body": f"doc {i} é\n" * (1 + i % 3)} for i in range(100)]
 
 
-@pytest.mark.parametrize(("name", "indent", "encoding"), [("a.json", None, "utf-8"), ("a.json", 2, "utf-16")])
+@pytest.mark.parametrize(
+    ("name", "indent", "encoding"), [("a.json", None, "utf-8"), ("a.json", 2, "utf-16")]
+)
 def test_a_json_array_is_read_as_its_records_are_as_jsonl(
     tmp_path: Path, name: str, indent: int | None, encoding: str
 ) -> None:
@@ -391,7 +459,9 @@ def test_a_json_array_is_read_as_its_records_are_as_jsonl(
     (tmp_path / "a.jsonl").write_text(lines)
     (tmp_path / "lines.json").write_text(lines)
     array = tmp_path / name
-    array.write_bytes(("\n" + json.dumps(RECORDS, indent=indent, ensure_ascii=False)).encode(encoding))
+    array.write_bytes(
+        ("\n" + json.dumps(RECORDS, indent=indent, ensure_ascii=False)).encode(encoding)
+    )
     settings = {"field": "body", "encoding": (encoding,)}
     expected = prepare(config(tmp_path / "a.jsonl", field="body"), 300, tmp_path / "cache")
     for path, how in ((array, settings), (tmp_path / "lines.json", {"field": "body"})):
@@ -399,7 +469,9 @@ def test_a_json_array_is_read_as_its_records_are_as_jsonl(
         for text in (train_text, lambda corpus: corpus.held_out_bytes.decode()):
             whole = text(read) + text(expected)
             assert len(whole) > 100 and not set('{}[]"') & set(whole)
-        assert train_text(read) + read.held_out_bytes.decode() == "".join(str(r["body"]) for r in RECORDS)
+        assert train_text(read) + read.held_out_bytes.decode() == "".join(
+            str(r["body"]) for r in RECORDS
+        )
 
 
 @pytest.mark.parametrize(
@@ -418,14 +490,18 @@ def test_mistakes_in_json(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "a.json").write_text(content)
     with pytest.raises(ValueError, match=message) as error:
         prepare(config(tmp_path / "a.json"), 300, tmp_path / "cache")
-    assert "1 problem(s) in 1 file(s)" in str(error.value) and "--data.encoding" not in str(error.value)
+    assert "1 problem(s) in 1 file(s)" in str(error.value) and "--data.encoding" not in str(
+        error.value
+    )
     assert not (tmp_path / "cache").exists()
 
 
 def test_a_folder_without_text_says_what_it_has(tmp_path: Path) -> None:
     for name in ("a.parquet", "b.parquet", "c.json"):
         (tmp_path / name).write_text("x")
-    with pytest.raises(ValueError, match=r"this folder holds no text .*; it has 2 \*.parquet, 1 \*.json"):
+    with pytest.raises(
+        ValueError, match=r"this folder holds no text .*; it has 2 \*.parquet, 1 \*.json"
+    ):
         prepare(config(tmp_path), 300, tmp_path / "cache")
 
 
@@ -433,7 +509,10 @@ def test_a_folder_without_text_says_what_it_has(tmp_path: Path) -> None:
     ("line", "message"),
     [
         (b'{"text": ', r"a.jsonl:51: not JSON"),
-        (b'{"body": "x", "id": 3}', r"a.jsonl:51: data.field = 'text': not in this line, which has: body, id"),
+        (
+            b'{"body": "x", "id": 3}',
+            r"a.jsonl:51: data.field = 'text': not in this line, which has: body, id",
+        ),
         (b'["x"]', r"a.jsonl:51: data.field = 'text': not in this line, which has: a list"),
         (b'{"text": 3}', r"a.jsonl:51: data.field = 'text': is a int, not text"),
         (b'{"text": "\\ud800"}', r"a.jsonl:51: data.field = 'text': half a surrogate pair"),
@@ -462,14 +541,18 @@ def test_text_that_is_not_utf8_names_file_and_byte(tmp_path: Path, offset: int) 
     assert named in (offset, offset - 1)  # the character that the broken byte belongs to
 
 
-def test_everything_that_cannot_be_read_is_named_at_once_and_nothing_is_written(tmp_path: Path, texts: Path) -> None:
+def test_everything_that_cannot_be_read_is_named_at_once_and_nothing_is_written(
+    tmp_path: Path, texts: Path
+) -> None:
     """Also what was prepared before stays as it was."""
     mixed, cache = shutil.copytree(texts, tmp_path / "mixed"), tmp_path / "cache"
     prepare(config(mixed), 300, cache)
     before = {path: path.read_bytes() for path in cache.iterdir()}
     (mixed / "a.txt").write_bytes("naïve café".encode("latin-1"))
     (mixed / "b.md").write_bytes("déjà".encode("cp1252"))
-    (mixed / "c.jsonl").write_bytes(b'{"text": "good"}\n{"text": 3}\n\n{"body": "x"}\n{"text": "\xff"}\n')
+    (mixed / "c.jsonl").write_bytes(
+        b'{"text": "good"}\n{"text": 3}\n\n{"body": "x"}\n{"text": "\xff"}\n'
+    )
     (mixed / "end.txt").write_bytes("ends amid a character: é".encode()[:-1])
     with pytest.raises(
         ValueError, match=r"data.path: 6 problem\(s\) in 24 file\(s\) of text; nothing was writ"
@@ -483,26 +566,42 @@ def test_everything_that_cannot_be_read_is_named_at_once_and_nothing_is_written(
         f"{mixed / 'c.jsonl'}:4: data.field = 'text': not in this line, which has: body",
         f"{mixed / 'c.jsonl'}:5: not UTF-8 at byte 10 of the line: invalid start byte",
         f"{mixed / 'end.txt'}: not UTF-8 at byte 23: unexpected end of data",
-        "--data.encoding utf-8 latin-1 reads each file in the first of these encodings that fits it",
+        (
+            "--data.encoding utf-8 latin-1 reads each file in the first of these encodings that"
+            " fits it"
+        ),
     ]
     assert {path: path.read_bytes() for path in cache.iterdir()} == before
 
 
 def test_long_lists_of_problems_are_cut(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"body": "x"}\n' * 3000)
-    with pytest.raises(ValueError, match=r"data.path: 1000 or more problem\(s\) in 1 file\(s\)") as error:
+    with pytest.raises(
+        ValueError, match=r"data.path: 1000 or more problem\(s\) in 1 file\(s\)"
+    ) as error:
         prepare(config(tmp_path), 300, tmp_path / "cache")
     lines = str(error.value).splitlines()
     assert len(lines) == 22
     assert lines[20].startswith(f"{tmp_path / 'a.jsonl'}:20: ") and lines[21] == "... and 980 more"
 
 
-@pytest.mark.parametrize("encoding", ["latin-1", "cp1252", "utf-16", "utf-16-le", "utf-8-sig", "shift_jis", "gb18030"])
+@pytest.mark.parametrize(
+    "encoding", ["latin-1", "cp1252", "utf-16", "utf-16-le", "utf-8-sig", "shift_jis", "gb18030"]
+)
 def test_encodings(tmp_path: Path, encoding: str) -> None:
-    """The same text as that of the same files in UTF-8; where it is split depends on the bytes in each."""
-    words = "漢字かな" if encoding in ("utf-16", "utf-16-le", "utf-8-sig", "shift_jis", "gb18030") else "déjà vu ÿ"
+    """The same text as that of the same files in UTF-8; where it is split depends on the bytes
+    in each.
+    """
+    words = (
+        "漢字かな"
+        if encoding in ("utf-16", "utf-16-le", "utf-8-sig", "shift_jis", "gb18030")
+        else "déjà vu ÿ"
+    )
     text = "".join(f"line {i} {words}\n" for i in range(400))
-    lines = "".join(json.dumps({"text": f"document {i} {words}\n"}, ensure_ascii=False) + "\n" for i in range(50))
+    lines = "".join(
+        json.dumps({"text": f"document {i} {words}\n"}, ensure_ascii=False) + "\n"
+        for i in range(50)
+    )
     for folder, name in (("utf8", "utf-8"), ("other", encoding)):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "a.txt").write_bytes(text.encode(name))
@@ -510,7 +609,8 @@ def test_encodings(tmp_path: Path, encoding: str) -> None:
     expected = prepare(config(tmp_path / "utf8"), 300, tmp_path / "cache")
     read = prepare(config(tmp_path / "other", encoding=(encoding,)), 300, tmp_path / "cache2")
     documents, again = (
-        sorted((train_text(one) + one.held_out_bytes.decode()).splitlines()) for one in (expected, read)
+        sorted((train_text(one) + one.held_out_bytes.decode()).splitlines())
+        for one in (expected, read)
     )
     assert len(documents) == 450 and again == documents
 
@@ -524,7 +624,9 @@ def test_each_file_is_read_in_the_first_encoding_that_fits(tmp_path: Path, texts
     with pytest.raises(ValueError, match="not UTF-8 at byte 2"):  # another encoding is another job
         prepare(config(mixed), 300, tmp_path / "cache")
     for wrong in (("latin-7b",), ("base64",), ()):
-        with pytest.raises(ValueError, match=r"data.encoding = .*: (must be a text encoding|needs at least one)"):
+        with pytest.raises(
+            ValueError, match=r"data.encoding = .*: (must be a text encoding|needs at least one)"
+        ):
             config(mixed, encoding=wrong)
 
 
@@ -553,15 +655,22 @@ def test_a_vocabulary_that_is_too_small_writes_nothing(tmp_path: Path, texts: Pa
 
 @pytest.mark.slow
 def test_an_absurd_vocabulary_is_refused(tmp_path: Path, texts: Path) -> None:
-    """The trainer takes memory for all of it at once: it ended the process without a word about the field."""
-    with pytest.raises(ValueError, match=r"model.vocab_size = 1000000000: must be at most 4,194,304 .*data.tokenizer"):
+    """The trainer takes memory for all of it at once: it ended the process without a word about
+    the field.
+    """
+    with pytest.raises(
+        ValueError,
+        match=r"model.vocab_size = 1000000000: must be at most 4,194,304 .*data.tokenizer",
+    ):
         prepare(config(texts), 10**9, tmp_path / "cache")
 
 
 def test_standard_library(tmp_path: Path) -> None:
     names = [file.name for file in text_files.standard_library()]
     assert "inspect.py" in names
-    assert not [n for n in names if {"test", "tests", "site-packages", "idle_test"} & set(n.split("/"))]
+    assert not [
+        n for n in names if {"test", "tests", "site-packages", "idle_test"} & set(n.split("/"))
+    ]
     library = prepare(DataConfig(held_out_bytes=200_000), 512, tmp_path)
     assert library.num_train_tokens > 1_000_000
     assert 100_000 <= len(library.held_out_bytes) <= 200_000
@@ -574,7 +683,9 @@ def test_sample_for_the_tokenizer_is_bounded_and_spread(texts: Path) -> None:
     assert "".join(sorted(text_files.sample_texts(files, 10**9))) == "".join(
         sorted(file.path.read_text() for file in files)
     )
-    assert sum(map(len, text_files.sample_texts(files, 6000))) < 6000 + max(file.size_bytes for file in files)
+    assert sum(map(len, text_files.sample_texts(files, 6000))) < 6000 + max(
+        file.size_bytes for file in files
+    )
 
 
 # Preparing once, with many processes
@@ -611,7 +722,10 @@ def test_other_processes_wait_and_two_runs_do_not_disturb_each_other(
 
 def test_waiting_has_a_limit_that_names_the_file(tmp_path: Path, texts: Path) -> None:
     other = Role(is_main=False, wait_s=0.1)
-    limit = r"manifest.json: waited 0.1 s \(distributed.start_timeout_s\) without progress of .* it is not there"
+    limit = (
+        r"manifest.json: waited 0.1 s \(distributed.start_timeout_s\) without progress of .* it is"
+        r" not there"
+    )
     with pytest.raises(TimeoutError, match=limit):
         prepare(config(texts), 400, tmp_path, other)
     prepare(config(texts), 400, tmp_path)
@@ -633,7 +747,9 @@ def test_waiting_has_no_limit_while_process_0_goes_on(tmp_path: Path, texts: Pat
     assert asked > 20
 
 
-def test_progress_is_told_in_every_phase(tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_told_in_every_phase(
+    tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also while a library works on, and as bytes of what there is to do."""
     told: dict[str, list[tuple[int, int]]] = {}
     train = corpus_module.train_bpe
@@ -643,7 +759,12 @@ def test_progress_is_told_in_every_phase(tmp_path: Path, texts: Path, monkeypatc
         return train(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(corpus_module, "train_bpe", slow)
-    prepare(config(texts), 400, tmp_path, Role(report=lambda *done: told.setdefault(done[0], []).append(done[1:])))
+    prepare(
+        config(texts),
+        400,
+        tmp_path,
+        Role(report=lambda *done: told.setdefault(done[0], []).append(done[1:])),
+    )
     assert list(told) == [
         "finding files",
         "comparing the text",
@@ -703,9 +824,22 @@ def test_command_line_writes_what_data_path_takes(
 
 
 def test_command_line_as_a_program(tmp_path: Path, texts: Path) -> None:
-    command = [sys.executable, "-W", "error", "-m", "jmoe.data", str(texts / "absent"), "--out", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-W",
+        "error",
+        "-m",
+        "jmoe.data",
+        str(texts / "absent"),
+        "--out",
+        str(tmp_path),
+    ]
     result = subprocess.run(
-        [*command, "--vocab-size", "300"], cwd=REPOSITORY, capture_output=True, text=True, timeout=240
+        [*command, "--vocab-size", "300"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert result.returncode == 2
     assert result.stderr.startswith("error: data.path = ")
@@ -726,7 +860,9 @@ def test_shards_beside_text_share_the_tokenizer(tmp_path: Path, texts: Path) -> 
     with pytest.raises(ValueError, match="made with another tokenizer"):
         prepare(config(shards, tokenizer=str(other / "tokenizer.json")), 300, tmp_path)
     (shards / "tokenizer.json").unlink()
-    with pytest.raises(ValueError, match=r"data.tokenizer = None: .* come without a tokenizer.json"):
+    with pytest.raises(
+        ValueError, match=r"data.tokenizer = None: .* come without a tokenizer.json"
+    ):
         prepare(config(shards, more), 300, tmp_path)
 
 
@@ -749,13 +885,17 @@ def test_shards_alone_are_split_and_need_no_tokenizer(tmp_path: Path) -> None:
 def test_options_of_text_that_no_file_would_honour_are_refused(tmp_path: Path) -> None:
     """`data.field` without records, `data.encoding` with token shards alone."""
     (tmp_path / "a.txt").write_text("words\n" * 500)
-    with pytest.raises(ValueError, match=r"data\.field = 'body': must be 'text' without JSON or JSONL in data\.path"):
+    with pytest.raises(
+        ValueError,
+        match=r"data\.field = 'body': must be 'text' without JSON or JSONL in data\.path",
+    ):
         prepare(DataConfig(path=(str(tmp_path),), field="body"), 512, tmp_path / "cache")
     shards = tmp_path / "shards"
     shards.mkdir()
     write_shard(shards / "a.bin", list(range(400)))
     with pytest.raises(
-        ValueError, match=r"data\.encoding = \('latin-1',\): must be \('utf-8',\) with token shards alone"
+        ValueError,
+        match=r"data\.encoding = \('latin-1',\): must be \('utf-8',\) with token shards alone",
     ):
         prepare(DataConfig(path=(str(shards),), encoding=("latin-1",)), 512, tmp_path / "cache")
     assert not (tmp_path / "cache").exists()

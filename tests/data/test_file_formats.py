@@ -48,8 +48,8 @@ LINES = b'{"text": "some text of no importance"}\n' * 50
     ("name", "content", "said"),
     [
         ("a.parquet", b"PAR1\x15\x04\x15\x0c" + LINES + b"PAR1", "is Parquet, not text; write its records as JSONL: p"),
-        ("a.jsonl.gz", gzip.compress(LINES), "is compressed with gzip, not text; gunzip -k FILE unpacks it"),
-        ("a.txt", gzip.compress(LINES), "is compressed with gzip, not text; gunzip -k FILE unpacks it"),
+        ("a.jsonl.gz", gzip.compress(LINES, mtime=0), "is compressed with gzip, not text; gunzip -k FILE unpacks it"),
+        ("a.txt", gzip.compress(LINES, mtime=0), "is compressed with gzip, not text; gunzip -k FILE unpacks it"),
         ("a.jsonl", b"\x28\xb5\x2f\xfd\x24" + LINES, "is compressed with zstd, not text; unzstd FILE unpacks it"),
         ("a.json.xz", lzma.compress(LINES), "is compressed with xz, not text; unxz -k FILE"),
         ("a.bz2", bz2.compress(LINES), "is compressed with bzip2, not text; bunzip2 -k FILE"),
@@ -69,11 +69,15 @@ def test_binary_files_are_refused_by_their_format(
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match="1 problem") as error:
         prepare(config(tmp_path / name, encoding=encoding), 300, tmp_path / "cache")
-    assert f"{tmp_path / name}: {said}" in str(error.value) and "--data.encoding" not in str(error.value)
+    assert f"{tmp_path / name}: {said}" in str(error.value) and "--data.encoding" not in str(
+        error.value
+    )
     assert not (tmp_path / "cache").exists()
 
 
-@pytest.mark.parametrize("begin", ["PAR1 is a word", "BZh91 too", "7zip", "Obj", "PK", "GIF87", "%PDF"])
+@pytest.mark.parametrize(
+    "begin", ["PAR1 is a word", "BZh91 too", "7zip", "Obj", "PK", "GIF87", "%PDF"]
+)
 def test_text_that_begins_like_a_binary_file_is_text(tmp_path: Path, begin: str) -> None:
     (tmp_path / "a.txt").write_text(f"{begin} in a line\n" * 50)
     assert binary_format(tmp_path / "a.txt") is None

@@ -38,7 +38,9 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> list[ImageTask]:
     return [load_task(f"task{i}", path, MODEL, ImagesConfig()) for i, path in enumerate(paths)]
 
 
-def rows_of(tasks: list[ImageTask], mode: str, num_devices: int, processes: int = 1) -> list[tuple[bytes, int, int]]:
+def rows_of(
+    tasks: list[ImageTask], mode: str, num_devices: int, processes: int = 1
+) -> list[tuple[bytes, int, int]]:
     """The images, tasks and labels that all devices have in the third step."""
     config = VisionTrainConfig(
         model=MODEL,
@@ -60,18 +62,27 @@ def rows_of(tasks: list[ImageTask], mode: str, num_devices: int, processes: int 
 def flat(batch: ImageBatch) -> list[tuple[bytes, int, int]]:
     pixels = batch.pixels.reshape(-1, *batch.pixels.shape[3:])
     each = zip(pixels, batch.task.ravel(), batch.label.ravel(), batch.weight.ravel(), strict=True)
-    return [(image.tobytes(), int(task), int(label)) for image, task, label, weight in each if weight]
+    return [
+        (image.tobytes(), int(task), int(label)) for image, task, label, weight in each if weight
+    ]
 
 
 def test_the_same_images_whatever_the_layout(tasks: list[ImageTask]) -> None:
     expected = sorted(rows_of(tasks, "even", 1))
     assert len(expected) == 12
-    for mode, devices, processes in (("even", 4, 2), ("elastic", 2, 1), ("elastic", 3, 3), ("elastic", 1, 1)):
+    for mode, devices, processes in (
+        ("even", 4, 2),
+        ("elastic", 2, 1),
+        ("elastic", 3, 3),
+        ("elastic", 1, 1),
+    ):
         assert sorted(rows_of(tasks, mode, devices, processes)) == expected
 
 
 def test_other_images_are_refused(tasks: list[ImageTask]) -> None:
-    config = VisionTrainConfig(model=MODEL, tasks={"a": TaskConfig("x")}, comm=CommConfig(schedule="none"))
+    config = VisionTrainConfig(
+        model=MODEL, tasks={"a": TaskConfig("x")}, comm=CommConfig(schedule="none")
+    )
     batches = ImageBatches(tasks[:1], config, plan([TaskLoad("a", 16)], 1), 0, 1)
     with pytest.raises(ValueError, match="the data has changed"):
         batches.set_state({"next_step": 1, "images": "others"})
@@ -84,5 +95,8 @@ def test_every_held_out_image_is_evaluated_once(tasks: list[ImageTask]) -> None:
         assert len(rows) == len(set(rows)) == sum(len(task.held_out.labels) for task in tasks)
         assert {row[1] for row in rows} == {0, 1}
         for number, devices in enumerate(homes):
-            used = [np.any((batch.task == number) & (batch.weight > 0), axis=(1, 2)) for batch in batches]
+            used = [
+                np.any((batch.task == number) & (batch.weight > 0), axis=(1, 2))
+                for batch in batches
+            ]
             assert np.flatnonzero(np.any(used, axis=0)).tolist() == list(devices)

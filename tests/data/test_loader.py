@@ -15,7 +15,12 @@ from text_corpus import config, finish, start, write_shard
 
 from jmoe.data import loader
 from jmoe.data.corpus import Corpus, prepare
-from jmoe.data.loader import held_out_windows, train_batches, unigram_bits_per_byte, xz_bits_per_byte
+from jmoe.data.loader import (
+    held_out_windows,
+    train_batches,
+    unigram_bits_per_byte,
+    xz_bits_per_byte,
+)
 
 
 def take(batches: loader.TrainBatches, count: int) -> np.ndarray:
@@ -37,7 +42,10 @@ def test_global_batch_does_not_depend_on_processes(
 ) -> None:
     two = prepare(config(texts / "part0", texts / "part1", weights=weights), 300, tmp_path)
     whole = take(train_batches(two, **SHAPE, num_threads=2), 12)
-    parts = [take(train_batches(two, **SHAPE, process_index=i, process_count=processes), 12) for i in range(processes)]
+    parts = [
+        take(train_batches(two, **SHAPE, process_index=i, process_count=processes), 12)
+        for i in range(processes)
+    ]
     assert whole.dtype == np.int32
     assert whole.shape == (12, 8, 17)
     assert np.array_equal(np.concatenate(parts, axis=1), whole)
@@ -64,7 +72,9 @@ def test_an_epoch_is_every_window_once_in_new_order(tmp_path: Path, texts: Path)
 def test_mixture_follows_weights(tmp_path: Path) -> None:
     for name, size in (("a", 3000), ("b", 300)):
         write_shard(tmp_path / f"{name}.bin", [ord(name)] * size, text_bytes=size)
-    mixed = prepare(config(tmp_path / "a.bin", tmp_path / "b.bin", weights=(0.25, 0.75)), 300, tmp_path)
+    mixed = prepare(
+        config(tmp_path / "a.bin", tmp_path / "b.bin", weights=(0.25, 0.75)), 300, tmp_path
+    )
     rows = take(train_batches(mixed, **SHAPE), 50)[..., -1].ravel()
     assert abs(np.mean(rows == ord("b")) - 0.75) < 0.01
     assert sorted(rows[:4].tolist()) == [ord("a"), *[ord("b")] * 3]
@@ -89,7 +99,8 @@ def test_resume_in_mid_epoch_in_new_processes(tmp_path: Path, texts: Path, corpu
     batches = train_batches(corpus, **SHAPE, num_threads=2, prefetch_batches=4)
     skipped = 110
     epoch = all_windows(corpus, 16).total()
-    assert 8 * skipped < epoch < 8 * (skipped + 10), epoch  # the resumed part goes on into the next epoch
+    # the resumed part goes on into the next epoch
+    assert 8 * skipped < epoch < 8 * (skipped + 10), epoch
     for _ in range(skipped):
         next(batches)
     state = json.dumps(batches.get_state())
@@ -115,7 +126,9 @@ def test_state_can_be_set_on_a_running_iterator(corpus: Corpus) -> None:
 @pytest.mark.parametrize("name", ["batch_size", "sequence_length", "seed"])
 def test_state_of_another_run_is_refused(corpus: Corpus, name: str) -> None:
     state = train_batches(corpus, **{**SHAPE, name: SHAPE[name] * 2}).get_state()
-    with pytest.raises(ValueError, match=f"the saved position in the data has {name} = {SHAPE[name] * 2}"):
+    with pytest.raises(
+        ValueError, match=f"the saved position in the data has {name} = {SHAPE[name] * 2}"
+    ):
         train_batches(corpus, **SHAPE).set_state(state)
     with pytest.raises(ValueError, match="is in another corpus"):
         train_batches(corpus, **SHAPE).set_state({**state, name: SHAPE[name], "corpus": "other"})
@@ -141,7 +154,9 @@ def test_a_process_reads_its_own_rows_only(corpus: Corpus, monkeypatch: pytest.M
 
 def test_too_little_data_for_a_batch(tmp_path: Path, corpus: Corpus) -> None:
     windows = all_windows(corpus, 16).total()
-    with pytest.raises(ValueError, match=rf"batch_size = {windows + 1}: the data has only {windows} windows"):
+    with pytest.raises(
+        ValueError, match=rf"batch_size = {windows + 1}: the data has only {windows} windows"
+    ):
         train_batches(corpus, batch_size=windows + 1, sequence_length=16, seed=0)
     with pytest.raises(ValueError, match="has only 0 windows"):
         train_batches(corpus, batch_size=1, sequence_length=10**6, seed=0)
@@ -150,7 +165,9 @@ def test_too_little_data_for_a_batch(tmp_path: Path, corpus: Corpus) -> None:
     for name, size in (("a", 3000), ("b", 12)):
         write_shard(tmp_path / f"{name}.bin", [5] * size, text_bytes=size)
     uneven = prepare(
-        config(tmp_path / "a.bin", tmp_path / "b.bin", weights=(1.0, 1.0), held_out_fraction=0.3), 300, tmp_path
+        config(tmp_path / "a.bin", tmp_path / "b.bin", weights=(1.0, 1.0), held_out_fraction=0.3),
+        300,
+        tmp_path,
     )
     with pytest.raises(ValueError, match=r"b.bin': \d+ tokens are fewer than one window"):
         train_batches(uneven, **SHAPE)
@@ -158,7 +175,9 @@ def test_too_little_data_for_a_batch(tmp_path: Path, corpus: Corpus) -> None:
 
 def test_ids_that_the_vocabulary_lacks_are_named_when_they_are_read(tmp_path: Path) -> None:
     path = write_shard(tmp_path / "a.bin", [60000] * 400, text_bytes=400)
-    batches = train_batches(prepare(config(path), 300, tmp_path), batch_size=2, sequence_length=8, seed=0)
+    batches = train_batches(
+        prepare(config(path), 300, tmp_path), batch_size=2, sequence_length=8, seed=0
+    )
     with pytest.raises(ValueError, match=r"token of 60000 .* not below vocab_size = 300"):
         next(batches)
     batches.close()
@@ -181,12 +200,16 @@ def test_held_out_windows_cover_every_target_once(corpus: Corpus, length: int, b
     assert np.array_equal(np.concatenate(targets), ids[1:])
 
 
-def test_unigram_bits_per_byte(tmp_path: Path, texts: Path, corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unigram_bits_per_byte(
+    tmp_path: Path, texts: Path, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def bits(corpus: Corpus, shares: list[float]) -> float:
         counted = [Counter(np.concatenate(s.shards).tolist()) for s in corpus.sources]
         total = sum(c.total() for c in counted)
         counts = {
-            t: sum(c[t] / c.total() * total * share for c, share in zip(counted, shares, strict=True))
+            t: sum(
+                c[t] / c.total() * total * share for c, share in zip(counted, shares, strict=True)
+            )
             for t in range(corpus.vocab_size)
         }
         held = corpus.held_out_tokens.tolist()[1:]
@@ -207,5 +230,7 @@ def test_bits_per_byte_of_a_loss(corpus: Corpus) -> None:
 
 @pytest.mark.skipif(shutil.which("xz") is None, reason="needs the xz program")
 def test_xz_bits_per_byte_is_that_of_the_program(corpus: Corpus) -> None:
-    compressed = subprocess.run(["xz", "-9", "-c"], input=corpus.held_out_bytes, capture_output=True, check=True).stdout
+    compressed = subprocess.run(
+        ["xz", "-9", "-c"], input=corpus.held_out_bytes, capture_output=True, check=True
+    ).stdout
     assert xz_bits_per_byte(corpus) == 8 * len(compressed) / len(corpus.held_out_bytes)

@@ -1,4 +1,6 @@
-"""A small model of the gpt-moe-* presets with every parameter random, and what it computes, in numpy."""
+"""A small model of the gpt-moe-* presets with every parameter random, and what it computes, in
+numpy.
+"""
 
 import dataclasses
 import math
@@ -64,8 +66,12 @@ def softmax(x: np.ndarray) -> np.ndarray:
     return e / e.sum(axis=-1, keepdims=True)
 
 
-def routed_experts(h: np.ndarray, w: dict[str, np.ndarray], at: str, k: int = 1) -> tuple[np.ndarray, np.ndarray]:
-    """Return (gates [T, E], 0 for experts not chosen; every expert's output of every token, [T, E, D])."""
+def routed_experts(
+    h: np.ndarray, w: dict[str, np.ndarray], at: str, k: int = 1
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return (gates [T, E], 0 for experts not chosen; every expert's output of every token, [T,
+    E, D]).
+    """
     p = softmax(h @ w[f"{at}.gate.weight"].T)
     chosen = np.argsort(-p, axis=-1, kind="stable")[:, :k]
     gates = np.zeros_like(p)
@@ -83,14 +89,21 @@ def routed_experts(h: np.ndarray, w: dict[str, np.ndarray], at: str, k: int = 1)
 def in_numpy(
     config: ModelConfig, w: dict[str, np.ndarray], tokens_S: np.ndarray
 ) -> tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray]]]:
-    """Return (logits [S, V], what `routed_experts` says of every layer) of one row of tokens, by stored tensors."""
+    """Return (logits [S, V], what `routed_experts` says of every layer) of one row of tokens, by
+    stored tensors.
+    """
     length, heads, dim = len(tokens_S), config.num_attention_heads, config.dim_per_head
     x = w["model.embed_tokens.weight"][tokens_S] + w["model.embed_positions.weight"][:length]
     routed = []
     for i in range(config.num_hidden_layers):
         layer = f"model.layers.{i}"
-        norm = lambda x, name, layer=layer: layer_norm(x, w[f"{layer}.{name}.weight"], w[f"{layer}.{name}.bias"])  # noqa: E731
-        linear = lambda x, name, layer=layer: x @ w[f"{layer}.{name}.weight"].T + w[f"{layer}.{name}.bias"]  # noqa: E731
+
+        def norm(x, name, layer=layer):  # type: ignore[no-untyped-def]
+            return layer_norm(x, w[f"{layer}.{name}.weight"], w[f"{layer}.{name}.bias"])
+
+        def linear(x, name, layer=layer):  # type: ignore[no-untyped-def]
+            return x @ w[f"{layer}.{name}.weight"].T + w[f"{layer}.{name}.bias"]
+
         h = norm(x, "input_layernorm")
         q, k, v = (linear(h, f"self_attn.{n}_proj").reshape(length, heads, dim) for n in "qkv")
         scores = np.einsum("qhd,khd->hqk", q, k) / math.sqrt(dim)
@@ -111,6 +124,8 @@ def stored_arrays(folder: Path) -> dict[str, np.ndarray]:
     """Return the float32 tensors of a folder in float64."""
     arrays = {}
     for tensor in read_headers(folder).values():
-        data = np.fromfile(tensor.file, np.float32, int(np.prod(tensor.shape)), offset=tensor.offset)
+        data = np.fromfile(
+            tensor.file, np.float32, int(np.prod(tensor.shape)), offset=tensor.offset
+        )
         arrays[tensor.name] = data.reshape(tensor.shape).astype(np.float64)
     return arrays

@@ -1,4 +1,6 @@
-"""A bundle: served without compiling anything, on this device and JAX alone, and every damaged file is named."""
+"""A bundle: served without compiling anything, on this device and JAX alone, and every damaged
+file is named.
+"""
 
 import contextlib
 import json
@@ -31,16 +33,38 @@ from tests.http_servers import HttpProcess, start_server
 from tests.processes import Child, kill_group, one_device, start_logged
 from tests.train_runs import Run, free_port
 
-SIZES = ("--max-batch", "2", "--max-seq-len", "40", "--prefill-chunk-tokens", "16", "--dtype", "float32")
+SIZES = (
+    "--max-batch",
+    "2",
+    "--max-seq-len",
+    "40",
+    "--prefill-chunk-tokens",
+    "16",
+    "--dtype",
+    "float32",
+)
 
 
 def bundled(
-    folder: Path, run_python: Run, *options: str, sizes: tuple[str, ...] = SIZES, positions: int = 48, **env: str
+    folder: Path,
+    run_python: Run,
+    *options: str,
+    sizes: tuple[str, ...] = SIZES,
+    positions: int = 48,
+    **env: str,
 ) -> Path:
     """A bundle of a small random model, written by a process of its own."""
     write_model(folder / "model", max_position_embeddings=positions)
     write_tokenizer(folder / "model")
-    command = ["-m", "jmoe.deploy.bundle", folder / "model", "--out", folder / "bundle", *sizes, *options]
+    command = [
+        "-m",
+        "jmoe.deploy.bundle",
+        folder / "model",
+        "--out",
+        folder / "bundle",
+        *sizes,
+        *options,
+    ]
     done = run_python(command, env=one_device(folder / "cache") | env)
     assert done.returncode == 0, done.stderr
     assert re.search(rf"/bundle: \d+ programs for cpu \S+ and JAX {jax.__version__}\n", done.stdout)
@@ -75,7 +99,9 @@ def greedy_text(folder: Path, prompt: str, length: int) -> str:
 
 
 def check_served(folder: Path, tmp_path: Path, **env: str) -> None:
-    """Serve a bundle where nothing is cached and no compiler is; it compiles nothing, also with requests."""
+    """Serve a bundle where nothing is cached and no compiler is; it compiles nothing, also with
+    requests.
+    """
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     nothing = {"XDG_CACHE_HOME": str(tmp_path / "empty"), "CXX": "no-compiler"}
     server = start_server(tmp_path / "log", one_device(tmp_path / "unused") | nothing | env, folder)
@@ -83,7 +109,9 @@ def check_served(folder: Path, tmp_path: Path, **env: str) -> None:
         body = {"prompt": "hello there", "max_tokens": 8, "ignore_eos": True}
         said = server.post("/v1/completions", temperature=0, **body).json()["choices"][0]["text"]
         assert said == greedy_text(folder / "model", "hello there", 8)
-        drawn = server.post("/v1/completions", temperature=0.7, top_p=0.9, seed=3, logprobs=2, **body)
+        drawn = server.post(
+            "/v1/completions", temperature=0.7, top_p=0.9, seed=3, logprobs=2, **body
+        )
         assert drawn.status_code == 200, drawn.text
         assert server.terminate() == 0
     finally:
@@ -98,8 +126,11 @@ def check_served(folder: Path, tmp_path: Path, **env: str) -> None:
 
 def test_nothing_is_compiled(whole: Path, tmp_path: Path) -> None:
     """Moved to another place, by a real server."""
-    check_served(Path(shutil.move(shutil.copytree(whole, tmp_path / "one"), tmp_path / "moved")), tmp_path)
-    assert json.loads((whole / PLAN).read_text())["engine"]["policy"] == "resident"  # by the bytes, once for all
+    check_served(
+        Path(shutil.move(shutil.copytree(whole, tmp_path / "one"), tmp_path / "moved")), tmp_path
+    )
+    # by the bytes, once for all
+    assert json.loads((whole / PLAN).read_text())["engine"]["policy"] == "resident"
 
 
 @pytest.mark.slow
@@ -111,12 +142,14 @@ def test_nothing_is_compiled(whole: Path, tmp_path: Path) -> None:
         (("--devices", "2"), {"JAX_NUM_CPU_DEVICES": "2"}),
     ],
 )
-def test_other_engines(options: tuple[str, ...], env: dict[str, str], tmp_path: Path, run_python: Run) -> None:
+def test_other_engines(
+    options: tuple[str, ...], env: dict[str, str], tmp_path: Path, run_python: Run
+) -> None:
     check_served(bundled(tmp_path, run_python, *options, **env), tmp_path, **env)
 
 
-# Of 2 devices, 3 layers and 4 experts: uneven, and of the last layer expert 1 twice; each layer on one device; and the
-# last layer's experts on both.
+# Of 2 devices, 3 layers and 4 experts: uneven, and of the last layer expert 1 twice; each layer on
+# one device; and the last layer's experts on both.
 UNEVEN = [[[0, 1, 2], [0], [3, 1]], [[3], [1, 2, 3], [0, 2, 1]]]
 BY_LAYERS = [[[0, 1, 2, 3], [], [0, 1, 2, 3]], [[], [0, 1, 2, 3], []]]
 BOTH = [[[0, 1, 2, 3], [], [2, 0]], [[], [0, 1, 2, 3], [1, 3]]]
@@ -125,7 +158,9 @@ BOTH = [[[0, 1, 2, 3], [], [2, 0]], [[], [0, 1, 2, 3], [1, 3]]]
 @pytest.mark.slow
 @pytest.mark.parametrize("segments", [UNEVEN, BY_LAYERS, BOTH], ids=["uneven", "by layers", "both"])
 def test_segments(segments: Segments, tmp_path: Path, run_python: Run) -> None:
-    """Experts where a file says, on two devices: of one process without compiling, and of two, of which one is lost."""
+    """Experts where a file says, on two devices: of one process without compiling, and of two,
+    of which one is lost.
+    """
     (tmp_path / "segments.json").write_text(json.dumps({"segments": segments}))
     options = ("--devices", "2", "--segments", str(tmp_path / "segments.json"))
     folder = bundled(tmp_path, run_python, *options, JAX_NUM_CPU_DEVICES="2")
@@ -141,15 +176,29 @@ def test_segments(segments: Segments, tmp_path: Path, run_python: Run) -> None:
         assert "programs for several processes, none from the bundle\n" in server.log.read_text()
         follower.kill_now()
         answer = server.post("/v1/completions", **body)
-        assert answer.status_code in (500, 503) and "rank 1 was lost" in answer.json()["error"]["message"]
+        assert (
+            answer.status_code in (500, 503)
+            and "rank 1 was lost" in answer.json()["error"]["message"]
+        )
 
 
 @contextlib.contextmanager
 def two_processes(folder: Path, tmp_path: Path) -> Iterator[tuple[HttpProcess, Child]]:
     """Serve a bundle by two processes; yield the first, which answers, and the other."""
     env = one_device(tmp_path / "shared") | {"PYTHONUNBUFFERED": "1"}
-    join = ("--distributed.coordinator-address", f"127.0.0.1:{free_port()}", "--distributed.num-processes", "2")
-    command = [str(folder), *join, "--distributed.heartbeat-timeout-s", "120", "--distributed.process-id"]
+    join = (
+        "--distributed.coordinator-address",
+        f"127.0.0.1:{free_port()}",
+        "--distributed.num-processes",
+        "2",
+    )
+    command = [
+        str(folder),
+        *join,
+        "--distributed.heartbeat-timeout-s",
+        "120",
+        "--distributed.process-id",
+    ]
     follower = start_logged(["serve.py", *command, "1"], tmp_path / "follower", env)
     server = None
     try:
@@ -163,25 +212,39 @@ def two_processes(folder: Path, tmp_path: Path) -> Iterator[tuple[HttpProcess, C
 
 @pytest.mark.slow
 def test_a_process_is_killed_in_mid_stream(tmp_path: Path, run_python: Run) -> None:
-    """Two long answers are streamed and three prompts wait: each ends with an error that names the rank."""
+    """Two long answers are streamed and three prompts wait: each ends with an error that names
+    the rank.
+    """
     length = 4096
     (tmp_path / "segments.json").write_text(json.dumps({"segments": BOTH}))
     options = ("--devices", "2", "--segments", str(tmp_path / "segments.json"))
     sizes = ("--max-batch", "2", "--max-seq-len", str(length), "--prefill-chunk-tokens", "16")
-    folder = bundled(tmp_path, run_python, *options, sizes=sizes, positions=length, JAX_NUM_CPU_DEVICES="2")
+    folder = bundled(
+        tmp_path, run_python, *options, sizes=sizes, positions=length, JAX_NUM_CPU_DEVICES="2"
+    )
     with two_processes(folder, tmp_path) as (server, follower), ThreadPoolExecutor(3) as threads:
         asked = {"max_tokens": length - 10, "ignore_eos": True, "temperature": 0}
-        with server.stream(prompt="a", **asked) as first, server.stream(prompt="b", **asked) as second:
+        with (
+            server.stream(prompt="a", **asked) as first,
+            server.stream(prompt="b", **asked) as second,
+        ):
             texts = [next(events)["choices"][0]["text"] for events in (first, second)]
-            waiting = [threads.submit(server.post, "/v1/completions", prompt=p, **asked) for p in "cde"]
+            waiting = [
+                threads.submit(server.post, "/v1/completions", prompt=p, **asked) for p in "cde"
+            ]
             server.until("/live", lambda live: live.json()["requests_waiting"] == 3)
             follower.kill_now()
             ends = [list(events)[-1] for events in (first, second)]
             answers = [request.result() for request in waiting]
         assert all(texts) and [answer.status_code for answer in answers] == [500] * 3
-        for error in (*(end["error"] for end in ends), *(answer.json()["error"] for answer in answers)):
+        for error in (
+            *(end["error"] for end in ends),
+            *(answer.json()["error"] for answer in answers),
+        ):
             assert (error["type"], error["code"]) == ("server_error", "engine_failed")
-            assert error["message"] == "the engine has failed: rank 1 was lost: its process has ended"
+            assert (
+                error["message"] == "the engine has failed: rank 1 was lost: its process has ended"
+            )
         assert server.terminate() == EXIT_CODE
     assert "Traceback" not in (tmp_path / "leader").read_text()
 
@@ -189,16 +252,25 @@ def test_a_process_is_killed_in_mid_stream(tmp_path: Path, run_python: Run) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("split", ["evenly", "by layers", "both"])
 def test_eight_devices(split: str, tmp_path: Path, run_python: Run) -> None:
-    """Each expert on one device; each layer on one of three; layers on two, two and four devices."""
+    """Each expert on one device; each layer on one of three; layers on two, two and four
+    devices.
+    """
     options = ["--devices", "8", "--max-batch", "8"]
     if split != "evenly":
         homes = {"by layers": [[0], [3], [7]], "both": [[0, 1], [2, 3], [4, 5, 6, 7]]}[split]
-        placed = [[[e for e in range(4) if home[e % len(home)] == n] for home in homes] for n in range(8)]
+        placed = [
+            [[e for e in range(4) if home[e % len(home)] == n] for home in homes] for n in range(8)
+        ]
         (tmp_path / "segments.json").write_text(json.dumps({"segments": placed}))
         options += ["--segments", str(tmp_path / "segments.json")]
     folder = bundled(tmp_path, run_python, *options, JAX_NUM_CPU_DEVICES="8")
     segments = json.loads((folder / PLAN).read_text())["segments"]
-    assert len(segments) == 8 and sorted(e for layers in segments for e in layers[2]) == [0, 1, 2, 3]
+    assert len(segments) == 8 and sorted(e for layers in segments for e in layers[2]) == [
+        0,
+        1,
+        2,
+        3,
+    ]
     assert split == "evenly" or segments == placed
     check_served(folder, tmp_path, JAX_NUM_CPU_DEVICES="8")
 
@@ -208,7 +280,9 @@ def test_a_damaged_or_missing_file_is_named(copied: Path, run_python: Run) -> No
     flip(program, program.stat().st_size // 2)
     done = run_python(["serve.py", copied, "--port", "0"], env=one_device(copied / "none"))
     assert done.returncode == 1
-    assert done.stderr == f"serve.py: {program}: is damaged: its SHA-256 is not the one in plan.json\n"
+    assert (
+        done.stderr == f"serve.py: {program}: is damaged: its SHA-256 is not the one in plan.json\n"
+    )
     OpenBundle(copied, EngineConfig(), check_contents=False).close()
     tokenizer, weights = copied / "model" / "tokenizer.json", copied / "model" / "model.safetensors"
     kept = tokenizer.read_bytes()
@@ -217,7 +291,9 @@ def test_a_damaged_or_missing_file_is_named(copied: Path, run_python: Run) -> No
         OpenBundle(copied, EngineConfig(), check_contents=False)
     tokenizer.write_bytes(kept)
     os.truncate(weights, 1000)
-    with pytest.raises(ValueError, match=rf"{weights}: is damaged: has 1000 bytes, plan.json says \d+"):
+    with pytest.raises(
+        ValueError, match=rf"{weights}: is damaged: has 1000 bytes, plan.json says \d+"
+    ):
         serve.run([str(copied), "--check-files", "sizes"])
     (copied / PLAN).write_text("[]")
     with pytest.raises(ValueError, match=r"plan.json: is damaged"):
@@ -228,9 +304,14 @@ def test_a_damaged_or_missing_file_is_named(copied: Path, run_python: Run) -> No
 
 
 def test_damage_to_any_file_is_named(copied: Path) -> None:
-    """Of the files of a bundle, of two programs: a bit, the last bytes, the file. Of the plan: a bit of any byte."""
+    """Of the files of a bundle, of two programs: a bit, the last bytes, the file. Of the plan: a
+    bit of any byte.
+    """
     programs = sorted((copied / "programs").iterdir())
-    files = [*programs[:2], *(file for file in copied.rglob("*") if file.is_file() and file not in programs)]
+    files = [
+        *programs[:2],
+        *(file for file in copied.rglob("*") if file.is_file() and file not in programs),
+    ]
     assert {file.suffix for file in files[2:]} == {".json", ".safetensors"} and len(programs) > 10
 
     def named(file: Path, said: str) -> None:
@@ -242,7 +323,10 @@ def test_damage_to_any_file_is_named(copied: Path) -> None:
         flip(file, len(content) // 2, bit=3)
         named(file, "is damaged")
         file.write_bytes(content[:-2])
-        named(file, "is damaged" if file.name == PLAN else rf"is damaged: has {len(content) - 2} bytes")
+        named(
+            file,
+            "is damaged" if file.name == PLAN else rf"is damaged: has {len(content) - 2} bytes",
+        )
         file.unlink()
         named(file, "is missing")
         file.write_bytes(content)
@@ -257,10 +341,17 @@ def test_damage_to_any_file_is_named(copied: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["model/chat_template.jinja", "model/additional_chat_templates/x.jinja", "programs/other.so", "programs/x-cache"],
+    [
+        "model/chat_template.jinja",
+        "model/additional_chat_templates/x.jinja",
+        "programs/other.so",
+        "programs/x-cache",
+    ],
 )
 def test_files_that_were_added_are_named(copied: Path, name: str) -> None:
-    """Templates would be rendered, programs and libraries run, though no checksum has been compared."""
+    """Templates would be rendered, programs and libraries run, though no checksum has been
+    compared.
+    """
     added = copied / name
     added.parent.mkdir(exist_ok=True)
     for link in (False, True):
@@ -269,7 +360,8 @@ def test_files_that_were_added_are_named(copied: Path, name: str) -> None:
         else:
             added.write_text("x")
         with pytest.raises(
-            ValueError, match=rf"^{re.escape(str(added))}: is not a file of the bundle: plan.json does not"
+            ValueError,
+            match=rf"^{re.escape(str(added))}: is not a file of the bundle: plan.json does not",
         ):
             OpenBundle(copied, EngineConfig(), check_contents=False)
         added.unlink()
@@ -290,19 +382,25 @@ def test_files_that_were_added_are_named(copied: Path, name: str) -> None:
     ],
     ids=str,
 )
-def test_a_plan_with_a_checksum_of_its_own_is_not_believed(copied: Path, changes: dict[str, Any]) -> None:
+def test_a_plan_with_a_checksum_of_its_own_is_not_believed(
+    copied: Path, changes: dict[str, Any]
+) -> None:
     change_plan(copied, **changes)
     with pytest.raises(ValueError, match=r"plan\.json: is damaged or of another version of jmoe: "):
         OpenBundle(copied, EngineConfig())
 
 
 @pytest.mark.parametrize(
-    "place", [{"cache_dir": "/tmp"}, {"native": "off", "mesh": {"devices": 2, "segments": "/etc/passwd"}}], ids=str
+    "place",
+    [{"cache_dir": "/tmp"}, {"native": "off", "mesh": {"devices": 2, "segments": "/etc/passwd"}}],
+    ids=str,
 )
 def test_a_plan_names_no_place_on_a_machine(copied: Path, place: dict[str, Any]) -> None:
     engine = read_plan(copied)["engine"]
     change_plan(copied, engine=engine | place | {"mesh": engine["mesh"] | place.get("mesh", {})})
-    with pytest.raises(ValueError, match=r"plan\.json: engine = .*: must name no place on a machine"):
+    with pytest.raises(
+        ValueError, match=r"plan\.json: engine = .*: must name no place on a machine"
+    ):
         OpenBundle(copied, EngineConfig())
 
 
@@ -313,8 +411,12 @@ def test_a_plan_that_is_nested_or_long(copied: Path) -> None:
             OpenBundle(copied, EngineConfig())
 
 
-def test_a_disk_that_fills_while_programs_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """JAX by itself would only warn, and leave a program's first bytes, for which the plan would have a checksum."""
+def test_a_disk_that_fills_while_programs_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """JAX by itself would only warn, and leave a program's first bytes, for which the plan would
+    have a checksum.
+    """
     write_model(tmp_path / "model")
     write_tokenizer(tmp_path / "model")
 
@@ -366,20 +468,36 @@ def test_a_process_that_is_killed_in_mid_way(tmp_path: Path, run_python: Run) ->
 def test_another_jax_or_device_is_named(copied: Path) -> None:
     plan = json.loads((copied / PLAN).read_text())
     change_plan(copied, versions=plan["versions"] | {"jaxlib": "0.9.9"})
-    with pytest.raises(ValueError, match=r"plan.json: needs jaxlib 0.9.9, this is \S+; make the bundle again here"):
+    with pytest.raises(
+        ValueError, match=r"plan.json: needs jaxlib 0.9.9, this is \S+; make the bundle again here"
+    ):
         serve.run([str(copied)])
-    change_plan(copied, versions=plan["versions"], device=plan["device"] | {"platform": "gpu", "kind": "NVIDIA H200"})
-    with pytest.raises(ValueError, match=r"needs the device gpu NVIDIA H200, this is cpu \S+; make the bundle again"):
+    change_plan(
+        copied,
+        versions=plan["versions"],
+        device=plan["device"] | {"platform": "gpu", "kind": "NVIDIA H200"},
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"needs the device gpu NVIDIA H200, this is cpu \S+; make the bundle again",
+    ):
         serve.run([str(copied)])
-    change_plan(copied, device=plan["device"] | {"instructions": [*plan["device"]["instructions"], "avx4096"]})
-    with pytest.raises(ValueError, match=r"needs a processor with avx4096; make the bundle again here"):
+    change_plan(
+        copied,
+        device=plan["device"] | {"instructions": [*plan["device"]["instructions"], "avx4096"]},
+    )
+    with pytest.raises(
+        ValueError, match=r"needs a processor with avx4096; make the bundle again here"
+    ):
         serve.run([str(copied)])
     change_plan(copied, device=plan["device"], engine=plan["engine"] | {"magic": 1})
     with pytest.raises(ValueError, match=r"is damaged or of another version of jmoe: .*magic"):
         serve.run([str(copied)])
     change_plan(copied, form="portable")
     (copied / "run.py").write_text("")
-    with pytest.raises(ValueError, match=rf"form = 'portable': must be 'bundle'; {copied}/run.py runs this one"):
+    with pytest.raises(
+        ValueError, match=rf"form = 'portable': must be 'bundle'; {copied}/run.py runs this one"
+    ):
         serve.run([str(copied)])
 
 
@@ -392,7 +510,11 @@ def test_options_of_a_bundle_are_its_own(whole: Path, capsys: pytest.CaptureFixt
     assert "bundle/model: 2 sequences at once, 40 tokens each" in capsys.readouterr().out
     assert jax.config.values["jax_compilation_cache_dir"] == before
     with OpenBundle(whole, EngineConfig(cache_dir="elsewhere")) as one:
-        assert (one.engine.cache_dir, one.engine.max_batch, one.model) == ("elsewhere", 2, whole / "model")
+        assert (one.engine.cache_dir, one.engine.max_batch, one.model) == (
+            "elsewhere",
+            2,
+            whole / "model",
+        )
         assert jax.config.values["jax_compilation_cache_dir"] == str(whole / "programs")
 
 
@@ -403,12 +525,24 @@ def test_what_is_refused_writes_nothing(tmp_path: Path, monkeypatch: pytest.Monk
         bundle(tmp_path / "model", tmp_path / "out", EngineConfig(), said)
     write_tokenizer(tmp_path / "model")
     with pytest.raises(ValueError, match=r"mesh\.devices = 99: this process has "):
-        bundle(tmp_path / "model", tmp_path / "out", EngineConfig(max_batch=99, mesh=EngineMesh(devices=99)), said)
-    with pytest.raises(ValueError, match="max_seq_len = 4000: must not exceed the model's 48 positions"):
+        bundle(
+            tmp_path / "model",
+            tmp_path / "out",
+            EngineConfig(max_batch=99, mesh=EngineMesh(devices=99)),
+            said,
+        )
+    with pytest.raises(
+        ValueError, match="max_seq_len = 4000: must not exceed the model's 48 positions"
+    ):
         bundle(tmp_path / "model", tmp_path / "out", EngineConfig(max_seq_len=4000), said)
-    with pytest.raises(ValueError, match=r"out = .*: must be an empty folder or none: nothing is written over"):
+    with pytest.raises(
+        ValueError, match=r"out = .*: must be an empty folder or none: nothing is written over"
+    ):
         bundle(tmp_path / "model", tmp_path / "model", EngineConfig(), said)
-    message = rf"MODEL = '{tmp_path}': is a bundle: must be a Hugging Face folder, such as its {tmp_path}/model"
+    message = (
+        rf"MODEL = '{tmp_path}': is a bundle: must be a Hugging Face folder, such as its"
+        rf" {tmp_path}/model"
+    )
     with pytest.raises(ValueError, match=message), hugging_face_folder(tmp_path, said, "MODEL"):
         pass
 

@@ -1,4 +1,6 @@
-"""Compressed folders against a reader that knows only the layouts' definitions, and every way in which none appears."""
+"""Compressed folders against a reader that knows only the layouts' definitions, and every way in
+which none appears.
+"""
 
 import errno
 import json
@@ -35,12 +37,24 @@ from tests.models.test_pretrained import arrays_of
 from tests.tiny_engines import tiny_engine
 
 FAMILIES = ("mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "deepseek_v3", "gpt_oss", "gpt_moe")
-SIZES = {"mxfp4": (64, 96), "int4": (64, 96), "int8": (64, 96), "fp8": (256, 128)}  # hidden, expert's
+# hidden, expert's
+SIZES = {"mxfp4": (64, 96), "int4": (64, 96), "int8": (64, 96), "fp8": (256, 128)}
 PROMPTS = [[5, 9, 2, 30, 7], [11, 3, 3, 8]]
-OPTIONS: dict[str, Any] = {"max_new_tokens": 4, "ignore_eos": True, "logprobs": 1, "prompt_logprobs": 1}
-E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+OPTIONS: dict[str, Any] = {
+    "max_new_tokens": 4,
+    "ignore_eos": True,
+    "logprobs": 1,
+    "prompt_logprobs": 1,
+}
+E2M1 = np.array(
+    [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
+)
 NUMPY = {"F32": "<f4", "F16": "<f2", "I32": "<i4", "I64": "<i8", "U8": "u1", "I8": "i1"}
-NUMPY |= {"BF16": ml_dtypes.bfloat16, "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E8M0": ml_dtypes.float8_e8m0fnu}
+NUMPY |= {
+    "BF16": ml_dtypes.bfloat16,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "F8_E8M0": ml_dtypes.float8_e8m0fnu,
+}
 
 
 def fields_of(family: str, hidden: int, inner: int) -> dict[str, Any]:
@@ -52,7 +66,13 @@ def fields_of(family: str, hidden: int, inner: int) -> dict[str, Any]:
     if family in ("mixtral", "olmoe", "gpt_oss"):
         sizes["intermediate_size"] = inner
     return (
-        fields | sizes | ({"head_dim": hidden // 4} if fields.get("head_dim") and "kv_lora_rank" not in fields else {})
+        fields
+        | sizes
+        | (
+            {"head_dim": hidden // 4}
+            if fields.get("head_dim") and "kv_lora_rank" not in fields
+            else {}
+        )
     )
 
 
@@ -111,18 +131,26 @@ def dequantised(folder: Path) -> dict[str, np.ndarray]:
         elif (kind, end) == ("pack-quantized", "packed"):
             bits = quantization["config_groups"]["group_0"]["weights"]["num_bits"]
             words, of_word = x.view(np.uint32), np.arange(0, 32, bits, dtype=np.uint32)
-            codes = ((words[..., None] >> of_word) & (2**bits - 1)).astype(np.float64) - 2 ** (bits - 1)
+            codes = ((words[..., None] >> of_word) & (2**bits - 1)).astype(np.float64) - 2 ** (
+                bits - 1
+            )
             rows, columns = tensors[base + "_shape"].tolist()
             scales = np.repeat(tensors[base + "_scale"].astype(np.float64), 32, axis=1)
             wide[base] = codes.reshape(rows, columns) * scales
         elif (kind, end) == ("mxfp4-pack-quantized", "packed"):
-            scales = 2.0 ** (np.repeat(tensors[base + "_scale"].astype(np.float64), 32, axis=1) - 127)
+            scales = 2.0 ** (
+                np.repeat(tensors[base + "_scale"].astype(np.float64), 32, axis=1) - 127
+            )
             wide[base] = E2M1[nibbles(x)] * scales
         elif (kind, end) == ("mxfp4", "blocks"):
             scales = 2.0 ** (tensors[base + "_scales"].astype(np.float64) - 127)
             values = (E2M1[nibbles(x)] * scales[..., None]).reshape(*x.shape[:2], -1)
             wide[base] = np.moveaxis(values, 1, 2)  # stored [out, in], wide [in, out]
-        elif end not in ("scale", "shape", "scales") and name not in wide and x.dtype in (np.float32, NUMPY["BF16"]):
+        elif (
+            end not in ("scale", "shape", "scales")
+            and name not in wide
+            and x.dtype in (np.float32, NUMPY["BF16"])
+        ):
             wide[name] = x
     return {name: np.ascontiguousarray(x, np.float32) for name, x in wide.items()}
 
@@ -140,18 +168,29 @@ def logprobs(completions: list[Any]) -> list[float]:
 
 @pytest.mark.parametrize(
     "experts",
-    [pytest.param(name, marks=pytest.mark.slow if name in ("fp8", "int4", "mxfp4") else ()) for name in LAYOUTS],
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in ("fp8", "int4", "mxfp4") else ())
+        for name in LAYOUTS
+    ],
 )
 def test_what_is_written_is_served_as_it_is_stored(experts: str, tmp_path: Path) -> None:
-    """The log-probabilities of the weights that the layout's definition gives; streamed, the same to the bit."""
+    """The log-probabilities of the weights that the layout's definition gives; streamed, the
+    same to the bit.
+    """
     source = write_random(tmp_path / "model", fields_of("qwen3_moe", *SIZES[experts]))
     out = tmp_path / "out"
     compress_model(source, out, experts)
-    with tiny_engine(write_dequantised(out, tmp_path / "wide"), policy="resident", native="off") as engine:
+    with tiny_engine(
+        write_dequantised(out, tmp_path / "wide"), policy="resident", native="off"
+    ) as engine:
         expected = engine.generate(PROMPTS, **OPTIONS)
     with LazyCheckpoint(out) as checkpoint:
         assert checkpoint.expert_format is FORMATS[experts]
-        kept_bytes = checkpoint.expert_bytes * checkpoint.config.num_experts * checkpoint.config.num_moe_layers
+        kept_bytes = (
+            checkpoint.expert_bytes
+            * checkpoint.config.num_experts
+            * checkpoint.config.num_moe_layers
+        )
     with tiny_engine(out, policy="resident") as engine:
         resident = engine.generate(PROMPTS, **OPTIONS)
         assert engine.stats().device_expert_bytes == kept_bytes
@@ -168,13 +207,18 @@ def test_what_is_written_is_served_as_it_is_stored(experts: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("family", "experts"), [*((family, "mxfp4") for family in FAMILIES), ("deepseek_v3", "fp8"), ("gpt_moe", "int4")]
+    ("family", "experts"),
+    [*((family, "mxfp4") for family in FAMILIES), ("deepseek_v3", "fp8"), ("gpt_moe", "int4")],
 )
 def test_every_family(family: str, experts: str, tmp_path: Path) -> None:
-    """Only matrices of experts change, each by less than the format's step; the others are named as wide."""
+    """Only matrices of experts change, each by less than the format's step; the others are named
+    as wide.
+    """
     source = write_random(tmp_path / "model", fields_of(family, *SIZES[experts]))
     compress_model(source, tmp_path / "out", experts)
-    before, after, wide = raw_tensors(source), raw_tensors(tmp_path / "out"), dequantised(tmp_path / "out")
+    before = raw_tensors(source)
+    after = raw_tensors(tmp_path / "out")
+    wide = dequantised(tmp_path / "out")
     assert wide.keys() == before.keys()
     changed = {name for name in before if not np.array_equal(wide[name], before[name])}
     assert changed == {name for name in before if ".experts." in name and "bias" not in name}
@@ -188,13 +232,19 @@ def test_every_family(family: str, experts: str, tmp_path: Path) -> None:
     described |= {"num_nextn_predict_layers": 0} if family == "deepseek_v3" else {}
     assert fields == described
     ignored = set(quantization.get("ignore", quantization.get("modules_to_not_convert")))
-    linear = {name.removesuffix(".weight") for name, x in before.items() if name.endswith(".weight") and x.ndim == 2}
+    linear = {
+        name.removesuffix(".weight")
+        for name, x in before.items()
+        if name.endswith(".weight") and x.ndim == 2
+    }
     linear = {name for name in linear if ".experts." not in name and "embed_" not in name}
     assert ignored == linear | {"lm_head"}
     for name in ("tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (source / name).read_bytes()
     found = arrays_of(jmoe.load_pretrained(tmp_path / "out", dtype="float32"))
-    expected = arrays_of(jmoe.load_pretrained(write_dequantised(tmp_path / "out", tmp_path / "wide")))
+    expected = arrays_of(
+        jmoe.load_pretrained(write_dequantised(tmp_path / "out", tmp_path / "wide"))
+    )
     for path, array in found.items():
         np.testing.assert_array_equal(array, expected[path], path)
     assert [path.name for path in tmp_path.glob(".*")] == []
@@ -211,7 +261,9 @@ def test_every_family(family: str, experts: str, tmp_path: Path) -> None:
         ("gpt_moe", "fp8"),
     ],
 )
-def test_an_engine_that_compresses_has_the_same_weights(family: str, experts: str, tmp_path: Path) -> None:
+def test_an_engine_that_compresses_has_the_same_weights(
+    family: str, experts: str, tmp_path: Path
+) -> None:
     """Bit for bit, from bfloat16."""
     source = write_random(tmp_path / "model", fields_of(family, *SIZES[experts]), NUMPY["BF16"])
     compress_model(source, tmp_path / "out", experts)
@@ -240,10 +292,13 @@ def test_sharded_files_and_half_precision(tmp_path: Path) -> None:
     for name in ("model", "sharded"):
         compress_model(tmp_path / name, tmp_path / f"{name}-out", "mxfp4")
     found, expected = raw_tensors(tmp_path / "sharded-out"), raw_tensors(tmp_path / "model-out")
-    assert found.keys() == expected.keys() and all(np.array_equal(found[name], expected[name]) for name in found)
+    assert found.keys() == expected.keys() and all(
+        np.array_equal(found[name], expected[name]) for name in found
+    )
     assert found["lm_head.weight"].dtype == np.float16
     described = json.loads((tmp_path / "sharded-out" / "config.json").read_text())
-    assert described["num_nextn_predict_layers"] == 0  # layers that predict further tokens are left out
+    # layers that predict further tokens are left out
+    assert described["num_nextn_predict_layers"] == 0
     model = jmoe.load_pretrained(tmp_path / "sharded-out", dtype="float32")
     assert np.isfinite(np.asarray(model(np.arange(6, dtype=np.int32)[None]))).all()
 
@@ -263,7 +318,10 @@ def test_one_matrix_is_in_memory_at_a_time(tmp_path: Path) -> None:
 
 def test_a_disk_that_fails_at_any_call(tmp_path: Path) -> None:
     """The folder is whole or absent, and nothing else is left."""
-    source = write_random(tmp_path / "model", fields_of("gpt_moe", 32, 32) | {"num_hidden_layers": 1, "num_experts": 2})
+    source = write_random(
+        tmp_path / "model",
+        fields_of("gpt_moe", 32, 32) | {"num_hidden_layers": 1, "num_experts": 2},
+    )
     work = tmp_path / "work"
     counted = FailingDisk(tmp_path, ("deploy", "models"), None)
     with counted.failing():
@@ -299,21 +357,50 @@ def test_a_disk_that_fills_in_mid_way(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(stage.ExpertLayout, "tensors", full)
     with pytest.raises(OSError, match="No space left"):
         compress_model(source, tmp_path / "out", "int4")
-    assert calls[-1] == [".out.partial", "model"] and [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert calls[-1] == [".out.partial", "model"] and [
+        path.name for path in tmp_path.iterdir()
+    ] == ["model"]
 
 
 @pytest.mark.parametrize(
     ("family", "sizes", "experts", "message"),
     [
         ("mixtral", (64, 96), "int5", "experts = 'int5': must be one of mxfp4, int4, int8, fp8"),
-        ("mixtral", (64, 80), "mxfp4", "moe_intermediate_size = 80: must be a multiple of 32 with experts = 'mxfp4'"),
-        ("mixtral", (48, 96), "int4", "hidden_size = 48: must be a multiple of 32 with experts = 'int4'"),
-        ("olmoe", (48, 96), "int8", "hidden_size = 48: must be a multiple of 32 with experts = 'int8'"),
-        ("qwen3_moe", (256, 96), "fp8", "moe_intermediate_size = 96: must be a multiple of 128 with experts = 'fp8'"),
-        ("gpt_oss", (64, 96), "int4", "experts = 'int4': must be mxfp4 with model_type = 'gpt_oss'"),
+        (
+            "mixtral",
+            (64, 80),
+            "mxfp4",
+            "moe_intermediate_size = 80: must be a multiple of 32 with experts = 'mxfp4'",
+        ),
+        (
+            "mixtral",
+            (48, 96),
+            "int4",
+            "hidden_size = 48: must be a multiple of 32 with experts = 'int4'",
+        ),
+        (
+            "olmoe",
+            (48, 96),
+            "int8",
+            "hidden_size = 48: must be a multiple of 32 with experts = 'int8'",
+        ),
+        (
+            "qwen3_moe",
+            (256, 96),
+            "fp8",
+            "moe_intermediate_size = 96: must be a multiple of 128 with experts = 'fp8'",
+        ),
+        (
+            "gpt_oss",
+            (64, 96),
+            "int4",
+            "experts = 'int4': must be mxfp4 with model_type = 'gpt_oss'",
+        ),
     ],
 )
-def test_bad_input(family: str, sizes: tuple[int, int], experts: str, message: str, tmp_path: Path) -> None:
+def test_bad_input(
+    family: str, sizes: tuple[int, int], experts: str, message: str, tmp_path: Path
+) -> None:
     source = write_random(tmp_path / "model", fields_of(family, *sizes))
     with pytest.raises(ValueError, match=re.escape(message)):
         compress_model(source, tmp_path / "out", experts)
@@ -326,7 +413,10 @@ def test_a_compressed_model_is_refused(tmp_path: Path) -> None:
     """By its configuration, and by its tensors where the configuration says nothing."""
     write_compressed_checkpoint("fp8", "qwen3_moe", tmp_path / "fp8", tmp_path / "wide")
     for folder in (tmp_path / "fp8", CHECKPOINTS / "gpt_oss_mxfp4"):
-        with pytest.raises(ValueError, match=r"quantization_config = '(fp8|mxfp4)': the model is compressed already"):
+        with pytest.raises(
+            ValueError,
+            match=r"quantization_config = '(fp8|mxfp4)': the model is compressed already",
+        ):
             compress_model(folder, tmp_path / "out", "mxfp4")
     shutil.copytree(CHECKPOINTS / "gpt_oss_mxfp4", tmp_path / "gpt_oss")
     for folder in (tmp_path / "fp8", tmp_path / "gpt_oss"):
@@ -340,7 +430,9 @@ def test_a_compressed_model_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layout", ["compressed-tensors", "expert_dtype"])
 def test_mxfp4_becomes_fp8_to_the_bit(layout: str, tmp_path: Path) -> None:
-    """And an engine that makes fp8 when it loads MXFP4 has the same numbers; where fp8 cannot have them it is said."""
+    """And an engine that makes fp8 when it loads MXFP4 has the same numbers; where fp8 cannot
+    have them it is said.
+    """
     write_random(tmp_path / "model", fields_of("qwen3_moe", 256, 128))
     compress_model(tmp_path / "model", tmp_path / "mxfp4", "mxfp4")
     expected, source = dequantised(tmp_path / "mxfp4"), tmp_path / "mxfp4"
@@ -356,11 +448,19 @@ def test_mxfp4_becomes_fp8_to_the_bit(layout: str, tmp_path: Path) -> None:
         write_tensors(source, fields | {"expert_dtype": "fp4"}, tensors)
     compress_model(source, tmp_path / "fp8", "fp8")
     found = dequantised(tmp_path / "fp8")
-    assert found.keys() == expected.keys() and all(np.array_equal(found[name], expected[name]) for name in found)
+    assert found.keys() == expected.keys() and all(
+        np.array_equal(found[name], expected[name]) for name in found
+    )
     assert "expert_dtype" not in json.loads((tmp_path / "fp8" / "config.json").read_text())
-    with LazyCheckpoint(source, expert_dtype="fp8") as loaded, LazyCheckpoint(tmp_path / "fp8") as kept:
+    with (
+        LazyCheckpoint(source, expert_dtype="fp8") as loaded,
+        LazyCheckpoint(tmp_path / "fp8") as kept,
+    ):
         assert loaded.expert_fields == kept.expert_fields
-        parts = [{name: np.zeros(*field) for name, field in loaded.expert_fields.items()} for _ in range(2)]
+        parts = [
+            {name: np.zeros(*field) for name, field in loaded.expert_fields.items()}
+            for _ in range(2)
+        ]
         for checkpoint, views in zip((loaded, kept), parts, strict=True):
             checkpoint.fill_expert(0, 1, views)
         assert all(np.array_equal(parts[0][name], parts[1][name]) for name in parts[0])
@@ -374,7 +474,9 @@ def test_mxfp4_becomes_fp8_to_the_bit(layout: str, tmp_path: Path) -> None:
 
 
 def test_weights_that_are_not_finite(tmp_path: Path) -> None:
-    """Named while the model is written; what a process that was killed has left there is gone too."""
+    """Named while the model is written; what a process that was killed has left there is gone
+    too.
+    """
     name = "model.layers.1.mlp.experts.3.up_proj.weight"
     source = write_random(tmp_path / "model", fields_of("olmoe", 64, 96))
     tensors = raw_tensors(source)
@@ -393,19 +495,29 @@ def test_weights_that_are_not_finite(tmp_path: Path) -> None:
 
 
 def test_pruned_before_and_after(tmp_path: Path) -> None:
-    """A compressed model loses what its wide weights would lose, and is wide then; compressed again it is the same."""
-    source = write_random(tmp_path / "model", fields_of("gpt_moe", 32, 32) | {"num_hidden_layers": 1})
+    """A compressed model loses what its wide weights would lose, and is wide then; compressed
+    again it is the same.
+    """
+    source = write_random(
+        tmp_path / "model", fields_of("gpt_moe", 32, 32) | {"num_hidden_layers": 1}
+    )
     write_tokenizer(source)
     (tmp_path / "text.txt").write_text(TEXT)
-    options = PruneOptions(2, str(tmp_path / "text.txt"), sequence_length=16, max_tokens=300, dtype="float32")
+    options = PruneOptions(
+        2, str(tmp_path / "text.txt"), sequence_length=16, max_tokens=300, dtype="float32"
+    )
     compress_model(source, tmp_path / "compressed", "mxfp4")
     wide = write_dequantised(tmp_path / "compressed", tmp_path / "wide")
     write_tokenizer(wide)
     for name in ("compressed", "wide"):
         prune(tmp_path / name, tmp_path / f"{name}-2", options, lambda _: None)
     found, expected = (raw_tensors(tmp_path / f"{name}-2") for name in ("compressed", "wide"))
-    assert found.keys() == expected.keys() and all(np.array_equal(found[name], expected[name]) for name in found)
-    assert "quantization_config" not in json.loads((tmp_path / "compressed-2" / "config.json").read_text())
+    assert found.keys() == expected.keys() and all(
+        np.array_equal(found[name], expected[name]) for name in found
+    )
+    assert "quantization_config" not in json.loads(
+        (tmp_path / "compressed-2" / "config.json").read_text()
+    )
     compress_model(tmp_path / "compressed-2", tmp_path / "again", "mxfp4")
     again = dequantised(tmp_path / "again")
     assert all(np.array_equal(again[name], found[name]) for name in found)  # MXFP4 stays what it is
@@ -417,10 +529,15 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     arguments = [str(source), "--experts", "int4", "--out", str(tmp_path / "out")]
     stage.main(arguments)
     said = capsys.readouterr().out
-    sizes = [math.floor((path / "model.safetensors").stat().st_size / 1e5) for path in (source, tmp_path / "out")]
+    sizes = [
+        math.floor((path / "model.safetensors").stat().st_size / 1e5)
+        for path in (source, tmp_path / "out")
+    ]
     assert re.search(r"([\d.]+) -> ([\d.]+) MB of weights, experts in int4; in ", said), said
     assert sizes[1] < 0.3 * sizes[0]
-    with pytest.raises(ValueError, match=r"out = .*: must be an empty folder or none: nothing is written over"):
+    with pytest.raises(
+        ValueError, match=r"out = .*: must be an empty folder or none: nothing is written over"
+    ):
         stage.main(arguments)
     with pytest.raises(ValueError, match=r"MODEL = .*: must be a folder"):
         stage.main([str(tmp_path / "none"), "--experts", "int4", "--out", str(tmp_path / "new")])

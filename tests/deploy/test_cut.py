@@ -33,7 +33,9 @@ def test_the_layers_and_experts_that_are_kept(tmp_path: Path) -> None:
         if match is None:
             renumbered[name] = tensor
         elif int(match[1]) in layers:
-            rest = re.sub(r"experts\.3\.", "experts.1.", re.sub(r"experts\.[12]\.", "experts.x.", match[2]))
+            rest = re.sub(
+                r"experts\.3\.", "experts.1.", re.sub(r"experts\.[12]\.", "experts.x.", match[2])
+            )
             cut = tensor[kept_Nn[0]] if rest == "mlp.gate.weight" else tensor
             renumbered[f"model.layers.{layers.index(int(match[1]))}.{rest}"] = cut
     expected, _ = in_numpy(config, renumbered, TOKENS)
@@ -46,7 +48,10 @@ def test_windows_and_first_dense_layers_follow_their_layers() -> None:
     with LazyCheckpoint(CHECKPOINTS / "gpt_oss") as source:
         types = source.config.layer_types
         cut = cut_config(source.config, (1,), num_experts_per_tok=1)
-    assert cut.layer_types == types[1:2] and (cut.num_hidden_layers, cut.num_experts_per_tok) == (1, 1)
+    assert cut.layer_types == types[1:2] and (cut.num_hidden_layers, cut.num_experts_per_tok) == (
+        1,
+        1,
+    )
     with LazyCheckpoint(CHECKPOINTS / "deepseek_v3") as source:
         assert source.config.first_k_dense_replace == 1
         last = source.config.num_hidden_layers - 1
@@ -74,9 +79,13 @@ def test_a_folder_with_files_is_no_new_one(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="must be an empty folder or none"):
             check_new_folder(folder)
     for folder in (Path(), Path("..")):
-        with pytest.raises(ValueError, match=rf"out = '{folder}': must end in a name, which the new folder gets"):
+        with pytest.raises(
+            ValueError, match=rf"out = '{folder}': must end in a name, which the new folder gets"
+        ):
             check_new_folder(folder)
-    with pytest.raises(ValueError, match=r"must be where a folder can be made, and .*config\.json is no folder"):
+    with pytest.raises(
+        ValueError, match=r"must be where a folder can be made, and .*config\.json is no folder"
+    ):
         check_new_folder(tmp_path / "config.json" / "a" / "b")
 
 
@@ -93,11 +102,15 @@ def test_a_folder_is_written_by_one_process(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=said), new_folder(out):
             pass
         assert (first / "weights").read_text() == "whole" and not out.exists()
-    assert [path.name for path in tmp_path.iterdir()] == ["out"] and (out / "weights").read_text() == "whole"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"] and (
+        out / "weights"
+    ).read_text() == "whole"
 
 
 @pytest.mark.parametrize("way", ["new_folder", "merged"])
-def test_a_power_cut_leaves_a_whole_folder_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+def test_a_power_cut_leaves_a_whole_folder_or_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
     """The weights are flushed as they are written; the tokenizer and programs are copies."""
     cut = PowerCut(tmp_path / "place")
 
@@ -131,8 +144,14 @@ def test_a_power_cut_leaves_a_whole_folder_or_none(tmp_path: Path, monkeypatch: 
 
 def test_a_full_disk_is_named(tmp_path: Path) -> None:
     """`write` says no place, which every folder has."""
-    with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path}/out'"), new_folder(tmp_path / "out"):
+    with (
+        pytest.raises(OSError, match=rf"No space left on device: '{tmp_path}/out'"),
+        new_folder(tmp_path / "out"),
+    ):
         raise OSError(errno.ENOSPC, "No space left on device")
-    with pytest.raises(OSError, match="No space left on device: 'there'"), new_folder(tmp_path / "out"):
+    with (
+        pytest.raises(OSError, match="No space left on device: 'there'"),
+        new_folder(tmp_path / "out"),
+    ):
         raise OSError(errno.ENOSPC, "No space left on device", "there")
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,6 @@
-"""A dense layer in place of experts: what it computes, in students of three families, and what cannot be one."""
+"""A dense layer in place of experts: what it computes, in students of three families, and what
+cannot be one.
+"""
 
 import dataclasses
 from pathlib import Path
@@ -31,25 +33,37 @@ def applied(arrays: Any, x: np.ndarray, activation: str) -> np.ndarray:
 
 
 def stored_bytes(folder: Path) -> dict[str, bytes]:
-    sizes = {t: int(np.prod(t.shape)) * np.dtype(DTYPES[t.dtype]).itemsize for t in read_headers(folder).values()}
+    sizes = {
+        t: int(np.prod(t.shape)) * np.dtype(DTYPES[t.dtype]).itemsize
+        for t in read_headers(folder).values()
+    }
     return {t.name: t.file.read_bytes()[t.offset : t.offset + size] for t, size in sizes.items()}
 
 
 @pytest.mark.parametrize(("family", "count"), [("qwen3_moe", 3), ("deepseek_v3", 1)])
 def test_the_sum_of_experts(family: str, count: int) -> None:
-    """As many of the most used as the family's dense layers have room for, by their parts of the tokens."""
+    """As many of the most used as the family's dense layers have room for, by their parts of the
+    tokens.
+    """
     with LazyCheckpoint(CHECKPOINTS / family, "float32") as source:
         config = source.config
         assert dense_sizes(config, True) == (config.intermediate_size, count)
-        use_NE = np.random.default_rng(0).integers(1, 9, (config.num_moe_layers, config.num_experts))
+        use_NE = np.random.default_rng(0).integers(
+            1, 9, (config.num_moe_layers, config.num_experts)
+        )
         made = dense_mlp(source, 1, use_NE, count, "most_used")
         x = np.random.default_rng(1).normal(size=(5, config.hidden_size))
         best = np.argsort(-use_NE[1], kind="stable")[:count]
         factor = config.router.routed_scaling_factor
         expected = factor * sum(
-            use_NE[1, e] / use_NE[1, best].sum() * applied(source.expert(1, int(e)), x, config.hidden_act) for e in best
+            use_NE[1, e]
+            / use_NE[1, best].sum()
+            * applied(source.expert(1, int(e)), x, config.hidden_act)
+            for e in best
         )
-        shared = {p[-1]: a[1] for p, a in source.rest_arrays().items() if p[1:2] == ("shared_expert",)}
+        shared = {
+            p[-1]: a[1] for p, a in source.rest_arrays().items() if p[1:2] == ("shared_expert",)
+        }
         if shared:
             expected = expected + applied(shared, x, config.hidden_act)
     np.testing.assert_allclose(applied(made, x, config.hidden_act), expected, atol=1e-5)
@@ -72,18 +86,24 @@ def test_families_with_dense_layers(family: str, dense: int, tmp_path: Path) -> 
     assert list(model.config.layer_kinds) == kinds
     assert np.isfinite(np.asarray(model(TOKENS[None].astype(np.int32)))).all()
     before, after = stored_bytes(CHECKPOINTS / family), stored_bytes(tmp_path / "out")
-    assert all(data == before[name] for name, data in after.items() if f"layers.{dense}.mlp" not in name)
+    assert all(
+        data == before[name] for name, data in after.items() if f"layers.{dense}.mlp" not in name
+    )
     assert f"model.layers.{dense}.mlp.down_proj.weight" in after
 
 
 @pytest.mark.parametrize("made_from", ["most_used", "average"])
 def test_a_student_with_dense_layers(made_from: DenseFrom, tmp_path: Path) -> None:
-    """Of a model without any: in numpy the first layer is the expert that its tokens use most, or all of them."""
+    """Of a model without any: in numpy the first layer is the expert that its tokens use most,
+    or all of them.
+    """
     write_model(tmp_path / "teacher")
     write_tokenizer(tmp_path / "teacher")
     (tmp_path / "text.txt").write_text(TEXT)
     text = str(tmp_path / "text.txt")
-    asked = StudentOptions(2, text, dense=(0,), dense_from=made_from, max_tokens=600, sequence_length=16)
+    asked = StudentOptions(
+        2, text, dense=(0,), dense_from=made_from, max_tokens=600, sequence_length=16
+    )
     make_student(tmp_path / "teacher", tmp_path / "student", asked, lambda _: None)
     before, after = stored_arrays(tmp_path / "teacher"), stored_arrays(tmp_path / "student")
     config = gpt_moe_config(num_experts=2, mlp_only_layers=(0,))
@@ -92,9 +112,14 @@ def test_a_student_with_dense_layers(made_from: DenseFrom, tmp_path: Path) -> No
     logits, _ = in_numpy(config, after, TOKENS)
     found = np.asarray(model(TOKENS[None].astype(np.int32)))[0]
     np.testing.assert_allclose(found, logits, atol=2e-4)
-    down = [name for name in after if name.startswith("model.layers.0.mlp.") and name.endswith("weight")]
+    down = [
+        name for name in after if name.startswith("model.layers.0.mlp.") and name.endswith("weight")
+    ]
     experts = [
-        all(np.array_equal(after[name], before[name.replace("mlp.", f"mlp.experts.{e}.")]) for name in down)
+        all(
+            np.array_equal(after[name], before[name.replace("mlp.", f"mlp.experts.{e}.")])
+            for name in down
+        )
         for e in range(4)
     ]
     assert len(down) == 2 and sum(experts) == (made_from == "most_used")
@@ -112,7 +137,9 @@ def test_layers_that_cannot_be(dense: tuple[int, ...], message: str, tmp_path: P
     write_model(tmp_path / "teacher", mlp_only_layers=(1,))
     write_tokenizer(tmp_path / "teacher")
     (tmp_path / "text.txt").write_text(TEXT)
-    asked = StudentOptions(2, str(tmp_path / "text.txt"), dense=dense, max_tokens=600, sequence_length=16)
+    asked = StudentOptions(
+        2, str(tmp_path / "text.txt"), dense=dense, max_tokens=600, sequence_length=16
+    )
     with pytest.raises(ValueError, match=message):
         make_student(tmp_path / "teacher", tmp_path / "student", asked, lambda _: None)
     assert not (tmp_path / "student").exists()
@@ -121,10 +148,16 @@ def test_layers_that_cannot_be(dense: tuple[int, ...], message: str, tmp_path: P
 def test_sizes_that_do_not_fit() -> None:
     config: ModelConfig = gpt_moe_config(intermediate_size=96)
     assert dense_sizes(config, False) == (64, 1)
-    message = "intermediate_size = 96: must be 0 of the shared expert and a multiple of moe_intermediate_size = 64"
+    message = (
+        "intermediate_size = 96: must be 0 of the shared expert and a multiple of"
+        " moe_intermediate_size = 64"
+    )
     with pytest.raises(ValueError, match=message):
         dense_sizes(config, True)
     with LazyCheckpoint(CHECKPOINTS / "qwen2_moe") as source:
         gated = dataclasses.replace(source.config)
-    with pytest.raises(ValueError, match="shared_expert_gate = True: has no value where all tokens are treated alike"):
+    with pytest.raises(
+        ValueError,
+        match="shared_expert_gate = True: has no value where all tokens are treated alike",
+    ):
         dense_sizes(gated, True)

@@ -1,4 +1,6 @@
-"""The portable form: tokens of the engine where nothing but JAX is installed, one folder or none, and bad input."""
+"""The portable form: tokens of the engine where nothing but JAX is installed, one folder or
+none, and bad input.
+"""
 
 import re
 import shutil
@@ -25,8 +27,11 @@ from tests.deploy.gpt_moe_models import gpt_moe_config, random_model
 from tests.model_configs import CHECKPOINTS
 from tests.word_tokenizers import BOS, LONG, write_word_tokenizer
 
-OPTIONS = EngineConfig(max_batch=2, max_seq_len=40, prefill_chunk_tokens=8, dtype="float32", native="off")
-PROMPTS = [[1, 2, 3], [7, 9, 30, 2, 5, 5, 8, 1, 4, 12, 3], [11]]  # more than rows, and more than a chunk
+OPTIONS = EngineConfig(
+    max_batch=2, max_seq_len=40, prefill_chunk_tokens=8, dtype="float32", native="off"
+)
+# more than rows, and more than a chunk
+PROMPTS = [[1, 2, 3], [7, 9, 30, 2, 5, 5, 8, 1, 4, 12, 3], [11]]
 # Runs a program where only JAX and what comes with it can be imported.
 BARE = """
 import runpy, sys
@@ -65,7 +70,9 @@ def change_plan(folder: Path, **changes: Any) -> None:
 
 
 def tokens_of_engine(folder: Path, **options: Any) -> list[list[int]]:
-    with Engine(folder, EngineConfig(max_batch=2, max_seq_len=40, native="off", **options)) as engine:
+    with Engine(
+        folder, EngineConfig(max_batch=2, max_seq_len=40, native="off", **options)
+    ) as engine:
         return [one.token_ids for one in engine.generate(PROMPTS, max_new_tokens=12)]
 
 
@@ -76,25 +83,37 @@ def test_tokens_are_the_engine_s(portable: Path) -> None:
     assert model.generate(PROMPTS, 12) == expected
     assert before.is_deleted()  # the cache is written in place
     assert model.generate(PROMPTS[1:2], 12) == expected[1:2]  # whatever the rows held before
-    assert [len(answer) for answer in model.generate([[5] * 38], 12)] == [2]  # no more than the row has room for
+    # no more than the row has room for
+    assert [len(answer) for answer in model.generate([[5] * 38], 12)] == [2]
 
 
-def test_where_only_jax_is_installed(portable: Path, run_python: Callable[..., Any], tmp_path: Path) -> None:
+def test_where_only_jax_is_installed(
+    portable: Path, run_python: Callable[..., Any], tmp_path: Path
+) -> None:
     """A real process that cannot import jmoe, flax or anything else, started anywhere."""
     (expected,) = PortableModel(portable).generate(PROMPTS[:1], 5)
     moved = shutil.copytree(portable, tmp_path / "moved")
     (tmp_path / "bare.py").write_text(BARE)
     command = ["-I", tmp_path / "bare.py", moved / "run.py"]
-    done = run_python([*command, "--tokens", "1,2,3", "--max-new-tokens", "5"], {"PYTHONPATH": None})
+    done = run_python(
+        [*command, "--tokens", "1,2,3", "--max-new-tokens", "5"], {"PYTHONPATH": None}
+    )
     assert (done.stdout, done.returncode) == (",".join(map(str, expected)) + "\n", 0), done.stderr
     flip(moved / "model.safetensors", 5000)
-    damaged: subprocess.CompletedProcess[str] = run_python([*command, "--tokens", "1"], {"PYTHONPATH": None})
+    damaged: subprocess.CompletedProcess[str] = run_python(
+        [*command, "--tokens", "1"], {"PYTHONPATH": None}
+    )
     assert damaged.returncode == 1
-    assert damaged.stderr == f"run: {moved}/model.safetensors: is damaged: its SHA-256 is not the one in plan.json\n"
+    assert (
+        damaged.stderr
+        == f"run: {moved}/model.safetensors: is damaged: its SHA-256 is not the one in plan.json\n"
+    )
 
 
 def test_texts_are_tokens_as_the_engine_has_them(portable: Path) -> None:
-    """The folder's tokenizer.json cut them at 8 tokens, and left the first one to tokenizer_config.json."""
+    """The folder's tokenizer.json cut them at 8 tokens, and left the first one to
+    tokenizer_config.json.
+    """
     assert _tokenizer(portable).encode(LONG).ids == [BOS, *[1, 2, 3, 4, 5] * 20]
 
 
@@ -104,7 +123,8 @@ def test_both_platforms_and_no_kernel_of_ours(portable: Path) -> None:
         program = PortablePrograms(checkpoint).export(OPTIONS, 2, 1, stage.PLATFORMS)
     assert program.platforms == ("cpu", "cuda")
     assert "custom_call" not in str(program.mlir_module())
-    assert (portable / "decode.stablehlo").stat().st_size < 200_000  # weights are arguments, not constants
+    # weights are arguments, not constants
+    assert (portable / "decode.stablehlo").stat().st_size < 200_000
 
 
 @pytest.mark.slow
@@ -122,7 +142,12 @@ def test_every_family(name: str, options: dict[str, Any], tmp_path: Path) -> Non
     folder = CHECKPOINTS / name
     if name == "gpt_moe":
         jmoe.save_pretrained(random_model(gpt_moe_config()), folder := tmp_path / "model")
-    lower(folder, tmp_path / "out", EngineConfig(max_batch=2, max_seq_len=40, native="off", **options), silently)
+    lower(
+        folder,
+        tmp_path / "out",
+        EngineConfig(max_batch=2, max_seq_len=40, native="off", **options),
+        silently,
+    )
     model = PortableModel(tmp_path / "out")
     if options["dtype"] == "float32":
         assert model.generate(PROMPTS, 12) == tokens_of_engine(folder, **options)
@@ -134,16 +159,22 @@ def test_every_family(name: str, options: dict[str, Any], tmp_path: Path) -> Non
 
 def test_a_damaged_or_missing_file_is_named(copied: Path) -> None:
     change_plan(copied, form="other")
-    with pytest.raises(ValueError, match=re.escape("plan.json: form = 'other': must be 'portable'")):
+    with pytest.raises(
+        ValueError, match=re.escape("plan.json: form = 'other': must be 'portable'")
+    ):
         PortableModel(copied)
     change_plan(copied, form="portable")
     plan = (copied / PLAN).read_text()
     (copied / PLAN).write_text(plan.replace('"max_batch": 2', '"max_batch": 3'))
-    with pytest.raises(ValueError, match=r"plan\.json: is damaged: its SHA-256 is not the one that it says"):
+    with pytest.raises(
+        ValueError, match=r"plan\.json: is damaged: its SHA-256 is not the one that it says"
+    ):
         PortableModel(copied)
     (copied / PLAN).write_text(plan)
     (copied / "decode.stablehlo").write_bytes(b"short")
-    with pytest.raises(ValueError, match=r"decode\.stablehlo: is damaged: has 5 bytes, plan\.json says \d+"):
+    with pytest.raises(
+        ValueError, match=r"decode\.stablehlo: is damaged: has 5 bytes, plan\.json says \d+"
+    ):
         PortableModel(copied)
     (copied / "decode.stablehlo").unlink()
     with pytest.raises(ValueError, match=r"decode\.stablehlo: is missing; plan\.json lists it"):
@@ -160,7 +191,9 @@ def test_another_jax_is_named(copied: Path) -> None:
     newest = jax.export.maximum_supported_calling_convention_version
     change_plan(copied, jax={"version": "9.1", "calling_convention": newest + 1})
     message = f"calling convention {newest + 1} of jax.export, and JAX {jax.__version__} reads"
-    with pytest.raises(ValueError, match=f"{message} .* they need a newer JAX, such as the 9.1 that wrote them"):
+    with pytest.raises(
+        ValueError, match=f"{message} .* they need a newer JAX, such as the 9.1 that wrote them"
+    ):
         PortableModel(copied)
     change_plan(copied, jax={"version": "0.2", "calling_convention": 1})
     with pytest.raises(ValueError, match="they need an older JAX"):
@@ -170,18 +203,26 @@ def test_another_jax_is_named(copied: Path) -> None:
         PortableModel(copied)
     change_plan(copied, platforms=["cpu", "cuda"])
     (copied / "prefill.stablehlo").write_bytes(b"ML\xefRStableHLO_v99.0.0")
-    with pytest.raises(ValueError, match=rf"prefill.stablehlo: JAX {jax.__version__} cannot take it, JAX 9.1 wrote it"):
+    with pytest.raises(
+        ValueError,
+        match=rf"prefill.stablehlo: JAX {jax.__version__} cannot take it, JAX 9.1 wrote it",
+    ):
         PortableModel(with_new_sums(copied))
 
 
 def with_new_sums(folder: Path) -> Path:
-    change_plan(folder, files={name: entry for name, entry in listed_files(folder).items() if name != PLAN})
+    change_plan(
+        folder, files={name: entry for name, entry in listed_files(folder).items() if name != PLAN}
+    )
     return folder
 
 
 def test_bad_prompts(portable: Path) -> None:
     model = PortableModel(portable, check_contents=False)
-    for prompts, message in [([[1], []], "prompt 1: has 0 tokens"), ([[0] * 40], "must have 1 to 39")]:
+    for prompts, message in [
+        ([[1], []], "prompt 1: has 0 tokens"),
+        ([[0] * 40], "must have 1 to 39"),
+    ]:
         with pytest.raises(ValueError, match=message):
             model.generate(prompts)
     with pytest.raises(ValueError, match=r"prompt 0: token 1000000 must be below \d+"):
@@ -189,7 +230,8 @@ def test_bad_prompts(portable: Path) -> None:
     with pytest.raises(ValueError, match="max_new_tokens = 0: must be at least 1"):
         model.generate([[1]], 0)
     model._weights = {
-        name: jnp.full_like(w, np.nan) if w.dtype == jnp.float32 else w for name, w in model._weights.items()
+        name: jnp.full_like(w, np.nan) if w.dtype == jnp.float32 else w
+        for name, w in model._weights.items()
     }
     with pytest.raises(FloatingPointError, match="not finite"):
         model.generate([[1]])
@@ -199,7 +241,9 @@ def test_what_is_refused_writes_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     folder = CHECKPOINTS / "qwen3_moe"
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "kept.txt").write_text("mine")
-    with pytest.raises(ValueError, match="must be an empty folder or none: nothing is written over"):
+    with pytest.raises(
+        ValueError, match="must be an empty folder or none: nothing is written over"
+    ):
         lower(folder, tmp_path / "full", OPTIONS, silently)
     with pytest.raises(ValueError, match="max_seq_len = 1000000: must not exceed the model's"):
         lower(folder, tmp_path / "out", EngineConfig(max_seq_len=1_000_000), silently)

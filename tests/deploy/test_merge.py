@@ -1,4 +1,6 @@
-"""Models of the gpt-moe-* presets as folders: parity, round trips, experts kept in every way; a run from end to end."""
+"""Models of the gpt-moe-* presets as folders: parity, round trips, experts kept in every way; a
+run from end to end.
+"""
 
 import dataclasses
 import json
@@ -28,7 +30,12 @@ from tests.train_runs import SHORT, Run, TrainRuns, evaluations
 TOKENS = np.random.default_rng(3).integers(0, 64, 24)
 PROMPTS = [TOKENS[:9].tolist(), TOKENS[9:14].tolist()]
 ASKED: dict[str, Any] = {"max_new_tokens": 8, "ignore_eos": True, "logprobs": 2}
-ENGINE: dict[str, Any] = {"max_batch": 2, "max_seq_len": 40, "prefill_chunk_tokens": 4, "dtype": "float32"}
+ENGINE: dict[str, Any] = {
+    "max_batch": 2,
+    "max_seq_len": 40,
+    "prefill_chunk_tokens": 4,
+    "dtype": "float32",
+}
 
 
 @pytest.fixture(scope="module")
@@ -54,15 +61,23 @@ def logprobs(completions: list[Completion]) -> list[float]:
 
 
 def test_presets_have_a_family() -> None:
-    """What is written says all that the decoder computes; what concerns training alone is the run's."""
+    """What is written says all that the decoder computes; what concerns training alone is the
+    run's.
+    """
     for name in ("gpt-moe-8e", "gpt-moe-128e"):
         model = PRESETS[name][1].model
         fields = hf_config(model)
-        assert fields["model_type"] == "gpt_moe" and fields["architectures"] == ["GptMoeForCausalLM"]
-        router = RouterConfig(kind="softmax", norm_topk_prob=False, aux_loss_coef=model.router.aux_loss_coef)
+        assert fields["model_type"] == "gpt_moe" and fields["architectures"] == [
+            "GptMoeForCausalLM"
+        ]
+        router = RouterConfig(
+            kind="softmax", norm_topk_prob=False, aux_loss_coef=model.router.aux_loss_coef
+        )
         expected = dataclasses.replace(model, head_dim=64, capacity_factor=None, router=router)
         assert model_config(json.loads(json.dumps(fields))) == expected
-    mixed = gpt_moe_config(mlp_only_layers=(1,), attention_bias=False, mlp_bias=False, tie_word_embeddings=False)
+    mixed = gpt_moe_config(
+        mlp_only_layers=(1,), attention_bias=False, mlp_bias=False, tie_word_embeddings=False
+    )
     assert model_config(hf_config(mixed)).layer_kinds == ("moe", "dense", "moe")
 
 
@@ -72,8 +87,14 @@ def test_presets_have_a_family() -> None:
         ({"hidden_act": "gelu_new"}, "hidden_act = 'gelu_new': is not supported, only 'gelu'"),
         ({"num_experts": None}, "num_experts = None: must be an integer"),
         ({"moe_intermediate_size": "64"}, "moe_intermediate_size = '64': must be an integer"),
-        ({"norm_topk_prob": True}, "num_experts_per_tok = 1: is not supported where weights are divided by their sum"),
-        ({"num_experts_per_tok": 5}, "num_experts_per_tok = 5: must be between 1 and num_experts = 4"),
+        (
+            {"norm_topk_prob": True},
+            "num_experts_per_tok = 1: is not supported where weights are divided by their sum",
+        ),
+        (
+            {"num_experts_per_tok": 5},
+            "num_experts_per_tok = 5: must be between 1 and num_experts = 4",
+        ),
         ({"mlp_only_layers": [0, 1, 2]}, "must leave a layer with experts"),
     ],
 )
@@ -86,7 +107,9 @@ def test_a_tensor_that_is_missing_is_named(tmp_path: Path) -> None:
     write_model(tmp_path, mlp_bias=False)
     described = json.loads((tmp_path / "config.json").read_text()) | {"mlp_bias": True}
     (tmp_path / "config.json").write_text(json.dumps(described))
-    with pytest.raises(ValueError, match=r"model.layers.0.mlp.experts.0.down_proj.bias' is missing"):
+    with pytest.raises(
+        ValueError, match=r"model.layers.0.mlp.experts.0.down_proj.bias' is missing"
+    ):
         jmoe.load_pretrained(tmp_path)
 
 
@@ -131,7 +154,9 @@ def test_every_way_to_keep_experts(folder: Path, tmp_path: Path) -> None:
 
 
 def test_streamed_is_resident_in_bfloat16(folder: Path) -> None:
-    """Bit for bit, whether the embedding's sum is in the program of the layers or in one of its own."""
+    """Bit for bit, whether the embedding's sum is in the program of the layers or in one of its
+    own.
+    """
     resident, _ = said(folder, policy="resident", dtype="bfloat16")
     ring, _ = said(folder, policy="ring", ring_slots=1, expert_tier="host", dtype="bfloat16")
     assert numbers(ring) == numbers(resident)
@@ -165,13 +190,17 @@ def test_compressed_experts(kind: str, native: str, folder: Path, tmp_path: Path
 
 def test_inputs_that_blocks_do_not_divide_are_refused(tmp_path: Path) -> None:
     write_model(tmp_path, moe_intermediate_size=40)
-    with pytest.raises(ValueError, match=r"expert_dtype = 'int8': needs inputs of w_down to be a multiple of 32"):
+    with pytest.raises(
+        ValueError, match=r"expert_dtype = 'int8': needs inputs of w_down to be a multiple of 32"
+    ):
         said(tmp_path, expert_dtype="int8")
 
 
 def test_nothing_is_written_over(tmp_path: Path) -> None:
     (tmp_path / "notes").write_text("mine")
-    with pytest.raises(ValueError, match=r"OUT_DIR = .*: must be an empty folder or none: nothing is written over"):
+    with pytest.raises(
+        ValueError, match=r"OUT_DIR = .*: must be an empty folder or none: nothing is written over"
+    ):
         main([str(tmp_path / "run"), str(tmp_path)])
     with pytest.raises(ValueError, match=r"RUN_DIR = .*: has no checkpoint"):
         main([str(tmp_path / "run"), str(tmp_path / "out")])
@@ -179,13 +208,29 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
 
 
 SMALL = ("--model.vocab-size", "512", "--model.hidden-size", "32", "--model.num-hidden-layers", "2")
-SMALL += ("--model.num-attention-heads", "2", "--model.num-key-value-heads", "2", "--model.intermediate-size", "64")
-SMALL += ("--model.moe-intermediate-size", "64", "--mesh.expert-inter", "1", "--mesh.expert-intra", "1")
+SMALL += (
+    "--model.num-attention-heads",
+    "2",
+    "--model.num-key-value-heads",
+    "2",
+    "--model.intermediate-size",
+    "64",
+)
+SMALL += (
+    "--model.moe-intermediate-size",
+    "64",
+    "--mesh.expert-inter",
+    "1",
+    "--mesh.expert-intra",
+    "1",
+)
 LEARNING = ("--optimizer.learning-rate", "0.01", "--evaluation.every-steps", "1000")
 
 
 @pytest.mark.slow
-def test_gpt_moe_trained_merged_served_and_fine_tuned(runs: TrainRuns, run_python: Run, tmp_path: Path) -> None:
+def test_gpt_moe_trained_merged_served_and_fine_tuned(
+    runs: TrainRuns, run_python: Run, tmp_path: Path
+) -> None:
     """gpt-moe-8e at a small size, as a user does it."""
 
     def run(*arguments: Any) -> str:
@@ -195,14 +240,26 @@ def test_gpt_moe_trained_merged_served_and_fine_tuned(runs: TrainRuns, run_pytho
 
     first, second, folder = tmp_path / "first", tmp_path / "second", tmp_path / "merged"
     data = ("--data.path", runs.text)
-    run("train.py", "gpt-moe-8e", *SMALL, *SHORT, *LEARNING, "--num-steps", 12, *data, "--output-dir", first)
+    run(
+        "train.py",
+        "gpt-moe-8e",
+        *SMALL,
+        *SHORT,
+        *LEARNING,
+        "--num-steps",
+        12,
+        *data,
+        "--output-dir",
+        first,
+    )
     learned = evaluations(first)
     assert learned[-1] < learned[0]
     assert f"step 12 of {first} is in {folder}" in run("-m", "jmoe.deploy.merge", first, folder)
     assert json.loads((folder / "config.json").read_text())["model_type"] == "gpt_moe"
 
     say = ["-m", "jmoe.programs.generate", folder, "def read(self):", "--max-new-tokens", "12"]
-    resident, ring = run(*say, "--policy", "resident"), run(*say, "--policy", "ring", "--ring-slots", "1")
+    resident = run(*say, "--policy", "resident")
+    ring = run(*say, "--policy", "ring", "--ring-slots", "1")
     assert resident == ring and resident.startswith("def read(self):")
     ringed = ("--policy", "ring", "--ring-slots", 1, "--max-seq-len", 64, "--max-batch", 2)
     server = start_server(tmp_path / "log", runs.environment(), folder, *ringed)
@@ -215,7 +272,9 @@ def test_gpt_moe_trained_merged_served_and_fine_tuned(runs: TrainRuns, run_pytho
 
     start = ("--init-from", folder, "--num-steps", 12, *data, "--output-dir", second)
     mesh = ("--mesh.expert-inter", "1", "--mesh.expert-intra", "1")
-    assert f"starting from {folder}" in run("train.py", "gpt-moe-8e", *mesh, *SHORT, *LEARNING, *start)
+    assert f"starting from {folder}" in run(
+        "train.py", "gpt-moe-8e", *mesh, *SHORT, *LEARNING, *start
+    )
     tuned = evaluations(second)
     assert tuned[0] == pytest.approx(learned[-1], abs=1e-4) and tuned[-1] < tuned[0]
     run("-m", "jmoe.deploy.merge", second, tmp_path / "tuned")

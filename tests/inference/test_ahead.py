@@ -1,4 +1,6 @@
-"""Steps begun before the tokens of the one before are read: what comes out is what comes out without them."""
+"""Steps begun before the tokens of the one before are read: what comes out is what comes out
+without them.
+"""
 
 from typing import Any
 
@@ -34,12 +36,16 @@ class Multiples(Constraint):
 
 
 def traffic(served: Engine) -> dict[str, Any]:
-    """Serve requests of every kind that begin and end at different steps; returns all that can be seen of them."""
+    """Serve requests of every kind that begin and end at different steps; returns all that can
+    be seen of them.
+    """
     prompt = [5, 9, 2, 7]
 
     def add(first: int, **fields: Any) -> Any:
         constraint = Multiples() if fields.pop("constrained", False) else None
-        return served.add_request([first, *prompt], SamplingParams(ignore_eos=True, **fields), constraint)
+        return served.add_request(
+            [first, *prompt], SamplingParams(ignore_eos=True, **fields), constraint
+        )
 
     outputs: list[Output] = []
     uses: list[Any] = []
@@ -47,15 +53,22 @@ def traffic(served: Engine) -> dict[str, Any]:
     def run(steps: int) -> None:
         for _ in range(steps):
             outputs.extend(served.step())
-            uses.append([c[c[:, 0] < served.config.num_experts].tolist() for c in served.last_choices()])
+            uses.append(
+                [c[c[:, 0] < served.config.num_experts].tolist() for c in served.last_choices()]
+            )
 
-    requests = [add(1, max_new_tokens=24), add(2, max_new_tokens=7, **RANDOM), add(3, max_new_tokens=30)]
+    requests = [
+        add(1, max_new_tokens=24),
+        add(2, max_new_tokens=7, **RANDOM),
+        add(3, max_new_tokens=30),
+    ]
     run(9)
     requests.append(add(4, max_new_tokens=12, constrained=True))  # it comes while the others decode
     run(4)
     served.abort(requests[2])
     stop = requests[0].output_token_ids[3]
-    requests.append(add(1, max_new_tokens=20, stop_token_ids=(stop,)))  # it ends where only its tokens tell
+    # it ends where only its tokens tell
+    requests.append(add(1, max_new_tokens=20, stop_token_ids=(stop,)))
     requests.append(add(6, max_new_tokens=9, **RANDOM))
     while served.has_unfinished:
         run(1)
@@ -73,7 +86,9 @@ def traffic(served: Engine) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
 def test_nothing_else_comes_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens, log-probabilities and choices of experts, with sequences that end and come while a step is under way."""
+    """Tokens, log-probabilities and choices of experts, with sequences that end and come while a
+    step is under way.
+    """
     taken: list[StepOutcome | None] = []
     take = StepAhead.take
 
@@ -89,7 +104,10 @@ def test_nothing_else_comes_out(name: str, monkeypatch: pytest.MonkeyPatch) -> N
         num_taken = len(taken) - taken.count(None)
         assert num_taken > 40
         assert [lost for some in taken if some is not None for lost in some.output.choices.lost]
-    with monkeypatch.context() as patch, tiny_engine(name, policy="resident", max_batch=4) as served:
+    with (
+        monkeypatch.context() as patch,
+        tiny_engine(name, policy="resident", max_batch=4) as served,
+    ):
         patch.setattr(ModelRunner, "can_run_ahead", lambda *_: False)
         expected = traffic(served)
         assert len(taken) - taken.count(None) == num_taken
@@ -97,7 +115,9 @@ def test_nothing_else_comes_out(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_row_is_lost_and_nothing_of_it_reused() -> None:
-    """A sequence that ended while the next step ran leaves a cache that a prompt with its tokens can go on from."""
+    """A sequence that ended while the next step ran leaves a cache that a prompt with its tokens
+    can go on from.
+    """
     with tiny_engine("mixtral", policy="resident", max_batch=2) as served:
         (first,) = served.generate([[1, 5, 9, 2]], max_new_tokens=12, ignore_eos=True)
         stop = first.token_ids[6]
@@ -115,15 +135,21 @@ def test_a_row_is_lost_and_nothing_of_it_reused() -> None:
 
 @pytest.mark.parametrize("name", ["mixtral", "deepseek_v3_yarn"])
 def test_fewer_rows_are_other_programs(name: str) -> None:
-    """A sequence ends by its tokens and the other goes on alone: the bits of an engine that begins no step early."""
+    """A sequence ends by its tokens and the other goes on alone: the bits of an engine that
+    begins no step early.
+    """
     needs_compiler()
     with tiny_engine(name, policy="resident") as served:
         (first,) = served.generate([[1, 5, 9, 2]], max_new_tokens=8, ignore_eos=True)
-        stop = SamplingParams(max_new_tokens=20, ignore_eos=True, stop_token_ids=(first.token_ids[-1],))
+        stop = SamplingParams(
+            max_new_tokens=20, ignore_eos=True, stop_token_ids=(first.token_ids[-1],)
+        )
 
         def both(engine: Engine) -> list[Any]:
             ends = engine.add_request([1, 5, 9, 2], stop)
-            stays = engine.add_request([3, 8, 4], SamplingParams(max_new_tokens=16, ignore_eos=True, logprobs=4))
+            stays = engine.add_request(
+                [3, 8, 4], SamplingParams(max_new_tokens=16, ignore_eos=True, logprobs=4)
+            )
             outputs: list[Output] = []
             while engine.has_unfinished:
                 outputs += engine.step()
@@ -140,7 +166,9 @@ def test_who_leaves_takes_nothing_along() -> None:
     options: dict[str, Any] = {"max_new_tokens": 20, "ignore_eos": True}
     with tiny_engine("mixtral", policy="resident") as served:
         alone = served.generate([[3, 8, 4]], **options)[0].token_ids
-        gone, stays = (served.add_request(p, SamplingParams(**options)) for p in ([1, 5, 9, 2], [3, 8, 4]))
+        gone, stays = (
+            served.add_request(p, SamplingParams(**options)) for p in ([1, 5, 9, 2], [3, 8, 4])
+        )
         for _ in range(5):
             served.step()
         served.abort(gone)
@@ -156,15 +184,23 @@ def test_who_leaves_takes_nothing_along() -> None:
 
 
 def test_without_native_operations_none_is_begun(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each layer's choices are read back there: a step begun early would only be waited for early."""
-    monkeypatch.setattr(engine_module.StepAhead, "begin", lambda *_: pytest.fail("a step was begun"))
+    """Each layer's choices are read back there: a step begun early would only be waited for
+    early.
+    """
+    monkeypatch.setattr(
+        engine_module.StepAhead, "begin", lambda *_: pytest.fail("a step was begun")
+    )
     with tiny_engine("mixtral", policy="resident", native="off") as served:
         served.generate([[1, 5, 9, 2]], max_new_tokens=4, ignore_eos=True)
 
 
-@pytest.mark.parametrize("policy", [{"policy": "ring", "ring_slots": 1}, {"policy": "experts", "device_bytes": 20_000}])
+@pytest.mark.parametrize(
+    "policy", [{"policy": "ring", "ring_slots": 1}, {"policy": "experts", "device_bytes": 20_000}]
+)
 def test_streamed_experts_wait(policy: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Where slots change between steps none is begun early."""
-    monkeypatch.setattr(engine_module.StepAhead, "begin", lambda *_: pytest.fail("a step was begun"))
+    monkeypatch.setattr(
+        engine_module.StepAhead, "begin", lambda *_: pytest.fail("a step was begun")
+    )
     with tiny_engine("mixtral", **policy) as served:
         served.generate([[1, 5, 9, 2]], max_new_tokens=4, ignore_eos=True)

@@ -1,4 +1,6 @@
-"""Policy auto: what it chooses, that it computes what resident computes, and what it says about bytes."""
+"""Policy auto: what it chooses, that it computes what resident computes, and what it says about
+bytes.
+"""
 
 import logging
 from pathlib import Path
@@ -26,7 +28,8 @@ def layer_bytes(name: str) -> int:
 
 
 @pytest.mark.parametrize(
-    "name", ["mixtral", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_moe", "gpt_oss"))]
+    "name",
+    ["mixtral", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_moe", "gpt_oss"))],
 )
 @pytest.mark.parametrize("tier", [pytest.param("host", marks=pytest.mark.slow), "nvme"])
 def test_auto_computes_what_resident_computes(
@@ -35,23 +38,49 @@ def test_auto_computes_what_resident_computes(
     with tiny_engine(name) as resident:
         assert resident.plan.memory.policy == "resident"  # tiny, it fits
         expected, use = run(resident), resident.expert_use()
-        assert resident.stats().prefill.predicted_step_s is None  # there is one way: nothing is measured
-    options = {"device_bytes": layer_bytes(name) * 7 // 4, "expert_tier": tier, "cache_dir": tmp_path}
+        # there is one way: nothing is measured
+        assert resident.stats().prefill.predicted_step_s is None
+    options = {
+        "device_bytes": layer_bytes(name) * 7 // 4,
+        "expert_tier": tier,
+        "cache_dir": tmp_path,
+    }
     options |= {"host_cache_bytes": 1 << 15} if tier == "nvme" else {}
     # whole layers as auto says, for steps with a chunk of a prompt, for all, for none
-    ways = (("router", None), ("router", 3), ("counts", 3), ("counts", 1), ("router", 100), (None, 3), (None, 100))
+    ways = (
+        ("router", None),
+        ("router", 3),
+        ("counts", 3),
+        ("counts", 1),
+        ("router", 100),
+        (None, 3),
+        (None, 100),
+    )
     for estimator, whole in ways:
-        with tiny_engine(name, estimator=estimator, **options) as streamed, monkeypatch.context() as patch:
+        with (
+            tiny_engine(name, estimator=estimator, **options) as streamed,
+            monkeypatch.context() as patch,
+        ):
             if whole is not None:
-                patch.setattr(StreamingPlan, "policy", lambda _, n, whole=whole: "ring" if n >= whole else "experts")
+                patch.setattr(
+                    StreamingPlan,
+                    "policy",
+                    lambda _, n, whole=whole: "ring" if n >= whole else "experts",
+                )
             known = streamed.residency.stats().layers
             found = run(streamed)
-            same = [(c.token_ids, c.logprobs) for c in found] == [(c.token_ids, c.logprobs) for c in expected]
+            same = [(c.token_ids, c.logprobs) for c in found] == [
+                (c.token_ids, c.logprobs) for c in expected
+            ]
             assert same, (estimator, whole)
             np.testing.assert_array_equal(streamed.expert_use(), use)
             stats = streamed.stats()
             assert stats.policy == "auto"
-            assert stats.device_expert_bytes == streamed.plan.memory.device_expert_bytes <= options["device_bytes"]
+            assert (
+                stats.device_expert_bytes
+                == streamed.plan.memory.device_expert_bytes
+                <= options["device_bytes"]
+            )
             assert stats.streamed_bytes > 0
             assert (stats.nvme_bytes > 0) == (tier == "nvme")
             known = streamed.residency.stats().layers - known
@@ -61,13 +90,18 @@ def test_auto_computes_what_resident_computes(
                 assert stats.streamed_bytes >= stats.steps * layers * layer_bytes(name) // 4
             elif whole == 100 and estimator is not None:
                 assert known == stats.steps * layers
-            elif whole == 100:  # programs find their slots: of a chunk of a prompt and of what decodes beside it, each
+            # programs find their slots: of a chunk of a prompt and of what decodes beside it, each
+            elif whole == 100:
                 assert stats.steps * layers <= known <= 2 * stats.steps * layers
 
 
 def test_nothing_is_compiled_in_service(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither for what programs of several layers make, logits too, nor for steps of whole layers beside them."""
-    with tiny_engine("mixtral", max_batch=4, device_bytes=layer_bytes("mixtral") * 7 // 4) as served:
+    """Neither for what programs of several layers make, logits too, nor for steps of whole
+    layers beside them.
+    """
+    with tiny_engine(
+        "mixtral", max_batch=4, device_bytes=layer_bytes("mixtral") * 7 // 4
+    ) as served:
         monkeypatch.setattr(StreamingPlan, "policy", lambda _, n: "ring" if n >= 4 else "experts")
         served.compile_for_service()
         # two sequences decode beside the chunks of a third one's prompt, then all three
@@ -77,7 +111,9 @@ def test_nothing_is_compiled_in_service(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_auto_chooses_by_the_bandwidth(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """2.5 of 3 layers fit. A link that costs nothing: whole layers, no read-back. A slow one: what tokens chose."""
+    """2.5 of 3 layers fit. A link that costs nothing: whole layers, no read-back. A slow one:
+    what tokens chose.
+    """
     device_bytes = layer_bytes("qwen3_moe") * 5 // 2
     caplog.set_level(logging.INFO, logger="jmoe")
     read_back = {"estimator": "router"}  # else nothing is, and whole layers have no advantage
@@ -93,14 +129,17 @@ def test_auto_chooses_by_the_bandwidth(tmp_path: Path, caplog: pytest.LogCapture
         with tiny_engine("qwen3_moe", **options, limits={tier: limit}) as slow:
             plan, measured = slow.plan, slow.plan.calibration
             assert measured is not None
-            measured = measured.bandwidth_bytes_per_s if tier == "host" else measured.nvme_bytes_per_s
+            measured = (
+                measured.bandwidth_bytes_per_s if tier == "host" else measured.nvme_bytes_per_s
+            )
             assert measured <= 1.1 * limit
             assert plan.policy(1) == "experts"
             for num_tokens in range(1, 7):
                 fitting = [p for p in plan.predictions(num_tokens) if p.fits]
                 assert plan.policy(num_tokens) == min(fitting, key=lambda p: p.step_s).policy
             slow.generate([[5]], max_new_tokens=36, ignore_eos=True)
-            assert slow.plan.routing is not None  # 35 decode steps of 1 token: 2 of 4 experts, some on the device
+            # 35 decode steps of 1 token: 2 of 4 experts, some on the device
+            assert slow.plan.routing is not None
             assert slow.plan.routing.active_experts == 2 and 0 < slow.plan.routing.hit_rate <= 1
             stats = slow.stats()
             assert stats.decode.policy == "experts" and stats.readback_s > 0

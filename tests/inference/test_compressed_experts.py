@@ -1,4 +1,6 @@
-"""Engines with compressed experts against a model whose weights were widened by the formats' definitions."""
+"""Engines with compressed experts against a model whose weights were widened by the formats'
+definitions.
+"""
 
 import logging
 import math
@@ -29,8 +31,14 @@ BITS = {
     "int8": lambda _: 8.5,
     "fp8": lambda k: 8 + 32 * -(-k // 128) / k,
 }
-SLOW_KINDS = ("fp8 of powers", "int4", "int4 in 128", "int8")  # int8: also in tests/deploy/test_compress.py
-OPTIONS: dict[str, Any] = {"max_new_tokens": 6, "ignore_eos": True, "logprobs": 1, "prompt_logprobs": 1}
+# int8: also in tests/deploy/test_compress.py
+SLOW_KINDS = ("fp8 of powers", "int4", "int4 in 128", "int8")
+OPTIONS: dict[str, Any] = {
+    "max_new_tokens": 6,
+    "ignore_eos": True,
+    "logprobs": 1,
+    "prompt_logprobs": 1,
+}
 
 
 def logprobs(completions: list[Completion]) -> list[float]:
@@ -43,7 +51,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("float32") / "model"
     model = jmoe.load_pretrained(CHECKPOINTS / "gpt_oss_mxfp4", dtype="float32")
     rng = np.random.default_rng(0)
-    for parameter in (model.decoder.moe_layers.moe.experts.w_up, model.decoder.moe_layers.moe.experts.w_down):
+    for parameter in (
+        model.decoder.moe_layers.moe.experts.w_up,
+        model.decoder.moe_layers.moe.experts.w_down,
+    ):
         parameter[...] += jnp.asarray(0.05 * rng.normal(size=parameter.shape), jnp.float32)
     jmoe.save_pretrained(model, path)
     return path
@@ -52,7 +63,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("native", ["auto", pytest.param("off", marks=pytest.mark.slow)])
 def test_compressed_experts(kind: str, native: str, folder: Path, tmp_path: Path) -> None:
-    """The widened model's log-probabilities; streamed, bit for bit the same; bytes by the formula."""
+    """The widened model's log-probabilities; streamed, bit for bit the same; bytes by the
+    formula.
+    """
     model = jmoe.load_pretrained(folder, dtype="float32")
     experts = model.decoder.moe_layers.moe.experts
     for parameter in (experts.w_up, experts.w_down):
@@ -75,8 +88,15 @@ def test_compressed_experts(kind: str, native: str, folder: Path, tmp_path: Path
     assert [c.token_ids for c in found] == [c.token_ids for c in expected]
     np.testing.assert_allclose(logprobs(found), logprobs(expected), atol=1e-4)
     layers = experts.w_up.shape[0]
-    chosen = {"device_bytes": device_bytes // layers, "host_cache_bytes": 1 << 20, "cache_dir": tmp_path / "records"}
-    for policy in ({"policy": "ring", "ring_slots": 1}, {"policy": "experts", "expert_tier": "nvme", **chosen}):
+    chosen = {
+        "device_bytes": device_bytes // layers,
+        "host_cache_bytes": 1 << 20,
+        "cache_dir": tmp_path / "records",
+    }
+    for policy in (
+        {"policy": "ring", "ring_slots": 1},
+        {"policy": "experts", "expert_tier": "nvme", **chosen},
+    ):
         with tiny_engine(folder, expert_dtype=kind, native=native, **policy) as streamed:
             again = streamed.generate(PROMPTS, **OPTIONS)
             assert logprobs(again) == logprobs(found) and streamed.stats().streamed_bytes > 0
@@ -93,14 +113,19 @@ def test_mxfp4_is_kept_as_it_is_stored() -> None:
     with LazyCheckpoint(CHECKPOINTS / "gpt_oss_mxfp4", "float32") as checkpoint:
         fields = checkpoint.expert_fields
         experts = checkpoint.config.num_experts * checkpoint.config.num_moe_layers
-    biases = sum(4 * int(np.prod(shape)) for name, (shape, _) in fields.items() if name.startswith("b_"))
+    biases = sum(
+        4 * int(np.prod(shape)) for name, (shape, _) in fields.items() if name.startswith("b_")
+    )
     assert kept_bytes - experts * biases == (wide_bytes - experts * biases) / 32 * 4.25
 
 
 @pytest.mark.parametrize(
     ("kind", "native"),
     [
-        *(pytest.param(kind, "auto", marks=pytest.mark.slow if kind in SLOW_KINDS else ()) for kind in QUANTIZATION),
+        *(
+            pytest.param(kind, "auto", marks=pytest.mark.slow if kind in SLOW_KINDS else ())
+            for kind in QUANTIZATION
+        ),
         pytest.param("fp8", "off", marks=pytest.mark.slow),
     ],
 )
@@ -112,7 +137,11 @@ def test_what_is_stored_compressed_is_kept(kind: str, native: str, tmp_path: Pat
         expected, wide_bytes = wide.generate(PROMPTS, **OPTIONS), wide.stats().device_expert_bytes
     with LazyCheckpoint(tmp_path / "compressed") as checkpoint:
         assert checkpoint.expert_format is FORMATS[kind.partition(" ")[0]]
-        kept_bytes = checkpoint.expert_bytes * checkpoint.config.num_experts * checkpoint.config.num_moe_layers
+        kept_bytes = (
+            checkpoint.expert_bytes
+            * checkpoint.config.num_experts
+            * checkpoint.config.num_moe_layers
+        )
     for policy in ({"policy": "resident"}, {"policy": "ring", "ring_slots": 1}):
         with tiny_engine(tmp_path / "compressed", native=native, **policy) as engine:
             found = engine.generate(PROMPTS, **OPTIONS)
@@ -128,9 +157,13 @@ def test_scales_that_would_be_rounded_are_not_kept(tmp_path: Path) -> None:
     stored, tensors = read_headers(tmp_path / "int4"), []
     with TensorReader() as reader:
         for name, t in stored.items():
-            x = np.concatenate([rows.copy() for _, _, rows in reader.chunks(t, 0, math.prod(t.shape[:-1]))])
+            x = np.concatenate(
+                [rows.copy() for _, _, rows in reader.chunks(t, 0, math.prod(t.shape[:-1]))]
+            )
             x = x.astype(np.float32) if name.endswith("weight_scale") else x
-            tensors.append(NewTensor(name, x.dtype, t.shape, partial(np.asarray, x.reshape(t.shape))))
+            tensors.append(
+                NewTensor(name, x.dtype, t.shape, partial(np.asarray, x.reshape(t.shape)))
+            )
     write_safetensors(tmp_path / "int4", tensors, 1 << 30)
     with LazyCheckpoint(tmp_path / "int4") as checkpoint:
         assert checkpoint.expert_format is None
@@ -145,20 +178,30 @@ def test_several_devices_say_that_they_widen(caplog: pytest.LogCaptureFixture) -
         with caplog.at_level(logging.INFO, logger="jmoe"):
             options = EngineConfig(**sizes, mesh=EngineMesh(devices=2))  # type: ignore[arg-type]
             LoadedModel(CHECKPOINTS / "gpt_oss_mxfp4", options).close()
-        lines.append([record.getMessage() for record in caplog.records if "made wide" in record.getMessage()])
+        lines.append(
+            [record.getMessage() for record in caplog.records if "made wide" in record.getMessage()]
+        )
     (line,), nothing = lines
     with LazyCheckpoint(CHECKPOINTS / "gpt_oss_mxfp4", "float32", "wide") as checkpoint:
         num_bytes = checkpoint.expert_bytes
-    assert line.startswith("experts are stored as mxfp4 and made wide, in float32, ") and f" {num_bytes} bytes" in line
+    assert (
+        line.startswith("experts are stored as mxfp4 and made wide, in float32, ")
+        and f" {num_bytes} bytes" in line
+    )
     assert not nothing
 
 
 def test_bad_formats() -> None:
-    with pytest.raises(ValueError, match="expert_dtype = 'int5': must be wide, mxfp4, int4, int8, fp8 or None"):
+    with pytest.raises(
+        ValueError, match="expert_dtype = 'int5': must be wide, mxfp4, int4, int8, fp8 or None"
+    ):
         EngineConfig(expert_dtype="int5")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"expert_dtype = 'int4': must be wide or None with mesh\.devices = 2"):
+    with pytest.raises(
+        ValueError, match=r"expert_dtype = 'int4': must be wide or None with mesh\.devices = 2"
+    ):
         EngineConfig(expert_dtype="int4", mesh=EngineMesh(devices=2))
     with pytest.raises(
-        ValueError, match=r"expert_dtype = 'int8': needs inputs of w_\w+ to be a multiple of 32, not \d+"
+        ValueError,
+        match=r"expert_dtype = 'int8': needs inputs of w_\w+ to be a multiple of 32, not \d+",
     ):
         LazyCheckpoint(CHECKPOINTS / "mixtral", None, "int8")

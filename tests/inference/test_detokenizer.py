@@ -19,16 +19,28 @@ def byte_level() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def byte_fallback() -> Tokenizer:
-    """As Llama and Mixtral: words begin with U+2581, the text's first space goes, other characters are byte tokens."""
+    """As Llama and Mixtral: words begin with U+2581, the text's first space goes, other
+    characters are byte tokens.
+    """
     words = ["\u2581", "a", "b", "c", "\u2581a", "\u2581b", "\u2581ab", "ab"]
-    vocabulary = {word: i for i, word in enumerate(["<unk>", "<s>", *(f"<0x{b:02X}>" for b in range(256)), *words])}
+    vocabulary = {
+        word: i
+        for i, word in enumerate(["<unk>", "<s>", *(f"<0x{b:02X}>" for b in range(256)), *words])
+    }
     merges = [("\u2581", "a"), ("\u2581", "b"), ("\u2581a", "b"), ("a", "b")]
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges, byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
+    tokenizer = Tokenizer(
+        models.BPE(vocabulary, merges, byte_fallback=True, fuse_unk=True, unk_token="<unk>")
+    )
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Prepend("\u2581"), normalizers.Replace(Regex(" "), "\u2581")]
     )
     tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     tokenizer.add_special_tokens(["<s>"])
     return tokenizer
@@ -36,7 +48,8 @@ def byte_fallback() -> Tokenizer:
 
 def byte_ids(tokenizer: Tokenizer, data: bytes) -> list[int]:
     """One token of the byte-level tokenizer for each byte."""
-    # Bytes that Latin-1 can print stand for themselves, the others for the characters from U+0100 on.
+    # Bytes that Latin-1 can print stand for themselves, the others for the characters from U+0100
+    # on.
     plain = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [b for b in range(0x100) if b not in plain]
     return [tokenizer.token_to_id(chr(b if b in plain else 0x100 + others.index(b))) for b in data]
@@ -51,7 +64,9 @@ def test_byte_level_text_in_whole_characters(byte_level: Tokenizer) -> None:
     stream = TextStream(byte_level)
     texts = pieces(stream, ids)
     assert all("\ufffd" not in text for text in texts)
-    assert sum(not text for text in texts) > 20, "characters that are several tokens came in one piece"
+    assert sum(not text for text in texts) > 20, (
+        "characters that are several tokens came in one piece"
+    )
     assert "".join(texts) == TEXT
     assert stream.flush() == ""
 
@@ -118,7 +133,14 @@ def test_bytes_that_never_become_text(byte_level: Tokenizer) -> None:
 
 def test_special_tokens_give_no_text(byte_level: Tokenizer) -> None:
     end = byte_level.token_to_id(END_OF_TEXT)
-    ids = [end, *byte_level.encode("the end").ids, end, end, *byte_level.encode(" of it").ids, *[end] * 50]
+    ids = [
+        end,
+        *byte_level.encode("the end").ids,
+        end,
+        end,
+        *byte_level.encode(" of it").ids,
+        *[end] * 50,
+    ]
     stream = TextStream(byte_level)
     assert "".join(pieces(stream, ids)) + stream.flush() == "the end of it"
 
@@ -143,9 +165,17 @@ def test_special_tokens_give_no_text(byte_level: Tokenizer) -> None:
 )
 @pytest.mark.parametrize("whole", [False, True])
 def test_stop_strings(
-    byte_level: Tokenizer, whole: bool, stop: tuple[str, ...], min_new_tokens: int, data: bytes, kept: str, matched: str
+    byte_level: Tokenizer,
+    whole: bool,
+    stop: tuple[str, ...],
+    min_new_tokens: int,
+    data: bytes,
+    kept: str,
+    matched: str,
 ) -> None:
-    """The text ends before them, whether it comes at once or token by token, and what follows is ignored."""
+    """The text ends before them, whether it comes at once or token by token, and what follows is
+    ignored.
+    """
     ids = byte_ids(byte_level, data)
     stream = TextStream(byte_level, stop=stop, min_new_tokens=min_new_tokens)
     text = stream.push(ids) if whole else "".join(pieces(stream, ids))
@@ -183,7 +213,11 @@ def test_byte_fallback(byte_fallback: Tokenizer) -> None:
     assert "".join(texts) == text
     assert all("\ufffd" not in t for t in texts)
     # A run of bytes of which the first were a character, and all together are none.
-    broken = [*byte_fallback.encode("a\u20ac").ids, byte_fallback.token_to_id("<0xF0>"), byte_fallback.token_to_id("b")]
+    broken = [
+        *byte_fallback.encode("a\u20ac").ids,
+        byte_fallback.token_to_id("<0xF0>"),
+        byte_fallback.token_to_id("b"),
+    ]
     stream = TextStream(byte_fallback)
     assert "".join(pieces(stream, broken)) + stream.flush() == "a\u20ac\ufffdb"
 

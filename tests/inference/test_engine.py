@@ -1,4 +1,6 @@
-"""The engine against transformers' greedy tokens, and every way of keeping experts against every other, bit for bit."""
+"""The engine against transformers' greedy tokens, and every way of keeping experts against every
+other, bit for bit.
+"""
 
 import logging
 import math
@@ -38,7 +40,11 @@ NEAR_TIE = 5e-4
 POLICIES: dict[str, dict[str, Any]] = {
     "ring": {"policy": "ring", "ring_slots": 1},
     "experts": {"policy": "experts", "device_bytes": 20_000, "estimator": "router"},
-    "experts, found by programs": {"policy": "experts", "device_bytes": 20_000, "prefill_chunk_tokens": 16},
+    "experts, found by programs": {
+        "policy": "experts",
+        "device_bytes": 20_000,
+        "prefill_chunk_tokens": 16,
+    },
 }
 
 
@@ -52,10 +58,16 @@ def same(a: list[Completion], b: list[Completion]) -> bool:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow if n in ("qwen2_moe", "olmoe") else ()) for n in FAMILIES]
+    "name",
+    [
+        pytest.param(n, marks=pytest.mark.slow if n in ("qwen2_moe", "olmoe") else ())
+        for n in FAMILIES
+    ],
 )
 def test_greedy_tokens_and_streaming(name: str, tmp_path: Path) -> None:
-    """transformers' greedy tokens up to a near-tie; streamed from host memory or disk, bit for bit the same."""
+    """transformers' greedy tokens up to a near-tie; streamed from host memory or disk, bit for
+    bit the same.
+    """
     expected = reference(name)
     prompts = expected["input_ids"].tolist()
     count = expected["greedy"].shape[1] - len(prompts[0])
@@ -68,7 +80,9 @@ def test_greedy_tokens_and_streaming(name: str, tmp_path: Path) -> None:
     for row, completion in enumerate(found):
         near = np.flatnonzero(expected["greedy_margin"][row] < NEAR_TIE)
         end = int(near[0]) if near.size else count
-        assert completion.token_ids[:end] == expected["greedy"][row, len(prompts[0]) :][:end].tolist()
+        assert (
+            completion.token_ids[:end] == expected["greedy"][row, len(prompts[0]) :][:end].tolist()
+        )
         assert len(completion.token_ids) == count and completion.finish_reason == "length"
 
     with tiny_engine(name, policy="ring", ring_slots=1) as ring:
@@ -76,8 +90,12 @@ def test_greedy_tokens_and_streaming(name: str, tmp_path: Path) -> None:
         assert same(ring.generate(prompts, **options), found)
         stats = ring.stats()
         assert stats.device_expert_bytes * layers == all_bytes
-        if layers > 1:  # one slot: every layer of every step came from below, but for the one that was there
-            assert stats.streamed_bytes - before.streamed_bytes >= (stats.steps * layers - 1) * all_bytes // layers
+        # one slot: every layer of every step came from below, but for the one that was there
+        if layers > 1:
+            assert (
+                stats.streamed_bytes - before.streamed_bytes
+                >= (stats.steps * layers - 1) * all_bytes // layers
+            )
     chosen = {"policy": "experts", "device_bytes": all_bytes // layers, "expert_tier": "nvme"}
     cache = {"host_cache_bytes": 1 << 20, "cache_dir": tmp_path}
     with tiny_engine(name, **chosen, **cache) as streamed:
@@ -90,9 +108,12 @@ def test_greedy_tokens_and_streaming(name: str, tmp_path: Path) -> None:
     assert (tmp_path / "manifest.json").is_file()
 
 
-@pytest.mark.parametrize("name", ["qwen2_moe", "deepseek_v3_yarn", "gpt_oss"])  # biases, latents, sinks and windows
+# biases, latents, sinks and windows
+@pytest.mark.parametrize("name", ["qwen2_moe", "deepseek_v3_yarn", "gpt_oss"])
 def test_native_operations(name: str) -> None:
-    """The same tokens as XLA's alone give, and the same log-probabilities but for the order of sums."""
+    """The same tokens as XLA's alone give, and the same log-probabilities but for the order of
+    sums.
+    """
     needs_compiler()
     prompts = reference(name)["input_ids"].tolist()
     found, uses, chosen = [], [], []
@@ -113,7 +134,9 @@ def test_native_operations(name: str) -> None:
 @pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "deepseek_v3_yarn", "gpt_oss"])
 @pytest.mark.parametrize("tier", ["host", "nvme"])
 def test_programs_find_their_experts(name: str, tier: str, tmp_path: Path) -> None:
-    """Nothing is read back; bit for bit what resident computes; what has no slot is copied, and nothing else."""
+    """Nothing is read back; bit for bit what resident computes; what has no slot is copied, and
+    nothing else.
+    """
     needs_compiler()
     prompts = reference(name)["input_ids"].tolist()
     options: dict[str, Any] = {"max_new_tokens": 8, "ignore_eos": True, "logprobs": 2}
@@ -121,7 +144,11 @@ def test_programs_find_their_experts(name: str, tier: str, tmp_path: Path) -> No
         expected = resident.generate(prompts, **options)
         all_bytes, layers = resident.stats().device_expert_bytes, resident.config.num_moe_layers
         experts = resident.config.num_experts
-    places: dict[str, Any] = {"device_bytes": all_bytes * 3 // (2 * layers), "expert_tier": tier, "cache_dir": tmp_path}
+    places: dict[str, Any] = {
+        "device_bytes": all_bytes * 3 // (2 * layers),
+        "expert_tier": tier,
+        "cache_dir": tmp_path,
+    }
     places |= {"host_cache_bytes": 1 << 15} if tier == "nvme" else {}
     with tiny_engine(name, policy="experts", native="on", **places) as streamed:
         runner = streamed._runner
@@ -132,12 +159,16 @@ def test_programs_find_their_experts(name: str, tier: str, tmp_path: Path) -> No
             before, decoded = streamed.residency.stats(), streamed.stats().decode.steps
             outputs += streamed.step()
             now, chosen = streamed.residency.stats(), streamed.last_choices()
-            if streamed.stats().decode.steps > decoded:  # one batch: each layer's experts are asked for once
+            # one batch: each layer's experts are asked for once
+            if streamed.stats().decode.steps > decoded:
                 asked_for = sum(np.unique(layer[layer < experts]).size for layer in chosen)
                 assert now.hits + now.misses - before.hits - before.misses == asked_for
                 assert now.layers - before.layers == layers
         assert asked_for > 0
-        found = [Completion.join(s, [output for output in outputs if output.sequence is s]) for s in sequences]
+        found = [
+            Completion.join(s, [output for output in outputs if output.sequence is s])
+            for s in sequences
+        ]
         assert same(found, expected)
         stats, missed = streamed.stats(), streamed.residency.stats().misses
         assert stats.readback_s == 0 and 0 < stats.hit_rate < 1
@@ -165,19 +196,27 @@ def test_where_native_operations_cannot_be_had(
         raise native.NotBuiltError("there is no compiler")
 
     monkeypatch.setattr(native, "load", fail)
-    monkeypatch.setattr(native, "is_built", lambda: True)  # whether or not this machine has a compiler
+    # whether or not this machine has a compiler
+    monkeypatch.setattr(native, "is_built", lambda: True)
     with pytest.raises(ValueError, match="native = 'on': cannot be had here: there is no compiler"):
         tiny_engine("olmoe", native="on")
     with caplog.at_level("INFO"), tiny_engine("olmoe", policy="resident", native="auto") as served:
         assert not served._runner.native  # type: ignore[attr-defined]
-        assert len(served.generate([[1, 2, 3]], max_new_tokens=2, ignore_eos=True)[0].token_ids) == 2
-    assert any("steps of few tokens are slower: there is no compiler" in record.message for record in caplog.records)
+        assert (
+            len(served.generate([[1, 2, 3]], max_new_tokens=2, ignore_eos=True)[0].token_ids) == 2
+        )
+    assert any(
+        "steps of few tokens are slower: there is no compiler" in record.message
+        for record in caplog.records
+    )
 
 
 def test_native_operations_that_are_not_built_yet_are_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """They are built beside the first start, which says so and answers; who asks for them waits, and is told why."""
+    """They are built beside the first start, which says so and answers; who asks for them waits,
+    and is told why.
+    """
     asked: list[str] = []
     monkeypatch.setattr(native, "is_built", lambda: False)
     monkeypatch.setattr(native, "build_in_background", lambda: asked.append("background"))
@@ -189,14 +228,18 @@ def test_native_operations_that_are_not_built_yet_are_not_waited_for(
     for options, waits in ((EngineConfig(native="on"), False), (EngineConfig(), True)):
         said.clear()
         assert takes_native(options, said.append, waits=waits) and asked[-1] == "load"
-        assert said[0] == "building the native operations, once on this machine ..." and len(said) == 2
+        assert (
+            said[0] == "building the native operations, once on this machine ..." and len(said) == 2
+        )
     with tiny_engine("olmoe", policy="resident", native="auto") as served:
         assert not served._runner.native  # type: ignore[attr-defined]
         assert served.generate([[1, 2, 3]], max_new_tokens=2, ignore_eos=True)[0].token_ids
 
 
 def test_without_a_home_folder_nothing_is_kept() -> None:
-    """As in a container whose user the machine does not know: programs are compiled at each start."""
+    """As in a container whose user the machine does not know: programs are compiled at each
+    start.
+    """
     code = f"""if True:
         import jax
         from jmoe.config.engine import EngineConfig
@@ -219,10 +262,14 @@ def test_the_plan_is_what_an_engine_takes(tmp_path: Path) -> None:
         assert served.stats().device_expert_bytes == plan.device_expert_bytes
         (records,) = tmp_path.glob("records-*.bin")
         assert records.stat().st_size >= plan.nvme_bytes
-        weights = sum(x.nbytes for layer in served._runner._layers for x in jax.tree.leaves(layer[1]))
+        weights = sum(
+            x.nbytes for layer in served._runner._layers for x in jax.tree.leaves(layer[1])
+        )
         weights += sum(x.nbytes for x in jax.tree.leaves(served._runner.embed_and_head[1]))
         assert weights == plan.model.dense_bytes
-        assert sum(x.nbytes for x in jax.tree.leaves(served._runner.caches)) == plan.model.cache_bytes
+        assert (
+            sum(x.nbytes for x in jax.tree.leaves(served._runner.caches)) == plan.model.cache_bytes
+        )
 
 
 def test_logprobs_are_the_models() -> None:
@@ -230,7 +277,9 @@ def test_logprobs_are_the_models() -> None:
     prompts = reference("mixtral")["input_ids"].tolist()
     model = jmoe.load_pretrained(CHECKPOINTS / "mixtral", dtype="float32")
     with tiny_engine("mixtral", policy="resident") as served:
-        found = served.generate(prompts, max_new_tokens=6, ignore_eos=True, logprobs=3, prompt_logprobs=1)
+        found = served.generate(
+            prompts, max_new_tokens=6, ignore_eos=True, logprobs=3, prompt_logprobs=1
+        )
     for prompt, completion in zip(prompts, found, strict=True):
         tokens = np.array([prompt + completion.token_ids], np.int32)
         expected = np.asarray(jax.nn.log_softmax(model(tokens)[0]))
@@ -239,7 +288,9 @@ def test_logprobs_are_the_models() -> None:
         chosen = expected[np.arange(len(said)), tokens[0, 1:]]
         np.testing.assert_allclose([lp.logprob for lp in said], chosen, atol=2e-5)
         top = np.sort(expected[len(prompt) - 1 : -1], axis=1)[:, ::-1][:, :3]
-        np.testing.assert_allclose([[v for _, v in lp.top] for lp in completion.logprobs], top, atol=5e-5)
+        np.testing.assert_allclose(
+            [[v for _, v in lp.top] for lp in completion.logprobs], top, atol=5e-5
+        )
 
 
 def test_seeded_sampling_does_not_depend_on_the_batch() -> None:
@@ -255,7 +306,9 @@ def test_seeded_sampling_does_not_depend_on_the_batch() -> None:
 
 
 def test_prompts_with_one_seed_get_streams_of_their_own() -> None:
-    """Two prompts of one length with the same seed are two samples; the same prompt again gives the same text."""
+    """Two prompts of one length with the same seed are two samples; the same prompt again gives
+    the same text.
+    """
     prompts = reference("olmoe")["input_ids"].tolist()[:2]
     assert len(prompts[0]) == len(prompts[1]) and prompts[0] != prompts[1]
     sampling = SamplingParams(max_new_tokens=24, ignore_eos=True, temperature=4.0, seed=1)
@@ -280,11 +333,20 @@ def test_a_request_like_the_one_before() -> None:
 def eight_requests() -> list[tuple[list[int], SamplingParams]]:
     """Of many lengths; greedy, sampled, with penalties, with log-probabilities of the prompt."""
     rng = np.random.default_rng(1)
-    fields: list[dict[str, Any]] = [{}, {"temperature": 1.0, "seed": 3}, {"temperature": 0.8, "top_p": 0.9, "seed": 4}]
+    fields: list[dict[str, Any]] = [
+        {},
+        {"temperature": 1.0, "seed": 3},
+        {"temperature": 0.8, "top_p": 0.9, "seed": 4},
+    ]
     fields += [{"prompt_logprobs": 1}, {"temperature": 1.0, "seed": 5, "repetition_penalty": 1.2}]
     prompts = [rng.integers(3, 60, n).tolist() for n in (16, 3, 16, 33, 1, 12, 20, 2)]
     return [
-        (prompt, SamplingParams(max_new_tokens=6, ignore_eos=True, logprobs=2, **fields[i % len(fields)]))
+        (
+            prompt,
+            SamplingParams(
+                max_new_tokens=6, ignore_eos=True, logprobs=2, **fields[i % len(fields)]
+            ),
+        )
         for i, prompt in enumerate(prompts)
     ]
 
@@ -296,11 +358,16 @@ def run_to_end(served: Engine) -> list[Output]:
     return outputs
 
 
-def serve_together(served: Engine, requests: list[tuple[list[int], SamplingParams]]) -> list[Completion]:
+def serve_together(
+    served: Engine, requests: list[tuple[list[int], SamplingParams]]
+) -> list[Completion]:
     """All at once, each with its own sampling."""
     sequences = [served.add_request(*request) for request in requests]
     outputs = run_to_end(served)
-    return [Completion.join(s, [output for output in outputs if output.sequence is s]) for s in sequences]
+    return [
+        Completion.join(s, [output for output in outputs if output.sequence is s])
+        for s in sequences
+    ]
 
 
 def loaded_bytes(served: Engine) -> int:
@@ -312,7 +379,9 @@ def loaded_bytes(served: Engine) -> int:
 
 
 def test_prompts_prefilled_together(tmp_path: Path) -> None:
-    """Eight prompts go through the layers together, read from below once, and each gives what it gives alone."""
+    """Eight prompts go through the layers together, read from below once, and each gives what it
+    gives alone.
+    """
     requests = eight_requests()
     sizes = {"max_batch": 8, "max_seq_len": 64, "prefill_chunk_tokens": 16}
     with tiny_engine("qwen3_moe", policy="resident", **sizes) as resident:
@@ -334,8 +403,14 @@ def test_prompts_prefilled_together(tmp_path: Path) -> None:
         assert ring.stats().streamed_bytes >= all_bytes
     with tiny_engine("qwen3_moe", policy="ring", ring_slots=1, **sizes) as ring:
         assert same(serve_together(ring, requests), together)
-    options = {"device_bytes": all_bytes // layers, "expert_tier": "nvme", "host_cache_bytes": 1 << 20}
-    with tiny_engine("qwen3_moe", policy="experts", cache_dir=tmp_path, **options, **sizes) as streamed:
+    options = {
+        "device_bytes": all_bytes // layers,
+        "expert_tier": "nvme",
+        "host_cache_bytes": 1 << 20,
+    }
+    with tiny_engine(
+        "qwen3_moe", policy="experts", cache_dir=tmp_path, **options, **sizes
+    ) as streamed:
         assert same(serve_together(streamed, requests), together)
 
 
@@ -353,7 +428,10 @@ def test_prompts_prefilled_together(tmp_path: Path) -> None:
         ({"native": "yes"}, "native = 'yes': must be one of auto, on, off"),
         ({"max_seq_len": 1}, "max_seq_len = 1: must be at least 2"),
         ({"max_seq_len": 65}, "max_seq_len = 65: must not exceed the model's 64 positions"),
-        ({"max_prefill_tokens": 3}, "max_prefill_tokens = 3: must be at least 4, a chunk of one prompt"),
+        (
+            {"max_prefill_tokens": 3},
+            "max_prefill_tokens = 3: must be at least 4, a chunk of one prompt",
+        ),
     ],
 )
 def test_bad_options(options: dict[str, Any], words: str) -> None:
@@ -362,14 +440,20 @@ def test_bad_options(options: dict[str, Any], words: str) -> None:
 
 
 def test_native_operations_are_of_one_device() -> None:
-    with pytest.raises(ValueError, match=r"native = 'on': must be auto or off with mesh\.devices = 2"):
+    with pytest.raises(
+        ValueError, match=r"native = 'on': must be auto or off with mesh\.devices = 2"
+    ):
         EngineConfig(native="on", mesh=EngineMesh(devices=2))
 
 
 @pytest.mark.parametrize("policy", ["ring", "experts"])
 @pytest.mark.parametrize("tier", ["host", "nvme"])
 def test_experts_from_pinned_memory(
-    policy: str, tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    policy: str,
+    tier: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Slots of an accelerator are filled from memory that it copies from directly."""
     options = {"max_new_tokens": 8, "ignore_eos": True, "logprobs": 0}
@@ -381,12 +465,18 @@ def test_experts_from_pinned_memory(
     for pin in ("on", "off"):
         with (
             caplog.at_level(logging.INFO, "jmoe"),
-            tiny_engine("mixtral", policy=policy, expert_tier=tier, pin_host_memory=pin, **ring, **cache) as served,
+            tiny_engine(
+                "mixtral", policy=policy, expert_tier=tier, pin_host_memory=pin, **ring, **cache
+            ) as served,
         ):
             found.append(served.generate([[5, 6, 7]], **options))
             assert served._store is not None
             assert isinstance(served._store._slots_MR, PinnedSlots) == (pin == "on")
-            note = "records in pinned host memory" if pin == "on" else "records in ordinary host memory"
+            note = (
+                "records in pinned host memory"
+                if pin == "on"
+                else "records in ordinary host memory"
+            )
             assert f"experts off the device: {note}" in caplog.text
     assert same(*found)
 
@@ -404,7 +494,9 @@ def test_programs_are_compiled_when_they_are_needed() -> None:
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "deepseek_v3"])
 def test_programs_of_an_accelerator(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Single tokens take all layers in one program where experts stay, and give what other programs give."""
+    """Single tokens take all layers in one program where experts stay, and give what other
+    programs give.
+    """
     prompts = reference(name)["input_ids"].tolist()
     options = {"max_new_tokens": 8, "ignore_eos": True, "logprobs": 0}
     with tiny_engine(name, policy="resident", native="off") as served:
@@ -428,12 +520,16 @@ def test_programs_of_an_accelerator(name: str, monkeypatch: pytest.MonkeyPatch) 
             assert (len(programs) > before) == (policy == "resident")
         for a, b in zip(found, expected, strict=True):
             assert a.token_ids == b.token_ids
-            np.testing.assert_allclose(*([lp.logprob for lp in c.logprobs] for c in (a, b)), atol=2e-5)
+            np.testing.assert_allclose(
+                *([lp.logprob for lp in c.logprobs] for c in (a, b)), atol=2e-5
+            )
     assert set(programs) == {served.config.num_hidden_layers}
 
 
 @pytest.mark.parametrize("policy", ["ring", "experts"])
-def test_a_pack_in_memory_is_not_copied_to_host_memory(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pack_in_memory_is_not_copied_to_host_memory(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         tier = {"expert_tier": "nvme", "host_cache_bytes": 25_000, "cache_dir": folder}
         ring = {"ring_slots": 1} if policy == "ring" else {"device_bytes": 20_000}
@@ -441,7 +537,9 @@ def test_a_pack_in_memory_is_not_copied_to_host_memory(policy: str, monkeypatch:
         for mapped in (True, False):
             monkeypatch.setattr(record_store, "is_byte_addressable", lambda _: mapped)  # noqa: B023
             with tiny_engine("mixtral", policy=policy, **ring, **tier) as served:
-                found.append(served.generate([[5, 6, 7]], max_new_tokens=8, ignore_eos=True, logprobs=0))
+                found.append(
+                    served.generate([[5, 6, 7]], max_new_tokens=8, ignore_eos=True, logprobs=0)
+                )
                 assert served._store is not None
                 stats, host_bytes = served._store.stats(), served._store.host_bytes
                 assert stats.host.num_bytes > 0
@@ -450,7 +548,9 @@ def test_a_pack_in_memory_is_not_copied_to_host_memory(policy: str, monkeypatch:
 
 
 def fine_tuned(name: str, folder: Path) -> Path:
-    """Return a copy of a tiny checkpoint in which one expert's matrix is another, of the same sizes and times."""
+    """Return a copy of a tiny checkpoint in which one expert's matrix is another, of the same
+    sizes and times.
+    """
     shutil.copytree(CHECKPOINTS / name, folder)
     tensor = next(t for n, t in read_headers(folder).items() if "experts.3." in n)
     size_bytes, times = math.prod(tensor.shape) * DTYPES[tensor.dtype].itemsize, tensor.file.stat()
@@ -461,17 +561,29 @@ def fine_tuned(name: str, folder: Path) -> Path:
     return folder
 
 
-def test_models_of_equal_sizes_and_times_do_not_share_a_pack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As images and `rsync` make them; the second is served with experts of its own, and so is one changed in place."""
-    tier = {"policy": "experts", "expert_tier": "nvme", "host_cache_bytes": 25_000, "device_bytes": 20_000}
+def test_models_of_equal_sizes_and_times_do_not_share_a_pack(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As images and `rsync` make them; the second is served with experts of its own, and so is
+    one changed in place.
+    """
+    tier = {
+        "policy": "experts",
+        "expert_tier": "nvme",
+        "host_cache_bytes": 25_000,
+        "device_bytes": 20_000,
+    }
     first = shutil.copytree(CHECKPOINTS / "mixtral", tmp_path / "first")
     second = fine_tuned("mixtral", tmp_path / "second")
-    monkeypatch.setattr("jmoe.memory.identity.WHOLE_BYTES", 0)  # as for a large file: marks of tensors are enough
+    # as for a large file: marks of tensors are enough
+    monkeypatch.setattr("jmoe.memory.identity.WHOLE_BYTES", 0)
     monkeypatch.setattr("jmoe.memory.identity.STRIDE_BYTES", 1 << 40)
     found = []
     for model, cache in ((first, "shared"), (second, "shared"), (second, "own")):
         with tiny_engine(model, cache_dir=tmp_path / cache, **tier) as served:
-            found.append(served.generate([list(range(5, 25))], max_new_tokens=4, ignore_eos=True, logprobs=0))
+            found.append(
+                served.generate([list(range(5, 25))], max_new_tokens=4, ignore_eos=True, logprobs=0)
+            )
     assert same(found[1], found[2]) and not same(found[0], found[1])
     with LazyCheckpoint(first) as one, LazyCheckpoint(CHECKPOINTS / "mixtral") as copied:
         assert one.content == copied.content
@@ -479,7 +591,9 @@ def test_models_of_equal_sizes_and_times_do_not_share_a_pack(tmp_path: Path, mon
 
 @pytest.mark.parametrize("policy", ["ring", "experts", "experts, found by programs"])
 def test_a_pack_that_is_cut_while_it_serves(policy: str, tmp_path: Path) -> None:
-    """An expert that cannot be read is an error that names the file, and stays one: no wrong token comes out."""
+    """An expert that cannot be read is an error that names the file, and stays one: no wrong
+    token comes out.
+    """
     tier = {"expert_tier": "nvme", "host_cache_bytes": 25_000, "cache_dir": tmp_path}
     ring = POLICIES[policy]
     with tiny_engine("mixtral", **ring, **tier) as served:
@@ -493,7 +607,9 @@ def test_a_pack_that_is_cut_while_it_serves(policy: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("policy", ["ring", "experts", "experts, found by programs"])
 def test_damaged_experts_come_from_the_checkpoint_again(policy: str, tmp_path: Path) -> None:
-    """While it serves, and at a start after that; without the checkpoint it is an error that names the file."""
+    """While it serves, and at a start after that; without the checkpoint it is an error that
+    names the file.
+    """
     folder = shutil.copytree(CHECKPOINTS / "mixtral", tmp_path / "model")
     tier = {"expert_tier": "nvme", "host_cache_bytes": 25_000, "cache_dir": tmp_path / "pack"}
     ring = POLICIES[policy]
@@ -512,7 +628,9 @@ def test_damaged_experts_come_from_the_checkpoint_again(policy: str, tmp_path: P
             served.generate(prompt, **options)
         flip_everywhere(records)
         (folder / "model.safetensors").unlink()
-        with pytest.raises(OSError, match=r"record \d+: damaged, .* source cannot be read: .*records-.*\.bin"):
+        with pytest.raises(
+            OSError, match=r"record \d+: damaged, .* source cannot be read: .*records-.*\.bin"
+        ):
             served.generate([list(range(3, 30))], max_new_tokens=30, ignore_eos=True)
 
 
@@ -520,7 +638,9 @@ def test_damaged_experts_come_from_the_checkpoint_again(policy: str, tmp_path: P
     "field", [{}, {"temperature": 1.0, "seed": 1}, {"logprobs": 1}, {"prompt_logprobs": 0}], ids=str
 )
 def test_logits_that_are_no_numbers(field: dict[str, Any], tmp_path: Path) -> None:
-    """The request ends, at its first token or later; those beside it and after it in its row do not notice."""
+    """The request ends, at its first token or later; those beside it and after it in its row do
+    not notice.
+    """
     prompts = [[5, 6, 7], list(range(8, 30))]
     sampling = SamplingParams(max_new_tokens=6, ignore_eos=True, **field)
     folder = shutil.copytree(CHECKPOINTS / "qwen3_moe", tmp_path / "poisoned")
@@ -528,10 +648,13 @@ def test_logits_that_are_no_numbers(field: dict[str, Any], tmp_path: Path) -> No
     with tiny_engine(folder, policy="resident") as served:
         expected = [c.token_ids for c in served.generate(prompts, sampling)]
         for bad in ([60, 5], list(range(40, 61)), [60] * 21):
-            with pytest.raises(FloatingPointError, match="prompt 1: the model's logits are not finite"):
+            with pytest.raises(
+                FloatingPointError, match="prompt 1: the model's logits are not finite"
+            ):
                 served.generate([prompts[0], bad], sampling)
             assert not served.has_unfinished
-            other = served.add_request(bad, sampling)  # in either row, perhaps no further than a chunk
+            # in either row, perhaps no further than a chunk
+            other = served.add_request(bad, sampling)
             good = served.add_request(prompts[1], sampling)
             served.step()
             run_to_end(served)
@@ -546,11 +669,17 @@ def test_logits_that_are_no_numbers(field: dict[str, Any], tmp_path: Path) -> No
 
 def test_bad_requests() -> None:
     with tiny_engine("mixtral", policy="resident") as served:
-        with pytest.raises(ValueError, match=r"prompt: is text, but the checkpoint has no tokenizer\.json"):
+        with pytest.raises(
+            ValueError, match=r"prompt: is text, but the checkpoint has no tokenizer\.json"
+        ):
             served.generate(["text"])
-        with pytest.raises(ValueError, match="a token of prompt = 99: must be at least 0 and below 64"):
+        with pytest.raises(
+            ValueError, match="a token of prompt = 99: must be at least 0 and below 64"
+        ):
             served.generate([[1, 99]])
-        with pytest.raises(ValueError, match=r"len\(prompt_token_ids\) = 40: must be below max_seq_len = 40"):
+        with pytest.raises(
+            ValueError, match=r"len\(prompt_token_ids\) = 40: must be below max_seq_len = 40"
+        ):
             served.generate([[1] * 40])
         with pytest.raises(ValueError, match=r"prompt = \(\): must hold at least one token"):
             served.generate([()])
@@ -575,11 +704,14 @@ class LateConstraint(Unconstrained):
 
 def test_a_sequence_whose_constraint_is_not_ready_rests() -> None:
     """The others go on at their own speed, and its tokens are those that it would draw alone."""
-    options = SamplingParams(max_new_tokens=12, ignore_eos=True, temperature=1.0, seed=3, logprobs=0)
+    options = SamplingParams(
+        max_new_tokens=12, ignore_eos=True, temperature=1.0, seed=3, logprobs=0
+    )
     with tiny_engine("mixtral", policy="resident", max_batch=4) as engine:
         (expected,) = engine.generate([[1, 2, 3]], options)
         constraint = LateConstraint()
-        late, other = engine.add_request([1, 2, 3], options, constraint), engine.add_request([4, 5], options)
+        late = engine.add_request([1, 2, 3], options, constraint)
+        other = engine.add_request([4, 5], options)
         lengths, outputs = [], []
         while other.finish_reason is None:
             outputs += [output for output in engine.step() if output.sequence is late]

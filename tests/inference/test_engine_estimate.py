@@ -1,4 +1,6 @@
-"""What an engine would take on a GPU that is not here; compiled for this CPU instead, which everyone has."""
+"""What an engine would take on a GPU that is not here; compiled for this CPU instead, which
+everyone has.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -45,11 +47,19 @@ def test_steps_of_one_of_all_and_of_a_prompt() -> None:
     one, *_ = found.steps
     layers = found.memory.model.weights.num_layers
     launches = {kernel.name: kernel.launches for kernel in one.gpu.kernels}
-    assert {name.partition(":")[0] for name in launches} >= {"embedding", "attention and router", "experts", "head"}
-    assert all(n % layers == 0 for name, n in launches.items() if name.startswith(("attention", "experts")))
+    assert {name.partition(":")[0] for name in launches} >= {
+        "embedding",
+        "attention and router",
+        "experts",
+        "head",
+    }
+    assert all(
+        n % layers == 0 for name, n in launches.items() if name.startswith(("attention", "experts"))
+    )
     text = str(found)
     assert text.startswith(
-        "estimated from programs compiled for 1 x rtx-4090, not measured; the host's own time is left out:"
+        "estimated from programs compiled for 1 x rtx-4090, not measured; the host's own time is"
+        " left out:"
     )
     assert "single tokens have 20 before them" in text
     assert f"of {0.75 * ACCELERATORS['rtx-4090'].device_bytes / 1e9:.1f} GB that JAX takes" in text
@@ -58,7 +68,9 @@ def test_steps_of_one_of_all_and_of_a_prompt() -> None:
 
 @pytest.mark.usefixtures("on_this_cpu")
 def test_copies_of_experts_that_the_device_lacks() -> None:
-    """Of a ring every layer's come in each step; of slots for half of them, half of those that tokens choose."""
+    """Of a ring every layer's come in each step; of slots for half of them, half of those that
+    tokens choose.
+    """
     ring, slots = estimated(policy="ring", ring_slots=1), estimated(policy="experts")
     weights, link = ring.memory.model.weights, ACCELERATORS["rtx-4090"].link_bytes_per_s
     assert ring.steps[0].link_s == pytest.approx(weights.total_bytes / link)
@@ -71,5 +83,7 @@ def test_copies_of_experts_that_the_device_lacks() -> None:
 
 def test_nothing_is_compiled_without_the_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ahead_of_time, "has_cuda", lambda: False)
-    with pytest.raises(ValueError, match=r"estimate = 'rtx-4090': needs .* pip install 'jmoe\[cuda13\]'"):
+    with pytest.raises(
+        ValueError, match=r"estimate = 'rtx-4090': needs .* pip install 'jmoe\[cuda13\]'"
+    ):
         estimated()

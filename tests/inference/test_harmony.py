@@ -9,11 +9,15 @@ from jmoe.inference.harmony import AnswerConstraint, ChannelStream, Harmony
 from jmoe.inference.sampling_params import Unconstrained
 from tests.scripted_model import harmony_tokenizer
 
-PROMPT = "<|start|>system<|message|>Be brief.<|end|><|start|>user<|message|>2+2<|end|><|start|>assistant"
+PROMPT = (
+    "<|start|>system<|message|>Be brief.<|end|><|start|>user<|message|>2+2<|end|><|start|>assistant"
+)
 TOKENIZER = harmony_tokenizer()
 
 
-def stream(prompt: str = PROMPT, tokenizer: Tokenizer = TOKENIZER, **options: object) -> ChannelStream:
+def stream(
+    prompt: str = PROMPT, tokenizer: Tokenizer = TOKENIZER, **options: object
+) -> ChannelStream:
     harmony = Harmony.detect(tokenizer)
     assert harmony is not None
     return ChannelStream(tokenizer, harmony, tokenizer.encode(prompt).ids, **options)  # type: ignore[arg-type]
@@ -23,21 +27,30 @@ def stream(prompt: str = PROMPT, tokenizer: Tokenizer = TOKENIZER, **options: ob
     ("said", "answer", "reasoning"),
     [
         (
-            "<|channel|>analysis<|message|>User: 日本<|end|><|start|>assistant<|channel|>final<|message|>🎉 4",
+            (
+                "<|channel|>analysis<|message|>User:"
+                " 日本<|end|><|start|>assistant<|channel|>final<|message|>🎉 4"
+            ),
             "🎉 4",
             "User: 日本",
         ),
         ("<|channel|>final<|message|>4<|return|>", "4", ""),
         ("<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>", "", "{}"),
         (
-            "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>commentary<|message|>b<|end|>"
-            "<|start|>assistant<|channel|>final<|message|>c<|end|><|start|>assistant<|channel|>final<|message|>d",
+            (
+                "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>commentary<|message|>b<|end|>"
+                "<|start|>assistant<|channel|>final<|message|>c<|end|><|start|>assistant<|channel|>final<|message|>d"
+            ),
             "c\nd",
             "a\nb",
         ),
         ("<|message|>no channel", "no channel", ""),
         ("no format at all", "no format at all", ""),
-        ("no format, and longer than a header can be. " * 3, "no format, and longer than a header can be. " * 3, ""),
+        (
+            "no format, and longer than a header can be. " * 3,
+            "no format, and longer than a header can be. " * 3,
+            "",
+        ),
         ("<|channel|>analysis<|message|>cut he", "", "cut he"),
         ("<|channel|>analysis<|message|>a<|end|><|start|>assistant", "", "a"),
         ("<|channel|>ana", "", ""),
@@ -49,9 +62,15 @@ def test_channels(said: str, answer: str, reasoning: str) -> None:
     tokens, channels = TOKENIZER.encode(said).ids, stream()
     texts = [(channels.push([token]), channels.take_reasoning()) for token in tokens]
     texts.append((channels.flush(), channels.take_reasoning()))
-    assert ("".join(text for text, _ in texts), "".join(text for _, text in texts)) == (answer, reasoning)
+    assert ("".join(text for text, _ in texts), "".join(text for _, text in texts)) == (
+        answer,
+        reasoning,
+    )
     channels = stream()
-    assert channels.push(tokens) + channels.flush() == answer and channels.take_reasoning() == reasoning
+    assert (
+        channels.push(tokens) + channels.flush() == answer
+        and channels.take_reasoning() == reasoning
+    )
 
 
 def test_text_goes_out_as_it_comes() -> None:
@@ -67,14 +86,20 @@ def test_a_stop_string_ends_the_answer_and_not_the_reasoning() -> None:
     channels = stream(stop=["4."])
     text = channels.push(TOKENIZER.encode("<|channel|>analysis<|message|>So 4.<|end|>").ids)
     assert text == "" and channels.matched_stop is None and channels.take_reasoning() == "So 4."
-    text = channels.push(TOKENIZER.encode("<|start|>assistant<|channel|>final<|message|>It is 4").ids)
-    assert text == "It is " and channels.matched_stop is None, "held back: it may be a stop string's beginning"
+    text = channels.push(
+        TOKENIZER.encode("<|start|>assistant<|channel|>final<|message|>It is 4").ids
+    )
+    assert text == "It is " and channels.matched_stop is None, (
+        "held back: it may be a stop string's beginning"
+    )
     assert channels.push(TOKENIZER.encode(". Never").ids) == "" and channels.matched_stop == "4."
     assert channels.flush() == ""
 
 
 def test_the_prompt_may_begin_the_message() -> None:
-    """As templates that leave the reasoning out do; a prompt of another format is answered in it."""
+    """As templates that leave the reasoning out do; a prompt of another format is answered in
+    it.
+    """
     begun = stream(PROMPT + "<|channel|>final<|message|>")
     assert begun.push(TOKENIZER.encode("four").ids) + begun.flush() == "four"
     begun = stream(PROMPT + "<|channel|>analysis<|message|>I think")
@@ -108,7 +133,9 @@ def allowed(constraint: AnswerConstraint) -> set[int]:
 
 
 def test_a_constraint_of_the_answer_begins_with_it() -> None:
-    """Before it a channel must be named, and the turn cannot end; its text alone reaches the grammar."""
+    """Before it a channel must be named, and the turn cannot end; its text alone reaches the
+    grammar.
+    """
     harmony, inner = Harmony.detect(TOKENIZER), Recorded()
     assert harmony is not None
     ends = [0, TOKENIZER.token_to_id("<|return|>")]

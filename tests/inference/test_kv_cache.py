@@ -1,4 +1,6 @@
-"""Keys and values written piece by piece, and attention over them, against the plain forms of both."""
+"""Keys and values written piece by piece, and attention over them, against the plain forms of
+both.
+"""
 
 from typing import Any
 
@@ -13,8 +15,12 @@ G, D, E = 2, 4, 3
 LENGTH = 2 * BLOCK
 
 
-def step(rows: list[tuple[int, int, int]], width: int, dtype: jnp.dtype, seed: int) -> tuple[np.ndarray, ...]:
-    """(rows_P, positions_PC, k_PCGd, v_PCGe) of (row, first position, number of tokens), padded to `width`."""
+def step(
+    rows: list[tuple[int, int, int]], width: int, dtype: jnp.dtype, seed: int
+) -> tuple[np.ndarray, ...]:
+    """(rows_P, positions_PC, k_PCGd, v_PCGe) of (row, first position, number of tokens), padded
+    to `width`.
+    """
     rng = np.random.default_rng(seed)
     positions_PC = np.full((len(rows), width), LENGTH, np.int32)
     for p, (_, start, count) in enumerate(rows):
@@ -29,7 +35,8 @@ def step(rows: list[tuple[int, int, int]], width: int, dtype: jnp.dtype, seed: i
     [
         ([(0, 0, 1), (2, 17, 1), (1, LENGTH - 1, 1)], 1),
         ([(1, 5, 9), (0, 0, 0), (2, 0, 16)], 16),  # a row of padding alone writes nothing
-        ([(0, LENGTH - 7, 7), (1, LENGTH - 16, 16), (2, LENGTH - 1, 1)], 16),  # padding reaches past the end
+        # padding reaches past the end
+        ([(0, LENGTH - 7, 7), (1, LENGTH - 16, 16), (2, LENGTH - 1, 1)], 16),
     ],
 )
 def test_write(rows: list[tuple[int, int, int]], width: int, dtype: jnp.dtype) -> None:
@@ -50,12 +57,16 @@ def test_write(rows: list[tuple[int, int, int]], width: int, dtype: jnp.dtype) -
 @pytest.mark.parametrize("window", [None, 1, 40])
 @pytest.mark.parametrize("sinks", [False, True])
 def test_single_tokens_at_once(window: int | None, sinks: bool) -> None:
-    """One scatter and one product over a bounded context: what the loops over rows and blocks make of it."""
+    """One scatter and one product over a bounded context: what the loops over rows and blocks
+    make of it.
+    """
     rng, heads = np.random.default_rng(1), 4
     filled = [rng.standard_normal((3, G, LENGTH, dim)).astype(np.float32) for dim in (D, E)]
     for x in filled:
         x[:, :, 120:] = np.nan  # left behind by other requests
-    rows_P, positions_PC, k, v = step([(2, 90, 1), (0, 0, 1), (1, 3, 0)], 1, jnp.dtype(jnp.float32), 0)
+    rows_P, positions_PC, k, v = step(
+        [(2, 90, 1), (0, 0, 1), (1, 3, 0)], 1, jnp.dtype(jnp.float32), 0
+    )
     q = rng.standard_normal((3, 1, heads, D)).astype(np.float32)
     options: dict[str, Any] = {"scale": 0.5, "window": None if window is None else np.int32(window)}
     options["sinks_H"] = rng.standard_normal(heads).astype(np.float32) if sinks else None
@@ -81,7 +92,9 @@ def test_attend(window: int | None, sinks: bool) -> None:
     sinks_H = rng.standard_normal(heads).astype(np.float32) if sinks else None
     seen = None if window is None else np.int32(window)
     cache = KVCache(jnp.asarray(k), jnp.asarray(v))
-    got = attend(jnp.asarray(q), cache, rows_P, positions_PC, scale=0.5, window=seen, sinks_H=sinks_H)
+    got = attend(
+        jnp.asarray(q), cache, rows_P, positions_PC, scale=0.5, window=seen, sinks_H=sinks_H
+    )
     assert np.isfinite(got).all()
     for p, (row, start, count) in enumerate(rows):
         for c in range(count):
@@ -90,6 +103,8 @@ def test_attend(window: int | None, sinks: bool) -> None:
                 g = h * G // heads
                 score = 0.5 * k[row, g, first : start + c + 1] @ q[p, c, h]
                 weight = np.exp(score - score.max())
-                total = weight.sum() + (np.exp(sinks_H[h] - score.max()) if sinks_H is not None else 0)
+                total = weight.sum() + (
+                    np.exp(sinks_H[h] - score.max()) if sinks_H is not None else 0
+                )
                 expected = weight @ v[row, g, first : start + c + 1] / total
                 np.testing.assert_allclose(got[p, c, h], expected, atol=2e-5)

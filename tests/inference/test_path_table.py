@@ -34,8 +34,14 @@ STEPS = [_choices(seed, 60) for seed in range(4)]
 
 
 def _path(step: list[np.ndarray], token: int, layer: int, digits: int) -> tuple[int, ...]:
-    """Return a token's choices up to a layer: the first and the second there, then the first ones before it."""
-    chosen = [step[layer][token, 0], step[layer][token, 1], *(step[n][token, 0] for n in reversed(range(layer)))]
+    """Return a token's choices up to a layer: the first and the second there, then the first
+    ones before it.
+    """
+    chosen = [
+        step[layer][token, 0],
+        step[layer][token, 1],
+        *(step[n][token, 0] for n in reversed(range(layer))),
+    ]
     return layer, *map(int, chosen[:digits])
 
 
@@ -44,7 +50,9 @@ def _digits(layer: int) -> int:
 
 
 def _dictionary() -> tuple[dict[tuple[int, ...], Counter[int]], Counter[tuple[int, ...]]]:
-    """Return the next experts' counts and the number of tokens, by path: layer, then choices, the nearest first."""
+    """Return the next experts' counts and the number of tokens, by path: layer, then choices,
+    the nearest first.
+    """
     following: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
     tokens: Counter[tuple[int, ...]] = Counter()
     for step in STEPS:
@@ -69,8 +77,12 @@ def test_counts_are_those_of_a_dictionary(kept: int) -> None:
                 found += 1
                 path = (layer, *(int(table.keys[row]) // E**digit % E for digit in range(digits)))
                 assert table.tokens[row] == tokens[path]
-                ranked = sorted(following[path].items(), key=lambda item: (-item[1], item[0]))[:kept]
-                stored = [(e, n) for e, n in zip(table.experts[row], table.counts[row], strict=True) if n]
+                ranked = sorted(following[path].items(), key=lambda item: (-item[1], item[0]))[
+                    :kept
+                ]
+                stored = [
+                    (e, n) for e, n in zip(table.experts[row], table.counts[row], strict=True) if n
+                ]
                 assert stored == ranked
     assert found == len(tokens)
     assert table.header.tokens == sum(np.count_nonzero(step[0][:, 0] < E) for step in STEPS)
@@ -108,7 +120,8 @@ def test_an_unseen_path_is_shortened() -> None:
 
     assert likely(0, 1) == [2, 6]
     assert likely(5, 1) == [0, 6]
-    assert likely(3, 1) == [6, 0]  # from 1 alone, which both came through: the most frequent, then the lowest number
+    # from 1 alone, which both came through: the most frequent, then the lowest number
+    assert likely(3, 1) == [6, 0]
     assert likely(5, 5, 2) == [3, 6]  # as if it had been 2 alone
     assert likely(0, 1, second=3) == [6, 0]  # another second choice
     assert likely(4) == []  # never seen in layer 0

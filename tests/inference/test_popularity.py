@@ -31,7 +31,8 @@ def test_counts_of_recent_steps() -> None:
     for _ in range(3):
         first, second = np.array([[0, 1], [1, 2]], np.int32), np.array([[3, 5], [3, 6]], np.int32)
         estimator.estimate([first])
-        after = estimator.estimate([first, second])  # the last layer's next is the first layer of the next step
+        # the last layer's next is the first layer of the next step
+        after = estimator.estimate([first, second])
         assert sorted(after.tolist()) == [0, 1, 2]
     assert sorted(estimator.estimate([first]).tolist()) == [3, 5]
     for _ in range(30):  # the choice changes: layer 1 now needs one expert, another one
@@ -44,7 +45,9 @@ def test_next_router_on_this_input() -> None:
     d, e, k = 8, 6, 2
     routers = [Router(d, e, k, rngs=nnx.Rngs(seed)) for seed in range(3)]
     estimator = RouterEstimator(routers, e)
-    hidden = [jax.random.normal(jax.random.key(i), (t, d), jnp.float32) for i, t in enumerate((4, 3))]
+    hidden = [
+        jax.random.normal(jax.random.key(i), (t, d), jnp.float32) for i, t in enumerate((4, 3))
+    ]
     path = [np.zeros((7, k), np.int32)]
     path[0][5] = e  # a token that pads its group
     for layer in range(2):
@@ -70,19 +73,24 @@ def run(name: str, **options: Any) -> tuple[list[Completion], Any]:
     ("name", "tier"),
     [
         pytest.param(name, tier, marks=() if (name, tier) in QUICK else pytest.mark.slow)
-        for name, tier in itertools.product(("mixtral", "deepseek_v3_yarn", "gpt_oss"), ("host", "nvme"))
+        for name, tier in itertools.product(
+            ("mixtral", "deepseek_v3_yarn", "gpt_oss"), ("host", "nvme")
+        )
     ],
 )
 def test_a_guess_changes_no_token(name: str, tier: str, tmp_path: Path) -> None:
     resident, stats = run(name, policy="resident")
     layers = 3 if name == "gpt_oss" else 2
     options: dict[str, Any] = {"policy": "experts", "expert_tier": tier, "cache_dir": tmp_path}
-    options |= {"device_bytes": stats.device_expert_bytes * 3 // (2 * layers)}  # one and a half layers
+    # one and a half layers
+    options |= {"device_bytes": stats.device_expert_bytes * 3 // (2 * layers)}
     options |= {"host_cache_bytes": 1 << 15} if tier == "nvme" else {}
     guessed = {}
     for estimator in ("router", "counts", None):
         streamed, stats = run(name, estimator=estimator, **options)
-        same = [(c.token_ids, c.logprobs) for c in streamed] == [(c.token_ids, c.logprobs) for c in resident]
+        same = [(c.token_ids, c.logprobs) for c in streamed] == [
+            (c.token_ids, c.logprobs) for c in resident
+        ]
         assert same, estimator
         assert stats.prefill.steps + stats.decode.steps == stats.steps
         assert stats.prefill.streamed_bytes + stats.decode.streamed_bytes <= stats.streamed_bytes
@@ -91,7 +99,9 @@ def test_a_guess_changes_no_token(name: str, tier: str, tmp_path: Path) -> None:
     for estimator in ("router", "counts"):
         guesses, right = guessed[estimator]
         assert 0 <= right <= guesses
-        assert guesses > 0 or name == "mixtral", "whose slots have no room beside what a batch chose"
+        assert guesses > 0 or name == "mixtral", (
+            "whose slots have no room beside what a batch chose"
+        )
 
 
 def test_paths_of_a_profile_change_no_token(tmp_path: Path) -> None:
@@ -102,13 +112,19 @@ def test_paths_of_a_profile_change_no_token(tmp_path: Path) -> None:
             found = engine.generate(PROMPTS, max_new_tokens=12, ignore_eos=True, logprobs=2)
             return [(c.token_ids, c.logprobs) for c in found], engine.stats()
 
-    with pytest.raises(ValueError, match=f"{PATHS_FILE}: no such file; make one with `python -m jmoe.programs.profi"):
+    with pytest.raises(
+        ValueError,
+        match=f"{PATHS_FILE}: no such file; make one with `python -m jmoe.programs.profi",
+    ):
         tiny_engine(folder, estimator="paths")
     expected, stats = answers(policy="resident")
     options: dict[str, Any] = {"policy": "experts", "device_bytes": stats.device_expert_bytes // 2}
     # a profile of these very sequences, so that every path was seen
     with tiny_engine(folder, policy="resident") as engine, LazyCheckpoint(folder) as checkpoint:
-        sequences = [[*prompt, *token_ids[:-1]] for prompt, (token_ids, _) in zip(PROMPTS, expected, strict=True)]
+        sequences = [
+            [*prompt, *token_ids[:-1]]
+            for prompt, (token_ids, _) in zip(PROMPTS, expected, strict=True)
+        ]
         config, fingerprint = engine.config, checkpoint.routing_fingerprint
         table = count_paths(engine, sequences, path_length=2).table(fingerprint, config.num_experts)
         assert table.header.tokens == sum(map(len, sequences))
@@ -121,12 +137,16 @@ def test_paths_of_a_profile_change_no_token(tmp_path: Path) -> None:
     assert streamed == expected
     assert 0 < stats.guessed_right <= stats.guessed
     with LazyCheckpoint(folder, "bfloat16") as checkpoint:
-        assert checkpoint.routing_fingerprint == fingerprint, "whatever the dtype that was asked for"
+        assert checkpoint.routing_fingerprint == fingerprint, (
+            "whatever the dtype that was asked for"
+        )
     shutil.copy(folder / PATHS_FILE, shutil.copytree(CHECKPOINTS / "mixtral", tmp_path / "mixtral"))
     with pytest.raises(ValueError, match="was made for another model"):
         tiny_engine(tmp_path / "mixtral", estimator="paths")
 
 
 def test_unknown_estimator() -> None:
-    with pytest.raises(ValueError, match="estimator = 'oracle': must be auto, router, counts, paths or None"):
+    with pytest.raises(
+        ValueError, match="estimator = 'oracle': must be auto, router, counts, paths or None"
+    ):
         run("mixtral", estimator="oracle")

@@ -6,20 +6,27 @@ from tiny_engines import tiny_engine
 
 def test_use_of_experts_is_counted_in_tokens() -> None:
     with tiny_engine("mixtral") as served:
-        served.generate([[5, 6, 7, 8, 9, 10]], max_new_tokens=5, ignore_eos=True)  # 10 tokens run, in 6 steps
+        # 10 tokens run, in 6 steps
+        served.generate([[5, 6, 7, 8, 9, 10]], max_new_tokens=5, ignore_eos=True)
         use = served.expert_use()
         assert use.shape == (2, 4)
         assert use.sum(axis=1).tolist() == [20, 20]
 
 
 def test_more_requests_than_rows_and_prefix_reuse() -> None:
-    """Requests of many lengths through two rows give what each gives alone; a repeated prompt is not computed again."""
+    """Requests of many lengths through two rows give what each gives alone; a repeated prompt is
+    not computed again.
+    """
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, 60, n).tolist() for n in (1, 5, 17, 9, 30, 2)]
     with tiny_engine("qwen3_moe", policy="resident") as served:
-        alone = [served.generate([p], max_new_tokens=5, ignore_eos=True)[0].token_ids for p in prompts]
+        alone = [
+            served.generate([p], max_new_tokens=5, ignore_eos=True)[0].token_ids for p in prompts
+        ]
     with tiny_engine("qwen3_moe", policy="resident") as served:
-        together = [c.token_ids for c in served.generate(prompts, max_new_tokens=5, ignore_eos=True)]
+        together = [
+            c.token_ids for c in served.generate(prompts, max_new_tokens=5, ignore_eos=True)
+        ]
         assert together == alone
         ran = served.stats().tokens
         again = served.generate([prompts[-2]], max_new_tokens=5, ignore_eos=True)[0].token_ids

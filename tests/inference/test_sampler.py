@@ -1,4 +1,6 @@
-"""The sampler against distributions worked out in float64, and against itself in batches of every size."""
+"""The sampler against distributions worked out in float64, and against itself in batches of
+every size.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -44,18 +46,28 @@ start = jax.jit(start_sequence, donate_argnames="state")
 
 
 def params_of(
-    rows: list[SamplingParams], vocab_size: int, prompt_lengths: list[int] | None = None, **changes: Any
+    rows: list[SamplingParams],
+    vocab_size: int,
+    prompt_lengths: list[int] | None = None,
+    **changes: Any,
 ) -> BatchParams:
-    sequences = [Sequence([0] * length, row) for length, row in zip(prompt_lengths or [1] * len(rows), rows)]
+    sequences = [
+        Sequence([0] * length, row) for length, row in zip(prompt_lengths or [1] * len(rows), rows)
+    ]
     for sequence in sequences:
         sequence.noise_seed = sequence.sampling.seed or 0
     return batch_params(sequences, vocab_size=vocab_size, **{"size": len(rows), **changes})
 
 
 def draws(
-    logits_V: np.ndarray | list[float], sampling: SamplingParams, step: Step | None = None, **changes: Any
+    logits_V: np.ndarray | list[float],
+    sampling: SamplingParams,
+    step: Step | None = None,
+    **changes: Any,
 ) -> np.ndarray:
-    """Tokens drawn at positions 1, 2, ... of one request whose prompt has one token; 256, or 2,048 for V >= 40."""
+    """Tokens drawn at positions 1, 2, ... of one request whose prompt has one token; 256, or
+    2,048 for V >= 40.
+    """
     vocab_size = len(logits_V)
     count = 2048 if vocab_size >= 40 else 256  # few shapes, few compilations
     logits_BV = jnp.broadcast_to(jnp.asarray(logits_V, jnp.float32), (count, vocab_size))
@@ -71,7 +83,9 @@ def draws(
 
 
 def distribution(logits_V: np.ndarray, sampling: SamplingParams) -> np.ndarray:
-    """float64 [V]: temperature, then top-k, top-p and min-p, each on what is left, made to sum to 1 again."""
+    """float64 [V]: temperature, then top-k, top-p and min-p, each on what is left, made to sum
+    to 1 again.
+    """
     logits = np.asarray(logits_V, np.float64) / sampling.temperature
     order = np.lexsort((np.arange(len(logits)), -logits))
     p = np.exp(logits[order] - logits.max())
@@ -87,7 +101,9 @@ def distribution(logits_V: np.ndarray, sampling: SamplingParams) -> np.ndarray:
 
 
 def assert_drawn_from(tokens: np.ndarray, p: np.ndarray) -> None:
-    """No token outside the distribution's support, and a chi-square test of the counts within it."""
+    """No token outside the distribution's support, and a chi-square test of the counts within
+    it.
+    """
     counts = np.bincount(tokens, minlength=len(p))
     assert not counts[p == 0].any(), "a token that was filtered out"
     order = np.argsort(-p)
@@ -143,13 +159,19 @@ def test_filters_that_keep_more_than_the_candidates(changes: dict[str, Any], tie
 
 @pytest.mark.parametrize("step", [0.0, 0.1, 0.8])
 def test_the_sets_kept_are_exact(step: float) -> None:
-    """Every token of them, from the candidates and from the vocabulary, with many equal logits and with none."""
+    """Every token of them, from the candidates and from the vocabulary, with many equal logits
+    and with none.
+    """
     rng = np.random.default_rng(2)
-    kept_vocabulary, kept_candidates = jax.jit(sampler._kept_vocabulary), jax.jit(sampler._kept_candidates)
+    kept_vocabulary = jax.jit(sampler._kept_vocabulary)
+    kept_candidates = jax.jit(sampler._kept_candidates)
     for _ in range(10):
         rows = [
             SamplingParams(temperature=1.0, top_k=k, top_p=p)
-            for k, p in zip(rng.choice([0, 1, 200, 257, 700, 1499], 8), rng.choice([1.0, *rng.uniform(0, 1, 6)], 8))
+            for k, p in zip(
+                rng.choice([0, 1, 200, 257, 700, 1499], 8),
+                rng.choice([1.0, *rng.uniform(0, 1, 6)], 8),
+            )
         ]
         logits = rng.normal(0, 1.5, (8, 1500))
         logits = (np.round(logits / step) * step if step else logits).astype(np.float32)
@@ -164,7 +186,9 @@ def test_the_sets_kept_are_exact(step: float) -> None:
 
 
 def test_the_way_to_a_token_does_not_change_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the candidates alone, or by a search of the vocabulary: the noise belongs to the token."""
+    """From the candidates alone, or by a search of the vocabulary: the noise belongs to the
+    token.
+    """
     logits = np.random.default_rng(1).normal(0, 2.0, 1500)
     monkeypatch.setattr(sampler, "NUM_CANDIDATES", 4)
     no_candidates = jitted()
@@ -211,7 +235,9 @@ HAND_MADE = [*np.log([0.3, 0.1, 0.4, 0.2]), -np.inf, -np.inf]
     ids=str,
 )
 def test_filter_keeps_exactly(changes: dict[str, Any], support: set[int]) -> None:
-    assert set(draws(HAND_MADE, SamplingParams(**{"temperature": 1.0, **changes})).tolist()) == support
+    assert (
+        set(draws(HAND_MADE, SamplingParams(**{"temperature": 1.0, **changes})).tolist()) == support
+    )
 
 
 def test_equal_logits_rank_by_id() -> None:
@@ -221,7 +247,9 @@ def test_equal_logits_rank_by_id() -> None:
     assert set(draws(logits, SamplingParams(top_k=2, **sampling)).tolist()) == {1, 3}
     assert set(draws(logits, SamplingParams(top_k=4, **sampling)).tolist()) == {0, 1, 3, 4}
     assert set(draws(np.zeros(6), SamplingParams(top_p=0.5, **sampling)).tolist()) == {0, 1, 2}
-    assert set(draws(np.zeros(1500), SamplingParams(top_p=0.5, **sampling)).tolist()) <= set(range(750))
+    assert set(draws(np.zeros(1500), SamplingParams(top_p=0.5, **sampling)).tolist()) <= set(
+        range(750)
+    )
     assert set(draws(logits, SamplingParams()).tolist()) == {1}
 
 
@@ -241,7 +269,12 @@ def test_extreme_temperatures(temperature: float) -> None:
 
 
 def test_a_row_that_is_not_finite_gives_no_token() -> None:
-    for changes in ({}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.5}, {"temperature": 1.0, "top_k": 3}):
+    for changes in (
+        {},
+        {"temperature": 1.0},
+        {"temperature": 1.0, "top_p": 0.5},
+        {"temperature": 1.0, "top_k": 3},
+    ):
         for size in (6, 1500):
             for value in (np.nan, np.inf):
                 logits = np.zeros(size)
@@ -253,10 +286,14 @@ MIXED = [
     SamplingParams(temperature=1.0, seed=1, logprobs=3),
     SamplingParams(),
     SamplingParams(temperature=0.8, top_k=40, seed=2),
-    SamplingParams(temperature=1.3, top_p=0.9, seed=-3, repetition_penalty=1.3, presence_penalty=0.5),
+    SamplingParams(
+        temperature=1.3, top_p=0.9, seed=-3, repetition_penalty=1.3, presence_penalty=0.5
+    ),
     SamplingParams(temperature=1.0, top_p=0.999, top_k=700, seed=2**62),
     SamplingParams(temperature=0.9, min_p=0.05, seed=5, logit_bias={3: 2.5, 9: -100.0}),
-    SamplingParams(frequency_penalty=0.7, repetition_penalty=0.8, min_new_tokens=4, stop_token_ids=(1, 2)),
+    SamplingParams(
+        frequency_penalty=0.7, repetition_penalty=0.8, min_new_tokens=4, stop_token_ids=(1, 2)
+    ),
     SamplingParams(temperature=0.7, top_k=300, top_p=0.95, min_p=0.01, seed=8),
 ]
 
@@ -267,13 +304,17 @@ def one_step(
     """Rows `which` of MIXED in a batch of `size`; row i uses slot i, whatever its place."""
     vocab_size = logits_BV.shape[1]
     rows = [MIXED[i] for i in which]
-    batch = params_of(rows, vocab_size, prompt_lengths=[10 + i for i in which], size=size, eos_token_ids=(0,))
+    batch = params_of(
+        rows, vocab_size, prompt_lengths=[10 + i for i in which], size=size, eos_token_ids=(0,)
+    )
     state = SamplerState(in_prompt_MV=jnp.asarray(seen > 2), output_counts_MV=jnp.asarray(seen))
     padding = size - len(which)
     logits = np.concatenate([logits_BV[list(which)], np.zeros((padding, vocab_size), np.float32)])
     slots = jnp.asarray([*which, *[len(seen)] * padding], jnp.int32)
     positions = jnp.asarray([*[12 + i for i in which], *[0] * padding], jnp.int32)
-    tokens, logprobs, state = (step or run)(jnp.asarray(logits), batch, state, slots, positions, with_logprobs=True)
+    tokens, logprobs, state = (step or run)(
+        jnp.asarray(logits), batch, state, slots, positions, with_logprobs=True
+    )
     assert logprobs is not None
     counts = np.asarray(state.output_counts_MV) - seen
     assert counts.sum() == len(which), "padding rows count nothing"
@@ -289,10 +330,14 @@ def one_step(
 def test_a_row_does_not_depend_on_its_batch(
     form: str, vocab_size: int, spread: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bit for bit: alone, in batches of other sizes, in any place, with padding. The whole batch is a GPU's form."""
+    """Bit for bit: alone, in batches of other sizes, in any place, with padding. The whole batch
+    is a GPU's form.
+    """
     step = run
     if form == "whole batch":
-        monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, default, cpu: default(*args))
+        monkeypatch.setattr(
+            jax.lax, "platform_dependent", lambda *args, default, cpu: default(*args)
+        )
         step = jitted()
     rng = np.random.default_rng(vocab_size)
     logits = rng.normal(0, spread, (8, vocab_size)).astype(np.float32)
@@ -312,7 +357,12 @@ def test_a_row_does_not_depend_on_its_batch(
 
 
 def test_lowers_for_a_gpu() -> None:
-    arguments = (jnp.zeros((4, 999)), params_of(MIXED[:4], 999), new_state(4, 999), *[jnp.zeros(4, jnp.int32)] * 2)
+    arguments = (
+        jnp.zeros((4, 999)),
+        params_of(MIXED[:4], 999),
+        new_state(4, 999),
+        *[jnp.zeros(4, jnp.int32)] * 2,
+    )
     lowered = run.trace(*arguments, with_logprobs=True).lower(lowering_platforms=("cuda",))  # type: ignore[attr-defined]
     # The rows of the batch together: the greedy maximum is over [4, 999].
     assert "tensor<4x999xf32>" in lowered.as_text()
@@ -323,7 +373,10 @@ def test_threefry() -> None:
     rng = np.random.default_rng(0)
     for words in rng.integers(0, 2**32, (20, 4), dtype=np.uint32):
         key, counter = jnp.asarray(words[:2]), jnp.asarray(words[2:])
-        assert sampler._threefry(key[:1], key[1:], counter[:1], counter[1:])[0] == threefry_2x32(key, counter)[0]
+        assert (
+            sampler._threefry(key[:1], key[1:], counter[:1], counter[1:])[0]
+            == threefry_2x32(key, counter)[0]
+        )
 
 
 def test_seed_and_position_alone_decide() -> None:
@@ -348,11 +401,14 @@ def test_a_tiny_top_p_keeps_the_most_likely_token(top_p: float, vocab_size: int)
 
 @pytest.mark.parametrize(
     ("penalty", "expected"),
-    # tokens 3, 4, 5 and 6 are repeated: a small penalty favours the largest of them, a large one leaves the others
+    # tokens 3, 4, 5 and 6 are repeated: a small penalty favours the largest of them, a large one
+    # leaves the others
     [(0.5, 3), (1e-20, 3), (1e-40, 3), (5e-324, 3), (2.0, 7), (1e20, 7), (1e40, 7), (1e308, 7)],
 )
 @pytest.mark.parametrize("temperature", [0.0, 1e-4])
-def test_a_repetition_penalty_of_any_size(penalty: float, expected: int, temperature: float) -> None:
+def test_a_repetition_penalty_of_any_size(
+    penalty: float, expected: int, temperature: float
+) -> None:
     logits = np.full((1, 40), -1.0, np.float32)
     logits[0, 3:8] = 2.0, 1.9, -3.0, -2.0, 1.8
     state = start(new_state(1, 40), 0, jnp.asarray(np.isin(np.arange(40), [3, 4, 5, 6])))
@@ -370,19 +426,25 @@ def test_a_repetition_penalty_of_any_size(penalty: float, expected: int, tempera
 
 def test_a_temperature_of_any_size() -> None:
     """A huge one makes all tokens equally likely."""
-    tokens = draws(np.random.default_rng(6).normal(0, 3, 40), SamplingParams(temperature=1e300, seed=1))
+    tokens = draws(
+        np.random.default_rng(6).normal(0, 3, 40), SamplingParams(temperature=1e300, seed=1)
+    )
     assert_drawn_from(tokens, np.full(40, 1 / 40))
 
 
 def test_logprobs_are_the_models_own() -> None:
     rng = np.random.default_rng(3)
     logits = rng.normal(0, 3, (8, 999)).astype(np.float32)
-    tokens, logprobs, _ = one_step(logits, range(8), rng.integers(0, 4, (8, 999)).astype(np.int32), 8)
+    tokens, logprobs, _ = one_step(
+        logits, range(8), rng.integers(0, 4, (8, 999)).astype(np.int32), 8
+    )
     expected = log_softmax(logits.astype(np.float64), axis=1)
     np.testing.assert_allclose(logprobs.chosen_B, expected[np.arange(8), tokens], rtol=0, atol=2e-6)
     order = np.argsort(-expected, axis=1, kind="stable")[:, :20]
     np.testing.assert_array_equal(logprobs.top_ids_BK, order)
-    np.testing.assert_allclose(logprobs.top_BK, np.take_along_axis(expected, order, axis=1), rtol=0, atol=2e-6)
+    np.testing.assert_allclose(
+        logprobs.top_BK, np.take_along_axis(expected, order, axis=1), rtol=0, atol=2e-6
+    )
 
 
 def test_prompt_logprobs() -> None:
@@ -391,27 +453,39 @@ def test_prompt_logprobs() -> None:
     expected = log_softmax(logits.astype(np.float64), axis=1)
     compute = jax.jit(prompt_logprobs, static_argnames="num_logprobs")
     logprobs = compute(logits, jnp.asarray(tokens, jnp.int32), num_logprobs=5)
-    np.testing.assert_allclose(logprobs.chosen_B, expected[np.arange(16), tokens], rtol=0, atol=2e-6)
-    np.testing.assert_array_equal(logprobs.top_ids_BK, np.argsort(-expected, axis=1, kind="stable")[:, :5])
-    bfloat16 = compute(jnp.asarray(logits, jnp.bfloat16), jnp.asarray(tokens, jnp.int32), num_logprobs=0)
+    np.testing.assert_allclose(
+        logprobs.chosen_B, expected[np.arange(16), tokens], rtol=0, atol=2e-6
+    )
+    np.testing.assert_array_equal(
+        logprobs.top_ids_BK, np.argsort(-expected, axis=1, kind="stable")[:, :5]
+    )
+    bfloat16 = compute(
+        jnp.asarray(logits, jnp.bfloat16), jnp.asarray(tokens, jnp.int32), num_logprobs=0
+    )
     assert bfloat16.chosen_B.dtype == jnp.float32
     assert bfloat16.top_BK.shape == (16, 0)
 
 
-def adjusted(logits_V: np.ndarray, sampling: SamplingParams, prompt: list[int], output: list[int]) -> np.ndarray:
+def adjusted(
+    logits_V: np.ndarray, sampling: SamplingParams, prompt: list[int], output: list[int]
+) -> np.ndarray:
     """float64 logits after bias and penalties, token by token."""
     x = np.asarray(logits_V, np.float64).copy()
     for token, bias in sampling.logit_bias.items():
         x[token] += bias
     for token in {*prompt, *output}:
-        x[token] *= sampling.repetition_penalty if x[token] <= 0 else 1 / sampling.repetition_penalty
+        x[token] *= (
+            sampling.repetition_penalty if x[token] <= 0 else 1 / sampling.repetition_penalty
+        )
     for token in set(output):
         x[token] -= sampling.presence_penalty + sampling.frequency_penalty * output.count(token)
     return x
 
 
 def test_penalties_over_a_whole_output() -> None:
-    """Greedy outputs of three requests in slots of their own, step by step, then a new request in one of the slots."""
+    """Greedy outputs of three requests in slots of their own, step by step, then a new request
+    in one of the slots.
+    """
     vocab_size, rng = 60, np.random.default_rng(5)
     rows = [
         SamplingParams(repetition_penalty=1.4),
@@ -434,7 +508,12 @@ def test_penalties_over_a_whole_output() -> None:
         expected = [adjusted(logits[i], row, prompts[i], outputs[i]) for i, row in enumerate(rows)]
         before = state
         tokens, _, state = run(
-            jnp.asarray(logits), batch, state, state_slots, jnp.full(4, 20 + step, jnp.int32), with_logprobs=False
+            jnp.asarray(logits),
+            batch,
+            state,
+            state_slots,
+            jnp.full(4, 20 + step, jnp.int32),
+            with_logprobs=False,
         )
         assert before.output_counts_MV.is_deleted(), "updated in place"
         for i, x in enumerate(expected):
@@ -455,7 +534,9 @@ def test_bias_of_100_decides() -> None:
         assert int(logits.argmax()) not in draws(logits, never).tolist()
 
 
-@pytest.mark.parametrize("changes", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 5}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 5}], ids=str
+)
 def test_no_end_before_min_new_tokens(changes: dict[str, Any]) -> None:
     logits = [9.0, 0.0, 1.0, 8.0, 0.5, -1.0]  # 0: end-of-text, 3: a stop token
     for seed in range(8):
@@ -473,7 +554,12 @@ def test_top_k_is_exact(shape: tuple[int, int], k: int) -> None:
     rng = np.random.default_rng(shape[1])
     k = min(k, shape[1])
     ids = lambda x: jax.jit(partial(top_k, k=k))(x)  # noqa: E731
-    for values in (rng.normal(size=shape), rng.integers(0, 3, shape), np.zeros(shape), np.full(shape, -np.inf)):
+    for values in (
+        rng.normal(size=shape),
+        rng.integers(0, 3, shape),
+        np.zeros(shape),
+        np.full(shape, -np.inf),
+    ):
         x = values.astype(np.float32)
         top, at = ids(x)
         expected = np.argsort(-x, axis=1, kind="stable")[:, :k]
@@ -498,17 +584,25 @@ def test_two_programs_for_a_batch_size() -> None:
 
 
 def test_width_of_sparse_ids() -> None:
-    few, many = SamplingParams(logit_bias={1: 1.0}), SamplingParams(logit_bias=dict.fromkeys(range(MAX_IDS), 1.0))
+    few = SamplingParams(logit_bias={1: 1.0})
+    many = SamplingParams(logit_bias=dict.fromkeys(range(MAX_IDS), 1.0))
     ends = SamplingParams(min_new_tokens=1, stop_token_ids=tuple(range(MAX_IDS)))
     assert params_of([few], 2000).bias_ids_BN.shape == (1, ID_BUCKETS[0])
     assert params_of([few, many], 2000).bias_ids_BN.shape == (2, ID_BUCKETS[1])
     batch = params_of([ends], 2000, eos_token_ids=(1500, 1501))
-    assert sorted(set(np.asarray(batch.stop_ids_BN)[0].tolist())) == [*range(MAX_IDS), 1500, 1501, 2000]
+    assert sorted(set(np.asarray(batch.stop_ids_BN)[0].tolist())) == [
+        *range(MAX_IDS),
+        1500,
+        1501,
+        2000,
+    ]
     assert batch_params([], size=4, vocab_size=10).temperature_B.tolist() == [0.0] * 4
 
 
 def test_only_allowed_tokens_are_drawn() -> None:
-    """A mask of bits, greedy and not, of every row by itself; a full one changes nothing; logprobs ignore it."""
+    """A mask of bits, greedy and not, of every row by itself; a full one changes nothing;
+    logprobs ignore it.
+    """
     rng = np.random.default_rng(0)
     logits_BV = rng.normal(size=(4, 70)).astype(np.float32)
     rows = [
@@ -521,10 +615,14 @@ def test_only_allowed_tokens_are_drawn() -> None:
     common = (logits_BV, params_of(rows, 70))
     at = (np.arange(4, dtype=np.int32), np.full(4, 1, np.int32))
     free, free_logprobs, _ = run(*common, new_state(4, 70), *at, with_logprobs=True)
-    full, _, _ = run(*common, new_state(4, 70), *at, np.full((4, 3), -1, np.int32), with_logprobs=True)
+    full, _, _ = run(
+        *common, new_state(4, 70), *at, np.full((4, 3), -1, np.int32), with_logprobs=True
+    )
     tokens, logprobs, _ = run(*common, new_state(4, 70), *at, allowed_BW, with_logprobs=True)
     assert full.tolist() == free.tolist()
     assert all(int(token) in row for token, row in zip(tokens, allowed, strict=True))
-    assert tokens[0] == max(allowed[0], key=lambda token: logits_BV[0, token]) and tokens[3] == free[3]
+    assert (
+        tokens[0] == max(allowed[0], key=lambda token: logits_BV[0, token]) and tokens[3] == free[3]
+    )
     assert logprobs is not None and free_logprobs is not None
     np.testing.assert_array_equal(logprobs.top_BK, free_logprobs.top_BK)

@@ -33,7 +33,9 @@ def test_not_plain_greedy(changes: dict[str, Any]) -> None:
 
 
 def test_filters_do_not_change_greedy() -> None:
-    assert SamplingParams(top_k=5, top_p=0.5, min_p=0.1, seed=3, prompt_logprobs=2, stop="x").plain_greedy
+    assert SamplingParams(
+        top_k=5, top_p=0.5, min_p=0.1, seed=3, prompt_logprobs=2, stop="x"
+    ).plain_greedy
     assert SamplingParams(temperature=1e-7).plain_greedy
     assert not SamplingParams(temperature=1e-4).greedy
 
@@ -53,7 +55,9 @@ def test_sequences_are_copied() -> None:
 
 
 def test_numpy_numbers_are_numbers() -> None:
-    params = SamplingParams(top_k=np.int64(3), temperature=np.float32(0.5), stop_token_ids=(np.int32(3),))
+    params = SamplingParams(
+        top_k=np.int64(3), temperature=np.float32(0.5), stop_token_ids=(np.int32(3),)
+    )
     assert params.top_k == 3
 
 
@@ -122,5 +126,7 @@ def test_bad_value(field: str, value: object) -> None:
 def test_vocabulary(field: str) -> None:
     params = SamplingParams(**{field: {100: 1.0} if field == "logit_bias" else (100,)})
     params.check_vocabulary(101)
-    with pytest.raises(ValueError, match=f"a token of {field} = 100: must be below vocab_size = 100"):
+    with pytest.raises(
+        ValueError, match=f"a token of {field} = 100: must be below vocab_size = 100"
+    ):
         params.check_vocabulary(100)

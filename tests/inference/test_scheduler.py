@@ -1,4 +1,6 @@
-"""The scheduler against a cache that is really written, copied and read, with a model that reads all of a row."""
+"""The scheduler against a cache that is really written, copied and read, with a model that reads
+all of a row.
+"""
 
 import random
 import zlib
@@ -46,7 +48,9 @@ def expected_output(request: Sequence, max_seq_len: int) -> tuple[list[int], str
 
 
 class Engine:
-    """Runs plans on a cache of token ids: what a real one does with keys and values, padding and copies included."""
+    """Runs plans on a cache of token ids: what a real one does with keys and values, padding and
+    copies included.
+    """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
@@ -60,14 +64,19 @@ class Engine:
         for chunk in plan.prefill:
             if chunk.copy_from is not None:
                 assert chunk.copy_from != chunk.row
-                self.cache[chunk.row][:] = self.cache[chunk.copy_from]  # all of the row: more than was asked for
+                # all of the row: more than was asked for
+                self.cache[chunk.row][:] = self.cache[chunk.copy_from]
         for chunk in plan.chunks:
             self.cache[chunk.row][chunk.start : chunk.end] = chunk.tokens
         for chunk in plan.prefill:
             prompt = chunk.sequence.prompt_token_ids
-            assert self.cache[chunk.row][: chunk.end] == prompt[: chunk.end], "reused or copied tokens are the prompt's"
+            assert self.cache[chunk.row][: chunk.end] == prompt[: chunk.end], (
+                "reused or copied tokens are the prompt's"
+            )
             assert chunk.is_last == (chunk.end == len(prompt))
-        return [next_token(self.cache[chunk.row][: chunk.end]) for chunk in plan.chunks if chunk.is_last]
+        return [
+            next_token(self.cache[chunk.row][: chunk.end]) for chunk in plan.chunks if chunk.is_last
+        ]
 
     def step(self) -> list[Sequence]:
         plan = self.scheduler.schedule()
@@ -93,7 +102,9 @@ class Watch:
         rows = [chunk.row for chunk in plan.chunks]
         assert len(set(rows)) == len(rows), "a row belongs to one sequence"
         assert all(0 <= row < self.scheduler.max_batch for row in rows)
-        assert {chunk.sequence for chunk in plan.decode} == self.decoding, "every running sequence in every step"
+        assert {chunk.sequence for chunk in plan.decode} == self.decoding, (
+            "every running sequence in every step"
+        )
         for chunk in plan.decode:
             tokens = chunk.sequence.prompt_token_ids + chunk.sequence.output_token_ids
             assert chunk.start == len(tokens) - 1 == self.next_position[chunk.sequence]
@@ -106,18 +117,28 @@ class Watch:
     def groups(self, plan: StepPlan) -> None:
         """Every chunk runs once, in a program that exists, and no row of a prompt's is padding."""
         groups = self.scheduler.groups(plan)
-        assert {chunk for group in groups for chunk in map(id, group.chunks)} == set(map(id, plan.chunks))
+        assert {chunk for group in groups for chunk in map(id, group.chunks)} == set(
+            map(id, plan.chunks)
+        )
         assert sum(len(group.chunks) for group in groups) == len(plan.chunks)
         if plan.decode:
             decode = groups.pop(0)
             assert decode.chunks == plan.decode and decode.width == 1
             assert decode.num_rows == bucket(len(plan.decode), self.scheduler.decode_buckets)
         assert all(group.num_rows == len(group.chunks) for group in groups)
-        assert {(group.num_rows, group.width) for group in groups} <= set(self.scheduler.prefill_shapes)
-        assert sum(group.num_rows * group.width for group in groups) <= self.scheduler.max_prefill_tokens
+        assert {(group.num_rows, group.width) for group in groups} <= set(
+            self.scheduler.prefill_shapes
+        )
+        assert (
+            sum(group.num_rows * group.width for group in groups)
+            <= self.scheduler.max_prefill_tokens
+        )
         for group in groups:
             narrower = [width for width in self.scheduler.prefill_widths if width < group.width]
-            assert all(max(narrower, default=0) < len(chunk.tokens) <= group.width for chunk in group.chunks)
+            assert all(
+                max(narrower, default=0) < len(chunk.tokens) <= group.width
+                for chunk in group.chunks
+            )
             ends = [chunk.is_last for chunk in group.chunks]
             assert ends == sorted(ends, reverse=True), "rows that get a token come first"
 
@@ -131,7 +152,9 @@ class Watch:
         else:
             assert chunk.copy_from is None, "copied once"
         widest = self.scheduler.prefill_widths[-1]
-        assert len(chunk.tokens) == min(len(prompt) - chunk.start, widest), "cut the same whatever else runs"
+        assert len(chunk.tokens) == min(len(prompt) - chunk.start, widest), (
+            "cut the same whatever else runs"
+        )
         assert chunk.start == self.next_position[sequence]
         assert chunk.tokens == prompt[chunk.start : chunk.end]
         self.next_position[sequence] = chunk.end
@@ -140,8 +163,12 @@ class Watch:
         self.decoding = {s for s in (*self.decoding, *plan.sampled) if s.status != "finished"}
 
 
-def random_request(rng: random.Random, index: int, max_seq_len: int, prefixes: list[list[int]]) -> Sequence:
-    prompt = list(rng.choice(prefixes)) + [rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(1, 30))]
+def random_request(
+    rng: random.Random, index: int, max_seq_len: int, prefixes: list[list[int]]
+) -> Sequence:
+    prompt = list(rng.choice(prefixes)) + [
+        rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(1, 30))
+    ]
     prompt = prompt[: rng.choice([max_seq_len - 1, 5, max_seq_len // 2])]
     max_new_tokens = rng.randrange(1, 25)
     sampling = SamplingParams(
@@ -167,11 +194,17 @@ def random_request(rng: random.Random, index: int, max_seq_len: int, prefixes: l
     ],
 )
 def test_simulation(
-    max_batch: int, max_seq_len: int, prefill_chunk_tokens: int, max_prefill_tokens: int | None, seed: int
+    max_batch: int,
+    max_seq_len: int,
+    prefill_chunk_tokens: int,
+    max_prefill_tokens: int | None,
+    seed: int,
 ) -> None:
     rng = random.Random(seed)
     prefixes = [[rng.randrange(VOCAB_SIZE) for _ in range(n)] for n in (0, 3, 11, 30, 45)]
-    scheduler = make_scheduler(max_batch, max_seq_len, prefill_chunk_tokens, max_prefill_tokens, eos_token_ids=(EOS,))
+    scheduler = make_scheduler(
+        max_batch, max_seq_len, prefill_chunk_tokens, max_prefill_tokens, eos_token_ids=(EOS,)
+    )
     engine, watch = Engine(scheduler), Watch(scheduler)
     requests: list[Sequence] = []
     aborted: set[Sequence] = set()
@@ -209,22 +242,32 @@ def test_simulation(
     assert aborted
     assert set(engine.finished) == set(requests) - aborted
     for request in engine.finished:
-        assert (request.output_token_ids, request.finish_reason) == expected_output(request, max_seq_len)
+        assert (request.output_token_ids, request.finish_reason) == expected_output(
+            request, max_seq_len
+        )
     admitted = set(watch.admitted)
-    assert watch.admitted == [request for request in requests if request in admitted], "first come, first served"
+    assert watch.admitted == [request for request in requests if request in admitted], (
+        "first come, first served"
+    )
     check_stats(scheduler, engine, requests)
 
 
 def check_stats(scheduler: Scheduler, engine: Engine, requests: list[Sequence]) -> None:
     stats = scheduler.stats()
-    copied = [chunk for plan in engine.plans for chunk in plan.prefill if chunk.copy_from is not None]
+    copied = [
+        chunk for plan in engine.plans for chunk in plan.prefill if chunk.copy_from is not None
+    ]
     assert stats.waiting == stats.running == stats.kv_tokens == 0
     assert stats.reused_tokens == sum(request.num_reused_tokens for request in requests) > 0
     assert bool(copied) == (scheduler.max_batch > 1)
 
 
 def request(name: str, prompt: list[int], **sampling: object) -> Sequence:
-    return Sequence(prompt, SamplingParams(**{"max_new_tokens": 4, "ignore_eos": True, **sampling}), request=name)
+    return Sequence(
+        prompt,
+        SamplingParams(**{"max_new_tokens": 4, "ignore_eos": True, **sampling}),
+        request=name,
+    )
 
 
 def admitted(engine: Engine, new: Sequence) -> Chunk:
@@ -274,13 +317,17 @@ def test_many_prompts_in_a_step() -> None:
 
 def test_what_does_not_fit_the_step_waits_and_nobody_overtakes() -> None:
     engine = Engine(make_scheduler(8, 1000, 64, max_prefill_tokens=150))
-    requests = [request(str(index), [index] * length) for index, length in enumerate([100, 60, 60, 5, 5])]
+    requests = [
+        request(str(index), [index] * length) for index, length in enumerate([100, 60, 60, 5, 5])
+    ]
     for new in requests:
         engine.scheduler.add(new)
     ran = []
     while any(new.status != "decode" for new in requests):
         engine.step()
-        ran.append([(chunk.sequence.request, len(chunk.tokens)) for chunk in engine.plans[-1].prefill])
+        ran.append(
+            [(chunk.sequence.request, len(chunk.tokens)) for chunk in engine.plans[-1].prefill]
+        )
     assert ran == [[("0", 64), ("1", 60)], [("0", 36), ("2", 60), ("3", 5)], [("4", 5)]]
 
 
@@ -306,7 +353,9 @@ def test_a_prefix_that_is_being_computed_is_waited_for_if_it_is_long() -> None:
 
 
 def test_rows_are_copied_before_anything_runs_over_them() -> None:
-    """A row that is copied from may be given away before the copy is made: copies come first, in the plan's order."""
+    """A row that is copied from may be given away before the copy is made: copies come first, in
+    the plan's order.
+    """
     engine = Engine(make_scheduler(3, 64, 64))
     source = request("source", list(range(20)), max_new_tokens=40)
     row = admitted(engine, source).row
@@ -316,7 +365,11 @@ def test_rows_are_copied_before_anything_runs_over_them() -> None:
     engine.scheduler.add(request("overwrites", [*range(3), *[42] * 30]))
     engine.scheduler.add(request("fills", [43] * 30))
     plan = engine.scheduler.schedule()
-    assert [(c.sequence.request, c.start) for c in plan.prefill] == [("copies", 20), ("overwrites", 3), ("fills", 0)]
+    assert [(c.sequence.request, c.start) for c in plan.prefill] == [
+        ("copies", 20),
+        ("overwrites", 3),
+        ("fills", 0),
+    ]
     assert row in (plan.prefill[1].row, plan.prefill[2].row)
     engine.run_to_end()
     assert len(engine.finished) == 3
@@ -390,7 +443,8 @@ def test_the_longest_unused_slot_is_overwritten_first() -> None:
 
 def test_an_aborted_copy_is_not_taken_for_done() -> None:
     engine = Engine(make_scheduler(2, 64, 64))
-    running, never = request("running", list(range(20)), max_new_tokens=40), request("never", [*range(20), 1])
+    running = request("running", list(range(20)), max_new_tokens=40)
+    never = request("never", [*range(20), 1])
     admitted(engine, running)
     engine.scheduler.add(never)
     plan = engine.scheduler.schedule()

@@ -1,6 +1,8 @@
-"""Checkpoints with experts stored in 4 or 8 bits, against transformers run on weights that another reader made wide.
+"""Checkpoints with experts stored in 4 or 8 bits, against transformers run on weights that another
+reader made wide.
 
-The checkpoints and logits are those of fixtures/make_compressed.py. Legend: B sequences, S tokens, V vocabulary.
+The checkpoints and logits are those of fixtures/make_compressed.py. Legend: B sequences, S tokens,
+V vocabulary.
 """
 
 from functools import cache
@@ -29,11 +31,20 @@ SIZES = {"mxfp4": (4, 32, 1), "int4": (4, 32, 2), "int8": (8, 32, 2), "fp8": (8,
 @cache
 def reference(name: str) -> dict[str, np.ndarray]:
     with np.load(FIXTURES / name / "reference.npz") as arrays:
-        return {key: arrays[key].astype(np.int32) if key == "input_ids" else arrays[key] for key in arrays}
+        return {
+            key: arrays[key].astype(np.int32) if key == "input_ids" else arrays[key]
+            for key in arrays
+        }
 
 
 def opened(name: str, **options: Any) -> LoadedModel:
-    sizes = {"max_batch": 2, "max_seq_len": 12, "prefill_chunk_tokens": 12, "dtype": "float32", "estimator": None}
+    sizes = {
+        "max_batch": 2,
+        "max_seq_len": 12,
+        "prefill_chunk_tokens": 12,
+        "dtype": "float32",
+        "estimator": None,
+    }
     return LoadedModel(FIXTURES / name, EngineConfig(**{**sizes, **options}))
 
 
@@ -77,7 +88,9 @@ def test_logits_of_the_widened_model(name: str) -> None:
 @pytest.mark.parametrize("native", ["auto", pytest.param("off", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", KEPT)
 def test_logits_and_bytes_of_every_tier(name: str, native: str, tmp_path: Path) -> None:
-    """Logits as transformers has them; streamed the same to the bit, through a ring or by choice, from either tier."""
+    """Logits as transformers has them; streamed the same to the bit, through a ring or by
+    choice, from either tier.
+    """
     ref, kind = reference(name), KEPT[name]
     with opened(name, policy="resident", native=native) as model:
         config = model.runner.config
@@ -88,21 +101,33 @@ def test_logits_and_bytes_of_every_tier(name: str, native: str, tmp_path: Path) 
         assert model.runner.residency.num_bytes == experts * sum(arrays)
     np.testing.assert_allclose(resident, ref["logits"], rtol=0, atol=TOLERANCE)
 
-    nvme = {"expert_tier": "nvme", "host_cache_bytes": 5 * whole_bytes + 1, "cache_dir": str(tmp_path / "records")}
+    nvme = {
+        "expert_tier": "nvme",
+        "host_cache_bytes": 5 * whole_bytes + 1,
+        "cache_dir": str(tmp_path / "records"),
+    }
     chosen = {"policy": "experts", "device_bytes": config.num_experts * sum(arrays)}
     for options in ({"policy": "ring", "ring_slots": 1, "expert_tier": "host"}, chosen | nvme):
         with opened(name, native=native, **options) as model:
             assert model.store is not None
             np.testing.assert_array_equal(logits_of(model, ref["input_ids"]), resident)
             moved = model.store.stats()
-            assert moved.host.num_bytes >= experts * whole_bytes and moved.host.num_bytes % whole_bytes == 0
+            assert (
+                moved.host.num_bytes >= experts * whole_bytes
+                and moved.host.num_bytes % whole_bytes == 0
+            )
             assert model.runner.residency.num_bytes == config.num_experts * sum(arrays)
             if options["expert_tier"] == "host":
                 assert model.store.host_bytes == experts * whole_bytes
                 continue
             assert model.store.host_bytes == 5 * whole_bytes
-            assert moved.nvme.num_bytes >= experts * whole_bytes and moved.nvme.num_bytes % whole_bytes == 0
-    (records,) = (file for file in (tmp_path / "records").iterdir() if file.suffix not in (".json", ".lock"))
+            assert (
+                moved.nvme.num_bytes >= experts * whole_bytes
+                and moved.nvme.num_bytes % whole_bytes == 0
+            )
+    (records,) = (
+        file for file in (tmp_path / "records").iterdir() if file.suffix not in (".json", ".lock")
+    )
     assert records.stat().st_size == experts * whole_bytes
 
 

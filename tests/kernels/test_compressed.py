@@ -44,14 +44,24 @@ def test_what_is_kept_and_what_it_means(kind: Format) -> None:
     bits = 8 * (values.nbytes + scales.nbytes) / w.size
     assert bits == {"mxfp4": 4.25, "int4": 4.5, "int8": 8.5, "fp8": 8.25}[kind.name]
     wide = read(values, scales, kind)
-    assert np.array_equal(widen(jnp.asarray(values), jnp.asarray(scales), jnp.float32), wide.astype(np.float32))
+    assert np.array_equal(
+        widen(jnp.asarray(values), jnp.asarray(scales), jnp.float32), wide.astype(np.float32)
+    )
     arrays = {"w": jnp.asarray(values), "w" + SCALES: jnp.asarray(scales)}
     assert np.array_equal(opened(arrays, "w", jnp.bfloat16), wide.astype(ml_dtypes.bfloat16))
-    peak = np.abs(w.reshape(-1, kind.block, 5)).max(axis=1, keepdims=True).repeat(kind.block, axis=1).reshape(w.shape)
+    peak = (
+        np.abs(w.reshape(-1, kind.block, 5))
+        .max(axis=1, keepdims=True)
+        .repeat(kind.block, axis=1)
+        .reshape(w.shape)
+    )
     if kind.name == "fp8":
         peak[:] = peak.max(axis=1, keepdims=True)  # blocks of 128 outputs
-    # mxfp4: half a step of the top binade, or what is cut above 6 of 8; int4: half a step, or 7 for 8; bfloat16 scales
-    limit = {"mxfp4": 0.25, "int4": 1 / 8 + 0.01, "int8": 0.5 / 127 + 0.005, "fp8": 1 / 28}[kind.name]
+    # mxfp4: half a step of the top binade, or what is cut above 6 of 8; int4: half a step, or 7 for
+    # 8; bfloat16 scales
+    limit = {"mxfp4": 0.25, "int4": 1 / 8 + 0.01, "int8": 0.5 / 127 + 0.005, "fp8": 1 / 28}[
+        kind.name
+    ]
     assert (np.abs(wide - w) <= limit * peak + 1e-30).all()
     assert not wide[:128, 0].any()
 
@@ -72,10 +82,17 @@ def test_ties_of_four_bit_floats_go_to_the_even_code() -> None:
     even = [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0]
     below, above = np.nextafter(steps, np.float32(0)), np.nextafter(steps, np.float32(9))
     w = np.zeros((32, 3), np.float32)
-    w[:7], w[7:14] = np.stack([steps, below, above], axis=1), -np.stack([steps, below, above], axis=1)
+    w[:7], w[7:14] = (
+        np.stack([steps, below, above], axis=1),
+        -np.stack([steps, below, above], axis=1),
+    )
     w[14:16] = [[6.0], [7.5]]  # the scale is 1
     wide = read(*compress(w, MXFP4), MXFP4)
-    assert wide[:7, 0].tolist() == even and (wide[7:14] == -wide[:7]).all() and (wide[14:16] == 6).all()
+    assert (
+        wide[:7, 0].tolist() == even
+        and (wide[7:14] == -wide[:7]).all()
+        and (wide[14:16] == 6).all()
+    )
     assert wide[:7, 1].tolist() == E2M1[:7] and wide[:7, 2].tolist() == E2M1[1:8]
 
 
@@ -89,7 +106,9 @@ def test_eight_bit_floats_of_any_length() -> None:
 
 
 def test_eight_bit_floats_in_blocks_of_both_ways() -> None:
-    """One scale for 128 inputs and 128 outputs, kept once an output; each block's largest is 448."""
+    """One scale for 128 inputs and 128 outputs, kept once an output; each block's largest is
+    448.
+    """
     w = weights(3, (200, 300))
     values, scales = compress(w, FORMATS["fp8"])
     for i in range(2):
@@ -101,17 +120,22 @@ def test_eight_bit_floats_in_blocks_of_both_ways() -> None:
 
 
 def test_mxfp4_as_eight_bit_floats() -> None:
-    """The same numbers, under powers of two, where a block's scales are at most 2^14 apart; else the nearest."""
+    """The same numbers, under powers of two, where a block's scales are at most 2^14 apart; else
+    the nearest.
+    """
     rng = np.random.default_rng(0)
     codes = rng.integers(0, 16, (256, 130), dtype=np.uint8)
-    values, scales = codes[0::2] | codes[1::2] << 4, rng.integers(110, 125, (8, 130), dtype=np.uint8)
+    values = codes[0::2] | codes[1::2] << 4
+    scales = rng.integers(110, 125, (8, 130), dtype=np.uint8)
     scales[0, 0] = 90  # too far from the others of the first block
     w = read(values, scales, MXFP4).astype(np.float32)
     narrow, factors = compress(w, FORMATS["fp8"])
     wide = read(narrow, factors, FORMATS["fp8"]).astype(np.float32)
     assert np.array_equal(wide[128:], w[128:]) and np.array_equal(wide[:, 128:], w[:, 128:])
     assert not np.array_equal(wide[:128, :128], w[:128, :128])
-    assert (np.frexp(factors[1])[0] == 0.5).all() and factors[0, 0] == np.abs(w[:128, :128]).max() / np.float32(448)
+    assert (np.frexp(factors[1])[0] == 0.5).all() and factors[0, 0] == np.abs(
+        w[:128, :128]
+    ).max() / np.float32(448)
 
 
 @formats

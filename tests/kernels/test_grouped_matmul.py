@@ -1,4 +1,5 @@
-"""The grouped matmul and its gradients against the `ragged_dot` oracle, on the named shapes and on any group sizes.
+"""The grouped matmul and its gradients against the `ragged_dot` oracle, on the named shapes and on
+any group sizes.
 
 Legend: N rows sorted by group, D inner, F outer dimension, E groups; T tokens, K choices a token.
 """
@@ -21,11 +22,14 @@ from kernels_pallas.token_permute import RowMap, dispatch
 from tests.arrays import assert_close, random_row_map
 
 ORACLE = Implementation(reference.grouped_matmul, reference.weight_gradient)
-TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 1e-2}  # of the largest value; bfloat16 is rounded once
+# of the largest value; bfloat16 is rounded once
+TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 1e-2}
 dtypes = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 
 
-def operands(n: int, d: int, f: int, e: int, dtype: Any, transpose_rhs: bool = False) -> tuple[jax.Array, ...]:
+def operands(
+    n: int, d: int, f: int, e: int, dtype: Any, transpose_rhs: bool = False
+) -> tuple[jax.Array, ...]:
     """(x, w, dy)."""
     rng = np.random.default_rng(n + e)
     shapes = (n, d), (e, f, d) if transpose_rhs else (e, d, f), (n, f)
@@ -34,7 +38,14 @@ def operands(n: int, d: int, f: int, e: int, dtype: Any, transpose_rhs: bool = F
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def run(implementation: Any, transpose_rhs: bool, x: jax.Array, w: jax.Array, dy: jax.Array, sizes: jax.Array) -> Any:
+def run(
+    implementation: Any,
+    transpose_rhs: bool,
+    x: jax.Array,
+    w: jax.Array,
+    dy: jax.Array,
+    sizes: jax.Array,
+) -> Any:
     """(y, dx, dw)."""
     f = partial(grouped_matmul, transpose_rhs=transpose_rhs, implementation=implementation)
     y, vjp = jax.vjp(lambda x, w: f(x, w, sizes), x, w)
@@ -80,10 +91,12 @@ def tokens_of(rows: RowMap, d: int, dtype: Any) -> jax.Array:
 
 @pytest.mark.parametrize("dtype", [pytest.param(jnp.float32, marks=pytest.mark.slow), jnp.bfloat16])
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n.startswith("mixtral") else pytest.mark.slow) for n in MODELS]
+    "name",
+    [pytest.param(n, marks=[] if n.startswith("mixtral") else pytest.mark.slow) for n in MODELS],
 )
 def test_named_shapes(name: str, dtype: Any) -> None:
-    """The models' ratios, scaled down, and every routing: rows that are written, and tokens that are gathered.
+    """The models' ratios, scaled down, and every routing: rows that are written, and tokens that
+    are gathered.
 
     All slot counts and both tile sizes come into play.
     """
@@ -96,7 +109,9 @@ def test_named_shapes(name: str, dtype: Any) -> None:
         sizes = jnp.asarray(group_sizes(routing, n, e))
         ours, expected = (run(i, False, x_ND, w, dy, sizes) for i in (None, ORACLE))
         assert_same(ours, expected, n, TOLERANCE[dtype], routing)
-        ours, expected = (run_tokens(i, False, False, x, w, dy, sizes, rows) for i in ("xla", ORACLE))
+        ours, expected = (
+            run_tokens(i, False, False, x, w, dy, sizes, rows) for i in ("xla", ORACLE)
+        )
         assert_same(ours, expected, n, TOLERANCE[dtype], f"{routing}, tokens")
 
 
@@ -107,11 +122,15 @@ def test_named_shapes(name: str, dtype: Any) -> None:
     st.booleans(),
 )
 def test_any_group_sizes_of_tokens(sizes: list[int], num_dropped: int, transpose_rhs: bool) -> None:
-    """As a dispatch and the product of its rows; dropped choices, empty rows and rows beyond the groups too."""
+    """As a dispatch and the product of its rows; dropped choices, empty rows and rows beyond the
+    groups too.
+    """
     _, w, dy = operands(400, 8, 16, 5, jnp.float32, transpose_rhs)
     rows = random_row_map(90, 3, sum(sizes), 400, num_dropped)
     x, sizes_E = tokens_of(rows, 8, jnp.float32), jnp.asarray(sizes, jnp.int32)
-    ours, expected = (run_tokens("xla", d, transpose_rhs, x, w, dy, sizes_E, rows) for d in (False, True))
+    ours, expected = (
+        run_tokens("xla", d, transpose_rhs, x, w, dy, sizes_E, rows) for d in (False, True)
+    )
     assert_same(ours, expected, 400, 1e-5, str(sizes))
 
 
@@ -127,15 +146,28 @@ def test_gradient_of_tokens_has_no_scatter() -> None:
 @pytest.mark.parametrize(
     ("src", "slot", "complaint"),
     [
-        (jnp.zeros((8, 1), jnp.int32), jnp.zeros((4, 2), jnp.int32), r"src int32 \(8, 1\): must be integers \[M\]"),
+        (
+            jnp.zeros((8, 1), jnp.int32),
+            jnp.zeros((4, 2), jnp.int32),
+            r"src int32 \(8, 1\): must be integers \[M\]",
+        ),
         (jnp.zeros(8), jnp.zeros((4, 2), jnp.int32), "src float32"),
-        (jnp.zeros(8, jnp.int32), jnp.zeros(8, jnp.int32), r"slot int32 \(8,\): must be integers \[T, K\]"),
+        (
+            jnp.zeros(8, jnp.int32),
+            jnp.zeros(8, jnp.int32),
+            r"slot int32 \(8,\): must be integers \[T, K\]",
+        ),
         (jnp.zeros(8, jnp.int32), jnp.zeros((3, 2), jnp.int32), "a line for each of the 4 tokens"),
     ],
 )
 def test_row_maps_are_checked(src: jax.Array, slot: jax.Array, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
-        grouped_matmul(jnp.ones((4, 8)), jnp.ones((2, 8, 8)), jnp.array([5, 3], jnp.int32), rows=RowMap(src, slot))
+        grouped_matmul(
+            jnp.ones((4, 8)),
+            jnp.ones((2, 8, 8)),
+            jnp.array([5, 3], jnp.int32),
+            rows=RowMap(src, slot),
+        )
 
 
 @dtypes
@@ -148,11 +180,15 @@ def test_transposed(dtype: Any) -> None:
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(st.lists(st.integers(0, 400), min_size=6, max_size=6).filter(lambda sizes: sum(sizes) <= 700))
+@given(
+    st.lists(st.integers(0, 400), min_size=6, max_size=6).filter(lambda sizes: sum(sizes) <= 700)
+)
 def test_any_group_sizes(sizes: list[int]) -> None:
     """Rows beyond the groups too."""
     x, w, dy = operands(700, 8, 16, 6, jnp.float32)
-    ours, expected = (run(i, False, x, w, dy, jnp.asarray(sizes, jnp.int32)) for i in ("xla", ORACLE))
+    ours, expected = (
+        run(i, False, x, w, dy, jnp.asarray(sizes, jnp.int32)) for i in ("xla", ORACLE)
+    )
     assert_same(ours, expected, sum(sizes), 1e-5, str(sizes))
     assert np.isfinite(np.asarray(ours[0])).all()
 
@@ -168,11 +204,14 @@ def temp_bytes(implementation: Any, e: int) -> int:
     of = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     operands = of((n, d)), of((e, d, f)), of((n, f)), jax.ShapeDtypeStruct((e,), jnp.int32)
     compiled = run.lower(implementation, False, *operands).compile()
-    return compiled.memory_analysis().temp_size_in_bytes - 4 * e * d * f  # less what grows with the weights
+    # less what grows with the weights
+    return compiled.memory_analysis().temp_size_in_bytes - 4 * e * d * f
 
 
 def test_no_work_is_masked_or_padded_for_every_expert() -> None:
-    """Temporaries do not grow with the number of experts, beyond one copy of the weights; the oracle's do."""
+    """Temporaries do not grow with the number of experts, beyond one copy of the weights; the
+    oracle's do.
+    """
     few, many = temp_bytes("xla", 4), temp_bytes("xla", 32)
     rows_bytes = 4 * 2048 * (64 + 128)
     assert many < few + 2 * rows_bytes

@@ -1,4 +1,5 @@
-"""The grouped MLP against its `ragged_dot` oracle: values and every gradient, for even and skewed groups.
+"""The grouped MLP against its `ragged_dot` oracle: values and every gradient, for even and skewed
+groups.
 
 Legend: N rows sorted by group, L groups, D hidden, F expert hidden, U = 2F (SwiGLU) or F (GELU).
 """
@@ -22,7 +23,8 @@ N, L, D, F = 400, 4, 12, 20
 GROUPS = {
     "balanced": (100, 100, 100, 100),
     "uneven": (130, 37, 201, 32),
-    "one group": (0, 0, 400, 0),  # with few slots: three overflow tiles of one group, the last one partly filled
+    # with few slots: three overflow tiles of one group, the last one partly filled
+    "one group": (0, 0, 400, 0),
     "empty groups": (0, 233, 0, 167),
     "rows beyond": (60, 0, 151, 20),  # 169 rows belong to no group
     "no rows": (0, 0, 0, 0),
@@ -41,8 +43,12 @@ def arrays(activation: str, bias: bool, dtype: Any) -> list[jax.Array | None]:
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def run(slots: int | None, activation: str, operands: list[Any], sizes_L: jax.Array, dy_ND: jax.Array) -> Any:
-    """(y, gradients of the operands); slots None is the oracle. One compilation serves every routing."""
+def run(
+    slots: int | None, activation: str, operands: list[Any], sizes_L: jax.Array, dy_ND: jax.Array
+) -> Any:
+    """(y, gradients of the operands); slots None is the oracle. One compilation serves every
+    routing.
+    """
 
     def f(x: jax.Array, *weights: Any) -> jax.Array:
         if slots is None:
@@ -61,7 +67,9 @@ def compare(slots: int, activation: str, bias: bool, dtype: Any, tolerance: floa
         ours, expected = (run(s, activation, operands, sizes_L, dy_ND) for s in (slots, None))
         structure: Any = jax.tree.structure(ours)
         assert structure == jax.tree.structure(expected)
-        for i, (a, b) in enumerate(zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True)):
+        for i, (a, b) in enumerate(
+            zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True)
+        ):
             assert a.dtype == b.dtype
             assert jnp.isfinite(a).all(), name
             if len(a) == N:  # rows that belong to no group hold anything
@@ -69,7 +77,8 @@ def compare(slots: int, activation: str, bias: bool, dtype: Any, tolerance: floa
             assert_close(a, b, tolerance, f"{name}, leaf {i}")
 
 
-@pytest.mark.parametrize("slots", [8, 40, 128, 1000])  # nearly all rows in tiles ... all rows in slots
+# nearly all rows in tiles ... all rows in slots
+@pytest.mark.parametrize("slots", [8, 40, 128, 1000])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
 def test_float32(activation: str, bias: bool, slots: int) -> None:
@@ -77,7 +86,9 @@ def test_float32(activation: str, bias: bool, slots: int) -> None:
 
 
 @pytest.mark.parametrize("slots", [40, 1000])
-@pytest.mark.parametrize(("activation", "bias"), [("swiglu", False), ("gelu", True), ("clamped_swiglu", True)])
+@pytest.mark.parametrize(
+    ("activation", "bias"), [("swiglu", False), ("gelu", True), ("clamped_swiglu", True)]
+)
 def test_bfloat16(activation: str, bias: bool, slots: int) -> None:
     compare(slots, activation, bias, jnp.bfloat16, 2e-2)
 
@@ -97,7 +108,11 @@ def test_tokens_that_are_not_dispatched(dtype: Any, slots: int) -> None:
     """Values and gradients are those of a dispatch before, which is not in the program."""
     num_tokens, k = N // 2, 2
     order = np.random.default_rng(2).permutation(N).astype(np.int32)
-    rows = RowMap(jnp.asarray(order // k), jnp.asarray(np.argsort(order).reshape(-1, k), jnp.int32), complete=True)
+    rows = RowMap(
+        jnp.asarray(order // k),
+        jnp.asarray(np.argsort(order).reshape(-1, k), jnp.int32),
+        complete=True,
+    )
     x, w_up, w_down, _, _ = arrays("swiglu", False, dtype)
     assert x is not None and w_up is not None and w_down is not None
     dy_ND = jnp.asarray(np.random.default_rng(1).normal(size=(N, D)), dtype)
@@ -107,22 +122,35 @@ def test_tokens_that_are_not_dispatched(dtype: Any, slots: int) -> None:
         def f(x: jax.Array, *weights: jax.Array) -> jax.Array:
             x = dispatch(x, rows.src_M, rows.slot_TK, True) if dispatched else x
             at = None if dispatched else rows
-            return grouped_mlp(x, sizes_L, MLPWeights(*weights), activation="swiglu", slots=slots, rows=at)
+            return grouped_mlp(
+                x, sizes_L, MLPWeights(*weights), activation="swiglu", slots=slots, rows=at
+            )
 
         y, vjp = jax.vjp(f, x, w_up, w_down)
         return y, *vjp(dy_ND)
 
     for name in ("balanced", "uneven", "one group"):
         sizes_L = jnp.asarray(GROUPS[name], jnp.int32)
-        for a, b in zip(*(both(dispatched, x[:num_tokens], sizes_L) for dispatched in (False, True)), strict=True):
+        for a, b in zip(
+            *(both(dispatched, x[:num_tokens], sizes_L) for dispatched in (False, True)),
+            strict=True,
+        ):
             assert a.dtype == b.dtype
-            np.testing.assert_allclose(a.astype(jnp.float32), b.astype(jnp.float32), rtol=1e-6, atol=1e-6, err_msg=name)
+            np.testing.assert_allclose(
+                a.astype(jnp.float32), b.astype(jnp.float32), rtol=1e-6, atol=1e-6, err_msg=name
+            )
 
 
 def test_one_group() -> None:
     x, w_up, w_down, _, _ = arrays("swiglu", False, jnp.float32)
     assert x is not None and w_up is not None and w_down is not None
-    y = grouped_mlp(x, jnp.array([N], jnp.int32), MLPWeights(w_up[:1], w_down[:1]), activation="swiglu", slots=64)
+    y = grouped_mlp(
+        x,
+        jnp.array([N], jnp.int32),
+        MLPWeights(w_up[:1], w_down[:1]),
+        activation="swiglu",
+        slots=64,
+    )
     expected = reference.activate(x @ w_up[0], "swiglu") @ w_down[0]
     np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5)
 
@@ -130,21 +158,31 @@ def test_one_group() -> None:
 def test_activations() -> None:
     h = jnp.linspace(-3, 3, 12).reshape(2, 6)
     gate, up = h[:, :3], h[:, 3:]
-    np.testing.assert_allclose(reference.activate(h, "swiglu"), gate / (1 + jnp.exp(-gate)) * up, rtol=1e-5)
+    np.testing.assert_allclose(
+        reference.activate(h, "swiglu"), gate / (1 + jnp.exp(-gate)) * up, rtol=1e-5
+    )
     erf = jax.scipy.special.erf(h / jnp.sqrt(2.0))
-    np.testing.assert_allclose(reference.activate(h, "gelu"), h * (1 + erf) / 2, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        reference.activate(h, "gelu"), h * (1 + erf) / 2, rtol=1e-5, atol=1e-6
+    )
     h = jnp.asarray([[-9.0, 3.0, 9.0, 2.0, -9.0, 9.0, 0.5, -0.5]])
     gate, up = np.array([-9.0, 3.0, 7.0, 2.0]), np.array([-7.0, 7.0, 0.5, -0.5])  # after the clamps
     clamped = reference.activate(h, "clamped_swiglu")[0]
     np.testing.assert_allclose(clamped, gate / (1 + np.exp(-1.702 * gate)) * (up + 1), rtol=1e-5)
 
 
-def test_what_a_kernel_writes_for_the_backward_pass_is_from_the_launch_that_the_forward_pass_reads() -> None:
-    """A scan stacks it: XLA would launch the kernel once more, straight into the stack, but for a barrier."""
+def test_what_a_kernel_writes_for_the_backward_pass_is_from_the_launch_that_the_forward_pass_reads() -> (
+    None
+):
+    """A scan stacks it: XLA would launch the kernel once more, straight into the stack, but for
+    a barrier.
+    """
 
     def forward(x_ND: jax.Array, w_up: jax.Array, w_down: jax.Array, sizes_L: jax.Array) -> Any:
         weights = MLPWeights(w_up, w_down, None, None)
-        return jax.vjp(lambda x, w: mosaic_gpu.grouped_mlp(x, sizes_L, w, activation="swiglu"), x_ND, weights)
+        return jax.vjp(
+            lambda x, w: mosaic_gpu.grouped_mlp(x, sizes_L, w, activation="swiglu"), x_ND, weights
+        )
 
     of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)  # noqa: E731
     shapes = of(256, 128), of(2, 128, 256), of(2, 128, 128), jax.ShapeDtypeStruct((2,), jnp.int32)

@@ -12,7 +12,12 @@ import pytest
 
 from kernels_pallas import implementations
 from kernels_pallas.grouped_matmul import grouped_matmul
-from kernels_pallas.implementations import default_names, first_supported, target_device, tracing_for
+from kernels_pallas.implementations import (
+    default_names,
+    first_supported,
+    target_device,
+    tracing_for,
+)
 from kernels_pallas.token_permute import dispatch
 
 SIZES = jnp.array([3, 5], jnp.int32)
@@ -24,9 +29,16 @@ def test_on_this_cpu() -> None:
 
 @pytest.mark.parametrize(
     ("platform", "capability", "names"),
-    [("gpu", "9.0", ("mosaic_gpu", "xla")), ("gpu", "8.0", ("xla",)), ("gpu", "10.0", ("xla",)), ("tpu", "", ("xla",))],
+    [
+        ("gpu", "9.0", ("mosaic_gpu", "xla")),
+        ("gpu", "8.0", ("xla",)),
+        ("gpu", "10.0", ("xla",)),
+        ("tpu", "", ("xla",)),
+    ],
 )
-def test_by_device(monkeypatch: pytest.MonkeyPatch, platform: str, capability: str, names: Any) -> None:
+def test_by_device(
+    monkeypatch: pytest.MonkeyPatch, platform: str, capability: str, names: Any
+) -> None:
     device = SimpleNamespace(platform=platform, compute_capability=capability)
     monkeypatch.setattr(jax, "devices", lambda: [device])
     assert default_names() == names
@@ -62,21 +74,29 @@ def test_other_errors_are_not_swallowed() -> None:
         first_supported("multiply", (("fast", lambda: 1 // 0), ("plain", lambda: 1)))
 
 
-def test_an_unsupported_case_falls_through(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unsupported_case_falls_through(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """As on a Hopper GPU, for float32, which its tensor cores do not have."""
     monkeypatch.setattr(implementations, "default_names", lambda: ("mosaic_gpu", "xla"))
     with caplog.at_level(logging.WARNING):
         y = grouped_matmul(jnp.ones((8, 64)), jnp.ones((2, 64, 128)), SIZES)
     assert (y == 64).all()
     assert len(caplog.records) == 1
-    assert "grouped_matmul: mosaic_gpu does not support this case (dtypes" in caplog.records[0].message
+    assert (
+        "grouped_matmul: mosaic_gpu does not support this case (dtypes" in caplog.records[0].message
+    )
 
 
 @pytest.mark.parametrize(
     ("x", "w", "why"),
     [
         (jnp.ones((8, 64)), jnp.ones((2, 64, 128)), "dtypes"),
-        (jnp.ones((8, 48), jnp.bfloat16), jnp.ones((2, 48, 128), jnp.bfloat16), "inner dimension 48"),
+        (
+            jnp.ones((8, 48), jnp.bfloat16),
+            jnp.ones((2, 48, 128), jnp.bfloat16),
+            "inner dimension 48",
+        ),
         (jnp.ones((8, 64), jnp.bfloat16), jnp.ones((2, 64, 96), jnp.bfloat16), "96 columns"),
     ],
 )

@@ -1,4 +1,6 @@
-"""Matrix products against numpy in float64: values and gradients, 2-D and batched, float32 and bfloat16."""
+"""Matrix products against numpy in float64: values and gradients, 2-D and batched, float32 and
+bfloat16.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ M, K, N = 24, 40, 16
 dtypes = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 
 
-def rounded(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> tuple[jax.Array, np.ndarray]:
+def rounded(
+    rng: np.random.Generator, shape: tuple[int, ...], dtype: Any
+) -> tuple[jax.Array, np.ndarray]:
     """A random array in `dtype` and the same values in float64."""
     x = jnp.asarray(rng.normal(size=shape), dtype)
     return x, np.asarray(x.astype(jnp.float32), np.float64)
@@ -35,7 +39,8 @@ def test_dot_values(dtype: Any, batch: tuple[int, ...]) -> None:
     bt, bt64 = rounded(rng, (*batch, N, K), dtype)
     plain = jax.jit(dot)(a, b)
     flipped = jax.jit(lambda a, b: dot(a, b, b_transposed=True))(a, bt)
-    assert plain.dtype == flipped.dtype == jnp.float32  # accumulated and returned in float32, also for bfloat16
+    # accumulated and returned in float32, also for bfloat16
+    assert plain.dtype == flipped.dtype == jnp.float32
     assert_close(plain, a64 @ b64, 1e-6)
     assert_close(flipped, a64 @ flip(bt64), 1e-6)
 
@@ -51,7 +56,9 @@ def test_transposed_is_exact(dtype: Any, shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("batch", [(), (4,)])
 def test_bfloat16_products_of_a_transpose(batch: tuple[int, ...]) -> None:
-    """The form of every weight gradient: the transpose and the product in one program, batched too."""
+    """The form of every weight gradient: the transpose and the product in one program, batched
+    too.
+    """
     rng = np.random.default_rng(2)
     x, x64 = rounded(rng, (*batch, M, K), jnp.bfloat16)
     g, g64 = rounded(rng, (*batch, M, N), jnp.bfloat16)
@@ -87,7 +94,9 @@ def test_matmul_in_a_scan_under_remat(dtype: Any) -> None:
     x, x64 = rounded(rng, (M, K), dtype)
 
     def loss(w: jax.Array) -> jax.Array:
-        step = jax.checkpoint(lambda x, w: (matmul(x, w).astype(dtype) * jnp.asarray(0.125, dtype), None))
+        step = jax.checkpoint(
+            lambda x, w: (matmul(x, w).astype(dtype) * jnp.asarray(0.125, dtype), None)
+        )
         return jax.lax.scan(step, x, w)[0].astype(jnp.float32).sum()
 
     dw = jax.jit(jax.grad(loss))(w)

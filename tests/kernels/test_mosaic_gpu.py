@@ -1,9 +1,11 @@
-"""The Hopper kernels on CPU, in Pallas' interpreter, against the references: values and every gradient.
+"""The Hopper kernels on CPU, in Pallas' interpreter, against the references: values and every
+gradient.
 
-Legend: N rows sorted by group, D inner, F outer dimension, E groups, T tokens, K choices a token, M rows.
+Legend: N rows sorted by group, D inner, F outer dimension, E groups, T tokens, K choices a token, M
+rows.
 
-The interpreter runs every warpgroup as a thread of its own, with shared memory, barriers and copies; where it can it
-also looks for races between them. Shapes are small: one case takes seconds.
+The interpreter runs every warpgroup as a thread of its own, with shared memory, barriers and
+copies; where it can it also looks for races between them. Shapes are small: one case takes seconds.
 """
 
 from __future__ import annotations
@@ -36,16 +38,23 @@ except ImportError:  # jax 0.10
 
 old_interpreter = jax.__version_info__ < (0, 12)
 needs_new_interpreter = pytest.mark.skipif(
-    old_interpreter, reason="this JAX's interpreter can neither transpose a wgmma operand nor cast a layout"
+    old_interpreter,
+    reason="this JAX's interpreter can neither transpose a wgmma operand nor cast a layout",
 )
-needs_quick_interpreter = pytest.mark.skipif(old_interpreter, reason="this JAX's interpreter is several times slower")
+needs_quick_interpreter = pytest.mark.skipif(
+    old_interpreter, reason="this JAX's interpreter is several times slower"
+)
 INTERPRET = {"num_sms": 2, "interpret": InterpretGPUParams(detect_races=not old_interpreter)}
 LAUNCH = gm_mosaic.Launch(**INTERPRET)
 MATMUL = gm.Implementation(
-    partial(gm_mosaic.grouped_matmul, launch=LAUNCH), partial(gm_mosaic.weight_gradient, launch=LAUNCH)
+    partial(gm_mosaic.grouped_matmul, launch=LAUNCH),
+    partial(gm_mosaic.weight_gradient, launch=LAUNCH),
 )
-PERMUTE = tp.Implementation(partial(tp_mosaic.gather_rows, **INTERPRET), partial(tp_mosaic.gather_sum, **INTERPRET))
-# groups that neither begin nor end on a tile, an empty one, rows beyond: one of the tiles has two groups' rows
+PERMUTE = tp.Implementation(
+    partial(tp_mosaic.gather_rows, **INTERPRET), partial(tp_mosaic.gather_sum, **INTERPRET)
+)
+# groups that neither begin nor end on a tile, an empty one, rows beyond: one of the tiles has two
+# groups' rows
 SIZES, NUM_ROWS = (70, 0, 17), 90
 INSIDE = sum(SIZES)
 
@@ -74,17 +83,22 @@ def test_grouped_matmul(sizes: tuple[int, ...], n: int, columns: int) -> None:
 @needs_quick_interpreter
 @pytest.mark.parametrize(("columns", "transpose_rhs"), [(256, False), (128, True)])
 def test_rows_by_index(columns: int, transpose_rhs: bool) -> None:
-    """Tokens that are not dispatched: values and both gradients; an empty row, and rows beyond the groups."""
+    """Tokens that are not dispatched: values and both gradients; an empty row, and rows beyond
+    the groups.
+    """
     num_tokens, d = NUM_ROWS // 2, 128
     src, slot = permutation(num_tokens, 2)
     inside = jnp.arange(NUM_ROWS) < INSIDE
     rows = tp.RowMap(jnp.where(inside, src, num_tokens), jnp.where(slot < INSIDE, slot, NUM_ROWS))
     full, sizes = rows.src_M < num_tokens, jnp.asarray(SIZES, jnp.int32)
-    x, w = normal(0, (num_tokens, d)), normal(1, (3, columns, d) if transpose_rhs else (3, d, columns))
+    x = normal(0, (num_tokens, d))
+    w = normal(1, (3, columns, d) if transpose_rhs else (3, d, columns))
     dy = jnp.where(full[:, None], normal(2, (NUM_ROWS, columns)), 0)
 
     def both(implementation: Any) -> Any:
-        f = partial(gm.grouped_matmul, rows=rows, transpose_rhs=transpose_rhs, implementation=implementation)
+        f = partial(
+            gm.grouped_matmul, rows=rows, transpose_rhs=transpose_rhs, implementation=implementation
+        )
         y, vjp = jax.vjp(lambda x, w: f(x, w, sizes), x, w)
         return y[full], *vjp(dy)
 
@@ -102,7 +116,9 @@ def test_gradients() -> None:
     dx = MATMUL.grouped_matmul(dy, w, sizes, transpose_rhs=True)
     dw = MATMUL.weight_gradient(x, dy, sizes)
     clean = lambda a: a.at[INSIDE:].set(0)  # noqa: E731
-    assert_close(dx[:INSIDE], gm_reference.grouped_matmul(dy, w, sizes, transpose_rhs=True)[:INSIDE], 1e-2)
+    assert_close(
+        dx[:INSIDE], gm_reference.grouped_matmul(dy, w, sizes, transpose_rhs=True)[:INSIDE], 1e-2
+    )
     assert_close(dw, gm_reference.weight_gradient(clean(x), clean(dy), sizes), 1e-2)
 
 
@@ -114,7 +130,9 @@ def test_weight_gradient_of_no_rows() -> None:
 
 
 @needs_new_interpreter
-@pytest.mark.parametrize(("dtype", "transpose_rhs"), [("int8", False), ("float8_e4m3fn", False), ("int8", True)])
+@pytest.mark.parametrize(
+    ("dtype", "transpose_rhs"), [("int8", False), ("float8_e4m3fn", False), ("int8", True)]
+)
 def test_quantized(dtype: str, transpose_rhs: bool) -> None:
     x, sizes = normal(0, (NUM_ROWS, 128)), jnp.asarray(SIZES, jnp.int32)
     w, scale = gm.quantize(normal(1, (3, 128, 128)), dtype)
@@ -127,8 +145,12 @@ def test_quantized(dtype: str, transpose_rhs: bool) -> None:
 @needs_new_interpreter
 @pytest.mark.parametrize("kind", sorted(FORMATS))
 def test_compressed(kind: str) -> None:
-    """Weights of slots, compressed in blocks: steps of several blocks and blocks of several steps."""
-    form, sizes, slot_E = FORMATS[kind], jnp.asarray(SIZES, jnp.int32), jnp.asarray([2, 0, 1], jnp.int32)
+    """Weights of slots, compressed in blocks: steps of several blocks and blocks of several
+    steps.
+    """
+    form = FORMATS[kind]
+    sizes = jnp.asarray(SIZES, jnp.int32)
+    slot_E = jnp.asarray([2, 0, 1], jnp.int32)
     kept = [compress(np.asarray(normal(m, (256, 128), jnp.float32)), form) for m in range(3)]
     values, scales = (jnp.asarray(np.stack(part)) for part in zip(*kept, strict=True))
     x = normal(9, (NUM_ROWS, 256))
@@ -156,7 +178,9 @@ def test_experts_out_of_slots(kind: str | None, monkeypatch: pytest.MonkeyPatch)
     idx = np.random.default_rng(0).integers(0, 2, (tokens, 2)) * 2  # nobody chooses expert 1
     idx[1] = experts  # padding
     weights = jnp.asarray(np.random.default_rng(1).uniform(size=(tokens, 2)), jnp.float32)
-    routed = ExpertInputs(normal(7, (tokens, d)), jnp.asarray(idx, jnp.int32), weights, jnp.ones((tokens, d)))
+    routed = ExpertInputs(
+        normal(7, (tokens, d)), jnp.asarray(idx, jnp.int32), weights, jnp.ones((tokens, d))
+    )
     table = jnp.asarray([3, 0, 1], jnp.int32)
     in_interpreter = partial(mlp_mosaic.grouped_mlp_in_slots, matmul=MATMUL)
     monkeypatch.setattr(mlp_mosaic, "grouped_mlp_in_slots", in_interpreter)
@@ -179,13 +203,19 @@ def in_float32(operands: tuple[Any, ...]) -> list[Any]:
 
 
 @needs_new_interpreter
-@pytest.mark.parametrize(("activation", "bias"), [("swiglu", False), ("clamped_swiglu", True), ("gelu", True)])
-def test_activation_as_epilogue(activation: str, bias: bool, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("activation", "bias"), [("swiglu", False), ("clamped_swiglu", True), ("gelu", True)]
+)
+def test_activation_as_epilogue(
+    activation: str, bias: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     """Without gradients: two kernels and nothing between them. The oracle in float32."""
     operands, sizes = mlp_operands(activation, bias), jnp.asarray(SIZES, jnp.int32)
     x, *weights = operands
     with caplog.at_level(logging.WARNING):
-        ours = mlp_mosaic.grouped_mlp(x, sizes, MLPWeights(*weights), activation=activation, matmul=MATMUL)
+        ours = mlp_mosaic.grouped_mlp(
+            x, sizes, MLPWeights(*weights), activation=activation, matmul=MATMUL
+        )
     assert not caplog.records  # the fused form was taken
     x, *weights = in_float32(operands)
     expected = mlp_reference.grouped_mlp(x, sizes, MLPWeights(*weights), activation=activation)
@@ -195,7 +225,9 @@ def test_activation_as_epilogue(activation: str, bias: bool, caplog: pytest.LogC
 def test_gelu() -> None:
     """Within 1e-6 of the exact one, far out too."""
     x = jnp.linspace(-12, 12, 4001)
-    np.testing.assert_allclose(mlp_mosaic.gelu(x), jax.nn.gelu(x, approximate=False), rtol=0, atol=1e-6)
+    np.testing.assert_allclose(
+        mlp_mosaic.gelu(x), jax.nn.gelu(x, approximate=False), rtol=0, atol=1e-6
+    )
 
 
 @needs_new_interpreter
@@ -204,11 +236,17 @@ def test_gelu() -> None:
 def test_grouped_mlp_gradients(activation: str) -> None:
     """With biases; the oracle in float32."""
     operands, sizes = mlp_operands(activation, bias=True), jnp.asarray(SIZES, jnp.int32)
-    operands = (normal(0, (NUM_ROWS, 128)), normal(1, (3, 128, operands[1].shape[2])) * 0.3, *operands[2:])
+    operands = (
+        normal(0, (NUM_ROWS, 128)),
+        normal(1, (3, 128, operands[1].shape[2])) * 0.3,
+        *operands[2:],
+    )
     dy = normal(9, (NUM_ROWS, 128)).at[INSIDE:].set(0)
 
     def ours(x: jax.Array, *weights: Any) -> jax.Array:
-        return mlp_mosaic.grouped_mlp(x, sizes, MLPWeights(*weights), activation=activation, matmul=MATMUL)
+        return mlp_mosaic.grouped_mlp(
+            x, sizes, MLPWeights(*weights), activation=activation, matmul=MATMUL
+        )
 
     def expected(x: jax.Array, *weights: Any) -> jax.Array:
         return mlp_reference.grouped_mlp(x, sizes, MLPWeights(*weights), activation=activation)
@@ -231,7 +269,9 @@ def permutation(t: int, k: int) -> tuple[jax.Array, jax.Array]:
     return jnp.asarray(src), jnp.asarray(slot.reshape(t, k))
 
 
-@pytest.mark.parametrize(("t", "k", "d", "dtype"), [(4, 2, 256, jnp.bfloat16), (1, 4, 128, jnp.float32)])
+@pytest.mark.parametrize(
+    ("t", "k", "d", "dtype"), [(4, 2, 256, jnp.bfloat16), (1, 4, 128, jnp.float32)]
+)
 def test_permutations(t: int, k: int, d: int, dtype: Any) -> None:
     """Dispatch, combine and their gradients, against the XLA ones; what no row holds may be NaN."""
     src, slot = permutation(t, k)
@@ -241,8 +281,12 @@ def test_permutations(t: int, k: int, d: int, dtype: Any) -> None:
     g_MD, g_TD = normal(3, (t * k, d), dtype).at[3].set(jnp.nan), normal(4, (t, d), jnp.float32)
 
     def both(implementation: Any) -> Any:
-        rows, rows_vjp = jax.vjp(lambda x: tp.dispatch(x, src, slot, implementation=implementation), x)
-        out, out_vjp = jax.vjp(lambda y, w: tp.combine(y, w, src, slot, implementation=implementation), y, weights)
+        rows, rows_vjp = jax.vjp(
+            lambda x: tp.dispatch(x, src, slot, implementation=implementation), x
+        )
+        out, out_vjp = jax.vjp(
+            lambda y, w: tp.combine(y, w, src, slot, implementation=implementation), y, weights
+        )
         dy, dw = out_vjp(g_TD)
         sums = tp.sum_rows(y, src, slot, implementation=implementation)
         return rows[full], rows_vjp(g_MD)[0], out, dy[full], dw, sums

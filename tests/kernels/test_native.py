@@ -1,4 +1,6 @@
-"""Native operations against numpy in float64 and against the XLA forms they stand for; and how they are built."""
+"""Native operations against numpy in float64 and against the XLA forms they stand for; and how
+they are built.
+"""
 
 import itertools
 import os
@@ -41,7 +43,9 @@ def library() -> Path:
         pytest.skip(f"no native operations here: {error}")
 
 
-def drawn(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> tuple[jax.Array, np.ndarray]:
+def drawn(
+    rng: np.random.Generator, shape: tuple[int, ...], dtype: Any
+) -> tuple[jax.Array, np.ndarray]:
     """A random array in `dtype` and the same values in float64."""
     x = jnp.asarray(rng.normal(size=shape), dtype)
     return x, np.asarray(x.astype(jnp.float32), np.float64)
@@ -59,7 +63,8 @@ def close(got: jax.Array, want: np.ndarray, inner: int) -> None:
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 13, 32])
 def test_products_of_few_rows(rows: int, transposed: bool, dtype: Any) -> None:
-    """Columns that fill registers, a part of them, and a few more; wide enough for several tasks, or very wide.
+    """Columns that fill registers, a part of them, and a few more; wide enough for several tasks,
+    or very wide.
 
     130 inputs make slices of 64, 64, 2 and none.
     """
@@ -67,13 +72,19 @@ def test_products_of_few_rows(rows: int, transposed: bool, dtype: Any) -> None:
     for inner, columns in ((40, 7), (33, 64 + 16 + 3), (512, 1500), (130, 600), (70, 2500)):
         x, x64 = drawn(rng, (rows, inner), dtype)
         w, w64 = drawn(rng, (columns, inner) if transposed else (inner, columns), dtype)
-        close(native.few_row_matmul(x, w, transposed=transposed), x64 @ (w64.T if transposed else w64), inner)
+        close(
+            native.few_row_matmul(x, w, transposed=transposed),
+            x64 @ (w64.T if transposed else w64),
+            inner,
+        )
 
 
 def test_a_row_does_not_depend_on_the_others() -> None:
     """Bit for bit, whatever the number of rows."""
     rng = np.random.default_rng(0)
-    for dtype, (inner, columns) in itertools.product((jnp.float32, jnp.bfloat16), ((200, 700), (130, 2500))):
+    for dtype, (inner, columns) in itertools.product(
+        (jnp.float32, jnp.bfloat16), ((200, 700), (130, 2500))
+    ):
         x, w = drawn(rng, (32, inner), dtype)[0], drawn(rng, (inner, columns), dtype)[0]
         alone = np.concatenate([native.few_row_matmul(x[t : t + 1], w) for t in range(32)])
         for rows in (2, 3, 4, 7, 8, 32):
@@ -91,7 +102,9 @@ def test_the_weights_may_have_another_dtype(inner: int, dtype: Any) -> None:
 
 def test_other_dtypes_are_refused() -> None:
     with pytest.raises(jax.errors.JaxRuntimeError, match="must be float32 or bfloat16"):
-        native.few_row_matmul(jnp.ones((2, 4), jnp.int32), jnp.ones((4, 4), jnp.int32)).block_until_ready()
+        native.few_row_matmul(
+            jnp.ones((2, 4), jnp.int32), jnp.ones((4, 4), jnp.int32)
+        ).block_until_ready()
 
 
 def test_dot_takes_them_in_their_scope_alone() -> None:
@@ -103,7 +116,9 @@ def test_dot_takes_them_in_their_scope_alone() -> None:
         return jax.jit(f).lower(jnp.ones((rows, 8)), jnp.ones((8, 8))).as_text()
 
     assert "jmoe_matmul" in programs(3, 3) and "jmoe_matmul" in programs(3, native.MAX_ROWS)
-    assert "jmoe_matmul" not in programs(3, 0) and "jmoe_matmul" not in programs(3, native.MAX_ROWS + 1)
+    assert "jmoe_matmul" not in programs(3, 0) and "jmoe_matmul" not in programs(
+        3, native.MAX_ROWS + 1
+    )
     assert not native.takes_native()
 
 
@@ -134,14 +149,23 @@ def test_top_k_breaks_ties_as_the_other_form() -> None:
 
 
 @dtypes
-@pytest.mark.parametrize("tokens", [1, 3, 90])  # the last: in blocks, where bfloat16 is multiplied in pairs
+# the last: in blocks, where bfloat16 is multiplied in pairs
+@pytest.mark.parametrize("tokens", [1, 3, 90])
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("window", [None, 5])
-def test_attention_writes_the_cache_and_reads_it(dtype: Any, tokens: int, sinks: bool, window: int | None) -> None:
-    """Rows out of order, one of padding, keys and values of other sizes; a NaN behind the last position stays there."""
+def test_attention_writes_the_cache_and_reads_it(
+    dtype: Any, tokens: int, sinks: bool, window: int | None
+) -> None:
+    """Rows out of order, one of padding, keys and values of other sizes; a NaN behind the last
+    position stays there.
+    """
     rng = np.random.default_rng(0)
     b, g, h, d, e, s = 4, 2, 6, 24, 16, 128
-    stored = (lambda x: jax.lax.bitcast_convert_type(x, jnp.uint16)) if dtype == jnp.bfloat16 else (lambda x: x)
+    stored = (
+        (lambda x: jax.lax.bitcast_convert_type(x, jnp.uint16))
+        if dtype == jnp.bfloat16
+        else (lambda x: x)
+    )
     k_cache, v_cache = (rng.normal(size=(b, g, s, n)) for n in (d, e))
     k_cache[:, :, 60:], v_cache[:, :, 60:] = np.nan, np.nan
     cache = KVCache(stored(jnp.asarray(k_cache, dtype)), stored(jnp.asarray(v_cache, dtype)))
@@ -156,14 +180,17 @@ def test_attention_writes_the_cache_and_reads_it(dtype: Any, tokens: int, sinks:
     }
     written = write(cache, rows, positions, k, v)
     want = attend(q, written, rows, positions, **options)
-    got, *caches = jax.jit(lambda *caches: native.cached_attention((q, k, v), caches, rows, positions, **options))(
-        cache.k_BGSd, cache.v_BGSe
-    )
+    got, *caches = jax.jit(
+        lambda *caches: native.cached_attention((q, k, v), caches, rows, positions, **options)
+    )(cache.k_BGSd, cache.v_BGSe)
     real = np.asarray(positions < s)[..., None, None]
     tolerance = 2e-6 if dtype == jnp.float32 else 2e-2
     assert_close(jnp.where(real, got, 0), jnp.where(real, want, 0), tolerance)
     assert not np.asarray(got.astype(jnp.float32))[np.asarray(positions == s)].any()
-    assert [np.array_equal(a, b, equal_nan=a.dtype != np.uint16) for a, b in zip(caches, jax.tree.leaves(written))] == [
+    assert [
+        np.array_equal(a, b, equal_nan=a.dtype != np.uint16)
+        for a, b in zip(caches, jax.tree.leaves(written))
+    ] == [
         True,
         True,
     ]
@@ -173,9 +200,15 @@ def test_attention_writes_the_cache_and_reads_it(dtype: Any, tokens: int, sinks:
 
 
 def slots_of(
-    dtype: Any, activation: str, biases: Any, sizes: tuple[int, int, int], kind: Format | None = None
+    dtype: Any,
+    activation: str,
+    biases: Any,
+    sizes: tuple[int, int, int],
+    kind: Format | None = None,
 ) -> tuple[list[HostSlots], np.ndarray]:
-    """The same random experts in slots with and without native operations, and the table of their slots."""
+    """The same random experts in slots with and without native operations, and the table of
+    their slots.
+    """
     rng = np.random.default_rng(1)
     d, f, experts = sizes
     bits = lambda kind: np.dtype(np.uint16) if kind == jnp.bfloat16 else np.dtype(np.float32)  # noqa: E731
@@ -195,7 +228,9 @@ def slots_of(
                 record[name], record[name + SCALES] = compress(values, kind)
             elif name in fields:
                 stored = fields[name][1]
-                record[name] = values.astype(jnp.bfloat16 if stored == np.uint16 else np.float32).view(stored)
+                record[name] = values.astype(
+                    jnp.bfloat16 if stored == np.uint16 else np.float32
+                ).view(stored)
         for slots in both:
             slots.write(slot, record)
     return both, table_E
@@ -210,16 +245,23 @@ def test_compressed_experts_in_slots(dtype: Any, kind: Format) -> None:
         for tokens in (1, 9):
             rng = np.random.default_rng(tokens)
             idx = np.stack([rng.permutation(3)[:2] for _ in range(tokens)]).astype(np.int32)
-            h, weights = drawn(rng, (tokens, sizes[0]), dtype)[0], jnp.asarray(rng.random((tokens, 2)), jnp.float32)
+            h = drawn(rng, (tokens, sizes[0]), dtype)[0]
+            weights = jnp.asarray(rng.random((tokens, 2)), jnp.float32)
             got, want = (
-                slots.mlp(ExpertInputs(h, jnp.asarray(idx), weights, jnp.zeros((tokens, sizes[0]))), table_E, "swiglu")
+                slots.mlp(
+                    ExpertInputs(h, jnp.asarray(idx), weights, jnp.zeros((tokens, sizes[0]))),
+                    table_E,
+                    "swiglu",
+                )
                 for slots in (fast, plain)
             )
             assert_close(got, want, 3e-6 if dtype == jnp.float32 else 2e-2)
 
 
 def test_all_values_of_8_bits() -> None:
-    """Every float of 8 bits that is a number, the tiny ones and both zeros too, as widened by XLA."""
+    """Every float of 8 bits that is a number, the tiny ones and both zeros too, as widened by
+    XLA.
+    """
     d, f, kind = 256, 128, FORMATS["fp8"]
     fields = {
         n: field
@@ -228,7 +270,11 @@ def test_all_values_of_8_bits() -> None:
     }
     codes = np.asarray([code for code in range(256) if code & 127 != 127], np.uint8)
     record = {
-        name: np.full(shape, 0.01, stored) if name.endswith(SCALES) else np.resize(codes, shape).view(stored)
+        name: (
+            np.full(shape, 0.01, stored)
+            if name.endswith(SCALES)
+            else np.resize(codes, shape).view(stored)
+        )
         for name, (shape, stored) in fields.items()
     }
     both = [HostSlots(1, fields, native=is_native) for is_native in (True, False)]
@@ -247,39 +293,56 @@ def test_all_values_of_8_bits() -> None:
     [("swiglu", None), ("swiglu", jnp.bfloat16), ("gelu", jnp.float32), ("clamped_swiglu", None)],
 )
 def test_experts_in_slots(dtype: Any, activation: str, biases: Any) -> None:
-    """As XLA computes them, for one token and many, with choices of nobody, and sizes beside registers."""
+    """As XLA computes them, for one token and many, with choices of nobody, and sizes beside
+    registers.
+    """
     for sizes in ((24, 17, 5), (256, 300, 3)):  # the larger ones are shared out by slices
         (fast, plain), table_E = slots_of(dtype, activation, biases, sizes)
         d, _, experts = sizes
         for tokens in (1, 9):
             rng = np.random.default_rng(tokens)
-            idx = np.stack([rng.permutation(experts + 1)[:2] for _ in range(tokens)]).astype(np.int32)
-            h, weights = drawn(rng, (tokens, d), dtype)[0], jnp.asarray(rng.random((tokens, 2)), jnp.float32)
+            idx = np.stack([rng.permutation(experts + 1)[:2] for _ in range(tokens)]).astype(
+                np.int32
+            )
+            h = drawn(rng, (tokens, d), dtype)[0]
+            weights = jnp.asarray(rng.random((tokens, 2)), jnp.float32)
             y = rng.normal(size=(tokens, d)).astype(np.float32)
             got, want = (
-                slots.mlp(ExpertInputs(h, jnp.asarray(idx), weights, jnp.asarray(y)), table_E, activation)
+                slots.mlp(
+                    ExpertInputs(h, jnp.asarray(idx), weights, jnp.asarray(y)), table_E, activation
+                )
                 for slots in (fast, plain)
             )
             assert_close(got, want, 3e-6 if dtype == jnp.float32 else 2e-2)
 
 
 @pytest.mark.parametrize("kind", [*FORMATS.values(), None], ids=[*FORMATS, "bfloat16"])
-@pytest.mark.parametrize(("activation", "biases"), [("swiglu", None), ("clamped_swiglu", jnp.float32), ("gelu", None)])
+@pytest.mark.parametrize(
+    ("activation", "biases"), [("swiglu", None), ("clamped_swiglu", jnp.float32), ("gelu", None)]
+)
 def test_experts_of_many_tokens(kind: Format | None, activation: str, biases: Any) -> None:
-    """As XLA computes them: strips that are not full, matrices widened in parts, more rows than a task takes."""
-    sizes = [((96, 96, 3), 40), ((1088, 32, 3), 33), ((32, 96, 3), 300)] + [((80, 48, 3), 40)] * (kind is None)
+    """As XLA computes them: strips that are not full, matrices widened in parts, more rows than
+    a task takes.
+    """
+    sizes = [((96, 96, 3), 40), ((1088, 32, 3), 33), ((32, 96, 3), 300)] + [((80, 48, 3), 40)] * (
+        kind is None
+    )
     for (d, f, experts), tokens in sizes:
         (fast, plain), table_E = slots_of(jnp.bfloat16, activation, biases, (d, f, experts), kind)
         assert fast.native is not None
         assert fast.native.multiplies(tokens, d, jnp.bfloat16) == native.multiplies_many_rows()
         rng = np.random.default_rng(tokens)
         idx = np.stack([rng.permutation(experts + 1)[:2] for _ in range(tokens)]).astype(np.int32)
-        idx[:, 0] = np.where(rng.random(tokens) < 0.95, 0, experts)  # most tokens choose one expert, some none
+        # most tokens choose one expert, some none
+        idx[:, 0] = np.where(rng.random(tokens) < 0.95, 0, experts)
         idx[:, 1] = np.where(idx[:, 1] == 0, 1, idx[:, 1])
-        h, weights = drawn(rng, (tokens, d), jnp.bfloat16)[0], jnp.asarray(rng.random((tokens, 2)), jnp.float32)
+        h = drawn(rng, (tokens, d), jnp.bfloat16)[0]
+        weights = jnp.asarray(rng.random((tokens, 2)), jnp.float32)
         y = rng.normal(size=(tokens, d)).astype(np.float32)
         got, want = (
-            slots.mlp(ExpertInputs(h, jnp.asarray(idx), weights, jnp.asarray(y)), table_E, activation)
+            slots.mlp(
+                ExpertInputs(h, jnp.asarray(idx), weights, jnp.asarray(y)), table_E, activation
+            )
             for slots in (fast, plain)
         )
         assert_close(got, want, 2e-2)
@@ -287,21 +350,30 @@ def test_experts_of_many_tokens(kind: Format | None, activation: str, biases: An
 
 @pytest.mark.parametrize("kind", [*FORMATS.values(), None], ids=[*FORMATS, "bfloat16"])
 def test_a_token_does_not_depend_on_the_others(kind: Format | None) -> None:
-    """Bit for bit: neither on tokens at the same experts nor on how many experts are in use, be they few or many."""
+    """Bit for bit: neither on tokens at the same experts nor on how many experts are in use, be
+    they few or many.
+    """
     (slots, _), table_E = slots_of(jnp.bfloat16, "swiglu", None, (256, 288, 6), kind)
     rng = np.random.default_rng(0)
     idx = np.stack([rng.permutation(6)[:3] for _ in range(90)]).astype(np.int32)
-    h, weights = drawn(rng, (90, 256), jnp.bfloat16)[0], jnp.asarray(rng.random((90, 3)), jnp.float32)
+    h = drawn(rng, (90, 256), jnp.bfloat16)[0]
+    weights = jnp.asarray(rng.random((90, 3)), jnp.float32)
 
     def run(some: slice) -> np.ndarray:
         y = jnp.zeros((h[some].shape[0], 256))
-        return np.asarray(slots.mlp(ExpertInputs(h[some], jnp.asarray(idx[some]), weights[some], y), table_E, "swiglu"))
+        return np.asarray(
+            slots.mlp(
+                ExpertInputs(h[some], jnp.asarray(idx[some]), weights[some], y), table_E, "swiglu"
+            )
+        )
 
     alone = np.concatenate([run(slice(t, t + 1)) for t in range(20)])
     assert np.array_equal(run(slice(0, 20)), alone) and np.array_equal(run(slice(3, 9)), alone[3:9])
     if native.multiplies_many_rows():
         together = run(slice(0, 90))
-        assert np.array_equal(run(slice(0, 33)), together[:33]) and np.array_equal(run(slice(37, 77)), together[37:77])
+        assert np.array_equal(run(slice(0, 33)), together[:33]) and np.array_equal(
+            run(slice(37, 77)), together[37:77]
+        )
 
 
 def test_many_threads_may_call_at_once() -> None:
@@ -319,7 +391,9 @@ def test_many_threads_may_call_at_once() -> None:
 
 
 class Host:
-    """A table of two layers of four experts, and what was asked of its host; `bring` gives slots to what lacks them."""
+    """A table of two layers of four experts, and what was asked of its host; `bring` gives slots
+    to what lacks them.
+    """
 
     def __init__(self, wait_limit_s: float = 60.0) -> None:
         self.slot_of = np.full(8, -1, np.int32)
@@ -345,7 +419,8 @@ class Host:
         def program(chosen: list[jax.Array], where: jax.Array) -> list[jax.Array]:
             tables: list[jax.Array] = []
             for layer, idx_TK in enumerate(chosen):
-                after = idx_TK if not tables else idx_TK + 0 * tables[-1][0]  # a layer's choice hangs on the one before
+                # a layer's choice hangs on the one before
+                after = idx_TK if not tables else idx_TK + 0 * tables[-1][0]
                 tables.append(native.find_slots(after, where, layer, 4))
             return tables
 
@@ -378,7 +453,9 @@ def test_experts_that_cannot_be_brought(host: Host) -> None:
     host.slot_of[0] = 1
     host.error = OSError("the disk is gone")
     for _ in range(2):
-        with pytest.raises(jax.errors.JaxRuntimeError, match="find_slots: experts could not be brought"):
+        with pytest.raises(
+            jax.errors.JaxRuntimeError, match="find_slots: experts could not be brought"
+        ):
             host.find([[0, 1]])
     assert host.asked == [(0, [0, 1])] and host.find([[0]]) == [[1, 0, 0, 0]]
 
@@ -400,7 +477,8 @@ def test_closing_ends_a_program_that_waits(host: Host) -> None:
         waiting = threads.submit(host.find, [[1]])
         while not host.asked:
             time.sleep(0.001)
-        closing = threading.Thread(target=host.finder.close)  # waits for its thread, which is to answer
+        # waits for its thread, which is to answer
+        closing = threading.Thread(target=host.finder.close)
         closing.start()
         with pytest.raises(jax.errors.JaxRuntimeError, match="the experts' places are closed"):
             waiting.result(60)
@@ -420,7 +498,9 @@ def test_layers_that_are_not_there(host: Host) -> None:
 def run_module(cache: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     variables = {**os.environ, "XDG_CACHE_HOME": str(cache), "PYTHONPATH": str(ROOT), **environment}
     command = [sys.executable, "-m", "kernels_pallas.native"]
-    return subprocess.run(command, env=variables, capture_output=True, text=True, check=False, timeout=300)
+    return subprocess.run(
+        command, env=variables, capture_output=True, text=True, check=False, timeout=300
+    )
 
 
 def fast_compiler(folder: Path) -> Path:
@@ -433,14 +513,23 @@ def fast_compiler(folder: Path) -> Path:
 
 @pytest.mark.slow
 def test_without_a_home_folder_it_is_built_for_the_process(tmp_path: Path) -> None:
-    load = "from kernels_pallas.native import load, multiplies_many_rows as ask; print(load()); ask()"
-    environment = {"CXX": str(fast_compiler(tmp_path)), "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    load = (
+        "from kernels_pallas.native import load, multiplies_many_rows as ask; print(load()); ask()"
+    )
+    environment = {
+        "CXX": str(fast_compiler(tmp_path)),
+        "PYTHONPATH": str(ROOT),
+        "TMPDIR": str(tmp_path),
+    }
     done = without_home(["-c", load], environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"{tmp_path}/jmoe-native-")
     assert not list(tmp_path.glob("jmoe-native-*"))
     done = without_home(["-m", "kernels_pallas.native"], environment)
-    assert done.returncode == 1 and "there is no home folder: set HOME or XDG_CACHE_HOME" in done.stderr
+    assert (
+        done.returncode == 1
+        and "there is no home folder: set HOME or XDG_CACHE_HOME" in done.stderr
+    )
 
 
 @pytest.mark.slow
@@ -453,13 +542,17 @@ def test_it_is_built_once(tmp_path: Path) -> None:
     (made,) = (tmp_path / "jmoe" / "native").glob("*.so")
     assert [d.stdout.strip() for d in done] == [str(made)] * 2
     before = made.stat().st_mtime_ns
-    assert run_module(tmp_path, CXX=str(fast)).stdout.strip() == str(made) and made.stat().st_mtime_ns == before
+    assert (
+        run_module(tmp_path, CXX=str(fast)).stdout.strip() == str(made)
+        and made.stat().st_mtime_ns == before
+    )
 
 
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda content: content[: len(content) // 2],  # whoever maps it dies at the first page that is missing
+        # whoever maps it dies at the first page that is missing
+        lambda content: content[: len(content) // 2],
         lambda content: b"",
         lambda content: bytes(len(content)),
         lambda content: content[:60_000] + bytes([content[60_000] ^ 1]) + content[60_001:],
@@ -478,11 +571,15 @@ def test_a_damaged_library_is_built_again(
     assert native.is_built()
     kept.write_bytes(damage(whole.read_bytes()))
     assert not native.is_built()
-    monkeypatch.setattr("kernels_pallas.native.library._compile", lambda _, path: shutil.copyfile(whole, path))
+    monkeypatch.setattr(
+        "kernels_pallas.native.library._compile", lambda _, path: shutil.copyfile(whole, path)
+    )
     assert build() == kept and kept.read_bytes() == whole.read_bytes() and native.is_built()
 
 
-def build_in_background(monkeypatch: pytest.MonkeyPatch, cache: Path, compiler: Path) -> subprocess.Popen[str]:
+def build_in_background(
+    monkeypatch: pytest.MonkeyPatch, cache: Path, compiler: Path
+) -> subprocess.Popen[str]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setattr("kernels_pallas.native.library._building", building := [])
@@ -507,8 +604,8 @@ def test_it_is_built_in_the_background(
     """By one process, which others need not wait for; the log says when the library is there."""
     compiler = tmp_path / "c++"  # makes an empty file of what it is asked for, once it may
     compiler.write_text(
-        f'#!/bin/sh\n[ "$1" = --version ] && exit 0\nwhile [ ! -e {tmp_path}/may-go-on ]; do sleep 0.05; done\n'
-        'while [ "$1" != -o ]; do shift; done\n: > "$2"\n'
+        f'#!/bin/sh\n[ "$1" = --version ] && exit 0\nwhile [ ! -e {tmp_path}/may-go-on ]; do sleep'
+        ' 0.05; done\nwhile [ "$1" != -o ]; do shift; done\n: > "$2"\n'
     )
     compiler.chmod(0o755)
     process = build_in_background(monkeypatch, tmp_path, compiler)
@@ -516,7 +613,9 @@ def test_it_is_built_in_the_background(
     with caplog.at_level("INFO"):
         (tmp_path / "may-go-on").touch()
         wait_for_background()
-    assert native.is_built() and caplog.messages == ["the native operations are built: the next start takes them"]
+    assert native.is_built() and caplog.messages == [
+        "the native operations are built: the next start takes them"
+    ]
 
 
 def test_a_build_in_the_background_that_fails_is_logged(
@@ -529,17 +628,27 @@ def test_a_build_in_the_background_that_fails_is_logged(
     build_in_background(monkeypatch, tmp_path, bad)
     wait_for_background()
     (said,) = caplog.messages
-    assert said.startswith("no native operations at the next start") and said.endswith("no space left"), said
+    assert said.startswith("no native operations at the next start") and said.endswith(
+        "no space left"
+    ), said
 
 
-def test_what_a_killed_build_has_left_is_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_a_killed_build_has_left_is_removed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Each would leave megabytes: its process is gone with the code that would remove them."""
     folder, started = tmp_path / "jmoe" / "native", tmp_path / "started"
     slow = tmp_path / "slow-compiler"
     slow.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exit 0\n: > {started}\nsleep 1\nexit 1\n')
     slow.chmod(0o755)
-    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "CXX": str(slow), "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen([sys.executable, "-m", "kernels_pallas.native"], env=environment) as process:
+    environment = os.environ | {
+        "XDG_CACHE_HOME": str(tmp_path),
+        "CXX": str(slow),
+        "PYTHONPATH": str(ROOT),
+    }
+    with subprocess.Popen(
+        [sys.executable, "-m", "kernels_pallas.native"], env=environment
+    ) as process:
         while not started.exists():
             time.sleep(0.05)
         process.kill()
@@ -563,7 +672,9 @@ def test_why_it_cannot_be_built(tmp_path: Path) -> None:
     ]
     for run, words in cases:
         done = run()
-        assert done.returncode == 1 and words in done.stderr and "Traceback" not in done.stderr, done
+        assert done.returncode == 1 and words in done.stderr and "Traceback" not in done.stderr, (
+            done
+        )
     assert not list((tmp_path / "jmoe" / "native").glob("*.so"))
 
 
@@ -571,14 +682,18 @@ def test_a_library_is_of_its_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     library = build()
     assert library.is_file() and build() == library
     monkeypatch.setattr("kernels_pallas.native.library.FLAGS", ("-O0",))
-    monkeypatch.setattr("kernels_pallas.native.library._compile", lambda compiler, path: path.touch())
+    monkeypatch.setattr(
+        "kernels_pallas.native.library._compile", lambda compiler, path: path.touch()
+    )
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert build().name != library.name
 
 
 @pytest.mark.parametrize("gather", [False, True])
 def test_multiplications_of_a_training_step(gather: bool) -> None:
-    """Of 6 rows in 2 groups, SwiGLU, and of 2 rows of 5 positions with 4 query heads on 2 key heads."""
+    """Of 6 rows in 2 groups, SwiGLU, and of 2 rows of 5 positions with 4 query heads on 2 key
+    heads.
+    """
     t, d, f, rows = 3, 16, 32, jnp.zeros(6, jnp.int32) if gather else None
     x, sizes = jnp.zeros((t if gather else 6, d)), jnp.full(2, 3, jnp.int32)
     weights = jnp.zeros((2, d, 2 * f)), jnp.zeros((2, f, d)), None, None
@@ -588,7 +703,11 @@ def test_multiplications_of_a_training_step(gather: bool) -> None:
         y, h = native.grouped_mlp((x, rows, sizes), weights)
         results = native.causal_attention(q, k, v, 1.0)
         back = native.grouped_mlp_gradient((x, rows, sizes), weights, h, y)
-        return back, native.causal_attention_gradient((q, k, v), results, results[0], 1.0), native.top_k(x, 2)
+        return (
+            back,
+            native.causal_attention_gradient((q, k, v), results, results[0], 1.0),
+            native.top_k(x, 2),
+        )
 
     found: dict[str, int] = {}
     for eqn in jax.make_jaxpr(all_of_them)(*attended).eqns:

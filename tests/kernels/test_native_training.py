@@ -35,7 +35,9 @@ def assert_near(got: Any, want: Any, tolerance: float = 6e-3) -> None:
         np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * np.abs(b).max() + 1e-4)
 
 
-def wide_attention(q_BSHd: jax.Array, k_BSGd: jax.Array, v_BSGd: jax.Array, scale: float) -> jax.Array:
+def wide_attention(
+    q_BSHd: jax.Array, k_BSGd: jax.Array, v_BSGd: jax.Array, scale: float
+) -> jax.Array:
     group, s = q_BSHd.shape[2] // k_BSGd.shape[2], q_BSHd.shape[1]
     k, v = (jnp.repeat(x, group, axis=2) for x in (k_BSGd, v_BSGd))
     scores_BHST = jnp.einsum("bshd,bthd->bhst", q_BSHd, k) * scale
@@ -45,14 +47,24 @@ def wide_attention(q_BSHd: jax.Array, k_BSGd: jax.Array, v_BSGd: jax.Array, scal
 
 @pytest.mark.parametrize(
     ("s", "heads", "groups", "d", "e"),
-    [(128, 4, 4, 64, 64), (100, 4, 2, 32, 48), (33, 2, 1, 16, 16), (1, 2, 2, 128, 128), (65, 3, 1, 80, 112)],
+    [
+        (128, 4, 4, 64, 64),
+        (100, 4, 2, 32, 48),
+        (33, 2, 1, 16, 16),
+        (1, 2, 2, 128, 128),
+        (65, 3, 1, 80, 112),
+    ],
 )
 def test_causal_attention_and_its_gradient(s: int, heads: int, groups: int, d: int, e: int) -> None:
-    """Sequences of whole blocks and of parts, grouped heads, and columns that do not fill a panel."""
+    """Sequences of whole blocks and of parts, grouped heads, and columns that do not fill a
+    panel.
+    """
     q, k, v, do = drawn([(2, s, heads, d), (2, s, groups, d), (2, s, groups, e), (2, s, heads, e)])
     o, lse = native.causal_attention(q, k, v, scale=0.2)
     gradients = native.causal_attention_gradient((q, k, v), (o, lse), do, scale=0.2)
-    wide, vjp = jax.vjp(lambda *x: wide_attention(*x, scale=0.2), *(x.astype(jnp.float32) for x in (q, k, v)))
+    wide, vjp = jax.vjp(
+        lambda *x: wide_attention(*x, scale=0.2), *(x.astype(jnp.float32) for x in (q, k, v))
+    )
     assert_near((o, gradients), (wide, vjp(do.astype(jnp.float32))))
 
 
@@ -61,7 +73,9 @@ def test_attention_takes_it_while_a_native_step_is_traced() -> None:
     q, k, v = drawn([(2, 64, 4, 32), (2, 64, 2, 32), (2, 64, 2, 32)])
 
     def gradients(*x: jax.Array) -> Any:
-        return jax.grad(lambda *x: (causal_attention(*x).astype(jnp.float32) ** 2).sum(), argnums=(0, 1, 2))(*x)
+        return jax.grad(
+            lambda *x: (causal_attention(*x).astype(jnp.float32) ** 2).sum(), argnums=(0, 1, 2)
+        )(*x)
 
     def compiled(wanted: bool, *x: jax.Array) -> Any:
         with native.native_training(wanted):
@@ -71,14 +85,20 @@ def test_attention_takes_it_while_a_native_step_is_traced() -> None:
     assert "jmoe_causal_attention_gradient" in ours.as_text()
     assert "jmoe_causal" not in plain.as_text()
     assert_near(ours(q, k, v), plain(q, k, v), 1e-2)
-    assert "jmoe_causal" not in compiled(True, *(x.astype(jnp.float32) for x in (q, k, v))).as_text()
+    assert (
+        "jmoe_causal" not in compiled(True, *(x.astype(jnp.float32) for x in (q, k, v))).as_text()
+    )
     assert "jmoe_causal" not in compiled(True, *(x[..., :24] for x in (q, k, v))).as_text()
 
 
-def drawn_mlp(sizes: list[int], d: int, f: int, activation: str, *, bias: bool) -> tuple[jax.Array, MLPWeights]:
+def drawn_mlp(
+    sizes: list[int], d: int, f: int, activation: str, *, bias: bool
+) -> tuple[jax.Array, MLPWeights]:
     """(x [300, D], weights that bfloat16 holds exactly)."""
     up, groups = f if activation == "gelu" else 2 * f, len(sizes)
-    x, w_up, w_down, b_up, b_down = drawn([(300, d), (groups, d, up), (groups, f, d), (groups, up), (groups, d)])
+    x, w_up, w_down, b_up, b_down = drawn(
+        [(300, d), (groups, d, up), (groups, f, d), (groups, up), (groups, d)]
+    )
     weights = [w.astype(jnp.float32) for w in (w_up / 8, w_down / 8, b_up, b_down)]
     return x, MLPWeights(*weights[:2], *(weights[2:] if bias else ()))
 
@@ -92,8 +112,12 @@ def drawn_mlp(sizes: list[int], d: int, f: int, activation: str, *, bias: bool) 
         ("swiglu", True, [1, 128, 0], 32, 48),
     ],
 )
-def test_experts_and_their_gradients(activation: str, bias: bool, sizes: list[int], d: int, f: int) -> None:
-    """Groups of any size, none or one row or an odd number; what lies beyond them has no part in it."""
+def test_experts_and_their_gradients(
+    activation: str, bias: bool, sizes: list[int], d: int, f: int
+) -> None:
+    """Groups of any size, none or one row or an odd number; what lies beyond them has no part in
+    it.
+    """
     x, weights = drawn_mlp(sizes, d, f, activation, bias=bias)
     dy, used = x[::-1], sum(sizes)
     sizes_L = jnp.asarray(sizes, jnp.int32)
@@ -112,21 +136,29 @@ def test_experts_and_their_gradients(activation: str, bias: bool, sizes: list[in
 
 @pytest.mark.parametrize("rows", [1, 6, 16, 17, 32, 49])
 def test_a_row_does_not_depend_on_how_many_there_are(rows: int) -> None:
-    """Whichever instructions a processor has for many rows, sums over inner dimensions of any size have one order."""
+    """Whichever instructions a processor has for many rows, sums over inner dimensions of any
+    size have one order.
+    """
     x, weights = drawn_mlp([300], 80, 48, "swiglu", bias=False)
 
     def first_rows(sizes: int) -> jax.Array:
         with native.native_training(True):
-            return grouped_mlp(x, jnp.full(1, sizes, jnp.int32), weights, activation="swiglu", slots=32)[:rows]
+            return grouped_mlp(
+                x, jnp.full(1, sizes, jnp.int32), weights, activation="swiglu", slots=32
+            )[:rows]
 
     np.testing.assert_array_equal(first_rows(rows), first_rows(300))
 
 
 def test_experts_read_the_rows_of_tokens() -> None:
-    """A map of rows gives what the rows that it names give, and the gradient goes to their tokens."""
+    """A map of rows gives what the rows that it names give, and the gradient goes to their
+    tokens.
+    """
     x, weights = drawn_mlp([150, 146], 32, 48, "swiglu", bias=False)
     x_TD, dy = x[:148], x[4:]
-    idx_TK = jnp.asarray(np.random.default_rng(1).permuted(np.tile([0, 1], (148, 1)), axis=1), jnp.int32)
+    idx_TK = jnp.asarray(
+        np.random.default_rng(1).permuted(np.tile([0, 1], (148, 1)), axis=1), jnp.int32
+    )
     order_N, rank_N = sort_by_expert(idx_TK.reshape(-1), 2)
     src_M, slot_TK, sizes_L = order_N // 2, rank_N.reshape(-1, 2), jnp.full(2, 148, jnp.int32)
 
@@ -135,7 +167,10 @@ def test_experts_read_the_rows_of_tokens() -> None:
         return grouped_mlp(x, sizes_L, weights, activation="swiglu", slots=32, rows=rows)
 
     with native.native_training(True):
-        mapped, taken = (jax.vjp(partial(of, rows=rows), x_TD, weights) for rows in (RowMap(src_M, slot_TK), None))
+        mapped, taken = (
+            jax.vjp(partial(of, rows=rows), x_TD, weights)
+            for rows in (RowMap(src_M, slot_TK), None)
+        )
     np.testing.assert_array_equal(mapped[0], taken[0])
     assert_near(mapped[1](dy), taken[1](dy), 1e-2)
 
@@ -154,11 +189,14 @@ def test_in_the_background_they_compute_the_same_and_say_how_long_it_took() -> N
 
     def compiled(background: bool) -> Any:
         with native.native_training(True, background=background):
-            return jax.jit(lambda q, x: program(q, x))(q, x)  # a function of its own, or JAX takes the first trace
+            # a function of its own, or JAX takes the first trace
+            return jax.jit(lambda q, x: program(q, x))(q, x)
 
     plain = compiled(background=False)
     native.record_background()
-    for got, want in zip(jax.tree.leaves(compiled(background=True)), jax.tree.leaves(plain), strict=True):
+    for got, want in zip(
+        jax.tree.leaves(compiled(background=True)), jax.tree.leaves(plain), strict=True
+    ):
         np.testing.assert_array_equal(got, want)
     seconds = native.recorded_background()
     assert len(seconds) == 4 and all(0 <= waited < 60 and 0 < ran < 60 for waited, ran in seconds)

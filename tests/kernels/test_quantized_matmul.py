@@ -1,4 +1,5 @@
-"""Weights of 8 bits with a scale a column: how near they are, and products with them against the oracle.
+"""Weights of 8 bits with a scale a column: how near they are, and products with them against the
+oracle.
 
 Legend: N rows sorted by group, D inner, F outer dimension, E groups.
 """
@@ -19,12 +20,15 @@ from tests.arrays import assert_close
 
 N, D, F, E = 300, 24, 40, 5
 DTYPES = ("int8", "float8_e4m3fn")
-WORST = {"int8": 0.5 / 127, "float8_e4m3fn": 2**-4}  # of a column's largest weight; of the weight itself, 3 bits
+# of a column's largest weight; of the weight itself, 3 bits
+WORST = {"int8": 0.5 / 127, "float8_e4m3fn": 2**-4}
 
 
 def weights(dtype: str) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(w_EDF, quantized, scale_EF); one column is zero."""
-    w_EDF = jnp.asarray(np.random.default_rng(0).normal(size=(E, D, F)), jnp.float32).at[1, :, 2].set(0)
+    w_EDF = (
+        jnp.asarray(np.random.default_rng(0).normal(size=(E, D, F)), jnp.float32).at[1, :, 2].set(0)
+    )
     return w_EDF, *quantize(w_EDF, dtype)
 
 
@@ -35,7 +39,11 @@ def test_quantize(dtype: str) -> None:
     assert scale.shape == (E, F)
     back = quantized.astype(jnp.float32) * scale[:, None]
     most = jnp.abs(w).max(axis=1, keepdims=True)
-    limit = WORST[dtype] * most if dtype == "int8" else jnp.maximum(WORST[dtype] * jnp.abs(w), 2**-9 * most)
+    limit = (
+        WORST[dtype] * most
+        if dtype == "int8"
+        else jnp.maximum(WORST[dtype] * jnp.abs(w), 2**-9 * most)
+    )
     assert (jnp.abs(back - w) <= limit * 1.0001).all()
     np.testing.assert_allclose(jnp.abs(back).max(axis=1), most[:, 0], rtol=1e-6)
     assert (back[1, :, 2] == 0).all()
@@ -50,7 +58,8 @@ def test_products(dtype: str, x_dtype: Any) -> None:
     for n, routing in [(N, r) for r in ROUTINGS] + [(1, "hot")]:
         x = jnp.asarray(np.random.default_rng(n).normal(size=(n, D)), x_dtype)
         sizes = jnp.asarray(group_sizes(routing, n, E))
-        ours, expected = call(x, w, scale, sizes), reference.grouped_matmul(x, w, sizes, scale_EF=scale)
+        ours = call(x, w, scale, sizes)
+        expected = reference.grouped_matmul(x, w, sizes, scale_EF=scale)
         assert ours.dtype == x_dtype
         assert_close(ours, expected, 1e-5 if x_dtype == jnp.float32 else 1e-2)
 
@@ -59,7 +68,9 @@ def test_transposed() -> None:
     _, w, scale = weights("int8")
     x, sizes = jnp.ones((N, D), jnp.float32), jnp.asarray(group_sizes("skewed", N, E))
     plain = jax.jit(quantized_grouped_matmul)(x, w, scale, sizes)
-    other = jax.jit(partial(quantized_grouped_matmul, transpose_rhs=True))(x, w.swapaxes(1, 2), scale, sizes)
+    other = jax.jit(partial(quantized_grouped_matmul, transpose_rhs=True))(
+        x, w.swapaxes(1, 2), scale, sizes
+    )
     np.testing.assert_allclose(plain, other, rtol=1e-5, atol=1e-5)
 
 

@@ -20,7 +20,9 @@ T, K, D = 20, 3, 8
 
 
 def permutation(rows: int, dropped: int) -> tuple[np.ndarray, np.ndarray]:
-    """(src_M, slot_TK) of a random assignment of the T * K choices to `rows` rows, `dropped` of them to none."""
+    """(src_M, slot_TK) of a random assignment of the T * K choices to `rows` rows, `dropped` of
+    them to none.
+    """
     row_map = random_row_map(T, K, rows, rows, dropped)
     return np.asarray(row_map.src_M), np.asarray(row_map.slot_TK)
 
@@ -39,7 +41,9 @@ def plain_combine(y_MD: jax.Array, weights_TK: jax.Array, slot_TK: np.ndarray) -
     return jnp.einsum("tkd,tk->td", y_MD[slot_TK], weights_TK)
 
 
-@pytest.mark.parametrize(("rows", "dropped", "complete"), [(*c, False) for c in CASES] + [(60, 0, True), (96, 0, True)])
+@pytest.mark.parametrize(
+    ("rows", "dropped", "complete"), [(*c, False) for c in CASES] + [(60, 0, True), (96, 0, True)]
+)
 @dtypes
 def test_dispatch(rows: int, dropped: int, complete: bool, dtype: Any) -> None:
     src_M, slot_TK = permutation(rows, dropped)
@@ -48,7 +52,9 @@ def test_dispatch(rows: int, dropped: int, complete: bool, dtype: Any) -> None:
     g_MD = jnp.asarray(rng.normal(size=(rows, D)), dtype)
 
     @jax.jit
-    def run(x_TD: jax.Array, src_M: jax.Array, slot_TK: jax.Array, g_MD: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def run(
+        x_TD: jax.Array, src_M: jax.Array, slot_TK: jax.Array, g_MD: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         y, vjp = jax.vjp(lambda x: dispatch(x, src_M, slot_TK, complete), x_TD)
         return y, vjp(g_MD)[0]
 
@@ -64,14 +70,17 @@ def test_dispatch(rows: int, dropped: int, complete: bool, dtype: Any) -> None:
     np.testing.assert_allclose(dx_TD.astype(jnp.float32), expected, rtol=tolerance, atol=1e-6)
 
 
-@pytest.mark.parametrize(("rows", "dropped", "complete"), [(*c, False) for c in CASES] + [(60, 0, True)])
+@pytest.mark.parametrize(
+    ("rows", "dropped", "complete"), [(*c, False) for c in CASES] + [(60, 0, True)]
+)
 @dtypes
 def test_combine(rows: int, dropped: int, complete: bool, dtype: Any) -> None:
     src_M, slot_TK = permutation(rows, dropped)
     rng = np.random.default_rng(1)
     y_MD = jnp.asarray(rng.normal(size=(rows, D)), dtype)
     weights_TK = jnp.asarray(rng.uniform(size=(T, K)), jnp.float32)
-    g_TD = jnp.asarray(rng.normal(size=(T, D)), jnp.bfloat16).astype(jnp.float32)  # exact in both dtypes
+    # exact in both dtypes
+    g_TD = jnp.asarray(rng.normal(size=(T, D)), jnp.bfloat16).astype(jnp.float32)
 
     @jax.jit
     def run(
@@ -81,7 +90,9 @@ def test_combine(rows: int, dropped: int, complete: bool, dtype: Any) -> None:
         return out, *vjp(g_TD)
 
     out_TD, dy_MD, dweights_TK = run(y_MD, weights_TK, jnp.asarray(src_M), jnp.asarray(slot_TK))
-    expected, vjp = jax.vjp(lambda y, w: plain_combine(y, w, slot_TK), y_MD.astype(jnp.float32), weights_TK)
+    expected, vjp = jax.vjp(
+        lambda y, w: plain_combine(y, w, slot_TK), y_MD.astype(jnp.float32), weights_TK
+    )
     expected_dy, expected_dweights = vjp(g_TD)
     assert out_TD.dtype == dweights_TK.dtype == jnp.float32 and dy_MD.dtype == dtype
     np.testing.assert_allclose(out_TD, expected, rtol=1e-5, atol=1e-6)
@@ -100,7 +111,8 @@ def test_sum_rows_is_the_transpose_of_dispatch(rows: int, dropped: int, dtype: A
     src_M, slot_TK = (jnp.asarray(index) for index in permutation(rows, dropped))
     rng = np.random.default_rng(2)
     y_MD = jnp.asarray(rng.normal(size=(rows, D)), dtype)
-    g_TD = jnp.asarray(rng.normal(size=(T, D)), jnp.bfloat16).astype(jnp.float32)  # exact in both dtypes
+    # exact in both dtypes
+    g_TD = jnp.asarray(rng.normal(size=(T, D)), jnp.bfloat16).astype(jnp.float32)
     out_TD, vjp = jax.vjp(lambda y: sum_rows(y, src_M, slot_TK), y_MD)
     assert out_TD.dtype == jnp.float32
     np.testing.assert_array_equal(out_TD, combine(y_MD, jnp.ones((T, K)), src_M, slot_TK))
@@ -108,18 +120,26 @@ def test_sum_rows_is_the_transpose_of_dispatch(rows: int, dropped: int, dtype: A
     np.testing.assert_allclose(out_TD, transpose(y_MD.astype(jnp.float32))[0], rtol=1e-5, atol=1e-6)
     (dy_MD,), full_M = vjp(g_TD), src_M < T
     assert dy_MD.dtype == dtype
-    np.testing.assert_array_equal(dy_MD[full_M], dispatch(g_TD.astype(dtype), src_M, slot_TK)[full_M])
+    np.testing.assert_array_equal(
+        dy_MD[full_M], dispatch(g_TD.astype(dtype), src_M, slot_TK)[full_M]
+    )
     assert np.isfinite(np.asarray(dy_MD, np.float32)).all()
 
 
 def test_a_permutation_and_its_inverse() -> None:
-    """Rows put in order and back, as the exchange does on arrival: bit-exact, forwards and backwards."""
+    """Rows put in order and back, as the exchange does on arrival: bit-exact, forwards and
+    backwards.
+    """
     order_M = jnp.asarray(np.random.default_rng(3).permutation(64), jnp.int32)
     rank_M = jnp.argsort(order_M).astype(jnp.int32)
-    x_MD, g_MD = (jnp.asarray(np.random.default_rng(s).normal(size=(64, D)), jnp.bfloat16) for s in (4, 5))
+    x_MD, g_MD = (
+        jnp.asarray(np.random.default_rng(s).normal(size=(64, D)), jnp.bfloat16) for s in (4, 5)
+    )
 
     def there_and_back(x_MD: jax.Array) -> jax.Array:
-        return dispatch(dispatch(x_MD, order_M, rank_M[:, None], True), rank_M, order_M[:, None], True)
+        return dispatch(
+            dispatch(x_MD, order_M, rank_M[:, None], True), rank_M, order_M[:, None], True
+        )
 
     y_MD, vjp = jax.vjp(there_and_back, x_MD)
     np.testing.assert_array_equal(y_MD, x_MD)
@@ -130,7 +150,9 @@ def test_dispatch_then_combine_is_the_sum_of_the_kept_weights() -> None:
     src_M, slot_TK = permutation(64, 31)
     x_TD = jnp.asarray(np.random.default_rng(2).normal(size=(T, D)), jnp.float32)
     weights_TK = jnp.full((T, K), 0.25)
-    out_TD = combine(dispatch(x_TD, src_M, slot_TK), weights_TK, jnp.asarray(src_M), jnp.asarray(slot_TK))
+    out_TD = combine(
+        dispatch(x_TD, src_M, slot_TK), weights_TK, jnp.asarray(src_M), jnp.asarray(slot_TK)
+    )
     kept_T = (slot_TK < 64).sum(axis=1).astype(np.float32)
     np.testing.assert_allclose(out_TD, x_TD * (0.25 * kept_T)[:, None], rtol=1e-6)
 
@@ -140,9 +162,13 @@ def test_no_scatter_forwards_or_backwards() -> None:
     src_M, slot_TK = permutation(96, 0)
 
     def loss(x_TD: jax.Array, weights_TK: jax.Array) -> jax.Array:
-        return combine(dispatch(x_TD, src_M, slot_TK), weights_TK, jnp.asarray(src_M), jnp.asarray(slot_TK)).sum()
+        return combine(
+            dispatch(x_TD, src_M, slot_TK), weights_TK, jnp.asarray(src_M), jnp.asarray(slot_TK)
+        ).sum()
 
-    assert "scatter" not in str(jax.make_jaxpr(jax.grad(loss, (0, 1)))(jnp.ones((T, D)), jnp.ones((T, K))))
+    assert "scatter" not in str(
+        jax.make_jaxpr(jax.grad(loss, (0, 1)))(jnp.ones((T, D)), jnp.ones((T, K)))
+    )
 
 
 def test_take_rows_out_of_range_is_zero() -> None:
@@ -150,7 +176,9 @@ def test_take_rows_out_of_range_is_zero() -> None:
     np.testing.assert_array_equal(take_rows(x, jnp.array([2, 3, 0])), [[5, 6], [0, 0], [1, 2]])
 
 
-@pytest.mark.parametrize(("n", "experts"), [(0, 3), (1, 1), (7, 3), (128, 4), (1000, 5), (513, 512)])
+@pytest.mark.parametrize(
+    ("n", "experts"), [(0, 3), (1, 1), (7, 3), (128, 4), (1000, 5), (513, 512)]
+)
 def test_sort_by_expert(n: int, experts: int) -> None:
     """Both ways of sorting are the stable sort; the index `experts` (none) comes last."""
     idx = np.random.default_rng(n).integers(0, experts + 1, n).astype(np.int32)

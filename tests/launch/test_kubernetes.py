@@ -1,4 +1,6 @@
-"""The manifests of launch/kubernetes: what must fit together does, and two pods' commands really train together."""
+"""The manifests of launch/kubernetes: what must fit together does, and two pods' commands really
+train together.
+"""
 
 import re
 from pathlib import Path
@@ -18,7 +20,9 @@ INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
 def documents(name: str) -> dict[str, Any]:
     """The objects of a file by kind."""
-    return {document["kind"]: document for document in yaml.safe_load_all((FOLDER / name).read_text())}
+    return {
+        document["kind"]: document for document in yaml.safe_load_all((FOLDER / name).read_text())
+    }
 
 
 def job_of(name: str) -> tuple[dict[str, Any], str]:
@@ -28,7 +32,11 @@ def job_of(name: str) -> tuple[dict[str, Any], str]:
         job_set = found["JobSet"]
         (replicated,) = job_set["spec"]["replicatedJobs"]
         network = job_set["spec"]["network"]
-        assert replicated["replicas"] == 1 and network["enableDNSHostnames"] and network["publishNotReadyAddresses"]
+        assert (
+            replicated["replicas"] == 1
+            and network["enableDNSHostnames"]
+            and network["publishNotReadyAddresses"]
+        )
         pod = f"{job_set['metadata']['name']}-{replicated['name']}-0-0"
         return replicated["template"]["spec"], f"{pod}.{network['subdomain']}"
     job, service = found["Job"], found["Service"]
@@ -48,7 +56,10 @@ def arguments_of(job: dict[str, Any], rank: int) -> list[str]:
         assert "value" in variable or index == INDEX
         values[variable["name"]] = variable.get("value", str(rank))
     assert container["command"] == ["jmoe-train"]
-    return [re.sub(r"\$\((\w+)\)", lambda match: values[match[1]], argument) for argument in container["args"]]
+    return [
+        re.sub(r"\$\((\w+)\)", lambda match: values[match[1]], argument)
+        for argument in container["args"]
+    ]
 
 
 @pytest.mark.parametrize("name", ["train-job.yaml", "serve.yaml"])
@@ -83,7 +94,8 @@ def test_the_parts_of_a_training_job_fit_together(name: str) -> None:
     assert job["completionMode"] == "Indexed" and job["parallelism"] == job["completions"]
     assert spec["terminationGracePeriodSeconds"] >= config.distributed.step_timeout_s
     assert spec["shareProcessNamespace"]
-    assert "lifecycle" not in container  # SIGTERM itself begins the save: nothing has to come before it
+    # SIGTERM itself begins the save: nothing has to come before it
+    assert "lifecycle" not in container
     assert spec["restartPolicy"] == "Never"  # what a policy of failed pods demands
     (mistakes,) = [rule for rule in job["podFailurePolicy"]["rules"] if rule["action"] == "FailJob"]
     assert mistakes["onExitCodes"]["containerName"] == container["name"]
@@ -96,7 +108,9 @@ def test_the_parts_of_a_server_fit_together() -> None:
     pods = deployment["template"]
     (container,) = pods["spec"]["containers"]
     config = parse_serve(container["args"])
-    assert service["selector"] == deployment["selector"]["matchLabels"] == pods["metadata"]["labels"]
+    assert (
+        service["selector"] == deployment["selector"]["matchLabels"] == pods["metadata"]["labels"]
+    )
     named = {port["name"]: port["containerPort"] for port in container["ports"]}
     assert named[service["ports"][0]["targetPort"]] == config.port
     waits_s = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
@@ -106,25 +120,38 @@ def test_the_parts_of_a_server_fit_together() -> None:
     assert config.model.startswith("/models/") and str(config.api_key_file).startswith("/keys/")
     assert set(mounts.values()) == {volume["name"] for volume in pods["spec"]["volumes"]}
     paths = {
-        probe: container[probe]["httpGet"]["path"] for probe in ("startupProbe", "readinessProbe", "livenessProbe")
+        probe: container[probe]["httpGet"]["path"]
+        for probe in ("startupProbe", "readinessProbe", "livenessProbe")
     }
-    assert paths == {"startupProbe": "/health", "readinessProbe": "/ready", "livenessProbe": "/health"}
+    assert paths == {
+        "startupProbe": "/health",
+        "readinessProbe": "/ready",
+        "livenessProbe": "/health",
+    }
 
 
 @pytest.mark.slow
-def test_the_pods_of_a_job_train_together(runs: TrainRuns, tmp_path: Path, start_python: Start) -> None:
+def test_the_pods_of_a_job_train_together(
+    runs: TrainRuns, tmp_path: Path, start_python: Start
+) -> None:
     """With what this machine cannot have replaced: the preset, the folders and rank 0's name."""
     job, rank_0 = job_of("train-job.yaml")
     here, port = str(tmp_path), free_port()
     pods = []
     for rank in range(job["completions"]):
         arguments = [
-            argument.replace(f"{rank_0}:8476", f"127.0.0.1:{port}").replace("/runs/", f"{here}/runs/")
+            argument.replace(f"{rank_0}:8476", f"127.0.0.1:{port}").replace(
+                "/runs/", f"{here}/runs/"
+            )
             for argument in arguments_of(job, rank)[1:]
             if not argument.startswith("--tiers.path")
         ]
         tiny = ("tiny", *MODEL, *SHORT, "--data.path", str(runs.shards), "--num-steps", "4")
-        pods.append(start_python(["train.py", *tiny, *arguments], tmp_path / f"pod-{rank}", runs.environment()))
+        pods.append(
+            start_python(
+                ["train.py", *tiny, *arguments], tmp_path / f"pod-{rank}", runs.environment()
+            )
+        )
     for pod in pods:
         pod.end(300)
     folder = tmp_path / "runs" / "qwen3-30b-a3b"

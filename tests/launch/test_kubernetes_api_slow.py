@@ -1,7 +1,8 @@
-"""Pods find each other as JAX does on Kubernetes, by a stand-in for its API server that knows the job of launch/.
+"""Pods find each other as JAX does on Kubernetes, by a stand-in for its API server that knows the
+job of launch/.
 
-Needs root and the package `kubernetes`: each pod gets a mount namespace of its own with the files of a service account
-and the name of rank 0.
+Needs root and the package `kubernetes`: each pod gets a mount namespace of its own with the files
+of a service account and the name of rank 0.
 """
 
 import json
@@ -36,7 +37,9 @@ mount --bind "$FILES"/hosts /etc/hosts && exec "$@"
 
 
 class ApiServer:
-    """Answers the three questions that JAX asks about a pod, its job and the services; `asked` has their paths."""
+    """Answers the three questions that JAX asks about a pod, its job and the services; `asked`
+    has their paths.
+    """
 
     def __init__(self, folder: Path, name: str) -> None:
         found = documents(name)
@@ -45,14 +48,27 @@ class ApiServer:
         for container in pods["spec"]["containers"]:  # a server gives quantities back as text
             limits = container["resources"]["limits"]
             limits.update({name: str(quantity) for name, quantity in limits.items()})
-        owner = {"apiVersion": "batch/v1", "kind": "Job", "name": meta["name"], "uid": "1", "controller": True}
+        owner = {
+            "apiVersion": "batch/v1",
+            "kind": "Job",
+            "name": meta["name"],
+            "uid": "1",
+            "controller": True,
+        }
         labels = pods["metadata"]["labels"] | {"job-name": meta["name"]}
-        pod = {"metadata": {"name": "pod", "labels": labels, "ownerReferences": [owner]}, "spec": pods["spec"]}
+        pod = {
+            "metadata": {"name": "pod", "labels": labels, "ownerReferences": [owner]},
+            "spec": pods["spec"],
+        }
         answers = {
             f"/api/v1/namespaces/{NAMESPACE}/pods": {"kind": "PodList", "items": [pod]},
-            f"/api/v1/namespaces/{NAMESPACE}/services": {"kind": "ServiceList", "items": [found["Service"]]},
-            f"/apis/batch/v1/namespaces/{NAMESPACE}/jobs/{meta['name']}": self.job
-            | {"metadata": meta | {"labels": {"app": meta["name"]}}},
+            f"/api/v1/namespaces/{NAMESPACE}/services": {
+                "kind": "ServiceList",
+                "items": [found["Service"]],
+            },
+            f"/apis/batch/v1/namespaces/{NAMESPACE}/jobs/{meta['name']}": (
+                self.job | {"metadata": meta | {"labels": {"app": meta["name"]}}}
+            ),
         }
         self.allowed = True
         self.asked: list[str] = []
@@ -74,7 +90,18 @@ class ApiServer:
 
         key, certificate = folder / "key.pem", folder / "ca.crt"
         subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "1"]
-        made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", certificate]
+        made = [
+            "openssl",
+            "req",
+            "-x509",
+            "-newkey",
+            "rsa:2048",
+            "-nodes",
+            "-keyout",
+            key,
+            "-out",
+            certificate,
+        ]
         subprocess.run([*made, *subject], check=True, capture_output=True)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(certificate, key)
@@ -106,19 +133,30 @@ def start_pod(server: ApiServer, rank: int, runs: TrainRuns, run: Path, start_py
         "HOSTNAME": "localhost",
         "FILES": str(server.folder),
     }
-    code = "import os, sys; os.execvp('unshare', ['unshare', '-m', 'sh', '-c', sys.argv[1], 'sh', *sys.argv[2:]])"
+    code = (
+        "import os, sys; os.execvp('unshare', ['unshare', '-m', 'sh', '-c', sys.argv[1], 'sh',"
+        " *sys.argv[2:]])"
+    )
     pod = ["-c", code, POD, sys.executable, *runs.command(run, "--num-steps", 4)]
     return start_python(pod, run.parent / f"pod-{rank}", environment)
 
 
-def test_pods_find_each_other(server: ApiServer, runs: TrainRuns, tmp_path: Path, start_python: Start) -> None:
+def test_pods_find_each_other(
+    server: ApiServer, runs: TrainRuns, tmp_path: Path, start_python: Start
+) -> None:
     run = tmp_path / "run"
-    pods = [start_pod(server, rank, runs, run, start_python) for rank in range(server.job["spec"]["parallelism"])]
+    pods = [
+        start_pod(server, rank, runs, run, start_python)
+        for rank in range(server.job["spec"]["parallelism"])
+    ]
     for pod in pods:
         pod.end(300)
     assert "Rank 0 is connected to 1 peer ranks" in pods[0].screen
     assert len(losses(run)) == 4 and committed(run) == [4]
-    assert {path.rpartition("/")[2] for path in server.asked} == {"pods", server.job["metadata"]["name"]}
+    assert {path.rpartition("/")[2] for path in server.asked} == {
+        "pods",
+        server.job["metadata"]["name"],
+    }
 
 
 def test_a_pod_without_the_right_to_look_around(

@@ -1,7 +1,7 @@
 """Jobs with counted GPUs in a real SLURM: every one of them is used, or the run does not start.
 
-A GPU of the cluster does nothing. A process takes as many CPU devices as JAX is told GPUs, of those that a library in
-the place of NVIDIA's driver counts in CUDA_VISIBLE_DEVICES, which SLURM sets.
+A GPU of the cluster does nothing. A process takes as many CPU devices as JAX is told GPUs, of those
+that a library in the place of NVIDIA's driver counts in CUDA_VISIBLE_DEVICES, which SLURM sets.
 """
 
 from __future__ import annotations
@@ -52,16 +52,31 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(why_not() is not None, reason
 class Jobs:
     """Jobs of two nodes with four GPUs each; `train` and `serve` return a job's log."""
 
-    def __init__(self, cluster: SlurmCluster, folder: Path, environment: dict[str, str | None]) -> None:
+    def __init__(
+        self, cluster: SlurmCluster, folder: Path, environment: dict[str, str | None]
+    ) -> None:
         self.cluster, self._folder = cluster, folder
         (folder / "driver.c").write_text(DRIVER)
-        subprocess.run(["cc", "-shared", "-fPIC", "-o", folder / "libcuda.so.1", folder / "driver.c"], check=True)
+        subprocess.run(
+            ["cc", "-shared", "-fPIC", "-o", folder / "libcuda.so.1", folder / "driver.c"],
+            check=True,
+        )
         (folder / "program.py").write_text(PROGRAM)
         # JMOE_RUNTIME: the program stays this one
-        self._changes = environment | {"LD_LIBRARY_PATH": str(folder), "JMOE_RUNTIME": "1", "NPROC": "16"}
-        self._changes |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": None, "JAX_NUM_CPU_DEVICES": None}
+        self._changes = environment | {
+            "LD_LIBRARY_PATH": str(folder),
+            "JMOE_RUNTIME": "1",
+            "NPROC": "16",
+        }
+        self._changes |= {
+            "PYTHONPATH": str(ROOT),
+            "JAX_PLATFORMS": None,
+            "JAX_NUM_CPU_DEVICES": None,
+        }
 
-    def submit(self, log: Path, script: str, sbatch: str, *options: object, **variables: str) -> int:
+    def submit(
+        self, log: Path, script: str, sbatch: str, *options: object, **variables: str
+    ) -> int:
         program = f"{sys.executable} {self._folder / 'program.py'} {script}.py"
         changes = self._changes | {"JMOE": program} | variables
         words = ("--nodes=2", *sbatch.split(), str(LAUNCH / f"{script}.sbatch"), *map(str, options))
@@ -85,7 +100,11 @@ def jobs(runs: TrainRuns, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 def takes(screen: str) -> dict[int, list[int]]:
     """The GPUs of its node that each rank takes."""
-    lines = [line.split(maxsplit=3) for line in screen.split("\n") if line.startswith("rank ") and " takes " in line]
+    lines = [
+        line.split(maxsplit=3)
+        for line in screen.split("\n")
+        if line.startswith("rank ") and " takes " in line
+    ]
     return {int(rank): list(map(int, ids.strip("[]").split(", "))) for _, rank, _, ids in lines}
 
 
@@ -98,17 +117,24 @@ def test_one_process_a_node_trains_on_all_gpus(jobs: Jobs, runs: TrainRuns, tmp_
 
 
 @pytest.mark.parametrize("sbatch", ["--gpus-per-node 4", "--gpus-per-task 2"])
-def test_several_processes_a_node_share_its_gpus(jobs: Jobs, runs: TrainRuns, tmp_path: Path, sbatch: str) -> None:
+def test_several_processes_a_node_share_its_gpus(
+    jobs: Jobs, runs: TrainRuns, tmp_path: Path, sbatch: str
+) -> None:
     """With --gpus-per-task SLURM shows each process its own; else all see all."""
     screen = jobs.train(runs, tmp_path / "run", f"--ntasks-per-node 2 {sbatch}", "COMPLETED")
     assert takes(screen) == {0: [0, 1], 1: [2, 3], 2: [0, 1], 3: [2, 3]}
     assert "8 devices on 2 hosts\n" in screen
 
 
-def test_gpus_that_no_process_would_use_are_refused(jobs: Jobs, runs: TrainRuns, tmp_path: Path) -> None:
+def test_gpus_that_no_process_would_use_are_refused(
+    jobs: Jobs, runs: TrainRuns, tmp_path: Path
+) -> None:
     each = "--ntasks-per-node 2 --gpus-per-node 4"
     screen = jobs.train(runs, tmp_path / "a", each, "FAILED", srun="--gpu-bind=single:1")
-    assert "SLURM_GPUS_ON_NODE = 4: the run would use 2 of the job's GPUs on this node: give every process" in screen
+    assert (
+        "SLURM_GPUS_ON_NODE = 4: the run would use 2 of the job's GPUs on this node: give every"
+        " process" in screen
+    )
     screen = jobs.train(runs, tmp_path / "b", "--ntasks-per-node 3 --gpus-per-node 4", "FAILED")
     assert "3 processes on this node see 4 GPUs each, which cannot be dealt out evenly" in screen
     assert screen.count("which a new start does not mend") == 1
@@ -122,6 +148,9 @@ def test_a_model_is_served_on_all_gpus(jobs: Jobs, model_folder: Path, tmp_path:
     jobs.cluster.wait_until(lambda: log.exists() and "serving http" in log.read_text(), log=log)
     assert takes(log.read_text()) == {0: [0, 1, 2, 3], 1: [0, 1, 2, 3]}
     body = {"model": "tiny-moe", "prompt": "abc", "max_tokens": 4, "temperature": 0}
-    assert httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=300).status_code == 200
+    assert (
+        httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=300).status_code
+        == 200
+    )
     jobs.cluster.call("scancel", "--signal=TERM", "--batch", str(number))
     assert jobs.cluster.end(number, log) == "COMPLETED", log.read_text()[-6000:]

@@ -1,4 +1,5 @@
-"""What a real SLURM of two nodes says of jobs that cannot begin: too many nodes, no munge, clocks that differ.
+"""What a real SLURM of two nodes says of jobs that cannot begin: too many nodes, no munge, clocks
+that differ.
 
 No job of these starts.
 """
@@ -39,14 +40,19 @@ def test_more_nodes_than_there_are(cluster: SlurmCluster, tmp_path: Path) -> Non
     with (cluster.folder / "slurm.conf").open("a") as config:
         config.write("EnforcePartLimits=ALL\n")
     cluster.call("scontrol", "reconfigure")
-    cluster.wait_until(lambda: "EnforcePartLimits       = ALL" in cluster.call("scontrol", "show", "config"))
+    cluster.wait_until(
+        lambda: "EnforcePartLimits       = ALL" in cluster.call("scontrol", "show", "config")
+    )
     refused = cluster.run("sbatch", "--nodes=3", SCRIPT, "tiny")
     assert refused.returncode == 1 and "Node count specification invalid" in refused.stderr
 
 
 def test_more_devices_than_a_node_has(cluster: SlurmCluster) -> None:
     refused = cluster.run("sbatch", "--gpus-per-node=8", SCRIPT, "tiny")
-    assert refused.returncode == 1 and "Invalid generic resource (gres) specification" in refused.stderr
+    assert (
+        refused.returncode == 1
+        and "Invalid generic resource (gres) specification" in refused.stderr
+    )
 
 
 def test_no_munge(without_munge: SlurmCluster) -> None:
@@ -56,15 +62,22 @@ def test_no_munge(without_munge: SlurmCluster) -> None:
     assert f"{without_munge.folder}/munge.socket" in refused.stderr
 
 
-@pytest.mark.skipif(shutil.which("faketime") is None, reason="faketime: not installed (apt-get install faketime)")
+@pytest.mark.skipif(
+    shutil.which("faketime") is None, reason="faketime: not installed (apt-get install faketime)"
+)
 @pytest.mark.parametrize(("clock", "word"), [("+1h", "Rewound"), ("-1h", "Expired")])
 def test_clocks_that_differ(cluster: SlurmCluster, clock: str, word: str) -> None:
     """A host whose clock is an hour ahead, or behind, submits a job."""
     name = f"munge{clock}"
-    cluster.start_munge(name, "faketime", "-f", clock, *DIE_WITH_PARENT)  # which waits for a child of its own
+    # which waits for a child of its own
+    cluster.start_munge(name, "faketime", "-f", clock, *DIE_WITH_PARENT)
     config = cluster.folder / f"{name}.conf"
-    config.write_text((cluster.folder / "slurm.conf").read_text().replace("munge.socket", f"{name}.socket"))
+    config.write_text(
+        (cluster.folder / "slurm.conf").read_text().replace("munge.socket", f"{name}.socket")
+    )
     refused = cluster.run("sbatch", SCRIPT, "tiny", changes={"SLURM_CONF": str(config)})
     assert refused.returncode == 1 and "Batch job submission failed" in refused.stderr
     log = (cluster.folder / "slurmctld.log").read_text()
-    assert f"Munge decode failed: {word} credential" in log and "Check for out of sync clocks" in log
+    assert (
+        f"Munge decode failed: {word} credential" in log and "Check for out of sync clocks" in log
+    )

@@ -1,4 +1,5 @@
-"""Blocked attention against a plain softmax over the whole score matrix, and rotary positions against complex numbers.
+"""Blocked attention against a plain softmax over the whole score matrix, and rotary positions
+against complex numbers.
 
 Legend: B batch, S sequence, H query heads, G key/value heads, d head dimension.
 """
@@ -15,7 +16,13 @@ import pytest
 from flax import nnx
 
 from jmoe.config import ModelConfig, YarnConfig
-from jmoe.layers.attention import Attention, blocked_attention, causal_attention, rotary, yarn_frequencies
+from jmoe.layers.attention import (
+    Attention,
+    blocked_attention,
+    causal_attention,
+    rotary,
+    yarn_frequencies,
+)
 from jmoe.models.block import SAVED
 from kernels_pallas.implementations import tracing_for
 from tests.arrays import assert_near
@@ -33,7 +40,13 @@ def plain(q_BSHd: jax.Array, k_BSGd: jax.Array, v_BSGd: jax.Array) -> jax.Array:
 
 
 def plain_with_everything(
-    q_BSHd: jax.Array, k_BSGd: jax.Array, v_BSGd: jax.Array, sinks_H: jax.Array, *, scale: float, window: int
+    q_BSHd: jax.Array,
+    k_BSGd: jax.Array,
+    v_BSGd: jax.Array,
+    sinks_H: jax.Array,
+    *,
+    scale: float,
+    window: int,
 ) -> jax.Array:
     """The same with a window, and with a key that has a logit per head and no value."""
     length, repeats = q_BSHd.shape[1], q_BSHd.shape[2] // k_BSGd.shape[2]
@@ -46,7 +59,9 @@ def plain_with_everything(
     return jnp.einsum("bhqc,bchd->bqhd", a_BHQC, v_BSHd)
 
 
-def operands(length: int, heads: int, groups: int, dtype: Any, scale: float = 1.0) -> list[jax.Array]:
+def operands(
+    length: int, heads: int, groups: int, dtype: Any, scale: float = 1.0
+) -> list[jax.Array]:
     """[q, k, v, gradient of the output]."""
     rng = np.random.default_rng(length)
     draw = lambda n: jnp.asarray(scale * rng.normal(size=(B, length, n, d)), dtype)  # noqa: E731
@@ -76,7 +91,9 @@ def test_float32(length: int, heads: int, groups: int) -> None:
 @pytest.mark.parametrize("window", [1, 7, 150, 1000])
 @pytest.mark.parametrize("length", [5, 300])
 def test_sinks_windows_scale_and_wider_values(length: int, window: int) -> None:
-    """Values and all gradients, with a window that cuts inside a block, across blocks, or nothing."""
+    """Values and all gradients, with a window that cuts inside a block, across blocks, or
+    nothing.
+    """
     q, k, _, _ = operands(length, 4, 2, jnp.float32)
     rng = np.random.default_rng(1)
     v, g = (jnp.asarray(rng.normal(size=(B, length, n, d + 5)), jnp.float32) for n in (2, 4))
@@ -84,12 +101,20 @@ def test_sinks_windows_scale_and_wider_values(length: int, window: int) -> None:
 
     @jax.jit
     def ours(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array, window: jax.Array) -> Any:
-        o, vjp = jax.vjp(lambda *x: causal_attention(*x[:3], scale=0.3, sinks_H=x[3], window=window), q, k, v, sinks)
+        o, vjp = jax.vjp(
+            lambda *x: causal_attention(*x[:3], scale=0.3, sinks_H=x[3], window=window),
+            q,
+            k,
+            v,
+            sinks,
+        )
         return [o, *vjp(g)]
 
     @jax.jit
     def expected(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array) -> Any:
-        o, vjp = jax.vjp(lambda *x: plain_with_everything(*x, scale=0.3, window=window), q, k, v, sinks)
+        o, vjp = jax.vjp(
+            lambda *x: plain_with_everything(*x, scale=0.3, window=window), q, k, v, sinks
+        )
         return [o, *vjp(g)]
 
     for a, b in zip(ours(q, k, v, sinks, jnp.int32(window)), expected(q, k, v, sinks), strict=True):
@@ -113,14 +138,17 @@ def test_bfloat16(length: int) -> None:
 
 
 def test_large_scores_do_not_overflow() -> None:
-    arrays = operands(300, 4, 2, jnp.float32, scale=30.0)  # scores in the thousands: exp of one alone is infinite
+    # scores in the thousands: exp of one alone is infinite
+    arrays = operands(300, 4, 2, jnp.float32, scale=30.0)
     for a, b in zip(run(blocked_attention, *arrays), run(plain, *arrays), strict=True):
         assert np.isfinite(a).all()
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-4 * float(jnp.abs(b).max()))
 
 
 def test_no_block_above_the_diagonal_is_computed() -> None:
-    """300 rows in blocks of 128: 3 products of scores, 1 + 2 + 3 blocks wide, where a whole matrix has 9."""
+    """300 rows in blocks of 128: 3 products of scores, 1 + 2 + 3 blocks wide, where a whole
+    matrix has 9.
+    """
     q, k, v, _ = operands(384, 4, 2, jnp.float32)
     shapes = str(jax.make_jaxpr(blocked_attention)(q, k, v))
     assert "[2,2,2,128,384]" in shapes and "[2,2,2,128,128]" in shapes
@@ -129,7 +157,9 @@ def test_no_block_above_the_diagonal_is_computed() -> None:
 
 def test_causal_attention_is_blocked_attention_on_cpu() -> None:
     q, k, v, _ = operands(40, 4, 2, jnp.float32)
-    np.testing.assert_array_equal(jax.jit(causal_attention)(q, k, v), jax.jit(blocked_attention)(q, k, v))
+    np.testing.assert_array_equal(
+        jax.jit(causal_attention)(q, k, v), jax.jit(blocked_attention)(q, k, v)
+    )
 
 
 def test_rotary_is_a_complex_rotation() -> None:
@@ -139,7 +169,8 @@ def test_rotary_is_a_complex_rotation() -> None:
     rotated = (x[..., : d // 2] + 1j * x[..., d // 2 :]) * turn
     expected = np.concatenate([rotated.real, rotated.imag], axis=-1)
     ours = rotary(jnp.asarray(x, jnp.float32), jnp.asarray(positions), theta)
-    np.testing.assert_allclose(ours, expected, rtol=0, atol=3e-4)  # an angle of 1000 has 6e-5 of rounding in float32
+    # an angle of 1000 has 6e-5 of rounding in float32
+    np.testing.assert_allclose(ours, expected, rtol=0, atol=3e-4)
     np.testing.assert_allclose(ours[:, :2], expected[:, :2], rtol=1e-5, atol=1e-6)
     assert rotary(jnp.asarray(x, jnp.bfloat16), jnp.asarray(positions), theta).dtype == jnp.bfloat16
 
@@ -151,14 +182,23 @@ def test_rotary_of_neighbouring_pairs() -> None:
     positions = jnp.arange(5)
     ours = rotary(x, positions, 100.0, interleave=True)
     np.testing.assert_array_equal(ours, rotary(halves, positions, 100.0))
-    each = rotary(x, jnp.stack([positions, positions + 3]), 100.0)  # positions of each row of the batch
+    # positions of each row of the batch
+    each = rotary(x, jnp.stack([positions, positions + 3]), 100.0)
     np.testing.assert_array_equal(each[0], rotary(x, positions, 100.0)[0])
     np.testing.assert_array_equal(each[1], rotary(x, positions + 3, 100.0)[1])
 
 
 def test_yarn_frequencies() -> None:
-    """Fast pairs keep their speed, slow ones are slowed by the factor, a ramp lies between (arXiv:2309.00071)."""
-    yarn = YarnConfig(factor=8.0, original_max_position_embeddings=64, beta_fast=4.0, beta_slow=1.0, truncate=False)
+    """Fast pairs keep their speed, slow ones are slowed by the factor, a ramp lies between
+    (arXiv:2309.00071).
+    """
+    yarn = YarnConfig(
+        factor=8.0,
+        original_max_position_embeddings=64,
+        beta_fast=4.0,
+        beta_slow=1.0,
+        truncate=False,
+    )
     theta, dim = 1000.0, 32
     speed = yarn_frequencies(dim, theta, yarn)
     plain_speed = theta ** (-np.arange(dim // 2) / (dim // 2))
@@ -166,8 +206,14 @@ def test_yarn_frequencies() -> None:
     np.testing.assert_allclose(speed[turns > 4], plain_speed[turns > 4], rtol=1e-6)
     np.testing.assert_allclose(speed[turns < 1], plain_speed[turns < 1] / 8, rtol=1e-6)
     between = speed[(turns < 4) & (turns > 1)] / plain_speed[(turns < 4) & (turns > 1)]
-    assert between.size > 2 and (np.diff(between) < 0).all() and (between < 1).all() and (between > 1 / 8).all()
-    np.testing.assert_allclose(np.diff(between), np.diff(between).mean(), rtol=1e-3)  # linear in the pair's index
+    assert (
+        between.size > 2
+        and (np.diff(between) < 0).all()
+        and (between < 1).all()
+        and (between > 1 / 8).all()
+    )
+    # linear in the pair's index
+    np.testing.assert_allclose(np.diff(between), np.diff(between).mean(), rtol=1e-3)
     x = jnp.ones((1, 3, 1, dim))
     ratio = rotary(x, jnp.arange(3), theta, yarn=yarn)[0, 0] / rotary(x, jnp.arange(3), theta)[0, 0]
     np.testing.assert_allclose(ratio, 0.1 * np.log(8) + 1, rtol=1e-6)  # position 0 is only scaled
@@ -183,7 +229,9 @@ def test_yarn_scales() -> None:
 
 
 def test_rotary_scores_depend_on_the_distance_only() -> None:
-    q, k = (jnp.asarray(np.random.default_rng(s).normal(size=(1, 1, 1, d)), jnp.float32) for s in (1, 2))
+    q, k = (
+        jnp.asarray(np.random.default_rng(s).normal(size=(1, 1, 1, d)), jnp.float32) for s in (1, 2)
+    )
     at = lambda x, position: rotary(x, jnp.array([position]), 100.0)  # noqa: E731
     near, far = (float((at(q, p + 3) * at(k, p)).sum()) for p in (0, 40))
     assert near == pytest.approx(far, rel=1e-4)
@@ -212,7 +260,9 @@ def test_layer_is_causal_and_takes_every_option(qk_norm: Any) -> None:
 
 @jax.custom_vjp
 def stand_in(q_BSHd: jax.Array, k_BSGd: jax.Array, v_BSGd: jax.Array) -> jax.Array:
-    """Stand in for cuDNN's kernel: opaque to JAX, with residuals that have no names; `erf_inv` marks a forward run."""
+    """Stand in for cuDNN's kernel: opaque to JAX, with residuals that have no names; `erf_inv`
+    marks a forward run.
+    """
     return stand_in_fwd(q_BSHd, k_BSGd, v_BSGd)[0]
 
 
@@ -250,7 +300,9 @@ def test_the_kernel_of_a_gpu_runs_once_a_layer(monkeypatch: pytest.MonkeyPatch) 
     assert_near(ours, jax.jit(jax.grad(loss, (0, 1, 2)))(*qkv), 1e-2)
 
 
-def test_cudnn_where_programs_are_compiled_for_a_gpu_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cudnn_where_programs_are_compiled_for_a_gpu_that_is_not_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A step compiled ahead of time had blocks in plain XLA, which is not what runs on that GPU."""
     taken = []
 

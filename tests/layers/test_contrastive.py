@@ -12,7 +12,8 @@ from tests.arrays import on_host
 
 G, C = 12, 4
 TASK = np.array([0, 0, 0, 0, 0, 1, 1, 1, 1, 0, 1, 2], np.int32)
-LABEL = np.array([0, 1, 0, 2, 1, 0, 0, 1, 1, 0, 2, 0], np.int32)  # 2, 2 and 0 are alone in their class
+# 2, 2 and 0 are alone in their class
+LABEL = np.array([0, 1, 0, 2, 1, 0, 0, 1, 1, 0, 2, 0], np.int32)
 WEIGHT = np.array([1] * 9 + [0] + [1] * 2, np.float32)
 TEMPERATURE = np.array([0.5, 0.2, 0.1], np.float32)[TASK]
 
@@ -53,7 +54,9 @@ def test_the_order_of_rows_changes_no_loss() -> None:
 
 
 def test_gradients_are_finite_and_touch_only_what_is_compared() -> None:
-    grads = jax.grad(lambda z: contrastive_losses(unit(z), TASK, LABEL, WEIGHT, TEMPERATURE)[0].sum())(z_of())
+    grads = jax.grad(
+        lambda z: contrastive_losses(unit(z), TASK, LABEL, WEIGHT, TEMPERATURE)[0].sum()
+    )(z_of())
     assert np.isfinite(grads).all()
     touched = np.any(np.asarray(grads) != 0, axis=1)
     np.testing.assert_array_equal(touched, (WEIGHT > 0) & (TASK < 2))

@@ -26,11 +26,19 @@ R, T, V, D = 8, 24, 64, 16
 MESHES = [(8, 1, 1), (2, 2, 2), (1, 1, 8)]
 
 
-def sharded(shape: tuple[int, int, int], f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-    return jax.jit(jax.shard_map(f, mesh=make_mesh(shape), in_specs=in_specs, out_specs=out_specs, check_vma=False))
+def sharded(
+    shape: tuple[int, int, int], f: Callable[..., Any], in_specs: Any, out_specs: Any
+) -> Callable[..., Any]:
+    return jax.jit(
+        jax.shard_map(
+            f, mesh=make_mesh(shape), in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )
+    )
 
 
-def make(kind: EmbeddingKind, shape: tuple[int, int, int], tied: bool = True, parallel_head: bool = True) -> Embedding:
+def make(
+    kind: EmbeddingKind, shape: tuple[int, int, int], tied: bool = True, parallel_head: bool = True
+) -> Embedding:
     plan = EmbeddingPlan(kind, "", R // shape[2], shape[2], parallel_head)
     return Embedding(plan, ALL, tied)
 
@@ -49,7 +57,9 @@ TOKENS = {
     "all different": lambda rng: np.concatenate([rng.permutation(V)[:T] for _ in range(R)]),
     "of one device": lambda rng: R * rng.integers(0, V // R, R * T) + 3,
     "one": lambda rng: np.full(R * T, 5),
-    "one device asks for much": lambda rng: np.concatenate([np.full((R - 1) * T, 5), rng.permutation(V)[:T]]),
+    "one device asks for much": lambda rng: np.concatenate(
+        [np.full((R - 1) * T, 5), rng.permutation(V)[:T]]
+    ),
 }
 
 
@@ -57,7 +67,9 @@ TOKENS = {
 @pytest.mark.parametrize("kind", ["columns", "rows"])
 @pytest.mark.parametrize("shape", MESHES, ids=str)
 def test_lookup(shape: tuple[int, int, int], kind: EmbeddingKind, dtype: Any) -> None:
-    """The same rows bit by bit; gradients differ by the order of sums, and with bfloat16 rows by their rounding."""
+    """The same rows bit by bit; gradients differ by the order of sums, and with bfloat16 rows by
+    their rounding.
+    """
     embedding = make(kind, shape)
     dim = embedding.split["embedding"]
     table, rng = table_of(), np.random.default_rng(1)
@@ -86,8 +98,12 @@ def test_rows_of_a_round() -> None:
 
 
 @pytest.mark.parametrize(("kind", "gathers", "reduces"), [("columns", 1, 0), ("rows", 0, 1)])
-def test_a_lookup_has_three_all_to_alls_and_no_reduction(kind: EmbeddingKind, gathers: int, reduces: int) -> None:
-    """Ids, rows, gradients; columns gather the ids, and rows reduce one number, that of the rounds."""
+def test_a_lookup_has_three_all_to_alls_and_no_reduction(
+    kind: EmbeddingKind, gathers: int, reduces: int
+) -> None:
+    """Ids, rows, gradients; columns gather the ids, and rows reduce one number, that of the
+    rounds.
+    """
     embedding = make(kind, (2, 2, 2))
 
     def f(table: jax.Array, tokens: jax.Array, g: jax.Array) -> Any:
@@ -95,22 +111,39 @@ def test_a_lookup_has_three_all_to_alls_and_no_reduction(kind: EmbeddingKind, ga
         return x, vjp(g)
 
     specs = split_over(ALL, 1)
-    args = embedding.kept(table_of()), jnp.zeros(R * T, jnp.int32), jnp.zeros((R * T, D), jnp.bfloat16)
+    args = (
+        embedding.kept(table_of()),
+        jnp.zeros(R * T, jnp.int32),
+        jnp.zeros((R * T, D), jnp.bfloat16),
+    )
     text = sharded((2, 2, 2), f, (specs, BATCH, BATCH), (BATCH, (specs,))).lower(*args).as_text()
-    counts = [text.count(f'{name}"(') for name in ("all_to_all", "all_gather", "all_reduce", "reduce_scatter")]
+    counts = [
+        text.count(f'{name}"(')
+        for name in ("all_to_all", "all_gather", "all_reduce", "reduce_scatter")
+    ]
     assert counts == [3 - gathers, gathers, reduces, 0]
 
 
 # partition, tied, parallel head; a whole head of its own is any other parameter
-HEADS = [(kind, *head) for kind in ("columns", "rows") for head in ((True, True), (False, True), (True, False))]
+HEADS = [
+    (kind, *head)
+    for kind in ("columns", "rows")
+    for head in ((True, True), (False, True), (True, False))
+]
 
 
 @pytest.mark.parametrize(("kind", "tied", "parallel"), HEADS)
 @pytest.mark.parametrize("shape", MESHES, ids=str)
 def test_head_and_loss(
-    shape: tuple[int, int, int], kind: EmbeddingKind, tied: bool, parallel: bool, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, int, int],
+    kind: EmbeddingKind,
+    tied: bool,
+    parallel: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Loss and gradients of hidden states and of the table or head; then the logits, in the vocabulary's order."""
+    """Loss and gradients of hidden states and of the table or head; then the logits, in the
+    vocabulary's order.
+    """
     monkeypatch.setattr(loss, "CHUNK_LOGITS", 16 * V)
     embedding = make(kind, shape, tied, parallel)
     rng = np.random.default_rng(2)
@@ -123,7 +156,9 @@ def test_head_and_loss(
         return embedding.output_head.weight(weight, None if tied else weight, jnp.float32)
 
     def ours(weight: jax.Array, x: jax.Array, labels: jax.Array, weights: jax.Array) -> Any:
-        f = lambda x, weight: 0.5 * embedding.output_head.cross_entropy(x, head(weight), labels, weights)  # noqa: E731
+        def f(x: jax.Array, weight: jax.Array) -> jax.Array:
+            return 0.5 * embedding.output_head.cross_entropy(x, head(weight), labels, weights)
+
         value, gradients = jax.value_and_grad(f, (0, 1))(x, weight)
         alone = embedding.output_head.cross_entropy(x, head(weight), labels, weights)
         return (
@@ -133,7 +168,9 @@ def test_head_and_loss(
         )
 
     place = split_over(ALL, 1)
-    run = sharded(shape, ours, (place, BATCH, BATCH, BATCH), (REPLICATED, (BATCH, place), REPLICATED))
+    run = sharded(
+        shape, ours, (place, BATCH, BATCH, BATCH), (REPLICATED, (BATCH, place), REPLICATED)
+    )
     kept = embedding.kept(weight) if tied else weight
     values, (dx, dweight), logits = jax.block_until_ready(run(kept, x, labels, weights))
 
@@ -148,10 +185,13 @@ def test_head_and_loss(
 
 
 def test_bfloat16_loss() -> None:
-    """The operands are exact, so are the float32 logits; gradients are rounded to bfloat16 once more a level."""
+    """The operands are exact, so are the float32 logits; gradients are rounded to bfloat16 once
+    more a level.
+    """
     rng = np.random.default_rng(3)
     x, w = jnp.asarray(rng.normal(size=(R * T, D)), jnp.bfloat16), table_of().T.astype(jnp.bfloat16)
-    labels, weights = jnp.asarray(rng.integers(0, V, R * T), jnp.int32), jnp.ones(R * T, jnp.float32)
+    labels = jnp.asarray(rng.integers(0, V, R * T), jnp.int32)
+    weights = jnp.ones(R * T, jnp.float32)
     embedding = make("columns", (2, 2, 2), tied=False)
     run = sharded(
         (2, 2, 2),
@@ -164,7 +204,9 @@ def test_bfloat16_loss() -> None:
     )
     value, gradients = jax.block_until_ready(run(x, w, labels, weights))
     plain = partial(cross_entropy, labels_T=labels, weights_T=weights)
-    expected, egradients = jax.value_and_grad(plain, (0, 1))(x.astype(jnp.float32), w.astype(jnp.float32))
+    expected, egradients = jax.value_and_grad(plain, (0, 1))(
+        x.astype(jnp.float32), w.astype(jnp.float32)
+    )
     np.testing.assert_allclose(value, expected, rtol=1e-5)
     assert {a.dtype for a in gradients} == {jnp.dtype(jnp.bfloat16)}
     assert_near(gradients, egradients, 1e-2)
@@ -173,7 +215,8 @@ def test_bfloat16_loss() -> None:
 def test_large_logits_do_not_overflow() -> None:
     rng = np.random.default_rng(4)
     x, w = jnp.asarray(20 * rng.normal(size=(R * T, D)), jnp.float32), 20 * table_of().T
-    labels, weights = jnp.asarray(rng.integers(0, V, R * T), jnp.int32), jnp.ones(R * T, jnp.float32)
+    labels = jnp.asarray(rng.integers(0, V, R * T), jnp.int32)
+    weights = jnp.ones(R * T, jnp.float32)
     embedding = make("rows", (1, 1, 8), tied=False)
     run = sharded(
         (1, 1, 8),
@@ -187,7 +230,8 @@ def test_large_logits_do_not_overflow() -> None:
 
 def test_blocks_of_a_table_whose_rows_do_not_divide() -> None:
     """Every device gets the rows of its tokens, of a table of 61 rows that ends in zeros."""
-    table, tokens = table_of()[:61], jnp.asarray(np.random.default_rng(1).integers(0, 61, R * 3), jnp.int32)
+    table = table_of()[:61]
+    tokens = jnp.asarray(np.random.default_rng(1).integers(0, 61, R * 3), jnp.int32)
     padded = jnp.pad(table, ((0, 3), (0, 0)))
     look_up = partial(lookup_block_local, dtype=jnp.float32, axes=(ALL[-1],))
     found_TD = sharded((1, 1, 8), look_up, (BATCH, REPLICATED), BATCH)(padded, tokens)

@@ -1,4 +1,5 @@
-"""Where the parameters of a `MoELayer` lie: at birth, initialised under `jit`, restored; meshes with Explicit axes.
+"""Where the parameters of a `MoELayer` lie: at birth, initialised under `jit`, restored; meshes
+with Explicit axes.
 
 Legend: T tokens, D hidden, E experts.
 """
@@ -25,7 +26,13 @@ from tests.arrays import assert_trees_close
 from tests.model_configs import MODEL
 from tests.moe_layers import D, E, F, T, config_of, inputs, make, run
 
-WIDE = MoEConfig(hidden_size=64, num_experts=8, intermediate_size=256, bias=True, router=RouterConfig(kind="sigmoid"))
+WIDE = MoEConfig(
+    hidden_size=64,
+    num_experts=8,
+    intermediate_size=256,
+    bias=True,
+    router=RouterConfig(kind="sigmoid"),
+)
 
 
 def mesh_of(shape: tuple[int, ...] = (2, 4), kind: AxisType = AxisType.Auto) -> Mesh:
@@ -53,7 +60,9 @@ def bytes_of(tree: Any) -> list[int]:
 
 def one_eighth(state: Any) -> list[int]:
     """Bytes on each device if it has an eighth of the experts, and the router whole."""
-    experts, router = (sum(leaf.nbytes for leaf in jax.tree.leaves(state[name])) for name in ("experts", "router"))
+    experts, router = (
+        sum(leaf.nbytes for leaf in jax.tree.leaves(state[name])) for name in ("experts", "router")
+    )
     return [experts // 8 + router] * 8
 
 
@@ -62,16 +71,25 @@ def one_eighth(state: Any) -> list[int]:
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize(
-    ("axes", "split"), [(("node", "gpu"), ("node", "gpu")), (("gpu",), "gpu"), ((), None)], ids=["two", "one", "none"]
+    ("axes", "split"),
+    [(("node", "gpu"), ("node", "gpu")), (("gpu",), "gpu"), ((), None)],
+    ids=["two", "one", "none"],
 )
-def test_every_parameter_says_where_it_lies(axes: tuple[str, ...], split: Any, kind: AxisType) -> None:
+def test_every_parameter_says_where_it_lies(
+    axes: tuple[str, ...], split: Any, kind: AxisType
+) -> None:
     layer = wide(mesh_of(kind=kind), axes)
     matrices, biases = PartitionSpec(split, None, None), PartitionSpec(split, None)
     assert specs_of(layer) == {
         "experts": {"w_up": matrices, "w_down": matrices, "b_up": biases, "b_down": biases},
-        "router": {"kernel": PartitionSpec(None, None), "e_score_correction_bias": PartitionSpec(None)},
+        "router": {
+            "kernel": PartitionSpec(None, None),
+            "e_score_correction_bias": PartitionSpec(None),
+        },
     }
-    for leaf, spec in zip(jax.tree.leaves(nnx.state(layer)), jax.tree.leaves(specs_of(layer)), strict=True):
+    for leaf, spec in zip(
+        jax.tree.leaves(nnx.state(layer)), jax.tree.leaves(specs_of(layer)), strict=True
+    ):
         assert leaf.sharding == NamedSharding(mesh_of(kind=kind), spec)  # as it is born
 
 
@@ -82,7 +100,9 @@ class Own(nnx.Module):
         self.scale = nnx.Param(jnp.ones((E, D)))
         self.said = nnx.Param(jnp.ones((E, D)), out_sharding=("gpu", "node"), mesh=mesh)
 
-    def __call__(self, rows_ND: jax.Array, group_sizes_L: jax.Array, expected_rows: int) -> jax.Array:
+    def __call__(
+        self, rows_ND: jax.Array, group_sizes_L: jax.Array, expected_rows: int
+    ) -> jax.Array:
         return rows_ND * self.scale[...][0] * self.said[...][0]
 
 
@@ -91,7 +111,10 @@ def test_users_experts_are_split_like_ours() -> None:
     parallel = ExpertParallel(mesh, ("node", "gpu"))
     layer = MoELayer(config_of(), parallel, experts=Own(mesh), rngs=nnx.Rngs(0))
     specs = specs_of(layer)["experts"]
-    assert specs == {"scale": PartitionSpec(("node", "gpu"), None), "said": PartitionSpec("gpu", "node")}
+    assert specs == {
+        "scale": PartitionSpec(("node", "gpu"), None),
+        "said": PartitionSpec("gpu", "node"),
+    }
     assert layer(jnp.ones((T, D)))[0].shape == (T, D)
 
 
@@ -116,7 +139,9 @@ def test_a_bank_that_one_device_does_not_hold_is_initialised_over_eight() -> Non
     """No device ever has more than its experts: not as a result, not on the way."""
     mesh = mesh_of()
     shapes = nnx.state(nnx.eval_shape(lambda: wide(mesh)))
-    initialise = jax.jit(lambda: nnx.state(wide(mesh)), out_shardings=nnx.get_named_sharding(shapes, mesh))
+    initialise = jax.jit(
+        lambda: nnx.state(wide(mesh)), out_shardings=nnx.get_named_sharding(shapes, mesh)
+    )
     state = initialise()
     assert bytes_of(state) == one_eighth(state)
     memory = initialise.lower().compile().memory_analysis()
@@ -158,7 +183,9 @@ def test_restored_by_orbax_through_eval_shape(source: int, target: int, tmp_path
 
 @pytest.mark.parametrize("context", [False, True], ids=["", "set_mesh"])
 def test_explicit_axes_are_worked_under(context: bool) -> None:
-    """Values and gradients are one device's; y and dx are typed as x is, gradients of parameters as these are."""
+    """Values and gradients are one device's; y and dx are typed as x is, gradients of parameters
+    as these are.
+    """
     mesh = mesh_of(kind=AxisType.Explicit)
     layer = make("softmax", mesh, expert_axes=("node", "gpu"), data_axes=())
     expected = run(make("softmax"), *inputs())
@@ -173,7 +200,9 @@ def test_explicit_axes_are_worked_under(context: bool) -> None:
         spec = PartitionSpec("node", "gpu", None)
         typed = jax.device_put(x.reshape(8, 16, D) / 2, NamedSharding(mesh, spec))
         g = jax.device_put(g, NamedSharding(mesh, PartitionSpec()))
-        (_, (y, metrics)), (dstate, dx) = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(state, typed)
+        (_, (y, metrics)), (dstate, dx) = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(
+            state, typed
+        )
         eager, _ = layer(2 * typed)
         plain, _ = layer(x[:13])  # not typed, and no multiple of the devices
     assert y.sharding.spec == eager.sharding.spec == dx.sharding.spec == spec
@@ -194,7 +223,9 @@ def test_some_explicit_axes_and_some_auto() -> None:
 
 
 def test_a_layer_on_one_device_takes_explicitly_sharded_tokens() -> None:
-    """Every device has all experts; tokens come in parts, in dimensions that a reshape would mix."""
+    """Every device has all experts; tokens come in parts, in dimensions that a reshape would
+    mix.
+    """
     mesh = mesh_of(kind=AxisType.Explicit)
     x, spec = inputs()[0].reshape(2, 64, D), PartitionSpec("node", "gpu", None)
     layer = make("softmax")

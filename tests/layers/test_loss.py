@@ -27,7 +27,8 @@ def plain(x_TD: jax.Array, w_DV: jax.Array, labels_T: jax.Array, weights_T: jax.
 def operands(dtype: Any, num_tokens: int = T, scale: float = 1.0) -> tuple[jax.Array, ...]:
     rng = np.random.default_rng(0)
     x, w = (jnp.asarray(scale * rng.normal(size=s), dtype) for s in ((num_tokens, D), (D, V)))
-    weights = rng.uniform(size=num_tokens) * (rng.uniform(size=num_tokens) > 0.2)  # some tokens count for nothing
+    # some tokens count for nothing
+    weights = rng.uniform(size=num_tokens) * (rng.uniform(size=num_tokens) > 0.2)
     labels = rng.integers(0, V, num_tokens)
     return x, w, jnp.asarray(labels, jnp.int32), jnp.asarray(weights, jnp.float32)
 
@@ -35,7 +36,9 @@ def operands(dtype: Any, num_tokens: int = T, scale: float = 1.0) -> tuple[jax.A
 def gradients(f: Any, *arrays: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     # a fresh function: the chunk size is read while tracing
     scaled = lambda x, w, labels, weights: 0.5 * f(x, w, labels, weights)  # noqa: E731
-    result: tuple[jax.Array, tuple[jax.Array, jax.Array]] = jax.jit(jax.value_and_grad(scaled, (0, 1)))(*arrays)
+    result: tuple[jax.Array, tuple[jax.Array, jax.Array]] = jax.jit(
+        jax.value_and_grad(scaled, (0, 1))
+    )(*arrays)
     return result
 
 
@@ -47,7 +50,9 @@ def test_float32(num_tokens: int, in_chunk: int, monkeypatch: pytest.MonkeyPatch
     value, (dx, dw) = gradients(cross_entropy, *arrays)
     expected, (edx, edw) = gradients(plain, *arrays)
     np.testing.assert_allclose(value, expected, rtol=1e-6)
-    np.testing.assert_allclose(0.5 * jax.jit(lambda *a: cross_entropy(*a))(*arrays), expected, rtol=1e-6)
+    np.testing.assert_allclose(
+        0.5 * jax.jit(lambda *a: cross_entropy(*a))(*arrays), expected, rtol=1e-6
+    )
     for a, b in ((dx, edx), (dw, edw)):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * float(jnp.abs(b).max()))
     assert not dx[arrays[3] == 0].any()
@@ -58,8 +63,11 @@ def test_bfloat16(in_chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loss, "CHUNK_LOGITS", in_chunk * V)
     x, w, labels, weights = operands(jnp.bfloat16)
     value, grads = gradients(cross_entropy, x, w, labels, weights)
-    expected, egrads = gradients(plain, x.astype(jnp.float32), w.astype(jnp.float32), labels, weights)
-    np.testing.assert_allclose(value, expected, rtol=1e-5)  # the operands are exact, so are the float32 logits
+    expected, egrads = gradients(
+        plain, x.astype(jnp.float32), w.astype(jnp.float32), labels, weights
+    )
+    # the operands are exact, so are the float32 logits
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
     assert {a.dtype for a in grads} == {jnp.dtype(jnp.bfloat16)}
     assert_near(grads, egrads, 1e-2)
 
@@ -72,16 +80,26 @@ def test_a_chunk_divides_the_tokens() -> None:
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
-def test_chunks_are_those_of_the_platform_compiled_for(platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_are_those_of_the_platform_compiled_for(
+    platform: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sizes = {"cpu": 8, "cuda": 48}
     monkeypatch.setattr(loss, "CHUNK_LOGITS", 8 * V)
     monkeypatch.setattr(loss, "DEVICE_CHUNK_LOGITS", 48 * V)
     lowered = jax.jit(jax.grad(cross_entropy, (0, 1))).trace(*operands(jnp.float32))
     text = lowered.lower(lowering_platforms=(platform,)).as_text()
-    assert {size for size in (*sizes.values(), T) if f"tensor<{size}x{V}xf32>" in text} == {sizes[platform]}
-    with_teacher = jax.jit(jax.grad(lambda x, w, *rest: sum(loss.distillation_losses(x, w, *rest, (x, w), 2.0))))
-    text = with_teacher.trace(*operands(jnp.float32)).lower(lowering_platforms=(platform,)).as_text()
-    assert {size for size in (*sizes.values(), T) if f"tensor<{size}x{V}xf32>" in text} == {sizes[platform]}
+    assert {size for size in (*sizes.values(), T) if f"tensor<{size}x{V}xf32>" in text} == {
+        sizes[platform]
+    }
+    with_teacher = jax.jit(
+        jax.grad(lambda x, w, *rest: sum(loss.distillation_losses(x, w, *rest, (x, w), 2.0)))
+    )
+    text = (
+        with_teacher.trace(*operands(jnp.float32)).lower(lowering_platforms=(platform,)).as_text()
+    )
+    assert {size for size in (*sizes.values(), T) if f"tensor<{size}x{V}xf32>" in text} == {
+        sizes[platform]
+    }
 
 
 def test_the_plan_counts_a_chunk() -> None:

@@ -1,6 +1,8 @@
-"""`MoELayer` against a dense reference in which every expert computes every token: values, metrics and gradients.
+"""`MoELayer` against a dense reference in which every expert computes every token: values, metrics
+and gradients.
 
-Legend: T tokens, D hidden, F expert hidden, E experts, K choices a token, N = T K assignments, R expert devices.
+Legend: T tokens, D hidden, F expert hidden, E experts, K choices a token, N = T K assignments, R
+expert devices.
 """
 
 from __future__ import annotations
@@ -19,7 +21,16 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 
 import jmoe
-from jmoe import ExpertParallel, Experts, MoELayer, MoEMetrics, Router, RouterConfig, Routing, moe_metrics
+from jmoe import (
+    ExpertParallel,
+    Experts,
+    MoELayer,
+    MoEMetrics,
+    Router,
+    RouterConfig,
+    Routing,
+    moe_metrics,
+)
 from jmoe.collectives.exchange import Choices
 from jmoe.mesh import ALL, EXPERT, make_mesh, split_over
 from tests.arrays import assert_near, assert_trees_close
@@ -79,7 +90,9 @@ def dense(layer: MoELayer, x: jax.Array, g: jax.Array, kept_TK: np.ndarray | Non
             load_E=jnp.asarray(counts_E / (T * k)),
             entropy=-(probs_TE * jnp.log(probs_TE)).sum(axis=1).mean(),
             dropped_fraction=jnp.float32((~kept_TK).mean()),
-            balance_loss=config.aux_loss_coef * E * jnp.sum(counts_E / (T * k) * probs_TE.mean(axis=0)),
+            balance_loss=config.aux_loss_coef
+            * E
+            * jnp.sum(counts_E / (T * k) * probs_TE.mean(axis=0)),
             z_loss=config.z_loss_coef * jnp.mean(jax.nn.logsumexp(logits_TE, axis=1) ** 2),
         )
         return (y_TD * g).sum() + metrics.balance_loss + metrics.z_loss, (y_TD, metrics)
@@ -92,7 +105,9 @@ def dense(layer: MoELayer, x: jax.Array, g: jax.Array, kept_TK: np.ndarray | Non
 
 def assert_agree(ours: Result, expected: Result) -> None:
     assert_trees_close(vars(ours), vars(expected))
-    assert all(np.abs(leaf).max() > 1e-3 for leaf in jax.tree.leaves((ours.y, ours.dx, ours.dparams)))
+    assert all(
+        np.abs(leaf).max() > 1e-3 for leaf in jax.tree.leaves((ours.y, ours.dx, ours.dparams))
+    )
 
 
 # ---- against the dense reference
@@ -109,8 +124,15 @@ def test_one_device(name: str) -> None:
 @pytest.mark.parametrize(
     ("exchange", "split"),
     # they differ only where both levels have more than one device
-    [pytest.param("flat", split, marks=() if split in QUICK_SPLITS else pytest.mark.slow) for split in SPLITS]
-    + [(exchange, split) for exchange in ("hierarchical", "dedup") for split in ((1, 2, 4), (1, 4, 2), (2, 2, 2))],
+    [
+        pytest.param("flat", split, marks=() if split in QUICK_SPLITS else pytest.mark.slow)
+        for split in SPLITS
+    ]
+    + [
+        (exchange, split)
+        for exchange in ("hierarchical", "dedup")
+        for split in ((1, 2, 4), (1, 4, 2), (2, 2, 2))
+    ],
     ids=str,
 )
 def test_every_split_of_8_devices(exchange: str, split: Split) -> None:
@@ -148,8 +170,12 @@ def test_dropless_with_every_token_on_the_same_experts(split: Split | None) -> N
 # ---- capacity
 
 
-def kept_choices(layer: MoELayer, x: jax.Array, num_shards: int, num_expert_devices: int, rows: int) -> np.ndarray:
-    """Which choices find a row, one by one: of all that go to a device those with the largest weights."""
+def kept_choices(
+    layer: MoELayer, x: jax.Array, num_shards: int, num_expert_devices: int, rows: int
+) -> np.ndarray:
+    """Which choices find a row, one by one: of all that go to a device those with the largest
+    weights.
+    """
     routing = layer.router(x)
     idx_TK, weights_TK = np.asarray(routing.topk_idx_TK), np.asarray(routing.topk_weights_TK)
     np.testing.assert_array_equal(idx_TK, choose(layer, x))
@@ -158,7 +184,8 @@ def kept_choices(layer: MoELayer, x: jax.Array, num_shards: int, num_expert_devi
     for shard in range(num_shards):
         used = [0] * num_expert_devices
         by_weight = sorted(
-            np.ndindex(tokens, idx_TK.shape[1]), key=lambda at: -weights_TK[shard * tokens + at[0], at[1]]
+            np.ndindex(tokens, idx_TK.shape[1]),
+            key=lambda at: -weights_TK[shard * tokens + at[0], at[1]],
         )
         for token, choice in by_weight:
             device = idx_TK[shard * tokens + token, choice] // (E // num_expert_devices)
@@ -168,11 +195,15 @@ def kept_choices(layer: MoELayer, x: jax.Array, num_shards: int, num_expert_devi
 
 
 @pytest.mark.parametrize(
-    ("split", "exchange"), [((2, 2, 2), "hierarchical"), ((4, 1, 2), "flat"), ((1, 2, 4), "hierarchical")]
+    ("split", "exchange"),
+    [((2, 2, 2), "hierarchical"), ((4, 1, 2), "flat"), ((1, 2, 4), "hierarchical")],
 )
 @pytest.mark.parametrize("factor", [0.25, 1.0])
-def test_capacity_drops_exactly_what_does_not_fit(split: Split, exchange: str, factor: float) -> None:
-    layer = make("sigmoid", split, exchange=exchange, capacity_factor=factor)  # its bias makes load uneven
+def test_capacity_drops_exactly_what_does_not_fit(
+    split: Split, exchange: str, factor: float
+) -> None:
+    # its bias makes load uneven
+    layer = make("sigmoid", split, exchange=exchange, capacity_factor=factor)
     x, g = inputs()
     devices = split[1] * split[2]
     rows = math.ceil(factor * T // 8 * 3 / devices / 8) * 8
@@ -186,7 +217,8 @@ def test_capacity_drops_exactly_what_does_not_fit(split: Split, exchange: str, f
 
 
 def test_a_large_capacity_factor_drops_nothing() -> None:
-    layer = make("softmax", (2, 2, 2), capacity_factor=4.0)  # 4 x 4 devices: a row for every assignment
+    # 4 x 4 devices: a row for every assignment
+    layer = make("softmax", (2, 2, 2), capacity_factor=4.0)
     assert_agree(run(layer, *inputs()), dense(layer, *inputs()))
 
 
@@ -196,7 +228,11 @@ def test_a_large_capacity_factor_drops_nothing() -> None:
 def test_own_axis_names_and_shardings_under_own_jit() -> None:
     mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
     expected = run(make("softmax"), *inputs())
-    for axes in ({"expert_axes": ("y",), "data_axes": ("x",)}, {"expert_axes": ("x",)}, {"data_axes": ("x", "y")}):
+    for axes in (
+        {"expert_axes": ("y",), "data_axes": ("x",)},
+        {"expert_axes": ("x",)},
+        {"data_axes": ("x", "y")},
+    ):
         layer = make("softmax", mesh, **({"expert_axes": (), "data_axes": ()} | axes))
         assert_agree(run(layer, *inputs()), expected)
     layer = make("softmax", mesh, expert_axes=("x", "y"), data_axes=())
@@ -228,7 +264,9 @@ def stacked(split: Split | None) -> tuple[Any, nnx.State]:
 
 @pytest.mark.parametrize("split", [None, (2, 2, 2)])
 def test_scan_over_stacked_layers_with_remat(split: Split | None) -> None:
-    """A user's scan of checkpointed layers, on any mesh, is a plain loop over them on one device."""
+    """A user's scan of checkpointed layers, on any mesh, is a plain loop over them on one
+    device.
+    """
     x, g = inputs()
 
     def call(graph: Any, state: nnx.State, x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -248,12 +286,16 @@ def test_scan_over_stacked_layers_with_remat(split: Split | None) -> None:
         return (x * g).sum() + losses.sum()
 
     ours, expected = (
-        jax.block_until_ready(jax.jit(jax.value_and_grad(f, (1, 2)), static_argnums=0)(*stacked(where), x))
+        jax.block_until_ready(
+            jax.jit(jax.value_and_grad(f, (1, 2)), static_argnums=0)(*stacked(where), x)
+        )
         for f, where in ((scanned, split), (loop, None))
     )
     (value, (dparams, dx)), (expected_value, (expected_dparams, expected_dx)) = ours, expected
     pure = nnx.to_pure_dict  # a layer over devices has partitioning metadata
-    assert_trees_close((value, pure(dparams), dx), (expected_value, pure(expected_dparams), expected_dx))
+    assert_trees_close(
+        (value, pure(dparams), dx), (expected_value, pure(expected_dparams), expected_dx)
+    )
 
 
 def test_local_inside_own_shard_map() -> None:
@@ -270,7 +312,11 @@ def test_local_inside_own_shard_map() -> None:
         lambda path, _: split_over(EXPERT if "experts" in jax.tree_util.keystr(path) else ()), state
     )
     step = jax.shard_map(
-        body, mesh=mesh, in_specs=(specs, split_over(ALL)), out_specs=(split_over(ALL), split_over(())), check_vma=False
+        body,
+        mesh=mesh,
+        in_specs=(specs, split_over(ALL)),
+        out_specs=(split_over(ALL), split_over(())),
+        check_vma=False,
     )
     y, metrics = jax.block_until_ready(jax.jit(step)(state, x))
     expected = run(make("softmax"), *inputs())
@@ -297,21 +343,29 @@ class Scale(nnx.Module):
     """A user's own experts: expert e multiplies by a vector."""
 
     def __init__(self) -> None:
-        self.scale = nnx.Param(jnp.asarray(np.random.default_rng(3).normal(size=(E, D)), jnp.float32))
+        self.scale = nnx.Param(
+            jnp.asarray(np.random.default_rng(3).normal(size=(E, D)), jnp.float32)
+        )
 
-    def __call__(self, rows_ND: jax.Array, group_sizes_L: jax.Array, expected_rows: int) -> jax.Array:
+    def __call__(
+        self, rows_ND: jax.Array, group_sizes_L: jax.Array, expected_rows: int
+    ) -> jax.Array:
         assert expected_rows <= rows_ND.shape[0]
         group_N = (jnp.arange(rows_ND.shape[0])[:, None] >= jnp.cumsum(group_sizes_L)).sum(axis=1)
         return rows_ND * jnp.take(self.scale[...], group_N, axis=0, mode="fill", fill_value=0)
 
 
 class ExpertsBias(nnx.Module):
-    """A user's own router with a parameter of its own, whose name must not be taken for the experts'."""
+    """A user's own router with a parameter of its own, whose name must not be taken for the
+    experts'.
+    """
 
     def __init__(self) -> None:
         self.experts_bias = nnx.Param(jnp.linspace(0.5, 1.5, 3))
 
-    def __call__(self, x_TD: jax.Array, *, key: jax.Array | None = None, train: bool = False) -> Routing:
+    def __call__(
+        self, x_TD: jax.Array, *, key: jax.Array | None = None, train: bool = False
+    ) -> Routing:
         routing = round_robin(x_TD)
         weights_TK = routing.topk_weights_TK * self.experts_bias[...].sum()
         return replace(routing, topk_weights_TK=weights_TK)
@@ -335,12 +389,18 @@ def test_own_router_and_own_experts(split: Split | None) -> None:
         np.add.at(dscale, (first_T + 3) % E, np.asarray(x * g) / 2)
         assert_trees_close(result.dparams["experts"]["scale"], factor * dscale)
     assert_trees_close(
-        result.dparams["router"]["experts_bias"], np.full(3, (expected * np.asarray(g)).sum(), np.float32)
+        result.dparams["router"]["experts_bias"],
+        np.full(3, (expected * np.asarray(g)).sum(), np.float32),
     )
 
 
 def test_plain_function_as_experts() -> None:
-    layer = MoELayer(config_of(), router=round_robin, experts=lambda rows, sizes, expected: 3 * rows, rngs=nnx.Rngs(0))
+    layer = MoELayer(
+        config_of(),
+        router=round_robin,
+        experts=lambda rows, sizes, expected: 3 * rows,
+        rngs=nnx.Rngs(0),
+    )
     x, _ = inputs()
     y, _ = layer(x)
     assert_trees_close(y, 3 * x)
@@ -353,7 +413,9 @@ class Given(nnx.Module):
     def __init__(self, experts: Any) -> None:
         self.experts = experts
 
-    def __call__(self, rows_ND: jax.Array, group_sizes_L: jax.Array, expected_rows: int) -> jax.Array:
+    def __call__(
+        self, rows_ND: jax.Array, group_sizes_L: jax.Array, expected_rows: int
+    ) -> jax.Array:
         assert rows_ND.shape == (2 * T, D)
         y_ND: jax.Array = self.experts(rows_ND, group_sizes_L, expected_rows)
         return y_ND
@@ -395,8 +457,12 @@ class Scaled(nnx.Module):
         self.experts = experts
         self.settings = {"scale": 1.0}
 
-    def __call__(self, rows_ND: jax.Array, group_sizes_L: jax.Array, expected_rows: int) -> jax.Array:
-        y_ND: jax.Array = self.experts(rows_ND, group_sizes_L, expected_rows) * self.settings["scale"]
+    def __call__(
+        self, rows_ND: jax.Array, group_sizes_L: jax.Array, expected_rows: int
+    ) -> jax.Array:
+        y_ND: jax.Array = (
+            self.experts(rows_ND, group_sizes_L, expected_rows) * self.settings["scale"]
+        )
         return y_ND
 
 
@@ -416,15 +482,23 @@ def test_jitter_in_training_only(split: Split | None) -> None:
     assert isinstance(layer.router, Router)
     layer.router.kernel[...] = jnp.ones((D, E)) * jnp.linspace(0.1, 1.0, E)
     graph, state = nnx.split(layer)
-    # every token the same: without jitter the z loss is that of one token, with it noise averages out to nearly it
+    # every token the same: without jitter the z loss is that of one token, with it noise averages
+    # out to nearly it
     x = jnp.ones((T, D))
 
     @partial(jax.jit, static_argnames="train")
     def z_loss(key: jax.Array | None, train: bool) -> jax.Array:
         return nnx.merge(graph, state)(x, key=key, train=train)[1].z_loss
 
-    calls = [(None, False), (jax.random.key(0), True), (jax.random.key(0), True), (jax.random.key(1), True)]
-    calm, first, again, second = (float(jax.block_until_ready(z_loss(key, train=train))) for key, train in calls)
+    calls = [
+        (None, False),
+        (jax.random.key(0), True),
+        (jax.random.key(0), True),
+        (jax.random.key(1), True),
+    ]
+    calm, first, again, second = (
+        float(jax.block_until_ready(z_loss(key, train=train))) for key, train in calls
+    )
     assert first == again
     assert len({calm, first, second}) == 3
     assert first == pytest.approx(calm, rel=0.02)
@@ -436,7 +510,9 @@ def test_devices_draw_different_jitter() -> None:
     config = RouterConfig(kind="switch", jitter_noise=0.5)
     layer = MoELayer(config_of(1, config), over(make_mesh((8, 1, 1))), rngs=nnx.Rngs(0))
     graph, state = nnx.split(layer)
-    y, _ = jax.jit(lambda x, key: nnx.merge(graph, state)(x, key=key, train=True))(jnp.ones((T, D)), jax.random.key(0))
+    y, _ = jax.jit(lambda x, key: nnx.merge(graph, state)(x, key=key, train=True))(
+        jnp.ones((T, D)), jax.random.key(0)
+    )
     shards = np.asarray(y).reshape(8, -1)
     assert len({shard.tobytes() for shard in shards}) == 8
 
@@ -454,7 +530,9 @@ def sampled(layer: MoELayer, x: jax.Array, key: jax.Array) -> np.ndarray:
     if layer.parallel is not None:
         specs = split_over(()), split_over(axes), split_over(())
         mesh = layer.parallel.mesh
-        body = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=split_over(axes), check_vma=False)
+        body = jax.shard_map(
+            body, mesh=mesh, in_specs=specs, out_specs=split_over(axes), check_vma=False
+        )
     return np.asarray(jax.jit(body)(state, x, key))
 
 
@@ -467,8 +545,12 @@ def sampled(layer: MoELayer, x: jax.Array, key: jax.Array) -> np.ndarray:
         ((1, 2, 4), "dedup"),
     ],
 )
-def test_second_experts_are_sampled(split: Split | None, exchange: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    router = RouterConfig(kind="gshard", second_expert_policy="random", aux_loss_coef=0.0, z_loss_coef=0.1)
+def test_second_experts_are_sampled(
+    split: Split | None, exchange: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    router = RouterConfig(
+        kind="gshard", second_expert_policy="random", aux_loss_coef=0.0, z_loss_coef=0.1
+    )
     monkeypatch.setitem(CASES, "sampled", (2, router))
     layer = make("sampled", split, bias=True, **({} if split is None else {"exchange": exchange}))
     (x, g), key = inputs(), jax.random.key(7)
@@ -486,10 +568,12 @@ def test_second_experts_are_sampled(split: Split | None, exchange: str, monkeypa
 def test_bfloat16_inputs(split: Split | None) -> None:
     layer = make("softmax", split, bias=True)
     x, g = inputs(jnp.bfloat16)
-    ours, expected = run(layer, x, g), dense(make("softmax", bias=True), x.astype(jnp.float32), g.astype(jnp.float32))
+    ours = run(layer, x, g)
+    expected = dense(make("softmax", bias=True), x.astype(jnp.float32), g.astype(jnp.float32))
     assert ours.y.dtype == ours.dx.dtype == jnp.bfloat16
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(ours.dparams))
-    assert_trees_close(ours.metrics, expected.metrics)  # the router sees the same numbers, in float32
+    # the router sees the same numbers, in float32
+    assert_trees_close(ours.metrics, expected.metrics)
     assert_near((ours.y, ours.dx, ours.dparams), (expected.y, expected.dx, expected.dparams), 0.02)
 
 
@@ -502,11 +586,15 @@ def test_bad_inputs() -> None:
         layer(jnp.zeros((4, 17)))
     with pytest.raises(ValueError, match=r"num_experts = 6: must be a multiple of 4 devices"):
         MoELayer(config_of(num_experts=6), over(mesh), rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match=r"'model'.* is not an axis of \('data', 'expert_inter', 'expert_intra'\)"):
+    with pytest.raises(
+        ValueError, match=r"'model'.* is not an axis of \('data', 'expert_inter', 'expert_intra'\)"
+    ):
         ExpertParallel(mesh, ("model",))
     with pytest.raises(ValueError, match=r"num_chunks = 0: must be greater than 0"):
         ExpertParallel(mesh, EXPERT, num_chunks=0)
-    with pytest.raises(ValueError, match=r"exchange = 'ring': must be one of auto, flat, hierarchical, dedup"):
+    with pytest.raises(
+        ValueError, match=r"exchange = 'ring': must be one of auto, flat, hierarchical, dedup"
+    ):
         MoELayer(config_of(), over(mesh, exchange="ring"), rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"hidden_act = 'relu'"):
         config_of(hidden_act="relu")
@@ -521,8 +609,12 @@ def test_a_router_that_chooses_another_number_than_was_said(split: Split | None)
     tokens = T if split is None else T // 8
 
     def call(**changed: Any) -> None:
-        def router(x_TD: jax.Array, *, key: jax.Array | None = None, train: bool = False) -> Routing:
-            return replace(round_robin(x_TD), **{name: change(x_TD) for name, change in changed.items()})
+        def router(
+            x_TD: jax.Array, *, key: jax.Array | None = None, train: bool = False
+        ) -> Routing:
+            return replace(
+                round_robin(x_TD), **{name: change(x_TD) for name, change in changed.items()}
+            )
 
         MoELayer(config_of(), over(mesh), router=router, rngs=nnx.Rngs(0))(x)
 
@@ -537,7 +629,9 @@ def test_a_router_that_chooses_another_number_than_was_said(split: Split | None)
     with pytest.raises(ValueError, match=rf"router: topk_weights_TK.shape = {shape} {said}"):
         call(topk_weights_TK=one["topk_weights_TK"])
     for name in ("counts_E", "probs_sum_E"):
-        with pytest.raises(ValueError, match=rf"router: {name}.shape = \(7,\): must be \(8,\) {said}"):
+        with pytest.raises(
+            ValueError, match=rf"router: {name}.shape = \(7,\): must be \(8,\) {said}"
+        ):
             call(**{name: lambda x_TD: jnp.zeros(7)})
 
 

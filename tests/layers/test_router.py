@@ -36,7 +36,10 @@ CASES = {
     "softmax-bias": (2, RouterConfig(kind="softmax", bias=True)),
     "sigmoid": (4, RouterConfig(kind="sigmoid", routed_scaling_factor=2.5)),
     "sigmoid-raw": (4, RouterConfig(kind="sigmoid", norm_topk_prob=False)),
-    "group_limited": (3, RouterConfig(kind="group_limited", n_group=4, topk_group=2, routed_scaling_factor=2.5)),
+    "group_limited": (
+        3,
+        RouterConfig(kind="group_limited", n_group=4, topk_group=2, routed_scaling_factor=2.5),
+    ),
     "group-of-one": (2, RouterConfig(kind="group_limited", n_group=16, topk_group=3)),
 }
 BIASED = ("sigmoid", "group_limited")
@@ -47,7 +50,9 @@ def make(name: str, seed: int = 0) -> tuple[Router, np.ndarray]:
     """A router whose bias is large enough to change the choice, and inputs."""
     k, config = CASES[name]
     rng = np.random.default_rng(seed)
-    router = Router(D, E, k, config, rngs=nnx.Rngs(seed), kernel_init=jax.nn.initializers.normal(0.4))
+    router = Router(
+        D, E, k, config, rngs=nnx.Rngs(seed), kernel_init=jax.nn.initializers.normal(0.4)
+    )
     if config.kind in BIASED:
         assert router.e_score_correction_bias is not None
         router.e_score_correction_bias[...] = jnp.asarray(rng.normal(size=E) * 0.3, jnp.float32)
@@ -74,7 +79,12 @@ def reference(router: Router, x_TD: np.ndarray) -> dict[str, np.ndarray]:
         logits_TE = logits_TE + np.asarray(router.bias[...], np.float64)
     bias = router.e_score_correction_bias
     bias_E = np.zeros(E) if bias is None else np.asarray(bias[...], np.float64)
-    out: dict[str, Any] = {"idx": [], "weights": [], "counts": np.zeros(E, int), "probs_sum": np.zeros(E)}
+    out: dict[str, Any] = {
+        "idx": [],
+        "weights": [],
+        "counts": np.zeros(E, int),
+        "probs_sum": np.zeros(E),
+    }
     out |= {"z_sum": 0.0, "entropy_sum": 0.0, "open": []}
     for logits in logits_TE:
         biased = config.kind in BIASED
@@ -84,9 +94,15 @@ def reference(router: Router, x_TD: np.ndarray) -> dict[str, np.ndarray]:
         open_groups = list(range(config.n_group))
         if config.kind == "group_limited":
             size = E // config.n_group
-            value = [np.sort(choice[g * size : (g + 1) * size])[-2:].sum() for g in range(config.n_group)]
-            open_groups = sorted(np.argsort(np.negative(value), kind="stable")[: config.topk_group].tolist())
-            choice = np.array([c if e // size in open_groups else -np.inf for e, c in enumerate(choice)])
+            value = [
+                np.sort(choice[g * size : (g + 1) * size])[-2:].sum() for g in range(config.n_group)
+            ]
+            open_groups = sorted(
+                np.argsort(np.negative(value), kind="stable")[: config.topk_group].tolist()
+            )
+            choice = np.array(
+                [c if e // size in open_groups else -np.inf for e, c in enumerate(choice)]
+            )
         idx = np.argsort(-choice, kind="stable")[:k]
         weights = scores[idx]
         if k > 1 and (config.kind == "gshard" or config.norm_topk_prob):
@@ -122,10 +138,16 @@ def objective(weights_TK: jax.Array, probs_sum_E: jax.Array, z_sum: jax.Array) -
     return jnp.sum(a_TK * weights_TK) + 0.3 * jnp.sum(b_E * probs_sum_E) + 0.01 * z_sum
 
 
-def dense(x_TD: jax.Array, kernel_DE: jax.Array, bias_E: jax.Array, idx: np.ndarray, config: RouterConfig) -> jax.Array:
-    """`objective` of the chosen experts, written with plain exponentials, divisions and a one-hot mask."""
+def dense(
+    x_TD: jax.Array, kernel_DE: jax.Array, bias_E: jax.Array, idx: np.ndarray, config: RouterConfig
+) -> jax.Array:
+    """`objective` of the chosen experts, written with plain exponentials, divisions and a
+    one-hot mask.
+    """
     exp_TE = jnp.exp(x_TD @ kernel_DE + bias_E)
-    scores_TE = exp_TE / (1 + exp_TE) if config.kind in BIASED else exp_TE / exp_TE.sum(1, keepdims=True)
+    scores_TE = (
+        exp_TE / (1 + exp_TE) if config.kind in BIASED else exp_TE / exp_TE.sum(1, keepdims=True)
+    )
     mask_TKE = jnp.asarray(np.eye(E, dtype=np.float32)[idx])
     weights_TK = jnp.einsum("tke,te->tk", mask_TKE, scores_TE)
     if idx.shape[1] > 1 and (config.kind == "gshard" or config.norm_topk_prob):
@@ -147,14 +169,20 @@ def test_gradients_agree_with_a_dense_formulation(name: str) -> None:
 
     value, (d_state, d_x) = jax.jit(jax.value_and_grad(loss, (0, 1)))(state, jnp.asarray(x_TD))
     idx = reference(router, x_TD)["idx"]
-    plain = jax.jit(jax.value_and_grad(lambda x, kernel, bias: dense(x, kernel, bias, idx, router.config), (0, 1, 2)))
+    plain = jax.jit(
+        jax.value_and_grad(
+            lambda x, kernel, bias: dense(x, kernel, bias, idx, router.config), (0, 1, 2)
+        )
+    )
     bias_E = jnp.zeros(E) if router.bias is None else router.bias[...]
     expected, (e_x, e_kernel, e_bias) = plain(jnp.asarray(x_TD), router.kernel[...], bias_E)
     np.testing.assert_allclose(value, expected, rtol=1e-5)
     pairs = [(d_state["kernel"][...], e_kernel), (d_x, e_x)]
     pairs += [] if router.bias is None else [(d_state["bias"][...], e_bias)]
     for ours, theirs in pairs:
-        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5 * float(jnp.abs(theirs).max()))
+        np.testing.assert_allclose(
+            ours, theirs, rtol=1e-5, atol=1e-5 * float(jnp.abs(theirs).max())
+        )
         assert float(jnp.abs(ours).max()) > 1e-3
 
 
@@ -179,9 +207,12 @@ def test_no_scatter_in_the_gradient() -> None:
 
 @pytest.mark.parametrize("k", [1, 2, 8])
 def test_top_k_indices_breaks_ties_like_lax(k: int) -> None:
-    scores = jnp.asarray(np.random.default_rng(k).integers(0, 4, (200, 12)), jnp.float32)  # nearly every row ties
+    # nearly every row ties
+    scores = jnp.asarray(np.random.default_rng(k).integers(0, 4, (200, 12)), jnp.float32)
     np.testing.assert_array_equal(top_k_indices(scores, k), lax.top_k(scores, k)[1])
-    np.testing.assert_array_equal(top_k_indices(jnp.zeros((3, 12)), k), np.tile(np.arange(k), (3, 1)))
+    np.testing.assert_array_equal(
+        top_k_indices(jnp.zeros((3, 12)), k), np.tile(np.arange(k), (3, 1))
+    )
 
 
 def test_not_a_number_gives_valid_experts() -> None:
@@ -199,11 +230,16 @@ def test_group_limit_is_obeyed() -> None:
         groups_TK = np.asarray(run(router, x_TD).topk_idx_TK) // size
         assert max(len(set(row)) for row in groups_TK.tolist()) <= config.topk_group
         allowed = reference(router, x_TD)["open"]
-        assert all(set(row) <= set(ok) for row, ok in zip(groups_TK.tolist(), allowed.tolist(), strict=True))
+        assert all(
+            set(row) <= set(ok)
+            for row, ok in zip(groups_TK.tolist(), allowed.tolist(), strict=True)
+        )
 
 
 def test_closed_groups_stay_closed_below_zero() -> None:
-    """Scores plus bias may all be negative: experts outside the chosen groups must not win with a zero."""
+    """Scores plus bias may all be negative: experts outside the chosen groups must not win with
+    a zero.
+    """
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(20, 8)), jnp.float32)
     config = RouterConfig(kind="group_limited", n_group=4, topk_group=2, norm_topk_prob=False)
     bias_E = jnp.full(8, -3.0)
@@ -213,21 +249,28 @@ def test_closed_groups_stay_closed_below_zero() -> None:
 
 
 def test_bias_selects_but_does_not_weigh() -> None:
-    logits, config = jnp.linspace(-1.0, 1.0, E)[None], RouterConfig(kind="sigmoid", norm_topk_prob=False)
+    logits = jnp.linspace(-1.0, 1.0, E)[None]
+    config = RouterConfig(kind="sigmoid", norm_topk_prob=False)
     routing = route(logits, 2, config, jnp.zeros(E).at[0].set(5.0))
     assert routing.topk_idx_TK.tolist() == [[0, E - 1]]
-    np.testing.assert_allclose(routing.topk_weights_TK[0], jax.nn.sigmoid(logits[0, jnp.array([0, E - 1])]), rtol=1e-6)
+    np.testing.assert_allclose(
+        routing.topk_weights_TK[0], jax.nn.sigmoid(logits[0, jnp.array([0, E - 1])]), rtol=1e-6
+    )
 
 
 def test_jitter_only_in_training_and_within_bounds() -> None:
     noise = 0.1
     config = RouterConfig(kind="switch", jitter_noise=noise)
-    # hidden size 1 and a kernel of (1, 0): logits are (jittered x, 0), so z_sum of one token gives the jitter away
+    # hidden size 1 and a kernel of (1, 0): logits are (jittered x, 0), so z_sum of one token gives
+    # the jitter away
     router = Router(1, 2, 1, config, rngs=nnx.Rngs(0))
     router.kernel[...] = jnp.array([[1.0, 0.0]])
     one = jnp.ones((1, 1))
     graph, state = nnx.split(router)
-    call = jax.jit(lambda x, key, train: nnx.merge(graph, state)(x, key=key, train=train), static_argnames="train")
+    call = jax.jit(
+        lambda x, key, train: nnx.merge(graph, state)(x, key=key, train=train),
+        static_argnames="train",
+    )
 
     def seen(key: jax.Array | None, train: bool) -> float:
         return float(jnp.log(jnp.exp(jnp.sqrt(call(one, key=key, train=train).z_sum)) - 1))
@@ -248,14 +291,19 @@ def test_jitter_only_in_training_and_within_bounds() -> None:
 def test_a_token_goes_to_its_second_expert_as_often_as_its_weight_says() -> None:
     config = RouterConfig(kind="gshard", second_expert_policy="random")
     second_T = np.repeat([0.0, 0.1, 0.25, 0.5], 4000)  # the normalised weight of expert 1
-    logits = jnp.asarray(np.stack([np.log(1 - second_T), np.log(second_T + 1e-30), -60 + 0 * second_T], 1), jnp.float32)
+    logits = jnp.asarray(
+        np.stack([np.log(1 - second_T), np.log(second_T + 1e-30), -60 + 0 * second_T], 1),
+        jnp.float32,
+    )
     routing = route(logits, 2, config, key=jax.random.key(0))
     went_T = np.asarray(routing.topk_idx_TK[:, 1]) == 1
     assert (np.asarray(routing.topk_idx_TK)[~went_T, 1] == 3).all()
     rates = went_T.reshape(4, -1).mean(axis=1)
     np.testing.assert_allclose(rates, [0.0, 0.2, 0.5, 1.0], atol=0.03)  # four standard deviations
     assert rates[3] == 1
-    np.testing.assert_allclose(routing.topk_weights_TK, np.stack([1 - second_T, second_T * went_T], 1), atol=1e-6)
+    np.testing.assert_allclose(
+        routing.topk_weights_TK, np.stack([1 - second_T, second_T * went_T], 1), atol=1e-6
+    )
     np.testing.assert_array_equal(routing.counts_E, [went_T.size, went_T.sum(), 0])
     kept = route(logits, 2, config, topk_idx_TK=routing.topk_idx_TK)
     for ours, first in zip(jax.tree.leaves(kept), jax.tree.leaves(routing), strict=True):
@@ -267,7 +315,8 @@ def test_a_token_goes_to_its_second_expert_as_often_as_its_weight_says() -> None
 
 def test_bias_update_drives_a_skewed_load_to_balance() -> None:
     rng = np.random.default_rng(0)
-    logits = jnp.asarray(rng.normal(size=(512, E)) + np.linspace(-2, 2, E), jnp.float32)  # a strong favourite
+    # a strong favourite
+    logits = jnp.asarray(rng.normal(size=(512, E)) + np.linspace(-2, 2, E), jnp.float32)
     config = RouterConfig(kind="sigmoid")
 
     @jax.jit
@@ -304,7 +353,9 @@ def global_losses(x_TD: jax.Array, kernel_DE: jax.Array, k: int) -> jax.Array:
 def test_losses_under_shard_map(check_vma: bool) -> None:
     router, x_TD = make("softmax")
     x, kernel, k = jnp.asarray(x_TD), router.kernel[...], 3
-    mesh = jax.make_mesh((min(4, jax.device_count()),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = jax.make_mesh(
+        (min(4, jax.device_count()),), ("data",), axis_types=(jax.sharding.AxisType.Auto,)
+    )
     split, whole = PartitionSpec("data"), PartitionSpec()
 
     def step_local(x_TD: jax.Array, kernel_DE: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -319,9 +370,15 @@ def test_losses_under_shard_map(check_vma: bool) -> None:
         return lax.psum(value, "data"), d_x, lax.psum(d_kernel, "data")
 
     step = jax.shard_map(
-        step_local, mesh=mesh, in_specs=(split, whole), out_specs=(whole, split, whole), check_vma=check_vma
+        step_local,
+        mesh=mesh,
+        in_specs=(split, whole),
+        out_specs=(whole, split, whole),
+        check_vma=check_vma,
     )
-    value, (d_x, d_kernel) = jax.jit(jax.value_and_grad(global_losses, (0, 1)), static_argnums=2)(x, kernel, k)
+    value, (d_x, d_kernel) = jax.jit(jax.value_and_grad(global_losses, (0, 1)), static_argnums=2)(
+        x, kernel, k
+    )
     ours = jax.block_until_ready(jax.jit(step)(x, kernel))
     np.testing.assert_allclose(ours[0], value, rtol=1e-5)
     np.testing.assert_allclose(ours[1], d_x, rtol=1e-4, atol=1e-7)
@@ -336,7 +393,9 @@ def test_equal_probabilities_and_uniform_counts_give_balance_loss_one() -> None:
         loss = balance_loss_local(routing.probs_sum_E, counts_E, tokens, num_experts, k)
         assert float(loss) == pytest.approx(1.0, abs=1e-6)
         assert float(routing.entropy_sum) / tokens == pytest.approx(np.log(num_experts), rel=1e-5)
-    stacked = balance_loss_local(jnp.ones((3, 4)), jnp.full((3, 4), 1, jnp.int32), jnp.int32(4), 4, 1)
+    stacked = balance_loss_local(
+        jnp.ones((3, 4)), jnp.full((3, 4), 1, jnp.int32), jnp.int32(4), 4, 1
+    )
     np.testing.assert_allclose(stacked, np.ones(3), rtol=1e-6)
 
 
@@ -354,12 +413,16 @@ def test_jit_scan_remat_and_vmap_agree_with_a_plain_call(name: str) -> None:
     mapped = jax.jit(jax.vmap(call))(x_LTD)
     for other in (scanned, mapped):
         assert isinstance(other, Routing)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), other, plain)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), other, plain
+        )
 
     def loss(x_LTD: jax.Array, remat: bool) -> jax.Array:
         body = jax.checkpoint(call) if remat else call
         out = lax.scan(lambda c, x: (c, body(x)), 0, x_LTD)[1]
-        return objective(out.topk_weights_TK.reshape(T, -1), out.probs_sum_E.sum(0), out.z_sum.sum())
+        return objective(
+            out.topk_weights_TK.reshape(T, -1), out.probs_sum_E.sum(0), out.z_sum.sum()
+        )
 
     gradients = [jax.jit(jax.grad(loss), static_argnums=1)(x_LTD, remat) for remat in (False, True)]
     np.testing.assert_allclose(gradients[0], gradients[1], rtol=1e-4, atol=1e-6)
@@ -389,8 +452,14 @@ def test_variables() -> None:
         ((4, 8, 9), "num_experts_per_tok = 9: must be between 1 and num_experts = 8"),
         ((4, 8, 2, RouterConfig(kind="switch")), "num_experts_per_tok = 2: must be 1"),
         ((4, 8, 1, RouterConfig(kind="gshard")), "num_experts_per_tok = 1: must be 2"),
-        ((4, 8, 2, RouterConfig(kind="group_limited", n_group=3)), "n_group = 3: must divide num_experts = 8"),
-        ((4, 8, 3, RouterConfig(kind="group_limited", n_group=4)), "num_experts_per_tok = 3: must not exceed the 2"),
+        (
+            (4, 8, 2, RouterConfig(kind="group_limited", n_group=3)),
+            "n_group = 3: must divide num_experts = 8",
+        ),
+        (
+            (4, 8, 3, RouterConfig(kind="group_limited", n_group=4)),
+            "num_experts_per_tok = 3: must not exceed the 2",
+        ),
     ],
 )
 def test_bad_settings(arguments: tuple[Any, ...], message: str) -> None:
@@ -400,7 +469,9 @@ def test_bad_settings(arguments: tuple[Any, ...], message: str) -> None:
 
 def test_bad_shapes() -> None:
     router, _ = make("sigmoid")
-    with pytest.raises(ValueError, match=rf"x_TD.shape = \({T}, {D + 1}\): must be \[tokens, hidden_size = {D}\]"):
+    with pytest.raises(
+        ValueError, match=rf"x_TD.shape = \({T}, {D + 1}\): must be \[tokens, hidden_size = {D}\]"
+    ):
         router(jnp.zeros((T, D + 1)))
     with pytest.raises(ValueError, match=r"x_TD.shape"):
         router(jnp.zeros((2, T, D)))
@@ -433,6 +504,7 @@ def test_choices_are_gathered_alike_on_every_platform() -> None:
 
 @pytest.mark.parametrize("k", [1, 3])
 def test_an_accelerator_chooses_as_a_cpu_does(k: int) -> None:
-    scores_TE = jnp.asarray(np.random.default_rng(0).integers(0, 4, (50, 8)), jnp.float32)  # with ties
+    # with ties
+    scores_TE = jnp.asarray(np.random.default_rng(0).integers(0, 4, (50, 8)), jnp.float32)
     in_passes = router_module._top_k_in_passes(scores_TE, k)
     np.testing.assert_array_equal(in_passes, jax.lax.top_k(scores_TE, k)[1])

@@ -1,4 +1,6 @@
-"""Experts' weights in slots, of the CPU and of an accelerator, against matrix products one token at a time."""
+"""Experts' weights in slots, of the CPU and of an accelerator, against matrix products one token
+at a time.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -10,17 +12,24 @@ from jmoe.offload.slots import DeviceSlots, HostSlots
 from kernels_pallas.grouped_mlp.reference import activate
 
 
-@pytest.mark.parametrize("num_tokens", [5, 70])  # all tokens through every expert in use, tiles of sorted rows
+# all tokens through every expert in use, tiles of sorted rows
+@pytest.mark.parametrize("num_tokens", [5, 70])
 @pytest.mark.parametrize("num_experts", [3, 13])
 def test_device_slots_hold_what_is_written(num_tokens: int, num_experts: int) -> None:
-    """Slots of an accelerator and those of the CPU give the same result, whatever order experts lie in."""
+    """Slots of an accelerator and those of the CPU give the same result, whatever order experts
+    lie in.
+    """
     rng = np.random.default_rng(0)
     e, d, f, t, k = num_experts, 8, 6, num_tokens, 2
     fields = {"w_up": ((d, 2 * f), np.dtype(np.float32)), "w_down": ((f, d), np.dtype(np.float32))}
-    records = [{n: rng.standard_normal(shape).astype(dtype) for n, (shape, dtype) in fields.items()} for _ in range(e)]
+    records = [
+        {n: rng.standard_normal(shape).astype(dtype) for n, (shape, dtype) in fields.items()}
+        for _ in range(e)
+    ]
     places = rng.permutation(e + 1)[:e].astype(np.int32)
     x_TD = rng.standard_normal((t, d)).astype(np.float32)
-    idx_TK = np.stack([rng.permutation(e + 1)[:k] for _ in range(t)]).astype(np.int32)  # e: no choice
+    # e: no choice
+    idx_TK = np.stack([rng.permutation(e + 1)[:k] for _ in range(t)]).astype(np.int32)
     idx_TK[-1] = e
     weights_TK = rng.random((t, k)).astype(np.float32)
     y_TD = rng.standard_normal((t, d)).astype(np.float32)
@@ -32,5 +41,7 @@ def test_device_slots_hold_what_is_written(num_tokens: int, num_experts: int) ->
     for slots in (HostSlots(e + 1, fields), DeviceSlots(e + 1, fields, jax.devices()[0])):
         for record, place in zip(records, places.tolist(), strict=True):
             slots.write(place, record)
-        got = slots.mlp(ExpertInputs(*map(jnp.asarray, (x_TD, idx_TK, weights_TK, y_TD))), places, "swiglu")
+        got = slots.mlp(
+            ExpertInputs(*map(jnp.asarray, (x_TD, idx_TK, weights_TK, y_TD))), places, "swiglu"
+        )
         np.testing.assert_allclose(got, expected, atol=1e-4)

@@ -1,4 +1,5 @@
-"""Tokens that a `MoELayer` leaves out: padding by the caller, and what makes up a multiple of the devices.
+"""Tokens that a `MoELayer` leaves out: padding by the caller, and what makes up a multiple of the
+devices.
 
 Legend: T tokens, D hidden, E experts.
 """
@@ -49,16 +50,20 @@ def test_masked_tokens_change_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("split", "exchange"), [((2, 2, 2), "flat"), pytest.param((1, 2, 4), "dedup", marks=pytest.mark.slow)]
+    ("split", "exchange"),
+    [((2, 2, 2), "flat"), pytest.param((1, 2, 4), "dedup", marks=pytest.mark.slow)],
 )
 def test_masked_tokens_change_nothing_over_devices(split: Split, exchange: str) -> None:
     assert_left_out(
-        with_padding(make("softmax", split, exchange=exchange, bias=True)), of_real_tokens("softmax", bias=True)
+        with_padding(make("softmax", split, exchange=exchange, bias=True)),
+        of_real_tokens("softmax", bias=True),
     )
 
 
 def test_masked_tokens_take_no_capacity() -> None:
-    """All tokens want the same experts, whose devices have rows for half of them: a quarter is real."""
+    """All tokens want the same experts, whose devices have rows for half of them: a quarter is
+    real.
+    """
     layer = make("softmax", (1, 1, 8), capacity_factor=2.0)
     x = jnp.broadcast_to(inputs()[0][0], (T, D))
     mask = jnp.arange(T) % 4 == 0
@@ -66,7 +71,8 @@ def test_masked_tokens_take_no_capacity() -> None:
     assert float(metrics.dropped_fraction) == 0
     assert float(layer(x)[1].dropped_fraction) == 0.5
     assert np.abs(y[0]).max() > 0.1
-    assert_trees_close(y, jnp.where(mask[:, None], y[0], 0))  # equal tokens, none of whose experts is missing
+    # equal tokens, none of whose experts is missing
+    assert_trees_close(y, jnp.where(mask[:, None], y[0], 0))
 
 
 def test_no_token_counts() -> None:
@@ -76,11 +82,13 @@ def test_no_token_counts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "split", "exchange"), [(13, (2, 2, 2), "flat"), (13, (1, 2, 4), "dedup"), (1, (1, 1, 8), "flat")]
+    ("tokens", "split", "exchange"),
+    [(13, (2, 2, 2), "flat"), (13, (1, 2, 4), "dedup"), (1, (1, 1, 8), "flat")],
 )
 def test_tokens_that_the_devices_do_not_divide(tokens: int, split: Split, exchange: str) -> None:
     x, g = (a[:tokens] for a in inputs())
-    ours, expected = run(make("sigmoid", split, exchange=exchange), x, g), run(make("sigmoid"), x, g)
+    ours = run(make("sigmoid", split, exchange=exchange), x, g)
+    expected = run(make("sigmoid"), x, g)
     assert ours.y.shape == (tokens, D)
     assert_trees_close(vars(ours), vars(expected))
 
@@ -102,7 +110,9 @@ def test_a_device_without_tokens_in_own_shard_map() -> None:
         return routing.topk_idx_TK
 
     mesh, specs = make_mesh((8, 1, 1)), split_over((DATA,))
-    routings = jax.jit(jax.shard_map(choose, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=False))
+    routings = jax.jit(
+        jax.shard_map(choose, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=False)
+    )
     assert routings(jnp.zeros((0, D))).shape == (0, 2)
     assert routings(inputs()[0]).shape == (T, 2)
 
@@ -113,8 +123,12 @@ def test_choices_that_are_sampled_or_given_are_masked_too() -> None:
     drawn = route(logits, 2, config, key=jax.random.key(1))
     for chosen in ({"key": jax.random.key(1)}, {"topk_idx_TK": drawn.topk_idx_TK}):
         masked = route(logits, 2, config, token_mask_T=mask_T, **chosen)
-        np.testing.assert_array_equal(masked.topk_idx_TK, jnp.where(mask_T[:, None], drawn.topk_idx_TK, E))
-        np.testing.assert_array_equal(masked.topk_weights_TK, jnp.where(mask_T[:, None], drawn.topk_weights_TK, 0))
+        np.testing.assert_array_equal(
+            masked.topk_idx_TK, jnp.where(mask_T[:, None], drawn.topk_idx_TK, E)
+        )
+        np.testing.assert_array_equal(
+            masked.topk_weights_TK, jnp.where(mask_T[:, None], drawn.topk_weights_TK, 0)
+        )
         expected = jnp.bincount(drawn.topk_idx_TK[mask_T].reshape(-1), length=E + 1)[:E]
         np.testing.assert_array_equal(masked.counts_E, expected)
 
@@ -127,10 +141,14 @@ def first_experts(x_TD: jax.Array, *, key: Any = None, train: bool = False) -> R
     idx_TK = jnp.broadcast_to(jnp.arange(2, dtype=jnp.int32), (x_TD.shape[0], 2))
     counts_E = jnp.zeros(E, jnp.int32).at[:2].set(x_TD.shape[0])
     zero = jnp.float32(0)
-    return Routing(idx_TK, jnp.full(idx_TK.shape, 0.5), counts_E, counts_E.astype(jnp.float32), zero, zero)
+    return Routing(
+        idx_TK, jnp.full(idx_TK.shape, 0.5), counts_E, counts_E.astype(jnp.float32), zero, zero
+    )
 
 
-def first_experts_of_some(x_TD: jax.Array, *, token_mask_T: jax.Array | None = None, **_: Any) -> Routing:
+def first_experts_of_some(
+    x_TD: jax.Array, *, token_mask_T: jax.Array | None = None, **_: Any
+) -> Routing:
     """Leaves the choices of masked tokens to the layer, but not its sums."""
     routing = first_experts(x_TD)
     if token_mask_T is None:
@@ -143,14 +161,19 @@ def first_experts_of_some(x_TD: jax.Array, *, token_mask_T: jax.Array | None = N
 @pytest.mark.parametrize("split", [None, (2, 2, 2)])
 def test_own_router(split: Split | None) -> None:
     def layer(router: Callable[..., Routing]) -> MoELayer:
-        return MoELayer(config_of(), over(split and make_mesh(split)), router=router, rngs=nnx.Rngs(0))
+        return MoELayer(
+            config_of(), over(split and make_mesh(split)), router=router, rngs=nnx.Rngs(0)
+        )
 
     x, mask = inputs()[0], jnp.asarray(MASK_T)
     whole, _ = layer(first_experts)(x)
     y, metrics = layer(first_experts_of_some)(x, token_mask=mask)
     assert_trees_close(y, jnp.where(mask[:, None], whole, 0))
     np.testing.assert_allclose(metrics.load_E[:2], 0.5)
-    with pytest.raises(ValueError, match=r"router = 'first_experts': must take token_mask_T=, bool, since tokens are"):
+    with pytest.raises(
+        ValueError,
+        match=r"router = 'first_experts': must take token_mask_T=, bool, since tokens are",
+    ):
         layer(first_experts)(x, token_mask=mask)
     if split is not None:
         with pytest.raises(ValueError, match=r"router = 'first_experts': must take token_mask_T="):
@@ -160,7 +183,12 @@ def test_own_router(split: Split | None) -> None:
 
 def test_bad_masks() -> None:
     layer, x = make("softmax"), jnp.zeros((4, 8, D))
-    with pytest.raises(ValueError, match=r"token_mask.shape = \(32,\): must be \(4, 8\), a value for each token of x"):
+    with pytest.raises(
+        ValueError,
+        match=r"token_mask.shape = \(32,\): must be \(4, 8\), a value for each token of x",
+    ):
         layer(x, token_mask=jnp.ones(32, bool))
-    with pytest.raises(ValueError, match=r"token_mask.dtype = dtype\('int32'\): must be bool, as `attention_"):
+    with pytest.raises(
+        ValueError, match=r"token_mask.dtype = dtype\('int32'\): must be bool, as `attention_"
+    ):
         layer(x, token_mask=jnp.ones((4, 8), jnp.int32))

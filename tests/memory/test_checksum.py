@@ -32,7 +32,9 @@ def test_a_blank_word_counts_as_zero(word: int) -> None:
 @pytest.mark.parametrize("pages", [2, 3, 4, 8, 64])
 @pytest.mark.parametrize("stuck", [False, True])
 def test_checksum_of_a_bad_line(pages: int, stuck: bool) -> None:
-    """One bit of a word of every page that is flipped, or always 1 in all words: high bits do not cancel out."""
+    """One bit of a word of every page that is flipped, or always 1 in all words: high bits do
+    not cancel out.
+    """
     record_R = allocate_slots(1, pages * 4096)[0]
     record_R[:] = np.random.default_rng(1).integers(0, 256, record_R.size, np.uint8)
     whole, before_R = checksum(record_R), record_R.copy()

@@ -9,7 +9,9 @@ GB = 2**30
 
 def machine(root: Path, available_gb: int, membership: str) -> Path:
     (root / "proc" / "self").mkdir(parents=True)
-    (root / "proc" / "meminfo").write_text(f"MemTotal: 99 kB\nMemAvailable:   {available_gb * 2**20} kB\n")
+    (root / "proc" / "meminfo").write_text(
+        f"MemTotal: 99 kB\nMemAvailable:   {available_gb * 2**20} kB\n"
+    )
     (root / "proc" / "self" / "cgroup").write_text(membership)
     return root
 

@@ -49,7 +49,9 @@ class CountsModel:
             return sum(math.log((counts[i] + 2) / sum(n + 2 for n in counts)) for i in records)
 
         scores = log_likelihood(self.scores)
-        self.decayed_is_better = max(0, self.decayed_is_better + min(10, log_likelihood(self.decayed) - scores))
+        self.decayed_is_better = max(
+            0, self.decayed_is_better + min(10, log_likelihood(self.decayed) - scores)
+        )
         self.fresh_is_better += min(10, log_likelihood(self.fresh) - scores)
         for i in records:
             for counts in (self.scores, self.decayed, self.fresh):
@@ -92,7 +94,9 @@ def test_counts_against_a_model(beta: float, changed: int) -> None:
     assert model.forgotten > 3
 
 
-def zipf_steps(rng: np.random.Generator, popularity: NDArray[Any], num_steps: int) -> Iterator[NDArray[Any]]:
+def zipf_steps(
+    rng: np.random.Generator, popularity: NDArray[Any], num_steps: int
+) -> Iterator[NDArray[Any]]:
     """Steps of 40 tokens with one choice each."""
     for _ in range(num_steps):
         yield rng.choice(popularity.size, 40, p=popularity / popularity.sum())
@@ -100,7 +104,9 @@ def zipf_steps(rng: np.random.Generator, popularity: NDArray[Any], num_steps: in
 
 @pytest.mark.parametrize(("changed", "within_steps"), [(128, 5), (32, 60)])
 def test_what_is_popular_is_learned_anew_after_a_change(changed: int, within_steps: int) -> None:
-    """All the records change places, or a quarter of them does: counts of many steps are forgotten soon after."""
+    """All the records change places, or a quarter of them does: counts of many steps are
+    forgotten soon after.
+    """
     rng = np.random.default_rng(5)
     counts, popularity = HitCounts(128), rng.permutation(np.arange(1.0, 129) ** -1.1)
     for used in zipf_steps(rng, popularity, 400):
@@ -137,7 +143,11 @@ def test_balanced_traffic_makes_nothing_forgotten() -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"beta": 0.0}, "beta = 0.0"), ({"beta": 1.5}, "beta = 1.5"), ({"decay_every_steps": 0}, "decay_every_steps = 0")],
+    [
+        ({"beta": 0.0}, "beta = 0.0"),
+        ({"beta": 1.5}, "beta = 1.5"),
+        ({"decay_every_steps": 0}, "decay_every_steps = 0"),
+    ],
 )
 def test_counts_that_make_no_sense(options: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -155,7 +165,9 @@ def test_an_unknown_record_is_named() -> None:
 
 @pytest.mark.parametrize("beta", [1.0, 0.5])
 def test_hot_set_against_a_model(beta: float) -> None:
-    """The victim is always the unpinned record with the lowest score, the last to come among equals."""
+    """The victim is always the unpinned record with the lowest score, the last to come among
+    equals.
+    """
     rng = np.random.default_rng(1)
     counts = HitCounts(20, beta=beta, decay_every_steps=1)
     hot = HotSet(counts, 6)
@@ -164,7 +176,8 @@ def test_hot_set_against_a_model(beta: float) -> None:
     for step in range(6000):
         action = rng.integers(5)
         if action == 0:
-            popular = (np.arange(10) + 10 * (step // 1500)) % 20  # changes, so that counts are forgotten
+            # changes, so that counts are forgotten
+            popular = (np.arange(10) + 10 * (step // 1500)) % 20
             counts.touch(rng.choice(popular, rng.integers(4), replace=False))
         elif action == 1 and came:
             record = int(rng.choice(list(came)))
@@ -178,7 +191,9 @@ def test_hot_set_against_a_model(beta: float) -> None:
                 del pins[record]
         else:
             unpinned = [record for record in came if record not in pins]
-            expected = min(unpinned, key=lambda r: (counts.scores[r], -came[r])) if unpinned else None
+            expected = (
+                min(unpinned, key=lambda r: (counts.scores[r], -came[r])) if unpinned else None
+            )
             slot = hot.victim()
             assert (None if slot is None else hot.record_in[slot]) == expected
             if not hot.num_free and slot is not None:

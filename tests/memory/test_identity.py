@@ -41,19 +41,25 @@ def test_every_byte_of_a_small_file_counts(tmp_path: Path) -> None:
         (lambda size: size, True),  # a byte more
     ],
 )
-def test_blocks_of_a_large_file_count(tmp_path: Path, at: int | Callable[[int], int], seen: bool) -> None:
+def test_blocks_of_a_large_file_count(
+    tmp_path: Path, at: int | Callable[[int], int], seen: bool
+) -> None:
     content = os.urandom(WHOLE_BYTES + 12_345)
     marks = [2 * STRIDE_BYTES + 300_001]
     first = at if isinstance(at, int) else at(len(content))
     one, other = written(tmp_path / "one", content), tmp_path / "other"
     written(other, flipped(content, first) if first < len(content) else content + b"?")
-    same = content_identity({"a": one}, {one: marks}) == content_identity({"a": other}, {other: marks})
+    same = content_identity({"a": one}, {one: marks}) == content_identity(
+        {"a": other}, {other: marks}
+    )
     assert same == (not seen)
 
 
 def test_of_many_files_each_counts(tmp_path: Path) -> None:
     """More files than a thread reads at once."""
-    files = {str(number): written(tmp_path / str(number), b"%d" % (number % 10)) for number in range(600)}
+    files = {
+        str(number): written(tmp_path / str(number), b"%d" % (number % 10)) for number in range(600)
+    }
     before = content_identity(files)
     written(files["577"], b"8")
     assert content_identity(files) != before

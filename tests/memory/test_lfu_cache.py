@@ -9,7 +9,16 @@ from jmoe.memory.hot_set import HitCounts
 from jmoe.memory.lfu_cache import LFUCache
 
 NUM_RECORDS = 24
-ACTIONS = ("touch", *4 * ["get"], *2 * ["close"], "discard", *3 * ["change"], *2 * ["write"], *2 * ["written"], "clean")
+ACTIONS = (
+    "touch",
+    *4 * ["get"],
+    *2 * ["close"],
+    "discard",
+    *3 * ["change"],
+    *2 * ["write"],
+    *2 * ["written"],
+    "clean",
+)
 
 
 class CacheModel:
@@ -32,7 +41,8 @@ class CacheModel:
     def use(self, index: int) -> bool:
         if index not in self.cached + self.staged:
             return False
-        self.hits, self.misses = self.hits + (index not in self.fresh), self.misses + (index in self.fresh)
+        self.hits = self.hits + (index not in self.fresh)
+        self.misses = self.misses + (index in self.fresh)
         self.fresh.discard(index)
         if index in self.staged:
             self.staged.remove(index)
@@ -53,7 +63,11 @@ class CacheModel:
     def admit(self, index: int, scores: list[float], demanded: bool) -> bool:
         unpinned = [i for i in self.cached if not self.pins[i]]
         into_cache = len(self.cached) < self.num_slots
-        if not into_cache and unpinned and scores[index] > (lowest := min(scores[i] for i in unpinned)):
+        if (
+            not into_cache
+            and unpinned
+            and scores[index] > (lowest := min(scores[i] for i in unpinned))
+        ):
             victim = [i for i in unpinned if scores[i] == lowest][-1]
             if victim not in self.dirty or self.room_in_staging(demanded):
                 into_cache = True
@@ -97,7 +111,9 @@ class CacheModel:
 
 @pytest.mark.parametrize(("num_slots", "staging_slots"), [(1, 1), (2, 4), (4, 1), (6, 3)])
 def test_cache_against_a_model(num_slots: int, staging_slots: int) -> None:
-    """Whatever happens, the cache holds what the rule says, loses no dirty record and hands none out twice."""
+    """Whatever happens, the cache holds what the rule says, loses no dirty record and hands none
+    out twice.
+    """
     rng = np.random.default_rng(num_slots)
     counts = HitCounts(NUM_RECORDS, beta=0.7, decay_every_steps=3)
     cache, model = LFUCache(counts, num_slots, staging_slots), CacheModel(num_slots, staging_slots)
@@ -112,10 +128,16 @@ def test_cache_against_a_model(num_slots: int, staging_slots: int) -> None:
         is_there = index in model.cached + model.staged
         if action == "touch":
             counts.touch(rng.choice(NUM_RECORDS, 4, replace=False, p=popularity / popularity.sum()))
-        elif action == "get" and index not in changing and len(held) < num_slots + staging_slots - 2:
+        elif (
+            action == "get" and index not in changing and len(held) < num_slots + staging_slots - 2
+        ):
             demanded = bool(rng.integers(2))
             slot = cache.use(index) if is_there else cache.admit(index, demanded=demanded)
-            expected = model.use(index) if is_there else model.admit(index, counts.scores.tolist(), demanded)
+            expected = (
+                model.use(index)
+                if is_there
+                else model.admit(index, counts.scores.tolist(), demanded)
+            )
             assert (slot is not None) == expected
             if slot is not None and not is_there and rng.integers(10) == 0:  # its read fails
                 cache.drop(index)
@@ -124,7 +146,12 @@ def test_cache_against_a_model(num_slots: int, staging_slots: int) -> None:
                 (model.cached if index in model.cached else model.staged).remove(index)
             elif slot is not None:
                 held.append((index, slot))
-        elif action == "change" and model.pins[index] == 1 and index in dict(held) and index not in model.fresh:
+        elif (
+            action == "change"
+            and model.pins[index] == 1
+            and index in dict(held)
+            and index not in model.fresh
+        ):
             changing.add(index)
         elif action == "close" and held:
             record, slot = held.pop(rng.integers(len(held)))
@@ -161,7 +188,11 @@ def test_cache_against_a_model(num_slots: int, staging_slots: int) -> None:
         assert set(cache._dirty) == model.dirty <= slots.keys()
         assert cache.num_dirty == len(model.dirty) + len(model.writing)
         stats = cache.stats()
-        assert (stats.hits, stats.misses, stats.evictions) == (model.hits, model.misses, model.evictions)
+        assert (stats.hits, stats.misses, stats.evictions) == (
+            model.hits,
+            model.misses,
+            model.evictions,
+        )
         assert (stats.passed_through, stats.unused) == (model.passed, model.unused)
     least = 20 if num_slots + staging_slots > 4 else 0
     assert min(model.hits, model.evictions, model.passed, writes) >= least
@@ -179,7 +210,9 @@ def pass_through(cache: LFUCache, index: int) -> None:
 
 
 def test_balanced_traffic_keeps_what_is_there() -> None:
-    """32 records in turn through a cache of 8: a quarter hits, as with a fixed set. LRU would get none."""
+    """32 records in turn through a cache of 8: a quarter hits, as with a fixed set. LRU would
+    get none.
+    """
     cache = LFUCache(HitCounts(32, beta=0.5, decay_every_steps=2), 8, 1)
     for _ in range(50):
         for index in range(32):

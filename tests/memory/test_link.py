@@ -52,7 +52,9 @@ def test_link_counts() -> None:
 
 
 def test_limit_is_kept() -> None:
-    """Whatever the sizes, pauses and copy times: in no window do more bytes pass than the limit allows."""
+    """Whatever the sizes, pauses and copy times: in no window do more bytes pass than the limit
+    allows.
+    """
     rng = np.random.default_rng(0)
     clock = Clock()
     limit_bytes_per_s = 1e6
@@ -72,7 +74,8 @@ def test_limit_is_kept() -> None:
         link.transfer(move)
         took_s = clock.now_s - begin_s
         busy_s += took_s
-        assert took_s <= max(copy_s, num_bytes / limit_bytes_per_s) + 1e-9  # the copy's own time counts
+        # the copy's own time counts
+        assert took_s <= max(copy_s, num_bytes / limit_bytes_per_s) + 1e-9
         ends.append((clock.now_s, num_bytes))
     for first in range(len(ends)):
         passed = np.cumsum([num_bytes for _, num_bytes in ends[first + 1 :]])

@@ -18,7 +18,12 @@ from jmoe.memory.record_store import HostRecords, RecordLayout, RecordStore
 from jmoe.memory.tiered_store import TieredStore
 from jmoe.memory.version_store import VersionStore
 
-ARRAYS = {"w": ((3, 100), np.float32), "b": ((7,), ml_dtypes.bfloat16), "q": ((9, 2), np.uint8), "s": ((), np.int32)}
+ARRAYS = {
+    "w": ((3, 100), np.float32),
+    "b": ((7,), ml_dtypes.bfloat16),
+    "q": ((9, 2), np.uint8),
+    "s": ((), np.int32),
+}
 LAYOUT = RecordLayout.from_arrays(ARRAYS)
 NUM_RECORDS = 6
 CPU = jax.devices("cpu")[0]
@@ -26,7 +31,9 @@ CPU = jax.devices("cpu")[0]
 
 def content(index: int) -> dict[str, NDArray[Any]]:
     rng = np.random.default_rng(index)
-    return {f.name: np.asarray(rng.integers(0, 100, f.shape)).astype(f.dtype) for f in LAYOUT.fields}
+    return {
+        f.name: np.asarray(rng.integers(0, 100, f.shape)).astype(f.dtype) for f in LAYOUT.fields
+    }
 
 
 def fill(index: int, views: dict[str, NDArray[Any]]) -> None:
@@ -38,7 +45,10 @@ def check_sent(sent: dict[str, jax.Array], index: int, names: Any = ARRAYS) -> N
     assert set(sent) == set(names)
     for name, array in sent.items():
         expected = content(index)[name]
-        assert array.dtype == expected.dtype and array.sharding.memory_kind == CPU.default_memory().kind
+        assert (
+            array.dtype == expected.dtype
+            and array.sharding.memory_kind == CPU.default_memory().kind
+        )
         np.testing.assert_array_equal(np.asarray(array), expected)
 
 
@@ -64,7 +74,9 @@ def test_records_in_pinned_memory(kind: str, tmp_path: Path) -> None:
         if kind == "host":
             tiers = TieredStore(HostRecords.fill(LAYOUT, NUM_RECORDS, fill, allocate=pinned_here()))
         else:
-            store = opened.enter_context(RecordStore.pack(tmp_path, LAYOUT, NUM_RECORDS, fill, fingerprint="a"))
+            store = opened.enter_context(
+                RecordStore.pack(tmp_path, LAYOUT, NUM_RECORDS, fill, fingerprint="a")
+            )
             tiers = TieredStore(store, cache_bytes=4 * LAYOUT.record_bytes, allocate=pinned_here())
         opened.enter_context(tiers)
         assert isinstance(tiers._slots_MR, PinnedSlots)
@@ -79,7 +91,9 @@ def test_records_in_pinned_memory(kind: str, tmp_path: Path) -> None:
 def test_records_that_change_in_pinned_memory(tmp_path: Path) -> None:
     with VersionStore.open(tmp_path, LAYOUT, NUM_RECORDS, fingerprint="a") as store:
         store.fill(fill)
-        with TieredStore(store, cache_bytes=3 * LAYOUT.record_bytes, allocate=pinned_here()) as tiers:
+        with TieredStore(
+            store, cache_bytes=3 * LAYOUT.record_bytes, allocate=pinned_here()
+        ) as tiers:
             for index in range(NUM_RECORDS):
                 with tiers.get(index, writable=True) as record:
                     check_sent(record.on_device(ARRAYS, CPU), index)
@@ -129,7 +143,8 @@ def test_which_memory_is_used(setting: Any, devices: Any, is_pinned: bool) -> No
 @pytest.mark.parametrize("devices", [[Accelerator()], [PINS, PINS]])
 def test_what_cannot_be_pinned_is_refused(devices: Any) -> None:
     with pytest.raises(
-        ValueError, match=r"tiers\.pin_host_memory = 'on': must be auto or off unless a process has one"
+        ValueError,
+        match=r"tiers\.pin_host_memory = 'on': must be auto or off unless a process has one",
     ):
         host_memory("on", "tiers.pin_host_memory", devices)
 
@@ -144,9 +159,13 @@ def test_where_it_fails_ordinary_memory_is_used(
     if why == "no memory":
         monkeypatch.setattr(jax, "device_put", refuse)
     else:  # what is written is elsewhere than what is sent
-        monkeypatch.setattr(pinned.PinnedSlots, "send", lambda *_: {"probe": np.zeros(4096, np.uint8)})
+        monkeypatch.setattr(
+            pinned.PinnedSlots, "send", lambda *_: {"probe": np.zeros(4096, np.uint8)}
+        )
     slots = pinned_here()(2, 4096)
     assert isinstance(slots, np.ndarray) and slots.shape == (2, 4096)
     reason = "no room" if why == "no memory" else "does not arrive"
-    assert "8192 bytes of pinned host memory cannot be had, ordinary memory is used: " in caplog.text
+    assert (
+        "8192 bytes of pinned host memory cannot be had, ordinary memory is used: " in caplog.text
+    )
     assert reason in caplog.text and "trace" not in caplog.text

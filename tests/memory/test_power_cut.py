@@ -1,4 +1,6 @@
-"""Records after a power cut: whole, and none older than what was promised; see `tests/power_cut.py`."""
+"""Records after a power cut: whole, and none older than what was promised; see
+`tests/power_cut.py`.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def open_store(folder: Path) -> VersionStore:
 
 
 def exercise(cut: PowerCut) -> None:
-    """Records written, synced, pinned and restored; the promise: least value of each record, values by pin."""
+    """Records written, synced, pinned and restored; the promise: least value of each record,
+    values by pin.
+    """
     least, pins = dict.fromkeys(range(NUM_RECORDS), -1.0), dict[str, float]()
     with open_store(cut.root) as store:
         for round_ in range(9):
@@ -74,7 +78,9 @@ def recorded(root: Path, program: Callable[[PowerCut], None]) -> PowerCut:
 
 
 def test_records_survive_a_power_cut_at_any_moment(tmp_path: Path) -> None:
-    """Content is flushed before it gets its name, and names before the files of dead versions are written into."""
+    """Content is flushed before it gets its name, and names before the files of dead versions
+    are written into.
+    """
     assert check(recorded(tmp_path / "store", exercise)) > 150
 
 

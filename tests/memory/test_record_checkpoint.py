@@ -49,7 +49,9 @@ def open_stores(folder: Path, process: int = 0, num_processes: int = 1) -> dict[
     """The stores of one process, every record that was never written at 0."""
     owned = range(process, NUM_RECORDS, num_processes)
     stores = {
-        name: VersionStore.open(folder / f"process-{process}" / name, layout, NUM_RECORDS, fingerprint="a", owned=owned)
+        name: VersionStore.open(
+            folder / f"process-{process}" / name, layout, NUM_RECORDS, fingerprint="a", owned=owned
+        )
         for name, layout in LAYOUTS.items()
     }
     for store in stores.values():
@@ -59,7 +61,9 @@ def open_stores(folder: Path, process: int = 0, num_processes: int = 1) -> dict[
 
 
 def train(caches: dict[str, TieredStore], step: int) -> None:
-    """One step: half of the records become a function of what they were, as an optimizer would do it."""
+    """One step: half of the records become a function of what they were, as an optimizer would
+    do it.
+    """
     rng = np.random.default_rng(step)
     for name, cache in caches.items():
         assert cache._versions is not None
@@ -68,7 +72,9 @@ def train(caches: dict[str, TieredStore], step: int) -> None:
                 continue
             with cache.get(index, writable=True) as record:
                 for array in (record[f.name] for f in LAYOUTS[name].fields):
-                    array[:] = array * np.float32(0.97) + np.float32(step + index) * np.float32(1e-3)
+                    array[:] = array * np.float32(0.97) + np.float32(step + index) * np.float32(
+                        1e-3
+                    )
                 record.put()
         cache.touch(range(NUM_RECORDS))
 
@@ -80,7 +86,9 @@ def content(stores: dict[str, VersionStore]) -> dict[tuple[str, int], bytes]:
         with TieredStore(store, cache_bytes=8 * store.layout.record_bytes) as cache:
             for index in store.owned:
                 with cache.get(index) as record:
-                    found[name, index] = b"".join(record[f.name].tobytes() for f in LAYOUTS[name].fields)
+                    found[name, index] = b"".join(
+                        record[f.name].tobytes() for f in LAYOUTS[name].fields
+                    )
     return found
 
 
@@ -98,7 +106,10 @@ def expected(num_steps: int) -> dict[tuple[str, int], bytes]:
 
 
 def open_caches(stores: dict[str, VersionStore]) -> dict[str, TieredStore]:
-    return {name: TieredStore(store, cache_bytes=5 * store.layout.record_bytes) for name, store in stores.items()}
+    return {
+        name: TieredStore(store, cache_bytes=5 * store.layout.record_bytes)
+        for name, store in stores.items()
+    }
 
 
 def close(caches: dict[str, TieredStore], stores: dict[str, VersionStore]) -> None:
@@ -110,7 +121,9 @@ def close(caches: dict[str, TieredStore], stores: dict[str, VersionStore]) -> No
 
 
 class TrainingRun:
-    """A training run of one process: stores, caches, an Orbax manager with the records and one number."""
+    """A training run of one process: stores, caches, an Orbax manager with the records and one
+    number.
+    """
 
     def __init__(self, local: Path, checkpoints: Path, keep: int = 2) -> None:
         self.stores = open_stores(local)
@@ -155,7 +168,10 @@ class TrainingRun:
         for cache in self.caches.values():
             cache.flush()
         args = ocp.args.Composite(
-            **{ITEM: RecordsSave(self.records, self.step), "dense": ocp.args.JsonSave({"step": self.step})}
+            **{
+                ITEM: RecordsSave(self.records, self.step),
+                "dense": ocp.args.JsonSave({"step": self.step}),
+            }
         )
         self.manager.save(self.step, args=args)
 
@@ -210,10 +226,18 @@ def test_saving_writes_no_record(tmp_path: Path) -> None:
     for cache in run.caches.values():
         cache.flush()
     before = {name: store.stats().written_bytes for name, store in run.stores.items()}
-    blocks = sum(path.stat().st_blocks for path in (tmp_path / "local").glob("**/*") if path.stat().st_nlink == 1)
+    blocks = sum(
+        path.stat().st_blocks
+        for path in (tmp_path / "local").glob("**/*")
+        if path.stat().st_nlink == 1
+    )
     run.save_durably()
     assert {name: store.stats().written_bytes for name, store in run.stores.items()} == before
-    inodes = {path.stat().st_ino: path.stat().st_blocks for path in tmp_path.glob("**/*") if path.is_file()}
+    inodes = {
+        path.stat().st_ino: path.stat().st_blocks
+        for path in tmp_path.glob("**/*")
+        if path.is_file()
+    }
     assert sum(inodes.values()) <= blocks + 200  # lists and Orbax's own files
     run.close()
 
@@ -226,13 +250,19 @@ def test_retention_frees_versions(tmp_path: Path) -> None:
     assert sorted(run.manager.all_steps()) == [10, 12]
     for store in run.stores.values():
         assert sorted(path.name for path in (store.path / PINS).iterdir()) == ["10", "12"]
-    files = {path.stat().st_ino for path in tmp_path.glob("**/*.*.*") if path.is_file() and "process-" not in path.name}
+    files = {
+        path.stat().st_ino
+        for path in tmp_path.glob("**/*.*.*")
+        if path.is_file() and "process-" not in path.name
+    }
     assert len(files) <= 2 * (3 * NUM_RECORDS + 20)  # three generations, and some to write into
     run.close()
 
 
 def test_drained_to_another_file_system(tmp_path: Path) -> None:
-    """Copied once, linked where a version has not changed; enough to go on from when the local folder is gone."""
+    """Copied once, linked where a version has not changed; enough to go on from when the local
+    folder is gone.
+    """
     with tempfile.TemporaryDirectory(dir="/dev/shm") as made:
         local = Path(made) / "local"
         run = TrainingRun(local, tmp_path / "checkpoints")
@@ -250,8 +280,12 @@ def test_drained_to_another_file_system(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("drains_again", [True, False])
-def test_not_durable_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drains_again: bool) -> None:
-    """A committed step whose drain failed serves while the local folder is there, and is drained when restored."""
+def test_not_durable_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drains_again: bool
+) -> None:
+    """A committed step whose drain failed serves while the local folder is there, and is drained
+    when restored.
+    """
     with tempfile.TemporaryDirectory(dir="/dev/shm") as made:
         local = Path(made) / "local"
         run = TrainingRun(local, tmp_path / "checkpoints")
@@ -292,7 +326,9 @@ def test_not_durable_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drains
         assert content(last.stores) == expected(1)
         missing = last.records.find(last.folder(2)).missing
         assert missing
-        with pytest.raises(FileNotFoundError, match=f"{len(missing)} records, the first .* neither on this machine"):
+        with pytest.raises(
+            FileNotFoundError, match=f"{len(missing)} records, the first .* neither on this machine"
+        ):
             last.records.restore(last.folder(2))
         last.close()
 
@@ -316,7 +352,10 @@ def test_a_drain_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
         folder.mkdir(parents=True)
         records.write_list(folder, records.pin(1))
         records.committed(folder, [1])
-        with pytest.raises(TimeoutError, match=rf"drain of records to {folder}: .* 9 of {2 * NUM_RECORDS} are there"):
+        with pytest.raises(
+            TimeoutError,
+            match=rf"drain of records to {folder}: .* 9 of {2 * NUM_RECORDS} are there",
+        ):
             records.wait()
         records.close()
         gate.set()
@@ -335,7 +374,8 @@ def test_damage_is_noticed_when_drained(tmp_path: Path) -> None:
         with path.open("r+b") as file:
             file.write(b"rotten")
         run.records.committed(run.folder(1), [1])
-        for call in (run.records.wait, run.records.check, partial(run.records.pin, 2)):  # it is never forgotten
+        # it is never forgotten
+        for call in (run.records.wait, run.records.check, partial(run.records.pin, 2)):
             with pytest.raises(OSError, match="damaged, its content is not what was written"):
                 call()
         assert not is_durable(run.folder(1))
@@ -343,7 +383,9 @@ def test_damage_is_noticed_when_drained(tmp_path: Path) -> None:
 
 
 def train_process(folder: Path, process: int, num_processes: int, first: int, last: int) -> None:
-    """One of several processes: steps first..last of its records; their content is left in a file."""
+    """One of several processes: steps first..last of its records; their content is left in a
+    file.
+    """
     checkpoints = folder / "checkpoints"
     stores = open_stores(folder / "local", process, num_processes)
     records = RecordCheckpoints(stores, process=process, num_processes=num_processes)
@@ -374,8 +416,12 @@ sys.exit(any([os.waitpid(child, 0)[1] for child in map(forked, each)]))
 """
 
 
-def run_processes(run_python: Run, folder: Path, num: int, first: int, last: int) -> dict[tuple[str, int], bytes]:
-    """Steps first..last on `num` processes, each with its share of the records; returns all records' content."""
+def run_processes(
+    run_python: Run, folder: Path, num: int, first: int, last: int
+) -> dict[tuple[str, int], bytes]:
+    """Steps first..last on `num` processes, each with its share of the records; returns all
+    records' content.
+    """
     done = run_python(["-c", PROCESSES, folder, str(num), str(first), str(last)])
     assert done.returncode == 0, done.stderr
     found: dict[tuple[str, int], bytes] = {}
@@ -387,7 +433,9 @@ def run_processes(run_python: Run, folder: Path, num: int, first: int, last: int
 
 
 def test_other_numbers_of_processes_go_on(run_python: Run, tmp_path: Path) -> None:
-    """3 processes, one of whose local folders is lost; 2 go on from the durable step, then 4, to the same end."""
+    """3 processes, one of whose local folders is lost; 2 go on from the durable step, then 4, to
+    the same end.
+    """
     with tempfile.TemporaryDirectory(dir="/dev/shm") as made:
         (tmp_path / "local").symlink_to(made)
         for num, first, last in ((3, 0, 3), (2, 3, 5), (4, 5, 7)):
@@ -407,7 +455,11 @@ def test_processes_with_the_same_records_share_the_saving(tmp_path: Path) -> Non
         store.fill(lambda index, views: views["m"].fill(index + 1))
         store.sync()
         records = RecordCheckpoints(
-            {"moments": store}, memory=memory, owned=range(NUM_RECORDS), process=process, num_processes=2
+            {"moments": store},
+            memory=memory,
+            owned=range(NUM_RECORDS),
+            process=process,
+            num_processes=2,
         )
         records.memory["memory"] = content_of.items
         records.save_only = dict.fromkeys(("moments", "memory"), range(process, NUM_RECORDS, 2))
@@ -420,7 +472,9 @@ def test_processes_with_the_same_records_share_the_saving(tmp_path: Path) -> Non
         records.wait()
     assert is_durable(step)
     for kind in ("moments", "memory"):
-        assert sorted(int(path.name.split(".")[0]) for path in (step / kind).iterdir()) == list(range(NUM_RECORDS))
+        assert sorted(int(path.name.split(".")[0]) for path in (step / kind).iterdir()) == list(
+            range(NUM_RECORDS)
+        )
     for store, records in everyone:
         store.fill(lambda index, views: None)
         records.restore(step)
@@ -434,7 +488,9 @@ def test_processes_with_the_same_records_share_the_saving(tmp_path: Path) -> Non
 
 
 def train_and_save(folder: Path, last: int) -> None:
-    """Resume and go on to a last step, with a save every second step, and now and then back to it."""
+    """Resume and go on to a last step, with a save every second step, and now and then back to
+    it.
+    """
     run = TrainingRun(folder / "local", folder / "checkpoints")
     (folder / "resumed").write_text(str(run.step))
     while run.step < last:
@@ -487,14 +543,20 @@ def test_killed_at_any_moment_resumes_bit_for_bit(run_python: Run, tmp_path: Pat
     close({}, stores)
 
 
-def test_records_of_processes_that_are_no_more_are_freed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_records_of_processes_that_are_no_more_are_freed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Once no step that is kept names them; what another run or user has there stays."""
     root = tmp_path / "records"
 
     def stores_of(process: int, num_processes: int) -> dict[str, VersionStore]:
         stores = open_stores(root, process, num_processes)
         for store in stores.values():
-            store.fill(lambda index, views: [view.fill(index) for name, view in views.items() if name != SEAL])
+            store.fill(
+                lambda index, views: [
+                    view.fill(index) for name, view in views.items() if name != SEAL
+                ]
+            )
         return stores
 
     def save(step: int, processes: list[RecordCheckpoints], kept: list[int]) -> Path:
@@ -507,15 +569,24 @@ def test_records_of_processes_that_are_no_more_are_freed(tmp_path: Path, capsys:
             records.wait()
         return folder
 
-    two = [RecordCheckpoints(stores_of(process, 2), process=process, num_processes=2) for process in range(2)]
+    two = [
+        RecordCheckpoints(stores_of(process, 2), process=process, num_processes=2)
+        for process in range(2)
+    ]
     first = save(1, two, [1])
     before = {key: value for records in two for key, value in content(dict(records.stores)).items()}
     for records in two:
         records.close()
         close({}, dict(records.stores))
-    foreign = [root / name / "moments" / "file" for name in ("process-notes", "process-5", "freed-space", "freed-1")]
+    foreign = [
+        root / name / "moments" / "file"
+        for name in ("process-notes", "process-5", "freed-space", "freed-1")
+    ]
     (root / "process-9").mkdir()
-    foreign += [root / "process-0" / "moments" / PINS / "a stray file", root / "process-6" / MANIFEST]
+    foreign += [
+        root / "process-0" / "moments" / PINS / "a stray file",
+        root / "process-6" / MANIFEST,
+    ]
     for path in foreign:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("mine")
@@ -524,7 +595,9 @@ def test_records_of_processes_that_are_no_more_are_freed(tmp_path: Path, capsys:
         for name, layout in LAYOUTS.items()
     }
     close({}, other_run)
-    live = VersionStore.open(root / "process-8" / "moments", LAYOUTS["moments"], NUM_RECORDS, fingerprint="a")
+    live = VersionStore.open(
+        root / "process-8" / "moments", LAYOUTS["moments"], NUM_RECORDS, fingerprint="a"
+    )
     one = RecordCheckpoints(stores_of(0, 1))
     one.restore(first)
     assert content(dict(one.stores)) == before

@@ -1,4 +1,6 @@
-"""Packs on a real disk: what is written comes back, and nothing half-made is taken for a whole one."""
+"""Packs on a real disk: what is written comes back, and nothing half-made is taken for a whole
+one.
+"""
 
 import contextlib
 import errno
@@ -25,7 +27,11 @@ from tests.damage import flip
 from tests.fakes import run_in_threads
 from tests.train_runs import Run
 
-ARRAYS = {"gate": ((3, 5), np.float32), "up": ((1000, 7), ml_dtypes.bfloat16), "scale": ((), np.int8)}
+ARRAYS = {
+    "gate": ((3, 5), np.float32),
+    "up": ((1000, 7), ml_dtypes.bfloat16),
+    "scale": ((), np.int8),
+}
 LAYOUT = RecordLayout.from_arrays(ARRAYS)
 NUM_RECORDS = 6
 
@@ -53,7 +59,9 @@ def refuse(index: int, views: dict[str, NDArray[Any]]) -> None:
     raise AssertionError("packed again")
 
 
-def pack(folder: Path, fill: record_store.Fill = fill, fingerprint: str = "a", **options: Any) -> RecordStore:
+def pack(
+    folder: Path, fill: record_store.Fill = fill, fingerprint: str = "a", **options: Any
+) -> RecordStore:
     return RecordStore.pack(folder, LAYOUT, NUM_RECORDS, fill, fingerprint=fingerprint, **options)
 
 
@@ -195,10 +203,14 @@ def test_on_tmpfs() -> None:
                 stats = tiers.stats()
                 assert (tiers.host_bytes, stats.nvme.num_bytes) == (0, 0)
                 assert stats.host.num_bytes == NUM_RECORDS * LAYOUT.record_bytes
-                with pytest.raises(ValueError, match="writable = True: must be False for a file that is mapped"):
+                with pytest.raises(
+                    ValueError, match="writable = True: must be False for a file that is mapped"
+                ):
                     tiers.get(0, writable=True)
                 os.truncate(store.path, LAYOUT.record_bytes)
-                with pytest.raises(OSError, match=r"reading record 3: the file ends after .*records-.*\.bin"):
+                with pytest.raises(
+                    OSError, match=r"reading record 3: the file ends after .*records-.*\.bin"
+                ):
                     tiers.get(3)
     finally:
         shutil.rmtree(folder)
@@ -209,14 +221,18 @@ def test_a_mapped_record_that_cannot_be_mended(tmp_path: Path) -> None:
         flip(store.path, 2 * LAYOUT.record_bytes + 5, 3)
         with TieredStore(store.map_records()) as tiers:
             tiers.get(1).close()
-            with pytest.raises(OSError, match="record 2: damaged, its content is not what was written"):
+            with pytest.raises(
+                OSError, match="record 2: damaged, its content is not what was written"
+            ):
                 tiers.get(2)
 
 
 def test_short_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real_preadv = os.preadv
     with pack(tmp_path) as store:
-        monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: real_preadv(fd, [buffers[0][:4096]], offset))
+        monkeypatch.setattr(
+            os, "preadv", lambda fd, buffers, offset: real_preadv(fd, [buffers[0][:4096]], offset)
+        )
         check_content(store)
 
 
@@ -224,7 +240,9 @@ def test_bad_reads(tmp_path: Path) -> None:
     record_R, read_only = allocate_slots(2, LAYOUT.record_bytes)
     with pack(tmp_path) as store:
         for index in (-1, NUM_RECORDS):
-            with pytest.raises(ValueError, match=rf"index = {index}: must be in \[0, {NUM_RECORDS}\)"):
+            with pytest.raises(
+                ValueError, match=rf"index = {index}: must be in \[0, {NUM_RECORDS}\)"
+            ):
                 store.read_into(index, record_R)
         with pytest.raises(ValueError, match="writable bytes, has 4096"):
             store.read_into(0, record_R[:4096])
@@ -237,7 +255,9 @@ def test_bad_reads(tmp_path: Path) -> None:
             store.read_into(0, read_only)
         os.truncate(store.path, 2 * LAYOUT.record_bytes + 4096)
         store.read_into(1, record_R)
-        with pytest.raises(OSError, match=r"reading record 2 .* the file ends after 4096 bytes of it") as caught:
+        with pytest.raises(
+            OSError, match=r"reading record 2 .* the file ends after 4096 bytes of it"
+        ) as caught:
             store.read_into(2, record_R)
         assert caught.value.filename == str(store.path)
 
@@ -257,7 +277,9 @@ DAMAGES: list[Callable[[Path], None]] = [
 ]
 
 
-@pytest.mark.parametrize("damage", DAMAGES, ids=["first byte", "second record", "padding", "zeros", "swapped"])
+@pytest.mark.parametrize(
+    "damage", DAMAGES, ids=["first byte", "second record", "padding", "zeros", "swapped"]
+)
 def test_a_damaged_record_is_not_given_out(
     tmp_path: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -267,7 +289,9 @@ def test_a_damaged_record_is_not_given_out(
     damage(path)
     with (
         RecordStore.open(tmp_path, LAYOUT, NUM_RECORDS, fingerprint="a") as store,
-        pytest.raises(OSError, match=r"record \d: damaged, its content is not what was written") as caught,
+        pytest.raises(
+            OSError, match=r"record \d: damaged, its content is not what was written"
+        ) as caught,
     ):
         check_content(store)
     assert caught.value.filename == str(path)
@@ -282,7 +306,9 @@ def test_a_damaged_record_is_not_given_out(
     assert not caplog.text
 
 
-def test_a_record_that_the_disk_cannot_read_is_mended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_that_the_disk_cannot_read_is_mended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real_preadv = os.preadv
 
     def bad_sector(fd: int, buffers: Any, offset: int) -> int:
@@ -301,7 +327,9 @@ def test_a_record_that_the_disk_cannot_read_is_mended(tmp_path: Path, monkeypatc
 def test_a_damaged_record_that_cannot_be_mended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In a file that may not be written to it is given out all the same; from another source or none it is not."""
+    """In a file that may not be written to it is given out all the same; from another source or
+    none it is not.
+    """
 
     def gone(index: int, views: dict[str, NDArray[Any]]) -> None:
         raise FileNotFoundError(errno.ENOENT, "No such file", "model.safetensors")
@@ -362,7 +390,9 @@ def with_other_sums(text: str) -> str:
         (in_manifest(without_sums), "manifest.json has no checksums"),
     ],
 )
-def test_damage_is_noticed_and_repaired(tmp_path: Path, damage: Callable[[Path], None], message: str) -> None:
+def test_damage_is_noticed_and_repaired(
+    tmp_path: Path, damage: Callable[[Path], None], message: str
+) -> None:
     pack(tmp_path).close()
     damage(tmp_path)
     with pytest.raises(PackError, match=message):
@@ -377,7 +407,12 @@ def test_a_foreign_pack_is_replaced(tmp_path: Path) -> None:
     for layout, num_records, fingerprint, named in (
         (LAYOUT, NUM_RECORDS, "b", "fingerprint"),
         (LAYOUT, NUM_RECORDS - 1, "a", "num_records"),
-        (RecordLayout.from_arrays(ARRAYS | {"gate": ((5, 3), np.float32)}), NUM_RECORDS, "a", "layout"),
+        (
+            RecordLayout.from_arrays(ARRAYS | {"gate": ((5, 3), np.float32)}),
+            NUM_RECORDS,
+            "a",
+            "layout",
+        ),
     ):
         with pytest.raises(PackError, match=f"holds .*'{named}'"):
             RecordStore.open(tmp_path, layout, num_records, fingerprint=fingerprint)
@@ -432,7 +467,9 @@ def test_a_field_not_filled_is_zero(tmp_path: Path) -> None:
 def test_a_full_disk_is_seen_beforehand(tmp_path: Path) -> None:
     free_bytes = shutil.disk_usage(tmp_path).free
     num_records = free_bytes // LAYOUT.record_bytes * 2
-    with pytest.raises(OSError, match=f"{num_records} records need {num_records * 16384} bytes, .* are free") as caught:
+    with pytest.raises(
+        OSError, match=f"{num_records} records need {num_records * 16384} bytes, .* are free"
+    ) as caught:
         RecordStore.pack(tmp_path, LAYOUT, num_records, refuse, fingerprint="a")
     assert caught.value.errno == errno.ENOSPC
     assert [path.name for path in tmp_path.iterdir()] == [record_store.LOCK]
@@ -465,7 +502,9 @@ def pack_twice(folder: Path) -> None:
 
 
 def examine(folder: Path) -> None:
-    """One of the two packs is whole, from the moment on that the first one is; the lock died with its packer."""
+    """One of the two packs is whole, from the moment on that the first one is; the lock died
+    with its packer.
+    """
     whole = []
     for seed, fingerprint in enumerate("ab"):
         with (
@@ -491,10 +530,13 @@ print(kill_at_every_call(pathlib.Path(sys.argv[1]), calls, t.pack_twice, t.exami
 
 
 def test_killed_between_any_two_steps(run_python: Run, tmp_path: Path) -> None:
-    """SIGKILL at every write, fsync and rename of a packer, also of one that replaces an older pack."""
+    """SIGKILL at every write, fsync and rename of a packer, also of one that replaces an older
+    pack.
+    """
     done = run_python(["-c", KILLED, tmp_path])
     assert done.returncode == 0, done.stdout + done.stderr
-    assert int(done.stdout) >= 2 * (1 + NUM_RECORDS + 5)  # records; data, folder, manifest, rename, folder
+    # records; data, folder, manifest, rename, folder
+    assert int(done.stdout) >= 2 * (1 + NUM_RECORDS + 5)
 
 
 def test_packers_take_turns(tmp_path: Path) -> None:
@@ -519,7 +561,9 @@ def test_packers_take_turns(tmp_path: Path) -> None:
 
 
 def test_packers_of_different_sources_do_not_mix(tmp_path: Path) -> None:
-    """Two threads replace each other's pack for a while; whatever opens is what its fingerprint says."""
+    """Two threads replace each other's pack for a while; whatever opens is what its fingerprint
+    says.
+    """
 
     def work(seed: int) -> None:
         for _ in range(10):
@@ -535,13 +579,17 @@ def test_packers_of_different_sources_do_not_mix(tmp_path: Path) -> None:
 def test_a_lock_held_too_long_is_an_error(tmp_path: Path) -> None:
     with (
         record_store.locked(tmp_path, 10),
-        pytest.raises(TimeoutError, match=r"pack\.lock: another process has held it for more than 0\.1 s"),
+        pytest.raises(
+            TimeoutError, match=r"pack\.lock: another process has held it for more than 0\.1 s"
+        ),
     ):
         pack(tmp_path, lock_limit_s=0.1)
 
 
 def lacking(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
-    """What FUSE, vfat and network file systems may lack: O_DIRECT, room ahead, locks, flushing of folders."""
+    """What FUSE, vfat and network file systems may lack: O_DIRECT, room ahead, locks, flushing
+    of folders.
+    """
     really_open, really_fsync = os.open, os.fsync
 
     def refuse(*_: object) -> None:

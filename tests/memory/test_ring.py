@@ -16,7 +16,9 @@ LAYER_BYTES = 1000
 
 
 class Slots:
-    """The device: slots of memory that `load` writes to, with checks that nobody writes where somebody reads."""
+    """The device: slots of memory that `load` writes to, with checks that nobody writes where
+    somebody reads.
+    """
 
     def __init__(self, num_slots: int, seed: int | None = None) -> None:
         self.memory = np.full((num_slots, 16), -1)
@@ -114,7 +116,8 @@ def test_restart_in_the_middle() -> None:
         slots.use_all(ring, (0, 1))
         wait_for(lambda: len(slots.loads) == 5)  # 2, 3 and 4 are there
         ring.restart()
-        wait_for(lambda: len(slots.loads) == 7)  # 0 and 1 take the places of 4 and 3; 2 is needed soonest and stays
+        # 0 and 1 take the places of 4 and 3; 2 is needed soonest and stays
+        wait_for(lambda: len(slots.loads) == 7)
         assert [layer for layer, _ in slots.loads[5:]] == [0, 1]
         ring.restart([2, 3, 0])
         slots.use_all(ring, (2, 3, 0, 2))
@@ -138,7 +141,9 @@ def test_restart_while_a_load_is_under_way(num_slots: int) -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_any_order_any_delay(seed: int) -> None:
-    """Random orders, slots, delays and depths of use: the order is kept and no slot is written while held."""
+    """Random orders, slots, delays and depths of use: the order is kept and no slot is written
+    while held.
+    """
     rng = np.random.default_rng(seed)
     num_layers = int(rng.integers(2, 9))
     num_slots = int(rng.integers(1, 6))

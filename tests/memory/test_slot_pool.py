@@ -8,7 +8,9 @@ from jmoe.memory.slot_pool import SlotPool
 
 
 def test_pool_against_a_model() -> None:
-    """Whatever is planned: slots are right, nothing needed or pinned moves, what goes has the lowest count."""
+    """Whatever is planned: slots are right, nothing needed or pinned moves, what goes has the
+    lowest count.
+    """
     rng = np.random.default_rng(3)
     counts = HitCounts(40, beta=0.8, decay_every_steps=2)
     pool = SlotPool(counts, 12)
@@ -36,7 +38,9 @@ def test_pool_against_a_model() -> None:
             stayed = inside.keys() - gone - distinct - pins.keys()
             if gone and stayed:
                 assert max(counts_before[list(gone)]) <= min(counts_before[list(stayed)])
-            inside = {record: slot for record, slot in inside.items() if record not in gone} | dict(loads)
+            inside = {record: slot for record, slot in inside.items() if record not in gone} | dict(
+                loads
+            )
             assert slots.tolist() == [inside[record] for record in needed.tolist()]
             assert sorted(set(inside.values())) == sorted(inside.values())
             assert {r: int(s) for r, s in enumerate(pool.slot_of) if s >= 0} == inside
@@ -56,7 +60,9 @@ def test_pool_against_a_model() -> None:
 
 
 def test_pool_keeps_a_hot_set_on_balanced_traffic() -> None:
-    """4 layers of 8 records in turn through 16 slots: the last 8 slots are used again and again, the others stay."""
+    """4 layers of 8 records in turn through 16 slots: the last 8 slots are used again and again,
+    the others stay.
+    """
     pool, hits = SlotPool(HitCounts(32), 16), 0
     for _ in range(20):
         for layer in range(4):

@@ -29,7 +29,9 @@ def fill(index: int, views: dict[str, NDArray[Any]]) -> None:
 def check_record(record: Record, index: int) -> None:
     assert record.index == index
     assert (record["b"] == index).all()
-    np.testing.assert_array_equal(record["w"].reshape(-1), np.arange(3000, dtype=np.float32) + index * 10_000)
+    np.testing.assert_array_equal(
+        record["w"].reshape(-1), np.arange(3000, dtype=np.float32) + index * 10_000
+    )
 
 
 @pytest.fixture
@@ -146,8 +148,12 @@ def test_who_waits_goes_before_what_is_read_ahead(store: RecordStore, gate: Gate
         assert gate.begun == [0, 3, 1, 2]
 
 
-def test_reading_ahead_does_not_push_out_what_was_read_ahead(store: RecordStore, gate: Gate) -> None:
-    """6 cache and 2 staging slots: once all are taken, a read ahead waits until a record was used."""
+def test_reading_ahead_does_not_push_out_what_was_read_ahead(
+    store: RecordStore, gate: Gate
+) -> None:
+    """6 cache and 2 staging slots: once all are taken, a read ahead waits until a record was
+    used.
+    """
     with TieredStore(store, cache_bytes=8 * RECORD_BYTES, threads=4) as tiers:
         tiers.prefetch(range(12))
         wait_for(lambda: tiers.stats().nvme.transfers == 8)
@@ -211,7 +217,10 @@ def test_an_error_that_nobody_waits_for_is_raised_by_every_later_call(
 def test_every_wait_has_a_limit(store: RecordStore, gate: Gate) -> None:
     gate.open.clear()
     with TieredStore(store, cache_bytes=4 * RECORD_BYTES, threads=1, wait_limit_s=0.2) as tiers:
-        with pytest.raises(TimeoutError, match=r"record 5 of .*records-.*\.bin: not there after 0.2 s; the read has"):
+        with pytest.raises(
+            TimeoutError,
+            match=r"record 5 of .*records-.*\.bin: not there after 0.2 s; the read has",
+        ):
             tiers.get(5)
         with pytest.raises(TimeoutError, match="'read-0-records"):
             tiers.close()
@@ -251,12 +260,20 @@ def test_close_wakes_who_waits(store: RecordStore, gate: Gate) -> None:
         ({"cache_bytes": RECORD_BYTES}, "cache_bytes = 12288: must hold at least two records"),
         ({"cache_bytes": 10**6, "threads": 0}, "threads = 0"),
         ({"cache_bytes": 10**6, "wait_limit_s": 0}, "wait_limit_s = 0"),
-        ({"cache_bytes": 10**6, "bandwidth_limit_bytes_per_s": {"disk": 1.0}}, "links are nvme and host"),
-        ({"cache_bytes": 10**6, "bandwidth_limit_bytes_per_s": {"nvme": 0}}, "bandwidth_limit_bytes_per_s = 0"),
+        (
+            {"cache_bytes": 10**6, "bandwidth_limit_bytes_per_s": {"disk": 1.0}},
+            "links are nvme and host",
+        ),
+        (
+            {"cache_bytes": 10**6, "bandwidth_limit_bytes_per_s": {"nvme": 0}},
+            "bandwidth_limit_bytes_per_s = 0",
+        ),
         ({}, "cache_bytes = None: a store needs a cache"),
     ],
 )
-def test_settings_that_make_no_sense(store: RecordStore, options: dict[str, Any], message: str) -> None:
+def test_settings_that_make_no_sense(
+    store: RecordStore, options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         TieredStore(store, **options)
 
@@ -272,7 +289,9 @@ def test_more_settings_that_make_no_sense() -> None:
 
 
 def test_many_threads_many_records(store: RecordStore, gate: Gate) -> None:
-    """8 threads get, prefetch and discard at random through 5 slots; every byte they see is right."""
+    """8 threads get, prefetch and discard at random through 5 slots; every byte they see is
+    right.
+    """
     with TieredStore(store, cache_bytes=12 * RECORD_BYTES, threads=3) as tiers:
 
         def work(seed: int) -> None:
@@ -286,7 +305,8 @@ def test_many_threads_many_records(store: RecordStore, gate: Gate) -> None:
                 tiers.touch([index])
 
         run_in_threads(work, 8)
-        wait_for(lambda: tiers.stats().nvme.transfers == len(gate.begun))  # what was read ahead may still be coming
+        # what was read ahead may still be coming
+        wait_for(lambda: tiers.stats().nvme.transfers == len(gate.begun))
         stats = tiers.stats()
         assert stats.cache.hits + stats.cache.misses == stats.host.transfers == 8 * 150
 
@@ -303,7 +323,9 @@ def test_limited_reads_are_all_counted(store: RecordStore) -> None:
 
 
 def test_layers_from_disk_through_a_ring(store: RecordStore) -> None:
-    """8 layers of 3 records: disk -> 8 slots of host memory -> 4 slots of a ring; the bytes of every tier add up."""
+    """8 layers of 3 records: disk -> 8 slots of host memory -> 4 slots of a ring; the bytes of
+    every tier add up.
+    """
     layers, per_layer = 8, 3
     slots = [[np.zeros((3, 1000), np.float32) for _ in range(per_layer)] for _ in range(4)]
     with TieredStore(store, cache_bytes=8 * RECORD_BYTES, threads=2) as tiers:
@@ -330,7 +352,8 @@ def test_layers_from_disk_through_a_ring(store: RecordStore) -> None:
     assert loaded.num_bytes == stats.host.num_bytes == stats.host.transfers * RECORD_BYTES
     assert 5 * layers <= loaded.transfers <= 5 * layers + 4
     assert stats.cache.hits + stats.cache.misses == stats.host.transfers
-    assert stats.cache.hits >= 4 * 5  # 6 of the 8 slots are the cache and keep their records, round after round
+    # 6 of the 8 slots are the cache and keep their records, round after round
+    assert stats.cache.hits >= 4 * 5
     assert stats.nvme.num_bytes >= stats.cache.misses * RECORD_BYTES
 
 

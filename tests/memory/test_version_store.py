@@ -1,4 +1,6 @@
-"""Records that change: versions on a real disk and in mapped memory, damaged, crowded out and killed at every step."""
+"""Records that change: versions on a real disk and in mapped memory, damaged, crowded out and
+killed at every step.
+"""
 
 import errno
 import os
@@ -23,7 +25,9 @@ from tests.fakes import run_in_threads
 from tests.records import got, missing, pinned, put
 from tests.train_runs import Run, Start
 
-LAYOUT = RecordLayout.from_arrays({"w": ((700,), np.float32), "m": ((700,), np.float32), "v": ((700,), np.float32)})
+LAYOUT = RecordLayout.from_arrays(
+    {"w": ((700,), np.float32), "m": ((700,), np.float32), "v": ((700,), np.float32)}
+)
 NUM_RECORDS = 5
 
 
@@ -70,7 +74,9 @@ def test_versions_come_and_go(folder: Path) -> None:
 
 
 def test_a_mapped_version_stays_as_it_is(folder: Path) -> None:
-    """Whatever is written meanwhile, and when its file has no name any more; its file is not used for another."""
+    """Whatever is written meanwhile, and when its file has no name any more; its file is not
+    used for another.
+    """
     with open_store(folder) as store:
         for index in range(NUM_RECORDS):
             put(store, index, 10 * index)
@@ -87,7 +93,9 @@ def test_a_mapped_version_stays_as_it_is(folder: Path) -> None:
         assert file in store._spare
         other = store.map_version(4)
         file_of(store, 4).unlink()
-        np.testing.assert_array_equal(store.layout.views(other.record_R)["w"], np.float32(40 + ramp))
+        np.testing.assert_array_equal(
+            store.layout.views(other.record_R)["w"], np.float32(40 + ramp)
+        )
         other.close()
 
 
@@ -97,7 +105,10 @@ def test_a_version_is_checked_when_it_is_first_mapped(folder: Path) -> None:
             put(store, index, index)
         flip(file_of(store, 2), 5000, 4)
         os.truncate(file_of(store, 1), 8192)
-        for index, message in ((2, "record 2: damaged"), (1, "record 1: .*the file ends after 8192")):
+        for index, message in (
+            (2, "record 2: damaged"),
+            (1, "record 1: .*the file ends after 8192"),
+        ):
             with pytest.raises(OSError, match=message) as caught:
                 store.map_version(index)
             assert str(file_of(store, index)) in str(caught.value)
@@ -119,7 +130,9 @@ def test_a_pin_stays_as_it_is(folder: Path) -> None:
             for index in range(NUM_RECORDS):
                 put(store, index, index + 10 * round_)
             names = store.pin(str(round_))
-            assert sorted(names) == sorted(path.name for path in pinned(folder, str(round_)).values())
+            assert sorted(names) == sorted(
+                path.name for path in pinned(folder, str(round_)).values()
+            )
         written = store.stats().written_bytes
         for round_ in range(3, 30):
             put(store, 0, 10 * round_)
@@ -128,7 +141,8 @@ def test_a_pin_stays_as_it_is(folder: Path) -> None:
             assert [got(store, index, files[index]) for index in range(NUM_RECORDS)] == [
                 index + 10 * round_ for index in range(NUM_RECORDS)
             ]
-        assert store.stats().written_bytes - written == 27 * store.layout.record_bytes  # pinning wrote none
+        # pinning wrote none
+        assert store.stats().written_bytes - written == 27 * store.layout.record_bytes
         store.restore(pinned(folder, "1"))
         assert [got(store, index) for index in range(NUM_RECORDS)] == [10, 11, 12, 13, 14]
         put(store, 1, 99)
@@ -139,7 +153,10 @@ def test_a_pin_stays_as_it_is(folder: Path) -> None:
         shutil.rmtree(folder / PINS / "1")
         put(store, 2, 5)
         store.sync()
-        assert sum(path.stat().st_nlink == 1 for path in folder.iterdir() if Version.parse(path.name)) >= 2
+        assert (
+            sum(path.stat().st_nlink == 1 for path in folder.iterdir() if Version.parse(path.name))
+            >= 2
+        )
 
 
 def test_a_pin_of_some_records_comes_back_without_the_others(folder: Path) -> None:
@@ -150,7 +167,9 @@ def test_a_pin_of_some_records_comes_back_without_the_others(folder: Path) -> No
         for index in range(NUM_RECORDS):
             put(store, index, 7)
         files = pinned(folder, "1")
-        with pytest.raises(ValueError, match=r"files = 2: must name every owned record; lacks \[0, 2, 3\]"):
+        with pytest.raises(
+            ValueError, match=r"files = 2: must name every owned record; lacks \[0, 2, 3\]"
+        ):
             store.restore(files)
         store.restore(files, partial=True)
         assert [got(store, index) for index in (1, 4)] == [10, 40]
@@ -160,7 +179,9 @@ def test_a_pin_of_some_records_comes_back_without_the_others(folder: Path) -> No
 
 
 def test_a_killed_writer_leaves_the_pins_alone(folder: Path) -> None:
-    """Versions replaced but not buried when the process dies are not written into by the next, where pinned."""
+    """Versions replaced but not buried when the process dies are not written into by the next,
+    where pinned.
+    """
     store = open_store(folder)
     for index in range(NUM_RECORDS):
         put(store, index, index)
@@ -190,13 +211,16 @@ def test_restored_from_another_file_system(tmp_path: Path) -> None:
             put(store, 3, 60)
             assert got(store, 3) == 60
             file_of(store, 2).unlink()
-            shutil.copyfile(files[1], file_of(store, 2))  # a dead version's file, overwritten: not to be trusted
+            # a dead version's file, overwritten: not to be trusted
+            shutil.copyfile(files[1], file_of(store, 2))
             store.restore(files)
             assert [got(store, index) for index in range(NUM_RECORDS)] == [0, 1, 2, 3, 4]
             with files[4].open("r+b") as file:
                 file.write(b"bits")
             with pytest.raises(OSError, match="record 4: damaged") as caught:
-                store.restore({**files, 4: files[4]} if file_of(store, 4).unlink() is None else files)
+                store.restore(
+                    {**files, 4: files[4]} if file_of(store, 4).unlink() is None else files
+                )
             assert str(files[4]) in str(caught.value)
 
 
@@ -246,9 +270,16 @@ def test_other_records_are_refused(tmp_path: Path) -> None:
     with pytest.raises(PackError, match="fingerprint"):
         open_store(tmp_path, fingerprint="b")
     with pytest.raises(PackError, match="layout"):
-        VersionStore.open(tmp_path, RecordLayout.from_arrays({"w": ((3,), np.int8)}), NUM_RECORDS, fingerprint="a")
+        VersionStore.open(
+            tmp_path, RecordLayout.from_arrays({"w": ((3,), np.int8)}), NUM_RECORDS, fingerprint="a"
+        )
     with pytest.raises(ValueError, match="must not name 'seal'"):
-        VersionStore.open(tmp_path, RecordLayout.from_arrays({SEAL: ((3,), np.int8)}), NUM_RECORDS, fingerprint="a")
+        VersionStore.open(
+            tmp_path,
+            RecordLayout.from_arrays({SEAL: ((3,), np.int8)}),
+            NUM_RECORDS,
+            fingerprint="a",
+        )
     with pytest.raises(ValueError, match=r"index = 5: must be in \[0, 5\)"):
         open_store(tmp_path, owned=[5])
     with open_store(tmp_path) as store:
@@ -306,8 +337,12 @@ print([t.got(store, index) for index in range(t.NUM_RECORDS)])
 """
 
 
-@pytest.mark.parametrize(("how", "message"), [("denied", "Permission denied"), ("limited", "File too large")])
-def test_a_folder_that_takes_no_more(run_python: Run, tmp_path: Path, how: str, message: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "message"), [("denied", "Permission denied"), ("limited", "File too large")]
+)
+def test_a_folder_that_takes_no_more(
+    run_python: Run, tmp_path: Path, how: str, message: str
+) -> None:
     folder = tmp_path / "store"
     done = run_python(["-c", DENIED, folder, how])
     folder.chmod(0o755)
@@ -332,7 +367,10 @@ with t.open_store(pathlib.Path(sys.argv[1]) / f"process-{rank}", owned=range(ran
 
 def test_processes_own_disjoint_records(start_python: Start, tmp_path: Path) -> None:
     """Two processes write their records at the same time; one process then takes all of them."""
-    owners = [start_python(["-c", OWNER, tmp_path, str(rank)], tmp_path / f"log-{rank}") for rank in range(2)]
+    owners = [
+        start_python(["-c", OWNER, tmp_path, str(rank)], tmp_path / f"log-{rank}")
+        for rank in range(2)
+    ]
     for rank, owner in enumerate(owners):
         assert owner.wait(300) == 0, (tmp_path / f"log-{rank}").read_text()
     files = pinned(tmp_path / "process-0", "9") | pinned(tmp_path / "process-1", "9")
@@ -349,7 +387,9 @@ def test_processes_own_disjoint_records(start_python: Start, tmp_path: Path) -> 
 
 
 def test_reading_while_it_is_replaced(folder: Path) -> None:
-    """Threads read records that others replace, with recycled files: every read is of one whole version."""
+    """Threads read records that others replace, with recycled files: every read is of one whole
+    version.
+    """
     with open_store(folder) as store:
         for index in range(NUM_RECORDS):
             put(store, index, 0)
@@ -406,7 +446,9 @@ def test_mounts(tmp_path: Path) -> None:
 
 
 def write_pin_and_restore(folder: Path) -> None:
-    """Four rounds of writes, each synced; a pin after the second, to which the third goes back. All is logged."""
+    """Four rounds of writes, each synced; a pin after the second, to which the third goes back.
+    All is logged.
+    """
     log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     with mock.patch.object(version_store, "SYNC_EVERY", 3):
         store = open_store(folder)
@@ -425,21 +467,29 @@ def write_pin_and_restore(folder: Path) -> None:
 
 
 def examine(folder: Path) -> None:
-    """Whole versions, none older than the last sync, and the pin as it was; the store can be written to."""
+    """Whole versions, none older than the last sync, and the pin as it was; the store can be
+    written to.
+    """
     lines = (folder / "log").read_text().splitlines() if (folder / "log").exists() else []
     synced = max([int(line.split()[1]) for line in lines if line.startswith("synced")], default=0)
     with open_store(folder) as store:
         for index in range(NUM_RECORDS):
-            begun = max([int(line.split()[2]) for line in lines if line.startswith(f"begun {index}")], default=0)
+            begun = max(
+                [int(line.split()[2]) for line in lines if line.startswith(f"begun {index}")],
+                default=0,
+            )
             if index in missing(store):
                 assert synced == 0, (index, lines)
                 continue
             value = got(store, index)
-            least, most = (2, 4) if "synced 3" in lines else (synced, begun)  # from then on it is restored
+            # from then on it is restored
+            least, most = (2, 4) if "synced 3" in lines else (synced, begun)
             assert least <= value <= most, (index, value, lines)
         if "pinned" in lines:
             files = pinned(folder, "2")
-            assert [got(store, index, files[index]) for index in range(NUM_RECORDS)] == [2.0] * NUM_RECORDS
+            assert [got(store, index, files[index]) for index in range(NUM_RECORDS)] == [
+                2.0
+            ] * NUM_RECORDS
             store.restore(files)
             assert [got(store, index) for index in range(NUM_RECORDS)] == [2.0] * NUM_RECORDS
         for index in range(NUM_RECORDS):

@@ -1,4 +1,6 @@
-"""Records that change behind a cache: what is put comes back, dirty records are written once and in time."""
+"""Records that change behind a cache: what is put comes back, dirty records are written once and
+in time.
+"""
 
 import errno
 import threading
@@ -69,7 +71,9 @@ def check_record(tiers: TieredStore, index: int, count: int) -> None:
 def test_what_is_put_comes_back(store: VersionStore, slots: int, every: int | None) -> None:
     rng = np.random.default_rng(slots)
     counts = [0] * NUM_RECORDS
-    with TieredStore(store, cache_bytes=slots * RECORD_BYTES, write_back_every_steps=every) as tiers:
+    with TieredStore(
+        store, cache_bytes=slots * RECORD_BYTES, write_back_every_steps=every
+    ) as tiers:
         for step in range(40):
             ids = rng.choice(NUM_RECORDS, 6, replace=False).tolist()
             tiers.prefetch(ids)
@@ -97,12 +101,17 @@ def test_dirty_records_leave_the_cache_while_others_are_held(store: VersionStore
         for _ in range(5):
             tiers.touch([3, 4])
         time.sleep(0.2)  # the threads that write are asleep by then
-        with tiers.get(3) as first, tiers.get(4) as second:  # the second waits for the write of the first one's victim
+        # the second waits for the write of the first one's victim
+        with tiers.get(3) as first, tiers.get(4) as second:
             assert (first["w"] == 3).all() and (second["w"] == 4).all()
 
 
-def test_files_that_are_memory_are_read_where_they_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only what is changed is copied to host memory; it is read there until it is written back and has left."""
+def test_files_that_are_memory_are_read_where_they_lie(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only what is changed is copied to host memory; it is read there until it is written back
+    and has left.
+    """
     monkeypatch.setattr(version_store, "io_of", lambda folder: "mapped")
     with VersionStore.open(tmp_path / "store", LAYOUT, NUM_RECORDS, fingerprint="a") as store:
         store.fill(fill)
@@ -118,7 +127,10 @@ def test_files_that_are_memory_are_read_where_they_lie(tmp_path: Path, monkeypat
             assert tiers.stats().nvme.num_bytes == RECORD_BYTES
             check_record(tiers, 3, 1)
             assert (held[3]["w"] == 3).all()
-            with tiers.get(4, writable=True), pytest.raises(ValueError, match="record 4: is open elsewhere"):
+            with (
+                tiers.get(4, writable=True),
+                pytest.raises(ValueError, match="record 4: is open elsewhere"),
+            ):
                 tiers.get(4)
             for record in held:
                 record.close()
@@ -129,7 +141,11 @@ def test_files_that_are_memory_are_read_where_they_lie(tmp_path: Path, monkeypat
                 check_record(tiers, index, 5 + (index == 3))
             add_all(tiers)
             tiers.flush()
-            gone = next(i for i in range(NUM_RECORDS) if tiers._cache is not None and tiers._cache.slot_of(i) is None)
+            gone = next(
+                i
+                for i in range(NUM_RECORDS)
+                if tiers._cache is not None and tiers._cache.slot_of(i) is None
+            )
             flip(tmp_path / "store" / store._current[gone].name, 100, 4)
             with pytest.raises(OSError, match=f"record {gone}: damaged"):
                 tiers.get(gone)
@@ -140,7 +156,10 @@ def test_all_in_host_memory() -> None:
         assert [add(tiers, 3), add(tiers, 3), add(tiers, 4)] == [1, 2, 1]
         tiers.flush()
         check_record(tiers, 3, 2)
-        with tiers.get(5, writable=True), pytest.raises(ValueError, match="record 5: is open elsewhere"):
+        with (
+            tiers.get(5, writable=True),
+            pytest.raises(ValueError, match="record 5: is open elsewhere"),
+        ):
             tiers.get(5)
 
 
@@ -153,7 +172,10 @@ def test_flush_makes_it_durable(store: VersionStore, gate: Gate) -> None:
         assert sorted(gate.begun) == [1, 2, 3]
         tiers.flush()
         assert len(gate.begun) == 3
-        with tiers.get(2, writable=True) as record, pytest.raises(ValueError, match=r"records \[2\]: must be put"):
+        with (
+            tiers.get(2, writable=True) as record,
+            pytest.raises(ValueError, match=r"records \[2\]: must be put"),
+        ):
             tiers.flush()
         record.close()
         tiers.close()
@@ -172,8 +194,11 @@ def test_write_back_at_the_period(store: VersionStore, gate: Gate) -> None:
 
 
 def test_a_dirty_victim_makes_nobody_wait(store: VersionStore, gate: Gate) -> None:
-    """While writes stand still, hotter records take the places of dirty ones, as long as staging slots last."""
-    with TieredStore(store, cache_bytes=8 * RECORD_BYTES, threads=1, write_threads=1) as tiers:  # 6 + 2 slots
+    """While writes stand still, hotter records take the places of dirty ones, as long as staging
+    slots last.
+    """
+    # 6 + 2 slots
+    with TieredStore(store, cache_bytes=8 * RECORD_BYTES, threads=1, write_threads=1) as tiers:
         for index in range(6):
             add(tiers, index)
         gate.open.clear()
@@ -195,7 +220,8 @@ def test_a_record_being_written_is_not_changed(
         add(tiers, 1)
         gate.open.clear()
         tiers.touch([2])
-        check_record(tiers, 2, 0)  # takes the place of 1, which keeps its memory until it is written
+        # takes the place of 1, which keeps its memory until it is written
+        check_record(tiers, 2, 0)
         wait_for(lambda: gate.begun == [1])
         check_record(tiers, 1, 1)  # reading is allowed
         waits, wait, waiting = tiers.stats().waits, tiers._wait, threading.Event()
@@ -213,7 +239,10 @@ def test_a_record_being_written_is_not_changed(
 
 def test_one_holder_alone(store: VersionStore) -> None:
     with TieredStore(store, cache_bytes=12 * RECORD_BYTES) as tiers:
-        with tiers.get(1, writable=True), pytest.raises(ValueError, match="record 1: is open elsewhere"):
+        with (
+            tiers.get(1, writable=True),
+            pytest.raises(ValueError, match="record 1: is open elsewhere"),
+        ):
             tiers.get(1)
         with tiers.get(1) as first, tiers.get(1):
             with pytest.raises(ValueError, match="record 1: is open elsewhere"):
@@ -223,7 +252,9 @@ def test_one_holder_alone(store: VersionStore) -> None:
         add(tiers, 1)
 
 
-def test_not_read_where_all_is_replaced(store: VersionStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_not_read_where_all_is_replaced(
+    store: VersionStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reads = Gate(store, "read_into", monkeypatch)
     with TieredStore(store, cache_bytes=4 * RECORD_BYTES) as tiers:
         for index in range(NUM_RECORDS):
@@ -250,7 +281,8 @@ def test_what_is_forgotten_is_not_written(store: VersionStore, gate: Gate) -> No
                 tiers.forget(index)
         tiers.flush()
         assert set(range(0, NUM_RECORDS, 2)) <= set(gate.begun)
-        assert len(gate.begun) == len(set(gate.begun)) < NUM_RECORDS  # but for what was being written already
+        # but for what was being written already
+        assert len(gate.begun) == len(set(gate.begun)) < NUM_RECORDS
         gate.begun.clear()
         with tiers.get(1, writable=True, empty=True) as record:
             record["w"][:] = 1 + 5
@@ -308,8 +340,12 @@ def test_mistakes(store: VersionStore, tmp_path: Path) -> None:
 
 
 def test_many_threads_change_records(store: VersionStore) -> None:
-    """6 threads add to records of their own and read those of others, through a few slots, with a period of 5."""
-    with TieredStore(store, cache_bytes=14 * RECORD_BYTES, threads=3, write_back_every_steps=5) as tiers:
+    """6 threads add to records of their own and read those of others, through a few slots, with
+    a period of 5.
+    """
+    with TieredStore(
+        store, cache_bytes=14 * RECORD_BYTES, threads=3, write_back_every_steps=5
+    ) as tiers:
 
         def work(first: int) -> None:
             rng = np.random.default_rng(first)

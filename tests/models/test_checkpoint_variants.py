@@ -1,4 +1,6 @@
-"""Weights as other programs leave them: fused experts, heads beside tied embeddings, other names, no model at all."""
+"""Weights as other programs leave them: fused experts, heads beside tied embeddings, other
+names, no model at all.
+"""
 
 import json
 import logging
@@ -29,7 +31,9 @@ TOKENS = np.arange(12, dtype=np.int32)[None]
 
 @pytest.mark.parametrize("family", FUSED_FAMILIES)
 def test_fused_experts(family: str, tmp_path: Path) -> None:
-    """transformers 5 writes a layer's experts as two tensors: read whole, split and one by one; saved as published."""
+    """transformers 5 writes a layer's experts as two tensors: read whole, split and one by one;
+    saved as published.
+    """
     folder = write_variant(CHECKPOINTS / family, tmp_path / "fused", partial(fused, family=family))
     assert not any(".experts.0." in name for name in read_tensors(folder))
     expected, model = (jmoe.load_pretrained(one) for one in (CHECKPOINTS / family, folder))
@@ -38,14 +42,19 @@ def test_fused_experts(family: str, tmp_path: Path) -> None:
     jmoe.save_pretrained(model, tmp_path / "saved")
     assert stored(tmp_path / "saved") == stored(CHECKPOINTS / family)
     with LazyCheckpoint(CHECKPOINTS / family) as published, LazyCheckpoint(folder) as lazy:
-        for layer, expert in ((0, 1), (published.config.num_moe_layers - 1, published.config.num_experts - 1)):
+        for layer, expert in (
+            (0, 1),
+            (published.config.num_moe_layers - 1, published.config.num_experts - 1),
+        ):
             for name, array in published.expert(layer, expert).items():
                 np.testing.assert_array_equal(lazy.expert(layer, expert)[name], array, name)
         assert lazy.routing_fingerprint == published.routing_fingerprint
 
 
 def test_fused_experts_over_devices_and_cut(tmp_path: Path) -> None:
-    folder = write_variant(CHECKPOINTS / "mixtral", tmp_path / "fused", partial(fused, family="mixtral"))
+    folder = write_variant(
+        CHECKPOINTS / "mixtral", tmp_path / "fused", partial(fused, family="mixtral")
+    )
     mesh = make_mesh((1, 1, 4), jax.devices()[:4])
     expected = arrays_of(jmoe.load_pretrained(CHECKPOINTS / "mixtral"))
     for path, array in arrays_of(jmoe.load_pretrained(folder, mesh=mesh)).items():
@@ -55,7 +64,9 @@ def test_fused_experts_over_devices_and_cut(tmp_path: Path) -> None:
             config = cut_config(whole.config, (1,), num_experts=3)
             write_cut(whole, tmp_path / out, config, (1,), np.array([[0, 2, 3]]))
     assert stored(tmp_path / "a") == stored(tmp_path / "b")
-    with pytest.raises(ValueError, match=r"experts are fused.*: write it anew first, with jmoe.save_pretrained"):
+    with pytest.raises(
+        ValueError, match=r"experts are fused.*: write it anew first, with jmoe.save_pretrained"
+    ):
         compress_model(folder, tmp_path / "out", "int8")
 
 
@@ -66,7 +77,9 @@ def test_what_is_missing_of_fused_experts_is_named(tmp_path: Path) -> None:
         return made
 
     folder = write_variant(CHECKPOINTS / "qwen3_moe", tmp_path / "fused", change)
-    words = r"tensor 'model.layers.2.mlp.experts.down_proj' is missing, must have shape \[4, 32, 8\]"
+    words = (
+        r"tensor 'model.layers.2.mlp.experts.down_proj' is missing, must have shape \[4, 32, 8\]"
+    )
     with pytest.raises(ValueError, match=words):
         jmoe.load_pretrained(folder)
 
@@ -77,7 +90,10 @@ def test_kimi_k2_has_the_tensors_of_deepseek_v3(tmp_path: Path) -> None:
     np.testing.assert_array_equal(model(TOKENS), expected(TOKENS))
     jmoe.save_pretrained(model, tmp_path / "saved")
     assert json.loads((tmp_path / "saved" / "config.json").read_text())["model_type"] == "kimi_k2"
-    with LazyCheckpoint(tmp_path / "saved") as lazy, LazyCheckpoint(CHECKPOINTS / "deepseek_v3") as published:
+    with (
+        LazyCheckpoint(tmp_path / "saved") as lazy,
+        LazyCheckpoint(CHECKPOINTS / "deepseek_v3") as published,
+    ):
         assert lazy.routing_fingerprint == published.routing_fingerprint
         config = cut_config(lazy.config, (0, 1))
         write_cut(lazy, tmp_path / "cut", config, (0, 1), np.arange(config.num_experts)[None])
@@ -91,19 +107,31 @@ def test_a_stored_head_counts_where_it_differs_from_a_tied_embedding(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The flag may be a default, or left by a merge; transformers 5 keeps both tensors too."""
-    tied = write_variant(CHECKPOINTS / "mixtral", tmp_path / "tied", with_head, tie_word_embeddings=True)
-    untied = write_variant(CHECKPOINTS / "mixtral", tmp_path / "untied", with_head, tie_word_embeddings=False)
+    tied = write_variant(
+        CHECKPOINTS / "mixtral", tmp_path / "tied", with_head, tie_word_embeddings=True
+    )
+    untied = write_variant(
+        CHECKPOINTS / "mixtral", tmp_path / "untied", with_head, tie_word_embeddings=False
+    )
     with caplog.at_level(logging.WARNING):
         model = jmoe.load_pretrained(tied)
-    assert "tie_word_embeddings = True, but the weights have a head that differs: it is used" in caplog.text
+    assert (
+        "tie_word_embeddings = True, but the weights have a head that differs: it is used"
+        in caplog.text
+    )
     expected = np.asarray(jmoe.load_pretrained(untied)(TOKENS))
     np.testing.assert_array_equal(model(TOKENS), expected)
-    assert np.abs(expected - np.asarray(jmoe.load_pretrained(CHECKPOINTS / "mixtral")(TOKENS))).max() > 1
+    assert (
+        np.abs(expected - np.asarray(jmoe.load_pretrained(CHECKPOINTS / "mixtral")(TOKENS))).max()
+        > 1
+    )
     with LazyCheckpoint(tied) as checkpoint:
         assert not checkpoint.config.tie_word_embeddings
         np.testing.assert_array_equal(checkpoint.rest_arrays()["head",], model.decoder.head[...])
     jmoe.save_pretrained(model, tmp_path / "saved")
-    assert json.loads((tmp_path / "saved" / "config.json").read_text())["tie_word_embeddings"] is False
+    assert (
+        json.loads((tmp_path / "saved" / "config.json").read_text())["tie_word_embeddings"] is False
+    )
     assert stored(tmp_path / "saved") == stored(tied)
 
 
@@ -130,9 +158,14 @@ def test_a_model_of_images_and_text_is_named(tmp_path: Path) -> None:
         folder = write_variant(
             CHECKPOINTS / "qwen3_moe",
             tmp_path / new,
-            lambda tensors, old=old, new=new: {name.replace(old, new, 1): array for name, array in tensors.items()},
+            lambda tensors, old=old, new=new: {
+                name.replace(old, new, 1): array for name, array in tensors.items()
+            },
         )
-        with pytest.raises(ValueError, match=rf"is missing, and lies under '{new}', as in a model of images and text"):
+        with pytest.raises(
+            ValueError,
+            match=rf"is missing, and lies under '{new}', as in a model of images and text",
+        ):
             jmoe.load_pretrained(folder)
 
 
@@ -159,14 +192,23 @@ def test_further_layers_and_padded_vocabularies_are_refused(tmp_path: Path) -> N
 def test_what_is_no_model_here_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In every command that takes a MODEL, and in `load_pretrained`."""
     monkeypatch.chdir(tmp_path)
-    hub = r"a model of the Hub must be here first: hf download Qwen/Qwen3-30B-A3B --local-dir Qwen3-30B-A3B"
+    hub = (
+        r"a model of the Hub must be here first: hf download Qwen/Qwen3-30B-A3B --local-dir"
+        r" Qwen3-30B-A3B"
+    )
     (tmp_path / "x.gguf").write_bytes(b"GGUF")
     (tmp_path / "ggufs").mkdir()
     shutil.copy(tmp_path / "x.gguf", tmp_path / "ggufs" / "model-q4_0.gguf")
     (tmp_path / "lora").mkdir()
     (tmp_path / "lora" / "adapter_config.json").write_text("{}")
-    gguf, adapter = "GGUF is not read: give the folder of safetensors", "an adapter is no model: give the folder"
-    for model, message in (("Qwen/Qwen3-30B-A3B", hub), ("x.gguf", gguf), ("ggufs", gguf), ("lora", adapter)):
+    gguf = "GGUF is not read: give the folder of safetensors"
+    adapter = "an adapter is no model: give the folder"
+    for model, message in (
+        ("Qwen/Qwen3-30B-A3B", hub),
+        ("x.gguf", gguf),
+        ("ggufs", gguf),
+        ("lora", adapter),
+    ):
         with pytest.raises(ValueError, match=rf"{model}/config.json: is missing; {message}"):
             jmoe.load_pretrained(model)
     for model, message in (
@@ -185,5 +227,7 @@ def test_what_is_no_model_here_is_named(tmp_path: Path, monkeypatch: pytest.Monk
 def test_weights_of_pytorch_alone_are_refused(tmp_path: Path) -> None:
     shutil.copy(CHECKPOINTS / "mixtral" / "config.json", tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
-    with pytest.raises(ValueError, match=r"has neither model.safetensors nor model.safetensors.index.json"):
+    with pytest.raises(
+        ValueError, match=r"has neither model.safetensors nor model.safetensors.index.json"
+    ):
         jmoe.load_pretrained(tmp_path)

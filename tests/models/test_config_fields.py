@@ -1,4 +1,6 @@
-"""Every field that a family's `config.json` may hold is honoured, refused by name, or changes nothing."""
+"""Every field that a family's `config.json` may hold is honoured, refused by name, or changes
+nothing.
+"""
 
 import json
 from pathlib import Path
@@ -7,7 +9,14 @@ from typing import Any
 import pytest
 
 from jmoe.config import ModelConfig
-from jmoe.models.config_fields import CONFIG_FIELDS, HONOURED, Only, Outcome, Training, changes_training
+from jmoe.models.config_fields import (
+    CONFIG_FIELDS,
+    HONOURED,
+    Only,
+    Outcome,
+    Training,
+    changes_training,
+)
 from jmoe.models.huggingface import hf_config, model_config
 from tests.deploy.gpt_moe_models import gpt_moe_config
 from tests.model_configs import CHECKPOINTS
@@ -16,7 +25,12 @@ CASES = [(family, name) for family, fields in CONFIG_FIELDS.items() for name in 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 ROPE = ("rope_parameters", "rope_scaling", "rope_theta")
 YARN = {"rope_type": "yarn", "rope_theta": 7.0, "factor": 3.0}
-WINDOWED = {"use_sliding_window": True, "sliding_window": 5, "layer_types": None, "max_window_layers": 3}
+WINDOWED = {
+    "use_sliding_window": True,
+    "sliding_window": 5,
+    "layer_types": None,
+    "max_window_layers": 3,
+}
 # Of a field that is honoured: another value than the fixtures', and what must stand beside it.
 OTHERS: dict[str, Any] = {
     "model_type": "llama",
@@ -64,7 +78,11 @@ BESIDE: dict[str, dict[str, Any]] = {
     "max_window_layers": WINDOWED,
     "use_sliding_window": WINDOWED | {"use_sliding_window": False},
 }
-NAMED_BY = {"num_hidden_layers": "layer_types", "qk_rope_head_dim": "head_dim", "norm_topk_prob": "num_experts_per_tok"}
+NAMED_BY = {
+    "num_hidden_layers": "layer_types",
+    "qk_rope_head_dim": "head_dim",
+    "norm_topk_prob": "num_experts_per_tok",
+}
 GROUPS = {**dict.fromkeys(EXPERTS, EXPERTS), **dict.fromkeys(ROPE, ROPE)}
 
 
@@ -83,7 +101,9 @@ def read(fields: dict[str, Any]) -> ModelConfig | str:
         return str(error)
 
 
-@pytest.mark.parametrize(("family", "name"), [(f, name) for f, name in CASES if CONFIG_FIELDS[f][name] == HONOURED])
+@pytest.mark.parametrize(
+    ("family", "name"), [(f, name) for f, name in CASES if CONFIG_FIELDS[f][name] == HONOURED]
+)
 def test_honoured(family: str, name: str) -> None:
     """Another value makes another decoder, or is refused by a name."""
     if name == "eos_token_id":  # of no decoder: tests/inference/test_engine.py
@@ -100,10 +120,14 @@ def test_honoured(family: str, name: str) -> None:
 
 @pytest.mark.parametrize("family", CONFIG_FIELDS)
 def test_null_is_not_given(family: str) -> None:
-    """transformers takes null for the class's default in most fields; nothing fails in another way than by a name."""
+    """transformers takes null for the class's default in most fields; nothing fails in another
+    way than by a name.
+    """
     for name, outcome in CONFIG_FIELDS[family].items():
         after = read(fields_of(family) | {name: None})
-        assert not isinstance(after, str) or (outcome == HONOURED and (name in after or "layer_types" in after)), name
+        assert not isinstance(after, str) or (
+            outcome == HONOURED and (name in after or "layer_types" in after)
+        ), name
 
 
 @pytest.mark.parametrize("family", CONFIG_FIELDS)
@@ -111,14 +135,19 @@ def test_the_others(family: str) -> None:
     fields, expected = fields_of(family), model_config(fields_of(family))
     for name, outcome in CONFIG_FIELDS[family].items():
         if isinstance(outcome, Only):
-            assert read(fields | {name: "other"}) == f"{name} = 'other': is not supported, only {only(outcome)}"
+            assert (
+                read(fields | {name: "other"})
+                == f"{name} = 'other': is not supported, only {only(outcome)}"
+            )
             for value in (None, *outcome.values):
                 assert read(fields | {name: value}) == expected, name
         elif outcome != HONOURED:
             for value in (0.25, "other", {"some": "thing"}, None):
                 assert read(fields | {name: value}) == expected, name
                 changed = changes_training(fields | {name: value}, family)
-                assert changed == ({name: value} if isinstance(outcome, Training) and value is not None else {}), name
+                assert changed == (
+                    {name: value} if isinstance(outcome, Training) and value is not None else {}
+                ), name
 
 
 def only(outcome: Only) -> str:
@@ -127,7 +156,9 @@ def only(outcome: Only) -> str:
 
 def test_what_is_off_does_not_change_training() -> None:
     for family, fields in CONFIG_FIELDS.items():
-        off = {name: outcome.off for name, outcome in fields.items() if isinstance(outcome, Training)}
+        off = {
+            name: outcome.off for name, outcome in fields.items() if isinstance(outcome, Training)
+        }
         assert changes_training(off, family) == {} == changes_training(fields_of(family), family)
 
 
@@ -138,12 +169,19 @@ def page_table() -> str:
     rows = [["field", *families], ["---"] * (len(families) + 1)]
     for name in sorted(names, key=lambda name: name.lstrip("_")):
         rows.append([f"`{name}`", *(cell(CONFIG_FIELDS[family].get(name)) for family in families)])
-    return "\n".join(f"| {' | '.join(row)} |".replace("|  |", "| |").replace("|  |", "| |") for row in rows) + "\n"
+    return (
+        "\n".join(
+            f"| {' | '.join(row)} |".replace("|  |", "| |").replace("|  |", "| |") for row in rows
+        )
+        + "\n"
+    )
 
 
 def cell(outcome: Outcome | None) -> str:
     if isinstance(outcome, Only):
-        return "only " + " or ".join(f"`{json.dumps(value)}`" for value in outcome.values or (None,))
+        return "only " + " or ".join(
+            f"`{json.dumps(value)}`" for value in outcome.values or (None,)
+        )
     return "training" if isinstance(outcome, Training) else outcome or ""
 
 

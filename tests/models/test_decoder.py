@@ -1,6 +1,8 @@
-"""The decoder against a plain one without stacks, scans, blocks or permutations, for every option of `ModelConfig`.
+"""The decoder against a plain one without stacks, scans, blocks or permutations, for every option
+of `ModelConfig`.
 
-Legend: B batch, S sequence, D hidden, F feed-forward hidden, V vocabulary, E experts, H heads, G key/value heads.
+Legend: B batch, S sequence, D hidden, F feed-forward hidden, V vocabulary, E experts, H heads, G
+key/value heads.
 """
 
 from __future__ import annotations
@@ -35,12 +37,32 @@ TINY = {
     "num_experts_per_tok": 2,
     "initializer_range": 0.2,
 }
-LATENT = {"kv_lora_rank": 10, "q_lora_rank": 9, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
+LATENT = {
+    "kv_lora_rank": 10,
+    "q_lora_rank": 9,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+}
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
-    "gpt": {"norm": "layernorm", "position": "learned", "hidden_act": "gelu", "attention_bias": True, "mlp_bias": True},
-    "one key/value head": {"num_key_value_heads": 1, "qk_norm": "full", "tie_word_embeddings": True},
-    "every second layer": {"num_hidden_layers": 4, "decoder_sparse_step": 2, "num_experts_per_tok": 1},
+    "gpt": {
+        "norm": "layernorm",
+        "position": "learned",
+        "hidden_act": "gelu",
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
+    "one key/value head": {
+        "num_key_value_heads": 1,
+        "qk_norm": "full",
+        "tie_word_embeddings": True,
+    },
+    "every second layer": {
+        "num_hidden_layers": 4,
+        "decoder_sparse_step": 2,
+        "num_experts_per_tok": 1,
+    },
     "no experts": {"num_experts": 0},
     "dense in between": {"num_hidden_layers": 7, "mlp_only_layers": (1, 4), "qkv_bias": True},
     "gated shared expert": {"shared_expert_intermediate_size": 20, "shared_expert_gate": True},
@@ -61,7 +83,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "latent, no query latent": {
         **LATENT,
         "q_lora_rank": None,
-        "rope_scaling": YarnConfig(factor=4.0, original_max_position_embeddings=8, mscale=0.7, mscale_all_dim=1.0),
+        "rope_scaling": YarnConfig(
+            factor=4.0, original_max_position_embeddings=8, mscale=0.7, mscale_all_dim=1.0
+        ),
     },
     "everything": {
         "num_hidden_layers": 5,
@@ -75,7 +99,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "head_dim": 6,
         "tie_word_embeddings": True,
-        "router": RouterConfig(kind="group_limited", n_group=2, topk_group=1, routed_scaling_factor=2.5),
+        "router": RouterConfig(
+            kind="group_limited", n_group=2, topk_group=1, routed_scaling_factor=2.5
+        ),
     },
 }
 
@@ -85,13 +111,16 @@ def config_of(**options: Any) -> ModelConfig:
 
 
 def build(config: ModelConfig) -> tuple[Any, nnx.State]:
-    """(graph, state): norms and biases random too, so that each of them shows in values and gradients."""
+    """(graph, state): norms and biases random too, so that each of them shows in values and
+    gradients.
+    """
     graph, shapes = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
     rng = np.random.default_rng(0)
 
     def draw(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
         name = jax.tree_util.keystr(path)
-        mean, std = (1.0 if "scale" in name else 0.0), 0.1 if "scale" in name or "b" in name else 0.2
+        mean = 1.0 if "scale" in name else 0.0
+        std = 0.1 if "scale" in name or "b" in name else 0.2
         return jnp.asarray(mean + std * rng.normal(size=leaf.shape), leaf.dtype)
 
     return graph, jax.tree_util.tree_map_with_path(draw, shapes)
@@ -112,7 +141,10 @@ def logits_of(graph: Any, state: nnx.State, tokens_BS: jax.Array) -> jax.Array:
 
 def norm(config: ModelConfig, p: Any, x: jax.Array, kind: str | None = None) -> jax.Array:
     if (kind or config.norm) == "layernorm":
-        return p["scale"] * (x - x.mean(-1, keepdims=True)) / jnp.sqrt(x.var(-1, keepdims=True) + 1e-6) + p["bias"]
+        return (
+            p["scale"] * (x - x.mean(-1, keepdims=True)) / jnp.sqrt(x.var(-1, keepdims=True) + 1e-6)
+            + p["bias"]
+        )
     return p["scale"] * x / jnp.sqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-6)
 
 
@@ -121,7 +153,9 @@ def turn(config: ModelConfig, x_BSHd: jax.Array) -> jax.Array:
     speed, size = config.rope_theta ** (-np.arange(half) / half), 1.0
     if yarn is not None:
         speed, size = yarn_frequencies(2 * half, config.rope_theta, yarn), yarn.rotary_scale
-    rotation = jnp.asarray(size * np.exp(1j * np.arange(S)[:, None] * speed)[:, None], jnp.complex64)
+    rotation = jnp.asarray(
+        size * np.exp(1j * np.arange(S)[:, None] * speed)[:, None], jnp.complex64
+    )
     a, b = x_BSHd[..., :half], x_BSHd[..., half:]
     if config.rope_interleave:
         a, b = x_BSHd[..., 0::2], x_BSHd[..., 1::2]
@@ -136,11 +170,15 @@ def weighted_values(
     k, v = jnp.repeat(k, repeats, axis=2), jnp.repeat(v, repeats, axis=2)
     s = jnp.einsum("bqhd,bkhd->bhqk", q, k) * np.float32(scale)
     seen = np.tri(S, dtype=bool)
-    if config.sliding_window and (not config.layer_types or config.layer_types[layer] == "sliding_attention"):
+    if config.sliding_window and (
+        not config.layer_types or config.layer_types[layer] == "sliding_attention"
+    ):
         seen = seen & ~np.tri(S, k=-config.sliding_window, dtype=bool)
     s = jnp.where(seen, s, -jnp.inf)
     if "sinks" in p:
-        s = jnp.concatenate([s, jnp.broadcast_to(p["sinks"][:, None, None], (*s.shape[:-1], 1))], axis=-1)
+        s = jnp.concatenate(
+            [s, jnp.broadcast_to(p["sinks"][:, None, None], (*s.shape[:-1], 1))], axis=-1
+        )
     a = jax.nn.softmax(s)[..., :S]
     return jnp.einsum("bhqk,bkhd->bqhd", a, v).reshape(B, S, -1) @ p["w_out"] + p.get("b_out", 0.0)
 
@@ -158,7 +196,9 @@ def latent_attention(config: ModelConfig, p: Any, x: jax.Array, layer: int) -> j
     q = jnp.concatenate([q[..., :nope], turn(config, q[..., nope:])], axis=-1)
     k = jnp.concatenate([kv[..., :nope], k_rope], axis=-1)
     yarn = config.rope_scaling
-    sharper = (0.1 * yarn.mscale_all_dim * np.log(yarn.factor) + 1) ** 2 if yarn is not None else 1.0
+    sharper = (
+        (0.1 * yarn.mscale_all_dim * np.log(yarn.factor) + 1) ** 2 if yarn is not None else 1.0
+    )
     return weighted_values(config, p, q, k, kv[..., nope:], sharper / np.sqrt(nope + rope), layer)
 
 
@@ -192,7 +232,8 @@ def feed_forward(config: ModelConfig, p: Any, x: jax.Array) -> jax.Array:
 
 
 def mixture(config: ModelConfig, p: Any, x: jax.Array, seen: list[jax.Array]) -> jax.Array:
-    """Every expert computes every token. Selection and weights are the router's own, tested beside it.
+    """Every expert computes every token. Selection and weights are the router's own, tested beside
+    it.
 
     seen: gets the router's logits.
     """
@@ -206,7 +247,9 @@ def mixture(config: ModelConfig, p: Any, x: jax.Array, seen: list[jax.Array]) ->
     return jnp.einsum("bse,ebsd->bsd", weights, y_EBSD)
 
 
-def plain_logits(config: ModelConfig, params: Any, tokens_BS: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
+def plain_logits(
+    config: ModelConfig, params: Any, tokens_BS: jax.Array
+) -> tuple[jax.Array, list[jax.Array]]:
     """(logits, those of the router in each layer with experts)."""
     seen: list[jax.Array] = []
     x = params["embedding"][tokens_BS]
@@ -214,15 +257,22 @@ def plain_logits(config: ModelConfig, params: Any, tokens_BS: jax.Array) -> tupl
         x = x + params["positions"][:S]
     used = {"dense_layers": 0, "moe_layers": 0}
     for i in range(config.num_hidden_layers):
-        after = i - config.first_k_dense_replace  # Hugging Face: (layer + 1) % decoder_sparse_step == 0 has experts
-        sparse = bool(config.num_experts) and after >= 0 and (after + 1) % config.decoder_sparse_step == 0
+        # Hugging Face: (layer + 1) % decoder_sparse_step == 0 has experts
+        after = i - config.first_k_dense_replace
+        sparse = (
+            bool(config.num_experts)
+            and after >= 0
+            and (after + 1) % config.decoder_sparse_step == 0
+        )
         sparse = sparse and i not in config.mlp_only_layers
         stack = "moe_layers" if sparse else "dense_layers"
         p = jax.tree.map(lambda w, n=used[stack]: w[n], params[stack])
         used[stack] += 1
         x = x + attention(config, p["attention"], norm(config, p["attention_norm"], x), i)
         h = norm(config, p["feed_forward_norm"], x)
-        x = x + (mixture(config, p["moe"], h, seen) if sparse else feed_forward(config, p["mlp"], h))
+        x = x + (
+            mixture(config, p["moe"], h, seen) if sparse else feed_forward(config, p["mlp"], h)
+        )
         if "shared_expert" in p:
             gate = jax.nn.sigmoid(h @ p["shared_expert_gate"]) if "shared_expert_gate" in p else 1.0
             x = x + gate * feed_forward(config, p["shared_expert"], h)
@@ -233,7 +283,8 @@ def plain_logits(config: ModelConfig, params: Any, tokens_BS: jax.Array) -> tupl
 # ---- tests
 
 
-# Slow: options of Hugging Face's families, which test_parity.py tries. The first two are in other quick tests too.
+# Slow: options of Hugging Face's families, which test_parity.py tries. The first two are in other
+# quick tests too.
 SLOW_OPTIONS = (
     *("one key/value head", "every second layer", "dense in between"),
     *("gated shared expert", "gpt-oss", "latent"),
@@ -258,12 +309,16 @@ def test_every_option_agrees_with_a_plain_decoder(name: str) -> None:
         return (logits * g).sum(), logits
 
     (_, logits), grads = jax.jit(jax.value_and_grad(ours, has_aux=True))(state)
-    (_, expected), egrads = jax.jit(jax.value_and_grad(plain, has_aux=True))(nnx.to_pure_dict(state))
+    (_, expected), egrads = jax.jit(jax.value_and_grad(plain, has_aux=True))(
+        nnx.to_pure_dict(state)
+    )
     np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-5 * float(jnp.abs(expected).max()))
     grads = nnx.to_pure_dict(grads)
     structure: Any = jax.tree.structure(grads)
     assert structure == jax.tree.structure(egrads)
-    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(grads), jax.tree.leaves(egrads), strict=True):
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(grads), jax.tree.leaves(egrads), strict=True
+    ):
         where = jax.tree_util.keystr(path)
         np.testing.assert_allclose(a, b, rtol=0, atol=3e-5 * float(jnp.abs(b).max()), err_msg=where)
         if "e_score_correction_bias" not in where:  # it steers the choice and has no gradient
@@ -276,7 +331,11 @@ def test_number_of_parameters(name: str) -> None:
     model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
     total = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model)))
     assert total == config.num_parameters()[0]
-    experts = [leaf.size for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.state(model)) if is_expert(path)]
+    experts = [
+        leaf.size
+        for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.state(model))
+        if is_expert(path)
+    ]
     idle = 1 - config.num_experts_per_tok / max(1, config.num_experts)
     assert total - idle * sum(experts) == config.num_parameters()[1]
 
@@ -289,7 +348,9 @@ def test_a_later_token_changes_nothing_earlier(name: str) -> None:
     changed = tokens_BS.at[:, 11].set((tokens_BS[:, 11] + 1) % config.vocab_size)
     before, after = logits_of(graph, state, tokens_BS), logits_of(graph, state, changed)
     # other tokens of an expert may sit in other rows of a product: equal up to rounding
-    np.testing.assert_allclose(before[:, :11], after[:, :11], rtol=0, atol=1e-5 * float(jnp.abs(before).max()))
+    np.testing.assert_allclose(
+        before[:, :11], after[:, :11], rtol=0, atol=1e-5 * float(jnp.abs(before).max())
+    )
     assert (jnp.abs(before - after)[:, 11:].max(axis=-1) > 1e-3).all()
 
 
@@ -299,7 +360,9 @@ def test_remat_changes_nothing() -> None:
     tokens_BS = tokens_of(config)
 
     def loss(state: nnx.State, remat: Remat) -> jax.Array:
-        return jnp.square(nnx.merge(graph, state)(tokens_BS, execution=Execution(remat=remat))[0]).sum()
+        return jnp.square(
+            nnx.merge(graph, state)(tokens_BS, execution=Execution(remat=remat))[0]
+        ).sum()
 
     step = jax.jit(jax.value_and_grad(loss), static_argnums=1)
     kept, *again = (step(state, remat) for remat in get_args(Remat))
@@ -308,7 +371,8 @@ def test_remat_changes_nothing() -> None:
         for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(remat), strict=True):
             np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * float(jnp.abs(b).max()))
     products = [
-        str(jax.make_jaxpr(jax.grad(loss), static_argnums=1)(state, r)).count("dot_general") for r in get_args(Remat)
+        str(jax.make_jaxpr(jax.grad(loss), static_argnums=1)(state, r)).count("dot_general")
+        for r in get_args(Remat)
     ]
     assert products[0] < products[1] < products[2]  # more and more are computed again
 
@@ -316,7 +380,9 @@ def test_remat_changes_nothing() -> None:
 def test_statistics_have_a_layer_dimension() -> None:
     config = config_of(num_hidden_layers=5, first_k_dense_replace=1, decoder_sparse_step=2)
     graph, state = build(config)
-    _, stats = jax.jit(lambda state, tokens: nnx.merge(graph, state)(tokens))(state, tokens_of(config))
+    _, stats = jax.jit(lambda state, tokens: nnx.merge(graph, state)(tokens))(
+        state, tokens_of(config)
+    )
     assert stats is not None
     assert stats.counts_E.shape == (2, 4) and stats.counts_E.sum(axis=1).tolist() == [B * S * 2] * 2
     assert stats.entropy_sum.shape == stats.z_sum.shape == stats.dropped.shape == (2,)
@@ -326,10 +392,13 @@ def test_statistics_have_a_layer_dimension() -> None:
 
 
 def test_bfloat16_stays_near_float32() -> None:
-    graph, state = build(config_of(num_experts=0))  # without experts: no token changes its expert by rounding
+    # without experts: no token changes its expert by rounding
+    graph, state = build(config_of(num_experts=0))
     tokens_BS = tokens_of(config_of())
     full, low = (
-        jax.jit(lambda state, dtype=dtype: nnx.merge(graph, state)(tokens_BS, dtype=dtype)[0])(state)
+        jax.jit(lambda state, dtype=dtype: nnx.merge(graph, state)(tokens_BS, dtype=dtype)[0])(
+            state
+        )
         for dtype in (jnp.float32, jnp.bfloat16)
     )
     assert low.dtype == jnp.bfloat16 and full.dtype == jnp.float32
@@ -341,7 +410,10 @@ REGULAR: list[Callable[[int], dict[str, Any]]] = [
     lambda n: {"decoder_sparse_step": 2},
     lambda n: {"num_experts": 0},
     lambda n: {"mlp_only_layers": tuple(range(1, n, 4))},
-    lambda n: {"sliding_window": 4, "layer_types": ("sliding_attention", "full_attention") * (n // 2)},
+    lambda n: {
+        "sliding_window": 4,
+        "layer_types": ("sliding_attention", "full_attention") * (n // 2),
+    },
     lambda n: {**LATENT, "first_k_dense_replace": 1},
 ]
 
@@ -359,7 +431,8 @@ def test_the_program_does_not_grow_with_depth(options: Callable[[int], dict[str,
 
         return len(jax.jit(jax.grad(loss)).lower(state, tokens_BS).as_text())
 
-    shallow, deep = program_size(12), program_size(24)  # no number of layers that is a size of something else too
+    # no number of layers that is a size of something else too
+    shallow, deep = program_size(12), program_size(24)
     assert abs(deep - shallow) < 0.02 * shallow
 
 
@@ -378,11 +451,15 @@ def test_the_program_does_not_grow_with_depth(options: Callable[[int], dict[str,
 )
 def test_layer_plan(kinds: str, plan: list[tuple[str, int]]) -> None:
     found = layer_plan(["moe" if kind == "M" else "dense" for kind in kinds])
-    assert [("".join("DM"[kind == "moe"] for kind in pattern), repeats) for pattern, repeats in found] == plan
+    assert [
+        ("".join("DM"[kind == "moe"] for kind in pattern), repeats) for pattern, repeats in found
+    ] == plan
 
 
 def test_statistics_of_irregular_layers_are_in_order() -> None:
-    """Dense layers between those with experts change how layers are grouped, not the order of what they report."""
+    """Dense layers between those with experts change how layers are grouped, not the order of
+    what they report.
+    """
     config = config_of(num_hidden_layers=8, mlp_only_layers=(1, 5))
     graph, state = build(config)
     _, stats = jax.jit(lambda state, tokens: nnx.merge(graph, state)(tokens, keep_routing=True))(
@@ -395,14 +472,18 @@ def test_statistics_of_irregular_layers_are_in_order() -> None:
 
 
 def test_parameters_in_bfloat16() -> None:
-    """Every parameter may be stored in bfloat16; mathematics in float32 stays there (dtype promotion is strict)."""
+    """Every parameter may be stored in bfloat16; mathematics in float32 stays there (dtype
+    promotion is strict).
+    """
     for name in ("gpt-oss", "latent", "everything"):
         config = config_of(**OPTIONS[name])
         graph, state = build(config)
         tokens_BS = tokens_of(config)
         low = jax.tree.map(lambda w: w.astype(jnp.bfloat16), state)
         rounded = jax.tree.map(lambda w: w.astype(jnp.float32), low)
-        run = jax.jit(lambda state, graph=graph, tokens=tokens_BS: nnx.merge(graph, state)(tokens)[0])
+        run = jax.jit(
+            lambda state, graph=graph, tokens=tokens_BS: nnx.merge(graph, state)(tokens)[0]
+        )
         np.testing.assert_allclose(run(low), run(rounded), rtol=0, atol=1e-4)
 
 
@@ -410,7 +491,8 @@ def test_initialisation() -> None:
     config = config_of(hidden_size=64, num_hidden_layers=8, initializer_range=0.02)
     params = nnx.to_pure_dict(nnx.state(Decoder(config, rngs=nnx.Rngs(0))))
     layer = params["moe_layers"]
-    out_std = 0.02 / np.sqrt(2 * 8)  # what adds to the residual stream is scaled by depth, as in GPT-2
+    # what adds to the residual stream is scaled by depth, as in GPT-2
+    out_std = 0.02 / np.sqrt(2 * 8)
     for weights, std in (
         (params["embedding"], 0.02),
         (layer["attention"]["w_qkv"], 0.02),
@@ -420,4 +502,5 @@ def test_initialisation() -> None:
     ):
         assert float(weights.std()) == pytest.approx(std, rel=0.05)
     stacked = layer["moe"]["experts"]["w_up"].reshape(8 * 4, -1)
-    assert np.abs(np.corrcoef(stacked) - np.eye(32)).max() < 0.2  # every layer and expert drawn on its own
+    # every layer and expert drawn on its own
+    assert np.abs(np.corrcoef(stacked) - np.eye(32)).max() < 0.2

@@ -1,4 +1,6 @@
-"""Parameters of step 0: what earlier commits drew, and one layer's experts as the whole model draws them."""
+"""Parameters of step 0: what earlier commits drew, and one layer's experts as the whole model
+draws them.
+"""
 
 import dataclasses
 from functools import partial
@@ -27,7 +29,8 @@ TEXT = dataclasses.replace(
 IMAGES = dataclasses.replace(
     CONFIG.model, num_hidden_layers=4, task_layers=(2, 3), mlp_only_layers=(0,), learn_paths=True
 )
-# The last value of every array that is drawn, by commit 1615e9e: checkpoints of step 0 and seeds go back to it.
+# The last value of every array that is drawn, by commit 1615e9e: checkpoints of step 0 and seeds go
+# back to it.
 DRAWN_TEXT = """
 embedding -0.016595682129263878
 positions -0.11473856121301651
@@ -75,7 +78,11 @@ def make(name: str) -> nnx.Module:
 
 @pytest.fixture(scope="module")
 def params() -> dict[str, Any]:
-    draw = jax.jit(lambda: {name: nnx.to_pure_dict(nnx.state(make(name), nnx.Param)) for name in ("text", "images")})
+    draw = jax.jit(
+        lambda: {
+            name: nnx.to_pure_dict(nnx.state(make(name), nnx.Param)) for name in ("text", "images")
+        }
+    )
     drawn: dict[str, Any] = jax.device_get(draw())
     return drawn
 
@@ -83,7 +90,10 @@ def params() -> dict[str, Any]:
 @pytest.mark.parametrize(("name", "drawn"), [("text", DRAWN_TEXT), ("images", DRAWN_IMAGES)])
 def test_step_0_is_what_it_was(params: dict[str, Any], name: str, drawn: str) -> None:
     """Another draw differs in every digit; the last one may depend on how a processor rounds."""
-    ours = {".".join(path_names(path)): w for path, w in jax.tree_util.tree_leaves_with_path(params[name])}
+    ours = {
+        ".".join(path_names(path)): w
+        for path, w in jax.tree_util.tree_leaves_with_path(params[name])
+    }
     constant = {path for path, w in ours.items() if np.ptp(w) == 0}
     expected = dict(line.split() for line in drawn.split("\n") if line)
     assert ours.keys() - constant == expected.keys()
@@ -103,7 +113,9 @@ def draw_experts(config: Any, stack: str, layer: jax.Array) -> Any:
 @pytest.mark.parametrize(
     ("name", "stack"), [("text", "moe_layers"), ("images", "moe_layers"), ("images", "task_layers")]
 )
-def test_experts_of_one_layer_are_those_of_the_model(params: dict[str, Any], name: str, stack: str) -> None:
+def test_experts_of_one_layer_are_those_of_the_model(
+    params: dict[str, Any], name: str, stack: str
+) -> None:
     """To the bit."""
     whole = params[name][stack]["moe"][EXPERTS_PATH]
     draw = jax.jit(partial(draw_experts, TEXT if name == "text" else IMAGES, stack))
@@ -122,6 +134,10 @@ def test_experts_are_drawn_without_the_rest_of_the_model() -> None:
         draw = jax.jit(partial(draw_experts, config, "moe_layers"))
         return int(draw.lower(0).compile().memory_analysis().temp_size_in_bytes)
 
-    larger = {"vocab_size": 100 * TEXT.vocab_size, "max_position_embeddings": 4096, "num_hidden_layers": 20}
+    larger = {
+        "vocab_size": 100 * TEXT.vocab_size,
+        "max_position_embeddings": 4096,
+        "num_hidden_layers": 20,
+    }
     key_bytes = 16 * 20  # one of every layer, and what they are split from
     assert peak_bytes(**larger) <= peak_bytes() + key_bytes

@@ -1,4 +1,6 @@
-"""Products of float32 are float32 on a GPU too, where XLA's default is TF32: read off programs lowered for CUDA."""
+"""Products of float32 are float32 on a GPU too, where XLA's default is TF32: read off programs
+lowered for CUDA.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +22,22 @@ from tests.model_configs import OPTIMIZER, mesh_of
 
 
 def products(lowered: Any) -> list[tuple[bool, bool]]:
-    """(whether an operand is float32, whether the product is exact) of every product of a lowered program."""
+    """(whether an operand is float32, whether the product is exact) of every product of a
+    lowered program.
+    """
     lines = [line for line in lowered.as_text().splitlines() if "stablehlo.dot_general" in line]
     assert lines
-    return [("xf32>" in line.split(" : ")[-1].split("->")[0], "[HIGHEST, HIGHEST]" in line) for line in lines]
+    return [
+        ("xf32>" in line.split(" : ")[-1].split("->")[0], "[HIGHEST, HIGHEST]" in line)
+        for line in lines
+    ]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_products_of_a_training_step(dtype: str) -> None:
-    """All are exact in float32; in bfloat16 the router's are, forward, recomputed and backward, and no others."""
+    """All are exact in float32; in bfloat16 the router's are, forward, recomputed and backward,
+    and no others.
+    """
     mesh = mesh_of(1, 1, 1)
     sizes = {"batch_size": 2, "sequence_length": 32, "num_steps": 10, "compute_dtype": dtype}
     config = TrainConfig(model=model_configs.MODEL, optimizer=OPTIMIZER, **sizes)

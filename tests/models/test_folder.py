@@ -45,7 +45,9 @@ def link_to_nothing(path: Path) -> None:
 def test_a_name_that_leads_to_no_file(
     name: str, read: Callable[[Path], Any], make: Callable[[Path], None], words: str, tmp_path: Path
 ) -> None:
-    """It is not taken for a file that the model does not have, without which it would be another model."""
+    """It is not taken for a file that the model does not have, without which it would be another
+    model.
+    """
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
     (tmp_path / name).unlink(missing_ok=True)
@@ -58,12 +60,17 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     assert not has_file(tmp_path / "generation_config.json")
     (tmp_path / "generation_config.json").write_text("{}")
     (tmp_path / "tokenizer_config.json").symlink_to("generation_config.json")
-    assert has_file(tmp_path / "tokenizer_config.json") and read_text(tmp_path / "tokenizer_config.json") == "{}"
+    assert (
+        has_file(tmp_path / "tokenizer_config.json")
+        and read_text(tmp_path / "tokenizer_config.json") == "{}"
+    )
 
 
 def test_templates_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_bytes(b"abc\xff")
-    with pytest.raises(ValueError, match=r"chat_template\.jinja: is not UTF-8: invalid start byte at byte 3$"):
+    with pytest.raises(
+        ValueError, match=r"chat_template\.jinja: is not UTF-8: invalid start byte at byte 3$"
+    ):
         read_templates(tmp_path)
     (tmp_path / "additional_chat_templates").write_text("{{ messages }}")
     with pytest.raises(

@@ -33,8 +33,19 @@ def test_ends_of_texts(
 
 def test_what_the_authors_draw_by(tmp_path: Path) -> None:
     """Numbers are taken, what this engine does not do is named, what changes nothing is not."""
-    own = {"temperature": 0.6, "top_k": 20, "top_p": None, "do_sample": True, "typical_p": 1.0, "num_beams": 1}
-    found = read(tmp_path, own | {"no_repeat_ngram_size": 3, "transformers_version": "5.0"}, {"eos_token_id": 2})
+    own = {
+        "temperature": 0.6,
+        "top_k": 20,
+        "top_p": None,
+        "do_sample": True,
+        "typical_p": 1.0,
+        "num_beams": 1,
+    }
+    found = read(
+        tmp_path,
+        own | {"no_repeat_ngram_size": 3, "transformers_version": "5.0"},
+        {"eos_token_id": 2},
+    )
     assert found.sampling == {"temperature": 0.6, "top_k": 20}
     assert found.not_used == {"no_repeat_ngram_size": 3}
     assert found.config_eos_token_ids == (2,)

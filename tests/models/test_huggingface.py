@@ -1,4 +1,6 @@
-"""Configurations of Hugging Face folders: what is read, what is written back, and every option that is refused."""
+"""Configurations of Hugging Face folders: what is read, what is written back, and every option
+that is refused.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def without(fields: dict[str, Any], *names: str) -> dict[str, Any]:
 
 
 def test_mixtral_as_published() -> None:
-    """The file of mistralai/Mixtral-8x7B-v0.1: theta beside the other fields, no rope_parameters."""
+    """The file of mistralai/Mixtral-8x7B-v0.1: theta beside the other fields, no
+    rope_parameters.
+    """
     config = model_config(
         {
             "model_type": "mixtral",
@@ -55,7 +59,9 @@ def test_mixtral_as_published() -> None:
 
 
 def test_gpt_oss_as_published() -> None:
-    """openai/gpt-oss-20b: rope_scaling instead of rope_parameters, quantized experts, windows in every second layer."""
+    """openai/gpt-oss-20b: rope_scaling instead of rope_parameters, quantized experts, windows in
+    every second layer.
+    """
     config = model_config(
         {
             "model_type": "gpt_oss",
@@ -92,20 +98,44 @@ def test_gpt_oss_as_published() -> None:
         }
     )
     assert config.num_parameters()[0] == pytest.approx(20.9e9, rel=0.01)
-    assert config.rope_scaling == YarnConfig(factor=32.0, original_max_position_embeddings=4096, truncate=False)
-    assert config.rope_theta == 150_000 and config.layer_types[:2] == ("sliding_attention", "full_attention")
+    assert config.rope_scaling == YarnConfig(
+        factor=32.0, original_max_position_embeddings=4096, truncate=False
+    )
+    assert config.rope_theta == 150_000 and config.layer_types[:2] == (
+        "sliding_attention",
+        "full_attention",
+    )
 
 
 def test_defaults_of_the_families() -> None:
     """What a file leaves out is what transformers' configuration classes say."""
-    names = ("rope_parameters", "rms_norm_eps", "sliding_window", "layer_types", "head_dim", "attention_bias")
+    names = (
+        "rope_parameters",
+        "rms_norm_eps",
+        "sliding_window",
+        "layer_types",
+        "head_dim",
+        "attention_bias",
+    )
     gpt_oss = model_config(without(fields_of("gpt_oss"), *names))
-    assert gpt_oss.sliding_window == 128 and gpt_oss.layer_types[:2] == ("sliding_attention", "full_attention")
-    assert gpt_oss.rope_scaling is not None and gpt_oss.rope_scaling.factor == 32.0 and gpt_oss.rope_theta == 150_000
+    assert gpt_oss.sliding_window == 128 and gpt_oss.layer_types[:2] == (
+        "sliding_attention",
+        "full_attention",
+    )
+    assert (
+        gpt_oss.rope_scaling is not None
+        and gpt_oss.rope_scaling.factor == 32.0
+        and gpt_oss.rope_theta == 150_000
+    )
     assert gpt_oss.norm_eps == 1e-5 and gpt_oss.head_dim == 64 and gpt_oss.attention_bias
     qwen = fields_of("qwen2_moe", use_sliding_window=True, sliding_window=4, max_window_layers=1)
-    assert model_config(without(qwen, "layer_types")).layer_types == ("sliding_attention",) + ("full_attention",) * 2
-    off = model_config(fields_of("qwen2_moe", use_sliding_window=False, sliding_window=4, layer_types=None))
+    assert (
+        model_config(without(qwen, "layer_types")).layer_types
+        == ("sliding_attention",) + ("full_attention",) * 2
+    )
+    off = model_config(
+        fields_of("qwen2_moe", use_sliding_window=False, sliding_window=4, layer_types=None)
+    )
     assert off.sliding_window is None and off.layer_types == ()
     deepseek = model_config(without(fields_of("deepseek_v3"), "q_lora_rank"))
     assert deepseek.q_lora_rank == 1536
@@ -114,7 +144,12 @@ def test_defaults_of_the_families() -> None:
 
 
 def test_yarn_without_a_factor() -> None:
-    rope = {"rope_type": "yarn", "rope_theta": 10.0, "original_max_position_embeddings": 16, "factor": None}
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 10.0,
+        "original_max_position_embeddings": 16,
+        "factor": None,
+    }
     config = model_config(fields_of("olmoe", rope_parameters=rope, max_position_embeddings=64))
     assert config.rope_scaling == YarnConfig(factor=4.0, original_max_position_embeddings=16)
 
@@ -130,13 +165,15 @@ STRETCHED = YarnConfig(factor=2.0, original_max_position_embeddings=16)
         ({"rope_theta": 700.0, "rope_scaling": YARN}, 700.0, STRETCHED),  # transformers 4
         ({"rope_theta": 700, "rope_scaling": {"type": "yarn"} | YARN}, 700.0, STRETCHED),
         ({"rope_parameters": YARN | {"rope_theta": 700.0}}, 700.0, STRETCHED),  # transformers 5
-        ({"rope_parameters": PLAIN, "rope_scaling": YARN}, 700.0, STRETCHED),  # one, and what a model's card adds
+        # one, and what a model's card adds
+        ({"rope_parameters": PLAIN, "rope_scaling": YARN}, 700.0, STRETCHED),
         ({"rope_theta": 500.0, "rope_parameters": PLAIN, "rope_scaling": YARN}, 500.0, STRETCHED),
         ({"rope_parameters": YARN | {"rope_theta": 700.0}, "rope_scaling": YARN}, 700.0, STRETCHED),
         ({"rope_parameters": {}, "rope_scaling": YARN}, 1e6, STRETCHED),
         ({"rope_parameters": PLAIN, "rope_scaling": None}, 700.0, None),
         ({"rope_parameters": PLAIN, "rope_theta": 500.0}, 700.0, None),
-        ({"rope_scaling": YARN | {"attn_factor": 1.5}}, 1e6, STRETCHED),  # which transformers does not read
+        # which transformers does not read
+        ({"rope_scaling": YARN | {"attn_factor": 1.5}}, 1e6, STRETCHED),
         (  # the field beside the table goes first, as in transformers
             {"rope_scaling": YARN, "original_max_position_embeddings": 8},
             1e6,
@@ -144,7 +181,9 @@ STRETCHED = YarnConfig(factor=2.0, original_max_position_embeddings=16)
         ),
     ],
 )
-def test_positions_in_either_spelling_or_both(fields: dict[str, Any], theta: float, scaling: YarnConfig | None) -> None:
+def test_positions_in_either_spelling_or_both(
+    fields: dict[str, Any], theta: float, scaling: YarnConfig | None
+) -> None:
     config = model_config(without(fields_of("mixtral"), "rope_parameters", "rope_theta") | fields)
     assert (config.rope_theta, config.rope_scaling) == (theta, scaling)
 
@@ -160,12 +199,17 @@ def test_positions_in_either_spelling_or_both(fields: dict[str, Any], theta: flo
     ],
 )
 def test_two_spellings_that_differ(parameters: dict[str, Any], scaling: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"rope_scaling = .*: must say what rope_parameters = .* says, or one must be"):
+    with pytest.raises(
+        ValueError,
+        match=r"rope_scaling = .*: must say what rope_parameters = .* says, or one must be",
+    ):
         model_config(fields_of("mixtral", rope_parameters=parameters, rope_scaling=scaling))
 
 
 def test_kimi_k2_as_published() -> None:
-    """moonshotai/Kimi-K2-Instruct: DeepSeek-V3's fields and layout under a model type of its own."""
+    """moonshotai/Kimi-K2-Instruct: DeepSeek-V3's fields and layout under a model type of its
+    own.
+    """
     fields = {
         "architectures": ["DeepseekV3ForCausalLM"],
         "model_type": "kimi_k2",
@@ -223,7 +267,9 @@ def test_kimi_k2_as_published() -> None:
     }
     config = model_config(fields)
     assert config == model_config(fields | {"model_type": "deepseek_v3"})
-    assert config.num_parameters()[0] == pytest.approx(1.03e12, rel=0.01) and config.num_experts == 384
+    assert (
+        config.num_parameters()[0] == pytest.approx(1.03e12, rel=0.01) and config.num_experts == 384
+    )
 
 
 def test_null_flags_of_deepseek_are_false() -> None:
@@ -242,7 +288,11 @@ def packed(layout: str, **weights: Any) -> dict[str, Any]:
     return {"quantization_config": compressed_tensors(layout, **weights)}
 
 
-ROTATIONS = {"config_groups": {"R4": {"type": "hadamard", "apply": [{"targets": ["down_proj"], "location": "input"}]}}}
+ROTATIONS = {
+    "config_groups": {
+        "R4": {"type": "hadamard", "apply": [{"targets": ["down_proj"], "location": "input"}]}
+    }
+}
 
 
 def changed_quantization(fields: dict[str, Any], **of_group: Any) -> dict[str, Any]:
@@ -256,15 +306,31 @@ def changed_quantization(fields: dict[str, Any], **of_group: Any) -> dict[str, A
     [
         packed("pack-quantized", actorder="static"),
         packed("pack-quantized", actorder="weight"),
-        changed_quantization({"transform_config": {}, "sparsity_config": {"format": "dense"}, "kv_cache_scheme": None}),
         changed_quantization(
-            {"transform_config": {"config_groups": {}}, "sparsity_config": {}}, format="pack-quantized"
+            {
+                "transform_config": {},
+                "sparsity_config": {"format": "dense"},
+                "kv_cache_scheme": None,
+            }
         ),
         changed_quantization(
-            {"quantization_status": "compressed", "global_compression_ratio": 1.5, "ignore": ["lm_head"]}
+            {"transform_config": {"config_groups": {}}, "sparsity_config": {}},
+            format="pack-quantized",
         ),
-        changed_quantization({}, input_activations={"num_bits": 8, "dynamic": True}, output_activations=None),
-        {"quantization_config": FP8 | {"scale_fmt": "float", "activation_scheme": "static", "dequantize": False}},
+        changed_quantization(
+            {
+                "quantization_status": "compressed",
+                "global_compression_ratio": 1.5,
+                "ignore": ["lm_head"],
+            }
+        ),
+        changed_quantization(
+            {}, input_activations={"num_bits": 8, "dynamic": True}, output_activations=None
+        ),
+        {
+            "quantization_config": FP8
+            | {"scale_fmt": "float", "activation_scheme": "static", "dequantize": False}
+        },
     ],
 )
 def test_quantizations_that_change_nothing_more(changes: dict[str, Any]) -> None:
@@ -274,7 +340,11 @@ def test_quantizations_that_change_nothing_more(changes: dict[str, Any]) -> None
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("mixtral", {"model_type": "llama"}, "model_type = 'llama': must be one of mixtral, qwen3_moe"),
+        (
+            "mixtral",
+            {"model_type": "llama"},
+            "model_type = 'llama': must be one of mixtral, qwen3_moe",
+        ),
         ("mixtral", {"model_type": None}, "model_type = None: must be one of"),
         ("mixtral", {"hidden_act": "gelu"}, "hidden_act = 'gelu': is not supported, only 'silu'"),
         ("mixtral", {"hidden_size": None}, "hidden_size = None: must be an integer"),
@@ -283,23 +353,67 @@ def test_quantizations_that_change_nothing_more(changes: dict[str, Any]) -> None
         ("mixtral", {"num_hidden_layers": True}, "num_hidden_layers = True: must be an integer"),
         ("mixtral", {"rms_norm_eps": "small"}, "rms_norm_eps = 'small': must be a number"),
         ("mixtral", {"rms_norm_eps": math.inf}, "rms_norm_eps = inf: must be finite"),
-        ("mixtral", {"rope_parameters": {"rope_theta": math.inf}}, "rope_parameters.rope_theta = inf: must be finite"),
-        ("mixtral", {"rope_parameters": YARN | {"factor": math.inf}}, "rope_parameters.factor = inf: must be finite"),
+        (
+            "mixtral",
+            {"rope_parameters": {"rope_theta": math.inf}},
+            "rope_parameters.rope_theta = inf: must be finite",
+        ),
+        (
+            "mixtral",
+            {"rope_parameters": YARN | {"factor": math.inf}},
+            "rope_parameters.factor = inf: must be finite",
+        ),
         (
             "mixtral",
             {"rope_parameters": YARN | {"factor": None, "original_max_position_embeddings": 0}},
             "original_max_position_embeddings = 0: must be greater than 0",
         ),
         ("mixtral", {"tie_word_embeddings": 1}, "tie_word_embeddings = 1: must be true or false"),
-        ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok = 1: is not supported where weights are divided"),
-        ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok = 9: must be between 1 and num_experts = 4"),
-        ("mixtral", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5: is not supported, only 1.0"),
-        ("mixtral", {"quantization_config": {"quant_method": "awq"}}, "quantization_config.quant_method = 'awq'"),
-        ("mixtral", {"quantization_config": {"quant_method": "mxfp4"}}, "= 'mxfp4': must be fp8 or compressed-tensors"),
-        ("mixtral", {"rope_parameters": {"rope_type": "llama3"}}, "rope_parameters.rope_type = 'llama3': is not"),
-        ("mixtral", {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2}}, "rope_type = 'linear'"),
-        ("mixtral", {"rope_parameters": {"full_attention": {}}}, "must be one flat table for all layers"),
-        ("mixtral", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters.partial_rotary_factor = 0.5"),
+        (
+            "mixtral",
+            {"num_experts_per_tok": 1},
+            "num_experts_per_tok = 1: is not supported where weights are divided",
+        ),
+        (
+            "mixtral",
+            {"num_experts_per_tok": 9},
+            "num_experts_per_tok = 9: must be between 1 and num_experts = 4",
+        ),
+        (
+            "mixtral",
+            {"partial_rotary_factor": 0.5},
+            "partial_rotary_factor = 0.5: is not supported, only 1.0",
+        ),
+        (
+            "mixtral",
+            {"quantization_config": {"quant_method": "awq"}},
+            "quantization_config.quant_method = 'awq'",
+        ),
+        (
+            "mixtral",
+            {"quantization_config": {"quant_method": "mxfp4"}},
+            "= 'mxfp4': must be fp8 or compressed-tensors",
+        ),
+        (
+            "mixtral",
+            {"rope_parameters": {"rope_type": "llama3"}},
+            "rope_parameters.rope_type = 'llama3': is not",
+        ),
+        (
+            "mixtral",
+            {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2}},
+            "rope_type = 'linear'",
+        ),
+        (
+            "mixtral",
+            {"rope_parameters": {"full_attention": {}}},
+            "must be one flat table for all layers",
+        ),
+        (
+            "mixtral",
+            {"rope_parameters": {"partial_rotary_factor": 0.5}},
+            "rope_parameters.partial_rotary_factor = 0.5",
+        ),
         (
             "mixtral",
             {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
@@ -310,7 +424,11 @@ def test_quantizations_that_change_nothing_more(changes: dict[str, Any]) -> None
             {"rope_scaling": {"rope_type": "dynamic", "factor": 8.0}},
             "rope_type = 'dynamic': is not supported",
         ),
-        ("mixtral", {"rope_scaling": {"type": "longrope", "factor": 8.0}}, "rope_type = 'longrope': is not supported"),
+        (
+            "mixtral",
+            {"rope_scaling": {"type": "longrope", "factor": 8.0}},
+            "rope_type = 'longrope': is not supported",
+        ),
         (
             "deepseek_v3",
             {"topk_method": "group_limited_greedy"},
@@ -323,26 +441,54 @@ def test_quantizations_that_change_nothing_more(changes: dict[str, Any]) -> None
             {"per_layer_config": {"0": {"sliding_window": 3}}},
             "per_layer_config = .*: is not supported, only",
         ),
-        ("mixtral", {"model_type": "deepseek_v32"}, "model_type = 'deepseek_v32': must be one of .*, kimi_k2"),
+        (
+            "mixtral",
+            {"model_type": "deepseek_v32"},
+            "model_type = 'deepseek_v32': must be one of .*, kimi_k2",
+        ),
         ("mixtral", {"model_type": "qwen3_next"}, "model_type = 'qwen3_next': must be one of"),
-        ("mixtral", {"quantization_config": {"quant_method": "gptq"}}, "quant_method = 'gptq': must be fp8 or"),
-        ("mixtral", packed("float-quantized"), "format = 'float-quantized': must be pack-quantized"),
+        (
+            "mixtral",
+            {"quantization_config": {"quant_method": "gptq"}},
+            "quant_method = 'gptq': must be fp8 or",
+        ),
+        (
+            "mixtral",
+            packed("float-quantized"),
+            "format = 'float-quantized': must be pack-quantized",
+        ),
         ("mixtral", {"num_experts": 5}, "num_experts = 5: must be num_local_experts = 4"),
         (
             "mixtral",
             {"quantization_config": {"quant_method": "bitsandbytes"}},
             "quant_method = 'bitsandbytes': must be",
         ),
-        ("mixtral", {"quantization_config": {"quant_method": "modelopt"}}, "quant_method = 'modelopt': must be fp8 or"),
-        ("mixtral", {"rope_parameters": YARN | {"factor": "2"}}, "rope_parameters.factor = '2': must be a number"),
-        ("mixtral", {"rope_parameters": YARN | {"factor": -2}}, "factor = -2.0: must be greater than 0"),
+        (
+            "mixtral",
+            {"quantization_config": {"quant_method": "modelopt"}},
+            "quant_method = 'modelopt': must be fp8 or",
+        ),
+        (
+            "mixtral",
+            {"rope_parameters": YARN | {"factor": "2"}},
+            "rope_parameters.factor = '2': must be a number",
+        ),
+        (
+            "mixtral",
+            {"rope_parameters": YARN | {"factor": -2}},
+            "factor = -2.0: must be greater than 0",
+        ),
         ("qwen3_moe", {"mlp_only_layers": 1}, "mlp_only_layers = 1: must be a list"),
         ("qwen3_moe", {"mlp_only_layers": [7]}, "mlp_only_layers = .7,.: must lie between 0 and 3"),
         ("qwen2_moe", {"use_sliding_window": False}, "layer_types = .*: needs use_sliding_window"),
         ("olmoe", {"clip_qkv": -8.0}, "clip_qkv = -8.0: must be greater than 0"),
         ("olmoe", {"clip_qkv": "8"}, "clip_qkv = '8': must be a number"),
         ("olmoe", {"head_dim": 16}, "head_dim = 16: is not supported, only 8"),
-        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func = 'softmax': is not supported, only 'sigmoid'"),
+        (
+            "deepseek_v3",
+            {"scoring_func": "softmax"},
+            "scoring_func = 'softmax': is not supported, only 'sigmoid'",
+        ),
         ("deepseek_v3", {"topk_method": "greedy"}, "topk_method = 'greedy': is not supported"),
         ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq = 2: is not supported, only 1"),
         ("deepseek_v3", {"n_shared_experts": 0}, "n_shared_experts = 0: must be greater than 0"),
@@ -367,7 +513,11 @@ def test_quantizations_that_change_nothing_more(changes: dict[str, Any]) -> None
             "quantization_config.scale_fmt = 'e5m3': must be ue8m0 or float, or none",
         ),
         ("gpt_oss", {"quantization_config": FP8}, "quant_method = 'fp8': must be mxfp4"),
-        ("deepseek_v3", {"quantization_config": FP8 | {"expert_dtype": "fp4"}}, "expert_dtype = 'fp4': must be fp8"),
+        (
+            "deepseek_v3",
+            {"quantization_config": FP8 | {"expert_dtype": "fp4"}},
+            "expert_dtype = 'fp4': must be fp8",
+        ),
         (
             "deepseek_v3",
             {"quantization_config": FP8, "expert_dtype": "fp6"},
@@ -378,15 +528,31 @@ def test_quantizations_that_change_nothing_more(changes: dict[str, Any]) -> None
             packed("pack-quantized") | {"expert_dtype": "fp4"},
             "expert_dtype = 'fp4': needs quantization",
         ),
-        ("gpt_oss", {"expert_dtype": "fp4"}, "expert_dtype = 'fp4': needs quantization_config.quant_method = 'fp8'"),
+        (
+            "gpt_oss",
+            {"expert_dtype": "fp4"},
+            "expert_dtype = 'fp4': needs quantization_config.quant_method = 'fp8'",
+        ),
         (
             "mixtral",
             packed("nvfp4-pack-quantized"),
             "format = 'nvfp4-pack-quantized': must be pack-quantized",
         ),
-        ("mixtral", packed("pack-quantized", num_bits=3), "weights.num_bits = 3: must be 4 or 8 with format = 'pack-"),
-        ("mixtral", packed("pack-quantized", symmetric=False), "group_0.weights.symmetric = False: must be True"),
-        ("mixtral", packed("pack-quantized", actorder="group"), "group_0.weights.actorder = 'group': must be None"),
+        (
+            "mixtral",
+            packed("pack-quantized", num_bits=3),
+            "weights.num_bits = 3: must be 4 or 8 with format = 'pack-",
+        ),
+        (
+            "mixtral",
+            packed("pack-quantized", symmetric=False),
+            "group_0.weights.symmetric = False: must be True",
+        ),
+        (
+            "mixtral",
+            packed("pack-quantized", actorder="group"),
+            "group_0.weights.actorder = 'group': must be None",
+        ),
         (
             "mixtral",
             changed_quantization({"transform_config": ROTATIONS}),
@@ -402,12 +568,24 @@ def test_quantizations_that_change_nothing_more(changes: dict[str, Any]) -> None
             changed_quantization({"sparsity_config": {"format": "sparse-24-bitmask"}}),
             "sparsity_config = .*: is",
         ),
-        ("mixtral", changed_quantization({}, format="int-quantized"), "config_groups.group_0.format = 'int-quantized'"),
-        ("mixtral", packed("mxfp4-pack-quantized"), "group_0.weights.type = 'int': must be 'float'"),
+        (
+            "mixtral",
+            changed_quantization({}, format="int-quantized"),
+            "config_groups.group_0.format = 'int-quantized'",
+        ),
+        (
+            "mixtral",
+            packed("mxfp4-pack-quantized"),
+            "group_0.weights.type = 'int': must be 'float'",
+        ),
         ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit = 5.0: is not supported, only 7.0"),
         ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha = 1.0: is not supported"),
         ("gpt_oss", {"sliding_window": None}, "sliding_window = None: is needed by layer_types"),
-        ("gpt_oss", {"layer_types": ["chunked_attention"] * 3}, "layer_types = .*: must each be one of"),
+        (
+            "gpt_oss",
+            {"layer_types": ["chunked_attention"] * 3},
+            "layer_types = .*: must each be one of",
+        ),
     ],
 )
 def test_refused(name: str, changes: dict[str, Any], message: str) -> None:
@@ -465,7 +643,8 @@ def test_presets_have_a_family(preset: str, family: str) -> None:
 def test_a_preset_without_a_family_names_what_is_missing() -> None:
     other = dataclasses.replace(PRESETS["gpt-moe-8e"][1].model, norm="rmsnorm")
     with pytest.raises(
-        ValueError, match="no Hugging Face family has all its options; gpt_moe differs in norm: 'rmsnorm'"
+        ValueError,
+        match="no Hugging Face family has all its options; gpt_moe differs in norm: 'rmsnorm'",
     ):
         hf_config(other)
     with pytest.raises(ValueError, match="attention_sinks: True -> False"):

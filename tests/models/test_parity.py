@@ -1,4 +1,5 @@
-"""The decoder against transformers: tiny checkpoints of every family with stored references (see fixtures/make.py).
+"""The decoder against transformers: tiny checkpoints of every family with stored references (see
+fixtures/make.py).
 
 Legend: B batch, S sequence, V vocabulary, N layers with experts, T = B S tokens, E experts.
 """
@@ -40,12 +41,17 @@ def loaded(name: str) -> jmoe.LanguageModel:
 @cache
 def reference(name: str) -> dict[str, np.ndarray]:
     with np.load(CHECKPOINTS / name / "reference.npz") as arrays:
-        return {key: arrays[key].astype(np.int32) if arrays[key].dtype == np.int16 else arrays[key] for key in arrays}
+        return {
+            key: arrays[key].astype(np.int32) if arrays[key].dtype == np.int16 else arrays[key]
+            for key in arrays
+        }
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_and_greedy_tokens(name: str) -> None:
-    """Logits of the text, and each new token from the reference's own past, in a row up to its first near-tie."""
+    """Logits of the text, and each new token from the reference's own past, in a row up to its
+    first near-tie.
+    """
     ref = reference(name)
     length, new = ref["input_ids"].shape[1], ref["greedy_margin"].shape[1]
     logits = np.asarray(loaded(name)(ref["greedy"][:, :-1]))
@@ -54,7 +60,9 @@ def test_logits_and_greedy_tokens(name: str) -> None:
     np.testing.assert_allclose(logits[:, :length], ref["logits"], rtol=0, atol=TOLERANCE)
     clear = np.cumprod(ref["greedy_margin"] > 2 * TOLERANCE, axis=1).astype(bool)
     assert clear.sum() > clear.size // 2
-    np.testing.assert_array_equal(logits.argmax(axis=-1)[:, -new:][clear], ref["greedy"][:, -new:][clear])
+    np.testing.assert_array_equal(
+        logits.argmax(axis=-1)[:, -new:][clear], ref["greedy"][:, -new:][clear]
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -70,13 +78,18 @@ def test_routing(name: str) -> None:
 def test_padded_batch(name: str) -> None:
     ref = reference(name)
     mask_BS = ref["padded_mask"].astype(bool)
-    assert not mask_BS[0, 0] and not mask_BS[1, -1]  # one row is padded on the left, one on the right
+    # one row is padded on the left, one on the right
+    assert not mask_BS[0, 0] and not mask_BS[1, -1]
     logits = np.asarray(loaded(name)(ref["padded_ids"], mask_BS))
-    np.testing.assert_allclose(logits[mask_BS], ref["padded_logits"][mask_BS], rtol=0, atol=TOLERANCE)
+    np.testing.assert_allclose(
+        logits[mask_BS], ref["padded_logits"][mask_BS], rtol=0, atol=TOLERANCE
+    )
 
 
 def transformers_balance_loss(stats: Any, num_tokens: int) -> jax.Array:
-    """E * sum_e (assignments to e / rows) (mean probability of e), over the rows of all layers together."""
+    """E * sum_e (assignments to e / rows) (mean probability of e), over the rows of all layers
+    together.
+    """
     layers, experts = stats.counts_E.shape
     rows = layers * num_tokens
     share_E = stats.counts_E.astype(jnp.float32).sum(axis=0) / rows
@@ -84,12 +97,16 @@ def transformers_balance_loss(stats: Any, num_tokens: int) -> jax.Array:
 
 
 @partial(jax.jit, static_argnums=0)
-def loss_and_gradients(graph: Any, params: Any, rest: Any, tokens_BS: jax.Array, balance_coef: jax.Array) -> Any:
+def loss_and_gradients(
+    graph: Any, params: Any, rest: Any, tokens_BS: jax.Array, balance_coef: jax.Array
+) -> Any:
     def loss(params: Any) -> jax.Array:
         decoder = nnx.merge(graph, params, rest)
         hidden, stats = decoder(tokens_BS, train=True)
         logits = hidden @ decoder.lm_head()
-        nll = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens_BS[:, 1:]).mean()
+        nll = optax.softmax_cross_entropy_with_integer_labels(
+            logits[:, :-1], tokens_BS[:, 1:]
+        ).mean()
         return nll + balance_coef * transformers_balance_loss(stats, tokens_BS.size)
 
     return jax.value_and_grad(loss)(params)
@@ -100,7 +117,9 @@ def adamw(state: tuple[Any, Any, Any], grads: Any, step: jax.Array) -> tuple[Any
     """The optimizer of the training step, with decay on every parameter."""
     config = OptimizerConfig(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
     now = StepValues(jnp.float32(1e-3), step, jnp.float32(1.0), jnp.bool_(True))
-    new = jax.tree.map(lambda w, m, v, g: advance(w, m, v, g, config=config, decay=True, now=now), *state, grads)
+    new = jax.tree.map(
+        lambda w, m, v, g: advance(w, m, v, g, config=config, decay=True, now=now), *state, grads
+    )
     return jax.tree.transpose(jax.tree.structure(grads), jax.tree.structure((0, 0, 0)), new)
 
 
@@ -108,7 +127,12 @@ def in_memory_name(name: str) -> str:
     """transformers holds all experts of a layer in one tensor, whatever their names on disk."""
     name = name.replace("block_sparse_moe", "mlp")
     head, experts, tail = name.partition(".mlp.experts.")
-    kinds = {"w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj", "gate_proj": "gate_up_proj"}
+    kinds = {
+        "w1": "gate_up_proj",
+        "w3": "gate_up_proj",
+        "w2": "down_proj",
+        "gate_proj": "gate_up_proj",
+    }
     kinds |= {"up_proj": "gate_up_proj", "down_proj": "down_proj"}
     parts = tail.split(".")
     return f"{head}{experts}{kinds[parts[1]]}" if experts and len(parts) == 3 else name
@@ -118,7 +142,10 @@ def in_memory_name(name: str) -> str:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=() if name in ("deepseek_v3", "gpt_oss", "mixtral_sharded") else pytest.mark.slow)
+        pytest.param(
+            name,
+            marks=() if name in ("deepseek_v3", "gpt_oss", "mixtral_sharded") else pytest.mark.slow,
+        )
         for name in NAMES
         if name != "gpt_oss_mxfp4"
     ],
@@ -135,7 +162,10 @@ def test_training(name: str) -> None:
 
     squares: dict[str, float] = {}
     family = read_config(CHECKPOINTS / name)["model_type"]
-    by_path = {path_names(path): g for path, g in jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(grads))}
+    by_path = {
+        path_names(path): g
+        for path, g in jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(grads))
+    }
     for parameter in parameters(abstract_decoder(config)[2], config, family):
         if parameter.path not in by_path:
             continue  # the correction bias has no gradient
@@ -165,16 +195,26 @@ def stored_weights(name: str) -> dict[str, np.ndarray]:
         if key != "__metadata__":
             assert entry["dtype"] == "BF16"
             first, last = entry["data_offsets"]
-            bits = np.frombuffer(data[start + first : start + last], np.uint16).astype(np.uint32) << 16
+            bits = (
+                np.frombuffer(data[start + first : start + last], np.uint16).astype(np.uint32) << 16
+            )
             weights[key] = bits.view(np.float32).reshape(entry["shape"]).astype(np.float64)
     return weights
 
 
-def olmoe_in_numpy(fields: dict[str, Any], w: dict[str, np.ndarray], tokens_BS: np.ndarray) -> np.ndarray:
-    """Logits after `modeling_olmoe.py` of transformers: q and k are normalised, then all three clipped, rotated."""
-    heads, groups, eps = fields["num_attention_heads"], fields["num_key_value_heads"], fields["rms_norm_eps"]
+def olmoe_in_numpy(
+    fields: dict[str, Any], w: dict[str, np.ndarray], tokens_BS: np.ndarray
+) -> np.ndarray:
+    """Logits after `modeling_olmoe.py` of transformers: q and k are normalised, then all three
+    clipped, rotated.
+    """
+    heads = fields["num_attention_heads"]
+    groups = fields["num_key_value_heads"]
+    eps = fields["rms_norm_eps"]
     dim, length, clip = fields["hidden_size"] // heads, tokens_BS.shape[1], fields["clip_qkv"]
-    angle = np.arange(length)[:, None] * fields["rope_parameters"]["rope_theta"] ** (-np.arange(0, dim, 2) / dim)
+    angle = np.arange(length)[:, None] * fields["rope_parameters"]["rope_theta"] ** (
+        -np.arange(0, dim, 2) / dim
+    )
     cos, sin = (np.concatenate([f(angle)] * 2, axis=1) for f in (np.cos, np.sin))
 
     def norm(x: np.ndarray, name: str) -> np.ndarray:
@@ -197,13 +237,22 @@ def olmoe_in_numpy(fields: dict[str, Any], w: dict[str, np.ndarray], tokens_BS: 
     for layer in range(fields["num_hidden_layers"]):
         at = f"model.layers.{layer}"
         h = norm(x, f"{at}.input_layernorm")
-        q, k = (norm(linear(h, f"{at}.self_attn.{n}_proj"), f"{at}.self_attn.{n}_norm") for n in "qk")
+        q, k = (
+            norm(linear(h, f"{at}.self_attn.{n}_proj"), f"{at}.self_attn.{n}_norm") for n in "qk"
+        )
         v = linear(h, f"{at}.self_attn.v_proj")
         if clip is not None:
             q, k, v = (np.clip(y, -clip, clip) for y in (q, k, v))
-        q, k, v = rotated(split(q)), *(np.repeat(y, heads // groups, axis=1) for y in (rotated(split(k)), split(v)))
-        scores = q @ k.swapaxes(2, 3) / np.sqrt(dim) + np.triu(np.full((length, length), -np.inf), 1)
-        x = x + linear((softmax(scores) @ v).swapaxes(1, 2).reshape(x.shape), f"{at}.self_attn.o_proj")
+        q, k, v = (
+            rotated(split(q)),
+            *(np.repeat(y, heads // groups, axis=1) for y in (rotated(split(k)), split(v))),
+        )
+        scores = q @ k.swapaxes(2, 3) / np.sqrt(dim) + np.triu(
+            np.full((length, length), -np.inf), 1
+        )
+        x = x + linear(
+            (softmax(scores) @ v).swapaxes(1, 2).reshape(x.shape), f"{at}.self_attn.o_proj"
+        )
         h = norm(x, f"{at}.post_attention_layernorm")
         probs = softmax(linear(h, f"{at}.mlp.gate"))
         kth = np.sort(probs, axis=-1)[..., -fields["num_experts_per_tok"], None]
@@ -215,8 +264,12 @@ def olmoe_in_numpy(fields: dict[str, Any], w: dict[str, np.ndarray], tokens_BS: 
 
 
 def test_clipped_queries_keys_and_values(tmp_path: Path) -> None:
-    """`clip_qkv` of OLMoE against a reference in NumPy, which without it gives the stored logits of transformers."""
-    ref, weights, fields = reference("olmoe"), stored_weights("olmoe"), read_config(CHECKPOINTS / "olmoe")
+    """`clip_qkv` of OLMoE against a reference in NumPy, which without it gives the stored logits
+    of transformers.
+    """
+    ref = reference("olmoe")
+    weights = stored_weights("olmoe")
+    fields = read_config(CHECKPOINTS / "olmoe")
     plain = olmoe_in_numpy(fields, weights, ref["input_ids"])
     np.testing.assert_allclose(plain, ref["logits"], rtol=0, atol=TOLERANCE)
     clipped = olmoe_in_numpy(fields | {"clip_qkv": 0.5}, weights, ref["input_ids"])

@@ -1,4 +1,5 @@
-"""How far bfloat16 moves the gradients of preset `tiny` from float32 where every token keeps its experts.
+"""How far bfloat16 moves the gradients of preset `tiny` from float32 where every token keeps its
+experts.
 
 Legend: B batch, S sequence, T = B S tokens, N layers, K choices a token.
 """
@@ -23,7 +24,8 @@ from jmoe.models.decoder import Decoder
 CONFIG = PRESETS["tiny"][1]
 MODEL = CONFIG.model
 B, S = 2, 256
-LIMITS = {"router": 0.06, "w_up": 0.05}  # of the gradient's norm; what experts make is small at the start
+# of the gradient's norm; what experts make is small at the start
+LIMITS = {"router": 0.06, "w_up": 0.05}
 LIMIT = 0.01  # all others
 
 
@@ -37,7 +39,9 @@ class KeptRouter(nnx.Module):
     def __init__(self, router: Router, topk_idx_NTK: jax.Array) -> None:
         self.router, self.topk_idx = router, Choices(topk_idx_NTK)
 
-    def __call__(self, x_TD: jax.Array, *, key: jax.Array | None = None, train: bool = False) -> Routing:
+    def __call__(
+        self, x_TD: jax.Array, *, key: jax.Array | None = None, train: bool = False
+    ) -> Routing:
         return self.router(x_TD, key=key, train=train, topk_idx_TK=self.topk_idx[...])
 
 
@@ -52,7 +56,9 @@ def gradients(decoder: Decoder, tokens_BS: jax.Array, dtype: Any) -> tuple[Any, 
         model = nnx.merge(graph, params, rest)
         hidden, stats = model(tokens_BS[:, :-1], dtype=dtype, train=True, keep_routing=True)
         weights_T = jnp.full(tokens, 1.0 / tokens, jnp.float32)
-        nll = cross_entropy(hidden.reshape(tokens, -1), model.lm_head().astype(dtype), labels_T, weights_T)
+        nll = cross_entropy(
+            hidden.reshape(tokens, -1), model.lm_head().astype(dtype), labels_T, weights_T
+        )
         sizes = (MODEL.num_experts, MODEL.num_experts_per_tok)
         balance = balance_loss_local(stats.probs_sum_E, stats.counts_E, tokens, *sizes)
         return nll + MODEL.router.aux_loss_coef * balance.mean(), stats.routing
@@ -65,7 +71,9 @@ def gradients(decoder: Decoder, tokens_BS: jax.Array, dtype: Any) -> tuple[Any, 
 def test_each_gradient_in_bfloat16() -> None:
     rng = np.random.default_rng(0)
     zipf_V = 1 / np.arange(1, MODEL.vocab_size + 1)
-    tokens_BS = jnp.asarray(rng.choice(MODEL.vocab_size, (B, S + 1), p=zipf_V / zipf_V.sum()), jnp.int32)
+    tokens_BS = jnp.asarray(
+        rng.choice(MODEL.vocab_size, (B, S + 1), p=zipf_V / zipf_V.sum()), jnp.int32
+    )
     decoder = Decoder(MODEL, rngs=nnx.Rngs(0))
     full, routing = gradients(decoder, tokens_BS, jnp.float32)
     kept = copy.deepcopy(decoder)

@@ -1,4 +1,6 @@
-"""Hugging Face folders read and written: bit-equal round trips, dtypes, meshes, memory, and every kind of bad input."""
+"""Hugging Face folders read and written: bit-equal round trips, dtypes, meshes, memory, and
+every kind of bad input.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,11 @@ def stored(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     found = {}
     for tensor in read_headers(folder).values():
         size = {"F32": 4, "BF16": 2, "U8": 1}[tensor.dtype] * int(np.prod(tensor.shape))
-        found[tensor.name] = (tensor.dtype, tensor.shape, tensor.file.read_bytes()[tensor.offset :][:size])
+        found[tensor.name] = (
+            tensor.dtype,
+            tensor.shape,
+            tensor.file.read_bytes()[tensor.offset :][:size],
+        )
     return found
 
 
@@ -61,14 +67,18 @@ def test_load_save_load_is_bit_equal(name: str, tmp_path: Path) -> None:
     assert first.config == second.config
     assert len(list((tmp_path / "saved").glob("*.safetensors"))) > 1
     files = (tmp_path / "saved").glob("*.safetensors")
-    assert max(file.stat().st_size for file in files) < 20_000 + 20_000  # one tensor, or 20 kB, and a header
+    # one tensor, or 20 kB, and a header
+    assert max(file.stat().st_size for file in files) < 20_000 + 20_000
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if "mxfp4" not in name])
 def test_saved_tensors_are_those_that_transformers_wrote(name: str, tmp_path: Path) -> None:
     jmoe.save_pretrained(jmoe.load_pretrained(CHECKPOINTS / name), tmp_path)
     assert stored(tmp_path) == stored(CHECKPOINTS / name)
-    ours, theirs = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path, CHECKPOINTS / name))
+    ours, theirs = (
+        json.loads((folder / "config.json").read_text())
+        for folder in (tmp_path, CHECKPOINTS / name)
+    )
     assert ours | {"num_nextn_predict_layers": 0} == theirs | {"num_nextn_predict_layers": 0}
 
 
@@ -113,7 +123,9 @@ def test_saving_replaces_what_was_there(tmp_path: Path) -> None:
     ],
     ids=["switch", "gshard", "dense first"],
 )
-def test_a_model_of_our_own_is_saved_as_the_family_that_computes_the_same(options: Any, tmp_path: Path) -> None:
+def test_a_model_of_our_own_is_saved_as_the_family_that_computes_the_same(
+    options: Any, tmp_path: Path
+) -> None:
     sizes = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 3, "intermediate_size": 24}
     config = jmoe.ModelConfig(**(sizes | {"moe_intermediate_size": 12, "num_experts": 4} | options))
     model = LanguageModel(Decoder(config, rngs=nnx.Rngs(0)))
@@ -124,9 +136,13 @@ def test_a_model_of_our_own_is_saved_as_the_family_that_computes_the_same(option
 
 
 def test_a_model_that_no_family_computes_is_not_saved(tmp_path: Path) -> None:
-    config = jmoe.ModelConfig(hidden_size=16, num_hidden_layers=2, norm="layernorm", hidden_act="gelu", num_experts=4)
+    config = jmoe.ModelConfig(
+        hidden_size=16, num_hidden_layers=2, norm="layernorm", hidden_act="gelu", num_experts=4
+    )
     model = LanguageModel(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
-    with pytest.raises(ValueError, match=r"no Hugging Face family has all its options.*hidden_act: 'gelu'"):
+    with pytest.raises(
+        ValueError, match=r"no Hugging Face family has all its options.*hidden_act: 'gelu'"
+    ):
         jmoe.save_pretrained(model, tmp_path)
     assert not list(tmp_path.iterdir())
 
@@ -135,7 +151,10 @@ def test_a_model_that_no_family_computes_is_not_saved(tmp_path: Path) -> None:
 
 
 def test_dtype() -> None:
-    half, whole = (jmoe.load_pretrained(CHECKPOINTS / "deepseek_v3", dtype=dtype) for dtype in (None, "float32"))
+    half, whole = (
+        jmoe.load_pretrained(CHECKPOINTS / "deepseek_v3", dtype=dtype)
+        for dtype in (None, "float32")
+    )
     for path, x in arrays_of(half).items():
         kept = "e_score_correction_bias" in path  # float32 in the file, as transformers keeps it
         assert x.dtype == (np.float32 if kept else jnp.bfloat16), path
@@ -145,7 +164,8 @@ def test_dtype() -> None:
     back = jmoe.load_pretrained(CHECKPOINTS / "mixtral", dtype=jnp.bfloat16)
     for path, x in arrays_of(jmoe.load_pretrained(CHECKPOINTS / "mixtral")).items():
         assert arrays_of(back)[path].tobytes() == x.astype(jnp.bfloat16).tobytes()
-    np.testing.assert_array_equal(half(TOKENS), whole(TOKENS))  # stored in bfloat16, computed in float32
+    # stored in bfloat16, computed in float32
+    np.testing.assert_array_equal(half(TOKENS), whole(TOKENS))
     expected = np.asarray(jmoe.load_pretrained(CHECKPOINTS / "mixtral_sharded")(TOKENS))
     low = jmoe.load_pretrained(CHECKPOINTS / "mixtral_sharded", dtype="bfloat16")(TOKENS)
     assert low.dtype == jnp.float32
@@ -164,7 +184,9 @@ def test_mesh(name: str) -> None:
     w = split.decoder.moe_layers.moe.experts.w_up[...]
     assert {shard.data.shape[1] for shard in w.addressable_shards} == {one.config.num_experts // 4}
     embedding = split.decoder.embedding[...]
-    assert {shard.data.shape[0] for shard in embedding.addressable_shards} == {one.config.vocab_size // 8}
+    assert {shard.data.shape[0] for shard in embedding.addressable_shards} == {
+        one.config.vocab_size // 8
+    }
     if name in ("mixtral", "deepseek_v3"):
         np.testing.assert_allclose(split(TOKENS), one(TOKENS), rtol=0, atol=1e-4)
 
@@ -187,11 +209,19 @@ def write_random(folder: Path, fields: dict[str, Any]) -> None:
     """A checkpoint of random bfloat16 bits, written tensor by tensor."""
     config = model_config(fields)
     shapes = abstract_decoder(config)[2]
-    pieces = [piece for p in weights.parameters(shapes, config, fields["model_type"]) for piece in p.pieces()]
+    pieces = [
+        piece
+        for p in weights.parameters(shapes, config, fields["model_type"])
+        for piece in p.pieces()
+    ]
     header, at = {}, 0
     for piece in pieces:
         size = 2 * int(np.prod(piece.shape))
-        header[piece.name] = {"dtype": "BF16", "shape": list(piece.shape), "data_offsets": [at, at + size]}
+        header[piece.name] = {
+            "dtype": "BF16",
+            "shape": list(piece.shape),
+            "data_offsets": [at, at + size],
+        }
         at += size
     text = json.dumps(header).encode()
     noise = np.random.default_rng(0).integers(0, 1 << 14, 1 << 22, np.uint16).tobytes()
@@ -205,14 +235,27 @@ def write_random(folder: Path, fields: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["", "float32"])
-def test_peak_memory_is_what_is_kept(dtype: str, tmp_path: Path, run_python: Callable[..., Any]) -> None:
+def test_peak_memory_is_what_is_kept(
+    dtype: str, tmp_path: Path, run_python: Callable[..., Any]
+) -> None:
     fields = json.loads((CHECKPOINTS / "mixtral_sharded" / "config.json").read_text())
-    fields |= {"vocab_size": 16384, "hidden_size": 512, "num_hidden_layers": 6, "intermediate_size": 1024}
-    fields |= {"num_local_experts": 8, "head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 4}
+    fields |= {
+        "vocab_size": 16384,
+        "hidden_size": 512,
+        "num_hidden_layers": 6,
+        "intermediate_size": 1024,
+    }
+    fields |= {
+        "num_local_experts": 8,
+        "head_dim": 64,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+    }
     write_random(tmp_path / "model", fields)
     (tmp_path / "peak.py").write_text(PEAK)
     run = run_python(
-        [tmp_path / "peak.py", tmp_path / "model", dtype], env={"PYTHONPATH": str(Path(__file__).parents[2])}
+        [tmp_path / "peak.py", tmp_path / "model", dtype],
+        env={"PYTHONPATH": str(Path(__file__).parents[2])},
     )
     assert run.returncode == 0, run.stderr[-2000:]
     peak_bytes, kept_bytes = json.loads(run.stdout.splitlines()[-1])
@@ -249,35 +292,85 @@ def reshaped(name: str, **entry: Any) -> Callable[[dict[str, Any]], None]:
 
 
 def moved(name: str, num_bytes: int) -> Callable[[dict[str, Any]], None]:
-    return lambda header: header[name].update(data_offsets=[at + num_bytes for at in header[name]["data_offsets"]])
+    return lambda header: header[name].update(
+        data_offsets=[at + num_bytes for at in header[name]["data_offsets"]]
+    )
 
 
-Q, W2 = "model.layers.1.self_attn.q_proj.weight", "model.layers.0.block_sparse_moe.experts.3.w2.weight"
+Q = "model.layers.1.self_attn.q_proj.weight"
+W2 = "model.layers.0.block_sparse_moe.experts.3.w2.weight"
 GATE_UP = "model.layers.0.mlp.experts.gate_up_proj"
 
 
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("mixtral", renamed(W2, "spare"), rf"model.safetensors: tensor '{W2}' is missing, must have shape \[32, 12\]"),
-        ("mixtral", reshaped(Q, shape=[16, 64]), rf"tensor '{Q}' has shape \[16, 64\], must have \[32, 32\]"),
-        ("mixtral", reshaped(Q, shape=[32, 16]), rf"tensor '{Q}' has 4096 bytes, not those of F32\[32, 16\]"),
-        ("mixtral", reshaped(Q, dtype="I32"), rf"tensor '{Q}' has dtype I32, must have one of F32, BF16, F16"),
+        (
+            "mixtral",
+            renamed(W2, "spare"),
+            rf"model.safetensors: tensor '{W2}' is missing, must have shape \[32, 12\]",
+        ),
+        (
+            "mixtral",
+            reshaped(Q, shape=[16, 64]),
+            rf"tensor '{Q}' has shape \[16, 64\], must have \[32, 32\]",
+        ),
+        (
+            "mixtral",
+            reshaped(Q, shape=[32, 16]),
+            rf"tensor '{Q}' has 4096 bytes, not those of F32\[32, 16\]",
+        ),
+        (
+            "mixtral",
+            reshaped(Q, dtype="I32"),
+            rf"tensor '{Q}' has dtype I32, must have one of F32, BF16, F16",
+        ),
         ("mixtral", reshaped(Q, dtype="BF16", shape=[32, 64]), r"has shape \[32, 64\]"),
         ("mixtral", reshaped(Q, data_offsets=[0, 1 << 40]), r"tensor .* has 1099511627776 bytes"),
-        ("mixtral", reshaped(Q, data_offsets=["0", "4096"]), rf"tensor '{Q}' has no dtype, shape and data_offsets: "),
-        ("mixtral", reshaped(Q, data_offsets=[4096, 0]), rf"tensor '{Q}' has no dtype, shape and data_offsets: "),
-        ("mixtral", reshaped(Q, shape=[-32, -32]), rf"tensor '{Q}' has no dtype, shape and data_offsets: "),
-        ("mixtral", reshaped(Q, shape=[32.0, 32]), rf"tensor '{Q}' has no dtype, shape and data_offsets: "),
-        ("mixtral", moved(Q, -512), "overlaps the one before it: tensors must lie one behind the other"),
-        ("mixtral", moved(Q, 512), r"(overlaps the one|leaves 512 bytes) before it: tensors must lie one behind the"),
+        (
+            "mixtral",
+            reshaped(Q, data_offsets=["0", "4096"]),
+            rf"tensor '{Q}' has no dtype, shape and data_offsets: ",
+        ),
+        (
+            "mixtral",
+            reshaped(Q, data_offsets=[4096, 0]),
+            rf"tensor '{Q}' has no dtype, shape and data_offsets: ",
+        ),
+        (
+            "mixtral",
+            reshaped(Q, shape=[-32, -32]),
+            rf"tensor '{Q}' has no dtype, shape and data_offsets: ",
+        ),
+        (
+            "mixtral",
+            reshaped(Q, shape=[32.0, 32]),
+            rf"tensor '{Q}' has no dtype, shape and data_offsets: ",
+        ),
+        (
+            "mixtral",
+            moved(Q, -512),
+            "overlaps the one before it: tensors must lie one behind the other",
+        ),
+        (
+            "mixtral",
+            moved(Q, 512),
+            r"(overlaps the one|leaves 512 bytes) before it: tensors must lie one behind the",
+        ),
         ("mixtral", copied(Q, f"{Q}.bias"), f"model.safetensors: tensor '{Q}.bias' is unexpected"),
         ("olmoe", renamed("lm_head.weight", "score.weight"), "tensor 'lm_head.weight' is missing"),
-        ("olmoe", reshaped("lm_head.weight", dtype="F16"), "'lm_head.weight' has dtype F16: give dtype='float32'"),
+        (
+            "olmoe",
+            reshaped("lm_head.weight", dtype="F16"),
+            "'lm_head.weight' has dtype F16: give dtype='float32'",
+        ),
         (
             "olmoe",
             reshaped("model.layers.1.input_layernorm.weight", dtype="F16"),
-            r"'model.layers.1.input_layernorm.weight' has another dtype than its like in other layers \(BF16, F16\)",
+            (
+                r"'model.layers.1.input_layernorm.weight' has another dtype than its like in other"
+                r" layers \(BF16, F16\)"
+            ),
         ),
         ("gpt_oss_mxfp4", renamed(f"{GATE_UP}_scales", "spare"), f"tensor '{GATE_UP}' is missing"),
         (
@@ -287,8 +380,11 @@ GATE_UP = "model.layers.0.mlp.experts.gate_up_proj"
         ),
     ],
 )
-def test_wrong_tensors(name: str, change: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(weights, "aligned_empty")  # no memory may be filled before everything is checked
+def test_wrong_tensors(
+    name: str, change: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # no memory may be filled before everything is checked
+    monkeypatch.delattr(weights, "aligned_empty")
     folder = rewritten(CHECKPOINTS / name, tmp_path / "bad", change)
     with pytest.raises(ValueError, match=message):
         jmoe.load_pretrained(folder)
@@ -296,7 +392,8 @@ def test_wrong_tensors(name: str, change: Any, message: str, tmp_path: Path, mon
 
 def test_tensors_that_transformers_leaves_aside_too(tmp_path: Path) -> None:
     def add(header: dict[str, Any]) -> None:
-        header["lm_head.weight"] = header["model.embed_tokens.weight"]  # tied: the same numbers once more
+        # tied: the same numbers once more
+        header["lm_head.weight"] = header["model.embed_tokens.weight"]
         header["model.layers.0.self_attn.rotary_emb.inv_freq"] = header["model.norm.weight"]
 
     jmoe.load_pretrained(rewritten(CHECKPOINTS / "mixtral", tmp_path / "more", add))
@@ -309,12 +406,18 @@ def test_tensors_that_transformers_leaves_aside_too(tmp_path: Path) -> None:
     ("damage", "message"),
     [
         (lambda file: file.write_bytes(file.read_bytes()[:-1]), "it is truncated"),
-        (lambda file: file.write_bytes(file.read_bytes()[:100]), "is no safetensors file or is truncated"),
+        (
+            lambda file: file.write_bytes(file.read_bytes()[:100]),
+            "is no safetensors file or is truncated",
+        ),
         (lambda file: file.write_bytes(b""), "is no safetensors file or is truncated"),
         (lambda file: file.write_bytes(file.read_bytes() + b"0"), "bytes, its header describes"),
         (lambda file: file.write_bytes(struct.pack("<Q", 3) + b"[1]"), "header is no table"),
         (lambda file: file.write_bytes(struct.pack("<Q", 3) + b"{x}"), "header is no JSON"),
-        (lambda file: file.write_bytes(struct.pack("<Q", 200_000) + b"[" * 200_000), "header is no JSON"),
+        (
+            lambda file: file.write_bytes(struct.pack("<Q", 200_000) + b"[" * 200_000),
+            "header is no JSON",
+        ),
         (lambda file: file.unlink(), "is missing, but model.safetensors.index.json names it"),
     ],
 )
@@ -353,7 +456,10 @@ def test_end_tokens_that_no_model_can_draw(token: Any, tmp_path: Path) -> None:
     (tmp_path / "bad" / "generation_config.json").write_text(json.dumps({"eos_token_id": token}))
     with (
         LazyCheckpoint(tmp_path / "bad") as checkpoint,
-        pytest.raises(ValueError, match=r"eos_token_id = \(.*\): must be below vocab_size = 64: correct generation"),
+        pytest.raises(
+            ValueError,
+            match=r"eos_token_id = \(.*\): must be below vocab_size = 64: correct generation",
+        ),
     ):
         checkpoint.eos_token_ids  # noqa: B018
 
@@ -365,22 +471,33 @@ def test_index_that_disagrees_with_its_files(tmp_path: Path) -> None:
     content["weight_map"]["lm_head.weight"] = "model-00002-of-00002.safetensors"
     content["weight_map"]["model.norm.weight"] = "model-00001-of-00002.safetensors"
     index.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=r"is missing, but model.safetensors.index.json places it there"):
+    with pytest.raises(
+        ValueError, match=r"is missing, but model.safetensors.index.json places it there"
+    ):
         jmoe.load_pretrained(tmp_path / "bad")
     for file in (5, "../model.safetensors", "/model.safetensors", ""):
         index.write_text(json.dumps({"weight_map": {"model.norm.weight": file}}))
-        with pytest.raises(ValueError, match=r"a file of weight_map = .*: must be the name of a file beside the index"):
+        with pytest.raises(
+            ValueError,
+            match=r"a file of weight_map = .*: must be the name of a file beside the index",
+        ):
             jmoe.load_pretrained(tmp_path / "bad")
     index.write_text("{}")
     with pytest.raises(ValueError, match="has no weight_map"):
         jmoe.load_pretrained(tmp_path / "bad")
     index.unlink()
-    with pytest.raises(ValueError, match=r"has neither model.safetensors nor model.safetensors.index.json"):
+    with pytest.raises(
+        ValueError, match=r"has neither model.safetensors nor model.safetensors.index.json"
+    ):
         jmoe.load_pretrained(tmp_path / "bad")
 
 
 def test_folders_without_a_configuration(tmp_path: Path) -> None:
-    for text, message in ((None, "is missing"), ("{", "is no JSON"), ("[]", "must hold a table, holds list")):
+    for text, message in (
+        (None, "is missing"),
+        ("{", "is no JSON"),
+        ("[]", "must hold a table, holds list"),
+    ):
         if text is not None:
             (tmp_path / "config.json").write_text(text)
         with pytest.raises(ValueError, match=rf"config.json: {message}"):
@@ -410,7 +527,9 @@ def test_bad_arguments(tmp_path: Path) -> None:
 
 
 class OnADevice:
-    """An array on a device whose memory the host cannot read; counts the bytes that are copied to the host."""
+    """An array on a device whose memory the host cannot read; counts the bytes that are copied
+    to the host.
+    """
 
     copied_bytes = 0
     is_fully_addressable = True

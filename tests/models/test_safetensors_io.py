@@ -1,4 +1,6 @@
-"""Writing over a model that is there: at every moment the folder holds one whole model, the old one or the new one."""
+"""Writing over a model that is there: at every moment the folder holds one whole model, the old
+one or the new one.
+"""
 
 import errno
 import os
@@ -13,13 +15,18 @@ from jmoe.models.safetensors_io import NewTensor, TensorReader, read_headers, wr
 
 SHAPE = (10, 10)
 TENSOR_BYTES = 400
-FILES = {1: 10 * TENSOR_BYTES, 2: 3 * TENSOR_BYTES, 3: 2 * TENSOR_BYTES}  # files -> bytes of one at most
+# files -> bytes of one at most
+FILES = {1: 10 * TENSOR_BYTES, 2: 3 * TENSOR_BYTES, 3: 2 * TENSOR_BYTES}
 
 
 def write(folder: Path, value: float, files: int) -> None:
     """Five tensors that are `value` everywhere, in so many files."""
     array = np.full(SHAPE, value, np.float32)
-    write_safetensors(folder, [NewTensor(f"t{i}", array.dtype, SHAPE, lambda: array) for i in range(5)], FILES[files])
+    write_safetensors(
+        folder,
+        [NewTensor(f"t{i}", array.dtype, SHAPE, lambda: array) for i in range(5)],
+        FILES[files],
+    )
 
 
 def model(folder: Path) -> set[float]:
@@ -27,21 +34,31 @@ def model(folder: Path) -> set[float]:
     headers = read_headers(folder)
     assert sorted(headers) == [f"t{i}" for i in range(5)]
     with TensorReader() as reader:
-        parts = [part.copy() for tensor in headers.values() for *_, part in reader.chunks(tensor, 0, SHAPE[0])]
+        parts = [
+            part.copy()
+            for tensor in headers.values()
+            for *_, part in reader.chunks(tensor, 0, SHAPE[0])
+        ]
     return {float(value) for value in np.unique(np.concatenate(parts))}
 
 
 @pytest.mark.parametrize("files", FILES)
 @pytest.mark.parametrize("way", ["in place", "by a rename"])
-def test_a_model_that_is_replaced_while_it_is_read_is_named(tmp_path: Path, files: int, way: str) -> None:
-    """Also a file that has not been opened yet: half of each model would be served, or packed as the one before."""
+def test_a_model_that_is_replaced_while_it_is_read_is_named(
+    tmp_path: Path, files: int, way: str
+) -> None:
+    """Also a file that has not been opened yet: half of each model would be served, or packed as
+    the one before.
+    """
     (tmp_path / "model").mkdir()
     (tmp_path / "other").mkdir()
     write(tmp_path / "model", 1.0, files)
     write(tmp_path / "other", 2.0, files)
     tensors = read_headers(tmp_path / "model")
     with TensorReader() as reader:
-        assert {float(part[0, 0]) for _, _, part in reader.chunks(tensors["t0"], 0, SHAPE[0])} == {1.0}
+        assert {float(part[0, 0]) for _, _, part in reader.chunks(tensors["t0"], 0, SHAPE[0])} == {
+            1.0
+        }
         for path in (tmp_path / "other").iterdir():
             if way == "in place":
                 shutil.copyfile(path, tmp_path / "model" / path.name)
@@ -55,7 +72,9 @@ def test_a_model_that_is_replaced_while_it_is_read_is_named(tmp_path: Path, file
             error = str(refused)
     assert read <= {1.0}
     assert (
-        read == {1.0} and (way, files) == ("by a rename", 1) if not error else "has changed since its header" in error
+        read == {1.0} and (way, files) == ("by a rename", 1)
+        if not error
+        else "has changed since its header" in error
     )
 
 

@@ -1,4 +1,6 @@
-"""Checkpoints with compressed matrices: what they mean, whole and split, and every kind of wrong tensor."""
+"""Checkpoints with compressed matrices: what they mean, whole and split, and every kind of wrong
+tensor.
+"""
 
 import json
 import struct
@@ -22,15 +24,23 @@ SCALE = GATE.removesuffix("weight") + "scale"
 
 
 @pytest.fixture(scope="module", params=[*QUANTIZATION, "deepseek_v3 fp8"])
-def compressed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def compressed(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Path]:
     """A checkpoint with compressed matrices, and the one with what they mean."""
     folder = tmp_path_factory.mktemp("compressed")
-    name, _, kind = request.param.rpartition(" ") if "deepseek" in request.param else ("qwen3_moe", "", request.param)
+    name, _, kind = (
+        request.param.rpartition(" ")
+        if "deepseek" in request.param
+        else ("qwen3_moe", "", request.param)
+    )
     write_compressed_checkpoint(kind, name, folder / "compressed", folder / "wide")
     return folder / "compressed", folder / "wide"
 
 
-def test_compressed_weights_are_their_values_times_their_scales(compressed: tuple[Path, Path], tmp_path: Path) -> None:
+def test_compressed_weights_are_their_values_times_their_scales(
+    compressed: tuple[Path, Path], tmp_path: Path
+) -> None:
     """Bit for bit, whole and split over devices; saved, it is an ordinary checkpoint."""
     folder, wide = compressed
     found = jmoe.load_pretrained(folder, dtype="float32")
@@ -38,22 +48,32 @@ def test_compressed_weights_are_their_values_times_their_scales(compressed: tupl
     jmoe.save_pretrained(found, tmp_path / "saved")
     described = json.loads((tmp_path / "saved" / "config.json").read_text())
     assert not described.keys() & {"quantization_config", "expert_dtype"}
-    split = jmoe.load_pretrained(folder, dtype="float32", mesh=make_mesh((1, 1, 4), jax.devices()[:4]))
+    split = jmoe.load_pretrained(
+        folder, dtype="float32", mesh=make_mesh((1, 1, 4), jax.devices()[:4])
+    )
     for model in (found, split, jmoe.load_pretrained(tmp_path / "saved")):
         for path, array in arrays_of(model).items():
             np.testing.assert_array_equal(array, expected[path], path)
-    assert "bfloat16" in {array.dtype.name for array in arrays_of(jmoe.load_pretrained(folder)).values()}
+    assert "bfloat16" in {
+        array.dtype.name for array in arrays_of(jmoe.load_pretrained(folder)).values()
+    }
 
 
 def renamed(name: str) -> Any:
-    """Give a tensor another name: without its entry the file would have a gap, which is refused before."""
+    """Give a tensor another name: without its entry the file would have a gap, which is refused
+    before.
+    """
     return lambda header: header.update({f"{name}_under_another_name": header.pop(name)})
 
 
 @pytest.mark.parametrize(
     ("kind", "change", "message"),
     [
-        ("fp8", renamed(GATE + "_scale_inv"), "needs '.*gate_proj.weight_scale_inv', which is missing"),
+        (
+            "fp8",
+            renamed(GATE + "_scale_inv"),
+            "needs '.*gate_proj.weight_scale_inv', which is missing",
+        ),
         (
             "fp8",
             lambda h: h[GATE + "_scale_inv"].update(shape=[4, 1]),
@@ -64,19 +84,43 @@ def renamed(name: str) -> Any:
             lambda h: h[GATE + "_scale_inv"].update(dtype="I32"),
             r"is I32 .*, must be BF16 or F16 or F32 or F8_E8M0 \[2, 2\]",
         ),
-        ("fp8", lambda h: h.update({"x_scale_inv": h[GATE + "_scale_inv"]}), "x_scale_inv.* is unexpected"),
+        (
+            "fp8",
+            lambda h: h.update({"x_scale_inv": h[GATE + "_scale_inv"]}),
+            "x_scale_inv.* is unexpected",
+        ),
         ("int4", renamed(GATE + "_shape"), "needs '.*weight_shape', which is missing"),
-        ("int4", lambda h: h[GATE + "_packed"].update(shape=[48, 40]), r"is I32 \[48, 40\], must be I32 \[96, 40\]"),
-        ("int4", lambda h: h[GATE + "_scale"].update(shape=[80, 6]), r"must be BF16 or F16 or F32 \[96, 1\] or with"),
-        ("int8 by row", lambda h: h[GATE + "_scale"].update(dtype="U8", shape=[192]), r"is U8 \[192\], must be BF16"),
-        ("mxfp4 of experts", lambda h: h[SCALE].update(dtype="U8"), r"is U8 \[96, 5\], must be F8_E8M0 \[96, 5\]"),
+        (
+            "int4",
+            lambda h: h[GATE + "_packed"].update(shape=[48, 40]),
+            r"is I32 \[48, 40\], must be I32 \[96, 40\]",
+        ),
+        (
+            "int4",
+            lambda h: h[GATE + "_scale"].update(shape=[80, 6]),
+            r"must be BF16 or F16 or F32 \[96, 1\] or with",
+        ),
+        (
+            "int8 by row",
+            lambda h: h[GATE + "_scale"].update(dtype="U8", shape=[192]),
+            r"is U8 \[192\], must be BF16",
+        ),
+        (
+            "mxfp4 of experts",
+            lambda h: h[SCALE].update(dtype="U8"),
+            r"is U8 \[96, 5\], must be F8_E8M0 \[96, 5\]",
+        ),
         (
             "mxfp4 of experts",
             lambda h: h[SCALE].update(shape=[48, 10]),
             r"F8_E8M0 \[48, 10\], must be F8_E8M0 \[96",
         ),
         ("mxfp4 of experts", renamed(SCALE), "needs '.*gate_proj.weight_scale', which is missing"),
-        ("mxfp4", lambda h: h[GATE + "_scale"].update(shape=[48, 10]), r"is U8 \[48, 10\], must be U8 \[96, 5\]"),
+        (
+            "mxfp4",
+            lambda h: h[GATE + "_scale"].update(shape=[48, 10]),
+            r"is U8 \[48, 10\], must be U8 \[96, 5\]",
+        ),
     ],
 )
 def test_wrong_compressed_tensors(kind: str, change: Any, message: str, tmp_path: Path) -> None:
@@ -99,7 +143,9 @@ def added(name: str, of: str, **entry: Any) -> Any:
         ("model.layers.2.self_attn.q_proj.output_scale", GATE + "_scale", {}),
     ],
 )
-def test_scales_of_activations_are_left_aside(name: str, of: str, entry: Any, tmp_path: Path) -> None:
+def test_scales_of_activations_are_left_aside(
+    name: str, of: str, entry: Any, tmp_path: Path
+) -> None:
     """They change no weight, and activations stay wide here."""
     write_compressed_checkpoint("int4", "qwen3_moe", tmp_path / "good", tmp_path / "wide")
     changed = rewritten(tmp_path / "good", tmp_path / "more", added(name, of, **entry))
@@ -117,9 +163,15 @@ def test_zero_points_must_be_zero(value: int, tmp_path: Path) -> None:
     length = struct.unpack("<Q", raw[:8])[0]
     header = json.loads(raw[8 : 8 + length])
     start = len(raw) - 8 - length
-    header[GATE + "_zero_point"] = {"dtype": "I8", "shape": [96, 5], "data_offsets": [start, start + 480]}
+    header[GATE + "_zero_point"] = {
+        "dtype": "I8",
+        "shape": [96, 5],
+        "data_offsets": [start, start + 480],
+    }
     text = json.dumps(header).encode()
-    file.write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + length :] + bytes([0] * 479 + [value]))
+    file.write_bytes(
+        struct.pack("<Q", len(text)) + text + raw[8 + length :] + bytes([0] * 479 + [value])
+    )
     if value:
         with pytest.raises(ValueError, match=rf"tensor '{GATE}_zero_point' is unexpected"):
             jmoe.load_pretrained(folder)
@@ -133,8 +185,12 @@ def test_experts_kept_as_they_are_stored(kind: str, tmp_path: Path) -> None:
     write_compressed_checkpoint(kind, "qwen3_moe", tmp_path / "compressed", tmp_path / "wide")
     with LazyCheckpoint(tmp_path / "compressed") as kept, LazyCheckpoint(tmp_path / "wide") as wide:
         assert kept.stored_format is FP8
-        views = {name: np.empty(shape, dtype) for name, (shape, dtype) in kept.expert_fields.items()}
+        views = {
+            name: np.empty(shape, dtype) for name, (shape, dtype) in kept.expert_fields.items()
+        }
         kept.fill_expert(2, 3, views)
         for name, matrix in wide.expert(2, 3).items():
             scales = np.repeat(views[name + SCALES], FP8.block, axis=0)[: matrix.shape[0]]
-            np.testing.assert_array_equal(views[name].view(jnp.float8_e4m3fn).astype(np.float32) * scales, matrix)
+            np.testing.assert_array_equal(
+                views[name].view(jnp.float8_e4m3fn).astype(np.float32) * scales, matrix
+            )

@@ -1,4 +1,6 @@
-"""Tokenizer files as releases have them: settings left from training, a first token that is asked for elsewhere."""
+"""Tokenizer files as releases have them: settings left from training, a first token that is
+asked for elsewhere.
+"""
 
 import ast
 import json
@@ -18,8 +20,12 @@ from tests.word_tokenizers import BOS, LONG, word_tokenizer, write_word_tokenize
 
 ADD_BOS = {"tokenizer_class": "LlamaTokenizerFast", "add_bos_token": True, "bos_token": "<s>"}
 BYTE_LEVEL = processors.ByteLevel(trim_offsets=False)
-BEGINS = processors.TemplateProcessing(single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", BOS)])
-ENDS = processors.TemplateProcessing(single="$A world", pair="$A $B world", special_tokens=[("world", 2)])
+BEGINS = processors.TemplateProcessing(
+    single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", BOS)]
+)
+ENDS = processors.TemplateProcessing(
+    single="$A world", pair="$A $B world", special_tokens=[("world", 2)]
+)
 
 
 def test_texts_are_neither_cut_nor_padded(tmp_path: Path) -> None:
@@ -52,15 +58,19 @@ def test_an_engine_and_generate_take_whole_texts_and_their_first_token(tmp_path:
         (BEGINS, ADD_BOS, [BOS, 1]),  # once
         (None, ADD_BOS | {"bos_token": {"content": "<s>", "lstrip": False}}, [BOS, 1]),
         (None, ADD_BOS | {"add_bos_token": False}, [1]),
-        (BEGINS, ADD_BOS | {"add_bos_token": False}, [BOS, 1]),  # tokenizer.json decides, as in transformers 5
+        # tokenizer.json decides, as in transformers 5
+        (BEGINS, ADD_BOS | {"add_bos_token": False}, [BOS, 1]),
         (None, ADD_BOS | {"bos_token": None}, [1]),
         (None, ADD_BOS | {"tokenizer_class": "GPTNeoXTokenizer"}, [BOS, 1]),
         (None, {"add_bos_token": True, "bos_token": "<s>"}, [BOS, 1]),
-        (ENDS, ADD_BOS | {"tokenizer_class": "PreTrainedTokenizerFast"}, [1, 2]),  # which goes by tokenizer.json alone
+        # which goes by tokenizer.json alone
+        (ENDS, ADD_BOS | {"tokenizer_class": "PreTrainedTokenizerFast"}, [1, 2]),
         (None, {}, [1]),
     ],
 )
-def test_the_first_token(own: Any, settings: dict[str, Any], expected: list[int], tmp_path: Path) -> None:
+def test_the_first_token(
+    own: Any, settings: dict[str, Any], expected: list[int], tmp_path: Path
+) -> None:
     tokenizer = word_tokenizer()
     if own is not None:
         tokenizer.post_processor = own
@@ -69,7 +79,8 @@ def test_the_first_token(own: Any, settings: dict[str, Any], expected: list[int]
     opened = open_tokenizer(tmp_path / "tokenizer.json")
     assert opened.encode("hello").ids == expected
     assert opened.encode("hello", add_special_tokens=False).ids == [1]
-    assert Tokenizer.from_str(opened.to_str()).encode("hello").ids == expected  # as `jmoe.deploy.lower` writes it
+    # as `jmoe.deploy.lower` writes it
+    assert Tokenizer.from_str(opened.to_str()).encode("hello").ids == expected
 
 
 def test_a_first_token_in_the_old_file(tmp_path: Path) -> None:
@@ -78,19 +89,37 @@ def test_a_first_token_in_the_old_file(tmp_path: Path) -> None:
     assert open_tokenizer(tmp_path / "tokenizer.json").encode("hello").ids == [BOS, 1]
 
 
-END = {"content": "<|im_end|>", "lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
+END = {
+    "content": "<|im_end|>",
+    "lstrip": False,
+    "rstrip": False,
+    "normalized": False,
+    "single_word": False,
+}
 END |= {"special": True}
 
 
 def test_tokens_that_tokenizer_config_numbers(tmp_path: Path) -> None:
-    """A fine-tune may keep the tokenizer.json of its base: a token of its chats was text, of many pieces."""
-    numbered = {"8": END, "7": END | {"content": "<tool>", "special": False}, "6": END | {"content": "<s>"}}
+    """A fine-tune may keep the tokenizer.json of its base: a token of its chats was text, of
+    many pieces.
+    """
+    numbered = {
+        "8": END,
+        "7": END | {"content": "<tool>", "special": False},
+        "6": END | {"content": "<s>"},
+    }
     file = write_word_tokenizer(tmp_path, added_tokens_decoder=numbered)
     opened = open_tokenizer(file)
     assert opened.encode("hello<|im_end|> <tool> <s>").ids == [1, 8, 7, 6]
     assert opened.decode([1, 8, 7]) == "hello <tool>"
     for wrong, message in (
-        ({"9": END}, r"tokenizer_config.json: token '<\|im_end\|>' is 9, and would be 7: tokenizer.json lacks others"),
+        (
+            {"9": END},
+            (
+                r"tokenizer_config.json: token '<\|im_end\|>' is 9, and would be 7: tokenizer.json"
+                r" lacks others"
+            ),
+        ),
         ({"x": END}, r"added_tokens_decoder must be a table of numbers and tokens"),
         ([END], r"added_tokens_decoder must be a table of numbers and tokens"),
         ({"7": {}}, r"added_tokens_decoder must be a table of numbers and tokens"),
@@ -102,7 +131,10 @@ def test_tokens_that_tokenizer_config_numbers(tmp_path: Path) -> None:
 def test_what_is_wrong_is_named(tmp_path: Path) -> None:
     for other, message in (
         (None, r"MODEL = '.*': must hold a tokenizer.json$"),
-        ("tiktoken.model", r"must hold a tokenizer.json; its tiktoken.model is not read: convert it"),
+        (
+            "tiktoken.model",
+            r"must hold a tokenizer.json; its tiktoken.model is not read: convert it",
+        ),
     ):
         if other:
             (tmp_path / other).write_bytes(b"IQ== 0\n")
@@ -110,7 +142,10 @@ def test_what_is_wrong_is_named(tmp_path: Path) -> None:
             tokenizer_file(tmp_path)
     file = write_word_tokenizer(tmp_path, add_bos_token=True, bos_token="<begin>")
     assert tokenizer_file(tmp_path) == file
-    with pytest.raises(ValueError, match=r"tokenizer.json: has no token '<begin>', the bos_token of tokenizer_config"):
+    with pytest.raises(
+        ValueError,
+        match=r"tokenizer.json: has no token '<begin>', the bos_token of tokenizer_config",
+    ):
         open_tokenizer(file)
     (tmp_path / "tokenizer_config.json").write_text("[1]")
     with pytest.raises(ValueError, match=r"tokenizer_config.json: must be a JSON object"):
@@ -121,7 +156,9 @@ def test_what_is_wrong_is_named(tmp_path: Path) -> None:
 
 
 def test_one_module_opens_tokenizers() -> None:
-    """Whoever calls tokenizers' own functions cuts and pads texts. run.py of a lowered model stands for itself."""
+    """Whoever calls tokenizers' own functions cuts and pads texts. run.py of a lowered model
+    stands for itself.
+    """
     opening = [
         module
         for module, tree in SOURCES.items()

@@ -1,8 +1,11 @@
-"""jmoe beside transformers 5, where that is installed: every field of its configuration classes, logits, tokens.
+"""jmoe beside transformers 5, where that is installed: every field of its configuration classes,
+logits, tokens.
 
-`benchmarks/peers/setup.py transformers FOLDER` makes an environment with it; jmoe and what `pytest` needs go there too:
+`benchmarks/peers/setup.py transformers FOLDER` makes an environment with it; jmoe and what `pytest`
+needs go there too:
 
-    FOLDER/bin/python -m pip install -e '.[dev]' && FOLDER/bin/python -m pytest tests/models/test_transformers_oracle.py
+    FOLDER/bin/python -m pip install -e '.[dev]' && FOLDER/bin/python -m pytest
+    tests/models/test_transformers_oracle.py
 """
 
 from __future__ import annotations
@@ -56,12 +59,18 @@ ELSEWHERE = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_table_has_every_field_of_the_class(family: str) -> None:
-    """Under all its names, those that the modelling code reads too; and no field that nobody has."""
+    """Under all its names, those that the modelling code reads too; and no field that nobody
+    has.
+    """
     kind = transformers.CONFIG_MAPPING[family]
     fields = {field.name for field in dataclasses.fields(kind)} | kind.attribute_map.keys()
     fields |= set(kind.attribute_map.values())
     modeling = Path(transformers.__file__).parent / "models" / family / f"modeling_{family}.py"
-    read = set(re.findall(r"\bconfig\.([a-z]\w*)|getattr\((?:self\.)?config, \"(\w+)\"", modeling.read_text()))
+    read = set(
+        re.findall(
+            r"\bconfig\.([a-z]\w*)|getattr\((?:self\.)?config, \"(\w+)\"", modeling.read_text()
+        )
+    )
     fields |= {one or other for one, other in read} - {"get_text_config"}
     assert fields - CONFIG_FIELDS[family].keys() == set()
     assert CONFIG_FIELDS[family].keys() - fields - ELSEWHERE == set()
@@ -69,7 +78,9 @@ def test_the_table_has_every_field_of_the_class(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_left_out_is_the_class_s_default_or_named(family: str) -> None:
-    """But for `num_key_value_heads`: where it is left out, the shapes of the tensors say whether it is all heads."""
+    """But for `num_key_value_heads`: where it is left out, the shapes of the tensors say whether
+    it is all heads.
+    """
     fields = json.loads((CHECKPOINTS / family / "config.json").read_text())
     for field in dataclasses.fields(transformers.CONFIG_MAPPING[family]):
         if CONFIG_FIELDS[family][field.name] != HONOURED or field.name == "num_key_value_heads":
@@ -77,7 +88,9 @@ def test_what_is_left_out_is_the_class_s_default_or_named(family: str) -> None:
         aliases = EXPERTS if field.name in EXPERTS else (field.name,)
         absent = read({name: value for name, value in fields.items() if name not in aliases})
         if not (isinstance(absent, str) and absent.startswith(f"{field.name} = None: must be")):
-            assert read(fields | dict.fromkeys(aliases) | {field.name: field.default}) == absent, field.name
+            assert read(fields | dict.fromkeys(aliases) | {field.name: field.default}) == absent, (
+                field.name
+            )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -107,7 +120,9 @@ def test_harmless_fields_change_no_logits(family: str, tmp_path: Path) -> None:
         "layer_types": ["sliding_attention"] * 4,
     }
     harmless = {
-        name for name, outcome in CONFIG_FIELDS[family].items() if outcome == HARMLESS or isinstance(outcome, Training)
+        name
+        for name, outcome in CONFIG_FIELDS[family].items()
+        if outcome == HARMLESS or isinstance(outcome, Training)
     }
     expected = logits_of_transformers(CHECKPOINTS / family)
     for name in sorted(harmless & others.keys()):
@@ -165,29 +180,42 @@ VARIANTS: dict[str, tuple[Callable[[Tensors], Tensors], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits(family: str, variant: str, tmp_path: Path, record_property: Callable[[str, Any], None]) -> None:
+def test_logits(
+    family: str, variant: str, tmp_path: Path, record_property: Callable[[str, Any], None]
+) -> None:
     change, fields = VARIANTS[variant]
     if family == "mixtral":
         fields = fields | {"head_dim": 8}  # transformers' YaRN fails where this is null
-    check_logits(write_variant(CHECKPOINTS / family, tmp_path / "model", change, **fields), record_property)
+    check_logits(
+        write_variant(CHECKPOINTS / family, tmp_path / "model", change, **fields), record_property
+    )
 
 
 @pytest.mark.parametrize("family", FUSED_FAMILIES)
-def test_logits_of_fused_experts(family: str, tmp_path: Path, record_property: Callable[[str, Any], None]) -> None:
+def test_logits_of_fused_experts(
+    family: str, tmp_path: Path, record_property: Callable[[str, Any], None]
+) -> None:
     """As transformers itself writes them, which are the tensors that `fused` makes."""
     model = transformers.AutoModelForCausalLM.from_pretrained(CHECKPOINTS / family)
     model.save_pretrained(tmp_path / "theirs", save_original_format=False)
     ours = write_variant(CHECKPOINTS / family, tmp_path / "ours", partial(fused, family=family))
     check_logits(tmp_path / "theirs", record_property)
-    one, other = (jmoe.load_pretrained(folder)(TOKENS.astype(np.int32)) for folder in (tmp_path / "theirs", ours))
+    one, other = (
+        jmoe.load_pretrained(folder)(TOKENS.astype(np.int32))
+        for folder in (tmp_path / "theirs", ours)
+    )
     np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.parametrize("kind", ["fp8", "fp8 of bfloat16"])
 @pytest.mark.parametrize("family", FUSED_FAMILIES)
-def test_logits_of_fp8(family: str, kind: str, tmp_path: Path, record_property: Callable[[str, Any], None]) -> None:
+def test_logits_of_fp8(
+    family: str, kind: str, tmp_path: Path, record_property: Callable[[str, Any], None]
+) -> None:
     """Scales in float32 and in bfloat16; transformers makes weights wide, as on a CPU it must."""
-    write_compressed_checkpoint(kind, family, tmp_path / "model", tmp_path / "wide", sizes=(256, 128))
+    write_compressed_checkpoint(
+        kind, family, tmp_path / "model", tmp_path / "wide", sizes=(256, 128)
+    )
     wide = transformers.FineGrainedFP8Config(weight_block_size=(128, 128), dequantize=True)
     check_logits(tmp_path / "model", record_property, quantization_config=wide)
 
@@ -197,10 +225,16 @@ def test_logits_of_fp8(family: str, kind: str, tmp_path: Path, record_property: 
 
 @pytest.mark.parametrize("begins", [False, True])
 def test_tokens(begins: bool, tmp_path: Path) -> None:
-    """Texts are whole and unpadded, and begin as tokenizer.json says. (`add_bos_token` is of transformers 4.)"""
+    """Texts are whole and unpadded, and begin as tokenizer.json says. (`add_bos_token` is of
+    transformers 4.)
+    """
     end = {"content": "<|im_end|>", "normalized": False, "special": True}
     numbered = {"8": end, "7": end | {"content": "<tool>", "special": False}}
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "added_tokens_decoder": numbered}
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "added_tokens_decoder": numbered,
+    }
     file = write_word_tokenizer(tmp_path, **settings)
     if begins:
         tokenizer = word_tokenizer()
@@ -216,6 +250,9 @@ def test_tokens(begins: bool, tmp_path: Path) -> None:
     ours = open_tokenizer(file)
     for text in ("hello", LONG, "", "hello<|im_end|> <tool> <s>"):
         assert ours.encode(text).ids == theirs(text)["input_ids"]
-        assert ours.encode(text, add_special_tokens=False).ids == theirs(text, add_special_tokens=False)["input_ids"]
+        assert (
+            ours.encode(text, add_special_tokens=False).ids
+            == theirs(text, add_special_tokens=False)["input_ids"]
+        )
     batch = ["hello", "hello world this"]
     assert [one.ids for one in ours.encode_batch(batch)] == theirs(batch)["input_ids"]

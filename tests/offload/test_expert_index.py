@@ -62,10 +62,18 @@ def test_processes_with_the_same_experts_save_them_in_turn(
     assert sorted(saved) == list(range(8))
 
 
-def test_experts_in_slots_lie_on_the_devices_that_need_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two layers of four experts on three devices: the first one's is everywhere, and saved by one process."""
+def test_experts_in_slots_lie_on_the_devices_that_need_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two layers of four experts on three devices: the first one's is everywhere, and saved by
+    one process.
+    """
     slot_RNE = np.array(
-        [[[0, 1, -1, -1], [0, 1, -1, -1]], [[0, -1, 1, -1], [1, 0, -1, -1]], [[0, -1, -1, 1], [-1, -1, 0, 1]]]
+        [
+            [[0, 1, -1, -1], [0, 1, -1, -1]],
+            [[0, -1, 1, -1], [1, 0, -1, -1]],
+            [[0, -1, -1, 1], [-1, -1, 0, 1]],
+        ]
     )
     devices: Any = [SimpleNamespace(process_index=number) for number in (0, 0, 1)]
     mesh: Any = SimpleNamespace(devices=np.array(devices))
@@ -73,7 +81,9 @@ def test_experts_in_slots_lie_on_the_devices_that_need_them(monkeypatch: pytest.
     for process, own in enumerate(([[0, 1, 2], [0, 1]], [[0, 3], [2, 3]])):
         monkeypatch.setattr(jax, "process_index", lambda process=process: process)
         local = SlottedExperts.on(mesh, slot_RNE, 2)
-        assert local.per_device == 2 and local.all_devices == ((devices[2],) if process else tuple(devices[:2]))
+        assert local.per_device == 2 and local.all_devices == (
+            (devices[2],) if process else tuple(devices[:2])
+        )
         assert [local.of_layer(layer).tolist() for layer in (0, 1)] == own
         index = ExpertIndex(2, 4, local)
         assert index.local_records == [*own[0], *(4 + expert for expert in own[1])]

@@ -1,7 +1,9 @@
-"""Errors below the experts' state: a run either stops with the error, or goes on to the bit as if there had been none.
+"""Errors below the experts' state: a run either stops with the error, or goes on to the bit as if
+there had been none.
 
-Every call that can fail does so once, at several moments of a run that steps, saves and evaluates; the run then has to
-end with that error and with no other step taken, and to resume from its checkpoint as if nothing had happened.
+Every call that can fail does so once, at several moments of a run that steps, saves and evaluates;
+the run then has to end with that error and with no other step taken, and to resume from its
+checkpoint as if nothing had happened.
 """
 
 import contextlib
@@ -60,7 +62,9 @@ class Training:
     """A run on NVMe from step `FIRST` on, to be repeated from there."""
 
     def __init__(self, folder: Path) -> None:
-        tiers = TiersConfig("nvme", "nvme", "nvme", path=str(folder / "records"), host_cache_bytes=120_000)
+        tiers = TiersConfig(
+            "nvme", "nvme", "nvme", path=str(folder / "records"), host_cache_bytes=120_000
+        )
         self.folder, self.config = folder / "checkpoints", dataclasses.replace(CONFIG, tiers=tiers)
         self.program = StreamedTrainer(self.config, mesh_of(1, 1, 1))
         state = self.program.init()
@@ -100,13 +104,16 @@ class Training:
         return Checkpoints(self.folder, config, records=self.program.records, timeout_s=60)
 
     def go_on(self, step: int) -> Result:
-        """Losses of all steps, held-out losses and last state of a run that resumes from the checkpoint of `step`."""
+        """Losses of all steps, held-out losses and last state of a run that resumes from the
+        checkpoint of `step`.
+        """
         self.losses = {}
         checkpoints = self.open()
         try:
             return self.go_on_with(checkpoints, step)
         except OSError:
-            with contextlib.suppress(OSError):  # another process would begin when this one has ended
+            # another process would begin when this one has ended
+            with contextlib.suppress(OSError):
                 checkpoints.close()
             raise
 
@@ -116,7 +123,9 @@ class Training:
         for now in range(step, LAST):
             state, metrics = self.program.step(state, batch(self.config, now))
             self.losses[now] = float(metrics["loss"])
-            held_out = [float(nll) for nll in self.program.evaluate(state, held_out_batches(self.config))]
+            held_out = [
+                float(nll) for nll in self.program.evaluate(state, held_out_batches(self.config))
+            ]
             checkpoints.check()
             if now + 1 == SAVED and step < SAVED:
                 checkpoints.save(SAVED, self.program.save_state(state), 0, "{}")
@@ -160,7 +169,9 @@ PLACES = [
 OF_SAVES = ("pin", "write_list", "_drain", "flush")  # the experts are as they were
 
 
-@pytest.mark.parametrize(("owner", "name"), PLACES, ids=lambda value: getattr(value, "__name__", value))
+@pytest.mark.parametrize(
+    ("owner", "name"), PLACES, ids=lambda value: getattr(value, "__name__", value)
+)
 def test_an_error_ends_the_run_or_changes_nothing(
     training: Training, owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,18 +196,27 @@ def test_an_error_ends_the_run_or_changes_nothing(
         step = training.open().latest_step()
         assert step in (FIRST, SAVED)
         losses, held_out, state = training.expected
-        assert_same(training.go_on(step), ({n: loss for n, loss in losses.items() if n >= step}, held_out, state))
+        assert_same(
+            training.go_on(step),
+            ({n: loss for n, loss in losses.items() if n >= step}, held_out, state),
+        )
 
 
 def test_no_update_is_applied_twice(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between two steps the ring's thread cannot have the memory for an expert's new weights; an evaluation follows."""
+    """Between two steps the ring's thread cannot have the memory for an expert's new weights; an
+    evaluation follows.
+    """
     training.forget_what_was_saved()
     get, commit, fault = TieredStore.get, ExpertState.commit, Fault(lambda: None, 1)
 
     def get_weights(store: TieredStore, index: int, **options: Any) -> Record:
         experts = training.program.experts
         assert experts is not None
-        if store is experts.stores.weights and options.get("empty") and threading.current_thread().name == "ring":
+        if (
+            store is experts.stores.weights
+            and options.get("empty")
+            and threading.current_thread().name == "ring"
+        ):
             fault()
         return get(store, index, **options)
 
@@ -240,7 +260,9 @@ def check_that_it_stays(training: Training) -> None:
 def test_the_cache_is_told_what_the_next_step_will_probably_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The experts that tokens of the step chose, of all its accumulation steps; nothing where it is not taken."""
+    """The experts that tokens of the step chose, of all its accumulation steps; nothing where it
+    is not taken.
+    """
     told, expect = list[tuple[TieredStore, set[int]]](), TieredStore.expect
     chosen: list[set[int]] = [set(), set()]  # by the routers, in each accumulation step
 
@@ -257,7 +279,9 @@ def test_the_cache_is_told_what_the_next_step_will_probably_use(
         def noting_choices(params: Any, layer: Any, *args: Any, **options: Any) -> Any:
             tokens, *rest = route(params, layer, *args, **options)
             experts = np.asarray(tokens.topk_idx_TK).flat
-            chosen[int(layer.accumulation)] |= {int(layer.number) * E + int(expert) for expert in experts}
+            chosen[int(layer.accumulation)] |= {
+                int(layer.number) * E + int(expert) for expert in experts
+            }
             return tokens, *rest
 
         changed = dataclasses.replace(program.programs, route=noting_choices)

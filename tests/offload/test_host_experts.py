@@ -17,7 +17,12 @@ from kernels_pallas.native import NotBuiltError
 from tests.inference.test_calibration import layer_bytes
 
 PROMPTS = [[5, 6, 7, 8, 9, 10], [11, 3], list(range(2, 38))]
-OPTIONS: dict[str, Any] = {"max_new_tokens": 3, "ignore_eos": True, "logprobs": 1, "prompt_logprobs": 1}
+OPTIONS: dict[str, Any] = {
+    "max_new_tokens": 3,
+    "ignore_eos": True,
+    "logprobs": 1,
+    "prompt_logprobs": 1,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -44,18 +49,26 @@ def logprobs(completions: list[Completion]) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("name", "slots"), [("mixtral", HostSlots), ("gpt_oss", HostSlots), ("deepseek_v3", HostSlots), ("mixtral", None)]
+    ("name", "slots"),
+    [("mixtral", HostSlots), ("gpt_oss", HostSlots), ("deepseek_v3", HostSlots), ("mixtral", None)],
 )
-def test_it_computes_what_resident_computes(name: str, slots: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some experts on the device, some on the host, some copied meanwhile; a long chunk takes whole layers.
+def test_it_computes_what_resident_computes(
+    name: str, slots: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some experts on the device, some on the host, some copied meanwhile; a long chunk takes whole
+    layers.
 
     slots: None: those of an accelerator.
     """
-    monkeypatch.setattr("jmoe.offload.host_experts.LEAST_SHARE", 0.4)  # of either way, whatever is measured
+    # of either way, whatever is measured
+    monkeypatch.setattr("jmoe.offload.host_experts.LEAST_SHARE", 0.4)
     with tiny_engine(name, policy="resident", prefill_chunk_tokens=36) as resident:
         expected = resident.generate(PROMPTS, **OPTIONS)
     if slots is None:
-        accelerator = lambda num_slots, fields, native: DeviceSlots(num_slots, fields, jax.devices()[0])  # noqa: E731
+
+        def accelerator(num_slots: int, fields: Any, native: Any) -> DeviceSlots:
+            return DeviceSlots(num_slots, fields, jax.devices()[0])
+
         monkeypatch.setattr("jmoe.offload.residency.HostSlots", accelerator)
     with hybrid_engine(name) as engine:
         found = engine.generate(PROMPTS, **OPTIONS)
@@ -76,7 +89,9 @@ def test_compressed_experts_on_the_host() -> None:
     np.testing.assert_allclose(logprobs(found), logprobs(expected), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("host", "share"), [(1.0, 0.75), (3.0, 0.5), (27.0, 0.1), (1e9, LEAST_SHARE)])
+@pytest.mark.parametrize(
+    ("host", "share"), [(1.0, 0.75), (3.0, 0.5), (27.0, 0.1), (1e9, LEAST_SHARE)]
+)
 def test_the_share_that_is_brought_is_that_of_the_rates(host: float, share: float) -> None:
     """The most used ones are brought, and what has a slot keeps it."""
     with hybrid_engine("mixtral") as engine:
@@ -86,7 +101,9 @@ def test_the_share_that_is_brought_is_that_of_the_rates(host: float, share: floa
         experts.pool.counts.scores[:] = np.arange(experts.index.num_records)
         there = experts.pool.slot_of[: experts.index.num_experts] >= 0
         missing = np.flatnonzero(~there)
-        brought = [experts._worth_bringing(list(range(experts.index.num_experts))) for _ in range(400)]
+        brought = [
+            experts._worth_bringing(list(range(experts.index.num_experts))) for _ in range(400)
+        ]
         for records in brought:
             assert set(np.flatnonzero(there)) <= set(records)
             new = sorted(set(records) & set(missing.tolist()))
@@ -112,7 +129,9 @@ def test_auto_takes_it_where_the_link_is_slow(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("jmoe.inference.loading.computes_on_host", lambda *_: True)
     with tiny_engine("mixtral", policy="resident") as resident:
         expected = resident.generate(PROMPTS[:2], **OPTIONS)
-    with hybrid_engine("mixtral", policy="auto", expert_tier="host", limits={"host": 1e5}) as engine:
+    with hybrid_engine(
+        "mixtral", policy="auto", expert_tier="host", limits={"host": 1e5}
+    ) as engine:
         assert engine.plan.calibration is not None and engine.plan.calibration.host_bytes_per_s > 0
         found = engine.generate(PROMPTS[:2], **OPTIONS)
         stats = engine.stats()
@@ -133,16 +152,25 @@ def test_an_error_on_the_host_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_mistakes(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="native = 'off': must be auto or on with policy = 'hybrid'"):
+    with pytest.raises(
+        ValueError, match="native = 'off': must be auto or on with policy = 'hybrid'"
+    ):
         EngineConfig(policy="hybrid", native="off")
-    with pytest.raises(ValueError, match=r"policy = 'hybrid': must be auto, resident or ring with mesh\.devices = 2"):
+    with pytest.raises(
+        ValueError,
+        match=r"policy = 'hybrid': must be auto, resident or ring with mesh\.devices = 2",
+    ):
         EngineConfig(policy="hybrid", mesh=EngineMesh(devices=2))
-    with pytest.raises(ValueError, match="expert_tier = 'nvme': must be auto or host with policy = 'hybrid'"):
+    with pytest.raises(
+        ValueError, match="expert_tier = 'nvme': must be auto or host with policy = 'hybrid'"
+    ):
         hybrid_engine("mixtral", expert_tier="nvme")
 
     def no_compiler() -> None:
         raise NotBuiltError("there is no compiler")
 
     monkeypatch.setattr(native, "load", no_compiler)
-    with pytest.raises(ValueError, match="policy = 'hybrid': needs native operations: there is no compiler"):
+    with pytest.raises(
+        ValueError, match="policy = 'hybrid': needs native operations: there is no compiler"
+    ):
         hybrid_engine("mixtral")

@@ -18,7 +18,10 @@ from jmoe.optim.adamw import learning_rate
 from tests.arrays import differing
 
 T = 80  # more than one call takes
-SHAPES = [{"w_up": (7, 13), "w_down": (5, 3), "b_up": (11,)}, {"w_up": (16, 64), "w_down": (32, 16)}]
+SHAPES = [
+    {"w_up": (7, 13), "w_down": (5, 3), "b_up": (11,)},
+    {"w_up": (16, 64), "w_down": (32, 16)},
+]
 CONFIG = OptimizerConfig(learning_rate=0.03, warmup_steps=5, weight_decay=0.2, clip_norm=0.5)
 UPDATE = jax.jit(partial(catch_up, config=CONFIG))
 Arrays = dict[str, np.ndarray]
@@ -34,8 +37,16 @@ def schedule() -> np.ndarray:
     return np.array([at(jnp.float32(t)) for t in range(T)], np.float32)
 
 
-def run(lr_T: np.ndarray, shapes: dict[str, tuple[int, ...]], gradients: dict[int, Arrays], *, lazy: bool) -> Any:
-    """(w, m, v) after T steps with these gradients at some of them; lazy: nothing is done between two of them."""
+def run(
+    lr_T: np.ndarray,
+    shapes: dict[str, tuple[int, ...]],
+    gradients: dict[int, Arrays],
+    *,
+    lazy: bool,
+) -> Any:
+    """(w, m, v) after T steps with these gradients at some of them; lazy: nothing is done
+    between two of them.
+    """
     none = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
     w, m, v = drawn(shapes, 0), dict(none), dict(none)
     history = History(0, lr_T, clips())
@@ -76,7 +87,11 @@ def test_it_is_optax_adamw() -> None:
     gradients = some_gradients(shapes)
     w, _, _ = run(schedule(), shapes, gradients, lazy=True)
     adamw = optax.adamw(
-        learning_rate(CONFIG, T), CONFIG.beta1, CONFIG.beta2, CONFIG.eps, weight_decay=CONFIG.weight_decay
+        learning_rate(CONFIG, T),
+        CONFIG.beta1,
+        CONFIG.beta2,
+        CONFIG.eps,
+        weight_decay=CONFIG.weight_decay,
     )
     params: Any = drawn(shapes, 0)
     memory = adamw.init(params)
@@ -88,7 +103,9 @@ def test_it_is_optax_adamw() -> None:
 
     with jax.numpy_dtype_promotion("standard"):  # what optax needs
         for t in range(T):
-            g = gradients.get(t, {name: np.zeros(shape, np.float32) for name, shape in shapes.items()})
+            g = gradients.get(
+                t, {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+            )
             params, memory = step(params, memory, {name: a * clips()[t] for name, a in g.items()})
     for name, expected in jax.device_get(params).items():
         np.testing.assert_allclose(w[name], expected, rtol=1e-5, atol=1e-6)

@@ -1,4 +1,6 @@
-"""Layers pass through the slots of several fake devices, from records whose numbers say which expert they are of."""
+"""Layers pass through the slots of several fake devices, from records whose numbers say which
+expert they are of.
+"""
 
 import contextlib
 
@@ -35,14 +37,19 @@ def test_every_layer_comes_to_its_devices(
     mesh, layout = expert_mesh(4), RecordLayout.from_arrays(FIELDS)
     store = TieredStore(HostRecords.fill(layout, INDEX.num_records, fill))
     with store, contextlib.closing(MeshRing(mesh, INDEX, FIELDS, ring_slots, store)) as ring:
-        assert ring.num_slots == 2 * ring_slots and ring.num_bytes == 2 * ring_slots * (2 * 6 * 4 + 3 * 2 * 2)
+        assert ring.num_slots == 2 * ring_slots and ring.num_bytes == 2 * ring_slots * (
+            2 * 6 * 4 + 3 * 2 * 2
+        )
         where = ring.placements[0].physical_to_logical.ravel()
         assert sorted(where[where != EMPTY]) == list(range(5))
         for layer in [*range(3)] * 3:
             ring.acquire(layer)
             weights = ring.weights(layer)
             for values, dtype in ((weights.w_up, jnp.float32), (weights.w_down, jnp.bfloat16)):
-                assert values.dtype == dtype and [s.data.shape[0] for s in values.addressable_shards] == [2] * 4
+                assert (
+                    values.dtype == dtype
+                    and [s.data.shape[0] for s in values.addressable_shards] == [2] * 4
+                )
                 held = np.asarray(values, np.float32)
                 for slot in np.flatnonzero(where != EMPTY):
                     assert (held[slot] == INDEX.records(layer, where[slot])).all()

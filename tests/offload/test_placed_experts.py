@@ -60,8 +60,13 @@ def test_only_what_is_new_is_copied() -> None:
     records.opened.clear()
     experts.apply(1, changed)
     assert sorted(records.opened) == sorted(5 + fill.expert for fill in changed.fills)
-    assert experts.copied_experts == len(changed.fills) and experts.copied_bytes == len(changed.fills) * EXPERT_BYTES
-    assert experts.copies_N.tolist() == [sum(fill.device == n for fill in changed.fills) for n in range(4)]
+    assert (
+        experts.copied_experts == len(changed.fills)
+        and experts.copied_bytes == len(changed.fills) * EXPERT_BYTES
+    )
+    assert experts.copies_N.tolist() == [
+        sum(fill.device == n for fill in changed.fills) for n in range(4)
+    ]
     check_weights(experts)
     assert (1, 0) in experts.occupancy()
     experts.apply(1, experts.changes(1, experts.placements[1]))

@@ -1,4 +1,6 @@
-"""Which experts lie in which slots, and what is copied for it: real records, real slots, bytes counted."""
+"""Which experts lie in which slots, and what is copied for it: real records, real slots, bytes
+counted.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +15,8 @@ from jmoe.offload.policies import AllResident, ChosenExperts, LayerRing
 from jmoe.offload.slots import HostSlots
 
 LAYERS, E = 3, 8
-FIELDS = {"w_up": ((16, 32), np.dtype(np.float32)), "w_down": ((16, 32), np.dtype(np.float32))}  # 4096 bytes, a page
+# 4096 bytes, a page
+FIELDS = {"w_up": ((16, 32), np.dtype(np.float32)), "w_down": ((16, 32), np.dtype(np.float32))}
 LAYOUT = RecordLayout.from_arrays(FIELDS)
 INDEX = ExpertIndex(LAYERS, E)
 
@@ -88,7 +91,9 @@ def test_hits_are_what_was_there_before_any_copy(chosen: ChosenExperts) -> None:
 
 def test_guesses_that_turn_out_wrong_are_not_listened_to(chosen: ChosenExperts) -> None:
     def step(guess: int, choice: int) -> int:
-        """How many experts were copied for a guess about layer 2, of which `choice` was then chosen."""
+        """How many experts were copied for a guess about layer 2, of which `choice` was then
+        chosen.
+        """
         before = chosen.stats().guessed
         chosen.begin_step(whole_layers=False)
         for layer in range(2):  # so much else that nothing of layer 2 keeps its slot
@@ -107,7 +112,9 @@ def test_guesses_that_turn_out_wrong_are_not_listened_to(chosen: ChosenExperts) 
 
 
 def test_whole_layers(chosen: ChosenExperts, slots: HostSlots) -> None:
-    """Steps of many tokens: every expert of every layer, nobody asked; what stays in slots is not copied again."""
+    """Steps of many tokens: every expert of every layer, nobody asked; what stays in slots is
+    not copied again.
+    """
     streamed = []
     for _ in range(5):
         before = chosen._store.stats().host.num_bytes
@@ -115,10 +122,13 @@ def test_whole_layers(chosen: ChosenExperts, slots: HostSlots) -> None:
         assert not chosen.needs_choices
         for layer in range(LAYERS):
             table_E = chosen.acquire(layer, None)
-            assert [held(slots, slot) for slot in table_E] == list(range(layer * E, (layer + 1) * E))
+            assert [held(slots, slot) for slot in table_E] == list(
+                range(layer * E, (layer + 1) * E)
+            )
             chosen.release(layer)
         streamed.append((chosen._store.stats().host.num_bytes - before) // LAYOUT.data_bytes)
-    # 20 slots: 2 layers' worth passes experts through, the other 4 experts stay, as `predict_ring` says
+    # 20 slots: 2 layers' worth passes experts through, the other 4 experts stay, as `predict_ring`
+    # says
     assert streamed[0] == LAYERS * E
     assert all(LAYERS * E - 20 <= copied <= LAYERS * E - 4 for copied in streamed[1:])
     assert chosen.stats().layers == 0  # no choices were known
@@ -130,7 +140,9 @@ def test_a_wrong_guess_is_neither_copied_nor_read(tmp_path: Path) -> None:
     """Once the choices are known, reads and copies that have not begun do not begin."""
     with RecordStore.pack(tmp_path, LAYOUT, LAYERS * E, fill, fingerprint="a") as packed:
         slow = {"nvme": LAYOUT.record_bytes / 0.2}  # 200 ms a record
-        with TieredStore(packed, cache_bytes=8 * LAYOUT.record_bytes, bandwidth_limit_bytes_per_s=slow) as records:
+        with TieredStore(
+            packed, cache_bytes=8 * LAYOUT.record_bytes, bandwidth_limit_bytes_per_s=slow
+        ) as records:
             slots = HostSlots(20, FIELDS)
             residency = ChosenExperts(slots, records, INDEX)
             residency.begin_step(whole_layers=False)
@@ -139,7 +151,8 @@ def test_a_wrong_guess_is_neither_copied_nor_read(tmp_path: Path) -> None:
             assert held(slots, table_E[0]) == E
             residency.release(1)
             assert records.stats().host.transfers < E  # begun copies end; 2 threads of 7 guesses
-            table_E = residency.acquire(1, np.arange(E))  # what was given up comes when it is asked for
+            # what was given up comes when it is asked for
+            table_E = residency.acquire(1, np.arange(E))
             assert [held(slots, slot) for slot in table_E] == list(range(E, 2 * E))
             residency.release(1)
             residency.close()

@@ -1,4 +1,6 @@
-"""Plans that say where experts are: read as placements and written again; every mistake named with its place."""
+"""Plans that say where experts are: read as placements and written again; every mistake named
+with its place.
+"""
 
 import json
 import re
@@ -32,9 +34,14 @@ def test_placements_and_back(tmp_path: Path) -> None:
     assert set(physical.tolist()) == {0, 5}  # both take tokens of expert 2
     assert as_segments([first, second]) == SEGMENTS
     roomy = read_segments(mesh(tmp_path, SEGMENTS, slots_per_device=4), 2, 3)
-    assert [placement.slots_per_device for placement in roomy] == [4, 4] and as_segments(roomy) == SEGMENTS
+    assert [placement.slots_per_device for placement in roomy] == [4, 4] and as_segments(
+        roomy
+    ) == SEGMENTS
     layers = read_segments(mesh(tmp_path, [[[0, 1, 2], []], [[], [1, 0, 2]]]), 2, 3)
-    assert [one.physical_to_logical.tolist() for one in layers] == [[[0, 1, 2], [-1] * 3], [[-1] * 3, [1, 0, 2]]]
+    assert [one.physical_to_logical.tolist() for one in layers] == [
+        [[0, 1, 2], [-1] * 3],
+        [[-1] * 3, [1, 0, 2]],
+    ]
     assert as_segments([even_placement(3, 2)]) == [[[0, 1]], [[2]]]
 
 
@@ -49,49 +56,73 @@ def test_placements_and_back(tmp_path: Path) -> None:
         ([SEGMENTS[0], [[1]]], "device 1: must be a list of 2 lists, one a layer with experts"),
         ([SEGMENTS[0], [[1], 2]], "device 1, layer 1: must be a list of experts"),
         ([SEGMENTS[0], [[3], [1]]], "device 1, layer 0: expert 3 must be an integer from 0 to 2"),
-        ([SEGMENTS[0], [[True], [1]]], "device 1, layer 0: expert True must be an integer from 0 to 2"),
+        (
+            [SEGMENTS[0], [[True], [1]]],
+            "device 1, layer 0: expert True must be an integer from 0 to 2",
+        ),
         ([SEGMENTS[0], [[2], [1, 1]]], "device 1, layer 1: expert 1 must be there once"),
         ([SEGMENTS[0], [[2], [1]]], "layer 1: expert 0 must be on a device"),
     ],
 )
 def test_mistakes_are_named(tmp_path: Path, segments: Any, message: str) -> None:
     asked = mesh(tmp_path, segments)
-    with pytest.raises(ValueError, match=re.escape(f"mesh.segments = {asked.segments!r}: {message}")):
+    with pytest.raises(
+        ValueError, match=re.escape(f"mesh.segments = {asked.segments!r}: {message}")
+    ):
         read_segments(asked, 2, 3)
 
 
 def test_what_segments_exclude(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"mesh.segments = 'nowhere': cannot be read: No such file"):
+    with pytest.raises(
+        ValueError, match=r"mesh.segments = 'nowhere': cannot be read: No such file"
+    ):
         read_segments(EngineMesh(devices=2, segments="nowhere"), 2, 3)
     with pytest.raises(ValueError, match=r"segments = 'file': needs mesh.devices above 1"):
         EngineMesh(segments="file")
     with pytest.raises(ValueError, match="segments = 'file': must be None with placement = 'lina'"):
         EngineMesh(devices=2, placement="lina", segments="file")
-    with pytest.raises(ValueError, match=r"mesh.segments = 'file': must be None with policy = 'ring'"):
+    with pytest.raises(
+        ValueError, match=r"mesh.segments = 'file': must be None with policy = 'ring'"
+    ):
         EngineConfig(policy="ring", mesh=EngineMesh(devices=2, segments="file"))
-    with pytest.raises(ValueError, match=r"expert_tier = 'nvme': experts stay on their devices .*segments = 'file'"):
+    with pytest.raises(
+        ValueError, match=r"expert_tier = 'nvme': experts stay on their devices .*segments = 'file'"
+    ):
         EngineConfig(expert_tier="nvme", mesh=EngineMesh(devices=2, segments="file"))
     assert not EngineConfig(mesh=EngineMesh(devices=2, segments="file")).may_ring
 
 
-# Of 2 devices, 2 layers and 4 experts: experts of each layer on both, and each layer on one of them.
-BY_EXPERTS, BY_LAYERS = [[[0, 1, 2], [2]], [[3], [1, 0, 3, 2]]], [[[], [3, 0, 1, 2]], [[0, 1, 2, 3], []]]
+# Of 2 devices, 2 layers and 4 experts: experts of each layer on both, and each layer on one of
+# them.
+BY_EXPERTS = [[[0, 1, 2], [2]], [[3], [1, 0, 3, 2]]]
+BY_LAYERS = [[[], [3, 0, 1, 2]], [[0, 1, 2, 3], []]]
 
 
 @pytest.mark.parametrize(("segments", "slots"), [(BY_EXPERTS, 3 + 4), (BY_LAYERS, 4)])
 def test_a_model_is_loaded_so(segments: Any, slots: int, tmp_path: Path) -> None:
-    """Every expert's weights are where the file says, and layers on different devices share room."""
+    """Every expert's weights are where the file says, and layers on different devices share
+    room.
+    """
     folder = CHECKPOINTS / "mixtral"
-    options = EngineConfig(max_batch=2, max_seq_len=40, dtype="float32", mesh=mesh(tmp_path, segments))
+    options = EngineConfig(
+        max_batch=2, max_seq_len=40, dtype="float32", mesh=mesh(tmp_path, segments)
+    )
     with LoadedModel(folder, options) as model, open_checkpoint(folder, options) as checkpoint:
         experts = model.runner.residency
         assert isinstance(experts, PlacedExperts)
         assert as_segments(experts.placements) == segments
         assert model.memory.expert_slots == experts.num_slots == slots
-        held = [(layer, e) for layers in segments for layer, experts_n in enumerate(layers) for e in experts_n]
+        held = [
+            (layer, e)
+            for layers in segments
+            for layer, experts_n in enumerate(layers)
+            for e in experts_n
+        ]
         assert sorted(place for place in experts.occupancy() if place is not None) == sorted(held)
         for layer, placement in enumerate(experts.placements):
             w_up = np.asarray(experts.weights(layer).w_up)
             for slot, expert in enumerate(placement.physical_to_logical.ravel().tolist()):
                 if expert >= 0:
-                    np.testing.assert_array_equal(w_up[slot], checkpoint.expert_array("w_up", layer, expert))
+                    np.testing.assert_array_equal(
+                        w_up[slot], checkpoint.expert_array("w_up", layer, expert)
+                    )

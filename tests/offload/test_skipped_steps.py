@@ -32,10 +32,17 @@ def test_records_skip_steps_until_they_catch_up() -> None:
     skipped, pending = steps.steps_of(1, 2)
     assert (skipped, pending) == (range(2), True)
     (window,) = steps.windows(skipped, pending=pending)
-    assert window.gradient_at == 0 and window.num_steps == 2 and window.lr_W[:2].tolist() == pytest.approx([0.1, 0.2])
+    assert (
+        window.gradient_at == 0
+        and window.num_steps == 2
+        and window.lr_W[:2].tolist() == pytest.approx([0.1, 0.2])
+    )
     steps.note_caught_up(1, 2)
     assert steps.steps_of(1, 2) == (range(2, 2), False)
-    assert not steps.are_behind(np.array([1]), 2).any() and steps.steps_of(0, 2) == (range(2), False)
+    assert not steps.are_behind(np.array([1]), 2).any() and steps.steps_of(0, 2) == (
+        range(2),
+        False,
+    )
 
 
 def test_a_step_that_is_not_taken_leaves_no_gradient() -> None:
@@ -52,7 +59,11 @@ def test_frozen_records_skip_nothing() -> None:
     assert steps.are_behind(ALL, 1).tolist() == [n != 3 for n in ALL]
     steps.freeze(np.array([4]))
     take(steps, 0.1)
-    assert [steps.steps_of(record, 2)[0] for record in (0, 3, 4)] == [range(2), range(1, 2), range(2, 2)]
+    assert [steps.steps_of(record, 2)[0] for record in (0, 3, 4)] == [
+        range(2),
+        range(1, 2),
+        range(2, 2),
+    ]
 
 
 def test_a_checkpoint_is_told_of_its_own_records_alone() -> None:
@@ -62,9 +73,14 @@ def test_a_checkpoint_is_told_of_its_own_records_alone() -> None:
     steps.note_caught_up(0, 9)
     state = steps.state(own)
     assert (state.step, state.applied, state.pending) == (9, {1: 7, 5: 7}, frozenset({1, 5}))
-    assert state.optimizer == constants(CONFIG) and (state.history.first, state.history.lr) == (7, [0.1, 0.2])
+    assert state.optimizer == constants(CONFIG) and (state.history.first, state.history.lr) == (
+        7,
+        [0.1, 0.2],
+    )
     again = SkippedSteps(state, ALL.size, CONFIG)
-    assert [again.steps_of(record, 9) for record in (0, 1, 5)] == [steps.steps_of(record, 9) for record in (0, 1, 5)]
+    assert [again.steps_of(record, 9) for record in (0, 1, 5)] == [
+        steps.steps_of(record, 9) for record in (0, 1, 5)
+    ]
     for record in (1, 5):
         steps.note_caught_up(record, 9)
     steps.forget_history(own)

@@ -23,7 +23,9 @@ def experts(*numbers: int) -> np.ndarray:
 def rows_of(slot: SlotRows, numbers: np.ndarray) -> list[int]:
     """The row of each expert, which replicas have in the same place."""
     places = [slot.places(0, number) for number in numbers.tolist()]
-    assert [[device for device, _ in place] for place in places] == [[0, 1] if n < 4 else [2] for n in numbers]
+    assert [[device for device, _ in place] for place in places] == [
+        [0, 1] if n < 4 else [2] for n in numbers
+    ]
     assert all(len({row for _, row in place}) == 1 for place in places)
     return [place[0][1] for place in places]
 
@@ -63,8 +65,15 @@ def test_what_programs_are_told() -> None:
     slot.take(experts(1, 3, 6))
     chosen_P = np.isin(np.arange(P), (1, 3, 6))
     one, other = slot.chosen(chosen_P, 3)
-    assert one.ids_M.tolist() == [1, 3, 4] and one.rows_M.tolist() == [*rows_of(slot, experts(1, 3)), 0]
-    assert other.ids_M.tolist() == [2, 4, 4] and other.rows_M.tolist() == [*rows_of(slot, experts(6)), 0, 0]
+    assert one.ids_M.tolist() == [1, 3, 4] and one.rows_M.tolist() == [
+        *rows_of(slot, experts(1, 3)),
+        0,
+    ]
+    assert other.ids_M.tolist() == [2, 4, 4] and other.rows_M.tolist() == [
+        *rows_of(slot, experts(6)),
+        0,
+        0,
+    ]
     assert one.ids_M.dtype == one.rows_M.dtype == np.int32
 
 

@@ -1,4 +1,6 @@
-"""Checkpoints of experts as they stand: nothing is written but what changed, and a run goes on from them to the bit."""
+"""Checkpoints of experts as they stand: nothing is written but what changed, and a run goes on
+from them to the bit.
+"""
 
 import dataclasses
 import json
@@ -56,7 +58,9 @@ class Opened(Closing):
         self.program.close()
 
     def checkpoints(self) -> Checkpoints:
-        return Checkpoints(self.folder, CheckpointConfig(keep=9), records=self.program.records, timeout_s=60)
+        return Checkpoints(
+            self.folder, CheckpointConfig(keep=9), records=self.program.records, timeout_s=60
+        )
 
     def steps(self, state: TrainState, until: int) -> TrainState:
         for step in range(int(state.step), until):
@@ -78,7 +82,9 @@ class Opened(Closing):
 
     def listed(self, step: int) -> dict[str, Any]:
         """What process 0 has listed of a step."""
-        listed: dict[str, Any] = json.loads((self.folder / str(step) / ITEM / "process-0.json").read_text())
+        listed: dict[str, Any] = json.loads(
+            (self.folder / str(step) / ITEM / "process-0.json").read_text()
+        )
         return listed
 
 
@@ -102,7 +108,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
         NVME,
         pytest.param(dataclasses.replace(NVME, write_back_every_steps=1), marks=pytest.mark.slow),
         pytest.param(dataclasses.replace(NVME, gradients="host"), marks=pytest.mark.slow),
-        pytest.param(TiersConfig(experts="host", optimizer="nvme", gradients="nvme"), marks=pytest.mark.slow),
+        pytest.param(
+            TiersConfig(experts="host", optimizer="nvme", gradients="nvme"), marks=pytest.mark.slow
+        ),
         pytest.param(TiersConfig(experts="device", optimizer="nvme"), marks=pytest.mark.slow),
     ],
     ids=["nvme", "written-back", "gradients-host", "weights-host", "weights-device"],
@@ -134,7 +142,9 @@ def test_it_goes_on_to_the_bit(undisturbed: Trained, tiers: TiersConfig, tmp_pat
 def test_what_the_last_step_left_under_way_is_not_restored_over(
     undisturbed: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The ring still brings experts up to date for a next step as a checkpoint of before becomes current."""
+    """The ring still brings experts up to date for a next step as a checkpoint of before becomes
+    current.
+    """
     catch_up = ExpertState._catch_up
 
     def slow(experts: ExpertState, *args: Any) -> int:
@@ -159,7 +169,9 @@ def test_a_save_writes_what_changed_and_nothing_else(tmp_path: Path) -> None:
     with Opened(tmp_path, dataclasses.replace(NVME, gradients="host")) as run:
         state = run.program.init()
         away = -100.0 * (np.arange(E) % 2).astype(np.float32)
-        state = dataclasses.replace(state, router_bias=jax.tree.map(lambda b: b + away, state.router_bias))
+        state = dataclasses.replace(
+            state, router_bias=jax.tree.map(lambda b: b + away, state.router_bias)
+        )
         run.save(state)
         used = {layer * E + expert for layer in range(N) for expert in range(0, E, 2)}
         versions = [run.listed(0)["versions"]]
@@ -172,14 +184,17 @@ def test_a_save_writes_what_changed_and_nothing_else(tmp_path: Path) -> None:
             assert experts.stats().updates == updates  # nobody was brought up to date for it
             versions.append(run.listed(step)["versions"])
             for kind in ("weights", "moments"):
-                changed = {int(n.split(".")[0]) for n in set(versions[-1][kind]) - set(versions[-2][kind])}
+                changed = {
+                    int(n.split(".")[0]) for n in set(versions[-1][kind]) - set(versions[-2][kind])
+                }
                 assert changed and changed <= used
                 assert len(versions[-1][kind]) == N * E
             assert {int(n.split(".")[0]) for n in versions[-1]["gradients"]} <= used
         stores = run.program.stores._versions.values()
         writes = [store.stats().writes for store in stores]
         run.program.save_state(state)
-        assert [store.stats().writes for store in stores] == writes  # also those of gradients that still wait
+        # also those of gradients that still wait
+        assert [store.stats().writes for store in stores] == writes
 
 
 @pytest.mark.parametrize("every", [0, 2])
@@ -204,7 +219,9 @@ def test_what_changed_is_written_back_every_few_steps(every: int, tmp_path: Path
             assert all(written())
 
 
-def records_of(folder: Path, layouts: dict[str, VersionStore], listed: dict[str, Any]) -> dict[str, dict[int, Any]]:
+def records_of(
+    folder: Path, layouts: dict[str, VersionStore], listed: dict[str, Any]
+) -> dict[str, dict[int, Any]]:
     """Every file of a checkpoint: kind -> record -> arrays."""
     found: dict[str, dict[int, Any]] = {}
     for kind, store in layouts.items():
@@ -227,17 +244,25 @@ def test_a_record_is_brought_up_to_date_alone(saved: Opened) -> None:
     for index in range(N * E):
         w = {name: files["weights"][index][name] for name in experts[0]}
         m, v = ({name: files["moments"][index][f"{part}.{name}"] for name in w} for part in "mv")
-        g = {name: files["gradients"][index][name] for name in w} if index in replay_state.pending else None
+        g = (
+            {name: files["gradients"][index][name] for name in w}
+            if index in replay_state.pending
+            else None
+        )
         for ours, theirs in zip(replay_state.catch_up(index, w, m, v, g), experts, strict=True):
             for name, array in ours.items():
                 np.testing.assert_array_equal(array, theirs[name][divmod(index, E)])
 
 
 @pytest.mark.parametrize("change", [{"weight_decay": 0.9}, {"gradient_dtype": "bfloat16"}], ids=str)
-def test_missed_steps_keep_the_settings_of_their_time(saved: Opened, change: dict[str, Any], tmp_path: Path) -> None:
+def test_missed_steps_keep_the_settings_of_their_time(
+    saved: Opened, change: dict[str, Any], tmp_path: Path
+) -> None:
     expected = saved.whole(saved.restore(SAVED))
     known = {field.name for field in dataclasses.fields(CONFIG.optimizer)}
-    optimizer = dataclasses.replace(CONFIG.optimizer, **{k: v for k, v in change.items() if k in known})
+    optimizer = dataclasses.replace(
+        CONFIG.optimizer, **{k: v for k, v in change.items() if k in known}
+    )
     tiers = dataclasses.replace(NVME, **{k: v for k, v in change.items() if k not in known})
     with Opened(tmp_path, tiers, dataclasses.replace(CONFIG, optimizer=optimizer)) as run:
         run.folder = saved.folder

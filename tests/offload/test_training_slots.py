@@ -49,12 +49,16 @@ def test_experts_are_placed_on_every_device_that_has_them() -> None:
 
 def test_a_layers_weights_are_all_there_where_they_are_given() -> None:
     slots = TrainingSlots(LOCAL, SHAPES, 1, None)
-    slots.assign(0, 2, {"w": np.arange(P, dtype=np.float32)[:, None, None] * np.ones((P, 3, 2), np.float32)})
+    slots.assign(
+        0, 2, {"w": np.arange(P, dtype=np.float32)[:, None, None] * np.ones((P, 3, 2), np.float32)}
+    )
     assert weights(slots, 0) == [[0, 1], [0, 1], [2, 3]]
     assert not slots.take_rows(0, np.arange(P)).any()
 
 
-def test_a_larger_room_empties_a_slot_when_it_is_next_used(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_larger_room_empties_a_slot_when_it_is_next_used(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     slots = TrainingSlots(LOCAL, SHAPES, 1, 1)
     assert slots.take_rows(0, np.array([1])).tolist() == [True]
     slots.place(0, 0, 1, record(7.0))
@@ -66,15 +70,20 @@ def test_a_larger_room_empties_a_slot_when_it_is_next_used(caplog: pytest.LogCap
     assert "tokens chose 2 of a device's 2 experts; there is room for 2 from now on" in caplog.text
     assert weights(slots, 0) == [[7], [7], [0]]
     slots.fit(0)
-    assert weights(slots, 0) == [[0, 0], [0, 0], [0, 0]] and slots.take_rows(0, np.array([1])).tolist() == [True]
+    assert weights(slots, 0) == [[0, 0], [0, 0], [0, 0]] and slots.take_rows(
+        0, np.array([1])
+    ).tolist() == [True]
 
 
 def test_an_update_reaches_all_replicas() -> None:
-    slots, config = TrainingSlots(LOCAL, SHAPES, 1, None), OptimizerConfig(weight_decay=0.0, warmup_steps=0)
+    slots = TrainingSlots(LOCAL, SHAPES, 1, None)
+    config = OptimizerConfig(weight_decay=0.0, warmup_steps=0)
     slots.place(0, 0, 1, record(1.0))
     zeros = {"w": np.zeros(SHAPES["w"], np.float32)}
     gradient = {"w": np.ones(SHAPES["w"], np.float32)}
     missed = History(0, [0.5], [1.0]).windows(range(1), pending=True)
     w, m, v = slots.update(0, slots.places(0, 0, 1), (zeros, zeros), gradient, missed, config)
     assert weights(slots, 0)[0] == weights(slots, 0)[1] == [0, np.asarray(w["w"])[0, 0]]
-    assert np.asarray(w["w"])[0, 0] == pytest.approx(0.5) and np.all(m["w"] > 0) and np.all(v["w"] > 0)
+    assert (
+        np.asarray(w["w"])[0, 0] == pytest.approx(0.5) and np.all(m["w"] > 0) and np.all(v["w"] > 0)
+    )

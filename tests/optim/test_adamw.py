@@ -17,7 +17,9 @@ from jmoe.optim.adamw import StepValues, advance, decays, learning_rate
 from tests.model_configs import MODEL
 
 
-@pytest.mark.parametrize(("shape", "path"), [((3, 4), ("moe_layers", "w")), ((4,), ("norm", "scale"))])
+@pytest.mark.parametrize(
+    ("shape", "path"), [((3, 4), ("moe_layers", "w")), ((4,), ("norm", "scale"))]
+)
 def test_advance_is_optax_adamw(shape: tuple[int, ...], path: tuple[str, ...]) -> None:
     config = OptimizerConfig(warmup_steps=0, schedule="constant", learning_rate=0.01)
     rng = np.random.default_rng(0)
@@ -26,11 +28,19 @@ def test_advance_is_optax_adamw(shape: tuple[int, ...], path: tuple[str, ...]) -
     m, v = jnp.zeros(shape), jnp.zeros(shape)
     decay = decays(keys, jnp.zeros((2, *shape)) if path[0] == "moe_layers" else w)
     assert decay == (len(shape) == 2)
-    theirs = optax.adamw(0.01, config.beta1, config.beta2, config.eps, weight_decay=config.weight_decay * decay)
+    theirs = optax.adamw(
+        0.01, config.beta1, config.beta2, config.eps, weight_decay=config.weight_decay * decay
+    )
     w2, s2 = w, theirs.init(w)
     update = jax.jit(
         lambda w, m, v, g, step, ok: advance(
-            w, m, v, g, config=config, decay=decay, now=StepValues(jnp.float32(0.01), step, jnp.float32(0.5), ok)
+            w,
+            m,
+            v,
+            g,
+            config=config,
+            decay=decay,
+            now=StepValues(jnp.float32(0.01), step, jnp.float32(0.5), ok),
         )
     )
     for i in range(5):
@@ -47,7 +57,10 @@ def test_advance_is_optax_adamw(shape: tuple[int, ...], path: tuple[str, ...]) -
 
 def test_what_decays() -> None:
     biased = dataclasses.replace(MODEL, attention_bias=True, mlp_bias=True, norm="layernorm")
-    for config, names in ((MODEL, {"scale"}), (biased, {"scale", "bias", "b_qkv", "b_out", "b_up", "b_down"})):
+    for config, names in (
+        (MODEL, {"scale"}),
+        (biased, {"scale", "bias", "b_qkv", "b_out", "b_up", "b_down"}),
+    ):
         model = nnx.eval_shape(lambda config=config: Decoder(config, rngs=nnx.Rngs(0)))
         leaves = jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
         assert {path_names(path)[-1] for path, w in leaves if not decays(path, w)} == names
@@ -56,7 +69,8 @@ def test_what_decays() -> None:
 def test_learning_rate() -> None:
     config = OptimizerConfig(learning_rate=1.0, warmup_steps=4, final_learning_rate_fraction=0.1)
     rates = [float(learning_rate(config, 24)(float(i))) for i in range(30)]
-    np.testing.assert_allclose(rates[:4], [0.25, 0.5, 0.75, 1.0], rtol=1e-6)  # the first step already learns
+    # the first step already learns
+    np.testing.assert_allclose(rates[:4], [0.25, 0.5, 0.75, 1.0], rtol=1e-6)
     assert rates[4] == pytest.approx(1.0) and rates[14] == pytest.approx(0.55)
     np.testing.assert_allclose(rates[24:], 0.1, rtol=1e-6)
     assert all(a >= b for a, b in itertools.pairwise(rates[3:]))
@@ -69,6 +83,11 @@ def test_a_gpu_goes_over_a_parameter_once() -> None:
     """The barrier that a CPU has between moments and weight splits a GPU's fusion in two."""
     arrays = [jnp.ones((4, 4))] * 4
     now = StepValues(jnp.float32(0.01), jnp.int32(0), jnp.float32(1.0), jnp.bool_(True))
-    step = jax.jit(lambda *a: advance(*a, config=OptimizerConfig(), decay=True, now=now)).trace(*arrays)
-    barriers = [step.lower(lowering_platforms=(p,)).as_text().count("optimization_barrier") for p in ("cpu", "cuda")]
+    step = jax.jit(lambda *a: advance(*a, config=OptimizerConfig(), decay=True, now=now)).trace(
+        *arrays
+    )
+    barriers = [
+        step.lower(lowering_platforms=(p,)).as_text().count("optimization_barrier")
+        for p in ("cpu", "cuda")
+    ]
     assert barriers == [1, 0]

@@ -12,7 +12,9 @@ from jmoe.optim.loss_scale import LossScale, first_loss_scale, scaled, unscaled
 TAKEN, SKIPPED, NEITHER = (True, False), (False, True), (False, False)
 
 
-def after(*steps: tuple[bool, bool], first: int = 1024, growth_steps: int = 3) -> list[tuple[float, int]]:
+def after(
+    *steps: tuple[bool, bool], first: int = 1024, growth_steps: int = 3
+) -> list[tuple[float, int]]:
     """Return (scale, good steps) after each of these steps, (taken, skipped)."""
     config = LossScaleConfig(first, growth_steps)
     state, seen = LossScale(jnp.float32(first), jnp.int32(0)), []
@@ -24,7 +26,13 @@ def after(*steps: tuple[bool, bool], first: int = 1024, growth_steps: int = 3) -
 
 def test_good_steps_double_the_scale_and_a_skipped_one_halves_it() -> None:
     assert after(TAKEN, TAKEN, TAKEN, TAKEN) == [(1024, 1), (1024, 2), (2048, 0), (2048, 1)]
-    assert after(TAKEN, TAKEN, SKIPPED, SKIPPED, TAKEN) == [(1024, 1), (1024, 2), (512, 0), (256, 0), (256, 1)]
+    assert after(TAKEN, TAKEN, SKIPPED, SKIPPED, TAKEN) == [
+        (1024, 1),
+        (1024, 2),
+        (512, 0),
+        (256, 0),
+        (256, 1),
+    ]
 
 
 def test_a_step_that_failed_for_another_reason_changes_nothing() -> None:

@@ -8,7 +8,13 @@ from jmoe.config import MachineConfig
 from jmoe.config.cluster import ClusterConfig, NetworkConfig, StorageConfig
 from jmoe.planning.cluster import Exchanged, checkpoint_s, dense_s, expert_gradients_s, plan_cluster
 from jmoe.planning.exchange import plan_exchange
-from jmoe.planning.training import Machine, StatePlacement, TrainedModel, TrainingPlan, plan_training
+from jmoe.planning.training import (
+    Machine,
+    StatePlacement,
+    TrainedModel,
+    TrainingPlan,
+    plan_training,
+)
 
 # Inside a node 1 kB/s, between nodes 2 kB/s a node, no latency: sums can be done by hand.
 CLUSTER = ClusterConfig(
@@ -39,7 +45,9 @@ LATE = replace(CLUSTER, network=NetworkConfig(1e3, 2e3, 0.5, 0.25))
 
 
 def training(model: TrainedModel) -> TrainingPlan:
-    return plan_training(model, ON_DEVICE, Machine(10**9, 10**9, 10**9, False, 1e3, 1e2, 1e9, 1e9, 1e9))
+    return plan_training(
+        model, ON_DEVICE, Machine(10**9, 10**9, 10**9, False, 1e3, 1e2, 1e9, 1e9, 1e9)
+    )
 
 
 def exchanged(nodes: int, devices: int, kind: str = "flat") -> Exchanged:
@@ -58,38 +66,59 @@ def test_dense_parameters_of_one_node_stay_inside() -> None:
     assert dense_s(MODEL, 1, CLUSTER) == pytest.approx(0.4)
     assert dense_s(replace(MODEL, micro_batches=3), 1, CLUSTER) == pytest.approx(1.2)
     assert dense_s(replace(MODEL, shard_dense=False), 1, CLUSTER) == pytest.approx(0.4)  # twice 400
-    assert dense_s(MODEL, 1, LATE) == pytest.approx(0.4 + 3 * 3 * 0.5)  # three layers, three collectives, one hop
+    # three layers, three collectives, one hop
+    assert dense_s(MODEL, 1, LATE) == pytest.approx(0.4 + 3 * 3 * 0.5)
 
 
 def test_dense_parameters_cross_between_nodes_once() -> None:
-    """On four nodes three quarters of 800 bytes at 2 kB/s come to it; each layer's has two hops more."""
+    """On four nodes three quarters of 800 bytes at 2 kB/s come to it; each layer's has two hops
+    more.
+    """
     assert dense_s(MODEL, 4, CLUSTER) == pytest.approx(0.4 + 0.3)
     assert dense_s(MODEL, 4, LATE) == pytest.approx(0.4 + 0.3 + 9 * (0.5 + 2 * 0.25))
 
 
 def test_gradients_of_experts_are_summed_over_their_replicas() -> None:
-    """A device has 30 parameters of experts: 120 bytes, there and back; a node's two rings share its link."""
+    """A device has 30 parameters of experts: 120 bytes, there and back; a node's two rings share
+    its link.
+    """
     assert expert_gradients_s(MODEL, 1, CLUSTER) == 0.0
-    assert expert_gradients_s(replace(MODEL, replicas=2), 2, CLUSTER) == pytest.approx(2 * 2 * 120 / 2 / 2e3)
-    assert expert_gradients_s(replace(MODEL, replicas=4), 4, LATE) == pytest.approx(2 * 2 * 120 * 3 / 4 / 2e3 + 1.0)
-    alone = replace(MODEL, num_devices=1, replicas=2)  # both replicas in one node, all 60 parameters on each device
+    assert expert_gradients_s(replace(MODEL, replicas=2), 2, CLUSTER) == pytest.approx(
+        2 * 2 * 120 / 2 / 2e3
+    )
+    assert expert_gradients_s(replace(MODEL, replicas=4), 4, LATE) == pytest.approx(
+        2 * 2 * 120 * 3 / 4 / 2e3 + 1.0
+    )
+    # both replicas in one node, all 60 parameters on each device
+    alone = replace(MODEL, num_devices=1, replicas=2)
     assert expert_gradients_s(alone, 1, CLUSTER) == pytest.approx(2 * 240 / 2 / 1e3)
-    assert expert_gradients_s(replace(alone, replicas=4), 2, CLUSTER) == pytest.approx(2 * 240 * 3 / 4 / 2e3)
+    assert expert_gradients_s(replace(alone, replicas=4), 2, CLUSTER) == pytest.approx(
+        2 * 240 * 3 / 4 / 2e3
+    )
 
 
 def test_all_to_alls_take_the_links_that_there_are() -> None:
-    """A device's 32 tokens: 16 rows of 10 bytes to the other one, there and back, and back again; 8 bytes of sizes."""
+    """A device's 32 tokens: 16 rows of 10 bytes to the other one, there and back, and back
+    again; 8 bytes of sizes.
+    """
     plan = plan_cluster(training(MODEL), exchanged(1, 2), CLUSTER, 64)
     layer_bytes = 2 * 2 * 16 * 10 + 8
     assert plan.all_to_all_s == pytest.approx(3 * layer_bytes / 1e3)
-    assert plan_cluster(training(MODEL), exchanged(2, 1), CLUSTER, 64).all_to_all_s == plan.all_to_all_s
+    assert (
+        plan_cluster(training(MODEL), exchanged(2, 1), CLUSTER, 64).all_to_all_s
+        == plan.all_to_all_s
+    )
     again = plan_cluster(training(replace(MODEL, kept_bytes=0)), exchanged(1, 2), CLUSTER, 64)
     assert again.all_to_all_s == pytest.approx(3 * (layer_bytes + 2 * 16 * 10 + 8) / 1e3)
     late = plan_cluster(training(MODEL), exchanged(1, 2), LATE, 64)
     assert late.all_to_all_s == pytest.approx(plan.all_to_all_s + 3 * 4 * 0.5)
-    wide = replace(MODEL, num_devices=4)  # 16 tokens, rows in eights: 8 to each of the three others, two of them away
+    # 16 tokens, rows in eights: 8 to each of the three others, two of them away
+    wide = replace(MODEL, num_devices=4)
     block_bytes = 2 * 2 * 8 * 10 + 4
-    flat, dedup = (plan_cluster(training(wide), exchanged(2, 2, kind), CLUSTER, 64) for kind in ("flat", "dedup"))
+    flat, dedup = (
+        plan_cluster(training(wide), exchanged(2, 2, kind), CLUSTER, 64)
+        for kind in ("flat", "dedup")
+    )
     assert flat.all_to_all_s == pytest.approx(3 * max(2 * block_bytes * 2 / 2e3, block_bytes / 1e3))
     assert dedup.all_to_all_s > 0
     pair = replace(MODEL, num_devices=1, replicas=2)  # each device has all experts
@@ -97,11 +126,15 @@ def test_all_to_alls_take_the_links_that_there_are() -> None:
 
 
 def test_a_checkpoint_takes_as_long_as_its_slowest_way() -> None:
-    """160 parameters of 12 bytes. The experts are written by one group's nodes, the dense ones by all."""
+    """160 parameters of 12 bytes. The experts are written by one group's nodes, the dense ones
+    by all.
+    """
     assert checkpoint_s(MODEL, 4, 1e9, CLUSTER) == pytest.approx(1.92)
     fast = replace(CLUSTER, storage=StorageConfig(1e9))
     assert checkpoint_s(MODEL, 4, 1e9, fast) == pytest.approx((12 * 100 / 4 + 12 * 60) / 2e3)
-    assert checkpoint_s(replace(MODEL, num_devices=4), 4, 1e9, fast) == pytest.approx((12 * 100 / 4 + 12 * 30) / 2e3)
+    assert checkpoint_s(replace(MODEL, num_devices=4), 4, 1e9, fast) == pytest.approx(
+        (12 * 100 / 4 + 12 * 30) / 2e3
+    )
     assert checkpoint_s(MODEL, 4, 10.0, fast) == pytest.approx((12 * 100 / 2 + 12 * 30) / 10)
     whole = replace(MODEL, shard_dense=False)
     assert checkpoint_s(whole, 4, 1e9, fast) == pytest.approx((12 * 100 + 12 * 60) / 2e3)
@@ -110,6 +143,8 @@ def test_a_checkpoint_takes_as_long_as_its_slowest_way() -> None:
 def test_the_step_is_the_sum_of_what_waits() -> None:
     plan = plan_cluster(training(MODEL), exchanged(1, 2), CLUSTER, 64)
     assert plan.step_s == plan.all_to_all_s + max(plan.training.step_s(), plan.all_reduce_s)
-    assert plan.alone_s == pytest.approx(plan.compute_s + plan.tiers_s + plan.all_reduce_s + plan.all_to_all_s)
+    assert plan.alone_s == pytest.approx(
+        plan.compute_s + plan.tiers_s + plan.all_reduce_s + plan.all_to_all_s
+    )
     assert plan.tokens_per_s == 64 / plan.step_s
     assert plan.checkpoint_bytes == 160 * 12

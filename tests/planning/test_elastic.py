@@ -1,4 +1,6 @@
-"""Elastic layouts: every image of a step is run once, heavy tasks get devices, light ones share one within memory."""
+"""Elastic layouts: every image of a step is run once, heavy tasks get devices, light ones share
+one within memory.
+"""
 
 import pytest
 from hypothesis import given
@@ -60,7 +62,9 @@ def test_another_device_never_makes_the_slowest_slower(tasks: list[TaskLoad], mo
     num_devices = len(tasks) + more
     if num_devices <= sum(task.batch_size for task in tasks):
         per_device = [
-            max(task.load / count for task, count in zip(tasks, counts(plan(tasks, n)), strict=True))
+            max(
+                task.load / count for task, count in zip(tasks, counts(plan(tasks, n)), strict=True)
+            )
             for n in (num_devices - 1, num_devices)
         ]
         assert per_device[1] <= per_device[0]
@@ -68,7 +72,9 @@ def test_another_device_never_makes_the_slowest_slower(tasks: list[TaskLoad], mo
 
 @given(tasks_of, st.integers(1, 6))
 def test_memory_is_kept_to(tasks: list[TaskLoad], num_devices: int) -> None:
-    """With room for the largest task beside an even part of the others, one order always packs them."""
+    """With room for the largest task beside an even part of the others, one order always packs
+    them.
+    """
     num_devices = min(num_devices, len(tasks))
     total, largest = sum(task.num_bytes for task in tasks), max(task.num_bytes for task in tasks)
     room = total // num_devices + largest
@@ -79,19 +85,31 @@ def test_memory_is_kept_to(tasks: list[TaskLoad], num_devices: int) -> None:
 
 
 def test_bytes_decide_where_loads_would_leave_no_room() -> None:
-    tasks = [TaskLoad("heavy", 8, num_bytes=1), TaskLoad("large", 1, num_bytes=4), TaskLoad("wide", 2, num_bytes=3)]
+    tasks = [
+        TaskLoad("heavy", 8, num_bytes=1),
+        TaskLoad("large", 1, num_bytes=4),
+        TaskLoad("wide", 2, num_bytes=3),
+    ]
     layout = plan(tasks, 2, memory=DeviceMemory(4))
     assert {frozenset(share.task for share in shares) for shares in layout.shares} == {
         frozenset({1}),
         frozenset({0, 2}),
     }
-    with pytest.raises(ValueError, match="device_bytes = 3: must be more for 3 tasks on 2 devices, at least 4"):
+    with pytest.raises(
+        ValueError, match="device_bytes = 3: must be more for 3 tasks on 2 devices, at least 4"
+    ):
         plan(tasks, 2, memory=DeviceMemory(3))
-    with pytest.raises(ValueError, match=r"machine\.device_bytes = 3: must be at least 4 for large"):
+    with pytest.raises(
+        ValueError, match=r"machine\.device_bytes = 3: must be at least 4 for large"
+    ):
         plan(tasks, 3, memory=DeviceMemory(3))
-    with pytest.raises(ValueError, match=r"machine\.device_bytes = 5: must be at least 6 for large"):
+    with pytest.raises(
+        ValueError, match=r"machine\.device_bytes = 5: must be at least 6 for large"
+    ):
         plan(tasks, 3, memory=DeviceMemory(5, shared_bytes=2))
-    with pytest.raises(ValueError, match="device_bytes = 7: must be at least 10 for heavy and large and wide"):
+    with pytest.raises(
+        ValueError, match="device_bytes = 7: must be at least 10 for heavy and large and wide"
+    ):
         plan(tasks, 1, mode="even", memory=DeviceMemory(7, shared_bytes=2))
     assert plan(tasks, 3, memory=DeviceMemory(6, shared_bytes=2)).num_bytes == (3, 6, 5)
 

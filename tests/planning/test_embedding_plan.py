@@ -7,13 +7,21 @@ from typing import Any
 
 import pytest
 
-from jmoe.planning.embedding import EmbeddingPlan, Vocabulary, embedding_traffic, plan_embedding, round_rows
+from jmoe.planning.embedding import (
+    EmbeddingPlan,
+    Vocabulary,
+    embedding_traffic,
+    plan_embedding,
+    round_rows,
+)
 
 V, H, T = 50304, 1024, 256
 GPT = Vocabulary(V, H, tied=True, num_tokens=T, activation_bytes=2, sharded=False)
 
 
-def plan(kind: Any = "auto", vocabulary: Vocabulary = GPT, nodes: int = 2, inside: int = 2) -> EmbeddingPlan:
+def plan(
+    kind: Any = "auto", vocabulary: Vocabulary = GPT, nodes: int = 2, inside: int = 2
+) -> EmbeddingPlan:
     return plan_embedding(kind, vocabulary, num_nodes=nodes, devices_per_node=inside)
 
 
@@ -34,20 +42,33 @@ def test_one_device_keeps_everything() -> None:
 def test_auto_is_columns_with_a_parallel_head_where_tokens_are_few() -> None:
     found = plan("auto", changed(tied=False))
     assert (found.kind, found.parallel_head) == ("columns", True)
-    assert found.reason == "a device sends 1.6 MB to other nodes in a pass with columns, 206.0 MB replicated"
+    assert (
+        found.reason
+        == "a device sends 1.6 MB to other nodes in a pass with columns, 206.0 MB replicated"
+    )
     assert plan("auto", changed(tied=False), nodes=1, inside=4).kind == "columns"
 
 
 def test_auto_is_rows_for_a_tied_table() -> None:
-    """Its shards are parts of the vocabulary as they lie; columns would be turned round in every pass."""
+    """Its shards are parts of the vocabulary as they lie; columns would be turned round in every
+    pass.
+    """
     found = plan()
     assert (found.kind, found.parallel_head) == ("rows", True)
-    assert found.reason == "a device sends 1.6 MB to other nodes in a pass with rows, 103.0 MB replicated"
-    assert 10 * embedding_traffic(found, GPT).across_bytes < embedding_traffic(plan("columns"), GPT).across_bytes
+    assert (
+        found.reason
+        == "a device sends 1.6 MB to other nodes in a pass with rows, 103.0 MB replicated"
+    )
+    assert (
+        10 * embedding_traffic(found, GPT).across_bytes
+        < embedding_traffic(plan("columns"), GPT).across_bytes
+    )
 
 
 def test_a_head_is_whole_where_tokens_are_many() -> None:
-    """Hidden states of all tokens against the table: the turn is near as many tokens as the vocabulary has entries."""
+    """Hidden states of all tokens against the table: the turn is near as many tokens as the
+    vocabulary has entries.
+    """
     few, many = changed(tied=False, num_tokens=V // 16), changed(tied=False, num_tokens=V)
     assert plan("columns", few).parallel_head and plan("rows", few).parallel_head
     assert not plan("columns", many).parallel_head and not plan("rows", many).parallel_head
@@ -64,19 +85,24 @@ def test_what_does_not_divide() -> None:
     assert found.kind == "replicated"
     assert found.reason == "vocab_size = 50257 is no multiple of 4 devices"
     with pytest.raises(
-        ValueError, match="vocab_size = 50257: must be a multiple of the 4 devices for embedding = 'rows'"
+        ValueError,
+        match="vocab_size = 50257: must be a multiple of the 4 devices for embedding = 'rows'",
     ):
         plan("rows", changed(vocab_size=50257))
     with pytest.raises(ValueError, match="hidden_size = 1022: must be a multiple of the 4 devices"):
         plan("columns", changed(hidden_size=1022))
     assert plan("rows", changed(hidden_size=1022)).kind == "rows"
     assert plan("auto", changed(hidden_size=1022, tied=False)).kind == "rows"
-    with pytest.raises(ValueError, match="embedding = 'diagonals': must be one of auto, replicated, columns, rows"):
+    with pytest.raises(
+        ValueError, match="embedding = 'diagonals': must be one of auto, replicated, columns, rows"
+    ):
         plan("diagonals")
 
 
 def test_bytes_of_columns() -> None:
-    """Ids and two times H / R activations of every token to each device; the parallel head's hidden states and more."""
+    """Ids and two times H / R activations of every token to each device; the parallel head's
+    hidden states and more.
+    """
     for tied in (True, False):
         vocabulary = changed(tied=tied)
         found = dataclasses.replace(plan("columns", vocabulary), parallel_head=True)
@@ -96,11 +122,16 @@ def test_bytes_of_rows() -> None:
 
 
 def test_bytes_of_whole_parameters() -> None:
-    """A ring over R devices sends 2 (R - 1) / R of a sum; across P nodes a device sends that for its Q-th of it."""
+    """A ring over R devices sends 2 (R - 1) / R of a sum; across P nodes a device sends that for
+    its Q-th of it.
+    """
     table = V * H * 4
     sent = embedding_traffic(plan("replicated"), GPT)
     assert (sent.across_bytes, sent.inside_bytes) == (2 * table // 2 // 2, 2 * table // 2)
-    assert embedding_traffic(plan("replicated"), changed(tied=False)).across_bytes == 2 * sent.across_bytes
+    assert (
+        embedding_traffic(plan("replicated"), changed(tied=False)).across_bytes
+        == 2 * sent.across_bytes
+    )
     sharded = embedding_traffic(
         plan("replicated"), changed(tied=False, sharded=True)
     ).across_bytes  # the head in bfloat16

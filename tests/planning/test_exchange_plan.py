@@ -1,4 +1,6 @@
-"""Which exchange is chosen and why, and the counts of rows and bytes against drawn routings and by hand."""
+"""Which exchange is chosen and why, and the counts of rows and bytes against drawn routings and
+by hand.
+"""
 
 from __future__ import annotations
 
@@ -52,14 +54,28 @@ def test_nodes_per_token_is_what_uniform_routing_reaches(
     score_TE = rng.random((tokens, experts)) + np.repeat(open_TG, experts // n_group, axis=1)
     idx_TK = np.argsort(-score_TE, axis=1)[:, :k]
     reached = (idx_TK[:, :, None] // (experts // nodes) == np.arange(nodes)).any(axis=1).sum(axis=1)
-    assert nodes_per_token(nodes, experts, k, n_group, topk_group) == pytest.approx(reached.mean(), rel=0.01)
+    assert nodes_per_token(nodes, experts, k, n_group, topk_group) == pytest.approx(
+        reached.mean(), rel=0.01
+    )
     if n_group == nodes:
         assert reached.max() <= topk_group
 
 
-def plan(kind: Any = "auto", nodes: int = 2, devices: int = 2, experts: int = 8, k: int = 2, **options: Any) -> Any:
+def plan(
+    kind: Any = "auto",
+    nodes: int = 2,
+    devices: int = 2,
+    experts: int = 8,
+    k: int = 2,
+    **options: Any,
+) -> Any:
     return plan_exchange(
-        kind, num_nodes=nodes, devices_per_node=devices, num_experts=experts, num_experts_per_tok=k, **options
+        kind,
+        num_nodes=nodes,
+        devices_per_node=devices,
+        num_experts=experts,
+        num_experts_per_tok=k,
+        **options,
     )
 
 
@@ -67,10 +83,18 @@ def plan(kind: Any = "auto", nodes: int = 2, devices: int = 2, experts: int = 8,
     ("options", "kind", "reason"),
     [
         ({}, "dedup", "0.79 rows a token cross between 2 nodes with dedup, 1.00 without"),
-        ({"experts": 64, "k": 8}, "dedup", "1.00 rows a token cross between 2 nodes with dedup, 4.00 without"),
+        (
+            {"experts": 64, "k": 8},
+            "dedup",
+            "1.00 rows a token cross between 2 nodes with dedup, 4.00 without",
+        ),
         ({"k": 1}, "flat", "0.50 rows a token cross between 2 nodes with dedup, 0.50 without"),
         ({"nodes": 1, "devices": 4}, "flat", "all experts are on one node"),
-        ({"nodes": 16, "devices": 8, "experts": 128}, "flat", "1.82 rows .* with dedup, 1.88 without"),
+        (
+            {"nodes": 16, "devices": 8, "experts": 128},
+            "flat",
+            "1.82 rows .* with dedup, 1.88 without",
+        ),
         (
             {"nodes": 16, "devices": 8, "experts": 256, "k": 8, "n_group": 16, "topk_group": 4},
             "dedup",
@@ -92,9 +116,12 @@ LINKS = LinksConfig(NVLINK, RAIL, RAIL, LinkConfig(25e9, 30e-6), message_s=5e-7,
 @pytest.mark.parametrize(
     ("options", "tokens", "kind"),
     [
-        ({"nodes": 32, "devices": 8, "experts": 256, "k": 1}, 2048, "hierarchical"),  # 31 + 7 messages, not 255
-        ({"nodes": 32, "devices": 8, "experts": 256, "k": 1}, 1024, "dedup"),  # flat's rows in eights are half empty
-        ({"nodes": 2, "devices": 8, "experts": 64, "k": 8}, 4096, "dedup"),  # 1 row where there were 4
+        # 31 + 7 messages, not 255
+        ({"nodes": 32, "devices": 8, "experts": 256, "k": 1}, 2048, "hierarchical"),
+        # flat's rows in eights are half empty
+        ({"nodes": 32, "devices": 8, "experts": 256, "k": 1}, 1024, "dedup"),
+        # 1 row where there were 4
+        ({"nodes": 2, "devices": 8, "experts": 64, "k": 8}, 4096, "dedup"),
         ({"nodes": 2, "devices": 1, "experts": 8, "k": 1}, 4096, "flat"),  # two hops would be one
         ({"nodes": 1, "devices": 8, "experts": 64, "k": 8}, 4096, "flat"),
     ],
@@ -107,11 +134,16 @@ def test_the_choice_on_known_links(options: dict[str, Any], tokens: int, kind: s
         sizes = {"num_experts": options["experts"], "num_experts_per_tok": options["k"]}
         seconds = {each: planned_seconds(plan(each, **options), load, **sizes) for each in KINDS}
         assert seconds[kind] <= 1.12 * min(seconds.values())  # type: ignore[index]
-        assert re.fullmatch(r"on these links .* take [\d.e+]+ ms flat, [\d.e+]+ ms hier.*, .* ms dedup", chosen.reason)
+        assert re.fullmatch(
+            r"on these links .* take [\d.e+]+ ms flat, [\d.e+]+ ms hier.*, .* ms dedup",
+            chosen.reason,
+        )
 
 
 def test_two_hops_have_to_save_a_tenth() -> None:
-    """Along the rail in place of over the spine: what a device sends takes half the time, or nearly all of it."""
+    """Along the rail in place of over the spine: what a device sends takes half the time, or
+    nearly all of it.
+    """
     for spine_bytes_per_s, kind in ((25e9, "hierarchical"), (48e9, "flat")):
         slow = LinkConfig(spine_bytes_per_s, 0)
         links = LinksConfig(LinkConfig(1e15, 0), LinkConfig(50e9, 0), slow, slow)
@@ -120,39 +152,52 @@ def test_two_hops_have_to_save_a_tenth() -> None:
 
 
 def test_seconds_by_hand() -> None:
-    """Four nodes of two devices, two nodes below each leaf switch; 1 kB/s inside, 100, 50 and 20 bytes/s across."""
+    """Four nodes of two devices, two nodes below each leaf switch; 1 kB/s inside, 100, 50 and 20
+    bytes/s across.
+    """
     inside, rail, leaf, spine = (
         LinkConfig(rate, late) for rate, late in ((1e3, 1.0), (100, 2.0), (50, 3.0), (20, 4.0))
     )
     links = LinksConfig(inside, rail, leaf, spine, message_s=0.1, nodes_per_leaf=2)
     sent = Traffic(across_bytes=600, inside_bytes=1000)
-    # flat: 1 on the rail, 1 below the leaf switch, 4 over the spine; 600, 500 and 400 bytes of six peers
+    # flat: 1 on the rail, 1 below the leaf switch, 4 over the spine; 600, 500 and 400 bytes of six
+    # peers
     flat = 3 * (4.0 + 6 * 0.1) + max(600 / 100, 500 / 50, 400 / 20)
     assert exchange_seconds(plan("flat", 4), sent, links) == pytest.approx(flat)
     # in two hops 1 on the rail and 2 over the spine
     across = 3 * (4.0 + 3 * 0.1) + max(600 / 100, 400 / 20)
-    assert exchange_seconds(plan("hierarchical", 4), sent, links) == pytest.approx(across + 3 * (1.0 + 0.1) + 1.0)
+    assert exchange_seconds(plan("hierarchical", 4), sent, links) == pytest.approx(
+        across + 3 * (1.0 + 0.1) + 1.0
+    )
     across = 7 * (4.0 + 3 * 0.1) + max(600 / 100, 400 / 20)
     both = exchange_seconds(plan("dedup", 4), sent, links, backward=True)
     assert both == pytest.approx(across + 5 * (1.0 + 0.1) + 1.0)
     one = replace(links, nodes_per_leaf=0)  # nothing crosses the spine
     across = 3 * (2.0 + 3 * 0.1) + 600 / 100
-    assert exchange_seconds(plan("hierarchical", 4), sent, one) == pytest.approx(across + 3 * (1.0 + 0.1) + 1.0)
-    assert exchange_seconds(plan("hierarchical", 1), Traffic(0, 1000), links) == pytest.approx(3 * 1.1 + 1.0)
+    assert exchange_seconds(plan("hierarchical", 4), sent, one) == pytest.approx(
+        across + 3 * (1.0 + 0.1) + 1.0
+    )
+    assert exchange_seconds(plan("hierarchical", 1), Traffic(0, 1000), links) == pytest.approx(
+        3 * 1.1 + 1.0
+    )
 
 
 def test_traffic_by_hand() -> None:
     sizes: dict[str, Any] = {"num_tokens": 112, "num_experts": 8, "num_experts_per_tok": 2}
 
     def sent(kind: str, **options: bool) -> tuple[int, int]:
-        found = exchange_traffic(plan(kind), **sizes, row_bytes=1000, capacity_factor=1.0, **options)
+        found = exchange_traffic(
+            plan(kind), **sizes, row_bytes=1000, capacity_factor=1.0, **options
+        )
         return found.across_bytes, found.inside_bytes
 
-    # 224 assignments over 4 devices: 56 rows each, there and back, and the sizes of 2 experts' groups
+    # 224 assignments over 4 devices: 56 rows each, there and back, and the sizes of 2 experts'
+    # groups
     block = 56 * 2000 + 8
     assert sent("flat") == (2 * block, block)
     assert sent("hierarchical") == (2 * block, 2 * block)
-    # 112 tokens x 11/14 go to a node: 88 rows, each with two weights (4 bytes) and two experts of 4 (1 byte)
+    # 112 tokens x 11/14 go to a node: 88 rows, each with two weights (4 bytes) and two experts of 4
+    # (1 byte)
     assert sent("dedup") == (88 * (2000 + 8 + 2), 112 * 2000 + 8)
     assert sent("dedup", backward=True)[0] == 88 * (4000 + 16 + 2)
 
@@ -160,7 +205,8 @@ def test_traffic_by_hand() -> None:
 def test_buffer_rows() -> None:
     assert buffer_rows(125, 1000, 1.0) == 128  # in eights
     assert buffer_rows(125, 1000, 1.25) == 160
-    assert buffer_rows(125, 1000, None) == 256  # a dropless first try has room for twice a fair share
+    # a dropless first try has room for twice a fair share
+    assert buffer_rows(125, 1000, None) == 256
     assert buffer_rows(125, 1000, None, full_capacity=True) == buffer_rows(125, 1000, 99.0) == 1000
     assert buffer_rows(2.5, 5, 1.0) == 5
 
@@ -176,7 +222,10 @@ def test_index_bytes() -> None:
         ({"nodes": 3}, "num_experts = 8: must be a multiple of 3 nodes"),
         ({"k": 9}, r"num_experts_per_tok = 9: must be in \[1, num_experts = 8\]"),
         ({"n_group": 3}, "n_group = 3: must divide num_experts = 8"),
-        ({"k": 3, "n_group": 4}, "num_experts_per_tok = 3: must not exceed the 2 experts of 1 groups"),
+        (
+            {"k": 3, "n_group": 4},
+            "num_experts_per_tok = 3: must not exceed the 2 experts of 1 groups",
+        ),
     ],
 )
 def test_mistakes(options: dict[str, Any], message: str) -> None:

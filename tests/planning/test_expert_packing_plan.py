@@ -21,26 +21,80 @@ def test_the_steps_of_lina() -> None:
 @pytest.mark.parametrize(
     ("all_to_all_s", "ffn_s", "now", "options", "experts", "done", "words"),
     [
-        (0.02, 0.01, 1, {}, 2, False, "all-to-all 20 ms, experts 10 ms: 2 experts a device from now on"),
+        (
+            0.02,
+            0.01,
+            1,
+            {},
+            2,
+            False,
+            "all-to-all 20 ms, experts 10 ms: 2 experts a device from now on",
+        ),
         (0.02, 0.01, 3, {}, 6, False, "6 experts a device from now on"),
-        (0.01, 0.02, 4, {"step": 14}, 4, True, "the experts are not the shorter: it stays at 4 experts a device"),
-        (0.02, 0.02, 1, {}, 1, True, "the experts are not the shorter: it stays at 1 expert a device"),
+        (
+            0.01,
+            0.02,
+            4,
+            {"step": 14},
+            4,
+            True,
+            "the experts are not the shorter: it stays at 4 experts a device",
+        ),
+        (
+            0.02,
+            0.02,
+            1,
+            {},
+            1,
+            True,
+            "the experts are not the shorter: it stays at 1 expert a device",
+        ),
         (0.0, 0.0, 8, {}, 8, True, "the experts are not the shorter"),
         (0.02, 0.01, 16, {}, 16, True, "the mesh allows no more than 16 experts a device"),
         (0.02, 0.01, 1, {"step": 9}, 1, False, "before step 10, then every 4 steps"),
         (0.02, 0.01, 1, {"step": 12}, 1, False, "before step 10, then every 4 steps"),
         (0.02, 0.01, 2, {"room": Room(0, 5)}, 4, False, "4 experts a device from now on"),
-        (0.02, 0.01, 2, {"room": Room(10**9)}, 2, True, "1.00 GB more memory than there is; with experts in host"),
-        (0.02, 0.01, 2, {"room": Room(10**9, 5 * 10**8)}, 2, True, "in host memory 0.50 GB would be lacking"),
+        (
+            0.02,
+            0.01,
+            2,
+            {"room": Room(10**9)},
+            2,
+            True,
+            "1.00 GB more memory than there is; with experts in host",
+        ),
+        (
+            0.02,
+            0.01,
+            2,
+            {"room": Room(10**9, 5 * 10**8)},
+            2,
+            True,
+            "in host memory 0.50 GB would be lacking",
+        ),
         (0.02, 0.01, 2, {"step_s": {1: 1.0, 2: 0.9}}, 4, False, "4 experts a device from now on"),
-        (0.02, 0.01, 2, {"step_s": {1: 1.0, 2: 1.1}}, 1, True, "1.1 s, 1 s with half the experts on a device: back"),
+        (
+            0.02,
+            0.01,
+            2,
+            {"step_s": {1: 1.0, 2: 1.1}},
+            1,
+            True,
+            "1.1 s, 1 s with half the experts on a device: back",
+        ),
         (0.01, 0.02, 2, {"step_s": {1: 1.0, 2: 1.1}}, 1, True, "back to 1 expert a device"),
         (0.02, 0.01, 2, {"step_s": {1: 1.0, 2: 1.005}}, 4, False, "4 experts a device from now on"),
         (0.02, 0.01, 2, {"step_s": {2: 1.1}}, 4, False, "4 experts a device from now on"),
     ],
 )
 def test_decisions(
-    all_to_all_s: float, ffn_s: float, now: int, options: dict[str, Any], experts: int, done: bool, words: str
+    all_to_all_s: float,
+    ffn_s: float,
+    now: int,
+    options: dict[str, Any],
+    experts: int,
+    done: bool,
+    words: str,
 ) -> None:
     decision = decide(all_to_all_s, ffn_s, now, **options)
     assert (decision.experts_per_device, decision.done) == (experts, done)
@@ -56,7 +110,9 @@ def test_decisions(
         ((0.1, float("nan"), 1), {}, "ffn_s = nan: must not be negative"),
     ],
 )
-def test_bad_numbers(arguments: tuple[float, float, int], options: dict[str, Any], message: str) -> None:
+def test_bad_numbers(
+    arguments: tuple[float, float, int], options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         decide(*arguments, **options)
 
@@ -66,22 +122,34 @@ rooms = st.builds(Room, st.integers(0, 10), st.integers(0, 10))
 
 
 @given(seconds, seconds, st.integers(0, 4), st.integers(0, 4), st.integers(0, 40), rooms)
-def test_it_doubles_only_where_it_may(a: float, f: float, now: int, above: int, step: int, room: Room) -> None:
+def test_it_doubles_only_where_it_may(
+    a: float, f: float, now: int, above: int, step: int, room: Room
+) -> None:
     most = 2 ** (now + above)
     decision = next_packing(a, f, 2**now, step=step, most_experts=most, room=room)
-    assert decision.experts_per_device in (2**now, 2 ** (now + 1)) and decision.experts_per_device <= most
+    assert (
+        decision.experts_per_device in (2**now, 2 ** (now + 1))
+        and decision.experts_per_device <= most
+    )
     doubled = decision.experts_per_device > 2**now
     assert doubled == (is_decided_at(step) and a > f and above > 0 and not room.lacking_bytes)
     assert decision.done == (is_decided_at(step) and not doubled)
 
 
-@given(st.lists(st.tuples(seconds, seconds, st.floats(0.1, 10)), min_size=9, max_size=9), st.integers(0, 4))
+@given(
+    st.lists(st.tuples(seconds, seconds, st.floats(0.1, 10)), min_size=9, max_size=9),
+    st.integers(0, 4),
+)
 def test_it_comes_to_an_end(measured: list[tuple[float, float, float]], most: int) -> None:
-    """After all doublings that there are and one step back; what it ends with is not known to be slower."""
+    """After all doublings that there are and one step back; what it ends with is not known to be
+    slower.
+    """
     experts, step, step_s = 1, 10, dict[int, float]()
     for all_to_all_s, ffn_s, whole_s in measured:
         step_s[experts] = whole_s
-        decision = next_packing(all_to_all_s, ffn_s, experts, step=step, most_experts=2**most, step_s=step_s)
+        decision = next_packing(
+            all_to_all_s, ffn_s, experts, step=step, most_experts=2**most, step_s=step_s
+        )
         experts, step = decision.experts_per_device, step + 4
         if decision.done:
             break

@@ -1,4 +1,6 @@
-"""A GPU's time for a module: the rates of each kind of kernel, and a whole step against what an H100 took for it."""
+"""A GPU's time for a module: the rates of each kind of kernel, and a whole step against what an
+H100 took for it.
+"""
 
 import json
 import lzma
@@ -30,9 +32,8 @@ def estimate(entry: str, *computations: str, **options: Any) -> GpuEstimate:
 
 def test_bytes_or_flops_whichever_takes_longer_and_a_launch() -> None:
     found = estimate(
-        "  %a = bf16[4096,4096]{1,0} parameter(0)\n"
-        "  %sum = bf16[4096,4096]{1,0} add(%a, %a)\n"
-        "  %ab = f32[4096,4096]{1,0} dot(%a, %a), lhs_contracting_dims={1}, rhs_contracting_dims={0}\n"
+        "  %a = bf16[4096,4096]{1,0} parameter(0)\n  %sum = bf16[4096,4096]{1,0} add(%a, %a)\n  %ab"
+        " = f32[4096,4096]{1,0} dot(%a, %a), lhs_contracting_dims={1}, rhs_contracting_dims={0}\n"
     )
     product, passed = found.kernels
     assert (product.name, product.flops) == ("ab", 2 * 4096**3)
@@ -43,13 +44,22 @@ def test_bytes_or_flops_whichever_takes_longer_and_a_launch() -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "precision", "rate"),
-    [("f32", "", 0.5), ("f32", ", operand_precision={highest,highest}", 0.068), ("f8e4m3fn", "", 2.0)],
+    [
+        ("f32", "", 0.5),
+        ("f32", ", operand_precision={highest,highest}", 0.068),
+        ("f8e4m3fn", "", 2.0),
+    ],
 )
 def test_products_by_dtype_and_precision(dtype: str, precision: str, rate: float) -> None:
     dims = f"lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}{precision}"
-    entry = f"  %a = {dtype}[4096,4096]{{1,0}} parameter(0)\n  %ab = f32[4096,4096]{{1,0}} dot(%a, %a), {dims}\n"
+    entry = (
+        f"  %a = {dtype}[4096,4096]{{1,0}} parameter(0)\n  %ab = f32[4096,4096]{{1,0}} dot(%a, %a),"
+        f" {dims}\n"
+    )
     (kernel,) = estimate(entry).kernels
-    assert kernel.seconds == pytest.approx(2 * 4096**3 / (SHARES["product"].product * rate * 1e14) + 1e-6)
+    assert kernel.seconds == pytest.approx(
+        2 * 4096**3 / (SHARES["product"].product * rate * 1e14) + 1e-6
+    )
 
 
 LOOP = """%body (at: (f32[1000])) -> (f32[1000]) {
@@ -58,7 +68,10 @@ LOOP = """%body (at: (f32[1000])) -> (f32[1000]) {
   %negated = f32[1000]{0} negate(%x)
   ROOT %out = (f32[1000]{0}) tuple(%negated)
 }"""
-INNER = '  %inner = (f32[1000]{0}) while(%x), condition=%c, body=%body, metadata={op_name="jit(f)/experts/while"}'
+INNER = (
+    "  %inner = (f32[1000]{0}) while(%x), condition=%c, body=%body,"
+    ' metadata={op_name="jit(f)/experts/while"}'
+)
 
 
 def test_loops_are_multiplied_out() -> None:
@@ -67,7 +80,8 @@ def test_loops_are_multiplied_out() -> None:
   ROOT %inner = (f32[1000]{0}) while(%x), condition=%c, body=%body, backend_config={"known_trip_count":{"n":"5"}}
 }"""
     text = (
-        '  %l = (f32[1000]{0}) while(%x), condition=%c, body=%outer, backend_config={"known_trip_count":{"n": "7"}}\n'
+        "  %l = (f32[1000]{0}) while(%x), condition=%c, body=%outer,"
+        ' backend_config={"known_trip_count":{"n": "7"}}\n'
     )
     found = estimate(text.replace('"n": ', '"n":'), LOOP, outer)
     assert [(kernel.name, kernel.launches) for kernel in found.kernels] == [("negated", 35)]
@@ -87,13 +101,18 @@ def test_of_branches_the_longest() -> None:
   ROOT %n{1} = f32[{1}]{{0}} negate(%p)
 }}"""
     small, large = branch.format("small", 10), branch.format("large", 10**6)
-    found = estimate("  %c = f32[] conditional(%x, %y, %z), branch_computations={%large, %small}\n", small, large)
+    found = estimate(
+        "  %c = f32[] conditional(%x, %y, %z), branch_computations={%large, %small}\n", small, large
+    )
     assert [kernel.name for kernel in found.kernels] == ["n1000000"]
 
 
 def test_our_kernels_by_their_own_flops() -> None:
     """Of weights that only some rows read, those."""
-    meta = 'custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(f)/moe/experts/grouped_matmul_kernel/mpmd_map"}'
+    meta = (
+        'custom_call_target="mosaic_gpu_v2",'
+        ' metadata={op_name="jit(f)/moe/experts/grouped_matmul_kernel/mpmd_map"}'
+    )
     call = (
         "  %count = s32[1]{0} parameter(0)\n"
         "  %tiles = s32[4,9]{1,0} parameter(1)\n"
@@ -138,18 +157,19 @@ def test_an_unknown_kernel_is_noted() -> None:
 
 def test_a_collective_hides_behind_what_is_computed_beside_it() -> None:
     found = estimate(
-        "  %big = bf16[8192,8192]{1,0} parameter(0)\n"
-        "  %x = f32[1000000]{0} parameter(1)\n"
-        "  %sent = ((f32[1000000]{0}), f32[8000000]{0}) all-gather-start(%x), replica_groups=[1,8]<=[8]\n"
-        "  %pass = bf16[8192,8192]{1,0} negate(%big)\n"
-        "  %there = f32[8000000]{0} all-gather-done(%sent)\n"
-        "  %sum = f32[1000000]{0} all-reduce(%x), replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%plus\n"
+        "  %big = bf16[8192,8192]{1,0} parameter(0)\n  %x = f32[1000000]{0} parameter(1)\n  %sent ="
+        " ((f32[1000000]{0}), f32[8000000]{0}) all-gather-start(%x), replica_groups=[1,8]<=[8]\n "
+        " %pass = bf16[8192,8192]{1,0} negate(%big)\n  %there = f32[8000000]{0}"
+        " all-gather-done(%sent)\n  %sum = f32[1000000]{0} all-reduce(%x),"
+        " replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%plus\n"
     )
     by_name = {each.name: each for each in found.communication}
     gather, reduce = by_name["all-gather of 8"], by_name["all-reduce of 8"]
     assert gather.sent_bytes == 7 * 4e6 and gather.hidden_s == gather.seconds
     assert reduce.sent_bytes == 2 * 7 / 8 * 4e6 and reduce.hidden_s == 0
-    assert found.seconds == pytest.approx(sum(kernel.seconds for kernel in found.kernels) + reduce.seconds)
+    assert found.seconds == pytest.approx(
+        sum(kernel.seconds for kernel in found.kernels) + reduce.seconds
+    )
 
 
 def test_scopes_without_what_jax_wraps_them_in() -> None:
@@ -166,7 +186,8 @@ def test_rates_of_an_h100_are_those_measured() -> None:
     assert rates.launch_s == LAUNCH_S
 
 
-# Kernels by their names in the profile, where the GPU's choice of a product has no name in the module
+# Kernels by their names in the profile, where the GPU's choice of a product has no name in the
+# module
 SLOWEST = {
     "nvjet_sm90_tss_128x128_64x6_1x2_h_badd_NTT": "gemm_fusion_dot_general.11",
     "grouped_matmul_kernel_mosaic_gpu_kernel": "grouped_matmul",
@@ -189,13 +210,16 @@ OTHERS = {
 
 
 def test_a_step_that_an_h100_has_run() -> None:
-    """OLMoE's shape, as the commit compiled that was profiled: the sum within 15 %, the five slowest kernels the same.
+    """OLMoE's shape, as the commit compiled that was profiled: the sum within 15 %, the five
+    slowest kernels the same.
 
     olmoe_step.hlo.xz: the module, without what nothing here reads.
     """
     text = lzma.decompress((HERE / "olmoe_step.hlo.xz").read_bytes()).decode()
     found = estimate_module(parse_hlo(text), gpu_rates("h100"))
-    profile = json.loads((HERE.parents[1] / "benchmarks" / "results" / "gpu_profile_olmoe.json").read_text())
+    profile = json.loads(
+        (HERE.parents[1] / "benchmarks" / "results" / "gpu_profile_olmoe.json").read_text()
+    )
     assert found.notes == ()
     assert 1e3 * found.seconds == pytest.approx(profile["step_ms"], rel=0.15)
     assert found.launches == pytest.approx(profile["launches"], rel=0.15)
@@ -205,4 +229,6 @@ def test_a_step_that_an_h100_has_run() -> None:
     by_name = {kernel.name: kernel for kernel in found.kernels}
     for theirs, ours in (SLOWEST | OTHERS).items():
         assert by_name[ours].launches == measured[theirs]["launches_a_step"], ours
-        assert 1e3 * by_name[ours].seconds == pytest.approx(measured[theirs]["ms_a_step"], rel=0.2), ours
+        assert 1e3 * by_name[ours].seconds == pytest.approx(
+            measured[theirs]["ms_a_step"], rel=0.2
+        ), ours

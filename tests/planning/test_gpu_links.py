@@ -21,7 +21,10 @@ TWO_NODES = tuple(range(16))
         ("source_target_pairs={{0,1},{1,0}}", ((0, 1), (1, 0))),
         ("replica_groups=mesh['data'=2,'intra'=2] {'intra'}, dimensions={0}", ((0, 1), (2, 3))),
         ("replica_groups=mesh['data'=2,'intra'=2] {'data'}", ((0, 2), (1, 3))),
-        ("replica_groups=mesh['data'=2,'inter'=1,'intra'=2] {'data','inter','intra'}", ((0, 1, 2, 3),)),
+        (
+            "replica_groups=mesh['data'=2,'inter'=1,'intra'=2] {'data','inter','intra'}",
+            ((0, 1, 2, 3),),
+        ),
         ("replica_groups=mesh['data'=4] {'data':(1)2}", ()),
         ("channel_id=1", ()),
     ],
@@ -31,18 +34,27 @@ def test_groups(attributes: str, groups: tuple[tuple[int, ...], ...]) -> None:
 
 
 def test_what_is_sent() -> None:
-    sent = {kind: Collective(kind, (NODE,), 8e6).sent_bytes for kind in ("all-gather", "all-reduce", "all-to-all")}
+    sent = {
+        kind: Collective(kind, (NODE,), 8e6).sent_bytes
+        for kind in ("all-gather", "all-reduce", "all-to-all")
+    }
     assert sent == {"all-gather": 7 * 8e6, "all-reduce": 2 * 7e6, "all-to-all": 7e6}
     assert Collective("reduce-scatter", (NODE,), 8e6).sent_bytes == 7e6
 
 
 def test_inside_a_node_and_between() -> None:
-    """An all-to-all leaves the node once for each peer there; a ring once for all devices of the node."""
+    """An all-to-all leaves the node once for each peer there; a ring once for all devices of the
+    node.
+    """
     assert Collective("all-to-all", (NODE,), 8e6).seconds(LINKS, 8) == pytest.approx(7e6 / 400e9)
-    assert Collective("all-to-all", (TWO_NODES,), 16e6).seconds(LINKS, 8) == pytest.approx(8e6 / 50e9)
+    assert Collective("all-to-all", (TWO_NODES,), 16e6).seconds(LINKS, 8) == pytest.approx(
+        8e6 / 50e9
+    )
     ring = Collective("all-reduce", (TWO_NODES,), 16e6)
     away = ring.sent_bytes * 8 / 15 / 8
-    assert ring.seconds(LINKS, 8) == pytest.approx(max(away / 50e9, (ring.sent_bytes - away) / 400e9))
+    assert ring.seconds(LINKS, 8) == pytest.approx(
+        max(away / 50e9, (ring.sent_bytes - away) / 400e9)
+    )
     assert Collective("all-reduce", ((0,), (1,)), 16e6).seconds(LINKS, 8) == 0
 
 

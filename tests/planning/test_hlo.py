@@ -84,11 +84,13 @@ def test_flops_of_a_product() -> None:
     assert dot_flops(product, HloArray("bf16", (16, 64))) == 2 * 16 * 32 * 64
 
 
-@pytest.mark.parametrize(("dtype", "num_bytes"), [("bf16", 6), ("s4", 1.5), ("f8e4m3fn", 3), ("f64", 24)])
+@pytest.mark.parametrize(
+    ("dtype", "num_bytes"), [("bf16", 6), ("s4", 1.5), ("f8e4m3fn", 3), ("f64", 24)]
+)
 def test_bytes_by_dtype(dtype: str, num_bytes: float) -> None:
-    assert parse_hlo(f"ENTRY %e (p: s32[]) -> s32[] {{\n  ROOT %a = {dtype}[3]{{0}} f()\n}}").entry["a"].num_bytes == (
-        num_bytes
-    )
+    assert parse_hlo(f"ENTRY %e (p: s32[]) -> s32[] {{\n  ROOT %a = {dtype}[3]{{0}} f()\n}}").entry[
+        "a"
+    ].num_bytes == (num_bytes)
 
 
 def test_a_text_that_is_no_module() -> None:

@@ -6,12 +6,21 @@ from typing import Any
 import pytest
 
 from jmoe.config.engine import EngineConfig, EngineMesh
-from jmoe.planning.memory_plan import FreeMemory, ModelBytes, longest_sequence, plan_memory, plan_mesh_memory
+from jmoe.planning.memory_plan import (
+    FreeMemory,
+    ModelBytes,
+    longest_sequence,
+    plan_memory,
+    plan_mesh_memory,
+)
 from jmoe.planning.roofline import ExpertWeights
 
 MB = 10**6
-# 4 layers of 8 experts of 1 MB, records of 1.1 MB, 2 MB of other weights and 1 MB of keys and values
-MODEL = ModelBytes(ExpertWeights(4, 8, 2, MB), record_bytes=1_100_000, dense_bytes=2 * MB, cache_bytes=MB)
+# 4 layers of 8 experts of 1 MB, records of 1.1 MB, 2 MB of other weights and 1 MB of keys and
+# values
+MODEL = ModelBytes(
+    ExpertWeights(4, 8, 2, MB), record_bytes=1_100_000, dense_bytes=2 * MB, cache_bytes=MB
+)
 GPU = FreeMemory(device_bytes=40 * MB, host_bytes=100 * MB, shared=False)
 SMALL_GPU = dataclasses.replace(GPU, device_bytes=20 * MB)
 CPU = FreeMemory(device_bytes=100 * MB, host_bytes=100 * MB, shared=True)
@@ -30,7 +39,8 @@ SMALL_CPU = FreeMemory(device_bytes=30 * MB, host_bytes=30 * MB, shared=True)
         (dataclasses.replace(SMALL_GPU, host_bytes=30 * MB), {}, "auto", "nvme", 15, 8_800_000),
         (dataclasses.replace(SMALL_GPU, host_bytes=MB), {}, "auto", "nvme", 15, 2_200_000),
         (CPU, {}, "resident", None, 32, 0),
-        (SMALL_CPU, {}, "auto", "nvme", 18, 6 * MB),  # 24 MB of room, a quarter of it for the cache of records
+        # 24 MB of room, a quarter of it for the cache of records
+        (SMALL_CPU, {}, "auto", "nvme", 18, 6 * MB),
         (SMALL_CPU, {"host_cache_bytes": 4 * MB}, "auto", "nvme", 20, 4 * MB),
         (CPU, {"device_bytes": 16 * MB}, "auto", "host", 16, 35_200_000),
         (GPU, {"policy": "resident"}, "resident", None, 32, 0),
@@ -44,14 +54,25 @@ SMALL_CPU = FreeMemory(device_bytes=30 * MB, host_bytes=30 * MB, shared=True)
     ],
 )
 def test_plan(
-    free: FreeMemory, options: dict[str, Any], policy: str, tier: str | None, slots: int, host_bytes: int
+    free: FreeMemory,
+    options: dict[str, Any],
+    policy: str,
+    tier: str | None,
+    slots: int,
+    host_bytes: int,
 ) -> None:
     plan = plan_memory(MODEL, free, EngineConfig(**options))
-    assert (plan.policy, plan.expert_tier, plan.expert_slots, plan.host_bytes) == (policy, tier, slots, host_bytes)
+    assert (plan.policy, plan.expert_tier, plan.expert_slots, plan.host_bytes) == (
+        policy,
+        tier,
+        slots,
+        host_bytes,
+    )
     assert plan.nvme_bytes == (35_200_000 if tier == "nvme" else 0)
     assert plan.device_bytes == slots * MB + 3 * MB
     assert plan.ring_slots == (slots // 8 if policy == "ring" else 0)
-    if not {"device_bytes", "policy", "ring_slots"} & options.keys():  # what nobody asked for must fit
+    # what nobody asked for must fit
+    if not {"device_bytes", "policy", "ring_slots"} & options.keys():
         assert plan.device_bytes <= free.device_bytes
         assert plan.device_bytes * free.shared + plan.host_bytes <= max(free.host_bytes, 2_200_000)
     assert f"policy {policy}" in str(plan) and f"{plan.device_bytes / MB:.1f} MB" in str(plan)
@@ -60,17 +81,49 @@ def test_plan(
 @pytest.mark.parametrize(
     ("free", "options", "words"),
     [
-        (GPU, {"policy": "rings"}, "policy = 'rings': must be auto, resident, ring, experts or hybrid"),
+        (
+            GPU,
+            {"policy": "rings"},
+            "policy = 'rings': must be auto, resident, ring, experts or hybrid",
+        ),
         (GPU, {"ring_slots": 5}, "ring_slots = 5: must be between 1 and 4"),
         (GPU, {"policy": "experts", "ring_slots": 2}, "ring_slots = 2: needs policy = 'ring'"),
-        (GPU, {"ring_slots": 3, "device_bytes": 23 * MB}, "ring_slots = 3: 24 experts do not fit device_bytes"),
+        (
+            GPU,
+            {"ring_slots": 3, "device_bytes": 23 * MB},
+            "ring_slots = 3: 24 experts do not fit device_bytes",
+        ),
         (GPU, {"expert_tier": "tape"}, "expert_tier = 'tape': must be auto, host or nvme"),
-        (GPU, {"expert_tier": "host", "host_cache_bytes": 1}, "host_cache_bytes = 1: needs expert_tier = 'nvme'"),
-        (GPU, {"policy": "resident", "device_bytes": 31 * MB}, "device_bytes = 31000000: must hold all 32 experts"),
-        (GPU, {"device_bytes": 7 * MB}, "device_bytes = 7000000: must hold the 8 experts of a layer"),
-        (dataclasses.replace(GPU, device_bytes=10 * MB), {}, "device_bytes = 6000000: must hold the 8 experts"),
-        (SMALL_CPU, {"expert_tier": "host"}, "expert_tier = 'host': needs 35200000 bytes of host memory"),
-        (SMALL_CPU, {"policy": "ring", "expert_tier": "host"}, "expert_tier = 'host': needs .* and 8000000 are free"),
+        (
+            GPU,
+            {"expert_tier": "host", "host_cache_bytes": 1},
+            "host_cache_bytes = 1: needs expert_tier = 'nvme'",
+        ),
+        (
+            GPU,
+            {"policy": "resident", "device_bytes": 31 * MB},
+            "device_bytes = 31000000: must hold all 32 experts",
+        ),
+        (
+            GPU,
+            {"device_bytes": 7 * MB},
+            "device_bytes = 7000000: must hold the 8 experts of a layer",
+        ),
+        (
+            dataclasses.replace(GPU, device_bytes=10 * MB),
+            {},
+            "device_bytes = 6000000: must hold the 8 experts",
+        ),
+        (
+            SMALL_CPU,
+            {"expert_tier": "host"},
+            "expert_tier = 'host': needs 35200000 bytes of host memory",
+        ),
+        (
+            SMALL_CPU,
+            {"policy": "ring", "expert_tier": "host"},
+            "expert_tier = 'host': needs .* and 8000000 are free",
+        ),
     ],
 )
 def test_no_plan(free: FreeMemory, options: dict[str, Any], words: str) -> None:
@@ -90,7 +143,12 @@ def test_plan_of_each_of_several_devices(
     free: FreeMemory, mesh: EngineMesh, tier: str | None, slots: int, host_bytes: int
 ) -> None:
     plan = plan_mesh_memory(MODEL, free, EngineConfig(mesh=mesh), local_devices=2)
-    assert (plan.policy, plan.expert_tier, plan.expert_slots, plan.host_bytes) == ("resident", tier, slots, host_bytes)
+    assert (plan.policy, plan.expert_tier, plan.expert_slots, plan.host_bytes) == (
+        "resident",
+        tier,
+        slots,
+        host_bytes,
+    )
     assert plan.device_bytes == slots * MB + 2 * MB + MB
 
 
@@ -102,7 +160,11 @@ def test_plan_of_each_of_several_devices(
             EngineMesh(4),
             "mesh.devices = 4: each of them needs 11000000",
         ),
-        (SMALL_CPU, EngineMesh(4), "mesh.devices = 4: the 4 devices of a process need 44000000 bytes and 27000000"),
+        (
+            SMALL_CPU,
+            EngineMesh(4),
+            "mesh.devices = 4: the 4 devices of a process need 44000000 bytes and 27000000",
+        ),
         (
             dataclasses.replace(GPU, host_bytes=MB),
             EngineMesh(4, "eplb"),
@@ -122,15 +184,28 @@ def test_several_devices_without_room(free: FreeMemory, mesh: EngineMesh, match:
         (GPU, {"ring_slots": 3, "expert_tier": "nvme"}, "nvme", 3, 4_400_000),
         (GPU, {"device_bytes": 7 * MB}, "host", 3, 17_600_000),
         (dataclasses.replace(GPU, device_bytes=10 * MB), {}, "host", 3, 17_600_000),
-        (SMALL_CPU, {"policy": "ring", "ring_slots": 1, "host_cache_bytes": 5 * MB}, "nvme", 1, 5 * MB),
+        (
+            SMALL_CPU,
+            {"policy": "ring", "ring_slots": 1, "host_cache_bytes": 5 * MB},
+            "nvme",
+            1,
+            5 * MB,
+        ),
     ],
 )
 def test_plan_of_a_ring_through_several_devices(
     free: FreeMemory, options: dict[str, Any], tier: str, ring_slots: int, host_bytes: int
 ) -> None:
     """Of four devices, two a process, each has two of a layer's eight experts at a time."""
-    plan = plan_mesh_memory(MODEL, free, EngineConfig(mesh=EngineMesh(4), **options), local_devices=2)
-    assert (plan.policy, plan.expert_tier, plan.ring_slots, plan.host_bytes) == ("ring", tier, ring_slots, host_bytes)
+    plan = plan_mesh_memory(
+        MODEL, free, EngineConfig(mesh=EngineMesh(4), **options), local_devices=2
+    )
+    assert (plan.policy, plan.expert_tier, plan.ring_slots, plan.host_bytes) == (
+        "ring",
+        tier,
+        ring_slots,
+        host_bytes,
+    )
     assert plan.expert_slots == 2 * ring_slots and plan.device_bytes == (2 * ring_slots + 3) * MB
     assert plan.nvme_bytes == (35_200_000 if tier == "nvme" else 0)
 
@@ -144,12 +219,26 @@ def test_plan_of_a_ring_through_several_devices(
             {"policy": "ring", "device_bytes": MB},
             "device_bytes = 1000000: must hold 1 layers' experts, of 2000000",
         ),
-        (dataclasses.replace(GPU, device_bytes=5 * MB), {"policy": "ring"}, "mesh.devices = 4: each of them needs 40"),
-        (dataclasses.replace(GPU, host_bytes=MB), {"policy": "ring", "expert_tier": "host"}, "expert_tier = 'host': "),
-        (GPU, {"expert_tier": "host", "host_cache_bytes": 9, "ring_slots": 1}, "host_cache_bytes = 9: needs expert_ti"),
+        (
+            dataclasses.replace(GPU, device_bytes=5 * MB),
+            {"policy": "ring"},
+            "mesh.devices = 4: each of them needs 40",
+        ),
+        (
+            dataclasses.replace(GPU, host_bytes=MB),
+            {"policy": "ring", "expert_tier": "host"},
+            "expert_tier = 'host': ",
+        ),
+        (
+            GPU,
+            {"expert_tier": "host", "host_cache_bytes": 9, "ring_slots": 1},
+            "host_cache_bytes = 9: needs expert_ti",
+        ),
     ],
 )
-def test_a_ring_through_several_devices_without_room(free: FreeMemory, options: dict[str, Any], match: str) -> None:
+def test_a_ring_through_several_devices_without_room(
+    free: FreeMemory, options: dict[str, Any], match: str
+) -> None:
     with pytest.raises(ValueError, match=match):
         plan_mesh_memory(MODEL, free, EngineConfig(mesh=EngineMesh(4), **options), local_devices=2)
 
@@ -167,9 +256,12 @@ SHORT = dataclasses.replace(MODEL, cache_bytes=2048 * 1000)
             131072,
             2048,
         ),  # experts leave 2.9 MB: no 1,024 tokens more
-        (GPU, {}, 131072, 4096),  # even the shortest leave no room for all experts, which are streamed
-        (dataclasses.replace(GPU, device_bytes=60 * MB), {}, 131072, 19456),  # the 54 - 34 MB that experts leave
-        (dataclasses.replace(GPU, device_bytes=60 * MB), {}, 12000, 12000),  # all the positions that the model has
+        # even the shortest leave no room for all experts, which are streamed
+        (GPU, {}, 131072, 4096),
+        # the 54 - 34 MB that experts leave
+        (dataclasses.replace(GPU, device_bytes=60 * MB), {}, 131072, 19456),
+        # all the positions that the model has
+        (dataclasses.replace(GPU, device_bytes=60 * MB), {}, 12000, 12000),
         (SMALL_GPU, {}, 131072, 2048),  # experts are streamed: an eighth of 20 MB
         (dataclasses.replace(SMALL_GPU, device_bytes=30 * MB), {}, 131072, 3072),  # of 30
         (
@@ -179,7 +271,8 @@ SHORT = dataclasses.replace(MODEL, cache_bytes=2048 * 1000)
             24576,
         ),  # 25 MB, of one memory
         (CPU, {"policy": "ring"}, 131072, 12288),
-        (GPU, {"policy": "ring", "ring_slots": 1}, 131072, 4096),  # room for much more: an eighth of 40 MB
+        # room for much more: an eighth of 40 MB
+        (GPU, {"policy": "ring", "ring_slots": 1}, 131072, 4096),
         (GPU, {}, 1024, 1024),  # fewer positions than the shortest default has
     ],
 )
@@ -189,7 +282,12 @@ def test_how_long_sequences_may_be_by_default(
     """As long as the model and memory allow, where longer ones would not move experts."""
     config, shortest = EngineConfig(**options), min(2048, longest)
     model = dataclasses.replace(SHORT, cache_bytes=1000 * shortest)
-    made = longest_sequence(model, shortest, longest, free, lambda model: plan_memory(model, free, config))
+    made = longest_sequence(
+        model, shortest, longest, free, lambda model: plan_memory(model, free, config)
+    )
     assert made == tokens
-    plans = [plan_memory(dataclasses.replace(model, cache_bytes=1000 * n), free, config) for n in (shortest, made)]
+    plans = [
+        plan_memory(dataclasses.replace(model, cache_bytes=1000 * n), free, config)
+        for n in (shortest, made)
+    ]
     assert plans[0].policy == plans[1].policy and plans[0].expert_tier == plans[1].expert_tier

@@ -1,4 +1,6 @@
-"""Placements of experts over devices: what holds for all of them, and small ones worked out by hand."""
+"""Placements of experts over devices: what holds for all of them, and small ones worked out by
+hand.
+"""
 
 from typing import Any, get_args
 
@@ -17,7 +19,9 @@ ROWS = np.arange(CYCLE)
 
 @st.composite
 def _problems(draw: st.DrawFn) -> tuple[np.ndarray, int, dict[str, Any]]:
-    """Return popularity, devices and the other arguments of `place`; the experts always fit once."""
+    """Return popularity, devices and the other arguments of `place`; the experts always fit
+    once.
+    """
     num_devices = draw(st.integers(1, 12))
     nodes = draw(st.sampled_from([n for n in range(1, num_devices + 1) if num_devices % n == 0]))
     slots = draw(st.integers(1, 6))
@@ -33,7 +37,12 @@ def _problems(draw: st.DrawFn) -> tuple[np.ndarray, int, dict[str, Any]]:
         "ones": np.ones(size),
         "none": np.zeros(size),
     }[kind]
-    more = {"slots_per_device": slots, "max_packed": max_packed, "nodes": nodes, "num_groups": num_groups}
+    more = {
+        "slots_per_device": slots,
+        "max_packed": max_packed,
+        "nodes": nodes,
+        "num_groups": num_groups,
+    }
     return popularity_E, num_devices, more
 
 
@@ -46,8 +55,12 @@ def _check(placement: Placement, popularity_E: np.ndarray, max_packed: int) -> N
     # whoever takes a token of an expert holds it, and every row is taken
     taken = placement.physical(ROWS[:, None], np.arange(size)[None])
     assert taken.dtype == np.int32
-    np.testing.assert_array_equal(placement.physical_to_logical.ravel()[taken], np.tile(np.arange(size), (CYCLE, 1)))
-    np.testing.assert_array_equal(placement.physical(ROWS + 7 * CYCLE, np.zeros(CYCLE, int)), taken[:, 0])
+    np.testing.assert_array_equal(
+        placement.physical_to_logical.ravel()[taken], np.tile(np.arange(size), (CYCLE, 1))
+    )
+    np.testing.assert_array_equal(
+        placement.physical(ROWS + 7 * CYCLE, np.zeros(CYCLE, int)), taken[:, 0]
+    )
     # quotas add up to the counts and are what the rows get; every replica gets some
     quotas_E = np.zeros(size)
     filled = placement.physical_to_logical != EMPTY
@@ -78,10 +91,14 @@ def test_what_holds_for_every_placement(problem: tuple[np.ndarray, int, dict[str
 
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(_problems(), st.integers(0, 2**16))
-def test_changes_keep_what_is_there(problem: tuple[np.ndarray, int, dict[str, Any]], seed: int) -> None:
+def test_changes_keep_what_is_there(
+    problem: tuple[np.ndarray, int, dict[str, Any]], seed: int
+) -> None:
     popularity_E, num_devices, more = problem
     old = place(popularity_E, num_devices, policy="even", **more)
-    new = place(np.random.default_rng(seed).permutation(popularity_E), num_devices, policy="eplb", **more)
+    new = place(
+        np.random.default_rng(seed).permutation(popularity_E), num_devices, policy="eplb", **more
+    )
     ordered, fills = changes(old.physical_to_logical, new)
     _check(ordered, new.popularity_E, more["max_packed"])
     held = old.physical_to_logical.copy()
@@ -90,14 +107,18 @@ def test_changes_keep_what_is_there(problem: tuple[np.ndarray, int, dict[str, An
     wanted = ordered.physical_to_logical
     np.testing.assert_array_equal(held[wanted != EMPTY], wanted[wanted != EMPTY])
     fetched = 0
-    for before, after, given_ in zip(old.physical_to_logical, wanted, new.physical_to_logical, strict=True):
+    for before, after, given_ in zip(
+        old.physical_to_logical, wanted, new.physical_to_logical, strict=True
+    ):
         assert set(after) == set(given_)
         fetched += len(set(after) - set(before) - {EMPTY})
     assert len(fills) == fetched  # nothing that a device has already
     # the same device takes a token of a row as before its slots were reordered
     rows, experts = ROWS[:, None], np.arange(len(popularity_E))
     slots = more["slots_per_device"]
-    np.testing.assert_array_equal(ordered.physical(rows, experts) // slots, new.physical(rows, experts) // slots)
+    np.testing.assert_array_equal(
+        ordered.physical(rows, experts) // slots, new.physical(rows, experts) // slots
+    )
     assert changes(held, ordered).fills == ()
 
 
@@ -108,15 +129,20 @@ def test_lina_gives_popular_experts_whole_devices_and_packs_the_others() -> None
     assert [len(placement.replicas_of(expert)) for expert in range(8)] == [4, 2, 1, 1, 1, 1, 1, 1]
     assert placement.balancedness > 0.97  # 120 rows give no exact sevenths
     assert placement.physical_to_logical[:6, 0].tolist() == [0, 0, 0, 1, 1, 2]
-    assert {tuple(held[held != EMPTY]) for held in placement.physical_to_logical[6:, :2]} == {(0, 3), (4, 5)}
-    assert sorted(placement.physical_to_logical[:2, 1]) == [6, 7]  # no estimate: where the fewest experts are
+    assert {tuple(held[held != EMPTY]) for held in placement.physical_to_logical[6:, :2]} == {
+        (0, 3),
+        (4, 5),
+    }
+    # no estimate: where the fewest experts are
+    assert sorted(placement.physical_to_logical[:2, 1]) == [6, 7]
     even = place(popularity_E, 8, slots_per_device=1, policy="even")
     assert even.balancedness == pytest.approx(100 / 350)
     # without a spare slot experts are only rearranged
     alone = place(popularity_E, 4, slots_per_device=2, policy="lina")
     assert sorted(alone.physical_to_logical.ravel()) == list(range(8))
     assert sorted(alone.loads) == [100, 150, 200, 350]
-    # too few slots for all parts: the most loaded experts are replicated, and those without all theirs equally
+    # too few slots for all parts: the most loaded experts are replicated, and those without all
+    # theirs equally
     some = place(popularity_E, 5, slots_per_device=2, policy="lina")
     assert [len(some.replicas_of(expert)) for expert in range(8)] == [2, 2, 1, 1, 1, 1, 1, 1]
     assert some.quotas[some.physical_to_logical == 0].tolist() == [175, 175]
@@ -128,17 +154,22 @@ def test_eplb_replicates_and_packs_equal_numbers() -> None:
     placement = place(popularity_E, 8, slots_per_device=2, policy="eplb")
     assert np.all(placement.physical_to_logical != EMPTY)
     assert [len(placement.replicas_of(expert)) for expert in (10, 5, 1, 4)] == [2, 2, 2, 2]
-    assert placement.balancedness == pytest.approx(1033 / 8 / 139)  # half of expert 1 beside expert 8
+    # half of expert 1 beside expert 8
+    assert placement.balancedness == pytest.approx(1033 / 8 / 139)
     alone = place(popularity_E, 4, slots_per_device=3, policy="eplb")
     assert sorted(alone.physical_to_logical.ravel()) == list(range(12))
     # two nodes: a group of three experts stays on one
     nodes = place(popularity_E, 8, slots_per_device=2, policy="eplb", nodes=2, num_groups=4)
-    of_node = [{int(e) // 3 for e in half.ravel()} for half in np.split(nodes.physical_to_logical, 2)]
+    of_node = [
+        {int(e) // 3 for e in half.ravel()} for half in np.split(nodes.physical_to_logical, 2)
+    ]
     assert sorted(map(len, of_node)) == [2, 2] and not of_node[0] & of_node[1]
 
 
 def test_an_expert_makes_room_where_a_copy_may_not_go() -> None:
-    """The small part of expert 0 comes last, and only its other copy's device has room: expert 1 moves there."""
+    """The small part of expert 0 comes last, and only its other copy's device has room: expert 1
+    moves there.
+    """
     popularity_E = np.array([29, 5, 17])
     placement = place(popularity_E, 2, slots_per_device=2, policy="lina")
     assert placement.physical_to_logical.tolist() == [[0, 1], [0, 2]]
@@ -156,7 +187,10 @@ def test_place_as() -> None:
     placement = place_as(np.array([[2, EMPTY], [0, 2], [1, 2]]), np.array([1.0, 0.0, 6.0]))
     assert placement.loads.tolist() == [2, 3, 2]
     assert placement.replicas_of(2).tolist() == [0, 3, 5]
-    assert changes(np.array([[EMPTY, 2], [2, 1], [0, 1]]), placement).fills == (Fill(1, 1, 0), Fill(2, 0, 2))
+    assert changes(np.array([[EMPTY, 2], [2, 1], [0, 1]]), placement).fills == (
+        Fill(1, 1, 0),
+        Fill(2, 0, 2),
+    )
     assert balancedness(np.zeros(3)) == 1
     for wrong, message in (
         ([[0, 1], [2, 3]], "below 3"),
@@ -186,6 +220,10 @@ def test_place_as() -> None:
     ],
 )
 def test_a_bad_value_is_named(field: str, wrong: dict[str, Any]) -> None:
-    arguments: dict[str, Any] = {"popularity_E": np.ones(8), "num_devices": 4, "slots_per_device": 2}
+    arguments: dict[str, Any] = {
+        "popularity_E": np.ones(8),
+        "num_devices": 4,
+        "slots_per_device": 2,
+    }
     with pytest.raises(ValueError, match=f"^{field} = "):
         place(**(arguments | wrong))

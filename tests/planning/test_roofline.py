@@ -74,7 +74,9 @@ def test_expert_granular() -> None:
     # without a measured hit rate: 128 slots less the 2 that a layer passes through, of 512 experts
     unmeasured = predict_experts(WEIGHTS, DECODE, quarter)
     assert unmeasured.streamed_bytes == pytest.approx(8 * 2 * (1 - 126 / 512) * 1e6)
-    skewed = predict_experts(WEIGHTS, dataclasses.replace(DECODE, active_experts=1.0, hit_rate=0.0), quarter)
+    skewed = predict_experts(
+        WEIGHTS, dataclasses.replace(DECODE, active_experts=1.0, hit_rate=0.0), quarter
+    )
     assert skewed.streamed_bytes == pytest.approx(8e6)
     assert not predict_experts(WEIGHTS, PREFILL, 63 * 10**6).fits  # a layer may need all 64
     assert predict_experts(WEIGHTS, DECODE, 2 * 10**6).fits
@@ -82,9 +84,13 @@ def test_expert_granular() -> None:
 
 
 def test_hybrid() -> None:
-    """Host and link share what is missing, while the device computes; one alone, and none, are limits."""
+    """Host and link share what is missing, while the device computes; one alone, and none, are
+    limits.
+    """
     quarter = 128 * 10**6
-    measured = dataclasses.replace(DECODE, sync_s=0.001, active_experts=8.0, hit_rate=0.0, host_bytes_per_s=3e9)
+    measured = dataclasses.replace(
+        DECODE, sync_s=0.001, active_experts=8.0, hit_rate=0.0, host_bytes_per_s=3e9
+    )
     predicted = predict_hybrid(WEIGHTS, measured, quarter)
     # 8 MB a layer at 1 + 3 GB/s: 2 ms beside 2 ms of compute
     assert predicted.step_s == pytest.approx(8 * (0.001 + 0.002))
@@ -102,7 +108,10 @@ def test_hybrid() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: distinct_experts(8, 9, 1), r"num_experts_per_tok = 9: must be in \[1, num_experts = 8\]"),
+        (
+            lambda: distinct_experts(8, 9, 1),
+            r"num_experts_per_tok = 9: must be in \[1, num_experts = 8\]",
+        ),
         (lambda: distinct_experts(8, 2, -1), "num_tokens = -1"),
         (lambda: Measured(0, 0.1, 1), "bandwidth_bytes_per_s = 0"),
         (lambda: ExpertWeights(0, 1, 1, 1), "num_layers = 0"),

@@ -16,7 +16,9 @@ from kernels_pallas.native import MAX_ROWS
 MODEL = ModelBytes(ExpertWeights(8, 64, 2, 10**6), record_bytes=10**6, dense_bytes=0, cache_bytes=0)
 FREE = FreeMemory(10**10, 10**10, shared=False)
 HALF = plan_memory(MODEL, FREE, EngineConfig(device_bytes=256 * 10**6))
-SPEEDS = Calibration((1, 8, 512), (0.002, 0.003, 0.1), rest_s=0.01, sync_s=0.001, bandwidth_bytes_per_s=1e9)
+SPEEDS = Calibration(
+    (1, 8, 512), (0.002, 0.003, 0.1), rest_s=0.01, sync_s=0.001, bandwidth_bytes_per_s=1e9
+)
 
 
 def test_each_number_of_tokens_takes_the_fastest_policy() -> None:
@@ -43,11 +45,14 @@ def test_each_number_of_tokens_takes_the_fastest_policy() -> None:
     ("changes", "num_tokens", "policy"),
     [
         ({}, 1, "experts"),
-        ({"layer_s": (0.002, 0.003, 0.1)}, 4096, "ring"),  # every expert is used anyway: the ring hides what it moves
+        # every expert is used anyway: the ring hides what it moves
+        ({"layer_s": (0.002, 0.003, 0.1)}, 4096, "ring"),
         ({"sync_s": 0.060}, 1, "ring"),  # the read-back eats the gain
     ],
 )
-def test_what_decides_between_a_ring_and_single_experts(changes: dict[str, Any], num_tokens: int, policy: str) -> None:
+def test_what_decides_between_a_ring_and_single_experts(
+    changes: dict[str, Any], num_tokens: int, policy: str
+) -> None:
     assert StreamingPlan(HALF, dataclasses.replace(SPEEDS, **changes)).policy(num_tokens) == policy
 
 
@@ -64,8 +69,14 @@ def test_a_host_that_computes_takes_steps_of_few_tokens() -> None:
     assert [fast.policy(n) for n in (1, 8, MOST_TOKENS_ON_HOST)] == ["hybrid"] * 3
     assert fast.policy(MOST_TOKENS_ON_HOST + 1) == "experts" and fast.policy(512) == "ring"
     assert "hybrid" in fast.describe(1) and "hybrid" not in fast.describe(33)
-    given = StreamingPlan(plan_memory(MODEL, FREE, EngineConfig(policy="hybrid", device_bytes=256 * 10**6)))
-    assert (given.memory.expert_tier, given.policy(32), given.policy(33)) == ("host", "hybrid", "ring")
+    given = StreamingPlan(
+        plan_memory(MODEL, FREE, EngineConfig(policy="hybrid", device_bytes=256 * 10**6))
+    )
+    assert (given.memory.expert_tier, given.policy(32), given.policy(33)) == (
+        "host",
+        "hybrid",
+        "ring",
+    )
     assert MOST_TOKENS_ON_HOST == MAX_ROWS
 
 
@@ -73,17 +84,22 @@ def test_what_bandwidth_does_to_the_choice() -> None:
     slow = StreamingPlan(HALF, dataclasses.replace(SPEEDS, bandwidth_bytes_per_s=1e6))
     fast = StreamingPlan(HALF, dataclasses.replace(SPEEDS, bandwidth_bytes_per_s=1e13))
     assert slow.policy(1) == slow.policy(8) == "experts"
-    assert fast.policy(1) == fast.policy(512) == "ring"  # nothing to save, and the read-back to lose
-    no_ring = plan_memory(MODEL, FREE, EngineConfig(device_bytes=100 * 10**6))  # no room for two layers
+    # nothing to save, and the read-back to lose
+    assert fast.policy(1) == fast.policy(512) == "ring"
+    # no room for two layers
+    no_ring = plan_memory(MODEL, FREE, EngineConfig(device_bytes=100 * 10**6))
     assert StreamingPlan(no_ring, SPEEDS).policy(512) == "experts"
 
 
 def test_what_steps_told_of_routing() -> None:
     """It counts for decode steps; prefill ones are predicted as before."""
-    seen = RoutingStats(max_tokens=32, num_tokens=8, active_experts=10.0, hit_rate=0.9, early_fraction=0.5)
+    seen = RoutingStats(
+        max_tokens=32, num_tokens=8, active_experts=10.0, hit_rate=0.9, early_fraction=0.5
+    )
     uniform, plan = StreamingPlan(HALF, SPEEDS), StreamingPlan(HALF, SPEEDS, seen)
     assert plan.measured(8).active_experts == 10.0
-    # 1 of 10 experts is fetched, 1 ms, half of it early: 1 ms to read back, 0.5 ms to wait, 3 ms to compute
+    # 1 of 10 experts is fetched, 1 ms, half of it early: 1 ms to read back, 0.5 ms to wait, 3 ms to
+    # compute
     assert plan.predicted_step_s(8) == pytest.approx(8 * 0.0045 + 0.01)
     at_one = plan.measured(1).active_experts
     assert at_one is not None and 1 < at_one < 2  # 2 choices, as skewed as those of 8 tokens
@@ -94,16 +110,22 @@ def test_what_steps_told_of_routing() -> None:
 
 
 def test_a_cache_in_host_memory_saves_reads() -> None:
-    nvme = plan_memory(MODEL, FREE, EngineConfig(device_bytes=256 * 10**6, host_cache_bytes=128 * 10**6))
+    nvme = plan_memory(
+        MODEL, FREE, EngineConfig(device_bytes=256 * 10**6, host_cache_bytes=128 * 10**6)
+    )
     plan = StreamingPlan(nvme, dataclasses.replace(SPEEDS, nvme_bytes_per_s=3e8))
     assert plan.bandwidth_bytes_per_s == pytest.approx(4e8)  # a quarter is read from the cache
-    everything = plan_memory(MODEL, FREE, EngineConfig(device_bytes=256 * 10**6, host_cache_bytes=10**9))
+    everything = plan_memory(
+        MODEL, FREE, EngineConfig(device_bytes=256 * 10**6, host_cache_bytes=10**9)
+    )
     plan = StreamingPlan(everything, dataclasses.replace(SPEEDS, nvme_bytes_per_s=3e8))
     assert plan.bandwidth_bytes_per_s == 1e9
 
 
 def test_resident_and_given_policies() -> None:
-    resident = StreamingPlan(plan_memory(MODEL, FREE, EngineConfig()), Calibration((1, 512), (0.002, 0.1), rest_s=0.01))
+    resident = StreamingPlan(
+        plan_memory(MODEL, FREE, EngineConfig()), Calibration((1, 512), (0.002, 0.1), rest_s=0.01)
+    )
     assert resident.policy(1) == "resident"
     assert resident.bandwidth_bytes_per_s == math.inf
     assert resident.predicted_step_s(1) == pytest.approx(8 * 0.002 + 0.01)
@@ -115,9 +137,12 @@ def test_resident_and_given_policies() -> None:
 def test_what_was_measured_is_said_in_words() -> None:
     """Rates where something moves, and none that is infinite."""
     speeds = (
-        "measured: a layer takes 2 ms for 1 token, 3 ms for 8 tokens, 100 ms for 512 tokens, the rest of a step 10 ms"
+        "measured: a layer takes 2 ms for 1 token, 3 ms for 8 tokens, 100 ms for 512 tokens, the"
+        " rest of a step 10 ms"
     )
     assert str(SPEEDS) == speeds + "; experts are copied at 1 GB/s"
     assert str(dataclasses.replace(SPEEDS, bandwidth_bytes_per_s=math.inf)) == speeds
     all_of_them = dataclasses.replace(SPEEDS, nvme_bytes_per_s=2e9, host_bytes_per_s=5e8)
-    assert str(all_of_them).endswith("copied at 1 GB/s; read from NVMe at 2 GB/s; computed by the CPU at 0.5 GB/s")
+    assert str(all_of_them).endswith(
+        "copied at 1 GB/s; read from NVMe at 2 GB/s; computed by the CPU at 0.5 GB/s"
+    )

@@ -43,19 +43,25 @@ def test_bytes_by_tier() -> None:
     assert rows["nvme", "experts: weights"] == 4 * experts
     assert rows["nvme", "experts: moments"] == 8 * experts
     assert rows["nvme", "experts: gradients"] == 4 * experts
-    assert plan.bytes_on("nvme") == (16 + 16) * experts  # one checkpoint besides, with gradients that wait
+    # one checkpoint besides, with gradients that wait
+    assert plan.bytes_on("nvme") == (16 + 16) * experts
     assert rows["device", "dense weights, moments, gradients"] == 16 * 10**7
-    assert rows["device", "experts: weights"] == 4 * 2 * 64 * 10**6  # MoESys: 4 S / L for each layer there
+    # MoESys: 4 S / L for each layer there
+    assert rows["device", "experts: weights"] == 4 * 2 * 64 * 10**6
     assert plan.lacking == {} and plan.advice() == []
     assert "it fits" in str(plan)
 
 
 def test_room_for_a_share_of_a_layers_experts() -> None:
-    """MoESys: 4 a S / L on the device; a step of few tokens chooses few experts, and the advice says how few."""
+    """MoESys: 4 a S / L on the device; a step of few tokens chooses few experts, and the advice
+    says how few.
+    """
 
     def slots(model: TrainedModel, share: float) -> int:
         rows = plan_training(model, replace(NVME, device_experts=share), MACHINE).rows
-        return sum(size for tier, kind, size in rows if (tier, kind) == ("device", "experts: weights"))
+        return sum(
+            size for tier, kind, size in rows if (tier, kind) == ("device", "experts: weights")
+        )
 
     few = replace(MODEL, step_tokens=16)
     assert 16 < few.active_experts < 32  # of 64
@@ -64,7 +70,10 @@ def test_room_for_a_share_of_a_layers_experts() -> None:
     chosen = math.ceil(few.active_experts)
     assert slots(few, 0.1) == 4 * 2 * chosen * 10**6  # slots grow to what the tokens choose
     assert slots(MODEL, 0.5) == slots(MODEL, 1.0)
-    in_use = {kind: size for _, kind, size in plan_training(few, replace(NVME, device_experts=0.5), MACHINE).rows}
+    in_use = {
+        kind: size
+        for _, kind, size in plan_training(few, replace(NVME, device_experts=0.5), MACHINE).rows
+    }
     assert in_use["experts: in use"] == (2 * 4 + 2 * 2) * 32 * 10**6
     on_device = replace(NVME, experts="device", device_experts=0.5)  # all of them are there
     assert plan_training(few, on_device, MACHINE).slot_experts == 64
@@ -77,7 +86,9 @@ def test_room_for_a_share_of_a_layers_experts() -> None:
 
 
 def test_a_measured_share_of_chosen_experts() -> None:
-    """Routing is less even than estimated: traffic and seconds are those of so many experts, slots hold the most."""
+    """Routing is less even than estimated: traffic and seconds are those of so many experts,
+    slots hold the most.
+    """
 
     def moved(plan: TrainingPlan) -> float:
         experts = plan.model.num_layers * plan.model.active_experts
@@ -88,13 +99,20 @@ def test_a_measured_share_of_chosen_experts() -> None:
     half, quarter = (estimated.with_chosen_share(share) for share in (0.5, 0.25))
     assert (half.model.active_experts, quarter.model.active_experts) == (32, 16)
     assert (estimated.slot_experts, half.slot_experts, quarter.slot_experts) == (64, 64, 64)
-    few = plan_training(replace(MODEL, step_tokens=1, chosen_share=0.5), replace(NVME, device_experts=0.25), MACHINE)
+    few = plan_training(
+        replace(MODEL, step_tokens=1, chosen_share=0.5), replace(NVME, device_experts=0.25), MACHINE
+    )
     assert few.slot_experts == 32  # more than even routing chooses
     assert {row[:2]: row[2] for row in few.rows}["device", "experts: weights"] == 4 * 2 * 32 * 10**6
-    assert moved(estimated) == pytest.approx(2 * moved(half)) and moved(half) == pytest.approx(2 * moved(quarter))
+    assert moved(estimated) == pytest.approx(2 * moved(half)) and moved(half) == pytest.approx(
+        2 * moved(quarter)
+    )
     assert half.step_s() == pytest.approx(estimated.step_s() / 2)  # all of it transfers
-    assert half.step_s(overlapped=False) == pytest.approx(sum(half.compute_s) + sum(half.transfers_s))
-    assert estimated.compute_s[0] > half.compute_s[0] > quarter.compute_s[0]  # updates of those chosen
+    assert half.step_s(overlapped=False) == pytest.approx(
+        sum(half.compute_s) + sum(half.transfers_s)
+    )
+    # updates of those chosen
+    assert estimated.compute_s[0] > half.compute_s[0] > quarter.compute_s[0]
     assert quarter.model.tokens_per_expert == 4096 * 2 / 16
     assert half.with_chosen_share(0) == estimated
 
@@ -104,10 +122,15 @@ def test_a_measured_share_of_chosen_experts() -> None:
 
 def test_a_smaller_batch_is_expected_to_choose_a_smaller_share() -> None:
     few = replace(MODEL, chosen_share=0.3, step_tokens=32, max_micro_batches=4)
-    shares = [change.model.chosen_share for change in _changes(few, NVME) if change.setting == "batch_size"]
+    shares = [
+        change.model.chosen_share
+        for change in _changes(few, NVME)
+        if change.setting == "batch_size"
+    ]
     assert len(shares) == 2 and 0.3 > shares[0] > shares[1] > 2 / 64
     assert shares[0] / 0.3 == pytest.approx(
-        replace(few, chosen_share=0.0, step_tokens=16).active_experts / replace(few, chosen_share=0.0).active_experts
+        replace(few, chosen_share=0.0, step_tokens=16).active_experts
+        / replace(few, chosen_share=0.0).active_experts
     )
 
 
@@ -115,18 +138,30 @@ def test_what_a_save_takes() -> None:
     """A copy of what is on the device; experts elsewhere are saved as records, a few at a time."""
 
     def copies(place: StatePlacement) -> int:
-        return sum(n for _, kind, n in plan_training(MODEL, place, MACHINE).rows if kind == "copies for a save")
+        return sum(
+            n
+            for _, kind, n in plan_training(MODEL, place, MACHINE).rows
+            if kind == "copies for a save"
+        )
 
     host = replace(NVME, experts="host", optimizer="host", gradients="host")
     assert copies(host) == 12 * (10**7 + 8 * 10**6)
-    assert copies(replace(NVME, experts="device", optimizer="device")) == 12 * (10**7 + 16 * 64 * 10**6)
+    assert copies(replace(NVME, experts="device", optimizer="device")) == 12 * (
+        10**7 + 16 * 64 * 10**6
+    )
 
 
 def test_what_is_kept_for_the_backward_pass() -> None:
-    """A streamed step runs a layer for all micro-batches at once, and so keeps what all of them need."""
+    """A streamed step runs a layer for all micro-batches at once, and so keeps what all of them
+    need.
+    """
 
     def kept(place: StatePlacement) -> int:
-        return sum(n for _, kind, n in plan_training(spread, place, MACHINE).rows if kind.startswith("kept for"))
+        return sum(
+            n
+            for _, kind, n in plan_training(spread, place, MACHINE).rows
+            if kind.startswith("kept for")
+        )
 
     spread = replace(MODEL, num_devices=2, kept_bytes=2 * GB, micro_batches=4)
     assert kept(NVME) == 4 * GB
@@ -141,7 +176,8 @@ def test_all_on_the_device_is_sixteen_bytes_a_parameter() -> None:
     assert set(plan.lacking) == {"device"}
     assert "the most is experts: moments, 8.19 GB. Take " in plan.advice()[0]
     assert "tiers.experts = host and tiers.optimizer = host" in plan.advice()[0]
-    assert plan.expert_traffic() == ((0, 0, 0), (0, 0, 0))  # nothing moves, whatever tiers.gradients says
+    # nothing moves, whatever tiers.gradients says
+    assert plan.expert_traffic() == ((0, 0, 0), (0, 0, 0))
 
 
 def test_a_shared_memory_is_counted_once() -> None:
@@ -163,14 +199,24 @@ def test_a_full_disk() -> None:
 
 
 def test_advice_is_on_the_largest_row_and_never_what_is_already_set() -> None:
-    """Every value that is advised is another one than the plan's, and shrinks the row that takes the most."""
+    """Every value that is advised is another one than the plan's, and shrinks the row that takes
+    the most.
+    """
     tiny = replace(MACHINE, device_bytes=GB // 2)
-    plan = plan_training(replace(MODEL, input_bytes=GB, working_bytes=4 * GB, max_micro_batches=8), NVME, tiny)
+    plan = plan_training(
+        replace(MODEL, input_bytes=GB, working_bytes=4 * GB, max_micro_batches=8), NVME, tiny
+    )
     (advice,) = plan.advice()
-    assert "the most is activations: in use, 4.00 GB. Take gradient_accumulation_steps = 8 (3.50 GB less)" in advice
+    assert (
+        "the most is activations: in use, 4.00 GB. Take gradient_accumulation_steps = 8 (3.50 GB"
+        " less)" in advice
+    )
     assert "tiers.device_layers" not in advice and "remat" not in advice
     (advice,) = plan_training(replace(plan.model, kept_bytes=9 * GB), NVME, tiny).advice()
-    assert "the most is kept for the backward pass, 9.00 GB. Take remat = layer (9.00 GB less)" in advice
+    assert (
+        "the most is kept for the backward pass, 9.00 GB. Take remat = layer (9.00 GB less)"
+        in advice
+    )
     whole = replace(MODEL, micro_batches=8, max_micro_batches=8, working_bytes=4 * GB)
     (advice,) = plan_training(whole, replace(NVME, device_layers=1), tiny).advice()
     assert "gradient_accumulation_steps" not in advice and "device_layers" not in advice
@@ -182,17 +228,25 @@ def test_advice_is_on_the_largest_row_and_never_what_is_already_set() -> None:
     (advice,) = plan_training(full.model, replace(NVME, checkpoints=2), full.machine).advice()
     assert "checkpoint.keep" not in advice, "a run with records refuses to keep one"
     (advice,) = plan_training(full.model, replace(NVME, checkpoints=3), full.machine).advice()
-    assert "older versions in checkpoints, 36.86 GB. Take checkpoint.keep = 2 (14.34 GB less), or a larger d" in advice
+    assert (
+        "older versions in checkpoints, 36.86 GB. Take checkpoint.keep = 2 (14.34 GB less), or a"
+        " larger d" in advice
+    )
 
 
 def test_what_is_advised_as_enough_is_enough() -> None:
     resident = replace(NVME, experts="device", optimizer="device", gradients="host")
     roomy = replace(MACHINE, host_bytes=20 * GB)
     (advice,) = plan_training(MODEL, resident, roomy).advice()
-    assert "Take tiers.optimizer = host (enough), or tiers.experts = host and tiers.optimizer = host (enough)" in advice
+    assert (
+        "Take tiers.optimizer = host (enough), or tiers.experts = host and tiers.optimizer = host"
+        " (enough)" in advice
+    )
     assert plan_training(MODEL, replace(resident, optimizer="host"), roomy).lacking == {}
     spread = replace(MODEL, max_micro_batches=4)
-    device, host = plan_training(spread, resident, replace(MACHINE, host_bytes=2 * GB, nvme_bytes=GB)).advice()
+    device, host = plan_training(
+        spread, resident, replace(MACHINE, host_bytes=2 * GB, nvme_bytes=GB)
+    ).advice()
     assert "Take mesh.expert_inter = 4, on 4 devices (enough)" in device
     assert "the most is copies for a save, 12.41 GB" in host
 
@@ -201,9 +255,13 @@ def test_data_parallel_replicas_share_the_dense_state() -> None:
     twice = replace(MODEL, num_devices=2, replicas=3)
     rows = {kind: size for _, kind, size in plan_training(twice, NVME, MACHINE).rows}
     assert rows["dense weights, moments, gradients"] == 16 * 10**7 // 6
-    assert str(plan_training(twice, NVME, MACHINE)).startswith("per device, 6 devices; host and nvme per host, 6 hosts")
+    assert str(plan_training(twice, NVME, MACHINE)).startswith(
+        "per device, 6 devices; host and nvme per host, 6 hosts"
+    )
     whole = plan_training(replace(twice, shard_dense=False), NVME, MACHINE)
-    assert {kind: size for _, kind, size in whole.rows}["dense weights, moments, gradients"] == 16 * 10**7
+    assert {kind: size for _, kind, size in whole.rows}[
+        "dense weights, moments, gradients"
+    ] == 16 * 10**7
 
 
 def test_replicas_repeat_the_experts_and_share_the_saving() -> None:
@@ -216,14 +274,21 @@ def test_replicas_repeat_the_experts_and_share_the_saving() -> None:
     for kind in ("older versions in checkpoints", "gradients in checkpoints"):
         assert 2 * two[kind] == alone[kind] > 0
     layer_bytes = 4 * MODEL.num_experts * MODEL.expert_parameters
-    assert two["experts: in use"] == alone["experts: in use"] + layer_bytes  # gradients that are being summed
+    # gradients that are being summed
+    assert two["experts: in use"] == alone["experts: in use"] + layer_bytes
     assert plans[0].model.active_experts < plans[1].model.active_experts <= MODEL.num_experts
 
 
 def test_only_a_streamed_step_keeps_the_inputs_of_all_its_micro_batches() -> None:
     model = replace(MODEL, micro_batches=4)
-    rows = {place: plan_training(model, replace(NVME, experts=place, optimizer=place), MACHINE) for place in TIERS}
-    inputs = {place: sum(n for _, kind, n in plan.rows if "inputs" in kind) for place, plan in rows.items()}
+    rows = {
+        place: plan_training(model, replace(NVME, experts=place, optimizer=place), MACHINE)
+        for place in TIERS
+    }
+    inputs = {
+        place: sum(n for _, kind, n in plan.rows if "inputs" in kind)
+        for place, plan in rows.items()
+    }
     assert inputs == {"device": 6 * 10**7, "host": 24 * 10**7, "nvme": 24 * 10**7}
 
 
@@ -231,9 +296,12 @@ def test_traffic_of_an_expert() -> None:
     forward, back = plan_training(MODEL, NVME, MACHINE).expert_traffic()
     again = 1 - 2 / 16  # two layers are still there on the way back
     assert forward == pytest.approx((28e6, 16e6, 12e6))  # everything comes, weights and moments go
-    assert back == pytest.approx((4e6 * again + 4e6, 4e6 * again, 4e6))  # weights come, gradients go
+    # weights come, gradients go
+    assert back == pytest.approx((4e6 * again + 4e6, 4e6 * again, 4e6))
     whole = replace(NVME, host_cache_bytes=16 * MODEL.all_parameters)
-    assert all(traffic[1:] == (0, 0) for traffic in plan_training(MODEL, whole, MACHINE).expert_traffic())
+    assert all(
+        traffic[1:] == (0, 0) for traffic in plan_training(MODEL, whole, MACHINE).expert_traffic()
+    )
 
 
 def test_a_step_takes_the_longer_of_computing_and_moving() -> None:
@@ -241,7 +309,9 @@ def test_a_step_takes_the_longer_of_computing_and_moving() -> None:
     experts = 16 * MODEL.active_experts
     assert plan.step_s() == pytest.approx(experts * sum(plan.transfer_s))
     assert plan.step_s(overlapped=False) > plan.step_s()
-    fast = replace(MACHINE, nvme_read_bytes_per_s=1e15, nvme_write_bytes_per_s=1e15, link_bytes_per_s=1e15)
+    fast = replace(
+        MACHINE, nvme_read_bytes_per_s=1e15, nvme_write_bytes_per_s=1e15, link_bytes_per_s=1e15
+    )
     computing = plan_training(MODEL, NVME, fast)
     assert computing.step_s() == pytest.approx(plan.step_s(overlapped=False) - plan.step_s())
 
@@ -260,7 +330,9 @@ def test_a_layer_that_keeps_nothing_is_computed_twice_forward() -> None:
 
 
 def test_experts_products_computed_again() -> None:
-    """Advised before whole layers are, with the bytes that it saves; only experts' products are made once more."""
+    """Advised before whole layers are, with the bytes that it saves; only experts' products are
+    made once more.
+    """
     fast = replace(MACHINE, memory_bytes_per_s=1e18, link_bytes_per_s=1e18)
     resident = replace(NVME, experts="device", optimizer="device", gradients="device")
     kept = replace(MODEL, kept_bytes=9 * GB, experts_kept_bytes=6 * GB)
@@ -276,12 +348,17 @@ def test_experts_products_computed_again() -> None:
 
 
 def test_each_way_takes_the_longer_of_computing_and_moving() -> None:
-    """Twice as much is computed on the way back, but most is moved on the way forward, where experts are updated."""
-    plan = plan_training(replace(MODEL, kept_bytes=1), NVME, replace(MACHINE, memory_bytes_per_s=1e18))
+    """Twice as much is computed on the way back, but most is moved on the way forward, where
+    experts are updated.
+    """
+    plan = plan_training(
+        replace(MODEL, kept_bytes=1), NVME, replace(MACHINE, memory_bytes_per_s=1e18)
+    )
     experts, computing_s = 16 * MODEL.active_experts, plan.step_s(overlapped=False)
     forward_s, back_s = (experts * seconds for seconds in plan.transfer_s)
     computing_s -= forward_s + back_s
-    flops = MACHINE.flops * computing_s / (3 * back_s)  # computing then takes 1 and 2 times what moving takes back
+    # computing then takes 1 and 2 times what moving takes back
+    flops = MACHINE.flops * computing_s / (3 * back_s)
     between = plan_training(plan.model, NVME, replace(plan.machine, flops=flops))
     assert forward_s > back_s
     assert between.step_s() == pytest.approx(forward_s + 2 * back_s)
@@ -301,7 +378,9 @@ def test_auto_takes_the_fastest_that_fits() -> None:
     assert candidates("auto", "auto")[-1] == ("nvme", "nvme")
     assert candidates("host", "auto") == [("host", "host"), ("host", "nvme")]
     places = [replace(NVME, experts=a, optimizer=b) for a, b in candidates("auto", "auto")]
-    assert choose(MODEL, replace(MACHINE, device_bytes=30 * GB), places).placement.experts == "device"
+    assert (
+        choose(MODEL, replace(MACHINE, device_bytes=30 * GB), places).placement.experts == "device"
+    )
     chosen = choose(MODEL, MACHINE, places).placement
     assert (chosen.experts, chosen.optimizer) == ("device", "host")
     small = replace(MACHINE, device_bytes=2 * GB, host_bytes=2 * GB)
@@ -312,13 +391,20 @@ def test_auto_takes_the_fastest_that_fits() -> None:
 
 
 def test_devices_share_everything_out() -> None:
-    """Eight devices in two hosts: an eighth of the bytes on each, a half of those below in each host."""
+    """Eight devices in two hosts: an eighth of the bytes on each, a half of those below in each
+    host.
+    """
     spread = replace(MODEL, num_devices=8, devices_per_host=4)
     (alone, one), (plan, rows) = (
         (p, {(tier, kind): size for tier, kind, size in p.rows})
         for p in (plan_training(model, NVME, MACHINE) for model in (MODEL, spread))
     )
-    for kind in ("experts: weights", "experts: in use", "dense weights, moments, gradients", "activations: in use"):
+    for kind in (
+        "experts: weights",
+        "experts: in use",
+        "dense weights, moments, gradients",
+        "activations: in use",
+    ):
         assert 8 * rows["device", kind] == one["device", kind]
     assert 2 * rows["nvme", "experts: moments"] == one["nvme", "experts: moments"]
     assert spread.active_experts * 8 == pytest.approx(MODEL.active_experts)

@@ -33,7 +33,9 @@ def test_a_profile_is_kept_beside_the_checkpoint(
             profile.main()
 
     refused(match=r"MODEL = .*: must hold a tokenizer.json")
-    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token=WORDS[0]))
+    tokenizer = Tokenizer(
+        models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token=WORDS[0])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(folder / "tokenizer.json"))
     refused("--path-length", "99", match=r"path_length = 99: must be in \[1, 25\] with 5 experts")

@@ -1,4 +1,6 @@
-"""Checkpoints on a real disk: what was saved comes back, or an error says why not and what is still intact."""
+"""Checkpoints on a real disk: what was saved comes back, or an error says why not and what is
+still intact.
+"""
 
 import asyncio
 import contextlib
@@ -45,7 +47,9 @@ def open_checkpoints(tmp_path: Path) -> Iterator[Open]:
     opened: list[Checkpoints] = []
 
     def open_them(keep: int = 2) -> Checkpoints:
-        opened.append(Checkpoints(tmp_path / "checkpoints", CheckpointConfig(keep=keep), timeout_s=60))
+        opened.append(
+            Checkpoints(tmp_path / "checkpoints", CheckpointConfig(keep=keep), timeout_s=60)
+        )
         return opened[-1]
 
     yield open_them
@@ -57,7 +61,10 @@ def open_checkpoints(tmp_path: Path) -> Iterator[Open]:
 def make_mesh(*shape: int) -> jax.sharding.Mesh:
     names = ("a", "b")[: len(shape)]
     return jax.make_mesh(
-        shape, names, axis_types=(AxisType.Auto,) * len(shape), devices=jax.devices()[: np.prod(shape)]
+        shape,
+        names,
+        axis_types=(AxisType.Auto,) * len(shape),
+        devices=jax.devices()[: np.prod(shape)],
     )
 
 
@@ -65,10 +72,15 @@ def make_state(seed: int, mesh: jax.sharding.Mesh | None = None) -> dict[str, An
     """A state like a model's: nested, a named tuple, several dtypes and placements."""
     rng = np.random.default_rng(seed)
     mesh = mesh or make_mesh(8)
-    rows, whole = (NamedSharding(mesh, spec) for spec in (PartitionSpec(mesh.axis_names[-1]), PartitionSpec()))
+    rows, whole = (
+        NamedSharding(mesh, spec) for spec in (PartitionSpec(mesh.axis_names[-1]), PartitionSpec())
+    )
     w = rng.standard_normal((16, 300)).astype(np.float32)
     return {
-        "params": {"embed": jax.device_put(w, rows), "layers": [jax.device_put(w.astype(jnp.bfloat16), whole)]},
+        "params": {
+            "embed": jax.device_put(w, rows),
+            "layers": [jax.device_put(w.astype(jnp.bfloat16), whole)],
+        },
         "moments": Moments(m=jax.device_put(w * 2, rows), v=jax.device_put(w**2, rows)),
         "step": jax.device_put(np.int32(seed), whole),
         "empty": {},
@@ -76,7 +88,9 @@ def make_state(seed: int, mesh: jax.sharding.Mesh | None = None) -> dict[str, An
 
 
 def abstract(state: Any) -> Any:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+    )
 
 
 def assert_same(a: Any, b: Any) -> None:
@@ -102,13 +116,20 @@ def test_everything_comes_back(open_checkpoints: Open, tmp_path: Path) -> None:
     assert_same(restored, state)
     assert data_state == DATA_STATE
     assert config == again.saved_config(1) == json.loads(CONFIG.to_json())
-    assert all(a.sharding == b.sharding for a, b in zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True))
+    assert all(
+        a.sharding == b.sharding
+        for a, b in zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True)
+    )
 
 
 def test_the_state_may_be_donated_at_once(open_checkpoints: Open) -> None:
-    """Buffers are overwritten while the save is still writing them: the saved values are those of the call."""
+    """Buffers are overwritten while the save is still writing them: the saved values are those
+    of the call.
+    """
     checkpoints = open_checkpoints(keep=20)
-    update = jax.jit(lambda s: jax.tree.map(lambda x: x * jnp.asarray(0.5, x.dtype) + 1, s), donate_argnums=0)
+    update = jax.jit(
+        lambda s: jax.tree.map(lambda x: x * jnp.asarray(0.5, x.dtype) + 1, s), donate_argnums=0
+    )
     state = {f"w{i}": jax.random.normal(jax.random.key(i), (200, 1000)) for i in range(8)}
     expected = {}
     for step in range(1, 6):
@@ -142,7 +163,8 @@ def test_the_newest_are_kept(open_checkpoints: Open, tmp_path: Path) -> None:
     checkpoints = open_checkpoints(keep=2)
     for step in (10, 20, 30, 110):
         checkpoints.save(step, make_state(step), step, "{}")
-    checkpoints.save(110, make_state(110), 110, "{}")  # again, as a run's last step may be: nothing happens
+    # again, as a run's last step may be: nothing happens
+    checkpoints.save(110, make_state(110), 110, "{}")
     checkpoints.wait()
     assert checkpoints.steps() == [30, 110]
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["110", "30"]
@@ -199,7 +221,10 @@ def test_an_incomplete_step_is_skipped_and_set_aside(
     for step in (10, 11, 12):  # what is older than every complete step goes
         two_steps.save(step, state, step, "{}")
     two_steps.wait()
-    assert {path.name for path in folder.iterdir()} == {*map(str, two_steps.steps()), "incomplete-notes"}
+    assert {path.name for path in folder.iterdir()} == {
+        *map(str, two_steps.steps()),
+        "incomplete-notes",
+    }
     assert f"{folder}/incomplete-4-1: removed" in capsys.readouterr().out
 
 
@@ -228,7 +253,9 @@ def test_every_damaged_file_is_noticed(two_steps: Checkpoints, tmp_path: Path) -
                 two_steps.saved_config(2)
         path.write_bytes(content)
     assert_same(two_steps.restore(2, abstract(make_state(0)))[0], make_state(2))
-    assert older == {path: path.read_bytes() for path in (folder.parent / "1").rglob("*") if path.is_file()}
+    assert older == {
+        path: path.read_bytes() for path in (folder.parent / "1").rglob("*") if path.is_file()
+    }
 
 
 def test_a_step_under_another_name_is_refused(two_steps: Checkpoints, tmp_path: Path) -> None:
@@ -246,15 +273,28 @@ def test_a_step_under_another_name_is_refused(two_steps: Checkpoints, tmp_path: 
 def test_a_damaged_manifest_is_never_believed(
     two_steps: Checkpoints, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Every byte changed, one after the other, and tables of other things: the older step is taken each time."""
+    """Every byte changed, one after the other, and tables of other things: the older step is
+    taken each time.
+    """
     path = tmp_path / "checkpoints" / "2" / MANIFEST
     content = path.read_bytes()
-    others = [b"[]", b'{"files": 5, "arrays": {}}', b'{"files": {"a": 1}, "arrays": {}, "step": 2}', b"\xff\xfe", b""]
-    flipped = [content[:i] + bytes([content[i] ^ 1]) + content[i + 1 :] for i in range(len(content))]
+    others = [
+        b"[]",
+        b'{"files": 5, "arrays": {}}',
+        b'{"files": {"a": 1}, "arrays": {}, "step": 2}',
+        b"\xff\xfe",
+        b"",
+    ]
+    flipped = [
+        content[:i] + bytes([content[i] ^ 1]) + content[i + 1 :] for i in range(len(content))
+    ]
     for damaged in others + flipped:
         path.write_bytes(damaged)
         assert two_steps.latest_step() == 1, damaged
-        assert f"{path.parent} is incomplete: its {MANIFEST} cannot be read; skipped" in capsys.readouterr().err
+        assert (
+            f"{path.parent} is incomplete: its {MANIFEST} cannot be read; skipped"
+            in capsys.readouterr().err
+        )
     path.write_bytes(content)
     assert two_steps.latest_step() == 2
     manifest = json.loads(content)
@@ -272,13 +312,18 @@ def test_no_step_can_be_restored(two_steps: Checkpoints, tmp_path: Path) -> None
     """The run must not begin anew as if there had been none."""
     for step in (1, 2):
         (tmp_path / "checkpoints" / str(step) / MANIFEST).write_text("")
-    with pytest.raises(ValueError, match=r"no checkpoint in .*checkpoints can be restored.*; delete .* to start anew"):
+    with pytest.raises(
+        ValueError,
+        match=r"no checkpoint in .*checkpoints can be restored.*; delete .* to start anew",
+    ):
         two_steps.latest_step()
 
 
 def test_no_intact_step_is_left(two_steps: Checkpoints, tmp_path: Path) -> None:
     for step in (1, 2):
-        name = next(iter(json.loads((tmp_path / "checkpoints" / str(step) / MANIFEST).read_text())["files"]))
+        name = next(
+            iter(json.loads((tmp_path / "checkpoints" / str(step) / MANIFEST).read_text())["files"])
+        )
         (tmp_path / "checkpoints" / str(step) / name).write_bytes(b"")
     with pytest.raises(ValueError, match="there is no intact older step"):
         two_steps.restore(2, abstract(make_state(0)))
@@ -289,7 +334,9 @@ def test_no_intact_step_is_left(two_steps: Checkpoints, tmp_path: Path) -> None:
 def test_other_arrays_are_listed(two_steps: Checkpoints) -> None:
     target = abstract(make_state(0))
     embed = target["params"]["embed"]
-    target["params"]["embed"] = jax.ShapeDtypeStruct((16, 301), embed.dtype, sharding=embed.sharding)
+    target["params"]["embed"] = jax.ShapeDtypeStruct(
+        (16, 301), embed.dtype, sharding=embed.sharding
+    )
     target["step"] = jax.ShapeDtypeStruct((), jnp.float32, sharding=target["step"].sharding)
     target["router"] = target["params"]["layers"].pop()
     with pytest.raises(ValueError, match="holds other arrays") as caught:
@@ -342,11 +389,15 @@ def test_a_full_disk_is_an_error_and_the_older_step_stays(tmp_path: Path, how: s
     command = [sys.executable, "-c", FILL, str(folder), how]
     if how == "full":
         mount = f"mount -t tmpfs -o size=8m tmpfs {folder}"
-        if subprocess.run(["unshare", "-rm", "sh", "-c", mount], capture_output=True, check=False).returncode:
+        if subprocess.run(
+            ["unshare", "-rm", "sh", "-c", mount], capture_output=True, check=False
+        ).returncode:
             pytest.skip("this user may not mount a file system")
         command = ["unshare", "-rm", "sh", "-c", f'{mount} && exec "$@"', "sh", *command]
     root = Path(__file__).parents[2]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=root)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, check=False, cwd=root
+    )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0] == "went on"  # the error is that of the background save
@@ -359,11 +410,15 @@ def test_a_full_disk_is_an_error_and_the_older_step_stays(tmp_path: Path, how: s
 def test_writes_that_end_after_the_first_failed_are_not_reported(
     open_checkpoints: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They find the event loop of their save closed; whatever else nobody can catch is reported as before."""
+    """They find the event loop of their save closed; whatever else nobody can catch is reported
+    as before.
+    """
     reported: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", reported.append)
     open_checkpoints().save(1, {"w": jnp.zeros(2)}, None, "{}")
-    late, other = (SimpleNamespace(exc_value=RuntimeError(text)) for text in ("Event loop is closed", "other"))
+    late, other = (
+        SimpleNamespace(exc_value=RuntimeError(text)) for text in ("Event loop is closed", "other")
+    )
     for unraisable in (late, other):
         sys.unraisablehook(unraisable)  # type: ignore[arg-type]
     assert reported == [other]
@@ -375,9 +430,14 @@ async def _fail(*_: Any) -> None:
 
 @pytest.mark.parametrize(("write", "num_reported"), [(async_serialize_from_host, 0), (_fail, 1)])
 def test_later_arrays_that_fail_are_not_reported(
-    open_checkpoints: Open, caplog: pytest.LogCaptureFixture, write: Callable[..., Any], num_reported: int
+    open_checkpoints: Open,
+    caplog: pytest.LogCaptureFixture,
+    write: Callable[..., Any],
+    num_reported: int,
 ) -> None:
-    """Orbax raises what the first array met and leaves the other tasks alone; other tasks are reported as before."""
+    """Orbax raises what the first array met and leaves the other tasks alone; other tasks are
+    reported as before.
+    """
     open_checkpoints().save(1, {"w": jnp.zeros(2)}, None, "{}")
 
     async def leave_alone() -> None:
@@ -392,7 +452,9 @@ def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     checkpoints = Checkpoints(tmp_path / "file" / "checkpoints", CheckpointConfig())
     assert checkpoints.latest_step() is None
-    with pytest.raises(OSError, match=r"checkpoint folder .*/file/checkpoints cannot be written: .*Not a directory"):
+    with pytest.raises(
+        OSError, match=r"checkpoint folder .*/file/checkpoints cannot be written: .*Not a directory"
+    ):
         checkpoints.save(1, make_state(1), None, "{}")
 
 
@@ -416,12 +478,16 @@ for step in range(begin + 1, 100_000):
 """
 
 
-def test_a_kill_at_any_moment_loses_nothing_saved(start_python: Start, open_checkpoints: Open, tmp_path: Path) -> None:
+def test_a_kill_at_any_moment_loses_nothing_saved(
+    start_python: Start, open_checkpoints: Open, tmp_path: Path
+) -> None:
     target = {f"w{i}": jax.ShapeDtypeStruct((300_000,), jnp.int32, sharding=None) for i in range(6)}
     reader = open_checkpoints()
     newest = 0
     for attempt in range(5):
-        process = start_python(["-c", SAVE_FOR_EVER, tmp_path / "checkpoints"], tmp_path / f"{attempt}.log")
+        process = start_python(
+            ["-c", SAVE_FOR_EVER, tmp_path / "checkpoints"], tmp_path / f"{attempt}.log"
+        )
         wait_for_text(process.log, f"saved {newest + 1}\n")
         time.sleep(0.06 * attempt)
         process.kill_now()
@@ -492,7 +558,9 @@ print("steps", checkpoints.steps(), flush=True)
 
 @pytest.fixture
 def run_ranks(start_python: Start, tmp_path: Path) -> RunRanks:
-    """`run_ranks(processes, devices, mode="", folders=None)` -> exit statuses and outputs of all ranks."""
+    """`run_ranks(processes, devices, mode="", folders=None)` -> exit statuses and outputs of all
+    ranks.
+    """
 
     def run(
         processes: int, devices: int, mode: str = "", folders: list[Path] | None = None
@@ -501,7 +569,9 @@ def run_ranks(start_python: Start, tmp_path: Path) -> RunRanks:
         environment = {"JAX_NUM_CPU_DEVICES": str(devices), "PYTHONWARNINGS": "error"}
         ranks = [
             start_python(
-                ["-c", RANK, rank, processes, port, folder, mode], tmp_path / f"{processes}-{rank}", environment
+                ["-c", RANK, rank, processes, port, folder, mode],
+                tmp_path / f"{processes}-{rank}",
+                environment,
             )
             for rank, folder in enumerate(folders or [tmp_path / "shared"] * processes)
         ]
@@ -512,7 +582,9 @@ def run_ranks(start_python: Start, tmp_path: Path) -> RunRanks:
 
 @pytest.mark.slow
 def test_other_numbers_of_processes_go_on(run_ranks: RunRanks, tmp_path: Path) -> None:
-    """2 processes x 2 devices, then 1 x 4, then 4 x 1; saves go on under collectives of the training step."""
+    """2 processes x 2 devices, then 1 x 4, then 4 x 1; saves go on under collectives of the
+    training step.
+    """
     begin, made = 0, ""
     for processes, devices in ((2, 2), (1, 4), (4, 1)):
         statuses, logs = run_ranks(processes, devices)
@@ -528,16 +600,24 @@ def test_other_numbers_of_processes_go_on(run_ranks: RunRanks, tmp_path: Path) -
 
 
 def test_a_rank_reads_its_own_files(run_ranks: RunRanks, tmp_path: Path) -> None:
-    """Once for their sums and once for the arrays, and next to nothing of another rank's; every file is verified."""
+    """Once for their sums and once for the arrays, and next to nothing of another rank's; every
+    file is verified.
+    """
     statuses, logs = run_ranks(2, 1, mode="bytes")
     assert statuses == [0, 0], logs
     files = json.loads((tmp_path / "shared" / "5" / MANIFEST).read_text())["files"]
     verified = []
     for rank, log in enumerate(logs):
         read = json.loads(re.findall(r"read (.*)", log)[0])
-        own_bytes = sum(size for name, (size, _) in files.items() if f"ocdbt.process_{rank}/" in name)
-        other_bytes = sum(size for name, (size, _) in files.items() if f"ocdbt.process_{1 - rank}/" in name)
-        assert own_bytes > 10e6 and not [name for name in read["verified"] if f"ocdbt.process_{1 - rank}/" in name]
+        own_bytes = sum(
+            size for name, (size, _) in files.items() if f"ocdbt.process_{rank}/" in name
+        )
+        other_bytes = sum(
+            size for name, (size, _) in files.items() if f"ocdbt.process_{1 - rank}/" in name
+        )
+        assert own_bytes > 10e6 and not [
+            name for name in read["verified"] if f"ocdbt.process_{1 - rank}/" in name
+        ]
         assert read["bytes"] < 2 * own_bytes + 0.2 * other_bytes
         verified += read["verified"]
     assert sorted(verified) == sorted(files)
@@ -550,12 +630,18 @@ def test_folders_that_are_not_shared_are_an_error(run_ranks: RunRanks, tmp_path:
 
 
 def test_a_save_that_fails_on_one_rank_ends_all(run_ranks: RunRanks, tmp_path: Path) -> None:
-    """Rank 1 cannot write: no rank waits longer than the limit, and rank 1 says what the matter is."""
+    """Rank 1 cannot write: no rank waits longer than the limit, and rank 1 says what the matter
+    is.
+    """
     statuses, logs = run_ranks(2, 1, mode="fail")
     assert 0 not in statuses
-    assert re.search(r"OSError: checkpoint of step 5 in \S+/shared was not written: .*File too large", logs[1]), logs
+    assert re.search(
+        r"OSError: checkpoint of step 5 in \S+/shared was not written: .*File too large", logs[1]
+    ), logs
     # a traceback, or its line alone where rank 1's end was known in time to explain it
-    assert re.search(r"checkpoint of step 5 in .* process 0 waited for the others at .* names: 1 ", logs[0]), logs
+    assert re.search(
+        r"checkpoint of step 5 in .* process 0 waited for the others at .* names: 1 ", logs[0]
+    ), logs
     assert not list((tmp_path / "shared").glob("[0-9]"))
 
 
@@ -582,7 +668,9 @@ print(f"saved {step} of {checkpoints.steps()[-1]}", flush=True)
 
 def test_signals_do_not_stop_a_save(start_python: Start, tmp_path: Path) -> None:
     told = tmp_path / "told"
-    process = start_python(["-c", SAVE_UNDER_SIGNALS, tmp_path / "checkpoints", told], tmp_path / "log")
+    process = start_python(
+        ["-c", SAVE_UNDER_SIGNALS, tmp_path / "checkpoints", told], tmp_path / "log"
+    )
     wait_for_text(process.log, "ready\n")
     for number in range(20):
         process.send_signal((signal.SIGTERM, signal.SIGUSR1)[number % 2])

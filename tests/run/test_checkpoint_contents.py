@@ -9,8 +9,16 @@ from jmoe.run.checkpoint_contents import files_to_verify
 
 def written_by(writers: int) -> dict[str, list[int]]:
     """Three files of every writer, and some that have none."""
-    own = {f"state/ocdbt.process_{rank}/d/{name}": [100 + rank, 7] for rank in range(writers) for name in "abc"}
-    return own | {f"state/d/{name}": [size, 7] for name, size in (("x", 40), ("y", 30), ("z", 20))} | {"data/a": [1, 7]}
+    own = {
+        f"state/ocdbt.process_{rank}/d/{name}": [100 + rank, 7]
+        for rank in range(writers)
+        for name in "abc"
+    }
+    return (
+        own
+        | {f"state/d/{name}": [size, 7] for name, size in (("x", 40), ("y", 30), ("z", 20))}
+        | {"data/a": [1, 7]}
+    )
 
 
 @pytest.mark.parametrize("writers", [1, 2, 3, 4, 12])
@@ -18,14 +26,23 @@ def written_by(writers: int) -> dict[str, list[int]]:
 def test_every_file_is_verified_once(writers: int, readers: int) -> None:
     files = written_by(writers)
     parts = files_to_verify(files, readers)
-    assert len(parts) == readers and sorted(name for part in parts for name in part) == sorted(files)
+    assert len(parts) == readers and sorted(name for part in parts for name in part) == sorted(
+        files
+    )
 
 
 @pytest.mark.parametrize(
     ("writers", "readers", "whose"),
-    [(3, 3, [{0}, {1}, {2}]), (4, 2, [{0, 1}, {2, 3}]), (2, 4, [{0}, {0}, {1}, {1}]), (12, 5, None)],
+    [
+        (3, 3, [{0}, {1}, {2}]),
+        (4, 2, [{0, 1}, {2, 3}]),
+        (2, 4, [{0}, {0}, {1}, {1}]),
+        (12, 5, None),
+    ],
 )
-def test_a_process_verifies_what_it_is_to_read(writers: int, readers: int, whose: list[set[int]] | None) -> None:
+def test_a_process_verifies_what_it_is_to_read(
+    writers: int, readers: int, whose: list[set[int]] | None
+) -> None:
     """Ranks next to each other hold what is next to each other."""
     seen = []
     for part in files_to_verify(written_by(writers), readers):
@@ -35,6 +52,8 @@ def test_a_process_verifies_what_it_is_to_read(writers: int, readers: int, whose
 
 
 def test_what_nobody_wrote_for_itself_is_divided_by_size() -> None:
-    sizes = [sum(written_by(0)[name][0] for name in part) for part in files_to_verify(written_by(0), 2)]
+    sizes = [
+        sum(written_by(0)[name][0] for name in part) for part in files_to_verify(written_by(0), 2)
+    ]
     assert sorted(sizes) == [41, 50]
     assert files_to_verify({}, 2) == [[], []]

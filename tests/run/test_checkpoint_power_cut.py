@@ -1,4 +1,6 @@
-"""Checkpoints after a power cut: what has its final name is whole, and no step that was waited for is lost."""
+"""Checkpoints after a power cut: what has its final name is whole, and no step that was waited
+for is lost.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def open_store(root: Path) -> VersionStore:
 
 def open_checkpoints(root: Path, store: VersionStore) -> Checkpoints:
     records = RecordCheckpoints({"experts": store})
-    return Checkpoints(root / "checkpoints", CheckpointConfig(keep=2), records=records, timeout_s=60)
+    return Checkpoints(
+        root / "checkpoints", CheckpointConfig(keep=2), records=records, timeout_s=60
+    )
 
 
 def train(store: VersionStore, step: int) -> None:
@@ -54,10 +58,17 @@ def do_nothing(*_: Any) -> None:
 
 
 def save_three(root: Path, without: str | None = None) -> PowerCut:
-    """Three steps saved; the promise is the step that was waited for last. without: a function that does nothing."""
+    """Three steps saved; the promise is the step that was waited for last. without: a function
+    that does nothing.
+    """
     cut = PowerCut(root)
     missing = mock.patch(without, do_nothing) if without else contextlib.nullcontext()
-    with cut.recording(), missing, open_store(root) as store, open_checkpoints(root, store) as checkpoints:
+    with (
+        cut.recording(),
+        missing,
+        open_store(root) as store,
+        open_checkpoints(root, store) as checkpoints,
+    ):
         for step in (1, 2, 3):
             train(store, step)
             checkpoints.save(step, {"w": jnp.full(8, step, jnp.float32)}, step, "{}")
@@ -106,13 +117,19 @@ def test_steps_survive_a_power_cut_at_any_moment(cut: PowerCut) -> None:
 
 @pytest.mark.slow
 def test_copies_of_records_survive_a_power_cut_where_the_node_is_lost(cut: PowerCut) -> None:
-    """Of two steps kept one is whole without the pins: `durable` is said after the copies are on disk."""
+    """Of two steps kept one is whole without the pins: `durable` is said after the copies are on
+    disk.
+    """
     assert check(cut, without_local=True) > 50
 
 
-@pytest.mark.parametrize("flush", ["jmoe.run.checkpoint.fsync", "jmoe.memory.version_store.fsync", "os.fdatasync"])
+@pytest.mark.parametrize(
+    "flush", ["jmoe.run.checkpoint.fsync", "jmoe.memory.version_store.fsync", "os.fdatasync"]
+)
 def test_a_missing_flush_shows(tmp_path: Path, flush: str) -> None:
-    """The tests above can fail: without a flush of files or folders, a step that was waited for is not whole."""
+    """The tests above can fail: without a flush of files or folders, a step that was waited for
+    is not whole.
+    """
     cut = save_three(tmp_path / "run", without=flush)
     with pytest.raises((OSError, ValueError, AssertionError)):
         check(cut)

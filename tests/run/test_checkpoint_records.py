@@ -32,7 +32,9 @@ def is_durable(folder: Path) -> bool:
 
 def open_store(folder: Path, process: int = 0, num_processes: int = 1) -> VersionStore:
     owned = range(process, NUM_RECORDS, num_processes)
-    return VersionStore.open(folder / f"process-{process}", LAYOUT, NUM_RECORDS, fingerprint="a", owned=owned)
+    return VersionStore.open(
+        folder / f"process-{process}", LAYOUT, NUM_RECORDS, fingerprint="a", owned=owned
+    )
 
 
 def train(store: VersionStore, step: int) -> None:
@@ -70,7 +72,9 @@ def restore(checkpoints: Checkpoints, store: VersionStore, step: int) -> None:
 def open_all(tmp_path: Path, local: Path) -> Iterator[tuple[VersionStore, Checkpoints]]:
     with open_store(local) as store:
         records = RecordCheckpoints({"experts": store})
-        with Checkpoints(tmp_path / "checkpoints", CheckpointConfig(keep=2), records=records, timeout_s=60) as opened:
+        with Checkpoints(
+            tmp_path / "checkpoints", CheckpointConfig(keep=2), records=records, timeout_s=60
+        ) as opened:
             yield store, opened
 
 
@@ -81,7 +85,9 @@ def local() -> Iterator[Path]:
         yield Path(made) / "local"
 
 
-def test_records_come_back_with_the_state(tmp_path: Path, local: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_records_come_back_with_the_state(
+    tmp_path: Path, local: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "checkpoints"
     with open_all(tmp_path, local) as (store, checkpoints):
         for step in (1, 2, 3):
@@ -92,7 +98,8 @@ def test_records_come_back_with_the_state(tmp_path: Path, local: Path, capsys: p
         assert is_durable(folder / "3" / ITEM)
         manifest = json.loads((folder / "3" / MANIFEST).read_text())
         assert f"{ITEM}/process-0.json" in manifest["files"]
-        assert not any("experts" in name for name in manifest["files"])  # those have sums of their own
+        # those have sums of their own
+        assert not any("experts" in name for name in manifest["files"])
 
     with open_all(tmp_path, local) as (store, checkpoints):
         assert values(store) == [100 * index + 4 for index in range(NUM_RECORDS)]
@@ -115,9 +122,13 @@ def test_records_come_back_with_the_state(tmp_path: Path, local: Path, capsys: p
 def test_one_step_is_too_few(tmp_path: Path) -> None:
     with (
         open_store(tmp_path) as store,
-        pytest.raises(ValueError, match=r"checkpoint.keep = 1: must be greater than 1 with records"),
+        pytest.raises(
+            ValueError, match=r"checkpoint.keep = 1: must be greater than 1 with records"
+        ),
     ):
-        Checkpoints(tmp_path, CheckpointConfig(keep=1), records=RecordCheckpoints({"experts": store}))
+        Checkpoints(
+            tmp_path, CheckpointConfig(keep=1), records=RecordCheckpoints({"experts": store})
+        )
 
 
 RANK = """
@@ -151,16 +162,25 @@ print("done", checkpoints.steps(), flush=True)
 """
 
 
-def run_ranks(start_python: Start, tmp_path: Path, local: Path, processes: int, last: int) -> list[str]:
+def run_ranks(
+    start_python: Start, tmp_path: Path, local: Path, processes: int, last: int
+) -> list[str]:
     arguments = [processes, free_port(), local, tmp_path / "checkpoints", last]
     environment = {"JAX_NUM_CPU_DEVICES": "1", "PYTHONWARNINGS": "error"}
     logs = [tmp_path / f"{last}-{rank}.log" for rank in range(processes)]
-    ranks = [start_python(["-c", RANK, rank, *arguments], log, environment) for rank, log in enumerate(logs)]
+    ranks = [
+        start_python(["-c", RANK, rank, *arguments], log, environment)
+        for rank, log in enumerate(logs)
+    ]
     return [rank.end(300) for rank in ranks]
 
 
-def test_fewer_processes_go_on_from_the_last_durable_step(start_python: Start, tmp_path: Path, local: Path) -> None:
-    """3 processes; one local folder is lost, and a later step is not durable; 1 process goes on, then 2."""
+def test_fewer_processes_go_on_from_the_last_durable_step(
+    start_python: Start, tmp_path: Path, local: Path
+) -> None:
+    """3 processes; one local folder is lost, and a later step is not durable; 1 process goes on,
+    then 2.
+    """
     run_ranks(start_python, tmp_path, local, 3, 4)
     shutil.rmtree(local / "process-1")
     folder = tmp_path / "checkpoints" / "4" / ITEM
@@ -215,14 +235,22 @@ def test_damaged_records_come_from_their_copies_and_then_from_an_older_step(
         assert checkpoints.latest_step() == 1
         warnings = capsys.readouterr().err
         assert f"{copies['4']}: record 4" in warnings
-        assert f"checkpoint {folder / '2'} lacks 1 records, the first experts 4; skipped" in warnings
+        assert (
+            f"checkpoint {folder / '2'} lacks 1 records, the first experts 4; skipped" in warnings
+        )
         restore(checkpoints, store, 1)
 
-    for path in [*local.glob("process-0/pins/**/1/3.*"), *(folder / "1" / ITEM / "experts").glob("3.*")]:
+    for path in [
+        *local.glob("process-0/pins/**/1/3.*"),
+        *(folder / "1" / ITEM / "experts").glob("3.*"),
+    ]:
         flip(path)
     with (
         open_all(tmp_path, local) as (store, checkpoints),
-        pytest.raises(ValueError, match=f"no checkpoint in {folder} can be restored.*; delete .* to start anew"),
+        pytest.raises(
+            ValueError,
+            match=f"no checkpoint in {folder} can be restored.*; delete .* to start anew",
+        ),
     ):
         checkpoints.latest_step()
 
@@ -237,11 +265,18 @@ def test_a_damaged_list_of_records_is_named_and_the_older_step_taken(
         checkpoints.close()
         path = tmp_path / "checkpoints" / "2" / ITEM / "process-0.json"
         content = path.read_bytes()
-        bad = {"flipped": content.replace(b'"pins"', b'"pinz"'), "cut": content[:-20], "other": b"[1, 2]"}[how]
+        bad = {
+            "flipped": content.replace(b'"pins"', b'"pinz"'),
+            "cut": content[:-20],
+            "other": b"[1, 2]",
+        }[how]
         path.write_bytes(bad)
         assert checkpoints.latest_step() == 1
         warning = capsys.readouterr().err
-        assert f"{tmp_path}/checkpoints/2 is damaged: " in warning and f"{ITEM}/process-0.json" in warning
+        assert (
+            f"{tmp_path}/checkpoints/2 is damaged: " in warning
+            and f"{ITEM}/process-0.json" in warning
+        )
         with pytest.raises(ValueError, match=f"{path}: is damaged"):
             RecordCheckpoints({"experts": store}).find(path.parent)
 
@@ -288,10 +323,18 @@ print("done", checkpoints.steps(), flush=True)
 
 
 @pytest.mark.slow
-def test_a_drain_may_take_longer_than_a_step(start_python: Start, tmp_path: Path, local: Path) -> None:
-    """Rank 1 copies its records for 12 s where a step may take 8 s: both wait for it at the next save."""
-    logs, environment = [tmp_path / f"{rank}.log" for rank in range(2)], {"JAX_NUM_CPU_DEVICES": "1"}
+def test_a_drain_may_take_longer_than_a_step(
+    start_python: Start, tmp_path: Path, local: Path
+) -> None:
+    """Rank 1 copies its records for 12 s where a step may take 8 s: both wait for it at the next
+    save.
+    """
+    logs = [tmp_path / f"{rank}.log" for rank in range(2)]
+    environment = {"JAX_NUM_CPU_DEVICES": "1"}
     arguments = [free_port(), local, tmp_path / "checkpoints"]
-    ranks = [start_python(["-c", SLOW_DRAIN, rank, *arguments], log, environment) for rank, log in enumerate(logs)]
+    ranks = [
+        start_python(["-c", SLOW_DRAIN, rank, *arguments], log, environment)
+        for rank, log in enumerate(logs)
+    ]
     assert all("done [1, 2]" in rank.end(300) for rank in ranks)
     assert all(is_durable(tmp_path / "checkpoints" / step / ITEM) for step in "12")

@@ -1,4 +1,6 @@
-"""A preset on a cluster of paper: bytes add up, one node is the ordinary plan, and nodes and links pull their way."""
+"""A preset on a cluster of paper: bytes add up, one node is the ordinary plan, and nodes and
+links pull their way.
+"""
 
 import dataclasses
 import json
@@ -17,7 +19,10 @@ from jmoe.run.planner import training_plan
 SAMPLE = Path(__file__).resolve().parents[2] / "launch" / "clusters" / "h100.toml"
 QWEN = PRESETS["qwen3-30b-a3b"][1]
 STREAMED = dataclasses.replace(
-    QWEN, mesh=MeshConfig(1, 1, 0), batch_size=8192, tiers=TiersConfig(experts="nvme", optimizer="nvme")
+    QWEN,
+    mesh=MeshConfig(1, 1, 0),
+    batch_size=8192,
+    tiers=TiersConfig(experts="nvme", optimizer="nvme"),
 )
 
 
@@ -38,7 +43,9 @@ def kinds(plan: Any, tier: str, word: str) -> int:
 def test_one_node_is_the_ordinary_plan() -> None:
     on = cluster(nodes=(1,))
     (plan,) = planned(QWEN, on)
-    ordinary = training_plan(dataclasses.replace(QWEN, mesh=MeshConfig(1, 1, 8), machine=on.machine))
+    ordinary = training_plan(
+        dataclasses.replace(QWEN, mesh=MeshConfig(1, 1, 8), machine=on.machine)
+    )
     assert plan.training == ordinary
     assert plan.compute_s == ordinary.step_s() and plan.tiers_s == 0
 
@@ -48,8 +55,12 @@ def test_bytes_on_all_devices_are_the_models() -> None:
     for plan in planned(QWEN, cluster()):
         model, devices = plan.training.model, 8 * plan.nodes
         dense = devices * kinds(plan, "device", "dense weights")
-        assert 0 <= 16 * model.dense_parameters - dense < 16 * devices  # what does not divide evenly
-        state = sum(kinds(plan, "device", f"experts: {kind}") for kind in ("weights", "moments", "gradients"))
+        # what does not divide evenly
+        assert 0 <= 16 * model.dense_parameters - dense < 16 * devices
+        state = sum(
+            kinds(plan, "device", f"experts: {kind}")
+            for kind in ("weights", "moments", "gradients")
+        )
         assert devices * state == 16 * model.all_parameters * model.replicas
         assert model.dense_parameters + model.all_parameters == total
         assert plan.checkpoint_bytes == 12 * total
@@ -63,16 +74,17 @@ def test_bytes_on_all_disks_are_the_models() -> None:
         assert model.replicas == 1 and model.num_devices == 8 * plan.nodes
         for kind, size in (("experts: weights", 4), ("experts: moments", 8)):
             assert plan.nodes * kinds(plan, "nvme", kind) == size * model.all_parameters
-    assert [row.mesh for row in cluster_rows(STREAMED, cluster(nodes=(1, 2, 4), grows="experts"))] == [
-        (1, nodes, 8) for nodes in (1, 2, 4)
-    ]
+    assert [
+        row.mesh for row in cluster_rows(STREAMED, cluster(nodes=(1, 2, 4), grows="experts"))
+    ] == [(1, nodes, 8) for nodes in (1, 2, 4)]
     assert plans[0].tiers_s > plans[1].tiers_s > plans[2].tiers_s > 0
 
 
 def test_more_nodes_share_a_batch_or_bring_their_own() -> None:
     config = dataclasses.replace(QWEN, batch_size=8192)
     shared = planned(config, cluster(batch="fixed"))
-    assert 1.8 < shared[0].compute_s / shared[1].compute_s < 2  # each device updates as many experts as before
+    # each device updates as many experts as before
+    assert 1.8 < shared[0].compute_s / shared[1].compute_s < 2
     assert all(a.compute_s > b.compute_s for a, b in pairwise(shared))
     assert all(a.all_to_all_s > b.all_to_all_s for a, b in pairwise(shared))
     assert all(a.all_reduce_s < b.all_reduce_s for a, b in pairwise(shared))
@@ -83,9 +95,14 @@ def test_more_nodes_share_a_batch_or_bring_their_own() -> None:
 
 def test_a_larger_batch_chooses_a_larger_share() -> None:
     tiers = dataclasses.replace(STREAMED.tiers, chosen_share=0.4)
-    config = dataclasses.replace(STREAMED, mesh=QWEN.mesh, batch_size=8, sequence_length=4, tiers=tiers)
+    config = dataclasses.replace(
+        STREAMED, mesh=QWEN.mesh, batch_size=8, sequence_length=4, tiers=tiers
+    )
     own, shared = (
-        [plan.training.model.chosen_share for plan in planned(config, cluster(nodes=nodes, batch=batch))]
+        [
+            plan.training.model.chosen_share
+            for plan in planned(config, cluster(nodes=nodes, batch=batch))
+        ]
         for nodes, batch in (((1, 2, 4), "per_node"), ((1,), "fixed"))
     )
     assert own[0] == pytest.approx(0.4) == shared[0]
@@ -95,12 +112,18 @@ def test_a_larger_batch_chooses_a_larger_share() -> None:
 def test_faster_links_and_disks_take_less_time() -> None:
     config, on = dataclasses.replace(QWEN, mesh=MeshConfig(0, 4, 8)), cluster()
     slow = planned(config, on)
-    network = dataclasses.replace(on.network, between_bytes_per_s=2 * on.network.between_bytes_per_s)
+    network = dataclasses.replace(
+        on.network, between_bytes_per_s=2 * on.network.between_bytes_per_s
+    )
     storage = dataclasses.replace(on.storage, write_bytes_per_s=2 * on.storage.write_bytes_per_s)
-    for before, after in zip(slow, planned(config, dataclasses.replace(on, network=network)), strict=True):
+    for before, after in zip(
+        slow, planned(config, dataclasses.replace(on, network=network)), strict=True
+    ):
         assert after.all_to_all_s < before.all_to_all_s and after.all_reduce_s < before.all_reduce_s
         assert after.compute_s == before.compute_s and after.step_s < before.step_s
-    for before, after in zip(slow, planned(config, dataclasses.replace(on, storage=storage)), strict=True):
+    for before, after in zip(
+        slow, planned(config, dataclasses.replace(on, storage=storage)), strict=True
+    ):
         assert after.checkpoint_s == pytest.approx(before.checkpoint_s / 2)
 
 
@@ -108,7 +131,10 @@ def test_a_number_of_nodes_that_does_not_fit_the_run_says_why() -> None:
     rows = cluster_rows(QWEN, cluster(batch="fixed"))
     assert [row.problem.split(":")[0] for row in rows] == ["", "", "", *["batch_size = 256"] * 5]
     across = dataclasses.replace(QWEN, mesh=MeshConfig(0, 4, 4))
-    with pytest.raises(ValueError, match=r"mesh\.expert_intra = 4: must be 8, the devices of a node, or all experts"):
+    with pytest.raises(
+        ValueError,
+        match=r"mesh\.expert_intra = 4: must be 8, the devices of a node, or all experts",
+    ):
         on_nodes(across, cluster(), 8)
     on_nodes(dataclasses.replace(QWEN, mesh=MeshConfig(0, 2, 4)), cluster(), 8)
     dense = dataclasses.replace(QWEN, model=dataclasses.replace(QWEN.model, num_experts=0))
@@ -138,7 +164,12 @@ def test_too_little_memory_is_said_once() -> None:
     on = cluster(machine=dataclasses.replace(read_cluster(SAMPLE).machine, device_bytes=10**10))
     rows = cluster_rows(QWEN, on)
     assert not any(row.fits for row in rows) and not ClusterRow(8).fits
-    assert len([line for line in table(rows, on) if line.startswith("8 nodes do not fit: device: ")]) == 1
+    assert (
+        len([line for line in table(rows, on) if line.startswith("8 nodes do not fit: device: ")])
+        == 1
+    )
     auto = dataclasses.replace(QWEN, tiers=TiersConfig(experts="auto", optimizer="auto"))
     small = dataclasses.replace(on.machine, host_bytes=10**10, nvme_bytes=10**9)
-    assert cluster_rows(auto, dataclasses.replace(on, machine=small))[0].problem.startswith("tiers = 'auto': no choice")
+    assert cluster_rows(auto, dataclasses.replace(on, machine=small))[0].problem.startswith(
+        "tiers = 'auto': no choice"
+    )

@@ -70,19 +70,29 @@ def test_a_fingerprint_stands_for_the_data() -> None:
     now["data"] = {**now["data"], "path": ["/moved/text"]}
     with pytest.raises(ValueError, match=r"data.path: \[\] -> \['/moved/text'\]"):
         check_compatible(saved, now)
-    assert len(check_compatible({**saved, "data_fingerprint": "a"}, {**now, "data_fingerprint": "a"})) == 1
+    assert (
+        len(check_compatible({**saved, "data_fingerprint": "a"}, {**now, "data_fingerprint": "a"}))
+        == 1
+    )
     changed = {**now, "data_fingerprint": "b"}
     with pytest.raises(
-        ValueError, match=r"the data has changed .*: data.path: \[\] -> \['/moved/text'\]; give the text"
+        ValueError,
+        match=r"the data has changed .*: data.path: \[\] -> \['/moved/text'\]; give the text",
     ):
         check_compatible({**saved, "data_fingerprint": "a"}, changed)
-    with pytest.raises(ValueError, match=r"the data has changed .*: data.path = \[\] names other text now"):
+    with pytest.raises(
+        ValueError, match=r"the data has changed .*: data.path = \[\] names other text now"
+    ):
         check_compatible({**saved, "data_fingerprint": "a"}, {**saved, "data_fingerprint": "b"})
 
 
 def test_a_fingerprint_stands_for_the_teacher() -> None:
-    """Other weights under the same path are refused; the same ones may lie elsewhere, or be unknown as of old."""
-    saved, moved = (configured(distil=DistilConfig(teacher=place)) for place in ("teacher", "moved"))
+    """Other weights under the same path are refused; the same ones may lie elsewhere, or be
+    unknown as of old.
+    """
+    saved, moved = (
+        configured(distil=DistilConfig(teacher=place)) for place in ("teacher", "moved")
+    )
     a, b = {"teacher_fingerprint": "a"}, {"teacher_fingerprint": "b"}
     with pytest.raises(ValueError, match=r"distil\.teacher: 'teacher' -> other weights"):
         check_compatible(saved | a, saved | b)
@@ -98,8 +108,18 @@ def test_fields_of_earlier_versions_are_understood() -> None:
     """Communication was part of the mesh, and had flags that only benchmarks turned."""
     saved = configured(mesh=MeshConfig(expert_intra=2))
     del saved["comm"], saved["plan"]
-    saved["mesh"] |= {"exchange": "two_level", "two_level": True, "shard_dense": True, "fuse_dense": True}
-    saved["mesh"] |= {"schedule": "chunks", "bucket_bytes": 0, "chunk_bytes": 4096, "embedding": "auto"}
+    saved["mesh"] |= {
+        "exchange": "two_level",
+        "two_level": True,
+        "shard_dense": True,
+        "fuse_dense": True,
+    }
+    saved["mesh"] |= {
+        "schedule": "chunks",
+        "bucket_bytes": 0,
+        "chunk_bytes": 4096,
+        "embedding": "auto",
+    }
     saved["tiers"] |= {"beta": 0.8, "decay_every_steps": 4}
     saved["data"]["num_threads"] = 2
     assert check_compatible(saved, configured(comm=CommConfig(schedule="ready"))) == []
@@ -125,13 +145,19 @@ def test_tasks_may_end_at_another_step() -> None:
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"optimizer": OptimizerConfig(learning_rate=0.5)}, "optimizer.learning_rate: 0.001 -> 0.5 (from here on)"),
+        (
+            {"optimizer": OptimizerConfig(learning_rate=0.5)},
+            "optimizer.learning_rate: 0.001 -> 0.5 (from here on)",
+        ),
         (
             {"optimizer": OptimizerConfig(warmup_steps=5)},
             "optimizer.warmup_steps: 100 -> 5 (the schedule is",
         ),
         ({"optimizer": OptimizerConfig(beta2=0.9)}, "optimizer.beta2: 0.95 -> 0.9 (from here on)"),
-        ({"model": ModelConfig(capacity_factor=1.5)}, "model.capacity_factor: None -> 1.5 (from here on)"),
+        (
+            {"model": ModelConfig(capacity_factor=1.5)},
+            "model.capacity_factor: None -> 1.5 (from here on)",
+        ),
         (
             {"model": ModelConfig(router=RouterConfig(aux_loss_coef=0.1))},
             "model.router.aux_loss_coef: 0.01 -> 0.1 (from here on)",

@@ -8,7 +8,11 @@ import pytest
 from jmoe.run.compile_cache import keep_compiled_programs
 
 FOLDER = "jax_compilation_cache_dir"
-SETTINGS = (FOLDER, "jax_persistent_cache_min_compile_time_secs", "jax_persistent_cache_min_entry_size_bytes")
+SETTINGS = (
+    FOLDER,
+    "jax_persistent_cache_min_compile_time_secs",
+    "jax_persistent_cache_min_entry_size_bytes",
+)
 
 
 def test_programs_are_kept_in_the_users_cache_unless_a_folder_is_given(
@@ -22,7 +26,11 @@ def test_programs_are_kept_in_the_users_cache_unless_a_folder_is_given(
         assert jax.config.values[FOLDER] == str(tmp_path / "given")
         jax.config.update(FOLDER, None)
         keep_compiled_programs()
-        assert [jax.config.values[name] for name in SETTINGS] == [str(tmp_path / "jmoe" / "compiled"), 0, -1]
+        assert [jax.config.values[name] for name in SETTINGS] == [
+            str(tmp_path / "jmoe" / "compiled"),
+            0,
+            -1,
+        ]
     finally:
         for name, value in before.items():
             jax.config.update(name, value)

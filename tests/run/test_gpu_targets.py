@@ -1,4 +1,6 @@
-"""Targets to compile for are those that estimates name, and nothing is compiled without the libraries."""
+"""Targets to compile for are those that estimates name, and nothing is compiled without the
+libraries.
+"""
 
 import re
 import typing
@@ -26,7 +28,9 @@ SIZES = "device_memory_size", "memory_bandwidth"
 
 def test_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ahead_of_time, "has_cuda", lambda: False)
-    with pytest.raises(ValueError, match=r"estimate = 'h100': needs .*: pip install 'jmoe\[cuda13\]'"):
+    with pytest.raises(
+        ValueError, match=r"estimate = 'h100': needs .*: pip install 'jmoe\[cuda13\]'"
+    ):
         ahead_of_time.check_cuda("estimate", "h100")
     monkeypatch.setattr(ahead_of_time, "has_cuda", lambda: True)
     ahead_of_time.check_cuda("estimate", "h100")

@@ -37,7 +37,9 @@ from jmoe.run.report import write_report
 from jmoe.run.summary import HeldOut, Summary, print_final_summary
 
 
-def metrics(step: int = 0, *, layers: int = 2, experts: int = 4, **changes: object) -> dict[str, Any]:
+def metrics(
+    step: int = 0, *, layers: int = 2, experts: int = 4, **changes: object
+) -> dict[str, Any]:
     rng = np.random.default_rng(step)
     load_LE = rng.dirichlet(np.full(experts, 20.0), size=layers) if layers else None
     return {
@@ -122,7 +124,9 @@ def test_round_trip_is_bit_exact(tmp_path: Path) -> None:
         "tokens": 2**40,
         "expert_load": [[0.5, 0.25, 0.25], [0.33333, 0.33333, 0.33333]],
     }
-    assert read_events(path) == [{"event": "evaluation", "step": len(losses), "loss": 2.5, "bits_per_byte": 1.25}]
+    assert read_events(path) == [
+        {"event": "evaluation", "step": len(losses), "loss": 2.5, "bits_per_byte": 1.25}
+    ]
     for line in path.read_text().splitlines():
         strict_json(line)
 
@@ -151,10 +155,15 @@ def test_resumed_steps_replace_older_ones(tmp_path: Path) -> None:
     assert [record["step"] for record in records] == list(range(12))
     assert [record["loss"] for record in records[10:]] == [1.5, 1.25]
     events = read_events(tmp_path / "metrics.jsonl")
-    assert [(e["event"], e["step"]) for e in events] == [("evaluation", 5), ("evaluation", 10), ("resume", 10)]
+    assert [(e["event"], e["step"]) for e in events] == [
+        ("evaluation", 5),
+        ("evaluation", 10),
+        ("resume", 10),
+    ]
     raw = [strict_json(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert raw.count({"event": "resume", "step": 10}) == 1
-    assert [record["step"] for record in raw if "event" not in record] == list(range(12))  # each once
+    # each once
+    assert [record["step"] for record in raw if "event" not in record] == list(range(12))
 
 
 def test_a_run_from_the_start_voids_what_the_file_held(tmp_path: Path) -> None:
@@ -169,7 +178,9 @@ def test_resume_without_an_older_file_is_recorded(tmp_path: Path) -> None:
     assert read_events(tmp_path / "metrics.jsonl")[0] == {"event": "resume", "step": 4}
 
 
-@pytest.mark.parametrize("tail", ['{"step": 3, "lo', "\0\0\0\0", '{"step": 3, "loss": [' + "1.5, " * 60_000])
+@pytest.mark.parametrize(
+    "tail", ['{"step": 3, "lo', "\0\0\0\0", '{"step": 3, "loss": [' + "1.5, " * 60_000]
+)
 def test_a_torn_last_line_is_skipped_and_cut(tmp_path: Path, tail: str) -> None:
     write_run(tmp_path, 0, 3)
     path = tmp_path / "metrics.jsonl"
@@ -211,8 +222,12 @@ with MetricsLog(Path(sys.argv[1]), start_step=int(sys.argv[2])) as log:
 """
 
 
-def test_kill_and_resume(tmp_path: Path, start_python: Callable[..., subprocess.Popen[str]]) -> None:
-    """SIGKILL in the middle of writing, twice: every record that was written survives and the file stays readable."""
+def test_kill_and_resume(
+    tmp_path: Path, start_python: Callable[..., subprocess.Popen[str]]
+) -> None:
+    """SIGKILL in the middle of writing, twice: every record that was written survives and the
+    file stays readable.
+    """
     path, start = tmp_path / "run" / "metrics.jsonl", 0
     for attempt in range(2):
         log = tmp_path / f"log{attempt}"
@@ -228,17 +243,29 @@ def test_kill_and_resume(tmp_path: Path, start_python: Callable[..., subprocess.
     records = read_metrics(path)
     assert [record["step"] for record in records] == list(range(len(records)))
     assert all(record["loss"] == 1 / (1 + record["step"]) for record in records)
-    assert tensorboard_events(tmp_path / "run" / "tensorboard" / "evaluation")[-1].session_log.status == 1
+    assert (
+        tensorboard_events(tmp_path / "run" / "tensorboard" / "evaluation")[-1].session_log.status
+        == 1
+    )
 
 
 def test_values_that_are_not_finite(tmp_path: Path) -> None:
     bad_LE = np.array([[0.5, np.nan], [0.5, 0.5]])
     with MetricsLog(tmp_path, start_step=0) as log:
-        log.write_step(0, metrics(loss=np.float32("nan"), grad_norm=math.inf, balance_loss=-np.inf, expert_load=bad_LE))
+        log.write_step(
+            0,
+            metrics(
+                loss=np.float32("nan"), grad_norm=math.inf, balance_loss=-np.inf, expert_load=bad_LE
+            ),
+        )
         log.write_evaluation(1, loss=math.nan, bits_per_byte=math.inf)
     first, second = ((tmp_path / "metrics.jsonl").read_text()).splitlines()
     record = strict_json(first)
-    assert record["loss"] is None and record["grad_norm"] is None and record["expert_load"][0] == [0.5, None]
+    assert (
+        record["loss"] is None
+        and record["grad_norm"] is None
+        and record["expert_load"][0] == [0.5, None]
+    )
     assert record["non_finite"] == {
         "loss": "nan",
         "grad_norm": "inf",
@@ -247,7 +274,11 @@ def test_values_that_are_not_finite(tmp_path: Path) -> None:
     }
     assert strict_json(second)["non_finite"] == {"loss": "nan", "bits_per_byte": "inf"}
     (read,) = read_metrics(tmp_path / "metrics.jsonl")
-    assert math.isnan(read["loss"]) and read["grad_norm"] == math.inf and read["balance_loss"] == -math.inf
+    assert (
+        math.isnan(read["loss"])
+        and read["grad_norm"] == math.inf
+        and read["balance_loss"] == -math.inf
+    )
     assert "non_finite" not in read
     assert_png(write_report(tmp_path))
 
@@ -273,10 +304,14 @@ def test_tensorboard_events(tmp_path: Path) -> None:
     write_run(tmp_path, 5, 8)
     train = tensorboard_events(tmp_path / "tensorboard" / "train")
     assert train[0].file_version == "brain.Event:2"
-    starts = [(event.step, event.session_log.status) for event in train if event.HasField("session_log")]
+    starts = [
+        (event.step, event.session_log.status) for event in train if event.HasField("session_log")
+    ]
     assert starts == [(0, SessionLog.START)]
     scalars = [
-        (event.step, {v.tag: v.simple_value for v in event.summary.value}) for event in train if event.summary.value
+        (event.step, {v.tag: v.simple_value for v in event.summary.value})
+        for event in train
+        if event.summary.value
     ]
     assert [step for step, _ in scalars] == [0, 1, 2, 3, 4, 5, 6, 7]
     step, values = scalars[-1]
@@ -294,7 +329,9 @@ def test_tensorboard_events(tmp_path: Path) -> None:
         write_run(tmp_path, start, 8)
     assert mine.read_text() == "mine"
     mine.unlink()
-    assert [len(list((tmp_path / "tensorboard" / name).iterdir())) for name in ("train", "evaluation")] == [1, 1]
+    assert [
+        len(list((tmp_path / "tensorboard" / name).iterdir())) for name in ("train", "evaluation")
+    ] == [1, 1]
     train = tensorboard_events(tmp_path / "tensorboard" / "train")
     assert [event.step for event in train if event.summary.value] == list(range(8))
 
@@ -359,7 +396,9 @@ def test_peak_flops(device_kind: str, peak: float | None) -> None:
     assert peak_flops(device_kind) == peak
 
 
-def progress(stream: Any, *, num_steps: int = 100, device_kind: str = "cpu", every_s: float = 0.0) -> ProgressBar:
+def progress(
+    stream: Any, *, num_steps: int = 100, device_kind: str = "cpu", every_s: float = 0.0
+) -> ProgressBar:
     return ProgressBar(
         num_steps=num_steps,
         tokens_per_step=2048,
@@ -376,7 +415,12 @@ def test_plain_lines() -> None:
     with progress(stream, num_steps=1000) as line:
         line.update(0, loss=8.31789, step_s=12.34, dropped_fraction=0.0)
         for step in range(1, 6):
-            line.update(step, loss=8.0, step_s=100.0 if step == 3 else 0.5, dropped_fraction=np.float32(0.0123))
+            line.update(
+                step,
+                loss=8.0,
+                step_s=100.0 if step == 3 else 0.5,
+                dropped_fraction=np.float32(0.0123),
+            )
         line.message("saved step 6")
     lines = stream.getvalue().splitlines()
     assert lines[0] == "step 0 (0 %) | loss 8.3179 | compiled and run in 12.3 s | dropped 0.00 %"
@@ -401,13 +445,18 @@ def test_mfu_where_the_peak_is_known() -> None:
     line = progress(stream, num_steps=40_000, device_kind="NVIDIA H200")
     line.update(0, loss=1.0, step_s=60.0, dropped_fraction=0.0)
     line.update(1, loss=math.nan, step_s=2048 * 1e9 / (0.4 * 2 * 989e12), dropped_fraction=0.0)
-    assert " | loss nan | 791,200 tokens/s | MFU 40.0 % | dropped 0.00 % | ETA 1:44" in stream.getvalue()
+    assert (
+        " | loss nan | 791,200 tokens/s | MFU 40.0 % | dropped 0.00 % | ETA 1:44"
+        in stream.getvalue()
+    )
     line.close()
     line.close()
 
 
 def test_rates_follow_a_change_of_devices_and_tasks() -> None:
-    """Half of the devices with a quarter of the tokens: the step that compiles for them counts for no rate."""
+    """Half of the devices with a quarter of the tokens: the step that compiles for them counts
+    for no rate.
+    """
     stream = io.StringIO()
     line = progress(stream, num_steps=1000, device_kind="NVIDIA H200")
     line.runs_on(2, 2048)
@@ -426,8 +475,14 @@ def test_rates_follow_a_change_of_devices_and_tasks() -> None:
 
 def test_tokens_are_those_of_the_tasks_that_take_part() -> None:
     fonts = dataclasses.replace(ufo_tiny.tasks["fonts"], num_steps=10)
-    config = dataclasses.replace(ufo_tiny, layout="elastic", tasks=ufo_tiny.tasks | {"fonts": fonts})
-    assert [config.tokens_until(step) for step in (0, 10, 12)] == [0, 10 * 128 * 16, (12 * 112 + 10 * 16) * 16]
+    config = dataclasses.replace(
+        ufo_tiny, layout="elastic", tasks=ufo_tiny.tasks | {"fonts": fonts}
+    )
+    assert [config.tokens_until(step) for step in (0, 10, 12)] == [
+        0,
+        10 * 128 * 16,
+        (12 * 112 + 10 * 16) * 16,
+    ]
     assert ufo_tiny.tokens_until(12) == 12 * 128 * 16
 
 
@@ -490,10 +545,16 @@ def test_report_of_a_resumed_run(tmp_path: Path) -> None:
     path = write_report(tmp_path)
     assert path == tmp_path / "report.png"
     assert_png(path)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics.jsonl", "report.png", "tensorboard"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "metrics.jsonl",
+        "report.png",
+        "tensorboard",
+    ]
 
 
-@pytest.mark.parametrize(("steps", "layers", "experts"), [(1, 2, 4), (2, 2, 4), (1, 0, 0), (2, 1, 1), (1, 30, 16)])
+@pytest.mark.parametrize(
+    ("steps", "layers", "experts"), [(1, 2, 4), (2, 2, 4), (1, 0, 0), (2, 1, 1), (1, 30, 16)]
+)
 def test_report_of_a_short_run(tmp_path: Path, steps: int, layers: int, experts: int) -> None:
     write_run(tmp_path, 0, steps, layers=layers, experts=experts)
     assert_png(write_report(tmp_path))
@@ -510,7 +571,9 @@ def test_report_of_a_long_run_with_gaps(tmp_path: Path) -> None:
 
 
 def test_a_compilation_is_no_dip_in_the_rate(tmp_path: Path) -> None:
-    """What a step took while it was compiled is not drawn: fast or slow, the picture is the same."""
+    """What a step took while it was compiled is not drawn: fast or slow, the picture is the
+    same.
+    """
     pictures = []
     for name, rate in (("a", 3.0), ("b", 40.0)):
         folder = tmp_path / name / "run"
@@ -523,7 +586,9 @@ def test_a_compilation_is_no_dip_in_the_rate(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rises", [False, True])
-def test_no_word_lies_over_a_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rises: bool) -> None:
+def test_no_word_lies_over_a_curve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rises: bool
+) -> None:
     """Evaluated at quarters, as `train.py` does."""
     with MetricsLog(tmp_path, start_step=0) as log:
         for step in range(361):
@@ -534,12 +599,16 @@ def test_no_word_lies_over_a_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPat
                 log.write_step(step, metrics(step, loss=loss))
     figures = []
     save = Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **o: (figures.append(self), save(self, *a, **o)))
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, *a, **o: (figures.append(self), save(self, *a, **o))
+    )
     write_report(tmp_path)
     ax = next(ax for ax in figures[0].axes if ax.get_title(loc="left") == "Loss")
     boxes = [text.get_window_extent() for text in ax.texts]
     boxes += [text.get_window_extent() for text in ax.get_legend().get_texts()]
-    assert any("bits per byte" in text.get_text() for text in [*ax.texts, *ax.get_legend().get_texts()])
+    assert any(
+        "bits per byte" in text.get_text() for text in [*ax.texts, *ax.get_legend().get_texts()]
+    )
     for line in ax.get_lines():
         points = line.get_transform().transform(line.get_xydata())
         ends = np.linspace(points[:-1], points[1:], 20).reshape(-1, 2)  # between the points, too
@@ -558,7 +627,9 @@ def test_report_needs_metrics(tmp_path: Path) -> None:
         write_report(tmp_path)
 
 
-def test_a_report_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_that_cannot_be_written_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -572,7 +643,9 @@ def test_a_report_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monk
 
 
 def test_a_strip_shows_load_by_colour(tmp_path: Path) -> None:
-    """An overloaded expert is red, a starved one blue, in the heat map (the picture's lower left quarter)."""
+    """An overloaded expert is red, a starved one blue, in the heat map (the picture's lower left
+    quarter).
+    """
     with MetricsLog(tmp_path, start_step=0) as log:
         for step in range(4):
             log.write_step(step, metrics(expert_load=[[0.02, 0.7, 0.14, 0.14]]))
@@ -605,11 +678,36 @@ def test_final_summary(tmp_path: Path) -> None:
     words = [line.split() for line in text.splitlines()]
     assert ["before", "training", "8.3100", "3.6000"] in words
     assert ["after", "training", "2.9012", "1.3100"] in words
-    assert ["unigram", "model,", "same", "tokens", "2.6200", "the", "model", "is", "50.0", "%", "below"] in words
-    assert ["xz", "-9,", "same", "bytes", "1.2500", "the", "model", "is", "4.8", "%", "above"] in words
+    assert [
+        "unigram",
+        "model,",
+        "same",
+        "tokens",
+        "2.6200",
+        "the",
+        "model",
+        "is",
+        "50.0",
+        "%",
+        "below",
+    ] in words
+    assert [
+        "xz",
+        "-9,",
+        "same",
+        "bytes",
+        "1.2500",
+        "the",
+        "model",
+        "is",
+        "4.8",
+        "%",
+        "above",
+    ] in words
     assert "least loaded expert: 0.50 of its fair share (layer 0, expert 0)" in text
     assert ["def", "read(self):"] in words
-    assert "      return [bold]\\x1b[31m é" in text  # neither markup nor the terminal is steered by the sample
+    # neither markup nor the terminal is steered by the sample
+    assert "      return [bold]\\x1b[31m é" in text
     assert "\x1b" not in text
     for name in ("checkpoints", "metrics.jsonl", "tensorboard", "report.png"):
         assert f"{folder / name}\n" in text  # whole, on one line

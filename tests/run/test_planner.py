@@ -30,7 +30,9 @@ def test_parameters_add_up(name: str) -> None:
     model = trained_model(config)
     total, active = config.model.num_parameters()
     assert model.all_parameters + model.dense_parameters == total
-    inactive = (model.num_experts - model.num_experts_per_tok) * model.num_layers * model.expert_parameters
+    inactive = (
+        (model.num_experts - model.num_experts_per_tok) * model.num_layers * model.expert_parameters
+    )
     assert total - active == inactive
 
 
@@ -56,18 +58,28 @@ def test_a_measured_share_of_chosen_experts(tmp_path: Path) -> None:
     """It is planned with, and the summary has the prediction with the share of its own run too."""
 
     def run(share: float) -> TrainConfig:
-        tiers = TiersConfig(experts="nvme", optimizer="nvme", path=str(tmp_path), chosen_share=share)
-        return dataclasses.replace(TINY, tiers=tiers, machine=MachineConfig(flops=1e18, memory_bytes_per_s=1e18))
+        tiers = TiersConfig(
+            experts="nvme", optimizer="nvme", path=str(tmp_path), chosen_share=share
+        )
+        return dataclasses.replace(
+            TINY, tiers=tiers, machine=MachineConfig(flops=1e18, memory_bytes_per_s=1e18)
+        )
 
     estimated, half, few = (training_plan(run(share)) for share in (0.0, 0.5, 0.3))
     experts = TINY.model.num_experts
-    assert [plan.model.active_experts for plan in (half, few)] == pytest.approx([0.5 * experts, 0.3 * experts])
+    assert [plan.model.active_experts for plan in (half, few)] == pytest.approx(
+        [0.5 * experts, 0.3 * experts]
+    )
     assert estimated.step_s() > half.step_s() > few.step_s()
     assert few.step_s() == pytest.approx(0.6 * half.step_s())
 
     def summary(config: TrainConfig, share: float) -> tuple[str, dict[str, Any]]:
         counts = ("waited_s", "nvme_read_bytes", "nvme_written_bytes", "updates", "replayed_steps")
-        totals = dict.fromkeys(counts, 0.0) | {"chosen_share": share, "most_chosen_share": 0.9, "room": 1.0}
+        totals = dict.fromkeys(counts, 0.0) | {
+            "chosen_share": share,
+            "most_chosen_share": 0.9,
+            "room": 1.0,
+        }
         with MetricsLog(tmp_path / f"{config.tiers.chosen_share}-{share}", start_step=0) as log:
             for step in range(4):
                 log.write_step(step, dict.fromkeys(REQUIRED, 0.0) | {"step_s": 2.5})
@@ -80,10 +92,15 @@ def test_a_measured_share_of_chosen_experts(tmp_path: Path) -> None:
         line, event = summary(run(given), 0.3)
         predicted = event["predicted_step_s"], event["predicted_step_s_measured_share"]
         assert predicted == (plan.step_s(), few.step_s())
-        both = f"step: predicted {predicted[0]:.3g} s ({predicted[1]:.3g} s with the measured share of chosen experts)"
+        both = (
+            f"step: predicted {predicted[0]:.3g} s ({predicted[1]:.3g} s with the measured share of"
+            " chosen experts)"
+        )
         assert line == f"{both}, measured 2.5 s; 0.0 s waited"
     line, event = summary(run(0.0), 0.0)  # resumed at its last step
-    assert line == f"step: predicted {event['predicted_step_s']:.3g} s, measured 2.5 s; 0.0 s waited"
+    assert (
+        line == f"step: predicted {event['predicted_step_s']:.3g} s, measured 2.5 s; 0.0 s waited"
+    )
     assert "predicted_step_s_measured_share" not in event
 
 
@@ -96,8 +113,14 @@ def test_a_model_without_experts_has_no_plan() -> None:
 @pytest.mark.parametrize(
     ("changes", "refused"),
     [
-        ({"batch_size": 7, "mesh": MeshConfig(4, 1, 8)}, "batch_size = 7: must be a multiple of 32 devices x 1"),
-        ({"mesh": MeshConfig(1, 1, 3), "batch_size": 9}, "model.num_experts = 8: must be a multiple of"),
+        (
+            {"batch_size": 7, "mesh": MeshConfig(4, 1, 8)},
+            "batch_size = 7: must be a multiple of 32 devices x 1",
+        ),
+        (
+            {"mesh": MeshConfig(1, 1, 3), "batch_size": 9},
+            "model.num_experts = 8: must be a multiple of",
+        ),
     ],
 )
 def test_what_the_run_would_refuse_is_not_planned(changes: dict[str, Any], refused: str) -> None:
@@ -109,7 +132,8 @@ def test_what_the_run_would_refuse_is_not_planned(changes: dict[str, Any], refus
 def test_a_mesh_shares_the_experts_out() -> None:
     tiers = TiersConfig(experts="nvme", optimizer="nvme")
     alone, spread = (
-        training_plan(dataclasses.replace(TINY, tiers=tiers, mesh=MeshConfig(1, inter, 1))) for inter in (1, 2)
+        training_plan(dataclasses.replace(TINY, tiers=tiers, mesh=MeshConfig(1, inter, 1)))
+        for inter in (1, 2)
     )
     assert spread.model.num_devices == 2
     assert 2 * spread.bytes_on("nvme") == alone.bytes_on("nvme")
@@ -122,11 +146,14 @@ def test_chunks_of_dedup_have_whole_buffers_under_capacity() -> None:
     def kept_bytes(factor: float | None, inter: int = 2, **comm: Any) -> int:
         model = dataclasses.replace(TINY.model, capacity_factor=factor)
         mesh = MeshConfig(1, inter, 2)
-        return trained_model(dataclasses.replace(TINY, model=model, mesh=mesh, comm=CommConfig(**comm))).kept_bytes
+        return trained_model(
+            dataclasses.replace(TINY, model=model, mesh=mesh, comm=CommConfig(**comm))
+        ).kept_bytes
 
     three: Any = {"schedule": "pipelined", "exchange_chunks": 3}
     one, two, four = (
-        kept_bytes(1.0, **comm) for comm in ({}, {"schedule": "pipelined"}, {**three, "exchange_chunks": 4})
+        kept_bytes(1.0, **comm)
+        for comm in ({}, {"schedule": "pipelined"}, {**three, "exchange_chunks": 4})
     )
     assert 0 < two - one < four - two and four - one == 3 * (two - one)
     assert kept_bytes(None, **three) == kept_bytes(None)
@@ -149,10 +176,16 @@ def packed(packing: Any, device_bytes: int = 10**12) -> TrainConfig:
 def test_packing_multiplies_what_a_device_has_of_the_experts() -> None:
     alone, four = training_plan(packed(1)), training_plan(packed(4))
     assert (four.model.num_devices, four.model.replicas, four.model.all_devices) == (2, 4, 8)
-    rows = [{kind: size for tier, kind, size in plan.rows if tier == "device"} for plan in (alone, four)]
+    rows = [
+        {kind: size for tier, kind, size in plan.rows if tier == "device"} for plan in (alone, four)
+    ]
     for kind in ("experts: weights", "experts: moments"):
         assert rows[1][kind] == 4 * rows[0][kind], kind
-    for kind in ("dense weights, moments, gradients", "unsharded dense layers", "activations: inputs of layers"):
+    for kind in (
+        "dense weights, moments, gradients",
+        "unsharded dense layers",
+        "activations: inputs of layers",
+    ):
         assert rows[1][kind] == rows[0][kind], kind
     assert training_plan(packed("auto")) == alone
 
@@ -164,9 +197,13 @@ def test_packing_that_does_not_fit_is_advised_against() -> None:
     assert "comm.packing = 2 (enough)" in advice
     room = packing_room(packed(4, fits), machine(packed(4, fits)))
     assert room.lacking_bytes > 0 and room.offloaded_lacking_bytes == 0
-    assert packing_summary(packed(4)) == "packing: 4 experts a device, mesh (4, 1, 2) (comm.packing = 4)"
+    assert (
+        packing_summary(packed(4))
+        == "packing: 4 experts a device, mesh (4, 1, 2) (comm.packing = 4)"
+    )
     allowed = (
-        "packing: 1 experts a device, mesh (1, 2, 4) at first; memory and mesh allow up to {} (comm.packing = auto)"
+        "packing: 1 experts a device, mesh (1, 2, 4) at first; memory and mesh allow up to {}"
+        " (comm.packing = auto)"
     )
     assert packing_summary(packed("auto", fits)) == allowed.format(2)
     assert packing_summary(packed("auto")) == allowed.format(8)
@@ -176,17 +213,34 @@ def test_an_accelerator_is_its_data_sheet(monkeypatch: pytest.MonkeyPatch) -> No
     """Figures that were given take precedence; products in float32 go half as fast (TF32)."""
     for name in MEMORY_SHARE:
         monkeypatch.delenv(name, raising=False)
-    h100 = dataclasses.replace(TINY, machine=MachineConfig(accelerator="h100"), compute_dtype="bfloat16")
+    h100 = dataclasses.replace(
+        TINY, machine=MachineConfig(accelerator="h100"), compute_dtype="bfloat16"
+    )
     plan = training_plan(h100)
     assert not plan.machine.shared
-    assert (plan.machine.device_bytes, plan.machine.flops, plan.machine.link_bytes_per_s) == (60 * 10**9, 989e12, 64e9)
-    assert "989 TFLOP/s, memory 3,350 GB/s, link 64 GB/s (the data sheet of h100; programs reach less" in str(plan)
+    assert (plan.machine.device_bytes, plan.machine.flops, plan.machine.link_bytes_per_s) == (
+        60 * 10**9,
+        989e12,
+        64e9,
+    )
+    assert (
+        "989 TFLOP/s, memory 3,350 GB/s, link 64 GB/s (the data sheet of h100; programs reach less"
+        in str(plan)
+    )
     own = dataclasses.replace(h100, machine=MachineConfig(accelerator="h100", flops=4e14))
-    assert (training_plan(own).machine.flops, training_plan(own).machine.memory_bytes_per_s) == (4e14, 3.35e12)
-    assert training_plan(dataclasses.replace(h100, compute_dtype="float32")).machine.flops == 989e12 / 2
+    assert (training_plan(own).machine.flops, training_plan(own).machine.memory_bytes_per_s) == (
+        4e14,
+        3.35e12,
+    )
+    assert (
+        training_plan(dataclasses.replace(h100, compute_dtype="float32")).machine.flops
+        == 989e12 / 2
+    )
     for name, nominal in ACCELERATORS.items():
         assert nominal.flops == peak_flops(f"NVIDIA {name.upper()}".replace("RTX-", "RTX "))
-    with pytest.raises(ValueError, match="accelerator = 'b300': must be one of , a100-40gb, a100, h100, h200"):
+    with pytest.raises(
+        ValueError, match="accelerator = 'b300': must be one of , a100-40gb, a100, h100, h200"
+    ):
         MachineConfig(accelerator="b300")  # type: ignore[arg-type]
 
 
@@ -196,11 +250,17 @@ def test_jax_takes_a_share_of_a_devices_memory(monkeypatch: pytest.MonkeyPatch) 
     for name in MEMORY_SHARE:
         for other in MEMORY_SHARE:
             monkeypatch.delenv(other, raising=False)
-        assert "of its memory JAX takes 75 %, unless XLA_CLIENT_MEM_FRACTION or" in str(training_plan(h100))
+        assert "of its memory JAX takes 75 %, unless XLA_CLIENT_MEM_FRACTION or" in str(
+            training_plan(h100)
+        )
         monkeypatch.setenv(name, "0.9")
         assert machine(h100).device_bytes == 72 * 10**9
-        given = dataclasses.replace(h100, machine=MachineConfig(accelerator="h100", device_bytes=79 * 10**9))
-        assert machine(given).device_bytes == 79 * 10**9 and "JAX takes" not in str(training_plan(given))
+        given = dataclasses.replace(
+            h100, machine=MachineConfig(accelerator="h100", device_bytes=79 * 10**9)
+        )
+        assert machine(given).device_bytes == 79 * 10**9 and "JAX takes" not in str(
+            training_plan(given)
+        )
         monkeypatch.setenv(name, "most")
         with pytest.raises(ValueError, match=f"{name} = 'most': must be a number greater than 0"):
             machine(h100)
@@ -216,7 +276,9 @@ def test_whose_host_memory_is_free_is_said() -> None:
     assert f"free host bytes and nvme bytes are those of this machine: {ask}" in text
     small = dataclasses.replace(training_plan(MIXTRAL).machine, host_bytes=10**10)
     advice = dataclasses.replace(training_plan(MIXTRAL), machine=small).advice()[-1]
-    assert advice.endswith("Take --machine.host-bytes, if a host of the run has more than the 10.00 GB of this machine")
+    assert advice.endswith(
+        "Take --machine.host-bytes, if a host of the run has more than the 10.00 GB of this machine"
+    )
     described = MachineConfig(accelerator="h100", host_bytes=10**10, nvme_bytes=10**13)
     given = training_plan(dataclasses.replace(MIXTRAL, machine=described))
     assert "this machine" not in str(given) and given.advice()[-1].endswith("or more host memory")
@@ -224,11 +286,15 @@ def test_whose_host_memory_is_free_is_said() -> None:
 
 
 def test_advice_names_devices_that_help_and_no_others() -> None:
-    """Eight experts on eight devices: more devices cannot split them further, but they share the tokens."""
+    """Eight experts on eight devices: more devices cannot split them further, but they share the
+    tokens.
+    """
     plan = training_plan(MIXTRAL)
     device = plan.advice()[0]
     assert "mesh.expert_inter" not in device and "or more of them" not in device
-    assert "mesh.data = 16, on 128 devices" in device and device.endswith("or devices with more memory")
+    assert "mesh.data = 16, on 128 devices" in device and device.endswith(
+        "or devices with more memory"
+    )
     shared = training_plan(dataclasses.replace(MIXTRAL, mesh=MeshConfig(16, 1, 8)))
     assert 16 * shared.model.in_use_bytes == plan.model.in_use_bytes
     assert shared.model.device_parameters == plan.model.device_parameters
@@ -236,13 +302,18 @@ def test_advice_names_devices_that_help_and_no_others() -> None:
 
 def test_a_predicted_step_says_that_traffic_is_left_out() -> None:
     both = training_plan(MIXTRAL), training_plan(TINY)
-    several, alone = (next(line for line in str(plan).splitlines() if "predicted step" in line) for plan in both)
-    assert several.endswith(" s, without the traffic between the 8 devices, which --cluster FILE adds")
+    several, alone = (
+        next(line for line in str(plan).splitlines() if "predicted step" in line) for plan in both
+    )
+    assert several.endswith(
+        " s, without the traffic between the 8 devices, which --cluster FILE adds"
+    )
     assert alone.endswith(" s")
 
 
 def test_what_one_gpu_and_several_have_of_the_weights() -> None:
-    """One has a copy in the products' dtype, and gradients in it; accumulation steps add a sum of them in float32.
+    """One has a copy in the products' dtype, and gradients in it; accumulation steps add a sum of
+    them in float32.
 
     So have several of their experts, where no gradients of others are added to theirs.
     """
@@ -255,19 +326,30 @@ def test_what_one_gpu_and_several_have_of_the_weights() -> None:
     total, experts = TINY.model.num_parameters()[0], trained_model(TINY).all_parameters
     one, cpu = rows(), rows(machine=MachineConfig())
     copies, gradients = "weights in the products' dtype", "experts: gradients"
-    assert one[copies] == 2 * total and one[gradients] == 2 * experts and "experts: in use" not in one
+    assert (
+        one[copies] == 2 * total and one[gradients] == 2 * experts and "experts: in use" not in one
+    )
     eight, replicas = rows(mesh=MeshConfig(1, 1, 8)), rows(mesh=MeshConfig(2, 1, 4))
     assert eight[copies] == eight[gradients] == 2 * experts // 8  # of the experts alone
     assert copies not in replicas and replicas[gradients] == 4 * experts // 4
     assert copies not in cpu and cpu[gradients] == 4 * experts
     assert rows(gradient_accumulation_steps=2)[gradients] == 6 * experts
-    assert rows(mesh=MeshConfig(1, 1, 8), gradient_accumulation_steps=2)[gradients] == 8 * experts // 8
+    assert (
+        rows(mesh=MeshConfig(1, 1, 8), gradient_accumulation_steps=2)[gradients] == 8 * experts // 8
+    )
 
 
 def test_the_exchange_has_buffers_and_a_layer_that_is_computed_again_has_more() -> None:
     def in_use(remat: Any = "none", **mesh: int) -> int:
-        base: dict[str, Any] = {"remat": remat, "batch_size": 16, "machine": MachineConfig(accelerator="h100")}
-        return trained_model(dataclasses.replace(TINY, mesh=MeshConfig(**mesh), **base)).in_use_bytes
+        base: dict[str, Any] = {
+            "remat": remat,
+            "batch_size": 16,
+            "machine": MachineConfig(accelerator="h100"),
+        }
+        return trained_model(
+            dataclasses.replace(TINY, mesh=MeshConfig(**mesh), **base)
+        ).in_use_bytes
 
-    assert 8 * in_use(expert_intra=8) > 2 * in_use()  # twice the rows that are tokens, and both ends of what is sent
+    # twice the rows that are tokens, and both ends of what is sent
+    assert 8 * in_use(expert_intra=8) > 2 * in_use()
     assert in_use("layer") > in_use() and in_use("layer", expert_intra=8) > in_use(expert_intra=8)

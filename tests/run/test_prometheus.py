@@ -1,4 +1,6 @@
-"""Metrics of a run over real HTTP: what a step, a save and an evaluation leave there, and ports that cannot be had."""
+"""Metrics of a run over real HTTP: what a step, a save and an evaluation leave there, and ports
+that cannot be had.
+"""
 
 import contextlib
 import dataclasses
@@ -19,7 +21,13 @@ from jmoe.config import CheckpointConfig, MetricsConfig, TiersConfig, TrainConfi
 from jmoe.run.prometheus import RunMetrics
 from tests.train_runs import ENDLESS, Start, TrainRuns, committed, free_port, losses
 
-STEP = {"loss": 4.5, "grad_norm": 0.25, "learning_rate": 1e-3, "dropped_fraction": 0.0, "step_s": 0.5}
+STEP = {
+    "loss": 4.5,
+    "grad_norm": 0.25,
+    "learning_rate": 1e-3,
+    "dropped_fraction": 0.0,
+    "step_s": 0.5,
+}
 TIERS = {"nvme_read_bytes": 3e9, "nvme_written_bytes": 2e9, "host_bytes": 5e9, "waited_s": 1.5}
 
 
@@ -27,8 +35,12 @@ def fetched(port: int) -> dict[str, float]:
     """The values by name, as Prometheus would read them."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=120) as answer:
         text = answer.read().decode()
-    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
-    assert {sample.labels["run"] for sample in samples} and len({sample.name for sample in samples}) == len(samples)
+    samples = [
+        sample for family in text_string_to_metric_families(text) for sample in family.samples
+    ]
+    assert {sample.labels["run"] for sample in samples} and len(
+        {sample.name for sample in samples}
+    ) == len(samples)
     return {sample.name.removeprefix("jmoe_train_"): sample.value for sample in samples}
 
 
@@ -36,7 +48,9 @@ def fetched(port: int) -> dict[str, float]:
 def config(tmp_path: Path) -> TrainConfig:
     (tmp_path / "run.json").write_text(json.dumps({"run": "mine", "output_dir": str(tmp_path)}))
     local = MetricsConfig(free_port(), "127.0.0.1")
-    return TrainConfig(output_dir=str(tmp_path), num_steps=20, batch_size=4, sequence_length=8, metrics=local)
+    return TrainConfig(
+        output_dir=str(tmp_path), num_steps=20, batch_size=4, sequence_length=8, metrics=local
+    )
 
 
 def test_what_a_run_does_is_shown(config: TrainConfig, tmp_path: Path) -> None:
@@ -48,7 +62,9 @@ def test_what_a_run_does_is_shown(config: TrainConfig, tmp_path: Path) -> None:
         shown = fetched(metrics.port)
         assert (shown["steps"], shown["tokens_total"], shown["restarts"]) == (7, 7 * 32, 1)
         assert (shown["loss"], shown["grad_norm"], shown["step_seconds"]) == (4.5, 0.25, 0.5)
-        assert shown.keys().isdisjoint({"tokens_per_second", "checkpoint_step", "held_out_loss", "tier_hit_rate"})
+        assert shown.keys().isdisjoint(
+            {"tokens_per_second", "checkpoint_step", "held_out_loss", "tier_hit_rate"}
+        )
         metrics.note_step(7, STEP | {"loss": math.nan, "tokens_per_s": 64.0})
         metrics.note_save(0.125)
         metrics.note_evaluation(4.25)
@@ -56,9 +72,16 @@ def test_what_a_run_does_is_shown(config: TrainConfig, tmp_path: Path) -> None:
         (tmp_path / "checkpoints" / "10.orbax-checkpoint-tmp").mkdir()
         shown = fetched(metrics.port)
         assert math.isnan(shown["loss"])
-        assert (shown["tokens_per_second"], shown["save_seconds"], shown["held_out_loss"]) == (64.0, 0.125, 4.25)
+        assert (shown["tokens_per_second"], shown["save_seconds"], shown["held_out_loss"]) == (
+            64.0,
+            0.125,
+            4.25,
+        )
         assert shown["checkpoint_step"] == 5 and shown["checkpoint_age_seconds"] >= 0
-        assert shown["checkpoint_timestamp_seconds"] == (tmp_path / "checkpoints" / "5").stat().st_mtime
+        assert (
+            shown["checkpoint_timestamp_seconds"]
+            == (tmp_path / "checkpoints" / "5").stat().st_mtime
+        )
     assert not metrics._thread.is_alive()
 
 
@@ -83,9 +106,13 @@ def test_ports_that_cannot_be_had(config: TrainConfig, monkeypatch: pytest.Monke
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         at = r"cannot be listened on at metrics.host = '127.0.0.1'"
-        with pytest.raises(ValueError, match=rf"metrics.port = {port}: {at}: Address already in use"):
+        with pytest.raises(
+            ValueError, match=rf"metrics.port = {port}: {at}: Address already in use"
+        ):
             start(port)
-    with pytest.raises(ValueError, match=r"at metrics.host = '192.0.2.1': Cannot assign requested address"):
+    with pytest.raises(
+        ValueError, match=r"at metrics.host = '192.0.2.1': Cannot assign requested address"
+    ):
         start(port, "192.0.2.1")
     with pytest.raises(ValueError, match=r"at metrics.host = 'no such host': "):
         start(port, "no such host")
@@ -95,10 +122,15 @@ def test_ports_that_cannot_be_had(config: TrainConfig, monkeypatch: pytest.Monke
 
     with monkeypatch.context() as patched:
         patched.setattr(prometheus_client, "start_http_server", refused)
-        with pytest.raises(ValueError, match=rf"port = 80: {at}: Permission denied \(ports below 1024 are for root\)"):
+        with pytest.raises(
+            ValueError,
+            match=rf"port = 80: {at}: Permission denied \(ports below 1024 are for root\)",
+        ):
             start(80)
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    with pytest.raises(ValueError, match=r"needs the package prometheus-client: pip install 'jmoe\[metrics\]'"):
+    with pytest.raises(
+        ValueError, match=r"needs the package prometheus-client: pip install 'jmoe\[metrics\]'"
+    ):
         start(port)
 
 
@@ -118,15 +150,26 @@ def test_a_real_run_is_watched(runs: TrainRuns, tmp_path: Path, start_python: St
     def watched() -> bool:
         with contextlib.suppress(OSError):
             shown.update(fetched(port))
-        return shown.get("checkpoint_step", 0) >= 5 and "save_seconds" in shown and "tokens_per_second" in shown
+        return (
+            shown.get("checkpoint_step", 0) >= 5
+            and "save_seconds" in shown
+            and "tokens_per_second" in shown
+        )
 
     process.wait_until(watched)
     step = int(shown["steps"]) - 1
     assert dict(losses(run))[step] == shown["loss"]
-    assert shown["tokens_total"] == (step + 1) * 8 * 64 and shown["num_steps"] == 1_000_000 and shown["restarts"] == 0
+    assert (
+        shown["tokens_total"] == (step + 1) * 8 * 64
+        and shown["num_steps"] == 1_000_000
+        and shown["restarts"] == 0
+    )
     assert shown["held_out_loss"] > 0 and shown["checkpoint_age_seconds"] >= 0
     said = runs.fail(tmp_path / "other", *options)
-    assert f"train.py: metrics.port = {port}: cannot be listened on" in said and "Address already in use" in said
+    assert (
+        f"train.py: metrics.port = {port}: cannot be listened on" in said
+        and "Address already in use" in said
+    )
     assert not (tmp_path / "other").exists()
     process.send_signal(signal.SIGTERM)
     assert f"metrics for Prometheus on port {port}" in process.end(300)

@@ -1,4 +1,6 @@
-"""The lock on a run's output folder. A lock belongs to who opened the file: two in one process exclude each other."""
+"""The lock on a run's output folder. A lock belongs to who opened the file: two in one process
+exclude each other.
+"""
 
 import itertools
 import json
@@ -19,7 +21,10 @@ from tests.fuse import fuse
 
 def test_one_run_at_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with RunFolder(tmp_path):
-        with pytest.raises(OSError, match=r"is in use by process \d+ on \S+ since 20"), RunFolder(tmp_path, wait_s=0.1):
+        with (
+            pytest.raises(OSError, match=r"is in use by process \d+ on \S+ since 20"),
+            RunFolder(tmp_path, wait_s=0.1),
+        ):
             pass
         assert "waiting for it to end, at most 0.1 s" in capsys.readouterr().out
     with RunFolder(tmp_path, wait_s=0):
@@ -32,13 +37,20 @@ def test_a_folder_that_is_not_shared(tmp_path: Path, monkeypatch: pytest.MonkeyP
     elsewhere = json.dumps({"token": "of process 0", "run": "run-1"})
     monkeypatch.setattr(run_folder.distributed, "from_rank_0", lambda *_: elsewhere)
     clock = itertools.count(0.0, 3.0)
-    monkeypatch.setattr(run_folder, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda _: None))
-    with pytest.raises(OSError, match="it must lie on a file system that all processes share"), RunFolder(tmp_path):
+    monkeypatch.setattr(
+        run_folder, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda _: None)
+    )
+    with (
+        pytest.raises(OSError, match="it must lie on a file system that all processes share"),
+        RunFolder(tmp_path),
+    ):
         pass
 
 
 def test_many_starts_at_once(tmp_path: Path) -> None:
-    """Taking the lock for all processes of a run is no single step: of twelve starts, one at a time is inside."""
+    """Taking the lock for all processes of a run is no single step: of twelve starts, one at a
+    time is inside.
+    """
     inside, done = threading.Lock(), []
 
     def run(number: int) -> None:
@@ -93,7 +105,9 @@ def test_a_folder_made_for_nothing_is_removed(tmp_path: Path) -> None:
     assert sorted(path.name for path in folder.path.iterdir()) == ["result", IDENTITY, LOCK]
 
 
-def test_on_fuse_a_folder_made_for_nothing_is_removed_and_the_mistake_is_named(tmp_path: Path) -> None:
+def test_on_fuse_a_folder_made_for_nothing_is_removed_and_the_mistake_is_named(
+    tmp_path: Path,
+) -> None:
     """A deleted file stays in its folder there while it is open, as on NFS."""
     with fuse(tmp_path / "disk", tmp_path / "mount", "links", "fsync_of_folders") as mount:
         with pytest.raises(ValueError, match="a mistake"), RunFolder(mount / "new"):
@@ -116,8 +130,12 @@ def test_a_copy_is_another_run_and_a_moved_one_is_not(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("copy_starts_first", [True, False])
-def test_a_copy_is_another_run_when_the_first_has_moved(tmp_path: Path, copy_starts_first: bool) -> None:
-    """`cp -r A B; mv A C`: there is no A any more, and only C has what A had outside of its folder."""
+def test_a_copy_is_another_run_when_the_first_has_moved(
+    tmp_path: Path, copy_starts_first: bool
+) -> None:
+    """`cp -r A B; mv A C`: there is no A any more, and only C has what A had outside of its
+    folder.
+    """
     with RunFolder(tmp_path / "A") as first:
         (first.path / "result").touch()
     shutil.copytree(tmp_path / "A", tmp_path / "B")
@@ -142,7 +160,9 @@ def test_of_a_copy_by_hard_links_no_two_are_one_run(tmp_path: Path) -> None:
 
 
 def test_starts_are_noted_when_they_have_a_state(tmp_path: Path) -> None:
-    """A copy has none of them, as it is another run; a clone of the disk has those before it was made."""
+    """A copy has none of them, as it is another run; a clone of the disk has those before it was
+    made.
+    """
     with RunFolder(tmp_path) as first:
         before = (tmp_path / IDENTITY).read_bytes()
         first.note_start()
@@ -161,7 +181,9 @@ def test_starts_are_noted_when_they_have_a_state(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(b"")])
-def test_a_lock_that_was_removed_is_written_again(tmp_path: Path, damage: Callable[[Path], object]) -> None:
+def test_a_lock_that_was_removed_is_written_again(
+    tmp_path: Path, damage: Callable[[Path], object]
+) -> None:
     with RunFolder(tmp_path) as folder:
         other = RunFolder(tmp_path)  # another process of the same run
         other._owner = folder._owner
@@ -191,6 +213,8 @@ def test_who_came_while_the_lock_was_gone_has_the_folder(tmp_path: Path) -> None
 def test_a_folder_that_was_removed_is_named(tmp_path: Path) -> None:
     with RunFolder(tmp_path / "run") as folder:
         shutil.rmtree(tmp_path / "run")
-        with pytest.raises(OSError, match=r"output_dir = '.*run': was removed; this run saves no more"):
+        with pytest.raises(
+            OSError, match=r"output_dir = '.*run': was removed; this run saves no more"
+        ):
             folder.check()
         (tmp_path / "run").mkdir()

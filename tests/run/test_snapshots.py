@@ -1,4 +1,6 @@
-"""Snapshots in memory: written, decided on and read by one process, by three with a folder each, by whole runs."""
+"""Snapshots in memory: written, decided on and read by one process, by three with a folder each,
+by whole runs.
+"""
 
 import re
 from collections.abc import Callable, Sequence
@@ -33,7 +35,11 @@ Made = Callable[..., Any]
 
 def state_of(step: int, devices: int = 4) -> dict[str, jax.Array]:
     """Arrays split over the devices, over some of them, over none; the values are the step's."""
-    mesh = Mesh(np.asarray(jax.devices()[:devices]).reshape(2, -1), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    mesh = Mesh(
+        np.asarray(jax.devices()[:devices]).reshape(2, -1),
+        ("a", "b"),
+        axis_types=(AxisType.Auto,) * 2,
+    )
 
     def place(x: Any, *axes: Any) -> jax.Array:
         return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*axes)))
@@ -46,10 +52,14 @@ def state_of(step: int, devices: int = 4) -> dict[str, jax.Array]:
 
 
 def shapes(state: Any) -> Any:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+    )
 
 
-def saved(tmp_path: Path, *steps: int, checkpoint: int = -1, starts: Sequence[str] = ("first",)) -> Snapshots:
+def saved(
+    tmp_path: Path, *steps: int, checkpoint: int = -1, starts: Sequence[str] = ("first",)
+) -> Snapshots:
     """Snapshots of one process after saves of these steps, by the last of these starts."""
     made = Snapshots(CheckpointConfig(memory_dir=str(tmp_path / "memory")), "run", starts)
     for step in steps:
@@ -75,7 +85,8 @@ def test_file_has_what_was_written(tmp_path: Path) -> None:
     assert path.stat().st_size == size_bytes
     assert read_about(path) == {"data": [1], "layout": layout}
     assert is_step(read_state(read_whole(path), shapes(state)), 7)
-    assert [len(shards) for _, _, _, shards in layout] == [2, 4, 1]  # columns, rows, step: none twice
+    # columns, rows, step: none twice
+    assert [len(shards) for _, _, _, shards in layout] == [2, 4, 1]
 
 
 @pytest.mark.parametrize(
@@ -84,7 +95,10 @@ def test_file_has_what_was_written(tmp_path: Path) -> None:
         (lambda data: data[:-5], r"is damaged: it has [\d,]+ of [\d,]+ bytes"),
         (lambda data: data[:20], "is damaged: it has no header"),
         (lambda data: data[:100] + b"?" + data[101:], "is damaged: its description has changed"),
-        (lambda data: data[:-9] + bytes([data[-9] ^ 1]) + data[-8:], "is damaged: its content has changed"),
+        (
+            lambda data: data[:-9] + bytes([data[-9] ^ 1]) + data[-8:],
+            "is damaged: its content has changed",
+        ),
         (lambda data: data[:8] + b"\0\0\0\2" + data[12:], "has version 2; this jmoe reads 1"),
     ],
 )
@@ -140,7 +154,11 @@ def test_a_snapshot_under_another_name_is_not_used(tmp_path: Path) -> None:
     (made.folder / "9-of-0").mkdir()
     snapshot, why = made.newest(shapes(state_of(0)), None, -1)
     assert snapshot is None
-    assert "3-of-0" in why and "is step 6 of process 0, under another name" in why and "Is a directory" in why
+    assert (
+        "3-of-0" in why
+        and "is step 6 of process 0, under another name" in why
+        and "Is a directory" in why
+    )
 
 
 def test_changed_content_falls_back_to_the_checkpoint(tmp_path: Path) -> None:
@@ -149,7 +167,11 @@ def test_changed_content_falls_back_to_the_checkpoint(tmp_path: Path) -> None:
     file[-1] ^= 1
     file.flush()
     snapshot, why = made.newest(shapes(state_of(0)), 2, 2)
-    assert snapshot is None and "3-of-0" in why and "its content has changed since it was written" in why
+    assert (
+        snapshot is None
+        and "3-of-0" in why
+        and "its content has changed since it was written" in why
+    )
 
 
 @pytest.mark.parametrize(
@@ -159,8 +181,12 @@ def test_changed_content_falls_back_to_the_checkpoint(tmp_path: Path) -> None:
         (None, 2, "checkpoint 4, which step 6 came after, has been deleted"),
     ],
 )
-def test_what_is_past_is_not_used(tmp_path: Path, checkpoint: int | None, newest_folder: int, reason: str) -> None:
-    assert saved(tmp_path, 6, checkpoint=4).newest(shapes(state_of(0)), checkpoint, newest_folder) == (None, reason)
+def test_what_is_past_is_not_used(
+    tmp_path: Path, checkpoint: int | None, newest_folder: int, reason: str
+) -> None:
+    assert saved(tmp_path, 6, checkpoint=4).newest(
+        shapes(state_of(0)), checkpoint, newest_folder
+    ) == (None, reason)
 
 
 def test_as_new_as_the_checkpoint_is_enough(tmp_path: Path) -> None:
@@ -174,12 +200,16 @@ def test_another_layout_falls_back(tmp_path: Path) -> None:
 
 
 def test_of_starts_that_did_not_lead_here_none_is_used(tmp_path: Path) -> None:
-    """As of two clones of a disk: both come from the first start, and each goes on in one of its own."""
+    """As of two clones of a disk: both come from the first start, and each goes on in one of its
+    own.
+    """
     saved(tmp_path, 3)
     saved(tmp_path, 6, starts=("first", "of the clone"))
     snapshot, why = saved(tmp_path, starts=("first", "mine")).newest(shapes(state_of(0)), None, -1)
     assert snapshot is not None and snapshot.step == 3
-    assert re.fullmatch(r"6-of-0 on \S+ is of a clone of this run: the start that wrote it is not in run.json", why)
+    assert re.fullmatch(
+        r"6-of-0 on \S+ is of a clone of this run: the start that wrote it is not in run.json", why
+    )
 
 
 def test_no_snapshots_are_no_news(tmp_path: Path) -> None:
@@ -197,15 +227,21 @@ def test_half_of_one_is_ignored_and_removed(tmp_path: Path) -> None:
     assert [path.name for path in made.folder.iterdir()] == ["3-of-0"]
 
 
-def test_no_room_is_named_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_room_is_named_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = saved(tmp_path)
     made.check_room(shapes(state_of(0)))
     monkeypatch.setattr(snapshots, "DESCRIPTION_BYTES", 1 << 50)
-    with pytest.raises(ValueError, match=r"checkpoint.memory_dir = '\S+': must have [\d,]+ bytes free on"):
+    with pytest.raises(
+        ValueError, match=r"checkpoint.memory_dir = '\S+': must have [\d,]+ bytes free on"
+    ):
         made.check_room(shapes(state_of(0)))
 
 
-def test_a_full_folder_costs_the_snapshot_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_folder_costs_the_snapshot_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = saved(tmp_path, 3)
 
     def full(path: Path, size_bytes: int) -> Any:
@@ -217,9 +253,12 @@ def test_a_full_folder_costs_the_snapshot_alone(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    ("error", "left"), [(None, False), (FloatingPointError("loss"), False), (OSError("disk full"), True)]
+    ("error", "left"),
+    [(None, False), (FloatingPointError("loss"), False), (OSError("disk full"), True)],
 )
-def test_an_end_in_order_leaves_nothing(tmp_path: Path, error: Exception | None, left: bool) -> None:
+def test_an_end_in_order_leaves_nothing(
+    tmp_path: Path, error: Exception | None, left: bool
+) -> None:
     made = saved(tmp_path, 3)
     with made:
         pass
@@ -231,14 +270,18 @@ def test_an_end_in_order_leaves_nothing(tmp_path: Path, error: Exception | None,
 
 def test_bad_folders_are_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match=r"checkpoint.memory_dir = '\S+': must be a folder that can be written"):
+    with pytest.raises(
+        OSError, match=r"checkpoint.memory_dir = '\S+': must be a folder that can be written"
+    ):
         Snapshots(CheckpointConfig(memory_dir=str(tmp_path / "file")), "run", ["first"])
     with pytest.raises(ValueError, match=r"checkpoint.memory_dir = '': must name a folder"):
         CheckpointConfig(memory_dir="")
     with pytest.raises(ValueError, match=r"memory_every_steps = 0: must be greater than 0"):
         CheckpointConfig(memory_every_steps=0)
     tiers = TiersConfig(experts="nvme", optimizer="nvme", path=str(tmp_path))
-    with pytest.raises(ValueError, match=r"checkpoint.memory_dir = '/dev/shm': must not be set with"):
+    with pytest.raises(
+        ValueError, match=r"checkpoint.memory_dir = '/dev/shm': must not be set with"
+    ):
         TrainConfig(tiers=tiers, checkpoint=CheckpointConfig(memory_dir="/dev/shm"))
 
 
@@ -325,7 +368,9 @@ with snapshots:
 def test_three_hosts_decide_together(start_python: Start, tmp_path: Path) -> None:
     port, environment = free_port(), {"JAX_NUM_CPU_DEVICES": "2", "PYTHONWARNINGS": "error"}
     ranks = [
-        start_python(["-c", RANK, str(rank), str(port), tmp_path], tmp_path / f"rank-{rank}", environment)
+        start_python(
+            ["-c", RANK, str(rank), str(port), tmp_path], tmp_path / f"rank-{rank}", environment
+        )
         for rank in range(3)
     ]
     for rank, child in enumerate(ranks):
@@ -335,12 +380,20 @@ def test_three_hosts_decide_together(start_python: Start, tmp_path: Path) -> Non
         assert "whole: 6; \n" in screen
         assert "a host's memory is lost: 6; \n" in screen
         assert re.search(
-            r"then half of another's: 6; 6-of-2 on \S+ is damaged: it has [\d,]+ of [\d,]+ bytes\n", screen
+            r"then half of another's: 6; 6-of-2 on \S+ is damaged: it has [\d,]+ of [\d,]+ bytes\n",
+            screen,
         )
-        damaged = r"and its copy is damaged: 4; 6-of-2 .* bytes; 6-of-2 on \S+ is damaged: its content has changed"
+        damaged = (
+            r"and its copy is damaged: 4; 6-of-2 .* bytes; 6-of-2 on \S+ is damaged: its content"
+            r" has changed"
+        )
         assert re.search(damaged, screen)
-        assert re.search(r"the checkpoint is newer: None; .*; step 4 is older than the checkpoint\n", screen)
-        assert re.search(r"no copy is left: None; .*; step 6 lacks the shards of process 2\n", screen)
+        assert re.search(
+            r"the checkpoint is newer: None; .*; step 4 is older than the checkpoint\n", screen
+        )
+        assert re.search(
+            r"no copy is left: None; .*; step 6 lacks the shards of process 2\n", screen
+        )
         assert list((tmp_path / str(rank)).iterdir()) == []
 
 
@@ -349,15 +402,21 @@ def test_three_hosts_decide_together(start_python: Start, tmp_path: Path) -> Non
 
 def in_memory(folder: Path) -> list[int]:
     """The steps of which there are snapshots, below a `memory_dir`."""
-    return sorted({int(path.name.partition("-")[0]) for path in folder.glob("*/*") if path.suffix != ".new"})
+    return sorted(
+        {int(path.name.partition("-")[0]) for path in folder.glob("*/*") if path.suffix != ".new"}
+    )
 
 
-def test_a_killed_run_goes_on_from_memory(runs: TrainRuns, tmp_path: Path, start_python: Start) -> None:
+def test_a_killed_run_goes_on_from_memory(
+    runs: TrainRuns, tmp_path: Path, start_python: Start
+) -> None:
     """There is no checkpoint on disk; the losses are those of a run that nothing happened to."""
     run, memory = tmp_path / "run", tmp_path / "memory"
     options = ("--checkpoint.memory-dir", memory, "--checkpoint.memory-every-steps", 3)
     options += ("--checkpoint.every-steps", 1_000_000)
-    process = start_python(runs.command(run, *options, *ENDLESS), tmp_path / "log", runs.environment())
+    process = start_python(
+        runs.command(run, *options, *ENDLESS), tmp_path / "log", runs.environment()
+    )
     process.wait_until(lambda: len(losses(run)) > 8)
     process.kill_now()
     newest, steps = in_memory(memory)[-1], len(losses(run)) + 5
@@ -369,4 +428,6 @@ def test_a_killed_run_goes_on_from_memory(runs: TrainRuns, tmp_path: Path, start
     assert resumes(run) == [newest] and committed(run) == [steps] and in_memory(memory) == []
     expected = dict(losses(runs.reference[0]))
     ours = {step: loss for step, loss in losses(run) if step in expected}
-    assert len(ours) >= min(steps, len(expected)) and ours == {step: expected[step] for step in ours}
+    assert len(ours) >= min(steps, len(expected)) and ours == {
+        step: expected[step] for step in ours
+    }

@@ -8,7 +8,16 @@ import pytest
 
 from tests.processes import Child
 from tests.run.test_snapshots import in_memory
-from tests.train_runs import ENDLESS, Start, TrainRuns, committed, losses, ranks_of, resumes, run_split
+from tests.train_runs import (
+    ENDLESS,
+    Start,
+    TrainRuns,
+    committed,
+    losses,
+    ranks_of,
+    resumes,
+    run_split,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -16,19 +25,27 @@ EVERY = 3
 RARE = ("--checkpoint.every-steps", "1000000")
 
 
-def start(runs: TrainRuns, start_python: Start, run: Path, processes: int, *options: object) -> list[Child]:
+def start(
+    runs: TrainRuns, start_python: Start, run: Path, processes: int, *options: object
+) -> list[Child]:
     """Ranks whose memory folders are their own, as on hosts of their own."""
     memory = ("--checkpoint.memory-every-steps", EVERY, "--checkpoint.memory-dir")
     commands = runs.ranks(run, processes, *RARE, *options)
     run.mkdir(exist_ok=True)
     return [
-        start_python([*command, *map(str, memory), run / f"memory-{rank}"], run / f"rank-{rank}", runs.environment())
+        start_python(
+            [*command, *map(str, memory), run / f"memory-{rank}"],
+            run / f"rank-{rank}",
+            runs.environment(),
+        )
         for rank, command in enumerate(commands)
     ]
 
 
 def kill(runs: TrainRuns, start_python: Start, run: Path, processes: int) -> None:
-    """A run with a checkpoint of step 4, whose last rank is killed by SIGKILL after step 12, and then the others."""
+    """A run with a checkpoint of step 4, whose last rank is killed by SIGKILL after step 12, and
+    then the others.
+    """
     run_split(runs, start_python, run, processes, 1, "--num-steps", 4)
     ranks = start(runs, start_python, run, processes, *ENDLESS)
     ranks[0].wait_until(lambda: len(losses(run)) > 12)
@@ -47,11 +64,15 @@ def newest_whole(run: Path, processes: int) -> int:
     """The newest step of which the shards of every rank are in some rank's folder."""
     names = {path.name for path in run.glob("memory-*/*/*")}
     steps = {int(name.partition("-")[0]) for name in names}
-    return max(step for step in steps if {f"{step}-of-{rank}" for rank in range(processes)} <= names)
+    return max(
+        step for step in steps if {f"{step}-of-{rank}" for rank in range(processes)} <= names
+    )
 
 
 def finish(runs: TrainRuns, start_python: Start, run: Path, processes: int) -> list[str]:
-    """The screens of the ranks of a run that goes on to its end; its losses are those of an undisturbed one."""
+    """The screens of the ranks of a run that goes on to its end; its losses are those of an
+    undisturbed one.
+    """
     steps = losses(run)[-1][0] + 6
     ranks = start(runs, start_python, run, processes, "--num-steps", steps)
     screens = [rank.end(600) for rank in ranks]
@@ -77,7 +98,9 @@ def test_a_lost_host_is_restored_from_its_partner(
 
 
 def test_damaged_snapshots_fall_back(runs: TrainRuns, tmp_path: Path, start_python: Start) -> None:
-    """Both copies of the newest are damaged: to the snapshot before. Those of that too: to the checkpoint."""
+    """Both copies of the newest are damaged: to the snapshot before. Those of that too: to the
+    checkpoint.
+    """
     run = tmp_path / "run"
     kill(runs, start_python, run, 2)
     newest = newest_whole(run, 2)
@@ -87,15 +110,23 @@ def test_damaged_snapshots_fall_back(runs: TrainRuns, tmp_path: Path, start_pyth
     ranks[0].wait_until(lambda: len(resumes(run)) == 2)
     ranks[0].wait_until(lambda: losses(run)[-1][0] > newest + 2 * EVERY)
     kill_all(ranks)
-    assert f"step {newest - EVERY} is used: {newest}-of-1 on " in ranks[0].screen and "damaged" in ranks[0].screen
+    assert (
+        f"step {newest - EVERY} is used: {newest}-of-1 on " in ranks[0].screen
+        and "damaged" in ranks[0].screen
+    )
     for path in run.glob("memory-*/*/*-of-0"):
         path.write_bytes(b"")
     screens = finish(runs, start_python, run, 2)
     assert resumes(run) == [4, 4]  # the file forgets what came after
-    assert "warning: of the snapshots in memory none is used: " in screens[0] and "it has no header" in screens[0]
+    assert (
+        "warning: of the snapshots in memory none is used: " in screens[0]
+        and "it has no header" in screens[0]
+    )
 
 
-def test_another_number_of_processes_reads_the_checkpoint(runs: TrainRuns, tmp_path: Path, start_python: Start) -> None:
+def test_another_number_of_processes_reads_the_checkpoint(
+    runs: TrainRuns, tmp_path: Path, start_python: Start
+) -> None:
     run = tmp_path / "run"
     kill(runs, start_python, run, 2)
     ranks = start(runs, start_python, run, 1, "--num-steps", 6)
@@ -107,13 +138,24 @@ def test_supervised_ranks_go_on_from_the_memory_of_their_host(
     runs: TrainRuns, tmp_path: Path, start_python: Start
 ) -> None:
     run = tmp_path / "run"
-    memory = ("--checkpoint.memory-dir", tmp_path / "memory", "--checkpoint.memory-every-steps", EVERY)
+    memory = (
+        "--checkpoint.memory-dir",
+        tmp_path / "memory",
+        "--checkpoint.memory-every-steps",
+        EVERY,
+    )
     command = runs.command(run, *RARE, *memory, *ENDLESS)
     supervisor = start_python(
-        ("-m", "jmoe.cluster.supervise", "--processes", "2", "--", *command), tmp_path / "log", runs.environment()
+        ("-m", "jmoe.cluster.supervise", "--processes", "2", "--", *command),
+        tmp_path / "log",
+        runs.environment(),
     )
     for number in range(3):
-        supervisor.wait_until(lambda number=number: len(resumes(run)) == number and len(losses(run)) > 8 * (number + 1))
+        supervisor.wait_until(
+            lambda number=number: (
+                len(resumes(run)) == number and len(losses(run)) > 8 * (number + 1)
+            )
+        )
         ranks_of(supervisor.pid)[1].send_signal(signal.SIGKILL)
     supervisor.wait_until(lambda: len(resumes(run)) == 3 and len(losses(run)) > 32)
     supervisor.send_signal(signal.SIGTERM)
@@ -127,12 +169,16 @@ def test_supervised_ranks_go_on_from_the_memory_of_their_host(
 def test_a_copy_of_a_run_that_was_moved_has_snapshots_of_its_own(
     runs: TrainRuns, tmp_path: Path, start_python: Start
 ) -> None:
-    """`cp -r A B; mv A C`, and B goes on with another weight decay: C goes on from what A had, with A's losses."""
+    """`cp -r A B; mv A C`, and B goes on with another weight decay: C goes on from what A had,
+    with A's losses.
+    """
     first, copy, moved, memory = tmp_path / "A", tmp_path / "B", tmp_path / "C", tmp_path / "memory"
     options = (*RARE, "--checkpoint.memory-dir", memory, "--checkpoint.memory-every-steps", EVERY)
 
     def killed_after(run: Path, steps: int, *more: object) -> int:
-        process = start_python(runs.command(run, *options, *more, *ENDLESS), tmp_path / "log", runs.environment())
+        process = start_python(
+            runs.command(run, *options, *more, *ENDLESS), tmp_path / "log", runs.environment()
+        )
         process.wait_until(lambda: len(losses(run)) > steps)
         process.kill_now()
         return len(losses(run))

@@ -1,4 +1,6 @@
-"""A model of milliseconds a token with a real byte-level tokenizer and a chat template, and servers of it."""
+"""A model of milliseconds a token with a real byte-level tokenizer and a chat template, and
+servers of it.
+"""
 
 import json
 from collections.abc import Callable, Iterator
@@ -26,7 +28,8 @@ TEMPLATE = (
     "{% if show_reasoning %}{{ m.reasoning_content }}|{% endif %}{{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}{% if fail %}{{ 'x' + fail }}{% endif %}"
     # what a model could have in it that is made to stop a server
-    "{% if nested %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}"
+    "{% if nested %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor"
+    " %}{% endif %}"
     "{% if padded %}{{ '%2000000000d' % 1 }}{% endif %}"
     "{% if long %}{% for i in range(9999) %}{{ 'x' * 9999 }}{% endfor %}{% endif %}"
 )
@@ -50,8 +53,14 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     jmoe.save_pretrained(LanguageModel(Decoder(config, rngs=nnx.Rngs(0))), folder, eos_token_id=0)
     # the model has more rows than the tokenizer tokens, as many do
-    train_bpe([TEXT, CONVERSATIONS.read_text()] * 3, VOCAB_SIZE - 20).save(str(folder / "tokenizer.json"))
-    described = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT, "chat_template": TEMPLATE}
+    train_bpe([TEXT, CONVERSATIONS.read_text()] * 3, VOCAB_SIZE - 20).save(
+        str(folder / "tokenizer.json")
+    )
+    described = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END_OF_TEXT,
+        "chat_template": TEMPLATE,
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(described))
     return folder
 
@@ -59,7 +68,9 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def engine(model_folder: Path) -> Iterator[Engine]:
     """The engine that `serve.py` would have, without a server."""
-    with Engine(model_folder, EngineConfig(max_batch=4, max_seq_len=256, prefill_chunk_tokens=32)) as engine:
+    with Engine(
+        model_folder, EngineConfig(max_batch=4, max_seq_len=256, prefill_chunk_tokens=32)
+    ) as engine:
         yield engine
 
 
@@ -73,11 +84,15 @@ def server_env(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None
 def start(
     model_folder: Path, server_env: dict[str, str | None], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., HttpProcess]:
-    """`start(*options)` starts serve.py on a free port and returns when it answers. Later options take precedence."""
+    """`start(*options)` starts serve.py on a free port and returns when it answers. Later
+    options take precedence.
+    """
     env = server_env
 
     def start(*options: object, folder: Path = model_folder, **more: str) -> HttpProcess:
-        return start_server(tmp_path_factory.mktemp("log") / "server.log", env | more, folder, *SIZES, *options)
+        return start_server(
+            tmp_path_factory.mktemp("log") / "server.log", env | more, folder, *SIZES, *options
+        )
 
     return start
 
@@ -111,5 +126,7 @@ def server(shared_server: HttpProcess) -> HttpProcess:
 
 @pytest.fixture(scope="module")
 def client(server: HttpProcess) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=LIMIT_S, max_retries=0) as client:
+    with openai.OpenAI(
+        base_url=f"{server.url}/v1", api_key="none", timeout=LIMIT_S, max_retries=0
+    ) as client:
         yield client

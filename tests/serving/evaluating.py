@@ -1,4 +1,6 @@
-"""What the forks of `test_forks.py` do. It imports little, as what a fork server begins with does."""
+"""What the forks of `test_forks.py` do. It imports little, as what a fork server begins with
+does.
+"""
 
 import os
 from collections.abc import Callable

@@ -1,6 +1,8 @@
-"""A small OpenAI-like server without a model: what the page and the load generator talk to in their tests.
+"""A small OpenAI-like server without a model: what the page and the load generator talk to in their
+tests.
 
-`python tests/serving/openai_server.py MODEL_DIR --port P` runs it as `serve.py` would run; other options are ignored.
+`python tests/serving/openai_server.py MODEL_DIR --port P` runs it as `serve.py` would run; other
+options are ignored.
 """
 
 from __future__ import annotations
@@ -43,8 +45,9 @@ LIVE: dict[str, Any] = {
 class OpenAIServer(ThreadingHTTPServer):
     """Context manager that answers on a free port of 127.0.0.1 in threads of its own.
 
-    text: the tokens of every answer, each after `token_s`. A prompt has 7 tokens; it and its answer fit in
-    `max_model_len`. refuse: the next answers instead, (status, headers, message). live: what GET /live says.
+    text: the tokens of every answer, each after `token_s`. A prompt has 7 tokens; it and its answer
+    fit in `max_model_len`. refuse: the next answers instead, (status, headers, message). live: what
+    GET /live says.
     requests: (path, body, headers) of every POST but /tokenize; disconnects: clients that left.
     """
 
@@ -87,14 +90,20 @@ class _Handler(BaseHTTPRequestHandler):
         elif self.path == "/ready":
             self._json(200, {})
         elif self.path == "/v1/models":
-            self._json(200, {"object": "list", "data": [{"id": self.server.live["model"], "object": "model"}]})
+            self._json(
+                200,
+                {"object": "list", "data": [{"id": self.server.live["model"], "object": "model"}]},
+            )
         else:
             self._error(404, {}, f"no such path: {self.path}")
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self.path == "/tokenize":
-            self._json(200, {"count": 7, "max_model_len": self.server.max_model_len, "tokens": list(range(7))})
+            self._json(
+                200,
+                {"count": 7, "max_model_len": self.server.max_model_len, "tokens": list(range(7))},
+            )
             return
         self.server.requests.append((self.path, body, dict(self.headers)))
         if self.server.refuse:
@@ -109,7 +118,15 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             for i, text in enumerate(self.server.text[: body.get("max_tokens")]):
                 if i == self.server.error_after:
-                    self._event({"error": {"message": "the engine failed", "type": "server_error", "code": None}})
+                    self._event(
+                        {
+                            "error": {
+                                "message": "the engine failed",
+                                "type": "server_error",
+                                "code": None,
+                            }
+                        }
+                    )
                     return
                 time.sleep(self.server.token_s)
                 self._choice({"delta": {"content": text}} if chat else {"text": text}, None)
@@ -121,20 +138,32 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.disconnects += 1
 
     def _choice(self, said: dict[str, Any], finish_reason: str | None) -> None:
-        self._event({"choices": [{"index": 0, **said, "finish_reason": finish_reason}], "usage": None})
+        self._event(
+            {"choices": [{"index": 0, **said, "finish_reason": finish_reason}], "usage": None}
+        )
 
     def _event(self, data: dict[str, Any]) -> None:
         self.wfile.write(f"data: {json.dumps(data)}\n\n".encode())
 
     def _error(self, status: int, headers: Mapping[str, str], message: str) -> None:
-        self._json(status, {"error": {"message": message, "type": "error", "param": None, "code": None}}, headers)
+        self._json(
+            status,
+            {"error": {"message": message, "type": "error", "param": None, "code": None}},
+            headers,
+        )
 
     def _json(self, status: int, data: Any, headers: Mapping[str, str] | None = None) -> None:
         self._answer(status, json.dumps(data).encode(), "application/json", headers)
 
-    def _answer(self, status: int, content: bytes, kind: str, headers: Mapping[str, str] | None = None) -> None:
+    def _answer(
+        self, status: int, content: bytes, kind: str, headers: Mapping[str, str] | None = None
+    ) -> None:
         self.send_response(status)
-        for name, value in {"Content-Type": kind, "Content-Length": str(len(content)), **(headers or {})}.items():
+        for name, value in {
+            "Content-Type": kind,
+            "Content-Length": str(len(content)),
+            **(headers or {}),
+        }.items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(content)

@@ -5,7 +5,9 @@ from jmoe.serving.admission import FairQueue
 
 
 def fill(queue: FairQueue, client: str, request: str, count: int) -> list[Sequence]:
-    sequences = [Sequence([1], client=client, request=f"{client}.{request}", index=i) for i in range(count)]
+    sequences = [
+        Sequence([1], client=client, request=f"{client}.{request}", index=i) for i in range(count)
+    ]
     for sequence in sequences:
         queue.push(sequence)
     return sequences
@@ -16,7 +18,9 @@ def next_of(queue: FairQueue, count: int) -> list[str]:
 
 
 def test_clients_share_the_places() -> None:
-    """The client with the fewest running sequences is next; which came first decides only between equals."""
+    """The client with the fewest running sequences is next; which came first decides only
+    between equals.
+    """
     queue: FairQueue = FairQueue()
     fill(queue, "a", "1", 60)
     assert next_of(queue, 4) == ["a.1.0", "a.1.1", "a.1.2", "a.1.3"]

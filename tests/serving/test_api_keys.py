@@ -8,8 +8,12 @@ import pytest
 from jmoe.serving.api_keys import ApiKeys
 
 
-def test_keys_are_those_that_the_file_has_now(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Of a file that is being written nothing counts yet; one without keys, or none, changes nothing."""
+def test_keys_are_those_that_the_file_has_now(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a file that is being written nothing counts yet; one without keys, or none, changes
+    nothing.
+    """
     file = tmp_path / "keys"
     file.write_text("first\n\n second \n")
     keys = ApiKeys(str(file))
@@ -22,14 +26,20 @@ def test_keys_are_those_that_the_file_has_now(tmp_path: Path, caplog: pytest.Log
     assert keys.match("first"), "it may not be whole yet"
     keys.reload()
     assert not keys.match("first") and keys.match("second") and keys.match("third")
-    for spoil in (lambda: file.write_bytes(b"\n"), lambda: file.write_bytes(b"\xff\n"), file.unlink):
+    for spoil in (
+        lambda: file.write_bytes(b"\n"),
+        lambda: file.write_bytes(b"\xff\n"),
+        file.unlink,
+    ):
         caplog.clear()
         spoil()
         with caplog.at_level(logging.ERROR):
             for _ in range(4):
                 keys.reload()
         (record,) = caplog.records
-        assert str(file) in record.getMessage() and record.getMessage().endswith("; the keys before stay")
+        assert str(file) in record.getMessage() and record.getMessage().endswith(
+            "; the keys before stay"
+        )
         assert keys.match("third")
 
 

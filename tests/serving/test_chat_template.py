@@ -1,4 +1,6 @@
-"""Chat templates: what transformers renders, read from a folder in every form, and nothing that leaves the sandbox."""
+"""Chat templates: what transformers renders, read from a folder in every form, and nothing that
+leaves the sandbox.
+"""
 
 import json
 from datetime import date
@@ -56,10 +58,19 @@ def test_folder_without_template(tmp_path: Path) -> None:
         ("{", "tokenizer_config.json: not readable JSON"),
         ("[]", "tokenizer_config.json: must be a JSON object"),
         ('{"chat_template": 1}', "chat_template must be a string or a list of {name, template}"),
-        ('{"chat_template": [{"name": "default"}]}', "chat_template must be a string or a list of {name, template}"),
-        ('{"chat_template": [{"name": "rag", "template": ""}]}', r"\['rag'\]: one must be named 'default'"),
+        (
+            '{"chat_template": [{"name": "default"}]}',
+            "chat_template must be a string or a list of {name, template}",
+        ),
+        (
+            '{"chat_template": [{"name": "rag", "template": ""}]}',
+            r"\['rag'\]: one must be named 'default'",
+        ),
         ('{"chat_template": "\\n{% if %}"}', "chat template of .*: line 2: Expected an expression"),
-        ('{"chat_template": "{% for x in y %}"}', "chat template of .*: line 1: Unexpected end of template"),
+        (
+            '{"chat_template": "{% for x in y %}"}',
+            "chat template of .*: line 1: Unexpected end of template",
+        ),
     ],
 )
 def test_damaged_folder_is_refused(tmp_path: Path, config: str, complaint: str) -> None:
@@ -95,7 +106,11 @@ def test_way_out_of_the_sandbox_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["{{ ''['__class__'] }}", "{{ raise_exception.__globals__ }}", "{{ '{0.__class__.__init__}'.format(messages) }}"],
+    [
+        "{{ ''['__class__'] }}",
+        "{{ raise_exception.__globals__ }}",
+        "{{ '{0.__class__.__init__}'.format(messages) }}",
+    ],
 )
 def test_what_the_sandbox_hides_is_undefined(text: str) -> None:
     assert chat_template(text).render(HELLO) == ""
@@ -104,7 +119,10 @@ def test_what_the_sandbox_hides_is_undefined(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("{{ raise_exception('Conversation roles must alternate') }}", "Conversation roles must alternate"),
+        (
+            "{{ raise_exception('Conversation roles must alternate') }}",
+            "Conversation roles must alternate",
+        ),
         ("{{ messages[5].content + 'x' }}", "list object has no element 5"),
         ("{{ messages[0].content + 1 }}", "TypeError: can only concatenate str"),
         ("{{ 1 // 0 }}", "ZeroDivisionError"),
@@ -137,14 +155,23 @@ def test_variables_replace_special_tokens() -> None:
 
 LOOP = "{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}"
 EITHER = (
-    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{{ 1 // 0 }}{% endif %}{% endfor %}"
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{{ 1 // 0 }}{%"
+    " endif %}{% endfor %}"
 )
-FIRST_IS_SYSTEM = "{% if messages[0].role != 'system' %}{{ raise_exception('x') }}{% endif %}" + LOOP
+FIRST_IS_SYSTEM = (
+    "{% if messages[0].role != 'system' %}{{ raise_exception('x') }}{% endif %}" + LOOP
+)
 
 
 @pytest.mark.parametrize(
     ("text", "form"),
-    [(LOOP, "parts"), (EITHER, "string"), (FIRST_IS_SYSTEM, "parts"), ("{{ messages[0].role }}", None), ("", None)],
+    [
+        (LOOP, "parts"),
+        (EITHER, "string"),
+        (FIRST_IS_SYSTEM, "parts"),
+        ("{{ messages[0].role }}", None),
+        ("", None),
+    ],
 )
 def test_what_a_template_takes_content_as(text: str, form: str | None) -> None:
     assert chat_template(text).content_form == form
@@ -157,7 +184,14 @@ def test_templates_of_text_models_take_strings(family: str) -> None:
 
 
 def test_the_dialect_ends_where_transformers_does() -> None:
-    """A namespace of a dict is one; a filter that transformers lacks is refused by its name, when it is compiled."""
-    assert chat_template("{% set n = namespace({'a': 1}) %}{% set n.a = n.a + 1 %}{{ n.a }}").render(HELLO) == "2"
+    """A namespace of a dict is one; a filter that transformers lacks is refused by its name,
+    when it is compiled.
+    """
+    assert (
+        chat_template("{% set n = namespace({'a': 1}) %}{% set n.a = n.a + 1 %}{{ n.a }}").render(
+            HELLO
+        )
+        == "2"
+    )
     with pytest.raises(ValueError, match="No filter named 'fromjson'"):
         chat_template("{{ '{}' | fromjson }}")

@@ -1,4 +1,6 @@
-"""/v1/completions over HTTP against the engine in this process; OpenAI's own client reads the answers."""
+"""/v1/completions over HTTP against the engine in this process; OpenAI's own client reads the
+answers.
+"""
 
 import asyncio
 import gzip
@@ -34,19 +36,28 @@ def streamed(server: HttpProcess, **body: Any) -> list[Any]:
 def test_streamed_text_is_the_engines(
     server: HttpProcess, serve: Callable[..., HttpProcess], engine: Engine, policy: str
 ) -> None:
-    """The same seeds give the same text and tokens, streamed, whole and from `generate`, whatever else runs."""
+    """The same seeds give the same text and tokens, streamed, whole and from `generate`,
+    whatever else runs.
+    """
     server = server if policy == "resident" else serve("--policy", "ring", "--ring-slots", 1)
     for prompt in PROMPTS:
         (expected,) = engine.generate([prompt], max_new_tokens=40, logprobs=0, **SAMPLED)
         body = {"prompt": prompt, "max_tokens": 40, **SAMPLED}
-        *chunks, last, done = streamed(server, **body, logprobs=0, stream_options={"include_usage": True})
+        *chunks, last, done = streamed(
+            server, **body, logprobs=0, stream_options={"include_usage": True}
+        )
         assert done == "[DONE]" and last["choices"] == []
-        counts = {"prompt_tokens": len(expected.prompt_token_ids), "completion_tokens": len(expected.token_ids)}
+        counts = {
+            "prompt_tokens": len(expected.prompt_token_ids),
+            "completion_tokens": len(expected.token_ids),
+        }
         assert last["usage"] == counts | {"total_tokens": sum(counts.values())}
         assert all(chunk["usage"] is None for chunk in chunks)
         pieces = [chunk["choices"][0] for chunk in chunks]
         assert "".join(piece["text"] for piece in pieces) == expected.text
-        assert [p["finish_reason"] for p in pieces] == [None] * (len(pieces) - 1) + [expected.finish_reason]
+        assert [p["finish_reason"] for p in pieces] == [None] * (len(pieces) - 1) + [
+            expected.finish_reason
+        ]
         logprobs = [value for piece in pieces for value in piece["logprobs"]["token_logprobs"]]
         assert logprobs == pytest.approx([lp.logprob for lp in expected.logprobs], abs=1e-5)
         whole = server.post("/v1/completions", **body).json()
@@ -57,8 +68,12 @@ def test_streamed_text_is_the_engines(
 
 
 def test_several_prompts_and_choices(client: openai.OpenAI, engine: Engine) -> None:
-    """Choice i of a prompt is what the seed + i gives; usage counts each prompt once and all choices."""
-    answer = client.completions.create(model="tiny-moe", prompt=PROMPTS[:2], n=2, max_tokens=12, temperature=1, seed=5)
+    """Choice i of a prompt is what the seed + i gives; usage counts each prompt once and all
+    choices.
+    """
+    answer = client.completions.create(
+        model="tiny-moe", prompt=PROMPTS[:2], n=2, max_tokens=12, temperature=1, seed=5
+    )
     found = {choice.index: choice for choice in answer.choices}
     assert sorted(found) == [0, 1, 2, 3]
     drawn = 0
@@ -70,7 +85,9 @@ def test_several_prompts_and_choices(client: openai.OpenAI, engine: Engine) -> N
             drawn += len(expected.token_ids)
     assert answer.usage is not None
     assert answer.usage.completion_tokens == drawn
-    assert answer.usage.prompt_tokens == sum(len(engine.tokenizer.encode(p).ids) for p in PROMPTS[:2])
+    assert answer.usage.prompt_tokens == sum(
+        len(engine.tokenizer.encode(p).ids) for p in PROMPTS[:2]
+    )
 
 
 def test_an_event_is_one_line_whatever_the_text(server: HttpProcess) -> None:
@@ -82,7 +99,9 @@ def test_an_event_is_one_line_whatever_the_text(server: HttpProcess) -> None:
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
 def test_echo_with_logprobs(client: openai.OpenAI, engine: Engine, max_tokens: int) -> None:
-    """As lm_eval asks for log-likelihoods: those of the prompt, null for its first token, then what was drawn."""
+    """As lm_eval asks for log-likelihoods: those of the prompt, null for its first token, then
+    what was drawn.
+    """
     prompt = engine.tokenizer.encode(PROMPTS[2]).ids
     (expected,) = engine.generate([prompt], max_new_tokens=1, logprobs=1, prompt_logprobs=1)
     answer = client.completions.create(
@@ -94,12 +113,15 @@ def test_echo_with_logprobs(client: openai.OpenAI, engine: Engine, max_tokens: i
     assert choice.logprobs.token_logprobs is not None and choice.logprobs.top_logprobs is not None
     wanted = expected.prompt_logprobs + expected.logprobs * max_tokens
     assert choice.logprobs.token_logprobs[0] is None and choice.logprobs.top_logprobs[0] is None
-    assert choice.logprobs.token_logprobs[1:] == pytest.approx([lp.logprob for lp in wanted], abs=1e-5)
+    assert choice.logprobs.token_logprobs[1:] == pytest.approx(
+        [lp.logprob for lp in wanted], abs=1e-5
+    )
     for top, lp in zip(choice.logprobs.top_logprobs[1:], wanted, strict=True):
         assert max(top.values()) == pytest.approx(lp.top[0][1], abs=1e-5)
         assert len(top) == (1 if lp.top[0][0] == lp.token_id else 2)
     assert choice.logprobs.tokens is not None and choice.logprobs.text_offset is not None
-    assert any(token.startswith("bytes:") for token in choice.logprobs.tokens)  # parts of characters
+    # parts of characters
+    assert any(token.startswith("bytes:") for token in choice.logprobs.tokens)
     assert choice.logprobs.text_offset[0] == 0
     assert answer.usage is not None and answer.usage.completion_tokens == max_tokens
 
@@ -115,7 +137,9 @@ def assert_offsets(text: str, logprobs: Any) -> None:
 
 
 def test_text_offsets(server: HttpProcess) -> None:
-    """In characters, also behind those that are several tokens, and whatever is held back for a stop string."""
+    """In characters, also behind those that are several tokens, and whatever is held back for a
+    stop string.
+    """
     for prompt in ("日本語 🎉 and more 日本語", "<|endoftext|> x", " é"):
         body = {"prompt": prompt, "max_tokens": 0, "echo": True, "logprobs": 0}
         choice = server.post("/v1/completions", **body).json()["choices"][0]
@@ -147,14 +171,28 @@ def test_a_stop_string_never_leaks(server: HttpProcess, engine: Engine) -> None:
         assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == expected
         assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
         whole = server.post("/v1/completions", **body, stop=stop).json()
-        assert (whole["choices"][0]["text"], whole["choices"][0]["finish_reason"]) == (expected, "stop")
+        assert (whole["choices"][0]["text"], whole["choices"][0]["finish_reason"]) == (
+            expected,
+            "stop",
+        )
 
 
 def test_parameters_reach_the_sampler(server: HttpProcess, engine: Engine) -> None:
-    options = {"top_k": 5, "min_p": 0.01, "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.3}
+    options = {
+        "top_k": 5,
+        "min_p": 0.01,
+        "repetition_penalty": 1.3,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.3,
+    }
     common = options | SAMPLED | {"ignore_eos": True}
     (expected,) = engine.generate(
-        [PROMPTS[1]], max_new_tokens=20, min_new_tokens=3, logit_bias={40: 3.0}, stop_token_ids=(7,), **common
+        [PROMPTS[1]],
+        max_new_tokens=20,
+        min_new_tokens=3,
+        logit_bias={40: 3.0},
+        stop_token_ids=(7,),
+        **common,
     )
     limits = {"max_tokens": 20, "min_tokens": 3, "logit_bias": {"40": 3}, "stop_token_ids": [7]}
     answer = server.post("/v1/completions", prompt=PROMPTS[1], **limits, **common).json()
@@ -170,13 +208,25 @@ def test_parameters_reach_the_sampler(server: HttpProcess, engine: Engine) -> No
         ({"logit_bias": {"007": 1, "7": 2}}, 400, "String should match pattern", None),
         ({"min_tokens": 30, "max_tokens": 20}, 400, "at most max_tokens = 20", "min_tokens"),
         ({"prompt": []}, 400, "must hold at least one token", None),
-        ({"prompt": [1, 999]}, 400, f"a token of prompt = 999: must be at least 0 and below {VOCAB_SIZE}", None),
-        ({"prompt": [1] * 300}, 400, "300 tokens; together with one of output at most 256 fit", None),
+        (
+            {"prompt": [1, 999]},
+            400,
+            f"a token of prompt = 999: must be at least 0 and below {VOCAB_SIZE}",
+            None,
+        ),
+        (
+            {"prompt": [1] * 300},
+            400,
+            "300 tokens; together with one of output at most 256 fit",
+            None,
+        ),
         ({"model": "other"}, 404, "the model 'other' is not served here", "model"),
         ({"n": 128}, 400, "128 sequences in one request: at most 68", None),
     ],
 )
-def test_what_is_refused(server: HttpProcess, body: dict[str, Any], status: int, words: str, param: str | None) -> None:
+def test_what_is_refused(
+    server: HttpProcess, body: dict[str, Any], status: int, words: str, param: str | None
+) -> None:
     response = server.post("/v1/completions", **({"prompt": "x"} | body))
     error = response.json()["error"]
     assert response.status_code == status, error
@@ -187,7 +237,10 @@ def test_what_is_refused(server: HttpProcess, body: dict[str, Any], status: int,
 def test_null_is_not_given(server: HttpProcess) -> None:
     body = {"prompt": "x", "max_tokens": 4, "temperature": 0}
     plain = server.post("/v1/completions", **body).json()["choices"]
-    assert server.post("/v1/completions", **body, suffix=None, stop=None, tools=None).json()["choices"] == plain
+    assert (
+        server.post("/v1/completions", **body, suffix=None, stop=None, tools=None).json()["choices"]
+        == plain
+    )
 
 
 @pytest.mark.parametrize(
@@ -197,8 +250,16 @@ def test_null_is_not_given(server: HttpProcess) -> None:
         (b"[]", "application/json", "the body must be a JSON object"),
         (b'{"prompt": "x"}', "text/plain", "sent as Content-Type: application/json"),
         (b'{"prompt": "\\ud800"}', "application/json", "the prompt holds half of a surrogate pair"),
-        (b'{"prompt": "x", "\\ud800": 1}', "application/json", "?: is not a parameter that this server supports"),
-        (b'{"prompt": "x", "temperature": NaN}', "application/json", "the body is not JSON, which has no NaN"),
+        (
+            b'{"prompt": "x", "\\ud800": 1}',
+            "application/json",
+            "?: is not a parameter that this server supports",
+        ),
+        (
+            b'{"prompt": "x", "temperature": NaN}',
+            "application/json",
+            "the body is not JSON, which has no NaN",
+        ),
         (b'{"prompt": "x", "n": 1, "n": 2}', "application/json", "n: is given twice in one object"),
         (
             b'{"prompt": "x", "n": 1, "user": "' + b"y" * 100_000 + b'", "n": 2}',
@@ -209,39 +270,59 @@ def test_null_is_not_given(server: HttpProcess) -> None:
         (b"[" * 100_000, "application/json", "nested too deeply"),
     ],
 )
-def test_a_body_that_is_no_proper_json(server: HttpProcess, content: bytes, kind: str, words: str) -> None:
-    response = httpx.post(f"{server.url}/v1/completions", content=content, headers={"content-type": kind})
-    assert response.status_code == 400 and words in response.json()["error"]["message"], response.text
+def test_a_body_that_is_no_proper_json(
+    server: HttpProcess, content: bytes, kind: str, words: str
+) -> None:
+    response = httpx.post(
+        f"{server.url}/v1/completions", content=content, headers={"content-type": kind}
+    )
+    assert response.status_code == 400 and words in response.json()["error"]["message"], (
+        response.text
+    )
 
 
 def test_a_text_that_the_tokenizer_gives_up(model_folder: Path) -> None:
-    """Its regular expression needs more than its limit: a panic of Rust, which is no `Exception`."""
+    """Its regular expression needs more than its limit: a panic of Rust, which is no
+    `Exception`.
+    """
     tokenizer = Tokenizer.from_file(str(model_folder / "tokenizer.json"))
     split = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, tokenizer.pre_tokenizer])
-    service: Any = SimpleNamespace(tokenizer=tokenizer, vocabulary=TokenVocabulary(tokenizer), max_seq_len=256)
+    service: Any = SimpleNamespace(
+        tokenizer=tokenizer, vocabulary=TokenVocabulary(tokenizer), max_seq_len=256
+    )
     assert Service.encode(service, ["abc"])
-    with pytest.raises(ApiError, match=r"^the model's tokenizer cannot encode the text: .*retry-limit"):
+    with pytest.raises(
+        ApiError, match=r"^the model's tokenizer cannot encode the text: .*retry-limit"
+    ):
         Service.encode(service, ["a" * 40 + "b"])
 
 
 def test_a_compressed_body(server: HttpProcess) -> None:
-    """It is not taken for a damaged one, nor one that is not compressed for what its header says."""
+    """It is not taken for a damaged one, nor one that is not compressed for what its header
+    says.
+    """
     for body in (gzip.compress(b'{"prompt": "x"}'), b'{"prompt": "x"}'):
         headers = {"content-type": "application/json", "content-encoding": "gzip"}
         response = httpx.post(f"{server.url}/v1/completions", content=body, headers=headers)
         assert response.status_code == 415
-        assert response.json()["error"]["message"].startswith("Content-Encoding = 'gzip': must be identity")
+        assert response.json()["error"]["message"].startswith(
+            "Content-Encoding = 'gzip': must be identity"
+        )
 
 
 def test_usage_with_every_chunk(server: HttpProcess) -> None:
     """As guidellm asks for it; without include_usage it is refused."""
     options = {"include_usage": True, "continuous_usage_stats": True}
-    *chunks, last, done = streamed(server, prompt=PROMPTS[:2], max_tokens=6, ignore_eos=True, stream_options=options)
+    *chunks, last, done = streamed(
+        server, prompt=PROMPTS[:2], max_tokens=6, ignore_eos=True, stream_options=options
+    )
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert done == "[DONE]" and counts == sorted(counts) == list(range(1, 13))
     assert last["usage"] == chunks[-1]["usage"] and last["choices"] == []
-    refused = server.post("/v1/completions", prompt="x", stream=True, stream_options={"continuous_usage_stats": True})
+    refused = server.post(
+        "/v1/completions", prompt="x", stream=True, stream_options={"continuous_usage_stats": True}
+    )
     assert refused.status_code == 400
     assert "continuous_usage_stats needs include_usage = true" in refused.json()["error"]["message"]
 
@@ -295,8 +376,12 @@ def test_the_page_and_its_headers(server: HttpProcess) -> None:
         ("", 403),
     ],
 )
-def test_a_page_of_another_site_cannot_reach_the_server(server: HttpProcess, host: str, status: int) -> None:
-    """Its name may lead to 127.0.0.1, where the server without keys listens; the browser sends that name."""
+def test_a_page_of_another_site_cannot_reach_the_server(
+    server: HttpProcess, host: str, status: int
+) -> None:
+    """Its name may lead to 127.0.0.1, where the server without keys listens; the browser sends
+    that name.
+    """
     for path in ("/", "/v1/models", "/live"):
         response = httpx.get(server.url + path, headers={"host": host})
         assert response.status_code == status
@@ -309,7 +394,12 @@ def test_an_abandoned_stream_frees_its_slot(server: HttpProcess) -> None:
 
     async def leave(client: openai.AsyncOpenAI, number: int) -> None:
         stream = await client.completions.create(
-            model="tiny-moe", prompt=f"{number}", max_tokens=240, n=5, stream=True, extra_body={"ignore_eos": True}
+            model="tiny-moe",
+            prompt=f"{number}",
+            max_tokens=240,
+            n=5,
+            stream=True,
+            extra_body={"ignore_eos": True},
         )
         if number % 3:
             async for _ in stream:
@@ -317,10 +407,14 @@ def test_an_abandoned_stream_frees_its_slot(server: HttpProcess) -> None:
         await stream.close()
 
     async def all_leave() -> None:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=LIMIT_S) as client:
+        async with openai.AsyncOpenAI(
+            base_url=f"{server.url}/v1", api_key="none", timeout=LIMIT_S
+        ) as client:
             await asyncio.gather(*(leave(client, i) for i in range(12)))
             whole = asyncio.create_task(
-                client.completions.create(model="tiny-moe", prompt="x", max_tokens=250, extra_body={"ignore_eos": True})
+                client.completions.create(
+                    model="tiny-moe", prompt="x", max_tokens=250, extra_body={"ignore_eos": True}
+                )
             )
             await asyncio.sleep(0.05)
             whole.cancel()
@@ -342,7 +436,9 @@ def test_an_abandoned_stream_frees_its_slot(server: HttpProcess) -> None:
 
 def test_async_streams_beside_each_other(server: HttpProcess, engine: Engine) -> None:
     """More clients than places: all are served, each with its own text."""
-    expected = {i: engine.generate([f"{i}"], max_new_tokens=10, **SAMPLED)[0].text for i in range(10)}
+    expected = {
+        i: engine.generate([f"{i}"], max_new_tokens=10, **SAMPLED)[0].text for i in range(10)
+    }
 
     async def read(client: openai.AsyncOpenAI, number: int) -> str:
         stream = await client.completions.create(
@@ -351,7 +447,9 @@ def test_async_streams_beside_each_other(server: HttpProcess, engine: Engine) ->
         return "".join([chunk.choices[0].text async for chunk in stream])
 
     async def read_all() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=LIMIT_S) as client:
+        async with openai.AsyncOpenAI(
+            base_url=f"{server.url}/v1", api_key="none", timeout=LIMIT_S
+        ) as client:
             return await asyncio.gather(*(read(client, i) for i in expected))
 
     assert dict(enumerate(asyncio.run(read_all()))) == expected

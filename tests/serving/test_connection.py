@@ -1,7 +1,9 @@
-"""Requests that are made to stop the server: it refuses them, goes on answering others, and keeps no memory.
+"""Requests that are made to stop the server: it refuses them, goes on answering others, and keeps
+no memory.
 
-How long `/health` took at worst and what the process grew by is printed (`pytest -rP`). The bounds leave room for
-machines that do much else: on one that does not, nothing takes a second, and what is refused late takes minutes.
+How long `/health` took at worst and what the process grew by is printed (`pytest -rP`). The bounds
+leave room for machines that do much else: on one that does not, nothing takes a second, and what is
+refused late takes minutes.
 """
 
 import asyncio
@@ -30,7 +32,14 @@ from tests.http_servers import ENDLESS, LIMIT_S, LONG, HttpProcess, is_idle
 TIMEOUT_S = 2  # of headers, bodies and answers
 MAX_CONNECTIONS = 64
 LIMITS = (
-    *("--header-timeout-s", TIMEOUT_S, "--body-timeout-s", TIMEOUT_S, "--send-timeout-s", TIMEOUT_S),
+    *(
+        "--header-timeout-s",
+        TIMEOUT_S,
+        "--body-timeout-s",
+        TIMEOUT_S,
+        "--send-timeout-s",
+        TIMEOUT_S,
+    ),
     *("--max-connections", MAX_CONNECTIONS, "--max-body-bytes", 8 << 20, *LONG),
 )
 LONGEST_TOKEN = 512
@@ -42,7 +51,9 @@ GROWTH_BYTES = 160 << 20
 def server(
     serve: Callable[..., HttpProcess], model_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> HttpProcess:
-    """With a tokenizer of one long token, as those of many models have: long texts could fit, and are encoded."""
+    """With a tokenizer of one long token, as those of many models have: long texts could fit,
+    and are encoded.
+    """
     folder = tmp_path_factory.mktemp("attacked") / "tiny-moe"
     shutil.copytree(model_folder, folder)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -54,7 +65,9 @@ def server(
 
 
 class Watch:
-    """Asks for `/health` in a thread, each time over a new connection, and looks at the memory of the process."""
+    """Asks for `/health` in a thread, each time over a new connection, and looks at the memory
+    of the process.
+    """
 
     def __init__(self, server: HttpProcess, pause_s: float = 0.02) -> None:
         self._pause_s = pause_s
@@ -75,8 +88,12 @@ class Watch:
     def __exit__(self, *_: object) -> None:
         self._end.set()
         self._thread.join()
-        took_s, grown = time.monotonic() - self._begun_s, (self._peak_bytes - self._begin_bytes) / 2**20
-        print(f"/health {len(self.requests_s)} times in {took_s:.1f} s, worst {self.worst_s:.3f} s; +{grown:.0f} MiB")
+        took_s = time.monotonic() - self._begun_s
+        grown = (self._peak_bytes - self._begin_bytes) / 2**20
+        print(
+            f"/health {len(self.requests_s)} times in {took_s:.1f} s, worst {self.worst_s:.3f} s;"
+            f" +{grown:.0f} MiB"
+        )
 
     @property
     def worst_s(self) -> float:
@@ -119,43 +136,110 @@ HI = {"role": "user", "content": "x"}
 LONG_TEXT = "x" * (8192 * LONGEST_TOKEN + 1)
 # what is sent, and words of the answer
 BODIES: dict[str, tuple[str, Any, str]] = {
-    "prompts times choices": (COMPLETIONS, {"prompt": ["x"] * 8000, "n": 128}, "1024000 sequences in one request"),
-    "token prompts times choices": (COMPLETIONS, {"prompt": [[1]] * 8000, "n": 128}, "sequences in one request"),
+    "prompts times choices": (
+        COMPLETIONS,
+        {"prompt": ["x"] * 8000, "n": 128},
+        "1024000 sequences in one request",
+    ),
+    "token prompts times choices": (
+        COMPLETIONS,
+        {"prompt": [[1]] * 8000, "n": 128},
+        "sequences in one request",
+    ),
     "prompts": (COMPLETIONS, {"prompt": ["x"] * 100_000}, "at most 8192 items"),
     "prompts of two kinds": (COMPLETIONS, {"prompt": [[1], "x"] * 4000}, "prompt.several.1: "),
     "no prompts": (COMPLETIONS, {"prompt": [[1]] + [["x"] * 1000] * 1000}, "prompt.several.1.0: "),
     "token ids": (COMPLETIONS, {"prompt": [1] * 2_000_000}, "the prompt has 2000000 tokens"),
     "lists": (COMPLETIONS, {"prompt": [[1]] * 800_000}, "at most 8192 items"),
-    "echo": (COMPLETIONS, {"prompt": [[1] * 30_000] * 60, "echo": True}, "the prompt has 30000 tokens"),
-    "a long text": (COMPLETIONS, {"prompt": LONG_TEXT}, "characters; at most 4194304 can be the 8192 tokens that fit"),
-    "a long chat": (CHAT, {"messages": [{"role": "user", "content": LONG_TEXT}]}, "characters; at most 4194304 can"),
+    "echo": (
+        COMPLETIONS,
+        {"prompt": [[1] * 30_000] * 60, "echo": True},
+        "the prompt has 30000 tokens",
+    ),
+    "a long text": (
+        COMPLETIONS,
+        {"prompt": LONG_TEXT},
+        "characters; at most 4194304 can be the 8192 tokens that fit",
+    ),
+    "a long chat": (
+        CHAT,
+        {"messages": [{"role": "user", "content": LONG_TEXT}]},
+        "characters; at most 4194304 can",
+    ),
     "a long text to count": ("/tokenize", {"prompt": LONG_TEXT}, "characters; at most 4194304 can"),
-    "many tokens to decode": ("/detokenize", {"tokens": [1] * 1_000_000}, "at most 8192 are allowed"),
+    "many tokens to decode": (
+        "/detokenize",
+        {"tokens": [1] * 1_000_000},
+        "at most 8192 are allowed",
+    ),
     "no tokens to decode": ("/detokenize", {"tokens": ["x"] * 500_000}, "tokens.0: "),
-    "unknown parameters": (COMPLETIONS, {"prompt": "x"} | numbered(400_000, 1), "k0: is not a parameter that this"),
-    "a long name": (COMPLETIONS, {"prompt": "x", "y" * 1_000_000: 1}, "is not a parameter that this server supports"),
+    "unknown parameters": (
+        COMPLETIONS,
+        {"prompt": "x"} | numbered(400_000, 1),
+        "k0: is not a parameter that this",
+    ),
+    "a long name": (
+        COMPLETIONS,
+        {"prompt": "x", "y" * 1_000_000: 1},
+        "is not a parameter that this server supports",
+    ),
     "a long model": (COMPLETIONS, {"prompt": "x", "model": "y" * 1_000_000}, "the model 'yyy"),
-    "unknown in messages": (CHAT, {"messages": [HI | numbered(50, 1)] * 4000}, "messages.0.k0: is not a parameter"),
-    "no messages": (CHAT, {"messages": [{"role": 1, "content": 1}] * 100_000}, "at most 4096 of both are allowed"),
+    "unknown in messages": (
+        CHAT,
+        {"messages": [HI | numbered(50, 1)] * 4000},
+        "messages.0.k0: is not a parameter",
+    ),
+    "no messages": (
+        CHAT,
+        {"messages": [{"role": 1, "content": 1}] * 100_000},
+        "at most 4096 of both are allowed",
+    ),
     "messages": (CHAT, {"messages": [HI] * 100_000}, "at most 4096 of both are allowed"),
-    "parts": (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 90_000}]}, "4096 of"),
-    "variables": (CHAT, {"messages": [HI], "chat_template_kwargs": numbered(100_000, 1)}, "at most 64 items"),
+    "parts": (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 90_000}]},
+        "4096 of",
+    ),
+    "variables": (
+        CHAT,
+        {"messages": [HI], "chat_template_kwargs": numbered(100_000, 1)},
+        "at most 64 items",
+    ),
     "a deep variable": (
         CHAT,
         {"messages": [HI], "chat_template_kwargs": {"a": nested(900)}, "stop_token_ids": [10**6]},
         "",
     ),
-    "biases": (COMPLETIONS, {"prompt": "x", "logit_bias": numbered(100_000, "x")}, "logit_bias: has 100000 entries"),
-    "stop token ids": (COMPLETIONS, {"prompt": "x", "stop_token_ids": ["x"] * 500_000}, "stop_token_ids.0: "),
-    "stop strings": (COMPLETIONS, {"prompt": "x", "stop": [f"{i}x" for i in range(100_000)]}, "at most 64 items"),
-    "a long stop string": (COMPLETIONS, {"prompt": "x", "stop": "x" * 1_000_000}, "at most 256 characters"),
+    "biases": (
+        COMPLETIONS,
+        {"prompt": "x", "logit_bias": numbered(100_000, "x")},
+        "logit_bias: has 100000 entries",
+    ),
+    "stop token ids": (
+        COMPLETIONS,
+        {"prompt": "x", "stop_token_ids": ["x"] * 500_000},
+        "stop_token_ids.0: ",
+    ),
+    "stop strings": (
+        COMPLETIONS,
+        {"prompt": "x", "stop": [f"{i}x" for i in range(100_000)]},
+        "at most 64 items",
+    ),
+    "a long stop string": (
+        COMPLETIONS,
+        {"prompt": "x", "stop": "x" * 1_000_000},
+        "at most 256 characters",
+    ),
     "a large schema": (
         COMPLETIONS,
         {
             "prompt": "x",
             "response_format": {
                 "type": "json_schema",
-                "json_schema": {"name": "x", "schema": {"properties": numbered(50_000, {"type": "integer"})}},
+                "json_schema": {
+                    "name": "x",
+                    "schema": {"properties": numbered(50_000, {"type": "integer"})},
+                },
             },
         },
         "at most 65536 bytes",
@@ -176,7 +260,9 @@ def test_bodies(server: HttpProcess, name: str) -> None:
 
 
 def test_a_text_that_is_encoded(server: HttpProcess) -> None:
-    """Others are answered meanwhile, also by Python: in one of a few tries, as this process may stand still in some."""
+    """Others are answered meanwhile, also by Python: in one of a few tries, as this process may
+    stand still in some.
+    """
     most = 0
     with Watch(server, pause_s=0.001) as watch, server.client() as client:
         for _ in range(20):
@@ -184,7 +270,9 @@ def test_a_text_that_is_encoded(server: HttpProcess) -> None:
             response = client.post("/tokenize", json={"prompt": "The quick brown fox. " * 50_000})
             end_s = time.monotonic()
             assert response.status_code == 200
-            meanwhile = sum(begun_s < begun and end < end_s for begun, end in list(watch.requests_s))
+            meanwhile = sum(
+                begun_s < begun and end < end_s for begun, end in list(watch.requests_s)
+            )
             print(f"encoded in {end_s - begun_s:.1f} s, {meanwhile} others meanwhile")
             if (most := max(most, meanwhile)) > 4:
                 break
@@ -193,7 +281,9 @@ def test_a_text_that_is_encoded(server: HttpProcess) -> None:
 
 
 def connect(server: HttpProcess, *, buffer_bytes: int | None = None) -> socket.socket:
-    """buffer_bytes: of what has arrived and is not read, the system takes no more than about this."""
+    """buffer_bytes: of what has arrived and is not read, the system takes no more than about
+    this.
+    """
     host, _, port = server.url.removeprefix("http://").partition(":")
     client = socket.socket()
     if buffer_bytes is not None:
@@ -203,7 +293,9 @@ def connect(server: HttpProcess, *, buffer_bytes: int | None = None) -> socket.s
     return client
 
 
-def send_until_refused(server: HttpProcess, begin: bytes, piece: bytes, most: int) -> tuple[int, bytes]:
+def send_until_refused(
+    server: HttpProcess, begin: bytes, piece: bytes, most: int
+) -> tuple[int, bytes]:
     """How many bytes went out until the server answered, and what it answered."""
     with connect(server) as connection:
         sent, answer = 0, b""
@@ -223,7 +315,8 @@ def send_until_refused(server: HttpProcess, begin: bytes, piece: bytes, most: in
         return sent, answer
 
 
-GET, POST = b"GET /health HTTP/1.1\r\nhost: localhost\r\n", b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
+GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
 CHUNKED = POST + b"transfer-encoding: chunked\r\ncontent-type: application/json\r\n\r\n2\r\n{}\r\n"
 HEADS = {
     "a header without end": (GET + b"x: ", b"y" * 65536),
@@ -244,25 +337,33 @@ def test_heads_without_end(server: HttpProcess, name: str) -> None:
             sent, answer = send_until_refused(server, begin, piece, 128 << 20)
             assert answer.startswith(b"HTTP/1.1 431 "), (sent, answer)
             assert b"headers" in answer and b'"error"' in answer
-            assert sent <= 64 << 20, "what buffers on the way may hold while the server stands still"
+            assert sent <= 64 << 20, (
+                "what buffers on the way may hold while the server stands still"
+            )
     watch.check()
 
 
 def open_connections(server: HttpProcess) -> int:
-    return sum(c.status != "LISTEN" for c in psutil.Process(server.process.pid).net_connections("tcp"))
+    return sum(
+        c.status != "LISTEN" for c in psutil.Process(server.process.pid).net_connections("tcp")
+    )
 
 
 def until_closed(server: HttpProcess, most: int = 0) -> None:
     begun_s = time.monotonic()
     while open_connections(server) > most:
-        assert time.monotonic() < begun_s + LIMIT_S, f"{open_connections(server)} connections are still open"
+        assert time.monotonic() < begun_s + LIMIT_S, (
+            f"{open_connections(server)} connections are still open"
+        )
         time.sleep(0.05)
 
 
 def test_clients_that_say_little(server: HttpProcess) -> None:
-    """Silent ones, and ones that send a byte at a time, of headers or a body: `/health` is answered all the time.
+    """Silent ones, and ones that send a byte at a time, of headers or a body: `/health` is answered
+    all the time.
 
-    The watch is dropped itself where its thread stands still between connecting and asking while as many others come.
+    The watch is dropped itself where its thread stands still between connecting and asking while as
+    many others come.
     """
     kinds = [
         (b"", b""),
@@ -272,7 +373,9 @@ def test_clients_that_say_little(server: HttpProcess) -> None:
         (CHUNKED + b"1", b"0"),
     ]
     with Watch(server) as watch, contextlib.ExitStack() as stack:
-        clients = [(stack.enter_context(connect(server)), *kinds[i % len(kinds)]) for i in range(1000)]
+        clients = [
+            (stack.enter_context(connect(server)), *kinds[i % len(kinds)]) for i in range(1000)
+        ]
         for client, begin, _ in clients:
             with contextlib.suppress(OSError):
                 client.sendall(begin)
@@ -295,14 +398,18 @@ def test_clients_that_say_little(server: HttpProcess) -> None:
         (POST + b"content-length: 10\r\n\r\n{", b"the body did not arrive in 2 s"),
     ],
 )
-def test_a_client_that_is_too_slow_is_told(server: HttpProcess, begin: bytes, answer: bytes) -> None:
+def test_a_client_that_is_too_slow_is_told(
+    server: HttpProcess, begin: bytes, answer: bytes
+) -> None:
     for _ in range(20):
         with connect(server) as client:
             client.sendall(begin)
             found = b"".join(iter(lambda: client.recv(65536), b""))
         if bool(found) == bool(answer):
             break  # else this process has stood still before it sent anything
-    assert found.startswith(b"HTTP/1.1 408 Request Timeout\r\n" if answer else b"") and answer in found
+    assert (
+        found.startswith(b"HTTP/1.1 408 Request Timeout\r\n" if answer else b"") and answer in found
+    )
     assert bool(found) == bool(answer)
 
 
@@ -311,7 +418,7 @@ def test_a_client_that_takes_no_answer(server: HttpProcess) -> None:
     with Watch(server) as watch, contextlib.ExitStack() as stack:
         for _ in range(32):
             client = stack.enter_context(connect(server, buffer_bytes=4096))
-            client.sendall((b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n") * 8)
+            client.sendall(b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n" * 8)
         time.sleep(TIMEOUT_S)
         until_closed(server, most=8)
     watch.check()
@@ -348,7 +455,10 @@ def test_requests_without_waiting_for_answers(server: HttpProcess) -> None:
     watch.check()
 
 
-UPGRADE = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAAQCAAAAAAIAAAAA\r\n"
+UPGRADE = (
+    b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings:"
+    b" AAMAAABkAAQCAAAAAAIAAAAA\r\n"
+)
 SMUGGLED = GET + b"\r\n"
 AFTER = b"GET /ready HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
 JSON_HEAD = b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
@@ -359,13 +469,21 @@ TEXT_BODY = b'{"prompt": "one line"}'
     ("head", "body", "status"),
     [
         (JSON_HEAD + b"content-length: %d\r\n" % len(TEXT_BODY), TEXT_BODY, 200),
-        (JSON_HEAD + b"transfer-encoding: chunked\r\n", b"%x\r\n%b\r\n0\r\n\r\n" % (len(TEXT_BODY), TEXT_BODY), 200),
+        (
+            JSON_HEAD + b"transfer-encoding: chunked\r\n",
+            b"%x\r\n%b\r\n0\r\n\r\n" % (len(TEXT_BODY), TEXT_BODY),
+            200,
+        ),
         (JSON_HEAD + b"content-length: %d\r\n" % len(SMUGGLED), SMUGGLED, 400),
         (GET, b"", 200),
     ],
 )
-def test_an_offer_of_another_protocol(server: HttpProcess, head: bytes, body: bytes, status: int) -> None:
-    """It is not taken up: a body is a body, wherever its segments end, and what follows it is the next request."""
+def test_an_offer_of_another_protocol(
+    server: HttpProcess, head: bytes, body: bytes, status: int
+) -> None:
+    """It is not taken up: a body is a body, wherever its segments end, and what follows it is
+    the next request.
+    """
     request = head + UPGRADE + b"\r\n" + body
     at_body = len(request) - len(body)
     for cut in (len(request), at_body, at_body - 2, at_body + len(body) // 2):
@@ -384,7 +502,10 @@ def test_an_offer_of_another_protocol(server: HttpProcess, head: bytes, body: by
 def test_a_client_of_http_1_0(server: HttpProcess) -> None:
     """It knows no chunks: the lengths of chunks would be part of its answer."""
     body = b'{"prompt": "x", "max_tokens": 3, "stream": true, "ignore_eos": true}'
-    head = b"POST /v1/completions HTTP/1.0\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    head = (
+        b"POST /v1/completions HTTP/1.0\r\ncontent-type: application/json\r\ncontent-length:"
+        b" %d\r\n\r\n"
+    )
     for method in (b"POST", b"HEAD"):
         request = head % len(body) + body if method == b"POST" else b"HEAD / HTTP/1.0\r\n\r\n"
         with connect(server) as client:
@@ -392,7 +513,11 @@ def test_a_client_of_http_1_0(server: HttpProcess) -> None:
             answer = b"".join(iter(lambda: client.recv(65536), b""))
         answer_head, _, text = answer.partition(b"\r\n\r\n")
         assert answer_head.startswith(b"HTTP/1.1 200 ") and b"transfer-encoding" not in answer_head
-        assert not text if method == b"HEAD" else text.startswith(b"data: {") and text.endswith(b"data: [DONE]\n\n")
+        assert (
+            not text
+            if method == b"HEAD"
+            else text.startswith(b"data: {") and text.endswith(b"data: [DONE]\n\n")
+        )
 
 
 def test_codings_of_a_body(server: HttpProcess) -> None:
@@ -403,11 +528,16 @@ def test_codings_of_a_body(server: HttpProcess) -> None:
             client.sendall(request + b"%x\r\n%b\r\n0\r\n\r\n" % (len(TEXT_BODY), TEXT_BODY))
             answer = b"".join(iter(lambda: client.recv(65536), b""))
         assert answer.startswith(b"HTTP/1.1 %d " % status), answer
-        assert status == 200 or b"the only Transfer-Encoding that this server reads is chunked" in answer
+        assert (
+            status == 200
+            or b"the only Transfer-Encoding that this server reads is chunked" in answer
+        )
 
 
 def test_a_client_that_ends_its_side() -> None:
-    """Nothing is written to it, in the very moment of its answer either: the transport is closed, and would refuse."""
+    """Nothing is written to it, in the very moment of its answer either: the transport is
+    closed, and would refuse.
+    """
 
     class Transport(asyncio.Transport):
         def write(self, data: Any) -> None:
@@ -453,19 +583,29 @@ def test_connect(server: HttpProcess) -> None:
 
 def test_bodies_that_nothing_asks_for(server: HttpProcess) -> None:
     """Answered without waiting for them."""
-    for method, path, status in (("GET", "/health", 200), ("HEAD", "/", 200), ("POST", "/health", 405)):
+    for method, path, status in (
+        ("GET", "/health", 200),
+        ("HEAD", "/", 200),
+        ("POST", "/health", 405),
+    ):
         with connect(server) as client:
-            client.sendall(f"{method} {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000000\r\n\r\n".encode())
+            client.sendall(
+                f"{method} {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000000\r\n\r\n".encode()
+            )
             assert client.recv(65536).startswith(f"HTTP/1.1 {status} ".encode())
             begun_s = time.monotonic()
             with contextlib.suppress(OSError):
                 while client.recv(65536):
                     pass
-            assert time.monotonic() < begun_s + LIMIT_S, "the rest of the body may not take for ever either"
+            assert time.monotonic() < begun_s + LIMIT_S, (
+                "the rest of the body may not take for ever either"
+            )
 
 
 def test_bodies_of_many_clients(shared_server: HttpProcess) -> None:
-    """Bodies that are being sent have so much room together, 16 of the longest, however many send."""
+    """Bodies that are being sent have so much room together, 16 of the longest, however many
+    send.
+    """
     server = shared_server  # it leaves clients a minute
     head = POST + b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % (4 << 20)
     body = b'{"prompt": "' + b"x" * ((4 << 20) - 1000)

@@ -21,8 +21,15 @@ from tests.http_servers import HttpProcess
 
 BIASED = {"logit_bias": {str(token): 1.0 for token in range(17)}}
 STOPPED = {"stop_token_ids": list(range(17)), "min_tokens": 2}
-SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
-AS_JSON = {"response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}}
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "boolean"}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+AS_JSON = {
+    "response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
+}
 
 
 @pytest.mark.parametrize(
@@ -41,9 +48,15 @@ AS_JSON = {"response_format": {"type": "json_schema", "json_schema": {"name": "a
     ids=lambda body: " ".join(body) or "plain",
 )
 @pytest.mark.parametrize("more", [{}, {"logprobs": 2}], ids=["tokens", "logprobs"])
-def test_nothing_is_compiled_after_serving(server: HttpProcess, body: dict[str, Any], more: dict[str, Any]) -> None:
-    """A request with what nobody asked for before does not hold up the others; nor did any of another test."""
-    response = server.post("/v1/completions", **{"prompt": "def f(x):", "max_tokens": 3} | more | body)
+def test_nothing_is_compiled_after_serving(
+    server: HttpProcess, body: dict[str, Any], more: dict[str, Any]
+) -> None:
+    """A request with what nobody asked for before does not hold up the others; nor did any of
+    another test.
+    """
+    response = server.post(
+        "/v1/completions", **{"prompt": "def f(x):", "max_tokens": 3} | more | body
+    )
     assert response.status_code == 200, response.text
     start, _, service = server.log.read_text().partition("\nserving ")
     assert "Compiling" in start, "this would be seen"
@@ -81,11 +94,24 @@ BAD_TOKEN = 300  # what has seen it has no numbers any more
 
 
 @pytest.mark.slow
-def test_damaged_experts_over_http(model_folder: Path, serve: Callable[..., HttpProcess], tmp_path: Path) -> None:
-    """Flipped bits in the experts on disk change no answer, while it serves and after a start; they are mended."""
+def test_damaged_experts_over_http(
+    model_folder: Path, serve: Callable[..., HttpProcess], tmp_path: Path
+) -> None:
+    """Flipped bits in the experts on disk change no answer, while it serves and after a start;
+    they are mended.
+    """
     folder = shutil.copytree(model_folder, tmp_path / "poisoned")
     poison(folder, BAD_TOKEN)
-    tier = ("--policy", "ring", "--ring-slots", 1, "--expert-tier", "nvme", "--host-cache-bytes", 50_000)
+    tier = (
+        "--policy",
+        "ring",
+        "--ring-slots",
+        1,
+        "--expert-tier",
+        "nvme",
+        "--host-cache-bytes",
+        50_000,
+    )
     tier = (*tier, "--cache-dir", tmp_path / "pack")
     body = {"prompt": [5], "max_tokens": 20, "seed": 1, "ignore_eos": True}
     texts = []
@@ -108,10 +134,14 @@ def test_damaged_experts_over_http(model_folder: Path, serve: Callable[..., Http
 
 
 def not_finite_logits_fail_one_request(server: HttpProcess) -> None:
-    """500 for it, whole or streamed, at once or in the middle; 200 and the same text as alone for all others."""
+    """500 for it, whole or streamed, at once or in the middle; 200 and the same text as alone
+    for all others.
+    """
 
     def ask(**body: Any) -> Any:
-        return server.post("/v1/completions", **{"max_tokens": 20, "seed": 1, "ignore_eos": True} | body)
+        return server.post(
+            "/v1/completions", **{"max_tokens": 20, "seed": 1, "ignore_eos": True} | body
+        )
 
     good = [{"prompt": [5 + i] * (1 + 9 * i)} for i in range(8)]
     bad: list[dict[str, Any]] = [
@@ -123,15 +153,24 @@ def not_finite_logits_fail_one_request(server: HttpProcess) -> None:
     ]
     expected = [ask(**body).json()["choices"][0]["text"] for body in good]
     with ThreadPoolExecutor(16) as threads:
-        asked = [threads.submit(ask, **body) for pair in zip(good, bad * 2, strict=False) for body in pair]
+        asked = [
+            threads.submit(ask, **body)
+            for pair in zip(good, bad * 2, strict=False)
+            for body in pair
+        ]
         answers = [future.result() for future in asked]
     assert [answer.json()["choices"][0]["text"] for answer in answers[::2]] == expected
     for answer in answers[1::2]:
         assert answer.status_code == 500
         error = answer.json()["error"]
-        assert error["code"] == "not_finite" and "the model's logits are not finite" in error["message"]
+        assert (
+            error["code"] == "not_finite"
+            and "the model's logits are not finite" in error["message"]
+        )
     with server.stream(max_tokens=20, **bad[2]) as chunks:
         *pieces, last = chunks
-    assert len(pieces) == 1 and last["error"]["code"] == "not_finite", "one token came before it was noticed"
+    assert len(pieces) == 1 and last["error"]["code"] == "not_finite", (
+        "one token came before it was noticed"
+    )
     assert 'finished_reason="error"' in server.get("/metrics").text
     assert server.get("/ready").status_code == 200

@@ -39,7 +39,9 @@ def num_forks(server: ForkServer) -> int:
 
 
 def test_answers(server: ForkServer) -> None:
-    """Each is of one process at a time; a process that has nothing else to do answers the next question."""
+    """Each is of one process at a time; a process that has nothing else to do answers the next
+    question.
+    """
     first, second = ask(server, b"os.getpid()", b"os.getpid()")
     assert first != second
     assert ask(server, b"os.getpid()")[0] in (first, second)
@@ -48,12 +50,19 @@ def test_answers(server: ForkServer) -> None:
 
 @pytest.mark.parametrize(
     "question",
-    [b"sum(1 for _ in iter(int, 1))", b"10 ** 10 ** 8", b"len(bytes(10 ** 9))", b"'x' * 1001", b"os.abort()"],
+    [
+        b"sum(1 for _ in iter(int, 1))",
+        b"10 ** 10 ** 8",
+        b"len(bytes(10 ** 9))",
+        b"'x' * 1001",
+        b"os.abort()",
+    ],
 )
 def test_limits(server: ForkServer, question: bytes) -> None:
     """In Python's code and native code; the next question is answered by another process."""
     with pytest.raises(
-        LimitError, match=r"^sums: needs more than 0.3 s of processor time, 64 MiB of memory or 0 MiB of"
+        LimitError,
+        match=r"^sums: needs more than 0.3 s of processor time, 64 MiB of memory or 0 MiB of",
     ):
         ask(server, question)
     assert ask(server, b"1 + 1") == [b"2"]
@@ -93,7 +102,10 @@ def test_what_is_given_up_ends(server: ForkServer, after_s: float) -> None:
     before = num_forks(server)
 
     async def give_up() -> None:
-        asking = [asyncio.create_task(server.fork().ask(b"sum(1 for _ in iter(int, 1))")) for _ in range(5)]
+        asking = [
+            asyncio.create_task(server.fork().ask(b"sum(1 for _ in iter(int, 1))"))
+            for _ in range(5)
+        ]
         await asyncio.sleep(after_s)
         for task in asking:
             task.cancel()

@@ -1,4 +1,6 @@
-"""`response_format`: a random model, which would never write JSON by itself, writes what the schema says."""
+"""`response_format`: a random model, which would never write JSON by itself, writes what the
+schema says.
+"""
 
 import json
 from typing import Any
@@ -22,7 +24,10 @@ SCHEMA = {
 
 
 def response_format(schema: Any) -> dict[str, Any]:
-    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+    return {
+        "type": "json_schema",
+        "json_schema": {"name": "answer", "schema": schema, "strict": True},
+    }
 
 
 @pytest.mark.parametrize(
@@ -61,10 +66,16 @@ def test_characters_of_many_tokens_come_whole(server: HttpProcess) -> None:
 
 def test_json_object(server: HttpProcess) -> None:
     answer = server.post(
-        "/v1/completions", prompt="x", max_tokens=2, temperature=0, response_format={"type": "json_object"}
+        "/v1/completions",
+        prompt="x",
+        max_tokens=2,
+        temperature=0,
+        response_format={"type": "json_object"},
     ).json()["choices"][0]
     assert answer["text"].startswith("{") and answer["finish_reason"] == "length"
-    text = server.post("/v1/completions", prompt="x", max_tokens=2, response_format={"type": "text"})
+    text = server.post(
+        "/v1/completions", prompt="x", max_tokens=2, response_format={"type": "text"}
+    )
     assert text.status_code == 200
 
 
@@ -80,17 +91,31 @@ def test_masks_have_a_bit_for_each_token_and_no_word_more(vocab_size: int, words
     ("given", "words"),
     [
         ({"response_format": response_format({"type": "nonsense"})}, "Invalid type: nonsense"),
-        ({"response_format": response_format({"$ref": "http://nowhere/x"})}, "does not fetch resources"),
-        ({"response_format": response_format({"const": "\ud800"})}, "response_format.json_schema: "),
+        (
+            {"response_format": response_format({"$ref": "http://nowhere/x"})},
+            "does not fetch resources",
+        ),
+        (
+            {"response_format": response_format({"const": "\ud800"})},
+            "response_format.json_schema: ",
+        ),
         ({"response_format": response_format({"$ref": "#"})}, "response_format.json_schema: "),
         ({"response_format": {"type": "json_schema"}}, "json_schema must be given"),
         ({"response_format": {"type": "grammar"}}, "Input should be"),
-        ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "do not go with response_format"),
+        (
+            {"response_format": {"type": "json_object"}, "ignore_eos": True},
+            "do not go with response_format",
+        ),
     ],
 )
 def test_what_is_refused(server: HttpProcess, given: dict[str, Any], words: str) -> None:
-    content = json.dumps({"prompt": "x", **given}).encode()  # with escapes for what UTF-8 cannot carry
-    response = httpx.post(f"{server.url}/v1/completions", content=content, headers={"content-type": "application/json"})
+    # with escapes for what UTF-8 cannot carry
+    content = json.dumps({"prompt": "x", **given}).encode()
+    response = httpx.post(
+        f"{server.url}/v1/completions",
+        content=content,
+        headers={"content-type": "application/json"},
+    )
     said = response.json()["error"]["message"]
     assert response.status_code == 400 and words in said
     assert "needs more than" not in said and "<state>" not in said

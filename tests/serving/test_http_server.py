@@ -16,13 +16,17 @@ from tests.processes import one_device
 def is_not_ready(server: HttpProcess) -> None:
     """As long as it streams it answers probes, and says that it takes nothing in."""
     refused = server.until("/ready", lambda response: response.status_code == 503).json()["error"]
-    assert refused["code"] == "shutting_down" and refused["message"] == "the server is shutting down"
+    assert (
+        refused["code"] == "shutting_down" and refused["message"] == "the server is shutting down"
+    )
     assert server.post("/v1/completions", prompt="x").status_code == 503
     assert server.get("/health").status_code == 200
 
 
 def test_sigterm_lets_a_stream_end(serve: Callable[..., HttpProcess]) -> None:
-    """Another one, which goes on and on, keeps the server from its end as long as the test looks at it."""
+    """Another one, which goes on and on, keeps the server from its end as long as the test looks
+    at it.
+    """
     server = serve(*LONG, "--max-batch", 2, "--drain-timeout-s", 600)
     with server.stream(max_tokens=1500) as chunks, server.stream(**ENDLESS) as others:
         assert next(chunks)["choices"] and next(others)["choices"]
@@ -60,7 +64,9 @@ def test_sigterm_does_not_wait_for_a_body(serve: Callable[..., HttpProcess]) -> 
 
 
 def test_open_files(run_python: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    """The limit is raised for the connections that are allowed, or they are refused, not turned away one by one."""
+    """The limit is raised for the connections that are allowed, or they are refused, not turned
+    away one by one.
+    """
     program = (
         "import resource as r; from jmoe.serving.http_server import OTHER_FILES, allow_open_files\n"
         "r.setrlimit(r.RLIMIT_NOFILE, (64, 1000)); allow_open_files(600)\n"
@@ -87,12 +93,16 @@ def test_a_second_ctrl_c_ends_it_at_once(serve: Callable[..., HttpProcess]) -> N
 def test_ctrl_c_while_it_loads(
     model_folder: Path, tmp_path: Path, start_python: Callable[..., subprocess.Popen[str]]
 ) -> None:
-    """It waits for the lock of a folder of records, which this process holds: it cannot have come further."""
+    """It waits for the lock of a folder of records, which this process holds: it cannot have
+    come further.
+    """
     log, cache = tmp_path / "log", tmp_path / "cache"
     cache.mkdir()
     tier = ("--policy", "ring", "--ring-slots", 1, "--expert-tier", "nvme", "--cache-dir", cache)
     with locked(cache, 0):
-        process = start_python(["serve.py", model_folder, "--port", "0", *tier], log, one_device(tmp_path / "compiled"))
+        process = start_python(
+            ["serve.py", model_folder, "--port", "0", *tier], log, one_device(tmp_path / "compiled")
+        )
         HttpProcess(process, "", log).until_said("loading ")
         process.send_signal(signal.SIGINT)
         assert process.wait(LIMIT_S) == -signal.SIGINT
@@ -100,7 +110,9 @@ def test_ctrl_c_while_it_loads(
 
 
 def test_an_engine_that_fails(serve: Callable[..., HttpProcess], tmp_path: Path) -> None:
-    """Its records on NVMe are cut while it streams: what runs and waits gets its error, nothing hangs, one log."""
+    """Its records on NVMe are cut while it streams: what runs and waits gets its error, nothing
+    hangs, one log.
+    """
     tier = ("--expert-tier", "nvme", "--host-cache-bytes", 40_000, "--cache-dir", tmp_path)
     server = serve("--policy", "ring", "--ring-slots", 1, *tier, *LONG)
     half = ENDLESS | {"n": 30}  # there is room for both
@@ -110,7 +122,9 @@ def test_an_engine_that_fails(serve: Callable[..., HttpProcess], tmp_path: Path)
         os.truncate(records, 4096)
         *_, last = chunks
         assert last["error"]["code"] == "engine_failed"
-        assert last["error"]["message"] == "the engine has failed; the server's log says why", "and no path"
+        assert last["error"]["message"] == "the engine has failed; the server's log says why", (
+            "and no path"
+        )
         *_, last = waiting
         assert last["error"]["code"] == "engine_failed"
     for path in ("/ready", "/health"):
@@ -120,5 +134,9 @@ def test_an_engine_that_fails(serve: Callable[..., HttpProcess], tmp_path: Path)
     assert server.get("/metrics").status_code == server.get("/live").status_code == 200
     log = server.log.read_text()
     assert "records-" in log
-    assert log.count("the engine has failed; no request is served any more") == log.count("Traceback") == 1
+    assert (
+        log.count("the engine has failed; no request is served any more")
+        == log.count("Traceback")
+        == 1
+    )
     assert server.terminate() == 0

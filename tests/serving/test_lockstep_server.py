@@ -1,4 +1,6 @@
-"""serve.py on several processes: one process's answers, and no request left without one when a process is lost."""
+"""serve.py on several processes: one process's answers, and no request left without one when a
+process is lost.
+"""
 
 import contextlib
 import random
@@ -49,7 +51,12 @@ def start_ranks(
         logs, port = tmp_path_factory.mktemp("log"), free_port()
 
         def arguments(rank: int) -> list[str]:
-            join = ("--distributed.coordinator-address", f"127.0.0.1:{port}", "--distributed.num-processes", count)
+            join = (
+                "--distributed.coordinator-address",
+                f"127.0.0.1:{port}",
+                "--distributed.num-processes",
+                count,
+            )
             heartbeat = ("--distributed.heartbeat-timeout-s", 120)
             all_ = (
                 model_folder,
@@ -65,7 +72,8 @@ def start_ranks(
             return list(map(str, all_))
 
         followers = [
-            start_logged(["serve.py", *arguments(rank)], logs / f"rank-{rank}.log", env) for rank in range(1, count)
+            start_logged(["serve.py", *arguments(rank)], logs / f"rank-{rank}.log", env)
+            for rank in range(1, count)
         ]
         try:
             server = start_server(logs / "server.log", env, *arguments(0))
@@ -89,9 +97,21 @@ def servers(start_ranks: Start) -> Servers:
 
 
 def test_answers_are_those_of_one_process(servers: Servers, shared_server: HttpProcess) -> None:
-    """Chats and completions, alone and together, whole and streamed, with log-probabilities of prompts too."""
-    chat = {"messages": [{"role": "user", "content": "The quick brown"}], "max_tokens": 12, "temperature": 0}
-    completion = {"max_tokens": 16, "temperature": 0.7, "seed": 3, "logprobs": 2, "ignore_eos": True}
+    """Chats and completions, alone and together, whole and streamed, with log-probabilities of
+    prompts too.
+    """
+    chat = {
+        "messages": [{"role": "user", "content": "The quick brown"}],
+        "max_tokens": 12,
+        "temperature": 0,
+    }
+    completion = {
+        "max_tokens": 16,
+        "temperature": 0.7,
+        "seed": 3,
+        "logprobs": 2,
+        "ignore_eos": True,
+    }
 
     def answers(server: HttpProcess) -> tuple[list[str], list[float]]:
         def complete(n: int) -> Any:
@@ -103,8 +123,13 @@ def test_answers_are_those_of_one_process(servers: Servers, shared_server: HttpP
         texts = [choice["text"] for choice in together]
         chatted = server.post("/v1/chat/completions", **chat).json()["choices"][0]
         with server.stream(prompt="def f(x)", max_tokens=8, temperature=0) as events:
-            texts += [chatted["message"]["content"], *(e["choices"][0]["text"] for e in events if e != "[DONE]")]
-        return texts, [x or 0.0 for choice in together for x in choice["logprobs"]["token_logprobs"]]
+            texts += [
+                chatted["message"]["content"],
+                *(e["choices"][0]["text"] for e in events if e != "[DONE]"),
+            ]
+        return texts, [
+            x or 0.0 for choice in together for x in choice["logprobs"]["token_logprobs"]
+        ]
 
     texts, logprobs = answers(servers.server)
     expected_texts, expected_logprobs = answers(shared_server)
@@ -125,7 +150,9 @@ def test_answers_are_those_of_one_process(servers: Servers, shared_server: HttpP
 
 
 def test_a_killed_process_ends_every_request(servers: Servers) -> None:
-    """Streams, and requests that wait: with 500 and the rank. Then nothing is taken in, and the server ends."""
+    """Streams, and requests that wait: with 500 and the rank. Then nothing is taken in, and the
+    server ends.
+    """
     server, (follower,) = servers.server, servers.followers
 
     def wait() -> httpx.Response:
@@ -138,7 +165,10 @@ def test_a_killed_process_ends_every_request(servers: Servers) -> None:
         follower.kill_now()
         *_, last = events
         answers = [request.result() for request in waiting]
-    for status, error in ((500, last["error"]), *((a.status_code, a.json()["error"]) for a in answers)):
+    for status, error in (
+        (500, last["error"]),
+        *((a.status_code, a.json()["error"]) for a in answers),
+    ):
         assert (status, error["type"], error["code"]) == (500, "server_error", "engine_failed")
         assert error["message"] == "the engine has failed: rank 1 was lost: its process has ended"
     for path in ("/ready", "/health"):
@@ -148,12 +178,17 @@ def test_a_killed_process_ends_every_request(servers: Servers) -> None:
     assert 'finished_reason="error",model_name' in server.get("/metrics").text
     assert server.terminate() == EXIT_CODE
     log = server.log.read_text()
-    assert "rank 1 was lost: its process has ended; no request is served any more" in log and "Traceback" not in log
+    assert (
+        "rank 1 was lost: its process has ended; no request is served any more" in log
+        and "Traceback" not in log
+    )
 
 
 @pytest.mark.slow
 def test_a_stopped_process_ends_every_request(start_ranks: Start) -> None:
-    """No connection breaks; the server ends by itself, for a supervisor to start all processes again."""
+    """No connection breaks; the server ends by itself, for a supervisor to start all processes
+    again.
+    """
     limits = ("--distributed.heartbeat-timeout-s", 20, "--drain-timeout-s", 5)
     servers = start_ranks(*LONG_2, *limits)
     with servers.server.stream(max_tokens=8000) as events:
@@ -177,7 +212,9 @@ def test_a_killed_server_ends_the_others(start_ranks: Start) -> None:
 
 @pytest.mark.slow
 def test_a_thousand_requests_with_disconnects(start_ranks: Start) -> None:
-    """Every client that stays is answered, none hangs, neither process keeps memory, and both end in order."""
+    """Every client that stays is answered, none hangs, neither process keeps memory, and both
+    end in order.
+    """
     servers = start_ranks("--max-waiting", 1000)
     server, rng = servers.server, random.Random(0)
     processes = [psutil.Process(p.pid) for p in (server.process, *servers.followers)]
@@ -204,7 +241,10 @@ def test_a_thousand_requests_with_disconnects(start_ranks: Start) -> None:
     grown = [after - begun for after, begun in zip(memory(), before, strict=True)]
     print(f"grown by {[n >> 20 for n in grown]} MiB")
     assert max(grown) < GROWTH_BYTES
-    server.until("/live", lambda live: live.json()["requests_running"] == live.json()["requests_waiting"] == 0)
+    server.until(
+        "/live",
+        lambda live: live.json()["requests_running"] == live.json()["requests_waiting"] == 0,
+    )
     servers.followers[0].send_signal(signal.SIGTERM)  # to any process: all end in order
     assert server.process.wait(LIMIT_S) == 0, server.log.read_text()
     assert server.log.read_text().splitlines()[-1] == "stopped"

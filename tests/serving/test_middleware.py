@@ -53,19 +53,31 @@ def test_keys(server: HttpProcess) -> None:
         pytest.raises(openai.AuthenticationError),
     ):
         unknown.models.list()
-    for headers in ({}, {"authorization": KEYS[1]}, {"authorization": f"Basic {KEYS[1]}"}, {"authorization": "Bearer"}):
+    for headers in (
+        {},
+        {"authorization": KEYS[1]},
+        {"authorization": f"Basic {KEYS[1]}"},
+        {"authorization": "Bearer"},
+    ):
         for path in ("/v1/models", "/metrics", "/live", "/openapi.json", "/nothing"):
             response = httpx.get(server.url + path, headers=headers)
-            assert response.status_code == 401 and response.json()["error"]["code"] == "invalid_api_key"
+            assert (
+                response.status_code == 401
+                and response.json()["error"]["code"] == "invalid_api_key"
+            )
     assert server.get("/health").status_code == server.get("/ready").status_code == 200
     assert server.post("/v1/completions", prompt="x").status_code == 401
 
 
 def test_keys_are_read_again(server: HttpProcess, keys: Path) -> None:
-    """A key that is taken out of the file is of no use a few seconds later, and one that is put in is."""
+    """A key that is taken out of the file is of no use a few seconds later, and one that is put
+    in is.
+    """
 
     def answers(key: str) -> int:
-        return httpx.get(f"{server.url}/v1/models", headers={"authorization": f"Bearer {key}"}).status_code
+        return httpx.get(
+            f"{server.url}/v1/models", headers={"authorization": f"Bearer {key}"}
+        ).status_code
 
     before = keys.read_text()
     keys.write_text(f"{before}a-new-one\n")
@@ -80,7 +92,9 @@ def test_keys_that_no_header_can_hold(server: HttpProcess, tmp_path: Path) -> No
     file = tmp_path / "keys"
     for content in ("right\nключ\n".encode(), b"right\n\xff\xfe\n", b"right\na\x07b\n"):
         file.write_bytes(content)
-        with pytest.raises(ValueError, match=r"^api_key_file = '.*keys': line 2: a key must be of printable ASCII"):
+        with pytest.raises(
+            ValueError, match=r"^api_key_file = '.*keys': line 2: a key must be of printable ASCII"
+        ):
             ApiKeys(str(file))
     wrong = httpx.get(f"{server.url}/v1/models", headers={"authorization": "Bearer ключ".encode()})
     assert wrong.status_code == 401 and wrong.json()["error"]["code"] == "invalid_api_key"
@@ -97,28 +111,58 @@ def preflight(url: str, origin: str, **more: str) -> httpx.Response:
 
 
 def test_pages_of_allowed_origins(server: HttpProcess, client: httpx.Client) -> None:
-    """A browser asks without a key and is told yes; answers and errors can then be read, streams too."""
+    """A browser asks without a key and is told yes; answers and errors can then be read, streams
+    too.
+    """
     wanted = {"access-control-request-headers": "authorization,content-type,x-stainless-os"}
     for origin in ORIGINS:
         allowed = preflight(server.url, origin, **wanted)
-        assert allowed.status_code == 200 and allowed.headers["access-control-allow-origin"] == origin
-        assert "POST" in allowed.headers["access-control-allow-methods"] and "Origin" in allowed.headers["vary"]
-        assert allowed.headers["access-control-allow-headers"] == wanted["access-control-request-headers"]
+        assert (
+            allowed.status_code == 200 and allowed.headers["access-control-allow-origin"] == origin
+        )
+        assert (
+            "POST" in allowed.headers["access-control-allow-methods"]
+            and "Origin" in allowed.headers["vary"]
+        )
+        assert (
+            allowed.headers["access-control-allow-headers"]
+            == wanted["access-control-request-headers"]
+        )
         body = {"prompt": "x", "max_tokens": 1}
         for stream in (False, True):
-            answer = client.post("/v1/completions", json=body | {"stream": stream}, headers={"origin": origin})
-            assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] == origin
+            answer = client.post(
+                "/v1/completions", json=body | {"stream": stream}, headers={"origin": origin}
+            )
+            assert (
+                answer.status_code == 200
+                and answer.headers["access-control-allow-origin"] == origin
+            )
         refused = httpx.post(f"{server.url}/v1/completions", json=body, headers={"origin": origin})
-        assert refused.status_code == 401 and refused.headers["access-control-allow-origin"] == origin
-    network = preflight(server.url, ORIGINS[0], **{"access-control-request-private-network": "true"})
+        assert (
+            refused.status_code == 401 and refused.headers["access-control-allow-origin"] == origin
+        )
+    network = preflight(
+        server.url, ORIGINS[0], **{"access-control-request-private-network": "true"}
+    )
     assert network.headers["access-control-allow-private-network"] == "true"
 
 
-def test_pages_of_other_origins(server: HttpProcess, shared_server: HttpProcess, client: httpx.Client) -> None:
-    """A browser keeps the answer from them: no header names them. By default no origin is allowed."""
-    for url, origin in ((server.url, "https://other.example"), (server.url, "null"), (shared_server.url, ORIGINS[0])):
+def test_pages_of_other_origins(
+    server: HttpProcess, shared_server: HttpProcess, client: httpx.Client
+) -> None:
+    """A browser keeps the answer from them: no header names them. By default no origin is
+    allowed.
+    """
+    for url, origin in (
+        (server.url, "https://other.example"),
+        (server.url, "null"),
+        (shared_server.url, ORIGINS[0]),
+    ):
         refused = preflight(url, origin)
-        assert refused.status_code in (400, 405) and "access-control-allow-origin" not in refused.headers
+        assert (
+            refused.status_code in (400, 405)
+            and "access-control-allow-origin" not in refused.headers
+        )
     answer = client.get("/v1/models", headers={"origin": "https://other.example"})
     assert "access-control-allow-origin" not in answer.headers
 
@@ -144,7 +188,9 @@ def test_a_body_that_is_too_large(client: httpx.Client) -> None:
     for response in (declared, undeclared):
         assert response.status_code == 413
         assert "at most 20000 are allowed" in response.json()["error"]["message"]
-    small = client.post("/v1/completions", content=iter([b'{"prompt": "x", ', b'"max_tokens": 1}']), headers=headers)
+    small = client.post(
+        "/v1/completions", content=iter([b'{"prompt": "x", ', b'"max_tokens": 1}']), headers=headers
+    )
     assert small.status_code == 200
 
 
@@ -153,11 +199,16 @@ def test_a_prompt_that_does_not_fit(client: httpx.Client) -> None:
     assert response.status_code == 400
     error = response.json()["error"]
     assert error["code"] == "context_length_exceeded"
-    assert error["message"] == "the prompt has 8192 tokens; together with one of output at most 8192 fit"
+    assert (
+        error["message"]
+        == "the prompt has 8192 tokens; together with one of output at most 8192 fit"
+    )
 
 
 def test_a_full_queue(client: httpx.Client) -> None:
-    """60 run and wait, one waits behind them, the next is told when to come again; none of the others is harmed."""
+    """60 run and wait, one waits behind them, the next is told when to come again; none of the
+    others is harmed.
+    """
 
     def rejected() -> float:
         name = r'jmoe:requests_rejected_total\{model_name="org/tiny",reason="queue"\} (\S+)'
@@ -167,7 +218,9 @@ def test_a_full_queue(client: httpx.Client) -> None:
     with client.stream("POST", "/v1/completions", json=MANY | {"stream": True}) as running:
         first = events(running.iter_lines())
         assert next(first)["choices"]
-        with client.stream("POST", "/v1/completions", json=MANY | {"stream": True, "n": 1, "max_tokens": 3}) as waiting:
+        with client.stream(
+            "POST", "/v1/completions", json=MANY | {"stream": True, "n": 1, "max_tokens": 3}
+        ) as waiting:
             refused = client.post("/v1/completions", json=REFUSED)
             assert refused.status_code == 429
             assert refused.json()["error"]["type"] == "rate_limit_error"
@@ -178,14 +231,18 @@ def test_a_full_queue(client: httpx.Client) -> None:
 
 
 def test_when_to_try_again(client: httpx.Client) -> None:
-    """Retry-After says when there is room, by the tokens that those who run and wait may still draw."""
+    """Retry-After says when there is room, by the tokens that those who run and wait may still
+    draw.
+    """
     with client.stream("POST", "/v1/completions", json=MANY | {"stream": True}) as running:
         chunks = events(running.iter_lines())
         for _ in range(20):
             next(chunks)
         refused = client.post("/v1/completions", json=REFUSED)
     assert refused.status_code == 429
-    assert int(refused.headers["retry-after"]) > 1, "about 120,000 tokens are drawn before there is so much room"
+    assert int(refused.headers["retry-after"]) > 1, (
+        "about 120,000 tokens are drawn before there is so much room"
+    )
 
 
 def test_a_request_that_takes_too_long(serve: Callable[..., HttpProcess]) -> None:
@@ -193,8 +250,12 @@ def test_a_request_that_takes_too_long(serve: Callable[..., HttpProcess]) -> Non
     server, body = serve(*LONG, "--request-timeout-s", 4), {"prompt": "x"} | ENDLESS
     whole = server.post("/v1/completions", **body)
     assert whole.status_code == 504 and whole.json()["error"]["type"] == "timeout_error"
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=LIMIT_S) as client:
-        stream = client.completions.create(model="tiny-moe", prompt="x", stream=True, extra_body=ENDLESS)
+    with openai.OpenAI(
+        base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=LIMIT_S
+    ) as client:
+        stream = client.completions.create(
+            model="tiny-moe", prompt="x", stream=True, extra_body=ENDLESS
+        )
         assert next(stream).choices
         with pytest.raises(openai.APIError, match=r"^the request took longer than 4 s$"):
             list(stream)

@@ -1,7 +1,7 @@
 """One client does whatever it can to keep the server busy; another one is served all the while.
 
-How long the other one waited at worst is printed (`pytest -rP`). The bounds leave room for machines that do much else:
-what they are held against takes minutes.
+How long the other one waited at worst is printed (`pytest -rP`). The bounds leave room for machines
+that do much else: what they are held against takes minutes.
 """
 
 import asyncio
@@ -39,11 +39,15 @@ def server(shared_server: HttpProcess) -> HttpProcess:
 
 
 def client_at(address: str, server: HttpProcess) -> httpx.Client:
-    return httpx.Client(base_url=server.url, timeout=LIMIT_S, transport=httpx.HTTPTransport(local_address=address))
+    return httpx.Client(
+        base_url=server.url, timeout=LIMIT_S, transport=httpx.HTTPTransport(local_address=address)
+    )
 
 
 class Reader:
-    """The other client, which reads one stream after the other in a thread and notes how long it waits for tokens."""
+    """The other client, which reads one stream after the other in a thread and notes how long it
+    waits for tokens.
+    """
 
     def __init__(self, server: HttpProcess) -> None:
         self._server = server
@@ -78,7 +82,9 @@ class Reader:
                             break
 
 
-def post_together(server: HttpProcess, path: str, bodies: list[dict[str, Any]]) -> list[httpx.Response]:
+def post_together(
+    server: HttpProcess, path: str, bodies: list[dict[str, Any]]
+) -> list[httpx.Response]:
     """The answers to the attacker's requests, each sent by a thread of its own."""
     with client_at(ATTACKER, server) as client, ThreadPoolExecutor(len(bodies)) as threads:
         return list(threads.map(lambda body: client.post(path, json=body), bodies))
@@ -97,10 +103,14 @@ SCHEMAS: dict[str, Any] = {
 
 
 def check_schema(server: HttpProcess, name: str, requests: int, **body: Any) -> None:
-    """The tokens of another client come all the while; such a schema is refused, or its own answer is slow."""
+    """The tokens of another client come all the while; such a schema is refused, or its own
+    answer is slow.
+    """
     with Reader(server) as reader:
         answers = post_together(
-            server, COMPLETIONS, [{"prompt": "x", "response_format": schema(name)} | body] * requests
+            server,
+            COMPLETIONS,
+            [{"prompt": "x", "response_format": schema(name)} | body] * requests,
         )
     for answer in answers:
         assert answer.status_code in (200, 400), answer.text
@@ -121,7 +131,9 @@ def test_schemas(server: HttpProcess, name: str) -> None:
 
 @pytest.mark.parametrize("wait_s", [0.0, 0.5])
 def test_clients_that_leave(server: HttpProcess, wait_s: float) -> None:
-    """What nobody waits for is not computed: its processes end, and a client that stays has its turn."""
+    """What nobody waits for is not computed: its processes end, and a client that stays has its
+    turn.
+    """
     host, _, port = server.url.removeprefix("http://").partition(":")
     process = psutil.Process(server.process.pid)
     body = json.dumps({"prompt": "x", "response_format": schema("all of many")}).encode()
@@ -139,14 +151,20 @@ def test_clients_that_leave(server: HttpProcess, wait_s: float) -> None:
         print(f"its turn after {time.monotonic() - begun_s:.2f} s")
         assert time.monotonic() < begun_s + 15.0, "thirty times 2 s of processor time"
     # the engine may keep the last request's until its next one
-    wait_for(lambda: len(process.children(recursive=True)) <= before + 2, "processes are left", 10.0)
+    wait_for(
+        lambda: len(process.children(recursive=True)) <= before + 2, "processes are left", 10.0
+    )
 
 
 def check_templates(server: HttpProcess, kinds: list[str]) -> None:
-    """A chat whose template does not end is ended; the other client's texts and chats do not wait for it."""
+    """A chat whose template does not end is ended; the other client's texts and chats do not
+    wait for it.
+    """
     process = psutil.Process(server.process.pid)
     before_bytes, waits_s = process.memory_info().rss, []
-    bodies = [{"messages": HI, "max_tokens": 1, "chat_template_kwargs": {kind: 1}} for kind in kinds]
+    bodies = [
+        {"messages": HI, "max_tokens": 1, "chat_template_kwargs": {kind: 1}} for kind in kinds
+    ]
     with ThreadPoolExecutor(1) as background, client_at(OTHER, server) as other:
         attack = background.submit(post_together, server, CHAT, bodies)
         while not attack.done():
@@ -162,7 +180,9 @@ def check_templates(server: HttpProcess, kinds: list[str]) -> None:
     for answer in attack.result():
         assert answer.status_code == 400
         said = answer.json()["error"]["message"]
-        assert said.startswith("messages: the model's chat template: needs more than 2 s of processor time, "), said
+        assert said.startswith(
+            "messages: the model's chat template: needs more than 2 s of processor time, "
+        ), said
     assert max(waits_s) < WORST_S
     assert process.memory_info().rss < before_bytes + (160 << 20)
 
@@ -179,7 +199,9 @@ def test_many_templates(server: HttpProcess) -> None:
 def unfinished_body(server: HttpProcess) -> socket.socket:
     """A connection that has sent most of the longest body there may be."""
     host, _, port = server.url.removeprefix("http://").partition(":")
-    connection = socket.create_connection((host, int(port)), timeout=LIMIT_S, source_address=(ATTACKER, 0))
+    connection = socket.create_connection(
+        (host, int(port)), timeout=LIMIT_S, source_address=(ATTACKER, 0)
+    )
     size = 4 << 20
     head = f"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-length: {size}\r\n\r\n"
     with contextlib.suppress(OSError):  # it was refused
@@ -188,13 +210,22 @@ def unfinished_body(server: HttpProcess) -> socket.socket:
 
 
 def test_unfinished_bodies(server: HttpProcess) -> None:
-    """They take all the room for bodies, and make room for the other client's, and after a second for new ones."""
+    """They take all the room for bodies, and make room for the other client's, and after a
+    second for new ones.
+    """
     body = {"prompt": "x" * 1000, "model": "tiny-moe"}
-    with contextlib.ExitStack() as stack, client_at(OTHER, server) as other, client_at(ATTACKER, server) as more:
+    with (
+        contextlib.ExitStack() as stack,
+        client_at(OTHER, server) as other,
+        client_at(ATTACKER, server) as more,
+    ):
         for _ in range(24):
             stack.enter_context(unfinished_body(server))
         for _ in range(20):
-            assert other.post("/tokenize", json=body | {"prompt": "x" * 600_000}).status_code in (200, 400)
+            assert other.post("/tokenize", json=body | {"prompt": "x" * 600_000}).status_code in (
+                200,
+                400,
+            )
         begun_s = time.monotonic()
         while more.post("/tokenize", json=body | {"prompt": "x" * 600_000}).status_code == 503:
             assert time.monotonic() < begun_s + WORST_S
@@ -202,13 +233,17 @@ def test_unfinished_bodies(server: HttpProcess) -> None:
 
 
 def test_places(server: HttpProcess) -> None:
-    """All of them are taken by many requests of one client, again and again; the other one's are taken in."""
+    """All of them are taken by many requests of one client, again and again; the other one's are
+    taken in.
+    """
     ends = threading.Event()
 
     def ask_on(client: httpx.Client) -> set[int]:
         statuses = set()
         while not ends.is_set():
-            answer = client.post(COMPLETIONS, json={"prompt": "x", "n": 4, "max_tokens": 250, "ignore_eos": True})
+            answer = client.post(
+                COMPLETIONS, json={"prompt": "x", "n": 4, "max_tokens": 250, "ignore_eos": True}
+            )
             statuses.add(answer.status_code)
         return statuses
 
@@ -222,7 +257,10 @@ def test_places(server: HttpProcess) -> None:
         attacks = [threads.submit(ask_on, attacker) for _ in range(24)]
         try:
             server.until("/live", lambda live: live.json()["requests_waiting"] > 55)
-            answers = [other.post(COMPLETIONS, json={"prompt": "x", "n": 2, "max_tokens": 4}) for _ in range(8)]
+            answers = [
+                other.post(COMPLETIONS, json={"prompt": "x", "n": 2, "max_tokens": 4})
+                for _ in range(8)
+            ]
         finally:
             ends.set()
     assert [answer.status_code for answer in answers] == [200] * 8
@@ -231,7 +269,9 @@ def test_places(server: HttpProcess) -> None:
 
 
 def test_connections(server: HttpProcess) -> None:
-    """Silent connections of one client push each other out, and not one that the other client keeps."""
+    """Silent connections of one client push each other out, and not one that the other client
+    keeps.
+    """
     host, _, port = server.url.removeprefix("http://").partition(":")
     address = host, int(port)
     process = psutil.Process(server.process.pid)
@@ -244,10 +284,18 @@ def test_connections(server: HttpProcess) -> None:
             assert piece, "the connection was closed"
             answer += piece
 
-    with contextlib.ExitStack() as stack, socket.create_connection(address, LIMIT_S, (OTHER, 0)) as kept:
+    with (
+        contextlib.ExitStack() as stack,
+        socket.create_connection(address, LIMIT_S, (OTHER, 0)) as kept,
+    ):
         ask(kept)
-        silent = [stack.enter_context(socket.create_connection(address, LIMIT_S, (ATTACKER, 0))) for _ in range(600)]
-        wait_for(lambda: bool(select.select(silent[:1], [], [], 0)[0]), "the first one has not made room")
+        silent = [
+            stack.enter_context(socket.create_connection(address, LIMIT_S, (ATTACKER, 0)))
+            for _ in range(600)
+        ]
+        wait_for(
+            lambda: bool(select.select(silent[:1], [], [], 0)[0]), "the first one has not made room"
+        )
         assert len(process.net_connections("tcp")) > 400
         ask(kept)
 
@@ -257,17 +305,28 @@ def test_a_large_answer(server: HttpProcess) -> None:
     """A whole answer that would fill the memory, and whose JSON would take seconds, ends before."""
     process = psutil.Process(server.process.pid)
     before_bytes = process.memory_info().rss
-    body = {"messages": HI, "n": 66, "max_tokens": 240, "ignore_eos": True, "logprobs": True, "top_logprobs": 20}
+    body = {
+        "messages": HI,
+        "n": 66,
+        "max_tokens": 240,
+        "ignore_eos": True,
+        "logprobs": True,
+        "top_logprobs": 20,
+    }
     with Reader(server) as reader:
         (answer,) = post_together(server, CHAT, [body])
     assert answer.status_code == 400
-    assert answer.json()["error"]["message"].startswith("the answer with its log-probabilities has more than 256 MiB")
+    assert answer.json()["error"]["message"].startswith(
+        "the answer with its log-probabilities has more than 256 MiB"
+    )
     assert reader.worst_s < 3.0
     assert process.memory_info().rss < before_bytes + (400 << 20)
 
 
 def test_unread_answers(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of several clients that read nothing the one with the most loses its largest answer; reading makes room again."""
+    """Of several clients that read nothing the one with the most loses its largest answer;
+    reading makes room again.
+    """
     monkeypatch.setattr("jmoe.serving.engine_loop.MAX_UNSENT_BYTES", 50 * OUTPUT_BYTES)
     loop = EngineLoop(engine, Metrics("x"), ServeConfig("x"))
 

@@ -52,10 +52,15 @@ def browser() -> Iterator[Browser]:
         pytest.skip(f"playwright does not start on this machine: {started.stderr.strip()}")
     expect.set_options(timeout=LIMIT_MS)
     with sync_playwright() as driver:
-        found = [path for name in BROWSERS if (path := shutil.which(name))] + [driver.chromium.executable_path]
+        found = [path for name in BROWSERS if (path := shutil.which(name))] + [
+            driver.chromium.executable_path
+        ]
         path = next((path for path in found if Path(path).exists()), None)
         if path is None:
-            pytest.skip(f"no browser: none of {', '.join(BROWSERS)} on PATH, nor what `playwright install` brings")
+            pytest.skip(
+                f"no browser: none of {', '.join(BROWSERS)} on PATH, nor what `playwright install`"
+                " brings"
+            )
         browser = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield browser
         browser.close()
@@ -95,13 +100,16 @@ def test_conversation(page: Page, server: OpenAIServer) -> None:
     page.get_by_label("System message").fill("Be kind.")
     page.get_by_label("Temperature").fill("")
     say(page, "line 1\nline 2")
-    expect(page.locator("article p")).to_have_text(["line 1\nline 2", "Hello, world"], use_inner_text=True)
+    expect(page.locator("article p")).to_have_text(
+        ["line 1\nline 2", "Hello, world"], use_inner_text=True
+    )
     expect(page.locator("article .note").last).to_contain_text("7 + 3 tokens · first after")
     say(page, "more")
     expect(page.locator("article p")).to_have_count(4)
     expect(page.locator("article .note").last).to_contain_text("tokens/s")
     (path, first, _), (_, second, _) = server.requests
-    system, question = {"role": "system", "content": "Be kind."}, {"role": "user", "content": "line 1\nline 2"}
+    system = {"role": "system", "content": "Be kind."}
+    question = {"role": "user", "content": "line 1\nline 2"}
     assert path == "/v1/chat/completions"
     assert first == {
         "model": "fake-moe",
@@ -150,7 +158,8 @@ def test_the_first_message_is_answered(page: Page, shared_server: HttpProcess) -
     page.goto(shared_server.url)
     expect(page.locator("#state")).to_have_text("connected")
     say(page, "Hello")
-    expect(page.locator("article .note").last).to_contain_text("tokens")  # the first may be the end of the text
+    # the first may be the end of the text
+    expect(page.locator("article .note").last).to_contain_text("tokens")
     expect(page.get_by_role("alert")).to_have_count(0)
 
 
@@ -177,7 +186,10 @@ def test_stop(page: Page, server: OpenAIServer, how: str) -> None:
 
 def test_errors_are_told(page: Page, server: OpenAIServer) -> None:
     open_page(page, server)
-    server.refuse = [(429, {"Retry-After": "3"}, "The queue is full."), (500, {}, "The engine stopped.")]
+    server.refuse = [
+        (429, {"Retry-After": "3"}, "The queue is full."),
+        (500, {}, "The engine stopped."),
+    ]
     alert = page.get_by_role("alert").last
     say(page, "one")
     expect(alert).to_have_text("429: The queue is full. Try again in 3 s.")
@@ -200,7 +212,9 @@ def test_api_key(page: Page, server: OpenAIServer) -> None:
     open_page(page, server)
     server.refuse = [(401, {}, "Wrong API key.")]
     say(page, "hi")
-    expect(page.get_by_role("alert")).to_have_text("401: Wrong API key. The API key is under Settings.")
+    expect(page.get_by_role("alert")).to_have_text(
+        "401: Wrong API key. The API key is under Settings."
+    )
     page.get_by_text("Settings", exact=True).click()
     page.get_by_label("API key").fill("sk-1")
     page.reload()
@@ -247,7 +261,9 @@ def test_live_view(page: Page, server: OpenAIServer) -> None:
     server.live |= later
     with page.expect_response("**/live"):
         page.clock.run_for(1000)
-    shown = dict(zip(page.locator("dt").all_text_contents(), page.locator("dd").all_text_contents()))
+    shown = dict(
+        zip(page.locator("dt").all_text_contents(), page.locator("dd").all_text_contents())
+    )
     expect(page.locator("#streamed")).to_have_text("6.5 GB")
     assert shown | {"Streamed": ""} == {
         "Running": "3",
@@ -262,7 +278,10 @@ def test_live_view(page: Page, server: OpenAIServer) -> None:
     expect(page.locator("#uptime")).to_have_text("up 2.1 h")
     expect(page.locator("#kv")).to_have_text("1,024 of 4,096 tokens, 25.0 %")
     expect(page.get_by_role("meter")).to_have_attribute("aria-valuenow", "25")
-    labels = [page.locator(f"#{name}-chart svg").get_attribute("aria-label") for name in ("tokens", "bytes", "nvme")]
+    labels = [
+        page.locator(f"#{name}-chart svg").get_attribute("aria-label")
+        for name in ("tokens", "bytes", "nvme")
+    ]
     assert labels == ["20.0, peak 31.5", "2.5 GB/s, peak 2.5 GB/s", "300 MB/s, peak 300 MB/s"]
 
 
@@ -273,7 +292,9 @@ def test_a_row_a_device(page: Page, server: OpenAIServer) -> None:
     rows = page.get_by_role("table").get_by_role("row")
     head = "DeviceToken choicesOf the meanExperts copied"
     expect(rows).to_have_text([head, "03.00 M150.0 %5", "11.00 M50.0 %0"])
-    expect(page.locator("#devices-said")).to_have_text("balance 62.5 %, worst layer 50.0 %, 3 swaps, 7 re-plans")
+    expect(page.locator("#devices-said")).to_have_text(
+        "balance 62.5 %, worst layer 50.0 %, 3 swaps, 7 re-plans"
+    )
 
 
 def test_cells_are_said_by_keyboard_and_pointer(page: Page, server: OpenAIServer) -> None:
@@ -289,16 +310,21 @@ def test_cells_are_said_by_keyboard_and_pointer(page: Page, server: OpenAIServer
     assert said == ["slot 0: layer 0, expert 5", "slot 1: empty", "slot 2: layer 1, expert 2"]
     expect(use).to_have_attribute("aria-label", re.compile("3 layers . 6 experts"))
     use.hover(position={"x": 26, "y": 3})
-    expect(page.locator("#use-said")).to_have_text(re.compile("layer 0, expert 0: 1.50 . its fair share"))
+    expect(page.locator("#use-said")).to_have_text(
+        re.compile("layer 0, expert 0: 1.50 . its fair share")
+    )
     use.focus()
     page.keyboard.press("ArrowDown")
     expect(page.locator("#use-said")).to_have_text("layer 1: no experts")
 
 
 @pytest.mark.parametrize(
-    ("slots", "filled"), [([3, 0, None, 1], "3 of 4 filled"), ([[i % 4, i] for i in range(600)], "600 of 600 filled")]
+    ("slots", "filled"),
+    [([3, 0, None, 1], "3 of 4 filled"), ([[i % 4, i] for i in range(600)], "600 of 600 filled")],
 )
-def test_slots_are_coloured_by_layer(page: Page, server: OpenAIServer, slots: list[Any], filled: str) -> None:
+def test_slots_are_coloured_by_layer(
+    page: Page, server: OpenAIServer, slots: list[Any], filled: str
+) -> None:
     server.live |= MOVING | {"slots": slots, "expert_counts": [[1]] * 4}
     open_page(page, server)
     expect(page.locator("#slots-said")).to_have_text(filled)
@@ -324,13 +350,17 @@ def test_without_slots_or_counts(page: Page, server: OpenAIServer) -> None:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 400])
 def test_layout(browser: Browser, server: OpenAIServer, width: int, scheme: Any) -> None:
-    """Nothing is wider than the window, everything is from the server itself, axe finds no barrier."""
+    """Nothing is wider than the window, everything is from the server itself, axe finds no
+    barrier.
+    """
     server.live |= MOVING | {
         "model": "a-very-long-model-name-without-a-space-" * 3,
         "slots": [[0, i] for i in range(99)],
     }
     server.text = ["word" * 60, " and\n    code"]
-    with browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme) as context:
+    with browser.new_context(
+        viewport={"width": width, "height": 800}, color_scheme=scheme
+    ) as context:
         page = context.new_page()
         asked: list[str] = []
         page.on("request", lambda request: asked.append(request.url))

@@ -1,4 +1,6 @@
-"""What clients send without being asked to: values that change nothing are taken, the others are refused by name."""
+"""What clients send without being asked to: values that change nothing are taken, the others are
+refused by name.
+"""
 
 from typing import Any
 
@@ -101,16 +103,28 @@ def test_what_changes_nothing_is_accepted_and_the_rest_refused_by_name(
 
 
 def test_values_at_the_ends_of_their_ranges(server: HttpProcess) -> None:
-    """Any 64 bits are a seed; -1 token is as many as fit, and so is more than fits: the answer is cut."""
+    """Any 64 bits are a seed; -1 token is as many as fit, and so is more than fits: the answer
+    is cut.
+    """
     body = {"prompt": "x", "max_tokens": 3, "temperature": 1}
-    seeds = [server.post("/v1/completions", **body, seed=seed).json()["choices"] for seed in (2**64 - 1, -1)]
+    seeds = [
+        server.post("/v1/completions", **body, seed=seed).json()["choices"]
+        for seed in (2**64 - 1, -1)
+    ]
     assert seeds[0] == seeds[1]
     for asked in (-1, 100_000):
-        answer = server.post("/v1/completions", prompt=[1] * 250, max_tokens=asked, min_tokens=3, ignore_eos=True)
+        answer = server.post(
+            "/v1/completions", prompt=[1] * 250, max_tokens=asked, min_tokens=3, ignore_eos=True
+        )
         assert answer.status_code == 200, answer.text
         assert answer.json()["usage"]["completion_tokens"] == 6
         assert answer.json()["choices"][0]["finish_reason"] == "length"
-        chat = {"messages": [USER], "max_tokens": asked, "max_completion_tokens": asked, "ignore_eos": True}
+        chat = {
+            "messages": [USER],
+            "max_tokens": asked,
+            "max_completion_tokens": asked,
+            "ignore_eos": True,
+        }
         answer = server.post("/v1/chat/completions", **chat)
         assert answer.json()["usage"]["total_tokens"] == 256, answer.text
 
@@ -118,7 +132,9 @@ def test_values_at_the_ends_of_their_ranges(server: HttpProcess) -> None:
 def test_streams_take_the_options_of_streams(server: HttpProcess) -> None:
     """include_obfuscation asks for padding that no answer depends on."""
     for wanted in (False, True):
-        with server.stream(max_tokens=2, stream_options={"include_obfuscation": wanted, "include_usage": True}) as all_:
+        with server.stream(
+            max_tokens=2, stream_options={"include_obfuscation": wanted, "include_usage": True}
+        ) as all_:
             *_, last, done = all_
         assert done == "[DONE]" and last["usage"]["completion_tokens"] == 2
 
@@ -127,13 +143,20 @@ def test_reasoning_of_earlier_answers_reaches_the_template(server: HttpProcess) 
     """Whatever the client calls it; `show_reasoning` is the tests' template's."""
     for name in ("reasoning_content", "reasoning", "thinking"):
         messages = [{"role": "assistant", "content": "y", name: "because"}]
-        body = {"messages": messages, "add_generation_prompt": False, "chat_template_kwargs": {"show_reasoning": True}}
+        body = {
+            "messages": messages,
+            "add_generation_prompt": False,
+            "chat_template_kwargs": {"show_reasoning": True},
+        }
         answer = server.post("/tokenize", **body)
         tokens = answer.json()["tokens"]
-        assert server.post("/detokenize", tokens=tokens).json()["prompt"] == "<|assistant|>because|y\n", name
+        assert (
+            server.post("/detokenize", tokens=tokens).json()["prompt"] == "<|assistant|>because|y\n"
+        ), name
 
 
-# As the programs send them that measure and evaluate servers; `openai` dumps a message with all its fields.
+# As the programs send them that measure and evaluate servers; `openai` dumps a message with all its
+# fields.
 DUMPED = {
     "role": "assistant",
     "content": "y",
@@ -144,23 +167,36 @@ DUMPED = {
 }
 STREAMED: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
 BODIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "vllm bench": ("/v1/completions", {"repetition_penalty": 1.0, "logprobs": None, "ignore_eos": True} | STREAMED),
+    "vllm bench": (
+        "/v1/completions",
+        {"repetition_penalty": 1.0, "logprobs": None, "ignore_eos": True} | STREAMED,
+    ),
     "vllm bench, chat": (
         "/v1/chat/completions",
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}], "max_completion_tokens": 3}
+        {
+            "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}],
+            "max_completion_tokens": 3,
+        }
         | STREAMED,
     ),
     "sglang bench": ("/v1/completions", {"best_of": 1, "ignore_eos": True, "stream": True}),
     "guidellm": (
         "/v1/completions",
-        STREAMED | {"stream_options": {"include_usage": True, "continuous_usage_stats": True}, "stop": None},
+        STREAMED
+        | {"stream_options": {"include_usage": True, "continuous_usage_stats": True}, "stop": None},
     ),
-    "lm-eval, generate": ("/v1/completions", {"prompt": [[1, 2, 3]], "stop": ["\n", "Q:"], "seed": 1234}),
+    "lm-eval, generate": (
+        "/v1/completions",
+        {"prompt": [[1, 2, 3]], "stop": ["\n", "Q:"], "seed": 1234},
+    ),
     "lm-eval, loglikelihood": (
         "/v1/completions",
         {"prompt": [[1, 2, 3]], "echo": True, "logprobs": 1, "max_tokens": 1},
     ),
-    "openai, history": ("/v1/chat/completions", {"messages": [USER, DUMPED | {"annotations": []}, USER]}),
+    "openai, history": (
+        "/v1/chat/completions",
+        {"messages": [USER, DUMPED | {"annotations": []}, USER]},
+    ),
     "openai, developer": (
         "/v1/chat/completions",
         {"messages": [{"role": "developer", "content": "Be brief."}, USER | {"name": "me"}]},
@@ -181,6 +217,8 @@ def test_bodies_of_known_programs(server: HttpProcess, name: str) -> None:
 
 def test_an_answer_is_taken_back_as_history(server: HttpProcess) -> None:
     """With every field that the server gave it."""
-    answer = server.post("/v1/chat/completions", messages=[USER], max_tokens=3).json()["choices"][0]["message"]
+    answer = server.post("/v1/chat/completions", messages=[USER], max_tokens=3).json()["choices"][
+        0
+    ]["message"]
     again = server.post("/v1/chat/completions", messages=[USER, answer, USER], max_tokens=3)
     assert again.status_code == 200, again.text

@@ -1,4 +1,6 @@
-"""The load generator, benchmarks/serve/load.py, against a small server that answers as jmoe's does."""
+"""The load generator, benchmarks/serve/load.py, against a small server that answers as jmoe's
+does.
+"""
 
 import json
 import os
@@ -37,15 +39,40 @@ def load(capfd: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
 @pytest.mark.parametrize("chat", [True, False])
 def test_closed_loop(load: Callable[..., dict[str, Any]], server: OpenAIServer, chat: bool) -> None:
     server.token_s = 0.01
-    options = ["--url", server.url, "--requests", "12", "--concurrency", "4", "--max-tokens", "5", "--api-key", "sk-1"]
+    options = [
+        "--url",
+        server.url,
+        "--requests",
+        "12",
+        "--concurrency",
+        "4",
+        "--max-tokens",
+        "5",
+        "--api-key",
+        "sk-1",
+    ]
     result = load(*options, *(["--chat"] if chat else []))
-    assert (result["completed"], result["failed"], result["rejected"], result["disconnected"]) == (12, 0, 0, 0)
-    assert (result["completion_tokens"], result["prompt_tokens"], result["warm_up_failed"]) == (60, 84, 0)
+    assert (result["completed"], result["failed"], result["rejected"], result["disconnected"]) == (
+        12,
+        0,
+        0,
+        0,
+    )
+    assert (result["completion_tokens"], result["prompt_tokens"], result["warm_up_failed"]) == (
+        60,
+        84,
+        0,
+    )
     assert result["tokens_per_s"] == pytest.approx(60 / result["duration_s"], rel=0.01)
     assert result["requests_per_s"] == pytest.approx(12 / result["duration_s"], rel=0.01)
     assert result["time_to_first_token_s"]["median"] >= 0.01
-    assert result["time_per_output_token_s"]["median"] > 0.001  # the first may be noticed late, and the last at once
-    assert result["left_behind"] == {"requests_running": 0, "requests_waiting": 0, "kv_tokens_used": 0}
+    # the first may be noticed late, and the last at once
+    assert result["time_per_output_token_s"]["median"] > 0.001
+    assert result["left_behind"] == {
+        "requests_running": 0,
+        "requests_waiting": 0,
+        "kv_tokens_used": 0,
+    }
     assert "sk-1" not in json.dumps(result)
     assert len(server.requests) == 13  # one to warm up
     paths = {path for path, _, _ in server.requests}
@@ -54,26 +81,41 @@ def test_closed_loop(load: Callable[..., dict[str, Any]], server: OpenAIServer, 
     assert headers["Authorization"] == "Bearer sk-1"
     prompt = body["messages"][0]["content"] if chat else body["prompt"]
     assert prompt in Path(serving.__file__).read_text()
-    assert (len(prompt), body["model"], body["max_tokens"], body["stream"]) == (256, "fake-moe", 5, True)
+    assert (len(prompt), body["model"], body["max_tokens"], body["stream"]) == (
+        256,
+        "fake-moe",
+        5,
+        True,
+    )
 
 
-def test_open_loop_sends_without_waiting(load: Callable[..., dict[str, Any]], server: OpenAIServer) -> None:
+def test_open_loop_sends_without_waiting(
+    load: Callable[..., dict[str, Any]], server: OpenAIServer
+) -> None:
     server.gate = threading.Barrier(20)
     result = load("--url", server.url, "--requests", "20", "--rate", "100", "--warm-up", "0")
     assert result["completed"] == 20
 
 
-def test_refusals_and_failures_are_counted(load: Callable[..., dict[str, Any]], server: OpenAIServer) -> None:
+def test_refusals_and_failures_are_counted(
+    load: Callable[..., dict[str, Any]], server: OpenAIServer
+) -> None:
     server.refuse = [(429, {"Retry-After": "1"}, "full"), (429, {}, "full"), (500, {}, "broken")]
     result = load("--url", server.url, "--requests", "5", "--concurrency", "1", "--warm-up", "0")
-    assert (result["completed"], result["rejected"], result["rejected_with_retry_after"]) == (2, 2, 1)
+    assert (result["completed"], result["rejected"], result["rejected_with_retry_after"]) == (
+        2,
+        2,
+        1,
+    )
     assert result["failed"] == 1
     (reason,) = result["reasons"]
     assert reason.startswith("500: ")
     assert "broken" in reason
 
 
-def test_error_within_the_stream_is_a_failure(load: Callable[..., dict[str, Any]], server: OpenAIServer) -> None:
+def test_error_within_the_stream_is_a_failure(
+    load: Callable[..., dict[str, Any]], server: OpenAIServer
+) -> None:
     server.error_after = 2
     result = load("--url", server.url, "--requests", "3")
     assert (result["completed"], result["failed"]) == (0, 3)
@@ -83,7 +125,18 @@ def test_error_within_the_stream_is_a_failure(load: Callable[..., dict[str, Any]
 
 def test_disconnects(load: Callable[..., dict[str, Any]], server: OpenAIServer) -> None:
     server.text, server.token_s = ["a"] * 200, 0.005
-    options = ["--url", server.url, "--warm-up", "0", "--max-tokens", "200", "--requests", "20", "--concurrency", "20"]
+    options = [
+        "--url",
+        server.url,
+        "--warm-up",
+        "0",
+        "--max-tokens",
+        "200",
+        "--requests",
+        "20",
+        "--concurrency",
+        "20",
+    ]
     result = load(*options, "--disconnect-fraction", "0.5", "--seed", "1")
     assert result["failed"] == 0
     assert result["completed"] + result["disconnected"] == 20
@@ -92,7 +145,9 @@ def test_disconnects(load: Callable[..., dict[str, Any]], server: OpenAIServer) 
     assert server.disconnects <= result["disconnected"]
 
 
-def test_starts_and_stops_the_server(load: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_starts_and_stops_the_server(
+    load: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(serving, "SERVE", Path(openai_server.__file__))
     result = load("--requests", "4", "--start", "some-model", "--policy", "ring")
     assert result["completed"] == 4
@@ -103,13 +158,23 @@ def test_starts_and_stops_the_server(load: Callable[..., dict[str, Any]], monkey
 
 def test_engine_alone(load: Callable[..., dict[str, Any]], model_folder: Path) -> None:
     """The same prompts, without HTTP."""
-    options = ["--max-batch", "1", "--max-seq-len", "64", "--prefill-chunk-tokens", "8", "--policy", "resident"]
+    options = [
+        "--max-batch",
+        "1",
+        "--max-seq-len",
+        "64",
+        "--prefill-chunk-tokens",
+        "8",
+        "--policy",
+        "resident",
+    ]
     requests = ["--requests", "3", "--max-tokens", "4", "--ignore-eos", "--prompt-chars", "40"]
     result = load(*requests, "--engine", str(model_folder), *options)
     assert (result["completed"], result["completion_tokens"]) == (3, 12)
     assert result["tokens_per_s"] == pytest.approx(12 / result["duration_s"], rel=0.05)
     us = sum(result["processor_us"].values())
-    assert 0 <= us * 12e-6 < result["duration_s"] * os.cpu_count() + 0.1  # counted in hundredths of a second
+    # counted in hundredths of a second
+    assert 0 <= us * 12e-6 < result["duration_s"] * os.cpu_count() + 0.1
 
 
 def test_server_that_does_not_start(
@@ -155,7 +220,9 @@ def test_cores_are_split(
         (["--rate", "1", "--concurrency", "2"], "not allowed with argument"),
     ],
 )
-def test_mistakes_are_told(capsys: pytest.CaptureFixture[str], arguments: list[str], complaint: str) -> None:
+def test_mistakes_are_told(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], complaint: str
+) -> None:
     with pytest.raises(SystemExit):
         serving.main(arguments)
     assert complaint in capsys.readouterr().err

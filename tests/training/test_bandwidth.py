@@ -32,11 +32,14 @@ leaf = {bytes_per_s = 25e9, latency_s = 2e-4}
 spine = {bytes_per_s = 25e9, latency_s = 3e-4}
 """
 CONFIG = TrainConfig(
-    model=dataclasses.replace(MODEL, num_experts_per_tok=1), batch_size=8, sequence_length=16, output_dir="nowhere"
+    model=dataclasses.replace(MODEL, num_experts_per_tok=1),
+    batch_size=8,
+    sequence_length=16,
+    output_dir="nowhere",
 )
 
-# FOLDER ADDRESS RANK: one of two nodes with two devices each, with an output folder of its own. It writes what it
-# measured, and what a second start finds, which must not measure.
+# FOLDER ADDRESS RANK: one of two nodes with two devices each, with an output folder of its own. It
+# writes what it measured, and what a second start finds, which must not measure.
 WORKER = """
 import dataclasses, json, sys
 from pathlib import Path
@@ -56,8 +59,8 @@ bandwidth.measured_links = None
 found = [dataclasses.asdict(links) for links in (first, bandwidth.links_of(config, mesh))]
 Path(folder, f"found-{rank}.json").write_text(json.dumps(found))
 """
-# Starts a command with a rank behind it twice: here, and on two nodes with a slow link between them, in namespaces that
-# need no root where a user may have some.
+# Starts a command with a rank behind it twice: here, and on two nodes with a slow link between
+# them, in namespaces that need no root where a user may have some.
 HERE = """
 "$@" 0 & "$@" 1 && wait $!
 """
@@ -76,7 +79,10 @@ for rank in 0 1; do
 done
 for pid in $pids; do wait $pid || exit 1; done
 """
-TRIED = f"ip link add node0 type veth peer name node1 && tc qdisc add dev node0 {SLOW} && mount --bind /etc /etc"
+TRIED = (
+    f"ip link add node0 type veth peer name node1 && tc qdisc add dev node0 {SLOW} && mount --bind"
+    " /etc /etc"
+)
 LIMIT = 12.5e6  # bytes a second that go each way from node to node
 EXECUTE = "import os, sys; os.execvp(sys.argv[1], sys.argv[1:])"
 
@@ -96,8 +102,12 @@ def test_measured_links(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("rate", [3e6, 1e9])
-def test_neither_buffers_nor_busy_cores_decide_a_rate(rate: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A switch takes the first 8 KiB at once, and now and then a process waits 4 ms for its turn."""
+def test_neither_buffers_nor_busy_cores_decide_a_rate(
+    rate: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A switch takes the first 8 KiB at once, and now and then a process waits 4 ms for its
+    turn.
+    """
     turns = itertools.cycle([0.0, 4e-3, 1e-3])
 
     def seconds(mesh: Any, move: Any, size: int) -> float:
@@ -110,7 +120,9 @@ def test_neither_buffers_nor_busy_cores_decide_a_rate(rate: float, monkeypatch: 
 
 
 def test_a_run_measures_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one of several processes: the first start writes a file, the next one reads it; a damaged one is replaced."""
+    """As one of several processes: the first start writes a file, the next one reads it; a
+    damaged one is replaced.
+    """
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(bandwidth, "multihost_utils", Alone)
     monkeypatch.setattr(bandwidth, "MOST_BYTES", 1 << 12)
@@ -127,14 +139,22 @@ def test_a_run_measures_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def links_of_two_processes(run_python: Run, folder: Path, address: str, *shell: str) -> LinksConfig:
-    """Return the links that both processes find and the first one keeps. shell: a shell and its script."""
+    """Return the links that both processes find and the first one keeps. shell: a shell and its
+    script.
+    """
     for rank in range(2):
         (folder / str(rank)).mkdir()
     worker = [sys.executable, "-c", WORKER, folder, f"{address}:{free_port()}"]
-    environment = {"JAX_NUM_CPU_DEVICES": "2", "JAX_NUMPY_DTYPE_PROMOTION": "strict", "PYTHONWARNINGS": "error"}
+    environment = {
+        "JAX_NUM_CPU_DEVICES": "2",
+        "JAX_NUMPY_DTYPE_PROMOTION": "strict",
+        "PYTHONWARNINGS": "error",
+    }
     done = run_python(["-c", EXECUTE, *shell, "sh", *worker], environment)
     assert done.returncode == 0, done.stderr
-    (first, second), others = (json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(2))
+    (first, second), others = (
+        json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(2)
+    )
     assert second == first and others == [first, first]
     (kept,) = folder.glob("*/*")
     assert kept == folder / "0" / "links-1x2x2.toml"
@@ -159,9 +179,13 @@ def test_a_slow_link_between_two_nodes_is_seen(run_python: Run, tmp_path: Path) 
     tried = run_python(["-c", EXECUTE, *apart, TRIED])
     if tried.returncode:
         pytest.skip(f"no networks for this user: {tried.stderr.strip()}")
-    links = links_of_two_processes(run_python, tmp_path, "10.0.0.10", *apart, ON_NODES.replace("FOLDER", str(tmp_path)))
+    links = links_of_two_processes(
+        run_python, tmp_path, "10.0.0.10", *apart, ON_NODES.replace("FOLDER", str(tmp_path))
+    )
     for link in (links.rail, links.leaf):  # two devices share it
-        assert LIMIT / 8 < link.bytes_per_s < LIMIT and links.inside.bytes_per_s > 2 * link.bytes_per_s, links
+        assert (
+            LIMIT / 8 < link.bytes_per_s < LIMIT and links.inside.bytes_per_s > 2 * link.bytes_per_s
+        ), links
 
 
 class Alone:
@@ -191,16 +215,24 @@ def test_links_that_are_given_decide_the_exchange(links: str) -> None:
         trainer = make_trainer(spread_over(CONFIG, 1, 4, 2, links=path), mesh_of(1, 4, 2))
         notes[path] = trainer.notes[0]
     assert notes[""].startswith("flat exchange: ")
-    assert notes[links].startswith("hierarchical exchange: on these links a layer's all-to-alls take ")
+    assert notes[links].startswith(
+        "hierarchical exchange: on these links a layer's all-to-alls take "
+    )
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         (LINKS.replace("450e9", "0"), "inside.bytes_per_s = 0.0: must be greater than 0"),
-        (LINKS.replace("spine", "sky"), "sky = .*: is none of inside, rail, leaf, spine, message_s, nodes_per_leaf"),
+        (
+            LINKS.replace("spine", "sky"),
+            "sky = .*: is none of inside, rail, leaf, spine, message_s, nodes_per_leaf",
+        ),
         (LINKS.replace("rail", "# rail"), "rail: is missing"),
-        (LINKS.replace("nodes_per_leaf = 4", "nodes_per_leaf = -1"), "nodes_per_leaf = -1: must not be negative"),
+        (
+            LINKS.replace("nodes_per_leaf = 4", "nodes_per_leaf = -1"),
+            "nodes_per_leaf = -1: must not be negative",
+        ),
     ],
 )
 def test_links_that_are_refused(links: str, text: str, words: str) -> None:
@@ -212,7 +244,10 @@ def test_links_that_are_refused(links: str, text: str, words: str) -> None:
 @pytest.mark.parametrize(
     ("comm", "words"),
     [
-        ({"exchange": "flat", "links": "a.toml"}, "links = 'a.toml': must be empty with exchange = 'flat'"),
+        (
+            {"exchange": "flat", "links": "a.toml"},
+            "links = 'a.toml': must be empty with exchange = 'flat'",
+        ),
         ({"links": "nowhere.toml"}, "comm.links = 'nowhere.toml': No such file"),
     ],
 )

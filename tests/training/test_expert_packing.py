@@ -1,4 +1,6 @@
-"""Experts packed while a run goes on: the loss as if nothing had happened, what is measured, who may not."""
+"""Experts packed while a run goes on: the loss as if nothing had happened, what is measured, who
+may not.
+"""
 
 import dataclasses
 import functools
@@ -24,7 +26,9 @@ from tests.model_configs import OPTIMIZER, spread_over
 
 SHAPE = (1, 2, 2)
 SEQUENCE, BATCH = 16, 8
-MODEL = dataclasses.replace(model_configs.MODEL, num_hidden_layers=2, first_k_dense_replace=0, num_experts_per_tok=2)
+MODEL = dataclasses.replace(
+    model_configs.MODEL, num_hidden_layers=2, first_k_dense_replace=0, num_experts_per_tok=2
+)
 CONFIG = TrainConfig(
     model=MODEL,
     optimizer=dataclasses.replace(OPTIMIZER, learning_rate=0.001),
@@ -51,8 +55,14 @@ def trainer_at(controller: PackingController) -> FusedTrainer:
 
 
 def step(trainer: FusedTrainer, state: TrainState, number: int) -> tuple[TrainState, float]:
-    """Take a step on the tokens of its number, with room for all at once: one program less to compile."""
-    tokens = np.random.default_rng(number).integers(0, MODEL.vocab_size, (1, BATCH, SEQUENCE + 1)).astype(np.int32)
+    """Take a step on the tokens of its number, with room for all at once: one program less to
+    compile.
+    """
+    tokens = (
+        np.random.default_rng(number)
+        .integers(0, MODEL.vocab_size, (1, BATCH, SEQUENCE + 1))
+        .astype(np.int32)
+    )
     placed = jax.device_put(tokens, NamedSharding(trainer.model.mesh, ACCUMULATED_BATCH))
     state, values = trainer.step(state, placed, full_capacity=True)
     assert values["ok"]
@@ -91,10 +101,14 @@ def test_a_run_that_packs_and_goes_back_has_the_losses_of_one_that_does_not(
             if after is not trainer:
                 state = moved(state, trainer, after)
             trainer = after
-            meshes.append((number, tuple(trainer.model.mesh.shape.values()), decision.experts_per_device))
+            meshes.append(
+                (number, tuple(trainer.model.mesh.shape.values()), decision.experts_per_device)
+            )
         state, loss = step(trainer, state, number)
         losses.append(loss)
-        controller.note_step(1.5 if controller.packing == 4 else 1.0, compiled=number in (0, 10, 14, 18))
+        controller.note_step(
+            1.5 if controller.packing == 4 else 1.0, compiled=number in (0, 10, 14, 18)
+        )
     assert meshes == [(10, (2, 1, 2), 4), (14, (4, 1, 1), 8), (18, (2, 1, 2), 4)]
     assert controller.done
     np.testing.assert_allclose(losses, alone, rtol=1e-5)
@@ -110,14 +124,20 @@ def test_a_move_changes_no_bit_and_frees_what_it_leaves() -> None:
     there = moved(state, before, after)
     assert differing(expected, on_host(after.save_state(there))) == []
     assert all(x.is_deleted() for x in jax.tree.leaves(state.params["moe_layers"]))
-    where = jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s.sharding, x.ndim), there, after.state_shape)
+    where = jax.tree.map(
+        lambda x, s: x.sharding.is_equivalent_to(s.sharding, x.ndim), there, after.state_shape
+    )
     assert all(jax.tree.leaves(where))
     assert after.model.hierarchy == before.model.hierarchy != (before.model.mesh.axis_names,)
 
 
-@pytest.mark.parametrize("comm", [{"exchange": "dedup", "schedule": "pipelined"}, {"packing": 4}], ids=str)
+@pytest.mark.parametrize(
+    "comm", [{"exchange": "dedup", "schedule": "pipelined"}, {"packing": 4}], ids=str
+)
 def test_what_is_measured(comm: dict[str, Any]) -> None:
-    """Each of the kinds of exchange that make more than one all-to-all, and none where a device has all experts."""
+    """Each of the kinds of exchange that make more than one all-to-all, and none where a device
+    has all experts.
+    """
     packed = comm.get("packing", 1)
     config = config_of(**comm)
     trainer = trainer_of(config, PackingController(config, SHAPE, packed).packed()[1])
@@ -127,12 +147,19 @@ def test_what_is_measured(comm: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("device_bytes", "words"),
-    [(320_000, "with experts in host memory (tiers.experts = host) they would fit"), (250_000, "would be lacking")],
+    [
+        (320_000, "with experts in host memory (tiers.experts = host) they would fit"),
+        (250_000, "would be lacking"),
+    ],
 )
-def test_memory_that_forbids_is_named(monkeypatch: pytest.MonkeyPatch, device_bytes: int, words: str) -> None:
+def test_memory_that_forbids_is_named(
+    monkeypatch: pytest.MonkeyPatch, device_bytes: int, words: str
+) -> None:
     times(monkeypatch, 0.02, 0.01)
     small = MachineConfig(device_bytes=device_bytes, host_bytes=10**12)
-    controller = PackingController(dataclasses.replace(config_of(packing="auto"), machine=small), SHAPE, 1)
+    controller = PackingController(
+        dataclasses.replace(config_of(packing="auto"), machine=small), SHAPE, 1
+    )
     trainer = trainer_of(config_of(packing=1), SHAPE)
     decision, _ = controller.decide(10, trainer, trainer.state_shape)
     assert (decision.experts_per_device, decision.done) == (2, True)
@@ -149,7 +176,12 @@ def test_when_it_decides() -> None:
     for config, shape in (
         (config_of(packing=2), SHAPE),
         (config_of(packing="auto"), (4, 1, 1)),
-        (dataclasses.replace(config_of(packing="auto"), model=dataclasses.replace(MODEL, num_experts=0)), SHAPE),
+        (
+            dataclasses.replace(
+                config_of(packing="auto"), model=dataclasses.replace(MODEL, num_experts=0)
+            ),
+            SHAPE,
+        ),
     ):
         assert PackingController(config, shape, 1).done
 
@@ -169,4 +201,5 @@ def test_a_checkpoint_says_its_packing_and_goes_on_under_another(tmp_path: Path)
     assert differing(expected, on_host(alone.save_state(there))) == []
     assert first_packing(auto, 4, 4) == 2
     assert first_packing(dataclasses.replace(auto, comm=CommConfig(packing=4)), 4, 4) == 4
-    assert first_packing(spread_over(auto, 4, 1, 1, packing="auto"), 4, 4) == 1  # the mesh has no expert axis to shrink
+    # the mesh has no expert axis to shrink
+    assert first_packing(spread_over(auto, 4, 1, 1, packing="auto"), 4, 4) == 1

@@ -24,12 +24,18 @@ from tests.model_configs import CHECKPOINTS, mesh_of
 def config_of(name: str, **options: object) -> TrainConfig:
     _, tiny = PRESETS["tiny"]
     options = {"batch_size": 2, "sequence_length": 11, "compute_dtype": "float32"} | options
-    return with_pretrained_model(dataclasses.replace(tiny, init_from=str(CHECKPOINTS / name), **options))  # type: ignore[arg-type]
+    return with_pretrained_model(
+        dataclasses.replace(tiny, init_from=str(CHECKPOINTS / name), **options)
+    )  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["mixtral", pytest.param("deepseek_v3", marks=pytest.mark.slow), "gpt_oss_mxfp4"])
+@pytest.mark.parametrize(
+    "name", ["mixtral", pytest.param("deepseek_v3", marks=pytest.mark.slow), "gpt_oss_mxfp4"]
+)
 def test_first_steps(name: str) -> None:
-    """The first loss is that of transformers; the state is the step's own, to write over as it likes."""
+    """The first loss is that of transformers; the state is the step's own, to write over as it
+    likes.
+    """
     config = config_of(name)
     program = make_trainer(config, mesh_of(1, 1, 1))
     state = pretrained_state(program, config)
@@ -48,7 +54,9 @@ def test_first_steps(name: str) -> None:
     stored = flat(again.params) | flat(again.router_bias)
     whole = jmoe.load_pretrained(CHECKPOINTS / name, dtype="float32").decoder
     np.testing.assert_array_equal(stored["embedding",], whole.embedding[...])
-    np.testing.assert_array_equal(stored["moe_layers", "moe", "experts", "w_up"], whole.moe_layers.moe.experts.w_up)
+    np.testing.assert_array_equal(
+        stored["moe_layers", "moe", "experts", "w_up"], whole.moe_layers.moe.experts.w_up
+    )
 
 
 def test_state_on_a_mesh_is_the_state_on_one_device() -> None:
@@ -61,9 +69,13 @@ def test_state_on_a_mesh_is_the_state_on_one_device() -> None:
 
 
 def test_what_is_trained_without_is_said(tmp_path: Path) -> None:
-    """Noise and dropout change no answers, so that the model is served; training has other means."""
+    """Noise and dropout change no answers, so that the model is served; training has other
+    means.
+    """
     fields = json.loads((CHECKPOINTS / "mixtral" / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(fields | {"router_jitter_noise": 0.01, "attention_dropout": 0.1}))
+    (tmp_path / "config.json").write_text(
+        json.dumps(fields | {"router_jitter_noise": 0.01, "attention_dropout": 0.1})
+    )
     file = tmp_path / "config.json"
     assert left_out(str(tmp_path)) == [
         f"{file}: attention_dropout = 0.1: trains without it",
@@ -88,7 +100,13 @@ def test_model_and_tokenizer_of_the_folder(tmp_path: Path) -> None:
 
 def test_a_run_keeps_what_belongs_to_the_tokenizer_of_its_model(tmp_path: Path) -> None:
     """What a merge then gives to who chats with it."""
-    for name in ("config.json", "tokenizer.json", "chat_template.jinja", "generation_config.json", "README.md"):
+    for name in (
+        "config.json",
+        "tokenizer.json",
+        "chat_template.jinja",
+        "generation_config.json",
+        "README.md",
+    ):
         (tmp_path / name).write_text(name)
     kept = files_of_texts(str(tmp_path), b"tokenizer.json")
     assert kept == {
@@ -100,6 +118,8 @@ def test_a_run_keeps_what_belongs_to_the_tokenizer_of_its_model(tmp_path: Path) 
 
 
 def test_a_share_of_chosen_experts_is_checked_with_the_model_of_the_folder() -> None:
-    with pytest.raises(ValueError, match=r"tiers.chosen_share = 0.01: must be at least \d+ / \d+, what one token"):
+    with pytest.raises(
+        ValueError, match=r"tiers.chosen_share = 0.01: must be at least \d+ / \d+, what one token"
+    ):
         config_of("olmoe", tiers=TiersConfig(chosen_share=0.01))
     assert config_of("olmoe", tiers=TiersConfig(chosen_share=1.0)).tiers.chosen_share == 1

@@ -1,4 +1,5 @@
-"""Training in float16: an overflow changes the loss scale and nothing else, and resuming changes no bit.
+"""Training in float16: an overflow changes the loss scale and nothing else, and resuming changes no
+bit.
 
 Legend: B batch, S sequence.
 """
@@ -38,7 +39,8 @@ ONE = (1, 1, 1)
 CONFIG = TrainConfig(
     model=MODEL,
     optimizer=OPTIMIZER,
-    loss_scale=LossScaleConfig(2**32, 3),  # overflows in the first step, and again while the test goes on
+    # overflows in the first step, and again while the test goes on
+    loss_scale=LossScaleConfig(2**32, 3),
     batch_size=B,
     sequence_length=S,
     num_steps=10,
@@ -48,15 +50,21 @@ HOST = TiersConfig(experts="host", optimizer="host")
 NVME = TiersConfig(experts="nvme", optimizer="nvme")
 
 
-def trainer_of(shape: tuple[int, int, int], tiers: TiersConfig | None = None, **changes: Any) -> Trainer:
-    config = dataclasses.replace(CONFIG, mesh=MeshConfig(*shape), tiers=tiers or TiersConfig(), **changes)
+def trainer_of(
+    shape: tuple[int, int, int], tiers: TiersConfig | None = None, **changes: Any
+) -> Trainer:
+    config = dataclasses.replace(
+        CONFIG, mesh=MeshConfig(*shape), tiers=tiers or TiersConfig(), **changes
+    )
     return make_trainer(config, mesh_of(*shape))
 
 
 @functools.cache
 def on_device(dtype: str = "float16") -> Trainer:
     return trainer_of(
-        ONE, compute_dtype=dtype, loss_scale=CONFIG.loss_scale if dtype == "float16" else LossScaleConfig()
+        ONE,
+        compute_dtype=dtype,
+        loss_scale=CONFIG.loss_scale if dtype == "float16" else LossScaleConfig(),
     )
 
 
@@ -75,12 +83,15 @@ def trainer(request: pytest.FixtureRequest, in_host_memory: Trainer) -> Trainer:
 BOTH = pytest.mark.parametrize("trainer", ["device", "host"], indirect=True)
 
 
-def step(trainer: Trainer, state: TrainState, number: int, once: bool = False) -> tuple[TrainState, dict[str, Any]]:
+def step(
+    trainer: Trainer, state: TrainState, number: int, once: bool = False
+) -> tuple[TrainState, dict[str, Any]]:
     """Take a step as a run does; once: though it be skipped."""
     rng, mesh = np.random.default_rng(100 + number), trainer.config.mesh
     tokens = jnp.asarray(rng.integers(0, MODEL.vocab_size, (1, B, S + 1)).astype(np.int32))
     tokens = jax.device_put(
-        tokens, NamedSharding(mesh_of(mesh.data, mesh.expert_inter, mesh.expert_intra), ACCUMULATED_BATCH)
+        tokens,
+        NamedSharding(mesh_of(mesh.data, mesh.expert_inter, mesh.expert_intra), ACCUMULATED_BATCH),
     )
     if not once:
         return train.train_step(trainer, state, tokens)
@@ -113,7 +124,9 @@ def test_it_stays_near_float32() -> None:
         for number in range(3):
             state, values = step(trainer, state, number)
             metrics.append(values)
-        assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves((state.params, state.m, state.v)))
+        assert all(
+            leaf.dtype == np.float32 for leaf in jax.tree.leaves((state.params, state.m, state.v))
+        )
         runs.append(metrics)
     for low, full in zip(*runs, strict=True):
         assert low["ok"] and low["loss_scale"] > 256
@@ -137,24 +150,34 @@ def assert_overflow_changes_the_scale_alone(trainer: Trainer) -> None:
     if experts is not None:
         assert (experts.now, experts.stats().replayed_steps) == taken
     state, values = step(trainer, state, 1)
-    assert values["ok"] and int(state.step) == 2 and differing(but_for_scale(full_state(trainer, state)), before)
+    assert (
+        values["ok"]
+        and int(state.step) == 2
+        and differing(but_for_scale(full_state(trainer, state)), before)
+    )
 
 
-@pytest.mark.parametrize("trainer", ["device", pytest.param("host", marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.parametrize(
+    "trainer", ["device", pytest.param("host", marks=pytest.mark.slow)], indirect=True
+)
 def test_an_overflow_changes_the_scale_and_nothing_else(trainer: Trainer) -> None:
     assert_overflow_changes_the_scale_alone(trainer)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(1, 1, 2), (2, 1, 1)])
-def test_an_overflow_on_two_devices_with_experts_in_host_memory(shape: tuple[int, int, int]) -> None:
+def test_an_overflow_on_two_devices_with_experts_in_host_memory(
+    shape: tuple[int, int, int],
+) -> None:
     with contextlib.closing(trainer_of(shape, HOST)) as trainer:
         assert_overflow_changes_the_scale_alone(trainer)
 
 
 @BOTH
 def test_skipped_steps_leave_no_trace(trainer: Trainer) -> None:
-    """A run that skips steps ends where one ends that takes the others with the same scales, bit for bit."""
+    """A run that skips steps ends where one ends that takes the others with the same scales, bit
+    for bit.
+    """
     ends = []
     for skips in (True, False):
         state = trainer.init()
@@ -182,13 +205,17 @@ def test_gradients_wait_with_the_scale_of_their_step(in_host_memory: Trainer) ->
 
 
 class OneOverflows(FusedTrainer):
-    """A trainer of which one device's gradients of its own experts are infinite while the scale is above 2^10."""
+    """A trainer of which one device's gradients of its own experts are infinite while the scale
+    is above 2^10.
+    """
 
     def gradients_local(self, state: TrainState, batch: Any, **options: Any) -> tuple[Any, Any]:
         grads, metrics = super().gradients_local(state, batch, **options)
         assert state.loss_scale is not None
         bad = (lax.axis_index(ALL) == 3) & (state.loss_scale.scale > 1024)
-        return with_experts(grads, jax.tree.map(lambda g: jnp.where(bad, jnp.inf, g), experts_of(grads))), metrics
+        return with_experts(
+            grads, jax.tree.map(lambda g: jnp.where(bad, jnp.inf, g), experts_of(grads))
+        ), metrics
 
 
 def test_an_overflow_on_one_device_skips_the_step_on_all() -> None:
@@ -207,7 +234,9 @@ def test_an_overflow_on_one_device_skips_the_step_on_all() -> None:
 def test_what_overflows_with_a_scale_of_1_is_not_tried_for_ever() -> None:
     trainer = on_device()
     state = trainer.init()
-    broken = with_experts(state.params, jax.tree.map(lambda w: w * np.inf, experts_of(state.params)))
+    broken = with_experts(
+        state.params, jax.tree.map(lambda w: w * np.inf, experts_of(state.params))
+    )
     state, values = step(trainer, with_scale(dataclasses.replace(state, params=broken), 1), 0)
     assert not values["ok"] and values["skipped_steps"] == 0 and scale_of(state) == (1, 0)
 
@@ -216,7 +245,9 @@ def test_what_overflows_with_a_scale_of_1_is_not_tried_for_ever() -> None:
 
 
 def carried_over(source: Trainer, state: TrainState, target: Trainer) -> TrainState:
-    """Return the state that `target` goes on from, by way of a checkpoint; both have their records open."""
+    """Return the state that `target` goes on from, by way of a checkpoint; both have their
+    records open.
+    """
     with tempfile.TemporaryDirectory() as folder:
         with Checkpoints(Path(folder), CheckpointConfig(), records=source.records) as checkpoints:
             checkpoints.save(int(state.step), source.save_state(state), {}, "{}")
@@ -253,7 +284,9 @@ def test_a_run_may_go_to_float16_and_leave_it() -> None:
     wide = carried_over(half, state, full)
     assert wide.loss_scale is None and differing(on_host(wide), before) == []
     again = carried_over(full, wide, half)
-    assert scale_of(again) == (2.0**32, 0) and differing(but_for_scale(on_host(again)), before) == []
+    assert (
+        scale_of(again) == (2.0**32, 0) and differing(but_for_scale(on_host(again)), before) == []
+    )
 
 
 def test_its_checkpoint_gives_its_parameters_alone(tmp_path: Path) -> None:
@@ -273,9 +306,18 @@ def test_the_curve_of_300_steps_is_that_of_float32(run_python: Run, tmp_path: Pa
     curves = []
     for dtype in ("float16", "float32"):
         folder = tmp_path / dtype
-        arguments = ("--compute-dtype", dtype, "--output-dir", str(folder), "--data.held-out-bytes", "20000")
+        arguments = (
+            "--compute-dtype",
+            dtype,
+            "--output-dir",
+            str(folder),
+            "--data.held-out-bytes",
+            "20000",
+        )
         as_users_have_it = {"JAX_DISABLE_MOST_OPTIMIZATIONS": None, "XLA_FLAGS": None}
-        done = run_python(["train.py", "tiny", "--num-steps", "300", *arguments], as_users_have_it, timeout=1500)
+        done = run_python(
+            ["train.py", "tiny", "--num-steps", "300", *arguments], as_users_have_it, timeout=1500
+        )
         assert done.returncode == 0, done.stderr
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         losses = [line["loss"] for line in lines if "event" not in line]

@@ -1,4 +1,6 @@
-"""Training steps with native operations: rounded as those without, and refused where they cannot be had."""
+"""Training steps with native operations: rounded as those without, and refused where they cannot
+be had.
+"""
 
 import contextlib
 import dataclasses
@@ -19,7 +21,8 @@ from kernels_pallas import native
 from tests import model_configs
 from tests.compiled import called
 
-# Every token takes all experts: where rounding decides which one it takes, losses tell nothing about rounding.
+# Every token takes all experts: where rounding decides which one it takes, losses tell nothing
+# about rounding.
 MODEL = dataclasses.replace(
     model_configs.MODEL,
     hidden_size=64,
@@ -30,10 +33,20 @@ MODEL = dataclasses.replace(
     initializer_range=0.1,
 )
 GPT = dataclasses.replace(
-    MODEL, hidden_act="gelu", norm="layernorm", position="learned", attention_bias=True, mlp_bias=True
+    MODEL,
+    hidden_act="gelu",
+    norm="layernorm",
+    position="learned",
+    attention_bias=True,
+    mlp_bias=True,
 )
 CONFIG = TrainConfig(
-    model=MODEL, optimizer=model_configs.OPTIMIZER, batch_size=2, sequence_length=80, num_steps=5, native="on"
+    model=MODEL,
+    optimizer=model_configs.OPTIMIZER,
+    batch_size=2,
+    sequence_length=80,
+    num_steps=5,
+    native="on",
 )
 XLA: dict[str, Any] = {"native": "off"}
 FLOAT32: dict[str, Any] = {"native": "off", "compute_dtype": "float32"}
@@ -56,7 +69,9 @@ def built() -> None:
 
 def tokens_of(config: TrainConfig, seed: int = 0) -> jax.Array:
     shape = 1, config.batch_size, config.sequence_length + 1
-    return jnp.asarray(np.random.default_rng(seed).integers(0, config.model.vocab_size, shape), jnp.int32)
+    return jnp.asarray(
+        np.random.default_rng(seed).integers(0, config.model.vocab_size, shape), jnp.int32
+    )
 
 
 def gradients(config: TrainConfig) -> Any:
@@ -117,7 +132,9 @@ def test_eight_devices_take_the_step_of_one() -> None:
 
 def collectives(config: TrainConfig) -> list[str]:
     """Those of a step on eight devices, in the order in which it is traced."""
-    trainer: Any = FusedTrainer(model_configs.spread_over(config, 1, 2, 4), model_configs.mesh_of(1, 2, 4))
+    trainer: Any = FusedTrainer(
+        model_configs.spread_over(config, 1, 2, 4), model_configs.mesh_of(1, 2, 4)
+    )
     found: list[str] = []
 
     def walk(jaxpr: Any) -> None:
@@ -140,12 +157,17 @@ def test_collectives_hide_behind_native_operations_as_behind_products() -> None:
 
 def called_in(program: str, target: str) -> dict[str, str]:
     """The calls of a native operation in a compiled program: their operands by their name."""
-    return dict(re.findall(rf'%(\S+) = [^\n]*? custom-call\(([^)]*)\)[^\n]*custom_call_target="{target}"', program))
+    return dict(
+        re.findall(
+            rf'%(\S+) = [^\n]*? custom-call\(([^)]*)\)[^\n]*custom_call_target="{target}"', program
+        )
+    )
 
 
 def holds(program: str) -> set[str]:
     """What is held, in whole or in part, as it is or in another form."""
-    sources = dict(re.findall(r"%(\S+) = [^\n]*? [a-z-]+\(%([\w.-]+)\)", program))  # of operations with one operand
+    # of operations with one operand
+    sources = dict(re.findall(r"%(\S+) = [^\n]*? [a-z-]+\(%([\w.-]+)\)", program))
     held = {*re.findall(r"%([\w.-]+)", " ".join(called_in(program, "jmoe_hold").values()))}
     while more := {sources[name] for name in held if name in sources} - held:
         held |= more
@@ -156,7 +178,9 @@ def holds(program: str) -> set[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["chunks", "pipelined"])
 def test_operations_in_the_background_change_no_number(schedule: Any) -> None:
-    """As in a run of several processes; and what they read and write is held until other collectives are done."""
+    """As in a run of several processes; and what they read and write is held until other
+    collectives are done.
+    """
     config = dataclasses.replace(CONFIG, batch_size=8, sequence_length=24)
     config = model_configs.spread_over(config, 1, 2, 2)
     config = dataclasses.replace(config, comm=dataclasses.replace(config.comm, schedule=schedule))
@@ -166,7 +190,8 @@ def test_operations_in_the_background_change_no_number(schedule: Any) -> None:
     assert "background = true" in held and "background = true" not in program
     gradients = {*called_in(held, "jmoe_grouped_mlp_gradient")}
     assert "jmoe_hold" not in program and gradients & holds(held)
-    assert schedule == "pipelined" or gradients <= holds(held)  # a piece of an exchange may have no work beside it
+    # a piece of an exchange may have no work beside it
+    assert schedule == "pipelined" or gradients <= holds(held)
     for name in ("loss", "grad_norm"):
         np.testing.assert_array_equal(ahead[name], plain[name], err_msg=name)
 
@@ -184,25 +209,35 @@ def test_streamed_experts_take_the_step_of_resident_ones() -> None:
         np.testing.assert_allclose(streamed[name], resident[name], rtol=1e-4, err_msg=name)
 
 
-def test_what_cannot_be_had_is_an_error_only_if_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_had_is_an_error_only_if_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     mesh = model_configs.mesh_of(1, 1, 1)
 
     def missing() -> bool:
         raise native.NotBuiltError("there is no g++")
 
-    monkeypatch.setattr(native, "is_built", lambda: True)  # whether or not this machine has a compiler
-    for there, why in ((missing, r"there is no g\+\+"), (lambda: False, "the processor has no AVX512-BF16")):
+    # whether or not this machine has a compiler
+    monkeypatch.setattr(native, "is_built", lambda: True)
+    for there, why in (
+        (missing, r"there is no g\+\+"),
+        (lambda: False, "the processor has no AVX512-BF16"),
+    ):
         monkeypatch.setattr(native, "multiplies_many_rows", there)
         with pytest.raises(ValueError, match=f"native = 'on': cannot be had here: {why}"):
             steps_are_native(CONFIG, mesh)
         assert not steps_are_native(dataclasses.replace(CONFIG, native="auto"), mesh)
-    with pytest.raises(ValueError, match="native = 'on': must be auto or off with compute_dtype = 'float32'"):
+    with pytest.raises(
+        ValueError, match="native = 'on': must be auto or off with compute_dtype = 'float32'"
+    ):
         dataclasses.replace(CONFIG, compute_dtype="float32")
     with pytest.raises(ValueError, match="native = 'maybe'"):
         dataclasses.replace(CONFIG, native="maybe")
 
 
-def test_a_build_is_said_with_its_time(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_build_is_said_with_its_time(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(native, "is_built", lambda: False)
     monkeypatch.setattr(native, "multiplies_many_rows", lambda: True)
     with caplog.at_level("INFO"):

@@ -1,4 +1,5 @@
-"""A run that goes on with its experts on other tiers, or on other devices: the same state, bit for bit.
+"""A run that goes on with its experts on other tiers, or on other devices: the same state, bit for
+bit.
 
 Legend: N MoE layers, E experts.
 """
@@ -49,7 +50,9 @@ def opened(
     config = dataclasses.replace(CONFIG, tiers=tiers, mesh=mesh, output_dir=str(folder))
     with (
         contextlib.closing(make_trainer(config, mesh_of(replicas, devices, 1))) as program,
-        Checkpoints(folder / "checkpoints", CheckpointConfig(), records=program.records) as checkpoints,
+        Checkpoints(
+            folder / "checkpoints", CheckpointConfig(), records=program.records
+        ) as checkpoints,
     ):
         yield program, checkpoints
 
@@ -104,7 +107,9 @@ SLOW_WITH_REPLICAS = [pytest.param(name, marks=pytest.mark.slow) for name in ("h
 
 
 @pytest.mark.parametrize("name", ["host", "nvme", *SLOW_WITH_REPLICAS])
-def test_replicas_come_and_go(trained: Callable[[str], tuple[Path, TrainState]], tmp_path: Path, name: str) -> None:
+def test_replicas_come_and_go(
+    trained: Callable[[str], tuple[Path, TrainState]], tmp_path: Path, name: str
+) -> None:
     """From one device to four with two replicas of each expert and back."""
     source, expected = trained(name)
     shutil.copytree(source, tmp_path, dirs_exist_ok=True)
@@ -116,9 +121,14 @@ def test_replicas_come_and_go(trained: Callable[[str], tuple[Path, TrainState]],
 
 
 @pytest.mark.parametrize("before", TIERS)
-def test_a_merge_reads_experts_one_by_one(trained: Callable[[str], tuple[Path, TrainState]], before: str) -> None:
+def test_a_merge_reads_experts_one_by_one(
+    trained: Callable[[str], tuple[Path, TrainState]], before: str
+) -> None:
     folder, expected = trained(before)
-    with ExpertsOnDevices() as count, Checkpoints(folder / "checkpoints", CheckpointConfig()) as checkpoints:
+    with (
+        ExpertsOnDevices() as count,
+        Checkpoints(folder / "checkpoints", CheckpointConfig()) as checkpoints,
+    ):
         arrays = saved_parameters(checkpoints, 3, TrainConfig(model=CONFIG.model))
         for path, whole in (flat(expected.params) | flat(expected.router_bias)).items():
             array = arrays[path]
@@ -128,12 +138,15 @@ def test_a_merge_reads_experts_one_by_one(trained: Callable[[str], tuple[Path, T
             else:
                 np.testing.assert_array_equal(array, whole)
         count.look()
-    behind = before in ("half", "nvme")  # brought up to date: gradient, weights and moments, before and after, of one
+    # brought up to date: gradient, weights and moments, before and after, of one
+    behind = before in ("half", "nvme")
     assert count.most_bytes <= (7 * 4 * CONFIG.model.expert_parameters if behind else 0)
 
 
 class ExpertsOnDevices:
-    """Context manager that counts the bytes of experts' parameters and moments on all devices together, the most."""
+    """Context manager that counts the bytes of experts' parameters and moments on all devices
+    together, the most.
+    """
 
     def __init__(self, config: ModelConfig = CONFIG.model) -> None:
         h, f = config.hidden_size, config.moe_intermediate_size
@@ -145,7 +158,11 @@ class ExpertsOnDevices:
         self._thread = threading.Thread(target=self._watch)
 
     def look(self) -> None:
-        live = [a for a in jax.live_arrays() if a.shape[-2:] in self._shapes and id(a) not in self._before]
+        live = [
+            a
+            for a in jax.live_arrays()
+            if a.shape[-2:] in self._shapes and id(a) not in self._before
+        ]
         self.most_bytes = max(self.most_bytes, sum(array.nbytes for array in live))
 
     def _watch(self) -> None:
@@ -154,7 +171,8 @@ class ExpertsOnDevices:
 
     def __enter__(self) -> Self:
         gc.collect()  # what earlier programs had
-        self._before = {id(array): array for array in jax.live_arrays()}  # what other tests still hold
+        # what other tests still hold
+        self._before = {id(array): array for array in jax.live_arrays()}
         self._thread.start()
         return self
 
@@ -168,7 +186,9 @@ class ExpertsOnDevices:
 def test_experts_are_saved_restored_and_begun_off_the_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, devices: int
 ) -> None:
-    """One layer of weights at a time, where all layers' weights and moments are nine times as many bytes."""
+    """One layer of weights at a time, where all layers' weights and moments are nine times as
+    many bytes.
+    """
     fill = ExpertStores.fill
     counted: list[ExpertsOnDevices] = []
 
@@ -199,9 +219,13 @@ def test_experts_are_saved_restored_and_begun_off_the_device(
 
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("name", ["host", "half", "nvme", "mixed"])
-def test_a_pretrained_model_is_begun_off_the_device(tmp_path: Path, name: str, devices: int) -> None:
+def test_a_pretrained_model_is_begun_off_the_device(
+    tmp_path: Path, name: str, devices: int
+) -> None:
     tiers = stored_in(TIERS[name], tmp_path / "records", device_layers=1)
-    config = pretrained_config("mixtral", tiers=tiers, mesh=MeshConfig(1, devices, 1), output_dir=str(tmp_path))
+    config = pretrained_config(
+        "mixtral", tiers=tiers, mesh=MeshConfig(1, devices, 1), output_dir=str(tmp_path)
+    )
     mesh = mesh_of(1, devices, 1)
     ordinary = make_trainer(dataclasses.replace(config, tiers=DEVICE), mesh)
     expected = full_state(ordinary, pretrained_state(ordinary, config))

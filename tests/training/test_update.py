@@ -1,4 +1,5 @@
-"""Passes without gradients take the buffers of training, and those with room for every token only where tokens need it.
+"""Passes without gradients take the buffers of training, and those with room for every token only
+where tokens need it.
 
 Legend: B batch, S sequence, V vocabulary.
 """
@@ -26,9 +27,13 @@ from tests.training.tasks.test_streamed_vision import MANY as BY_BOTH
 
 B, S = 8, 32
 # Experts whose absence shows in the loss, and routers that still deal out evenly.
-DECODER = dataclasses.replace(MODEL, num_hidden_layers=2, num_experts_per_tok=2, initializer_range=0.1)
+DECODER = dataclasses.replace(
+    MODEL, num_hidden_layers=2, num_experts_per_tok=2, initializer_range=0.1
+)
 CONFIG = TrainConfig(model=DECODER, batch_size=B, sequence_length=S, compute_dtype="float32")
-ONE_CHOICE = dataclasses.replace(BY_BOTH, model=dataclasses.replace(BY_BOTH.model, num_experts_per_tok=1))
+ONE_CHOICE = dataclasses.replace(
+    BY_BOTH, model=dataclasses.replace(BY_BOTH.model, num_experts_per_tok=1)
+)
 
 
 @pytest.fixture
@@ -45,17 +50,25 @@ def rooms(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 def undecided(state: Any) -> Any:
-    """The state with routers that give all experts one score, so that every token takes the first ones."""
+    """The state with routers that give all experts one score, so that every token takes the
+    first ones.
+    """
 
     def changed(path: Any, x: jax.Array) -> jax.Array:
         of_router = "router" in path_names(path) and path_names(path)[-1] == "kernel"
         return jnp.zeros_like(x) if of_router else x
 
-    return dataclasses.replace(state, params=jax.tree_util.tree_map_with_path(changed, state.params))
+    return dataclasses.replace(
+        state, params=jax.tree_util.tree_map_with_path(changed, state.params)
+    )
 
 
-def values(shape: tuple[int, int, int], tiers: TiersConfig, rooms: list[bool]) -> list[tuple[Any, Any, set[bool]]]:
-    """(Summed loss, next token's logits, the buffers that were laid out), of a fresh state and of an undecided one."""
+def values(
+    shape: tuple[int, int, int], tiers: TiersConfig, rooms: list[bool]
+) -> list[tuple[Any, Any, set[bool]]]:
+    """(Summed loss, next token's logits, the buffers that were laid out), of a fresh state and
+    of an undecided one.
+    """
     config: Any = spread_over(dataclasses.replace(CONFIG, tiers=tiers), *shape)
     tokens = np.random.default_rng(0).integers(0, MODEL.vocab_size, (B, S + 1)).astype(np.int32)
     with contextlib.closing(make_trainer(config, mesh := mesh_of(*shape))) as trainer:
@@ -79,7 +92,9 @@ def test_an_evaluation_takes_trainings_buffers_and_runs_again_where_they_are_too
     (loss, logits_V, small), (full_loss, full_logits_V, again) = values((1, 2, 4), of_tier, rooms)
     assert small == {False}
     assert again == {True}  # the program with training's buffers is there already
-    (expected, expected_V, _), (full_expected, full_expected_V, _) = values((1, 1, 1), TiersConfig(), rooms)
+    (expected, expected_V, _), (full_expected, full_expected_V, _) = values(
+        (1, 1, 1), TiersConfig(), rooms
+    )
     for ours, theirs in ((loss, expected), (full_loss, full_expected)):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5)
     for ours, theirs in ((logits_V, expected_V), (full_logits_V, full_expected_V)):
@@ -88,7 +103,9 @@ def test_an_evaluation_takes_trainings_buffers_and_runs_again_where_they_are_too
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tiers", [DEVICE, HOST], ids=["device", "host"])
-def test_images_are_evaluated_as_text_is(rooms: list[bool], tmp_path: Path, tiers: TiersConfig) -> None:
+def test_images_are_evaluated_as_text_is(
+    rooms: list[bool], tmp_path: Path, tiers: TiersConfig
+) -> None:
     seen = []
     for shape in ((1, 1, 4), (1, 1, 1)):
         with opened(ONE_CHOICE, tiers, tmp_path, *shape) as run:

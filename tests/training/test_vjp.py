@@ -11,7 +11,9 @@ from jmoe.training.vjp import apply_vjp, vjp_with_residuals
 from kernels_pallas.saved import saved
 
 
-def mlp(params: Any, scale: jax.Array, x: jax.Array, places: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def mlp(
+    params: Any, scale: jax.Array, x: jax.Array, places: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     h = saved(jnp.take(x, places, axis=0) @ params["up"], "mlp_up")
     return jnp.tanh(h) @ params["down"] * scale, places + 1, jnp.square(h).sum()
 
@@ -22,10 +24,15 @@ def test_only_what_is_named_is_kept_and_gradients_are_the_same() -> None:
     x, dy = jax.random.normal(key[2], (5, 8)), jax.random.normal(key[3], (6, 8))
     places = jnp.array([0, 1, 1, 4, 2, 0])
     args = params, jnp.float32(0.5), x, places
-    result, kept = jax.jit(lambda *args: vjp_with_residuals(mlp, args, wanted=(0, 2), names=SAVED))(*args)
+    result, kept = jax.jit(lambda *args: vjp_with_residuals(mlp, args, wanted=(0, 2), names=SAVED))(
+        *args
+    )
     expected = mlp(*args)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), result, expected)
-    assert [leaf.shape for leaf in jax.tree.leaves(kept)] == [(1, 6, 16)]  # neither parameters, nor x, nor the output
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), result, expected
+    )
+    # neither parameters, nor x, nor the output
+    assert [leaf.shape for leaf in jax.tree.leaves(kept)] == [(1, 6, 16)]
 
     def loss(params: Any, x: jax.Array) -> jax.Array:
         y, _, squares = mlp(params, args[1], x, places)
@@ -34,4 +41,6 @@ def test_only_what_is_named_is_kept_and_gradients_are_the_same() -> None:
     cotangents = dy, places, jnp.float32(3)  # what is no floating-point number has none
     gradients = jax.jit(lambda kept, *args: apply_vjp(kept, args, cotangents))(kept, *args)
     for found, wanted in zip(gradients, jax.grad(loss, argnums=(0, 1))(params, x), strict=True):
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, wanted)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, wanted
+        )

@@ -1,11 +1,13 @@
-"""Two ways to share the dense layers and the cache between devices: rows of the cache on each, or heads of all rows.
+"""Two ways to share the dense layers and the cache between devices: rows of the cache on each, or
+heads of all rows.
 
-Legend: N devices, R cache rows of a device, P rows of a step on a device, M rows of a step, Q chunks of a group,
-C tokens a row, T tokens of a step, t = T / N rounded up, D hidden, V vocabulary.
-With rows (`RowLayout`) every device has all weights; M = N P, and the hidden states [P, C, D] are where the row is.
-With heads (`HeadLayout`) M = Q and every device runs its part of each layer on all tokens; between layers it holds t
-consecutive ones, [t, D], so that norms, routers and the exchange to experts are split too (sequence parallelism, arXiv
-2205.05198): tokens are gathered before a layer, and its outputs summed where the tokens are.
+Legend: N devices, R cache rows of a device, P rows of a step on a device, M rows of a step, Q
+chunks of a group, C tokens a row, T tokens of a step, t = T / N rounded up, D hidden, V vocabulary.
+With rows (`RowLayout`) every device has all weights; M = N P, and the hidden states [P, C, D] are
+where the row is. With heads (`HeadLayout`) M = Q and every device runs its part of each layer on
+all tokens; between layers it holds t consecutive ones, [t, D], so that norms, routers and the
+exchange to experts are split too (sequence parallelism, arXiv 2205.05198): tokens are gathered
+before a layer, and its outputs summed where the tokens are.
 """
 
 from collections.abc import Callable
@@ -31,7 +33,8 @@ AXES = (EXPERT_INTRA,)
 class MeshBatch(NamedTuple):
     """The chunks of a group as the devices take them; a position of S marks padding.
 
-    rows_M: of the cache as a device has it. place_Q: where each of the group's chunks is among the M.
+    rows_M: of the cache as a device has it. place_Q: where each of the group's chunks is among the
+    M.
     """
 
     tokens_MC: np.ndarray
@@ -46,8 +49,14 @@ def all_gather_local(x: jax.Array) -> jax.Array:
 
 
 def sent_by_local(x: jax.Array, mine: jax.Array) -> jax.Array:
-    """Return the x of the one device where `mine` is true on all, bit for bit: a sum to which the others add 0."""
-    whole = lax.bitcast_convert_type(x, jnp.uint32) if x.dtype == jnp.float32 else bits(x).astype(jnp.uint32)
+    """Return the x of the one device where `mine` is true on all, bit for bit: a sum to which
+    the others add 0.
+    """
+    whole = (
+        lax.bitcast_convert_type(x, jnp.uint32)
+        if x.dtype == jnp.float32
+        else bits(x).astype(jnp.uint32)
+    )
     sent = lax.psum(jnp.where(mine, whole, jnp.zeros_like(whole)), EXPERT_INTRA)
     if x.dtype in (jnp.float32, jnp.uint32):
         return lax.bitcast_convert_type(sent, x.dtype)
@@ -56,13 +65,16 @@ def sent_by_local(x: jax.Array, mine: jax.Array) -> jax.Array:
 
 @dataclass(frozen=True)
 class RowLayout:
-    """Every device has all dense weights, and runs them for its own rows of the cache. length: S."""
+    """Every device has all dense weights, and runs them for its own rows of the cache. length:
+    S.
+    """
 
     mesh: Mesh
     max_batch: int
     length: int
 
-    weights, cache, tokens = REPLICATED, BATCH, BATCH  # where they are, with one entry a device in `BATCH`
+    # where they are, with one entry a device in `BATCH`
+    weights, cache, tokens = REPLICATED, BATCH, BATCH
     splits_head = False
 
     @property
@@ -70,7 +82,9 @@ class RowLayout:
         return self.max_batch // self.mesh.size
 
     def home(self, row: int) -> tuple[int, int]:
-        """Return (the device that has a row of the cache, or -1 if all do; the row's number there)."""
+        """Return (the device that has a row of the cache, or -1 if all do; the row's number
+        there).
+        """
         return divmod(row, self.rows_per_device)
 
     def own(self, arrays: Arrays) -> Arrays:
@@ -98,11 +112,15 @@ class RowLayout:
 
     def deal(self, group: ChunkGroup) -> MeshBatch:
         """Return the chunks of a group by device, as numpy arrays padded to [M, width]."""
-        counts_N = np.bincount([self.home(chunk.row)[0] for chunk in group.chunks], minlength=self.mesh.size)
+        counts_N = np.bincount(
+            [self.home(chunk.row)[0] for chunk in group.chunks], minlength=self.mesh.size
+        )
         return self._dealt(group, bucket(max(1, int(np.max(counts_N))), self._sizes(group.width)))
 
     def padding(self, num_rows: int, width: int) -> list[MeshBatch]:
-        """Return batches without tokens, in every shape that a group of this size may take, to compile programs."""
+        """Return batches without tokens, in every shape that a group of this size may take, to
+        compile programs.
+        """
         most = bucket(min(num_rows, self.rows_per_device), self._sizes(width))
         group = ChunkGroup((), num_rows, width)
         return [self._dealt(group, size) for size in self._sizes(width) if size <= most]
@@ -117,7 +135,8 @@ class RowLayout:
         return tuple(sorted({*sizes, self.rows_per_device}))
 
     def _dealt(self, group: ChunkGroup, rows_per_device: int) -> MeshBatch:
-        place_Q, free_N = np.zeros(group.num_rows, np.int32), np.arange(self.mesh.size) * rows_per_device
+        place_Q = np.zeros(group.num_rows, np.int32)
+        free_N = np.arange(self.mesh.size) * rows_per_device
         for q, chunk in enumerate(group.chunks):
             device, _ = self.home(chunk.row)
             place_Q[q] = free_N[device]
@@ -137,7 +156,9 @@ class RowLayout:
 
 @dataclass(frozen=True)
 class HeadLayout(RowLayout):
-    """Every device has its heads of all rows, and its part of the other dense layers. Weights: [N, ...] of all."""
+    """Every device has its heads of all rows, and its part of the other dense layers. Weights:
+    [N, ...] of all.
+    """
 
     weights, cache, tokens = BATCH, HEADS, REPLICATED
     splits_head = True
@@ -173,7 +194,9 @@ class HeadLayout(RowLayout):
 
 @dataclass(frozen=True)
 class SplitLayers(WholeLayers):
-    """A device's part of the dense layers, for all T tokens of a step; t of them, the device's own, come and go."""
+    """A device's part of the dense layers, for all T tokens of a step; t of them, the device's
+    own, come and go.
+    """
 
     num_tokens: int
     num_devices: int
@@ -185,7 +208,9 @@ class SplitLayers(WholeLayers):
 
     def lookup(self, table_VD: jax.Array, tokens_QC: jax.Array, dtype: Any) -> jax.Array:  # type: ignore[override]
         """Return [t, D] of this device's tokens, by all devices' blocks of the table."""
-        return lookup_block_local(table_VD, jnp.pad(tokens_QC.reshape(-1), (0, self._padding)), dtype, AXES)
+        return lookup_block_local(
+            table_VD, jnp.pad(tokens_QC.reshape(-1), (0, self._padding)), dtype, AXES
+        )
 
     def own(self, positions_QC: jax.Array) -> jax.Array:
         all_T = jnp.pad(positions_QC.reshape(-1), (0, self._padding), constant_values=self.length)
@@ -193,9 +218,13 @@ class SplitLayers(WholeLayers):
         return lax.dynamic_slice_in_dim(all_T, lax.axis_index(EXPERT_INTRA) * size, size)
 
     def apply(self, layer: Callable[[jax.Array], jax.Array], h_tD: jax.Array) -> jax.Array:
-        """Return float32 [t, D]: the sum over devices, whose parts are sent in the dtype of h and added in float32."""
+        """Return float32 [t, D]: the sum over devices, whose parts are sent in the dtype of h
+        and added in float32.
+        """
         part_TD = layer(all_gather_local(h_tD)[: self.num_tokens])
-        return sum_scatter_rows_local(jnp.pad(part_TD.astype(h_tD.dtype), ((0, self._padding), (0, 0))), AXES)
+        return sum_scatter_rows_local(
+            jnp.pad(part_TD.astype(h_tD.dtype), ((0, self._padding), (0, 0))), AXES
+        )
 
 
 def _last(positions_PC: jax.Array, length: int) -> jax.Array:

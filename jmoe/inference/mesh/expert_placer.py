@@ -1,7 +1,9 @@
-"""When experts change places on several devices: Lina's two phases around a gate, and EPLB's pace of many steps.
+"""When experts change places on several devices: Lina's two phases around a gate, and EPLB's pace
+of many steps.
 
-Legend: T tokens of a step, K choices a token, E experts of a layer, L layers with experts, N devices.
-Every process computes the same from the same choices: nothing here looks at a clock but to count.
+Legend: T tokens of a step, K choices a token, E experts of a layer, L layers with experts, N
+devices. Every process computes the same from the same choices: nothing here looks at a clock but to
+count.
 """
 
 import time
@@ -32,11 +34,13 @@ class SwapCosts(NamedTuple):
 class PlacementStats:
     """Counters of a mesh of devices.
 
-    balancedness: of every layer, tokens of the mean device / of the busiest one, over all steps. loads: of every
-    device, choices of tokens that it computed; copies: experts copied to it. estimates: phase ones of Lina, replans:
-    those that were wrong, so that the placement was planned again after the gate.
-    swaps: placements that were changed; swapped_bytes: copied to this process's devices. planning_s: the host's time
-    for estimates and plans, swap_s: for copies, of which waited_s after a gate, while nothing else could run.
+    balancedness: of every layer, tokens of the mean device / of the busiest one, over all steps.
+    loads: of every device, choices of tokens that it computed; copies: experts copied to it.
+    estimates: phase ones of Lina, replans: those that were wrong, so that the placement was planned
+    again after the gate.
+    swaps: placements that were changed; swapped_bytes: copied to this process's devices.
+    planning_s: the host's time for estimates and plans, swap_s: for copies, of which waited_s after
+    a gate, while nothing else could run.
     """
 
     balancedness: tuple[float, ...]
@@ -52,19 +56,23 @@ class PlacementStats:
 
 
 class ExpertPlacer:
-    """Decides, from what tokens chose, when a layer's experts change places, and lets `experts` copy them.
+    """Decides, from what tokens chose, when a layer's experts change places, and lets `experts`
+    copy them.
 
-    Lina (section 5.2): phase one (`before`) places a layer while its attention runs, by the popularity that the path
-    table gives for the step's tokens, or without a table what recent steps chose. Phase two (`after`) compares the
-    2 K most popular experts (at most half of all, as all are always the same) with those that the gate chose; if they
-    differ, it plans again from the actual counts. So it does where the experts are the same and their tokens are not:
-    a table of the likeliest experts of a path says nothing of the others, which have tokens too; then the busiest
-    device has more than was foreseen, by a copy's time. EPLB (`between_steps`): every `rebalance_every` steps all
-    layers are placed by the choices of a window of steps, one layer between two steps.
+    Lina (section 5.2): phase one (`before`) places a layer while its attention runs, by the
+    popularity that the path table gives for the step's tokens, or without a table what recent steps
+    chose. Phase two (`after`) compares the 2 K most popular experts (at most half of all, as all
+    are always the same) with those that the gate chose; if they differ, it plans again from the
+    actual counts. So it does where the experts are the same and their tokens are not: a table of
+    the likeliest experts of a path says nothing of the others, which have tokens too; then the
+    busiest device has more than was foreseen, by a copy's time. EPLB (`between_steps`): every
+    `rebalance_every` steps all layers are placed by the choices of a window of steps, one layer
+    between two steps.
 
-    A placement is changed only where the time that it saves, by the busiest device, exceeds that of the copies; where
-    all that could be saved is less than a single copy, as in most steps of a few tokens, none is looked for. What an
-    estimate promises to save counts for as much as such promises for this layer were kept (`_trust`).
+    A placement is changed only where the time that it saves, by the busiest device, exceeds that of
+    the copies; where all that could be saved is less than a single copy, as in most steps of a few
+    tokens, none is looked for. What an estimate promises to save counts for as much as such
+    promises for this layer were kept (`_trust`).
     """
 
     def __init__(
@@ -83,10 +91,12 @@ class ExpertPlacer:
         self.costs = SwapCosts(0.0, float("inf"))  # until they are known nothing moves
         self._recent_LE = np.zeros((index.num_layers, index.num_experts))
         self._window: deque[np.ndarray] = deque(maxlen=mesh.rebalance_window)
-        self._promised_L, self._kept_L = np.zeros((2, index.num_layers))  # tokens that estimates said, and that were
+        # tokens that estimates said, and that were
+        self._promised_L, self._kept_L = np.zeros((2, index.num_layers))
         self._counts: list[np.ndarray] = []  # of this step's layers
         self._estimated_E: np.ndarray | None = None  # of the layer that comes
-        self._thought_of: tuple[Placement, Placement] | None = None  # of that layer in phase one: before, planned
+        # of that layer in phase one: before, planned
+        self._thought_of: tuple[Placement, Placement] | None = None
         self._to_place: deque[int] = deque()
         self._steps = 0
         self.estimate_s = 0.0  # for estimates alone, since the start
@@ -119,7 +129,9 @@ class ExpertPlacer:
         )
 
     def before(self, layer: int, path: Sequence[np.ndarray]) -> None:
-        """Place a layer whose attention runs, by an estimate. path: int32 [T, K] of the layers before; E for none."""
+        """Place a layer whose attention runs, by an estimate. path: int32 [T, K] of the layers
+        before; E for none.
+        """
         self._estimated_E = self._thought_of = None
         if not self._estimates:
             return
@@ -137,8 +149,12 @@ class ExpertPlacer:
         self._thought_of = None if planned is None else (held, planned)
 
     def after(self, layer: int, chosen_TK: np.ndarray) -> None:
-        """Take in what a layer's gate chose; place it again where the estimate was wrong, before its experts run."""
-        counts_E = np.bincount(chosen_TK.reshape(-1), minlength=self._recent_LE.shape[1] + 1)[:-1].astype(np.float64)
+        """Take in what a layer's gate chose; place it again where the estimate was wrong, before
+        its experts run.
+        """
+        counts_E = np.bincount(chosen_TK.reshape(-1), minlength=self._recent_LE.shape[1] + 1)[
+            :-1
+        ].astype(np.float64)
         self._counts.append(counts_E)
         if not counts_E.any():
             return
@@ -169,13 +185,19 @@ class ExpertPlacer:
         """Place one layer whose turn it is."""
         if self._to_place:
             layer = self._to_place.popleft()
-            popularity_E = np.sum([counts_LE[layer] for counts_LE in self._window], axis=0) / len(self._window)
+            popularity_E = np.sum([counts_LE[layer] for counts_LE in self._window], axis=0) / len(
+                self._window
+            )
             self._improve(layer, popularity_E, steps=self._mesh.rebalance_every)
 
     def _was_right(self, layer: int, counts_E: np.ndarray) -> bool:
-        """Return whether the estimate had the most popular experts right, and the busiest device's tokens about."""
+        """Return whether the estimate had the most popular experts right, and the busiest
+        device's tokens about.
+        """
         estimated_E = self._estimated_E
-        if estimated_E is None or _most_popular(estimated_E, self._top) != _most_popular(counts_E, self._top):
+        if estimated_E is None or _most_popular(estimated_E, self._top) != _most_popular(
+            counts_E, self._top
+        ):
             return False
         held = self._experts.placements[layer]
         foreseen = _loads(held, estimated_E).max() / estimated_E.sum() * counts_E.sum()
@@ -183,33 +205,46 @@ class ExpertPlacer:
         return bool(more * self.costs.row_s <= self.costs.copy_s)
 
     def _trust(self, layer: int) -> float:
-        """Return which part of what estimates promised to save for a layer would have been saved lately; 1 at first."""
+        """Return which part of what estimates promised to save for a layer would have been saved
+        lately; 1 at first.
+        """
         promised = self._promised_L[layer]
         return float(self._kept_L[layer] / promised) if promised > 0 else 1.0
 
     def _learn(self, layer: int, counts_E: np.ndarray, held: Placement, planned: Placement) -> None:
-        """Take in what phase one's plan saves by the actual counts, whether or not it was carried out."""
+        """Take in what phase one's plan saves by the actual counts, whether or not it was
+        carried out.
+        """
         assert self._estimated_E is not None
-        for sums_L, popularity_E in ((self._promised_L, self._estimated_E), (self._kept_L, counts_E)):
+        for sums_L, popularity_E in (
+            (self._promised_L, self._estimated_E),
+            (self._kept_L, counts_E),
+        ):
             saved = _loads(held, popularity_E).max() - _loads(planned, popularity_E).max()
             sums_L[layer] = RECENT * sums_L[layer] + saved
 
-    def _improve(self, layer: int, popularity_E: np.ndarray, *, steps: int, trust: float = 1.0) -> Placement | None:
+    def _improve(
+        self, layer: int, popularity_E: np.ndarray, *, steps: int, trust: float = 1.0
+    ) -> Placement | None:
         """Change a layer's placement for one that is worth its copies in so many steps.
 
-        Return what was planned, worth it or not; None where nothing was. trust: what part of the tokens that it takes
-        from the busiest device it will take indeed.
+        Return what was planned, worth it or not; None where nothing was. trust: what part of the
+        tokens that it takes from the busiest device it will take indeed.
         """
         begun = time.perf_counter()
-        experts = cast("PlacedExperts", self._experts)  # `EngineConfig`: what is in a ring is placed evenly
+        # `EngineConfig`: what is in a ring is placed evenly
+        experts = cast("PlacedExperts", self._experts)
         held, costs = experts.placements[layer], self.costs
         loads_N = _loads(held, popularity_E)
         row_s = costs.row_s * steps
         changed, is_worth = None, False
-        if (loads_N.max() - loads_N.mean()) * row_s > costs.copy_s:  # what the best placement of all would save
+        # what the best placement of all would save
+        if (loads_N.max() - loads_N.mean()) * row_s > costs.copy_s:
             changed = self._planned(experts, layer, popularity_E)
             saved_s = trust * (loads_N.max() - changed.placement.loads.max()) * row_s
-            copies = np.bincount(experts.process_of_N[[fill.device for fill in changed.fills]], minlength=1)
+            copies = np.bincount(
+                experts.process_of_N[[fill.device for fill in changed.fills]], minlength=1
+            )
             is_worth = saved_s > np.max(copies) * costs.copy_s
         self._planning_s += time.perf_counter() - begun
         if changed is None:
@@ -222,18 +257,25 @@ class ExpertPlacer:
     def _planned(self, experts: PlacedExperts, layer: int, popularity_E: np.ndarray) -> Changes:
         """Return the policy's placement by this popularity.
 
-        A device may fill all its slots, of which there is memory and which replicas need, where Lina stops at four.
+        A device may fill all its slots, of which there is memory and which replicas need, where
+        Lina stops at four.
         """
         held = experts.placements[layer]
         slots = held.slots_per_device
         placement = place(
-            popularity_E, held.num_devices, slots_per_device=slots, max_packed=slots, policy=self._mesh.placement
+            popularity_E,
+            held.num_devices,
+            slots_per_device=slots,
+            max_packed=slots,
+            policy=self._mesh.placement,
         )
         return experts.changes(layer, placement)
 
 
 def _loads(placement: Placement, popularity_E: np.ndarray) -> np.ndarray:
-    """Return float64 [N], the load of each device by another popularity than the placement was made for."""
+    """Return float64 [N], the load of each device by another popularity than the placement was
+    made for.
+    """
     loads_N: np.ndarray = replace(placement, popularity_E=popularity_E).loads
     return loads_N
 

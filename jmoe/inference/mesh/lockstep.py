@@ -1,8 +1,9 @@
-"""One engine on several processes: rank 0 decides, and tells the others what to call, so that collectives meet.
+"""One engine on several processes: rank 0 decides, and tells the others what to call, so that
+collectives meet.
 
-Rank 0, the leader, has the scheduler, the sampler and the server. The others, the followers, hold their devices' part
-of the model and make every call that the leader makes, in its order, with its arguments. They decide nothing, so that
-clocks, random numbers and clients need not agree.
+Rank 0, the leader, has the scheduler, the sampler and the server. The others, the followers, hold
+their devices' part of the model and make every call that the leader makes, in its order, with its
+arguments. They decide nothing, so that clocks, random numbers and clients need not agree.
 """
 
 import contextlib
@@ -28,12 +29,14 @@ from jmoe.status import first_line
 
 BEATS = 10  # in the time after which a silent process is given up
 BEAT_S = 1.0  # at least as often
-GRACE_S = 1.0  # a process that has ended is heard of so much later than what its end brings about, at most
+# a process that has ended is heard of so much later than what its end brings about, at most
+GRACE_S = 1.0
 SILENT = "no sign of life, it is stopped or out of reach"
 Method = TypeVar("Method", bound=Callable[..., Any])
 
-# Messages to followers: ["call", name, arguments]; ["beat", calls made]; ["lost", line], which ends them; ["end"].
-# Messages to the leader: ["beat", calls made]; ["error", line], before its end; ["stop"]: a signal came.
+# Messages to followers: ["call", name, arguments]; ["beat", calls made]; ["lost", line], which ends
+# them; ["end"]. Messages to the leader: ["beat", calls made]; ["error", line], before its end;
+# ["stop"]: a signal came.
 
 
 class LockstepError(RuntimeError):
@@ -48,7 +51,8 @@ def end_process(line: str) -> None:
 
 
 def led(method: Method) -> Method:
-    """Let the followers of an object's `leader`, if it has one, make a call of this method too: they begin with it.
+    """Let the followers of an object's `leader`, if it has one, make a call of this method too:
+    they begin with it.
 
     Arguments are numbers, lists and numpy arrays. Followers drop what the method returns.
     """
@@ -78,26 +82,35 @@ def join(config: DistributedConfig) -> "Leader | Follower | None":
 class Leader:
     """Rank 0's side: tells every follower what to call, and notices when one is lost.
 
-    `on_lost` is called once, from a thread of its own, with a line that names the rank: by default it ends the process.
-    `on_stop` is called, likewise, when a follower was asked to end.
+    `on_lost` is called once, from a thread of its own, with a line that names the rank: by default
+    it ends the process. `on_stop` is called, likewise, when a follower was asked to end.
     """
 
-    def __init__(self, channels: Mapping[int, Channel], *, silence_s: float, step_timeout_s: float) -> None:
+    def __init__(
+        self, channels: Mapping[int, Channel], *, silence_s: float, step_timeout_s: float
+    ) -> None:
         """channels: to every follower by its rank, whose times of silence are `silence_s`."""
         self._channels, self._step_timeout_s = dict(channels), step_timeout_s
         self.on_lost: Callable[[str], object] = end_process
         self.on_stop: Callable[[], object] = functools.partial(os.kill, os.getpid(), signal.SIGTERM)
         self.lost: str | None = None
-        self._is_lost, self._closing, self._reporting = threading.Event(), threading.Event(), threading.Lock()
+        self._is_lost, self._closing, self._reporting = (
+            threading.Event(),
+            threading.Event(),
+            threading.Lock(),
+        )
         self._num_calls, self._calls_of = 0, dict.fromkeys(channels, 0)
         self._step_since_s: float | None = None
         self._clock = RunningClock(_beat_s(silence_s))
         self._listeners = [
-            threading.Thread(target=self._listen, args=item, name="lockstep", daemon=True) for item in channels.items()
+            threading.Thread(target=self._listen, args=item, name="lockstep", daemon=True)
+            for item in channels.items()
         ]
         for thread in self._listeners:
             thread.start()
-        threading.Thread(target=self._beat, args=(_beat_s(silence_s),), name="heartbeat", daemon=True).start()
+        threading.Thread(
+            target=self._beat, args=(_beat_s(silence_s),), name="heartbeat", daemon=True
+        ).start()
 
     def tell(self, name: str, *arguments: Any) -> None:
         """Let every follower call a method that is `led`. `OSError` if one is gone."""
@@ -107,7 +120,8 @@ class Leader:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Return a context for calls and the use of their results, which must end within `step_timeout_s`.
+        """Return a context for calls and the use of their results, which must end within
+        `step_timeout_s`.
 
         `LockstepError` where an error has its reason in another process.
         """
@@ -124,8 +138,12 @@ class Leader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        """Let the followers end, and wait for it: JAX's coordination service ends with this process."""
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        """Let the followers end, and wait for it: JAX's coordination service ends with this
+        process.
+        """
         self._closing.set()
         message = ("end",) if error is None else ("lost", f"rank 0 failed: {_described(error)}")
         self._send_all(message)
@@ -158,7 +176,10 @@ class Leader:
             if since_s is not None and now_s > since_s + self._step_timeout_s:
                 behind = [rank for rank, calls in self._calls_of.items() if calls < self._num_calls]
                 which = f"{named(behind)} behind" if behind else "all ranks have come as far"
-                self._lose(f"a step has made no progress for {self._step_timeout_s:g} s (step_timeout_s): {which}")
+                self._lose(
+                    f"a step has made no progress for {self._step_timeout_s:g} s (step_timeout_s):"
+                    f" {which}"
+                )
 
     def _lose(self, reason: str, failed: int | None = None) -> None:
         """End all but the rank that failed, which says more of it."""
@@ -180,13 +201,14 @@ class Leader:
 class Follower:
     """The side of every other rank: makes the leader's calls until it has done.
 
-    From the start it shows that it lives. A leader that is gone or gives up ends this process at once, with a line that
-    says why and status 70, whatever its main thread waits for.
+    From the start it shows that it lives. A leader that is gone or gives up ends this process at
+    once, with a line that says why and status 70, whatever its main thread waits for.
     """
 
     def __init__(self, channel: Channel, *, silence_s: float) -> None:
         self._channel, self._num_calls = channel, 0
-        self._waiting: queue.SimpleQueue[tuple[str, list[Any]] | None] = queue.SimpleQueue()  # None: the end
+        # None: the end
+        self._waiting: queue.SimpleQueue[tuple[str, list[Any]] | None] = queue.SimpleQueue()
         self._stop, self._over = threading.Event(), threading.Event()
         for work in (self._listen, functools.partial(self._beat, _beat_s(silence_s))):
             threading.Thread(target=work, name="lockstep", daemon=True).start()
@@ -194,18 +216,22 @@ class Follower:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
         """Tell the leader of an error."""
         if error is not None:
             with contextlib.suppress(OSError):
                 self._channel.send("error", _described(error))
-            time.sleep(GRACE_S)  # if it is the leader's end that brought it about, `_listen` ends this process
+            # if it is the leader's end that brought it about, `_listen` ends this process
+            time.sleep(GRACE_S)
         self._over.set()
 
     def follow(self, runner: Any) -> None:
         """Make the calls on `runner`, from the main thread.
 
-        SIGTERM and SIGINT ask the leader to end: it drains its server, for which it needs this process.
+        SIGTERM and SIGINT ask the leader to end: it drains its server, for which it needs this
+        process.
         """
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: self._stop.set())
@@ -238,7 +264,9 @@ class Follower:
             end_process(line)
 
     def _beat(self, every_s: float) -> None:
-        """Show the leader that this process lives, how far it is, and whether it was asked to end."""
+        """Show the leader that this process lives, how far it is, and whether it was asked to
+        end.
+        """
         told = False
         with contextlib.suppress(OSError):  # `_listen` says so
             while not self._over.wait(every_s):

@@ -1,8 +1,8 @@
 """Programs of a model on several devices: each is one `shard_map` over all of them.
 
-Legend: N devices, M rows of a step, Q chunks of a group, C tokens a row, T tokens of a device, D hidden, V vocabulary,
-E experts of a layer, K choices a token, `planning/placement.py`'s cycle beside E. Hidden states are split over the
-devices as `dense_layout.py` says.
+Legend: N devices, M rows of a step, Q chunks of a group, C tokens a row, T tokens of a device, D
+hidden, V vocabulary, E experts of a layer, K choices a token, `planning/placement.py`'s cycle
+beside E. Hidden states are split over the devices as `dense_layout.py` says.
 """
 
 import math
@@ -32,7 +32,9 @@ FEW_MULTIPLE = 8
 
 
 class Gate(NamedTuple):
-    """The output of attention and router in a layer with experts. all_idx_TK: of the tokens of all devices, on each."""
+    """The output of attention and router in a layer with experts. all_idx_TK: of the tokens of
+    all devices, on each.
+    """
 
     routed: ExpertInputs
     all_idx_TK: jax.Array
@@ -41,7 +43,8 @@ class Gate(NamedTuple):
 class ExchangeShape(NamedTuple):
     """A step's exchange, and what the experts' program is compiled for.
 
-    rows: of the buffers, for what a device gets in all if the exchange is ragged, else for a source and a destination.
+    rows: of the buffers, for what a device gets in all if the exchange is ragged, else for a source
+    and a destination.
     """
 
     rows: int
@@ -56,12 +59,19 @@ def _sharded(mesh: Mesh, body: Any, in_specs: Any, out_specs: Any) -> Any:
 
 @partial(jax.jit, static_argnums=(0, 1, 5))
 def embed_on_mesh(
-    layout: RowLayout, structure: Structure, arrays: Arrays, tokens_MC: jax.Array, positions_MC: jax.Array, dtype: Any
+    layout: RowLayout,
+    structure: Structure,
+    arrays: Arrays,
+    tokens_MC: jax.Array,
+    positions_MC: jax.Array,
+    dtype: Any,
 ) -> Hidden:
     """Return the first layer's input, each device's tokens on it."""
 
     def local(arrays: Arrays, tokens: jax.Array, positions: jax.Array) -> Hidden:
-        return embed_local(structure, layout.own(arrays), tokens, positions, dtype, layout.layers(tokens.size))
+        return embed_local(
+            structure, layout.own(arrays), tokens, positions, dtype, layout.layers(tokens.size)
+        )
 
     sharded = _sharded(layout.mesh, local, (layout.weights, layout.tokens, layout.tokens), BATCH)
     hidden: Hidden = sharded(arrays, tokens_MC, positions_MC)
@@ -79,12 +89,18 @@ def attend_on_mesh(
     positions_MC: jax.Array,
     window: jax.Array | None,
 ) -> tuple[jax.Array, KVCache, jax.Array | Gate]:
-    """Run a block but for its experts, each device with its own part of the cache, as `attend_local` says."""
+    """Run a block but for its experts, each device with its own part of the cache, as
+    `attend_local` says.
+    """
     routed = structure.merge(arrays).kind == "moe"
 
-    def local(arrays: Arrays, window: jax.Array | None, cache: KVCache, hidden: Hidden, rows: Any, at: Any) -> Any:
+    def local(
+        arrays: Arrays, window: jax.Array | None, cache: KVCache, hidden: Hidden, rows: Any, at: Any
+    ) -> Any:
         layers = layout.layers(at.size)
-        x_PCD, cache, y = attend_local(structure, layout.own(arrays), cache, hidden, InCache(rows, at, window), layers)
+        x_PCD, cache, y = attend_local(
+            structure, layout.own(arrays), cache, hidden, InCache(rows, at, window), layers
+        )
         if not isinstance(y, ExpertInputs):
             return x_PCD, cache, y
         return x_PCD, cache, Gate(y, lax.all_gather(y.idx_TK, EXPERT_INTRA, tiled=True))
@@ -93,23 +109,33 @@ def attend_on_mesh(
     out_specs = BATCH, layout.cache, gate_spec if routed else BATCH
     in_specs = layout.weights, REPLICATED, layout.cache, BATCH, layout.tokens, layout.tokens
     sharded = _sharded(layout.mesh, local, in_specs, out_specs)
-    attended: tuple[jax.Array, KVCache, jax.Array | Gate] = sharded(arrays, window, cache, hidden, rows_M, positions_MC)
+    attended: tuple[jax.Array, KVCache, jax.Array | Gate] = sharded(
+        arrays, window, cache, hidden, rows_M, positions_MC
+    )
     return attended
 
 
 @partial(jax.jit, static_argnums=(0, 1))
 def experts_on_mesh(
-    mesh: Mesh, exchange: ExchangeShape, routed: ExpertInputs, turns_EC: jax.Array, weights: MLPWeights
+    mesh: Mesh,
+    exchange: ExchangeShape,
+    routed: ExpertInputs,
+    turns_EC: jax.Array,
+    weights: MLPWeights,
 ) -> jax.Array:
-    """Return float32: y + the weighted sum of each token's experts, wherever they are; nothing is dropped.
+    """Return float32: y + the weighted sum of each token's experts, wherever they are; nothing is
+    dropped.
 
-    A token's number in the step and its expert say which replica takes it, so that none is used twice.
+    A token's number in the step and its expert say which replica takes it, so that none is used
+    twice.
     """
 
     def local(routed: ExpertInputs, turns_EC: jax.Array, weights: MLPWeights) -> jax.Array:
         (num_tokens, k), num_devices = routed.idx_TK.shape, mesh.size
         num_physical, num_experts = num_devices * exchange.slots_per_device, turns_EC.shape[0]
-        token_T = lax.axis_index(EXPERT_INTRA) * num_tokens + jnp.arange(num_tokens, dtype=jnp.int32)
+        token_T = lax.axis_index(EXPERT_INTRA) * num_tokens + jnp.arange(
+            num_tokens, dtype=jnp.int32
+        )
         real_TK = routed.idx_TK < num_experts
         turn_TK = turns_EC.at[routed.idx_TK, token_T[:, None] % turns_EC.shape[1]].get(mode="clip")
         physical_TK = jnp.where(real_TK, turn_TK, num_physical)
@@ -129,23 +155,31 @@ def experts_on_mesh(
         out_MD = grouped_mlp(arrived.rows_MD, arrived.group_sizes_L, weights, **options)
         return routed.y_TD + sent.combine([out_MD], there.handle)
 
-    y_TD: jax.Array = _sharded(mesh, local, (BATCH, REPLICATED, BATCH), BATCH)(routed, turns_EC, weights)
+    y_TD: jax.Array = _sharded(mesh, local, (BATCH, REPLICATED, BATCH), BATCH)(
+        routed, turns_EC, weights
+    )
     return y_TD
 
 
 def _few_slots(num_tokens: int, k: int, num_experts: int) -> int:
-    """Return the rows of each expert that one product computes, whether or not so many of the tokens chose it.
+    """Return the rows of each expert that one product computes, whether or not so many of the
+    tokens chose it.
 
-    A CPU takes further rows about as fast, in tiles, and a device with little to do is done earlier. No expert gets a
-    token twice. It is the same for every placement, as a sum's last bits can depend on the shape of its product.
+    A CPU takes further rows about as fast, in tiles, and a device with little to do is done
+    earlier. No expert gets a token twice. It is the same for every placement, as a sum's last bits
+    can depend on the shape of its product.
     """
     often = FEW_FACTOR * num_tokens * k / num_experts
     return min(num_tokens, SLOT_MULTIPLE, FEW_MULTIPLE * math.ceil(often / FEW_MULTIPLE))
 
 
 @partial(jax.jit, static_argnums=0)
-def finish_on_mesh(layout: RowLayout, hidden: Hidden, positions_MC: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the last layer's output, and of each row that of the last token alone, on every device."""
+def finish_on_mesh(
+    layout: RowLayout, hidden: Hidden, positions_MC: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return the last layer's output, and of each row that of the last token alone, on every
+    device.
+    """
 
     def local(hidden: Hidden, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         x = add_residual(*hidden)
@@ -166,9 +200,16 @@ def gather_row_on_mesh(layout: RowLayout, width: int, x: jax.Array, place: jax.A
 
 @partial(jax.jit, static_argnums=(0, 1, 4))
 def logits_on_mesh(
-    layout: RowLayout, structure: Structure, arrays: Arrays, x_MD: jax.Array, vocab_size: int, place_Q: jax.Array
+    layout: RowLayout,
+    structure: Structure,
+    arrays: Arrays,
+    x_MD: jax.Array,
+    vocab_size: int,
+    place_Q: jax.Array,
 ) -> jax.Array:
-    """Return float32 [Q, V] on every device, of some of the rows that are on all: each computes its part of V."""
+    """Return float32 [Q, V] on every device, of some of the rows that are on all: each computes
+    its part of V.
+    """
 
     def local(arrays: Arrays, x_MD: jax.Array, place_Q: jax.Array) -> jax.Array:
         logits_Qv = structure.merge(layout.own(arrays)).logits(x_MD[place_Q])
@@ -181,7 +222,8 @@ def logits_on_mesh(
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
 def copy_row_on_mesh(layout: RowLayout, crosses: bool, cache: KVCache, at: jax.Array) -> KVCache:
-    """Return the cache with a row copied, of all heads; at: the device and row of the source, and of the target.
+    """Return the cache with a row copied, of all heads; at: the device and row of the source, and
+    of the target.
 
     Without a device of its own (-1) a row is on all.
     """
@@ -199,7 +241,9 @@ def copy_row_on_mesh(layout: RowLayout, crosses: bool, cache: KVCache, at: jax.A
 
         return jax.tree.map(copied, cache)
 
-    copied: KVCache = _sharded(layout.mesh, local, (layout.cache, REPLICATED), layout.cache)(cache, at)
+    copied: KVCache = _sharded(layout.mesh, local, (layout.cache, REPLICATED), layout.cache)(
+        cache, at
+    )
     return copied
 
 
@@ -214,4 +258,6 @@ def timed_experts(activation: str, x_ND: jax.Array, weights: MLPWeights) -> jax.
     """Return what rows, dealt out evenly to the experts of one device, become: to be timed."""
     num_experts = weights.w_up.shape[0]
     sizes_L = jnp.full(num_experts, x_ND.shape[0] // num_experts, jnp.int32)
-    return grouped_mlp(x_ND, sizes_L, weights, activation=activation, slots=x_ND.shape[0] // num_experts)
+    return grouped_mlp(
+        x_ND, sizes_L, weights, activation=activation, slots=x_ND.shape[0] // num_experts
+    )

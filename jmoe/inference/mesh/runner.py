@@ -1,10 +1,11 @@
-"""The decoder of the engine over several devices: each has a part of the cache, and experts of every layer.
+"""The decoder of the engine over several devices: each has a part of the cache, and experts of
+every layer.
 
-Legend: N devices, M rows of a step, Q chunks of a group, C tokens a row, T tokens of a device, D hidden, V vocabulary,
-E experts of a layer, K choices a token.
-Every process runs the same programs in the same order. A layer is two: attention and router, whose choices all
-processes read (4 K bytes a token), and the experts, to which tokens are sent. Where experts are, and how large buffers
-are, each process computes from the choices of all tokens, so that nothing more has to be agreed on.
+Legend: N devices, M rows of a step, Q chunks of a group, C tokens a row, T tokens of a device, D
+hidden, V vocabulary, E experts of a layer, K choices a token. Every process runs the same programs
+in the same order. A layer is two: attention and router, whose choices all processes read (4 K bytes
+a token), and the experts, to which tokens are sent. Where experts are, and how large buffers are,
+each process computes from the choices of all tokens, so that nothing more has to be agreed on.
 """
 
 import math
@@ -51,13 +52,16 @@ from jmoe.offload.placed_experts import MeshExperts, PlacedExperts
 from jmoe.planning.placement import Placement
 
 BUFFER_FACTORS = (1.25, 1.5, 2.0, 4.0, 8.0, 16.0)  # sizes of buffers / a device's fair share
-FEW_ROWS = 64  # buffers of so many have one size: a smaller one would save too little for a program of its own
+# buffers of so many have one size: a smaller one would save too little for a program of its own
+FEW_ROWS = 64
 TIMED_RUNS = 3
 PlacedModule = tuple[Structure, Arrays]
 
 
 class MeshHidden(NamedTuple):
-    """Hidden states of a batch: of the last token of each row, on every device. number: the batch's in the step."""
+    """Hidden states of a batch: of the last token of each row, on every device. number: the
+    batch's in the step.
+    """
 
     last_MD: jax.Array
     place_Q: np.ndarray
@@ -65,7 +69,9 @@ class MeshHidden(NamedTuple):
 
 
 class _After(NamedTuple):
-    """Hidden states behind the last layer: x split over the devices, the rows' last tokens on each. width: C."""
+    """Hidden states behind the last layer: x split over the devices, the rows' last tokens on
+    each. width: C.
+    """
 
     x: jax.Array
     last_MD: jax.Array
@@ -75,7 +81,8 @@ class _After(NamedTuple):
 class MeshRunner:
     """Runs tokens through all layers on a mesh of devices; holds the caches.
 
-    What is `led` every process calls in the same order, with the same arguments; what it returns one of them uses.
+    What is `led` every process calls in the same order, with the same arguments; what it returns
+    one of them uses.
     """
 
     def __init__(
@@ -87,10 +94,13 @@ class MeshRunner:
         placer: ExpertPlacer,
         caches: Sequence[KVCache],
     ) -> None:
-        """modules: `EmbedAndHead` and the layers, and caches, split over the devices as the layout says."""
+        """modules: `EmbedAndHead` and the layers, and caches, split over the devices as the
+        layout says.
+        """
         self.config, self.layout, self.residency, self.placer = config, layout, experts, placer
         self.mesh = layout.mesh
-        self.ragged = self.mesh.devices.flat[0].platform == "gpu"  # whether the exchange is: XLA has it nowhere else
+        # whether the exchange is: XLA has it nowhere else
+        self.ragged = self.mesh.devices.flat[0].platform == "gpu"
         self.leader: Leader | None = None  # of other processes
         self.readback_s, self.estimate_s = 0.0, 0.0  # see `EngineStats`
         self.recent_choices: deque[list[np.ndarray]] = deque(maxlen=RECENT_STEPS)  # steps, layers
@@ -103,8 +113,11 @@ class MeshRunner:
         )
         self._moe_index = (np.cumsum([kind == "moe" for kind in config.layer_kinds]) - 1).tolist()
         windows = config.windows
-        self._windows = [None if windows is None else np.int32(w) for w in windows or [0] * len(self._layers)]
-        self._held: list[jax.Array] | None = None  # what experts computed whose slots programs may still read
+        self._windows = [
+            None if windows is None else np.int32(w) for w in windows or [0] * len(self._layers)
+        ]
+        # what experts computed whose slots programs may still read
+        self._held: list[jax.Array] | None = None
         self._after: list[_After] = []  # of the last step's batches
 
     def tokens(self, group: ChunkGroup) -> MeshBatch:
@@ -112,7 +125,9 @@ class MeshRunner:
         return self.layout.deal(group)
 
     def padding(self, num_rows: int, width: int) -> list[MeshBatch]:
-        """Return batches without tokens, in every shape that a group of this size may take, to compile programs."""
+        """Return batches without tokens, in every shape that a group of this size may take, to
+        compile programs.
+        """
         return self.layout.padding(num_rows, width)
 
     @led
@@ -127,7 +142,9 @@ class MeshRunner:
 
     @led
     def forward(self, batches: Sequence[MeshBatch]) -> list[MeshHidden]:
-        """Return hidden states of every batch; phase one of a layer runs beside its attention, phase two after."""
+        """Return hidden states of every batch; phase one of a layer runs beside its attention,
+        phase two after.
+        """
         self.placer.between_steps()
         layout, batches = self.layout, [MeshBatch._make(batch) for batch in batches]
         groups = [[put(a, self.mesh, layout.tokens) for a in batch[:3]] for batch in batches]
@@ -155,17 +172,26 @@ class MeshRunner:
         self._release()
         self.placer.end_step()
         self.recent_choices.append(path)
-        after = [finish_on_mesh(layout, x, positions) for x, (_, _, positions) in zip(xs, groups, strict=True)]
+        after = [
+            finish_on_mesh(layout, x, positions)
+            for x, (_, _, positions) in zip(xs, groups, strict=True)
+        ]
         widths = [batch.tokens_MC.shape[1] for batch in batches]
-        self._after = [_After(x, last_MD, width) for (x, last_MD), width in zip(after, widths, strict=True)]
+        self._after = [
+            _After(x, last_MD, width) for (x, last_MD), width in zip(after, widths, strict=True)
+        ]
         return [MeshHidden(a.last_MD, batches[n].place_Q, n) for n, a in enumerate(self._after)]
 
     @led
     def copy_row(self, source: int, target: int, num_tokens: int) -> None:
-        """Copy one row of every cache over another, whole: the tokens asked for, and what is behind them."""
+        """Copy one row of every cache over another, whole: the tokens asked for, and what is
+        behind them.
+        """
         (from_n, from_row), (to_n, to_row) = self.layout.home(source), self.layout.home(target)
         at = np.asarray([from_n, from_row, to_n, to_row], np.int32)
-        self.caches = [copy_row_on_mesh(self.layout, from_n != to_n, cache, at) for cache in self.caches]
+        self.caches = [
+            copy_row_on_mesh(self.layout, from_n != to_n, cache, at) for cache in self.caches
+        ]
 
     @led
     def gather_row(self, number: int, place: int) -> jax.Array:
@@ -175,9 +201,13 @@ class MeshRunner:
 
     @led
     def split_logits(self, number: int, place_Q: np.ndarray) -> jax.Array:
-        """Return float32 [Q, V] on every device, after each row's last token, of which each has a part of V."""
+        """Return float32 [Q, V] on every device, after each row's last token, of which each has
+        a part of V.
+        """
         last_MD, vocab_size = self._after[number].last_MD, self.config.vocab_size
-        return logits_on_mesh(self.layout, *self._embed_and_head, last_MD, vocab_size, np.asarray(place_Q, np.int32))
+        return logits_on_mesh(
+            self.layout, *self._embed_and_head, last_MD, vocab_size, np.asarray(place_Q, np.int32)
+        )
 
     @led
     def split_row_logits(self, number: int, place: int) -> jax.Array:
@@ -185,10 +215,14 @@ class MeshRunner:
         after = self._after[number]
         x_CD = gather_row_on_mesh(self.layout, after.width, after.x, np.int32(place))
         at_C = np.arange(after.width, dtype=np.int32)
-        return logits_on_mesh(self.layout, *self._embed_and_head, x_CD, self.config.vocab_size, at_C)
+        return logits_on_mesh(
+            self.layout, *self._embed_and_head, x_CD, self.config.vocab_size, at_C
+        )
 
     def logits(self, hidden: MeshHidden, at_Q: np.ndarray) -> jax.Array:
-        """Return float32 [Q, V]: the logits after each chunk's last token, which is all that `hidden` has of it."""
+        """Return float32 [Q, V]: the logits after each chunk's last token, which is all that
+        `hidden` has of it.
+        """
         if self.layout.splits_head:
             return self.split_logits(hidden.number, hidden.place_Q).addressable_data(0)
         x_QCD = pick(hidden.last_MD.addressable_data(0), hidden.place_Q)
@@ -203,7 +237,9 @@ class MeshRunner:
         return logits_of_row(*self._embed_and_head_here, x_CD[None], np.int32(0))
 
     def expert_use(self) -> np.ndarray:
-        """Return int64 [L, E]: tokens that each expert of each layer got in the last `RECENT_STEPS` steps."""
+        """Return int64 [L, E]: tokens that each expert of each layer got in the last
+        `RECENT_STEPS` steps.
+        """
         experts = self.config.num_experts
         use_LE = np.zeros((self.config.num_moe_layers, experts + 1), np.int64)  # the last: padding
         for layers in self.recent_choices:
@@ -212,15 +248,23 @@ class MeshRunner:
         return use_LE[:, :-1]
 
     def last_choices(self) -> list[np.ndarray]:
-        """Return int32 [T, K] of each layer, what the tokens of the last step chose; E for padding."""
+        """Return int32 [T, K] of each layer, what the tokens of the last step chose; E for
+        padding.
+        """
         return list(self.recent_choices[-1]) if self.recent_choices else []
 
     def measure_costs(self) -> SwapCosts:
-        """Return what an expert for a row of tokens, and the copy of an expert, take on this process's first device."""
-        assert isinstance(self.residency, PlacedExperts), "what passes through a ring has no other place"
+        """Return what an expert for a row of tokens, and the copy of an expert, take on this
+        process's first device.
+        """
+        assert isinstance(self.residency, PlacedExperts), (
+            "what passes through a ring has no other place"
+        )
         weights = jax.tree.map(lambda w: w.addressable_data(0), self.residency.weights(0))
         num_rows = SLOT_MULTIPLE * weights.w_up.shape[0]
-        x_ND = jnp.zeros((num_rows, self.config.hidden_size), self.dtype, device=jax.local_devices()[0])
+        x_ND = jnp.zeros(
+            (num_rows, self.config.hidden_size), self.dtype, device=jax.local_devices()[0]
+        )
         run = partial(timed_experts, self.config.hidden_act, x_ND, weights)
         return SwapCosts(_seconds(run) / num_rows, _seconds(self.residency.copy_again))
 
@@ -229,8 +273,12 @@ class MeshRunner:
         """Let placements change by these costs, which must be the same in every process."""
         self.placer.costs = SwapCosts(row_s, copy_s)
 
-    def _run_experts(self, moe_layer: int, gates: list[Gate], path: list[np.ndarray]) -> list[jax.Array]:
-        """Return what a layer's experts add to every batch. path: choices of the layers before, and then of this."""
+    def _run_experts(
+        self, moe_layer: int, gates: list[Gate], path: list[np.ndarray]
+    ) -> list[jax.Array]:
+        """Return what a layer's experts add to every batch. path: choices of the layers before,
+        and then of this.
+        """
         self.placer.before(moe_layer, path)
         self.estimate_s = self.placer.estimate_s
         here = [gate.all_idx_TK.addressable_data(0) for gate in gates]
@@ -249,7 +297,9 @@ class MeshRunner:
         out = []
         for gate, idx_TK in zip(gates, chosen, strict=True):
             for rows in _buffer_rows(placement, idx_TK, self.ragged):
-                exchange = ExchangeShape(rows, placement.slots_per_device, self.config.hidden_act, self.ragged)
+                exchange = ExchangeShape(
+                    rows, placement.slots_per_device, self.config.hidden_act, self.ragged
+                )
                 y_TD = experts_on_mesh(self.mesh, exchange, gate.routed, turns_EC, weights)
             out.append(y_TD)
         self._held = out
@@ -264,9 +314,11 @@ class MeshRunner:
 
 
 def _buffer_rows(placement: Placement, idx_TK: np.ndarray, ragged: bool) -> Sequence[int]:
-    """Return the size of buffers that holds what every device sends to every other; all of them for padding alone.
+    """Return the size of buffers that holds what every device sends to every other; all of them for
+    padding alone.
 
-    idx_TK: of the tokens of all devices, in their order. ragged: a buffer holds what a device gets from all.
+    idx_TK: of the tokens of all devices, in their order. ragged: a buffer holds what a device gets
+    from all.
     """
     num_devices, (num_tokens, k) = placement.num_devices, idx_TK.shape
     mine = num_tokens // num_devices
@@ -285,24 +337,37 @@ def _buffer_rows(placement: Placement, idx_TK: np.ndarray, ragged: bool) -> Sequ
 def make_mesh_runner(
     checkpoint: LazyCheckpoint, options: EngineConfig, experts: MeshExperts, table: PathTable | None
 ) -> MeshRunner:
-    """Load everything but the experts to every device, or its part, and make room for keys and values."""
+    """Load everything but the experts to every device, or its part, and make room for keys and
+    values.
+    """
     assert options.max_seq_len is not None, "the model's positions say it"
     config, mesh = checkpoint.config, experts.mesh
     shapes = jax.eval_shape(lambda: mesh_caches(checkpoint, options))
     layout_of = HeadLayout if options.mesh.dense == "tensor" else RowLayout
     layout = layout_of(mesh, options.max_batch, shapes[0].length)
     caches = jax.tree.map(lambda x: put(np.zeros(x.shape, x.dtype), mesh, layout.cache), shapes)
-    modules = _parts(checkpoint, mesh) if options.mesh.dense == "tensor" else _copies(checkpoint, mesh)
-    placer = ExpertPlacer(options.mesh, experts, config.num_experts_per_tok, options.estimator is not None, table)
+    modules = (
+        _parts(checkpoint, mesh) if options.mesh.dense == "tensor" else _copies(checkpoint, mesh)
+    )
+    placer = ExpertPlacer(
+        options.mesh, experts, config.num_experts_per_tok, options.estimator is not None, table
+    )
     return MeshRunner(config, layout, modules, experts, placer, caches)
 
 
 def mesh_caches(checkpoint: LazyCheckpoint, options: EngineConfig) -> list[KVCache]:
-    """Return the caches of all devices together: a head is on several where there are fewer than devices."""
+    """Return the caches of all devices together: a head is on several where there are fewer than
+    devices.
+    """
     config, devices = checkpoint.config, options.mesh.devices
     if options.mesh.dense == "tensor":
         heads = device_config(config, devices).num_key_value_heads * devices
-        config = replace(config, num_attention_heads=heads, num_key_value_heads=heads, head_dim=config.dim_per_head)
+        config = replace(
+            config,
+            num_attention_heads=heads,
+            num_key_value_heads=heads,
+            head_dim=config.dim_per_head,
+        )
     length = checkpoint.sequence_length(options.max_seq_len)
     return empty_caches(config, options.max_batch, length, checkpoint.dtype)
 
@@ -311,18 +376,28 @@ def _copies(checkpoint: LazyCheckpoint, mesh: Mesh) -> list[PlacedModule]:
     """Return `EmbedAndHead` and the layers, whole on every device."""
     embed_and_head, layers = checkpoint.load_rest()
     modules = [split(module) for module in (embed_and_head, *layers)]
-    return [(graph, tuple(put(np.asarray(w), mesh, REPLICATED) for w in arrays)) for graph, arrays in modules]
+    return [
+        (graph, tuple(put(np.asarray(w), mesh, REPLICATED) for w in arrays))
+        for graph, arrays in modules
+    ]
 
 
 def _parts(checkpoint: LazyCheckpoint, mesh: Mesh) -> list[PlacedModule]:
-    """Return `EmbedAndHead` and the layers, arrays [N, ...] of which every device has one entry, its part."""
+    """Return `EmbedAndHead` and the layers, arrays [N, ...] of which every device has one entry,
+    its part.
+    """
     devices = list(mesh.devices.flat)
     mine = [n for n, device in enumerate(devices) if device.process_index == jax.process_index()]
     parts = []  # of this process's devices
     for n in mine:
         embed_and_head, layers = checkpoint.load_part(n, mesh.size)
         modules = [split(module) for module in (embed_and_head, *layers)]
-        parts.append([(graph, jax.device_put([w[None] for w in arrays], devices[n])) for graph, arrays in modules])
+        parts.append(
+            [
+                (graph, jax.device_put([w[None] for w in arrays], devices[n]))
+                for graph, arrays in modules
+            ]
+        )
     where = NamedSharding(mesh, BATCH)
 
     def joined(shards: tuple[jax.Array, ...]) -> jax.Array:

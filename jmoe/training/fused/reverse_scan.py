@@ -1,12 +1,14 @@
 """A decoder's layers with a backward pass of our own: an explicit scan over the layers in reverse.
 
-Legend: R devices, C elements of a device's part of a layer's flat buffer, G the same for gradients, N layers of a kind.
+Legend: R devices, C elements of a device's part of a layer's flat buffer, G the same for gradients,
+N layers of a kind.
 
-Forwards, a layer runs while the next one's parameters are gathered. Backwards, layer i runs while the parameters of
-layer i - 1 are gathered and the gradients of layer i + 1, a *bucket*, are summed over devices: onto their shards, or
-where a parameter is on all devices, or an expert on several, by an all-reduce. So at most two layers are unsharded at
-any time. `collectives.schedule` says when inside the layer that happens. What `jax.vjp` of a layer
-saves for its backward pass is saved, but for its parameters.
+Forwards, a layer runs while the next one's parameters are gathered. Backwards, layer i runs while
+the parameters of layer i - 1 are gathered and the gradients of layer i + 1, a *bucket*, are summed
+over devices: onto their shards, or where a parameter is on all devices, or an expert on several, by
+an all-reduce. So at most two layers are unsharded at any time. `collectives.schedule` says when
+inside the layer that happens. What `jax.vjp` of a layer saves for its backward pass is saved, but
+for its parameters.
 """
 
 import itertools
@@ -48,12 +50,16 @@ def layer_of(tree: Any, index: Any) -> Any:
 
 
 def _put(tree: Any, index: Any, values: Any) -> Any:
-    return jax.tree.map(lambda w, v: lax.dynamic_update_index_in_dim(w, v.astype(w.dtype), index, 0), tree, values)
+    return jax.tree.map(
+        lambda w, v: lax.dynamic_update_index_in_dim(w, v.astype(w.dtype), index, 0), tree, values
+    )
 
 
 @dataclass(frozen=True)
 class _Unit:
-    """A pattern of layers that repeats; in each kind's stack its first layer is number `start[kind]`."""
+    """A pattern of layers that repeats; in each kind's stack its first layer is number
+    `start[kind]`.
+    """
 
     kinds: tuple[LayerKind, ...]
     repeats: int
@@ -62,11 +68,15 @@ class _Unit:
     def index(self, position: int, repeat: Any) -> Any:
         """Return where the layer at `position` of a repeat is in the stack of its kind."""
         kind = self.kinds[position]
-        return self.start[kind] + self.kinds[:position].count(kind) + repeat * self.kinds.count(kind)
+        return (
+            self.start[kind] + self.kinds[:position].count(kind) + repeat * self.kinds.count(kind)
+        )
 
 
 def _units(plan: LayerPlan, layers_per_bucket: int) -> list[_Unit]:
-    """The plan's patterns, each repeated until it holds a whole bucket, where the number of repeats allows it."""
+    """The plan's patterns, each repeated until it holds a whole bucket, where the number of
+    repeats allows it.
+    """
     units, used = [], dict.fromkeys(STACKS, 0)
     for pattern, repeats in plan:
         wanted = -(-layers_per_bucket // len(pattern))
@@ -81,7 +91,9 @@ def _is_variable(x: Any) -> bool:
 
 
 def _of_variables(grads: Any, state: Any) -> list[jax.Array]:
-    """Return gradients of parameters as those of all variables of a stack, in their order; a router's bias has none."""
+    """Return gradients of parameters as those of all variables of a stack, in their order; a
+    router's bias has none.
+    """
     own = iter(jax.tree.leaves(grads))
     variables = jax.tree.leaves(state, is_leaf=_is_variable)
     return [jnp.zeros_like(v[...]) if isinstance(v, RouterBias) else next(own) for v in variables]
@@ -90,7 +102,8 @@ def _of_variables(grads: Any, state: Any) -> list[jax.Array]:
 class _PendingGradients(NamedTuple):
     """A layer's gradients on this device, which other devices' gradients are still to be added to.
 
-    rows: [R, G], for each device the gradients of its shards. replicated: flat, of parameters that all devices hold.
+    rows: [R, G], for each device the gradients of its shards. replicated: flat, of parameters that
+    all devices hold.
     experts: flat, of experts that several devices hold.
     """
 
@@ -110,7 +123,9 @@ class _ReducedGradients(NamedTuple):
 @partial(jax.tree_util.register_dataclass, data_fields=["indices", "grads"], meta_fields=["kinds"])
 @dataclass(frozen=True)
 class _Bucket:
-    """The pending gradients of some layers, with the layers' kinds and their numbers in the stacks."""
+    """The pending gradients of some layers, with the layers' kinds and their numbers in the
+    stacks.
+    """
 
     kinds: tuple[LayerKind, ...] = ()
     indices: tuple[jax.Array, ...] = ()
@@ -121,18 +136,25 @@ class _Bucket:
 
 
 class _UnbufferedParams:
-    """The parameters of a kind's layers outside its flat buffer, grouped by the reduction of their gradients."""
+    """The parameters of a kind's layers outside its flat buffer, grouped by the reduction of
+    their gradients.
+    """
 
     def __init__(self, layers: BufferLayout, state: Any, *, reduces: bool) -> None:
         def devices(path: Any, variable: Any) -> str:
             if isinstance(variable, RouterBias) or not reduces:
                 return "none"
-            return "all" if not is_expert(path) else "replicas" if lax.axis_size(DATA) > 1 else "none"
+            return (
+                "all" if not is_expert(path) else "replicas" if lax.axis_size(DATA) > 1 else "none"
+            )
 
-        sums = layers.split(jax.tree_util.tree_map_with_path(devices, state, is_leaf=_is_variable))[1]
+        sums = layers.split(jax.tree_util.tree_map_with_path(devices, state, is_leaf=_is_variable))[
+            1
+        ]
         self._parts = [ShardInBuffer(w.shape[1:], 0, jnp.float32) for w in layers.split(state)[1]]
         self._unreduced, self._replicated, self._experts = (
-            [i for i, over in enumerate(sums) if over == name] for name in ("none", "all", "replicas")
+            [i for i, over in enumerate(sums) if over == name]
+            for name in ("none", "all", "replicas")
         )
 
     def size(self) -> int:
@@ -140,25 +162,40 @@ class _UnbufferedParams:
         return sum(self._parts[i].size for i in self._replicated + self._experts)
 
     def flatten(self, grads: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """Return two flat vectors: the gradients to sum over all devices, and those to sum over replicas of experts."""
+        """Return two flat vectors: the gradients to sum over all devices, and those to sum over
+        replicas of experts.
+        """
         replicated, experts = (
             flatten([grads[i] for i in some], [self._parts[i] for i in some])
             for some in (self._replicated, self._experts)
         )
         return replicated, experts
 
-    def store_unreduced(self, stacks: list[jax.Array], index: Any, grads: list[jax.Array]) -> list[jax.Array]:
+    def store_unreduced(
+        self, stacks: list[jax.Array], index: Any, grads: list[jax.Array]
+    ) -> list[jax.Array]:
         """Return all layers' gradients with this layer's unreduced gradients in their places."""
         return self._put(stacks, index, self._unreduced, [grads[i] for i in self._unreduced])
 
-    def store_reduced(self, stacks: list[jax.Array], index: Any, reduced: _ReducedGradients) -> list[jax.Array]:
-        """Return all layers' gradients with this layer's reduced ones in their places; undoes `flatten`."""
-        for some, row_G in ((self._replicated, reduced.replicated), (self._experts, reduced.experts)):
-            stacks = self._put(stacks, index, some, unflatten_gradients(row_G, [self._parts[i] for i in some]))
+    def store_reduced(
+        self, stacks: list[jax.Array], index: Any, reduced: _ReducedGradients
+    ) -> list[jax.Array]:
+        """Return all layers' gradients with this layer's reduced ones in their places; undoes
+        `flatten`.
+        """
+        for some, row_G in (
+            (self._replicated, reduced.replicated),
+            (self._experts, reduced.experts),
+        ):
+            stacks = self._put(
+                stacks, index, some, unflatten_gradients(row_G, [self._parts[i] for i in some])
+            )
         return stacks
 
     @staticmethod
-    def _put(stacks: list[jax.Array], index: Any, some: list[int], grads: list[jax.Array]) -> list[jax.Array]:
+    def _put(
+        stacks: list[jax.Array], index: Any, some: list[int], grads: list[jax.Array]
+    ) -> list[jax.Array]:
         new = dict(zip(some, grads, strict=True))
         return [_put(w, index, new[i]) if i in new else w for i, w in enumerate(stacks)]
 
@@ -180,12 +217,14 @@ class _SavedForward:
 class ReverseScan:
     """Run a decoder's layers, as its `Execution.layer_runner`, inside `shard_map`."""
 
-    layout_of: Callable[[Any], BufferLayout]  # which stacked parameters of a layer travel in the flat buffer
+    # which stacked parameters of a layer travel in the flat buffer
+    layout_of: Callable[[Any], BufferLayout]
     hierarchy: Hierarchy
     schedule: Schedule
     bucket_bytes: int  # of float32 gradients that are reduced at once; 0: of one layer
     chunk_bytes: int  # see `collectives.schedule`
-    # Gradients of what does not travel in the buffer are summed over devices; False: a later accumulation step does it,
+    # Gradients of what does not travel in the buffer are summed over devices; False: a later
+    # accumulation step does it,
     reduces: bool = True
     summed: Any = None  # adding the layers' gradients of the earlier ones, by kind
 
@@ -198,7 +237,9 @@ class ReverseScan:
         num_devices = lax.axis_size(self.axes)
         limit = self.chunk_bytes if self.schedule.chunked else num_devices * row_C.nbytes
         chunks = cuts(row_C.size, num_devices * row_C.dtype.itemsize, limit)
-        return self._works("gather", partial(all_gather_buffer_local, hierarchy=self.hierarchy), row_C, chunks)
+        return self._works(
+            "gather", partial(all_gather_buffer_local, hierarchy=self.hierarchy), row_C, chunks
+        )
 
     def unsharded(self, gathered: list[jax.Array], row_C: jax.Array) -> jax.Array:
         """[R, C] from its chunks; none where no parameter of a layer is split."""
@@ -206,18 +247,39 @@ class ReverseScan:
         return jnp.concatenate([empty, *gathered], axis=1)
 
     def reductions(self, rows_RG: jax.Array) -> list[Work]:
-        """Return the collectives that sum gradients over devices; side by side their results are this device's row."""
-        limits = [limit for limit in (self.bucket_bytes, self.chunk_bytes * self.schedule.chunked) if limit]
+        """Return the collectives that sum gradients over devices; side by side their results are
+        this device's row.
+        """
+        limits = [
+            limit
+            for limit in (self.bucket_bytes, self.chunk_bytes * self.schedule.chunked)
+            if limit
+        ]
         chunks = cuts(rows_RG.shape[1], 4 * rows_RG.shape[0], min(limits, default=rows_RG.nbytes))
-        return self._works("reduce", partial(reduce_scatter_buffer_local, hierarchy=self.hierarchy), rows_RG, chunks)
+        return self._works(
+            "reduce",
+            partial(reduce_scatter_buffer_local, hierarchy=self.hierarchy),
+            rows_RG,
+            chunks,
+        )
 
     def all_reductions(self, row_G: jax.Array, hierarchy: Hierarchy) -> list[Work]:
-        """Return the collectives that sum [G] over the devices of `hierarchy`; every element goes there and back."""
-        limits = [limit for limit in (self.bucket_bytes, -(-self.chunk_bytes // 2) * self.schedule.chunked) if limit]
+        """Return the collectives that sum [G] over the devices of `hierarchy`; every element
+        goes there and back.
+        """
+        limits = [
+            limit
+            for limit in (self.bucket_bytes, -(-self.chunk_bytes // 2) * self.schedule.chunked)
+            if limit
+        ]
         chunks = cuts(row_G.size, 4, min(limits, default=row_G.nbytes))
-        return self._works("all_reduce", partial(all_reduce_buffer_local, hierarchy=hierarchy), row_G, chunks)
+        return self._works(
+            "all_reduce", partial(all_reduce_buffer_local, hierarchy=hierarchy), row_G, chunks
+        )
 
-    def _works(self, scope: str, collective: Any, rows: jax.Array, chunks: Iterable[tuple[int, int]]) -> list[Work]:
+    def _works(
+        self, scope: str, collective: Any, rows: jax.Array, chunks: Iterable[tuple[int, int]]
+    ) -> list[Work]:
         """Return `collective` of each chunk of columns."""
 
         def work(after: After, start: int, end: int) -> jax.Array:
@@ -247,7 +309,9 @@ class ReverseScan:
             return states, None, None, x
 
         layers.defvjp(scan.forward, backward)
-        summed = self.summed and {kind: _of_variables(g, states[kind]) for kind, g in self.summed.items()}
+        summed = self.summed and {
+            kind: _of_variables(g, states[kind]) for kind, g in self.summed.items()
+        }
         y, stats = layers(states, extras, summed, x)
         return y, stats
 
@@ -256,34 +320,50 @@ class _Scan:
     """One decoder's layers and how they are run."""
 
     def __init__(
-        self, config: ReverseScan, plan: LayerPlan, apply_block: ApplyBlock, states: dict[LayerKind, Any]
+        self,
+        config: ReverseScan,
+        plan: LayerPlan,
+        apply_block: ApplyBlock,
+        states: dict[LayerKind, Any],
     ) -> None:
         self.config, self.apply_block = config, apply_block
         self.axes, self.num_devices = config.axes, lax.axis_size(config.axes)
         self.kinds = {kind: config.layout_of(state) for kind, state in states.items()}
         self.unbuffered = {
-            k: _UnbufferedParams(layers, states[k], reduces=config.reduces) for k, layers in self.kinds.items()
+            k: _UnbufferedParams(layers, states[k], reduces=config.reduces)
+            for k, layers in self.kinds.items()
         }
         layer_bytes = max(self._gradient_bytes(kind) for kind in self.kinds)
         self.layers_per_bucket = max(1, config.bucket_bytes // max(1, layer_bytes))
         self.units = _units(plan, self.layers_per_bucket)
 
     def _gradient_bytes(self, kind: LayerKind) -> int:
-        return 4 * (self.num_devices * sum(part.size for part in self.kinds[kind].parts) + self.unbuffered[kind].size())
+        return 4 * (
+            self.num_devices * sum(part.size for part in self.kinds[kind].parts)
+            + self.unbuffered[kind].size()
+        )
 
     def _reductions(self, bucket: _Bucket) -> list[list[Work]]:
-        """Return the collectives that reduce a bucket's gradients: one list for each field of `_PendingGradients`."""
+        """Return the collectives that reduce a bucket's gradients: one list for each field of
+        `_PendingGradients`.
+        """
         if not bucket.kinds:
             return [[], [], []]
-        joined = _PendingGradients(*(jnp.concatenate(some, axis=-1) for some in zip(*bucket.grads, strict=True)))
+        joined = _PendingGradients(
+            *(jnp.concatenate(some, axis=-1) for some in zip(*bucket.grads, strict=True))
+        )
         return [
             self.config.reductions(joined.rows),
             self.config.all_reductions(joined.replicated, self.config.hierarchy),
             self.config.all_reductions(joined.experts, ((DATA,),)),
         ]
 
-    def _store(self, sums: Any, drest: Any, bucket: _Bucket, reduced: list[list[jax.Array]]) -> tuple[Any, Any]:
-        """Return (the flat sums of what is sharded, gradients of the rest), with a bucket's in their layers' places."""
+    def _store(
+        self, sums: Any, drest: Any, bucket: _Bucket, reduced: list[list[jax.Array]]
+    ) -> tuple[Any, Any]:
+        """Return (the flat sums of what is sharded, gradients of the rest), with a bucket's in
+        their layers' places.
+        """
         sums, drest, starts = dict(sums), dict(drest), [0, 0, 0]
         rows = [jnp.concatenate([jnp.zeros(0), *some]) for some in reduced]
         for kind, index, grads in zip(bucket.kinds, bucket.indices, bucket.grads, strict=True):
@@ -304,24 +384,48 @@ class _Scan:
         flat, rest = {}, {}
         for kind, layers in self.kinds.items():
             fused, rest[kind] = layers.split(states[kind])
-            flat[kind] = jax.vmap(partial(flatten, parts=layers.parts), axis_size=layers.num_layers)(fused)
+            flat[kind] = jax.vmap(
+                partial(flatten, parts=layers.parts), axis_size=layers.num_layers
+            )(fused)
         run = partial(self._forward_unit, flat, rest, extras)
         firsts = [flat[unit.kinds[0]][unit.index(0, 0)] for unit in self.units]
-        carry = self.config.unsharded([send(lambda row: row) for send in self.config.gathers(firsts[0])], firsts[0]), x
+        carry = (
+            self.config.unsharded(
+                [send(lambda row: row) for send in self.config.gathers(firsts[0])], firsts[0]
+            ),
+            x,
+        )
         residuals, stats = [], []
         for number, unit in enumerate(self.units):
             early: Any = None
             if unit.repeats > 1:
-                step = lambda carry, i, unit=unit: run(unit, i, carry, flat[unit.kinds[0]][unit.index(0, i + 1)])  # noqa: E731
+
+                def step(carry: Any, i: jax.Array, unit: Any = unit) -> Any:
+                    return run(unit, i, carry, flat[unit.kinds[0]][unit.index(0, i + 1)])
+
                 carry, early = lax.scan(step, carry, jnp.arange(unit.repeats - 1))
-            carry, last = run(unit, unit.repeats - 1, carry, firsts[number + 1] if unit is not self.units[-1] else None)
+            carry, last = run(
+                unit,
+                unit.repeats - 1,
+                carry,
+                firsts[number + 1] if unit is not self.units[-1] else None,
+            )
             residuals.append((None if early is None else early[0], last[0]))
             stats.append((unit, None if early is None else early[1], last[1]))
         unsharded, x = carry
-        return (x, self._in_order(stats)), _SavedForward(flat, rest, extras, unsharded, residuals, summed)
+        return (x, self._in_order(stats)), _SavedForward(
+            flat, rest, extras, unsharded, residuals, summed
+        )
 
     def _forward_unit(
-        self, flat: Any, rest: Any, extras: Any, unit: _Unit, repeat: Any, carry: Any, ahead: jax.Array | None
+        self,
+        flat: Any,
+        rest: Any,
+        extras: Any,
+        unit: _Unit,
+        repeat: Any,
+        carry: Any,
+        ahead: jax.Array | None,
     ) -> tuple[Any, Any]:
         """One repeat of a unit; ahead: the flat buffer of the layer behind it."""
         unsharded, x = carry
@@ -341,7 +445,9 @@ class _Scan:
                 self.axes,
                 x,
             )
-            unsharded = unsharded if following is None else self.config.unsharded(gathered, following)
+            unsharded = (
+                unsharded if following is None else self.config.unsharded(gathered, following)
+            )
             residuals.append(layer_residuals)
             stats += [layer_stats] if kind == "moe" else []
         return (unsharded, x), (residuals, stats)
@@ -355,7 +461,10 @@ class _Scan:
 
         def apply(params: Any, rest: Any, x: jax.Array) -> Any:
             y, stats = self.apply_block(kind, layers.join(params, rest), key, window, x)
-            return (y, [s for s in jax.tree.leaves(stats) if jnp.issubdtype(s.dtype, jnp.floating)]), stats
+            return (
+                y,
+                [s for s in jax.tree.leaves(stats) if jnp.issubdtype(s.dtype, jnp.floating)],
+            ), stats
 
         (y, _), vjp, stats = jax.vjp(apply, params, rest, x, has_aux=True)
         return y, stats, without(vjp, [*params, *rest, *jax.tree.leaves(extra)])
@@ -365,7 +474,9 @@ class _Scan:
         indices: list[int] = []
         parts = []
         for unit, early, last in stats:
-            for number, position in enumerate(p for p, kind in enumerate(unit.kinds) if kind == "moe"):
+            for number, position in enumerate(
+                p for p, kind in enumerate(unit.kinds) if kind == "moe"
+            ):
                 indices += [unit.index(position, repeat) for repeat in range(unit.repeats)]
                 stacked = jax.tree.map(lambda s: s[None], last[number])
                 if early is not None:
@@ -378,7 +489,9 @@ class _Scan:
 
     # Backwards
 
-    def backward(self, saved: _SavedForward, dx: jax.Array, dstats: Any) -> tuple[dict[LayerKind, Any], jax.Array]:
+    def backward(
+        self, saved: _SavedForward, dx: jax.Array, dstats: Any
+    ) -> tuple[dict[LayerKind, Any], jax.Array]:
         """The gradients of the parameters, on their shards, and of x."""
         dstats = [d for d in jax.tree.leaves(dstats) if d.dtype != jax.dtypes.float0]
         sums = {
@@ -390,9 +503,19 @@ class _Scan:
         flat_of = lambda unit, i: saved.flat[unit.kinds[-1]][unit.index(len(unit.kinds) - 1, i)]  # noqa: E731
         for number in reversed(range(len(self.units))):
             unit, (early, last) = self.units[number], saved.residuals[number]
-            before = flat_of(self.units[number - 1], self.units[number - 1].repeats - 1) if number else None
+            before = (
+                flat_of(self.units[number - 1], self.units[number - 1].repeats - 1)
+                if number
+                else None
+            )
             repeats = unit.repeats
-            carry = run(unit, repeats - 1, last, carry, flat_of(unit, repeats - 2) if repeats > 1 else before)
+            carry = run(
+                unit,
+                repeats - 1,
+                last,
+                carry,
+                flat_of(unit, repeats - 2) if repeats > 1 else before,
+            )
             if repeats > 2:
                 step = lambda carry, i, unit=unit, early=early: (  # noqa: E731
                     run(unit, i, layer_of(early, i), carry, flat_of(unit, i - 1)),
@@ -427,7 +550,11 @@ class _Scan:
         open_bucket = _Bucket()
         for position in reversed(range(len(unit.kinds))):
             kind, index = unit.kinds[position], unit.index(position, repeat)
-            before = saved.flat[unit.kinds[position - 1]][unit.index(position - 1, repeat)] if position else ahead
+            before = (
+                saved.flat[unit.kinds[position - 1]][unit.index(position - 1, repeat)]
+                if position
+                else ahead
+            )
             gathers, reductions = self.config.gathers(before), self._reductions(pending)
             work = gathers + list(itertools.chain(*reductions))
             args = (
@@ -444,11 +571,15 @@ class _Scan:
             if before is not None:
                 unsharded = self.config.unsharded(results[: len(gathers)], before)
             done = iter(results[len(gathers) :])
-            sums, drest = self._store(sums, drest, pending, [list(itertools.islice(done, len(w))) for w in reductions])
+            sums, drest = self._store(
+                sums, drest, pending, [list(itertools.islice(done, len(w))) for w in reductions]
+            )
             if saved.summed is not None:
                 earlier = layer_of(self.kinds[kind].split(saved.summed[kind])[1], index)
                 drest_here = jax.tree.map(jnp.add, drest_here, earlier)
-            drest = drest | {kind: self.unbuffered[kind].store_unreduced(drest[kind], index, drest_here)}
+            drest = drest | {
+                kind: self.unbuffered[kind].store_unreduced(drest[kind], index, drest_here)
+            }
             pending = _Bucket()
             open_bucket = open_bucket.add(
                 kind, index, _PendingGradients(rows_RG, *self.unbuffered[kind].flatten(drest_here))
@@ -458,7 +589,14 @@ class _Scan:
         return unsharded, dx, pending, sums, drest
 
     def _backward_layer(
-        self, kind: LayerKind, unsharded: jax.Array, rest: Any, extra: Any, residuals: Any, dx: jax.Array, dstats: Any
+        self,
+        kind: LayerKind,
+        unsharded: jax.Array,
+        rest: Any,
+        extra: Any,
+        residuals: Any,
+        dx: jax.Array,
+        dstats: Any,
     ) -> tuple[jax.Array, Any, jax.Array]:
         layers, hierarchy = self.kinds[kind], self.config.hierarchy
         known = [*unflatten(unsharded, layers.parts, hierarchy), *rest, *jax.tree.leaves(extra)]

@@ -1,10 +1,12 @@
-"""Training with everything on the devices: one `shard_map` over the whole mesh, from tokens to the updated state.
+"""Training with everything on the devices: one `shard_map` over the whole mesh, from tokens to the
+updated state.
 
-Legend: A accumulation steps, B local batch, S sequence, T = B S local tokens, D hidden, N MoE layers, E experts.
+Legend: A accumulation steps, B local batch, S sequence, T = B S local tokens, D hidden, N MoE
+layers, E experts.
 
-Each device computes its part of the loss (parts add up to the global loss), takes the gradient of that part, and
-gradients are reduced once. No collective lies on a differentiable path except the exchange and the parameter gathers,
-whose transposes are themselves.
+Each device computes its part of the loss (parts add up to the global loss), takes the gradient of
+that part, and gradients are reduced once. No collective lies on a differentiable path except the
+exchange and the parameter gathers, whose transposes are themselves.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -46,8 +48,9 @@ Metrics = dict[str, jax.Array]
 class FusedTrainer:
     """The `Trainer` of runs whose state lies on the devices.
 
-    `step` is one compiled program, which reuses the memory of the state that it is given. chunk_bytes: how much the
-    network takes at once, see `ShardedDecoder.reverse_scan`; links: see `ShardedDecoder`.
+    `step` is one compiled program, which reuses the memory of the state that it is given.
+    chunk_bytes: how much the network takes at once, see `ShardedDecoder.reverse_scan`; links: see
+    `ShardedDecoder`.
     """
 
     evaluation_batches = 1
@@ -55,7 +58,11 @@ class FusedTrainer:
     progress: Callable[[], object] | None = None
 
     def __init__(
-        self, config: TrainConfig, mesh: Mesh, chunk_bytes: int | None = None, links: LinksConfig | None = None
+        self,
+        config: TrainConfig,
+        mesh: Mesh,
+        chunk_bytes: int | None = None,
+        links: LinksConfig | None = None,
     ) -> None:
         self.config, self.model = config, (model := ShardedDecoder(config, mesh, links))
         self._layer_runner = model.reverse_scan(chunk_bytes)
@@ -66,21 +73,25 @@ class FusedTrainer:
         state = self.state_specs = replace(model.state_specs, cast=on_one)
         places = shardings(state, mesh)
         placed = lambda s, place: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place)  # noqa: E731
-        self.state_shape: TrainState = jax.tree.map(placed, replace(model.state_shape, cast=copies), places)
+        self.state_shape: TrainState = jax.tree.map(
+            placed, replace(model.state_shape, cast=copies), places
+        )
         self.init = jax.jit(lambda: self.with_cast(model.initial_state()), out_shardings=places)
 
         def step(state_now: TrainState, tokens_ABS: jax.Array, full_capacity: bool = False) -> Any:
             body = partial(self._step_local, full_capacity=full_capacity)
-            return sharded(body, in_specs=(state, ACCUMULATED_BATCH), out_specs=(state, REPLICATED))(
-                state_now, tokens_ABS
-            )
+            return sharded(
+                body, in_specs=(state, ACCUMULATED_BATCH), out_specs=(state, REPLICATED)
+            )(state_now, tokens_ABS)
 
         self.step = jax.jit(step, static_argnames="full_capacity", donate_argnums=0)
         self._nll = evaluation_program(sharded, self._nll_local, state, BATCH, BATCH)
         self._logits = evaluation_program(sharded, self._logits_local, state, BATCH, REPLICATED)
 
     def sharded(self, body: Callable[..., Any], **specs: Any) -> Callable[..., Any]:
-        """Return the function over all devices, traced with native operations where the run takes them."""
+        """Return the function over all devices, traced with native operations where the run
+        takes them.
+        """
         native_body = with_native(self.model.native, body)
         return jax.shard_map(native_body, mesh=self.model.mesh, check_vma=False, **specs)
 
@@ -89,8 +100,12 @@ class FusedTrainer:
     def _step_local(
         self, state: TrainState, batch: Any, *, full_capacity: bool, **constants: Any
     ) -> tuple[TrainState, Any]:
-        """Take one step, unless the loss or gradient is not finite, or a dropless buffer overflows."""
-        grads, metrics = self.gradients_local(state, batch, full_capacity=full_capacity, **constants)
+        """Take one step, unless the loss or gradient is not finite, or a dropless buffer
+        overflows.
+        """
+        grads, metrics = self.gradients_local(
+            state, batch, full_capacity=full_capacity, **constants
+        )
         num_devices = self.model.mesh.size
         with jax.named_scope("reduce_gradients"):
             done: Collection[str] = () if self._layer_runner is None else STACKS.values()
@@ -109,9 +124,11 @@ class FusedTrainer:
     def gradients_local(
         self, state: TrainState, batch: Any, *, full_capacity: bool, **constants: Any
     ) -> tuple[Any, Metrics]:
-        """Return this device's part of the gradients, summed over accumulation steps, and of the metrics.
+        """Return this device's part of the gradients, summed over accumulation steps, and of the
+        metrics.
 
-        A reverse scan over the layers has summed their gradients over devices already, beside the last step's layers.
+        A reverse scan over the layers has summed their gradients over devices already, beside the
+        last step's layers.
         batch: tokens [A, B, S + 1], or what begins with them. constants: of `token_loss_local`.
         """
         options = {"loss_scale": state.loss_scale, "full_capacity": full_capacity} | constants
@@ -134,8 +151,13 @@ class FusedTrainer:
                 index, part = xs
                 return jax.tree.map(jnp.add, carry, one(index, part, layer_runner)), None
 
-            xs = jnp.arange(first, last, dtype=jnp.int32), jax.tree.map(lambda x: x[first:last], batch)
-            shapes = jax.eval_shape(partial(one, layer_runner=layer_runner), *jax.tree.map(lambda x: x[0], xs))
+            xs = (
+                jnp.arange(first, last, dtype=jnp.int32),
+                jax.tree.map(lambda x: x[first:last], batch),
+            )
+            shapes = jax.eval_shape(
+                partial(one, layer_runner=layer_runner), *jax.tree.map(lambda x: x[0], xs)
+            )
             zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
             grads_and_metrics: tuple[Any, Metrics] = lax.scan(accumulate, zeros, xs)[0]
             return grads_and_metrics
@@ -145,7 +167,9 @@ class FusedTrainer:
             return several(0, num_parts, layer_runner)
         grads, metrics = several(0, num_parts - 1, replace(layer_runner, reduces=False))
         earlier = {kind: grads.pop(name) for kind, name in STACKS.items() if name in grads}
-        last, last_metrics = several(num_parts - 1, num_parts, replace(layer_runner, summed=earlier))
+        last, last_metrics = several(
+            num_parts - 1, num_parts, replace(layer_runner, summed=earlier)
+        )
         sums = {name: jax.tree.map(jnp.add, g, last[name]) for name, g in grads.items()}
         return last | sums, jax.tree.map(jnp.add, metrics, last_metrics)
 
@@ -163,8 +187,8 @@ class FusedTrainer:
     ) -> tuple[jax.Array, Metrics]:
         """Return this device's part of the loss, scaled, and what it consists of, which is not.
 
-        part: tokens [B, S + 1], or what begins with them. key: for what the router draws. layer_runner: see
-        `ShardedDecoder.__call__`. constants: of `token_loss_local`.
+        part: tokens [B, S + 1], or what begins with them. key: for what the router draws.
+        layer_runner: see `ShardedDecoder.__call__`. constants: of `token_loss_local`.
         """
         config, tokens_BS = self.config, jax.tree.leaves(part)[0]
         num_tokens = tokens_per_accumulation_step(config) * config.gradient_accumulation_steps
@@ -176,7 +200,9 @@ class FusedTrainer:
         with jax.named_scope("loss"):
             weights_T = scaled(jnp.full(labels_T.shape, 1.0 / num_tokens, jnp.float32), loss_scale)
             hidden_TD = hidden.reshape(-1, hidden.shape[-1])
-            loss, parts = self.token_loss_local(hidden_TD, head, labels_T, weights_T, part, **constants)
+            loss, parts = self.token_loss_local(
+                hidden_TD, head, labels_T, weights_T, part, **constants
+            )
             parts = {name: unscaled(value, loss_scale) for name, value in parts.items()}
         if stats is None:
             return loss + 0.0, lax.stop_gradient(parts)
@@ -193,20 +219,33 @@ class FusedTrainer:
         return loss + scaled(balance + z, loss_scale), lax.stop_gradient(metrics)
 
     def token_loss_local(
-        self, hidden_TD: jax.Array, head: jax.Array, labels_T: jax.Array, weights_T: jax.Array, part: Any
+        self,
+        hidden_TD: jax.Array,
+        head: jax.Array,
+        labels_T: jax.Array,
+        weights_T: jax.Array,
+        part: Any,
     ) -> tuple[jax.Array, Metrics]:
-        """Return this device's part of the loss but for the routers', and what it consists of: `loss` on the text.
+        """Return this device's part of the loss but for the routers', and what it consists of:
+        `loss` on the text.
 
-        Both are linear in `weights_T`, which says how much a token counts, and with float16 by how much the loss is
-        scaled.
+        Both are linear in `weights_T`, which says how much a token counts, and with float16 by how
+        much the loss is scaled.
         """
         nll = self.model.head.cross_entropy(hidden_TD, head, labels_T, weights_T)
         return nll, {"loss": nll}
 
     # Without gradients
 
-    def _forward(self, state: TrainState, tokens_BS: jax.Array, **options: Any) -> tuple[jax.Array, jax.Array, Any]:
-        return self.model(self.model.with_copies(state.params, state.cast), state.router_bias, tokens_BS, **options)
+    def _forward(
+        self, state: TrainState, tokens_BS: jax.Array, **options: Any
+    ) -> tuple[jax.Array, jax.Array, Any]:
+        return self.model(
+            self.model.with_copies(state.params, state.cast),
+            state.router_bias,
+            tokens_BS,
+            **options,
+        )
 
     def _nll_local(
         self, state: TrainState, tokens_BS: jax.Array, weights_BS: jax.Array, *, full_capacity: bool
@@ -214,7 +253,9 @@ class FusedTrainer:
         """Return (summed negative log-likelihood, assignments that found no row in buffers)."""
         hidden, head, stats = self._forward(state, tokens_BS[:, :-1], full_capacity=full_capacity)
         hidden_TD, labels_T = hidden.reshape(-1, hidden.shape[-1]), tokens_BS[:, 1:].reshape(-1)
-        nll = lax.psum(self.model.head.cross_entropy(hidden_TD, head, labels_T, weights_BS.reshape(-1)), ALL)
+        nll = lax.psum(
+            self.model.head.cross_entropy(hidden_TD, head, labels_T, weights_BS.reshape(-1)), ALL
+        )
         return nll, dropped_tokens(stats)
 
     def evaluate(self, state: TrainState, batches: Sequence[Batch]) -> list[jax.Array]:
@@ -228,7 +269,9 @@ class FusedTrainer:
         last = lax.psum(jnp.where(lax.axis_index(ALL) == 0, last, 0), ALL)
         return self.model.head.logits(last, head), dropped_tokens(stats)
 
-    def next_logits(self, state: TrainState, tokens_BS: jax.Array, position: jax.Array) -> jax.Array:
+    def next_logits(
+        self, state: TrainState, tokens_BS: jax.Array, position: jax.Array
+    ) -> jax.Array:
         """Return logits [V] after the token at `position` of the first sequence."""
         logits_V: jax.Array = without_drops(partial(self._logits, state, tokens_BS, position))
         return logits_V
@@ -240,7 +283,10 @@ class FusedTrainer:
         return self.model.to_saved(replace(state, cast=()))
 
     def load_state(
-        self, saved: TrainState, weights: ReadExperts | None = None, moments: ReadExperts | None = None
+        self,
+        saved: TrainState,
+        weights: ReadExperts | None = None,
+        moments: ReadExperts | None = None,
     ) -> TrainState:
         """Return the state in the form that training uses; experts that `saved` lacks are read."""
         kinds = self.config.model.layer_kinds

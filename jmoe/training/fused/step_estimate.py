@@ -1,4 +1,6 @@
-"""A training step compiled for GPUs that are not here: how long it takes, and what memory it needs."""
+"""A training step compiled for GPUs that are not here: how long it takes, and what memory it
+needs.
+"""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +26,9 @@ MOST_COSTLY = 5  # rows that an estimate shows
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Bytes of a device. state: parameters and moments, with a batch; temporary: what a step needs besides."""
+    """Bytes of a device. state: parameters and moments, with a batch; temporary: what a step
+    needs besides.
+    """
 
     state_bytes: int
     temporary_bytes: int
@@ -49,7 +53,9 @@ class StepEstimate:
 
     @property
     def model_flops_per_s(self) -> float:
-        """Return the FLOP/s of a device in the products of the model, forward and back, none of them counted twice."""
+        """Return the FLOP/s of a device in the products of the model, forward and back, none of
+        them counted twice.
+        """
         flops = self.config.model.flops_per_token(self.config.sequence_length)
         return flops * self.tokens_per_s / self.num_devices
 
@@ -64,30 +70,41 @@ class StepEstimate:
         room_bytes = share * ACCELERATORS[kind].device_bytes
         fits = "it fits" if memory.num_bytes <= room_bytes else "it does not fit"
         state, temporary, whole = (
-            f"{size / 1e9:.1f}" for size in (memory.state_bytes, memory.temporary_bytes, memory.num_bytes)
+            f"{size / 1e9:.1f}"
+            for size in (memory.state_bytes, memory.temporary_bytes, memory.num_bytes)
         )
         lines = [
             f"estimated from the step as compiled for {self.num_devices} x {kind}, not measured:",
-            f"{gpu.seconds:.4g} s a step, {self.tokens_per_s:,.0f} tokens/s, {100 * self.mfu:.1f} % MFU of "
-            f"{ACCELERATORS[kind].flops / 1e12:g} TFLOP/s",
-            f"memory of a device: {whole} GB, {state} of state and {temporary} besides, of {room_bytes / 1e9:.1f} GB "
-            f"that JAX takes ({100 * share:g} % of {ACCELERATORS[kind].device_bytes / 1e9:g} GB): {fits}",
-            f"{gpu.launches:,} launches, {gpu.num_bytes / 1e9:,.0f} GB moved, {gpu.flops / 1e12:.1f} TFLOP computed; "
-            f"most of the time goes to",
+            (
+                f"{gpu.seconds:.4g} s a step, {self.tokens_per_s:,.0f} tokens/s,"
+                f" {100 * self.mfu:.1f} % MFU of {ACCELERATORS[kind].flops / 1e12:g} TFLOP/s"
+            ),
+            (
+                f"memory of a device: {whole} GB, {state} of state and {temporary} besides, of"
+                f" {room_bytes / 1e9:.1f} GB that JAX takes ({100 * share:g} % of"
+                f" {ACCELERATORS[kind].device_bytes / 1e9:g} GB): {fits}"
+            ),
+            (
+                f"{gpu.launches:,} launches, {gpu.num_bytes / 1e9:,.0f} GB moved,"
+                f" {gpu.flops / 1e12:.1f} TFLOP computed; most of the time goes to"
+            ),
             *map(str, gpu.kernels[:MOST_COSTLY]),
         ]
         if gpu.communication:
             links = gpu_rates(kind).links
             lines.append(
-                f"communication: {gpu.exposed_s:.3g} s of the step, on links each way and device of "
-                f"{links.inside_bytes_per_s / 1e9:g} GB/s inside a node, {links.between_bytes_per_s / 1e9:g} between"
+                f"communication: {gpu.exposed_s:.3g} s of the step, on links each way and device of"
+                f" {links.inside_bytes_per_s / 1e9:g} GB/s inside a node,"
+                f" {links.between_bytes_per_s / 1e9:g} between"
             )
             lines += map(str, gpu.communication)
         return "\n".join([*lines, *(f"note: {note}" for note in gpu.notes)])
 
 
 def estimate_step(config: TrainConfig) -> StepEstimate:
-    """Return the estimate for the GPU that `config.estimate` names; `ValueError` if nothing can be compiled for it."""
+    """Return the estimate for the GPU that `config.estimate` names; `ValueError` if nothing can
+    be compiled for it.
+    """
     ahead_of_time.check_cuda("estimate", config.estimate)
     hosts, each = machine_shape(config)
     compiled = lower_step(config, config.estimate).compile()
@@ -99,7 +116,8 @@ def estimate_step(config: TrainConfig) -> StepEstimate:
 def machine_shape(config: TrainConfig) -> tuple[int, int]:
     """Return (hosts, devices of each) of the mesh; what it leaves open is one, as for `--plan`.
 
-    Hosts have the devices of `mesh.expert_intra` where there are several (`mesh.expert_inter`), else up to eight.
+    Hosts have the devices of `mesh.expert_intra` where there are several (`mesh.expert_inter`),
+    else up to eight.
     """
     mesh = config.mesh
     intra = max(1, mesh.expert_intra)
@@ -118,7 +136,9 @@ def expert_rows_of(config: TrainConfig) -> ExpertRows:
 
 
 def lower_step(config: TrainConfig, target: str) -> jax.stages.Lowered:
-    """Return the step of a run whose experts stay on the device, to compile for a GPU of `ahead_of_time.TARGETS`."""
+    """Return the step of a run whose experts stay on the device, to compile for a GPU of
+    `ahead_of_time.TARGETS`.
+    """
     hosts, each = machine_shape(config)
     devices = ahead_of_time.devices(target, hosts, each)
     mesh = make_mesh(config.check_devices(len(devices), each), devices)
@@ -131,7 +151,9 @@ def lower_step(config: TrainConfig, target: str) -> jax.stages.Lowered:
 
 
 def step_memory(compiled: jax.stages.Compiled) -> StepMemory:
-    """Return the bytes that a compiled step takes of a device, whose new state lies where the old one did."""
+    """Return the bytes that a compiled step takes of a device, whose new state lies where the
+    old one did.
+    """
     sizes = compiled.memory_analysis()
     assert sizes is not None
     new_bytes = sizes.output_size_in_bytes - sizes.alias_size_in_bytes

@@ -1,8 +1,8 @@
 """A layer of a streamed step, forward and back: functions of one device, traced into its programs.
 
 Legend: A micro-batches, B batch, S sequence, T = B S tokens, D hidden, E experts, L experts of a
-device, M that its slot has room for, K choices a token, N layers of a kind, R devices, C elements of
-a device's part of a layer's flat buffer, G the same for gradients.
+device, M that its slot has room for, K choices a token, N layers of a kind, R devices, C elements
+of a device's part of a layer's flat buffer, G the same for gradients.
 
 A layer with experts is cut in two on its way forward, once its tokens are where their experts are.
 Its backward pass is one function, given what both have kept (`training.vjp`); where nothing is kept
@@ -57,7 +57,9 @@ from jmoe.training.update import router_key
 from jmoe.training.vjp import apply_vjp, vjp_with_residuals
 
 
-def _routed_tokens(x_BSD: jax.Array, h_TD: jax.Array, routing: Routing, dispatched: DispatchedTokens) -> RoutedTokens:
+def _routed_tokens(
+    x_BSD: jax.Array, h_TD: jax.Array, routing: Routing, dispatched: DispatchedTokens
+) -> RoutedTokens:
     """Return a layer half done, as a program hands it to the next."""
     sizes = [arrived.group_sizes_L for arrived in dispatched.chunks]
     return RoutedTokens(
@@ -94,11 +96,15 @@ class LayerFunctions:
         fused = [] if buffer_RC is None else unflatten(buffer_RC, layout.parts, hierarchy)
         return layout.join(fused, layer_of(layout.split(params.stack)[1], layer.number))
 
-    def _unless_empty(self, layer: LayerOptions, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    def _unless_empty(
+        self, layer: LayerOptions, function: Callable[..., Any], args: tuple[Any, ...]
+    ) -> Any:
         """Return what the function returns; zeros where this device has no images."""
         if layer.weight_B is None:
             return function(*args)
-        nothing = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(function, *args))
+        nothing = jax.tree.map(
+            lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(function, *args)
+        )
         return lax.cond(layer.weight_B[0] > 0, function, lambda *_: nothing, *args)
 
     def _overlap(
@@ -146,7 +152,9 @@ class LayerFunctions:
             experts_G = lax.psum(_flat(pending.experts), DATA)
         return self._summed(pending, row_G, experts_G)
 
-    def _summed(self, pending: PendingGradients, row_G: jax.Array, experts_G: jax.Array) -> SummedGradients:
+    def _summed(
+        self, pending: PendingGradients, row_G: jax.Array, experts_G: jax.Array
+    ) -> SummedGradients:
         """Return the sums by their names; experts_G: flat."""
         sums = SummedGradients(None if pending.rows_RG is None else row_G)
         if pending.experts is None:
@@ -156,7 +164,9 @@ class LayerFunctions:
         stored, square = self._to_keep(by_name, pending.ids_M)
         return sums._replace(experts=stored, square=square)
 
-    def _to_keep(self, experts: ExpertStacks, ids_M: jax.Array | None) -> tuple[ExpertStacks, jax.Array]:
+    def _to_keep(
+        self, experts: ExpertStacks, ids_M: jax.Array | None
+    ) -> tuple[ExpertStacks, jax.Array]:
         """Return (gradients as they are to be kept, their squares [R, L]), which add up later."""
         each = [jnp.square(g).sum(axis=tuple(range(1, g.ndim))) for g in experts.values()]
         dtype = self.config.tiers.gradient_dtype
@@ -211,8 +221,8 @@ class LayerFunctions:
     ) -> tuple[RoutedTokens, Any, Sequence[jax.Array]]:
         """Run a layer until its tokens are where their experts are.
 
-        Returns (that, what it keeps, chunks of the next layer): some of the buffer's columns, [R, ...]
-        each, as many as attention multiplies of the layer.
+        Returns (that, what it keeps, chunks of the next layer): some of the buffer's columns, [R,
+        ...] each, as many as attention multiplies of the layer.
         """
         function = partial(self._run_route, kind=kind, train=train, full_capacity=full_capacity)
         run = self._with_residuals_if(keeps, function, wanted=(0, 3))
@@ -228,7 +238,8 @@ class LayerFunctions:
             multiplied = dense + model.num_experts_per_tok * model.expert_parameters
             early = gathers[: len(gathers) * dense // multiplied]
             (routed, kept), gathered = interleave(run, args, early, scan.schedule, ALL, x_BSD)
-        # what one device needs, all that have it fetch, and so bring it up to date in the same steps
+        # what one device needs, all that have it fetch, and so bring it up to date in the same
+        # steps
         arrived_E = routed.arrived_E
         if self._slots is not None:
             arrived_E = self._slots.over_experts_local(arrived_E, layer.number)
@@ -322,7 +333,8 @@ class LayerFunctions:
         if sums.experts is not None:
             dexperts = jax.tree.map(jnp.add, sums.experts, dexperts)
         totals = [
-            total.at[0, layer.number].add(g.astype(jnp.float32)) for total, g in zip(sums.rest, rest, strict=True)
+            total.at[0, layer.number].add(g.astype(jnp.float32))
+            for total, g in zip(sums.rest, rest, strict=True)
         ]
         ids_M = None if params.chosen is None or dexperts is None else params.chosen.ids_M
         return GradAccumulator(rows_RG, totals, dexperts, ids_M)
@@ -343,7 +355,8 @@ class LayerFunctions:
 
         inputs.kept: what `route` found and kept, and what `add_experts` kept. last: no micro-batch
         follows, so the experts' gradients are as they are to be kept and their squares are known,
-        unless `reduce` is to add other devices' to them. dweights: of the choices, if they have weights.
+        unless `reduce` is to add other devices' to them. dweights: of the choices, if they have
+        weights.
         """
         counts_E = None
         if inputs.counts_NAE is not None and layer.accumulation is not None:

@@ -40,7 +40,8 @@ PartIn = TypeVar("PartIn", contravariant=True)
 class LayerOptions(NamedTuple):
     """What a layer's programs are given of one micro-batch beside its hidden states.
 
-    number: of the layer among its kind. window: how far attention looks; None: to all tokens before.
+    number: of the layer among its kind. window: how far attention looks; None: to all tokens
+    before.
     step, accumulation: what its router draws from. choices: its tokens' experts, where the router
     does not choose them. weight_B: of the images, 0 where a device has none, whose layers it then
     skips; None: every device has some.
@@ -141,8 +142,8 @@ class GradAccumulator(NamedTuple):
 class ForBackward(NamedTuple):
     """A layer's inputs, the gradient of its output, and what its forward pass left for this one.
 
-    choices: those that were made; None of a dense layer. kept: residuals; None: the layer runs again
-    from x. loss_scale: of its routers' losses. counts_NAE: of `ExpertTotals`.
+    choices: those that were made; None of a dense layer. kept: residuals; None: the layer runs
+    again from x. loss_scale: of its routers' losses. counts_NAE: of `ExpertTotals`.
     """
 
     x_BSD: jax.Array
@@ -190,7 +191,9 @@ def streamed_layers(model: ModelConfig) -> list[StreamedLayer]:
     layers, records, windows = list[StreamedLayer](), 0, model.windows
     for i, kind in enumerate(model.layer_kinds):
         number = model.layer_kinds[:i].count(kind)
-        options = LayerOptions(jnp.int32(number), None if windows is None else jnp.int32(windows[i]))
+        options = LayerOptions(
+            jnp.int32(number), None if windows is None else jnp.int32(windows[i])
+        )
         layers.append(StreamedLayer(kind, number, -1 if kind == "dense" else records, options))
         records += kind != "dense"
     return layers
@@ -267,10 +270,14 @@ class StreamedModel(Protocol[PartIn]):
     def embed(self, outside: Params, part: PartIn) -> tuple[jax.Array, list[Choices]]:
         """Return (the first layer's input, choices in each layer whose experts it names)."""
 
-    def layer_options(self, layer: StreamedLayer, step: jax.Array, part: PartIn, number: int) -> LayerOptions:
+    def layer_options(
+        self, layer: StreamedLayer, step: jax.Array, part: PartIn, number: int
+    ) -> LayerOptions:
         """Return what a layer is given of micro-batch `number`."""
 
-    def auxiliary_loss(self, kind: LayerKind, stats: MoEStats, counts_E: jax.Array | None) -> jax.Array:
+    def auxiliary_loss(
+        self, kind: LayerKind, stats: MoEStats, counts_E: jax.Array | None
+    ) -> jax.Array:
         """Return this device's part of a layer's router losses; counts_E: of all devices."""
 
     def loss_gradients(

@@ -51,7 +51,9 @@ Stats = Sequence[Sequence[MoEStats]]  # [N][A]
 
 @dataclass(frozen=True)
 class StepPrograms:
-    """The compiled functions of one run; those of layers are `LayerFunctions`, for all of a kind."""
+    """The compiled functions of one run; those of layers are `LayerFunctions`, for all of a
+    kind.
+    """
 
     unsharded: Callable[..., Unsharded]
     embed: Callable[..., tuple[jax.Array, list[Choices]]]
@@ -94,7 +96,9 @@ def compiled_for(
 
     def call(*args: Any, **options: Any) -> R:
         in_specs = tuple(map(_specs_of, args, specs))
-        sharded = partial(jax.shard_map, mesh=mesh, in_specs=in_specs, out_specs=out, check_vma=False)
+        sharded = partial(
+            jax.shard_map, mesh=mesh, in_specs=in_specs, out_specs=out, check_vma=False
+        )
         result: R = sharded(partial(function, **options))(*args)
         return result
 
@@ -108,7 +112,9 @@ class _StepFunctions:
         self._model, self._layers, self._num_devices = model, layers, model.sharded.mesh.size
 
     def most_chosen(self, arrived: Sequence[jax.Array]) -> jax.Array:
-        """Return how many experts rows arrived for in any of these arrays, on the device with most."""
+        """Return how many experts rows arrived for in any of these arrays, on the device with
+        most.
+        """
         most = (sum(arrived[1:], arrived[0]) > 0).sum(dtype=jnp.int32)
         return lax.pmax(most, ALL) if self._num_devices > 1 else most
 
@@ -208,7 +214,9 @@ def compile_step(model: StreamedModel[Any]) -> StepPrograms:
             static=["first"],
         ),
         embed=compiled_for(model, model.embed, outside, part, out=split),
-        dense=compiled_for(model, layers.dense, dense, layer, split, work, out=forward, static=["keeps"]),
+        dense=compiled_for(
+            model, layers.dense, dense, layer, split, work, out=forward, static=["keeps"]
+        ),
         route=compiled_for(
             model,
             layers.route,

@@ -1,13 +1,14 @@
-"""The training step with experts on several tiers: the host runs layer by layer while more experts arrive.
+"""The training step with experts on several tiers: the host runs layer by layer while more experts
+arrive.
 
-Legend: A micro-batches, P experts of this process, N layers, R devices, C elements of a device's part
-of a layer's flat buffer.
+Legend: A micro-batches, P experts of this process, N layers, R devices, C elements of a device's
+part of a layer's flat buffer.
 
-Layers go 0 … N-1 and back, each for all micro-batches at once, so that its experts are fetched once a
-pass. Gradients of experts are applied when the expert is fetched next: by then the global norm is
-known, and the update hides under other layers' work. On several devices that is one of two prefetches
-(MoESys section 3.2): while layer i computes, its successor's experts arrive from the tiers below, and
-its dense parameters from the other devices.
+Layers go 0 … N-1 and back, each for all micro-batches at once, so that its experts are fetched once
+a pass. Gradients of experts are applied when the expert is fetched next: by then the global norm is
+known, and the update hides under other layers' work. On several devices that is one of two
+prefetches (MoESys section 3.2): while layer i computes, its successor's experts arrive from the
+tiers below, and its dense parameters from the other devices.
 """
 
 from abc import ABC, abstractmethod
@@ -61,7 +62,9 @@ Squares = dict[LayerKind, list[jax.Array]]
 
 @dataclass
 class _PassedLayer:
-    """A layer on the way forward, for the way back: its inputs and what it keeps, by micro-batch."""
+    """A layer on the way forward, for the way back: its inputs and what it keeps, by
+    micro-batch.
+    """
 
     xs: list[jax.Array]
     kept: list[Any] = field(default_factory=list)  # as its gradients' program takes it
@@ -166,12 +169,16 @@ class StreamedRunner(StreamedExperts, ABC, Generic[Part]):
 
     # A step
 
-    def step(self, state: TrainState, batch: Any, full_capacity: bool = False) -> tuple[TrainState, Metrics]:
+    def step(
+        self, state: TrainState, batch: Any, full_capacity: bool = False
+    ) -> tuple[TrainState, Metrics]:
         """Take one step; where a buffer overflowed there are no metrics but `overflow` and `ok`."""
         with self._opened.guard():
             return self._step(state, batch, full_capacity)
 
-    def _step(self, state: TrainState, batch: Any, full_capacity: bool) -> tuple[TrainState, Metrics]:
+    def _step(
+        self, state: TrainState, batch: Any, full_capacity: bool
+    ) -> tuple[TrainState, Metrics]:
         programs, experts = self.programs, self._opened
         parts = self._parts(state, batch)
         experts.begin(self._down + self._down[::-1])
@@ -193,8 +200,12 @@ class StreamedRunner(StreamedExperts, ABC, Generic[Part]):
         self._end_step(metrics)
         return state, metrics
 
-    def _loss_gradients(self, run: Pass[Part], xs: list[jax.Array], sums: Params) -> tuple[list[Any], Params]:
-        """Return (the losses, summed gradients of what is outside); puts those of `xs` in its place."""
+    def _loss_gradients(
+        self, run: Pass[Part], xs: list[jax.Array], sums: Params
+    ) -> tuple[list[Any], Params]:
+        """Return (the losses, summed gradients of what is outside); puts those of `xs` in its
+        place.
+        """
         losses, scale = list[Any](), run.state.loss_scale
         for a, part in enumerate(run.parts):
             args = run.outside, xs[a], part, sums, scale
@@ -223,7 +234,8 @@ class StreamedRunner(StreamedExperts, ABC, Generic[Part]):
         """Return (what the way back needs, hidden states)."""
         programs, first = self.programs, self._layers[0].kind
         there = self._done(programs.unsharded(state.params, first=first))
-        # buffers for full capacity are as large as all devices' tokens: too much to keep of every layer
+        # buffers for full capacity are as large as all devices' tokens: too much to keep of every
+        # layer
         keeps = train and not full_capacity and self.streamed.keeps_residuals
         stacks = there.stacks
         if stacks is None:
@@ -408,8 +420,8 @@ class StreamedRunner(StreamedExperts, ABC, Generic[Part]):
         """Run one layer backwards, whose experts' gradients go to their tier; changes `dxs`.
 
         Returns (the other gradients, the neighbours' results, the squared norm of the experts'
-        gradients). Where devices have the same experts, their gradients may be among the others, to be
-        summed, and the norm is None.
+        gradients). Where devices have the same experts, their gradients may be among the others, to
+        be summed, and the norm is None.
         """
         experts, layer, passed = self._opened, self._layers[i], run.passed[i]
         fetched = self._joined(experts.fetch(layer.record, passed.chosen_P))

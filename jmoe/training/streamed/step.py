@@ -1,4 +1,6 @@
-"""The streamed trainer of text models. Legend: A accumulation steps, B batch, S sequence, V vocabulary."""
+"""The streamed trainer of text models. Legend: A accumulation steps, B batch, S sequence, V
+vocabulary.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -70,7 +72,9 @@ class StreamedTrainer(StreamedRunner[TokenPart]):
     # State
 
     def init(self) -> TrainState:
-        """Draw step 0, with the fused trainer's parameters; experts are drawn one layer at a time."""
+        """Draw step 0, with the fused trainer's parameters; experts are drawn one layer at a
+        time.
+        """
         # no other draw depends on the size of experts
         config, small = self.config, replace(self.config.model, moe_intermediate_size=1)
 
@@ -102,7 +106,9 @@ class StreamedTrainer(StreamedRunner[TokenPart]):
         weights: ReadExperts | None = None,
         moments: ReadExperts | None = None,
     ) -> TrainState:
-        """Return the state; experts go to their tiers layer by layer. None: they are there already."""
+        """Return the state; experts go to their tiers layer by layer. None: they are there
+        already.
+        """
         self._load(int(saved.step), weights, moments)
         if self._device:
             return jax.device_put(saved, self._device)
@@ -115,14 +121,21 @@ class StreamedTrainer(StreamedRunner[TokenPart]):
         return [self._text.split(tokens_BS) for tokens_BS in tokens]
 
     def evaluate(self, state: TrainState, batches: Sequence[Batch]) -> list[jax.Array]:
-        """Return the summed negative log-likelihood of each batch; experts are fetched once for all."""
+        """Return the summed negative log-likelihood of each batch; experts are fetched once for
+        all.
+        """
         batches = [jax.device_put(batch, self._batch_place) for batch in batches]
         parts = [self._done(self._text.split(tokens)) for tokens, _ in batches]
         outside, xs = self._hidden(state, parts)
         each = zip(xs, parts, (weights for _, weights in batches), strict=True)
-        return [self._done(self._text.nll(outside, x, part.labels_BS, weights)) for x, part, weights in each]
+        return [
+            self._done(self._text.nll(outside, x, part.labels_BS, weights))
+            for x, part, weights in each
+        ]
 
-    def next_logits(self, state: TrainState, tokens_BS: jax.Array, position: jax.Array) -> jax.Array:
+    def next_logits(
+        self, state: TrainState, tokens_BS: jax.Array, position: jax.Array
+    ) -> jax.Array:
         """Return logits [V] after the token at `position` of the first sequence."""
         tokens = jax.device_put(tokens_BS, self._batch_place)
         outside, (x_BSD,) = self._hidden(state, [TokenPart(tokens, tokens)])

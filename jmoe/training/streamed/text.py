@@ -1,7 +1,7 @@
 """What a streamed step has of a text model beside its layers.
 
-Legend: B batch, S sequence, T = B S tokens, D hidden, V vocabulary, E experts, N layers with experts,
-A accumulation steps, R devices, C elements of a device's part of a layer's flat buffer.
+Legend: B batch, S sequence, T = B S tokens, D hidden, V vocabulary, E experts, N layers with
+experts, A accumulation steps, R devices, C elements of a device's part of a layer's flat buffer.
 """
 
 from functools import partial
@@ -94,18 +94,20 @@ class StreamedDecoder(StreamedModel[TokenPart]):
         return Unsharded(outside, None, flat, scan.unsharded(gathered, row_C))
 
     def embed(self, outside: Params, part: TokenPart) -> tuple[jax.Array, list[Choices]]:
-        module, lookup = (
-            self.parts.outside(self.decoder.cast(outside)),
-            self.decoder.embedding.lookup,
-        )
+        module = self.parts.outside(self.decoder.cast(outside))
+        lookup = self.decoder.embedding.lookup
         return module.embed(part.inputs_BS, self.dtype, lookup), []
 
-    def layer_options(self, layer: StreamedLayer, step: jax.Array, part: TokenPart, number: int) -> LayerOptions:
+    def layer_options(
+        self, layer: StreamedLayer, step: jax.Array, part: TokenPart, number: int
+    ) -> LayerOptions:
         if layer.kind == "dense":
             return layer.options
         return layer.options._replace(step=step, accumulation=jnp.int32(number))
 
-    def auxiliary_loss(self, kind: LayerKind, stats: MoEStats, counts_E: jax.Array | None) -> jax.Array:
+    def auxiliary_loss(
+        self, kind: LayerKind, stats: MoEStats, counts_E: jax.Array | None
+    ) -> jax.Array:
         assert counts_E is not None
         sums = stats.probs_sum_E[0], stats.z_sum[0]
         balance, z = auxiliary_losses(self.config, *sums, counts_E)
@@ -117,7 +119,9 @@ class StreamedDecoder(StreamedModel[TokenPart]):
         weight = jnp.full(part.labels_BS.shape, 1.0 / self._step_tokens, jnp.float32)
         with jax.named_scope("loss"):
             loss_and_gradients = jax.value_and_grad(self._nll_local, argnums=(0, 1))
-            loss, (doutside, dx_BSD) = loss_and_gradients(outside, x_BSD, part.labels_BS, scaled(weight, loss_scale))
+            loss, (doutside, dx_BSD) = loss_and_gradients(
+                outside, x_BSD, part.labels_BS, scaled(weight, loss_scale)
+            )
         return unscaled(loss, loss_scale)[None], dx_BSD, doutside
 
     @property
@@ -159,12 +163,16 @@ class StreamedDecoder(StreamedModel[TokenPart]):
         head = None if module.head is None else module.head[...]
         return x_TD, self.decoder.head.weight(module.embedding[...], head, self.dtype)
 
-    def _nll_local(self, outside: Params, x_BSD: jax.Array, labels_BS: jax.Array, weights_BS: jax.Array) -> jax.Array:
+    def _nll_local(
+        self, outside: Params, x_BSD: jax.Array, labels_BS: jax.Array, weights_BS: jax.Array
+    ) -> jax.Array:
         head = self._head(outside, x_BSD)
         labels_T, weights_T = labels_BS.reshape(-1), weights_BS.reshape(-1)
         return self.decoder.head.cross_entropy(*head, labels_T, weights_T)
 
-    def nll(self, outside: Params, x_BSD: jax.Array, labels_BS: jax.Array, weights_BS: jax.Array) -> jax.Array:
+    def nll(
+        self, outside: Params, x_BSD: jax.Array, labels_BS: jax.Array, weights_BS: jax.Array
+    ) -> jax.Array:
         """Return the weighted negative log-likelihood of all devices' tokens."""
         own = self._nll_local(outside, x_BSD, labels_BS, weights_BS)
         total: jax.Array = over_devices(self.decoder.mesh.size, own)

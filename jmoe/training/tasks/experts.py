@@ -1,10 +1,13 @@
-"""Where the experts of layers routed by task lie in elastic layouts: on the devices whose tasks name them.
+"""Where the experts of layers routed by task lie in elastic layouts: on the devices whose tasks
+name them.
 
-Legend: R devices, N layers routed by task, E experts of a layer, S slots of a device in a layer, A tasks.
+Legend: R devices, N layers routed by task, E experts of a layer, S slots of a device in a layer, A
+tasks.
 
-One program runs on all devices, so that each has an array of the same shape: S slots a layer, as many as the device
-that needs most. What a device does not need of them is padding: its values stay 0, and so do its gradients. An expert
-that several devices need has a copy on each; gradients are summed over these devices alone, so that copies stay equal.
+One program runs on all devices, so that each has an array of the same shape: S slots a layer, as
+many as the device that needs most. What a device does not need of them is padding: its values stay
+0, and so do its gradients. An expert that several devices need has a copy on each; gradients are
+summed over these devices alone, so that copies stay equal.
 """
 
 from __future__ import annotations
@@ -30,7 +33,9 @@ NONE = -1  # an empty slot
 
 @dataclass(frozen=True, eq=False)
 class TaskSlots:
-    """Which expert is in each slot, [R, N, S], in rising order, then `NONE`; homes: [A], devices with all of a path."""
+    """Which expert is in each slot, [R, N, S], in rising order, then `NONE`; homes: [A], devices
+    with all of a path.
+    """
 
     experts_RNS: NDArray[np.int32]
     num_experts: int
@@ -57,7 +62,8 @@ class TaskSlots:
         return (self.experts_RNS != NONE) & (first_NE[layers, self.experts_RNS] == device)
 
     def rounds(self) -> Iterator[tuple[list[int], list[list[int]], NDArray[np.int32]]]:
-        """Yield (layers, groups of devices, slot [R] of each device): sums over groups that can be taken at once.
+        """Yield (layers, groups of devices, slot [R] of each device): sums over groups that can be
+        taken at once.
 
         Every device is in one group; one alone has nothing to sum.
         """
@@ -76,7 +82,9 @@ class TaskSlots:
                         free -= set(groups[-1])
                         slot_R[group] = self.slot_RNE[group, layer, expert]
                 groups += [[device] for device in sorted(free)]
-                layers_of.setdefault((tuple(map(tuple, groups)), tuple(slot_R.tolist())), []).append(layer)
+                layers_of.setdefault(
+                    (tuple(map(tuple, groups)), tuple(slot_R.tolist())), []
+                ).append(layer)
         for (groups, slots), layers in layers_of.items():
             yield layers, [list(group) for group in groups], np.array(slots, np.int32)
 
@@ -102,43 +110,62 @@ class TaskSlots:
 
         return jax.tree.map(reduced, grads)
 
-    def layer_reduced_local(self, grads: Mapping[str, jax.Array], layer: int) -> dict[str, jax.Array]:
+    def layer_reduced_local(
+        self, grads: Mapping[str, jax.Array], layer: int
+    ) -> dict[str, jax.Array]:
         """Return gradients [S, ...] of one layer summed over the devices that have the expert."""
         reduced = dict(grads)
         for layers, groups, slot_R in self.rounds():
             if layer in layers:
                 slot = self.of_device(slot_R)
-                summed = {name: lax.psum(g[slot], ALL, axis_index_groups=groups) for name, g in reduced.items()}
+                summed = {
+                    name: lax.psum(g[slot], ALL, axis_index_groups=groups)
+                    for name, g in reduced.items()
+                }
                 reduced = {name: g.at[slot].set(summed[name]) for name, g in reduced.items()}
         return reduced
 
     def over_experts_local(self, counts_S: jax.Array, layer: jax.Array) -> jax.Array:
         """Return [E], what all devices have counted of each expert in their slots of a layer."""
-        experts_S = self.of_device(np.where(self.experts_RNS == NONE, self.num_experts, self.experts_RNS))[layer]
-        counts_E = jnp.zeros(self.num_experts, counts_S.dtype).at[experts_S].add(counts_S, mode="drop")
+        experts_S = self.of_device(
+            np.where(self.experts_RNS == NONE, self.num_experts, self.experts_RNS)
+        )[layer]
+        counts_E = (
+            jnp.zeros(self.num_experts, counts_S.dtype).at[experts_S].add(counts_S, mode="drop")
+        )
         total_E: jax.Array = lax.psum(counts_E, ALL)
         return total_E
 
     def squares_local(self, grads: Any) -> jax.Array:
-        """Return [N], this device's part of the squared norm of reduced gradients: each expert counts once."""
+        """Return [N], this device's part of the squared norm of reduced gradients: each expert
+        counts once.
+        """
         owns_NS = self.of_device(self.owns_RNS)
-        squares_NS = [jnp.square(g).sum(axis=tuple(range(2, g.ndim))) for g in jax.tree.leaves(grads)]
+        squares_NS = [
+            jnp.square(g).sum(axis=tuple(range(2, g.ndim))) for g in jax.tree.leaves(grads)
+        ]
         return jnp.where(owns_NS, jnp.stack(squares_NS).sum(axis=0), 0.0).sum(axis=1)
 
     def to_saved_local(self, w: jax.Array, dim: int) -> jax.Array:
-        """Return this device's part of [N, E, ...] out of [N, S, ...]: split over all in `dim`; -1: the whole.
+        """Return this device's part of [N, E, ...] out of [N, S, ...]: split over all in `dim`; -1:
+        the whole.
 
         Expert by expert, so that one more of each layer is there at once.
         """
         layers, bits = np.arange(w.shape[0]), lax.bitcast_convert_type(w, jnp.int32)
-        owns_NE = np.take_along_axis(self.owns_RNS, np.maximum(self.slot_RNE, 0), axis=2) & (self.slot_RNE != NONE)
+        owns_NE = np.take_along_axis(self.owns_RNS, np.maximum(self.slot_RNE, 0), axis=2) & (
+            self.slot_RNE != NONE
+        )
         slot_NE, own_NE = self.slots_local(), self.of_device(owns_NE)
 
         def one(expert: jax.Array) -> jax.Array:
             mine_N = own_NE[:, expert].reshape(-1, *[1] * (w.ndim - 2))
-            part = jnp.where(mine_N, bits[layers, slot_NE[:, expert]], 0)  # the sum with zeros keeps all bits
+            # the sum with zeros keeps all bits
+            part = jnp.where(mine_N, bits[layers, slot_NE[:, expert]], 0)
             return (
-                lax.psum(part, ALL) if dim < 0 else lax.psum_scatter(part, ALL, scatter_dimension=dim - 1, tiled=True)
+                lax.psum(part, ALL)
+                if dim < 0
+                else lax.psum_scatter(part, ALL, scatter_dimension=dim - 1, tiled=True)
             )
 
         saved_EN = lax.map(one, jnp.arange(self.num_experts, dtype=jnp.int32))
@@ -182,8 +209,8 @@ def with_task_experts(tree: Any, experts: Any) -> Any:
 def may_lie_apart(config: VisionTrainConfig, num_devices: int) -> bool:
     """Return whether a device has only those experts of layers routed by task that its tasks name.
 
-    That is so in elastic layouts. Experts on tiers also have to stay where they are until the end, and their devices
-    have all experts of a layer if tokens choose those of any.
+    That is so in elastic layouts. Experts on tiers also have to stay where they are until the end,
+    and their devices have all experts of a layer if tokens choose those of any.
     """
     elastic = config.layout == "elastic" and num_devices > 1 and bool(config.model.task_layers)
     stay = not any(task.num_steps % config.num_steps for task in config.tasks.values())
@@ -191,10 +218,11 @@ def may_lie_apart(config: VisionTrainConfig, num_devices: int) -> bool:
 
 
 def task_slots(config: VisionTrainConfig, layout: Layout) -> TaskSlots | None:
-    """Return where the experts of layers routed by task lie; None where all devices have all, or a part by the mesh.
+    """Return where the experts of layers routed by task lie; None where all devices have all, or a
+    part by the mesh.
 
-    A device has what the paths of its tasks name. A task that no device runs, since it has ended, keeps its path on the
-    device with the fewest experts; so does an expert that no path names.
+    A device has what the paths of its tasks name. A task that no device runs, since it has ended,
+    keeps its path on the device with the fewest experts; so does an expert that no path names.
     """
     devices, paths = len(layout.shares), [task.path for task in config.tasks.values()]
     num_layers, num_experts = len(config.model.task_layers), config.model.num_experts
@@ -207,8 +235,11 @@ def task_slots(config: VisionTrainConfig, layout: Layout) -> TaskSlots | None:
             needed |= {expert, SHARED_EXPERT} if config.model.learn_paths else {expert}
 
     homes = [layout.devices_of(number) for number in range(len(paths))]
-    for number in sorted(range(len(paths)), key=lambda number: not homes[number]):  # ended tasks come last
-        homes[number] = homes[number] or (min(range(devices), key=lambda d: sum(map(len, needs[d]))),)
+    # ended tasks come last
+    for number in sorted(range(len(paths)), key=lambda number: not homes[number]):
+        homes[number] = homes[number] or (
+            min(range(devices), key=lambda d: sum(map(len, needs[d]))),
+        )
         for device in homes[number]:
             add(device, paths[number])
     for layer in range(num_layers):

@@ -1,7 +1,7 @@
 """Which device runs which tasks of a run on images, and when that changes while it goes on.
 
-By batches at first, within the memory of a device; anew when a task ends, when the number of devices in use changes, or
-when images were measured to take so long that loads are uneven.
+By batches at first, within the memory of a device; anew when a task ends, when the number of
+devices in use changes, or when images were measured to take so long that loads are uneven.
 """
 
 from collections import Counter
@@ -16,12 +16,18 @@ from jmoe.planning.elastic import DeviceMemory, Layout, TaskLoad, plan, size_tex
 from jmoe.training.tasks.experts import may_lie_apart, task_slots
 
 LEAST_GAIN = 1.05  # in the time of a step, for which a run compiles again
-STATE_BYTES, GRADIENT_BYTES = 12, 4  # of a parameter: float32 weight and AdamW's moments; its gradient
+# of a parameter: float32 weight and AdamW's moments; its gradient
+STATE_BYTES, GRADIENT_BYTES = 12, 4
 
 
 def own_experts(config: VisionTrainConfig) -> dict[str, int]:
-    """Return how many experts each task has that no other task's path names, in all layers routed by task."""
-    named = [Counter(experts) for experts in zip(*(task.path for task in config.tasks.values()), strict=True)]
+    """Return how many experts each task has that no other task's path names, in all layers
+    routed by task.
+    """
+    named = [
+        Counter(experts)
+        for experts in zip(*(task.path for task in config.tasks.values()), strict=True)
+    ]
     return {
         name: sum(count[expert] == 1 for count, expert in zip(named, task.path, strict=True))
         for name, task in config.tasks.items()
@@ -31,12 +37,17 @@ def own_experts(config: VisionTrainConfig) -> dict[str, int]:
 def unnamed_experts(config: VisionTrainConfig) -> int:
     """Return how many experts no task's path names, in all layers routed by task."""
     always = {SHARED_EXPERT} if config.model.learn_paths else set()
-    named = [always.union(experts) for experts in zip(*(task.path for task in config.tasks.values()), strict=True)]
+    named = [
+        always.union(experts)
+        for experts in zip(*(task.path for task in config.tasks.values()), strict=True)
+    ]
     return sum(config.model.num_experts - len(experts) for experts in named)
 
 
 def expert_bytes(config: VisionTrainConfig) -> int:
-    """Return the bytes of an expert with its optimizer state, gradient and copy in the dtype of its use."""
+    """Return the bytes of an expert with its optimizer state, gradient and copy in the dtype of
+    its use.
+    """
     return config.model.expert_parameters * (STATE_BYTES + GRADIENT_BYTES + _cast_bytes(config))
 
 
@@ -72,8 +83,8 @@ def _layers_on_device(config: VisionTrainConfig) -> int:
 def place_bytes(config: VisionTrainConfig) -> int:
     """Return what a place for an expert on tiers takes on a device, in all layers in use.
 
-    Float32 weights of these layers; of one layer a copy in the dtype of its use, and gradients; those of the layer
-    before are on their way to their tier.
+    Float32 weights of these layers; of one layer a copy in the dtype of its use, and gradients;
+    those of the layer before are on their way to their tier.
     """
     written = 2 if config.tiers.gradient_dtype == "bfloat16" else 4
     in_use = 4 * _layers_on_device(config) + GRADIENT_BYTES + written + _cast_bytes(config)
@@ -81,7 +92,9 @@ def place_bytes(config: VisionTrainConfig) -> int:
 
 
 def _places_by_task(config: VisionTrainConfig, num_devices: int) -> tuple[int, dict[str, int]]:
-    """Return in how many places of a layer a device has experts that are nobody's own, and those of each task."""
+    """Return in how many places of a layer a device has experts that are nobody's own, and those
+    of each task.
+    """
     shared, own = 0, dict.fromkeys(config.tasks, 0)
     always = {SHARED_EXPERT} if config.model.learn_paths else set()
     for experts in zip(*(task.path for task in config.tasks.values()), strict=True):
@@ -95,14 +108,16 @@ def _places_by_task(config: VisionTrainConfig, num_devices: int) -> tuple[int, d
 
 
 def memory_of(config: VisionTrainConfig, num_devices: int) -> tuple[DeviceMemory, dict[str, int]]:
-    """Return what a device has, and needs for what tasks share; and bytes of each task's own experts there.
+    """Return what a device has, and needs for what tasks share; and bytes of each task's own
+    experts there.
 
-    Counted are parameters with their gradients and optimizer state; of experts on tiers, what is on the device. A
-    task's head is counted nowhere, since classes are not known before images are read, and activations are not. An
-    expert that several tasks name counts on all devices.
+    Counted are parameters with their gradients and optimizer state; of experts on tiers, what is on
+    the device. A task's head is counted nowhere, since classes are not known before images are
+    read, and activations are not. An expert that several tasks name counts on all devices.
     """
     model, mesh = config.model, config.mesh
-    groups = mesh.expert_inter * max(1, mesh.expert_intra)  # devices that divide all experts, whoever runs what
+    # devices that divide all experts, whoever runs what
+    groups = mesh.expert_inter * max(1, mesh.expert_intra)
     device_bytes = config.machine.device().device_bytes or None
     if not config.tiers.on_device:
         shared, places = bytes_for_all(config, num_devices), dict.fromkeys(config.tasks, 0)
@@ -123,11 +138,16 @@ def memory_of(config: VisionTrainConfig, num_devices: int) -> tuple[DeviceMemory
 
 
 def layout_of(
-    config: VisionTrainConfig, num_devices: int, *, step: int = 0, image_s: Mapping[str, float] | None = None
+    config: VisionTrainConfig,
+    num_devices: int,
+    *,
+    step: int = 0,
+    image_s: Mapping[str, float] | None = None,
 ) -> Layout:
     """Return who runs which images in a step, within `machine.device_bytes`.
 
-    image_s: what an image of each task takes; by default all cost the same: they have one size, and paths one width.
+    image_s: what an image of each task takes; by default all cost the same: they have one size, and
+    paths one width.
     """
     memory, own_bytes = memory_of(config, num_devices)
     loads = tuple(
@@ -135,19 +155,28 @@ def layout_of(
         for name, task in config.tasks.items()
     )
     active = [number for number, task in enumerate(config.tasks.values()) if task.takes_part(step)]
-    layout = plan([loads[number] for number in active], num_devices, mode=config.layout, memory=memory)
+    layout = plan(
+        [loads[number] for number in active], num_devices, mode=config.layout, memory=memory
+    )
     parts, micro = config.gradient_accumulation_steps, layout.micro_batch
     if micro % parts:
         raise ValueError(
-            f"gradient_accumulation_steps = {parts}: must divide the {micro} images that a device takes at once"
+            f"gradient_accumulation_steps = {parts}: must divide the {micro} images that a device"
+            " takes at once"
         )
-    shares = tuple(tuple(replace(share, task=active[share.task]) for share in own) for own in layout.shares)
+    shares = tuple(
+        tuple(replace(share, task=active[share.task]) for share in own) for own in layout.shares
+    )
     return replace(layout, tasks=loads, shares=shares)
 
 
 def check_layouts(config: VisionTrainConfig, num_devices: int, step: int = 0) -> None:
-    """Raise `ValueError` if in a step from `step` on, as tasks end, what is left cannot be laid out."""
-    for start in sorted({step, *(task.num_steps for task in config.tasks.values() if task.num_steps > step)}):
+    """Raise `ValueError` if in a step from `step` on, as tasks end, what is left cannot be laid
+    out.
+    """
+    for start in sorted(
+        {step, *(task.num_steps for task in config.tasks.values() if task.num_steps > step)}
+    ):
         if start < config.num_steps:
             layout_of(config, num_devices, step=start)
 
@@ -171,10 +200,14 @@ class LayoutController:
         return bool(every) and step > 0 and step % every == 0
 
     def replan(self, step: int, image_s: Mapping[str, float]) -> str:
-        """Decide the layout from `step` on by what an image of each task was measured to take; return why."""
+        """Decide the layout from `step` on by what an image of each task was measured to take;
+        return why.
+        """
         now = self.layout(step)
         known = {task.name: image_s.get(task.name, 1.0) for task in now.tasks}
-        measured = replace(now, tasks=tuple(replace(task, image_s=known[task.name]) for task in now.tasks))
+        measured = replace(
+            now, tasks=tuple(replace(task, image_s=known[task.name]) for task in now.tasks)
+        )
         imbalance, limit = measured.imbalance, self._config.elastic.max_imbalance
         has = f"the busiest device has {imbalance:.2f} x the mean load"
         if imbalance <= limit:
@@ -189,18 +222,30 @@ class LayoutController:
     def resize(self, step: int, num_devices: int) -> None:
         """Use so many devices from `step` on; `ValueError` if that cannot be."""
         config, processes, most = self._config, jax.process_count(), jax.device_count()
-        check(config.layout == "elastic", "layout", config.layout, "must be elastic for another number of devices")
+        check(
+            config.layout == "elastic",
+            "layout",
+            config.layout,
+            "must be elastic for another number of devices",
+        )
         tiers = config.tiers.experts, config.tiers.optimizer
         constraint = "must be device for another number of devices while the run goes on"
         check(config.tiers.on_device, "tiers", tiers, constraint)
         check(0 < num_devices <= most, "devices", num_devices, f"must be between 1 and {most}")
-        check(num_devices % processes == 0, "devices", num_devices, f"must be a multiple of {processes} processes")
+        check(
+            num_devices % processes == 0,
+            "devices",
+            num_devices,
+            f"must be a multiple of {processes} processes",
+        )
         check_layouts(config, num_devices, step)
         self.num_devices = num_devices
 
 
 def plan_lines(config: VisionTrainConfig) -> list[str]:
-    """Return who runs what on the devices that `mesh` names: elastic, or as configured where these split experts."""
+    """Return who runs what on the devices that `mesh` names: elastic, or as configured where
+    these split experts.
+    """
     mesh = config.mesh
     groups = mesh.expert_inter * max(1, mesh.expert_intra)
     config = replace(config, layout="elastic") if groups == 1 else config
@@ -216,7 +261,9 @@ def notes_of(config: VisionTrainConfig, layout: Layout) -> list[str]:
 
 
 def kept_bytes(config: VisionTrainConfig, layout: Layout) -> int:
-    """Return what each device keeps in fact: in every layer routed by task as much as the one that needs most."""
+    """Return what each device keeps in fact: in every layer routed by task as much as the one
+    that needs most.
+    """
     slots = task_slots(config, layout)
     num_slots = config.model.num_experts if slots is None else slots.num_slots
     experts = num_slots * len(config.model.task_layers) * expert_bytes(config)
@@ -226,7 +273,9 @@ def kept_bytes(config: VisionTrainConfig, layout: Layout) -> int:
 
 
 def tiers_line(config: VisionTrainConfig) -> str:
-    """Return what is on the device of experts on tiers, and what is on which tier; "" where none are."""
+    """Return what is on the device of experts on tiers, and what is on which tier; "" where none
+    are.
+    """
     tiers, layers = config.tiers, _expert_layers(config)
     if tiers.on_device:
         return ""
@@ -238,16 +287,20 @@ def tiers_line(config: VisionTrainConfig) -> str:
         "gradients": (gradient_bytes, tiers.gradients),
     }
     below = ", ".join(
-        f"{kind} {size_text(parameters * size)} ({tier})" for kind, (size, tier) in kinds.items() if tier != "device"
+        f"{kind} {size_text(parameters * size)} ({tier})"
+        for kind, (size, tier) in kinds.items()
+        if tier != "device"
     )
     return (
-        f"experts on tiers: a device has its part of {_layers_on_device(config)} of {layers} layers at one time; "
-        f"for each replica of all experts: {below}"
+        f"experts on tiers: a device has its part of {_layers_on_device(config)} of {layers} layers"
+        f" at one time; for each replica of all experts: {below}"
     )
 
 
 def slots_line(config: VisionTrainConfig, layout: Layout) -> str:
-    """Return what a device keeps in fact; "" where it has all experts, or where the mesh splits them."""
+    """Return what a device keeps in fact; "" where it has all experts, or where the mesh splits
+    them.
+    """
     slots = task_slots(config, layout)
     if slots is None:
         return ""

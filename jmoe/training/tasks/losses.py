@@ -1,12 +1,13 @@
-"""Losses and accuracies of the outputs of several image tasks; the same whichever devices compute them.
+"""Losses and accuracies of the outputs of several image tasks; the same whichever devices compute
+them.
 
-Legend: R devices, M micro-batches, B images of a micro-batch, G of a step, Y outputs of all heads, C features of all
-embeddings, K classes of all tasks, A tasks.
+Legend: R devices, M micro-batches, B images of a micro-batch, G of a step, Y outputs of all heads,
+C features of all embeddings, K classes of all tasks, A tasks.
 
-Every image's loss is divided by what its task has on all devices, so that no layout changes the loss. Images of a task
-with a contrastive head are compared with all of the task's in the step: every device has the loss of all of them and
-its gradient, and the gradient of its own images' embeddings is what their micro-batch is differentiated with (as
-GradCache, arXiv:2101.06983).
+Every image's loss is divided by what its task has on all devices, so that no layout changes the
+loss. Images of a task with a contrastive head are compared with all of the task's in the step:
+every device has the loss of all of them and its gradient, and the gradient of its own images'
+embeddings is what their micro-batch is differentiated with (as GradCache, arXiv:2101.06983).
 """
 
 from collections.abc import Collection, Mapping
@@ -26,7 +27,9 @@ Metrics = dict[str, Any]
 
 
 class Contrast(NamedTuple):
-    """Results for this device's images of comparing all images of a step, [M, B, ...] or [B, ...]."""
+    """Results for this device's images of comparing all images of a step, [M, B, ...] or [B,
+    ...].
+    """
 
     gradient: jax.Array  # of the loss with respect to the embedding, [C]
     loss: jax.Array
@@ -34,21 +37,29 @@ class Contrast(NamedTuple):
 
 
 class TaskLosses:
-    """Losses and accuracies of a run's tasks, on a device: its part of them. Runs inside `shard_map`, or on one.
+    """Losses and accuracies of a run's tasks, on a device: its part of them. Runs inside
+    `shard_map`, or on one.
 
     num_classes: by task. active: the names of the tasks that take part.
     """
 
     def __init__(
-        self, config: VisionTrainConfig, num_classes: Mapping[str, int], num_devices: int, active: Collection[str]
+        self,
+        config: VisionTrainConfig,
+        num_classes: Mapping[str, int],
+        num_devices: int,
+        active: Collection[str],
     ) -> None:
         self._config, self._num_devices, self.active = config, num_devices, list(active)
         self._num_classes = np.array(list(num_classes.values()), np.int32)
         tasks = [config.tasks[name] for name in num_classes]
-        sizes = [task.head_size(count) for task, count in zip(tasks, num_classes.values(), strict=True)]
+        sizes = [
+            task.head_size(count) for task, count in zip(tasks, num_classes.values(), strict=True)
+        ]
         self._outputs = np.cumsum([0, *sizes])[:-1].astype(np.int32)  # where each task's begin
         self._classes = np.cumsum([0, *num_classes.values()])[:-1].astype(np.int32)
-        self.compares = np.array([task.head == "contrastive" for task in tasks])  # tasks that do, by number
+        # tasks that do, by number
+        self.compares = np.array([task.head == "contrastive" for task in tasks])
         self._embeds = np.repeat(self.compares, sizes)  # outputs that are embeddings
         self._temperature = np.array([task.contrastive_temperature for task in tasks], np.float32)
 
@@ -63,20 +74,28 @@ class TaskLosses:
         return int(self._num_classes.sum()), self.embedding_size
 
     def embeddings(self, logits_BY: jax.Array) -> jax.Array:
-        """Return [B, C] of length 1, 0 where a feature is another task's; zeros of tasks that have classes."""
+        """Return [B, C] of length 1, 0 where a feature is another task's; zeros of tasks that
+        have classes.
+        """
         own_BC = logits_BY[:, np.flatnonzero(self._embeds)]
         return unit(jnp.where(jnp.isfinite(own_BC), own_BC, 0.0))
 
     def compared(self, z_MBC: jax.Array, batch: ImageBatch) -> Contrast:
-        """Return what comparing all images of the step says of this device's, [M, B, ...]; batch: those images."""
+        """Return what comparing all images of the step says of this device's, [M, B, ...];
+        batch: those images.
+        """
         several = self._num_devices > 1
         own = z_MBC, batch.task, batch.label, batch.weight
         every = [lax.all_gather(a, ALL) if several else a[None] for a in own]
         z_GC, task_G, label_G, weight_G = (a.reshape(-1, *a.shape[3:]) for a in every)
         tasks = self._config.tasks.values()
-        share_A = np.array([task.loss_weight / task.batch_size for task in tasks], np.float32) * self.compares
+        share_A = (
+            np.array([task.loss_weight / task.batch_size for task in tasks], np.float32)
+            * self.compares
+        )
         weight_G = weight_G * jnp.asarray(self.compares)[task_G].astype(jnp.float32)
-        share_G, temperature_G = jnp.asarray(share_A)[task_G], jnp.asarray(self._temperature)[task_G]
+        share_G = jnp.asarray(share_A)[task_G]
+        temperature_G = jnp.asarray(self._temperature)[task_G]
 
         def total(z_GC: jax.Array) -> Any:
             loss_G, is_right_G = contrastive_losses(z_GC, task_G, label_G, weight_G, temperature_G)
@@ -84,10 +103,14 @@ class TaskLosses:
 
         gradient_GC, (loss_G, is_right_G) = jax.grad(total, has_aux=True)(z_GC)
         device = lax.axis_index(ALL) if several else 0
-        parts = (a.reshape(*every[0].shape[:3], *a.shape[1:]) for a in (gradient_GC, loss_G, is_right_G))
+        parts = (
+            a.reshape(*every[0].shape[:3], *a.shape[1:]) for a in (gradient_GC, loss_G, is_right_G)
+        )
         return Contrast(*(part[device] for part in parts))
 
-    def loss(self, logits_BY: jax.Array, batch: ImageBatch, contrast: Contrast | None) -> tuple[jax.Array, Metrics]:
+    def loss(
+        self, logits_BY: jax.Array, batch: ImageBatch, contrast: Contrast | None
+    ) -> tuple[jax.Array, Metrics]:
         """Return a micro-batch's part of the loss, and what it consists of.
 
         What it compares has that of `contrast`, as value and as gradient.
@@ -110,15 +133,22 @@ class TaskLosses:
             loss = (loss_A * weights_A).sum() + compared
         metrics: Metrics = {
             "loss": loss,
-            "task_loss": {name: loss_A[number] for number, name in enumerate(tasks) if name in self.active},
-            "task_accuracy": {name: correct_A[number] for number, name in enumerate(tasks) if name in self.active},
+            "task_loss": {
+                name: loss_A[number] for number, name in enumerate(tasks) if name in self.active
+            },
+            "task_accuracy": {
+                name: correct_A[number] for number, name in enumerate(tasks) if name in self.active
+            },
         }
         return loss, lax.stop_gradient(metrics)
 
     @property
     def step_tokens(self) -> int:
         """Return the patches of a step, on all devices."""
-        return sum(self._config.tasks[name].batch_size for name in self.active) * self._config.sequence_length
+        return (
+            sum(self._config.tasks[name].batch_size for name in self.active)
+            * self._config.sequence_length
+        )
 
     def z_loss(self, z_sum: jax.Array) -> jax.Array:
         """Return a part of the routers' z loss, from that of the layers' summed squares."""
@@ -126,15 +156,23 @@ class TaskLosses:
         return model.router.z_loss_coef * z_sum.sum() / self.step_tokens / model.num_moe_layers
 
     def evaluation(self, logits_BY: jax.Array, part: ImageBatch, means_KC: jax.Array) -> jax.Array:
-        """Return [3, A]: summed negative log-likelihood in nats, right ones, images; means_KC: of each class."""
+        """Return [3, A]: summed negative log-likelihood in nats, right ones, images; means_KC:
+        of each class.
+        """
         nll_B, correct_B = self._nll(logits_BY, part)
         if self.compares.any():
             owner_K = np.repeat(np.arange(len(self.compares), dtype=np.int32), self._num_classes)
-            z_BC, temperature_B = self.embeddings(logits_BY), jnp.asarray(self._temperature)[part.task]
-            near_BK = jnp.where(part.task[:, None] == owner_K, similarities(z_BC, means_KC, temperature_B), -jnp.inf)
+            z_BC = self.embeddings(logits_BY)
+            temperature_B = jnp.asarray(self._temperature)[part.task]
+            near_BK = jnp.where(
+                part.task[:, None] == owner_K, similarities(z_BC, means_KC, temperature_B), -jnp.inf
+            )
             compared = _classified(near_BK, part.label + jnp.asarray(self._classes)[part.task])
             compares_B = jnp.asarray(self.compares)[part.task]
-            nll_B, correct_B = (jnp.where(compares_B, *pair) for pair in zip(compared, (nll_B, correct_B), strict=True))
+            nll_B, correct_B = (
+                jnp.where(compares_B, *pair)
+                for pair in zip(compared, (nll_B, correct_B), strict=True)
+            )
         of_task_AB = part.task == np.arange(len(self._config.tasks), dtype=np.int32)[:, None]
         values = jnp.stack([nll_B, correct_B, jnp.ones_like(nll_B)]) * part.weight
         return jnp.where(of_task_AB, values[:, None], 0.0).sum(axis=-1)
@@ -147,7 +185,8 @@ class TaskLosses:
         return jnp.dot(weight_KB, self.embeddings(logits_BY), precision=lax.Precision.HIGHEST)
 
     def _nll(self, logits_BY: jax.Array, batch: ImageBatch) -> tuple[jax.Array, jax.Array]:
-        """Return (negative log-likelihood in nats [B], 1.0 where the class is right [B]); of tasks with classes.
+        """Return (negative log-likelihood in nats [B], 1.0 where the class is right [B]); of tasks
+        with classes.
 
         Images of others get something finite.
         """
@@ -156,7 +195,9 @@ class TaskLosses:
 
 
 def _classified(logits_BY: jax.Array, label_B: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return (negative log-likelihood in nats [B], 1.0 where the label has the largest logit [B])."""
+    """Return (negative log-likelihood in nats [B], 1.0 where the label has the largest logit
+    [B]).
+    """
     log_p_BY = logits_BY - jax.nn.logsumexp(logits_BY, axis=1, keepdims=True)
     is_label_BY = label_B[:, None] == jnp.arange(logits_BY.shape[1], dtype=jnp.int32)
     nll_B = -jnp.where(is_label_BY, log_p_BY, 0.0).sum(axis=1)

@@ -18,11 +18,22 @@ from jmoe.data.shards import write_atomic
 from jmoe.planning.elastic import Layout
 from jmoe.run.metrics import METRICS_FILE, REPORT_FILE, read_run
 
-COLORS: Final = ("#2563eb", "#ea580c", "#0d9488", "#be123c", "#7c3aed", "#65a30d", "#0891b2", "#a16207")
+COLORS: Final = (
+    "#2563eb",
+    "#ea580c",
+    "#0d9488",
+    "#be123c",
+    "#7c3aed",
+    "#65a30d",
+    "#0891b2",
+    "#a16207",
+)
 
 
 def write_task_report(output_dir: Path, config: VisionTrainConfig, layout: Layout) -> Path:
-    """Draw OUTPUT_DIR/report.png: accuracies by step, who uses which expert, idle time by device; return its path."""
+    """Draw OUTPUT_DIR/report.png: accuracies by step, who uses which expert, idle time by
+    device; return its path.
+    """
     names = list(config.tasks)
 
     def of_step(record: dict[str, dict[str, float]]) -> list[float]:
@@ -41,12 +52,22 @@ def write_task_report(output_dir: Path, config: VisionTrainConfig, layout: Layou
             mean = np.convolve(training[:, number], np.ones(window) / window, "valid")
             curves.plot(list(steps)[window - 1 :], mean, color=color, alpha=0.35, linewidth=1)
         points = [(event["step"], event["task_accuracy"][name]) for event in evaluations]
-        curves.plot([step for step, _ in points], [value for _, value in points], "o-", color=color, label=name)
+        curves.plot(
+            [step for step, _ in points],
+            [value for _, value in points],
+            "o-",
+            color=color,
+            label=name,
+        )
     curves.set_ylim(0, 1.02)
     curves.legend(frameon=False, loc="lower right")
     _titled(curves, "Accuracy (points: held out, lines: training)", "step")
     learned = [event["paths"] for event in evaluations if "paths" in event]
-    _draw_paths(experts, config, learned[-1] if learned else {name: task.path for name, task in config.tasks.items()})
+    _draw_paths(
+        experts,
+        config,
+        learned[-1] if learned else {name: task.path for name, task in config.tasks.items()},
+    )
     measured = [event["idle"] for event in events if event["event"] == "idle"]
     _draw_idle(idle, layout.idle(), measured[-1] if measured else [])
     buffer = io.BytesIO()
@@ -56,11 +77,25 @@ def write_task_report(output_dir: Path, config: VisionTrainConfig, layout: Layou
 
 
 def _draw_idle(ax: Axes, planned: Sequence[float], measured: Sequence[float | None]) -> None:
-    """Draw each device's idle time: by the plan and, where it was measured in this layout, what it was."""
+    """Draw each device's idle time: by the plan and, where it was measured in this layout, what
+    it was.
+    """
     devices = np.arange(len(planned))
-    ax.barh(devices - 0.2, [100 * share for share in planned], 0.36, color=COLORS[0], label="by the plan")
+    ax.barh(
+        devices - 0.2,
+        [100 * share for share in planned],
+        0.36,
+        color=COLORS[0],
+        label="by the plan",
+    )
     if len(measured) == len(planned):
-        ax.barh(devices + 0.2, 100 * np.array(measured, np.float64), 0.36, color=COLORS[1], label="measured")
+        ax.barh(
+            devices + 0.2,
+            100 * np.array(measured, np.float64),
+            0.36,
+            color=COLORS[1],
+            label="measured",
+        )
     ax.set_yticks(devices, [f"device {device}" for device in devices])
     ax.set_xlim(0, 100)
     ax.invert_yaxis()
@@ -75,7 +110,14 @@ def _draw_paths(ax: Axes, config: VisionTrainConfig, of_task: Mapping[str, Seque
     for (row, column), expert in np.ndenumerate(paths):
         shared = (paths[:, column] == expert).sum() > 1
         face = "#e5e7eb" if shared else COLORS[row % len(COLORS)]
-        ax.text(column, row, f"expert {expert}", ha="center", va="center", bbox={"facecolor": face, "alpha": 0.6})
+        ax.text(
+            column,
+            row,
+            f"expert {expert}",
+            ha="center",
+            va="center",
+            bbox={"facecolor": face, "alpha": 0.6},
+        )
     ax.set_xlim(-0.6, max(1, len(layers)) - 0.4)
     ax.set_ylim(len(paths) - 0.4, -0.6)
     ax.set_xticks(range(len(layers)), [f"layer {layer}" for layer in layers])

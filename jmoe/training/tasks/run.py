@@ -1,4 +1,6 @@
-"""The newest checkpoint of a run on images: to take a task out of it, or to begin another run with more tasks."""
+"""The newest checkpoint of a run on images: to take a task out of it, or to begin another run
+with more tasks.
+"""
 
 import dataclasses
 import json
@@ -7,7 +9,14 @@ from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
-from jmoe.config import CheckpointConfig, RouterConfig, TaskConfig, VisionModelConfig, VisionTrainConfig, check
+from jmoe.config import (
+    CheckpointConfig,
+    RouterConfig,
+    TaskConfig,
+    VisionModelConfig,
+    VisionTrainConfig,
+    check,
+)
 from jmoe.data.images import ImageTask
 from jmoe.offload.expert_state import ReadExperts
 from jmoe.offload.saved_experts import names_of_experts
@@ -21,7 +30,8 @@ CLASSES = "classes.json"  # in every checkpoint: the names of each task's classe
 
 
 class VisionRun(NamedTuple):
-    """The learned part of a run on images; classes: names by task. params, router_bias: nested dicts of arrays.
+    """The learned part of a run on images; classes: names by task. params, router_bias: nested
+    dicts of arrays.
 
     experts: reads those that `params` has not; None: it has all.
     """
@@ -37,18 +47,22 @@ class VisionRun(NamedTuple):
 
 def vision_model_config(fields: dict[str, Any]) -> VisionModelConfig:
     """Return the configuration that was saved as JSON."""
-    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
+    values: dict[str, Any] = {
+        name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()
+    }
     return VisionModelConfig(**(values | {"router": RouterConfig(**fields["router"])}))
 
 
 def read_vision_run(
     run_dir: Path, field: str, mesh: Mesh, config: VisionTrainConfig, *, experts_later: bool = False
 ) -> VisionRun:
-    """Read the parameters of a run's newest checkpoint onto a mesh; `config` says how they are split there.
+    """Read the parameters of a run's newest checkpoint onto a mesh; `config` says how they are
+    split there.
 
     experts_later: those of experts are read when they are asked for.
 
-    Raises `ValueError` naming `field`, the folder's name to the user, if it has no checkpoint of a run on images.
+    Raises `ValueError` naming `field`, the folder's name to the user, if it has no checkpoint of a
+    run on images.
     """
     with Checkpoints(run_dir / "checkpoints", CheckpointConfig()) as checkpoints:
         step, said = checkpoints.latest_step(), f"{field} = {str(run_dir)!r}"
@@ -57,11 +71,16 @@ def read_vision_run(
         saved = checkpoints.saved_config(step)
         if "tasks" not in saved:
             raise ValueError(f"{said}: learned text: must be a run on images")
-        tasks = {name: TaskConfig(**(v | {"path": tuple(v["path"])})) for name, v in saved["tasks"].items()}
+        tasks = {
+            name: TaskConfig(**(v | {"path": tuple(v["path"])}))
+            for name, v in saved["tasks"].items()
+        }
         model = vision_model_config(saved["model"])
         classes = json.loads((checkpoints.directory / str(step) / CLASSES).read_text())
         counts = {name: len(names) for name, names in classes.items()}
-        own = dataclasses.replace(config, model=model, tasks=tasks, init_from="", gradient_accumulation_steps=1)
+        own = dataclasses.replace(
+            config, model=model, tasks=tasks, init_from="", gradient_accumulation_steps=1
+        )
         shape = ShardedVision(own, counts, mesh).saved_shape
         moments = [name for name in checkpoints.arrays(step) if name.startswith(("m.", "v."))]
         experts = saved_experts(model, shape, checkpoints.folder_of(step))
@@ -81,10 +100,11 @@ def read_vision_run(
 
 
 def state_from_run(trainer: ImageTrainer, tasks: tuple[ImageTask, ...]) -> TrainState:
-    """Return step 0 with all that the run in `init_from` has learned; heads and paths of further tasks are drawn.
+    """Return step 0 with all that the run in `init_from` has learned; heads and paths of further
+    tasks are drawn.
 
-    Logits of its tasks are bit for bit what they were. Raises `ValueError` naming the field of the model, path or
-    classes that differs from that run's.
+    Logits of its tasks are bit for bit what they were. Raises `ValueError` naming the field of the
+    model, path or classes that differs from that run's.
     """
     config = trainer.config
     folder, later = Path(config.init_from).expanduser(), not config.tiers.on_device
@@ -99,12 +119,24 @@ def state_from_run(trainer: ImageTrainer, tasks: tuple[ImageTask, ...]) -> Train
             for name in ("head", "embedding_size"):
                 now, then = getattr(config.tasks[task.name], name), getattr(known, name)
                 check(now == then, f"tasks.{task.name}.{name}", now, f"must be {then} {where}")
-            check(path == known.path, f"tasks.{task.name}.path", path, f"must be {known.path} as {where}")
+            check(
+                path == known.path,
+                f"tasks.{task.name}.path",
+                path,
+                f"must be {known.path} as {where}",
+            )
             same = list(task.classes) == run.classes[task.name]
-            check(same, f"tasks.{task.name}.source", config.tasks[task.name].source, f"must have the classes {where}")
+            check(
+                same,
+                f"tasks.{task.name}.source",
+                config.tasks[task.name].source,
+                f"must have the classes {where}",
+            )
     state = trainer.save_state(trainer.init())
     own = {
-        kind: {name: run.params[kind].get(name, drawn) for name, drawn in state.params[kind].items()}
+        kind: {
+            name: run.params[kind].get(name, drawn) for name, drawn in state.params[kind].items()
+        }
         for kind in OF_TASKS
         if kind in state.params
     }

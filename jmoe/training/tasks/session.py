@@ -1,4 +1,6 @@
-"""A run on images but for its steps: batches by its layout, accuracies of its tasks, table and picture."""
+"""A run on images but for its steps: batches by its layout, accuracies of its tasks, table and
+picture.
+"""
 
 from __future__ import annotations
 
@@ -52,14 +54,18 @@ class IdleTime:
         self.processor_s += processor_s
 
     def by_device(self, num_devices: int) -> list[float]:
-        """Return the share of the steps in which each device's process did not compute; every process calls this.
+        """Return the share of the steps in which each device's process did not compute; every
+        process calls this.
 
-        1 - processor time / time, of a processor for each of its devices: devices of a process have the same share.
+        1 - processor time / time, of a processor for each of its devices: devices of a process have
+        the same share.
         """
         processes, each = jax.process_count(), num_devices // jax.process_count()
         own = [0.0] * processes
         known = self.step_s > 0 and jax.default_backend() == "cpu"
-        own[jax.process_index()] = max(0.0, 1 - self.processor_s / (self.step_s * each)) if known else math.nan
+        own[jax.process_index()] = (
+            max(0.0, 1 - self.processor_s / (self.step_s * each)) if known else math.nan
+        )
         return [share for share in agreed(own) for _ in range(each)]
 
 
@@ -74,7 +80,8 @@ class VisionSession(Session):
         assert isinstance(self.config, VisionTrainConfig)
         self.layouts = LayoutController(self.config, self.mesh.size)
         self.idle = IdleTime()
-        self.paths = {name: task.path for name, task in self.config.tasks.items()}  # as of the last evaluation
+        # as of the last evaluation
+        self.paths = {name: task.path for name, task in self.config.tasks.items()}
 
     def first_state(self) -> TrainState:
         """Return step 0: drawn, or with what the run in `init_from` has learned."""
@@ -90,18 +97,23 @@ class VisionSession(Session):
             self.idle.add(step_s, processor_s)
 
     def next_batch(self) -> Any:
-        """Return this process's images as its part of the global batch, [devices, micro-batches, images, ...]."""
+        """Return this process's images as its part of the global batch, [devices, micro-batches,
+        images, ...].
+        """
         return self._on_devices(next(self.batches))
 
     def _on_devices(self, batch: ImageBatch) -> ImageBatch:
         sharding = NamedSharding(self.mesh, BATCH)
-        placed: ImageBatch = jax.tree.map(lambda a: jax.make_array_from_process_local_data(sharding, a), batch)
+        placed: ImageBatch = jax.tree.map(
+            lambda a: jax.make_array_from_process_local_data(sharding, a), batch
+        )
         return placed
 
     def rebalance(self, step: int, state: TrainState) -> TrainState:
         """Return the state for `step`, in another layout or on another mesh where one is due.
 
-        That is when a task has ended, when a signal has asked for another number of devices, or when loads are uneven.
+        That is when a task has ended, when a signal has asked for another number of devices, or
+        when loads are uneven.
         """
         trainer, layouts = self.trainer, self.layouts
         assert isinstance(trainer, ImageTrainer)
@@ -110,17 +122,24 @@ class VisionSession(Session):
             reasons.append(self._resize(step))
         if layouts.is_due(step):
             assert isinstance(trainer, VisionTrainer)
-            with self.watchdog.waiting_for("what images take before step", step), status("timing the tasks", say):
+            with (
+                self.watchdog.waiting_for("what images take before step", step),
+                status("timing the tasks", say),
+            ):
                 measured = self._image_s(trainer, state)
             reasons.append(layouts.replan(step, measured))
         layout, mesh = layouts.layout(step), self.mesh
         if layout.shares != trainer.layout.shares:
             if not reasons:
-                ended = [name for name, task in trainer.config.tasks.items() if not task.takes_part(step)]
+                ended = [
+                    name for name, task in trainer.config.tasks.items() if not task.takes_part(step)
+                ]
                 reasons.append(f"{', '.join(ended)} ended")
             with self.watchdog.waiting_for("another layout before step", step):
                 if layouts.num_devices != mesh.size:
-                    mesh = make_mesh((layouts.num_devices, 1, 1), first_devices(layouts.num_devices))
+                    mesh = make_mesh(
+                        (layouts.num_devices, 1, 1), first_devices(layouts.num_devices)
+                    )
                 each = mesh.size // jax.process_count()
                 first = jax.process_index() * each
                 self.batches.deal(layout, first, first + each)
@@ -133,16 +152,25 @@ class VisionSession(Session):
         if reasons:
             say(f"layout before step {step}: " + "\n".join(reasons))
             if self.log is not None:
-                images = [{layout.tasks[share.task].name: share.size for share in own} for own in layout.shares]
-                self.log.write_event("layout", step, reason=reasons[0], images=images, image_s=measured)
+                images = [
+                    {layout.tasks[share.task].name: share.size for share in own}
+                    for own in layout.shares
+                ]
+                self.log.write_event(
+                    "layout", step, reason=reasons[0], images=images, image_s=measured
+                )
         return state
 
     def _image_s(self, trainer: VisionTrainer, state: TrainState) -> dict[str, float]:
-        """Return the seconds of an image of each task that takes part, the same on every process."""
+        """Return the seconds of an image of each task that takes part, the same on every
+        process.
+        """
         numbers = sorted({share.task for shares in trainer.layout.shares for share in shares})
         samples = [self._on_devices(self.batches.sample(number)) for number in numbers]
         seconds = agreed(trainer.image_s(state, samples))
-        return {self.corpus[number].name: value for number, value in zip(numbers, seconds, strict=True)}
+        return {
+            self.corpus[number].name: value for number, value in zip(numbers, seconds, strict=True)
+        }
 
     def _resize(self, step: int) -> str:
         """Use as many devices as the file says; return what was done."""
@@ -150,7 +178,9 @@ class VisionSession(Session):
         assert self.resizing is not None
         text, limit_s = "", self.config.distributed.step_timeout_s
         try:
-            text = from_rank_0(f"{DEVICES_FILE} {self.resizing.times}", path.read_text, limit_s).strip()
+            text = from_rank_0(
+                f"{DEVICES_FILE} {self.resizing.times}", path.read_text, limit_s
+            ).strip()
             check(text.isascii() and text.isdigit(), str(path), text, "must be a number of devices")
             self.layouts.resize(step, int(text))
         except (OSError, ValueError) as error:
@@ -165,10 +195,13 @@ class VisionSession(Session):
         doing = status(f"evaluating on {images:,} held-out images", say)
         sums_3A = np.zeros((3, len(self.corpus)))
         sharding = NamedSharding(self.mesh, BATCH)
-        sizes, compared = (devices, -(-EVALUATION_IMAGES // devices)), np.flatnonzero(self.trainer.compares)
+        sizes = (devices, -(-EVALUATION_IMAGES // devices))
+        compared = np.flatnonzero(self.trainer.compares)
 
         def put(batch: ImageBatch) -> Any:
-            place = lambda a: jax.make_array_from_callback(a.shape, sharding, lambda index: a[index])  # noqa: E731
+            def place(a: np.ndarray) -> jax.Array:
+                return jax.make_array_from_callback(a.shape, sharding, lambda index: a[index])
+
             return jax.tree.map(place, batch)
 
         with self.watchdog.waiting_for("evaluation after step", step), doing:
@@ -176,7 +209,9 @@ class VisionSession(Session):
             train = train_images(self.corpus, numbers, homes, *sizes) if numbers else iter(())
             means = self.trainer.class_means(state, map(put, train))
             batches = held_out_batches(self.corpus, homes, *sizes)
-            while some := [put(batch) for batch in itertools.islice(batches, self.trainer.evaluation_batches)]:
+            while some := [
+                put(batch) for batch in itertools.islice(batches, self.trainer.evaluation_batches)
+            ]:
                 sums_3A += sum(map(np.asarray, self.trainer.evaluate(state, some, means)))
             idle = self.idle.by_device(devices)
         if self.log is not None and not all(map(math.isnan, idle)):
@@ -188,14 +223,21 @@ class VisionSession(Session):
         say(f"held-out accuracy after {step} steps: {listed} ({time.perf_counter() - begun:.1f} s)")
         paths = self.trainer.paths(state)
         if paths != self.paths:
-            say("paths learned so far: " + ", ".join(f"{name} {' '.join(map(str, p))}" for name, p in paths.items()))
+            say(
+                "paths learned so far: "
+                + ", ".join(f"{name} {' '.join(map(str, p))}" for name, p in paths.items())
+            )
         self.paths = paths
         if self.log is not None:
-            self.log.write_event("evaluation", step, task_loss=loss, task_accuracy=accuracy, paths=paths)
+            self.log.write_event(
+                "evaluation", step, task_loss=loss, task_accuracy=accuracy, paths=paths
+            )
         return accuracy
 
     def evaluate_first(self, state: TrainState) -> dict[str, float] | None:
-        """Return the accuracies of step 0: measured now, or by the run that began here; None: not at all."""
+        """Return the accuracies of step 0: measured now, or by the run that began here; None:
+        not at all.
+        """
         if int(state.step) == 0:
             return self.evaluate(state) if self.config.evaluation.at_start else None
         events = read_events(self.log.path) if self.log is not None else []

@@ -1,11 +1,12 @@
-"""Training several image tasks at once: one `shard_map` over the mesh, from images to the updated state.
+"""Training several image tasks at once: one `shard_map` over the mesh, from images to the updated
+state.
 
-Legend: M micro-batches, B images of a micro-batch, Y outputs of all heads, C features of all embeddings, K classes of
-all tasks, A tasks, N layers of a kind, E experts.
+Legend: M micro-batches, B images of a micro-batch, Y outputs of all heads, C features of all
+embeddings, K classes of all tasks, A tasks, N layers of a kind, E experts.
 
-The layout says which images of which tasks a device has. Parameters are gathered once, a device adds up the gradients
-of its micro-batches, as many as the layout gives it, and the sum is reduced once. Embeddings that are compared
-(`TaskLosses.compared`) are computed before.
+The layout says which images of which tasks a device has. Parameters are gathered once, a device
+adds up the gradients of its micro-batches, as many as the layout gives it, and the sum is reduced
+once. Embeddings that are compared (`TaskLosses.compared`) are computed before.
 """
 
 import dataclasses
@@ -26,7 +27,17 @@ from jmoe.data.image_batches import ImageBatch
 from jmoe.layers.moe import ExpertParallel
 from jmoe.layers.router import RouterBias
 from jmoe.memory.record_checkpoint import RecordCheckpoints
-from jmoe.mesh import ALL, BATCH, EXPERT, REPLICATED, STACK_PATHS, is_expert, path_names, shardings, split_over
+from jmoe.mesh import (
+    ALL,
+    BATCH,
+    EXPERT,
+    REPLICATED,
+    STACK_PATHS,
+    is_expert,
+    path_names,
+    shardings,
+    split_over,
+)
 from jmoe.models.vision import PathDraw, VisionTransformer, draw_paths, taken_path
 from jmoe.offload.expert_state import ReadExperts
 from jmoe.planning.elastic import Layout
@@ -37,7 +48,13 @@ from jmoe.training.state import TrainState, with_read_experts
 from jmoe.training.tasks.experts import TaskSlots, task_experts_of, task_slots, with_task_experts
 from jmoe.training.tasks.layouts import notes_of
 from jmoe.training.tasks.losses import Contrast, Metrics, TaskLosses
-from jmoe.training.update import dropped_tokens, evaluation_program, finish_step, over_devices, without_drops
+from jmoe.training.update import (
+    dropped_tokens,
+    evaluation_program,
+    finish_step,
+    over_devices,
+    without_drops,
+)
 
 OF_TASKS = ("heads", "path_logits")  # parameters below these have a node for each task
 
@@ -53,7 +70,9 @@ def active_tasks(config: VisionTrainConfig, layout: Layout) -> list[str]:
 
 
 def ended_experts(config: VisionTrainConfig, active: Sequence[str]) -> NDArray[np.bool_]:
-    """Return [N, E] of the layers routed by task: whether of all tasks only some that have ended name the expert."""
+    """Return [N, E] of the layers routed by task: whether of all tasks only some that have ended
+    name the expert.
+    """
     paths = {name: np.array(task.path, np.int32) for name, task in config.tasks.items()}
     ends_NE = np.zeros((len(config.model.task_layers), config.model.num_experts), bool)
     for some, ended in ((paths.keys() - active, True), (active, False)):
@@ -63,11 +82,15 @@ def ended_experts(config: VisionTrainConfig, active: Sequence[str]) -> NDArray[n
 
 
 def with_ended(
-    config: VisionTrainConfig, active: Sequence[str], states: tuple[TrainState, TrainState], ends: jax.Array
+    config: VisionTrainConfig,
+    active: Sequence[str],
+    states: tuple[TrainState, TrainState],
+    ends: jax.Array,
 ) -> TrainState:
     """Return the later of two states, with earlier heads and paths of tasks that have ended.
 
-    ends: [N, E or slots], experts of layers routed by task that stay as they were too, where these are in the state.
+    ends: [N, E or slots], experts of layers routed by task that stay as they were too, where these
+    are in the state.
     """
     old, new = states
     if len(active) == len(config.tasks):
@@ -81,13 +104,18 @@ def with_ended(
             return jnp.where(ends.reshape(*ends.shape, *[1] * (now.ndim - 2)), was, now)
         return now
 
-    trees = (jax.tree_util.tree_map_with_path(kept, *pair) for pair in zip(_trees(old), _trees(new), strict=True))
+    trees = (
+        jax.tree_util.tree_map_with_path(kept, *pair)
+        for pair in zip(_trees(old), _trees(new), strict=True)
+    )
     params, m, v = trees
     return dataclasses.replace(new, params=params, m=m, v=v)
 
 
 def draw_of(config: VisionTrainConfig, step: jax.Array) -> PathDraw | None:
-    """Return what a step draws to learn paths: it depends on the seed, the step and a task's number alone."""
+    """Return what a step draws to learn paths: it depends on the seed, the step and a task's
+    number alone.
+    """
     paths = config.paths
     if not config.model.learn_paths:
         return None
@@ -97,20 +125,27 @@ def draw_of(config: VisionTrainConfig, step: jax.Array) -> PathDraw | None:
     return draw_paths(key, (len(config.tasks), len(config.model.task_layers)), temperature)
 
 
-def paths_of(config: VisionTrainConfig, state: TrainState, mesh: Mesh) -> dict[str, tuple[int, ...]]:
-    """Return the expert that each task takes in each layer routed by task, as learned or as given."""
+def paths_of(
+    config: VisionTrainConfig, state: TrainState, mesh: Mesh
+) -> dict[str, tuple[int, ...]]:
+    """Return the expert that each task takes in each layer routed by task, as learned or as
+    given.
+    """
     paths = {name: task.path for name, task in config.tasks.items()}
     if not config.model.learn_paths:
         return paths
     everywhere = NamedSharding(mesh, REPLICATED)
     logits = jax.jit(lambda tree: tree, out_shardings=everywhere)(state.params["path_logits"])
-    return {name: taken_path(path, logits[name].addressable_data(0)) for name, path in paths.items()}
+    return {
+        name: taken_path(path, logits[name].addressable_data(0)) for name, path in paths.items()
+    }
 
 
 class ShardedVision(ShardedModel):
     """The vision transformer as a pure function of nested dicts of this device's parameters.
 
-    slots: where experts of layers routed by task lie in training; None: as they are saved, all of a layer side by side.
+    slots: where experts of layers routed by task lie in training; None: as they are saved, all of a
+    layer side by side.
     """
 
     def __init__(
@@ -133,8 +168,12 @@ class ShardedVision(ShardedModel):
             self._from_saved = self._mover(slots.from_saved_local, dims, split, own)
 
     def _split_dim(self, shape: Any) -> int:
-        """Return the dimension in which devices split an expert that is saved; -1: each has all of it."""
-        return next((dim for dim in range(2, shape.ndim) if shape.shape[dim] % self.mesh.size == 0), -1)
+        """Return the dimension in which devices split an expert that is saved; -1: each has all
+        of it.
+        """
+        return next(
+            (dim for dim in range(2, shape.ndim) if shape.shape[dim] % self.mesh.size == 0), -1
+        )
 
     def build(self) -> VisionTransformer:
         """Draw the model's parameters, as many experts as a device has."""
@@ -144,9 +183,13 @@ class ShardedVision(ShardedModel):
         config = self._config
         parallel = ExpertParallel(self.mesh, EXPERT, exchange=config.comm.exchange)
         paths = [task.path for task in config.tasks.values()]
-        sizes = {name: config.tasks[name].head_size(count) for name, count in self.num_classes.items()}
+        sizes = {
+            name: config.tasks[name].head_size(count) for name, count in self.num_classes.items()
+        }
         rngs = nnx.Rngs(config.seed)
-        return VisionTransformer(config.model, sizes, paths, parallel, task_experts=task_experts, rngs=rngs)
+        return VisionTransformer(
+            config.model, sizes, paths, parallel, task_experts=task_experts, rngs=rngs
+        )
 
     # Experts of layers routed by task: as training has them, and as they are saved
 
@@ -165,7 +208,9 @@ class ShardedVision(ShardedModel):
         place = lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding)  # noqa: E731
         specs, specs_now = self._saved_specs, self.state_specs
         saved = TrainState(specs, specs, specs, specs_now.router_bias, specs_now.step)
-        shape: TrainState = jax.tree.map(place, jax.eval_shape(self.fresh_state), shardings(saved, self.mesh))
+        shape: TrainState = jax.tree.map(
+            place, jax.eval_shape(self.fresh_state), shardings(saved, self.mesh)
+        )
         return shape
 
     def to_saved(self, state: TrainState) -> TrainState:
@@ -180,33 +225,48 @@ class ShardedVision(ShardedModel):
     def _moved(program: Callable[[Any], Any], tree: Any) -> Any:
         return with_task_experts(tree, program(task_experts_of(tree)))
 
-    def _mover(self, move: Callable[[jax.Array, int], jax.Array], dims: Any, in_specs: Any, out_specs: Any) -> Any:
-        """Return the program that brings experts of layers routed by task from one form into the other."""
+    def _mover(
+        self, move: Callable[[jax.Array, int], jax.Array], dims: Any, in_specs: Any, out_specs: Any
+    ) -> Any:
+        """Return the program that brings experts of layers routed by task from one form into the
+        other.
+        """
         body = lambda experts: jax.tree.map(move, experts, dims)  # noqa: E731
-        program = jax.shard_map(body, mesh=self.mesh, in_specs=(in_specs,), out_specs=out_specs, check_vma=False)
+        program = jax.shard_map(
+            body, mesh=self.mesh, in_specs=(in_specs,), out_specs=out_specs, check_vma=False
+        )
         return jax.jit(program, out_shardings=shardings(out_specs, self.mesh))
 
     def gather_all(self, params: Any) -> Any:
-        """Gather the parameters of all layers and outside them, in the dtype of their use; experts stay in parts."""
+        """Gather the parameters of all layers and outside them, in the dtype of their use;
+        experts stay in parts.
+        """
         with jax.named_scope("gather"):
-            outside = self.gather({name: tree for name, tree in params.items() if name not in STACK_PATHS})
+            outside = self.gather(
+                {name: tree for name, tree in params.items() if name not in STACK_PATHS}
+            )
             stacks = {name: tree for name, tree in params.items() if name in STACK_PATHS}
             return outside | {name: jax.vmap(self.gather)(tree) for name, tree in stacks.items()}
 
 
 class VisionTrainer:
-    """The `Trainer` of runs on images. `step` is one program, which reuses the memory of the state."""
+    """The `Trainer` of runs on images. `step` is one program, which reuses the memory of the
+    state.
+    """
 
     evaluation_batches = 1
     records: RecordCheckpoints | None = None
     progress: Callable[[], object] | None = None
 
-    def __init__(self, config: VisionTrainConfig, num_classes: Mapping[str, int], mesh: Mesh, layout: Layout) -> None:
+    def __init__(
+        self, config: VisionTrainConfig, num_classes: Mapping[str, int], mesh: Mesh, layout: Layout
+    ) -> None:
         self.config, self.layout = config, layout
         self.slots = task_slots(config, layout)
         self.model = model = ShardedVision(config, num_classes, mesh, self.slots)
         everywhere = (tuple(range(mesh.size)),) * len(config.tasks)
-        self.homes = everywhere if self.slots is None else self.slots.homes  # devices that can evaluate each task
+        # devices that can evaluate each task
+        self.homes = everywhere if self.slots is None else self.slots.homes
         self.saved_shape = self.full_shape = model.saved_shape
         self.state_shape, self.save_state = model.state_shape, model.to_saved
         self.losses = TaskLosses(config, num_classes, mesh.size, active_tasks(config, layout))
@@ -218,7 +278,9 @@ class VisionTrainer:
 
         def step(state_now: TrainState, batch: ImageBatch, full_capacity: bool = False) -> Any:
             body = partial(self._step_local, full_capacity=full_capacity)
-            return sharded(body, in_specs=(state, BATCH), out_specs=(state, REPLICATED))(state_now, batch)
+            return sharded(body, in_specs=(state, BATCH), out_specs=(state, REPLICATED))(
+                state_now, batch
+            )
 
         self.step = jax.jit(step, static_argnames="full_capacity", donate_argnums=0)
         self._evaluate = evaluation_program(sharded, self._evaluate_local, state, BATCH, REPLICATED)
@@ -235,8 +297,12 @@ class VisionTrainer:
 
     # A step
 
-    def _step_local(self, state: TrainState, batch: ImageBatch, *, full_capacity: bool) -> tuple[TrainState, Any]:
-        """Take one step, unless the loss or gradient is not finite, or a dropless buffer overflows."""
+    def _step_local(
+        self, state: TrainState, batch: ImageBatch, *, full_capacity: bool
+    ) -> tuple[TrainState, Any]:
+        """Take one step, unless the loss or gradient is not finite, or a dropless buffer
+        overflows.
+        """
         grads, metrics = self.gradients_local(state, batch, full_capacity=full_capacity)
         num_devices = self.model.mesh.size
         with jax.named_scope("reduce_gradients"):
@@ -249,7 +315,9 @@ class VisionTrainer:
         return self._with_ended(state, new), metrics
 
     def _reduced_local(self, grads: Any) -> tuple[Any, dict[str, jax.Array]]:
-        """Return gradients summed over devices that have the same parameter, and a part of their squared norms."""
+        """Return gradients summed over devices that have the same parameter, and a part of their
+        squared norms.
+        """
         if self.slots is None:
             grads = reduce_gradients_local(grads, self.model)
             return grads, squared_norms_local(grads, self.model)
@@ -261,23 +329,32 @@ class VisionTrainer:
         return with_task_experts(rest, experts), squares
 
     def _with_ended(self, old: TrainState, new: TrainState) -> TrainState:
-        """Return the new state, with old heads of tasks that have ended, and old experts that only these name."""
+        """Return the new state, with old heads of tasks that have ended, and old experts that
+        only these name.
+        """
         ends_NE = ended_experts(self.config, self.losses.active)
         if self.slots is not None:
             of_slot = np.maximum(self.slots.experts_RNS, 0)
-            ends_RNS = ends_NE[np.arange(len(ends_NE))[:, None], of_slot] & (self.slots.experts_RNS >= 0)
+            ends_RNS = ends_NE[np.arange(len(ends_NE))[:, None], of_slot] & (
+                self.slots.experts_RNS >= 0
+            )
         ends = jnp.asarray(ends_NE) if self.slots is None else self.slots.of_device(ends_RNS)
         return with_ended(self.config, self.losses.active, (old, new), ends)
 
-    def gradients_local(self, state: TrainState, batch: ImageBatch, *, full_capacity: bool) -> tuple[Any, Metrics]:
-        """Return this device's part of the gradients and metrics, summed over its own micro-batches.
+    def gradients_local(
+        self, state: TrainState, batch: ImageBatch, *, full_capacity: bool
+    ) -> tuple[Any, Metrics]:
+        """Return this device's part of the gradients and metrics, summed over its own
+        micro-batches.
 
         Gradients of what is sharded over all devices come back reduced, onto the shards.
         """
         gathered, scatter = jax.vjp(self.model.gather_all, state.params)
         draw = draw_of(self.config, state.step)
         contrast = self._contrast(gathered, state, batch, draw, full_capacity=full_capacity)
-        loss_and_gradients = jax.value_and_grad(partial(self.loss_local, full_capacity=full_capacity), has_aux=True)
+        loss_and_gradients = jax.value_and_grad(
+            partial(self.loss_local, full_capacity=full_capacity), has_aux=True
+        )
 
         def one(index: Any) -> tuple[Any, Metrics]:
             (_, metrics), grads = loss_and_gradients(
@@ -290,15 +367,26 @@ class VisionTrainer:
             grads, metrics = one(0)
         else:
             zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(one, 0))
-            own = _of_device(counts)  # a device goes as often as it has images, and waits for others in reductions only
-            grads, metrics = lax.fori_loop(0, own, lambda i, sums: jax.tree.map(jnp.add, sums, one(i)), zeros)
+            # a device goes as often as it has images, and waits for others in reductions only
+            own = _of_device(counts)
+            grads, metrics = lax.fori_loop(
+                0, own, lambda i, sums: jax.tree.map(jnp.add, sums, one(i)), zeros
+            )
         (reduced,) = scatter(jax.tree.map(lambda g, w: g.astype(w.dtype), grads, gathered))
         return reduced, metrics
 
     def _contrast(
-        self, params: Any, state: TrainState, batch: ImageBatch, draw: PathDraw | None, *, full_capacity: bool
+        self,
+        params: Any,
+        state: TrainState,
+        batch: ImageBatch,
+        draw: PathDraw | None,
+        *,
+        full_capacity: bool,
     ) -> Contrast | None:
-        """Return what comparing all images of the step says of this device's; None if no task does that."""
+        """Return what comparing all images of the step says of this device's; None if no task
+        does that.
+        """
         shares = self.layout.shares
         compares = [any(self.compares[share.task] for share in own) for own in shares]
         if not any(compares):
@@ -306,10 +394,14 @@ class VisionTrainer:
         options = {"train": True, "full_capacity": full_capacity, "draw": draw}
         if self.config.layout == "even":
             compares = [True] * len(compares)  # devices may exchange tokens, and take equal steps
-        counts = [compares[d] * images // self.micro_batch for d, images in enumerate(self.layout.images)]
+        counts = [
+            compares[d] * images // self.micro_batch for d, images in enumerate(self.layout.images)
+        ]
 
         def embed(index: Any, z_MBC: jax.Array) -> jax.Array:
-            logits_BY, _ = self._forward(params, state.router_bias, _micro_batch(batch, index), **options)
+            logits_BY, _ = self._forward(
+                params, state.router_bias, _micro_batch(batch, index), **options
+            )
             return z_MBC.at[index].set(self.losses.embeddings(logits_BY))
 
         with jax.named_scope("contrast"):
@@ -332,7 +424,12 @@ class VisionTrainer:
         What it compares has that of `contrast`, as value and as gradient.
         """
         config = self.config
-        options = {"train": True, "full_capacity": full_capacity, "remat": config.remat, "draw": draw}
+        options = {
+            "train": True,
+            "full_capacity": full_capacity,
+            "remat": config.remat,
+            "draw": draw,
+        }
         logits_BY, stats = self._forward(params, router_bias, batch, **options)
         loss, metrics = self.losses.loss(logits_BY, batch, contrast)
         if stats is None:
@@ -350,16 +447,20 @@ class VisionTrainer:
     def _forward(self, params: Any, router_bias: Any, batch: ImageBatch, **options: Any) -> Any:
         pixels = batch.pixels.astype(jnp.float32) / 255.0
         options |= {} if self.slots is None else {"slot_NE": self.slots.slots_local()}
-        return self.model.merge(params, router_bias)(pixels, batch.task, dtype=self.model.dtype, **options)
+        return self.model.merge(params, router_bias)(
+            pixels, batch.task, dtype=self.model.dtype, **options
+        )
 
     # Measuring
 
     def image_s(self, state: TrainState, samples: Sequence[ImageBatch]) -> list[float]:
-        """Return what an image of each sample, [devices, 1, images, ...], takes this process's devices in a step.
+        """Return what an image of each sample, [devices, 1, images, ...], takes this process's
+        devices in a step.
 
         Forward and backward, without what devices say to each other; the median of several rounds.
         """
-        spec, sharded = self.model.state_specs, partial(jax.shard_map, mesh=self.model.mesh, check_vma=False)
+        spec = self.model.state_specs
+        sharded = partial(jax.shard_map, mesh=self.model.mesh, check_vma=False)
 
         def gather_local(state: TrainState) -> Any:
             return jax.tree.map(lambda a: a[None], self.model.gather_all(state.params))
@@ -368,24 +469,37 @@ class VisionTrainer:
             own, part = jax.tree.map(lambda a: a[0], params), jax.tree.map(lambda a: a[0, 0], batch)
             loss = partial(self.loss_local, full_capacity=False)
             draw = draw_of(self.config, jnp.int32(0))
-            contrast = self._sample_contrast(own, router_bias, part, draw) if self.compares.any() else None
+            contrast = (
+                self._sample_contrast(own, router_bias, part, draw) if self.compares.any() else None
+            )
             grads, _ = jax.grad(loss, has_aux=True)(own, router_bias, part, draw, contrast)
-            return jnp.stack([jnp.square(g.astype(jnp.float32)).sum() for g in jax.tree.leaves(grads)]).sum()[None]
+            return jnp.stack(
+                [jnp.square(g.astype(jnp.float32)).sum() for g in jax.tree.leaves(grads)]
+            ).sum()[None]
 
         params = jax.jit(sharded(gather_local, in_specs=(spec,), out_specs=BATCH))(state)
         in_specs = (BATCH, spec.router_bias, BATCH)
         program = jax.jit(sharded(gradients_local, in_specs=in_specs, out_specs=BATCH))
         # Round by round, so that what slows the machine down for a while slows all samples.
-        rounds = [[timed_s(program, params, state.router_bias, part) for part in samples] for _ in range(1 + ROUNDS)]
+        rounds = [
+            [timed_s(program, params, state.router_bias, part) for part in samples]
+            for _ in range(1 + ROUNDS)
+        ]
         sizes = [part.label.shape[2] for part in samples]
         seconds = np.median(rounds[1:], axis=0) / sizes  # the first round compiles
         return [float(value) for value in seconds]
 
-    def _sample_contrast(self, params: Any, router_bias: Any, batch: ImageBatch, draw: PathDraw | None) -> Contrast:
-        """Return something to differentiate a micro-batch of one task with; embeddings are computed as in a step."""
+    def _sample_contrast(
+        self, params: Any, router_bias: Any, batch: ImageBatch, draw: PathDraw | None
+    ) -> Contrast:
+        """Return something to differentiate a micro-batch of one task with; embeddings are
+        computed as in a step.
+        """
 
         def embed() -> jax.Array:
-            return self.losses.embeddings(self._forward(params, router_bias, batch, train=True, draw=draw)[0])
+            return self.losses.embeddings(
+                self._forward(params, router_bias, batch, train=True, draw=draw)[0]
+            )
 
         nothing = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(embed))
         z_BC = lax.cond(jnp.asarray(self.compares)[batch.task[0]], embed, lambda: nothing)
@@ -396,14 +510,19 @@ class VisionTrainer:
     def _class_sums_local(
         self, state: TrainState, batch: ImageBatch, *, full_capacity: bool
     ) -> tuple[jax.Array, jax.Array]:
-        """Return ([K, C], the sum of the embeddings of each class's images; assignments that found no row)."""
+        """Return ([K, C], the sum of the embeddings of each class's images; assignments that
+        found no row).
+        """
         part = _micro_batch(batch, 0)
         params = self.model.gather_all(state.params)
-        logits_BY, stats = self._forward(params, state.router_bias, part, full_capacity=full_capacity)
+        logits_BY, stats = self._forward(
+            params, state.router_bias, part, full_capacity=full_capacity
+        )
         return lax.psum(self.losses.class_sums(logits_BY, part), ALL), dropped_tokens(stats)
 
     def class_means(self, state: TrainState, batches: Iterable[Any]) -> jax.Array:
-        """Return [K, C], in the direction of the mean embedding of each class of the tasks that compare images.
+        """Return [K, C], in the direction of the mean embedding of each class of the tasks that
+        compare images.
 
         batches: of training images of these tasks. `evaluate` takes the means.
         """
@@ -417,13 +536,18 @@ class VisionTrainer:
     ) -> tuple[jax.Array, jax.Array]:
         part = _micro_batch(batch, 0)
         params = self.model.gather_all(state.params)
-        logits_BY, stats = self._forward(params, state.router_bias, part, full_capacity=full_capacity)
-        return lax.psum(self.losses.evaluation(logits_BY, part, means_KC), ALL), dropped_tokens(stats)
+        logits_BY, stats = self._forward(
+            params, state.router_bias, part, full_capacity=full_capacity
+        )
+        return lax.psum(self.losses.evaluation(logits_BY, part, means_KC), ALL), dropped_tokens(
+            stats
+        )
 
     def evaluate(
         self, state: TrainState, batches: Sequence[Any], class_means: jax.Array | None = None
     ) -> list[jax.Array]:
-        """Return float32 [3, A] of each batch: summed negative log-likelihood in nats, right ones, images, by task.
+        """Return float32 [3, A] of each batch: summed negative log-likelihood in nats, right ones,
+        images, by task.
 
         An image of a task that compares images is of the class whose mean is nearest.
         """
@@ -431,15 +555,21 @@ class VisionTrainer:
         return [without_drops(partial(self._evaluate, state, batch, means)) for batch in batches]
 
     def paths(self, state: TrainState) -> dict[str, tuple[int, ...]]:
-        """Return the expert that each task takes in each layer routed by task, as learned or as given."""
+        """Return the expert that each task takes in each layer routed by task, as learned or as
+        given.
+        """
         return paths_of(self.config, state, self.model.mesh)
 
     # Checkpoints
 
     def load_state(
-        self, saved: TrainState, weights: ReadExperts | None = None, moments: ReadExperts | None = None
+        self,
+        saved: TrainState,
+        weights: ReadExperts | None = None,
+        moments: ReadExperts | None = None,
     ) -> TrainState:
-        """Return the state as training uses it, and free what that does not share with the saved one.
+        """Return the state as training uses it, and free what that does not share with the saved
+        one.
 
         Experts that `saved` lacks are read.
         """
@@ -460,15 +590,21 @@ class VisionTrainer:
 
 def _micro_batch(batch: ImageBatch, index: Any) -> ImageBatch:
     """Return one of this device's micro-batches."""
-    part: ImageBatch = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a[0], index, 0, keepdims=False), batch)
+    part: ImageBatch = jax.tree.map(
+        lambda a: lax.dynamic_index_in_dim(a[0], index, 0, keepdims=False), batch
+    )
     return part
 
 
 def _at(contrast: Contrast | None, index: Any) -> Contrast | None:
-    part: Contrast | None = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, 0, keepdims=False), contrast)
+    part: Contrast | None = jax.tree.map(
+        lambda a: lax.dynamic_index_in_dim(a, index, 0, keepdims=False), contrast
+    )
     return part
 
 
 def _of_device(values: Sequence[int]) -> Any:
     """Return this device's value, a number where all have the same."""
-    return values[0] if len(set(values)) == 1 else jnp.asarray(values, jnp.int32)[lax.axis_index(ALL)]
+    return (
+        values[0] if len(set(values)) == 1 else jnp.asarray(values, jnp.int32)[lax.axis_index(ALL)]
+    )

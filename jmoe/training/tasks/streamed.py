@@ -1,4 +1,5 @@
-"""The streamed trainer of image tasks. Legend: K classes of all tasks, C features of all embeddings, A tasks.
+"""The streamed trainer of image tasks. Legend: K classes of all tasks, C features of all
+embeddings, A tasks.
 
 Embeddings that are compared come from the same forward pass as everything else.
 """
@@ -59,10 +60,10 @@ def _compile_tasks(model: StreamedVision) -> _TaskPrograms:
 class StreamedVisionTrainer(StreamedRunner[TaskPart]):
     """The `ImageTrainer` of runs whose experts lie on several tiers; see `StreamedRunner`.
 
-    A device has places for the experts of `tiers.device_layers` layers: for those that the tasks name
-    that it runs, or, where these may change or tokens choose experts too (`may_lie_apart`), for all of
-    a layer. before: a trainer of the run in another layout on the same mesh, whose experts this one
-    goes on with.
+    A device has places for the experts of `tiers.device_layers` layers: for those that the tasks
+    name that it runs, or, where these may change or tokens choose experts too (`may_lie_apart`),
+    for all of a layer. before: a trainer of the run in another layout on the same mesh, whose
+    experts this one goes on with.
     """
 
     config: VisionTrainConfig
@@ -85,8 +86,11 @@ class StreamedVisionTrainer(StreamedRunner[TaskPart]):
         )
         self.compares = self.losses.compares
         everywhere = (tuple(range(mesh.size)),) * len(config.tasks)
-        self.homes = everywhere if slots is None else slots.homes  # devices that can evaluate each task
-        slotted = None if slots is None else SlottedExperts.on(mesh, slots.slot_RNE, slots.num_slots)
+        # devices that can evaluate each task
+        self.homes = everywhere if slots is None else slots.homes
+        slotted = (
+            None if slots is None else SlottedExperts.on(mesh, slots.slot_RNE, slots.num_slots)
+        )
         super().__init__(streamed, run, slotted, before)
         # as many hidden states as a training step keeps of its layers' inputs
         images = max(layout.images) * config.gradient_accumulation_steps
@@ -108,7 +112,9 @@ class StreamedVisionTrainer(StreamedRunner[TaskPart]):
     # State
 
     def init(self) -> TrainState:
-        """Draw step 0, with the parameters of `VisionTrainer`; experts are drawn one layer at a time."""
+        """Draw step 0, with the parameters of `VisionTrainer`; experts are drawn one layer at a
+        time.
+        """
         # no other draw depends on the size of experts
         config, small = self.config, replace(self.config.model, moe_intermediate_size=1)
         tasks, counts = config.tasks, self.model.num_classes
@@ -139,7 +145,9 @@ class StreamedVisionTrainer(StreamedRunner[TaskPart]):
         weights: ReadExperts | None = None,
         moments: ReadExperts | None = None,
     ) -> TrainState:
-        """Return the state; experts go to their tiers layer by layer. None: they are there already."""
+        """Return the state; experts go to their tiers layer by layer. None: they are there
+        already.
+        """
         self._load(int(saved.step), weights, moments)
         self._freeze()
         return saved
@@ -161,7 +169,9 @@ class StreamedVisionTrainer(StreamedRunner[TaskPart]):
     def _parts(self, state: TrainState, batch: ImageBatch) -> list[TaskPart]:
         return [TaskPart(images, state.step) for images in self._done(self._tasks.split(batch))]
 
-    def _loss_gradients(self, run: Pass[TaskPart], xs: list[jax.Array], sums: Params) -> tuple[list[Any], Params]:
+    def _loss_gradients(
+        self, run: Pass[TaskPart], xs: list[jax.Array], sums: Params
+    ) -> tuple[list[Any], Params]:
         """Compare the images of tasks that do that; then see `StreamedRunner`."""
         tasks = list(self.config.tasks)
         if any(self.compares[tasks.index(name)] for name in self.losses.active):

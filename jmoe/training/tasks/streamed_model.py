@@ -3,8 +3,8 @@
 Legend: M micro-batches, B images of one, D hidden, C features of all embeddings, K classes of all
 tasks, R devices.
 
-Dense parameters are gathered once a step. All devices run as many micro-batches; one whose share has
-fewer images than others' skips what it has no images for, and waits in reductions only.
+Dense parameters are gathered once a step. All devices run as many micro-batches; one whose share
+has fewer images than others' skips what it has no images for, and waits in reductions only.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,8 +43,8 @@ from jmoe.training.update import finish_step, over_devices
 class TaskPart(NamedTuple):
     """A micro-batch of images.
 
-    step: for which learned paths are drawn; None: each task takes the likelier expert. contrast: see
-    `TaskLosses`; None: no image is compared, or not yet.
+    step: for which learned paths are drawn; None: each task takes the likelier expert. contrast:
+    see `TaskLosses`; None: no image is compared, or not yet.
     """
 
     images: ImageBatch
@@ -92,11 +92,15 @@ class StreamedVision(StreamedModel[TaskPart]):
         layers = range(len(self._config.model.task_layers))
         return x_BSD, [module.choices(layer, task_B, draw, slot_NE) for layer in layers]
 
-    def layer_options(self, layer: StreamedLayer, step: jax.Array, part: TaskPart, number: int) -> LayerOptions:
+    def layer_options(
+        self, layer: StreamedLayer, step: jax.Array, part: TaskPart, number: int
+    ) -> LayerOptions:
         weight_B = None if self._equal else part.images.weight
         return layer.options._replace(weight_B=weight_B)
 
-    def auxiliary_loss(self, kind: LayerKind, stats: MoEStats, counts_E: jax.Array | None) -> jax.Array:
+    def auxiliary_loss(
+        self, kind: LayerKind, stats: MoEStats, counts_E: jax.Array | None
+    ) -> jax.Array:
         return self.losses.z_loss(stats.z_sum) if kind == "moe" else jnp.zeros((), jnp.float32)
 
     def _logits(self, outside: Params, x_BSD: jax.Array, part: TaskPart) -> jax.Array:
@@ -152,7 +156,9 @@ class StreamedVision(StreamedModel[TaskPart]):
         return self.losses.embeddings(self._logits(outside, x_BSD, part))
 
     def compare(self, z_BC: Sequence[jax.Array], parts: Sequence[ImageBatch]) -> list[Contrast]:
-        """Return the contrastive-loss terms of each micro-batch, by comparing all images of the step."""
+        """Return the contrastive-loss terms of each micro-batch, by comparing all images of the
+        step.
+        """
         batch = jax.tree.map(lambda *a: jnp.stack(a), *parts)
         contrast = self.losses.compared(jnp.stack(z_BC), batch)
         return [jax.tree.map(lambda a, m=m: a[m], contrast) for m in range(len(parts))]
@@ -163,7 +169,9 @@ class StreamedVision(StreamedModel[TaskPart]):
         total: jax.Array = over_devices(self.vision.mesh.size, own)
         return total
 
-    def evaluation(self, outside: Params, x_BSD: jax.Array, part: TaskPart, means_KC: jax.Array) -> jax.Array:
+    def evaluation(
+        self, outside: Params, x_BSD: jax.Array, part: TaskPart, means_KC: jax.Array
+    ) -> jax.Array:
         """Return [3, A], see `TaskLosses.evaluation`, of all devices' images."""
         logits_BY = self._logits(outside, x_BSD, part)
         own = self.losses.evaluation(logits_BY, part.images, means_KC)

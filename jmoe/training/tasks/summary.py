@@ -1,4 +1,6 @@
-"""The lines printed at the end of a run on images, and the linear model that its accuracies are held against."""
+"""The lines printed at the end of a run on images, and the linear model that its accuracies are
+held against.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ class TaskResult:
 
 
 def linear_accuracy(task: ImageTask) -> float:
-    """Return what a linear model by least squares on the pixels, with a ridge of 1, gets right of the held-out images.
+    """Return what a linear model by least squares on the pixels, with a ridge of 1, gets right of
+    the held-out images.
 
     Its targets are 1 for an image's class and 0 for others; the largest output is the class.
     """
@@ -43,12 +46,18 @@ def linear_accuracy(task: ImageTask) -> float:
 
     x, targets = inputs(task.train), np.eye(len(task.classes))[task.train.labels]
     weights = np.linalg.solve(x.T @ x + RIDGE * np.eye(x.shape[1]), x.T @ targets)
-    return float(np.mean(np.argmax(inputs(task.held_out) @ weights, axis=1) == task.held_out.labels))
+    return float(
+        np.mean(np.argmax(inputs(task.held_out) @ weights, axis=1) == task.held_out.labels)
+    )
 
 
-def print_task_summary(results: Sequence[TaskResult], path: Path, stream: TextIO | None = None) -> None:
+def print_task_summary(
+    results: Sequence[TaskResult], path: Path, stream: TextIO | None = None
+) -> None:
     """Print a table with a row a task, and where the picture is."""
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False, header_style="bold")
+    table = Table(
+        box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False, header_style="bold"
+    )
     table.add_column("task")
     for name in ("classes", "before", "accuracy", "linear model on pixels", "samples/s"):
         table.add_column(name, justify="right")
@@ -58,7 +67,13 @@ def print_task_summary(results: Sequence[TaskResult], path: Path, stream: TextIO
     for result in results:
         before = "" if result.before is None else f"{result.before:.1%}"
         rate = f"{result.images_per_s:,.0f}" if math.isfinite(result.images_per_s) else ""
-        cells = [str(result.num_classes), before, f"{result.accuracy:.1%}", f"{result.linear:.1%}", rate]
+        cells = [
+            str(result.num_classes),
+            before,
+            f"{result.accuracy:.1%}",
+            f"{result.linear:.1%}",
+            rate,
+        ]
         cells += [" ".join(map(str, result.path))] if routed else []
         table.add_row(result.name, *cells)
     console = Console(file=stream, highlight=False, emoji=False, markup=False)

@@ -40,11 +40,15 @@ class ImageTasks:
         return self._layout
 
     def plan(self) -> tuple[str, bool]:
-        """Return which device would run which images; `ValueError` if the memory does not suffice."""
+        """Return which device would run which images; `ValueError` if the memory does not
+        suffice.
+        """
         return "\n".join(plan_lines(self.config)), True
 
     def open(self, mesh: Mesh, stack: contextlib.ExitStack) -> None:
-        """Plan the layout of the tasks, and listen for SIGUSR2, which asks for another number of devices."""
+        """Plan the layout of the tasks, and listen for SIGUSR2, which asks for another number of
+        devices.
+        """
         self._layout = layout_of(self.config, mesh.size)
         self._resizing = stack.enter_context(AskedSignal())
 
@@ -54,12 +58,13 @@ class ImageTasks:
         with setup.watchdog.waiting_for("images", timeout_s=config.distributed.start_timeout_s):
             has_checkpoint(config, setup.resolved)
             tasks = tuple(
-                load_task(name, task.source, config.model, config.images) for name, task in config.tasks.items()
+                load_task(name, task.source, config.model, config.images)
+                for name, task in config.tasks.items()
             )
         for task in tasks:
             say(
-                f"task {task.name}: {len(task.classes)} classes, {len(task.train.labels):,} images to train on, "
-                f"{len(task.held_out.labels):,} held out"
+                f"task {task.name}: {len(task.classes)} classes, {len(task.train.labels):,} images"
+                f" to train on, {len(task.held_out.labels):,} held out"
             )
         each = jax.device_count() // jax.process_count()
         first = jax.process_index() * each
@@ -70,10 +75,17 @@ class ImageTasks:
     def make_trainer(self, setup: Setup, data: TrainingData) -> ImageTrainer:
         """Make the trainer of the vision transformer with a head for each task."""
         num_classes = {task.name: len(task.classes) for task in data.corpus}
-        return make_vision_trainer(self.config, num_classes, setup.mesh, self.layout, setup.folder.run)
+        return make_vision_trainer(
+            self.config, num_classes, setup.mesh, self.layout, setup.folder.run
+        )
 
     def make_session(
-        self, setup: Setup, data: TrainingData, trainer: Trainer, checkpoints: Checkpoints, snapshots: Snapshots | None
+        self,
+        setup: Setup,
+        data: TrainingData,
+        trainer: Trainer,
+        checkpoints: Checkpoints,
+        snapshots: Snapshots | None,
     ) -> VisionSession:
         """Make the session, which changes the layout while the run goes on."""
         session = open_session(VisionSession, setup, data, trainer, checkpoints, snapshots)

@@ -13,9 +13,14 @@ ImageTrainer = VisionTrainer | StreamedVisionTrainer
 
 
 def make_vision_trainer(
-    config: VisionTrainConfig, num_classes: Mapping[str, int], mesh: Mesh, layout: Layout, run: str = "run"
+    config: VisionTrainConfig,
+    num_classes: Mapping[str, int],
+    mesh: Mesh,
+    layout: Layout,
+    run: str = "run",
 ) -> ImageTrainer:
-    """Make the trainer of a run on images, with experts where `config.tiers` wants them; compiles nothing yet.
+    """Make the trainer of a run on images, with experts where `config.tiers` wants them; compiles
+    nothing yet.
 
     num_classes: by task. run: names the folder of the experts' records in `tiers.path`.
     """

@@ -17,12 +17,23 @@ def rows(*options: str) -> dict[tuple[str, int], dict[str, Any]]:
     return {(row["kind"], row["nodes"]): row for row in simulate(a)}
 
 
-FREE = ("--across-latency-us", "0", "--spine-latency-us", "0", "--inside-latency-us", "0", "--message-us", "0")
+FREE = (
+    "--across-latency-us",
+    "0",
+    "--spine-latency-us",
+    "0",
+    "--inside-latency-us",
+    "0",
+    "--message-us",
+    "0",
+)
 
 
 def test_a_link() -> None:
     link = LinkConfig(bytes_per_s=1e9, latency_s=1e-3)
-    assert level_seconds(link, 1e-4, 2e9, messages=10, collectives=2) == pytest.approx(2 + 2e-3 + 1e-3)
+    assert level_seconds(link, 1e-4, 2e9, messages=10, collectives=2) == pytest.approx(
+        2 + 2e-3 + 1e-3
+    )
     assert level_seconds(link, 1e-4, 0, messages=0, collectives=2) == 0.0  # no peers
 
 
@@ -33,17 +44,25 @@ def test_one_node_sends_nothing_across() -> None:
 
 def test_dedup_saves_most_where_nodes_are_few_and_nothing_where_they_are_many() -> None:
     found = rows("--nodes", "2", "512")
-    saved = {nodes: found["dedup", nodes]["across_bytes"] / found["flat", nodes]["across_bytes"] for nodes in (2, 512)}
+    saved = {
+        nodes: found["dedup", nodes]["across_bytes"] / found["flat", nodes]["across_bytes"]
+        for nodes in (2, 512)
+    }
     assert saved[2] == pytest.approx(2 / 8, rel=0.02)  # top-8 of 16 experts reaches both of 2 nodes
     assert saved[512] == pytest.approx(1, rel=0.02)
     top_1 = rows("--nodes", "8", "--top-k", "1")
-    assert top_1["dedup", 8]["across_bytes"] == pytest.approx(top_1["flat", 8]["across_bytes"], rel=0.01)
+    assert top_1["dedup", 8]["across_bytes"] == pytest.approx(
+        top_1["flat", 8]["across_bytes"], rel=0.01
+    )
 
 
 def test_groups_bound_the_nodes_of_a_token() -> None:
     found = rows("--nodes", "8", "64", "256")
     for nodes in (8, 64, 256):
-        part = found["dedup, 4 nodes a token", nodes]["across_bytes"] / found["flat", nodes]["across_bytes"]
+        part = (
+            found["dedup, 4 nodes a token", nodes]["across_bytes"]
+            / found["flat", nodes]["across_bytes"]
+        )
         assert part <= 4 / 8 + 0.01
     assert rows("--nodes", "4")["dedup, 4 nodes a token", 4] == rows("--nodes", "4")["dedup", 4] | {
         "kind": "dedup, 4 nodes a token"
@@ -56,15 +75,20 @@ def test_flat_approaches_all_rows_both_ways() -> None:
 
 
 def test_columns_approach_two_times_the_activations() -> None:
-    """Beside the head, which is whole: of an eighth of it, parameters in bfloat16 and gradient in float32 go around."""
+    """Beside the head, which is whole: of an eighth of it, parameters in bfloat16 and gradient
+    in float32 go around.
+    """
     row = rows("--nodes", "8")["columns", 8]
     head = 131072 * 8192 * 6 / 8
     assert not row["parallel_head"]
-    assert row["across_bytes"] - head * 7 / 8 == pytest.approx(7 / 8 * 2 * 4096 * 8192 * 2, rel=0.01)
+    assert row["across_bytes"] - head * 7 / 8 == pytest.approx(
+        7 / 8 * 2 * 4096 * 8192 * 2, rel=0.01
+    )
 
 
 def test_time_without_latency_is_bytes_over_bandwidth() -> None:
-    slow, fast = rows("--nodes", "16", *FREE), rows("--nodes", "16", "--across-gb-per-s", "1e12", *FREE)
+    slow = rows("--nodes", "16", *FREE)
+    fast = rows("--nodes", "16", "--across-gb-per-s", "1e12", *FREE)
     wide = rows("--nodes", "16", "--across-gb-per-s", "1e12", "--inside-gb-per-s", "1e12", *FREE)
     for kind in (*EXCHANGES[:-1], *EMBEDDINGS):
         row = slow[kind, 16]
@@ -92,9 +116,14 @@ def test_auto_is_what_takes_least_up_to_1024_nodes() -> None:
         ("flat", (*small, "8", "--tokens", "65536")),
         ("hierarchical", (*small, "64", "--tokens", "4096")),
         ("hierarchical", (*small, "256", "--tokens", "16384")),
-        ("dedup", ("--top-k", "1", "--nodes", "1024")),  # a flat one's buffers in eights are nearly empty
+        # a flat one's buffers in eights are nearly empty
+        ("dedup", ("--top-k", "1", "--nodes", "1024")),
     ):
-        by_kind = {name: row for (name, _), row in rows(*options).items() if row["what"] == "exchange"}
+        by_kind = {
+            name: row for (name, _), row in rows(*options).items() if row["what"] == "exchange"
+        }
         assert by_kind["auto"]["exchange"] == kind
         assert by_kind["auto"]["seconds"] == by_kind[kind]["seconds"]
-        assert by_kind[kind]["seconds"] <= 1.12 * min(by_kind[name]["seconds"] for name in EXCHANGES[:3])
+        assert by_kind[kind]["seconds"] <= 1.12 * min(
+            by_kind[name]["seconds"] for name in EXCHANGES[:3]
+        )

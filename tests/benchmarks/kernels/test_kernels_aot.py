@@ -14,7 +14,9 @@ installed = any(find_spec(f"jax_cuda{v}_plugin") for v in (12, 13))
 
 @pytest.mark.skipif(installed, reason="the CUDA libraries are installed here")
 @pytest.mark.parametrize("program", ["kernels/aot", "train/estimates"])
-def test_without_the_cuda_libraries(run_python: Callable[..., subprocess.CompletedProcess[str]], program: str) -> None:
+def test_without_the_cuda_libraries(
+    run_python: Callable[..., subprocess.CompletedProcess[str]], program: str
+) -> None:
     done = run_python([f"benchmarks/{program}.py"])
     assert done.returncode == 0, done.stderr
     first, last = done.stdout.strip().splitlines()
@@ -23,10 +25,17 @@ def test_without_the_cuda_libraries(run_python: Callable[..., subprocess.Complet
 
 
 @pytest.mark.skipif(not installed, reason="JAX's CUDA libraries are not installed")
-def test_compiles_for_gpus_that_are_not_here(run_python: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+def test_compiles_for_gpus_that_are_not_here(
+    run_python: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
     done = run_python(["benchmarks/kernels/aot.py", "--shapes", "tiny"])
     assert done.returncode == 0, done.stderr
     programs = json.loads(done.stdout.strip().splitlines()[-1])["programs"]
     kernels = {k["kernel"] for p in programs if p["target"] == "h200" for k in p["kernels"]}
-    assert kernels == {"grouped_matmul_kernel", "weight_gradient_kernel", "gather_rows_kernel", "gather_sum_kernel"}
+    assert kernels == {
+        "grouped_matmul_kernel",
+        "weight_gradient_kernel",
+        "gather_rows_kernel",
+        "gather_sum_kernel",
+    }
     assert {p["target"] for p in programs} == {"h200", "a100"}

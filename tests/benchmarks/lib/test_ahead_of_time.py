@@ -1,4 +1,6 @@
-"""The programs that are compiled for GPUs that are not here: each is traced with what those before it return."""
+"""The programs that are compiled for GPUs that are not here: each is traced with what those
+before it return.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -43,10 +45,19 @@ def test_retention(programs: Traced, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["retention_aot.py"])
     a = retention_aot.parse()
     assert (a.hidden_size, a.experts, a.tokens) == (2048, 64, [8192, 16384, 32768])
-    a.hidden_size, a.intermediate_size, a.layers, a.experts, a.top_k, a.batch_size = 64, 64, 2, 4, 2, 2
+    a.hidden_size = 64
+    a.intermediate_size = 64
+    a.layers = 2
+    a.experts = 4
+    a.top_k = 2
+    a.batch_size = 2
     device = jax.devices()[0]
     for where, run in (("device", retention_aot.on_device), ("host", retention_aot.in_host_memory)):
-        run(programs, config_of(a, Path("records"), experts=where, optimizer=where, gradients="host"), device)
+        run(
+            programs,
+            config_of(a, Path("records"), experts=where, optimizer=where, gradients="host"),
+            device,
+        )
     names = [row["program"] for row in programs.rows]
     assert names[0] == "step" and names[-1] == "expert brought up to date"
     assert {"route", "add_experts", "moe_gradients", "finish"} < set(names)

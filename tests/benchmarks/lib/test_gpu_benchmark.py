@@ -1,4 +1,6 @@
-"""The one call for all figures of a GPU: a part that fails is named, the rest goes on, and it runs on a CPU too."""
+"""The one call for all figures of a GPU: a part that fails is named, the rest goes on, and it
+runs on a CPU too.
+"""
 
 import json
 import os
@@ -22,28 +24,42 @@ RunPython = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[gpu.Part]:
-    """Parts that succeed, fail, hang and depend on one that fails; each leaves a file named after it where it ran."""
+    """Parts that succeed, fail, hang and depend on one that fails; each leaves a file named
+    after it where it ran.
+    """
     scripts = {
         "floors": f"print({json.dumps(FLOORS)!r})",
         "training_one": f"print({json.dumps({'model_flops_per_s': 98.9e12} | WHERE)!r})",
-        "decode_ring": f"print({json.dumps({'copied_bytes_per_s': {'1': 8.0, '8': 16.0}} | WHERE)!r})",
+        "decode_ring": (
+            f"print({json.dumps({'copied_bytes_per_s': {'1': 8.0, '8': 16.0}} | WHERE)!r})"
+        ),
         "broken": "import sys; print('half of it'); sys.exit('out of memory')",
-        "hanging": f"import sys, time; sys.path.insert(0, {str(ROOT)!r})\n"
-        "from benchmarks.lib import script; script.start()\n"
-        "def deep(): print('{\"step\": 3}', file=sys.stderr, flush=True); time.sleep(3600)\n"
-        "deep()",
+        "hanging": (
+            f"import sys, time; sys.path.insert(0, {str(ROOT)!r})\n"
+            "from benchmarks.lib import script; script.start()\n"
+            "def deep(): print('{\"step\": 3}', file=sys.stderr, flush=True); time.sleep(3600)\n"
+            "deep()"
+        ),
         "too_large": "import sys; sys.exit('no space left')",
         "smaller": "print('{}')",
         "dependent": "print('{}')",
         "after_smaller": "print('{}')",
     }
     for name, text in scripts.items():
-        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / name)!r}, 'w').close()\n{text}\n")
+        (tmp_path / f"{name}.py").write_text(
+            f"open({str(tmp_path / name)!r}, 'w').close()\n{text}\n"
+        )
     needs = {"dependent": "broken"}
     needs["after_smaller"] = "too_large"
     seconds, instead = {"hanging": 3}, {"too_large": str(tmp_path / "smaller.py")}
     made = [
-        gpu.Part(name, str(tmp_path / f"{name}.py"), seconds.get(name, 300), needs.get(name), instead.get(name))
+        gpu.Part(
+            name,
+            str(tmp_path / f"{name}.py"),
+            seconds.get(name, 300),
+            needs.get(name),
+            instead.get(name),
+        )
         for name in scripts
         if name != "smaller"
     ]
@@ -51,26 +67,36 @@ def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[gpu.Part]:
     return made
 
 
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, Any]:
+def call(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *options: str
+) -> tuple[int, Any]:
     monkeypatch.setattr(sys, "argv", ["gpu.py", *options])
     code = gpu.main()
     return code, json.loads(capsys.readouterr().out.strip().splitlines()[-1])
 
 
 @pytest.mark.usefixtures("parts")
-def test_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_rest_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     code, seen = call(monkeypatch, capsys, "--out", str(out))
     assert code == 1
     assert seen["ran"] == ["after_smaller", "decode_ring", "floors", "too_large", "training_one"]
-    assert seen["limits"] == {"training_one": TRAINED, "decode_ring": {"of_link": {"1": 0.25, "8": 0.5}}}
+    assert seen["limits"] == {
+        "training_one": TRAINED,
+        "decode_ring": {"of_link": {"1": 0.25, "8": 0.5}},
+    }
     failed = seen["failed"]
     assert failed["broken"]["failed"] == "1"
     assert failed["broken"]["last_lines"] == ["half of it", "out of memory"]
     assert failed["hanging"]["failed"] == "longer than 3 s"
     assert failed["hanging"]["last_lines"] == ['{"step": 3}']
     assert failed["hanging"]["was_at"][0].endswith('hanging.py", line 4 in deep')
-    assert failed["too_large, as large as asked for"]["last_lines"] == ["no space left"] and "too_large" not in failed
+    assert (
+        failed["too_large, as large as asked for"]["last_lines"] == ["no space left"]
+        and "too_large" not in failed
+    )
     assert failed["dependent"]["failed"] == "not run, for broken failed"
     assert not (tmp_path / "dependent").exists()
     files = {file.name.removeprefix("gpu_"): json.loads(file.read_text()) for file in out.iterdir()}
@@ -101,14 +127,21 @@ def test_limits_are_those_of_the_same_device(device: str) -> None:
     trained = gpu.limits({"model_flops_per_s": 98.9e12, "device": device}, FLOORS)
     decoded = gpu.limits({"copied_bytes_per_s": {"1": 8.0}, "device": device}, FLOORS)
     same = device == FLOORS["device"]
-    assert trained == {"mfu": None if device == "cpu" else 0.1, "of_dense_product": 0.2 if same else None}
+    assert trained == {
+        "mfu": None if device == "cpu" else 0.1,
+        "of_dense_product": 0.2 if same else None,
+    }
     assert decoded == {"of_link": {"1": 0.25} if same else None}
     assert gpu.limits({"copied_bytes_per_s": {"1": 0.0}, "device": device}, FLOORS) == {}
 
 
 @pytest.mark.usefixtures("parts")
-def test_no_time_is_left(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    code, seen = call(monkeypatch, capsys, "--out", str(tmp_path / "out"), "--only", "floors", "--budget-s", "0")
+def test_no_time_is_left(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    code, seen = call(
+        monkeypatch, capsys, "--out", str(tmp_path / "out"), "--only", "floors", "--budget-s", "0"
+    )
     assert (code, seen["failed"]) == (1, {"floors": {"failed": "no time left"}})
 
 
@@ -120,15 +153,26 @@ def test_an_unknown_part_is_named(run_python: RunPython) -> None:
 
 @pytest.mark.slow
 def test_every_part_runs_on_a_cpu(run_python: RunPython, tmp_path: Path) -> None:
-    done = run_python(["benchmarks/lib/gpu.py", "--cpu", "--out", str(tmp_path), "--budget-s", "1800"], timeout=1900)
+    done = run_python(
+        ["benchmarks/lib/gpu.py", "--cpu", "--out", str(tmp_path), "--budget-s", "1800"],
+        timeout=1900,
+    )
     seen = json.loads(done.stdout.strip().splitlines()[-1])
     assert (done.returncode, seen["failed"]) == (0, {}), done.stderr
     decoded = [f"decode_{policy}" for policy in ("resident", "ring", "experts", "hybrid")]
-    assert {"floors", "kernels_tiny", "training_olmoe", *decoded, "retention", "collectives"} < set(seen["ran"])
-    files = {name: json.loads((tmp_path / f"gpu_{name}.json").read_text()) for name in seen["ran"] if name != "model"}
+    assert {"floors", "kernels_tiny", "training_olmoe", *decoded, "retention", "collectives"} < set(
+        seen["ran"]
+    )
+    files = {
+        name: json.loads((tmp_path / f"gpu_{name}.json").read_text())
+        for name in seen["ran"]
+        if name != "model"
+    }
     for file in files.values():
         assert (
-            date.fromisoformat(file["date"]) and file["device"] == "cpu" and {"jax", "python"} < set(file["versions"])
+            date.fromisoformat(file["date"])
+            and file["device"] == "cpu"
+            and {"jax", "python"} < set(file["versions"])
         )
     assert [files[name]["policy"] for name in decoded] == ["resident", "ring", "experts", "hybrid"]
     for name in decoded[1:3]:

@@ -21,7 +21,9 @@ def test_the_simulator_decides_what_the_engine_decides(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(CHECKPOINTS / "mixtral", tmp_path / "mixtral"))
     batches = np.random.default_rng(0).integers(3, 60, (6, ROWS, TOKENS)).tolist()
     mesh = EngineMesh(devices=2, placement="lina", slots_per_device=SLOTS)
-    with tiny_engine(folder, max_batch=ROWS, prefill_chunk_tokens=TOKENS, mesh=mesh, estimator="counts") as engine:
+    with tiny_engine(
+        folder, max_batch=ROWS, prefill_chunk_tokens=TOKENS, mesh=mesh, estimator="counts"
+    ) as engine:
         for length, table in tables_of(engine, folder, batches[0]).items():
             (folder / f"l{length}").mkdir()
             table.save(folder / f"l{length}")
@@ -50,5 +52,8 @@ def test_the_simulator_decides_what_the_engine_decides(tmp_path: Path) -> None:
             swaps[name] = found.swaps
             if name == "ideal":
                 assert found.balancedness == (1.0,) * engine.config.num_moe_layers
-                assert (replayed.busiest == ROWS * TOKENS * engine.config.num_moe_layers).all()  # top-2 on two devices
-    assert swaps["even"] == swaps["ideal"] == 0 < min(swaps["lina, l = 3"], swaps["without_estimate"])
+                # top-2 on two devices
+                assert (replayed.busiest == ROWS * TOKENS * engine.config.num_moe_layers).all()
+    assert (
+        swaps["even"] == swaps["ideal"] == 0 < min(swaps["lina, l = 3"], swaps["without_estimate"])
+    )

@@ -31,4 +31,8 @@ def test_bytes_of_half_the_experts_are_compared_with_those_of_all(
     monkeypatch.setattr(training_tiers, "config_of", lambda *_, **__: None)
     monkeypatch.setattr(training_tiers, "expert_bytes", lambda _: 1000)
     found = training_tiers.measure_traffic(options, tmp_path)
-    assert found == {"all": 8 * bytes_an_expert, "half": 4 * bytes_an_expert, "half_against_all": ratio}
+    assert found == {
+        "all": 8 * bytes_an_expert,
+        "half": 4 * bytes_an_expert,
+        "half_against_all": ratio,
+    }

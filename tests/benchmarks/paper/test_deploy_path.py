@@ -1,4 +1,6 @@
-"""The benchmark of the path to a deployed model: losses by programs and over HTTP are those of the model itself."""
+"""The benchmark of the path to a deployed model: losses by programs and over HTTP are those of
+the model itself.
+"""
 
 import json
 import sys
@@ -10,7 +12,16 @@ import pytest
 
 from benchmarks.lib.deployed import ROOT, portable_loss, served, served_loss
 from benchmarks.paper import deploy_path
-from benchmarks.paper.deploy_path import ALONE, DISTILLED, HALF, LONGER, LONGER_HALF, WHOLE, draw, ratios
+from benchmarks.paper.deploy_path import (
+    ALONE,
+    DISTILLED,
+    HALF,
+    LONGER,
+    LONGER_HALF,
+    WHOLE,
+    draw,
+    ratios,
+)
 from jmoe.config.engine import EngineConfig
 from jmoe.deploy.layerwise import mean_loss
 from jmoe.deploy.lower import lower
@@ -41,10 +52,19 @@ def test_losses_of_what_is_deployed(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_whole_path_of_a_model_with_few_positions(run_python: Run, tmp_path: Path) -> None:
-    """Preset tiny has room for 256 tokens, the default of a sequence; a server wants one of them for output."""
+    """Preset tiny has room for 256 tokens, the default of a sequence; a server wants one of them
+    for output.
+    """
     steps = ("--steps", "2", "--student-steps", "1", "--batch-size", "2")
     tokens = ("--unseen-tokens", "1100", "--calibration-tokens", "2048")
-    command = ("benchmarks/paper/deploy_path.py", "--folder", tmp_path, "--path-only", *steps, *tokens)
+    command = (
+        "benchmarks/paper/deploy_path.py",
+        "--folder",
+        tmp_path,
+        "--path-only",
+        *steps,
+        *tokens,
+    )
     done = run_python(command, timeout=1700)
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout.splitlines()[-1])
@@ -61,7 +81,9 @@ def test_no_file_is_learned_from_and_measured_on(tmp_path: Path) -> None:
 
 
 def test_ratios() -> None:
-    """The student against pruning: of the model it learned from, and of one that learned for as many steps more."""
+    """The student against pruning: of the model it learned from, and of one that learned for as
+    many steps more.
+    """
     bits = {WHOLE: 2.0, DISTILLED: 1.9, HALF: 2.4, LONGER: 1.8, LONGER_HALF: 2.3, ALONE: 1.925}
     assert ratios([{"stage": stage, "bits_per_byte": value} for stage, value in bits.items()]) == {
         "distilled_over_pruned": -0.25,
@@ -72,7 +94,9 @@ def test_ratios() -> None:
 
 def test_the_committed_figures() -> None:
     """The ratios are those of the rows; a stage after the compression loses nothing."""
-    result = json.loads((ROOT / "benchmarks" / "results" / "deploy_path_served_small_cpu.json").read_text())
+    result = json.loads(
+        (ROOT / "benchmarks" / "results" / "deploy_path_served_small_cpu.json").read_text()
+    )
     rows = result["stages"]
     found = ratios(rows)
     assert found == {name: result[name] for name in found}

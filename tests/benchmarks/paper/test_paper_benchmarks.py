@@ -1,4 +1,6 @@
-"""The index of the papers' tables and figures: whole, true to the result files; what fails stops nothing."""
+"""The index of the papers' tables and figures: whole, true to the result files; what fails stops
+nothing.
+"""
 
 import dataclasses
 import json
@@ -22,7 +24,9 @@ KINDS = {"loop": "while", "dot": "dot", "add": "add", "sum": "all-reduce"}
 BESIDE_NO_PAPER = {"eplb"}  # of benchmarks/paper: what shows no table or figure of the three papers
 
 
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]:
+def call(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
+) -> tuple[int, Any]:
     monkeypatch.setattr(sys, "argv", ["benchmarks.paper", *arguments])
     code = command.main()
     return code, json.loads(capsys.readouterr().out.strip().splitlines()[-1])
@@ -30,31 +34,42 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *a
 
 def test_every_benchmark_of_the_papers_is_in_the_index() -> None:
     words = " ".join(f"{place.command} {place.quick}" for place in PLACES)
-    scripts = {path.stem for path in (ROOT / "benchmarks" / "paper").glob("*.py")} - {"__main__", "index", "pictures"}
+    scripts = {path.stem for path in (ROOT / "benchmarks" / "paper").glob("*.py")} - {
+        "__main__",
+        "index",
+        "pictures",
+    }
     assert {name for name in scripts if name not in words} == BESIDE_NO_PAPER
     assert len({place.name for place in PLACES}) == len(PLACES)
 
 
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place.name)
 def test_what_is_shown_is_there(place: Place) -> None:
-    """A place has a committed result whose figures can be told, or a smoke test; and programs that exist."""
+    """A place has a committed result whose figures can be told, or a smoke test; and programs
+    that exist.
+    """
     assert place.quick is not None or place.result is not None
     assert place.lacking or place.result is not None or place.paper == "all"
     if place.result is not None:
         assert any(character.isdigit() for character in place.here())
     for text in filter(None, (place.command, place.quick)):
-        program = next((word for word in shlex.split(text.replace(",", "")) if word.endswith(".py")), None)
+        program = next(
+            (word for word in shlex.split(text.replace(",", "")) if word.endswith(".py")), None
+        )
         module = next((word for word in text.split() if word.startswith("benchmarks.paper.")), None)
         assert program or module
         assert (ROOT / (program or f"{str(module).replace('.', '/')}.py")).is_file()
 
 
 def test_the_ratios_on_one_device_are_those_of_their_figures() -> None:
-    """Two models with one sequence and with eight, all above the largest ratio that the paper has."""
+    """Two models with one sequence and with eight, all above the largest ratio that the paper
+    has.
+    """
     rows = moesys_table6.one_device()
     assert len({(row["model"], row["sequences"]) for row in rows}) == len(rows) == 4
     for row in rows:
-        assert row["ratio"] == pytest.approx(row["jmoe"] / row["transformers"], rel=0.15)  # medians, each for itself
+        # medians, each for itself
+        assert row["ratio"] == pytest.approx(row["jmoe"] / row["transformers"], rel=0.15)
         assert row["ratio"] > max(moesys_table6.PAPER_RATIOS)
 
 
@@ -72,34 +87,56 @@ def test_what_is_simulated_is_what_the_code_gives() -> None:
     """Both files are what their commands write; rows that nothing was measured for say so."""
     steps = json.loads((RESULTS / "steps_simulated.json").read_text())
     assert steps == json.loads(json.dumps(step_simulator.predict()))
-    assert all(row["simulated"] and "seconds" not in row and row["nodes"] > 2 for row in steps["simulated"])
+    assert all(
+        row["simulated"] and "seconds" not in row and row["nodes"] > 2 for row in steps["simulated"]
+    )
     nodes = json.loads((RESULTS / "communication_simulated.json").read_text())
     assert nodes["simulated"] and nodes["rows"] == simulate.simulate(simulate.parse([]))
 
 
 def test_the_simulated_steps_are_those_that_were_measured() -> None:
-    """Four nodes from two, and whole orders from their session's `ready`, within 10 %; no row from itself."""
+    """Four nodes from two, and whole orders from their session's `ready`, within 10 %; no row
+    from itself.
+    """
     rows = step_simulator.predict()
     assert max(abs(row["error"]) for row in rows["four_nodes"]) < 0.1
-    assert all(row["predicted_bytes"] == pytest.approx(row["sent_bytes"], rel=0.01) for row in rows["four_nodes"])
+    assert all(
+        row["predicted_bytes"] == pytest.approx(row["sent_bytes"], rel=0.01)
+        for row in rows["four_nodes"]
+    )
     ready = [row for row in rows["orders"] if row["compute"] == "ready"]
     fitted = ("rows", 200.0, "chunks"), ("rows", 200.0, "pipelined")
-    assert all((row["session"], row["mbit_per_s"], row["variant"]) not in fitted for row in rows["orders"])
+    assert all(
+        (row["session"], row["mbit_per_s"], row["variant"]) not in fitted for row in rows["orders"]
+    )
     assert all(row["variant"] != "ready" for row in ready)
     assert all(abs(row["error"]) < 0.1 for row in ready if row["shown"] == 1)
 
 
 def test_a_step_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two nodes of two ranks, top-1 of 4 experts: 32 tokens of 256 bytes over 8 Mbit/s, a byte a microsecond."""
+    """Two nodes of two ranks, top-1 of 4 experts: 32 tokens of 256 bytes over 8 Mbit/s, a byte a
+    microsecond.
+    """
     monkeypatch.setattr(simulator, "LATENCY_S", 0.0)
-    assert step_simulator.step_s(2.0, 3.0) == 5.0 and step_simulator.step_s(2.0, 3.0, shown=0.5) == 4.0
-    # 32 / 4 x 1.25 = 10 rows for a rank, in eights 16, there and back in both passes, and 4 bytes for the one expert
+    assert (
+        step_simulator.step_s(2.0, 3.0) == 5.0 and step_simulator.step_s(2.0, 3.0, shown=0.5) == 4.0
+    )
+    # 32 / 4 x 1.25 = 10 rows for a rank, in eights 16, there and back in both passes, and 4 bytes
+    # for the one expert
     block = 4 * 16 * 256 + 4
-    row = {"variant": "flat", "experts": 4, "top_k": 1, "tokens_per_rank": 32, "hidden_size": 128, "layers": 3}
+    row = {
+        "variant": "flat",
+        "experts": 4,
+        "top_k": 1,
+        "tokens_per_rank": 32,
+        "hidden_size": 128,
+        "layers": 3,
+    }
     row |= {"mbit_per_s": 8.0, "sent_bytes": 3 * 2 * 2 * block + 6000}
     sent, seconds = step_simulator.traffic(row, 2, on_link=2)
     assert sent == row["sent_bytes"] and seconds == pytest.approx(2e-6 * sent)
-    # 8 ranks have an expert each: 5 rows, in eights 8, for 6 ranks of other nodes; of a ring 7/8 in place of 3/4
+    # 8 ranks have an expert each: 5 rows, in eights 8, for 6 ranks of other nodes; of a ring 7/8 in
+    # place of 3/4
     sent, seconds = step_simulator.traffic(row, 4, on_link=4)
     assert sent == pytest.approx(3 * 2 * 6 * (4 * 8 * 256 + 4) + 6000 * (7 / 8) / (3 / 4))
     assert seconds == pytest.approx(4e-6 * sent)
@@ -122,7 +159,9 @@ SCOPES = {
 
 
 def test_the_parts_of_a_step_add_up() -> None:
-    """Each moment counts once, for an all-to-all before anything else; a loop counts as what runs inside it."""
+    """Each moment counts once, for an all-to-all before anything else; a loop counts as what
+    runs inside it.
+    """
     ops = {name: trace.Op("fusion", scopes, [], 4, "main", 0) for name, scopes in SCOPES.items()}
     kinds = {"sent": "all-to-all", "sum": "all-reduce", "loop": "while"}
     ops |= {name: trace.Op(kind, "", [], 4, "main", 0) for name, kind in kinds.items()}
@@ -136,10 +175,18 @@ def test_the_parts_of_a_step_add_up() -> None:
         (10, 12, "adamw"),
     ]
     found = [trace.Span(begin * 1e9, end * 1e9, name) for begin, end, name in spans]
-    parts = {"all_to_all": 3, "optimizer": 2, "backward": 3, "forward": 2, "other_collectives": 1, "idle": 1}
+    parts = {
+        "all_to_all": 3,
+        "optimizer": 2,
+        "backward": 3,
+        "forward": 2,
+        "other_collectives": 1,
+        "idle": 1,
+    }
     assert trace.parts_s(found, ops) == pytest.approx(parts)
     assert sum(parts.values()) == 12
-    assert trace.layers_s(found, ops) == pytest.approx({"forward": 2, "backward": 3})  # the loss belongs to no layer
+    # the loss belongs to no layer
+    assert trace.layers_s(found, ops) == pytest.approx({"forward": 2, "backward": 3})
 
 
 @pytest.mark.parametrize("name", pictures.PICTURES)
@@ -149,7 +196,9 @@ def test_the_papers_figures_are_drawn_from_the_results(name: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("name", [*pictures.PANELS, "lina-planning"])
-def test_a_place_draws_its_own_figure(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_draws_its_own_figure(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(command, "DRAWN", tmp_path)
     path = command.draw(command.chosen([name])[0])
     assert (path is None) == (name == "lina-planning")
@@ -160,7 +209,9 @@ def test_a_run_names_the_picture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The picture's path comes first, then what the place's command prints."""
-    made = dataclasses.replace(command.chosen(["lina-ablation"])[0], command="python -c 'print({})'")
+    made = dataclasses.replace(
+        command.chosen(["lina-ablation"])[0], command="python -c 'print({})'"
+    )
     monkeypatch.setattr(command, "PLACES", (made,))
     monkeypatch.setattr(command, "DRAWN", tmp_path)
     monkeypatch.setattr(sys, "argv", ["benchmarks.paper", "lina-ablation"])
@@ -169,20 +220,35 @@ def test_a_run_names_the_picture(
     assert drawn.endswith(str(tmp_path / "lina-ablation.png")) and last == "{}"
 
 
-def fusion_row(variant: str, experts: int, rate: float, ratio: float, all_to_all: float) -> dict[str, Any]:
+def fusion_row(
+    variant: str, experts: int, rate: float, ratio: float, all_to_all: float
+) -> dict[str, Any]:
     row = {"variant": variant, "experts": experts, "top_k": 1, "mbit_per_s": rate}
     return row | {"ratio_to_one_by_one_flat": ratio, "parts_s": {"all_to_all": all_to_all}}
 
 
 def test_fused_and_in_two_levels_crosswise() -> None:
-    """Each model and rate beside its own row one by one and flat; dense layers lack a cell and have no all-to-alls."""
-    dense = [fusion_row(*cell, 0.0) for cell in (("one_by_one_flat", 0, 0.0, 1.0), ("fused", 0, 0.0, 3.0))]
-    cells = {"one_by_one_flat": 1.0, "one_by_one": 1.1, "fused_flat": 1.5, "fused": 1.7, "fused_chunks": 2.0}
+    """Each model and rate beside its own row one by one and flat; dense layers lack a cell and
+    have no all-to-alls.
+    """
+    dense = [
+        fusion_row(*cell, 0.0)
+        for cell in (("one_by_one_flat", 0, 0.0, 1.0), ("fused", 0, 0.0, 3.0))
+    ]
+    cells = {
+        "one_by_one_flat": 1.0,
+        "one_by_one": 1.1,
+        "fused_flat": 1.5,
+        "fused": 1.7,
+        "fused_chunks": 2.0,
+    }
     sparse = [fusion_row(name, 8, 200.0, ratio, 0.4 / ratio) for name, ratio in cells.items()]
     place = next(place for place in PLACES if place.name == "moesys-table-5")
-    assert place.ours({"rows": dense + sparse}) == (
-        "dense, 0 Mbit/s: fused in two levels 3.00 times; top-1 of 8 experts, 200 Mbit/s: fused 1.50 times, "
-        "two levels 1.10 times, fused in two levels 1.70 times, its all-to-alls 41% shorter"
+    assert (
+        place.ours({"rows": dense + sparse})
+        == "dense, 0 Mbit/s: fused in two levels 3.00 times; top-1 of 8 experts, 200 Mbit/s: fused"
+        " 1.50 times, two levels 1.10 times, fused in two levels 1.70 times, its all-to-alls 41%"
+        " shorter"
     )
 
 
@@ -194,7 +260,9 @@ def test_how_many_nodes_one_machine_makes() -> None:
 def test_a_smoke_test_that_fails_stops_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is named with its last lines, and so is one that takes too long; what has no smoke test is shown."""
+    """It is named with its last lines, and so is one that takes too long; what has no smoke test
+    is shown.
+    """
     programs = {
         "fails": "import sys; print('half of it'); sys.exit('out of memory')",
         "hangs": "import time; time.sleep(3600)",
@@ -207,7 +275,18 @@ def test_a_smoke_test_that_fails_stops_nothing(
         quick = str(tmp_path / f"{name}.py")
         limit_s = 3 if name == "hangs" else 240
         made.append(
-            Place(name, "P", "T", "s", "-", "python x.py", None, command.comparison, quick=quick, limit_s=limit_s)
+            Place(
+                name,
+                "P",
+                "T",
+                "s",
+                "-",
+                "python x.py",
+                None,
+                command.comparison,
+                quick=quick,
+                limit_s=limit_s,
+            )
         )
     committed = next(place for place in PLACES if place.name == "moesys-figure-12")
     monkeypatch.setattr(command, "PLACES", (*made, committed))
@@ -254,8 +333,8 @@ def test_the_list(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 def test_a_part_that_was_run(tmp_path: Path) -> None:
     """Its last line is the result; children that it leaves behind have ended."""
     (tmp_path / "part.py").write_text(
-        "import subprocess, sys\nchild = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
-        "print('first')\nprint('{\"child\": %d}' % child.pid)"
+        "import subprocess, sys\nchild = subprocess.Popen([sys.executable, '-c', 'import time;"
+        " time.sleep(600)'])\nprint('first')\nprint('{\"child\": %d}' % child.pid)"
     )
     done = run_part([str(tmp_path / "part.py")], 60, {})
     state = Path(f"/proc/{done['result']['child']}/stat")

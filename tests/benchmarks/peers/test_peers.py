@@ -16,14 +16,27 @@ from benchmarks.peers.training import Contestant
 
 def test_both_sides_of_a_row() -> None:
     """Ratios are of a round's two sides, not of two medians."""
-    row = compared([({"one": 8.0}, {"one": 2.0}), ({"one": 9.0}, {"one": 9.0}), ({"one": 10.0}, {"one": 5.0})], "peer")
-    assert row == {"one": {"jmoe": 9.0, "peer": 5.0, "ratio": 2.0, "rounds": [[8.0, 2.0], [9.0, 9.0], [10.0, 5.0]]}}
+    row = compared(
+        [({"one": 8.0}, {"one": 2.0}), ({"one": 9.0}, {"one": 9.0}), ({"one": 10.0}, {"one": 5.0})],
+        "peer",
+    )
+    assert row == {
+        "one": {
+            "jmoe": 9.0,
+            "peer": 5.0,
+            "ratio": 2.0,
+            "rounds": [[8.0, 2.0], [9.0, 9.0], [10.0, 5.0]],
+        }
+    }
     side = {"decode_tokens_per_s": {"1": 3.0, "8": 4.0}, "long_prefill_tokens_per_s": 5.0}
     assert decoding_speeds(side) == {"one": 3.0, "eight": 4.0, "prefill_512": 5.0}
 
 
 def test_a_peer_counts_by_its_faster_run_figure_by_figure() -> None:
-    assert fastest([{"one": 2.0, "eight": 7.0}, {"one": 3.0, "eight": 5.0}]) == {"one": 3.0, "eight": 7.0}
+    assert fastest([{"one": 2.0, "eight": 7.0}, {"one": 3.0, "eight": 5.0}]) == {
+        "one": 3.0,
+        "eight": 7.0,
+    }
 
 
 def test_a_training_row_is_against_the_peers_faster_arrangement() -> None:
@@ -59,7 +72,10 @@ def test_a_program_of_a_peer() -> None:
 def test_programs_of_peers_explain_themselves_here(program: str) -> None:
     """Their environments are not this one: options are read before torch is looked for."""
     done = subprocess.run(
-        [sys.executable, f"benchmarks/peers/{program}.py", "--help"], capture_output=True, text=True, check=False
+        [sys.executable, f"benchmarks/peers/{program}.py", "--help"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0 and "usage" in done.stdout, done.stderr
 
@@ -87,7 +103,10 @@ def test_what_deepspeed_cannot_do(options: list[str], message: str) -> None:
         (["--offload-folder", "nowhere"], "--offload-folder nowhere: is not a folder"),
         (["--prompt-ids", "3", "64"], "token 64: must be an id below the model's vocab_size = 64"),
         (["--ids", "nowhere"], "--ids nowhere: cannot be read"),
-        (["--ids", "ids.json"], "--ids ids.json: must be a list of --prompt + --new-tokens = 56 ids"),
+        (
+            ["--ids", "ids.json"],
+            "--ids ids.json: must be a list of --prompt + --new-tokens = 56 ids",
+        ),
         (["--ids", "ids.json", "--prompt-ids", "3"], "not allowed with argument --ids"),
     ],
 )
@@ -110,7 +129,9 @@ def test_a_prompt_and_the_text_behind_it(tmp_path: Path) -> None:
     common = ["--model", "model", "--prompt", "2", "--new-tokens", "2"]
     text = parse([*common, "--ids", str(tmp_path / "ids.json")])
     assert accelerate_decoding.prompt_and_text(text, 64) == ([3, 4], [5, 6])
-    assert accelerate_decoding.prompt_and_text(parse([*common, "--prompt-ids", "9", "8", "7"]), 64) == ([9, 8, 7], [])
+    assert accelerate_decoding.prompt_and_text(
+        parse([*common, "--prompt-ids", "9", "8", "7"]), 64
+    ) == ([9, 8, 7], [])
     drawn, text_behind = accelerate_decoding.prompt_and_text(parse(common), 64)
     assert len(drawn) == 2 and max(drawn) < 64 and text_behind == []
 
@@ -119,7 +140,10 @@ def test_accelerates_row_is_against_ours_of_the_same_round() -> None:
     kept = {"disk_read_bytes_per_token": 7, "bytes_in_memory": 0, "peak_rss_bytes": 9}
     runs = [{"tokens_per_s": rate} | kept for rate in (0.5, 1.0, 0.25)]
     row = oversized.accelerate_row([{"tokens_per_s": rate} for rate in (10.0, 10.0, 20.0)], runs)
-    assert row == {"tokens_per_s": {"accelerate": 0.5, "ratio": 20.0, "rounds": [0.5, 1.0, 0.25]}} | kept
+    assert (
+        row
+        == {"tokens_per_s": {"accelerate": 0.5, "ratio": 20.0, "rounds": [0.5, 1.0, 0.25]}} | kept
+    )
 
 
 def test_both_sides_on_nvme_have_one_model_and_one_cache() -> None:
@@ -128,7 +152,8 @@ def test_both_sides_on_nvme_have_one_model_and_one_cache() -> None:
         a = argparse.Namespace(side=side, tokens=256, buffers=20, folder=Path("records"))
         made = nvme_training.config(a)
         hidden, inner, vocab = 512, 12288, 1024
-        layer = 2 * hidden * inner + inner + 4 * hidden * hidden + 9 * hidden + hidden  # norms, biases, the router
+        # norms, biases, the router
+        layer = 2 * hidden * inner + inner + 4 * hidden * hidden + 9 * hidden + hidden
         assert made.model.num_parameters()[0] == 6 * layer + (2 * vocab + 256 + 2) * hidden
         assert (made.tiers.experts, made.tiers.optimizer) == (tier, tier)
         assert made.tiers.host_cache_bytes == (20 * 4 * hidden * inner if side == "nvme" else 0)
@@ -136,9 +161,18 @@ def test_both_sides_on_nvme_have_one_model_and_one_cache() -> None:
 
 def test_a_model_that_llama_cpp_is_not_given(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "gpt_oss", "num_attention_heads": 4}')
-    command = [sys.executable, "benchmarks/peers/to_gguf.py", str(tmp_path), str(tmp_path / "out.gguf"), "bf16"]
+    command = [
+        sys.executable,
+        "benchmarks/peers/to_gguf.py",
+        str(tmp_path),
+        str(tmp_path / "out.gguf"),
+        "bf16",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 1 and "model_type = 'gpt_oss': must be one of mixtral, qwen3_moe" in done.stderr
+    assert (
+        done.returncode == 1
+        and "model_type = 'gpt_oss': must be one of mixtral, qwen3_moe" in done.stderr
+    )
     assert not (tmp_path / "out.gguf").exists()
 
 
@@ -148,7 +182,9 @@ def test_rotary_rows_side_by_side() -> None:
     assert pairs_side_by_side(weight, 2)[:, 0].tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
 
 
-def test_an_environment_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_that_cannot_be_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The step is named; nothing is written into a folder that has files."""
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes").write_text("mine")

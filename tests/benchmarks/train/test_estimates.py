@@ -1,4 +1,6 @@
-"""Training steps on GPUs that are not here: planned bytes beside those of the compiled steps; none gets slower."""
+"""Training steps on GPUs that are not here: planned bytes beside those of the compiled steps;
+none gets slower.
+"""
 
 import json
 import subprocess
@@ -24,7 +26,9 @@ def test_the_plan_has_the_bytes_of_the_compiled_step(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(not has_cuda(), reason="JAX's CUDA libraries are not installed")
-def test_no_step_is_slower_than_committed(run_python: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+def test_no_step_is_slower_than_committed(
+    run_python: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
     done = run_python(["benchmarks/train/estimates.py", "--shapes", *HELD], timeout=1800)
     assert done.returncode == 0, done.stderr
     rows = {row["shape"]: row for row in json.loads(done.stdout.strip().splitlines()[-1])["rows"]}

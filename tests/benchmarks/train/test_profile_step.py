@@ -19,7 +19,9 @@ OPS = {
     "fusion.2": op("fusion", "jit(step)/jvp(loss)/while/body/dot_general"),
     "fusion.3": op("fusion", "jit(step)/optimizer/mul"),
     "copy.4": op("copy", ""),
-    "custom-call.6": op("custom-call", "jit(step)/transpose(jvp())/while/body/attention/jmoe_causal_attention"),
+    "custom-call.6": op(
+        "custom-call", "jit(step)/transpose(jvp())/while/body/attention/jmoe_causal_attention"
+    ),
     "while.5": op("while", "jit(step)/jvp()/while"),
 }
 
@@ -29,8 +31,16 @@ def spans(*some: tuple[float, float, str]) -> list[Any]:
 
 
 def test_every_millisecond_counts_once() -> None:
-    """An operation that begins under another counts from where that one ends; loops hold what is counted already."""
-    operations = (1, 3, "dot.1"), (2, 5, "fusion.2"), (5, 6, "copy.4"), (7, 8, "fusion.3"), (8, 9, "custom-call.6")
+    """An operation that begins under another counts from where that one ends; loops hold what is
+    counted already.
+    """
+    operations = (
+        (1, 3, "dot.1"),
+        (2, 5, "fusion.2"),
+        (5, 6, "copy.4"),
+        (7, 8, "fusion.3"),
+        (8, 9, "custom-call.6"),
+    )
     found = spans((0, 9, "while.5"), *operations)
     rows = accounted(found, OPS, 1, 0.0, 10 * MS)
     assert rows == {
@@ -73,13 +83,20 @@ def test_operations_in_the_background_last_as_long_as_they_ran() -> None:
     ops = operations(text)
     found = spans((0, 1, "call.1"), (1, 3, "call.2"), (4, 5, "add.3"), (6, 7, "call.1"))
     longer = with_background(found, ops, [(5e-4, 2e-3), (0, 3e-3)])
-    assert [(s.begin_ns / MS, s.end_ns / MS) for s in longer] == [(0.5, 2.5), (1, 3), (4, 5), (6, 9)]
+    assert [(s.begin_ns / MS, s.end_ns / MS) for s in longer] == [
+        (0.5, 2.5),
+        (1, 3),
+        (4, 5),
+        (6, 9),
+    ]
     with pytest.raises(ValueError, match="shorter"):
         with_background(found, ops, [(0, 2e-3)])
 
 
 def test_an_exchange_is_ready_when_the_native_operation_is_done_that_its_rows_come_from() -> None:
-    """Whatever that waited for itself, and not when other operations are done whose memory is held meanwhile."""
+    """Whatever that waited for itself, and not when other operations are done whose memory is
+    held meanwhile.
+    """
     text = """ENTRY %main (x: bf16[8,8]) -> bf16[8,8] {
   %x = bf16[8,8]{1,0} parameter(0)
   %order.1 = bf16[8,8]{1,0} negate(%x), metadata={op_name="transpose/order/xor"}
@@ -89,6 +106,8 @@ def test_an_exchange_is_ready_when_the_native_operation_is_done_that_its_rows_co
   %rows.5 = bf16[8,8]{1,0} add(%call.2, %hold.4), metadata={op_name="transpose/moe/all_to_all_back/xor"}
   ROOT %send.6 = bf16[8,8]{1,0} all-to-all(%rows.5), metadata={op_name="transpose/moe/all_to_all_back/all_to_all"}
 }"""
-    found = spans((0, 1, "order.1"), (1, 3, "call.2"), (1, 5, "call.3"), (5, 6, "hold.4"), (7, 9, "send.6"))
+    found = spans(
+        (0, 1, "order.1"), (1, 3, "call.2"), (1, 5, "call.3"), (5, 6, "hold.4"), (7, 9, "send.6")
+    )
     (exchange,) = exchanges(found, operations(text))
     assert (exchange.ready_ns / MS, exchange.done_ns / MS) == (3, 9)

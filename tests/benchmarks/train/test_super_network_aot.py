@@ -1,4 +1,6 @@
-"""A training step of ufo-17b is compiled for 32 devices that are not here, in the bytes that the plan says."""
+"""A training step of ufo-17b is compiled for 32 devices that are not here, in the bytes that the
+plan says.
+"""
 
 import json
 import subprocess

@@ -1,8 +1,9 @@
-"""A process of several that share engines: python -m tests.inference.mesh.mesh_ranks MODEL RANK PROCESSES PORT FOLDER.
+"""A process of several that share engines: python -m tests.inference.mesh.mesh_ranks MODEL RANK
+PROCESSES PORT FOLDER.
 
 FOLDER: for experts on NVMe, of all processes.
-Engines of every placement answer the same requests, one after the other. Rank 0 prints what they gave, the last line of
-every rank says how many experts were copied to its device under each.
+Engines of every placement answer the same requests, one after the other. Rank 0 prints what they
+gave, the last line of every rank says how many experts were copied to its device under each.
 """
 
 import json
@@ -18,7 +19,13 @@ from jmoe.inference.engine import Engine
 from jmoe.inference.loading import LoadedModel
 from jmoe.inference.mesh.lockstep import Follower, Leader, join, led
 from jmoe.inference.mesh.runner import MeshRunner
-from tests.inference.mesh.mesh_traffic import MAX_BATCH, PREPARE, estimate_rightly, note_popularity, traffic
+from tests.inference.mesh.mesh_traffic import (
+    MAX_BATCH,
+    PREPARE,
+    estimate_rightly,
+    note_popularity,
+    traffic,
+)
 from tests.model_configs import CHECKPOINTS
 from tests.tiny_engines import SIZES
 
@@ -35,7 +42,12 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "wrong": {"placement": "lina", "slots_per_device": 3},
     "right": {"placement": "lina", "slots_per_device": 3},
     "random": {"placement": "lina", "slots_per_device": 3},
-    "eplb": {"placement": "eplb", "slots_per_device": 3, "rebalance_every": 2, "rebalance_window": 3},
+    "eplb": {
+        "placement": "eplb",
+        "slots_per_device": 3,
+        "rebalance_every": 2,
+        "rebalance_window": 3,
+    },
 }
 
 
@@ -49,7 +61,9 @@ class Turns:
         self.runner: MeshRunner | None = None
 
     def config(self, name: str) -> EngineConfig:
-        sizes: dict[str, Any] = SIZES | {"max_batch": MAX_BATCH, "cache_dir": self.folder} | RINGS.get(name, {})
+        sizes: dict[str, Any] = (
+            SIZES | {"max_batch": MAX_BATCH, "cache_dir": self.folder} | RINGS.get(name, {})
+        )
         return EngineConfig(**sizes, mesh=EngineMesh(devices=self.processes, **PLACEMENTS[name]))
 
     @led
@@ -62,7 +76,9 @@ class Turns:
     def prepare(self, name: str) -> None:
         """Let every gain be worth a swap, or what the name says move the experts."""
         assert self.runner is not None
-        self.runner.placer.costs = self.runner.placer.costs._replace(row_s=float(name != "random"), copy_s=0.0)
+        self.runner.placer.costs = self.runner.placer.costs._replace(
+            row_s=float(name != "random"), copy_s=0.0
+        )
         if name in PREPARE:
             PREPARE[name](self.runner)
         if name == "even":
@@ -106,7 +122,9 @@ def lead(turns: Turns, leader: Leader) -> dict[str, Any]:
         answer = traffic(engine)
         placed = engine.stats().placement
         assert placed is not None
-        found[name] = answer._asdict() | asdict(placed) | {"expert_use": engine.expert_use().tolist()}
+        found[name] = (
+            answer._asdict() | asdict(placed) | {"expert_use": engine.expert_use().tolist()}
+        )
         turns.done(name)
     return found
 
@@ -114,7 +132,11 @@ def lead(turns: Turns, leader: Leader) -> dict[str, Any]:
 def main() -> None:
     model, (rank, processes, port) = sys.argv[1], map(int, sys.argv[2:5])
     config = DistributedConfig(
-        f"127.0.0.1:{port}", processes, rank, step_timeout_s=PATIENCE_S, heartbeat_timeout_s=PATIENCE_S
+        f"127.0.0.1:{port}",
+        processes,
+        rank,
+        step_timeout_s=PATIENCE_S,
+        heartbeat_timeout_s=PATIENCE_S,
     )
     with join(config) as role:  # type: ignore[union-attr]
         turns = Turns(model, processes, sys.argv[5], role if isinstance(role, Leader) else None)

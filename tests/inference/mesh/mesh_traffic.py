@@ -1,4 +1,6 @@
-"""What engines on several devices are asked in tests, and what moves their experts about meanwhile."""
+"""What engines on several devices are asked in tests, and what moves their experts about
+meanwhile.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -15,7 +17,9 @@ MAX_BATCH = 8
 
 
 class Traffic(NamedTuple):
-    """What a mixture of requests gave. logprobs: of all outputs, and of the prompts that asked for them."""
+    """What a mixture of requests gave. logprobs: of all outputs, and of the prompts that asked
+    for them.
+    """
 
     tokens: list[list[int]]
     logprobs: list[float]
@@ -23,14 +27,18 @@ class Traffic(NamedTuple):
 
 
 def prompts() -> list[list[int]]:
-    """Return more prompts than there are rows, of many lengths; one begins as a longer one that runs beside it."""
+    """Return more prompts than there are rows, of many lengths; one begins as a longer one that
+    runs beside it.
+    """
     rng = np.random.default_rng(0)
     some = [rng.integers(3, 60, n).tolist() for n in (1, 5, 17, 9, 20, 2, 7, 3, 11, 4)]
     return [*some, some[2][:12] + [7, 8]]
 
 
 def traffic(engine: Engine) -> Traffic:
-    """Run sampled requests, and then greedy ones with prefixes that are in the cache or want all log-probabilities."""
+    """Run sampled requests, and then greedy ones with prefixes that are in the cache or want all
+    log-probabilities.
+    """
     options: dict[str, Any] = {"max_new_tokens": 6, "ignore_eos": True, "logprobs": 1}
     done = engine.generate(prompts(), temperature=0.8, seed=3, **options)
     done += engine.generate([prompt + [9] for prompt in prompts()[2:4]], **options)
@@ -44,12 +52,16 @@ def summary(done: list[Completion], engine: Engine) -> Traffic:
 
 
 def assert_logprobs(logprobs: Sequence[float], expected: Sequence[float]) -> None:
-    """Within 1e-5 of the largest, which is of a logit's size: sums over devices have another order."""
+    """Within 1e-5 of the largest, which is of a logit's size: sums over devices have another
+    order.
+    """
     np.testing.assert_allclose(logprobs, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
 def adversarial(num_experts: int, num_devices: int, slots: int, seed: int) -> np.ndarray:
-    """Return random experts of each device, each once at least, many on several devices, and a slot empty."""
+    """Return random experts of each device, each once at least, many on several devices, and a
+    slot empty.
+    """
     rng = np.random.default_rng(seed)
     experts_NS = np.full((num_devices, slots), EMPTY, np.int32)
     for expert in rng.permutation(num_experts):  # each once
@@ -69,17 +81,22 @@ def move(runner: MeshRunner, seed: int) -> None:
     for layer, placement in enumerate(experts.placements):
         num_experts = experts.index.num_experts
         shape = num_experts, placement.num_devices, placement.slots_per_device, seed + layer
-        experts.apply(layer, experts.changes(layer, place_as(adversarial(*shape), np.ones(num_experts))))
+        experts.apply(
+            layer, experts.changes(layer, place_as(adversarial(*shape), np.ones(num_experts)))
+        )
 
 
 def move_at_every_step(runner: MeshRunner) -> None:
-    """Place every layer's experts at random before each step, elsewhere every time; the same in every process."""
+    """Place every layer's experts at random before each step, elsewhere every time; the same in
+    every process.
+    """
     seeds = iter(range(0, 10**6, 100))
     runner.placer.between_steps = lambda: move(runner, next(seeds))  # type: ignore[method-assign]
 
 
 def estimate_wrongly(runner: MeshRunner) -> None:
-    """Let phase one expect that the experts with the lowest numbers get all tokens, then those with the highest.
+    """Let phase one expect that the experts with the lowest numbers get all tokens, then those with
+    the highest.
 
     And go by it, however often that was wrong.
     """
@@ -107,7 +124,9 @@ def estimate_rightly(runner: MeshRunner, noted: list[np.ndarray]) -> None:
 
 
 class _Table:
-    """A path table that says the same of every path, one popularity after the other, from the second on."""
+    """A path table that says the same of every path, one popularity after the other, from the
+    second on.
+    """
 
     def __init__(self, popularities: Sequence[np.ndarray]) -> None:
         self._calls, self._popularities = 0, popularities
@@ -117,4 +136,7 @@ class _Table:
         return LayerEstimate(self._popularities[self._calls % len(self._popularities)], 0.0)
 
 
-PREPARE: dict[str, Callable[[MeshRunner], None]] = {"random": move_at_every_step, "wrong": estimate_wrongly}
+PREPARE: dict[str, Callable[[MeshRunner], None]] = {
+    "random": move_at_every_step,
+    "wrong": estimate_wrongly,
+}

@@ -1,4 +1,6 @@
-"""Dense layers split over fake devices give what one device gives, and take the bytes on each that a formula says."""
+"""Dense layers split over fake devices give what one device gives, and take the bytes on each
+that a formula says.
+"""
 
 from collections.abc import Iterator
 
@@ -11,13 +13,21 @@ from jmoe.config import ModelConfig
 from jmoe.config.engine import EngineMesh
 from jmoe.inference.engine import Engine
 from jmoe.inference.mesh.runner import MeshRunner
-from tests.inference.mesh.mesh_traffic import MAX_BATCH, Traffic, assert_logprobs, move_at_every_step, traffic
+from tests.inference.mesh.mesh_traffic import (
+    MAX_BATCH,
+    Traffic,
+    assert_logprobs,
+    move_at_every_step,
+    traffic,
+)
 
 FLOAT_BYTES = 4
 OTHERS = ("mixtral", "qwen2_moe", "olmoe", "gpt_oss", "deepseek_v3", "deepseek_v3_yarn")
 
 
-@pytest.fixture(scope="module", params=["qwen3_moe", *(pytest.param(n, marks=pytest.mark.slow) for n in OTHERS)])
+@pytest.fixture(
+    scope="module", params=["qwen3_moe", *(pytest.param(n, marks=pytest.mark.slow) for n in OTHERS)]
+)
 def one_device(request: pytest.FixtureRequest) -> Iterator[tuple[str, Traffic, np.ndarray]]:
     """Yield a model and its answers."""
     with tiny_engine(request.param, max_batch=MAX_BATCH, policy="resident") as engine:
@@ -28,7 +38,9 @@ def one_device(request: pytest.FixtureRequest) -> Iterator[tuple[str, Traffic, n
 def test_heads_on_several_devices_give_the_tokens_of_one(
     one_device: tuple[str, Traffic, np.ndarray], devices: int
 ) -> None:
-    """With chunks, prefixes and seeds, while experts move too; on four devices some heads of keys lie on two."""
+    """With chunks, prefixes and seeds, while experts move too; on four devices some heads of
+    keys lie on two.
+    """
     name, expected, use = one_device
     mesh = EngineMesh(devices, placement="lina", slots_per_device=4, dense="tensor")
     with tiny_engine(name, max_batch=MAX_BATCH, mesh=mesh) as engine:
@@ -44,12 +56,15 @@ def test_heads_on_several_devices_give_the_tokens_of_one(
 
 
 def assert_bytes(engine: Engine, runner: MeshRunner, devices: int) -> None:
-    """Check what lies on every device against the plan, and the plan against a formula of its own."""
+    """Check what lies on every device against the plan, and the plan against a formula of its
+    own.
+    """
     weights = [w for _, arrays in (runner._embed_and_head, *runner._layers) for w in arrays]
     plan, config = engine.plan.memory.model, engine.config
     assert bytes_by_device(weights, devices) == [plan.dense_bytes] * devices
     assert bytes_by_device(jax.tree.leaves(runner.caches), devices) == [plan.cache_bytes] * devices
-    copied_bytes = bytes_of_all(config) - split_bytes(config, 1)  # norms, routers, projections to latents
+    # norms, routers, projections to latents
+    copied_bytes = bytes_of_all(config) - split_bytes(config, 1)
     assert plan.dense_bytes == copied_bytes + split_bytes(config, devices)
     heads = max(1, config.num_key_value_heads // devices)
     value_dim = config.v_head_dim if config.kv_lora_rank is not None else config.dim_per_head
@@ -59,7 +74,10 @@ def assert_bytes(engine: Engine, runner: MeshRunner, devices: int) -> None:
 
 def bytes_by_device(arrays: list[jax.Array], devices: int) -> list[int]:
     shards = [shard for array in arrays for shard in array.addressable_shards]
-    return [sum(s.data.nbytes for s in shards if s.device == device) for device in jax.devices()[:devices]]
+    return [
+        sum(s.data.nbytes for s in shards if s.device == device)
+        for device in jax.devices()[:devices]
+    ]
 
 
 def bytes_of_all(config: ModelConfig) -> int:
@@ -69,7 +87,9 @@ def bytes_of_all(config: ModelConfig) -> int:
 
 
 def split_bytes(config: ModelConfig, devices: int) -> int:
-    """Return a device's bytes of what is split: heads, inner dimensions of MLPs, and the vocabulary."""
+    """Return a device's bytes of what is split: heads, inner dimensions of MLPs, and the
+    vocabulary.
+    """
     d, heads, groups = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
     dim, q = config.dim_per_head, heads // devices
     if config.kv_lora_rank is not None:

@@ -46,9 +46,13 @@ class Table:
         return LayerEstimate(self.popularity_E, 0.0)
 
 
-def placer_of(costs: SwapCosts, table: Any = None, **mesh: Any) -> tuple[ExpertPlacer, NotedExperts]:
+def placer_of(
+    costs: SwapCosts, table: Any = None, **mesh: Any
+) -> tuple[ExpertPlacer, NotedExperts]:
     experts: Any = NotedExperts()
-    placer = ExpertPlacer(EngineMesh(devices=DEVICES, slots_per_device=SLOTS, **mesh), experts, 1, True, table)
+    placer = ExpertPlacer(
+        EngineMesh(devices=DEVICES, slots_per_device=SLOTS, **mesh), experts, 1, True, table
+    )
     placer.costs = costs
     return placer, experts
 
@@ -101,13 +105,19 @@ def test_a_wrong_estimate_is_planned_again_after_the_gate() -> None:
 
 
 def test_right_experts_with_other_numbers_of_tokens_are_planned_again() -> None:
-    """A table of the likeliest experts says nothing of the third and fourth, which have nearly as many tokens."""
+    """A table of the likeliest experts says nothing of the third and fourth, which have nearly
+    as many tokens.
+    """
     actual = chosen(20, 20, 19, 19, 1, 1, 1, 1)
-    placer, experts = placer_of(FREE, Table(np.array([20.0, 20, 0, 0, 0, 0, 0, 0])), placement="lina")
+    placer, experts = placer_of(
+        FREE, Table(np.array([20.0, 20, 0, 0, 0, 0, 0, 0])), placement="lina"
+    )
     step(placer, OTHERS, actual)
     assert placer.stats().replans == 2 and experts.moved == [0, 1, 1]
     assert placer.stats().balancedness[1] > 0.9
-    placer, experts = placer_of(SwapCosts(1.0, 10.0), Table(np.array([20.0, 20, 0, 0, 0, 0, 0, 0])), placement="lina")
+    placer, experts = placer_of(
+        SwapCosts(1.0, 10.0), Table(np.array([20.0, 20, 0, 0, 0, 0, 0, 0])), placement="lina"
+    )
     step(placer, OTHERS, actual)
     assert placer.stats().replans == 1  # 30 tokens where 20.5 were foreseen are not worth a copy
 
@@ -137,11 +147,16 @@ def test_an_estimate_that_did_not_pay_is_trusted_again_once_it_would_have() -> N
 
 
 def test_dear_copies_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor any while costs are not known; and where one copy is dearer than all that could be saved none is planned."""
+    """Nor any while costs are not known; and where one copy is dearer than all that could be
+    saved none is planned.
+    """
     placer, experts = placer_of(SwapCosts(1.0, 40.0), Table(counts(OTHERS)), placement="lina")
     step(placer, OTHERS, SKEWED)
-    assert placer.stats().replans == 2 and experts.moved == []  # at most 44 are saved, by two copies or more
-    monkeypatch.setattr("jmoe.inference.mesh.expert_placer.place", lambda *_, **__: pytest.fail("was planned"))
+    # at most 44 are saved, by two copies or more
+    assert placer.stats().replans == 2 and experts.moved == []
+    monkeypatch.setattr(
+        "jmoe.inference.mesh.expert_placer.place", lambda *_, **__: pytest.fail("was planned")
+    )
     placer, experts = placer_of(DEAR, Table(counts(OTHERS)), placement="lina")
     step(placer, OTHERS, SKEWED)
     assert placer.stats().replans == 2 and experts.moved == []
@@ -174,7 +189,9 @@ def test_eplb_places_a_layer_between_two_steps() -> None:
 
 @pytest.mark.parametrize("copy_s", [1.0, 10_000.0])
 def test_eplb_weighs_copies_against_the_steps_until_the_next(copy_s: float) -> None:
-    placer, experts = placer_of(SwapCosts(1.0, copy_s), placement="eplb", rebalance_every=2, rebalance_window=2)
+    placer, experts = placer_of(
+        SwapCosts(1.0, copy_s), placement="eplb", rebalance_every=2, rebalance_window=2
+    )
     for _ in range(4):
         step(placer, SKEWED, SKEWED)
     assert experts.moved == ([0, 1] if copy_s == 1 else [])

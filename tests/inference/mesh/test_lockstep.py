@@ -1,4 +1,6 @@
-"""Leader and followers over real connections: calls in order, and every way in which one of them is lost."""
+"""Leader and followers over real connections: calls in order, and every way in which one of them
+is lost.
+"""
 
 import os
 import re
@@ -36,7 +38,9 @@ class Lost(list[str]):
 
 @pytest.fixture
 def channels() -> Iterator[Pair]:
-    """`channels(silence_s=...)`: both ends of a connection; silence_s: after which the first one gives up."""
+    """`channels(silence_s=...)`: both ends of a connection; silence_s: after which the first one
+    gives up.
+    """
     made: list[Channel] = []
 
     def pair(silence_s: float = LONG_S) -> tuple[Channel, Channel]:
@@ -56,8 +60,11 @@ def leader(channels: Pair) -> Iterator[Lead]:
 
     def lead(channels: dict[int, Channel], **options: float) -> tuple[Leader, Lost]:
         lost = Lost()
-        with mock.patch.object(lockstep, "end_process", lost.append):  # its threads may lose one before it is returned
-            made.append(Leader(channels, **{"silence_s": LONG_S, "step_timeout_s": LONG_S, **options}))
+        # its threads may lose one before it is returned
+        with mock.patch.object(lockstep, "end_process", lost.append):
+            made.append(
+                Leader(channels, **{"silence_s": LONG_S, "step_timeout_s": LONG_S, **options})
+            )
         return made[-1], lost
 
     yield lead
@@ -89,7 +96,9 @@ def received(channel: Channel, kind: str) -> list[Any]:
 class Adder:
     """Stands for a runner: notes what it was called with. broken: its calls fail."""
 
-    def __init__(self, leader: Leader | None = None, during: Callable[[], object] = lambda: None) -> None:
+    def __init__(
+        self, leader: Leader | None = None, during: Callable[[], object] = lambda: None
+    ) -> None:
         self.leader, self.during, self.made = leader, during, list[Any]()
 
     @led
@@ -103,7 +112,9 @@ class Adder:
 
 
 def test_followers_make_the_leaders_calls(channels: Pair, leader: Lead) -> None:
-    """In its order, with its arguments, of methods that are led alone; the leader's result is returned."""
+    """In its order, with its arguments, of methods that are led alone; the leader's result is
+    returned.
+    """
     here, there = channels()
     first, lost = leader({1: here})
     leading, following = Adder(first), Adder()
@@ -163,7 +174,9 @@ def test_an_error_of_a_follower_is_told(channels: Pair, leader: Lead) -> None:
     assert lost.wait() == "rank 1 failed: MemoryError: no room for 3 experts"
 
 
-def test_an_error_of_the_leader_is_its_own(channels: Pair, leader: Lead, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_leader_is_its_own(
+    channels: Pair, leader: Lead, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(lockstep, "GRACE_S", 0.01)
     first, lost = leader({1: channels()[0]})
     with pytest.raises(KeyError), first.step():
@@ -179,7 +192,9 @@ def test_a_silent_follower_is_given_up(channels: Pair, leader: Lead) -> None:
 def test_a_step_without_progress_names_who_is_behind(channels: Pair, leader: Lead) -> None:
     """Rank 2 lives, and does not come on."""
     pairs = {rank: channels() for rank in (1, 2)}
-    first, lost = leader({rank: here for rank, (here, _) in pairs.items()}, silence_s=1, step_timeout_s=2)
+    first, lost = leader(
+        {rank: here for rank, (here, _) in pairs.items()}, silence_s=1, step_timeout_s=2
+    )
     pairs[1][1].send("beat", 1)
     wait_for(lambda: first._calls_of[1] == 1)
     with first.step():
@@ -192,13 +207,25 @@ def test_a_step_without_progress_names_who_is_behind(channels: Pair, leader: Lea
     ("end", "line", "silence_s"),
     [
         (lambda channel: channel.close(), "ends: rank 0 was lost: its process has ended", LONG_S),
-        (lambda channel: channel.send("lost", "rank 2 was lost"), "ends with rank 0: rank 2 was lost", LONG_S),
-        (lambda channel: None, "ends: rank 0 was lost: no sign of life, it is stopped or out of reach", 0.5),
+        (
+            lambda channel: channel.send("lost", "rank 2 was lost"),
+            "ends with rank 0: rank 2 was lost",
+            LONG_S,
+        ),
+        (
+            lambda channel: None,
+            "ends: rank 0 was lost: no sign of life, it is stopped or out of reach",
+            0.5,
+        ),
     ],
     ids=["closed", "gives up", "silent"],
 )
 def test_a_follower_without_leader_ends(
-    end: Callable[[Channel], None], line: str, silence_s: float, channels: Pair, monkeypatch: pytest.MonkeyPatch
+    end: Callable[[Channel], None],
+    line: str,
+    silence_s: float,
+    channels: Pair,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """While its main thread waits for a collective."""
     there, here = channels(silence_s)
@@ -225,7 +252,8 @@ def test_a_signal_to_a_follower_is_the_leaders(channels: Pair, leader: Lead) -> 
     """Which drains first, with the followers' help."""
     here, there = channels()
     first, lost = leader({1: here})
-    following = Adder(during=lambda: following.made or os.kill(os.getpid(), signal.SIGTERM))  # in the first call
+    # in the first call
+    following = Adder(during=lambda: following.made or os.kill(os.getpid(), signal.SIGTERM))
 
     def drain() -> None:
         for number in range(3):
@@ -287,7 +315,9 @@ def start_ranks(start_python: Start, tmp_path: Path) -> Callable[[int], list[Chi
     def start(calls: int) -> list[Child]:
         port, environment = free_port(), {"JAX_NUM_CPU_DEVICES": "1", "NPROC": None}
         return [
-            start_python(["-c", WORKER, *map(str, (rank, 3, port, calls))], tmp_path / str(rank), environment)
+            start_python(
+                ["-c", WORKER, *map(str, (rank, 3, port, calls))], tmp_path / str(rank), environment
+            )
             for rank in range(3)
         ]
 
@@ -301,7 +331,9 @@ def test_processes_that_compute_together(start_ranks: Callable[[int], list[Child
 
 
 @pytest.mark.parametrize("killed", [0, 2])
-def test_a_killed_process_ends_the_others(start_ranks: Callable[[int], list[Child]], killed: int) -> None:
+def test_a_killed_process_ends_the_others(
+    start_ranks: Callable[[int], list[Child]], killed: int
+) -> None:
     """Which wait for it in a collective. Without the leader JAX ends them too, if it is quicker."""
     ranks = start_ranks(10**9)
     for rank in ranks:
@@ -309,4 +341,7 @@ def test_a_killed_process_ends_the_others(start_ranks: Callable[[int], list[Chil
     ranks.pop(killed).kill_now()
     for rank in ranks:
         assert rank.wait(LONG_S) in (EXIT_CODE, -signal.SIGABRT), rank.screen
-        assert re.search(rf"rank {killed}.* was lost: its process has ended|leader task was preempted", rank.screen)
+        assert re.search(
+            rf"rank {killed}.* was lost: its process has ended|leader task was preempted",
+            rank.screen,
+        )

@@ -1,4 +1,6 @@
-"""An engine on several fake devices gives what it gives on one, wherever its experts are and while they move."""
+"""An engine on several fake devices gives what it gives on one, wherever its experts are and
+while they move.
+"""
 
 import json
 import re
@@ -56,18 +58,27 @@ def placed(runner: MeshRunner) -> PlacedExperts:
 
 @pytest.fixture(
     scope="module",
-    params=["deepseek_v3", *(pytest.param(n, marks=pytest.mark.slow) for n in ("mixtral", "qwen2_moe", "gpt_oss"))],
+    params=[
+        "deepseek_v3",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("mixtral", "qwen2_moe", "gpt_oss")),
+    ],
 )
 def one_device(request: pytest.FixtureRequest) -> Iterator[tuple[str, Traffic, np.ndarray]]:
-    """Yield a model and its answers; the first has latent attention, a dense layer and shared experts."""
+    """Yield a model and its answers; the first has latent attention, a dense layer and shared
+    experts.
+    """
     with tiny_engine(request.param, max_batch=MAX_BATCH, policy="resident") as engine:
         yield request.param, traffic(engine), engine.expert_use()
 
 
-def test_every_placement_gives_the_tokens_of_one_device(one_device: tuple[str, Traffic, np.ndarray]) -> None:
-    """Even, random, Lina's and EPLB's, with chunks, prefixes from other devices and seeds; bit for bit each other.
+def test_every_placement_gives_the_tokens_of_one_device(
+    one_device: tuple[str, Traffic, np.ndarray],
+) -> None:
+    """Even, random, Lina's and EPLB's, with chunks, prefixes from other devices and seeds; bit for
+    bit each other.
 
-    Random placements are made once, or anew before every step. Of the even one, layers also pass through a ring.
+    Random placements are made once, or anew before every step. Of the even one, layers also pass
+    through a ring.
     """
     name, expected, use = one_device
     with on_mesh(name, "ring", devices=DEVICES) as engine:
@@ -78,12 +89,19 @@ def test_every_placement_gives_the_tokens_of_one_device(one_device: tuple[str, T
         assert engine.expert_use().tolist() == use.tolist()
         assert engine._store is not None
         layer_bytes = use.shape[1] * engine._store.layout.record_bytes
-        streamed = stats.steps * len(use) * layer_bytes if len(use) > 1 else 0  # one layer stays where it is
+        # one layer stays where it is
+        streamed = stats.steps * len(use) * layer_bytes if len(use) > 1 else 0
         assert abs(stats.streamed_bytes - streamed) <= layer_bytes  # one is on its way
         assert stats.host_expert_bytes == engine.plan.memory.host_bytes > 0
     lina = {"placement": "lina", "slots_per_device": 3}
     eplb = {"placement": "eplb", "slots_per_device": 3, "rebalance_every": 2, "rebalance_window": 3}
-    for options, mover in (({}, None), (lina, move), (lina, move_at_every_step), (lina, None), (eplb, None)):
+    for options, mover in (
+        ({}, None),
+        (lina, move),
+        (lina, move_at_every_step),
+        (lina, None),
+        (eplb, None),
+    ):
         with on_mesh(name, devices=DEVICES, **options) as engine:
             runner = runner_of(engine)
             if mover is not None:
@@ -93,7 +111,8 @@ def test_every_placement_gives_the_tokens_of_one_device(one_device: tuple[str, T
             if mover is move_at_every_step:
                 mover(runner)
             engine.reset_stats()
-            runner.set_costs(0.0 if mover else 1.0, 0.0)  # what was moved stays; else every gain is worth a swap
+            # what was moved stays; else every gain is worth a swap
+            runner.set_costs(0.0 if mover else 1.0, 0.0)
             answers.append(traffic(engine))
             assert engine.expert_use().tolist() == use.tolist()
             stats = engine.stats().placement
@@ -103,7 +122,9 @@ def test_every_placement_gives_the_tokens_of_one_device(one_device: tuple[str, T
             assert (stats.swapped_bytes > 0) == (stats.swaps > 0 or mover is move_at_every_step)
             assert all(0 < balance <= 1 for balance in stats.balancedness)
     for answer in answers:
-        assert answer.tokens == expected.tokens and answer.reused_tokens == expected.reused_tokens > 0
+        assert (
+            answer.tokens == expected.tokens and answer.reused_tokens == expected.reused_tokens > 0
+        )
         assert_logprobs(answer.logprobs, expected.logprobs)
     assert all(answer == answers[0] for answer in answers)
 
@@ -113,7 +134,9 @@ def test_every_placement_gives_the_tokens_of_one_device(one_device: tuple[str, T
 def test_layers_on_other_devices_give_the_tokens_of_one(
     one_device: tuple[str, Traffic, np.ndarray], group_size: int, tmp_path: Path
 ) -> None:
-    """Each layer on one device, or its experts over half of them: in memory are as many experts as the fullest has."""
+    """Each layer on one device, or its experts over half of them: in memory are as many experts
+    as the fullest has.
+    """
     name, expected, use = one_device
     layers, experts = use.shape
     groups = np.arange(DEVICES).reshape(-1, group_size).tolist()
@@ -125,7 +148,9 @@ def test_layers_on_other_devices_give_the_tokens_of_one(
     with on_mesh(name, devices=DEVICES, segments=str(tmp_path / "segments.json")) as engine:
         held = placed(runner_of(engine))
         rows = -(-layers // len(groups))  # of which each device has one for each layer of its own
-        assert as_segments(held.placements) == segments and held.num_slots == rows * -(-experts // group_size)
+        assert as_segments(held.placements) == segments and held.num_slots == rows * -(
+            -experts // group_size
+        )
         answer = traffic(engine)
         assert engine.expert_use().tolist() == use.tolist()
         stats = engine.stats().placement
@@ -138,28 +163,37 @@ def test_layers_on_other_devices_give_the_tokens_of_one(
 
 @pytest.mark.slow
 def test_every_placement_over_processes(start_python: Start, tmp_path: Path) -> None:
-    """Of a device each, led as by serve.py; experts move between them by estimates, at random, and by EPLB."""
+    """Of a device each, led as by serve.py; experts move between them by estimates, at random,
+    and by EPLB.
+    """
     with tiny_engine("deepseek_v3", max_batch=MAX_BATCH, policy="resident") as engine:
         expected, use = traffic(engine), engine.expert_use()
     port, environment = free_port(), one_device_each(tmp_path / "compiled")
     command = ["-m", "tests.inference.mesh.mesh_ranks", "deepseek_v3"]
     ranks = [
         start_python(
-            [*command, *map(str, (rank, PROCESSES, port, tmp_path / "packed"))], tmp_path / f"rank-{rank}", environment
+            [*command, *map(str, (rank, PROCESSES, port, tmp_path / "packed"))],
+            tmp_path / f"rank-{rank}",
+            environment,
         )
         for rank in range(PROCESSES)
     ]
     screens = [rank.end(LONG_S).splitlines() for rank in ranks]
     found = json.loads(screens[0][-2])
     for name, answer in found.items():
-        assert answer["tokens"] == expected.tokens and answer["reused_tokens"] == expected.reused_tokens
+        assert (
+            answer["tokens"] == expected.tokens
+            and answer["reused_tokens"] == expected.reused_tokens
+        )
         assert_logprobs(answer["logprobs"], expected.logprobs)
         assert name == "tensor" or answer["logprobs"] == found["even"]["logprobs"]  # bit for bit
         assert answer["expert_use"] == use.tolist()
     assert found["wrong"]["estimates"] >= found["wrong"]["replans"] > 0
-    assert found["wrong"]["swaps"] > found["wrong"]["replans"]  # phase one makes room for the wrong ones
+    # phase one makes room for the wrong ones
+    assert found["wrong"]["swaps"] > found["wrong"]["replans"]
     right = found["right"]
-    assert 0 < right["replans"] <= right["estimates"] / len(use)  # of the first layer, which goes by recent choices
+    # of the first layer, which goes by recent choices
+    assert 0 < right["replans"] <= right["estimates"] / len(use)
     pairs = zip(right["balancedness"][1:], found["even"]["balancedness"][1:], strict=True)
     assert all(mine > even for mine, even in pairs)  # phase one placed the others
     assert found["eplb"]["estimates"] == found["eplb"]["replans"] == 0 < found["eplb"]["swaps"]
@@ -187,10 +221,17 @@ def test_wrong_estimates_change_nothing_but_time() -> None:
 
 
 def test_buffers_hold_the_largest_part_and_little_more() -> None:
-    """What each of two devices sends to each: sizes are those that padding compiles, one where rows are few."""
+    """What each of two devices sends to each: sizes are those that padding compiles, one where
+    rows are few.
+    """
     even = place_as(np.arange(4).reshape(2, 2), np.ones(4))
-    choices = {"none": np.full((128, 2), 4), "even": np.tile([0, 2], (128, 1)), "all to one": np.tile([0, 1], (128, 1))}
-    uneven = np.concatenate([choices["even"][:100], choices["all to one"][:28]])  # at most 92 of 128 to one device
+    choices = {
+        "none": np.full((128, 2), 4),
+        "even": np.tile([0, 2], (128, 1)),
+        "all to one": np.tile([0, 1], (128, 1)),
+    }
+    # at most 92 of 128 to one device
+    uneven = np.concatenate([choices["even"][:100], choices["all to one"][:28]])
     for choice, padded, ragged in [
         (choices["none"], [80, 96, 128], [160, 192, 256]),
         (choices["even"], [80], [160]),
@@ -204,9 +245,13 @@ def test_buffers_hold_the_largest_part_and_little_more() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("placement", ["even", "lina"])
-def test_a_ragged_exchange_gives_the_same_tokens(placement: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ragged_exchange_gives_the_same_tokens(
+    placement: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What a GPU does, with the collective made of those that a CPU has."""
-    monkeypatch.setattr("jmoe.inference.mesh.programs.Ragged", partial(Ragged, move=ragged_all_to_all))
+    monkeypatch.setattr(
+        "jmoe.inference.mesh.programs.Ragged", partial(Ragged, move=ragged_all_to_all)
+    )
     slots = {"slots_per_device": 3} if placement == "lina" else {}
     with tiny_engine("mixtral", policy="resident") as engine:
         expected = traffic(engine)
@@ -219,7 +264,8 @@ def test_a_ragged_exchange_gives_the_same_tokens(placement: Any, monkeypatch: py
 
 @pytest.mark.slow
 def test_rows_of_several_sequences_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four rows on each of two devices, prefixes that cross from one to the other; nothing is compiled meanwhile.
+    """Four rows on each of two devices, prefixes that cross from one to the other; nothing is
+    compiled meanwhile.
 
     Buffers have several sizes, however small they are.
     """
@@ -255,21 +301,37 @@ def test_costs_are_measured_and_decide() -> None:
     ("options", "match"),
     [
         ({"mesh": EngineMesh(devices=9), "max_batch": 9}, "mesh.devices = 9: this process has 8"),
-        ({"mesh": EngineMesh(devices=2, slots_per_device=1)}, "mesh.slots_per_device = 1: must be at least 2 for 4"),
-        ({"mesh": EngineMesh(devices=2, slots_per_device=5)}, "mesh.slots_per_device = 5: must be at most 4"),
+        (
+            {"mesh": EngineMesh(devices=2, slots_per_device=1)},
+            "mesh.slots_per_device = 1: must be at least 2 for 4",
+        ),
+        (
+            {"mesh": EngineMesh(devices=2, slots_per_device=5)},
+            "mesh.slots_per_device = 5: must be at most 4",
+        ),
         ({"mesh": EngineMesh(devices=2), "estimator": "paths"}, "no such file; make one with"),
         (
             {"mesh": EngineMesh(devices=8, dense="tensor"), "max_batch": 8},
-            "num_attention_heads = 4: must be a multiple of mesh.devices = 8 with mesh.dense = 'tensor'",
+            (
+                "num_attention_heads = 4: must be a multiple of mesh.devices = 8 with mesh.dense ="
+                " 'tensor'"
+            ),
         ),
     ],
 )
 def test_bad_settings_are_refused_before_weights_are_read(
     options: dict[str, Any], match: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jmoe.models.lazy_checkpoint.LazyCheckpoint.load_rest", lambda _: pytest.fail("were read"))
-    monkeypatch.setattr("jmoe.models.lazy_checkpoint.LazyCheckpoint.load_part", lambda *_: pytest.fail("were read"))
-    monkeypatch.setattr("jmoe.models.lazy_checkpoint.LazyCheckpoint.fill_expert", lambda *_: pytest.fail("were read"))
+    monkeypatch.setattr(
+        "jmoe.models.lazy_checkpoint.LazyCheckpoint.load_rest", lambda _: pytest.fail("were read")
+    )
+    monkeypatch.setattr(
+        "jmoe.models.lazy_checkpoint.LazyCheckpoint.load_part", lambda *_: pytest.fail("were read")
+    )
+    monkeypatch.setattr(
+        "jmoe.models.lazy_checkpoint.LazyCheckpoint.fill_expert",
+        lambda *_: pytest.fail("were read"),
+    )
     with pytest.raises(ValueError, match=match):
         tiny_engine("mixtral", **options)
 
@@ -292,13 +354,23 @@ except ValueError as error:
 
 def test_processes_with_different_weights_are_named(start_python: Start, tmp_path: Path) -> None:
     """Of equal names and sizes, on disks of their own: one answer would be computed from both."""
-    copies = [shutil.copytree(CHECKPOINTS / "mixtral", tmp_path / f"host-{rank}" / "model") for rank in range(2)]
+    copies = [
+        shutil.copytree(CHECKPOINTS / "mixtral", tmp_path / f"host-{rank}" / "model")
+        for rank in range(2)
+    ]
     flip(copies[1] / "model.safetensors", (copies[1] / "model.safetensors").stat().st_size - 9)
     port = free_port()
     ranks = [
-        start_python(["-c", UNLIKE, str(rank), str(port), copy], tmp_path / f"log-{rank}", one_device_each(tmp_path))
+        start_python(
+            ["-c", UNLIKE, str(rank), str(port), copy],
+            tmp_path / f"log-{rank}",
+            one_device_each(tmp_path),
+        )
         for rank, copy in enumerate(copies)
     ]
     for copy, rank in zip(copies, ranks, strict=True):
-        words = rf"content of {copy} = '\w{{16}}': must be the same on every process, is another on \[1\]: copy it"
+        words = (
+            rf"content of {copy} = '\w{{16}}': must be the same on every process, is another on"
+            r" \[1\]: copy it"
+        )
         assert re.search(words, rank.end(LONG_S))

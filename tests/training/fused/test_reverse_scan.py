@@ -66,7 +66,9 @@ def layer_elements(model: ModelConfig) -> list[int]:
     ids=["whole", "chunks"],
 )
 def test_number_of_collectives(shape: tuple[int, int, int], chunk_bytes: int) -> None:
-    """Every layer is gathered twice, but the last one once, and reduced once; the rest of the parameters once."""
+    """Every layer is gathered twice, but the last one once, and reduced once; the rest of the
+    parameters once.
+    """
     ops = Counter(op.kind for op in collectives(*shape, chunk_bytes=chunk_bytes))
     elements, levels = layer_elements(MODEL), 2 if shape[1] > 1 else 1
     chunks = [-(-4 * n // chunk_bytes) if chunk_bytes else 1 for n in elements]
@@ -85,7 +87,9 @@ def test_parameters_that_no_number_of_devices_divides() -> None:
     """Nothing travels in the buffer; the state keeps its shapes."""
     config = TrainConfig(model=MODEL, mesh=MeshConfig(7), batch_size=7, sequence_length=8)
     program = make_trainer(config, mesh_of(7, 1, 1))
-    state, metrics = jax.eval_shape(program.step, program.state_shape, jax.ShapeDtypeStruct((1, 7, 9), jnp.int32))
+    state, metrics = jax.eval_shape(
+        program.step, program.state_shape, jax.ShapeDtypeStruct((1, 7, 9), jnp.int32)
+    )
     assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, program.state_shape)
     assert metrics["counts"].shape == (4, 8)
 
@@ -93,15 +97,20 @@ def test_parameters_that_no_number_of_devices_divides() -> None:
 @pytest.mark.slow
 def test_one_by_one_takes_more() -> None:
     fused, single = (
-        Counter(op.kind for op in collectives(1, 1, 8, schedule="none", fuse_dense=fuse)) for fuse in (True, False)
+        Counter(op.kind for op in collectives(1, 1, 8, schedule="none", fuse_dense=fuse))
+        for fuse in (True, False)
     )
     assert single["all-gather"] > 4 * fused["all-gather"]
     assert single["reduce-scatter"] > 4 * fused["reduce-scatter"]
 
 
 def test_no_more_than_two_layers_are_unsharded() -> None:
-    """Each further layer takes less memory than half of its parameters, of which every device keeps an eighth."""
-    model = dataclasses.replace(MODEL, hidden_size=256, intermediate_size=512, num_experts=0, first_k_dense_replace=0)
+    """Each further layer takes less memory than half of its parameters, of which every device
+    keeps an eighth.
+    """
+    model = dataclasses.replace(
+        MODEL, hidden_size=256, intermediate_size=512, num_experts=0, first_k_dense_replace=0
+    )
     layer_bytes = 4 * layer_elements(model)[0]
     peaks = []
     for layers in (4, 8):
@@ -109,14 +118,17 @@ def test_no_more_than_two_layers_are_unsharded() -> None:
         analysis = compiled(1, 1, 8, model=deep, tokens=4).memory_analysis()
         peaks.append(analysis.temp_size_in_bytes)
     assert peaks[1] - peaks[0] < 4 * layer_bytes / 2
-    assert peaks[0] < 8 * layer_bytes  # two layers, what they are unpacked into, gradients and their bucket
+    # two layers, what they are unpacked into, gradients and their bucket
+    assert peaks[0] < 8 * layer_bytes
 
 
 # ---- the order inside a layer
 
 
 def backward_orders(ops: list[Op]) -> list[list[str]]:
-    """What runs in each layer's backward pass with experts, from combine's all-to-all to the next layer's."""
+    """What runs in each layer's backward pass with experts, from combine's all-to-all to the
+    next layer's.
+    """
     orders: list[list[str]] = []
     for op in ops:
         if "transpose" not in op.scopes:
@@ -132,10 +144,15 @@ def backward_orders(ops: list[Op]) -> list[list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "num_chunks"), [("chunks", 1), pytest.param("pipelined", 2, marks=pytest.mark.slow)]
+    ("schedule", "num_chunks"),
+    [("chunks", 1), pytest.param("pipelined", 2, marks=pytest.mark.slow)],
 )
-def test_nothing_runs_in_front_of_an_all_to_all_that_could_start(schedule: Any, num_chunks: int) -> None:
-    """combine's all-to-alls, chunks during the experts, dispatch's all-to-alls, chunks during attention."""
+def test_nothing_runs_in_front_of_an_all_to_all_that_could_start(
+    schedule: Any, num_chunks: int
+) -> None:
+    """combine's all-to-alls, chunks during the experts, dispatch's all-to-alls, chunks during
+    attention.
+    """
     orders = backward_orders(collectives(1, 2, 2, schedule=schedule, chunk_bytes=9000))
     assert len(orders) == 4
     for order in orders:
@@ -144,9 +161,11 @@ def test_nothing_runs_in_front_of_an_all_to_all_that_could_start(schedule: Any, 
         assert order[:hops] == ["back"] * hops  # both levels, nothing between them
         experts, between, attention = order[hops:first], order[first : last + 1], order[last + 1 :]
         assert set(experts) | set(attention) <= {"all-gather", "reduce-scatter"}
-        assert between == ["there"] * (2 * num_chunks + 1)  # rows inside the node and across, and the weights once
+        # rows inside the node and across, and the weights once
+        assert between == ["there"] * (2 * num_chunks + 1)
     for order in orders[1:-1]:
-        experts, attention = order[hops : order.index("there")], order[order[::-1].index("there") * -1 :]
+        experts = order[hops : order.index("there")]
+        attention = order[order[::-1].index("there") * -1 :]
         assert experts and "reduce-scatter" in attention
 
 
@@ -175,9 +194,12 @@ def test_all_reduces_give_way_to_all_to_alls(
         assert set(order) - {"there", "back"} <= kinds
     between = orders[1:-1]
     assert all({*order[: order.index("there")]} & kinds for order in between)  # during the experts
-    assert all("all-reduce" in order[order.index("there") :] for order in between)  # during attention
+    # during attention
+    assert all("all-reduce" in order[order.index("there") :] for order in between)
     dense = 4 * layer_elements(MODEL)[-1] if comm else 0
-    experts = 4 * 8 * 3 * MODEL.hidden_size * MODEL.moe_intermediate_size // 2 if shape[0] > 1 else 0
+    experts = (
+        4 * 8 * 3 * MODEL.hidden_size * MODEL.moe_intermediate_size // 2 if shape[0] > 1 else 0
+    )
     chunks = -(-dense // (chunk_bytes // 2)) + -(-experts // (chunk_bytes // 2))
     assert [order.count("all-reduce") for order in between] == [chunks] * 2
     orders = backward_orders(collectives(*shape, chunk_bytes=chunk_bytes, schedule="fixed", **comm))
@@ -186,9 +208,13 @@ def test_all_reduces_give_way_to_all_to_alls(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("schedule", "during_experts"), [("ready", 0), ("fixed", 0), ("priority", 2)])
+@pytest.mark.parametrize(
+    ("schedule", "during_experts"), [("ready", 0), ("fixed", 0), ("priority", 2)]
+)
 def test_the_baselines_reduce_elsewhere(schedule: Any, during_experts: int) -> None:
-    """ready: in front of the next layer's; fixed: behind the pair; priority: all that is pending, as experts begin."""
+    """ready: in front of the next layer's; fixed: behind the pair; priority: all that is
+    pending, as experts begin.
+    """
     for order in backward_orders(collectives(1, 2, 2, schedule=schedule))[1:-1]:
         assert order.count("reduce-scatter") == 2
         assert order[2 : order.index("there")].count("reduce-scatter") == during_experts

@@ -1,4 +1,5 @@
-"""The training step: the same on every mesh, the same as a plain loss with optax, and safe when something is wrong.
+"""The training step: the same on every mesh, the same as a plain loss with optax, and safe when
+something is wrong.
 
 Legend: A accumulation steps, B batch, S sequence, V vocabulary, E experts, N MoE layers.
 """
@@ -41,7 +42,12 @@ MODEL = dataclasses.replace(
     num_experts_per_tok=2,
 )
 CONFIG = TrainConfig(
-    model=MODEL, optimizer=OPTIMIZER, batch_size=B, sequence_length=S, num_steps=10, compute_dtype="float32"
+    model=MODEL,
+    optimizer=OPTIMIZER,
+    batch_size=B,
+    sequence_length=S,
+    num_steps=10,
+    compute_dtype="float32",
 )
 NO_BALANCE = dataclasses.replace(MODEL, router=dataclasses.replace(MODEL.router, aux_loss_coef=0.0))
 
@@ -61,9 +67,13 @@ def program(shape: tuple[int, int, int], **changes: Any) -> tuple[Trainer, Mesh,
 
 
 def place(state: Any, to: Trainer) -> TrainState:
-    """A state on the host as `to`'s devices hold it. A copy: a donated buffer may lie on the array it came from."""
+    """A state on the host as `to`'s devices hold it. A copy: a donated buffer may lie on the
+    array it came from.
+    """
     shape = dataclasses.replace(to.state_shape, cast=())
-    placed: TrainState = jax.tree.map(lambda x, s: jax.device_put(np.array(x), s.sharding), state, shape)
+    placed: TrainState = jax.tree.map(
+        lambda x, s: jax.device_put(np.array(x), s.sharding), state, shape
+    )
     if to.state_shape.cast:
         placed = to.with_cast(placed)  # type: ignore[attr-defined]
     return jax.block_until_ready(placed)
@@ -71,18 +81,26 @@ def place(state: Any, to: Trainer) -> TrainState:
 
 @functools.cache
 def initial() -> Any:
-    """The state all runs start from, drawn on one device; its norms, routers and router biases are made to matter."""
+    """The state all runs start from, drawn on one device; its norms, routers and router biases
+    are made to matter.
+    """
     state = on_host(program(ONE)[0].init())
     rng = np.random.default_rng(0)
     for path, leaf in jax.tree_util.tree_leaves_with_path((state.params, state.router_bias)):
-        std = {"scale": 0.1, "kernel": 0.5, "e_score_correction_bias": 0.01}.get(path_names(path)[-1], 0.0)
+        std = {"scale": 0.1, "kernel": 0.5, "e_score_correction_bias": 0.01}.get(
+            path_names(path)[-1], 0.0
+        )
         leaf += std * rng.normal(size=leaf.shape).astype(np.float32)
     return state
 
 
 def batch(mesh: Mesh, step: int, accumulation: int = 1) -> jax.Array:
-    tokens = np.random.default_rng(100 + step).integers(0, MODEL.vocab_size, (B, S + 1)).astype(np.int32)
-    return jax.device_put(tokens.reshape(accumulation, -1, S + 1), NamedSharding(mesh, ACCUMULATED_BATCH))
+    tokens = (
+        np.random.default_rng(100 + step).integers(0, MODEL.vocab_size, (B, S + 1)).astype(np.int32)
+    )
+    return jax.device_put(
+        tokens.reshape(accumulation, -1, S + 1), NamedSharding(mesh, ACCUMULATED_BATCH)
+    )
 
 
 @dataclass(frozen=True)
@@ -93,7 +111,9 @@ class Run:
 
 @functools.cache
 def run(shape: tuple[int, int, int], steps: int = 3, **changes: Any) -> Run:
-    """`steps` steps from `initial()`, each awaited; one that overflows runs again with room for all."""
+    """`steps` steps from `initial()`, each awaited; one that overflows runs again with room for
+    all.
+    """
     ours, mesh, config = program(shape, **changes)
     state, metrics = place(initial(), ours), []
     for i in range(steps):
@@ -122,7 +142,9 @@ def assert_same_run(ours: Run, expected: Run, tolerance: float = 1e-5) -> None:
 
 def plain_decoder() -> tuple[Any, Any, Any]:
     """(graph, parameters, router biases) of the decoder that all runs start from."""
-    parts: Any = nnx.split(nnx.eval_shape(lambda: Decoder(MODEL, rngs=nnx.Rngs(0))), nnx.Param, RouterBias)
+    parts: Any = nnx.split(
+        nnx.eval_shape(lambda: Decoder(MODEL, rngs=nnx.Rngs(0))), nnx.Param, RouterBias
+    )
     graph, params, bias = parts
     nnx.replace_by_pure_dict(params, jax.tree.map(jnp.asarray, initial().params))
     nnx.replace_by_pure_dict(bias, jax.tree.map(jnp.asarray, initial().router_bias))
@@ -138,22 +160,33 @@ def plain_training(steps: int) -> Run:
     adamw = optax.chain(
         optax.clip_by_global_norm(o.clip_norm),
         optax.adamw(
-            learning_rate(o, config.num_steps), o.beta1, o.beta2, o.eps, weight_decay=o.weight_decay, mask=decay
+            learning_rate(o, config.num_steps),
+            o.beta1,
+            o.beta2,
+            o.eps,
+            weight_decay=o.weight_decay,
+            mask=decay,
         ),
     )
 
     def loss_fn(params: Any, bias: Any, tokens: jax.Array) -> Any:
         model = nnx.merge(graph, params, bias)
         hidden, stats = model(tokens[:, :-1])
-        nll = optax.softmax_cross_entropy_with_integer_labels(hidden @ model.lm_head(), tokens[:, 1:]).mean()
+        nll = optax.softmax_cross_entropy_with_integer_labels(
+            hidden @ model.lm_head(), tokens[:, 1:]
+        ).mean()
         share_NE = stats.counts_E.astype(jnp.float32) / (B * S * 2)
-        balance = router.aux_loss_coef * E * (share_NE * stats.probs_sum_E / (B * S)).sum(axis=1).mean()
+        balance = (
+            router.aux_loss_coef * E * (share_NE * stats.probs_sum_E / (B * S)).sum(axis=1).mean()
+        )
         z = router.z_loss_coef * (stats.z_sum / (B * S)).mean()
         return nll + balance + z, (nll, balance, z, stats.counts_E)
 
     @jax.jit
     def step(params: Any, bias: Any, optimizer: Any, tokens: jax.Array) -> Any:
-        (_, (nll, balance, z, counts_NE)), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, bias, tokens)
+        (_, (nll, balance, z, counts_NE)), grads = jax.value_and_grad(loss_fn, has_aux=True)(
+            params, bias, tokens
+        )
         updates, optimizer = adamw.update(grads, optimizer, params)
         fair = counts_NE.astype(jnp.float32).mean(axis=1, keepdims=True)
         move = router.bias_update_speed * jnp.sign(fair - counts_NE.astype(jnp.float32))
@@ -184,7 +217,9 @@ def test_one_device_is_a_plain_loss_with_optax() -> None:
     assert ours.metrics[0]["grad_norms"]["moe_layers"].shape == (N,)
     schedule = learning_rate(OPTIMIZER, CONFIG.num_steps)
     np.testing.assert_allclose(
-        [m["learning_rate"] for m in ours.metrics], [schedule(float(i)) for i in range(3)], rtol=1e-6
+        [m["learning_rate"] for m in ours.metrics],
+        [schedule(float(i)) for i in range(3)],
+        rtol=1e-6,
     )
 
 
@@ -193,7 +228,8 @@ def test_one_device_is_a_plain_loss_with_optax() -> None:
 
 def test_a_program_says_which_exchange_it_has_and_why() -> None:
     exchanges = [
-        [note for note in program(shape)[0].notes if "exchange" in note] for shape in (ONE, (1, 1, 8), (2, 2, 2))
+        [note for note in program(shape)[0].notes if "exchange" in note]
+        for shape in (ONE, (1, 1, 8), (2, 2, 2))
     ]
     assert exchanges == [
         [],
@@ -206,7 +242,10 @@ def test_a_program_says_which_exchange_it_has_and_why() -> None:
     "shape",
     [
         (2, 2, 2),
-        *(pytest.param(shape, marks=pytest.mark.slow) for shape in [(1, 1, 8), (8, 1, 1), (1, 2, 4), (4, 1, 2)]),
+        *(
+            pytest.param(shape, marks=pytest.mark.slow)
+            for shape in [(1, 1, 8), (8, 1, 1), (1, 2, 4), (4, 1, 2)]
+        ),
     ],
     ids=str,
 )
@@ -219,10 +258,17 @@ def test_mesh(shape: tuple[int, int, int]) -> None:
     [
         pytest.param({"shard_dense": False}, marks=pytest.mark.slow),
         pytest.param({"fuse_dense": False, "schedule": "none"}, marks=pytest.mark.slow),
-        pytest.param({"exchange": "flat", "remat": "layer", "schedule": "ready"}, marks=pytest.mark.slow),
+        pytest.param(
+            {"exchange": "flat", "remat": "layer", "schedule": "ready"}, marks=pytest.mark.slow
+        ),
         {"exchange": "hierarchical", "hierarchical": False, "schedule": "none"},
         pytest.param(
-            {"schedule": "pipelined", "exchange_chunks": 3, "chunk_bytes": 2000, "shard_dense": False},
+            {
+                "schedule": "pipelined",
+                "exchange_chunks": 3,
+                "chunk_bytes": 2000,
+                "shard_dense": False,
+            },
             marks=pytest.mark.slow,
         ),
         pytest.param({"schedule": "pipelined", "chunk_bytes": 2000}, marks=pytest.mark.slow),
@@ -246,18 +292,26 @@ def test_choices_that_change_no_number(changes: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(1, 1, 4), (2, 2, 2)], ids=str)
-def test_chunks_of_the_exchange_change_no_number_under_capacity(shape: tuple[int, int, int]) -> None:
+def test_chunks_of_the_exchange_change_no_number_under_capacity(
+    shape: tuple[int, int, int],
+) -> None:
     full = dataclasses.replace(MODEL, capacity_factor=0.75)
-    whole, chunks = (run(shape, model=full, schedule=schedule) for schedule in ("chunks", "pipelined"))
+    whole, chunks = (
+        run(shape, model=full, schedule=schedule) for schedule in ("chunks", "pipelined")
+    )
     assert whole.metrics[0]["dropped"].sum() > 0
     for a, b in zip(chunks.metrics, whole.metrics, strict=True):
         np.testing.assert_array_equal(a["dropped"], b["dropped"])
     assert_same_run(chunks, whole)
 
 
-@pytest.mark.parametrize(("shape", "there", "back"), [((1, 1, 8), 3, 2), ((1, 2, 4), 7, 5)], ids=["flat", "dedup"])
+@pytest.mark.parametrize(
+    ("shape", "there", "back"), [((1, 1, 8), 3, 2), ((1, 2, 4), 7, 5)], ids=["flat", "dedup"]
+)
 def test_no_exchange_runs_twice(shape: tuple[int, int, int], there: int, back: int) -> None:
-    """All-to-alls of a layer: rows there and back at each level and what describes them; backwards rows and weights."""
+    """All-to-alls of a layer: rows there and back at each level and what describes them;
+    backwards rows and weights.
+    """
     ours, mesh, _ = program(shape, embedding="replicated")
     text = ours.step.lower(ours.state_shape, batch(mesh, 0)).as_text()  # type: ignore[attr-defined]
     assert text.count('all_to_all"(') == N * (there + back)
@@ -274,9 +328,13 @@ def test_no_exchange_runs_twice(shape: tuple[int, int, int], there: int, back: i
     ids=["dense parameters sharded", "experts' gradients over data", "dense parameters whole"],
 )
 def test_gradient_accumulation(shape: tuple[int, int, int], changes: dict[str, Any]) -> None:
-    """Without the balance loss, which is a product of two means over the tokens that share a forward pass."""
+    """Without the balance loss, which is a product of two means over the tokens that share a
+    forward pass.
+    """
     one = run(ONE, model=NO_BALANCE)
-    assert_same_run(run(shape, model=NO_BALANCE, **{"gradient_accumulation_steps": 2} | changes), one)
+    assert_same_run(
+        run(shape, model=NO_BALANCE, **{"gradient_accumulation_steps": 2} | changes), one
+    )
 
 
 @pytest.mark.slow
@@ -292,9 +350,13 @@ def test_bfloat16_stays_near_float32() -> None:
 def test_initial_state_is_the_same_on_every_mesh() -> None:
     one, eight = program(ONE)[0].init(), program((2, 2, 2))[0].init()
     assert_trees_close(on_host(eight), on_host(one), 1e-6)
-    assert not any(leaf.any() for leaf in jax.tree.leaves((one.m, one.v, one.router_bias, one.step)))
+    assert not any(
+        leaf.any() for leaf in jax.tree.leaves((one.m, one.v, one.router_bias, one.step))
+    )
     shapes = program((2, 2, 2))[0].state_shape
-    where = jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s.sharding, x.ndim), eight, shapes)
+    where = jax.tree.map(
+        lambda x, s: x.sharding.is_equivalent_to(s.sharding, x.ndim), eight, shapes
+    )
     assert all(jax.tree.leaves(where))
 
 
@@ -304,7 +366,9 @@ def test_initial_state_is_the_same_on_every_mesh() -> None:
     ids=["one buffer", "one by one", "whole"],
 )
 def test_what_is_split(changes: dict[str, Any], matrix: int, vector: int) -> None:
-    """Over how many devices: experts over theirs, the rest over all; norms and biases only if they cost no gather."""
+    """Over how many devices: experts over theirs, the rest over all; norms and biases only if
+    they cost no gather.
+    """
     shape = program((2, 2, 2), **changes)[0].state_shape
     for path, leaf in jax.tree_util.tree_leaves_with_path(shape.params):
         parts = leaf.size // int(np.prod(leaf.sharding.shard_shape(leaf.shape)))
@@ -330,8 +394,12 @@ def test_evaluation_and_logits() -> None:
     nll = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.asarray(tokens[:, 1:]))
     ours, mesh, _ = program((1, 2, 4))
     placed, rows = place(initial(), ours), NamedSharding(mesh, BATCH)
-    (value,) = ours.evaluate(placed, [(jax.device_put(tokens, rows), jax.device_put(weights, rows))])
-    np.testing.assert_allclose(jax.block_until_ready(value), (nll * jnp.asarray(weights)).sum(), rtol=1e-5)
+    (value,) = ours.evaluate(
+        placed, [(jax.device_put(tokens, rows), jax.device_put(weights, rows))]
+    )
+    np.testing.assert_allclose(
+        jax.block_until_ready(value), (nll * jnp.asarray(weights)).sum(), rtol=1e-5
+    )
     same = jax.device_put(np.tile(tokens[:1, :-1], (8, 1)), rows)
     for position in (0, 17):
         next_V = jax.block_until_ready(ours.next_logits(placed, same, jnp.int32(position)))
@@ -350,7 +418,8 @@ def poisoned(name: str) -> Any:
     state = on_host(initial())
     if name == "not a number":
         state.params["moe_layers"]["attention"]["w_out"][1, 0, 0] = np.nan
-    else:  # the loss stays finite, but the gradient of the second layer's w_down squares beyond float32
+    # the loss stays finite, but the gradient of the second layer's w_down squares beyond float32
+    else:
         experts = state.params["moe_layers"]["moe"]["experts"]
         experts["w_up"][1] *= 1e12
         experts["w_down"][1] = 0
@@ -372,7 +441,9 @@ def test_a_step_that_is_not_finite_changes_nothing(shape: tuple[int, int, int]) 
     assert not metrics["ok"] and not metrics["overflow"]
     norms = jax.device_get(metrics["grad_norms"])
     assert not np.isfinite(norms["moe_layers"][1])  # only the offending layer
-    assert np.isfinite(norms.pop("moe_layers")[0]) and all(np.isfinite(norm).all() for norm in norms.values())
+    assert np.isfinite(norms.pop("moe_layers")[0]) and all(
+        np.isfinite(norm).all() for norm in norms.values()
+    )
     assert_unchanged(after, bad)
 
 
@@ -384,11 +455,17 @@ def test_the_state_is_donated() -> None:
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(after))
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 8), pytest.param((1, 2, 4), marks=pytest.mark.slow)], ids=["flat", "dedup"])
-def test_an_overflowing_dropless_step_runs_again_with_room_for_all(shape: tuple[int, int, int]) -> None:
-    """All tokens to experts 0 and 1: four times the fair share of their two devices, where buffers hold twice it.
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 8), pytest.param((1, 2, 4), marks=pytest.mark.slow)], ids=["flat", "dedup"]
+)
+def test_an_overflowing_dropless_step_runs_again_with_room_for_all(
+    shape: tuple[int, int, int],
+) -> None:
+    """All tokens to experts 0 and 1: four times the fair share of their two devices, where buffers
+    hold twice it.
 
-    With dedup the first node has room for every token, and its devices for twice their share of what they deal out.
+    With dedup the first node has room for every token, and its devices for twice their share of
+    what they deal out.
     """
     skewed = on_host(initial())
     skewed.router_bias["moe_layers"]["moe"]["router"]["e_score_correction_bias"][:, :2] += 10.0
@@ -422,7 +499,9 @@ DRAWING += [(2, RouterConfig(kind="gshard", second_expert_policy="random"))]
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize(("k", "router"), DRAWING, ids=["jitter", "second expert"])
-def test_what_routers_draw_is_traced_on_every_mesh(accumulation: int, k: int, router: RouterConfig) -> None:
+def test_what_routers_draw_is_traced_on_every_mesh(
+    accumulation: int, k: int, router: RouterConfig
+) -> None:
     model = dataclasses.replace(MODEL, router=router, num_experts_per_tok=k)
     for shape in (ONE, (2, 2, 2)):
         ours, mesh, _ = program(shape, model=model, gradient_accumulation_steps=accumulation)
@@ -436,7 +515,9 @@ def test_what_routers_draw_is_traced_on_every_mesh(accumulation: int, k: int, ro
 def test_weights_that_are_cast_once_change_no_number(
     shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a GPU's step does, on a CPU: its products see the same weights, and round their gradients as before."""
+    """What a GPU's step does, on a CPU: its products see the same weights, and round their
+    gradients as before.
+    """
     narrow = {"compute_dtype": "bfloat16", "native": "off"}
     each = run(shape, 2, **narrow)
     monkeypatch.setattr(ShardedDecoder, "casts_once", property(lambda _: True))
@@ -450,5 +531,6 @@ def test_weights_that_are_cast_once_change_no_number(
     for a, b in zip(copies, state.cast, strict=True):  # AdamW wrote them as it updated the weights
         np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
     saved = ours.save_state(state)
-    assert jax.tree.structure(saved) == jax.tree.structure(ours.saved_shape)  # no part of a checkpoint
+    # no part of a checkpoint
+    assert jax.tree.structure(saved) == jax.tree.structure(ours.saved_shape)
     assert jax.tree.structure(ours.load_state(saved)) == jax.tree.structure(ours.state_shape)

@@ -34,7 +34,10 @@ def test_hosts_of_a_mesh(mesh: tuple[int, int, int], shape: tuple[int, int]) -> 
     ("changes", "words"),
     [
         ({"plan": True}, "estimate = 'h100': must not be given together with plan"),
-        ({"tiers": TiersConfig(experts="host", optimizer="host")}, "such a step is many programs; take --plan"),
+        (
+            {"tiers": TiersConfig(experts="host", optimizer="host")},
+            "such a step is many programs; take --plan",
+        ),
     ],
 )
 def test_refused(changes: dict[str, Any], words: str) -> None:
@@ -48,10 +51,16 @@ def test_images_are_refused() -> None:
 
 
 def estimated(**changes: Any) -> StepEstimate:
-    config: TrainConfig = dataclasses.replace(TINY, estimate="h100", batch_size=8, sequence_length=256)
-    kernels = tuple(GpuKernel(f"kernel{n}", "loss", n, 1e9, 2e9, 0.01 * (9 - n)) for n in range(1, 8))
+    config: TrainConfig = dataclasses.replace(
+        TINY, estimate="h100", batch_size=8, sequence_length=256
+    )
+    kernels = tuple(
+        GpuKernel(f"kernel{n}", "loss", n, 1e9, 2e9, 0.01 * (9 - n)) for n in range(1, 8)
+    )
     sums = (Communication("all-reduce of 8", 3, 4e9, 0.03, 0.01),)
-    return StepEstimate(config, 8, GpuEstimate(kernels, sums, ("a guess",)), StepMemory(50 * 10**9, 11 * 10**9))
+    return StepEstimate(
+        config, 8, GpuEstimate(kernels, sums, ("a guess",)), StepMemory(50 * 10**9, 11 * 10**9)
+    )
 
 
 def test_text(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +72,10 @@ def test_text(monkeypatch: pytest.MonkeyPatch) -> None:
     flops = TINY.model.flops_per_token(256) * 8 * 256
     assert step.mfu == pytest.approx(flops / 8 / step.gpu.seconds / 989e12)
     assert f"0.37 s a step, {8 * 256 / step.gpu.seconds:,.0f} tokens/s, " in text
-    assert "memory of a device: 61.0 GB, 50.0 of state and 11.0 besides, of 60.0 GB that JAX takes" in text
+    assert (
+        "memory of a device: 61.0 GB, 50.0 of state and 11.0 besides, of 60.0 GB that JAX takes"
+        in text
+    )
     assert "(75 % of 80 GB): it does not fit" in text
     assert text.count("kernel") == 5 and "all-reduce of 8, 10.00 ms of it hidden" in text
     assert text.splitlines()[-1] == "note: a guess"
@@ -76,5 +88,7 @@ def test_text(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_step_compiled_for_an_h100(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     step = estimate_step(dataclasses.replace(TINY, estimate="h100"))
-    assert {"grouped_matmul", "weight_gradient", "__cudnn$fmhaSoftmax"} <= {kernel.name for kernel in step.gpu.kernels}
+    assert {"grouped_matmul", "weight_gradient", "__cudnn$fmhaSoftmax"} <= {
+        kernel.name for kernel in step.gpu.kernels
+    }
     assert 5e-4 < step.gpu.seconds < 5e-3

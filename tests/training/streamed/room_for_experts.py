@@ -1,8 +1,10 @@
-"""Train with room on the device for all experts of a layer and for a share, and compare bit for bit.
+"""Train with room on the device for all experts of a layer and for a share, and compare bit for
+bit.
 
-`python -m tests.training.streamed.room_for_experts CASE SHARE FOLDER` prints one JSON object. A process of its own,
-since XLA's older emitters, with which the tests compile (`tests.processes.QUICK_XLA_FLAGS`), round the same fused loop
-over another number of experts in another way.
+`python -m tests.training.streamed.room_for_experts CASE SHARE FOLDER` prints one JSON object. A
+process of its own, since XLA's older emitters, with which the tests compile
+(`tests.processes.QUICK_XLA_FLAGS`), round the same fused loop over another number of experts in
+another way.
 """
 
 import dataclasses
@@ -18,7 +20,8 @@ from tests.model_configs import MODEL, stored_in
 from tests.training.streamed.test_streamed_step import CONFIG, HOST, train
 
 E = 32
-MANY = dataclasses.replace(CONFIG, model=dataclasses.replace(MODEL, num_experts=E))  # 16 tokens, one expert each
+# 16 tokens, one expert each
+MANY = dataclasses.replace(CONFIG, model=dataclasses.replace(MODEL, num_experts=E))
 EIGHT = dataclasses.replace(MANY, batch_size=16, sequence_length=4)
 NVME = TiersConfig("nvme", "nvme", "nvme", host_cache_bytes=300_000)
 CASES: dict[str, tuple[TrainConfig, TiersConfig]] = {
@@ -26,7 +29,9 @@ CASES: dict[str, tuple[TrainConfig, TiersConfig]] = {
     "nvme": (MANY, NVME),
     "nodes": (
         dataclasses.replace(
-            EIGHT, mesh=MeshConfig(1, 2, 4), comm=CommConfig(exchange="dedup", schedule="pipelined", chunk_bytes=1000)
+            EIGHT,
+            mesh=MeshConfig(1, 2, 4),
+            comm=CommConfig(exchange="dedup", schedule="pipelined", chunk_bytes=1000),
         ),
         HOST,
     ),
@@ -40,7 +45,9 @@ CASES: dict[str, tuple[TrainConfig, TiersConfig]] = {
         HOST,
     ),
     "bfloat16": (
-        dataclasses.replace(EIGHT, mesh=MeshConfig(2, 1, 4), remat="layer", compute_dtype="bfloat16"),
+        dataclasses.replace(
+            EIGHT, mesh=MeshConfig(2, 1, 4), remat="layer", compute_dtype="bfloat16"
+        ),
         HOST,
     ),
     # where the processor has them

@@ -1,4 +1,6 @@
-"""Room on the device for a share of a layer's experts: the training of room for all, bit for bit."""
+"""Room on the device for a share of a layer's experts: the training of room for all, bit for
+bit.
+"""
 
 import contextlib
 import dataclasses
@@ -39,7 +41,9 @@ def compared(run_python: Run, case: str, share: float, folder: Path) -> dict[str
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["host", "nvme"])
-def test_room_for_those_that_are_chosen_changes_no_bit(run_python: Run, case: str, tmp_path: Path) -> None:
+def test_room_for_those_that_are_chosen_changes_no_bit(
+    run_python: Run, case: str, tmp_path: Path
+) -> None:
     """With an evaluation and a checkpoint in between."""
     assert compared(run_python, case, ENOUGH, tmp_path)["room"] == ENOUGH
 
@@ -57,12 +61,18 @@ def room_for_all() -> Trained:
     return train(MANY, HOST, STEPS)
 
 
-def test_slots_grow_where_there_is_no_room(room_for_all: Trained, caplog: pytest.LogCaptureFixture) -> None:
-    """One row at first, and a growth in the middle of a pass: layers before it go back with fewer rows."""
+def test_slots_grow_where_there_is_no_room(
+    room_for_all: Trained, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One row at first, and a growth in the middle of a pass: layers before it go back with
+    fewer rows.
+    """
     there = train(MANY, with_room(1 / E), STEPS, flush_updates=True)
     same_training(there, room_for_all, losses_rtol=1e-6, metrics_rtol=1e-5)
     assert there.stats.most_chosen_share == room_for_all.stats.most_chosen_share
-    assert there.stats.most_chosen_share <= there.stats.room <= there.stats.most_chosen_share + 1 / 8
+    assert (
+        there.stats.most_chosen_share <= there.stats.room <= there.stats.most_chosen_share + 1 / 8
+    )
     assert caplog.records[0].levelno == logging.WARNING
     assert "tiers.device_experts is too small: a layer's tokens chose" in caplog.text
 
@@ -95,4 +105,8 @@ def test_batches_of_an_evaluation_take_turns_in_a_slot(monkeypatch: pytest.Monke
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-6)
     assert {rows for rows, _ in given} == {room}
     of_first_layer = [chosen_P for _, chosen_P in given[: len(batches)]]
-    assert max(chosen_P.sum() for chosen_P in of_first_layer) <= room < np.any(of_first_layer, axis=0).sum()
+    assert (
+        max(chosen_P.sum() for chosen_P in of_first_layer)
+        <= room
+        < np.any(of_first_layer, axis=0).sum()
+    )

@@ -1,4 +1,5 @@
-"""Experts on other tiers, spread over several devices: the ordinary step's training on the same mesh.
+"""Experts on other tiers, spread over several devices: the ordinary step's training on the same
+mesh.
 
 Legend: E experts.
 """
@@ -31,11 +32,14 @@ SPREAD = dataclasses.replace(
 )
 
 REPLICAS = dataclasses.replace(SPREAD, mesh=MeshConfig(2, 1, 2))
-ONE_CHOICE = dataclasses.replace(CONFIG, batch_size=4)  # of an expert by a token, so that some stay idle and catch up
+# of an expert by a token, so that some stay idle and catch up
+ONE_CHOICE = dataclasses.replace(CONFIG, batch_size=4)
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(SPREAD, marks=pytest.mark.slow), REPLICAS], ids=["each its own", "replicas"]
+    scope="module",
+    params=[pytest.param(SPREAD, marks=pytest.mark.slow), REPLICAS],
+    ids=["each its own", "replicas"],
 )
 def config(request: pytest.FixtureRequest) -> Any:
     """Every device has experts of its own, or two have the same."""
@@ -86,18 +90,25 @@ def one_replica() -> Trained:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("replicas", [2, 4])
-def test_replicas_differ_from_one_by_the_order_of_sums_alone(replicas: int, one_replica: Trained) -> None:
-    """Every gradient, which AdamW's first moments hold, is that of one device to a millionth, and so are the updates.
+def test_replicas_differ_from_one_by_the_order_of_sums_alone(
+    replicas: int, one_replica: Trained
+) -> None:
+    """Every gradient, which AdamW's first moments hold, is that of one device to a millionth, and
+    so are the updates.
 
-    A loss counted once a replica, buffers too small or an expert that catches up twice would show at once; rounding
-    shows in the last digits, until it turns a token's choice of experts.
+    A loss counted once a replica, buffers too small or an expert that catches up twice would show
+    at once; rounding shows in the last digits, until it turns a token's choice of experts.
     """
     ours = train(dataclasses.replace(ONE_CHOICE, mesh=MeshConfig(replicas, 1, 1)), HOST, steps=3)
     same_training(ours, one_replica, losses_rtol=1e-6, metrics_rtol=1e-5)
     moments = (jax.tree.leaves_with_path(trained.state.m) for trained in (ours, one_replica))
     for (path, x), (_, y) in zip(*moments, strict=True):
-        np.testing.assert_allclose(x, y, rtol=0, atol=1e-6 * np.max(np.abs(y)), err_msg=jax.tree_util.keystr(path))
-    updates = [(trained.stats.updates, trained.stats.replayed_steps) for trained in (ours, one_replica)]
+        np.testing.assert_allclose(
+            x, y, rtol=0, atol=1e-6 * np.max(np.abs(y)), err_msg=jax.tree_util.keystr(path)
+        )
+    updates = [
+        (trained.stats.updates, trained.stats.replayed_steps) for trained in (ours, one_replica)
+    ]
     assert updates[0] == updates[1] and updates[0][1] > 0
 
 
@@ -111,7 +122,13 @@ def test_replicas_have_their_records_once(config: TrainConfig, on_host: Trained)
     "tiers",
     [
         pytest.param(TiersConfig(experts="device", optimizer="host"), marks=pytest.mark.slow),
-        TiersConfig(experts="nvme", optimizer="nvme", gradients="nvme", host_cache_bytes=150_000, device_layers=3),
+        TiersConfig(
+            experts="nvme",
+            optimizer="nvme",
+            gradients="nvme",
+            host_cache_bytes=150_000,
+            device_layers=3,
+        ),
     ],
     ids=["device", "nvme"],
 )
@@ -130,7 +147,9 @@ def test_hierarchy_accumulation_and_all_else_at_once() -> None:
     router = RouterConfig(kind="switch", jitter_noise=0.3, aux_loss_coef=0.1, z_loss_coef=0.01)
     config = dataclasses.replace(
         CONFIG,
-        model=dataclasses.replace(MODEL, router=router, tie_word_embeddings=True, first_k_dense_replace=2),
+        model=dataclasses.replace(
+            MODEL, router=router, tie_word_embeddings=True, first_k_dense_replace=2
+        ),
         mesh=MeshConfig(1, 2, 2),
         comm=CommConfig(exchange="dedup", schedule="pipelined", embedding="rows", chunk_bytes=1000),
         batch_size=16,
@@ -145,7 +164,9 @@ def test_a_step_that_overflows_changes_nothing_and_runs_again() -> None:
         """A program whose state sends all tokens to the first device, and its first step."""
         program = make_trainer(config, mesh_of(1, 1, 4))
         state = program.init()
-        push = jax.tree.map(lambda b: b + 10.0 * (np.arange(E) < E // 4).astype(np.float32), state.router_bias)
+        push = jax.tree.map(
+            lambda b: b + 10.0 * (np.arange(E) < E // 4).astype(np.float32), state.router_bias
+        )
         state = dataclasses.replace(state, router_bias=push)
         return program, *program.step(state, batch(config, 0))
 
@@ -170,7 +191,10 @@ def test_a_step_that_overflows_changes_nothing_and_runs_again() -> None:
         (
             (1, 2, 2),
             {"shard_dense": False},
-            "comm.schedule = 'chunks': must be none with experts on other tiers and comm.shard_dense = False",
+            (
+                "comm.schedule = 'chunks': must be none with experts on other tiers and"
+                " comm.shard_dense = False"
+            ),
         ),
         (
             (1, 2, 2),
@@ -179,7 +203,9 @@ def test_a_step_that_overflows_changes_nothing_and_runs_again() -> None:
         ),
     ],
 )
-def test_meshes_that_are_refused(shape: tuple[int, int, int], comm: dict[str, Any], words: str) -> None:
+def test_meshes_that_are_refused(
+    shape: tuple[int, int, int], comm: dict[str, Any], words: str
+) -> None:
     with pytest.raises(ValueError, match=words):
         spread_over(dataclasses.replace(SPREAD, tiers=HOST), *shape, **comm).check_devices(4)
 
@@ -192,11 +218,14 @@ def test_dense_parameters_on_every_device() -> None:
 
 
 class Spy:
-    """Stands for a compiled function: counts its all-to-alls, and the bytes of the residuals it is given."""
+    """Stands for a compiled function: counts its all-to-alls, and the bytes of the residuals it
+    is given.
+    """
 
     def __init__(self, function: Any) -> None:
         self.function, self.all_to_alls, self.kept_bytes = function, 0, 0
-        self.compiled: dict[Any, Any] = {}  # by the text that they were compiled from, and what they take
+        # by the text that they were compiled from, and what they take
+        self.compiled: dict[Any, Any] = {}
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         lowered = self.function.lower(*args, **options)
@@ -217,24 +246,33 @@ def all_to_alls(compiled: Any) -> int:
 @pytest.mark.parametrize(
     ("shape", "comm", "remat", "forward", "backward"),
     [
-        ((1, 1, 2), {"chunk_bytes": 2000}, "none", 3, 2),  # rows and how many there are; rows back. And reversed
+        # rows and how many there are; rows back. And reversed
+        ((1, 1, 2), {"chunk_bytes": 2000}, "none", 3, 2),
         ((1, 1, 2), {"chunk_bytes": 2000, "schedule": "none"}, "none", 3, 2),
         ((1, 1, 2), {"chunk_bytes": 2000}, "layer", 3, 5),
         ((1, 1, 2), {"chunk_bytes": 2000}, "experts", 3, 2),
-        # weights and choices of all rows; of each chunk rows across, rows inside and how many, two levels back
+        # weights and choices of all rows; of each chunk rows across, rows inside and how many, two
+        # levels back
         ((1, 2, 2), {"exchange": "dedup", "schedule": "pipelined"}, "none", 2 + 2 * 5, 1 + 2 * 4),
     ],
     ids=["chunks", "unordered", "again", "experts again", "dedup"],
 )
-def test_nothing_is_sent_twice(shape: Any, comm: dict[str, Any], remat: Any, forward: int, backward: int) -> None:
-    """As many all-to-alls as in the ordinary step, as long as there is memory to keep what is needed; it is planned."""
+def test_nothing_is_sent_twice(
+    shape: Any, comm: dict[str, Any], remat: Any, forward: int, backward: int
+) -> None:
+    """As many all-to-alls as in the ordinary step, as long as there is memory to keep what is
+    needed; it is planned.
+    """
     model = dataclasses.replace(SPREAD.model, capacity_factor=2.0)
     config = dataclasses.replace(SPREAD, model=model, remat=remat, batch_size=32, tiers=HOST)
     config = spread_over(config, *shape, embedding="replicated", **comm)
     devices = mesh_of(*shape)
     layers = config.model.num_moe_layers
     program = StreamedTrainer(config, devices)
-    spies = {name: Spy(getattr(program.programs, name)) for name in ("route", "add_experts", "moe_gradients")}
+    spies = {
+        name: Spy(getattr(program.programs, name))
+        for name in ("route", "add_experts", "moe_gradients")
+    }
     program.programs = dataclasses.replace(program.programs, **spies)
     try:
         _, metrics = program.step(program.init(), batch(config, 0))

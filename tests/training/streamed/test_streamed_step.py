@@ -40,8 +40,12 @@ HOST = TiersConfig(experts="host", optimizer="host")
 
 def batch(config: TrainConfig, step: int) -> jax.Array:
     rng = np.random.default_rng(100 + step)
-    tokens = rng.integers(0, config.model.vocab_size, (config.batch_size, config.sequence_length + 1)).astype(np.int32)
-    return jnp.asarray(tokens.reshape(config.gradient_accumulation_steps, -1, config.sequence_length + 1))
+    tokens = rng.integers(
+        0, config.model.vocab_size, (config.batch_size, config.sequence_length + 1)
+    ).astype(np.int32)
+    return jnp.asarray(
+        tokens.reshape(config.gradient_accumulation_steps, -1, config.sequence_length + 1)
+    )
 
 
 def held_out_batches(config: TrainConfig) -> list[Batch]:
@@ -65,7 +69,8 @@ def train(
     flush_updates: bool = False,
     reopen_after: int | None = None,
 ) -> Trained:
-    """`steps` steps and an evaluation. flush_updates: after every step. reopen_after: from a checkpoint of that step.
+    """`steps` steps and an evaluation. flush_updates: after every step. reopen_after: from a
+    checkpoint of that step.
 
     A step whose buffers overflow is run again with room for everything.
     """
@@ -85,7 +90,9 @@ def train(
                 state = saved_and_restored(program, state, step + 1)
         held_out = [float(nll) for nll in program.evaluate(state, held_out_batches(config))]
         whole = full_state(program, state)
-        return Trained([float(m["loss"]) for m in metrics], metrics, whole, held_out, program.expert_stats())
+        return Trained(
+            [float(m["loss"]) for m in metrics], metrics, whole, held_out, program.expert_stats()
+        )
 
 
 def saved_and_restored(program: Trainer, state: TrainState, step: int) -> TrainState:
@@ -98,7 +105,9 @@ def saved_and_restored(program: Trainer, state: TrainState, step: int) -> TrainS
 
 
 def close(a: TrainState, b: TrainState) -> None:
-    for (path, x), (_, y) in zip(jax.tree.leaves_with_path(a), jax.tree.leaves_with_path(b), strict=True):
+    for (path, x), (_, y) in zip(
+        jax.tree.leaves_with_path(a), jax.tree.leaves_with_path(b), strict=True
+    ):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5, err_msg=jax.tree_util.keystr(path))
 
 
@@ -112,7 +121,9 @@ def on_host() -> Trained:
     return train(CONFIG, HOST)
 
 
-def same_training(ours: Trained, theirs: Trained, losses_rtol: float = 1e-5, metrics_rtol: float = 1e-4) -> None:
+def same_training(
+    ours: Trained, theirs: Trained, losses_rtol: float = 1e-5, metrics_rtol: float = 1e-4
+) -> None:
     """Compare two programs, which add up in different orders here and there."""
     np.testing.assert_allclose(ours.losses, theirs.losses, rtol=losses_rtol)
     np.testing.assert_allclose(ours.held_out, theirs.held_out, rtol=losses_rtol)
@@ -123,7 +134,9 @@ def same_training(ours: Trained, theirs: Trained, losses_rtol: float = 1e-5, met
         for name in ("grad_norm", "balance_loss", "z_loss", "entropy", "learning_rate", "clip"):
             np.testing.assert_allclose(mine[name], other[name], rtol=metrics_rtol, err_msg=name)
         for name, norm in other["grad_norms"].items():
-            np.testing.assert_allclose(mine["grad_norms"][name], norm, rtol=10 * metrics_rtol, err_msg=name)
+            np.testing.assert_allclose(
+                mine["grad_norms"][name], norm, rtol=10 * metrics_rtol, err_msg=name
+            )
 
 
 def test_the_losses_are_those_of_the_ordinary_step(ordinary: Trained, on_host: Trained) -> None:
@@ -141,10 +154,17 @@ def test_it_starts_from_the_same_parameters() -> None:
         pytest.param(TiersConfig(experts="host", optimizer="host"), 1, marks=pytest.mark.slow),
         pytest.param(TiersConfig(experts="host", optimizer="nvme"), 2, marks=pytest.mark.slow),
         (TiersConfig(experts="host", optimizer="nvme", pin_host_memory="on"), 2),
-        (TiersConfig(experts="nvme", optimizer="nvme", gradients="nvme", host_cache_bytes=150_000), 3),
+        (
+            TiersConfig(
+                experts="nvme", optimizer="nvme", gradients="nvme", host_cache_bytes=150_000
+            ),
+            3,
+        ),
     ],
 )
-def test_where_it_lies_changes_no_bit(on_host: Trained, tiers: TiersConfig, slots: int, tmp_path: Path) -> None:
+def test_where_it_lies_changes_no_bit(
+    on_host: Trained, tiers: TiersConfig, slots: int, tmp_path: Path
+) -> None:
     tiers = stored_in(tiers, tmp_path, device_layers=slots)
     there = train(CONFIG, tiers)
     assert there.losses == on_host.losses
@@ -158,14 +178,20 @@ def test_where_it_lies_changes_no_bit(on_host: Trained, tiers: TiersConfig, slot
 def test_weights_come_from_files_that_are_memory(
     on_host: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not a byte of weights and gradients is read into host memory; moments are, since they change there."""
+    """Not a byte of weights and gradients is read into host memory; moments are, since they
+    change there.
+    """
     monkeypatch.setattr(version_store, "io_of", lambda folder: "mapped")
     tiers = TiersConfig("nvme", "nvme", "nvme", path=str(tmp_path), host_cache_bytes=150_000)
     there = train(CONFIG, tiers)
     assert there.losses == on_host.losses and there.held_out == on_host.held_out
     assert differing(there.state, on_host.state) == []
     for stats in (there.stats.weights, there.stats.gradients):
-        assert stats.nvme.num_bytes == 0 and stats.host.num_bytes > 0 and stats.nvme_writes.num_bytes > 0
+        assert (
+            stats.nvme.num_bytes == 0
+            and stats.host.num_bytes > 0
+            and stats.nvme_writes.num_bytes > 0
+        )
     assert there.stats.moments.nvme.num_bytes > 0
 
 
@@ -186,8 +212,12 @@ def test_accumulation_steps() -> None:
     ids=["jitter", "second expert"],
 )
 def test_what_routers_draw_is_the_same(k: int, router: RouterConfig) -> None:
-    config = dataclasses.replace(CONFIG, model=dataclasses.replace(MODEL, num_experts_per_tok=k, router=router))
-    np.testing.assert_allclose(train(config, HOST, steps=2).losses, train(config, steps=2).losses, rtol=2e-6)
+    config = dataclasses.replace(
+        CONFIG, model=dataclasses.replace(MODEL, num_experts_per_tok=k, router=router)
+    )
+    np.testing.assert_allclose(
+        train(config, HOST, steps=2).losses, train(config, steps=2).losses, rtol=2e-6
+    )
 
 
 def test_idle_experts_catch_up_to_the_bit(on_host: Trained) -> None:
@@ -212,7 +242,9 @@ def test_only_chosen_experts_move(on_host: Trained) -> None:
 
 def test_an_evaluation_fetches_experts_once_for_all_its_batches() -> None:
     tiers = dataclasses.replace(HOST, device_layers=1)
-    with contextlib.closing(make_trainer(dataclasses.replace(CONFIG, tiers=tiers), mesh_of(1, 1, 1))) as program:
+    with contextlib.closing(
+        make_trainer(dataclasses.replace(CONFIG, tiers=tiers), mesh_of(1, 1, 1))
+    ) as program:
         state, batches = program.init(), held_out_batches(CONFIG)
 
         def evaluate(*some: Batch) -> tuple[list[float], int]:
@@ -230,9 +262,14 @@ def test_an_evaluation_fetches_experts_once_for_all_its_batches() -> None:
 
 
 def test_a_cache_that_is_too_small_is_refused_by_its_name(tmp_path: Path) -> None:
-    tiers = TiersConfig(experts="nvme", optimizer="nvme", path=str(tmp_path / "tiers"), host_cache_bytes=1000)
+    tiers = TiersConfig(
+        experts="nvme", optimizer="nvme", path=str(tmp_path / "tiers"), host_cache_bytes=1000
+    )
     config = dataclasses.replace(CONFIG, tiers=tiers)
-    with pytest.raises(ValueError, match=r"tiers.host_cache_bytes = 1000: must be 0 or hold two records of every kind"):
+    with pytest.raises(
+        ValueError,
+        match=r"tiers.host_cache_bytes = 1000: must be 0 or hold two records of every kind",
+    ):
         make_trainer(config, mesh_of(1, 1, 1))
     assert not (tmp_path / "tiers").exists()
 
@@ -255,7 +292,9 @@ def test_a_step_that_is_not_finite_changes_nothing() -> None:
         broken, metrics = program.step(broken, batch(config, 1))
         assert not metrics["ok"]
         assert int(broken.step) == 1
-        repaired = dataclasses.replace(broken, params=jax.tree.map(jnp.array, without_experts(before.params)))
+        repaired = dataclasses.replace(
+            broken, params=jax.tree.map(jnp.array, without_experts(before.params))
+        )
         after = full_state(program, repaired)
         assert differing(after, before) == []
 

@@ -1,4 +1,6 @@
-"""Tasks that compare images: all of a step's batch, wherever they are, so that no layout changes a loss."""
+"""Tasks that compare images: all of a step's batch, wherever they are, so that no layout changes
+a loss.
+"""
 
 import dataclasses
 from pathlib import Path
@@ -26,8 +28,12 @@ from tests.vision_runs import saved_run
 from tests.vision_tasks import CLASSES, CONFIG, TASKS
 
 COMPARED = {"head": "contrastive", "embedding_size": 8, "contrastive_temperature": 0.2}
-CHANGES: dict[str, Any] = {name: COMPARED if name in ("large", "small") else {} for name in CONFIG.tasks}
-MODEL = dataclasses.replace(CONFIG.model, num_hidden_layers=2, mlp_only_layers=(0,), task_layers=(1,))
+CHANGES: dict[str, Any] = {
+    name: COMPARED if name in ("large", "small") else {} for name in CONFIG.tasks
+}
+MODEL = dataclasses.replace(
+    CONFIG.model, num_hidden_layers=2, mlp_only_layers=(0,), task_layers=(1,)
+)
 MIXED = dataclasses.replace(
     CONFIG,
     model=MODEL,
@@ -36,18 +42,26 @@ MIXED = dataclasses.replace(
 )
 
 
-def trainer_of(num_devices: int, config: VisionTrainConfig = MIXED) -> tuple[VisionTrainer, ImageBatches]:
+def trainer_of(
+    num_devices: int, config: VisionTrainConfig = MIXED
+) -> tuple[VisionTrainer, ImageBatches]:
     layout = layout_of(config, num_devices)
     counts = {name: CLASSES[name] for name in config.tasks}
     trainer = VisionTrainer(config, counts, mesh_of(num_devices, 1, 1), layout)
-    return trainer, ImageBatches([t for t in TASKS if t.name in config.tasks], config, layout, 0, num_devices)
+    return trainer, ImageBatches(
+        [t for t in TASKS if t.name in config.tasks], config, layout, 0, num_devices
+    )
 
 
 def put(batch: ImageBatch, trainer: VisionTrainer) -> ImageBatch:
-    return jax.tree.map(lambda a: jax.device_put(a, NamedSharding(trainer.model.mesh, BATCH)), batch)
+    return jax.tree.map(
+        lambda a: jax.device_put(a, NamedSharding(trainer.model.mesh, BATCH)), batch
+    )
 
 
-def train(trainer: VisionTrainer, batches: ImageBatches, steps: int) -> tuple[TrainState, np.ndarray]:
+def train(
+    trainer: VisionTrainer, batches: ImageBatches, steps: int
+) -> tuple[TrainState, np.ndarray]:
     """The state, and [steps, 2, tasks] losses and accuracies."""
     state, values = trainer.init(), []
     for _ in range(steps):
@@ -57,14 +71,18 @@ def train(trainer: VisionTrainer, batches: ImageBatches, steps: int) -> tuple[Tr
     return state, np.array(values, np.float64)
 
 
-def accuracies(trainer: VisionTrainer, state: TrainState, tasks: tuple[ImageTask, ...]) -> np.ndarray:
+def accuracies(
+    trainer: VisionTrainer, state: TrainState, tasks: tuple[ImageTask, ...]
+) -> np.ndarray:
     devices = trainer.model.mesh.size
     compared = np.flatnonzero(trainer.compares).tolist()
     means = trainer.class_means(
         state, [put(b, trainer) for b in train_images(tasks, compared, trainer.homes, devices, 8)]
     )
     held_out = [put(batch, trainer) for batch in held_out_batches(tasks, trainer.homes, devices, 8)]
-    sums = np.sum([np.asarray(v, np.float64) for v in trainer.evaluate(state, held_out, means)], axis=0)
+    sums = np.sum(
+        [np.asarray(v, np.float64) for v in trainer.evaluate(state, held_out, means)], axis=0
+    )
     return sums[1] / sums[2]
 
 
@@ -82,13 +100,20 @@ def test_no_layout_changes_a_loss() -> None:
 
 
 def test_gradients_are_those_of_the_loss_of_the_whole_batch() -> None:
-    """What a step differentiates in four parts, one after the other, and what one function of all images has."""
+    """What a step differentiates in four parts, one after the other, and what one function of
+    all images has.
+    """
     trainer, batches = trainer_of(1, dataclasses.replace(MIXED, gradient_accumulation_steps=4))
     state, batch = trainer.init(), jax.tree.map(jnp.asarray, next(batches))
-    grads = on_host(jax.jit(lambda b: trainer.gradients_local(state, b, full_capacity=True)[0])(batch))
+    grads = on_host(
+        jax.jit(lambda b: trainer.gradients_local(state, b, full_capacity=True)[0])(batch)
+    )
     rows = jax.tree.map(lambda a: a[0].reshape(-1, *a.shape[3:]), batch)
     compared = np.flatnonzero(trainer.compares)
-    share = np.array([t.loss_weight / t.batch_size for t in MIXED.tasks.values()], np.float32) * trainer.compares
+    share = (
+        np.array([t.loss_weight / t.batch_size for t in MIXED.tasks.values()], np.float32)
+        * trainer.compares
+    )
 
     def loss(params: Any) -> jax.Array:
         model = trainer.model.merge(params, state.router_bias)
@@ -96,7 +121,9 @@ def test_gradients_are_those_of_the_loss_of_the_whole_batch() -> None:
         scores, _ = model(pixels, rows.task, train=True, full_capacity=True)
         z = unit(jnp.where(jnp.isfinite(scores), scores, 0.0)[:, np.r_[0:8, 11:19]])
         weight = jnp.isin(rows.task, compared).astype(jnp.float32)
-        losses, _ = contrastive_losses(z, rows.task, rows.label, weight, jnp.full(len(rows.task), 0.2))
+        losses, _ = contrastive_losses(
+            z, rows.task, rows.label, weight, jnp.full(len(rows.task), 0.2)
+        )
         return (losses * jnp.asarray(share)[rows.task]).sum()
 
     expected = on_host(jax.jit(jax.grad(loss))(state.params))
@@ -109,12 +136,19 @@ def test_a_task_that_compares_images_learns_their_classes() -> None:
     """Bright, medium and dark images: held-out ones have the nearest mean of their own class."""
     labels = np.arange(48, dtype=np.int32) % 3
     rng = np.random.default_rng(0)
-    pixels = (80 * labels[:, None, None, None] + rng.integers(0, 60, (48, 8, 8, 1))).astype(np.uint8)
+    pixels = (80 * labels[:, None, None, None] + rng.integers(0, 60, (48, 8, 8, 1))).astype(
+        np.uint8
+    )
     shades = ImageTask(
-        "large", ("dark", "medium", "bright"), Split(pixels[:36], labels[:36]), Split(pixels[36:], labels[36:])
+        "large",
+        ("dark", "medium", "bright"),
+        Split(pixels[:36], labels[:36]),
+        Split(pixels[36:], labels[36:]),
     )
     optimizer = dataclasses.replace(CONFIG.optimizer, eps=1e-8, learning_rate=0.01)
-    config = dataclasses.replace(MIXED, tasks={"large": MIXED.tasks["large"]}, optimizer=optimizer, num_steps=40)
+    config = dataclasses.replace(
+        MIXED, tasks={"large": MIXED.tasks["large"]}, optimizer=optimizer, num_steps=40
+    )
     layout = layout_of(config, 1)
     trainer = VisionTrainer(config, {"large": 3}, mesh_of(1, 1, 1), layout)
     state, values = train(trainer, ImageBatches([shades], config, layout, 0, 1), 40)
@@ -130,7 +164,9 @@ def test_an_image_of_such_a_task_is_timed_too() -> None:
 
 @pytest.mark.slow
 def test_an_extracted_path_computes_embeddings(tmp_path: Path) -> None:
-    tasks = RUN_CONFIG.tasks | {"digits": dataclasses.replace(RUN_CONFIG.tasks["digits"], **COMPARED)}
+    tasks = RUN_CONFIG.tasks | {
+        "digits": dataclasses.replace(RUN_CONFIG.tasks["digits"], **COMPARED)
+    }
     network = saved_run(tmp_path / "run", dataclasses.replace(RUN_CONFIG, tasks=tasks))
     extract_task(tmp_path / "run", tmp_path / "digits", "digits")
     pixels = jnp.asarray(np.random.default_rng(0).random((5, 8, 8, 1), np.float32))
@@ -143,9 +179,15 @@ def test_an_extracted_path_computes_embeddings(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"head": "triplet"}, "head = 'triplet': must be one of classes, contrastive"),
-        ({"head": "contrastive", "batch_size": 1}, "batch_size = 1: must be greater than 1 to compare images"),
+        (
+            {"head": "contrastive", "batch_size": 1},
+            "batch_size = 1: must be greater than 1 to compare images",
+        ),
         ({"embedding_size": 0}, "embedding_size = 0: must be greater than 0"),
-        ({"contrastive_temperature": -1.0}, "contrastive_temperature = -1.0: must be greater than 0"),
+        (
+            {"contrastive_temperature": -1.0},
+            "contrastive_temperature = -1.0: must be greater than 0",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> None:

@@ -1,4 +1,6 @@
-"""Paths that are learned: a planted preference is found, no layout changes a loss, and a task decides for itself."""
+"""Paths that are learned: a planted preference is found, no layout changes a loss, and a task
+decides for itself.
+"""
 
 import dataclasses
 from typing import Any
@@ -25,8 +27,12 @@ from tests.vision_tasks import CLASSES, CONFIG, TASKS
 PATHS = {"large": (1, 1), "middle": (2, 2), "small": (3, 3), "other": (1, 3)}
 LEARNED = dataclasses.replace(
     CONFIG,
-    model=dataclasses.replace(CONFIG.model, mlp_only_layers=(0,), task_layers=(1, 2), learn_paths=True),
-    tasks={name: dataclasses.replace(task, path=PATHS[name]) for name, task in CONFIG.tasks.items()},
+    model=dataclasses.replace(
+        CONFIG.model, mlp_only_layers=(0,), task_layers=(1, 2), learn_paths=True
+    ),
+    tasks={
+        name: dataclasses.replace(task, path=PATHS[name]) for name, task in CONFIG.tasks.items()
+    },
     layout="elastic",
 )
 
@@ -38,7 +44,9 @@ def trainer_of(num_devices: int, **changes: Any) -> tuple[VisionTrainer, ImageBa
     return trainer, ImageBatches(TASKS, config, layout, 0, num_devices)
 
 
-def train(trainer: VisionTrainer, batches: ImageBatches, state: TrainState, steps: int) -> tuple[TrainState, Any]:
+def train(
+    trainer: VisionTrainer, batches: ImageBatches, state: TrainState, steps: int
+) -> tuple[TrainState, Any]:
     sharding, losses = NamedSharding(trainer.model.mesh, BATCH), []
     for _ in range(steps):
         batch = jax.tree.map(lambda a: jax.device_put(a, sharding), next(batches))
@@ -49,7 +57,9 @@ def train(trainer: VisionTrainer, batches: ImageBatches, state: TrainState, step
 
 
 def test_a_planted_preference_is_learned() -> None:
-    """Logits learn to compute what the same network does on a path that is not the one they begin with."""
+    """Logits learn to compute what the same network does on a path that is not the one they
+    begin with.
+    """
     config = dataclasses.replace(LEARNED.model, initializer_range=0.3)
     network = VisionTransformer(config, CLASSES, list(PATHS.values()), rngs=nnx.Rngs(0))
     graph, params, rest = nnx.split(network, nnx.PathContains("path_logits"), ...)
@@ -68,14 +78,18 @@ def test_a_planted_preference_is_learned() -> None:
 
     @jax.jit
     def step(logits: Any, number: jax.Array) -> Any:
-        draw = draw_paths(jax.random.fold_in(jax.random.key(0), number), (len(CLASSES), 2), jnp.float32(1.0))
+        draw = draw_paths(
+            jax.random.fold_in(jax.random.key(0), number), (len(CLASSES), 2), jnp.float32(1.0)
+        )
         grads = jax.grad(lambda logits: jnp.square(outputs(logits, draw) - wanted).sum())(logits)
         return jax.tree.map(lambda w, g: w - jnp.clip(g, -0.1, 0.1), logits, grads)
 
     logits = undecided
     for number in range(100):
         logits = step(logits, jnp.int32(number))
-    assert {name: taken_path(path, undecided[name]) for name, path in PATHS.items()} == dict.fromkeys(PATHS, (0, 0))
+    assert {
+        name: taken_path(path, undecided[name]) for name, path in PATHS.items()
+    } == dict.fromkeys(PATHS, (0, 0))
     assert {name: taken_path(path, logits[name]) for name, path in PATHS.items()} == planted
     np.testing.assert_array_equal(outputs(logits, None), wanted)
 
@@ -96,7 +110,10 @@ def test_no_layout_changes_a_loss_or_a_path() -> None:
 
 def test_what_is_drawn_depends_on_step_and_task_alone() -> None:
     (one, _), (four, _) = trainer_of(1), trainer_of(4)
-    draws = [draw_of(trainer.config, jnp.int32(step)) for trainer, step in ((one, 0), (four, 0), (one, 5), (one, 10))]
+    draws = [
+        draw_of(trainer.config, jnp.int32(step))
+        for trainer, step in ((one, 0), (four, 0), (one, 5), (one, 10))
+    ]
     np.testing.assert_array_equal(draws[0].noise_AN, draws[1].noise_AN)
     assert len(np.unique(np.stack([draw.noise_AN for draw in draws[1:]]))) == 3 * 4 * 2
     assert [float(draw.temperature) for draw in draws[1:]] == pytest.approx([2.0, 0.4**0.5, 0.2])
@@ -108,7 +125,12 @@ def test_a_task_decides_for_itself_and_reads_its_logits_without_noise() -> None:
     state = trainer.init()
     logits = state.params["path_logits"] | {"small": jnp.array([2.0, -1.0])}
     state = dataclasses.replace(state, params=state.params | {"path_logits": logits})
-    assert trainer.paths(state) == {"large": (0, 0), "middle": (0, 0), "small": (3, 0), "other": (0, 0)}
+    assert trainer.paths(state) == {
+        "large": (0, 0),
+        "middle": (0, 0),
+        "small": (3, 0),
+        "other": (0, 0),
+    }
     model = trainer.model.merge(state.params, state.router_bias)
     given = dataclasses.replace(LEARNED.model, learn_paths=False)
     tasks = {name: dataclasses.replace(task, path=(0, 0)) for name, task in LEARNED.tasks.items()}
@@ -119,7 +141,9 @@ def test_a_task_decides_for_itself_and_reads_its_logits_without_noise() -> None:
     pixels = jnp.asarray(np.random.default_rng(0).random((4, 8, 8, 1), np.float32))
     numbers = jnp.arange(4, dtype=jnp.int32)
     np.testing.assert_array_equal(model(pixels, numbers)[0], expected(pixels, numbers)[0])
-    gradients = jax.jit(lambda batch: trainer.gradients_local(state, batch, full_capacity=True)[0]["path_logits"])
+    gradients = jax.jit(
+        lambda batch: trainer.gradients_local(state, batch, full_capacity=True)[0]["path_logits"]
+    )
     batch = jax.tree.map(jnp.asarray, next(batches))
     moved = on_host(gradients(batch._replace(weight=(batch.task == 2).astype(np.float32))))
     assert [name for name in CLASSES if np.any(moved[name])] == ["small"]
@@ -141,7 +165,11 @@ def test_a_task_decides_for_itself_and_reads_its_logits_without_noise() -> None:
             "num_experts = 1: must be greater than 1 for lea",
         ),
         (PathsConfig(), {"temperature": 0.0}, r"temperature = 0.0: must be greater than 0"),
-        (PathsConfig(), {"final_temperature": 3.0}, r"paths.final_temperature = 3.0: must not exceed .* = 2"),
+        (
+            PathsConfig(),
+            {"final_temperature": 3.0},
+            r"paths.final_temperature = 3.0: must not exceed .* = 2",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(config: Any, changes: dict[str, Any], message: str) -> None:

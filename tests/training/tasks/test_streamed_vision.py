@@ -1,4 +1,5 @@
-"""Training on images with experts on other tiers than the device: the same training, whatever lies where.
+"""Training on images with experts on other tiers than the device: the same training, whatever lies
+where.
 
 Legend: A tasks, N layers with experts, E experts.
 """
@@ -35,20 +36,32 @@ NVME = TiersConfig(experts="nvme", optimizer="nvme", gradients="nvme")
 HALF = TiersConfig(experts="host", optimizer="nvme")
 TIERS = {"device": DEVICE, "mixed": MIXED, "host": HOST, "half": HALF, "nvme": NVME}
 # Every kind of layer, those with experts in turn; two contrastive tasks.
-MODEL = dataclasses.replace(CONFIG.model, num_hidden_layers=4, task_layers=(1, 3), mlp_only_layers=(0,))
+MODEL = dataclasses.replace(
+    CONFIG.model, num_hidden_layers=4, task_layers=(1, 3), mlp_only_layers=(0,)
+)
 TASK_CONFIGS = {
     "large": dataclasses.replace(CONFIG.tasks["large"], path=(0, 1)),
-    "middle": dataclasses.replace(CONFIG.tasks["middle"], path=(1, 2), head="contrastive", embedding_size=4),
-    "small": dataclasses.replace(CONFIG.tasks["small"], path=(0, 3), head="contrastive", embedding_size=6),
+    "middle": dataclasses.replace(
+        CONFIG.tasks["middle"], path=(1, 2), head="contrastive", embedding_size=4
+    ),
+    "small": dataclasses.replace(
+        CONFIG.tasks["small"], path=(0, 3), head="contrastive", embedding_size=6
+    ),
     "other": dataclasses.replace(CONFIG.tasks["other"], path=(3, 3)),
 }
 MANY = dataclasses.replace(CONFIG, model=MODEL, tasks=TASK_CONFIGS)
-# Tokens choose no experts: a device has those that its tasks name. In both layers two tasks share an expert.
-BY_TASK = dataclasses.replace(MANY, model=dataclasses.replace(MODEL, mlp_only_layers=(0, 2)), layout="elastic")
+# Tokens choose no experts: a device has those that its tasks name. In both layers two tasks share
+# an expert.
+BY_TASK = dataclasses.replace(
+    MANY, model=dataclasses.replace(MODEL, mlp_only_layers=(0, 2)), layout="elastic"
+)
 LEARNED = dataclasses.replace(
     MANY,
     model=dataclasses.replace(MODEL, learn_paths=True),
-    tasks={name: dataclasses.replace(task, path=(1 + i % 3, 3)) for i, (name, task) in enumerate(TASK_CONFIGS.items())},
+    tasks={
+        name: dataclasses.replace(task, path=(1 + i % 3, 3))
+        for i, (name, task) in enumerate(TASK_CONFIGS.items())
+    },
 )
 
 
@@ -86,24 +99,34 @@ class Run:
         images = train_images(TASKS, numbers, homes, devices, 8) if numbers else iter(())
         means = trainer.class_means(self.state, (put(batch, trainer) for batch in images))
         held_out = [put(batch, trainer) for batch in held_out_batches(TASKS, homes, devices, 8)]
-        total: np.ndarray = sum(np.asarray(v, np.float64) for v in trainer.evaluate(self.state, held_out, means))
+        total: np.ndarray = sum(
+            np.asarray(v, np.float64) for v in trainer.evaluate(self.state, held_out, means)
+        )
         return total
 
 
 @contextlib.contextmanager
-def opened(config: VisionTrainConfig, tiers: TiersConfig, folder: Path, *shape: int, step: int = 0) -> Iterator[Run]:
+def opened(
+    config: VisionTrainConfig, tiers: TiersConfig, folder: Path, *shape: int, step: int = 0
+) -> Iterator[Run]:
     """A run with experts on these tiers, on a mesh of this shape."""
     tiers = stored_in(tiers, folder / "records")
     config = dataclasses.replace(config, tiers=tiers, output_dir=str(folder))
     spread: Any = spread_over(config, *shape, **COMM)
     devices = int(np.prod(shape))
     layout = layout_of(spread, devices, step=step)
-    with contextlib.closing(make_vision_trainer(spread, CLASSES, mesh_of(*shape), layout)) as trainer:
+    with contextlib.closing(
+        make_vision_trainer(spread, CLASSES, mesh_of(*shape), layout)
+    ) as trainer:
         yield Run(trainer, ImageBatches(TASKS, spread, layout, 0, devices))
 
 
-def assert_alike(config: VisionTrainConfig, tiers: TiersConfig, folder: Path, *shape: int, steps: int = 3) -> None:
-    """With these tiers every task has the losses and accuracies of the device, and so do images held out."""
+def assert_alike(
+    config: VisionTrainConfig, tiers: TiersConfig, folder: Path, *shape: int, steps: int = 3
+) -> None:
+    """With these tiers every task has the losses and accuracies of the device, and so do images
+    held out.
+    """
     with opened(config, DEVICE, folder, *shape) as run:
         assert isinstance(run.trainer, VisionTrainer)
         expected, held_out = run.train(steps), run.evaluate()
@@ -117,14 +140,20 @@ def assert_alike(config: VisionTrainConfig, tiers: TiersConfig, folder: Path, *s
     np.testing.assert_array_equal(values["task_accuracy"], expected["task_accuracy"])
     np.testing.assert_allclose(evaluated[0], held_out[0], rtol=0, atol=1e-4)  # sums of six images
     np.testing.assert_array_equal(evaluated[1:], held_out[1:])
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5), ours.params, parameters.params)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5),
+        ours.params,
+        parameters.params,
+    )
 
 
 @pytest.mark.slow
 def test_experts_in_host_memory_change_no_loss(tmp_path: Path) -> None:
     """Devices take 4, 2, 1 and 1 micro-batches; a task is contrastive; a layer of every kind."""
     contrastive = dataclasses.replace(CONFIG.tasks["middle"], head="contrastive", embedding_size=4)
-    config = dataclasses.replace(CONFIG, layout="elastic", tasks=CONFIG.tasks | {"middle": contrastive})
+    config = dataclasses.replace(
+        CONFIG, layout="elastic", tasks=CONFIG.tasks | {"middle": contrastive}
+    )
     assert_alike(config, HOST, tmp_path, 4, 1, 1, steps=2)
 
 
@@ -181,20 +210,30 @@ def test_paths_are_learned_alike_where_tasks_run(tmp_path: Path, name: str) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["host", "mixed"])
 @pytest.mark.parametrize(("shape", "layout"), [((1, 1, 1), "even"), ((4, 1, 1), "elastic")])
-def test_paths_are_learned_alike(tmp_path: Path, name: str, shape: tuple[int, ...], layout: Any) -> None:
-    assert_alike(dataclasses.replace(LEARNED, layout=layout), TIERS[name], tmp_path, *shape, steps=6)
+def test_paths_are_learned_alike(
+    tmp_path: Path, name: str, shape: tuple[int, ...], layout: Any
+) -> None:
+    assert_alike(
+        dataclasses.replace(LEARNED, layout=layout), TIERS[name], tmp_path, *shape, steps=6
+    )
 
 
 @pytest.mark.slow
 def test_fifty_steps_on_every_tier_are_alike(tmp_path: Path) -> None:
-    """Losses and accuracies of every task, in four layouts, each with experts on another tier than the others."""
+    """Losses and accuracies of every task, in four layouts, each with experts on another tier
+    than the others.
+    """
     config = dataclasses.replace(CONFIG, num_steps=50)
     with opened(config, DEVICE, tmp_path, 1, 1, 1) as run:
         expected = run.train(50)
-    assert (expected["task_loss"][-10:].mean(axis=0) < expected["task_loss"][:10].mean(axis=0)).all()
+    assert (
+        expected["task_loss"][-10:].mean(axis=0) < expected["task_loss"][:10].mean(axis=0)
+    ).all()
     for name, devices in (("host", 1), ("nvme", 2), ("half", 4), ("mixed", 8)):
         layout: Any = "elastic" if devices > 1 else "even"
-        with opened(dataclasses.replace(config, layout=layout), TIERS[name], tmp_path / name, devices, 1, 1) as run:
+        with opened(
+            dataclasses.replace(config, layout=layout), TIERS[name], tmp_path / name, devices, 1, 1
+        ) as run:
             values = run.train(50)
         np.testing.assert_allclose(values["task_loss"], expected["task_loss"], rtol=0, atol=1e-5)
         np.testing.assert_array_equal(values["task_accuracy"], expected["task_accuracy"])
@@ -214,18 +253,29 @@ def test_bfloat16_is_rounded_alike(tmp_path: Path, shape: tuple[int, ...], layou
 
 
 def save(run: Run, folder: Path, step: int) -> None:
-    with Checkpoints(folder / "checkpoints", CheckpointConfig(), records=run.trainer.records) as checkpoints:
-        checkpoints.save(step, run.trainer.save_state(run.state), run.batches.get_state(), run.trainer.config.to_json())
+    with Checkpoints(
+        folder / "checkpoints", CheckpointConfig(), records=run.trainer.records
+    ) as checkpoints:
+        checkpoints.save(
+            step,
+            run.trainer.save_state(run.state),
+            run.batches.get_state(),
+            run.trainer.config.to_json(),
+        )
 
 
 def restore(run: Run, folder: Path, step: int) -> None:
-    with Checkpoints(folder / "checkpoints", CheckpointConfig(), records=run.trainer.records) as checkpoints:
+    with Checkpoints(
+        folder / "checkpoints", CheckpointConfig(), records=run.trainer.records
+    ) as checkpoints:
         run.state, data = restored(run.trainer, checkpoints, step)
         run.batches.set_state(data)
 
 
 # Two layers compile in a third of the time.
-SMALL_MODEL = dataclasses.replace(CONFIG.model, num_hidden_layers=2, mlp_only_layers=(0,), task_layers=(1,))
+SMALL_MODEL = dataclasses.replace(
+    CONFIG.model, num_hidden_layers=2, mlp_only_layers=(0,), task_layers=(1,)
+)
 SMALL = dataclasses.replace(CONFIG, model=SMALL_MODEL)
 
 
@@ -247,12 +297,16 @@ def test_a_run_goes_on_bit_for_bit(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("before", ["device", "host", "nvme"])
 @pytest.mark.parametrize("after", ["device", "mixed", "nvme"])
 def test_experts_of_images_move_to_other_tiers(tmp_path: Path, before: str, after: str) -> None:
-    """From one device to a layout of four, and with every kind of layer; what is restored is what was saved."""
+    """From one device to a layout of four, and with every kind of layer; what is restored is
+    what was saved.
+    """
     with opened(MANY, TIERS[before], tmp_path, 1, 1, 1) as run:
         run.train(2)
         save(run, tmp_path, 2)
         expected = full_state(run.trainer, run.state)
-    with opened(dataclasses.replace(MANY, layout="elastic"), TIERS[after], tmp_path, 4, 1, 1) as run:
+    with opened(
+        dataclasses.replace(MANY, layout="elastic"), TIERS[after], tmp_path, 4, 1, 1
+    ) as run:
         restore(run, tmp_path, 2)
         assert differing(full_state(run.trainer, run.state), expected) == []
         assert np.isfinite(run.train(1)["task_loss"]).all()
@@ -261,7 +315,9 @@ def test_experts_of_images_move_to_other_tiers(tmp_path: Path, before: str, afte
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["host", "nvme"])
 def test_experts_move_with_their_tasks(tmp_path: Path, name: str) -> None:
-    """From four devices to two, to one and back; what is restored is what was saved, and the same layout goes on."""
+    """From four devices to two, to one and back; what is restored is what was saved, and the
+    same layout goes on.
+    """
     with opened(BY_TASK, TIERS[name], tmp_path / "whole", 4, 1, 1) as run:
         losses = run.train(3)["task_loss"]
     with opened(BY_TASK, TIERS[name], tmp_path, 4, 1, 1) as run:
@@ -271,7 +327,13 @@ def test_experts_move_with_their_tasks(tmp_path: Path, name: str) -> None:
     with opened(BY_TASK, TIERS[name], tmp_path, 4, 1, 1) as run:
         restore(run, tmp_path, 2)
         np.testing.assert_array_equal(run.train(1)["task_loss"], losses[2:])
-    for step, devices, tiers in ((2, 2, name), (3, 1, name), (4, 2, "device"), (5, 4, name), (6, 4, name)):
+    for step, devices, tiers in (
+        (2, 2, name),
+        (3, 1, name),
+        (4, 2, "device"),
+        (5, 4, name),
+        (6, 4, name),
+    ):
         with opened(BY_TASK, TIERS[tiers], tmp_path, devices, 1, 1) as run:
             restore(run, tmp_path, step)
             assert differing(full_state(run.trainer, run.state), expected) == [], (step, devices)
@@ -282,24 +344,46 @@ def test_experts_move_with_their_tasks(tmp_path: Path, name: str) -> None:
 def test_a_device_has_as_many_bytes_of_experts_as_planned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, num_devices: int
 ) -> None:
-    """Whenever a layer has been fetched, or its gradients go to their tier: stacks of weights and gradients."""
-    model = dataclasses.replace(SMALL_MODEL, num_hidden_layers=4, mlp_only_layers=(), task_layers=(0, 1, 2, 3))
-    tasks = {task: dataclasses.replace(config, path=4 * config.path) for task, config in CONFIG.tasks.items()}
-    config = dataclasses.replace(CONFIG, model=model, tasks=tasks, layout="elastic" if num_devices > 1 else "even")
+    """Whenever a layer has been fetched, or its gradients go to their tier: stacks of weights
+    and gradients.
+    """
+    model = dataclasses.replace(
+        SMALL_MODEL, num_hidden_layers=4, mlp_only_layers=(), task_layers=(0, 1, 2, 3)
+    )
+    tasks = {
+        task: dataclasses.replace(config, path=4 * config.path)
+        for task, config in CONFIG.tasks.items()
+    }
+    config = dataclasses.replace(
+        CONFIG, model=model, tasks=tasks, layout="elastic" if num_devices > 1 else "even"
+    )
     first, known, most = jax.devices()[0], list(jax.live_arrays()), [0]
     known_ids = {id(array) for array in known}
     with opened(config, TIERS[name], tmp_path, num_devices, 1, 1) as run:
         assert isinstance(run.trainer, StreamedVisionTrainer)
         num_slots = 4 if run.trainer.slots is None else run.trainer.slots.num_slots
-        shapes = {(num_slots, *shape) for shape in run.trainer.streamed.parts.expert_shapes.values()}
+        shapes = {
+            (num_slots, *shape) for shape in run.trainer.streamed.parts.expert_shapes.values()
+        }
 
         def stack_bytes() -> int:
-            """Bytes of stacks on the first device; looks again if the ring's thread gave an array up meanwhile."""
+            """Bytes of stacks on the first device; looks again if the ring's thread gave an
+            array up meanwhile.
+            """
             while True:
                 new = [a for a in jax.live_arrays() if id(a) not in known_ids]
                 try:
-                    parts = [shard.data for a in new for shard in a.addressable_shards if shard.device == first]
-                    stacks = {part.unsafe_buffer_pointer(): part.nbytes for part in parts if part.shape in shapes}
+                    parts = [
+                        shard.data
+                        for a in new
+                        for shard in a.addressable_shards
+                        if shard.device == first
+                    ]
+                    stacks = {
+                        part.unsafe_buffer_pointer(): part.nbytes
+                        for part in parts
+                        if part.shape in shapes
+                    }
                     return sum(stacks.values())
                 except RuntimeError:
                     if not any(a.is_deleted() for a in new):
@@ -317,8 +401,12 @@ def test_a_device_has_as_many_bytes_of_experts_as_planned(
             monkeypatch.setattr(ExpertState, method, watched(getattr(ExpertState, method)))
         run.train(2)
         layout = run.trainer.layout
-    here, device = (kept_bytes(dataclasses.replace(config, tiers=tiers), layout) for tiers in (TIERS[name], DEVICE))
+    here, device = (
+        kept_bytes(dataclasses.replace(config, tiers=tiers), layout)
+        for tiers in (TIERS[name], DEVICE)
+    )
     of_layer = num_slots * model.expert_parameters
     planned = 16 * 4 * of_layer - (device - here)
     assert planned == of_layer * (4 * (1 if name == "host" else 4) + 8)
-    assert planned - 4 * of_layer <= most[0] <= planned  # gradients of the layer before may be written by now
+    # gradients of the layer before may be written by now
+    assert planned - 4 * of_layer <= most[0] <= planned

@@ -1,4 +1,5 @@
-"""Experts of layers routed by task lie where their tasks run: which, in how many bytes, how they are moved and saved.
+"""Experts of layers routed by task lie where their tasks run: which, in how many bytes, how they
+are moved and saved.
 
 Legend: R devices, N layers routed by task, E experts of a layer, S slots of a device in a layer.
 """
@@ -16,7 +17,13 @@ from jmoe.config import VisionTrainConfig
 from jmoe.configs.ufo import ufo_tiny
 from jmoe.data.image_batches import ImageBatches
 from jmoe.mesh import BATCH
-from jmoe.training.tasks.experts import NONE, same_slots, task_experts_of, task_slots, with_task_experts
+from jmoe.training.tasks.experts import (
+    NONE,
+    same_slots,
+    task_experts_of,
+    task_slots,
+    with_task_experts,
+)
 from jmoe.training.tasks.layouts import kept_bytes, layout_of
 from jmoe.training.tasks.step import ShardedVision, VisionTrainer
 from tests.arrays import differing, on_host
@@ -24,12 +31,15 @@ from tests.model_configs import mesh_of
 from tests.vision_tasks import CLASSES, CONFIG, TASKS
 
 TINY = dataclasses.replace(ufo_tiny, layout="elastic")
-# Three tasks share expert 0 of the first of two layers, and each has its own in the last. No path names 2 of the first.
+# Three tasks share expert 0 of the first of two layers, and each has its own in the last. No path
+# names 2 of the first.
 PATHS = {"large": (0, 0), "middle": (1, 1), "small": (0, 2), "other": (0, 3)}
 ELASTIC = dataclasses.replace(
     CONFIG,
     model=dataclasses.replace(CONFIG.model, mlp_only_layers=(0,), task_layers=(1, 2)),
-    tasks={name: dataclasses.replace(task, path=PATHS[name]) for name, task in CONFIG.tasks.items()},
+    tasks={
+        name: dataclasses.replace(task, path=PATHS[name]) for name, task in CONFIG.tasks.items()
+    },
     layout="elastic",
 )
 
@@ -39,7 +49,9 @@ def slots_of(num_devices: int, config: VisionTrainConfig = TINY, step: int = 0) 
 
 
 def sharded(num_devices: int) -> ShardedVision:
-    return ShardedVision(ELASTIC, CLASSES, mesh_of(num_devices, 1, 1), slots_of(num_devices, ELASTIC))
+    return ShardedVision(
+        ELASTIC, CLASSES, mesh_of(num_devices, 1, 1), slots_of(num_devices, ELASTIC)
+    )
 
 
 def test_a_device_has_what_its_tasks_name() -> None:
@@ -51,7 +63,12 @@ def test_a_device_has_what_its_tasks_name() -> None:
         [[0, NONE], [3, NONE]],
     ]
     assert slots.homes == ((0,), (1,), (2,), (3,))
-    assert slots.owns_RNS[:, 0].tolist() == [[True, True], [True, True], [False, False], [False, False]]
+    assert slots.owns_RNS[:, 0].tolist() == [
+        [True, True],
+        [True, True],
+        [False, False],
+        [False, False],
+    ]
     assert slots_of(2).num_slots == 3 and slots_of(2).homes == ((0,), (1,), (1,), (1,))
     assert slots_of(1) is None and slots_of(4, ufo_tiny) is None
     for devices in (2, 3, 5, 8):
@@ -64,7 +81,9 @@ def test_a_device_has_what_its_tasks_name() -> None:
 
 
 def test_gradients_are_summed_over_the_devices_of_a_task_alone() -> None:
-    """On eight devices glyphs have four, digits two; all but digits share expert 0 of the first layer."""
+    """On eight devices glyphs have four, digits two; all but digits share expert 0 of the first
+    layer.
+    """
     sums = {tuple(layers): (groups, slot.tolist()) for layers, groups, slot in slots_of(8).rounds()}
     groups, slot = sums[0,]
     assert groups == [[0, 1, 2, 3, 6, 7], [4, 5]] and slot == [0] * 8
@@ -112,12 +131,18 @@ def test_a_device_has_as_many_bytes_as_the_plan_says(num_devices: int) -> None:
     state = VisionTrainer(config, counts, mesh_of(num_devices, 1, 1), layout).state_shape
     leaves = jax.tree.leaves((state.params, state.m, state.v))
     state_bytes = sum(4 * np.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in leaves)
-    experts = [leaf for tree in (state.params, state.m, state.v) for leaf in jax.tree.leaves(task_experts_of(tree))]
+    experts = [
+        leaf
+        for tree in (state.params, state.m, state.v)
+        for leaf in jax.tree.leaves(task_experts_of(tree))
+    ]
     expert_bytes = sum(4 * np.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in experts)
     slots = task_slots(config, layout)
     assert slots is not None and slots.num_slots < 4
     assert expert_bytes == 12 * 2 * slots.num_slots * config.model.expert_parameters
-    every = sum(4 * np.prod(leaf.shape) for leaf in leaves) - sum(4 * np.prod(leaf.shape) for leaf in experts)
+    every = sum(4 * np.prod(leaf.shape) for leaf in leaves) - sum(
+        4 * np.prod(leaf.shape) for leaf in experts
+    )
     gradients = state_bytes - expert_bytes  # of what is split the whole is in use
     assert state_bytes < every + 12 * 2 * 4 * config.model.expert_parameters
     planned = kept_bytes(config, layout)
@@ -133,18 +158,27 @@ def test_copies_of_an_expert_stay_equal() -> None:
     first = on_host(task_experts_of(trainer.save_state(state).params))
     place = NamedSharding(trainer.model.mesh, BATCH)
     for _ in range(3):
-        state, metrics = trainer.step(state, jax.tree.map(lambda a: jax.device_put(a, place), next(batches)))
+        state, metrics = trainer.step(
+            state, jax.tree.map(lambda a: jax.device_put(a, place), next(batches))
+        )
         assert metrics["ok"]
-    slots, moved = slots_of(num_devices, ELASTIC), on_host(task_experts_of(trainer.save_state(state).params))
+    slots = slots_of(num_devices, ELASTIC)
+    moved = on_host(task_experts_of(trainer.save_state(state).params))
     for name, w in task_experts_of(state.params).items():
-        parts = [np.asarray(part.data) for part in sorted(w.addressable_shards, key=lambda s: s.index[1].start)]
+        parts = [
+            np.asarray(part.data)
+            for part in sorted(w.addressable_shards, key=lambda s: s.index[1].start)
+        ]
         for device, layer, slot in np.argwhere(slots.experts_RNS != NONE):
             expert = slots.experts_RNS[device, layer, slot]
             np.testing.assert_array_equal(parts[device][layer, slot], moved[name][layer, expert])
         for device, layer, slot in np.argwhere(slots.experts_RNS == NONE):
             assert not np.any(parts[device][layer, slot])
         for task in PATHS.values():
-            assert all(np.any(moved[name][layer, e] != first[name][layer, e]) for layer, e in enumerate(task))
+            assert all(
+                np.any(moved[name][layer, e] != first[name][layer, e])
+                for layer, e in enumerate(task)
+            )
 
 
 def test_an_expert_that_is_not_there_is_never_asked_for() -> None:

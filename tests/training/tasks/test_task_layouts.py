@@ -1,4 +1,6 @@
-"""Layouts within the memory of a device: bytes of parameters that tasks share, and of those that are a task's own."""
+"""Layouts within the memory of a device: bytes of parameters that tasks share, and of those that
+are a task's own.
+"""
 
 import dataclasses
 import math
@@ -37,7 +39,10 @@ def test_own_experts_are_those_that_no_other_task_names() -> None:
 def test_bytes_are_those_of_the_state_but_for_the_heads() -> None:
     sharded = ShardedVision(ELASTIC, dict.fromkeys(ELASTIC.tasks, 10), mesh_of(1, 1, 1))
     state = sharded.state_shape
-    state_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((state.params, state.m, state.v)))
+    state_bytes = sum(
+        leaf.size * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves((state.params, state.m, state.v))
+    )
     heads_bytes = 12 * sum(head.size for head in jax.tree.leaves(state.params["heads"]))
     memory, own_bytes = memory_of(ELASTIC, 1)
     planned = (memory.shared_bytes + sum(own_bytes.values())) * 12 / 16  # without gradients
@@ -48,13 +53,15 @@ def test_bytes_are_those_of_the_state_but_for_the_heads() -> None:
     assert memory_of(half, 1)[1]["glyphs"] == expert_bytes * 18 // 16
     whole = dataclasses.replace(ELASTIC, comm=CommConfig(schedule="none", shard_dense=False))
     four = memory_of(whole, 4)[0].shared_bytes
-    assert four == memory.shared_bytes - expert_bytes  # two experts are nobody's, and lie on one device each
+    # two experts are nobody's, and lie on one device each
+    assert four == memory.shared_bytes - expert_bytes
     assert memory_of(ELASTIC, 4)[0].shared_bytes < four
 
 
 def test_memory_decides_who_shares_a_device() -> None:
     names = [
-        [layout_names(layout_of(config, 2), device) for device in (0, 1)] for config in (ELASTIC, with_bytes(4_600_000))
+        [layout_names(layout_of(config, 2), device) for device in (0, 1)]
+        for config in (ELASTIC, with_bytes(4_600_000))
     ]
     assert names == [
         [{"glyphs"}, {"digits", "fonts", "photographs"}],
@@ -63,13 +70,19 @@ def test_memory_decides_who_shares_a_device() -> None:
 
 
 def ending(**ends: int) -> VisionTrainConfig:
-    tasks = {name: dataclasses.replace(task, num_steps=ends.get(name, 0)) for name, task in ELASTIC.tasks.items()}
+    tasks = {
+        name: dataclasses.replace(task, num_steps=ends.get(name, 0))
+        for name, task in ELASTIC.tasks.items()
+    }
     return dataclasses.replace(ELASTIC, tasks=tasks)
 
 
 def test_tasks_that_have_ended_leave_their_devices() -> None:
     config = ending(glyphs=10, fonts=20)
-    names = [[layout_names(layout_of(config, 4, step=step), device) for device in range(4)] for step in (9, 10, 20)]
+    names = [
+        [layout_names(layout_of(config, 4, step=step), device) for device in range(4)]
+        for step in (9, 10, 20)
+    ]
     assert names[0] == [{"glyphs"}, {"digits"}, {"fonts"}, {"photographs"}]
     assert names[1] == [{"digits"}, {"digits"}, {"fonts"}, {"photographs"}]
     assert names[2] == [{"digits"}, {"digits"}, {"digits"}, {"photographs"}]
@@ -79,10 +92,14 @@ def test_a_layout_is_planned_anew_where_that_helps() -> None:
     controller = LayoutController(dataclasses.replace(ELASTIC, elastic=ElasticConfig(50, 1.3)), 2)
     assert [step for step in range(151) if controller.is_due(step)] == [50, 100, 150]
     before, same = controller.layout(50), dict.fromkeys(ELASTIC.tasks, 1e-3)
-    assert controller.replan(50, same) == (
-        "the busiest device has 1.00 x the mean load: the layout stays (elastic.max_imbalance = 1.3)"
+    assert (
+        controller.replan(50, same)
+        == "the busiest device has 1.00 x the mean load: the layout stays (elastic.max_imbalance ="
+        " 1.3)"
     )
-    assert controller.replan(50, same | {"glyphs": 9e-3}).endswith("the layout stays, as no other is better")
+    assert controller.replan(50, same | {"glyphs": 9e-3}).endswith(
+        "the layout stays, as no other is better"
+    )
     assert controller.layout(50) == before
     slow = {"glyphs": 1e-3, "digits": 4e-3, "fonts": 1e-3, "photographs": 1e-3}
     assert controller.replan(100, slow).endswith("another layout makes its step 1.25 x as fast")
@@ -100,7 +117,9 @@ def test_devices_that_cannot_be_used_are_refused() -> None:
     controller.resize(0, 1)
     assert len(controller.layout(0).shares) == 1
     few = dataclasses.replace(ELASTIC, gradient_accumulation_steps=16)
-    with pytest.raises(ValueError, match="gradient_accumulation_steps = 16: must divide the 8 images"):
+    with pytest.raises(
+        ValueError, match="gradient_accumulation_steps = 16: must divide the 8 images"
+    ):
         check_layouts(dataclasses.replace(few, tasks=ending(glyphs=10, digits=10).tasks), 4)
 
 
@@ -109,13 +128,19 @@ def layout_names(layout: Any, device: int) -> set[str]:
 
 
 def test_what_does_not_fit_is_named_with_what_it_needs() -> None:
-    with pytest.raises(ValueError, match="device_bytes = 3000000: must be more for 4 tasks on 2 devices") as few:
+    with pytest.raises(
+        ValueError, match="device_bytes = 3000000: must be more for 4 tasks on 2 devices"
+    ) as few:
         layout_of(with_bytes(3_000_000), 2)
     least = int(str(few.value).rpartition(" ")[2])
     assert 3_000_000 < least <= min(layout_of(ELASTIC, 2).num_bytes) + 10**6
-    with pytest.raises(ValueError, match=r"machine\.device_bytes = 3000000: must be at least \d+ for glyphs"):
+    with pytest.raises(
+        ValueError, match=r"machine\.device_bytes = 3000000: must be at least \d+ for glyphs"
+    ):
         layout_of(with_bytes(3_000_000, layout="even"), 2)
-    with pytest.raises(ValueError, match="gradient_accumulation_steps = 3: must divide the 64 images"):
+    with pytest.raises(
+        ValueError, match="gradient_accumulation_steps = 3: must divide the 64 images"
+    ):
         layout_of(dataclasses.replace(ELASTIC, gradient_accumulation_steps=3), 2)
 
 
@@ -132,9 +157,13 @@ def test_seventeen_billion_parameters_are_planned() -> None:
     assert len(lines) == 41 and lines[0].endswith(" GB  face-0 0:64")
     split = plan_lines(dataclasses.replace(on_h100, mesh=MeshConfig(expert_intra=8)))
     assert len(split) == 8 and all("GB  " in line for line in split)
-    with pytest.raises(ValueError, match="device_bytes = 80000000000: must be more for 40 tasks on 2 devices"):
+    with pytest.raises(
+        ValueError, match="device_bytes = 80000000000: must be more for 40 tasks on 2 devices"
+    ):
         plan_lines(dataclasses.replace(on_h100, mesh=MeshConfig(data=2)))
-    with pytest.raises(ValueError, match=r"machine\.device_bytes = 80000000000: must be at least \d+ for face-0"):
+    with pytest.raises(
+        ValueError, match=r"machine\.device_bytes = 80000000000: must be at least \d+ for face-0"
+    ):
         plan_lines(dataclasses.replace(on_h100, mesh=MeshConfig(expert_intra=2)))
 
 
@@ -143,19 +172,26 @@ def test_what_devices_keep_in_fact_is_said() -> None:
     kept = kept_bytes(ELASTIC, layout)
     every = layout_of(ELASTIC, 1).num_bytes[0]
     assert max(layout.num_bytes) <= kept < 0.7 * every
-    says = f"every device has room for 2 of 4 experts in each of 2 layers: {kept / 1e6:,.2f} MB in all"
+    says = (
+        f"every device has room for 2 of 4 experts in each of 2 layers: {kept / 1e6:,.2f} MB in all"
+    )
     assert slots_line(ELASTIC, layout) == says
-    assert slots_line(with_bytes(kept - 1), layout) == f"{says}, more than machine.device_bytes = {kept - 1}"
+    assert (
+        slots_line(with_bytes(kept - 1), layout)
+        == f"{says}, more than machine.device_bytes = {kept - 1}"
+    )
     assert slots_line(with_bytes(kept), layout) == says
     assert slots_line(ELASTIC, layout_of(ELASTIC, 1)) == ""
     large = dataclasses.replace(ufo_17b, layout="elastic")
     own = layout_of(large, 40)
-    assert kept_bytes(large, own) == own.num_bytes[0] == own.num_bytes[39]  # a task each: nothing is padding
+    # a task each: nothing is padding
+    assert kept_bytes(large, own) == own.num_bytes[0] == own.num_bytes[39]
 
 
 def test_experts_on_tiers_are_planned() -> None:
     """What the device has of them depends on the layers in use alone; the rest is on its tier."""
-    experts, of_expert = ELASTIC.model.num_experts, ELASTIC.model.expert_parameters  # of three layers
+    # of three layers
+    experts, of_expert = ELASTIC.model.num_experts, ELASTIC.model.expert_parameters
     here = memory_of(dataclasses.replace(ELASTIC, layout="even"), 1)[0].shared_bytes
     for tiers, layers in (
         (TiersConfig(experts="host", optimizer="nvme"), 2),
@@ -166,31 +202,47 @@ def test_experts_on_tiers_are_planned() -> None:
         memory, own_bytes = memory_of(config, 1)
         assert here - memory.shared_bytes == experts * of_expert * (3 * 16 - 4 * layers - 8)
         assert set(own_bytes.values()) == {0}
-    config = dataclasses.replace(ELASTIC, mesh=MeshConfig(2), tiers=TiersConfig(experts="host", optimizer="nvme"))
-    total = 3 * experts * of_expert
-    assert plan_lines(config)[-1] == (
-        "experts on tiers: a device has its part of 2 of 3 layers at one time; for each replica of all experts: "
-        f"weights {4 * total / 1e6:.2f} MB (host), moments {8 * total / 1e6:.2f} MB (nvme), "
-        f"gradients {4 * total / 1e6:.2f} MB (host)"
+    config = dataclasses.replace(
+        ELASTIC, mesh=MeshConfig(2), tiers=TiersConfig(experts="host", optimizer="nvme")
     )
-    half = dataclasses.replace(config, tiers=dataclasses.replace(config.tiers, gradient_dtype="bfloat16"))
-    assert kept_bytes(config, layout_of(config, 2)) - kept_bytes(half, layout_of(half, 2)) == 2 * total // 3
+    total = 3 * experts * of_expert
+    assert (
+        plan_lines(config)[-1]
+        == "experts on tiers: a device has its part of 2 of 3 layers at one time; for each replica"
+        f" of all experts: weights {4 * total / 1e6:.2f} MB (host), moments"
+        f" {8 * total / 1e6:.2f} MB (nvme), gradients {4 * total / 1e6:.2f} MB (host)"
+    )
+    half = dataclasses.replace(
+        config, tiers=dataclasses.replace(config.tiers, gradient_dtype="bfloat16")
+    )
+    assert (
+        kept_bytes(config, layout_of(config, 2)) - kept_bytes(half, layout_of(half, 2))
+        == 2 * total // 3
+    )
     few = dataclasses.replace(config, machine=MachineConfig(device_bytes=1_000_000))
-    with pytest.raises(ValueError, match=r"machine\.device_bytes = 1000000: must be more for 4 tasks on 2 devices"):
+    with pytest.raises(
+        ValueError, match=r"machine\.device_bytes = 1000000: must be more for 4 tasks on 2 devices"
+    ):
         layout_of(few, 2)
 
 
 def test_experts_on_tiers_that_tasks_alone_name_lie_where_these_run() -> None:
-    """As many places on a device as its tasks name experts; all of a layer, where a task ends or tokens choose too."""
+    """As many places on a device as its tasks name experts; all of a layer, where a task ends or
+    tokens choose too.
+    """
     tiers = TiersConfig(experts="host", optimizer="host")
     config = dataclasses.replace(ufo_17b, layout="elastic", tiers=tiers)
     layout = layout_of(config, 20)
     place = config.model.expert_parameters * (4 * 2 + 4 + 4 + 2)
     counts = [len(shares) for shares in layout.shares]
     assert set(counts) == {1, 3}
-    assert [num_bytes - layout.shared_bytes for num_bytes in layout.num_bytes] == [place * count for count in counts]
+    assert [num_bytes - layout.shared_bytes for num_bytes in layout.num_bytes] == [
+        place * count for count in counts
+    ]
     assert kept_bytes(config, layout) == layout.shared_bytes + 3 * place
-    assert slots_line(config, layout).startswith("every device has room for 3 of 40 experts in each of 2 layers: ")
+    assert slots_line(config, layout).startswith(
+        "every device has room for 3 of 40 experts in each of 2 layers: "
+    )
     ends = config.tasks | {"face-0": dataclasses.replace(config.tasks["face-0"], num_steps=5)}
     whole = dataclasses.replace(config, tasks=ends)
     assert kept_bytes(whole, layout_of(whole, 20)) - kept_bytes(config, layout) == 37 * place

@@ -1,4 +1,6 @@
-"""A run on images begins with what another has learned: with a task more, the others compute bit for bit the same."""
+"""A run on images begins with what another has learned: with a task more, the others compute bit
+for bit the same.
+"""
 
 import contextlib
 import dataclasses
@@ -25,10 +27,14 @@ TASKS = {"emoji": TaskConfig("more", path=(2, 2)), **CONFIG.tasks}
 
 
 def begun(run: Path, classes: dict[str, list[str]], **changes: Any) -> tuple[ImageTrainer, Any]:
-    config: VisionTrainConfig = dataclasses.replace(CONFIG, **({"tasks": TASKS, "init_from": str(run)} | changes))
+    config: VisionTrainConfig = dataclasses.replace(
+        CONFIG, **({"tasks": TASKS, "init_from": str(run)} | changes)
+    )
     counts = {name: len(names) for name, names in classes.items()}
     trainer = make_vision_trainer(config, counts, mesh_of(1, 1, 1), layout_of(config, 1))
-    tasks = tuple(ImageTask(name, tuple(names), NO_IMAGES, NO_IMAGES) for name, names in classes.items())
+    tasks = tuple(
+        ImageTask(name, tuple(names), NO_IMAGES, NO_IMAGES) for name, names in classes.items()
+    )
     return trainer, state_from_run(trainer, tasks)
 
 
@@ -61,9 +67,18 @@ def test_a_run_with_experts_on_tiers_begins_with_the_same(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": dataclasses.replace(CONFIG.model, num_hidden_layers=5)}, "model.num_hidden_layers = 5: must be 4"),
-        ({"tasks": TASKS | {"digits": TaskConfig("digits", path=(1, 2))}}, r"tasks.digits.path = \(1, 2\): must be"),
-        ({"classes": CLASSES | {"digits": ["1", "3"]}}, "tasks.digits.source = 'digits': must have the classes"),
+        (
+            {"model": dataclasses.replace(CONFIG.model, num_hidden_layers=5)},
+            "model.num_hidden_layers = 5: must be 4",
+        ),
+        (
+            {"tasks": TASKS | {"digits": TaskConfig("digits", path=(1, 2))}},
+            r"tasks.digits.path = \(1, 2\): must be",
+        ),
+        (
+            {"classes": CLASSES | {"digits": ["1", "3"]}},
+            "tasks.digits.source = 'digits': must have the classes",
+        ),
     ],
 )
 def test_what_differs_is_named(changes: dict[str, Any], message: str, tmp_path: Path) -> None:

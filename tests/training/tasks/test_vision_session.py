@@ -1,6 +1,8 @@
-"""Layouts that change between two steps: on measured loads, when a task ends, when a signal asks for other devices.
+"""Layouts that change between two steps: on measured loads, when a task ends, when a signal asks
+for other devices.
 
-No loss changes by that, no image is left out or comes twice, and a task that has ended keeps its own parameters.
+No loss changes by that, no image is left out or comes twice, and a task that has ended keeps its
+own parameters.
 """
 
 import contextlib
@@ -28,14 +30,17 @@ from tests.arrays import differing, full_state
 from tests.vision_tasks import CLASSES, CONFIG, TASKS
 
 # Layers without experts that tokens choose compile in half of the time.
-MODEL = dataclasses.replace(CONFIG.model, num_hidden_layers=2, mlp_only_layers=(0,), task_layers=(1,))
+MODEL = dataclasses.replace(
+    CONFIG.model, num_hidden_layers=2, mlp_only_layers=(0,), task_layers=(1,)
+)
 ELASTIC = dataclasses.replace(CONFIG, model=MODEL, layout="elastic")
 Losses = list[dict[str, float]]
 
 
 def session(folder: Path, num_devices: int, **changes: Any) -> VisionSession:
     config: VisionTrainConfig = dataclasses.replace(ELASTIC, output_dir=str(folder), **changes)
-    mesh, layout = make_mesh((num_devices, 1, 1), first_devices(num_devices)), layout_of(config, num_devices)
+    mesh = make_mesh((num_devices, 1, 1), first_devices(num_devices))
+    layout = layout_of(config, num_devices)
     trainer = make_vision_trainer(config, CLASSES, mesh, layout)
     batches = ImageBatches(TASKS, config, layout, 0, num_devices)
     unlimited: Any = types.SimpleNamespace(waiting_for=lambda *_, **__: contextlib.nullcontext())
@@ -90,7 +95,10 @@ def test_a_measured_load_changes_the_layout_and_no_loss(
     assert_near(train(run, 3)[1], expected)
     assert run.trainer.layout.shares[1] != before[1]
     said = capsys.readouterr().out
-    assert "layout before step 2: the busiest device has 1.50 x the mean load: another layout makes its step" in said
+    assert (
+        "layout before step 2: the busiest device has 1.50 x the mean load: another layout makes"
+        " its step" in said
+    )
 
 
 def own_parts(run: VisionSession, state: Any, task: str, expert: int) -> Any:
@@ -107,7 +115,9 @@ def own_parts(run: VisionSession, state: Any, task: str, expert: int) -> Any:
 
 
 @pytest.mark.parametrize("tier", ["device", pytest.param("host", marks=pytest.mark.slow)])
-def test_a_task_that_ends_leaves_its_devices_and_keeps_its_parameters(tmp_path: Path, tier: Any) -> None:
+def test_a_task_that_ends_leaves_its_devices_and_keeps_its_parameters(
+    tmp_path: Path, tier: Any
+) -> None:
     tasks = CONFIG.tasks | {"middle": dataclasses.replace(CONFIG.tasks["middle"], num_steps=1)}
     run = session(tmp_path, 4, tasks=tasks, tiers=TiersConfig(experts=tier, optimizer=tier))
     state, first = train(run, 1)
@@ -123,7 +133,9 @@ def test_a_task_that_ends_leaves_its_devices_and_keeps_its_parameters(tmp_path: 
 
 
 @pytest.mark.slow
-def test_a_signal_shrinks_and_grows_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_signal_shrinks_and_grows_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = signal.getsignal(signal.SIGUSR2)
     run = session(tmp_path, 4)
     with AskedSignal() as run.resizing:
@@ -137,7 +149,11 @@ def test_a_signal_shrinks_and_grows_a_run(tmp_path: Path, capsys: pytest.Capture
     signal.signal(signal.SIGUSR2, before)
     assert sizes == [4, 2, 2, 2, 4]
     assert counts(run) == [1, 1, 1, 1]
-    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("layout before step")]
+    said = [
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("layout before step")
+    ]
     path = tmp_path / DEVICES_FILE
     assert said[0].startswith("layout before step 0: warning: SIGUSR2 changes nothing: [Errno 2]")
     assert said[1] == f"layout before step 1: 2 devices, as {path} says"
@@ -150,7 +166,9 @@ def test_a_signal_shrinks_and_grows_a_run(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_idle_time_is_what_a_process_does_not_compute(tmp_path: Path) -> None:
-    """Two devices of this process are worth two processors: six seconds of both, of which half are used."""
+    """Two devices of this process are worth two processors: six seconds of both, of which half
+    are used.
+    """
     run = session(tmp_path, 2)
     run.expert_packing = PackingController(run.config, (2, 1, 1), 1)
     assert all(map(math.isnan, run.idle.by_device(2)))
@@ -172,12 +190,20 @@ def test_an_image_is_timed_a_task(tmp_path: Path) -> None:
     assert run.batches.get_state()["next_step"] == 0
 
 
-def test_experts_on_tiers_stay_with_their_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_experts_on_tiers_stay_with_their_devices(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = session(tmp_path, 2, tiers=TiersConfig(experts="host", optimizer="host"))
     with contextlib.closing(run.trainer), AskedSignal() as run.resizing:
         (tmp_path / DEVICES_FILE).write_text("4")
         signal.raise_signal(signal.SIGUSR2)
         run.rebalance(0, run.trainer.init())
     assert run.mesh.size == 2
-    refused = "tiers = ('host', 'host'): must be device for another number of devices while the run goes on"
-    assert f"layout before step 0: warning: SIGUSR2 changes nothing: {refused}" in capsys.readouterr().out
+    refused = (
+        "tiers = ('host', 'host'): must be device for another number of devices while the run"
+        " goes on"
+    )
+    assert (
+        f"layout before step 0: warning: SIGUSR2 changes nothing: {refused}"
+        in capsys.readouterr().out
+    )

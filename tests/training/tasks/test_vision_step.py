@@ -33,10 +33,14 @@ def trainer_of(shape: tuple[int, int, int], **changes: Any) -> tuple[VisionTrain
     config: Any = spread_over(dataclasses.replace(CONFIG, **changes), *shape, **COMM, **comm)
     devices = int(np.prod(shape))
     layout = layout_of(config, devices)
-    return VisionTrainer(config, CLASSES, mesh_of(*shape), layout), ImageBatches(TASKS, config, layout, 0, devices)
+    return VisionTrainer(config, CLASSES, mesh_of(*shape), layout), ImageBatches(
+        TASKS, config, layout, 0, devices
+    )
 
 
-def run(shape: tuple[int, int, int], steps: int = 4, **changes: Any) -> tuple[np.ndarray, np.ndarray]:
+def run(
+    shape: tuple[int, int, int], steps: int = 4, **changes: Any
+) -> tuple[np.ndarray, np.ndarray]:
     """Losses [steps, A] of the tasks, and [3, A] of what is held out at the end."""
     trainer, batches = trainer_of(shape, **changes)
     state, losses = trainer.init(), []
@@ -47,8 +51,13 @@ def run(shape: tuple[int, int, int], steps: int = 4, **changes: Any) -> tuple[np
             state, metrics = trainer.step(state, batch, full_capacity=True)
         assert metrics["ok"]
         losses.append([float(metrics["task_loss"][name]) for name in CONFIG.tasks])
-    held_out = [put(batch, trainer) for batch in held_out_batches(TASKS, trainer.homes, trainer.model.mesh.size, 8)]
-    return np.array(losses), sum(np.asarray(values, np.float64) for values in trainer.evaluate(state, held_out))
+    held_out = [
+        put(batch, trainer)
+        for batch in held_out_batches(TASKS, trainer.homes, trainer.model.mesh.size, 8)
+    ]
+    return np.array(losses), sum(
+        np.asarray(values, np.float64) for values in trainer.evaluate(state, held_out)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +68,8 @@ def expected() -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize(
     ("shape", "changes"),
     [
-        ((4, 1, 1), {"layout": "elastic"}),  # 1 / 1 / 1 / 1: devices take 4, 2, 1 and 1 micro-batches
+        # 1 / 1 / 1 / 1: devices take 4, 2, 1 and 1 micro-batches
+        ((4, 1, 1), {"layout": "elastic"}),
         pytest.param((2, 1, 1), {"layout": "elastic"}, marks=pytest.mark.slow),  # 2 | 1 + 1 + ...
         pytest.param((8, 1, 1), {"layout": "elastic"}, marks=pytest.mark.slow),  # 4 / 2 / 1 / 1
         pytest.param((4, 1, 1), {}, marks=pytest.mark.slow),
@@ -78,7 +88,9 @@ def test_no_layout_changes_a_loss(
 
 @pytest.mark.slow
 def test_no_layout_changes_a_loss_in_fifty_steps() -> None:
-    """On two devices large | the others, on four a task each, on eight 4 / 2 / 1 / 1, and on one."""
+    """On two devices large | the others, on four a task each, on eight 4 / 2 / 1 / 1, and on
+    one.
+    """
     alone, held_out = run((1, 1, 1), 50, num_steps=50)
     assert (alone[-10:].mean(axis=0) < 0.9 * alone[:10].mean(axis=0)).all()
     layouts = []
@@ -100,7 +112,9 @@ def test_a_task_has_no_gradient_for_what_is_another_s() -> None:
         of_task = (np.asarray(batch.task) == number).astype(np.float32)
         grads = on_host(gradients(batch._replace(weight=batch.weight * of_task)))
         experts = grads["task_layers"]["moe"]["experts"]["w_up"][0]
-        assert [bool(np.any(expert)) for expert in experts] == [expert == task.path[0] for expert in range(4)]
+        assert [bool(np.any(expert)) for expert in experts] == [
+            expert == task.path[0] for expert in range(4)
+        ]
         assert [head for head, grad in grads["heads"].items() if np.any(grad)] == [name]
         assert np.any(grads["patch_embedding"])
 
@@ -110,7 +124,9 @@ OWN_EXPERTS = {"large": (), "middle": (1,), "small": (), "other": (3,)}
 
 
 def own_parts(trainer: VisionTrainer, state: TrainState) -> dict[str, Any]:
-    """Copies of each task's head and of the experts that it alone names: weights and both moments."""
+    """Copies of each task's head and of the experts that it alone names: weights and both
+    moments.
+    """
     saved = trainer.save_state(state)
     trees = on_host({"params": saved.params, "m": saved.m, "v": saved.v})
     return {
@@ -127,8 +143,12 @@ def own_parts(trainer: VisionTrainer, state: TrainState) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("shape", "layout"), [((1, 1, 1), "even"), ((4, 1, 1), "elastic")])
-def test_labels_of_a_task_move_nothing_that_is_another_s(shape: tuple[int, int, int], layout: str) -> None:
-    """Two runs that differ in the labels of one task, in the last step: without a clip, which is by the global norm."""
+def test_labels_of_a_task_move_nothing_that_is_another_s(
+    shape: tuple[int, int, int], layout: str
+) -> None:
+    """Two runs that differ in the labels of one task, in the last step: without a clip, which is
+    by the global norm.
+    """
     optimizer = dataclasses.replace(CONFIG.optimizer, clip_norm=0.0)
     trainer, batches = trainer_of(shape, layout=layout, optimizer=optimizer)
     state = trainer.init()
@@ -150,7 +170,9 @@ def test_labels_of_a_task_move_nothing_that_is_another_s(shape: tuple[int, int, 
 
 @pytest.mark.parametrize("weight_decay", [pytest.param(0.0, marks=pytest.mark.slow), 0.1])
 def test_a_task_without_images_keeps_its_parameters(weight_decay: float) -> None:
-    """One task has images: parameters of the others' own are as they were, or decayed; their moments stay zero."""
+    """One task has images: parameters of the others' own are as they were, or decayed; their
+    moments stay zero.
+    """
     optimizer = dataclasses.replace(CONFIG.optimizer, weight_decay=weight_decay)
     trainer, batches = trainer_of((1, 1, 1), optimizer=optimizer)
     state, kept = trainer.init(), 1.0
@@ -163,11 +185,15 @@ def test_a_task_without_images_keeps_its_parameters(weight_decay: float) -> None
     after = own_parts(trainer, state)
     assert differing(before["middle"], after["middle"]) != []
     for task in ("large", "small", "other"):
-        assert not any(np.any(leaf) for name in ("m", "v") for leaf in jax.tree.leaves(after[task][name]))
+        assert not any(
+            np.any(leaf) for name in ("m", "v") for leaf in jax.tree.leaves(after[task][name])
+        )
         if not weight_decay:
             assert differing(before[task], after[task]) == []
     decayed = jax.tree.map(lambda w: w * kept, before["other"]["params"][1])
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), after["other"]["params"][1], decayed)
+    jax.tree.map(
+        partial(np.testing.assert_allclose, rtol=1e-6), after["other"]["params"][1], decayed
+    )
 
 
 def test_training_learns() -> None:
