@@ -1,6 +1,8 @@
-"""All-to-alls of blocks of rows between the devices that hold experts, flat and in two hops.
+"""All-to-alls of equal blocks of rows between devices, flat or in two hops, inside `shard_map`.
 
-Legend: R devices = P nodes x Q devices a node, C rows per destination. All run inside `shard_map`.
+`exchange.py` (tokens to experts), the embedding and `rows.py` use `make_all_to_all`.
+
+Legend: R devices = P nodes x Q devices per node, C rows per destination.
 """
 
 from collections.abc import Callable
@@ -16,13 +18,17 @@ AllToAll = Callable[[Any], Any]
 
 
 def flat_local(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """[R, C, ...]: block r goes to device r of `axes`; block r of the result came from device r."""
+    """Return [R, C, ...], where block r came from device r of `axes`. Block r of x goes to device
+    r.
+    """
     return lax.all_to_all(x, axes, 0, 0, tiled=True)
 
 
 def hierarchical_local(x: jax.Array, axes: tuple[str, str]) -> jax.Array:
-    """Exchange [R, C, ...] in two hops, inside the node by destination slot, then across nodes;
-    bit-equal to flat.
+    """Return `flat_local` of [R, C, ...], bit for bit, by two hops: within the node to the
+    destination's place in its node, then across nodes.
+
+    axes: (across nodes, within a node).
     """
     inter, intra = axes
     shape = x.shape
@@ -34,8 +40,10 @@ def hierarchical_local(x: jax.Array, axes: tuple[str, str]) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _moved(x: jax.Array, move: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """`move` on the bits of x: XLA:CPU would send bfloat16 as float32. An all-to-all is its own
-    transpose.
+    """Apply `move`, an all-to-all, to the bits of x.
+
+    XLA:CPU would send bfloat16 as float32. The gradient is moved by the same function, since an
+    all-to-all is its own transpose.
     """
     return lax.bitcast_convert_type(move(bits(x)), x.dtype)
 
@@ -52,8 +60,9 @@ _moved.defvjp(_moved_fwd, _moved_bwd)
 
 
 def make_all_to_all(axes: tuple[str, ...], hierarchical: bool = False) -> AllToAll:
-    """Make an all-to-all over `axes` of every array [R, ...] of a pytree; hierarchical: over
-    (across nodes, inside).
+    """Return a function that applies an all-to-all over `axes` to every array [R, ...] of a pytree.
+
+    hierarchical: two hops; `axes` are then (across nodes, within a node).
     """
     if hierarchical:
         inter, intra = axes

@@ -1,15 +1,19 @@
-"""How the tokens of one MoE layer reach their experts, and how the experts' outputs come back,
-inside `shard_map`.
+"""The movement of one MoE layer's tokens to their experts and of the outputs back, inside
+`shard_map`.
 
-Legend: T local tokens, D hidden, K choices a token, N = T K assignments, E experts, L experts of
-this device, R devices = P nodes x Q devices a node, C buffer rows per destination, M rows of a
-whole buffer. Both ways only gather rows, forwards and backwards. Buffers have a fixed size: where
-more is sent to a destination than it has rows, the largest weights get them, of equal ones the
-first, and what finds no row is counted. Sums are float32.
+`make_exchange` builds an `Exchange`; `MoELayer` calls its `dispatch` and `combine`. Forward and
+backward passes gather rows and never scatter them; sums are float32. Buffers have a fixed size: if
+a destination gets more assignments than it has buffer rows, those with the largest weights are sent
+(the first among equal weights), and the dropped ones are counted.
 
-A buffer may cross in chunks, so that experts begin with the first. Chunks share its rows: they are
-dealt out to them in turn, once it is known what is kept, so every chunk has an even part of what
-each expert gets, and no number changes.
+With several chunks a buffer crosses in several all-to-alls, so that the experts start on the first
+chunk while the next is in flight. Each destination's kept rows are dealt to the chunks in turn, so
+each chunk has an even share of each expert's rows, and the results do not depend on the number of
+chunks.
+
+Legend: T local tokens, D hidden, K choices per token, N = T K assignments, E experts, L experts of
+this device, R devices = P nodes x Q devices per node, X chunks, C buffer rows per destination, M
+rows of a whole buffer.
 """
 
 from collections.abc import Sequence
@@ -34,9 +38,9 @@ from kernels_pallas.token_permute import RowMap, combine, dispatch, sort_by_expe
 )
 @dataclass(frozen=True)
 class ArrivedRows:
-    """A chunk of the rows for this device's experts."""
+    """One chunk of rows for this device's experts."""
 
-    # [M, D] as `rows_MD`; [T, D], this device's tokens, where `rows` says which of them each row is
+    # [M, D], sorted by expert; with `rows`, this device's tokens [T, D], from which `rows` gathers
     x: jax.Array
     rows: RowMap | None
     group_sizes_L: jax.Array  # int32
@@ -44,7 +48,7 @@ class ArrivedRows:
 
     @property
     def rows_MD(self) -> jax.Array:
-        """Sorted by local expert; rows beyond the last group hold anything."""
+        """Rows [M, D] sorted by local expert. Rows beyond the last group hold arbitrary values."""
         if self.rows is None:
             return self.x
         with jax.named_scope("dispatch"):
@@ -54,18 +58,19 @@ class ArrivedRows:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DispatchedTokens:
-    """Rows of tokens on the devices that have their experts. handle: what `combine` takes their
-    outputs back by.
+    """Rows on the devices of their experts.
+
+    handle: passed to `combine`, which sends the outputs back.
     """
 
     chunks: tuple[ArrivedRows, ...]
-    dropped: jax.Array  # int32, assignments that found no row on this device; all devices' add up
+    dropped: jax.Array  # int32, assignments that this device dropped; devices' values add up
     handle: Any
 
 
 class Choices(NamedTuple):
-    """Each token's experts, an index of E standing for none, their weights, and how often each
-    expert is chosen.
+    """Each token's experts (E for no expert), their weights, and the number of assignments per
+    expert.
     """
 
     topk_idx_TK: jax.Array
@@ -76,31 +81,37 @@ class Choices(NamedTuple):
     def counted(
         cls, topk_idx_TK: jax.Array, topk_weights_TK: jax.Array, num_experts: int
     ) -> "Choices":
-        """Count how often each expert is chosen."""
+        """Return `Choices` with the number of assignments per expert computed from
+        `topk_idx_TK`.
+        """
         experts = jnp.arange(num_experts, dtype=topk_idx_TK.dtype)
         counts_E = (topk_idx_TK[:, :, None] == experts).sum(axis=(0, 1), dtype=jnp.int32)
         return cls(topk_idx_TK, topk_weights_TK, counts_E)
 
 
 class Exchange(Protocol):
-    """The movement of tokens to experts and back."""
+    """A way to move rows to the devices of their experts and outputs back."""
 
     def dispatch(
         self, x_TD: jax.Array, chosen: Choices, full_capacity: bool = False, num_chunks: int = 1
     ) -> DispatchedTokens:
-        """Each token's row to its experts. full_capacity: buffers with room for everything."""
+        """Send each token's row to the devices of its experts.
+
+        full_capacity: size the buffers for the worst case, so that nothing is dropped. num_chunks:
+        the most chunks to send the rows in.
+        """
 
     def combine(self, outs: Sequence[jax.Array], handle: Any) -> jax.Array:
-        """float32 y_TD: the weighted sum of each token's experts' outputs; what was dropped adds
-        nothing.
+        """Return float32 y_TD, the weighted sum of each token's expert outputs. A dropped
+        assignment adds 0.
 
-        outs: [M, D] of each chunk.
+        outs: [M, D] per chunk, the experts' outputs for its rows.
         """
 
 
 def _order_by_expert(idx_N: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]:
-    """(order, rank): the stable sort of the assignments by expert, and each assignment's place
-    in it.
+    """Return (order, rank): the assignments stably sorted by expert, and the position of each
+    assignment in that order.
     """
     order_N, rank_N = sort_by_expert(idx_N, num_experts)
     return saved_residual(order_N, "routing"), saved_residual(rank_N, "routing")
@@ -108,10 +119,10 @@ def _order_by_expert(idx_N: jax.Array, num_experts: int) -> tuple[jax.Array, jax
 
 @dataclass(frozen=True)
 class OneDevice:
-    """All experts are here: a sort, nothing is sent or dropped, and no rows are written for experts
-    that gather.
+    """The exchange if all experts are on this device: a sort. Nothing is sent or dropped, and
+    experts gather the rows themselves.
 
-    complete: every choice is an expert, none is E.
+    complete: every choice is an expert, never E (no expert).
     """
 
     complete: bool = True
@@ -145,8 +156,9 @@ class OneDevice:
 
 @dataclass(frozen=True)
 class PerDevice:
-    """A row for every assignment, to the device of its expert; buffers per destination device,
-    not per expert.
+    """The exchange that sends one row per assignment to the device of its expert.
+
+    Capacity is per destination device, not per expert.
     """
 
     all_to_all: AllToAll
@@ -164,7 +176,11 @@ class PerDevice:
     def dispatch_rows(
         self, x_TD: jax.Array, chosen: Choices, rows: int, expected_rows: int, num_chunks: int = 1
     ) -> DispatchedTokens:
-        """Dispatch with `rows` per destination device, in at most `num_chunks` chunks."""
+        """Dispatch with buffers of `rows` rows per destination device, in at most `num_chunks`
+        chunks.
+
+        expected_rows: rows that arrive on this device when the load is balanced.
+        """
         (num_tokens, k), num_devices = chosen.topk_idx_TK.shape, self.num_devices
         num_chunks, width = _chunks_of(rows, num_chunks)
         with jax.named_scope("dispatch"):
@@ -221,14 +237,16 @@ class PerDevice:
 
 
 def _chunks_of(rows: int, num_chunks: int) -> tuple[int, int]:
-    """Return (chunks, rows in each) of `rows` per destination; no more chunks than rows."""
+    """Return (number of chunks, rows of a chunk) for `rows` per destination; never more chunks than
+    rows.
+    """
     num_chunks = max(1, min(num_chunks, rows))
     return num_chunks, -(-rows // num_chunks)
 
 
 def _deal_out(x_RC: jax.Array, num_chunks: int, empty: int) -> jax.Array:
-    """[chunks, R, width, ...]: each destination's rows in turn to the chunks, the last ones
-    padded with `empty`.
+    """Return [X, R, width, ...]: row i of each destination goes to chunk i % X; `empty` fills the
+    end.
     """
     num_chunks, width = _chunks_of(x_RC.shape[1], num_chunks)
     padding = [(0, 0)] * x_RC.ndim
@@ -240,8 +258,8 @@ def _deal_out(x_RC: jax.Array, num_chunks: int, empty: int) -> jax.Array:
 def _slots(
     dest: jax.Array, place: jax.Array, num_dest: int, rows: int, num_chunks: int
 ) -> jax.Array:
-    """Where `_deal_out` puts place `place` of `rows` of a destination in all chunks; behind them
-    if there is none.
+    """Return the index, in all chunks of `_deal_out` laid end to end, of row `place` of destination
+    `dest`; the total length if there is no such row.
     """
     num_chunks, width = _chunks_of(rows, num_chunks)
     slot = (place % num_chunks * num_dest + dest) * width + place // num_chunks
@@ -249,8 +267,8 @@ def _slots(
 
 
 def _sizes_in_chunks(sizes_RL: jax.Array, num_chunks: int) -> jax.Array:
-    """int32 [chunks, R, L]: each expert's rows in each chunk; a destination's lie in order of
-    expert.
+    """Return int32 [X, R, L], the rows of each expert in each chunk, given that the rows of a
+    destination are ordered by expert.
     """
     ends_RL = jnp.cumsum(sizes_RL, axis=1, dtype=jnp.int32)
     last_X = jnp.arange(num_chunks - 1, -1, -1, dtype=jnp.int32)[:, None, None]
@@ -264,18 +282,18 @@ def _together(chunks: Sequence[jax.Array]) -> jax.Array:
 def _is_among_heaviest(
     dest_N: jax.Array, weights_N: jax.Array, totals_R: jax.Array, rows: int
 ) -> jax.Array:
-    """Whether an assignment is one of the `rows` of the largest weights to its destination, of
-    equal ones the first.
+    """Return bool [N]: whether an assignment is among the `rows` of largest weight for its
+    destination, the first among equal weights.
 
-    totals_R: how many have each destination; a `dest` of R stands for none. Destination and weight
-    are sorted as one integer, which is several times as fast as two: weights count as equal where
-    they agree in all but their log2(R) last bits.
+    totals_R: assignments per destination; dest_N = R for no destination. Destination and weight are
+    sorted as one 32-bit integer, several times as fast as a sort by two keys; weights that differ
+    only in their last log2(R) bits count as equal.
     """
     num_dest, weight_bits = totals_R.size, 32 - totals_R.size.bit_length()
     lightness_N = ~lax.bitcast_convert_type(jnp.maximum(weights_N, 0), jnp.uint32) & 0x7FFFFFFF
     key_N = dest_N.astype(jnp.uint32) << weight_bits | lightness_N >> (31 - weight_bits)
     sorted_N, starts_R = jnp.sort(key_N), jnp.cumsum(totals_R) - totals_R
-    # the last that fits, where there are too many
+    # key of the last assignment that fits, for destinations with too many
     limit_R = jnp.take(sorted_N, starts_R + rows - 1, mode="clip")
     limit_R = jnp.where(totals_R > rows, limit_R, jnp.uint32(0xFFFFFFFF))
     limit_N = jnp.take(limit_R, dest_N, mode="clip")
@@ -291,11 +309,11 @@ def _is_among_heaviest(
 
 
 def _drop_lightest(chosen: Choices, num_devices: int, rows: int) -> tuple[jax.Array, jax.Array]:
-    """Return (idx_N, counts_E) of what fits into `rows` of each device; an index of E stands for a
-    dropped choice.
+    """Return (idx_N, counts_E) of the assignments that fit into `rows` rows per device; dropped
+    assignments have idx E.
 
-    Capacity is a device's, so experts that share one lose alike; DeepSeek-V2 (arXiv:2405.04434)
-    drops so too.
+    Capacity is per device, so experts of one device compete for it, as in DeepSeek-V2
+    (arXiv:2405.04434).
     """
     counts_E = chosen.counts_E
     idx_N, num_experts = chosen.topk_idx_TK.reshape(-1), counts_E.size
@@ -317,8 +335,9 @@ def _drop_lightest(chosen: Choices, num_devices: int, rows: int) -> tuple[jax.Ar
 
 
 def _sort_of_arrivals(sizes_RL: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
-    """(order, rank) that sort rows by local expert, empty ones last, which arrived by (source
-    device, expert).
+    """Return (order, rank) that sort arrived rows by local expert, empty rows last.
+
+    sizes_RL: rows from each source device for each local expert; they arrive in this order.
     """
     ends_RL = jnp.cumsum(sizes_RL, axis=1)
     at_C = jnp.arange(rows, dtype=jnp.int32)
@@ -330,12 +349,15 @@ def _sort_of_arrivals(sizes_RL: jax.Array, rows: int) -> tuple[jax.Array, jax.Ar
 
 @dataclass(frozen=True)
 class PerNode:
-    """A token's row once to every node that has one of its experts, then inside the node to their
-    devices.
+    """The exchange that sends a token's row once to every node with one of its experts (dedup),
+    then within the node to the experts' devices.
 
-    It crosses to the device with its own device's place in the node, with the experts chosen there
-    and their weights. That device deals it out, sums up what the node's experts made of it, and
-    sends this one row back, rounded to the rows' dtype (nothing to round in float32).
+    A device exchanges rows with the device at the same place in each other node. The row travels
+    with the experts chosen in that node and their weights; the receiving device forwards it to its
+    neighbours, sums their weighted outputs and returns one row, rounded to the rows' dtype.
+
+    across: all-to-all across nodes. inside: the exchange within a node. nodes_per_token: expected
+    number of nodes with one of a token's experts; it sizes the buffers.
     """
 
     across: AllToAll
@@ -389,12 +411,13 @@ class PerNode:
     def _shared_out(
         self, there: Choices, num_chunks: int, fair_rows: float, full_capacity: bool
     ) -> tuple[list[Choices], int, jax.Array]:
-        """Return (choices by chunk, rows for each device inside the node, choices that all chunks
-        together drop).
+        """Return (choices per chunk, buffer rows per device of the node, number of choices dropped
+        by all chunks together).
 
-        there: the choices of all rows that cross. What is kept does not depend on the number of
-        chunks, but may all be in one of them, so that each has rows for it. A dropless first try,
-        which may overflow, shares them evenly.
+        there: the choices of all rows that crossed. The dropped choices do not depend on the number
+        of chunks. All kept choices may fall into one chunk, so each chunk has buffer rows for all
+        of them; the exception is the first try of a dropless step, which may overflow and gets an
+        even share per chunk.
         """
         num_rows, k = there.topk_idx_TK.shape
         node_size, most_rows = there.counts_E.size, num_rows * k
@@ -432,11 +455,11 @@ class PerNode:
 def _places_for(
     needed_TP: jax.Array, weights_TP: jax.Array, rows: int
 ) -> tuple[jax.Array, jax.Array]:
-    """(place_TP, src_PC): the row of each needed (token, node) among the node's, tokens in order;
-    and the inverse.
+    """Return (place_TP, the buffer row of each needed (token, node), in token order; src_PC, the
+    token of each buffer row).
 
-    Where a node has too few, the largest weights get them. place_TP is `rows` where none is needed
-    or none is left; src_PC is T for an empty row.
+    If a node has too few rows, the pairs with the largest weights get them. place_TP is `rows` for
+    a pair that is not needed or is dropped; src_PC is T for an empty row.
     """
     num_tokens, num_nodes = needed_TP.shape
     nodes = jnp.arange(num_nodes, dtype=jnp.int32)
@@ -461,8 +484,10 @@ def _places_for(
 def _choices_of_rows(
     topk_idx_TK: jax.Array, src_M: jax.Array, num_nodes: int, node_size: int
 ) -> jax.Array:
-    """[M, K] experts of each row, counted from its node's first; node_size: elsewhere, or an
-    empty row. Few bytes.
+    """Return [M, K], the experts of each row as indices within the row's destination node.
+
+    `node_size` stands for an expert of another node and for empty rows. The integer type is as
+    small as the number of experts allows, since the array is sent.
     """
     idx_MK = jnp.take(topk_idx_TK, src_M, axis=0, mode="fill", fill_value=num_nodes * node_size)
     idx_PCK = idx_MK.reshape(num_nodes, -1, idx_MK.shape[1])
@@ -478,12 +503,12 @@ def make_exchange(
     *,
     complete: bool = True,
 ) -> Exchange:
-    """The planned exchange over `axes`; `hierarchical` and `dedup` need two, (across nodes, inside
-    a node).
+    """Return the planned exchange over `axes`. `hierarchical` and `dedup` need two axes, (across
+    nodes, within a node).
 
-    capacity_factor: rows per destination / its fair share when routing is uniform, at each level;
-    None: dropless, whose first try has room for twice the fair share. complete: every choice is an
-    expert, none is E.
+    capacity_factor: rows per destination, at each level, over their number when routing is uniform.
+    None: dropless; the first try has buffers for twice the uniform load. complete: every choice is
+    an expert, never E (no expert). Raises ValueError if the number of axes does not fit the plan.
     """
     if plan.num_devices == 1:
         return OneDevice(complete)
@@ -505,8 +530,9 @@ def make_exchange(
 def sent_to_experts(
     exchange: Exchange, x: jax.ShapeDtypeStruct, chosen: Choices, num_chunks: int = 1
 ) -> list[tuple[AllToAll, Any]]:
-    """Return the all-to-alls of `exchange.dispatch`, each with the shapes that it is given;
-    chosen: shapes too.
+    """Return the all-to-alls that `exchange.dispatch` calls, each with the shapes of its operands.
+
+    x, chosen: shapes (`ShapeDtypeStruct`) of the arguments.
     """
     sent: list[tuple[AllToAll, Any]] = []
 

@@ -1,9 +1,12 @@
-"""Sharded parameters gathered for use, and their gradients reduced back onto the shards (ZeRO-3).
+"""Sharded parameters gathered for use, and their gradients reduced onto the shards (ZeRO-3), one by
+one or fused into a flat buffer.
 
-Legend: R devices, C elements of a device's part of the flat buffer, G = the same for gradients, N
-layers. A buffer is all devices' vectors [C], their shards side by side, as rows of [R, C]. Over two
-levels a vector goes to one device of every other node and then to its neighbours, so rows are
-ordered by place in the node, then by node.
+A buffer [R, C] has one row per device, which holds that device's shards end to end. With two levels
+(across nodes, within a node) each element crosses between two nodes once; rows are therefore
+ordered by place within the node, then by node.
+
+Legend: R devices, C elements of a device's row of a parameter buffer, G elements of a device's row
+of a gradient buffer.
 """
 
 import math
@@ -21,10 +24,10 @@ Hierarchy = tuple[tuple[str, ...], ...]  # the axes of each level, the slowest l
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def gather_local(shard: jax.Array, dim: int, dtype: Any, axes: tuple[str, ...]) -> jax.Array:
-    """The unsharded parameter in `dtype` from the float32 shards that the devices of `axes` hold of
-    dimension `dim`.
+    """Return the unsharded parameter in `dtype`, all-gathered along `dim` over the devices of
+    `axes` from float32 shards.
 
-    Crosses the network in `dtype`; its gradient is summed over devices in float32, onto the shard.
+    The transfer is in `dtype`. The gradient is reduce-scattered in float32 onto the shard.
     """
     return lax.all_gather(shard.astype(dtype), axes, axis=dim, tiled=True)
 
@@ -46,8 +49,8 @@ gather_local.defvjp(_gather_fwd, _gather_bwd)
 
 @dataclass(frozen=True)
 class ShardInBuffer:
-    """A parameter in a flat buffer: the shape of a device's shard, which dimension is split, the
-    dtype of its use.
+    """A parameter in a flat buffer: the shape of one device's shard, the dimension that is split,
+    and the dtype in which it is used.
     """
 
     shape: tuple[int, ...]
@@ -60,8 +63,10 @@ class ShardInBuffer:
 
 
 class BufferLayout:
-    """Which arrays of a pytree travel in one flat buffer, as `parts` says (None: an array does
-    not), and which not.
+    """The split of a pytree's arrays into those that travel in one flat buffer and the rest.
+
+    parts: for each array its place in the buffer, or None if it is not part of the buffer. The
+    arrays' first dimension is the layer.
     """
 
     def __init__(self, tree: Any, parts: Sequence[ShardInBuffer | None]) -> None:
@@ -72,18 +77,20 @@ class BufferLayout:
         self.num_layers = leaves[0].shape[0]
 
     def split(self, tree: Any) -> tuple[list[Any], list[Any]]:
-        """Return (the arrays that travel in the buffer, the others)."""
+        """Return (arrays of the buffer, other arrays)."""
         leaves = jax.tree.leaves(tree)
         return [leaves[i] for i in self._in_buffer], [leaves[i] for i in self._rest]
 
     def join(self, in_buffer: Sequence[Any], rest: Sequence[Any]) -> Any:
-        """Undo `split`."""
+        """Return the pytree from the two results of `split`."""
         leaves = dict(zip(self._in_buffer + self._rest, [*in_buffer, *rest], strict=True))
         return jax.tree.unflatten(self._structure, [leaves[i] for i in range(len(leaves))])
 
 
 def _carrier(parts: Sequence[ShardInBuffer]) -> Any:
-    """The dtype of a buffer: float32, or two-byte words if a part is used in two bytes."""
+    """Return the dtype of a buffer: float32 if all its parameters are used in float32, else
+    uint16.
+    """
     return jnp.dtype(
         jnp.float32 if all(part.dtype == jnp.float32 for part in parts) else jnp.uint16
     )
@@ -94,7 +101,7 @@ def _width(part: ShardInBuffer, carrier: Any) -> int:
 
 
 def flatten(shards: Sequence[jax.Array], parts: Sequence[ShardInBuffer]) -> jax.Array:
-    """[C]: a device's shards side by side, each in the dtype of its use."""
+    """Return a device's row [C]: its shards end to end, each cast to the dtype of its use."""
     carrier = _carrier(parts)
     rows = [
         lax.bitcast_convert_type(w.astype(part.dtype), carrier)
@@ -106,7 +113,7 @@ def flatten(shards: Sequence[jax.Array], parts: Sequence[ShardInBuffer]) -> jax.
 def unflatten(
     buffer_RC: jax.Array, parts: Sequence[ShardInBuffer], hierarchy: Hierarchy
 ) -> list[jax.Array]:
-    """The unsharded parameters from all devices' vectors."""
+    """Return the unsharded parameters from the rows of all devices, buffer_RC."""
     carrier, sizes = buffer_RC.dtype, _sizes(hierarchy)
     unsharded, start = [], 0
     for part in parts:
@@ -125,7 +132,9 @@ def unflatten(
 def flatten_gradients(
     grads: Sequence[jax.Array], parts: Sequence[ShardInBuffer], hierarchy: Hierarchy
 ) -> jax.Array:
-    """float32 [R, G]: row r holds what device r's shards get."""
+    """Return float32 [R, G] from this device's unsharded gradients: row r holds the shards of
+    device r.
+    """
     sizes = _sizes(hierarchy)
     rows = [jnp.zeros((math.prod(sizes), 0))]
     for g, part in zip(grads, parts, strict=True):
@@ -137,7 +146,7 @@ def flatten_gradients(
 
 
 def unflatten_gradients(row_G: jax.Array, parts: Sequence[ShardInBuffer]) -> list[jax.Array]:
-    """A device's shards of the gradients."""
+    """Return a device's shards of the gradients from its row [G]."""
     shards, start = [], 0
     for part in parts:
         shards.append(row_G[start : start + part.size].reshape(part.shape))
@@ -156,8 +165,9 @@ def _unsharded_shape(part: ShardInBuffer, sizes: tuple[int, ...]) -> tuple[int, 
 
 
 def all_gather_buffer_local(row_C: jax.Array, hierarchy: Hierarchy) -> jax.Array:
-    """[R, C]: every device's vector, level by level, the slowest first: what crosses there
-    crosses once.
+    """Return [R, C], the rows of all devices.
+
+    Gathers across nodes first, so that each element crosses between two nodes once.
     """
     rows = row_C[None]
     for axes in hierarchy:
@@ -166,7 +176,7 @@ def all_gather_buffer_local(row_C: jax.Array, hierarchy: Hierarchy) -> jax.Array
 
 
 def reduce_scatter_buffer_local(rows_RG: jax.Array, hierarchy: Hierarchy) -> jax.Array:
-    """[G]: this device's row of the sum over devices; the transpose of
+    """Return [G], this device's row of the sum over devices: the transpose of
     `all_gather_buffer_local`.
     """
     for axes in reversed(hierarchy):
@@ -176,7 +186,7 @@ def reduce_scatter_buffer_local(rows_RG: jax.Array, hierarchy: Hierarchy) -> jax
 
 
 def all_reduce_local(tree: Any, hierarchy: Hierarchy) -> Any:
-    """The float32 sum over devices of every array of a pytree, as one vector."""
+    """Return the float32 sum over devices of every array of a pytree, reduced as one vector."""
     leaves, structure = jax.tree.flatten(tree)
     if not leaves:
         return tree
@@ -186,10 +196,10 @@ def all_reduce_local(tree: Any, hierarchy: Hierarchy) -> Any:
 
 
 def all_reduce_buffer_local(row_G: jax.Array, hierarchy: Hierarchy) -> jax.Array:
-    """[G]: the sum over devices.
+    """Return [G], the sum over devices.
 
-    Over two levels: a reduce-scatter inside the node, an all-reduce across nodes, an all-gather
-    inside the node.
+    With two levels: a reduce-scatter within the node, an all-reduce across nodes, an all-gather
+    within the node.
     """
     if len(hierarchy) == 1:
         return lax.psum(row_G, hierarchy[0])
@@ -206,8 +216,8 @@ _Parts = tuple[ShardInBuffer, ...]
 def gather_fused_local(
     shards: list[jax.Array], parts: _Parts, hierarchy: Hierarchy
 ) -> list[jax.Array]:
-    """Return the unsharded parameters, fetched as one buffer; their gradients are reduced as
-    one.
+    """Return the unsharded parameters, all-gathered as one buffer; their gradients are
+    reduce-scattered as one buffer.
     """
     return unflatten(all_gather_buffer_local(flatten(shards, parts), hierarchy), parts, hierarchy)
 

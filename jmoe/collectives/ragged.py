@@ -1,10 +1,11 @@
-"""The exchange of a layer's tokens in parts of unequal size: every row that is sent is one that
-somebody needs.
+"""The exchange of a layer's tokens by ragged all-to-all, inside `shard_map`: only rows with a token
+are sent, none as padding.
 
-Legend: T local tokens, D hidden, K choices a token, N = T K assignments, E experts of all devices,
-L of this one, R devices, M rows of the buffer of what arrives. All runs inside `shard_map`. XLA has
-the collective on GPUs alone, so elsewhere `exchange.py`'s `PerDevice` pads every part to the
-largest.
+The mesh engine uses `Ragged` on GPUs, the only platform where XLA implements the collective;
+elsewhere `PerDevice` of `exchange.py` pads each block to the largest.
+
+Legend: T local tokens, D hidden, K choices per token, N = T K assignments, E experts of all
+devices, L experts of this device, R devices, M rows of the receive buffer.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,21 +23,22 @@ RaggedAllToAll = Callable[..., jax.Array]
 
 
 class Parts(NamedTuple):
-    """Where each part lies: one a device and expert, at the sender and at the receiver, rows
-    from the first on.
+    """Offsets and sizes of the blocks of rows, one block per (source device, expert), at sender and
+    receiver.
     """
 
-    sent_at_E: jax.Array  # in the sender's rows, which are sorted by expert
-    sent_E: jax.Array
-    lands_at_E: jax.Array  # in the rows of the expert's device
-    taken_at_RL: jax.Array  # in the rows that arrived here, sorted by expert and then by source
-    taken_RL: jax.Array
-    returns_to_RL: jax.Array  # in the rows of the source
+    sent_at_E: jax.Array  # offset in this device's rows, which are sorted by expert
+    sent_E: jax.Array  # number of rows
+    lands_at_E: jax.Array  # offset in the receive buffer of the expert's device
+    taken_at_RL: jax.Array  # offset in this device's receive buffer, by expert, then source
+    taken_RL: jax.Array  # number of rows
+    returns_to_RL: jax.Array  # offset in the source device's rows
 
 
 def parts_of(counts_RE: jax.Array, device: jax.Array) -> Parts:
-    """Return the parts that `device` sends and takes; counts_RE: int32, what each device sends
-    to each expert.
+    """Return the offsets and sizes of the blocks that `device` sends and receives.
+
+    counts_RE: int32, rows that each device sends to each expert.
     """
     num_devices, num_experts = counts_RE.shape
     local = num_experts // num_devices
@@ -54,10 +56,10 @@ def parts_of(counts_RE: jax.Array, device: jax.Array) -> Parts:
 
 @dataclass(frozen=True)
 class Ragged:
-    """A row for every assignment, straight to its place among the rows of its expert. Nothing is
-    dropped.
+    """The exchange that sends one row per assignment to its final position, sorted by expert, on
+    the expert's device. Nothing is dropped.
 
-    move: `lax.ragged_all_to_all`, or what does the same.
+    move: `lax.ragged_all_to_all` or an equivalent.
     """
 
     axis: str
@@ -67,7 +69,11 @@ class Ragged:
     def dispatch_rows(
         self, x_TD: jax.Array, chosen: Choices, rows: int, expected_rows: int
     ) -> DispatchedTokens:
-        """Send each token to its experts; rows: M, at least what any device gets."""
+        """Send each token's row to the devices of its experts.
+
+        rows: M, at least the number of rows that any device receives. expected_rows: rows that a
+        device receives when the load is balanced.
+        """
         (num_tokens, k), num_experts = chosen.topk_idx_TK.shape, chosen.counts_E.size
         with jax.named_scope("dispatch"):
             order_N, rank_N = sort_by_expert(chosen.topk_idx_TK.reshape(-1), num_experts)
@@ -89,8 +95,8 @@ class Ragged:
         return DispatchedTokens((ArrivedRows(rows_MD, None, sizes_L, expected_rows),), none, handle)
 
     def combine(self, outs: Sequence[jax.Array], handle: Any) -> jax.Array:
-        """Return float32 [T, D], the weighted sum of each token's experts' outputs; outs: the
-        one chunk's.
+        """Return float32 [T, D], the weighted sum of each token's expert outputs. outs: the outputs
+        of the only chunk.
         """
         (out_MD,) = outs
         parts, topk_weights_TK, token_N, slot_TK = handle

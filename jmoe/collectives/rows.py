@@ -1,9 +1,12 @@
-"""Rows of all devices brought to each, and sums of all devices' parts brought back, in two levels,
-inside `shard_map`.
+"""All-gather and reduce-scatter of rows in two levels, across nodes and within a node, inside
+`shard_map`.
 
-Legend: T rows of a device, R devices = P nodes x Q devices a node, D width. Rows of all devices are
-ordered by (place in the node, node). axes: the devices' mesh axes; the last is inside a node.
-Neither function is differentiated.
+The vocabulary-parallel loss and inference's embedding use these functions, neither of which is
+differentiable.
+
+Legend: T rows of a device, R devices = P nodes x Q devices per node, M = R T rows of all devices, D
+width. The rows of all devices are ordered by (place within the node, node). axes: the devices' mesh
+axes; the last lies within a node.
 """
 
 import jax
@@ -15,12 +18,14 @@ from kernels_pallas.saved import bits
 
 
 def _hierarchy(axes: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """Axes across nodes, axes inside one: those of more than one device."""
+    """Return [axes across nodes, axes within a node], without levels of one device."""
     return [level for level in (axes[:-1], axes[-1:]) if level and lax.axis_size(level) > 1]
 
 
 def all_gather_rows_local(x_TD: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """[R T, ...]: every row crosses once to each node, then inside it."""
+    """Return the rows of all devices, [R T, ...]. Each row crosses to each node once, then spreads
+    within it.
+    """
     rows = bits(x_TD)
     for level in _hierarchy(axes):
         rows = lax.all_gather(rows, level, tiled=True)
@@ -28,10 +33,10 @@ def all_gather_rows_local(x_TD: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 
 def sum_scatter_rows_local(x_MD: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """float32 [T, D] of [R T, D]: the sum over devices of the rows of this one; first inside a
-    node, then across.
+    """Return float32 [T, D], this device's rows of the sum over devices of x_MD, summed within the
+    node, then across nodes.
 
-    Each level sends parts in the rows' dtype and adds them in float32.
+    Each level transfers in x's dtype and sums in float32.
     """
     sum_MD = x_MD.astype(jnp.float32)
     for level in reversed(_hierarchy(axes)):

@@ -1,10 +1,11 @@
-"""The order of a layer's collectives: all-to-alls first, everything else in chunks while they
-cannot start anyway.
+"""The order of a layer's collectives: all-to-alls have priority; other collectives run in chunks
+while no all-to-all can start.
 
-Lina (USENIX ATC '23, section 4): an all-to-all that waits behind a long reduction delays the whole
-step, so reductions (and here the gathers of the next layer's parameters) are cut into chunks that
-run while experts or attention compute. `interleave` does so to the traced function of a layer,
-which knows nothing of it.
+An all-to-all that queues behind a long reduction delays the whole step (Lina, USENIX ATC '23,
+section 4). Reductions, and here also the gathers of the next layer's parameters, are therefore cut
+into chunks that run while experts or attention compute. `interleave`, which training's
+`reverse_scan.py` calls, imposes this order on the traced function of a layer; the layer's own code
+is not involved.
 """
 
 import bisect
@@ -22,21 +23,21 @@ from jax.extend.core import JaxprEqn, Literal
 from kernels_pallas.native import hold, in_background, multiplications
 
 After = Callable[[jax.Array], jax.Array]
-Work = Callable[[After], jax.Array]  # a collective whose input passes through `After`
+Work = Callable[[After], jax.Array]  # runs a collective after passing its input through `After`
 
-CHUNK_S = 0.02  # a chunk takes the network for this long, so an all-to-all waits no longer for it
+CHUNK_S = 0.02  # seconds of network time of a chunk: the longest that an all-to-all waits for one
 MAX_CHUNK_BYTES = 30_000_000
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How a layer's all-to-alls and the rest share the network.
+    """How a layer's all-to-alls share the network with its other collectives.
 
-    ordered: collectives run in the order given here, else in XLA's. all_to_alls_first: matrix
-    products run in a fixed order too, those that an all-to-all waits for before the others. places:
-    which places take work: the layer's beginning, those where an all-to-all cannot start yet, the
-    end. chunked: work is cut into chunks. num_chunks: the number of parts of an all-to-all; experts
-    begin with the first.
+    ordered: collectives run in program order; otherwise XLA orders them. all_to_alls_first: matrix
+    products that an all-to-all waits for run before other products. places: the slice of places
+    that take work, out of: the layer's beginning, each point where the next all-to-all cannot start
+    yet, the layer's end. chunked: work is cut into chunks. num_chunks: chunks of an all-to-all;
+    experts start on the first chunk while the next is in flight.
     """
 
     ordered: bool
@@ -46,9 +47,9 @@ class Schedule:
     num_chunks: int
 
 
-# none: as XLA orders them. ready: as their inputs become known, as data-parallel frameworks issue
-# them. fixed: behind the layer's all-to-alls. priority: as soon as its first ones are done. chunks,
-# pipelined: Lina.
+# When work runs. none: XLA decides. ready: as soon as its input is known, as data-parallel
+# frameworks do. fixed: after the layer's all-to-alls. priority: after the layer's first
+# all-to-alls. chunks, pipelined: Lina.
 SCHEDULES = {
     "none": Schedule(
         ordered=False, all_to_alls_first=False, places=slice(None), chunked=False, num_chunks=1
@@ -72,8 +73,8 @@ SCHEDULES = {
 
 
 def cuts(width: int, element_bytes: int, limit_bytes: int) -> list[tuple[int, int]]:
-    """[(start, stop), ...]: `width` elements in the fewest even parts of at most `limit_bytes`
-    each.
+    """Return [(start, stop), ...] that cut `width` elements into the fewest even ranges of at most
+    `limit_bytes` each.
     """
     count = min(width, -(-width * element_bytes // max(1, limit_bytes)))
     return list(
@@ -82,14 +83,15 @@ def cuts(width: int, element_bytes: int, limit_bytes: int) -> list[tuple[int, in
 
 
 def _can_wait(x: Any) -> bool:
-    """Whether there are numbers whose bits can be made to depend on others."""
+    """Return whether x holds numbers, through whose bits a dependence can be added."""
     return jnp.issubdtype(x.dtype, jnp.number) and x.size > 0
 
 
 class _Equation(NamedTuple):
-    """An equation of the traced function; what it reads is a name (int) or a literal.
+    """An equation of the traced function. Its inputs are names (int) or literals.
 
-    gives_way: it begins when the all-to-all in front of it can, which does not wait for it.
+    gives_way: the equation is independent of the all-to-all before it and starts only once that
+    all-to-all can start.
     """
 
     eqn: JaxprEqn
@@ -115,9 +117,7 @@ _CALLS = (
 
 
 def _inner(eqn: JaxprEqn) -> list[Any]:
-    """The functions inside an equation: of the two classes of older versions of JAX, or the one
-    of newer.
-    """
+    """Return the functions inside an equation, in any supported version of JAX."""
     leaves = jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda p: hasattr(p, "eqns"))
     return [leaf for leaf in leaves if hasattr(leaf, "eqns")]
 
@@ -129,10 +129,10 @@ def _exchanges(eqn: JaxprEqn) -> bool:
 
 
 def _products(eqn: JaxprEqn) -> int:
-    """Multiplications in its matrix products and native operations; of branches, those of the
-    one with the most.
+    """Return the number of multiplications in an equation's matrix products and native operations;
+    for a conditional, those of the most expensive branch.
     """
-    if eqn.primitive.name == "while":  # tiles of overfull experts: none when tokens are balanced
+    if eqn.primitive.name == "while":  # tiles of overloaded experts: none when tokens are balanced
         return 0
     if eqn.primitive.name == "dot_general":
         (summed, _), _ = eqn.params["dimension_numbers"]
@@ -147,9 +147,7 @@ def _products(eqn: JaxprEqn) -> int:
 
 
 class _Program:
-    """A traced function as one list of equations, with the calls that hold an all-to-all taken
-    apart.
-    """
+    """A traced function as one list of equations. Calls that contain an all-to-all are inlined."""
 
     def __init__(self, closed: Any) -> None:
         self._names = itertools.count()
@@ -184,8 +182,9 @@ class _Program:
         return [read(v) for v in jaxpr.outvars]
 
     def _in_use(self) -> list[_Equation]:
-        """Equations whose results somebody reads. XLA could not tell: every collective waits for
-        the one before it.
+        """Return the equations whose results are used.
+
+        XLA cannot remove unused collectives here, since every later collective depends on them.
         """
         read, used = {v for v in self.outputs if not isinstance(v, Literal)}, []
         for equation in reversed(self.equations):
@@ -195,8 +194,10 @@ class _Program:
         return used[::-1]
 
     def places(self) -> dict[int, list[int]]:
-        """Return {place before an equation, or at the end: the equations whose matrix products
-        hide work there}.
+        """Return {position in the list of equations, before which work may run: the equations whose
+        matrix products overlap with that work}.
+
+        The positions are the beginning, the all-to-alls that wait for a product, and the end.
         """
         place, begin = 0, 0
         places: dict[int, list[int]] = {place: []}
@@ -213,11 +214,11 @@ class _Program:
         return places | {len(self.equations): sorted(left)}
 
     def operands(self, products: list[int]) -> list[Any]:
-        """Return the values with which the first of these that waits for the last all-to-all can
-        begin.
+        """Return the values that the work in front of `products` should wait for: they become known
+        when the product that waits for the last all-to-all can start.
 
-        They are those that wait for an all-to-all too, or, if none does, the input that is known
-        last; none if there is no such product.
+        They are its inputs that depend on an all-to-all or, if none does, its latest input; [] if
+        every product gives way.
         """
         latest = self._latest()
         products = [i for i in products if not self.equations[i].gives_way]
@@ -235,7 +236,7 @@ class _Program:
         return waiting or [max(numbers, key=lambda name: known.get(name, -1))]
 
     def of_native_operations(self, products: list[int]) -> list[Any]:
-        """Return what native operations among these equations read and write."""
+        """Return the inputs and outputs of the native operations among these equations."""
         equations = [
             self.equations[i]
             for i in products
@@ -250,7 +251,9 @@ class _Program:
         return list(dict.fromkeys(names))
 
     def _latest(self) -> list[int]:
-        """Return for each equation the last all-to-all that it is or waits for, -1 without one."""
+        """Return for each equation the index of the last all-to-all that it is or depends on; -1
+        without one.
+        """
         waits_for: dict[Any, int] = {}
         latest = []
         for at, equation in enumerate(self.equations):
@@ -263,11 +266,10 @@ class _Program:
         return latest
 
     def all_to_alls_first(self) -> None:
-        """Puts each product behind the first all-to-all that it could hold up: one that waits for
-        neither.
+        """Reorder the equations so that a product runs after the first all-to-all that it could
+        delay: one from which it is independent in both directions.
 
-        An all-to-all that follows another without a product between them is part of the same
-        exchange.
+        All-to-alls without a product between them form one exchange.
         """
         first = next((at for at, equation in enumerate(self.equations) if equation.exchanges), 0)
         begins, latest = {first, *self.places()}, self._latest()
@@ -291,7 +293,7 @@ class _Program:
         self.equations = [self.equations[i]._replace(gives_way=i in gives_way) for i in order]
 
     def _needed(self, at: int) -> set[int]:
-        """The equations that this one waits for."""
+        """Return the equations on which this one depends."""
         names, needed = set(self.equations[at].inputs), set()
         for i in reversed(range(at)):
             if names.intersection(self.equations[i].outputs):
@@ -303,18 +305,18 @@ class _Program:
 
 
 class _Order:
-    """Makes every collective wait for the one before it."""
+    """A chain of data dependences that makes every collective wait for the previous one."""
 
     def __init__(self, axes: tuple[str, ...]) -> None:
         self.zero = lax.axis_index(axes) // lax.axis_size(axes)
         self.last = self.zero
 
     def after(self, x: jax.Array) -> jax.Array:
-        """Return x, known only when the last collective is done."""
+        """Return x, available only once the last collective is done."""
         return self.behind(x, self.last)
 
     def behind(self, x: jax.Array, zero: jax.Array) -> jax.Array:
-        """x, known only when a zero is."""
+        """Return x, available only once `zero` is known."""
         words = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
         with jax.named_scope("order"):
             return lax.bitcast_convert_type(
@@ -322,18 +324,17 @@ class _Order:
             )
 
     def zero_of(self, y: jax.Array) -> jax.Array:
-        """0, known only when y is."""
+        """Return 0, known only once y is."""
         words = jnp.dtype(f"uint{8 * y.dtype.itemsize}")
         with jax.named_scope("order"):
             first = y[(slice(0, 1),) * y.ndim].reshape(())
             return lax.bitcast_convert_type(first, words).astype(jnp.int32) & self.zero
 
     def hold(self, arrays: list[jax.Array], result: jax.Array, *, at_end: bool) -> jax.Array:
-        """Keeps XLA from using the memory of these before the last collective is done; the next
-        waits for them too.
+        """Return `result`, and keep XLA from reusing the memory of `arrays` before the last
+        collective is done. The next collective waits for `arrays`.
 
-        Returns the last one's result, which waits for them in its place where no other follows
-        (`at_end`).
+        at_end: no collective follows, so `result` itself waits for `arrays`.
         """
         if not arrays:
             return result
@@ -350,7 +351,9 @@ class _Order:
 def _share(
     work: Sequence[Work], places: dict[int, int], schedule: Schedule
 ) -> dict[int, list[int]]:
-    """Which work runs in which place: in proportion to the multiplications that hide it there."""
+    """Return {place: indices of the work that runs there}, in proportion to the multiplications
+    that can hide it.
+    """
     chosen = list(places)[schedule.places]
     ends = list(itertools.accumulate(places[place] for place in chosen))
     shares: dict[int, list[int]] = {place: [] for place in chosen}
@@ -368,15 +371,16 @@ def interleave(
     axes: tuple[str, ...],
     begin: jax.Array,
 ) -> tuple[Any, list[jax.Array]]:
-    """Return (function(*args), results of `work`), inside `shard_map` over `axes`, with the
-    collectives in order.
+    """Return (function(*args), results of `work`), with all collectives in the order of `schedule`,
+    inside `shard_map` over `axes`.
 
-    Chunks are dealt out to the places between all-to-alls where the next one cannot start yet, by
-    how much is multiplied there. Every collective depends on the one before it; XLA:CPU drops
-    `optimization_barrier`, so the dependence is one of data: an integer that is always 0, which XLA
-    cannot know, is added to the bits of what is sent.
-    begin: no work starts before this is known: XLA would gather all layers at once, or keep them
-    from the forward pass.
+    Work is dealt to the places where the next all-to-all cannot start yet, in proportion to the
+    multiplications there. Every collective depends on the previous one. XLA:CPU drops
+    `optimization_barrier`, so this is a dependence of data: the bits of each operand are XORed with
+    an integer that is always 0, which XLA cannot know.
+
+    begin: no work starts before this value is known. Without it XLA would gather the parameters of
+    all layers at once, or keep them from the forward pass.
     """
     order = _Order(axes)
     order.done(begin)
@@ -398,8 +402,8 @@ def interleave(
     )
 
     def run_work(place: int) -> None:
-        # XLA:CPU starts what is ready in turn, and a collective keeps what stands behind it from
-        # starting.
+        # XLA:CPU starts ready operations in order, and a collective blocks those behind it: let
+        # the products start first.
         if shares.get(place):
             for operand in program.operands(places[place]):
                 order.wait_for(values[operand])
@@ -441,5 +445,7 @@ def interleave(
 
 
 def chunk_bytes(bytes_per_s: float) -> int:
-    """The bytes of a chunk where collectives move this many."""
+    """Return the bytes of a chunk that takes `CHUNK_S` at this bandwidth, at most
+    `MAX_CHUNK_BYTES`.
+    """
     return max(1, min(MAX_CHUNK_BYTES, round(CHUNK_S * bytes_per_s)))

@@ -1,7 +1,11 @@
 """Causal grouped-query attention with rotary positions, sliding windows and sinks.
 
-Legend: B batch, S sequence, H query heads, G key/value heads, R = H / G query heads a group, d head
-dimension (of a value it may differ), Q rows of a query block, C keys it sees.
+`models/block.py` and the engine call `Attention`; image models use it without a causal mask. Three
+implementations compute causal attention: cuDNN's flash attention (GPU), a native kernel (CPU) and
+blocked XLA.
+
+Legend: B batch, S sequence, H query heads, G key/value heads, R = H / G query heads per group, d
+head dimension (that of a value may differ), Q query rows of a block, C keys that a block sees.
 """
 
 import math
@@ -26,10 +30,16 @@ QUERY_BLOCK = 128
 
 
 def yarn_frequencies(dim: int, theta: float, yarn: YarnConfig) -> np.ndarray:
-    """float32 [dim / 2] rotations per position after YaRN (arXiv:2309.00071): see `YarnConfig`."""
+    """Return float32 [dim / 2], the radians per position of each pair under YaRN
+    (arXiv:2309.00071).
+
+    `YarnConfig` documents the parameters.
+    """
 
     def turns_at(rotations: float) -> float:
-        """The (fractional) pair that turns this often within the original context."""
+        """Return the fractional index of the pair that makes `rotations` full turns within the
+        original context.
+        """
         positions = yarn.original_max_position_embeddings / (rotations * 2 * math.pi)
         return dim * math.log(positions) / (2 * math.log(theta))
 
@@ -50,11 +60,12 @@ def rotary(
     yarn: YarnConfig | None = None,
     interleave: bool = False,
 ) -> jax.Array:
-    """Rotate the pairs (x[i], x[i + d/2]) by position * theta^(-2i/d); float32 inside (RoFormer,
-    HF's half split).
+    """Return x with each pair (x[i], x[i + d/2]) rotated by position * theta^(-2i/d), in x's dtype
+    (RoFormer, with the half split of Hugging Face). The rotation is computed in float32.
 
-    positions: [S] or [B, S]. interleave: the pairs are (x[2i], x[2i + 1]); they come out as halves
-    (DeepSeek).
+    positions: [S] or [B, S]. yarn: replaces the frequencies by YaRN's and scales the result by its
+    `rotary_scale`. interleave: the pairs are (x[2i], x[2i + 1]) (DeepSeek); the result holds the
+    first members of all pairs, then the second.
     """
     half = x_BSHd.shape[-1] // 2
     frequency = (
@@ -76,7 +87,7 @@ def _blocks(length: int) -> list[tuple[int, int]]:
 
 
 def _rows(x_BGRSd: jax.Array, start: int, end: int) -> jax.Array:
-    """Query rows start..end of every head of a group, flattened: [B, G, R*Q, d]."""
+    """Return query rows start..end of every head of a group, flattened to [B, G, R*Q, d]."""
     x = x_BGRSd[:, :, :, start:end]
     return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
@@ -84,8 +95,10 @@ def _rows(x_BGRSd: jax.Array, start: int, end: int) -> jax.Array:
 def _scores(
     q: jax.Array, k: jax.Array, start: int, end: int, scale: float, window: jax.Array | None
 ) -> jax.Array:
-    """float32 scaled scores [B, G, R, Q, C] of query rows start..end against keys 0..end, masked
-    causally.
+    """Return float32 [B, G, R, Q, C]: scaled, causally masked scores of query rows start..end
+    against keys 0..end.
+
+    window: a query sees this many keys, itself included; None for no limit.
     """
     s = dot(_rows(q, start, end), k[:, :, :end], b_transposed=True) * scale
     s = s.reshape(*s.shape[:2], -1, end - start, end)
@@ -105,11 +118,11 @@ def _blocked(
     window: jax.Array | None,
     scale: float,
 ) -> jax.Array:
-    """Causal attention q [B, G, R, S, d], k and v [B, G, S, d] -> [B, G, R, S, d], one query block
-    at a time.
+    """Return causal attention [B, G, R, S, d] of q [B, G, R, S, d] over k and v [B, G, S, d], one
+    query block at a time.
 
-    sinks: float32 [G, R], the logit of a key without a value, one per head. window: int32, how many
-    keys a row sees.
+    sinks: float32 [G, R], per head the logit of a key without a value. window: int32 scalar, the
+    number of keys that a query sees, itself included.
     """
     return _blocked_fwd(q, k, v, sinks, window, scale)[0]
 
@@ -154,7 +167,7 @@ def _blocked_bwd(scale: float, residuals: Any, do: jax.Array) -> Any:
         dk = _add_to_first(dk, dot(transposed(ds), q_rows))
         dq.append(dot(ds, k[:, :, :end]).astype(q.dtype).reshape(*p.shape[:-1], -1))
     dsinks = None
-    if sinks is not None:  # its probability draws weight from every value
+    if sinks is not None:  # a sink's probability takes weight from every value
         dsinks = -(jnp.exp(sinks[:, :, None, None] - lse) * delta).sum(axis=(0, 3, 4))
     return jnp.concatenate(dq, axis=3), dk.astype(k.dtype), dv.astype(v.dtype), dsinks, None
 
@@ -181,8 +194,10 @@ def blocked_attention(
     sinks_H: jax.Array | None = None,
     window: jax.Array | None = None,
 ) -> jax.Array:
-    """Causal attention in plain XLA that skips the blocks above the diagonal and keeps no score
-    matrix.
+    """Return causal attention [B, S, H, d] in plain XLA, one query block at a time.
+
+    Blocks above the diagonal are skipped, and no score matrix is saved for the backward pass. The
+    arguments are those of `causal_attention`.
     """
     b, s, h, d = q_BSHd.shape
     g = k_BSGd.shape[2]
@@ -223,8 +238,10 @@ _cudnn = jax.custom_vjp(_flash, nondiff_argnums=(3,))
 
 
 def _cudnn_fwd(q_BSHd: jax.Array, k_BSGd: jax.Array, v_BSGd: jax.Array, scale: float) -> Any:
-    """Name the kernel's results, its output and the softmax's sums, so that the backward pass
-    does not run it again.
+    """Return the output and the residuals of cuDNN's kernel.
+
+    The kernel's results (its output and the softmax's log-sums) are named as saved residuals, so
+    that rematerialization does not run the kernel again.
     """
     operands = q_BSHd, k_BSGd, v_BSGd
     o_BSHd, pull = jax.vjp(partial(_flash, scale=scale), *operands)
@@ -254,11 +271,14 @@ def causal_attention(
     sinks_H: jax.Array | None = None,
     window: jax.Array | None = None,
 ) -> jax.Array:
-    """softmax(scale q k^T) v under a causal mask: cuDNN's flash attention on GPU in two bytes,
-    native or blocked XLA.
+    """Return softmax(scale q k^T) v under a causal mask, [B, S, H, d] in q's dtype.
 
-    scale: None for d^-0.5. sinks_H: logits of a key without a value. window: int32 scalar, a query
-    sees this many keys, itself included.
+    The native CPU kernel runs where the trace allows it (`native.native_training`); on a GPU
+    cuDNN's flash attention runs for 2-byte dtypes. All other cases, and every call with sinks or a
+    window, run as blocked XLA.
+
+    scale: None for d^-0.5. sinks_H: per head the logit of a key without a value. window: int32
+    scalar, the number of keys that a query sees, itself included.
     """
     dims = q_BSHd.shape[-1], v_BSGd.shape[-1]
     plain = sinks_H is None and window is None
@@ -280,17 +300,21 @@ def causal_attention(
 def full_attention(
     q_BSHd: jax.Array, k_BSGd: jax.Array, v_BSGd: jax.Array, *, scale: float
 ) -> jax.Array:
-    """softmax(scale q k^T) v without a mask: every token sees all of its sequence, as patches of
-    an image do.
+    """Return softmax(scale q k^T) v without a mask: every token sees its whole sequence, as image
+    patches do.
     """
-    # has no argument for it, and its gradients keep the precision that it was traced with
+    # dot_product_attention takes no precision; its gradients keep the precision of this trace
     with jax.default_matmul_precision("highest" if q_BSHd.dtype == jnp.float32 else "default"):
         return saved(jax.nn.dot_product_attention(q_BSHd, k_BSGd, v_BSGd, scale=scale), "attention")
 
 
 class Attention(nnx.Module):
-    """Self-attention [B, S, D] -> float32 [B, S, D] with grouped query heads, causal where the
-    model is.
+    """Self-attention [B, S, D] -> float32 [B, S, D] with grouped query heads.
+
+    Causal if `config.causal`. The other fields of `config` choose biases, the norms of queries and
+    keys (per head or over all heads), clipping, rotary positions and sinks.
+
+    out_std: standard deviation of the initial output projection.
     """
 
     def __init__(self, config: ModelConfig, out_std: float, *, rngs: nnx.Rngs) -> None:
@@ -312,14 +336,15 @@ class Attention(nnx.Module):
 
     @property
     def scale(self) -> float:
-        """The softmax's scale."""
+        """Factor of the scores before the softmax: 1 / sqrt(head dimension)."""
         return self.config.dim_per_head**-0.5
 
     def project(
         self, x_BSD: jax.Array, positions: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """(queries [B, S, H, d], keys and values [B, S, G, d]), rotated to `positions`, [S] or
-        [B, S].
+        """Return (queries [B, S, H, d], keys [B, S, G, d], values [B, S, G, d]) in x's dtype.
+
+        positions: [S] or [B, S], the positions to which queries and keys are rotated.
         """
         config, dtype = self.config, x_BSD.dtype
         dh = config.dim_per_head
@@ -343,12 +368,14 @@ class Attention(nnx.Module):
         return q, k, v
 
     def output(self, o_BSHd: jax.Array) -> jax.Array:
-        """Return float32 [B, S, D] from what the heads attended to."""
+        """Return float32 [B, S, D], the output projection of the heads' results."""
         return affine(o_BSHd.reshape(*o_BSHd.shape[:-2], -1), self.w_out, self.b_out)
 
     def __call__(self, x_BSD: jax.Array, window: jax.Array | None = None) -> jax.Array:
-        """window: int32 scalar, how many tokens a token sees, itself included; None: all before
-        it.
+        """Return float32 [B, S, D].
+
+        window: int32 scalar, the number of tokens that a token sees, itself included; None for all
+        earlier tokens.
         """
         q, k, v = self.project(x_BSD, jnp.arange(x_BSD.shape[1]))
         if not self.config.causal:

@@ -1,5 +1,7 @@
-"""Supervised contrastive learning (arXiv:2004.11362): images of a class come together, those of
-others go apart.
+"""Supervised contrastive learning (arXiv:2004.11362): embeddings of one class move together, those
+of different classes apart.
+
+`training/tasks/losses.py` computes image tasks' losses with these functions.
 
 Legend: G images of all tasks, C features of an embedding, K classes of all tasks.
 """
@@ -8,11 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-_TINY = 1e-12  # keeps the length of an embedding of zeros from being divided by
+_TINY = 1e-12  # an embedding of zeros is not divided by its length 0
 
 
 def unit(x_GC: jax.Array) -> jax.Array:
-    """Return float32 embeddings of length 1; zeros stay zeros."""
+    """Return the embeddings scaled to length 1, in float32; embeddings of zeros stay zeros."""
     x_GC = x_GC.astype(jnp.float32)
     return x_GC * lax.rsqrt(jnp.square(x_GC).sum(axis=-1, keepdims=True) + _TINY)
 
@@ -24,13 +26,14 @@ def contrastive_losses(
     weight_G: jax.Array,
     temperature_G: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return (the loss of each image in nats [G], 1.0 where the nearest other image is of its class
-    [G]).
+    """Return (float32 [G] loss of each image in nats, float32 [G] hits).
 
-    Every other image of an image's task is compared with it: the loss is the mean, over those of
-    its class, of the negative logarithm of softmax(cosine / temperature). Without another of its
-    class it is 0. z: of length 1. weight: 0 for rows that only fill up. The order of the rows
-    changes nothing but the order in which floats are added.
+    An image is compared with every other image of its task. Its loss is the mean, over the other
+    images of its class, of -log softmax(cosine / temperature); an image that is the only one of its
+    class has loss 0. A hit is 1.0 if the most similar image has the same class, else 0.0.
+
+    z_GC: embeddings of length 1. weight_G: 0 for padding rows, which are compared with nothing. A
+    permutation of the rows permutes the results, up to the rounding of float sums.
     """
     counts_G = weight_G > 0
     others_GG = (
@@ -42,7 +45,7 @@ def contrastive_losses(
     same_GG = others_GG & (label_G[:, None] == label_G)
     cosine_GG = jnp.dot(z_GC, z_GC.T, precision=lax.Precision.HIGHEST) / temperature_G[:, None]
     compared_GG = jnp.where(others_GG, cosine_GG, -jnp.inf)
-    # Rows without anything to compare with would make nan, also in gradients.
+    # A row with nothing to compare with would give NaN, also in the gradients.
     some_G = same_GG.any(axis=1)
     log_sum_G = jax.nn.logsumexp(jnp.where(some_G[:, None], compared_GG, 0.0), axis=1)
     log_p_GG = jnp.where(same_GG, cosine_GG - log_sum_G[:, None], 0.0)
@@ -55,7 +58,7 @@ def contrastive_losses(
 
 
 def similarities(z_GC: jax.Array, means_KC: jax.Array, temperature_G: jax.Array) -> jax.Array:
-    """Return [G, K], the cosine of each embedding and each class's mean, over the temperature:
-    logits of classes.
+    """Return float32 [G, K] class logits: the cosine of each embedding and each class mean, divided
+    by the embedding's temperature.
     """
     return jnp.dot(z_GC, unit(means_KC).T, precision=lax.Precision.HIGHEST) / temperature_G[:, None]

@@ -1,11 +1,19 @@
-"""The embedding table, unsharded on every device or each device's part of it (SE-MoE section 4.3,
-arXiv 2205.10034).
+"""The embedding table, replicated or split over devices (SE-MoE section 4.3, arXiv 2205.10034).
 
-Legend: T local tokens, R devices, V vocabulary, D hidden, U rounds, C rows of a round to each
-device. By columns every device looks up everyone's tokens in its columns; by rows a row is asked
-for at the device that has it. By blocks of rows, in inference, every device looks up everyone's
-tokens in its block, and the sum over devices is all. Ids go one way, rows the other, gradients the
-way of the ids: three all-to-alls, and no reduction of the table's.
+`planning/embedding.py` chooses one of three layouts for training; inference on several devices has
+the fourth:
+
+- replicated: every device has the whole table.
+- columns: a device has some columns. It looks up the tokens of all devices in its columns; one
+  all-to-all brings each token's columns together.
+- rows: device r has rows r, r + R, r + 2 R, ... A device requests each distinct row once from its
+  owner: ids travel to the owner, rows come back, and the backward pass sends gradients to the
+  owner. These three all-to-alls replace an all-reduce of the table's gradient.
+- blocks of rows (inference): a device looks up the tokens of all devices in its block, and the
+  results are summed over devices.
+
+Legend: T local tokens, R devices, V vocabulary, D hidden, M rows of all devices, U rounds, C rows
+per device and round.
 """
 
 from collections.abc import Callable
@@ -26,8 +34,9 @@ Lookup = Callable[[jax.Array, jax.Array, Any], jax.Array]
 
 
 def lookup(table_VD: jax.Array, tokens: jax.Array, dtype: Any) -> jax.Array:
-    """[..., D] in `dtype` of a whole table; cast afterwards, so that gradients add in the
-    table's own dtype.
+    """Return [..., D] in `dtype` from a whole table.
+
+    The cast comes after the lookup, so that gradients of one row are added in the table's dtype.
     """
     return table_VD[tokens].astype(dtype)
 
@@ -35,7 +44,9 @@ def lookup(table_VD: jax.Array, tokens: jax.Array, dtype: Any) -> jax.Array:
 def lookup_columns_local(
     table_VD: jax.Array, tokens_T: jax.Array, dtype: Any, axes: tuple[str, ...]
 ) -> jax.Array:
-    """[T, R D] in `dtype` of a table whose D columns of R D are here."""
+    """Return [T, R D] in `dtype` for this device's tokens, where each device holds D of the table's
+    R D columns.
+    """
     ids_RT = lax.all_gather(tokens_T, axes)
     blocks_RTD = make_all_to_all(axes)(lookup(table_VD, ids_RT, dtype))
     return blocks_RTD.swapaxes(0, 1).reshape(tokens_T.size, -1)
@@ -44,10 +55,11 @@ def lookup_columns_local(
 def lookup_block_local(
     table_VD: jax.Array, tokens_M: jax.Array, dtype: Any, axes: tuple[str, ...]
 ) -> jax.Array:
-    """[T, D] in `dtype` of this device's tokens, of a table whose r-th block of rows is here.
-    tokens: of all devices.
+    """Return [T, D] in `dtype` for this device's tokens, where device r holds the r-th block of
+    rows.
 
-    Not differentiated. The sum over devices is exact: all but one add 0.
+    tokens_M: tokens of all devices. Not differentiable. The sum over devices is exact, since all
+    devices but the row's owner add 0.
     """
     own_M = VocabularyShard(axes, striped=False).index(tokens_M, table_VD.shape[0])
     here_M = (own_M >= 0) & (own_M < table_VD.shape[0])
@@ -56,9 +68,10 @@ def lookup_block_local(
 
 
 def _places(tokens_T: jax.Array, num_devices: int) -> tuple[jax.Array, jax.Array]:
-    """Return (the device that has each token's row, the row's place among the distinct ones there).
+    """Return (owner_T, the device that holds each token's row; place_T, the row's index among the
+    distinct rows that this device requests from that owner).
 
-    Rows are dealt out in turn, v to device v % R, because frequent tokens have neighbouring ids.
+    Row v belongs to device v % R: frequent tokens have neighbouring ids, and this spreads them.
     """
     owner_T = tokens_T % num_devices
     order_T = jnp.lexsort((tokens_T, owner_T))
@@ -77,21 +90,23 @@ def _places(tokens_T: jax.Array, num_devices: int) -> tuple[jax.Array, jax.Array
 
 @dataclass(frozen=True)
 class _Rounds:
-    """The exchange of each distinct id's row in rounds, until all are there; hashable, for
-    `custom_vjp`.
+    """Sizes of the exchange that fetches each distinct row once, in as many rounds as the busiest
+    pair of devices needs.
+
+    Hashable, as a static argument of `custom_vjp` must be.
     """
 
     axes: tuple[str, ...]
     num_devices: int
-    rows: int  # of a round, to each device
+    rows: int  # per device and round
 
     @property
     def all_to_all(self) -> AllToAll:
         return make_all_to_all(self.axes)
 
     def slots(self, owner_T: jax.Array, place_T: jax.Array, i: jax.Array) -> jax.Array:
-        """Return where each token's row lies in the buffer of round i; beyond its end if not in
-        this round.
+        """Return int32 [T], the index of each token's row in the buffer of round i; the buffer's
+        length for rows of other rounds.
         """
         place_T = place_T - i * self.rows
         here_T = (place_T >= 0) & (place_T < self.rows)
@@ -157,10 +172,11 @@ _lookup_rows.defvjp(_lookup_rows_fwd, _lookup_rows_bwd)
 def lookup_rows_local(
     table_VD: jax.Array, tokens_T: jax.Array, dtype: Any, axes: tuple[str, ...]
 ) -> jax.Array:
-    """[T, D] in `dtype` of a table of which every R-th row is here, the device's own first.
+    """Return [T, D] in `dtype` for this device's tokens, where device r holds rows r, r + R, r + 2
+    R, ...
 
-    Gradients of one id are added in float32 on a device, go to the row's device in `dtype` and are
-    added there in the table's.
+    Gradients of one row are summed in float32 on the requesting device, sent to the owner in
+    `dtype`, and summed there in the table's dtype.
     """
     devices = lax.axis_size(axes)
     return _lookup_rows(
@@ -172,8 +188,8 @@ def lookup_rows_local(
 class Embedding:
     """The planned lookup in the parameter `embedding` [V, D].
 
-    axes: of all devices; the last is inside a node. Rows are kept as [V / R, R, D]: an entry [i, r]
-    is row i R + r.
+    axes: the mesh axes of all devices; the last lies within a node. In the layout `rows` the
+    parameter has shape [V / R, R, D], where entry [i, r] is row i R + r; `kept` converts to it.
     """
 
     plan: EmbeddingPlan
@@ -182,17 +198,18 @@ class Embedding:
 
     @property
     def striped(self) -> bool:
+        """True if device r holds rows r, r + R, r + 2 R, ... of the table."""
         return self.plan.kind == "rows"
 
     @property
     def split(self) -> dict[str, int]:
-        """Parameters that a device holds a part of -> the dimension in which they are split."""
+        """Map the name of each parameter that is split over devices to its split dimension."""
         if self.plan.kind == "replicated":
             return {}
         return {"embedding": 1} | ({"head": 1} if self.plan.parallel_head and not self.tied else {})
 
     def kept(self, table_VD: jax.Array) -> jax.Array:
-        """A whole table as it is kept."""
+        """Return a whole table [V, D] in the shape of the parameter."""
         return (
             table_VD.reshape(-1, self.plan.num_devices, table_VD.shape[1])
             if self.striped
@@ -200,7 +217,7 @@ class Embedding:
         )
 
     def lookup(self, table: jax.Array, tokens_BS: jax.Array, dtype: Any) -> jax.Array:
-        """[B, S, D] in `dtype` of this device's part of the table."""
+        """Return [B, S, D] in `dtype`. table: this device's shard of the parameter."""
         if self.plan.kind == "replicated":
             return lookup(table, tokens_BS, dtype)
         tokens_T = tokens_BS.reshape(-1)
@@ -212,5 +229,5 @@ class Embedding:
 
     @property
     def output_head(self) -> OutputHead:
-        """The head and loss that go with it."""
+        """The output head and loss for the same plan."""
         return OutputHead(self.plan, self.axes, self.tied)

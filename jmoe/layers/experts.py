@@ -1,8 +1,7 @@
-"""The experts of a MoE layer, and the dense feed-forward layer, which is one expert for every
-token.
+"""The experts of a MoE layer (`Experts`) and the dense feed-forward layer (`MLP`).
 
 Legend: N rows sorted by expert, D hidden, F expert hidden, U = 2F (SwiGLU: gate, up) or F (GELU), L
-local experts, M of them whose weights are at hand.
+local experts, M the local experts whose weights are loaded.
 """
 
 import math
@@ -18,38 +17,45 @@ from kernels_pallas.matmul import matmul
 from kernels_pallas.saved import saved
 from kernels_pallas.token_permute import RowMap
 
-# rows of an expert that take the batched product / a fair share; the rest go through tiles
+# rows of an expert in the batched product / an even share; the other rows are computed in tiles
 SLOT_FACTOR = 1.125
 SLOT_MULTIPLE = 32
 
 
 def normal(rngs: nnx.Rngs, shape: tuple[int, ...], std: float) -> nnx.Param:
+    """Return a float32 parameter drawn from a normal distribution with mean 0."""
     return nnx.Param(std * jax.random.normal(rngs.params(), shape, jnp.float32))
 
 
 def affine(x: jax.Array, weight: nnx.Param, bias: nnx.Param | None = None) -> jax.Array:
-    """Return x weight + bias in float32; the product is one of x's dtype."""
+    """Return float32 x @ weight + bias. The operands of the product have x's dtype."""
     y = matmul(x, weight[...].astype(x.dtype))
     return y if bias is None else y + bias[...].astype(jnp.float32)
 
 
 def slots_per_expert(expected_rows: int, num_local_experts: int) -> int:
-    """How many rows of each expert take the batched product when `expected_rows` are spread
-    evenly.
+    """Return the number of rows of each expert in the batched product.
+
+    An even share of `expected_rows` times `SLOT_FACTOR`, rounded up to a multiple of
+    `SLOT_MULTIPLE`.
     """
     fair = SLOT_FACTOR * expected_rows / num_local_experts
     return math.ceil(fair / SLOT_MULTIPLE) * SLOT_MULTIPLE
 
 
 def up_columns(intermediate_size: int, activation: str) -> int:
-    """U: SwiGLU's gate and up projections lie side by side."""
+    """Return U, the columns of the up projection: F for GELU, 2F for SwiGLU, whose gate and up
+    projections lie side by side.
+
+    Raises ValueError for an unknown activation.
+    """
     kinds = ("swiglu", "gelu", "clamped_swiglu")
     check(activation in kinds, "activation", activation, f"must be one of {', '.join(kinds)}")
     return intermediate_size if activation == "gelu" else 2 * intermediate_size
 
 
 class _MLPParameters(nnx.Module):
-    """Weights, and biases, of MLPs, stacked along the dimensions `leading`."""
+    """Weights and optional biases of MLPs, stacked along the dimensions `leading`."""
 
     def __init__(
         self,
@@ -74,17 +80,17 @@ class _MLPParameters(nnx.Module):
 
 
 class Experts(_MLPParameters):
-    """MLP experts: `experts(x_ND, group_sizes_L, expected_rows) -> y_ND`, each row through its
-    group's weights.
+    """MLP experts: `experts(x_ND, group_sizes_L, expected_rows) -> y_ND` applies each group's
+    weights to the group's rows.
 
-    options: activation, bias, init_std, init_out_std, rngs.
+    options: activation ("swiglu", "gelu" or "clamped_swiglu"), bias, init_std, init_out_std, rngs.
     """
 
     def __init__(
         self, num_experts: int, hidden_size: int, intermediate_size: int, **options: Any
     ) -> None:
         super().__init__((num_experts,), hidden_size, intermediate_size, **options)
-        # experts whose weights these are, ascending; None: of all
+        # ascending numbers of the experts whose weights are loaded; None: all of them
         self.ids_M: jax.Array | None = nnx.data(None)
 
     def __call__(
@@ -94,15 +100,17 @@ class Experts(_MLPParameters):
         expected_rows: int,
         rows: RowMap | None = None,
     ) -> jax.Array:
-        """expected_rows: how many of the N rows are real when tokens are balanced; sizes the fast
-        path only.
+        """Return [N, D], each row through the weights of its group.
 
-        rows: x is [T, D], tokens that are not dispatched.
+        x_ND: rows sorted by expert; with `rows` the tokens [T, D], from which the kernel gathers
+        rows. group_sizes_L: rows per local expert. expected_rows: the number of rows that hold
+        tokens when the load is balanced; it sizes the batched product and does not change the
+        result.
         """
         biases = (None if b is None else b[...] for b in (self.b_up, self.b_down))
         weights = MLPWeights(self.w_up[...], self.w_down[...], *biases)
         slots = slots_per_expert(expected_rows, group_sizes_L.shape[0])
-        # others have no rows, so that these lie side by side as they do among all
+        # experts that are not loaded have no rows, so the loaded experts' rows are contiguous
         if self.ids_M is not None:
             group_sizes_L = jnp.take(group_sizes_L, self.ids_M, mode="fill", fill_value=0)
         return grouped_mlp(
@@ -111,8 +119,10 @@ class Experts(_MLPParameters):
 
 
 class MLP(_MLPParameters):
-    """activate(x w_up + b_up) w_down + b_down: [..., D] -> float32 [..., D]; options as of
-    `Experts`.
+    """Dense feed-forward layer: activate(x w_up + b_up) w_down + b_down, [..., D] -> float32 [...,
+    D].
+
+    options: as of `Experts`.
     """
 
     def __init__(self, hidden_size: int, intermediate_size: int, **options: Any) -> None:

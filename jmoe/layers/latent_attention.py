@@ -1,8 +1,9 @@
 """Multi-head latent attention: queries, keys and values from low-rank latents (DeepSeek-V2,
 arXiv:2405.04434).
 
-Legend: B batch, S sequence, D hidden, H heads, d head dimension = nope (no position) + rope
-(rotated), r latent rank.
+Legend: B batch, S sequence, D hidden, H heads, d = nope + rope dimensions of a query or key head,
+nope its dimensions without a position, rope its rotated dimensions, v dimensions of a value head, r
+latent rank.
 """
 
 import flax.nnx as nnx
@@ -19,11 +20,11 @@ LATENT_NORM_EPS = 1e-6  # of the latents' norms, whatever norm_eps is (DeepSeek-
 
 
 class LatentAttention(Attention):
-    """Causal self-attention [B, S, D] -> float32 [B, S, D].
+    """Causal self-attention [B, S, D] -> float32 [B, S, D] with low-rank keys and values.
 
     q = norm(x w_q_a) w_q_b, or x w_q if q_lora_rank is None. [c, k_rope] = x w_kv_a; [k_nope, v] =
-    norm(c) w_kv_b per head; the rotated k_rope is shared by all heads. Softmax scale d^-0.5, times
-    YaRN's magnitude squared.
+    norm(c) w_kv_b per head; the rotated k_rope is shared by all heads. The softmax's scale is
+    d^-0.5, times YaRN's magnitude squared.
     """
 
     def __init__(self, config: ModelConfig, out_std: float, *, rngs: nnx.Rngs) -> None:
@@ -51,7 +52,7 @@ class LatentAttention(Attention):
 
     @property
     def scale(self) -> float:
-        """The softmax's scale."""
+        """Factor of the scores before the softmax: 1 / sqrt(d), times YaRN's magnitude squared."""
         yarn = self.config.rope_scaling
         magnitude = (
             yarn.magnitude(yarn.mscale_all_dim) if yarn is not None and yarn.mscale_all_dim else 1.0
@@ -59,7 +60,7 @@ class LatentAttention(Attention):
         return self.config.dim_per_head**-0.5 * magnitude * magnitude
 
     def queries(self, x_BSD: jax.Array, positions: jax.Array) -> jax.Array:
-        """[B, S, H, d], rotated."""
+        """Return queries [B, S, H, d], the last rope dimensions rotated to `positions`."""
         config, dtype = self.config, x_BSD.dtype
         if self.w_q is not None:
             q = affine(x_BSD, self.w_q)
@@ -72,8 +73,8 @@ class LatentAttention(Attention):
         return jnp.concatenate([nope, self._rotated(rope, positions)], axis=-1)
 
     def latents(self, x_BSD: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(normed latent [B, S, r], rotated shared key [B, S, 1, rope]): all that a cache has to
-        keep.
+        """Return (normed latent [B, S, r], rotated shared key [B, S, 1, rope]), which are all that
+        a KV cache stores.
         """
         dtype = x_BSD.dtype
         latent = affine(x_BSD, self.w_kv_a, self.b_kv_a)
@@ -82,7 +83,7 @@ class LatentAttention(Attention):
         return self.kv_a_norm(c, dtype), self._rotated(k_rope[:, :, None], positions)
 
     def keys_and_values(self, c_BSr: jax.Array, k_rope: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """([B, S, H, d], [B, S, H, v]) from what `latents` returns."""
+        """Return (keys [B, S, H, d], values [B, S, H, v]) from the two results of `latents`."""
         config, dtype = self.config, c_BSr.dtype
         kv = saved(affine(c_BSr, self.w_kv_b).astype(dtype), "qkv")
         kv = kv.reshape(*kv.shape[:-1], config.num_attention_heads, -1)
@@ -98,8 +99,9 @@ class LatentAttention(Attention):
     def project(
         self, x_BSD: jax.Array, positions: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """(queries and keys [B, S, H, d], values [B, S, H, v]), rotated to `positions`, [S] or
-        [B, S].
+        """Return (queries [B, S, H, d], keys [B, S, H, d], values [B, S, H, v]).
+
+        positions: [S] or [B, S], the positions to which queries and keys are rotated.
         """
         return self.queries(x_BSD, positions), *self.keys_and_values(
             *self.latents(x_BSD, positions)

@@ -1,8 +1,10 @@
-"""The output head, and next-token cross-entropy that never holds the logits of more than one chunk
-of tokens.
+"""The output head, and next-token cross-entropy that holds the logits of one chunk of tokens at a
+time.
 
-Legend: T local tokens, R devices, M = R T tokens of all devices, C tokens of a chunk, D hidden, V
-vocabulary or this device's part of it.
+Both trainers use `OutputHead`; `distillation_losses` adds the divergence from a teacher.
+
+Legend: T local tokens, R devices, M = R T tokens of all devices, C tokens of a chunk, D hidden, H
+the teacher's hidden, V vocabulary or this device's shard of it.
 """
 
 from collections.abc import Callable
@@ -21,31 +23,31 @@ from jmoe.planning.embedding import EmbeddingPlan
 from kernels_pallas.matmul import dot, transposed
 
 CHUNK_LOGITS = 2**22  # logits of a chunk on a CPU: 16 MiB in float32, near its cache
-# on a GPU: 2 GiB in float32; fewer tokens a chunk, and reading the sum of dw takes longer
+# on a GPU: 2 GiB in float32. With smaller chunks, reading and writing the sum of dw dominates.
 DEVICE_CHUNK_LOGITS = 2**29
 
 Result = TypeVar("Result")
 
 
 def chunk_tokens(num_tokens: int, vocab_size: int, chunk_logits: int) -> int:
-    """Return the tokens of a chunk: the largest divisor of num_tokens whose logits stay within
-    chunk_logits.
+    """Return the tokens of a chunk: the largest divisor of num_tokens for which a chunk has at most
+    chunk_logits logits.
     """
     limit = max(1, chunk_logits // vocab_size)
     return next(c for c in range(min(limit, num_tokens), 0, -1) if num_tokens % c == 0)
 
 
 def logits_bytes(num_tokens: int, vocab_size: int, compute_bytes: int, *, on_cpu: bool) -> int:
-    """Return the bytes of a chunk's float32 logits and of their gradient, of `compute_bytes`
-    each.
+    """Return the bytes of one chunk's float32 logits plus their gradient, whose elements take
+    `compute_bytes` each.
     """
     chunk_logits = CHUNK_LOGITS if on_cpu else DEVICE_CHUNK_LOGITS
     return (4 + compute_bytes) * vocab_size * chunk_tokens(num_tokens, vocab_size, chunk_logits)
 
 
 def _in_chunks(function: Callable[..., Result], *arrays: jax.Array) -> Result:
-    """Return function(chunk_logits, *arrays), with chunks for the platform that the program is
-    compiled for.
+    """Return function(chunk_logits, *arrays), with the chunk size of the platform that the program
+    is compiled for.
     """
     sizes = {"cpu": CHUNK_LOGITS, "default": DEVICE_CHUNK_LOGITS}
     result: Result = lax.platform_dependent(
@@ -61,15 +63,16 @@ def _chunks(size: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
 def _logits(
     x_CD: jax.Array, w_DV: jax.Array, labels_C: jax.Array, axes: tuple[str, ...]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(softmax, negative log-likelihood, is_label) of a chunk; axes: of the devices that share
-    the vocabulary.
+    """Return (softmax [C, V], negative log-likelihood [C], is_label [C, V]) of a chunk.
+
+    axes: mesh axes of the devices that split the vocabulary; () for none.
     """
     logits_CV = dot(x_CD, w_DV)
     top_C1 = lax.stop_gradient(logits_CV.max(axis=-1, keepdims=True))
     exp_CV = jnp.exp(logits_CV - top_C1)
     total_C1 = exp_CV.sum(axis=-1, keepdims=True)
     label_CV = labels_C[:, None] == jnp.arange(w_DV.shape[1], dtype=labels_C.dtype)
-    # of another device's part: 0; a negative index would count from the end
+    # a label of another device's shard has logit 0; a negative index would count from the end
     own_C = jnp.where(labels_C < 0, w_DV.shape[1], labels_C)
     label_logit_C = jnp.take_along_axis(
         logits_CV, own_C[:, None], axis=-1, mode="fill", fill_value=0
@@ -111,7 +114,7 @@ def _loss_and_gradients(
     weights_T: jax.Array,
     axes: tuple[str, ...] = (),
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """(loss, (dx, dw)); with axes, dx is this device's part of the vocabulary's."""
+    """Return (loss, (dx, dw)). With axes, dx counts only this device's shard of the vocabulary."""
 
     def loss_and_gradients(chunk_logits: int, w_DV: jax.Array, *arrays: jax.Array) -> Any:
         def step(carry: tuple[jax.Array, jax.Array], chunk: tuple[jax.Array, ...]) -> Any:
@@ -137,11 +140,10 @@ def _loss_and_gradients(
 def cross_entropy(
     x_TD: jax.Array, w_DV: jax.Array, labels_T: jax.Array, weights_T: jax.Array
 ) -> jax.Array:
-    """sum_t weights[t] * -log softmax(x[t] w)[labels[t]], float32. x and w in one dtype; not
-    differentiable in weights.
+    """Return the float32 scalar sum_t weights[t] * -log softmax(x[t] w)[labels[t]].
 
-    The gradients of x and w are computed together with the loss, chunk by chunk, so that each
-    chunk's logits are computed once.
+    x and w have one dtype; weights has no gradient. The gradients of x and w are computed together
+    with the loss, chunk by chunk, so that each chunk's logits are computed once.
     """
     return _loss(x_TD, w_DV, labels_T, weights_T)
 
@@ -156,18 +158,18 @@ cross_entropy.defvjp(_loss_and_gradients, _bwd)
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """This device's part of a vocabulary split over the devices of `axes`, the last of which is
-    inside a node.
+    """This device's shard of a vocabulary that is split over the devices of `axes`, the last of
+    which lies within a node.
 
-    striped: device r of R has the ids r, r + R, r + 2 R, ...; else the r-th of R blocks.
+    striped: device r of R has the ids r, r + R, r + 2 R, ...; otherwise the r-th of R equal blocks.
     """
 
     axes: tuple[str, ...]
     striped: bool
 
     def index(self, ids: jax.Array, size: int) -> jax.Array:
-        """Return where ids lie in this device's `size` entries; outside [0, size) for those of
-        other devices.
+        """Return the indices of ids within this device's `size` entries; an id of another device
+        gives an index outside [0, size).
         """
         rank = lax.axis_index(self.axes).astype(ids.dtype)
         if not self.striped:
@@ -176,7 +178,9 @@ class VocabularyShard:
         return jnp.where(ids % devices == rank, ids // devices, -1)
 
     def all_gather(self, part_V: jax.Array) -> jax.Array:
-        """The entries of the whole vocabulary, in order, on every device."""
+        """Return the entries of the whole vocabulary, by ascending id, on every device. part_V:
+        this device's entries.
+        """
         parts_RV = lax.all_gather(part_V, self.axes)
         return (parts_RV.T if self.striped else parts_RV).reshape(-1)
 
@@ -202,14 +206,14 @@ def parallel_cross_entropy(
     weights_T: jax.Array,
     shard: VocabularyShard,
 ) -> jax.Array:
-    """`cross_entropy` where each device has a part of w's columns; summed over devices it is that
-    of all their tokens.
+    """Return 1 / R of the global cross-entropy, where each device has a shard of w's columns: the
+    sum over devices is the `cross_entropy` of the tokens of all devices.
 
-    Every device computes the logits of all tokens for its part: hidden states go to all devices,
-    three numbers of each token's softmax too, and the parts of dx back, rounded to x's dtype on
-    their way and added in float32. dw needs no reduction. A device returns 1 / R of the sum; the
-    gradients are those of the sum, whose cotangent must be the same on all devices.
-    (Vocabulary-parallel as in Megatron-LM, arXiv 1909.08053 section 3, but of split tokens.)
+    The vocabulary is parallel as in Megatron-LM (arXiv 1909.08053 section 3), except that tokens
+    are split as well. Every device computes the logits of all tokens for its columns: hidden states
+    and three numbers of each token's softmax are all-gathered, and dx is reduce-scattered, rounded
+    to x's dtype for transport and summed in float32. dw needs no reduction. The gradients are those
+    of the global sum, whose cotangent must be equal on all devices.
     """
     total = _loss(*_of_all_devices(x_TD, w_DV, labels_T, weights_T, shard), shard.axes)
     return total / lax.axis_size(shard.axes)
@@ -243,12 +247,12 @@ def distillation_losses(
     teacher: tuple[jax.Array, jax.Array],
     temperature: float,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return float32 (cross-entropy, divergence): sums over tokens t, each times weights[t], chunk
-    by chunk.
+    """Return float32 scalars (cross-entropy, divergence), each a sum over tokens t times
+    weights[t].
 
     The divergence is KL(softmax(teacher's logits / temperature) | softmax(x w / temperature)).
-    teacher: (its hidden states [T, H], its head [H, V]), of which no gradient is taken. Each
-    chunk's logits are computed again for the backward pass.
+    teacher: (hidden states [T, H], head [H, V]), which get no gradient. Logits are computed chunk
+    by chunk, and again in the backward pass.
     """
     hidden_TH, head_HV = lax.stop_gradient(teacher)
 
@@ -281,10 +285,10 @@ def distillation_losses(
 
 @dataclass(frozen=True)
 class OutputHead:
-    """The planned head and loss of the parameters `embedding` [V, D] and, if not tied, `head` [D,
-    V].
+    """The planned output head and loss, from the parameters `embedding` [V, D] and, if not tied,
+    `head` [D, V].
 
-    axes: of all devices; the last is inside a node.
+    axes: the mesh axes of all devices; the last lies within a node.
     """
 
     plan: EmbeddingPlan
@@ -296,8 +300,10 @@ class OutputHead:
         return VocabularyShard(self.axes, self.plan.kind == "rows" and self.tied)
 
     def weight(self, table: jax.Array, head: jax.Array | None, dtype: Any) -> jax.Array:
-        """Return [D, V] in `dtype`, or this device's part of V columns, from the head, or the
-        table if it is None.
+        """Return the head's matrix [D, V] in `dtype`; with a parallel head, this device's V columns
+        of it.
+
+        table: this device's shard of `embedding`, which is the head if `head` is None (tied).
         """
         if head is not None:
             return head.astype(dtype)
@@ -315,14 +321,18 @@ class OutputHead:
     def cross_entropy(
         self, x_TD: jax.Array, w_DV: jax.Array, labels_T: jax.Array, weights_T: jax.Array
     ) -> jax.Array:
-        """Return the sum over this device's tokens, or its part of all devices' sum; w_DV as
-        `weight` made it.
+        """Return the cross-entropy summed over this device's tokens; with a parallel head, 1 / R of
+        the sum over all devices' tokens.
+
+        w_DV: from `weight`.
         """
         if self.plan.parallel_head:
             return parallel_cross_entropy(x_TD, w_DV, labels_T, weights_T, self._shard)
         return cross_entropy(x_TD, w_DV, labels_T, weights_T)
 
     def logits(self, x_D: jax.Array, w_DV: jax.Array) -> jax.Array:
-        """Return float32 [V] of a hidden state that is the same on all devices."""
+        """Return float32 [V], the logits of the whole vocabulary. x_D: a hidden state that is equal
+        on all devices.
+        """
         logits_V = dot(x_D[None].astype(jnp.float32), w_DV.astype(jnp.float32))[0]
         return self._shard.all_gather(logits_V) if self.plan.parallel_head else logits_V

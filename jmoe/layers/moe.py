@@ -1,7 +1,10 @@
-"""One Mixture-of-Experts layer: route, dispatch, exchange, experts, exchange back, combine.
+"""One Mixture-of-Experts layer: route, dispatch (all-to-all), experts, combine (all-to-all back).
 
-Legend: T local tokens, D hidden, F expert hidden, E experts, L experts of this device, K choices a
-token, M rows that arrived for this device's experts.
+`MoELayer` is the public layer. `models/block.py` calls its phases one by one (`route`, `dispatch`,
+`apply_experts`), so that a runner can place other work between them.
+
+Legend: T local tokens, D hidden, F expert hidden, E experts, L experts of this device, K choices
+per token, M rows that arrived for this device's experts.
 """
 
 import inspect
@@ -47,29 +50,29 @@ ExpertFn = Callable[[jax.Array, jax.Array, int], jax.Array]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class MoEStats:
-    """A layer's statistics of its routing on this device; sums over devices give the global
+    """Routing statistics of one layer on this device. Summed over devices they are the global
     values.
     """
 
-    counts_E: jax.Array  # int32, assignments per expert
+    counts_E: jax.Array  # int32, (token, expert) assignments per expert
     # float32, router probability per expert, summed over tokens; differentiable
     probs_sum_E: jax.Array
     z_sum: jax.Array  # float32, logsumexp squared, summed over tokens; differentiable
     entropy_sum: jax.Array  # float32
-    # int32, assignments (of any device) that found no row in this device's buffers
+    # int32, assignments of any device for which this device's buffers had no free row
     dropped: jax.Array
-    # every token's own logits, choices and weights, where they were asked for
+    # logits, choices and weights of every token; only with keep_routing
     routing: Routing | None = None
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class MoEMetrics:
-    """Global metrics of one layer. Add `balance_loss` and `z_loss` (already weighted) to your
-    loss.
+    """Global metrics of one layer. Add `balance_loss` and `z_loss`, which include their
+    coefficients, to your loss.
     """
 
-    load_E: jax.Array  # share of the assignments per expert
+    load_E: jax.Array  # fraction of all assignments, per expert
     entropy: jax.Array  # mean entropy of the router's distribution, nats
     dropped_fraction: jax.Array
     balance_loss: jax.Array
@@ -84,8 +87,10 @@ def dispatch_local(
     full_capacity: bool = False,
     num_chunks: int = 1,
 ) -> DispatchedTokens:
-    """Each token's rows where their experts are, inside `shard_map`, in `num_chunks` parts; see
-    `moe`.
+    """Send each token's row to the devices of its experts, inside `shard_map`, in `num_chunks`
+    chunks.
+
+    The arguments are those of `moe`; `combine_local` takes the result.
     """
     chosen = Choices.counted(
         routing.topk_idx_TK, routing.topk_weights_TK, routing.counts_E.shape[0]
@@ -94,7 +99,10 @@ def dispatch_local(
 
 
 def _run_experts(expert_fn: ExpertFn, arrived: ArrivedRows) -> jax.Array:
-    """Our own experts gather their rows themselves; a user's are given them."""
+    """Return the experts' outputs for the arrived rows.
+
+    `Experts` gathers its rows inside its kernel; a user's experts get the gathered rows.
+    """
     with jax.named_scope("experts"):
         if isinstance(expert_fn, Experts):
             return expert_fn(arrived.x, arrived.group_sizes_L, arrived.expected_rows, arrived.rows)
@@ -104,8 +112,10 @@ def _run_experts(expert_fn: ExpertFn, arrived: ArrivedRows) -> jax.Array:
 def combine_local(
     dispatched: DispatchedTokens, expert_fn: ExpertFn, exchange: Exchange
 ) -> jax.Array:
-    """float32 y_TD: the weighted sum of each token's experts, once its rows have arrived; see
-    `moe`.
+    """Return float32 y_TD: run the experts on the arrived rows, send the outputs back and sum them
+    by weight.
+
+    The arguments are those of `moe`.
     """
     return exchange.combine(
         [_run_experts(expert_fn, arrived) for arrived in dispatched.chunks], dispatched.handle
@@ -115,7 +125,7 @@ def combine_local(
 def moe_stats(
     routing: Routing, dispatched: DispatchedTokens, *, keep_routing: bool = False
 ) -> MoEStats:
-    """Return what this device knows of its routing. keep_routing: every token's too."""
+    """Return this device's `MoEStats`. keep_routing: include the whole `Routing`."""
     kept = routing if keep_routing else None
     sums = routing.counts_E, routing.probs_sum_E, routing.z_sum, routing.entropy_sum
     return MoEStats(*sums, dispatched.dropped, kept)
@@ -130,12 +140,13 @@ def moe(
     full_capacity: bool = False,
     num_chunks: int = 1,
 ) -> tuple[jax.Array, DispatchedTokens]:
-    """Return (float32 y_TD, the weighted sum of each token's experts; what was dispatched), inside
-    `shard_map`.
+    """Return (float32 y_TD, the weighted sum of each token's expert outputs; the
+    `DispatchedTokens`), inside `shard_map`.
 
-    expert_fn(rows sorted by local expert, group_sizes_L, expected rows) -> rows. num_chunks: the
-    rows go in so many parts, which share the buffers' capacity; experts begin when the first has
-    come.
+    expert_fn: (rows sorted by local expert, group_sizes_L, expected rows) -> rows. full_capacity:
+    size the buffers for the worst case, so that no assignment is dropped. num_chunks: exchange the
+    rows in this many chunks, which share the buffers' capacity; the experts start on the first
+    chunk while the next is in flight.
     """
     dispatched = dispatch_local(
         x_TD, routing, exchange, full_capacity=full_capacity, num_chunks=num_chunks
@@ -145,15 +156,23 @@ def moe(
 
 @dataclass(frozen=True)
 class ExpertParallel:
-    """Which axes of a mesh a layer's experts and tokens are split over, and how tokens reach their
-    experts.
+    """The mesh axes over which a layer's experts and tokens are split, and the exchange that takes
+    tokens to experts.
 
-    mesh: of your `jit`, its axes of type Auto or Explicit. expert_axes: hold the experts (and split
-    tokens): one axis, or two, (across nodes, inside a node). data_axes: further axes that split
-    tokens. exchange: `flat`; over two expert axes also `hierarchical` and `dedup`, which sends a
-    token once to a node; `auto` takes one by topology and top-k.
-    num_chunks: rows are exchanged in so many parts, so that experts begin with the first. load:
-    what a layer exchanges over which links, for `auto`.
+    mesh: the mesh of your `jit`; its axes have type Auto or Explicit.
+
+    expert_axes: axes that split the experts (and tokens): one axis, or two as (across nodes, within
+    a node).
+
+    data_axes: further axes that split tokens only.
+
+    exchange: `flat`, or over two expert axes also `hierarchical` or `dedup`, which sends a token to
+    a node once however many of its experts are there; `auto` chooses by topology and top-k.
+
+    num_chunks: exchange rows in this many chunks, so that the experts start on the first while the
+    next is in flight.
+
+    load: the layer's traffic and the speed of its links, used by `auto`.
     """
 
     mesh: Mesh
@@ -177,11 +196,14 @@ class ExpertParallel:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """All axes that split tokens."""
+        """All axes that split tokens: data axes, then expert axes."""
         return self.data_axes + self.expert_axes
 
     def plan(self, config: MoEConfig) -> ExchangePlan:
-        """Return which exchange takes this layer's tokens to its experts, and why."""
+        """Return the exchange for a layer of this configuration, with the reason for the choice.
+
+        Raises ValueError if the devices of `expert_axes` do not divide `num_experts`.
+        """
         sizes = tuple(self.mesh.shape[axis] for axis in self.expert_axes)
         devices = math.prod(sizes)
         many = f"must be a multiple of {devices} devices"
@@ -211,23 +233,23 @@ class MoELayer(nnx.Module):
 
     Args:
         config: sizes, activation, capacity, and how tokens choose experts.
-        parallel: where experts and tokens are; None: on one device. `layer.exchange_plan.reason`
-        says why its exchange
-            was chosen.
-        router: any callable (x_TD, key=, train=) -> `Routing`, in place of `config.router`'s. To
-        leave tokens out it
-            also takes token_mask_T=: what is False there is in none of the sums of `Routing`.
-        experts: any module called as experts(rows, group_sizes, expected_rows) -> rows whose
-        parameters have a leading
-            expert dimension, in place of the MLPs that `config` describes.
+        parallel: the mesh axes of experts and tokens; None for one device.
+            `layer.exchange_plan.reason` explains the choice of the exchange.
+        router: a callable (x_TD, key=, train=) -> `Routing` that replaces the router of
+            `config.router`. To support `token_mask` (and token counts that the devices do not
+            divide) it also takes token_mask_T= and leaves masked tokens out of every sum of
+            `Routing`.
+        experts: a module called as experts(rows, group_sizes, expected_rows) -> rows that replaces
+            the MLPs of `config`. Its parameters have a leading expert dimension.
 
-    Parameters lie where `parallel` has them, and say so: `nnx.get_partition_spec` splits those of
-    experts over `expert_axes`, so that an initialisation under `jit` or a restored checkpoint puts
-    each expert on its device.
+    The layer places its parameters as `parallel` says and records the placement:
+    `nnx.get_partition_spec` splits expert parameters over `expert_axes`, so that an initialisation
+    under `jit` or a restored checkpoint puts each expert on its device.
 
-    Works under `jit`, `scan`, `remat` and `grad`; inside your own `shard_map` call
-    `layer.local(x_TD)`. Over several devices a call outside `jit` is compiled as well, so that
-    routers and experts must be pure functions there too.
+    The layer works under `jit`, `scan`, `remat` and `grad`; inside your own `shard_map` call
+    `layer.local(x_TD)`. Over several devices a call outside `jit` is compiled too, so a custom
+    router or custom experts must be pure functions.
+
     Source: GShard (arXiv 2006.16668), Switch (arXiv 2101.03961), SE-MoE (arXiv 2205.10034).
     """
 
@@ -265,10 +287,10 @@ class MoELayer(nnx.Module):
             self._place(parallel)
 
     def _place(self, parallel: ExpertParallel) -> None:
-        """Split experts over their axes, put the rest on every device, and note it at each
-        parameter for Flax.
+        """Split expert parameters over the expert axes, replicate all others, and record both in
+        the parameters' metadata for Flax.
 
-        Parameters of a user's own module that say where they lie stay there.
+        A parameter of a user's module that already has `out_sharding` metadata is left unchanged.
         """
         for path, variable in nnx.iter_graph(self):
             if not isinstance(variable, nnx.Variable) or variable.get_metadata().get(
@@ -297,11 +319,12 @@ class MoELayer(nnx.Module):
         topk_weights_TK: jax.Array | None = None,
         token_mask_T: jax.Array | None = None,
     ) -> Routing:
-        """Return where each token goes. key: for what it draws; topk_idx_TK: choices made before,
-        to keep to.
+        """Return the `Routing` of the local tokens.
 
-        topk_weights_TK: their weights, of a layer routed by task. token_mask_T: False for tokens
-        that go nowhere.
+        key: randomness of jitter and of the second expert's draw. topk_idx_TK: use these choices,
+        made earlier from the same x, instead of choosing again. topk_weights_TK: their weights, for
+        a layer routed by task. token_mask_T: False for tokens that go to no expert. Raises
+        ValueError if a custom router takes no mask or returns wrong shapes.
         """
         if token_mask_T is not None:
             self._check_router_takes_mask()
@@ -322,16 +345,18 @@ class MoELayer(nnx.Module):
     def dispatch(
         self, x_TD: jax.Array, routing: Routing, *, full_capacity: bool = False
     ) -> DispatchedTokens:
-        """Send each token's row to its experts' devices, inside `shard_map`, in `num_chunks`
-        parts.
+        """Send each token's row to the devices of its experts, inside `shard_map`, in `num_chunks`
+        chunks.
+
+        full_capacity: size the buffers for the worst case, so that no assignment is dropped.
         """
         return dispatch_local(
             x_TD, routing, self.exchange, full_capacity=full_capacity, num_chunks=self.num_chunks
         )
 
     def apply_experts(self, dispatched: DispatchedTokens) -> jax.Array:
-        """Return float32 y_TD: the weighted sum of each token's experts, once its rows are where
-        they are.
+        """Return float32 y_TD: run the experts on dispatched rows, send the outputs back and sum
+        them by weight.
         """
         return combine_local(dispatched, self.experts, self.exchange)
 
@@ -347,14 +372,15 @@ class MoELayer(nnx.Module):
     ) -> tuple[jax.Array, MoEStats]:
         """Return (float32 y_TD, `MoEStats`) for this device's tokens, inside `shard_map`.
 
-        `experts` holds its L experts. keep_routing: the statistics hold the whole `Routing` too.
-        token_mask_T: False for tokens that go to no expert, as in a call of the layer.
+        `layer.experts` must hold this device's L experts. full_capacity: size the buffers for the
+        worst case, so that no assignment is dropped. keep_routing: include the whole `Routing` in
+        the statistics. token_mask_T: False for tokens that go to no expert; their y is 0.
         """
         if x_TD.shape[0] == 0:
             return jnp.zeros(x_TD.shape, jnp.float32), self._no_stats(keep_routing)
         exchange = self.exchange
         if token_mask_T is not None:
-            # a NaN of a token that counts nowhere would reach the gradient of what multiplies it
+            # a NaN in a masked token would reach the router's gradient, as 0 * NaN
             x_TD = jnp.where(token_mask_T[:, None], x_TD, jnp.zeros((), x_TD.dtype))
             exchange = OneDevice(complete=False) if isinstance(exchange, OneDevice) else exchange
         routing = self.route(x_TD, key=key, train=train, token_mask_T=token_mask_T)
@@ -363,7 +389,7 @@ class MoELayer(nnx.Module):
         return y_TD, moe_stats(routing, dispatched, keep_routing=keep_routing)
 
     def _no_stats(self, keep_routing: bool) -> MoEStats:
-        """Return the statistics of no tokens."""
+        """Return the statistics of a batch without tokens."""
         k, num_experts = self.config.num_experts_per_tok, self.config.num_experts
         counts_E = jnp.zeros(num_experts, jnp.int32)
         probs_sum_E = jnp.zeros(num_experts, jnp.float32)
@@ -372,7 +398,7 @@ class MoELayer(nnx.Module):
         return MoEStats(*sums, jnp.zeros((), jnp.int32), routing if keep_routing else None)
 
     def _check_router_takes_mask(self) -> None:
-        """Raise `ValueError` if a user's own router cannot leave tokens out."""
+        """Raise ValueError if a custom router does not accept token_mask_T."""
         parameters = inspect.signature(self.router).parameters
         takes = "token_mask_T" in parameters or any(
             p.kind == p.VAR_KEYWORD for p in parameters.values()
@@ -385,7 +411,7 @@ class MoELayer(nnx.Module):
         check(takes, "router", name, f"must take token_mask_T=, bool, since {why}")
 
     def _check_routing(self, routing: Routing, num_tokens: int) -> None:
-        """Raise `ValueError` if a user's own router did not choose what the layer was made for."""
+        """Raise ValueError if a router's result does not have the shapes of this layer."""
         config = self.config
         experts, choices = (config.num_experts,), (num_tokens, config.num_experts_per_tok)
         shapes = {
@@ -410,12 +436,15 @@ class MoELayer(nnx.Module):
         train: bool = False,
         token_mask: jax.Array | None = None,
     ) -> tuple[jax.Array, MoEMetrics]:
-        """Return (y [..., D] in x's dtype, `MoEMetrics`) of x [..., D]. Tokens are split over all
-        the layer's axes.
+        """Return (y [..., D] in x's dtype, global `MoEMetrics`) for x [..., D].
 
-        token_mask: bool [...], False for tokens that go to no expert (padding): their y is 0, so
-        that a residual connection leaves them as they are, and they are in no loss, no count and no
-        buffer. So are the tokens that a number which the devices do not divide is padded with.
+        Tokens are split over all axes of `parallel`; a number of tokens that the devices do not
+        divide is padded with masked tokens.
+
+        key: needed in training if `config.router` draws (jitter or a random second expert).
+        token_mask: bool [...], False for tokens that go to no expert (padding). Such a token has y
+        = 0, so that a residual connection passes it unchanged, and it takes no part in losses,
+        counts or buffers. Raises ValueError if the shape of x or token_mask is wrong.
         """
         hidden_size = self.config.hidden_size
         check(
@@ -448,15 +477,16 @@ class MoELayer(nnx.Module):
 
     @property
     def _axes(self) -> tuple[str, ...]:
-        """The axes that split tokens; none on one device."""
+        """The mesh axes that split tokens; () on one device."""
         return () if self.parallel is None else self.parallel.axes
 
 
 def _compiled(*fixed: Any) -> Callable[..., tuple[jax.Array, MoEMetrics]]:
-    """Return `_merged` of these arguments as one program, kept for later calls.
+    """Return `_merged` with these leading arguments, compiled.
 
-    `shard_map` outside `jit` would compile each operation in it again in every call. A user's
-    module with lists or dicts, which may change, is compiled in every call.
+    Without `jit`, `shard_map` would compile each of its operations in every call. A graph that is
+    not hashable, because a user's module has lists or dicts, which may change, is compiled again in
+    every call.
     """
     try:
         hash(fixed)
@@ -473,7 +503,7 @@ def _merged(
     key: jax.Array | None,
     token_mask: jax.Array | None,
 ) -> tuple[jax.Array, MoEMetrics]:
-    """Return what the layer `graph` with parameters `state` makes of x."""
+    """Return the layer's result for x, where `graph` and `state` together are the layer."""
     layer = nnx.merge(graph, state)
     if layer._axes:
         return _over_devices(layer, train, x, key, token_mask)
@@ -483,7 +513,7 @@ def _merged(
 def _one_device(
     layer: MoELayer, train: bool, x: jax.Array, key: jax.Array | None, token_mask: jax.Array | None
 ) -> tuple[jax.Array, MoEMetrics]:
-    """Return what the layer makes of x [..., D], all of it here."""
+    """Return (y [..., D], metrics) for x [..., D], all of whose tokens are on this device."""
     x_TD, token_mask_T, num_tokens = _flat(x, token_mask)
     y_TD, stats = layer.local(x_TD, key=key, train=train, token_mask_T=token_mask_T)
     metrics = moe_metrics(stats, layer.config.router, num_tokens, layer.config.num_experts_per_tok)
@@ -493,9 +523,10 @@ def _one_device(
 def _over_devices(
     layer: MoELayer, train: bool, x: jax.Array, key: jax.Array | None, token_mask: jax.Array | None
 ) -> tuple[jax.Array, MoEMetrics]:
-    """Return what the layer makes of x [..., D], whose tokens are split over all its axes.
+    """Return (y [..., D], metrics) for x [..., D], whose tokens are split over the layer's mesh
+    axes.
 
-    A number of tokens that the devices do not divide is padded with masked ones.
+    A number of tokens that the devices do not divide is padded with masked tokens.
     """
     axes, config, (graph, state) = layer._axes, layer.config, nnx.split(layer)
     assert layer.parallel is not None
@@ -516,7 +547,7 @@ def _over_devices(
         if key is not None:
             key = jax.random.fold_in(key, lax.axis_index(axes))
         x_TD, token_mask_T = rows
-        # a layer alone cannot rerun a step that overflows
+        # a trainer would rerun an overflowing step with full capacity; a layer alone cannot
         full_capacity = config.capacity_factor is None
         options = {
             "key": key,
@@ -543,7 +574,7 @@ def _over_devices(
 def _flat(
     x: jax.Array, token_mask: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
-    """Return (x_TD, token_mask_T, how many of the T tokens count)."""
+    """Return (x_TD, token_mask_T, number of unmasked tokens)."""
     x_TD = x.reshape(-1, x.shape[-1])
     if token_mask is None:
         return x_TD, None, jnp.asarray(x_TD.shape[0], jnp.int32)
@@ -560,10 +591,9 @@ def moe_metrics(
     k: int,
     axes: tuple[str, ...] = (),
 ) -> MoEMetrics:
-    """Global metrics from one layer's local statistics; `num_tokens` that count, over all devices
-    of `axes`.
+    """Return global metrics from one layer's local statistics, summed over the devices of `axes`.
 
-    All are 0 where there are no tokens.
+    num_tokens: unmasked tokens of all devices; without any, all metrics are 0.
     """
     total = lambda v: lax.psum(v, axes) if axes else v  # noqa: E731
     counts_E, dropped = total((stats.counts_E, stats.dropped))

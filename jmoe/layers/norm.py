@@ -9,11 +9,11 @@ from kernels_pallas.native import rms_norm, takes_native
 
 
 class Norm(nnx.Module):
-    """`rmsnorm`: x / sqrt(mean(x^2) + eps) * scale; `layernorm`: (x - mean) / sqrt(var + eps) *
-    scale + bias.
+    """Normalize the last dimension in float32. `rmsnorm`: x / sqrt(mean(x^2) + eps) * scale;
+    `layernorm`: (x - mean) / sqrt(var + eps) * scale + bias.
 
-    axes: of the devices that each have an equal part of x, inside `shard_map`; the means are over
-    all of it.
+    axes: set inside `shard_map` if the last dimension is split equally over the devices of these
+    mesh axes; means are then over all of them.
     """
 
     def __init__(self, size: int, kind: str, eps: float) -> None:
@@ -23,7 +23,7 @@ class Norm(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(size, jnp.float32)) if kind == "layernorm" else None
 
     def __call__(self, x: jax.Array, dtype: jnp.dtype | type) -> jax.Array:
-        """[..., size] -> the same shape in `dtype`."""
+        """Return x [..., size] normalized, in `dtype`."""
         if takes_native() and self.bias is None and not self.axes:
             return rms_norm(x, self.scale[...], self.eps, dtype)
         x = x.astype(jnp.float32)

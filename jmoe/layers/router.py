@@ -1,9 +1,10 @@
-"""Routers: which experts a token goes to, and with what weight; local to a device, no collective is
-called.
+"""Routers: the experts of each token and their weights. Nothing here calls a collective.
 
-T local tokens, D hidden, E experts, K chosen experts per token, G groups of experts. The losses'
-*sum* over devices is the loss of the global batch; only the integer counts are summed over devices
-first, off any differentiable path.
+`MoELayer.route` calls `Router` (from hidden states) or `TaskRouter` (from the token's task). The
+loss terms are local: their *sum* over devices is the loss of the global batch. Only the integer
+counts need a sum over devices first, and they are not differentiable.
+
+Legend: T local tokens, D hidden, E experts, K chosen experts per token, G groups of experts.
 """
 
 from __future__ import annotations
@@ -26,25 +27,31 @@ _BIASED_KINDS = ("sigmoid", "group_limited")
 
 
 class RouterBias(nnx.Variable[jax.Array]):
-    """A bias that steers the choice of experts: moved by `updated_bias`, never by a gradient."""
+    """A per-expert bias of the choice, updated by `updated_bias` and not by gradients."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Routing:
-    """A router's decisions for T local tokens. Sums are over the local tokens, so devices' values
-    add up.
+    """A router's decisions for T local tokens. Its sums are over local tokens; a sum over devices
+    is global.
 
-    topk_idx_TK: int32, expert ids in [0, E), by falling score; a tie goes to the lowest id. E:
-    none, with weight 0.
+    topk_idx_TK: int32, expert ids in [0, E) by falling score, a tie to the lower id; or E for no
+    expert, with weight 0.
+
     topk_weights_TK: float32, the factor of each expert's output.
-    counts_E: int32, assignments to each expert; sums to T * K if every choice is an expert.
-    probs_sum_E: float32, router probabilities (they sum to 1 over experts) summed over tokens.
+
+    counts_E: int32, assignments to each expert; they sum to T * K if every choice is an expert.
+
+    probs_sum_E: float32, router probabilities (which sum to 1 over experts) summed over tokens.
+
     z_sum: float32 scalar, sum of logsumexp(logits)^2.
-    entropy_sum: float32 scalar in nats, sum of -sum_e p_e log p_e; carries no gradient. Divided by
-    the number of
-        tokens it is the router's mean entropy: log E when undecided, 0 when certain.
-    logits_TE: float32, what was decided from; None from a router that does not say.
+
+    entropy_sum: float32 scalar in nats, sum of -sum_e p_e log p_e, without gradient. Divided by the
+    number of tokens it is the mean entropy: log E for uniform probabilities, 0 for one certain
+    expert.
+
+    logits_TE: float32, the router's logits; None from a router without logits.
     """
 
     topk_idx_TK: jax.Array
@@ -69,24 +76,25 @@ def route(
 
     With p = softmax(logits) and s = sigmoid(logits), in float32:
 
-    - `switch` (arXiv:2101.03961): K = 1, weight p. `gshard` (arXiv:2006.16668): K = 2, weights p
-      divided by their sum. With a `key` and `second_expert_policy` = random a token goes to its
-      second expert with probability min(1, 2 weight) (its Algorithm 1); the weights stay.
-      `softmax`: the K largest p.
-    - `sigmoid` (DeepSeek-V3, arXiv:2412.19437): the K largest s + bias_E; weights from s. The bias
-      only selects.
-    - `group_limited` (DeepSeek-V3): experts form `n_group` groups of neighbours, ranked by the sum
-      of their two largest s + bias; only the best `topk_group` groups can be chosen from, then as
-      `sigmoid`.
+      - `switch` (arXiv:2101.03961): K = 1, weight p.
+      - `gshard` (arXiv:2006.16668): K = 2, weights p divided by their sum. With a `key` and
+        `second_expert_policy` = random, a token goes to its second expert with probability
+        min(1, 2 weight) (GShard's Algorithm 1); the weights do not change.
+      - `softmax`: the K largest p.
+      - `sigmoid` (DeepSeek-V3, arXiv:2412.19437): the K largest s + bias_E. The weights are s: the
+        bias affects the choice only.
+      - `group_limited` (DeepSeek-V3): experts form `n_group` groups of consecutive ids, ranked by
+        the sum of their two largest s + bias. Choose among the best `topk_group` groups as
+        `sigmoid` does.
 
-    The weights of the last three are divided by their sum if `norm_topk_prob`, except for K = 1,
-    where they would all be 1 and the router would get no gradient. All are multiplied by
-    `routed_scaling_factor`.
+    With `norm_topk_prob` the weights of the last three kinds are divided by their sum, except for K
+    = 1, where they would all be 1 and the router would get no gradient. All weights are multiplied
+    by `routed_scaling_factor`.
 
     logits_TE: [T, E], cast to float32. bias_E: [E], for `sigmoid` and `group_limited`; None is
-    zero. topk_idx_TK: the choices, where they were made before, from the same logits. token_mask_T:
-    bool; a token where it is False goes to no expert and is in no count and no sum. Gradients flow
-    through the weights, `probs_sum_E` and `z_sum`. Raises `ValueError` for shapes that do not fit.
+    zero. topk_idx_TK: use these choices, made earlier from the same logits. token_mask_T: bool; a
+    token with False goes to no expert and is in no count and no sum. Gradients flow through the
+    weights, `probs_sum_E` and `z_sum`. Raises ValueError if shapes or `config` do not fit.
     """
     if logits_TE.ndim != 2:
         raise ValueError(f"logits_TE.shape = {logits_TE.shape}: must be [tokens, experts]")
@@ -152,13 +160,13 @@ def route(
 
 
 def top_k_indices(scores_TE: jax.Array, k: int) -> jax.Array:
-    """int32 [T, k] columns of the k largest scores of each row, by falling score; ties go to the
-    lowest column.
+    """Return int32 [T, k], the columns of each row's k largest scores, by falling score; a tie goes
+    to the lowest column.
 
-    The same as `lax.top_k(scores_TE, k)[1]` for scores above -inf, which an accelerator runs: one
-    launch in place of 2 k. On XLA:CPU it sorts, one row after the other; k passes of maximum and
-    compare fuse with what is around them. A row with a NaN gives valid, though not distinct,
-    columns.
+    Equal to `lax.top_k(scores_TE, k)[1]` for scores above -inf. A row with a NaN gives valid
+    columns, which may repeat. An accelerator runs `lax.top_k`, one kernel launch instead of 2 k.
+    XLA:CPU would sort the rows one after the other; there k passes of maximum and compare fuse with
+    the operations around them.
     """
     if takes_native():
         return top_k(scores_TE, k)
@@ -176,8 +184,8 @@ def _top_k_in_passes(scores_TE: jax.Array, k: int) -> jax.Array:
     chosen = []
     for _ in range(k):
         best_T1 = jnp.max(scores_TE, axis=1, keepdims=True)
-        # a maximum and a minimum vectorise; argmax is a two-operand reduction, 3 to 10 times slower
-        # here
+        # Maximum and minimum vectorise; on a CPU argmax, a two-operand reduction, takes 3 to 10
+        # times as long.
         idx_T1 = jnp.min(jnp.where(scores_TE == best_T1, columns_TE, last), axis=1, keepdims=True)
         chosen.append(idx_T1)
         scores_TE = jnp.where(columns_TE == idx_T1, -jnp.inf, scores_TE)
@@ -187,15 +195,17 @@ def _top_k_in_passes(scores_TE: jax.Array, k: int) -> jax.Array:
 def _sample_second(
     idx_T2: jax.Array, weights_T2: jax.Array, num_experts: int, key: jax.Array
 ) -> jax.Array:
-    """Return the choices with E (none) for the second experts that GShard's draw leaves out."""
+    """Return the choices with E (no expert) in place of each second expert that GShard's random
+    draw rejects.
+    """
     drawn_T = jax.random.uniform(key, (idx_T2.shape[0],), jnp.float32)
     goes_T = 2.0 * lax.stop_gradient(weights_T2[:, 1]) > drawn_T
     return idx_T2.at[:, 1].set(jnp.where(goes_T, idx_T2[:, 1], num_experts))
 
 
 def _limit_groups(scores_TE: jax.Array, n_group: int, topk_group: int) -> jax.Array:
-    """Scores with -inf for the experts outside the `topk_group` groups whose two best scores sum
-    highest.
+    """Return the scores with -inf for experts outside each token's best `topk_group` groups, ranked
+    by the sum of a group's two best scores.
     """
     tokens, num_experts = scores_TE.shape
     size = num_experts // n_group
@@ -210,11 +220,11 @@ def _limit_groups(scores_TE: jax.Array, n_group: int, topk_group: int) -> jax.Ar
 
 
 def _gather_and_count(values_TE: jax.Array, idx_TK: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The values at `idx_TK`, [T, K], and how often each column occurs, int32 [E].
+    """Return (values at `idx_TK`, [T, K]; int32 [E], how often each column occurs).
 
-    By comparison instead of indexing, so that neither the backward pass nor the count is a scatter:
-    choice by choice on a CPU, all at once on an accelerator, where that is a launch in place of K.
-    What is native has no backward pass, and nobody counts.
+    Columns are compared, not indexed, so that neither the backward pass nor the count is a scatter:
+    choice by choice on a CPU, all choices in one launch on an accelerator. With native kernels
+    (inference, where neither gradients nor counts are used) the counts are zeros.
     """
     if takes_native():
         return jnp.take_along_axis(values_TE, idx_TK, axis=1), jnp.zeros(
@@ -242,7 +252,7 @@ def _gather_and_count_by_choice(
     for idx_T1 in jnp.split(idx_TK, idx_TK.shape[1], axis=1):
         hit_TE = columns_TE == idx_T1
         gathered.append(jnp.sum(jnp.where(hit_TE, values_TE, 0.0), axis=1, keepdims=True))
-        # a sum over the tokens for every choice takes longer
+        # faster than one sum over the tokens per choice
         hits_TE = hits_TE + hit_TE.astype(jnp.int32)
     return jnp.concatenate(gathered, axis=1), jnp.sum(hits_TE, axis=0, dtype=jnp.int32)
 
@@ -254,13 +264,13 @@ def balance_loss_local(
     num_experts: int,
     num_experts_per_tok: int,
 ) -> jax.Array:
-    """This device's part of the balance loss E * sum_e f_e P_e; the sum over devices is the global
-    batch's loss.
+    """Return this device's term of the balance loss E * sum_e f_e P_e; the sum over devices is the
+    loss of the global batch.
 
-    f_e = counts_e / (tokens * K), the share of all assignments that went to e, without gradient;
-    P_e the mean router probability of e, a sum over devices of local terms, so that gradients need
-    no collective. Uniform probabilities give 1. Switch Transformer (arXiv:2101.03961) on the global
-    batch (arXiv:2501.11873).
+    f_e = counts_e / (tokens * K) is the fraction of all assignments that went to e, without
+    gradient. P_e is the mean router probability of e, a sum over devices of local terms, so that
+    gradients need no collective. Uniform probabilities give 1. Source: Switch Transformer
+    (arXiv:2101.03961), over the global batch (arXiv:2501.11873).
 
     probs_sum_E: local. counts_global_E: summed over devices. Leading axes (layers) are kept: [...,
     E] gives [...].
@@ -276,12 +286,11 @@ def balance_loss_local(
 
 
 def updated_bias(bias_E: jax.Array, load_E: jax.Array, speed: float | jax.Array) -> jax.Array:
-    """Loss-free balancing (arXiv:2408.15664): bias + speed * sign(mean load - load), after every
-    step.
+    """Return bias + speed * sign(mean load - load): loss-free balancing (arXiv:2408.15664), once
+    per optimizer step.
 
-    load_E: `Routing.counts_E` summed over the devices and the accumulation steps of one
-    optimizer step, or their share, `MoEMetrics.load_E`.
-    Leading axes (layers) are kept.
+    load_E: `Routing.counts_E` summed over devices and accumulation steps, or as a fraction,
+    `MoEMetrics.load_E`. Leading axes (layers) are kept.
     """
     check(
         bias_E.shape == load_E.shape,
@@ -297,12 +306,12 @@ def updated_bias(bias_E: jax.Array, load_E: jax.Array, speed: float | jax.Array)
 class Router(nnx.Module):
     """Linear router: logits = x @ kernel (+ bias), then `route`.
 
-    kernel: [hidden_size, num_experts] float32. bias: [num_experts], zero at first, if
-    `config.bias`.
-    e_score_correction_bias: [num_experts] float32 `RouterBias`, zero at first, for the kinds
-    `sigmoid` and `group_limited`; None for the others. The product is float32 whatever the dtype of
-    x, on a GPU too, where XLA's default would be TF32. Raises `ValueError` if
-    `num_experts_per_tok`, `num_experts` and `config` do not go together.
+    kernel: float32 [hidden_size, num_experts]. bias: float32 [num_experts], initially zero, if
+    `config.bias`; else None. e_score_correction_bias: float32 [num_experts] `RouterBias`, initially
+    zero, for the kinds `sigmoid` and `group_limited`; else None.
+
+    The product is float32 whatever the dtype of x, on a GPU too, where XLA's default would be TF32.
+    Raises ValueError if `num_experts_per_tok`, `num_experts` and `config` contradict each other.
     """
 
     def __init__(
@@ -335,10 +344,12 @@ class Router(nnx.Module):
         topk_idx_TK: jax.Array | None = None,
         token_mask_T: jax.Array | None = None,
     ) -> Routing:
-        """Route T tokens. In training x is multiplied by uniform(1 - jitter_noise, 1 +
-        jitter_noise), for the logits only, and second experts may be left out; `key` is needed if
-        `config.draws` and must differ between devices (fold in the device's index).
-        topk_idx_TK: choices to keep to, made before from the same x. token_mask_T: as of `route`.
+        """Return the `Routing` of T tokens x_TD.
+
+        In training, x is multiplied by uniform(1 - jitter_noise, 1 + jitter_noise) for the logits,
+        and a random draw may leave out second experts. key: needed then (if `config.draws`), and
+        must differ between devices: fold in the device's index. topk_idx_TK, token_mask_T: as in
+        `route`. Raises ValueError for a wrong shape of x or a missing key.
         """
         kernel_DE = self.kernel[...]
         ok = x_TD.ndim == 2 and x_TD.shape[1] == kernel_DE.shape[0]
@@ -366,9 +377,7 @@ class Router(nnx.Module):
 
 
 class TaskRouter(nnx.Module):
-    """The router of a layer whose experts are named by a token's task; it has no parameters of
-    its own.
-    """
+    """A router without parameters that sends each token to the experts of the token's task."""
 
     def __init__(self, num_experts: int) -> None:
         self.num_experts = num_experts
@@ -382,8 +391,11 @@ class TaskRouter(nnx.Module):
         topk_idx_TK: jax.Array | None = None,
         topk_weights_TK: jax.Array | None = None,
     ) -> Routing:
-        """Send token t to experts topk_idx_TK[t], by default with weight 1; others are the
-        arguments of `Router`.
+        """Return a `Routing` that sends token t to the experts topk_idx_TK[t], which the caller
+        must give.
+
+        topk_weights_TK: None for weight 1. key and train are ignored; they match the call of
+        `Router`. Raises ValueError without topk_idx_TK.
         """
         if topk_idx_TK is None:
             raise ValueError(

@@ -1,9 +1,11 @@
-"""The experts' MLP over weights that lie in slots: two forms, each exact for any routing.
+"""The experts' MLP over weights that lie in slots, for inference; exact for any routing.
 
-Legend: T tokens, K choices a token, N = T K assignments, E experts of a layer, M slots, B rows a
-tile, A experts a bundle, D hidden, F expert hidden, U = 2F (SwiGLU) or F. No compiled program knows
-which slot holds which expert. `table_mlp` reads slots in place through a table, on Hopper in one
-grouped matmul each way; XLA:CPU would copy them, so `bundled_mlp` takes a few at a time there.
+No compiled program depends on which slot holds which expert. `table_mlp` reads one array of slots
+in place through a table from expert to slot, on Hopper in one grouped matmul per projection.
+XLA:CPU would copy the slots, so `bundled_mlp` takes the arrays of a few experts at a time there.
+
+Legend: T tokens, K choices per token, N = T K assignments, E experts of a layer, M slots, B rows of
+a tile, A experts of a bundle, D hidden, F expert hidden, U = 2F (SwiGLU) or F.
 """
 
 import math
@@ -23,18 +25,19 @@ from kernels_pallas.implementations import Name, default_names, first_supported
 from kernels_pallas.token_permute import combine
 
 BUNDLE = 8
-# up to here every expert in use runs on all tokens: its weights take longer to read than that takes
+# Up to this many tokens each expert in use runs on all of them: reading its weights takes longer
+# than the surplus arithmetic.
 FEW_TOKENS = 32
-# its arrays by name: bfloat16 perhaps as its bits, matrices perhaps compressed
+# an expert's arrays by name; bfloat16 may be stored as uint16 bits, matrices may be compressed
 StoredExpert = Mapping[str, jax.Array]
-TILE_FACTOR = 1.25  # rows of a tile / a fair share of the assignments
+TILE_FACTOR = 1.25  # rows of a tile / an expert's even share of the assignments
 
 
 class ExpertInputs(NamedTuple):
-    """Tokens on their way to their experts.
+    """A layer's routed tokens.
 
-    idx_TK: E for a choice that is none (padding). y_TD: float32, what the experts' outputs are
-    added to.
+    h_TD: the experts' input. idx_TK: chosen experts; E for no expert (padding). weights_TK: factors
+    of the experts' outputs. y_TD: float32, to which the weighted outputs are added.
     """
 
     h_TD: jax.Array
@@ -44,8 +47,9 @@ class ExpertInputs(NamedTuple):
 
 
 class _Sorted(NamedTuple):
-    """Assignments sorted by expert. token_N runs on for a tile, since a tile may run past the
-    end.
+    """Assignments sorted by expert.
+
+    token_N has one more tile of entries, since the last tile may run past the end.
     """
 
     token_N: jax.Array
@@ -69,7 +73,7 @@ def _sort(idx_TK: jax.Array, num_experts: int, tile_rows: int) -> _Sorted:
 def _combine(
     out: jax.Array, routed: ExpertInputs, by_expert: _Sorted, implementation: Name | None = None
 ) -> jax.Array:
-    """Return y + the weighted sum of each token's rows."""
+    """Return y plus the weighted sum of each token's rows of `out`."""
     num_experts = by_expert.sizes_E.shape[0]
     weights_TK = jnp.where(routed.idx_TK < num_experts, routed.weights_TK, 0.0)
     src_N = by_expert.token_N[: routed.idx_TK.size]
@@ -86,8 +90,9 @@ def _tile(
     expert: MLPWeights,
     activation: str,
 ) -> jax.Array:
-    """Return `out` with one expert's rows from `row` on; rows past its end are overwritten by
-    the next tile.
+    """Return `out` with one expert's output for a tile of rows that starts at `row`.
+
+    Rows past the expert's end hold garbage until the next tile overwrites them.
     """
     tile_rows = by_expert.token_N.size - by_expert.rank_TK.size
     x_BD = h_TD[lax.dynamic_slice_in_dim(by_expert.token_N, row, tile_rows)]
@@ -108,12 +113,12 @@ def table_mlp(
     tile_rows: int,
     implementation: Name | None = None,
 ) -> jax.Array:
-    """Return float32 [T, D]: y + the weighted sum of each token's experts, read from slot
-    `table_E[expert]`.
+    """Return float32 [T, D]: y plus the weighted sum of each token's experts, whose weights are in
+    slot `table_E[expert]`.
 
-    slots: by name, [M, ...]; bfloat16 as its bits. An expert without tokens costs nothing and its
-    slot may hold anything. tile_rows: of `xla`. implementation: None for the best that supports the
-    case.
+    slots: arrays [M, ...] by name; bfloat16 as uint16 bits. An expert without tokens costs nothing,
+    and its slot may hold anything. tile_rows: rows of a tile in the implementation `xla`.
+    implementation: None for the best that supports the case.
     """
     forms = {
         "mosaic_gpu": partial(_in_one_product, routed, slots, table_E, activation),
@@ -126,15 +131,17 @@ def table_mlp(
 def _in_one_product(
     routed: ExpertInputs, slots: Mapping[str, jax.Array], table_E: jax.Array, activation: str
 ) -> jax.Array:
-    """All experts in one grouped matmul each way, which reads the slots as they are stored."""
-    # imported on first use: it takes a second
+    """Return `table_mlp` by one grouped matmul per projection over all experts, which reads the
+    slots as stored.
+    """
+    # imported on first use: the import takes a second
     from kernels_pallas.grouped_mlp.mosaic_gpu import grouped_mlp_in_slots
 
     num_experts, n = table_E.shape[0], routed.idx_TK.size
     by_expert = _sort(routed.idx_TK, num_experts, 0)
     rows_ND = routed.h_TD[by_expert.token_N]
     out = grouped_mlp_in_slots(rows_ND, by_expert.sizes_E, slots, table_E, activation=activation)
-    # a row of no expert holds anything
+    # rows of choices without an expert are never written: point them past the end
     rank_TK = jnp.where(routed.idx_TK < num_experts, by_expert.rank_TK, n)
     return routed.y_TD + combine(out, routed.weights_TK, by_expert.token_N, rank_TK, False)
 
@@ -147,7 +154,9 @@ def _by_tiles(
     tile_rows: int,
     implementation: Name | None,
 ) -> jax.Array:
-    """Assignments sorted by expert, in tiles of one expert: the loop runs once a tile in use."""
+    """Return `table_mlp` by a loop over tiles of assignments sorted by expert; a tile belongs to
+    one expert.
+    """
     h_TD, num_experts = routed.h_TD, table_E.shape[0]
     by_expert = _sort(routed.idx_TK, num_experts, tile_rows)
     tiles_E = (by_expert.sizes_E + tile_rows - 1) // tile_rows
@@ -169,7 +178,7 @@ def _at_slot(slots: Mapping[str, jax.Array], slot: jax.Array, dtype: jnp.dtype) 
 
 
 def open_expert(arrays: StoredExpert, dtype: Any) -> MLPWeights:
-    """Return an expert's weights for tokens of this dtype, from its arrays as they are kept."""
+    """Return one expert's weights in `dtype`, decoded from its stored arrays."""
     return MLPWeights(
         **{name: opened(arrays, name, dtype) for name in MLPWeights._fields if name in arrays}
     )
@@ -181,9 +190,11 @@ def open_expert(arrays: StoredExpert, dtype: Any) -> MLPWeights:
 def bundled_mlp(
     routed: ExpertInputs, experts: Sequence[StoredExpert], activation: str
 ) -> jax.Array:
-    """Return float32 [T, D]: y + the weighted sum of each token's experts, by ascending number.
+    """Return float32 [T, D]: y plus the weighted sum of each token's experts, added by ascending
+    expert number.
 
-    experts: all E; what no token chose may be anything.
+    experts: the arrays of all E experts; those of an expert that no token chose may hold anything.
+    With few tokens the host reads `idx_TK` to skip unchosen experts.
     """
     num_tokens, k = routed.idx_TK.shape
     bundles = _bundles(routed.idx_TK, experts)
@@ -202,17 +213,18 @@ def bundled_mlp(
 def _bundles(
     idx_TK: jax.Array, experts: Sequence[StoredExpert]
 ) -> Iterator[tuple[np.ndarray, tuple[StoredExpert, ...]]]:
-    """Return (numbers, weights) of 8, 4, 2 or 1 experts at a time: few programs for any number of
-    experts.
+    """Yield (expert numbers, arrays) of 8, 4, 2 or 1 experts at a time, so that a few compiled
+    programs serve any number of experts.
 
-    All experts where the tokens will choose most of them; else those chosen, which the host has to
-    read.
+    With more than `FEW_TOKENS` tokens yields all experts, since most are chosen; otherwise only the
+    chosen ones, for which the host waits for `idx_TK`.
     """
     numbers = np.arange(len(experts), dtype=np.int32)
     if idx_TK.shape[0] <= FEW_TOKENS:
         uses_E = np.bincount(np.asarray(idx_TK).reshape(-1), minlength=len(experts))[: len(experts)]
         numbers = np.flatnonzero(uses_E).astype(np.int32)
-    # padding alone, to warm up: every size, of nobody's choice, so that none is compiled later
+    # A batch of padding alone warms up: run every size with numbers that match no token, so that
+    # no later call compiles.
     if not numbers.size:
         for size in (8, 4, 2, 1):
             if size <= len(experts):
@@ -235,7 +247,7 @@ def _few_tokens(
     numbers_A: jax.Array,
     experts: Sequence[StoredExpert],
 ) -> jax.Array:
-    """Return y + the outputs of a bundle's experts, each run on all tokens."""
+    """Return y plus the weighted outputs of a bundle's experts. Each of them runs on all tokens."""
     for a, expert in enumerate(experts):
         mine_TK = idx_TK == numbers_A[a]
         gate_T1 = jnp.where(mine_TK, weights_TK, 0.0).sum(axis=1, keepdims=True)
@@ -260,7 +272,7 @@ def _many_tokens(
     numbers_A: jax.Array,
     experts: Sequence[StoredExpert],
 ) -> jax.Array:
-    """Return `out` with the rows of a bundle's experts."""
+    """Return `out` with the outputs of a bundle's experts in the rows of their assignments."""
     for a, expert in enumerate(experts):
         start = by_expert.starts_E[numbers_A[a]]
         size = by_expert.sizes_E[numbers_A[a]]
