@@ -1,6 +1,13 @@
-"""The one numbering of experts' records, for training and inference alike.
+"""Numbers the experts' records, and says which experts a process and its devices have.
 
-Legend: N layers with experts, E experts of a layer, P of them this process's.
+Training and inference share this numbering: the record of expert `e` in MoE layer `n` is `n * E +
+e`.
+
+Legend:
+  N  MoE layers
+  E  experts of a layer
+  P  entries of `LocalExperts.experts`
+  R  devices of this process
 """
 
 from collections.abc import Callable, Mapping
@@ -18,11 +25,11 @@ from jmoe.mesh import DATA
 
 @dataclass(frozen=True, eq=False)
 class LocalExperts:
-    """The experts of each layer that are this process's, in parts of one size, in order.
+    """The experts of this process, the same in every layer, in equal parts of consecutive experts.
 
-    devices: of each part, this process's devices that have it: several where they are replicas of
-    each other. saved: experts of which a checkpoint has this process's records; other processes
-    save the rest of those that they have too.
+    experts: int64 [P], expert numbers, part by part. devices: for each part, this process's devices
+    that hold it; several if they are replicas of each other. saved: the experts whose records this
+    process writes to a checkpoint; processes with the same experts split the writing.
     """
 
     experts: NDArray[np.int64]
@@ -31,7 +38,10 @@ class LocalExperts:
 
     @classmethod
     def from_mesh(cls, mesh: Mesh, num_experts: int) -> Self:
-        """Return those of a mesh in whose data axis devices have the same experts."""
+        """Return the experts of this process on a mesh.
+
+        Devices that differ only in their position on the data axis hold the same experts.
+        """
         process, experts, devices, saved = jax.process_index(), [], [], []
         replicas_of_parts = mesh.devices.reshape(mesh.shape[DATA], -1).T.tolist()
         for part, replicas in enumerate(replicas_of_parts):
@@ -42,7 +52,7 @@ class LocalExperts:
             numbers = np.split(np.arange(num_experts), len(replicas_of_parts))[part]
             experts.append(numbers)
             processes = sorted({device.process_index for device in replicas})
-            # they take turns
+            # processes with the same experts split the saving evenly
             saved.append(numbers[numbers % len(processes) == processes.index(process)])
         return cls(np.concatenate(experts), tuple(devices), np.concatenate(saved))
 
@@ -56,52 +66,61 @@ class LocalExperts:
         return tuple(device for replicas in self.devices for device in replicas)
 
     def has(self, layer: int) -> NDArray[np.bool_]:
-        """Return [P], whether the process has each of `experts` in a layer."""
+        """Return bool [P]: whether this process has each expert of `experts` in the layer."""
         return np.ones(self.experts.size, np.bool_)
 
     def of_layer(self, layer: int) -> NDArray[np.int64]:
-        """Return the experts of a layer that the process has."""
+        """Return the numbers of the layer's experts that this process has, ascending."""
         return self.experts[self.has(layer)]
 
     def saved_of(self, layer: int) -> NDArray[np.int64]:
-        """Return those of them whose records it saves."""
+        """Return the numbers of the layer's experts whose records this process writes to a
+        checkpoint.
+        """
         return self.saved
 
     def places(self, layer: int, position: int) -> list[tuple[int, int]]:
-        """Return where number `position` of `experts` lies: (number among `all_devices`, row
-        there), one at least.
+        """Return (position in `all_devices`, row on that device) of every replica of
+        `experts[position]`.
         """
         part, row = divmod(position, self.per_device)
         first = sum(map(len, self.devices[:part]))
         return [(first + replica, row) for replica in range(len(self.devices[part]))]
 
     def chosen_shares(self, layer: int, chosen_P: NDArray[np.bool_]) -> NDArray[np.float64]:
-        """Return the share of each part's experts of a layer that are chosen."""
+        """Return float64, one value a part: the fraction of the part's experts that are chosen.
+
+        chosen_P: whether each expert of `experts` is chosen.
+        """
         shares: NDArray[np.float64] = chosen_P.reshape(len(self.devices), -1).mean(axis=1)
         return shares
 
     def arranged(
         self, layer: int, arrays: Mapping[str, NDArray[Any]]
     ) -> list[dict[str, NDArray[Any]]]:
-        """Return what each device has of arrays of the layer's experts."""
+        """Return, for each device of `all_devices`, its rows of the layer's arrays, by name.
+
+        arrays: by name, [experts, ...], in the order of `of_layer(layer)`.
+        """
         parts = zip(self.split(arrays), self.devices, strict=True)
         return [part for part, replicas in parts for _ in replicas]
 
     def split(
         self, arrays: Mapping[str, NDArray[Any]], axis: int = 0
     ) -> list[dict[str, NDArray[Any]]]:
-        """Return each part of arrays of all these experts."""
+        """Return arrays of all P experts, by name, split along `axis` into one dict a part."""
         parts = {name: np.split(w, len(self.devices), axis) for name, w in arrays.items()}
         return [{name: part[d] for name, part in parts.items()} for d in range(len(self.devices))]
 
 
 @dataclass(frozen=True, eq=False)
 class SlottedExperts(LocalExperts):
-    """Experts of which each device has those that it needs, in slots; `experts` are all, which the
-    process has not all.
+    """Experts that each device holds in slots, different ones in every layer.
 
-    slot_RNE: of each of this process's devices, in each layer; negative: the device has not the
-    expert. saved_NE: those whose records this process saves. num_slots: of a device in a layer.
+    `experts` lists all E experts of a layer; `has()` tells which are local. slot_RNE: the slot of
+    each expert on each of this process's devices in each layer, negative if the device does not
+    have the expert. saved_NE: whether this process writes the expert's record to a checkpoint.
+    num_slots: slots per device and layer.
     """
 
     slot_RNE: NDArray[np.int32]
@@ -110,15 +129,16 @@ class SlottedExperts(LocalExperts):
 
     @classmethod
     def on(cls, mesh: Mesh, slot_RNE: NDArray[np.int32], num_slots: int) -> Self:
-        """Return those of a mesh of these devices, in the order of their numbers; slot_RNE: of
-        all processes'.
+        """Return the experts of this process on a mesh.
+
+        slot_RNE: of all devices of the mesh, in the order of `mesh.devices`.
         """
         process, devices = jax.process_index(), mesh.devices.reshape(-1).tolist()
         processes = np.array([device.process_index for device in devices])
         has_PNE = np.stack(
             [(slot_RNE[processes == p] >= 0).any(axis=0) for p in range(processes.max() + 1)]
         )
-        # processes that have an expert take turns
+        # one of the processes that have an expert saves it; the choice rotates with its number
         turn_NE = np.arange(slot_RNE.shape[2]) % has_PNE.sum(axis=0)
         saved_NE = has_PNE[process] & (np.cumsum(has_PNE, axis=0)[process] - 1 == turn_NE)
         mine = tuple((device,) for device in devices if device.process_index == process)
@@ -130,22 +150,26 @@ class SlottedExperts(LocalExperts):
         return self.num_slots
 
     def has(self, layer: int) -> NDArray[np.bool_]:
-        """Return [E], whether a device of the process has the expert in a layer."""
+        """Return bool [E]: whether some device of this process has the expert in the layer."""
         has_E: NDArray[np.bool_] = np.any(self.slot_RNE[:, layer] >= 0, axis=0)
         return has_E
 
     def saved_of(self, layer: int) -> NDArray[np.int64]:
-        """Return the experts of a layer whose records the process saves."""
+        """Return the numbers of the layer's experts whose records this process writes to a
+        checkpoint.
+        """
         return np.flatnonzero(self.saved_NE[layer])
 
     def places(self, layer: int, position: int) -> list[tuple[int, int]]:
-        """Return where an expert lies: (number among `all_devices`, slot there)."""
+        """Return (position in `all_devices`, slot on that device) of every replica of expert
+        `position`.
+        """
         slots = self.slot_RNE[:, layer, position].tolist()
         return [(device, slot) for device, slot in enumerate(slots) if slot >= 0]
 
     def chosen_shares(self, layer: int, chosen_P: NDArray[np.bool_]) -> NDArray[np.float64]:
-        """Return the share of each device's experts of a layer that are chosen; 0 of a device
-        without any.
+        """Return float64 [R]: the fraction of each device's experts that are chosen, 0 for a device
+        without experts.
         """
         has_RE = self.slot_RNE[:, layer] >= 0
         shares: NDArray[np.float64] = (has_RE & chosen_P).sum(axis=1) / np.maximum(
@@ -156,7 +180,11 @@ class SlottedExperts(LocalExperts):
     def arranged(
         self, layer: int, arrays: Mapping[str, NDArray[Any]]
     ) -> list[dict[str, NDArray[Any]]]:
-        """Return what each device has of arrays of the layer's experts; 0 in slots without one."""
+        """Return, for each device of `all_devices`, arrays [num_slots, ...] by name; empty slots
+        are zero.
+
+        arrays: by name, [experts, ...], in the order of `of_layer(layer)`.
+        """
         rows: list[dict[str, NDArray[Any]]] = [
             {name: np.zeros((self.num_slots, *w.shape[1:]), w.dtype) for name, w in arrays.items()}
             for _ in self.all_devices
@@ -170,8 +198,9 @@ class SlottedExperts(LocalExperts):
 
 @dataclass(frozen=True, eq=False)
 class ExpertIndex:
-    """Numbers the records of N layers of E experts each, layer by layer; local: those that this
-    process has, or all.
+    """Numbers the experts' records from 0 to N E - 1, layer by layer.
+
+    local: the experts that this process has; None means all of them.
     """
 
     num_layers: int
@@ -187,22 +216,22 @@ class ExpertIndex:
         return self.num_layers * self.num_experts
 
     def records(self, layer: int, experts: ArrayLike | None = None) -> NDArray[np.int64]:
-        """Return the records of a layer's experts, of all of them by default."""
+        """Return the record numbers of a layer's experts; of all E experts if `experts` is None."""
         chosen = np.arange(self.num_experts) if experts is None else np.asarray(experts, np.int64)
         return layer * self.num_experts + chosen
 
     def locate(self, record: int) -> tuple[int, int]:
-        """Return the layer and the expert of a record."""
+        """Return (MoE layer, expert) of a record number."""
         return divmod(record, self.num_experts)
 
     @property
     def local_records(self) -> list[int]:
-        """Return the records that this process has, layer by layer."""
+        """Return the record numbers of this process's experts, layer by layer."""
         return self._in_all_layers(None if self.local is None else self.local.of_layer)
 
     @property
     def saved_records(self) -> list[int]:
-        """Return those of them that this process saves."""
+        """Return the record numbers that this process writes to a checkpoint, layer by layer."""
         return self._in_all_layers(None if self.local is None else self.local.saved_of)
 
     def _in_all_layers(self, experts_of: Callable[[int], NDArray[np.int64]] | None) -> list[int]:

@@ -1,14 +1,20 @@
-"""Experts in training, streamed over tiers: slots on the device for the layers in use, records
-below for the others.
+"""Trains experts that do not fit the devices: slots on the device hold the layers in use, host
+memory or NVMe holds the rest.
 
-Legend: N MoE layers, E experts of a layer, P of them this process's, L on each of its devices, M
-rows of a slot there. Experts are numbered here from 0 to P - 1, the first device's first. Each has
-up to three records (`ExpertIndex`): weights, moments, and a gradient that is not applied yet. One
-that is fetched is first brought up to the present step (`lazy_adamw.catch_up`).
+`training/streamed` calls this state layer by layer. Each expert has up to three records
+(`ExpertIndex`): weights, AdamW moments, and a gradient that is not applied yet. The update is lazy:
+an expert's pending gradient and the steps it skipped are applied when the expert is next fetched
+(`lazy_adamw.catch_up`).
 
-Where several devices of a process have an expert (replicas of each other, or devices whose tasks
-share it) it has its records once. The first of them updates it, the others are sent the weights
-(`LocalExperts.places`).
+If several devices of a process hold one expert (replicas, or devices whose tasks share the expert),
+the expert has one set of records. The first of these devices computes the update and sends the
+weights to the others (`LocalExperts.places`).
+
+Legend:
+  N  MoE layers
+  P  experts of this process in a layer, numbered from 0, device by device
+  L  experts of one device in a layer
+  M  rows of a slot on a device, M <= L
 """
 
 import contextlib
@@ -41,24 +47,25 @@ from jmoe.offload.training_slots import DeviceStacks, Slot, TrainingSlots
 
 log = logging.getLogger(__name__)
 
-MAX_STEPS_BEHIND = 1024  # of an expert in a checkpoint
+MAX_STEPS_BEHIND = 1024  # the steps an expert of a checkpoint may lag
 Method = TypeVar("Method", bound=Callable[..., Any])
 ExpertArrays = dict[str, NDArray[np.float32]]
-# layer, experts -> arrays [experts, ...] by name
+# (layer, expert numbers) -> arrays [experts, ...] by parameter
 ReadExperts = Callable[[int, NDArray[np.int64]], ExpertArrays]
 
 
 @dataclass(frozen=True)
 class ExpertStats:
-    """Counters since the start. weights: None where they never leave the device.
+    """Counters since the start.
 
-    updates: experts brought up to date. replayed_steps: steps without a gradient that were replayed
-    for them.
-    waited_s: of the main thread, for layers, for experts that nobody had foreseen, for gradients to
-    be kept.
-    chosen_share: of a device's experts of a layer, those that a step's tokens choose, on average;
-    most_chosen_share: of the device, layer and step with most of them. room: the share that a slot
-    has rows for. slot_bytes: of this process's slots on its devices.
+    weights: None if the weights never leave the device. updates: catch-ups of one expert.
+    replayed_steps: steps without a gradient that those catch-ups replayed.
+
+    waited_s: seconds that the main thread waited for layers, for experts that were not prefetched,
+    and for gradients to be written. chosen_share: the mean fraction of a device's experts of a
+    layer that a step's tokens choose; most_chosen_share: the largest such fraction. room: the
+    fraction of a device's experts that fits a slot. slot_bytes: bytes of all slots on this
+    process's devices.
     """
 
     weights: TieredStats | None
@@ -81,8 +88,9 @@ class ExpertStats:
 
 @dataclass(frozen=True)
 class RecordTiers:
-    """The three kinds of records. weights: None where they are on the device, in as many slots
-    as there are layers.
+    """The stores of the three kinds of records.
+
+    weights: None if the weights stay on the device, in one slot per layer.
     """
 
     weights: TieredStore | None
@@ -97,8 +105,10 @@ class RecordTiers:
 
 @dataclass(frozen=True)
 class DeviceRoom:
-    """The room on a device: slots for so many layers, with rows for so many of its experts each;
-    None: for all.
+    """The slots of a device: how many layers they hold, and how many of the device's experts in
+    each.
+
+    experts: None means all of the device's experts.
     """
 
     layers: int
@@ -108,8 +118,10 @@ class DeviceRoom:
 def record_layouts(
     shapes: Mapping[str, Sequence[int]], gradient_dtype: str
 ) -> dict[str, RecordLayout]:
-    """Return the layouts, by kind, of the records of an expert whose parameters have these
-    shapes.
+    """Return the record layouts {"weights", "moments", "gradients"} of an expert.
+
+    shapes: of the expert's parameters, by name. Weights and moments are float32; the moments of
+    parameter `x` are named `m.x` and `v.x`. gradient_dtype: dtype of the gradient records.
     """
     return {
         "weights": RecordLayout.from_arrays(
@@ -125,7 +137,7 @@ def record_layouts(
 
 
 def _guarded(method: Method) -> Method:
-    """Put `ExpertState.guard` around a method."""
+    """Run a method of `ExpertState` inside `ExpertState.guard`."""
 
     @wraps(method)
     def run(self: "ExpertState", /, *args: Any, **options: Any) -> Any:
@@ -136,23 +148,23 @@ def _guarded(method: Method) -> Method:
 
 
 class ExpertState:
-    """Weights and optimizer state of a process's experts, fetched into slots by a ring over the
-    layers.
+    """Weights and optimizer state of one process's experts, streamed through device slots.
 
-    For each layer, in the order of `begin`, `fetch` gives the slot's arrays, `fetch_more` gives
-    them with more experts in place of those given before, and `release` gives the slot back. The
-    ring's thread fetches ahead what the layer's tokens chose last time; a choice that nobody
-    foresaw is fetched by `fetch`. `keep` takes a layer's gradients to their tier, on a thread of
-    its own; `commit` ends a step, and lets the ring's thread update what is in the slots. Each of
-    several processes has a state of its own and knows nothing of the others.
+    One step: `begin` starts a pass over layers; for each layer `fetch` returns the slot's arrays,
+    `fetch_more` adds experts to them, and `release` frees the slot. `keep` stores a layer's
+    gradients on their tier, in a thread of its own. `commit` or `abandon` ends the step. A ring
+    (`memory/ring.py`) prefetches the experts that each layer's tokens chose last time, and updates
+    the experts in the slots after `commit`; `fetch` loads any expert that was not prefetched.
+    Processes do not communicate: each has its own state.
 
-    An error is for good, wherever it came up: every later call raises it, since it is no longer
-    known which steps an expert has behind it, or a pass over the layers ended half-way. The last
-    checkpoint is not touched by it.
+    Any error is permanent: every later call raises the same error, because the number of steps
+    applied to an expert, or the position of the pass, is then unknown. The last checkpoint stays
+    valid.
 
-    replay_state: of the records as they are, and of the weights. initial: reads weights for slots
-    that are never filled from records. room: grows where a step chooses more experts (`make_room`);
-    a slot has it from its next fetch on.
+    replay_state: the steps that the records, and the weights that `initial` reads, have skipped.
+    initial: reads a layer's weights into slots that have no weight records. room: initial size of
+    the slots; it grows if a step chooses more experts (`make_room`), and a slot takes the new size
+    at its next fetch. wait_limit_s: longest wait for a layer.
     """
 
     def __init__(
@@ -173,26 +185,26 @@ class ExpertState:
         self.slots = TrainingSlots(self.local, self.shapes, num_slots, room.experts)
         self.skipped = SkippedSteps(replay_state, index.num_records, optimizer)
         self._optimizer = optimizer
-        # by a layer's tokens, last time
+        # the experts that each layer's tokens chose in its last pass
         self._chosen = np.zeros((index.num_layers, self.local.experts.size), np.bool_)
         self._initial = initial
         self._failed: BaseException | None = None
         self._updates = self._replayed = 0
-        # of experts that are chosen
+        # fractions of a device's experts that tokens chose
         self._sum_of_shares, self._num_shares, self._most_chosen_share = 0.0, 0, 0.0
         self._waited_s = 0.0
         self._counters = threading.Lock()
         dtype = stores.gradients.layout.fields[0].dtype
         self._no_gradient = {name: np.zeros(shape, dtype) for name, shape in shapes.items()}
         self._order: tuple[int, ...] = tuple(range(index.num_layers))
-        self._fetched = (0, 0)  # the layer that `fetch` gave last, and its slot
+        self._fetched = (0, 0)  # the layer fetched last, and its slot
         self._writer = ThreadPoolExecutor(1, "gradients")
         self._writing: list[Future[None]] = []
         self._ring = Ring(self._order, num_slots, self._load, wait_limit_s=wait_limit_s)
 
     @property
     def now(self) -> int:
-        """Return the number of steps taken."""
+        """Return the number of optimizer steps taken."""
         return self.skipped.now
 
     def _records(
@@ -202,7 +214,9 @@ class ExpertState:
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
-        """Let an error that leaves this block be raised by every later call, too."""
+        """Return a context manager that makes an error permanent: every later call raises the
+        error.
+        """
         if self._failed is not None:
             raise self._failed
         try:
@@ -216,8 +230,9 @@ class ExpertState:
 
     @_guarded
     def begin(self, order: Sequence[int]) -> None:
-        """Begin a pass over these layers; in the order of last time its first ones are being
-        fetched already.
+        """Begin a pass over these MoE layers, to be fetched in this order.
+
+        If the order is that of the previous pass, the ring has already prefetched its first layers.
         """
         if tuple(order) != self._order:
             self._order = tuple(order)
@@ -225,27 +240,31 @@ class ExpertState:
 
     @_guarded
     def stop(self) -> None:
-        """End the pass before its last layer."""
+        """End the pass before its last layer; all fetched layers must be released."""
         self._ring.restart(self._order)
 
     @property
     def room(self) -> int | None:
-        """Return the experts of a device that a slot has rows for; None: all."""
+        """Return the number of experts of a device that fits a slot; None means all."""
         return self.slots.room
 
     @_guarded
     def make_room(self, needed: int) -> None:
-        """Let slots have rows for so many experts of a device from their next fetch on, if they
-        have fewer.
+        """Grow the slots to hold `needed` experts of a device, from their next fetch on.
 
-        Every process has to call this with the same number, since the step's programs are compiled
-        for the room.
+        Slots that are large enough stay as they are. All processes must call this with the same
+        number, since the step's programs are compiled for the slot size.
         """
         self.slots.make_room(needed)
 
     @_guarded
     def fetch(self, layer: int, chosen_P: NDArray[np.bool_]) -> Slot:
-        """Return the weights of the pass's next layer; those chosen are there and up to date."""
+        """Return the slot's arrays of the next layer, by device, with up-to-date weights of the
+        chosen experts.
+
+        Waits for the layer. layer: must be the pass's next layer. chosen_P: the experts that this
+        step's tokens chose.
+        """
         acquired, slot = self._ring.acquire()
         assert acquired == layer, (acquired, layer)
         self._fetched = acquired, slot
@@ -254,7 +273,11 @@ class ExpertState:
 
     @_guarded
     def fetch_more(self, chosen_P: NDArray[np.bool_]) -> Slot:
-        """Return the layer fetched last, not released yet, with more experts that are chosen."""
+        """Return the slot's arrays of the layer fetched last, with up-to-date weights of more
+        chosen experts.
+
+        The arrays replace those of the previous call; the layer must not be released yet.
+        """
         layer, slot = self._fetched
         chosen_P = chosen_P & self.local.has(layer)
         self._chosen[layer] |= chosen_P
@@ -265,22 +288,22 @@ class ExpertState:
         return self.slots.stacks[slot]
 
     def chosen_rows(self, chosen_P: NDArray[np.bool_], size: int) -> list[ChosenRows]:
-        """Return, by device, which rows of the slot fetched last hold these experts, in arrays
-        of `size`.
+        """Return, by device, the rows of the slot fetched last that hold these experts, in arrays
+        of `size` entries.
         """
         return self.slots.chosen_rows(self._fetched[1], chosen_P, size)
 
     @_guarded
     def release(self) -> None:
-        """Give back the layer fetched longest ago, which the device does not read any more
-        either.
-        """
+        """Release the layer that was fetched first; no device program may still read its slot."""
         self._ring.release()
 
     @_guarded
     def _load(self, layer: int, slot: int) -> int:
-        """Fetch, in the ring's thread, what the layer's tokens chose last; only updates where it
-        is there already.
+        """Prefetch, in the ring's thread, the experts that the layer's tokens chose last time;
+        return the bytes fetched.
+
+        If the slot holds the layer already, only its stale experts are updated.
         """
         if not self.slots.holds(slot, layer):
             read = self._initial
@@ -292,8 +315,9 @@ class ExpertState:
         return self._bring(layer, slot, next(self.slots.waves(slot, foreseen), foreseen))
 
     def _bring(self, layer: int, slot: int, experts: NDArray[np.int64]) -> int:
-        """Put these experts' present weights into the slot, which has room for them; return the
-        bytes fetched.
+        """Put up-to-date weights of these experts into the slot; return the bytes fetched.
+
+        The slot must have rows for all of them at once.
         """
         now, records = self.now, self._records(layer, experts)
         missing, stale = self.slots.take_rows(slot, experts), self.skipped.are_behind(records, now)
@@ -317,12 +341,13 @@ class ExpertState:
     # The update
 
     def _catch_up(self, slot: int, expert: int, index: int, now: int) -> int:
-        """Bring a record whose weights are in the slot up to step `now`; return the bytes
-        fetched.
+        """Apply the steps that an expert has skipped, up to step `now`; return the bytes fetched.
+
+        The slot must hold the expert's weights.
         """
         stores, names = self.stores, self.shapes
         steps, pending = self.skipped.steps_of(index, now)
-        # all that may fail to come comes before anything changes
+        # every read that may fail comes before the first change
         with contextlib.ExitStack() as held:
             places = self.slots.places(slot, self.index.locate(index)[0], expert)
             device = self.slots.devices[places[0][0]]
@@ -336,7 +361,7 @@ class ExpertState:
             weights: Record | None = None
             if stores.weights is not None:
                 weights = held.enter_context(stores.weights.get(index, writable=True, empty=True))
-            self.slots.set_present(slot, expert, False)  # until slot and records agree again
+            self.slots.set_present(slot, expert, False)  # until slot and records agree
             both = moments.on_device([f"{part}.{name}" for part in "mv" for name in names], device)
             m, v = ({name: both[f"{part}.{name}"] for name in names} for part in "mv")
             missed = self.skipped.windows(steps, pending=pending)
@@ -364,11 +389,12 @@ class ExpertState:
     def keep(
         self, layer: int, chosen_P: NDArray[np.bool_], gradients: Sequence[DeviceStacks]
     ) -> None:
-        """Take the gradients, by device, of a layer's chosen experts to their tier; return while
-        they are written.
+        """Store the gradients of a layer's chosen experts on their tier; return while a thread
+        writes them.
 
-        gradients: by expert, or, with room for some, of those chosen, in the order of
-        `chosen_rows`.
+        Waits until at most one earlier layer is still being written. gradients: by device, then by
+        parameter: [L, ...], or, if the slots hold a part of the experts, [M, ...] of the chosen
+        experts in the order of `chosen_rows`.
         """
         chosen_P = chosen_P & self.local.has(layer)
         experts, shares = np.flatnonzero(chosen_P), self.local.chosen_shares(layer, chosen_P)
@@ -385,7 +411,7 @@ class ExpertState:
         self, layer: int, experts: NDArray[np.int64], gradients: Sequence[DeviceStacks]
     ) -> None:
         firsts = [self.local.places(layer, expert)[0] for expert in experts.tolist()]
-        if self.slots.room is not None:  # [M, ...] in ascending order
+        if self.slots.room is not None:  # gradients are [M, ...], chosen experts in ascending order
             devices = np.array([d for d, _ in firsts])
             rows = np.arange(devices.size) - np.searchsorted(devices, devices)
             firsts = list(zip(devices.tolist(), rows.tolist(), strict=True))
@@ -407,25 +433,29 @@ class ExpertState:
 
     @_guarded
     def commit(self, lr: float, clip: float) -> None:
-        """Take the step: the gradients kept are its own, and every expert is one step behind."""
+        """End the step: its stored gradients become pending, and every expert is one step further
+        behind.
+
+        lr, clip: the step's learning rate and the factor of its gradients.
+        """
         self._wait_for_writer(pending=0)
         used = self.skipped.commit(lr, clip)
         if used:
             for store in self.stores.all():
                 store.touch(np.concatenate(used))
-                store.expect(np.concatenate(used))  # most of it is used in the next step too
+                store.expect(np.concatenate(used))  # the next step uses most of these records again
             self._ring.reload()
 
     @_guarded
     def abandon(self) -> None:
-        """Do not take the step: its gradients are forgotten."""
+        """End the step without an update: drop the gradients that it stored."""
         self._wait_for_writer(pending=0)
         self.skipped.abandon()
 
     @_guarded
     def freeze(self, records: NDArray[np.int64]) -> None:
-        """Keep these experts from now on as they are after the last step; the others are not
-        kept any more.
+        """Apply all pending updates, then exclude these records from later steps; all other records
+        take part.
         """
         self.flush_updates()
         self.skipped.freeze(records)
@@ -434,7 +464,9 @@ class ExpertState:
 
     @_guarded
     def flush_updates(self, most_behind: int = 0) -> None:
-        """Bring every expert that is more steps behind up to the present one."""
+        """Bring every local expert that is more than `most_behind` steps behind up to the present
+        step.
+        """
         own, layers = np.array(self.index.local_records), range(self.index.num_layers)
         records_NP = np.stack([self._records(layer) for layer in layers])
         stale_NP = self.skipped.are_behind(records_NP, self.now - most_behind)
@@ -448,17 +480,16 @@ class ExpertState:
                 for experts in self.slots.waves(slot, np.flatnonzero(stale_P)):
                     self._bring(layer, slot, experts)
                 self._ring.release()
-        self._ring.wait()  # for the layers that it fetches ahead
+        self._ring.wait()  # the ring may still prefetch the first layers
         self.skipped.forget_history(own)
 
     @_guarded
     def save(self) -> ReplayState:
-        """Write back what has changed since it was last written; return how far the records are
-        behind.
+        """Write all dirty records to their store; return how far each record is behind.
 
-        Nothing moves until the next pass begins. Experts without a token for `MAX_STEPS_BEHIND`
-        steps are brought up to date, so that neither the history nor what is to be replayed grows
-        without end.
+        Experts more than `MAX_STEPS_BEHIND` steps behind are updated first, which bounds the saved
+        history and the later replay. The ring loads nothing until the next pass begins, so the
+        records stay unchanged.
         """
         self.flush_updates(MAX_STEPS_BEHIND)
         for store in self.stores.all():
@@ -466,7 +497,9 @@ class ExpertState:
         return self.skipped.state(np.array(self.index.local_records))
 
     def each_weights(self) -> Iterator[Indexed]:
-        """Give the records of all experts' weights, one after the other, as they stand."""
+        """Yield (record number, arrays) of every local expert's weights, without applying pending
+        updates.
+        """
         if self.stores.weights is not None:
             yield from _each(self.stores.weights)
             return
@@ -476,19 +509,24 @@ class ExpertState:
             yield from zip(records.tolist(), self.slots.each_weights(slot, layer), strict=True)
 
     def each_moments(self) -> Iterator[Indexed]:
-        """Give the records of all experts' moments, one after the other, as they stand."""
+        """Yield (record number, arrays) of every local expert's moments, without applying pending
+        updates.
+        """
         return _each(self.stores.moments)
 
     @_guarded
     def weights(self) -> ExpertArrays:
-        """Return [N, P, ...] of all experts, as they stand; zeros for experts this process does
-        not own.
+        """Return float32 [N, P, ...] by parameter, without applying pending updates.
+
+        Zeros for experts this process does not own.
         """
         return self._stacked(self.each_weights(), "")
 
     @_guarded
     def moments(self, part: str) -> ExpertArrays:
-        """Return [N, P, ...] of all experts' first ("m") or second ("v") moments, as they stand."""
+        """Return float32 [N, P, ...] by parameter, the first (part "m") or second ("v") moments,
+        without applying pending updates.
+        """
         return self._stacked(self.each_moments(), f"{part}.")
 
     def _stacked(self, records: Iterable[Indexed], prefix: str) -> ExpertArrays:
@@ -519,7 +557,7 @@ class ExpertState:
             )
 
     def close(self) -> None:
-        """End the threads and close the stores; what is dirty is not written."""
+        """End the threads and close the stores; dirty records are not written."""
         self._ring.close()
         self._writer.shutdown()
         for store in self.stores.all():

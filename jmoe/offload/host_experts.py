@@ -1,11 +1,15 @@
-"""Experts that the CPU computes where they lie in host memory, while a device computes those that
-it has.
+"""Computes some experts on the CPU, from weights in host memory, while a device computes others.
 
-A few tokens read an expert's weights once and are small themselves: to send the tokens to the
-weights costs less than the weights to the device, wherever the host's memory is faster than the
-link between them (KTransformers, SOSP 2025).
+With few tokens an expert's time is the time to read its weights. Sending the tokens to the weights
+is cheaper than sending the weights to the device wherever host memory is faster than the link
+(KTransformers, SOSP 2025). `residency.open_experts` makes these objects; the inference runner calls
+them.
 
-Legend: T tokens, D hidden, K choices a token, E experts of a layer.
+Legend:
+  T  tokens
+  D  hidden size
+  K  choices of a token
+  E  experts of a layer
 """
 
 import time
@@ -24,22 +28,26 @@ from jmoe.offload.policies import ChosenExperts, ResidencyStats
 from jmoe.offload.slots import ExpertSlots, Fields, NativeSlots, as_array
 from kernels_pallas.native import MAX_ROWS, SlotLayout, slot_mlp
 
-MEMORY = 0.9  # what a measured rate counts for after the next one
-LEAST_SHARE = 0.02  # of either way, so that both are measured again and again
+MEMORY = 0.9  # weight of the previous estimate in the moving average of a rate
+LEAST_SHARE = 0.02  # least share of copies and of CPU experts, so that both rates stay measured
 MEASURED_S = 0.1
 Tokens = tuple[jax.Array, jax.Array | np.ndarray, jax.Array]
 
 
 class HostExperts:
-    """The records of all experts in host memory, for products of few rows by native operations."""
+    """Experts in host memory, multiplied by native CPU operations, for few tokens.
+
+    is_known: whether a native operation supports the experts' fields and the tokens' dtype.
+    """
 
     def __init__(self, records: HostRecords, fields: Fields, dtype: np.dtype | type) -> None:
-        """fields: of an expert; dtype: of the tokens. is_known: there is a native operation for
-        them.
+        """Take the records of all experts.
+
+        fields: shape and dtype of an expert's arrays. dtype: of the tokens.
         """
         self._cpu = jax.local_devices(backend="cpu")[0]
         at = {field.name: (field.offset_bytes,) for field in records.layout.fields}
-        assert isinstance(records.slots_MR, np.ndarray)  # one array for all: not pinned
+        assert isinstance(records.slots_MR, np.ndarray)  # a list would be pinned memory
         self._slots = NativeSlots(as_array(records.slots_MR, self._cpu), fields, at)
         self.is_known = self._slots.takes(1, dtype)
         self.expert_bytes = records.layout.data_bytes
@@ -49,16 +57,19 @@ class HostExperts:
     def start(
         self, tokens: Tokens, rows_E: np.ndarray, activation: str
     ) -> Future[tuple[jax.Array, float]]:
-        """Begin to compute the weighted sum of each token's experts; return (float32 [T, D] on the
-        CPU, seconds).
+        """Begin to compute each token's weighted sum of experts in a thread.
 
-        tokens: h_TD, idx_TK (E for none) and weights_TK, on any device; rows_E: each expert's
-        record.
+        Return a future of (float32 [T, D] on the CPU, seconds). tokens: (h_TD, idx_TK with E for no
+        expert, weights_TK), on any device. rows_E: each expert's record number.
         """
         return self._thread.submit(self._run, tokens, rows_E.astype(np.int32), activation)
 
     def bytes_per_s(self, num_experts: int, activation: str) -> float:
-        """Measure how fast a token reads its experts, each time others."""
+        """Return the measured rate, in bytes per second, at which one token's computation reads
+        experts.
+
+        Each repetition reads other experts, so that no cache holds them.
+        """
         hidden = self._fields["w_down"][0][1]
         idx_TK = np.arange(num_experts, dtype=np.int32)[None]
         ones_TK = np.ones((1, num_experts), np.float32)
@@ -95,12 +106,12 @@ def _sums(layout: SlotLayout, activation: str, h_TD: jax.Array, *arrays: jax.Arr
 
 
 class HybridExperts(ChosenExperts):
-    """Slots for single experts, and what has none is copied to one or computed on the host: both at
-    the same time.
+    """A hot set of experts in device slots; experts outside it are copied to a slot or computed on
+    the CPU.
 
-    Of the experts of a layer that have no slot, so many are copied as the link brings while the
-    host computes the others, by the rates of recent steps; those with the most hits, which will
-    most probably be of use again.
+    Copies and CPU computation run at the same time. Their recent rates decide how many of a layer's
+    missing experts are copied; the experts with the highest hit counts are copied, since they are
+    the most likely to be used again.
     """
 
     def __init__(
@@ -111,9 +122,9 @@ class HybridExperts(ChosenExperts):
         self._stats = ResidencyStats("hybrid")
         self.host_bytes_per_s = self.link_bytes_per_s = 0.0
         self._link_before = store.stats().host
-        self._owed = 0.0  # of the next expert that is copied
+        self._owed = 0.0  # fraction of an expert still to copy, carried over between layers
         self._on_host = False
-        # of the layer in use: the experts that the host computes
+        # experts that the CPU computes in the layer in use
         self._cold_E: np.ndarray | None = None
         self._rows_E = np.zeros(0, np.int64)
         self._coming: list[int] = []
@@ -129,12 +140,13 @@ class HybridExperts(ChosenExperts):
         super().begin_step(whole_layers=whole_layers)
 
     def expect(self, moe_layer: int, guessed: np.ndarray) -> None:
-        if not self._on_host:  # else the link has enough to do
+        if not self._on_host:  # otherwise the copies of chosen experts keep the link busy
             super().expect(moe_layer, guessed)
 
     def acquire(self, moe_layer: int, chosen: np.ndarray | None) -> np.ndarray:
-        """Return the slots; the experts that the host computes have none, and others may still
-        be on their way.
+        """Return the table int32 [E] of the layer's slots; copies may still be under way.
+
+        Experts that the CPU will compute have no slot; `mlp` does not read their entries.
         """
         if not self._on_host or chosen is None:
             return super().acquire(moe_layer, chosen)

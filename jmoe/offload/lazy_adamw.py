@@ -1,11 +1,12 @@
-"""Exact lazy AdamW: how far experts on lower tiers are behind, and `catch_up`, which replays the
-steps they missed.
+"""Exact lazy AdamW: replays the optimizer steps that an offloaded expert has skipped.
 
-Legend: W steps of one call of the program.
+A record stays at the step of its last update. Its pending gradient, and the later steps without
+one, are applied when the record is next used. A checkpoint saves records without updating them, and
+beside them a `ReplayState`. `expert_state.py` uses this in training, `saved_experts.py` when it
+reads a checkpoint.
 
-A record stands at the step it was last updated; its gradient, and the steps that came after without
-one, are applied when it is wanted. A checkpoint saves records as they stand, with `ReplayState`
-beside them.
+Legend:
+  W  steps of one call of the compiled program
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,18 +22,18 @@ from numpy.typing import NDArray
 from jmoe.config import OptimizerConfig
 from jmoe.optim.adamw import StepValues, advance
 
-WINDOW_STEPS = 64  # steps taken by one call of the program
+WINDOW_STEPS = 64  # steps of one call of the compiled program
 NO_GRADIENT = -1
 CONSTANTS = ("beta1", "beta2", "eps", "weight_decay")
 
-Params = Mapping[str, NDArray[Any]]  # an expert's parameters by name, or one kind of their state
+Params = Mapping[str, NDArray[Any]]  # an expert's parameters, moments or gradients, by parameter
 
 
 class MissedSteps(NamedTuple):
-    """Steps of one expert that are taken together: `num_steps` from `step` on.
+    """Consecutive optimizer steps of one expert: `num_steps` steps from step `step` on.
 
-    clip: the factor of the gradient. gradient_at: which of them has one, 0 ... num_steps - 1, or -1
-    for none. lr_W: learning rates of the steps from `step` on, float32 [W >= num_steps].
+    clip: factor of the gradient. gradient_at: offset of the step that has a gradient, 0 to
+    num_steps - 1, or -1 if none has. lr_W: float32 learning rates of the steps, W >= num_steps.
     """
 
     clip: Any
@@ -51,14 +52,15 @@ def catch_up(
     *,
     config: OptimizerConfig,
 ) -> tuple[dict[str, jax.Array], dict[str, jax.Array], dict[str, jax.Array]]:
-    """Take the missed AdamW steps of an expert's parameters by name; g: the gradient of step
-    `missed.gradient_at`.
+    """Return an expert's (w, m, v), each by parameter name, after the missed AdamW steps.
 
-    The other gradients are 0, since no token came to the expert: dense AdamW decays its moments and
-    moves its weights all the same. Weight decay applies to matrices. One loop body serves every
-    number of steps, so that missed steps replayed later give the bits that taking them one by one
-    gives (two programs of the same formula differ by
-    rounding: what is contracted to fused multiply-adds is the compiler's choice).
+    g: the gradient of step `missed.step + missed.gradient_at`. The gradient is zero in all other
+    steps, because no token reached the expert; dense AdamW still decays the moments and moves the
+    weights in those steps. Weight decay applies to matrices.
+
+    One loop body serves any number of steps, so that replayed steps give the same bits as steps
+    taken one by one. Two compiled programs of the same formula may differ by rounding, because the
+    compiler chooses what to contract to fused multiply-adds.
     """
 
     def one(i: jax.Array, state: Any) -> Any:
@@ -83,7 +85,7 @@ _catch_up_alone = jax.jit(catch_up, static_argnames="config")
 
 
 class History:
-    """Learning rates and clip factors of the steps from `first` on, as float32 has them."""
+    """Learning rates and clip factors of consecutive steps from `first` on, float32 values."""
 
     def __init__(self, first: int, lr: Iterable[float] = (), clip: Iterable[float] = ()) -> None:
         self.first, self.lr, self.clip = first, list(lr), list(clip)
@@ -106,8 +108,9 @@ class History:
         self.first = step
 
     def windows(self, steps: range, *, pending: bool) -> Iterator[MissedSteps]:
-        """Give what `catch_up` takes besides arrays, call by call; pending: the first step has a
-        gradient.
+        """Yield the steps in windows of at most `WINDOW_STEPS`, as `catch_up` takes them.
+
+        steps: must lie within the history. pending: whether the first step has a gradient.
         """
         assert self.first <= steps.start and steps.stop <= self.end, (self.first, steps, self.end)
         for first in range(steps.start, steps.stop, WINDOW_STEPS):
@@ -124,18 +127,20 @@ class History:
 
 
 def constants(config: OptimizerConfig) -> OptimizerConfig:
-    """Return AdamW's constants alone."""
+    """Return a config that holds only AdamW's constants (`CONSTANTS`); other fields have their
+    defaults.
+    """
     return OptimizerConfig(**{name: getattr(config, name) for name in CONSTANTS})
 
 
 @dataclass(frozen=True)
 class ReplayState:
-    """Says how far the records of a checkpoint of `step` are behind.
+    """Says how many optimizer steps the records of a checkpoint at step `step` have skipped.
 
-    history: of the steps from that of the oldest record on. applied: steps that a record has behind
-    it, where those are fewer than `step`. pending: records whose gradient waits; it is that of step
-    `applied[record]`. optimizer: AdamW's constants in those steps, nothing else. gradient_dtype: of
-    the gradients that wait.
+    history: learning rates and clip factors since the oldest skipped step. applied: the number of
+    steps applied to a record, for records with fewer than `step`. pending: records with a gradient
+    that is not applied yet; it belongs to step `applied[record]`. optimizer: AdamW's constants of
+    the skipped steps. gradient_dtype: dtype of the pending gradients.
     """
 
     step: int
@@ -147,20 +152,21 @@ class ReplayState:
 
     @classmethod
     def up_to_date(cls, step: int, optimizer: OptimizerConfig, gradient_dtype: str) -> Self:
-        """Return the replay state of records that are not behind."""
+        """Return the replay state of records that have skipped no step."""
         return cls(step, History(step), {}, frozenset(), constants(optimizer), gradient_dtype)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return what has to be as it was for the steps that are missed and the gradients that
-        wait.
+        """Return the settings that a resumed run must not change: AdamW's constants and the
+        gradient dtype.
         """
         values = {name: getattr(self.optimizer, name) for name in CONSTANTS}
         return {"optimizer": values, "gradient_dtype": self.gradient_dtype}
 
     def to_json(self) -> dict[str, Any]:
-        """Return what is saved beside the list of a process's records, which names those whose
-        gradient waits.
+        """Return the JSON object saved beside a process's list of records.
+
+        `pending` is left out: the list itself names the gradient records.
         """
         return {
             "step": self.step,
@@ -173,8 +179,8 @@ class ReplayState:
 
     @classmethod
     def from_lists(cls, lists: Iterable[Mapping[str, Any]]) -> Self | None:
-        """Read what all processes have listed of a checkpoint's records; None where all of them
-        are up to date.
+        """Return the replay state of all processes' lists of a checkpoint; None if every record is
+        up to date.
         """
         besides, pending = [], set[int]()
         for listed in lists:
@@ -208,10 +214,10 @@ class ReplayState:
     def catch_up(
         self, index: int, w: Params, m: Params, v: Params, g: Params | None
     ) -> tuple[Params, Params, Params]:
-        """Return a record's weights and moments at `step`, from those in the checkpoint: the bits
-        that the run has.
+        """Return (weights, first moments, second moments) of a record at step `step`.
 
-        g: its gradient, where it is pending, else None.
+        w, m, v: the record's arrays in the checkpoint. g: the record's pending gradient, None if it
+        has none. The result has the same bits as the training run would have.
         """
         assert (g is not None) == (index in self.pending), index
         steps = range(self.applied.get(index, self.step), self.step)

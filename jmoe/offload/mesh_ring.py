@@ -1,7 +1,12 @@
-"""Experts that do not fit the devices of a mesh: whole layers pass through slots, of which each
-device fills its part.
+"""Serves experts that do not fit the devices of a mesh: whole layers stream through ring slots.
 
-Legend: N devices, S experts of a layer on a device, K ring slots.
+Each device holds its share of the layer's experts. `residency.open_placed_experts` makes the ring;
+the mesh runner acquires and releases its layers.
+
+Legend:
+  N  devices
+  S  experts of a layer on a device
+  K  ring slots
 """
 
 from typing import Any
@@ -22,9 +27,7 @@ from kernels_pallas.grouped_mlp import MLPWeights
 
 
 class HostLayerSlots:
-    """S slots of a device of the CPU backend: memory that XLA reads as arrays [S, ...], and that
-    a copy fills.
-    """
+    """S expert slots of a CPU device: host memory that XLA reads as arrays [S, ...] in place."""
 
     def __init__(self, num_slots: int, fields: Fields, device: jax.Device) -> None:
         whole = {name: ((num_slots, *shape), dtype) for name, (shape, dtype) in fields.items()}
@@ -32,13 +35,13 @@ class HostLayerSlots:
         self.arrays = {name: as_array(memory, device) for name, memory in self._memory.items()}
 
     def write(self, slot: int, record: NamedArrays) -> None:
-        """Copy one expert's weights into a slot. No program that reads the slots may be running."""
+        """Copy one expert's weights into a slot; no program that reads the slots may be running."""
         for name, memory in self._memory.items():
             np.copyto(memory[slot], record[name])
 
 
 class DeviceLayerSlots:
-    """S slots in an accelerator's memory, [S, ...]; a write is a transfer and an update in
+    """S expert slots in an accelerator's memory, arrays [S, ...]; a write transfers and updates in
     place.
     """
 
@@ -50,15 +53,17 @@ class DeviceLayerSlots:
         }
 
     def write(self, slot: int, record: NamedArrays) -> None:
-        """Copy one expert's weights into a slot, after programs that read it: a device runs them
-        in order.
+        """Copy one expert's weights into a slot.
+
+        The update runs after the programs that read the slot, since a device runs its programs in
+        order.
         """
         values = {name: record[name] for name in self.arrays}
         sent = {
             name: jax.device_put(v.view(stored_dtype(v.dtype)), self._device)
             for name, v in values.items()
         }
-        jax.block_until_ready(sent)  # the record's memory is used again when this returns
+        jax.block_until_ready(sent)  # the caller may reuse the record's memory after this returns
         self.arrays = put_record(self.arrays, sent, np.int32(slot))
 
 
@@ -66,8 +71,8 @@ class MeshRing(MeshExperts):
     """K ring slots, each of S expert slots on every device: whole layers pass through them in
     order.
 
-    Every process loads what its devices have of a layer by the even placement, from host memory or
-    NVMe of its own, so that N devices stream over N links at once; processes need not agree when.
+    Each process loads its own devices' experts, placed evenly, from its own host memory or NVMe, so
+    that N devices load over N links at once. Processes load without synchronization.
     """
 
     streams = True
@@ -86,7 +91,7 @@ class MeshRing(MeshExperts):
             for _ in range(ring_slots)
         ]
         self._weights: list[Arrays] = [{}] * ring_slots
-        self._slot_of: dict[int, int] = {}  # of the layer acquired
+        self._slot_of: dict[int, int] = {}  # only the acquired layer's
         self.ring = Ring(range(index.num_layers), ring_slots, self._load)
 
     def acquire(self, layer: int) -> None:
@@ -126,8 +131,8 @@ class MeshRing(MeshExperts):
         return len(places) * self._store.layout.data_bytes
 
     def _places(self, layer: int) -> list[tuple[int, int, int]]:
-        """Return (which of this process's devices, its slot, the record) of every expert that
-        they have of a layer.
+        """Return (position of the device among this process's, slot, record number) of the layer's
+        local experts.
         """
         return [
             (device, slot, int(self.index.records(layer, expert)))

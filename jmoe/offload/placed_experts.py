@@ -1,7 +1,14 @@
-"""Experts spread over several devices: slots of a layer on each, filled as a placement says.
+"""Experts of inference spread over several devices: each device has expert slots per layer, filled
+as a placement says.
 
-Legend: E experts of a layer, N devices, S slots of a device for a layer, C as in
-`planning/placement.py`.
+`residency.open_placed_experts` makes these objects; the mesh runner reads their weights, and
+`expert_placer` changes their placements.
+
+Legend:
+  E  experts of a layer
+  N  devices
+  S  expert slots of a device for a layer
+  C  rows after which an expert's replicas repeat (`planning/placement.py`)
 """
 
 import time
@@ -28,8 +35,10 @@ Arrays = dict[str, jax.Array]
 
 
 class MeshExperts(ExpertPlaces):
-    """Every layer's experts on the devices of a mesh: evenly, each once, at first. copied,
-    copies: since the start.
+    """Every layer's experts on the devices of a mesh, at first evenly, one replica each.
+
+    copied_experts, copied_bytes, copied_s: copies of this process since the start. copies_N: copies
+    to each device, by any process.
     """
 
     def __init__(
@@ -43,8 +52,8 @@ class MeshExperts(ExpertPlaces):
             if device.process_index == jax.process_index()
         ]
         self.process_of_N = np.asarray([device.process_index for device in self._devices])
-        self.copied_experts, self.copied_bytes, self.copied_s = 0, 0, 0.0  # of this process
-        self.copies_N = np.zeros(mesh.size, np.int64)  # to every device, of other processes too
+        self.copied_experts, self.copied_bytes, self.copied_s = 0, 0, 0.0  # by this process
+        self.copies_N = np.zeros(mesh.size, np.int64)  # to every device, by any process
         sizes = [int(np.prod(shape)) * dtype.itemsize for shape, dtype in fields.values()]
         self.expert_bytes = sum(sizes)
         even = even_placement(index.num_experts, mesh.size, slots_per_device)
@@ -53,22 +62,24 @@ class MeshExperts(ExpertPlaces):
 
     @abstractmethod
     def weights(self, layer: int) -> MLPWeights:
-        """Return the weights in all slots of a layer, [N S, ...], split over the devices."""
+        """Return the weights in a layer's expert slots, [N S, ...], sharded over the devices."""
 
     def turns(self, layer: int) -> jax.Array:
-        """Return int32 [E, C] of a layer's placement, on every device."""
+        """Return int32 [E, C]: the replica that takes each row, of the layer's placement, on every
+        device.
+        """
         return self._turns[layer]
 
     def acquire(self, layer: int) -> None:
-        """Wait until the experts of a layer are on this process's devices; layers come in order."""
+        """Wait until a layer's experts are on this process's devices; layers must come in order."""
         return
 
     def release(self) -> None:
-        """Give back the layer acquired, which no program of this process reads any more."""
+        """Release the acquired layer; no program of this process may still read it."""
         return
 
     def _joined(self, shards: list[Arrays]) -> Arrays:
-        """Return the slots of all devices, of this process's."""
+        """Return global arrays [N S, ...] of this process's shards [S, ...], in device order."""
         where = NamedSharding(self.mesh, BATCH)
 
         def joined(parts: list[jax.Array]) -> jax.Array:
@@ -79,10 +90,10 @@ class MeshExperts(ExpertPlaces):
 
 
 class PlacedExperts(MeshExperts):
-    """Each layer's experts on the devices of a mesh; each process fills its own devices' slots.
+    """Every layer's experts stay on the devices of a mesh until a new placement moves them.
 
-    A slot is written while no program that reads it is running, or after it: a device runs its
-    programs in order.
+    Each process fills its own devices' slots. A device runs its programs in order, so a write does
+    not disturb earlier programs that read the slot.
     """
 
     def __init__(
@@ -94,15 +105,16 @@ class PlacedExperts(MeshExperts):
         read: ReadRecord,
         placements: Sequence[Placement] | None = None,
     ) -> None:
-        """read: opens the record of an expert by its number.
+        """Fill the slots.
 
-        placements: of each layer for good, where layers on different devices share a row of slots;
-        None: evenly at first, each layer with a row of its own of `slots_per_device`.
+        read: opens an expert's record by its number. placements: one per layer, permanent; layers
+        on disjoint devices may then share a row of slots. None means even placement, with a row of
+        `slots_per_device` slots for each layer.
         """
         super().__init__(mesh, index, fields, slots_per_device)
         self._read = read
         first = list(placements or self.placements)
-        # of each layer, row
+        # row of slots of each layer, and the slots per device of each row
         self._rows, slots = list(range(index.num_layers)), [slots_per_device] * index.num_layers
         if placements is not None:
             self._rows, slots = slot_rows(placements)
@@ -121,12 +133,12 @@ class PlacedExperts(MeshExperts):
         return as_weights(self._weights[self._rows[layer]])
 
     def changes(self, layer: int, placement: Placement) -> Changes:
-        """Return what would have to be copied for a placement of a layer."""
+        """Return the copies that a new placement of a layer needs."""
         return changes(self._held[layer], placement)
 
     def apply(self, layer: int, changed: Changes) -> None:
-        """Copy what is new on this process's devices, and let the layer's next tokens go by the
-        new placement.
+        """Copy new experts to this process's devices, and route the layer's next tokens by the new
+        placement.
         """
         begun = time.perf_counter()
         held = self._held[layer].copy()
@@ -148,9 +160,7 @@ class PlacedExperts(MeshExperts):
         self.copied_s += time.perf_counter() - begun
 
     def copy_again(self) -> None:
-        """Copy the first expert of this process's first device to its place once more, to be
-        timed.
-        """
+        """Copy the first expert of this process's first device once more; callers time this."""
         device, *others = self._shards(0)
         record = self.index.records(0, self._held[0][self._mine[0], 0]).item()
         filled = jax.block_until_ready(self._filled(self._mine[0], device, 0, record))
@@ -179,22 +189,22 @@ class PlacedExperts(MeshExperts):
 
     def _filled(self, device: int, slots: Arrays, slot: int, record: int) -> Arrays:
         where = self._devices[device]
-        with self._read(record) as arrays:  # whose memory is used again after it
+        with self._read(record) as arrays:  # its memory is reused after the block
             values = {name: _numbers(arrays[name]) for name in slots}
-            if where.platform == "cpu":  # where an array may be the very memory that it is made of
+            if where.platform == "cpu":  # a CPU array may alias the source's memory
                 values = {name: value.copy() for name, value in values.items()}
             sent = jax.block_until_ready(jax.device_put(values, where))
         return put_record(slots, sent, np.int32(slot))
 
     def _shards(self, layer: int) -> list[Arrays]:
-        """Return the slots of each of this process's devices, in their order."""
+        """Return the slots of each of this process's devices, in device order."""
         row = self._weights[self._rows[layer]]
         parts = {name: {s.device: s.data for s in w.addressable_shards} for name, w in row.items()}
         return [{name: part[self._devices[n]] for name, part in parts.items()} for n in self._mine]
 
 
 def mine_of(placement: Placement, mesh: Mesh) -> np.ndarray:
-    """Return the experts that this process's devices have."""
+    """Return the numbers of the experts on this process's devices."""
     mine = [device.process_index == jax.process_index() for device in mesh.devices.flat]
     experts: np.ndarray = placement.physical_to_logical[mine].ravel()
     return experts[experts != EMPTY]
@@ -203,8 +213,9 @@ def mine_of(placement: Placement, mesh: Mesh) -> np.ndarray:
 def even_placement(
     num_experts: int, num_devices: int, slots_per_device: int | None = None
 ) -> Placement:
-    """Return the placement of each expert once, in order. slots_per_device: None for as few as
-    hold them.
+    """Return a placement with one replica of each expert, in order.
+
+    slots_per_device: None means as few as hold all experts.
     """
     slots_per_device = slots_per_device or -(-num_experts // num_devices)
     packed = {"slots_per_device": slots_per_device, "max_packed": slots_per_device}
@@ -217,7 +228,7 @@ def _numbers(values: np.ndarray) -> np.ndarray:
 
 @partial(jax.jit, donate_argnums=0)
 def put_record(slots: Arrays, record: Mapping[str, jax.Array], slot: jax.Array) -> Arrays:
-    """Return slots [S, ...] with one of them written in place."""
+    """Return slots [S, ...] with one slot overwritten; donates and updates `slots` in place."""
     return {
         name: lax.dynamic_update_index_in_dim(slots[name], record[name], slot, 0) for name in slots
     }

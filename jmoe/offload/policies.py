@@ -1,7 +1,15 @@
-"""Ways of keeping experts in device slots: all of them, whole layers in a ring, or those that
-tokens chose.
+"""Residency policies of inference on one device: all experts, whole layers in a ring, or chosen
+experts.
 
-Legend: E experts of a layer. `ExpertIndex` numbers their records.
+`residency.open_experts` makes a policy; the runner calls `begin_step`, then `acquire`, `mlp` and
+`release` for each MoE layer.
+
+Legend:
+  T  tokens
+  D  hidden size
+  E  experts of a layer
+  M  expert slots of a device
+  K  ring slots
 """
 
 import contextlib
@@ -25,26 +33,23 @@ from jmoe.offload.expert_index import ExpertIndex
 from jmoe.offload.slots import ExpertSlots
 from kernels_pallas.native import SlotFinder
 
-WAIT_LIMIT_S = 60.0  # for a copy
-# for all copies that a layer of a program waits for: those raise first
+WAIT_LIMIT_S = 60.0  # longest wait for one copy
+# longest wait of a program for a layer; longer, so that the copy's own error comes first
 PROGRAM_LIMIT_S = 10 * WAIT_LIMIT_S
 COPY_THREADS = 2
-MIN_TRUST = 0.5  # share of right guesses from which on they are acted on
-GUESS_DECAY = 0.95  # what a guess counts for after the next layer's
-FIRST_TRUST = 8.0  # right guesses that are assumed at first
+MIN_TRUST = 0.5  # guesses are followed while at least this fraction is right
+GUESS_DECAY = 0.95  # decay per layer of the counts of guesses
+FIRST_TRUST = 8.0  # guesses assumed right at the start
 
 
 @dataclass
 class ResidencyStats:
     """Counters since the start.
 
-    waits, waited_s: layers whose experts were not there yet, and for how long they waited in all.
-
-    hits, misses: experts that the tokens of a step chose and that had a slot, or had to be copied
-    to one.
-    guessed, guessed_right: experts that were copied on a guess, and how many of these were then
-    chosen.
-    on_host: of the misses those that the host computed instead, where they lie.
+    waits, waited_s: layers that had to wait for their experts, and the seconds they waited in all.
+    layers: layers whose choices were counted. hits, misses: experts that a step's tokens chose and
+    that had a slot, or did not. guessed: experts copied because a guess named them; guessed_right:
+    those among them that tokens then chose. on_host: misses that the CPU computed instead.
     """
 
     policy: str
@@ -59,20 +64,18 @@ class ResidencyStats:
 
 
 class ExpertPlaces(ABC):
-    """Knows where a model's experts are: what an engine asks, whether on one device or on
-    several.
-    """
+    """Where a model's experts are: the interface of an engine to one or several devices."""
 
-    streams = False  # slots change while the engine runs, so `release` matters
-    takes_guesses = False  # `expect` is of use
-    num_slots: int  # on the devices, of one expert each
-    num_bytes: int  # of the slots
+    streams = False  # whether slots change while the engine runs
+    takes_guesses = False  # whether `expect` has an effect
+    num_slots: int  # expert slots on all devices
+    num_bytes: int  # bytes of all expert slots
 
     def begin_step(self, *, whole_layers: bool, on_host: bool = False) -> None:
-        """Begin a step, whose layers are acquired in order, each released before the next.
+        """Begin a step, which acquires its layers in order and releases each before the next.
 
-        whole_layers: bring all experts of every layer, where there is a choice. on_host: leave
-        experts to the host, where it can compute them.
+        whole_layers: bring all experts of every layer instead of the chosen ones, if the policy
+        distinguishes. on_host: let the CPU compute experts, if the policy can.
         """
         return
 
@@ -82,8 +85,8 @@ class ExpertPlaces(ABC):
 
     @abstractmethod
     def occupancy(self) -> list[tuple[int, int] | None]:
-        """Return (layer, expert) of every slot, also of what is on its way there; None where
-        there is nothing.
+        """Return (layer, expert) of every slot, None for an empty slot; a copy under way counts as
+        present.
         """
 
     def close(self) -> None:
@@ -92,14 +95,15 @@ class ExpertPlaces(ABC):
 
 
 class Residency(ExpertPlaces):
-    """Decides which experts are in which slots. What does not move (`AllResident`) needs no more
-    than a table.
+    """Decides which experts of a single device are in which slots.
+
+    needs_choices: whether `acquire` needs the tokens' choices in this step. tables_NE: int32
+    [layers, E], the tables that `acquire` returns, if they never change. finder: if not None,
+    compiled programs of this step look slots up with it instead of calling `acquire`.
     """
 
-    needs_choices = False  # in this step `acquire` must be told which experts its tokens chose
-    # what `acquire` returns for each layer, where that is the same in every step
+    needs_choices = False  # see the class docstring
     tables_NE: np.ndarray | None = None
-    # in this step programs may find slots with it, in place of `acquire`
     finder: SlotFinder | None = None
 
     def __init__(self, slots: ExpertSlots, index: ExpertIndex) -> None:
@@ -108,21 +112,25 @@ class Residency(ExpertPlaces):
 
     @abstractmethod
     def acquire(self, moe_layer: int, chosen: np.ndarray | None) -> np.ndarray:
-        """Return the table int32 [E] of a layer's slots when its (chosen) experts are in place.
+        """Return the table int32 [E] of the layer's slots, once the chosen experts are in their
+        slots.
 
-        chosen: expert numbers, in any order and more than once; E for none.
+        chosen: expert numbers in any order, repeats allowed, E for no expert; None means all
+        experts.
         """
 
     @contextlib.contextmanager
     def programs(self) -> Iterator[None]:
-        """Let programs use `finder` in the block, one at a time; they must have ended when it
-        does.
+        """Return a context manager inside which programs may use `finder`, one at a time.
+
+        All programs must have ended when the block does.
         """
         yield
 
     def mlp(self, routed: ExpertInputs, table_E: np.ndarray, activation: str) -> jax.Array:
-        """Return float32 [T, D]: y + the weighted sum of each token's experts; table_E: what
-        `acquire` returned.
+        """Return float32 [T, D]: `routed.y_TD` plus the weighted sum of each token's experts.
+
+        table_E: the table that `acquire` returned.
         """
         return self.slots.mlp(routed, table_E, activation)
 
@@ -131,22 +139,22 @@ class Residency(ExpertPlaces):
         return self.stats().waited_s
 
     def release(self, moe_layer: int) -> None:
-        """Give a layer's slots back, which no program reads any more."""
+        """Release a layer's slots; no program may still read them."""
         return
 
     def expect(self, moe_layer: int, guessed: np.ndarray) -> None:
-        """Prepare for experts that a later layer will probably ask for."""
+        """Prefetch experts that the tokens of a later layer will probably choose."""
         return
 
 
 def copy_record(store: TieredStore, index: int, slots: ExpertSlots, slot: int) -> None:
-    """Copy one expert from host memory (or NVMe) into a slot."""
+    """Copy one expert's record from the store into a slot."""
     with store.get(index) as record:
         slots.write(slot, record)
 
 
 class AllResident(Residency):
-    """Every expert has a slot of its own for good."""
+    """Every expert has a permanent slot."""
 
     def __init__(self, slots: ExpertSlots, index: ExpertIndex) -> None:
         super().__init__(slots, index)
@@ -167,8 +175,8 @@ class AllResident(Residency):
 
 
 class LayerRing(Residency):
-    """K ring slots, each of E expert slots: whole layers pass through them in order (MoESys
-    section 3.3.2).
+    """K ring slots of E expert slots each: whole layers pass through them in order (MoESys, section
+    3.3.2).
     """
 
     streams = True
@@ -204,8 +212,9 @@ class LayerRing(Residency):
         self.ring.close()
 
     def _slots_of(self, ring_slot: int) -> NDArray[np.int64]:
-        """Return the expert slots of a ring slot: as many as a layer has experts, so numbered
-        like its records.
+        """Return the expert slots of a ring slot.
+
+        A ring slot has E expert slots, so `ExpertIndex` numbers them like the records of a layer.
         """
         return self.index.records(ring_slot)
 
@@ -220,21 +229,19 @@ class LayerRing(Residency):
 
 
 class ChosenExperts(Residency):
-    """M slots for single experts: a hot set by hit counts, and what the step's tokens chose beside
-    it.
+    """M expert slots: a hot set by hit counts, plus the other experts that a step's tokens choose.
 
-    `expect` begins to copy experts that a later layer will probably need. A wrong guess costs a
-    copy, or less if the choices are known before it has begun. Guesses are only listened to while
-    at least half of the recent ones, about experts that were not there, were right: where the link
-    is the limit a wrong one costs what a right one saves.
+    `expect` starts copies of guessed experts. A wrong guess costs a copy, unless the choices arrive
+    before the copy has begun. Guesses are followed only while at least half of the recent guesses
+    about absent experts were right: if the link is the bottleneck, a wrong guess costs as much as a
+    right one saves.
 
-    A step of whole layers gets all experts of each, the next layer's while one computes, and nobody
-    asks what its tokens chose. This is a ring some of whose layers stay: the hot set keeps its
-    slots, what is left of a layer passes through the others.
+    A step of whole layers brings all experts of a layer while the previous layer computes, and
+    needs no choices. The hot set keeps its slots; the rest of each layer passes through the others.
 
-    Where programs find slots, what they choose has its slot or is brought by `acquire`, in the
-    thread of the finder. Nothing of theirs needs a pin: a layer whose experts are asked for waits,
-    and what came before it has ended.
+    If programs look slots up themselves (`finder`), `acquire` runs in the finder's thread for
+    layers with missing experts. These experts need no pins: the layer waits for `acquire`, and all
+    earlier layers have ended.
     """
 
     streams, takes_guesses, needs_choices = True, True, True
@@ -242,7 +249,11 @@ class ChosenExperts(Residency):
     def __init__(
         self, slots: ExpertSlots, store: TieredStore, index: ExpertIndex, *, finds: bool = False
     ) -> None:
-        """finds: let programs find slots, with native operations."""
+        """Make the policy over empty slots.
+
+        finds: let programs look slots up themselves, with native operations. Raises `ValueError` if
+        the slots do not hold the experts of one layer.
+        """
         num_slots, num_experts = slots.num_slots, index.num_experts
         check(
             num_slots >= num_experts,
@@ -260,7 +271,7 @@ class ChosenExperts(Residency):
         self._failed: Exception | None = None
         self._used: list[int] = []  # records that the step's tokens chose
         self._stats = ResidencyStats("experts")
-        self._ignored: dict[int, set[int]] = {}  # guesses that nothing was copied for
+        self._ignored: dict[int, set[int]] = {}  # layer -> guessed records that were not copied
         self._recent_guesses = self._recent_right = FIRST_TRUST
         self._finder: SlotFinder | None = None
         if finds:
@@ -280,7 +291,7 @@ class ChosenExperts(Residency):
                 raise self._failed from error
             raise
         assert self._finder is not None
-        # but for layers that had to ask, which are counted
+        # layers that went through `acquire` are counted there
         chosen = np.flatnonzero(self._finder.chosen)
         self._finder.chosen[:] = 0
         self._stats.layers += np.unique(chosen // self.index.num_experts).size
@@ -298,7 +309,7 @@ class ChosenExperts(Residency):
         self._finder.chosen[self.index.records(moe_layer)] = 0
 
     def begin_step(self, *, whole_layers: bool, on_host: bool = False) -> None:
-        if self._used:  # counts rise once a step, or layers yet to come look unused
+        if self._used:  # once per step: counted layer by layer, later layers would look unused
             self.pool.counts.touch(self._used)
             self._store.touch(self._used)
             self._used = []
@@ -319,10 +330,12 @@ class ChosenExperts(Residency):
     def acquire(self, moe_layer: int, chosen: np.ndarray | None) -> np.ndarray:
         self._wait(self._begin(moe_layer, chosen))
         slot_E = self.pool.slot_of[self.index.records(moe_layer)]
-        return np.maximum(slot_E, 0)  # an expert without a slot is not asked for
+        return np.maximum(slot_E, 0)  # programs do not read the entries of experts without a slot
 
     def _begin(self, moe_layer: int, chosen: np.ndarray | None) -> list[int]:
-        """Begin the copies that a layer waits for; return the records that have slots, or will."""
+        """Begin the copies that a layer waits for; return the records that have, or will have, a
+        slot.
+        """
         if self._failed is not None:
             raise self._failed
         records = self._layer(moe_layer) if chosen is None else self._records(moe_layer, chosen)
@@ -337,7 +350,7 @@ class ChosenExperts(Residency):
         return records
 
     def _worth_bringing(self, records: list[int]) -> list[int]:
-        """Return those of the chosen records that get slots, and keep those that they have."""
+        """Return the chosen records to put into slots; subclasses may leave some to the CPU."""
         return records
 
     def _wait(self, records: list[int]) -> None:
@@ -350,7 +363,7 @@ class ChosenExperts(Residency):
 
     def release(self, moe_layer: int) -> None:
         for record in (pinned := self._pinned.pop(moe_layer)):
-            if record in self._copies:  # a wrong guess whose copy had begun when that was known
+            if record in self._copies:  # a wrong guess whose copy had already begun
                 self._finish(self._copies.pop(record))
         self.pool.unpin(self.pool.slots_of(sorted(pinned)))
 
@@ -369,8 +382,10 @@ class ChosenExperts(Residency):
         self._threads.shutdown(cancel_futures=True)
 
     def _finish(self, copy: Future[None]) -> None:
-        """Wait for a copy. One that fails ends the service: its slot holds nothing, but is in
-        the pool as filled.
+        """Wait for a copy.
+
+        A failed copy is permanent, because the pool counts its slot as filled: every later call
+        raises its error.
         """
         try:
             copy.result(WAIT_LIMIT_S)
@@ -379,8 +394,9 @@ class ChosenExperts(Residency):
             raise
 
     def _count(self, records: list[int], guesses: set[int], ignored: set[int]) -> None:
-        """Note which of the chosen records were there, what came on a guess was not, and how
-        good guesses are.
+        """Count hits and misses of the chosen records, and the accuracy of the guesses.
+
+        A record that a guess brought counts as a miss.
         """
         slot_of = self.pool.slot_of
         hits = sum(slot_of[r] >= 0 and r not in guesses for r in records)
@@ -405,11 +421,11 @@ class ChosenExperts(Residency):
         )
 
     def _bring(self, moe_layer: int, records: list[int]) -> None:
-        """Give the records slots and pins, and begin the copies that are missing."""
+        """Give the records slots and pins, and begin the missing copies."""
         slot_of = self.pool.slot_of
         try:
             self._store.prefetch([r for r in records if slot_of[r] < 0])
-        except Exception as error:  # an earlier read that failed
+        except Exception as error:  # an earlier prefetch failed
             self._failed = error
             raise
         _, loads = self.pool.plan(records)
@@ -417,8 +433,8 @@ class ChosenExperts(Residency):
         fresh = [r for r in records if r not in mine]
         self.pool.pin(self.pool.slots_of(fresh))
         mine.update(fresh)
-        # what was chosen comes one by one, so that a wrong guess can be cancelled; whole layers in
-        # a few long copies
+        # chosen experts are copied one by one, so that a wrong guess can be cancelled;
+        # whole layers are copied in a few long batches
         size = 1 if self.needs_choices else max(1, -(-len(loads) // COPY_THREADS))
         for batch in (loads[i : i + size] for i in range(0, len(loads), size)):
             copy = self._threads.submit(self._copy, batch)
@@ -429,10 +445,10 @@ class ChosenExperts(Residency):
             copy_record(self._store, record, self.slots, slot)
 
     def _bring_early(self, moe_layer: int, records: list[int]) -> set[int]:
-        """`_bring` of what there is room for while another layer is in use; returns the records to
-        be copied.
+        """Bring as many records as fit while another layer is in use; return the records to be
+        copied.
 
-        Those that have slots are pinned too: they must not make room for the others.
+        Records that have slots are pinned first, so that new records do not evict them.
         """
         slot_of = self.pool.slot_of
         there = [r for r in records if slot_of[r] >= 0]
@@ -442,9 +458,7 @@ class ChosenExperts(Residency):
         return set(missing[: max(0, room - len(there))])
 
     def _cancel(self, moe_layer: int, wrong: set[int]) -> None:
-        """Do not copy, and do not read from NVMe, what was guessed and not chosen, where that
-        has not begun.
-        """
+        """Cancel the copies and NVMe reads of wrong guesses, unless they have begun."""
         stopped = [r for r in sorted(wrong) if r in self._copies and self._copies[r].cancel()]
         if not stopped:
             return

@@ -1,5 +1,7 @@
-"""Experts of a served checkpoint in their places: slots on the device, tiers below them, and the
-policy between.
+"""Opens the experts of a served checkpoint: device slots, the tiers below them, and the residency
+policy.
+
+`inference/loading.py` calls `open_experts` for one device and `open_placed_experts` for a mesh.
 """
 
 import contextlib
@@ -50,11 +52,14 @@ def open_experts(
     on_host: bool = False,
     pin: Literal["auto", "on", "off"] = "auto",
 ) -> tuple[Residency, TieredStore | None]:
-    """Return the experts in their places, and the store that they come from (None: all are on the
-    device).
+    """Return (residency policy, store), with the experts loaded as the plan says, for one device.
 
-    native: on a CPU, with native operations for few tokens. on_host: the CPU may compute experts in
-    host memory, which is then not pinned. pin: host memory, see `host_memory`.
+    The store is None if all experts are on the device. native: use native CPU operations for few
+    tokens. on_host: the CPU may compute experts in host memory, which is then not pinned. pin:
+    whether to pin host memory (`memory.pinned.host_memory`). bandwidth_limit_bytes_per_s: by link,
+    see `TieredStore`.
+
+    Raises `ValueError` if the plan's policy is hybrid and no native operation takes the experts.
     """
     fields = checkpoint.expert_fields
     device = jax.devices()[0]
@@ -98,10 +103,10 @@ def open_placed_experts(
     bandwidth_limit_bytes_per_s: Mapping[Any, float] | None,
     placements: Sequence[Placement] | None = None,
 ) -> tuple[MeshExperts, TieredStore | None]:
-    """Return the experts spread over the devices of a mesh, and the store that others come from, if
-    any do.
+    """Return (experts on a mesh, store), with the experts loaded as the plan says.
 
-    placements: of each layer, where experts stay; None: evenly.
+    The store is None if the experts come directly from the checkpoint. placements: one per layer,
+    permanent; None means even placement.
     """
     index, fields = ExpertIndex.from_model(checkpoint.config), checkpoint.expert_fields
     limits = bandwidth_limit_bytes_per_s
@@ -127,7 +132,9 @@ def open_placed_experts(
 
 
 def _reader(checkpoint: LazyCheckpoint, index: ExpertIndex) -> ReadRecord:
-    """Return what reads an expert's record from the checkpoint, into memory that is used again."""
+    """Return a context manager that reads an expert's record from the checkpoint, into memory that
+    the next read overwrites.
+    """
     record = {
         name: np.empty(shape, dtype) for name, (shape, dtype) in checkpoint.expert_fields.items()
     }
@@ -149,7 +156,11 @@ def _open_store(
     owned: Iterable[int] | None = None,
     allocate: Allocate = allocate_slots,
 ) -> TieredStore:
-    """Return the records of all experts, or in host memory of some."""
+    """Return a store of the experts' records on the plan's tier.
+
+    owned: the records to hold in host memory, None for all; the tier nvme holds all records. Raises
+    `OSError` if the cache folder is not writable.
+    """
     layout = RecordLayout.from_arrays(checkpoint.expert_fields)
 
     def fill(number: int, views: dict[str, np.ndarray]) -> None:
@@ -161,8 +172,9 @@ def _open_store(
     open_again, fingerprint = checkpoint.opened_again, checkpoint.fingerprint
 
     def repair(number: int, views: dict[str, np.ndarray]) -> None:
-        """Read a record again, long after the start and from any thread, if the checkpoint is
-        still the same.
+        """Read a record from the checkpoint again; any thread may call this, long after the start.
+
+        Raises `ValueError` if the checkpoint has changed since the experts were packed.
         """
         with open_again() as again:
             if again.fingerprint != fingerprint:

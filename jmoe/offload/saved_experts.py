@@ -1,8 +1,10 @@
-"""The experts of a checkpoint's step, read a layer at a time into host memory, whatever tiers they
-were saved from.
+"""Reads the experts of a training checkpoint into host memory, one layer at a time, from any tier.
 
-Legend: P experts asked for. Experts that were off the device are in the step's records, others
-among its arrays.
+Offloaded experts are in the checkpoint's records, the others among its Orbax arrays.
+`deploy/merge.py` and `training/resume.py` call this.
+
+Legend:
+  P  experts asked for
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,29 +24,29 @@ from jmoe.offload.expert_index import ExpertIndex
 from jmoe.offload.expert_state import ExpertArrays, record_layouts
 from jmoe.offload.lazy_adamw import ReplayState
 
-# of the names of arrays, after the part
+# stack -> prefix of an array's name, without "params.", "m." or "v."
 PREFIXES = {stack: f"{stack}.moe.{EXPERTS_PATH}." for stack in EXPERT_STACKS}
 
 
 def names_of_experts(names: Sequence[str]) -> list[str]:
-    """Return those of a step's arrays that are experts'."""
+    """Return those of a checkpoint's array names that belong to experts."""
     return [name for name in names if name.partition(".")[2].startswith(tuple(PREFIXES.values()))]
 
 
 def expert_layers(kinds: Sequence[LayerKind]) -> list[tuple[str, int]]:
-    """Return each layer with experts, in the order of their records: its stack, and its number
-    there.
+    """Return (stack, position in the stack) of each layer with experts, in the order of
+    `ExpertIndex`.
     """
     layers = [(STACK_OF[kind], kinds[:i].count(kind)) for i, kind in enumerate(kinds)]
     return [(stack, number) for stack, number in layers if stack in EXPERT_STACKS]
 
 
 class SavedExperts:
-    """Weights and moments of the experts of a checkpoint's step, by the step's folder.
+    """Weights and moments of the experts of one checkpoint step.
 
-    shapes: of an expert's parameters. layers: of `expert_layers`. kinds: which of `weights` and
-    `moments` are in records. replay_state: how far those are behind; they are brought up to date
-    when they are read. None: not at all.
+    step_folder: folder of the step. shapes: of an expert's parameters, by name. layers: the result
+    of `expert_layers`. kinds: which of "weights" and "moments" are stored as records. replay_state:
+    the optimizer steps that the records have skipped, applied on reading; None if there are none.
     """
 
     def __init__(
@@ -66,19 +68,19 @@ class SavedExperts:
         self.kinds = {"weights", "moments"} & set(
             self._records.kinds if self._records is not None else ()
         )
-        # brought up to date: index, arrays
+        # the last record brought up to date, and its arrays
         self._last: tuple[int, Mapping[str, NDArray[Any]]] = (-1, {})
         self._state = step_folder / "state"
         self._arrays: dict[str, Any] = {}
 
     def weights(self, layer: int, experts: NDArray[np.int64]) -> ExpertArrays:
-        """Return {name: [P, ...]} of these experts of a layer."""
+        """Return {name: float32 [P, ...]}, the weights of these experts of a layer."""
         if "weights" in self.kinds:
             return self._of_records("weights", layer, experts)
         return {name: self._of_array("params", name, layer, experts) for name in self._shapes}
 
     def moments(self, layer: int, experts: NDArray[np.int64]) -> ExpertArrays:
-        """Return {"m.name" or "v.name": [P, ...]} of these experts of a layer."""
+        """Return {"m.name", "v.name": float32 [P, ...]}, the moments of a layer's experts."""
         if "moments" in self.kinds:
             return self._of_records("moments", layer, experts)
         return {
@@ -105,7 +107,7 @@ class SavedExperts:
         return arrays
 
     def _present(self, kind: str, index: int) -> Mapping[str, NDArray[Any]]:
-        """Return a record's arrays at the step of the checkpoint."""
+        """Return a record's arrays, with skipped optimizer steps applied."""
         assert self._records is not None
         if self.replay_state is None or index not in self.replay_state.applied:
             return self._records.read(kind, index)
@@ -140,8 +142,8 @@ class SavedExperts:
 
 
 def _open_array(folder: Path, name: str) -> Any:
-    """Open an array that Orbax has written, to read parts of it; what was decoded for one part
-    serves the next.
+    """Open an Orbax array for partial reads; its chunk cache holds the whole array, so no chunk is
+    decoded twice.
     """
     store = {"driver": "ocdbt", "base": f"file://{folder}/", "path": f"{name}/"}
     spec = {"driver": "zarr", "kvstore": store}

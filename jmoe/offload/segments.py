@@ -1,8 +1,8 @@
-"""Which experts of each layer are on which device for good, in a file.
+"""Reads and writes expert placements as a JSON file: which experts of each layer each device holds.
 
-It is JSON, {"segments": [[[expert, ...] of each layer with experts] of each device]}: a plan that a
-person wrote, or the plan.json of a bundle. An expert may be on several devices, which then take
-turns.
+The file is {"segments": S} with S[device][layer] a list of expert numbers, one layer entry per MoE
+layer. A person writes it, or it is the plan.json of a bundle. An expert may be on several devices,
+which then share its tokens.
 """
 
 import json
@@ -19,11 +19,11 @@ FIELD = "mesh.segments"
 
 
 def read_segments(mesh: EngineMesh, num_layers: int, num_experts: int) -> list[Placement]:
-    """Return the placement of each layer that the file `mesh.segments` says.
+    """Return the placement of each layer from the file `mesh.segments`.
 
-    Layers on different devices share a row of slots (`shared_rows`), which has as many as the
-    fullest device needs. Raises `ValueError` naming the file, and the device, layer and expert, for
-    what is no such plan for this model.
+    Layers on disjoint devices share a row of slots (`shared_rows`); the fullest device sets the
+    row's number of slots. Raises `ValueError` naming the file, and the device, layer and expert, if
+    the file is unreadable or does not fit the model and mesh.
     """
     assert mesh.segments is not None
     file = Path(mesh.segments).expanduser()
@@ -40,7 +40,7 @@ def read_segments(mesh: EngineMesh, num_layers: int, num_experts: int) -> list[P
     _check(mesh, devices, num_layers, num_experts)
     by_layer = [[set(layers[layer]) for layers in devices] for layer in range(num_layers)]
     rows = shared_rows([{n for n, experts in enumerate(layer) if experts} for layer in by_layer])
-    # of each row, of which there are no more than layers
+    # slots per device of each row; there are at most as many rows as layers
     slots = [mesh.slots_per_device or 1] * num_layers
     for row, experts_N in zip(rows, by_layer, strict=True):
         slots[row] = max(slots[row], *map(len, experts_N))
@@ -54,7 +54,7 @@ def read_segments(mesh: EngineMesh, num_layers: int, num_experts: int) -> list[P
 
 
 def as_segments(placements: Sequence[Placement]) -> list[list[list[int]]]:
-    """Return the experts of each device, by device and layer, as the file has them."""
+    """Return the expert numbers of each device and layer, [device][layer][...], as in the file."""
     devices = range(placements[0].num_devices)
     tables = [placement.physical_to_logical.tolist() for placement in placements]
     return [

@@ -1,7 +1,12 @@
-"""Which rows of a slot hold which experts, where a slot has room for a part of a device's experts
-only.
+"""Assigns the rows of a training slot to experts if the slot holds only a part of a device's
+experts.
 
-Legend: P experts of this process's, L on each of its devices, M of them in the rows of a slot.
+`training_slots.py` calls this.
+
+Legend:
+  P  experts of this process in a layer
+  L  experts of one device in a layer
+  M  rows of a slot on a device
 """
 
 from collections.abc import Iterator
@@ -16,27 +21,30 @@ NOWHERE = -1
 
 
 class ChosenRows(NamedTuple):
-    """A device's chosen experts, ascending, and the rows of the slot that hold them, int32 [M]
-    each, or of all devices.
+    """The chosen experts of one device, ascending, and their rows of the slot; int32 [M] each.
 
-    ids_M: L stands for none, of which the row may hold anything finite.
+    ids_M: expert numbers on the device, L for a padding entry, whose row may hold any finite
+    values. The arrays are numpy, or JAX (of all devices) as arguments of programs.
     """
 
-    ids_M: Any  # of numpy, and of JAX where a program takes them
+    ids_M: Any  # numpy arrays, or JAX arrays inside a program
     rows_M: Any
 
 
 def larger_room(room: int, needed: int, per_device: int) -> int:
-    """Return the room for so many experts of a device: `room`, or whole eighths of all, so that
-    it seldom grows.
+    """Return the rows for `needed` experts of a device.
+
+    The result is `room` if that suffices. Otherwise it is `needed` rounded up to a multiple of an
+    eighth of `per_device`, at most `per_device`, so that slots seldom grow.
     """
     eighth = -(-per_device // 8)
     return room if needed <= room else min(per_device, -(-needed // eighth) * eighth)
 
 
 class SlotRows:
-    """The rows that a slot's experts have on every device. room: None: as many as experts, each
-    in a row of its own.
+    """The row of each expert in one slot, on every device.
+
+    room: rows per device; None means one permanent row per expert.
     """
 
     def __init__(self, local: LocalExperts, room: int | None) -> None:
@@ -44,7 +52,7 @@ class SlotRows:
         self._row_P = np.full(local.experts.size, NOWHERE, np.int32)
 
     def places(self, layer: int, expert: int) -> list[tuple[int, int]]:
-        """Return where an expert lies, or is to lie: (number of the device, row there)."""
+        """Return (position of the device, row) of every replica of an expert."""
         fixed = self._local.places(layer, expert)
         return (
             fixed
@@ -53,7 +61,7 @@ class SlotRows:
         )
 
     def waves(self, experts: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
-        """Give these experts, ascending, in parts for which there is room together."""
+        """Yield these experts, ascending, in groups that fit the slot at once."""
         if self.room is None:
             yield experts
             return
@@ -63,7 +71,7 @@ class SlotRows:
             yield experts[wave == number]
 
     def take(self, experts: NDArray[np.int64]) -> list[int]:
-        """Give each of these experts a row; return those that had to leave."""
+        """Give each of these experts a row; return the experts that were evicted."""
         if self.room is None:
             return []
         left: list[int] = []
@@ -81,8 +89,10 @@ class SlotRows:
         return left
 
     def chosen(self, chosen_P: NDArray[np.bool_], size: int) -> list[ChosenRows]:
-        """Return what each part of this process's experts has of those chosen, which have rows,
-        in arrays of `size`.
+        """Return, for each part of this process's experts, the chosen experts and their rows.
+
+        Every chosen expert must have a row. size: length of the arrays, at least the number of
+        chosen experts of a part.
         """
         parts = []
         for first in range(0, self._row_P.size, self._local.per_device):

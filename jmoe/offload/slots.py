@@ -1,7 +1,15 @@
-"""Expert weights on the device: slots that hold one expert of one layer each, and are filled while
-others are read.
+"""Expert slots of inference on one device: each holds one expert of one layer, and is filled while
+programs read others.
 
-Legend: M slots, E experts of a layer.
+`policies.py` decides which expert is in which slot; the runner multiplies tokens by the slots'
+weights.
+
+Legend:
+  T  tokens
+  D  hidden size
+  M  slots
+  E  experts of a layer
+  R  bytes of a slot
 """
 
 import math
@@ -34,19 +42,22 @@ TABLE_TILE_ROWS = 64
 
 
 class NamedArrays(Protocol):
-    """A dict of arrays, or a record of a `TieredStore`."""
+    """Arrays by name: a dict, or a `Record` of a `TieredStore`."""
 
     def __getitem__(self, name: str, /) -> np.ndarray: ...
 
 
-# name -> (shape, dtype as stored) of one expert
+# name -> (shape, stored dtype) of one expert's arrays
 Fields = Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]
 
 
 class ExpertSlots(ABC):
-    """M slots for one expert each."""
+    """M slots for one expert each.
 
-    native: "NativeSlots | None" = None  # the slots as native operations take them
+    native: the slots as operands of native CPU operations; None if these are not used.
+    """
+
+    native: "NativeSlots | None" = None  # see the class docstring
 
     def __init__(self, num_slots: int, fields: Fields) -> None:
         expert_bytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in fields.values())
@@ -54,31 +65,33 @@ class ExpertSlots(ABC):
 
     @abstractmethod
     def write(self, slot: int, record: NamedArrays) -> None:
-        """Copy one expert's weights into a slot, from any thread. No program that reads this
-        slot may be running.
+        """Copy one expert's weights into a slot; any thread may call this.
+
+        On CPU no program that reads this slot may be running.
         """
 
     @abstractmethod
     def mlp(self, routed: ExpertInputs, table_E: np.ndarray, activation: str) -> jax.Array:
-        """Return float32 [T, D]: `routed.y_TD` + the weighted sum of each token's experts, in
-        slots table_E[expert].
+        """Return float32 [T, D]: `routed.y_TD` plus the weighted sum of each token's experts.
+
+        table_E: the slot of each expert.
         """
 
     @abstractmethod
     def for_programs(self) -> tuple[SlotLayout | None, Any]:
-        """Return the slots as an operand of programs that find their experts in a table, and how
-        they are laid out.
+        """Return (layout, slots): the slots as an operand of programs that look experts up in a
+        table.
 
-        The layout is that of native operations; None where the operand is arrays by name, for
-        `table_mlp_of_tokens`.
+        With a layout, the operand is bytes [M, R] for native operations. With None, it is arrays
+        [M, ...] by name, for `table_mlp_of_tokens`.
         """
 
 
 class HostSlots(ExpertSlots):
-    """Slots of the CPU backend: memory that XLA reads as arrays, and that a copy fills.
+    """Slots of the CPU backend: host memory that XLA reads as arrays without a copy.
 
-    native: a native operation, where there is one, finds its experts through the table; the host
-    reads no choice.
+    native: for few tokens, use a native operation that reads the experts through the table, so that
+    the host need not read the tokens' choices.
     """
 
     def __init__(self, num_slots: int, fields: Fields, *, native: bool = False) -> None:
@@ -122,12 +135,12 @@ class HostSlots(ExpertSlots):
         return self.native.layout, self.native.slots_MR
 
     def stored(self, slot: int) -> StoredExpert:
-        """Return a slot's arrays: the slot's memory, not a copy."""
+        """Return a slot's arrays by name, aliasing the slot's memory."""
         return self._stored[slot]
 
 
 class NativeSlots:
-    """All of `HostSlots` as one array of bytes [M, R], for native operations."""
+    """All slots of `HostSlots` as one byte array [M, R], for native operations."""
 
     def __init__(self, slots_MR: jax.Array, fields: Fields, layout: Mapping[str, Any]) -> None:
         self.slots_MR = slots_MR
@@ -148,14 +161,19 @@ class NativeSlots:
         )
 
     def takes(self, num_tokens: int, dtype: Any) -> bool:
-        """Return whether there are few enough tokens, of the weights' dtype; of compressed
-        weights any.
+        """Return True if a native operation takes this many tokens of
+        this dtype.
+
+        The operation takes up to `MAX_ROWS` tokens, of the weights' dtype; compressed weights
+        take tokens of any dtype.
         """
         return num_tokens <= MAX_ROWS and self._knows(dtype)
 
     def multiplies(self, num_tokens: int, hidden_size: int, dtype: Any) -> bool:
-        """Return whether the experts' operation is native for so many tokens: few, or such as it
-        is faster for.
+        """Return True if the native operation should compute the experts of this many tokens.
+
+        True for up to `MAX_ROWS` tokens; for more if they are bfloat16, the sizes are multiples of
+        `SIZE_MULTIPLE`, and the CPU is fast at it (`multiplies_many_rows`).
         """
         fits = hidden_size % SIZE_MULTIPLE == 0 and self.layout.hidden % SIZE_MULTIPLE == 0
         many = dtype == jnp.bfloat16 and fits and multiplies_many_rows()
@@ -176,10 +194,9 @@ def _native_mlp(
 def _layout(
     fields: Fields,
 ) -> tuple[dict[str, tuple[int, int, tuple[int, ...], np.dtype[Any]]], int]:
-    """Return {name: (first byte, bytes, shape, dtype)} of a slot, each array from a page on, and
-    the slot's bytes.
+    """Return ({name: (first byte, bytes, shape, dtype)}, bytes of a slot).
 
-    XLA takes without a copy only what is aligned to 64 bytes.
+    Each array begins at a page: XLA aliases only memory that is aligned to 64 bytes.
     """
     layout, end = {}, 0
     for name, (shape, dtype) in fields.items():
@@ -192,8 +209,9 @@ def _layout(
 def sent_to(
     device: jax.Device, record: NamedArrays, names: Collection[str]
 ) -> dict[str, jax.Array]:
-    """Return arrays of a record in the device's memory, when they are there: the record's may
-    then be used again.
+    """Return a record's arrays in the device's memory, after the transfer has ended.
+
+    The caller may then reuse the record's memory.
     """
     if isinstance(record, Record):
         return record.on_device(names, device)
@@ -201,8 +219,9 @@ def sent_to(
 
 
 class DeviceSlots(ExpertSlots):
-    """Slots in an accelerator's memory; a write is a transfer and an update in place, in order
-    with the programs.
+    """Slots in an accelerator's memory; a write transfers a record and updates the slot in place.
+
+    The device runs the update in order with the programs that read the slots.
     """
 
     def __init__(self, num_slots: int, fields: Fields, device: jax.Device) -> None:
@@ -211,7 +230,7 @@ class DeviceSlots(ExpertSlots):
         make = lambda shape, dtype: jnp.zeros((num_slots, *shape), dtype, device=device)  # noqa: E731
         self._arrays = {name: make(shape, dtype) for name, (shape, dtype) in fields.items()}
         self._put = jax.jit(_put, donate_argnums=0)
-        # an update gives up the arrays that a program may just be started with
+        # an update donates the arrays, so no program may be launched with them meanwhile
         self._lock = threading.Lock()
 
     def write(self, slot: int, record: NamedArrays) -> None:
@@ -240,32 +259,30 @@ def _put(
 def table_mlp_of_tokens(
     activation: str, routed: ExpertInputs, slots: dict[str, jax.Array], table_E: jax.Array
 ) -> jax.Array:
-    """Return `table_mlp` with tiles as long as there are tokens, up to a limit."""
+    """Return float32 [T, D] of `table_mlp`, with tiles of at most `TABLE_TILE_ROWS` tokens."""
     tile_rows = min(TABLE_TILE_ROWS, routed.h_TD.shape[0])
     return table_mlp(routed, slots, table_E, activation=activation, tile_rows=tile_rows)
 
 
 def slot_memory(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
-    """Return zeros that begin at a page: XLA takes without a copy only what is aligned to 64
-    bytes.
-    """
+    """Return zeros that begin at a page: XLA aliases only memory that is aligned to 64 bytes."""
     num_bytes = math.prod(shape) * dtype.itemsize
     (page,) = allocate_slots(1, -(-num_bytes // PAGE_BYTES) * PAGE_BYTES)
     return page[:num_bytes].view(dtype).reshape(shape)
 
 
 def stored_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype of the numbers whose bits uint16 are."""
+    """Return the dtype that stored bits stand for: bfloat16 for uint16, else the dtype itself."""
     return np.dtype(jnp.bfloat16) if dtype == np.uint16 else dtype
 
 
 def as_array(memory: np.ndarray, device: jax.Device) -> jax.Array:
-    """Return an array over the memory, where uint16 are the bits of bfloat16."""
+    """Return a JAX array that aliases the memory; uint16 are read as the bits of bfloat16."""
     array = jax.device_put(memory.view(stored_dtype(memory.dtype)), device, may_alias=True)
     assert array.unsafe_buffer_pointer() == memory.ctypes.data, "the memory was copied"
     return array
 
 
 def as_weights(arrays: Mapping[str, jax.Array]) -> MLPWeights:
-    """Return an expert's or several experts' arrays, by name, as the weights of an MLP."""
+    """Return arrays of one or several experts, by name, as `MLPWeights`."""
     return MLPWeights(arrays["w_up"], arrays["w_down"], arrays.get("b_up"), arrays.get("b_down"))

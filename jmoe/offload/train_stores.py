@@ -1,6 +1,11 @@
-"""Which tier holds which records of a process's experts, and how they get there.
+"""Opens and fills the stores of a training run's expert records, on the tiers that the config
+names.
 
-Legend: E experts of a layer, P of them this process's.
+`training/streamed/experts.py` calls this.
+
+Legend:
+  E  experts of a layer
+  P  experts of this process
 """
 
 import contextlib
@@ -31,18 +36,20 @@ from jmoe.offload.expert_state import (
 )
 from jmoe.offload.lazy_adamw import ReplayState
 
-# folders: the dtype may change on resume
+# one folder per dtype: the dtype may change on resume
 GRADIENTS = {"float32": "gradients", "bfloat16": "gradients-bfloat16"}
-THREADS = 2  # that read, and as many that write, of each kind of record
+THREADS = 2  # reader threads, and as many writers, per kind of record
 
 
 class ExpertStores:
-    """The records of a run's experts. On the tier nvme they are opened as they are found; all else
-    begins with `fill`.
+    """The expert records of one process of a run.
 
-    shapes: of an expert's parameters. records: what a checkpoint has in files of its own: weights
-    and moments of all experts. Every process has a folder of its own,
-    `tiers.path/RUN/process-NUMBER`: runs with one path do not meet.
+    On the tier nvme the files in the folder are opened with the content they have; `fill` loads the
+    other tiers. The folder is `tiers.path/RUN/process-NUMBER`, so that runs and processes do not
+    share files.
+
+    shapes: of an expert's parameters, by name. records: saves and restores the records with
+    checkpoints. layouts: by kind of record. note: says whether host memory is pinned.
     """
 
     def __init__(
@@ -64,8 +71,8 @@ class ExpertStores:
         self._versions = self._open_versions(run)
         lazy = self._tiers.optimizer == "nvme"
         saved = self._versions if lazy else {}
-        self._replay_state: ReplayState | None = None  # of what was saved last
-        # record -> the step whose gradient its file has, without a tier's own files
+        self._replay_state: ReplayState | None = None  # of the checkpoint saved or restored last
+        # record -> step of the gradient in its file, if gradients are in host memory
         self._written: dict[int, int] = {}
         self.records = RecordCheckpoints(
             saved,
@@ -86,7 +93,7 @@ class ExpertStores:
         tiers, fingerprint = self._tiers, f"jmoe experts of {run}"
         kinds = {"weights": tiers.experts, "moments": tiers.optimizer, "gradients": tiers.gradients}
         layouts = {kind: self.layouts[kind] for kind, tier in kinds.items() if tier == "nvme"}
-        # one record of each kind
+        # bytes of one record of each kind on nvme
         self._cached_bytes = sum(sealed(layout).record_bytes for layout in layouts.values())
         least_bytes = min(2, len(self._own)) * self._cached_bytes
         cache_bytes = tiers.host_cache_bytes
@@ -96,7 +103,7 @@ class ExpertStores:
         holds_enough = not layouts or not cache_bytes or cache_bytes >= least_bytes
         check(holds_enough, "tiers.host_cache_bytes", cache_bytes, enough)
         if tiers.optimizer == "nvme":
-            # those that wait are saved, wherever they are
+            # pending gradients are saved to files even if their tier is host memory
             layouts["gradients"] = self.layouts["gradients"]
         folder = (
             Path(tiers.path or Path(self._config.output_dir) / "records")
@@ -114,11 +121,11 @@ class ExpertStores:
         return opened
 
     def save(self, experts: ExpertState) -> None:
-        """Make all records durable as they stand, those of host memory excepted, for `records` to
-        pin.
+        """Prepare the records for a checkpoint, which `records` then pins: write dirty records, and
+        make the files durable.
 
-        Writes what has changed since it was last written, and nothing else. Without the moments on
-        the tier nvme every expert is brought up to date instead.
+        If the moments are not on the tier nvme, all pending updates are applied instead, and
+        `records` saves from memory.
         """
         if self._tiers.optimizer != "nvme":
             experts.flush_updates()
@@ -150,8 +157,10 @@ class ExpertStores:
         self._written = steps
 
     def replay_state(self, step: int) -> ReplayState:
-        """Return how far the records are behind: those just restored, or those saved last if
-        that was at this step.
+        """Return the replay state of the records at `step`.
+
+        This is the state of the records restored or saved last, if that was at `step`; otherwise
+        the records are up to date.
         """
         if self.records.restored is not None:
             self._replay_state = ReplayState.from_lists(self.records.restored)
@@ -161,14 +170,15 @@ class ExpertStores:
         return self.up_to_date(step)
 
     def up_to_date(self, step: int) -> ReplayState:
-        """Return the replay state of records that are not behind."""
+        """Return the replay state of records that have skipped no step."""
         return ReplayState.up_to_date(step, self._config.optimizer, self._tiers.gradient_dtype)
 
     def fill(
         self, replay_state: ReplayState, weights: ReadExperts | None, moments: ReadExperts | None
     ) -> ExpertState:
-        """Fill the tiers with weights and moments, layer by layer; None: they are in their
-        records already.
+        """Fill the tiers layer by layer, and return the experts' state for training.
+
+        weights, moments: read a layer's experts; None if the records on nvme already hold them.
         """
         tiers = self._tiers
         resident = tiers.experts == "device"
@@ -191,13 +201,13 @@ class ExpertStores:
             wait_limit_s=self._config.distributed.step_timeout_s,
         )
         if resident:
-            state.flush_updates()  # now, while `weights` can be read
+            state.flush_updates()  # before the caller closes what `weights` reads
         self.records.memory = {"weights": state.each_weights, "moments": state.each_moments}
         self._written = {index: own.applied[index] for index in own.pending}
         return state
 
     def _experts_in_slots(self) -> int | None:
-        """Return the experts of a device that a slot has rows for at first; None: all."""
+        """Return the initial number of a device's experts that fits a slot; None means all."""
         assert self._index.local is not None
         per_device = self._index.local.per_device
         room = math.ceil(self._tiers.device_experts * per_device)
@@ -206,7 +216,11 @@ class ExpertStores:
     def _store(
         self, kind: str, tier: str, read: ReadExperts | None, written: Collection[int] = ()
     ) -> TieredStore:
-        """Open one kind of records. written: in host memory, the records that their files fill."""
+        """Open the store of one kind of record.
+
+        read: reads a layer's experts; None leaves nvme records unchanged and fills host records
+        with zeros. written: records that host memory loads from the kind's nvme files instead.
+        """
         versions = self._versions.get(kind)
         if tier != "nvme" or versions is None:
             fill = (
@@ -221,7 +235,7 @@ class ExpertStores:
         if read is not None:
             versions.fill(self._filling(read))
         record_bytes = versions.layout.record_bytes
-        # as its share of all bytes
+        # each kind gets cache in proportion to its record size
         cache_bytes = self._tiers.host_cache_bytes * record_bytes // self._cached_bytes
         return TieredStore(
             versions,
@@ -234,7 +248,9 @@ class ExpertStores:
         )
 
     def _filling(self, read: ReadExperts | None) -> Fill:
-        """Return what writes record after record from arrays of a layer, or leaves zeros."""
+        """Return a function that writes each record from `read`'s arrays of its layer; zeros if
+        `read` is None.
+        """
         last, arrays = -1, ExpertArrays()
 
         def fill(index: int, views: dict[str, NDArray[Any]]) -> None:
@@ -252,18 +268,22 @@ class ExpertStores:
         return fill
 
     def progress(self) -> tuple[int, ...]:
-        """Return what changes as long as records are filled, drained or restored."""
+        """Return counters that change while records are filled, drained or restored, for a stall
+        check.
+        """
         written = tuple(store.stats().writes for store in self._versions.values())
         return written + self.records.progress()
 
     def close(self) -> None:
-        """Wait for what is being saved, and give the folders free."""
+        """Wait for the save under way, and unlock the folders."""
         with self._held:
             self.records.close()
 
 
 def _reading(store: VersionStore, indices: Collection[int]) -> Fill:
-    """Return what reads these records, and leaves zeros in the others."""
+    """Return a function that fills the records of `indices` from the store, and leaves the others
+    zero.
+    """
     record_R = store.layout.zeros()
 
     def fill(index: int, views: dict[str, NDArray[Any]]) -> None:

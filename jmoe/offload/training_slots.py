@@ -1,7 +1,11 @@
-"""Slots on this process's devices for the layers that a training step is at: arrays of the layers'
-experts.
+"""Device slots for the expert weights of the layers that a training step is using.
 
-Legend: P experts of this process, L on each of its devices, M rows of a slot there.
+`expert_state.py` decides which layers and experts are in the slots.
+
+Legend:
+  P  experts of this process in a layer
+  L  experts of one device in a layer
+  M  rows of a slot on a device, M <= L
 """
 
 import logging
@@ -24,10 +28,10 @@ from jmoe.offload.slot_rows import ChosenRows, SlotRows, larger_room
 
 log = logging.getLogger(__name__)
 
-# [L, ...] each, on one device; [M, ...] with room for a part of the experts
+# by parameter, [L, ...] or [M, ...], on one device
 DeviceStacks = dict[str, jax.Array]
-Slot = list[DeviceStacks]  # of each of this process's devices
-Moments = Mapping[str, Any]  # by the parameter's name
+Slot = list[DeviceStacks]  # one entry per device of this process
+Moments = Mapping[str, Any]  # by parameter
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -48,7 +52,7 @@ def _update(
     g: Mapping[str, jax.Array],
     missed: MissedSteps,
 ) -> tuple[DeviceStacks, dict[str, jax.Array], dict[str, jax.Array], dict[str, jax.Array]]:
-    """Run `catch_up` for one row of a slot; return (slot, w, m, v)."""
+    """Return (slot arrays, w, m, v) after `catch_up` of one row; donates the slot arrays."""
     w = {
         name: lax.dynamic_index_in_dim(stack, row, 0, keepdims=False)
         for name, stack in stacks.items()
@@ -62,11 +66,12 @@ def _update(
 
 
 class TrainingSlots:
-    """Arrays for some layers' experts on each device, and which experts' weights are in them.
+    """Slots on each device, each for some experts of one layer, and a note of which weights are
+    present.
 
-    Slots and experts go by number: slots from 0, experts from 0 to P - 1. room: rows of a slot on a
-    device; None: one for each expert of the device. A slot gets a larger room (`make_room`) at its
-    next `fit`. Two threads may use two slots at once, not one.
+    Slots are numbered from 0, experts from 0 to P - 1. room: rows of a slot on a device; None means
+    one row for each of the device's experts. After `make_room` a slot takes its larger size at its
+    next `fit`. Two threads may use two different slots at once, never the same slot.
     """
 
     def __init__(
@@ -89,14 +94,14 @@ class TrainingSlots:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of all slots on all devices."""
+        """Return the bytes of all slots on all devices of this process."""
         expert_bytes = sum(4 * math.prod(shape) for shape in self.shapes.values())
         rows = sum(self.local.per_device if slot.room is None else slot.room for slot in self._rows)
         return rows * len(self.devices) * expert_bytes
 
     @property
     def layers(self) -> list[tuple[int, int]]:
-        """Return (layer, slot) of each slot that holds a layer, by layer."""
+        """Return (layer, slot) of each slot that holds a layer, ascending."""
         return sorted(
             (layer, slot) for slot, layer in enumerate(self._layer_in) if layer is not None
         )
@@ -114,8 +119,8 @@ class TrainingSlots:
     # Which experts a slot holds
 
     def make_room(self, needed: int) -> None:
-        """Let slots have rows for so many experts of a device from their next `fit` on, if they
-        have fewer.
+        """Grow the slots to hold `needed` experts of a device from their next `fit` on; never
+        shrink them.
         """
         per_device = self.local.per_device
         if self.room is None or needed <= self.room:
@@ -128,20 +133,24 @@ class TrainingSlots:
         )
 
     def fit(self, slot: int) -> None:
-        """Empty a slot that has fewer rows than slots now have, and give it the new ones."""
+        """Replace the slot by an empty, larger one if `make_room` has asked for more rows than it
+        has.
+        """
         room = self.room
         if self._rows[slot].room != room:
-            self.stacks[slot] = []  # free before the new one is there
+            self.stacks[slot] = []  # free the old arrays before allocating the new ones
             self._rows[slot], self.stacks[slot] = SlotRows(self.local, room), self._empty(room)
             self._present[slot][:] = False
 
     def holds(self, slot: int, layer: int) -> bool:
-        """Return whether the slot is the layer's already."""
+        """Return True if the slot holds this layer."""
         return self._layer_in[slot] == layer
 
     def assign(self, slot: int, layer: int, weights: Mapping[str, NDArray[Any]] | None) -> None:
-        """Give the slot to a layer. weights: of all the layer's experts; None: none are in the
-        slot yet.
+        """Give the slot to a layer.
+
+        weights: float32 of all the layer's local experts, by parameter; None marks all experts as
+        absent.
         """
         self._present[slot][:] = False
         if weights is not None:
@@ -155,27 +164,29 @@ class TrainingSlots:
         self._layer_in[slot] = layer
 
     def take_rows(self, slot: int, experts: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Give these experts rows of the slot; return which of them the slot has no weights of."""
+        """Give these experts rows of the slot; return bool, which of them lack weights there."""
         self._present[slot][self._rows[slot].take(experts)] = False
         return ~self._present[slot][experts]
 
     def set_present(self, slot: int, expert: int, present: bool) -> None:
-        """Note whether the slot has the expert's weights as its records say."""
+        """Note whether the slot's weights of an expert agree with its records."""
         self._present[slot][expert] = present
 
     def waves(self, slot: int, experts: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
-        """Give these experts, ascending, in parts for which the slot has rows together."""
+        """Yield these experts, ascending, in groups that fit the slot at once."""
         return self._rows[slot].waves(experts)
 
     def chosen_rows(self, slot: int, chosen_P: NDArray[np.bool_], size: int) -> list[ChosenRows]:
-        """Return, by device, which rows of the slot hold these experts, in arrays of `size`."""
+        """Return, by device, the rows of the slot that hold the chosen experts, in arrays of `size`
+        entries.
+        """
         parts = self._rows[slot].chosen(chosen_P, size)
         return [
             part for part, replicas in zip(parts, self.local.devices, strict=True) for _ in replicas
         ]
 
     def places(self, slot: int, layer: int, expert: int) -> list[tuple[int, int]]:
-        """Return where an expert lies, or is to lie: (number of the device, row there)."""
+        """Return (position of the device, row) of every replica of an expert."""
         return self._rows[slot].places(layer, expert)
 
     # What a slot holds
@@ -199,9 +210,11 @@ class TrainingSlots:
         missed: Iterable[MissedSteps],
         optimizer: OptimizerConfig,
     ) -> tuple[Any, Any, Any]:
-        """Take the missed steps for one expert; return its (w, m, v), in the first device's memory.
+        """Apply the missed steps to one expert; return its (w, m, v) by parameter, on the first
+        device.
 
-        The first of the places computes; the others are sent the weights.
+        places: (position of the device, row) of each replica; the first device computes and sends
+        the weights to the others. moments: (m, v) before the steps.
         """
         w: Any = None
         (m, v), g = moments, gradient
@@ -216,7 +229,9 @@ class TrainingSlots:
         return jax.block_until_ready((w, m, v))
 
     def each_weights(self, slot: int, layer: int) -> Iterator[dict[str, NDArray[np.float32]]]:
-        """Give the weights of each of the layer's experts, as they stand in the slot."""
+        """Yield the weights in the slot of each of the layer's local experts, by parameter, on the
+        host.
+        """
         experts = np.flatnonzero(self.local.has(layer)).tolist()
         firsts = [self.local.places(layer, expert)[0] for expert in experts]
         stacks = self.stacks[slot]

@@ -1,5 +1,7 @@
-"""AdamW on the shards a device owns, one step at a time, with the learning-rate schedule of
-optax.
+"""AdamW for the parameter shards of one device, and its learning-rate schedule.
+
+`training/update.py` applies `advance` to every parameter of a step; `offload/lazy_adamw.py` applies
+it to offloaded experts.
 """
 
 from typing import Any, NamedTuple
@@ -14,8 +16,11 @@ from jmoe.mesh import is_expert, stack_dims
 
 
 def learning_rate(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
-    """Linear warm-up, then a cosine to `final_learning_rate_fraction` at `num_steps`, or
-    constant.
+    """Return the learning rate as a function of the step.
+
+    The rate rises linearly from `learning_rate / warmup_steps` at step 0 to `learning_rate`. Then
+    it stays constant, or decays along a cosine to `learning_rate * final_learning_rate_fraction` at
+    step `num_steps`.
     """
     peak, warmup = config.learning_rate, config.warmup_steps
     if config.schedule == "constant":
@@ -31,13 +36,19 @@ def learning_rate(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
 
 
 def decays(path: tuple[Any, ...], w: jax.Array) -> bool:
-    """Matrices decay; norms and biases do not."""
+    """Return True if weight decay applies to the parameter at this path.
+
+    Weight decay applies to matrices, not to norms or biases; leading layer and expert axes do not
+    count.
+    """
     return w.ndim - stack_dims(path) - is_expert(path) >= 2
 
 
 class StepValues(NamedTuple):
-    """Scalars that all parameters share in a step: gradients are scaled by `clip`; nothing
-    changes unless `ok`.
+    """Scalars that all parameters share in one optimizer step.
+
+    lr: learning rate. step: number of steps taken before this one. clip: factor that multiplies
+    every gradient. ok: if False, the step changes neither parameters nor moments.
     """
 
     lr: jax.Array
@@ -47,8 +58,10 @@ class StepValues(NamedTuple):
 
 
 def _apart(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Return the arrays, on a CPU rounded before they are used; a GPU would go over every
-    parameter twice for it.
+    """Return the arrays, on CPU behind an optimization barrier, which rounds them to float32 before
+    use.
+
+    Other platforms get no barrier, since it would cost a second pass over every parameter.
     """
     barred = lambda *arrays: lax.optimization_barrier(arrays)  # noqa: E731
     separate: tuple[jax.Array, ...] = lax.platform_dependent(
@@ -67,12 +80,15 @@ def advance(
     decay: bool,
     now: StepValues,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Take one AdamW step (arXiv 1711.05101) of one float32 parameter; returns (w, m, v).
+    """Return (w, m, v) of one float32 parameter after one AdamW step (arXiv 1711.05101).
 
-    m' = b1 m + (1 - b1) g;  v' = b2 v + (1 - b2) g^2;
-    w' = w - lr (m' / (1 - b1^t) / (sqrt(v' / (1 - b2^t)) + eps) + weight_decay w),  g scaled by
-                                                                                     `clip`, t =
-                                                                                     step + 1.
+    With gradient g scaled by `now.clip` and t = `now.step` + 1:
+
+        m' = b1 m + (1 - b1) g
+        v' = b2 v + (1 - b2) g^2
+        w' = w - lr (m' / (1 - b1^t) / (sqrt(v' / (1 - b2^t)) + eps) + weight_decay w)
+
+    decay: whether the weight-decay term applies.
     """
     t = (now.step + 1).astype(jnp.float32)
     g = g.astype(jnp.float32) * now.clip

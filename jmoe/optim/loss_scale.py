@@ -1,9 +1,8 @@
-"""Dynamic loss scaling for float16: the loss is multiplied by a scale, so that small gradients are
-not rounded to 0.
+"""Dynamic loss scaling for float16: the loss is multiplied by a scale, so that small gradients do
+not underflow to 0.
 
-The scale is a power of two, so multiplying by it and dividing by it again rounds nothing in
-float32. Gradients stay scaled until the update, which divides by the scale of the step that they
-belong to.
+The scale is a power of two, so multiplying by it and dividing by it is exact in float32. Gradients
+stay scaled until the optimizer update, which divides them by the scale of their own step.
 """
 
 from dataclasses import dataclass
@@ -14,22 +13,25 @@ import jax.numpy as jnp
 from jmoe.config import LossScaleConfig, TrainConfig
 from jmoe.config.train import MAX_LOSS_SCALE
 
-MIN_LOSS_SCALE = 1.0  # gradients that overflow with it do not overflow because of it
+MIN_LOSS_SCALE = 1.0  # an overflow at scale 1 is not due to scaling
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LossScale:
-    """The part of a training state that says how the loss is scaled; two scalars, the same on
-    all devices.
-    """
+    """The loss scale as a part of the training state: two scalars, replicated on all devices."""
 
     scale: jax.Array  # float32
-    good_steps: jax.Array  # int32, steps without an overflow since the scale was changed last
+    good_steps: jax.Array  # int32, steps without an overflow since the scale last changed
 
     def after(self, ok: jax.Array, skipped: jax.Array, config: LossScaleConfig) -> "LossScale":
-        """Return the scale of the next step: half of this one if a step was skipped, twice if
-        enough were taken.
+        """Return the loss scale of the next step.
+
+        A skipped step halves the scale and restarts the count of good steps. After
+        `config.steps_to_grow` good steps the scale doubles, up to `MAX_LOSS_SCALE`.
+
+        ok: bool scalar, whether the update was applied. skipped: bool scalar, whether the scaled
+        gradients overflowed, so that the update was not applied.
         """
         good_steps = self.good_steps + ok.astype(jnp.int32)
         grows = good_steps >= config.steps_to_grow
@@ -39,17 +41,19 @@ class LossScale:
 
 
 def first_loss_scale(config: TrainConfig) -> LossScale | None:
-    """Return the scale of step 0; None where the loss is not scaled."""
+    """Return the loss scale of step 0; None unless the compute dtype is float16."""
     if config.compute_dtype != "float16":
         return None
     return LossScale(jnp.float32(config.loss_scale.first), jnp.int32(0))
 
 
 def scaled(loss: jax.Array, loss_scale: LossScale | None) -> jax.Array:
-    """Return the loss, or what it is linear in, as it is differentiated."""
+    """Return the loss, or a term that the loss is linear in, times the scale; unchanged if the
+    scale is None.
+    """
     return loss if loss_scale is None else loss * loss_scale.scale
 
 
 def unscaled(loss: jax.Array, loss_scale: LossScale | None) -> jax.Array:
-    """Undo `scaled`."""
+    """Return the loss or a gradient divided by the scale; unchanged if the scale is None."""
     return loss if loss_scale is None else loss / loss_scale.scale
