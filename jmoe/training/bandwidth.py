@@ -1,4 +1,8 @@
-"""Measures the links between the devices of a mesh."""
+"""Measure the bandwidth and latency of the links between a mesh's devices.
+
+`make_trainer` calls this module before it compiles anything: the bandwidth sizes chunked
+collectives, the links choose the expert exchange.
+"""
 
 import time
 from collections.abc import Callable
@@ -21,15 +25,17 @@ from jmoe.mesh import ALL, BATCH, EXPERT, REPLICATED
 PAYLOAD_BYTES = 1 << 20
 LATENCY_BYTES = 256
 MOST_BYTES = 1 << 24
-LONG_S = 20e-3  # a switch's buffers and the processes' turns on a busy core decide what takes less
+LONG_S = 20e-3  # shorter transfers measure switch buffers and process scheduling, not bandwidth
 ROUNDS = 5
 REPEATS = 4
-NUMBERS = 7  # of three links and a message
+NUMBERS = 7  # (bytes/s, latency) of three links, and the seconds per message
 
 
 def gathered_bytes_per_s(mesh: Mesh) -> float:
-    """Return how many bytes a second an all-gather over all devices gathers: the slowest
-    process's, on each.
+    """Return the bytes per second that each device receives in an all-gather over the whole mesh,
+    on the slowest process.
+
+    Every process must call this: it runs collectives.
     """
     gather = jax.jit(
         jax.shard_map(
@@ -46,7 +52,12 @@ def gathered_bytes_per_s(mesh: Mesh) -> float:
 
 
 def measured_chunk_bytes(config: CommConfig, mesh: Mesh) -> int | None:
-    """Return the bytes that this network takes at once; None where it need not be measured."""
+    """Return the bytes of one chunk of a chunked collective on this network, measured with an
+    all-gather.
+
+    None if no measurement is needed: `comm.chunk_bytes` is set, the schedule is not chunked, or
+    there is one process or one device.
+    """
     chunked = SCHEDULES[config.schedule].chunked and mesh.size > 1
     if not chunked or config.chunk_bytes or jax.process_count() == 1:
         return None
@@ -54,11 +65,12 @@ def measured_chunk_bytes(config: CommConfig, mesh: Mesh) -> int | None:
 
 
 def links_of(config: TrainConfig, mesh: Mesh) -> LinksConfig | None:
-    """Return the links that an exchange is planned for: as given, else as measured; None where they
-    decide nothing.
+    """Return the bandwidth and latency of the mesh's links, for choosing the expert exchange.
 
-    A run measures once on a mesh: what it finds is kept in its output folder, so that it goes on as
-    it began. Every process calls this.
+    Reads the file `comm.links` if that is set; otherwise measures once and stores the result in
+    `links-SHAPE.toml` of the output folder, so that a resumed run chooses the same exchange. None
+    if the exchange does not depend on the links: it is set explicitly, one expert axis has size 1,
+    the model has no MoE layers, or there is one process. Every process must call this.
     """
     if config.comm.links:
         return read_links(Path(config.comm.links))
@@ -79,7 +91,9 @@ def links_of(config: TrainConfig, mesh: Mesh) -> LinksConfig | None:
 
 
 def _kept_links(path: Path) -> NDArray[np.float32]:
-    """Return what an earlier start of the run measured; zeros if there is nothing of use."""
+    """Return the link numbers [NUMBERS] stored in `path` by an earlier start; zeros if the file is
+    missing or invalid.
+    """
     try:
         kept = read_links(path)
     except ValueError:
@@ -92,8 +106,10 @@ def _kept_links(path: Path) -> NDArray[np.float32]:
 
 
 def _links(numbers: NDArray[np.float32]) -> LinksConfig:
-    """Return links from their numbers. Nothing is known of a spine: all nodes are below one leaf
-    switch.
+    """Return a `LinksConfig` from (bytes/s, latency) of inside, rail and leaf, and the seconds per
+    message.
+
+    The spine link is set equal to the leaf link: a measurement cannot tell the two apart.
     """
     *pairs, message_s = (float(n) for n in numbers)
     inside, rail, leaf = (LinkConfig(*pair) for pair in zip(pairs[::2], pairs[1::2], strict=True))
@@ -101,11 +117,13 @@ def _links(numbers: NDArray[np.float32]) -> LinksConfig:
 
 
 def measured_links(mesh: Mesh) -> LinksConfig:
-    """Return the links between the devices that share the experts, the slowest process's times on
-    each.
+    """Return the measured links between the devices that share the experts, by the slowest
+    process's times.
 
-    Every device sends to one other: to its neighbour in the node, to its own place in the next
-    node, to its neighbour's place there.
+    Three point-to-point patterns are timed: each device sends to its neighbour in the node
+    (inside), to the device of the same index in the next node (rail), and to that device's
+    neighbour (leaf). An all-to-all of small messages gives the seconds per message. Every process
+    must call this.
     """
     num_nodes, per_node = (mesh.shape[axis] for axis in EXPERT)
     small = LATENCY_BYTES // 4
@@ -138,8 +156,8 @@ def measured_links(mesh: Mesh) -> LinksConfig:
 
 
 def _seconds(mesh: Mesh, move: Callable[[jax.Array], jax.Array], size: int) -> float:
-    """Return how long it takes to move so many float32 numbers of each device, one time after
-    another.
+    """Return the seconds of one call of `move` on `size` float32 values per device, averaged over
+    `REPEATS` dependent calls in one program.
     """
     body = lambda x: lax.fori_loop(0, REPEATS, lambda _, x: move(x), x)  # noqa: E731
     program = jax.jit(
@@ -152,7 +170,9 @@ def _seconds(mesh: Mesh, move: Callable[[jax.Array], jax.Array], size: int) -> f
 
 
 def _slowest_s(program: Callable[[jax.Array], jax.Array], x: jax.Array) -> float:
-    """Return the seconds of a program at its best, on the process where that is worst."""
+    """Return the seconds of `program`: the minimum over `ROUNDS` calls on each process, then the
+    maximum over processes.
+    """
     seconds = []
     for _ in range(1 + ROUNDS):  # the first one compiles
         begun = time.perf_counter()

@@ -1,4 +1,5 @@
-"""Held-out loss and samples of text from a model in training.
+"""Compute a text model's held-out loss, and sample text from it, during training. Called by
+`Session`.
 
 Legend: B sequences (all devices), S sequence length, V vocabulary.
 """
@@ -20,7 +21,9 @@ from jmoe.training.trainer import LanguageTrainer, Trainer
 
 
 def _put(array: np.ndarray, mesh: Mesh) -> jax.Array:
-    """A batch that every process holds whole, split over all devices."""
+    """Return a global array split over all devices in its first dimension; every process holds the
+    whole `array`.
+    """
     return jax.make_array_from_callback(
         array.shape, NamedSharding(mesh, BATCH), lambda index: array[index]
     )
@@ -29,7 +32,7 @@ def _put(array: np.ndarray, mesh: Mesh) -> jax.Array:
 def held_out_loss(
     trainer: Trainer, state: TrainState, corpus: Corpus, config: TrainConfig, mesh: Mesh
 ) -> float:
-    """Mean negative log-likelihood in nats over every held-out token."""
+    """Return the mean negative log-likelihood, in nats per token, over all held-out tokens."""
     batch = config.batch_size // config.gradient_accumulation_steps
     windows = held_out_windows(corpus, config.sequence_length, batch)
     total = 0.0
@@ -47,11 +50,11 @@ def sample_text(
     config: TrainConfig,
     mesh: Mesh,
 ) -> str:
-    """Text sampled from the model after an end-of-text token, `evaluation.sample_tokens` tokens at
-    most.
+    """Return text that the model generates after an end-of-text token, of at most
+    `evaluation.sample_tokens` tokens.
 
-    The whole window is computed again for every token: right for any configuration, fit for a short
-    sample only.
+    Every token recomputes the whole window, without a KV cache: this works with any mesh and any
+    expert placement, but is only fast enough for a short sample.
     """
     length = min(config.evaluation.sample_tokens + 1, config.sequence_length)
     rng = np.random.default_rng(config.seed)

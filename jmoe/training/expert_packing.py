@@ -1,7 +1,10 @@
-"""Expert packing while a run goes on: all-to-alls and experts are timed, the state moves to another
+"""Expert packing during training: time all-to-alls and experts, then move the state to another
 mesh.
 
-Source: Lina (USENIX ATC '23), section 4.2. Legend: L experts of a device, M rows, D hidden.
+`Session.rebalance` calls this module between steps; `jmoe.planning.expert_packing` holds the
+decision rule. Source: Lina (USENIX ATC '23), section 4.2.
+
+Legend: L experts of a device, M rows (token-expert pairs), D hidden.
 """
 
 import dataclasses
@@ -41,10 +44,10 @@ ROUNDS = 5
 
 
 def first_packing(config: TrainConfig, num_devices: int, devices_per_host: int) -> int:
-    """Return the packing that a run begins with: its own, or with `auto` the newest checkpoint's,
-    if the mesh can.
+    """Return the expert packing that a run starts with.
 
-    Every process calls this.
+    `comm.packing` if that is a number. With `auto`, the newest checkpoint's packing, limited to the
+    mesh's largest. Every process must call this.
     """
     if config.comm.packing != "auto":
         return config.comm.packing
@@ -59,10 +62,10 @@ def first_packing(config: TrainConfig, num_devices: int, devices_per_host: int) 
 
 
 class PackingController:
-    """Decides how many experts a device holds, the same on every process.
+    """Decides how many experts each device holds; every process reaches the same decision.
 
-    config: of the run, `comm.packing` as configured; shape: the mesh without packing; packing: what
-    it begins with.
+    config: the run's, with `comm.packing` as the user set it. shape: (data, expert_inter,
+    expert_intra) of the mesh at packing 1. packing: the initial packing.
     """
 
     def __init__(self, config: TrainConfig, shape: tuple[int, int, int], packing: int) -> None:
@@ -74,15 +77,15 @@ class PackingController:
         )
         data, inter, intra = shape
         self._config = dataclasses.replace(config, mesh=MeshConfig(data, inter, intra))
-        # before anything is on it
+        # read now, while the devices' memory is still empty
         self._machine = None if self.done else machine(_with_device_bytes(config))
-        # since the last decision; without those that compiled
+        # both since the last decision; _seconds leaves out steps that compiled
         self._steps, self._seconds = 0, list[float]()
         self._step_s: dict[int, float] = {}  # by experts on a device
 
     @property
     def experts_per_device(self) -> int:
-        """Return experts of a layer on each device; 0 of a model without experts."""
+        """Number of experts of one layer on each device; 0 for a model without experts."""
         return self.packing * self._experts_unpacked
 
     @property
@@ -95,12 +98,12 @@ class PackingController:
         return self._config.model.num_experts // (self._shape[1] * self._shape[2])
 
     def packed(self) -> tuple[TrainConfig, tuple[int, int, int]]:
-        """Return the run and the shape of its mesh as they are now."""
+        """Return the configuration and the mesh shape for the current packing."""
         return self._config.packed(self.packing), packed_shape(self._shape, self.packing)
 
     def note_step(self, seconds: float, *, compiled: bool) -> None:
-        """Take down what a step took, while that decides anything; compiled: its seconds are the
-        compiler's.
+        """Record the seconds of a step, unless packing is settled. A step that compiled is counted
+        but its time is ignored.
         """
         if self.done:
             return
@@ -109,16 +112,19 @@ class PackingController:
             self._seconds.append(seconds)
 
     def is_due(self, step: int) -> bool:
-        """Return whether to decide before `step`; a run that has just resumed takes a few steps
-        first.
+        """Return whether to call `decide` before `step`; False until `EVERY_STEPS` steps have been
+        noted since the start or the last decision.
         """
         return not self.done and is_decided_at(step) and self._steps >= EVERY_STEPS
 
     def decide(
         self, step: int, trainer: FusedTrainer, state: TrainState
     ) -> tuple[PackingDecision, dict[str, float]]:
-        """Measure, and decide packing from `step` on; return also what was measured. Every
-        process calls this.
+        """Measure, choose the packing for the steps from `step` on, and return (decision, measured
+        seconds by name).
+
+        Every process must call this: measurements are collectives, and each number is the maximum
+        over processes.
         """
         room = self._room()
         own = [*micro_operations(trainer, state), median(self._seconds[1 - EVERY_STEPS :] or [0.0])]
@@ -149,8 +155,8 @@ class PackingController:
 
 
 def _with_device_bytes(config: TrainConfig) -> TrainConfig:
-    """Return the run on devices of as much memory as they say they have, where nothing else is
-    said of it.
+    """Return `config` with `machine.device_bytes` set to the device's own memory limit, unless the
+    configuration or its accelerator already gives one.
     """
     limit_bytes = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 0)
     if config.machine.device().device_bytes or not limit_bytes:
@@ -161,7 +167,7 @@ def _with_device_bytes(config: TrainConfig) -> TrainConfig:
 
 
 def agreed(own: list[float]) -> list[float]:
-    """Return the largest of each number over all processes; every process calls this."""
+    """Return the elementwise maximum of `own` over all processes. Every process must call this."""
     every = multihost_utils.process_allgather(np.array(own, np.float32))
     return [float(value) for value in np.max(np.reshape(every, (-1, len(own))), axis=0)]
 
@@ -170,30 +176,30 @@ def agreed(own: list[float]) -> list[float]:
 
 
 class MeshTrainer(Trainer, Protocol):
-    """A `Trainer` that knows where its model lies."""
+    """A `Trainer` that exposes its `ShardedModel`, and so its mesh."""
 
     model: Any  # a `ShardedModel`
 
 
 def moved(state: TrainState, before: MeshTrainer, after: MeshTrainer) -> TrainState:
-    """Return `before`'s state as `after`'s, on another mesh, and free the old one.
+    """Return `before`'s state on the mesh of `after`, and free the old arrays.
 
-    Array by array, each awaited, so that only one is there twice; every process calls this, and has
-    devices in both.
+    Arrays move one after another, so that only one exists twice at any time. Every process must
+    call this and must have devices in both meshes.
     """
     saved = before.save_state(state)
 
     def move(x: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
         if x.sharding.device_set == shape.sharding.device_set:
             there = jax.jit(lambda x: x, out_shardings=shape.sharding)(x)
-        # by way of the host: processes send each other no arrays between meshes of different
-        # devices
+        # Through host memory: JAX cannot move arrays of several processes between meshes of
+        # different devices.
         else:
             everywhere = NamedSharding(before.model.mesh, REPLICATED)
             whole = np.asarray(
                 jax.jit(lambda x: x, out_shardings=everywhere)(x).addressable_data(0)
             )
-            # A copy a device: arrays may use the memory that they are given.
+            # One copy per device: JAX may alias the NumPy memory that it is given.
             there = jax.make_array_from_callback(
                 x.shape, shape.sharding, lambda index: np.array(whole[index])
             )
@@ -208,11 +214,11 @@ def moved(state: TrainState, before: MeshTrainer, after: MeshTrainer) -> TrainSt
 
 
 def micro_operations(trainer: FusedTrainer, state: TrainState) -> tuple[float, float]:
-    """Return seconds of (the all-to-alls to the experts, the experts) of a layer, forward, as a
-    step has them.
+    """Return the forward seconds of (one layer's dispatch all-to-alls, one layer's experts), with
+    tokens spread evenly over experts.
 
-    Programs of their own, without what a step does beside them; with an even load. 0 where nothing
-    is sent.
+    Both are timed in programs of their own, without the work that a training step overlaps with
+    them. The all-to-alls take 0 if each device holds all experts. Every process must call this.
     """
     model = trainer.model
     layer: Any = model.abstract.moe_layers.moe
@@ -232,7 +238,9 @@ def micro_operations(trainer: FusedTrainer, state: TrainState) -> tuple[float, f
 
 @dataclasses.dataclass(frozen=True)
 class _Shapes:
-    """Sizes of a micro-operation: tokens of a device, choices of each, and features."""
+    """The sizes that a measurement needs: tokens per device, experts per token, hidden size, and
+    dtype.
+    """
 
     tokens: int
     top_k: int
@@ -290,7 +298,9 @@ def _experts_s(model: ShardedDecoder, layer: Any, sizes: _Shapes, state: TrainSt
 
 
 def timed_s(program: Callable[..., Any], *args: Any) -> float:
-    """Return the seconds of a program; every process calls this."""
+    """Return the wall-clock seconds of one call of `program`. Every process must call this if the
+    program holds collectives.
+    """
     begun = time.perf_counter()
     jax.block_until_ready(program(*args))
     return time.perf_counter() - begun

@@ -1,4 +1,6 @@
-"""Fine-tuning: a run that starts from a Hugging Face checkpoint instead of random parameters."""
+"""Fine-tuning: start a run from a Hugging Face checkpoint instead of random parameters
+(`init_from`).
+"""
 
 import dataclasses
 from pathlib import Path
@@ -22,16 +24,17 @@ from jmoe.optim.loss_scale import first_loss_scale
 from jmoe.training.state import TrainState, experts_of, without_experts
 from jmoe.training.trainer import Trainer
 
-MERGED = "merged"  # folder of a run's output folder: its newest step as a Hugging Face folder
-INITIAL_CONFIG = "initial_config.json"  # in a checkpoint: that of the model the run began with
+MERGED = "merged"  # in a run's output folder: its merged steps, each a Hugging Face folder
+INITIAL_CONFIG = "initial_config.json"  # in a checkpoint: config.json of the initial model
 FLOAT32 = np.dtype(np.float32)
 
 
 def with_pretrained_model(config: TrainConfig) -> TrainConfig:
-    """Return the run with the model of `init_from`, and its tokenizer unless another is set; as it
-    is if that is empty.
+    """Return `config` with the architecture and, unless another is set, the tokenizer of
+    `init_from`.
 
-    What concerns training only (`TRAINING_ONLY`) stays as the run has it.
+    Returns `config` unchanged if `init_from` is empty, or for image tasks. Fields in
+    `TRAINING_ONLY` (capacity factor, router noise, z-loss and others) keep the values of `config`.
     """
     if not config.init_from or isinstance(config, VisionTrainConfig):
         return config
@@ -54,8 +57,10 @@ def with_pretrained_model(config: TrainConfig) -> TrainConfig:
 
 
 def initial_folder(init_from: str) -> Path:
-    """Return the Hugging Face folder of `init_from`: itself, or of a run the newest step that is
-    merged there.
+    """Return the Hugging Face folder that `init_from` names.
+
+    For the output folder of a run, that is its newest merged step; raises ValueError if no step is
+    merged.
     """
     folder = Path(init_from).expanduser()
     if not is_run(folder):
@@ -70,16 +75,16 @@ def initial_folder(init_from: str) -> Path:
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether a folder is the output folder of a run."""
+    """Return whether `folder` is the output folder of a run."""
     return (folder / "checkpoints").is_dir()
 
 
 def files_of_texts(init_from: str, tokenizer: bytes | None) -> dict[str, bytes]:
-    """Return what `init_from` has beside its tokenizer, for the checkpoints of the run.
+    """Return the files of `init_from`, by name, that each checkpoint of the run carries along.
 
-    That is its chat template, end tokens and sampling, and as `INITIAL_CONFIG` its config.json, for
-    token ids. tokenizer: of the run; with one that is not the model's there are no files, as these
-    name the model's tokens.
+    These are the chat template, end tokens and sampling defaults, and the model's `config.json` as
+    `INITIAL_CONFIG`. tokenizer: the content of the run's tokenizer file. Empty if that differs from
+    the model's tokenizer, because the files refer to the model's token ids.
     """
     folder = initial_folder(init_from)
     own = folder / TOKENIZER
@@ -90,8 +95,8 @@ def files_of_texts(init_from: str, tokenizer: bytes | None) -> dict[str, bytes]:
 
 
 def left_out(init_from: str) -> list[str]:
-    """Return a line for each option of a checkpoint that transformers trains with and jmoe does
-    not.
+    """Return one line for each training option in the checkpoint's `config.json` that transformers
+    honors and jmoe does not.
     """
     fields = read_config(folder := initial_folder(init_from))
     changed = changes_training(fields, family_of(fields))
@@ -102,10 +107,11 @@ def left_out(init_from: str) -> list[str]:
 
 
 def pretrained_state(trainer: Trainer, config: TrainConfig) -> TrainState:
-    """Return step 0 with the parameters of `init_from` in float32, each read onto the devices that
-    hold it.
+    """Return the state of step 0 with the float32 parameters of `init_from`, each read directly
+    onto its devices.
 
-    Experts of other tiers are read layer by layer, and never lie on a device together.
+    Streamed experts are read onto their tiers one layer at a time and are never all in device
+    memory. Every process must call this.
     """
     folder, shape = initial_folder(config.init_from), trainer.full_shape
     places = flat(shape.params) | flat(shape.router_bias)
@@ -125,8 +131,8 @@ def pretrained_state(trainer: Trainer, config: TrainConfig) -> TrainState:
         }
 
         def owned(tree: Any) -> Any:
-            """Copy what was read: it lies in numpy's memory, and a step may only write over
-            JAX's own.
+            """Return a copy in JAX's own memory: a training step donates its state, and the loaded
+            arrays alias NumPy memory.
             """
             return jax.tree.unflatten(
                 jax.tree.structure(tree), [jnp.copy(arrays.pop(path)) for path in flat(tree)]

@@ -1,11 +1,10 @@
-"""How a step's gradients come onto the shards of the parameters, summed over all devices; and their
-norms.
+"""Sum a step's gradients over devices onto the shards of the parameters, and compute their norms.
 
-Legend: N layers of a kind, R devices, G elements of a device's part of the gradients of a layer's
-flat buffer.
+Both training steps call these functions inside `shard_map`, before `finish_step`. An array that
+differs between devices has a leading dimension R when it crosses `shard_map`.
 
-Runs inside `shard_map` over all devices, or on one. What differs between devices has a leading
-dimension of R.
+Legend: N layers of a kind, R devices, G elements of a device's shard of the gradients in one
+layer's flat buffer.
 """
 
 from collections.abc import Collection
@@ -30,14 +29,15 @@ from jmoe.training.sharded_model import ShardedModel
 
 
 def _names_in_layer(path: tuple[Any, ...]) -> tuple[str, ...]:
+    """Return the names along a parameter's path, without the name of its stack of layers."""
     return tuple(name for name in path_names(path) if name not in STACK_PATHS)
 
 
 def reduce_gradients_local(grads: Any, model: ShardedModel, done: Collection[str] = ()) -> Any:
-    """Sum gradients over the devices that hold the same parameter (gathered ones are summed
-    already).
+    """Return `grads` summed over the devices that hold the same parameter.
 
-    done: names at the top whose gradients are all summed already.
+    Sharded parameters are left as they are: the transpose of their gather has summed their
+    gradients already. done: top-level names whose gradients need no sum at all.
     """
     mesh = model.mesh
     leaves, structure = jax.tree_util.tree_flatten_with_path(grads)
@@ -56,8 +56,11 @@ def reduce_gradients_local(grads: Any, model: ShardedModel, done: Collection[str
 
 
 def squared_norms_local(grads: Any, model: ShardedModel) -> dict[str, jax.Array]:
-    """Return this device's part of the squared norms: `embedding`, `head`, ... scalars; of
-    stacks one a layer.
+    """Return this device's addend to the squared gradient norms, by top-level name; a `psum`
+    completes them.
+
+    A scalar for `embedding`, `head` and other single parameters; [N] for stacks of layers.
+    Replicated gradients are divided by their number of copies.
     """
     sums: dict[str, jax.Array] = {}
     for path, g in jax.tree_util.tree_leaves_with_path(grads):
@@ -75,16 +78,18 @@ def squared_norms_local(grads: Any, model: ShardedModel) -> dict[str, jax.Array]
 
 
 class StreamedGradients(NamedTuple):
-    """Gradients of everything but the experts, from a step that ran layer by layer."""
+    """The gradients of a layer-by-layer step, for all parameters except experts. `rest` and
+    `rows_G` are by kind of layer.
+    """
 
-    outside: Any  # [R, ...]
-    rest: dict[LayerKind, list[jax.Array]]  # [R, N, ...]
-    rows_G: dict[LayerKind, list[jax.Array]]  # by layer
+    outside: Any  # [R, ...], parameters outside the layers, not yet summed
+    rest: dict[LayerKind, list[jax.Array]]  # [R, N, ...], not in the flat buffer, not yet summed
+    rows_G: dict[LayerKind, list[jax.Array]]  # flat buffers, one per layer, summed already
 
 
 def streamed_on_shards_local(model: ShardedDecoder, params: Any, grads: StreamedGradients) -> Any:
-    """Return the gradients of the parameters as they lie on this device, summed over all
-    devices.
+    """Return the gradients as a tree like `params`, summed over all devices, each on the shard that
+    this device holds.
     """
     outside = {name: tree for name, tree in params.items() if name not in STACKS.values()}
     layout, split = model.layout(outside), model.embedding.split
@@ -92,7 +97,8 @@ def streamed_on_shards_local(model: ShardedDecoder, params: Any, grads: Streamed
     in_parts = jax.tree_util.tree_map_with_path(
         lambda path, _: path_names(path)[0] in split, outside
     )
-    summed = layout.split(in_parts)[1]  # what is kept in parts has everyone's gradients already
+    # A parameter that stays split in use has the gradients of all devices' tokens already.
+    summed = layout.split(in_parts)[1]
     everywhere = {"": [g for g, done in zip(rest, summed, strict=True) if not done]}
     everywhere |= {STACKS[kind]: [g[0] for g in leaves] for kind, leaves in grads.rest.items()}
     if model.mesh.size > 1:

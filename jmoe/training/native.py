@@ -1,5 +1,5 @@
-"""Whether a run's steps use native operations, see `TrainConfig.native`, and functions that are
-traced with them.
+"""Decide whether a run's steps use the native CPU operations (`TrainConfig.native`), and trace
+functions with them.
 """
 
 import contextlib
@@ -20,9 +20,10 @@ log = logging.getLogger(__name__)
 
 
 def steps_are_native(config: TrainConfig, mesh: Mesh) -> bool:
-    """Return whether a run's steps on `mesh` use native operations; builds them if need be.
+    """Return whether steps on `mesh` use the native operations; builds their library if necessary.
 
-    Raises `ValueError` naming the field where they are asked for and cannot be had.
+    Raises ValueError if `native` is `on` and the mesh is not of CPUs, the library cannot be built,
+    or the processor lacks AVX512-BF16. With `auto` these cases return False.
     """
     platform, wanted = mesh.devices.flat[0].platform, config.native
     if wanted == "on":
@@ -52,7 +53,7 @@ def steps_are_native(config: TrainConfig, mesh: Mesh) -> bool:
 
 
 def with_native(wanted: bool, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function, whose trace takes native operations where they are wanted."""
+    """Return `function`, traced with native operations if `wanted`."""
 
     @functools.wraps(function)
     def traced(*args: Any, **options: Any) -> Any:

@@ -1,5 +1,5 @@
-"""A checkpoint's step as the state of a run, whatever tiers its experts were saved from and go
-to.
+"""Restore a checkpoint's step into a trainer, whichever tiers held its experts then and hold them
+now.
 """
 
 from collections.abc import Collection
@@ -19,13 +19,15 @@ from jmoe.training.state import TrainState, experts_of, without_experts
 from jmoe.training.streamed.experts import StreamedExperts
 from jmoe.training.trainer import Trainer
 
-# kinds of records that a run can take over as they are, with gradients that wait
+# the kinds of records that a run needs to take over a checkpoint's experts unread
 LINKED = {"weights", "moments"}
 
 
 def saved_experts(model: ModelConfig, full: TrainState, folder: Path) -> SavedExperts | None:
-    """Return the experts in a step's folder; None for a model without. full: the shape of a
-    state with all of them.
+    """Return the experts stored in the checkpoint folder of one step; None for a model without
+    experts.
+
+    full: the shapes of a training state that includes all experts.
     """
     shapes = [experts for stack in EXPERT_STACKS if (experts := experts_of(full.params, stack))]
     if not shapes:
@@ -37,8 +39,10 @@ def saved_experts(model: ModelConfig, full: TrainState, folder: Path) -> SavedEx
 
 
 def restored(trainer: Trainer, checkpoints: Checkpoints, step: int) -> tuple[TrainState, Any]:
-    """Return (the state, the data's state) of `step`; records that stay on the tier nvme become
-    current.
+    """Return (training state, data iterator state) of checkpoint `step`.
+
+    If the run keeps its experts as records that are compatible with the checkpoint's, the
+    checkpoint's record versions become the current ones and no expert is read.
     """
     shape = trainer.saved_shape
     saved = saved_experts(trainer.config.model, trainer.full_shape, checkpoints.folder_of(step))
@@ -76,8 +80,10 @@ def _restored(
     but: Collection[str] = (),
     **options: Any,
 ) -> tuple[TrainState, Any]:
-    """Return (the saved state, the data's state); a run may have gone to float16 or left it
-    since it was saved.
+    """Return (saved state, data iterator state).
+
+    The loss scale is ignored if the run no longer computes in float16, and starts anew if the
+    checkpoint has none.
     """
     scaling = [name for name in checkpoints.arrays(step) if name.startswith("loss_scale.")]
     if scaling and shape.loss_scale is None:
@@ -94,8 +100,8 @@ def _restored(
 
 
 def _keeps_records(trainer: Trainer, saved: SavedExperts) -> bool:
-    """Return whether the run keeps its experts as they were saved, so that they are as far
-    behind as before.
+    """Return whether the run can take over the checkpoint's records unread, with the gradients and
+    optimizer steps that its experts still lack.
     """
     records = trainer.records
     if records is None or not records.stores.keys() >= LINKED:

@@ -1,4 +1,6 @@
-"""A training run but for its steps: batches, evaluations, checkpoints, log and last words."""
+"""A training run apart from its steps: batches, evaluation, checkpoints, metrics log and final
+summary. `train.py` calls the methods of `Session`.
+"""
 
 from __future__ import annotations
 
@@ -36,34 +38,34 @@ from jmoe.training.trainer import LanguageTrainer, Trainer, make_trainer
 
 
 def say(text: str) -> None:
-    """Print a line on process 0's screen."""
+    """Print a line on process 0; do nothing on other processes."""
     if jax.process_index() == 0:
         print(text, flush=True)
 
 
 @dataclass(kw_only=True)
 class Session:
-    """Everything that stays the same between two steps; mesh and trainer only with
-    `comm.packing` other than auto.
+    """The parts of a run that live from step to step; `rebalance` may replace `mesh` and `trainer`.
+    One instance per process.
     """
 
     config: TrainConfig
     resolved: dict[str, Any]  # the configuration as it is saved, with the data's fingerprint
     mesh: Mesh
-    corpus: Any  # what it learns from: a `Corpus`, or images
-    # iterator of what `next_batch` puts on the devices, with `get_state` and `set_state`
+    corpus: Any  # the training data: a `Corpus`, or the images of each task
+    # iterator of this process's batches in host memory, with `get_state` and `set_state`
     batches: Any
     trainer: Trainer
     checkpoints: Checkpoints
     watchdog: Watchdog
     folder: RunFolder
-    # by name, which every checkpoint has: the tokenizer if there is one, names of classes
+    # copied into every checkpoint, by file name: the tokenizer, or the names of classes
     files: dict[str, bytes]
     expert_packing: PackingController
-    snapshots: Snapshots | None = None  # in memory, if wanted
-    log: MetricsLog | None = None  # of process 0
-    exporter: RunMetrics | None = None  # of process 0, where metrics.port is given
-    # settings that are others than the checkpoint's
+    snapshots: Snapshots | None = None  # None without `checkpoint.memory_dir`
+    log: MetricsLog | None = None  # on process 0 only
+    exporter: RunMetrics | None = None  # on process 0 only, if metrics.port is set
+    # settings that differ from the checkpoint's
     changes: list[str] = field(default_factory=list)
 
     @property
@@ -71,8 +73,8 @@ class Session:
         return Path(self.config.output_dir)
 
     def next_batch(self) -> Any:
-        """Return this process's rows [b, S + 1] as its part of a global [accumulation steps, B,
-        S + 1].
+        """Return the next global batch of tokens, [accumulation steps, B, S + 1], from this
+        process's rows.
         """
         rows = next(self.batches)
         local = rows.reshape(self.config.gradient_accumulation_steps, -1, rows.shape[-1])
@@ -81,8 +83,10 @@ class Session:
         )
 
     def rebalance(self, step: int, state: TrainState) -> TrainState:
-        """Return the state for `step`, on another mesh where the controller finds that a device
-        should hold others.
+        """Return `state` for `step`, moved to a mesh with another expert packing if the controller
+        decides so.
+
+        Every process must call this. Replaces `mesh` and `trainer` after a move.
         """
         if not self.expert_packing.is_due(step) or not isinstance(self.trainer, FusedTrainer):
             return state
@@ -107,13 +111,13 @@ class Session:
         return state
 
     def note_step(self, step_s: float, processor_s: float, *, compiled: bool) -> None:
-        """Note what a step took, and how long this process's processors computed; compiled: with
-        a compilation.
+        """Record a step's wall-clock seconds and this process's CPU seconds. compiled: the step
+        included a compilation.
         """
         self.expert_packing.note_step(step_s, compiled=compiled)
 
     def first_state(self) -> TrainState:
-        """Return step 0: drawn, or with the parameters of `init_from`."""
+        """Return the state of step 0: random parameters, or those of `init_from`."""
         if not self.config.init_from:
             return self.trainer.init()
         for line in left_out(self.config.init_from):
@@ -121,8 +125,9 @@ class Session:
         return pretrained_state(self.trainer, self.config)
 
     def start_or_resume(self) -> TrainState:
-        """Return the newest snapshot's or checkpoint's state, with the data at its position, or
-        a fresh one.
+        """Return the state of the newest snapshot or checkpoint, or of step 0 if there is neither.
+
+        The data iterator is set to the same step. Every process must call this.
         """
         doing = status("restoring or initialising the state", say)
         with (
@@ -142,7 +147,7 @@ class Session:
             return state
 
     def _from_disk(self, step: int | None) -> TrainState:
-        """Return the state of this checkpoint, or a fresh one if it is None."""
+        """Return the state of checkpoint `step`; the state of step 0 if `step` is None."""
         checkpoints = self.checkpoints
         if step is None:
             say(
@@ -157,23 +162,25 @@ class Session:
         return state
 
     def _compare(self, saved: dict[str, Any]) -> None:
-        """Say which settings have changed since a state was saved; `ValueError` for those that
-        must not.
+        """Print the settings that differ from a saved state's. Raises ValueError if one differs
+        that must not change.
         """
         self.changes = check_compatible(saved, self.resolved)
         for change in self.changes:
             say(f"changed: {change}")
 
     def begin_log(self, step: int) -> MetricsLog:
-        """Open and return the log of steps from `step` on, with the settings that have changed."""
+        """Open and return the metrics log for the steps from `step` on, and log the changed
+        settings.
+        """
         self.log = MetricsLog(self.output_dir, start_step=step)
         for change in self.changes:
             self.log.write_event("changed", step, setting=change)
         return self.log
 
     def _from_memory(self, snapshots: Snapshots, checkpoint: int | None) -> TrainState | None:
-        """Return the state of the newest snapshot; None if there is none, or the checkpoint is
-        newer.
+        """Return the state of the newest snapshot; None if there is no usable one, or `checkpoint`
+        is newer.
         """
         say(snapshots.note)
         shape = self.trainer.saved_shape
@@ -189,11 +196,13 @@ class Session:
         state = self.trainer.load_state(snapshot.state)
         say(f"resuming from step {snapshot.step} of {snapshots.folder}")
         if snapshot.step >= self.config.num_steps and snapshot.step != checkpoint:
-            self.save(snapshot.step, state)  # no step is left after which it would be
+            self.save(snapshot.step, state)  # no training step is left that would save it
         return state
 
     def evaluate(self, state: TrainState) -> Any:
-        """Say, log and return what the held-out text costs."""
+        """Compute, print and log the held-out loss; return it as a `HeldOut` (nats per token, bits
+        per byte).
+        """
         step, begun = int(state.step), time.perf_counter()
         doing = status(f"evaluating on {len(self.corpus.held_out_tokens):,} held-out tokens", say)
         with self.watchdog.waiting_for("evaluation after step", step), doing:
@@ -212,8 +221,8 @@ class Session:
         return HeldOut(loss, bits)
 
     def evaluate_first(self, state: TrainState) -> Any:
-        """Return the held-out loss of step 0: measured now, or by the run that began here; None:
-        not at all.
+        """Return the held-out loss of step 0, computed now or read from the log of the run that
+        began there; None if it was not computed.
         """
         if int(state.step) == 0:
             return self.evaluate(state) if self.config.evaluation.at_start else None
@@ -222,7 +231,7 @@ class Session:
         return HeldOut(first[0]["loss"], first[0]["bits_per_byte"]) if first else None
 
     def save(self, step: int, state: TrainState) -> None:
-        """Begin the checkpoint of `step`, once the one before is complete."""
+        """Start writing the checkpoint of `step`, after the previous one is complete."""
         begun = time.perf_counter()
         with self.watchdog.waiting_for(
             "the checkpoint before step", step, timeout_s=self.checkpoints.limit_s
@@ -245,8 +254,8 @@ class Session:
             self.exporter.note_save(time.perf_counter() - begun)
 
     def snapshot(self, step: int, state: TrainState) -> None:
-        """Write the snapshot of `step` into memory, if one is due; the run goes on without where
-        there is no room.
+        """Write a snapshot of `step` into host memory if one is due. If memory is too small, print
+        a warning and go on.
         """
         if (
             self.snapshots is None
@@ -266,8 +275,8 @@ class Session:
             self.log.write_event("snapshot", step, seconds=round(time.perf_counter() - begun, 4))
 
     def check_finite(self, step: int, values: dict[str, Any]) -> None:
-        """Raise `FloatingPointError` naming the layers if the step's loss or gradient was not
-        finite.
+        """Raise FloatingPointError, naming the layers and the last good checkpoint, if
+        `values["ok"]` is False.
         """
         if values["ok"]:
             return
@@ -278,7 +287,7 @@ class Session:
                 bad.append(f"{name} {', '.join(map(str, layers))}" if np.ndim(norm) else name)
         where = f"not finite in {'; '.join(bad)}" if bad else "finite"
         self.checkpoints.wait()
-        # One of this very step holds the parameters that have just failed.
+        # A checkpoint of this step or later holds the parameters that have just failed.
         folders = {
             saved: self.checkpoints.directory / str(saved) for saved in self.checkpoints.steps()
         }
@@ -292,14 +301,18 @@ class Session:
         )
 
     def report(self) -> Path:
-        """Draw the run so far and return the picture's path."""
-        # imports matplotlib, which no other part of a run needs
+        """Draw the run's plots so far and return the path of the picture."""
+        # Imported here because it loads matplotlib, which only process 0 needs.
         from jmoe.run.report import write_report
 
         return write_report(self.output_dir)
 
     def finish(self, state: TrainState, before: Any) -> None:
-        """Evaluate, then print what the run learned and where its files are."""
+        """Evaluate, then print the summary of the run: losses, baselines, a text sample and the
+        output files.
+
+        before: the result of `evaluate_first`.
+        """
         corpus, after = self.corpus, self.evaluate(state)
         sample = ""
         if corpus.tokenizer is not None and self.config.evaluation.sample_tokens:

@@ -1,5 +1,7 @@
-"""The decoder on a mesh: its embedding and head in parts, its layers by a plain scan or one with a
-reverse pass.
+"""The decoder on a mesh: a split embedding and output head, and layers run by `scan_layers` or
+`ReverseScan`.
+
+`FusedTrainer` and `StreamedDecoder` hold one `ShardedDecoder` each.
 
 Legend: B local batch, S sequence, D hidden, V vocabulary.
 """
@@ -38,7 +40,7 @@ from jmoe.training.state import TrainState
 
 
 def _local_tokens(config: TrainConfig, mesh: Mesh) -> int:
-    """Return the tokens of a device in one accumulation step."""
+    """Return the number of tokens per device in one accumulation step."""
     return (
         config.batch_size
         * config.sequence_length
@@ -60,9 +62,9 @@ def _plan_embedding(config: TrainConfig, mesh: Mesh) -> Embedding:
 
 
 class ShardedDecoder(ShardedModel):
-    """The decoder as a pure function of nested dicts of this device's parameters.
+    """The decoder as a pure function of nested dicts of this device's parameter shards.
 
-    links: between devices, for the choice of an exchange; None: not known.
+    links: the mesh's bandwidths and latencies, for choosing the expert exchange; None if unknown.
     """
 
     def __init__(self, config: TrainConfig, mesh: Mesh, links: LinksConfig | None = None) -> None:
@@ -70,10 +72,10 @@ class ShardedDecoder(ShardedModel):
         self.embedding = _plan_embedding(config, mesh)
         self.head = self.embedding.output_head
         super().__init__(config, mesh, self.embedding.split)
-        self.native = steps_are_native(config, mesh)  # for whoever compiles programs of it
+        self.native = steps_are_native(config, mesh)  # read by trainers when they compile
 
     def build(self) -> Decoder:
-        """Draw the decoder's parameters."""
+        """Return a `Decoder` with random parameters, seeded by `config.seed`."""
         config = self.config
         load = None
         if self._links is not None:
@@ -86,7 +88,7 @@ class ShardedDecoder(ShardedModel):
 
     @property
     def comm_schedule(self) -> Schedule:
-        """Return how all-to-alls and other collectives share the network."""
+        """How the expert exchange and the other collectives share the network."""
         schedule, chunks = SCHEDULES[self.config.comm.schedule], self.config.comm.exchange_chunks
         return replace(schedule, num_chunks=chunks) if chunks else schedule
 
@@ -104,12 +106,13 @@ class ShardedDecoder(ShardedModel):
 
     @property
     def casts_once(self) -> bool:
-        """Whether stacked weights are cast once a step, where their gradients allow it, instead of
-        in each layer.
+        """Whether stacked weights are cast to the compute dtype once per step, instead of once per
+        layer use.
 
-        Forwards, backwards and what is computed again then read one copy, and gradients are stacked
-        in its dtype, to which a layer's products rounded them. On a CPU each layer is cast: reading
-        one of a stack in bfloat16 would convert the whole stack.
+        With one cast, the forward pass, the backward pass and rematerialization read one copy, and
+        gradients are stacked in the compute dtype, to which a layer's matmuls have rounded them
+        already. False on CPUs, where slicing one layer out of a bfloat16 stack converts the whole
+        stack.
         """
         return self.mesh.devices.flat[0].platform != "cpu"
 
@@ -120,17 +123,17 @@ class ShardedDecoder(ShardedModel):
         return self.casts_once and self.mesh.size == 1 and narrows
 
     def cast_copies(self, params: Any) -> tuple[jax.Array, ...]:
-        """Return the stacked weights in the dtype of their use, in order; none where a step casts
-        them itself.
+        """Return copies of the stacked weights in their compute dtype, in tree order; empty if a
+        step casts weights itself.
 
-        AdamW writes them as it updates the weights, in the same pass.
+        AdamW writes these copies in the pass that updates the weights.
         """
         leaves = jax.tree_util.tree_leaves_with_path(params)
         return tuple(self.cast_leaf(path, w) for path, w in leaves if self._is_copied(path, w))
 
     def with_copies(self, params: Any, copies: tuple[jax.Array, ...]) -> Any:
-        """Return the parameters with these copies, which `cast_copies` made, in place of what
-        they are of.
+        """Return `params` with each weight that `cast_copies` copied replaced by its copy; `params`
+        itself if `copies` is empty.
         """
         left = iter(copies)
         return jax.tree_util.tree_map_with_path(
@@ -138,8 +141,10 @@ class ShardedDecoder(ShardedModel):
         )
 
     def _cast_stacks(self, stacks: Any, layer_runner: ReverseScan | None) -> Any:
-        """Return the stacks of layers with those weights cast whose gradients are not added to
-        others in the stack.
+        """Return the stacks of layers with weights cast to their compute dtype.
+
+        On several devices only experts are cast, and only if `ReverseScan` adds no other gradients
+        (of replicas or earlier accumulation steps) to theirs.
         """
         alone = layer_runner is None or (
             self.mesh.shape[DATA] == 1 and self.config.gradient_accumulation_steps == 1
@@ -154,7 +159,7 @@ class ShardedDecoder(ShardedModel):
 
     @property
     def notes(self) -> list[str]:
-        """The plan, and its reasons: which exchange takes tokens to other devices, how the
+        """One sentence for each planned choice with its reason: the expert exchange, and how the
         embedding is split.
         """
         notes, layers = [], self.abstract.moe_layers
@@ -167,11 +172,11 @@ class ShardedDecoder(ShardedModel):
         return notes
 
     def reverse_scan(self, chunk_bytes: int | None = None) -> ReverseScan | None:
-        """Make what runs the layers in training where none of their parameters is gathered by
-        itself.
+        """Return the `ReverseScan` that runs the layers in training.
 
-        chunk_bytes: how much the network takes at once; None: `comm.chunk_bytes`, or as much as is
-        ever useful.
+        None on one device, or if dense parameters are gathered one by one (`comm.shard_dense`
+        without `comm.fuse_dense`). chunk_bytes: the bytes of one chunk of a chunked collective;
+        None takes `comm.chunk_bytes`, or `MAX_CHUNK_BYTES` if that is 0.
         """
         comm, layout = self.config.comm, lambda stack: self.layout(stack, stacked=True)
         if self.mesh.size == 1 or (comm.shard_dense and not comm.fuse_dense):
@@ -191,11 +196,12 @@ class ShardedDecoder(ShardedModel):
         remat: Remat = "none",
         **options: Any,
     ) -> tuple[jax.Array, jax.Array, Any]:
-        """Return (hidden [B, S, D], the head's weight as `OutputHead.weight` makes it, statistics)
-        of local tokens.
+        """Return (hidden states [B, S, D], the output head's weight, router statistics) of this
+        device's tokens.
 
-        layer_runner: runs the layers; None: a plain scan, which gathers each by itself. options: of
-        `Decoder`.
+        layer_runner: runs the layers; None uses `scan_layers`, which gathers one layer's parameters
+        at a time. options: keyword arguments of `Decoder.__call__`. The statistics are None for a
+        model without experts.
         """
         stacks = {name: tree for name, tree in params.items() if name.endswith("_layers")}
         if self.casts_once:
@@ -216,13 +222,16 @@ class ShardedDecoder(ShardedModel):
     # The state of training
 
     def initial_state(self) -> TrainState:
-        """Draw step 0, in the form that training uses."""
+        """Return the state of step 0 in the layout used by training."""
         return self.fresh_state().map_table(self.embedding.kept)
 
     @cached_property
     def _saved_form(self) -> tuple[Callable[..., jax.Array], Callable[..., jax.Array], Any] | None:
-        """(to the saved form, from it, its shape) of a table kept in stripes, which is saved
-        split by columns.
+        """Return (save, restore, saved shape) for an embedding table that training keeps in
+        stripes; None for other tables.
+
+        A checkpoint holds the table in one piece, split evenly over all devices, independent of the
+        mesh's nodes.
         """
         if not self.embedding.striped:
             return None
@@ -237,14 +246,16 @@ class ShardedDecoder(ShardedModel):
 
     @property
     def saved_shape(self) -> TrainState:
-        """Return what a checkpoint holds, the same whatever the mesh."""
+        """Shapes, dtypes and shardings of a checkpoint's state; the shapes are the same for every
+        mesh.
+        """
         shape, form = self.state_shape, self._saved_form
         return shape if form is None else shape.map_table(lambda _: form[2])
 
     def to_saved(self, state: TrainState) -> TrainState:
-        """Bring a state into the form in which it is saved."""
+        """Return `state` in the layout of a checkpoint."""
         return state if self._saved_form is None else state.map_table(self._saved_form[0])
 
     def from_saved(self, state: TrainState) -> TrainState:
-        """Bring a saved state into the form in which it is used."""
+        """Return a checkpoint's state in the layout used by training."""
         return state if self._saved_form is None else state.map_table(self._saved_form[1])

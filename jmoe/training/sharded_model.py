@@ -1,5 +1,5 @@
-"""A model on a mesh: where its parameters lie, how they are gathered for use, and the form they
-are saved in.
+"""A model on a mesh: where its parameters lie, how they are gathered for use, and their layout in a
+checkpoint. `ShardedDecoder` and `ShardedVision` are its subclasses.
 """
 
 from abc import ABC, abstractmethod
@@ -30,15 +30,15 @@ from jmoe.mesh import (
 from jmoe.optim.loss_scale import LossScale, first_loss_scale
 from jmoe.training.state import TrainState
 
-# read by row: cast after the lookup, so that gradients add in float32
+# Tables read by row: the lookup's result is cast, so that the rows' gradients add in float32.
 LOOKUP_TABLES = ("embedding", "positions")
 
 
 class ShardedModel(ABC):
-    """A model as a pure function of nested dicts of this device's parameters; `build` draws it.
+    """A model as a pure function of nested dicts of this device's parameter shards.
 
-    split: parameters that are kept in parts in use too, and the dimension in which all devices
-    split them.
+    split: parameters that stay sharded even in use, by name, each with the dimension that all
+    devices split.
     """
 
     def __init__(self, config: TrainConfig, mesh: Mesh, split: Mapping[str, int]) -> None:
@@ -59,10 +59,10 @@ class ShardedModel(ABC):
 
     @abstractmethod
     def build(self) -> nnx.Module:
-        """Draw the model's parameters."""
+        """Return the model with random parameters."""
 
     def merge(self, params: Any, router_bias: Any) -> Any:
-        """Return the model with these parameters, in nested dicts."""
+        """Return the `nnx` model with these parameters, given as nested dicts."""
         trees = zip(self._structures, (params, router_bias), strict=True)
         return nnx.merge(
             self._graph, *(jax.tree.unflatten(s, jax.tree.leaves(tree)) for s, tree in trees)
@@ -81,7 +81,7 @@ class ShardedModel(ABC):
         yield from (((name,), dim) for name, dim in self._split.items())
 
     def is_sharded(self, names: tuple[str, ...]) -> bool:
-        """Whether the parameter, by its path inside a layer, is split over all devices."""
+        """Return whether a parameter is split over all devices. names: its path inside a layer."""
         return names in self._shard_dims
 
     def _compute_dtype(self, names: tuple[str, ...], ndim: int) -> Any:
@@ -89,8 +89,10 @@ class ShardedModel(ABC):
         return self.dtype if matrix else jnp.float32
 
     def layout(self, tree: Any, *, stacked: bool = False) -> BufferLayout:
-        """Say which parameters (of one layer, of stacked layers, or outside the layers) travel
-        in a flat buffer.
+        """Return which parameters of `tree` travel in a flat buffer, and their places in that
+        buffer.
+
+        tree: parameters of one layer, of a stack of layers (`stacked`), or outside the layers.
         """
 
         def place(path: Any, w: jax.Array) -> ShardInBuffer | None:
@@ -109,24 +111,31 @@ class ShardedModel(ABC):
     # Parameters as they are used
 
     def cast(self, tree: Any) -> Any:
-        """Cast unsharded parameters to the dtype of their use; those that stay in parts are left
-        as they are.
+        """Return unsharded parameters in their compute dtype; parameters that stay sharded in use
+        are not cast.
         """
         return jax.tree_util.tree_map_with_path(self.cast_leaf, tree)
 
     def cast_leaf(self, path: tuple[Any, ...], w: jax.Array) -> jax.Array:
-        """Cast one parameter, of a layer, of stacked layers, or outside the layers."""
+        """Return one parameter in its compute dtype. path: its path in the tree, with or without a
+        stack of layers.
+        """
         return w if _names(path)[0] in self._split else w.astype(self.used_dtype(path, w.ndim))
 
     def used_dtype(self, path: tuple[Any, ...], ndim: int) -> Any:
-        """Return the dtype of use of a parameter with so many dimensions, of a layer, stacked,
-        or outside.
+        """Return the compute dtype of the parameter at `path` with `ndim` dimensions, stacked or
+        not.
+
+        The model's compute dtype for matrices; float32 for vectors, routers and tables read by row.
         """
         return self._compute_dtype(_names(path), ndim - is_expert(path) - stack_dims(path))
 
     def gather(self, tree: Any) -> Any:
-        """Gather this device's parameters (of one layer, or outside the layers), in the dtype of
-        their use.
+        """Return the unsharded parameters, in their compute dtype, gathered from all devices'
+        shards.
+
+        Call this inside `shard_map`. tree: this device's shards of one layer, or of the parameters
+        outside the layers.
         """
         layout = self.layout(tree)
         shards, rest = layout.split(tree)[0], layout.split(self.cast(tree))[1]
@@ -141,27 +150,25 @@ class ShardedModel(ABC):
 
     @property
     def state_specs(self) -> TrainState:
-        """Return where every array of the state lies."""
+        """The partition specs of the training state, as a `TrainState` of specs."""
         bias: Any = jax.tree.map(lambda _: REPLICATED, self._bias_shapes)
         step: Any = REPLICATED
         scaling: Any = None if self.config.compute_dtype != "float16" else LossScale(step, step)
         return TrainState(self.specs, self.specs, self.specs, bias, step, scaling)
 
     def fresh_state(self) -> TrainState:
-        """Draw step 0, in the form that is saved."""
+        """Return the state of step 0 in the layout of a checkpoint."""
         split: Any = nnx.split(self.build(), nnx.Param, RouterBias)
         params, bias = (nnx.to_pure_dict(part) for part in split[1:])
         return TrainState.at_step_0(params, bias, first_loss_scale(self.config))
 
     def initial_state(self) -> TrainState:
-        """Draw step 0, in the form that training uses: the saved one, unless a model overrides
-        this.
-        """
+        """Return the state of step 0 in the layout used by training; by default `fresh_state`."""
         return self.fresh_state()
 
     @cached_property
     def state_shape(self) -> TrainState:
-        """The shapes and shardings of the state in training."""
+        """Shapes, dtypes and shardings of the training state."""
         place = lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding)  # noqa: E731
         state: TrainState = jax.eval_shape(self.initial_state)
         placed: TrainState = jax.tree.map(place, state, shardings(self.state_specs, self.mesh))
@@ -169,15 +176,17 @@ class ShardedModel(ABC):
 
     @property
     def saved_shape(self) -> TrainState:
-        """Return what a checkpoint holds, the same whatever the mesh."""
+        """Shapes, dtypes and shardings of a checkpoint's state; the shapes are the same for every
+        mesh.
+        """
         return self.state_shape
 
     def to_saved(self, state: TrainState) -> TrainState:
-        """Bring a state into the form in which it is saved."""
+        """Return `state` in the layout of a checkpoint."""
         return state
 
     def from_saved(self, state: TrainState) -> TrainState:
-        """Bring a saved state into the form in which it is used."""
+        """Return a checkpoint's state in the layout used by training."""
         return state
 
 

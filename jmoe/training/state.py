@@ -1,6 +1,7 @@
-"""The state that a training step changes.
+"""The training state, and functions that take experts out of it or put them in.
 
-Legend: B sequences, S sequence length, N layers with experts, E experts, P experts asked for.
+Legend: B sequences, S sequence length, N layers with experts, E experts, P experts that a caller
+asks for.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,11 +26,11 @@ Batch = tuple[jax.Array, jax.Array]  # held-out tokens [B, S + 1], and their tar
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """Everything a step changes. Nested dicts of arrays; float32 but for `step` (int32 scalar) and
-    `cast`.
+    """The training state: nested dicts of float32 arrays, except `step` (int32 scalar) and `cast`.
 
-    loss_scale: None unless the run computes in float16. cast: copies of stacked weights in the
-    dtype of their use, see `ShardedDecoder.cast_copies`; no part of a checkpoint.
+    m, v: AdamW's moments, trees like `params`. router_bias: the routers' load-balancing biases.
+    loss_scale: None unless the run computes in float16. cast: copies of stacked weights in their
+    compute dtype (`ShardedDecoder.cast_copies`), never part of a checkpoint.
     """
 
     params: Any
@@ -42,36 +43,36 @@ class TrainState:
 
     @classmethod
     def at_step_0(cls, params: Any, router_bias: Any, loss_scale: LossScale | None = None) -> Self:
-        """Begin with these parameters and with moments of zero."""
+        """Return the state of step 0 with these parameters and zero moments."""
         zeros = jax.tree.map(jnp.zeros_like, params)
         return cls(
             params, zeros, jax.tree.map(jnp.copy, zeros), router_bias, jnp.int32(0), loss_scale
         )
 
     def map(self, change: Callable[[Any], Any]) -> Self:
-        """Apply `change` to the parameters and to both moments."""
+        """Return the state with `change` applied to the parameters and to both moments."""
         return replace(self, params=change(self.params), m=change(self.m), v=change(self.v))
 
     def map_table(self, change: Callable[[Any], Any]) -> Self:
-        """Apply `change` to the embedding table and its moments."""
+        """Return the state with `change` applied to the embedding table and both of its moments."""
         return self.map(lambda tree: tree | {"embedding": change(tree["embedding"])})
 
 
 def experts_of(tree: Any, stack: str = "moe_layers") -> Any:
-    """Return the experts' parameters of a stack of layers; nothing where they are not in the
-    tree.
+    """Return the experts' parameters in a stack of layers, [N, E, ...] each; an empty dict if
+    `tree` has none.
     """
     return tree[stack]["moe"].get(EXPERTS_PATH, {}) if stack in tree else {}
 
 
 def with_experts(tree: Any, experts: Any, stack: str = "moe_layers") -> Any:
-    """Return the parameters with these of the experts of a stack of layers."""
+    """Return `tree` with `experts` as the experts' parameters of a stack of layers."""
     layers = tree[stack]
     return tree | {stack: layers | {"moe": layers["moe"] | {EXPERTS_PATH: experts}}}
 
 
 def without_experts(tree: Any) -> Any:
-    """Return the parameters but the experts'."""
+    """Return `tree` without the experts' parameters of any stack."""
     for name in EXPERT_STACKS:
         if name in tree:
             layers = tree[name]
@@ -83,8 +84,11 @@ def without_experts(tree: Any) -> Any:
 def read_experts(
     shapes: Mapping[str, Any], read: ReadExperts, prefix: str = ""
 ) -> dict[str, jax.Array]:
-    """Return the arrays [N, E, ...] of all layers' experts where `shapes` has them; this process
-    reads its own.
+    """Return the experts' parameters [N, E, ...] by name, with the shapes and shardings in
+    `shapes`.
+
+    Each process reads only the experts that its devices hold. read: returns arrays [P, ...] of a
+    layer's experts. prefix: prepended to a parameter's name in the arrays that `read` returns.
     """
     leaf = next(iter(shapes.values()))
     num_layers, num_experts = leaf.shape[:2]
@@ -117,8 +121,10 @@ def with_read_experts(
     weights: ReadExperts | None,
     moments: ReadExperts | None,
 ) -> TrainState:
-    """Return the state with the experts that it lacks read from elsewhere. kinds: of the model's
-    layers.
+    """Return `saved` with experts added from `weights` and `moments`; None leaves those parts
+    unchanged.
+
+    shape: the shapes of the whole state. kinds: the kind of each layer of the model.
     """
     layers = expert_layers(kinds)
     for stack in EXPERT_STACKS:

@@ -1,7 +1,7 @@
-"""The interface between a run and its task: text, or the images of several tasks.
+"""The interface between a run and its task: language modeling, or image tasks.
 
-`train.py` sets a run up and takes its steps; a `Task` reads the data, makes the trainer and makes
-the session, which measures what was learned.
+`train.py` sets a run up and takes its steps. A `Task` reads the data and makes the trainer and the
+session.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ S = TypeVar("S", bound=Session)
 class Setup:
     """The parts of a run that exist before its data is read.
 
-    resolved: the configuration as checkpoints have it. exporter: of process 0, with `metrics.port`.
-    stack: closes the parts when the run ends.
+    resolved: the configuration in the form that checkpoints store. exporter: on process 0, if
+    `metrics.port` is set. stack: closes the parts at the end of the run.
     """
 
     config: TrainConfig
@@ -50,9 +50,9 @@ class TrainingData:
     """The data of a run.
 
     corpus: a `Corpus`, or the images of each task. batches: an iterator with `get_state`,
-    `set_state` and `close`. fingerprint: identifies the data. files: in every checkpoint: the
-    tokenizer and what belongs to it, or names of classes. publish: called by process 0 when the run
-    has begun.
+    `set_state` and `close`. fingerprint: a hash of the data. files: copied into every checkpoint:
+    the tokenizer and its companion files, or the names of classes. publish: process 0 calls this
+    once the training state is ready.
     """
 
     corpus: Any
@@ -63,21 +63,23 @@ class TrainingData:
 
 
 class Task(Protocol):
-    """What a run trains: the data, the model's trainer, and the session that measures it."""
+    """A run's objective: provides the data, the trainer, and the session around its steps."""
 
     def plan(self) -> tuple[str, bool]:
-        """Return the plan for `--plan` as text, and whether the run fits."""
+        """Return (text for `--plan`, whether the run fits in memory)."""
 
     def open(self, mesh: Mesh, stack: contextlib.ExitStack) -> None:
-        """Plan the work on `mesh`, and install signal handlers, before the run waits for
+        """Plan the work on `mesh` and install signal handlers; called before the run waits for
         anything.
+
+        stack: restores the handlers at the end of the run.
         """
 
     def read_data(self, setup: Setup) -> TrainingData:
-        """Read the training data. Every process calls this."""
+        """Return the training data. Every process must call this."""
 
     def make_trainer(self, setup: Setup, data: TrainingData) -> Trainer:
-        """Make the model on the mesh with its training step."""
+        """Return the trainer: the model on the mesh and its compiled step."""
 
     def make_session(
         self,
@@ -87,9 +89,7 @@ class Task(Protocol):
         checkpoints: Checkpoints,
         snapshots: Snapshots | None,
     ) -> Session:
-        """Make the session: batches on the devices, evaluation, checkpoints and reports of the
-        run.
-        """
+        """Return the session, which owns batches, evaluation, checkpoints and reports."""
 
 
 def open_session(
@@ -100,7 +100,7 @@ def open_session(
     checkpoints: Checkpoints,
     snapshots: Snapshots | None,
 ) -> S:
-    """Return a session of this kind with the parts of a run."""
+    """Return a session of class `kind` made from the parts of a run."""
     return kind(
         config=setup.config,
         resolved=setup.resolved | {FINGERPRINT: data.fingerprint},

@@ -1,4 +1,5 @@
-"""Trainers of a run's model, for experts on the device and off it.
+"""The `Trainer` protocol, and the choice of a language model's trainer: `FusedTrainer` with all
+experts on the devices, else `StreamedTrainer`.
 
 Legend: A accumulation steps, B batch, S sequence, V vocabulary.
 """
@@ -19,46 +20,53 @@ from jmoe.training.streamed.step import StreamedTrainer
 
 
 class Trainer(Protocol):
-    """The compiled functions of one run."""
+    """The compiled functions of one run: initial state, step, evaluation, and conversion to and
+    from checkpoints.
+    """
 
-    saved_shape: TrainState  # of what `save_state` returns
-    # with all experts, which are no part of the state where they are streamed
+    saved_shape: TrainState  # the shape of the state that `save_state` returns
+    # the same with all experts, also if they are streamed and no part of the state
     full_shape: TrainState
-    records: RecordCheckpoints | None  # what a checkpoint holds in files of its own
-    evaluation_batches: int  # how many batches `evaluate` is best given at once
+    records: RecordCheckpoints | None  # the experts' files in a checkpoint; None without tiers
+    evaluation_batches: int  # the most efficient number of batches per call of `evaluate`
 
     @property
     def config(self) -> TrainConfig:
-        """Return the configuration of the run."""
+        """The configuration of the run."""
 
     @property
     def notes(self) -> list[str]:
-        """Return sentences on what was planned, and why."""
+        """Sentences that describe the plan and its reasons, to print at the start."""
 
     @property
     def progress(self) -> Callable[[], object] | None:
-        """Changes as long as records are moved, for limits on waits."""
+        """A function whose result changes while records are moving between tiers, so that a
+        watchdog can tell slow from stuck. None if nothing moves.
+        """
 
     def init(self) -> TrainState:
-        """Draw step 0."""
+        """Return the state of step 0 with random parameters."""
 
     def step(
         self, state: TrainState, tokens_ABS: Any, /, full_capacity: bool = False
     ) -> tuple[TrainState, dict[str, jax.Array]]:
-        """Take one step on tokens [A, B, S + 1]; the state's memory is used again.
+        """Return (new state, metrics) after one step on tokens [A, B, S + 1]; `state` is donated.
 
-        `metrics["ok"]` is False, and the state unchanged, if the loss or gradient norm is not
-        finite or a dropless buffer overflowed (`overflow`; the step is then repeated with
-        `full_capacity`, which has room for every token). With float16 a gradient that is not finite
-        halves the state's loss scale (`skipped`; the step is then repeated), unless it is 1.
+        `metrics["ok"]` is False, and the state unchanged, if the loss or the gradient norm is not
+        finite, or if a dropless buffer overflowed. After `metrics["overflow"]` the caller repeats
+        the step with `full_capacity`, whose buffers hold every token. In float16 a gradient that is
+        not finite halves the loss scale and sets `metrics["skipped"]`, and the caller repeats the
+        step; at the smallest loss scale the step fails instead.
         """
 
     def evaluate(self, state: TrainState, batches: Sequence[Batch]) -> list[jax.Array]:
-        """Return the summed negative log-likelihood of each batch in nats."""
+        """Return the summed negative log-likelihood of each batch, scalars in nats."""
 
     def save_state(self, state: TrainState) -> TrainState:
-        """Return what a checkpoint holds, the same whatever the mesh; streamed experts are
-        records then.
+        """Return the state that a checkpoint stores, with the same shapes for every mesh.
+
+        Streamed experts are not part of this state: their records are written to files of their
+        own.
         """
 
     def load_state(
@@ -67,31 +75,36 @@ class Trainer(Protocol):
         weights: ReadExperts | None = None,
         moments: ReadExperts | None = None,
     ) -> TrainState:
-        """Return the state from a saved one; experts that it lacks are read, or are in their
-        records already.
+        """Return the training state for a checkpoint's state.
+
+        weights, moments: read the experts that `saved` lacks; None if `saved` has the experts or
+        the records are already in place.
         """
 
     def expert_stats(self) -> Any:
-        """Return what moved between tiers (`ExpertStats`); None where nothing does."""
+        """Return the traffic between tiers as `ExpertStats`; None if all experts stay on the
+        devices.
+        """
 
     def close(self) -> None:
-        """End the run's threads."""
+        """Stop the trainer's threads and release its files."""
 
 
 class LanguageTrainer(Trainer, Protocol):
-    """A `Trainer` of a language model, which can be asked for the next token."""
+    """A `Trainer` of a language model that can also return next-token logits."""
 
     def next_logits(
         self, state: TrainState, tokens_BS: jax.Array, position: jax.Array
     ) -> jax.Array:
-        """Return logits [V] after the token at `position` of the first sequence."""
+        """Return logits [V] after the token at `position` of the first sequence of `tokens_BS`."""
 
 
 def make_trainer(config: TrainConfig, mesh: Mesh, run: str = "run") -> LanguageTrainer:
-    """Make the trainer of a run on `mesh`, with experts where `config.tiers` wants them.
+    """Return the trainer of a text run on `mesh`, with experts on the tiers that `config.tiers`
+    names.
 
-    Compiles nothing yet, but may measure the network. run: names the folder of the experts' records
-    in `tiers.path`.
+    Compiles no step yet, but may measure the network, so every process must call this. run: the
+    folder name of the experts' records below `tiers.path`.
     """
     chunk_bytes = measured_chunk_bytes(config.comm, mesh)
     links = links_of(config, mesh)

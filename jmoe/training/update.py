@@ -1,5 +1,6 @@
-"""How every training step ends, once its gradients are reduced; and what both kinds of step compute
-alike.
+"""The end of every training step, and computations that all training steps share.
+
+Fused, streamed and image steps call `finish_step` after they have reduced the gradients.
 
 Legend: N MoE layers, E experts.
 """
@@ -24,15 +25,15 @@ T = TypeVar("T")
 
 
 def tokens_per_accumulation_step(config: TrainConfig) -> int:
-    """Return how many tokens one accumulation step has on all devices."""
+    """Return the number of tokens in one accumulation step, over all devices."""
     return config.batch_size * config.sequence_length // config.gradient_accumulation_steps
 
 
 def router_key(
     config: TrainConfig, step: jax.Array, device: jax.Array | int, accumulation: jax.Array
 ) -> jax.Array:
-    """Return the key of what a device's routers draw in one accumulation step; split it over the
-    MoE layers.
+    """Return the PRNG key for a device's routers in one accumulation step; the caller splits it
+    over MoE layers.
     """
     key = jax.random.fold_in(jax.random.key(config.seed), step)
     return jax.random.fold_in(jax.random.fold_in(key, device), accumulation)
@@ -41,9 +42,10 @@ def router_key(
 def auxiliary_losses(
     config: TrainConfig, probs_sum_E: jax.Array, z_sum: jax.Array, counts_E: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return this device's part of the weighted (balance, z) losses of one accumulation step.
+    """Return this device's addends to the weighted (balance, z) losses of one accumulation step.
 
-    Summed over leading dimensions (layers), averaged over all MoE layers. counts_E: of all devices.
+    Inputs may have leading layer dimensions, which are summed; the losses are means over all MoE
+    layers. counts_E: int [..., E], tokens per expert summed over all devices.
     """
     model = config.model
     router = config.model.router
@@ -57,8 +59,9 @@ def auxiliary_losses(
 
 
 def dropped_tokens(stats: MoEStats | None) -> jax.Array:
-    """Return how many assignments of all devices found no row in buffers. stats: of this device;
-    None: no experts.
+    """Return the number of token-expert assignments, over all devices, that found no buffer row.
+
+    stats: this device's; None for a model without experts.
     """
     dropped = jnp.int32(0) if stats is None else stats.dropped.sum(dtype=jnp.int32)
     return lax.psum(dropped, ALL)
@@ -67,8 +70,11 @@ def dropped_tokens(stats: MoEStats | None) -> jax.Array:
 def evaluation_program(
     sharded: Callable[..., Any], local: Callable[..., Any], *in_specs: Any
 ) -> Any:
-    """Return the program of a pass without gradients, for `without_drops`. sharded: runs `local`
-    on every device.
+    """Return the compiled program of a pass without gradients, in the form that `without_drops`
+    calls.
+
+    sharded: wraps a function in `shard_map`. local: the pass on one device, with a keyword
+    `full_capacity`; its results must be replicated.
     """
 
     def run(*args: Any, full_capacity: bool) -> Any:
@@ -80,11 +86,11 @@ def evaluation_program(
 
 
 def without_drops(run: Callable[..., tuple[T, jax.Array]]) -> T:
-    """Return the result of a pass without gradients in which every token reaches its experts.
+    """Return the result of a pass without gradients in which no token is dropped.
 
-    run: takes `full_capacity`, returns (result, dropped assignments). Buffers are those of
-    training, which take a fraction of the memory; where they are too small the pass runs again with
-    room for every token, as a step does.
+    run: takes `full_capacity` and returns (result, number of dropped assignments). The first call
+    uses training's buffers, which need a fraction of the memory; if they overflow, a second call
+    uses buffers that hold every token.
     """
     result, dropped = run(full_capacity=False)
     if int(dropped):
@@ -100,16 +106,18 @@ def finish_step(
     metrics: dict[str, jax.Array],
     overflow: jax.Array,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """Clip, update the parameters and the router's bias, and complete the metrics: (state,
+    """Clip gradients, update parameters and router biases, and complete the metrics; return (state,
     metrics).
 
-    grads: like `state.params`, on this device's shards, reduced. squares: of the gradients' global
-    norms, by name.
-    metrics: of all devices, `loss` and `counts` [N, E] among them. overflow: of a buffer for
-    tokens. Unless `metrics["ok"]` (loss and norm are finite, and nothing overflowed) the state is
-    returned as it was, but for its loss scale, by which gradients and squares are multiplied: where
-    that makes the gradients overflow it is halved, and `metrics["skipped"]` says so.
-    `metrics["clip"]` is the factor of the gradients as they are given.
+    grads: like `state.params`, this device's shards, reduced over devices. squares: squared global
+    norms of the gradients, by name. metrics: summed over devices, including `loss` and, with router
+    biases, `counts` [N, E]. overflow: whether a dropless buffer overflowed.
+
+    `metrics["ok"]` is False if the loss or the norm is not finite or a buffer overflowed; the
+    returned state is then unchanged except for its loss scale. In float16 `grads` and `squares` are
+    multiplied by the loss scale; if that makes the norm overflow, the scale is halved and
+    `metrics["skipped"]` is True. `metrics["clip"]` is the factor to apply to `grads` as given,
+    which includes the inverse loss scale.
     """
     loss_scale = state.loss_scale
     if loss_scale is not None:
@@ -154,5 +162,5 @@ def finish_step(
 
 
 def over_devices(num_devices: int, tree: Any) -> Any:
-    """Return the sum over all devices of the mesh."""
+    """Return `tree` summed over all devices of the mesh; `tree` itself on one device."""
     return lax.psum(tree, ALL) if num_devices > 1 else tree

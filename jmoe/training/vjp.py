@@ -1,8 +1,8 @@
-"""Backward passes as values: the residuals of a forward pass, without the arguments that the caller
-has anyway.
+"""Backward passes as values: `jax.vjp` residuals that leave out the arrays the caller has anyway.
 
-Parameters are residuals too: whoever has them at hand on the way back need not keep them twice. So
-`vjp_with_residuals` leaves out all arguments of the function, and `apply_vjp` is given them again.
+Parameters are residuals too, and the caller still holds them in the backward pass.
+`vjp_with_residuals` therefore leaves out the function's arguments, and `apply_vjp` takes them
+again. The streamed step passes these residuals between compiled programs.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,13 +16,15 @@ import jax.numpy as jnp
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class _Known:
-    """Stands for a residual that is not kept: one of those known."""
+    """Placeholder for a residual that the caller holds already: entry `index` of `known`."""
 
     index: int
 
 
 def without(residuals: Any, known: Sequence[Any]) -> Any:
-    """`residuals` with a placeholder for each array that is one of `known`."""
+    """Return `residuals` with a placeholder for each array that is an element of `known` (compared
+    by identity).
+    """
 
     def strip(leaf: Any) -> Any:
         return next((_Known(i) for i, k in enumerate(known) if k is leaf), leaf)
@@ -31,7 +33,9 @@ def without(residuals: Any, known: Sequence[Any]) -> Any:
 
 
 def with_known(residuals: Any, known: Sequence[Any]) -> Any:
-    """The inverse of `without`."""
+    """Return `residuals` with each placeholder replaced by its element of `known`; the inverse of
+    `without`.
+    """
     is_known = lambda leaf: isinstance(leaf, _Known)  # noqa: E731
     return jax.tree.map(
         lambda leaf: known[leaf.index] if is_known(leaf) else leaf, residuals, is_leaf=is_known
@@ -39,18 +43,18 @@ def with_known(residuals: Any, known: Sequence[Any]) -> Any:
 
 
 def _floating(tree: Any) -> list[jax.Array]:
-    """The leaves that have gradients."""
+    """Return the floating-point leaves, the only ones with cotangents."""
     return [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)]
 
 
 def vjp_with_residuals(
     function: Callable[..., Any], args: Sequence[Any], wanted: Sequence[int], names: Sequence[str]
 ) -> tuple[Any, Any]:
-    """(function(*args), what `apply_vjp` needs for the gradients by the arguments that are
-    `wanted`).
+    """Return (function(*args), residuals for `apply_vjp`).
 
-    Of what is inside, the values of these names are kept; the rest is computed again. All that is
-    kept has a leading dimension of 1, that of devices.
+    wanted: positions of the arguments to differentiate by. names: the `checkpoint_name`s of
+    intermediate values to save; the backward pass recomputes the others. Each saved array gets a
+    leading dimension of 1, so that `shard_map` can concatenate them over devices.
     """
     policy = jax.checkpoint_policies.save_only_these_names(*names)
 
@@ -66,8 +70,10 @@ def vjp_with_residuals(
 
 
 def apply_vjp(kept: Any, args: Sequence[Any], cotangents: Any) -> Any:
-    """The gradients by the `wanted` arguments; args: as `vjp_with_residuals` had them,
-    cotangents: like its result.
+    """Return the gradients of the `wanted` arguments of `vjp_with_residuals`.
+
+    args: the same arguments as there. cotangents: a tree like the function's result; leaves that
+    are not floating-point are ignored.
     """
     pull = with_known(jax.tree.map(lambda leaf: leaf[0], kept), jax.tree.leaves(args))
     return pull(_floating(cotangents))

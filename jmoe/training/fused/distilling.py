@@ -1,5 +1,6 @@
-"""Training that learns from the text and from a teacher: `FusedTrainer` with one more part of the
-loss.
+"""Distillation: a `FusedTrainer` whose loss also compares logits with a teacher model's.
+
+`train.py` makes this trainer if `distil.teacher` is set.
 
 Legend: A accumulation steps, B batch, S sequence, T = B S local tokens, D hidden, H the teacher's
 hidden, V vocabulary.
@@ -21,8 +22,8 @@ from jmoe.training.state import TrainState
 
 
 class TaughtTokens(NamedTuple):
-    """Tokens [A, B, S + 1], and what the teacher makes of all but the last of each sequence, [A,
-    B, S, H]; or specs.
+    """Tokens [A, B, S + 1] and the teacher's hidden states [A, B, S, H] for all but each last
+    token; or their specs.
     """
 
     tokens_ABS: Any
@@ -30,12 +31,13 @@ class TaughtTokens(NamedTuple):
 
 
 class DistillingTrainer(FusedTrainer):
-    """A `FusedTrainer` whose steps ask a teacher for its hidden states of the batch, and compare
-    logits on the device.
+    """A `FusedTrainer` whose steps fetch a teacher's hidden states and compare logits on the
+    device.
 
-    teacher: tokens [B, S] -> hidden states [B, S, H]. head_HV: its logits are hidden @ head. `loss`
-    in the metrics is the cross-entropy on the text, as without a teacher; `divergence` is KL at
-    `distil.temperature`.
+    teacher: maps tokens [B, S] to hidden states [B, S, H]. head_HV: the teacher's output head, so
+    that its logits are hidden @ head. In the metrics, `loss` is the cross-entropy on the text, and
+    `divergence` the KL divergence from the teacher at `distil.temperature`. Raises ValueError if
+    the student's output head is split over devices.
     """
 
     def __init__(
@@ -75,7 +77,9 @@ class DistillingTrainer(FusedTrainer):
     def taught_step(
         self, state: TrainState, tokens_ABS: jax.Array, full_capacity: bool = False
     ) -> tuple[TrainState, Metrics]:
-        """Take one step; see `Trainer.step`."""
+        """Return (new state, metrics) after one step; see `Trainer.step`. The teacher runs first,
+        over the whole batch.
+        """
         host_ABS = np.asarray(tokens_ABS)[:, :, :-1]
         hidden = np.stack([np.asarray(self._teacher(tokens_BS)) for tokens_BS in host_ABS])
         batch = TaughtTokens(tokens_ABS, jax.device_put(hidden, self._place))
@@ -94,7 +98,11 @@ class DistillingTrainer(FusedTrainer):
         *,
         teacher_head: jax.Array,
     ) -> tuple[jax.Array, Metrics]:
-        """Return (1 - weight) x cross-entropy + weight x temperature^2 x divergence, and both."""
+        """Return ((1 - weight) x cross-entropy + weight x temperature^2 x divergence, both terms by
+        name).
+
+        teacher_head: [H, V].
+        """
         distil = self.config.distil
         taught = part.hidden_ABSH.reshape(labels_T.size, -1), teacher_head
         nll, divergence = distillation_losses(

@@ -1,14 +1,16 @@
-"""A decoder's layers with a backward pass of our own: an explicit scan over the layers in reverse.
+"""Run a decoder's layers with a hand-written backward pass: an explicit scan over the layers in
+reverse.
 
-Legend: R devices, C elements of a device's part of a layer's flat buffer, G the same for gradients,
-N layers of a kind.
+`ShardedDecoder` passes a `ReverseScan` to the decoder as its `Execution.layer_runner`, inside
+`shard_map`. In the forward pass, a layer runs while the next layer's parameters are gathered. In
+the backward pass, layer i runs while the parameters of layer i - 1 are gathered and the gradients
+of layer i + 1 (a *bucket*, which may hold several layers) are reduced: by a reduce-scatter onto
+their shards, or by an all-reduce for replicated parameters and replicas of experts. At most two
+layers are unsharded at any time. `collectives.schedule` decides when inside a layer each collective
+starts. The residuals are those of `jax.vjp`, without the parameters.
 
-Forwards, a layer runs while the next one's parameters are gathered. Backwards, layer i runs while
-the parameters of layer i - 1 are gathered and the gradients of layer i + 1, a *bucket*, are summed
-over devices: onto their shards, or where a parameter is on all devices, or an expert on several, by
-an all-reduce. So at most two layers are unsharded at any time. `collectives.schedule` says when
-inside the layer that happens. What `jax.vjp` of a layer saves for its backward pass is saved, but
-for its parameters.
+Legend: R devices, C elements of a device's shard of a layer's flat buffer, G elements of a shard of
+its gradients, N layers of a kind.
 """
 
 import itertools
@@ -45,7 +47,7 @@ from jmoe.training.vjp import with_known, without
 
 
 def layer_of(tree: Any, index: Any) -> Any:
-    """Return one layer's slice of a stack."""
+    """Return entry `index` of every array in a stack of layers."""
     return jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, index, 0, keepdims=False), tree)
 
 
@@ -57,16 +59,15 @@ def _put(tree: Any, index: Any, values: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Unit:
-    """A pattern of layers that repeats; in each kind's stack its first layer is number
-    `start[kind]`.
-    """
+    """A pattern of layers that repeats. start: its first layer's index in each kind's stack."""
 
     kinds: tuple[LayerKind, ...]
     repeats: int
     start: dict[LayerKind, int]
 
     def index(self, position: int, repeat: Any) -> Any:
-        """Return where the layer at `position` of a repeat is in the stack of its kind."""
+        """Return the index of the layer at `position` of repetition `repeat` in its kind's stack.
+        """
         kind = self.kinds[position]
         return (
             self.start[kind] + self.kinds[:position].count(kind) + repeat * self.kinds.count(kind)
@@ -74,8 +75,8 @@ class _Unit:
 
 
 def _units(plan: LayerPlan, layers_per_bucket: int) -> list[_Unit]:
-    """The plan's patterns, each repeated until it holds a whole bucket, where the number of
-    repeats allows it.
+    """Return the plan's patterns, each lengthened to a whole bucket of layers as far as its number
+    of repeats is divisible.
     """
     units, used = [], dict.fromkeys(STACKS, 0)
     for pattern, repeats in plan:
@@ -91,8 +92,8 @@ def _is_variable(x: Any) -> bool:
 
 
 def _of_variables(grads: Any, state: Any) -> list[jax.Array]:
-    """Return gradients of parameters as those of all variables of a stack, in their order; a
-    router's bias has none.
+    """Return one gradient for each variable of a stack, in order: those in `grads`, and zeros for a
+    router's bias.
     """
     own = iter(jax.tree.leaves(grads))
     variables = jax.tree.leaves(state, is_leaf=_is_variable)
@@ -100,11 +101,10 @@ def _of_variables(grads: Any, state: Any) -> list[jax.Array]:
 
 
 class _PendingGradients(NamedTuple):
-    """A layer's gradients on this device, which other devices' gradients are still to be added to.
+    """A layer's gradients on this device, before they are reduced over devices.
 
-    rows: [R, G], for each device the gradients of its shards. replicated: flat, of parameters that
-    all devices hold.
-    experts: flat, of experts that several devices hold.
+    rows: [R, G], row r holds the gradients of device r's shards. replicated: flat, of parameters
+    that every device holds. experts: flat, of experts that have replicas.
     """
 
     rows: jax.Array
@@ -113,7 +113,9 @@ class _PendingGradients(NamedTuple):
 
 
 class _ReducedGradients(NamedTuple):
-    """The sums of a layer's `_PendingGradients` over devices. row: [G], of this device's shards."""
+    """A layer's `_PendingGradients` summed over devices. row: [G], the gradients of this device's
+    shards.
+    """
 
     row: jax.Array
     replicated: jax.Array
@@ -123,8 +125,8 @@ class _ReducedGradients(NamedTuple):
 @partial(jax.tree_util.register_dataclass, data_fields=["indices", "grads"], meta_fields=["kinds"])
 @dataclass(frozen=True)
 class _Bucket:
-    """The pending gradients of some layers, with the layers' kinds and their numbers in the
-    stacks.
+    """The pending gradients of some layers, with each layer's kind and its index in its kind's
+    stack.
     """
 
     kinds: tuple[LayerKind, ...] = ()
@@ -136,8 +138,8 @@ class _Bucket:
 
 
 class _UnbufferedParams:
-    """The parameters of a kind's layers outside its flat buffer, grouped by the reduction of
-    their gradients.
+    """The parameters of one kind of layer that are not in its flat buffer, grouped by their
+    gradients' reduction: none, over all devices, or over replicas of experts.
     """
 
     def __init__(self, layers: BufferLayout, state: Any, *, reduces: bool) -> None:
@@ -158,12 +160,12 @@ class _UnbufferedParams:
         )
 
     def size(self) -> int:
-        """Return how many elements of a layer's gradients are reduced over devices."""
+        """Return the number of gradient elements per layer that an all-reduce sums."""
         return sum(self._parts[i].size for i in self._replicated + self._experts)
 
     def flatten(self, grads: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """Return two flat vectors: the gradients to sum over all devices, and those to sum over
-        replicas of experts.
+        """Return two flat vectors: the gradients to sum over all devices, and the gradients to sum
+        over replicas of experts.
         """
         replicated, experts = (
             flatten([grads[i] for i in some], [self._parts[i] for i in some])
@@ -174,14 +176,16 @@ class _UnbufferedParams:
     def store_unreduced(
         self, stacks: list[jax.Array], index: Any, grads: list[jax.Array]
     ) -> list[jax.Array]:
-        """Return all layers' gradients with this layer's unreduced gradients in their places."""
+        """Return `stacks` with the gradients of layer `index` that need no reduction written at
+        that index.
+        """
         return self._put(stacks, index, self._unreduced, [grads[i] for i in self._unreduced])
 
     def store_reduced(
         self, stacks: list[jax.Array], index: Any, reduced: _ReducedGradients
     ) -> list[jax.Array]:
-        """Return all layers' gradients with this layer's reduced ones in their places; undoes
-        `flatten`.
+        """Return `stacks` with the reduced gradients of layer `index`, undoing `flatten`, written
+        at that index.
         """
         for some, row_G in (
             (self._replicated, reduced.replicated),
@@ -203,35 +207,39 @@ class _UnbufferedParams:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _SavedForward:
-    """What the forward pass saves for the backward pass."""
+    """The values that the forward pass saves for the backward pass."""
 
     flat: dict[LayerKind, jax.Array]  # [N, C]
     unbuffered: dict[LayerKind, list[jax.Array]]
     extras: dict[LayerKind, Any]
-    unsharded: jax.Array  # the last layer's parameters
-    residuals: list[Any]  # by unit: of all repeats but the last, and of the last
+    unsharded: jax.Array  # [R, C], the last layer's parameters
+    residuals: list[Any]  # per unit: (of all repeats but the last, of the last)
     summed: Any  # see `ReverseScan`
 
 
 @dataclass(frozen=True)
 class ReverseScan:
-    """Run a decoder's layers, as its `Execution.layer_runner`, inside `shard_map`."""
+    """Runs a decoder's layers, as its `Execution.layer_runner`, inside `shard_map`, with overlapped
+    collectives.
+    """
 
-    # which stacked parameters of a layer travel in the flat buffer
+    # maps a stack of layers to the parameters that travel in the flat buffer
     layout_of: Callable[[Any], BufferLayout]
     hierarchy: Hierarchy
     schedule: Schedule
-    bucket_bytes: int  # of float32 gradients that are reduced at once; 0: of one layer
-    chunk_bytes: int  # see `collectives.schedule`
-    # Gradients of what does not travel in the buffer are summed over devices; False: a later
-    # accumulation step does it,
+    bucket_bytes: int  # float32 gradients that one reduction sums; 0: one layer's
+    chunk_bytes: int  # of one collective, see `collectives.schedule`
+    # Whether gradients outside the flat buffer are summed over devices. False in all accumulation
+    # steps but the last, which sums them once for all.
     reduces: bool = True
-    summed: Any = None  # adding the layers' gradients of the earlier ones, by kind
+    summed: Any = None  # the earlier accumulation steps' gradients, by kind, to add to
 
     # Work: the gathers and reductions that `interleave` places
 
     def gathers(self, row_C: jax.Array | None) -> list[Work]:
-        """Return the collectives that gather a layer's parameters."""
+        """Return the all-gathers of a layer's parameters, one for each chunk of its shard `row_C`;
+        none if that is None.
+        """
         if row_C is None:
             return []
         num_devices = lax.axis_size(self.axes)
@@ -242,13 +250,15 @@ class ReverseScan:
         )
 
     def unsharded(self, gathered: list[jax.Array], row_C: jax.Array) -> jax.Array:
-        """[R, C] from its chunks; none where no parameter of a layer is split."""
+        """Return a layer's flat buffer [R, C] from the gathered chunks; C is 0 if no parameter of
+        the layer is sharded.
+        """
         empty = jnp.zeros((lax.axis_size(self.axes), 0), row_C.dtype)
         return jnp.concatenate([empty, *gathered], axis=1)
 
     def reductions(self, rows_RG: jax.Array) -> list[Work]:
-        """Return the collectives that sum gradients over devices; side by side their results are
-        this device's row.
+        """Return the reduce-scatters of `rows_RG`, one per chunk of columns; their results
+        concatenate to this device's row [G].
         """
         limits = [
             limit
@@ -264,8 +274,9 @@ class ReverseScan:
         )
 
     def all_reductions(self, row_G: jax.Array, hierarchy: Hierarchy) -> list[Work]:
-        """Return the collectives that sum [G] over the devices of `hierarchy`; every element
-        goes there and back.
+        """Return the all-reduces of `row_G` over the devices of `hierarchy`, one per chunk.
+
+        Chunks have half of `chunk_bytes`, because an all-reduce moves each element twice.
         """
         limits = [
             limit
@@ -280,7 +291,9 @@ class ReverseScan:
     def _works(
         self, scope: str, collective: Any, rows: jax.Array, chunks: Iterable[tuple[int, int]]
     ) -> list[Work]:
-        """Return `collective` of each chunk of columns."""
+        """Return one `Work` for each chunk (start, end) of columns: `collective` applied to that
+        chunk of `rows`.
+        """
 
         def work(after: After, start: int, end: int) -> jax.Array:
             with jax.named_scope(scope):
@@ -295,7 +308,9 @@ class ReverseScan:
     def __call__(
         self, plan: LayerPlan, apply_block: ApplyBlock, inputs: LayerInputs, x: jax.Array
     ) -> tuple[jax.Array, Any]:
-        """Return (x after all layers, statistics of those with experts, stacked)."""
+        """Return (x after all layers, the MoE layers' statistics stacked in layer order, or None
+        without MoE layers).
+        """
         states = {kind: stack.params for kind, stack in inputs.items()}
         extras = {kind: (stack.keys, stack.windows) for kind, stack in inputs.items()}
         scan = _Scan(self, plan, apply_block, states)
@@ -317,7 +332,9 @@ class ReverseScan:
 
 
 class _Scan:
-    """One decoder's layers and how they are run."""
+    """One decoder's layers, bound to a `ReverseScan`: the forward and backward functions of its
+    `custom_vjp`.
+    """
 
     def __init__(
         self,
@@ -361,8 +378,8 @@ class _Scan:
     def _store(
         self, sums: Any, drest: Any, bucket: _Bucket, reduced: list[list[jax.Array]]
     ) -> tuple[Any, Any]:
-        """Return (the flat sums of what is sharded, gradients of the rest), with a bucket's in
-        their layers' places.
+        """Return (reduced flat-buffer gradients, other gradients), both by kind, with a bucket's
+        results written at its layers' indices.
         """
         sums, drest, starts = dict(sums), dict(drest), [0, 0, 0]
         rows = [jnp.concatenate([jnp.zeros(0), *some]) for some in reduced]
@@ -380,7 +397,7 @@ class _Scan:
     def forward(
         self, states: dict[LayerKind, Any], extras: dict[LayerKind, Any], summed: Any, x: jax.Array
     ) -> tuple[Any, _SavedForward]:
-        """((x, statistics), what the backward pass needs)."""
+        """Return ((x, statistics), the values that `backward` needs)."""
         flat, rest = {}, {}
         for kind, layers in self.kinds.items():
             fused, rest[kind] = layers.split(states[kind])
@@ -427,7 +444,9 @@ class _Scan:
         carry: Any,
         ahead: jax.Array | None,
     ) -> tuple[Any, Any]:
-        """One repeat of a unit; ahead: the flat buffer of the layer behind it."""
+        """Run one repetition of a unit. ahead: the shard of the flat buffer of the layer after this
+        repetition, to gather beside its last layer; None after the last layer.
+        """
         unsharded, x = carry
         residuals, stats = [], []
         for position, kind in enumerate(unit.kinds):
@@ -470,7 +489,8 @@ class _Scan:
         return y, stats, without(vjp, [*params, *rest, *jax.tree.leaves(extra)])
 
     def _in_order(self, stats: list[tuple[_Unit, Any, Any]]) -> Any:
-        """Statistics of all layers with experts, stacked in their order."""
+        """Return the statistics of all MoE layers, stacked in layer order; None if there are none.
+        """
         indices: list[int] = []
         parts = []
         for unit, early, last in stats:
@@ -492,7 +512,7 @@ class _Scan:
     def backward(
         self, saved: _SavedForward, dx: jax.Array, dstats: Any
     ) -> tuple[dict[LayerKind, Any], jax.Array]:
-        """The gradients of the parameters, on their shards, and of x."""
+        """Return (gradients of the parameters, on their shards, by kind; the gradient of x)."""
         dstats = [d for d in jax.tree.leaves(dstats) if d.dtype != jax.dtypes.float0]
         sums = {
             kind: jnp.zeros((layers.num_layers, sum(part.size for part in layers.parts)))
@@ -545,7 +565,9 @@ class _Scan:
         carry: Any,
         ahead: jax.Array | None,
     ) -> Any:
-        """One repeat of a unit, in reverse; ahead: the flat buffer of the layer in front of it."""
+        """Run one repetition of a unit in reverse. ahead: the shard of the flat buffer of the layer
+        before this repetition, to gather beside its first layer; None before the first layer.
+        """
         unsharded, dx, pending, sums, drest = carry
         open_bucket = _Bucket()
         for position in reversed(range(len(unit.kinds))):

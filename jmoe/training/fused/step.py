@@ -1,12 +1,12 @@
-"""Training with everything on the devices: one `shard_map` over the whole mesh, from tokens to the
-updated state.
+"""The training step with everything on the devices: one `shard_map` over the mesh, from tokens to
+the updated state.
+
+Each device computes its addend to the global loss and that addend's gradient; gradients are reduced
+once. No collective is differentiated except the expert exchange and the parameter gathers, whose
+transposes are collectives of the same kinds.
 
 Legend: A accumulation steps, B local batch, S sequence, T = B S local tokens, D hidden, N MoE
 layers, E experts.
-
-Each device computes its part of the loss (parts add up to the global loss), takes the gradient of
-that part, and gradients are reduced once. No collective lies on a differentiable path except the
-exchange and the parameter gathers, whose transposes are themselves.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -46,11 +46,10 @@ Metrics = dict[str, jax.Array]
 
 
 class FusedTrainer:
-    """The `Trainer` of runs whose state lies on the devices.
+    """The `Trainer` of text runs whose state lies entirely on the devices.
 
-    `step` is one compiled program, which reuses the memory of the state that it is given.
-    chunk_bytes: how much the network takes at once, see `ShardedDecoder.reverse_scan`; links: see
-    `ShardedDecoder`.
+    `step` is one compiled program and donates its state. chunk_bytes: see
+    `ShardedDecoder.reverse_scan`. links: see `ShardedDecoder`.
     """
 
     evaluation_batches = 1
@@ -89,8 +88,8 @@ class FusedTrainer:
         self._logits = evaluation_program(sharded, self._logits_local, state, BATCH, REPLICATED)
 
     def sharded(self, body: Callable[..., Any], **specs: Any) -> Callable[..., Any]:
-        """Return the function over all devices, traced with native operations where the run
-        takes them.
+        """Return `body` in a `shard_map` over the whole mesh, traced with native CPU operations if
+        the run uses them. specs: `in_specs` and `out_specs`.
         """
         native_body = with_native(self.model.native, body)
         return jax.shard_map(native_body, mesh=self.model.mesh, check_vma=False, **specs)
@@ -100,8 +99,8 @@ class FusedTrainer:
     def _step_local(
         self, state: TrainState, batch: Any, *, full_capacity: bool, **constants: Any
     ) -> tuple[TrainState, Any]:
-        """Take one step, unless the loss or gradient is not finite, or a dropless buffer
-        overflows.
+        """Return (new state, metrics); the state is unchanged if the loss or gradient is not
+        finite, or a dropless buffer overflows.
         """
         grads, metrics = self.gradients_local(
             state, batch, full_capacity=full_capacity, **constants
@@ -118,18 +117,17 @@ class FusedTrainer:
         return self.with_cast(state), metrics
 
     def with_cast(self, state: TrainState) -> TrainState:
-        """Return the state with copies of its parameters as they are now."""
+        """Return the state with fresh compute-dtype copies of its parameters in `cast`."""
         return replace(state, cast=self.model.cast_copies(state.params))
 
     def gradients_local(
         self, state: TrainState, batch: Any, *, full_capacity: bool, **constants: Any
     ) -> tuple[Any, Metrics]:
-        """Return this device's part of the gradients, summed over accumulation steps, and of the
-        metrics.
+        """Return this device's addends to (gradients, metrics), summed over accumulation steps.
 
-        A reverse scan over the layers has summed their gradients over devices already, beside the
-        last step's layers.
-        batch: tokens [A, B, S + 1], or what begins with them. constants: of `token_loss_local`.
+        With a `ReverseScan`, the layers' gradients are reduced over devices already; gradients
+        outside the layers are not. batch: tokens [A, B, S + 1], or a tuple whose first leaf they
+        are. constants: keyword arguments of `token_loss_local`.
         """
         options = {"loss_scale": state.loss_scale, "full_capacity": full_capacity} | constants
         draws = self.config.model.router.draws
@@ -185,10 +183,12 @@ class FusedTrainer:
         layer_runner: ReverseScan | None = None,
         **constants: Any,
     ) -> tuple[jax.Array, Metrics]:
-        """Return this device's part of the loss, scaled, and what it consists of, which is not.
+        """Return (this device's addend to the loss, times the loss scale; its terms, unscaled, as
+        metrics).
 
-        part: tokens [B, S + 1], or what begins with them. key: for what the router draws.
-        layer_runner: see `ShardedDecoder.__call__`. constants: of `token_loss_local`.
+        part: tokens [B, S + 1] of one accumulation step, or a tuple whose first leaf they are. key:
+        the routers' PRNG key. layer_runner: see `ShardedDecoder.__call__`. constants: keyword
+        arguments of `token_loss_local`.
         """
         config, tokens_BS = self.config, jax.tree.leaves(part)[0]
         num_tokens = tokens_per_accumulation_step(config) * config.gradient_accumulation_steps
@@ -226,11 +226,11 @@ class FusedTrainer:
         weights_T: jax.Array,
         part: Any,
     ) -> tuple[jax.Array, Metrics]:
-        """Return this device's part of the loss but for the routers', and what it consists of:
-        `loss` on the text.
+        """Return this device's (token loss, metrics), without the routers' losses;
+        `DistillingTrainer` overrides this.
 
-        Both are linear in `weights_T`, which says how much a token counts, and with float16 by how
-        much the loss is scaled.
+        Both must be linear in `weights_T`, the weight of each token: with float16 these weights
+        include the loss scale.
         """
         nll = self.model.head.cross_entropy(hidden_TD, head, labels_T, weights_T)
         return nll, {"loss": nll}
@@ -250,7 +250,9 @@ class FusedTrainer:
     def _nll_local(
         self, state: TrainState, tokens_BS: jax.Array, weights_BS: jax.Array, *, full_capacity: bool
     ) -> tuple[jax.Array, jax.Array]:
-        """Return (summed negative log-likelihood, assignments that found no row in buffers)."""
+        """Return (summed negative log-likelihood in nats, dropped assignments), both over all
+        devices.
+        """
         hidden, head, stats = self._forward(state, tokens_BS[:, :-1], full_capacity=full_capacity)
         hidden_TD, labels_T = hidden.reshape(-1, hidden.shape[-1]), tokens_BS[:, 1:].reshape(-1)
         nll = lax.psum(
@@ -272,14 +274,14 @@ class FusedTrainer:
     def next_logits(
         self, state: TrainState, tokens_BS: jax.Array, position: jax.Array
     ) -> jax.Array:
-        """Return logits [V] after the token at `position` of the first sequence."""
+        """Return logits [V] after the token at `position` of the first sequence of `tokens_BS`."""
         logits_V: jax.Array = without_drops(partial(self._logits, state, tokens_BS, position))
         return logits_V
 
     # Checkpoints
 
     def save_state(self, state: TrainState) -> TrainState:
-        """Return the state as a checkpoint holds it."""
+        """Return the state in the layout of a checkpoint, without the copies in `cast`."""
         return self.model.to_saved(replace(state, cast=()))
 
     def load_state(
@@ -288,13 +290,15 @@ class FusedTrainer:
         weights: ReadExperts | None = None,
         moments: ReadExperts | None = None,
     ) -> TrainState:
-        """Return the state in the form that training uses; experts that `saved` lacks are read."""
+        """Return the training state for a checkpoint's state; `weights` and `moments` read the
+        experts that `saved` lacks.
+        """
         kinds = self.config.model.layer_kinds
         whole = with_read_experts(saved, self.saved_shape, kinds, weights, moments)
         return self.with_cast(self.model.from_saved(whole))
 
     def expert_stats(self) -> None:
-        """Return nothing: no expert moves between tiers."""
+        """Return None: no expert moves between tiers."""
 
     def close(self) -> None:
         """Do nothing: this trainer has no threads."""

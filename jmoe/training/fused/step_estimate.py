@@ -1,5 +1,5 @@
-"""A training step compiled for GPUs that are not here: how long it takes, and what memory it
-needs.
+"""Estimate a training step's time and memory on GPUs that are not present, from the program
+compiled for them (`--estimate`).
 """
 
 from dataclasses import dataclass, replace
@@ -21,13 +21,13 @@ from jmoe.run import ahead_of_time
 from jmoe.runtime import device_memory_share
 from jmoe.training.fused.step import FusedTrainer
 
-MOST_COSTLY = 5  # rows that an estimate shows
+MOST_COSTLY = 5  # kernels that a report lists
 
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Bytes of a device. state: parameters and moments, with a batch; temporary: what a step
-    needs besides.
+    """Device memory of a compiled step, in bytes. state_bytes: parameters, moments and a batch.
+    temporary_bytes: XLA's temporary buffers.
     """
 
     state_bytes: int
@@ -35,12 +35,15 @@ class StepMemory:
 
     @property
     def num_bytes(self) -> int:
+        """The peak memory of the step, in bytes."""
         return self.state_bytes + self.temporary_bytes
 
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """A step of a run on `num_devices` GPUs of the kind that `config.estimate` names."""
+    """The estimated step of a run on `num_devices` GPUs of the kind `config.estimate`; `str` gives
+    the report.
+    """
 
     config: TrainConfig
     num_devices: int
@@ -53,15 +56,17 @@ class StepEstimate:
 
     @property
     def model_flops_per_s(self) -> float:
-        """Return the FLOP/s of a device in the products of the model, forward and back, none of
-        them counted twice.
+        """The model FLOP/s per device: matrix products of one forward and backward pass, without
+        recomputation.
         """
         flops = self.config.model.flops_per_token(self.config.sequence_length)
         return flops * self.tokens_per_s / self.num_devices
 
     @property
     def mfu(self) -> float:
-        """Return the share of the data sheet's FLOP/s."""
+        """Model FLOPs utilization: `model_flops_per_s` as a fraction of the GPU's data-sheet
+        FLOP/s.
+        """
         return self.model_flops_per_s / ACCELERATORS[self.config.estimate].flops
 
     def __str__(self) -> str:
@@ -102,8 +107,9 @@ class StepEstimate:
 
 
 def estimate_step(config: TrainConfig) -> StepEstimate:
-    """Return the estimate for the GPU that `config.estimate` names; `ValueError` if nothing can
-    be compiled for it.
+    """Return the estimate for the GPU that `config.estimate` names.
+
+    Raises ValueError if jmoe cannot compile for that GPU here.
     """
     ahead_of_time.check_cuda("estimate", config.estimate)
     hosts, each = machine_shape(config)
@@ -114,10 +120,11 @@ def estimate_step(config: TrainConfig) -> StepEstimate:
 
 
 def machine_shape(config: TrainConfig) -> tuple[int, int]:
-    """Return (hosts, devices of each) of the mesh; what it leaves open is one, as for `--plan`.
+    """Return (number of hosts, devices per host) of the mesh; an axis whose size is left open
+    counts as 1, as in `--plan`.
 
-    Hosts have the devices of `mesh.expert_intra` where there are several (`mesh.expert_inter`),
-    else up to eight.
+    A host has `mesh.expert_intra` devices if experts span hosts (`mesh.expert_inter` > 1) or that
+    number exceeds 8; else the largest multiple of it, at most 8, that divides all devices.
     """
     mesh = config.mesh
     intra = max(1, mesh.expert_intra)
@@ -129,14 +136,16 @@ def machine_shape(config: TrainConfig) -> tuple[int, int]:
 
 
 def expert_rows_of(config: TrainConfig) -> ExpertRows:
-    """Return which share of the rows of a device's buffers are tokens, where routing is even."""
+    """Return the fraction of a device's expert buffer rows that hold tokens, assuming balanced
+    routing.
+    """
     devices = config.mesh.expert_inter * max(1, config.mesh.expert_intra)
     factor = config.model.capacity_factor or DROPLESS_BUFFER
     return ExpertRows(filled=min(1.0, 1 / factor) if devices > 1 else 1.0)
 
 
 def lower_step(config: TrainConfig, target: str) -> jax.stages.Lowered:
-    """Return the step of a run whose experts stay on the device, to compile for a GPU of
+    """Return the lowered step of a run with all experts on the devices, for a GPU in
     `ahead_of_time.TARGETS`.
     """
     hosts, each = machine_shape(config)
@@ -151,9 +160,7 @@ def lower_step(config: TrainConfig, target: str) -> jax.stages.Lowered:
 
 
 def step_memory(compiled: jax.stages.Compiled) -> StepMemory:
-    """Return the bytes that a compiled step takes of a device, whose new state lies where the
-    old one did.
-    """
+    """Return a compiled step's device memory; outputs that alias inputs count once."""
     sizes = compiled.memory_analysis()
     assert sizes is not None
     new_bytes = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
