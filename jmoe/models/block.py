@@ -1,9 +1,15 @@
-"""One transformer block, in the phases that its runners call; `Block.__call__` composes them.
+"""One transformer block, split into phases that every runner of layers calls.
 
-Legend: B batch, S sequence, T = B S tokens, D hidden, K choices a token.
-A dense block is `dense`: `attend` and `feed_forward`. One with experts is `attend`, `route`,
-`dispatch`, `apply_experts`. The scan with its reverse pass, the host that streams experts and the
-decoder with a KV cache know nothing else of a layer.
+A dense block is `Block.dense`: attention, then the MLP. A block with experts is `attend`, `route`,
+`dispatch` and `apply_experts`; `Block.__call__` composes them. The training scan, the runner that
+streams experts and the decoder with a KV cache call these phases and know nothing else of a layer.
+
+Legend:
+B batch
+S sequence
+T tokens, B S
+D hidden
+K experts that a token chooses
 """
 
 from collections.abc import Callable, Mapping
@@ -27,9 +33,9 @@ from kernels_pallas.saved import saved
 # (the block's attention module, its normed input [..., D]) -> its output [..., D]
 AttentionFn = Callable[[Any, jax.Array], jax.Array]
 
-# Kept for the backward pass: what matrix products and routing made. The rest (norms, rotations,
-# casts, permutations, and a layer's unsharded weights, which are gathered again) is computed again:
-# cheaper than to write and read it.
+# Residuals are the outputs of matrix products and of routing. The backward pass recomputes norms,
+# rotations, casts and permutations, and gathers a layer's unsharded weights again: that costs less
+# than writing and reading them.
 SAVED = (
     "qkv",
     "attention",
@@ -44,7 +50,9 @@ EXPERT_PRODUCTS = ("expert_up", "expert_out")
 
 
 def saved_names(remat: Remat) -> tuple[str, ...]:
-    """Return the names of the values that a run keeps for its backward pass."""
+    """Return the names of the residuals that the backward pass does not recompute, for a `remat`
+    setting.
+    """
     if remat == "layer":
         return ()
     return (
@@ -53,20 +61,24 @@ def saved_names(remat: Remat) -> tuple[str, ...]:
 
 
 def causal(window: jax.Array | None = None) -> AttentionFn:
-    """Attention to the tokens before, of the same sequence. window: int32, how many of them;
-    None: all.
+    """Return a function for causal self-attention within each sequence.
+
+    window: int32 scalar, the number of positions that a token attends to, its own included; None
+        for all earlier ones.
     """
     return lambda attention, h_BSD: attention(h_BSD, window)
 
 
 def add_residual(x: jax.Array, y: jax.Array) -> jax.Array:
-    """x + y in the dtype and shape of x."""
+    """Return x + y, in the dtype and shape of x."""
     return x + y.reshape(x.shape).astype(x.dtype)
 
 
 class Block(nnx.Module):
-    """x + attention(norm(x)), then x + feed_forward(norm(x)); the feed-forward is an `MLP` or a
-    `MoELayer`.
+    """A pre-norm transformer block: x + attention(norm(x)), then x + feed_forward(norm(x)).
+
+    The feed-forward is an `MLP` (kind "dense"), or a `MoELayer` whose experts are chosen per token
+    (kind "moe") or per task (kind "task"), optionally beside a shared expert.
     """
 
     def __init__(
@@ -108,29 +120,32 @@ class Block(nnx.Module):
 
     @property
     def kind(self) -> LayerKind:
-        """Whether the feed-forward is one MLP, experts that tokens choose, or experts that tasks
-        name.
+        """The layer kind: "dense" for an MLP, "moe" for experts chosen per token, "task" for
+        experts chosen per task.
         """
         if self.moe is None:
             return "dense"
         return "task" if isinstance(self.moe.router, TaskRouter) else "moe"
 
     def attend(self, x_BSD: jax.Array, attention: AttentionFn, dtype: Any) -> jax.Array:
-        """Return x + attention(norm(x)), the first half of the block. dtype: of the matrix
-        products.
+        """Return x + attention(norm(x)), [B, S, D]: the first half of the block.
+
+        dtype: compute dtype of the matrix products.
         """
         with jax.named_scope("attention"):
             h_BSD = attention(self.attention, self.attention_norm(x_BSD, dtype))
             return saved(x_BSD + h_BSD.astype(x_BSD.dtype), "after_attention")
 
     def feed_forward(self, x_BSD: jax.Array, dtype: Any) -> jax.Array:
-        """Return mlp(norm(x)), [T, D]: what the second half of a dense block adds to x."""
+        """Return mlp(norm(x)), [T, D], without the residual; only for dense blocks."""
         assert self.mlp is not None
         with jax.named_scope("mlp"):
             return self.mlp(self.feed_forward_norm(x_BSD, dtype))
 
     def dense(self, x_BSD: jax.Array, attention: AttentionFn, dtype: Any) -> jax.Array:
-        """Return the output of a dense block: x after its attention and its feed-forward."""
+        """Return the output of a dense block, [B, S, D]: attention and MLP, each with its
+        residual.
+        """
         x_BSD = self.attend(x_BSD, attention, dtype)
         return add_residual(x_BSD, self.feed_forward(x_BSD, dtype))
 
@@ -144,8 +159,12 @@ class Block(nnx.Module):
         topk_idx_TK: jax.Array | None = None,
         topk_weights_TK: jax.Array | None = None,
     ) -> tuple[jax.Array, Routing]:
-        """Return (h_TD = norm(x) as the experts take it, where each token goes); see
-        `MoELayer.route`.
+        """Return (h_TD, routing): the normed input of the experts, and each token's experts and
+        weights.
+
+        key: PRNG key for router noise.
+        topk_idx_TK, topk_weights_TK: experts and weights to use instead of the router's; see
+            `MoELayer.route`.
         """
         assert self.moe is not None
         with jax.named_scope("moe"):
@@ -156,7 +175,7 @@ class Block(nnx.Module):
     def dispatch(
         self, h_TD: jax.Array, routing: Routing, *, full_capacity: bool = False
     ) -> DispatchedTokens:
-        """Send each token to its experts' devices; see `MoELayer.dispatch`."""
+        """Send every token to the devices of its experts; see `MoELayer.dispatch`."""
         assert self.moe is not None
         with jax.named_scope("moe"):
             return self.moe.dispatch(h_TD, routing, full_capacity=full_capacity)
@@ -164,7 +183,9 @@ class Block(nnx.Module):
     def apply_experts(
         self, x_BSD: jax.Array, h_TD: jax.Array, dispatched: DispatchedTokens
     ) -> jax.Array:
-        """Return x + the weighted sum of each token's experts + the shared expert."""
+        """Return x + the weighted sum of each token's experts + the shared expert's output, [B, S,
+        D].
+        """
         assert self.moe is not None
         with jax.named_scope("moe"):
             y_TD = self.moe.apply_experts(dispatched)
@@ -173,8 +194,10 @@ class Block(nnx.Module):
         return add_residual(x_BSD, y_TD)
 
     def shared(self, h_TD: jax.Array) -> jax.Array:
-        """Return the shared expert's float32 output, gated where it has a gate; zeros without
-        one.
+        """Return the shared expert's output, float32 [T, D], times its sigmoid gate if the block
+        has one.
+
+        Zeros if the block has no shared expert.
         """
         if self.shared_expert is None:
             return jnp.zeros(h_TD.shape, jnp.float32)
@@ -195,10 +218,11 @@ class Block(nnx.Module):
         keep_routing: bool = False,
         choices: Mapping[str, jax.Array] | None = None,
     ) -> tuple[jax.Array, MoEStats | None]:
-        """Return (the block's output, the statistics of its routing; None of a dense block).
+        """Return (output [B, S, D], routing statistics); the statistics are None for a dense block.
 
-        keep_routing: the statistics hold every token's `Routing` too. choices: every token's
-        experts, where the router does not choose them, as `route` takes them.
+        full_capacity: use buffers large enough for every token, so that none is dropped.
+        keep_routing: also put every token's `Routing` into the statistics.
+        choices: keyword arguments of `route` that replace the router's choice of experts.
         """
         if self.kind == "dense":
             return self.dense(x_BSD, causal(window), dtype), None
@@ -211,11 +235,12 @@ class Block(nnx.Module):
 
 @dataclass(frozen=True)
 class ApplyBlock:
-    """Apply one of a decoder's stacked blocks to x; for its backward pass `saved_names(remat)` are
-    kept.
+    """Applies one layer of a stack of blocks to x, with rematerialization in its backward pass.
 
-    graphs: of the blocks of each kind, as `nnx.split` makes it. gather: turns one block's
-    parameters as they lie on this device into unsharded ones. options: of `Block.__call__`.
+    graphs: the `nnx.split` graph of a block, for each kind of layer.
+    gather: maps one layer's parameter shards on this device to unsharded parameters.
+    remat: selects the residuals that are saved; see `saved_names`.
+    options: keyword arguments of `Block.__call__`.
     """
 
     graphs: Mapping[LayerKind, Any]

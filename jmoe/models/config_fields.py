@@ -1,9 +1,9 @@
-"""A table of the fields that the `config.json` of a family may hold: honoured, refused or harmless.
+"""What jmoe does with each field of a Hugging Face `config.json`, for each family.
 
-It has every field of the family's configuration class in transformers 5, under all its names, and
-those of published files that the class does not have. A field that would change the logits is
-honoured or refused by name; one that cannot change them is accepted. Fields that are not in the
-table change nothing in transformers either.
+The table lists all fields of the family's configuration class in transformers 5, under all their
+names, and further fields that published checkpoints have. A field that affects the logits is read
+by `huggingface.py` (honoured) or limited to supported values (`Only`); a field that cannot affect
+them is accepted (harmless). transformers ignores fields outside this table, and so does jmoe.
 """
 
 from dataclasses import dataclass
@@ -14,15 +14,17 @@ HONOURED, HARMLESS = "honoured", "harmless"
 
 @dataclass(frozen=True)
 class Only:
-    """Refused unless it is one of these values, or null."""
+    """A field that must be null or one of `values`; `check_supported` raises ValueError
+    otherwise.
+    """
 
     values: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
 class Training:
-    """Changes nothing but training, which goes without it and says so, unless it is `off` or
-    null.
+    """A field that affects training only. Values other than `off` and null are reported, not
+    applied.
     """
 
     off: Any
@@ -39,8 +41,7 @@ def _harmless(names: str) -> dict[str, Outcome]:
     return dict.fromkeys(names.split(), HARMLESS)
 
 
-# Of every family. `eos_token_id` ends a text; `dtype` is what weights were, and is seen from the
-# weights.
+# Fields that every family has. `dtype` is harmless because the weights' headers say the dtype.
 _EVERY: dict[str, Outcome] = {
     **_honoured(
         """model_type vocab_size hidden_size num_hidden_layers num_attention_heads
@@ -55,7 +56,7 @@ _EVERY: dict[str, Outcome] = {
         output_router_logits attn_implementation experts_implementation tie_last_hidden_states
         is_encoder_decoder chunk_size_feed_forward id2label label2id num_labels problem_type"""
     ),
-    "hidden_act": Only(("silu", "swish")),  # two names of one
+    "hidden_act": Only(("silu", "swish")),  # two names of the same function
     "partial_rotary_factor": Only((1.0,)),
     "per_layer_config": Only(({},)),
     "attention_dropout": Training(0.0),
@@ -113,12 +114,12 @@ CONFIG_FIELDS: dict[str, dict[str, Outcome]] = {
             """head_dim num_local_experts num_experts router_aux_loss_coef sliding_window
             layer_types attention_bias"""
         ),
-        # the first: its class computes one alone
+        # hidden_act: the model class of transformers ignores it
         **_harmless("hidden_act initial_context_length experts_per_token"),
         "swiglu_alpha": Only((1.702,)),
         "swiglu_limit": Only((7.0,)),
     },
-    # jmoe's own: LayerNorm, exact GELU, learned positions, biases
+    # jmoe's own family, which transformers lacks: LayerNorm, exact GELU, learned positions, biases
     "gpt_moe": {
         **_honoured(
             """model_type vocab_size hidden_size num_hidden_layers num_attention_heads
@@ -134,7 +135,7 @@ CONFIG_FIELDS: dict[str, dict[str, Outcome]] = {
 
 
 def check_supported(fields: dict[str, Any], family: str) -> None:
-    """Raise `ValueError` naming a field whose value jmoe does not have."""
+    """Raise ValueError naming the first field whose value jmoe does not support."""
     for name, outcome in CONFIG_FIELDS[family].items():
         value = fields.get(name)
         if isinstance(outcome, Only) and value is not None and value not in outcome.values:
@@ -143,8 +144,8 @@ def check_supported(fields: dict[str, Any], family: str) -> None:
 
 
 def changes_training(fields: dict[str, Any], family: str) -> dict[str, Any]:
-    """Return the fields, with their values, that change training in transformers and that jmoe
-    trains without.
+    """Return {field: value} for the `Training` fields whose values transformers applies and jmoe
+    ignores.
     """
     outcomes = CONFIG_FIELDS[family].items()
     training = {name: outcome.off for name, outcome in outcomes if isinstance(outcome, Training)}

@@ -1,7 +1,13 @@
-"""One decoder for every language-model family: blocks in stacked, scanned layers between embedding
-and head.
+"""The decoder of every language-model family: embedding, stacked and scanned layers, norm and head.
 
-Legend: B batch, S sequence, T = B S tokens, D hidden, V vocabulary, E experts, N MoE layers.
+Legend:
+B batch
+S sequence
+T tokens, B S
+D hidden
+V vocabulary
+E experts of a layer
+N layers with experts
 """
 
 import itertools
@@ -25,13 +31,16 @@ from jmoe.models.block import ApplyBlock, Block
 
 LayerPlan = list[tuple[tuple[LayerKind, ...], int]]  # see `layer_plan`
 
-# where their parameters are
+# the attribute of `Decoder` that holds the stacked parameters of each kind of layer
 STACKS: dict[LayerKind, str] = {"dense": "dense_layers", "moe": "moe_layers"}
 
 
 class StackedLayers(NamedTuple):
-    """All layers of one kind: parameters, keys of router jitter, and attention windows with a
-    leading dimension.
+    """The scanned inputs of all layers of one kind, each with a leading layer dimension.
+
+    params: the layers' parameters.
+    keys: PRNG keys for router noise, or None.
+    windows: attention windows in tokens, int32, or None for full attention.
     """
 
     params: Any
@@ -48,8 +57,9 @@ LayerScan = Callable[
 
 
 def stack_layers(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) -> Any:
-    """Make `count` copies of a module as one: every parameter has a leading layer dimension,
-    drawn layer by layer.
+    """Return `count` modules as one, whose parameters have a leading layer dimension.
+
+    Each layer draws its initial values from its own key, so that `one_layer` can draw one alone.
     """
     graph = nnx.graphdef(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
     draw = lambda key: nnx.state(make(nnx.Rngs(params=key)))  # noqa: E731
@@ -65,15 +75,17 @@ def stack_layers(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.R
 def one_layer(
     layer: jax.Array | int, make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs
 ) -> Any:
-    """Return layer number `layer` of what `stack_layers` would make, alone, from the same draws."""
+    """Return layer number `layer` of `stack_layers(make, count, rngs)`, with the same initial
+    values.
+    """
     return make(nnx.Rngs(params=jax.random.split(rngs.params(), count)[layer]))
 
 
 def layer_plan(kinds: Sequence[LayerKind]) -> LayerPlan:
-    """[(pattern, repeats), ...]: the layers' kinds as few repeated patterns, so that regular ones
-    compile once.
+    """Return [(pattern, repeats), ...]: the layer kinds in order, as few repeated patterns.
 
-    Greedy: at each layer the pattern that covers most layers by repeating, the shortest of those.
+    Each repeated pattern compiles once. Greedy: from each layer, takes the pattern whose repeats
+    cover the most layers, and the shortest of equal ones.
     """
     plan, at = [], 0
     while at < len(kinds):
@@ -91,19 +103,21 @@ def layer_plan(kinds: Sequence[LayerKind]) -> LayerPlan:
 
 @dataclass(frozen=True)
 class _Run:
-    """Neighbouring layers of one kind in a pattern, and where their parameters lie in that
-    kind's stack.
+    """Consecutive layers of one kind in a pattern, and the location of their parameters in the
+    stack.
     """
 
     kind: LayerKind
     count: int
-    offset: int  # in the layers of its kind in one repeat
-    per_repeat: int  # layers of its kind in one repeat
-    start: int  # of the first repeat, in the stack
-    alone: bool  # one layer, run without a scan of its own
+    offset: int  # index of the first layer among the layers of this kind in one repeat
+    per_repeat: int  # layers of this kind in one repeat
+    start: int  # index in the stack where the first repeat begins
+    alone: bool  # a single layer, which needs no inner scan
 
     def select(self, w: jax.Array, *, repeats: int) -> jax.Array:
-        """[repeats, count, ...] of a stack, or [repeats, ...] if alone."""
+        """Return the run's entries of stacked parameters: [repeats, count, ...], or [repeats, ...]
+        if alone.
+        """
         end = self.start + repeats * self.per_repeat
         w = w if (self.start, end) == (0, w.shape[0]) else w[self.start : end]
         if self.alone and self.per_repeat == 1:
@@ -123,7 +137,10 @@ def _runs(pattern: tuple[LayerKind, ...], start: dict[LayerKind, int]) -> list[_
 
 
 def _in_order(ys: tuple[jax.Array, ...], alone: list[bool]) -> jax.Array:
-    """[repeats, ...] of each run of one layer, or [repeats, count, ...], as [layers, ...]."""
+    """Return [layers, ...] in layer order from the per-run outputs of the scan over repeats.
+
+    ys: [repeats, ...] for runs of a single layer, else [repeats, count, ...].
+    """
     if alone == [True]:
         return ys[0]
     y = jnp.concatenate(
@@ -139,7 +156,10 @@ def _step(apply_block: ApplyBlock, kind: LayerKind, x_BSD: jax.Array, layer: Sta
 def scan_layers(
     plan: LayerPlan, apply_block: ApplyBlock, inputs: LayerInputs, x_BSD: jax.Array
 ) -> tuple[jax.Array, MoEStats | None]:
-    """Run all layers in order, with one scan for every repeated pattern of the two kinds."""
+    """Return (x after all layers [B, S, D], routing statistics with a leading [N], or None).
+
+    Uses one scan for each entry of the layer plan, and an inner scan for runs of several layers.
+    """
     used, stats = dict.fromkeys(STACKS, 0), []
     for pattern, repeats in plan:
         runs = _runs(pattern, used)
@@ -174,10 +194,10 @@ def scan_layers(
 
 @dataclass(frozen=True)
 class Execution:
-    """How a decoder runs where its parameters are spread over devices, or memory is short.
+    """How a decoder runs its layers; the defaults suit one device with enough memory.
 
-    layer_runner: runs the blocks. lookup: reads the tokens' rows of the embedding table as it lies
-    on this device.
+    layer_runner: applies all blocks in order.
+    lookup: reads the tokens' rows from this device's shard of the embedding table.
     gather, remat: see `ApplyBlock`.
     """
 
@@ -188,11 +208,11 @@ class Execution:
 
 
 class Decoder(nnx.Module):
-    """Tokens [B, S] -> float32 hidden states [B, S, D]; `lm_head()` turns them into logits.
+    """Maps tokens [B, S] to hidden states [B, S, D]; `lm_head` returns the matrix that makes
+    logits.
 
-    Layers without experts are one stack of parameters, those with experts another, each in the
-    order of the layers.
-    stack: makes these.
+    Dense layers share one stack of parameters and layers with experts another, each in layer order.
+    stack: makes these stacks.
     """
 
     def __init__(
@@ -227,17 +247,19 @@ class Decoder(nnx.Module):
 
     @staticmethod
     def experts_of(config: ModelConfig, layer: jax.Array | int, rngs: nnx.Rngs) -> nnx.Module:
-        """Return the experts of one layer, counted among those with experts, of `Decoder(config,
-        rngs=rngs)`.
+        """Return the experts of one layer as `Decoder(config, rngs=rngs)` initializes them.
 
-        Inside `jit` nothing else is drawn.
+        layer: index among the layers with experts. Inside `jit`, XLA drops the initialization of
+            all other parameters.
         """
         drawn: Any = Decoder(config, stack=partial(one_layer, layer), rngs=rngs).moe_layers
         experts: nnx.Module = drawn.moe.experts
         return experts
 
     def embed(self, tokens_BS: jax.Array, dtype: Any, lookup: Lookup = lookup) -> jax.Array:
-        """[B, S, D] in `dtype`: the first layer's input."""
+        """Return the first layer's input, [B, S, D] in `dtype`: token embedding plus learned
+        positions.
+        """
         with jax.named_scope("embedding"):
             x_BSD = lookup(self.embedding[...], tokens_BS, dtype)
             if self.positions is not None:
@@ -245,7 +267,7 @@ class Decoder(nnx.Module):
             return x_BSD
 
     def lm_head(self) -> jax.Array:
-        """[D, V]: logits = hidden @ lm_head."""
+        """Return the output matrix [D, V]: logits = hidden @ lm_head."""
         return self.embedding[...].T if self.head is None else self.head[...]
 
     def __call__(
@@ -259,10 +281,12 @@ class Decoder(nnx.Module):
         keep_routing: bool = False,
         execution: Execution = Execution(),
     ) -> tuple[jax.Array, MoEStats | None]:
-        """Return (hidden [B, S, D] in `dtype`, `MoEStats` with a leading [N], or None).
+        """Return (hidden states [B, S, D] in `dtype`, `MoEStats` with a leading [N], or None
+        without experts).
 
-        Runs inside `shard_map` or on one device. key: for what routers draw. keep_routing: the
-        statistics hold every token's routing.
+        Runs inside `shard_map` or on one device.
+        key: PRNG key for router noise.
+        full_capacity, keep_routing: see `Block.__call__`.
         """
         x_BSD = self.embed(tokens_BS, dtype, execution.lookup)
         graphs, inputs = self._stacks(key)
@@ -279,7 +303,7 @@ class Decoder(nnx.Module):
         return self.norm(x_BSD, dtype), stats
 
     def _stacks(self, key: jax.Array | None) -> tuple[dict[LayerKind, Any], LayerInputs]:
-        """Return (the graph of each kind's layers, what they run on)."""
+        """Return (the graph of a block, its scanned inputs), each by kind of layer."""
         kinds = np.array(self.config.layer_kinds)
         graphs: dict[LayerKind, Any] = {}
         inputs: LayerInputs = {}

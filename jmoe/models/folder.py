@@ -1,15 +1,15 @@
-"""Files that a model's folder may have or lack."""
+"""Read optional files of a checkpoint folder."""
 
 import os
 from pathlib import Path
 
 
 def has_file(path: Path) -> bool:
-    """Return whether there is such a file.
+    """Return whether `path` is a file; False if nothing has this name.
 
-    Raises `ValueError` for a folder of this name and a link that leads nowhere: a model without the
-    file is another model. Caches of downloads are folders of links, which lead nowhere once the
-    folder is moved alone.
+    Raises ValueError for a directory or a dangling link: loading would silently yield a different
+    model without the file. Download caches are folders of links, which dangle once the folder is
+    moved without its targets.
     """
     if path.is_file():
         return True
@@ -22,7 +22,7 @@ def has_file(path: Path) -> bool:
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a file; `ValueError` naming one that is not UTF-8."""
+    """Return the text of a UTF-8 file. Raises ValueError naming the file if it is not UTF-8."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

@@ -1,8 +1,7 @@
-"""A module as arguments of a jitted function that is called very often: a static structure and its
-arrays.
+"""Modules as arguments of jitted functions: a static structure and a flat tuple of arrays.
 
-`nnx.split` gives a graph and a state; hashing the one and flattening the other takes a tenth of a
-millisecond a call, as long as a layer of a small model runs.
+`nnx.split` gives a graph and a state; hashing the graph and flattening the state take 0.1 ms a
+call, as long as one layer of a small model runs. The structures here hash by identity.
 """
 
 from collections.abc import Sequence
@@ -18,15 +17,16 @@ from jmoe.layers.router import RouterBias
 
 @dataclass(frozen=True, eq=False)
 class Structure:
-    """All of a module but its arrays. Equal modules share one object, so that comparing them is
-    free.
+    """A module without its arrays, hashed and compared by identity.
+
+    `split` returns one object for all modules of equal structure.
     """
 
     graph: Any
     tree: Any
 
     def merge(self, arrays: Sequence[jax.Array]) -> Any:
-        """The module."""
+        """Return the module with these arrays."""
         return nnx.merge(self.graph, jax.tree.unflatten(self.tree, arrays))
 
 
@@ -34,14 +34,17 @@ _structure = cache(Structure)
 
 
 def split(module: nnx.Module) -> tuple[Structure, tuple[jax.Array, ...]]:
-    """(structure, arrays): structure.merge(arrays) is the module again."""
+    """Return (structure, arrays); `structure.merge(arrays)` restores the module."""
     graph, state = nnx.split(module)
     arrays, tree = jax.tree.flatten(state)
     return _structure(graph, tree), tuple(arrays)
 
 
 class FunctionalModule:
-    """A module of the decoder as a function of its parameters in nested dictionaries."""
+    """Calls a module as a function of its parameters, given as nested dictionaries.
+
+    params, bias: the module's own parameters and router biases, in that form.
+    """
 
     def __init__(self, module: nnx.Module) -> None:
         split: Any = nnx.split(module, nnx.Param, RouterBias)

@@ -1,5 +1,7 @@
-"""Read a checkpoint's defaults for generation from generation_config.json, else from
-config.json.
+"""The default sampling parameters and end-of-text tokens of a checkpoint.
+
+Read from generation_config.json; config.json supplies the end-of-text tokens if the former has
+none.
 """
 
 from collections.abc import Mapping
@@ -13,7 +15,8 @@ from jmoe.models.pretrained import read_table
 
 FILE = "generation_config.json"
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-# What else changes what transformers draws, with the values that change nothing beside None.
+# Further fields that affect the output of transformers' `generate`, with the value besides None
+# that disables each.
 _NOT_USED: dict[str, Any] = {
     "bad_words_ids": [],
     "begin_suppress_tokens": [],
@@ -45,11 +48,12 @@ _NOT_USED: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class GenerationConfig:
-    """Where texts end, and how their authors would draw them.
+    """A checkpoint's default sampling parameters and end-of-text tokens.
 
-    eos_token_ids: end a text, as in transformers. config_eos_token_ids: of config.json, which end a
-    chat too. sampling: the fields of `SAMPLING` that are said. not_used: other fields that would
-    change what transformers draws.
+    eos_token_ids: tokens that end a text, as in transformers.
+    config_eos_token_ids: the eos_token_id of config.json, which also ends a chat's answer.
+    sampling: the fields of `SAMPLING` that the files set.
+    not_used: other fields set to values that would change what transformers generates.
     """
 
     eos_token_ids: tuple[int, ...]
@@ -59,8 +63,9 @@ class GenerationConfig:
 
     @classmethod
     def read(cls, folder: Path, config_fields: Mapping[str, Any]) -> "GenerationConfig":
-        """Read a folder's, whose config.json holds `config_fields`; `ValueError` naming what is
-        damaged.
+        """Return the generation defaults of a folder whose config.json holds `config_fields`.
+
+        Raises ValueError naming the file and field of an invalid value.
         """
         file = folder / FILE
         fields = read_table(file) if has_file(file) else {}
@@ -82,7 +87,7 @@ class GenerationConfig:
 
 
 def _token_ids(file: Path, token: Any) -> tuple[int, ...]:
-    """Return an eos_token_id as a tuple: it is an id, a list of them, or None."""
+    """Return an eos_token_id, which is an id, a list of ids or None, as a tuple."""
     ids = token if isinstance(token, list) else [] if token is None else [token]
     whole = all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in ids)
     check(whole, f"{file}: eos_token_id", token, "must be a token id or a list of them")

@@ -1,7 +1,7 @@
-"""Hugging Face configurations as `ModelConfig`, and back.
+"""Convert Hugging Face configurations to `ModelConfig`, and back.
 
-`config_fields.py` lists what becomes of every field. Defaults of fields that a `config.json` leaves
-out are those of the family's configuration class in transformers.
+`config_fields.py` says which fields are read, limited or ignored. A field that a `config.json`
+omits has the default of the family's configuration class in transformers.
 """
 
 import dataclasses
@@ -20,10 +20,10 @@ ARCHITECTURES = {
     "olmoe": "OlmoeForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
-    "gpt_moe": "GptMoeForCausalLM",  # jmoe's own: transformers has no decoder like it
+    "gpt_moe": "GptMoeForCausalLM",  # jmoe's own family: transformers has no such decoder
 }
-SAME_AS = {"kimi_k2": "deepseek_v3"}  # model types with the fields and tensors of another one
-# Read and written alike, under the names that `ModelConfig` has too.
+SAME_AS = {"kimi_k2": "deepseek_v3"}  # model types with the fields and tensors of another family
+# Fields of every family that have the same names in `ModelConfig`.
 _SIZES = (
     "vocab_size",
     "hidden_size",
@@ -41,8 +41,9 @@ _GPT_OSS_YARN = {
 
 
 class _Fields:
-    """The fields of a `config.json`, each checked for its kind when it is read. None counts as
-    not given.
+    """Typed access to the fields of a `config.json`; null counts as missing.
+
+    Each method raises ValueError naming a field of the wrong type.
     """
 
     def __init__(self, fields: dict[str, Any], prefix: str = "") -> None:
@@ -59,7 +60,10 @@ class _Fields:
         return value
 
     def integer(self, *names: str, default: int | None = None) -> int:
-        """Return the one of these names that is given; several must say the same."""
+        """Return the integer under the first of these names that is present.
+
+        Raises ValueError if several are present and differ, or if the value exceeds jmoe's limit.
+        """
         said = [n for n in names if self.value(n) is not None]
         name = said[0] if said else names[0]
         value: int = self._checked(name, default, (int,), "an integer")
@@ -82,7 +86,7 @@ class _Fields:
         return {name: self.integer(name) for name in names}
 
     def optional_integer(self, name: str, default: int | None = None) -> int | None:
-        """Return None where it says null; `default` where it says nothing."""
+        """Return an integer, None if the field is null, or `default` if it is missing."""
         value = self._fields.get(name, default)
         return None if value is None else self.integer(name, default=default)
 
@@ -96,8 +100,8 @@ class _Fields:
         return value
 
     def nullable_flag(self, name: str, default: bool) -> bool:
-        """Return False where it says null, as transformers takes it; `default` where it says
-        nothing.
+        """Return a boolean, False if the field is null (as in transformers), or `default` if it is
+        missing.
         """
         return self._fields.get(name, default) is not None and self.flag(name, default)
 
@@ -105,7 +109,7 @@ class _Fields:
         return tuple(self._checked(name, [], (list, tuple), "a list"))
 
     def only(self, name: str, supported: Any) -> None:
-        """Refuse another value than this one."""
+        """Raise ValueError unless the field is missing, null or equal to `supported`."""
         value = self.value(name, supported)
         check(
             value == supported, self._prefix + name, value, f"is not supported, only {supported!r}"
@@ -121,8 +125,9 @@ def _rope_table(fields: _Fields, name: str) -> dict[str, Any]:
 
 
 def _check_agreement(scaling: dict[str, Any], parameters: dict[str, Any]) -> None:
-    """Refuse two tables of positions that say different things; one that says nothing but theta
-    goes with any.
+    """Raise ValueError if rope_scaling and rope_parameters contradict each other.
+
+    A rope_parameters table that sets nothing but theta agrees with any scaling.
     """
     kinds = [
         table.get("rope_type") or table.get("type") or "default" for table in (scaling, parameters)
@@ -145,10 +150,11 @@ def _check_agreement(scaling: dict[str, Any], parameters: dict[str, Any]) -> Non
 
 
 def _rope(fields: _Fields, theta: float, default: dict[str, Any] | None = None) -> dict[str, Any]:
-    """rope_theta and rope_scaling, from either way that transformers writes them.
+    """Return rope_theta and, for YaRN, rope_scaling as fields of `ModelConfig`.
 
-    rope_scaling, which users add, replaces rope_parameters as in transformers 5, but for a theta
-    that this alone says.
+    transformers writes either rope_scaling (4) or rope_parameters (5). A rope_scaling table
+    replaces rope_parameters, as in transformers 5, except that theta is still read from
+    rope_parameters if only that table sets it.
     """
     scaling = _rope_table(fields, "rope_scaling")
     parameters = _rope_table(fields, "rope_parameters")
@@ -203,7 +209,11 @@ def _common(fields: _Fields, norm_eps: float) -> dict[str, Any]:
 def _softmax_router(
     fields: _Fields, choices: int, norm_topk_prob: bool, aux_loss_coef: float = 0.001
 ) -> RouterConfig:
-    """The balance loss of transformers sums over a token's choices, ours is their mean."""
+    """Return a softmax router's configuration.
+
+    The auxiliary loss of transformers sums over a token's K choices; jmoe's is their mean, so the
+    coefficient is multiplied by K.
+    """
     coef = choices * fields.number("router_aux_loss_coef", aux_loss_coef)
     return RouterConfig(kind="softmax", norm_topk_prob=norm_topk_prob, aux_loss_coef=coef)
 
@@ -284,7 +294,8 @@ def _olmoe(fields: _Fields) -> dict[str, Any]:
 
 
 def _deepseek_v3(fields: _Fields) -> dict[str, Any]:
-    fields.only("head_dim", fields.integer("qk_rope_head_dim"))  # of transformers' rotary positions
+    # transformers uses head_dim for the rotary positions alone
+    fields.only("head_dim", fields.integer("qk_rope_head_dim"))
     moe_size = fields.integer("moe_intermediate_size")
     shared = fields.integer("n_shared_experts", default=1)
     check(shared > 0, "n_shared_experts", shared, "must be greater than 0")
@@ -301,7 +312,7 @@ def _deepseek_v3(fields: _Fields) -> dict[str, Any]:
         "router": RouterConfig(
             kind="group_limited",
             norm_topk_prob=fields.nullable_flag("norm_topk_prob", True),
-            aux_loss_coef=0.0,  # its balance comes from the correction bias
+            aux_loss_coef=0.0,  # the correction bias balances the experts
             n_group=fields.integer("n_group"),
             topk_group=fields.integer("topk_group"),
             routed_scaling_factor=fields.number("routed_scaling_factor"),
@@ -335,8 +346,9 @@ def _gpt_oss(fields: _Fields) -> dict[str, Any]:
 
 
 def _gpt_moe(fields: _Fields) -> dict[str, Any]:
-    """GPT with experts: LayerNorm, exact GELU, learned positions, biases; the field names are
-    those of transformers.
+    """Read jmoe's own GPT-MoE: LayerNorm, exact GELU, learned positions, biases.
+
+    Its field names are those of transformers.
     """
     sizes, choices = fields.integers(_SIZES), fields.integer("num_experts_per_tok", default=1)
     return sizes | {
@@ -373,8 +385,9 @@ _READERS: dict[str, Callable[[_Fields], dict[str, Any]]] = {
 
 
 def family_of(hf: dict[str, Any]) -> str:
-    """Return the family of a `config.json`, whose reader and tensor names it has; `ValueError`
-    if there is none.
+    """Return the family of a `config.json`, a key of `ARCHITECTURES`.
+
+    Raises ValueError if jmoe does not support its model_type.
     """
     kind = hf.get("model_type")
     family = SAME_AS.get(kind, kind) if isinstance(kind, str) else ""
@@ -385,17 +398,16 @@ def family_of(hf: dict[str, Any]) -> str:
 
 
 def model_config(hf: dict[str, Any]) -> ModelConfig:
-    """The decoder that a Hugging Face `config.json` describes.
+    """Return the `ModelConfig` of a Hugging Face `config.json`.
 
-    Raises `ValueError` naming the field for a model type, or an option of one, that jmoe does not
-    have.
+    Raises ValueError naming the field whose value jmoe does not support.
     """
     family = family_of(hf)
     check_supported(hf, family)
     check_quantization(hf.get("quantization_config"), family, hf.get("expert_dtype"))
     config = ModelConfig(**_READERS[family](_Fields(hf)))
-    # jmoe leaves a single choice's weight undivided, so that the router learns; transformers makes
-    # it 1
+    # with one expert per token jmoe does not normalize the weight, so that the router gets a
+    # gradient; transformers makes the weight 1
     unlike = config.num_experts_per_tok == 1 and config.router.norm_topk_prob
     check(
         not unlike,
@@ -418,19 +430,19 @@ def _rope_parameters(config: ModelConfig) -> dict[str, Any]:
 
 
 def _normalises(config: ModelConfig) -> bool:
-    """Whether the chosen experts' weights are divided by their sum."""
+    """Return whether the weights of a token's chosen experts are normalized to sum to 1."""
     kind = config.router.kind
     divided = kind == "gshard" or (kind != "switch" and config.router.norm_topk_prob)
     return divided and config.num_experts_per_tok > 1
 
 
 def _same(config: ModelConfig, *names: str) -> dict[str, Any]:
-    """Return the fields that have the name of our own."""
+    """Return fields of `ModelConfig` that have the same names in `config.json`."""
     return {name: getattr(config, name) for name in names}
 
 
 def _own_fields(config: ModelConfig) -> dict[str, dict[str, Any]]:
-    """Return the fields that not all families have, by family."""
+    """Return the fields that only some families have, by family."""
     router = config.router
     moe_size = config.moe_intermediate_size
     head_dim = {"head_dim": config.dim_per_head}
@@ -494,8 +506,8 @@ def _own_fields(config: ModelConfig) -> dict[str, dict[str, Any]]:
 
 
 def _written(config: ModelConfig, family: str) -> dict[str, Any]:
-    """The `config.json` of the decoder if it is of this family; what the family does not have is
-    left out.
+    """Return a `config.json` of this family for the decoder; options that the family lacks are
+    omitted.
     """
     all_experts = family in ("mixtral", "olmoe", "gpt_oss")
     act_and_norm = {
@@ -515,7 +527,7 @@ def _written(config: ModelConfig, family: str) -> dict[str, Any]:
         **act_and_norm,
         "tie_word_embeddings": config.tie_word_embeddings,
         "initializer_range": config.initializer_range,
-        "bos_token_id": None,  # not known here; a family's own would be wrong
+        "bos_token_id": None,  # the tokenizer decides; the family's default would be wrong
         "eos_token_id": None,
         "pad_token_id": None,
         **_own_fields(config)[family],
@@ -523,7 +535,10 @@ def _written(config: ModelConfig, family: str) -> dict[str, Any]:
 
 
 def _canonical(config: ModelConfig) -> dict[str, Any]:
-    """Return what decides the decoder's output, in one form for each output."""
+    """Return the options that determine the decoder's output, in a normal form.
+
+    Two configurations of the same function have equal normal forms.
+    """
     router = config.router
     kind = {"switch": "softmax", "gshard": "softmax", "sigmoid": "group_limited"}.get(
         router.kind, router.kind
@@ -557,16 +572,16 @@ def _canonical(config: ModelConfig) -> dict[str, Any]:
 
 
 def hf_config(config: ModelConfig) -> dict[str, Any]:
-    """Return a `config.json` of the first family that computes what this decoder computes.
+    """Return a `config.json` of the first family that computes the same function as this decoder.
 
-    Raises `ValueError` with the options that the nearest family does not have.
+    Raises ValueError with the options that the closest family lacks.
     """
     tried = {}
     for family in _READERS:
         hf = _written(config, family)
         try:
             tried[family] = differences(_canonical(config), _canonical(model_config(hf)))
-        except ValueError:  # not even a decoder of this family
+        except ValueError:  # the family has no such sizes at all
             continue
         if not tried[family]:
             return hf
@@ -578,10 +593,9 @@ def hf_config(config: ModelConfig) -> dict[str, Any]:
 
 
 def changed_config(hf: dict[str, Any], config: ModelConfig) -> dict[str, Any]:
-    """Return a `config.json` of the same family for a decoder of other sizes; what `ModelConfig`
-    does not know stays.
+    """Return the `config.json` `hf` with the sizes and options of `config`; other fields are kept.
 
-    Weights that were quantized are taken to be whole. Raises `ValueError` where the family has no
+    The fields that describe quantized weights are dropped. Raises ValueError if the family has no
     such decoder.
     """
     family = family_of(hf)

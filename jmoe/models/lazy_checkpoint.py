@@ -1,7 +1,12 @@
-"""A Hugging Face checkpoint with its experts left where they are, to be copied into memory one by
-one.
+"""A Hugging Face checkpoint whose experts stay on disk and are read one at a time.
 
-Legend: T tokens, D hidden, V vocabulary.
+The inference engine loads everything but the experts at once (`load_rest`, `load_part`), and fills
+its expert records from `fill_expert`.
+
+Legend:
+T tokens
+D hidden
+V vocabulary
 """
 
 import hashlib
@@ -35,7 +40,7 @@ DEFAULT_MAX_SEQ_LEN = 2048
 
 
 class EmbedAndHead(nnx.Module):
-    """The modules before the first layer and after the last one."""
+    """The embedding before the first layer, and the norm and head after the last one."""
 
     def __init__(self, decoder: Decoder) -> None:
         self.embedding, self.positions = decoder.embedding, decoder.positions
@@ -44,18 +49,21 @@ class EmbedAndHead(nnx.Module):
     def embed(
         self, tokens: jax.Array, positions: jax.Array, dtype: Any, lookup: Lookup = lookup
     ) -> jax.Array:
-        """[..., D] in `dtype`. lookup: in the table, or in a device's part of it."""
+        """Return the first layer's input, [..., D] in `dtype`.
+
+        lookup: reads rows from the whole table, or from this device's block of it.
+        """
         x = lookup(self.embedding[...], tokens, dtype)
         if self.positions is None:
             return x
         x = x + self.positions[...][positions].astype(dtype)
-        # else XLA may keep more bits of the sum for a layer in the same program than for one in
-        # another
+        # rounds explicitly: XLA may otherwise keep excess precision for a layer fused into the same
+        # program, and programs of different size would differ in their last bits
         bits = jnp.finfo(x.dtype)
         return jax.lax.reduce_precision(x, exponent_bits=bits.nexp, mantissa_bits=bits.nmant)
 
     def logits(self, x_TD: jax.Array) -> jax.Array:
-        """float32 [T, V]."""
+        """Return the logits of hidden states before the last norm, float32 [T, V]."""
         h_TD = self.norm(x_TD, x_TD.dtype)
         if self.head is None:
             return dot(h_TD, self.embedding[...].astype(h_TD.dtype), b_transposed=True)
@@ -63,7 +71,7 @@ class EmbedAndHead(nnx.Module):
 
 
 def split_decoder(decoder: Decoder) -> tuple[EmbedAndHead, list[Block]]:
-    """(`EmbedAndHead`, the layers in order, those with experts without them)."""
+    """Return (embedding and head, the layers in order); the layers' routed experts are removed."""
     config, layers, next_of = decoder.config, [], dict.fromkeys(STACKS, 0)
     for kind in config.layer_kinds:
         graph, state = nnx.split(getattr(decoder, STACKS[kind]))
@@ -79,9 +87,11 @@ def split_decoder(decoder: Decoder) -> tuple[EmbedAndHead, list[Block]]:
 class LazyCheckpoint(Closing):
     """A checkpoint whose experts are read on demand; a context manager.
 
-    dtype: of all weights; None: as stored. expert_dtype: of the experts' matrices, a name of
-    `FORMATS`, or `wide` for that of all weights; None: that too, but what is stored in one of these
-    stays so. Raises `ValueError` as `load_pretrained` does, before memory is filled.
+    dtype: dtype of all weights; None keeps the stored ones.
+    expert_dtype: format of the experts' matrices, a name of `FORMATS`, or "wide" for `dtype`. None
+        keeps a compressed format in which the checkpoint stores them, and is "wide" otherwise.
+
+    Raises ValueError as `load_pretrained` does, before it allocates memory for weights.
     """
 
     def __init__(
@@ -120,8 +130,8 @@ class LazyCheckpoint(Closing):
                 check(fits, "expert_dtype", expert_dtype, words)
 
     def _format_on_disk(self, stored: Mapping[str, StoredTensor]) -> Format | None:
-        """Return the format in which every expert's matrices are stored, if it is one that is
-        kept.
+        """Return the compressed format of all experts' matrices on disk; None if not kept as
+        it is.
         """
         matrices = [p for p in self._experts.values() if len(p.matrix) == 2]
         if any(f"{piece.name}_blocks" in stored for p in matrices for piece in p.pieces()):
@@ -130,12 +140,12 @@ class LazyCheckpoint(Closing):
         return kinds.pop() if len(kinds) == 1 else None
 
     def opened_again(self) -> "LazyCheckpoint":
-        """Return the checkpoint as it is in its folder now, with files of its own."""
+        """Return a new reader of the same folder with the same options and its own file handles."""
         return LazyCheckpoint(self.folder, *self._given_dtypes)
 
     @property
     def max_positions(self) -> int:
-        """The most tokens of a sequence, with what YaRN adds to the positions."""
+        """The maximum number of tokens of a sequence, including the positions that YaRN adds."""
         limit, scaling = self.config.max_position_embeddings, self.config.rope_scaling
         stretched = (
             0
@@ -145,12 +155,10 @@ class LazyCheckpoint(Closing):
         return max(limit, stretched)
 
     def sequence_length(self, asked: int | None) -> int:
-        """Return how many tokens a sequence may have: as many as asked for, else 2048 or what the
-        model has.
+        """Return the maximum number of tokens of a sequence: `asked`, or by default up to 2048.
 
-        Engines take more where there is memory: see `with_sequence_length`.
-
-        Raises `ValueError` for more than the model has positions for.
+        The default is less if the model has fewer positions; engines raise it where memory allows
+        (`with_sequence_length`). Raises ValueError if `asked` exceeds the model's positions.
         """
         limit = self.max_positions
         if asked is None:
@@ -168,7 +176,10 @@ class LazyCheckpoint(Closing):
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Return where texts end: see `GenerationConfig`."""
+        """The tokens that end a text; see `GenerationConfig`.
+
+        Raises ValueError if one of them is outside the vocabulary.
+        """
         tokens = GenerationConfig.read(self.folder, self.fields).eos_token_ids
         size = self.config.vocab_size
         place = f"correct generation_config.json or config.json in {self.folder}"
@@ -182,7 +193,7 @@ class LazyCheckpoint(Closing):
 
     @property
     def expert_fields(self) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
-        """{name: (shape, dtype)} of one expert; bfloat16 as its bits, uint16."""
+        """{name: (shape, dtype)} of one expert's arrays; bfloat16 is stored as uint16 bits."""
         fields: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {}
         for name, p in self._experts.items():
             if self.expert_format is not None and len(p.matrix) == 2:
@@ -194,14 +205,15 @@ class LazyCheckpoint(Closing):
 
     @property
     def expert_bytes(self) -> int:
-        """Count the bytes of one expert."""
+        """The bytes of one expert in memory."""
         return sum(
             math.prod(shape) * dtype.itemsize for shape, dtype in self.expert_fields.values()
         )
 
     def rest_bytes(self, num_devices: int = 1) -> int:
-        """Count the bytes of everything but the experts, or of each part of it, as `load_part`
-        splits it.
+        """Return the bytes of all parameters but the experts, on each of `num_devices` devices.
+
+        With several devices the parameters are split as in `load_part`.
         """
         config = self.config if num_devices == 1 else device_config(self.config, num_devices)
         parts = flat(abstract_decoder(config)[2])
@@ -210,19 +222,19 @@ class LazyCheckpoint(Closing):
 
     @property
     def content(self) -> str:
-        """Return a hash of configuration and weights, the same for every copy: see
-        `content_identity`.
+        """A hash of configuration and weights, equal for all copies of a checkpoint.
+
+        Large files are sampled; see `content_identity`.
         """
         what = [self.fields, weights_identity(self._stored)]
         return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
 
     @property
     def fingerprint(self) -> str:
-        """Return a hash of the content, the files' times and the form of experts in memory, for
-        packs of experts.
+        """A hash that identifies files of experts that were converted from this checkpoint.
 
-        The content tells models apart; a change within a tensor, between two blocks that are read,
-        shows by its time.
+        It covers `content`, the files' modification times and the experts' format in memory. The
+        times reveal a change between the sampled blocks of a tensor.
         """
         times = sorted({(t.file.name, t.file.stat().st_mtime_ns) for t in self._stored.values()})
         dtypes = {name: self._dtypes[p.path].name for name, p in self._experts.items()}
@@ -233,8 +245,8 @@ class LazyCheckpoint(Closing):
 
     @property
     def routing_fingerprint(self) -> str:
-        """Return a SHA-256 of the routers as they are stored: copies of a checkpoint have the
-        same, in any dtype.
+        """A SHA-256 of the routers' weights, equal for all copies of a checkpoint and for every
+        `dtype`.
         """
         digest = hashlib.sha256(str(self.config.num_experts_per_tok).encode())
         for p in (p for p in self._parameters if "router" in p.path):
@@ -244,7 +256,10 @@ class LazyCheckpoint(Closing):
         return digest.hexdigest()
 
     def fill_expert(self, layer: int, expert: int, views: dict[str, np.ndarray]) -> None:
-        """Read an expert of a layer with experts into arrays of `expert_fields`."""
+        """Read one expert into preallocated arrays of the shapes and dtypes of `expert_fields`.
+
+        layer: index among the layers with experts.
+        """
         for name, parameter in self._experts.items():
             is_kept = self.expert_format is not None and self._is_kept(parameter)
             if is_kept and len(parameter.matrix) == 2:
@@ -259,17 +274,23 @@ class LazyCheckpoint(Closing):
                 views[name][...] = part.view(views[name].dtype)
 
     def _is_kept(self, parameter: Parameter) -> bool:
-        """Return whether the experts' format is the one that this parameter is stored in."""
+        """Return whether the parameter is stored on disk in the experts' format in memory."""
         if parameter.path not in self._stored_formats:
             self._stored_formats[parameter.path] = self._loader.kept_format(parameter)
         return self._stored_formats[parameter.path] is self.expert_format
 
     def expert(self, layer: int, expert: int) -> dict[str, np.ndarray]:
-        """Return the arrays of an expert of a layer with experts, wide, in their dtypes."""
+        """Return one expert's arrays by name, decompressed.
+
+        layer: index among the layers with experts.
+        """
         return {name: self.expert_array(name, layer, expert) for name in self._experts}
 
     def expert_array(self, name: str, layer: int, expert: int) -> np.ndarray:
-        """Return one array of an expert of a layer with experts, wide, in its dtype."""
+        """Return one array of an expert, decompressed.
+
+        layer: index among the layers with experts.
+        """
         p = self._experts[name]
         at = (slice(layer, layer + 1), slice(expert, expert + 1), *(slice(None),) * len(p.matrix))
         part: np.ndarray = self._loader.region(p, self._dtypes[p.path], at)[0, 0]
@@ -277,11 +298,11 @@ class LazyCheckpoint(Closing):
 
     @property
     def expert_paths(self) -> dict[Names, np.dtype[Any]]:
-        """{path of a parameter of the experts: its dtype, wide}."""
+        """{path of an expert parameter in the decoder: its dtype when decompressed}."""
         return {p.path: self._dtypes[p.path] for p in self._experts.values()}
 
     def rest_arrays(self) -> dict[Names, jax.Array]:
-        """{path: array} of everything but the experts, on the default device."""
+        """Return {path: array} of all parameters but the experts, on the default device."""
         return {
             p.path: self._loader.load(p, self._dtypes[p.path], None)
             for p in self._parameters
@@ -289,17 +310,17 @@ class LazyCheckpoint(Closing):
         }
 
     def load_rest(self) -> tuple[EmbedAndHead, list[Block]]:
-        """Everything but the experts, on the default device."""
+        """Return all modules but the experts, on the default device."""
         none = {
             p.path: jnp.zeros((p.shape[0], 0), self._dtypes[p.path]) for p in self._experts.values()
         }
         return split_decoder(decoder_of(self.config, none | self.rest_arrays()))
 
     def load_part(self, device: int, num_devices: int) -> tuple[EmbedAndHead, list[Block]]:
-        """Everything but the experts that one of several devices has, in host memory: see
-        `models/tensor_parallel.py`.
+        """Return one device's tensor-parallel shards of all modules but the experts, in host
+        memory.
 
-        Only that is read.
+        Reads only these shards from disk. See `models/tensor_parallel.py`.
         """
         config = device_config(self.config, num_devices)
         arrays: dict[Names, Any] = {}
@@ -316,7 +337,9 @@ class LazyCheckpoint(Closing):
         return embed_and_head, layers
 
     def _part(self, p: Parameter, device: int, num_devices: int) -> np.ndarray:
-        """Return what a device has of a parameter."""
+        """Return one device's shard of a parameter, padded with zeros to the shape of the first
+        device's.
+        """
         dtype, whole = self._dtypes[p.path], (slice(None),) * len(p.shape)
         cuts = cuts_of(self.config)
         cut = cuts.get(p.path[-2:], cuts.get(p.path[-1:]))

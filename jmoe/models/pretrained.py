@@ -1,7 +1,14 @@
-"""Hugging Face checkpoints as models that run, and models as Hugging Face checkpoints.
+"""Load Hugging Face checkpoints as models that run, and save models as Hugging Face checkpoints.
 
-Legend: B batch, S sequence, D hidden, V vocabulary, N layers with experts, T = B S tokens, E
-experts, K choices.
+Legend:
+B batch
+S sequence
+T tokens, B S
+D hidden
+V vocabulary
+N layers with experts
+E experts of a layer
+K experts that a token chooses
 """
 
 import json
@@ -48,7 +55,7 @@ def _forward(
 ) -> tuple[jax.Array, MoEStats | None]:
     decoder: Decoder = nnx.merge(graph, state)
     order_BS = None
-    # the tokens of each row move to its front, where causality hides what pads it
+    # moves the tokens of each row to its front, so that the causal mask hides the padding
     if mask_BS is not None:
         order_BS = jnp.argsort(~mask_BS, axis=1, stable=True)
         tokens_BS = jnp.take_along_axis(tokens_BS, order_BS, axis=1)
@@ -61,10 +68,10 @@ def _forward(
 
 
 class LanguageModel(nnx.Module):
-    """A decoder with its head: `model(tokens_BS) -> float32 logits_BSV`.
+    """A decoder with its head: `model(tokens_BS)` returns float32 logits [B, S, V].
 
-    config_json: the `config.json` it was loaded with; "" where there is none. dtype: what it
-    computes in, whatever the parameters are stored in.
+    config_json: the text of the `config.json` that it was loaded with, or "".
+    dtype: the compute dtype, independent of the parameters' dtype.
     """
 
     def __init__(self, decoder: Decoder, config_json: str = "", *, dtype: str = "float32") -> None:
@@ -77,17 +84,22 @@ class LanguageModel(nnx.Module):
         return self.decoder.config
 
     def __call__(self, tokens_BS: jax.Array, mask_BS: jax.Array | None = None) -> jax.Array:
-        """Logits after each token. mask_BS: 1 or True for tokens, 0 for padding before or after
-        them.
+        """Return the logits after each token, float32 [B, S, V].
 
-        Where the mask is 0 the logits mean nothing. Positions count a row's tokens. Raises
-        `ValueError` for tokens that are not [B, S] integers below vocab_size, a mask of another
-        shape, and more tokens than there are learned positions.
+        mask_BS: 1 or True for tokens, 0 for padding on either side; logits of padding are
+            undefined. Positions count the tokens of a row without padding.
+
+        Raises ValueError if tokens are not [B, S] integers below vocab_size, if the mask has
+        another shape, or if S exceeds the number of learned positions.
         """
         return self._run(tokens_BS, mask_BS, keep_routing=False)[0]
 
     def routing(self, tokens_BS: jax.Array) -> Routing:
-        """Logits [N, T, E], choices and weights [N, T, K] of every layer with experts."""
+        """Return every layer's router logits [N, T, E], and its chosen experts and weights [N, T,
+        K].
+
+        Raises ValueError if no layer has experts.
+        """
         check(
             self.config.num_moe_layers > 0,
             "num_experts",
@@ -140,7 +152,7 @@ class LanguageModel(nnx.Module):
 
 
 def check_dtype(dtype: Any) -> None:
-    """`ValueError` unless it is float32, bfloat16 or None."""
+    """Raise ValueError unless `dtype` is float32, bfloat16 or None."""
     name = None if dtype is None else jnp.dtype(dtype).name
     check(
         name in (None, "float32", "bfloat16"),
@@ -151,11 +163,11 @@ def check_dtype(dtype: Any) -> None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return the `config.json` of a Hugging Face folder; `ValueError` naming the file if it is
-    missing or damaged.
+    """Return the `config.json` of a Hugging Face folder as a dictionary.
 
-    A head that it ties to the embedding counts, as in transformers 5, where the weights have one
-    that differs: then the flag is false in what is returned.
+    If it sets tie_word_embeddings but the weights have a head that differs from the embedding, the
+    flag is returned as False: transformers 5 uses such a head too. Raises ValueError naming the
+    file if it is missing or damaged.
     """
     file = folder / "config.json"
     if not has_file(file):
@@ -179,13 +191,13 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 @cache
 def _warn(text: str) -> None:
-    """Log a warning once, however often a folder is opened."""
+    """Log a warning, the same text only once in a process."""
     log.warning(text)
 
 
 def what_instead(path: Path) -> str:
-    """Return what to do about a path that is no model that jmoe reads; "" where nothing is known
-    of it.
+    """Return a hint for a path that holds no readable model, e.g. a GGUF file; "" if there is
+    none.
     """
     if path.suffix == ".gguf" or any(path.glob("*.gguf")):
         return "GGUF is not read: give the folder of safetensors that it was made from"
@@ -200,7 +212,7 @@ def what_instead(path: Path) -> str:
 
 
 def read_table(file: Path) -> dict[str, Any]:
-    """A JSON object; `ValueError` naming the file if it is none."""
+    """Return the JSON object in a file. Raises ValueError naming the file if it holds none."""
     try:
         fields = json.loads(file.read_text())
     except (ValueError, RecursionError) as error:
@@ -211,15 +223,17 @@ def read_table(file: Path) -> dict[str, Any]:
 
 
 def abstract_decoder(config: ModelConfig) -> tuple[Any, Any, Any]:
-    """(graph, structure of its state, nested dict of the parameters' shapes); nothing is
-    computed.
+    """Return (graph, tree structure of the state, nested dictionary of parameter shapes) of a
+    decoder.
+
+    Allocates and computes nothing.
     """
     graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
     return graph, jax.tree.structure(state), nnx.to_pure_dict(state)
 
 
 def decoder_of(config: ModelConfig, arrays: dict[tuple[str, ...], jax.Array]) -> Decoder:
-    """The decoder with these arrays, {path: array}."""
+    """Return a decoder with the parameters {path: array}."""
     graph, structure, shapes = abstract_decoder(config)
     decoder: Decoder = nnx.merge(
         graph, jax.tree.unflatten(structure, [arrays[path] for path in flat(shapes)])
@@ -230,16 +244,19 @@ def decoder_of(config: ModelConfig, arrays: dict[tuple[str, ...], jax.Array]) ->
 def load_pretrained(
     path: str | os.PathLike, *, dtype: Any = None, mesh: Mesh | None = None
 ) -> LanguageModel:
-    """Return the model in a folder: Mixtral, Qwen3-MoE, Qwen2-MoE, OLMoE, DeepSeek-V3, gpt-oss or
-    jmoe's GPT-MoE.
+    """Return the model in a Hugging Face folder.
 
-    dtype: float32 or bfloat16, to keep the parameters and compute in; None: parameters as stored
-    (MXFP4 weights as bfloat16), computing in float32. mesh: of `make_mesh`, to split the parameters
-    over its devices; None: on the default device. Tensors are read one after the other into their
-    final place, so little more memory is used than the parameters take.
+    The families are Mixtral, Qwen3-MoE, Qwen2-MoE, OLMoE, DeepSeek-V3, gpt-oss and jmoe's GPT-MoE.
+    Tensors are read one at a time into their final arrays, so peak memory is little more than the
+    parameters'.
 
-    Raises `ValueError` naming the file and the field or tensor, before any memory is filled, for
-    what is missing, damaged or not supported.
+    dtype: float32 or bfloat16, for parameters and computation; None keeps the parameters' stored
+        dtype (MXFP4 becomes bfloat16) and computes in float32.
+    mesh: a mesh of `make_mesh` over which parameters are sharded; None puts them on the default
+        device.
+
+    Raises ValueError naming the file and the field or tensor that is missing, damaged or
+    unsupported, before it allocates memory for weights.
     """
     folder = Path(path).expanduser()
     check_dtype(dtype)
@@ -272,16 +289,17 @@ def save_pretrained(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     **fields: Any,
 ) -> None:
-    """Write a folder that transformers loads: `config.json` and safetensors, in the parameters' own
-    dtypes.
+    """Write `config.json` and safetensors files that transformers loads, in the parameters' dtypes.
 
-    The configuration is the one the model was loaded with, or that of the first family that
-    computes what the model computes, with `fields` (e.g. eos_token_id) added. Raises `ValueError`
-    with the options that no family has.
+    The configuration is the one that the model was loaded with; otherwise that of the first Hugging
+    Face family that computes the same function.
+    fields: further fields of `config.json`, e.g. eos_token_id.
+
+    Raises ValueError with the options that no family has.
     """
     check(max_shard_bytes > 0, "max_shard_bytes", max_shard_bytes, "must be greater than 0")
     described = json.loads(model.config_json) if model.config_json else hf_config(model.config)
-    for name in COMPRESSION_FIELDS:  # weights were made whole when they were loaded
+    for name in COMPRESSION_FIELDS:  # loading has decompressed the weights
         described.pop(name, None)
     arrays = flat(nnx.to_pure_dict(nnx.state(model.decoder)))
     write_pretrained(
@@ -296,10 +314,12 @@ def write_pretrained(
     described: dict[str, Any],
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Write parameters, {path: array}, and the configuration that transformers reads with them."""
+    """Write parameters {path: array} as safetensors files, and `described` as their
+    `config.json`.
+    """
     described = {name: value for name, value in described.items() if name != "torch_dtype"}
     if config.kv_lora_rank is not None:
-        # the layers that predict further tokens were not loaded
+        # the multi-token-prediction layers were not loaded
         described["num_nextn_predict_layers"] = 0
     described["dtype"] = np.dtype(arrays[("embedding",)].dtype).name
     tensors = new_tensors(arrays, abstract_decoder(config)[2], config, family_of(described))

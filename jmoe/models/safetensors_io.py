@@ -1,9 +1,8 @@
-"""Safetensors files: headers read and checked before anything else, tensors read and written piece
-by piece.
+"""Read and write safetensors files piece by piece.
 
-Files are read with plain reads into small buffers, never mapped: mapped pages would count as this
-process's memory.
-Format: https://huggingface.co/docs/safetensors (8 bytes length, JSON header, tensors).
+All headers are checked before any tensor is read. Files are read into small buffers rather than
+mapped: mapped pages would count as this process's memory.
+Format: https://huggingface.co/docs/safetensors (8 bytes of length, JSON header, tensors).
 """
 
 import hashlib
@@ -46,18 +45,21 @@ STAGING_BYTES = 1 << 22
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """The place of a tensor on disk. `dtype` is the format's name, e.g. BF16."""
+    """The location of a tensor on disk.
+
+    dtype: the format's name of the dtype, e.g. "BF16".
+    """
 
     name: str
     file: Path
     dtype: str
     shape: tuple[int, ...]
-    offset: int  # of its first byte in the file
-    stamp: tuple[int, int]  # size and time of the file when its header was read
+    offset: int  # in bytes, from the start of the file
+    stamp: tuple[int, int]  # the file's size and mtime (ns) when its header was read
 
     def entries(self) -> list[int]:
-        """Return where in the file each matrix of it begins: experts that are stored as one
-        tensor have many.
+        """Return the file offset, in bytes, of each matrix of a tensor; a tensor of stacked experts
+        has many.
         """
         if len(self.shape) < 3 or self.dtype not in DTYPES:
             return [self.offset]
@@ -67,18 +69,22 @@ class StoredTensor:
         ]
 
     def wrong(self, problem: str) -> ValueError:
-        """The error that names this tensor and its file."""
+        """Return a ValueError that names the file and the tensor."""
         return ValueError(f"{self.file}: tensor {self.name!r} {problem}")
 
 
 def _stamp(descriptor: int) -> tuple[int, int]:
-    """Return size and time of an open file: whoever writes to it changes one of them."""
+    """Return (size in bytes, mtime in ns) of an open file; a writer changes at least one of
+    them.
+    """
     status = os.fstat(descriptor)
     return status.st_size, status.st_mtime_ns
 
 
 def _header(file: Path) -> dict[str, StoredTensor]:
-    """The tensors of one file; `ValueError` naming the file unless it is whole."""
+    """Return the tensors of one file by name. Raises ValueError naming a damaged or truncated
+    file.
+    """
     with file.open("rb") as stream:
         size, _ = stamp = _stamp(stream.fileno())
         start = stream.read(8)
@@ -121,7 +127,7 @@ def _header(file: Path) -> dict[str, StoredTensor]:
         ends.append((first, last, name))
     begin = end = 0
     for first, last, name in sorted(ends):
-        if first != end and (first, last) != (begin, end):  # one may have two names
+        if first != end and (first, last) != (begin, end):  # two names may share the same bytes
             problem = (
                 "overlaps the one before it"
                 if first < end
@@ -135,9 +141,10 @@ def _header(file: Path) -> dict[str, StoredTensor]:
 
 
 def read_headers(folder: Path) -> dict[str, StoredTensor]:
-    """Every tensor of a folder's `model.safetensors`, or of the files its index names.
+    """Return all tensors of a folder by name: those of `model.safetensors`, or of the index's
+    files.
 
-    Raises `ValueError` naming the file for one that is missing, truncated or not as the index says.
+    Raises ValueError naming the file that is missing, truncated or inconsistent with the index.
     """
     if has_file(folder / SINGLE):
         return _header(folder / SINGLE)
@@ -173,7 +180,11 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
 
 
 def weights_identity(stored: Mapping[str, StoredTensor]) -> str:
-    """Return a hash of tensors, the same for every copy of their files: see `content_identity`."""
+    """Return a hash of all tensors' headers and sampled contents, equal for all copies of the
+    files.
+
+    See `content_identity`.
+    """
     files = {tensor.file.name: tensor.file for tensor in stored.values()}
     marks: dict[Path, list[int]] = {file: [] for file in files.values()}
     for tensor in stored.values():
@@ -185,11 +196,11 @@ def weights_identity(stored: Mapping[str, StoredTensor]) -> str:
 
 
 class TensorReader(Closing):
-    """Reads parts of tensors into one small buffer, which the next read overwrites; a context
+    """Reads ranges of tensors through one small buffer, which every read overwrites; a context
     manager.
 
-    Raises `ValueError` naming a tensor whose file has changed since its header was read: of a model
-    that is replaced meanwhile one would get half of each.
+    Raises ValueError naming the tensor if its file has changed since its header was read: the
+    arrays would otherwise mix two models.
     """
 
     def __init__(self) -> None:
@@ -203,12 +214,13 @@ class TensorReader(Closing):
     def chunks(
         self, tensor: StoredTensor, start: int, end: int, *, trailing: int = 1
     ) -> Iterator[tuple[int, int, np.ndarray]]:
-        """(first, past the last, rows [n, elements of a row]) of rows start..end, a few MB at a
-        time.
+        """Yield (first row, end row, values [rows, elements of a row]) for rows start..end, about 4
+        MB each.
 
-        A row is an entry of all but the `trailing` last dimensions. Every piece but the last has an
-        even number of
-        rows: rows that belong together in twos stay together.
+        trailing: the number of last dimensions that make up a row.
+
+        All pieces but the last have an even number of rows, so pairs of rows stay together. Each
+        piece is overwritten by the next one.
         """
         dtype, row = DTYPES[tensor.dtype], math.prod(tensor.shape[len(tensor.shape) - trailing :])
         row_bytes = row * dtype.itemsize
@@ -241,7 +253,7 @@ class TensorReader(Closing):
 
 @dataclass(frozen=True)
 class NewTensor:
-    """A tensor to be written; `data()` makes its elements in row-major order."""
+    """A tensor to be written; `data()` returns its elements in row-major order."""
 
     name: str
     dtype: np.dtype
@@ -277,12 +289,11 @@ def _write_file(file: Path, tensors: Sequence[NewTensor]) -> None:
 
 
 def write_safetensors(folder: Path, tensors: Sequence[NewTensor], max_shard_bytes: int) -> None:
-    """Write the tensors, in files of at most `max_shard_bytes` (or one tensor), with an index if
-    there are several.
+    """Write tensors to `model.safetensors`, or to several shards with an index.
 
-    What the folder held stays readable until the new tensors take its place in one step: the rename
-    of the single file or of the index, or the end of a single file that goes before an index. An
-    error leaves the folder as it was.
+    A shard has at most `max_shard_bytes`, or one larger tensor. Old files stay readable until a
+    single rename (of the single file or the index) replaces them; an error leaves the folder
+    unchanged.
     """
     shards: list[list[NewTensor]] = [[]]
     for tensor in tensors:
@@ -294,7 +305,7 @@ def write_safetensors(folder: Path, tensors: Sequence[NewTensor], max_shard_byte
     old += folder.glob("model-*-of-*.safetensors")
     written = [*names, *([INDEX] if len(names) > 1 else [])]
     placed: list[Path] = []
-    for leftover in folder.glob(".model*.safetensors*.new"):  # of a writer that was killed
+    for leftover in folder.glob(".model*.safetensors*.new"):  # a killed writer left it
         leftover.unlink()
     try:
         for name, shard in zip(names, shards, strict=True):
@@ -308,7 +319,7 @@ def write_safetensors(folder: Path, tensors: Sequence[NewTensor], max_shard_byte
             total_bytes = sum(tensor.num_bytes for tensor in tensors)
             index = {"metadata": {"total_size": total_bytes}, "weight_map": places}
             _write_text(folder / f".{INDEX}.new", json.dumps(index, indent=2) + "\n")
-            for name in names:  # nothing names them yet
+            for name in names:  # readers do not see them before the index names them
                 (folder / f".{name}.new").rename(folder / name)
                 placed.append(folder / name)
             fsync(folder)
@@ -325,7 +336,9 @@ def write_safetensors(folder: Path, tensors: Sequence[NewTensor], max_shard_byte
 
 
 def _free_names(folder: Path, count: int) -> list[str]:
-    """Names for `count` files, none of which, but the only one, is in use."""
+    """Return `count` file names that no existing file has, or `model.safetensors` if `count`
+    is 1.
+    """
     if count == 1:
         return [SINGLE]
     for mark in itertools.chain([""], (f"{number}-" for number in itertools.count(2))):
@@ -336,7 +349,7 @@ def _free_names(folder: Path, count: int) -> list[str]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Make `text` the content of a file at once and durably; an error leaves the old one."""
+    """Replace the content of a file atomically and durably; an error leaves the old content."""
     new = path.with_name(f".{path.name}.new")
     try:
         _write_text(new, text)

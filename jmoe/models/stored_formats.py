@@ -1,21 +1,23 @@
-"""Matrices that checkpoints store compressed: which tensors one consists of, its rows, and how an
-expert keeps it.
+"""Compressed matrices of Hugging Face checkpoints: their tensors, and how to decompress them.
 
-Legend: N outputs (rows of a stored matrix), K inputs, G inputs under one scale.
+Each `StoredFormat` reads one layout:
+- `fp8` (DeepSeek-V3, Qwen3's FP8 releases): `W` E4M3 [N, K]; `W_scale_inv` [N / 128, K / 128] in
+  float32 or bfloat16, or with `scale_fmt: ue8m0` powers of two in float32 or E8M0.
+- compressed-tensors `pack-quantized` (Kimi-K2): `W_packed` int32, [N, K / 8] for 4-bit or [N, K /
+  4] for 8-bit integers with an offset, the lowest bits first; `W_scale` [N, K / G]; `W_shape` [2].
+- compressed-tensors `int-quantized`: `W` int8 [N, K]; `W_scale` [N, K / G].
+- compressed-tensors `mxfp4-pack-quantized`: `W_packed` uint8 [N, K / 2], the lower four bits first;
+  `W_scale` uint8 [N, K / 32].
+- `expert_dtype: fp4` (DeepSeek-V4): `W` int8 [N, K / 2], packed as above; E8M0 scales [N, K / 32],
+  named `scale` in place of `weight`.
 
-- `fp8`: DeepSeek-V3 and Qwen3's FP8 releases. `W` E4M3 [N, K], `W_scale_inv` [N / 128, K / 128] in
-  float32 or, in Qwen3's, bfloat16; with `scale_fmt: ue8m0` powers of two, in float32 or E8M0.
-- compressed-tensors `pack-quantized` (Kimi-K2): `W_packed` int32 [N, K / 8] of 4-bit or [N, K / 4]
-  of 8-bit integers with an offset, the lowest bits first; `W_scale` [N, K / G]; `W_shape` [2].
-- `int-quantized`: `W` int8 [N, K], `W_scale` [N, K / G].
-- `mxfp4-pack-quantized`: `W_packed` uint8 [N, K / 2], the lower four bits first, `W_scale` uint8
-  [N, K / 32].
-- `expert_dtype: fp4` (DeepSeek-V4): `W` int8 [N, K / 2], likewise, and E8M0 [N, K / 32] named
-  `scale`, not `weight`.
+A scale of shape [N, 1] applies to a whole row. An expert stays compressed in memory only if that is
+exact to the bit. Activations are never quantized: tensors such as `input_scale` are ignored.
 
-Scales of [N, 1] count for a whole row. What is kept for an expert is exact to the bit, or it is not
-kept. Activations are not rounded, whatever scheme a checkpoint was made for: `input_scale` and its
-like are left aside.
+Legend:
+N outputs, the rows of a stored matrix
+K inputs
+G inputs that share a scale
 """
 
 from abc import ABC, abstractmethod
@@ -30,24 +32,24 @@ from jmoe.models.safetensors_io import StoredTensor
 from kernels_pallas.compressed import BLOCK, FP8, INT4, INT8, MXFP4, Format
 
 Stored = Mapping[str, StoredTensor]
-# rows [n, elements of a row] that nothing overwrites
+# (tensor, first row, end row) -> a copy of these rows, [n, elements of a row]
 ReadRows = Callable[[StoredTensor, int, int], np.ndarray]
 COMPRESSION_FIELDS = ("quantization_config", "expert_dtype")  # of a `config.json`
 SCALE_DTYPES = ("BF16", "F16", "F32")
 _E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
 _E2M1 = np.concatenate([_E2M1, -_E2M1])
-# fields of a compressed-tensors configuration and what they must be, where they are given
+# supported values of a compressed-tensors configuration's fields
 _WEIGHT_FIELDS: dict[str, tuple[Any, ...]] = {
     "symmetric": (True,),
     "dynamic": (False, None),
-    # these two (one thing) store columns in their order
+    # "static" and "weight" are synonyms, and store columns in their original order
     "actorder": (None, False, "static", "weight"),
     "zp_dtype": (None,),
     "block_structure": (None,),
     "strategy": ("group", "channel"),
 }
-# Changes to what a compressed-tensors model computes beside its weights, and their forms that
-# change nothing.
+# Fields by which a compressed-tensors model changes more than its weights, with the values that
+# disable each.
 _OTHER_CHANGES: dict[str, tuple[Any, ...]] = {
     "transform_config": (None, {}, {"config_groups": {}}),
     "sparsity_config": (None, {}),
@@ -57,17 +59,19 @@ _OTHER_CHANGES: dict[str, tuple[Any, ...]] = {
 
 
 class StoredFormat(ABC):
-    """A way of storing a matrix [N, K] in several tensors."""
+    """A compressed layout of a matrix [N, K] in one or several tensors."""
 
-    suffixes: ClassVar[tuple[str, ...]]  # of its name, what the tensors are called
+    suffixes: ClassVar[tuple[str, ...]]  # appended to the matrix's name for each tensor
 
     def names(self, name: str) -> tuple[str, ...]:
-        """Return what the tensors of the matrix are called."""
+        """Return the names of the tensors that store the matrix `name`."""
         return tuple(name + suffix for suffix in self.suffixes)
 
     def tensors(self, stored: Stored, name: str, shape: tuple[int, ...]) -> list[StoredTensor]:
-        """Return the matrix's tensors; `ValueError` naming file and tensor where one is missing
-        or wrong.
+        """Return the tensors of a matrix.
+
+        Raises ValueError naming the file and the tensor that is missing or has a wrong dtype or
+        shape.
         """
         names = self.names(name)
         parts = [stored[part] for part in names if part in stored]
@@ -87,29 +91,33 @@ class StoredFormat(ABC):
 
     @abstractmethod
     def expected(self, n: int, k: int) -> list[tuple[tuple[str, ...], list[tuple[int, ...]]]]:
-        """Return (dtypes, shapes) that each tensor may have."""
+        """Return (allowed dtypes, allowed shapes) for each tensor of a matrix [n, k]."""
 
     @abstractmethod
     def kept(self, stored: Stored, name: str) -> Format | None:
-        """Return the format in which the matrix can be kept to the bit."""
+        """Return the in-memory format that represents the matrix exactly; None if there is none."""
 
     @abstractmethod
     def codes(
         self, read: ReadRows, stored: Stored, name: str, start: int, end: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return (values as `kept` has them, but by rows [n, K / values a byte]; scales as
-        stored [n, groups]).
+        """Return rows start..end, compressed: (values [n, K / values a byte], scales [n, groups]).
+
+        Values are encoded as in the format `kept`; scales are as stored.
         """
 
     @abstractmethod
     def wide(self, values: np.ndarray, scales: np.ndarray) -> np.ndarray:
-        """Return float32 [n, K] of what `codes` gives."""
+        """Return the decompressed rows, float32 [n, K], of values and scales that `codes`
+        returns.
+        """
 
     def kept_columns(
         self, read: ReadRows, stored: Stored, name: str, shape: tuple[int, ...], kind: Format
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return (values [K / values a byte, N], scales [K / block, N]) of the whole matrix in
-        `kind`, its `kept`.
+        """Return the whole matrix in the in-memory format `kind`, transposed to [in, out].
+
+        The result is (values [K / values a byte, N], scales [K / block, N]).
         """
         values, scales = self.codes(read, stored, name, 0, shape[0])
         repeats = -(-shape[1] // kind.block) // scales.shape[1]
@@ -117,7 +125,7 @@ class StoredFormat(ABC):
 
 
 class Fp8Blocks(StoredFormat):
-    """E4M3 values under scales of 128 x 128."""
+    """E4M3 values; each block of 128 x 128 shares a scale."""
 
     suffixes = ("", "_scale_inv")
 
@@ -143,8 +151,10 @@ class Fp8Blocks(StoredFormat):
 
 
 class _Integers(StoredFormat):
-    """Integers under scales of whole rows or of groups of inputs. Kept where scales are
-    bfloat16.
+    """Integers; each row, or each group of inputs in a row, shares a scale.
+
+    Stays compressed in memory if the scales are bfloat16 and blocks of `BLOCK` inputs share a
+    scale.
     """
 
     bits: int
@@ -157,7 +167,7 @@ class _Integers(StoredFormat):
 
     @abstractmethod
     def inputs(self, stored: Stored, name: str) -> int:
-        """Return K."""
+        """Return K, the number of inputs."""
 
     def wide(self, values: np.ndarray, scales: np.ndarray) -> np.ndarray:
         numbers = values.astype(np.float32)
@@ -174,7 +184,7 @@ def _scale_shapes(n: int, k: int) -> list[tuple[int, ...]]:
 
 
 class PackedIntegers(_Integers):
-    """Integers of 4 or 8 bits in words of 32."""
+    """Integers of 4 or 8 bits, packed into 32-bit words."""
 
     suffixes = ("_packed", "_scale", "_shape")
 
@@ -219,10 +229,10 @@ class Int8Values(_Integers):
 
 
 class PackedMxfp4(StoredFormat):
-    """E2M1 values, two a byte, under powers of two."""
+    """E2M1 values, two a byte; each block of 32 inputs shares a power-of-two scale."""
 
     suffixes = ("_packed", "_scale")
-    dtypes = ("U8", "U8")  # of values and scales
+    dtypes = ("U8", "U8")  # (values, scales)
 
     def tensors(self, stored: Stored, name: str, shape: tuple[int, ...]) -> list[StoredTensor]:
         if len(shape) == 2 and shape[1] % BLOCK:
@@ -255,9 +265,7 @@ class PackedMxfp4(StoredFormat):
 
 
 class Fp4Experts(PackedMxfp4):
-    """MXFP4 under the names and dtypes of DeepSeek-V4: values as int8, scales in a tensor
-    `scale` beside `weight`.
-    """
+    """MXFP4 as DeepSeek-V4 stores it: int8 values in `weight`, E8M0 scales in `scale`."""
 
     dtypes = ("I8", "F8_E8M0")
 
@@ -266,8 +274,9 @@ class Fp4Experts(PackedMxfp4):
 
 
 def format_of_matrix(stored: Stored, name: str, shape: tuple[int, ...]) -> StoredFormat | None:
-    """Return the format of a stored matrix; None: it is one tensor of plain numbers, or there is
-    none.
+    """Return the compressed format in which a matrix is stored.
+
+    None if it is stored as a single tensor of plain numbers, or is missing.
     """
     if name in stored and all(part in stored for part in Fp4Experts().names(name)):
         return Fp4Experts()
@@ -285,15 +294,18 @@ def format_of_matrix(stored: Stored, name: str, shape: tuple[int, ...]) -> Store
 def rows_of(
     form: StoredFormat, read: ReadRows, stored: Stored, name: str, span: tuple[int, int], step: int
 ) -> Iterator[tuple[int, int, np.ndarray]]:
-    """Yield (first, past the last, float32 rows) of a part of a matrix, some rows at a time."""
+    """Yield (first row, end row, float32 rows) of rows `span` of a matrix, `step` rows at a
+    time.
+    """
     for first in range(*span, step):
         last = min(first + step, span[1])
         yield first, last, form.wide(*form.codes(read, stored, name, first, last))
 
 
 def check_quantization(fields: Any, kind: str, expert_dtype: Any = None) -> None:
-    """Refuse a `quantization_config` or `expert_dtype` that is none of the formats above, nor
-    gpt-oss' MXFP4.
+    """Raise ValueError if jmoe cannot read a `quantization_config` or `expert_dtype`.
+
+    Supported are the formats of this file, and gpt-oss's MXFP4.
     """
     check(expert_dtype in (None, "fp4", "fp8"), "expert_dtype", expert_dtype, "must be fp4 or fp8")
     fields = fields if isinstance(fields, dict) or not fields else {"quant_method": fields}

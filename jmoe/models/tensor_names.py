@@ -1,11 +1,16 @@
-"""Which Hugging Face tensors each parameter of the decoder is made of, by family, and in what
-layout they lie.
+"""The Hugging Face tensors that make up each parameter of the decoder, by family.
 
-Legend: D hidden, F expert hidden, H query heads, G key/value heads, d head dimension, E experts.
+A parameter here is that of one layer (and one expert): a matrix [in, out] or a vector. Hugging Face
+stores a linear layer as [out, in]; matrices that jmoe concatenates (q|k|v, gate|up) are several
+tensors there, or have interleaved columns.
 
-A parameter here is one layer's (and one expert's): a matrix [in, out] or a vector. On disk a linear
-layer is [out, in]; what we keep side by side in one matrix (q|k|v, gate|up) is there in several
-tensors, or interleaved.
+Legend:
+D hidden
+F expert hidden
+H query heads
+G key/value heads
+d head dimension
+E experts
 """
 
 from collections.abc import Collection
@@ -16,18 +21,22 @@ from jmoe.config import ModelConfig
 
 @dataclass(frozen=True)
 class Source:
-    """The tensors of one parameter, whose columns follow each other in it; `{layer}` and
-    `{expert}` are filled in.
+    """The tensors that fill the columns of one parameter, from left to right.
+
+    names: tensor names, with the placeholders `{layer}` and `{expert}`.
     """
 
     names: tuple[str, ...]
-    transposed: bool = False  # stored [out, in]
-    stacked: bool = False  # one tensor holds all experts: it has a leading E
-    interleaved: bool = False  # columns alternate between the two halves of ours
-    widths: tuple[int, ...] = ()  # columns of each; empty: equal parts
+    transposed: bool = False  # stored as [out, in]
+    stacked: bool = False  # one tensor holds all experts, with a leading E
+    interleaved: bool = False  # stored columns alternate between the parameter's two halves
+    widths: tuple[int, ...] = ()  # columns that each tensor fills; empty for equal widths
 
     def columns(self, total: int) -> list[tuple[int, int]]:
-        """(first, past the last) of our columns that each tensor fills."""
+        """Return (first, end) of the parameter's columns that each tensor fills.
+
+        total: columns of the parameter.
+        """
         widths = self.widths or (total // len(self.names),) * len(self.names)
         ends = [sum(widths[: i + 1]) for i in range(len(widths))]
         assert ends[-1] == total, (self.names, widths, total)
@@ -35,17 +44,17 @@ class Source:
 
 
 def plain(*names: str) -> Source:
-    """Vectors, and matrices stored as ours are."""
+    """Return the source of vectors, or of matrices stored as [in, out]."""
     return Source(names)
 
 
 def linear(*names: str) -> Source:
-    """Matrices stored [out, in]."""
+    """Return the source of matrices stored as [out, in]."""
     return Source(names, transposed=True)
 
 
 def stacked(name: str, *, interleaved: bool = False) -> Source:
-    """One tensor [E, ...] in our layout."""
+    """Return the source of a tensor [E, ...] that holds all experts, each as [in, out]."""
     return Source((name,), stacked=True, interleaved=interleaved)
 
 
@@ -56,7 +65,7 @@ OUTSIDE = {
     "norm.bias": plain("model.norm.bias"),
     "head": linear("lm_head.weight"),
 }
-# Below model.layers.{layer}; a family's own names replace these.
+# Names below model.layers.{layer}; FAMILIES overrides them.
 LAYER = {
     "attention_norm.scale": plain("input_layernorm.weight"),
     "attention.w_qkv": linear(
@@ -133,8 +142,8 @@ FAMILIES: dict[str, dict[str, Source]] = {
 }
 
 
-# As transformers 5 holds them in memory, and writes them unless it is asked for the published
-# names: [E, out, in].
+# transformers 5 holds a layer's experts in one tensor [E, out, in], and saves them so unless it is
+# asked for the published names.
 FUSED = {
     "moe.router.kernel": linear("mlp.gate.weight"),
     "moe.experts.w_up": Source(("mlp.experts.gate_up_proj",), transposed=True, stacked=True),
@@ -144,7 +153,9 @@ FUSED_FAMILIES = ("mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "deepseek_v3")
 
 
 def are_fused(names: Collection[str], family: str) -> bool:
-    """Return whether a checkpoint with these tensors has all experts of a layer in one."""
+    """Return whether a checkpoint with these tensors stores all experts of a layer in one
+    tensor.
+    """
     ends = tuple(FUSED["moe.experts.w_up"].names)
     return family in FUSED_FAMILIES and any(name.endswith(ends) for name in names)
 
@@ -152,8 +163,10 @@ def are_fused(names: Collection[str], family: str) -> bool:
 def source_of(
     path: tuple[str, ...], config: ModelConfig, family: str, *, fused: bool = False
 ) -> Source:
-    """The tensors of the parameter at this path of the decoder, e.g. (moe_layers, attention,
-    w_qkv).
+    """Return the source of a parameter of the decoder.
+
+    path: the parameter's path in the decoder, e.g. (moe_layers, attention, w_qkv).
+    fused: whether the checkpoint stores all experts of a layer in one tensor.
     """
     if not path[0].endswith("_layers"):
         return OUTSIDE[".".join(path)]

@@ -1,10 +1,10 @@
-"""Dense layers split over N devices: heads, the inner dimension of every MLP, blocks of the
-vocabulary.
+"""Tensor parallelism of the dense layers for inference on N devices.
 
-What one device has is a narrower decoder. Its outputs are summed over devices twice a layer, after
-attention's output projection and after the MLP (Megatron-LM, arXiv 1909.08053 section 3). Key and
-value heads of which there are fewer than devices lie on several, as in vLLM. Norms, routers and the
-projections to latents are the same on every device.
+Attention is split by heads, every MLP by its inner dimension, embedding and head by blocks of the
+vocabulary. Each device runs a narrower decoder; outputs are summed over the devices after
+attention's output projection and after the MLP (Megatron-LM, arXiv 1909.08053 section 3). With
+fewer key/value heads than devices, a head is replicated on several, as in vLLM. Norms, routers and
+down-projections to latents are replicated.
 """
 
 import dataclasses
@@ -15,13 +15,16 @@ from jmoe.layers.attention import Attention
 from jmoe.mesh import EXPERT_INTRA
 from jmoe.models.block import Block
 
-# biases after the sum over devices: the first device has them, the others zeros
+# biases that follow the sum over devices: only the first device has them, the others have zeros
 ADDED_ONCE = ("b_out", "b_down")
 
 
 class Cut(NamedTuple):
-    """A parameter's split along `dim` (from its end): groups of (units, size of one), each split
-    by itself.
+    """How a parameter is split over devices.
+
+    dim: the split dimension, negative.
+    groups: (units, size of a unit) of each group along `dim`; every group is split over all
+        devices.
     """
 
     dim: int
@@ -29,8 +32,9 @@ class Cut(NamedTuple):
 
 
 def device_config(config: ModelConfig, num_devices: int) -> ModelConfig:
-    """Return the decoder that one of so many devices has; `ValueError` naming the field that
-    does not divide.
+    """Return the configuration of the narrower decoder that each device runs.
+
+    Raises ValueError naming the field that `num_devices` does not divide.
     """
     divides = f"must be a multiple of mesh.devices = {num_devices} with mesh.dense = 'tensor'"
     heads, groups = config.num_attention_heads, config.num_key_value_heads
@@ -60,8 +64,8 @@ def device_config(config: ModelConfig, num_devices: int) -> ModelConfig:
 
 
 def cuts_of(config: ModelConfig) -> dict[tuple[str, ...], Cut]:
-    """Return how parameters are split, by the last names of their paths; those not in it are on
-    every device.
+    """Return how parameters are split, by the last names of their paths; all others are
+    replicated.
     """
     heads, dim = config.num_attention_heads, config.dim_per_head
     query, key = (heads, dim), (config.num_key_value_heads, dim)
@@ -94,11 +98,10 @@ def cuts_of(config: ModelConfig) -> dict[tuple[str, ...], Cut]:
 
 
 def spans(cut: Cut, device: int, num_devices: int) -> list[slice]:
-    """Return what a device has of a parameter along `cut.dim`; units are shared where there are
-    fewer than devices.
+    """Return the slices along `cut.dim` of a parameter that a device holds, one for each group.
 
-    The last devices have less where units do not divide, as those of a vocabulary may: zeros fill
-    their place.
+    With fewer units than devices, several devices hold the same unit. If units do not divide
+    evenly, as in a vocabulary, the last devices hold fewer, and the caller pads with zeros.
     """
     start, parts = 0, []
     for units, size in cut.groups:
@@ -115,10 +118,9 @@ def spans(cut: Cut, device: int, num_devices: int) -> list[slice]:
 
 
 def share_norms(block: Block) -> None:
-    """Let norms over all heads (OLMoE) be of the heads of all devices; where heads are copied, all
-    are, equally often.
+    """Make query and key norms over all heads (OLMoE) average over the devices, too.
 
-    The mean of the devices' means is then the mean over all heads.
+    The mean of the devices' means is the mean over all heads: each head is on equally many devices.
     """
     attention = block.attention
     if type(attention) is Attention and attention.config.qk_norm == "full":

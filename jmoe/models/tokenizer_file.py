@@ -1,7 +1,7 @@
-"""The tokenizer files of a Hugging Face folder, read as transformers reads them.
+"""Read the tokenizer files of a Hugging Face folder as transformers does.
 
-`tokenizer.json` decides. It may hold settings left from training that cut or pad every text
-(`truncation`, `padding`), which transformers resets for each call: they never count here.
+`truncation` and `padding` in a `tokenizer.json`, leftovers from training, are always disabled:
+transformers also resets both for each call.
 """
 
 import json
@@ -17,8 +17,8 @@ from jmoe.models.folder import has_file
 TOKENIZER = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
 OLD_SETTINGS = "special_tokens_map.json"
-# Files beside a tokenizer.json: they say how chats are written, where answers end, how they are
-# drawn.
+# Files beside a tokenizer.json that define special tokens, the chat template, and defaults for
+# generation.
 BESIDE = (
     SETTINGS,
     OLD_SETTINGS,
@@ -26,11 +26,11 @@ BESIDE = (
     "chat_template.jinja",
     "generation_config.json",
 )
-# Tokenizers of other programs, which some models have alone.
+# Tokenizer formats of other libraries; some models have no tokenizer.json beside them.
 OTHER_TOKENIZERS = ("tiktoken.model", "tokenizer.model", "tekken.json", "vocab.json")
-# how a token is found in a text
+# options of an added token that say how it is matched in a text
 ADDED_TOKEN = ("single_word", "lstrip", "rstrip", "normalized", "special")
-# Classes of transformers 4 that go by `add_bos_token`; others take what tokenizer.json does.
+# Tokenizer classes of transformers 4 that honour `add_bos_token`; others rely on tokenizer.json.
 ADDING_BOS = tuple(
     f"{name}Tokenizer{end}"
     for name in ("Llama", "CodeLlama", "Gemma", "Cohere", "GPTNeoX")
@@ -39,8 +39,9 @@ ADDING_BOS = tuple(
 
 
 def tokenizer_file(folder: Path, name: str = "MODEL") -> Path:
-    """Return the folder's `tokenizer.json`; `ValueError` if it has none. name: of the option
-    that names the folder.
+    """Return the path of a folder's `tokenizer.json`. Raises ValueError if there is none.
+
+    name: the option that gave the folder, for the error.
     """
     others = [other for other in OTHER_TOKENIZERS if (folder / other).is_file()]
     instead = (
@@ -53,13 +54,12 @@ def tokenizer_file(folder: Path, name: str = "MODEL") -> Path:
 
 
 def open_tokenizer(file: Path) -> Tokenizer:
-    """Return the tokenizer of a `tokenizer.json`, which keeps texts whole and unpadded.
+    """Return the tokenizer of a `tokenizer.json`, without truncation or padding.
 
-    Where the tokenizer_config.json beside it has `add_bos_token: true` for a class of `ADDING_BOS`,
-    or none, each text begins with `bos_token`, once: transformers 4 added it, transformers 5 leaves
-    that to tokenizer.json, and some releases (DeepSeek-V3's) do not have it there. Tokens that it
-    numbers and tokenizer.json does not have are added. Raises `ValueError` naming the file that is
-    damaged.
+    Adds tokens that only tokenizer_config.json lists. Prepends `bos_token` to every text if
+    tokenizer_config.json has `add_bos_token: true` and a tokenizer_class of `ADDING_BOS`, or none:
+    transformers 4 did so, transformers 5 leaves it to tokenizer.json, and some releases
+    (DeepSeek-V3) lack it there. Raises ValueError naming the damaged file.
     """
     try:
         tokenizer = parse_tokenizer(file.read_bytes())
@@ -78,7 +78,10 @@ def open_tokenizer(file: Path) -> Tokenizer:
 
 
 def parse_tokenizer(content: bytes) -> Tokenizer:
-    """Return the tokenizer that a `tokenizer.json` holds, which keeps texts whole and unpadded."""
+    """Return the tokenizer of a `tokenizer.json`'s content, without truncation or padding.
+
+    Raises ValueError if the content is not readable.
+    """
     try:
         tokenizer = Tokenizer.from_str(content.decode())
     except Exception as error:  # tokenizers raises bare Exception; nothing is swallowed
@@ -89,8 +92,9 @@ def parse_tokenizer(content: bytes) -> Tokenizer:
 
 
 def _add_numbered(tokenizer: Tokenizer, numbered: Any, settings: Path) -> None:
-    """Add the tokens of `added_tokens_decoder` that the tokenizer does not have, in order, as
-    transformers does.
+    """Add the tokens of `added_tokens_decoder` that the tokenizer lacks, in the order of their ids.
+
+    Raises ValueError if a token would get another id than the table says.
     """
     try:
         tokens = [
@@ -114,9 +118,7 @@ def _add_numbered(tokenizer: Tokenizer, numbered: Any, settings: Path) -> None:
 
 
 def _begin_with(tokenizer: Tokenizer, token: str, file: Path) -> None:
-    """Put a token before every text that is encoded with special tokens, unless the tokenizer
-    does so by itself.
-    """
+    """Make the tokenizer prepend a token to every text, unless it already does."""
     token_id = tokenizer.token_to_id(token)
     if token_id is None:
         raise ValueError(
@@ -125,7 +127,7 @@ def _begin_with(tokenizer: Tokenizer, token: str, file: Path) -> None:
         )
     if token_id in tokenizer.encode("").ids:
         return
-    # in place of its own, as in transformers 4
+    # replaces the tokenizer's own post-processor, as transformers 4 does
     tokenizer.post_processor = processors.TemplateProcessing(
         single=[f"{token}:0", "$A:0"],
         pair=[f"{token}:0", "$A:0", f"{token}:1", "$B:1"],
@@ -134,11 +136,11 @@ def _begin_with(tokenizer: Tokenizer, token: str, file: Path) -> None:
 
 
 def special_tokens(settings: Mapping[str, Any], folder: Path) -> dict[str, str]:
-    """Return special tokens by name: every `..._token` that is a string or an added-token object
-    with `content`.
+    """Return {name: text} of the special tokens: each `..._token` that is a string or has
+    `content`.
 
-    settings: tokenizer_config.json. Without `added_tokens_decoder` it is old; its tokens may be in
-    special_tokens_map.json.
+    settings: the content of tokenizer_config.json. An old one, without `added_tokens_decoder`, may
+        leave its tokens to special_tokens_map.json.
     """
     old = {} if "added_tokens_decoder" in settings else read_settings(folder / OLD_SETTINGS)
     extra = settings.get("extra_special_tokens")
@@ -152,8 +154,9 @@ def special_tokens(settings: Mapping[str, Any], folder: Path) -> dict[str, str]:
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Return a JSON object, {} where there is no such file; `ValueError` naming a file that is
-    damaged.
+    """Return the JSON object in a file, or {} if the file is missing.
+
+    Raises ValueError naming the file if it is damaged.
     """
     if not has_file(path):
         return {}

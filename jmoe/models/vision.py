@@ -1,10 +1,19 @@
-"""A vision transformer that learns several tasks at once: patches, the same blocks as a decoder's,
-a head a task.
+"""A vision transformer that learns several tasks at once, with a linear head for each task.
 
-Legend: B images, P pixels a side, C channels, S patches of an image, T = B S tokens, D hidden, Y
-outputs of all heads side by side, A tasks, N layers routed per token (of paths: by task), E
-experts. Layers may be dense, have experts that tokens choose (V-MoE, arXiv:2106.05974), or experts
-that tasks name (UFO).
+Images are cut into patches; the blocks are those of the decoder. Layers are dense, have experts
+that patches choose (V-MoE, arXiv:2106.05974), or experts assigned to tasks (UFO).
+
+Legend:
+B images
+P pixels a side
+C channels
+S patches of an image
+T tokens, B S
+D hidden
+Y outputs of all heads, concatenated
+A tasks
+N layers with experts per token; for paths, layers with experts per task
+E experts
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,12 +39,15 @@ STACK_OF: dict[LayerKind, str] = {
     "task": "task_layers",
 }
 
-SHARED_EXPERT = 0  # of a layer whose paths are learned; another expert is a task's own
+SHARED_EXPERT = 0  # in layers with learned paths, each task chooses this one or its own expert
 
 
 class PathDraw(NamedTuple):
-    """Random numbers of a training step in which tasks choose their paths. A: tasks, N: layers
-    with learned paths.
+    """Random numbers for a training step that samples the tasks' paths.
+
+    Legend:
+    A tasks
+    N layers with learned paths
     """
 
     noise_AN: jax.Array  # float32, logistic: the difference of two Gumbel variables
@@ -43,14 +55,17 @@ class PathDraw(NamedTuple):
 
 
 def draw_paths(key: jax.Array, shape: tuple[int, int], temperature: jax.Array) -> PathDraw:
-    """Return the noise [tasks, layers routed by task] of a step, a task's by its number alone."""
+    """Return the noise [tasks, layers with experts per task] of a training step.
+
+    A task's noise depends on the key and the task's number alone.
+    """
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(shape[0], dtype=jnp.uint32))
     noise = jax.vmap(lambda own: jax.random.logistic(own, (shape[1],), jnp.float32))(keys)
     return PathDraw(noise, temperature)
 
 
 def taken_path(path: Sequence[int], logits_N: Any) -> tuple[int, ...]:
-    """Return the experts that a task takes, which may choose those of `path` in place of the
+    """Return a task's expert in each layer: that of `path` where the logit is positive, else the
     shared one.
     """
     own = np.asarray(logits_N) > 0
@@ -60,15 +75,16 @@ def taken_path(path: Sequence[int], logits_N: Any) -> tuple[int, ...]:
 
 
 def patches(pixels_BPPC: jax.Array, size: int) -> jax.Array:
-    """[B, S, size^2 C]: the squares of `size` pixels, row by row."""
+    """Return the patches of images, [B, S, size^2 C]: squares of `size` pixels, row by row."""
     b, p, _, c = pixels_BPPC.shape
     x = pixels_BPPC.reshape(b, p // size, size, p // size, size, c)
     return x.transpose(0, 1, 3, 2, 4, 5).reshape(b, -1, size * size * c)
 
 
 def of_kind(config: VisionModelConfig, kind: LayerKind, task_experts: int) -> VisionModelConfig:
-    """Return what a layer of a kind is made of; task_experts: how many a layer routed by task
-    has on a device.
+    """Return the configuration of layers of one kind.
+
+    task_experts: expert slots on a device of each layer with experts per task.
     """
     if kind != "task":
         return config
@@ -81,14 +97,15 @@ def of_kind(config: VisionModelConfig, kind: LayerKind, task_experts: int) -> Vi
 
 
 class VisionTransformer(nnx.Module):
-    """Images [B, P, P, C] and the task of each -> float32 logits [B, Y]: `logits, stats =
-    model(pixels, task)`.
+    """Maps images [B, P, P, C] and their tasks to (float32 logits [B, Y], routing statistics).
 
-    head_sizes: of each task, in the order of their numbers: its classes, or the features of its
-    embedding. paths: [tasks, layers routed by task], the expert that each task takes, or may take
-    where paths are learned, as a logit a layer says in `path_logits`. task_experts: of each layer
-    routed by task, as many as there are slots for them on a device; 0: all. stack: makes the layers
-    of a kind. Patches see all of their image; their mean goes to the heads.
+    Attention is bidirectional; the mean over an image's patches goes to the heads.
+
+    head_sizes: each task's number of classes, or of embedding features, in task order.
+    paths: [tasks, layers with experts per task], the expert assigned to each task. With learned
+        paths a task uses it where `path_logits` says so, and the shared expert elsewhere.
+    task_experts: expert slots on a device of each layer with experts per task; 0 for all experts.
+    stack: makes the stacked layers of a kind.
     """
 
     def __init__(
@@ -139,18 +156,18 @@ class VisionTransformer(nnx.Module):
     def experts_of(
         config: VisionModelConfig, kind: LayerKind, layer: jax.Array | int, rngs: nnx.Rngs
     ) -> nnx.Module:
-        """Return the experts of one layer of a kind, counted among it, that
-        `VisionTransformer(config, ...)` draws.
+        """Return the experts of one layer as `VisionTransformer(config, ...)` initializes them.
 
-        Inside `jit` nothing else is drawn. Heads and paths are not needed: what they are changes no
-        layer.
+        layer: index among the layers of this kind. Inside `jit`, XLA drops the initialization of
+            all other parameters. Heads and paths do not affect the layers' initial values, so
+            neither is an argument.
         """
         drawn = VisionTransformer(config, {}, (), stack=partial(one_layer, layer), rngs=rngs)
         experts: nnx.Module = getattr(drawn, STACK_OF[kind]).moe.experts
         return experts
 
     def embed(self, pixels_BPPC: jax.Array, dtype: Any) -> jax.Array:
-        """[B, S, D] in `dtype`: the first layer's input."""
+        """Return the first layer's input, [B, S, D] in `dtype`."""
         with jax.named_scope("embedding"):
             x_BSI = patches(pixels_BPPC, self.config.patch_size).astype(dtype)
             x_BSD = affine(x_BSI, self.patch_embedding, self.patch_bias)
@@ -170,12 +187,15 @@ class VisionTransformer(nnx.Module):
         draw: PathDraw | None = None,
         slot_NE: jax.Array | None = None,
     ) -> tuple[jax.Array, MoEStats | None]:
-        """Return (logits [B, Y], -inf where an output is another task's; `MoEStats` with a leading
-        [N], or None).
+        """Return (logits [B, Y], `MoEStats` with a leading [N], or None). Logits of other tasks are
+        -inf.
 
-        pixels: in [0, 1]. task: int32. draw: samples the paths that are learned; None: each task
-        takes the likelier expert. slot_NE: where this device has each expert of the layers routed
-        by task; None: expert e in slot e. Runs inside `shard_map` or on one device.
+        Runs inside `shard_map` or on one device.
+        pixels_BPPC: in [0, 1].
+        task_B: int32, the task of each image.
+        draw: samples learned paths; None takes each task's likelier expert.
+        slot_NE: this device's slot of each expert, for layers with experts per task; None for slot
+            e = expert e.
         """
         x_BSD = self.embed(pixels_BPPC, dtype)
         graphs, states = {}, {}
@@ -186,7 +206,7 @@ class VisionTransformer(nnx.Module):
         for kind in self.config.layer_kinds:
             index = used[kind]
             options = {"dtype": dtype, "train": train, "full_capacity": full_capacity}
-            # how many images go to an expert is no surprise: there is room for all of them
+            # the tasks fix how many images go to an expert, so its buffers hold all of them
             if kind == "task":
                 options |= {
                     "choices": self.choices(index, task_B, draw, slot_NE),
@@ -207,11 +227,13 @@ class VisionTransformer(nnx.Module):
         draw: PathDraw | None = None,
         slot_NE: jax.Array | None = None,
     ) -> dict[str, jax.Array]:
-        """Return the experts of every patch in the layer of this number, of those routed by task,
-        and their weights.
+        """Return every patch's experts and weights, as keyword arguments of `Block.route`.
 
-        Where paths are learned, in training: the shared expert and the task's own, the one drawn
-        with weight 1 and the other with 0, whose gradients are those of the softmax.
+        layer: index among the layers with experts per task.
+
+        In training with learned paths both the shared expert and the task's own run, the sampled
+        one with weight 1 and the other with 0; gradients are the softmax's (straight-through
+        Gumbel-softmax).
         """
         num_patches, own = self.config.num_patches, np.asarray(self.paths, np.int32)[:, layer]
         slot_E = (
@@ -240,13 +262,13 @@ class VisionTransformer(nnx.Module):
         return {"topk_idx_TK": of_patches(chosen_A2), "topk_weights_TK": of_patches(weights_A2)}
 
     def logits(self, hidden_BSD: jax.Array, task_B: jax.Array) -> jax.Array:
-        """Float32 [B, Y] of the mean of an image's patches, -inf where an output is another
-        task's.
+        """Return float32 [B, Y] from the mean over each image's patches; logits of other tasks are
+        -inf.
         """
         with jax.named_scope("heads"):
             mean_BD = hidden_BSD.astype(jnp.float32).mean(axis=1)
             heads = [self.heads[task][...].astype(jnp.float32) for task in self.tasks]
-            # One product a head: another task changes no bit of a task's logits.
+            # one product per head, so that adding a task does not change another's logits by a bit
             exact = partial(jnp.dot, precision=jax.lax.Precision.HIGHEST)
             logits_BY = jnp.concatenate([exact(mean_BD, head_DY) for head_DY in heads], axis=1)
             owner_Y = np.repeat(np.arange(len(self.head_sizes), dtype=np.int32), self.head_sizes)

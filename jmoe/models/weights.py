@@ -1,11 +1,12 @@
-"""Hugging Face tensors into the decoder's parameters and back, by the table of names.
+"""Fill the decoder's parameters from Hugging Face tensors, and write them back.
 
-Legend: a parameter is [layers?, experts?, rows, columns] or [layers?, experts?, columns], rows in,
-columns out.
+`tensor_names.py` says which tensors make up a parameter. All tensors are checked against the files'
+headers first. Then each parameter's final buffer (or this process's shards of it) is filled piece
+by piece, so peak memory is little more than the parameters'.
 
-Everything is checked against the headers before a buffer is filled. Then each parameter's final
-buffer (or this process's shards of it) is filled piece by piece, so that hardly more memory is used
-than what is kept.
+Legend:
+A parameter is [layers?, experts?, rows, columns] or [layers?, experts?, columns]; rows are inputs,
+columns are outputs.
 """
 
 import math
@@ -35,48 +36,49 @@ from jmoe.models.tensor_names import FAMILIES, LAYER, OUTSIDE, Source, are_fused
 from kernels_pallas.compressed import Format
 
 Names = tuple[str, ...]
-HOST_COPY_BYTES = 2**28  # of a layer's experts, copied from a device at once
-ALIGNMENT = 64  # bytes; what JAX takes on CPU without a copy
+HOST_COPY_BYTES = 2**28  # of a layer's experts that one device-to-host copy moves
+ALIGNMENT = 64  # bytes; JAX on a CPU uses such arrays without a copy
 CACHE_LINE_BYTES = 64
 FLOAT_DTYPES = ("F32", "BF16", "F16")
-KEPT_FLOAT32 = "e_score_correction_bias"  # transformers keeps it so whatever the model's dtype
-# What changes no logits: tables that older versions of transformers saved, and scales of
-# activations and of a cache of keys and values in few bits, which are kept wide here.
+KEPT_FLOAT32 = "e_score_correction_bias"  # float32 in transformers whatever the model's dtype
+# Tensors that do not affect logits here: rotary tables that older versions of transformers saved,
+# and scales for quantized activations and KV caches, neither of which jmoe quantizes.
 IGNORED = re.compile(
     r"\.rotary_emb\.inv_freq$|\.((in|out)put_(global_)?scale|activation_scale|[kqv]_scale)$"
 )
-ZERO_POINT = ".weight_zero_point"  # of symmetric integers, some of which have one: zeros
+ZERO_POINT = ".weight_zero_point"  # ignored if zero: some symmetric checkpoints store it
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One tensor on disk and what it fills of a parameter."""
+    """One tensor on disk and the part of a parameter that it fills."""
 
     name: str
     shape: tuple[int, ...]
-    at: tuple[int, ...]  # index of the layer (and the expert, unless the tensor holds all)
+    at: tuple[int, ...]  # index of the layer, and of the expert unless the tensor holds all experts
     columns: tuple[int, int]
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of the decoder: its path, shape and source. `layers`: the layer of each entry
-    of its stack.
+    """A parameter of the decoder and the tensors that it is made of.
+
+    layers: the layer's number for each entry of the stack; () outside the layers.
     """
 
     path: Names
     shape: tuple[int, ...]
     source: Source
     layers: tuple[int, ...]
-    experts: int  # 0: not one of the experts'
+    experts: int  # 0 if the parameter belongs to no expert
 
     @property
     def matrix(self) -> tuple[int, ...]:
-        """[rows, columns] or [columns] of one layer and expert."""
+        """The shape [rows, columns] or [columns] for one layer and expert."""
         return self.shape[bool(self.layers) + bool(self.experts) :]
 
     def pieces(self, layers: slice = slice(None), experts: slice = slice(None)) -> Iterator[Piece]:
-        """Its tensors, or those of some entries of its stack and some experts."""
+        """Yield the parameter's tensors, or those of a range of its stack's entries and experts."""
         source, matrix = self.source, self.matrix
         one_tensor = not self.experts or source.stacked
         for n, layer in list(enumerate(self.layers or (-1,)))[layers]:
@@ -90,17 +92,17 @@ class Parameter:
 
 
 def flat(tree: Any) -> dict[Names, Any]:
-    """{names along the path: leaf} of nested dicts."""
+    """Return {names along the path: leaf} of nested dictionaries."""
     return {path_names(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def parameters(
     shapes: Any, config: ModelConfig, family: str, stored: Collection[str] = ()
 ) -> list[Parameter]:
-    """The decoder's parameters (a tree of arrays or shapes) with the tensors they are made of.
+    """Return the decoder's parameters with the tensors that they are made of.
 
-    stored: names of tensors; where they are fused experts, these are what the parameters are made
-    of.
+    shapes: tree of arrays or shapes.
+    stored: names of the checkpoint's tensors, which show whether all experts of a layer are in one.
     """
     kinds, fused = np.array(config.layer_kinds), are_fused(stored, family)
     result = []
@@ -120,8 +122,9 @@ def parameters(
 def _check_tensor(
     stored: dict[str, StoredTensor], piece: Piece, folder: Path
 ) -> list[StoredTensor]:
-    """The stored tensor, those of a compressed matrix, or the blocks and scales of gpt-oss'
-    MXFP4.
+    """Return the stored tensors of a piece: one plain tensor, or those of a compressed matrix.
+
+    Raises ValueError naming the file and the tensor that is missing or has a wrong shape or dtype.
     """
     if (form := format_of_matrix(stored, piece.name, piece.shape)) is not None:
         return form.tensors(stored, piece.name, piece.shape)
@@ -155,7 +158,9 @@ def _check_tensor(
 
 
 def _lies_under(stored: Mapping[str, StoredTensor], piece: Piece) -> str:
-    """Return where a missing tensor lies in a model of images and text, else its shape."""
+    """Return the end of an error about a missing tensor: its prefix in multimodal models, or its
+    shape.
+    """
     for prefix in ("model.language_model.", "language_model.model."):
         if prefix + piece.name.removeprefix("model.") in stored:
             return (
@@ -166,7 +171,9 @@ def _lies_under(stored: Mapping[str, StoredTensor], piece: Piece) -> str:
 
 
 def has_own_head(stored: Mapping[str, StoredTensor]) -> bool:
-    """Return whether a head is stored, in whatever format, with other values than the embedding."""
+    """Return whether the checkpoint has a head, in any format, whose values differ from the
+    embedding's.
+    """
     (embedding,), (head,) = OUTSIDE["embedding"].names, OUTSIDE["head"].names
     parts = [tensor for name, tensor in stored.items() if name.startswith(head)]
     if not parts or embedding not in stored:
@@ -193,8 +200,11 @@ def check_tensors(
     config: ModelConfig,
     dtype: Any,
 ) -> dict[Names, np.dtype]:
-    """The dtype of every parameter; `ValueError` naming file and tensor for what is missing,
-    wrong or too much.
+    """Return the dtype of every parameter in memory.
+
+    dtype: dtype of all parameters; None for the stored ones.
+
+    Raises ValueError naming the file and the tensor that is missing, wrong or unexpected.
     """
     used: set[str] = set()
     dtypes: dict[Names, np.dtype] = {}
@@ -224,7 +234,7 @@ def check_tensors(
 
 
 def _changes_nothing(tensor: StoredTensor, config: ModelConfig) -> bool:
-    """Return whether a tensor that no parameter is made of may be left aside."""
+    """Return whether a tensor that belongs to no parameter can be ignored."""
     layer = re.match(r"model\.layers\.(\d+)\.", tensor.name)
     predicts_further = config.kv_lora_rank and layer and int(layer[1]) >= config.num_hidden_layers
     if predicts_further or IGNORED.search(tensor.name):
@@ -237,7 +247,7 @@ def _changes_nothing(tensor: StoredTensor, config: ModelConfig) -> bool:
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """An uninitialised array that JAX takes on CPU as it is."""
+    """Return an uninitialized array that JAX on a CPU uses without a copy."""
     num_bytes = math.prod(shape) * dtype.itemsize
     raw = np.empty(num_bytes + ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT
@@ -245,28 +255,27 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 
 def _bits(x: np.ndarray) -> np.ndarray:
-    """bfloat16 as uint16, which numpy copies fast."""
+    """Return bfloat16 as uint16, which numpy copies faster; other dtypes of 2 bytes too."""
     return x.view(np.uint16) if x.dtype.itemsize == 2 else x
 
 
 def _transpose_into(out: np.ndarray, x: np.ndarray) -> None:
-    """out = x^T, a cache line of every row of `out` at a time: twice as fast as numpy's own
-    order.
-    """
+    """Write x^T to `out`, one cache line of each row of `out` at a time: twice as fast as numpy."""
     step = CACHE_LINE_BYTES // out.itemsize
     for i in range(0, x.shape[0], step):
         out[:, i : i + step] = x[i : i + step].T
 
 
 class Loader:
-    """Fills parameters, or shards of them, from the stored tensors."""
+    """Fills parameters, or shards of them, from stored tensors."""
 
     def __init__(self, stored: dict[str, StoredTensor], reader: TensorReader) -> None:
         self._stored, self._reader = stored, reader
 
     def load(self, parameter: Parameter, dtype: np.dtype, sharding: Any) -> jax.Array:
-        """Return it on the default device, or with this sharding; no buffer outlives the call
-        but its own.
+        """Return a parameter on the default device, or with this sharding.
+
+        Frees all host buffers before it returns.
         """
         shard = partial(self.region, parameter, dtype)
         if sharding is None:
@@ -276,7 +285,7 @@ class Loader:
         return jax.block_until_ready(jax.make_array_from_callback(parameter.shape, sharding, shard))
 
     def region(self, parameter: Parameter, dtype: np.dtype, index: tuple[slice, ...]) -> np.ndarray:
-        """This part of the parameter."""
+        """Return the slice `index` of a parameter, read into a new host array."""
         spans = [s.indices(size)[:2] for s, size in zip(index, parameter.shape, strict=True)]
         out = aligned_empty(tuple(end - start for start, end in spans), dtype)
         lead = len(parameter.shape) - len(parameter.matrix)
@@ -301,13 +310,13 @@ class Loader:
         expert: int,
         spans: list[tuple[int, int]],
     ) -> None:
-        """The part `spans` of one matrix [rows, columns] from one tensor."""
+        """Fill rows and columns `spans` of one matrix, stored at `out`, from one tensor."""
         source, (first, end) = parameter.source, piece.columns
         (row0, row1), (column0, column1) = spans
         low, high = max(first, column0), min(end, column1)
         if low >= high:
             return
-        # a stored row is one of our columns
+        # a stored row is a column of the parameter
         if source.transposed or piece.name not in self._stored:
             count = end - first
             for a, b, values in self._rows(
@@ -332,8 +341,10 @@ class Loader:
                 target[:, low - column0 : high - column0] = values[:, low - first : high - first]
 
     def kept_format(self, parameter: Parameter) -> Format | None:
-        """Return the format in which its matrices are stored, where all can be kept in it to the
-        bit.
+        """Return the compressed in-memory format that represents all matrices of a parameter
+        exactly.
+
+        None if there is none.
         """
         forms = [
             (p.name, format_of_matrix(self._stored, p.name, p.shape)) for p in parameter.pieces()
@@ -342,8 +353,9 @@ class Loader:
         return kinds.pop() if len(kinds) == 1 else None
 
     def kept(self, parameter: Parameter, layer: int, expert: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return an expert's matrix in its `kept_format`, as `kernels_pallas/compressed.py`
-        says.
+        """Return one expert's matrix in its `kept_format`: (values, scales).
+
+        See `kernels_pallas/compressed.py` for their layout.
         """
         kind = self.kept_format(parameter)
         assert kind is not None
@@ -379,8 +391,10 @@ class Loader:
 
 
 def _columns(first: int, count: int, total: int, interleaved: bool) -> list[slice]:
-    """Return where `count` neighbouring stored rows go; interleaved: every second one, to the
-    two halves.
+    """Return the parameter's columns that `count` consecutive stored rows, from row `first` on,
+    fill.
+
+    Interleaved rows go alternately to the parameter's two halves, so the result has two slices.
     """
     if not interleaved:
         return [slice(first, first + count)]
@@ -390,10 +404,10 @@ def _columns(first: int, count: int, total: int, interleaved: bool) -> list[slic
 def load_arrays(
     folder: Path, config: ModelConfig, family: str, shapes: Any, dtype: Any
 ) -> dict[Names, jax.Array]:
-    """{path: array} of a decoder's parameters from the safetensors files of a folder.
+    """Return {path: array} of a decoder's parameters from a folder's safetensors files.
 
-    shapes: tree of shapes, with shardings where arrays are to be split. dtype: of the arrays; None:
-    as stored.
+    shapes: tree of shapes, with shardings for arrays that are to be sharded.
+    dtype: dtype of all arrays; None for the stored ones.
     """
     stored = read_headers(folder)
     wanted = parameters(shapes, config, family, stored)
@@ -408,7 +422,7 @@ def load_arrays(
 
 
 def _order(parameter: Parameter, family: str) -> tuple[int, int]:
-    """Return the parameter's place in transformers' order: embeddings, layers, norm, head."""
+    """Return a sort key for transformers' order of parameters: embeddings, layers, norm, head."""
     if not parameter.layers:
         outside = list(OUTSIDE)
         at = outside.index(".".join(parameter.path))
@@ -417,11 +431,11 @@ def _order(parameter: Parameter, family: str) -> tuple[int, int]:
 
 
 class _HostCopies:
-    """Copies arrays from a device to the host, a slice at a time, and keeps the last slice.
+    """Copies arrays from a device to the host slice by slice, and caches the last slice.
 
-    Tensors are written in the order in which a slice's parts follow each other: the experts of a
-    layer, the columns of a matrix. So every byte crosses the link once, in transfers large enough
-    for it, and the host holds one slice.
+    Tensors are written in the order in which a slice holds them (the experts of a layer, the
+    columns of a matrix). So each byte crosses the link once, in large transfers, and the host holds
+    one slice.
     """
 
     def __init__(self) -> None:
@@ -429,7 +443,7 @@ class _HostCopies:
         self._copy = np.empty(0)
 
     def read(self, array: jax.Array, at: tuple[int, ...]) -> np.ndarray:
-        """Return `array[at]`; at: (), (layer,) or (layer, expert)."""
+        """Return `array[at]` on the host; `at` is (), (layer,) or (layer, expert)."""
         if [device.platform for device in array.devices()] == ["cpu"]:
             return np.asarray(array)[at]
         if len(at) < 2:
@@ -451,8 +465,9 @@ class _HostCopies:
 
 @dataclass(frozen=True)
 class StoredExperts:
-    """A parameter of the experts that is read one expert at a time: `read(layer with experts,
-    expert)`.
+    """An expert parameter that is read one expert at a time.
+
+    read: (index among the layers with experts, expert) -> that expert's array.
     """
 
     read: Callable[[int, int], np.ndarray]
@@ -460,7 +475,7 @@ class StoredExperts:
     is_fully_addressable: bool = True
 
     def at(self, piece: Piece, num_experts: int) -> np.ndarray:
-        """The matrix that a piece is made of, or those of all experts of a layer."""
+        """Return the matrix of a piece's expert, or of all experts of a layer, [E, ...]."""
         if len(piece.at) == 2:
             return self.read(*piece.at)
         return np.stack([self.read(piece.at[0], expert) for expert in range(num_experts)])
@@ -469,7 +484,7 @@ class StoredExperts:
 def _data(
     copies: _HostCopies, array: jax.Array | StoredExperts, parameter: Parameter, piece: Piece
 ) -> np.ndarray:
-    """Return a tensor's elements as they are stored."""
+    """Return a tensor's elements in the layout of the file."""
     source = parameter.source
     if isinstance(array, StoredExperts):
         x = array.at(piece, parameter.experts)
@@ -488,7 +503,10 @@ def _data(
 def new_tensors(
     arrays: Mapping[Names, jax.Array | StoredExperts], shapes: Any, config: ModelConfig, family: str
 ) -> list[NewTensor]:
-    """The tensors that transformers expects, layer by layer, each made when it is written."""
+    """Return the tensors that transformers expects, in its order; each is made when it is written.
+
+    Raises ValueError if this process does not hold all of a parameter.
+    """
     tensors, copies = [], _HostCopies()
     for parameter in parameters(shapes, config, family):
         array = arrays[parameter.path]

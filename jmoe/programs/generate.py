@@ -42,8 +42,9 @@ def arguments() -> argparse.Namespace:
 
 
 def encoded(folder: Path, prompt: str, max_new_tokens: int) -> list[int]:
-    """Return the prompt's tokens; `ValueError` if there are none, or output and prompt do not
-    fit the model.
+    """Return the prompt's token ids.
+
+    Raises ValueError if the prompt is empty, or if prompt and output exceed the model's positions.
     """
     from jmoe.models.lazy_checkpoint import LazyCheckpoint
     from jmoe.models.tokenizer_file import open_tokenizer, tokenizer_file
@@ -68,7 +69,7 @@ def encoded(folder: Path, prompt: str, max_new_tokens: int) -> list[int]:
 
 
 def main() -> None:
-    """Say what the model makes of the prompt."""
+    """Print the prompt and its continuation, and the engine's statistics on stderr."""
     a = arguments()
     from jmoe.config.engine import EngineConfig
     from jmoe.deploy.merged import hugging_face_folder

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 PATH_LENGTH = 3  # Lina's choice
 MAX_TOKENS = 100_000
-CHUNK_TOKENS = 2048  # that run at once
+CHUNK_TOKENS = 2048  # tokens of a prompt that one step runs
 
 
 def _arguments() -> argparse.Namespace:
@@ -58,14 +58,15 @@ def _arguments() -> argparse.Namespace:
 
 
 def pieces(tokens: Sequence[int], length: int) -> Iterator[list[int]]:
-    """Yield the tokens in pieces of this length, the last one shorter."""
+    """Yield consecutive pieces of `length` tokens; the last one may be shorter."""
     for start in range(0, len(tokens), length):
         yield list(tokens[start : start + length])
 
 
 def count_paths(engine: "Engine", prompts: Iterable[list[int]], path_length: int) -> "PathCounter":
-    """Run prompts through an engine and count what their tokens choose; what a row still holds
-    is not run again.
+    """Run prompts through an engine and count the experts that their tokens choose, by path.
+
+    A prefix that the engine reuses from its KV cache is not run, and so not counted again.
     """
     from jmoe.inference.path_table import PathCounter
     from jmoe.inference.sampling_params import SamplingParams
@@ -82,7 +83,7 @@ def count_paths(engine: "Engine", prompts: Iterable[list[int]], path_length: int
 
 
 def main() -> None:
-    """Write the table, and say what is in it."""
+    """Write the table beside the checkpoint, and print its size."""
     a = _arguments()
     from jmoe.config.engine import EngineConfig
     from jmoe.deploy.merged import hugging_face_folder
