@@ -1,4 +1,10 @@
-"""Checksums of records. Axes: R bytes of a record, P pages of it, W words of a page."""
+"""Checksums of records.
+
+Legend:
+  R  bytes of a record
+  P  pages of a record
+  W  64-bit words of a page
+"""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -6,16 +12,15 @@ from numpy.typing import NDArray
 from jmoe.memory.buffers import PAGE_BYTES
 
 WORDS = PAGE_BYTES // 8
-# Odd, so that no change of a single word is lost, and different, so that words that change places
-# are noticed.
+# Odd weights detect any change of a single word, different weights an exchange of words.
 WEIGHTS_W = np.random.default_rng(0).integers(0, 1 << 64, WORDS, np.uint64) | np.uint64(1)
 
 
 def page_sums(record_R: NDArray[np.uint8], blank: int | None = None) -> NDArray[np.uint64]:
-    """Return a weighted sum modulo 2^64 of the words of each page. Eight times as fast as CRC-32 in
-    hardware.
+    """Return uint64 [P]: a weighted sum modulo 2^64 of each page's words.
 
-    blank: the number of a word that counts as 0, whatever it is.
+    Eight times as fast as CRC-32 in hardware. record_R: whole pages. blank: index of a 64-bit word
+    that counts as 0.
     """
     words_PW = record_R.view(np.uint64).reshape(-1, WORDS)
     sums_P: NDArray[np.uint64] = np.einsum("pw,w->p", words_PW, WEIGHTS_W)
@@ -26,15 +31,18 @@ def page_sums(record_R: NDArray[np.uint8], blank: int | None = None) -> NDArray[
 
 
 def checksum(record_R: NDArray[np.uint8], blank: int | None = None) -> int:
-    """Return one number for whole pages: it shows any change of one word, and pages that change
-    places.
+    """Return a 64-bit checksum of whole pages.
+
+    It detects a change of any single word and an exchange of pages. blank: index of a 64-bit word
+    that counts as 0.
     """
     return _over_pages(_mixed(page_sums(record_R, blank)))
 
 
 def is_checksum(value: int, record_R: NDArray[np.uint8], blank: int | None = None) -> bool:
-    """Return whether this seals a record: `checksum`, or that of versions up to 0.1.0, which did
-    not mix page sums.
+    """Return True if `value` is the record's checksum.
+
+    The checksum of versions up to 0.1.0, which did not mix page sums, is accepted too.
     """
     return value == checksum(record_R, blank) or value == _over_pages(page_sums(record_R, blank))
 
@@ -45,11 +53,11 @@ def _over_pages(sums_P: NDArray[np.uint64]) -> int:
 
 
 def _mixed(x_P: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """A permutation of the 64-bit numbers in which every bit decides about every bit
-    (SplitMix64's).
+    """Return a bijective hash of each 64-bit number (SplitMix64), in which every input bit affects
+    every output bit.
 
-    A sum modulo 2^64 knows little of high bits: what one stuck line of a bus does to each page
-    would cancel out.
+    Page sums are hashed because a sum modulo 2^64 hardly depends on high bits: the same stuck bus
+    line in every page would cancel out.
     """
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         x_P = (x_P ^ (x_P >> np.uint64(shift))) * np.uint64(factor)

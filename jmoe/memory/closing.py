@@ -1,15 +1,15 @@
-"""A base class for objects that a `with` statement closes."""
+"""The base class of objects that a `with` statement closes."""
 
 from abc import ABC, abstractmethod
 from typing import Self
 
 
 class Closing(ABC):
-    """Context manager that closes itself."""
+    """Context manager that calls its `close` on exit."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what is held; the object is not used any more."""
+        """Release the object's resources; the object must not be used afterwards."""
 
     def __enter__(self) -> Self:
         return self

@@ -1,5 +1,10 @@
-"""Whole records to and from files: past the page cache where the file system allows it, through
-memory where the file is memory (tmpfs, DAX). Axes: R bytes of a record.
+"""File input and output of whole records, with O_DIRECT if the file system allows it.
+
+On file systems whose files are memory (tmpfs, DAX) files are mapped instead. The record stores in
+this folder use this; deploy, data and run use `fsync` and the folder functions.
+
+Legend:
+  R  bytes of a record
 """
 
 import contextlib
@@ -17,17 +22,18 @@ from numpy.typing import NDArray
 from jmoe.memory.buffers import PAGE_BYTES
 
 Io = Literal["O_DIRECT", "buffered", "mapped"]
-# what file systems say that lack an operation
+# errors of file systems that lack an operation
 NOT_SUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 # the user, or the file system, may not write here
 UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def io_of(folder: Path) -> Io:
-    """How files in this folder are read and written.
+    """Return how to read and write the files in a folder.
 
-    "mapped" on a file system whose files are memory (tmpfs, or mounted with DAX), where a system
-    call would only copy; "buffered" where the file system refuses O_DIRECT.
+    "mapped" on a file system whose files are memory (tmpfs, or a DAX mount), where a system call
+    would only copy; "buffered" if the file system refuses O_DIRECT; otherwise "O_DIRECT". Creates
+    and deletes a probe file.
     """
     if is_byte_addressable(folder):
         return "mapped"
@@ -41,7 +47,9 @@ def io_of(folder: Path) -> Io:
 
 
 def open_direct(path: Path, flags: int) -> tuple[int, bool]:
-    """Open a file past the page cache where the file system allows it; return whether it does."""
+    """Open a file with O_DIRECT, or without if the file system refuses; return (descriptor, whether
+    O_DIRECT).
+    """
     try:
         return os.open(path, flags | os.O_DIRECT | os.O_CLOEXEC, 0o644), True
     except OSError as error:
@@ -51,8 +59,9 @@ def open_direct(path: Path, flags: int) -> tuple[int, bool]:
 
 
 def take_room(fd: int, size_bytes: int) -> None:
-    """Make a file so large, with room on the disk where the file system can promise it (FUSE,
-    vfat, old NFS do not).
+    """Set a file's size, and reserve its disk space if the file system can.
+
+    FUSE, vfat and old NFS cannot reserve space. Raises `OSError` (ENOSPC) if the disk is full.
     """
     try:
         os.posix_fallocate(fd, 0, size_bytes)
@@ -63,7 +72,10 @@ def take_room(fd: int, size_bytes: int) -> None:
 
 
 def is_byte_addressable(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> bool:
-    """Return whether the files of this folder are memory that can be mapped."""
+    """Return True if the folder's files are memory that can be mapped (tmpfs, ramfs or DAX).
+
+    mounts: the kernel's table of mounts; if it does not exist, the answer is False.
+    """
     if not mounts.is_file():
         return False
     device = folder.stat().st_dev
@@ -79,8 +91,9 @@ def is_byte_addressable(folder: Path, mounts: Path = Path("/proc/self/mountinfo"
 
 
 def read_file(path: Path, record_R: NDArray[np.uint8], io: Io) -> None:
-    """Fill `record_R` from the beginning of a file. `OSError` naming the file where it is too
-    short or unreadable.
+    """Fill `record_R` from the beginning of a file.
+
+    Raises `OSError` naming the file if it is too short or unreadable.
     """
     if io == "mapped":
         np.copyto(record_R, map_file(path, record_R.nbytes))
@@ -93,11 +106,10 @@ def read_file(path: Path, record_R: NDArray[np.uint8], io: Io) -> None:
 
 
 def map_file(path: Path, num_bytes: int) -> NDArray[np.uint8]:
-    """Return the beginning of a file as memory to read, mapped as long as the array or a view of it
-    is there.
+    """Return the first `num_bytes` bytes of a file, read-only and mapped without a copy.
 
-    Nothing is copied, so whoever writes to the file changes the array; deleting or renaming it does
-    not. `OSError` naming the file where it is too short.
+    The mapping lives as long as the array or a view of it. A write to the file changes the array;
+    deleting or renaming the file does not. Raises `OSError` naming the file if it is too short.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -114,10 +126,11 @@ def map_file(path: Path, num_bytes: int) -> NDArray[np.uint8]:
 
 
 def write_file(path: Path, record_R: NDArray[np.uint8], io: Io) -> None:
-    """Make `record_R` the content of a file, in place if it is there, and flush it to the device.
+    """Write `record_R` as the whole content of a file, in place if the file exists, and flush it to
+    the device.
 
-    Its space is taken first, so `OSError` (ENOSPC), which names the bytes needed and free, comes
-    before any is written.
+    Disk space is reserved before the first byte is written, so that a full disk fails early. Raises
+    `OSError` (ENOSPC) naming the bytes needed and free.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | (os.O_DIRECT if io == "O_DIRECT" else 0)
     fd = os.open(path, flags, 0o644)
@@ -137,8 +150,10 @@ def write_file(path: Path, record_R: NDArray[np.uint8], io: Io) -> None:
 
 
 def read_all(fd: int, record_R: NDArray[np.uint8], first_byte: int, path: Path, what: str) -> None:
-    """Fill `record_R` from `first_byte` on; `OSError` says what was being done, at which byte of
-    which file.
+    """Fill `record_R` from byte `first_byte` of an open file on.
+
+    what: the action, for error messages. Raises `OSError` naming the action, the byte and the file
+    if the file is too short or unreadable.
     """
     memory, done_bytes = record_R.data, 0
     while done_bytes < record_R.nbytes:
@@ -161,7 +176,7 @@ def write_all(fd: int, record_R: NDArray[np.uint8], first_byte: int) -> None:
 
 
 def check_buffer(record_R: NDArray[np.uint8], record_bytes: int) -> None:
-    """Raise `ValueError` unless these are `record_bytes` writable bytes at a page-aligned
+    """Raise `ValueError` unless `record_R` is `record_bytes` writable bytes at a page-aligned
     address.
     """
     if record_R.nbytes != record_bytes or not record_R.flags.writeable:
@@ -171,11 +186,10 @@ def check_buffer(record_R: NDArray[np.uint8], record_bytes: int) -> None:
 
 
 def fsync(path: Path) -> None:
-    """Make a file's content durable, or what was created, renamed or deleted in a folder; errors
-    name the path.
+    """Make a file's content durable, or a folder's entries (created, renamed and deleted names).
 
-    Some network and FUSE file systems cannot flush a folder: there a name is as durable as they
-    make it.
+    Some network and FUSE file systems cannot flush a folder; this is ignored. Other errors name the
+    path.
     """
     fd = os.open(path, os.O_RDONLY)
     try:
@@ -189,16 +203,16 @@ def fsync(path: Path) -> None:
 
 
 def fsync_all(folder: Path) -> None:
-    """Make all that is in a folder durable: what a rename is to publish at once must be on the
-    disk before its name.
-    """
+    """Make everything in a folder durable, before a rename publishes the folder."""
     for path in [*folder.rglob("*"), folder]:
         fsync(path)
 
 
 def link(source: Path, target: Path) -> bool:
-    """Give a file one more name; return False where there is none, or the file system cannot
-    (another one, a limit).
+    """Create a hard link `target` to `source`; return False if that is not possible.
+
+    That is the case if the source does not exist, if the target is on another file system, or if
+    the file system has no (more) links.
     """
     try:
         os.link(source, target)
@@ -216,9 +230,12 @@ def link(source: Path, target: Path) -> bool:
 
 
 def check_links(folder: Path, file: Path) -> None:
-    """Raise `OSError` naming the folder unless its files can have several names."""
+    """Raise `OSError` naming the folder unless its file system supports hard links.
+
+    file: an existing file in the folder, to link to.
+    """
     probe = folder / ".link"
-    probe.unlink(missing_ok=True)  # of a process that was killed
+    probe.unlink(missing_ok=True)  # left by a process that was killed
     try:
         if not link(file, probe):
             why = (
@@ -231,9 +248,7 @@ def check_links(folder: Path, file: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder, and those above it, durable under their names; does nothing where it is
-    there.
-    """
+    """Create a folder and its missing parents, with durable names, unless the folder exists."""
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in made:
@@ -241,9 +256,7 @@ def make_folder(folder: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Delete a folder with all that is in it; an `OSError` names the folder, not only a file's
-    last name.
-    """
+    """Delete a folder with all its content; an `OSError` names the folder."""
     try:
         shutil.rmtree(folder)
     except OSError as error:
@@ -252,7 +265,11 @@ def remove_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def naming_the_room(path: Path, needs: str) -> Iterator[None]:
-    """Add what is needed and what is free to an `OSError` of writing to `path`."""
+    """Return a context manager that adds the bytes needed and free to an `OSError` of writing
+    `path`.
+
+    needs: a text such as "NAME needs N bytes".
+    """
     try:
         yield
     except OSError as error:

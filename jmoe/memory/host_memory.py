@@ -1,15 +1,15 @@
-"""How much host memory there is left to take, cgroup limits included."""
+"""Measures the host memory that this process can still allocate, cgroup limits included."""
 
 import os
 from pathlib import Path
 
 
 def available_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the bytes that this process may still take without swapping: what machine and cgroups
-    leave at least.
+    """Return the bytes that this process can still allocate without swapping.
 
-    Page cache counts as free. proc, cgroups: where Linux shows them; elsewhere this is all of the
-    machine's memory.
+    This is the minimum over the machine and the process's cgroups; page cache counts as free. proc,
+    cgroups: the mount points of Linux's procfs and cgroupfs. Without procfs the result is the
+    machine's total memory.
     """
     if not (proc / "meminfo").is_file():
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -28,8 +28,9 @@ def available_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cg
 
 
 def _limits(root: Path, path: str, limit: str, usage: str, prefix: str) -> list[int]:
-    """Return what the cgroup at `path` and those above leave. In a container `path` may lie
-    outside of the mount.
+    """Return the bytes left in the cgroup at `path` and in each of its parents that has a limit.
+
+    Inside a container `path` may lie outside the mount; missing folders are skipped.
     """
     inside = Path(path.lstrip("/"))
     left = []

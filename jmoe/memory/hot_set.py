@@ -1,7 +1,7 @@
-"""Hit counts, which say which records deserve a place, and the set of slots that they rule.
+"""Hit counts of records, and a set of slots that evicts by them.
 
-A record is a number from 0 to num_records - 1. `LFUCache` (host memory) and `SlotPool` (device
-memory) both stand on this. Not thread-safe: whoever shares one holds a lock.
+`LFUCache` (host memory) and `SlotPool` (device memory) are built on this. Records are numbers from
+0 to num_records - 1. Not thread-safe: the caller holds a lock.
 """
 
 import heapq
@@ -11,26 +11,25 @@ from numpy.typing import ArrayLike, NDArray
 
 from jmoe.config import check
 
-# Decayed counts grow by beta ** -decays. Before that leaves float64 they are all brought down
-# again.
+# Instead of decaying old counts, each decay divides the weight of a new use by beta; beyond
+# this weight all decayed counts are scaled down.
 RESCALE_ABOVE = 2.0**512
-# How much better other counts must explain the uses before the old ones are forgotten: log
-# likelihood, natural units.
+# Sum of log likelihood ratios (in nats) at which other counts replace the scores.
 CUSUM_THRESHOLD = 20.0
-# The most that one step may add to that: an odd one alone makes nothing be forgotten.
+# The most that one step adds to that sum: a single odd step replaces nothing.
 MAX_STEP_EVIDENCE = 10.0
-# Uses of every record that counts are taken to begin with, so that what has not been seen is not
+# Uses added to every record's count in a prediction, so that an unseen record is not
 # impossible.
 PRIOR = 2.0
-# What is left of counts that are forgotten: it orders what nothing newer does.
+# Weight of the old scores when other counts replace them: they break ties.
 FORGOTTEN = 1e-6
 
-# Above every count that is reached.
+# Rank of an expected record; higher than any count.
 EXPECTED = 2.0**40
 
 
 def record_ids(indices: ArrayLike, num_records: int) -> NDArray[np.int64]:
-    """Return `indices` as a flat integer array; `ValueError` if one of them is no record."""
+    """Return `indices` as a flat int64 array; raise `ValueError` if one is out of range."""
     ids = np.asarray(indices, dtype=np.int64).reshape(-1)
     unknown = ids[(ids < 0) | (ids >= num_records)]
     if unknown.size:
@@ -39,19 +38,20 @@ def record_ids(indices: ArrayLike, num_records: int) -> NDArray[np.int64]:
 
 
 class HitCounts:
-    """Hit counts that forget when the traffic changes: a step that uses a record adds 1; `scores`
-    rank the records.
+    """Hit counts that forget old traffic when the traffic changes.
 
-    The more steps are counted the better is the order of the records known, unless their popularity
-    has changed. So `scores` do not decay, but other counts are kept beside them: decayed ones
-    (MoESys, Algorithm 2, arXiv 2205.10034: times beta every `decay_every_steps` steps), and fresh
-    ones since the step at which a change is suspected. Each predicts that a step uses records in
-    proportion to their counts. Where one has explained what came better than the scores by
-    `CUSUM_THRESHOLD` (the sum of log likelihood ratios over uses, from where it was last below 0:
-    Page's CUSUM test, Biometrika 1954), it becomes the scores. Fresh counts notice within a few
-    steps that everything is different, decayed ones that something is, or drifts. Scores only fall
-    when something is forgotten, which `generation` counts. Counts belong to records, not to slots,
-    so they survive eviction.
+    `scores` rank the records; each step adds 1 to the records it uses. Scores do not decay, since
+    more steps give a better order as long as popularity is stable. Two other counts detect a
+    change: decayed counts (times beta every `decay_every_steps` steps; MoESys, Algorithm 2, arXiv
+    2205.10034), and fresh counts since the step at which a change is suspected.
+
+    Each set of counts predicts that a step uses records in proportion to their counts. Page's CUSUM
+    test (Biometrika 1954) sums the log likelihood ratio of each alternative to the scores; when a
+    sum reaches `CUSUM_THRESHOLD`, that alternative replaces the scores. Fresh counts detect within
+    a few steps that everything changed; decayed counts detect partial changes and drift.
+
+    Scores fall only when they are replaced; `generation` counts replacements and calls of `expect`.
+    Counts belong to records, not to slots, so they survive eviction.
     """
 
     def __init__(self, num_records: int, *, beta: float = 0.8, decay_every_steps: int = 4) -> None:
@@ -62,10 +62,10 @@ class HitCounts:
         )
         self.scores = np.zeros(num_records)
         self.generation = 0
-        # decayed counts, and one use, times beta ** -decays
+        # decayed counts times beta ** -decays, and the weight of a new use in them
         self._decayed, self._hit = np.zeros(num_records), 1.0
         self._fresh = np.zeros(num_records)
-        self._decayed_is_better = self._fresh_is_better = 0.0  # log likelihood ratios to the scores
+        self._decayed_is_better = self._fresh_is_better = 0.0  # CUSUM sums of log likelihood ratios
         self._beta, self._decay_every_steps = beta, decay_every_steps
         self._steps = 0
         self._expected = np.zeros(num_records, np.bool_)
@@ -75,26 +75,24 @@ class HitCounts:
         return self.scores.size
 
     def expect(self, indices: ArrayLike) -> None:
-        """Let these records rank above all others from now on, and no others."""
+        """Rank these records above all others from now on; records of an earlier call lose it."""
         self._expected[:] = False
         self._expected[record_ids(indices, self.num_records)] = True
         self.generation += 1
 
     def rank(self, index: int) -> float:
-        """Return which of two records deserves its place more: the one with the higher rank."""
+        """Return a record's rank: of two records the one with the higher rank keeps its slot."""
         return float(self.scores[index]) + (EXPECTED if self._expected[index] else 0.0)
 
     @property
     def decayed(self) -> NDArray[np.float64]:
-        """Return the counts of Algorithm 2, [num_records]: every use since the last change, with
-        its decay.
+        """Return float64 [num_records]: the decayed counts of MoESys's Algorithm 2 since the last
+        change.
         """
         return self._decayed / self._hit
 
     def touch(self, indices: ArrayLike) -> None:
-        """Count one step that used these records; one named twice counts once (it is fetched
-        once).
-        """
+        """Count one step that used these records; a repeated record counts once."""
         used = np.zeros(self.num_records, np.bool_)
         used[record_ids(indices, self.num_records)] = True
         ids = np.flatnonzero(used)
@@ -107,7 +105,7 @@ class HitCounts:
                 self._hit = 1.0
 
     def _learn(self, ids: NDArray[np.int64]) -> None:
-        """Count a step in all the counts, and replace the scores if others are better."""
+        """Add a step to all counts, and replace the scores if another count predicts better."""
         self._compare(ids)
         self.scores[ids] += 1
         self._decayed[ids] += self._hit
@@ -117,8 +115,8 @@ class HitCounts:
             self._forget(self.decayed)
 
     def _compare(self, ids: NDArray[np.int64]) -> None:
-        """Add up how much better other counts foretold this step; the fresh ones begin again if
-        they did not.
+        """Update the CUSUM sums with this step; restart the fresh counts if they predict no better
+        than the scores.
         """
         scores = _log_likelihood(self.scores, ids, 1.0)
         decayed = _log_likelihood(self._decayed, ids, self._hit)
@@ -135,9 +133,7 @@ class HitCounts:
             self._fresh[:] = 0
 
     def _forget(self, better: NDArray[np.float64]) -> None:
-        """Take these counts for the scores. What was known before decides between records that
-        they say nothing of.
-        """
+        """Replace the scores by `better`; the old scores only break ties."""
         self.scores[:] = better + FORGOTTEN * self.scores
         self._decayed[:] = self.scores * self._hit
         self._fresh[:] = 0
@@ -146,8 +142,9 @@ class HitCounts:
 
 
 def _log_likelihood(counts: NDArray[np.float64], ids: NDArray[np.int64], one: float) -> float:
-    """Return log P of uses of these records, where each has its share of the counts; `one` is
-    what a use has added.
+    """Return the log probability of uses of these records, each proportional to its count.
+
+    one: how much one use adds to a count.
     """
     prior = PRIOR * one
     return float(
@@ -156,12 +153,11 @@ def _log_likelihood(counts: NDArray[np.float64], ids: NDArray[np.int64], one: fl
 
 
 class HotSet:
-    """Says which of the records in `num_slots` slots deserves its place least.
+    """Tracks which records are in `num_slots` slots, and which slot to evict next.
 
-    The victim is the slot with the lowest score; among equal ones the record that came last, so
-    that on balanced traffic what is there stays there (evicting the oldest would lose every hit of
-    a repeating order). Slots with pins are never victims. Finding a victim costs O(log num_slots)
-    on average: a heap whose keys may be out of date, put right when they come to the top.
+    The victim is the unpinned slot with the lowest rank; among equal ranks it is the record that
+    came last. So on balanced traffic the set stays; evicting the oldest record would lose every hit
+    of a cyclic order. A victim costs O(log num_slots) on average: a heap with lazily updated keys.
     """
 
     def __init__(self, counts: HitCounts, num_slots: int) -> None:
@@ -187,15 +183,15 @@ class HotSet:
         return len(self._free)
 
     def victim(self) -> int | None:
-        """Return the slot to give up next; None if every occupied slot is pinned."""
+        """Return the slot to evict next; None if every occupied slot is pinned."""
         if self._generation != self.counts.generation or len(self._heap) > 8 * self.num_slots:
             self._rebuild()
         heap = self._heap
         while heap:
             score, minus_came, slot = heap[0]
-            if self._came[slot] != -minus_came:  # the record of this key has left
+            if self._came[slot] != -minus_came:  # this key's record was evicted
                 heapq.heappop(heap)
-            elif self._pins[slot]:  # comes back with its last unpin
+            elif self._pins[slot]:  # the last unpin pushes it again
                 heapq.heappop(heap)
                 self._in_heap[slot] = False
             elif score != (now := self._score(slot)):
@@ -205,8 +201,8 @@ class HotSet:
         return None
 
     def place(self, record: int) -> int:
-        """Put a record that is not here into a free slot; there must be one. The slot has no pin
-        yet.
+        """Put an absent record into a free slot, unpinned, and return the slot; a free slot must
+        exist.
         """
         slot = self._free.pop()
         self._serial += 1
@@ -217,7 +213,7 @@ class HotSet:
         return slot
 
     def evict(self, slot: int) -> int:
-        """Free an occupied slot without pins; returns the record that was in it."""
+        """Free an occupied, unpinned slot; return the record that was in it."""
         record = int(self.record_in[slot])
         assert record >= 0 and not self._pins[slot], (record, slot)
         self.slot_of[record] = -1
@@ -228,13 +224,13 @@ class HotSet:
         return record
 
     def pin(self, slots: ArrayLike) -> None:
-        """Put one more pin on each of these different, occupied slots."""
+        """Add one pin to each of these slots, which must be different and occupied."""
         slots = np.asarray(slots)
         self.num_pinned += int(np.count_nonzero(self._pins[slots] == 0))
         self._pins[slots] += 1
 
     def unpin(self, slots: ArrayLike) -> None:
-        """Take back one pin from each of these different slots."""
+        """Remove one pin from each of these slots, which must be different and pinned."""
         slots = np.atleast_1d(slots)
         assert (self._pins[slots] > 0).all(), f"slots {slots[self._pins[slots] <= 0]} have no pin"
         self._pins[slots] -= 1

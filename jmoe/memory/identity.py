@@ -1,9 +1,9 @@
-"""Whether files hold what they held before: a hash of their content, whatever their names, times
-and places say.
+"""Identifies files by a hash of their content, sampled for large files.
 
-Files of equal size and time may differ: fine-tunes of one model do, where images of containers, Nix
-or `rsync -a` have set all times alike. To hash every byte of a large model would take minutes at
-each start, so large files are sampled.
+Names, sizes and times are not enough: fine-tunes of one model have files of equal size, and
+container images, Nix or `rsync -a` may set equal times. Hashing every byte of a large model would
+take minutes at each start. `models/safetensors_io.py`, `data/corpus.py` and `deploy/merged.py` call
+this.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-WHOLE_BYTES = 1 << 22  # a file of up to so many bytes is read whole
+WHOLE_BYTES = 1 << 22  # a file of at most this size is read whole
 STRIDE_BYTES = 1 << 20
 BLOCK_BYTES = 1 << 12
 BATCH = 256  # blocks that a thread reads at once
@@ -28,15 +28,18 @@ def content_identity(
     marks: Mapping[Path, Sequence[int]] | None = None,
     report: Report = lambda done, all_: None,
 ) -> str:
-    """Return a SHA-256 of files, by name, that changes with their names, sizes and content.
+    """Return the hex SHA-256 of files' names, sizes and (sampled) content.
 
-    A file of up to 4 MiB counts whole. Of a larger one 4 KiB count at its begin, at every MiB, at
-    its end, and at each of its `marks`: the first bytes of what may be replaced alone, such as a
-    tensor. That is 0.4 % of the bytes, read by 16 threads: seconds for 60 GB on NVMe. Models
-    trained apart differ nearly everywhere, and one expert that was replaced differs at its mark; a
-    change of less than 1 MiB within a tensor may lie between two blocks and is then not seen,
-    unless the caller also goes by the file's time. report: takes how many bytes are read, of how
-    many. Raises `OSError` naming a file that cannot be read.
+    A file of up to 4 MiB is hashed whole. Of a larger file 4 KiB are hashed at every MiB, at the
+    end, and at each of its `marks`: byte offsets of parts that may be replaced alone, such as
+    tensors. These are 0.4 % of the bytes, read by 16 threads: seconds for 60 GB on NVMe.
+
+    Models trained apart differ nearly everywhere, and a replaced expert differs at its mark. A
+    change of less than 1 MiB inside a tensor may lie between two samples and stay undetected,
+    unless the caller also compares the file's time.
+
+    files: paths by name. report: called with (bytes read, bytes to read). Raises `OSError` naming a
+    file that cannot be read.
     """
     sizes = {name: path.stat().st_size for name, path in sorted(files.items())}
     digest = hashlib.sha256(repr(list(sizes.items())).encode())
@@ -69,7 +72,7 @@ def _digest(blocks: list[Block]) -> bytes:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             if os.fstat(fd).st_size > WHOLE_BYTES:
-                # what lies between blocks is not read ahead
+                # disables readahead, which would read the bytes between blocks
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
             for _, first, size_bytes in group:
                 digest.update(os.pread(fd, size_bytes, first))

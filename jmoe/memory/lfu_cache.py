@@ -1,8 +1,8 @@
-"""Bookkeeping of the host tier: which records are in memory, and which one goes when another comes.
+"""Bookkeeping of the host-memory cache: which records have slots, and which record to evict.
 
-Slots are numbers of places in host memory: `num_slots` of them form the cache, `staging_slots` more
-take what the cache does not let in, and what it has given up until that is written back. Not
-thread-safe: `TieredStore` holds a lock.
+Slots are numbers of places in host memory. `num_slots` slots form the cache. `staging_slots` more
+hold records that the cache does not admit, and evicted dirty records until they are written back.
+`TieredStore` calls this under its lock; it is not thread-safe.
 """
 
 from collections import OrderedDict
@@ -16,12 +16,12 @@ from jmoe.memory.hot_set import HitCounts, HotSet
 
 @dataclass
 class CacheStats:
-    """hits: uses of a record that needed no read; misses: first uses after a read; both count uses.
+    """Counters since the start.
 
-    evictions: records that lost their slot in the cache. passed_through: reads that went to a
-    staging slot.
-    unused: records read and then given up, or discarded, before anyone used them.
-    written_back: dirty records that were handed out to be written and were written.
+    hits: uses of a record that needed no read. misses: first uses after a read. evictions: records
+    that lost their cache slot. passed_through: records read into a staging slot. unused: records
+    that were read, but evicted or discarded before their first use. written_back: completed writes
+    of dirty records.
     """
 
     hits: int = 0
@@ -38,20 +38,19 @@ class CacheStats:
 
 
 class LFUCache:
-    """A cache of records by hit count (`HitCounts`), for traffic that may be perfectly balanced.
+    """A cache of records by hit count (`HitCounts`), also for balanced traffic.
 
-    A newcomer enters if a slot is free or if its count is higher than the lowest one in the cache,
-    otherwise it passes through a staging slot. Forced insertion, which plain LFU and LRU do, gets
-    no hit at all where records come round in turn and do not all fit; this rule then keeps a fixed
-    set, the best there is (MoESys, Algorithm 2, changed: counts survive eviction and are forgotten
-    when they no longer fit the traffic, ties go to the record that is there). Between `admit` and
-    the last `unpin` a slot belongs to its record.
+    A new record enters if a slot is free, or if its rank is higher than the lowest rank in the
+    cache; otherwise it passes through a staging slot. Plain LFU and LRU insert every record, so
+    records that come in a cycle and do not all fit never hit. This rule keeps a fixed set instead,
+    which is optimal there. It is MoESys's Algorithm 2 with two changes: counts survive eviction and
+    are forgotten when traffic changes, and ties go to the cached record.
 
-    Dirty entries keep their slot until they are written: `next_write` hands one out, `written`
-    takes it back. A dirty victim leaves the cache at once all the same: it becomes a staged entry
-    where it is, and the newcomer's staging slot becomes one of the cache's, so nobody waits for the
-    write. What is staged and dirty is written first; what is in the cache when it is given up, or
-    when `write_back` asks for it.
+    A slot belongs to its record between `admit` and the last `unpin`. A dirty record keeps its slot
+    until it is written: `next_write` returns one to write, `written` ends the write. When the cache
+    evicts a dirty record, the record keeps its slot as a staging slot, and the cache takes a free
+    staging slot in exchange; so no caller waits for the write. Dirty records in staging slots are
+    written first. Dirty records in the cache are written on eviction or after `write_back`.
     """
 
     def __init__(self, counts: HitCounts, num_slots: int, staging_slots: int) -> None:
@@ -65,7 +64,7 @@ class LFUCache:
         self.counts = counts
         self._hot = HotSet(counts, num_slots)
         self._slot_at = list(range(num_slots))  # place in the hot set -> slot
-        self._place_of = {slot: slot for slot in range(num_slots)}  # and back
+        self._place_of = {slot: slot for slot in range(num_slots)}  # slot -> place in the hot set
         self._free_staging = list(range(num_slots + staging_slots - 1, num_slots - 1, -1))
         self._staged: OrderedDict[int, int] = OrderedDict()  # record -> slot, longest unused first
         self._staging_pins: dict[int, int] = {}  # slot -> pins
@@ -73,7 +72,7 @@ class LFUCache:
         self._dirty: dict[int, None] = {}  # oldest first
         self._to_write: dict[int, None] = {}  # dirty records whose slot is wanted, in this order
         self._to_clean: dict[int, None] = {}  # dirty records to write after those
-        self._writing: set[int] = set()  # handed out, each with a pin
+        self._writing: set[int] = set()  # records being written, each with a pin
         self._stats = CacheStats()
 
     @property
@@ -81,13 +80,13 @@ class LFUCache:
         return self._hot.num_slots
 
     def slot_of(self, index: int) -> int | None:
-        """Return the slot that the record has, or None."""
+        """Return the record's slot; None if it has none."""
         place = int(self._hot.slot_of[index])
         return self._slot_at[place] if place >= 0 else self._staged.get(index)
 
     def use(self, index: int) -> int | None:
-        """Return the slot of a record, with one more pin, counted as a hit or miss; None if it
-        has none.
+        """Return the record's slot with one more pin, and count a hit or miss; None if it has no
+        slot.
         """
         slot = self.slot_of(index)
         if slot is None:
@@ -103,11 +102,11 @@ class LFUCache:
         return slot
 
     def admit(self, index: int, *, demanded: bool) -> int | None:
-        """Return a slot, pinned once, to read a record into that has none; None if there is none
-        for it now.
+        """Return a slot, pinned once, to read an absent record into; None if no slot can be freed
+        now.
 
-        demanded: someone waits for the record, so what was read ahead may be given up for it; a
-        read ahead itself may not push out another one that is not used yet.
+        demanded: a caller waits for the record, so prefetched records that are still unused may be
+        evicted for it. A prefetch itself never evicts another unused prefetched record.
         """
         assert self.slot_of(index) is None, index
         slot = self._cache_slot(index, demanded)
@@ -122,7 +121,7 @@ class LFUCache:
         return slot
 
     def drop(self, index: int) -> None:
-        """Forget a record whose read failed; its only pin is the one that `admit` gave."""
+        """Remove a record whose read failed; its only pin must be the one that `admit` set."""
         slot = self.slot_of(index)
         assert slot is not None, index
         self.unpin(slot)
@@ -134,7 +133,7 @@ class LFUCache:
             self._free_staging.append(slot)
 
     def discard(self, index: int) -> None:
-        """Let the staging slot of a record be taken that was read ahead and will not be used."""
+        """Note that a prefetched record will not be used, so that its staging slot may be taken."""
         if index in self._fresh:
             self._fresh.remove(index)
             self._stats.unused += 1
@@ -149,15 +148,13 @@ class LFUCache:
 
     @property
     def num_dirty(self) -> int:
-        """Return how many records are newer here than in the store, those being written
-        included.
+        """Return the number of records that are newer in memory than in the store, including writes
+        under way.
         """
         return len(self._dirty) + len(self._writing)
 
     def is_writing(self, index: int) -> bool:
-        """Return whether the record is handed out to be written, so that its bytes must not
-        change.
-        """
+        """Return True while the record is being written, so that its bytes must not change."""
         return index in self._writing
 
     def mark_dirty(self, index: int) -> None:
@@ -167,21 +164,19 @@ class LFUCache:
             self._to_write.setdefault(index)
 
     def forget_changes(self, index: int) -> None:
-        """Do not write a record, whatever was changed in it; one that is being written is
-        written to its end.
-        """
+        """Do not write a dirty record back; a write under way continues."""
         for queue in (self._dirty, self._to_write, self._to_clean):
             queue.pop(index, None)
 
     def write_back(self) -> None:
-        """Have every record written that is dirty now."""
+        """Queue all dirty records for writing."""
         self._to_clean |= self._dirty
 
     def next_write(self, changing: Collection[int] = ()) -> tuple[int, int] | None:
-        """Return (record, slot) of a dirty record to write now, with a pin for the writer; None if
-        there is none.
+        """Return (record, slot) of the next dirty record to write, with a pin for the writer; None
+        if there is none.
 
-        changing: records not to hand out, since somebody is writing to their memory.
+        changing: records to skip, because a caller is changing their memory.
         """
         for index in chain(self._to_write, self._to_clean):
             if index not in changing:
@@ -196,7 +191,9 @@ class LFUCache:
         return None
 
     def written(self, index: int, *, ok: bool) -> None:
-        """Take back a record from its writer; where the write failed it is dirty as before."""
+        """End the write of a record and remove the writer's pin; after a failed write it is dirty
+        again.
+        """
         slot = self.slot_of(index)
         assert slot is not None, index
         self._writing.remove(index)
@@ -231,8 +228,10 @@ class LFUCache:
         return self._slot_at[self._hot.place(index)]
 
     def _demote(self, victim: int, place: int, demanded: bool) -> bool:
-        """Let a dirty victim keep its slot as a staging slot, and give the cache another; False
-        if there is none.
+        """Move a dirty victim out of the cache: its slot becomes a staging slot, and the cache gets
+        another.
+
+        Return False if no staging slot is free.
         """
         slot = self._staging_slot(demanded)
         if slot is None:

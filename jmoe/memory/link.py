@@ -1,6 +1,4 @@
-"""A path that bytes take from one tier to the next: counted, and slowed down where a limit is
-set.
-"""
+"""Measures the traffic of a path between two tiers, and can limit its bandwidth."""
 
 import threading
 import time
@@ -9,15 +7,17 @@ from dataclasses import dataclass
 
 from jmoe.config import check
 
-# A sleep ends late by up to a millisecond or so. This much lost time may be made up for, so that a
-# stream of small transfers still runs at the limit and not below it.
+# A sleep overshoots by about a millisecond. A link may make up for this much lost time, so that a
+# stream of small transfers reaches the limit.
 SLACK_S = 0.005
 
 
 @dataclass(frozen=True)
 class LinkStats:
-    """The traffic of a link so far; seconds: in which at least one transfer was under way
-    (overlapping ones once).
+    """A link's traffic since the start.
+
+    seconds: time during which at least one transfer was under way; overlapping transfers count
+    once.
     """
 
     transfers: int = 0
@@ -26,14 +26,15 @@ class LinkStats:
 
 
 class Link:
-    """Counts transfers and, with a limit, makes them take as long as a wire of that bandwidth
-    would.
+    """Counts transfers and, if a limit is set, delays them like a wire of that bandwidth.
 
-    All threads that use a link share its bandwidth: the wire is busy for num_bytes / limit seconds
-    per transfer, one after the other, and a transfer ends no earlier than its turn on the wire
-    does; the time that the move itself took counts towards it. Over any t seconds at most limit ·
-    (t + SLACK_S) bytes plus one transfer pass. `clock` and `sleep` are for tests and for a sleep
-    that can be cut short.
+    All threads that use a link share its bandwidth. Each transfer occupies the wire for num_bytes /
+    limit seconds, one after the other, and ends no earlier than its time on the wire; the time of
+    the actual copy counts towards it. So in any t seconds at most limit * (t + SLACK_S) bytes plus
+    one transfer pass.
+
+    bandwidth_limit_bytes_per_s: None means no delay. clock, sleep: replaceable for tests, and for a
+    sleep that can be interrupted.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Link:
         self._transfers, self._num_bytes, self._seconds = 0, 0, 0.0
 
     def start(self) -> float:
-        """Begin a transfer; give the time that comes back to `finish`."""
+        """Begin a transfer; return its start time, which `finish` takes."""
         with self._lock:
             now_s = self._clock()
             if self._under_way == 0:
@@ -68,7 +69,7 @@ class Link:
             return now_s
 
     def finish(self, start_s: float, num_bytes: int) -> None:
-        """End the transfer begun at `start_s`, after the wait that the limit asks for."""
+        """End the transfer that began at `start_s`, after the delay that the limit demands."""
         if self._limit_bytes_per_s is not None:
             with self._lock:
                 begin_s = max(self._wire_free_s, start_s - SLACK_S)
@@ -82,10 +83,9 @@ class Link:
             self._end()
 
     def transfer(self, move: Callable[[], int]) -> int:
-        """Run `move`, which moves bytes and returns how many, as one transfer; returns the same
-        number.
+        """Run `move` as one transfer; return the number of bytes it returns.
 
-        One that fails counts no bytes and does not wait.
+        A transfer that raises counts no bytes and is not delayed.
         """
         start_s = self.start()
         try:

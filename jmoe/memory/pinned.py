@@ -1,6 +1,11 @@
-"""Host memory that a device copies from directly. Axes: M slots, R bytes of a slot.
+"""Pinned host memory, from which a device copies directly.
 
-What lies elsewhere in host memory XLA first copies to pinned memory of its own.
+XLA copies ordinary host memory to a pinned buffer of its own first. `offload/residency.py` and
+`offload/train_stores.py` call `host_memory`.
+
+Legend:
+  M  slots
+  R  bytes of a slot
 """
 
 import ctypes
@@ -26,18 +31,18 @@ log = logging.getLogger("jmoe")
 
 
 class PinnedSlots(list[NDArray[np.uint8]]):
-    """M slots of R bytes in a device's pinned host memory, each at a multiple of a page.
+    """M slots of R bytes in a device's pinned host memory, each page-aligned.
 
-    They are arrays of JAX whose memory is written to: never while a slot is being sent, and nothing
-    but `send` reads them. Raises `RuntimeError` where JAX does not give so much memory, or what is
-    written there does not arrive.
+    The slots are memory of JAX arrays that the host writes to. A slot must not be written while it
+    is being sent, and only `send` may read the JAX arrays. Raises `RuntimeError` if JAX does not
+    provide the memory, or if a probe shows that written bytes do not reach the device.
     """
 
     def __init__(self, num_slots: int, slot_bytes: int, device: jax.Device) -> None:
         self._slot_bytes = slot_bytes
         place = SingleDeviceSharding(device, memory_kind=KIND)
         self._device_memory = SingleDeviceSharding(device, memory_kind=device.default_memory().kind)
-        padded_bytes = slot_bytes + PAGE_BYTES  # a page begins in the first one
+        padded_bytes = slot_bytes + PAGE_BYTES  # space to align to a page
         self._arrays = [
             jax.device_put(np.zeros(padded_bytes, np.uint8), place) for _ in range(num_slots)
         ]
@@ -57,7 +62,9 @@ class PinnedSlots(list[NDArray[np.uint8]]):
                 )
 
     def send(self, slot: int, layout: RecordLayout, names: Collection[str]) -> dict[str, jax.Array]:
-        """Return arrays of the record in a slot, in the device's memory, when they are there."""
+        """Return arrays of the record in a slot, by name, in the device's memory, after the
+        transfer has ended.
+        """
         padded = jax.device_put(self._arrays[slot], self._device_memory)
         arrays = _unpacked(
             layout, self._slot_bytes, tuple(names), padded, np.int32(self._begins[slot])
@@ -84,7 +91,7 @@ def _unpacked(
 
 
 class HostMemory(NamedTuple):
-    """How to allocate host memory for records, and a note that says which it is."""
+    """An allocator of host memory for records, and a log note that names the kind of memory."""
 
     allocate: Allocate
     note: str
@@ -93,10 +100,11 @@ class HostMemory(NamedTuple):
 def host_memory(
     setting: Literal["auto", "on", "off"], field: str, devices: Sequence[jax.Device]
 ) -> HostMemory:
-    """Choose pinned memory of this process's device, or ordinary memory. auto: pinned where the
-    device is a GPU.
+    """Return pinned or ordinary host memory for records.
 
-    field: the name of the setting. `ValueError` where it is on and cannot be.
+    setting: "auto" pins if that is possible and the device is not a CPU. field: the setting's name,
+    for errors. devices: this process's devices; only a process with one device can pin. Raises
+    `ValueError` if the setting is "on" and memory cannot be pinned.
     """
     device = devices[0]
     can_pin = len(devices) == 1 and KIND in [
@@ -115,7 +123,7 @@ def host_memory(
 
 
 def _allocate_pinned(device: jax.Device, num_slots: int, slot_bytes: int) -> Slots:
-    """Return pinned memory, or ordinary memory, and a warning, where there is not enough."""
+    """Return pinned memory; if there is not enough, ordinary memory with a warning."""
     try:
         return PinnedSlots(num_slots, slot_bytes, device)
     except RuntimeError as error:

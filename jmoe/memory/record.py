@@ -1,4 +1,8 @@
-"""A record in host memory, in use. Axes: R bytes of a record."""
+"""The handle of a record in host memory.
+
+Legend:
+  R  bytes of a record
+"""
 
 from collections.abc import Callable, Collection
 from typing import Any
@@ -11,18 +15,19 @@ from jmoe.config import check
 from jmoe.memory.closing import Closing
 from jmoe.memory.link import Link
 
-# names of arrays -> those in the device's memory
+# names -> arrays in the device's memory, by name
 Send = Callable[[Collection[str]], dict[str, jax.Array]]
 
 
 class Record(Closing):
-    """A record in host memory, for as long as it is open: use it in a `with` statement.
+    """A record in host memory, valid while open: use it in a `with` statement.
 
-    record[name] is an array of the record's layout, `data_R` all its bytes, read-only unless it was
-    got as writable. Both lie in memory that is used for another record after `close`: copy them,
-    and wait for the copy (on CPU, `jax.device_put` of such an array makes no copy at all). link:
-    counts its bytes while it is open. give_back: is called once, with whether the record was put.
-    send: copies arrays to the device where they lie in pinned memory.
+    `record[name]` is one array of the record's layout, `data_R` all its bytes; both are read-only
+    unless the record was opened as writable. After `close` their memory holds another record, so
+    copy them and wait for the copy. (On CPU `jax.device_put` of such an array makes no copy.)
+
+    link: counts the record's bytes when it closes. give_back: called once on closing, with True if
+    the record was put. send: copies arrays from pinned memory to the device.
     """
 
     def __init__(
@@ -43,24 +48,23 @@ class Record(Closing):
         return self._views[name]
 
     def on_device(self, names: Collection[str], device: jax.Device) -> dict[str, jax.Array]:
-        """Return arrays in the device's memory, when they are there. On CPU they may be the
-        record's own memory.
+        """Return arrays, by name, in the device's memory, after the transfer has ended.
+
+        On CPU they may alias the record's memory.
         """
         if self._send is not None:
             return self._send(names)
         return jax.block_until_ready({name: jax.device_put(self[name], device) for name in names})
 
     def put(self) -> None:
-        """Give the record back as changed: it is dirty from now on."""
+        """Close the record and mark it as changed; raise `ValueError` if it is not writable."""
         check(
             self.data_R.flags.writeable, "writable", False, "must be True in `get` to put a record"
         )
         self._close(True)
 
     def close(self) -> None:
-        """Give the memory back, which has not been changed since `get`; more than once does
-        nothing.
-        """
+        """Close the record unchanged; repeated calls do nothing."""
         self._close(False)
 
     def _close(self, dirty: bool) -> None:

@@ -1,10 +1,15 @@
-"""Records as part of an Orbax checkpoint: pinned when it is saved, copied to its folder afterwards.
+"""Makes records a part of an Orbax checkpoint: they are pinned on saving, and copied to the step's
+folder afterwards.
 
-Pins are hard links (`VersionStore.pin`), so saving takes time by the number of records, none by
-their bytes; the lists of what is pinned (`saved_records`) commit with the step, by Orbax's rename.
-Then each process K copies or links its versions into the step: with every `durable-K.json` there it
-needs no local folder any more. Records in host memory have no files to pin: they are written into
-the step at once.
+A pin is a set of hard links (`VersionStore.pin`), so saving costs time per record, not per byte.
+The lists of pinned records (`saved_records`) commit with the step, by Orbax's rename. Then each
+process K drains: it links or copies its versions into the step's folder and writes
+`durable-K.json`. Once all of these files are there, the step needs no process's local folder.
+Records in host memory have no files to pin, so they are written into the step at once.
+`run/checkpoint.py` calls this.
+
+Legend:
+  R  bytes of a record
 """
 
 import contextlib
@@ -36,16 +41,15 @@ from jmoe.memory.version_store import (
     sealed,
 )
 
-ITEM = "records"  # of a step; also the folder's name
+ITEM = "records"  # name of the Orbax item, and of its folder in a step
 
 
 @dataclass(frozen=True)
 class StepRecords:
-    """The answer of `find` about a process's records of a step. files: one that is whole, of every
-    record, by store.
+    """Files of one process's records in a step, as `RecordCheckpoints.find` returns them.
 
-    damaged: a sentence for every file that is not what was written. missing: records without a
-    whole file.
+    files: kind -> record -> an undamaged file. damaged: a sentence for each damaged file. missing:
+    a description of each record without an undamaged file.
     """
 
     files: dict[str, dict[int, Path]]
@@ -54,7 +58,7 @@ class StepRecords:
 
 
 def is_record(path: Path) -> bool:
-    """Return whether a file of a step, relative to the step's folder, is a record."""
+    """Return True if a path, relative to the folder of a step, is the file of a record."""
     return (
         len(path.parts) == 3
         and path.parts[0].startswith(ITEM)
@@ -63,16 +67,21 @@ def is_record(path: Path) -> bool:
 
 
 class RecordCheckpoints:
-    """Saves and restores the records of one process with checkpoints; stores: by kind of record.
+    """Saves and restores the records of one process with checkpoints.
 
-    `folder` is always the folder of a step's item. No method but `wait`, `find`, `restore` and
-    `close` takes long. Several processes each have one, with stores of the same kinds. memory:
-    layouts of the kinds that are in memory, not in a store; `memory` is to give all the `owned`
-    records, one by one. stall_limit_s: the longest that a drain may take for one record. save_only:
-    by kind, the records that this process saves, where that is not all that it owns: processes that
-    own the same ones share the saving, and of `partial` kinds a step has only some. beside: is
-    saved with the list of this process's records. settings: decide whether records can be taken
-    over as they are. restored: the lists of all processes of the step that was restored last.
+    `folder` arguments name the records' folder inside a step. Each of several processes has its own
+    object, with stores of the same kinds. A failed drain is reported by the next `check`, `wait` or
+    save.
+
+    stores: by kind of record. memory: layouts of the kinds that are in host memory instead; the
+    attribute `memory` maps each kind to a function that yields all records in `owned`.
+    stall_limit_s: longest time without a drained record. partial: kinds of which a step holds only
+    some records.
+
+    Attributes: save_only: by kind, the records that this process saves, if not all it owns;
+    processes with the same records split the saving. beside: JSON saved with the list of this
+    process's records. settings: must be equal for records to be restored. restored: all processes'
+    lists of the step restored last.
     """
 
     def __init__(
@@ -98,18 +107,18 @@ class RecordCheckpoints:
         self.beside: dict[str, Any] = {}
         self.settings: dict[str, Any] = {}
         self.restored: list[dict[str, Any]] | None = None
-        self._error: Exception | None = None  # of a drain
+        self._error: Exception | None = None  # of the last drain
         self._stall_limit_s = stall_limit_s
         self._draining: Future[object] | None = None
-        self._drained = (0, 0)  # records, of how many
-        self._counted = 0  # records, by `find` and `write_memory`
-        self._found: tuple[Path, StepRecords] | None = None  # by `find`, for `restore`
+        self._drained = (0, 0)  # (records drained, records to drain)
+        self._counted = 0  # records handled by `find` and `write_memory`
+        self._found: tuple[Path, StepRecords] | None = None  # the result of `find`, for `restore`
 
     def pin(self, step: int) -> dict[str, Any]:
-        """Pin the current versions under the step's number; what `write_list` writes. Flush caches
-        first.
+        """Pin the current versions under the step's number; return the list for `write_list`.
 
-        Waits for the drain of the step before, so no more than one step is not durable.
+        Flush caches first. Waits for the drain of the previous step, so that at most one step is
+        not durable.
         """
         self.wait()
         versions = {
@@ -127,8 +136,8 @@ class RecordCheckpoints:
         return listed | ({"beside": self.beside} if self.beside else {})
 
     def write_memory(self, folder: Path, pinned: dict[str, Any]) -> None:
-        """Write the records that are in memory into a step that is being saved; nobody may
-        change one meanwhile.
+        """Write the records in host memory into a step that is being saved; they must not change
+        meanwhile.
         """
         for name, layout in self._layouts.items():
             saved = self.save_only.get(name)
@@ -138,8 +147,8 @@ class RecordCheckpoints:
             write_records(folder / name, layout, pinned["versions"][name], records, self._count)
 
     def write_list(self, folder: Path, pinned: dict[str, Any]) -> None:
-        """Add to a step that is being saved what `pin` has pinned for it; what `write_memory`
-        wrote becomes durable.
+        """Write the result of `pin` into a step that is being saved, and make the files of
+        `write_memory` durable.
         """
         for name in self._layouts:
             flush(folder / name, pinned["versions"][name])
@@ -147,23 +156,21 @@ class RecordCheckpoints:
         path.write_text(json.dumps(pinned))
 
     def committed(self, folder: Path, steps: list[int]) -> None:
-        """Begin to drain the step of `folder`, which is committed, and to free the pins of all
-        steps but `steps`.
-        """
+        """Begin to drain a committed step; afterwards free the pins of all steps except `steps`."""
         self.wait()
         self._start(self._drain_and_free, folder, {str(step) for step in steps})
 
     def check(self) -> None:
-        """Raise the error of a drain that has failed, if any; never waits."""
+        """Raise the error of a failed drain, if any, without waiting."""
         if self._error is not None or (self._draining is not None and self._draining.done()):
             self.wait()
 
     def wait(self) -> None:
-        """Wait until the step committed last is durable, as far as this process goes. `OSError` if
-        that failed.
+        """Wait until this process's records of the step committed last are durable.
 
-        However long it takes, unless no record is copied for the limit: `TimeoutError` then. An
-        error is raised from then on, until `restore`.
+        There is no limit on the total time. Raises `TimeoutError` if no record is drained for
+        `stall_limit_s`, and the drain's error if it failed, also on every later call until
+        `restore`.
         """
         if self._error is not None:
             raise self._error
@@ -174,7 +181,7 @@ class RecordCheckpoints:
         before, waited_s, last_s = self._drained, 0.0, time.monotonic()
         while not wait([draining], tick_s).done:
             now_s = time.monotonic()
-            waited_s += min(now_s - last_s, 2 * tick_s)  # more than that the process was suspended
+            waited_s += min(now_s - last_s, 2 * tick_s)  # time while suspended does not count
             last_s = now_s
             if self._drained != before:
                 before, waited_s = self._drained, 0.0
@@ -191,14 +198,16 @@ class RecordCheckpoints:
             raise
 
     def progress(self) -> tuple[int, ...]:
-        """Return what changes as long as records are saved, drained or restored."""
+        """Return counters that change while records are saved, drained or restored, for a stall
+        check.
+        """
         return (*self._drained, self._counted)
 
     def find(self, folder: Path) -> StepRecords:
-        """Read every record of this process, in a step of any number of processes: pinned files
-        first, then copies.
+        """Return the files of this process's records in a step; each file is read and checked.
 
-        `ValueError` naming a list that is damaged.
+        Pinned files are preferred to copies in the step. The step may come from any number of
+        processes. Raises `ValueError` naming a damaged list.
         """
         lists = read_lists(folder)
         num_processes = next((listed["num_processes"] for listed in lists.values()), 0)
@@ -209,7 +218,7 @@ class RecordCheckpoints:
         kinds = {name: (store.layout, store.owned) for name, store in self.stores.items()}
         kinds |= {name: (sealed(layout), self._owned) for name, layout in self._layouts.items()}
         saved = {name for listed in lists.values() for name in listed["versions"]}
-        for name in kinds.keys() & saved:  # what is not there is among the step's arrays
+        for name in kinds.keys() & saved:  # kinds without records are among the step's arrays
             layout, owned = kinds[name]
             there = places(folder, name, lists)
             if name in self.partial:
@@ -222,11 +231,10 @@ class RecordCheckpoints:
         return records
 
     def restore(self, folder: Path) -> None:
-        """Make the records of this step the current ones: linked from what is pinned here, or
-        copied.
+        """Make the records of a step the current ones, by links to local pins or by copies.
 
-        Goes on with the drain of the step if a killed process left it to this one. Raises
-        `FileNotFoundError` naming the records that are whole neither here nor in the step.
+        Continues the drain of the step if a killed process left it unfinished. Raises
+        `FileNotFoundError` naming the records that are undamaged neither here nor in the step.
         """
         records = (
             self._found[1]
@@ -266,8 +274,8 @@ class RecordCheckpoints:
             self.wait()
 
     def _start(self, drain: Callable[..., object], *arguments: Any) -> None:
-        """Drain in a thread that may be left behind: one that hangs must not keep the process
-        from ending.
+        """Run a drain in a daemon thread, so that a drain that hangs does not keep the process
+        alive.
         """
         self._draining, self._drained = Future(), (0, 0)
         self._drains_to = arguments[0]
@@ -283,7 +291,7 @@ class RecordCheckpoints:
 
     def _drain_and_free(self, folder: Path, steps: set[str]) -> None:
         if not self._drain(folder):
-            return  # the step is gone already
+            return  # the step was deleted meanwhile
         for store in self.stores.values():
             for pins in (store.path / PINS).iterdir():
                 if is_pins(pins) and pins.name not in steps:
@@ -292,11 +300,10 @@ class RecordCheckpoints:
             self._free_processes([folder.parent.with_name(step) / folder.name for step in steps])
 
     def _free_processes(self, folders: list[Path]) -> None:
-        """Free the records of processes that there are no more, once none of the kept steps
-        `folders` names them.
+        """Remove the records of processes that no longer exist and that no kept step needs.
 
-        They are beside this process's own, in `process-NUMBER/NAME`, with the fingerprint of its
-        stores; what differs from that, or is open, stays.
+        Their folders are `process-NUMBER/KIND` beside this process's folder. Stores with another
+        fingerprint, or open ones, stay. folders: the records' folders of the kept steps.
         """
         store = next(iter(self.stores.values()))
         own = store.path.parent
@@ -317,7 +324,7 @@ class RecordCheckpoints:
             ):
                 continue
             if place.is_dir() and not any(path.is_relative_to(place.absolute()) for path in pins):
-                # another process of this machine does the same
+                # another process of this machine may remove it first
                 with contextlib.suppress(FileNotFoundError):
                     removed = [
                         remove_store(kind, store.fingerprint) for kind in list(place.iterdir())
@@ -328,7 +335,7 @@ class RecordCheckpoints:
                             " by now",
                             flush=True,
                         )
-                        with contextlib.suppress(OSError):  # something else is there
+                        with contextlib.suppress(OSError):  # the folder is not empty
                             place.rmdir()
 
     def _drain(self, folder: Path) -> bool:
@@ -375,7 +382,7 @@ def _fulfil(future: Future[object], work: Callable[..., object], *arguments: Any
 
 
 def _step_before(folder: Path) -> Path:
-    """Return the folder of records of the step before; it may not exist."""
+    """Return the records' folder of the previous step; it may not exist."""
     root, step = folder.parent.parent, int(folder.parent.name)
     older = [
         int(entry.name)
@@ -395,10 +402,10 @@ def _copy(
 
 
 class RecordsHandler(ocp.AsyncCheckpointHandler):
-    """The item of an Orbax step that is a `RecordCheckpoints`, which restores it itself."""
+    """The Orbax handler that saves records; `RecordCheckpoints.restore` restores them."""
 
     async def async_save(self, directory: Path, args: "RecordsSave") -> list[ocp.future.Future]:
-        """Pin and write what is in memory now; the list is written in the background."""
+        """Pin versions and write in-memory records now; write the list in the background."""
         pinned = args.records.pin(args.step)
         args.records.write_memory(Path(directory), pinned)
 
@@ -417,7 +424,7 @@ class RecordsHandler(ocp.AsyncCheckpointHandler):
 @ocp.args.register_with_handler(RecordsHandler, for_save=True, for_restore=True)
 @dataclass
 class RecordsSave(ocp.args.CheckpointArgs):
-    """Save the current versions with a step."""
+    """Orbax save arguments: the records to save with step `step`."""
 
     records: RecordCheckpoints
     step: int

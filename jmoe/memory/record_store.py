@@ -1,9 +1,14 @@
-"""Records on NVMe: equal-sized blocks of one file, each page-aligned, read with O_DIRECT.
+"""Immutable records on NVMe: equal-sized, page-aligned blocks of one file, read with O_DIRECT.
 
-A pack is a folder with a data file and `manifest.json`, which says what the data file holds, with a
-checksum of each record, and names it. The manifest is written last, by rename, after the data is on
-disk: a folder without one holds nothing. Packers of one folder take turns (`pack.lock`). Axes: N
-records, R bytes of a record.
+A pack is a folder with a data file and `manifest.json`, which names the data file and holds its
+layout and the checksum of each record. The manifest is written last, by rename, after the data is
+durable: a folder without a manifest holds no pack. A lock (`pack.lock`) lets one process at a time
+pack a folder. `offload/residency.py` packs a served checkpoint's experts.
+
+Legend:
+  M  records in host memory
+  N  records of a pack
+  R  bytes of a record
 """
 
 import contextlib
@@ -45,7 +50,7 @@ from jmoe.memory.direct_io import (
     write_all,
 )
 
-FIELD_ALIGNMENT_BYTES = 64  # a cache line, and what XLA wants of a buffer
+FIELD_ALIGNMENT_BYTES = 64  # a cache line, and the alignment of XLA's CPU buffers
 MANIFEST = "manifest.json"
 LOCK = "pack.lock"
 FORMAT = 2
@@ -56,9 +61,7 @@ log = logging.getLogger("jmoe")
 
 
 class PackError(ValueError):
-    """A folder holds no usable pack: none, a half-written or damaged one, or one of something
-    else.
-    """
+    """A folder holds no usable pack: none, an incomplete or damaged one, or other records."""
 
 
 def _round_up(size: int, multiple: int) -> int:
@@ -81,12 +84,11 @@ class RecordField:
 
 @dataclass(frozen=True)
 class RecordLayout:
-    """Says which arrays a record holds and where: in the order given, each at a multiple of 64
-    bytes.
+    """The arrays of a record and their byte offsets: in the order given, each at a multiple of 64.
 
-    `RecordLayout.from_arrays({"w1": ((D, F), np.float32), ...})` makes one. data_bytes: up to the
-    end of the last array; record_bytes: rounded up to whole pages of 4096 bytes, the size and
-    alignment of a record everywhere.
+    Example: `RecordLayout.from_arrays({"w1": ((D, F), np.float32), ...})`. data_bytes: the end of
+    the last array. record_bytes: data_bytes rounded up to pages of 4096 bytes, the size and
+    alignment of a record on every tier.
     """
 
     fields: tuple[RecordField, ...]
@@ -124,9 +126,7 @@ class RecordLayout:
         return _round_up(self.data_bytes, PAGE_BYTES)
 
     def views(self, record_R: NDArray[np.uint8]) -> dict[str, NDArray[Any]]:
-        """Return the record's arrays in these `record_bytes` bytes: views, writable as far as
-        the bytes are.
-        """
+        """Return the record's arrays, by name, as views of its `record_bytes` bytes."""
         return {
             f.name: (
                 record_R[f.offset_bytes : f.offset_bytes + f.num_bytes]
@@ -137,7 +137,7 @@ class RecordLayout:
         }
 
     def zeros(self) -> NDArray[np.uint8]:
-        """Return the bytes [R] of a record of its own, all zero."""
+        """Return zeros uint8 [R] for one record, page-aligned."""
         return allocate_slots(1, self.record_bytes)[0]
 
     def describe(self) -> list[list[Any]]:
@@ -147,10 +147,10 @@ class RecordLayout:
 
 @dataclass(frozen=True)
 class HostRecords:
-    """Records in memory: of `num_records` those that this process owns, in the order of `slots_MR`.
+    """Records in host memory: `slots_MR[m]` holds record `owned[m]`, of `num_records` in all.
 
-    check: is called with a record before it is handed out. host_bytes: that they take, none where a
-    file is mapped.
+    host_bytes: bytes of host memory, 0 if a file is mapped. check: called with a record number
+    before the record is read; raises if the record is damaged.
     """
 
     layout: RecordLayout
@@ -169,7 +169,10 @@ class HostRecords:
         owned: Iterable[int] | None = None,
         allocate: Allocate = allocate_slots,
     ) -> Self:
-        """Allocate records and let `fill` write each one, as `RecordStore.pack` does."""
+        """Return newly allocated records, each written by `fill` (see `RecordStore.pack`).
+
+        owned: record numbers, None for all.
+        """
         records = tuple(range(num_records) if owned is None else owned)
         slots_MR = allocate(len(records), layout.record_bytes)
         for index, record_R in zip(records, slots_MR, strict=True):
@@ -191,18 +194,17 @@ class HostRecords:
 
 
 class RecordStore(Closing):
-    """A pack, open for reading; its methods may be called from many threads.
+    """A pack open for reading; its methods are thread-safe.
 
-    `RecordStore.pack(...)` opens the pack of a folder or makes it first; `RecordStore.open(...)`
-    only opens.
-    io: how records are read, "O_DIRECT", "mapped" where the file is memory (tmpfs, DAX), or
-    "buffered: ..." with the reason where the file system refuses O_DIRECT.
+    `RecordStore.pack` opens a folder's pack, or makes it first; `RecordStore.open` only opens. io:
+    how records are read: "O_DIRECT", "mapped" if the file is memory (tmpfs, DAX), or "buffered:
+    REASON" if the file system refuses O_DIRECT.
     """
 
     def __init__(
         self, path: Path, layout: RecordLayout, sums_N: NDArray[np.uint64], repair: Fill | None
     ) -> None:
-        """Open the data file itself; see `open` and `pack`."""
+        """Open the data file; callers use `open` or `pack`."""
         self.path, self.layout, self.num_records = path, layout, sums_N.size
         self.owned = tuple(range(self.num_records))
         self._sums_N, self._repair = sums_N, repair
@@ -218,10 +220,11 @@ class RecordStore(Closing):
         fingerprint: str,
         repair: Fill | None = None,
     ) -> Self:
-        """Open the pack in `folder` if it is whole and was made from this; raises `PackError`
-        saying why if not.
+        """Return the pack in `folder`, opened.
 
-        repair: gives a record that turns out to be damaged once more, from any thread.
+        fingerprint: identifies the source of the records. repair: writes a damaged record again,
+        like `fill` of `pack`; any thread may call it. Raises `PackError` if the folder has no
+        complete pack with this layout, number of records and fingerprint.
         """
         folder = Path(folder)
         expected = manifest_of(layout, num_records, fingerprint)
@@ -259,21 +262,22 @@ class RecordStore(Closing):
         lock_limit_s: float = 3600.0,
         repair: Fill | None = None,
     ) -> Self:
-        """Open the pack in `folder`, making it first unless a whole one of the same fingerprint is
-        there.
+        """Return the pack in `folder`, opened; make it first unless a complete one with this
+        fingerprint exists.
 
         fill(index, views) writes record `index` into writable, zeroed arrays by name; it is called
-        once per record, in order. fingerprint: whatever identifies the source; a pack of another
-        one is replaced. A packer that dies at any moment leaves the folder as good as it was.
-        Packers of one folder wait for each other, at most `lock_limit_s`; who comes second finds
-        the work done. repair: see `open`.
+        once per record, in order. fingerprint: identifies the source of the records; a pack with
+        another one is replaced. If the process dies, the folder keeps its previous state. Processes
+        that pack the same folder wait for each other for up to `lock_limit_s`, and all but the
+        first find the pack done. repair: see `open`.
 
-        Raises `OSError` (ENOSPC) naming the bytes needed and free before anything is written, or
-        when the disk fills up all the same.
+        Raises `OSError` (ENOSPC) naming the bytes needed and free if they do not suffice, before
+        anything is written, or if the disk fills up later. Raises `TimeoutError` if another process
+        holds the lock too long.
         """
         check(num_records > 0, "num_records", num_records, "must be greater than 0")
         folder = Path(folder)
-        with contextlib.suppress(PackError):  # also from a folder that may not be written to
+        with contextlib.suppress(PackError):  # before any write: the folder may be read-only
             return cls.open(folder, layout, num_records, fingerprint=fingerprint, repair=repair)
         make_folder(folder)
         with locked(folder, lock_limit_s):
@@ -298,9 +302,8 @@ class RecordStore(Closing):
         """Read one record into `record_bytes` writable bytes at a page-aligned address, and check
         it.
 
-        A record that is damaged or unreadable is got again from `repair` and written where it
-        belongs. Raises `OSError` naming file and record where the file is too short or that does
-        not help.
+        A damaged or unreadable record is rebuilt by `repair` and written back to the file. Raises
+        `OSError` naming file and record if the file is too short or the repair fails.
         """
         if not 0 <= index < self.num_records:
             raise ValueError(f"index = {index}: must be in [0, {self.num_records})")
@@ -319,10 +322,9 @@ class RecordStore(Closing):
         self._mend(index, record_R, why)
 
     def map_records(self) -> HostRecords:
-        """Return all records where they lie, nothing copied; each is checked, and mended, when it
-        is first asked for.
+        """Return all records, mapped without a copy, valid while the store is open.
 
-        For as long as the store is open.
+        Each record is checked, and repaired if damaged, before its first use.
         """
         slots_MR = map_file(self.path, self.num_records * self.layout.record_bytes).reshape(
             self.num_records, -1
@@ -330,7 +332,7 @@ class RecordStore(Closing):
         checked = np.zeros(self.num_records, np.bool_)
 
         def check_record(index: int) -> None:
-            # reading on would end the process
+            # reading beyond the end of a mapped file kills the process (SIGBUS)
             if (size_bytes := os.fstat(self._fd).st_size) < slots_MR.nbytes:
                 why = f"the file ends after {size_bytes} of {slots_MR.nbytes} bytes"
                 raise OSError(errno.EIO, f"reading record {index}: {why}", str(self.path))
@@ -347,8 +349,10 @@ class RecordStore(Closing):
         return HostRecords(self.layout, slots_MR, self.num_records, self.owned, 0, check_record)
 
     def _mend(self, index: int, record_R: NDArray[np.uint8], why: str) -> None:
-        """Fill `record_R` from the source of the pack, and write it to the file if that can be
-        done.
+        """Fill `record_R` by `repair`, and write it to the file; a failed write only logs a
+        warning.
+
+        Raises `OSError` if there is no repair function or the source has changed.
         """
         damaged = f"record {index}: damaged, {why}"
         if self._repair is None:
@@ -387,9 +391,7 @@ class RecordStore(Closing):
 
 
 def _open_for_reading(path: Path) -> tuple[int, str]:
-    """Return a file descriptor and how it reads: with O_DIRECT where a first page really comes
-    that way.
-    """
+    """Return (descriptor, how it reads), after a test read with O_DIRECT."""
     if is_byte_addressable(path.parent):
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC), "mapped"
     fd, direct = open_direct(path, os.O_RDONLY)
@@ -409,7 +411,7 @@ def _open_for_reading(path: Path) -> tuple[int, str]:
 
 
 def manifest_of(layout: RecordLayout, num_records: int, fingerprint: str) -> dict[str, Any]:
-    """Return what a folder of such records says of itself."""
+    """Return the manifest of a folder with such records."""
     return {
         "format": FORMAT,
         "layout": layout.describe(),
@@ -420,7 +422,7 @@ def manifest_of(layout: RecordLayout, num_records: int, fingerprint: str) -> dic
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the folder's manifest; `PackError` if there is none that can be read."""
+    """Return the folder's manifest; raise `PackError` if there is none or it is unreadable."""
     path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_text())
@@ -434,7 +436,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def check_manifest(folder: Path, manifest: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Raise `PackError` naming the fields in which a manifest differs from what is expected."""
+    """Raise `PackError` naming the fields in which a manifest differs from `expected`."""
     differ = [key for key in expected if manifest.get(key) != expected[key]]
     if differ:
         was = {key: manifest.get(key) for key in differ}
@@ -444,8 +446,8 @@ def check_manifest(folder: Path, manifest: dict[str, Any], expected: dict[str, A
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    """Replace the folder's manifest at once."""
-    fsync(folder)  # the data file's name must not come after the manifest's
+    """Replace the folder's manifest atomically and durably."""
+    fsync(folder)  # the data file's name must be durable before the manifest's
     path = folder / f"{MANIFEST}.tmp"
     path.write_text(json.dumps(manifest, indent=1))
     fsync(path)
@@ -454,9 +456,7 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
 
 
 def _sums(folder: Path, manifest: dict[str, Any]) -> NDArray[np.uint64]:
-    """Return the checksums of the records; `PackError` if there are none, or not those that were
-    written.
-    """
+    """Return uint64 [N], the records' checksums; raise `PackError` if missing or damaged."""
     try:
         sums_N = np.frombuffer(bytes.fromhex(manifest["sums"]), np.uint64)
     except (KeyError, TypeError, ValueError) as error:
@@ -473,7 +473,7 @@ def _digest(sums_N: NDArray[np.uint64]) -> str:
 def _write_records(
     path: Path, layout: RecordLayout, num_records: int, fill: Fill
 ) -> NDArray[np.uint64]:
-    """Write the data file; returns the checksums of its records."""
+    """Write the data file; return uint64 [N], the checksums of its records."""
     sums_N = np.zeros(num_records, np.uint64)
     total_bytes = num_records * layout.record_bytes
     free_bytes = shutil.disk_usage(path.parent).free
@@ -500,7 +500,7 @@ def _write_records(
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Delete data files that no manifest names; only for who holds the lock."""
+    """Delete data files that the manifest does not name; the caller holds the lock."""
     try:
         named = read_manifest(folder).get("file")
     except PackError:
@@ -512,9 +512,11 @@ def _remove_leftovers(folder: Path) -> None:
 
 @contextlib.contextmanager
 def locked(folder: Path, limit_s: float, name: str = LOCK) -> Iterator[None]:
-    """Hold the folder's lock, which the kernel takes back from a process that dies.
+    """Return a context manager that holds the folder's lock, which the kernel frees if the process
+    dies.
 
-    Where the file system has no locks, a warning says that one process at a time may work there.
+    If the file system has no locks, a warning says so and the block runs unlocked. Raises
+    `TimeoutError` if another process holds the lock for `limit_s` seconds.
     """
     path = folder / name
     deadline_s = time.monotonic() + limit_s

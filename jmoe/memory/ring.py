@@ -1,8 +1,8 @@
-"""A ring of K slots over an order of layers: while one layer is in use, the next ones are being
-loaded.
+"""A ring of K slots over a cyclic order of layers: the next layers load while one is in use.
 
-The ring decides which layer goes into which slot and when; a function of the caller's moves the
-bytes. MoESys section 3.3.2 (arXiv 2205.10034).
+The ring decides which layer goes into which slot and when; a function of the caller moves the
+bytes. After MoESys, section 3.3.2 (arXiv 2205.10034). `offload` uses it for training
+(`expert_state.py`) and for inference (`policies.py`, `mesh_ring.py`).
 """
 
 import threading
@@ -19,7 +19,7 @@ from jmoe.memory.link import Link, LinkStats
 
 
 class Acquired(NamedTuple):
-    """A layer, and the slot that holds it until it is released."""
+    """A layer, and the slot that holds it until `release`."""
 
     layer: int
     slot: int
@@ -27,8 +27,10 @@ class Acquired(NamedTuple):
 
 @dataclass(frozen=True)
 class RingStats:
-    """loads: transfers into slots; waits, waited_s: calls of `acquire` whose layer was not there
-    yet.
+    """Counters since the start.
+
+    loads: transfers into slots. waits, waited_s: calls of `acquire` that had to wait for their
+    layer, and the seconds they waited in all.
     """
 
     loads: LinkStats
@@ -37,18 +39,18 @@ class RingStats:
 
 
 class Ring(Closing):
-    """`num_slots` slots that hold the layers of `order` by turns, one round after the other.
+    """`num_slots` slots through which the layers of `order` pass, round after round.
 
-    A slot that is released takes the next layer of the order that has none; after the last layer
-    come the first ones again, so a new round finds them loaded. A layer that still is in a slot is
-    not loaded again, whatever the order (0…N-1…0 turns round without a load). Of several free slots
-    the one whose layer is needed last is taken. A slot is never written to between acquire and
-    release. One thread acquires and releases.
+    A released slot loads the next layer of the order that has no slot, across the end of a round,
+    so that a new round finds its first layers loaded. A layer that is still in a slot is not loaded
+    again: the order 0, ..., N-1, ..., 0 turns around without a load. Of several free slots the ring
+    takes the one whose layer is needed last. No slot is written between acquire and release. One
+    thread acquires and releases.
 
-    load(layer, slot) copies a layer's bytes into a slot and returns how many; it runs in a thread
-    of the ring, one call at a time, and must not return before the slot may be used. What it raises
-    is raised by every later `acquire`, `restart`, `reload` and `wait`, for good, since what lies in
-    that slot is unknown. wait_limit_s: no call waits longer; `TimeoutError` names layer and slot.
+    load(layer, slot) copies a layer into a slot and returns the bytes copied, when the slot is
+    ready. It runs in a thread of the ring, one call at a time. Its error is permanent, because the
+    slot's content is then unknown: every later `acquire`, `restart`, `reload` and `wait` raises it.
+    wait_limit_s: longest wait of a call; then `TimeoutError` names layer and slot.
     """
 
     def __init__(
@@ -66,14 +68,14 @@ class Ring(Closing):
         self._closing = threading.Event()
         self._link = Link()
         self._waits, self._waited_s = 0, 0.0
-        # what a slot holds, or will when its load is done
+        # slot -> its layer, loaded or being loaded
         self._layer_in: list[int | None] = [None] * num_slots
         self._slot_of: dict[int, int] = {}
         self._loaded = [False] * num_slots
-        # positions of the order that are planned into a slot and not released
+        # slot -> positions of the order that are planned into it and not released
         self._uses = [0] * num_slots
         self._to_load: deque[int] = deque()
-        self._reload = set[int]()  # of those, the ones that hold their layer already
+        self._reload = set[int]()  # slots of _to_load that hold their layer already
         self._loading: int | None = None
         self._error: Exception | None = None
         with self._changed:
@@ -87,12 +89,16 @@ class Ring(Closing):
 
     @property
     def layers(self) -> list[int | None]:
-        """Return the layer of every slot, also one that is being loaded; None for an empty slot."""
+        """Return the layer of every slot, loaded or being loaded; None for an empty slot."""
         with self._changed:
             return list(self._layer_in)
 
     def acquire(self) -> Acquired:
-        """Return the next layer of the order when it is in its slot."""
+        """Return the next layer of the order and its slot, once it is loaded.
+
+        Raises `TimeoutError` if that takes longer than `wait_limit_s`, `RuntimeError` if all slots
+        are acquired.
+        """
         with self._changed:
             layer = self._layer_at(self._acquired)
             if not self._next_is_ready():
@@ -108,8 +114,8 @@ class Ring(Closing):
             return Acquired(layer, slot)
 
     def release(self) -> None:
-        """Give back the earliest layer acquired; nothing may read its slot any more, the device
-        included.
+        """Release the layer that was acquired first; nothing may read its slot any more, neither
+        host nor device.
         """
         with self._changed:
             if self._released == self._acquired:
@@ -119,14 +125,15 @@ class Ring(Closing):
             self._plan()
 
     def restart(self, order: Sequence[int] | None = None) -> None:
-        """Begin a round anew, in another order if one is given; what is in the slots stays. All
-        must be released.
+        """Begin a new round, in a new order if one is given; loaded layers keep their slots.
+
+        All layers must be released.
         """
         with self._changed:
             self._check_between_rounds()
             self._to_load.clear()
             self._reload.clear()
-            # only what is loaded, or being loaded, keeps its slot
+            # a layer keeps its slot only if it is loaded or being loaded
             for slot in range(self.num_slots):
                 self._uses[slot] = 0
                 if not self._loaded[slot] and slot != self._loading:
@@ -134,7 +141,7 @@ class Ring(Closing):
             self._begin(self._order if order is None else order)
 
     def reload(self) -> None:
-        """Load once more the layers that stay in their slots for the next round. All must be
+        """Load again the layers that are already in slots for the next round; all layers must be
         released.
         """
         with self._changed:
@@ -149,8 +156,8 @@ class Ring(Closing):
             self._changed.notify_all()
 
     def wait(self) -> None:
-        """Wait until all loads begun or planned are done; there are no more until the next
-        `acquire` or `release`.
+        """Wait until all planned loads are done; no other load begins before the next `acquire` or
+        `release`.
         """
         with self._changed:
             if not self._changed.wait_for(self._is_idle, self._wait_limit_s):
@@ -164,7 +171,9 @@ class Ring(Closing):
             return RingStats(self._link.stats(), self._waits, self._waited_s)
 
     def close(self) -> None:
-        """End the thread, after the load that it is in."""
+        """End the thread after its current load; raise `TimeoutError` if the load does not end in
+        time.
+        """
         with self._changed:
             self._closing.set()
             self._changed.notify_all()
@@ -194,7 +203,7 @@ class Ring(Closing):
             )
 
     def _begin(self, order: Sequence[int]) -> None:
-        """Plan `order` from its first position. The lock is held."""
+        """Plan `order` from its first position on; the caller holds the lock."""
         check(len(order) > 0, "order", order, "must name at least one layer")
         self._order = tuple(order)
         # positions, counted on from round to round
@@ -206,9 +215,10 @@ class Ring(Closing):
         return self._order[position % len(self._order)]
 
     def _plan(self) -> None:
-        """Give slots to the positions that come next, as far as slots go, at most one round ahead.
+        """Assign slots to the next positions of the order, at most one round ahead, while slots are
+        free.
 
-        After an error nothing more is planned.
+        After an error nothing more is planned. The caller holds the lock.
         """
         while self._error is None and self._planned_to < self._acquired + len(self._order):
             layer = self._layer_at(self._planned_to)
@@ -227,15 +237,15 @@ class Ring(Closing):
         self._changed.notify_all()
 
     def _free_slot(self) -> int | None:
-        """Return a slot that no planned position needs; the one whose layer the order comes to
-        last.
+        """Return the slot, among those that no planned position needs, whose layer is needed last;
+        None if none is free.
         """
         free = [slot for slot, uses in enumerate(self._uses) if not uses and slot != self._loading]
         return max(free, key=self._distance, default=None)
 
     def _distance(self, slot: int) -> int:
-        """Return the positions from the next one to plan to the next use of a slot's layer, or
-        one round.
+        """Return the number of positions until the order needs a slot's layer again, at most one
+        round.
         """
         round_ = range(len(self._order))
         uses = (
@@ -279,7 +289,7 @@ class Ring(Closing):
             error: Exception | None = None
             try:
                 self._link.transfer(partial(self._load, layer, slot))
-            except Exception as caught:  # raised by acquire(), where the caller is
+            except Exception as caught:  # acquire() raises it in the caller's thread
                 caught.add_note(f"while the ring loaded layer {layer} into slot {slot}")
                 error = caught
             with self._changed:
@@ -292,4 +302,4 @@ class Ring(Closing):
                     if not self._loaded[slot]:
                         self._forget(slot)
                     self._to_load.clear()
-                self._plan()  # a slot that was being loaded may be free now
+                self._plan()  # the slot just loaded may be free now

@@ -1,9 +1,12 @@
-"""The records of a step of a checkpoint: where each one lies, whether it is whole, and its arrays.
+"""Reads and writes the records' folder of a checkpoint step.
 
-A step's folder of records has a list of every process, `process-K.json`: `versions`, the names of
-files by kind of record, and `pins`, the folders on the process's machine that have them. What is
-not pinned, or not any more, lies in the step itself, `KIND/INDEX.COUNTER.TOKEN`. All files are
-sealed (`version_store`). Axes: R bytes of a record.
+For each process K the folder has a list `process-K.json`: `versions`, file names by kind of record,
+and `pins`, the folders on that process's machine that hold these files. Records that are not (or no
+longer) pinned are in the step's folder itself, as `KIND/INDEX.COUNTER.TOKEN`. All record files are
+sealed (`version_store`).
+
+Legend:
+  R  bytes of a record
 """
 
 import errno
@@ -23,15 +26,13 @@ from jmoe.memory.direct_io import fsync, naming_the_room
 from jmoe.memory.record_store import RecordLayout
 from jmoe.memory.version_store import Version, check_sealed, sealed, set_seal
 
-THREADS = 4  # that read or write the records of one kind
-Lists = dict[int, dict[str, Any]]  # what every process has listed, by its number
+THREADS = 4  # threads that read or write the records of one kind
+Lists = dict[int, dict[str, Any]]  # each process's list, by process number
 Indexed = tuple[int, Mapping[str, NDArray[Any]]]  # a record's number and its arrays
 
 
 def read_lists(folder: Path) -> Lists:
-    """Return what every process has listed; `ValueError` naming a file that is not what was
-    written.
-    """
+    """Return each process's list, by process number; raise `ValueError` naming a damaged list."""
     return {
         int(path.stem.removeprefix("process-")): _list(path)
         for path in folder.glob("process-*.json")
@@ -59,7 +60,7 @@ def _list(path: Path) -> dict[str, Any]:
 
 
 def places(folder: Path, kind: str, lists: Lists) -> dict[int, list[Path]]:
-    """Return where the files of the records of a kind may be, the best place first."""
+    """Return, for each record of a kind, paths where its file may be, in order of preference."""
     files = {}
     for listed in lists.values():
         for name in listed["versions"].get(kind, []):
@@ -74,10 +75,10 @@ def whole_files(
     owned: Sequence[int],
     count: Callable[[], None],
 ) -> tuple[dict[int, Path], list[str]]:
-    """Return the first file of each owned record that is what was written; a sentence for every
-    file that is not.
+    """Return (record -> its first undamaged file, a sentence for each damaged file).
 
-    where: `places`. layout: of the files. count: called for every record.
+    where: the result of `places`. layout: with the seal. owned: the records to look for. count:
+    called once per record.
     """
     files: dict[int, Path] = {}
     damaged: list[str] = []
@@ -99,8 +100,9 @@ def whole_files(
 def first_whole(
     paths: list[Path], layout: RecordLayout, record_R: NDArray[np.uint8]
 ) -> tuple[Path | None, list[str]]:
-    """Read the first of these files that is what was written; return it, and a sentence for
-    every one that is not.
+    """Read the first undamaged file of `paths` into `record_R`.
+
+    Return (its path or None, a sentence for each damaged file). Missing files are skipped.
     """
     errors: list[tuple[Path, OSError]] = []
     whole = None
@@ -119,9 +121,9 @@ def first_whole(
 
 
 class SavedRecords:
-    """The records of all processes in a step's folder of records, read one by one; any thread may.
+    """Reads the records of all processes in a step's folder; thread-safe.
 
-    layouts: by kind, without the seal. kinds: those that the step has.
+    layouts: by kind, without the seal. kinds: the kinds that the step has.
     """
 
     def __init__(self, folder: Path, layouts: Mapping[str, RecordLayout]) -> None:
@@ -132,9 +134,10 @@ class SavedRecords:
         self._own = threading.local()
 
     def read(self, kind: str, index: int) -> dict[str, NDArray[Any]]:
-        """Return a record's arrays, valid until this thread reads the next of its kind.
+        """Return a record's arrays, by name, valid until this thread reads another record of the
+        same kind.
 
-        Raises `OSError` naming the record and its damaged files if there is no whole one.
+        Raises `OSError` naming the record and its damaged files if no file is undamaged.
         """
         layout = self._layouts[kind]
         buffers = self._own.__dict__.setdefault("buffers", {})
@@ -156,10 +159,10 @@ def write_records(
     records: Iterable[Indexed],
     count: Callable[[], None] = lambda: None,
 ) -> None:
-    """Write records from memory as files of these names in a step's folder; `flush` makes them
-    durable.
+    """Write records from memory as files in a step's folder; call `flush` to make them durable.
 
-    layout: without the seal. A few records at a time are copied. count: called for every record.
+    layout: without the seal. names: file names, one per record. count: called once per record. At
+    most 2 `THREADS` records are copied at a time.
     """
     folder.mkdir(exist_ok=True)
     layout = sealed(layout)
@@ -195,7 +198,7 @@ def write_records(
 
 
 def flush(folder: Path, names: Iterable[str]) -> None:
-    """Make files of a folder durable, and their names."""
+    """Make files of a folder durable, content and names."""
     for name in names:
         with naming_the_room(folder / name, name):
             fsync(folder / name)

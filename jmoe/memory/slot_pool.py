@@ -1,5 +1,6 @@
-"""Bookkeeping of device slots for single records: which slot each is in, and what has to be
-loaded.
+"""Bookkeeping of device slots for single records: which record is in which slot, and what to load.
+
+`offload/policies.py` (`ChosenExperts`) calls this.
 """
 
 import numpy as np
@@ -11,19 +12,21 @@ from jmoe.memory.hot_set import HotSet, record_ids
 class SlotPool(HotSet):
     """Says which device slot holds which record; the caller moves the bytes.
 
-    Every needed record gets a slot. What has to go for it is the record with the lowest hit count;
-    among equal ones the last to come, so what is fetched passes through a few slots and the hot set
-    stays. Never evicted: what the same `plan` needs, and pinned records. A device computes later
-    than the host plans, so pin what a step uses and unpin it when the step is done with it. A plan
-    costs O(needed), and a heap operation per fetched record. Not thread-safe.
+    Every needed record gets a slot. To free one, the record with the lowest hit count is evicted;
+    among equal counts the last to come, so that fetched records pass through few slots and the hot
+    set stays. Pinned records, and records of the same `plan`, are never evicted. The host plans
+    ahead of the device, so pin the records of a step, and unpin them when the device has finished
+    it.
+
+    A plan costs O(needed), plus a heap operation per record to load. Not thread-safe.
     """
 
     def plan(self, needed: ArrayLike) -> tuple[NDArray[np.int32], list[tuple[int, int]]]:
-        """Return the slot of each needed record, in order, and the (record, slot) pairs to load
-        before they are used.
+        """Return (int32 slots of the needed records, in order; the (record, slot) pairs to load
+        first).
 
-        Records may be named twice. Raises `ValueError`, with nothing changed, if the distinct ones
-        do not fit beside what is pinned.
+        Records may repeat. Raises `ValueError`, with nothing changed, if the records do not fit
+        beside the pinned ones.
         """
         ids = record_ids(needed, self.counts.num_records)
         slots = self.slot_of[ids]
@@ -45,8 +48,9 @@ class SlotPool(HotSet):
         return self.slot_of[ids], loads
 
     def slots_of(self, records: ArrayLike) -> NDArray[np.int32]:
-        """Return the slots of different records, which all have one: what `pin` and `unpin`
-        take.
+        """Return int32 slots of these records, for `pin` and `unpin`.
+
+        Raises `ValueError` if a record repeats or has no slot.
         """
         ids = record_ids(records, self.counts.num_records)
         slots = self.slot_of[ids]
@@ -57,7 +61,7 @@ class SlotPool(HotSet):
         return slots
 
     def drop(self, records: ArrayLike) -> None:
-        """Forget records whose load failed; they must not be pinned."""
+        """Remove unpinned records whose load failed or was cancelled."""
         for slot in self.slots_of(records).tolist():
             self.evict(slot)
 

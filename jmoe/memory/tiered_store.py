@@ -1,8 +1,12 @@
-"""Records, wherever they are: on NVMe behind a cache in host memory, or all in host memory.
+"""Gives access to records on NVMe through a cache in host memory, or to records all in host memory.
 
-Worker threads read from NVMe into page-aligned host memory, ahead where told to; `get` waits for
-what is not there yet. Others write back what was changed (`Record.put`), where the store is a
-`VersionStore`. Everything is counted.
+Reader threads fill page-aligned host memory, on demand of `get` or ahead (`prefetch`). If the store
+is a `VersionStore`, writer threads write changed records (`Record.put`) back. `offload` uses this
+for training and inference.
+
+Legend:
+  M  slots in host memory
+  R  bytes of a record
 """
 
 import threading
@@ -27,7 +31,7 @@ from jmoe.memory.record import Record
 from jmoe.memory.record_store import HostRecords, RecordStore
 from jmoe.memory.version_store import VersionStore
 
-# records for each slot of the cache: with 1.4 it still reads less than without, with 2.4 more
+# expected records per cache slot; measured: at 1.4 `expect` saves reads, at 2.4 it adds some
 MOST_EXPECTED = 1.5
 LinkName = Literal["nvme", "host"]
 Work = TypeVar("Work")
@@ -37,10 +41,9 @@ Work = TypeVar("Work")
 class TieredStats:
     """Counters since the start.
 
-    nvme: reads into host memory; host: records handed out by `get`, each for the time its handle
-    was open.
-    waits, waited_s: calls of `get` that found their record not there yet, or still being written
-    back, and for how long they waited in all. nvme_writes: written back.
+    nvme: reads into host memory. host: records returned by `get`, each for as long as it was open.
+    nvme_writes: records written back. waits, waited_s: waits for a read or a write-back, and the
+    seconds they took in all.
     """
 
     nvme: LinkStats
@@ -53,10 +56,10 @@ class TieredStats:
 
 @dataclass(eq=False)
 class _Read:
-    """A record on its way from NVMe."""
+    """A read of one record from NVMe that is queued or under way."""
 
     index: int
-    empty: bool = False  # a slot is all that is wanted
+    empty: bool = False  # the caller overwrites the record: only a slot is needed
     slot: int | None = None  # None: no thread has begun
     demanded: bool = False
     waiters: int = 0
@@ -65,28 +68,25 @@ class _Read:
 
 
 class TieredStore(Closing):
-    """Records by number, from a `RecordStore` or `VersionStore` through a cache of `cache_bytes`,
-    or `HostRecords`.
+    """Records by number: a `RecordStore` or `VersionStore` behind a cache, or `HostRecords`.
 
-    cache_bytes: all the host memory used for records, allocated at once; what the cache rule
-    (`LFUCache`) does not let in passes through some staging slots of it, two per thread, at most a
-    third: at most so many records outside the cache can be open or read ahead at one time. threads:
-    reads at one time. bandwidth_limit_bytes_per_s: "nvme" for reads, "host" for records handed out
-    (their bytes count when they are closed). wait_limit_s: no call waits longer; `TimeoutError`
-    names record and file. allocate: host memory for the cache.
+    cache_bytes: all host memory used for records, allocated at once; None for `HostRecords`. A part
+    of it, two records per thread and at most a third, are staging slots for records that the cache
+    (`LFUCache`) does not admit; this limits how many such records can be open or prefetched at
+    once. threads: concurrent reads. bandwidth_limit_bytes_per_s: limits for "nvme" (reads, and
+    separately writes) and "host" (records returned by `get`, counted when they close).
+    wait_limit_s: longest wait of a call; then `TimeoutError` names the record and the file.
+    allocate: allocates the cache.
 
-    A `VersionStore` whose files are memory (tmpfs, DAX) is not read ahead: `get` gives a record
-    that is not in the cache where it lies, so that nothing is copied but what is to be changed.
+    With a `VersionStore`, `get(index, writable=True)` gives one caller exclusive access to a
+    record, and `Record.put` marks it as dirty. One of `write_threads` threads writes a dirty record
+    back when the cache evicts it, every `write_back_every_steps` steps (calls of `touch`), and on
+    `flush`. A `VersionStore` whose files are memory (tmpfs, DAX) is not prefetched: `get` returns
+    an uncached record as a mapping of its file.
 
-    With a `VersionStore`, `get(index, writable=True)` gives a record to one holder alone,
-    `Record.put` makes it dirty. A dirty record is written back by `write_threads` when it leaves
-    the cache, every `write_back_every_steps` steps (calls of `touch`), and by `flush`. Staging
-    slots are then two per thread of either kind.
-
-    An error of a read is raised by the `get` that waits for that record, which may be asked for
-    again. An error that nobody waits for, of a read ahead or a write-back, is raised by every later
-    call: nothing is read or written any more. The store given stays the caller's to close, after
-    this.
+    The `get` that waits for a read raises the read's error, and may be repeated. An error that no
+    caller waits for, of a prefetch or a write-back, is permanent: every later call raises it. The
+    caller closes the underlying store, after this one.
     """
 
     def __init__(
@@ -116,9 +116,9 @@ class TieredStore(Closing):
             "links are nvme and host",
         )
         self._lock = threading.Lock()
-        self._to_do = threading.Condition(self._lock)  # for the threads: a read may begin
-        self._to_write = threading.Condition(self._lock)  # for the threads: a write may begin
-        # for callers of get and flush: a read or write is over
+        self._to_do = threading.Condition(self._lock)  # wakes reader threads: a read may begin
+        self._to_write = threading.Condition(self._lock)  # wakes writer threads: a write may begin
+        # wakes callers of get and flush: a read or write has ended
         self._arrived = threading.Condition(self._lock)
         self._closing = threading.Event()
         self._nvme_link = Link(limits.get("nvme"), sleep=self._closing.wait)
@@ -126,14 +126,14 @@ class TieredStore(Closing):
         self._host_link = Link(limits.get("host"))
         self._wait_limit_s = wait_limit_s
         self._waits, self._waited_s = 0, 0.0
-        self._error: Exception | None = None  # the first that nobody waited for
-        self._write_error = False  # a write-back failed: nothing more is written
+        self._error: Exception | None = None  # the first error that no caller waited for
+        self._write_error = False  # after a failed write-back nothing more is written
         self._reads: dict[int, _Read] = {}
         self._demanded, self._ahead = deque[_Read](), deque[_Read]()
         self._threads: list[threading.Thread] = []
         self._open: Counter[int] = Counter()  # record -> handles
-        self._changing: set[int] = set()  # records open as writable
-        self._blank: set[int] = set()  # of those, the ones that were not read and are not put yet
+        self._changing: set[int] = set()  # records that are open as writable
+        self._blank: set[int] = set()  # writable records that were not read and are not put yet
         self._steps, self._write_back_every_steps = 0, write_back_every_steps
         self.layout, self.num_records, self.owned = store.layout, store.num_records, store.owned
         self._versions = store if isinstance(store, VersionStore) else None
@@ -146,7 +146,7 @@ class TieredStore(Closing):
             cache_bytes,
             needed,
         )
-        self.host_records: HostRecords | None = None  # where all records are in host memory
+        self.host_records: HostRecords | None = None  # set if all records are in host memory
         self._store: RecordStore | VersionStore | None = None
         if isinstance(store, HostRecords):
             self.host_records, self._slots_MR = store, store.slots_MR
@@ -175,7 +175,10 @@ class TieredStore(Closing):
         return len(self._slots_MR) * self.layout.record_bytes if held is None else held.host_bytes
 
     def touch(self, indices: ArrayLike) -> None:
-        """Count one step that used these records, for the cache's choice of what to keep."""
+        """Count one step that used these records, for the cache's hit counts.
+
+        May start a periodic write-back of all dirty records.
+        """
         ids = record_ids(indices, self.num_records)
         with self._lock:
             if self._cache is not None:
@@ -188,10 +191,11 @@ class TieredStore(Closing):
                     self._to_write.notify_all()
 
     def expect(self, indices: ArrayLike) -> None:
-        """Keep these records, which the next step will probably use, before all others, if most of
-        them fit the cache.
+        """Keep these records in the cache before all others, because the next step will probably
+        use them.
 
-        Where they do not, it is better to keep what is used most.
+        If they exceed the cache by more than `MOST_EXPECTED`, the call only cancels the previous
+        one: hit counts then choose better.
         """
         ids = np.unique(record_ids(indices, self.num_records))
         with self._lock:
@@ -201,8 +205,8 @@ class TieredStore(Closing):
                 )
 
     def prefetch(self, indices: ArrayLike) -> None:
-        """Begin to read those of these records that are not in host memory, in this order;
-        returns at once.
+        """Begin to read these records, in this order, unless they are in host memory; return at
+        once.
         """
         ids = record_ids(indices, self.num_records).tolist()
         with self._lock:
@@ -216,7 +220,9 @@ class TieredStore(Closing):
                     self._to_do.notify()
 
     def discard(self, indices: ArrayLike) -> None:
-        """Do not read these records, which were prefetched, or let go of them unread."""
+        """Cancel the prefetch of these records; a record that is read already may be evicted
+        unused.
+        """
         ids = record_ids(indices, self.num_records).tolist()
         with self._lock:
             for index in ids:
@@ -230,11 +236,12 @@ class TieredStore(Closing):
             self._to_do.notify_all()
 
     def get(self, index: int, *, writable: bool = False, empty: bool = False) -> Record:
-        """Return the record, in host memory, when it is there. Close or put it.
+        """Return an open record, once it is in host memory; the caller closes or puts it.
 
-        writable: for the caller alone. `ValueError` if the record is open elsewhere and either is
-        writable. empty: the caller writes all of it and puts it, so it is not read; what it holds
-        until then is undefined.
+        writable: exclusive access; needs a `VersionStore` or unmapped host memory. empty: the
+        caller overwrites the whole record and puts it, so it is not read, and its content is
+        undefined until then. Raises `ValueError` if the record is already open and either access is
+        writable, `TimeoutError` after `wait_limit_s`.
         """
         check(writable or not empty, "empty", empty, "needs writable")
         check(0 <= index < self.num_records, "index", index, f"must be in [0, {self.num_records})")
@@ -282,8 +289,8 @@ class TieredStore(Closing):
         return Record(index, data_R, views, self._host_link, partial(self._give_back, index), send)
 
     def _get_in_place(self, index: int) -> Record | None:
-        """Return the record where its file lies, if that is memory and nothing newer is in the
-        cache.
+        """Return the record as a mapping of its file; None if files are not memory or the cache has
+        the record.
         """
         if self._mapped is None:
             return None
@@ -297,15 +304,20 @@ class TieredStore(Closing):
         return Record(index, version.record_R, views, self._host_link, lambda _: version.close())
 
     def forget(self, index: int) -> None:
-        """Do not write a record back whose content is not wanted any more; it must not be read."""
+        """Do not write back a dirty record whose content is no longer needed.
+
+        Nobody may read the record before it is written anew.
+        """
         with self._lock:
             if self._cache is not None:
                 self._cache.forget_changes(index)
-                self._to_do.notify()  # its slot may be taken now
+                self._to_do.notify()  # its slot may be evicted now
 
     def flush(self) -> None:
-        """Write back all dirty records and make them durable in the store; waits for it. Nobody
-        may put meanwhile.
+        """Write back all dirty records, wait for the writes, and make them durable; nobody may put
+        meanwhile.
+
+        Raises `ValueError` if a record is open as writable.
         """
         with self._lock:
             self._check_usable()
@@ -337,11 +349,11 @@ class TieredStore(Closing):
             )
 
     def close(self) -> None:
-        """Stop the threads, after what they are reading and writing; nothing may be asked for any
-        more.
+        """Stop the threads after their current reads and writes; the store must not be used
+        afterwards.
 
-        What is dirty is not written: `flush` first, as leaving a `with` block without an error
-        does.
+        Dirty records are not written: call `flush` first, as leaving a `with` block without an
+        error does.
         """
         with self._lock:
             self._closing.set()
@@ -363,11 +375,11 @@ class TieredStore(Closing):
             self.close()
 
     def _split(self, cache_bytes: int, threads: int) -> tuple[int, int]:
-        """Return how many slots the cache and the staging get out of `cache_bytes`."""
+        """Return (cache slots, staging slots) that fit `cache_bytes`."""
         record_bytes = self.layout.record_bytes
         slots = cache_bytes // record_bytes
         if slots >= len(self.owned):
-            # a cache of less than all records has one
+            # a store of a part of all records needs a staging slot (`LFUCache`)
             return len(self.owned), int(len(self.owned) < self.num_records)
         check(
             slots >= 2,
@@ -412,8 +424,9 @@ class TieredStore(Closing):
                 self._to_do.notify()
 
     def _wait(self, done: Callable[[], bool], late: Callable[[], str]) -> None:
-        """Wait for the threads, counted; the lock is held. late: says what has not happened
-        within the limit.
+        """Wait, with the lock held, until `done()`, and count the wait.
+
+        late: returns the message of the `TimeoutError`.
         """
         start_s = time.monotonic()
         try:
@@ -432,8 +445,8 @@ class TieredStore(Closing):
             self._check_usable()
 
     def _wait_for(self, index: int, empty: bool) -> int:
-        """Return the slot of a record that is not there yet, with a pin for the caller; the lock
-        is held.
+        """Wait for a record that has no slot yet; return its slot with a pin. The caller holds the
+        lock.
         """
         read = self._reads.get(index)
         if read is None:
@@ -442,7 +455,7 @@ class TieredStore(Closing):
             read.empty = read.empty and empty
         if not read.demanded:
             read.demanded = True
-            self._demanded.append(read)  # if its read has begun, the threads skip it
+            self._demanded.append(read)  # threads skip it if its read has begun
             self._to_do.notify()
         read.waiters += 1
 
@@ -457,7 +470,7 @@ class TieredStore(Closing):
             )
 
         try:
-            # without a write no slot will come free
+            # if writes fail, no slot will become free
             self._wait(
                 lambda: (
                     read.done or self._closing.is_set() or (read.slot is None and self._write_error)
@@ -489,7 +502,7 @@ class TieredStore(Closing):
                     self._nvme_link.transfer(
                         partial(self._move, self._store.read_into, read.index, read.slot)
                     )
-            # whatever it is, it is raised where somebody sees it: see _finish
+            # _finish passes it to a caller
             except Exception as caught:
                 error = caught
             self._finish(read, error)
@@ -497,7 +510,7 @@ class TieredStore(Closing):
     def _until_closed(
         self, woken: threading.Condition, find: Callable[[], Work | None]
     ) -> Work | None:
-        """Wait for a thread's next work and return it; None when the store is closed."""
+        """Return a thread's next work, waiting for it; None when the store is closed."""
         with self._lock:
             while not self._closing.is_set():
                 if (work := find()) is not None:
@@ -515,10 +528,10 @@ class TieredStore(Closing):
         while queue:
             read = queue[0]
             if self._reads.get(read.index) is not read or read.slot is not None:
-                queue.popleft()  # begun from the other queue, done or discarded
+                queue.popleft()  # begun from the other queue, finished or discarded
                 continue
             read.slot = self._cache.admit(read.index, demanded=demanded)
-            self._to_write.notify()  # a dirty record may have had to leave the cache for it
+            self._to_write.notify()  # a dirty record may have been evicted for it
             if read.slot is None:
                 return None
             return queue.popleft()
@@ -549,7 +562,7 @@ class TieredStore(Closing):
             error: Exception | None = None
             try:
                 self._write_link.transfer(partial(self._move, self._versions.write, index, slot))
-            except Exception as caught:  # whatever it is, every later call raises it
+            except Exception as caught:  # every later call raises it
                 error = caught
             with self._lock:
                 assert self._cache is not None
@@ -560,11 +573,13 @@ class TieredStore(Closing):
                 self._arrived.notify_all()
 
     def _next_write(self) -> tuple[int, int] | None:
-        """Return a record to write back, with its slot."""
+        """Return (record, slot) of the next record to write back; None if there is none or a write
+        failed.
+        """
         assert self._cache is not None
         return None if self._write_error else self._cache.next_write(self._changing)
 
     def _move(self, move: Callable[[int, NDArray[np.uint8]], None], index: int, slot: int) -> int:
-        """Read or write a record; return its bytes."""
+        """Read or write one record with `move`; return its bytes."""
         move(index, self._slots_MR[slot])
         return self.layout.record_bytes

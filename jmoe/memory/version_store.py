@@ -1,11 +1,13 @@
-"""Records that change, on NVMe: one file per record version, never changed once it has its name.
-Axes: R bytes.
+"""Mutable records on NVMe: each version of a record is one file, immutable once it has its name.
 
-A new version is written beside the old one, flushed, and gets its name by rename; what reads the
-folder after a crash finds, of every record, one of its whole versions. Names are
-`INDEX.COUNTER.TOKEN`: the counter rises with every write, the token is drawn at every `open`, so
-two files of the same name have the same content. Hard links of the current versions (`pin`) are a
-checkpoint: they cost no bytes, and no later write can touch them.
+A new version is written to a file beside the old one, flushed, and then renamed; after a crash the
+folder has an intact version of every record. Names are `INDEX.COUNTER.TOKEN`: the counter rises
+with every write, and every `open` draws a random token, so two files with the same name have the
+same content. A checkpoint is a set of hard links to the current versions (`pin`): it copies no
+bytes, and later writes cannot change it.
+
+Legend:
+  R  bytes of a record
 """
 
 import contextlib
@@ -55,13 +57,11 @@ from jmoe.memory.record_store import (
 
 SEAL = "seal"
 PINS = "pins"
-SYNC_EVERY = 16  # versions written between two syncs of the folder, at most
+SYNC_EVERY = 16  # most versions that are replaced between two syncs of the folder
 
 
 def sealed(layout: RecordLayout) -> RecordLayout:
-    """Return the layout of a record's file: its arrays, and the seal (index, counter, token,
-    checksum).
-    """
+    """Return a record's layout plus a seal: uint64 (index, counter, token, checksum)."""
     check(
         SEAL not in {f.name for f in layout.fields},
         "layout",
@@ -75,7 +75,7 @@ def sealed(layout: RecordLayout) -> RecordLayout:
 
 @dataclass(frozen=True, order=True)
 class Version:
-    """Names a version of record `index`; of two, the one with the higher counter is newer."""
+    """The name of one version of record `index`; the version with the higher counter is newer."""
 
     index: int
     counter: int
@@ -93,7 +93,7 @@ class Version:
 
     @classmethod
     def parse(cls, name: str) -> Self | None:
-        """Return the version whose file has this name; None if it is no such name."""
+        """Return the version whose file has this name; None if the name is of another form."""
         parts = name.split(".")
         try:
             version = cls(int(parts[0]), int(parts[1]), int(parts[2], 16))
@@ -103,17 +103,17 @@ class Version:
 
 
 def set_seal(version: Version, layout: RecordLayout, record_R: NDArray[np.uint8]) -> None:
-    """Seal the record as this version; layout: a sealed one."""
+    """Write the version and the checksum into the record's seal; layout: with the seal."""
     seal = layout.views(record_R)[SEAL]
     seal[:] = (version.index, version.counter, version.token, 0)
     seal[3] = checksum(record_R)
 
 
 def read_sealed(path: Path, layout: RecordLayout, record_R: NDArray[np.uint8], io: Io) -> None:
-    """Read the file of a version and check it; `OSError` naming file and record if it is not what
-    was written.
+    """Read the file of a version into `record_R`, and check its seal.
 
-    layout: a sealed one.
+    layout: with the seal. Raises `OSError` naming file and record if the file is short, unreadable
+    or damaged.
     """
     with _naming_the_record(path):
         read_file(path, record_R, io)
@@ -130,13 +130,14 @@ def _naming_the_record(path: Path) -> Iterator[None]:
 
 
 def check_seal(path: Path, layout: RecordLayout, record_R: NDArray[np.uint8]) -> None:
-    """Raise `OSError` naming file and record unless these bytes are what was written; layout: a
-    sealed one.
+    """Raise `OSError` naming file and record if the seal does not fit the bytes or the file's name.
+
+    layout: with the seal.
     """
     version = Version.from_name(path.name)
     *name, value = (int(word) for word in layout.views(record_R)[SEAL])
     (seal,) = (f for f in layout.fields if f.name == SEAL)
-    blank = seal.offset_bytes // seal.dtype.itemsize + 3  # the checksum's own place
+    blank = seal.offset_bytes // seal.dtype.itemsize + 3  # the checksum itself counts as 0
     if name != [version.index, version.counter, version.token] or not is_checksum(
         value, record_R, blank
     ):
@@ -148,7 +149,9 @@ def check_seal(path: Path, layout: RecordLayout, record_R: NDArray[np.uint8]) ->
 
 
 def check_sealed(path: Path, layout: RecordLayout, record_R: NDArray[np.uint8], io: Io) -> None:
-    """Read the file of a version as `read_sealed` does, and check its size too."""
+    """Read the file of a version as `read_sealed` does, and check that its size is that of a
+    record.
+    """
     size_bytes = path.stat().st_size
     if size_bytes != layout.record_bytes:
         index = path.name.partition(".")[0]
@@ -159,8 +162,10 @@ def check_sealed(path: Path, layout: RecordLayout, record_R: NDArray[np.uint8], 
 
 @dataclass
 class VersionStats:
-    """writes: versions written; written_bytes: with their seals; recycled: writes into the file
-    of a dead version.
+    """Counters since the start.
+
+    writes: versions written. written_bytes: their bytes, seals included. recycled: writes into the
+    file of a replaced version instead of a new file.
     """
 
     writes: int = 0
@@ -169,18 +174,18 @@ class VersionStats:
 
 
 class MappedVersion(NamedTuple):
-    """The memory of a version's file, read-only; `close` says that nobody reads it any more."""
+    """A version's file as read-only memory; call `close` after the last read."""
 
     record_R: NDArray[np.uint8]
     close: Callable[[], None]
 
 
 def remove_store(folder: Path, fingerprint: str) -> bool:
-    """Remove the store in `folder` if it has this fingerprint and nobody has it open; return
-    whether it was.
+    """Remove the store in `folder` if it has this fingerprint and is not open; return whether it
+    was removed.
 
-    Only what a store has made is removed, its manifest last, so that an interrupted removal can go
-    on.
+    Only files of a store are removed, the manifest last, so that an interrupted removal can be
+    repeated.
     """
     try:
         manifest = read_manifest(folder)
@@ -196,20 +201,20 @@ def remove_store(folder: Path, fingerprint: str) -> bool:
     except (PackError, TimeoutError, NotADirectoryError):
         return False
     for place in (folder / PINS, folder):
-        with contextlib.suppress(OSError):  # somebody else has something there
+        with contextlib.suppress(OSError):  # the folder is not empty
             place.rmdir()
     return True
 
 
 def is_pins(folder: Path) -> bool:
-    """Return whether this is, by its name, the pins of a step, or the beginning of them."""
+    """Return True if the folder's name is that of a step's pins, complete or unfinished."""
     return (
         folder.name.removesuffix(".tmp").isdigit() and folder.is_dir() and not folder.is_symlink()
     )
 
 
 def remove_versions(folder: Path) -> None:
-    """Remove the versions in a folder, and the folder if nothing else is in it."""
+    """Remove the version files in a folder, and the folder if it is then empty."""
     for entry in list(folder.iterdir()):
         if Version.parse(entry.name) or entry.name.startswith("new-"):
             entry.unlink()
@@ -218,35 +223,34 @@ def remove_versions(folder: Path) -> None:
 
 
 class VersionStore(Closing):
-    """The records of `owned` in a folder, to read and to replace; its methods may be called from
-    many threads.
+    """Reads and replaces the records `owned` in a folder; thread-safe, except for writes of one
+    record.
 
-    A folder belongs to one store at a time (a lock file, which a killed process loses). Processes
-    that share out the records each have a folder of their own. Of one record, one write at a time.
-    layout: the arrays given and a seal (index, counter, token, checksum), so `layout.record_bytes`
-    may be a page more. io: see `direct_io.io_of`.
+    A folder belongs to one store at a time, by a lock file that the kernel frees if the process
+    dies. Processes that split the records each have a folder. layout: the given arrays and a seal
+    (`sealed`), so `layout.record_bytes` may be one page more. io: see `direct_io.io_of`.
     """
 
     def __init__(
         self, folder: Path, layout: RecordLayout, num_records: int, owned: Iterable[int]
     ) -> None:
-        """Read the folder; see `open`."""
+        """Scan the folder; callers use `open`."""
         self.path, self.layout, self.num_records, self.fingerprint = folder, layout, num_records, ""
         self.owned = tuple(sorted(set(record_ids(list(owned), num_records).tolist())))
         self.io = io_of(folder)
         self._is_owned = frozenset(self.owned)
-        self._checked = set[Version]()  # that were mapped, and are what was written
+        self._checked = set[Version]()  # mapped versions whose seal was checked
         self._lock = threading.Lock()
-        self._sync_lock = threading.Lock()  # no file is recycled while it is held
+        self._sync_lock = threading.Lock()  # while held, no file is recycled
         self._held = contextlib.ExitStack()
         self._token = secrets.randbits(32)
         self._current: dict[int, Version] = {}
         self._reading: Counter[Version] = Counter()
-        self._dead: list[Version] = []  # replaced, but perhaps still the durable one
-        self._spare: list[Path] = []  # files to write into
+        self._dead: list[Version] = []  # replaced; a crash before a sync may need them
+        self._spare: list[Path] = []  # files to recycle
         self._new = 0
         self._counter = 0
-        # a later sync may succeed without what this one lost
+        # kept, because a later sync may succeed although this one lost data
         self._sync_error: OSError | None = None
         self._stats = VersionStats()
         self._scan()
@@ -262,11 +266,12 @@ class VersionStore(Closing):
         owned: Iterable[int] | None = None,
         lock_limit_s: float = 10.0,
     ) -> Self:
-        """Open the store in `folder`, which is made if it is empty or missing. owned: all records
-        if not given.
+        """Return the store in `folder`, opened; an empty or missing folder becomes a new store.
 
-        layout: without the seal. Raises `PackError` if the folder holds other records,
-        `TimeoutError` if another process has it open, `OSError` if it may not be written to.
+        layout: without the seal. fingerprint: identifies the records' source. owned: None means all
+        records. Raises `PackError` if the folder holds other records, `TimeoutError` if another
+        process has it open for `lock_limit_s`, `OSError` if it is not writable or has no hard
+        links.
         """
         check(num_records > 0, "num_records", num_records, "must be greater than 0")
         folder, with_seal = Path(folder), sealed(layout)
@@ -292,7 +297,7 @@ class VersionStore(Closing):
         return store
 
     def fill(self, fill: Fill) -> None:
-        """Let `fill` write every owned record anew, into writable, zeroed arrays by name."""
+        """Write every owned record anew: `fill(index, views)` writes into zeroed arrays by name."""
         record_R = self.layout.zeros()
         for index in self.owned:
             record_R[:] = 0
@@ -303,8 +308,8 @@ class VersionStore(Closing):
     def read_into(self, index: int, record_R: NDArray[np.uint8]) -> None:
         """Read the current version into `record_bytes` writable bytes at a page-aligned address.
 
-        Raises `OSError` naming file and record where the file is short, unreadable, or not what was
-        written.
+        Raises `OSError` naming file and record if the file is short, unreadable or damaged,
+        `ValueError` if the record has never been written or is not owned.
         """
         self._check_owned(index)
         check_buffer(record_R, self.layout.record_bytes)
@@ -315,10 +320,9 @@ class VersionStore(Closing):
             self._end_reading(version)
 
     def map_version(self, index: int) -> MappedVersion:
-        """Return the current version's own memory; what is written meanwhile is another version,
-        elsewhere.
+        """Return the current version, mapped without a copy; later writes do not change it.
 
-        A version is checked when it is mapped for the first time. Errors as of `read_into`.
+        A version is checked when it is first mapped. Raises like `read_into`.
         """
         self._check_owned(index)
         version = self._begin_reading(index)
@@ -335,7 +339,7 @@ class VersionStore(Closing):
         return MappedVersion(record_R, partial(self._end_reading, version))
 
     def _begin_reading(self, index: int) -> Version:
-        """Return the current version, whose file is not written into until `_end_reading`."""
+        """Return the current version; its file is not recycled until `_end_reading`."""
         with self._lock:
             version = self._current.get(index)
             if version is None:
@@ -348,7 +352,7 @@ class VersionStore(Closing):
             self._reading[version] -= 1
 
     def read_version(self, path: Path, record_R: NDArray[np.uint8]) -> None:
-        """Read the file of a version, here or in a checkpoint, and check it; errors as of
+        """Read and check the file of a version, in this store or in a checkpoint; raises like
         `read_into`.
         """
         read_sealed(
@@ -356,12 +360,12 @@ class VersionStore(Closing):
         )
 
     def write(self, index: int, record_R: NDArray[np.uint8]) -> None:
-        """Make this the current version; it is whole on the device when this returns, and its name
-        after `sync`.
+        """Write a new current version; set the seal in `record_R`.
 
-        The seal in `record_R` is set. Every `SYNC_EVERY` writes sync themselves. When it raises
-        `OSError`, nothing has changed, or a sync has failed: then this, `sync` and `pin` raise that
-        error from now on.
+        On return the content is durable, but the file's name only after `sync`; a write calls
+        `sync` itself once `SYNC_EVERY` replaced versions wait for it. If `write` raises `OSError`,
+        the record keeps its old version; if a sync failed, `write`, `sync` and `pin` raise its
+        error from then on.
         """
         self._check_owned(index)
         check_buffer(record_R, self.layout.record_bytes)
@@ -395,8 +399,8 @@ class VersionStore(Closing):
             self.sync()
 
     def sync(self) -> None:
-        """Make all that was written durable under its name; the files of dead versions may then
-        be written into.
+        """Make the names of all written versions durable; files of replaced versions may then be
+        recycled.
         """
         with self._sync_lock:
             self._check_synced()
@@ -413,15 +417,15 @@ class VersionStore(Closing):
                 self._bury(version)
 
     def pin(self, name: str, only: Collection[int] | None = None) -> list[str]:
-        """Link all current versions, or those of `only`, into a new folder under `pins`; return
-        their names.
+        """Hard-link the current versions of all records, or of `only`, into the folder `pins/NAME`;
+        return their names.
 
-        Takes time by the number of records, none by their bytes. The folder gets its name when it
-        is complete and durable.
+        Costs time per record, not per byte. The folder gets its name when it is complete and
+        durable; an existing folder of this name is replaced.
         """
         self._check_synced()
         folder, half = self.path / PINS / name, self.path / PINS / f"{name}.tmp"
-        for leftover in (half, folder):  # of a save that did not come to its end
+        for leftover in (half, folder):  # left by a save that was interrupted
             if leftover.exists():
                 remove_folder(leftover)
         make_folder(half.parent)
@@ -442,11 +446,11 @@ class VersionStore(Closing):
         return names
 
     def restore(self, files: Mapping[int, Path], *, partial: bool = False) -> None:
-        """Make these versions of the owned records the current ones, and forget all others.
+        """Make `files` the current versions of the owned records, and delete all other versions.
 
-        Files on the same file system are linked, others copied and checked. Killed at any time, it
-        can be done again.
-        partial: `files` may lack some records, which are then as if they had never been written.
+        Files on the same file system are hard-linked, others copied and checked. If the process is
+        killed, the call can be repeated. partial: `files` may lack records, which then count as
+        never written. Raises `ValueError` if records are lacking otherwise.
         """
         owned = [index for index in self.owned if index in files]
         lacking = [] if partial else [index for index in self.owned if index not in files]
@@ -461,7 +465,7 @@ class VersionStore(Closing):
                 if target.exists():
                     if target.samefile(source):
                         continue
-                    target.unlink()  # a dead version's file keeps its name while it is written into
+                    target.unlink()  # a recycled file keeps its old name while it is written
                 if not link(source, target):
                     if record_R is None:
                         record_R = self.layout.zeros()
@@ -484,8 +488,9 @@ class VersionStore(Closing):
             return replace(self._stats)
 
     def close(self) -> None:
-        """Sync and give the folder free; no thread may be reading or writing. A sync's error is
-        not raised twice.
+        """Sync and unlock the folder; no thread may be reading or writing.
+
+        The error of an earlier sync is not raised again.
         """
         with self._held:
             if self._sync_error is None:
@@ -510,10 +515,10 @@ class VersionStore(Closing):
             )
 
     def _scan(self) -> None:
-        """Make the newest version of every owned record the current one; all other files may be
-        written into.
+        """Make the newest version of every owned record the current one; the other files may be
+        recycled.
         """
-        # a process killed before it did may have left a newest version without a durable name
+        # a killed process may have left a newest version whose name is not durable
         fsync(self.path)
         older: list[Version] = []
         for entry in self.path.iterdir():
@@ -524,7 +529,7 @@ class VersionStore(Closing):
                 continue
             self._counter = max(self._counter, version.counter)
             if version.index not in self._is_owned:
-                continue  # until `restore`, which says whose it is now
+                continue  # another process may own it after `restore`
             other = self._current.get(version.index, version)
             if other != version:
                 older.append(min(version, other))
@@ -534,7 +539,7 @@ class VersionStore(Closing):
         ]
 
     def _bury(self, version: Version) -> None:
-        """Keep the file of a dead version to write into, unless a checkpoint still has it."""
+        """Keep the file of a replaced version for recycling, unless a checkpoint links to it."""
         with self._lock:
             if self._reading[version]:
                 self._dead.append(version)
@@ -542,16 +547,14 @@ class VersionStore(Closing):
             del self._reading[version]
             self._checked.discard(version)
         path = self.path / version.name
-        # somebody took it away; the record has a newer one
+        # another process removed it; the record has a newer version
         with contextlib.suppress(FileNotFoundError):
             if self._is_free(path):
                 with self._lock:
                     self._spare.append(path)
 
     def _is_free(self, path: Path) -> bool:
-        """Return whether only this folder has the file; if not, only the others have it from now
-        on.
-        """
+        """Return True if the file has no other hard link; otherwise unlink it in this folder."""
         if path.stat().st_nlink == 1:
             return True
         path.unlink()

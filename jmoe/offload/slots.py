@@ -161,11 +161,10 @@ class NativeSlots:
         )
 
     def takes(self, num_tokens: int, dtype: Any) -> bool:
-        """Return True if a native operation takes this many tokens of
-        this dtype.
+        """Return True if a native operation takes this many tokens of this dtype.
 
-        The operation takes up to `MAX_ROWS` tokens, of the weights' dtype; compressed weights
-        take tokens of any dtype.
+        The operation takes up to `MAX_ROWS` tokens, of the weights' dtype; compressed weights take
+        tokens of any dtype.
         """
         return num_tokens <= MAX_ROWS and self._knows(dtype)
 
