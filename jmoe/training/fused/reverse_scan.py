@@ -66,7 +66,8 @@ class _Unit:
     start: dict[LayerKind, int]
 
     def index(self, position: int, repeat: Any) -> Any:
-        """Return the index of the layer at `position` of repetition `repeat` in its kind's stack.
+        """Return the layer's index in its kind's stack. position: in the pattern. repeat: number of
+        the repetition.
         """
         kind = self.kinds[position]
         return (
@@ -489,8 +490,7 @@ class _Scan:
         return y, stats, without(vjp, [*params, *rest, *jax.tree.leaves(extra)])
 
     def _in_order(self, stats: list[tuple[_Unit, Any, Any]]) -> Any:
-        """Return the statistics of all MoE layers, stacked in layer order; None if there are none.
-        """
+        """Return the MoE layers' statistics, stacked in layer order; None without MoE layers."""
         indices: list[int] = []
         parts = []
         for unit, early, last in stats:
