@@ -1,7 +1,7 @@
-"""A run's experts on their tiers, as its programs take them: the arrays of all devices, layer by
-layer.
+"""The experts of a streamed run as global arrays for its programs, layer by layer; the base class
+of `StreamedRunner`.
 
-Legend: E experts of a layer, P those of this process, N layers with experts.
+Legend: E experts of a layer (over all devices), P experts of this process, N layers with experts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,12 +25,12 @@ from jmoe.offload.training_slots import DeviceStacks, Slot
 
 
 class StreamedExperts:
-    """The experts of a run whose step goes layer by layer; a trainer of such a run has them by
-    inheritance.
+    """Fetches experts from their tiers and returns gradients to them, for a trainer that runs layer
+    by layer.
 
-    An error is for good: every later call raises it. shapes: of an expert's parameters. run: names
-    the folder of its records, see `ExpertStores`. slotted: where experts lie, if not as the mesh
-    splits them.
+    shapes: of one expert's parameters, by name. run: the folder name of the experts' records, see
+    `ExpertStores`. slotted: the experts of each device if they differ from the mesh's even split.
+    After an error every later call raises that error again.
     """
 
     def __init__(
@@ -55,7 +55,9 @@ class StreamedExperts:
         self.records: RecordCheckpoints | None = self.stores.records
 
     def _take_over(self, before: Self) -> None:
-        """Go on with the experts of another trainer of the run."""
+        """Use the experts and stores of `before`, another trainer of the same run, which must no
+        longer be used.
+        """
         self.mesh, self._owned = before.mesh, before._owned
         self._rows, self._split = before._rows, before._split
         self.experts, self.stores, self.records = before.experts, before.stores, before.records
@@ -67,18 +69,20 @@ class StreamedExperts:
         self.experts = self.stores.fill(replay_state, weights, moments)
 
     def end_experts(self) -> None:
-        """End the threads that bring experts up to date and write records back; what is dirty is
-        not written.
+        """Stop the threads that update experts and write records back; dirty records are not
+        written.
 
-        Before a checkpoint's records become current: what such a thread still writes would be newer
-        than they are.
+        Call this before a checkpoint's record versions become current: a record that such a thread
+        wrote later would supersede them.
         """
         experts, self.experts = self.experts, None
         if experts is not None:
             experts.close()
 
     def _load(self, step: int, weights: ReadExperts | None, moments: ReadExperts | None) -> None:
-        """Take the experts to their tiers layer by layer. None: they are there already."""
+        """Load the experts onto their tiers, one layer at a time, for a run at `step`. weights,
+        moments: both None if the records are in place already.
+        """
         replay_state = (
             self.stores.replay_state(step)
             if weights is moments is None
@@ -93,7 +97,9 @@ class StreamedExperts:
         return self.experts
 
     def _joined(self, slot: Slot) -> DeviceStacks:
-        """Return arrays [E, ...] of all devices from those of this process's devices."""
+        """Return global arrays [E, ...], by parameter, made from a slot's arrays on this process's
+        devices.
+        """
         if self.mesh.size == 1:
             return slot[0]
         sharding = NamedSharding(self.mesh, self._split)
@@ -107,10 +113,10 @@ class StreamedExperts:
         }
 
     def _rows_of(self, chosen_P: NDArray[np.bool_], size: int) -> ChosenRows | None:
-        """Return which rows of the slot fetched last hold these experts, of all devices; None: each
-        has its own.
+        """Return the rows of the last fetched slot that hold the chosen experts, for all devices;
+        None if the slot has one row for each expert.
 
-        size: of the arrays of a device; 0: there is a row for each expert.
+        size: rows per device to return; 0 means one row for each expert.
         """
         if not size:
             return None
@@ -131,15 +137,15 @@ class StreamedExperts:
         )
 
     def _mine(self, array: jax.Array) -> list[jax.Array]:
-        """Return what an array has on each of this process's devices."""
+        """Return this process's shards of a global array, in the order of its devices."""
         shards = {shard.device: shard.data for shard in array.addressable_shards}
         return [shards[device] for device in self._owned.all_devices]
 
     def _chosen(self, arrived: Sequence[jax.Array]) -> NDArray[np.bool_]:
-        """Return [P], whether rows arrived for an expert, in any of these arrays.
+        """Return bool [P]: whether any token chose the expert in any micro-batch.
 
-        An array has the experts that the mesh gives a device, summed over replicas, or in slots all
-        experts, summed over all devices.
+        arrived: per micro-batch, token counts by expert, [E] split over expert devices and summed
+        over replicas; with slots, [E] of all experts, summed over all devices.
         """
         # devices with what those before have not
         firsts = np.cumsum([0, *map(len, self._owned.devices)])[:-1]
@@ -154,15 +160,17 @@ class StreamedExperts:
     def _keep(
         self, number: int, chosen_P: NDArray[np.bool_], experts: Mapping[str, jax.Array]
     ) -> None:
-        """Take the gradients of a layer's experts to their tier."""
+        """Send the gradients of layer `number`'s chosen experts to their tier. experts: gradients
+        by parameter.
+        """
         by_device = zip(*(self._mine(g) for g in experts.values()), strict=True)
         self._opened.keep(
             number, chosen_P, [dict(zip(experts, own, strict=True)) for own in by_device]
         )
 
     def _end_step(self, metrics: Mapping[str, jax.Array]) -> None:
-        """Update the experts as a step's metrics say: its learning rate and clipping, or not at
-        all where not `ok`.
+        """Commit the experts' pending gradients with the step's learning rate and clip factor;
+        discard them if the step is not `ok`.
         """
         values = jax.device_get({name: metrics[name] for name in ("ok", "learning_rate", "clip")})
         if values["ok"]:
@@ -171,24 +179,25 @@ class StreamedExperts:
             self._opened.abandon()
 
     def _done(self, result: Any) -> Any:
-        """Wait: on CPU collectives of two programs under way at once may wait for each other for
-        ever.
+        """Return `result`, after waiting for it on several devices.
+
+        Concurrent programs with collectives may deadlock on CPU devices.
         """
         return result if self.mesh.size == 1 else jax.block_until_ready(result)
 
     def expert_stats(self) -> ExpertStats:
-        """Return what moved between tiers."""
+        """Return the counters of traffic between tiers."""
         return self._opened.stats()
 
     def progress(self) -> tuple[int, ...]:
-        """Return what changes as long as records are moved or brought up to date."""
+        """Return counters that change while records are moving or being updated; for watchdogs."""
         return (
             *self.stores.progress(),
             0 if self.experts is None else self.experts.stats().updates,
         )
 
     def close(self) -> None:
-        """End the threads, and give the records' folders free."""
+        """Stop the threads and release the records' folders."""
         try:
             self.end_experts()
         finally:

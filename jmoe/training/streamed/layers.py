@@ -1,14 +1,16 @@
-"""A layer of a streamed step, forward and back: functions of one device, traced into its programs.
+"""The forward and backward functions of one layer in a streamed step, traced on each device into
+`StepPrograms`.
+
+An MoE layer's forward pass is split where its tokens have arrived at their experts' devices:
+`route`, then the host fetches the chosen experts, then `add_experts`. Its backward pass is one
+function, which takes the residuals of both (`training.vjp`), or reruns the layer with the same
+routing if none were saved. Beside its own work a function gathers the dense parameters of the layer
+that runs next; in the backward pass it also reduces the gradients of the layer that ran before.
+`collectives.schedule` places these collectives.
 
 Legend: A micro-batches, B batch, S sequence, T = B S tokens, D hidden, E experts, L experts of a
-device, M that its slot has room for, K choices a token, N layers of a kind, R devices, C elements
-of a device's part of a layer's flat buffer, G the same for gradients.
-
-A layer with experts is cut in two on its way forward, once its tokens are where their experts are.
-Its backward pass is one function, given what both have kept (`training.vjp`); where nothing is kept
-it runs the layer again, with the choices that were made. Beside its own work a function gathers the
-dense parameters of the layer that runs next, and on the way back it sums the gradients of the layer
-before it, as `collectives.schedule` places them.
+device, M experts that its slot holds, K experts per token, N layers of a kind, R devices, C
+elements of a device's shard of a layer's flat buffer, G the same for gradients.
 """
 
 from collections.abc import Callable, Sequence
@@ -60,7 +62,9 @@ from jmoe.training.vjp import apply_vjp, vjp_with_residuals
 def _routed_tokens(
     x_BSD: jax.Array, h_TD: jax.Array, routing: Routing, dispatched: DispatchedTokens
 ) -> RoutedTokens:
-    """Return a layer half done, as a program hands it to the next."""
+    """Return the result of `route`, with a leading dimension R of 1 on per-device scalars and
+    statistics.
+    """
     sizes = [arrived.group_sizes_L for arrived in dispatched.chunks]
     return RoutedTokens(
         x_BSD,
@@ -73,7 +77,7 @@ def _routed_tokens(
 
 
 class LayerFunctions:
-    """The functions of a model's layers."""
+    """The forward and backward functions of a model's layers, one for each kind of layer."""
 
     def __init__(self, model: StreamedModel[Any]) -> None:
         self.config, self.mesh, self._model = model.config, model.sharded.mesh, model
@@ -84,13 +88,15 @@ class LayerFunctions:
         self._num_local = self.config.model.num_experts * self.replicas // self.mesh.size
 
     def layout(self, stack: Params) -> BufferLayout:
-        """Say which parameters of a layer travel in its flat buffer: none that are unsharded."""
+        """Return which parameters of a layer travel in its flat buffer; none if the model gathers
+        all layers before the first.
+        """
         if self._scan is None:
             return BufferLayout(stack, [None] * len(jax.tree.leaves(stack)))
         return self._sharded.layout(stack, stacked=True)
 
     def _unsharded(self, params: LayerParams, layer: LayerOptions) -> Params:
-        """Return a layer's own parameters."""
+        """Return one layer's dense parameters, unsharded."""
         layout, buffer_RC = self.layout(params.stack), params.unsharded_RC
         hierarchy = self._sharded.hierarchy
         fused = [] if buffer_RC is None else unflatten(buffer_RC, layout.parts, hierarchy)
@@ -99,7 +105,9 @@ class LayerFunctions:
     def _unless_empty(
         self, layer: LayerOptions, function: Callable[..., Any], args: tuple[Any, ...]
     ) -> Any:
-        """Return what the function returns; zeros where this device has no images."""
+        """Return `function(*args)`; zeros of the same shapes, without computing, on a device whose
+        micro-batch has no images.
+        """
         if layer.weight_B is None:
             return function(*args)
         nothing = jax.tree.map(
@@ -115,9 +123,9 @@ class LayerFunctions:
         begin: jax.Array,
         work: NeighborWork,
     ) -> tuple[Any, Overlapped]:
-        """Run a layer's own function, and the work for its neighbours beside it.
+        """Return (`function(*args)`, results of the neighbours' collectives), run concurrently.
 
-        begin: known when that may begin.
+        begin: an array that is ready when the collectives may start.
         """
         scan, pending = self._scan, work.pending
         if scan is None or not jax.tree.leaves((work.next_layer, pending)):
@@ -139,7 +147,9 @@ class LayerFunctions:
         return result, Overlapped(unsharded_RC, self._summed(pending, row_G, experts_G))
 
     def reduce(self, pending: PendingGradients, *, number: int) -> SummedGradients:
-        """Sum gradients of layer `number` of its kind over devices beside nothing else."""
+        """Return the gradients of layer `number` of its kind summed over devices, without other
+        work to overlap with.
+        """
         if self._slots is not None and pending.experts is not None:
             reduced = self._slots.layer_reduced_local(pending.experts, number)
             stored, squares_S = self._to_keep(reduced, None)
@@ -155,7 +165,9 @@ class LayerFunctions:
     def _summed(
         self, pending: PendingGradients, row_G: jax.Array, experts_G: jax.Array
     ) -> SummedGradients:
-        """Return the sums by their names; experts_G: flat."""
+        """Return the reduced gradients as `SummedGradients`. experts_G: the reduced gradients of
+        experts, flat.
+        """
         sums = SummedGradients(None if pending.rows_RG is None else row_G)
         if pending.experts is None:
             return sums
@@ -167,12 +179,15 @@ class LayerFunctions:
     def _to_keep(
         self, experts: ExpertStacks, ids_M: jax.Array | None
     ) -> tuple[ExpertStacks, jax.Array]:
-        """Return (gradients as they are to be kept, their squares [R, L]), which add up later."""
+        """Return (the experts' gradients in the dtype of their tier, squared norms [R, L] with one
+        entry per expert).
+        """
         each = [jnp.square(g).sum(axis=tuple(range(1, g.ndim))) for g in experts.values()]
         dtype = self.config.tiers.gradient_dtype
         kept = {name: g.astype(dtype) for name, g in experts.items()}
         squares = jnp.stack(each).sum(axis=0)
-        if ids_M is not None:  # the same sum, whatever there is room for
+        # By expert instead of by slot row, so that the sum does not depend on the slot's size.
+        if ids_M is not None:
             nothing = jnp.zeros(self._num_local, jnp.float32)
             squares = nothing.at[ids_M].set(squares, mode="drop")
         return kept, squares[None]
@@ -182,7 +197,9 @@ class LayerFunctions:
     def _with_residuals_if(
         self, keeps: bool, function: Callable[..., Any], wanted: Sequence[int]
     ) -> Callable[..., tuple[Any, Any]]:
-        """Return the function with what its backward pass keeps beside its result, or with None."""
+        """Return a function that returns (the result of `function`, its residuals); the residuals
+        are None unless `keeps`.
+        """
         if not keeps:
             return lambda *args: (function(*args), None)
         names = saved_names(self.config.remat)
@@ -197,7 +214,7 @@ class LayerFunctions:
         *,
         keeps: bool,
     ) -> tuple[jax.Array, Any, Overlapped]:
-        """Return (the layer's output, what it keeps, the neighbours' results)."""
+        """Return (output of a dense layer, its residuals, results of `work`)."""
         run = self._with_residuals_if(keeps, self._run_dense, wanted=(0, 2))
         args = self._unsharded(params, layer), layer, x_BSD
         (y_BSD, kept), overlapped = self._overlap(layer, run, args, x_BSD, work)
@@ -219,10 +236,11 @@ class LayerFunctions:
         full_capacity: bool,
         keeps: bool,
     ) -> tuple[RoutedTokens, Any, Sequence[jax.Array]]:
-        """Run a layer until its tokens are where their experts are.
+        """Run an MoE layer up to the arrival of its tokens at their experts' devices.
 
-        Returns (that, what it keeps, chunks of the next layer): some of the buffer's columns, [R,
-        ...] each, as many as attention multiplies of the layer.
+        Returns (routed tokens, residuals, gathered chunks [R, ...] of the next layer's flat
+        buffer). The number of chunks is proportional to this half's share of the layer's FLOPs;
+        `add_experts` gathers the rest.
         """
         function = partial(self._run_route, kind=kind, train=train, full_capacity=full_capacity)
         run = self._with_residuals_if(keeps, function, wanted=(0, 3))
@@ -238,8 +256,8 @@ class LayerFunctions:
             multiplied = dense + model.num_experts_per_tok * model.expert_parameters
             early = gathers[: len(gathers) * dense // multiplied]
             (routed, kept), gathered = interleave(run, args, early, scan.schedule, ALL, x_BSD)
-        # what one device needs, all that have it fetch, and so bring it up to date in the same
-        # steps
+        # All replicas of an expert fetch it if one needs it, so that all apply its pending update
+        # in the same step.
         arrived_E = routed.arrived_E
         if self._slots is not None:
             arrived_E = self._slots.over_experts_local(arrived_E, layer.number)
@@ -264,13 +282,15 @@ class LayerFunctions:
         key = self._router_key(layer) if train else None
         chosen = choices or layer.choices or {}
         h_TD, routing = block.route(x_BSD, self.dtype, key=key, train=train, **chosen)
-        # How many images go to an expert of a task is no surprise: there is room for all of them.
+        # An image task may send all its tokens to one expert, which must not overflow.
         roomy = full_capacity or kind == "task"
         dispatched = block.dispatch(h_TD, routing, full_capacity=roomy)
         return _routed_tokens(x_BSD, h_TD, routing, dispatched)
 
     def _router_key(self, layer: LayerOptions) -> jax.Array | None:
-        """Return the key of what the router draws, the fused step's too; None: it draws nothing."""
+        """Return the PRNG key of the layer's router, the same as in the fused step; None if routers
+        draw nothing.
+        """
         config, step, accumulation = self.config, layer.step, layer.accumulation
         if not config.model.router.draws or step is None or accumulation is None:
             return None
@@ -288,7 +308,9 @@ class LayerFunctions:
         kind: LayerKind,
         keeps: bool,
     ) -> tuple[jax.Array, Any, Overlapped]:
-        """Return (the layer's output, what it keeps, the neighbours' results)."""
+        """Return (output of an MoE layer, residuals of this half, results of `work`). routed: the
+        result of `route`.
+        """
         function = partial(self._run_experts, kind=kind)
         run = self._with_residuals_if(keeps, function, wanted=(0, 1, 2))
         experts, ids_M = params.of_chosen()
@@ -306,7 +328,8 @@ class LayerFunctions:
         kind: LayerKind,
     ) -> jax.Array:
         module = self._blocks[kind]
-        bias = jax.tree.map(lambda b: jnp.zeros(b.shape[1:], b.dtype), module.bias)  # used before
+        # The router has run already: its bias has no effect here.
+        bias = jax.tree.map(lambda b: jnp.zeros(b.shape[1:], b.dtype), module.bias)
         block: Block = module(self._sharded.cast(params), bias)
         assert block.moe is not None
         cast = self._sharded.cast({EXPERTS_PATH: experts})[EXPERTS_PATH]
@@ -324,7 +347,7 @@ class LayerFunctions:
         dparams: Params,
         dexperts: Any = None,
     ) -> GradAccumulator:
-        """Add the gradients of one more micro-batch to a layer's sums."""
+        """Return `sums` with one micro-batch's gradients of a layer added."""
         layout, rows_RG = self.layout(params.stack), sums.rows_RG
         fused, rest = layout.split(dparams)
         if self._scan is not None and self._sharded.fused:
@@ -351,11 +374,13 @@ class LayerFunctions:
         full_capacity: bool,
         last: bool,
     ) -> tuple[jax.Array, GradAccumulator, Overlapped, jax.Array | None, jax.Array | None]:
-        """Return (dx, sums, the neighbours' results, squares of the experts' [R, L], dweights).
+        """Return (dx, summed gradients, results of `work`, squared norms of the experts' gradients
+        [R, L], gradients of the routing weights).
 
-        inputs.kept: what `route` found and kept, and what `add_experts` kept. last: no micro-batch
-        follows, so the experts' gradients are as they are to be kept and their squares are known,
-        unless `reduce` is to add other devices' to them. dweights: of the choices, if they have
+        inputs.kept: (routed tokens, residuals of `route`, residuals of `add_experts`), or None to
+        rerun the layer. last: this is the final micro-batch; the experts' gradients are then
+        converted to their tier's dtype and their squared norms returned, unless `reduce` has to sum
+        them over devices first. The routing weights' gradients are None if the caller supplied no
         weights.
         """
         counts_E = None
@@ -408,7 +433,7 @@ class LayerFunctions:
         sums: GradAccumulator,
         work: NeighborWork,
     ) -> tuple[jax.Array, GradAccumulator, Overlapped]:
-        """Return (dx, sums, the neighbours' results)."""
+        """Return (dx, summed gradients, results of `work`) of a dense layer's backward pass."""
 
         def pull(params: Params, layer: LayerOptions, x_BSD: Any, dy_BSD: Any, kept: Any) -> Any:
             return apply_vjp(kept, (params, layer, x_BSD), dy_BSD)

@@ -1,10 +1,11 @@
-"""What a streamed step asks of a model beside its layers, and what its programs hand to each other.
+"""The interface between a streamed step and its model (`StreamedModel`), and the values that its
+programs exchange.
 
-Legend: A micro-batches, L experts of a device, M that its slot has room for, N layers of a kind, R
-devices, C elements of a device's part of a layer's flat buffer, G the same for gradients.
+A micro-batch is one accumulation step of text, or one micro-batch of an image layout. An array that
+differs between devices and has no token, image or expert dimension has a leading dimension R.
 
-A micro-batch is one accumulation step of text, or one of the layout's of images. Arrays that differ
-between devices and have no dimension of tokens, images or experts have a leading one of R.
+Legend: A micro-batches, L experts of a device, M experts that its slot holds, N layers of a kind, R
+devices, C elements of a device's shard of a layer's flat buffer, G the same for gradients.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,20 +32,20 @@ from jmoe.training.state import TrainState
 
 Params = Any  # nested dicts of arrays
 ExpertStacks = Mapping[str, jax.Array]  # of one layer, [E, ...] each
-Choices = Mapping[str, jax.Array]  # of every token, as `Block.route` takes them
+Choices = Mapping[str, jax.Array]  # each token's experts: keyword arguments of `Block.route`
 Metrics = dict[str, Any]
 Part = TypeVar("Part")  # a micro-batch
 PartIn = TypeVar("PartIn", contravariant=True)
 
 
 class LayerOptions(NamedTuple):
-    """What a layer's programs are given of one micro-batch beside its hidden states.
+    """The inputs of a layer's programs for one micro-batch, apart from parameters and hidden
+    states.
 
-    number: of the layer among its kind. window: how far attention looks; None: to all tokens
-    before.
-    step, accumulation: what its router draws from. choices: its tokens' experts, where the router
-    does not choose them. weight_B: of the images, 0 where a device has none, whose layers it then
-    skips; None: every device has some.
+    number: the layer's index among layers of its kind. window: attention span in tokens; None is
+    unlimited. step, accumulation: seed the router's draws. choices: the experts of each token, if
+    the router does not choose them. weight_B: weights of images, 0 for padding; a device whose
+    first weight is 0 skips the layer. None if every device always has images.
     """
 
     number: jax.Array
@@ -56,16 +57,18 @@ class LayerOptions(NamedTuple):
 
 
 class LayerParams(NamedTuple):
-    """Parameters that a layer's program is given."""
+    """The parameters that a layer's program takes."""
 
-    stack: Params  # dense ones of all layers of its kind, as they lie on the devices or unsharded
-    unsharded_RC: jax.Array | None  # the layer's flat buffer
-    router_bias: Params = None  # of all layers whose experts tokens choose
-    experts: ExpertStacks | None = None  # this layer's; what no token chose may be anything finite
+    stack: Params  # dense parameters of all layers of its kind, sharded or gathered
+    unsharded_RC: jax.Array | None  # this layer's gathered flat buffer
+    router_bias: Params = None  # of all MoE layers with a learned router
+    experts: ExpertStacks | None = None  # this layer's; unchosen rows hold any finite values
     chosen: ChosenRows | None = None  # None: `experts` has a row for each expert, in order
 
     def of_chosen(self) -> tuple[ExpertStacks | None, jax.Array | None]:
-        """Return (arrays of the chosen experts [M, ...], which they are), or (of all, None)."""
+        """Return (the chosen experts' arrays [M, ...], their ids [M]); (all experts' arrays, None)
+        if the slot has a row for each expert.
+        """
         if self.chosen is None or self.experts is None:
             return self.experts, None
         take = lambda w: jnp.take(w, self.chosen.rows_M, axis=0, mode="clip")  # noqa: E731
@@ -73,77 +76,82 @@ class LayerParams(NamedTuple):
 
 
 class Unsharded(NamedTuple):
-    """Parameters that are gathered before the first layer."""
+    """The result of gathering parameters before the first layer."""
 
-    outside: Params  # of what is outside the layers
-    stacks: dict[str, Params] | None  # of all layers; None: each is gathered beside the one before
-    flat: dict[LayerKind, jax.Array]  # the devices' parts of all layers, [N, C]
+    outside: Params  # parameters outside the layers
+    stacks: dict[str, Params] | None  # all layers' dense parameters; None: gathered layer by layer
+    flat: dict[LayerKind, jax.Array]  # shards of all layers' flat buffers, [N, C]
     first_RC: jax.Array | None  # the first layer's flat buffer
 
 
 class RoutedTokens(NamedTuple):
-    """A layer with experts, half done: its tokens' rows are where their experts are."""
+    """An MoE layer after routing: its tokens are on their experts' devices, the experts have not
+    run.
+    """
 
     x_BSD: jax.Array
     h_TD: jax.Array
     dispatched: DispatchedTokens
-    arrived_E: jax.Array  # how many rows for each expert, on all devices that fetch it, int32
+    arrived_E: jax.Array  # int32, token counts by expert, over all devices that hold the expert
     topk_idx_TK: jax.Array
-    stats: MoEStats  # this device's, [R] each
+    stats: MoEStats  # this device's, with a leading dimension R
 
 
 class NextLayer(NamedTuple):
-    """The layer whose parameters are to be gathered."""
+    """The layer whose parameters a program gathers for the program after it."""
 
-    flat_NC: jax.Array  # the devices' parts, of all layers of its kind
+    flat_NC: jax.Array  # shards of the flat buffers of all layers of its kind
     number: jax.Array
 
 
 class PendingGradients(NamedTuple):
-    """A layer's gradients that are still to be summed over devices."""
+    """A layer's gradients before their sum over devices."""
 
     rows_RG: jax.Array | None = None  # of its flat buffer
-    experts: ExpertStacks | None = None  # where devices have the same experts
-    ids_M: jax.Array | None = None  # which experts these are, as `ChosenRows` has them
+    experts: ExpertStacks | None = None  # only if experts have replicas
+    ids_M: jax.Array | None = None  # the experts' ids, see `ChosenRows`
 
 
 class SummedGradients(NamedTuple):
-    """The sums of `PendingGradients`; what those do not have is None."""
+    """A layer's `PendingGradients` after their sum over devices; a field that was None there is
+    None here.
+    """
 
-    row_G: jax.Array | None = None  # this device's part of the flat buffer's
-    experts: ExpertStacks | None = None  # as they are to be kept
-    square: jax.Array | None = None  # of each of this device's experts', [R, L]
+    row_G: jax.Array | None = None  # this device's shard of the flat buffer's gradients
+    experts: ExpertStacks | None = None  # in the dtype of their tier
+    square: jax.Array | None = None  # squared gradient norms by expert, [R, L]
 
 
 class NeighborWork(NamedTuple):
-    """The work that a program does for neighbouring layers beside its own work."""
+    """The collectives that a program runs for neighbouring layers beside its own layer."""
 
-    next_layer: NextLayer | None = None  # to be gathered
-    pending: PendingGradients = PendingGradients()  # of the last layer
-    gathered: Sequence[jax.Array] = ()  # the next layer's first chunks, which are there already
+    next_layer: NextLayer | None = None  # to gather
+    pending: PendingGradients = PendingGradients()  # to reduce, of the layer that ran before
+    gathered: Sequence[jax.Array] = ()  # the next layer's chunks that `route` has gathered
 
 
 class Overlapped(NamedTuple):
-    """The results of `NeighborWork`."""
+    """The results of a program's `NeighborWork`."""
 
     unsharded_RC: jax.Array | None = None  # the next layer's parameters
-    summed: SummedGradients = SummedGradients()  # gradients of the last layer
+    summed: SummedGradients = SummedGradients()  # of the layer that ran before
 
 
 class GradAccumulator(NamedTuple):
     """A layer's gradients, summed over micro-batches but not over devices."""
 
-    rows_RG: jax.Array | None  # None before the first one, or where there are none; so are experts
+    rows_RG: jax.Array | None  # None before the first micro-batch, or without a flat buffer
     rest: list[jax.Array]  # [R, N, ...], of all layers
-    experts: ExpertStacks | None = None
-    ids_M: jax.Array | None = None  # which experts these are; None: all
+    experts: ExpertStacks | None = None  # None before the first micro-batch, or without experts
+    ids_M: jax.Array | None = None  # the experts' ids, see `ChosenRows`; None: all in order
 
 
 class ForBackward(NamedTuple):
-    """A layer's inputs, the gradient of its output, and what its forward pass left for this one.
+    """The inputs of a layer's backward pass for one micro-batch: the layer's input, its output's
+    gradient, and saved values.
 
-    choices: those that were made; None of a dense layer. kept: residuals; None: the layer runs
-    again from x. loss_scale: of its routers' losses. counts_NAE: of `ExpertTotals`.
+    choices: the routing of the forward pass; None for a dense layer. kept: residuals; None reruns
+    the layer from x. loss_scale: multiplies the router losses. counts_NAE: see `ExpertTotals`.
     """
 
     x_BSD: jax.Array
@@ -155,25 +163,31 @@ class ForBackward(NamedTuple):
 
 
 class ExpertTotals(NamedTuple):
-    """Assignments to each expert [N, A, E] and those that found no row [N], of all devices."""
+    """Routing counts over all devices: tokens per expert [N, A, E], and assignments without a
+    buffer row [N].
+    """
 
-    counts_NAE: jax.Array | None = None  # None: tokens choose no experts
+    counts_NAE: jax.Array | None = None  # None: the model has no learned router
     dropped_N: jax.Array | None = None
 
 
 class StepResults(NamedTuple):
-    """The values that the parts of a step hand to its end."""
+    """The inputs of the program that finishes a step: gradients, norms, losses and routing
+    statistics.
+    """
 
     grads: StreamedGradients
-    expert_squares: Mapping[LayerKind, Sequence[jax.Array]]  # of layers' gradients, [R, L]
-    losses: Sequence[Any]  # of each micro-batch, as the model's `loss_gradients` returns them
+    expert_squares: Mapping[LayerKind, Sequence[jax.Array]]  # per layer, [R, L]
+    losses: Sequence[Any]  # per micro-batch, the losses that `loss_gradients` returned
     stats: Sequence[Sequence[MoEStats]]  # [N][A]
     totals: ExpertTotals
 
 
 @dataclass(frozen=True)
 class StreamedLayer:
-    """A layer: its number among its kind and among those with records (-1: it has no experts)."""
+    """One layer. number: its index among layers of its kind. record: its index among layers with
+    experts, -1 without experts.
+    """
 
     kind: LayerKind
     number: int
@@ -182,12 +196,12 @@ class StreamedLayer:
 
     @property
     def stack(self) -> str:
-        """Return the name of its parameters' stack."""
+        """Name of the parameter stack that holds this layer."""
         return STACK_OF[self.kind]
 
 
 def streamed_layers(model: ModelConfig) -> list[StreamedLayer]:
-    """Return a model's layers in order."""
+    """Return a model's layers in the order of the forward pass."""
     layers, records, windows = list[StreamedLayer](), 0, model.windows
     for i, kind in enumerate(model.layer_kinds):
         number = model.layer_kinds[:i].count(kind)
@@ -200,7 +214,9 @@ def streamed_layers(model: ModelConfig) -> list[StreamedLayer]:
 
 
 class ModelParts(NamedTuple):
-    """A model's layers without their experts, their experts, and what is outside the layers."""
+    """A model split into pure functions: layers without experts, the experts, and the modules
+    outside the layers.
+    """
 
     blocks: dict[LayerKind, FunctionalModule]
     experts: dict[LayerKind, FunctionalModule]
@@ -208,7 +224,7 @@ class ModelParts(NamedTuple):
 
     @classmethod
     def taken_from(cls, sharded: ShardedModel) -> "ModelParts":
-        """Return the parts of a model, each a function of its parameters."""
+        """Return the parts of `sharded`'s model; no parameters are computed."""
         model: Any = nnx.eval_shape(sharded.build)
         blocks, experts = dict[LayerKind, FunctionalModule](), dict[LayerKind, FunctionalModule]()
         for kind, stack in STACK_OF.items():
@@ -223,72 +239,86 @@ class ModelParts(NamedTuple):
 
     @property
     def expert_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of an expert's parameters."""
+        """Shapes of one expert's parameters, by name."""
         params = next(iter(self.experts.values())).params
         return {name: tuple(w.shape[2:]) for name, w in params.items()}
 
 
 class LocalSlots(Protocol):
-    """Where experts lie on devices that have only those that they need; see `TaskSlots`."""
+    """The placement of experts on devices that hold only the experts they need; `TaskSlots`
+    implements it.
+    """
 
     @property
     def owns_RNS(self) -> NDArray[np.bool_]:
-        """Whether a device is the first of those that have the expert of the slot."""
+        """Whether a device is the first of the devices that hold the slot's expert."""
 
     def of_device(self, table: NDArray[Any]) -> jax.Array:
-        """Return this device's row of a table [R, ...]."""
+        """Return this device's row of a table [R, ...]; call inside `shard_map`."""
 
     def over_experts_local(self, counts_S: jax.Array, layer: jax.Array) -> jax.Array:
-        """Return [E], what all devices have counted of each expert in their slots of a layer."""
+        """Return counts [E] by expert, summed over all devices. counts_S: this device's counts by
+        slot of the layer.
+        """
 
     def layer_reduced_local(self, grads: ExpertStacks, layer: int) -> dict[str, jax.Array]:
-        """Return gradients [S, ...] of a layer summed over the devices that have the expert."""
+        """Return one layer's gradients [S, ...] summed over the devices that hold each expert."""
 
 
 class StreamedModel(Protocol[PartIn]):
-    """The parts of a step that are a model's own; `StreamedRunner` runs the layers between them.
+    """The model-specific parts of a streamed step; `StreamedRunner` runs the layers between them.
 
-    All but `layer_options` are traced, on each device: `outside` is what is outside the layers,
-    unsharded, and `part` this device's micro-batch. Gradients are summed over micro-batches and
-    devices by the runner's programs.
+    All methods except `layer_options` are traced, on each device. outside: the unsharded parameters
+    outside the layers. part: this device's micro-batch. The runner's programs sum gradients over
+    micro-batches and devices.
     """
 
     config: TrainConfig
     sharded: ShardedModel
     parts: ModelParts
     outside_spec: Any  # of `Unsharded.outside`
-    stack_specs: Mapping[str, Any]  # of the dense parameters that layers' programs are given
+    stack_specs: Mapping[str, Any]  # of `LayerParams.stack`, by name of the stack
     part_spec: Any
-    scan: ReverseScan | None = None  # gathers and reduces beside layers; None: nothing does
-    slots: LocalSlots | None = None  # None: experts lie as the mesh splits them
-    native: bool = False  # whether programs are traced with native operations
-    keeps_residuals: bool = False  # of layers that do not run again on the way back
+    scan: ReverseScan | None = None  # makes the collectives beside layers; None: there are none
+    slots: LocalSlots | None = None  # None: the mesh splits experts evenly
+    native: bool = False  # whether programs are traced with native CPU operations
+    keeps_residuals: bool = False  # False: the backward pass reruns each layer
 
     def unsharded(self, params: Params, *, first: LayerKind) -> Unsharded:
-        """Gather what the first layer needs, and all that is not gathered layer by layer."""
+        """Return the parameters that are gathered before the first layer. first: the first layer's
+        kind.
+        """
 
     def embed(self, outside: Params, part: PartIn) -> tuple[jax.Array, list[Choices]]:
-        """Return (the first layer's input, choices in each layer whose experts it names)."""
+        """Return (the first layer's input, routing choices for each layer that is routed
+        by task).
+        """
 
     def layer_options(
         self, layer: StreamedLayer, step: jax.Array, part: PartIn, number: int
     ) -> LayerOptions:
-        """Return what a layer is given of micro-batch `number`."""
+        """Return the options of `layer` for micro-batch `number`. Runs on the host, untraced."""
 
     def auxiliary_loss(
         self, kind: LayerKind, stats: MoEStats, counts_E: jax.Array | None
     ) -> jax.Array:
-        """Return this device's part of a layer's router losses; counts_E: of all devices."""
+        """Return this device's addend to a layer's router losses. counts_E: tokens per expert, over
+        all devices.
+        """
 
     def loss_gradients(
         self, outside: Params, x_BSD: jax.Array, part: PartIn, loss_scale: LossScale | None
     ) -> tuple[Any, jax.Array, Params]:
-        """Return (this device's part of the losses, gradients of x, of what is outside)."""
+        """Return (this device's addends to the losses, the gradient of x, gradients of
+        `outside`).
+        """
 
     def embed_gradients(
         self, outside: Params, part: PartIn, dx_BSD: jax.Array, dweights: Sequence[jax.Array]
     ) -> Params:
-        """Return the gradients of what is outside by those of `embed`'s input and its choices."""
+        """Return the gradients of `outside` through `embed`. dx_BSD: of its hidden states.
+        dweights: of its choices' routing weights.
+        """
 
         def differentiable(outside: Params) -> tuple[jax.Array, list[jax.Array]]:
             x_BSD, choices = self.embed(outside, part)
@@ -298,12 +328,14 @@ class StreamedModel(Protocol[PartIn]):
         return jax.vjp(differentiable, outside)[1]((dx_BSD, list(dweights)))[0]
 
     def metrics(self, step: StepResults) -> Metrics:
-        """Return this device's part of the step's losses and of its routers' statistics."""
+        """Return this device's addends to the step's losses and router statistics."""
 
     def reduced(self, params: Params, grads: StreamedGradients) -> Params:
-        """Return gradients like the parameters on this device, summed over all devices."""
+        """Return `grads` as a tree like `params`, summed over all devices, on this
+        device's shards.
+        """
 
     def finish(
         self, state: TrainState, grads: Params, squares: dict[str, jax.Array], metrics: Metrics
     ) -> tuple[TrainState, Metrics]:
-        """Return (the state after its update, the step's metrics); see `finish_step`."""
+        """Return (the updated state, the step's metrics); see `finish_step`."""

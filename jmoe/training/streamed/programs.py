@@ -1,9 +1,10 @@
-"""A streamed step in parts, compiled each for itself, for a host that runs layer by layer.
+"""The compiled programs of a streamed step, which `StreamedRunner` calls layer by layer from the
+host.
+
+On several devices each program is one `shard_map` over the mesh. Programs that sum gradients add to
+an accumulator, which they donate.
 
 Legend: A micro-batches, N layers of a kind, L experts of a device, R devices.
-
-On several devices a program is one `shard_map` over all of them. Gradients are summed into what is
-given, which is donated.
 """
 
 from collections.abc import Callable, Sequence
@@ -51,8 +52,8 @@ Stats = Sequence[Sequence[MoEStats]]  # [N][A]
 
 @dataclass(frozen=True)
 class StepPrograms:
-    """The compiled functions of one run; those of layers are `LayerFunctions`, for all of a
-    kind.
+    """The compiled programs of one run. The layer programs (`LayerFunctions`) take a layer's index,
+    so that all layers of a kind share one compilation.
     """
 
     unsharded: Callable[..., Unsharded]
@@ -73,7 +74,7 @@ class StepPrograms:
 
 
 def _specs_of(args: Any, specs: Any) -> Any:
-    """Return the specs of arguments; None maps to a replicated spec."""
+    """Return partition specs with the structure of `args`; None maps to a replicated spec."""
     if args is None:
         return REPLICATED
     if type(args) is type(specs) and hasattr(args, "_fields"):
@@ -89,7 +90,11 @@ def compiled_for(
     static: Sequence[str] = (),
     donate: int | tuple[int, ...] = (),
 ) -> Callable[..., R]:
-    """Compile a function over all devices of a model. specs: of its arguments; static: options."""
+    """Return `function` jitted over the model's mesh.
+
+    specs, out: partition specs of the arguments and the result. static: keyword arguments to
+    specialize on. donate: positions of donated arguments.
+    """
     mesh, function = model.sharded.mesh, with_native(model.native, function)
     if mesh.size == 1:
         return jax.jit(function, static_argnames=static, donate_argnums=donate)
@@ -106,30 +111,36 @@ def compiled_for(
 
 
 class _StepFunctions:
-    """The functions of a step that every model has beside its layers, traced on each device."""
+    """The functions of a step outside its layers, common to all models; traced on each device."""
 
     def __init__(self, model: StreamedModel[Any], layers: LayerFunctions) -> None:
         self._model, self._layers, self._num_devices = model, layers, model.sharded.mesh.size
 
     def most_chosen(self, arrived: Sequence[jax.Array]) -> jax.Array:
-        """Return how many experts rows arrived for in any of these arrays, on the device with
-        most.
+        """Return the largest number of experts, over devices, that any micro-batch's tokens chose.
+        arrived: token counts by expert, one array per micro-batch.
         """
         most = (sum(arrived[1:], arrived[0]) > 0).sum(dtype=jnp.int32)
         return lax.pmax(most, ALL) if self._num_devices > 1 else most
 
     def totals(self, stats: Stats) -> ExpertTotals:
+        """Return the routing counts summed over all devices."""
         counts_NAE = jnp.stack([jnp.stack([s.counts_E[0] for s in layer]) for layer in stats])
         dropped_N = jnp.stack([sum(s.dropped[0] for s in layer) for layer in stats])
         return ExpertTotals(*over_devices(self._num_devices, (counts_NAE, dropped_N)))
 
     def dropped(self, stats: Stats) -> jax.Array:
-        """Return how many assignments of all devices found no row in buffers."""
+        """Return the number of token-expert assignments, over all devices, that found no buffer
+        row.
+        """
         dropped = jnp.stack([s.dropped[0] for layer in stats for s in layer])
         total: jax.Array = over_devices(self._num_devices, dropped.sum(dtype=jnp.int32))
         return total
 
     def zeros(self, stacks: dict[str, Params], outside: Params) -> StreamedGradients:
+        """Return zero gradient accumulators in float32. stacks: dense parameters by stack; outside:
+        parameters outside the layers.
+        """
         own = {kind: stacks[name] for kind, name in STACK_OF.items() if name in stacks}
         rest = {kind: _zeros_of(self._layers.layout(w).split(w)[1]) for kind, w in own.items()}
         return StreamedGradients(_zeros_of(outside), rest, {kind: [] for kind in own})
@@ -142,7 +153,9 @@ class _StepFunctions:
         sums: Params,
         loss_scale: LossScale | None,
     ) -> tuple[Any, jax.Array, Params]:
-        """Return (this device's part of the losses, dx, summed gradients of what is outside)."""
+        """Return (this device's addends to the losses, dx, `sums` plus the gradients of
+        `outside`).
+        """
         losses, dx_BSD, new = self._model.loss_gradients(outside, x_BSD, part, loss_scale)
         return losses, dx_BSD, _added(sums, new)
 
@@ -154,11 +167,13 @@ class _StepFunctions:
         sums: Params,
         dweights: Sequence[jax.Array],
     ) -> Params:
-        """Return the summed gradients of what is outside the layers."""
+        """Return `sums` plus the gradients of `outside` through the embedding."""
         return _added(sums, self._model.embed_gradients(outside, part, dx_BSD, dweights))
 
     def finish(self, state: TrainState, step: StepResults) -> tuple[TrainState, Metrics]:
-        """Return (the state after its update, but the experts'; the step's metrics)."""
+        """Return (the updated state, the step's metrics). Experts are not updated here:
+        `ExpertState` applies their gradients.
+        """
         model, mesh, (counts_NAE, dropped_N) = self._model, self._model.sharded.mesh, step.totals
         metrics = over_devices(mesh.size, model.metrics(step))
         if counts_NAE is not None:
@@ -174,7 +189,7 @@ class _StepFunctions:
 
 
 def _zeros_of(tree: Params) -> Any:
-    """Return zeros in float32, one device's."""
+    """Return float32 zeros with the shapes of `tree` and a leading dimension R of 1."""
     return jax.tree.map(lambda w: jnp.zeros((1, *w.shape), jnp.float32), tree)
 
 
@@ -183,7 +198,7 @@ def _added(sums: Params, new: Params) -> Params:
 
 
 def compile_step(model: StreamedModel[Any]) -> StepPrograms:
-    """Return the programs of a model's step; each is compiled when it is called first."""
+    """Return the programs of a model's step. Each compiles at its first call."""
     layers = LayerFunctions(model)
     step = _StepFunctions(model, layers)
     all_of: Any = REPLICATED

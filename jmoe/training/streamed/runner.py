@@ -1,14 +1,15 @@
-"""The training step with experts on several tiers: the host runs layer by layer while more experts
-arrive.
+"""The training step with experts on several tiers: the host runs layer by layer while further
+experts arrive.
+
+Each layer runs for all micro-batches before the next layer starts, so that its experts are fetched
+once per pass. The gradients of an expert are applied when it is fetched next: the global norm is
+known by then, and the update overlaps with other layers' compute. On several devices there are two
+prefetches (MoESys, section 3.2): while a layer computes, the next layer's experts arrive from lower
+tiers and its dense parameters from other devices. `StreamedTrainer` and `StreamedVisionTrainer` are
+the subclasses.
 
 Legend: A micro-batches, P experts of this process, N layers, R devices, C elements of a device's
-part of a layer's flat buffer.
-
-Layers go 0 … N-1 and back, each for all micro-batches at once, so that its experts are fetched once
-a pass. Gradients of experts are applied when the expert is fetched next: by then the global norm is
-known, and the update hides under other layers' work. On several devices that is one of two
-prefetches (MoESys section 3.2): while layer i computes, its successor's experts arrive from the
-tiers below, and its dense parameters from the other devices.
+shard of a layer's flat buffer.
 """
 
 from abc import ABC, abstractmethod
@@ -62,32 +63,32 @@ Squares = dict[LayerKind, list[jax.Array]]
 
 @dataclass
 class _PassedLayer:
-    """A layer on the way forward, for the way back: its inputs and what it keeps, by
-    micro-batch.
+    """The values that one layer's forward pass leaves for its backward pass; lists have one entry
+    per micro-batch.
     """
 
     xs: list[jax.Array]
-    kept: list[Any] = field(default_factory=list)  # as its gradients' program takes it
-    choices: list[Choices] = field(default_factory=list)  # only with experts, as is chosen_P
+    kept: list[Any] = field(default_factory=list)  # residuals, see `ForBackward`
+    choices: list[Choices] = field(default_factory=list)  # empty for a dense layer, like chosen_P
     chosen_P: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
-    room: int = 0  # experts of a device that its programs are given; 0: all
+    room: int = 0  # slot rows of each device; 0: one for each expert
 
 
 @dataclass(frozen=True)
 class _PendingLayer:
-    """A layer on the way back whose gradients are not summed over devices yet."""
+    """A layer whose backward pass has run and whose gradients are not reduced over devices yet."""
 
     layer: StreamedLayer
     gradients: PendingGradients
-    chosen_P: NDArray[np.bool_]  # as its `_PassedLayer` has them
+    chosen_P: NDArray[np.bool_]  # the experts with gradients
 
 
 @dataclass
 class Pass(Generic[Part]):
-    """A pass over the layers on its way.
+    """The state of one forward (and backward) pass over the layers.
 
-    choices: of each micro-batch, in each layer whose experts it names; dweights: gradients of their
-    weights, the last layer's first. flat: of `Unsharded`.
+    choices: per micro-batch, the routing of each layer that is routed by task. dweights: per
+    micro-batch, the gradients of those routings' weights, last layer first. flat: see `Unsharded`.
     """
 
     state: TrainState
@@ -95,33 +96,36 @@ class Pass(Generic[Part]):
     outside: Params
     stacks: dict[str, Params]
     flat: dict[LayerKind, jax.Array]
-    unsharded_RC: jax.Array | None  # the buffer of the layer that comes next
+    unsharded_RC: jax.Array | None  # the gathered flat buffer of the layer that runs next
     train: bool
     full_capacity: bool
-    keeps: bool  # what layers need on the way back
+    keeps: bool  # whether layers save residuals
     choices: list[list[Choices]] = field(default_factory=list)
     passed: list[_PassedLayer] = field(default_factory=list)
     stats: list[list[MoEStats]] = field(default_factory=list)
     dweights: list[list[jax.Array]] = field(default_factory=list)
 
     def params(self, layer: StreamedLayer, experts: DeviceStacks | None = None) -> LayerParams:
-        """Return what the next layer's program is given."""
+        """Return the parameters for the program of `layer`, which must be the layer
+        gathered last.
+        """
         bias = self.state.router_bias if layer.kind == "moe" else None
         return LayerParams(self.stacks[layer.stack], self.unsharded_RC, bias, experts)
 
 
 def first_state(model: nnx.Module, loss_scale: LossScale | None = None) -> TrainState:
-    """Return step 0 of a model's parameters but its experts'."""
+    """Return the state of step 0 without experts, from a model with random parameters."""
     split: Any = nnx.split(model, nnx.Param, RouterBias)
     params = without_experts(nnx.to_pure_dict(split[1]))
     return TrainState.at_step_0(params, nnx.to_pure_dict(split[2]), loss_scale)
 
 
 class StreamedRunner(StreamedExperts, ABC, Generic[Part]):
-    """The trainer of a run whose experts lie on several tiers; its state is of all else.
+    """The `Trainer` of a run with experts on tiers; its `TrainState` holds all parameters except
+    experts.
 
-    run, slotted: see `StreamedExperts`. before: a trainer of the run whose experts this one goes on
-    with.
+    run, slotted: see `StreamedExperts`. before: an earlier trainer of the same run whose experts
+    this trainer takes over.
     """
 
     def __init__(
@@ -135,7 +139,7 @@ class StreamedRunner(StreamedExperts, ABC, Generic[Part]):
         self.streamed, self.programs = streamed, compile_step(streamed)
         self._layers = streamed_layers(config.model)
         self._record_layers = [layer for layer in self._layers if layer.record >= 0]
-        self._down = list(range(len(self._record_layers)))  # records' layers on the way forward
+        self._down = list(range(len(self._record_layers)))  # layers with experts, forward order
         if before is None:
             shapes = streamed.parts.expert_shapes
             super().__init__(config, streamed.sharded.mesh, shapes, run, slotted)
@@ -146,14 +150,14 @@ class StreamedRunner(StreamedExperts, ABC, Generic[Part]):
 
     @abstractmethod
     def _experts_drawn(self, kind: LayerKind, number: jax.Array) -> nnx.Module:
-        """Return the experts of step 0 of layer `number` of its kind."""
+        """Return random experts of step 0 for the layer of index `number` in its kind."""
 
     @abstractmethod
     def _parts(self, state: TrainState, batch: Any) -> list[Part]:
-        """Return a step's micro-batches, in their places."""
+        """Return the step's micro-batches, placed on the devices."""
 
     def _draw_experts(self) -> None:
-        """Take the experts of step 0 to their tiers, one layer at a time."""
+        """Draw random experts of step 0 onto their tiers, one layer at a time."""
         experts_of = lambda number, *, kind: nnx.state(self._experts_drawn(kind, number))  # noqa: E731
         draw = jax.jit(
             lambda number, *, kind: nnx.to_pure_dict(experts_of(number, kind=kind)),
@@ -172,7 +176,9 @@ class StreamedRunner(StreamedExperts, ABC, Generic[Part]):
     def step(
         self, state: TrainState, batch: Any, full_capacity: bool = False
     ) -> tuple[TrainState, Metrics]:
-        """Take one step; where a buffer overflowed there are no metrics but `overflow` and `ok`."""
+        """Return (new state, metrics); see `Trainer.step`. After a buffer overflow the metrics are
+        only `overflow` and `ok`.
+        """
         with self._opened.guard():
             return self._step(state, batch, full_capacity)
 
@@ -203,8 +209,8 @@ class StreamedRunner(StreamedExperts, ABC, Generic[Part]):
     def _loss_gradients(
         self, run: Pass[Part], xs: list[jax.Array], sums: Params
     ) -> tuple[list[Any], Params]:
-        """Return (the losses, summed gradients of what is outside); puts those of `xs` in its
-        place.
+        """Return (losses per micro-batch, summed gradients of the parameters outside the layers);
+        replaces each entry of `xs` by its gradient.
         """
         losses, scale = list[Any](), run.state.loss_scale
         for a, part in enumerate(run.parts):
@@ -214,13 +220,15 @@ class StreamedRunner(StreamedExperts, ABC, Generic[Part]):
         return losses, sums
 
     def _next_layer(self, run: Pass[Part], i: int) -> NextLayer | None:
-        """Return layer i, where there is one and its parameters have to be gathered."""
+        """Return layer i for a program to gather; None if i is out of range or nothing is gathered
+        per layer.
+        """
         if not run.flat or not 0 <= i < len(self._layers):
             return None
         return NextLayer(run.flat[self._layers[i].kind], self._layers[i].options.number)
 
     def _options(self, run: Pass[Part], layer: StreamedLayer, a: int) -> LayerOptions:
-        """Return what a layer's programs are given of micro-batch `a`."""
+        """Return the options of a layer's programs for micro-batch `a`."""
         options = self.streamed.layer_options(layer, run.state.step, run.parts[a], a)
         if layer.kind != "task":
             return options
@@ -231,11 +239,12 @@ class StreamedRunner(StreamedExperts, ABC, Generic[Part]):
     def _forward(
         self, state: TrainState, parts: list[Part], *, train: bool, full_capacity: bool
     ) -> tuple[Pass[Part], list[jax.Array]]:
-        """Return (what the way back needs, hidden states)."""
+        """Return (the pass with the values that its backward pass needs, last hidden states per
+        micro-batch).
+        """
         programs, first = self.programs, self._layers[0].kind
         there = self._done(programs.unsharded(state.params, first=first))
-        # buffers for full capacity are as large as all devices' tokens: too much to keep of every
-        # layer
+        # Full-capacity buffers hold the tokens of all devices: too large to save for every layer.
         keeps = train and not full_capacity and self.streamed.keeps_residuals
         stacks = there.stacks
         if stacks is None:
@@ -250,15 +259,17 @@ class StreamedRunner(StreamedExperts, ABC, Generic[Part]):
             run.dweights.append([])
         for i, layer in enumerate(self._layers):
             if not train:
-                run.passed.clear()  # there is no way back
+                run.passed.clear()  # frees the saved values: no backward pass follows
             run.passed.append(_PassedLayer(xs))
-            ys = list(xs) if train else xs  # the inputs of an evaluation are needed no more
+            ys = list(xs) if train else xs  # evaluation overwrites its inputs
             (self._forward_dense if layer.kind == "dense" else self._forward_experts)(run, i, ys)
             xs = ys
         return run, xs
 
     def _forward_dense(self, run: Pass[Part], i: int, xs: list[jax.Array]) -> None:
-        """Run a layer, in place of its inputs."""
+        """Run dense layer i on all micro-batches; replaces each entry of `xs` by the layer's
+        output.
+        """
         layer, next_layer = self._layers[i], self._next_layer(run, i + 1)
         params = run.params(layer)
         for a, x in enumerate(xs):
@@ -270,9 +281,10 @@ class StreamedRunner(StreamedExperts, ABC, Generic[Part]):
                 run.unsharded_RC = overlapped.unsharded_RC
 
     def _forward_experts(self, run: Pass[Part], i: int, xs: list[jax.Array]) -> None:
-        """Run a layer, in place of its inputs.
+        """Run MoE layer i on all micro-batches; replaces each entry of `xs` by the layer's output.
 
-        Experts are fetched for all micro-batches at once, but for one of the many of an evaluation.
+        Training fetches the experts of all micro-batches at once. Evaluation, which has many
+        micro-batches, fetches the missing experts before each one.
         """
         params, size = run.params(self._layers[i]), len(xs) if run.train else 1
         for first in range(0, len(xs), size):
@@ -288,7 +300,9 @@ class StreamedRunner(StreamedExperts, ABC, Generic[Part]):
         xs: Sequence[jax.Array],
         first: int,
     ) -> list[jax.Array]:
-        """Run a layer with experts on those of its inputs from number `first` on."""
+        """Return the outputs of MoE layer i for the inputs `xs`, which are the micro-batches from
+        number `first` on.
+        """
         programs, layer, passed = self.programs, self._layers[i], run.passed[-1]
         how = {"kind": layer.kind, "keeps": run.keeps}
         of_route = how | {"train": run.train, "full_capacity": run.full_capacity}
@@ -320,10 +334,12 @@ class StreamedRunner(StreamedExperts, ABC, Generic[Part]):
                 run.unsharded_RC = overlapped.unsharded_RC
             ys.append(y)
             passed.kept.append((tokens, of_routing, kept) if run.keeps else None)
-        return jax.block_until_ready(ys)  # the slot may change then
+        return jax.block_until_ready(ys)  # the slot is overwritten after this
 
     def _room_for(self, arrived: Sequence[jax.Array]) -> int:
-        """Return how many experts of a device there is room for, with all of these; 0: for all."""
+        """Return the number of slot rows per device that hold all chosen experts; 0 if the slot has
+        a row for each expert.
+        """
         experts = self._opened
         if experts.room is None:
             return 0
@@ -339,7 +355,9 @@ class StreamedRunner(StreamedExperts, ABC, Generic[Part]):
         grads: StreamedGradients,
         counts_NAE: jax.Array | None,
     ) -> Squares:
-        """Return squared norms of each layer's experts' gradients; fills `grads`, changes `dxs`."""
+        """Return the squared gradient norms of each layer's experts, by kind; fills `grads` and
+        replaces `dxs` by the gradients of the first layer's inputs.
+        """
         squares: Squares = {layer.kind: [] for layer in self._record_layers}
         pending: _PendingLayer | None = None
         for i, layer in reversed(list(enumerate(self._layers))):
@@ -357,10 +375,11 @@ class StreamedRunner(StreamedExperts, ABC, Generic[Part]):
             run.unsharded_RC = overlapped.unsharded_RC
             left = PendingGradients(sums.rows_RG, sums.experts, sums.ids_M)
             pending = _PendingLayer(layer, left, run.passed[i].chosen_P)
-            if square is not None:  # no other device has gradients of the same experts
+            if square is not None:  # the experts' gradients needed no further reduction
                 squares[layer.kind].append(square)
-            run.passed.pop()  # what it kept is needed no more
-            if i == 0 or self.streamed.slots is not None:  # nothing sums beside what follows
+            run.passed.pop()  # frees the layer's residuals
+            # No layer follows to reduce beside, or its program cannot reduce slots.
+            if i == 0 or self.streamed.slots is not None:
                 self._reduce(pending, grads, squares)
                 pending = None
         for of_kind in (*grads.rows_G.values(), *squares.values()):
@@ -368,7 +387,9 @@ class StreamedRunner(StreamedExperts, ABC, Generic[Part]):
         return squares
 
     def _reduce(self, pending: _PendingLayer, grads: StreamedGradients, squares: Squares) -> None:
-        """Sum a layer's gradients over devices beside nothing else."""
+        """Reduce a layer's gradients over devices without other work to overlap with, and store
+        them.
+        """
         if jax.tree.leaves(pending.gradients):
             number = pending.layer.number
             summed = self._done(self.programs.reduce(pending.gradients, number=number))
@@ -381,7 +402,9 @@ class StreamedRunner(StreamedExperts, ABC, Generic[Part]):
         grads: StreamedGradients,
         squares: Squares,
     ) -> None:
-        """Take a layer's gradients to where they are kept, once they are summed."""
+        """Store a layer's reduced gradients: dense ones in `grads`, experts' on their tier, norms
+        in `squares`.
+        """
         layer = pending.layer
         if summed.row_G is not None:
             grads.rows_G[layer.kind].append(summed.row_G)
@@ -397,7 +420,9 @@ class StreamedRunner(StreamedExperts, ABC, Generic[Part]):
         sums: GradAccumulator,
         work: NeighborWork,
     ) -> tuple[GradAccumulator, Overlapped]:
-        """Run one layer backwards; changes `dxs`."""
+        """Return (summed gradients, results of `work`) of dense layer i's backward pass; replaces
+        `dxs`.
+        """
         layer, passed, results = self._layers[i], run.passed[i], Overlapped()
         params = run.params(layer)
         for a, (x, kept) in enumerate(zip(passed.xs, passed.kept, strict=True)):
@@ -417,11 +442,11 @@ class StreamedRunner(StreamedExperts, ABC, Generic[Part]):
         work: NeighborWork,
         counts_NAE: jax.Array | None,
     ) -> tuple[GradAccumulator, Overlapped, jax.Array | None]:
-        """Run one layer backwards, whose experts' gradients go to their tier; changes `dxs`.
+        """Return (summed gradients, results of `work`, squared norms of the experts' gradients) of
+        MoE layer i's backward pass; replaces `dxs`.
 
-        Returns (the other gradients, the neighbours' results, the squared norm of the experts'
-        gradients). Where devices have the same experts, their gradients may be among the others, to
-        be summed, and the norm is None.
+        The experts' gradients go to their tier. If they first need a reduction over devices, they
+        are part of the summed gradients instead, and the norms are None.
         """
         experts, layer, passed = self._opened, self._layers[i], run.passed[i]
         fetched = self._joined(experts.fetch(layer.record, passed.chosen_P))
@@ -451,9 +476,10 @@ class StreamedRunner(StreamedExperts, ABC, Generic[Part]):
     # Without gradients
 
     def _hidden(self, state: TrainState, parts: list[Part]) -> tuple[Params, list[jax.Array]]:
-        """Return (what is outside the layers, unsharded; the last hidden states).
+        """Return (unsharded parameters outside the layers, last hidden states per micro-batch),
+        without gradients.
 
-        Experts are fetched once for all micro-batches.
+        Each layer's experts are fetched once for all micro-batches.
         """
 
         def forward(*, full_capacity: bool) -> tuple[tuple[Params, list[jax.Array]], jax.Array]:

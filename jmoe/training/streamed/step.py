@@ -1,5 +1,6 @@
-"""The streamed trainer of text models. Legend: A accumulation steps, B batch, S sequence, V
-vocabulary.
+"""The streamed trainer of text models.
+
+Legend: A accumulation steps, B batch, S sequence, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ from jmoe.training.streamed.text import StreamedDecoder, TokenPart
 
 @dataclass(frozen=True)
 class TextPrograms:
-    """The compiled functions of text beside those of every streamed step."""
+    """The compiled programs specific to text, besides `StepPrograms`."""
 
     unstack: Callable[[jax.Array], list[jax.Array]]
     split: Callable[[jax.Array], TokenPart]
@@ -33,7 +34,7 @@ class TextPrograms:
 
 
 def compile_text(model: StreamedDecoder) -> TextPrograms:
-    """Return the programs of a text model."""
+    """Return the programs of a text model. Each compiles at its first call."""
     make, outside = partial(compiled_for, model), model.outside_spec
     return TextPrograms(
         unstack=make(list, ACCUMULATED_BATCH, out=BATCH),
@@ -44,10 +45,10 @@ def compile_text(model: StreamedDecoder) -> TextPrograms:
 
 
 class StreamedTrainer(StreamedRunner[TokenPart]):
-    """The `Trainer` of text runs whose experts lie on several tiers; see `StreamedRunner`.
+    """The `Trainer` of text runs with experts on tiers; see `StreamedRunner`.
 
-    chunk_bytes: how much the network takes at once, see `ShardedDecoder.reverse_scan`. links: see
-    there.
+    chunk_bytes, links: see `ShardedDecoder.reverse_scan` and `ShardedDecoder`. run: see
+    `StreamedExperts`.
     """
 
     def __init__(
@@ -66,16 +67,16 @@ class StreamedTrainer(StreamedRunner[TokenPart]):
         self._tokens_place = self._device or NamedSharding(mesh, ACCUMULATED_BATCH)
         self._batch_place = self._device or NamedSharding(mesh, BATCH)
         self.notes = [*model.notes, self.stores.note]
-        # as many hidden states as a training step keeps of its layers' inputs
+        # Evaluation then holds as many hidden states as training saves as layer inputs.
         self.evaluation_batches = len(self._layers) * config.gradient_accumulation_steps
 
     # State
 
     def init(self) -> TrainState:
-        """Draw step 0, with the fused trainer's parameters; experts are drawn one layer at a
-        time.
+        """Return the state of step 0, with the same random parameters as `FusedTrainer`; draws
+        experts onto their tiers one layer at a time.
         """
-        # no other draw depends on the size of experts
+        # Small experts save memory; the other parameters' random values do not depend on the size.
         config, small = self.config, replace(self.config.model, moe_intermediate_size=1)
 
         def rest() -> TrainState:
@@ -92,9 +93,11 @@ class StreamedTrainer(StreamedRunner[TokenPart]):
         return Decoder.experts_of(self.config.model, number, nnx.Rngs(self.config.seed))
 
     def save_state(self, state: TrainState) -> TrainState:
-        """Return what a checkpoint holds besides records, durable then if on the tier nvme.
+        """Return the state for a checkpoint, without experts, and prepare the experts' records for
+        it.
 
-        With moments there, experts are saved as they stand, else up to date.
+        With moments on the tier nvme, the records are durable afterwards and experts keep their
+        pending updates; otherwise all pending updates are applied first.
         """
         with self._opened.guard():
             self.stores.save(self._opened)
@@ -106,8 +109,8 @@ class StreamedTrainer(StreamedRunner[TokenPart]):
         weights: ReadExperts | None = None,
         moments: ReadExperts | None = None,
     ) -> TrainState:
-        """Return the state; experts go to their tiers layer by layer. None: they are there
-        already.
+        """Return the training state, and load experts onto their tiers one layer at a time.
+        weights, moments: both None if the records are in place already.
         """
         self._load(int(saved.step), weights, moments)
         if self._device:
@@ -121,8 +124,8 @@ class StreamedTrainer(StreamedRunner[TokenPart]):
         return [self._text.split(tokens_BS) for tokens_BS in tokens]
 
     def evaluate(self, state: TrainState, batches: Sequence[Batch]) -> list[jax.Array]:
-        """Return the summed negative log-likelihood of each batch; experts are fetched once for
-        all.
+        """Return the summed negative log-likelihood of each batch, in nats. Each layer's experts
+        are fetched once for all batches.
         """
         batches = [jax.device_put(batch, self._batch_place) for batch in batches]
         parts = [self._done(self._text.split(tokens)) for tokens, _ in batches]
@@ -136,7 +139,7 @@ class StreamedTrainer(StreamedRunner[TokenPart]):
     def next_logits(
         self, state: TrainState, tokens_BS: jax.Array, position: jax.Array
     ) -> jax.Array:
-        """Return logits [V] after the token at `position` of the first sequence."""
+        """Return logits [V] after the token at `position` of the first sequence of `tokens_BS`."""
         tokens = jax.device_put(tokens_BS, self._batch_place)
         outside, (x_BSD,) = self._hidden(state, [TokenPart(tokens, tokens)])
         logits_V: jax.Array = self._done(self._text.logits(outside, x_BSD, position))

@@ -1,7 +1,7 @@
-"""What a streamed step has of a text model beside its layers.
+"""The text model of a streamed step: `StreamedDecoder`, used by `StreamedTrainer`.
 
 Legend: B batch, S sequence, T = B S tokens, D hidden, V vocabulary, E experts, N layers with
-experts, A accumulation steps, R devices, C elements of a device's part of a layer's flat buffer.
+experts, A accumulation steps, R devices, C elements of a device's shard of a layer's flat buffer.
 """
 
 from functools import partial
@@ -42,14 +42,16 @@ from jmoe.training.update import (
 
 
 class TokenPart(NamedTuple):
-    """One accumulation step's tokens, and for each the one that follows."""
+    """One accumulation step's tokens, and the next token of each as its label."""
 
     inputs_BS: jax.Array
     labels_BS: jax.Array
 
 
 class StreamedDecoder(StreamedModel[TokenPart]):
-    """The decoder of a text run. chunk_bytes, links: see `ShardedDecoder`."""
+    """The `StreamedModel` of a text run. chunk_bytes: see `ShardedDecoder.reverse_scan`. links: see
+    `ShardedDecoder`.
+    """
 
     def __init__(
         self,
@@ -126,7 +128,7 @@ class StreamedDecoder(StreamedModel[TokenPart]):
 
     @property
     def _step_tokens(self) -> int:
-        """Return the tokens of a step, on all devices."""
+        """Number of tokens in a step, over all devices."""
         steps = self.config.gradient_accumulation_steps
         return tokens_per_accumulation_step(self.config) * steps
 
@@ -157,7 +159,7 @@ class StreamedDecoder(StreamedModel[TokenPart]):
     # Without gradients
 
     def _head(self, outside: Params, x_BSD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return (the last norm's output [T, D], the head's weight)."""
+        """Return (the final norm's output [T, D], the output head's weight)."""
         module = self.parts.outside(self.decoder.cast(outside))
         x_TD = module.norm(x_BSD, self.dtype).reshape(-1, x_BSD.shape[-1])
         head = None if module.head is None else module.head[...]
@@ -173,13 +175,13 @@ class StreamedDecoder(StreamedModel[TokenPart]):
     def nll(
         self, outside: Params, x_BSD: jax.Array, labels_BS: jax.Array, weights_BS: jax.Array
     ) -> jax.Array:
-        """Return the weighted negative log-likelihood of all devices' tokens."""
+        """Return the weighted negative log-likelihood in nats, summed over all devices' tokens."""
         own = self._nll_local(outside, x_BSD, labels_BS, weights_BS)
         total: jax.Array = over_devices(self.decoder.mesh.size, own)
         return total
 
     def logits(self, outside: Params, x_BSD: jax.Array, position: jax.Array) -> jax.Array:
-        """Return [V] after the token at `position` of the first sequence."""
+        """Return logits [V] after the token at `position` of the first sequence."""
         x_TD, head = self._head(outside, x_BSD[:1])
         last_D = lax.dynamic_index_in_dim(x_TD, position, 0, keepdims=False).astype(jnp.float32)
         if self.decoder.mesh.size > 1:
