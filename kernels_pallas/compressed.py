@@ -1,15 +1,18 @@
-"""Weights of 4 or 8 bits in blocks of inputs under one scale: how they are kept, made, and made
-wide again.
+"""Weights of 4 or 8 bits in blocks that share a scale: storage, compression, and conversion back.
 
-Legend: K inputs, N outputs. A matrix [K, N] is kept as values, [K / 2, N] bytes of two 4-bit values
-(of input 2 i in the low bits, of 2 i + 1 in the high ones) or bytes [K, N], and scales, one for 32
-inputs (fp8: 128) of an output:
+Serving reads compressed experts with `opened`; `deploy/compress.py` writes them with `compress`. A
+matrix [K, N] is stored as values and scales. Values are bytes [K, N], or [K / 2, N] for 4-bit
+values, where a byte holds input 2 i in its low bits and input 2 i + 1 in its high bits. There is
+one scale per output for each block of 32 inputs (fp8: 128):
 
-- `mxfp4` (OCP Microscaling Formats 1.0; 4.25 bits): E2M1 values, scales 2^(s - 127) as bytes s.
-- `int4` (4.5 bits, the rounding of llama.cpp's q4_0): value - 8, times a bfloat16 scale.
-- `int8` (8.5 bits, as its q8_0): value times a bfloat16 scale.
-- `fp8` (8.25 bits): E4M3 values times a float32 scale of 128 x 128 weights, as DeepSeek-V3's, kept
-  once an output.
+- `mxfp4` (OCP Microscaling Formats 1.0; 4.25 bits per weight): E2M1 values, scales 2^(s - 127)
+  stored as bytes s.
+- `int4` (4.5 bits, rounding as llama.cpp's q4_0): (value - 8) times a bfloat16 scale.
+- `int8` (8.5 bits, rounding as llama.cpp's q8_0): value times a bfloat16 scale.
+- `fp8` (8.25 bits): E4M3 values times a float32 scale. As in DeepSeek-V3, 128 x 128 weights share a
+  scale, which is stored once per output.
+
+Legend: K inputs, N outputs.
 """
 
 from collections.abc import Mapping
@@ -22,17 +25,16 @@ import numpy as np
 from jax import lax
 
 BLOCK = 32
-SCALES = "_scales"  # what the name of a matrix's scales ends with
+SCALES = "_scales"  # suffix of the name of a matrix's scales
 _BIAS = 127
 
 
 @dataclass(frozen=True)
 class Format:
-    """A kind of compressed weights: its name, how many values a byte holds, the dtypes of values
-    and scales.
+    """A format of compressed weights: its name, values per byte, dtypes of values and scales.
 
-    bfloat16 scales are kept as their bits, uint16. block: inputs under one scale; in fp8 alone the
-    last may have fewer.
+    scales: uint16 for bfloat16 scales, which are stored as their bits. block: inputs per scale;
+    only in fp8 may the last block be shorter.
     """
 
     name: str
@@ -44,7 +46,7 @@ class Format:
     def fields(
         self, name: str, shape: tuple[int, ...]
     ) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
-        """Return {name: (shape, dtype)} of what a matrix [K, N] is kept as."""
+        """Return {name: (shape, dtype)} of the arrays that store a matrix [K, N]."""
         inputs, outputs = shape
         return {
             name: ((inputs // self.per_byte, outputs), self.values),
@@ -61,22 +63,22 @@ _LARGEST_E4M3 = 448.0
 
 
 def format_of(values: Any, scales: Any) -> Format:
-    """Return the format whose values and scales have these dtypes; scales of bfloat16 may be
-    that or its bits.
+    """Return the format with these dtypes of values and scales; bfloat16 scales may be given as
+    bfloat16 or uint16.
     """
     kept = np.dtype(np.uint16) if scales == jnp.bfloat16 else np.dtype(scales)
     return next(f for f in FORMATS.values() if (f.values, f.scales) == (np.dtype(values), kept))
 
 
 def compress(w_KN: np.ndarray, kind: Format) -> tuple[np.ndarray, np.ndarray]:
-    """Return (values, scales) of a float matrix, each value rounded to the nearest that its block's
-    scale allows.
+    """Return (values, scales) of a float matrix. Each value is rounded to the nearest that its
+    block's scale allows.
 
-    mxfp4: the largest of a block lies in [4, 8) times its scale and is cut at 6; weights that were
-    mxfp4 before stay what they were. int4: the value that is largest in magnitude is kept; int8 and
-    fp8: likewise, at 127 and 448. But a block of fp8 that a power of two as its scale keeps to the
-    bit has that: weights that were mxfp4 before mostly stay what they were, where scales are within
-    2^14 of each other.
+    mxfp4: a block's largest magnitude is in [4, 8) times the scale and clipped to 6; weights that
+    came from mxfp4 are reproduced exactly. int4, int8, fp8: the scale maps a block's largest
+    magnitude to -8, 127 or 448. An fp8 block that a power-of-two scale represents exactly gets that
+    scale, so most weights that came from mxfp4 are reproduced exactly if their scales are within a
+    factor 2^14.
     """
     if kind is FP8:
         return _compress_fp8(np.asarray(w_KN, np.float32))
@@ -100,7 +102,7 @@ def compress(w_KN: np.ndarray, kind: Format) -> tuple[np.ndarray, np.ndarray]:
 def _compress_fp8(w_KN: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     fitted = _of_blocks(np.maximum, np.abs(w_KN)) / np.float32(_LARGEST_E4M3)
     mantissas, exponents = np.frexp(fitted)
-    # the next above
+    # the smallest power of two that is not below `fitted`
     power = np.where(fitted == 0, 0, np.ldexp(np.float32(1), exponents - (mantissas == 0.5)))
     codes, wide = _e4m3(w_KN, power)
     is_exact = _of_blocks(np.logical_and, wide == w_KN)
@@ -111,14 +113,16 @@ def _compress_fp8(w_KN: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _of_blocks(reduce: np.ufunc, x_KN: np.ndarray) -> np.ndarray:
-    """Return one number of each block of 128 x 128."""
+    """Return one number per 128 x 128 block, reduced with `reduce`."""
     for axis in (0, 1):
         x_KN = reduce.reduceat(x_KN, np.arange(0, x_KN.shape[axis], FP8.block), axis=axis)
     return x_KN
 
 
 def _e4m3(w_KN: np.ndarray, scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (E4M3 values under one scale a block, what they mean in float32)."""
+    """Return (E4M3 values, their float32 value times the block's scale). scales: one per 128 x 128
+    block.
+    """
     by_weight = np.kron(
         np.where(scales == 0, 1, scales), np.ones((FP8.block, FP8.block), np.float32)
     )
@@ -128,16 +132,17 @@ def _e4m3(w_KN: np.ndarray, scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 
 
 def _e2m1_codes(x: np.ndarray) -> np.ndarray:
-    """Return the codes of the nearest magnitudes: steps of 1/2 below 2, of 1 below 4, of 2 up to 6.
+    """Return E2M1 codes of the nearest magnitudes, which are 1/2 apart below 2, 1 apart up to 4 and
+    2 apart up to 6.
 
-    A tie goes to the even code, as the specification has it: that of the even number of steps.
+    A tie goes to the even code, as the specification demands.
     """
     upper = np.where(x < 4, np.rint(x) + 2, np.fmin(np.rint(x / 2) + 4, 7))
     return np.where(x < 2, np.rint(2 * x), upper).astype(np.uint8)
 
 
 def _bfloat16(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return x rounded to bfloat16, as bits and as float32."""
+    """Return x rounded to bfloat16, as (uint16 bits, float32 values)."""
     narrow = x.astype(jnp.bfloat16)
     return narrow.view(np.uint16), narrow.astype(np.float32)
 
@@ -148,7 +153,7 @@ def _pairs(codes: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def widen(values: jax.Array, scales: jax.Array, dtype: Any) -> jax.Array:
-    """Return the matrix [K, N] in `dtype`; the format is that of the dtypes."""
+    """Return the matrix [K, N] in `dtype`. The dtypes of values and scales determine the format."""
     kind = format_of(values.dtype, scales.dtype)
     if kind is FP8:
         wide = lax.bitcast_convert_type(values, jnp.float8_e4m3fn).astype(jnp.float32)
@@ -169,7 +174,7 @@ def widen(values: jax.Array, scales: jax.Array, dtype: Any) -> jax.Array:
 
 
 def e2m1(codes: jax.Array) -> jax.Array:
-    """Return float32 values of 4-bit floats: sign, two bits of exponent, one of mantissa."""
+    """Return the float32 values of E2M1 codes: 1 sign bit, 2 exponent bits, 1 mantissa bit."""
     code = codes.astype(jnp.uint32)
     sign, exponent, mantissa = (code >> 3) << 31, (code >> 1) & 3, code & 1
     normal = ((exponent + (_BIAS - 1)) << 23) | (mantissa << 22)
@@ -178,8 +183,8 @@ def e2m1(codes: jax.Array) -> jax.Array:
 
 
 def opened(arrays: Mapping[str, jax.Array], name: str, dtype: Any) -> jax.Array:
-    """Return one expert's array in `dtype`, be it kept as it is, as the bits of bfloat16, or
-    compressed.
+    """Return one expert's array `name` from its stored arrays: a compressed matrix is converted to
+    `dtype`, uint16 bits become bfloat16, any other array is returned unchanged.
     """
     stored = arrays[name]
     if name + SCALES in arrays:
@@ -192,7 +197,7 @@ def floats(x: jax.Array) -> jax.Array: ...
 @overload
 def floats(x: jax.Array | None) -> jax.Array | None: ...
 def floats(x: jax.Array | None) -> jax.Array | None:
-    """Return x, where uint16 are the bits of bfloat16."""
+    """Return x; uint16 is reinterpreted as bfloat16."""
     return (
         lax.bitcast_convert_type(x, jnp.bfloat16) if x is not None and x.dtype == jnp.uint16 else x
     )

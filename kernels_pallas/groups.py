@@ -1,10 +1,11 @@
-"""How ragged groups of rows are cut for XLA: the first C rows of each into slots, the rest into
+"""The layout of ragged groups of rows for XLA: the first C rows of each group in slots, the rest in
 tiles.
 
-Legend: N rows sorted by group, L groups, C slots a group, B rows a tile.
+The slots of all groups form one batched product [L, C, ...]; a loop runs once per tile. No work is
+masked, and any group sizes are exact. `grouped_matmul/xla.py` and `grouped_mlp/xla.py` use these
+types.
 
-The slots of all groups go through one batched product [L, C, ...]; the tiles through a loop that
-runs as often as there are tiles, so that no work is masked and any routing is exact.
+Legend: N rows sorted by group, L groups, C slots per group, B rows of a tile.
 """
 
 from typing import NamedTuple
@@ -18,16 +19,16 @@ from kernels_pallas.token_permute.reference import take_mapped_rows
 
 
 class Layout(NamedTuple):
-    """The destination of each row."""
+    """The slot of each row, and the row of each slot."""
 
-    rows_LC: jax.Array  # the row in each slot, N where empty
-    slot_N: jax.Array  # the slot of each row, L * C where it has none
+    rows_LC: jax.Array  # the row in each slot; N for an empty slot
+    slot_N: jax.Array  # the slot of each row; L * C for a row without a slot
     starts_L: jax.Array
     ends_L: jax.Array
 
 
 def slot_layout(group_sizes_L: jax.Array, num_rows: int, slots: int) -> Layout:
-    """The layout with C = `slots`."""
+    """Return the layout with C = `slots` slots per group."""
     num_groups = group_sizes_L.shape[0]
     ends_L = jnp.cumsum(group_sizes_L)
     starts_L = ends_L - group_sizes_L
@@ -42,7 +43,9 @@ def slot_layout(group_sizes_L: jax.Array, num_rows: int, slots: int) -> Layout:
 
 
 class Tiles(NamedTuple):
-    """Tiles of `rows` rows: group l has tiles_L[l] of them, from row first_L[l] to ends_L[l]."""
+    """Tiles of `rows` rows each: group l has tiles_L[l] tiles, which cover rows first_L[l] to
+    ends_L[l].
+    """
 
     tiles_L: jax.Array
     first_L: jax.Array
@@ -50,11 +53,11 @@ class Tiles(NamedTuple):
     rows: int
 
     def total(self) -> jax.Array:
-        """How many tiles there are."""
+        """Return the number of tiles."""
         return self.tiles_L.sum(dtype=jnp.int32)
 
     def at(self, i: jax.Array, num_rows: int) -> "Tile":
-        """Tile i of `num_rows` rows in all."""
+        """Return tile i. num_rows: N, all rows."""
         tile_ends_L = jnp.cumsum(self.tiles_L)
         group = (i >= tile_ends_L).sum(dtype=jnp.int32)
         first = self.first_L[group] + (i - (tile_ends_L[group] - self.tiles_L[group])) * self.rows
@@ -64,18 +67,20 @@ class Tiles(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Rows `start` and on of a group; mine_B: which of them are the tile's."""
+    """The B rows from row `start`, of which mine_B marks those of the tile; the others belong to a
+    neighbour.
+    """
 
     group: jax.Array
     start: jax.Array
     mine_B: jax.Array
 
     def pick(self, w_L: jax.Array) -> jax.Array:
-        """The group's part of an array of all groups."""
+        """Return the group's entry of an array over groups."""
         return pick(w_L, self.group)
 
     def read(self, x_ND: jax.Array, src_N: jax.Array | None = None) -> jax.Array:
-        """The tile's rows [B, D], and zeros for those that are not its own. src_N: row n is
+        """Return the tile's rows [B, D], with zeros for rows that are not its own. src_N: row n is
         x_ND[src_N[n]].
         """
         inner_ND, start = lax.optimization_barrier((x_ND, self.start))  # see `pick`
@@ -84,17 +89,17 @@ class Tile(NamedTuple):
         return lax.bitcast_convert_type(jnp.where(self.mine_B[:, None], x_BD, 0), x_ND.dtype)
 
     def write(self, out_ND: jax.Array, x_BD: jax.Array) -> jax.Array:
-        """An array as `partly` gave it, with the tile's rows replaced."""
+        """Return `out_ND`, an array from `partly`, with the tile's rows replaced by x_BD."""
         old_BD = lax.dynamic_slice_in_dim(out_ND, self.start, self.mine_B.size)
         new_BD = jnp.where(self.mine_B[:, None], partly(x_BD), old_BD)
         return lax.dynamic_update_slice_in_dim(out_ND, new_BD, self.start, axis=0)
 
 
 def pick(w_L: jax.Array, group: jax.Array) -> jax.Array:
-    """w_L[group], in the body of a loop.
+    """Return w_L[group] inside the body of a loop.
 
-    Without the barrier XLA makes the bits of all groups before the loop: a copy of the whole array,
-    even for a loop that never runs.
+    The barrier keeps XLA from converting all groups to bits before the loop: a copy of the whole
+    array, even for a loop that never runs.
     """
     inner_L, group = lax.optimization_barrier((w_L, group))
     return lax.bitcast_convert_type(
@@ -103,9 +108,10 @@ def pick(w_L: jax.Array, group: jax.Array) -> jax.Array:
 
 
 def partly(x: jax.Array) -> jax.Array:
-    """An array in the form in which a part of it is read or written without a copy of the whole.
+    """Return x in a form of which a part can be read or written without a copy of the whole array.
 
-    XLA:CPU of JAX before 0.12 converts a whole bfloat16 array to float32 for that, but not its
-    bits; later ones would copy the whole array to make the bits, even for a loop that never runs.
+    Before JAX 0.12 XLA:CPU converts a whole bfloat16 array to float32 in order to access a part, so
+    x is returned as its uint16 bits. Since 0.12 the conversion to bits would be such a copy, so x
+    is returned unchanged.
     """
     return bits(x) if jax.__version_info__ < (0, 12) else x

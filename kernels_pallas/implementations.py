@@ -1,8 +1,8 @@
-"""Which implementation of an operation runs: the first that supports the case.
+"""The choice of an operation's implementation: the first that supports the operands.
 
-Operations have one folder each: `reference.py` says what they compute, other modules do it fast for
-some platform and raise `NotImplementedError` for what they do not support. `api.py` names the
-candidates.
+Each operation has a folder: `reference.py` defines the result, other modules compute it fast on
+some platform and raise NotImplementedError for operands that they do not support, and `api.py`
+lists the implementations.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ _TARGET: ContextVar[Any] = ContextVar("the device that programs are traced for",
 
 @contextlib.contextmanager
 def tracing_for(device: Any) -> Iterator[None]:
-    """Trace programs for a device that this process may not have: its kernels are taken."""
+    """Trace programs for `device`, which this process need not have: its kernels are chosen."""
     token = _TARGET.set(device)
     try:
         yield
@@ -35,15 +35,15 @@ def tracing_for(device: Any) -> Iterator[None]:
 
 
 def target_device() -> Any:
-    """Return the device that programs are traced for: of `tracing_for`, or else the process's
-    first.
+    """Return the device that programs are traced for: `tracing_for`'s, or this process's first
+    device.
     """
     return jax.devices()[0] if (device := _TARGET.get()) is None else device
 
 
 def default_names() -> tuple[Name, ...]:
-    """The candidates for the target device, best first. The Mosaic GPU kernels are written for
-    Hopper alone.
+    """Return the implementations for the target device, best first. The Mosaic GPU kernels need
+    Hopper.
     """
     device = target_device()
     hopper = device.platform == "gpu" and device.compute_capability == "9.0"
@@ -56,10 +56,10 @@ def _log_once(message: str) -> None:
 
 
 def first_supported(operation: str, candidates: Sequence[tuple[str, Callable[[], T]]]) -> T:
-    """The result of the first candidate that does not raise `NotImplementedError`; the last one's
-    error is raised.
+    """Return the result of the first candidate that does not raise NotImplementedError; the last
+    candidate's error is raised.
 
-    Each (operation, candidate, reason) that is passed over is logged once.
+    Each skipped candidate is logged once, with the reason.
     """
     for (name, call), (following, _) in pairwise(candidates):
         try:
@@ -74,10 +74,10 @@ def first_supported(operation: str, candidates: Sequence[tuple[str, Callable[[],
 def run(
     modules: Mapping[Name, str], implementation: Any, function: str, *args: Any, **options: Any
 ) -> Any:
-    """function(*args, **options) of one of `modules`.
+    """Return function(*args, **options), where `function` is looked up in one of `modules`.
 
-    implementation: None for the first that supports the case; a name; or an object with the
-    function itself.
+    implementation: None for the first that supports the operands; a name; or an object that has the
+    function. Raises ValueError for an unknown name.
     """
     if implementation is not None and not isinstance(implementation, str):
         return getattr(implementation, function)(*args, **options)
@@ -86,7 +86,7 @@ def run(
         raise ValueError(f"implementation = {unknown.pop()!r}: must be one of {', '.join(modules)}")
 
     def call(name: Name) -> Any:
-        # imported on first use: Mosaic GPU takes a second
+        # imported on first use: the import of Mosaic GPU takes a second
         return getattr(import_module(modules[name]), function)(*args, **options)
 
     return first_supported(function, [(name, partial(call, name)) for name in names])

@@ -1,12 +1,12 @@
-"""Matrix products with float32 accumulation, each in the form the platform runs fast.
+"""Matrix products with float32 sums, each in the form that is fastest on the platform.
+
+On a CPU a bfloat16 product that contracts the *rows* of its left operand (every weight gradient,
+x^T g) misses XLA's fast path and takes 2 to 3 times as long, and XLA folds a plain transpose into
+the product. `transposed` therefore copies the transpose behind a branch that XLA cannot fold. A
+product of few rows uses `kernels_pallas.native` where the trace allows it.
 
 Legend: the last two dimensions are M rows, K inner, N columns; leading dimensions (experts) are
 batched.
-
-On CPU a product whose left operand is contracted in its *rows* (every weight gradient, x^T g)
-misses the fast path and runs 2-3x slower in bfloat16; XLA folds any plain transpose back into the
-product. `transposed` materialises the transpose behind a branch that XLA cannot fold. A product of
-few rows is one of `kernels_pallas.native` where the function being traced may use those.
 """
 
 from functools import partial
@@ -26,28 +26,29 @@ def _barred_transpose(x: jax.Array) -> jax.Array:
 
 
 def transposed(x: jax.Array) -> jax.Array:
-    """x with its last two dimensions swapped; on CPU a real copy."""
+    """Return x with its last two dimensions swapped; on a CPU a copy, except for float32."""
     if x.dtype == jnp.float32:
         return x.swapaxes(-1, -2)  # float32 products are as fast either way
     return lax.platform_dependent(x, cpu=_barred_transpose, default=lambda a: a.swapaxes(-1, -2))
 
 
 def exact_if_float32(*operands: jax.Array) -> lax.Precision | None:
-    """Return the precision of a product: the highest if all operands are float32.
+    """Return the precision of a product: HIGHEST if all operands are float32, else None.
 
-    XLA's default on a GPU is TF32, which keeps 10 of float32's 23 bits of mantissa.
+    XLA's default on a GPU is TF32, which has 10 bits of mantissa instead of 23.
     """
     is_float32 = all(operand.dtype == jnp.float32 for operand in operands)
     return lax.Precision.HIGHEST if is_float32 else None
 
 
-# more rows of bfloat16 compute longer than the native products, which have no matrix unit, save
+# With more rows the native bfloat16 products, which use no matrix unit, lose more in arithmetic
+# than they save in reading weights.
 NATIVE_ROWS = 16
 MIN_ROWS = 8  # bfloat16 products of fewer rows miss XLA:CPU's fast path: there they are padded
 
 
 def dot(a: jax.Array, b: jax.Array, *, b_transposed: bool = False) -> jax.Array:
-    """float32 a @ b (or a @ b^T): [..., M, K] x [..., K, N] (or [..., N, K]) -> [..., M, N]."""
+    """Return float32 a @ b, [..., M, N], or a @ b^T with `b_transposed`, where b is [..., N, K]."""
     if b.ndim == 2 and a.ndim > 2:
         y = dot(a.reshape(-1, a.shape[-1]), b, b_transposed=b_transposed)
         return y.reshape(*a.shape[:-1], y.shape[-1])
@@ -87,7 +88,9 @@ def _dot(a: jax.Array, b: jax.Array, *, b_transposed: bool) -> jax.Array:
 
 @jax.custom_vjp
 def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
-    """float32 x @ w for x [..., K], w [K, N] of one dtype; both gradients take the fast form."""
+    """Return float32 x @ w for x [..., K] and w [K, N] of one dtype. Both gradients use the fast
+    form.
+    """
     return dot(x, w)
 
 

@@ -1,4 +1,4 @@
-"""Values kept for the backward pass of a rematerialised layer."""
+"""Named residuals: values that a rematerialised layer saves for its backward pass."""
 
 from functools import partial
 
@@ -9,21 +9,25 @@ from jax.ad_checkpoint import checkpoint_name
 
 
 def bits(x: jax.Array) -> jax.Array:
-    """bfloat16 as uint16: XLA:CPU would convert a whole bfloat16 array to float32 to read or
-    write a part of it.
+    """Return x; bfloat16 as its uint16 bits.
+
+    To read or write a part of a bfloat16 array, XLA:CPU would convert the whole array to float32.
     """
     return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype == jnp.bfloat16 else x
 
 
 def saved_residual(x: jax.Array, name: str) -> jax.Array:
-    """`saved` for the residuals of a custom gradient: not differentiable."""
+    """Return x, named like `saved` but not differentiable: for the residuals of a custom
+    gradient.
+    """
     return lax.bitcast_convert_type(checkpoint_name(bits(x), name), x.dtype)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
 def saved(x: jax.Array, name: str) -> jax.Array:
-    """x, named for `jax.checkpoint_policies.save_only_these_names`; kept as bits, so that a scan
-    stacks it in place.
+    """Return x, named for `jax.checkpoint_policies.save_only_these_names`.
+
+    The value is saved as its bits, so that a scan over layers stacks it in place.
     """
     return saved_residual(x, name)
 
@@ -32,5 +36,5 @@ def saved(x: jax.Array, name: str) -> jax.Array:
 def _saved_jvp(
     name: str, primals: tuple[jax.Array], tangents: tuple[jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    # not `saved` itself, which would stay a call that the policy does not look into
+    # `saved` itself would remain a call, into which the checkpoint policy does not look
     return saved_residual(primals[0], name), tangents[0]

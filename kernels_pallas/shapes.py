@@ -1,6 +1,6 @@
-"""Named shapes and routings, shared by the kernels' tests and benchmarks.
+"""Named shapes and routings for the kernels' tests and benchmarks.
 
-Legend: T tokens, D hidden, F expert hidden, E experts, K choices a token, N = T K rows.
+Legend: T tokens, D hidden, F expert hidden, E experts, K choices per token, N = T K rows.
 """
 
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class MoEShape:
-    """One MoE layer and its batch."""
+    """The sizes of one MoE layer and of its batch."""
 
     num_tokens: int
     hidden_size: int
@@ -20,12 +20,12 @@ class MoEShape:
 
     @property
     def num_rows(self) -> int:
-        """N."""
+        """N, the number of (token, expert) assignments."""
         return self.num_tokens * self.num_experts_per_tok
 
     def scaled(self, width: int, experts: int, rows: int) -> "MoEShape":
-        """Return these ratios with D at most `width`, E at most `experts` and about `rows` rows,
-        for interpret mode.
+        """Return a smaller shape with the same ratios for interpret mode: D at most `width`, E at
+        most `experts`, about `rows` rows.
         """
         divisor = max(1, self.hidden_size // width)
         some = min(self.num_experts, experts)
@@ -55,11 +55,10 @@ ROUTINGS = ("balanced", "skewed", "hot", "empty")
 
 
 def group_sizes(routing: str, num_rows: int, num_groups: int) -> np.ndarray:
-    """int32 [E] that sum to `num_rows`.
+    """Return int32 [E] that sum to `num_rows`.
 
-    balanced: equal. skewed: Zipf, the l-th largest has 1/l of the first. hot: one group has half of
-    all rows.
-    empty: every other group is empty.
+    balanced: equal sizes. skewed: Zipf, the l-th largest group has 1/l of the largest. hot: one
+    group has half of all rows. empty: every other group is empty.
     """
     shares = {
         "balanced": np.ones(num_groups),

@@ -1,6 +1,6 @@
-"""The grouped matmul and its gradients, by the best implementation for the platform and the case.
+"""The grouped matmul and its gradients, by the best implementation for the platform and operands.
 
-Legend: N rows sorted by group, D inner, F outer dimension, E groups; T tokens, K choices a token.
+Legend: N rows sorted by group, D inner, F outer dimension, E groups; T tokens, K choices per token.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from kernels_pallas.token_permute.api import RowMap, sum_rows
 
 
 class Implementation(NamedTuple):
-    """The two functions of `reference.py`."""
+    """The two functions of `reference.py`, implemented for a platform."""
 
     grouped_matmul: Callable[..., jax.Array]
     weight_gradient: Callable[..., jax.Array]
@@ -82,19 +82,19 @@ def grouped_matmul(
     transpose_rhs: bool = False,
     implementation: Name | Implementation | None = None,
 ) -> jax.Array:
-    """y_NF[n] = x_ND[n] w_EDF[e] for row n of group e, in x's dtype, summed in float32;
-    differentiable in x and w.
+    """Return y_NF[n] = x_ND[n] @ w_EDF[e] for each row n of group e, in x's dtype with float32
+    sums; differentiable in x and w.
 
     Args:
-        x_ND: rows sorted by group: the first group_sizes_E[0] are those of group 0, and so on.
-        w: [E, D, F], or [E, F, D] with transpose_rhs; x's dtype.
-        group_sizes_E: int32, zeros allowed; sums to at most N. Rows beyond hold anything, as do
-        their gradients.
-        rows: x is [T, D], not dispatched: row n is x[rows.src_M[n]], as `dispatch` would write it,
-        and need not.
+        x_ND: rows sorted by group: the first group_sizes_E[0] belong to group 0, and so on.
+        w: [E, D, F], or [E, F, D] with transpose_rhs; in x's dtype.
+        group_sizes_E: integers, zeros allowed, with a sum of at most N. Rows beyond the sum hold
+            arbitrary values in the result, and so do their gradients.
+        rows: if given, x is [T, D] and row n is x[rows.src_M[n]]; the implementation need not write
+            these rows to memory.
         transpose_rhs: the last two dimensions of w are swapped.
-        implementation: None for the best that supports the case; a named one raises
-        `NotImplementedError` instead.
+        implementation: None for the best that supports the operands. A named implementation raises
+            NotImplementedError for operands that it does not support.
 
     Raises ValueError if shapes or dtypes do not fit together.
     """
@@ -115,11 +115,11 @@ def quantized_grouped_matmul(
     transpose_rhs: bool = False,
     implementation: Name | Implementation | None = None,
 ) -> jax.Array:
-    """`grouped_matmul` for weights w * scale_EF[:, None] as `quantize` makes them, int8 or
-    float8_e4m3fn: forward only.
+    """Return `grouped_matmul` with weights w * scale_EF[:, None], int8 or float8_e4m3fn as from
+    `quantize`. Not differentiable.
 
-    The weights stay 8 bits wide until they are multiplied; the scales are factors of the float32
-    sums. Raises ValueError if shapes or dtypes do not fit together.
+    Weights are read as 8-bit values and converted just before the product; the scales multiply the
+    float32 sums. Raises ValueError if shapes or dtypes do not fit together.
     """
     _check_shapes(x_ND, w, group_sizes_E, transpose_rhs)
     if w.dtype not in LARGEST:

@@ -1,24 +1,26 @@
-"""The grouped matmul and its weight gradient on Hopper: wgmma fed by bulk asynchronous copies.
+"""The grouped matmul and its weight gradient on Hopper: wgmma products fed by bulk asynchronous
+copies (TMA).
 
-Legend: N rows sorted by group, D inner, F outer dimension, E groups, M tiles; T tokens; wg: a
-warpgroup, 128 threads.
+Each multiprocessor runs one persistent block of three warpgroups: one only copies, two only
+multiply. Copies run up to STAGES steps ahead, across the end of a tile, so that the tensor cores do
+not wait while a finished tile is stored. A tile is `ROWS` rows of one group; rows of a neighbouring
+group inside it are multiplied but not stored. A tile's first row is rounded down to a multiple of
+8, the height of a swizzled block of shared memory.
 
-One persistent block on every multiprocessor: a warpgroup that only copies, two that only multiply.
-The copies run ahead by STAGES steps and on into the next tile, so that the tensor cores do not wait
-while a finished tile is stored. A tile is `ROWS` rows of one group; rows of a neighbouring group
-that lie in it are multiplied and not stored. Its first row is rounded down to a multiple of 8, the
-height of a swizzled block of shared memory.
+Rows named by index (`src_N`) are copied one by one, each into a 128-byte line of shared memory,
+swizzled by its place among 8 lines. The products need those 8 lines as one block, so each
+multiplying warpgroup moves the lines of its 64 rows into such blocks while the tensor cores compute
+the previous step.
 
-Rows named by index (`src_N`) come one by one, each a bulk copy of its own: a line of 128 bytes of
-shared memory, whose place among 8 lines the copy swizzles by. The products want those 8 lines as
-one block, so each multiplying warpgroup moves the lines of its 64 rows into such blocks while the
-tensor cores are at work on the step before.
+Weights of 8 bits are copied without conversion; each multiplying warpgroup converts its columns in
+shared memory while the tensor cores compute the previous step. Their scales, one per column,
+multiply the finished sums. Weights compressed in blocks of inputs (`Compressed`) are converted in
+the same way, with their scales copied beside them. The two 4-bit values of a byte belong to an even
+and an odd input, so x is split into its even and odd columns beforehand and each half has its own
+product.
 
-Weights of 8 bits are copied as they are; each multiplying warpgroup widens its columns in shared
-memory while the tensor cores are at work on the step before. Their scales, one a column, are
-factors of the finished sums. Weights compressed in blocks of inputs (`Compressed`) are widened
-likewise, their scales copied with them; of two 4-bit values in a byte each is multiplied by its own
-half of x, whose even and odd columns are therefore taken apart before.
+Legend: N rows sorted by group, D inner, F outer dimension, E groups, M tiles or slots; T tokens; H
+halves of x (even, odd columns); wg: a warpgroup, 128 threads.
 """
 
 from collections.abc import Callable
@@ -37,10 +39,10 @@ from kernels_pallas.token_permute.mosaic_gpu import gather_rows
 
 ALIGN = 8
 ROWS = 128
-INNER = 64  # of one step: 128 bytes, one swizzled line
+INNER = 64  # inner dimension of one step: 128 bytes, one swizzled line
 STAGES = 4
-GATHERED_STAGES = 3  # leaves room for the rows that are moved
-BAND = 16  # row tiles that share a column tile of the weights before the next one is taken up
+GATHERED_STAGES = 3  # the moved rows take the shared memory of the fourth
+BAND = 16  # row tiles in a row that use one column tile of the weights, for the L2 cache
 NUM_SMS = 132  # of an H100 SXM or an H200
 COPYING_REGISTERS, MULTIPLYING_REGISTERS = 40, 232
 DTYPES = (jnp.bfloat16, jnp.float16)
@@ -54,7 +56,7 @@ BY_ROW = TILING((1, 64)), SWIZZLE(128)
 
 
 def _columns(num_columns: int) -> int:
-    """Columns of one multiplying warpgroup; a tile has twice as many."""
+    """Return the columns of one multiplying warpgroup; a tile has twice as many."""
     for columns in (128, 64):
         if num_columns % (2 * columns) == 0:
             return columns
@@ -72,22 +74,22 @@ def _check(operands: tuple[jax.Array, ...], inner: int, multiple: int) -> None:
 
 
 def _whole_rows(x_ND: jax.Array) -> jax.Array:
-    """x with zero rows appended where a tile would reach past its end."""
+    """Return x with zero rows appended if a tile would reach past its end."""
     num_rows = x_ND.shape[0]
     wanted = max(ROWS, pl.cdiv(num_rows, ALIGN) * ALIGN)
     return x_ND if wanted == num_rows else jnp.pad(x_ND, ((0, wanted - num_rows), (0, 0)))
 
 
 def _bounds(group_sizes_E: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """First row, end row and first row rounded down, of every group."""
+    """Return each group's (first row, end row, first row rounded down to a multiple of ALIGN)."""
     ends_E = jnp.cumsum(group_sizes_E, dtype=jnp.int32)
     starts_E = ends_E - group_sizes_E.astype(jnp.int32)
     return starts_E, ends_E, starts_E // ALIGN * ALIGN
 
 
 def _row_tiles(group_sizes_E: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
-    """(count [1], tiles [4, M]): each tile's group, first row, and the rows from .. to that are
-    the group's.
+    """Return (number of tiles [1], tiles [4, M]): each tile's group, first row, and the start and
+    end of the group's rows in it.
     """
     num_groups = group_sizes_E.shape[0]
     starts_E, ends_E, aligned_E = _bounds(group_sizes_E)
@@ -104,7 +106,7 @@ def _row_tiles(group_sizes_E: jax.Array, num_rows: int) -> tuple[jax.Array, jax.
 
 
 def _snake(index: jax.Array, num_m: jax.Array | int, num_n: int) -> tuple[jax.Array, jax.Array]:
-    """Tile (m, n) of an index that runs down BAND rows of tiles, then to the next column."""
+    """Return tile (m, n) of an index that runs down BAND rows of tiles, then to the next column."""
     band = index // (BAND * num_n)
     height = jnp.minimum(BAND, num_m - band * BAND)
     within = index - band * (BAND * num_n)
@@ -119,8 +121,8 @@ def _copying(
     full: Any,
     empty: Any,
 ) -> None:
-    """Run the copying warpgroup: all steps of all tiles of this block, as far ahead as there are
-    stages.
+    """Run the copying warpgroup: copy all steps of all tiles of this block, as far ahead as there
+    are stages.
     """
     num_stages = full.shape[0]
     plgpu.set_max_registers(COPYING_REGISTERS, action="decrease")
@@ -153,9 +155,10 @@ def _multiplying(
     full: Any,
     empty: Any,
 ) -> None:
-    """Run a multiplying warpgroup: wait for a step, multiply, and hand the step before it back.
+    """Run a multiplying warpgroup: wait for a step, multiply it, and release the previous step's
+    buffer.
 
-    multiply starts `num_products` products, into sums of `sums_shapes`.
+    multiply: starts `num_products` products, into sums of `sums_shapes`.
     """
     plgpu.set_max_registers(MULTIPLYING_REGISTERS, action="increase")
     num_stages = full.shape[0]
@@ -198,7 +201,9 @@ def _multiplying(
 
 @dataclass(frozen=True)
 class Launch:
-    """How a kernel runs: on how many multiprocessors, and, without a GPU, how it is interpreted."""
+    """How a kernel runs: the number of multiprocessors and, without a GPU, the interpreter's
+    parameters.
+    """
 
     num_sms: int = NUM_SMS
     interpret: Any = None
@@ -212,7 +217,7 @@ def _launch(
     num_copies: int = 2,
     num_stages: int = STAGES,
 ) -> Callable[..., jax.Array]:
-    # full: the copies of a step; empty: both multiplying warpgroups
+    # full: all copies of a step arrived; empty: both multiplying warpgroups released it
     barriers = [plgpu.Barrier(num_arrivals=n, num_barriers=num_stages) for n in (num_copies, 2)]
     return plgpu.kernel(
         body,
@@ -228,14 +233,16 @@ def _launch(
 
 
 def _mine(total: jax.Array | int, num_sms: int) -> jax.Array:
-    """How many of `total` tiles this block does: its own number, and every num_sms-th from
-    there.
+    """Return how many of `total` tiles this block computes: numbers sm, sm + num_sms, sm + 2
+    num_sms, ...
     """
     return (total - lax.axis_index("sm") + (num_sms - 1)) // num_sms
 
 
 def _widened(w: jax.Array, dtype: Any) -> jax.Array:
-    """8-bit weights in x's dtype. Hopper converts float8 to float16 only."""
+    """Return 8-bit weights in x's dtype. Hopper converts float8 to float16 only, so bfloat16 takes
+    another step.
+    """
     if w.dtype == jnp.float8_e4m3fn:
         w = w.astype(jnp.float16)
         return w if dtype == jnp.float16 else w.astype(jnp.float32).astype(dtype)
@@ -247,9 +254,10 @@ NARROW_LAYOUT = plgpu.Layout.WGMMA_UPCAST_2X
 
 @dataclass(frozen=True)
 class Compressed:
-    """Weights [M, D / values of a byte, F] of M slots, as `kernels_pallas.compressed` keeps them.
+    """Weights [M, D / values per byte, F] of M slots, stored as `kernels_pallas.compressed`
+    describes.
 
-    scales: [M, blocks of D, F]; those of bfloat16 may be its bits.
+    scales: [M, blocks of D, F]; bfloat16 scales may be their uint16 bits.
     """
 
     form: Format
@@ -257,16 +265,20 @@ class Compressed:
 
     @property
     def blocks(self) -> int:
-        """Blocks of inputs in a step of `INNER` rows of bytes; of a block that is longer, one."""
+        """Number of blocks of inputs in a step, which has `INNER` rows of bytes; 1 if a block is
+        longer than a step.
+        """
         return max(1, INNER * self.form.per_byte // self.form.block)
 
     def first_block(self, k: jax.Array) -> jax.Array:
-        """The block in which step k begins."""
+        """Return the block in which step k begins."""
         return k * (INNER * self.form.per_byte) // self.form.block
 
     def widened(self, values: jax.Array, scales: Any) -> list[jax.Array]:
-        """Float32 weights of a step's bytes [INNER, STORED] of the inputs in x's halves, from
-        its scales in memory.
+        """Return the float32 weights [INNER, STORED] of a step's bytes: one array, or for 4-bit
+        values the even and the odd inputs.
+
+        scales: the reference to the step's scales in shared memory.
         """
         factors = self._factors(scales)
         if self.form is FP8:
@@ -294,7 +306,7 @@ class Compressed:
 
 @dataclass(frozen=True)
 class Slots:
-    """Where the matrices lie: that of group e, and its bias, is number slot_E[e] of w, which has
+    """The location of the matrices: group e uses matrix (and bias) slot_E[e] of w, which may have
     any number of them.
 
     scales: of compressed matrices, see `Compressed`.
@@ -306,10 +318,10 @@ class Slots:
 
 @dataclass(frozen=True)
 class Epilogue:
-    """The operation on float32 sums before they are stored.
+    """The operation on the float32 sums before they are stored.
 
-    bias_EF: added to the columns. activate: with `gated`, of (gate, up), the columns' halves: [N, F
-    / 2].
+    bias_EF: added to the columns. activate: applied to the sums; with `gated` called as
+    activate(gate, up) on the two halves of the columns, which gives [N, F / 2].
     """
 
     bias_EF: jax.Array | None = None
@@ -318,23 +330,25 @@ class Epilogue:
 
 
 def _loaded(ref: Any, layout: Any) -> jax.Array:
-    """Load `ref` in `layout`, unoptimized, for it may begin anywhere."""
+    """Load `ref` in `layout`, without the optimized path, which demands an aligned start."""
     load: Any = plgpu.load
-    # required before 0.11, deprecated since
+    # required before JAX 0.11, deprecated since
     index = (None,) if jax.__version_info__ < (0, 11) else ()
     value: jax.Array = load(ref, *index, layout=layout, optimized=False)
     return value
 
 
 def _bytes_of(w: jax.Array, compressed: Compressed, transpose_rhs: bool) -> jax.Array:
-    """Compressed weights as the numbers that the kernel reads."""
+    """Return compressed weights in the 8-bit dtype that the kernel reads: float8_e4m3fn, else
+    int8.
+    """
     if transpose_rhs:
         raise NotImplementedError("compressed weights, transposed")
     return lax.bitcast_convert_type(w, jnp.float8_e4m3fn if compressed.form is FP8 else jnp.int8)
 
 
 def _floats_of(compressed: Compressed) -> jax.Array:
-    """The scales as numbers; the exponents of mxfp4 as signed bytes."""
+    """Return the scales in the dtype that the kernel reads; mxfp4's exponents as int8."""
     scales = compressed.scales
     kind = {MXFP4: jnp.int8, FP8: jnp.float32}.get(compressed.form, jnp.bfloat16)
     return scales if scales.dtype == kind else lax.bitcast_convert_type(scales, kind)
@@ -352,10 +366,12 @@ def grouped_matmul(  # noqa: PLR0913  as `reference.py`, and how it runs
     epilogue: Epilogue = Epilogue(),
     launch: Launch = Launch(),
 ) -> jax.Array:
-    """[N, F] in x's dtype; see `grouped_matmul.api`. Rows beyond the groups hold anything.
+    """Return [N, F] in x's dtype; see `grouped_matmul.api`. Rows beyond the groups hold arbitrary
+    values.
 
-    src_N: row n is token src_N[n] of x, which is then [T, D].
-    scale_EF: factors of the columns of int8 or float8_e4m3fn weights.
+    src_N: row n is x[src_N[n]], where x is [T, D]. scale_EF: factors of the columns of int8 or
+    float8_e4m3fn weights. Raises NotImplementedError for dtypes and sizes that the kernel does not
+    support.
     """
     bias_EF, activate, gated = epilogue.bias_EF, epilogue.activate, epilogue.gated
     num_rows, inner = (x_ND if src_N is None else src_N).shape[0], x_ND.shape[1]
@@ -380,8 +396,8 @@ def grouped_matmul(  # noqa: PLR0913  as `reference.py`, and how it runs
         raise NotImplementedError(
             f"rows by index with weights {w.dtype}: only weights without scales"
         )
-    # what a warpgroup makes of a tile: all rows of half of the columns, or half of the rows of all
-    # columns, which may be both gates and ups
+    # A warpgroup computes all rows of half of a tile's columns, or half of the rows of all columns.
+    # The latter has gate and up of one column in the same warpgroup.
     by_rows = gated or gathered
     tile_columns = 128 if gated or compressed else 2 * _columns(num_columns)  # of the result
     if num_columns % tile_columns:
@@ -397,7 +413,7 @@ def grouped_matmul(  # noqa: PLR0913  as `reference.py`, and how it runs
         src_N = jnp.minimum(src_N, x_ND.shape[0] - 1).astype(jnp.int32)
         by_index.append(_whole_rows(src_N[:, None])[:, 0])
         whole_rows = by_index[0].shape[0]
-    if halves == 2:  # a byte's two inputs go into products of their own
+    if halves == 2:  # a byte holds an even and an odd input: split x's columns likewise
         x_HND = x_ND.reshape(*x_ND.shape[:1], -1, 2).transpose(2, 0, 1)
     else:
         x_HND = x_ND[None]
@@ -488,7 +504,9 @@ def grouped_matmul(  # noqa: PLR0913  as `reference.py`, and how it runs
                 plgpu.wgmma(accs[0], x_smem.at[stage, half], wide.at[half])
 
         def finished(sums: list[jax.Array], group: jax.Array, first: jax.Array) -> jax.Array:
-            """Columns of the result, from `first`, as they are stored."""
+            """Return STORED columns of the result, from column `first`, in the dtype in which they
+            are stored.
+            """
             for part in range(parts):
                 at = pl.ds(part * (num_columns // parts) + first, STORED)
                 for ref, apply in ((scale, jnp.multiply), (bias, jnp.add)):
@@ -573,8 +591,9 @@ def weight_gradient(
     src_N: jax.Array | None = None,
     launch: Launch = Launch(),
 ) -> jax.Array:
-    """[E, D, F] in x's dtype: x^T dy of each group's rows. src_N: as for `grouped_matmul`; its
-    rows are written.
+    """Return [E, D, F] in x's dtype: x^T dy over each group's rows.
+
+    src_N: as in `grouped_matmul`; here the gathered rows are written to memory first.
     """
     if src_N is not None:
         x_ND = gather_rows(x_ND, src_N, num_sms=launch.num_sms, interpret=launch.interpret)
@@ -600,7 +619,9 @@ def weight_gradient(
             return num_steps, (group, m, n)
 
         def rows_of(group: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-            """Step k's first row as copied, and which of its 64 rows, from .. to, count."""
+            """Return (first row that step k copies, start and end of the group's rows among its
+            64).
+            """
             first = bounds[2, group] + k * INNER
             start = jnp.maximum(first, bounds[0, group])
             end = jnp.minimum(first + INNER, bounds[1, group])
@@ -621,8 +642,8 @@ def weight_gradient(
 
             @pl.when((start > 0) | (end < INNER))
             def mask() -> None:
-                # rows of other groups, or of none, which may even be NaN: x's half and dy's half of
-                # each warpgroup
+                # Zero the rows of other groups, and rows of no group, which may hold NaN: each
+                # warpgroup zeroes its half of x and of dy.
                 halves = (
                     (x_smem.at[stage, :, pl.ds(wg * 64, 64)], 64),
                     (dy_smem.at[stage, :, mine], columns),

@@ -1,4 +1,4 @@
-"""Weights of 8 bits with one scale a column of the result.
+"""Weights of 8 bits with one scale per column of the result.
 
 Legend: D inner, F outer dimension, E groups.
 """
@@ -12,9 +12,10 @@ LARGEST = {jnp.dtype(jnp.int8): 127.0, jnp.dtype(jnp.float8_e4m3fn): 448.0}
 
 
 def quantize(w_EDF: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """(weights in `dtype`, float32 scale_EF): w_EDF is about weights * scale_EF, the largest of a
-    column exactly.
+    """Return (weights in `dtype`, float32 scale_EF), so that w_EDF is about weights * scale_EF[:,
+    None].
 
+    The scale maps each column's largest magnitude to the largest value of `dtype` (127 or 448).
     Raises ValueError if dtype is not int8 or float8_e4m3fn.
     """
     dtype = jnp.dtype(dtype)

@@ -1,5 +1,6 @@
-"""The grouped matmul by `lax.ragged_dot`: the tests' oracle. Masked, so E times the work: never the
-product's path.
+"""The grouped matmul by `lax.ragged_dot`: the reference for tests.
+
+XLA masks rows of other groups, which is E times the work, so no program uses this implementation.
 
 Legend: N rows sorted by group, D inner, F outer dimension, E groups; T tokens.
 """
@@ -21,11 +22,10 @@ def grouped_matmul(
     src_N: jax.Array | None = None,
     scale_EF: jax.Array | None = None,
 ) -> jax.Array:
-    """[N, F] in x's dtype, float32 sums; w [E, D, F], or [E, F, D] with `transpose_rhs`. Rows
-    beyond the groups: 0.
+    """Return [N, F] in x's dtype with float32 sums. Rows beyond the groups are 0.
 
-    src_N: row n is token src_N[n] of x, which is then [T, D].
-    scale_EF: factors of the columns of w, which is then of another dtype.
+    w: [E, D, F], or [E, F, D] with `transpose_rhs`. src_N: row n is x[src_N[n]], where x is [T, D].
+    scale_EF: factors of the columns of w, which may then have another dtype.
     """
     x_ND = x_ND if src_N is None else take_any_rows(x_ND, src_N)
     w_EDF = w.swapaxes(1, 2) if transpose_rhs else w
@@ -43,7 +43,9 @@ def grouped_matmul(
 def weight_gradient(
     x_ND: jax.Array, dy_NF: jax.Array, group_sizes_E: jax.Array, *, src_N: jax.Array | None = None
 ) -> jax.Array:
-    """[E, D, F] in x's dtype: x^T dy of each group's rows. src_N: as for `grouped_matmul`."""
+    """Return [E, D, F] in x's dtype: x^T dy over each group's rows. src_N: as in
+    `grouped_matmul`.
+    """
     x_ND = x_ND if src_N is None else take_any_rows(x_ND, src_N)
     dims = lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((0,), (0,)), ((), ())),

@@ -1,13 +1,12 @@
-"""The grouped matmul in plain XLA, with no masked work: for CPU, and for GPUs older than Hopper.
+"""The grouped matmul in plain XLA, without masked work: for CPUs, and for GPUs older than Hopper.
 
-Legend: N rows sorted by group, D inner, F outer dimension, E groups, C slots a group, B rows a
+Groups of equal size are one batched product. Otherwise the first C rows of each group (its slots)
+form one batched product, and a loop computes the remaining rows in tiles of one group. C is chosen
+at run time among a few values, as the cheapest for the group sizes: groups of similar size fit into
+slots, one hot group runs in large tiles, and a few rows read only the weights of their own groups.
+
+Legend: N rows sorted by group, D inner, F outer dimension, E groups, C slots per group, B rows of a
 tile; T tokens.
-
-Groups of one size are one batched product of the rows as they lie. Otherwise the first C rows of
-every group go through one, the rest through a loop over tiles of one group. How the sizes fall
-decides at run time which C of a few costs
-least: groups of similar size fit into slots, one hot group runs in large tiles, a few rows touch
-only the weights of their own groups.
 """
 
 import math
@@ -22,10 +21,10 @@ from kernels_pallas.groups import Layout, Tiles, partly, slot_layout
 from kernels_pallas.matmul import MIN_ROWS, dot, transposed
 from kernels_pallas.token_permute.reference import take_any_rows, take_mapped_rows, take_rows
 
-SLOT_FACTORS = (0.625, 1.0, 1.125)  # slots / an even share; and none at all
+SLOT_FACTORS = (0.625, 1.0, 1.125)  # slots of a group / an even share; C = 0 is a choice too
 SLOT_MULTIPLE = 16
 TILE_ROWS = (256, 64)
-TILE_COST_ROWS = 64  # reading a group's weights for a tile takes as long as so many rows of product
+TILE_COST_ROWS = 64  # cost of reading the weights for a tile, in rows of product
 
 
 def _slot_choices(num_rows: int, num_groups: int) -> list[int]:
@@ -35,7 +34,9 @@ def _slot_choices(num_rows: int, num_groups: int) -> list[int]:
 
 
 def _tiles(starts: Any, ends: Any, slots: int, num_rows: int) -> list[Tiles]:
-    """Large tiles while a group fills them, then small ones."""
+    """Return large tiles for the part of each group that fills them, and small tiles for the
+    rest.
+    """
     large, small = (min(rows, max(MIN_ROWS, num_rows)) for rows in TILE_ROWS)
     over = jnp.maximum(ends - starts - slots, 0)
     filled = over // large
@@ -45,13 +46,13 @@ def _tiles(starts: Any, ends: Any, slots: int, num_rows: int) -> list[Tiles]:
 
 
 def _blocks(x_ND: jax.Array, num_groups: int, src_N: jax.Array | None = None) -> jax.Array:
-    """[E, N / E, D], for groups of one size."""
+    """Return [E, N / E, D], the rows of groups of equal size."""
     x_ND = x_ND if src_N is None else take_any_rows(x_ND, src_N)
     return x_ND.reshape(num_groups, -1, x_ND.shape[1])
 
 
 def _padded(x_ND: jax.Array, src_N: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-    """(x, src) with MIN_ROWS rows."""
+    """Return (x, src) padded to MIN_ROWS rows."""
     if src_N is not None:
         return x_ND, jnp.pad(src_N, (0, MIN_ROWS - src_N.shape[0]))
     return jnp.pad(x_ND, ((0, MIN_ROWS - x_ND.shape[0]), (0, 0))), None
@@ -63,8 +64,8 @@ def _cheapest(
     even: Callable[[], jax.Array],
     run: Callable[[Layout, int, list[Tiles]], jax.Array],
 ) -> jax.Array:
-    """even() if all groups have one size and no row is left, else run(layout, slots, tiles) with
-    the cheapest slots.
+    """Return even() if all groups have one size and cover all rows, else run(layout, slots, tiles)
+    with the cheapest number of slots.
     """
     num_groups = group_sizes_E.shape[0]
     ends_E = jnp.cumsum(group_sizes_E, dtype=jnp.int32)
@@ -106,9 +107,11 @@ def grouped_matmul(
     src_N: jax.Array | None = None,
     scale_EF: jax.Array | None = None,
 ) -> jax.Array:
-    """[N, F] in x's dtype; see `grouped_matmul.api`. Rows beyond the groups hold anything finite.
+    """Return [N, F] in x's dtype; see `grouped_matmul.api`. Rows beyond the groups hold arbitrary
+    finite values.
 
-    src_N: row n is token src_N[n] of x, which is then [T, D].
+    src_N: row n is x[src_N[n]], where x is [T, D]. scale_EF: factors of the columns of 8-bit
+    weights.
     """
     num_rows = (x_ND if src_N is None else src_N).shape[0]
     num_columns = w.shape[1 if transpose_rhs else 2]
@@ -149,7 +152,9 @@ def grouped_matmul(
 def weight_gradient(
     x_ND: jax.Array, dy_NF: jax.Array, group_sizes_E: jax.Array, *, src_N: jax.Array | None = None
 ) -> jax.Array:
-    """[E, D, F] in x's dtype: x^T dy of each group's rows. src_N: as for `grouped_matmul`."""
+    """Return [E, D, F] in x's dtype: x^T dy over each group's rows. src_N: as in
+    `grouped_matmul`.
+    """
     num_rows, num_groups = dy_NF.shape[0], group_sizes_E.shape[0]
     if num_rows < MIN_ROWS:
         x, src_M = _padded(x_ND, src_N)

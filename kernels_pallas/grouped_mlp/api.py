@@ -1,8 +1,8 @@
-"""The expert MLP over ragged groups of rows, by the best implementation for the platform and the
-case.
+"""The expert MLP over ragged groups of rows, by the best implementation for the platform and
+operands.
 
 Legend: N rows sorted by group, L groups (local experts), D hidden, F expert hidden, U = 2F (SwiGLU)
-or F (GELU).
+or F (GELU); T tokens.
 """
 
 import jax
@@ -29,14 +29,14 @@ def grouped_mlp(
     rows: RowMap | None = None,
     implementation: Name | None = None,
 ) -> jax.Array:
-    """Apply group l's MLP, activate(x w_up[l] + b_up[l]) w_down[l] + b_down[l], to its rows; others
-    hold anything.
+    """Return [N, D] in x's dtype: group l's MLP, activate(x w_up[l] + b_up[l]) w_down[l] +
+    b_down[l], applied to its rows. Rows beyond the groups hold arbitrary values.
 
-    weights: those of the products are rounded to x's dtype, and their gradients are of their own.
-    slots: rows of each group that `xla` takes in one batched product; rows beyond them are exact
-    but slower. A fair share of the rows plus an eighth is a good value.
-    rows: x is [T, D], not dispatched: row n is x[rows.src_M[n]], as `dispatch` would write it;
-    `xla` does not.
+    weights: matrices are rounded to x's dtype; gradients have the weights' own dtype. slots: rows
+    of each group that `xla` computes in one batched product; rows beyond them are computed exactly,
+    but slower. An even share of the rows plus an eighth is a good value. rows: if given, x is [T,
+    D] and row n is x[rows.src_M[n]]; `xla` and the native kernel do not write these rows to memory.
+    implementation: None for the best that supports the operands.
     """
     if rows is not None:
         rows.check(x_ND.shape[0])

@@ -1,12 +1,12 @@
-"""The grouped MLP on Hopper: two grouped matmuls; without gradients, biases and activation are part
-of the first one.
+"""The grouped MLP on Hopper: two grouped matmuls. Without gradients, biases and activation are
+fused into them.
 
-What is differentiated needs the pre-activations in memory: XLA's fused elementwise work between the
-two reads them. `topk_weights` are no epilogue of the second one: `combine` multiplies by them while
-it adds, which costs no pass.
+With gradients the pre-activations must be in memory, so XLA computes bias and activation between
+the two products. The router's weights are not fused into the second product: `combine` multiplies
+by them while it sums, at no extra pass over memory.
 
 Legend: N rows sorted by group, L groups (local experts), D hidden, F expert hidden, U = 2F (SwiGLU)
-or F (GELU).
+or F (GELU), M slots.
 """
 
 import math
@@ -31,8 +31,8 @@ HOPPER = Implementation(mosaic_gpu.grouped_matmul, mosaic_gpu.weight_gradient)
 
 @jax.custom_vjp
 def _add_bias(h_NU: jax.Array, b_LU: jax.Array, group_N: jax.Array) -> jax.Array:
-    """h + b[group] in float32; its gradient is a product with the groups' indicator, not a
-    scatter of floats.
+    """Return h + b[group] in float32. The gradient of b is a product with the groups' indicator
+    matrix, not a scatter of floats.
     """
     return h_NU.astype(jnp.float32) + jnp.take(b_LU, group_N, axis=0, mode="clip").astype(
         jnp.float32
@@ -66,17 +66,17 @@ _add_bias.defvjp(_add_bias_fwd, _add_bias_bwd)
 
 
 class _Operands(NamedTuple):
-    """The operands to differentiate by."""
+    """The differentiable operands."""
 
     x_ND: jax.Array
     weights: MLPWeights
 
 
 def _once(y_NU: jax.Array) -> jax.Array:
-    """Return what a kernel wrote, from one launch of it.
+    """Return a kernel's result so that XLA launches the kernel only once.
 
-    A scan over layers stacks what the backward pass needs: XLA would fuse a second launch, straight
-    into the stack.
+    A scan over layers stacks residuals; XLA would fuse a second launch of the kernel into the write
+    to the stack.
     """
     return lax.optimization_barrier(y_NU)
 
@@ -84,8 +84,8 @@ def _once(y_NU: jax.Array) -> jax.Array:
 def _in_passes(
     operands: _Operands, group_sizes_L: jax.Array, activation: str, matmul: Implementation
 ) -> jax.Array:
-    """The pre-activations, which the backward pass needs, are written; XLA adds the biases and
-    activates them.
+    """Return the MLP's output and save the pre-activations, which the backward pass needs. XLA adds
+    the biases and applies the activation.
     """
     x_ND, (w_up_LDU, w_down_LFD, b_up_LU, b_down_LD) = operands
     ends_L = jnp.cumsum(group_sizes_L)
@@ -102,9 +102,10 @@ def _in_passes(
 
 
 def gelu(x: jax.Array) -> jax.Array:
-    """The exact GELU, x Phi(x), of what Mosaic GPU has: it cannot lower erf.
+    """Return the exact GELU, x Phi(x), from operations that Mosaic GPU can lower (erf is not among
+    them).
 
-    max(x, 0) - |x| / 2 erfc(|x| / sqrt(2)); erfc by a polynomial with an error of at most 1.5e-7
+    max(x, 0) - |x| / 2 erfc(|x| / sqrt(2)), with erfc by a polynomial of error at most 1.5e-7
     (Abramowitz and Stegun, 7.1.26).
     """
     size = jnp.maximum(x, -x)
@@ -119,7 +120,9 @@ def gelu(x: jax.Array) -> jax.Array:
 def _fused(
     operands: _Operands, group_sizes_L: jax.Array, activation: str, matmul: Implementation
 ) -> jax.Array:
-    """Biases and activation in the kernels: the pre-activations never leave the registers."""
+    """Return the MLP's output with biases and activation inside the kernels: pre-activations never
+    leave the registers.
+    """
     x_ND, (w_up_LDU, w_down_LFD, b_up_LU, b_down_LD) = operands
     gated = activation != "gelu"
     function = partial(activate_gated, activation=activation) if gated else gelu
@@ -137,13 +140,13 @@ def grouped_mlp_in_slots(
     activation: str,
     matmul: Implementation = HOPPER,
 ) -> jax.Array:
-    """Apply to the rows of group e the MLP whose weights lie in slot slot_E[e]; rows beyond the
-    groups hold anything.
+    """Return [N, D] in x's dtype: the MLP with the weights in slot slot_E[e], applied to the rows
+    of group e. Rows beyond the groups hold arbitrary values.
 
-    slots: arrays by name, [M, ...] of M slots, as they are stored: bfloat16 perhaps as its bits,
-    matrices perhaps compressed with their scales beside them (`kernels_pallas.compressed`). They
-    are read in place, as many bytes as the groups with rows have. Raises NotImplementedError as the
-    grouped matmul does.
+    slots: arrays [M, ...] of M slots by name; bfloat16 may be stored as uint16 bits, matrices may
+    be compressed, with their scales beside them (`kernels_pallas.compressed`). The kernel reads
+    them in place, and only the slots of groups with rows. Not differentiable. Raises
+    NotImplementedError for operands that the grouped matmul does not support.
     """
 
     def product(x: jax.Array, name: str, activate: Any = None) -> jax.Array:
@@ -198,11 +201,12 @@ def grouped_mlp(
     rows: RowMap | None = None,
     matmul: Implementation = HOPPER,
 ) -> jax.Array:
-    """See `grouped_mlp.api`. slots: for other implementations.
+    """Return `grouped_mlp.api`'s result by the Hopper kernels. slots: ignored; other
+    implementations use it.
 
-    rows: dispatched here. The product that reads rows by index copies a row once for every tile of
-    its columns, a line of 128 bytes at a time; no measurement shows yet that this takes less time
-    than one write of the rows.
+    rows: the rows are gathered into memory here. A product that reads rows by index would copy each
+    row once per tile of its columns, 128 bytes at a time; no measurement shows that to be faster
+    than writing the rows once.
     """
     del slots
     if rows is not None:

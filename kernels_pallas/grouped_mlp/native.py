@@ -1,4 +1,4 @@
-"""The grouped MLP by native operations, which take groups of any size as they are.
+"""The grouped MLP by native CPU operations, for groups of any sizes.
 
 Legend: N rows sorted by group, L groups (local experts), D hidden, F expert hidden, U = 2F (SwiGLU)
 or F (GELU); T tokens.
@@ -16,7 +16,9 @@ from kernels_pallas.token_permute.api import RowMap, sum_rows
 
 
 def supports(x_ND: jax.Array, weights: MLPWeights, activation: str) -> bool:
-    """Return whether the function being traced may use it, and it knows the case."""
+    """Return whether native training is enabled for the current trace and supports these
+    operands.
+    """
     _, f, d = weights.w_down.shape
     return activation in ("swiglu", "gelu") and native.trains_native(x_ND.dtype, multiples=(d, f))
 
@@ -33,8 +35,9 @@ def _narrow(weights: MLPWeights) -> native.MLPArrays:
 def grouped_mlp(
     x: jax.Array, group_sizes_L: jax.Array, rows: RowMap | None, weights: MLPWeights
 ) -> jax.Array:
-    """Compute `grouped_mlp.api` where `supports` says so. Weights may be float32, and their
-    gradients are then too.
+    """Return `grouped_mlp.api`'s result; call only if `supports` returns True.
+
+    Weights may be float32; gradients then are too.
     """
     return _forward(x, group_sizes_L, rows, weights)[0]
 

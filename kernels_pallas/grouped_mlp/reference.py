@@ -1,5 +1,7 @@
-"""The grouped MLP by `lax.ragged_dot`: the oracle of the tests. Masked, so E times the work: never
-the product's path.
+"""The grouped MLP by `lax.ragged_dot`: the reference for tests.
+
+XLA masks rows of other groups, which is L times the work, so no program uses this `grouped_mlp`.
+`MLPWeights` and `activate` are used by all implementations.
 
 Legend: N rows sorted by group, D hidden, F expert hidden, U = 2F (SwiGLU) or F (GELU), L groups
 (local experts).
@@ -16,12 +18,12 @@ from kernels_pallas.matmul import exact_if_float32
 from kernels_pallas.token_permute.api import RowMap
 from kernels_pallas.token_permute.reference import take_any_rows
 
-SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0  # of gpt-oss
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0  # constants of gpt-oss
 
 
 class MLPWeights(NamedTuple):
-    """The weights of one expert, [D, U], [F, D], [U], [D], or of all, [L, D, U], ...; biases may
-    be None.
+    """The weights of one expert, [D, U], [F, D], [U], [D], or of all local experts, [L, D, U], ...
+    Biases may be None.
     """
 
     w_up: jax.Array
@@ -31,21 +33,20 @@ class MLPWeights(NamedTuple):
 
 
 def activate(h: jax.Array, activation: str) -> jax.Array:
-    """[..., U] -> [..., F]: `swiglu` silu(gate) * up for h = [gate, up]; `gelu` the exact (erf)
-    GELU.
+    """Return [..., F] from pre-activations h [..., U].
 
-    `clamped_swiglu` (gpt-oss): gate * sigmoid(1.702 gate) * (up + 1), gate at most 7, up between -7
-    and 7.
+    `swiglu`: silu(gate) * up for h = [gate, up]. `gelu`: the exact (erf) GELU. `clamped_swiglu`
+    (gpt-oss): gate * sigmoid(1.702 gate) * (up + 1), with gate at most 7 and up between -7 and 7.
     """
     if activation == "gelu":
-        # by erf: `jax.nn.gelu` takes erfc, which costs twice the time for digits that only tails
-        # below 1e-6 have
+        # `jax.nn.gelu` uses erfc, which takes twice as long as erf and is more precise only for
+        # values below 1e-6 in the tail
         return 0.5 * h * (1.0 + lax.erf(h * math.sqrt(0.5)))
     return activate_gated(*jnp.split(h, 2, axis=-1), activation=activation)
 
 
 def activate_gated(gate: jax.Array, up: jax.Array, *, activation: str) -> jax.Array:
-    """`activate` for the two halves of h."""
+    """Return `activate` of h = [gate, up] for the gated activations."""
     if activation == "clamped_swiglu":
         gate, up = jnp.minimum(gate, SWIGLU_LIMIT), jnp.clip(up, -SWIGLU_LIMIT, SWIGLU_LIMIT)
         return gate * jax.nn.sigmoid(SWIGLU_ALPHA * gate) * (up + 1.0)
@@ -60,8 +61,8 @@ def grouped_mlp(
     activation: str,
     rows: RowMap | None = None,
 ) -> jax.Array:
-    """Apply group l's MLP, activate(x w_up[l] + b_up[l]) w_down[l] + b_down[l], to its rows;
-    those beyond are zero.
+    """Return [N, D] in x's dtype: group l's MLP, activate(x w_up[l] + b_up[l]) w_down[l] +
+    b_down[l], applied to its rows. Rows beyond the groups are 0.
     """
     x_ND = x_ND if rows is None else take_any_rows(x_ND, rows.src_M)
     num_groups = group_sizes_L.shape[0]

@@ -1,12 +1,12 @@
-"""The grouped MLP in plain XLA, with no masked expert work.
+"""The grouped MLP in plain XLA, without masked expert work.
 
-Legend: N rows sorted by group, L groups (local experts), C slots a group, B rows a tile, D hidden,
-F expert hidden, U = 2F (SwiGLU) or F (GELU); T tokens.
+The first C rows of each group (its slots) form one batched product [L, C, D]. A loop computes the
+remaining rows in tiles of B rows; balanced routing leaves none, and any routing is exact. The
+backward pass needs the ragged rows and the slots' pre-activations, and recomputes those of the
+tiles.
 
-The first C rows of every group go through one batched product [L, C, D]; rows beyond them, if
-routing is skewed, through a loop over tiles of B rows that runs as often as there are such tiles.
-Balanced routing never enters the loop, and any routing is exact. Forward and backward keep the
-ragged rows and the slots' pre-activations.
+Legend: N rows sorted by group, L groups (local experts), C slots per group, B rows of a tile, D
+hidden, F expert hidden, U = 2F (SwiGLU) or F (GELU); T tokens.
 """
 
 from functools import partial
@@ -27,7 +27,7 @@ TILE_ROWS = 64
 
 
 def _overflow_tiles(layout: Layout, slots: int) -> jax.Array:
-    """[L]: how many tiles the rows beyond each group's slots take."""
+    """Return [L], the number of tiles for the rows beyond each group's slots."""
     over_L = jnp.maximum(layout.ends_L - layout.starts_L - slots, 0)
     return (over_L + TILE_ROWS - 1) // TILE_ROWS
 
@@ -35,7 +35,9 @@ def _overflow_tiles(layout: Layout, slots: int) -> jax.Array:
 def _tile(
     layout: Layout, tiles_L: jax.Array, i: jax.Array, num_rows: int, slots: int
 ) -> tuple[jax.Array, jax.Array]:
-    """(group, rows [B]) of overflow tile i; rows past the group's end are `num_rows`."""
+    """Return (group, rows [B]) of overflow tile i. Rows past the group's end have index
+    `num_rows`.
+    """
     tile_ends_L = jnp.cumsum(tiles_L)
     group = (i >= tile_ends_L).sum(dtype=jnp.int32)
     j = i - (tile_ends_L[group] - tiles_L[group])
@@ -44,12 +46,14 @@ def _tile(
 
 
 def _pick_group(weights: MLPWeights, group: jax.Array) -> MLPWeights:
-    """One group's weights."""
+    """Return one group's weights."""
     return jax.tree.map(lambda w: pick(w, group), weights)
 
 
 def _put_rows(bits_ND: jax.Array, rows_B: jax.Array, x_BD: jax.Array) -> jax.Array:
-    """x's rows written into the bits of an array; rows past its end are left out."""
+    """Return bits_ND with x's rows written at rows_B; rows with an index past the end are
+    dropped.
+    """
     return bits_ND.at[rows_B].set(bits(x_BD), mode="drop")
 
 
@@ -68,8 +72,8 @@ def _down(h: jax.Array, weights: MLPWeights, activation: str) -> jax.Array:
 
 
 def expert_mlp(x: jax.Array, weights: MLPWeights, activation: str) -> jax.Array:
-    """activate(x w_up + b_up) w_down + b_down in x's dtype: [..., B, D] -> [..., B, D] by one
-    expert's weights.
+    """Return activate(x w_up + b_up) w_down + b_down in x's dtype, [..., B, D], with one expert's
+    weights.
     """
     return _down(_up(x, weights), weights, activation)
 
@@ -77,8 +81,8 @@ def expert_mlp(x: jax.Array, weights: MLPWeights, activation: str) -> jax.Array:
 def _backward(
     x: jax.Array, h: jax.Array, dy: jax.Array, weights: MLPWeights, activation: str
 ) -> tuple[jax.Array, MLPWeights]:
-    """Gradients of one batched MLP, (dx, dweights), from its input, pre-activation and output
-    gradient.
+    """Return the gradients (dx, dweights) of one batched MLP from its input, pre-activations and
+    output gradient.
     """
     a, activate_vjp = jax.vjp(lambda h: activate(h, activation), h.astype(jnp.float32))
     da = dot(dy, weights.w_down, b_transposed=True)
@@ -174,6 +178,8 @@ def grouped_mlp(
     slots: int,
     rows: RowMap | None = None,
 ) -> jax.Array:
-    """Compute `grouped_mlp.api`. slots: rows of each group that take the batched product."""
+    """Return `grouped_mlp.api`'s result by XLA. slots: rows of each group in the batched
+    product.
+    """
     num_rows = (x_ND if rows is None else rows.src_M).shape[0]
     return _grouped_mlp(x_ND, group_sizes_L, rows, weights, activation, min(slots, num_rows))

@@ -1,5 +1,5 @@
-"""Operations for CPUs in C++: on few rows, whose weights XLA:CPU reads at a fraction of the
-memory's speed; and whole parts of a training step, which XLA:CPU takes apart into products and
+"""CPU operations in C++: for few rows, whose weights XLA:CPU reads at a fraction of the memory
+bandwidth; and for attention and experts of a training step, which XLA:CPU splits into products and
 passes over memory.
 """
 

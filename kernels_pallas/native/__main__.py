@@ -1,7 +1,6 @@
-"""`python -m kernels_pallas.native` builds the library ahead of its first use, and says where it is
-or why not.
+"""`python -m kernels_pallas.native`: build the library ahead of its first use and print its path.
 
-With --background other programs come first, and the library is not loaded.
+With --background the build has low priority, and the library is not loaded.
 """
 
 import os
@@ -11,12 +10,14 @@ from kernels_pallas.native.library import NotBuiltError, build, load
 
 
 def main() -> None:
-    """Print the library's path; where it cannot be built, say why and end with 1."""
+    """Print the library's path. If the library cannot be built, print why and exit with
+    status 1.
+    """
     background = "--background" in sys.argv[1:]
     if background:
         os.nice(10)
     try:
-        path = build()  # to be kept
+        path = build()  # into the cache folder, not a temporary one
         print(path if background else load())
     except NotBuiltError as error:
         sys.exit(f"The native operations cannot be built here, so that XLA's are used: {error}")

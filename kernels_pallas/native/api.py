@@ -1,10 +1,9 @@
-"""Native operations as JAX functions, for the CPU; gradients are functions of their own. `load`
-must have been called.
+"""Native CPU operations as JAX functions. Gradients are separate functions. Call `load` first.
 
 Legend: T tokens or rows, K inner dimension or choices, N columns, D hidden, F expert hidden, E
-experts, M slots; L groups of rows, U = 2F (SwiGLU) or F (GELU); P rows of a step, C tokens a row, H
-query heads, G key heads, d and e dimensions of a key and of a value, B cache rows, S positions of a
-row.
+experts, M slots; L groups of rows, U = 2F (SwiGLU) or F (GELU); P cache rows (sequences) of a step,
+C tokens per row, H query heads, G key heads, d and e dimensions of a key and of a value, B batch or
+cache rows, S positions of a row, R bytes of a slot.
 """
 
 from collections.abc import Sequence
@@ -21,10 +20,10 @@ ACTIVATIONS = {"swiglu": 0, "gelu": 1, "clamped_swiglu": 2}
 
 
 def few_row_matmul(x_TK: jax.Array, w: jax.Array, *, transposed: bool = False) -> jax.Array:
-    """Return float32 [T, N] = x w for w [K, N], or for w [N, K] if `transposed`.
+    """Return float32 [T, N] = x w for w [K, N], or x w^T for w [N, K] if `transposed`.
 
-    Each is float32 or bfloat16; sums are in float32, each row's in an order that does not depend on
-    the others.
+    x and w are float32 or bfloat16. Sums are float32, and a row's order of summation does not
+    depend on the other rows.
     """
     columns = w.shape[0] if transposed else w.shape[1]
     call = jax.ffi.ffi_call(
@@ -34,10 +33,10 @@ def few_row_matmul(x_TK: jax.Array, w: jax.Array, *, transposed: bool = False) -
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float, dtype: jnp.dtype | type) -> jax.Array:
-    """Return x / sqrt(mean(x^2) + eps) * scale over the last dimension, computed in float32, in
-    `dtype`.
+    """Return x / sqrt(mean(x^2) + eps) * scale over the last dimension, computed in float32 and
+    returned in `dtype`.
 
-    Each of x, scale and `dtype` is float32 or bfloat16.
+    x, scale and `dtype` are each float32 or bfloat16.
     """
     return jax.ffi.ffi_call("jmoe_rms_norm", jax.ShapeDtypeStruct(x.shape, dtype))(
         x, scale, eps=np.float32(eps)
@@ -45,13 +44,12 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float, dtype: jnp.dtype | type
 
 
 class SlotLayout(NamedTuple):
-    """Where the arrays of an expert's MLP begin in a slot, in bytes: w_up [D, U], w_down [F, D],
-    b_up [U], b_down [D].
+    """The byte offsets of an expert's arrays in its slot: w_up [D, U], w_down [F, D], b_up [U],
+    b_down [D]; -1 for an array that does not exist.
 
-    -1: there is no such array. hidden: F; U is F for GELU, else 2 F. wide_biases: they are float32,
-    else bfloat16.
-    form: of the matrices (`kernels_pallas/compressed.py`), which then have scales; None: as the
-    tokens.
+    hidden: F; U is F for GELU, else 2 F. wide_biases: biases are float32, else bfloat16. form: the
+    compressed format of the matrices, which then have scales (`kernels_pallas/compressed.py`); None
+    if they have the tokens' dtype.
     """
 
     w_up: int
@@ -75,13 +73,15 @@ def slot_mlp(
     layout: SlotLayout,
     activation: str,
 ) -> jax.Array:
-    """Return float32 [T, D]: y + the weighted sum of each token's experts, by ascending number.
+    """Return float32 [T, D]: y plus the weighted sum of each token's experts, added by ascending
+    expert number.
 
-    tokens: h_TD, float32 or bfloat16, as the weights where those are not compressed; idx_TK, int32,
-    E or more for none; weights_TK and y_TD, float32.
-    slots_MR: uint8, a slot of R bytes an expert; table_E: int32, an expert's slot.
-    For more than `MAX_ROWS` tokens of bfloat16 a matrix is widened once for all rows, where
-    `multiplies_many_rows` says so, and D and F are multiples of 16.
+    tokens: (h_TD, idx_TK, weights_TK, y_TD). h is float32 or bfloat16, the weights' dtype unless
+    they are compressed; idx is int32, E or more for no expert; weights and y are float32.
+
+    slots_MR: uint8, a slot of R bytes per expert. table_E: int32, each expert's slot. With more
+    than `MAX_ROWS` bfloat16 tokens each matrix is converted once for all rows, if
+    `multiplies_many_rows` and if D and F are multiples of 16.
     """
     y = jax.ShapeDtypeStruct(tokens[3].shape, jnp.float32)
     call = jax.ffi.ffi_call("jmoe_slot_mlp", y, input_output_aliases={3: 0})
@@ -94,11 +94,11 @@ def slot_mlp(
 
 
 def find_slots(idx_TK: jax.Array, where_2: jax.Array, layer: int, num_experts: int) -> jax.Array:
-    """Return int32 [E]: the slots of a layer's experts; of those that no token chose any.
+    """Return int32 [E], the slots of a layer's experts; arbitrary for experts that no token chose.
 
-    where_2: int32, from `SlotFinder.where`, of the program's first layer with experts; layer:
-    counted from that one. What was chosen and has no slot is asked of that `SlotFinder`, and waited
-    for.
+    where_2: int32, from `SlotFinder.where` for the program's first layer with experts. layer:
+    counted from that layer. The operation asks that `SlotFinder` for chosen experts without a slot,
+    and waits for them.
     """
     call = jax.ffi.ffi_call("jmoe_find_slots", jax.ShapeDtypeStruct((num_experts,), jnp.int32))
     return call(idx_TK, where_2, layer=np.int64(layer))
@@ -117,10 +117,10 @@ def cached_attention(
     """Write the step's keys and values into the caches in place; return (attention [P, C, H, e],
     both caches).
 
-    new: q_PCHd, k_PCGd, v_PCGe; caches: k_BGSd, v_BGSe, of bfloat16 as uint16. Every token attends
-    to the positions up to its own in its row, to `window` of them, its own included, where that is
-    not None. Positions of S or more are
-    padding: not written, and 0. Rows are distinct but for padding.
+    new: q_PCHd, k_PCGd, v_PCGe. caches: k_BGSd, v_BGSe, bfloat16 as uint16 bits. rows_P: the cache
+    row of each sequence; rows are distinct, except for padding. A token attends to the positions of
+    its row up to its own; with `window` to the last `window` of them, its own included. Positions
+    of S or more are padding: their keys are not written, and their result is 0.
     """
     q_PCHd, _, v_PCGe = new
     limit = jnp.zeros(0, jnp.int32) if window is None else window.reshape(1).astype(jnp.int32)
@@ -135,8 +135,8 @@ def cached_attention(
 
 
 def top_k(scores_TE: jax.Array, k: int) -> jax.Array:
-    """Return int32 [T, k]: columns of the k largest scores of each row, by falling score; ties:
-    the lowest column.
+    """Return int32 [T, k], the columns of each row's k largest scores, by falling score; a tie goes
+    to the lowest column.
     """
     call = jax.ffi.ffi_call("jmoe_top_k", jax.ShapeDtypeStruct((scores_TE.shape[0], k), jnp.int32))
     return call(scores_TE)
@@ -145,10 +145,10 @@ def top_k(scores_TE: jax.Array, k: int) -> jax.Array:
 def causal_attention(
     q_BSHd: jax.Array, k_BSGd: jax.Array, v_BSGe: jax.Array, scale: float
 ) -> tuple[jax.Array, jax.Array]:
-    """Return (softmax(scale q k^T) v under a causal mask [B, S, H, e], float32 [B, H, S] the logs
-    of its sums).
+    """Return (softmax(scale q k^T) v under a causal mask, [B, S, H, e]; float32 [B, H, S], the
+    logarithms of the softmax's sums).
 
-    All of bfloat16, with d and e multiples of 16.
+    Operands are bfloat16; d and e are multiples of 16.
     """
     b, s, h, _ = q_BSHd.shape
     out = (
@@ -167,8 +167,9 @@ def causal_attention_gradient(
     do_BSHe: jax.Array,
     scale: float,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the gradients of `causal_attention`'s three inputs, in bfloat16, from what it was
-    given and returned.
+    """Return the bfloat16 gradients of `causal_attention`'s inputs (q, k, v).
+
+    inputs, results: its operands and both results. do_BSHe: the output's gradient.
     """
     out = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs)
     call = jax.ffi.ffi_call("jmoe_causal_attention_gradient", out)
@@ -178,18 +179,18 @@ def causal_attention_gradient(
     return dq_BSHd, dk_BSGd, dv_BSGe
 
 
-# (x_TD, the row of x_TD of each of N rows or None where x_TD has these rows, sizes_L)
+# (x_TD, src_N: the row of x_TD that is each of the N rows, or None if x_TD holds them, sizes_L)
 GroupedRows = tuple[jax.Array, jax.Array | None, jax.Array]
 # (w_up_LDU, w_down_LFD, b_up_LU or None, b_down_LD or None)
 MLPArrays = tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]
 
 
 def grouped_mlp(rows: GroupedRows, weights: MLPArrays) -> tuple[jax.Array, jax.Array]:
-    """Return (each group's MLP of its rows [N, D], their pre-activations [N, U]); zeros beyond the
-    groups' rows.
+    """Return (each group's MLP applied to its rows [N, D], pre-activations [N, U]); zeros beyond
+    the groups.
 
-    GELU if U is F, else SwiGLU. x_TD and the weights are bfloat16, biases float32; D and F
-    multiples of 16.
+    The activation is GELU if U is F, else SwiGLU. x_TD and the matrices are bfloat16, biases
+    float32; D and F are multiples of 16.
     """
     (x_TD, src_N, sizes_L), (w_up_LDU, w_down_LFD, b_up_LU, b_down_LD) = rows, weights
     num_rows, none = (x_TD if src_N is None else src_N).shape[0], jnp.zeros(0, jnp.float32)
@@ -210,13 +211,13 @@ def grouped_mlp(rows: GroupedRows, weights: MLPArrays) -> tuple[jax.Array, jax.A
 def grouped_mlp_gradient(
     rows: GroupedRows, weights: MLPArrays, h_NU: jax.Array, dy_ND: jax.Array
 ) -> tuple[jax.Array, MLPArrays]:
-    """Return (dx [N, D], the weights' gradients in float32) of `grouped_mlp`, which returned
-    `h_NU`.
+    """Return (dx [N, D], float32 gradients of the weights) of `grouped_mlp`. h_NU: its
+    pre-activations.
     """
     (x_TD, src_N, sizes_L), (w_up_LDU, w_down_LFD, b_up_LU, b_down_LD) = rows, weights
     groups, d, u = w_up_LDU.shape
     f, num_rows = w_down_LFD.shape[1], dy_ND.shape[0]
-    # as `Workspace` in grouped_mlp.cc counts them
+    # must match `Workspace` in grouped_mlp.cc
     pairs, blocks = num_rows // 2 + groups, num_rows // 96 + groups
     num_words = (w_up_LDU.size + w_down_LFD.size) // 2 + pairs * (2 * d + f + u) + blocks * u
     wide = [jax.ShapeDtypeStruct(w.shape, jnp.float32) for w in (w_up_LDU, w_down_LFD)]
@@ -244,20 +245,20 @@ def grouped_mlp_gradient(
 
 
 def hold(known: jax.Array, arrays: Sequence[jax.Array]) -> jax.Array:
-    """Return int32 [] `known`, once the arrays are known too; until then XLA uses their memory for
-    nothing else.
+    """Return int32 scalar `known`, available once `arrays` are; XLA does not reuse the memory of
+    `arrays` before.
 
-    What an operation in the background reads and writes should be held: another that is given a
-    part of that memory would wait for it.
+    Hold what a background operation reads and writes: another operation that gets a part of that
+    memory would have to wait for it.
     """
     return jax.ffi.ffi_call("jmoe_hold", jax.ShapeDtypeStruct((), jnp.int32))(known, *arrays)
 
 
 def multiplications(name: str, shapes: Sequence[tuple[int, ...]]) -> int:
-    """Return the multiplications of a training step's call by the name of its target and its
-    inputs' shapes.
+    """Return the number of multiplications in one call of a training operation, from its FFI
+    target's name and the shapes of its inputs.
 
-    0 for other operations. Rows beyond the groups' count as rows; what is masked does not.
+    0 for other operations. Rows beyond the groups count; masked scores do not.
     """
     gradient = name.endswith("_gradient")
     if name.startswith("jmoe_causal_attention"):

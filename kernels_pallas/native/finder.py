@@ -1,5 +1,8 @@
-"""The host's side of `find_slots`: programs find experts' slots by themselves and ask for what
-has none.
+"""The host's side of `find_slots`: a thread that brings experts into slots when a running program
+asks for them.
+
+`jmoe/offload/policies.py` uses `SlotFinder`, so that a decoding step is one program without a
+return to Python for each layer.
 """
 
 import ctypes
@@ -33,15 +36,18 @@ def _library() -> ctypes.CDLL:
 
 
 class SlotFinder:
-    """A table of slots that programs read (`find_slots`), and a thread that answers for what it
-    lacks.
+    """A table of slots that running programs read through `find_slots`, and a thread that brings
+    missing experts.
 
-    slot_of: int32, of each record, -1 for none; read while programs run, changed only in `bring`,
-    or while none runs.
-    bring: called in the thread with a layer and the distinct experts that its tokens chose, one of
-    which at least has no slot; when it returns all have one. What it raises it also keeps, for the
-    waiting program, and all later ones, end with an error that does not say why.
-    wait_limit_s: a program waits no longer for it.
+    slot_of: int32 per record, -1 for no slot. Programs read it while they run; it changes only in
+    `bring`, or while no program runs.
+
+    bring: called in the thread with a layer and the distinct experts that its tokens chose, at
+    least one of them without a slot. All of them must have a slot when it returns. `bring` must
+    also store an exception that it raises: the waiting program and all later ones end with an error
+    that does not contain it.
+
+    wait_limit_s: seconds that a program waits for `bring` before it ends with an error.
     """
 
     def __init__(
@@ -52,7 +58,7 @@ class SlotFinder:
         wait_limit_s: float,
     ) -> None:
         assert slot_of.dtype == np.int32 and slot_of.flags.c_contiguous
-        # records that programs have chosen, until somebody clears them
+        # 1 for each record that programs chose; the owner clears it
         self.chosen = np.zeros(slot_of.size, np.uint8)
         self._slot_of, self._num_experts, self._bring = slot_of, num_experts, bring
         addresses = slot_of.ctypes.data, self.chosen.ctypes.data
@@ -63,13 +69,13 @@ class SlotFinder:
         self._thread.start()
 
     def where(self, layer: int) -> NDArray[np.int32]:
-        """Return what `find_slots` takes, in a program whose first layer with experts is this
-        one.
+        """Return the `where_2` argument of `find_slots` for a program whose first layer with
+        experts is `layer`.
         """
         return np.array([self.number, layer], np.int32)
 
     def close(self) -> None:
-        """End the thread; a program that waits, or asks later, ends with an error."""
+        """End the thread. A program that waits, or asks later, ends with an error."""
         _library().jmoe_finder_close(self.number)
         self._thread.join(JOIN_LIMIT_S)
 
@@ -81,6 +87,6 @@ class SlotFinder:
             try:
                 self._bring(layer.value, np.array(experts_E[:count], np.int32))
                 failed = False
-            except Exception:  # `bring` keeps it, and whoever runs the program raises it
+            except Exception:  # `bring` stores it; the caller of the program raises it
                 failed = True
             _library().jmoe_finder_end(self.number, failed)

@@ -1,5 +1,5 @@
-"""Builds the native library with the machine's C++ compiler, once for a processor, and gives it
-to XLA.
+"""Builds the native library with the machine's C++ compiler, once per processor type, and registers
+it with XLA.
 """
 
 import atexit
@@ -33,8 +33,8 @@ OPERATIONS = (
     "jmoe_grouped_mlp_gradient",
     "jmoe_hold",
 )
-# contractions to fused multiply-adds are wanted; -ffast-math would change how the whole process
-# rounds tiny numbers
+# Fused multiply-adds are wanted. -ffast-math would also flush denormals to zero in the whole
+# process.
 FLAGS = (
     "-std=c++20",
     "-O3",
@@ -44,9 +44,9 @@ FLAGS = (
     "-fPIC",
     "-pthread",
 )
-BUILD_TIMEOUT_S = 1800  # of one file: a minute of processor time, which a busy machine gives slowly
-SEAL_BYTES = hashlib.sha256().digest_size  # at the end of a library, where the loader ignores them
-_PARTIAL = "building-"  # folders of builds that are not whole
+BUILD_TIMEOUT_S = 1800  # per file: a minute of processor time, but the machine may be busy
+SEAL_BYTES = hashlib.sha256().digest_size  # the checksum at a library's end, which loaders ignore
+_PARTIAL = "building-"  # prefix of the folders of unfinished builds
 _SOURCES = Path(__file__).parent
 
 log = logging.getLogger("jmoe")
@@ -57,15 +57,15 @@ class NotBuiltError(RuntimeError):
 
 
 class NoCacheError(NotBuiltError):
-    """There is no folder in which the library can be kept."""
+    """There is no writable folder for the library."""
 
 
-_built: list[Path] = []  # the library to take, where one was named
-_building: list[subprocess.Popen[str]] = []  # the process that builds it in the background
+_built: list[Path] = []  # the library named by `take_built`
+_building: list[subprocess.Popen[str]] = []  # the background build
 
 
 def take_built(path: Path) -> None:
-    """Let the first `load` take a library that was built before, of the same sources for such a
+    """Let `load` use the library at `path`, built earlier from the same sources for this type of
     processor.
     """
     _built[:] = [path]
@@ -73,12 +73,12 @@ def take_built(path: Path) -> None:
 
 @cache
 def load() -> Path:
-    """Build the library if this machine has not done so before, and register its operations with
-    XLA.
+    """Build the library if it is not in the cache, register its operations with XLA, and return its
+    path.
 
-    Returns its path, in $XDG_CACHE_HOME/jmoe/native or as `take_built` has said; where there is no
-    home folder, or it cannot be written, in a folder that ends with this process. Raises
-    `NotBuiltError` where there is no compiler, or it fails.
+    The path is in $XDG_CACHE_HOME/jmoe/native, or as set by `take_built`; without a writable cache
+    folder it is in a temporary folder that this process removes at exit. Raises NotBuiltError if
+    there is no compiler or the build fails.
     """
     path = _built[0] if _built else _build_somewhere()
     try:
@@ -91,9 +91,7 @@ def load() -> Path:
 
 
 def is_built() -> bool:
-    """Return whether `load` has nothing to build. Raises `NotBuiltError` where it could not
-    build anything.
-    """
+    """Return whether `load` needs no build. Raises NotBuiltError if there is no compiler."""
     try:
         return bool(_built) or _is_whole(_place(_compiler()))
     except NoCacheError:
@@ -101,11 +99,10 @@ def is_built() -> bool:
 
 
 def build_in_background() -> None:
-    """Let another process build the library, with a low priority, so that a later start finds it;
-    once a process.
+    """Start a low-priority process that builds the library for later starts; at most one per
+    process.
 
-    The log says how the build has ended. Raises `NoCacheError` where no later start could find the
-    library.
+    The result is logged. Raises NoCacheError if there is no writable cache folder for the library.
     """
     if not _building and not _is_whole(_place(_compiler())):
         root = str(_SOURCES.parents[1])
@@ -124,7 +121,7 @@ def build_in_background() -> None:
 
 
 def _say_how_it_ends(process: subprocess.Popen[str]) -> None:
-    """Wait for a build in the background, and log its outcome."""
+    """Wait for a background build and log its result."""
     _, said = process.communicate()
     if process.returncode == 0:
         log.info("the native operations are built: the next start takes them")
@@ -137,23 +134,25 @@ def _say_how_it_ends(process: subprocess.Popen[str]) -> None:
 
 @cache
 def multiplies_many_rows() -> bool:
-    """Return whether products of many rows are native too: of bfloat16, where the processor has
-    them (AVX512-BF16).
+    """Return whether native products of many bfloat16 rows are available: the processor has
+    AVX512-BF16.
     """
     return bool(ctypes.CDLL(str(load())).jmoe_multiplies_many_rows())
 
 
 def record_background() -> None:
-    """Forget what `recorded_background` returned, and record until it is called again."""
+    """Discard earlier records and start recording background operations for
+    `recorded_background`.
+    """
     ctypes.CDLL(str(load())).jmoe_record_background()
 
 
 def recorded_background() -> list[tuple[float, float]]:
-    """Return how many seconds each operation in the background waited for a thread and ran, by when
-    it was started.
+    """Return (seconds waiting for a thread, seconds running) of each background operation, in order
+    of start.
 
-    XLA's profiles show only the start. With several devices in a process the order is that of no
-    one device.
+    XLA's profiles show only the start of such an operation. With several devices in a process,
+    operations of all devices are mixed.
     """
     read = ctypes.CDLL(str(load())).jmoe_recorded_background
     read.restype, read.argtypes = ctypes.c_int64, (ctypes.POINTER(ctypes.c_double), ctypes.c_int64)
@@ -163,8 +162,8 @@ def recorded_background() -> list[tuple[float, float]]:
 
 
 def cache_folder() -> Path:
-    """Return $XDG_CACHE_HOME/jmoe, by default below the home folder; `NoCacheError` where there
-    is none.
+    """Return $XDG_CACHE_HOME/jmoe, by default ~/.cache/jmoe. Raises NoCacheError if there is no
+    home folder.
     """
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jmoe"
@@ -173,7 +172,9 @@ def cache_folder() -> Path:
 
 
 def _build_somewhere() -> Path:
-    """Return the library that is kept, or one of this process's own where none can be."""
+    """Return the cached library or, without a writable cache folder, one in a temporary folder of
+    this process.
+    """
     try:
         return build()
     except NoCacheError as error:
@@ -185,8 +186,11 @@ def _build_somewhere() -> Path:
 
 
 def build() -> Path:
-    """Compile the library into its place, unless it is there as it was written; of several
-    processes one does.
+    """Return the path of the library in the cache, and compile it first if it is missing or
+    damaged.
+
+    A file lock lets one of several processes compile. Raises NoCacheError if the folder is not
+    writable.
     """
     compiler = _compiler()
     path = _place(compiler)
@@ -198,7 +202,7 @@ def build() -> Path:
         with (root / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not _is_whole(path):
-                # of builds that were killed: one that runs has the lock
+                # left by killed builds: a running build would hold the lock
                 for left in root.glob(f"{_PARTIAL}*"):
                     shutil.rmtree(left, ignore_errors=True)
                 _compile(compiler, path)
@@ -208,8 +212,8 @@ def build() -> Path:
 
 
 def _place(compiler: str) -> Path:
-    """Return where the library that this compiler builds is kept; `NoCacheError` where none can
-    be.
+    """Return the path in the cache of the library that this compiler builds. Raises NoCacheError if
+    it is missing and cannot be written.
     """
     path = cache_folder() / "native" / f"{_fingerprint(compiler)}.so"
     above = next(folder for folder in path.parents if folder.exists())
@@ -219,11 +223,10 @@ def _place(compiler: str) -> Path:
 
 
 def _is_whole(path: Path) -> bool:
-    """Return whether a library is there as it was written: its last bytes are the SHA-256 of all
+    """Return whether the library at `path` is complete: its last bytes are the SHA-256 of all bytes
     before them.
 
-    One that a full disk or a power cut has shortened would end the process that loads it, without a
-    word.
+    A library truncated by a full disk or a power cut would crash the process that loads it.
     """
     try:
         content = path.read_bytes()
@@ -233,7 +236,9 @@ def _is_whole(path: Path) -> bool:
 
 
 def _compiler() -> str:
-    """Return the path of $CXX, g++ or clang++."""
+    """Return the path of $CXX if it is set, else of g++, clang++ or c++. Raises NotBuiltError if
+    there is none.
+    """
     asked = os.environ.get("CXX")
     for name in (asked,) if asked else ("g++", "clang++", "c++"):
         if path := shutil.which(name):
@@ -250,7 +255,7 @@ def _sources() -> list[Path]:
 
 
 def sources_digest() -> str:
-    """Return a name that changes with the sources."""
+    """Return 16 hex digits that change with the C++ sources."""
     return _digest_of_sources().hexdigest()[:16]
 
 
@@ -262,8 +267,8 @@ def _digest_of_sources() -> Any:
 
 
 def _fingerprint(compiler: str) -> str:
-    """Return a name that changes with the sources, the compiler, the processor and the version
-    of JAX.
+    """Return 16 hex digits that change with the sources, flags, compiler, processor and version of
+    JAX.
     """
     digest = _digest_of_sources()
     version = subprocess.run(
@@ -274,7 +279,7 @@ def _fingerprint(compiler: str) -> str:
 
 
 def _processor() -> str:
-    """Return what tells processors apart whose instructions differ."""
+    """Return the lines of /proc/cpuinfo that identify the processor's instruction set."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -284,7 +289,9 @@ def _processor() -> str:
 
 
 def _compile(compiler: str, path: Path) -> None:
-    """Write the library and its seal beside its place and rename it: see `_is_whole`."""
+    """Compile the library in a temporary folder, append its checksum (see `_is_whole`), and rename
+    it to `path`.
+    """
     with (
         tempfile.TemporaryDirectory(prefix=_PARTIAL, dir=path.parent) as folder,
         ThreadPoolExecutor() as threads,
@@ -305,7 +312,7 @@ def _compile(compiler: str, path: Path) -> None:
 
 
 def _run(command: list[str]) -> None:
-    """Run the compiler; raises `NotBuiltError` with what it says."""
+    """Run the compiler. Raises NotBuiltError with its output if it fails."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False

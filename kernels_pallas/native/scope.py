@@ -1,5 +1,5 @@
-"""Where a trace may use the native operations: those for few rows, and those for many, which
-have gradients.
+"""Context managers that allow native operations in a trace: inference operations for few rows, and
+training operations, which have gradients.
 """
 
 import contextlib
@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from kernels_pallas.native.library import multiplies_many_rows
 
-SIZE_MULTIPLE = 16  # of the sizes of matrices and values that native products of many rows take
-MAX_ROWS = 32  # more compute longer than their weights take to read: XLA's products are as fast
+SIZE_MULTIPLE = 16  # sizes of matrices and values in native products of many rows are multiples
+MAX_ROWS = 32  # with more rows arithmetic takes longer than reading weights: XLA is as fast
 
 _TOKENS = ContextVar("tokens of native operations", default=0)
 _TRAINING = ContextVar("native operations of a training step", default=False)
@@ -23,13 +23,13 @@ _BACKGROUND = ContextVar(
 
 @contextlib.contextmanager
 def native_operations(num_tokens: int) -> Iterator[None]:
-    """Let products, norms, top-k and attention over a KV cache be native while a function of few
-    tokens is traced.
+    """Allow native products, norms, top-k and attention over a KV cache while a function of
+    `num_tokens` tokens is traced.
 
-    Of more than `MAX_ROWS` tokens attention alone, where the processor multiplies many rows of
-    bfloat16; for none nothing changes. Whoever compiles a function once with and once without this
-    must tell the two apart, as by a static argument. The library must be loaded (`load`), and the
-    program run on a CPU. These operations have no gradients.
+    With more than `MAX_ROWS` tokens only attention is native, if the processor multiplies many
+    bfloat16 rows; with 0 tokens nothing is. A function that is compiled both with and without this
+    context needs a static argument that tells the two apart. The library must be loaded (`load`)
+    and the program run on a CPU. These operations have no gradients.
     """
     token = _TOKENS.set(num_tokens)
     try:
@@ -39,24 +39,26 @@ def native_operations(num_tokens: int) -> Iterator[None]:
 
 
 def takes_native() -> bool:
-    """Return whether the function being traced is to use native operations for few tokens."""
+    """Return whether the current trace uses native operations for few tokens."""
     return 0 < _TOKENS.get() <= MAX_ROWS
 
 
 def takes_native_attention(dtype: Any, key_dim: int, value_dim: int) -> bool:
-    """Return whether it is to use native attention, with heads of these sizes."""
+    """Return whether the current trace uses native attention over a KV cache of this dtype and
+    these head sizes.
+    """
     fits = dtype == jnp.bfloat16 and key_dim % 2 == 0 and value_dim % SIZE_MULTIPLE == 0
     return takes_native() or (_TOKENS.get() > MAX_ROWS and fits and multiplies_many_rows())
 
 
 @contextlib.contextmanager
 def native_training(wanted: bool, *, background: bool = False) -> Iterator[None]:
-    """Let attention of whole sequences and experts, both with gradients, be native while a training
-    step is traced.
+    """Allow native causal attention and experts, both with gradients, while a training step is
+    traced.
 
-    wanted: only where `multiplies_many_rows` says that they can be; False leaves that as it is.
-    background: a program goes on to what does not wait for these operations, as it does behind
-    XLA's products: collectives travel meanwhile.
+    wanted: True requires `multiplies_many_rows`; False leaves an enclosing context's setting
+    unchanged. background: operations run on another thread of XLA's pool, and the program continues
+    with whatever does not depend on them, so that collectives overlap with them.
     """
     tokens = (
         _TRAINING.set(wanted or _TRAINING.get()),
@@ -70,17 +72,14 @@ def native_training(wanted: bool, *, background: bool = False) -> Iterator[None]
 
 
 def in_background() -> bool:
-    """Return whether the operations of a training step are to run in the background of the
-    program.
-    """
+    """Return whether the current trace runs native training operations in the background."""
     return _BACKGROUND.get()
 
 
 def trains_native(*dtypes: Any, multiples: tuple[int, ...]) -> bool:
-    """Return whether the function being traced is to use those of a training step, on arrays of
-    these dtypes.
+    """Return whether the current trace uses native training operations for arrays of these dtypes.
 
-    multiples: sizes that have to be multiples of `SIZE_MULTIPLE` for it.
+    multiples: sizes that must be multiples of `SIZE_MULTIPLE`.
     """
     fits = all(dtype == jnp.bfloat16 for dtype in dtypes) and all(
         size % SIZE_MULTIPLE == 0 for size in multiples

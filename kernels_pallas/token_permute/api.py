@@ -1,10 +1,11 @@
-"""Dispatch (tokens -> rows by expert) and combine (rows -> weighted sums by token): gathers both
-ways, no atomics.
+"""Dispatch (tokens -> rows by expert) and combine (rows -> weighted sums by token). Both directions
+are gathers, without atomics.
 
-Legend: T tokens, K choices a token, M rows of a buffer, D hidden.
-`src_M` names the token of each row (T: the row is empty); `slot_TK` the row of each choice (M: it
-was dropped). They are each other's inverse: src_M[slot_TK[t, k]] == t wherever slot_TK[t, k] < M.
-`sort_by_expert` makes both.
+`src_M` is the token of each row, T for an empty row. `slot_TK` is the row of each choice, M for a
+dropped choice. They are inverse: src_M[slot_TK[t, k]] == t wherever slot_TK[t, k] < M.
+`sort_by_expert` computes both.
+
+Legend: T tokens, K choices per token, M rows of a buffer, D hidden.
 """
 
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from kernels_pallas.token_permute.reference import take_any_rows, take_rows
 
 
 class Implementation(NamedTuple):
-    """The two functions of `reference.py`."""
+    """The two functions of `reference.py`, implemented for a platform."""
 
     gather_rows: Callable[..., jax.Array]
     gather_sum: Callable[..., jax.Array]
@@ -31,8 +32,10 @@ class Implementation(NamedTuple):
 )
 @dataclass(frozen=True)
 class RowMap:
-    """The map of a `dispatch` that is left to what reads its rows. complete: promises that no
-    choice was dropped.
+    """The arguments of a `dispatch` that the consumer of the rows performs itself, so that no rows
+    are written.
+
+    complete: promises that no choice was dropped.
     """
 
     src_M: jax.Array
@@ -40,7 +43,7 @@ class RowMap:
     complete: bool = False
 
     def check(self, num_tokens: int) -> None:
-        """ValueError if it does not fit so many tokens."""
+        """Raise ValueError if the arrays do not fit `num_tokens` tokens."""
         for name, index, ndim in (("src", self.src_M, 1), ("slot", self.slot_TK, 2)):
             if index.ndim != ndim or not jnp.issubdtype(index.dtype, jnp.integer):
                 raise ValueError(
@@ -92,9 +95,10 @@ def dispatch(
     *,
     implementation: Name | Implementation | None = None,
 ) -> jax.Array:
-    """Copy tokens into their rows: y_MD[m] = x_TD[src_M[m]]; empty rows hold some token.
+    """Return y_MD[m] = x_TD[src_M[m]]: each token copied into its rows. Empty rows hold an
+    arbitrary token.
 
-    complete: promises that no choice was dropped.
+    complete: promises that no choice was dropped; the gradient is then cheaper.
     """
     return _dispatch(x_TD, src_M, slot_TK, complete, implementation)
 
@@ -133,11 +137,11 @@ def sum_rows(
     *,
     implementation: Name | Implementation | None = None,
 ) -> jax.Array:
-    """Sum of each token's rows, float32: out_TD[t] = sum_k y_MD[slot_TK[t, k]]. The transpose of
-    `dispatch`.
+    """Return float32 out_TD[t] = sum_k y_MD[slot_TK[t, k]], the sum of each token's rows: the
+    transpose of `dispatch`.
 
-    The gradient of an empty row is that of some token. complete: promises that no choice was
-    dropped.
+    complete: promises that no choice was dropped. An empty row gets the gradient of an arbitrary
+    token.
     """
     return _sum_rows(y_MD, src_M, slot_TK, complete, implementation)
 
@@ -171,11 +175,11 @@ def _combine_bwd(
 ) -> Any:
     y_MD, weights_TK, src_M, slot_TK = residuals
     dout_TD = dout_TD.astype(y_MD.dtype)
-    # dweights as a sum over each row, which XLA fuses with its gather, then a gather of scalars
+    # compute dweights per row, a sum that XLA fuses with the gather of dout, then gather scalars
     dout_MD = take_any_rows(dout_TD, src_M).astype(jnp.float32)
     dweight_M = (y_MD.astype(jnp.float32) * dout_MD).sum(axis=-1)
     dweights_TK = take_rows(dweight_M, slot_TK)
-    # the weight of a row: the choice of its token that points back at it; none for an empty row
+    # a row's weight is that of the choice whose slot is this row; an empty row has none
     mine_MK = (
         take_any_rows(slot_TK, src_M) == jnp.arange(src_M.shape[0], dtype=slot_TK.dtype)[:, None]
     )
@@ -195,8 +199,8 @@ def combine(
     *,
     implementation: Name | Implementation | None = None,
 ) -> jax.Array:
-    """Weighted sum of each token's rows, float32: out_TD[t] = sum_k weights_TK[t, k]
-    y_MD[slot_TK[t, k]].
+    """Return float32 out_TD[t] = sum_k weights_TK[t, k] y_MD[slot_TK[t, k]], the weighted sum of
+    each token's rows. A dropped choice adds 0.
 
     complete: promises that no choice was dropped and no row is empty.
     """

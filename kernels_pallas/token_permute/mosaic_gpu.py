@@ -1,12 +1,12 @@
-"""Rows gathered, and gathered and added, on Hopper: bulk asynchronous copies, several rows in
-flight.
+"""Gathered rows, and sums of gathered rows, on Hopper: bulk asynchronous copies with several rows
+in flight.
 
-Legend: T tokens, K choices a token, M rows, D hidden, B rows (or tokens) of one step, C columns of
-one step.
+Each multiprocessor runs one persistent block. The rows of a step are copied into one of STAGES
+buffers in shared memory while previous steps are written out. A row is copied as a box [D / LINE,
+LINE], since no side of a box may exceed 256 elements.
 
-One persistent block on every multiprocessor. A step's rows are copied into one of STAGES buffers in
-shared memory while the steps before it are written out. A row is copied as a box [D / LINE, LINE],
-since no side of a box may pass 256.
+Legend: T tokens, K choices per token, M rows, D hidden, B rows (or tokens) of one step, C columns
+of one step.
 """
 
 from collections.abc import Callable
@@ -21,13 +21,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 NUM_SMS = 132  # of an H100 SXM or an H200
 STAGES = 4
 STEP_BYTES = 32 * 1024
-SUM_BYTES = 160 * 1024  # of all stages, and of two buffers of sums
-MAX_COPIES = 32  # of a step: they are written out one by one in the kernel
+SUM_BYTES = 160 * 1024  # shared memory of all stages and of two buffers of sums
+MAX_COPIES = 32  # copies of a step, which the kernel unrolls
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
 def _lines(x: jax.Array) -> jax.Array:
-    """[M, D] -> [M, D / LINE, LINE]."""
+    """Return [M, D] as [M, D / LINE, LINE]. Raises NotImplementedError for other dtypes and
+    sizes.
+    """
     if x.dtype not in DTYPES:
         raise NotImplementedError(f"dtype {x.dtype}: not one of bfloat16, float16, float32")
     line = next((n for n in (256, 128) if x.shape[1] % n == 0), None)
@@ -37,13 +39,13 @@ def _lines(x: jax.Array) -> jax.Array:
 
 
 def _step_size(total: int, most: int) -> int:
-    """The largest power of two that divides `total` and is at most `most`."""
+    """Return the largest power of two that divides `total` and is at most `most`."""
     return min(total & -total, 1 << (max(1, most).bit_length() - 1))
 
 
 def _steps(total: int, num_sms: int) -> jax.Array:
-    """How many of `total` steps this block does: its own number, and every num_sms-th from
-    there.
+    """Return how many of `total` steps this block runs: numbers sm, sm + num_sms, sm + 2 num_sms,
+    ...
     """
     return (total - lax.axis_index("sm") + (num_sms - 1)) // num_sms
 
@@ -51,8 +53,8 @@ def _steps(total: int, num_sms: int) -> jax.Array:
 def _pipeline(
     num_steps: jax.Array, load: Callable[..., None], finish: Callable[..., None], full: Any
 ) -> None:
-    """Steps 0 .. num_steps - 1: load(i, stage) runs STAGES - 1 steps ahead of finish(i, stage),
-    which stores.
+    """Run `num_steps` steps: load(i, stage) runs STAGES - 1 steps ahead of finish(i, stage), which
+    stores.
     """
     lax.fori_loop(0, jnp.minimum(num_steps, STAGES - 1), lambda i, _: load(i, i), None)
 
@@ -60,7 +62,7 @@ def _pipeline(
         stage = lax.rem(i, jnp.int32(STAGES))
         plgpu.barrier_wait(full.at[stage])
         finish(i, stage)
-        # the step before this one has left its buffer
+        # the previous step's store has read its buffer, which the next load overwrites
         plgpu.wait_smem_to_gmem(1, wait_read_only=True)
         ahead = i + (STAGES - 1)
 
@@ -98,7 +100,7 @@ def gather_rows(
     num_sms: int = NUM_SMS,
     interpret: Any = None,
 ) -> jax.Array:
-    """x_TD[src_M] (times scale_M) [M, D]; the last row where src_M == T."""
+    """Return x_TD[src_M] [M, D], times scale_M if given; the last row of x where src_M == T."""
     num_rows, d = src_M.shape[0], x_TD.shape[1]
     x = _lines(x_TD)
     line = x.shape[1:]
@@ -148,10 +150,10 @@ def gather_sum(
     num_sms: int = NUM_SMS,
     interpret: Any = None,
 ) -> jax.Array:
-    """float32 [T, D]: the (weighted) sum of rows y_MD[slot_TK[t, k]] over k; nothing where
-    slot_TK[t, k] == M.
+    """Return float32 [T, D], the (weighted) sum over k of rows y_MD[slot_TK[t, k]]; a slot of M
+    adds 0.
 
-    complete: promises that there is no such slot; it saves nothing here.
+    complete: promises that no slot is M; this implementation does not use it.
     """
     del complete
     (num_tokens, k), (num_rows, d) = slot_TK.shape, y_MD.shape
@@ -175,7 +177,7 @@ def gather_sum(
 
     def gather_sum_kernel(y, slots, weights, out, rows_smem, out_smem, full):  # type: ignore[no-untyped-def]
         def place(i: jax.Array) -> tuple[jax.Array, Any]:
-            """The first token and the lines of step i."""
+            """Return the first token of step i and its range of lines."""
             index = lax.axis_index("sm") + i * num_sms
             block = index // parts
             return block * size, pl.ds((index - block * parts) * height, height)
@@ -194,7 +196,7 @@ def gather_sum(
                 for n in range(b * k, (b + 1) * k):
                     weight = weights[token * k + n]
                     row = rows_smem[stage, n].astype(jnp.float32) * weight
-                    kept = lax.broadcast(weight != 0.0, row.shape)  # what was dropped may hold NaN
+                    kept = lax.broadcast(weight != 0.0, row.shape)  # a dropped row may hold NaN
                     total = total + jnp.where(kept, row, jnp.zeros_like(row))
                 out_smem[buffer, b] = total
             plgpu.commit_smem()

@@ -1,4 +1,4 @@
-"""A stable counting sort by expert.
+"""A stable sort of assignments by expert: by counting on accelerators, by comparison on CPUs.
 
 Legend: N assignments in blocks of B, E experts.
 """
@@ -11,10 +11,11 @@ BLOCK = 128
 
 
 def counting_sort(idx_N: jax.Array, num_experts: int) -> jax.Array:
-    """rank_N: the place of each assignment.
+    """Return rank_N, int32: the position of each assignment in the stable order by expert.
 
-    rank = assignments of smaller experts + those of this expert in blocks before + those before it
-    in its block: compares and sums over [N / B, E] and [N, B], no comparison sort and no atomics.
+    rank = assignments of lower experts + those of the same expert in earlier blocks + those earlier
+    in its block. Computed by comparisons and sums over [N / B, E] and [N, B], without a comparison
+    sort or atomics.
     """
     num_rows = idx_N.size
     padded = jnp.pad(idx_N, (0, -num_rows % BLOCK), constant_values=num_experts + 1)
@@ -37,11 +38,12 @@ def _inverse(permutation_N: jax.Array) -> jax.Array:
 
 
 def sort_by_expert(idx_N: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]:
-    """(order_N, rank_N), int32: assignment order_N[i] comes i-th; rank_N is its inverse.
+    """Return int32 (order_N, rank_N): assignment order_N[i] has position i; rank_N is the inverse
+    permutation.
 
     Equal experts keep their order. An index of `num_experts` (no expert) sorts to the end.
-    XLA:CPU's comparison sort is faster than counting there, and of one integer array five times as
-    fast as of a pair.
+    XLA:CPU's comparison sort is faster than counting, and five times as fast on one integer array
+    as on a pair of arrays.
     """
 
     def by_comparison(idx_N: jax.Array) -> tuple[jax.Array, jax.Array]:
