@@ -24,7 +24,7 @@ from jmoe.memory.buffers import PAGE_BYTES
 Io = Literal["O_DIRECT", "buffered", "mapped"]
 # errors of file systems that lack an operation
 NOT_SUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
-# the user, or the file system, may not write here
+# errors of a folder that is not writable
 UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
@@ -170,6 +170,7 @@ def read_all(fd: int, record_R: NDArray[np.uint8], first_byte: int, path: Path, 
 
 
 def write_all(fd: int, record_R: NDArray[np.uint8], first_byte: int) -> None:
+    """Write `record_R` to an open file from byte `first_byte` on."""
     memory, done_bytes = record_R.data, 0
     while done_bytes < record_R.nbytes:
         done_bytes += os.pwritev(fd, [memory[done_bytes:]], first_byte + done_bytes)

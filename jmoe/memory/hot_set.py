@@ -24,7 +24,7 @@ PRIOR = 2.0
 # Weight of the old scores when other counts replace them: they break ties.
 FORGOTTEN = 1e-6
 
-# Rank of an expected record; higher than any count.
+# Added to the score of an expected record; higher than any count.
 EXPECTED = 2.0**40
 
 
@@ -75,7 +75,9 @@ class HitCounts:
         return self.scores.size
 
     def expect(self, indices: ArrayLike) -> None:
-        """Rank these records above all others from now on; records of an earlier call lose it."""
+        """Give these records ranks above all others from now on, and all other records their usual
+        ranks.
+        """
         self._expected[:] = False
         self._expected[record_ids(indices, self.num_records)] = True
         self.generation += 1
@@ -86,8 +88,9 @@ class HitCounts:
 
     @property
     def decayed(self) -> NDArray[np.float64]:
-        """Return float64 [num_records]: the decayed counts of MoESys's Algorithm 2 since the last
-        change.
+        """Return float64 [num_records]: the decayed counts (MoESys, Algorithm 2).
+
+        When the scores are replaced, these counts continue from the new scores.
         """
         return self._decayed / self._hit
 

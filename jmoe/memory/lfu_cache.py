@@ -33,6 +33,7 @@ class CacheStats:
 
     @property
     def hit_rate(self) -> float:
+        """Return hits / (hits + misses); 0 before the first use."""
         uses = self.hits + self.misses
         return self.hits / uses if uses else 0.0
 

@@ -80,7 +80,8 @@ class RecordCheckpoints:
 
     Attributes: save_only: by kind, the records that this process saves, if not all it owns;
     processes with the same records split the saving. beside: JSON saved with the list of this
-    process's records. settings: must be equal for records to be restored. restored: all processes'
+    process's records. settings: AdamW's constants and the gradient dtype; records that lag behind
+    can be restored unread only if their checkpoint has equal settings. restored: all processes'
     lists of the step restored last.
     """
 
@@ -107,7 +108,7 @@ class RecordCheckpoints:
         self.beside: dict[str, Any] = {}
         self.settings: dict[str, Any] = {}
         self.restored: list[dict[str, Any]] | None = None
-        self._error: Exception | None = None  # of the last drain
+        self._error: Exception | None = None  # error of a failed drain
         self._stall_limit_s = stall_limit_s
         self._draining: Future[object] | None = None
         self._drained = (0, 0)  # (records drained, records to drain)
@@ -270,6 +271,7 @@ class RecordCheckpoints:
         self._counted += 1
 
     def close(self) -> None:
+        """Wait for the drain under way, unless an earlier drain has failed."""
         if self._error is None:
             self.wait()
 

@@ -95,6 +95,11 @@ class RecordLayout:
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, tuple[Sequence[int], DTypeLike]]) -> Self:
+        """Return the layout of arrays {name: (shape, dtype)}.
+
+        Raises `ValueError` if there are no arrays, a dimension is 0, or a dtype is not a numeric
+        type in native byte order.
+        """
         fields: list[RecordField] = []
         end_bytes = 0
         for name, (shape, dtype_like) in arrays.items():
@@ -184,6 +189,9 @@ class HostRecords:
         return {index: slot for slot, index in enumerate(self.owned)}
 
     def slot_of(self, index: int) -> int:
+        """Return m such that `slots_MR[m]` holds the record; raise `ValueError` if the process does
+        not own it.
+        """
         check(
             index in self._slots,
             "index",

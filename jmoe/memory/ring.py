@@ -206,7 +206,7 @@ class Ring(Closing):
         """Plan `order` from its first position on; the caller holds the lock."""
         check(len(order) > 0, "order", order, "must name at least one layer")
         self._order = tuple(order)
-        # positions, counted on from round to round
+        # positions of the order, counted across rounds
         self._acquired = self._released = self._planned_to = 0
         self._planned: deque[int] = deque()  # slots of the positions from _released on
         self._plan()

@@ -60,7 +60,7 @@ class _Read:
 
     index: int
     empty: bool = False  # the caller overwrites the record: only a slot is needed
-    slot: int | None = None  # None: no thread has begun
+    slot: int | None = None  # None: no thread has begun the read
     demanded: bool = False
     waiters: int = 0
     done: bool = False
@@ -171,6 +171,7 @@ class TieredStore(Closing):
 
     @property
     def host_bytes(self) -> int:
+        """Return the bytes of host memory that the records take; 0 for a mapped file."""
         held = self.host_records
         return len(self._slots_MR) * self.layout.record_bytes if held is None else held.host_bytes
 

@@ -1,6 +1,7 @@
-"""Mutable records on NVMe: each version of a record is one file, immutable once it has its name.
+"""Mutable records on NVMe: each version of a record is a file of its own.
 
-A new version is written to a file beside the old one, flushed, and then renamed; after a crash the
+The file of a version is immutable while the version is current, being read, or linked by a
+checkpoint. A new version is written to another file, flushed, and then renamed; after a crash the
 folder has an intact version of every record. Names are `INDEX.COUNTER.TOKEN`: the counter rises
 with every write, and every `open` draws a random token, so two files with the same name have the
 same content. A checkpoint is a set of hard links to the current versions (`pin`): it copies no
@@ -83,6 +84,7 @@ class Version:
 
     @property
     def name(self) -> str:
+        """Return the file name `INDEX.COUNTER.TOKEN`, with the token in 8 hexadecimal digits."""
         return f"{self.index}.{self.counter}.{self.token:08x}"
 
     @classmethod

@@ -58,6 +58,7 @@ class LocalExperts:
 
     @property
     def per_device(self) -> int:
+        """Return the number of experts in each part."""
         return self.experts.size // len(self.devices)
 
     @property
@@ -147,6 +148,7 @@ class SlottedExperts(LocalExperts):
 
     @property
     def per_device(self) -> int:
+        """Return the number of slots of a device for a layer; some may be empty."""
         return self.num_slots
 
     def has(self, layer: int) -> NDArray[np.bool_]:
@@ -209,6 +211,9 @@ class ExpertIndex:
 
     @classmethod
     def from_model(cls, model: ModelConfig, local: LocalExperts | None = None) -> Self:
+        """Return the index of a model's experts, with every layer that is not dense as an MoE
+        layer.
+        """
         return cls(sum(kind != "dense" for kind in model.layer_kinds), model.num_experts, local)
 
     @property

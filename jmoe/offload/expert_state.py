@@ -460,7 +460,7 @@ class ExpertState:
         self.flush_updates()
         self.skipped.freeze(records)
 
-    # Everything at once
+    # All experts
 
     @_guarded
     def flush_updates(self, most_behind: int = 0) -> None:

@@ -86,6 +86,7 @@ class HostExperts:
         return float(np.median(rates[1:]))
 
     def close(self) -> None:
+        """End the thread, after its current work; queued work is dropped."""
         self._thread.shutdown(cancel_futures=True)
 
     def _run(self, tokens: Tokens, rows_E: np.ndarray, activation: str) -> tuple[jax.Array, float]:

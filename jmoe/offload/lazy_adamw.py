@@ -92,9 +92,11 @@ class History:
 
     @property
     def end(self) -> int:
+        """Return the step after the last one in the history."""
         return self.first + len(self.lr)
 
     def add(self, lr: float, clip: float) -> None:
+        """Append the learning rate and clip factor of step `end`."""
         self.lr.append(lr)
         self.clip.append(clip)
 
@@ -102,6 +104,7 @@ class History:
         return History(self.first, self.lr, self.clip)
 
     def forget_before(self, step: int) -> None:
+        """Drop the steps before `step`, which must lie in the history or at its end."""
         assert self.first <= step <= self.end, (self.first, step, self.end)
         del self.lr[: step - self.first]
         del self.clip[: step - self.first]

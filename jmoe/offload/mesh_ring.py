@@ -91,7 +91,7 @@ class MeshRing(MeshExperts):
             for _ in range(ring_slots)
         ]
         self._weights: list[Arrays] = [{}] * ring_slots
-        self._slot_of: dict[int, int] = {}  # only the acquired layer's
+        self._slot_of: dict[int, int] = {}  # only the acquired layer
         self.ring = Ring(range(index.num_layers), ring_slots, self._load)
 
     def acquire(self, layer: int) -> None:

@@ -114,7 +114,7 @@ class PlacedExperts(MeshExperts):
         super().__init__(mesh, index, fields, slots_per_device)
         self._read = read
         first = list(placements or self.placements)
-        # row of slots of each layer, and the slots per device of each row
+        # layer -> row of slots; row -> slots per device
         self._rows, slots = list(range(index.num_layers)), [slots_per_device] * index.num_layers
         if placements is not None:
             self._rows, slots = slot_rows(placements)

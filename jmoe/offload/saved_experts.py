@@ -29,7 +29,7 @@ PREFIXES = {stack: f"{stack}.moe.{EXPERTS_PATH}." for stack in EXPERT_STACKS}
 
 
 def names_of_experts(names: Sequence[str]) -> list[str]:
-    """Return those of a checkpoint's array names that belong to experts."""
+    """Return the names, among a checkpoint's array names, that belong to experts."""
     return [name for name in names if name.partition(".")[2].startswith(tuple(PREFIXES.values()))]
 
 
@@ -90,6 +90,7 @@ class SavedExperts:
         }
 
     def one(self, name: str, layer: int, expert: int) -> NDArray[np.float32]:
+        """Return one parameter of one expert's weights, float32."""
         return self.weights(layer, np.array([expert]))[name][0]
 
     def _of_records(self, kind: str, layer: int, experts: NDArray[np.int64]) -> ExpertArrays:

@@ -64,7 +64,7 @@ class SkippedSteps:
         """Note that all steps before `now` are applied to a record."""
         self._applied[record], self._pending[record] = now, False
 
-    # A step
+    # One step
 
     def note_gradients(self, layer: int, records: NDArray[np.int64]) -> None:
         """Note the records of a layer whose gradients this step stores."""
@@ -94,7 +94,7 @@ class SkippedSteps:
         self._frozen[:] = False
         self._frozen[records] = True
 
-    # What is saved
+    # Checkpoints
 
     def forget_history(self, own: NDArray[np.int64]) -> None:
         """Drop the history of steps that are applied to all of the process's records `own`."""

@@ -71,7 +71,7 @@ class ExpertStores:
         self._versions = self._open_versions(run)
         lazy = self._tiers.optimizer == "nvme"
         saved = self._versions if lazy else {}
-        self._replay_state: ReplayState | None = None  # of the checkpoint saved or restored last
+        self._replay_state: ReplayState | None = None  # at the last save or restore
         # record -> step of the gradient in its file, if gradients are in host memory
         self._written: dict[int, int] = {}
         self.records = RecordCheckpoints(
@@ -201,7 +201,7 @@ class ExpertStores:
             wait_limit_s=self._config.distributed.step_timeout_s,
         )
         if resident:
-            state.flush_updates()  # before the caller closes what `weights` reads
+            state.flush_updates()  # before the caller closes the source of `weights`
         self.records.memory = {"weights": state.each_weights, "moments": state.each_moments}
         self._written = {index: own.applied[index] for index in own.pending}
         return state

@@ -116,7 +116,7 @@ class TrainingSlots:
             for device in self.devices
         ]
 
-    # Which experts a slot holds
+    # Experts of a slot
 
     def make_room(self, needed: int) -> None:
         """Grow the slots to hold `needed` experts of a device from their next `fit` on; never
@@ -189,7 +189,7 @@ class TrainingSlots:
         """Return (position of the device, row) of every replica of an expert."""
         return self._rows[slot].places(layer, expert)
 
-    # What a slot holds
+    # Weights of a slot
 
     def place(self, slot: int, layer: int, expert: int, record: Record) -> int:
         """Copy an expert's weights into its rows of the slot; return the bytes copied."""
