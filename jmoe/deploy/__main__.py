@@ -1,11 +1,10 @@
-"""From a run or a model to what is served, in one command: python -m jmoe.deploy MODEL --out
-BUNDLE.
+"""Prepare a model or a run for serving in one command: python -m jmoe.deploy MODEL --out BUNDLE.
 
-The stages, each of which is a command of its own too: merge (of a run), distil (--distil-steps,
---text), prune (--experts, --text), compress (--weights), segment (--machines), and bundle, or with
---portable lower. With --text the loss on its held-out part is measured after every stage that
-changes the model. BUNDLE appears when all is done; what lies between is removed, but for the run in
-which a student is trained. Further options are train.py's, for that run.
+The stages, each also a command of its own: merge (of a run), distil (--distil-steps, --text), prune
+(--experts, --text), compress (--weights), segment (--machines), and bundle, or lower with
+--portable. With --text the loss on a held-out part of the text is measured after each stage that
+changes the model. BUNDLE appears once all stages are done. Intermediate folders are removed, except
+the run in which a student is trained. Other options are passed to that run's train.py.
 """
 
 import argparse
@@ -31,7 +30,7 @@ def main(arguments: list[str]) -> None:
         prog="python -m jmoe.deploy",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,  # what is like one of these may be an option of train.py
+        allow_abbrev=False,  # an abbreviation might be an option of train.py
     )
     parser.add_argument(
         "model", metavar="MODEL", help="a Hugging Face folder, or the output folder of a run"

@@ -1,9 +1,9 @@
-"""A model as one folder that starts without compiling: python -m jmoe.deploy.bundle MODEL --out
-BUNDLE.
+"""Write a model as one folder that starts without compiling: python -m jmoe.deploy.bundle MODEL
+--out BUNDLE.
 
-BUNDLE has the model as a Hugging Face folder, every program of an engine with the options named,
-compiled for this device, and plan.json, which says what they need and lists all files with their
-checksums. `serve.py BUNDLE` serves it.
+BUNDLE contains the model as a Hugging Face folder, every program that an engine with these options
+runs, compiled for this device, and plan.json, which states the versions and the device that the
+programs need and lists all files with their checksums. `serve.py BUNDLE` serves it.
 """
 
 import contextlib
@@ -46,10 +46,9 @@ from jmoe.runtime import end_at_once_on_interrupt, reexec_with_env
 from jmoe.status import status
 from kernels_pallas import native
 
-BUNDLE = "bundle"  # the plan's `form`
+BUNDLE = "bundle"  # the value of `form` in plan.json
 MODEL, PROGRAMS, NATIVE = "model", "programs", "native.so"  # folders of a bundle, and a file
-# Of what /proc/cpuinfo lists of a processor: the sets of instructions that compiled programs may
-# use.
+# prefixes of the flags in /proc/cpuinfo that name instruction sets which compiled programs may use
 INSTRUCTIONS = (
     "amx",
     "avx",
@@ -72,22 +71,22 @@ _SETTINGS = {
     "jax_enable_compilation_cache": True,
     "jax_persistent_cache_min_compile_time_secs": 0.0,
     "jax_persistent_cache_min_entry_size_bytes": -1,
-    "jax_persistent_cache_enable_xla_caches": "none",  # what autotuning writes beside the programs
+    "jax_persistent_cache_enable_xla_caches": "none",  # else autotuning adds files to the folder
     "jax_compilation_cache_max_size": -1,
 }
 
 
 def is_bundle(folder: str | os.PathLike[str]) -> bool:
-    """Return whether a folder is one that `bundle` or `lower` has written, whole or damaged."""
+    """Return whether the folder was written by `bundle` or `lower`, even if it is damaged."""
     path = Path(folder).expanduser()
     return (path / PLAN).is_file() or ((path / PROGRAMS).is_dir() and (path / MODEL).is_dir())
 
 
 def bundle(folder: Path, out: Path, options: EngineConfig, say: Callable[[str], None]) -> int:
-    """Write the model in a Hugging Face folder as a bundle for this device; return how many
-    programs it has.
+    """Write the model of a Hugging Face folder as a bundle for this device; return the number of
+    its programs.
 
-    Raises `ValueError` naming the option before anything is compiled or written.
+    Raises ValueError naming the option, before anything is compiled or written.
     """
     check_new_folder(out)
     options, segments = _resolved(folder, options)
@@ -98,14 +97,14 @@ def bundle(folder: Path, out: Path, options: EngineConfig, say: Callable[[str], 
             for file in folder.iterdir():
                 if file.is_file():
                     shutil.copyfile(file, partly / MODEL / file.name)
-        jax.clear_caches()  # what is compiled already would not be written
+        jax.clear_caches()  # programs compiled earlier in this process would not be written
         with (
             status("compiling", say),
             _programs_in(partly / PROGRAMS),
             Engine(partly / MODEL, options) as engine,
         ):
             engine.compile_for_service()
-        # made again where the bundle is served
+        # the server creates this folder again
         shutil.rmtree(partly / MODEL / PACK_FOLDER, ignore_errors=True)
         if options.native == "on":
             shutil.copyfile(native.load(), partly / PROGRAMS / NATIVE)
@@ -124,19 +123,19 @@ def bundle(folder: Path, out: Path, options: EngineConfig, say: Callable[[str], 
 
 
 def _without_places(options: EngineConfig) -> EngineConfig:
-    """Return options that name no path of a machine."""
+    """Return the options without paths of this machine."""
     return replace(options, cache_dir=None, mesh=replace(options.mesh, segments=None))
 
 
 def _resolved(folder: Path, options: EngineConfig) -> tuple[EngineConfig, Segments | None]:
-    """Return (options that mean the same wherever the bundle is served, the experts of several
-    devices).
+    """Return (the options with automatic choices made, experts [device][layer] or None).
 
-    The latter only where experts stay: by device and layer.
+    With these options every machine makes the same programs. The second result is set if several
+    devices hold all experts in their memory (policy `resident`).
     """
     segments: Segments | None = None
     if options.mesh.devices > 1:
-        expert_mesh(options.mesh.devices)  # names what is lacking
+        expert_mesh(options.mesh.devices)  # raises if there are too few devices
     with open_checkpoint(folder, options) as checkpoint:
         options = with_sequence_length(checkpoint, options)
         memory = plan_engine_memory(checkpoint, options)
@@ -154,10 +153,10 @@ def _resolved(folder: Path, options: EngineConfig) -> tuple[EngineConfig, Segmen
 
 @contextlib.contextmanager
 def _programs_in(folder: Path) -> Iterator[None]:
-    """Let JAX keep every program that is compiled meanwhile in a folder, and nothing else there.
+    """Make JAX write every program compiled in this context, and nothing else, to a folder.
 
-    One that cannot be written, as on a full disk, is an error: JAX would only warn, and leave the
-    half of a file.
+    A write that fails, as on a full disk, raises; by default JAX would warn and leave a truncated
+    file.
     """
     settings = {"jax_compilation_cache_dir": str(folder), "jax_raise_persistent_cache_errors": True}
     before = _set_cache(settings | _SETTINGS)
@@ -168,11 +167,11 @@ def _programs_in(folder: Path) -> Iterator[None]:
 
 
 def _set_cache(settings: dict[str, Any]) -> dict[str, Any]:
-    """Change how JAX keeps programs; return how it was."""
+    """Set the options of JAX's compilation cache; return their previous values."""
     before = {name: jax.config.values[name] for name in settings}
     for name, value in settings.items():
         jax.config.update(name, value)
-    compilation_cache.reset_cache()  # it takes its folder once
+    compilation_cache.reset_cache()  # the cache reads its folder only when it is created
     return before
 
 
@@ -197,19 +196,20 @@ def _device() -> dict[str, Any]:
 
 
 class OpenBundle(Closing):
-    """A bundle whose programs JAX takes, until it is closed. model: its Hugging Face folder.
-    engine: its options.
+    """A bundle from which JAX reads compiled programs until `close`.
+
+    model: its Hugging Face folder. engine: its `EngineConfig`.
     """
 
     def __init__(
         self, folder: str | os.PathLike[str], engine: EngineConfig, *, check_contents: bool = True
     ) -> None:
-        """Check the bundle, and let JAX take its programs. engine: the options asked for, by
-        default the bundle's.
+        """Check the bundle, and make JAX read its programs.
 
-        check_contents: every file's checksum, beside its size. Raises `ValueError` naming what is
-        missing or damaged, what JAX or device is needed, or an option that the programs are not
-        made for.
+        engine: the options asked for; each must be the bundle's or the default. check_contents:
+        verify every file's checksum, not only its size. Raises ValueError naming a missing or
+        damaged file, the JAX version or device that the programs need, or an option that the
+        programs do not support.
         """
         path = Path(folder).expanduser()
         plan = read_plan(path)
@@ -231,7 +231,7 @@ class OpenBundle(Closing):
             plan["engine"],
             "must name no place on a machine",
         )
-        if segments is not None:  # which the engine reads again
+        if segments is not None:  # the engine reads them from this file
             self.engine = replace(
                 self.engine, mesh=replace(self.engine.mesh, segments=str(path / PLAN))
             )
@@ -240,12 +240,12 @@ class OpenBundle(Closing):
         self.read = self.requests = 0
         self._before: dict[str, Any] = {}
         jax.monitoring.register_event_listener(self._count)
-        if jax.process_count() > 1:  # programs of several processes are theirs alone
+        if jax.process_count() > 1:  # the bundle's programs are for a single process
             return
         library = path / PROGRAMS / NATIVE
         if library.is_file() and digest == native.sources_digest():
             native.take_built(library)
-        # nothing is added: a folder with checksums stays as it is
+        # JAX must not add programs to a folder with checksums
         settings = _SETTINGS | {"jax_persistent_cache_min_compile_time_secs": NEVER_S}
         self._before = _set_cache({"jax_compilation_cache_dir": str(path / PROGRAMS)} | settings)
 
@@ -255,7 +255,7 @@ class OpenBundle(Closing):
 
     @property
     def compiled(self) -> int:
-        """How many programs were not in the bundle so far."""
+        """Number of programs so far that were compiled because the bundle does not have them."""
         return self.requests - self.read
 
     def __str__(self) -> str:
@@ -264,19 +264,19 @@ class OpenBundle(Closing):
         return f"{self.read} programs from the bundle, {self.compiled} compiled"
 
     def close(self) -> None:
-        """Let JAX keep programs as before, and count no more."""
+        """Restore JAX's compilation cache and stop counting programs."""
         _set_cache(self._before)
         jax.monitoring.unregister_event_listener(self._count)
 
 
 def _check_nothing_added(folder: Path, files: Mapping[str, Any]) -> None:
-    """Raise `ValueError` naming a file that the plan does not list: a program, a template and so
-    on would be taken.
+    """Raise ValueError naming a file in the bundle that plan.json does not list, such as a program
+    or a chat template, which would otherwise be used unchecked.
     """
     for part in (MODEL, PROGRAMS):
         for path in sorted((folder / part).rglob("*")):
             name = path.relative_to(folder).as_posix()
-            # by a server, with checksums of its own
+            # files that a server wrote, which have checksums of their own
             packed = name.startswith(f"{MODEL}/{PACK_FOLDER}")
             if not packed and (path.is_symlink() or path.is_file()) and name not in files:
                 raise ValueError(
@@ -285,7 +285,9 @@ def _check_nothing_added(folder: Path, files: Mapping[str, Any]) -> None:
 
 
 def _check_machine(file: Path, plan: dict[str, Any]) -> None:
-    """Raise `ValueError` saying what the programs need unless this is it."""
+    """Raise ValueError unless the JAX versions, the device and its instruction sets are those that
+    the programs need.
+    """
     for name, here in _versions().items():
         if (needed := plan["versions"][name]) != here:
             raise ValueError(
@@ -304,8 +306,8 @@ def _check_machine(file: Path, plan: dict[str, Any]) -> None:
 
 
 def _combined(asked: EngineConfig, kept: EngineConfig) -> EngineConfig:
-    """Return a bundle's options with those of this machine; `ValueError` naming an option that
-    is another one.
+    """Return the bundle's options with this machine's `cache_dir`. Raises ValueError naming an
+    option that differs from the bundle's.
     """
     default = EngineConfig()
     for field in fields(EngineConfig):

@@ -1,5 +1,6 @@
-"""Text for calibration as windows of tokens: the head of it is measured on, its tail is held
-out.
+"""Calibration text as windows of tokens: its head is for measuring, its tail is held out.
+
+`prune`, `distil` and `deploy` use it to choose experts and to compare models.
 """
 
 import math
@@ -21,9 +22,10 @@ Tokens = NDArray[np.int32]
 
 @dataclass(frozen=True)
 class CalibrationText:
-    """Windows [B, S + 1] of tokens to measure on, and others to compare models with.
+    """Windows [B, S + 1] of tokens to measure experts on, and held-out windows to compare models
+    on.
 
-    held_out_bytes: of the text of those tokens of `held_out_BS` that are predicted.
+    held_out_bytes: UTF-8 bytes of the text of the predicted tokens in `held_out_BS`.
     """
 
     calibration_BS: Tokens
@@ -31,14 +33,14 @@ class CalibrationText:
     held_out_bytes: int
 
     def bits_per_byte(self, mean_loss: float) -> float:
-        """Return what a mean loss in nats a held-out token costs a byte."""
+        """Return bits per byte of text from the mean loss in nats per held-out token."""
         predicted = self.held_out_BS.shape[0] * (self.held_out_BS.shape[1] - 1)
         return mean_loss * predicted / math.log(2) / self.held_out_bytes
 
 
 def windows_of(tokens: Tokens, length: int) -> Tokens:
-    """Return [B, length + 1]: neighbouring windows share one token; what is left at the end is
-    left out.
+    """Return [B, length + 1]. Neighbouring windows share one token; a last partial window is
+    dropped.
     """
     count = (len(tokens) - 1) // length
     return np.stack([tokens[i * length : (i + 1) * length + 1] for i in range(count)])
@@ -47,10 +49,10 @@ def windows_of(tokens: Tokens, length: int) -> Tokens:
 def read_calibration_text(
     folder: Path, pattern: str, vocab_size: int, *, length: int, max_tokens: int
 ) -> CalibrationText:
-    """Return the text of a file, folder or glob in the tokens of the model in `folder`.
+    """Return the text of a file, folder or glob, tokenized for the model in `folder`.
 
-    max_tokens: as many are read, a quarter of them held out. Raises `ValueError` where there are
-    too few for a window of each part.
+    length: predicted tokens of a window. max_tokens: tokens to read, a quarter of which are held
+    out. Raises ValueError if there are too few tokens for one window of each part.
     """
     needed = 2 * (length + 1)
     constraint = f"must be at least {needed}, two windows of {length} tokens"
@@ -61,7 +63,7 @@ def read_calibration_text(
         source = find_files(pattern, None, "text", report)
         check(not source.is_shards, "text", pattern, "must be text, not token shards")
         files = check_texts(source.files, ("utf-8",), report)
-    except ValueError as error:  # which names train.py's option
+    except ValueError as error:  # its message names train.py's option
         raise ValueError(
             str(error).replace("data.path", "text").partition("\n--data.encoding")[0]
         ) from error
@@ -81,8 +83,8 @@ def read_calibration_text(
 
 
 def text_for(model: LazyCheckpoint, pattern: str, length: int, max_tokens: int) -> CalibrationText:
-    """Return `read_calibration_text` in windows of `length` tokens, or of as many as the model
-    has positions for.
+    """Return `read_calibration_text` in windows of `length` tokens, or of the model's number of
+    positions if that is smaller.
     """
     check(length >= 2, "sequence_length", length, "must be at least 2")
     length = min(length, model.max_positions)

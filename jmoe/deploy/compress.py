@@ -1,9 +1,9 @@
-"""A model with compressed experts: python -m jmoe.deploy.compress MODEL --out FOLDER --experts
-mxfp4|int4|int8|fp8.
+"""Write a model with compressed experts: python -m jmoe.deploy.compress MODEL --out FOLDER
+--experts mxfp4|int4|int8|fp8.
 
-Every expert's matrices are rounded to blocks of few bits under one scale; everything else stays
-what it is, to the bit. The folder is one that transformers or vLLM read, and jmoe serves as it is
-stored. One matrix is in memory at a time.
+The values of each expert's matrices are rounded to 4 or 8 bits, with one scale per block; all other
+tensors are copied bit for bit. transformers and vLLM can load the folder, and jmoe serves it
+without conversion. One matrix is in memory at a time.
 """
 
 import argparse
@@ -42,8 +42,8 @@ from kernels_pallas.compressed import FP8, MXFP4
 
 
 class _Matrices:
-    """The tensors of a compressed matrix (or those of all experts of a layer), made when the first
-    is written.
+    """The tensors of one compressed matrix, or of the stacked matrices of all experts of a layer,
+    computed when the first of them is written.
 
     Legend: K inputs, N outputs, E experts.
     """
@@ -64,7 +64,7 @@ class _Matrices:
         self._made: dict[str, NDArray[Any]] = {}
 
     def new_tensors(self) -> list[NewTensor]:
-        """Return them, each of which is to be made once, in this order."""
+        """Return the tensors. Write each once, in this order."""
         return [
             NewTensor(self._piece.name + end, dtype, shape, partial(self._tensor, end))
             for end, (shape, dtype) in self._fields.items()
@@ -98,7 +98,9 @@ class _Matrices:
         return matrix
 
     def _made_again(self, rows: int) -> dict[str, NDArray[Any]]:
-        """Return fp8 of a matrix that is MXFP4, which must mean the same to the bit."""
+        """Return the fp8 tensors of an MXFP4 matrix. Raises ValueError if fp8 cannot represent it
+        exactly.
+        """
         form = self._model.form(self._piece)
         assert form is not None
         matrix_NK = form.wide(
@@ -118,29 +120,31 @@ class _Matrices:
 
 
 class _Source:
-    """The tensors of the model that is compressed."""
+    """The tensors of the model to compress."""
 
     def __init__(self, stored: Mapping[str, StoredTensor], reader: TensorReader) -> None:
         self.stored, self._reader = stored, reader
 
     def form(self, piece: Piece) -> StoredFormat | None:
-        """Return the format in which a matrix is compressed already."""
+        """Return the format in which a matrix is already compressed; None if it is not."""
         return format_of_matrix(self.stored, piece.name, piece.shape)
 
     def first(self, piece: Piece) -> str:
-        """Return the name of the tensor that stands for a matrix, where it has several."""
+        """Return the name of a matrix's first tensor, which may be one of several."""
         form = self.form(piece)
         return piece.name if form is None else form.names(piece.name)[0]
 
     def rows(self, tensor: StoredTensor, start: int, end: int) -> NDArray[Any]:
-        """Return rows of a tensor as they are stored."""
+        """Return rows start..end of a tensor (its leading dimensions flattened), in the stored
+        dtype.
+        """
         out = np.empty((end - start, tensor.shape[-1]), DTYPES[tensor.dtype])
         for first, last, rows in self._reader.chunks(tensor, start, end):
             out[first - start : last - start] = rows
         return out
 
     def as_stored(self, tensor: StoredTensor) -> NewTensor:
-        """Return a copy that reads the tensor when it is written."""
+        """Return an unchanged copy of a tensor, which is read only when it is written."""
 
         def read() -> NDArray[Any]:
             return self.rows(tensor, 0, math.prod(tensor.shape[:-1])).reshape(tensor.shape)
@@ -150,8 +154,8 @@ class _Source:
     def check_wide(
         self, fields: dict[str, Any], matrices: Sequence[tuple[Piece, Parameter]], experts: str
     ) -> None:
-        """Refuse a model with matrices that are compressed already, but for experts in MXFP4
-        that become fp8.
+        """Raise ValueError if matrices are compressed already. Allowed are MXFP4 experts that
+        become fp8.
         """
         forms = [
             (form, piece, p) for piece, p in matrices if (form := self.form(piece)) is not None
@@ -180,8 +184,8 @@ class _Source:
 
 
 def check_sizes(config: ModelConfig, layout: ExpertLayout, experts: str) -> None:
-    """Raise `ValueError` naming the field unless the model has experts whose sizes are those of
-    whole blocks.
+    """Raise ValueError naming the field if the model has no experts, or if their sizes are not
+    multiples of the format's block.
     """
     check(config.num_moe_layers > 0, "num_experts", config.num_experts, "no layer has experts")
     for name in ("hidden_size", "moe_intermediate_size"):
@@ -191,9 +195,9 @@ def check_sizes(config: ModelConfig, layout: ExpertLayout, experts: str) -> None
 
 
 def compress_model(folder: Path, out: Path, experts: str) -> None:
-    """Write the model in a Hugging Face folder with its experts in this format.
+    """Write the model of a Hugging Face folder with its experts in the format `experts`.
 
-    Raises `ValueError` naming the option, field or tensor before anything is written.
+    Raises ValueError naming the option, field or tensor, before anything is written.
     """
     check(experts in LAYOUTS, "experts", experts, f"must be one of {', '.join(LAYOUTS)}")
     check_new_folder(out)
@@ -218,7 +222,7 @@ def compress_model(folder: Path, out: Path, experts: str) -> None:
         "quantization_config": layout.quantization(sorted(linear | {"lm_head"}))
     }
     if config.kv_lora_rank is not None:
-        # the layers that predict further tokens are left out
+        # multi-token-prediction layers are not written
         changed["num_nextn_predict_layers"] = 0
     fields_left = {name: value for name, value in fields.items() if name not in COMPRESSION_FIELDS}
     with TensorReader() as reader:
@@ -228,7 +232,7 @@ def compress_model(folder: Path, out: Path, experts: str) -> None:
         by_tensor = {source.first(piece): (piece, parameter) for piece, parameter in matrices}
         with new_model_folder(out, folder) as partial_folder:
             tensors: list[NewTensor] = []
-            for tensor in stored.values():  # in the order in which they lie in files
+            for tensor in stored.values():  # in file order, so that reads are sequential
                 if tensor.name not in by_tensor:
                     continue
                 piece, parameter = by_tensor[tensor.name]

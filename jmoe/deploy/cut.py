@@ -1,7 +1,8 @@
-"""A smaller model out of a larger one's parameters: some of its layers and experts, written expert
-by expert.
+"""Write a smaller model with some of a larger model's layers and experts, one expert at a time.
 
-Legend: N layers with experts that are kept, n experts of each, D hidden, F expert hidden.
+`prune` and `distil` call `write_cut`; all stages write through `new_folder`.
+
+Legend: N kept layers with experts, n experts of each, D hidden, F expert hidden.
 """
 
 import dataclasses
@@ -26,13 +27,13 @@ from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.models.pretrained import write_pretrained
 from jmoe.models.weights import Names, StoredExperts
 
-# (name of an array, layer with experts, expert), both as the larger model counts -> the array
+# (name of an array, layer among those with experts, expert), numbered in the larger model -> array
 ReadExpert = Callable[[str, int, int], NDArray[Any]]
 WEIGHTS = (".safetensors", ".index.json")
 
 
 def check_new_folder(folder: Path, name: str = "out") -> None:
-    """Raise `ValueError` naming the option unless the folder is empty or can be made."""
+    """Raise ValueError naming the option `name` unless the folder is empty or can be created."""
     check(
         folder.name not in ("", ".."),
         name,
@@ -53,14 +54,14 @@ def check_new_folder(folder: Path, name: str = "out") -> None:
 
 
 def weight_bytes(folder: Path) -> int:
-    """Return the bytes of a folder's weights."""
+    """Return the total bytes of a folder's safetensors files."""
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Yield a hidden folder beside `out`, which becomes `out` when the block ends. After an
-    error nothing is left.
+    """Yield a hidden folder beside `out`, which is renamed to `out` when the block ends. After an
+    error nothing remains.
     """
     with own_folder(out.with_name(f".{out.name}.partial"), out) as partial:
         yield partial
@@ -73,11 +74,11 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 @contextmanager
 def own_folder(folder: Path, out: Path) -> Iterator[Path]:
-    """Make an empty folder for what becomes `out`; what is left of it is deleted when the block
+    """Yield an empty folder `folder` for this process; delete whatever is left of it when the block
     ends.
 
-    A process that was killed may have left one. Raises `ValueError` if another process is at work
-    in it.
+    Leftovers of a killed process are deleted first. out: named in errors. Raises ValueError if
+    another process uses the folder.
     """
     folder.mkdir(parents=True, exist_ok=True)
     descriptor, is_own = -1, True
@@ -94,7 +95,7 @@ def own_folder(folder: Path, out: Path) -> Iterator[Path]:
     except OSError as error:
         if error.errno is None or error.filename is not None:
             raise
-        # a full disk, as `write` says it
+        # errors of `write`, such as a full disk, do not name a file
         raise OSError(error.errno, error.strerror, str(out)) from error
     finally:
         if is_own:
@@ -104,23 +105,22 @@ def own_folder(folder: Path, out: Path) -> Iterator[Path]:
 
 
 def _lock(descriptor: int) -> bool:
-    """Keep a folder for this process until the descriptor is closed; False if another process
-    has it.
+    """Lock a folder for this process until the descriptor is closed; return False if another
+    process holds the lock.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # a file system without such locks
+    except OSError:  # the file system has no locks
         pass
     return True
 
 
 @contextmanager
 def new_model_folder(out: Path, source: Path) -> Iterator[Path]:
-    """Yield a `new_folder` to write a model's configuration and weights into.
-
-    What else lies in the folder `source`, such as the tokenizer, is copied into it.
+    """Yield a `new_folder` for a model's configuration and weights; at the end copy the other files
+    of `source` into it, such as the tokenizer.
     """
     with new_folder(out) as partial:
         yield partial
@@ -128,9 +128,7 @@ def new_model_folder(out: Path, source: Path) -> Iterator[Path]:
 
 
 def copy_beside_weights(source: Path, target: Path) -> None:
-    """Copy the files of a Hugging Face folder that are neither weights nor config.json, such as
-    the tokenizer.
-    """
+    """Copy a Hugging Face folder's files except weights and config.json, such as the tokenizer."""
     for file in source.iterdir():
         if file.is_file() and not file.name.endswith(WEIGHTS) and file.name != "config.json":
             shutil.copyfile(file, target / file.name)
@@ -139,9 +137,9 @@ def copy_beside_weights(source: Path, target: Path) -> None:
 def cut_config(
     config: ModelConfig, layers: Sequence[int], dense: Collection[int] = (), **changes: int
 ) -> ModelConfig:
-    """Return the decoder of some layers of another.
+    """Return the configuration of a decoder with the layers `layers` of `config`.
 
-    dense: numbers of its own layers that are dense, whatever they were. changes: num_experts,
+    dense: numbers, in the new decoder, of layers that become dense. changes: num_experts,
     num_experts_per_tok, intermediate_size.
     """
     kinds = ["dense" if n in dense else config.layer_kinds[i] for n, i in enumerate(layers)]
@@ -171,17 +169,17 @@ def write_cut(
     read: ReadExpert | None = None,
     dense: Mapping[int, Mapping[str, NDArray[Any]]] | None = None,
 ) -> None:
-    """Write the decoder `config` with the layers `layers` of another and the experts `kept_Nn` of
-    each that has some.
+    """Write the decoder `config`, with the layers `layers` of `source` and the experts `kept_Nn` of
+    each layer that has experts.
 
-    The router loses the rows of the others, so that its softmax is over those that stay. read: of
-    experts, by default those of the checkpoint. dense: the arrays of the MLP of each layer, by its
-    number in `config`, that had experts and has none. Files beside the weights, such as the
+    The router loses the columns of dropped experts, so its softmax is over the kept ones. read:
+    returns an expert's array; None for the checkpoint's own. dense: MLP arrays, by layer number in
+    `config`, of layers that had experts and become dense. Files beside the weights, such as the
     tokenizer, are copied.
     """
     kinds, whole = source.config.layer_kinds, source.config
     described, dense = changed_config(source.fields, config), dense or {}
-    # a layer's number among those of its kind
+    # each layer's index among the layers of its kind
     in_stack = [kinds[:i].count(kind) for i, kind in enumerate(kinds)]
     rest, stacked = source.rest_arrays(), {stack: kind for kind, stack in STACKS.items()}
     read = read or source.expert_array
@@ -215,7 +213,9 @@ def write_cut(
 def _paths_of_stacks(
     rest: Mapping[Names, jax.Array], dense: Mapping[int, Mapping[str, NDArray[Any]]]
 ) -> list[Names]:
-    """Return the paths of all arrays of layers, of those that become dense too."""
+    """Return the paths of all stacked arrays of the new model, including those of layers that
+    become dense.
+    """
     paths = {path: None for path in rest if path[0] in STACKS.values()}
     for arrays in dense.values():
         common = [

@@ -1,7 +1,8 @@
-"""A dense layer in place of one with experts: the shared expert and the most used ones side by
-side, as one MLP.
+"""Replace a layer of experts by a dense layer: one MLP that joins the shared expert and the most
+used experts.
 
-Legend: D hidden, F hidden of a part, U = 2F (SwiGLU: gate, up) or F (GELU), P parts.
+Legend: N layers with experts, E experts, n kept experts, D hidden, F hidden of a part, U = 2F
+(SwiGLU: gate, up) or F (GELU), P parts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,10 +21,10 @@ DenseFrom = Literal["most_used", "average"]
 
 
 def dense_sizes(teacher: ModelConfig, has_dense: bool) -> tuple[int, int]:
-    """Return (the size of a dense layer, how many of a layer's experts it has).
+    """Return (hidden size of a dense layer, number of experts that it joins).
 
-    has_dense: whether there are dense layers beside it, whose size is then its own; else it has one
-    expert. Raises `ValueError` naming the field where there is no such layer.
+    has_dense: the student has other dense layers; the new layer then has their size, else that of
+    the shared expert and one expert. Raises ValueError naming the field if no such layer exists.
     """
     shared = teacher.shared_expert_intermediate_size
     size = teacher.moe_intermediate_size
@@ -46,12 +47,12 @@ def dense_sizes(teacher: ModelConfig, has_dense: bool) -> tuple[int, int]:
 def dense_mlp(
     source: LazyCheckpoint, layer: int, use_NE: NDArray[np.int64], count: int, made_from: DenseFrom
 ) -> dict[str, NDArray[Any]]:
-    """Return the arrays of an MLP for a layer with experts: its shared expert and `count` of its
-    most used ones.
+    """Return the arrays of an MLP for one layer with experts: its shared expert joined with its
+    `count` most used experts.
 
-    Each of these has the part of the tokens that chose it of those that chose any of them. use_NE:
-    of all layers.
-    made_from: `average` for experts into which those are merged that they are most alike.
+    Each expert is weighted by its share of the tokens that chose any of these experts. use_NE:
+    tokens that chose each expert, for all layers. made_from: `average` merges each other expert
+    into the most similar of these first (`similar.py`).
     """
     kept_Nn = best_experts(use_NE.astype(np.float64), count)
     merged = MergedExperts(source, kept_Nn, use_NE) if made_from == "average" else None
@@ -75,7 +76,7 @@ def dense_mlp(
 def side_by_side(
     parts: Sequence[Arrays], weights: Sequence[float], activation: str
 ) -> dict[str, NDArray[Any]]:
-    """Return the MLP whose output is the weighted sum of the outputs of P MLPs."""
+    """Return the arrays of an MLP whose output is the weighted sum of the outputs of P MLPs."""
     made: dict[str, NDArray[Any]] = {}
     halves = 1 if activation == "gelu" else 2
     for name in ("w_up", "b_up"):

@@ -1,11 +1,11 @@
-"""A smaller model that learns from a larger one: python -m jmoe.deploy.distil TEACHER --out RUN
+"""Train a smaller model (student) from a larger one: python -m jmoe.deploy.distil TEACHER --out RUN
 --experts N --text X.
 
-The student begins as the N experts of each layer that the text uses most (or that have REAP's
-highest scores), of L layers spread over the teacher's. Then train.py trains it, on cross-entropy
-and on the divergence from the teacher's distribution; RUN is an ordinary run: the same command goes
-on after a stop, and `python -m jmoe.deploy.merge` makes a folder of it. Further options are those
-of train.py.
+The student starts with L layers, spread evenly over the teacher's, and in each with the N experts
+that the text uses most (or that have REAP's highest scores). train.py then trains it on
+cross-entropy and on the divergence from the teacher's distribution. RUN is an ordinary run: the
+same command resumes it, and `python -m jmoe.deploy.merge` writes it as a Hugging Face folder. Other
+options are train.py's.
 """
 
 import argparse
@@ -35,16 +35,16 @@ from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.runtime import end_at_once_on_interrupt
 from jmoe.status import status
 
-STUDENT = "student"  # in the run's folder: what it starts from
+STUDENT = "student"  # folder inside the run's folder: the model that training starts from
 
 
 @dataclass(frozen=True)
 class StudentOptions:
-    """Size and origin of a student, and the text that chooses its experts; see the module.
+    """Size and origin of a student, and the text by which its experts are chosen.
 
-    layers, top_k: None for the teacher's.
-    dense: the student's layers that have an MLP in place of experts, made from the most used ones
-    (`dense_from`).
+    experts: of each layer. layers, top_k: None for the teacher's. score: ranks the teacher's
+    experts. dense: numbers of student layers that get an MLP in place of experts, made from the
+    most used experts as `dense_from` says. max_tokens: tokens of the text to read.
     """
 
     experts: int
@@ -59,8 +59,8 @@ class StudentOptions:
 
 
 def spread_layers(count: int, kept: int) -> list[int]:
-    """Return the numbers of `kept` of `count` layers, as evenly as can be, the first and the
-    last among them.
+    """Return `kept` numbers out of `count` layers, evenly spaced, with the first and the last among
+    them.
     """
     return (
         np.unique(np.linspace(0, count - 1, kept).round().astype(int)).tolist() if kept > 1 else [0]
@@ -70,10 +70,10 @@ def spread_layers(count: int, kept: int) -> list[int]:
 def student_config(
     whole: ModelConfig, fields: dict[str, Any], options: StudentOptions
 ) -> tuple[ModelConfig, list[int]]:
-    """Return the student's decoder, and the layers of the teacher `whole` that it has.
+    """Return (the student's configuration, the teacher's layers that it keeps).
 
-    fields: the teacher's config.json. Raises `ValueError` naming the option, or where the family
-    has no such decoder.
+    whole, fields: the teacher's configuration and config.json. Raises ValueError naming the option,
+    also if the model family has no such decoder.
     """
     count = whole.num_hidden_layers if options.layers is None else options.layers
     constraint = f"must be between 1 and the teacher's {whole.num_hidden_layers} layers"
@@ -99,8 +99,8 @@ def student_config(
 
 
 def _dense_sizes(whole: ModelConfig, layers: list[int], options: StudentOptions) -> tuple[int, int]:
-    """Return what `dense_sizes` says of the student's layers that become dense; `ValueError` if
-    one has no experts.
+    """Return `dense_sizes` for the student's layers that become dense. Raises ValueError if one of
+    them has no experts.
     """
     kinds = [whole.layer_kinds[i] for i in layers]
     for n in options.dense:
@@ -112,8 +112,9 @@ def _dense_sizes(whole: ModelConfig, layers: list[int], options: StudentOptions)
 def make_student(
     teacher: Path, out: Path, options: StudentOptions, say: Callable[[str], None]
 ) -> None:
-    """Write the student that training starts from; `ValueError` naming the option before
-    anything is computed.
+    """Write the model that the student's training starts from.
+
+    Raises ValueError naming the option, before anything is computed.
     """
     check_new_folder(out)
     with LazyCheckpoint(teacher, "float32", "wide") as wide:
@@ -142,10 +143,10 @@ def make_student(
 
 
 def has_begun(run: Path, student: ModelConfig, name: str = "out") -> bool:
-    """Return whether a run has its student; `ValueError` if that is another one, or the folder
-    something else.
+    """Return whether the run's folder has a student. Raises ValueError if it is another student, or
+    if the folder holds something else.
 
-    name: of the option that the run is named by.
+    name: the option that names the run.
     """
     if not (run / STUDENT / "config.json").is_file():
         check_new_folder(run, name)
@@ -166,7 +167,7 @@ def has_begun(run: Path, student: ModelConfig, name: str = "out") -> bool:
 def begin_run(
     teacher: Path, run: Path, options: StudentOptions, say: Callable[[str], None]
 ) -> None:
-    """Write the student into the folder of its run, unless the run has begun with it."""
+    """Write the student into its run's folder, unless the folder has it already."""
     with LazyCheckpoint(teacher) as whole:
         student, _ = student_config(whole.config, whole.fields, options)
     if not has_begun(run, student):
@@ -180,7 +181,7 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m jmoe.deploy.distil",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,  # what is like one of these may be an option of train.py
+        allow_abbrev=False,  # an abbreviation might be an option of train.py
     )
     result.add_argument(
         "teacher", metavar="TEACHER", help="a Hugging Face folder, or the output folder of a run"
@@ -234,10 +235,12 @@ def parser() -> argparse.ArgumentParser:
 
 @dataclass(frozen=True)
 class Learning:
-    """How a student is trained. run: its folder, with the student. preset: of train.py, for all
-    that is not set here.
+    """How a student is trained.
 
-    ring_slots: layers of the teacher's experts in memory at once; None: all if they fit.
+    run: its folder, which contains the student. preset: of train.py, for all options not set here.
+    weight: of the divergence in the loss; cross-entropy has 1 - weight. temperature: of both
+    distributions in the divergence. ring_slots: layers of the teacher's experts in memory at once;
+    None: all if they fit.
     """
 
     teacher: Path
@@ -250,7 +253,7 @@ class Learning:
 
 
 def train_arguments(how: Learning, rest: Sequence[str]) -> list[str]:
-    """Return the arguments of train.py for the student's run. rest: further ones."""
+    """Return the arguments of train.py for the student's run. rest: further arguments."""
     ring = (
         ["--distil.policy", "ring", "--distil.ring-slots", str(how.ring_slots)]
         if how.ring_slots is not None
@@ -271,7 +274,7 @@ def train_arguments(how: Learning, rest: Sequence[str]) -> list[str]:
 
 
 def main(arguments: list[str]) -> None:
-    """Make the student, unless it is there, and become the program that trains it."""
+    """Write the student, unless it exists, and replace this process by train.py."""
     options, rest = parser().parse_known_args(arguments)
     say = partial(print, flush=True)
     with contextlib.ExitStack() as stack:

@@ -1,9 +1,11 @@
-"""Layouts of compressed experts that transformers and vLLM read: a matrix's tensors, and the field
-that names them.
+"""Layouts of compressed experts that transformers and vLLM load: the tensors of a matrix, and the
+field of config.json that describes them.
 
-Legend: N outputs, K inputs of a matrix. `jmoe/models/stored_formats.py` reads these layouts and
-says how values lie in bytes; `kernels_pallas/compressed.py` makes the values, here as where an
-engine compresses experts when it loads them.
+`compress.py` writes these layouts, `jmoe/models/stored_formats.py` reads them and documents the
+order of values in bytes, and `kernels_pallas/compressed.py` computes the values, as it also does
+when an engine compresses experts while loading.
+
+Legend: N outputs, K inputs of a matrix.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,18 +21,18 @@ from kernels_pallas.compressed import BLOCK, FP8, INT4, INT8, MXFP4, compress
 
 BFLOAT16, E4M3 = np.dtype(jnp.bfloat16), np.dtype(jnp.float8_e4m3fn)
 UINT8, INT32, INT64 = np.dtype(np.uint8), np.dtype(np.int32), np.dtype(np.int64)
-# {what a tensor's name ends with: (shape, dtype)} of a matrix of N outputs and K inputs
+# (N outputs, K inputs) of a matrix -> {suffix of a tensor's name: (shape, dtype)}
 Fields = Callable[[int, int], dict[str, tuple[tuple[int, ...], np.dtype[Any]]]]
 
 
 @dataclass(frozen=True)
 class ExpertLayout:
-    """A way of storing an expert's matrix in several tensors.
+    """A way to store an expert's matrix in several tensors.
 
-    multiple: what inputs must be a multiple of. fields: of its tensors. encode: the tensors'
-    contents of w [K, N], in the order of `fields`, but for shapes. described: the
-    `quantization_config`, without the modules that stay wide.
-    ignore: its field that names those.
+    multiple: the number of inputs must be a multiple of it. fields: the tensors. encode: returns
+    the tensors' contents for w [K, N], in the order of `fields` but without their shapes.
+    described: the `quantization_config`, without the list of uncompressed modules. ignore: the
+    field that holds this list.
     """
 
     multiple: int
@@ -40,7 +42,7 @@ class ExpertLayout:
     ignore: str
 
     def tensors(self, w_KN: NDArray[Any]) -> dict[str, NDArray[Any]]:
-        """Return {what a tensor's name ends with: its elements} of a matrix."""
+        """Return {suffix of a tensor's name: contents} for a matrix."""
         inputs, outputs = w_KN.shape
         wanted = self.fields(outputs, inputs).items()
         return {
@@ -49,7 +51,7 @@ class ExpertLayout:
         }
 
     def quantization(self, wide_modules: Sequence[str]) -> dict[str, Any]:
-        """Return the `quantization_config` of a model in which these linear modules are not
+        """Return the `quantization_config` of a model whose linear modules `wide_modules` are not
         compressed.
         """
         return self.described | {self.ignore: list(wide_modules)}
@@ -62,7 +64,7 @@ def _mxfp4(w_KN: NDArray[Any]) -> Sequence[NDArray[Any]]:
 
 def _int4(w_KN: NDArray[Any]) -> Sequence[NDArray[Any]]:
     values, scales = compress(w_KN, INT4)
-    # bytes are in the order of little-endian words
+    # consecutive bytes form little-endian words
     words = np.ascontiguousarray(values.T).view(INT32)
     return words, scales.T.view(BFLOAT16), np.array(w_KN.shape[::-1], INT64)
 
@@ -156,7 +158,9 @@ GPT_OSS = ExpertLayout(
 
 
 def expert_layout(experts: str, family: str) -> ExpertLayout:
-    """Return the layout of this name for a model type; `ValueError` where there is none."""
+    """Return the layout of the format `experts` for a model family. Raises ValueError if there is
+    none.
+    """
     check(experts in LAYOUTS, "experts", experts, f"must be one of {', '.join(LAYOUTS)}")
     if family != "gpt_oss":
         return LAYOUTS[experts]

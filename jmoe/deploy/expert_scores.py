@@ -1,7 +1,7 @@
-"""Scores of experts on a text, by how often they are used or by REAP's rule, and which experts to
-keep by them.
+"""Scores of experts on a text, by use or by REAP (arXiv:2510.13999), and the choice of experts to
+keep.
 
-Legend: N layers with experts, E experts, n experts that are kept.
+Legend: N layers with experts, E experts, n kept experts.
 """
 
 from dataclasses import dataclass
@@ -19,8 +19,10 @@ ScoreKind = Literal["reap", "usage"]
 
 @dataclass
 class ExpertScores:
-    """Sums over the tokens of a text, [N, E]. use: tokens that chose the expert. strength: see
-    `reap`.
+    """Sums [N, E] over the tokens of a text.
+
+    use: number of tokens that chose the expert. strength: sum of router weight x norm of the
+    expert's output.
     """
 
     use: NDArray[np.int64]
@@ -28,26 +30,26 @@ class ExpertScores:
 
     @property
     def reap(self) -> NDArray[np.float64]:
-        """Return the mean, over each expert's tokens, of router weight x norm of its output
-        (arXiv:2510.13999).
+        """Scores [N, E]: the mean, over each expert's tokens, of router weight x norm of its output
+        (arXiv:2510.13999); 0 for an expert without tokens.
         """
         mean: NDArray[np.float64] = self.strength / np.maximum(self.use, 1)
         return mean
 
     def select(self, kind: ScoreKind) -> NDArray[np.float64]:
-        """Return the scores [N, E] of a kind."""
+        """Return the scores [N, E] of this kind."""
         return self.reap if kind == "reap" else self.use.astype(np.float64)
 
     def add(self, use: ExpertUse) -> None:
-        """Count what an expert makes of its tokens."""
+        """Add one expert's outputs to the sums."""
         norms_R = np.linalg.norm(use.outputs_RD.astype(np.float64), axis=1)
         self.use[use.layer, use.expert] += norms_R.size
         self.strength[use.layer, use.expert] += float((use.weights_R * norms_R).sum())
 
 
 def measure_experts(checkpoint: LazyCheckpoint, windows_BS: NDArray[np.int32]) -> ExpertScores:
-    """Return the scores of all experts on windows [B, S + 1] of a text; the model's experts are
-    read one by one.
+    """Return the scores of all experts on windows [B, S + 1] of a text. Experts are read one at a
+    time.
     """
     shape = (checkpoint.config.num_moe_layers, checkpoint.config.num_experts)
     scores = ExpertScores(np.zeros(shape, np.int64), np.zeros(shape))
@@ -56,7 +58,9 @@ def measure_experts(checkpoint: LazyCheckpoint, windows_BS: NDArray[np.int32]) -
 
 
 def check_num_kept(config: ModelConfig, kept: int, name: str = "experts") -> None:
-    """Raise `ValueError` naming the option unless so many experts a layer can be kept."""
+    """Raise ValueError naming the option `name` unless the model can run with `kept` experts per
+    layer.
+    """
     has, k, groups = config.num_experts, config.num_experts_per_tok, config.router.n_group
     limited = config.router.kind == "group_limited"
     check(kept <= has, name, kept, f"must not exceed the model's num_experts = {has}")
@@ -70,11 +74,11 @@ def check_num_kept(config: ModelConfig, kept: int, name: str = "experts") -> Non
 
 
 def best_experts(scores_NE: NDArray[np.float64], kept: int, n_group: int = 1) -> NDArray[np.int64]:
-    """Return the numbers [N, n] of each layer's best experts, ascending; ties go to the lowest
-    number.
+    """Return int64 [N, n], the experts with the highest scores of each layer, ascending; a tie goes
+    to the lowest number.
 
-    n_group: of neighbouring experts, of each of which equally many are kept: the router chooses
-    among groups.
+    n_group: the router's groups of consecutive experts; the same number of experts is kept in each
+    group.
     """
     layers, experts = scores_NE.shape
     by_group = scores_NE.reshape(layers, n_group, experts // n_group)

@@ -1,9 +1,9 @@
-"""One task of a run on images as a model of its own: python -m jmoe.deploy.extract RUN_DIR OUT_DIR
---task NAME.
+"""Write one task of a run on images as a model of its own: python -m jmoe.deploy.extract RUN_DIR
+OUT_DIR --task NAME.
 
-The task's path through the super-network is kept: a layer routed by task becomes dense, with the
-weights of the expert that the task takes, as learned or as given; other tasks' experts and heads
-stay behind (UFO: a super-network trained, a small one deployed).
+The model is the task's path through the super-network: a layer routed by task becomes dense, with
+the weights of the expert on the task's path (learned or given). Experts and heads of other tasks
+are left out. (UFO: train a super-network, deploy a small one.)
 """
 
 import argparse
@@ -46,9 +46,9 @@ Arrays = dict[Names, NDArray[Any]]
 
 @dataclasses.dataclass(frozen=True)
 class TaskModel:
-    """The model of one task of a run: `logits = task_model(pixels)`, and the names of its classes.
+    """The model of one task, `logits = task_model(pixels)`, and the names of its classes.
 
-    One with a contrastive head computes embeddings in place of logits.
+    With a contrastive head it returns embeddings instead of logits.
     """
 
     task: str
@@ -60,7 +60,8 @@ class TaskModel:
         """Return float32 logits [B, classes] of pixels in [0, 1], [B, image_size, image_size,
         channels].
 
-        Of a contrastive head: embeddings of length 1, whose products say how alike two images are.
+        With a contrastive head: embeddings of length 1, whose dot products are the similarities of
+        images.
         """
         logits, _ = self.model(
             pixels_BPPC, jnp.zeros(pixels_BPPC.shape[0], jnp.int32), full_capacity=True
@@ -69,9 +70,9 @@ class TaskModel:
 
 
 def path_config(config: VisionModelConfig) -> VisionModelConfig:
-    """Return the model of one path: layers routed by task are dense.
+    """Return the configuration of one path's model, in which layers routed by task are dense.
 
-    Raises `ValueError` naming the field where an expert has not the shape of a dense layer.
+    Raises ValueError naming the field if experts do not have the shape of a dense layer.
     """
     if config.task_layers:
         width, shared = config.moe_intermediate_size, config.shared_expert_intermediate_size
@@ -100,7 +101,10 @@ def path_config(config: VisionModelConfig) -> VisionModelConfig:
 def path_arrays(
     arrays: Arrays, config: VisionModelConfig, task: str, path: tuple[int, ...]
 ) -> Arrays:
-    """Return the arrays of the model of `path_config`, out of those of the super-network."""
+    """Return the arrays of `path_config`'s model, from the arrays of the super-network.
+
+    path: the task's expert in each layer routed by task.
+    """
     others = {*STACK_OF.values(), *OF_TASKS}
     kept = {names: a for names, a in arrays.items() if names[0] not in others}
     kept |= {names: a for names, a in arrays.items() if names[:2] == ("heads", task)}
@@ -121,11 +125,11 @@ def path_arrays(
 
 
 def extract_task(run_dir: Path, out_dir: Path, task: str) -> int:
-    """Write `task` of the newest checkpoint of a run as a model of its own, `model.json` and
-    safetensors; the step.
+    """Write `task` of a run's newest checkpoint as a model, `model.json` and safetensors; return
+    its step.
 
-    Raises `ValueError` naming the folder if it has no checkpoint of a run on images, `task` if that
-    has no such one, or OUT_DIR if it holds something.
+    Raises ValueError naming the folder if it has no checkpoint of a run on images, `task` if the
+    run has no such task, or OUT_DIR if it is not empty.
     """
     check_new_folder(out_dir, "OUT_DIR")
     layout = VisionTrainConfig(tasks={"any": TaskConfig("any")}, comm=CommConfig(schedule="none"))
@@ -158,8 +162,8 @@ def extract_task(run_dir: Path, out_dir: Path, task: str) -> int:
 
 
 def load_task_model(folder: Path) -> TaskModel:
-    """Return the model that `extract_task` wrote. Raises `ValueError` naming the file or tensor
-    that does not fit.
+    """Return the model that `extract_task` wrote. Raises ValueError naming an unreadable file or a
+    tensor that does not fit.
     """
     try:
         described = json.loads((folder / MODEL).read_text())

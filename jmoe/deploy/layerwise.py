@@ -1,8 +1,10 @@
-"""A text through a model one layer at a time, each expert read when its tokens are there: one
-expert is in memory.
+"""Run a text through a model layer by layer and expert by expert, so that one expert is in memory
+at a time.
 
-Legend: B windows of the text, S tokens of each, T = B S, D hidden, V vocabulary, E experts, K
-choices, R tokens of one expert.
+Pruning and distillation measure experts and losses with it.
+
+Legend: B windows of the text, S tokens of a window, T = B S, D hidden, V vocabulary, E experts, K
+choices per token, R tokens of one expert.
 """
 
 import math
@@ -21,16 +23,16 @@ from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from kernels_pallas.grouped_mlp import MLPWeights
 from kernels_pallas.grouped_mlp.xla import expert_mlp
 
-BATCH_TOKENS = 4096  # that attention and router run on at once
-TILE_ROWS = 512  # of an expert at once
+BATCH_TOKENS = 4096  # tokens per call of attention and router
+TILE_ROWS = 512  # rows per call of an expert
 Floats = NDArray[np.float32]
 
 
 class ExpertUse(NamedTuple):
-    """Outputs of one expert for the tokens that chose it.
+    """The outputs of one expert for the tokens that chose it.
 
-    tokens_R: which of the T they are. weights_R: what its outputs are multiplied by. outputs_RD:
-    before that.
+    layer: number among the layers with experts. tokens_R: indices of the tokens among T. weights_R:
+    router weights. outputs_RD: before multiplication by the weights.
     """
 
     layer: int
@@ -52,8 +54,8 @@ def _embed(structure: Structure, arrays: Any, tokens_BS: jax.Array) -> jax.Array
 def _attend(
     structure: Structure, arrays: Any, x_BSD: jax.Array, window: jax.Array | None
 ) -> tuple[jax.Array, ...]:
-    """Return x after attention and the dense or shared feed-forward; with experts also their
-    inputs and the routing.
+    """Return (x after attention and the dense feed-forward); for a layer with experts (x after
+    attention and the shared expert, the experts' input, choices, weights).
     """
     block: Block = structure.merge(arrays)
     if block.kind == "dense":
@@ -102,11 +104,11 @@ def hidden_states(
     tokens_BS: NDArray[np.int32],
     observe: Callable[[ExpertUse], None] | None = None,
 ) -> Floats:
-    """Return float32 [B, S, D] before the last norm. The checkpoint must have been opened in
-    float32.
+    """Return float32 [B, S, D] before the last norm. `checkpoint` must be open in float32.
 
-    Everything but the experts is on the device; hidden states of the whole text are in host memory.
-    observe: called once for every expert that has tokens.
+    The device holds all weights except experts, of which it gets one at a time; hidden states of
+    the whole text are in host memory. observe: called for each expert of each layer that any token
+    chose.
     """
     config = checkpoint.config
     embed_and_head, layers = checkpoint.load_rest()
@@ -142,8 +144,8 @@ def hidden_states(
 
 
 def mean_loss(checkpoint: LazyCheckpoint, windows_BS: NDArray[np.int32]) -> float:
-    """Return the mean negative log-likelihood in nats of the tokens after the first of each
-    window, [B, S + 1].
+    """Return the mean negative log-likelihood in nats of all but the first token of each window,
+    [B, S + 1].
     """
     x_BSD = hidden_states(checkpoint, windows_BS[:, :-1])
     labels_BS, head = windows_BS[:, 1:], split(checkpoint.load_rest()[0])

@@ -1,12 +1,10 @@
-"""A model as programs that run where only JAX is installed: python -m jmoe.deploy.lower MODEL --out
-FOLDER.
+"""Write a model as programs that need only JAX: python -m jmoe.deploy.lower MODEL --out FOLDER.
 
-The folder gets a prefill and a decode program (StableHLO, by `jax.export`, for CPUs and CUDA), the
-weights as they take them, the tokenizer, and run.py, which generates tokens from them with JAX and
-numpy alone. Both programs are plain XLA: no kernel of jmoe is in them, so that any machine compiles
-them.
+FOLDER gets a prefill and a decode program (StableHLO from `jax.export`, for CPUs and CUDA), their
+weights, the tokenizer, and run.py, which generates tokens with JAX and numpy alone. Both programs
+are plain XLA without jmoe's kernels, so that they compile on any machine.
 
-Legend: P rows of a step, C tokens a row, V vocabulary, E experts of a layer.
+Legend: P rows of a step, C tokens per row, V vocabulary, E experts of a layer.
 """
 
 import argparse
@@ -45,14 +43,14 @@ from jmoe.runtime import end_at_once_on_interrupt
 from jmoe.status import status
 
 PLATFORMS = ("cpu", "cuda")
-PREFILL_TOKENS = 128  # of a prompt in one program
-TILE_ROWS = 64  # of an expert at once
+PREFILL_TOKENS = 128  # tokens of a prompt per call of the prefill program
+TILE_ROWS = 64  # rows of one expert per iteration
 RUNNER = "run.py"
 Weights = Mapping[str, Any]
 
 
 class _Module(NamedTuple):
-    """A module but its arrays, and their names among the weights."""
+    """A module's structure, and the names of its arrays among the weights."""
 
     structure: Structure
     names: tuple[str, ...]
@@ -62,8 +60,8 @@ class _Module(NamedTuple):
 
 
 class _Layer(NamedTuple):
-    """A layer, the names of its experts' arrays (none in a dense layer) by field, its attention
-    window.
+    """A layer's block, its experts' array names by field (empty for a dense layer), and its
+    attention window.
     """
 
     block: _Module
@@ -81,7 +79,10 @@ def _apply_layer(
     hidden: Hidden,
     *at: Any,
 ) -> tuple[KVCache, Hidden]:
-    """Run one layer; equal ones are one function of the program. at: rows, positions, window."""
+    """Run one layer. As a jitted function, equal layers share one function of the program.
+
+    at: rows, positions, window.
+    """
     x_PCD, cache, y = attend_local(structure, arrays, cache, hidden, InCache(*at))
     if isinstance(y, ExpertInputs):
         table_E = jnp.arange(experts["w_up"].shape[0], dtype=jnp.int32)
@@ -93,10 +94,10 @@ def _apply_layer(
 
 
 class PortablePrograms:
-    """The programs of a checkpoint, and the weights that they take by name."""
+    """The programs of a checkpoint, and their weights by name."""
 
     def __init__(self, checkpoint: LazyCheckpoint) -> None:
-        """Read everything but the experts."""
+        """Read all weights except those of experts."""
         self.checkpoint, self.config = checkpoint, checkpoint.config
         embed_and_head, blocks = checkpoint.load_rest()
         self._rest: dict[str, jax.Array] = {}
@@ -119,7 +120,7 @@ class PortablePrograms:
         return _Module(structure, names)
 
     def tensors(self) -> list[NewTensor]:
-        """Return all weights; experts are read a layer at a time, as they are written."""
+        """Return all weights. Experts are read one layer at a time, when they are written."""
         tensors = [
             NewTensor(name, np.dtype(array.dtype), array.shape, partial(np.asarray, array))
             for name, array in self._rest.items()
@@ -140,8 +141,8 @@ class PortablePrograms:
         positions_PC: jax.Array,
         at_P: jax.Array,
     ) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array]]]:
-        """Return (float32 logits [P, V] after token `at_P` of each row, the caches with this
-        step's tokens).
+        """Return (float32 logits [P, V] after token `at_P` of each row, the caches with this step's
+        keys and values).
         """
         embed_and_head, written = self._embed_and_head.arrays(weights), []
         hidden = embed_local(
@@ -163,7 +164,7 @@ class PortablePrograms:
         return self._embed_and_head.structure.merge(embed_and_head).logits(x_PD), written
 
     def caches(self, options: EngineConfig) -> list[tuple[Any, Any]]:
-        """Return the shapes and dtypes of each layer's keys and values."""
+        """Return shapes and dtypes of the key and value cache of each layer."""
         assert options.max_seq_len is not None, "the model's positions say it"
         make = partial(
             empty_caches, self.config, options.max_batch, options.max_seq_len, self.checkpoint.dtype
@@ -173,7 +174,9 @@ class PortablePrograms:
     def export(
         self, options: EngineConfig, num_rows: int, width: int, platforms: Sequence[str]
     ) -> jax.export.Exported:
-        """Return the program of so many rows and tokens a row; nothing is compiled."""
+        """Return the exported program for `num_rows` rows of `width` tokens. Nothing is
+        compiled.
+        """
         weights = {
             tensor.name: jax.ShapeDtypeStruct(tensor.shape, tensor.dtype)
             for tensor in self.tensors()
@@ -186,7 +189,7 @@ class PortablePrograms:
 
 
 class _ExpertReader:
-    """One field of all experts of a layer; the layer that was asked for last is kept."""
+    """Returns one field of all experts of a layer, and keeps the arrays of the layer read last."""
 
     def __init__(self, checkpoint: LazyCheckpoint) -> None:
         self._checkpoint, self._layer = checkpoint, -1
@@ -212,10 +215,10 @@ def lower(
     say: Callable[[str], None],
     platforms: Sequence[str] = PLATFORMS,
 ) -> None:
-    """Write the model in a Hugging Face folder in its portable form.
+    """Write the portable form of the model in a Hugging Face folder.
 
-    options: how many rows and positions the cache has, how many tokens a chunk of a prompt, and the
-    dtypes. Raises `ValueError` naming the option before anything is written.
+    options: rows and positions of the cache, tokens of a prefill chunk, and dtypes. Raises
+    ValueError naming the option, before anything is written.
     """
     check_new_folder(out)
     for platform in platforms:
@@ -243,7 +246,7 @@ def lower(
             with status("writing the weights", say):
                 write_safetensors(partly, programs.tensors(), MAX_SHARD_BYTES)
             copy_beside_weights(folder, partly)
-            if (folder / TOKENIZER).is_file():  # run.py takes it as it is
+            if (folder / TOKENIZER).is_file():  # with the fixes of `open_tokenizer`
                 open_tokenizer(folder / TOKENIZER).save(str(partly / TOKENIZER))
             shutil.copyfile(portable.__file__, partly / RUNNER)
             caches = programs.caches(options)

@@ -1,6 +1,7 @@
-"""A run's newest checkpoint as a Hugging Face folder: python -m jmoe.deploy.merge RUN_DIR OUT_DIR.
+"""Write a run's newest checkpoint as a Hugging Face folder: python -m jmoe.deploy.merge RUN_DIR
+OUT_DIR.
 
-OUT_DIR must be empty or new, and appears whole or not at all.
+OUT_DIR must be empty or new. It appears once it is complete.
 """
 
 import argparse
@@ -31,12 +32,12 @@ from jmoe.training.finetune import INITIAL_CONFIG
 from jmoe.training.sharded_decoder import ShardedDecoder
 from jmoe.training.state import TrainState, experts_of, without_experts
 
-TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of config.json
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # fields of config.json
 
 
 def saved_model_config(fields: dict[str, Any]) -> ModelConfig:
-    """Return `ModelConfig` from a run's saved JSON; `ValueError` naming fields of another
-    version of jmoe.
+    """Return `ModelConfig` from a run's saved JSON. Raises ValueError naming fields that this
+    version of jmoe does not have.
     """
     unknown = sorted(fields.keys() - {field.name for field in dataclasses.fields(ModelConfig)})
     if unknown:
@@ -55,7 +56,7 @@ def saved_model_config(fields: dict[str, Any]) -> ModelConfig:
 def saved_parameters(
     checkpoints: Checkpoints, step: int, config: TrainConfig
 ) -> dict[Names, jax.Array | StoredExperts]:
-    """Return the parameters of a checkpoint's step, {path: array}; experts are read one by one
+    """Return the parameters {path: array} of one step's checkpoint. Experts are read one at a time,
     when they are used.
     """
     shape = ShardedDecoder(config, make_mesh((1, 1, 1), jax.devices()[:1])).saved_shape
@@ -88,12 +89,12 @@ def saved_parameters(
 
 
 def merge_run(run_dir: Path, out_dir: Path) -> int:
-    """Write the newest checkpoint of a run, with its tokenizer, as a folder that transformers
-    loads; the step.
+    """Write a run's newest checkpoint, with its tokenizer, as a folder that transformers loads;
+    return its step.
 
-    A run that began with a model's parameters and tokenizer gives its template and end tokens too.
-    Raises `ValueError` naming the folder if there is no checkpoint, or the options that no Hugging
-    Face family has.
+    If the run started from a pretrained model, the folder also has that model's chat template and
+    special token ids. Raises ValueError naming the folder if it has no checkpoint or is a run on
+    images, or naming options that no Hugging Face family supports.
     """
     with Checkpoints(run_dir / "checkpoints", CheckpointConfig()) as checkpoints:
         step = checkpoints.latest_step()
@@ -108,14 +109,14 @@ def merge_run(run_dir: Path, out_dir: Path) -> int:
                 " model"
             )
         model = saved_model_config(saved["model"])
-        # no model must have the default's
+        # the default may exceed the model's positions, which is an error
         length = min(TrainConfig.sequence_length, model.max_position_embeddings)
-        # no step is taken: native operations would be built for nothing
+        # no step runs, so native operations need not be built
         config = TrainConfig(model=model, sequence_length=length, native="off")
         arrays = saved_parameters(checkpoints, step, config)
     saved_files = checkpoints.directory / str(step)
     tokenizer = saved_files / TOKENIZER
-    # of a run that trained on token shards without one, or saved by an older jmoe
+    # the run trained on token shards without a tokenizer, or an older jmoe saved it
     if not tokenizer.is_file():
         trained_with = saved["data"]["tokenizer"]
         tokenizer = (

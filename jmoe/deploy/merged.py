@@ -1,7 +1,8 @@
-"""The Hugging Face folder to serve from, which the output folder of a run gets by itself.
+"""The Hugging Face folder of a model to serve or convert; the output folder of a run is merged
+automatically.
 
-python -m jmoe.deploy.merged RUN NAME merges the newest step of a run; NAME is the option that names
-it, for messages.
+`python -m jmoe.deploy.merged RUN NAME` merges the newest step of a run; NAME is the option that
+messages name.
 """
 
 import errno
@@ -27,7 +28,7 @@ from jmoe.status import status
 from jmoe.training.finetune import MERGED
 
 LOCK = "merge.lock"
-LOCK_LIMIT_S = 3600.0  # another process may just write a large model
+LOCK_LIMIT_S = 3600.0  # another process may be writing a large model
 
 
 @contextmanager
@@ -37,12 +38,13 @@ def hugging_face_folder(
     name: str = "model",
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> Iterator[Path]:
-    """Yield the folder itself, or the newest checkpoint of a run, merged once, which stays until
-    the block ends.
+    """Yield `path` if it is a Hugging Face folder, or the merged newest checkpoint if it is a run's
+    folder.
 
-    say: takes lines about the merge. name: of the option that the folder is named by, for messages.
-    cache_dir: keeps the merge of a run whose own folder cannot be written. Raises `ValueError` if
-    the folder is neither, `OSError` if there is no place for the merge.
+    A checkpoint is merged once. Other processes do not remove the merged folder before the block
+    ends. say: receives progress lines. name: the option that messages name. cache_dir: holds the
+    merged folder if the run's folder is not writable. Raises ValueError if `path` is neither,
+    OSError if no place for the merged folder is writable.
     """
     folder = Path(path).expanduser()
     if not folder.is_dir():
@@ -85,13 +87,13 @@ def hugging_face_folder(
 
 
 def merge_apart(run_dir: str, name: str) -> None:
-    """Merge the newest step of a run, unless that has been done, in a process of its own.
+    """Merge the newest step of a run, unless done before, in a separate process.
 
-    JAX does not begin in this one, which may yet have to join others. name: of the option that
-    names the run. Raises `ValueError` as `hugging_face_folder` does.
+    JAX stays uninitialised in this process, which may still have to join a distributed run. name:
+    the option that names the run. Raises ValueError as `hugging_face_folder` does.
     """
     command = [sys.executable, "-m", "jmoe.deploy.merged", run_dir, name]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}  # the devices are the caller's
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}  # the caller uses the accelerators
     done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [
@@ -101,15 +103,17 @@ def merge_apart(run_dir: str, name: str) -> None:
 
 
 def _name_of(run_dir: Path, step: int) -> str:
-    """Return the name of a merged step: by its content, as a step that was deleted may be
-    trained again.
+    """Return the name of a merged step's folder. It contains a hash of the checkpoint, since a
+    deleted step may be trained again.
     """
-    manifest = run_dir / "checkpoints" / str(step) / MANIFEST  # has sums of all files of the step
+    manifest = run_dir / "checkpoints" / str(step) / MANIFEST  # checksums of all files of the step
     return f"step-{step}-{content_identity({MANIFEST: manifest})[:12]}"
 
 
 def _writable(places: Sequence[Path], run_dir: Path, setting: str) -> Path:
-    """Return the first of these folders that can be written, made if it is missing."""
+    """Return the first of these folders that is writable; a missing one is created. Raises OSError
+    if there is none.
+    """
     for merges in places:
         try:
             merges.mkdir(parents=merges != run_dir / MERGED, exist_ok=True)
@@ -127,15 +131,15 @@ def _writable(places: Sequence[Path], run_dir: Path, setting: str) -> Path:
 
 
 def _in_use(merged: Path) -> int | None:
-    """Keep a merged step from being removed until the descriptor is closed; None if it is not
-    there.
+    """Return a descriptor that keeps a merged step from being removed until it is closed; None if
+    the step does not exist.
     """
     try:
         use = os.open(merged, os.O_RDONLY | os.O_DIRECTORY)
     except FileNotFoundError:
         return None
-    with suppress(OSError):  # without locks nobody removes one
-        fcntl.flock(use, fcntl.LOCK_SH)  # waits for who is removing it
+    with suppress(OSError):  # on a file system without locks no process removes a merged step
+        fcntl.flock(use, fcntl.LOCK_SH)  # waits for a process that is removing the step
     if merged.is_dir() and os.path.samestat(os.fstat(use), merged.stat()):
         return use
     os.close(use)
@@ -143,8 +147,8 @@ def _in_use(merged: Path) -> int | None:
 
 
 def _merge(run_dir: Path, merges: Path) -> Path:
-    """Write the newest checkpoint of a run and remove older ones that nobody uses; the lock is
-    held.
+    """Write a run's newest checkpoint and remove older merged steps that no process uses. The
+    caller holds the lock.
     """
     for leftover in merges.glob("partial-*"):  # of a process that died
         shutil.rmtree(leftover)
@@ -152,7 +156,7 @@ def _merge(run_dir: Path, merges: Path) -> Path:
     merged = merges / _name_of(run_dir, merge_run(run_dir, partial))
     for older in merges.glob("step-*"):
         _remove_unused(older)
-    if merged.is_dir():  # a newer step than was looked for, merged before
+    if merged.is_dir():  # the newest step changed meanwhile to one that is merged already
         shutil.rmtree(partial)
     else:
         fsync_all(partial)
@@ -162,12 +166,12 @@ def _merge(run_dir: Path, merges: Path) -> Path:
 
 
 def _remove_unused(merged: Path) -> None:
-    """Delete a merged step unless a process serves from it."""
+    """Delete a merged step unless a process uses it."""
     use = os.open(merged, os.O_RDONLY | os.O_DIRECTORY)
     try:
         try:
             fcntl.flock(use, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:  # in use, or it cannot be known: NFS locks no folder
+        except OSError as error:  # in use, or unknown: NFS cannot lock folders
             if error.errno not in (errno.EWOULDBLOCK, errno.EBADF, errno.ENOLCK, *NOT_SUPPORTED):
                 raise
             return

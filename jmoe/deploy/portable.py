@@ -1,13 +1,13 @@
-"""Greedy tokens from a folder of programs and weights, with JAX and numpy alone: python
+"""Generate tokens greedily from a folder of programs and weights, with JAX and numpy alone: python
 FOLDER/run.py --tokens 1,2,3.
 
-This file is copied into the folder that `python -m jmoe.deploy.lower` writes, as run.py, and
-imports nothing else:
+`python -m jmoe.deploy.lower` copies this file into the folder that it writes, as run.py, so the
+file imports nothing of jmoe:
 
     from run import PortableModel
     (answer,) = PortableModel("FOLDER").generate([[1, 2, 3]], max_new_tokens=16)
 
-Legend: P rows of a step, C tokens a row, V vocabulary, S positions of the cache.
+Legend: P rows of a step, C tokens per row, V vocabulary, S positions of the cache.
 """
 
 import argparse
@@ -26,10 +26,10 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 
-PLAN = "plan.json"  # what the folder holds, and what it needs
-PORTABLE = "portable"  # its `form`
+PLAN = "plan.json"  # lists the folder's files, and the versions and platforms that they need
+PORTABLE = "portable"  # the value of `form` in plan.json
 MAX_PLAN_BYTES = 64 << 20
-SEAL = "sha256"  # of all the rest of the plan
+SEAL = "sha256"  # field of the plan: checksum of its other fields
 DTYPES: dict[str, Any] = {
     "F32": np.float32,
     "BF16": jnp.bfloat16,
@@ -42,7 +42,9 @@ DTYPES: dict[str, Any] = {
 
 
 def read_plan(folder: Path) -> dict[str, Any]:
-    """Return what is in a folder; `ValueError` naming the file unless it is there and whole."""
+    """Return a folder's plan.json without its checksum. Raises ValueError naming the file if it is
+    missing or damaged.
+    """
     file = folder / PLAN
     if not file.is_file():
         raise ValueError(f"{file}: is missing; a folder of programs has one")
@@ -65,8 +67,8 @@ def read_plan(folder: Path) -> dict[str, Any]:
 
 
 def _is_entry(name: str, entry: Any) -> bool:
-    """Whether a plan says of a file in its folder, and in no other, how long it is and what its
-    checksum is.
+    """Return whether a plan's entry is valid: a path inside the folder, with its bytes and
+    SHA-256.
     """
     inside = not Path(name).is_absolute() and ".." not in Path(name).parts
     kinds = isinstance(entry, dict) and {key: type(value) for key, value in entry.items()}
@@ -74,7 +76,7 @@ def _is_entry(name: str, entry: Any) -> bool:
 
 
 def plan_text(plan: Mapping[str, Any]) -> str:
-    """Return the text of a plan, with a checksum of itself."""
+    """Return the JSON text of a plan, with a checksum of its other fields."""
     return json.dumps({**plan, SEAL: _seal(plan)}, indent=2) + "\n"
 
 
@@ -83,7 +85,7 @@ def _seal(plan: Mapping[str, Any]) -> str:
 
 
 def listed_files(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return {path: bytes and SHA-256} of all files in a folder and its folders."""
+    """Return {path: {"bytes", "sha256"}} of all files in a folder and its subfolders."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {
         path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": _digest(path)}
@@ -94,8 +96,8 @@ def listed_files(folder: Path) -> dict[str, dict[str, Any]]:
 def check_files(
     folder: Path, files: Mapping[str, Mapping[str, Any]], *, contents: bool = True
 ) -> None:
-    """Raise `ValueError` naming the first file that is missing, has another size or, with
-    `contents`, is damaged.
+    """Raise ValueError naming the first file that is missing, has another size or, with `contents`,
+    another checksum.
     """
     for name, expected in files.items():
         file = folder / name
@@ -116,7 +118,7 @@ def _digest(file: Path) -> str:
 
 
 def _check_versions(folder: Path, plan: Mapping[str, Any]) -> None:
-    """Raise `ValueError` saying which JAX is needed unless this one can run the programs, here."""
+    """Raise ValueError unless this JAX can run the programs on its default platform."""
     written = plan["jax"]
     version = written["calling_convention"]
     oldest = jax.export.minimum_supported_calling_convention_version
@@ -140,7 +142,9 @@ def _check_versions(folder: Path, plan: Mapping[str, Any]) -> None:
 
 
 def _tensors(file: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the names and arrays of a safetensors file, each read as it is used."""
+    """Yield (name, array) of each tensor in a safetensors file; an array is read when it is
+    yielded.
+    """
     with file.open("rb") as stream:
         (length,) = struct.unpack("<Q", stream.read(8))
         header = json.loads(stream.read(length))
@@ -152,12 +156,13 @@ def _tensors(file: Path) -> Iterator[tuple[str, np.ndarray]]:
 
 
 class PortableModel:
-    """The programs and weights of a folder, on the first device."""
+    """The programs and weights of a folder, loaded onto the first device."""
 
     def __init__(self, folder: str | Path, *, check_contents: bool = True) -> None:
-        """Load a folder. check_contents: verify every file's checksum before, beside its size.
+        """Load the folder and compile its programs.
 
-        Raises `ValueError` naming the file that is missing or damaged, or the JAX that is needed.
+        check_contents: verify every file's checksum, not only its size. Raises ValueError naming a
+        missing or damaged file, or the JAX version that the programs need.
         """
         folder = Path(folder)
         self.plan = plan = read_plan(folder)
@@ -175,17 +180,17 @@ class PortableModel:
         self._caches = [
             tuple(jnp.zeros(shape, plan["cache_dtype"]) for shape in layer) for layer in shapes
         ]
-        self._padding = shapes[0][0][2]  # a position that means: no token
+        self._padding = shapes[0][0][2]  # S, the position of padding tokens
         self._programs = {name: self._compiled(folder, name) for name in plan["programs"]}
         self.max_batch: int = plan["max_batch"]
         self.max_seq_len: int = plan["max_seq_len"]
 
     def _compiled(self, folder: Path, name: str) -> Any:
-        """Return a program, ready to run.
+        """Return a program, compiled.
 
-        `Exported.serialize` would need a further package, so that the folder has StableHLO itself,
-        and what describes it is made anew here: by exporting another function of the same arguments
-        and results.
+        The folder stores StableHLO, since `Exported.serialize` would need another package. The
+        other fields of `Exported` come from exporting a function with the same arguments and
+        results.
         """
         entry, plan = self.plan["programs"][name], self.plan
         file, num_rows = folder / entry["file"], entry["rows"]
@@ -217,10 +222,10 @@ class PortableModel:
     def generate(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int = 16
     ) -> list[list[int]]:
-        """Return the most likely tokens after each prompt, up to the first that ends a text or
-        `max_seq_len`.
+        """Return the greedy continuation of each prompt: at most `max_new_tokens` tokens, up to an
+        end token or `max_seq_len`.
 
-        Raises `ValueError` for a prompt that is empty, too long or has other tokens than the
+        Raises ValueError for a prompt that is empty, too long, or has tokens outside the
         vocabulary.
         """
         if max_new_tokens < 1:
@@ -244,11 +249,11 @@ class PortableModel:
     def logits(
         self, tokens_PC: np.ndarray, rows_P: np.ndarray, positions_PC: np.ndarray, at_P: np.ndarray
     ) -> Any:
-        """Return float32 [P, V] after token `at_P` of each row, keys and values kept in the cache's
-        rows.
+        """Return float32 logits [P, V] after token `at_P` of each row, and write keys and values
+        into the cache.
 
-        Shapes are those of the decode program, [max_batch, 1], or of the other, [1,
-        prefill_tokens]. Tokens of position S are padding.
+        Shapes must be those of the decode program, [max_batch, 1], or of the prefill program, [1,
+        prefill_tokens]. Tokens at position S are padding.
         """
         name = "decode" if tokens_PC.shape[1] == 1 and len(rows_P) == self.max_batch else "prefill"
         logits_PV, self._caches = self._programs[name](
@@ -257,7 +262,7 @@ class PortableModel:
         return logits_PV
 
     def _together(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
-        """Answer prompts of which each has a row of the cache."""
+        """Return the answers to at most `max_batch` prompts, one per cache row."""
         answers = [[self._prefill(row, prompt)] for row, prompt in enumerate(prompts)]
         tokens_P1, ends = np.zeros((self.max_batch, 1), np.int32), set(self.plan["eos_token_ids"])
         rows_P, at_P = np.arange(self.max_batch, dtype=np.int32), np.zeros(self.max_batch, np.int32)
@@ -279,7 +284,9 @@ class PortableModel:
                 answers[row].append(int(drawn_P[row]))
 
     def _prefill(self, row: int, prompt: Sequence[int]) -> int:
-        """Put a prompt into a row of the cache and return the token after it."""
+        """Write a prompt's keys and values into a cache row and return the first token after the
+        prompt.
+        """
         width, logits_1V = self.plan["prefill_tokens"], None
         for start in range(0, len(prompt), width):
             chunk = prompt[start : start + width]

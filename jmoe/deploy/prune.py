@@ -1,10 +1,10 @@
-"""A model with fewer experts: python -m jmoe.deploy.prune MODEL --out FOLDER --experts N --text
-FILE.
+"""Write a model with fewer experts: python -m jmoe.deploy.prune MODEL --out FOLDER --experts N
+--text FILE.
 
-Each layer keeps the N experts that a text says are worth most: by REAP's score (router weight x
-norm of the expert's output, the mean over the tokens that chose it) or by how often they are
-chosen. The text runs through the model layer by layer, so that one expert is in memory at a time.
-The loss on a tail of the text, which nothing was chosen by, is said before and after.
+Each layer keeps the N experts with the highest scores on the text: REAP's score (router weight x
+norm of the expert's output, averaged over the tokens that chose it), or the number of tokens that
+chose the expert. The text runs through the model layer by layer, with one expert in memory at a
+time. The loss on a held-out tail of the text is printed before and after.
 """
 
 import argparse
@@ -31,7 +31,12 @@ LENGTH = 512
 
 @dataclass(frozen=True)
 class PruneOptions:
-    """How a model loses experts: see the module. dtype: of what is written; None: as stored."""
+    """Options of pruning.
+
+    experts: number that each layer keeps. score: ranks the experts. merge_similar: merge dropped
+    experts into similar kept ones. max_tokens: tokens of the text to read. dtype: of the written
+    model; None: as stored.
+    """
 
     experts: int
     text: str
@@ -44,7 +49,7 @@ class PruneOptions:
 
 @dataclass(frozen=True)
 class Pruned:
-    """Result of pruning: held-out bits per byte and bytes of weights of the model before and
+    """The result of pruning: bits per byte of held-out text, and bytes of weights, before and
     after.
     """
 
@@ -55,9 +60,9 @@ class Pruned:
 
 
 def prune(folder: Path, out: Path, options: PruneOptions, say: Callable[[str], None]) -> Pruned:
-    """Write the model in a Hugging Face folder with fewer experts.
+    """Write the model of a Hugging Face folder with fewer experts.
 
-    Raises `ValueError` naming the option before anything is computed or written.
+    Raises ValueError naming the option, before anything is computed or written.
     """
     check_new_folder(out)
     with LazyCheckpoint(folder, options.dtype, "wide") as source:

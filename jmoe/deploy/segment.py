@@ -1,11 +1,11 @@
-"""A model's layers and experts over unlike devices: python -m jmoe.deploy.segment MODEL --machines
-TOML --out FILE.
+"""Distribute a model's layers and experts over unequal devices: python -m jmoe.deploy.segment MODEL
+--machines TOML --out FILE.
 
-TOML has a table [[machines]] for each machine, in the order of the processes: devices, how many;
-device_bytes, which are free on each; bytes_per_s, that each reads of its memory. Its table
-[network], which may be left out, has inside_bytes_per_s from a device to others of its machine, and
-between_bytes_per_s from a whole machine to others. What is written is a file for --segments of
-jmoe.deploy.bundle and of serve.py, and may be changed by hand.
+TOML has one table [[machines]] per machine, in the order of the processes: devices, their number;
+device_bytes, free on each device; bytes_per_s, at which a device reads its memory. The optional
+table [network] has inside_bytes_per_s, from a device to others of its machine, and
+between_bytes_per_s, from a whole machine to others. FILE is the argument of --segments for
+jmoe.deploy.bundle and serve.py; it may be edited by hand.
 """
 
 import argparse
@@ -27,18 +27,19 @@ from jmoe.models.safetensors_io import replace_text
 from jmoe.planning.segmentation import SegmentBy, SegmentPlan, StepTokens, plan_segments
 from jmoe.runtime import end_at_once_on_interrupt
 
-BATCH = 8  # sequences of an engine by default; as many devices need a multiple of their number
+BATCH = 8  # sequences by default, rounded up to a multiple of the number of devices
 
 
 def segment(
     folder: Path, machines: Path, out: Path, by: SegmentBy | None = None, **options: Any
 ) -> SegmentPlan:
-    """Write which experts of each layer of a Hugging Face folder should be on which device.
+    """Write which experts of each layer of the model each device holds; return the plan.
 
-    by: experts, every layer on all devices; layers, each on one; both, each on the devices of one
-    machine; None: what has the shortest step, of one token of each sequence. options: of
-    `EngineConfig`, as the model will be served; its devices are those of the machines. Raises
-    `ValueError` naming the machine or the option before anything is written.
+    by: experts: every layer is spread over all devices; layers: each layer is on one device; both:
+    each layer is spread over the devices of one machine; None: the way whose decoding step (one
+    token per sequence) is shortest. options: fields of `EngineConfig` for serving; its number of
+    devices is that of the machines. Raises ValueError naming the machine or the option, before
+    anything is written.
     """
     check(not out.exists(), "out", str(out), "must not be there yet: nothing is written over")
     check(out.parent.is_dir(), "out", str(out), f"must be in a folder, which {out.parent} is not")

@@ -1,10 +1,10 @@
-"""Experts that are dropped merged into those that stay: each into the one that its router row is
-most like.
-
-Legend: N layers with experts, E experts, n experts that are kept, D hidden, F expert hidden.
+"""Merge dropped experts into kept ones: each into the kept expert with the most similar router
+column.
 
 After M-SMoE (arXiv:2310.01334): hidden units are matched first, since their order is arbitrary, and
-the mean weighs each expert by its tokens.
+the average weights each expert by its tokens.
+
+Legend: N layers with experts, E experts, n kept experts, D hidden, F expert hidden.
 """
 
 from typing import Any
@@ -19,10 +19,10 @@ Arrays = dict[str, NDArray[Any]]
 
 
 def group_of(kernel_DE: NDArray[np.float32], kept_n: NDArray[np.int64]) -> dict[int, list[int]]:
-    """Return {kept expert: the dropped ones that are merged into it}, by the cosine of their
-    router columns.
+    """Return {kept expert: dropped experts to merge into it}, by the cosine similarity of router
+    columns.
     """
-    # what is added to all logits chooses nothing
+    # a term common to all logits does not affect the choice
     centred = kernel_DE - kernel_DE.mean(axis=1, keepdims=True)
     rows_ED = (centred / np.maximum(np.linalg.norm(centred, axis=0), 1e-20)).T
     groups: dict[int, list[int]] = {int(expert): [] for expert in kept_n}
@@ -32,7 +32,7 @@ def group_of(kernel_DE: NDArray[np.float32], kept_n: NDArray[np.int64]) -> dict[
 
 
 def units(expert: Arrays) -> NDArray[np.float32]:
-    """Return [F, ...]: all weights of each hidden unit of an expert."""
+    """Return float32 [F, ...], all weights of each hidden unit of an expert."""
     hidden = expert["w_down"].shape[0]
     parts = [
         expert["w_up"].reshape(expert["w_up"].shape[0], -1, hidden).reshape(-1, hidden).T,
@@ -44,9 +44,7 @@ def units(expert: Arrays) -> NDArray[np.float32]:
 
 
 def aligned(expert: Arrays, other: Arrays) -> Arrays:
-    """Return `other` with its hidden units in the order in which they are most like those of
-    `expert`.
-    """
+    """Return `other` with its hidden units permuted to be most similar to those of `expert`."""
     _, order_F = linear_sum_assignment(units(expert) @ units(other).T, maximize=True)
     hidden = len(order_F)
     moved = dict(other) | {"w_down": other["w_down"][order_F]}
@@ -59,7 +57,9 @@ def aligned(expert: Arrays, other: Arrays) -> Arrays:
 
 
 class MergedExperts:
-    """Reads experts that stay, each with those merged into it: `merged(name, layer, expert)`."""
+    """Returns kept experts' arrays averaged with the experts merged into them: `merged(name, layer,
+    expert)`.
+    """
 
     def __init__(
         self, source: LazyCheckpoint, kept_Nn: NDArray[np.int64], use_NE: NDArray[np.int64]
@@ -72,7 +72,7 @@ class MergedExperts:
             group_of(np.asarray(k, np.float32), kept)
             for k, kept in zip(kernels, kept_Nn, strict=True)
         ]
-        # all arrays of one are made at once
+        # an expert's arrays are computed together: keep the last expert's
         self._last: tuple[tuple[int, int], Arrays] | None = None
 
     def __call__(self, name: str, layer: int, expert: int) -> NDArray[Any]:

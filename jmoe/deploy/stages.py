@@ -1,4 +1,7 @@
-"""The stages between a trained model and what is served, one after the other, in one call."""
+"""All stages from a trained model to a served bundle, in one call: `deploy`.
+
+`python -m jmoe.deploy` is its command line.
+"""
 
 import subprocess
 import sys
@@ -45,10 +48,10 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Distilling:
-    """A student that learns from the model before anything else is done to it.
+    """Options of the first stage: train a student of the model.
 
-    experts, layers: of the student; None: as many as its teacher has. run: the folder of its
-    training, which goes on where it was stopped, and stays. train: further options of train.py.
+    experts, layers: of the student; None for the teacher's. run: the folder of its training, which
+    a repeated call resumes and which is kept. train: further options of train.py.
     """
 
     steps: int
@@ -64,12 +67,13 @@ class Distilling:
 
 @dataclass(frozen=True)
 class Stages:
-    """Options of the stages that a model goes through before it is bundled. None: that stage is
-    left out.
+    """Options of all stages; a stage whose option is None is left out.
 
-    text: file, folder or glob, to learn from, to prune by and to measure on. experts: that each
-    layer keeps. weights: a format of `jmoe.deploy.compress`. machines: the file of unlike devices.
-    by: how layers and experts are split over them; None: whichever is fastest.
+    text: file, folder or glob, used for training a student, pruning and measuring the loss.
+    experts: number that each layer keeps (prune). weights: format of `jmoe.deploy.compress`.
+    machines: TOML file of unequal devices (segment). by: how layers and experts are split over
+    them; None: the fastest way. portable: `lower` in place of `bundle`. Raises ValueError naming
+    the option if options contradict each other.
     """
 
     text: str | None = None
@@ -114,11 +118,10 @@ class Stages:
 
 @dataclass(frozen=True)
 class StageResult:
-    """A model after a stage: its bytes, and bits per byte of the held-out text where that was
-    measured.
+    """The model's size after a stage and, if measured, bits per byte of held-out text.
 
-    num_bytes: of its weights; of a segmented model on the device that has most; of what was lowered
-    or bundled of all its files.
+    num_bytes: of the weights; after segmentation of the weights on the device with the most; after
+    `lower` or `bundle` of all files.
     """
 
     stage: str
@@ -133,11 +136,11 @@ class StageResult:
 def deploy(
     folder: Path, out: Path, stages: Stages, engine: EngineConfig, say: Say
 ) -> list[StageResult]:
-    """Take the model in a Hugging Face folder through the stages; return what it was like after
-    each.
+    """Take the model of a Hugging Face folder through the stages, write the bundle `out`, and
+    return one result per stage.
 
-    engine: what the bundle is for; its devices are those of the machines, if there are any. Raises
-    `ValueError` naming the option, most of them before anything is computed.
+    engine: options that the bundle is compiled for; with machines, its number of devices is theirs.
+    Raises ValueError naming the option, in most cases before anything is computed.
     """
     check_new_folder(out)
     _check_stages(folder, out, stages, engine)
@@ -182,9 +185,7 @@ def deploy(
 
 
 def _check_stages(folder: Path, out: Path, stages: Stages, engine: EngineConfig) -> None:
-    """Raise `ValueError` naming the first option that the model cannot be taken through; nothing
-    is computed.
-    """
+    """Raise ValueError naming the first option that does not fit the model. Nothing is computed."""
     with open_checkpoint(folder, engine) as checkpoint:
         config, fields = checkpoint.config, checkpoint.fields
         checkpoint.sequence_length(engine.max_seq_len)
@@ -242,10 +243,10 @@ def _train_arguments(distil: Distilling, student: StudentOptions, teacher: Path)
 
 
 def _distilled(folder: Path, out: Path, stages: Stages, distil: Distilling, say: Say) -> Path:
-    """Train a student of the model in a folder by train.py; return the folder that its newest
-    checkpoint is written to.
+    """Train a student of the model with train.py; return `out`, the Hugging Face folder of its
+    newest checkpoint.
 
-    Raises `ValueError` where the training ends early.
+    Raises ValueError if training ends early.
     """
     with LazyCheckpoint(folder) as checkpoint:
         student = _student_options(checkpoint.config, stages, distil)
@@ -267,7 +268,7 @@ def _distilled(folder: Path, out: Path, stages: Stages, distil: Distilling, say:
 
 
 def _bits(folder: Path, stages: Stages, say: Say) -> float | None:
-    """Return the loss on the held-out text; None without one."""
+    """Return bits per byte of the held-out text; None without a text."""
     if stages.text is None:
         return None
     with (
@@ -281,13 +282,13 @@ def _bits(folder: Path, stages: Stages, say: Say) -> float | None:
 def _on_machines(
     folder: Path, segments: Path, stages: Stages, engine: EngineConfig
 ) -> tuple[EngineConfig, int]:
-    """Return the engine on these devices, with experts where `segment` says, and the bytes of
-    weights on each.
+    """Return (engine options with the devices and the placement of experts from `segment`, largest
+    bytes of weights on a device).
     """
     assert stages.machines is not None
     devices = _devices(stages.machines)
     changes: dict[str, Any] = {"mesh": EngineMesh(devices=devices)}
-    if engine.max_batch % devices:  # each device has as many rows of the cache
+    if engine.max_batch % devices:  # every device has the same number of cache rows
         changes["max_batch"] = -(-engine.max_batch // devices) * devices
     engine = replace(engine, **changes)
     sizes = {
