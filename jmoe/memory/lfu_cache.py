@@ -106,8 +106,8 @@ class LFUCache:
         """Return a slot, pinned once, to read an absent record into; None if no slot can be freed
         now.
 
-        demanded: a caller waits for the record, so prefetched records that are still unused may be
-        evicted for it. A prefetch itself never evicts another unused prefetched record.
+        demanded: a caller waits for the record, so it may take the staging slot of a prefetched
+        record that is still unused; a prefetch may not.
         """
         assert self.slot_of(index) is None, index
         slot = self._cache_slot(index, demanded)

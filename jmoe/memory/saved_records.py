@@ -77,8 +77,8 @@ def whole_files(
 ) -> tuple[dict[int, Path], list[str]]:
     """Return (record -> its first undamaged file, a sentence for each damaged file).
 
-    where: the result of `places`. layout: with the seal. owned: the records to look for. count:
-    called once per record.
+    where: the result of `places`. layout: the result of `sealed`. owned: the records to look for.
+    count: called once per record.
     """
     files: dict[int, Path] = {}
     damaged: list[str] = []

@@ -105,7 +105,9 @@ class Version:
 
 
 def set_seal(version: Version, layout: RecordLayout, record_R: NDArray[np.uint8]) -> None:
-    """Write the version and the checksum into the record's seal; layout: with the seal."""
+    """Write the version and the checksum into the seal of `record_R`; layout: the result of
+    `sealed`.
+    """
     seal = layout.views(record_R)[SEAL]
     seal[:] = (version.index, version.counter, version.token, 0)
     seal[3] = checksum(record_R)
@@ -114,8 +116,8 @@ def set_seal(version: Version, layout: RecordLayout, record_R: NDArray[np.uint8]
 def read_sealed(path: Path, layout: RecordLayout, record_R: NDArray[np.uint8], io: Io) -> None:
     """Read the file of a version into `record_R`, and check its seal.
 
-    layout: with the seal. Raises `OSError` naming file and record if the file is short, unreadable
-    or damaged.
+    layout: the result of `sealed`. Raises `OSError` naming file and record if the file is short,
+    unreadable or damaged.
     """
     with _naming_the_record(path):
         read_file(path, record_R, io)
@@ -134,7 +136,7 @@ def _naming_the_record(path: Path) -> Iterator[None]:
 def check_seal(path: Path, layout: RecordLayout, record_R: NDArray[np.uint8]) -> None:
     """Raise `OSError` naming file and record if the seal does not fit the bytes or the file's name.
 
-    layout: with the seal.
+    layout: the result of `sealed`.
     """
     version = Version.from_name(path.name)
     *name, value = (int(word) for word in layout.views(record_R)[SEAL])

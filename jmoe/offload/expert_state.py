@@ -433,8 +433,8 @@ class ExpertState:
 
     @_guarded
     def commit(self, lr: float, clip: float) -> None:
-        """End the step: its stored gradients become pending, and every expert is one step further
-        behind.
+        """End the step: its stored gradients become pending, and every expert that is not frozen
+        falls one step further behind.
 
         lr, clip: the step's learning rate and the factor of its gradients.
         """

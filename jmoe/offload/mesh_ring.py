@@ -131,8 +131,10 @@ class MeshRing(MeshExperts):
         return len(places) * self._store.layout.data_bytes
 
     def _places(self, layer: int) -> list[tuple[int, int, int]]:
-        """Return (position of the device among this process's, slot, record number) of the layer's
-        local experts.
+        """Return (device, slot, record number) of each of the layer's experts on this process's
+        devices.
+
+        device: position among this process's devices.
         """
         return [
             (device, slot, int(self.index.records(layer, expert)))

@@ -48,8 +48,9 @@ class SkippedSteps:
         return self._pending[records]
 
     def steps_of(self, record: int, now: int) -> tuple[range, bool]:
-        """Return (the steps before `now` that a record has skipped, whether the first has a
-        gradient).
+        """Return (range of the steps before `now` that a record has skipped, has_gradient).
+
+        has_gradient: whether the record has a gradient for the first of these steps.
         """
         return range(int(self._applied[record]), now), bool(self._pending[record])
 
