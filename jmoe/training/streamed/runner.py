@@ -378,7 +378,7 @@ class StreamedRunner(StreamedExperts, ABC, Generic[Part]):
             if square is not None:  # the experts' gradients needed no further reduction
                 squares[layer.kind].append(square)
             run.passed.pop()  # frees the layer's residuals
-            # No layer follows to reduce beside, or its program cannot reduce slots.
+            # No layer follows to overlap with; with slots, no program reduces for a neighbour.
             if i == 0 or self.streamed.slots is not None:
                 self._reduce(pending, grads, squares)
                 pending = None

@@ -1,13 +1,13 @@
-"""Where the experts of layers routed by task lie in elastic layouts: on the devices whose tasks
-name them.
+"""Placement of the experts of task-routed layers in elastic layouts: each device holds the experts
+that its tasks' paths name.
 
-Legend: R devices, N layers routed by task, E experts of a layer, S slots of a device in a layer, A
+The devices run one SPMD program, so each holds arrays of the same shape: S slots per layer, as many
+as the device with the most experts needs. Unused slots are padding, with zero values and gradients.
+An expert that several devices need has a copy on each, and its gradients are summed over these
+devices only. `ShardedVision`, both image trainers and `VisionSession` use `TaskSlots`.
+
+Legend: R devices, N task-routed layers, E experts of a layer, S slots of a device in a layer, A
 tasks.
-
-One program runs on all devices, so that each has an array of the same shape: S slots a layer, as
-many as the device that needs most. What a device does not need of them is padding: its values stay
-0, and so do its gradients. An expert that several devices need has a copy on each; gradients are
-summed over these devices alone, so that copies stay equal.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ NONE = -1  # an empty slot
 
 @dataclass(frozen=True, eq=False)
 class TaskSlots:
-    """Which expert is in each slot, [R, N, S], in rising order, then `NONE`; homes: [A], devices
-    with all of a path.
+    """The expert in each slot, [R, N, S]: ascending per device and layer, then `NONE` for padding.
+
+    homes: for each task, the devices that hold all experts of its path.
     """
 
     experts_RNS: NDArray[np.int32]
@@ -43,29 +44,29 @@ class TaskSlots:
 
     @property
     def num_slots(self) -> int:
-        """Return the slots of a device in a layer."""
+        """S, the number of slots per device and layer."""
         return int(self.experts_RNS.shape[2])
 
     @cached_property
     def slot_RNE(self) -> NDArray[np.int32]:
-        """The slot of each expert on each device; `NONE` where it has none."""
+        """The slot of each expert on each device; `NONE` if the device does not hold the expert."""
         is_in_RNSE = self.experts_RNS[..., None] == np.arange(self.num_experts)
         slot = np.where(is_in_RNSE.any(axis=2), is_in_RNSE.argmax(axis=2), NONE)
         return slot.astype(np.int32)
 
     @cached_property
     def owns_RNS(self) -> NDArray[np.bool_]:
-        """Whether a device is the first of those that have the expert of the slot."""
+        """Whether a device is the first of the devices that hold the slot's expert."""
         first_NE = (self.slot_RNE != NONE).argmax(axis=0)
         layers = np.arange(first_NE.shape[0])[:, None]
         device = np.arange(len(self.experts_RNS))[:, None, None]
         return (self.experts_RNS != NONE) & (first_NE[layers, self.experts_RNS] == device)
 
     def rounds(self) -> Iterator[tuple[list[int], list[list[int]], NDArray[np.int32]]]:
-        """Yield (layers, groups of devices, slot [R] of each device): sums over groups that can be
-        taken at once.
+        """Yield the rounds of group-wise all-reduces that sum every shared expert's gradients.
 
-        Every device is in one group; one alone has nothing to sum.
+        Each round is (layers, disjoint groups that together contain every device, the slot [R] that
+        each device sums). A group of one device has nothing to sum.
         """
         devices, layers_of = len(self.experts_RNS), dict[Any, list[int]]()
         for layer in range(self.experts_RNS.shape[1]):
@@ -91,15 +92,19 @@ class TaskSlots:
     # On a device, inside `shard_map`
 
     def of_device(self, table: NDArray[Any]) -> jax.Array:
-        """Return this device's row of a table [R, ...]."""
+        """Return this device's row of a table [R, ...]; call inside `shard_map`."""
         return jnp.asarray(table)[lax.axis_index(ALL)]
 
     def slots_local(self) -> jax.Array:
-        """Return int32 [N, E]: the slot of each expert on this device, 0 where it has none."""
+        """Return int32 [N, E]: each expert's slot on this device, 0 for experts that it does not
+        hold.
+        """
         return self.of_device(np.maximum(self.slot_RNE, 0))
 
     def reduced_local(self, grads: Any) -> Any:
-        """Return gradients [N, S, ...] summed over the devices that have the expert."""
+        """Return gradients [N, S, ...] in float32, summed over the devices that hold each
+        expert.
+        """
 
         def reduced(g: jax.Array) -> jax.Array:
             g = g.astype(jnp.float32)
@@ -113,7 +118,7 @@ class TaskSlots:
     def layer_reduced_local(
         self, grads: Mapping[str, jax.Array], layer: int
     ) -> dict[str, jax.Array]:
-        """Return gradients [S, ...] of one layer summed over the devices that have the expert."""
+        """Return one layer's gradients [S, ...] summed over the devices that hold each expert."""
         reduced = dict(grads)
         for layers, groups, slot_R in self.rounds():
             if layer in layers:
@@ -126,7 +131,9 @@ class TaskSlots:
         return reduced
 
     def over_experts_local(self, counts_S: jax.Array, layer: jax.Array) -> jax.Array:
-        """Return [E], what all devices have counted of each expert in their slots of a layer."""
+        """Return counts [E] by expert, summed over all devices. counts_S: this device's counts by
+        slot of the layer.
+        """
         experts_S = self.of_device(
             np.where(self.experts_RNS == NONE, self.num_experts, self.experts_RNS)
         )[layer]
@@ -137,8 +144,8 @@ class TaskSlots:
         return total_E
 
     def squares_local(self, grads: Any) -> jax.Array:
-        """Return [N], this device's part of the squared norm of reduced gradients: each expert
-        counts once.
+        """Return this device's addend [N] to the squared norm of reduced gradients; each expert
+        counts on one device only.
         """
         owns_NS = self.of_device(self.owns_RNS)
         squares_NS = [
@@ -147,10 +154,11 @@ class TaskSlots:
         return jnp.where(owns_NS, jnp.stack(squares_NS).sum(axis=0), 0.0).sum(axis=1)
 
     def to_saved_local(self, w: jax.Array, dim: int) -> jax.Array:
-        """Return this device's part of [N, E, ...] out of [N, S, ...]: split over all in `dim`; -1:
-        the whole.
+        """Return this device's shard of the checkpoint array [N, E, ...], from its slots [N, S,
+        ...].
 
-        Expert by expert, so that one more of each layer is there at once.
+        dim: the dimension that all devices split; -1 returns the whole array. Experts move one
+        after another, which bounds the temporary memory.
         """
         layers, bits = np.arange(w.shape[0]), lax.bitcast_convert_type(w, jnp.int32)
         owns_NE = np.take_along_axis(self.owns_RNS, np.maximum(self.slot_RNE, 0), axis=2) & (
@@ -160,7 +168,7 @@ class TaskSlots:
 
         def one(expert: jax.Array) -> jax.Array:
             mine_N = own_NE[:, expert].reshape(-1, *[1] * (w.ndim - 2))
-            # the sum with zeros keeps all bits
+            # Only one device adds a value that is not zero, so the integer sum keeps every bit.
             part = jnp.where(mine_N, bits[layers, slot_NE[:, expert]], 0)
             return (
                 lax.psum(part, ALL)
@@ -172,7 +180,9 @@ class TaskSlots:
         return lax.bitcast_convert_type(jnp.moveaxis(saved_EN, 0, 1), w.dtype)
 
     def from_saved_local(self, saved: jax.Array, dim: int) -> jax.Array:
-        """Return [N, S, ...] out of what `to_saved_local` returned."""
+        """Return this device's slots [N, S, ...], from its shard of a checkpoint array; the inverse
+        of `to_saved_local`.
+        """
         layers = np.arange(saved.shape[0])
         slot_NE = self.of_device(np.where(self.slot_RNE == NONE, self.num_slots, self.slot_RNE))
         sizes = list(saved.shape[2:])
@@ -189,28 +199,30 @@ class TaskSlots:
 
 
 def same_slots(one: TaskSlots | None, other: TaskSlots | None) -> bool:
-    """Return whether all experts lie in the same places."""
+    """Return whether both placements put the same expert into every slot."""
     if one is None or other is None:
         return one is other
     return np.array_equal(one.experts_RNS, other.experts_RNS)
 
 
 def task_experts_of(tree: Any) -> Any:
-    """Return the experts of the layers routed by task."""
+    """Return the experts' parameters in the task-routed layers of `tree`."""
     return tree["task_layers"]["moe"][EXPERTS_PATH]
 
 
 def with_task_experts(tree: Any, experts: Any) -> Any:
-    """Return parameters with these experts in the layers routed by task."""
+    """Return `tree` with `experts` as the experts' parameters of its task-routed layers."""
     layers = tree["task_layers"]
     return tree | {"task_layers": layers | {"moe": layers["moe"] | {EXPERTS_PATH: experts}}}
 
 
 def may_lie_apart(config: VisionTrainConfig, num_devices: int) -> bool:
-    """Return whether a device has only those experts of layers routed by task that its tasks name.
+    """Return whether each device may hold only the experts of task-routed layers that its tasks'
+    paths name.
 
-    That is so in elastic layouts. Experts on tiers also have to stay where they are until the end,
-    and their devices have all experts of a layer if tokens choose those of any.
+    True in an elastic layout on several devices. Experts on tiers also require that no task ends
+    before the run, since they cannot move to other devices, and that the model has no learned
+    router.
     """
     elastic = config.layout == "elastic" and num_devices > 1 and bool(config.model.task_layers)
     stay = not any(task.num_steps % config.num_steps for task in config.tasks.values())
@@ -218,11 +230,11 @@ def may_lie_apart(config: VisionTrainConfig, num_devices: int) -> bool:
 
 
 def task_slots(config: VisionTrainConfig, layout: Layout) -> TaskSlots | None:
-    """Return where the experts of layers routed by task lie; None where all devices have all, or a
-    part by the mesh.
+    """Return the placement of the experts of task-routed layers; None if the mesh splits them
+    evenly.
 
-    A device has what the paths of its tasks name. A task that no device runs, since it has ended,
-    keeps its path on the device with the fewest experts; so does an expert that no path names.
+    A device holds the experts that the paths of its tasks name. The experts of an ended task, and
+    experts that no path names, go to the devices with the fewest experts.
     """
     devices, paths = len(layout.shares), [task.path for task in config.tasks.values()]
     num_layers, num_experts = len(config.model.task_layers), config.model.num_experts
@@ -235,7 +247,7 @@ def task_slots(config: VisionTrainConfig, layout: Layout) -> TaskSlots | None:
             needed |= {expert, SHARED_EXPERT} if config.model.learn_paths else {expert}
 
     homes = [layout.devices_of(number) for number in range(len(paths))]
-    # ended tasks come last
+    # Tasks that no device runs come last: they fill the devices with the fewest experts.
     for number in sorted(range(len(paths)), key=lambda number: not homes[number]):
         homes[number] = homes[number] or (
             min(range(devices), key=lambda d: sum(map(len, needs[d]))),

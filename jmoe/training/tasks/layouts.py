@@ -1,7 +1,8 @@
-"""Which device runs which tasks of a run on images, and when that changes while it goes on.
+"""Choose which device trains on which tasks' images, and when that changes during a run.
 
-By batches at first, within the memory of a device; anew when a task ends, when the number of
-devices in use changes, or when images were measured to take so long that loads are uneven.
+`ImageTasks.open` plans the first layout; `VisionSession.rebalance` asks `LayoutController` for
+later ones. The first plan balances batch sizes within device memory. It changes when a task ends,
+when the number of devices changes, or when measured loads are uneven.
 """
 
 from collections import Counter
@@ -15,14 +16,14 @@ from jmoe.models.vision import SHARED_EXPERT
 from jmoe.planning.elastic import DeviceMemory, Layout, TaskLoad, plan, size_text
 from jmoe.training.tasks.experts import may_lie_apart, task_slots
 
-LEAST_GAIN = 1.05  # in the time of a step, for which a run compiles again
-# of a parameter: float32 weight and AdamW's moments; its gradient
+LEAST_GAIN = 1.05  # the speedup of a step that justifies compiling again
+# bytes per parameter: a float32 weight with AdamW's moments, and its gradient
 STATE_BYTES, GRADIENT_BYTES = 12, 4
 
 
 def own_experts(config: VisionTrainConfig) -> dict[str, int]:
-    """Return how many experts each task has that no other task's path names, in all layers
-    routed by task.
+    """Return, for each task, how many experts only its path names, summed over task-
+    routed layers.
     """
     named = [
         Counter(experts)
@@ -35,7 +36,7 @@ def own_experts(config: VisionTrainConfig) -> dict[str, int]:
 
 
 def unnamed_experts(config: VisionTrainConfig) -> int:
-    """Return how many experts no task's path names, in all layers routed by task."""
+    """Return how many experts no task's path names, summed over task-routed layers."""
     always = {SHARED_EXPERT} if config.model.learn_paths else set()
     named = [
         always.union(experts)
@@ -45,18 +46,22 @@ def unnamed_experts(config: VisionTrainConfig) -> int:
 
 
 def expert_bytes(config: VisionTrainConfig) -> int:
-    """Return the bytes of an expert with its optimizer state, gradient and copy in the dtype of
-    its use.
+    """Return the device bytes of one expert: weights, moments, gradient, and a copy in the compute
+    dtype.
     """
     return config.model.expert_parameters * (STATE_BYTES + GRADIENT_BYTES + _cast_bytes(config))
 
 
 def _cast_bytes(config: VisionTrainConfig) -> int:
-    return 0 if config.compute_dtype == "float32" else 2  # a copy in the dtype of use
+    return 0 if config.compute_dtype == "float32" else 2  # a copy in the compute dtype
 
 
 def bytes_for_all(config: VisionTrainConfig, num_devices: int) -> int:
-    """Return what a device needs for all that has not to do with layers routed by task."""
+    """Return the bytes that every device needs for parameters other than task-routed experts, with
+    their training state.
+
+    With experts on tiers that are not placed by task, this includes their slots on the device.
+    """
     model, mesh = config.model, config.mesh
     in_use_bytes = GRADIENT_BYTES + _cast_bytes(config)
     routed = model.num_experts * (model.num_moe_layers + len(model.task_layers))
@@ -75,16 +80,16 @@ def _expert_layers(config: VisionTrainConfig) -> int:
 
 
 def _layers_on_device(config: VisionTrainConfig) -> int:
-    """Return of how many layers experts are on the device at one time, where they are on tiers."""
+    """Return the number of layers whose experts are on the device at the same time."""
     layers, tiers = _expert_layers(config), config.tiers
     return layers if tiers.experts == "device" else min(tiers.device_layers, layers)
 
 
 def place_bytes(config: VisionTrainConfig) -> int:
-    """Return what a place for an expert on tiers takes on a device, in all layers in use.
+    """Return the device bytes that one expert of each layer takes if experts are on tiers.
 
-    Float32 weights of these layers; of one layer a copy in the dtype of its use, and gradients;
-    those of the layer before are on their way to their tier.
+    These are float32 weights in the slots of all resident layers, and for one layer a copy in the
+    compute dtype, a gradient, and the previous layer's gradient, which is still being copied out.
     """
     written = 2 if config.tiers.gradient_dtype == "bfloat16" else 4
     in_use = 4 * _layers_on_device(config) + GRADIENT_BYTES + written + _cast_bytes(config)
@@ -92,8 +97,8 @@ def place_bytes(config: VisionTrainConfig) -> int:
 
 
 def _places_by_task(config: VisionTrainConfig, num_devices: int) -> tuple[int, dict[str, int]]:
-    """Return in how many places of a layer a device has experts that are nobody's own, and those
-    of each task.
+    """Return (slots per layer and device for experts that no single task owns, slots per layer for
+    each task's own experts).
     """
     shared, own = 0, dict.fromkeys(config.tasks, 0)
     always = {SHARED_EXPERT} if config.model.learn_paths else set()
@@ -108,15 +113,15 @@ def _places_by_task(config: VisionTrainConfig, num_devices: int) -> tuple[int, d
 
 
 def memory_of(config: VisionTrainConfig, num_devices: int) -> tuple[DeviceMemory, dict[str, int]]:
-    """Return what a device has, and needs for what tasks share; and bytes of each task's own
-    experts there.
+    """Return (a device's memory and the bytes that all tasks share there, bytes of each task's own
+    experts).
 
-    Counted are parameters with their gradients and optimizer state; of experts on tiers, what is on
-    the device. A task's head is counted nowhere, since classes are not known before images are
-    read, and activations are not. An expert that several tasks name counts on all devices.
+    Counts parameters with their gradients and optimizer state; for experts on tiers, only their
+    part on the device. Task heads are left out, because the number of classes is unknown before
+    images are read; so are activations. An expert that several tasks name counts on every device.
     """
     model, mesh = config.model, config.mesh
-    # devices that divide all experts, whoever runs what
+    # the number of devices over which the mesh splits experts, in every layout
     groups = mesh.expert_inter * max(1, mesh.expert_intra)
     device_bytes = config.machine.device().device_bytes or None
     if not config.tiers.on_device:
@@ -144,10 +149,11 @@ def layout_of(
     step: int = 0,
     image_s: Mapping[str, float] | None = None,
 ) -> Layout:
-    """Return who runs which images in a step, within `machine.device_bytes`.
+    """Return the layout of `step` that balances the devices' loads within `machine.device_bytes`.
 
-    image_s: what an image of each task takes; by default all cost the same: they have one size, and
-    paths one width.
+    image_s: seconds per image of each task; by default all images cost the same, since their sizes
+    and the widths of all paths are equal. Raises ValueError if no layout fits, or if
+    `gradient_accumulation_steps` does not divide the micro-batch.
     """
     memory, own_bytes = memory_of(config, num_devices)
     loads = tuple(
@@ -171,8 +177,8 @@ def layout_of(
 
 
 def check_layouts(config: VisionTrainConfig, num_devices: int, step: int = 0) -> None:
-    """Raise `ValueError` if in a step from `step` on, as tasks end, what is left cannot be laid
-    out.
+    """Raise ValueError if the tasks that remain cannot be laid out at some step from `step` on, as
+    other tasks end.
     """
     for start in sorted(
         {step, *(task.num_steps for task in config.tasks.values() if task.num_steps > step)}
@@ -182,26 +188,30 @@ def check_layouts(config: VisionTrainConfig, num_devices: int, step: int = 0) ->
 
 
 class LayoutController:
-    """Decides from step to step who runs what, the same on every process."""
+    """Decides the layout of each step; every process reaches the same decision."""
 
     def __init__(self, config: VisionTrainConfig, num_devices: int) -> None:
         check_layouts(config, num_devices)
         self._config = config
         self.num_devices = num_devices  # in use
-        self._image_s: dict[str, float] | None = None  # measured, if the layout follows that
+        self._image_s: dict[str, float] | None = None  # measured; None: the batch sizes decide
 
     def layout(self, step: int) -> Layout:
-        """Return the layout of a step."""
+        """Return the layout of `step`."""
         return layout_of(self._config, self.num_devices, step=step, image_s=self._image_s)
 
     def is_due(self, step: int) -> bool:
-        """Return whether what images take is to be measured before this step."""
+        """Return whether to measure the seconds per image before this step
+        (`elastic.replan_every_steps`).
+        """
         every = self._config.elastic.replan_every_steps
         return bool(every) and step > 0 and step % every == 0
 
     def replan(self, step: int, image_s: Mapping[str, float]) -> str:
-        """Decide the layout from `step` on by what an image of each task was measured to take;
-        return why.
+        """Choose the layout from `step` on by measured seconds per image of each task; return the
+        reason as text.
+
+        The layout changes only if loads are uneven and another layout is faster by `LEAST_GAIN`.
         """
         now = self.layout(step)
         known = {task.name: image_s.get(task.name, 1.0) for task in now.tasks}
@@ -220,7 +230,11 @@ class LayoutController:
         return f"{has}: another layout makes its step {gain:.2f} x as fast"
 
     def resize(self, step: int, num_devices: int) -> None:
-        """Use so many devices from `step` on; `ValueError` if that cannot be."""
+        """Use `num_devices` devices from `step` on.
+
+        Raises ValueError unless the layout is elastic, experts stay on the devices, and the tasks
+        fit on that many devices.
+        """
         config, processes, most = self._config, jax.process_count(), jax.device_count()
         check(
             config.layout == "elastic",
@@ -243,8 +257,8 @@ class LayoutController:
 
 
 def plan_lines(config: VisionTrainConfig) -> list[str]:
-    """Return who runs what on the devices that `mesh` names: elastic, or as configured where
-    these split experts.
+    """Return the text of `--plan`: the layout on the devices that `mesh` names, elastic unless the
+    mesh splits experts.
     """
     mesh = config.mesh
     groups = mesh.expert_inter * max(1, mesh.expert_intra)
@@ -254,15 +268,15 @@ def plan_lines(config: VisionTrainConfig) -> list[str]:
 
 
 def notes_of(config: VisionTrainConfig, layout: Layout) -> list[str]:
-    """Return the layout as text, where devices differ, and what each of them keeps."""
+    """Return the layout and each device's memory as text; empty if all devices do the same."""
     if len(set(layout.shares)) == 1 or config.layout != "elastic":
         return []
     return [*layout.lines(), *filter(None, [slots_line(config, layout)])]
 
 
 def kept_bytes(config: VisionTrainConfig, layout: Layout) -> int:
-    """Return what each device keeps in fact: in every layer routed by task as much as the one
-    that needs most.
+    """Return the bytes that each device actually allocates: slots are sized by the device with the
+    most experts in a layer.
     """
     slots = task_slots(config, layout)
     num_slots = config.model.num_experts if slots is None else slots.num_slots
@@ -273,8 +287,8 @@ def kept_bytes(config: VisionTrainConfig, layout: Layout) -> int:
 
 
 def tiers_line(config: VisionTrainConfig) -> str:
-    """Return what is on the device of experts on tiers, and what is on which tier; "" where none
-    are.
+    """Return one line on which bytes of the experts are on the device and which on lower tiers; ""
+    without tiers.
     """
     tiers, layers = config.tiers, _expert_layers(config)
     if tiers.on_device:
@@ -298,8 +312,8 @@ def tiers_line(config: VisionTrainConfig) -> str:
 
 
 def slots_line(config: VisionTrainConfig, layout: Layout) -> str:
-    """Return what a device keeps in fact; "" where it has all experts, or where the mesh splits
-    them.
+    """Return one line on each device's slots and their bytes; "" if experts are not
+    placed by task.
     """
     slots = task_slots(config, layout)
     if slots is None:

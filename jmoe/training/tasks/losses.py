@@ -1,13 +1,13 @@
-"""Losses and accuracies of the outputs of several image tasks; the same whichever devices compute
-them.
+"""Losses and accuracies of several image tasks, independent of which device has which images.
 
-Legend: R devices, M micro-batches, B images of a micro-batch, G of a step, Y outputs of all heads,
-C features of all embeddings, K classes of all tasks, A tasks.
+Each image's loss is divided by the number of its task's images on all devices, so that the layout
+does not change the loss. A contrastive task compares each image with all of the task's images in
+the step: every device computes this loss and the embeddings' gradients, and then differentiates its
+own micro-batches with them (GradCache, arXiv:2101.06983). `VisionTrainer` and `StreamedVision` use
+`TaskLosses`.
 
-Every image's loss is divided by what its task has on all devices, so that no layout changes the
-loss. Images of a task with a contrastive head are compared with all of the task's in the step:
-every device has the loss of all of them and its gradient, and the gradient of its own images'
-embeddings is what their micro-batch is differentiated with (as GradCache, arXiv:2101.06983).
+Legend: R devices, M micro-batches, B images of a micro-batch, G images of a step, Y outputs of all
+heads, C features of all embeddings, K classes of all tasks, A tasks.
 """
 
 from collections.abc import Collection, Mapping
@@ -27,20 +27,20 @@ Metrics = dict[str, Any]
 
 
 class Contrast(NamedTuple):
-    """Results for this device's images of comparing all images of a step, [M, B, ...] or [B,
-    ...].
+    """The contrastive loss of this device's images against all images of the step; [M, B, ...] or
+    [B, ...].
     """
 
     gradient: jax.Array  # of the loss with respect to the embedding, [C]
     loss: jax.Array
-    is_right: jax.Array  # 1.0 where the nearest other image is of the same class
+    is_right: jax.Array  # 1.0 if the nearest other image has the same class
 
 
 class TaskLosses:
-    """Losses and accuracies of a run's tasks, on a device: its part of them. Runs inside
-    `shard_map`, or on one.
+    """One device's addends to the losses and accuracies of a run's tasks; runs inside `shard_map`,
+    or on one device.
 
-    num_classes: by task. active: the names of the tasks that take part.
+    num_classes: by task. active: names of the tasks that have not ended.
     """
 
     def __init__(
@@ -56,33 +56,33 @@ class TaskLosses:
         sizes = [
             task.head_size(count) for task, count in zip(tasks, num_classes.values(), strict=True)
         ]
-        self._outputs = np.cumsum([0, *sizes])[:-1].astype(np.int32)  # where each task's begin
+        self._outputs = np.cumsum([0, *sizes])[:-1].astype(np.int32)  # each task's first output
         self._classes = np.cumsum([0, *num_classes.values()])[:-1].astype(np.int32)
-        # tasks that do, by number
+        # whether a task is contrastive, by its number
         self.compares = np.array([task.head == "contrastive" for task in tasks])
         self._embeds = np.repeat(self.compares, sizes)  # outputs that are embeddings
         self._temperature = np.array([task.contrastive_temperature for task in tasks], np.float32)
 
     @property
     def embedding_size(self) -> int:
-        """Return C."""
+        """C, the number of features of all contrastive tasks' embeddings."""
         return int(self._embeds.sum())
 
     @property
     def class_means_shape(self) -> tuple[int, int]:
-        """Return (K, C)."""
+        """(K, C)."""
         return int(self._num_classes.sum()), self.embedding_size
 
     def embeddings(self, logits_BY: jax.Array) -> jax.Array:
-        """Return [B, C] of length 1, 0 where a feature is another task's; zeros of tasks that
-        have classes.
+        """Return unit vectors [B, C], zero in other tasks' features; zero vectors for images of
+        classification tasks.
         """
         own_BC = logits_BY[:, np.flatnonzero(self._embeds)]
         return unit(jnp.where(jnp.isfinite(own_BC), own_BC, 0.0))
 
     def compared(self, z_MBC: jax.Array, batch: ImageBatch) -> Contrast:
-        """Return what comparing all images of the step says of this device's, [M, B, ...];
-        batch: those images.
+        """Return the contrastive loss terms of this device's images. z_MBC: their embeddings.
+        batch: the images.
         """
         several = self._num_devices > 1
         own = z_MBC, batch.task, batch.label, batch.weight
@@ -111,9 +111,9 @@ class TaskLosses:
     def loss(
         self, logits_BY: jax.Array, batch: ImageBatch, contrast: Contrast | None
     ) -> tuple[jax.Array, Metrics]:
-        """Return a micro-batch's part of the loss, and what it consists of.
+        """Return (this device's addend to the loss, its terms as metrics) for one micro-batch.
 
-        What it compares has that of `contrast`, as value and as gradient.
+        The values and gradients of contrastive tasks come from `contrast`.
         """
         tasks = self._config.tasks
         nll_B, correct_B = self._nll(logits_BY, batch)
@@ -144,20 +144,25 @@ class TaskLosses:
 
     @property
     def step_tokens(self) -> int:
-        """Return the patches of a step, on all devices."""
+        """Number of image patches in a step, over all devices."""
         return (
             sum(self._config.tasks[name].batch_size for name in self.active)
             * self._config.sequence_length
         )
 
     def z_loss(self, z_sum: jax.Array) -> jax.Array:
-        """Return a part of the routers' z loss, from that of the layers' summed squares."""
+        """Return an addend to the routers' weighted z-loss. z_sum: sums of squared log-partition
+        functions, by layer.
+        """
         model = self._config.model
         return model.router.z_loss_coef * z_sum.sum() / self.step_tokens / model.num_moe_layers
 
     def evaluation(self, logits_BY: jax.Array, part: ImageBatch, means_KC: jax.Array) -> jax.Array:
-        """Return [3, A]: summed negative log-likelihood in nats, right ones, images; means_KC:
-        of each class.
+        """Return [3, A]: per task, the summed negative log-likelihood in nats, correct images, and
+        images.
+
+        means_KC: the mean embedding of each class; an image of a contrastive task is classified by
+        the most similar mean.
         """
         nll_B, correct_B = self._nll(logits_BY, part)
         if self.compares.any():
@@ -178,26 +183,22 @@ class TaskLosses:
         return jnp.where(of_task_AB, values[:, None], 0.0).sum(axis=-1)
 
     def class_sums(self, logits_BY: jax.Array, part: ImageBatch) -> jax.Array:
-        """Return [K, C], the sum of the embeddings of each class's images."""
+        """Return [K, C]: the sum of the embeddings of each class's images."""
         class_B = part.label + jnp.asarray(self._classes)[part.task]
         of_class_KB = class_B == jnp.arange(self._num_classes.sum(), dtype=jnp.int32)[:, None]
         weight_KB = jnp.where(of_class_KB, part.weight, 0.0)
         return jnp.dot(weight_KB, self.embeddings(logits_BY), precision=lax.Precision.HIGHEST)
 
     def _nll(self, logits_BY: jax.Array, batch: ImageBatch) -> tuple[jax.Array, jax.Array]:
-        """Return (negative log-likelihood in nats [B], 1.0 where the class is right [B]); of tasks
-        with classes.
-
-        Images of others get something finite.
+        """Return (negative log-likelihood in nats [B], 1.0 for a correct class [B]); finite but
+        meaningless for contrastive tasks.
         """
         label_B = jnp.where(jnp.asarray(self.compares)[batch.task], 0, batch.label)
         return _classified(logits_BY, label_B + jnp.asarray(self._outputs)[batch.task])
 
 
 def _classified(logits_BY: jax.Array, label_B: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return (negative log-likelihood in nats [B], 1.0 where the label has the largest logit
-    [B]).
-    """
+    """Return (negative log-likelihood in nats [B], 1.0 if the label has the largest logit [B])."""
     log_p_BY = logits_BY - jax.nn.logsumexp(logits_BY, axis=1, keepdims=True)
     is_label_BY = label_B[:, None] == jnp.arange(logits_BY.shape[1], dtype=jnp.int32)
     nll_B = -jnp.where(is_label_BY, log_p_BY, 0.0).sum(axis=1)

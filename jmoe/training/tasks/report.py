@@ -1,4 +1,4 @@
-"""The picture of a run on images: `report.png`, drawn from `metrics.jsonl`."""
+"""Draw the report of an image run, `report.png`, from its `metrics.jsonl`."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ COLORS: Final = (
 
 
 def write_task_report(output_dir: Path, config: VisionTrainConfig, layout: Layout) -> Path:
-    """Draw OUTPUT_DIR/report.png: accuracies by step, who uses which expert, idle time by
-    device; return its path.
+    """Draw OUTPUT_DIR/report.png and return its path. It shows accuracies by step, each task's
+    experts, and idle time by device.
     """
     names = list(config.tasks)
 
@@ -77,8 +77,8 @@ def write_task_report(output_dir: Path, config: VisionTrainConfig, layout: Layou
 
 
 def _draw_idle(ax: Axes, planned: Sequence[float], measured: Sequence[float | None]) -> None:
-    """Draw each device's idle time: by the plan and, where it was measured in this layout, what
-    it was.
+    """Draw each device's idle time in percent: as planned and, if known for this layout, as
+    measured.
     """
     devices = np.arange(len(planned))
     ax.barh(
@@ -104,7 +104,7 @@ def _draw_idle(ax: Axes, planned: Sequence[float], measured: Sequence[float | No
 
 
 def _draw_paths(ax: Axes, config: VisionTrainConfig, of_task: Mapping[str, Sequence[int]]) -> None:
-    """Draw which expert of each layer routed by task each task takes."""
+    """Draw the expert of each task in each task-routed layer."""
     layers = config.model.task_layers
     paths = np.array([of_task[name] for name in config.tasks]).reshape(len(config.tasks), -1)
     for (row, column), expert in np.ndenumerate(paths):
