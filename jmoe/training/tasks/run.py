@@ -1,5 +1,5 @@
-"""The newest checkpoint of a run on images: to take a task out of it, or to begin another run
-with more tasks.
+"""Read the newest checkpoint of an image run: to extract one task for serving, or to start another
+run with more tasks (`init_from`).
 """
 
 import dataclasses
@@ -30,10 +30,10 @@ CLASSES = "classes.json"  # in every checkpoint: the names of each task's classe
 
 
 class VisionRun(NamedTuple):
-    """The learned part of a run on images; classes: names by task. params, router_bias: nested
-    dicts of arrays.
+    """The learned parameters of an image run, with its configuration.
 
-    experts: reads those that `params` has not; None: it has all.
+    classes: names of classes, by task. params, router_bias: nested dicts of arrays. experts: reads
+    the experts that `params` lacks; None if `params` has all.
     """
 
     step: int
@@ -46,7 +46,7 @@ class VisionRun(NamedTuple):
 
 
 def vision_model_config(fields: dict[str, Any]) -> VisionModelConfig:
-    """Return the configuration that was saved as JSON."""
+    """Return the model configuration from its JSON fields in a checkpoint."""
     values: dict[str, Any] = {
         name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()
     }
@@ -56,13 +56,11 @@ def vision_model_config(fields: dict[str, Any]) -> VisionModelConfig:
 def read_vision_run(
     run_dir: Path, field: str, mesh: Mesh, config: VisionTrainConfig, *, experts_later: bool = False
 ) -> VisionRun:
-    """Read the parameters of a run's newest checkpoint onto a mesh; `config` says how they are
-    split there.
+    """Return the parameters of a run's newest checkpoint, split over `mesh` as `config` says.
 
-    experts_later: those of experts are read when they are asked for.
-
-    Raises `ValueError` naming `field`, the folder's name to the user, if it has no checkpoint of a
-    run on images.
+    experts_later: leave experts out of `params` and return a function that reads them. Raises
+    ValueError, naming `field` as the option that the user set, if the folder has no checkpoint of
+    an image run.
     """
     with Checkpoints(run_dir / "checkpoints", CheckpointConfig()) as checkpoints:
         step, said = checkpoints.latest_step(), f"{field} = {str(run_dir)!r}"
@@ -100,11 +98,11 @@ def read_vision_run(
 
 
 def state_from_run(trainer: ImageTrainer, tasks: tuple[ImageTask, ...]) -> TrainState:
-    """Return step 0 with all that the run in `init_from` has learned; heads and paths of further
-    tasks are drawn.
+    """Return the state of step 0 with the parameters of the run in `init_from`; new tasks get
+    random heads and paths.
 
-    Logits of its tasks are bit for bit what they were. Raises `ValueError` naming the field of the
-    model, path or classes that differs from that run's.
+    The run's own tasks produce bit-identical logits. Raises ValueError naming the field if the
+    model, or a task's path, head or classes, differs from that run's.
     """
     config = trainer.config
     folder, later = Path(config.init_from).expanduser(), not config.tiers.on_device

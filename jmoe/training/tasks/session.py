@@ -1,5 +1,5 @@
-"""A run on images but for its steps: batches by its layout, accuracies of its tasks, table and
-picture.
+"""An image run apart from its steps: batches by layout, changes of layout, evaluation per task,
+final table and picture. `train.py` calls the methods of `VisionSession`.
 """
 
 from __future__ import annotations
@@ -34,31 +34,31 @@ from jmoe.training.tasks.step import VisionTrainer
 from jmoe.training.tasks.summary import TaskResult, linear_accuracy, print_task_summary
 from jmoe.training.tasks.trainer import ImageTrainer
 
-DEVICES_FILE = "devices"  # in the output folder: how many a run is to use from the next SIGUSR2 on
-EVALUATION_IMAGES = 128  # at once, on all devices together, or one a device
+DEVICES_FILE = "devices"  # in the output folder: the number of devices to use after a SIGUSR2
+EVALUATION_IMAGES = 128  # per batch over all devices, at least one per device
 
 
 @dataclass
 class IdleTime:
-    """Sum the seconds of one layout's steps, and those in which this process's processors computed.
-
-    Those of a host that computes nothing itself, beside accelerators, say nothing: nan.
+    """Sums of the wall-clock seconds of one layout's steps and of this process's CPU seconds in
+    them.
     """
 
     step_s: float = 0.0
     processor_s: float = 0.0
 
     def add(self, step_s: float, processor_s: float) -> None:
-        """Add a step."""
+        """Add one step's wall-clock and CPU seconds."""
         self.step_s += step_s
         self.processor_s += processor_s
 
     def by_device(self, num_devices: int) -> list[float]:
-        """Return the share of the steps in which each device's process did not compute; every
-        process calls this.
+        """Return, for each device, the fraction of the steps' time in which its process did not
+        compute.
 
-        1 - processor time / time, of a processor for each of its devices: devices of a process have
-        the same share.
+        This is 1 - CPU time / (wall-clock time x devices of the process), the same for all devices
+        of a process; nan on accelerators, where CPU time says nothing. Every process must call
+        this.
         """
         processes, each = jax.process_count(), num_devices // jax.process_count()
         own = [0.0] * processes
@@ -71,34 +71,36 @@ class IdleTime:
 
 @dataclass(kw_only=True)
 class VisionSession(Session):
-    """A `Session` whose corpus is the images of its tasks."""
+    """A `Session` whose corpus is the images of several tasks."""
 
     corpus: tuple[ImageTask, ...]
-    resizing: AskedSignal | None = None  # asks for another number of devices
+    resizing: AskedSignal | None = None  # a request for another number of devices
 
     def __post_init__(self) -> None:
         assert isinstance(self.config, VisionTrainConfig)
         self.layouts = LayoutController(self.config, self.mesh.size)
         self.idle = IdleTime()
-        # as of the last evaluation
+        # each task's path at the last evaluation
         self.paths = {name: task.path for name, task in self.config.tasks.items()}
 
     def first_state(self) -> TrainState:
-        """Return step 0: drawn, or with what the run in `init_from` has learned."""
+        """Return the state of step 0: random parameters, or those of the run in `init_from`."""
         if not self.config.init_from:
             return self.trainer.init()
         assert isinstance(self.trainer, ImageTrainer)
         return state_from_run(self.trainer, self.corpus)
 
     def note_step(self, step_s: float, processor_s: float, *, compiled: bool) -> None:
-        """Note what a step took, for the idle time of this layout too."""
+        """Record a step's wall-clock seconds and this process's CPU seconds, also for this layout's
+        idle time.
+        """
         super().note_step(step_s, processor_s, compiled=compiled)
         if not compiled:
             self.idle.add(step_s, processor_s)
 
     def next_batch(self) -> Any:
-        """Return this process's images as its part of the global batch, [devices, micro-batches,
-        images, ...].
+        """Return the next global batch of images, [devices, micro-batches, images, ...], from this
+        process's images.
         """
         return self._on_devices(next(self.batches))
 
@@ -110,10 +112,11 @@ class VisionSession(Session):
         return placed
 
     def rebalance(self, step: int, state: TrainState) -> TrainState:
-        """Return the state for `step`, in another layout or on another mesh where one is due.
+        """Return `state` for `step`, moved to another layout or mesh if a task has ended, a signal
+        asked for another number of devices, or loads are uneven.
 
-        That is when a task has ended, when a signal has asked for another number of devices, or
-        when loads are uneven.
+        Every process must call this. Replaces `trainer`, `mesh` and the batches' layout after a
+        move.
         """
         trainer, layouts = self.trainer, self.layouts
         assert isinstance(trainer, ImageTrainer)
@@ -162,9 +165,7 @@ class VisionSession(Session):
         return state
 
     def _image_s(self, trainer: VisionTrainer, state: TrainState) -> dict[str, float]:
-        """Return the seconds of an image of each task that takes part, the same on every
-        process.
-        """
+        """Return the measured seconds per image of each active task, the same on every process."""
         numbers = sorted({share.task for shares in trainer.layout.shares for share in shares})
         samples = [self._on_devices(self.batches.sample(number)) for number in numbers]
         seconds = agreed(trainer.image_s(state, samples))
@@ -173,7 +174,9 @@ class VisionSession(Session):
         }
 
     def _resize(self, step: int) -> str:
-        """Use as many devices as the file says; return what was done."""
+        """Use the number of devices in the output folder's `DEVICES_FILE`; return a line that says
+        so, or why nothing changed.
+        """
         path = self.output_dir / DEVICES_FILE
         assert self.resizing is not None
         text, limit_s = "", self.config.distributed.step_timeout_s
@@ -188,7 +191,7 @@ class VisionSession(Session):
         return f"{text} devices, as {path} says"
 
     def evaluate(self, state: TrainState) -> dict[str, float]:
-        """Say, log and return the share of each task's held-out images whose class is right."""
+        """Compute, print and log each task's held-out accuracy; return it by task, from 0 to 1."""
         assert isinstance(self.trainer, ImageTrainer)
         step, begun, devices = int(state.step), time.perf_counter(), self.mesh.size
         images = sum(len(task.held_out.labels) for task in self.corpus)
@@ -235,8 +238,8 @@ class VisionSession(Session):
         return accuracy
 
     def evaluate_first(self, state: TrainState) -> dict[str, float] | None:
-        """Return the accuracies of step 0: measured now, or by the run that began here; None:
-        not at all.
+        """Return the accuracies of step 0, computed now or read from the log of the run that began
+        there; None if they were not computed.
         """
         if int(state.step) == 0:
             return self.evaluate(state) if self.config.evaluation.at_start else None
@@ -245,14 +248,16 @@ class VisionSession(Session):
         return first[0]["task_accuracy"] if first else None
 
     def report(self) -> Path:
-        """Draw the run so far and return the picture's path."""
+        """Draw the run's plots so far and return the path of the picture."""
         from jmoe.training.tasks.report import write_task_report  # imports matplotlib
 
         assert isinstance(self.config, VisionTrainConfig) and isinstance(self.trainer, ImageTrainer)
         return write_task_report(self.output_dir, self.config, self.trainer.layout)
 
     def finish(self, state: TrainState, before: dict[str, float] | None) -> None:
-        """Evaluate, then print what the run learned and where its files are."""
+        """Evaluate, then print the table of tasks and the path of the picture. before: the result
+        of `evaluate_first`.
+        """
         accuracy = self.evaluate(state)
         totals = {} if self.config.tiers.on_device else tier_totals(self.trainer.expert_stats())
         if self.log is None:

@@ -1,12 +1,14 @@
-"""Training several image tasks at once: one `shard_map` over the mesh, from images to the updated
-state.
+"""The training step of image tasks with everything on the devices: one `shard_map` over the mesh,
+from images to the updated state.
+
+The layout says which images of which tasks each device has. Parameters are gathered once per step.
+Each device sums the gradients of its own micro-batches, whose number depends on the layout, and the
+sums are reduced once. Contrastive embeddings are computed in a forward pass of their own first
+(`TaskLosses.compared`). The streamed image trainer shares `ShardedVision` and the functions at the
+head of this file.
 
 Legend: M micro-batches, B images of a micro-batch, Y outputs of all heads, C features of all
 embeddings, K classes of all tasks, A tasks, N layers of a kind, E experts.
-
-The layout says which images of which tasks a device has. Parameters are gathered once, a device
-adds up the gradients of its micro-batches, as many as the layout gives it, and the sum is reduced
-once. Embeddings that are compared (`TaskLosses.compared`) are computed before.
 """
 
 import dataclasses
@@ -56,7 +58,7 @@ from jmoe.training.update import (
     without_drops,
 )
 
-OF_TASKS = ("heads", "path_logits")  # parameters below these have a node for each task
+OF_TASKS = ("heads", "path_logits")  # subtrees of the parameters with one entry per task
 
 
 def _trees(state: TrainState) -> tuple[Any, Any, Any]:
@@ -64,14 +66,16 @@ def _trees(state: TrainState) -> tuple[Any, Any, Any]:
 
 
 def active_tasks(config: VisionTrainConfig, layout: Layout) -> list[str]:
-    """Return the names of the tasks that any device runs, by number."""
+    """Return the names of the tasks that some device runs in this layout, in
+    configuration order.
+    """
     active = {layout.tasks[share.task].name for shares in layout.shares for share in shares}
     return [name for name in config.tasks if name in active]
 
 
 def ended_experts(config: VisionTrainConfig, active: Sequence[str]) -> NDArray[np.bool_]:
-    """Return [N, E] of the layers routed by task: whether of all tasks only some that have ended
-    name the expert.
+    """Return bool [N, E] over task-routed layers: whether only ended tasks' paths name
+    the expert.
     """
     paths = {name: np.array(task.path, np.int32) for name, task in config.tasks.items()}
     ends_NE = np.zeros((len(config.model.task_layers), config.model.num_experts), bool)
@@ -87,10 +91,11 @@ def with_ended(
     states: tuple[TrainState, TrainState],
     ends: jax.Array,
 ) -> TrainState:
-    """Return the later of two states, with earlier heads and paths of tasks that have ended.
+    """Return the second of two states, with the heads, paths and experts of ended tasks from the
+    first.
 
-    ends: [N, E or slots], experts of layers routed by task that stay as they were too, where these
-    are in the state.
+    ends: bool [N, E] or [N, slots], the experts of task-routed layers to restore; empty if experts
+    are not part of the state.
     """
     old, new = states
     if len(active) == len(config.tasks):
@@ -113,8 +118,10 @@ def with_ended(
 
 
 def draw_of(config: VisionTrainConfig, step: jax.Array) -> PathDraw | None:
-    """Return what a step draws to learn paths: it depends on the seed, the step and a task's
-    number alone.
+    """Return the random draw of a step for learning paths; None if paths are fixed.
+
+    The draw depends only on the seed, the step and the numbers of tasks and layers, not on the
+    layout.
     """
     paths = config.paths
     if not config.model.learn_paths:
@@ -128,9 +135,7 @@ def draw_of(config: VisionTrainConfig, step: jax.Array) -> PathDraw | None:
 def paths_of(
     config: VisionTrainConfig, state: TrainState, mesh: Mesh
 ) -> dict[str, tuple[int, ...]]:
-    """Return the expert that each task takes in each layer routed by task, as learned or as
-    given.
-    """
+    """Return each task's path: its expert in each task-routed layer, learned or configured."""
     paths = {name: task.path for name, task in config.tasks.items()}
     if not config.model.learn_paths:
         return paths
@@ -142,10 +147,10 @@ def paths_of(
 
 
 class ShardedVision(ShardedModel):
-    """The vision transformer as a pure function of nested dicts of this device's parameters.
+    """The vision transformer as a pure function of nested dicts of this device's parameter shards.
 
-    slots: where experts of layers routed by task lie in training; None: as they are saved, all of a
-    layer side by side.
+    slots: the placement of task-routed experts in training; None if each layer's experts are split
+    as in a checkpoint.
     """
 
     def __init__(
@@ -168,15 +173,17 @@ class ShardedVision(ShardedModel):
             self._from_saved = self._mover(slots.from_saved_local, dims, split, own)
 
     def _split_dim(self, shape: Any) -> int:
-        """Return the dimension in which devices split an expert that is saved; -1: each has all
-        of it.
+        """Return the dimension of a stack of experts that devices split in a checkpoint; -1 if no
+        dimension is divisible.
         """
         return next(
             (dim for dim in range(2, shape.ndim) if shape.shape[dim] % self.mesh.size == 0), -1
         )
 
     def build(self) -> VisionTransformer:
-        """Draw the model's parameters, as many experts as a device has."""
+        """Return the model with random parameters; task-routed layers have as many experts as a
+        device has slots.
+        """
         return self._build(0 if self.slots is None else self.slots.num_slots)
 
     def _build(self, task_experts: int) -> VisionTransformer:
@@ -194,17 +201,19 @@ class ShardedVision(ShardedModel):
     # Experts of layers routed by task: as training has them, and as they are saved
 
     def fresh_state(self) -> TrainState:
-        """Draw step 0, in the form that is saved."""
+        """Return the state of step 0 in the layout of a checkpoint."""
         split: Any = nnx.split(self._build(0), nnx.Param, RouterBias)
         return TrainState.at_step_0(nnx.to_pure_dict(split[1]), nnx.to_pure_dict(split[2]))
 
     def initial_state(self) -> TrainState:
-        """Draw step 0, in the form that training uses."""
+        """Return the state of step 0 in the layout used by training."""
         return self.from_saved(self.fresh_state())
 
     @property
     def saved_shape(self) -> TrainState:
-        """Return what a checkpoint holds, the same whatever the mesh and the layout."""
+        """Shapes, dtypes and shardings of a checkpoint's state; the shapes are the same for every
+        mesh and layout.
+        """
         place = lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding)  # noqa: E731
         specs, specs_now = self._saved_specs, self.state_specs
         saved = TrainState(specs, specs, specs, specs_now.router_bias, specs_now.step)
@@ -214,11 +223,11 @@ class ShardedVision(ShardedModel):
         return shape
 
     def to_saved(self, state: TrainState) -> TrainState:
-        """Bring a state into the form in which it is saved."""
+        """Return `state` in the layout of a checkpoint."""
         return state if self.slots is None else state.map(partial(self._moved, self._to_saved))
 
     def from_saved(self, state: TrainState) -> TrainState:
-        """Bring a saved state into the form in which it is used."""
+        """Return a checkpoint's state in the layout used by training."""
         return state if self.slots is None else state.map(partial(self._moved, self._from_saved))
 
     @staticmethod
@@ -228,8 +237,8 @@ class ShardedVision(ShardedModel):
     def _mover(
         self, move: Callable[[jax.Array, int], jax.Array], dims: Any, in_specs: Any, out_specs: Any
     ) -> Any:
-        """Return the program that brings experts of layers routed by task from one form into the
-        other.
+        """Return the program that applies `move` to each array of task-routed experts. dims: the
+        dimension split in a checkpoint, per array.
         """
         body = lambda experts: jax.tree.map(move, experts, dims)  # noqa: E731
         program = jax.shard_map(
@@ -238,8 +247,8 @@ class ShardedVision(ShardedModel):
         return jax.jit(program, out_shardings=shardings(out_specs, self.mesh))
 
     def gather_all(self, params: Any) -> Any:
-        """Gather the parameters of all layers and outside them, in the dtype of their use;
-        experts stay in parts.
+        """Return all parameters unsharded, in their compute dtype; experts stay on their
+        devices.
         """
         with jax.named_scope("gather"):
             outside = self.gather(
@@ -250,8 +259,8 @@ class ShardedVision(ShardedModel):
 
 
 class VisionTrainer:
-    """The `Trainer` of runs on images. `step` is one program, which reuses the memory of the
-    state.
+    """The `Trainer` of image runs with everything on the devices. `step` is one compiled program
+    and donates its state.
     """
 
     evaluation_batches = 1
@@ -288,11 +297,15 @@ class VisionTrainer:
 
     @property
     def notes(self) -> list[str]:
-        """The layout, where devices differ, and what each of them keeps."""
+        """The layout and each device's memory, as lines to print; empty if all devices do
+        the same.
+        """
         return notes_of(self.config, self.layout)
 
     def in_layout(self, mesh: Mesh, layout: Layout) -> "VisionTrainer":
-        """Return the trainer of the run in another layout, and on another mesh."""
+        """Return a trainer of the same run with another layout, on `mesh`. The caller moves the
+        state.
+        """
         return VisionTrainer(self.config, self.model.num_classes, mesh, layout)
 
     # A step
@@ -300,8 +313,8 @@ class VisionTrainer:
     def _step_local(
         self, state: TrainState, batch: ImageBatch, *, full_capacity: bool
     ) -> tuple[TrainState, Any]:
-        """Take one step, unless the loss or gradient is not finite, or a dropless buffer
-        overflows.
+        """Return (new state, metrics); the state is unchanged if the loss or gradient is not
+        finite, or a dropless buffer overflows.
         """
         grads, metrics = self.gradients_local(state, batch, full_capacity=full_capacity)
         num_devices = self.model.mesh.size
@@ -315,8 +328,8 @@ class VisionTrainer:
         return self._with_ended(state, new), metrics
 
     def _reduced_local(self, grads: Any) -> tuple[Any, dict[str, jax.Array]]:
-        """Return gradients summed over devices that have the same parameter, and a part of their
-        squared norms.
+        """Return (gradients summed over the devices that hold each parameter, this device's addends
+        to their squared norms).
         """
         if self.slots is None:
             grads = reduce_gradients_local(grads, self.model)
@@ -329,8 +342,8 @@ class VisionTrainer:
         return with_task_experts(rest, experts), squares
 
     def _with_ended(self, old: TrainState, new: TrainState) -> TrainState:
-        """Return the new state, with old heads of tasks that have ended, and old experts that
-        only these name.
+        """Return `new`, with the heads of ended tasks, and the experts that only these tasks name,
+        from `old`.
         """
         ends_NE = ended_experts(self.config, self.losses.active)
         if self.slots is not None:
@@ -344,10 +357,9 @@ class VisionTrainer:
     def gradients_local(
         self, state: TrainState, batch: ImageBatch, *, full_capacity: bool
     ) -> tuple[Any, Metrics]:
-        """Return this device's part of the gradients and metrics, summed over its own
-        micro-batches.
+        """Return this device's addends to (gradients, metrics), summed over its own micro-batches.
 
-        Gradients of what is sharded over all devices come back reduced, onto the shards.
+        The gradients of sharded parameters are reduced onto their shards already.
         """
         gathered, scatter = jax.vjp(self.model.gather_all, state.params)
         draw = draw_of(self.config, state.step)
@@ -367,7 +379,7 @@ class VisionTrainer:
             grads, metrics = one(0)
         else:
             zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(one, 0))
-            # a device goes as often as it has images, and waits for others in reductions only
+            # Trip counts may differ between devices: the loop's body holds no collective then.
             own = _of_device(counts)
             grads, metrics = lax.fori_loop(
                 0, own, lambda i, sums: jax.tree.map(jnp.add, sums, one(i)), zeros
@@ -384,16 +396,15 @@ class VisionTrainer:
         *,
         full_capacity: bool,
     ) -> Contrast | None:
-        """Return what comparing all images of the step says of this device's; None if no task
-        does that.
-        """
+        """Return this device's contrastive-loss terms; None if no active task is contrastive."""
         shares = self.layout.shares
         compares = [any(self.compares[share.task] for share in own) for own in shares]
         if not any(compares):
             return None
         options = {"train": True, "full_capacity": full_capacity, "draw": draw}
         if self.config.layout == "even":
-            compares = [True] * len(compares)  # devices may exchange tokens, and take equal steps
+            # The forward pass may exchange tokens between devices, so all devices take part.
+            compares = [True] * len(compares)
         counts = [
             compares[d] * images // self.micro_batch for d, images in enumerate(self.layout.images)
         ]
@@ -419,9 +430,8 @@ class VisionTrainer:
         *,
         full_capacity: bool,
     ) -> tuple[jax.Array, Metrics]:
-        """Return a micro-batch's part of the loss, and what it consists of.
-
-        What it compares has that of `contrast`, as value and as gradient.
+        """Return (this device's addend to the loss, its terms as metrics) for one micro-batch.
+        contrast: see `TaskLosses.loss`.
         """
         config = self.config
         options = {
@@ -454,10 +464,11 @@ class VisionTrainer:
     # Measuring
 
     def image_s(self, state: TrainState, samples: Sequence[ImageBatch]) -> list[float]:
-        """Return what an image of each sample, [devices, 1, images, ...], takes this process's
-        devices in a step.
+        """Return the measured seconds per image of each sample on this process's devices.
 
-        Forward and backward, without what devices say to each other; the median of several rounds.
+        Times the forward and backward pass without the step's collectives; the median of several
+        rounds. samples: one per task, arrays [devices, 1, images, ...]. Every process must call
+        this.
         """
         spec = self.model.state_specs
         sharded = partial(jax.shard_map, mesh=self.model.mesh, check_vma=False)
@@ -480,7 +491,7 @@ class VisionTrainer:
         params = jax.jit(sharded(gather_local, in_specs=(spec,), out_specs=BATCH))(state)
         in_specs = (BATCH, spec.router_bias, BATCH)
         program = jax.jit(sharded(gradients_local, in_specs=in_specs, out_specs=BATCH))
-        # Round by round, so that what slows the machine down for a while slows all samples.
+        # Samples alternate, so that a passing slowdown of the machine affects all of them.
         rounds = [
             [timed_s(program, params, state.router_bias, part) for part in samples]
             for _ in range(1 + ROUNDS)
@@ -492,8 +503,8 @@ class VisionTrainer:
     def _sample_contrast(
         self, params: Any, router_bias: Any, batch: ImageBatch, draw: PathDraw | None
     ) -> Contrast:
-        """Return something to differentiate a micro-batch of one task with; embeddings are
-        computed as in a step.
+        """Return placeholder contrastive terms for timing; the embeddings are computed at the same
+        cost as in a step.
         """
 
         def embed() -> jax.Array:
@@ -510,8 +521,8 @@ class VisionTrainer:
     def _class_sums_local(
         self, state: TrainState, batch: ImageBatch, *, full_capacity: bool
     ) -> tuple[jax.Array, jax.Array]:
-        """Return ([K, C], the sum of the embeddings of each class's images; assignments that
-        found no row).
+        """Return ([K, C] sums of each class's embeddings, dropped assignments), both over all
+        devices.
         """
         part = _micro_batch(batch, 0)
         params = self.model.gather_all(state.params)
@@ -521,10 +532,10 @@ class VisionTrainer:
         return lax.psum(self.losses.class_sums(logits_BY, part), ALL), dropped_tokens(stats)
 
     def class_means(self, state: TrainState, batches: Iterable[Any]) -> jax.Array:
-        """Return [K, C], in the direction of the mean embedding of each class of the tasks that
-        compare images.
+        """Return [K, C], for each class of contrastive tasks a vector in the direction of its mean
+        embedding.
 
-        batches: of training images of these tasks. `evaluate` takes the means.
+        batches: training images of these tasks. Pass the result to `evaluate`.
         """
         sums = np.zeros(self.losses.class_means_shape, np.float32)
         for batch in batches:
@@ -546,18 +557,17 @@ class VisionTrainer:
     def evaluate(
         self, state: TrainState, batches: Sequence[Any], class_means: jax.Array | None = None
     ) -> list[jax.Array]:
-        """Return float32 [3, A] of each batch: summed negative log-likelihood in nats, right ones,
-        images, by task.
+        """Return float32 [3, A] for each batch: per task, the summed negative log-likelihood in
+        nats, correct images, and images.
 
-        An image of a task that compares images is of the class whose mean is nearest.
+        class_means: from `class_means`; an image of a contrastive task is classified by the most
+        similar mean.
         """
         means = self.class_means(state, []) if class_means is None else class_means
         return [without_drops(partial(self._evaluate, state, batch, means)) for batch in batches]
 
     def paths(self, state: TrainState) -> dict[str, tuple[int, ...]]:
-        """Return the expert that each task takes in each layer routed by task, as learned or as
-        given.
-        """
+        """Return each task's path: its expert in each task-routed layer, learned or configured."""
         return paths_of(self.config, state, self.model.mesh)
 
     # Checkpoints
@@ -568,10 +578,10 @@ class VisionTrainer:
         weights: ReadExperts | None = None,
         moments: ReadExperts | None = None,
     ) -> TrainState:
-        """Return the state as training uses it, and free what that does not share with the saved
-        one.
+        """Return the training state for a checkpoint's state, and free the arrays of `saved` that
+        the two do not share.
 
-        Experts that `saved` lacks are read.
+        weights, moments: read the experts that `saved` lacks.
         """
         kinds = self.config.model.layer_kinds
         saved = with_read_experts(saved, self.saved_shape, kinds, weights, moments)
@@ -582,14 +592,14 @@ class VisionTrainer:
         return state
 
     def expert_stats(self) -> None:
-        """Return nothing: no expert moves between tiers."""
+        """Return None: no expert moves between tiers."""
 
     def close(self) -> None:
         """Do nothing: this trainer has no threads."""
 
 
 def _micro_batch(batch: ImageBatch, index: Any) -> ImageBatch:
-    """Return one of this device's micro-batches."""
+    """Return one of this device's micro-batches, without the device dimension."""
     part: ImageBatch = jax.tree.map(
         lambda a: lax.dynamic_index_in_dim(a[0], index, 0, keepdims=False), batch
     )
@@ -604,7 +614,9 @@ def _at(contrast: Contrast | None, index: Any) -> Contrast | None:
 
 
 def _of_device(values: Sequence[int]) -> Any:
-    """Return this device's value, a number where all have the same."""
+    """Return this device's entry of `values`: a Python number if all are equal, else a traced
+    scalar.
+    """
     return (
         values[0] if len(set(values)) == 1 else jnp.asarray(values, jnp.int32)[lax.axis_index(ALL)]
     )

@@ -1,7 +1,9 @@
-"""The streamed trainer of image tasks. Legend: K classes of all tasks, C features of all
-embeddings, A tasks.
+"""The streamed trainer of image tasks.
 
-Embeddings that are compared come from the same forward pass as everything else.
+Contrastive embeddings come from the step's own forward pass, which keeps the last hidden states of
+all micro-batches.
+
+Legend: K classes of all tasks, C features of all embeddings, A tasks.
 """
 
 import itertools
@@ -36,7 +38,7 @@ from jmoe.training.tasks.streamed_model import StreamedVision, TaskPart, micro_b
 
 @dataclass(frozen=True)
 class _TaskPrograms:
-    """The compiled functions of image tasks beside those of every streamed step."""
+    """The compiled programs specific to image tasks, besides `StepPrograms`."""
 
     split: Callable[[ImageBatch], list[ImageBatch]]
     embeddings: Callable[..., jax.Array]
@@ -58,12 +60,11 @@ def _compile_tasks(model: StreamedVision) -> _TaskPrograms:
 
 
 class StreamedVisionTrainer(StreamedRunner[TaskPart]):
-    """The `ImageTrainer` of runs whose experts lie on several tiers; see `StreamedRunner`.
+    """The `ImageTrainer` of runs with experts on tiers; see `StreamedRunner`.
 
-    A device has places for the experts of `tiers.device_layers` layers: for those that the tasks
-    name that it runs, or, where these may change or tokens choose experts too (`may_lie_apart`),
-    for all of a layer. before: a trainer of the run in another layout on the same mesh, whose
-    experts this one goes on with.
+    A device has slots for the experts of `tiers.device_layers` layers: for the experts that its
+    tasks' paths name if `may_lie_apart`, else for its even share of each layer. before: a trainer
+    of the same run and mesh in another layout, whose experts this trainer takes over.
     """
 
     config: VisionTrainConfig
@@ -92,7 +93,7 @@ class StreamedVisionTrainer(StreamedRunner[TaskPart]):
             None if slots is None else SlottedExperts.on(mesh, slots.slot_RNE, slots.num_slots)
         )
         super().__init__(streamed, run, slotted, before)
-        # as many hidden states as a training step keeps of its layers' inputs
+        # Evaluation then holds as many hidden states as training saves as layer inputs.
         images = max(layout.images) * config.gradient_accumulation_steps
         self.evaluation_batches = len(self._layers) * images // layout.micro_batch
         if before is not None:
@@ -100,11 +101,13 @@ class StreamedVisionTrainer(StreamedRunner[TaskPart]):
 
     @property
     def notes(self) -> list[str]:
-        """The layout, where devices differ, and where the experts are."""
+        """The layout, the experts' tiers and their bytes, as lines to print."""
         return [*notes_of(self.config, self.layout), tiers_line(self.config), self.stores.note]
 
     def in_layout(self, mesh: Mesh, layout: Layout) -> Self:
-        """Return the trainer of the run in another layout; its state stays where it is."""
+        """Return a trainer of the same run with another layout on the same mesh; the state stays
+        valid.
+        """
         assert mesh is self.mesh and self.slots is None, "experts on tiers stay with their devices"
         args = self.config, self.model.num_classes, mesh, layout, self._run
         return type(self)(*args, before=self)
@@ -112,10 +115,10 @@ class StreamedVisionTrainer(StreamedRunner[TaskPart]):
     # State
 
     def init(self) -> TrainState:
-        """Draw step 0, with the parameters of `VisionTrainer`; experts are drawn one layer at a
-        time.
+        """Return the state of step 0, with the same random parameters as `VisionTrainer`; draws
+        experts onto their tiers one layer at a time.
         """
-        # no other draw depends on the size of experts
+        # Small experts save memory; the other parameters' random values do not depend on the size.
         config, small = self.config, replace(self.config.model, moe_intermediate_size=1)
         tasks, counts = config.tasks, self.model.num_classes
         paths = [task.path for task in tasks.values()]
@@ -134,7 +137,9 @@ class StreamedVisionTrainer(StreamedRunner[TaskPart]):
         return VisionTransformer.experts_of(config.model, kind, number, nnx.Rngs(config.seed))
 
     def save_state(self, state: TrainState) -> TrainState:
-        """Return what a checkpoint holds besides records, see `StreamedTrainer.save_state`."""
+        """Return the state for a checkpoint, without experts, and prepare their records; see
+        `StreamedTrainer.save_state`.
+        """
         with self._opened.guard():
             self.stores.save(self._opened)
             return state
@@ -145,15 +150,15 @@ class StreamedVisionTrainer(StreamedRunner[TaskPart]):
         weights: ReadExperts | None = None,
         moments: ReadExperts | None = None,
     ) -> TrainState:
-        """Return the state; experts go to their tiers layer by layer. None: they are there
-        already.
+        """Return the training state, and load experts onto their tiers one layer at a time.
+        weights, moments: both None if the records are in place already.
         """
         self._load(int(saved.step), weights, moments)
         self._freeze()
         return saved
 
     def _freeze(self) -> None:
-        """Keep experts as they are that only tasks name which have ended."""
+        """Exclude the experts that only ended tasks name from further optimizer steps."""
         ends_NE = ended_experts(self.config, self.losses.active)
         if self.experts is None or not ends_NE.any():
             return
@@ -172,7 +177,9 @@ class StreamedVisionTrainer(StreamedRunner[TaskPart]):
     def _loss_gradients(
         self, run: Pass[TaskPart], xs: list[jax.Array], sums: Params
     ) -> tuple[list[Any], Params]:
-        """Compare the images of tasks that do that; then see `StreamedRunner`."""
+        """Compute the contrastive terms of all micro-batches, then continue as in
+        `StreamedRunner`.
+        """
         tasks = list(self.config.tasks)
         if any(self.compares[tasks.index(name)] for name in self.losses.active):
             each = zip(xs, run.parts, strict=True)
@@ -185,7 +192,9 @@ class StreamedVisionTrainer(StreamedRunner[TaskPart]):
     def _last_hidden(
         self, state: TrainState, batches: Sequence[ImageBatch]
     ) -> Iterator[tuple[Params, jax.Array, TaskPart]]:
-        """Yield (what is outside the layers, the last hidden states, the images) of each batch."""
+        """Yield (unsharded parameters outside the layers, last hidden states, images) for each
+        batch.
+        """
         each = [self._done(self._tasks.split(batch)) for batch in batches]
         parts = [TaskPart(images) for images in itertools.chain(*each)]
         outside, xs = self._hidden(state, parts)
@@ -193,7 +202,7 @@ class StreamedVisionTrainer(StreamedRunner[TaskPart]):
             yield outside, x_BSD, part
 
     def class_means(self, state: TrainState, batches: Iterable[Any]) -> jax.Array:
-        """Return [K, C], see `VisionTrainer.class_means`."""
+        """Return [K, C]; see `VisionTrainer.class_means`."""
         sums, rest = np.zeros(self.losses.class_means_shape, np.float32), iter(batches)
         while some := list(itertools.islice(rest, self.evaluation_batches)):
             for args in self._last_hidden(state, some):
@@ -206,11 +215,11 @@ class StreamedVisionTrainer(StreamedRunner[TaskPart]):
         batches: Sequence[Any],
         class_means: jax.Array | None = None,
     ) -> list[jax.Array]:
-        """Return float32 [3, A] of each batch, see `VisionTrainer.evaluate`."""
+        """Return float32 [3, A] for each batch; see `VisionTrainer.evaluate`."""
         means = self.class_means(state, []) if class_means is None else class_means
         hidden = self._last_hidden(state, batches)
         return [jax.block_until_ready(self._tasks.evaluation(*args, means)) for args in hidden]
 
     def paths(self, state: TrainState) -> dict[str, tuple[int, ...]]:
-        """Return the expert that each task takes in each layer routed by task, learned or given."""
+        """Return each task's path: its expert in each task-routed layer, learned or configured."""
         return paths_of(self.config, state, self.mesh)

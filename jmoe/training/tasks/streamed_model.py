@@ -1,10 +1,10 @@
-"""What a streamed step has of image tasks beside the layers.
+"""The image model of a streamed step: `StreamedVision`, used by `StreamedVisionTrainer`.
 
-Legend: M micro-batches, B images of one, D hidden, C features of all embeddings, K classes of all
-tasks, R devices.
+Dense parameters are gathered once per step. Every device runs the same number of micro-batches; a
+device with fewer images skips the layers of the empty ones and only takes part in collectives.
 
-Dense parameters are gathered once a step. All devices run as many micro-batches; one whose share
-has fewer images than others' skips what it has no images for, and waits in reductions only.
+Legend: M micro-batches, B images of a micro-batch, D hidden, C features of all embeddings, K
+classes of all tasks, R devices.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,10 +41,10 @@ from jmoe.training.update import finish_step, over_devices
 
 
 class TaskPart(NamedTuple):
-    """A micro-batch of images.
+    """One micro-batch of images.
 
-    step: for which learned paths are drawn; None: each task takes the likelier expert. contrast:
-    see `TaskLosses`; None: no image is compared, or not yet.
+    step: seeds the draw of learned paths; None takes each task's likelier expert. contrast: see
+    `TaskLosses.loss`; None if no task is contrastive, or before the comparison.
     """
 
     images: ImageBatch
@@ -57,7 +57,9 @@ def _without_stacks(params: Params) -> Params:
 
 
 class StreamedVision(StreamedModel[TaskPart]):
-    """The vision transformer of a run of image tasks in a layout. num_classes: by task."""
+    """The `StreamedModel` of a run of image tasks in one layout. num_classes: by task. slots: see
+    `ShardedVision`.
+    """
 
     def __init__(
         self,
@@ -152,19 +154,19 @@ class StreamedVision(StreamedModel[TaskPart]):
     # Beside a step's own programs
 
     def embeddings(self, outside: Params, x_BSD: jax.Array, part: TaskPart) -> jax.Array:
-        """Return [B, C], see `TaskLosses.embeddings`."""
+        """Return [B, C]; see `TaskLosses.embeddings`."""
         return self.losses.embeddings(self._logits(outside, x_BSD, part))
 
     def compare(self, z_BC: Sequence[jax.Array], parts: Sequence[ImageBatch]) -> list[Contrast]:
-        """Return the contrastive-loss terms of each micro-batch, by comparing all images of the
-        step.
+        """Return this device's contrastive-loss terms for each micro-batch. z_BC: embeddings of
+        each micro-batch.
         """
         batch = jax.tree.map(lambda *a: jnp.stack(a), *parts)
         contrast = self.losses.compared(jnp.stack(z_BC), batch)
         return [jax.tree.map(lambda a, m=m: a[m], contrast) for m in range(len(parts))]
 
     def class_sums(self, outside: Params, x_BSD: jax.Array, part: TaskPart) -> jax.Array:
-        """Return [K, C], the sum of the embeddings of each class's images on all devices."""
+        """Return [K, C]: the sum of the embeddings of each class's images, over all devices."""
         own = self.losses.class_sums(self._logits(outside, x_BSD, part), part.images)
         total: jax.Array = over_devices(self.vision.mesh.size, own)
         return total
@@ -172,7 +174,7 @@ class StreamedVision(StreamedModel[TaskPart]):
     def evaluation(
         self, outside: Params, x_BSD: jax.Array, part: TaskPart, means_KC: jax.Array
     ) -> jax.Array:
-        """Return [3, A], see `TaskLosses.evaluation`, of all devices' images."""
+        """Return [3, A] over all devices' images; see `TaskLosses.evaluation`."""
         logits_BY = self._logits(outside, x_BSD, part)
         own = self.losses.evaluation(logits_BY, part.images, means_KC)
         total: jax.Array = over_devices(self.vision.mesh.size, own)
@@ -180,6 +182,6 @@ class StreamedVision(StreamedModel[TaskPart]):
 
 
 def micro_batches(batch: ImageBatch) -> list[ImageBatch]:
-    """Return this device's micro-batches."""
+    """Return this device's micro-batches as a list, without the device dimension."""
     number: Any = batch.label.shape[1]
     return [jax.tree.map(lambda a, m=m: a[0, m], batch) for m in range(number)]

@@ -1,6 +1,4 @@
-"""The lines printed at the end of a run on images, and the linear model that its accuracies are
-held against.
-"""
+"""The table printed at the end of an image run, and the linear baseline for its accuracies."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ RIDGE: Final = 1.0  # added to the diagonal of the normal equations
 
 @dataclass(frozen=True)
 class TaskResult:
-    """The figures of a run in one task; accuracies are those of held-out images."""
+    """One task's results; accuracies are on held-out images, from 0 to 1."""
 
     name: str
     num_classes: int
@@ -30,14 +28,12 @@ class TaskResult:
     accuracy: float
     linear: float
     images_per_s: float  # in training; nan: not measured
-    path: tuple[int, ...] = ()  # the expert that it takes in each layer routed by task
+    path: tuple[int, ...] = ()  # the task's expert in each task-routed layer
 
 
 def linear_accuracy(task: ImageTask) -> float:
-    """Return what a linear model by least squares on the pixels, with a ridge of 1, gets right of
-    the held-out images.
-
-    Its targets are 1 for an image's class and 0 for others; the largest output is the class.
+    """Return the held-out accuracy of a linear classifier on raw pixels, fitted by ridge regression
+    to one-hot targets.
     """
 
     def inputs(split: Split) -> np.ndarray:
@@ -54,7 +50,7 @@ def linear_accuracy(task: ImageTask) -> float:
 def print_task_summary(
     results: Sequence[TaskResult], path: Path, stream: TextIO | None = None
 ) -> None:
-    """Print a table with a row a task, and where the picture is."""
+    """Print a table with one row per task, and the path of the picture. stream: default stdout."""
     table = Table(
         box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False, header_style="bold"
     )

@@ -1,4 +1,4 @@
-"""Training on the images of several tasks, as the `Task` of a run."""
+"""Image tasks as the `Task` of a run, which `train.py` sets up."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from jmoe.training.trainer import Trainer
 
 
 class ImageTasks:
-    """Trains one model on several image tasks: a classifier or a contrastive loss for each."""
+    """Trains one model on several image tasks, each with a classifier or a contrastive loss."""
 
     def __init__(self, config: VisionTrainConfig) -> None:
         self.config = config
@@ -35,25 +35,25 @@ class ImageTasks:
 
     @property
     def layout(self) -> Layout:
-        """Return which device runs which images in the first step; known after `open`."""
+        """The layout of the first step; call `open` first."""
         assert self._layout is not None, "open() comes first"
         return self._layout
 
     def plan(self) -> tuple[str, bool]:
-        """Return which device would run which images; `ValueError` if the memory does not
-        suffice.
+        """Return (the planned layout as text, True). Raises ValueError if device memory is too
+        small.
         """
         return "\n".join(plan_lines(self.config)), True
 
     def open(self, mesh: Mesh, stack: contextlib.ExitStack) -> None:
-        """Plan the layout of the tasks, and listen for SIGUSR2, which asks for another number of
+        """Plan the layout, and install the handler of SIGUSR2, which asks for another number of
         devices.
         """
         self._layout = layout_of(self.config, mesh.size)
         self._resizing = stack.enter_context(AskedSignal())
 
     def read_data(self, setup: Setup) -> TrainingData:
-        """Read the images of all tasks. Every process reads them all."""
+        """Return the images of all tasks. Every process reads all of them."""
         config = self.config
         with setup.watchdog.waiting_for("images", timeout_s=config.distributed.start_timeout_s):
             has_checkpoint(config, setup.resolved)
@@ -73,7 +73,7 @@ class ImageTasks:
         return TrainingData(tasks, batches, batches.fingerprint, files)
 
     def make_trainer(self, setup: Setup, data: TrainingData) -> ImageTrainer:
-        """Make the trainer of the vision transformer with a head for each task."""
+        """Return the trainer of a vision transformer with one head per task."""
         num_classes = {task.name: len(task.classes) for task in data.corpus}
         return make_vision_trainer(
             self.config, num_classes, setup.mesh, self.layout, setup.folder.run
@@ -87,7 +87,7 @@ class ImageTasks:
         checkpoints: Checkpoints,
         snapshots: Snapshots | None,
     ) -> VisionSession:
-        """Make the session, which changes the layout while the run goes on."""
+        """Return the session, which may change the layout between steps."""
         session = open_session(VisionSession, setup, data, trainer, checkpoints, snapshots)
         session.resizing = self._resizing
         return session

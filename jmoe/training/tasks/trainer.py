@@ -1,4 +1,6 @@
-"""Trainers of runs on images, for experts on the device and off it."""
+"""The choice of an image run's trainer: `VisionTrainer` with all experts on the devices, else
+`StreamedVisionTrainer`.
+"""
 
 from collections.abc import Mapping
 
@@ -19,10 +21,10 @@ def make_vision_trainer(
     layout: Layout,
     run: str = "run",
 ) -> ImageTrainer:
-    """Make the trainer of a run on images, with experts where `config.tiers` wants them; compiles
-    nothing yet.
+    """Return the trainer of an image run, with experts on the tiers that `config.tiers` names.
+    Compiles nothing yet.
 
-    num_classes: by task. run: names the folder of the experts' records in `tiers.path`.
+    num_classes: by task. run: the folder name of the experts' records below `tiers.path`.
     """
     if config.tiers.on_device:
         return VisionTrainer(config, num_classes, mesh, layout)
