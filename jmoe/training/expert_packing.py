@@ -81,7 +81,7 @@ class PackingController:
         self._machine = None if self.done else machine(_with_device_bytes(config))
         # both since the last decision; _seconds leaves out steps that compiled
         self._steps, self._seconds = 0, list[float]()
-        self._step_s: dict[int, float] = {}  # by experts on a device
+        self._step_s: dict[int, float] = {}  # seconds of a step, by experts per device
 
     @property
     def experts_per_device(self) -> int:

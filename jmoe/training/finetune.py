@@ -83,8 +83,8 @@ def files_of_texts(init_from: str, tokenizer: bytes | None) -> dict[str, bytes]:
     """Return the files of `init_from`, by name, that each checkpoint of the run carries along.
 
     These are the chat template, end tokens and sampling defaults, and the model's `config.json` as
-    `INITIAL_CONFIG`. tokenizer: the content of the run's tokenizer file. Empty if that differs from
-    the model's tokenizer, because the files refer to the model's token ids.
+    `INITIAL_CONFIG`. tokenizer: the content of the run's tokenizer file, or None. Empty unless that
+    equals the model's tokenizer, because the files refer to the model's token ids.
     """
     folder = initial_folder(init_from)
     own = folder / TOKENIZER

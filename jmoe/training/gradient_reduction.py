@@ -36,8 +36,8 @@ def _names_in_layer(path: tuple[Any, ...]) -> tuple[str, ...]:
 def reduce_gradients_local(grads: Any, model: ShardedModel, done: Collection[str] = ()) -> Any:
     """Return `grads` summed over the devices that hold the same parameter.
 
-    Sharded parameters are left as they are: the transpose of their gather has summed their
-    gradients already. done: top-level names whose gradients need no sum at all.
+    Parameters sharded over all devices are left as they are: the transpose of their gather has
+    summed their gradients already. done: top-level names whose gradients are reduced already.
     """
     mesh = model.mesh
     leaves, structure = jax.tree_util.tree_flatten_with_path(grads)
@@ -59,8 +59,8 @@ def squared_norms_local(grads: Any, model: ShardedModel) -> dict[str, jax.Array]
     """Return this device's addend to the squared gradient norms, by top-level name; a `psum`
     completes them.
 
-    A scalar for `embedding`, `head` and other single parameters; [N] for stacks of layers.
-    Replicated gradients are divided by their number of copies.
+    A scalar for `embedding`, `head` and other single parameters; [N] for stacks of layers. The
+    square of a replicated gradient is divided by its number of copies.
     """
     sums: dict[str, jax.Array] = {}
     for path, g in jax.tree_util.tree_leaves_with_path(grads):

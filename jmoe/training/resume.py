@@ -49,7 +49,7 @@ def restored(trainer: Trainer, checkpoints: Checkpoints, step: int) -> tuple[Tra
     if saved is None:
         saved_state, data = _restored(trainer, checkpoints, step, shape)
         return trainer.load_state(saved_state), data
-    # experts are no part of the state
+    # the run streams its experts, which are not part of the state
     if not any(experts_of(shape.params, stack) for stack in EXPERT_STACKS):
         linked = saved.kinds == LINKED and _keeps_records(trainer, saved)
         experts = names_of_experts(checkpoints.arrays(step))

@@ -50,7 +50,7 @@ class Session:
     """
 
     config: TrainConfig
-    resolved: dict[str, Any]  # the configuration as it is saved, with the data's fingerprint
+    resolved: dict[str, Any]  # the configuration in checkpoints, with the data's fingerprint
     mesh: Mesh
     corpus: Any  # the training data: a `Corpus`, or the images of each task
     # iterator of this process's batches in host memory, with `get_state` and `set_state`

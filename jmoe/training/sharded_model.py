@@ -108,7 +108,7 @@ class ShardedModel(ABC):
             tree, [place(*leaf) for leaf in jax.tree_util.tree_leaves_with_path(tree)]
         )
 
-    # Parameters as they are used
+    # Parameters in use
 
     def cast(self, tree: Any) -> Any:
         """Return unsharded parameters in their compute dtype; parameters that stay sharded in use

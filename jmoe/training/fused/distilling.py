@@ -22,8 +22,10 @@ from jmoe.training.state import TrainState
 
 
 class TaughtTokens(NamedTuple):
-    """Tokens [A, B, S + 1] and the teacher's hidden states [A, B, S, H] for all but each last
-    token; or their specs.
+    """Tokens [A, B, S + 1], and the teacher's hidden states [A, B, S, H] for every token except the
+    last of each sequence.
+
+    Both fields hold partition specs where a `TaughtTokens` describes a program's arguments.
     """
 
     tokens_ABS: Any

@@ -45,7 +45,7 @@ class StreamedExperts:
         self._owned = (
             LocalExperts.from_mesh(mesh, config.model.num_experts) if slotted is None else slotted
         )
-        # of all devices
+        # expert rows of a layer, over all devices
         self._rows = config.model.num_experts if slotted is None else mesh.size * slotted.per_device
         self._split = split_over(EXPERT if slotted is None else ALL)
         self.experts: ExpertState | None = None
@@ -147,7 +147,7 @@ class StreamedExperts:
         arrived: per micro-batch, token counts by expert, [E] split over expert devices and summed
         over replicas; with slots, [E] of all experts, summed over all devices.
         """
-        # devices with what those before have not
+        # the first device of each group that holds the same experts
         firsts = np.cumsum([0, *map(len, self._owned.devices)])[:-1]
         firsts = firsts[:1] if isinstance(self._owned, SlottedExperts) else firsts
         each = [

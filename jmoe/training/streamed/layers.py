@@ -88,8 +88,8 @@ class LayerFunctions:
         self._num_local = self.config.model.num_experts * self.replicas // self.mesh.size
 
     def layout(self, stack: Params) -> BufferLayout:
-        """Return which parameters of a layer travel in its flat buffer; none if the model gathers
-        all layers before the first.
+        """Return which parameters of a layer travel in its flat buffer; none if layers are not
+        gathered one by one.
         """
         if self._scan is None:
             return BufferLayout(stack, [None] * len(jax.tree.leaves(stack)))

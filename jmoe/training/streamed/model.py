@@ -108,7 +108,7 @@ class PendingGradients(NamedTuple):
     """A layer's gradients before their sum over devices."""
 
     rows_RG: jax.Array | None = None  # of its flat buffer
-    experts: ExpertStacks | None = None  # only if experts have replicas
+    experts: ExpertStacks | None = None  # only if several devices may hold the same experts
     ids_M: jax.Array | None = None  # the experts' ids, see `ChosenRows`
 
 

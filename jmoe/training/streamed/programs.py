@@ -182,7 +182,7 @@ class _StepFunctions:
         squares = squared_norms_local(grads, model.sharded)
         for kind, layers in step.expert_squares.items():
             of_experts = jnp.stack([square.sum() for square in layers])
-            of_experts = of_experts / self._layers.replicas  # which all have it
+            of_experts = of_experts / self._layers.replicas  # every replica adds the same squares
             squares[STACK_OF[kind]] = squares[STACK_OF[kind]] + of_experts
         squares = over_devices(mesh.size, squares)
         return model.finish(state, grads, squares, metrics)
@@ -202,7 +202,7 @@ def compile_step(model: StreamedModel[Any]) -> StepPrograms:
     layers = LayerFunctions(model)
     step = _StepFunctions(model, layers)
     all_of: Any = REPLICATED
-    split: Any = BATCH  # of what differs between devices
+    split: Any = BATCH  # for arrays that differ between devices
     columns: Any = split_over(ALL, 1)
     experts: Any = split_over(EXPERT if model.slots is None else ALL)
     stacks, outside, part = model.stack_specs, model.outside_spec, model.part_spec

@@ -249,7 +249,8 @@ class VisionSession(Session):
 
     def report(self) -> Path:
         """Draw the run's plots so far and return the path of the picture."""
-        from jmoe.training.tasks.report import write_task_report  # imports matplotlib
+        # Imported here because it loads matplotlib, which only process 0 needs.
+        from jmoe.training.tasks.report import write_task_report
 
         assert isinstance(self.config, VisionTrainConfig) and isinstance(self.trainer, ImageTrainer)
         return write_task_report(self.output_dir, self.config, self.trainer.layout)

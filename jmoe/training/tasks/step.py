@@ -198,7 +198,7 @@ class ShardedVision(ShardedModel):
             config.model, sizes, paths, parallel, task_experts=task_experts, rngs=rngs
         )
 
-    # Experts of layers routed by task: as training has them, and as they are saved
+    # Conversion of task-routed experts between training's slots and a checkpoint
 
     def fresh_state(self) -> TrainState:
         """Return the state of step 0 in the layout of a checkpoint."""
@@ -274,7 +274,7 @@ class VisionTrainer:
         self.slots = task_slots(config, layout)
         self.model = model = ShardedVision(config, num_classes, mesh, self.slots)
         everywhere = (tuple(range(mesh.size)),) * len(config.tasks)
-        # devices that can evaluate each task
+        # for each task, the devices that can evaluate it
         self.homes = everywhere if self.slots is None else self.slots.homes
         self.saved_shape = self.full_shape = model.saved_shape
         self.state_shape, self.save_state = model.state_shape, model.to_saved
@@ -297,9 +297,7 @@ class VisionTrainer:
 
     @property
     def notes(self) -> list[str]:
-        """The layout and each device's memory, as lines to print; empty if all devices do
-        the same.
-        """
+        """The layout and each device's memory, as lines to print; see `notes_of`."""
         return notes_of(self.config, self.layout)
 
     def in_layout(self, mesh: Mesh, layout: Layout) -> "VisionTrainer":

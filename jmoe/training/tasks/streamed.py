@@ -87,7 +87,7 @@ class StreamedVisionTrainer(StreamedRunner[TaskPart]):
         )
         self.compares = self.losses.compares
         everywhere = (tuple(range(mesh.size)),) * len(config.tasks)
-        # devices that can evaluate each task
+        # for each task, the devices that can evaluate it
         self.homes = everywhere if slots is None else slots.homes
         slotted = (
             None if slots is None else SlottedExperts.on(mesh, slots.slot_RNE, slots.num_slots)

@@ -74,7 +74,7 @@ class StreamedVision(StreamedModel[TaskPart]):
         self.vision = self.sharded = ShardedVision(config, num_classes, mesh, slots)
         self.parts, self.dtype = ModelParts.taken_from(self.sharded), self.sharded.dtype
         self.losses = TaskLosses(config, num_classes, mesh.size, active_tasks(config, layout))
-        self._equal = len(set(layout.images)) == 1  # all devices have as many images
+        self._equal = len(set(layout.images)) == 1  # all devices have equally many images
         self.outside_spec = REPLICATED
         self.stack_specs = {STACK_OF[kind]: REPLICATED for kind in self.parts.blocks}
         split: Any = BATCH
@@ -148,10 +148,10 @@ class StreamedVision(StreamedModel[TaskPart]):
         self, state: TrainState, grads: Params, squares: dict[str, jax.Array], metrics: Metrics
     ) -> tuple[TrainState, Metrics]:
         new, metrics = finish_step(self.config, state, grads, squares, metrics, jnp.bool_(False))
-        nothing = jnp.zeros((0, 0), jnp.bool_)  # experts are kept where they are
+        nothing = jnp.zeros((0, 0), jnp.bool_)  # experts are frozen by `StreamedVisionTrainer`
         return with_ended(self._config, self.losses.active, (state, new), nothing), metrics
 
-    # Beside a step's own programs
+    # Contrastive losses and evaluation
 
     def embeddings(self, outside: Params, x_BSD: jax.Array, part: TaskPart) -> jax.Array:
         """Return [B, C]; see `TaskLosses.embeddings`."""
