@@ -1,9 +1,10 @@
 """Weights of 4 or 8 bits in blocks that share a scale: storage, compression, and conversion back.
 
-Serving reads compressed experts with `opened`; `deploy/compress.py` writes them with `compress`. A
-matrix [K, N] is stored as values and scales. Values are bytes [K, N], or [K / 2, N] for 4-bit
-values, where a byte holds input 2 i in its low bits and input 2 i + 1 in its high bits. There is
-one scale per output for each block of 32 inputs (fp8: 128):
+`compress` is called by deploy's compress command and by an engine that compresses experts while
+loading; programs convert weights back with `opened` and `widen`. A matrix [K, N] is stored as
+values and scales. Values are bytes [K, N], or [K / 2, N] for 4-bit values, where a byte holds input
+2 i in its low bits and input 2 i + 1 in its high bits. There is one scale per output for each block
+of 32 inputs (fp8: 128):
 
 - `mxfp4` (OCP Microscaling Formats 1.0; 4.25 bits per weight): E2M1 values, scales 2^(s - 127)
   stored as bytes s.

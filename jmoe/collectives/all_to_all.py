@@ -1,6 +1,7 @@
 """All-to-alls of equal blocks of rows between devices, flat or in two hops, inside `shard_map`.
 
-`exchange.py` (tokens to experts), the embedding and `rows.py` use `make_all_to_all`.
+All users call `make_all_to_all`: the exchange of tokens, the embedding, the loss and the mesh
+engine.
 
 Legend: R devices = P nodes x Q devices per node, C rows per destination.
 """

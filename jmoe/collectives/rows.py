@@ -1,8 +1,8 @@
 """All-gather and reduce-scatter of rows in two levels, across nodes and within a node, inside
 `shard_map`.
 
-The vocabulary-parallel loss and inference's embedding use these functions, neither of which is
-differentiable.
+The vocabulary-parallel loss, the embedding split by blocks of rows, and the mesh engine use these
+functions. No caller differentiates through them.
 
 Legend: T rows of a device, R devices = P nodes x Q devices per node, M = R T rows of all devices, D
 width. The rows of all devices are ordered by (place within the node, node). axes: the devices' mesh

@@ -380,7 +380,7 @@ def interleave(
     an integer that is always 0, which XLA cannot know.
 
     begin: no work starts before this value is known. Without it XLA would gather the parameters of
-    all layers at once, or keep them from the forward pass.
+    all layers at once, or keep those gathered in the forward pass for the backward pass.
     """
     order = _Order(axes)
     order.done(begin)

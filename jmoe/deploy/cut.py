@@ -1,6 +1,7 @@
 """Write a smaller model with some of a larger model's layers and experts, one expert at a time.
 
-`prune` and `distil` call `write_cut`; all stages write through `new_folder`.
+`prune` and `distil` call `write_cut`. Every stage that writes a folder uses `new_folder`, which
+creates it whole or not at all.
 
 Legend: N kept layers with experts, n experts of each, D hidden, F expert hidden.
 """

@@ -225,8 +225,8 @@ class PortableModel:
         """Return the greedy continuation of each prompt: at most `max_new_tokens` tokens, up to an
         end token or `max_seq_len`.
 
-        Raises ValueError for a prompt that is empty, too long, or has tokens outside the
-        vocabulary.
+        Raises ValueError for max_new_tokens < 1 and for a prompt that is empty, too long, or has
+        tokens outside the vocabulary; FloatingPointError if logits are not finite.
         """
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens = {max_new_tokens}: must be at least 1")

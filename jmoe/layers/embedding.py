@@ -58,8 +58,8 @@ def lookup_block_local(
     """Return [T, D] in `dtype` for this device's tokens, where device r holds the r-th block of
     rows.
 
-    tokens_M: tokens of all devices. Not differentiable. The sum over devices is exact, since all
-    devices but the row's owner add 0.
+    For inference: no gradient is taken. tokens_M: tokens of all devices. The sum over devices is
+    exact, since all devices but the row's owner add 0.
     """
     own_M = VocabularyShard(axes, striped=False).index(tokens_M, table_VD.shape[0])
     here_M = (own_M >= 0) & (own_M < table_VD.shape[0])

@@ -101,7 +101,8 @@ def dispatch_local(
 def _run_experts(expert_fn: ExpertFn, arrived: ArrivedRows) -> jax.Array:
     """Return the experts' outputs for the arrived rows.
 
-    `Experts` gathers its rows inside its kernel; a user's experts get the gathered rows.
+    `Experts` may gather rows inside its kernel, so it gets the row map; a user's experts get
+    gathered rows.
     """
     with jax.named_scope("experts"):
         if isinstance(expert_fn, Experts):

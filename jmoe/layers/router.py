@@ -76,25 +76,26 @@ def route(
 
     With p = softmax(logits) and s = sigmoid(logits), in float32:
 
-      - `switch` (arXiv:2101.03961): K = 1, weight p.
-      - `gshard` (arXiv:2006.16668): K = 2, weights p divided by their sum. With a `key` and
-        `second_expert_policy` = random, a token goes to its second expert with probability
-        min(1, 2 weight) (GShard's Algorithm 1); the weights do not change.
-      - `softmax`: the K largest p.
-      - `sigmoid` (DeepSeek-V3, arXiv:2412.19437): the K largest s + bias_E. The weights are s: the
-        bias affects the choice only.
-      - `group_limited` (DeepSeek-V3): experts form `n_group` groups of consecutive ids, ranked by
-        the sum of their two largest s + bias. Choose among the best `topk_group` groups as
-        `sigmoid` does.
+    - `switch` (arXiv:2101.03961): K = 1, weight p.
+    - `gshard` (arXiv:2006.16668): K = 2, weights p divided by their sum. With a `key` and
+      `second_expert_policy` = random, a token goes to its second expert with probability min(1, 2
+      weight) (GShard's Algorithm 1); the weights do not change.
+    - `softmax`: the K largest p.
+    - `sigmoid` (DeepSeek-V3, arXiv:2412.19437): the K largest s + bias_E. The weights are s: the
+      bias affects the choice only.
+    - `group_limited` (DeepSeek-V3): experts form `n_group` groups of consecutive ids, ranked by the
+      sum of their two largest s + bias. Choose among the best `topk_group` groups as `sigmoid`
+      does.
 
     With `norm_topk_prob` the weights of the last three kinds are divided by their sum, except for K
     = 1, where they would all be 1 and the router would get no gradient. All weights are multiplied
     by `routed_scaling_factor`.
 
     logits_TE: [T, E], cast to float32. bias_E: [E], for `sigmoid` and `group_limited`; None is
-    zero. topk_idx_TK: use these choices, made earlier from the same logits. token_mask_T: bool; a
-    token with False goes to no expert and is in no count and no sum. Gradients flow through the
-    weights, `probs_sum_E` and `z_sum`. Raises ValueError if shapes or `config` do not fit.
+    zero. topk_idx_TK: use these choices, made earlier from the same logits. key: for the random
+    second expert. token_mask_T: bool; a token with False goes to no expert and is in no count and
+    no sum. Gradients flow through the weights, `probs_sum_E` and `z_sum`. Raises ValueError if
+    shapes or `config` do not fit.
     """
     if logits_TE.ndim != 2:
         raise ValueError(f"logits_TE.shape = {logits_TE.shape}: must be [tokens, experts]")

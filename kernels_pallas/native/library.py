@@ -141,15 +141,15 @@ def multiplies_many_rows() -> bool:
 
 
 def record_background() -> None:
-    """Discard earlier records and start recording background operations for
-    `recorded_background`.
+    """Discard earlier records, and record background operations until `recorded_background` is
+    called.
     """
     ctypes.CDLL(str(load())).jmoe_record_background()
 
 
 def recorded_background() -> list[tuple[float, float]]:
-    """Return (seconds waiting for a thread, seconds running) of each background operation, in order
-    of start.
+    """Stop recording; return (seconds waiting for a thread, seconds running) of each background
+    operation, in order of start.
 
     XLA's profiles show only the start of such an operation. With several devices in a process,
     operations of all devices are mixed.

@@ -98,7 +98,7 @@ def dispatch(
     """Return y_MD[m] = x_TD[src_M[m]]: each token copied into its rows. Empty rows hold an
     arbitrary token.
 
-    complete: promises that no choice was dropped; the gradient is then cheaper.
+    complete: promises that no choice was dropped, which can make the gradient cheaper.
     """
     return _dispatch(x_TD, src_M, slot_TK, complete, implementation)
 
