@@ -1,12 +1,17 @@
-"""Asynchronous scheduling: a decoding step begun before the host has read the tokens of the one
-before.
+"""Asynchronous scheduling: begin a decode step before the host reads the previous step's tokens.
 
-Legend: P rows of a decoding step, B drawn tokens (P or `max_batch`), V vocabulary.
+The sampled tokens are on the device already, and the next step's programs need no other input. So
+the device computes while the host reads the tokens, decides which sequences go on, and delivers the
+output. A sequence that turns out to have ended wastes its row of the step begun ahead; the other
+rows are used, unless fewer rows would now do. What the wasted row wrote to the KV cache lies beyond
+the positions that count as computed. Called by `Engine`.
 
-The device has the tokens, and the next step's programs need nothing else. So it computes while the
-host reads, decides who goes on, and hands the tokens out. A sequence that ends with a token has a
-row in the step already begun: the row is lost, the others are kept unless fewer rows would do. What
-it wrote into the cache lies behind all that is counted as computed.
+Legend:
+P rows of a decode step
+B sampled tokens (P or `max_batch`)
+C tokens a row, 1
+D hidden
+V vocabulary
 """
 
 from __future__ import annotations
@@ -23,8 +28,8 @@ from jmoe.inference.sampling_params import SamplingParams
 from jmoe.inference.scheduler import Chunk, ChunkGroup
 from jmoe.inference.sequence import Sequence
 
-NOWHERE = 2**30  # a row that no cache has
-# of a row that nobody waits for
+NOWHERE = 2**30  # an invalid row of the cache
+# fills the rows of a step that belong to no running sequence
 IDLE = Chunk(Sequence([0], SamplingParams(temperature=0.0)), NOWHERE, 0, [0])
 
 
@@ -34,8 +39,9 @@ def _first(tokens_B: jax.Array, num_rows: int) -> jax.Array:
 
 
 class StepOutcome(NamedTuple):
-    """A decoding group in the rows of the step that was begun for it, with idle ones between,
-    and what it gave.
+    """The output of a step that ran ahead.
+
+    group: the step's chunks, in the rows in which the step ran them; unused rows hold `IDLE`.
     """
 
     group: ChunkGroup
@@ -44,21 +50,22 @@ class StepOutcome(NamedTuple):
 
 @dataclass(frozen=True)
 class StepAhead:
-    """A decoding step under way. places: by sequence its row in the programs, and its column of
-    the cache.
+    """A decode step that the device runs before the host has read the previous step's tokens.
+
+    places: each sequence's row in the programs and its token's column of the cache.
     """
 
     places: dict[Sequence, tuple[int, int]]
-    output: BatchOutput  # with logits
+    output: BatchOutput  # its logits_PV is not None
 
     @classmethod
     def begin(
         cls, runner: ModelRunner, group: ChunkGroup, tokens_B: jax.Array, going_on: set[Sequence]
     ) -> StepAhead:
-        """Run the tokens that were just drawn, one of each row of a decoding group; the host need
-        not know them.
+        """Start the next step of a decode group, from sampled tokens that are still on the device.
 
-        going_on: the sequences of the group that will not surely end with these tokens.
+        tokens_B: int32, the token sampled for each row of the group.
+        going_on: the group's sequences that may continue after these tokens.
         """
         places: dict[Sequence, tuple[int, int]] = {}
         rows_P = np.zeros(group.num_rows, np.int32)
@@ -73,11 +80,12 @@ class StepAhead:
         return cls(places, output._replace(logits_PV=logits_PV))
 
     def take(self, group: ChunkGroup) -> StepOutcome | None:
-        """Return what this step gave for a decoding group; None if it does not run all its
-        chunks, in as many rows.
+        """Return the outcome of this step for the decode group that was scheduled in the meantime.
+
+        None if the group has another number of rows, or a chunk that this step does not run.
         """
         num_rows = self.output.x_PCD.shape[0]
-        if group.num_rows != num_rows:  # other programs: sums may be of another order
+        if group.num_rows != num_rows:  # another program may add in another order
             return None
         chunks = [IDLE] * num_rows
         for chunk in group.chunks:
@@ -91,5 +99,7 @@ class StepAhead:
 
 
 def warm_up_ahead(max_batch: int, num_rows: int) -> None:
-    """Compile what hands the tokens of `max_batch` rows on to a step of `num_rows`."""
+    """Compile the program that passes tokens sampled in `max_batch` rows to a step of `num_rows`
+    rows.
+    """
     _first(jax.device_put(np.zeros(max_batch, np.int32), jax.devices()[0]), num_rows)

@@ -1,7 +1,12 @@
-"""How fast this machine computes a model's layers and moves its experts, measured before the first
-request.
+"""Measure how fast this machine computes a model's layers and copies its experts to the device.
 
-Legend: E experts of a layer, P rows of a step, C tokens a row, D hidden.
+The engine calls `calibrate` before its first request, to choose how each step gets its experts.
+
+Legend:
+E experts of a layer
+P rows of a step
+C tokens a row
+D hidden
 """
 
 import math
@@ -26,16 +31,17 @@ from jmoe.offload.policies import COPY_THREADS, Residency, ResidencyStats, copy_
 from jmoe.offload.slots import ExpertSlots
 from jmoe.planning.streaming import Calibration
 
-COPY_BYTES = 256 << 20  # experts that are copied, a layer's at least
-FILL_S = 1.0  # but no longer than this, beyond the one layer
-COPY_S = 0.1  # for the bandwidth they are copied again, for so long
-RUN_S = 0.5  # a program runs up to MAX_RUNS times, and no longer than this
-MAX_RUNS = 3
+COPY_BYTES = 256 << 20  # bytes of experts that the first copies move, but at least one layer's
+FILL_S = 1.0  # time limit of the first copies, beyond one layer
+COPY_S = 0.1  # duration of the repeated copies that measure the host's bandwidth
+RUN_S = 0.5  # a program is repeated for up to this time
+MAX_RUNS = 3  # repetitions of a program, at most
 
 
 class _Filled(Residency):
-    """Any layer's experts are what the first slots hold: as much to compute, and nothing to wait
-    for.
+    """A residency that maps every layer's experts to the slots that are filled.
+
+    Steps compute as much as with their own experts, and wait for no copy.
     """
 
     def __init__(
@@ -63,12 +69,13 @@ def calibrate(
     prefill_tokens: int,
     position: int,
 ) -> Calibration:
-    """Time decode steps of 1 and of `max_batch` tokens at `position`, and of a prompt's first
-    `prefill_tokens`.
+    """Return the measured seconds of layers by step size, and the bandwidths of copies.
 
-    All shapes must be compiled. The rows of the cache are written to; what is in them must not be
-    needed. Tokens are
-    random: routers choose as they choose, experts are real ones.
+    Times decode steps of 1 and of `max_batch` tokens at `position`, and a prompt's first
+    `prefill_tokens` tokens. Tokens are random; experts and routers are real. All programs of these
+    shapes must be compiled already. Overwrites rows of the KV cache.
+
+    store: where streamed experts come from; None if all experts are on the device.
     """
     residency, layers = runner.residency, runner.config.num_moe_layers
     calibration = Calibration((), ())
@@ -76,7 +83,7 @@ def calibrate(
     if store is not None:
         num_filled, calibration = _copies(store, residency.slots, runner.config.num_experts)
         before_s = runner.readback_s
-        runner.forward([runner.tokens(ChunkGroup((), 1, 1))])  # of padding: it needs no expert
+        runner.forward([runner.tokens(ChunkGroup((), 1, 1))])  # padding alone needs no expert
         calibration = replace(calibration, sync_s=(runner.readback_s - before_s) / layers)
         if isinstance(residency, HybridExperts):
             rate = residency.host.bytes_per_s(
@@ -116,13 +123,15 @@ def calibrate(
 
 
 def _layers_s(runner: ModelRunner, batch: TokenBatch) -> float:
-    """Return the seconds of a batch's layers, without the logits that their program may make."""
+    """Return the seconds of a batch's layers, less those of logits that the same program
+    computes.
+    """
     forward_s = _median_s(lambda: jax.block_until_ready(runner.forward([batch])))
     (output,) = runner.forward([batch])
     if output.logits_PV is None:
         return forward_s
     alone, at_P = output._replace(logits_PV=None), np.zeros(len(batch.rows_P), np.int32)
-    jax.block_until_ready(runner.logits(alone, at_P))  # to compile it
+    jax.block_until_ready(runner.logits(alone, at_P))  # compiles outside of the timing
     return max(
         0.0, forward_s - _median_s(lambda: jax.block_until_ready(runner.logits(alone, at_P)))
     )
@@ -138,10 +147,10 @@ def _median_s(run: Callable[[], object]) -> float:
 
 
 def _copies(store: TieredStore, slots: ExpertSlots, num_experts: int) -> tuple[int, Calibration]:
-    """Return (slots filled, bandwidths) of copying experts as a step copies them.
+    """Return (slots filled, a `Calibration` with the bandwidths of host and NVMe in bytes/s).
 
-    The first copies read NVMe, and find memory that the system has not yet given; the bandwidth is
-    that of later ones.
+    The first copies read NVMe and touch new host memory; only repeated copies count for the host's
+    bandwidth.
     """
     wanted = min(
         max(num_experts, -(-COPY_BYTES // store.layout.data_bytes)),
@@ -169,6 +178,8 @@ def _copies(store: TieredStore, slots: ExpertSlots, num_experts: int) -> tuple[i
 
 
 def _between(then: LinkStats, now: LinkStats) -> float:
-    """Return bytes per second; infinite if nothing moved."""
+    """Return bytes per second between two readings of a link's counters; infinite if nothing
+    moved.
+    """
     moved_bytes = now.num_bytes - then.num_bytes
     return moved_bytes / (now.seconds - then.seconds) if moved_bytes else math.inf

@@ -1,4 +1,4 @@
-"""Text from tokens as they come: whole characters only, and nothing of a stop string."""
+"""Incremental detokenization: text from tokens as they arrive, cut off before a stop string."""
 
 from __future__ import annotations
 
@@ -8,27 +8,29 @@ from functools import lru_cache
 
 from tokenizers import Tokenizer
 
-# what decoders make of bytes that are not UTF-8, also of a character not yet complete
+# the text that decoders produce for invalid UTF-8, including a character that is not complete yet
 REPLACEMENT = "\ufffd"
-# Prompt tokens that the first text is decoded behind: decoders strip the first space of a text.
+# The first output is decoded together with this many prompt tokens: decoders strip the leading
+# space of a text.
 CONTEXT_TOKENS = 5
-# So many tokens without a complete character at their end are no character: one has at most 4
-# bytes.
+# Pending tokens are released at this number even if no character is complete: a character has at
+# most 4 bytes, so these are invalid.
 MAX_PENDING_TOKENS = 16
 
 
 class TextStream:
-    """The text after a prompt, piece by piece: what `push` and at last `flush` return, joined, is
-    all of it.
+    """Decodes output tokens into text; the pieces from `push` and finally `flush` join to the whole
+    text.
 
-    Text that may still change is held back: a character of which bytes are missing, and an end that
-    could be the beginning of a stop string. At a stop string the text ends, right before it;
-    `matched_stop` is that string, and further tokens are ignored. Of several it is the one that is
-    complete first, then the longest, so the text does not depend on how it is cut into tokens. The
-    text of the first `min_new_tokens` tokens is not searched.
+    Holds back text that may still change: an incomplete character, and an end that may begin a stop
+    string. The text ends right before the first complete stop string (of several that end at the
+    same character, the longest), however the text is split into tokens; `matched_stop` is then that
+    string, and further tokens are ignored. The text of the first `min_new_tokens` tokens is not
+    searched.
 
-    (`tokenizers.decoders.DecodeStream` cannot be flushed, waits without limit for bytes that never
-    become a character, and raises an error where a run of byte tokens turns out not to be text.)
+    `tokenizers.decoders.DecodeStream` does not serve here: it cannot be flushed, waits without
+    limit for bytes that never become a character, and raises an error if a run of byte tokens is
+    not UTF-8.
     """
 
     def __init__(
@@ -43,13 +45,13 @@ class TextStream:
         self._decode: Callable[[list[int]], str] = tokenizer.decode  # special tokens give no text
         self._state, self._min_new_tokens = _automaton(tuple(stop)), min_new_tokens
         self._num_tokens = 0
-        self._context = list(prompt_token_ids[-CONTEXT_TOKENS:])  # tokens whose text is out already
+        self._context = list(prompt_token_ids[-CONTEXT_TOKENS:])  # tokens whose text was returned
         self._context_text = self._decode(self._context)
-        self._pending: list[int] = []  # tokens whose text is not
-        self._held = ""  # text that could be the beginning of a stop string
+        self._pending: list[int] = []  # tokens whose text was not returned yet
+        self._held = ""  # text that may begin a stop string
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """Return the new text after these tokens, possibly empty."""
+        """Return the text that these tokens complete, possibly ""."""
         text = ""
         for token in token_ids:
             if self.matched_stop is not None:
@@ -60,7 +62,7 @@ class TextStream:
         return text
 
     def flush(self) -> str:
-        """Return the rest of the text: the request has ended. An incomplete character becomes
+        """Return the rest of the text at the end of a request; an incomplete character becomes
         U+FFFD.
         """
         if self.matched_stop is not None:
@@ -70,32 +72,31 @@ class TextStream:
         return text + held
 
     def _decode_pending(self) -> str:
-        """Return text of the pending tokens that later ones cannot change."""
+        """Return the text of the pending tokens, or "" if later tokens could change it."""
         text = self._decode(self._context + self._pending)
         if not text.endswith(REPLACEMENT) and text != self._context_text:
             return self._release(len(self._pending))
         if len(self._pending) >= MAX_PENDING_TOKENS:
-            # A character that the last 3 tokens can still complete begins in them: 4 bytes would be
-            # complete.
+            # A character has at most 4 bytes, so an incomplete one begins in the last 3 tokens.
             return self._release(len(self._pending) - 3)
         return ""
 
     def _release(self, count: int) -> str:
-        """Return text of the first `count` pending tokens, which become the context of the
-        others.
+        """Return the text of the first `count` pending tokens; these become the context of later
+        ones.
         """
         released, self._pending = self._pending[:count], self._pending[count:]
         text = self._decode(self._context + released)
         if text.startswith(self._context_text):
             text = text[len(self._context_text) :]
-        else:  # byte tokens with others before them that were text, and together are not
+        else:  # byte tokens that are valid text alone, but not after the context's
             text = self._decode(released)
         self._context, self._context_text = released, self._decode(released)
         return text
 
     def _search(self, text: str) -> str:
-        """Return what can go out of held text and `text`, up to a stop string or the possible
-        beginning of one.
+        """Return the part of held text and `text` before a stop string, or before the start of a
+        possible one.
         """
         if self._num_tokens <= self._min_new_tokens:
             return text
@@ -112,10 +113,13 @@ class TextStream:
 
 @dataclass(eq=False)
 class _State:
-    """The longest end of a text that a stop string begins with.
+    """A state of the Aho-Corasick automaton: the longest suffix of the text that begins a stop
+    string.
 
-    match: the longest stop string that the text ends with. shorter: the next shorter such end;
-    None: of the empty one.
+    depth: the length of that suffix.
+    match: the longest stop string that the text ends with.
+    longer: the next state by character.
+    shorter: the state of the next shorter suffix (the failure link); None for the root.
     """
 
     depth: int = 0
@@ -134,11 +138,10 @@ class _State:
 
 @lru_cache(maxsize=64)
 def _automaton(stop: tuple[str, ...]) -> _State:
-    """Build Aho and Corasick's automaton: what a character costs does not grow with the number of
-    strings.
+    """Return the root of an Aho-Corasick automaton of stop strings.
 
-    The libraries that have one search whole texts; here a text goes on, and its end may be the
-    beginning of a string.
+    The cost per character does not grow with the number of strings. Libraries search complete texts
+    only; a stream also needs to know whether its end may begin a stop string.
     """
     root = _State()
     for string in stop:

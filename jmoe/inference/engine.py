@@ -1,7 +1,14 @@
-"""The inference engine: requests in, tokens out, with continuous batching and experts that need not
-fit the device.
+"""The inference engine: continuous batching of requests, with experts that need not fit the device.
 
-Legend: P rows of a step, C tokens a row, V vocabulary, D hidden.
+The server's `EngineLoop` and the programs call `Engine`; `Engine.step` composes scheduler, runner
+and sampler.
+
+Legend:
+P rows of a step
+C tokens a row
+B rows of logits to sample from
+D hidden
+V vocabulary
 """
 
 import contextlib
@@ -38,17 +45,18 @@ from jmoe.planning.streaming import StreamingPlan
 from jmoe.status import status
 
 log = logging.getLogger("jmoe")
-REST_S = 0.005  # a step waits so long for a constraint where nothing else runs
+REST_S = 0.005  # how long a step without any tokens to run waits for a constraint
 NO_NUMBERS = "the model's logits are not finite, so no token can be drawn"
 
 
 class Engine(Closing):
     """Serves requests with one model. Not thread-safe.
 
-        engine = Engine(folder, EngineConfig(max_batch=8, max_seq_len=2048, policy="ring",
-        ring_slots=4)) completions = engine.generate(["def f("], max_new_tokens=32)
+        config = EngineConfig(max_batch=8, max_seq_len=2048, policy="ring", ring_slots=4)
+        engine = Engine(folder, config)
+        completions = engine.generate(["def f("], max_new_tokens=32)
 
-    or `add_request`, then `step` while `has_unfinished`.
+    Or call `add_request`, then `step` while `has_unfinished`.
     """
 
     def __init__(
@@ -62,14 +70,15 @@ class Engine(Closing):
     ) -> None:
         """Load the Hugging Face checkpoint in a folder.
 
-        A program is compiled when a step first needs it; `compile_for_service` compiles all of them
-        beforehand.
+        Programs compile when a step first needs them, unless `compile_for_service` has compiled
+        them.
 
-        leader: of the other processes, where this one is the first of several; each of those
-        follows with the runner of a `LoadedModel` of the same folder and options.
-        bandwidth_limit_bytes_per_s: of the tiers "nvme" and "host", for measurements. say: gets a
-        line for each thing that takes long. Raises `ValueError` naming the field, value and
-        constraint, before weights are read.
+        leader: with several processes, rank 0's connection to the others. Each of these runs a
+            `Follower` with the runner of its own `LoadedModel` of the same folder and options.
+        bandwidth_limit_bytes_per_s: limits on the tiers "nvme" and "host", for measurements.
+        say: receives a line about each slow operation.
+
+        Raises ValueError naming field, value and constraint, before it reads weights.
         """
         self._model = model = LoadedModel(
             folder, config or EngineConfig(), bandwidth_limit_bytes_per_s, say
@@ -91,7 +100,7 @@ class Engine(Closing):
         self._collector = StatsCollector(self._runner, self._store, StreamingPlan(memory), placer)
         if on_mesh is not None and options.mesh.placement != "even":
             on_mesh.set_costs(*on_mesh.measure_costs())
-        # a step may have its experts in several ways
+        # policy "auto" chooses for each step how its experts come, by these measurements
         if model.on_one is not None and memory.policy == "auto":
             prefill_tokens = self._scheduler.prefill_widths[-1]
             with status(
@@ -105,7 +114,7 @@ class Engine(Closing):
                     self._sampler,
                     max_batch=self.max_batch,
                     prefill_tokens=prefill_tokens,
-                    # what most sequences are about
+                    # half of a typical sequence
                     position=min(self.max_seq_len, DEFAULT_MAX_SEQ_LEN) // 2,
                 )
             self._collector.plan = replace(self.plan, calibration=calibration)
@@ -120,8 +129,12 @@ class Engine(Closing):
         sampling: SamplingParams | None = None,
         constraint: Constraint | None = None,
     ) -> Sequence:
-        """Queue a request. prompt: text, or token ids. constraint: of its output, used by it
-        alone.
+        """Queue a request and return its sequence.
+
+        prompt: text, or token ids.
+        constraint: restricts the output; must not be shared with another request.
+
+        Raises ValueError if the request is invalid for this model.
         """
         if isinstance(prompt, str):
             if self.tokenizer is None:
@@ -137,7 +150,7 @@ class Engine(Closing):
         return sequence
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence; `ValueError` if `check_request` refuses it."""
+        """Queue a sequence. Raises ValueError as `check_request` does."""
         sampling = sequence.sampling
         self.check_request(sequence.prompt_token_ids, sampling)
         if self.tokenizer is not None:
@@ -154,7 +167,7 @@ class Engine(Closing):
         self._scheduler.add(sequence)
 
     def check_request(self, prompt_token_ids: list[int], sampling: SamplingParams) -> None:
-        """Raise `ValueError` if `add` would refuse it. May be called from any thread."""
+        """Raise ValueError if this model cannot run the request. Thread-safe."""
         sampling.check_vocabulary(self.config.vocab_size)
         for token in prompt_token_ids:
             inside = 0 <= token < self.config.vocab_size
@@ -173,7 +186,7 @@ class Engine(Closing):
         )
 
     def abort(self, sequence: Sequence) -> None:
-        """End a request; nothing happens if it has ended."""
+        """End a request; a no-op if it has ended already."""
         self._scheduler.finish(sequence, "abort")
         self._drop_unwanted()
 
@@ -187,10 +200,11 @@ class Engine(Closing):
         sampling: SamplingParams | None = None,
         **fields: Any,
     ) -> list[Completion]:
-        """Run prompts to their end. fields: of `SamplingParams`, e.g. max_new_tokens=32,
-        temperature=0.8.
+        """Return the completions of prompts, once all have ended.
 
-        Raises `FloatingPointError` naming the prompt where the model's logits are not finite.
+        fields: fields of `SamplingParams` that override `sampling`, e.g. max_new_tokens=32.
+
+        Raises FloatingPointError naming the prompt for which the model's logits are not finite.
         """
         sampling = replace(sampling or SamplingParams(), **fields)
         sequences = [self.add_request(prompt, sampling) for prompt in prompts]
@@ -208,9 +222,10 @@ class Engine(Closing):
         return [Completion.join(*pair) for pair in outputs.items()]
 
     def step(self) -> list[Output]:
-        """Run one step: a token for every running request, and chunks of prompts.
+        """Run one step, and return the new tokens and text of every sequence that got a token.
 
-        With other processes: `LockstepError` if one of them is lost.
+        A step runs one token of every decoding request, and chunks of prompts. Raises LockstepError
+        if another process of the engine is lost.
         """
         with contextlib.nullcontext() if self.leader is None else self.leader.step():
             return self._step()
@@ -233,7 +248,7 @@ class Engine(Closing):
         self.residency.begin_step(whole_layers=policy == "ring", on_host=policy == "hybrid")
         draws = self._run(plan, groups)
         sampled = plan.sampled
-        # one whose logits are no numbers ends; the others are not concerned
+        # a sequence with logits that are not finite ends; the others go on
         for sequence in sampled:
             if draws[sequence].token == NOT_FINITE or not sequence.is_finite:
                 log.error(
@@ -256,8 +271,8 @@ class Engine(Closing):
         return outputs
 
     def compile_for_service(self) -> None:
-        """Compile every program that a request may need, so that none holds up the others when
-        it comes.
+        """Compile every program that a request may need, so that no request waits for a
+        compilation.
         """
         decode_shapes = [(size, 1) for size in self._scheduler.decode_buckets]
         prefill_shapes = self._scheduler.prefill_shapes
@@ -279,33 +294,35 @@ class Engine(Closing):
 
     @property
     def plan(self) -> StreamingPlan:
-        """Return where the experts are, how steps get them, and why."""
+        """Where the experts are, how a step gets those that the device lacks, and why."""
         return self._collector.plan
 
     def scheduler_stats(self) -> SchedulerStats:
-        """Return how many requests run and wait, and the tokens they hold and did not have to
-        compute.
-        """
+        """Return the numbers of running and waiting requests, and of cached and reused tokens."""
         return self._scheduler.stats()
 
     def reset_stats(self) -> None:
-        """Let `stats` count from here on."""
+        """Reset the counters of `stats` to zero."""
         self._collector.reset()
 
     def expert_use(self) -> np.ndarray:
-        """Return int64 [layers with experts, experts]: tokens that each got in the last steps;
-        reads the device now.
+        """Return int64 [layers with experts, experts]: tokens that each expert got in the last 16
+        steps.
+
+        Waits for the device.
         """
         return self._runner.expert_use()
 
     def last_choices(self) -> list[np.ndarray]:
-        """Return int32 [tokens, choices] of each layer with experts: what the last step's tokens
-        chose, E for none.
+        """Return the experts that the last step's tokens chose: int32 [tokens, K] for each layer
+        with experts.
+
+        Padding has E, the number of experts, in place of an expert.
         """
         return self._runner.last_choices()
 
     def close(self) -> None:
-        """Stop the threads that copy experts; log what was predicted beside what was measured."""
+        """Stop the threads that copy experts; log predicted and measured step times."""
         if self.plan.calibration is not None:
             for name, phase in (
                 ("prefill", (stats := self.stats()).prefill),
@@ -326,9 +343,9 @@ class Engine(Closing):
     # Parts of a step
 
     def _compile_odds(self) -> None:
-        """Compile what copies a row of the cache, and what constraints and many token ids need."""
+        """Compile copies of rows of the cache, and sampling with constraints or many token ids."""
         self._runner.copy_row(0, 0, 1)
-        self._runner.copy_row(0, self.max_batch - 1, 1)  # on several devices: from one to another
+        self._runner.copy_row(0, self.max_batch - 1, 1)  # between devices is another program
         logits_1V = self._runner.logits(self._runner.zeros(1, 1), np.zeros(1, np.int32))
         self._sampler.warm_up(logits_1V, Unconstrained())
 
@@ -337,7 +354,7 @@ class Engine(Closing):
         self._sampler.warm_up_prompt_logprobs(logits)
 
     def _let_rest(self) -> list[Constraint]:
-        """Let the sequences rest whose constraints are not ready; return these constraints."""
+        """Mark sequences whose constraint is not ready as resting; return these constraints."""
         resting = []
         for sequence in self._scheduler.decoding:
             if sequence.constraint is not None:
@@ -351,11 +368,12 @@ class Engine(Closing):
             self._ahead = None
 
     def _run(self, plan: StepPlan, groups: list[ChunkGroup]) -> dict[Sequence, Draw]:
-        """Run the groups of a plan, and begin the next step before its tokens are read, where
-        that can be.
+        """Run a plan's groups and return the sampled tokens by sequence.
+
+        Begins the next decode step before it waits for the tokens, if no prompt runs in this one.
         """
         ahead, self._ahead = self._ahead, None
-        # None: it is computed again
+        # None if the plan differs from what ran ahead; the step is then computed normally
         begun = ahead.take(groups[0]) if ahead is not None and plan.decode else None
         if begun is None:
             batches = [self._runner.tokens(group) for group in groups]
@@ -382,10 +400,10 @@ class Engine(Closing):
         }
 
     def _draw(self, group: ChunkGroup, output: Any) -> list[tuple[list[Chunk], Draws]]:
-        """Draw a token for every sequence of a group that gets one; keep log-probabilities of
-        prompts.
+        """Sample a token for every sequence of a group that gets one; collect prompt
+        log-probabilities.
 
-        Returns the chunks that get a token, and these; nothing for none.
+        Returns [(chunks that get a token, their draws)], or [] if no chunk gets one.
         """
         for row, chunk in enumerate(group.chunks):
             sequence = chunk.sequence
@@ -408,7 +426,7 @@ class Engine(Closing):
             return Output(sequence, [], "", [], "error")
         text, stream = "", sequence.text
         if stream is not None:
-            if sequence.finish_reason != "stop":  # the token that ended it gives no text
+            if sequence.finish_reason != "stop":  # an end-of-text or stop token has no text
                 text = stream.push([draw.token])
             if stream.matched_stop is not None and sequence.finish_reason in (None, "length"):
                 self._scheduler.finish(sequence, "stop")
@@ -425,21 +443,21 @@ class Engine(Closing):
         )
 
     def _compile(self, num_rows: int, width: int) -> None:
-        """Compile the programs of a group of this size, by running them on padding."""
+        """Compile the programs of a group of this shape, by running them on padding."""
         at_P = np.zeros(num_rows, np.int32)
         for batch in self._runner.padding(num_rows, width):
             (output,) = self._runner.forward([batch])
             if self._model.on_one is not None and self._model.memory.policy == "auto":
-                (whole,) = self._model.on_one.run_layers([batch])  # a step of whole layers
+                (whole,) = self._model.on_one.run_layers([batch])  # as a step with the ring does
                 self._runner.logits(whole, at_P)
             logits_PV = self._runner.logits(output, at_P)
-        if width == 1:  # what follows knows of logits alone
+        if width == 1:  # sampling depends on the shape of the logits alone, not on the width
             self._sampler.warm_up(logits_PV)
             if self._model.on_one is not None and num_rows < self.max_batch:
                 warm_up_ahead(self.max_batch, num_rows)
 
     def _forget_steps(self) -> None:
-        """Leave the steps so far, which ran on padding, out of all counters."""
+        """Exclude the steps so far, which compiled or calibrated, from all counters."""
         self._runner.recent_choices.clear()
         self._collector.reset()
         jax.block_until_ready(self._runner.caches)

@@ -1,7 +1,12 @@
-"""An engine's programs compiled for a GPU that is not here: how long its steps take, and what
-memory they need.
+"""Estimate an engine's step times and memory on a GPU that is not attached, by compiling for it.
 
-Legend: P rows of a step, C tokens a row, T = P C, E experts.
+Called by `--estimate`.
+
+Legend:
+P rows of a step
+C tokens a row
+T tokens, P C
+E experts of a layer
 """
 
 from collections import Counter
@@ -30,13 +35,15 @@ from jmoe.planning.roofline import distinct_experts
 from jmoe.run import ahead_of_time
 from jmoe.runtime import device_memory_share
 
-MOST_COSTLY = 5  # kernels that an estimate shows
+MOST_COSTLY = 5  # number of slowest kernels that an estimate lists
 
 
 @dataclass(frozen=True)
 class EngineStep:
-    """A step of `num_rows` sequences of `width` tokens each; link_s: to copy the experts that
-    the device lacks.
+    """A step of `num_rows` sequences of `width` tokens each.
+
+    gpu: estimate of the compiled programs.
+    link_s: seconds to copy the experts that the device lacks.
     """
 
     num_rows: int
@@ -46,9 +53,7 @@ class EngineStep:
 
     @property
     def seconds(self) -> float:
-        """Return how long it takes where copies hide behind computing, or computing behind
-        copies.
-        """
+        """The estimated seconds of the step, if copies and computation overlap fully."""
         return max(self.gpu.seconds, self.link_s)
 
     @property
@@ -69,8 +74,9 @@ class EngineStep:
 
 @dataclass(frozen=True)
 class EngineEstimate:
-    """The steps of an engine, single tokens first, and where its bytes lie. context: tokens
-    before each of them.
+    """The estimated steps and memory of an engine; single-token steps come before the prompt's.
+
+    context: tokens in the cache before each single token.
     """
 
     gpu: str
@@ -78,7 +84,7 @@ class EngineEstimate:
     memory: MemoryPlan
     temporary_bytes: int
     context: int
-    prompt_flops: float  # of the model, forward, of all tokens of the last step
+    prompt_flops: float  # forward model FLOPs of all tokens of the last step
 
     @property
     def prompt_mfu(self) -> float:
@@ -115,8 +121,9 @@ class EngineEstimate:
 
 
 def plan_for(checkpoint: LazyCheckpoint, options: EngineConfig, gpu: Accelerator) -> MemoryPlan:
-    """Return where an engine on such a GPU puts its bytes; `ValueError` naming the field if it
-    does not fit.
+    """Return where an engine on such a GPU would put its bytes.
+
+    Raises ValueError naming the field if the model does not fit.
     """
     device_bytes = int(device_memory_share() * gpu.device_bytes)
     free = FreeMemory(device_bytes, available_bytes(), shared=False)
@@ -124,7 +131,10 @@ def plan_for(checkpoint: LazyCheckpoint, options: EngineConfig, gpu: Accelerator
 
 
 def estimate_engine(checkpoint: LazyCheckpoint, options: EngineConfig, gpu: str) -> EngineEstimate:
-    """Return the estimate of an engine with these options on a GPU of `ahead_of_time.TARGETS`."""
+    """Return the estimate of an engine with these options.
+
+    gpu: a name of `ahead_of_time.TARGETS`. options.max_seq_len must be set.
+    """
     ahead_of_time.check_cuda("estimate", gpu)
     assert options.max_seq_len is not None, "the model's positions say it"
     memory = plan_for(checkpoint, options, ACCELERATORS[gpu])
@@ -134,14 +144,15 @@ def estimate_engine(checkpoint: LazyCheckpoint, options: EngineConfig, gpu: str)
     width = min(options.prefill_chunk_tokens, context)
     sizes = dict.fromkeys([(1, 1), (options.max_batch, 1), (1, width)])
     steps = tuple(programs.step(*size, context) for size in sizes)
-    flops = checkpoint.config.flops_per_token(width) / 3 * width  # a third: no gradients
+    # a third of a training step's FLOPs: the forward pass alone
+    flops = checkpoint.config.flops_per_token(width) / 3 * width
     return EngineEstimate(gpu, steps, memory, programs.temporary_bytes, context, flops)
 
 
 class _Programs:
-    """Compiles what an engine on one GPU runs in a step, by shape alone, and prices it.
+    """Compiles the programs of an engine's steps on one GPU, from shapes alone, and estimates them.
 
-    temporary_bytes: the most that a program needs.
+    temporary_bytes: the largest temporary memory of a program so far.
     """
 
     def __init__(
@@ -170,9 +181,7 @@ class _Programs:
         }
 
     def _modules(self) -> Any:
-        """Return what is outside the layers, and the layers without their experts, in the
-        engine's dtype.
-        """
+        """Return (embedding and head, the layers without experts) in the engine's dtype."""
         decoder = Decoder(self._config, rngs=nnx.Rngs(0))
         narrow = lambda w: w.astype(self._dtype) if w.dtype == jnp.float32 else w  # noqa: E731
         nnx.update(decoder, jax.tree.map(narrow, nnx.state(decoder)))
@@ -185,8 +194,9 @@ class _Programs:
         return jax.tree.map(lambda array: self._abstract(array.dtype, *array.shape), tree)
 
     def _run(self, trips: int, function: Any, *operands: Any) -> tuple[Any, GpuEstimate]:
-        """Return (shapes of the results, the estimate) of a program whose loops of unknown
-        length run `trips` times.
+        """Return (shapes of the results, estimate) of a program.
+
+        trips: assumed iterations of each loop whose trip count is not static.
         """
         results, lowered = ahead_of_time.lower_for(
             self._device, function, *self._on_device_each(operands)
@@ -208,7 +218,9 @@ class _Programs:
         ]
 
     def step(self, num_rows: int, width: int, context: int) -> EngineStep:
-        """Return a step of so many sequences, with `context` tokens before those of each."""
+        """Return the estimate of a step of `num_rows` sequences, with `context` tokens before each
+        chunk.
+        """
         config, options, tokens = self._config, self._options, num_rows * width
         assert options.max_seq_len is not None
         batch = runner.TokenBatch(
@@ -263,8 +275,8 @@ class _Programs:
         return EngineStep(num_rows, width, gpu, self._link_s(tokens))
 
     def _link_s(self, tokens: int) -> float:
-        """Return seconds in which the experts that a step's tokens choose, and the device lacks,
-        come from the host.
+        """Return the seconds to copy the experts that a step's tokens choose and that the device
+        lacks.
         """
         config, memory = self._config, self._memory
         if memory.expert_tier is None:
@@ -272,7 +284,7 @@ class _Programs:
         weights = memory.model.weights
         lacking = 1 - memory.expert_slots / memory.model.num_experts
         chosen = distinct_experts(config.num_experts, config.num_experts_per_tok, tokens)
-        if memory.policy == "ring":  # whole layers pass, each in turn
+        if memory.policy == "ring":  # copies every layer's experts in every step
             lacking, chosen = 1.0, float(config.num_experts)
         copied = weights.num_layers * chosen * lacking * weights.expert_bytes
         return copied / ACCELERATORS[self._gpu].link_bytes_per_s

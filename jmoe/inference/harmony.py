@@ -1,10 +1,9 @@
-"""The channels of gpt-oss's answers ("harmony"): what is for the user, apart from the reasoning
-before it.
+"""gpt-oss's output format "harmony": separate the final answer from the reasoning before it.
 
-An answer is a series of messages, `<|start|>assistant<|channel|>NAME<|message|>TEXT<|end|>`; the
-last ends in `<|return|>`, a call of a tool in `<|call|>`. The prompt ends inside the header of the
-first. All of these words are special tokens, which give no text: read as one text, header,
-reasoning and answer run together. https://github.com/openai/harmony
+An output is a series of messages, `<|start|>assistant<|channel|>NAME<|message|>TEXT<|end|>`. The
+last message ends with `<|return|>`, a tool call with `<|call|>`; the prompt ends inside the first
+message's header. The delimiters are special tokens without text, so a plain decoder would join
+header, reasoning and answer. Source: https://github.com/openai/harmony
 """
 
 from __future__ import annotations
@@ -20,13 +19,16 @@ from jmoe.inference.sampling_params import Constraint
 
 FINAL = "final"
 TURN_ENDS = ("<|return|>", "<|call|>")
-# So many tokens of a header without a message are no header: the model has left the format.
+# A header with this many tokens is none: the model has left the format.
 MAX_HEADER_TOKENS = 32
 
 
 @dataclass(frozen=True)
 class Harmony:
-    """The ids of the format's special tokens."""
+    """The ids of the format's special tokens.
+
+    ends: the tokens that end a message.
+    """
 
     start: int
     channel: int
@@ -35,7 +37,7 @@ class Harmony:
 
     @classmethod
     def detect(cls, tokenizer: Tokenizer) -> Harmony | None:
-        """Return those of a tokenizer, None if it has not all of them."""
+        """Return the ids of a tokenizer's harmony tokens, or None if it lacks one of them."""
         special = {
             token.content: token_id
             for token_id, token in tokenizer.get_added_tokens_decoder().items()
@@ -47,16 +49,16 @@ class Harmony:
         return cls(start, channel, message, frozenset(ends))
 
     def is_answer(self, tokenizer: Tokenizer, header: list[int]) -> bool:
-        """Return whether a message with this header is for the user: in the channel `final`, or
-        in none.
+        """Return whether a message with this header is for the user: its channel is `final`, or it
+        has none.
         """
         if self.channel not in header:
             return True
         return tokenizer.decode(header[header.index(self.channel) + 1 :]).split()[:1] == [FINAL]
 
     def of_message(self, prompt_token_ids: Sequence[int]) -> list[int]:
-        """Return the end of a prompt from the begin of its last message on; nothing of another
-        format's.
+        """Return the prompt's tokens from the start of its last message on; [] if there is no
+        message.
         """
         if self.start not in prompt_token_ids:
             return []
@@ -68,11 +70,10 @@ class Harmony:
 
 
 class ChannelStream:
-    """A `TextStream` whose `push` and `flush` return the text of the channel `final` alone.
+    """A `TextStream` that returns only the text of the channel `final`.
 
-    The text of the other channels is collected for `take_reasoning`. Stop strings end an answer, so
-    they are looked for in `final`. Text outside of the format is taken for an answer, so that
-    nothing is lost.
+    `take_reasoning` returns the text of the other channels. Only `final` is searched for stop
+    strings. Text outside of the format counts as the answer, so that nothing is lost.
     """
 
     def __init__(
@@ -86,10 +87,10 @@ class ChannelStream:
     ) -> None:
         self._tokenizer, self._harmony = tokenizer, harmony
         self._stop, self._min_new_tokens = tuple(stop), min_new_tokens
-        self._num_tokens = 0  # drawn
-        self._header: list[int] | None = None  # tokens of a header under way
-        self._num_prompt_tokens = 0  # of the header, that the prompt ends with
-        # the header was begun by the model, so that it need not be an answer
+        self._num_tokens = 0  # output tokens so far
+        self._header: list[int] | None = None  # tokens of an incomplete header
+        self._num_prompt_tokens = 0  # tokens of that header that belong to the prompt
+        # whether the header began with <|start|>; `flush` then drops it instead of returning it
         self._expects_role = False
         self._body = TextStream(
             tokenizer, prompt_token_ids, stop=stop, min_new_tokens=min_new_tokens
@@ -107,20 +108,20 @@ class ChannelStream:
 
     @property
     def matched_stop(self) -> str | None:
-        """The stop string that ended the answer."""
+        """The stop string that ended the answer, or None."""
         return self._body.matched_stop if self._is_answer else None
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """Return the new text of the answer after these tokens, possibly empty."""
+        """Return the answer's text that these tokens complete, possibly ""."""
         return "".join(map(self._push, token_ids))
 
     def flush(self) -> str:
-        """Return the rest of the answer: the request has ended."""
+        """Return the rest of the answer's text at the end of a request."""
         text = "" if self._header is None or self._expects_role else self._leave_header()
         return text + self._channelled(self._body.flush())
 
     def take_reasoning(self) -> str:
-        """Return what other channels than `final` have said since the last call."""
+        """Return the text of channels other than `final` since the last call."""
         text, self._reasoning = self._reasoning, ""
         return text
 
@@ -141,7 +142,7 @@ class ChannelStream:
         return self._leave_header() if len(self._header) >= MAX_HEADER_TOKENS else ""
 
     def _begin(self, is_answer: bool) -> str:
-        """Begin the text of a message; of several in one place each stands on lines of its own."""
+        """Start the text of a message, after a newline if it is not the first one of its kind."""
         self._header, self._is_answer = None, is_answer
         least = max(0, self._min_new_tokens - self._num_tokens)
         self._body = TextStream(
@@ -151,8 +152,9 @@ class ChannelStream:
         return self._channelled("\n") if is_next else ""
 
     def _leave_header(self) -> str:
-        """Take the tokens of what is no header for an answer, but not one that ends after the
-        name of a channel.
+        """Return the tokens of a malformed header as text of the answer.
+
+        "" if the header names a channel: an output that ends there has no answer.
         """
         assert self._header is not None
         outside = (
@@ -161,7 +163,7 @@ class ChannelStream:
         return self._begin(is_answer=True) + self._body.push(outside) if outside else ""
 
     def _channelled(self, text: str) -> str:
-        """Return text of an answer; keep that of another channel."""
+        """Return text of the answer; collect other text for `take_reasoning` and return ""."""
         if self._is_answer:
             return text
         self._reasoning += text
@@ -169,8 +171,8 @@ class ChannelStream:
 
 
 class AnswerConstraint(Constraint):
-    """Restricts the answer alone; what is said before it, in other channels, is free, but may
-    not end the turn.
+    """A constraint that applies to the answer alone; other channels are free, but may not end the
+    turn.
     """
 
     def __init__(
@@ -181,10 +183,14 @@ class AnswerConstraint(Constraint):
         prompt_token_ids: Sequence[int],
         end_token_ids: Iterable[int],
     ) -> None:
-        """answer: of the text of the answer. end_token_ids: end the turn."""
+        """Begin inside the header that the prompt ends with.
+
+        answer: the constraint of the answer's text.
+        end_token_ids: tokens that end the turn.
+        """
         self.answer, self._tokenizer, self._harmony = answer, tokenizer, harmony
         self._end_token_ids = list(end_token_ids)
-        self._header: list[int] | None = None  # of a message whose text has not begun
+        self._header: list[int] | None = None  # tokens of an incomplete header
         begun = harmony.of_message(prompt_token_ids)
         self._is_answer = not begun
         for token in begun:
@@ -201,7 +207,7 @@ class AnswerConstraint(Constraint):
     def fill(self, words_W: np.ndarray) -> None:
         if self._is_answer:
             self.answer.fill(words_W)
-        elif self._at_prompt:  # the header goes on with the name of a channel
+        elif self._at_prompt:  # the prompt's header must continue with a channel
             words_W[:] = 0
             _set(words_W, [self._harmony.channel], True)
         else:
@@ -216,11 +222,11 @@ class AnswerConstraint(Constraint):
             self._follow(token_id)
 
     def _needs_channel(self) -> bool:
-        """Return whether a header is under way that names no channel yet."""
+        """Return whether an incomplete header names no channel yet."""
         return self._header is not None and self._harmony.channel not in self._header
 
     def _follow(self, token: int) -> None:
-        """Take in a token of what is said before the answer."""
+        """Update the state by a token before the answer."""
         harmony = self._harmony
         if token == harmony.start or token in harmony.ends:
             self._header = []
@@ -231,7 +237,7 @@ class AnswerConstraint(Constraint):
 
 
 def _set(words_W: np.ndarray, token_ids: Iterable[int], allowed: bool) -> None:
-    """Set or clear the bits of tokens."""
+    """Set (`allowed`) or clear the bits of tokens in a mask of int32 words."""
     bits = words_W.view(np.uint32)
     for word, bit in (divmod(token, 32) for token in token_ids):
         mask = np.uint32(1 << bit)

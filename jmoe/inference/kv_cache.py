@@ -1,11 +1,21 @@
-"""Keys and values of the running requests: one array of each a layer, written in place.
+"""The KV cache: one array of keys and one of values per layer, updated in place, and attention to
+it.
 
-Legend: B cache rows, S positions of a row, P rows of a step, C tokens a row in this step, G
-key/value heads, R = H / G query heads a group, Q = R C, d and e dimensions of a key and of a value
-head, L positions a block.
+bfloat16 is stored as its bits, uint16: XLA:CPU would otherwise convert the whole cache to read or
+write a part of it.
 
-bfloat16 is kept as its bits, uint16: XLA:CPU would convert the whole cache to read or write a part
-of it.
+Legend:
+B cache rows
+S positions of a row
+P rows of a step
+C tokens a row in this step
+G key/value heads
+H query heads
+R query heads a group, H / G
+Q R C
+L positions of a block
+d dimension of a key head
+e dimension of a value head
 """
 
 from dataclasses import dataclass
@@ -34,15 +44,16 @@ class KVCache:
 
     @property
     def length(self) -> int:
-        """S, which as a position means: none, a token that pads the step."""
+        """S, the positions of a row. Position S marks a padding token of a step."""
         return self.k_BGSd.shape[2]
 
 
 def empty_caches(
     config: ModelConfig, max_batch: int, max_seq_len: int, dtype: jnp.dtype
 ) -> list[KVCache]:
-    """Return room for `max_batch` rows of `max_seq_len` positions, rounded up to whole blocks,
-    in each layer.
+    """Return zeroed caches, one for each layer, with `max_batch` rows.
+
+    max_seq_len: positions of a row, rounded up to a multiple of `BLOCK`.
     """
     length = -(-max_seq_len // BLOCK) * BLOCK
     stored = jnp.dtype(jnp.uint16) if dtype == jnp.bfloat16 else dtype
@@ -60,11 +71,10 @@ def empty_caches(
 def write(
     cache: KVCache, rows_P: jax.Array, positions_PC: jax.Array, k_PCGd: jax.Array, v_PCGe: jax.Array
 ) -> KVCache:
-    """Return the cache with this step's keys and values; positions of S or more are left out.
+    """Return the cache with this step's keys and values written; tokens at position S are skipped.
 
-    The positions of a row follow each other, so that it is written as one piece: a scatter is slow
-    on XLA:CPU. A piece that would reach past the end begins earlier, with what is there, and its
-    padding is cut.
+    The positions of a row must be consecutive: each row is written as one slice, as scatters are
+    slow on XLA:CPU. A slice that would pass the end starts earlier and keeps the old content there.
     """
     new = KVCache(bits(k_PCGd).swapaxes(1, 2), bits(v_PCGe).swapaxes(1, 2))
     width, real_PC = positions_PC.shape[1], positions_PC < cache.length
@@ -88,7 +98,7 @@ def write(
 def _write_single(
     cache: KVCache, rows_P: jax.Array, positions_P: jax.Array, k_P1Gd: jax.Array, v_P1Ge: jax.Array
 ) -> KVCache:
-    """Return `write` of one token a row, in one scatter."""
+    """Return the cache with one token's key and value written in each row, by one scatter."""
 
     def put(all_BGSd: jax.Array, new_P1Gd: jax.Array) -> jax.Array:
         return all_BGSd.at[rows_P, :, positions_P].set(bits(new_P1Gd)[:, 0], mode="drop")
@@ -107,11 +117,11 @@ def write_and_attend(
     sinks_H: jax.Array | None = None,
     context: int | None = None,
 ) -> tuple[jax.Array, KVCache]:
-    """Return (attention of this step's tokens, the cache after `write`). new: their q_PCHd, k_PCGd
-    and v_PCGe.
+    """Write this step's keys and values; return (attention output [P, C, H, e], cache).
 
-    context: for single tokens, a bound on all positions, exclusive: they attend with
-    `attend_at_once`. None: `attend`.
+    new: (q_PCHd, k_PCGd, v_PCGe) of this step's tokens.
+    context: for one token a row, an exclusive bound on all positions, which selects
+        `attend_at_once`; None selects `attend`, or the native operation where available.
     """
     if context is not None:
         cache = _write_single(cache, rows_P, positions_PC[:, 0], *new[1:])
@@ -143,10 +153,11 @@ def attend_at_once(
     window: jax.Array | None = None,
     sinks_H: jax.Array | None = None,
 ) -> jax.Array:
-    """Return what `attend` does for one token a row, reading `context` positions of every row.
+    """Return attention [P, 1, H, e] for one token a row, over the first `context` positions at
+    once.
 
-    Nothing in it depends on the positions but a mask, so that a GPU runs it without asking the host
-    how far to go.
+    The positions only enter a mask, so a GPU needs no loop whose length depends on data. Otherwise
+    as `attend`.
     """
     p, _, h, d = q_P1Hd.shape
     g = cache.k_BGSd.shape[1]
@@ -167,7 +178,7 @@ def attend_at_once(
         top = jnp.maximum(top, sinks)
     weights = jnp.exp(s_PGRL - top)
     total = weights.sum(axis=-1, keepdims=True) + (0.0 if sinks_H is None else jnp.exp(sinks - top))
-    # what a request before left behind the last position may be NaN, and 0 times NaN is not 0
+    # values of an earlier request may be NaN beyond the last position, and 0 times NaN is not 0
     v_PGLe = jnp.where((at_L <= last_P1)[:, None, :, None], read(cache.v_BGSe), 0)
     out = dot(weights.astype(q_P1Hd.dtype), v_PGLe) / total
     return out.astype(q_P1Hd.dtype).reshape(p, 1, h, -1)
@@ -177,8 +188,10 @@ def attend_at_once(
 def copy_row(
     cache: KVCache, source: jax.Array, target: jax.Array, num_tokens: jax.Array
 ) -> KVCache:
-    """Return the cache with the first tokens of one row copied over those of another, in whole
-    blocks.
+    """Return the cache with the first `num_tokens` positions of row `source` copied to row
+    `target`.
+
+    Copies whole blocks, so up to `BLOCK` - 1 further positions too.
     """
 
     def copied(x_BGSd: jax.Array) -> jax.Array:
@@ -202,12 +215,12 @@ def attend(
     window: jax.Array | None = None,
     sinks_H: jax.Array | None = None,
 ) -> jax.Array:
-    """Return attention [P, C, H, e] of this step's tokens to the positions up to their own in their
-    rows of the cache.
+    """Return attention [P, C, H, e] of this step's tokens to the cached positions up to their own.
 
-    Runs over the blocks in use only, with a running maximum (FlashAttention, arXiv 2205.14135).
-    window: a token sees this many positions, its own included. sinks_H: a score of every head that
-    takes part in the softmax and carries no value (gpt-oss).
+    Loops over the blocks in use, with a running maximum (FlashAttention, arXiv 2205.14135).
+
+    window: number of positions that a token attends to, its own included; None for all.
+    sinks_H: a logit for each head that takes part in the softmax and has no value (gpt-oss).
     """
     c = q_PCHd.shape[1]
     out = [
@@ -220,7 +233,7 @@ def attend(
             window,
             sinks_H,
         )
-        for i in range(0, c, BLOCK)  # a block of queries ends its loop at its own last position
+        for i in range(0, c, BLOCK)  # each block of queries loops to its own last position only
     ]
     return out[0] if len(out) == 1 else jnp.concatenate(out, axis=1)
 
@@ -261,10 +274,10 @@ def _attend_rows(
         s = jnp.where(seen, s, _NONE)
         new_top = jnp.maximum(top, s.max(axis=-1, keepdims=True))
         kept = jnp.exp(top - new_top)
-        # where a row has seen nothing yet this is 1 for what it does not see either; its first real
-        # key makes kept 0
+        # a row without a visible key so far gets weights of 1 for masked keys; its first visible
+        # key makes `kept` 0, which discards them
         weights = jnp.exp(s - new_top)
-        # what a request before left behind the last position may be NaN, and 0 times NaN is not 0
+        # values of an earlier request may be NaN beyond the last position, and 0 times NaN is not 0
         v_PGLe = jnp.where((at_L <= last_P1)[:, None, :, None], block(cache.v_BGSe, i), 0)
         out = out * kept + dot(weights.astype(q.dtype), v_PGLe)
         return new_top, total * kept + weights.sum(axis=-1, keepdims=True), out

@@ -1,4 +1,7 @@
-"""Opening a model for inference: where its bytes go, and a runner with the model in its places."""
+"""Open a model for inference: plan its memory, load its weights, and make a runner.
+
+`Engine`, its followers in other processes, and `Teacher` use `LoadedModel`.
+"""
 
 import contextlib
 import logging
@@ -54,7 +57,7 @@ Say = Callable[[str], None]
 
 
 def open_checkpoint(folder: str | os.PathLike[str], options: EngineConfig) -> LazyCheckpoint:
-    """Open a Hugging Face folder as an engine with these options takes it."""
+    """Open a Hugging Face folder with the dtypes that an engine with these options uses."""
     return LazyCheckpoint(
         folder, options.dtype, "wide" if _on_several(options) else options.expert_dtype
     )
@@ -65,7 +68,7 @@ def _on_several(options: EngineConfig) -> bool:
 
 
 class LoadedModel(Closing):
-    """A model in its places, with a runner: what every process of an engine has."""
+    """A loaded model with scheduler and runner, as every process of an engine has it."""
 
     def __init__(
         self,
@@ -74,8 +77,12 @@ class LoadedModel(Closing):
         bandwidth_limit_bytes_per_s: Mapping[Any, float] | None = None,
         say: Say = log.info,
     ) -> None:
-        """Load a Hugging Face checkpoint. Raises `ValueError` before weights are read. say: what
-        takes how long.
+        """Load a Hugging Face checkpoint.
+
+        bandwidth_limit_bytes_per_s: limits on the tiers "nvme" and "host", for measurements.
+        say: receives a line about each slow operation.
+
+        Raises ValueError before it reads weights.
         """
         with open_checkpoint(folder, options) as checkpoint, contextlib.ExitStack() as stack:
             keep_compiled_programs()
@@ -98,8 +105,7 @@ class LoadedModel(Closing):
                     checkpoint.expert_bytes,
                 )
             self.memory = plan_engine_memory(checkpoint, options)
-            # an accelerator computes rows of padding beside others at no cost, and takes long to
-            # compile
+            # fewer program sizes on an accelerator: padding is nearly free there, compiling is slow
             ratio = 2 if runs_on_cpu() or mesh is not None else 4
             self.scheduler = Scheduler(options, checkpoint.eos_token_ids, ratio=ratio)
             limits = bandwidth_limit_bytes_per_s
@@ -144,8 +150,8 @@ def _one_device(
     limits: Mapping[Any, float] | None,
     use_native: bool,
 ) -> tuple[ModelRunner, TieredStore | None]:
-    """Return a runner with the model in its places, and the store that experts come from, if
-    they are streamed.
+    """Return (runner on one device, store of the streamed experts, or None if all are on the
+    device).
     """
     assert options.max_seq_len is not None, "the model's positions say it"
     residency, store = open_experts(
@@ -159,8 +165,8 @@ def _one_device(
     )
     embed_and_head, layers = checkpoint.load_rest()
     config, dtype = checkpoint.config, checkpoint.dtype
-    # A program is compiled anew for arguments that are bound to a device: all that change are, from
-    # the start.
+    # Arguments committed to a device compile another program than uncommitted ones, so everything
+    # that a step replaces is committed from the start.
     caches = jax.device_put(
         empty_caches(config, options.max_batch, options.max_seq_len, dtype), jax.devices()[0]
     )
@@ -177,12 +183,11 @@ def _one_device(
 
 
 def takes_native(options: EngineConfig, say: Say = log.info, *, waits: bool = False) -> bool:
-    """Return whether an engine on one device uses native operations.
+    """Return whether an engine on one device uses native (C++) operations.
 
-    Where they have not been built yet on this machine, only those that are asked for are waited
-    for, or with `waits`
-    any: they take a minute, and are optional. Others are built in the background, for the next
-    start. Raises `ValueError` naming the field where they are asked for and cannot be had.
+    If they are not built on this machine yet, which takes a minute, this waits only if the options
+    ask for them, or `waits` is set; otherwise they are built in the background for the next start.
+    Raises ValueError naming the field if the options ask for them and they are not available.
     """
     platform, wanted = jax.devices()[0].platform, options.native
     if wanted == "on" and options.policy != "hybrid":
@@ -209,7 +214,7 @@ def takes_native(options: EngineConfig, say: Say = log.info, *, waits: bool = Fa
 
 
 def _load_native(say: Say) -> None:
-    """Load the native operations; say so where they are built first."""
+    """Load the native operations; report it if they must be built first."""
     with contextlib.ExitStack() as stack:
         if not native.is_built():
             stack.enter_context(
@@ -221,9 +226,9 @@ def _load_native(say: Say) -> None:
 def computes_on_host(options: EngineConfig, plan: MemoryPlan) -> bool:
     """Return whether the CPU may compute experts that the device lacks, with native operations.
 
-    They are built for the policy that asks for it, else in the background. With `auto` not where
-    the CPU is the device: there is no link between the two that would be saved. Raises `ValueError`
-    where the policy asks for it and the operations cannot be had.
+    Policy "hybrid" waits until they are built; otherwise they are built in the background. Policy
+    "auto" does not use them if the CPU is the device: no copy would be saved. Raises ValueError if
+    policy "hybrid" is set and they are not available.
     """
     is_asked = plan.policy == "hybrid"
     may_pay = (
@@ -244,7 +249,7 @@ def computes_on_host(options: EngineConfig, plan: MemoryPlan) -> bool:
 
 
 def segments_of(checkpoint: LazyCheckpoint, options: EngineConfig) -> list[Placement] | None:
-    """Return the placement of each layer that `mesh.segments` says; None where it says none."""
+    """Return each layer's placement according to `mesh.segments`, or None if that is not set."""
     config = checkpoint.config
     return (
         read_segments(options.mesh, config.num_moe_layers, config.num_experts)
@@ -254,9 +259,7 @@ def segments_of(checkpoint: LazyCheckpoint, options: EngineConfig) -> list[Place
 
 
 def model_bytes(checkpoint: LazyCheckpoint, options: EngineConfig) -> ModelBytes:
-    """Return what an engine needs for a checkpoint, on each device of a mesh; by its headers
-    alone.
-    """
+    """Return the bytes that an engine needs per device, from the checkpoint's headers alone."""
     config, devices = checkpoint.config, options.mesh.devices
     caches = jax.eval_shape(lambda: mesh_caches(checkpoint, options))
     weights = ExpertWeights(
@@ -275,18 +278,19 @@ def model_bytes(checkpoint: LazyCheckpoint, options: EngineConfig) -> ModelBytes
 
 
 def plan_engine_memory(checkpoint: LazyCheckpoint, options: EngineConfig) -> MemoryPlan:
-    """Return where an engine would put the bytes of a checkpoint, by its headers and the memory
-    that is free now.
+    """Return where an engine would put a checkpoint's bytes, given the memory that is free now.
+
+    Reads headers only.
     """
     return _plan(checkpoint, options, _free_memory())(model_bytes(checkpoint, options))
 
 
 def with_sequence_length(checkpoint: LazyCheckpoint, options: EngineConfig) -> EngineConfig:
-    """Return options that say how many tokens a sequence may have, where they leave it open.
+    """Return the options with `max_seq_len` set.
 
-    As many as the model has positions for and memory allows, and at least `DEFAULT_MAX_SEQ_LEN` of
-    these; so many in several processes, which need not have the same memory. Raises `ValueError`
-    for more than the model has.
+    If it is not given: as many tokens as the model has positions and memory allows, at least
+    `DEFAULT_MAX_SEQ_LEN` or the model's positions. With several processes it is that minimum, as
+    their memory may differ. Raises ValueError if the given one exceeds the model's positions.
     """
     length = checkpoint.sequence_length(options.max_seq_len)
     shortest = replace(options, max_seq_len=length)
@@ -307,7 +311,7 @@ def with_sequence_length(checkpoint: LazyCheckpoint, options: EngineConfig) -> E
 
 
 def _free_memory() -> FreeMemory:
-    """Return what is free now, of this process's first device and its host."""
+    """Return the free memory of this process's first device and of its host."""
     device, host_bytes = jax.local_devices()[0], available_bytes()
     stats = None if device.platform == "cpu" else device.memory_stats()
     if stats is None:
@@ -318,9 +322,9 @@ def _free_memory() -> FreeMemory:
 def _plan(
     checkpoint: LazyCheckpoint, options: EngineConfig, free: FreeMemory
 ) -> Callable[[ModelBytes], MemoryPlan]:
-    """Return the plan of these options for a model's bytes."""
+    """Return a function from a model's bytes to the memory plan of these options."""
     devices, expert_slots = options.mesh.devices, None
-    # every device has as many slots as the fullest
+    # every device has as many slots as the device with the most experts needs
     if (placements := segments_of(checkpoint, options)) is not None:
         expert_slots = sum(slot_rows(placements)[1])
     if devices > 1:

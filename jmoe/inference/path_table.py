@@ -1,8 +1,17 @@
-"""Which experts tokens choose next after those they chose before: Lina's estimate of popularity
-(section 5.1).
+"""A profile of which experts tokens choose after which paths: Lina's popularity estimate (5.1).
 
-Legend: T tokens, K choices a token by falling score, E experts of a layer, N layers, G digits of a
-path, R paths, M experts that are kept of a path, U distinct paths of a step.
+A token's path is the experts that it chose in the layers before. `PathCounter` makes a `PathTable`
+from the choices of a profiling run; estimator "paths" and the placement of experts read it.
+
+Legend:
+T tokens
+K choices a token, by falling score
+E experts of a layer
+N layers
+G digits of a path
+R paths
+M experts stored for a path
+U distinct paths of a step
 """
 
 import hashlib
@@ -25,10 +34,10 @@ MAX_KEY = 2**63
 
 
 class LayerEstimate(NamedTuple):
-    """popularity_E: float64, the tokens that each expert of a layer will probably get; 0 where
-    nothing is known.
+    """The estimated popularity of a layer's experts.
 
-    without_share: of the tokens, those without an estimate, which add nothing.
+    popularity_E: float64, the expected number of tokens of each expert; 0 without an estimate.
+    without_share: fraction of the tokens whose path has no estimate; popularity_E omits them.
     """
 
     popularity_E: np.ndarray
@@ -37,8 +46,10 @@ class LayerEstimate(NamedTuple):
 
 @dataclass(frozen=True)
 class TableHeader:
-    """Model and paths that a table was made for. fingerprint: of the model. kept: experts of a
-    path, E or fewer.
+    """The model and the path length for which a table was made.
+
+    kept: M, the experts stored for a path, between K and E.
+    fingerprint: `LazyCheckpoint.routing_fingerprint` of the model.
     """
 
     num_layers: int
@@ -47,7 +58,7 @@ class TableHeader:
     path_length: int
     kept: int
     fingerprint: str
-    tokens: int  # that were counted
+    tokens: int  # number of tokens that were counted
 
     def __post_init__(self) -> None:
         length, experts = self.path_length, self.num_experts
@@ -62,15 +73,15 @@ class TableHeader:
         check(inside, "kept", self.kept, f"must be in [{self.num_experts_per_tok}, {experts}]")
 
     def digits(self, layer: int) -> int:
-        """Return how many choices the longest path up to a layer has."""
+        """Return the number of digits of the longest path that ends at `layer`."""
         return min(self.path_length, layer + 1) + (self.num_experts_per_tok > 1)
 
     def choice(self, digit: int) -> tuple[int, int]:
-        """Return (layers back, place among a token's choices) of a digit of a path, the one that
-        matters most first.
+        """Return (layers back, rank among the token's choices) of a path's digit, most important
+        first.
 
-        These are the first and the second choice of the last layer, then the first ones of those
-        before.
+        Digits 0 and 1 are the first and second choice of the last layer; the others are the first
+        choices of the layers before it. With K = 1 every digit is a layer's only choice.
         """
         if self.num_experts_per_tok == 1:
             return digit, 0
@@ -79,18 +90,19 @@ class TableHeader:
 
 @dataclass(frozen=True, eq=False)
 class PathTable:
-    """For every layer and path, the experts of the next layer that tokens chose most often, and how
-    often.
+    """For each layer and path, the experts of the next layer that tokens chose most often.
 
-    A token's path is the expert with the highest score in each of the last `path_length` layers,
-    and the second best of the last of them (`TableHeader.choice`): whole sets of K experts are
-    hardly ever seen twice. A path that was never seen is shortened from its far end; one of a
-    single expert that was never seen has no estimate.
+    A path is the top expert of each of the last `path_length` layers, and the second expert of the
+    last one (see `TableHeader.choice`); complete sets of K experts would hardly ever repeat. A path
+    that is not in the table is shortened by its least important digits; a path without an entry
+    even for digit 0 has no estimate.
 
-    starts: int64 [N - 1, G + 1]: the paths of g digits up to layer n are rows starts[n, g - 1] to
-    starts[n, g]. keys: int64 [R], ascending in each of these parts: the sum of digit d times E^d.
-    tokens: int64 [R], with this path.
-    experts, counts: int32 and int64 [R, M], by falling count; a count of 0 fills up.
+    starts: int64 [N - 1, G + 1]; rows starts[n, g - 1] to starts[n, g] hold the paths of g digits
+        that end at layer n.
+    keys: int64 [R], ascending within each such range: the sum of digit d times E^d.
+    tokens: int64 [R], the number of tokens with this path.
+    experts: int32 [R, M], by falling count.
+    counts: int64 [R, M]; 0 marks an unused entry.
     """
 
     header: TableHeader
@@ -101,10 +113,11 @@ class PathTable:
     counts: np.ndarray
 
     def popularity(self, path: Sequence[np.ndarray]) -> LayerEstimate:
-        """Return how many of a step's tokens will choose each expert of layer len(path); see
-        `Estimator.estimate`.
+        """Return the estimated popularity of the experts of layer len(path).
 
-        A sum over tokens: those of several devices add up.
+        path: see `Estimator.estimate`.
+
+        Estimates are sums over tokens, so those of several devices add up.
         """
         experts = self.header.num_experts
         rows_U, tokens_U = self._find(path)
@@ -115,16 +128,14 @@ class PathTable:
         return LayerEstimate(popularity_E, float(tokens_U[~known].sum()) / total if total else 0.0)
 
     def likely(self, path: Sequence[np.ndarray]) -> np.ndarray:
-        """Return the K experts that each path's tokens chose most often, of all a step's paths,
-        more than once.
-        """
+        """Return the K most frequent experts of each distinct path of a step, concatenated."""
         rows_U, _ = self._find(path)
         rows, k = rows_U[rows_U >= 0], self.header.num_experts_per_tok
         return self.experts[rows, :k][self.counts[rows, :k] > 0]
 
     def _find(self, path: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the rows of a step's distinct paths, -1 for none, and how many tokens have
-        each.
+        """Return (row of each distinct path of a step, or -1; number of tokens with it), both
+        [U].
         """
         layer, experts = len(path) - 1, self.header.num_experts
         real_T, digits = path[-1][:, 0] < experts, self.header.digits(layer)
@@ -148,8 +159,9 @@ class PathTable:
         return rows_U, tokens_U
 
     def save(self, folder: Path) -> Path:
-        """Write the table beside a checkpoint, all or nothing; return its file: a SHA-256 of the
-        npz that follows.
+        """Write the table beside a checkpoint atomically, and return the file.
+
+        The file is an npz after its SHA-256.
         """
         content = io.BytesIO()
         header = json.dumps(vars(self.header) | {"version": VERSION})
@@ -164,8 +176,9 @@ class PathTable:
 
     @classmethod
     def load(cls, folder: Path, fingerprint: str) -> "PathTable":
-        """Read the table beside a checkpoint; `ValueError` if there is none, or it is damaged or
-        of another model.
+        """Return the table beside a checkpoint.
+
+        Raises ValueError if the file is missing, damaged, of another version or of another model.
         """
         file = folder / PATHS_FILE
         make = f"make one with `python -m jmoe.programs.profile {folder} --text FILE`"
@@ -187,7 +200,7 @@ class PathTable:
 
 
 class PathCounter:
-    """Counts, layer by layer, which experts tokens chose after which paths."""
+    """Counts which experts tokens choose after which paths, for each layer."""
 
     def __init__(
         self, num_layers: int, num_experts: int, num_experts_per_tok: int, path_length: int
@@ -199,7 +212,10 @@ class PathCounter:
         self._parts = [[_Tally() for _ in range(self._header.digits(layer))] for layer in layers]
 
     def add(self, choices: Sequence[np.ndarray]) -> None:
-        """Count the tokens of a step. choices: int32 [T, K] of each layer, E for none (padding)."""
+        """Count the tokens of a step.
+
+        choices: int32 [T, K] of each layer; E marks padding.
+        """
         experts = self._header.num_experts
         real_T = choices[0][:, 0] < experts
         chosen = [idx_TK[real_T].astype(np.int64) for idx_TK in choices]
@@ -212,8 +228,9 @@ class PathCounter:
                 part.add((keys_T[:, None] * experts + chosen[layer + 1]).ravel())
 
     def table(self, fingerprint: str, kept: int | None = None) -> PathTable:
-        """Return what was counted. kept: experts of a path, K by default; E: the whole
-        distribution.
+        """Return the counts as a table.
+
+        kept: experts stored for a path; K by default, E for the whole distribution.
         """
         h = self._header
         kept = h.num_experts_per_tok if kept is None else kept
@@ -233,7 +250,9 @@ class PathCounter:
 
 
 class _Tally:
-    """How often numbers came, added up whenever as many new ones wait as there are old ones."""
+    """Counts occurrences of integers; new ones are merged once they outnumber the distinct old
+    ones.
+    """
 
     def __init__(self) -> None:
         self._codes, self._counts = np.zeros(0, np.int64), np.zeros(0, np.int64)
@@ -248,7 +267,7 @@ class _Tally:
 
     @property
     def sums(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the numbers, ascending, and how often each came."""
+        """(distinct integers, ascending; how often each was added)."""
         self._add_up()
         return self._codes, self._counts
 
@@ -266,8 +285,9 @@ class _Tally:
 
 
 def _rows_of(codes: np.ndarray, counts: np.ndarray, header: TableHeader) -> tuple[np.ndarray, ...]:
-    """Return keys, tokens, experts and counts of a part of the table. codes: key * E + expert,
-    ascending.
+    """Return (keys, tokens, experts [R, M], counts [R, M]) for paths of one length and layer.
+
+    codes: key * E + expert, ascending.
     """
     keys, row = np.unique(codes // header.num_experts, return_inverse=True)
     chosen = codes % header.num_experts

@@ -1,8 +1,14 @@
-"""Which experts the next layer's tokens will probably choose, so that they are fetched before they
-are asked for.
+"""Estimators of the experts that the next layer's tokens will choose, for prefetching.
 
-Legend: T tokens of a step, K choices a token, D hidden, E experts of a layer, N layers with
-experts.
+`ModelRunner` asks an estimator while a layer's experts run, and passes the guesses to the
+residency.
+
+Legend:
+T tokens of a step
+K choices a token
+D hidden
+E experts of a layer
+N layers with experts
 """
 
 from abc import ABC, abstractmethod
@@ -21,36 +27,37 @@ from jmoe.models.functional import Structure, split
 from jmoe.offload.policies import Residency
 
 EstimatorName = Literal["router", "counts", "paths"]
-RECENT = 0.9  # what a step's number of experts keeps of its weight a step later
+RECENT = 0.9  # decay per step of the moving average of experts needed
 
 
 class Estimator(ABC):
-    """Guesses about the layer after the one that runs; a wrong one costs a fetch, never a wrong
-    answer.
+    """Guesses the experts of the next layer. A wrong guess costs a copy, never a wrong result.
 
-    For every layer of a step, in order: `start`, then `estimate`. Guesses may come from hidden
-    states (`start`), from what this step's tokens chose so far (`path`), or from what earlier steps
-    chose.
+    For every layer with experts, in order, the runner calls `start` and then `estimate`. Guesses
+    may use hidden states (from `start`), this step's choices (`path`), or earlier steps' choices.
     """
 
     def start(self, moe_layer: int, hidden: Sequence[jax.Array]) -> None:
-        """Begin what runs on the device; do not wait. hidden: what the layer's router sees, [T,
-        D] a group of rows.
+        """Launch device work for the guess about layer `moe_layer` + 1, without waiting.
+
+        hidden: the input of layer `moe_layer`'s router, [T, D] for each batch of the step.
         """
         return
 
     @abstractmethod
     def estimate(self, path: Sequence[np.ndarray]) -> np.ndarray:
-        """Return the experts that layer len(path) will be asked for, in any order; after the last
-        layer the first.
+        """Return the experts that layer len(path) will probably need, in any order.
 
-        path[l]: int32 [T, K], what the tokens of this step, of all groups, chose in layer l; E for
-        none (padding). Called while the device computes the layer's experts.
+        After the last layer the guess is for the first layer of the next step. Called while the
+        device computes the current layer's experts.
+
+        path: int32 [T, K] for each layer so far, the experts that this step's tokens chose; E for
+            padding.
         """
 
 
 class RouterEstimator(Estimator):
-    """The next layer's router, applied to what this layer's router sees."""
+    """Guesses by applying the next layer's router to the current router's input."""
 
     def __init__(self, routers: Sequence[Router], num_experts: int) -> None:
         self._routers = [split(router) for router in routers]
@@ -73,14 +80,15 @@ class RouterEstimator(Estimator):
 
 @partial(jax.jit, static_argnums=0)
 def _route(structure: Structure, arrays: tuple[jax.Array, ...], h_TD: jax.Array) -> jax.Array:
-    """Return int32 [T, K]: what a router makes of another layer's input."""
+    """Return int32 [T, K]: the experts that a router chooses for another layer's input."""
     choice: jax.Array = structure.merge(arrays)(h_TD).topk_idx_TK
     return choice
 
 
 class CountEstimator(Estimator):
-    """The experts that recent steps used most in the next layer, as many as they needed; nothing
-    to read back.
+    """Guesses the experts that recent steps used most in the next layer, as many as they used.
+
+    Needs no copy from the device beyond the choices.
     """
 
     def __init__(self, num_layers: int, num_experts: int) -> None:
@@ -103,8 +111,9 @@ class CountEstimator(Estimator):
 
 
 class PathEstimator(Estimator):
-    """The experts that tokens with the same path chose most often in a profile; nothing to read
-    back.
+    """Guesses the experts that tokens of the same path chose most often in a profile.
+
+    Needs no copy from the device beyond the choices.
     """
 
     def __init__(self, table: PathTable) -> None:
@@ -121,8 +130,9 @@ def make_estimator(
     num_experts: int,
     table: PathTable | None,
 ) -> Estimator | None:
-    """Return the estimator of a name; None without one, or where nobody would listen to it.
-    table: of `paths`.
+    """Return the estimator `name`; None if `name` is None or the residency ignores guesses.
+
+    table: the profile for estimator "paths".
     """
     routers = [
         moe.router

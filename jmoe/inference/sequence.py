@@ -1,4 +1,4 @@
-"""One request from HTTP to text: what it asks for, how far it is, and what comes out. No JAX."""
+"""One request from HTTP to text: its parameters, its progress and its output. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """A token's log-probability under the model, and the most likely tokens in its place."""
+    """A token's log-probability under the model, and the most likely tokens at its position.
+
+    top: (token id, log-probability), most likely first.
+    """
 
     token_id: int
     logprob: float
@@ -27,20 +30,22 @@ class TokenLogprob:
 
 @dataclass(eq=False)
 class Sequence:
-    """One prompt on its way to its output. Every field has one writer; who asks for it writes the
-    first ones.
+    """A prompt on its way to its output. Each field has a single writer.
 
-    constraint: of the output, used by this sequence alone. client, request, index: whose it is, of
-    which request, and its number among that request's sequences. noise_seed: what its draws depend
-    on beside their positions, a hash of the seed in the sampling parameters and of the prompt, so
-    that two prompts with one seed are two samples; without a seed a random number.
+    The caller sets the fields before `noise_seed`.
+
+    prompt_token_ids: at least one token.
+    constraint: restricts the output; not shared with other sequences.
+    client, request, index: the client, its request, and this sequence's number within that request.
+    noise_seed: seeds the sampling noise, in [0, 2^63): a hash of the sampling parameters' seed and
+        the prompt, so that two prompts with one seed get different samples; random without a seed.
     """
 
     prompt_token_ids: list[int]  # at least one
     sampling: SamplingParams = field(default_factory=SamplingParams)
     constraint: Constraint | None = None
-    prompt_text: str = ""  # for an echo
-    harmony: Harmony | None = None  # the format whose channels the output is to be split into
+    prompt_text: str = ""  # returned before the output if the client asks for an echo
+    harmony: Harmony | None = None  # the tokens that separate the output's channels; None: none do
     client: Hashable = None
     request: Hashable = None
     index: int = 0
@@ -49,22 +54,22 @@ class Sequence:
     status: Literal["waiting", "prefill", "decode", "finished"] = field(
         default="waiting", init=False
     )
-    # of the cache; None while it waits and once it has finished
+    # row of the cache; None while the sequence waits and after it has finished
     row: int | None = field(default=None, init=False)
-    num_computed_tokens: int = field(default=0, init=False)  # whose keys and values are in the row
-    # of these, what was there before or was copied
+    num_computed_tokens: int = field(default=0, init=False)  # tokens in the row
+    # computed tokens that an earlier sequence left in the row, or that were copied from another row
     num_reused_tokens: int = field(default=0, init=False)
-    # the row that the reused tokens are copied from
+    # the row from which the reused tokens are copied
     copy_from: int | None = field(default=None, init=False)
-    # with the stop token, if one ended it
+    # includes the end-of-text or stop token that ended the sequence
     output_token_ids: list[int] = field(default_factory=list, init=False)
     finish_reason: FinishReason | None = field(default=None, init=False)
     # Written by the engine
-    # has no part in the next step: its constraint is not ready
+    # excluded from the next step because its constraint is not ready
     rests: bool = field(default=False, init=False)
     text: TextStream | ChannelStream | None = field(default=None, init=False)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list, init=False)
-    # all logits of the prompt that were asked for are numbers
+    # False if a requested log-probability of the prompt is not finite
     is_finite: bool = field(default=True, init=False)
     # Written by the server's event loop
     arrived_s: float = field(default=0.0, init=False)
@@ -85,11 +90,12 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Output:
-    """The tokens and text that one step added to a sequence; `finish_reason` is None until its end.
+    """The tokens and text that one step added to a sequence.
 
-    finish_reason: "error", without a token, where the model's logits were not finite.
-    prompt_logprobs: of all the prompt, with the first token; empty after it. reasoning: text of
-    channels beside the answer's.
+    finish_reason: None until the sequence ends; "error", without a token, if the model's logits are
+        not finite.
+    prompt_logprobs: those of the whole prompt, with the first output only.
+    reasoning: text of channels other than the answer's.
     """
 
     sequence: Sequence
@@ -103,8 +109,10 @@ class Output:
 
 @dataclass(frozen=True)
 class Completion:
-    """A finished request. text: "" without a tokenizer. prompt_logprobs: from the second prompt
-    token on.
+    """A finished request.
+
+    text: "" without a tokenizer.
+    prompt_logprobs: one entry for each prompt token from the second on.
     """
 
     prompt_token_ids: list[int]
@@ -116,7 +124,7 @@ class Completion:
 
     @classmethod
     def join(cls, sequence: Sequence, outputs: list[Output]) -> Completion:
-        """Return a finished sequence with all its outputs as one."""
+        """Return a finished sequence and all its outputs as one completion."""
         assert sequence.finish_reason is not None
         return cls(
             sequence.prompt_token_ids,
@@ -129,6 +137,6 @@ class Completion:
 
 
 def _noise_seed(seed: int, prompt_token_ids: list[int]) -> int:
-    """Return a number in [0, 2^63) made of both."""
+    """Return a hash of the seed and the prompt, in [0, 2^63)."""
     words = array("q", [seed, *prompt_token_ids])
     return int.from_bytes(hashlib.blake2b(words.tobytes(), digest_size=8).digest(), "little") >> 1

@@ -1,7 +1,12 @@
-"""A model that others learn from: its hidden states of whole sequences, its experts kept in any of
-the engine's ways.
+"""The teacher model of distillation: its hidden states for whole sequences.
 
-Legend: B sequences, S tokens of each, D hidden, V vocabulary.
+Its experts may be resident or streamed, as in the inference engine. `DistillingTrainer` uses it.
+
+Legend:
+B sequences
+S tokens of a sequence
+D hidden
+V vocabulary
 """
 
 from functools import partial
@@ -27,17 +32,21 @@ def _normed(structure: Structure, arrays: Any, x_BSD: jax.Array) -> jax.Array:
 
 
 def teacher_fingerprint(folder: str) -> str:
-    """Return what identifies the teacher in a folder, by its content: see `content_identity`."""
+    """Return a hash of the teacher's configuration and weights in a folder; see
+    `LazyCheckpoint.content`.
+    """
     with LazyCheckpoint(folder) as checkpoint:
         return checkpoint.content
 
 
 class Teacher(Closing):
-    """The model in `distil.teacher`: `teacher(tokens_BS)` are hidden states, `hidden @ head_DV` its
-    logits.
+    """The model in `distil.teacher`: `teacher(tokens_BS)` returns hidden states.
 
-    It computes in the run's `compute_dtype` on the first device. Raises `ValueError` naming the
-    field for a teacher that does not fit the run's student.
+    head_DV: the output matrix; the teacher's logits are hidden @ head_DV.
+
+    Computes on the first device, in bfloat16, or in float32 if `compute_dtype` is float32. Raises
+    ValueError naming the field if the teacher does not fit the student, or the run has several
+    processes.
     """
 
     def __init__(self, config: TrainConfig) -> None:
@@ -56,7 +65,7 @@ class Teacher(Closing):
             prefill_chunk_tokens=length,
             policy=config.distil.policy,
             ring_slots=config.distil.ring_slots,
-            # float16 is refused
+            # engines do not support float16
             dtype="float32" if config.compute_dtype == "float32" else "bfloat16",
             estimator=None,
             native="off",
@@ -78,8 +87,9 @@ class Teacher(Closing):
         )
 
     def __call__(self, tokens_BS: np.ndarray) -> jax.Array:
-        """Return [B, S, D] after the last norm; of as many sequences and tokens as the run's
-        steps have.
+        """Return hidden states [B, S, D] after the last norm.
+
+        tokens_BS: int32, of a micro-batch: B = batch_size / gradient_accumulation_steps sequences.
         """
         runner = self._runner
         runner.residency.begin_step(whole_layers=True)
