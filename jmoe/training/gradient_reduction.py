@@ -3,8 +3,10 @@
 Both training steps call these functions inside `shard_map`, before `finish_step`. An array that
 differs between devices has a leading dimension R when it crosses `shard_map`.
 
-Legend: N layers of a kind, R devices, G elements of a device's shard of the gradients in one
-layer's flat buffer.
+Legend:
+N layers of a kind
+R devices
+G elements of a device's shard of the gradients in one layer's flat buffer
 """
 
 from collections.abc import Collection

@@ -1,7 +1,11 @@
 """The training state, and functions that take experts out of it or put them in.
 
-Legend: B sequences, S sequence length, N layers with experts, E experts, P experts that a caller
-asks for.
+Legend:
+B sequences
+S sequence length
+N layers with experts
+E experts
+P experts that a caller asks for
 """
 
 from collections.abc import Callable, Mapping, Sequence

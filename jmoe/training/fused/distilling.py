@@ -2,8 +2,14 @@
 
 `train.py` makes this trainer if `distil.teacher` is set.
 
-Legend: A accumulation steps, B batch, S sequence, T = B S local tokens, D hidden, H the teacher's
-hidden, V vocabulary.
+Legend:
+A accumulation steps
+B batch
+S sequence
+T = B S local tokens
+D hidden
+H the teacher's hidden
+V vocabulary
 """
 
 from collections.abc import Callable

@@ -9,8 +9,11 @@ their shards, or by an all-reduce for replicated parameters and replicas of expe
 layers are unsharded at any time. `collectives.schedule` decides when inside a layer each collective
 starts. The residuals are those of `jax.vjp`, without the parameters.
 
-Legend: R devices, C elements of a device's shard of a layer's flat buffer, G elements of a shard of
-its gradients, N layers of a kind.
+Legend:
+R devices
+C elements of a device's shard of a layer's flat buffer
+G elements of a shard of its gradients
+N layers of a kind
 """
 
 import itertools
@@ -76,8 +79,8 @@ class _Unit:
 
 
 def _units(plan: LayerPlan, layers_per_bucket: int) -> list[_Unit]:
-    """Return the plan's patterns, each lengthened to a whole bucket of layers as far as its number
-    of repeats is divisible.
+    """Return the plan's patterns as units. A unit repeats a short pattern until it fills a bucket,
+    if that divides the pattern's number of repeats; else as often as a smaller divisor allows.
     """
     units, used = [], dict.fromkeys(STACKS, 0)
     for pattern, repeats in plan:

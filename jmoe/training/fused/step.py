@@ -5,8 +5,14 @@ Each device computes its addend to the global loss and that addend's gradient; g
 once. No collective is differentiated except the expert exchange and the parameter gathers, whose
 transposes are collectives of the same kinds.
 
-Legend: A accumulation steps, B local batch, S sequence, T = B S local tokens, D hidden, N MoE
-layers, E experts.
+Legend:
+A accumulation steps
+B local batch
+S sequence
+T = B S local tokens
+D hidden
+N MoE layers
+E experts
 """
 
 from collections.abc import Callable, Collection, Sequence

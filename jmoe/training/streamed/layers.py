@@ -8,9 +8,20 @@ routing if none were saved. Beside its own work a function gathers the dense par
 that runs next; in the backward pass it also reduces the gradients of the layer that ran before.
 `collectives.schedule` places these collectives.
 
-Legend: A micro-batches, B batch, S sequence, T = B S tokens, D hidden, E experts, L experts of a
-device, M experts that its slot holds, K experts per token, N layers of a kind, R devices, C
-elements of a device's shard of a layer's flat buffer, G the same for gradients.
+Legend:
+A micro-batches
+B batch
+S sequence
+T = B S tokens
+D hidden
+E experts
+L experts of a device
+M experts that a slot holds
+K experts per token
+N layers of a kind
+R devices
+C elements of a device's shard of a layer's flat buffer
+G elements of a device's shard of its gradients
 """
 
 from collections.abc import Callable, Sequence

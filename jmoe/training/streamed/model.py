@@ -4,8 +4,14 @@ programs exchange.
 A micro-batch is one accumulation step of text, or one micro-batch of an image layout. An array that
 differs between devices and has no token, image or expert dimension has a leading dimension R.
 
-Legend: A micro-batches, L experts of a device, M experts that its slot holds, N layers of a kind, R
-devices, C elements of a device's shard of a layer's flat buffer, G the same for gradients.
+Legend:
+A micro-batches
+L experts of a device
+M experts that a slot holds
+N layers of a kind
+R devices
+C elements of a device's shard of a layer's flat buffer
+G elements of a device's shard of its gradients
 """
 
 from collections.abc import Mapping, Sequence
@@ -290,9 +296,7 @@ class StreamedModel(Protocol[PartIn]):
         """
 
     def embed(self, outside: Params, part: PartIn) -> tuple[jax.Array, list[Choices]]:
-        """Return (the first layer's input, routing choices for each layer that is routed
-        by task).
-        """
+        """Return (the first layer's input, the routing choices for each task-routed layer)."""
 
     def layer_options(
         self, layer: StreamedLayer, step: jax.Array, part: PartIn, number: int

@@ -117,8 +117,8 @@ class _StepFunctions:
         self._model, self._layers, self._num_devices = model, layers, model.sharded.mesh.size
 
     def most_chosen(self, arrived: Sequence[jax.Array]) -> jax.Array:
-        """Return the largest number of experts, over devices, that any micro-batch's tokens chose.
-        arrived: token counts by expert, one array per micro-batch.
+        """Return the number of distinct experts chosen over all micro-batches, on the device with
+        the most. arrived: token counts by expert, one array per micro-batch.
         """
         most = (sum(arrived[1:], arrived[0]) > 0).sum(dtype=jnp.int32)
         return lax.pmax(most, ALL) if self._num_devices > 1 else most

@@ -8,8 +8,12 @@ prefetches (MoESys, section 3.2): while a layer computes, the next layer's exper
 tiers and its dense parameters from other devices. `StreamedTrainer` and `StreamedVisionTrainer` are
 the subclasses.
 
-Legend: A micro-batches, P experts of this process, N layers, R devices, C elements of a device's
-shard of a layer's flat buffer.
+Legend:
+A micro-batches
+P experts of this process
+N layers
+R devices
+C elements of a device's shard of a layer's flat buffer
 """
 
 from abc import ABC, abstractmethod

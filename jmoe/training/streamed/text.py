@@ -1,7 +1,16 @@
 """The text model of a streamed step: `StreamedDecoder`, used by `StreamedTrainer`.
 
-Legend: B batch, S sequence, T = B S tokens, D hidden, V vocabulary, E experts, N layers with
-experts, A accumulation steps, R devices, C elements of a device's shard of a layer's flat buffer.
+Legend:
+B batch
+S sequence
+T = B S tokens
+D hidden
+V vocabulary
+E experts
+N layers with experts
+A accumulation steps
+R devices
+C elements of a device's shard of a layer's flat buffer
 """
 
 from functools import partial

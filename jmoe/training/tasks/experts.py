@@ -6,8 +6,12 @@ as the device with the most experts needs. Unused slots are padding, with zero v
 An expert that several devices need has a copy on each, and its gradients are summed over these
 devices only. `ShardedVision`, both image trainers and `VisionSession` use `TaskSlots`.
 
-Legend: R devices, N task-routed layers, E experts of a layer, S slots of a device in a layer, A
-tasks.
+Legend:
+R devices
+N task-routed layers
+E experts of a layer
+S slots of a device in a layer
+A tasks
 """
 
 from __future__ import annotations

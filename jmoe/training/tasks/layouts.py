@@ -22,8 +22,8 @@ STATE_BYTES, GRADIENT_BYTES = 12, 4
 
 
 def own_experts(config: VisionTrainConfig) -> dict[str, int]:
-    """Return, for each task, how many experts only its path names, summed over task-
-    routed layers.
+    """Return, for each task, how many experts only its path names, summed over
+    task-routed layers.
     """
     named = [
         Counter(experts)

@@ -6,8 +6,15 @@ the step: every device computes this loss and the embeddings' gradients, and the
 own micro-batches with them (GradCache, arXiv:2101.06983). `VisionTrainer` and `StreamedVision` use
 `TaskLosses`.
 
-Legend: R devices, M micro-batches, B images of a micro-batch, G images of a step, Y outputs of all
-heads, C features of all embeddings, K classes of all tasks, A tasks.
+Legend:
+R devices
+M micro-batches
+B images of a micro-batch
+G images of a step
+Y outputs of all heads
+C features of all embeddings
+K classes of all tasks
+A tasks
 """
 
 from collections.abc import Collection, Mapping
@@ -65,12 +72,12 @@ class TaskLosses:
 
     @property
     def embedding_size(self) -> int:
-        """C, the number of features of all contrastive tasks' embeddings."""
+        """C, the total number of embedding features over all contrastive tasks."""
         return int(self._embeds.sum())
 
     @property
     def class_means_shape(self) -> tuple[int, int]:
-        """(K, C)."""
+        """Shape of the class means: (K, C)."""
         return int(self._num_classes.sum()), self.embedding_size
 
     def embeddings(self, logits_BY: jax.Array) -> jax.Array:

@@ -7,8 +7,15 @@ sums are reduced once. Contrastive embeddings are computed in a forward pass of 
 (`TaskLosses.compared`). The streamed image trainer shares `ShardedVision` and the functions at the
 head of this file.
 
-Legend: M micro-batches, B images of a micro-batch, Y outputs of all heads, C features of all
-embeddings, K classes of all tasks, A tasks, N layers of a kind, E experts.
+Legend:
+M micro-batches
+B images of a micro-batch
+Y outputs of all heads
+C features of all embeddings
+K classes of all tasks
+A tasks
+N layers of a kind
+E experts
 """
 
 import dataclasses

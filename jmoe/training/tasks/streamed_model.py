@@ -3,8 +3,13 @@
 Dense parameters are gathered once per step. Every device runs the same number of micro-batches; a
 device with fewer images skips the layers of the empty ones and only takes part in collectives.
 
-Legend: M micro-batches, B images of a micro-batch, D hidden, C features of all embeddings, K
-classes of all tasks, R devices.
+Legend:
+M micro-batches
+B images of a micro-batch
+D hidden
+C features of all embeddings
+K classes of all tasks
+R devices
 """
 
 from collections.abc import Mapping, Sequence
