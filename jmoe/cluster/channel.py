@@ -1,8 +1,8 @@
-"""Messages between two processes over one connection: JSON with numpy arrays in it, and a sign of
-life every second.
+"""Messages between two processes over one socket: JSON that may contain numpy arrays.
 
-Nothing is unpickled: a message can only be data. As in JAX's own coordination service, who reaches
-the coordinator's port when a run starts can take part in it.
+The serving engine's leader and followers use a `Channel`. Messages are data only: nothing is
+unpickled. As in JAX's own coordination service, any client that reaches the coordinator's port
+while a run starts can take part in the run.
 """
 
 import contextlib
@@ -17,32 +17,33 @@ from typing import Any
 import numpy as np
 
 _HEADER = struct.Struct("!II")  # bytes of JSON, bytes of arrays
-GRACE_S = 2.0  # in which one that is alive shows it
+GRACE_S = 2.0  # wait after a timeout for a sender that is alive
 _ARRAY = "array"  # an array's place in the JSON: {"array": [dtype, shape]}
 
 
 class Channel:
-    """One end of a connection. Any thread may send; one receives."""
+    """One end of a connection. Any thread may send; only one thread may receive."""
 
     def __init__(self, connection: socket.socket, silence_s: float) -> None:
-        """silence_s: `receive` gives up when the other end has sent nothing for so long."""
+        """silence_s: seconds without data after which `receive` raises `TimeoutError`."""
         self._socket, self._lock = connection, threading.Lock()
         connection.settimeout(silence_s)
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, *message: Any) -> None:
-        """Send values that JSON has, and numpy arrays; tuples arrive as lists. `OSError` if
-        nobody takes them.
+        """Send one message of JSON values and numpy arrays; tuples arrive as lists. Raises
+        `OSError` if the connection is closed.
         """
         data = encode(message)
         with self._lock:
             self._socket.sendall(data)
 
     def receive(self) -> list[Any] | None:
-        """Return the next message, or None at the end.
+        """Return the next message, or None once the other end has closed the connection.
 
-        `TimeoutError` after `silence_s`, `OSError` if the connection broke.
+        Raises `TimeoutError` after `silence_s` seconds without data, and `OSError` if the
+        connection broke.
         """
         header = self._read(_HEADER.size)
         if header is None:
@@ -52,9 +53,9 @@ class Channel:
         return None if data is None else decode(data, text_bytes)
 
     def close(self) -> None:
-        """End the connection: the other side receives None."""
+        """Close the connection; `receive` returns None at the other end."""
         with self._lock:
-            with contextlib.suppress(OSError):  # the other side was first
+            with contextlib.suppress(OSError):  # the other end closed first
                 self._socket.shutdown(socket.SHUT_RDWR)
             self._socket.close()
 
@@ -63,7 +64,7 @@ class Channel:
         while len(data) < num_bytes:
             try:
                 piece = self._receive(num_bytes - len(data))
-            except ConnectionResetError:  # its end came before it had read everything
+            except ConnectionResetError:  # the other end closed before it had read everything
                 return None
             if not piece:
                 return None
@@ -71,8 +72,9 @@ class Channel:
         return data
 
     def _receive(self, most_bytes: int) -> bytes:
-        """Return what has come; after the time of silence again, in case both ends were
-        suspended for it.
+        """Return the bytes that have arrived, at most `most_bytes`.
+
+        After a timeout, wait `GRACE_S` once more: both hosts may have been suspended.
         """
         try:
             return self._socket.recv(most_bytes)
@@ -85,7 +87,7 @@ class Channel:
 
 
 def encode(message: Any) -> bytes:
-    """Return a message as bytes."""
+    """Return a message as bytes: header, JSON, then the arrays' contents."""
     arrays: list[np.ndarray] = []
 
     def place(value: Any) -> dict[str, Any]:
@@ -100,7 +102,9 @@ def encode(message: Any) -> bytes:
 
 
 def decode(data: bytes | bytearray, text_bytes: int) -> list[Any]:
-    """Return the message of which `encode` made these bytes, without their header."""
+    """Return the message that `encode` wrote. data: bytes without the header; text_bytes: length of
+    the JSON.
+    """
     at = text_bytes
 
     def array(value: dict[str, Any]) -> Any:

@@ -1,8 +1,8 @@
-"""Whose clock says what: ages of files go by the disk's own clock, and hosts whose clocks differ
-are named.
+"""Clocks of hosts and file systems: file ages by the disk's own clock, and warnings about hosts
+whose clocks differ.
 
-Nothing in a run waits for, or decides by, the time of another host or that in which it was
-suspended. Standard library.
+No decision of a run depends on another host's clock, or on time in which the process was suspended.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-SKEW_S = 5.0  # clocks that differ by less are not worth a word
-LATE_S = 1.0  # a thread may come so much later than it wanted on a busy machine
+SKEW_S = 5.0  # a smaller difference is not reported
+LATE_S = 1.0  # scheduling delay that a busy machine may cause
 
 
 class RunningClock:
-    """Counts the seconds in which this process has run: it stands still while the process is
+    """Clock of the seconds in which this process ran: the clock stands still while the process is
     suspended.
 
-    After SIGSTOP, `scontrol suspend` or a sleep of its host a process goes on where it was, and
-    nothing is late. `look` is to be called every `every_s` by one thread; time in which it was not
-    called does not count.
+    After SIGSTOP, `scontrol suspend` or a sleep of the host, a process continues where it was, and
+    no time limit has passed. One thread must call `look` every `every_s` seconds; a longer gap
+    between two calls does not count.
     """
 
     def __init__(self, every_s: float) -> None:
@@ -33,23 +33,27 @@ class RunningClock:
         self._last_s, self._missed_s = time.monotonic(), 0.0
 
     def look(self) -> float:
-        """Return `now`, after a look at whether the process was suspended."""
+        """Return `now()`, after subtracting any gap since the last call that is too long to be
+        scheduling delay.
+        """
         now_s = time.monotonic()
         self._missed_s += max(0.0, now_s - self._last_s - self._longest_s)
         self._last_s = now_s
         return now_s - self._missed_s
 
     def now(self) -> float:
-        """Return the seconds; what the present gap misses is not known before the next `look`."""
+        """Return the seconds counted so far. A suspension since the last `look` is still
+        included.
+        """
         return time.monotonic() - self._missed_s
 
 
 def disk_time(folder: Path) -> float | None:
-    """Return the time that a file would be given that is made in this folder now; None where none
-    can be made.
+    """Return the modification time (Unix seconds) that a file made in `folder` now would get, or
+    None if no file can be made.
 
-    A server that lends out its disk gives files the time of its own clock. The file has no name, or
-    not for long.
+    A file server stamps files by its own clock. The probe is a temporary file, unnamed or deleted
+    at once.
     """
     with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=folder) as probe:
         return os.fstat(probe.fileno()).st_mtime
@@ -57,23 +61,26 @@ def disk_time(folder: Path) -> float | None:
 
 
 class HostClocks:
-    """Compares this host's clock with those of other ranks, by the time stamps of their reports.
+    """Compares this host's clock with other ranks' clocks, using the time stamps of the ranks'
+    reports.
 
-    A report that is new has been made since the last look: what a delay can explain is no
-    difference between clocks.
+    A new report was made after the previous look, so a delay in transit is never mistaken for a
+    clock difference.
     """
 
     def __init__(self, host: str) -> None:
         self._host = host
         self._beats: dict[int, int] = {}
-        # ranks whose last report was too old; it may have been held up
+        # ranks whose last report was too old; one late report may only have been delayed
         self._behind: set[int] = set()
         self._named: set[int] = set()
         self._last_look_s: float | None = None
 
     def look(self, reports: Mapping[int, Mapping[str, Any]], begun_s: float) -> Iterator[str]:
-        """Yield a line for each rank whose clock is found to differ, once; begun_s: the time
-        before they were read.
+        """Yield a warning, once per rank, for each rank whose clock differs by more than `SKEW_S`
+        seconds.
+
+        begun_s: Unix time before the reports were read.
         """
         for rank, report in reports.items():
             new, self._beats[rank] = self._beats.get(rank) != report["beat"], report["beat"]

@@ -1,10 +1,13 @@
-"""Many processes: start together, notice who is missing, dead or stuck, and stop together at the
-same step.
+"""Start the processes of a run, name the missing, dead or stuck ones, and stop all of them after
+the same step.
 
-Ranks talk through the key-value store of JAX's coordination service, from background threads only.
-What JAX does by itself stays in force: a rank whose heartbeats stop ends the whole run after
-`distributed.heartbeat_timeout_s`. An outside supervisor (SLURM requeue, Kubernetes JobSet) then
-restarts every rank, and the run resumes.
+`train.py` and `serve.py` call `start` or `connect`, then work inside a `Watchdog`; the training
+loop adds a `PreemptionSignal`. Ranks exchange reports through the key-value store of JAX's
+coordination service, from background threads, so no device collective is involved.
+
+JAX's own failure handling stays in force: if a rank's heartbeats stop, JAX ends the whole run after
+`distributed.heartbeat_timeout_s`. An outside supervisor (`jmoe-supervise`, SLURM requeue,
+Kubernetes JobSet) then restarts every rank, and the run resumes from its checkpoint.
 """
 
 from __future__ import annotations
@@ -38,11 +41,11 @@ from jmoe.status import first_line
 
 REPORTS = "jmoe/rank/"  # + rank: what the rank is doing, as JSON
 NOTICES = "jmoe/notice/"  # + rank: a line for everyone
-ANSWERS = "jmoe/answer/"  # + name: what rank 0 found out for all
+ANSWERS = "jmoe/answer/"  # + name: rank 0's result of a `from_rank_0` call
 STOPS = "jmoe/stop/"  # + rank: the step at whose end the rank learned that the run is to stop
-# + how often before + / + rank: the step before which the rank learned that something is asked
+# + number of earlier requests + / + rank: the step before which the rank saw the request
 ASKED = "jmoe/asked/"
-EXIT_CODE = EXIT_LOST  # of a rank ended by its watchdog
+EXIT_CODE = EXIT_LOST  # exit code of a rank that its watchdog ended
 CALL_TIMEOUT_S = 3.0
 CLOSED = -1  # the last beat of a rank that has left its watchdog in order
 NO_COORDINATOR = "rank 0 (the coordinator) does not answer: dead, stopped or out of reach"
@@ -54,12 +57,12 @@ T = TypeVar("T")
 
 
 def start(config: DistributedConfig) -> None:
-    """Join the other processes of the run, if there are any. Call before any other use of JAX.
+    """Join the other processes of the run, if there are any. Call this before any other use of JAX.
 
-    The processes are those the configuration names, else those of the SLURM, Open MPI or Kubernetes
-    job JAX finds itself in, else this one alone. Raises `TimeoutError` naming the missing ranks on
-    every rank that is present, after `start_timeout_s`; `ValueError` if two processes claim one
-    rank.
+    The processes are the ones that the configuration names; otherwise the ones of the SLURM, Open
+    MPI or Kubernetes job that JAX detects; otherwise only this process. Raises `TimeoutError` after
+    `start_timeout_s`, on every rank that is present, naming the missing ranks. Raises `ValueError`
+    if two processes claim the same rank, or if the job has more GPUs than the run uses.
     """
     for line in connect(config).values():
         line.close()
@@ -69,8 +72,9 @@ def start(config: DistributedConfig) -> None:
 def check_gpus(config: DistributedConfig, devices: int | None = None) -> None:
     """Raise `ValueError` if the job was given more GPUs than the run uses.
 
-    devices: how many devices a run of one process uses; None: all that JAX has. A supervisor's
-    processes are not asked: it has dealt its GPUs out to them.
+    devices: number of devices that a run of one process uses; None means every device JAX sees. The
+    check is skipped under `jmoe-supervise` (`heartbeat_folder` is set), which has already assigned
+    GPUs to its processes.
     """
     if config.heartbeat_folder is not None:
         return
@@ -90,11 +94,12 @@ def _local_gpus() -> int:
 def connect(
     config: DistributedConfig, *, rank_0_outlives: bool = False
 ) -> dict[int, socket.socket]:
-    """Do as `start` does, and return the connections of the `rendezvous`, which is all that the
-    ranks talk over.
+    """Join the other processes like `start`, without the GPU check, and return the open connections
+    of `rendezvous`.
 
-    rank_0_outlives: JAX does not end rank 0 when another rank has died, so that it can say so to
-    its clients.
+    The result maps rank to socket, and is empty in a run of one process. The caller closes the
+    sockets. rank_0_outlives: keep JAX from ending rank 0 when another rank dies, so that rank 0 can
+    still report the loss to its clients.
     """
     if config.coordinator_address is not None:
         assert config.num_processes is not None and config.process_id is not None
@@ -119,7 +124,7 @@ def connect(
         num_processes=processes,
         process_id=rank,
         local_device_ids=device_ids,
-        cluster_detection_method="deactivate",  # it would deal devices out by a rule of its own
+        cluster_detection_method="deactivate",  # JAX would assign one device per process
         initialization_timeout=max(10, int(deadline - time.monotonic())),
         heartbeat_timeout_seconds=config.heartbeat_timeout_s,
         shutdown_timeout_seconds=config.step_timeout_s,
@@ -130,7 +135,9 @@ def connect(
 
 
 def _leave_after_an_error(code: int = 0, linger_s: float = 0.0) -> None:
-    """End this rank at exit if it failed: it must not wait for the others to finish."""
+    """End this rank at interpreter exit if it failed, skipping JAX's shutdown barrier, which would
+    wait for the other ranks.
+    """
     if code or getattr(sys, "last_value", None) is not None:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -141,8 +148,10 @@ def _leave_after_an_error(code: int = 0, linger_s: float = 0.0) -> None:
 def _detect(
     timeout_s: float, environment: Mapping[str, str] = os.environ
 ) -> tuple[str, int, int] | None:
-    """Return (coordinator address, processes, rank) of the cluster job this process belongs to,
-    as JAX sees it.
+    """Return (coordinator address, processes, rank) of the cluster job that JAX detects, or None
+    outside a job of several processes.
+
+    Raises `ValueError` if a launcher started several processes but JAX cannot find the others.
     """
     if "KUBERNETES_SERVICE_HOST" in environment:
         if "JOB_COMPLETION_INDEX" not in environment:
@@ -153,7 +162,7 @@ def _detect(
         launched = [environment[name] for name in launchers if environment.get(name, "").isdigit()]
         if not launched or int(launched[0]) == 1:
             return None
-    # jax.distributed.initialize() asks it too, but does not tell
+    # jax.distributed.initialize() detects these values too, but does not return them
     from jax._src.clusters import ClusterEnv
 
     problem: RuntimeError | None = None
@@ -193,14 +202,14 @@ def _need_kubernetes_client() -> None:
 
 
 class Watchdog:
-    """Ends this process when one wait takes longer than `timeout_s`, and says who and what it
-    waited for.
+    """Context manager that ends this process when one wait takes longer than `timeout_s`, naming
+    the wait and the ranks that are behind.
 
-    With many processes each rank also shows the others, about once a second, where it is: a rank
-    that is behind, dead or stopped is named on every rank, and one that gives up makes all of them
-    print their stacks. An error that leaves the context ends the rank without JAX's shutdown
-    barrier, in which the others would be waited for. Time in which the process was suspended does
-    not count. heartbeat: the file in which a supervisor looks for signs of life.
+    In a run of several processes each rank publishes its position about once a second. Every rank
+    then names any rank that is behind, dead or stopped, and a rank that gives up makes all others
+    print their stacks and end. If an exception leaves the context, the rank exits without JAX's
+    shutdown barrier, which would wait for the other ranks. Time in which the process was suspended
+    does not count. heartbeat: file that a supervisor reads to see that this process is alive.
     """
 
     def __init__(
@@ -217,13 +226,13 @@ class Watchdog:
         self._rank, self._processes = jax.process_index(), jax.process_count()
         self._store: Any = _store()
         self._wait: _Wait | None = None
-        # begun so far; ranks run the same program, so this compares how far they are
+        # Waits begun so far. All ranks run the same program, so the count compares their positions.
         self._waits = 0
         self._clock = RunningClock(min(self._tick_s, self._beat_s))
-        self._begun_s = self._clock.now()  # when the last of them began
+        self._begun_s = self._clock.now()  # when the last wait began
         self._clocks = HostClocks(socket.gethostname())
         self._last = "nothing yet"
-        # when the coordinator last answered; inf: it is not expected to, or that was said
+        # When the coordinator last answered; inf: no answer is expected, or silence was reported.
         self._answered_s = math.inf
         self._closing = threading.Event()
         self._ending = threading.Lock()
@@ -232,7 +241,7 @@ class Watchdog:
             self._threads.append(
                 threading.Thread(target=self._report, name="watchdog reports", daemon=True)
             )
-            if self._rank > 0:  # not among those that are joined: it waits for rank 0's end
+            if self._rank > 0:  # not joined at exit: the thread waits for rank 0's end
                 threading.Thread(target=self._hold_line, name="line to rank 0", daemon=True).start()
 
     @contextlib.contextmanager
@@ -245,11 +254,13 @@ class Watchdog:
         progress: Callable[[], object] | None = None,
         option: str = "distributed.step_timeout_s",
     ) -> Iterator[None]:
-        """Return a context that must end within `timeout_s` (this watchdog's own if not given).
-        Contexts may nest.
+        """Return a context manager whose block must end within `timeout_s` (default: this
+        watchdog's own). Blocks may nest.
 
-        progress: the time counts anew whenever this value has changed, here or on another rank that
-        waits so too; text is shown. option: the setting that holds the limit, for the message.
+        phase, step: name of the wait in messages. progress: the time limit starts again whenever
+        this function's value has changed, on this rank or on another rank in a wait with progress;
+        a text value is also shown in messages. option: name of the setting that holds the limit,
+        for the message.
         """
         label = phase if step is None else f"{phase} {step}"
         begun_s = self._clock.now()
@@ -271,7 +282,9 @@ class Watchdog:
             raise
 
     def progress_of_rank_0(self) -> str | None:
-        """Return what rank 0's present wait shows of its progress; None where it shows nothing."""
+        """Return the progress text that rank 0's current wait last published, or None if there is
+        none.
+        """
         report = _limited(lambda: json.loads(self._store.key_value_try_get(f"{REPORTS}0")))
         return None if report is None else report["progress"]
 
@@ -288,7 +301,7 @@ class Watchdog:
         if error is not None and not regular and self._store is not None:
             words = f"rank {self._rank} ended with {type(error).__name__}: {first_line(error)}"
             _limited(lambda: self._publish(words, ends=False))
-            # the coordinator takes the store with it: let the others read first
+            # the store ends with rank 0: let the other ranks read the notice first
             code = EXIT_LOST if isinstance(error, TimeoutError) or _comes_from_jax(error) else 1
             atexit.register(
                 _leave_after_an_error, code, 2 * self._beat_s if self._rank == 0 else 0.0
@@ -350,13 +363,13 @@ class Watchdog:
         self._end()
 
     def _end(self, *, stacks: bool = True) -> None:
-        self._ending.acquire()  # several threads may come here, one prints
+        self._ending.acquire()  # only the first thread prints and exits
         if stacks:
             faulthandler.dump_traceback(file=2)
         sys.stdout.flush()
         sys.stderr.flush()
         if self._rank == 0 and self._store is not None:
-            # its end is everyone's: let them read the notice and print their stacks
+            # the run ends with rank 0: let the others read the notice and print their stacks
             time.sleep(2.5 * self._beat_s)
         os._exit(EXIT_CODE)
 
@@ -371,14 +384,14 @@ class Watchdog:
         return "; ".join(lines) or f"all {self._processes} ranks have come as far"
 
     def _failed_in(self, label: str, error: Exception) -> None:
-        """Name the ranks whose silence explains this error, before it goes on its way.
+        """Print which silent or ended ranks explain this error, before the error propagates.
 
-        Where another rank explains why a collective failed, this one ends here: a traceback would
-        say nothing more.
+        If JAX raised the error and another rank explains it, this rank exits here: a traceback
+        would add nothing.
         """
         if self._store is None or self._closing.is_set():
             return
-        # JAX ends this process any moment
+        # print at once: JAX may end this process at any moment
         gone = f" ({NO_COORDINATOR})" if _coordinator_is_gone() else ""
         _say(f"rank {self._rank} failed in {label}: {first_line(error)}{gone}")
         before = _limited(self._reports)
@@ -459,8 +472,8 @@ class Watchdog:
         )
 
     def _look_for_silence(self, changed: dict[int, tuple[int, float]]) -> None:
-        """Name, on rank 0, ranks that stopped reporting, before JAX ends the run for want of
-        their heartbeats.
+        """Publish, on rank 0, which ranks stopped reporting, before JAX ends the run for missing
+        heartbeats.
         """
         now, begun_s = self._clock.now(), time.time()
         reports = self._reports()
@@ -471,7 +484,7 @@ class Watchdog:
                 changed[rank] = (report["beat"], now)
             silent_s = now - changed[rank][1]
             if silent_s > 0.5 * self._heartbeat_timeout_s and report["beat"] != CLOSED:
-                changed[rank] = (report["beat"], math.inf)  # said once
+                changed[rank] = (report["beat"], math.inf)  # report the silence once
                 words = (
                     f"rank {rank}: no sign of life for {silent_s:.0f} s, dead or stopped, at"
                     f" {report['at']}"
@@ -498,7 +511,9 @@ class Watchdog:
 
 
 def watchdog_of(limits: DistributedConfig) -> Watchdog:
-    """Return the watchdog of a run with these limits."""
+    """Return a `Watchdog` with the time limits and the heartbeat file that the configuration
+    gives.
+    """
     heartbeat = None
     if limits.heartbeat_folder is not None:
         heartbeat = Heartbeat(
@@ -509,7 +524,9 @@ def watchdog_of(limits: DistributedConfig) -> Watchdog:
 
 @dataclass
 class _Wait:
-    """One `with watchdog.waiting_for(...)`. seen: every rank's progress at the last look."""
+    """One active `with watchdog.waiting_for(...)` block. seen: progress of every rank at the last
+    check.
+    """
 
     label: str
     timeout_s: float
@@ -519,15 +536,17 @@ class _Wait:
     seen: dict[int, str] = field(default_factory=dict)
 
     def doing(self) -> str:
-        """Return what is waited for, and where that is said how far it is."""
+        """Return the label of the wait, followed by its progress if `progress` returns text."""
         now = self.progress() if self.progress is not None else None
         return f"{self.label}, {now}" if isinstance(now, str) and now else self.label
 
 
 def from_rank_0(name: str, call: Callable[[], str], timeout_s: float) -> str:
-    """Return what `call` returns on rank 0, on every rank; once a run for each `name`.
+    """Run `call` on rank 0 and return its result on every rank. Each `name` may be used once per
+    run.
 
-    An `OSError` or `ValueError` of it is raised on every rank, a `TimeoutError` after `timeout_s`.
+    Raises on rank 0 what `call` raises; an `OSError` or `ValueError` there becomes an `OSError` on
+    every other rank. Raises `TimeoutError` on the other ranks after `timeout_s`.
     """
     store = _store()
     if store is None:
@@ -554,9 +573,7 @@ def from_rank_0(name: str, call: Callable[[], str], timeout_s: float) -> str:
 
 
 def _store() -> Any | None:
-    """Return the key-value store that the run's processes share, or None in a run of one
-    process.
-    """
+    """Return the client of JAX's key-value store, or None in a run of one process."""
     if jax.process_count() == 1:
         return None
     from jax._src import distributed  # the store has no public name
@@ -565,7 +582,7 @@ def _store() -> Any | None:
 
 
 def _coordinator() -> tuple[str, int]:
-    """Return host and port of the coordinator."""
+    """Return (host, port) of JAX's coordinator."""
     from jax._src import distributed
 
     host, _, port = str(distributed.global_state.coordinator_address).rpartition(":")
@@ -573,8 +590,8 @@ def _coordinator() -> tuple[str, int]:
 
 
 def _coordinator_is_gone() -> bool:
-    """Return whether no coordinator answers at its address any more. A gRPC server speaks first,
-    and at once.
+    """Return True if nothing answers at the coordinator's address. A live gRPC server sends the
+    first byte at once.
     """
     try:
         with socket.create_connection(_coordinator(), timeout=0.5) as line:
@@ -584,8 +601,8 @@ def _coordinator_is_gone() -> bool:
 
 
 def _coordinator_has_ended() -> bool:
-    """Return whether the coordinator's host says that nothing listens at its address; False if
-    it says nothing.
+    """Return True only if the coordinator's host refuses the connection; False if the host does not
+    answer.
     """
     try:
         with socket.create_connection(_coordinator(), timeout=CALL_TIMEOUT_S):
@@ -597,9 +614,7 @@ def _coordinator_has_ended() -> bool:
 
 
 def _comes_from_jax(error: BaseException | None) -> bool:
-    """Return whether JAX has raised the error, or one that led to it, as where ranks wait for
-    each other to save.
-    """
+    """Return True if the error, or an error in its chain of causes, is a `JaxRuntimeError`."""
     while error is not None and not isinstance(error, jax.errors.JaxRuntimeError):
         error = error.__cause__ or error.__context__
     return error is not None
@@ -634,13 +649,15 @@ def _say(line: str) -> None:
 
 
 class AgreedStep:
-    """A step on which all ranks agree, soon after one of them was asked for it.
+    """Agreement of all ranks on one step, soon after at least one rank asked for it.
 
-    A rank that learns that one was asked, itself or another, publishes the step it has reached.
-    Once all have, step max(published) + 1 + steps_in_flight is it. No rank can get past that step
-    without having read all of them, as a training step needs every rank: `steps_in_flight` is how
-    many steps the loop may have dispatched beyond the last whose result it has seen (0: it waits
-    for each). keys: what the names of the published steps begin with.
+    A rank that was asked, or sees that another was, publishes the step it has reached. Once every
+    rank has published, the agreed step is max(published) + 1 + steps_in_flight. No rank can pass
+    that step before it has read all published steps, because a training step needs every rank.
+
+    keys: prefix of the published keys. steps_in_flight: steps that the loop may have dispatched
+    beyond the last one whose result it has seen (0: the loop waits for each step). poll_s: seconds
+    between two looks at the other ranks.
     """
 
     def __init__(self, keys: str, *, steps_in_flight: int, poll_s: float) -> None:
@@ -652,17 +669,17 @@ class AgreedStep:
         self._closing = threading.Event()
 
     def listen(self) -> None:
-        """Begin to look whether another rank was asked."""
+        """Start a thread that watches for requests made on other ranks."""
         if self._store is not None:
             threading.Thread(target=self._listen, name="agreed step", daemon=True).start()
 
     def close(self) -> None:
-        """End what `listen` began."""
+        """Stop the thread that `listen` started."""
         self._closing.set()
 
     def is_reached(self, step: int) -> bool:
-        """Return whether `step`, where this rank is, is the one or later: the same for the same
-        step on every rank.
+        """Return True if `step` is the agreed step or a later one. Every rank gets the same answer
+        for the same step.
         """
         if not self.asked.is_set():
             return False
@@ -689,11 +706,12 @@ class AgreedStep:
 
 
 class AskedSignal:
-    """Context manager: SIGUSR2, sent to any rank, asks all of them for something at one step
-    boundary, again and again.
+    """Context manager that turns SIGUSR2, sent to any rank, into a request that all ranks see
+    before the same step.
 
-    Signals that come before the ranks have agreed ask once. The handler only takes note; after the
-    context signals are ignored. The loop must wait for the result of each step.
+    The context serves any number of requests; signals that arrive before the ranks have agreed
+    count as one. The handler only sets a flag. After the context, SIGUSR2 is ignored. The loop must
+    wait for the result of each step.
     """
 
     NUMBER = signal.SIGUSR2
@@ -719,8 +737,8 @@ class AskedSignal:
         self._agreed.close()
 
     def requested(self, step: int) -> bool:
-        """Return whether to do before `step` what was asked for: True once for each time, on all
-        ranks alike.
+        """Return True, once per request and on all ranks alike, if the request is due before
+        `step`.
         """
         if not self._agreed.is_reached(step):
             return False
@@ -730,14 +748,12 @@ class AskedSignal:
 
 
 class PreemptionSignal:
-    """Context manager: SIGTERM, SIGUSR1 (SLURM before a time limit) and Ctrl-C stop all ranks after
-    one step.
+    """Context manager that stops all ranks after the same step on SIGTERM, SIGUSR1 (SLURM before a
+    time limit) or Ctrl-C.
 
-    The handlers only take note, so a second signal does not disturb the save that follows: leave
-    the context when the save is done. SIGTERM and SIGUSR1 are ignored from then on. A second Ctrl-C
-    ends the process at once.
-
-    All ranks stop after the same step, as `AgreedStep` has it. steps_in_flight: see there.
+    The handlers only set a flag, so a second signal does not disturb the save that follows: leave
+    the context once the save is done. After a stop was requested, SIGTERM and SIGUSR1 stay ignored.
+    A second Ctrl-C ends the process at once, without a save. steps_in_flight: see `AgreedStep`.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -748,13 +764,13 @@ class PreemptionSignal:
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> PreemptionSignal:
-        # Python's handlers run when the main thread is back from XLA; what it writes to a file
-        # descriptor comes at once
+        # Python runs signal handlers only once the main thread returns from XLA, but writes to the
+        # wakeup file descriptor at once.
         self._heard, self._tell = os.pipe()
         os.set_blocking(self._tell, False)
         self._previous_fd = signal.set_wakeup_fd(self._tell, warn_on_full_buffer=False)
         for number in self.SIGNALS:
-            # a background job's
+            # a shell's background job ignores SIGINT and must go on ignoring it
             if number is not signal.SIGINT or signal.getsignal(number) is not signal.SIG_IGN:
                 self._previous[number] = signal.signal(number, lambda *_: self._asked.set())
         threading.Thread(target=self._hear, name="signals", daemon=True).start()
@@ -772,13 +788,15 @@ class PreemptionSignal:
         os.close(self._tell)
 
     def requested(self, step: int) -> bool:
-        """Return whether the run is to stop after `step`, just finished: the same for the same
-        step on every rank.
+        """Return True if the run must stop after `step`, which has just finished. Every rank gets
+        the same answer for the same step.
         """
         return self._agreed.is_reached(step)
 
     def _hear(self) -> None:
-        """Answer signals as they come."""
+        """Print a message for each signal as soon as it arrives, even while the main thread is
+        inside XLA.
+        """
         told: set[int] = set()
         while numbers := os.read(self._heard, 64):
             for number in numbers:

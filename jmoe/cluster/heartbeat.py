@@ -1,8 +1,8 @@
-"""Signs of life of a run's processes, as files in a folder that its supervisor looks at. Standard
-library.
+"""Heartbeat files: each process rewrites one file, and its supervisor watches the file's time
+stamp. Standard library only.
 
-The supervisor asks only whether a file has changed since it last looked, by its own clock: the
-hosts' clocks need not agree, and a process that is stopped, or whose host is lost, changes nothing.
+The supervisor only asks, by its own clock, whether a file has changed since its last look. The
+hosts' clocks need not agree, and a process that is stopped or whose host is lost changes nothing.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-CLOSED = "closed"  # the run is over: only the end of the process is still to come
+CLOSED = "closed"  # the `at` of a rank whose run is over and whose process is about to end
 
 
 def heartbeat_file(folder: Path, rank: int) -> Path:
-    """Return the file of a rank's signs of life."""
+    """Return the path of a rank's heartbeat file in `folder`."""
     return folder / f"rank-{rank}.json"
 
 
 class Heartbeat:
-    """Writes a rank's file anew at every beat, by a rename; where that fails the supervisor sees
-    no sign of life.
+    """Rewrites a rank's heartbeat file at every beat, by an atomic rename. A failed write is
+    ignored, so the supervisor sees silence.
     """
 
     def __init__(self, folder: Path, rank: int, local_devices: int) -> None:
@@ -34,8 +34,8 @@ class Heartbeat:
         self._beats = 0
 
     def beat(self, at: str, waits: int = 0, since_s: float = 0.0) -> None:
-        """Say that this process is alive, what it does, how many waits it has begun, the last of
-        them `since_s` ago.
+        """Write one beat. at: what the process is doing; waits: number of waits it has begun;
+        since_s: seconds since the last wait began.
         """
         self._beats += 1
         beat = {
@@ -51,17 +51,17 @@ class Heartbeat:
             os.replace(new, self._path)
 
     def close(self) -> None:
-        """Say that the run is over, so that no further beats are expected."""
+        """Write that the run is over, so that the supervisor expects no further beats."""
         self.beat(CLOSED)
 
 
 class Listener:
-    """Looks for signs of life of an attempt's ranks, from its start on."""
+    """Watches the heartbeat files of one attempt's ranks, from the attempt's start."""
 
     def __init__(
         self, folder: Path, processes: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """clock: seconds, by which silence is measured."""
+        """clock: returns seconds; silence is measured by this clock."""
         self._paths = [heartbeat_file(folder, rank) for rank in range(processes)]
         self._clock = clock
         # (time stamp of the file, when that was first seen)
@@ -78,7 +78,7 @@ class Listener:
                 self._changed[rank] = (stamp, now)
 
     def silence_s(self, rank: int) -> float:
-        """Return how long the rank has shown no sign of life; 0 before its first one."""
+        """Return the seconds since the rank's file last changed; 0 before its first beat."""
         stamp, since = self._changed[rank]
         return self._clock() - since if stamp else 0.0
 
@@ -86,17 +86,17 @@ class Listener:
         return self._changed[rank][0] != 0
 
     def at(self, rank: int) -> str:
-        """Return what the rank did when it last said so; "" if it never has."""
+        """Return what the rank was doing at its last beat; "" before its first beat."""
         return str(read_heartbeat(self._paths[rank]).get("at", ""))
 
     def local_devices(self) -> int | None:
-        """Return how many devices each process has; None before any has said so."""
+        """Return the number of devices per process, or None before any rank has reported it."""
         said = [read_heartbeat(path).get("devices") for path in self._paths]
         return next((int(number) for number in said if number), None)
 
 
 def read_heartbeat(path: Path) -> dict[str, Any]:
-    """Return a rank's last beat; an empty dict if there is none."""
+    """Return the content of a heartbeat file; an empty dict if the file is missing or damaged."""
     try:
         beat = json.loads(path.read_bytes())
     except (OSError, ValueError):

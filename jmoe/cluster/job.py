@@ -1,9 +1,10 @@
-"""GPUs of the job that a process belongs to: which of its node's are its own, and whether some are
-left over.
+"""GPUs of the cluster job: which of the node's GPUs belong to this process, and whether any stay
+unused.
 
-JAX's own detection gives a process of SLURM or Open MPI the one device that has its number on the
-node, also where it is alone there and sees eight. This module deals out all that the process sees.
-Standard library only.
+JAX's own detection gives a process of SLURM or Open MPI one device, numbered by the process's local
+rank, even if the process is alone on its node and sees eight. This module assigns all visible GPUs.
+`jmoe.cluster.distributed` and `jmoe.cluster.supervise` call it before JAX starts. Standard library
+only.
 """
 
 from __future__ import annotations
@@ -13,19 +14,21 @@ import os
 from collections.abc import Mapping
 from typing import NamedTuple
 
-LOCAL_IDS = "JAX_LOCAL_DEVICE_IDS"  # JAX's own variable, which goes before what is dealt out here
+LOCAL_IDS = "JAX_LOCAL_DEVICE_IDS"  # JAX's own variable, which takes precedence over this module
 
 
 class NodeTask(NamedTuple):
-    """The place of this process among the job's processes on its node."""
+    """Index of this process among the job's processes on its node (`number`, from 0), and their
+    count (`processes`).
+    """
 
     number: int  # from 0
     processes: int
 
 
 def node_task(environment: Mapping[str, str]) -> NodeTask:
-    """Return the place that the launcher gives this process; alone on its node without SLURM's
-    or Open MPI's word.
+    """Return this process's place on its node, from the variables of SLURM or Open MPI; (0, 1)
+    without them.
     """
     if "OMPI_COMM_WORLD_LOCAL_SIZE" in environment:
         return NodeTask(
@@ -41,7 +44,7 @@ def node_task(environment: Mapping[str, str]) -> NodeTask:
 
 
 def _counts(text: str) -> list[int]:
-    """Return the numbers that SLURM writes as `2(x3),1`."""
+    """Return the numbers that SLURM writes in its short form: `2(x3),1` gives [2, 2, 2, 1]."""
     counts: list[int] = []
     for word in text.split(","):
         number, _, times = word.partition("(x")
@@ -50,8 +53,8 @@ def _counts(text: str) -> list[int]:
 
 
 def visible_gpus() -> int:
-    """Return how many GPUs CUDA shows this process; 0 without NVIDIA's driver. JAX may begin
-    afterwards.
+    """Return how many GPUs CUDA shows this process; 0 without NVIDIA's driver. JAX may be
+    initialized afterwards.
     """
     try:
         driver = ctypes.CDLL("libcuda.so.1")
@@ -63,8 +66,8 @@ def visible_gpus() -> int:
 
 
 def node_gpus(environment: Mapping[str, str]) -> tuple[int, str] | None:
-    """Return (how many GPUs the job was given on this node, the variable that says so); None
-    where none does.
+    """Return (number of GPUs that the job has on this node, name of the variable that says so), or
+    None if no variable does.
     """
     for name in ("SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS"):
         value = environment.get(name, "")
@@ -77,11 +80,12 @@ def node_gpus(environment: Mapping[str, str]) -> tuple[int, str] | None:
 
 
 def local_device_ids(environment: Mapping[str, str], visible: int) -> list[int] | None:
-    """Return which of the `visible` GPUs this process takes; None: whatever JAX sees.
+    """Return the indices of the `visible` GPUs that this process uses; None leaves the choice to
+    JAX.
 
-    A process that sees fewer than the job has on the node was bound to its own and takes all of
-    them; processes that see the same ones take equal shares. Raises `ValueError` where there are no
-    equal shares.
+    A process that sees fewer GPUs than the job has on the node was bound to its own GPUs and uses
+    all of them. Processes that see the same GPUs use equal shares. Raises `ValueError` if equal
+    shares are impossible, or if it is unclear which GPUs are shared.
     """
     task, job = node_task(environment), node_gpus(environment)
     if environment.get(LOCAL_IDS):
@@ -120,7 +124,7 @@ def local_device_ids(environment: Mapping[str, str], visible: int) -> list[int] 
 
 
 def hosts_line(devices_of_hosts: list[int]) -> str:
-    """Return `64 devices on 8 hosts`, with the numbers of each where hosts differ."""
+    """Return text such as `64 devices on 8 hosts`, listing the counts if hosts differ."""
     hosts, even = len(devices_of_hosts), len({*devices_of_hosts}) == 1
     each = "" if even else f": {', '.join(map(str, devices_of_hosts))}"
     return f"{sum(devices_of_hosts)} devices on {hosts} host{'s' * (hosts > 1)}{each}"
@@ -129,11 +133,11 @@ def hosts_line(devices_of_hosts: list[int]) -> str:
 def check_all_used(
     used: int, environment: Mapping[str, str] = os.environ, *, more: str = ""
 ) -> None:
-    """Raise `ValueError` if the job was given more GPUs on this node than the run uses, and none by
-    JAX_PLATFORMS.
+    """Raise `ValueError` if the job has more GPUs on this node than the run uses, unless
+    JAX_PLATFORMS excludes GPUs.
 
-    used: GPUs that this process uses, as does every other one of the job here. more: how the run is
-    told to use more.
+    used: GPUs of this process; every other process of the job on this node uses as many. more:
+    command-line option that would make the run use more, for the message.
     """
     platforms = environment.get("JAX_PLATFORMS", "")
     job, tasks = node_gpus(environment), node_task(environment).processes
@@ -161,8 +165,8 @@ def check_all_used(
 
 
 def check_all_nodes_used(environment: Mapping[str, str] = os.environ) -> None:
-    """Raise `ValueError` if this process runs alone, outside SLURM's steps, in a job with GPUs
-    on several nodes.
+    """Raise `ValueError` if this process was started without srun in a SLURM job that has GPUs on
+    several nodes.
     """
     nodes = int(environment.get("SLURM_JOB_NUM_NODES", "1"))
     if (

@@ -1,8 +1,8 @@
-"""The state of a run, read from its output folder, also after its end. Standard library; nothing is
-left there.
+"""State of a run, read from its output folder during the run or after its end. Standard library
+only; the folder is not changed.
 
-Ages are by the clock that gives files their times, the disk's; where no file can be made there, by
-this machine's.
+`jmoe-status` and the Prometheus exporter call `read_overview`. Ages are measured by the clock that
+stamps the folder's files (the disk's), or by this machine's clock if no file can be made there.
 """
 
 from __future__ import annotations
@@ -28,18 +28,20 @@ from jmoe.config import DistributedConfig
 
 LOCK, IDENTITY = "run.lock", "run.json"  # those of `RunFolder`
 SUPERVISE, EVENTS = "supervise", "events.jsonl"
-RATE_STEPS = 32  # the rate is the median of so many last steps that compiled nothing
+RATE_STEPS = 32  # the rate is a median over at most this many last steps
 SILENT_S = 5.0  # a rank beats about once a second
-LATE_S = 0.1  # ranks do not begin a wait at one moment
+LATE_S = 0.1  # ranks never begin a wait at exactly the same moment
 
 State = Literal["starting", "running", "ended", "stopped", "dead"]
 
 
 @dataclass(frozen=True)
 class RankSign:
-    """A rank's last sign of life. waits: begun so far, by which ranks compare how far they are.
+    """A rank's last heartbeat.
 
-    begun_time: of the last wait, by the disk's clock as is beat_time.
+    at: what the rank was doing. waits: number of waits begun; all ranks begin the same waits, so
+    the count compares their positions. begun_time, beat_time: Unix time of the start of the last
+    wait and of the heartbeat, by the disk's clock. silent_s: seconds since the heartbeat.
     """
 
     rank: int
@@ -52,8 +54,8 @@ class RankSign:
 
 @dataclass(frozen=True)
 class SnapshotSign:
-    """The newest step whose snapshots are in this host's memory, and the ranks whose shards
-    these are.
+    """The newest step with snapshots in this host's memory, and the ranks whose shards the host
+    holds.
     """
 
     step: int
@@ -63,13 +65,14 @@ class SnapshotSign:
 
 @dataclass(frozen=True)
 class RunOverview:
-    """A run as its folder shows it; None is what nothing there tells.
+    """State of a run as its folder shows it; a field is None if the folder does not tell.
 
-    starting: a supervisor is about to start its processes. running: a process of it holds the
-    folder. ended: all steps are done and saved. stopped: no process is left, and every step is
-    saved. dead: no process is left, and steps have to be done again. steps: done, of `num_steps`.
-    snapshot: in the memory of this host alone. tiers: of process 0 since its start. clock_ahead_s:
-    this machine's clock against the one that gives the folder's files their times.
+    state: `starting` if a supervisor is about to start processes; `running` if a process of the run
+    holds the folder; `ended` if all steps are done and saved; `stopped` if no process is left and
+    every finished step is saved; `dead` if no process is left and finished steps must be repeated.
+
+    steps: finished steps, of `num_steps`. snapshot: of this host's memory only. tiers: counters of
+    process 0 since its start. clock_ahead_s: this machine's clock minus the disk's clock.
     """
 
     folder: str
@@ -95,7 +98,9 @@ class RunOverview:
 
 
 def read_overview(folder: Path) -> RunOverview:
-    """Return the state of the run in this folder; `ValueError` if it is no run's folder."""
+    """Return the state of the run in `folder`. Raises `ValueError` if `folder` is not the output
+    folder of a run.
+    """
     signs = [name for name in (IDENTITY, LOCK, METRICS, SUPERVISE) if (folder / name).exists()]
     if not signs:
         missing = (
@@ -152,8 +157,9 @@ def read_overview(folder: Path) -> RunOverview:
 
 
 def slowest(ranks: tuple[RankSign, ...]) -> int | None:
-    """Return the rank that has been silent longest, or is the latest to begin what others have
-    begun; None: none is.
+    """Return the rank that holds up the others, or None.
+
+    It is the rank that has been silent longest, or else the rank that began its current wait last.
     """
     silent = [rank for rank in ranks if rank.silent_s > SILENT_S and rank.at != CLOSED]
     if silent:
@@ -165,11 +171,11 @@ def slowest(ranks: tuple[RankSign, ...]) -> int | None:
 
 
 def _late_s(rank: RankSign, other: RankSign) -> float:
-    """Return how much later than the other one this rank has begun, or not begun yet, what both
-    wait for in turn.
+    """Return how many seconds later than `other` this rank began the same wait, or has still not
+    begun it.
 
-    Ranks tell at different moments: one is behind only where the other had begun more before it
-    told.
+    Ranks report at different moments, so a rank counts as behind only if `other` had begun the
+    later wait before this rank's report.
     """
     if other.waits == rank.waits:
         return rank.begun_time - other.begun_time
@@ -190,7 +196,7 @@ class _Seen:
 def _state(
     folder: Path, seen: _Seen, done: int, num_steps: int | None, checkpoint: int | None
 ) -> tuple[State, str]:
-    """Return the state and a clause that says what shows it."""
+    """Return the run's state and a clause that gives the evidence for it."""
     owner = _json(folder / LOCK)
     held, elsewhere = _held(folder / LOCK), owner.get("host") not in (None, socket.gethostname())
     silent_s, limit_s = _silence(folder, seen)
@@ -223,8 +229,8 @@ def _state(
 
 
 def _held(path: Path) -> bool | None:
-    """Return whether a process holds `flock` on a file; None where the file system does not
-    tell.
+    """Return True if a process holds `flock` on the file, False if none does, and None if the file
+    system cannot tell.
     """
     try:
         with path.open("rb") as file:
@@ -237,8 +243,8 @@ def _held(path: Path) -> bool | None:
 
 
 def _silence(folder: Path, seen: _Seen) -> tuple[float, float]:
-    """Return (seconds since the last sign of life, seconds after which there should have been
-    another one).
+    """Return (seconds since the run's last sign of life, seconds of silence after which the run
+    counts as dead).
     """
     limits = dataclasses.asdict(DistributedConfig()) | seen.config.get("distributed", {})
     if seen.ranks:
@@ -251,7 +257,7 @@ def _silence(folder: Path, seen: _Seen) -> tuple[float, float]:
 
 
 def _ranks(folder: Path, config: dict[str, Any], now: float) -> tuple[RankSign, ...]:
-    """Return the signs of life of the last attempt that has left any."""
+    """Return the heartbeats of the most recent attempt that left any, sorted by rank."""
     beats = sorted(
         folder.glob(f"{SUPERVISE}/heartbeat-*"), key=lambda path: int(path.name.rpartition("-")[2])
     )
@@ -272,7 +278,9 @@ def _ranks(folder: Path, config: dict[str, Any], now: float) -> tuple[RankSign, 
 
 
 def _snapshot(config: dict[str, Any], run: str, now: float) -> SnapshotSign | None:
-    """Return what `run/snapshots.py` has written into this host's memory."""
+    """Return the newest snapshot that `jmoe/run/snapshots.py` left in this host's memory, or
+    None.
+    """
     memory_dir = config.get("checkpoint", {}).get("memory_dir")
     times: dict[int, dict[int, float]] = {}
     for path in Path(memory_dir).absolute().glob(f"jmoe-{run}/*-of-*") if memory_dir else ():
@@ -290,7 +298,7 @@ def _snapshot(config: dict[str, Any], run: str, now: float) -> SnapshotSign | No
 
 
 def _last_steps(metrics: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return (records of the last steps of one history, how often the run has been resumed)."""
+    """Return (records of the last `RATE_STEPS` steps, number of times the run was resumed)."""
     last: deque[bytes] = deque(maxlen=RATE_STEPS)
     resumes = 0
     with contextlib.suppress(OSError), metrics.open("rb") as file:
@@ -304,14 +312,14 @@ def _last_steps(metrics: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def _supervised(folder: Path) -> list[dict[str, Any]]:
-    """Return the supervisor's starts and ends in order; none without one."""
+    """Return the supervisor's start and end events in order; empty without a supervisor."""
     with contextlib.suppress(OSError), (folder / SUPERVISE / EVENTS).open("rb") as file:
         return [event for event in map(_object, file) if "event" in event]
     return []
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """Return the object in a file, an empty one if there is none or only a part of it."""
+    """Return the JSON object in a file; an empty dict if the file is missing or incomplete."""
     with contextlib.suppress(OSError):
         return _object(path.read_bytes())
     return {}
@@ -325,7 +333,7 @@ def _object(text: bytes) -> dict[str, Any]:
 
 
 def _number(record: dict[str, Any], name: str) -> float | None:
-    """Return a value of a step; one that is not finite is kept apart."""
+    """Return a value of a step's record; non-finite values are stored apart, under `non_finite`."""
     apart = record.get("non_finite", {})
     return float(apart[name]) if name in apart else record.get(name)
 
@@ -344,7 +352,7 @@ def _age(moment: float | None, now: float) -> float | None:
 
 
 def lines(run: RunOverview) -> Iterator[str]:
-    """Yield the overview, a line for each thing that is known."""
+    """Yield the overview as text, one line for each known fact."""
     attempt = f", attempt {run.attempt}" if run.attempt is not None else ""
     yield f"{run.run} in {run.folder}: {run.state} ({run.why}{attempt})"
     if abs(run.clock_ahead_s) > SKEW_S:

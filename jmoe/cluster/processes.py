@@ -1,8 +1,10 @@
-"""Plain values and bytes between the processes of a run, over the network that the step's
-collectives use.
+"""Exchange of JSON values and bytes between all processes of a run, by JAX collectives.
 
-Every process makes the same calls in the same order, in the thread that starts the steps.
-Legend: P processes, C bytes of a chunk.
+Every process must make the same calls in the same order, in the thread that dispatches training
+steps. Axis legend:
+
+P  processes
+C  bytes of a chunk
 """
 
 import functools
@@ -19,14 +21,16 @@ from numpy.typing import NDArray
 from jmoe.config import check
 from jmoe.mesh import BY_PROCESS, PROCESS, process_mesh
 
-CHUNK_BYTES = 1 << 23  # of device memory, twice; on CPU larger ones are slower
+CHUNK_BYTES = 1 << 23  # a transfer holds two chunks in device memory; larger are slower on CPU
 TEXT_BYTES = 1 << 12  # texts are padded to multiples, so that few programs are compiled
 
-Pairs = tuple[tuple[int, int], ...]  # (from, to) of processes
+Pairs = tuple[tuple[int, int], ...]  # (from, to) process indices
 
 
 def gather_json(value: Any) -> list[Any]:
-    """Return every process's value, by process; values are what JSON has."""
+    """Return the list of all processes' values, indexed by process. Values must be serializable as
+    JSON.
+    """
     text = json.dumps(value).encode()
     if jax.process_count() == 1:
         return [json.loads(text)]
@@ -38,10 +42,10 @@ def gather_json(value: Any) -> list[Any]:
 
 
 def check_alike(name: str, identify: Callable[[], str]) -> None:
-    """Raise `ValueError` on every process if one reads something else than process 0.
+    """Raise `ValueError` on every process if any process's identity differs from process 0's.
 
-    identify: tells apart what they read. On hosts with disks of their own a copy may be old, or
-    another one.
+    name: setting to blame in the message. identify: returns a text, such as a hash, of the file
+    this process reads; hosts with their own disks may hold an old or different copy.
     """
     if jax.process_count() == 1:
         return
@@ -54,7 +58,9 @@ def check_alike(name: str, identify: Callable[[], str]) -> None:
 
 
 def rounds_of(pairs: Sequence[tuple[int, int]]) -> list[Pairs]:
-    """Return the pairs in rounds, in each of which nobody sends or receives twice."""
+    """Return the (from, to) pairs split into rounds, such that no process sends or receives twice
+    in a round.
+    """
     rounds: list[list[tuple[int, int]]] = []
     for source, target in pairs:
         free = (one for one in rounds if all(source != s and target != t for s, t in one))
@@ -69,11 +75,11 @@ def rounds_of(pairs: Sequence[tuple[int, int]]) -> list[Pairs]:
 def exchange_bytes(
     outgoing: NDArray[np.uint8], incoming: NDArray[np.uint8], pairs: Pairs, most_bytes: int
 ) -> None:
-    """Send `outgoing` to the process that `pairs` names, and fill `incoming` with what comes to
-    this one.
+    """Send `outgoing` to the process that `pairs` gives for this one, and fill `incoming` with the
+    bytes received.
 
-    Nobody sends or receives twice. A process that sends or receives nothing gives an empty array.
-    most_bytes: the greatest size of all that is sent.
+    No process may send or receive twice. A process that sends (or receives) nothing passes an empty
+    array. most_bytes: size of the largest array sent by any process; it must be the same on all.
     """
     chunk_bytes = min(CHUNK_BYTES, max(1, most_bytes))
     for begin in range(0, most_bytes, chunk_bytes):

@@ -1,9 +1,12 @@
-"""Start and end one process of a run on any host, and end it when its supervisor ends.
+"""Start and end one process of a run on any host; the process ends when its supervisor ends.
 
-`python -m jmoe.cluster.remote_process` is the program on that host; the supervisor talks to it over
-its standard streams. Its output: one line with a port that it reserves for the run's coordinator.
-Its input: one line of JSON, the `Order`; then the number of a signal on each line. When its input
-ends, it kills the process that it started.
+`python -m jmoe.cluster.remote_process` is the launcher that runs on that host. The supervisor talks
+to the launcher over its standard streams:
+
+output  one line: a port that the launcher reserves for the run's coordinator
+input   one line of JSON, the `Order`; then one signal number per line
+
+When the input ends, the launcher kills the process that it started.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # by the supervisor, and by nobody else
+PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # only the supervisor sends these
 CLOSE_S = 20.0  # SIGKILL takes that long where a process writes to a slow disk
 KILL_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 # exit code: the log cannot be written, so the folder is not writable or not shared (EX_CANTCREAT)
@@ -34,8 +37,8 @@ CANNOT_RUN = 127  # exit code: the command is not there, as of a shell
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """A command to run. environment: changes to that of this host; log: the file that its output
-    is appended to.
+    """Command to run on a host. environment: variables to add to or change in the host's own; log:
+    file to which the command's output is appended.
     """
 
     command: list[str]
@@ -46,9 +49,11 @@ class Order:
 
 
 class RemoteProcess:
-    """A supervisor's handle of one process.
+    """The supervisor's handle of one process on `host`.
 
-    port: reserved on the process's host; None until the host has answered, and if it could not.
+    local_rank: index of the process on its host. prefix: command that reaches the host, such as
+    `ssh HOST`. port: port reserved on the host; None until the launcher has answered, or if it
+    could not.
     """
 
     def __init__(self, host: str, local_rank: int, prefix: Sequence[str]) -> None:
@@ -63,7 +68,9 @@ class RemoteProcess:
         )
 
     def hear(self) -> None:
-        """Read the far end's answer, which is there, or its end."""
+        """Read the launcher's first line, which sets `port`. Call this once the stream is
+        readable.
+        """
         self.heard = True
         assert self._process.stdout is not None
         words = self._process.stdout.readline().strip()
@@ -80,26 +87,26 @@ class RemoteProcess:
         self._write(str(int(number)))
 
     def code(self) -> int | None:
-        """Return the exit code of the process, 128 + the number of the signal that killed it;
+        """Return the exit code of the process, or 128 + the number of the signal that killed it;
         None while it runs.
         """
         code = self._process.poll()
         return code if code is None or code >= 0 else 128 - code
 
     def last_words(self) -> str:
-        """Return what the far end has said of a process that it could not start."""
+        """Return the launcher's message about a process that it could not start."""
         assert self._process.stdout is not None
         return self._process.stdout.read().decode(errors="replace").strip()
 
     def kill(self) -> None:
-        """Kill the process, without waiting for its end."""
+        """Kill the process by closing the launcher's input, without waiting for its end."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
 
     def close(self) -> None:
-        """End the process, if it has not ended, and wait for that; a host that does not answer
-        is not waited for.
+        """Kill the process if it still runs, and wait up to `CLOSE_S` seconds for its end; do not
+        wait for a host that never answered.
         """
         assert self._process.stdout is not None
         self.kill()
@@ -112,13 +119,15 @@ class RemoteProcess:
 
     def _write(self, line: str) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the launcher has ended
             self._process.stdin.write(f"{line}\n".encode())
             self._process.stdin.flush()
 
 
 def answered(remotes: Sequence[RemoteProcess], timeout_s: float) -> list[RemoteProcess]:
-    """Return those whose far end is there within `timeout_s`."""
+    """Return the remote processes whose launcher has answered, waiting at most `timeout_s`
+    seconds.
+    """
     deadline = time.monotonic() + timeout_s
     with selectors.DefaultSelector() as selector:
         for remote in remotes:
@@ -136,10 +145,11 @@ def answered(remotes: Sequence[RemoteProcess], timeout_s: float) -> list[RemoteP
 
 
 def reserve_port() -> socket.socket:
-    """Return a socket bound to a port that the system gives to no other process while it is open.
+    """Return a socket bound to a free port, which the system gives to no other process while the
+    socket is open.
 
-    A process that is told the port can listen on it: both allow its reuse, and this socket does not
-    listen.
+    The run's coordinator can still listen on that port: both sockets allow reuse, and this one does
+    not listen.
     """
     dual = socket.has_dualstack_ipv6()
     reserved = socket.socket(socket.AF_INET6 if dual else socket.AF_INET)
@@ -152,10 +162,12 @@ def reserve_port() -> socket.socket:
 
 
 def run(order: Order, commands: int) -> int:
-    """Run the process to its end, and return its exit code, 128 + the number of a signal that
-    killed it.
+    """Run the ordered command to its end; return its exit code, or 128 + the number of the signal
+    that killed it.
 
-    What it has started and left behind ends with it: it would hold its devices and locks.
+    Child processes that the command left behind are killed as well, because they would hold its
+    devices and locks. commands: file descriptor with one signal number per line. Returns
+    `CANNOT_LOG` or `CANNOT_RUN` if the command could not be started.
     """
     log = Path(order.log)
     try:
@@ -211,7 +223,7 @@ def _kill_group(number: int) -> None:
 
 
 def main() -> None:
-    """Reserve a port, wait for the order, run it."""
+    """Run the launcher: reserve a port, read the `Order`, run it, and exit with its exit code."""
     for number in PASSED_ON:
         signal.signal(number, signal.SIG_IGN)
     with reserve_port() as reserved:
@@ -220,11 +232,11 @@ def main() -> None:
         while not line.endswith(b"\n"):
             byte = os.read(0, 1)
             if not byte:
-                return  # not needed
+                return  # the supervisor does not need this process
             line += byte
         code = run(Order(**json.loads(line)), 0)
     sys.stdout.flush()
-    os._exit(code)  # a thread may read on
+    os._exit(code)  # a thread may still be reading
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""The ranks of a run meet over TCP before JAX connects them, so that a missing one has a name.
+"""TCP meeting of all ranks before JAX connects them, so that an error can name the missing ranks.
 
-`jax.distributed.initialize` waits too, but then aborts the process without saying for whom.
+`jax.distributed.initialize` also waits for all ranks, but aborts the process without naming the
+missing ones. `jmoe.cluster.distributed.connect` calls `rendezvous`.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ import time
 def rendezvous(
     address: str, processes: int, rank: int, timeout_s: float
 ) -> dict[int, socket.socket]:
-    """Return, once all ranks are here, rank 0's connections to the others by rank; on those, theirs
-    to rank 0.
+    """Wait until all ranks are present; return connections by rank: rank 0 gets one to every other
+    rank, another rank gets {0: connection}.
 
-    Rank 0 listens at the very address that JAX's coordinator takes afterwards, so no other port
-    must be open. Raises `TimeoutError` naming the ranks that are missing, `ValueError` if two
-    processes claim one rank.
+    Rank 0 listens at the address that JAX's coordinator uses afterwards, so no further port must be
+    open. Raises `TimeoutError` naming the missing ranks, `ValueError` if the address is malformed
+    or two processes claim the same rank, and `OSError` if rank 0 cannot listen.
     """
     host, colon, port = address.rpartition(":")
     if not (colon and host and port.isdigit() and 0 < int(port) < 65536):
@@ -73,7 +74,7 @@ def _call(
                 words = caller.recv(64).decode(errors="replace").split()
                 rank, count = int(words[1]), int(words[2])
             except (OSError, ValueError, IndexError):
-                caller.close()  # somebody else knocked
+                caller.close()  # not a rank of this run
                 continue
             if count != processes:
                 verdict = (
@@ -109,7 +110,7 @@ def _answer(
                 # rank 0 may have started later
                 line.settimeout(max(0.01, deadline + 5 - time.monotonic()))
                 verdict = b""
-                # what follows is not for us
+                # byte by byte: later bytes belong to the connection's user
                 while not verdict.endswith(b"\n") and (byte := line.recv(1)):
                     verdict += byte
                 if verdict.endswith(b"\n"):
@@ -125,7 +126,7 @@ def _answer(
 
 
 def named(ranks: list[int]) -> str:
-    """Return `rank 3`, `ranks 1, 2`."""
+    """Return ranks as text: `rank 3`, `ranks 1, 2`."""
     shown = ", ".join(map(str, ranks[:32])) + (
         f" and {len(ranks) - 32} more" if len(ranks) > 32 else ""
     )

@@ -1,5 +1,5 @@
-"""When a run whose processes have ended is started again, and what it has done until then.
-Standard library.
+"""Policy of `jmoe-supervise`: when to restart a run whose processes have ended, and how far the run
+has come. Standard library only.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from jmoe.config.supervise import SuperviseConfig
 from jmoe.runtime import EXIT_LOST
 
 METRICS, CHECKPOINTS = "metrics.jsonl", "checkpoints"
-TAIL_BYTES = 1 << 20  # of metrics.jsonl, which has a line a step
+TAIL_BYTES = 1 << 20  # read from the end of metrics.jsonl, which has one line per step
 ABORTED = 128 + signal.SIGABRT  # how JAX ends a process whose coordinator is gone
 NONE = -1  # no step yet, no checkpoint yet
 
 
 @dataclass(frozen=True)
 class Reached:
-    """How far a run has come. step: the last one done; checkpoint: the newest complete one's;
-    NONE: there is none.
+    """Progress of a run: the last finished `step`, and the step of the newest complete
+    `checkpoint`; `NONE` (-1) if there is none.
     """
 
     step: int = NONE
@@ -31,14 +31,16 @@ class Reached:
 
 
 def reached(output_dir: Path) -> Reached:
-    """Return how far the run in this folder has come, from what its process 0 and its
-    checkpoints have left there.
+    """Return the progress of the run in `output_dir`, read from `metrics.jsonl` and the names of
+    the checkpoints.
     """
     return Reached(_last_step(output_dir / METRICS), _newest(output_dir / CHECKPOINTS))
 
 
 def _newest(checkpoints: Path) -> int:
-    """Return the newest checkpoint with its final name: it is complete."""
+    """Return the newest step among checkpoints with their final name, which are complete; `NONE`
+    without one.
+    """
     try:
         return max((int(name) for name in os.listdir(checkpoints) if name.isdigit()), default=NONE)
     except OSError:
@@ -66,10 +68,10 @@ def _last_step(metrics: Path) -> int:
 
 @dataclass(frozen=True)
 class Ending:
-    """How the processes of an attempt have ended.
+    """How the processes of one attempt ended.
 
-    lost: a rank was lost, killed or stuck; mistake: one has ended with an error of its own. why: a
-    clause about the rank that was first.
+    kind: `lost` if a rank was lost, killed or stuck; `mistake` if a rank ended with an error of its
+    own. why: clause that describes the rank that ended first.
     """
 
     kind: Literal["done", "stopped", "lost", "mistake"]
@@ -78,21 +80,21 @@ class Ending:
 
 
 def named_code(code: int) -> str:
-    """Return `exit code 1`, `killed by SIGKILL`."""
+    """Return an exit code as text: `exit code 1`, `killed by SIGKILL`."""
     if code > 128 and code - 128 in set(signal.Signals):
         return f"killed by {signal.Signals(code - 128).name}"
     return f"exit code {code}"
 
 
 def kind_of(code: int) -> Literal["lost", "mistake"]:
-    """Return what the exit code of the rank that ended first says: whether a new start may mend
-    it.
+    """Return `lost` if a restart may cure this exit code of the rank that ended first, else
+    `mistake`.
     """
     return "lost" if code == EXIT_LOST or code > 128 else "mistake"
 
 
 class Restarts:
-    """Decides whether an attempt is followed by another one, and when."""
+    """Decides whether and when another attempt follows a failed one."""
 
     def __init__(self, config: SuperviseConfig, now: Reached) -> None:
         self._config = config
@@ -101,7 +103,9 @@ class Restarts:
         self._at_same_step = 0
 
     def after(self, ending: Ending, now: Reached) -> float | str:
-        """Return the seconds to wait before the next attempt, or why there is none."""
+        """Return the seconds to wait before the next attempt, or a text that says why there is
+        none.
+        """
         if ending.kind == "mistake":
             return "which a new start does not mend"
         if now.checkpoint > self._last.checkpoint:

@@ -1,8 +1,9 @@
-"""Show how a run is: `jmoe-status RUN [--json]`, where RUN is its output folder. Imports no JAX.
+"""Show the state of a run: `jmoe-status RUN [--json]`, where RUN is the run's output folder. Never
+imports JAX.
 
     jmoe-status runs/mine
 
-The exit code is 0, 1 if the run is dead, 2 if RUN is not a run.
+The exit code is 0, or 1 if the run is dead, or 2 if RUN is not the folder of a run.
 """
 
 import dataclasses
@@ -18,7 +19,7 @@ from jmoe.runtime import program_name
 
 
 def main() -> None:
-    """Print the overview of the run that the command line names."""
+    """Print the state of the run that the command line names, and exit."""
     folder, as_json = parse_status(sys.argv[1:])
     try:
         run = read_overview(Path(folder))
@@ -33,7 +34,7 @@ def main() -> None:
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values with names of floats that are not finite, which JSON does not have."""
+    """Return the values with non-finite floats as text, because JSON has no such numbers."""
     return {
         name: str(v) if isinstance(v, float) and not math.isfinite(v) else v
         for name, v in values.items()

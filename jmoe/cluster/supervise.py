@@ -1,10 +1,10 @@
-"""Start the processes of a run, and all of them again when one is lost: for hosts without a
-scheduler that does.
+"""`jmoe-supervise`: start the processes of a run, and restart all of them when one is lost. For
+hosts without a scheduler that restarts jobs.
 
     jmoe-supervise --processes 4 -- train.py PRESET [--section.field VALUE ...]
 
-It never imports JAX, holds no device, and keeps what it knows in OUTPUT_DIR/supervise: each rank's
-log, signs of life, `events.jsonl`.
+The supervisor never imports JAX and holds no device. OUTPUT_DIR/supervise holds each rank's log,
+the ranks' heartbeats and `events.jsonl`.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from jmoe.runtime import EXIT_LOST, EXIT_STOPPED
 
 FOLDER = "supervise"
 POLL_S = 0.05
-END_S = 10.0  # ranks may say so long why they end, after the first one has
+END_S = 10.0  # time for the other ranks to report why they end, after the first one has
 BEGIN_S = 60.0  # beyond distributed.start_timeout_s until a rank's first sign of life
 LOG_TAIL_BYTES = 1 << 16  # an aborted process ends with a long stack
-# what was written to the compile cache so shortly before a kill may be half of an entry
+# an entry of the compile cache written this shortly before a kill may be truncated
 TORN_S = 5.0
-# JAX's coordinator: a rank at the end of a line
+# message of JAX's coordinator; each line ends with a rank
 UNHEARD = re.compile(r"tasks are unhealthy[^\n]*:\n((?:[^\n]*\d\n)+)")
-# environment, to other hosts
+# prefixes of environment variables that are forwarded to other hosts
 PASSED_DOWN = ("CUDA_", "GLOO_", "JAX_", "JMOE_", "NCCL_", "NPROC", "PYTHON", "XLA_")
 
 
 def program_and_arguments(command: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return (words that start a process, the arguments of train.py) of a command such as
-    `train.py tiny`.
+    """Return (words that start a process, arguments of train.py) of a command such as `train.py
+    tiny`.
     """
     first = Path(command[0]).name
     if first.endswith(".py"):
@@ -58,7 +58,7 @@ def program_and_arguments(command: Sequence[str]) -> tuple[list[str], list[str]]
 
 
 class Asker:
-    """Asks the hosts that are away, again and again, whether they are back; waits for none."""
+    """Polls hosts that are away for their return, without blocking."""
 
     def __init__(
         self, ask: Callable[[contextlib.ExitStack], list[RemoteProcess]], config: SuperviseConfig
@@ -75,8 +75,8 @@ class Asker:
         self._stack.close()
 
     def returned(self) -> list[str]:
-        """Return the hosts that have answered since they were asked last; none before all have,
-        or their time is up.
+        """Return the hosts that answered the current poll; empty until every host has answered or
+        the poll has timed out.
         """
         waited_s = time.monotonic() - self._since
         if not self._asked:
@@ -96,7 +96,9 @@ class Asker:
 
 
 class Supervisor:
-    """One run, from its first start to its last."""
+    """Supervisor of one run, from its first attempt to its last. Raises `ValueError` if the command
+    sets an option that the supervisor sets.
+    """
 
     def __init__(self, config: SuperviseConfig, command: Sequence[str]) -> None:
         self._config = config
@@ -120,7 +122,7 @@ class Supervisor:
             )
         self.output_dir = Path(self._train.output_dir).absolute()
         self.folder = self.output_dir / FOLDER
-        # the ranks' own limit is the first
+        # longer than the ranks' own limit, so that a rank reports first
         self._silence_s = 5.0 + 1.5 * limits.heartbeat_timeout_s
         self._begin_s = BEGIN_S + limits.start_timeout_s
         self._attempt = 0
@@ -130,7 +132,9 @@ class Supervisor:
         self._clock = RunningClock(POLL_S)  # of an attempt
 
     def run(self) -> int:
-        """Supervise the run until it is done, stopped or given up; return the exit code."""
+        """Supervise the run until it is done, stopped or given up; return the supervisor's exit
+        code.
+        """
         with contextlib.ExitStack() as stack:
             self._open(stack)
             for number in (n for n in PASSED_ON if signal.getsignal(n) is not signal.SIG_IGN):
@@ -152,7 +156,9 @@ class Supervisor:
                     return code
 
     def _open(self, stack: contextlib.ExitStack) -> None:
-        """Make the folder, and keep other supervisors of the run out of it."""
+        """Make the supervisor's folder and lock it. Raises `OSError` if another supervisor of the
+        run holds the lock.
+        """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             lock = stack.enter_context((self.folder / "lock").open("w"))
@@ -167,8 +173,8 @@ class Supervisor:
             ) from error
 
     def _after(self, ending: Ending, restarts: Restarts) -> int | None:
-        """Return the exit code after this end of an attempt, or None once the next attempt is
-        due.
+        """Return the supervisor's exit code after an attempt ended, or None once the next attempt
+        is due (after the back-off).
         """
         now = reached(self.output_dir)
         self._note(
@@ -212,8 +218,9 @@ class Supervisor:
     # Start
 
     def _gather(self, stack: contextlib.ExitStack) -> list[RemoteProcess]:
-        """Return a `RemoteProcess` for each rank to start now; none if a signal came before
-        there were enough.
+        """Return one `RemoteProcess` per rank of the next attempt; empty if a signal arrived first.
+
+        Raises `OSError` if too few hosts are available within `host_wait_s`.
         """
         config, deadline = self._config, time.monotonic() + self._config.host_wait_s
         while not self._signals:
@@ -241,7 +248,7 @@ class Supervisor:
         return []
 
     def _hosts(self) -> list[str]:
-        """Return the host of each process, by name; "" is this machine."""
+        """Return the host name of each process that the run may have; "" is this machine."""
         names = [host.partition("=")[0] for host in self._config.hosts] or [""]
         return [name for name in names for _ in range(self._config.processes_per_host)]
 
@@ -262,8 +269,10 @@ class Supervisor:
         return remotes
 
     def _fitting(self, available: int) -> int:
-        """Return the greatest number of processes, of those that can run, over which the run can
-        be split; 0: none.
+        """Return the largest number of processes, at most `available`, over which the run can be
+        split; 0 if there are too few.
+
+        Raises the configuration's `ValueError` if no allowed number fits the mesh.
         """
         config, problem = self._config, None
         if available >= config.num_processes:
@@ -280,8 +289,8 @@ class Supervisor:
         return 0
 
     def _start(self, ranks: Sequence[RemoteProcess]) -> Listener:
-        """Order every rank's process on a new coordinator port, and return the listener for
-        their signs of life.
+        """Start a new attempt: send every rank its `Order` with a new coordinator port; return the
+        listener for the heartbeats.
         """
         self._attempt += 1
         self._growing = False
@@ -321,8 +330,8 @@ class Supervisor:
         return Listener(heartbeats, len(ranks), self._clock.now)
 
     def _environment(self, remote: RemoteProcess) -> dict[str, str]:
-        """Return changes to the environment of a rank: a compile cache that all share, and its
-        own device.
+        """Return a rank's environment changes: the shared compile cache, and the rank's own GPU if
+        hosts run several processes.
         """
         changes = {
             "JAX_COMPILATION_CACHE_DIR": str(self._cache),
@@ -348,8 +357,8 @@ class Supervisor:
         return Path(os.environ.get("JAX_COMPILATION_CACHE_DIR") or self.folder / "compiled")
 
     def _forget_torn(self) -> None:
-        """Delete the newest entries of the compile cache: JAX writes them in place, and reads
-        half of one for ever.
+        """Delete the newest entries of the compile cache: JAX writes entries in place, and a
+        truncated entry would fail at every start.
         """
         try:
             newest_s = (disk_time(self._cache) or time.time()) - TORN_S
@@ -362,11 +371,13 @@ class Supervisor:
     # Watch
 
     def _watch(self, ranks: Sequence[RemoteProcess], listener: Listener, asker: Asker) -> Ending:
-        """Return how the attempt has ended; by then all of its processes have."""
+        """Watch one attempt to its end; return how it ended, after all of its processes have
+        ended.
+        """
         began, position = self._clock.now(), self._log_size()
         first: Ending | None = None
         deadline = float("inf")
-        # a signal may have come while the processes were started; one before that has ended the run
+        # 0: a signal may have arrived while the processes were started
         passed = 0
         while True:
             self._clock.look()
@@ -420,7 +431,9 @@ class Supervisor:
         listener: Listener,
         began: float,
     ) -> Ending | None:
-        """Return how the rank that is to blame has ended, if one has; a silent one is killed."""
+        """Return the ending of the rank that caused the attempt to fail, or None; a rank that is
+        silent too long is killed first.
+        """
         bad = [rank for rank, code in enumerate(codes) if code not in (None, 0, EXIT_STOPPED)]
         limit_s = self._silence_s / 3 if bad else self._silence_s
         waited_s = self._clock.now() - began
@@ -454,12 +467,12 @@ class Supervisor:
         )
 
     def _asker(self, ranks: Sequence[RemoteProcess]) -> Asker:
-        """Return what asks the hosts that are away."""
+        """Return an `Asker` for the hosts that this attempt runs without."""
         hosts = sorted(self._away(ranks))
         return Asker(lambda stack: self._remote_processes(stack, hosts), self._config)
 
     def _can_grow(self, ranks: Sequence[RemoteProcess], returned: Sequence[str]) -> bool:
-        """Return whether these hosts, which are back, let the run have more processes."""
+        """Return True, and print it, if the returned hosts let the run use more processes."""
         if not returned:
             return False
         more = len(ranks) + len(returned) * self._config.processes_per_host
@@ -483,8 +496,8 @@ class Supervisor:
         return self._log(0).stat().st_size if self._log(0).exists() else 0
 
     def _last_words(self, rank: int) -> str:
-        """Return the last line of jmoe's own in a rank's log of this attempt; of JAX's or of any
-        if there is none.
+        """Return the last line that jmoe printed in a rank's log of this attempt; without one,
+        JAX's report of lost ranks, or the last line of any kind.
         """
         try:
             text = self._log(rank).read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace")
@@ -499,7 +512,7 @@ class Supervisor:
         return ([*lines, *own] or ["its log is empty"])[-1]
 
     def _show_log(self, position: int) -> int:
-        """Copy what rank 0 has written since to the screen; return up to where."""
+        """Copy new output of rank 0 to the screen; return the position reached in its log."""
         with contextlib.suppress(OSError), self._log(0).open("rb") as log:
             log.seek(position)
             new = log.read()
@@ -517,12 +530,12 @@ class Supervisor:
 
 
 def _is_killed(code: int | None) -> bool:
-    """Return whether a signal has ended the process that JAX does not send itself."""
+    """Return True if a signal ended the process, other than the SIGABRT that JAX raises itself."""
     return code is not None and code > 128 and code != ABORTED
 
 
 def main() -> None:
-    """Supervise the run that the command line names."""
+    """Supervise the run that the command line names, and exit."""
     config, command = parse_supervise(sys.argv[1:])
     try:
         sys.exit(Supervisor(config, command).run())
