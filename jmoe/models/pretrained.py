@@ -253,7 +253,8 @@ def load_pretrained(
     dtype: float32 or bfloat16, for parameters and computation; None keeps the parameters' stored
         dtype (MXFP4 becomes bfloat16) and computes in float32.
     mesh: a mesh of `make_mesh` over which parameters are sharded; None puts them on the default
-        device.
+        device. With jaxlib 0.11.2 a call of such a model aborts in XLA's partitioner; 0.10 and
+        0.12 run it.
 
     Raises ValueError naming the file and the field or tensor that is missing, damaged or
     unsupported, before it allocates memory for weights.

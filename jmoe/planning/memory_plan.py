@@ -101,8 +101,6 @@ def plan_memory(model: ModelBytes, free: FreeMemory, options: EngineConfig) -> M
     policy, ring_slots, device_bytes = options.policy, options.ring_slots, options.device_bytes
     expert_tier = options.expert_tier
     layers, e = model.weights.num_layers, model.weights.num_experts
-    known = policy in ("auto", "resident", "ring", "experts", "hybrid")
-    check(known, "policy", policy, "must be auto, resident, ring, experts or hybrid")
     check(
         ring_slots is None or 1 <= ring_slots <= layers,
         "ring_slots",
@@ -114,12 +112,6 @@ def plan_memory(model: ModelBytes, free: FreeMemory, options: EngineConfig) -> M
         "ring_slots",
         ring_slots,
         "needs policy = 'ring'",
-    )
-    check(
-        expert_tier in ("auto", "host", "nvme"),
-        "expert_tier",
-        expert_tier,
-        "must be auto, host or nvme",
     )
     if policy == "hybrid":
         check(

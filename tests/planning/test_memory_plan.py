@@ -84,7 +84,7 @@ def test_plan(
         (
             GPU,
             {"policy": "rings"},
-            "policy = 'rings': must be auto, resident, ring, experts or hybrid",
+            "policy = 'rings': must be one of auto, resident, ring, experts, hybrid",
         ),
         (GPU, {"ring_slots": 5}, "ring_slots = 5: must be between 1 and 4"),
         (GPU, {"policy": "experts", "ring_slots": 2}, "ring_slots = 2: needs policy = 'ring'"),
@@ -93,7 +93,7 @@ def test_plan(
             {"ring_slots": 3, "device_bytes": 23 * MB},
             "ring_slots = 3: 24 experts do not fit device_bytes",
         ),
-        (GPU, {"expert_tier": "tape"}, "expert_tier = 'tape': must be auto, host or nvme"),
+        (GPU, {"expert_tier": "tape"}, "expert_tier = 'tape': must be one of auto, host, nvme"),
         (
             GPU,
             {"expert_tier": "host", "host_cache_bytes": 1},
