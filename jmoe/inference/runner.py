@@ -1,13 +1,21 @@
-"""The decoder of the engine: layer by layer over a KV cache, with expert weights that come and go
-in slots.
+"""The engine's decoder on one device: layers over a KV cache, with experts in slots.
 
-Legend: P rows of a step, C tokens a row, T = P C, D hidden, V vocabulary, E experts of a layer, K
-choices a token.
+`Engine` calls `ModelRunner` once a step; `inference/mesh` reuses the layers inside `shard_map`.
 
-A layer is a program for attention, router and shared expert, and those of `slot_experts` for its
-experts. They are compiled once a shape and serve every layer of a kind and every way of keeping the
-experts (`Residency`), which differ in the slots alone: so what is streamed is, bit for bit, what is
-computed when everything is resident.
+A layer is one program for attention, router and shared expert, and further programs of
+`slot_experts` for its experts. Programs compile once per shape and serve all layers of a kind and
+all policies (`Residency`), which differ only in the slots. So streamed experts give the same
+result, bit for bit, as resident ones.
+
+Legend:
+P rows of a step
+C tokens a row
+T tokens, P C
+D hidden
+V vocabulary
+E experts of a layer
+K experts that a token chooses
+N layers with experts
 """
 
 import time
@@ -35,31 +43,33 @@ from jmoe.offload.slots import table_mlp_of_tokens
 from kernels_pallas.native import SlotLayout, find_slots, native_operations, slot_mlp
 
 RECENT_STEPS = 16
-# positions that programs for single tokens are compiled for on a device
+# on an accelerator, programs for single tokens read this many positions, a program for each
 CONTEXTS = [512 * 4**n for n in range(12)]
-# of few tokens, which ask the host for no choice: a model's first program serves all equal ones
+# layers in one program, for steps of few tokens that need no choices on the host
 LAYERS_A_PROGRAM = 8
-Arrays = tuple[jax.Array, ...]  # of a module
+Arrays = tuple[jax.Array, ...]  # of a module, as `functional.split` returns them
 
 
 def runs_on_cpu() -> bool:
-    """Return whether programs take the forms that are fast on a CPU, with loops over rows and
-    blocks.
-    """
+    """Return whether the default device is a CPU, on which loops over rows and blocks are fast."""
     return jax.devices()[0].platform == "cpu"
 
 
 def context_bound(end: int, length: int) -> int:
-    """Return how many of a cache's `length` positions programs for single tokens read, if `end`
-    of them are in use.
+    """Return how many positions a program for single tokens reads, if positions 0 to `end` - 1 are
+    used.
+
+    length: positions of the cache, which bounds the result.
     """
     return min(next(n for n in CONTEXTS if n >= end), length)
 
 
 class TokenBatch(NamedTuple):
-    """The tokens of one program: rows of the cache, each with C tokens; position S: padding.
+    """The tokens of one program, as host arrays; tokens_T may be on the device.
 
-    Arrays of the host; the tokens may be on the device, where a step before has drawn them.
+    tokens_T: int32.
+    rows_P: int32, rows of the cache.
+    positions_PC: int32, columns of the cache; position S marks padding.
     """
 
     tokens_T: Any
@@ -68,10 +78,10 @@ class TokenBatch(NamedTuple):
 
 
 class BatchChoices(NamedTuple):
-    """The experts that a batch's tokens chose: int32 [N, T, K] of N layers with experts at a time,
-    E for padding.
+    """The experts that a batch's tokens chose.
 
-    lost: tokens whose choices count as padding all the same, as their sequence had ended.
+    layers: int32 arrays [N', T, K] that concatenate to [N, T, K]; E marks padding.
+    lost: tokens of a step that ran ahead whose sequence had ended, to be counted as padding.
     """
 
     layers: list[jax.Array]
@@ -79,10 +89,9 @@ class BatchChoices(NamedTuple):
 
 
 class BatchOutput(NamedTuple):
-    """Hidden states of a batch's tokens after the last layer, and the experts that they chose on
-    the way.
+    """Hidden states after the last layer, [P, C, D], and the experts that the tokens chose.
 
-    logits_PV: float32, where the program of the last layers made them: of single tokens.
+    logits_PV: float32; only set for single tokens whose last program computed logits.
     """
 
     x_PCD: jax.Array
@@ -91,8 +100,9 @@ class BatchOutput(NamedTuple):
 
 
 class Hidden(NamedTuple):
-    """A layer's input: x + y, y being float32 and what the feed-forward of the layer before
-    adds.
+    """A layer's input x + y, not added yet.
+
+    y_TD: float32, the output of the previous layer's feed-forward.
     """
 
     x_PCD: jax.Array
@@ -100,10 +110,10 @@ class Hidden(NamedTuple):
 
 
 class InCache(NamedTuple):
-    """Where a step's tokens are in a layer's cache, and which positions they see.
+    """Where a step's tokens are in a layer's cache, and which positions each attends to.
 
-    window: int32, how many positions a token sees, None for all before it. context: see
-    `write_and_attend`.
+    window: int32, number of positions, the token's own included; None for all.
+    context: see `write_and_attend`.
     """
 
     rows_P: jax.Array
@@ -113,13 +123,16 @@ class InCache(NamedTuple):
 
 
 class CachedAttention:
-    """Attention of a step's tokens over a KV cache, which then holds their keys and values too."""
+    """Attention over a KV cache, to which it first writes the step's keys and values.
+
+    cache: the cache, updated by the call.
+    """
 
     def __init__(self, cache: KVCache, places: InCache) -> None:
         self.cache, self._places = cache, places
 
     def __call__(self, attention: Any, h_PCD: jax.Array) -> jax.Array:
-        """Return the attention's output, in the shape of its normed input, [P, C, D] or [T, D]."""
+        """Return the attention's output, in the shape of `h_PCD`: [P, C, D] or [T, D]."""
         rows_P, positions_PC, window, context = self._places
         new = attention.project(h_PCD.reshape(*positions_PC.shape, -1), positions_PC)
         sinks_H = None if attention.sinks is None else attention.sinks[...]
@@ -135,18 +148,21 @@ class CachedAttention:
 
 
 class WholeLayers:
-    """A device's dense layers where it has all of them, for its own tokens: nothing comes from
-    other devices.
+    """Runs dense layers with unsharded weights, on this device's tokens alone.
+
+    `SplitLayers` overrides it for tensor parallelism.
     """
 
     lookup = staticmethod(lookup)
 
     def own(self, positions_PC: jax.Array) -> jax.Array:
-        """Return the positions of this device's tokens, of those that `apply` runs."""
+        """Return the positions of this device's tokens, out of those on which `apply` runs a
+        layer.
+        """
         return positions_PC
 
     def apply(self, layer: Callable[[jax.Array], jax.Array], h: jax.Array) -> jax.Array:
-        """Return what a dense layer makes of this device's tokens."""
+        """Return a dense layer's output for this device's tokens."""
         return layer(h)
 
 
@@ -161,11 +177,11 @@ def attend_local(
     places: InCache,
     layers: WholeLayers = WHOLE,
 ) -> tuple[jax.Array, KVCache, jax.Array | ExpertInputs]:
-    """Run a block but for its experts: (x + attention, cache, what the dense MLP adds or the
-    routing).
+    """Run a block without its experts: return (x + attention, cache, output).
 
-    places: of the tokens that attention runs on, of all devices where `layers` are parts of the
-    block's.
+    The output is the dense MLP's [T, D], or the `ExpertInputs` of a block with experts.
+
+    places: of all tokens on which attention runs; with tensor parallelism, those of all devices.
     """
     block: Block = structure.merge(arrays)
     x_PCD = add_residual(*hidden)
@@ -177,7 +193,7 @@ def attend_local(
         return x_PCD, cached.cache, layers.apply(mlp, x_PCD.reshape(-1, x_PCD.shape[-1]))
     h_TD, routing = block.route(x_PCD, dtype)
     real_T = layers.own(places.positions_PC).reshape(-1) < cache.length
-    # E: padding chooses no expert
+    # E, which is no expert, for padding
     idx_TK = jnp.where(real_T[:, None], routing.topk_idx_TK, routing.counts_E.size)
     shared_TD = (
         block.shared(h_TD) if block.shared_expert is None else layers.apply(block.shared, h_TD)
@@ -186,8 +202,10 @@ def attend_local(
 
 
 class Form(NamedTuple):
-    """How a layer but for its experts is computed: with native operations or not; see
-    `write_and_attend`.
+    """Static options of a layer's program.
+
+    native: use native (C++) operations.
+    context: see `write_and_attend`.
     """
 
     native: bool
@@ -222,7 +240,10 @@ def embed_local(
     dtype: Any,
     layers: WholeLayers = WHOLE,
 ) -> Hidden:
-    """Return the first layer's input. tokens: as many as positions, in any shape."""
+    """Return the first layer's input.
+
+    tokens: int32, any shape of as many elements as positions_PC.
+    """
     tokens_PC = tokens.reshape(positions_PC.shape)
     x_PCD = structure.merge(arrays).embed(tokens_PC, layers.own(positions_PC), dtype, layers.lookup)
     return Hidden(x_PCD, jnp.zeros((x_PCD.size // x_PCD.shape[-1], x_PCD.shape[-1]), jnp.float32))
@@ -232,14 +253,14 @@ _embed = jax.jit(embed_local, static_argnums=(0, 4))
 
 
 class _LayerGroup(NamedTuple):
-    """Several layers as one program: their structures, the experts' activation.
+    """Static arguments of a program that runs several layers.
 
-    layout: of the slots as native operations read them; None: the slots are a device's arrays by
-    name.
-    embed_and_head: embeds tokens and makes logits. is_first, is_last: whether these are the first
-    and the last layers.
-    finds: the number of a layer's experts, where the program finds their slots; 0: tables say where
-    they are.
+    layout: the slots' layout for native operations; None if the slots are device arrays by name.
+    activation: the experts' activation.
+    embed_and_head: structure of the modules before the first and after the last layer.
+    is_first, is_last: whether the group contains the model's first and last layers.
+    finds: number of a layer's experts if the program looks up their slots in the host's
+        `SlotFinder`; 0 if tables give the slots.
     context: see `write_and_attend`.
     """
 
@@ -265,13 +286,16 @@ def _apply_layers(
     windows: tuple[jax.Array | None, ...],
     experts: tuple[Any, jax.Array],
 ) -> tuple[Any, jax.Array | None, tuple[KVCache, ...], jax.Array | None]:
-    """Run layers of few tokens: the host is asked for nothing but what was chosen and has no slot.
+    """Run a group of layers on few tokens; asks the host only for chosen experts that have no slot.
 
-    embed_and_head: arrays of `static.embed_and_head`. hidden: after the layers before. experts: the
-    slots, as `static.layout` says, and the tables [N, E] of these layers with experts, or what
-    `find_slots` takes. Returns `Hidden`, or x [P, C, D] after the last layer; the logits [P, V]
-    after the last layer of single tokens; the caches; what the tokens chose [N, T, K], None without
-    experts.
+    embed_and_head: arrays of `static.embed_and_head`.
+    hidden: output of the previous group; None for the first group.
+    experts: (the slots, as `static.layout` says; tables [N, E] of the experts' slots, or the
+        arguments of `find_slots`).
+
+    Returns (output, logits, caches, choices). The output is a `Hidden`, or x [P, C, D] after the
+    last layer; logits are [P, V] after the last layer of single tokens, else None; choices are [N,
+    T, K], or None without experts.
     """
     slots, tables = experts
     written: list[KVCache] = []
@@ -289,9 +313,10 @@ def _apply_layers(
         for i, structure in enumerate(static.structures):
             form = Form(static.layout is not None, static.context)
             at = batch.rows_P, batch.positions_PC, windows[i]
-            # equal layers are one function of the program, traced once
+            # layers of equal structure share one jitted function, traced once
             x_PCD, cache, y = _attend(form, structure, arrays[i], caches[i], hidden, *at)
-            if static.layout is None:  # the bits of a program a layer: XLA fuses nothing across
+            # stops fusion across layers: results equal those of one program per layer bit for bit
+            if static.layout is None:
                 x_PCD, y = lax.optimization_barrier((x_PCD, y))
             if isinstance(y, ExpertInputs):
                 n = len(choices)
@@ -326,8 +351,9 @@ def _experts(
 def logits_after(
     structure: Structure, arrays: Arrays, x_PCD: jax.Array, at_P: jax.Array, native: bool = False
 ) -> jax.Array:
-    """Return float32 [P, V]: the logits after token `at_P` of each row. native: with native
-    operations.
+    """Return the logits after token `at_P` of each row, float32 [P, V].
+
+    native: use native (C++) operations.
     """
     with native_operations(x_PCD.shape[0] * native):
         return structure.merge(arrays).logits(x_PCD[jnp.arange(x_PCD.shape[0]), at_P])
@@ -337,15 +363,15 @@ def logits_after(
 def logits_of_row(
     structure: Structure, arrays: Arrays, x_PCD: jax.Array, row: jax.Array
 ) -> jax.Array:
-    """Return float32 [C, V]: the logits after every token of one row."""
+    """Return the logits after every token of one row, float32 [C, V]."""
     return structure.merge(arrays).logits(x_PCD[row])
 
 
 class Runner(Protocol):
-    """Runs a model for an engine, on one device or several.
+    """Runs a model for an engine, on one device or on a mesh.
 
-    `tokens` and `padding` make batches, `forward` and `zeros` outputs, each of a kind of the
-    runner's own.
+    `tokens` and `padding` return batches of the runner's own type, which `forward` takes; `forward`
+    and `zeros` return its own type of outputs, which `logits` and `all_logits` take.
     """
 
     config: ModelConfig
@@ -369,7 +395,7 @@ class Runner(Protocol):
 
 
 class ModelRunner:
-    """Runs tokens through all layers; holds the caches."""
+    """Runs tokens through all layers on one device; owns the KV caches."""
 
     def __init__(
         self,
@@ -383,9 +409,10 @@ class ModelRunner:
         *,
         native: bool = False,
     ) -> None:
-        """Split the modules for programs.
+        """Split the modules into structures and arrays.
 
-        embed_and_head, layers: from `LazyCheckpoint.load_rest`. native: see `EngineConfig`.
+        embed_and_head, layers: from `LazyCheckpoint.load_rest`.
+        native: use native (C++) operations for few tokens.
         """
         self.native = native
         self._on_cpu = runs_on_cpu()
@@ -394,10 +421,10 @@ class ModelRunner:
         self.dtype = dtype
         self.estimator = estimator
         self.readback_s, self.estimate_s = 0.0, 0.0  # see `EngineStats`
-        # of a step's batches
+        # of each batch of the last steps
         self.recent_choices: deque[list[BatchChoices]] = deque(maxlen=RECENT_STEPS)
         self.caches = list(caches)
-        self.embed_and_head = split(embed_and_head)  # what embeds tokens, and what makes logits
+        self.embed_and_head = split(embed_and_head)
         self._layers = [split(layer) for layer in layers]
         self._num_moe_layers = config.num_moe_layers
         self._moe_index = (np.cumsum([kind == "moe" for kind in config.layer_kinds]) - 1).tolist()
@@ -407,7 +434,7 @@ class ModelRunner:
         ]
 
     def tokens(self, group: ChunkGroup) -> TokenBatch:
-        """Return the chunks of a group as arrays, padded to [num_rows, width]."""
+        """Return a group's chunks as host arrays, padded to [num_rows, width]."""
         tokens_PC = np.zeros((group.num_rows, group.width), np.int32)
         rows_P = np.zeros(group.num_rows, np.int32)
         positions_PC = np.full((group.num_rows, group.width), self.caches[0].length, np.int32)
@@ -418,22 +445,24 @@ class ModelRunner:
         return TokenBatch(tokens_PC.reshape(-1), rows_P, positions_PC)
 
     def padding(self, num_rows: int, width: int) -> list[TokenBatch]:
-        """Return batches without tokens, in every shape that a group of this size may take, to
-        compile programs.
+        """Return batches of padding in every shape that such a group can have, to compile
+        programs.
         """
         return [self.tokens(ChunkGroup((), num_rows, width))]
 
     def zeros(self, num_rows: int, width: int) -> BatchOutput:
-        """Return an output as `forward` gives it, without logits, to compile what follows."""
+        """Return zeros in the form of `forward`'s output, without logits, to compile its
+        consumers.
+        """
         x_PCD = np.zeros((num_rows, width, self.config.hidden_size), self.dtype)
         return BatchOutput(jax.device_put(x_PCD, jax.devices()[0]), BatchChoices([]))
 
     def forward(self, groups: Sequence[TokenBatch | BatchOutput]) -> list[BatchOutput]:
-        """Run every batch but those that `run_batch` has run already.
+        """Return the output of every batch of a step; outputs of `run_batch` are passed through.
 
-        Those of few tokens run several layers a program, one after the other; for the others, layer
-        by layer, a layer is acquired once. So a batch's programs, and its bits, do not depend on
-        the others.
+        Batches of few tokens run one after the other, several layers a program. The others run
+        layer by layer together, so that each layer's experts are acquired once. A batch's programs,
+        and thus its bits, do not depend on the other batches.
         """
         programs = [
             group if isinstance(group, BatchOutput) else self._run_programs(group)
@@ -450,27 +479,31 @@ class ModelRunner:
         return outputs
 
     def run_batch(self, batch: TokenBatch) -> BatchOutput:
-        """Run a batch whose choices count as a step's only when `forward` is given the output."""
+        """Return a batch's output; its choices count as a step's only once `forward` gets the
+        output.
+        """
         return self._run_programs(batch) or self.run_layers([batch])[0]
 
     def can_run_ahead(self, num_tokens: int) -> bool:
-        """Return whether a step of so many tokens can begin before the host has seen what the one
-        before gave.
+        """Return whether a step of `num_tokens` can begin before the host has read the previous
+        tokens.
 
-        Experts must stay where they are. On a CPU without native programs each layer's choices are
-        read back.
+        Requires experts that stay on the device and, on a CPU, native operations: other programs
+        there read every layer's choices back.
         """
         stay = self.residency.tables_NE is not None
         return stay and (self._takes_natively(num_tokens) or not self._on_cpu)
 
     def _takes_natively(self, num_tokens: int) -> bool:
-        """Return whether native operations run so many tokens, several layers a program."""
+        """Return whether native operations run a step of `num_tokens`, several layers a program."""
         slots = self.residency.slots.native
         return slots is not None and self.asks_nothing and slots.takes(num_tokens, self.dtype)
 
     def _in_groups(self, positions_PC: Any) -> bool:
-        """Return whether a batch takes several layers a program: of few tokens natively, of
-        single ones on a device.
+        """Return whether a batch runs several layers a program.
+
+        On a CPU this needs few tokens and native operations; on an accelerator, single tokens and
+        experts that stay there.
         """
         if self._on_cpu:
             return self._takes_natively(positions_PC.size)
@@ -478,8 +511,8 @@ class ModelRunner:
         return stay and positions_PC.shape[1] == 1
 
     def _context(self, batch: TokenBatch) -> int | None:
-        """Return how many positions a program for single tokens reads on a device; see
-        `write_and_attend`.
+        """Return how many positions a batch of single tokens reads on an accelerator; None for
+        other batches.
         """
         positions_PC, length = batch.positions_PC, self.caches[0].length
         if self._on_cpu or positions_PC.shape[1] > 1:
@@ -490,18 +523,20 @@ class ModelRunner:
 
     @property
     def asks_nothing(self) -> bool:
-        """Return whether programs of few tokens need not tell the host what was chosen: native,
-        and without guesses.
+        """Whether native programs of few tokens need not report chosen experts to the host.
+
+        True if experts stay in their slots, or the programs find slots themselves and no estimator
+        runs.
         """
         finds = self.residency.finder is not None and self.estimator is None
         return self.native and (finds or self.residency.tables_NE is not None)
 
     def run_layers(self, groups: Sequence[TokenBatch]) -> list[BatchOutput]:
-        """Run every batch, a layer at a time."""
+        """Run all batches together, one layer at a time, and return their outputs."""
         forms = [Form(self.native, self._context(g)) for g in groups]
         groups = [TokenBatch(*jax.device_put(tuple(g), jax.devices()[0])) for g in groups]
         xs = [_embed(*self.embed_and_head, g.tokens_T, g.positions_PC, self.dtype) for g in groups]
-        # the layer whose slots running programs may still read
+        # the layer with experts whose slots running programs may still read, and its outputs
         held: tuple[int, list[jax.Array]] | None = None
         path: list[np.ndarray] = []
         choices: list[list[jax.Array]] = [[] for _ in groups]
@@ -535,15 +570,15 @@ class ModelRunner:
         ]
 
     def _run_programs(self, g: TokenBatch) -> BatchOutput | None:
-        """Do what `run_layers` does for one batch, several layers a program; None where its
-        tokens are too many.
+        """Return a batch's output, run several layers a program; None if the batch does not allow
+        it.
         """
         if not self._in_groups(g.positions_PC):
             return None
         tables_NE, finder = self.residency.tables_NE, self.residency.finder
         layout, slots = self.residency.slots.for_programs()
         context = self._context(g)
-        if not isinstance(g.tokens_T, jax.Array):  # put where the step before leaves them
+        if not isinstance(g.tokens_T, jax.Array):  # committed, as tokens sampled on the device are
             g = g._replace(tokens_T=jax.device_put(g.tokens_T, jax.devices()[0]))
         embed_and_head, outside = self.embed_and_head
         after: Any = None
@@ -551,7 +586,7 @@ class ModelRunner:
         size = LAYERS_A_PROGRAM
         finds = 0 if finder is None else self.config.num_experts
         chosen: list[jax.Array] = []
-        n = 0  # layers with experts that have run
+        n = 0  # number of layers with experts before this group
         with self.residency.programs():
             for start in range(0, len(self._layers), size):
                 some = slice(start, start + size)
@@ -575,14 +610,17 @@ class ModelRunner:
                 if choices_NTK is not None:
                     chosen.append(choices_NTK)
                     n += choices_NTK.shape[0]
-            if finder is not None:  # it must not be changed while they run
+            if finder is not None:  # the programs read it, so it must not change before they end
                 jax.block_until_ready(after)
         return BatchOutput(after, BatchChoices(chosen), logits_PV)
 
     def _run_experts(
         self, moe_layer: int, routed: list[ExpertInputs], path: list[np.ndarray]
     ) -> list[jax.Array]:
-        """Return what a layer's experts add to every batch. path: choices of the layers before."""
+        """Return the output of a layer's experts for every batch.
+
+        path: choices of the layers before; this layer's are appended if the host needs them.
+        """
         residency, chosen = self.residency, None
         if residency.needs_choices:
             if self.estimator is not None:
@@ -590,7 +628,7 @@ class ModelRunner:
             indices = [r.idx_TK for r in routed]
             for idx_TK in indices:
                 idx_TK.copy_to_host_async()
-            jax.block_until_ready(indices)  # computing them is not part of reading them
+            jax.block_until_ready(indices)  # readback_s excludes the time to compute them
             begun, waited_s = time.perf_counter(), residency.waited_s
             chosen = np.concatenate([np.asarray(idx_TK) for idx_TK in indices])
             path.append(chosen)
@@ -606,10 +644,9 @@ class ModelRunner:
         return out
 
     def expert_use(self) -> np.ndarray:
-        """Return int64 [N, E]: tokens that each expert of each layer got in the last `RECENT_STEPS`
-        steps.
+        """Return int64 [N, E]: tokens that each expert got in the last `RECENT_STEPS` steps.
 
-        Read from the device now and not in the steps, which only keep what their routers computed.
+        Copies the routers' choices from the device now; steps only keep references to them.
         """
         experts = self.config.num_experts
         use_NE = np.zeros((self.config.num_moe_layers, experts + 1), np.int64)  # the last: padding
@@ -619,16 +656,17 @@ class ModelRunner:
         return use_NE[:, :-1]
 
     def last_choices(self) -> list[np.ndarray]:
-        """Return int32 [T, K] of each layer, what the tokens of the last step chose; E for padding.
-        Reads the device.
+        """Return the last step's choices of experts, int32 [T, K] for each layer; E marks padding.
 
-        Every layer has the tokens of all batches in the same order.
+        All layers list the tokens of all batches in the same order. Waits for the device.
         """
         return self._read([self.recent_choices[-1]])[0] if self.recent_choices else []
 
     def _read(self, steps: list[list[BatchChoices]]) -> list[list[np.ndarray]]:
-        """Return the choices of each layer of each step, with E in place of lost ones; one wait
-        for the device.
+        """Return the choices of each step and layer as host arrays; E replaces those of lost
+        tokens.
+
+        Waits for the device once.
         """
         read = jax.device_get([[choices.layers for choices in step] for step in steps])
         split = [
@@ -651,16 +689,16 @@ class ModelRunner:
             self.residency.release(held[0])
 
     def copy_row(self, source: int, target: int, num_tokens: int) -> None:
-        """Copy the first tokens of one row of every cache over those of another."""
+        """Copy the first `num_tokens` positions of one row of every cache to another row."""
         numbers = (np.int32(source), np.int32(target), np.int32(num_tokens))
         self.caches = [copy_row(cache, *numbers) for cache in self.caches]
 
     def all_logits(self, output: BatchOutput, row: int) -> jax.Array:
-        """Return float32 [C, V]: the logits after every token of one row."""
+        """Return the logits after every token of one row, float32 [C, V]."""
         return logits_of_row(*self.embed_and_head, output.x_PCD, np.int32(row))
 
     def logits(self, output: BatchOutput, at_P: np.ndarray) -> jax.Array:
-        """Return float32 [P, V]: the logits after token `at_P` of each row."""
+        """Return the logits after token `at_P` of each row, float32 [P, V]."""
         if output.logits_PV is not None:
             return output.logits_PV
         return logits_after(*self.embed_and_head, output.x_PCD, at_P, self.native)

@@ -1,18 +1,26 @@
-"""Tokens from logits: pure functions of static shapes, in float32, for `jax.jit`.
+"""Sample tokens from logits, with jittable functions of static shapes that compute in float32.
 
     params = batch_params(sequences, size=bucket, vocab_size=V)
-    tokens_B, logprobs, state = sample(logits_BV, params, state, rows_B, positions_B,
-    with_logprobs=False)
+    tokens_B, logprobs, state = sample(
+        logits_BV, params, state, rows_B, positions_B, with_logprobs=False
+    )
 
-`SamplingParams` says what the parameters mean. A row's token and log-probabilities depend on that
-row alone, not on its place or on the other rows: what a row needs decides which way it goes, and
-the noise of a token is a function of (seed, position, token id), the seed being the request's
-`noise_seed`. If every request is `plain_greedy`, `greedy(logits_BV)` gives the same tokens for
-less.
+`SamplingParams` defines the parameters. A row's token and log-probabilities depend on that row
+alone, not on its place or on other rows; the noise is a function of (the sequence's `noise_seed`,
+position, token id). If every request is `plain_greedy`, `greedy(logits_BV)` returns the same tokens
+faster. The engine uses `Sampler`.
 
-B rows of the batch, V vocabulary, M rows of the cache, N sparse ids of a row, C candidates in
-falling order, W tokens of a chunk, K most likely tokens, T positions of a prompt. A mask of tokens
-has W words of I bits.
+Legend:
+B rows of the batch
+V vocabulary
+M rows of the cache
+N sparse token ids of a row
+C candidates in falling order; in `prompt_logprobs`, tokens of a chunk
+H chunks of the vocabulary
+W tokens of such a chunk; in masks of allowed tokens, words
+I bits of a word
+K most likely tokens
+T positions of a prompt
 """
 
 from __future__ import annotations
@@ -32,14 +40,14 @@ from jmoe.inference.sampling_params import MAX_IDS, MAX_LOGPROBS, Constraint, Sa
 from jmoe.inference.scheduler import Chunk
 from jmoe.inference.sequence import Sequence, TokenLogprob
 
-# Programs are compiled for these N. The second holds the most that a request may ask for, and
-# end-of-text tokens.
+# Programs are compiled for these N. The second holds the maximum of a request, plus 24 end-of-text
+# tokens.
 ID_BUCKETS = (16, MAX_IDS + 24)
-NUM_CANDIDATES = 256  # filters that keep no more tokens than this need no sort of the vocabulary
+NUM_CANDIDATES = 256  # filters that keep at most this many tokens need no search of the vocabulary
 CHUNK_TOKENS = 32
-NOT_FINITE = -1  # instead of a token: the model's logits have a NaN or +infinity
-# Beyond these, float32 overflows or becomes 0, and a request that asks for more gets the same
-# tokens anyway.
+NOT_FINITE = -1  # returned in place of a token if the row's logits contain NaN or +infinity
+# Parameters are clipped to these limits: float32 would overflow or underflow beyond them, and the
+# tokens would be the same.
 MIN_TOP_P = 2.0**-31
 MAX_TEMPERATURE = 1e30
 REPETITION_PENALTIES = (1e-20, 1e20)
@@ -60,15 +68,15 @@ class BatchParams:
     seed_B2: jax.Array  # uint32, high and low half
     bias_ids_BN: jax.Array  # int32; V: none
     bias_BN: jax.Array  # float32
-    stop_ids_BN: jax.Array  # int32, cannot be drawn below min_position; V: none
+    stop_ids_BN: jax.Array  # int32, banned below min_position; V: none
     min_position_B: jax.Array  # int32, prompt length + min_new_tokens
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SamplerState:
-    """Hold the tokens seen by each of the M rows of the cache, for the penalties. Donate it to
-    the jitted functions.
+    """The tokens that each row of the cache has seen, for the penalties. Donated to jitted
+    functions.
     """
 
     in_prompt_MV: jax.Array  # bool
@@ -78,10 +86,12 @@ class SamplerState:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Logprobs:
-    """Log-probabilities under the model's own distribution, float32."""
+    """Float32 log-probabilities under the model's own distribution, before any sampling
+    parameter.
+    """
 
     chosen_B: jax.Array
-    top_ids_BK: jax.Array  # int32, the most likely tokens in falling order
+    top_ids_BK: jax.Array  # int32, the most likely tokens, most likely first
     top_BK: jax.Array
 
 
@@ -93,10 +103,12 @@ def batch_params(
     eos_token_ids: tuple[int, ...] = (),
     wide: bool = False,
 ) -> BatchParams:
-    """Return parameters of `size` rows: one for each sequence, then padding, which is greedy.
+    """Return the parameters of `size` rows: one row per sequence, then padding, which is greedy.
 
-    The width N is the smallest of `ID_BUCKETS` that holds every row's ids, or with `wide` the
-    largest.
+    wide: make N the largest of `ID_BUCKETS`; otherwise N is the smallest that holds every row's
+        ids.
+
+    Raises ValueError if there are more than 24 end-of-text tokens beside a full list of ids.
     """
     params = [sequence.sampling for sequence in sequences]
     bias_ids = [list(sampling.logit_bias) for sampling in params]
@@ -152,7 +164,7 @@ def batch_params(
 
 
 def new_state(max_batch: int, vocab_size: int) -> SamplerState:
-    """Return the state of `max_batch` rows, 5 bytes for each of max_batch * vocab_size."""
+    """Return the initial state of `max_batch` rows; it takes 5 * max_batch * vocab_size bytes."""
     shape = (max_batch, vocab_size)
     return SamplerState(
         in_prompt_MV=jnp.zeros(shape, jnp.bool_), output_counts_MV=jnp.zeros(shape, jnp.int32)
@@ -162,10 +174,9 @@ def new_state(max_batch: int, vocab_size: int) -> SamplerState:
 def start_sequence(
     state: SamplerState, row: int | jax.Array, in_prompt_V: jax.Array | np.ndarray
 ) -> SamplerState:
-    """Return the state after a new sequence took a row. Needed before its first token if it has
-    penalties, else not.
+    """Return the state after a new sequence took a row; only needed for sequences with penalties.
 
-    in_prompt_V: bool, which tokens occur in its prompt.
+    in_prompt_V: bool, the tokens that occur in its prompt.
     """
     return SamplerState(
         in_prompt_MV=state.in_prompt_MV.at[row].set(in_prompt_V),
@@ -174,21 +185,22 @@ def start_sequence(
 
 
 def greedy(logits_BV: jax.Array) -> jax.Array:
-    """Return int32 [B]: the largest logit of each row, of equal ones the lowest id; `NOT_FINITE`
-    where a row is not.
+    """Return int32 [B], the token of the largest logit, the lowest id among equals.
+
+    `NOT_FINITE` for rows whose logits are not finite.
     """
     return _if_finite(logits_BV, _largest(logits_BV))
 
 
 def _if_finite(logits_BV: jax.Array, tokens_B: jax.Array) -> jax.Array:
-    # a NaN is the maximum of any row that has one; -inf is a token that cannot be
+    # the maximum of a row with a NaN is NaN; -inf is allowed, for tokens of probability 0
     top_B = jnp.max(logits_BV, axis=1)
     return jnp.where(top_B < jnp.inf, tokens_B, NOT_FINITE)
 
 
 def _largest(logits_BV: jax.Array) -> jax.Array:
-    # A maximum and a minimum vectorise; argmax is a reduction of two operands, several times slower
-    # on a CPU.
+    # Unlike a maximum and a minimum, argmax is a two-operand reduction, which XLA:CPU does not
+    # vectorise: several times slower.
     ids_BV = lax.broadcasted_iota(jnp.int32, logits_BV.shape, 1)
     best_B1 = jnp.max(logits_BV, axis=1, keepdims=True)
     return jnp.min(jnp.where(logits_BV == best_B1, ids_BV, logits_BV.shape[1] - 1), axis=1)
@@ -204,14 +216,16 @@ def sample(
     *,
     with_logprobs: bool,
 ) -> tuple[jax.Array, Logprobs | None, SamplerState]:
-    """Return (tokens int32 [B], `Logprobs` with K = 20 or None, the state with the tokens counted).
+    """Return (tokens int32 [B], `Logprobs` with K = 20 or None, the state that counts the tokens).
 
-    Rows whose logits are not finite have no token but `NOT_FINITE`.
+    Rows whose logits are not finite get `NOT_FINITE`.
 
-    rows_B: int32, their rows of the cache; M for padding. positions_B: int32, where in its sequence
-    the drawn token will stand: the prompt's length for the first. allowed_BW: int32, one bit a
-    token, the lowest first: only tokens whose bit is set can be drawn; None: all, in a program of
-    its own. with_logprobs: static.
+    rows_B: int32, the sequences' rows of the cache; M for padding.
+    positions_B: int32, the position of the sampled token in its sequence: the prompt's length for
+        the first.
+    allowed_BW: int32 words, one bit a token, lowest first; tokens with a bit of 0 are banned. None,
+        which compiles another program, allows all.
+    with_logprobs: static.
     """
 
     def rows(
@@ -234,7 +248,7 @@ def sample(
             return tokens_B, _logprobs(logits_BV, tokens_B, MAX_LOGPROBS)
 
     tokens_B, logprobs = _by_rows(rows, logits_BV, params, rows_B, positions_B, allowed_BW)
-    # (what has no token ends, so it does not matter that -1 is the last token here)
+    # NOT_FINITE = -1 counts the last token here, which is harmless: such a sequence ends
     counts_MV = state.output_counts_MV.at[rows_B, tokens_B].add(1, mode="drop")
     return (
         tokens_B,
@@ -244,10 +258,10 @@ def sample(
 
 
 def prompt_logprobs(logits_TV: jax.Array, next_tokens_T: jax.Array, num_logprobs: int) -> Logprobs:
-    """Return `Logprobs` of T positions of a prompt: of the tokens after them and of the
-    `num_logprobs` likeliest.
+    """Return `Logprobs` at T positions of a prompt, of the next tokens and the `num_logprobs`
+    likeliest.
 
-    num_logprobs: static; 20 for every request spares programs.
+    num_logprobs: static; one value for all requests, 20, avoids further programs.
     """
     logprobs: Logprobs = _by_rows(
         partial(_logprobs, num_logprobs=num_logprobs), logits_TV, next_tokens_T
@@ -256,10 +270,10 @@ def prompt_logprobs(logits_TV: jax.Array, next_tokens_T: jax.Array, num_logprobs
 
 
 def _by_rows(function: Callable[..., Any], *batch: Any) -> Any:
-    """Return `function(*batch)`, all with a leading B; on a CPU one row after the other.
+    """Return `function(*batch)` for arguments with a leading B; on a CPU one row at a time.
 
-    There a row and all that is made of it stay in the cache, and no row pays for what another one
-    needs.
+    On a CPU a row's intermediates then stay in its cache, and a row does not pay for branches that
+    only other rows need.
     """
 
     def one_by_one(*batch: Any) -> Any:
@@ -283,11 +297,11 @@ def _logprobs(logits_BV: jax.Array, tokens_B: jax.Array, num_logprobs: int) -> L
 
 
 def top_k(x_BV: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """Return (values [B, k], int32 ids [B, k]) of the k largest, in falling order, equal ones by
+    """Return the k largest values [B, k] in falling order and their int32 ids; equal values by
     rising id.
 
-    The same as `lax.top_k` for less: the k largest lie in the k chunks of W tokens with the largest
-    maxima (of equal maxima the first), so only these are ranked.
+    Equals `lax.top_k`, but faster: the k largest values lie in the k chunks of 32 tokens with the
+    largest maxima (the first ones among equals), so only those chunks are ranked.
     """
     rows, vocab_size = x_BV.shape
     num_chunks = -(-vocab_size // CHUNK_TOKENS)
@@ -298,7 +312,7 @@ def top_k(x_BV: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     )
     x_BHW = x_BV.reshape(rows, num_chunks, CHUNK_TOKENS)
     _, chunks_BK = lax.top_k(jnp.max(x_BHW, axis=2), k)
-    chunks_BK = jnp.sort(chunks_BK, axis=1)  # so that ids rise
+    chunks_BK = jnp.sort(chunks_BK, axis=1)  # keeps ids ascending, which decides between equals
     inside_BKW = jnp.take_along_axis(x_BHW, chunks_BK[:, :, None], axis=1)
     ids_BKW = chunks_BK[:, :, None] * CHUNK_TOKENS + jnp.arange(CHUNK_TOKENS, dtype=jnp.int32)
     values_BK, at_BK = lax.top_k(inside_BKW.reshape(rows, k * CHUNK_TOKENS), k)
@@ -306,8 +320,9 @@ def top_k(x_BV: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _row_sums(x_BV: jax.Array) -> jax.Array:
-    """Return [B, 1] sums in an order that is a function of V alone; that of `jnp.sum` depends on
-    B.
+    """Return sums over V, [B, 1], in an order of addition that depends on V alone.
+
+    The order of `jnp.sum` depends on B too, which would change the last bits.
     """
     while x_BV.shape[1] > 1:
         parts = min(16, x_BV.shape[1])
@@ -323,7 +338,7 @@ def _adjust(
     rows_B: jax.Array,
     positions_B: jax.Array,
 ) -> jax.Array:
-    """Return logits after bias, penalties and the ban on early ends."""
+    """Return the logits after bias, penalties and the ban of stop tokens below `min_position`."""
     vocab_size = logits_BV.shape[1]
     repetition_B1, presence_B1, frequency_B1 = (
         penalty_B[:, None]
@@ -356,25 +371,25 @@ def _adjust(
     def unchanged(x_BV: jax.Array) -> jax.Array:
         return x_BV
 
-    # A row that asks for none of these comes out of each with the same bits, so the others need not
-    # care.
+    # Each of these leaves a row without such parameters unchanged to the bit, so one condition for
+    # the whole batch suffices.
     x_BV = lax.cond(jnp.any(params.bias_ids_BN < vocab_size), sparse, unchanged, logits_BV)
     x_BV = lax.cond(jnp.any(penalised_B), penalise, unchanged, x_BV)
     return lax.cond(jnp.any(banned_BN < vocab_size), ban, unchanged, x_BV)
 
 
 def _bits(words_BW: jax.Array, size: int) -> jax.Array:
-    """Return bool [B, size]: bit i of word w is element 32 w + i."""
+    """Return bool [B, size]: element 32 w + i is bit i of word w."""
     bits_BWI = (words_BW[:, :, None] >> jnp.arange(32, dtype=jnp.int32)) & 1
     return bits_BWI.reshape(words_BW.shape[0], -1)[:, :size] != 0
 
 
 def _draw_rows(x_BV: jax.Array, params: BatchParams, positions_B: jax.Array) -> jax.Array:
-    """Return int32 [B]: a token for each row from its adjusted logits."""
+    """Return int32 [B], a token for each row of adjusted logits."""
     vocab_size = x_BV.shape[1]
     num_candidates = min(NUM_CANDIDATES, vocab_size)
     random_B = params.temperature_B > 0
-    # Minus the maximum first: a low temperature then gives large negative numbers, never inf - inf.
+    # Subtracts the maximum before dividing: a low temperature gives -inf at worst, never NaN.
     temperature_B1 = jnp.where(random_B, params.temperature_B, 1.0)[:, None]
     z_BV = (x_BV - jnp.max(x_BV, axis=1, keepdims=True)) / temperature_B1
     filtered_B = random_B & ((params.top_k_B < vocab_size) | (params.top_p_B < 1))
@@ -382,7 +397,8 @@ def _draw_rows(x_BV: jax.Array, params: BatchParams, positions_B: jax.Array) -> 
     def from_candidates() -> tuple[jax.Array, jax.Array]:
         z_BC, ids_BC = top_k(z_BV, num_candidates)
         kept_BC = _kept_candidates(z_BC, _row_sums(jnp.exp(z_BV)), params)
-        # The filters keep none that ranks below a token they do not keep.
+        # The filters keep a prefix of the ranked tokens: if the last candidate is dropped, so are
+        # all tokens beyond the candidates.
         settled_B = (params.top_k_B <= num_candidates) | (
             (params.top_k_B == vocab_size) & ~kept_BC[:, -1]
         )
@@ -404,15 +420,15 @@ def _draw_rows(x_BV: jax.Array, params: BatchParams, positions_B: jax.Array) -> 
         )
 
     tokens_B = lax.cond(jnp.any(random_B & ~settled_B), from_vocabulary, lambda: few_B)
-    # a row with a NaN has no largest
+    # in a row with a NaN no token equals the maximum, and `_draw` returns an id beyond V
     return jnp.where(random_B, jnp.minimum(tokens_B, vocab_size - 1), _largest(x_BV))
 
 
 def _kept_candidates(z_BC: jax.Array, total_B1: jax.Array, params: BatchParams) -> jax.Array:
-    """Return bool [B, C]: which of the C most likely tokens, in falling order, the filters keep.
+    """Return bool [B, C], which of the C most likely tokens, in falling order, the filters keep.
 
-    z: logits / temperature minus their maximum, so exp(z) is relative to the most likely token.
-    total: the sum of exp(z) over the whole vocabulary, used where top_k exceeds C.
+    z_BC: logits / temperature minus their maximum, so exp(z) is relative to the most likely token.
+    total_B1: the sum of exp(z) over the vocabulary, used where top_k exceeds C.
     """
     top_k_B1, top_p_B1 = params.top_k_B[:, None], params.top_p_B[:, None]
     in_top_k_BC = lax.broadcasted_iota(jnp.int32, z_BC.shape, 1) < top_k_B1
@@ -425,21 +441,21 @@ def _kept_candidates(z_BC: jax.Array, total_B1: jax.Array, params: BatchParams) 
 
 
 def _kept_vocabulary(z_BV: jax.Array, params: BatchParams) -> jax.Array:
-    """Return bool [B, V]: which tokens top-k and top-p keep, without sorting them.
+    """Return bool [B, V], which tokens top-k and top-p keep, without sorting the vocabulary.
 
-    For each filter the last value that is kept is found by bisection, in 31 passes over the row,
-    which take less time than a sort. Of the tokens equal to it the first by id are kept, as many as
-    are needed.
+    Finds the smallest value that each filter keeps by bisection, in 31 passes over the row, which
+    is faster than a sort. Among tokens of that value the lowest ids are kept, as many as needed.
     """
     vocab_size = z_BV.shape[1]
     top_k_B1, top_p_B1 = params.top_k_B[:, None], params.top_p_B[:, None]
-    # Distances from the largest logit are not negative: as integers their bits have the same order.
+    # The bits of non-negative floats, read as integers, have the same order as the floats.
     distance_BV = lax.bitcast_convert_type(jnp.abs(z_BV), jnp.int32)
     ids_BV = lax.broadcasted_iota(jnp.int32, z_BV.shape, 1)
 
     def first(amount_BV: jax.Array, needed_B1: jax.Array) -> jax.Array:
-        """Return bool [B, V]: the fewest tokens, by rising distance, then id, whose integer
-        amounts sum to `needed`.
+        """Return bool [B, V], the fewest tokens whose integer amounts sum to at least `needed`.
+
+        Tokens are taken by rising distance from the largest logit, then by id.
         """
 
         def enough(mask_BV: jax.Array) -> jax.Array:
@@ -469,8 +485,8 @@ def _kept_vocabulary(z_BV: jax.Array, params: BatchParams) -> jax.Array:
     everything_BV = jnp.ones_like(z_BV, jnp.bool_)
     in_top_k_BV = lax.cond(jnp.any(top_k_B1 < vocab_size), first_top_k, lambda: everything_BV)
     weights_BV = jnp.where(in_top_k_BV, jnp.exp(z_BV), 0.0)
-    # Probabilities in units of 2^-31: sums of integers are exact, so they grow with the set and do
-    # not depend on B.
+    # Probabilities in units of 2^-31: integer sums are exact, so they are monotonic in the set of
+    # tokens and do not depend on B.
     units_BV = jnp.round(weights_BV * (2.0**31 / _row_sums(weights_BV))).astype(jnp.uint32)
     total_B1 = jnp.sum(units_BV, axis=1, keepdims=True, dtype=jnp.uint32).astype(jnp.float32)
     needed_B1 = jnp.maximum((top_p_B1 * total_B1).astype(jnp.uint32), jnp.uint32(1))
@@ -480,8 +496,9 @@ def _kept_vocabulary(z_BV: jax.Array, params: BatchParams) -> jax.Array:
 def _bisect(
     enough: Callable[[jax.Array], jax.Array], low_B1: jax.Array, high_B1: jax.Array
 ) -> jax.Array:
-    """Return the smallest integer of (low, high] of which `enough` holds, as it does of high and
-    of all that follow.
+    """Return the smallest integer in (low, high] for which `enough` is true, for each row.
+
+    `enough` must be monotonic, and true at `high`.
     """
 
     def halve(bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -502,16 +519,15 @@ def _draw(
     seed_B2: jax.Array,
     positions_B: jax.Array,
 ) -> jax.Array:
-    """Return int32 [B]: a token id from the softmax of z over the kept tokens: the largest z +
-    Gumbel noise.
+    """Return int32 [B], token ids sampled from the softmax of z over the kept tokens (Gumbel-max).
 
-    The noise is -log(-log(1 - u)) with u from a hash of seed, position and token id, so neither the
-    order of the candidates nor how many there are matters.
+    The noise -log(-log(1 - u)) has u from a hash of seed, position and token id, so the result
+    depends neither on the candidates' order nor on their number.
     """
     bits_BC = _threefry(
         seed_B2[:, :1], seed_B2[:, 1:], positions_B[:, None].astype(jnp.uint32), ids_BC
     )
-    # 32 bits of u near 0, where the winners are; below 1, so that log1p is finite.
+    # u near 0 gives the largest noise and needs the finest steps; u < 1 keeps log1p finite.
     u_BC = jnp.minimum((bits_BC.astype(jnp.float32) + 0.5) * 2.0**-32, 1.0 - 2.0**-24)
     noisy_BC = jnp.where(kept_BC, z_BC - jnp.log(-jnp.log1p(-u_BC)), -jnp.inf)
     best_B1 = jnp.max(noisy_BC, axis=1, keepdims=True)
@@ -521,11 +537,11 @@ def _draw(
 def _threefry(
     key_0: jax.Array, key_1: jax.Array, counter_0: jax.Array, counter_1: jax.Array
 ) -> jax.Array:
-    """Return the first word of Threefry-2x32 with 20 rounds (Salmon et al., SC '11), elementwise,
-    uint32.
+    """Return the first word of Threefry-2x32 with 20 rounds (Salmon et al., SC '11), uint32,
+    elementwise.
 
-    `jax.random` has the same function for consecutive counters; for chosen ones there is only
-    `fold_in`, which does not fuse on a CPU.
+    `jax.random` offers it for consecutive counters only; `fold_in`, for chosen ones, does not fuse
+    on a CPU.
     """
     keys = (key_0, key_1, key_0 ^ key_1 ^ jnp.uint32(0x1BD11BDA))
     x, y = counter_0 + key_0, counter_1.astype(jnp.uint32) + key_1
@@ -545,17 +561,21 @@ _prompt_logprobs = jax.jit(prompt_logprobs, static_argnames="num_logprobs")
 
 
 class Draw(NamedTuple):
-    """The token drawn for a sequence; `NOT_FINITE` where its logits are no numbers."""
+    """The token sampled for a sequence, `NOT_FINITE` if its logits are not finite, and its
+    log-probability.
+
+    logprob: None if the request asks for none.
+    """
 
     token: int
     logprob: TokenLogprob | None
 
 
 class Draws(NamedTuple):
-    """Tokens that the device is drawing: those of the chunks, then padding.
+    """Tokens that the device is still sampling: one for each chunk, then padding.
 
-    wanted: how many log-probabilities of the most likely tokens each chunk asks for; None: none at
-    all.
+    wanted: for each chunk, the number of most likely tokens to report log-probabilities of; None
+        for no log-probabilities.
     """
 
     tokens_B: jax.Array
@@ -563,7 +583,7 @@ class Draws(NamedTuple):
     wanted: list[int | None]
 
     def read(self) -> list[Draw]:
-        """Return the tokens of the chunks once they are drawn."""
+        """Wait for the device, and return the draw of each chunk."""
         tokens = np.asarray(self.tokens_B).tolist()[: len(self.wanted)]
         return [
             Draw(*pair)
@@ -574,20 +594,18 @@ class Draws(NamedTuple):
 
 
 class Sampler:
-    """Draws tokens for chunks of sequences, and keeps on the device what penalties need to know
-    of the cache's rows.
-    """
+    """Samples tokens for chunks of sequences; owns the penalties' state on the device."""
 
     def __init__(self, max_batch: int, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         self._max_batch = max_batch
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._state = jax.device_put(new_state(max_batch, vocab_size), jax.devices()[0])
-        # of the sequences drawn for last
+        # parameters of the last step's sequences, reused while these stay the same
         self._params: tuple[list[Sequence], BatchParams] | None = None
 
     def start(self, chunk: Chunk) -> None:
-        """Take in the prompt of a first chunk, where its draws will need it."""
+        """Record the prompt of a sequence's first chunk, if penalties will need it."""
         sequence, s = chunk.sequence, chunk.sequence.sampling
         is_first = chunk.start == sequence.num_reused_tokens
         if is_first and (s.repetition_penalty, s.presence_penalty, s.frequency_penalty) != (
@@ -600,20 +618,20 @@ class Sampler:
             self._state = _start_sequence(self._state, np.int32(chunk.row), in_prompt_V)
 
     def draw(self, logits_BV: jax.Array, chunks: list[Chunk]) -> Draws:
-        """Let the device draw a token after each chunk, from the first rows of the logits,
-        without a wait for them.
+        """Start sampling a token after each chunk, from the first rows of the logits; does not
+        wait.
         """
         sequences = [chunk.sequence for chunk in chunks]
         constrained = any(sequence.constraint is not None for sequence in sequences)
         if not constrained and all(sequence.sampling.plain_greedy for sequence in sequences):
             return Draws(_greedy(logits_BV), None, [None] * len(chunks))
-        size = self._max_batch  # one shape, and so one program, for every number of sequences
+        size = self._max_batch  # pads to one shape, so that one program serves any batch
         logits_BV = jnp.pad(logits_BV, ((0, size - logits_BV.shape[0]), (0, 0)))
         params = self._batch_params(sequences, constrained)
         padding = size - len(chunks)
         rows_B = np.array([chunk.row for chunk in chunks] + [size] * padding, np.int32)
         positions_B = np.array([chunk.end for chunk in chunks] + [0] * padding, np.int32)
-        # Many token ids and constraints share a program: two to compile instead of six.
+        # Requests with many token ids also use the program for constraints: fewer to compile.
         wide = params.bias_ids_BN.shape[1] == ID_BUCKETS[-1]
         allowed_BW = (
             self._allowed([sequence.constraint for sequence in sequences]) if wide else None
@@ -632,7 +650,7 @@ class Sampler:
         return Draws(tokens_B, logprobs, wanted)
 
     def prompt_logprobs(self, chunk: Chunk, logits_CV: jax.Array) -> list[TokenLogprob]:
-        """Return the log-probabilities of the prompt's tokens that follow those of a chunk."""
+        """Return the log-probabilities of the prompt tokens that follow each token of a chunk."""
         following = chunk.sequence.prompt_token_ids[chunk.start + 1 : chunk.end + 1]
         next_C = np.array(following + [0] * (logits_CV.shape[0] - len(following)), np.int32)
         logprobs = _prompt_logprobs(logits_CV, next_C, num_logprobs=MAX_LOGPROBS)
@@ -640,7 +658,10 @@ class Sampler:
         return [lp for lp in _token_logprobs(following, logprobs, wanted) if lp is not None]
 
     def warm_up(self, logits_BV: jax.Array, constraint: Constraint | None = None) -> None:
-        """Compile what draws from logits of this shape, with and without log-probabilities."""
+        """Compile sampling from logits of this shape, with and without log-probabilities.
+
+        constraint: compiles the program for constrained outputs.
+        """
         _greedy(logits_BV).block_until_ready()
         for logprobs in (None, 0):
             sequence = Sequence([0], SamplingParams(temperature=1.0, logprobs=logprobs), constraint)
@@ -651,13 +672,13 @@ class Sampler:
         self._params = None
 
     def warm_up_prompt_logprobs(self, logits_CV: jax.Array) -> None:
-        """Compile what computes log-probabilities of a prompt from logits of this shape."""
+        """Compile the log-probabilities of prompts for logits of this shape."""
         _prompt_logprobs(
             logits_CV, np.zeros(logits_CV.shape[0], np.int32), num_logprobs=MAX_LOGPROBS
         )
 
     def greedy(self, logits_BV: jax.Array) -> np.ndarray:
-        """Return the most likely token of each row."""
+        """Return int32 [B], the most likely token of each row, on the host."""
         return np.asarray(_greedy(logits_BV))
 
     def _batch_params(self, sequences: list[Sequence], constrained: bool) -> BatchParams:
@@ -673,7 +694,9 @@ class Sampler:
         return self._params[1]
 
     def _allowed(self, constraints: list[Constraint | None]) -> np.ndarray:
-        """Return `allowed_BW` of `sample`, with rows of padding."""
+        """Return the masks `allowed_BW` for `sample`; padding and unconstrained rows allow all
+        tokens.
+        """
         words_BW = np.full((self._max_batch, -(-self._vocab_size // 32)), -1, np.int32)
         for row, constraint in enumerate(constraints):
             if constraint is not None:
@@ -684,8 +707,9 @@ class Sampler:
 def _token_logprobs(
     tokens: list[int], logprobs: Logprobs | None, wanted: list[int | None]
 ) -> list[TokenLogprob | None]:
-    """Return those of each token, with as many of the most likely ones as are `wanted` of it;
-    None where none are.
+    """Return each token's log-probability with its `wanted` number of most likely tokens.
+
+    None for tokens whose request asks for none.
     """
     if logprobs is None:
         return [None] * len(tokens)

@@ -1,5 +1,5 @@
-"""Parameters of a request's draws, and restrictions of its output. No JAX: requests are checked
-before all else.
+"""A request's sampling parameters and constraints. Imports no JAX, so requests are checked
+early.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 from jmoe.config import check
 
-# a lower temperature counts as 0: logits / temperature would leave float32's range
+# lower temperatures count as 0: logits / temperature would overflow float32
 GREEDY_BELOW = 1e-5
 MAX_LOGPROBS = 20
 MAX_IDS = 1000  # entries of logit_bias, and of stop_token_ids
@@ -23,42 +23,41 @@ MAX_STOP, MAX_STOP_CHARS = 64, 256  # strings of stop, and characters of each
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request's tokens are drawn and when it ends. Names and meanings are vLLM's and
-    OpenAI's.
+    """How the tokens of one request are sampled and when it ends. Names and meanings follow vLLM
+    and OpenAI.
 
-    A token is drawn from the logits after, in this order: `logit_bias`, the penalties,
-    `min_new_tokens`, `temperature`, `top_k`, `top_p`, `min_p`. Each filter sees what the one before
-    it left, with its probabilities made to sum to 1 again, as in transformers. Tokens of equal
-    logits rank by id, the lowest first.
+    The logits are changed in this order: `logit_bias`, penalties, `min_new_tokens`, `temperature`,
+    `top_k`, `top_p`, `min_p`. Each filter sees the renormalized probabilities that the one before
+    it left, as in transformers. Among tokens of equal logits, the lowest id ranks first.
 
-    max_new_tokens: at most this many tokens are drawn; the cache's row may end the request earlier.
-    temperature: logits are divided by it; 0: the most likely token (below 1e-5 counts as 0).
-    top_k: only the k most likely tokens; 0 or -1: all.
-    top_p: only the smallest set of most likely tokens whose probabilities sum to at least this; 1:
-    all.
-    min_p: only tokens at least min_p times as likely as the most likely one; 0: all.
-    repetition_penalty: the logit of a token of the prompt or the output is divided by it if
-    positive, else multiplied.
-    presence_penalty, frequency_penalty: taken off the logit of a token of the output, once, and
-    once per occurrence.
-    logit_bias: token id -> a number added to its logit.
-    seed: the draw at a position depends on the seed, the prompt and the position alone; None: on a
-    random number.
-    stop_token_ids: end the request like the end-of-text token; the token is the last of the
-    output's ids.
-    stop: strings (or one string) that end the request; the text ends before them. At most 64 of at
-    most 256 characters.
-    ignore_eos: the end-of-text token does not end the request. stop_token_ids still do.
-    min_new_tokens: until so many are drawn, end-of-text and stop_token_ids cannot be, and `stop` is
-    not looked for.
-    logprobs: None, or: return the log-probability of each token drawn, and of the n most likely
-    ones in its place;
-        of the model's own distribution, before anything above (vLLM's `raw_logprobs`).
-    prompt_logprobs: the same for the tokens of the prompt, from the second on. No prefix is reused
-    then.
+    max_new_tokens: maximum number of output tokens; the request also ends when its row of the cache
+        is full.
+    temperature: divides the logits; 0 (or below 1e-5) takes the most likely token.
+    top_k: keeps the k most likely tokens; 0 or -1 keeps all.
+    top_p: keeps the smallest set of most likely tokens whose probabilities sum to at least top_p; 1
+        keeps all.
+    min_p: keeps tokens at least min_p times as likely as the most likely one; 0 keeps all.
+    repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or
+        output.
+    presence_penalty: subtracted from the logit of each token in the output.
+    frequency_penalty: subtracted from a token's logit once per occurrence in the output.
+    logit_bias: {token id: number added to its logit}.
+    seed: a token depends on seed, prompt and position alone; None uses a random seed.
+    stop_token_ids: tokens that end the request like the end-of-text token; the output ids include
+        the token.
+    stop: one or several strings that end the request; the text ends before them. At most 64 of at
+        most 256 characters.
+    ignore_eos: the end-of-text token does not end the request; stop_token_ids still do.
+    min_new_tokens: the first so many output tokens are neither end-of-text nor stop_token_ids, and
+        are not searched for `stop`.
+    logprobs: n, to return the log-probability of each output token and of the n most likely ones at
+        its position, before any parameter is applied (vLLM's `raw_logprobs`); None for none.
+    prompt_logprobs: likewise for the prompt's tokens from the second on; disables the reuse of
+        prefixes.
 
-    Raises `ValueError` naming field, value and constraint. What depends on the model is checked by
-    `check_vocabulary`.
+    Raises ValueError naming field, value and constraint. `check_vocabulary` checks token ids
+    against a model.
+
     Sources: https://docs.vllm.ai/en/latest/api/vllm/sampling_params and
     https://platform.openai.com/docs/api-reference/completions/create; min_p arXiv:2407.01082;
     repetition_penalty arXiv:1909.05858.
@@ -129,7 +128,7 @@ class SamplingParams:
                 value,
                 "must be in [-100, 100]",
             )
-        object.__setattr__(self, "logit_bias", dict(bias))  # the caller may go on writing to theirs
+        object.__setattr__(self, "logit_bias", dict(bias))  # the caller may change its own later
 
     def _check_numbers(self) -> None:
         for name, low, high in (
@@ -178,8 +177,8 @@ class SamplingParams:
 
     @property
     def plain_greedy(self) -> bool:
-        """Whether the token is the argmax of the model's own logits and nothing else is asked
-        for.
+        """Whether the token is the argmax of the model's own logits, and no log-probability is
+        needed.
         """
         return (
             self.greedy
@@ -192,7 +191,7 @@ class SamplingParams:
         )
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raise `ValueError` if a token id of `logit_bias` or `stop_token_ids` is not below
+        """Raise ValueError if a token id of `logit_bias` or `stop_token_ids` is not below
         `vocab_size`.
         """
         for name, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
@@ -206,33 +205,35 @@ class SamplingParams:
 
 
 class Constraint(Protocol):
-    """Restricts one output; a base class too. W = ceil(V / 32) words for a vocabulary of V
-    tokens.
+    """Restricts the tokens of one output; also usable as a base class.
+
+    Legend:
+    W words of 32 tokens, ceil(V / 32) for a vocabulary of V
     """
 
     def is_ready(self) -> bool:
-        """Return whether `fill` answers at once; until then the engine goes on with other
-        sequences.
-        """
+        """Return whether `fill` can answer at once; until then the engine runs other sequences."""
         return True
 
     def wait(self, limit_s: float) -> None:
-        """Wait until it is ready, or so long. Called where there is nothing else to do."""
+        """Block until the constraint is ready, at most `limit_s` seconds.
+
+        Called only if the engine has nothing else to run.
+        """
         return
 
     def fill(self, words_W: np.ndarray) -> None:
-        """Set the bits of the tokens that may come next and clear the others. int32, the lowest bit
-        first.
+        """Write the mask of the next token to `words_W`, int32: one bit a token, lowest first.
 
-        At least one is set: the end-of-text token where nothing else can follow.
+        Sets at least one bit: the end-of-text token's if nothing else can follow.
         """
 
     def accept(self, token_id: int) -> None:
-        """Take in the token that has come next."""
+        """Advance by the token that was sampled."""
 
 
 class Unconstrained(Constraint):
-    """Lets any token come next."""
+    """A constraint that allows every token."""
 
     def fill(self, words_W: np.ndarray) -> None:
         words_W[:] = -1

@@ -1,15 +1,16 @@
-"""Continuous batching: which sequence's tokens run in the next step, and in which row of the cache.
+"""Continuous batching: decide which tokens run in the next step, and in which row of the KV cache.
 
-Standard library only. The engine's loop is
+The engine's loop is
 
     plan = scheduler.schedule()
-    ...run `scheduler.groups(plan)`, draw one token for each of plan.sampled...
+    ...run `scheduler.groups(plan)`, sample one token for each of plan.sampled...
     finished = scheduler.update(plan, tokens)
 
-Every step runs all sequences that are past their prompt and do not rest, one token each, and beside
-them a chunk of every prompt that fits the step, so a long prompt never makes the others wait. The
-cache is [max_batch, max_seq_len]: a running sequence owns one row, and its token i (prompt, then
-output) lies in column i.
+Every step runs one token of each decoding sequence (unless it rests) and a chunk of each prompt
+that fits, so a long prompt never blocks the others. The cache is [max_batch, max_seq_len]: a
+running sequence owns one row, and its token i (prompt, then output) is in column i.
+
+Imports the standard library and jmoe's own modules without JAX.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from jmoe.config import check
 from jmoe.config.engine import EngineConfig
 from jmoe.inference.sequence import FinishReason, Sequence
 
-SMALLEST_WIDTH = 16  # of more than one token: a narrower program would hardly be quicker
-ROWS_RATIO = 4  # of prefill programs: rows, unlike tokens, are never padding
-# in a step: reading every expert once must serve many tokens where experts are streamed
+SMALLEST_WIDTH = 16  # of prefill programs; a narrower one would hardly be faster
+ROWS_RATIO = 4  # between the numbers of rows of prefill programs, whose rows are never padding
+# prompt chunks of a step: streaming an expert costs the same for many tokens as for few
 DEFAULT_PREFILL_CHUNKS = 8
 
 
 def buckets(maximum: int, ratio: int = 2) -> tuple[int, ...]:
-    """Return the sizes that programs are compiled for: 1, ratio, ratio^2, ... and `maximum`."""
+    """Return the sizes for which programs are compiled: 1, ratio, ratio^2, ... and `maximum`."""
     sizes = [1]
     while ratio * sizes[-1] < maximum:
         sizes.append(ratio * sizes[-1])
@@ -38,19 +39,22 @@ def buckets(maximum: int, ratio: int = 2) -> tuple[int, ...]:
 
 
 def bucket(n: int, sizes: tuple[int, ...]) -> int:
-    """Return the smallest of the ascending `sizes` that holds n; `ValueError` if none does."""
+    """Return the smallest of the ascending `sizes` that is at least n. Raises ValueError if none
+    is.
+    """
     check(n <= sizes[-1], "n", n, f"must not exceed the largest bucket, {sizes[-1]}")
     return sizes[bisect_left(sizes, n)]
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens of a sequence that run in one step, at columns `start`, `start + 1`, ... of a row of
-    the cache.
+    """Consecutive tokens of a sequence that run in one step, from column `start` of a row of the
+    cache.
 
-    is_last: a token is drawn after them, as they end the prompt or are the sequence's last token.
-    copy_from: before anything of this step runs, copy columns 0 ... start - 1 of that row into
-    `row`; several in the order of the plan.
+    is_last: a token is sampled after them: they end the prompt, or are the sequence's latest
+        output.
+    copy_from: row whose columns 0 to start - 1 are copied into `row` before the step runs; copies
+        happen in the plan's order.
     """
 
     sequence: Sequence
@@ -67,9 +71,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class ChunkGroup:
-    """Chunks that run as one program, [num_rows, width]; those after which a token is drawn come
-    first.
-    """
+    """Chunks that run as one program of [num_rows, width] tokens, those with `is_last` first."""
 
     chunks: tuple[Chunk, ...]
     num_rows: int
@@ -78,8 +80,8 @@ class ChunkGroup:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One step: the last token of every sequence past its prompt, and chunks of other prompts,
-    oldest first.
+    """One step: the latest token of every decoding sequence, and chunks of prompts, oldest
+    first.
     """
 
     decode: tuple[Chunk, ...] = ()
@@ -91,51 +93,56 @@ class StepPlan:
 
     @property
     def sampled(self) -> list[Sequence]:
-        """The sequences that get a token, in the order that `update` wants them."""
+        """The sequences that get a token, in the order that `update` expects."""
         return [chunk.sequence for chunk in self.chunks if chunk.is_last]
 
 
 @dataclass(frozen=True)
 class SchedulerStats:
-    """Sequences and tokens now, but for `reused_tokens`, which are counted since the start."""
+    """Current numbers of sequences and tokens; `reused_tokens` counts since the start."""
 
-    waiting: int  # without a row
-    running: int  # with a row
-    kv_tokens: int  # of the running ones in the cache
-    reused_tokens: int  # prompt tokens of admitted sequences that were not run
+    waiting: int  # sequences without a row of the cache
+    running: int  # sequences with a row
+    kv_tokens: int  # tokens of running sequences in the cache
+    reused_tokens: int  # prompt tokens that were found in the cache and so not run
 
 
 @dataclass(eq=False)
 class _Row:
-    """A row of the cache. tokens: those whose keys and values it holds, from column 0; kept when
-    the sequence ends.
+    """A row of the cache.
+
+    tokens: those whose keys and values are in the row, from column 0 on; kept after the sequence
+        ends, for reuse.
     """
 
     index: int
     tokens: list[int] = field(default_factory=list)
     sequence: Sequence | None = None
-    freed_at: int = 0  # the lower, the longer unused
+    freed_at: int = 0  # count of `finish` calls when the row was freed
 
 
 class Scheduler:
-    """Gives sequences rows and steps, first come, first served.
+    """Assigns rows of the cache and steps to sequences, first come, first served. Not thread-safe.
 
-    Prompt and output together never exceed `max_seq_len`, the columns. Each chunk of a prompt is
-    padded to one of `prefill_widths`. eos_token_ids: end a sequence that does not ignore them.
+    Prompt and output together have at most `max_seq_len` tokens. Each prompt chunk is padded to one
+    of `prefill_widths`; the split into chunks does not depend on other sequences.
 
-    A sequence that ended leaves its tokens in its row. A new one takes the free row that shares the
-    longest prefix with its prompt, the longest unused one among equals, and computes only the rest;
-    if a running row shares more, that much is copied. It waits while a prompt before it computes at
-    least half of what it needs itself, and then copies that. At least the last token of a prompt is
-    always run, for its logits; all of it if `prompt_logprobs` are asked for. How a prompt is cut
-    into chunks does not depend on the other sequences. Not thread-safe.
+    A finished sequence leaves its tokens in its row, for prefix reuse. A new sequence takes the
+    free row that shares the longest prefix with its prompt (the least recently used one among
+    equals), and runs only the remaining tokens. If a running row shares a longer prefix, that
+    prefix is copied. The sequence waits while an earlier prompt is computing at least half of the
+    tokens that it needs, and then copies them. At least the last prompt token always runs, for its
+    logits, and all of them if `prompt_logprobs` are requested.
+
+    eos_token_ids: tokens that end a sequence unless it ignores them.
     """
 
     def __init__(
         self, config: EngineConfig, eos_token_ids: Collection[int] = (), *, ratio: int = 2
     ) -> None:
-        """ratio: of the sizes of programs; the larger, the fewer there are, and the more of them
-        is padding.
+        """Set the sizes of programs.
+
+        ratio: between consecutive sizes; a larger ratio means fewer programs and more padding.
         """
         assert config.max_seq_len is not None, "the model's positions say it"
         self.max_batch, self.max_seq_len = config.max_batch, config.max_seq_len
@@ -154,7 +161,7 @@ class Scheduler:
         self._reused_tokens = 0
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a new sequence. `ValueError` for an empty or too long prompt."""
+        """Queue a new sequence. Raises ValueError as `check_prompt` does."""
         self.check_prompt(sequence.prompt_token_ids)
         assert sequence.status == "waiting" and sequence not in self._waiting, (
             "a sequence runs once"
@@ -162,7 +169,9 @@ class Scheduler:
         self._waiting.append(sequence)
 
     def check_prompt(self, prompt_token_ids: Collection[int]) -> None:
-        """Raise `ValueError` if it is empty or too long."""
+        """Raise ValueError if a prompt is empty, or does not leave a position for one output
+        token.
+        """
         length = len(prompt_token_ids)
         check(length > 0, "prompt", prompt_token_ids, "must hold at least one token")
         constraint = (
@@ -171,10 +180,11 @@ class Scheduler:
         check(length < self.max_seq_len, "len(prompt_token_ids)", length, constraint)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> bool:
-        """End a sequence now, as after a stop string; False if it is neither waiting nor running.
+        """End a sequence now, e.g. at a stop string; return False if it is neither waiting nor
+        running.
 
-        Also between `schedule` and `update`: the token under way is then dropped. Nothing that an
-        "error" left in the cache is used again.
+        Between `schedule` and `update` this discards the token being sampled. After reason "error"
+        the row's content is not reused.
         """
         if sequence.row is not None:
             row = self._rows[sequence.row]
@@ -193,14 +203,14 @@ class Scheduler:
 
     @property
     def decoding(self) -> list[Sequence]:
-        """The sequences that are past their prompt."""
+        """The running sequences whose prompt is complete."""
         running = [row.sequence for row in self._rows if row.sequence is not None]
         return [sequence for sequence in running if sequence.status == "decode"]
 
     def schedule(self) -> StepPlan:
-        """Return the next step, empty if nothing waits and all that runs rests.
+        """Return the next step; empty if no sequence waits and all running ones rest.
 
-        Without an `update` between, the same again.
+        Idempotent until `update` is called.
         """
         decode = tuple(
             Chunk(
@@ -225,12 +235,14 @@ class Scheduler:
         return StepPlan(decode, tuple(chunks))
 
     def width(self, chunk: Chunk) -> int:
-        """Return the tokens of a chunk of a prompt, with padding."""
+        """Return the width of a prompt chunk, with padding."""
         return bucket(len(chunk.tokens), self.prefill_widths)
 
     def groups(self, plan: StepPlan) -> list[ChunkGroup]:
-        """Return a plan's chunks by program: `decode`, then prompts in `prefill_shapes` without
-        padded rows.
+        """Return a plan's chunks by program: one group of decoding sequences, then groups of
+        prompts.
+
+        Groups of prompts have shapes of `prefill_shapes` and no rows of padding.
         """
         groups = []
         if plan.decode:
@@ -247,24 +259,24 @@ class Scheduler:
 
     @property
     def prefill_shapes(self) -> tuple[tuple[int, int], ...]:
-        """(rows, width) of every program that a prefill may need."""
+        """(rows, width) of every program that prompts may need."""
         return tuple(
             (rows, width) for width in self.prefill_widths for rows in self._num_rows(width)
         )
 
     def update(self, plan: StepPlan, tokens: list[int]) -> list[Sequence]:
-        """Take in the tokens drawn for `plan.sampled`; returns the sequences that ended with them.
+        """Append the tokens sampled for `plan.sampled`; return the sequences that end with them.
 
-        A sequence ends with "stop" at an end-of-text or stop token, unless it is among its first
-        `min_new_tokens`; with "length" after `max_new_tokens`, or when its row is full. If the
-        engine finds a stop string in the text of such a last token, it sets that `finish_reason`
-        itself.
+        A sequence ends with reason "stop" at an end-of-text or stop token after its first
+        `min_new_tokens` tokens, and with "length" after `max_new_tokens` or when its row is full.
+        If the engine finds a stop string in the text of that last token, it overwrites
+        `finish_reason`.
         """
         for chunk in plan.chunks:
             self._note_computed(chunk)
         finished = []
         for sequence, token in zip(plan.sampled, tokens, strict=True):
-            if sequence.status == "finished":  # in the meantime, by `finish`
+            if sequence.status == "finished":  # `finish` was called while the step ran
                 continue
             if sequence.status == "prefill":
                 self._prefilling.remove(sequence)
@@ -276,8 +288,8 @@ class Scheduler:
         return finished
 
     def may_go_on(self, sequence: Sequence) -> bool:
-        """Return False for a sequence that surely ends with the token under way, by
-        `max_new_tokens` or a full row.
+        """Return False if the sequence ends with the token being sampled, whatever that token
+        is.
         """
         length, most = len(sequence.output_token_ids) + 1, sequence.sampling.max_new_tokens
         return (
@@ -288,7 +300,7 @@ class Scheduler:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether `schedule` would return a plan that is not empty."""
+        """Whether a sequence waits or runs."""
         return bool(self._waiting) or any(row.sequence is not None for row in self._rows)
 
     def stats(self) -> SchedulerStats:
@@ -297,8 +309,8 @@ class Scheduler:
         return SchedulerStats(len(self._waiting), len(running), kv_tokens, self._reused_tokens)
 
     def _num_rows(self, width: int) -> list[int]:
-        """Return the rows of programs of this width, ascending: few, and any number of chunks is
-        a sum of them.
+        """Return the row counts of programs of this width, ascending; any number of chunks is a sum
+        of them.
         """
         most = min(self.max_batch, self.max_prefill_tokens // width)
         rows = [1]
@@ -307,8 +319,9 @@ class Scheduler:
         return rows
 
     def _admit(self, tokens: int) -> bool:
-        """Give the longest waiting sequence a row, if one is free and its first chunk fits
-        `tokens` with padding.
+        """Give the longest waiting sequence a row; return False if it must go on waiting.
+
+        It needs a free row, and its first chunk, padded, must not exceed `tokens`.
         """
         free = [row for row in self._rows if row.sequence is None]
         if not free or not self._waiting:
@@ -331,7 +344,7 @@ class Scheduler:
         self._waiting.popleft()
         if length > shared[target.index]:
             sequence.copy_from = source.index
-        # a copied prefix counts once the step that copies it has run
+        # a copied prefix is added to the row's tokens once the step that copies it has run
         del target.tokens[shared[target.index] :]
         target.sequence = sequence
         sequence.status, sequence.row = "prefill", target.index
@@ -341,7 +354,7 @@ class Scheduler:
         return True
 
     def _chunk_tokens(self, rest: int) -> int:
-        """Return how many of the `rest` tokens of a prompt run in the next step."""
+        """Return how many of a prompt's `rest` tokens run in the next step."""
         return min(rest, self.prefill_widths[-1])
 
     def _next_chunk(self, sequence: Sequence) -> Chunk:
@@ -354,15 +367,15 @@ class Scheduler:
         )
 
     def _note_computed(self, chunk: Chunk) -> None:
-        """Take in that the keys and values of a chunk are in its row now."""
+        """Record that a chunk's keys and values are in its row."""
         sequence = chunk.sequence
-        if sequence.status == "finished":  # while the step ran; its row may be another's
+        if sequence.status == "finished":  # ended while the step ran; its row may have a new owner
             return
         assert (sequence.row, sequence.num_computed_tokens) == (chunk.row, chunk.start), (
             "a plan is taken in once"
         )
         resident = self._rows[chunk.row].tokens
-        # what was copied before a first chunk
+        # the prefix that was copied before the first chunk
         resident += sequence.prompt_token_ids[len(resident) : chunk.start]
         resident += chunk.tokens
         sequence.num_computed_tokens = chunk.end
@@ -378,12 +391,13 @@ class Scheduler:
 
 
 def _common_prefix(a: list[int], b: list[int]) -> int:
-    """Return how many first tokens are equal. Slices compare at the speed of C: prompts may be
-    very long.
+    """Return the length of the common prefix of two lists.
+
+    Bisects with slice comparisons, which run in C: prompts may be very long.
     """
     if not a or not b or a[0] != b[0]:
         return 0
-    # the first `equal` are; the first `end` are not, or do not exist
+    # invariant: the first `equal` elements agree; the first `end` differ, or do not exist
     equal, end = 1, min(len(a), len(b)) + 1
     while end - equal > 1:
         middle = (equal + end) // 2

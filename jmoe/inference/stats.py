@@ -1,4 +1,4 @@
-"""Counters of an engine: steps, tokens and bytes moved, put together when somebody asks."""
+"""Counters of an engine: steps, tokens, and bytes moved. `Engine.stats` reads them."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -9,17 +9,20 @@ from jmoe.memory.link import LinkStats
 from jmoe.memory.tiered_store import TieredStore
 from jmoe.planning.streaming import RoutingStats, StreamingPlan
 
-ROUTING_STEPS = 32  # decode steps in a row that tell enough of routing
+ROUTING_STEPS = 32  # consecutive decode steps needed for an estimate of the routing
 Phase = Literal["prefill", "decode"]
 
 
 @dataclass(frozen=True)
 class PhaseStats:
-    """Steps with a chunk of a prompt in them (prefill), or without (decode).
+    """Counters of the steps with a prompt chunk (prefill), or of those without (decode).
 
-    tokens: run in these steps, of all requests. step_s: mean time in `Engine.step`; of a step begun
-    ahead, what is left of it. predicted_step_s: of a step of the mean number of tokens, by the
-    engine's plan, which also says what `policy` such a step takes; None where nothing was measured.
+    policy: how a step of the mean number of tokens gets its experts.
+    tokens: number of tokens run in these steps.
+    step_s: mean seconds of `Engine.step`; less for a step that began ahead.
+    predicted_step_s: the plan's prediction for a step of the mean number of tokens; None if nothing
+        was calibrated.
+    streamed_bytes: bytes copied from host memory to the device.
     """
 
     policy: str
@@ -32,20 +35,23 @@ class PhaseStats:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Counters of the engine's work and of the bytes that it moved.
+    """Counters of an engine's work and of the bytes that it moved.
 
-    tokens: run through the model, of prompts and outputs. streamed_bytes, streamed_s: copied from
-    host memory to the device, and the wall time in which a copy was under way. nvme_bytes, nvme_s:
-    read from NVMe. waited_s: time in which the device had nothing to do because experts were on
-    their way. hit_rate: of the distinct experts that a step's tokens chose in a layer, those on the
-    device before anything was copied for them, where choices are read back (policy `experts`).
-    guessed, guessed_right: experts copied on a guess, and chosen afterwards.
+    steps, step_s: number of steps, and their total seconds.
+    tokens: tokens run through the model, of prompts and outputs.
+    streamed_bytes, streamed_s: bytes copied from host memory to the device, and the seconds in
+        which at least one copy was running.
+    nvme_bytes, nvme_s: the same for reads from NVMe.
+    bytes_per_token: streamed_bytes / tokens.
+    waited_s: seconds in which the device idled because experts were still being copied.
+    hit_rate: fraction of the distinct experts chosen in a step's layer that were on the device
+        already; only if choices are read back (policy `experts`).
+    guessed, guessed_right: experts copied on a guess, and those of them that tokens then chose.
     on_host: experts that the host computed in place of a copy to the device (policy `hybrid`).
-    readback_s: copying routers' choices to the host once they are computed, and finding the
-    experts' slots, without the wait for experts: time in which the device waits for the host.
-    estimate_s: the host's time for guesses about the next layer, their copy to the host included,
-    while the device computes.
-    roofline_fraction: streamed_s / step_s, 1 where the link is the limit and always busy.
+    readback_s: seconds to copy the routers' choices to the host and find the experts' slots,
+        without waited_s; the device waits meanwhile.
+    estimate_s: the host's seconds for guesses about the next layer, while the device computes.
+    roofline_fraction: streamed_s / step_s; 1 if the link is always busy and so the bottleneck.
     """
 
     policy: str
@@ -83,7 +89,7 @@ class _Steps:
 
 
 class StatsCollector:
-    """Counts the steps of an engine, and reads the counters of its parts."""
+    """Counts an engine's steps, and reads the counters of runner, residency and stores."""
 
     def __init__(
         self,
@@ -101,7 +107,7 @@ class StatsCollector:
         self.reset()
 
     def reset(self) -> None:
-        """Let `stats` count from here on."""
+        """Reset the counters of `stats` to zero."""
         self._since = self._totals()
         if self._placer is not None:
             self._placer.reset()
@@ -112,7 +118,7 @@ class StatsCollector:
         if phase == "decode":
             self._decode_steps += 1
             self._decode_tokens += tokens
-        else:  # its choices are of another kind
+        else:  # a prompt's choices would distort the statistics of decode steps
             self._restart_routing()
         steps = self._phases[phase]
         steps.steps += 1
@@ -124,8 +130,10 @@ class StatsCollector:
             self._streamed_bytes = now
 
     def routing_stats(self, max_tokens: int) -> RoutingStats | None:
-        """Return what decode steps told of routing since this was last asked; None if they were
-        too few.
+        """Return routing statistics of the decode steps since the last result; None if they are too
+        few.
+
+        max_tokens: maximum number of tokens of a decode step.
         """
         if self._decode_steps < ROUTING_STEPS:
             return None
@@ -177,8 +185,8 @@ class StatsCollector:
         )
 
     def _totals(self) -> dict[str, Any]:
-        """Return counters that only rise: those of `EngineStats`, and the experts that were
-        chosen and had a slot.
+        """Return the running totals: counters of `EngineStats`, and "hits" and "chosen" for its hit
+        rate.
         """
         residency, host, nvme = self._residency.stats(), LinkStats(), LinkStats()
         if self._store is not None:
