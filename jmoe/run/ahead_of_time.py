@@ -1,6 +1,7 @@
-"""GPUs that are not here, to compile for: JAX's CUDA libraries are needed, no GPU and no driver.
+"""Compile programs for GPUs that this machine does not have. JAX's CUDA libraries are needed, but
+no GPU and no driver.
 
-`jmoe.runtime.without_devices` comes before the first import of JAX.
+Call `jmoe.runtime.without_devices` before the first import of JAX.
 """
 
 from importlib.util import find_spec
@@ -18,19 +19,22 @@ INSTALL = "pip install 'jmoe[cuda13]'"
 
 
 def has_cuda() -> bool:
-    """Return whether JAX's CUDA libraries are installed."""
+    """Return True if JAX's CUDA plugin is installed."""
     return any(find_spec(f"jax_cuda{v}_plugin") for v in (12, 13))
 
 
 def check_cuda(option: str, value: str) -> None:
-    """Raise `ValueError` naming the option and what to install if there is nothing to compile
-    with.
+    """Raise `ValueError`, naming the option and the package to install, if JAX's CUDA plugin is
+    missing.
     """
     check(has_cuda(), option, value, f"needs JAX's CUDA libraries, though no GPU: {INSTALL}")
 
 
 def devices(target: str, num_hosts: int = 1, devices_a_host: int = 1) -> list[Any]:
-    """Return the devices of a machine of GPUs, each as a file of `targets` describes it."""
+    """Return abstract JAX devices of `num_hosts` hosts with `devices_a_host` GPUs each.
+
+    target: name of a file in the folder `targets`, which describes the GPU.
+    """
     options = {
         "target_config": (TARGETS / f"{target}.txtpb").read_text(),
         "topology": f"1x{num_hosts}x{devices_a_host}",
@@ -43,8 +47,8 @@ def devices(target: str, num_hosts: int = 1, devices_a_host: int = 1) -> list[An
 def lower_for(
     device: Any, function: Any, *operands: Any, **options: Any
 ) -> tuple[Any, jax.stages.Lowered]:
-    """Return (shapes of the results, the program of a jitted function for a device, not compiled
-    yet).
+    """Return (shapes of the results, lowered program) of a jitted function for `device`. The
+    program is not compiled yet.
     """
     with tracing_for(device):
         traced = function.trace(*operands, **options)

@@ -1,9 +1,15 @@
-"""Checkpoints: asynchronous, atomic, sealed by a manifest of sizes and CRC-32s.
+"""Checkpoints of a run: asynchronous, atomic, and verified by a manifest of file sizes and CRC-32
+sums.
 
-A step is one folder, `DIRECTORY/STEP`, with the items `state` (arrays, OCDBT), `data`, `config`
-(JSON), with experts on tiers `records`, and the run's tokenizer. Orbax syncs the array files only,
-so everything else is synced here, before Orbax renames the folder into place: a step that has its
-final name is complete on disk. Processes share the folder.
+A step is one folder, `DIRECTORY/STEP`, with these items, and the run's tokenizer:
+
+state    arrays, in Orbax's OCDBT format
+data     position in the training data, JSON
+config   configuration of the run, JSON
+records  expert records, only if experts are stored in host memory or on NVMe
+
+Orbax calls fsync for the array files only. This module syncs all other files before Orbax renames
+the folder, so a step with its final name is complete on disk. All processes must share the folder.
 """
 
 from __future__ import annotations
@@ -52,19 +58,23 @@ from jmoe.run.checkpoint_contents import (
 from jmoe.status import first_line
 
 MANIFEST = "manifest.json"
-ASIDE = re.compile(r"incomplete-(\d+)-\d+")  # a step that was not complete when a run began to save
-SLOWEST_BYTES_PER_S = 2e7  # of a folder of checkpoints; one that is slower counts as stuck
-# each process has a limit of its own for what it does before the meeting
+ASIDE = re.compile(r"incomplete-(\d+)-\d+")  # an incomplete step that was renamed
+SLOWEST_BYTES_PER_S = 2e7  # a slower disk counts as stuck
+# in practice no limit: each process limits its own work before this barrier
 MEETING_LIMIT_MS = 10 * 24 * 3_600_000
 
 
 class Checkpoints:
-    """The checkpoints of one run in `directory`, the newest `config.kept` of them.
+    """Saves and restores the checkpoints of one run in `directory`, keeping the newest
+    `config.kept` of them.
 
-    Every process of a run makes the same calls in the same order. Nothing is created, changed or
-    deleted before the first `save`. No background wait lasts longer than `limit_s`. records: saved
-    and restored with every step; flush their caches before `save`, which waits until the last
-    step's are drained: of two steps kept one is durable.
+    Every process of a run makes the same calls in the same order. The directory is not touched
+    before the first `save`. No background wait lasts longer than `limit_s`.
+
+    records: expert records on tiers, saved and restored with every step. Flush their caches before
+    `save`. `save` first waits until the records of the previous step are copied, so that at least
+    one of two kept steps is durable. timeout_s: lower bound of `limit_s`. Raises `ValueError` if
+    records on NVMe are used with `config.keep` = 1.
     """
 
     def __init__(
@@ -92,9 +102,9 @@ class Checkpoints:
         self._step = -1  # the step being saved, or saved last
         self._arrays: dict[str, Any] = {}  # its manifest entries
         self._bytes = 0  # of its arrays
-        self._meetings = 0  # of all processes, by `wait_for_records`
-        self._files: dict[str, bytes] = {}  # that go with it
-        self._packing = 1  # that it is made under
+        self._meetings = 0  # barriers of `wait_for_records` so far
+        self._files: dict[str, bytes] = {}  # further files of the step, by name
+        self._packing = 1  # expert packing of the step
         # Orbax's barriers between all processes would be collectives, which background threads
         # issue in another order than the training step's; between processes that are named they
         # keep off the devices.
@@ -113,20 +123,22 @@ class Checkpoints:
     # Reading
 
     def steps(self) -> list[int]:
-        """Return the complete steps, oldest first."""
+        """Return the complete steps, in ascending order."""
         return [step for step in self._all_steps() if self._incomplete(step) is None]
 
     def newest_folder(self) -> int:
-        """Return the greatest number of a step in the folder, complete or not, as this process
-        sees it; -1: none.
+        """Return the largest step number in the directory, complete or not, as this process sees
+        it; -1 if there is none.
         """
         return max(self._all_steps(), default=-1)
 
     def latest_step(self) -> int | None:
-        """Return the newest complete step, the same on every process; None if there are no steps.
+        """Return the newest step that can be restored, the same on every process, or None if there
+        are no steps.
 
-        Steps that are incomplete, or some of whose records are whole neither on this machine nor in
-        the step, are skipped with a printed line; `ValueError` if all of them were.
+        A step is skipped with a warning if it is incomplete, or if some process finds a record
+        neither on its machine nor in the step. Raises `ValueError` if there are steps but all were
+        skipped.
         """
         skipped = set[int]()
         while (newest := self._newest_but(skipped)) is not None:
@@ -146,10 +158,10 @@ class Checkpoints:
         return newest
 
     def _problem_of_records(self, step: int) -> str | None:
-        """Return why this process cannot restore the step's records, or None; print what is
-        damaged and not needed.
+        """Return why this process cannot restore the step's records, or None. Damaged files that
+        are not needed only cause a warning.
         """
-        # not there in a step of a run whose experts had other tiers
+        # missing if the saving run kept its experts on the device
         folder = self.folder_of_records(step)
         if self._records is None or not folder.is_dir():
             return None
@@ -183,7 +195,9 @@ class Checkpoints:
         )
 
     def _processes_with(self, flag: bool) -> list[int]:
-        """Return the numbers of the processes whose flag is set; every process calls this."""
+        """Return the ranks of the processes that pass a true `flag`. Collective: every process must
+        call this.
+        """
         if jax.process_count() == 1:
             return [0] if flag else []
         flags = multihost_utils.process_allgather(np.int32(flag))
@@ -196,8 +210,8 @@ class Checkpoints:
         return self.folder_of(step) / ITEM
 
     def newest_config(self) -> dict[str, Any] | None:
-        """Return the configuration saved with the newest complete step; None if none can be
-        read.
+        """Return the configuration saved with the newest complete step whose copy of it is intact,
+        or None.
         """
         for step in reversed(self.steps()):
             if self._damage(step, prefix="config/") is None:
@@ -208,14 +222,14 @@ class Checkpoints:
         return None
 
     def newest_packing(self) -> int:
-        """Return the packing that the newest complete step was made under; 1 if there are no
+        """Return the expert packing (`comm.packing`) of the newest complete step; 1 if there are no
         steps.
         """
         steps = self.steps()
         return int(self._manifest(steps[-1]).get(PACKING, 1)) if steps else 1
 
     def saved_config(self, step: int) -> dict[str, Any]:
-        """Return the configuration saved with `step`. `ValueError` if it is damaged."""
+        """Return the configuration saved with `step`. Raises `ValueError` if it is damaged."""
         self._verify(step, prefix="config/")
         return self._read_json(step, "config")
 
@@ -227,11 +241,13 @@ class Checkpoints:
     ) -> tuple[Any, Any, dict[str, Any]]:
         """Return (state, data_state, saved configuration) of `step`.
 
-        abstract_state: the tree of the state with `jax.ShapeDtypeStruct` leaves whose shardings say
-        where each array goes; mesh and number of processes need not be those of the save. but:
-        arrays of the step that are left out.
-        records: become current. Raises `ValueError` that names the step and the file or arrays if a
-        file is damaged (with the newest intact older step) or the trees do not match.
+        abstract_state: tree of the state with `jax.ShapeDtypeStruct` leaves, whose shardings say
+        where each array goes; the mesh and the number of processes may differ from those of the
+        save. but: names of saved arrays to leave out. records: whether to restore the expert
+        records too.
+
+        Raises `ValueError` naming the step if a file is damaged (and the newest intact older step),
+        or if the saved arrays do not match `abstract_state`.
         """
         self._verify(step)
         names, leaves, tree = named_leaves(abstract_state)
@@ -261,7 +277,7 @@ class Checkpoints:
         return read_step_manifest(self.folder_of(step) / MANIFEST)
 
     def _incomplete(self, step: int) -> str | None:
-        """Return why this step is not complete, or None."""
+        """Return why the step is incomplete, or None if it is complete."""
         try:
             files = self._manifest(step)["files"]
         except FileNotFoundError:
@@ -272,8 +288,10 @@ class Checkpoints:
         return f"is incomplete: {missing[0]} is missing" if missing else None
 
     def _damage(self, step: int, prefix: str = "", reader: int = 0, readers: int = 1) -> str | None:
-        """Return the first damaged file among those of the step that this reader verifies, and
-        how, or None.
+        """Return a description of the first damaged file of the step, or None.
+
+        prefix: check only files whose name starts with it. reader, readers: check only this
+        process's share of the files.
         """
         reason = self._incomplete(step)
         if reason is not None:
@@ -293,8 +311,8 @@ class Checkpoints:
         return None
 
     def _verify(self, step: int, prefix: str = "") -> None:
-        """Raise on every process if a file of the step is damaged; each process verifies what it
-        is to read.
+        """Raise `ValueError` on every process if a file of the step is damaged. Each process
+        verifies the files that it will read.
         """
         if not self.folder_of(step).is_dir():
             raise ValueError(
@@ -359,13 +377,14 @@ class Checkpoints:
         files: Mapping[str, bytes] | None = None,
         packing: int = 1,
     ) -> None:
-        """Start saving `step`; returns once the arrays are copied to the host, so `state` may be
-        donated.
+        """Start saving `step`. Returns once the arrays are copied to the host, so the caller may
+        donate `state`.
 
-        Waits first for the previous save. `OSError` if that one failed, or this one could not
-        begin. Saving again the step saved last does nothing. files: by name, written to the step's
-        folder with the rest. packing: of the run, for the manifest; `state` is the same whatever it
-        is.
+        Waits for the previous save first. Saving the step that was saved last does nothing. files:
+        further files for the step's folder, content by name. packing: the run's expert packing, for
+        the manifest; `state` does not depend on it. Raises `OSError` if the previous save failed or
+        this one cannot begin, and `ValueError` if `step` is already saved or older than a saved
+        step.
         """
         self.wait()
         if step == self._step:
@@ -377,7 +396,7 @@ class Checkpoints:
         constraint = (
             f"{self.directory} has got step {newest} meanwhile, which this run did not save"
         )
-        check(newest <= step, "step", step, constraint)  # Orbax would keep that one and delete this
+        check(newest <= step, "step", step, constraint)  # else Orbax would delete this step
         names, leaves, _ = named_leaves(state)
         self._files, self._packing = dict(files or {}), packing
         self._step, self._arrays = (
@@ -403,14 +422,14 @@ class Checkpoints:
 
     @property
     def limit_s(self) -> float:
-        """Return how long the save under way may take, records excepted: `timeout_s`, and more
-        for many bytes.
+        """Return the time limit of the current save in seconds, without records: `timeout_s` plus
+        the time that the arrays need at `SLOWEST_BYTES_PER_S`.
         """
         return self._timeout_s + self._bytes / SLOWEST_BYTES_PER_S
 
     def wait_for_records(self) -> None:
-        """Wait until every process has copied the records of the step saved last; they may take
-        very long.
+        """Wait, without a practical time limit, until every process has copied the expert records
+        of the step saved last.
         """
         if self._records is None:
             return
@@ -422,15 +441,15 @@ class Checkpoints:
             barrier(key=f"jmoe_drained_{self._meetings}", timeout_ms=MEETING_LIMIT_MS)
 
     def check(self) -> None:
-        """Raise the error of a save that has failed in the background, if any; never waits."""
+        """Raise the error of a failed background save, if any. Never waits."""
         if self._commit is not None and not self._commit.is_alive():
             self.wait()
         if self._records is not None:
             self._records.check()
 
     def wait(self) -> None:
-        """Wait until the save under way is complete on disk. `OSError` naming folder and step if
-        it failed.
+        """Wait until the current save is complete on disk. Raises `OSError` naming the folder and
+        the step if the save failed.
         """
         if self._commit is not None:
             self._commit.join()
@@ -439,7 +458,7 @@ class Checkpoints:
             self._fail(self._error)
 
     def close(self) -> None:
-        """Wait for the save under way, records included, and free what Orbax holds."""
+        """Wait for the current save, including expert records, and close Orbax's manager."""
         self.wait()
         self.wait_for_records()
         if self._manager is not None:
@@ -458,7 +477,7 @@ class Checkpoints:
                 problem = f"checkpoint folder {self.directory} cannot be written: {error}"
         self._check_shared(problem)
         options = ocp.CheckpointManagerOptions(
-            create=False,  # made above; Orbax refuses to make it for named processes
+            create=False,  # made above; Orbax cannot make it with active_processes set
             cleanup_tmp_directories=True,
             preservation_policy=ocp.checkpoint_managers.LatestN(self._kept),
             async_options=ocp.AsyncOptions(
@@ -488,8 +507,8 @@ class Checkpoints:
         return self._manager
 
     def _set_incomplete_aside(self) -> None:
-        """Move incomplete steps: Orbax would count them among those to keep, and refuse to write
-        them again.
+        """Rename the folders of incomplete steps: Orbax would count them among the steps to keep,
+        and refuse to save them again.
         """
         for step in self._all_steps():
             if self._incomplete(step) is not None or step in self._without_records:
@@ -503,8 +522,8 @@ class Checkpoints:
                 )
 
     def _remove_set_aside(self) -> None:
-        """Remove what was set aside and is older than every complete step: the rest of a
-        deletion, mostly.
+        """Delete renamed incomplete steps that are older than every complete step; most are
+        interrupted deletions.
         """
         oldest = min(self.steps(), default=0)
         for entry in self.directory.iterdir():
@@ -517,8 +536,10 @@ class Checkpoints:
                 )
 
     def _check_shared(self, problem: str) -> None:
-        """Raise on all processes unless process 0 could write the folder and every process sees
-        the same one.
+        """Raise `OSError` on all processes unless process 0 can write the folder and every process
+        sees its files.
+
+        problem: the error that process 0 met so far, or "".
         """
         mark = self._from_process_0(0 if problem else 1 + secrets.randbits(30))
         if mark == 0:
@@ -553,7 +574,9 @@ class Checkpoints:
         raise OSError(f"{what} was not written: {first_line(root)}; {last}") from root
 
     def _finish(self, manager: ocp.CheckpointManager, step: int) -> None:
-        """Wait in the background for Orbax's rename, then make it durable."""
+        """Wait, in the background thread, for Orbax's rename, then make the rename durable and let
+        the records drop old versions.
+        """
         try:
             manager.wait_until_finished()
             if jax.process_index() == 0:
@@ -569,7 +592,9 @@ class Checkpoints:
         return next(self.directory.glob(f"{self._step}.orbax-checkpoint-tmp*"), None)
 
     def _barrier(self, *, key: str, timeout_ms: int) -> None:
-        """Wait at Orbax's barriers between processes, in background threads."""
+        """Wait at one of Orbax's barriers between processes. Orbax calls this in its background
+        threads.
+        """
         if jax.process_count() == 1:
             return
         rank = jax.process_index()
@@ -585,8 +610,8 @@ class Checkpoints:
             ) from error
 
     def _sum_own_files(self, rank: int) -> None:
-        """Take the sums of the arrays' files that this process wrote, for process 0 to put in
-        the manifest.
+        """Write the sizes and CRC-32 sums of the array files that this process wrote, for process 0
+        to merge into the manifest.
         """
         if (folder := self._writing()) is None:
             return
@@ -598,8 +623,8 @@ class Checkpoints:
         (folder / f"files-{rank}.json").write_text(json.dumps(own))
 
     def _seal(self) -> None:
-        """Add the manifest and sync every file and folder: process 0, when all is written and
-        before the rename.
+        """Write the manifest and sync every file and folder. Orbax calls this on process 0 after
+        all writes, before the rename.
         """
         folder = self._writing()
         assert folder is not None, f"Orbax writes step {self._step} somewhere else"
@@ -627,11 +652,11 @@ class Checkpoints:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Return whether to log what Orbax and its event loop log: not the tracebacks of errors that
-    the next call raises.
+    """Return False for log records of Orbax and asyncio that repeat an error which the next call
+    raises.
 
-    Of the arrays that cannot be written the first is raised; asyncio reports every later one as an
-    error of a task.
+    If several arrays cannot be written, the first error is raised; asyncio reports every later one
+    as the error of a task.
     """
     raised = record.exc_info is not None and record.filename in (
         "async_checkpointer.py",
@@ -647,11 +672,11 @@ def _is_news(record: logging.LogRecord) -> bool:
 def _report_unraisable(
     report: Callable[[sys.UnraisableHookArgs], Any], unraisable: sys.UnraisableHookArgs
 ) -> None:
-    """Report an error that nobody can catch, but not of writes that end after the first that
-    failed.
+    """Report an unraisable error through `report`, unless it comes from a write that ends after an
+    earlier write failed.
 
-    That one closes the event loop of its save, and every later one would print a traceback; `_fail`
-    raises the error.
+    The failed write closes the event loop of its save, so each later write would print a traceback;
+    `_fail` raises the first error.
     """
     late = (
         isinstance(unraisable.exc_value, RuntimeError)
@@ -662,7 +687,9 @@ def _report_unraisable(
 
 
 def _root(error: BaseException) -> BaseException:
-    """Return the error that led to this one: barriers that fail afterwards would hide it."""
+    """Return the error at the start of the chain of causes, skipping JAX's own errors: barriers
+    that fail afterwards would hide it.
+    """
     chain: list[BaseException] = [error]
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
         chain.append(cause)

@@ -1,4 +1,6 @@
-"""The contents of a checkpoint's step, for its manifest: files with their sums, arrays by name."""
+"""Manifest of a checkpoint's step: file names with sizes and CRC-32 sums, array names with dtypes
+and shapes. Used by `jmoe.run.checkpoint` and the snapshots.
+"""
 
 import json
 import re
@@ -10,9 +12,9 @@ from typing import Any
 import jax
 
 CRC_BLOCK_BYTES = 1 << 22
-CRC = "crc32"  # of a manifest, in the manifest
-WRITER = re.compile(r"state/ocdbt\.process_(\d+)/")  # of the arrays' files
-PACKING = "packing"  # that the run had; older manifests do not say
+CRC = "crc32"  # key of the manifest's own sum
+WRITER = re.compile(r"state/ocdbt\.process_(\d+)/")  # rank of the process that wrote it
+PACKING = "packing"  # key of the run's expert packing, missing in older manifests
 
 
 def files_of(folder: Path) -> Iterator[Path]:
@@ -28,12 +30,12 @@ def crc32(path: Path) -> int:
 
 
 def files_to_verify(files: Mapping[str, Sequence[int]], readers: int) -> list[list[str]]:
-    """Return the names of the files that each of `readers` processes verifies: every file is one
-    process's.
+    """Return, for each of `readers` processes, the file names that it verifies; every file is in
+    exactly one list.
 
-    files: [size, sum] by name. What a process wrote is verified by the one that is to read it where
-    as many restore as have saved, and by those that are to read most of it where there are more or
-    fewer; the rest is divided by size. The second reading of a file comes from the page cache.
+    files: [size in bytes, CRC-32] by name. A file of arrays goes to the process that will read it,
+    if as many processes restore as saved, or else to one that will read most of it; other files are
+    divided by size. The restore then reads the verified files from the page cache.
     """
     wrote = {name: int(named[1]) for name in files if (named := WRITER.match(name))}
     writers = max(wrote.values(), default=0) + 1
@@ -51,13 +53,15 @@ def files_to_verify(files: Mapping[str, Sequence[int]], readers: int) -> list[li
 
 
 def write_step_manifest(path: Path, manifest: dict[str, Any]) -> None:
-    """Write a step's manifest with a sum of its own."""
+    """Write a step's manifest as JSON, with a CRC-32 sum of the manifest itself."""
     path.write_text(json.dumps(manifest | {CRC: _own_crc32(manifest)}, sort_keys=True))
 
 
 def read_step_manifest(path: Path) -> dict[str, Any]:
-    """Return a step's manifest; `ValueError` unless it is what was written. Older ones have no
-    sum of their own.
+    """Return a step's manifest without its own CRC-32 sum.
+
+    Raises `ValueError` if the content is malformed or the sum does not match. Manifests of older
+    versions have no sum.
     """
     manifest = json.loads(path.read_text())
     if not isinstance(manifest, dict) or manifest.keys() - {CRC, PACKING} != {
@@ -90,8 +94,10 @@ def _is_pair(entry: Any) -> bool:
 
 
 def named_leaves(tree: Any) -> tuple[list[str], list[Any], Any]:
-    """Return names (`params.layers.w`), leaves and structure; steps are saved flat, so
-    containers may change type.
+    """Return (names such as `params.layers.w`, leaves, tree structure).
+
+    Checkpoints store a flat dict by name, so that container types may change between versions.
+    Raises `ValueError` if two leaves have the same name.
     """
     paths, structure = jax.tree.flatten_with_path(tree)
     names = [jax.tree_util.keystr(path, simple=True, separator=".") or "value" for path, _ in paths]
@@ -106,12 +112,14 @@ def entry_of(leaf: Any) -> list[Any]:
 
 
 def in_words(entry: list[Any] | None) -> str:
-    """Return a dtype and shape to print."""
+    """Return a manifest entry (dtype and shape) as text, or `absent` for None."""
     return "absent" if entry is None else f"{entry[0]}{entry[1]}"
 
 
 def placed(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Return a leaf's shape with a sharding: on the first device if it has none."""
+    """Return the leaf's `jax.ShapeDtypeStruct` with its sharding; leaves without one go on the
+    first device.
+    """
     sharding = (
         leaf.sharding
         if leaf.sharding is not None

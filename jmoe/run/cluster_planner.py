@@ -1,4 +1,6 @@
-"""The plan of a run for a cluster on paper: a row for each number of nodes, as text and as JSON."""
+"""Plans of a training run for a described cluster: one row for each number of nodes, as text or
+JSON. Called by `train.py --cluster FILE`.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from jmoe.planning.training import plan_training
 from jmoe.run.planner import trained_model, training_plan, with_chosen_tiers
 
 COMPUTED = "computed from the figures of the file by formulae, not measured"
-# Of the table, and their widths
+# column heads of the table, and their widths in characters
 COLUMNS = {
     "nodes": 5,
     "devices": 8,
@@ -41,7 +43,9 @@ COLUMNS |= {
 
 @dataclass(frozen=True)
 class ClusterRow:
-    """A run on so many nodes: its plan on a mesh, or why it cannot be split over them."""
+    """A run on `nodes` nodes: its mesh and plan, or the problem that keeps it from being split over
+    them.
+    """
 
     nodes: int
     mesh: tuple[int, int, int] | None = None
@@ -54,8 +58,8 @@ class ClusterRow:
 
 
 def cluster_rows(config: TrainConfig, cluster: ClusterConfig) -> list[ClusterRow]:
-    """Return the run's plan on each number of nodes; `ValueError` for a run that the planner is
-    not for.
+    """Return the run's plan for each number of nodes in `cluster`. Raises `ValueError` for a model
+    without experts.
     """
     experts = config.model.num_moe_layers
     check(
@@ -75,7 +79,10 @@ def _row(config: TrainConfig, cluster: ClusterConfig, nodes: int) -> ClusterRow:
 
 
 def on_nodes(config: TrainConfig, cluster: ClusterConfig, nodes: int) -> TrainConfig:
-    """Return the run on so many nodes; `ValueError` if it cannot be split over them."""
+    """Return the run's configuration on `nodes` nodes, with mesh, batch size and tiers filled in.
+
+    Raises `ValueError` if the run cannot be split over that many nodes.
+    """
     per_node = cluster.devices_per_node
     devices, intra = nodes * per_node, config.mesh.expert_intra or per_node
     mesh = MeshConfig(config.mesh.data, config.mesh.expert_inter, intra)
@@ -99,7 +106,9 @@ def on_nodes(config: TrainConfig, cluster: ClusterConfig, nodes: int) -> TrainCo
 
 
 def _chosen_share(config: TrainConfig, batch_size: int) -> float:
-    """Return `tiers.chosen_share` for steps of so many sequences."""
+    """Return `tiers.chosen_share` (fraction of a layer's experts that a step uses), rescaled from
+    the run's batch size to `batch_size` sequences.
+    """
     share, model = config.tiers.chosen_share, config.model
     measured_tokens, num_tokens = (
         size * config.sequence_length for size in (config.batch_size, batch_size)
@@ -143,7 +152,7 @@ def _planned(config: TrainConfig, cluster: ClusterConfig, nodes: int) -> Cluster
 
 
 def as_json(rows: list[ClusterRow]) -> dict[str, Any]:
-    """Return everything as plain values."""
+    """Return the rows as a dict that JSON can hold; keys end in their unit (`_s`, `_bytes`)."""
     return {"basis": COMPUTED, "rows": [_plain(row) for row in rows]}
 
 
@@ -175,7 +184,7 @@ def _plain(row: ClusterRow) -> dict[str, Any]:
 
 
 def table(rows: list[ClusterRow], cluster: ClusterConfig) -> Iterator[str]:
-    """Yield the plan as lines of text."""
+    """Yield the rows as lines of a text table, followed by notes."""
     yield (
         f"{COMPUTED[0].upper()}{COMPUTED[1:]}; bytes of a device, and of a node's host memory and"
         " disk; seconds"

@@ -1,4 +1,6 @@
-"""Which settings a run may change when it resumes from a checkpoint."""
+"""Which settings a run may change when it resumes from a checkpoint. Called by `train.py` and the
+training session.
+"""
 
 import dataclasses
 import json
@@ -9,8 +11,8 @@ from jmoe.cluster.distributed import from_rank_0
 from jmoe.config import TRAINING_ONLY, TaskConfig, TrainConfig, check, differences
 from jmoe.run.checkpoint import Checkpoints
 
-# What may change between a checkpoint and the run that resumes it. Everything else changes what the
-# state means.
+# Settings that may change without a message. Any field that neither FREE nor NOTED lists gives the
+# saved state another meaning.
 FREE = (
     "checkpoint.",
     "cluster",
@@ -68,7 +70,7 @@ NOTED = {
     "tiers.gradient_dtype": "gradients of experts are rounded otherwise from here on",
 }
 FINGERPRINT, TEACHER = "data_fingerprint", "teacher_fingerprint"
-ENDS = "tasks.", ".num_steps"  # how the field begins and ends
+ENDS = "tasks.", ".num_steps"  # prefix and suffix of the field's name
 ENDS_NOTE = "the task takes part until another step; 0: the last one"
 NOTED_WITH_FINGERPRINT = {
     "data.control_tokens": "the tokens are the same",
@@ -80,8 +82,8 @@ NOTED_WITH_TEACHER = {"distil.teacher": "the teacher itself is the same"}
 
 
 def _with_defaults(saved: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """Return a saved configuration with the fields that jmoe has got since; their defaults are
-    what it did before.
+    """Return a saved configuration with missing fields filled in. Fields are missing if they were
+    added later; their defaults keep the old behaviour.
     """
     filled = defaults | saved
     for name, value in defaults.items():
@@ -91,10 +93,12 @@ def _with_defaults(saved: dict[str, Any], defaults: dict[str, Any]) -> dict[str,
 
 
 def has_checkpoint(config: TrainConfig, resolved: dict[str, Any]) -> bool:
-    """Return whether the run resumes, as process 0 sees it; `ValueError` if that is a run of
-    another configuration.
+    """Return True if the run resumes from a checkpoint, as process 0 sees it. Every process must
+    call this.
 
-    The run's data, and so its fingerprint, need not be known yet; the teacher must be.
+    resolved: the run's configuration with its teacher's fingerprint, if it has one; the data
+    fingerprint may be absent. Raises an error if the checkpoint is of an incompatible configuration
+    or has more steps than `num_steps` (`ValueError` on process 0).
     """
 
     def look() -> str:
@@ -117,7 +121,9 @@ def has_checkpoint(config: TrainConfig, resolved: dict[str, Any]) -> bool:
 
 
 def refuse_other_data(config: TrainConfig, resolved: dict[str, Any]) -> None:
-    """Raise the `ValueError` of a run that resumes with other data than its checkpoint's."""
+    """Raise the `ValueError` that tells the user that the training data has changed since the
+    checkpoint. Does nothing without a checkpoint.
+    """
     saved = Checkpoints(Path(config.output_dir) / "checkpoints", config.checkpoint).newest_config()
     if saved is not None:
         check_compatible(saved, resolved | {FINGERPRINT: "of other data"})
@@ -125,12 +131,12 @@ def refuse_other_data(config: TrainConfig, resolved: dict[str, Any]) -> None:
 
 def check_compatible(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Return lines to print about allowed differences between a checkpoint's configuration and the
-    present one.
+    current one.
 
     Raises `ValueError` listing every field whose change would give the saved state another meaning:
-    the model, the data and their order (seed, batch_size, sequence_length), the optimizer's moments
-    and schedule, and any field this list does not know. A `data_fingerprint` in both stands for the
-    data, and its place may then change; so does a `teacher_fingerprint` for the teacher.
+    the model, the data and their order (seed, batch_size, sequence_length), and every other field
+    that neither `FREE` nor `NOTED` lists. If both configurations have a `data_fingerprint`, the
+    data is compared by it, and its path may change; likewise `teacher_fingerprint` for the teacher.
     """
     saved = _with_defaults(saved, json.loads(TrainConfig().to_json()))
     if "tasks" in saved:

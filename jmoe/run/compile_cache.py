@@ -1,4 +1,4 @@
-"""Compiled programs kept on disk from one process to the next."""
+"""JAX's persistent compilation cache, so that a restarted process does not compile again."""
 
 import errno
 import logging
@@ -12,12 +12,12 @@ log = logging.getLogger("jmoe")
 
 
 def keep_compiled_programs() -> None:
-    """Let JAX keep every program in $XDG_CACHE_HOME/jmoe/compiled, unless it has been given a
-    folder already.
+    """Turn on JAX's compilation cache in $XDG_CACHE_HOME/jmoe/compiled, unless JAX already has a
+    cache folder.
 
-    Where there is no home folder, or it cannot be written, none is kept.
-    `JAX_COMPILATION_CACHE_DIR` chooses another one, `JAX_ENABLE_COMPILATION_CACHE=false` keeps
-    nothing.
+    If the folder cannot be made or written, programs are compiled at each start, and an info line
+    says so. `JAX_COMPILATION_CACHE_DIR` selects another folder;
+    `JAX_ENABLE_COMPILATION_CACHE=false` turns the cache off.
     """
     if jax.config.values["jax_compilation_cache_dir"] is not None:
         return

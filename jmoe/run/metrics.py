@@ -1,12 +1,17 @@
-"""Records of a run and its display while it trains: `metrics.jsonl`, TensorBoard events and the
-progress bar.
+"""Metrics of a training run: `metrics.jsonl`, TensorBoard events and the progress bar.
 
-Steps are numbered from 0; only process 0 makes a `MetricsLog` or a `ProgressBar`. `metrics.jsonl`
-has a JSON object a
-line: a step's record, or an event (`resume`, `evaluation`). Floats keep full precision, so equal
-records mean bit-identical losses; one that is not finite is null, and its name is in `non_finite`,
-from where `read_metrics` puts it
-back: `{"step": 7, "loss": null, "non_finite": {"loss": "nan"}}`.
+`train.py` creates a `MetricsLog` and a `ProgressBar`, on process 0 only. Steps are numbered from 0.
+Each line of `metrics.jsonl` is a JSON object: the record of a step, or an event (`resume`,
+`evaluation`, …). Floats keep full precision, so equal records mean bit-identical losses. A
+non-finite float is written as null, with its value under `non_finite`, and `read_metrics` restores
+it:
+
+    {"step": 7, "loss": null, "non_finite": {"loss": "nan"}}
+
+Axis legend:
+
+L  MoE layers
+E  experts of a layer
 """
 
 from __future__ import annotations
@@ -46,12 +51,12 @@ METRICS_FILE: Final = "metrics.jsonl"
 TENSORBOARD_DIR: Final = "tensorboard"
 REPORT_FILE: Final = "report.png"
 REQUIRED: Final = ("loss", "tokens_per_s", "dropped_fraction")
-# on average: 48 layers x 128 experts on every step is 5 GB in 100,000 steps
+# on average: 48 layers x 128 experts at every step would be 5 GB in 100,000 steps
 EXPERT_LOAD_VALUES_PER_STEP: Final = 256
 TENSORBOARD_FLUSH_S: Final = 5.0  # a flush is an fsync, slow on a shared file system
 RATE_STEPS: Final = 32  # tokens/s and ETA are the median of this many last steps
 COMPILE_EVENT: Final = "/jax/core/compile/backend_compile_duration"
-REFRESH_S: Final = 0.1  # of the line on a terminal
+REFRESH_S: Final = 0.1  # of the live line
 
 T = TypeVar("T")
 _EVENT_FILE: Final = re.compile(r"events\.out\.tfevents\.\d{10}\..+\.\d{9}")
@@ -80,8 +85,8 @@ _PEAK_FLOPS: Final = (
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Return dense bfloat16 FLOP/s of a device by its `device_kind`; None: not known (CPU, a MIG
-    slice, others).
+    """Return the dense bfloat16 peak of a device in FLOP/s, by JAX's `device_kind`; None for
+    unknown devices (CPU, MIG slices, others).
     """
     if re.search(r"\bMIG\b", device_kind):
         return None
@@ -92,9 +97,9 @@ def peak_flops(device_kind: str) -> float | None:
 
 def least_loaded(expert_load: object) -> tuple[float, int, int]:
     """Return (load / fair share, MoE layer, expert) of the expert with the smallest share of its
-    layer, from 0.
+    layer; layer and expert count from 0.
 
-    expert_load: [num_moe_layers, num_experts], fractions or counts.
+    expert_load: [L, E], fractions or counts.
     """
     load_LE = np.asarray(expert_load, np.float64)
     share_LE = (
@@ -107,7 +112,9 @@ def least_loaded(expert_load: object) -> tuple[float, int, int]:
 
 
 def _plain(value: object, name: str, non_finite: dict[str, str]) -> Any:
-    """Return `value` as strict JSON; the names of floats that are not finite go to `non_finite`."""
+    """Return `value` as JSON types. Non-finite floats become None, and their text goes to
+    `non_finite` under `name`.
+    """
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, Mapping):
@@ -120,7 +127,7 @@ def _plain(value: object, name: str, non_finite: dict[str, str]) -> Any:
         non_finite[name] = str(value)
         return None
     array = np.asarray(value)
-    if array.dtype.kind not in "biuSU":  # bfloat16 has a kind of its own
+    if array.dtype.kind not in "biuSU":  # bfloat16 is not a native numpy dtype
         array = array.astype(np.float64)
     return _plain(array.tolist(), name, non_finite)
 
@@ -134,7 +141,7 @@ def _line(record: Mapping[str, object]) -> bytes:
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    """Return the record in a line, or None if it is torn."""
+    """Return the record in a line of metrics.jsonl, or None if the line is incomplete."""
     try:
         record = json.loads(line)
     except ValueError:
@@ -148,8 +155,8 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def _cut(path: Path, start_step: int) -> None:
-    """Take out of the file what a run that goes on at `start_step` measures again, and a last
-    line torn by a kill.
+    """Delete from the file the records that a run resuming at `start_step` writes again, and a last
+    line cut off by a kill.
     """
     if not path.is_file():
         return
@@ -165,12 +172,12 @@ def _cut(path: Path, start_step: int) -> None:
                 kept += line if ended else line + b"\n"
             void |= again or not ended
     if void:
-        write_atomic(path.resolve(), bytes(kept))  # a link stays one
+        write_atomic(path.resolve(), bytes(kept))  # keeps a symbolic link
 
 
 class CompiledPrograms:
-    """Count the programs that JAX compiles in this process, or takes from its cache of compiled
-    ones.
+    """Counts the programs that JAX has compiled in this process, or loaded from its compilation
+    cache, in `count`.
     """
 
     def __init__(self) -> None:
@@ -184,11 +191,13 @@ class CompiledPrograms:
 def step_record(
     values: dict[str, Any], step_s: float, config: TrainConfig, *, compiled: bool
 ) -> dict[str, Any]:
-    """Return the line of metrics.jsonl for one step; compiled: whether its seconds hold a
-    compilation.
+    """Return the record of one step for metrics.jsonl.
+
+    values: the step's metrics on the host. step_s: seconds of the step. compiled: whether `step_s`
+    includes a compilation.
     """
     names, size = ("loss", "grad_norm", "learning_rate"), config.batch_size
-    if isinstance(config, VisionTrainConfig):  # tasks that have ended are not in it
+    if isinstance(config, VisionTrainConfig):  # the record lists only tasks that still run
         size = sum(config.tasks[name].batch_size for name in values["task_loss"])
     line = {name: values[name] for name in names} | {
         "tokens_per_s": size * config.sequence_length / step_s,
@@ -217,12 +226,12 @@ def step_record(
 
 
 class _EventFile:
-    """The one TensorBoard event file in `folder`; begins with the events of steps before `end_step`
-    of an older one.
+    """The single TensorBoard event file in `folder`. Events of earlier files before `end_step` are
+    copied into it, and those files are deleted.
 
-    tensorboardX's own SummaryWriter hands events to a thread through a queue of ten; when that
-    thread dies of a full disk, training waits on the queue for ever. This writes in the caller and
-    raises `OSError` there.
+    tensorboardX's SummaryWriter passes events to a thread through a queue of ten; if that thread
+    dies because the disk is full, training blocks on the queue. This class writes in the calling
+    thread and raises `OSError` there. flush_s: seconds between flushes.
     """
 
     def __init__(self, folder: Path, end_step: int, flush_s: float) -> None:
@@ -233,7 +242,7 @@ class _EventFile:
         self._writer = RecordWriter(str(folder / name))
         self._flush_s, self._flushed_s = flush_s, time.monotonic()
         self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
-        if older:  # a TensorBoard that has read them forgets them
+        if older:  # a running TensorBoard drops events that it read from the old files
             start = SessionLog(status=SessionLog.START)
             self._write(Event(wall_time=time.time(), step=0, session_log=start))
         for event in _scalar_events(older, end_step):
@@ -243,7 +252,7 @@ class _EventFile:
             path.unlink()
 
     def flush(self) -> None:
-        """Make what was written durable."""
+        """Flush the file to disk (fsync)."""
         self._writer.flush()
         self._flushed_s = time.monotonic()
 
@@ -266,8 +275,8 @@ class _EventFile:
 
 
 def _scalar_events(paths: list[Path], end_step: int) -> Iterator[Event]:
-    """Return the last values of every step before `end_step`, in order; what follows a torn
-    event is lost.
+    """Return an iterator over the last event of every step before `end_step`, in ascending order.
+    Events after an incomplete one are lost.
     """
     steps: dict[int, Event] = {}
     for path in paths:
@@ -281,7 +290,7 @@ def _scalar_events(paths: list[Path], end_step: int) -> Iterator[Event]:
                     event = Event.FromString(data[:-4])
                 except DecodeError:
                     break
-                if event.HasField("session_log"):  # of a jmoe that began a file at every start
+                if event.HasField("session_log"):  # older versions began a file at every start
                     steps = {step: known for step, known in steps.items() if step < event.step}
                 elif event.summary.value and event.step < end_step:
                     steps[event.step] = event
@@ -292,10 +301,10 @@ class MetricsLog:
     """Appends to OUTPUT_DIR/metrics.jsonl and to TensorBoard events in
     OUTPUT_DIR/tensorboard/{train,evaluation}.
 
-    start_step: the first step that this process will write; what the files have of later ones is
-    cut. If it is greater than 0, or the file exists, an event `resume` is written first. A kill can
-    tear only the last line, which readers skip. Raises `OSError` with the file's name, e.g. on a
-    full disk.
+    start_step: first step that this process will write; records of that and later steps are
+    deleted. If `start_step` is greater than 0 or metrics.jsonl exists, an event `resume` is written
+    first. A kill can cut off only the last line, which readers skip. Raises `OSError` with the
+    file's name, for example if the disk is full.
     """
 
     def __init__(self, output_dir: Path, *, start_step: int) -> None:
@@ -317,11 +326,11 @@ class MetricsLog:
             self._close = stack.pop_all()
 
     def write_step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Write the record of one step.
+        """Write the record of one step to metrics.jsonl, and its scalars to TensorBoard.
 
-        metrics: by name, those `REQUIRED` among them; scalars also go to TensorBoard. `expert_load`
-        [num_moe_layers, num_experts]: fractions of assignments, written with 5 digits and left out
-        of some steps of large models.
+        metrics: values by name, including all of `REQUIRED`. `expert_load` [L, E], fractions of
+        assignments, is written with 5 significant digits, and only at some steps of large models.
+        Raises `ValueError` if a required metric is missing.
         """
         missing = [name for name in REQUIRED if name not in metrics]
         if missing:
@@ -347,18 +356,20 @@ class MetricsLog:
         self._train.scalars(step, scalars)
 
     def write_evaluation(self, step: int, *, loss: float, bits_per_byte: float) -> None:
-        """Write what the held-out text costs after `step` steps: nats per token and bits per
-        byte.
+        """Write the held-out loss after `step` steps, in nats per token, and the bits per byte of
+        text.
         """
         self.write_event("evaluation", step, loss=loss, bits_per_byte=bits_per_byte)
         self._evaluation.scalars(step, {"loss": float(loss), "bits_per_byte": float(bits_per_byte)})
 
     def write_event(self, event: str, step: int, **values: object) -> None:
-        """Write `{"event": event, "step": step, ...}`."""
+        """Append `{"event": event, "step": step, ...values}` to metrics.jsonl."""
         self._append({"event": event, "step": step, **values})
 
     def sync(self) -> None:
-        """Make all that was written durable, as a checkpoint of these steps will be."""
+        """Flush all written records to disk (fsync), so that they are as durable as the checkpoint
+        of these steps.
+        """
         try:
             os.fsync(self._file.fileno())
         except OSError as error:
@@ -384,8 +395,8 @@ class MetricsLog:
 
 
 def _load_scalars(load_LE: np.ndarray) -> dict[str, float]:
-    """Return TensorBoard's view of the load: least and most loaded expert as multiples of the
-    fair share.
+    """Return TensorBoard scalars of the expert load: least and most loaded expert, as multiples of
+    the fair share.
     """
     share_LE = load_LE * load_LE.shape[1]
     scalars = {
@@ -398,8 +409,8 @@ def _load_scalars(load_LE: np.ndarray) -> dict[str, float]:
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield records in the order of the file, without a torn last line; `ValueError` for a bad
-    line before that.
+    """Yield the records of metrics.jsonl in order, without an incomplete last line. Raises
+    `ValueError` for a bad line before the last.
     """
     bad = 0
     with path.open("rb") as file:
@@ -416,11 +427,11 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
 def read_run(
     path: Path, convert: Callable[[dict[str, Any]], T]
 ) -> tuple[dict[int, T], list[dict[str, Any]]]:
-    """Return (converted records by step in ascending order, events in the order of the file).
+    """Return (converted records by step, in ascending order; events in the order of the file).
 
-    A run that resumed at step s wrote s and later steps again: what came before is dropped
-    (evaluations after more than s steps too), so that the rest is one history. `convert` keeps a
-    long run's records small.
+    A run that resumed at step s writes s and later steps again. Their earlier records are dropped,
+    and evaluations after more than s steps too, so that the result is one history. convert: applied
+    to each step's record, to keep only the needed values of a long run in memory.
     """
     steps: dict[int, T] = {}
     events: list[dict[str, Any]] = []
@@ -442,13 +453,15 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """Return the events: resume, evaluation and whatever else `write_event` wrote."""
+    """Return the events (resume, evaluation, and other events of `write_event`) in the order of the
+    file, without superseded evaluations.
+    """
     return read_run(path, lambda record: None)[1]
 
 
 def recent_expert_load(path: Path, steps: int = 50) -> np.ndarray | None:
-    """Return the mean load [num_moe_layers, num_experts] of what was recorded of the last
-    `steps` steps, or None.
+    """Return the mean expert load [L, E] over the last `steps` steps that recorded one, or None if
+    no step did.
     """
     loads, _ = read_run(
         path, lambda record: np.asarray(record.get("expert_load") or [], np.float32)
@@ -458,7 +471,7 @@ def recent_expert_load(path: Path, steps: int = 50) -> np.ndarray | None:
 
 
 def progress_bar(config: TrainConfig, mesh: Mesh) -> ProgressBar:
-    """Return the progress display of a run on `mesh`."""
+    """Return the `ProgressBar` of a run on `mesh`."""
     return ProgressBar(
         num_steps=config.num_steps,
         tokens_per_step=config.tokens_until(1),
@@ -469,13 +482,13 @@ def progress_bar(config: TrainConfig, mesh: Mesh) -> ProgressBar:
 
 
 class ProgressBar:
-    """Step, loss, tokens/s, MFU, dropped tokens and the time left: one live line on a terminal,
-    plain lines elsewhere.
+    """Shows step, loss, tokens/s, MFU, dropped tokens and remaining time: one live line on a
+    terminal, plain lines elsewhere.
 
-    Plain lines come at this process's first step, every `every_s` seconds, and at the last step.
-    Rates are medians of the last `RATE_STEPS` steps without this process's first one, which
-    compiles, and without those before a change of devices or tasks; tokens and FLOPs are those of
-    all devices together. MFU is shown only where `peak_flops` knows the device.
+    Plain lines are printed at this process's first step, every `every_s` seconds, and at the last
+    step. Rates are medians over the last `RATE_STEPS` steps, of all devices together. The first
+    step after the start, or after a change of devices or tasks, is left out because it compiles.
+    MFU is shown only if `peak_flops` knows the device.
     """
 
     def __init__(
@@ -497,7 +510,7 @@ class ProgressBar:
             peak_flops(device_kind),
         )
         self._step_s: deque[float] = deque(maxlen=RATE_STEPS)
-        self._compiles = True  # the next step
+        self._compiles = True  # whether the next step compiles
         self._steps_seen = 0
         self._shown_s = -math.inf
         self._live: Live | None = None
@@ -508,9 +521,7 @@ class ProgressBar:
             self._console.show_cursor(True)  # rich hides it, and a SIGKILL would leave it hidden
 
     def runs_on(self, num_devices: int, tokens_per_step: int) -> None:
-        """Say what the next step runs on; where that is new, rates are those of the steps that
-        follow it.
-        """
+        """Set the number of devices and tokens of the next step. A change restarts the rates."""
         if (num_devices, tokens_per_step) != (self._num_devices, self._tokens_per_step):
             self._num_devices = num_devices
             self._tokens_per_step = tokens_per_step
@@ -518,7 +529,7 @@ class ProgressBar:
             self._step_s.clear()
 
     def update(self, step: int, *, loss: float, step_s: float, dropped_fraction: float) -> None:
-        """Show a finished step; step_s: its seconds, without evaluation and saving."""
+        """Show a finished step. step_s: seconds of the step, without evaluation and saving."""
         self._steps_seen += 1
         if not self._compiles:
             self._step_s.append(step_s)
@@ -536,14 +547,14 @@ class ProgressBar:
         self._live.update(self._bar(step, parts), refresh=True)
 
     def message(self, text: str) -> None:
-        """Print a line of its own, above the live line on a terminal."""
+        """Print a line of text, above the live line on a terminal."""
         if self._live is None:
             print(text, file=self._stream, flush=True)
         else:
             self._console.print(Text(text), soft_wrap=True)
 
     def close(self) -> None:
-        """Leave the last line on the terminal. May be called twice."""
+        """Stop the display, leaving the last line on the terminal. May be called twice."""
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -574,8 +585,8 @@ class ProgressBar:
         return parts
 
     def _bar(self, step: int, parts: list[str]) -> Table:
-        """Return one row: step, bar, the rest; the bar takes what the terminal's width leaves,
-        the loss stands out.
+        """Return a table of one row: step, bar, remaining values. The bar takes the width that the
+        text leaves.
         """
         rest = Text("  ".join(parts[1:]), no_wrap=True, overflow="ellipsis")
         rest.stylize("bold", 0, len(parts[1]))

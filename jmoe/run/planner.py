@@ -1,5 +1,8 @@
-"""The planner's numbers of a run: what it needs by its configuration, what this machine has,
-what was measured.
+"""Inputs of the training planner for a run: the model's needs, this machine's memory and speed, and
+what the tiers measured.
+
+`train.py --plan`, `with_chosen_tiers` and the end of a run use it; `jmoe.planning.training` holds
+the formulas.
 """
 
 import dataclasses
@@ -36,8 +39,10 @@ from jmoe.runtime import MEMORY_SHARE, device_memory_share
 
 
 def trained_model(config: TrainConfig) -> TrainedModel:
-    """Return the model and step of a run, in numbers."""
-    # what the mesh leaves open is not known without devices: one
+    """Return the run's model and step as numbers for the planner. Mesh axes left open count as 1,
+    because devices are not known yet.
+    """
+    # mesh axes that are left open depend on the devices, which are not known yet: assume 1
     model, mesh = config.model, config.mesh
     inside, packing = max(1, mesh.expert_intra), config.comm.first_packing
     _, *shared = packed_shape((1, mesh.expert_inter, inside), packing)
@@ -90,8 +95,8 @@ def trained_model(config: TrainConfig) -> TrainedModel:
 
 
 def _buffers(config: TrainConfig) -> int:
-    """Return how many buffers of rows a device may have: under capacity each chunk of dedup has
-    a whole one.
+    """Return how many row buffers an exchange of a layer needs on a device: with a capacity factor,
+    each chunk of a dedup exchange has its own.
     """
     comm, mesh = config.comm, config.mesh
     whole = comm.exchange in ("auto", "dedup") and config.model.capacity_factor is not None
@@ -107,13 +112,16 @@ def kept_elements(
     *,
     streamed: bool = False,
 ) -> tuple[int, int]:
-    """Return what all layers keep for the backward pass besides their inputs
-    (`models.block.SAVED`), on all devices.
+    """Return (elements saved for the backward pass besides experts' products, elements of experts'
+    products), of all layers on all devices.
 
-    Of (all but experts, experts' products). The first is queries, keys, values and attention's
-    output, hidden states, and what the first products of dense feed-forwards make; with experts on
-    other devices or tiers also the normed tokens, and on several devices their rows where they are
-    sent, and what comes back. buffers: of rows.
+    Layer inputs are not counted (`models.block.SAVED` lists the residuals). The first number counts
+    queries, keys, values and attention outputs, hidden states, and the first products of dense
+    feed-forwards. If experts are on other devices or tiers, it also counts the normed tokens; on
+    several devices, the rows sent and received.
+
+    num_tokens: of a micro-batch of one replica. buffers: row buffers per device. streamed: experts
+    are off the device.
     """
     hidden, layers, k = model.hidden_size, model.num_hidden_layers, model.num_experts_per_tok
     attention = 2 * (model.num_attention_heads + model.num_key_value_heads) * model.dim_per_head
@@ -130,7 +138,7 @@ def kept_elements(
             model.shared_expert_intermediate_size,
         )
     )
-    # experts' outputs: where they are computed, or the rows that come back
+    # experts' outputs are saved where they are computed, or as the rows received back
     made, sent = (rows * (up + hidden), num_tokens) if num_devices == 1 else (rows * up, 2 * rows)
     sparse = num_tokens * shared_up
     if num_devices > 1 or streamed:
@@ -143,12 +151,12 @@ def kept_elements(
 def in_use_elements(
     model: ModelConfig, num_tokens: int, num_devices: int, buffers: int = 1
 ) -> tuple[int, int]:
-    """Return (what the gradients of a layer have at once, what computing it again has besides), on
-    all devices.
+    """Return (elements in use at once by a layer's gradients, further elements in use if the layer
+    is recomputed), on all devices.
 
-    With experts: gradients of what comes out of each product, and of rows where they are sent;
-    again: the rows and what each product makes of them. Counted in the buffers of compiled steps
-    (`benchmarks/train/estimates.py`).
+    With experts, the first counts the gradients of each product's output and of the rows sent; the
+    second counts the rows and each product's output. The counts follow the buffers of compiled
+    steps (`benchmarks/train/estimates.py`).
     """
     hidden, k, inner = model.hidden_size, model.num_experts_per_tok, model.moe_intermediate_size
     attention = 2 * (model.num_attention_heads + model.num_key_value_heads) * model.dim_per_head
@@ -171,8 +179,8 @@ def in_use_elements(
 
 
 def machine(config: TrainConfig) -> Machine:
-    """Return what the configuration says of the machine, and what is free on this one where it
-    says nothing.
+    """Return the machine that the configuration describes; undescribed memory sizes are those free
+    on this machine.
     """
     described, folder = config.machine, Path(config.tiers.path or config.output_dir).absolute()
     while not folder.exists():
@@ -227,10 +235,10 @@ def _placement(config: TrainConfig, experts: Any, optimizer: Any) -> StatePlacem
 
 
 def training_plan(config: TrainConfig) -> TrainingPlan:
-    """Return the plan of a run whose tiers are chosen.
+    """Return the memory and time plan of a run whose tiers are chosen.
 
-    Raises `ValueError` for a model without experts, and as the run would where the mesh's devices
-    cannot share it out.
+    Raises `ValueError` for a model without experts, or if the mesh's devices cannot share the
+    model.
     """
     if not config.model.num_moe_layers:
         raise ValueError(
@@ -244,7 +252,9 @@ def training_plan(config: TrainConfig) -> TrainingPlan:
 
 
 def packing_room(config: TrainConfig, on: Machine) -> Room:
-    """Return what a run with this packing lacks on such machines; 0 where it fits."""
+    """Return the bytes that a run with this expert packing lacks, with experts on the device and in
+    host memory; 0 where it fits.
+    """
     model = trained_model(config)
     host = dataclasses.replace(_placement(config, "host", "host"), gradients="host")
     plans = [
@@ -254,8 +264,8 @@ def packing_room(config: TrainConfig, on: Machine) -> Room:
 
 
 def packing_summary(config: TrainConfig) -> str:
-    """Return how many experts a device holds, and with `comm.packing = auto` up to how many
-    memory allows.
+    """Return a line with the experts per device and the mesh; for `comm.packing = auto` also the
+    most experts that fit in memory.
     """
     mesh, first = config.mesh, config.comm.first_packing
     full = (max(1, mesh.data), mesh.expert_inter, max(1, mesh.expert_intra))
@@ -270,8 +280,8 @@ def packing_summary(config: TrainConfig) -> str:
 
 
 def with_chosen_tiers(config: TrainConfig) -> TrainConfig:
-    """Return the run with the fastest tiers that fit where it says `auto`; `ValueError` if none
-    do.
+    """Return the run with every `auto` tier replaced by the fastest that fits. Raises `ValueError`
+    if none fits.
     """
     tiers = config.tiers
     if "auto" not in (tiers.experts, tiers.optimizer):
@@ -282,13 +292,15 @@ def with_chosen_tiers(config: TrainConfig) -> TrainConfig:
     return dataclasses.replace(config, tiers=tiers.placed(place.experts, place.optimizer))
 
 
-# of a device's experts of a layer, see `ExpertStats`
+# fractions of a device's experts of a layer, see `ExpertStats`
 SHARES = ("chosen_share", "most_chosen_share", "room")
 
 
 def tier_counts(stats: ExpertStats) -> dict[str, float]:
-    """Return what the tiers of this process have done since its start; hit_rate: only once
-    experts were looked up.
+    """Return this process's tier counters since its start: bytes moved, updates, replayed steps,
+    seconds waited, shares.
+
+    `hit_rate` is present only if experts were looked up in host memory.
     """
     stores = stats.stores
     hits, misses = (
@@ -311,15 +323,14 @@ def _sums(stats: ExpertStats) -> dict[str, float]:
 
 
 def tier_totals(stats: ExpertStats) -> dict[str, float]:
-    """Return what the tiers of all processes have done together, and the longest wait; every
-    process calls this.
+    """Return the tier counters summed over all processes. Collective: every process must call this.
 
-    The share of the experts that is chosen is a mean, the others are the largest.
+    `waited_s` and the shares are maxima over processes, except `chosen_share`, which is the mean.
     """
     sums = _sums(stats)
     others = ("waited_s", *SHARES)
     own = np.array([*sums.values(), *(getattr(stats, name) for name in others)])
-    # JAX has 32 bits
+    # as bytes: JAX would round float64 to 32 bits
     every = (
         np.asarray(process_allgather(own.view(np.uint8))).reshape(-1, own.nbytes).view(own.dtype)
     )
@@ -332,10 +343,10 @@ def tier_totals(stats: ExpertStats) -> dict[str, float]:
 
 
 def tiers_summary(config: TrainConfig, totals: dict[str, float], log: MetricsLog) -> str:
-    """Return what the planner predicted beside what was measured and `tier_totals`; also written to
-    the log.
+    """Return text that compares predicted and measured step time and lists `tier_totals`; also
+    write an event `tiers` to the log.
 
-    Once more with the share of experts that steps chose, unless no step ran.
+    The prediction is repeated with the measured share of chosen experts, if any step ran.
     """
     steps = read_metrics(log.path)
     measured_s = median(line["step_s"] for line in steps[len(steps) // 4 :])
@@ -353,7 +364,7 @@ def tiers_summary(config: TrainConfig, totals: dict[str, float], log: MetricsLog
 
 
 def experts_line(totals: dict[str, float]) -> str:
-    """Return what `tier_totals` has counted, as text."""
+    """Return the counters of `tier_totals` as lines of text."""
     return (
         f"NVMe: {totals['nvme_read_bytes'] / 1e9:.2f} GB read,"
         f" {totals['nvme_written_bytes'] / 1e9:.2f} GB written\nexperts: {totals['updates']}"

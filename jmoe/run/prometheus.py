@@ -1,7 +1,7 @@
-"""`/metrics` of a run for Prometheus: steps, loss, rate, checkpoints, restarts and tiers, by
-process 0.
+"""Prometheus exporter of a training run, on process 0: step, loss, rate, checkpoints, restarts and
+tiers under `/metrics`.
 
-https://prometheus.io/docs/practices/naming
+Metric names follow https://prometheus.io/docs/practices/naming
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jmoe.cluster.overview import read_overview
 from jmoe.cluster.restarts import reached
 from jmoe.config import TrainConfig
 
-# Of a step's record, as gauges: name in the record, name, text.
+# Gauges from a step's record: (name in the record, metric name, help text).
 STEP_GAUGES = (
     ("loss", "loss", "Loss of the last step, nats per token."),
     ("grad_norm", "grad_norm", "Norm of the gradient in the last step."),
@@ -61,7 +61,9 @@ TIER_COUNTERS = (
 
 @dataclass
 class _Metric:
-    """kind: gauge or counter. value: None until it is known, and then not shown."""
+    """kind: `gauge` or `counter`. text: help text. value: None while unknown; the metric is then
+    left out.
+    """
 
     kind: str
     text: str
@@ -69,12 +71,12 @@ class _Metric:
 
 
 class RunMetrics:
-    """Context manager that answers `GET /metrics` on `port` from a thread of its own; port 0: one
-    that is free.
+    """Context manager that answers `GET /metrics` on `metrics.port` from its own thread. Port 0
+    selects a free port.
 
-    Raises `ValueError` naming `metrics.port` if prometheus-client is missing or the port cannot be
-    listened on. Checkpoints are looked up in the output folder when they are asked for, so that one
-    counts once it is complete.
+    Checkpoints are read from the output folder at each request, so a checkpoint appears once it is
+    complete. Raises `ValueError` naming `metrics.port` if prometheus-client is missing or the port
+    cannot be opened.
     """
 
     def __init__(self, config: TrainConfig, run: str) -> None:
@@ -120,7 +122,7 @@ class RunMetrics:
             reason = "needs the package prometheus-client: pip install 'jmoe[metrics]'"
             raise ValueError(f"{name} = {port}: {reason}") from error
         registry = CollectorRegistry()
-        registry.register(self)  # type: ignore[arg-type]  # it has the one method that is called
+        registry.register(self)  # type: ignore[arg-type]  # prometheus-client only calls `collect`
         try:
             self._server, self._thread = start_http_server(port, host, registry)
         except OSError as error:
@@ -140,18 +142,18 @@ class RunMetrics:
 
     @property
     def port(self) -> int:
-        """Return the port that is listened on."""
+        """Return the port that the server listens on."""
         return int(self._server.server_port)
 
     def resume(self, steps: int) -> None:
-        """Note how many steps were done when this process began, and look up how often others
-        did before.
+        """Set the number of steps done before this process began, and read the number of restarts
+        from the output folder.
         """
         restarts = read_overview(self._output_dir).restarts
         self._set(steps=steps, tokens=self._tokens_until(steps), restarts=restarts)
 
     def note_step(self, step: int, record: Mapping[str, Any]) -> None:
-        """Note a step that is done; record: as it is in metrics.jsonl."""
+        """Record a finished step. record: the step's record as in metrics.jsonl."""
         known = {name: record[key] for key, name, _ in STEP_GAUGES if record.get(key) is not None}
         if record.get("compiled"):
             known.pop("tokens_per_second", None)
@@ -167,15 +169,17 @@ class RunMetrics:
         )
 
     def note_save(self, seconds: float) -> None:
-        """Note for how long a save has kept the steps waiting."""
+        """Record for how many seconds the last save blocked training."""
         self._set(save_seconds=seconds)
 
     def note_evaluation(self, loss: float) -> None:
-        """Note the loss on held-out data."""
+        """Record the loss on held-out data."""
         self._set(held_out_loss=loss)
 
     def collect(self) -> list[Any]:
-        """Return all that is known now; prometheus-client calls this when it is asked."""
+        """Return all known metrics as metric families. prometheus-client calls this at each
+        request.
+        """
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         family: dict[str, Callable[..., Any]] = {

@@ -1,5 +1,12 @@
-"""The picture of a run: `report.png`, drawn from `metrics.jsonl`. Slow to import: it needs
-matplotlib.
+"""Report of a run as a picture: `report.png`, drawn from `metrics.jsonl`. The import is slow,
+because it loads matplotlib.
+
+Axis legend:
+
+S  recorded steps
+L  MoE layers
+E  experts of a layer
+C  columns of the heat map
 """
 
 from __future__ import annotations
@@ -22,13 +29,13 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from jmoe.data.shards import write_atomic
 from jmoe.run.metrics import METRICS_FILE, REPORT_FILE, least_loaded, read_run
 
-# of a curve; a longer one is drawn as the least and greatest value of groups of steps
+# per curve; a longer curve is drawn as the range of values of groups of steps
 MAX_POINTS: Final = 2000
-MAX_COLUMNS: Final = 240  # of the heat map
-MAP_HEIGHT_PX: Final = 380  # what the layout leaves to the heat map
+MAX_COLUMNS: Final = 240  # columns of the heat map
+MAP_HEIGHT_PX: Final = 380  # height that the layout gives the heat map
 MIN_ROW_PX: Final = 2.5
-LAST_RECORDS: Final = 20  # "at the end" is the mean of so many
-SMALL_RUN: Final = 30  # up to so many steps a curve shows its points
+LAST_RECORDS: Final = 20  # "at the end" is the mean of this many records
+SMALL_RUN: Final = 30  # a curve of at most this many steps is drawn with points
 
 _INK, _GREY, _GRID = "#1f2937", "#6b7280", "#e5e7eb"
 _BLUE, _ORANGE, _TEAL, _RED = "#2563eb", "#ea580c", "#0d9488", "#be123c"
@@ -40,7 +47,9 @@ _LOAD_TICKS: Final = {0.25: "¼", 0.5: "½", 1.0: "1", 2.0: "2", 4.0: "4"}
 
 @dataclass(frozen=True)
 class _Curves:
-    """Series of a run, one value a step: [S]; not finite where a step has none."""
+    """Series of a run, each [S] with one value per step; non-finite values mark steps without
+    one.
+    """
 
     step: np.ndarray
     loss: np.ndarray
@@ -61,7 +70,7 @@ def _load_run(path: Path) -> _Curves:
             float("nan") if record.get(name) is None else float(record[name]) for name in names
         ]
         if record.get("compiled"):
-            values[1] = float("nan")  # its seconds are the compiler's
+            values[1] = float("nan")  # the step's time includes compilation
         load_LE = np.asarray(record.get("expert_load") or [], np.float32)
         return values, load_LE * load_LE.shape[-1]
 
@@ -88,9 +97,11 @@ def _load_run(path: Path) -> _Curves:
 
 
 def write_report(output_dir: Path) -> Path:
-    """Draw OUTPUT_DIR/report.png from OUTPUT_DIR/metrics.jsonl, atomically, and return its path.
+    """Draw OUTPUT_DIR/report.png from OUTPUT_DIR/metrics.jsonl, replacing it atomically; return its
+    path.
 
-    Raises `FileNotFoundError` without metrics.jsonl, `OSError` if the picture cannot be written.
+    Raises `FileNotFoundError` without metrics.jsonl, and `OSError` if the picture cannot be
+    written.
     """
     run = _load_run(output_dir / METRICS_FILE)
     layout = ConstrainedLayoutEngine(
@@ -125,14 +136,14 @@ def write_report(output_dir: Path) -> Path:
 
 
 def _priced(loss: float, bits_per_byte: float) -> str:
-    """Return nats per token, and bits per byte where the text is known."""
+    """Return a loss as text: nats per token, and bits per byte if finite."""
     return f"{loss:.3f}" + (
         f" ({bits_per_byte:.3f} bits per byte)" if math.isfinite(bits_per_byte) else ""
     )
 
 
 def _headline(run: _Curves) -> str:
-    """Return the run in one line."""
+    """Return a line of text with the run's main results."""
     if not run.step.size:
         return "no step yet"
     parts = [f"{run.step.size:,} step{'s' if run.step.size > 1 else ''}"]
@@ -156,7 +167,9 @@ def _headline(run: _Curves) -> str:
 
 
 def _style(ax: Axes, title: str, unit: str, run: _Curves) -> None:
-    """Draw title, unit and a thin grid, no box; where the run was resumed a dotted line."""
+    """Draw title, unit and a thin grid, and a dotted line at each step where the run was
+    resumed.
+    """
     ax.set_title(title, loc="left", fontsize=12.5, fontweight="bold", color=_INK, pad=10)
     ax.set_title(unit, loc="right", fontsize=9.5, color=_GREY, pad=10)
     ax.set_xlabel("step", fontsize=9.5, color=_GREY)
@@ -179,7 +192,9 @@ def _style(ax: Axes, title: str, unit: str, run: _Curves) -> None:
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:
-    """Return the centred triangular mean over about 4 % of the series, of the finite values."""
+    """Return the centred triangular mean of the finite values, over a window of about 4 % of the
+    series.
+    """
     half = max(1, round(0.02 * values.size))
     weights = np.concatenate([np.arange(1, half + 1), np.arange(half + 1, 0, -1)]).astype(
         np.float64
@@ -192,7 +207,7 @@ def _smooth(values: np.ndarray) -> np.ndarray:
 
 
 def _running_median(values: np.ndarray) -> np.ndarray:
-    """Return the centred median over about 4 % of the series, of the finite values."""
+    """Return the centred median of the finite values, over a window of about 4 % of the series."""
     half = max(1, round(0.02 * values.size))
     padded = np.pad(values, half, constant_values=np.nan)
     windows = np.ma.masked_invalid(np.lib.stride_tricks.sliding_window_view(padded, 2 * half + 1))
@@ -202,7 +217,7 @@ def _running_median(values: np.ndarray) -> np.ndarray:
 def _grouped(
     x: np.ndarray, y: np.ndarray, how: Callable[..., np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return (first x, how(y)) of groups of neighbours, at most `MAX_POINTS` of them."""
+    """Return (first x, how(y)) of groups of neighbouring points, at most `MAX_POINTS` groups."""
     if x.size <= MAX_POINTS:
         return x, y
     starts = np.linspace(0, x.size, MAX_POINTS, endpoint=False).astype(np.int64)
@@ -224,7 +239,9 @@ def _draw_curve(
     label: str,
     smooth: Callable[[np.ndarray], np.ndarray] = _smooth,
 ) -> None:
-    """Draw every step light, the smoothed curve strong; a short run as points."""
+    """Draw every step in a light colour and the smoothed curve in a strong one; a short run as
+    points.
+    """
     if not np.isfinite(y).any():
         note = "no finite value" if y.size else "no step yet"
         ax.text(0.5, 0.5, note, transform=ax.transAxes, ha="center", color=_GREY, fontsize=11)
@@ -289,7 +306,7 @@ def _draw_loss(ax: Axes, run: _Curves) -> None:
 def _draw_rate(ax: Axes, run: _Curves) -> None:
     _draw_curve(ax, run, run.tokens_per_s, _TEAL, "tokens/s", _running_median)
     known = run.tokens_per_s[np.isfinite(run.tokens_per_s)]
-    # Single fast steps are far above the rest: they may not set the scale.
+    # A few fast steps are far above the rest and must not set the scale.
     ax.set_ylim(0, 1.2 * float(np.quantile(known, 0.98)) if known.size and known.max() > 0 else 1)
     ax.yaxis.set_major_formatter(
         FuncFormatter(lambda y, _: f"{y:,.0f}" if y >= 10 or y == 0 else f"{y:.3g}")
@@ -315,11 +332,12 @@ def _draw_dropped(ax: Axes, run: _Curves) -> None:
 
 
 def _load_map(run: _Curves) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (values [rows, columns] in log2 of the fair share, x edges, y edges) of the heat map.
+    """Return (values [rows, columns] in log2 of the fair share, x edges, y edges) of the heat map
+    of expert load.
 
-    Columns are means of neighbouring records. One strip of rows per layer, with a row without
-    values between strips. Where there are too many experts for rows that can be seen, neighbours
-    share one, which shows whichever of them is farthest from its fair share.
+    A column is the mean of neighbouring records. Each layer is a strip of rows, with an empty row
+    between strips. If a layer has too many experts for visible rows, neighbouring experts share a
+    row, which shows the expert farthest from its fair share.
     """
     steps = np.array([step for step, _ in run.loads])
     num_columns = min(MAX_COLUMNS, steps.size)

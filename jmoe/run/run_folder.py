@@ -1,11 +1,13 @@
-"""The output folder of a run: one run at a time works in it, and it knows which run it is.
+"""Exclusive use of a run's output folder, and the run's identity.
 
-Every process of the run holds `flock` on `run.lock`, which says who took it; the kernel frees the
-lock when a process ends, however it ends. Where a file system has no locks, or keeps them to one
-host (others than local ones, NFS 4 and Lustre with `flock`), a later start writes its name there,
-and the earlier one finds it before its next save and stops. `run.json` has the name of the run,
-which marks what is its own outside of the folder, and the starts that led to its state. A copy of
-the folder is another run; a clone of its disk has the name, but not the starts that follow.
+Every process of the run holds `flock` on `run.lock`, whose content names the owner; the kernel
+frees the lock when a process ends for any reason. Some file systems have no locks, or locks that
+other hosts do not see (all but local ones, NFS 4 and Lustre mounted with `flock`). There, a later
+run writes its name into the file, and the earlier run detects that before its next save and stops.
+
+`run.json` holds the run's name, which marks the run's files outside the folder, and the starts that
+led to the run's state. A copy of the folder counts as another run. A clone of the whole disk has
+the same name, but lacks the starts that follow.
 """
 
 from __future__ import annotations
@@ -33,15 +35,15 @@ from jmoe.memory.direct_io import NOT_SUPPORTED
 LOCK, IDENTITY = "run.lock", "run.json"
 # SLURM and Kubernetes end a job 30 s after they said so; NFS keeps a dead host's lock for 90 s
 WAIT_S = 120.0
-KEPT_STARTS = 100  # of which `run.json` knows
-NO_LOCKS = (errno.ENOLCK, *NOT_SUPPORTED)  # the file system has none
+KEPT_STARTS = 100  # most starts in `run.json`
+NO_LOCKS = (errno.ENOLCK, *NOT_SUPPORTED)  # errors of a file system without locks
 
 
 class RunFolder:
     """Context manager that keeps other runs out of `output_dir`, which is made if it is missing.
 
-    Every process of the run enters it. Another run that is in the folder is waited for, at most
-    `wait_s`; then `OSError` on every process says who it is.
+    Every process of the run must enter it. If another run uses the folder, the context waits at
+    most `wait_s` seconds, then raises `OSError` on every process, naming the other run.
     """
 
     def __init__(self, output_dir: Path, *, wait_s: float = WAIT_S) -> None:
@@ -74,23 +76,25 @@ class RunFolder:
 
     @property
     def run(self) -> str:
-        """Return the run's name, which no other run has."""
+        """Return the run's name, which is unique."""
         return str(self._owner["run"])
 
     @property
     def starts(self) -> list[str]:
-        """Return what names the starts of this run in this folder, the present one last."""
+        """Return the tokens that identify the starts of this run, oldest first; the last is the
+        current start.
+        """
         return [*self._owner["starts"], self._owner["token"]]
 
     def note_start(self) -> None:
-        """Add the present start to `run.json`, when the run has its state; called by process 0."""
+        """Add the current start to `run.json`. Process 0 calls this once the run has its state."""
         _write_identity(self.path, self.run, self.starts)
 
     def check(self) -> None:
-        """Raise `OSError` if another run has taken the folder, where the file system could not
-        prevent it.
+        """Raise `OSError` if another run has taken over the folder, which is possible on a file
+        system without locks.
 
-        A lock that somebody has removed or emptied is written again, and held.
+        A lock file that was removed or emptied is written and locked again.
         """
         deadline_s = time.monotonic() + 5.0
         while not (other := self._read()) and time.monotonic() < deadline_s:
@@ -103,11 +107,11 @@ class RunFolder:
             )
         assert self._file is not None
         if not os.path.samestat(os.fstat(self._file.fileno()), (self.path / LOCK).stat()):
-            self._lock_again()  # another process of the run has written it again
+            self._lock_again()  # another process of the run has made a new lock file
 
     def _lock_again(self) -> None:
-        """Lock the file that is there now, made if it is missing; write who has it unless that
-        stands there.
+        """Lock the current lock file, creating it if it is missing, and write the owner if the file
+        is empty.
         """
         held = self._file
         try:
@@ -117,23 +121,25 @@ class RunFolder:
                 f"output_dir = {str(self.path)!r}: was removed; this run saves no more"
             ) from error
         self._file = os.fdopen(fd, "r+b", buffering=0)
-        if not self._flock(fcntl.LOCK_SH):  # a start is at it
+        if not self._flock(fcntl.LOCK_SH):  # another run is starting
             self._file.close()
             self._file = held
             return
         if not self._read():
-            # at one place, whichever process comes first
+            # every process of the run writes the same bytes at the same place
             os.pwrite(fd, json.dumps(self._on_disk()).encode(), 0)
             os.fsync(fd)
         if held is not None:
             held.close()
 
     def _on_disk(self) -> dict[str, Any]:
-        """Return what `run.lock` says."""
+        """Return the owner as it is written to `run.lock`."""
         return {name: value for name, value in self._owner.items() if name not in ("run", "starts")}
 
     def _take(self) -> str:
-        """Lock the folder for process 0 alone, write who has it, and keep it for all of the run."""
+        """Lock the folder for this run, on process 0; return the owner, the run's name and its
+        starts as JSON.
+        """
         self._made = not self.path.is_dir()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -170,11 +176,11 @@ class RunFolder:
         return json.dumps(owner | {"run": run, "starts": starts})
 
     def _identify(self) -> tuple[str, list[str]]:
-        """Return the name in `run.json` and the earlier starts; a new name if there is none, or
-        this is a copy.
+        """Return (name, earlier starts) of the run; a new name and no starts if `run.json` is
+        missing or the folder is a copy.
 
-        A folder that lies elsewhere than noted has been moved if it still has the very file, and
-        else is a copy.
+        A folder at another path than `run.json` notes was moved if it still contains the original
+        file, and was copied otherwise.
         """
         folder = self.path.resolve()
         noted = _identity(folder)
@@ -190,11 +196,11 @@ class RunFolder:
         return run, starts
 
     def _locked_by(self, owner: dict[str, Any]) -> bool:
-        """Return whether the folder is this run's now; the lock becomes shared, for the run's other
+        """Return True if this run now has the folder; the lock is then shared, for the run's other
         processes.
 
-        That is no single step: who comes in between writes its own name, and one of the two then
-        finds the other's.
+        Changing an exclusive lock into a shared one is not atomic: a run that comes in between
+        writes its own name, and one of the two then reads the other's name.
         """
         with contextlib.ExitStack() as stack:
             file = self._file = stack.enter_context((self.path / LOCK).open("a+b", buffering=0))
@@ -209,7 +215,9 @@ class RunFolder:
         return False
 
     def _join(self) -> None:
-        """Lock the folder that process 0 has taken for another process of the run, too."""
+        """Take the shared lock in another process than 0, after checking that this process sees
+        process 0's file.
+        """
         deadline_s = time.monotonic() + 5.0  # a network file system may lag
         while self._read().get("token") != self._owner["token"]:
             if time.monotonic() > deadline_s:
@@ -224,8 +232,8 @@ class RunFolder:
             self.check()
 
     def _flock(self, kind: int) -> bool:
-        """Return whether the lock was to be had; also True where the file system has no locks,
-        which is said.
+        """Return True if the lock was taken, or if the file system has no locks (with a
+        warning).
         """
         assert self._file is not None
         try:
@@ -254,8 +262,8 @@ class RunFolder:
 
 @dataclass(frozen=True)
 class _Identity:
-    """The content of `run.json`: the run, its folder, whether the run itself wrote this file,
-    and its starts.
+    """Content of `run.json`: the run's name, its folder, whether this very file was written by the
+    run, and its starts.
     """
 
     run: str = ""
@@ -265,7 +273,9 @@ class _Identity:
 
 
 def _identity(folder: Path) -> _Identity:
-    """Return what the run in an output folder has noted of itself; nothing if it has not."""
+    """Return the content of `run.json` in `folder`; an empty `_Identity` if it is missing or
+    damaged.
+    """
     path = folder / IDENTITY
     try:
         noted, status = json.loads(path.read_bytes()), path.stat()
@@ -279,7 +289,7 @@ def _identity(folder: Path) -> _Identity:
 
 
 def _write_identity(folder: Path, run: str, starts: list[str]) -> None:
-    """Write `run.json`; file: its number in the file system, which a copy of it does not have."""
+    """Write `run.json` with the file's own inode number, which a copy of the file does not have."""
     with replacing(folder / IDENTITY) as file:
         noted = {
             "run": run,

@@ -1,9 +1,9 @@
-"""A file of one process's shards of a state: header, JSON, bytes of the shards; made to be mapped
-from memory.
+"""File format of one process's shards of a training state, written and read through a memory map.
 
     magic, version, bytes of JSON, bytes of shards, CRC-32 of JSON, CRC-32 of shards | JSON | shards
 
-The file is sized first and written in place; its name is given by a rename when it is whole.
+`jmoe.run.snapshots` allocates the file at its full size, fills it in place, and renames it once it
+is complete.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _HEADER = struct.Struct("!8sIQQII")
 
 
 def layout_of_shards(state: Any) -> list[list[Any]]:
-    """Return name, dtype, shape and this process's different shards [[start, stop] a dimension] of
-    every leaf.
+    """Return [name, dtype, shape, shards] for every leaf. shards: [[start, stop] per dimension] of
+    each distinct shard of this process.
 
-    state: a tree of arrays, or of shapes with shardings.
+    state: tree of arrays, or of `jax.ShapeDtypeStruct` with shardings.
     """
     names, leaves, _ = named_leaves(state)
     return [
@@ -41,7 +41,7 @@ def layout_of_shards(state: Any) -> list[list[Any]]:
 
 
 def shards_bytes(layout: list[list[Any]]) -> int:
-    """Return how many bytes the shards of a layout have."""
+    """Return the total size in bytes of the shards in a layout."""
     return sum(
         np.dtype(dtype).itemsize * sum(_size(bounds) for bounds in shards)
         for _, dtype, _, shards in layout
@@ -49,16 +49,20 @@ def shards_bytes(layout: list[list[Any]]) -> int:
 
 
 def file_bytes(layout: list[list[Any]], about: dict[str, Any]) -> int:
-    """Return the size of the file that `write_snapshot` makes of these."""
+    """Return the size in bytes of the file that `write_snapshot` makes for this layout and
+    description.
+    """
     return _HEADER.size + len(_as_text(layout, about)) + shards_bytes(layout)
 
 
 def make_room(path: Path, size_bytes: int) -> NDArray[np.uint8]:
-    """Return a new file of this size, mapped; `OSError` if the file system has no room for it."""
+    """Return a new file of `size_bytes`, memory-mapped. Raises `OSError` if the file system has too
+    little free space.
+    """
     path.unlink(missing_ok=True)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        # a page that is not there when it is written to would end the process
+        # writing to an unallocated page of a full file system would kill the process (SIGBUS)
         os.posix_fallocate(fd, 0, size_bytes)
         return np.frombuffer(mmap.mmap(fd, size_bytes), np.uint8)
     finally:
@@ -68,8 +72,9 @@ def make_room(path: Path, size_bytes: int) -> NDArray[np.uint8]:
 def write_snapshot(
     file: NDArray[np.uint8], state: Any, layout: list[list[Any]], about: dict[str, Any]
 ) -> None:
-    """Fill a file that has room with this process's shards of the state, and with what else is
-    known of it.
+    """Fill `file` with this process's shards of `state` and with the JSON description `about`.
+
+    file: bytes of the size that `file_bytes` returns. layout: `layout_of_shards(state)`.
     """
     text = _as_text(layout, about)
     begin = position = _HEADER.size + len(text)
@@ -94,8 +99,10 @@ def write_snapshot(
 
 
 def read_about(path: Path) -> dict[str, Any]:
-    """Return what a snapshot says of itself, `layout` included; `ValueError` with a clause if it
-    cannot be whole.
+    """Return a snapshot's JSON description, with its `layout`. Does not read the shards.
+
+    Raises `ValueError` with a clause (such as "is damaged: …") if header, size or description do
+    not match.
     """
     with path.open("rb") as file:
         start = file.read(_HEADER.size)
@@ -115,8 +122,9 @@ def read_about(path: Path) -> dict[str, Any]:
 
 
 def read_whole(path: Path) -> NDArray[np.uint8]:
-    """Return a snapshot's bytes, mapped; `ValueError` with a clause if they are not what was
-    written.
+    """Return a snapshot's bytes, memory-mapped, after verifying all of them.
+
+    Raises `ValueError` with a clause if the content is damaged.
     """
     read_about(path)
     file = np.memmap(path, np.uint8, mode="r")
@@ -125,8 +133,9 @@ def read_whole(path: Path) -> NDArray[np.uint8]:
 
 
 def check_whole(file: NDArray[np.uint8]) -> dict[str, Any]:
-    """Return what a snapshot, given as its bytes, says of itself; `ValueError` if they are not
-    what was written.
+    """Return the JSON description of a snapshot given as bytes, after verifying both CRC-32 sums.
+
+    Raises `ValueError` with a clause if a sum does not match.
     """
     _, _, text_bytes, _, text_crc, crc = _HEADER.unpack(file[: _HEADER.size].tobytes())
     text = file[_HEADER.size : _HEADER.size + text_bytes].tobytes()
@@ -137,7 +146,10 @@ def check_whole(file: NDArray[np.uint8]) -> dict[str, Any]:
 
 
 def read_state(file: NDArray[np.uint8], abstract_state: Any) -> Any:
-    """Return the state whose shards of this process are in a file of the very same layout."""
+    """Return the state, as `jax.Array`s, whose shards of this process are in `file`.
+
+    abstract_state: tree with shapes, dtypes and shardings; its layout must equal the file's.
+    """
     _, _, text_bytes, *_ = _HEADER.unpack(file[: _HEADER.size].tobytes())
     position = _HEADER.size + text_bytes
     _, leaves, tree = named_leaves(abstract_state)
@@ -165,7 +177,9 @@ def _piece(pieces: dict[str, Any], leaf: Any, index: tuple[slice, ...]) -> Any:
 
 
 def _indices(leaf: Any) -> list[tuple[slice, ...]]:
-    """Return this process's different shards of an array, in the order of its devices."""
+    """Return the slices of this process's distinct shards of an array, in the order of its
+    devices.
+    """
     indices = placed(leaf).sharding.addressable_devices_indices_map(leaf.shape).values()
     return list(
         {str(full): full for full in (_full(index, leaf.shape) for index in indices)}.values()

@@ -1,10 +1,10 @@
-"""Snapshots of a run's state in the memory of its hosts, so that a restart need not read a
-checkpoint from disk.
+"""Snapshots of a run's state in host memory, so that a restart need not read a checkpoint from
+disk.
 
-Each process writes its shards into a folder of its host's memory (a tmpfs such as /dev/shm), and
-those of one process of another host, its partner's. The idea is that of Gemini (Wang et al., SOSP
-2023): the memory of the other machines outlives a machine. After a restart all processes decide
-together on the newest step whose shards are all there.
+Each process writes its shards to a folder in its host's memory (a tmpfs such as /dev/shm), and a
+copy goes to the memory of its partner, a process on another host if there is one. The idea is
+Gemini's (Wang et al., SOSP 2023): if a machine is lost, another machine's memory still has its
+shards. After a restart all processes agree on the newest step of which all shards exist.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from jmoe.run.snapshot_file import (
     write_snapshot,
 )
 
-KEPT = 2  # a crash while one is written leaves the one before
-# more than a file's header and JSON have, for what is reckoned beforehand
+KEPT = 2  # a crash during a write leaves the previous snapshot
+# upper bound of a file's header and JSON, for the check of free memory
 DESCRIPTION_BYTES = 1 << 20
-NEW = ".new"  # of a name, while the file is written
+NEW = ".new"  # suffix of a file that is still being written
 _NOTHING = np.empty(0, np.uint8)
 
-Key = tuple[int, int]  # (step, process whose shards they are)
+Key = tuple[int, int]  # (step, rank that owns the shards)
 
 
 @dataclass(frozen=True)
 class StateSnapshot:
-    """A step as its snapshot has it."""
+    """One step's state, data position and configuration, read from a snapshot."""
 
     step: int
     state: Any
@@ -56,17 +56,20 @@ class StateSnapshot:
 
 @dataclass(frozen=True)
 class Entry:
-    """A snapshot's file, as known without reading it. checkpoint: the newest when it was made."""
+    """Facts about a snapshot file, known without reading its shards. checkpoint: newest checkpoint
+    on disk when it was made.
+    """
 
     num_bytes: int
     checkpoint: int
 
 
 def partners_of(machines: Sequence[str]) -> list[int]:
-    """Return the process that keeps a copy for each one: on another machine wherever one exists for
-    all; each once.
+    """Return, for each process, the process that keeps a copy of its shards. Each process is a
+    partner exactly once.
 
-    machines: the name of every process's machine.
+    machines: machine name of every process. Partners are on different machines if that is possible
+    for all processes.
     """
     order = sorted(range(len(machines)), key=lambda rank: (machines.index(machines[rank]), rank))
     most = max(machines.count(machine) for machine in machines)
@@ -76,14 +79,14 @@ def partners_of(machines: Sequence[str]) -> list[int]:
 
 
 class Snapshots:
-    """The newest states of one run in memory, below `config.memory_dir`; every process makes the
+    """The newest snapshots of one run in memory, below `config.memory_dir`. Every process makes the
     same calls.
 
-    Used as a context manager: a run that ends in order, or by an error of the training itself,
-    leaves nothing behind.
-    run: the name of the run. starts: what names its starts, the present one last; what other starts
-    have written is of a clone of the run, and not used. `OSError` on every process if one cannot
-    write its folder.
+    Used as a context manager, which deletes the snapshots if the run ends normally or by a
+    `FloatingPointError`, and keeps them otherwise, for the restart. run: the run's name. starts:
+    tokens of the run's starts, the current one last; snapshots of other starts belong to a clone of
+    the run and are ignored. Raises `OSError` on every process if one process cannot write its
+    folder.
     """
 
     def __init__(self, config: CheckpointConfig, run: str, starts: Sequence[str]) -> None:
@@ -117,7 +120,7 @@ class Snapshots:
 
     @property
     def note(self) -> str:
-        """Return a line on where snapshots are."""
+        """Return a line to print about where snapshots are stored."""
         copies = (
             f"and {len(self._pairs)} copies on other hosts"
             if self._pairs
@@ -129,8 +132,8 @@ class Snapshots:
         )
 
     def check_room(self, abstract_state: Any) -> None:
-        """Raise `ValueError` on every process if a host has no room for the snapshots of all its
-        processes.
+        """Raise `ValueError` on every process if a host has too little free memory for `KEPT`
+        snapshots of its processes and their copies.
         """
         own_bytes = shards_bytes(layout_of_shards(abstract_state)) + DESCRIPTION_BYTES
         sizes, place = gather_json(own_bytes), self._places[self._rank]
@@ -152,10 +155,11 @@ class Snapshots:
     def save(
         self, step: int, state: Any, data: Any, config: Mapping[str, Any], checkpoint: int
     ) -> str:
-        """Write the snapshot of `step` and the partner's copy; return why there is none now, or "".
+        """Write the snapshot of `step` and the partner's copy. Return "" or the reason why no
+        snapshot was written.
 
-        data, config: what JSON has, the data's state and the configuration. checkpoint: the newest
-        on disk.
+        data, config: JSON values of the data position and the configuration. checkpoint: step of
+        the newest checkpoint on disk.
         """
         layout = layout_of_shards(state)
         about = {
@@ -192,17 +196,17 @@ class Snapshots:
         return ""
 
     def remove_but(self, step: int | None) -> None:
-        """Remove the snapshots of all other steps: training goes on from this one, or from a
-        checkpoint.
+        """Delete the snapshots of all steps except `step`, from which training continues; None
+        deletes all.
         """
         if self._first_here:
             for path in self.folder.iterdir():
                 if step is None or not path.name.startswith(f"{step}-") or path.name.endswith(NEW):
                     path.unlink()
-        gather_json(None)  # nobody writes before all have removed
+        gather_json(None)  # barrier: no process writes before all have deleted
 
     def _remove_but_newest(self, rank: int) -> None:
-        """Make room for one more snapshot of a process's shards."""
+        """Delete old snapshots of a process's shards, so that one more may be written."""
         paths = sorted(
             self.folder.glob(f"*-of-{rank}"), key=lambda path: int(path.name.partition("-")[0])
         )
@@ -217,12 +221,12 @@ class Snapshots:
     def newest(
         self, abstract_state: Any, checkpoint: int | None, newest_folder: int
     ) -> tuple[StateSnapshot | None, str]:
-        """Return the newest snapshot that is whole, the same step on every process, and why a newer
-        one is not used.
+        """Return (newest complete snapshot, which has the same step on every process; reasons why
+        newer ones are not used).
 
-        None unless it is as new as `checkpoint`, the newest on disk. newest_folder: the greatest
-        number of a step there, whole or not; a snapshot that was made when there was a greater one
-        is of a past that was deleted.
+        The snapshot is None if it would be older than `checkpoint`, the newest step on disk.
+        newest_folder: largest step number on disk, complete or not; a snapshot made when a larger
+        one existed belongs to a deleted history and is not used.
         """
         layout, lines = layout_of_shards(abstract_state), list[str]()
         held, problems = self._held(layout)
@@ -255,11 +259,13 @@ class Snapshots:
             held = {key: entry for key, entry in held.items() if key not in unusable}
 
     def _held(self, layout: list[list[Any]]) -> tuple[dict[Key, Entry], list[str]]:
-        """Return this host's files that look whole, and a clause about each that does not."""
+        """Return this host's snapshot files that look complete, and a clause about each file that
+        does not.
+        """
         held, problems = dict[Key, Entry](), list[str]()
         for path in sorted(self.folder.iterdir()):
             if path.name.endswith(NEW):
-                continue  # the process was killed while it wrote
+                continue  # a process was killed during the write
             try:
                 about = read_about(path)
                 if path != self._path(about["step"], about["rank"]):
@@ -286,8 +292,8 @@ class Snapshots:
         abstract_state: Any,
         layout: list[list[Any]],
     ) -> tuple[StateSnapshot | None, set[Key], list[str]]:
-        """Return the snapshot; or None, which files of this host are of no use, and a clause
-        about each of them.
+        """Return (snapshot, unusable files, clauses about them); the snapshot is None if a file
+        turned out to be damaged.
         """
         holders = [
             [rank for rank, entries in enumerate(everyone) if (step, whose) in entries]
@@ -333,8 +339,8 @@ class Snapshots:
         return snapshot, set(), []
 
     def _check_start(self, about: Mapping[str, Any]) -> None:
-        """Raise `ValueError` with a clause unless a start that led to this one has written the
-        snapshot.
+        """Raise `ValueError` with a clause if the snapshot was not written by a start in this run's
+        history.
         """
         if about.get("start") not in self._starts:
             raise ValueError(
@@ -349,7 +355,9 @@ class Snapshots:
         return f"{path.name} on {socket.gethostname()}"
 
     def _raise_any(self, kind: type[Exception], problem: str) -> None:
-        """Raise an error on every process if one has a problem."""
+        """Raise an error of type `kind` on every process if any process passes a problem.
+        Collective.
+        """
         problems = [(rank, problem) for rank, problem in enumerate(gather_json(problem)) if problem]
         if problems:
             rank, words = problems[0]
@@ -359,7 +367,9 @@ class Snapshots:
 
 
 def _newest_step(everyone: list[dict[Key, Entry]], processes: int) -> tuple[int | None, str]:
-    """Return the newest step that is there for all processes; None and why not if there is none."""
+    """Return (newest step with the shards of all processes, why newer steps are incomplete); the
+    step is None if there is none.
+    """
     there = {key for entries in everyone for key in entries}
     why = ""
     for step in sorted({step for step, _ in there}, reverse=True):
@@ -371,7 +381,7 @@ def _newest_step(everyone: list[dict[Key, Entry]], processes: int) -> tuple[int 
 
 
 def _check_layout(about: Mapping[str, Any], layout: list[list[Any]]) -> None:
-    """Raise `ValueError` with a clause unless the snapshot has these arrays, split in this way."""
+    """Raise `ValueError` with a clause unless the snapshot's arrays and shards equal `layout`."""
     saved = {name: rest for name, *rest in about["layout"]}
     now = {name: rest for name, *rest in layout}
     other = [name for name in sorted(saved.keys() | now.keys()) if saved.get(name) != now.get(name)]
@@ -382,8 +392,8 @@ def _check_layout(about: Mapping[str, Any], layout: list[list[Any]]) -> None:
 
 
 def _made(folder: Path) -> str:
-    """Make the folder, for this user alone, and return what tells its place from those of other
-    hosts.
+    """Make the folder, private to this user; return a text that identifies it across hosts (host,
+    boot, device, inode).
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
