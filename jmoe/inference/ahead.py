@@ -69,7 +69,7 @@ class StepAhead:
         """
         places: dict[Sequence, tuple[int, int]] = {}
         rows_P = np.zeros(group.num_rows, np.int32)
-        positions_P1 = np.full((group.num_rows, 1), runner.caches[0].length, np.int32)  # of padding
+        positions_P1 = np.full((group.num_rows, 1), runner.caches[0].length, np.int32)  # padding
         for row, chunk in enumerate(group.chunks):
             if chunk.sequence in going_on:
                 rows_P[row], positions_P1[row, 0] = chunk.row, chunk.end

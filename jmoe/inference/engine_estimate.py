@@ -5,7 +5,7 @@ Called by `--estimate`.
 Legend:
 P rows of a step
 C tokens a row
-T tokens, P C
+T tokens, P * C
 E experts of a layer
 """
 

@@ -1,8 +1,7 @@
-"""The KV cache: one array of keys and one of values per layer, updated in place, and attention to
-it.
+"""The KV cache, one array of keys and one of values per layer, and attention over it.
 
-bfloat16 is stored as its bits, uint16: XLA:CPU would otherwise convert the whole cache to read or
-write a part of it.
+Steps update the arrays in place (by donation). bfloat16 is stored as its bits, uint16: XLA:CPU
+would otherwise convert the whole cache to read or write a part of it.
 
 Legend:
 B cache rows
@@ -12,7 +11,7 @@ C tokens a row in this step
 G key/value heads
 H query heads
 R query heads a group, H / G
-Q R C
+Q queries of a group, R * C
 L positions of a block
 d dimension of a key head
 e dimension of a value head
@@ -31,7 +30,7 @@ from kernels_pallas.native import cached_attention, takes_native_attention
 from kernels_pallas.saved import bits
 
 BLOCK = 128
-_NONE = -1e30  # a score below every real one whose differences are not NaN
+_NONE = -1e30  # the score of masked keys: finite, as differences of -inf would be NaN
 
 
 @jax.tree_util.register_dataclass

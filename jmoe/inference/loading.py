@@ -288,9 +288,9 @@ def plan_engine_memory(checkpoint: LazyCheckpoint, options: EngineConfig) -> Mem
 def with_sequence_length(checkpoint: LazyCheckpoint, options: EngineConfig) -> EngineConfig:
     """Return the options with `max_seq_len` set.
 
-    If it is not given: as many tokens as the model has positions and memory allows, at least
-    `DEFAULT_MAX_SEQ_LEN` or the model's positions. With several processes it is that minimum, as
-    their memory may differ. Raises ValueError if the given one exceeds the model's positions.
+    If the options leave it open, it is as large as the model's positions and the free memory allow,
+    but at least min(`DEFAULT_MAX_SEQ_LEN`, positions). With several processes, whose free memory
+    may differ, it is that minimum. Raises ValueError if the options exceed the model's positions.
     """
     length = checkpoint.sequence_length(options.max_seq_len)
     shortest = replace(options, max_seq_len=length)

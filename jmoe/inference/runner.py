@@ -10,7 +10,7 @@ result, bit for bit, as resident ones.
 Legend:
 P rows of a step
 C tokens a row
-T tokens, P C
+T tokens, P * C
 D hidden
 V vocabulary
 E experts of a layer
@@ -649,7 +649,7 @@ class ModelRunner:
         Copies the routers' choices from the device now; steps only keep references to them.
         """
         experts = self.config.num_experts
-        use_NE = np.zeros((self.config.num_moe_layers, experts + 1), np.int64)  # the last: padding
+        use_NE = np.zeros((self.config.num_moe_layers, experts + 1), np.int64)  # last: padding
         for step in self._read(list(self.recent_choices)):
             for layer, idx_TK in enumerate(step):
                 use_NE[layer] += np.bincount(idx_TK.reshape(-1), minlength=experts + 1)

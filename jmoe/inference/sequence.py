@@ -45,7 +45,7 @@ class Sequence:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     constraint: Constraint | None = None
     prompt_text: str = ""  # returned before the output if the client asks for an echo
-    harmony: Harmony | None = None  # the tokens that separate the output's channels; None: none do
+    harmony: Harmony | None = None  # splits the output into channels; None for plain text
     client: Hashable = None
     request: Hashable = None
     index: int = 0
@@ -56,7 +56,7 @@ class Sequence:
     )
     # row of the cache; None while the sequence waits and after it has finished
     row: int | None = field(default=None, init=False)
-    num_computed_tokens: int = field(default=0, init=False)  # tokens in the row
+    num_computed_tokens: int = field(default=0, init=False)  # tokens in the cache
     # computed tokens that an earlier sequence left in the row, or that were copied from another row
     num_reused_tokens: int = field(default=0, init=False)
     # the row from which the reused tokens are copied

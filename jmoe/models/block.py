@@ -7,7 +7,7 @@ streams experts and the decoder with a KV cache call these phases and know nothi
 Legend:
 B batch
 S sequence
-T tokens, B S
+T tokens, B * S
 D hidden
 K experts that a token chooses
 """

@@ -3,7 +3,7 @@
 Legend:
 B batch
 S sequence
-T tokens, B S
+T tokens, B * S
 D hidden
 V vocabulary
 E experts of a layer
@@ -49,7 +49,7 @@ class StackedLayers(NamedTuple):
 
 
 LayerInputs = dict[LayerKind, StackedLayers]
-# (makes one layer, how many layers, what they draw from) -> those layers as one module
+# (function that makes one layer, number of layers, their rngs) -> the layers as one module
 StackLayers = Callable[[Callable[[nnx.Rngs], nnx.Module], int, nnx.Rngs], Any]
 LayerScan = Callable[
     [LayerPlan, ApplyBlock, LayerInputs, jax.Array], tuple[jax.Array, MoEStats | None]
@@ -249,8 +249,9 @@ class Decoder(nnx.Module):
     def experts_of(config: ModelConfig, layer: jax.Array | int, rngs: nnx.Rngs) -> nnx.Module:
         """Return the experts of one layer as `Decoder(config, rngs=rngs)` initializes them.
 
-        layer: index among the layers with experts. Inside `jit`, XLA drops the initialization of
-            all other parameters.
+        layer: index among the layers with experts.
+
+        Inside `jit`, XLA drops the initialization of all other parameters.
         """
         drawn: Any = Decoder(config, stack=partial(one_layer, layer), rngs=rngs).moe_layers
         experts: nnx.Module = drawn.moe.experts

@@ -3,7 +3,7 @@
 Legend:
 B batch
 S sequence
-T tokens, B S
+T tokens, B * S
 D hidden
 V vocabulary
 N layers with experts

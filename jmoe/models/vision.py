@@ -8,7 +8,7 @@ B images
 P pixels a side
 C channels
 S patches of an image
-T tokens, B S
+T tokens, B * S
 D hidden
 Y outputs of all heads, concatenated
 A tasks
@@ -158,9 +158,10 @@ class VisionTransformer(nnx.Module):
     ) -> nnx.Module:
         """Return the experts of one layer as `VisionTransformer(config, ...)` initializes them.
 
-        layer: index among the layers of this kind. Inside `jit`, XLA drops the initialization of
-            all other parameters. Heads and paths do not affect the layers' initial values, so
-            neither is an argument.
+        layer: index among the layers of this kind.
+
+        Inside `jit`, XLA drops the initialization of all other parameters. Heads and paths are no
+        arguments, as neither affects a layer's initial values.
         """
         drawn = VisionTransformer(config, {}, (), stack=partial(one_layer, layer), rngs=rngs)
         experts: nnx.Module = getattr(drawn, STACK_OF[kind]).moe.experts

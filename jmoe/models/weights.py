@@ -36,7 +36,7 @@ from jmoe.models.tensor_names import FAMILIES, LAYER, OUTSIDE, Source, are_fused
 from kernels_pallas.compressed import Format
 
 Names = tuple[str, ...]
-HOST_COPY_BYTES = 2**28  # of a layer's experts that one device-to-host copy moves
+HOST_COPY_BYTES = 2**28  # bytes of a layer's experts per device-to-host copy
 ALIGNMENT = 64  # bytes; JAX on a CPU uses such arrays without a copy
 CACHE_LINE_BYTES = 64
 FLOAT_DTYPES = ("F32", "BF16", "F16")

@@ -1,4 +1,4 @@
-"""Continue a prompt with the model in a folder, and say where its experts were.
+"""Continue a prompt with the model in a folder, and report where its experts were.
 
 python -m jmoe.programs.generate MODEL 'def f(' --policy ring --ring-slots 2
 """

@@ -1,10 +1,10 @@
-"""Count which experts a model's tokens choose after which paths, and keep that beside the
+"""Count which experts a model's tokens choose after which paths, and save the counts beside the
 checkpoint.
 
 python -m jmoe.programs.profile MODEL --text FILE
 
-The streaming engine uses it with the estimator "paths", an engine over several devices to place
-experts.
+The streaming engine reads them with the estimator "paths"; an engine on several devices places
+experts by them.
 """
 
 import argparse

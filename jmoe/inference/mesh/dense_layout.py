@@ -1,13 +1,27 @@
-"""Two ways to share the dense layers and the cache between devices: rows of the cache on each, or
-heads of all rows.
+"""Two layouts of dense layers and KV cache over devices: by rows of the cache, or by attention
+heads.
 
-Legend: N devices, R cache rows of a device, P rows of a step on a device, M rows of a step, Q
-chunks of a group, C tokens a row, T tokens of a step, t = T / N rounded up, D hidden, V vocabulary.
-With rows (`RowLayout`) every device has all weights; M = N P, and the hidden states [P, C, D] are
-where the row is. With heads (`HeadLayout`) M = Q and every device runs its part of each layer on
-all tokens; between layers it holds t consecutive ones, [t, D], so that norms, routers and the
-exchange to experts are split too (sequence parallelism, arXiv 2205.05198): tokens are gathered
-before a layer, and its outputs summed where the tokens are.
+`RowLayout` (data parallel): each device has all dense weights and its own rows of the cache, so M =
+N P. Hidden states [P, C, D] stay on the row's device.
+
+`HeadLayout` (tensor parallel): each device has its heads for all rows, so M = Q, and runs its shard
+of every dense layer on all tokens. Between layers it holds t consecutive tokens, [t, D], which
+splits norms, routers and the exchange to experts too (sequence parallelism, arXiv 2205.05198):
+tokens are gathered before a layer, and the layer's outputs reduce-scattered.
+
+Called by the programs and the runner of this folder.
+
+Legend:
+N devices
+P rows of a step on one device
+M rows of a step on all devices
+Q chunks of a group
+C tokens a row
+T tokens of a step
+t T / N, rounded up
+D hidden
+V vocabulary
+S positions of a row of the cache
 """
 
 from collections.abc import Callable
@@ -31,10 +45,10 @@ AXES = (EXPERT_INTRA,)
 
 
 class MeshBatch(NamedTuple):
-    """The chunks of a group as the devices take them; a position of S marks padding.
+    """A group's chunks as host arrays in the order of the devices; position S marks padding.
 
-    rows_M: of the cache as a device has it. place_Q: where each of the group's chunks is among the
-    M.
+    rows_M: rows of the cache, as the owning device numbers them.
+    place_Q: each chunk's index among the M rows.
     """
 
     tokens_MC: np.ndarray
@@ -44,13 +58,17 @@ class MeshBatch(NamedTuple):
 
 
 def all_gather_local(x: jax.Array) -> jax.Array:
-    """Return [N P, ...] of [P, ...], as bits: XLA:CPU would send bfloat16 as float32."""
+    """Return [N P, ...] from [P, ...] on every device.
+
+    Sends bits, as XLA:CPU would send bfloat16 as float32.
+    """
     return all_gather_rows_local(x, AXES)
 
 
 def sent_by_local(x: jax.Array, mine: jax.Array) -> jax.Array:
-    """Return the x of the one device where `mine` is true on all, bit for bit: a sum to which
-    the others add 0.
+    """Return, on all devices, the `x` of the one device on which `mine` is true, bit for bit.
+
+    Implemented as a sum of bits to which the other devices add 0.
     """
     whole = (
         lax.bitcast_convert_type(x, jnp.uint32)
@@ -65,15 +83,16 @@ def sent_by_local(x: jax.Array, mine: jax.Array) -> jax.Array:
 
 @dataclass(frozen=True)
 class RowLayout:
-    """Every device has all dense weights, and runs them for its own rows of the cache. length:
-    S.
+    """Layout in which every device has all dense weights and its own rows of the cache.
+
+    length: S.
     """
 
     mesh: Mesh
     max_batch: int
     length: int
 
-    # where they are, with one entry a device in `BATCH`
+    # partition specs of each; `BATCH` splits the leading dimension over the devices
     weights, cache, tokens = REPLICATED, BATCH, BATCH
     splits_head = False
 
@@ -82,51 +101,57 @@ class RowLayout:
         return self.max_batch // self.mesh.size
 
     def home(self, row: int) -> tuple[int, int]:
-        """Return (the device that has a row of the cache, or -1 if all do; the row's number
-        there).
+        """Return (device that holds a row of the cache, or -1 if all do; the row's number on
+        it).
         """
         return divmod(row, self.rows_per_device)
 
     def own(self, arrays: Arrays) -> Arrays:
-        """Return this device's arrays of a module, in `shard_map`."""
+        """Return this device's arrays of a module, inside `shard_map`."""
         return arrays
 
     def layers(self, num_tokens: int) -> WholeLayers:
-        """Return how this device runs a dense layer on a step of so many tokens, in `shard_map`."""
+        """Return how this device runs dense layers in a step of `num_tokens`, inside
+        `shard_map`.
+        """
         return WHOLE
 
     def hidden_shape(self, batch: MeshBatch, hidden_size: int) -> tuple[int, ...]:
-        """Return the shape of hidden states, whose first dimension is split over the devices."""
+        """Return the global shape of hidden states, whose first dimension is split over the
+        devices.
+        """
         return (*batch.tokens_MC.shape, hidden_size)
 
     def last_local(self, x_PCD: jax.Array, positions_PC: jax.Array) -> jax.Array:
-        """Return [M, D], each row's last token, on every device."""
+        """Return the hidden state of each row's last token, [M, D], on every device."""
         last_P = _last(positions_PC, self.length)
         return all_gather_local(x_PCD[jnp.arange(x_PCD.shape[0]), last_P])
 
     def row_local(self, x_PCD: jax.Array, place: jax.Array, width: int) -> jax.Array:
-        """Return [C, D] on every device: the row at `place` of the M."""
+        """Return the hidden states of row `place` of the M rows, [C, D], on every device."""
         rows = x_PCD.shape[0]
         all_NCD = all_gather_local(lax.dynamic_index_in_dim(x_PCD, place % rows, 0))
         return lax.dynamic_index_in_dim(all_NCD, place // rows, 0, keepdims=False)
 
     def deal(self, group: ChunkGroup) -> MeshBatch:
-        """Return the chunks of a group by device, as numpy arrays padded to [M, width]."""
+        """Return a group's chunks as a batch, each in a row of its device, padded to a compiled
+        shape.
+        """
         counts_N = np.bincount(
             [self.home(chunk.row)[0] for chunk in group.chunks], minlength=self.mesh.size
         )
         return self._dealt(group, bucket(max(1, int(np.max(counts_N))), self._sizes(group.width)))
 
     def padding(self, num_rows: int, width: int) -> list[MeshBatch]:
-        """Return batches without tokens, in every shape that a group of this size may take, to
-        compile programs.
+        """Return batches of padding in every shape that such a group can have, to compile
+        programs.
         """
         most = bucket(min(num_rows, self.rows_per_device), self._sizes(width))
         group = ChunkGroup((), num_rows, width)
         return [self._dealt(group, size) for size in self._sizes(width) if size <= most]
 
     def _sizes(self, width: int) -> tuple[int, ...]:
-        """Return the rows of a device that programs are compiled for, ascending."""
+        """Return the rows per device for which programs are compiled, ascending."""
         if width == 1:
             return buckets(self.rows_per_device)
         sizes = [1]
@@ -156,8 +181,10 @@ class RowLayout:
 
 @dataclass(frozen=True)
 class HeadLayout(RowLayout):
-    """Every device has its heads of all rows, and its part of the other dense layers. Weights:
-    [N, ...] of all.
+    """Layout in which every device has its heads for all rows, and its shard of the other dense
+    layers.
+
+    Weights are stacked shards, [N, ...].
     """
 
     weights, cache, tokens = BATCH, HEADS, REPLICATED
@@ -194,8 +221,9 @@ class HeadLayout(RowLayout):
 
 @dataclass(frozen=True)
 class SplitLayers(WholeLayers):
-    """A device's part of the dense layers, for all T tokens of a step; t of them, the device's
-    own, come and go.
+    """Runs this device's shards of the dense layers on all T tokens of a step.
+
+    Inputs and outputs are this device's t tokens.
     """
 
     num_tokens: int
@@ -207,7 +235,11 @@ class SplitLayers(WholeLayers):
         return -self.num_tokens % self.num_devices
 
     def lookup(self, table_VD: jax.Array, tokens_QC: jax.Array, dtype: Any) -> jax.Array:  # type: ignore[override]
-        """Return [t, D] of this device's tokens, by all devices' blocks of the table."""
+        """Return the embeddings of this device's tokens, [t, D], from all devices' blocks of the
+        table.
+
+        table_VD: this device's block.
+        """
         return lookup_block_local(
             table_VD, jnp.pad(tokens_QC.reshape(-1), (0, self._padding)), dtype, AXES
         )
@@ -218,8 +250,10 @@ class SplitLayers(WholeLayers):
         return lax.dynamic_slice_in_dim(all_T, lax.axis_index(EXPERT_INTRA) * size, size)
 
     def apply(self, layer: Callable[[jax.Array], jax.Array], h_tD: jax.Array) -> jax.Array:
-        """Return float32 [t, D]: the sum over devices, whose parts are sent in the dtype of h
-        and added in float32.
+        """Return a layer's output for this device's tokens, float32 [t, D], summed over the
+        devices.
+
+        Partial outputs are sent in the dtype of `h_tD` and added in float32.
         """
         part_TD = layer(all_gather_local(h_tD)[: self.num_tokens])
         return sum_scatter_rows_local(
@@ -228,5 +262,5 @@ class SplitLayers(WholeLayers):
 
 
 def _last(positions_PC: jax.Array, length: int) -> jax.Array:
-    """Return where in each row its last token is."""
+    """Return the index of the last token of each row, int32; 0 for rows of padding."""
     return jnp.maximum((positions_PC < length).sum(axis=1, dtype=jnp.int32) - 1, 0)

@@ -1,9 +1,14 @@
-"""When experts change places on several devices: Lina's two phases around a gate, and EPLB's pace
-of many steps.
+"""Decide when a layer's experts move between devices: Lina's two phases, or EPLB every few steps.
 
-Legend: T tokens of a step, K choices a token, E experts of a layer, L layers with experts, N
-devices. Every process computes the same from the same choices: nothing here looks at a clock but to
-count.
+`MeshRunner` calls `ExpertPlacer` in every step. All processes reach the same decisions from the
+same choices; clocks are read for counters only.
+
+Legend:
+T tokens of a step
+K choices a token
+E experts of a layer
+L layers with experts
+N devices
 """
 
 import time
@@ -20,11 +25,15 @@ from jmoe.offload.placed_experts import MeshExperts, PlacedExperts
 from jmoe.planning.placement import Changes, Placement, place
 from jmoe.planning.placement_policies import ROUNDING
 
-RECENT = 0.9  # what a step's choices keep of their weight a step later
+RECENT = 0.9  # decay per step of the moving averages
 
 
 class SwapCosts(NamedTuple):
-    """Seconds of an expert for one token, and of the copy of an expert's weights to a device."""
+    """The costs that a change of placement weighs.
+
+    row_s: seconds that an expert takes for one token.
+    copy_s: seconds to copy one expert's weights to a device.
+    """
 
     row_s: float
     copy_s: float
@@ -32,15 +41,20 @@ class SwapCosts(NamedTuple):
 
 @dataclass
 class PlacementStats:
-    """Counters of a mesh of devices.
+    """Counters of the experts' placement on a mesh.
 
-    balancedness: of every layer, tokens of the mean device / of the busiest one, over all steps.
-    loads: of every device, choices of tokens that it computed; copies: experts copied to it.
-    estimates: phase ones of Lina, replans: those that were wrong, so that the placement was planned
-    again after the gate.
-    swaps: placements that were changed; swapped_bytes: copied to this process's devices.
-    planning_s: the host's time for estimates and plans, swap_s: for copies, of which waited_s after
-    a gate, while nothing else could run.
+    balancedness: for each layer, mean / maximum over devices of the tokens computed, over all
+        steps.
+    loads: for each device, the number of (token, choice) pairs that it computed.
+    copies: for each device, the number of experts copied to it.
+    estimates: number of placements estimated before the gate (Lina's phase one).
+    replans: number of those that were wrong, so that the gate's choices were planned for (phase
+        two).
+    swaps: number of changed placements.
+    swapped_bytes: bytes of experts copied to this process's devices.
+    planning_s: seconds of estimates and plans on the host.
+    swap_s: seconds of copies.
+    waited_s: seconds of copies after a gate, while the devices idle.
     """
 
     balancedness: tuple[float, ...]
@@ -56,23 +70,22 @@ class PlacementStats:
 
 
 class ExpertPlacer:
-    """Decides, from what tokens chose, when a layer's experts change places, and lets `experts`
-    copy them.
+    """Decides from the tokens' choices when a layer's experts move, and has `experts` copy them.
 
-    Lina (section 5.2): phase one (`before`) places a layer while its attention runs, by the
-    popularity that the path table gives for the step's tokens, or without a table what recent steps
-    chose. Phase two (`after`) compares the 2 K most popular experts (at most half of all, as all
-    are always the same) with those that the gate chose; if they differ, it plans again from the
-    actual counts. So it does where the experts are the same and their tokens are not: a table of
-    the likeliest experts of a path says nothing of the others, which have tokens too; then the
-    busiest device has more than was foreseen, by a copy's time. EPLB (`between_steps`): every
-    `rebalance_every` steps all layers are placed by the choices of a window of steps, one layer
-    between two steps.
+    Lina (section 5.2). Phase one (`before`) plans a layer's placement while its attention runs,
+    from the popularity that the path table predicts for the step's tokens, or without a table from
+    recent steps. Phase two (`after`) plans again from the gate's actual counts if the estimate was
+    wrong: the 2 K most popular experts (at most half of all) differ, or the busiest device has more
+    tokens than predicted, by at least the time of one copy. The second test is needed since the
+    table predicts nothing for a path's less likely experts.
 
-    A placement is changed only where the time that it saves, by the busiest device, exceeds that of
-    the copies; where all that could be saved is less than a single copy, as in most steps of a few
-    tokens, none is looked for. What an estimate promises to save counts for as much as such
-    promises for this layer were kept (`_trust`).
+    EPLB (`between_steps`). Every `rebalance_every` steps all layers are placed by the choices of a
+    window of steps, one layer between two steps.
+
+    A placement changes only if it saves more time on the busiest device than its copies take. No
+    plan is made if even a perfect balance would save less than one copy, as in most steps of few
+    tokens. What an estimate promises to save is scaled by the fraction of earlier promises that
+    were kept (`_trust`).
     """
 
     def __init__(
@@ -83,27 +96,31 @@ class ExpertPlacer:
         estimates: bool,
         table: PathTable | None,
     ) -> None:
-        """estimates: whether there is a phase one. table: None to go by recent choices."""
+        """Begin with the placement that `experts` has.
+
+        estimates: whether Lina's phase one runs.
+        table: predicts popularity; None uses recent choices.
+        """
         self._mesh, self._experts, self._table = mesh, experts, table
         index = experts.index
         self._top = min(2 * num_experts_per_tok, max(1, index.num_experts // 2))
         self._estimates = mesh.placement == "lina" and estimates
-        self.costs = SwapCosts(0.0, float("inf"))  # until they are known nothing moves
+        self.costs = SwapCosts(0.0, float("inf"))  # no expert moves before costs are measured
         self._recent_LE = np.zeros((index.num_layers, index.num_experts))
         self._window: deque[np.ndarray] = deque(maxlen=mesh.rebalance_window)
-        # tokens that estimates said, and that were
+        # tokens less on the busiest device: by the estimates, and by the actual counts
         self._promised_L, self._kept_L = np.zeros((2, index.num_layers))
-        self._counts: list[np.ndarray] = []  # of this step's layers
-        self._estimated_E: np.ndarray | None = None  # of the layer that comes
-        # of that layer in phase one: before, planned
+        self._counts: list[np.ndarray] = []  # [E] of each layer of this step so far
+        self._estimated_E: np.ndarray | None = None  # of the layer between `before` and `after`
+        # of that layer: (placement before phase one, placement that phase one planned)
         self._thought_of: tuple[Placement, Placement] | None = None
         self._to_place: deque[int] = deque()
         self._steps = 0
-        self.estimate_s = 0.0  # for estimates alone, since the start
+        self.estimate_s = 0.0  # seconds of estimates without plans, since the start
         self.reset()
 
     def reset(self) -> None:
-        """Let `stats` count from here on."""
+        """Reset the counters of `stats` to zero."""
         self._mean_L, self._busiest_L = (np.zeros(self._experts.index.num_layers) for _ in range(2))
         self._loads_N = np.zeros(self._mesh.devices)
         self._copied_since = self._experts.copied_bytes, self._experts.copied_s
@@ -129,8 +146,10 @@ class ExpertPlacer:
         )
 
     def before(self, layer: int, path: Sequence[np.ndarray]) -> None:
-        """Place a layer whose attention runs, by an estimate. path: int32 [T, K] of the layers
-        before; E for none.
+        """Phase one: place a layer by an estimate, while its attention runs.
+
+        path: int32 [T, K] for each layer with experts before it, the tokens' choices; E for
+            padding.
         """
         self._estimated_E = self._thought_of = None
         if not self._estimates:
@@ -149,8 +168,10 @@ class ExpertPlacer:
         self._thought_of = None if planned is None else (held, planned)
 
     def after(self, layer: int, chosen_TK: np.ndarray) -> None:
-        """Take in what a layer's gate chose; place it again where the estimate was wrong, before
-        its experts run.
+        """Phase two: record the gate's choices of a layer, and place it again if the estimate was
+        wrong.
+
+        Called before the layer's experts run.
         """
         counts_E = np.bincount(chosen_TK.reshape(-1), minlength=self._recent_LE.shape[1] + 1)[
             :-1
@@ -172,7 +193,9 @@ class ExpertPlacer:
         self._recent_LE[layer] = RECENT * self._recent_LE[layer] + (1 - RECENT) * counts_E
 
     def end_step(self) -> None:
-        """Take in that all layers have run."""
+        """Record that all layers have run; with EPLB, schedule a new placement of all layers when
+        due.
+        """
         counts_LE, self._counts = np.asarray(self._counts), []
         if self._mesh.placement != "eplb" or not counts_LE.any():
             return
@@ -182,7 +205,7 @@ class ExpertPlacer:
             self._to_place = deque(range(len(counts_LE)))
 
     def between_steps(self) -> None:
-        """Place one layer whose turn it is."""
+        """Place the next layer for which EPLB has scheduled a new placement, if any."""
         if self._to_place:
             layer = self._to_place.popleft()
             popularity_E = np.sum([counts_LE[layer] for counts_LE in self._window], axis=0) / len(
@@ -191,8 +214,10 @@ class ExpertPlacer:
             self._improve(layer, popularity_E, steps=self._mesh.rebalance_every)
 
     def _was_right(self, layer: int, counts_E: np.ndarray) -> bool:
-        """Return whether the estimate had the most popular experts right, and the busiest
-        device's tokens about.
+        """Return whether the estimate predicted the most popular experts and the busiest device's
+        load.
+
+        The load may exceed the prediction by as much as one copy of an expert takes.
         """
         estimated_E = self._estimated_E
         if estimated_E is None or _most_popular(estimated_E, self._top) != _most_popular(
@@ -205,15 +230,15 @@ class ExpertPlacer:
         return bool(more * self.costs.row_s <= self.costs.copy_s)
 
     def _trust(self, layer: int) -> float:
-        """Return which part of what estimates promised to save for a layer would have been saved
-        lately; 1 at first.
+        """Return the fraction of the estimated savings of a layer that was real lately; 1 at
+        first.
         """
         promised = self._promised_L[layer]
         return float(self._kept_L[layer] / promised) if promised > 0 else 1.0
 
     def _learn(self, layer: int, counts_E: np.ndarray, held: Placement, planned: Placement) -> None:
-        """Take in what phase one's plan saves by the actual counts, whether or not it was
-        carried out.
+        """Update the record of estimated and real savings by phase one's plan, carried out or
+        not.
         """
         assert self._estimated_E is not None
         for sums_L, popularity_E in (
@@ -226,19 +251,21 @@ class ExpertPlacer:
     def _improve(
         self, layer: int, popularity_E: np.ndarray, *, steps: int, trust: float = 1.0
     ) -> Placement | None:
-        """Change a layer's placement for one that is worth its copies in so many steps.
+        """Plan a layer's placement, and apply it if `steps` steps save more time than its copies
+        take.
 
-        Return what was planned, worth it or not; None where nothing was. trust: what part of the
-        tokens that it takes from the busiest device it will take indeed.
+        Returns the planned placement, applied or not; None if no plan could pay.
+
+        trust: fraction of the planned savings to expect.
         """
         begun = time.perf_counter()
-        # `EngineConfig`: what is in a ring is placed evenly
+        # `EngineConfig` allows only even placements for a ring, so these are `PlacedExperts`
         experts = cast("PlacedExperts", self._experts)
         held, costs = experts.placements[layer], self.costs
         loads_N = _loads(held, popularity_E)
         row_s = costs.row_s * steps
         changed, is_worth = None, False
-        # what the best placement of all would save
+        # the most that any placement could save
         if (loads_N.max() - loads_N.mean()) * row_s > costs.copy_s:
             changed = self._planned(experts, layer, popularity_E)
             saved_s = trust * (loads_N.max() - changed.placement.loads.max()) * row_s
@@ -255,10 +282,9 @@ class ExpertPlacer:
         return changed.placement
 
     def _planned(self, experts: PlacedExperts, layer: int, popularity_E: np.ndarray) -> Changes:
-        """Return the policy's placement by this popularity.
+        """Return the changes to the policy's placement for this popularity.
 
-        A device may fill all its slots, of which there is memory and which replicas need, where
-        Lina stops at four.
+        A device may use all its slots for replicas; Lina's paper stops at four experts a device.
         """
         held = experts.placements[layer]
         slots = held.slots_per_device
@@ -273,9 +299,7 @@ class ExpertPlacer:
 
 
 def _loads(placement: Placement, popularity_E: np.ndarray) -> np.ndarray:
-    """Return float64 [N], the load of each device by another popularity than the placement was
-    made for.
-    """
+    """Return each device's load under this popularity, float64 [N]."""
     loads_N: np.ndarray = replace(placement, popularity_E=popularity_E).loads
     return loads_N
 

@@ -1,9 +1,9 @@
-"""One engine on several processes: rank 0 decides, and tells the others what to call, so that
-collectives meet.
+"""Run one engine on several processes: rank 0 decides, and the others repeat its calls.
 
-Rank 0, the leader, has the scheduler, the sampler and the server. The others, the followers, hold
-their devices' part of the model and make every call that the leader makes, in its order, with its
-arguments. They decide nothing, so that clocks, random numbers and clients need not agree.
+Rank 0, the leader, has the scheduler, the sampler and the server. The other processes, the
+followers, hold their devices' part of the model, and make every call of a `led` method that the
+leader makes, in the same order and with the same arguments, so that collectives match. Followers
+decide nothing, so clocks, random numbers and clients need not agree.
 """
 
 import contextlib
@@ -27,34 +27,36 @@ from jmoe.cluster.rendezvous import named
 from jmoe.config import DistributedConfig
 from jmoe.status import first_line
 
-BEATS = 10  # in the time after which a silent process is given up
-BEAT_S = 1.0  # at least as often
-# a process that has ended is heard of so much later than what its end brings about, at most
+BEATS = 10  # heartbeats within the silence after which a process counts as lost
+BEAT_S = 1.0  # longest interval between heartbeats
+# An error that another process's end causes may precede the news of that end by this long.
 GRACE_S = 1.0
 SILENT = "no sign of life, it is stopped or out of reach"
 Method = TypeVar("Method", bound=Callable[..., Any])
 
-# Messages to followers: ["call", name, arguments]; ["beat", calls made]; ["lost", line], which ends
-# them; ["end"]. Messages to the leader: ["beat", calls made]; ["error", line], before its end;
-# ["stop"]: a signal came.
+# Messages to followers: ["call", method, arguments]; ["beat", number of calls sent]; ["lost",
+# reason], at which the follower exits with an error; ["end"], at which it returns.
+# Messages to the leader: ["beat", number of calls made]; ["error", text], before the follower
+# exits; ["stop"], after a signal.
 
 
 class LockstepError(RuntimeError):
-    """Another process of the engine is gone or does not come on, so that this one cannot either."""
+    """Another process of the engine is lost or does not progress, so this process cannot go on."""
 
 
 def end_process(line: str) -> None:
-    """Say why, and end this process, whatever its other threads wait for."""
+    """Print a line to stderr and exit at once, whatever other threads wait for."""
     sys.stdout.flush()
     os.write(2, f"jmoe: {line}\n".encode())
     os._exit(distributed.EXIT_CODE)
 
 
 def led(method: Method) -> Method:
-    """Let the followers of an object's `leader`, if it has one, make a call of this method too:
-    they begin with it.
+    """Decorate a method that followers must call too: each call is first sent to the object's
+    `leader`.
 
-    Arguments are numbers, lists and numpy arrays. Followers drop what the method returns.
+    Arguments may be numbers, lists and numpy arrays. Followers discard the result. Without a leader
+    the method runs alone.
     """
 
     @functools.wraps(method)
@@ -68,7 +70,7 @@ def led(method: Method) -> Method:
 
 
 def join(config: DistributedConfig) -> "Leader | Follower | None":
-    """Join the other processes, as `run.distributed.start` does; None if this one is alone."""
+    """Connect to the other processes and return this rank's side; None if this process is alone."""
     silence_s = config.heartbeat_timeout_s
     connections = distributed.connect(config, rank_0_outlives=True)
     channels = {rank: Channel(connection, silence_s) for rank, connection in connections.items()}
@@ -80,16 +82,23 @@ def join(config: DistributedConfig) -> "Leader | Follower | None":
 
 
 class Leader:
-    """Rank 0's side: tells every follower what to call, and notices when one is lost.
+    """Rank 0's side: sends calls to all followers, and notices when one is lost.
 
-    `on_lost` is called once, from a thread of its own, with a line that names the rank: by default
-    it ends the process. `on_stop` is called, likewise, when a follower was asked to end.
+    on_lost: called once, from another thread, with a line that names the lost rank; by default
+        exits.
+    on_stop: called from another thread when a follower gets SIGTERM or SIGINT; by default sends
+        SIGTERM to this process.
     """
 
     def __init__(
         self, channels: Mapping[int, Channel], *, silence_s: float, step_timeout_s: float
     ) -> None:
-        """channels: to every follower by its rank, whose times of silence are `silence_s`."""
+        """Start the threads that listen to followers and send heartbeats.
+
+        channels: connections by rank, whose receive timeout is `silence_s`.
+        silence_s: seconds of silence after which a follower counts as lost.
+        step_timeout_s: seconds that a step may take.
+        """
         self._channels, self._step_timeout_s = dict(channels), step_timeout_s
         self.on_lost: Callable[[str], object] = end_process
         self.on_stop: Callable[[], object] = functools.partial(os.kill, os.getpid(), signal.SIGTERM)
@@ -113,17 +122,16 @@ class Leader:
         ).start()
 
     def tell(self, name: str, *arguments: Any) -> None:
-        """Let every follower call a method that is `led`. `OSError` if one is gone."""
+        """Send a call of a `led` method to every follower. Raises OSError if one is gone."""
         self._num_calls += 1
         for channel in self._channels.values():
             channel.send("call", name, arguments)
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Return a context for calls and the use of their results, which must end within
-        `step_timeout_s`.
+        """Return a context for one step, which must end within `step_timeout_s`.
 
-        `LockstepError` where an error has its reason in another process.
+        Raises LockstepError from an error in the step if another process is lost.
         """
         self._step_since_s = self._clock.now()
         try:
@@ -141,17 +149,18 @@ class Leader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        """Let the followers end, and wait for it: JAX's coordination service ends with this
-        process.
+        """Tell the followers to end, and wait until they have.
+
+        JAX's coordination service runs in this process, so it must end last.
         """
         self._closing.set()
         message = ("end",) if error is None else ("lost", f"rank 0 failed: {_described(error)}")
         self._send_all(message)
         for thread in self._listeners:
-            thread.join()  # a channel gives up by itself after its time of silence
+            thread.join()  # ends at the latest when the channel's receive times out
 
     def _listen(self, rank: int, channel: Channel) -> None:
-        """Take what a follower sends, until it ends."""
+        """Handle a follower's messages until it ends."""
         try:
             while (message := channel.receive()) is not None:
                 kind, *rest = message
@@ -160,7 +169,7 @@ class Leader:
                 elif kind == "stop":
                     self.on_stop()
                 elif kind == "error":
-                    self._is_lost.wait(GRACE_S)  # another rank's end may be its reason
+                    self._is_lost.wait(GRACE_S)  # another rank's end may have caused the error
                     self._lose(f"rank {rank} failed: {rest[0]}", rank)
             self._lose(f"rank {rank} was lost: its process has ended")
         except TimeoutError:
@@ -169,7 +178,7 @@ class Leader:
             self._lose(f"rank {rank} was lost: {first_line(error)}")
 
     def _beat(self, every_s: float) -> None:
-        """Show followers that this process lives, and look whether a step takes too long."""
+        """Send heartbeats, and check the time of the running step."""
         while not self._closing.wait(every_s):
             self._send_all(("beat", self._num_calls))
             since_s, now_s = self._step_since_s, self._clock.look()
@@ -182,7 +191,9 @@ class Leader:
                 )
 
     def _lose(self, reason: str, failed: int | None = None) -> None:
-        """End all but the rank that failed, which says more of it."""
+        """Report a loss once: end the followers but the failed one, which reports by itself, and
+        call `on_lost`.
+        """
         with self._reporting:
             if self._is_lost.is_set() or self._closing.is_set():
                 return
@@ -194,20 +205,20 @@ class Leader:
     def _send_all(self, message: tuple[Any, ...], but: int | None = None) -> None:
         for rank, channel in self._channels.items():
             if rank != but:
-                with contextlib.suppress(OSError):  # its listener says so
+                with contextlib.suppress(OSError):  # the rank's listener reports the loss
                     channel.send(*message)
 
 
 class Follower:
-    """The side of every other rank: makes the leader's calls until it has done.
+    """The side of every other rank: makes the leader's calls until the leader ends.
 
-    From the start it shows that it lives. A leader that is gone or gives up ends this process at
-    once, with a line that says why and status 70, whatever its main thread waits for.
+    Sends heartbeats from the start. If the leader is lost or gives up, the process exits at once
+    with a line on stderr and status 70, whatever its main thread waits for.
     """
 
     def __init__(self, channel: Channel, *, silence_s: float) -> None:
         self._channel, self._num_calls = channel, 0
-        # None: the end
+        # calls (method, arguments); None after the last one
         self._waiting: queue.SimpleQueue[tuple[str, list[Any]] | None] = queue.SimpleQueue()
         self._stop, self._over = threading.Event(), threading.Event()
         for work in (self._listen, functools.partial(self._beat, _beat_s(silence_s))):
@@ -219,18 +230,18 @@ class Follower:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        """Tell the leader of an error."""
+        """Report an error to the leader."""
         if error is not None:
             with contextlib.suppress(OSError):
                 self._channel.send("error", _described(error))
-            # if it is the leader's end that brought it about, `_listen` ends this process
+            # if the leader's end caused the error, `_listen` exits with that reason meanwhile
             time.sleep(GRACE_S)
         self._over.set()
 
     def follow(self, runner: Any) -> None:
-        """Make the calls on `runner`, from the main thread.
+        """Make the leader's calls on `runner`, in the main thread, until the leader ends.
 
-        SIGTERM and SIGINT ask the leader to end: it drains its server, for which it needs this
+        SIGTERM and SIGINT only ask the leader to end: it drains its server, which needs this
         process.
         """
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -242,7 +253,7 @@ class Follower:
             self._num_calls += 1
 
     def _listen(self) -> None:
-        """Take what the leader sends; without a leader end the process."""
+        """Handle the leader's messages; exit the process if the leader is lost."""
         try:
             while (message := self._channel.receive()) is not None:
                 kind, *rest = message
@@ -264,11 +275,9 @@ class Follower:
             end_process(line)
 
     def _beat(self, every_s: float) -> None:
-        """Show the leader that this process lives, how far it is, and whether it was asked to
-        end.
-        """
+        """Send heartbeats with the number of calls made, and report a signal once."""
         told = False
-        with contextlib.suppress(OSError):  # `_listen` says so
+        with contextlib.suppress(OSError):  # `_listen` reports the loss
             while not self._over.wait(every_s):
                 self._channel.send("beat", self._num_calls)
                 if self._stop.is_set() and not told:

@@ -1,8 +1,17 @@
-"""Programs of a model on several devices: each is one `shard_map` over all of them.
+"""The jitted programs of a model on a mesh, each a `shard_map` over all devices.
 
-Legend: N devices, M rows of a step, Q chunks of a group, C tokens a row, T tokens of a device, D
-hidden, V vocabulary, E experts of a layer, K choices a token, `planning/placement.py`'s cycle
-beside E. Hidden states are split over the devices as `dense_layout.py` says.
+`MeshRunner` calls them. Hidden states are split over the devices as `dense_layout.py` says.
+
+Legend:
+N devices
+M rows of a step
+Q chunks of a group
+C tokens a row; in `turns_EC`, the cycle of `planning/placement.py`
+T tokens of a device
+D hidden
+V vocabulary
+E experts of a layer
+K choices a token
 """
 
 import math
@@ -27,13 +36,14 @@ from jmoe.models.block import add_residual
 from jmoe.models.functional import Structure
 from kernels_pallas.grouped_mlp import MLPWeights, grouped_mlp
 
-FEW_FACTOR = 4  # times the mean number of tokens, which an expert seldom gets
-FEW_MULTIPLE = 8
+FEW_FACTOR = 4  # an expert rarely gets more than this many times the mean number of tokens
+FEW_MULTIPLE = 8  # rows of a matrix product are rounded up to this
 
 
 class Gate(NamedTuple):
-    """The output of attention and router in a layer with experts. all_idx_TK: of the tokens of
-    all devices, on each.
+    """The output of attention and router in a layer with experts.
+
+    all_idx_TK: the choices of all devices' tokens, on every device.
     """
 
     routed: ExpertInputs
@@ -41,10 +51,12 @@ class Gate(NamedTuple):
 
 
 class ExchangeShape(NamedTuple):
-    """A step's exchange, and what the experts' program is compiled for.
+    """Static sizes of a step's exchange of tokens and of the experts' program.
 
-    rows: of the buffers, for what a device gets in all if the exchange is ragged, else for a source
-    and a destination.
+    rows: rows of a device's receive buffer if ragged, else of the buffer for each source and
+        destination.
+    slots_per_device: experts of the layer that a device has slots for.
+    ragged: use a ragged all-to-all instead of padded buffers.
     """
 
     rows: int
@@ -66,7 +78,7 @@ def embed_on_mesh(
     positions_MC: jax.Array,
     dtype: Any,
 ) -> Hidden:
-    """Return the first layer's input, each device's tokens on it."""
+    """Return the first layer's input, split over the devices."""
 
     def local(arrays: Arrays, tokens: jax.Array, positions: jax.Array) -> Hidden:
         return embed_local(
@@ -89,8 +101,9 @@ def attend_on_mesh(
     positions_MC: jax.Array,
     window: jax.Array | None,
 ) -> tuple[jax.Array, KVCache, jax.Array | Gate]:
-    """Run a block but for its experts, each device with its own part of the cache, as
-    `attend_local` says.
+    """Run a block without its experts on each device's part of the cache, as `attend_local` does.
+
+    The third result is the dense MLP's output, or a `Gate`.
     """
     routed = structure.merge(arrays).kind == "moe"
 
@@ -123,11 +136,11 @@ def experts_on_mesh(
     turns_EC: jax.Array,
     weights: MLPWeights,
 ) -> jax.Array:
-    """Return float32: y + the weighted sum of each token's experts, wherever they are; nothing is
-    dropped.
+    """Return y + the weighted sum of each token's experts, float32, for tokens split over the
+    devices.
 
-    A token's number in the step and its expert say which replica takes it, so that none is used
-    twice.
+    No token is dropped. A token's number and its expert select the replica (`turns_EC`), so that no
+    token goes to the same slot twice.
     """
 
     def local(routed: ExpertInputs, turns_EC: jax.Array, weights: MLPWeights) -> jax.Array:
@@ -162,12 +175,12 @@ def experts_on_mesh(
 
 
 def _few_slots(num_tokens: int, k: int, num_experts: int) -> int:
-    """Return the rows of each expert that one product computes, whether or not so many of the
-    tokens chose it.
+    """Return how many rows of each expert one batched product computes on a CPU; a loop computes
+    others.
 
-    A CPU takes further rows about as fast, in tiles, and a device with little to do is done
-    earlier. No expert gets a token twice. It is the same for every placement, as a sum's last bits
-    can depend on the shape of its product.
+    An expert gets a token at most once, so num_tokens bounds the result. Few rows suffice: a CPU
+    computes others in tiles about as fast, and devices with little work finish earlier. The result
+    does not depend on the placement, since a product's shape may change the last bits of its sums.
     """
     often = FEW_FACTOR * num_tokens * k / num_experts
     return min(num_tokens, SLOT_MULTIPLE, FEW_MULTIPLE * math.ceil(often / FEW_MULTIPLE))
@@ -177,8 +190,8 @@ def _few_slots(num_tokens: int, k: int, num_experts: int) -> int:
 def finish_on_mesh(
     layout: RowLayout, hidden: Hidden, positions_MC: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the last layer's output, and of each row that of the last token alone, on every
-    device.
+    """Return (the last layer's output, the hidden state of each row's last token on every
+    device).
     """
 
     def local(hidden: Hidden, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -192,7 +205,10 @@ def finish_on_mesh(
 
 @partial(jax.jit, static_argnums=(0, 1))
 def gather_row_on_mesh(layout: RowLayout, width: int, x: jax.Array, place: jax.Array) -> jax.Array:
-    """Return [C, D] on every device: the row at `place` of the M, of C = `width` tokens."""
+    """Return the hidden states of one of the M rows, [C, D], on every device.
+
+    width: C. place: the row's index.
+    """
     local = lambda x, place: layout.row_local(x, place, width)  # noqa: E731
     x_CD: jax.Array = _sharded(layout.mesh, local, (BATCH, REPLICATED), REPLICATED)(x, place)
     return x_CD
@@ -207,8 +223,9 @@ def logits_on_mesh(
     vocab_size: int,
     place_Q: jax.Array,
 ) -> jax.Array:
-    """Return float32 [Q, V] on every device, of some of the rows that are on all: each computes
-    its part of V.
+    """Return the logits of rows `place_Q` of `x_MD`, float32 [Q, V], on every device.
+
+    Each device computes its block of the vocabulary. x_MD must be on every device.
     """
 
     def local(arrays: Arrays, x_MD: jax.Array, place_Q: jax.Array) -> jax.Array:
@@ -222,10 +239,10 @@ def logits_on_mesh(
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
 def copy_row_on_mesh(layout: RowLayout, crosses: bool, cache: KVCache, at: jax.Array) -> KVCache:
-    """Return the cache with a row copied, of all heads; at: the device and row of the source, and
-    of the target.
+    """Return the cache with one row copied to another row.
 
-    Without a device of its own (-1) a row is on all.
+    at: int32 (source device, source row, target device, target row); device -1 means all devices.
+    crosses: whether the two rows are on different devices.
     """
 
     def local(cache: KVCache, at: jax.Array) -> KVCache:
@@ -249,13 +266,13 @@ def copy_row_on_mesh(layout: RowLayout, crosses: bool, cache: KVCache, at: jax.A
 
 @jax.jit
 def pick(last_MD: jax.Array, place_Q: jax.Array) -> jax.Array:
-    """Return [Q, 1, D], the rows of a group's chunks."""
+    """Return the hidden states of a group's chunks, [Q, 1, D]."""
     return last_MD[place_Q][:, None]
 
 
 @partial(jax.jit, static_argnums=0)
 def timed_experts(activation: str, x_ND: jax.Array, weights: MLPWeights) -> jax.Array:
-    """Return what rows, dealt out evenly to the experts of one device, become: to be timed."""
+    """Return the output of one device's experts for evenly distributed rows; for timing."""
     num_experts = weights.w_up.shape[0]
     sizes_L = jnp.full(num_experts, x_ND.shape[0] // num_experts, jnp.int32)
     return grouped_mlp(

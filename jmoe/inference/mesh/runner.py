@@ -1,11 +1,22 @@
-"""The decoder of the engine over several devices: each has a part of the cache, and experts of
-every layer.
+"""The engine's decoder on a mesh: each device has a part of the KV cache and some experts of each
+layer.
 
-Legend: N devices, M rows of a step, Q chunks of a group, C tokens a row, T tokens of a device, D
-hidden, V vocabulary, E experts of a layer, K choices a token. Every process runs the same programs
-in the same order. A layer is two: attention and router, whose choices all processes read (4 K bytes
-a token), and the experts, to which tokens are sent. Where experts are, and how large buffers are,
-each process computes from the choices of all tokens, so that nothing more has to be agreed on.
+All processes run the same programs in the same order. A layer with experts is two programs:
+attention and router, whose choices all processes read (4 K bytes a token), and the experts, to
+which tokens are sent. Every process derives the placement of experts and the sizes of buffers from
+the choices of all tokens, so processes need no further agreement.
+
+Legend:
+N devices
+M rows of a step
+Q chunks of a group
+C tokens a row
+T tokens of a device
+D hidden
+V vocabulary
+E experts of a layer
+K choices a token
+L layers with experts
 """
 
 import math
@@ -51,16 +62,18 @@ from jmoe.models.tensor_parallel import device_config
 from jmoe.offload.placed_experts import MeshExperts, PlacedExperts
 from jmoe.planning.placement import Placement
 
-BUFFER_FACTORS = (1.25, 1.5, 2.0, 4.0, 8.0, 16.0)  # sizes of buffers / a device's fair share
-# buffers of so many have one size: a smaller one would save too little for a program of its own
+BUFFER_FACTORS = (1.25, 1.5, 2.0, 4.0, 8.0, 16.0)  # rows of a buffer / an even share of them
+# if all rows are at most this many, there is one size of buffers: smaller ones would save little
 FEW_ROWS = 64
 TIMED_RUNS = 3
 PlacedModule = tuple[Structure, Arrays]
 
 
 class MeshHidden(NamedTuple):
-    """Hidden states of a batch: of the last token of each row, on every device. number: the
-    batch's in the step.
+    """Hidden states after the last layer, of each row's last token, on every device.
+
+    place_Q: each chunk's index among the M rows.
+    number: the batch's index in the step.
     """
 
     last_MD: jax.Array
@@ -69,8 +82,11 @@ class MeshHidden(NamedTuple):
 
 
 class _After(NamedTuple):
-    """Hidden states behind the last layer: x split over the devices, the rows' last tokens on
-    each. width: C.
+    """Hidden states after the last layer, kept until the next step.
+
+    x: of all tokens, split over the devices.
+    last_MD: of each row's last token, on every device.
+    width: C.
     """
 
     x: jax.Array
@@ -79,10 +95,10 @@ class _After(NamedTuple):
 
 
 class MeshRunner:
-    """Runs tokens through all layers on a mesh of devices; holds the caches.
+    """Runs tokens through all layers on a mesh of devices; owns the KV caches.
 
-    What is `led` every process calls in the same order, with the same arguments; what it returns
-    one of them uses.
+    All processes call the `led` methods in the same order with the same arguments; only rank 0 uses
+    their results.
     """
 
     def __init__(
@@ -94,16 +110,17 @@ class MeshRunner:
         placer: ExpertPlacer,
         caches: Sequence[KVCache],
     ) -> None:
-        """modules: `EmbedAndHead` and the layers, and caches, split over the devices as the
-        layout says.
+        """Take modules and caches that are placed as `layout` says.
+
+        modules: `EmbedAndHead`, then the layers.
         """
         self.config, self.layout, self.residency, self.placer = config, layout, experts, placer
         self.mesh = layout.mesh
-        # whether the exchange is: XLA has it nowhere else
+        # XLA supports a ragged all-to-all on GPUs only
         self.ragged = self.mesh.devices.flat[0].platform == "gpu"
-        self.leader: Leader | None = None  # of other processes
+        self.leader: Leader | None = None  # rank 0's connection to other processes
         self.readback_s, self.estimate_s = 0.0, 0.0  # see `EngineStats`
-        self.recent_choices: deque[list[np.ndarray]] = deque(maxlen=RECENT_STEPS)  # steps, layers
+        self.recent_choices: deque[list[np.ndarray]] = deque(maxlen=RECENT_STEPS)  # [step][layer]
         self.caches = list(caches)
         self._embed_and_head, *self._layers = modules
         self.dtype = self._embed_and_head[0].merge(self._embed_and_head[1]).embedding[...].dtype
@@ -116,23 +133,23 @@ class MeshRunner:
         self._windows = [
             None if windows is None else np.int32(w) for w in windows or [0] * len(self._layers)
         ]
-        # what experts computed whose slots programs may still read
+        # outputs of the last experts' programs, which may still read slots until these are ready
         self._held: list[jax.Array] | None = None
-        self._after: list[_After] = []  # of the last step's batches
+        self._after: list[_After] = []  # one for each batch of the last step
 
     def tokens(self, group: ChunkGroup) -> MeshBatch:
-        """Return the chunks of a group as the devices take them."""
+        """Return a group's chunks as a batch in the order of the devices."""
         return self.layout.deal(group)
 
     def padding(self, num_rows: int, width: int) -> list[MeshBatch]:
-        """Return batches without tokens, in every shape that a group of this size may take, to
-        compile programs.
+        """Return batches of padding in every shape that such a group can have, to compile
+        programs.
         """
         return self.layout.padding(num_rows, width)
 
     @led
     def zeros(self, num_rows: int, width: int) -> MeshHidden:
-        """Return hidden states as `forward` gives them, to compile what follows."""
+        """Return zeros in the form of `forward`'s output, to compile its consumers."""
         batch = self.padding(num_rows, width)[-1]
         shape = self.layout.hidden_shape(batch, self.config.hidden_size)
         x = put(np.zeros(shape, self.dtype), self.mesh, BATCH)
@@ -142,8 +159,10 @@ class MeshRunner:
 
     @led
     def forward(self, batches: Sequence[MeshBatch]) -> list[MeshHidden]:
-        """Return hidden states of every batch; phase one of a layer runs beside its attention,
-        phase two after.
+        """Return the hidden states of every batch of a step.
+
+        A layer's placement of experts is estimated while its attention runs, and corrected after
+        the router.
         """
         self.placer.between_steps()
         layout, batches = self.layout, [MeshBatch._make(batch) for batch in batches]
@@ -184,9 +203,7 @@ class MeshRunner:
 
     @led
     def copy_row(self, source: int, target: int, num_tokens: int) -> None:
-        """Copy one row of every cache over another, whole: the tokens asked for, and what is
-        behind them.
-        """
+        """Copy one row of every cache to another row, all positions whatever `num_tokens` is."""
         (from_n, from_row), (to_n, to_row) = self.layout.home(source), self.layout.home(target)
         at = np.asarray([from_n, from_row, to_n, to_row], np.int32)
         self.caches = [
@@ -195,14 +212,18 @@ class MeshRunner:
 
     @led
     def gather_row(self, number: int, place: int) -> jax.Array:
-        """Return [C, D] on every device: a row of the last step's batch of this number."""
+        """Return the hidden states of one row of the last step's batch `number`, [C, D], on every
+        device.
+        """
         after = self._after[number]
         return gather_row_on_mesh(self.layout, after.width, after.x, np.int32(place))
 
     @led
     def split_logits(self, number: int, place_Q: np.ndarray) -> jax.Array:
-        """Return float32 [Q, V] on every device, after each row's last token, of which each has
-        a part of V.
+        """Return the logits after the last token of rows `place_Q`, float32 [Q, V], on every
+        device.
+
+        Each device computes a part of V.
         """
         last_MD, vocab_size = self._after[number].last_MD, self.config.vocab_size
         return logits_on_mesh(
@@ -211,7 +232,7 @@ class MeshRunner:
 
     @led
     def split_row_logits(self, number: int, place: int) -> jax.Array:
-        """Return float32 [C, V] on every device: of all tokens of a row."""
+        """Return the logits after every token of one row, float32 [C, V], on every device."""
         after = self._after[number]
         x_CD = gather_row_on_mesh(self.layout, after.width, after.x, np.int32(place))
         at_C = np.arange(after.width, dtype=np.int32)
@@ -220,8 +241,9 @@ class MeshRunner:
         )
 
     def logits(self, hidden: MeshHidden, at_Q: np.ndarray) -> jax.Array:
-        """Return float32 [Q, V]: the logits after each chunk's last token, which is all that
-        `hidden` has of it.
+        """Return the logits after each chunk's last token, float32 [Q, V].
+
+        at_Q is ignored: `hidden` has the last tokens alone.
         """
         if self.layout.splits_head:
             return self.split_logits(hidden.number, hidden.place_Q).addressable_data(0)
@@ -229,7 +251,7 @@ class MeshRunner:
         return logits_after(*self._embed_and_head_here, x_QCD, np.zeros_like(at_Q))
 
     def all_logits(self, hidden: MeshHidden, row: int) -> jax.Array:
-        """Return float32 [C, V]: the logits after every token of one chunk."""
+        """Return the logits after every token of one chunk, float32 [C, V]."""
         place = int(hidden.place_Q[row])
         if self.layout.splits_head:
             return self.split_row_logits(hidden.number, place).addressable_data(0)
@@ -237,25 +259,25 @@ class MeshRunner:
         return logits_of_row(*self._embed_and_head_here, x_CD[None], np.int32(0))
 
     def expert_use(self) -> np.ndarray:
-        """Return int64 [L, E]: tokens that each expert of each layer got in the last
-        `RECENT_STEPS` steps.
-        """
+        """Return int64 [L, E]: tokens that each expert got in the last `RECENT_STEPS` steps."""
         experts = self.config.num_experts
-        use_LE = np.zeros((self.config.num_moe_layers, experts + 1), np.int64)  # the last: padding
+        use_LE = np.zeros((self.config.num_moe_layers, experts + 1), np.int64)  # last: padding
         for layers in self.recent_choices:
             for layer, idx_TK in enumerate(layers):
                 use_LE[layer] += np.bincount(idx_TK.reshape(-1), minlength=experts + 1)
         return use_LE[:, :-1]
 
     def last_choices(self) -> list[np.ndarray]:
-        """Return int32 [T, K] of each layer, what the tokens of the last step chose; E for
-        padding.
+        """Return the last step's choices of experts, int32 [T, K] for each layer with experts.
+
+        T counts the tokens of all devices; E marks padding.
         """
         return list(self.recent_choices[-1]) if self.recent_choices else []
 
     def measure_costs(self) -> SwapCosts:
-        """Return what an expert for a row of tokens, and the copy of an expert, take on this
-        process's first device.
+        """Return the measured seconds per row of an expert, and per copy of an expert.
+
+        Measured on this process's first device.
         """
         assert isinstance(self.residency, PlacedExperts), (
             "what passes through a ring has no other place"
@@ -270,21 +292,25 @@ class MeshRunner:
 
     @led
     def set_costs(self, row_s: float, copy_s: float) -> None:
-        """Let placements change by these costs, which must be the same in every process."""
+        """Enable changes of placement, with costs that must be equal in all processes.
+
+        row_s, copy_s: see `SwapCosts`.
+        """
         self.placer.costs = SwapCosts(row_s, copy_s)
 
     def _run_experts(
         self, moe_layer: int, gates: list[Gate], path: list[np.ndarray]
     ) -> list[jax.Array]:
-        """Return what a layer's experts add to every batch. path: choices of the layers before,
-        and then of this.
+        """Return the output of a layer's experts for every batch.
+
+        path: choices of the layers before; this layer's are appended.
         """
         self.placer.before(moe_layer, path)
         self.estimate_s = self.placer.estimate_s
         here = [gate.all_idx_TK.addressable_data(0) for gate in gates]
         for choices in here:
             choices.copy_to_host_async()
-        jax.block_until_ready(here)  # computing them is not part of reading them
+        jax.block_until_ready(here)  # readback_s excludes the time to compute them
         self._release()
         begun = time.perf_counter()
         chosen = [np.asarray(idx_TK) for idx_TK in here]
@@ -306,7 +332,7 @@ class MeshRunner:
         return out
 
     def _release(self) -> None:
-        """Give back the layer whose experts were run last, once they have."""
+        """Release the slots of the layer whose experts ran last, once they have finished."""
         if self._held is not None and self.residency.streams:
             jax.block_until_ready(self._held)
             self.residency.release()
@@ -314,11 +340,11 @@ class MeshRunner:
 
 
 def _buffer_rows(placement: Placement, idx_TK: np.ndarray, ragged: bool) -> Sequence[int]:
-    """Return the size of buffers that holds what every device sends to every other; all of them for
-    padding alone.
+    """Return [rows of the smallest buffer size that fits the exchange]; all sizes for pure padding.
 
-    idx_TK: of the tokens of all devices, in their order. ragged: a buffer holds what a device gets
-    from all.
+    idx_TK: choices of all devices' tokens, in the order of the devices.
+    ragged: a buffer holds all that a device receives; otherwise the rows of one source and
+        destination.
     """
     num_devices, (num_tokens, k) = placement.num_devices, idx_TK.shape
     mine = num_tokens // num_devices
@@ -337,9 +363,7 @@ def _buffer_rows(placement: Placement, idx_TK: np.ndarray, ragged: bool) -> Sequ
 def make_mesh_runner(
     checkpoint: LazyCheckpoint, options: EngineConfig, experts: MeshExperts, table: PathTable | None
 ) -> MeshRunner:
-    """Load everything but the experts to every device, or its part, and make room for keys and
-    values.
-    """
+    """Load everything but the experts onto the devices, allocate KV caches, and return a runner."""
     assert options.max_seq_len is not None, "the model's positions say it"
     config, mesh = checkpoint.config, experts.mesh
     shapes = jax.eval_shape(lambda: mesh_caches(checkpoint, options))
@@ -356,8 +380,9 @@ def make_mesh_runner(
 
 
 def mesh_caches(checkpoint: LazyCheckpoint, options: EngineConfig) -> list[KVCache]:
-    """Return the caches of all devices together: a head is on several where there are fewer than
-    devices.
+    """Return zeroed KV caches for all devices together.
+
+    With fewer heads than devices a head has several copies.
     """
     config, devices = checkpoint.config, options.mesh.devices
     if options.mesh.dense == "tensor":
@@ -373,7 +398,7 @@ def mesh_caches(checkpoint: LazyCheckpoint, options: EngineConfig) -> list[KVCac
 
 
 def _copies(checkpoint: LazyCheckpoint, mesh: Mesh) -> list[PlacedModule]:
-    """Return `EmbedAndHead` and the layers, whole on every device."""
+    """Return `EmbedAndHead` and the layers, replicated on every device."""
     embed_and_head, layers = checkpoint.load_rest()
     modules = [split(module) for module in (embed_and_head, *layers)]
     return [
@@ -383,9 +408,7 @@ def _copies(checkpoint: LazyCheckpoint, mesh: Mesh) -> list[PlacedModule]:
 
 
 def _parts(checkpoint: LazyCheckpoint, mesh: Mesh) -> list[PlacedModule]:
-    """Return `EmbedAndHead` and the layers, arrays [N, ...] of which every device has one entry,
-    its part.
-    """
+    """Return `EmbedAndHead` and the layers as stacked shards [N, ...], one on each device."""
     devices = list(mesh.devices.flat)
     mine = [n for n, device in enumerate(devices) if device.process_index == jax.process_index()]
     parts = []  # of this process's devices
@@ -412,7 +435,7 @@ def _parts(checkpoint: LazyCheckpoint, mesh: Mesh) -> list[PlacedModule]:
 
 
 def _seconds(run: Any) -> float:
-    """Return how long a call takes, the shortest of a few after one that compiles."""
+    """Return the shortest time of a few calls in seconds, after one call that compiles."""
     times = []
     for _ in range(1 + TIMED_RUNS):
         begun = time.perf_counter()
