@@ -309,7 +309,8 @@ class Engine(Closing):
         """Return int64 [layers with experts, experts]: tokens that each expert got in the last 16
         steps.
 
-        Waits for the device.
+        On one device this copies the routers' choices from the device, which waits for running
+        steps.
         """
         return self._runner.expert_use()
 

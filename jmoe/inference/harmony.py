@@ -183,7 +183,8 @@ class AnswerConstraint(Constraint):
         prompt_token_ids: Sequence[int],
         end_token_ids: Iterable[int],
     ) -> None:
-        """Begin inside the header that the prompt ends with.
+        """Begin inside the header that the prompt ends with; without one, the whole output is the
+        answer.
 
         answer: the constraint of the answer's text.
         end_token_ids: tokens that end the turn.

@@ -177,9 +177,9 @@ def attend_local(
     places: InCache,
     layers: WholeLayers = WHOLE,
 ) -> tuple[jax.Array, KVCache, jax.Array | ExpertInputs]:
-    """Run a block without its experts: return (x + attention, cache, output).
+    """Run a block without its experts; return (x + attention [P, C, D], cache, y).
 
-    The output is the dense MLP's [T, D], or the `ExpertInputs` of a block with experts.
+    y is the dense MLP's output [T, D], or the `ExpertInputs` of a block with experts.
 
     places: of all tokens on which attention runs; with tensor parallelism, those of all devices.
     """

@@ -118,7 +118,7 @@ class _Row:
     index: int
     tokens: list[int] = field(default_factory=list)
     sequence: Sequence | None = None
-    freed_at: int = 0  # count of `finish` calls when the row was freed
+    freed_at: int = 0  # increases with every row that is freed; 0 if this one never was
 
 
 class Scheduler:

@@ -130,8 +130,10 @@ class LazyCheckpoint(Closing):
                 check(fits, "expert_dtype", expert_dtype, words)
 
     def _format_on_disk(self, stored: Mapping[str, StoredTensor]) -> Format | None:
-        """Return the compressed format of all experts' matrices on disk; None if not kept as
-        it is.
+        """Return the compressed format in which all experts' matrices are stored and can be kept
+        exactly.
+
+        None if they are plain numbers, of several formats, or have no exact form in memory.
         """
         matrices = [p for p in self._experts.values() if len(p.matrix) == 2]
         if any(f"{piece.name}_blocks" in stored for p in matrices for piece in p.pieces()):

@@ -291,9 +291,9 @@ def _write_file(file: Path, tensors: Sequence[NewTensor]) -> None:
 def write_safetensors(folder: Path, tensors: Sequence[NewTensor], max_shard_bytes: int) -> None:
     """Write tensors to `model.safetensors`, or to several shards with an index.
 
-    A shard has at most `max_shard_bytes`, or one larger tensor. Old files stay readable until a
-    single rename (of the single file or the index) replaces them; an error leaves the folder
-    unchanged.
+    A shard has at most `max_shard_bytes`, or one larger tensor. Readers see the old files until one
+    atomic operation: the rename of the new single file or index, or, where shards replace a single
+    file, its deletion. An error before that leaves the folder unchanged.
     """
     shards: list[list[NewTensor]] = [[]]
     for tensor in tensors:

@@ -3,8 +3,9 @@
 Attention is split by heads, every MLP by its inner dimension, embedding and head by blocks of the
 vocabulary. Each device runs a narrower decoder; outputs are summed over the devices after
 attention's output projection and after the MLP (Megatron-LM, arXiv 1909.08053 section 3). With
-fewer key/value heads than devices, a head is replicated on several, as in vLLM. Norms, routers and
-down-projections to latents are replicated.
+fewer key/value heads than devices, a head is replicated on several, as in vLLM. Routers,
+down-projections to latents and norms are replicated, except for query and key norms over all heads
+(OLMoE), which are split with the heads.
 """
 
 import dataclasses

@@ -118,7 +118,10 @@ def _add_numbered(tokenizer: Tokenizer, numbered: Any, settings: Path) -> None:
 
 
 def _begin_with(tokenizer: Tokenizer, token: str, file: Path) -> None:
-    """Make the tokenizer prepend a token to every text, unless it already does."""
+    """Make the tokenizer prepend a token to every text, unless it already does.
+
+    Raises ValueError if the tokenizer does not have the token.
+    """
     token_id = tokenizer.token_to_id(token)
     if token_id is None:
         raise ValueError(

@@ -275,7 +275,8 @@ class Loader:
     def load(self, parameter: Parameter, dtype: np.dtype, sharding: Any) -> jax.Array:
         """Return a parameter on the default device, or with this sharding.
 
-        Frees all host buffers before it returns.
+        Waits until the copy is done, so host buffers are freed on return, unless a CPU array uses
+        them.
         """
         shard = partial(self.region, parameter, dtype)
         if sharding is None:

@@ -108,7 +108,8 @@ class ExpertPlacer:
         self.costs = SwapCosts(0.0, float("inf"))  # no expert moves before costs are measured
         self._recent_LE = np.zeros((index.num_layers, index.num_experts))
         self._window: deque[np.ndarray] = deque(maxlen=mesh.rebalance_window)
-        # tokens less on the busiest device: by the estimates, and by the actual counts
+        # decayed sums of the tokens that phase one's plans take off the busiest device, by the
+        # estimates and by the actual counts
         self._promised_L, self._kept_L = np.zeros((2, index.num_layers))
         self._counts: list[np.ndarray] = []  # [E] of each layer of this step so far
         self._estimated_E: np.ndarray | None = None  # of the layer between `before` and `after`
