@@ -46,8 +46,8 @@ PACKAGES = (
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Serve the model that the command line names, until a signal ends it; of several processes
-    the first one does.
+    """Serve the model that the command line names until a signal arrives; process 0 answers
+    requests, other processes follow it.
     """
     from jmoe.cluster.distributed import check_gpus
     from jmoe.cluster.job import hosts_line
@@ -112,8 +112,8 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def estimate(config: ServeConfig, folder: Path) -> None:
-    """Print what the engine's steps would take on a GPU that need not be here, and what memory
-    they would need.
+    """Print the predicted step times and memory of the engine on the GPU `config.estimate`, which
+    this machine need not have.
     """
     from jmoe.inference.engine_estimate import estimate_engine
     from jmoe.inference.loading import open_checkpoint
@@ -128,7 +128,9 @@ def estimate(config: ServeConfig, folder: Path) -> None:
 
 
 def follow(config: ServeConfig, folder: Path, follower: Follower) -> None:
-    """Load a part of the model, and compute what the first process says, to its end."""
+    """Load this process's shards of the model, and run the steps that process 0 sends until it
+    ends.
+    """
     from jmoe.inference.loading import LoadedModel
 
     with LoadedModel(folder, config.engine, say=say) as model:
@@ -145,8 +147,11 @@ def serve(
     leader: Leader | None = None,
     programs: OpenBundle | None = None,
 ) -> None:
-    """Plan the memory of the model in a Hugging Face folder, load it, and answer requests.
-    programs: of a bundle.
+    """Plan the memory of the model in `folder` (a Hugging Face folder), load the model, and answer
+    HTTP requests.
+
+    leader: sends the engine's steps to other processes. programs: compiled programs of an opened
+    bundle.
     """
     import jmoe
     from jmoe.inference.engine import Engine
@@ -180,7 +185,7 @@ def serve(
     if config.dry_run:
         print(memory)
         return
-    open_tokenizer(tokenizer)  # what is damaged is named before weights are read
+    open_tokenizer(tokenizer)  # report a damaged tokenizer before weights are read
     read_templates(folder)
     allow_open_files(config.max_connections)
     listening = bind(config.host, config.port)
@@ -198,13 +203,13 @@ def serve(
             server.run(sockets=[listening])
         end_at_once_on_interrupt()  # asyncio has put Python's handler back
         if service.loop.lost_process.is_set():
-            # threads may wait for it for ever
+            # other threads may wait for the lost process forever
             end_process("ends: another process of the engine was lost")
     say("stopped" if programs is None else f"stopped; {programs}")
 
 
 def main() -> None:
-    """Run the program: help and mistakes are answered before JAX is imported."""
+    """Run the program. `--help` and mistakes are answered before JAX is imported."""
     reexec_with_env()
     end_at_once_on_interrupt()  # until it serves
     is_estimate = answer_early(lambda: parse_serve(sys.argv[1:])).estimate

@@ -65,16 +65,17 @@ from jmoe.training.trainer import Trainer, make_trainer
 def train_step(
     trainer: Trainer, state: TrainState, tokens: jax.Array
 ) -> tuple[TrainState, dict[str, Any]]:
-    """Take a step on tokens [accumulation steps, B, S + 1]: loss, gradient, update; return (state,
-    metrics).
+    """Take one optimizer step on `tokens` [accumulation steps, B, S + 1]; return (state, metrics on
+    the host).
 
-    `trainer.step` is one program of three functions: `FusedTrainer.loss_local`, next-token
-    cross-entropy and the router's balance losses; `FusedTrainer.gradients_local`, a reverse scan
-    over the layers, summed over the devices; and `finish_step`, which clips and updates by AdamW.
-    `StreamedTrainer`, for experts off the device, takes the same three layer by layer. If a
-    dropless buffer overflows nothing is updated, and the step runs again with room for every token.
-    With float16, where gradients overflow, nothing is updated either, and the step runs again with
-    half the loss scale; `skipped_steps` says how often.
+    `trainer.step` is one program of three functions: `FusedTrainer.loss_local` computes next-token
+    cross-entropy and the router's balance losses; `FusedTrainer.gradients_local` is a reverse scan
+    over the layers that reduces gradients over the devices; `finish_step` clips and applies AdamW.
+    `StreamedTrainer`, for experts off the device, runs the same three layer by layer.
+
+    If a dropless buffer overflows, no update is made, and the step runs again with capacity for
+    every token. If float16 gradients overflow, no update is made, and the step runs again with half
+    the loss scale. The metric `skipped_steps` counts the latter.
     """
     full_capacity, skipped_steps = False, 0
     while True:
@@ -88,7 +89,7 @@ def train_step(
 
 
 def train(run: Session, state: TrainState) -> tuple[TrainState, bool]:
-    """Take steps until `num_steps` or a signal; return (state, whether all steps were done)."""
+    """Take steps until `num_steps` or a stop signal; return (state, whether all steps are done)."""
     config, start = run.config, int(state.step)
     progress = progress_bar(config, run.mesh) if run.log is not None else None
     profile_from, profile_to = config.profile.span() or (-1, -1)
@@ -151,7 +152,7 @@ def train(run: Session, state: TrainState) -> tuple[TrainState, bool]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print the plan or an estimate, or train."""
+    """Train, or print the plan or estimate that the command line asks for."""
     config = parse_train(arguments, PRESETS)
     if (
         not isinstance(config, VisionTrainConfig)
@@ -183,26 +184,28 @@ def main(arguments: Sequence[str]) -> None:
 
 
 class LanguageModeling:
-    """Training a language model on text, as the `Task` of a run."""
+    """The `Task` of training a language model on text."""
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
 
     def plan(self) -> tuple[str, bool]:
-        """Return the plan of memory and time, and whether the run fits this machine."""
+        """Return (text of the memory and time plan, whether the run fits this machine)."""
         config, plan = self.config, training_plan(self.config)
         lines = [str(plan)] + [packing_summary(config)] * (config.comm.packing != 1)
         return "\n".join(lines), not plan.lacking
 
     def open(self, mesh: Mesh, stack: contextlib.ExitStack) -> None:
-        """Nothing is needed before the text is read."""
+        """Do nothing: this task needs nothing before the text is read."""
 
     def read_data(self, setup: Setup) -> TrainingData:
-        """Tokenize the text, or take what is tokenized."""
+        """Tokenize the text, or open the tokens that an earlier start wrote."""
         return prepare_text(self.config, setup.watchdog, setup.stack, setup.resolved)
 
     def make_trainer(self, setup: Setup, data: TrainingData) -> Trainer:
-        """Make the trainer of the decoder, with its teacher if it has one."""
+        """Make the decoder's trainer, with a teacher if the configuration names one for
+        distillation.
+        """
         config, _ = setup.expert_packing.packed()
         if not config.distil.teacher:
             return make_trainer(config, setup.mesh, setup.folder.run)
@@ -218,12 +221,14 @@ class LanguageModeling:
         checkpoints: Checkpoints,
         snapshots: Snapshots | None,
     ) -> Session:
-        """Make the session, which measures the loss of held-out text."""
+        """Make the session, which also evaluates the loss on held-out text."""
         return open_session(Session, setup, data, trainer, checkpoints, snapshots)
 
 
 def task_of(config: TrainConfig) -> Task:
-    """Return the task of a run: images if the configuration says so, else text."""
+    """Return the run's task: image tasks for a `VisionTrainConfig`, language modeling
+    otherwise.
+    """
     return ImageTasks(config) if isinstance(config, VisionTrainConfig) else LanguageModeling(config)
 
 
@@ -233,7 +238,7 @@ def prepare_text(
     stack: contextlib.ExitStack,
     resolved: dict[str, Any],
 ) -> TrainingData:
-    """Tokenize the text, or take what is tokenized; process 0 does it, the others wait."""
+    """Tokenize the text, or open existing tokens. Process 0 does the work while the others wait."""
     limits, main_process = config.distributed, jax.process_index() == 0
     preparing = PreparingData(say)
     cache = Path(config.output_dir) / "data"
@@ -276,8 +281,8 @@ def prepare_text(
 
 
 def resolved_config(config: TrainConfig) -> dict[str, Any]:
-    """Return the configuration as checkpoints have it, with what identifies the teacher if there
-    is one.
+    """Return the configuration as checkpoints store it, with the teacher's fingerprint if there is
+    a teacher.
     """
     resolved: dict[str, Any] = json.loads(config.to_json())
     if config.distil.teacher:
@@ -286,8 +291,8 @@ def resolved_config(config: TrainConfig) -> dict[str, Any]:
 
 
 def devices_per_host() -> int:
-    """Return how many devices each host has, 0 where hosts differ; of several processes say how
-    many there are.
+    """Return the number of devices per host, or 0 if hosts differ. In a run of several processes,
+    print the numbers.
     """
     of_hosts = devices_of_hosts()
     if jax.process_count() > 1:
@@ -296,7 +301,7 @@ def devices_per_host() -> int:
 
 
 def set_up(config: TrainConfig, task: Task, stack: contextlib.ExitStack) -> Setup:
-    """Start the processes, make the mesh and open the output folder."""
+    """Connect the processes, make the mesh and lock the output folder."""
     distributed.start(config.distributed)
     keep_compiled_programs()
     devices, per_host = jax.device_count(), devices_per_host()
@@ -336,7 +341,7 @@ def set_up(config: TrainConfig, task: Task, stack: contextlib.ExitStack) -> Setu
 
 
 def open_checkpoints(setup: Setup, trainer: Trainer) -> tuple[Checkpoints, Snapshots | None]:
-    """Open the run's checkpoints, and its snapshots in memory if the configuration wants them."""
+    """Open the run's checkpoints, and its in-memory snapshots if `checkpoint.memory_dir` is set."""
     config, folder, enter = setup.config, setup.folder, setup.stack.enter_context
     directory = Path(config.output_dir) / "checkpoints"
     timeout_s = config.distributed.step_timeout_s
@@ -349,8 +354,8 @@ def open_checkpoints(setup: Setup, trainer: Trainer) -> tuple[Checkpoints, Snaps
 
 
 def begin(run: Session, data: TrainingData, stack: contextlib.ExitStack) -> TrainState:
-    """Return the state that the run begins with, or goes on from; process 0 opens the log and
-    notes the start.
+    """Return the initial state, or the one restored from a checkpoint; on process 0 also open the
+    log and record the start.
     """
     state = run.start_or_resume()
     if jax.process_index() == 0:
@@ -364,8 +369,8 @@ def begin(run: Session, data: TrainingData, stack: contextlib.ExitStack) -> Trai
 
 
 def run_all(config: TrainConfig) -> bool:
-    """Set up data, model and checkpoints, then train, evaluate and report; return whether all
-    steps were done.
+    """Set up data, model and checkpoints, then train, evaluate and report. Return whether all steps
+    are done.
     """
     task = task_of(config)
     with contextlib.ExitStack() as stack:

@@ -1,5 +1,6 @@
-"""Command lines of `train.py` and `serve.py` as configurations, without JAX, so that help and
-mistakes are quick.
+"""Command lines of `train.py`, `serve.py` and jmoe's other programs, parsed into configurations.
+
+Imports no JAX, so that `--help` and mistakes are answered quickly.
 """
 
 from __future__ import annotations
@@ -93,10 +94,11 @@ class BundleOptions:
 
 
 def answer_early(parse: Callable[[], T]) -> T:
-    """Answer `--help` and mistakes, which end the process, in a program that has not imported JAX
-    yet.
+    """Return `parse()`. `--help` and mistakes end the process inside it, before the program imports
+    JAX.
 
-    A reader that leaves before the end, such as `head`, is no mistake.
+    While `parse` runs, SIGPIPE has its default action, so that piping help into `head` prints no
+    traceback.
     """
     before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     parsed = parse()
@@ -107,9 +109,9 @@ def answer_early(parse: Callable[[], T]) -> T:
 def parse_train(
     arguments: Sequence[str], presets: Mapping[str, tuple[str, TrainConfig]]
 ) -> TrainConfig:
-    """Return the preset named first with the options that follow.
+    """Return the preset named by the first argument, changed by the options that follow.
 
-    presets: (one line of description, configuration) by name. Help and mistakes end the process.
+    presets: (line of description, configuration) by name. `--help` and mistakes end the process.
     """
     name = arguments[0] if arguments else ""
     if name in ("", "-h", "--help"):
@@ -155,8 +157,8 @@ def parse_train(
 
 
 def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield (name, value) of every option, its name as `--help` shows it; "" where no value
-    follows.
+    """Yield (name, value) of every option, with the name spelled as in `--help`; the value is "" if
+    none follows.
     """
     for argument, following in zip(arguments, [*arguments, ""][1:], strict=True):
         if argument.startswith("--"):
@@ -165,8 +167,8 @@ def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _check_short_names(options_set: Iterable[str]) -> None:
-    """End the process if an option has a short name that others use: the parser's guess would be
-    another setting.
+    """End the process if an option has a name that other trainers use, such as `--lr`: the parser
+    would guess another setting.
     """
     for option in options_set:
         section, _, name = option.removeprefix("--").rpartition(".")
@@ -176,8 +178,8 @@ def _check_short_names(options_set: Iterable[str]) -> None:
 
 
 def _check_model_options(options_set: Iterable[str]) -> None:
-    """End the process if one of the options set is another model than the checkpoint's that the
-    run starts from.
+    """End the process if an option would change the model of the checkpoint given by
+    `--init-from`.
     """
     allowed = {f"--model.{name.replace('_', '-')}" for name in TRAINING_ONLY}
     refused = [
@@ -191,7 +193,7 @@ def _check_model_options(options_set: Iterable[str]) -> None:
 
 
 def parse_serve(arguments: Sequence[str]) -> ServeConfig:
-    """Return the settings on the command line of `serve.py`. Help and mistakes end the process."""
+    """Return the settings of `serve.py`. `--help` and mistakes end the process."""
     return tyro.cli(
         _Serve,
         args=arguments,
@@ -206,9 +208,7 @@ def parse_serve(arguments: Sequence[str]) -> ServeConfig:
 
 
 def parse_bundle(arguments: Sequence[str]) -> BundleOptions:
-    """Return the settings on the command line of `jmoe.deploy.bundle`. Help and mistakes end the
-    process.
-    """
+    """Return the settings of `jmoe.deploy.bundle`. `--help` and mistakes end the process."""
     return tyro.cli(
         BundleOptions,
         args=arguments,
@@ -219,8 +219,8 @@ def parse_bundle(arguments: Sequence[str]) -> BundleOptions:
 
 
 def parse_supervise(arguments: Sequence[str]) -> tuple[SuperviseConfig, list[str]]:
-    """Return the settings before `--` and the command after it. Help and mistakes end the
-    process.
+    """Return (settings before `--`, command after it) of `jmoe-supervise`. `--help` and mistakes
+    end the process.
     """
     at = arguments.index("--") if "--" in arguments else len(arguments)
     program = program_name()
@@ -239,7 +239,9 @@ def parse_supervise(arguments: Sequence[str]) -> tuple[SuperviseConfig, list[str
 
 
 def parse_status(arguments: Sequence[str]) -> tuple[str, bool]:
-    """Return (folder of the run, whether to print JSON). Help and mistakes end the process."""
+    """Return (output folder of the run, whether to print JSON) of `jmoe-status`. `--help` and
+    mistakes end the process.
+    """
     description, flags = STATUS.format(program=program_name()), (tyro.conf.FlagCreatePairsOff,)
     options = tyro.cli(
         _Status, args=arguments, prog=program_name(), description=description, config=flags

@@ -1,8 +1,8 @@
-"""Axis names, the device mesh, and where every array lives on it.
+"""Axis names of the device mesh, and the partition specs of parameters and batches.
 
-The mesh is (data, expert_inter, expert_intra). Tokens are split over all three axes; experts over
-the last two (across nodes, inside a node); dense parameters over all three (ZeRO-3) or on every
-device.
+The mesh is (data, expert_inter, expert_intra). Tokens are sharded over all three axes. Experts are
+sharded over the last two: expert_inter spans nodes, expert_intra the devices of a node. Dense
+parameters are sharded over all three axes (ZeRO-3) or replicated.
 """
 
 import hashlib
@@ -23,8 +23,8 @@ ALL = (DATA, EXPERT_INTER, EXPERT_INTRA)
 PROCESS = "process"  # the axis of `process_mesh`
 
 REPLICATED = PartitionSpec()
-BATCH = PartitionSpec(ALL)  # first dimension split over every device
-HEADS = PartitionSpec(None, ALL)  # second dimension split over every device, heads of a cache
+BATCH = PartitionSpec(ALL)  # first dimension sharded over all devices
+HEADS = PartitionSpec(None, ALL)  # second dimension (heads of a cache) sharded over all devices
 BY_PROCESS = PartitionSpec(PROCESS)
 ACCUMULATED_BATCH = PartitionSpec(None, ALL)  # [accumulation steps, batch, ...]
 
@@ -35,11 +35,11 @@ EXPERT_STACKS = STACK_PATHS[1:]  # of layers with experts
 
 
 def make_mesh(shape: tuple[int, int, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Return a mesh of `shape` = (data, expert_inter, expert_intra); neighbours in `devices` are
-    near in expert_intra.
+    """Return a mesh of `shape` = (data, expert_inter, expert_intra); expert_intra varies fastest
+    over `devices`.
 
-    Devices are ordered by process, so that a process holds contiguous rows of the batch and an
-    expert_intra group stays inside a node whenever its size divides the node's devices.
+    By default devices are ordered by process. A process then holds contiguous rows of the batch,
+    and an expert_intra group stays inside a node if its size divides the node's devices.
     """
     devices = (
         sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
@@ -50,7 +50,7 @@ def make_mesh(shape: tuple[int, int, int], devices: Sequence[jax.Device] | None 
 
 
 def first_devices(num_devices: int) -> list[jax.Device]:
-    """Return so many devices, as many of each process: the first ones."""
+    """Return the first `num_devices` devices, with the same number of each process."""
     each = num_devices // jax.process_count()
     devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
     taken = [
@@ -61,10 +61,10 @@ def first_devices(num_devices: int) -> list[jax.Device]:
 
 
 def expert_mesh(num_devices: int) -> Mesh:
-    """Return a mesh whose every device has experts of its own: of the first devices, or all of
-    several processes.
+    """Return a mesh of `num_devices` devices, each with its own experts: shape (1, 1, num_devices).
 
-    Raises `ValueError` if there are too few, or a process would be left over.
+    Raises `ValueError` if there are too few devices, or if several processes would not use all of
+    theirs.
     """
     devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
     limit = f"this process has {len(devices)}"
@@ -77,7 +77,7 @@ def expert_mesh(num_devices: int) -> Mesh:
 
 
 def process_mesh() -> Mesh:
-    """Return a mesh of one device of each process, in the order of their numbers."""
+    """Return a mesh with one device of each process, ordered by process index."""
     first = {d.process_index: d for d in sorted(jax.devices(), key=lambda d: -d.id)}
     return Mesh(
         np.asarray([first[process] for process in sorted(first)]),
@@ -87,8 +87,8 @@ def process_mesh() -> Mesh:
 
 
 def devices_of_hosts() -> list[int]:
-    """Return how many devices each host's processes have, most first. Every process has to call
-    it.
+    """Return the number of devices on each host, in descending order. Collective: every process
+    must call this.
     """
     name = np.frombuffer(hashlib.sha256(socket.gethostname().encode()).digest()[:8], np.uint32)
     told = np.asarray([*name, jax.local_device_count()], np.uint32)
@@ -100,10 +100,11 @@ def devices_of_hosts() -> list[int]:
 def hierarchy(
     mesh: Mesh, hierarchical: bool, *, packed: bool = False
 ) -> tuple[tuple[str, ...], ...]:
-    """Return the axes to gather and reduce over what all devices share: across nodes, then inside,
-    or all at once.
+    """Return the axes of each level of a collective over all devices: (across nodes, inside a
+    node), or one level with all axes.
 
-    packed: nodes that shared the experts are replicas now, so that the data axis crosses them.
+    packed: expert packing made replicas of nodes that shared the experts before, so that the data
+    axis crosses nodes.
     """
     if hierarchical and (packed or mesh.shape[EXPERT_INTER] > 1) and mesh.shape[EXPERT_INTRA] > 1:
         return (DATA, EXPERT_INTER), (EXPERT_INTRA,)
@@ -111,12 +112,12 @@ def hierarchy(
 
 
 def path_names(path: tuple[Any, ...]) -> tuple[str, ...]:
-    """Return the names along a pytree path."""
+    """Return the key names along a pytree path."""
     return tuple(str(getattr(key, "key", getattr(key, "name", key))) for key in path)
 
 
 def stack_dims(path: tuple[Any, ...]) -> int:
-    """Return how many leading layer dimensions a parameter at this path has."""
+    """Return how many leading layer dimensions the parameter at `path` has."""
     return sum(name in STACK_PATHS for name in path_names(path))
 
 
@@ -131,8 +132,11 @@ def shard_dim(
     shard_dense: bool,
     fuse_dense: bool = False,
 ) -> int:
-    """Return the dimension in which a dense parameter is split over all devices, or -1 if it is
-    not.
+    """Return the dimension in which a dense parameter is sharded over all devices, or -1 if it is
+    not sharded.
+
+    shard_dense: shard dense parameters (ZeRO-3). fuse_dense: also shard norms and biases, which
+    share collectives with other parameters.
     """
     if not shard_dense or num_devices == 1 or is_expert(path):
         return -1
@@ -150,7 +154,9 @@ def param_spec(
     shard_dense: bool,
     fuse_dense: bool = False,
 ) -> PartitionSpec:
-    """Return where a parameter (and its gradient and optimizer state) lives."""
+    """Return the partition spec of a parameter, its gradient and its optimizer state. The arguments
+    are those of `shard_dim`.
+    """
     if is_expert(path):
         return PartitionSpec(*[None] * stack_dims(path), EXPERT)
     dim = shard_dim(path, shape, num_devices, shard_dense, fuse_dense)
@@ -158,47 +164,47 @@ def param_spec(
 
 
 def param_specs(params: Any, mesh: Mesh, shard_dense: bool, fuse_dense: bool = False) -> Any:
-    """Return `param_spec` of every leaf of a pytree of parameters (arrays or shapes)."""
+    """Return a pytree with the `param_spec` of every leaf of `params` (arrays or shapes)."""
     spec = lambda path, x: param_spec(path, x.shape, mesh.size, shard_dense, fuse_dense)  # noqa: E731
     return jax.tree_util.tree_map_with_path(spec, params)
 
 
 def shardings(specs: Any, mesh: Mesh) -> Any:
-    """Return `NamedSharding`s for a pytree of specs."""
+    """Return a pytree of `NamedSharding`s for a pytree of partition specs."""
     is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
 
 
 def split_over(axes: tuple[str, ...], dim: int = 0) -> PartitionSpec:
-    """Return the spec of an array split over `axes` in dimension `dim`: for users with axis
-    names of their own.
+    """Return the spec of an array sharded over `axes` in dimension `dim`. `axes` may be of a mesh
+    with other axis names.
     """
     return PartitionSpec(*[None] * dim, axes) if axes else REPLICATED
 
 
 def put_split(value: jax.Array, mesh: Mesh, axes: Sequence[Any]) -> jax.Array:
-    """Return an array, or a tracer, with dimension i split over `axes[i]` of the mesh; None: not
-    split.
+    """Return an array or tracer with dimension i sharded over `axes[i]` of the mesh; None leaves a
+    dimension unsharded.
     """
     sharding = NamedSharding(mesh, PartitionSpec(*axes))
     if not isinstance(value, jax.core.Tracer):
         return jax.device_put(value, sharding)
     if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
         return jax.sharding.reshard(value, sharding)
-    # a constraint that holds under `vmap` too
+    # a sharding constraint that also holds under `vmap`
     return jax.jit(lambda x: x, out_shardings=sharding)(value)
 
 
 def with_auto_axes(mesh: Mesh) -> Mesh:
-    """Return the mesh with all axes of type Auto: the compiler splits arrays over them, their
-    types do not say how.
+    """Return the same mesh with all axes of type Auto, so that the compiler chooses shardings and
+    array types do not show them.
     """
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
 def explicit_mesh(*trees: Any) -> AbstractMesh | None:
-    """Return the mesh with Explicit axes of the context, or of the type of an array in `trees`;
-    None: all are Auto.
+    """Return the mesh with Explicit axes of the current context, or of the type of an array in
+    `trees`; None if all axes are Auto.
     """
     meshes = (jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves(trees))
     context = jax.sharding.get_abstract_mesh()
@@ -208,9 +214,9 @@ def explicit_mesh(*trees: Any) -> AbstractMesh | None:
 def under_auto_axes(
     run: Callable[..., tuple[jax.Array, Any]], mesh: AbstractMesh
 ) -> Callable[..., Any]:
-    """Return `run` for arrays on a mesh with Explicit axes: inside they are Auto.
+    """Return `run` wrapped for arrays on a mesh with Explicit axes; inside `run` the axes are Auto.
 
-    run(state, x, ...) -> (y in x's shape, rest): y is sharded as x is, the rest is on every device.
+    run(state, x, ...) -> (y of x's shape, rest): y gets the sharding of x, and rest is replicated.
     """
 
     def call(state: Any, x: jax.Array, *rest: Any) -> Any:
@@ -221,8 +227,8 @@ def under_auto_axes(
 
 
 def put(values: np.ndarray, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
-    """Return an array that every process has whole, in its place on the devices of all; no
-    process waits.
+    """Return an array sharded by `spec`. Every process passes the whole `values`; no communication
+    takes place.
     """
     return jax.make_array_from_callback(
         values.shape, NamedSharding(mesh, spec), lambda index: values[index]

@@ -1,10 +1,10 @@
-"""How a process begins and ends: the environment that JAX starts in, Ctrl-C, errors while closing.
-Standard library.
+"""Start and end of a process: environment variables to set before JAX starts, Ctrl-C, errors during
+cleanup. Standard library only.
 
-XLA:CPU takes every temporary of a step from malloc, which hands large blocks back to the system
-after each step and faults them in again, 4 KiB at a time, in the next: a quarter of a step's time
-here. Transparent huge pages fault in 2 MiB at a time, and one arena keeps what the threads free in
-one place.
+XLA:CPU allocates every temporary of a step by malloc, which returns large blocks to the system
+after each step; the next step faults them in again, 4 KiB at a time. That took a quarter of a
+step's time when measured. Transparent huge pages are faulted in 2 MiB at a time, and a single arena
+keeps memory that threads free in one place.
 """
 
 import logging
@@ -17,35 +17,35 @@ from pathlib import Path
 from types import TracebackType
 
 MALLOC = "glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1"
-MARK = "JMOE_RUNTIME"  # set in a process that was run again, so that it is not run once more
-# Exit codes of train.py beside 0 and those of mistakes, 1 and 2
-# another process is missing, lost or stuck, or a limit is passed: a new start may mend it
+MARK = "JMOE_RUNTIME"  # set in a re-executed process, so that it is not re-executed again
+# Exit codes of train.py besides 0 (done), 1 and 2 (mistakes):
+# another process is missing, lost or stuck, or a time limit has passed: a restart may help
 EXIT_LOST = 70
-EXIT_STOPPED = 75  # what launchers give as distributed.stopped_exit_code (EX_TEMPFAIL)
-# of jaxlib, which takes either
+EXIT_STOPPED = 75  # EX_TEMPFAIL; launchers pass it as distributed.stopped_exit_code
+# jaxlib reads either variable
 MEMORY_SHARE = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
 # XLA's thread pool: collectives between fake devices deadlock on fewer threads
 FAKE_DEVICES = "NPROC"
 
 
 def program_name() -> str:
-    """Return the name that this program was started by, `train.py` or `jmoe-train`, for its help
-    and its errors.
+    """Return the name that this program was started by, such as `train.py` or `jmoe-train`, for
+    help and error messages.
     """
     return Path(sys.argv[0]).name
 
 
 def lacking(packages: Iterable[str]) -> str | None:
-    """Return the first of these packages that is not installed, None if all are; nothing is
-    imported.
-    """
+    """Return the first package that is not installed, or None. Nothing is imported."""
     return next((name for name in packages if find_spec(name) is None), None)
 
 
 def environment(current: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment to run again with, or an empty dict if `current` needs no change.
+    """Return the environment to re-execute the process with, or an empty dict if `current` needs no
+    change.
 
-    Whatever the user set stays. On a machine with JAX's CUDA plugin only the mark is added.
+    Variables set by the user stay unchanged. With JAX's CUDA plugin (unless JAX_PLATFORMS=cpu)
+    there is nothing to change.
     """
     if MARK in current or not sys.platform.startswith("linux"):
         return {}
@@ -65,36 +65,38 @@ def environment(current: Mapping[str, str]) -> dict[str, str]:
 
 
 def reexec_with_env() -> None:
-    """Replace this process by the same command in the right environment, if that is not the one it
-    has.
+    """Replace this process by the same command with the environment of `environment`, if that
+    differs from the current one.
 
-    `python -m NAME` stays that: by its path, a module's folder would come first where Python looks
-    for others.
+    `python -m NAME` is re-executed in that form: run by its path, a module's own folder would come
+    first in Python's search path.
     """
     wanted = environment(os.environ)
     if wanted:
         spec = sys.modules["__main__"].__spec__
         program = [sys.argv[0]]
-        # else it is that of a profiler that runs a script
+        # otherwise __spec__ is that of a profiler which runs a script
         if spec is not None and spec.origin == sys.argv[0]:
             program = ["-m", spec.name]
         os.execve(sys.executable, [sys.executable, *program, *sys.argv[1:]], wanted)
 
 
 def without_devices() -> None:
-    """Make JAX, which is not imported yet, compile for GPUs and use none: before
+    """Make JAX compile for GPUs but use none. Call this before JAX is imported and before
     `jmoe.run.ahead_of_time`.
 
-    XLA's complaints that a program is larger than the GPU's memory are left out: what it needs is
-    printed.
+    XLA's warnings that a program exceeds the GPU's memory are suppressed, because the estimate
+    prints the memory that is needed.
     """
     os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 
 def device_memory_share() -> float:
-    """Return the share of a GPU's memory that JAX takes for arrays and programs: three quarters
-    unless it is set.
+    """Return the fraction of a GPU's memory that JAX may allocate: JAX's default of 0.75 unless an
+    environment variable sets it.
+
+    Raises `ValueError` if the variable is not a positive number.
     """
     for name in MEMORY_SHARE:
         if value := os.environ.get(name):
@@ -109,26 +111,29 @@ def device_memory_share() -> float:
 
 
 def end_at_once_on_interrupt() -> None:
-    """Let Ctrl-C end this process where it stands.
+    """Make Ctrl-C end this process immediately.
 
-    Python's own handler raises `KeyboardInterrupt` when the main thread is back from XLA, minutes
-    after Ctrl-C, and then ends the interpreter under threads that still compile. A signal that is
-    ignored, as in a shell's background jobs, stays ignored.
+    Python's own handler raises `KeyboardInterrupt` only once the main thread returns from XLA,
+    possibly minutes later, and then shuts the interpreter down under threads that still compile. If
+    SIGINT is ignored, as in a shell's background jobs, it stays ignored.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def log_to_screen() -> None:
-    """Print jmoe's messages from INFO on, and others' warnings; a library's handlers go."""
+    """Log jmoe's messages from level INFO on, and other libraries' warnings, to stderr. Replaces
+    handlers that libraries installed.
+    """
     line = "%(asctime)s %(levelname)s %(name)s: %(message)s"
     logging.basicConfig(level=logging.WARNING, format=line, force=True)
     logging.getLogger("jmoe").setLevel(logging.INFO)
 
 
 def closing(close: Callable[[], None]) -> Callable[..., None]:
-    """Make an exit for an `ExitStack` of `close`; its error is only printed where the run ends
-    with one already.
+    """Return an exit callback for `ExitStack.push` that calls `close`.
+
+    If the stack is already unwinding an error, an `OSError` of `close` is only printed.
     """
 
     def leave(

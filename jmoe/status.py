@@ -1,5 +1,5 @@
-"""Lines that say what a program is doing while nothing else does, with the time that has passed.
-Standard library.
+"""Progress messages with elapsed time for long phases such as compilation. Standard library
+only.
 """
 
 import contextlib
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 
 def duration(seconds: float) -> str:
-    """Return `4:05`, or `1:04:05` from an hour on."""
+    """Return seconds as text: `4:05`, or `1:04:05` from one hour on."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
@@ -17,7 +17,9 @@ def duration(seconds: float) -> str:
 
 @contextlib.contextmanager
 def repeating(action: Callable[[], None], every_s: float) -> Iterator[None]:
-    """Call `action` every `every_s` seconds, on a thread of its own, until the block ends."""
+    """Context manager that calls `action` every `every_s` seconds, in its own thread, until the
+    block ends.
+    """
     ended = threading.Event()
 
     def repeat() -> None:
@@ -42,11 +44,11 @@ def status(
     timed: bool = False,
     amount: Callable[[], str] | None = None,
 ) -> Iterator[None]:
-    """Say `text ...` at once, and again with the seconds that have passed every `every_s` seconds
-    until the end.
+    """Context manager that says `text ...` at once, and again with the elapsed seconds every
+    `every_s` seconds.
 
-    timed: say also how long all of it took, where it ends well. amount: returns how much is done,
-    to say it too.
+    say: prints a line. timed: also say the total time if the block ends without an error. amount:
+    returns how much is done, to be shown with the elapsed time.
     """
     begun = time.monotonic()
     say(f"{text} ...")
@@ -62,8 +64,8 @@ def status(
 
 
 def first_line(error: BaseException, most: int = 400) -> str:
-    """Return the first line of an error's text: of a long one both ends, as libraries name the
-    cause last.
+    """Return the first line of an error's text. Of a line longer than `most` characters, return
+    both ends, because libraries often name the cause last.
     """
     line = str(error).partition("\n")[0] or type(error).__name__
     return line if len(line) <= most else f"{line[: most // 2]} ... {line[-(most // 2) :]}"
