@@ -1,5 +1,6 @@
-"""Talk to a running server with the openai package: python examples/chat_client.py URL 'a
-question'.
+"""Stream a completion from a running server with the openai package.
+
+Usage: python examples/chat_client.py URL 'a question'
 """
 
 import sys

@@ -1,5 +1,6 @@
-"""Experts of your own: one low-rank adapter each, in place of MLPs; python
-examples/custom_experts.py.
+"""A MoE layer whose experts are low-rank adapters instead of MLPs.
+
+Usage: python examples/custom_experts.py
 """
 
 import flax.nnx as nnx
@@ -10,9 +11,7 @@ from jmoe import MoEConfig, MoELayer
 
 
 class LowRankExperts(nnx.Module):
-    """Expert e is x + (x @ a[e]) @ b[e]. Rows come sorted by expert; sizes say how many each
-    has.
-    """
+    """Experts that compute x + (x @ a[e]) @ b[e] for expert e."""
 
     def __init__(self, num_experts: int, hidden_size: int, rank: int, rngs: nnx.Rngs) -> None:
         self.a = nnx.Param(0.1 * jax.random.normal(rngs.params(), (num_experts, hidden_size, rank)))
@@ -21,7 +20,11 @@ class LowRankExperts(nnx.Module):
     def __call__(
         self, rows_ND: jax.Array, group_sizes_L: jax.Array, expected_rows: int
     ) -> jax.Array:
-        """Return each row through its group's adapter; rows beyond the last group hold anything."""
+        """Return [N, D], each row after its expert's adapter.
+
+        rows_ND: sorted by expert; rows after the last group hold arbitrary values. group_sizes_L:
+        rows of each expert. expected_rows: the typical number of rows, unused here.
+        """
         h_NR = jax.lax.ragged_dot(rows_ND, self.a[...], group_sizes_L)
         return rows_ND + jax.lax.ragged_dot(h_NR, self.b[...], group_sizes_L)
 

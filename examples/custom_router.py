@@ -1,5 +1,6 @@
-"""A router of your own: tokens go to experts by a fixed hash of their position; python
-examples/custom_router.py.
+"""A MoE layer with a custom router, which hashes a token's position to an expert.
+
+Usage: python examples/custom_router.py
 """
 
 import flax.nnx as nnx
@@ -12,7 +13,7 @@ NUM_EXPERTS = 4
 
 
 def hash_router(x_TD: jax.Array, *, key: jax.Array | None = None, train: bool = False) -> Routing:
-    """Hash layers (arXiv 2106.04426), without a table: token t to expert t mod E, with weight 1."""
+    """Return the routing of token t to expert t mod E with weight 1 (arXiv 2106.04426)."""
     num_tokens = x_TD.shape[0]
     topk_idx_TK = (jnp.arange(num_tokens, dtype=jnp.int32) % NUM_EXPERTS)[:, None]
     counts_E = jnp.bincount(topk_idx_TK[:, 0], length=NUM_EXPERTS).astype(jnp.int32)
@@ -20,7 +21,7 @@ def hash_router(x_TD: jax.Array, *, key: jax.Array | None = None, train: bool = 
         topk_idx_TK=topk_idx_TK,
         topk_weights_TK=jnp.ones((num_tokens, 1)),
         counts_E=counts_E,
-        # a decided router: probability 1 for what is chosen
+        # the router is deterministic: probability 1 for the chosen expert
         probs_sum_E=counts_E.astype(jnp.float32),
         z_sum=jnp.float32(0),
         entropy_sum=jnp.float32(0),

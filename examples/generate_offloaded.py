@@ -1,12 +1,13 @@
-"""Generate with a ring of half the layers on the device: python examples/generate_offloaded.py
-FOLDER.
+"""Generate with resident experts, and with a ring of one layer's slots; compare the tokens.
+
+Usage: python examples/generate_offloaded.py FOLDER
 """
 
 import sys
 
 from jmoe import Engine, EngineConfig
 
-# token ids; strings work too where the folder has a tokenizer
+# token ids; strings also work if the folder has a tokenizer
 PROMPTS = [[3, 14, 15, 9, 2, 6], [5, 3, 5]]
 OPTIONS = {"max_batch": 2, "max_seq_len": 32, "dtype": "float32"}
 

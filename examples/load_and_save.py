@@ -1,5 +1,6 @@
-"""Load a Hugging Face checkpoint, look at its logits, save it again: python
-examples/load_and_save.py FOLDER COPY.
+"""Load a Hugging Face checkpoint, compute logits, and save a copy.
+
+Usage: python examples/load_and_save.py FOLDER COPY
 """
 
 import sys

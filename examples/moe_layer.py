@@ -1,5 +1,6 @@
-"""A MoE layer in a model of your own, experts over the devices of a mesh: python
-examples/moe_layer.py.
+"""Train a MoE layer whose experts are sharded over the devices of a mesh.
+
+Usage: python examples/moe_layer.py
 """
 
 import flax.nnx as nnx
@@ -16,18 +17,18 @@ graph, params = nnx.split(layer)
 optimizer = optax.adamw(3e-3)
 
 x_BSD = jax.random.normal(jax.random.key(1), (8, 32, 64))
-target_BSD = jnp.roll(x_BSD, 1, axis=-1)  # something to learn
+target_BSD = jnp.roll(x_BSD, 1, axis=-1)  # an arbitrary target to fit
 
 
 def loss_fn(params: nnx.State) -> jax.Array:
-    """Squared error, and the losses that keep experts evenly used."""
+    """Return the mean squared error plus the weighted losses that balance the experts' load."""
     y_BSD, metrics = nnx.merge(graph, params)(x_BSD)
     return jnp.mean((y_BSD - target_BSD) ** 2) + metrics.balance_loss + metrics.z_loss
 
 
 @jax.jit
 def step(params: nnx.State, state: optax.OptState) -> tuple[nnx.State, optax.OptState, jax.Array]:
-    """One step of AdamW."""
+    """Take one AdamW step; return (params, optimizer state, loss)."""
     loss, grads = jax.value_and_grad(loss_fn)(params)
     updates, state = optimizer.update(grads, state, params)
     return optax.apply_updates(params, updates), state, loss

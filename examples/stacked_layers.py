@@ -1,4 +1,7 @@
-"""MoE layers under your own scan, remat and shard_map: python examples/stacked_layers.py."""
+"""Scan over stacked MoE layers with rematerialization.
+
+Usage: python examples/stacked_layers.py
+"""
 
 import flax.nnx as nnx
 import jax
@@ -15,14 +18,14 @@ states = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(nnx.split(layer)[1] f
 
 @jax.checkpoint
 def residual_layer(x_TD: jax.Array, state: nnx.State) -> tuple[jax.Array, jax.Array]:
-    """x + layer(x), and the layer's losses."""
+    """Return (x + layer(x), the sum of the layer's weighted losses)."""
     y_TD, metrics = nnx.merge(graph, state)(x_TD)
     return x_TD + y_TD, metrics.balance_loss + metrics.z_loss
 
 
 @jax.jit
 def loss_fn(states: nnx.State, x_TD: jax.Array) -> jax.Array:
-    """All layers in one scan: compiled once, whatever their number."""
+    """Return the loss of all layers. The scan compiles the layer once for any number of layers."""
     y_TD, losses = jax.lax.scan(residual_layer, x_TD, states)
     return jnp.mean(y_TD**2) + losses.mean()
 
