@@ -1,8 +1,12 @@
-"""A step and a checkpoint on many nodes, on paper: `plan_training`'s devices and what they send
-each other.
+"""Predicted time of a training step and a checkpoint on many nodes: adds network traffic to a plan
+of `plan_training`.
 
-Pure functions. Symbols: N nodes of Q devices; G devices share the experts, on P nodes, and there
-are N Q / G such groups; B bytes on every device after a gather, or before a reduction.
+Pure functions, called by `jmoe.run.cluster_planner`. Symbols:
+
+N  nodes
+Q  devices per node
+G  devices that share the experts; there are N Q / G such groups (replicas)
+B  bytes on every device after a gather, or before a reduction
 """
 
 import math
@@ -12,14 +16,14 @@ from jmoe.config.cluster import ClusterConfig, NetworkConfig
 from jmoe.planning.exchange import ExchangePlan, Traffic, exchange_traffic
 from jmoe.planning.training import TrainedModel, TrainingPlan
 
-SAVED_BYTES = 12  # of a parameter, in a checkpoint: weight and two moments
-GRADIENT_BYTES = 4  # of a parameter, where gradients are summed
+SAVED_BYTES = 12  # per parameter in a checkpoint: weight and two moments
+GRADIENT_BYTES = 4  # per parameter, where gradients are summed
 
 
 @dataclass(frozen=True)
 class Exchanged:
-    """A layer's exchange: its plan over the mesh's nodes and devices. row_bytes: of a token's
-    hidden state.
+    """The token exchange of a MoE layer: its plan over nodes and devices. row_bytes: bytes of a
+    token's hidden state.
     """
 
     exchange: ExchangePlan
@@ -29,8 +33,8 @@ class Exchanged:
 
 @dataclass(frozen=True)
 class ClusterPlan:
-    """A training plan on `nodes` nodes, with the seconds of its traffic. batch_tokens: of a
-    step, on all nodes.
+    """A training plan on `nodes` nodes, with the time of its network traffic in seconds.
+    batch_tokens: tokens of a step on all nodes.
     """
 
     training: TrainingPlan
@@ -47,17 +51,19 @@ class ClusterPlan:
 
     @property
     def tiers_s(self) -> float:
-        """Return seconds of transfers between device, host memory and disk."""
+        """Return the seconds of a step's transfers between device, host memory and disk."""
         return sum(self.training.transfers_s)
 
     @property
     def step_s(self) -> float:
-        """Return seconds of a step: all-to-alls, and the longest of what goes on meanwhile."""
+        """Return the seconds of a step: all-to-alls, plus the longer of the device's own work
+        (compute, tiers) and all-reduces.
+        """
         return max(self.training.step_s(), self.all_reduce_s) + self.all_to_all_s
 
     @property
     def alone_s(self) -> float:
-        """Return seconds of a step in which nothing overlapped."""
+        """Return the seconds of a step without any overlap."""
         return self.training.step_s(overlapped=False) + self.all_reduce_s + self.all_to_all_s
 
     @property
@@ -68,7 +74,10 @@ class ClusterPlan:
 def plan_cluster(
     training: TrainingPlan, exchanged: Exchanged, cluster: ClusterConfig, batch_tokens: int
 ) -> ClusterPlan:
-    """Return the plan on as many nodes as `training` has devices for."""
+    """Return the plan of `training` on the nodes that its devices fill.
+
+    batch_tokens: tokens of a step on all nodes.
+    """
     model = training.model
     nodes = model.all_devices // cluster.devices_per_node
     return ClusterPlan(
@@ -83,10 +92,11 @@ def plan_cluster(
 
 
 def all_to_all_s(training: TrainingPlan, exchanged: Exchanged, cluster: ClusterConfig) -> float:
-    """Return seconds of a step's exchanges of tokens with their experts: `exchange_traffic` over
-    the links it takes.
+    """Return the seconds that a step spends in all-to-alls of tokens, from `exchange_traffic` and
+    the speed of the links.
 
-    A layer that keeps nothing for its backward pass exchanges three times, else twice.
+    A layer exchanges twice per micro-batch (forward, backward), or three times if the backward pass
+    recomputes it.
     """
     model, exchange = training.model, exchanged.exchange
     if model.num_devices == 1:
@@ -103,7 +113,7 @@ def all_to_all_s(training: TrainingPlan, exchanged: Exchanged, cluster: ClusterC
             capacity_factor=exchanged.capacity_factor,
             backward=backward,
         )
-        messages = 2 * (1 + backward)  # there and back
+        messages = 2 * (1 + backward)  # dispatch and combine
         seconds += times * _exchange_s(sent, exchange, messages, model.num_devices, cluster)
     return seconds * model.num_layers * model.micro_batches
 
@@ -112,7 +122,7 @@ def _exchange_s(
     sent: Traffic, exchange: ExchangePlan, messages: int, num_devices: int, cluster: ClusterConfig
 ) -> float:
     network, per_node = cluster.network, cluster.devices_per_node
-    if num_devices <= per_node:  # a node has all experts, whatever the mesh calls its devices
+    if num_devices <= per_node:  # a node has all experts, so no token leaves its node
         inside_bytes = sent.across_bytes + sent.inside_bytes
         return inside_bytes / network.inside_bytes_per_s + messages * network.inside_latency_s
     between_s = (
@@ -124,11 +134,11 @@ def _exchange_s(
 
 
 def dense_s(model: TrainedModel, nodes: int, cluster: ClusterConfig) -> float:
-    """Return seconds in which dense parameters are gathered, in both passes, and their gradients
-    reduced.
+    """Return the seconds of a step's all-gathers of dense parameters (forward and backward) and
+    reductions of their gradients.
 
-    Each micro-batch does. Where every device has them whole, their gradients are summed once a
-    step.
+    Sharded parameters are gathered and reduced in every micro-batch; gradients of replicated ones
+    are all-reduced once per step.
     """
     gathered = model.dense_parameters * model.compute_bytes
     reduced = model.dense_parameters * GRADIENT_BYTES
@@ -139,8 +149,8 @@ def dense_s(model: TrainedModel, nodes: int, cluster: ClusterConfig) -> float:
 
 
 def _ring_s(ring_bytes: float, nodes: int, collectives: int, cluster: ClusterConfig) -> float:
-    """Return seconds of gathers of B bytes in all: across nodes once, B (N - 1) / N, and inside,
-    B (Q - 1) / Q.
+    """Return the seconds of all-gathers with `ring_bytes` B in total: B (N - 1) / N across nodes,
+    then B (Q - 1) / Q inside.
     """
     network, per_node = cluster.network, cluster.devices_per_node
     return (
@@ -156,11 +166,11 @@ def _hops(members: int) -> int:
 
 
 def expert_gradients_s(model: TrainedModel, nodes: int, cluster: ClusterConfig) -> float:
-    """Return seconds in which the groups that share the experts sum the gradients of theirs: a ring
-    for each device.
+    """Return the seconds in which replicas all-reduce the gradients of their experts, with one ring
+    per device of a group.
 
-    A ring of r replicas moves 2 B (r - 1) / r bytes; all rings of a node, min(G, Q) of them, share
-    its link.
+    A ring of r replicas moves 2 B (r - 1) / r bytes. The min(G, Q) rings of a node share its
+    network link.
     """
     replicas, network = model.replicas, cluster.network
     if replicas == 1:
@@ -180,8 +190,8 @@ def expert_gradients_s(model: TrainedModel, nodes: int, cluster: ClusterConfig) 
 def checkpoint_s(
     model: TrainedModel, nodes: int, link_bytes_per_s: float, cluster: ClusterConfig
 ) -> float:
-    """Return seconds until a checkpoint is on the shared disk: its own, or the busiest node's or
-    device's link's.
+    """Return the seconds until a checkpoint is on the shared disk, limited by the disk, the busiest
+    node's link, or a device's link to its host.
     """
     dense, experts = SAVED_BYTES * model.dense_parameters, SAVED_BYTES * model.all_parameters
     # one group writes the experts
@@ -196,7 +206,7 @@ def checkpoint_s(
 
 
 def link_figures(network: NetworkConfig) -> str:
-    """Return the network in words."""
+    """Return the network's bandwidths as text."""
     inside, between = network.inside_bytes_per_s / 1e9, network.between_bytes_per_s / 1e9
     return (
         f"links {inside:,.4g} GB/s a device inside a node, {between:,.4g} GB/s a node between"

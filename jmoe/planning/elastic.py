@@ -1,8 +1,8 @@
-"""Which device runs which images of a step that trains several tasks at once.
+"""Layout of a multi-task training step: which device runs which images of which task.
 
-Tasks of different size leave devices idle when each has as many. Elastic training gives heavy tasks
-several devices, which divide their batch, and lets light ones share one (SE-MoE,
-arXiv:2205.10034v1, section 4.1; MoESys, section 5.3).
+If every device gets the same number of images, tasks of different cost leave devices idle. Elastic
+training gives heavy tasks several devices, which divide their batch, and lets light tasks share a
+device (SE-MoE, arXiv:2205.10034v1, section 4.1; MoESys, section 5.3).
 """
 
 from __future__ import annotations
@@ -18,16 +18,14 @@ from jmoe.config.vision import LayoutKind
 
 
 def size_text(num_bytes: int) -> str:
-    """Return bytes for people."""
+    """Return a number of bytes as text in MB or GB."""
     return f"{num_bytes / 1e9:,.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.2f} MB"
 
 
 @dataclass(frozen=True)
 class TaskLoad:
-    """The needs of a task a step: images of its batch, seconds (or any unit) an image, bytes of its
-    own parameters.
-
-    num_bytes: with their gradients and optimizer state, on a device that runs the task.
+    """Cost of a task per step. image_s: seconds (or any other unit) per image. num_bytes: the
+    task's own parameters with gradients and optimizer state, on each device that runs the task.
     """
 
     name: str
@@ -54,13 +52,13 @@ class TaskLoad:
 
     @property
     def load(self) -> float:
-        """Return the seconds of its batch on one device."""
+        """Return the time of the task's whole batch on one device, in the unit of `image_s`."""
         return self.batch_size * self.image_s
 
 
 @dataclass(frozen=True)
 class Share:
-    """Images `start` to `stop` (not included) of the batch of task number `task`."""
+    """The images `start` (included) to `stop` (excluded) of the batch of task number `task`."""
 
     task: int
     start: int
@@ -73,9 +71,10 @@ class Share:
 
 @dataclass(frozen=True)
 class Layout:
-    """Who runs what in every step: `shares[d]` is what device d does, one share after the other.
+    """Assignment of images to devices: device d runs the shares in `shares[d]` one after the other,
+    in every step.
 
-    shared_bytes: what every device has for the parameters that tasks share.
+    shared_bytes: bytes on every device for the parameters that all tasks share.
     """
 
     tasks: tuple[TaskLoad, ...]
@@ -84,12 +83,12 @@ class Layout:
 
     @property
     def images(self) -> tuple[int, ...]:
-        """Return how many images each device has."""
+        """Return the number of images of each device."""
         return tuple(sum(share.size for share in shares) for shares in self.shares)
 
     @property
     def seconds(self) -> tuple[float, ...]:
-        """Return each device's load."""
+        """Return the load of each device, in the unit of `TaskLoad.image_s`."""
         return tuple(
             sum(share.size * self.tasks[share.task].image_s for share in shares)
             for shares in self.shares
@@ -97,9 +96,7 @@ class Layout:
 
     @property
     def num_bytes(self) -> tuple[int, ...]:
-        """Return what each device needs for the parameters that tasks share and for those of its
-        own tasks.
-        """
+        """Return the bytes that each device needs for shared parameters and for its own tasks."""
         own = [{share.task for share in shares} for shares in self.shares]
         return tuple(
             self.shared_bytes + sum(self.tasks[task].num_bytes for task in tasks) for tasks in own
@@ -107,29 +104,27 @@ class Layout:
 
     @property
     def micro_batch(self) -> int:
-        """Return the largest number of images that divides every device's: what a device takes
-        at once.
-        """
+        """Return the largest micro-batch size that divides the number of images of every device."""
         return reduce(math.gcd, self.images)
 
     def devices_of(self, task: int) -> tuple[int, ...]:
-        """Return the devices that run a task."""
+        """Return the devices that run images of task number `task`."""
         return tuple(
             d for d, shares in enumerate(self.shares) if any(share.task == task for share in shares)
         )
 
     @property
     def imbalance(self) -> float:
-        """Return the load of the busiest device over that of the mean."""
+        """Return the largest load of a device divided by the mean load."""
         return max(self.seconds) * len(self.seconds) / sum(self.seconds)
 
     def idle(self) -> tuple[float, ...]:
-        """Return the share of the step that each device waits for the slowest."""
+        """Return the fraction of the step that each device waits for the slowest device."""
         slowest = max(self.seconds)
         return tuple(1 - seconds / slowest for seconds in self.seconds)
 
     def lines(self) -> list[str]:
-        """Return the layout as text, a device a line; with bytes where they are known."""
+        """Return the layout as text, one line per device, with bytes if they are known."""
         width, slowest = 32, max(self.seconds)
         lines = []
         for device, (shares, seconds) in enumerate(zip(self.shares, self.seconds, strict=True)):
@@ -146,17 +141,19 @@ class Layout:
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """The memory of a device: bytes in all (None: enough), and those for what all tasks share."""
+    """Memory of a device: total bytes (None: unlimited), and bytes for parameters that all tasks
+    share.
+    """
 
     device_bytes: int | None = None
     shared_bytes: int = 0
 
     def fits(self, need: int) -> bool:
-        """Return whether a device has room for tasks with so many bytes of their own."""
+        """Return True if `need` bytes of tasks' own parameters fit on a device."""
         return self.device_bytes is None or self.shared_bytes + need <= self.device_bytes
 
     def check(self, tasks: Sequence[TaskLoad]) -> None:
-        """Raise `ValueError` naming the tasks if they do not fit on one device together."""
+        """Raise `ValueError`, naming the tasks, if the tasks do not fit on one device together."""
         need = sum(task.num_bytes for task in tasks)
         names = " and ".join(task.name for task in tasks)
         constraint = f"must be at least {self.shared_bytes + need} for {names}"
@@ -173,13 +170,13 @@ def plan(
     mode: LayoutKind = "elastic",
     memory: DeviceMemory = ANY_MEMORY,
 ) -> Layout:
-    """Return who runs which images.
+    """Return the assignment of images to devices.
 
-    `even`: every device has as many images of the joint batch, so that all have all tasks.
-    `elastic`, with at least as many devices as tasks: each task has a device, and one after the
-    other goes to the task with the largest load a device. With fewer: the heaviest task first goes
-    to the device with the least load that has room for its parameters. Raises `ValueError` if tasks
-    do not fit into the memory of a device.
+    mode `even`: every device runs the same number of images of the joint batch. mode `elastic` with
+    at least as many devices as tasks: each task gets one device, and every further device goes to
+    the task with the largest load per device. mode `elastic` with fewer devices: tasks are assigned
+    whole, the heaviest first, each to the least loaded device with enough memory. Raises
+    `ValueError` if the tasks do not fit in the devices' memory, or if the images cannot be divided.
     """
     check(bool(tasks), "tasks", tuple(tasks), "must have at least one task")
     check(num_devices > 0, "num_devices", num_devices, "must be greater than 0")
@@ -204,7 +201,7 @@ def _even(
     each, shares = total // num_devices, []
     for device in range(num_devices):
         begin, own = device * each, []
-        first = 0  # of the task, in the joint batch
+        first = 0  # index of the task's first image in the joint batch
         for number, task in enumerate(tasks):
             start, stop = max(begin - first, 0), min(begin + each - first, task.batch_size)
             own += [Share(number, start, stop)] if start < stop else []
@@ -217,11 +214,10 @@ def _even(
 def _split(
     tasks: tuple[TaskLoad, ...], num_devices: int, memory: DeviceMemory
 ) -> tuple[tuple[Share, ...], ...] | None:
-    """Return a layout with a device or more for each task; None if there are fewer devices than
+    """Return a layout with at least one device per task, or None if there are fewer devices than
     tasks.
 
-    A device that no task can use, since each has one for every image, stays without a share and is
-    refused.
+    Raises `ValueError` if there are more devices than images.
     """
     if num_devices < len(tasks):
         return None
@@ -251,10 +247,10 @@ def _split(
 def _packed(
     tasks: tuple[TaskLoad, ...], num_devices: int, memory: DeviceMemory
 ) -> tuple[tuple[Share, ...], ...]:
-    """Return a layout whose devices have whole tasks.
+    """Return a layout in which every task runs on a single device.
 
-    By load, the heaviest first (Graham's rule: at most 4/3 of the best possible); where that leaves
-    no room for a task, by bytes, the largest first.
+    Tasks are assigned by load, the heaviest first (Graham's rule: at most 4/3 of the optimum). If a
+    task then does not fit, the assignment is repeated by bytes, the largest first.
     """
     orders = (
         lambda task: (-task.load, -task.num_bytes),

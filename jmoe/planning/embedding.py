@@ -1,8 +1,14 @@
-"""How the embedding table and the output head are split over devices, and what each way makes a
-device send.
+"""Partition of the embedding table and the output head over devices, and the traffic of each
+choice.
 
-Pure functions. Symbols: R devices = P nodes x Q devices a node, V vocabulary, H hidden size; each
-device looks up T tokens in a pass forwards and backwards.
+Pure functions. Symbols:
+
+P  nodes
+Q  devices per node
+R  devices, P Q
+V  vocabulary size
+H  hidden size
+T  tokens per device that are looked up in one forward and backward pass
 """
 
 from dataclasses import dataclass
@@ -13,20 +19,21 @@ from jmoe.config.checks import check
 from jmoe.config.parallel import SPLIT_SIZES, EmbeddingChoice, EmbeddingKind
 from jmoe.planning.exchange import MIN_SAVING, Traffic
 
-MASTER_BYTES = 4  # of a parameter and of its gradient's sum
+MASTER_BYTES = 4  # per parameter, and per element of its summed gradient
 ID_BYTES = 4
-# Rows are fetched in rounds of this part of a fair share to each device. Text repeats itself: one
-# or two rounds do.
+# A round fetches this fraction of a fair share from each device. Text repeats tokens, so one
+# or two rounds suffice.
 ROUND_SHARE = 0.5
 
 
 @dataclass(frozen=True)
 class EmbeddingPlan:
-    """How the table lies on the devices, and whether each computes the logits of its part of the
-    vocabulary.
+    """Partition of the embedding table, and whether each device computes the logits of its part of
+    the vocabulary (`parallel_head`).
 
-    replicated: like any other dense parameter, whole in every pass. columns: H / R of every row on
-    each device. rows: every R-th row on each device.
+    kind: `replicated` treats the table like any other dense parameter, gathered for each pass;
+    `columns` puts H / R columns of every row on each device; `rows` puts every R-th row on each
+    device.
     """
 
     kind: EmbeddingKind
@@ -42,11 +49,11 @@ class EmbeddingPlan:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The table to split, and the tokens of a device in one pass.
+    """Sizes of the embedding table, and the tokens of a device in one pass.
 
-    activation_bytes: of a number in the compute dtype. sharded: dense parameters are split at rest
-    (ZeRO-3), so a whole one is gathered, and its gradient scattered, in every pass; else its
-    gradient is summed over all devices.
+    activation_bytes: bytes per number in the compute dtype. sharded: dense parameters are sharded
+    at rest (ZeRO-3), so a replicated table is all-gathered, and its gradient reduce-scattered, in
+    every pass; otherwise its gradient is all-reduced.
     """
 
     vocab_size: int
@@ -58,27 +65,29 @@ class Vocabulary:
 
 
 def round_rows(num_tokens: int, num_devices: int) -> int:
-    """Return rows that a device fetches from each other in one round, in eights, never more than
-    its tokens.
+    """Return the rows that a device fetches from each other device in one round: a multiple of 8,
+    at most `num_tokens`.
     """
     return min(num_tokens, -(-ceil(ROUND_SHARE * num_tokens / num_devices) // 8) * 8)
 
 
 def embedding_traffic(plan: EmbeddingPlan, vocabulary: Vocabulary, rounds: int = 2) -> Traffic:
-    """Return bytes that one device sends in a pass forwards and backwards, for the lookup and the
-    head together.
+    """Return the bytes that one device sends in a forward and backward pass, for lookup and head
+    together.
 
-    columns: the ids to every device, T H / R activations to each and their gradients back. rows:
-    the same for the rows that `rounds` rounds have room for. A parallel head: T hidden states with
-    labels and weights to all devices, across nodes first and then inside, R T times three numbers
-    of the softmax, and gradients back; a tied table in columns becomes one in parts of the
-    vocabulary and its gradient the reverse. A whole parameter goes around a ring of the devices of
-    a node, and a part of it around one of the nodes (`mesh.hierarchy`).
+    `columns`: token ids to every device, then T H / R activations to each and their gradients back.
+    `rows`: the same for the fixed-size buffers of `rounds` rounds of rows.
+
+    A parallel head sends T hidden states with labels and weights to all devices (across nodes
+    first, then inside), R T times three numbers of the softmax, and gradients back. A tied table in
+    columns is also converted to parts of the vocabulary, and its gradient back. A whole parameter
+    travels around a ring of a node's devices, and its shards around a ring of nodes
+    (`mesh.hierarchy`).
     """
     p, q, r, v = plan.num_nodes, plan.devices_per_node, plan.num_devices, vocabulary
     c, tokens = v.activation_bytes, v.num_tokens
     table = v.vocab_size * v.hidden_size
-    ring_bytes = block_bytes = across_bytes = inside_bytes = 0.0  # block: to every other device
+    ring_bytes = block_bytes = across_bytes = inside_bytes = 0.0  # block: to each peer
     if plan.kind == "replicated":
         ring_bytes += 2 * table * MASTER_BYTES
     elif plan.kind == "columns":
@@ -100,13 +109,14 @@ def embedding_traffic(plan: EmbeddingPlan, vocabulary: Vocabulary, rounds: int =
 def plan_embedding(
     kind: EmbeddingChoice, vocabulary: Vocabulary, *, num_nodes: int, devices_per_node: int
 ) -> EmbeddingPlan:
-    """Return the partition of this name, or with `auto` the one that spares the slowest level most;
-    else columns.
+    """Return the partition named by `kind`; `auto` selects the one that sends the fewest bytes over
+    the slowest level of the network.
 
-    The head is computed in parts of the vocabulary where that moves fewer bytes than a whole head
-    does: hidden states of all devices then go to all, so it is right for R T tokens up to about V.
-    A tied table in columns has to be turned into such parts and back in every pass, in rows it lies
-    so already.
+    The head is computed in parts of the vocabulary if that moves fewer bytes than gathering a whole
+    head. Hidden states of all devices then go to all devices, which pays off for R T up to about V.
+    A tied table in columns must be converted to such parts and back in every pass; a table in rows
+    already has that form. Raises `ValueError` if `kind` is unknown or the sizes do not divide by
+    the number of devices.
     """
     names = ("auto", *get_args(EmbeddingKind))
     check(kind in names, "embedding", kind, f"must be one of {', '.join(names)}")

@@ -1,8 +1,14 @@
-"""Which exchange takes tokens to their experts, how large its buffers are, and what crosses between
-nodes.
+"""Choice of the all-to-all that brings tokens to their experts, the size of its buffers, and its
+traffic between nodes.
 
-Pure functions. Symbols: R devices = P nodes of Q devices share E experts, E / P on each node; each
-of a device's T tokens goes to k of them.
+Pure functions. Symbols:
+
+P  nodes
+Q  devices per node
+R  devices, P Q
+E  experts of a layer, E / P on each node
+T  tokens of a device
+k  experts per token
 """
 
 from dataclasses import dataclass
@@ -13,7 +19,7 @@ from jmoe.config.checks import check
 from jmoe.config.cluster import LinkConfig, LinksConfig
 from jmoe.config.parallel import ExchangeChoice, ExchangeKind
 
-# first try of a dropless exchange: this multiple of a fair share per destination
+# first attempt of a dropless exchange: this multiple of a fair share per destination
 DROPLESS_BUFFER = 2.0
 # Two hops permute twice: they have to save at least this part of the time, or where no links are
 # known dedup this part of the rows that cross between nodes.
@@ -30,7 +36,9 @@ COLLECTIVES: dict[ExchangeKind, tuple[tuple[int, int], tuple[int, int]]] = {
 
 @dataclass(frozen=True)
 class ExchangePlan:
-    """The exchange of a layer. nodes_per_token: expected distinct nodes among a token's experts."""
+    """The token exchange of a layer. nodes_per_token: expected number of distinct nodes among a
+    token's experts.
+    """
 
     kind: ExchangeKind
     reason: str
@@ -45,8 +53,8 @@ class ExchangePlan:
 
 @dataclass(frozen=True)
 class ExchangeLoad:
-    """Load of one device in the exchange of a layer: `num_tokens` of its own as rows of
-    `row_bytes`, and the links.
+    """Load of one device in a layer's exchange: `num_tokens` tokens of `row_bytes` each, and the
+    speed of the links.
     """
 
     links: LinksConfig
@@ -62,12 +70,12 @@ def nodes_per_token(
     n_group: int = 1,
     topk_group: int = 1,
 ) -> float:
-    """Return expected distinct nodes among a token's experts when routing is uniform: P (1 - C(E -
-    E/P, k) / C(E, k)).
+    """Return the expected number of distinct nodes among a token's experts under uniform routing: P
+    (1 - C(E - E/P, k) / C(E, k)).
 
-    With group-limited routing (k experts of `topk_group` of `n_group` groups of E / n_group
-    neighbours each) the same for the groups of a node, where every node holds whole groups;
-    otherwise the limit is left out of account.
+    With group-limited routing, the k experts come from `topk_group` of `n_group` groups of E /
+    n_group neighbouring experts. The limit is taken into account if every node holds whole groups,
+    and ignored otherwise. Raises `ValueError` if the sizes do not divide.
     """
     check(num_nodes > 0, "num_nodes", num_nodes, "must be greater than 0")
     check(
@@ -116,11 +124,11 @@ def plan_exchange(
     topk_group: int = 1,
     load: ExchangeLoad | None = None,
 ) -> ExchangePlan:
-    """Return the exchange of this name, or with `auto` the one that suits the topology and the
-    routing; and why.
+    """Return the exchange named by `kind`; `auto` selects one by topology and routing. The plan's
+    `reason` explains the choice.
 
-    With a load it is the one that takes least time, there and back in both passes; without one only
-    the rows that cross between nodes are known.
+    load: if given, `auto` selects the exchange with the least time for dispatch and combine in both
+    passes; otherwise it compares the rows that cross between nodes.
     """
     names = ("auto", *get_args(ExchangeKind))
     check(kind in names, "exchange", kind, f"must be one of {', '.join(names)}")
@@ -156,7 +164,7 @@ def plan_exchange(
 def planned_seconds(
     plan: ExchangePlan, load: ExchangeLoad, *, num_experts: int, num_experts_per_tok: int
 ) -> float:
-    """Return how long a layer's all-to-alls take, there and back in both passes."""
+    """Return the seconds of a layer's all-to-alls: dispatch and combine, forward and backward."""
     sent = exchange_traffic(
         plan,
         num_tokens=load.num_tokens,
@@ -172,8 +180,10 @@ def planned_seconds(
 def buffer_rows(
     fair_rows: float, most_rows: int, capacity_factor: float | None, full_capacity: bool = False
 ) -> int:
-    """Return rows per destination: capacity_factor (None: dropless) times a fair share, in
-    eights, at most all.
+    """Return the buffer rows per destination: capacity_factor times the fair share, rounded up to a
+    multiple of 8, at most `most_rows`.
+
+    capacity_factor: None (dropless) uses `DROPLESS_BUFFER`. full_capacity: return `most_rows`.
     """
     if full_capacity:
         return most_rows
@@ -184,7 +194,9 @@ def buffer_rows(
 def expert_rows(
     num_tokens: int, num_experts_per_tok: int, num_devices: int, capacity_factor: float | None
 ) -> int:
-    """Return rows of a device's buffers, for the experts that are there; num_tokens: its own."""
+    """Return the rows of a device's receive buffers, over all of its experts. num_tokens: tokens of
+    the device.
+    """
     assignments = num_tokens * num_experts_per_tok
     if num_devices == 1:
         return assignments
@@ -209,12 +221,13 @@ def exchange_traffic(
     capacity_factor: float | None,
     backward: bool = False,
 ) -> Traffic:
-    """Return what a device sends to exchange its `num_tokens` tokens: whole buffers, full or not,
-    and their contents.
+    """Return the bytes that a device sends to exchange its `num_tokens` tokens. Buffers are sent
+    whole, full or not.
 
-    flat sends C rows to each device, and back; hierarchical the same across, and all P C rows of a
-    place in the node inside it. dedup sends C rows to each node, and back, each with k weights and
-    k experts, and C' rows to each device inside. backward: the rows and weights once more.
+    `flat` sends C rows to each device, for dispatch and again for combine. `hierarchical` sends the
+    same rows across nodes, and then all P C rows of its place in the node inside the node. `dedup`
+    sends C rows to each node and back, each with k weights and k expert indices, and C' rows to
+    each device inside. backward: add the backward pass, which sends rows and weights again.
     """
     p, q, k = plan.num_nodes, plan.devices_per_node, num_experts_per_tok
     passes = 2 if backward else 1
@@ -233,11 +246,11 @@ def exchange_traffic(
 def exchange_seconds(
     plan: ExchangePlan, sent: Traffic, links: LinksConfig, *, backward: bool = False
 ) -> float:
-    """Return how long a layer's all-to-alls take that send this much.
+    """Return the seconds that a layer's all-to-alls take to send the bytes in `sent`.
 
-    A collective takes the latency of the farthest link that it uses, a while for every message, and
-    its bytes; what goes far uses the near links too. A flat one uses those inside and across at
-    once, two hops one after the other.
+    A collective takes the latency of its farthest link, a time per message, and the time of its
+    bytes; bytes to far peers also use the near links. A `flat` exchange uses links inside and
+    across nodes at once; the other kinds use them one after the other.
     """
     p, q = plan.num_nodes, plan.devices_per_node
     below = min(p, links.nodes_per_leaf or p)  # nodes under one leaf switch
@@ -264,8 +277,10 @@ def _level_seconds(
     collectives: int,
     message_s: float,
 ) -> float:
-    """Return seconds of `collectives` that send so many bytes in all, evenly to the peers at
-    each link's distance.
+    """Return the seconds of `collectives` that send `sent_bytes` in total, spread evenly over the
+    peers.
+
+    path: links from near to far. peers: number of peers at the distance of each link.
     """
     everyone = sum(peers)
     if everyone == 0:
@@ -278,5 +293,7 @@ def _level_seconds(
 
 
 def index_bytes(largest: int) -> int:
-    """Return bytes of an unsigned integer that holds `largest`."""
+    """Return the size in bytes of the smallest unsigned integer type that holds `largest`: 1, 2 or
+    4.
+    """
     return next(size for size in (1, 2, 4) if largest < 2 ** (8 * size))

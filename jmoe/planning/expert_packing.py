@@ -1,9 +1,9 @@
-"""How many experts a device holds in training: Lina's expert packing (USENIX ATC '23, section 4.2,
-Tables 3 and 4).
+"""Experts per device in training: Lina's expert packing (USENIX ATC '23, section 4.2, Tables 3 and
+4).
 
-The all-to-alls of a layer hide behind its experts only if these take longer. With twice the experts
-on a device half as many devices share all of them, and the all-to-all spans no more than those.
-Pure functions.
+A layer's all-to-all can only hide behind expert computation that takes longer. With twice the
+experts per device, half as many devices share all experts, and the all-to-all spans fewer devices.
+Pure functions, called by `jmoe.training.expert_packing`.
 """
 
 from collections.abc import Mapping
@@ -18,8 +18,8 @@ SLOWER = 1.01  # a step that takes this many times as long as with half the expe
 
 @dataclass(frozen=True)
 class Room:
-    """Bytes by which memory is too small for twice the experts on a device: on the device, or in
-    host memory.
+    """Bytes lacking for twice the experts per device, with experts on the device, and with experts
+    in host memory. 0: they fit.
     """
 
     lacking_bytes: int = 0
@@ -28,7 +28,9 @@ class Room:
 
 @dataclass(frozen=True)
 class PackingDecision:
-    """done: nothing is measured any more. reason: one sentence, with what was measured."""
+    """Result of `next_packing`. done: no further measurement is needed. reason: one sentence with
+    the measured times.
+    """
 
     experts_per_device: int
     done: bool
@@ -36,9 +38,7 @@ class PackingDecision:
 
 
 def is_decided_at(step: int) -> bool:
-    """Return whether packing is decided before this step: first before step 10, then every 4
-    steps.
-    """
+    """Return True if packing is decided before `step`: step 10, then every 4 steps."""
     return step >= FIRST_STEP and (step - FIRST_STEP) % EVERY_STEPS == 0
 
 
@@ -52,14 +52,15 @@ def next_packing(
     room: Room | None = None,
     step_s: Mapping[int, float] | None = None,
 ) -> PackingDecision:
-    """Return how many experts a device holds from `step` on: as many as now, twice as many, or half
-    as many.
+    """Return the number of experts per device from `step` on: unchanged, doubled, or halved.
 
-    all_to_all_s, ffn_s: of a forward pass' micro-operation, with `experts_per_device`.
-    most_experts: that the mesh allows. room: None: memory is no limit. step_s: seconds of a whole
-    step by experts on a device, as far as known. Lina doubles while the FFN is the shorter; here a
-    step that became slower by it is a reason to go back, because replicas of experts also have
-    gradients to add up, which its rule leaves out of account.
+    all_to_all_s, ffn_s: seconds of a forward micro-operation with `experts_per_device`.
+    most_experts: the most that the mesh allows. room: None means unlimited memory. step_s: measured
+    seconds of a whole step, by experts per device.
+
+    Lina doubles while the FFN is shorter than the all-to-all. Unlike Lina, this function also
+    halves again if doubling made the step slower, because replicas of experts must all-reduce their
+    gradients, which Lina's rule ignores. Raises `ValueError` for negative or nan times.
     """
     check(
         experts_per_device > 0, "experts_per_device", experts_per_device, "must be greater than 0"
@@ -67,7 +68,7 @@ def next_packing(
     constraint = f"must be at least experts_per_device = {experts_per_device}"
     check(most_experts >= experts_per_device, "most_experts", most_experts, constraint)
     for name, seconds in (("all_to_all_s", all_to_all_s), ("ffn_s", ffn_s)):
-        check(seconds >= 0, name, seconds, "must not be negative")  # nan is neither
+        check(seconds >= 0, name, seconds, "must not be negative")  # also rejects nan
 
     def decide(experts: int, done: bool, why: str) -> PackingDecision:
         times = f"all-to-all {1e3 * all_to_all_s:.3g} ms, experts {1e3 * ffn_s:.3g} ms"

@@ -1,10 +1,9 @@
-"""How long a GPU takes for a compiled program, estimated from its optimized module: numbers in,
-estimate out.
+"""Predicted GPU time of a compiled program, from its optimized HLO module. Pure functions.
 
-A kernel takes the longer of two times, and a launch: its bytes at the rate of a copy, and its FLOPs
-at the rate of one large product, each at the share of it that such kernels reach. Loops are
-multiplied out. Caches and occupancy are left out, so that small arrays, which stay in a cache, are
-priced too high.
+A kernel takes the longer of two times, plus a launch: its bytes at the rate of a copy, and its
+FLOPs at the rate of one large matrix product, each scaled by the share that such kernels reach.
+Loops are multiplied by their trip count. Caches and occupancy are ignored, so small arrays that
+stay in a cache are priced too high.
 """
 
 import math
@@ -21,13 +20,13 @@ from jmoe.planning.hlo import HloArray, HloComputation, HloModule, HloOperation,
 # one large bfloat16 product. Other GPUs are taken to reach the same shares: none of them was
 # measured.
 COPY_SHARE, PRODUCT_SHARE = 0.866, 0.799
-LAUNCH_S = 2.5e-6  # of a kernel that does nothing, with the gap before the next one
+LAUNCH_S = 2.5e-6  # time of an empty kernel, with the gap before the next one
 
 
 @dataclass(frozen=True)
 class ReachedShare:
-    """The shares of a copy's bytes/s and of one large product's FLOP/s that kernels of a kind
-    reach.
+    """Fractions that a kind of kernel reaches of a copy's bytes/s (`copy`) and of one large
+    product's FLOP/s (`product`).
     """
 
     copy: float
@@ -36,9 +35,9 @@ class ReachedShare:
 
 # Measured on an H100 in a training step of OLMoE's shape, kernel by kernel.
 SHARES = {
-    "pass": ReachedShare(1.0),  # elementwise, reductions, copies
+    "pass": ReachedShare(1.0),  # elementwise operations, reductions, copies
     "product": ReachedShare(0.85, 0.9),
-    "sum of products": ReachedShare(0.71, 0.9),  # a product that is added to what is in memory
+    "sum of products": ReachedShare(0.71, 0.9),  # a product that is added to an array in memory
     "grouped_matmul": ReachedShare(0.8, 0.86),
     "weight_gradient": ReachedShare(0.8, 0.78),
     "gather_rows": ReachedShare(0.64),
@@ -86,7 +85,7 @@ _UNNAMED |= {"closed_call", "custom_vjp_call", "pjit", ""}
 
 @dataclass(frozen=True)
 class GpuRates:
-    """Rates that programs reach, and the links of a device, each way."""
+    """Rates that programs reach on a GPU, and the bandwidth of its links in each direction."""
 
     copy_bytes_per_s: float
     product_flops: float
@@ -96,14 +95,14 @@ class GpuRates:
 
 
 def gpu_rates(accelerator: str) -> GpuRates:
-    """Return the rates of a GPU of `ACCELERATORS`."""
+    """Return the rates of a GPU named in `ACCELERATORS`."""
     sheet = ACCELERATORS[accelerator]
     return GpuRates(COPY_SHARE * sheet.memory_bytes_per_s, PRODUCT_SHARE * sheet.flops)
 
 
 @dataclass(frozen=True)
 class GpuKernel:
-    """All launches of one kernel. num_bytes, flops, seconds: of all of them together."""
+    """All launches of one kernel; num_bytes, flops and seconds are totals over the launches."""
 
     name: str
     scope: str
@@ -122,8 +121,8 @@ class GpuKernel:
 
 @dataclass(frozen=True)
 class Communication:
-    """All collectives of a kind and size of group. hidden_s: of `seconds`, those that others are
-    computed beside.
+    """All collectives of one kind and group size. hidden_s: part of `seconds` that overlaps with
+    computation.
     """
 
     name: str
@@ -142,8 +141,8 @@ class Communication:
 
 @dataclass(frozen=True)
 class GpuEstimate:
-    """A program's kernels and collectives, the slowest first, and notes on what is not known of
-    it.
+    """Predicted kernels and collectives of a program, each sorted by time, and notes about
+    operations that could not be priced.
     """
 
     kernels: tuple[GpuKernel, ...]
@@ -164,7 +163,7 @@ class GpuEstimate:
 
     @property
     def exposed_s(self) -> float:
-        """Return seconds of collectives that nothing is computed beside."""
+        """Return the seconds of collectives that do not overlap with computation."""
         return sum(each.seconds - each.hidden_s for each in self.communication)
 
     @property
@@ -174,10 +173,10 @@ class GpuEstimate:
 
 @dataclass(frozen=True)
 class ExpertRows:
-    """Facts about the rows of experts' kernels that the shapes of their operands do not show.
+    """Facts about expert kernels that the shapes of their operands do not show.
 
-    num_experts: of a layer, where kernels are given the weights of more; 0: they never are. filled:
-    the share of the rows of a buffer that are tokens.
+    num_experts: experts of a layer, if a kernel's operand holds the weights of more (0: it never
+    does). filled: fraction of a buffer's rows that hold tokens.
     """
 
     num_experts: int = 0
@@ -185,7 +184,7 @@ class ExpertRows:
 
 
 ALL_ROWS = ExpertRows()
-Trips = Callable[[str], int | None]  # how often the loop of a scope runs; None: not known
+Trips = Callable[[str], int | None]  # trip count of the loop with this scope; None: unknown
 
 
 def estimate_module(
@@ -194,10 +193,10 @@ def estimate_module(
     experts: ExpertRows = ALL_ROWS,
     trips: Trips = lambda scope: None,
 ) -> GpuEstimate:
-    """Return the time of one run of a module.
+    """Return the predicted time of one run of a module.
 
-    trips: of the loops whose length XLA does not know; those it does not know either count once,
-    with a note.
+    trips: returns the trip count of a loop, by scope, if XLA does not know it. A loop with unknown
+    trip count counts once, with a note.
     """
     pricing = _Pricing(module, rates, experts, trips)
     pricing.run(module.entry, 1)
@@ -205,8 +204,8 @@ def estimate_module(
 
 
 def joined(parts: Iterable[tuple[str, int, GpuEstimate]]) -> GpuEstimate:
-    """Return the estimate of several programs, (name, how often it runs, estimate) each, that
-    run one after another.
+    """Return the estimate of several programs that run one after another. parts: (name, number of
+    runs, estimate).
     """
     kernels, communication, notes = [], [], dict[str, None]()
     for program, times, part in parts:
@@ -228,8 +227,8 @@ def joined(parts: Iterable[tuple[str, int, GpuEstimate]]) -> GpuEstimate:
 
 
 def short_scope(scope: str) -> str:
-    """Return the names of a scope that a reader of the program knows: `loss/dot_general`, not
-    what JAX wraps it in.
+    """Return the readable part of an operation's scope, such as `loss/dot_general`, without the
+    names of JAX's transformations.
     """
     names = re.sub(r"\w+\(|\)", "", re.sub(r"^jit\(\w+\)/", "", scope)).split("/")
     return "/".join(
@@ -239,7 +238,7 @@ def short_scope(scope: str) -> str:
 
 @dataclass
 class _Work:
-    """One launch: its name, scope and kind (of `SHARES`), and what it moves and computes."""
+    """One kernel launch: name, scope, kind (a key of `SHARES`), bytes moved and FLOPs."""
 
     name: str
     scope: str
@@ -251,7 +250,7 @@ class _Work:
 
 @dataclass
 class _Pricing:
-    """A walk over what a module runs, and the sums so far, by name."""
+    """Traversal of a module that sums kernels and collectives by name."""
 
     module: HloModule
     rates: GpuRates
@@ -267,9 +266,9 @@ class _Pricing:
         return GpuEstimate(tuple(kernels), tuple(communication), tuple(self.notes))
 
     def run(self, computation: HloComputation, times: int) -> float:
-        """Add what a computation runs, so many times over; return its seconds, once.
+        """Add everything that a computation runs, `times` times; return the seconds of one run.
 
-        What is computed between the start and the end of a collective hides as much of it.
+        Computation between the start and the end of a collective hides that much of the collective.
         """
         total_s, under_way = 0.0, dict[str, tuple[str, float]]()
         for operation in computation.values():
@@ -310,7 +309,9 @@ class _Pricing:
     def _operation_s(
         self, computation: HloComputation, operation: HloOperation, times: int
     ) -> float:
-        """Add what an operation launches; return its seconds, once."""
+        """Add everything that an operation launches, `times` times; return the seconds of one
+        run.
+        """
         kind = operation.kind
         if kind == "while":
             return self._loop_s(operation, times)
@@ -347,7 +348,7 @@ class _Pricing:
         return trips * self.run(self.module.called(operation, "body"), times * trips)
 
     def _alone_s(self, computation: HloComputation) -> float:
-        """Return the seconds of a computation, and add nothing."""
+        """Return the seconds of a computation without adding it to the sums."""
         return _Pricing(self.module, self.rates, self.experts, self.trips).run(computation, 1)
 
     def _work(self, computation: HloComputation, operation: HloOperation) -> _Work:
@@ -380,7 +381,7 @@ class _Pricing:
         scope = operation.scope
         moved = body.read_bytes() + body.written_bytes()
         calls = [part for part in body.values() if part.kind == "custom-call"]
-        if calls:  # a kernel of a library or of our own, and the slices that it reads and writes
+        if calls:  # a library's or jmoe's kernel, fused with the slices that it reads and writes
             return replace(self._custom_call(body, calls[0]), num_bytes=moved)
         dots = [part for part in body.values() if part.kind == "dot"]
         if not dots:
@@ -412,7 +413,7 @@ class _Pricing:
 
 
 def _rate_name(dot: HloOperation, left: HloArray) -> str:
-    """Return which of `DTYPE_RATES` a product has."""
+    """Return the key of `DTYPE_RATES` for a product."""
     is_exact = left.dtype == "f32" and "operand_precision={highest" in dot.attributes
     return EXACT_FLOAT32 if is_exact else left.dtype
 
@@ -420,7 +421,7 @@ def _rate_name(dot: HloOperation, left: HloArray) -> str:
 def _own_kernel(
     name: str, operation: HloOperation, arrays: list[HloArray], experts: ExpertRows
 ) -> _Work:
-    """Return the work of a kernel of `kernels_pallas`: `grouped_matmul`, `weight_gradient`, or
+    """Return the work of a kernel of `kernels_pallas`: `grouped_matmul`, `weight_gradient`, or one
     of `token_permute`.
     """
     out, scope, read = operation.results[0], operation.scope, [array.num_bytes for array in arrays]
@@ -428,7 +429,7 @@ def _own_kernel(
         _, _, rows, weights = arrays[:4]
         num_rows, inner = experts.filled * out.shape[0], rows.size // rows.shape[1]
         groups = min(experts.num_experts or weights.shape[0], weights.shape[0])
-        used = groups * (1 - (1 - 1 / groups) ** num_rows)  # of even routing
+        used = groups * (1 - (1 - 1 / groups) ** num_rows)  # expected number under uniform routing
         read[2] *= experts.filled
         read[3:] = [size * used / weights.shape[0] for size in read[3:]]
         flops = experts.filled * 2.0 * out.size * inner
@@ -446,8 +447,8 @@ def _own_kernel(
 
 
 def _attention_flops(operation: HloOperation, head_dim: int) -> float:
-    """Return the FLOPs of two products forward, five backward, over the pairs that a mask
-    leaves.
+    """Return the FLOPs of attention: two products forward, or five backward, halved for a causal
+    mask.
     """
     scores = operation.numbers("dimensions")  # the first: batch, heads, queries, keys
     causal = (

@@ -1,5 +1,5 @@
-"""Collectives of an optimized module, and how long they take on the links of GPUs: numbers in,
-seconds out.
+"""Collectives of an optimized HLO module, and their predicted time on the links between GPUs. Pure
+functions, used by `jmoe.planning.gpu_estimate`.
 """
 
 import math
@@ -34,7 +34,9 @@ Groups = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective of every device's `held_bytes` among the devices of a group."""
+    """A collective operation over groups of devices. held_bytes: bytes of the operands on each
+    device.
+    """
 
     kind: str
     groups: Groups
@@ -46,7 +48,7 @@ class Collective:
 
     @property
     def sent_bytes(self) -> float:
-        """Return the bytes that a device sends."""
+        """Return the bytes that each device sends."""
         n = len(self.groups[0]) if self.groups else 1
         if self.kind == "all-gather":
             return self.held_bytes * (n - 1)
@@ -55,11 +57,11 @@ class Collective:
         return self.held_bytes * (n - 1) / n * (2 if self.kind == "all-reduce" else 1)
 
     def seconds(self, links: NetworkConfig, devices_per_node: int) -> float:
-        """Return how long it takes alone: the longer of what goes inside a node and what leaves it,
-        and a latency.
+        """Return the seconds of the collective alone: the longer of the traffic inside nodes and
+        between nodes, plus a latency.
 
-        What leaves a node goes out once for the whole node on a ring, and once for each peer in an
-        all-to-all.
+        In a ring, bytes leave a node once for all of its devices; in an all-to-all, each device
+        sends to every remote peer.
         """
         group = self.groups[0] if self.groups else (0,)
         n = len(group)
@@ -77,7 +79,7 @@ class Collective:
 def collective_of(
     module: HloModule, computation: HloComputation, operation: HloOperation
 ) -> Collective | None:
-    """Return the collective that an operation runs or starts; None if it does neither."""
+    """Return the collective that an operation runs or starts, or None."""
     kind = operation.kind.removesuffix("-start")
     attributes = [operation.attributes]
     if kind == "async":
@@ -88,15 +90,15 @@ def collective_of(
     if kind not in _KINDS:
         return None
     operands = [computation[name] for name in operation.operands]
-    if kind == "ragged-all-to-all":  # of rows, of which the others say how many go where
+    if kind == "ragged-all-to-all":  # the first operand holds the rows
         operands = operands[:1]
     groups = next((groups for text in attributes if (groups := replica_groups(text))), ())
     return Collective(kind, groups, sum(operand.num_bytes for operand in operands))
 
 
 def replica_groups(attributes: str) -> Groups:
-    """Return the groups of devices that a collective's attributes list or count; () if they say
-    nothing.
+    """Return the groups of device numbers in a collective's attributes; () if they are missing or
+    split a mesh axis.
     """
     if match := _PAIRS.search(attributes) or _GROUPS.search(attributes):
         return tuple(tuple(int(n) for n in group.split(",")) for group in match[1].split("},{"))
@@ -105,7 +107,7 @@ def replica_groups(attributes: str) -> Groups:
             [int(n) for n in text.split(",")] if text else [] for text in match.groups()
         )
         numbers, size = _transposed(counted, order or list(range(len(counted)))), shape[-1]
-    # of a mesh's axes, those that the devices of a group differ in
+    # the named mesh axes are the ones along which the devices of a group differ
     elif match := _MESH_GROUPS.search(attributes):
         axes = _MESH_AXIS.findall(match[1])
         joined = [f"'{name}'" in match[2].split(",") for name, _ in axes]
@@ -115,7 +117,7 @@ def replica_groups(attributes: str) -> Groups:
             for which in (False, True)
         )
         numbers, size = _transposed(sizes, outer + inner), math.prod(sizes[n] for n in inner)
-        if len(inner) != len(match[2].split(",")):  # a part of an axis
+        if len(inner) != len(match[2].split(",")):  # a group covers only part of an axis
             return ()
     else:
         return ()
@@ -123,7 +125,7 @@ def replica_groups(attributes: str) -> Groups:
 
 
 def _transposed(shape: list[int], order: list[int]) -> list[int]:
-    """Return 0, 1, 2, ... of an array of this shape in the order of its transpose."""
+    """Return the numbers 0, 1, 2, … of an array of this shape, in the order of its transpose."""
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     numbers = [0]
     for axis in order:

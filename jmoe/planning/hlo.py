@@ -1,8 +1,8 @@
-"""An optimized XLA module, parsed from its text: what a GPU runs, with shapes, loops and bytes.
+"""Parser for the text of an optimized XLA module: operations with shapes, loops and bytes.
 
-`compiled.as_text()` of JAX gives such a text. Every operation of the entry and of what it calls
-runs as one or a few kernels; the computations that fusions call say what each of those reads,
-computes and writes.
+`compiled.as_text()` of JAX returns such a text. Each operation of the entry computation, and of the
+computations it calls, runs as one or a few kernels. The computations that fusions call tell what
+each kernel reads, computes and writes.
 """
 
 import math
@@ -25,14 +25,14 @@ _SAME_ELEMENTS = ("bitcast", "reshape", "transpose", "convert", "copy", "bitcast
 
 @dataclass(frozen=True)
 class HloArray:
-    """The dtype and shape of an array, as XLA writes them."""
+    """Dtype and shape of an array, in XLA's names (`bf16`)."""
 
     dtype: str
     shape: tuple[int, ...]
 
     @property
     def size(self) -> int:
-        """Return how many elements it has."""
+        """Return the number of elements."""
         return math.prod(self.shape)
 
     @property
@@ -42,8 +42,8 @@ class HloArray:
 
 @dataclass(frozen=True)
 class HloOperation:
-    """One line of a computation. results: its arrays. inside: the text in parentheses;
-    attributes: after them.
+    """One line of a computation. results: output arrays. inside: text between the parentheses;
+    attributes: text after them.
     """
 
     name: str
@@ -56,43 +56,43 @@ class HloOperation:
 
     @property
     def num_bytes(self) -> float:
-        """Return the bytes of all results."""
+        """Return the total bytes of all results."""
         return sum(array.num_bytes for array in self.results)
 
     @property
     def size(self) -> int:
-        """Return the elements of all results."""
+        """Return the total number of elements of all results."""
         return sum(array.size for array in self.results)
 
     def attribute(self, name: str) -> str:
-        """Return what `name=` says, a word; "" if the operation has no such attribute."""
+        """Return the value of attribute `name`, a single word; "" without the attribute."""
         match = re.search(rf'\b{name}="?%?([\w.$\-]+)', self.attributes)
         return match[1] if match else ""
 
     def numbers(self, name: str) -> tuple[int, ...]:
-        """Return the whole numbers in braces or brackets after `name=`, or after it as a key of
-        JSON.
+        """Return the integers in the braces or brackets after `name=` or after the JSON key `name`;
+        () without them.
         """
         match = re.search(rf'\b{name}"?[=:]\s*[{{\[]([^}}\]]*)[}}\]]', self.attributes)
         return tuple(int(n) for n in re.findall(r"\d+", match[1])) if match else ()
 
     @property
     def scope(self) -> str:
-        """Return the names that the program gave the operation (`jax.named_scope` and
-        functions), "" if none.
+        """Return the operation's `op_name` (from `jax.named_scope` and function names); "" without
+        one.
         """
         match = re.search(r'op_name="([^"]*)"', self.attributes)
         return match[1] if match else ""
 
     @property
     def known_trips(self) -> int | None:
-        """Return how often a loop runs; None where XLA does not know."""
+        """Return the trip count of a loop, or None if XLA does not know it."""
         match = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', self.attributes)
         return int(match[1]) if match else None
 
 
 class HloComputation(dict[str, HloOperation]):
-    """Operations by name, in the order that they run in."""
+    """Operations of a computation by name, in execution order."""
 
     @property
     def root(self) -> HloOperation:
@@ -100,7 +100,7 @@ class HloComputation(dict[str, HloOperation]):
 
     @property
     def parameters(self) -> list[HloOperation]:
-        """Return the parameters in the order of a call's operands."""
+        """Return the parameters in the order of the caller's operands."""
         parameters = [operation for operation in self.values() if operation.kind == "parameter"]
         return sorted(parameters, key=lambda operation: int(operation.inside))
 
@@ -108,8 +108,8 @@ class HloComputation(dict[str, HloOperation]):
         return (operation for operation in self.values() if name in operation.operands)
 
     def read_bytes(self) -> float:
-        """Return bytes that a fusion has to read: of a parameter that is only sliced, its
-        slices.
+        """Return the bytes that a fusion reads; for a parameter that is only sliced, the bytes of
+        the slices.
         """
         return sum(self._read_of(parameter) for parameter in self.parameters)
 
@@ -128,8 +128,8 @@ class HloComputation(dict[str, HloOperation]):
         return min(whole, bytes_read)
 
     def written_bytes(self) -> float:
-        """Return bytes that a fusion has to write: of a result that is updated in place, the
-        update.
+        """Return the bytes that a fusion writes; for a result that is updated in place, the bytes
+        of the update.
         """
         root = self.root
         names = root.operands if root.kind == "tuple" else (root.name,)
@@ -141,24 +141,24 @@ class HloComputation(dict[str, HloOperation]):
             made = self[made.operands[0]]
         if made.kind == "dynamic-update-slice":
             return self[made.operands[1]].num_bytes
-        if made.kind == "scatter":  # what is there is read, and written with the updates
+        if made.kind == "scatter":  # the old rows are read, then written with the updates
             return 2 * self[made.operands[-1]].num_bytes
         return result.num_bytes
 
 
 @dataclass(frozen=True)
 class HloModule:
-    """All computations by name, and the one that runs."""
+    """All computations by name, and the entry computation."""
 
     computations: dict[str, HloComputation]
     entry: HloComputation
 
     def called(self, operation: HloOperation, *names: str) -> HloComputation:
-        """Return the computation that the first of these attributes names."""
+        """Return the computation named by the first of these attributes that the operation has."""
         return next(self.computations[called] for n in names if (called := operation.attribute(n)))
 
     def branches(self, operation: HloOperation) -> list[HloComputation]:
-        """Return the computations of a conditional."""
+        """Return the branch computations of a conditional."""
         match = re.search(r"branch_computations=\{([^}]*)\}", operation.attributes)
         names = _NAME.findall(match[1]) if match else []
         names = names or [
@@ -168,7 +168,7 @@ class HloModule:
 
 
 def dot_flops(operation: HloOperation, left: HloArray) -> float:
-    """Return the FLOPs of a product, an operation `dot` or a library's, of a left operand."""
+    """Return the FLOPs of a matrix product, `dot` or a library call. left: the first operand."""
     contracted = operation.numbers("lhs_contracting_dims") or operation.numbers(
         "lhs_contracting_dimensions"
     )
@@ -176,7 +176,9 @@ def dot_flops(operation: HloOperation, left: HloArray) -> float:
 
 
 def parse_hlo(text: str) -> HloModule:
-    """Return the module that the text describes; `ValueError` if it is none."""
+    """Return the module that `text` describes. Raises `ValueError` if `text` has no ENTRY
+    computation.
+    """
     computations: dict[str, HloComputation] = {}
     current: HloComputation | None = None
     entry: HloComputation | None = None
@@ -216,5 +218,5 @@ def _operation(line: str) -> HloOperation | None:
 
 def _arrays(text: str) -> Iterable[HloArray]:
     for dtype, sizes in _ARRAY.findall(text):
-        if dtype in ITEM_BYTES:  # else a token, or an opaque value
+        if dtype in ITEM_BYTES:  # otherwise a token or an opaque value
             yield HloArray(dtype, tuple(int(n) for n in sizes.split(",") if n))

@@ -1,4 +1,8 @@
-"""Which tier holds what of a model that is served, and whether it fits: numbers in, plan out."""
+"""Memory plan of serving: which tier (device, host memory, NVMe) holds experts, other weights and
+the KV cache. Pure functions.
+
+The engine and `serve.py --dry-run` use it before any weight is loaded.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -8,22 +12,22 @@ from jmoe.config.checks import check
 from jmoe.config.engine import EngineConfig, EngineMesh, Policy
 from jmoe.planning.roofline import ExpertWeights
 
-# Of free memory: what programs need to compute in, and what the system around them may want
-# meanwhile.
+# Fraction of free memory left for temporaries of programs and for other processes of the
+# system.
 RESERVE = 0.1
 MIN_CACHE_RECORDS = 2
-# Of free memory: what keys and values may take of it by default, where experts or the system have a
-# use for the rest.
+# Fraction of free memory that the KV cache takes by default, if experts or the system can use the
+# rest.
 CACHE_SHARE = 1 / 8
-LENGTH_STEP = 1024  # tokens by which default lengths of sequences differ
+LENGTH_STEP = 1024  # default sequence lengths are multiples of this many tokens
 
 
 @dataclass(frozen=True)
 class ModelBytes:
-    """A model's needs. record_bytes: of an expert below the device. dense_bytes: a device's weights
-    but the experts.
+    """Memory needs of a served model.
 
-    cache_bytes: its keys and values.
+    record_bytes: one expert as stored in host memory or on NVMe. dense_bytes: a device's weights
+    without experts. cache_bytes: a device's KV cache.
     """
 
     weights: ExpertWeights
@@ -33,13 +37,13 @@ class ModelBytes:
 
     @property
     def num_experts(self) -> int:
-        """Return the number of experts in all layers together."""
+        """Return the number of experts of all layers together."""
         return self.weights.num_layers * self.weights.num_experts
 
 
 @dataclass(frozen=True)
 class FreeMemory:
-    """Bytes that are free. shared: the device is the CPU, and both are the same memory."""
+    """Free bytes of device and host. shared: the device is the CPU, so both are the same memory."""
 
     device_bytes: int
     host_bytes: int
@@ -48,12 +52,13 @@ class FreeMemory:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The place of every byte.
+    """Bytes on every tier.
 
-    policy: `auto` where experts are streamed and each step goes the way that measurement will say.
-    expert_tier: where they come from; None if nothing is streamed. expert_slots: on the device, for
-    one expert each; ring_slots: for a layer each (policy `ring`). host_bytes: of expert records in
-    host memory, all of them or a cache; nvme_bytes: on disk.
+    policy: `auto` if experts are streamed and each step's way of fetching them is chosen by
+    measured times. expert_tier: tier from which experts are streamed; None if all are on the
+    device. expert_slots: slots of one expert each on the device. ring_slots: slots of one layer
+    each (policy `ring`). host_bytes: expert records in host memory, all or a cache. nvme_bytes:
+    expert records on disk.
     """
 
     policy: Policy
@@ -70,7 +75,7 @@ class MemoryPlan:
 
     @property
     def device_bytes(self) -> int:
-        """Everything on the device."""
+        """Return the total bytes on the device: experts, other weights, and KV cache."""
         return self.device_expert_bytes + self.model.dense_bytes + self.model.cache_bytes
 
     def __str__(self) -> str:
@@ -92,11 +97,12 @@ class MemoryPlan:
 
 
 def plan_memory(model: ModelBytes, free: FreeMemory, options: EngineConfig) -> MemoryPlan:
-    """Return a plan for the options; `ValueError` naming the field if there is none.
+    """Return the memory plan of one device. Raises `ValueError`, naming the field, if the options
+    cannot be met.
 
-    device_bytes: of expert slots. None: for `auto` what `free` leaves; for `resident` all experts,
-    for the others half of them. host_cache_bytes: of the tier `nvme`; None: a quarter of the
-    records, or as much of it as fits.
+    `options.device_bytes` limits the expert slots; None means the free memory for `auto`, all
+    experts for `resident`, and half of them for the other policies. `options.host_cache_bytes`
+    applies to the tier `nvme`; None means a quarter of the records, or less if that does not fit.
     """
     policy, ring_slots, device_bytes = options.policy, options.ring_slots, options.device_bytes
     expert_tier = options.expert_tier
@@ -163,13 +169,12 @@ def longest_sequence(
     free: FreeMemory,
     plan: Callable[[ModelBytes], MemoryPlan],
 ) -> int:
-    """Return how many tokens, from `shortest` to `longest`, a sequence may have where nobody says
-    it.
+    """Return the default maximum sequence length in tokens, from `shortest` to `longest`.
 
-    model: with keys and values of `shortest` tokens. More of them leave the experts where they are:
-    on a device with memory of its own they take what resident experts leave, elsewhere at most
-    `CACHE_SHARE` of it. plan: `plan_memory` or `plan_mesh_memory` of the options; its `ValueError`
-    for the shortest ones is raised.
+    A longer KV cache must not change the policy or tier of the experts. On a device with its own
+    memory it takes what resident experts leave; otherwise at most `CACHE_SHARE` of the free memory.
+    model: with the KV cache of `shortest` tokens. plan: calls `plan_memory` or `plan_mesh_memory`
+    with the options; its `ValueError` for `shortest` propagates.
     """
     first = plan(model)
 
@@ -205,12 +210,13 @@ def plan_mesh_memory(
     local_devices: int,
     expert_slots: int | None = None,
 ) -> MemoryPlan:
-    """Return the plan of each of several devices; `ValueError` naming the field if it does not fit.
+    """Return the memory plan of each of several devices. Raises `ValueError`, naming the field, if
+    the model does not fit.
 
-    local_devices: of a process. A process has a copy of all experts in host memory where their
-    places may change, and those of its own devices where layers pass through a ring. device_bytes:
-    of expert slots on each device.
-    expert_slots: of each device, of all layers together; None: as `mesh` says.
+    A process keeps a copy of all experts in host memory if their placement may change, and only its
+    own devices' experts if layers pass through a ring. local_devices: devices of a process.
+    expert_slots: slots of each device over all layers; None: as `options.mesh` says.
+    `options.device_bytes` limits the expert slots of each device.
     """
     mesh, weights = options.mesh, model.weights
     if expert_slots is None:
@@ -248,7 +254,9 @@ def plan_mesh_memory(
 def _plan_mesh_ring(
     model: ModelBytes, free: FreeMemory, options: EngineConfig, local_devices: int
 ) -> MemoryPlan:
-    """Return the plan of each of several devices through which whole layers pass."""
+    """Return the memory plan of each of several devices if whole layers pass through a ring of
+    slots.
+    """
     _check_cache(options)
     mesh, layers, ring_slots = options.mesh, model.weights.num_layers, options.ring_slots
     slots = slots_per_device(mesh, model.weights.num_experts)
@@ -266,7 +274,7 @@ def _plan_mesh_ring(
     for_slots = options.device_bytes
     if for_slots is None and options.policy == "ring":
         for_slots = (ring_slots or max(1, layers // 2)) * layer_bytes
-    elif for_slots is None:  # where memory is shared, records take their part of it
+    elif for_slots is None:  # with shared memory, records need a part of it
         for_slots = room_bytes - room_bytes // 4 if free.shared else room_bytes
     ring_slots = ring_slots or min(layers, for_slots // layer_bytes)
     needed = f"must hold {max(1, ring_slots)} layers' experts, of {layer_bytes} bytes each"
@@ -292,7 +300,9 @@ def _plan_mesh_ring(
 
 
 def slots_per_device(mesh: EngineMesh, num_experts: int) -> int:
-    """Return how many experts of a layer a device has room for; `ValueError` if that is too few."""
+    """Return the slots that each device has for a layer's experts. Raises `ValueError` if they are
+    too few or too many.
+    """
     fewest = -(-num_experts // mesh.devices)
     slots = fewest if mesh.slots_per_device is None else mesh.slots_per_device
     enough = f"must be at least {fewest} for {num_experts} experts on {mesh.devices} devices"
@@ -308,12 +318,12 @@ def _check_cache(options: EngineConfig) -> None:
 
 
 def _device_room(model: ModelBytes, free: FreeMemory) -> int:
-    """Return what free memory leaves for experts on the device."""
+    """Return the bytes of device memory that are left for experts."""
     return max(0, int(free.device_bytes * (1 - RESERVE)) - model.dense_bytes - model.cache_bytes)
 
 
 def _slot_bytes(model: ModelBytes, free: FreeMemory, options: EngineConfig) -> int:
-    """Return the bytes for slots where nobody said how many."""
+    """Return the default number of bytes for expert slots."""
     if options.ring_slots is not None:
         return options.ring_slots * model.weights.layer_bytes
     if options.policy == "ring":
@@ -321,7 +331,7 @@ def _slot_bytes(model: ModelBytes, free: FreeMemory, options: EngineConfig) -> i
     if options.policy in ("experts", "hybrid"):
         return max(model.weights.num_experts, model.num_experts // 2) * model.weights.expert_bytes
     room_bytes = _device_room(model, free)
-    if free.shared:  # the cache of records takes its part of the same memory
+    if free.shared:  # the cache of records needs a part of the same memory
         room_bytes -= (
             room_bytes // 4 if options.host_cache_bytes is None else options.host_cache_bytes
         )
@@ -331,9 +341,9 @@ def _slot_bytes(model: ModelBytes, free: FreeMemory, options: EngineConfig) -> i
 def _below(
     all_bytes: int, room_bytes: int, model: ModelBytes, options: EngineConfig
 ) -> tuple[Literal["host", "nvme"], int]:
-    """Return the tier that holds a process's records, and the bytes of records in host memory.
+    """Return (tier of a process's expert records, bytes of records in host memory).
 
-    all_bytes: of the records. room_bytes: of host memory that are left for them.
+    all_bytes: all records of the process. room_bytes: host memory available for records.
     """
     expert_tier, host_cache_bytes = options.expert_tier, options.host_cache_bytes
     if expert_tier == "host" or (

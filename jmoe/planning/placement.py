@@ -1,8 +1,12 @@
-"""Where the experts of a layer are in inference: replicas on devices by popularity, and which one
-takes a token.
+"""Placement of a layer's experts in inference: replicas on devices by popularity, and the replica
+that takes each token.
 
-Legend: E experts (logical), N devices, S slots of a device, C = CYCLE rows after which replicas
-repeat. A replica's physical number is device * S + slot.
+A replica's physical number is device * S + slot. Axis legend:
+
+E  experts of a layer (logical)
+N  devices
+S  slots of a device
+C  CYCLE, the number of rows after which the choice of replicas repeats
 """
 
 from collections.abc import Sequence, Set
@@ -20,12 +24,12 @@ EMPTY = -1
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """Which expert is in each slot of each device, and which replica takes the token of a row.
+    """Assignment of experts to slots, and of token rows to replicas.
 
-    physical_to_logical: int32 [N, S], EMPTY for an empty slot; no device holds an expert twice.
-    turns: int32 [E, C], the physical number of the replica that takes the rows r with r % C at that
-    place: a constant of fixed shape, so that a program that looks replicas up in it is compiled
-    once. popularity_E: float64, what the plan was made from, in tokens or any other unit.
+    physical_to_logical: int32 [N, S], the expert in each slot, or EMPTY; no device holds an expert
+    twice. turns: int32 [E, C], the physical number of the replica that takes rows r with r % C ==
+    c. Its shape is constant, so a program that reads it is compiled once. popularity_E: float64
+    [E], expected tokens per expert, in any unit.
     """
 
     physical_to_logical: np.ndarray
@@ -45,23 +49,22 @@ class Placement:
         return int(self.physical_to_logical.shape[1])
 
     def replicas_of(self, expert: int) -> np.ndarray:
-        """Return the physical numbers of an expert's replicas, ascending."""
+        """Return the physical numbers of an expert's replicas, in ascending order."""
         return np.flatnonzero(self.physical_to_logical == expert)
 
     def physical(self, rows: np.ndarray, experts: np.ndarray) -> np.ndarray:
         """Return int32, the physical number of the replica that takes each token.
 
-        rows, experts: integers of shapes that broadcast, the number of a token's row in the step
-        and one of its experts. The answer depends on nothing else, neither on other tokens nor on
-        the device that asks: every expert's replicas take turns over CYCLE rows, each as many as
-        its quota says, evenly spread.
+        rows, experts: integer arrays of broadcastable shapes, with a token's row in the step and
+        one of its experts. The result depends on these only, not on other tokens or the calling
+        device: an expert's replicas alternate over CYCLE rows, in proportion to their quotas.
         """
         return self.turns[experts, rows % CYCLE]
 
     @property
     def quotas(self) -> np.ndarray:
-        """Return float64 [N, S], the part of an expert's popularity that each replica takes if
-        all rows are alike.
+        """Return float64 [N, S], the popularity that each replica takes if tokens are spread evenly
+        over rows.
         """
         taken = np.bincount(self.turns.ravel(), minlength=self.physical_to_logical.size)
         share = taken.reshape(self.physical_to_logical.shape) / CYCLE
@@ -79,18 +82,18 @@ class Placement:
 
     @property
     def balancedness(self) -> float:
-        """Return the mean load of a device over the largest: 1 if all are equal."""
+        """Return the mean load of a device divided by the largest; 1 if all are equal."""
         return balancedness(self.loads)
 
 
 def balancedness(loads: np.ndarray) -> float:
-    """Return the mean load over the largest; 1 if there is none."""
+    """Return the mean of `loads` divided by the largest; 1 if all loads are 0."""
     largest = float(loads.max(initial=0.0))
     return float(loads.mean()) / largest if largest > 0 else 1.0
 
 
 class Fill(NamedTuple):
-    """Weights that a device has to load: of an expert, into a slot."""
+    """A load of weights: device `device` loads expert `expert` into slot `slot`."""
 
     device: int
     slot: int
@@ -98,8 +101,8 @@ class Fill(NamedTuple):
 
 
 class Changes(NamedTuple):
-    """A placement with its slots in the order that keeps most in place, and what has to be
-    loaded to get there.
+    """A placement whose slots are ordered so that most experts stay in place, and the loads that
+    lead to it.
     """
 
     placement: Placement
@@ -116,14 +119,13 @@ def place(
     num_groups: int = 1,
     policy: PlacementPolicy = "lina",
 ) -> Placement:
-    """Return where the experts of a layer should be; the even placement where the policy's has a
-    larger largest load.
+    """Return a placement of a layer's experts by `policy`, or the even placement if its largest
+    device load is smaller.
 
-    popularity_E: tokens that each expert will get, or any multiple of it; 0 for an expert without
-    an estimate.
-    max_packed: the most experts of a device. nodes, num_groups: of eplb: where the groups of
-    neighbouring experts divide by the nodes, the replicas of a group stay on one node. Raise
-    `ValueError` if the experts do not fit once.
+    popularity_E: expected tokens per expert, in any unit; 0 for an expert without an estimate.
+    max_packed: most experts on a device. nodes, num_groups: for the policy eplb; replicas of a
+    group of neighbouring experts stay on one node if the groups divide by the nodes. Raises
+    `ValueError` if not every expert fits once, or an argument is out of range.
     """
     popularity_E = np.asarray(popularity_E, np.float64)
     size, capacity = len(popularity_E), min(slots_per_device, max_packed)
@@ -181,10 +183,11 @@ def place(
 
 
 def place_as(physical_to_logical: np.ndarray, popularity_E: np.ndarray) -> Placement:
-    """Return the placement of experts that are where this says, an expert's replicas equally busy.
+    """Return the `Placement` with experts in the given slots; an expert's replicas get equal
+    quotas.
 
-    physical_to_logical: integers [N, S], EMPTY for an empty slot. Raise `ValueError` unless every
-    expert is there and none twice on a device.
+    physical_to_logical: integers [N, S], EMPTY for an empty slot. Raises `ValueError` if an expert
+    is missing, or twice on a device.
     """
     experts_NS, size = np.asarray(physical_to_logical, np.int32), len(popularity_E)
     known = bool(np.all((experts_NS >= EMPTY) & (experts_NS < size)))
@@ -214,11 +217,11 @@ def place_as(physical_to_logical: np.ndarray, popularity_E: np.ndarray) -> Place
 
 
 def shared_rows(devices_of_layers: Sequence[Set[int]]) -> list[int]:
-    """Return the row of slots that each layer takes, in which layers on other devices have theirs
-    too.
+    """Return a row of slots for each layer, such that layers with disjoint sets of devices share a
+    row.
 
-    A row has slots on every device. devices_of_layers: the devices that have experts of each layer,
-    for good.
+    devices_of_layers: devices that hold experts of each layer, permanently. A row has slots on
+    every device.
     """
     taken: list[set[int]] = []
     rows = []
@@ -232,8 +235,8 @@ def shared_rows(devices_of_layers: Sequence[Set[int]]) -> list[int]:
 
 
 def slot_rows(placements: Sequence[Placement]) -> tuple[list[int], list[int]]:
-    """Return (the row of each layer as `shared_rows` says, the slots of each row) of layers that
-    stay.
+    """Return (row of each layer, slots per device of each row) for layers whose placement never
+    changes; see `shared_rows`.
     """
     on_NS = [placement.physical_to_logical != EMPTY for placement in placements]
     rows = shared_rows([set(np.flatnonzero(on.any(axis=1)).tolist()) for on in on_NS])
@@ -242,12 +245,11 @@ def slot_rows(placements: Sequence[Placement]) -> tuple[list[int], list[int]]:
 
 
 def changes(held: np.ndarray, new: Placement) -> Changes:
-    """Return what to load, and where, to get from what devices hold to a new placement.
+    """Return the loads that turn the slots' current contents into a new placement.
 
-    held: integers [N, S], the expert that each slot's weights are of, EMPTY for none:
-    `old.physical_to_logical` at first. The new placement's slots are reordered within their device:
-    an expert that is there already stays in its slot, others come into slots that hold nothing
-    before they replace one.
+    held: integers [N, S], the expert whose weights are in each slot, or EMPTY; initially
+    `old.physical_to_logical`. The new placement's slots are reordered within a device: an expert
+    that is already there keeps its slot, and others fill empty slots before they replace an expert.
     """
     wanted_NS = new.physical_to_logical
     check(
@@ -285,7 +287,7 @@ def changes(held: np.ndarray, new: Placement) -> Changes:
 def _placement(
     parts: ExpertParts, device_I: np.ndarray, shape: tuple[int, int], popularity_E: np.ndarray
 ) -> Placement:
-    """Return the placement of parts on devices, each device's experts in ascending order."""
+    """Return the placement of parts on devices, with each device's experts in ascending order."""
     experts_NS, turns_NS = np.full(shape, EMPTY, np.int32), np.zeros(shape, np.int64)
     order = np.lexsort((parts.experts, device_I))
     slots = np.arange(len(order)) - np.searchsorted(device_I[order], device_I[order])
@@ -295,9 +297,7 @@ def _placement(
 
 
 def _take_turns(experts_NS: np.ndarray, turns_NS: np.ndarray, num_experts: int) -> np.ndarray:
-    """Return int32 [E, C], the replica of each turn, every replica's turns at equal distances
-    (about).
-    """
+    """Return int32 [E, C], the replica of each turn, with every replica's turns evenly spaced."""
     experts, turns = experts_NS.ravel(), turns_NS.ravel()
     replica_EC = np.zeros((num_experts, CYCLE), np.int32)
     alone = np.flatnonzero(turns == CYCLE)

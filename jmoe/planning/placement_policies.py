@@ -1,7 +1,13 @@
-"""How many replicas experts get and which devices hold them: Lina's policy and EPLB's, a few
-hundred parts to pack.
+"""Policies that replicate experts by popularity and assign the replicas to devices: Lina's and
+EPLB's. Called by `jmoe.planning.placement`.
 
-Legend: E experts of a layer, N devices, P nodes, G groups of neighbouring experts, I parts.
+A part is a replica, with its fraction of an expert's tokens. Axis legend:
+
+E  experts of a layer
+N  devices
+P  nodes
+G  groups of neighbouring experts
+I  parts
 """
 
 from collections.abc import Callable
@@ -9,16 +15,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Rows of tokens after which an expert's replicas take turns anew: a quota is a multiple of 1 /
+# Period, in token rows, of the alternation of an expert's replicas: a quota is a multiple of 1 /
 # CYCLE of an expert.
 CYCLE = 120
-ROUNDING = 1e-9  # of sums of floats, relative
+ROUNDING = 1e-9  # relative rounding error of float sums
 NOWHERE = -1
 
 
 class ExpertParts(NamedTuple):
-    """The parts to pack, each into a slot: an expert, how many of CYCLE rows it takes, and how
-    much that weighs.
+    """The parts to assign to slots: their expert, their number of CYCLE turns, and their load, each
+    an array [I].
     """
 
     experts: np.ndarray
@@ -29,13 +35,14 @@ class ExpertParts(NamedTuple):
 def lina(
     popularity_E: np.ndarray, num_devices: int, capacity: int
 ) -> tuple[ExpertParts, np.ndarray]:
-    """Return Lina's parts of experts and their devices (section 5.2).
+    """Return Lina's parts and the device of each (section 5.2 of the paper).
 
-    Equation 1: an expert needs n_e = N popularity / sum devices. For n_e >= 1 it gets floor(n_e)
-    whole ones, and what is left is a part like an expert with n_e < 1: first-fit-decreasing into
-    the devices, in units of one. Where slots are too few for all parts, the most loaded experts are
-    replicated first and their replicas are equal. What fits nowhere goes to the least loaded
-    device; experts without an estimate to those with the fewest experts.
+    Equation 1: an expert needs n_e = N popularity_e / sum(popularity) devices. An expert with n_e
+    >= 1 gets floor(n_e) parts of load 1 and one part for the rest; an expert with n_e < 1 is one
+    part. Parts are packed into devices of load 1 by first-fit-decreasing. If slots are too few for
+    all parts, the experts with the largest load per replica are replicated first, into equal parts.
+    A part that fits nowhere goes to the least loaded device, and an expert without an estimate to
+    the device with the fewest experts.
     """
     needed_E = num_devices * popularity_E / popularity_E.sum()
     wanted_E = np.clip(np.ceil(needed_E * (1 - ROUNDING)), 1, num_devices).astype(np.int64)
@@ -62,11 +69,11 @@ def lina(
 def _eplb_of_node(
     popularity_E: np.ndarray, num_devices: int, capacity: int
 ) -> tuple[ExpertParts, np.ndarray]:
-    """Return equal replicas of experts, and their devices: as many as there are slots, an equal
-    number on each.
+    """Return equal replicas of experts, and the device of each; replicas fill the slots, the same
+    number on each device.
 
-    Copies go one by one to the expert with most load a copy; then all, the heaviest first, to the
-    least loaded device.
+    Replicas are added one by one for the expert with the most load per replica. Then replicas are
+    assigned, the heaviest first, to the least loaded device.
     """
     most_E = np.where(popularity_E > 0, num_devices, 1)
     copies_E = _replicate(popularity_E, num_devices * capacity, most_E)
@@ -86,8 +93,8 @@ def _eplb_of_node(
 def eplb(
     popularity_E: np.ndarray, num_devices: int, capacity: int, num_nodes: int, num_groups: int
 ) -> tuple[ExpertParts, np.ndarray]:
-    """Return what `_eplb_of_node` makes of each node and the groups of experts packed on it,
-    equally many on each.
+    """Return EPLB's parts and the device of each: groups of experts are packed onto nodes, equally
+    many on each, then replicated inside the node.
     """
     if num_nodes == 1:
         return _eplb_of_node(popularity_E, num_devices, capacity)
@@ -113,8 +120,10 @@ def eplb(
 
 
 def _replicate(load_E: np.ndarray, num_slots: int, most_E: np.ndarray) -> np.ndarray:
-    """Return int64 [E], copies of experts: one of each, then one by one of that with most load a
-    copy.
+    """Return int64 [E], the replicas of each expert: one each, and further ones for the expert with
+    the most load per replica.
+
+    most_E: most replicas of each expert.
     """
     copies_E = np.ones(len(load_E), np.int64)
     for _ in range(num_slots - len(load_E)):
@@ -127,7 +136,9 @@ def _replicate(load_E: np.ndarray, num_slots: int, most_E: np.ndarray) -> np.nda
 
 
 def _parts(shares: list[np.ndarray]) -> ExpertParts:
-    """Return a part for each share of each expert but those that are too small for a turn."""
+    """Return one part for each share of an expert, without shares that are too small for a single
+    turn.
+    """
     rows = []
     for expert, weights in enumerate(shares):
         turns = apportion(weights) if len(weights) > 1 else [CYCLE]
@@ -136,8 +147,8 @@ def _parts(shares: list[np.ndarray]) -> ExpertParts:
 
 
 def apportion(weights: np.ndarray) -> np.ndarray:
-    """Return int64, how many of CYCLE turns each of an expert's replicas gets, by largest
-    remainders.
+    """Return int64, the number of CYCLE turns of each of an expert's replicas, by the
+    largest-remainder method.
     """
     total = weights.sum()
     exact = CYCLE * (weights / total if total > 0 else np.full(len(weights), 1 / len(weights)))
@@ -150,12 +161,12 @@ Choose = Callable[[float, np.ndarray, np.ndarray, np.ndarray], int]
 
 
 def _pack(parts: ExpertParts, num_devices: int, capacity: int, choose: Choose) -> np.ndarray:
-    """Return the device of each part, the heaviest first; at most `capacity` a device, and no
-    expert twice on one.
+    """Return the device of each part [I]. Parts are assigned by descending load, at most `capacity`
+    per device, and no expert twice on a device.
 
-    choose: gets a part's weight, the devices that may take it, and loads and numbers of parts of
-    all. If only devices with a copy of the part's expert have room, another part moves there and
-    leaves its place to this one.
+    choose: called with a part's load, the devices that may take it, and the loads and counts of all
+    devices; returns a device. If every device with a free slot already has the part's expert,
+    another part moves to that device and frees its own slot for this part.
     """
     device_I = np.full(len(parts.experts), NOWHERE)
     loads_N, counts_N = np.zeros(num_devices), np.zeros(num_devices, np.int64)
@@ -173,9 +184,9 @@ def _pack(parts: ExpertParts, num_devices: int, capacity: int, choose: Choose) -
         if devices.size:
             put(part, choose(float(parts.weights[part]), devices, loads_N, counts_N))
             continue
-        # A device with room has this expert, so at most capacity - 2 others; one without it has
-        # `capacity` others. One of these is therefore not on the former. Of all such moves that
-        # which leaves the smaller larger load.
+        # A device with a free slot has this expert, so at most capacity - 2 others. A device
+        # without it has `capacity` others, at least one of which is not on the former device. Of
+        # all such moves, take the one with the smallest resulting maximum load.
         moves = []
         for roomy in np.flatnonzero(counts_N < capacity).tolist():
             others = (

@@ -1,9 +1,16 @@
-"""How long a step takes when expert weights are streamed, predicted from measured numbers.
+"""Roofline model of serving with streamed expert weights: predicts a step's time from measured
+rates. Pure functions.
 
-Pure functions. Symbols: N layers with experts, E experts per layer, k experts per token, B tokens
-in a step, c compute seconds of a layer, s bytes of a layer's experts, s_e bytes of one expert, W
-bytes/s of the link to the device. A layer's time under a ring is max(c, s / W): its bytes move
-while other layers compute.
+With a ring, a layer takes max(c, s / W): its weights move while other layers compute. Symbols:
+
+N    layers with experts
+E    experts per layer
+k    experts per token
+B    tokens of a step
+c    compute seconds of a layer
+s    bytes of a layer's experts
+s_e  bytes of one expert
+W    bytes/s of the link to the device
 """
 
 import math
@@ -13,12 +20,12 @@ from typing import Literal
 from jmoe.config.checks import check, not_negative, positive
 
 Policy = Literal["resident", "ring", "experts", "hybrid"]
-RING_SLOTS = 2  # one loads a layer while the other is in use: the fewest that overlap
+RING_SLOTS = 2  # the minimum for overlap: one slot loads a layer while the other is in use
 
 
 def distinct_experts(num_experts: int, num_experts_per_tok: int, num_tokens: float) -> float:
-    """Return expected distinct experts that B tokens touch in a layer under uniform routing: E
-    (1 - (1 - k/E)^B).
+    """Return the expected number of distinct experts of a layer that B tokens choose under uniform
+    routing: E (1 - (1 - k/E)^B).
     """
     check(num_experts > 0, "num_experts", num_experts, "must be greater than 0")
     k, name = num_experts_per_tok, "num_experts_per_tok"
@@ -35,10 +42,10 @@ def scaled_share(
     measured_tokens: float,
     num_tokens: float,
 ) -> float:
-    """Return the share of a layer's experts that `num_tokens` touch, where `measured_tokens` touch
-    `share` of them.
+    """Return the fraction of a layer's experts that `num_tokens` tokens choose, given the fraction
+    `share` measured for `measured_tokens`.
 
-    It changes by the factor of uniform routing, but not below what one token chooses.
+    The fraction scales as under uniform routing, but not below the experts of a single token.
     """
     touched = distinct_experts(num_experts, num_experts_per_tok, num_tokens)
     scaled = share * touched / distinct_experts(num_experts, num_experts_per_tok, measured_tokens)
@@ -47,7 +54,7 @@ def scaled_share(
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """The weights to stream: `num_layers` layers with `num_experts` experts of `expert_bytes`
+    """Size of the weights to stream: `num_layers` layers of `num_experts` experts of `expert_bytes`
     each.
     """
 
@@ -74,16 +81,17 @@ class ExpertWeights:
 
 @dataclass(frozen=True)
 class Measured:
-    """Measurements of the machine and of one phase (prefill or decode).
+    """Measured times and rates of the machine, and routing of one phase (prefill or decode).
 
-    bandwidth_bytes_per_s: of the tier that holds the weights to the device. compute_s: one layer's,
-    with its weights there. sync_s: to read the router's choice back, per layer. num_tokens: of a
-    step. active_experts: distinct ones a layer touches in a step; None: as under uniform routing.
-    hit_rate: share of those already on the device; None: as under uniform routing, the share of all
-    experts that has a slot for good (one layer's worth passes through).
-    early_fraction: share of the fetched experts guessed early enough to move while something else
-    computed.
-    host_bytes_per_s: at which the host computes with experts that lie there; 0: it does not.
+    bandwidth_bytes_per_s: from the experts' tier to the device. compute_s: one layer with its
+    weights on the device. sync_s: reading the router's choice back to the host, per layer.
+    num_tokens: tokens of a step. host_bytes_per_s: rate at which the CPU computes with experts in
+    host memory; 0: it does not.
+
+    active_experts: distinct experts per layer and step. hit_rate: fraction of these that are
+    already on the device. None for either means uniform routing, for which one layer's experts pass
+    through slots and the other slots stay resident. early_fraction: fraction of the fetched experts
+    that were predicted early enough to overlap with computation.
     """
 
     bandwidth_bytes_per_s: float
@@ -105,8 +113,8 @@ class Measured:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Forecast for one policy: whether its slots fit the device, seconds and bytes moved of a
-    step.
+    """Predicted step of one policy: whether its slots fit on the device, seconds, and bytes
+    moved.
     """
 
     policy: Policy
@@ -116,9 +124,7 @@ class Prediction:
 
 
 def predict_resident(weights: ExpertWeights, measured: Measured, device_bytes: int) -> Prediction:
-    """Predict a step with all experts on the device: N c, nothing streamed; it fits if N E s_e
-    bytes do.
-    """
+    """Predict a step with all experts on the device: N c seconds. Fits if N E s_e bytes fit."""
     return Prediction(
         "resident",
         weights.total_bytes <= device_bytes,
@@ -128,12 +134,12 @@ def predict_resident(weights: ExpertWeights, measured: Measured, device_bytes: i
 
 
 def predict_ring(weights: ExpertWeights, measured: Measured, device_bytes: int) -> Prediction:
-    """Predict a step whose layers pass through two slots; layers that have room beside these stay
-    on the device.
+    """Predict a step in which layers pass through two slots, and layers that fit besides stay
+    resident.
 
-    K layers fit. With R = K - 2 of them resident, N - R layers move in a step, and spread evenly
-    they have the whole step's compute to hide in: T = N max(c, (N - R) s / (N W)). If all layers
-    fit none moves.
+    If K layers fit, R = K - 2 stay resident and N - R move in each step. Spread evenly, they
+    overlap with the compute of the whole step: T = N max(c, (N - R) s / (N W)). If all layers fit,
+    none moves.
     """
     num_layers = weights.num_layers
     fitting = min(num_layers, device_bytes // weights.layer_bytes)
@@ -145,11 +151,12 @@ def predict_ring(weights: ExpertWeights, measured: Measured, device_bytes: int) 
 
 
 def predict_experts(weights: ExpertWeights, measured: Measured, device_bytes: int) -> Prediction:
-    """Predict a step that fetches only the experts its tokens chose, into slots shared with a
-    resident hot set.
+    """Predict a step that fetches only the chosen experts, into slots shared with a resident set of
+    frequent experts.
 
-    A layer: t_sync + (1 - g) f + max(c, g f) with f = E_act (1 - hit) s_e / W seconds of fetching,
-    a share g of it early. Fits if the slots take all experts that a layer may need, min(E, B k).
+    A layer takes t_sync + (1 - g) f + max(c, g f), where f = E_act (1 - hit) s_e / W is the fetch
+    time and g its early fraction. Fits if the slots hold all experts that a layer may need, min(E,
+    B k).
     """
     slots = min(weights.num_layers * weights.num_experts, device_bytes // weights.expert_bytes)
     active = measured.active_experts
@@ -170,10 +177,11 @@ def predict_experts(weights: ExpertWeights, measured: Measured, device_bytes: in
 
 
 def predict_hybrid(weights: ExpertWeights, measured: Measured, device_bytes: int) -> Prediction:
-    """Predict a step as `predict_experts` does, where the host computes a part of what is missing.
+    """Predict a step like `predict_experts` in which the CPU computes with some of the missing
+    experts.
 
-    Link and host work at the same time, each on the share that makes both end together: f = E_act
-    (1 - hit) s_e / (W + H) with H bytes/s of the host. The device computes what it has meanwhile: a
+    Link and CPU work at the same time, with shares that let both finish together: f = E_act (1 -
+    hit) s_e / (W + H), where H is the CPU's bytes/s. The device computes its experts meanwhile: a
     layer takes t_sync + max(c, f).
     """
     fetched = predict_experts(weights, measured, device_bytes)

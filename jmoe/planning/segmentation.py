@@ -1,11 +1,14 @@
-"""A model's layers and experts over several unlike devices, so that a step is short: numbers in,
-plan out.
+"""Division of a model's layers and experts over devices of different speed and memory, for the
+shortest step. Pure functions.
 
-Legend: N devices, L layers with experts, E experts of a layer, K choices a token.
-Devices are taken in groups, and a layer lies on the devices of one group: all of them for a split
-by experts, each one alone for a split by layers, those of each machine for both. A step of few
-tokens takes, layer after layer, as long as the layer's experts are read, and as long as tokens are
-sent to them and back.
+Devices form groups, and a layer lies on the devices of one group: all devices (split by experts), a
+single device (split by layers), or the devices of one machine (both). In a step of few tokens, each
+layer takes the time to read its experts, plus the time to send tokens there and back. Axis legend:
+
+N  devices
+L  layers with experts
+E  experts of a layer
+K  experts per token
 """
 
 import math
@@ -22,7 +25,9 @@ SPLITS: tuple[SegmentBy, ...] = ("experts", "layers", "both")
 
 @dataclass(frozen=True)
 class StepTokens:
-    """Tokens of a step, of all devices together, and the bytes of one on its way to an expert."""
+    """Number of tokens in a step, over all devices, and the bytes of one token sent to an
+    expert.
+    """
 
     count: int
     token_bytes: int
@@ -30,11 +35,11 @@ class StepTokens:
 
 @dataclass(frozen=True)
 class LayerPlace:
-    """Where a layer may lie. experts_N: how many of its experts each device has. layers: how many
-    layers lie so.
+    """A possible place of a layer.
 
-    read_s: until the last device has read its experts of such a layer. link_s: until tokens are
-    sent there and back.
+    experts_N: number of its experts on each device. read_s: seconds until the last device has read
+    its experts. link_s: seconds to send tokens there and back. layers: number of layers placed
+    here.
     """
 
     experts_N: tuple[int, ...]
@@ -49,9 +54,7 @@ class LayerPlace:
 
 @dataclass(frozen=True)
 class SegmentPlan:
-    """A split, its places in the order of the layers, and the bytes of weights and cache on each
-    device.
-    """
+    """A split, its places in layer order, and the bytes of weights and KV cache on each device."""
 
     by: SegmentBy
     places: tuple[LayerPlace, ...]
@@ -59,12 +62,12 @@ class SegmentPlan:
 
     @property
     def read_s(self) -> float:
-        """Return how long a step waits for experts to be read."""
+        """Return the seconds of a step spent reading experts."""
         return sum(place.layers * place.read_s for place in self.places)
 
     @property
     def link_s(self) -> float:
-        """Return how long a step waits for tokens that are sent."""
+        """Return the seconds of a step spent sending tokens."""
         return sum(place.layers * place.link_s for place in self.places)
 
     @property
@@ -72,7 +75,9 @@ class SegmentPlan:
         return self.read_s + self.link_s
 
     def segments(self) -> list[list[list[int]]]:
-        """Return the experts of each device, by device and layer: neighbours, in order."""
+        """Return the experts of each device and layer, indexed [device][layer]; each is a range of
+        neighbouring experts.
+        """
         devices: list[list[list[int]]] = [[] for _ in self.places[0].experts_N]
         for place in self.places:
             for _ in range(place.layers):
@@ -86,11 +91,11 @@ class SegmentPlan:
 def plan_segments(
     model: ModelBytes, described: MachinesConfig, tokens: StepTokens, by: SegmentBy | None = None
 ) -> SegmentPlan:
-    """Return where layers and experts should be; `ValueError` naming the machine if they do not
-    fit.
+    """Return the division of layers and experts over devices. Raises `ValueError`, naming the
+    machine, if they do not fit.
 
-    model: with what one device has beside experts. by: None for the split with the shortest step of
-    those that fit.
+    model: with one device's bytes of dense weights and KV cache. by: kind of split; None selects
+    the feasible split with the shortest step.
     """
     plans, errors = [], []
     for split in SPLITS if by is None else (by,):
@@ -106,11 +111,12 @@ def plan_segments(
 def _plan(
     model: ModelBytes, described: MachinesConfig, tokens: StepTokens, by: SegmentBy
 ) -> SegmentPlan:
-    """Return the shortest step of a split.
+    """Return the plan of one kind of split with the shortest step. Raises `ValueError` if none
+    fits.
 
-    Every device has room for as many experts as the fullest one: layers of different groups share
-    that room, each group's first layer with the other groups' first, and so on, and take as much of
-    it as the fullest device needs.
+    Every device has as many expert slots as the fullest device needs. Layers of different groups
+    share slots: the first layer of each group uses the same slots as the other groups' first
+    layers, and so on.
     """
     machines, weights = described.machines, model.weights
     rest_bytes = model.dense_bytes + model.cache_bytes
@@ -134,7 +140,7 @@ def _plan(
             )
             possible.append((sum(place.layers * place.layer_s for place in places), slots, places))
         if all(max(place.experts_N) < cap for place in dealt):
-            break  # a larger one would change nothing
+            break  # a larger cap would change nothing
     if not possible:
         raise ValueError(
             f"machines[{least}].device_bytes = {machines[least].device_bytes}: has room for {room}"
@@ -146,7 +152,7 @@ def _plan(
 
 
 def _groups(machines: Sequence[DevicesConfig], by: SegmentBy) -> list[list[int]]:
-    """Return the devices that share a layer."""
+    """Return the groups of devices that share a layer."""
     ends = [sum(one.devices for one in machines[: n + 1]) for n in range(len(machines))]
     if by == "experts":
         return [list(range(ends[-1]))]
@@ -158,10 +164,11 @@ def _groups(machines: Sequence[DevicesConfig], by: SegmentBy) -> list[list[int]]
 def _with_layers(
     places: Sequence[LayerPlace], num_layers: int, most: int
 ) -> tuple[LayerPlace, ...]:
-    """Return the places that have layers: the fastest as many as `most`, equally fast ones equally
-    many; () if too few.
+    """Return the places with their numbers of layers: at most `most` each, the fastest places
+    first, equal numbers on equally fast ones.
 
-    Layers come one after the other, so that none is faster for another's being elsewhere.
+    Returns () if `num_layers` do not fit. Layers run one after another, so spreading them over
+    places gains no time.
     """
     if len(places) * most < num_layers:
         return ()
@@ -181,10 +188,9 @@ def _with_layers(
 def _place(
     model: ModelBytes, described: MachinesConfig, tokens: StepTokens, group: Sequence[int], cap: int
 ) -> LayerPlace:
-    """Return a layer on a group of devices, at most `cap` experts each, so that the last one is
-    done early.
+    """Return the place of a layer on a group of devices with at most `cap` experts each.
 
-    The device that would be done first gets the next expert.
+    Each expert goes to the device that would finish reading it first.
     """
     speeds = [one.bytes_per_s for one in described.machines for _ in range(one.devices)]
     experts_N = [0] * len(speeds)
@@ -206,19 +212,21 @@ def _place(
 
 
 def _needed(experts: int, num_experts: int, k: int) -> float:
-    """Return the part of tokens that choose one of these experts, if all choices are alike."""
+    """Return the fraction of tokens that choose at least one of `experts` experts under uniform
+    routing.
+    """
     return 1 - math.comb(num_experts - experts, k) / math.comb(num_experts, k)
 
 
 def _sent_s(
     needed_N: Sequence[float], sizes: Sequence[int], network: NetworkConfig, tokens: StepTokens
 ) -> float:
-    """Return how long tokens take to the devices that need them, one way; each device has equally
-    many at first.
+    """Return the seconds to send tokens, one way, to the devices that need them. Tokens are evenly
+    spread over devices at first.
 
-    needed_N: the part of the tokens that each device needs. sizes: devices of each machine.
+    needed_N: fraction of the tokens that each device needs. sizes: devices of each machine.
     """
-    # of the tokens of one device
+    # own_bytes: of the tokens of one device
     own_bytes, first = tokens.count * tokens.token_bytes / len(needed_N), 0
     inside = between = 0.0
     for size in sizes:

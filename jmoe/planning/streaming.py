@@ -1,5 +1,5 @@
-"""How a model is served in memory that may be too small for it: the plan, what it was made from,
-what it predicts.
+"""Policy of serving with streamed experts: the memory plan, the measurements behind it, and
+predicted step times. Used by the inference engine.
 """
 
 import math
@@ -20,7 +20,7 @@ from jmoe.planning.roofline import (
     predict_ring,
 )
 
-MOST_TOKENS_ON_HOST = 32  # of a step: the native operations take no more
+MOST_TOKENS_ON_HOST = 32  # limit of the native CPU operations, in tokens of a step
 
 
 def _tokens(count: int) -> str:
@@ -29,13 +29,13 @@ def _tokens(count: int) -> str:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Measurements of machine and model at the start.
+    """Measurements of machine and model at the engine's start.
 
-    step_tokens, layer_s: tokens of a step, ascending, and seconds that a layer then computes.
-    rest_s: of a step, beside its layers. sync_s: to read a layer's choices back.
-    bandwidth_bytes_per_s: from host memory into slots;
-    nvme_bytes_per_s: from NVMe into host memory. Infinite where nothing moves. host_bytes_per_s: of
-    experts that the CPU computes in host memory; 0 where it does not.
+    step_tokens, layer_s: tokens of a step (ascending), and compute seconds of a layer for each.
+    rest_s: seconds of a step besides its layers. sync_s: reading a layer's routing back to the
+    host. bandwidth_bytes_per_s: from host memory into device slots. nvme_bytes_per_s: from NVMe
+    into host memory. Rates are infinite if nothing is moved. host_bytes_per_s: expert bytes that
+    the CPU computes with per second; 0 if it does not.
     """
 
     step_tokens: tuple[int, ...]
@@ -71,12 +71,11 @@ class Calibration:
 
 @dataclass(frozen=True)
 class RoutingStats:
-    """Routing of recent steps of at most `max_tokens` tokens, on average `num_tokens`; means over
+    """Routing of recent steps of at most `max_tokens` tokens (`num_tokens` on average); means over
     layers.
 
-    active_experts: distinct ones that a layer's tokens chose. hit_rate: share of these that were on
-    the device.
-    early_fraction: share of the others that were guessed.
+    active_experts: distinct experts that a layer's tokens chose. hit_rate: fraction of these that
+    were on the device. early_fraction: fraction of the others that were predicted early.
     """
 
     max_tokens: int
@@ -88,10 +87,10 @@ class RoutingStats:
 
 @dataclass(frozen=True)
 class StreamingPlan:
-    """The places of the experts and how steps get them.
+    """Memory plan of the experts, and how each step fetches them.
 
-    calibration: None where the policy was given, so that nothing had to be measured. routing: of
-    steps that ran; None: taken as uniform.
+    calibration: None if the policy was configured, so that nothing was measured. routing: of recent
+    steps; None assumes uniform routing.
     """
 
     memory: MemoryPlan
@@ -100,8 +99,8 @@ class StreamingPlan:
 
     @property
     def bandwidth_bytes_per_s(self) -> float:
-        """Return the rate from the experts' tier to the slots; a cache in host memory saves
-        reads from NVMe.
+        """Return the rate in bytes/s from the experts' tier to device slots, counting the NVMe
+        reads that the cache in host memory saves.
         """
         assert self.calibration is not None
         all_bytes = self.memory.model.num_experts * self.memory.model.record_bytes
@@ -112,7 +111,7 @@ class StreamingPlan:
         return min(self.calibration.bandwidth_bytes_per_s, nvme)
 
     def measured(self, num_tokens: int) -> Measured:
-        """For a step of so many tokens."""
+        """Return the measurements, interpolated for a step of `num_tokens` tokens."""
         assert self.calibration is not None
         layer_s = float(
             np.interp(num_tokens, self.calibration.step_tokens, self.calibration.layer_s)
@@ -134,11 +133,12 @@ class StreamingPlan:
         )
 
     def policy(self, num_tokens: int) -> Policy:
-        """Return what a step of so many tokens does: with the memory plan's policy `auto`, the
-        fastest way.
+        """Return how a step of `num_tokens` tokens gets its experts; the fastest way if the memory
+        plan's policy is `auto`.
 
-        `ring`: it gets whole layers, one after the other; `experts`: what its tokens chose;
-        `hybrid`: that too, but the host computes a part, which only few tokens can do.
+        `ring` loads whole layers one after another; `experts` loads the chosen experts; `hybrid`
+        does so too, while the CPU computes with some of them, for at most `MOST_TOKENS_ON_HOST`
+        tokens.
         """
         if self.memory.policy == "hybrid":
             return "hybrid" if num_tokens <= MOST_TOKENS_ON_HOST else "ring"
@@ -150,8 +150,8 @@ class StreamingPlan:
         return min(ways, key=lambda p: p.step_s).policy if ways else "experts"
 
     def predictions(self, num_tokens: int) -> tuple[Prediction, ...]:
-        """Return a forecast of every policy that may be chosen; empty where nothing was
-        measured.
+        """Return the prediction for every policy that may be chosen, `resident` first; empty
+        without measurements.
         """
         if self.calibration is None:
             return ()
@@ -166,13 +166,15 @@ class StreamingPlan:
         return resident, *(predict(weights, measured, device_bytes) for predict in ways)
 
     def predicted_step_s(self, num_tokens: int) -> float | None:
-        """Return the seconds of a step of so many tokens, logits and sampling included."""
+        """Return the predicted seconds of a step of `num_tokens` tokens, with logits and sampling;
+        None without measurements.
+        """
         policy, calibration = self.policy(num_tokens), self.calibration
         predicted = [p.step_s for p in self.predictions(num_tokens) if p.policy == policy]
         return predicted[0] + calibration.rest_s if predicted and calibration is not None else None
 
     def describe(self, num_tokens: int) -> str:
-        """One line about steps of so many tokens."""
+        """Return a line about the policy and predicted times of steps of `num_tokens` tokens."""
         said = ", ".join(
             f"{p.policy} {p.step_s * 1e3:.1f} ms" + ("" if p.fits else " (does not fit)")
             for p in self.predictions(num_tokens)
