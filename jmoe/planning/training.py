@@ -1,10 +1,10 @@
-"""Which tier holds what of a model in training, whether it fits, and how long a step takes: numbers
-in, plan out.
+"""Memory and time plan of training: which tier (device, host memory, NVMe) holds which state,
+whether it fits, and how long a step takes. Pure functions.
 
-Of every parameter there are 4 bytes each of weight, gradient and two moments (MoESys, Equation 1:
-GPU 16 D + 4 a S / L, CPU 16 a S, SSD 12 S). Several devices share all of it out evenly, experts
-too; the plan is of one device and of its host, and knows nothing of the network. Data-parallel
-replicas share dense state and tokens, and repeat the experts.
+Every parameter has 4 bytes each of weight and gradient, and 8 of AdamW's two moments (MoESys,
+Equation 1: GPU 16 D + 4 a S / L, CPU 16 a S, SSD 12 S). Devices share all state evenly, experts
+too. The plan covers one device and its host, without network traffic (`jmoe.planning.cluster` adds
+it). Data-parallel replicas share dense state and tokens, and each holds all experts.
 """
 
 import math
@@ -19,22 +19,22 @@ from jmoe.planning.memory_plan import RESERVE
 from jmoe.planning.roofline import distinct_experts, scaled_share
 
 RUNTIME_BYTES = 600_000_000  # Python, JAX and compiled programs, in host memory
-WEIGHT_BYTES = 4  # of a parameter, as of a moment and of a sum of gradients
-PASSES = 3  # products of a weight with a token: forward, two gradients
-SAVED_AT_ONCE = 8  # records of experts of each kind that are copied while they are written
-# moved in memory for a parameter's update: 28 by AdamW itself, 24 to and from its records
+WEIGHT_BYTES = 4  # per parameter, moment or summed gradient
+PASSES = 3  # products of a weight with a token: one forward, two backward
+SAVED_AT_ONCE = 8  # expert records of each kind that are copied to host memory at a time
+# memory traffic of a parameter's update: 28 bytes by AdamW, 24 to and from its records
 UPDATE_BYTES = 52
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Free bytes by tier, and speeds. shared: device and host are the same memory, counted as the
-    host's.
+    """Free bytes per tier, and speeds, of a device and its host.
 
-    flops: that the device reaches in products. link, nvme_read, nvme_write, memory: bytes/s between
-    host and device, from and to the disk, and of the device's memory. source: where the device's
-    figures are from. here: the tiers whose free bytes are those of the machine that plans, as
-    nothing else was said.
+    shared: device and host are the same memory, counted as the host's. flops: FLOP/s of matrix
+    products. link_bytes_per_s: between host and device. nvme_read_bytes_per_s,
+    nvme_write_bytes_per_s: of the disk. memory_bytes_per_s: of the device's memory. source: origin
+    of the device's figures. here: tiers whose free bytes were read from the planning machine,
+    because the configuration gives none.
     """
 
     device_bytes: int
@@ -54,8 +54,8 @@ class Machine:
 
     @property
     def whose(self) -> list[str]:
-        """Return a line that says whose free bytes these are, and how to say others; nothing
-        where all are given.
+        """Return a line about the tiers whose free bytes were read from this machine, and the
+        options that set them; [] if there are none.
         """
         if not self.here:
             return []
@@ -66,7 +66,7 @@ class Machine:
         return [line if self.shared else f"{line}: give {options} of the hosts that the run is for"]
 
     def larger(self, tier: Tier) -> str:
-        """Return what to take where nothing else is enough."""
+        """Return advice for a tier that no other change makes large enough."""
         if tier in self.here and not self.shared:
             free = _gigabytes(self.free_bytes(tier))
             return (
@@ -78,19 +78,21 @@ class Machine:
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """The model to train, on how many devices, in hosts of how many, that share the experts out.
+    """Sizes of the model to train, of a step, and of the devices that share the experts.
 
-    step_tokens, dense_flops (everything but the experts): of a step of one replica. Of one of its
-    micro-batches, on all of its devices: input_bytes, the layers' inputs; working_bytes, what a
-    layer's gradients have in use at once; kept_bytes, what the layers keep besides for the backward
-    pass; 0: they are computed again, which has recomputed_bytes in use. A streamed step has the
-    inputs and what is kept of all its micro-batches. max_micro_batches: of one sequence on each
-    device. packing: how many times the experts that the mesh gives it a device has; num_devices and
-    replicas are what it makes of them. chosen_share: of a device's experts of a layer, those that a
-    step's tokens choose, as measured on average; 0: estimated for even routing. logits_bytes: of a
-    micro-batch, with their gradient; loss_chunk_bytes: of those that a device has at once, at most.
-    experts_kept_bytes: of kept_bytes, what experts' products make; experts_again: that is not kept,
-    but computed again. on_gpu: whether the device is one.
+    Of one replica's step: step_tokens, and dense_flops (FLOPs of everything but the experts).
+
+    Of a micro-batch, over the replica's devices: input_bytes, inputs of layers; working_bytes, in
+    use at once by a layer's gradients; kept_bytes, other residuals saved for the backward pass, 0
+    if layers are recomputed; experts_kept_bytes, the part of kept_bytes that experts' products
+    make; recomputed_bytes, in use by a layer's recomputation; logits_bytes, logits with their
+    gradient. If experts are streamed, the inputs and residuals of all micro-batches exist at once.
+
+    loss_chunk_bytes: most bytes of logits that a device has at once. experts_again: experts'
+    products are recomputed. max_micro_batches: micro-batches of one sequence per device. packing:
+    expert packing (`comm.packing`), included in num_devices (devices that share the experts) and
+    replicas. chosen_share: measured mean fraction of a device's experts of a layer that a step's
+    tokens choose; 0: estimated for uniform routing. on_gpu: the devices are GPUs.
     """
 
     num_layers: int
@@ -122,7 +124,7 @@ class TrainedModel:
 
     @property
     def in_use_bytes(self) -> int:
-        """Return what a device has in use for a layer of a micro-batch, besides the layer's
+        """Return the bytes that a device uses for a layer of a micro-batch, besides the layer's
         weights.
         """
         recomputed_bytes = (
@@ -132,43 +134,43 @@ class TrainedModel:
 
     @property
     def loss_bytes(self) -> int:
-        """Return what a device has of the logits at once."""
+        """Return the bytes of logits that a device has at once."""
         return min(self.loss_chunk_bytes, self.logits_bytes // self.num_devices)
 
     @property
     def casts_experts(self) -> bool:
-        """Return whether the experts of all layers are cast at once, and their gradients stay in
-        that dtype.
+        """Return True if the experts of all layers are cast to the compute dtype at once, and their
+        gradients stay in that dtype.
 
-        GPUs do, where no other gradients are added to these (`training.sharded_decoder`).
+        GPUs do so if no other gradients are added to these (`training.sharded_decoder`).
         """
         alone = self.all_devices == 1 or (self.replicas == 1 and self.micro_batches == 1)
         return self.on_gpu and alone and self.compute_bytes < WEIGHT_BYTES
 
     @property
     def all_devices(self) -> int:
-        """Return the devices of all replicas together."""
+        """Return the number of devices of all replicas together."""
         return self.num_devices * self.replicas
 
     @property
     def dense_shards(self) -> int:
-        """Return parts that the dense parameters and their state are split into."""
+        """Return the number of shards of the dense parameters and their state."""
         return self.all_devices if self.shard_dense else 1
 
     @property
     def all_parameters(self) -> int:
-        """Return the parameters of all experts."""
+        """Return the number of parameters of all experts."""
         return self.num_layers * self.num_experts * self.expert_parameters
 
     @property
     def device_parameters(self) -> int:
-        """Return the parameters of a device's experts."""
+        """Return the number of parameters of one device's experts."""
         return self.all_parameters // self.num_devices
 
     @property
     def even_experts(self) -> float:
-        """Return distinct experts of a device that a layer's tokens choose in a step, of any
-        replica; uniformly.
+        """Return the expected number of a device's experts of a layer that any replica's tokens
+        choose in a step under uniform routing.
         """
         chosen = distinct_experts(
             self.num_experts, self.num_experts_per_tok, self.step_tokens * self.replicas
@@ -177,7 +179,9 @@ class TrainedModel:
 
     @property
     def active_experts(self) -> float:
-        """Return the same as measured, on average over steps and layers, or estimated."""
+        """Return the mean number of a device's experts of a layer that a step's tokens choose:
+        measured if `chosen_share` is set, else `even_experts`.
+        """
         return (
             self.chosen_share * self.num_experts / self.num_devices
             if self.chosen_share
@@ -186,14 +190,14 @@ class TrainedModel:
 
     @property
     def room_experts(self) -> float:
-        """Return for how many there has to be room: single steps choose more than they do on
-        average.
+        """Return the number of a device's experts of a layer to plan slots for: single steps may
+        choose more experts than the mean.
         """
         return max(self.even_experts, self.active_experts)
 
     @property
     def tokens_per_expert(self) -> float:
-        """Return how many tokens of a step choose an expert, over the experts that are chosen at
+        """Return the mean number of a step's tokens per expert, over the experts that are chosen at
         all.
         """
         return (
@@ -202,7 +206,7 @@ class TrainedModel:
 
 
 class ExpertTraffic(NamedTuple):
-    """Bytes, of one expert: between device and host, and from and to NVMe."""
+    """Bytes moved for one expert: between device and host, read from NVMe, and written to NVMe."""
 
     link_bytes: float
     read_bytes: float
@@ -211,8 +215,10 @@ class ExpertTraffic(NamedTuple):
 
 @dataclass(frozen=True)
 class StatePlacement:
-    """The tier of each kind of state; the last three as in the configuration. host_cache_bytes:
-    None: a quarter.
+    """Tier of each kind of state. gradients, device_layers and device_experts are as in
+    `TrainConfig.tiers`.
+
+    host_cache_bytes: None means a quarter of the records on NVMe.
     """
 
     experts: Tier
@@ -220,8 +226,8 @@ class StatePlacement:
     gradients: Tier
     device_layers: int
     host_cache_bytes: int | None
-    checkpoints: int  # whose records are kept on the tier nvme
-    device_experts: float = 1.0  # share of a device's experts of a layer that there is room for
+    checkpoints: int  # number of checkpoints whose records stay on NVMe
+    device_experts: float = 1.0  # slots per layer, as a fraction of a device's experts
 
     @property
     def streamed(self) -> bool:
@@ -230,7 +236,9 @@ class StatePlacement:
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """rows: (tier, kind, bytes)."""
+    """Memory plan of a training run. rows: (tier, kind of state, bytes), per device for the tier
+    `device`, per host for the others.
+    """
 
     model: TrainedModel
     placement: StatePlacement
@@ -241,8 +249,8 @@ class TrainingPlan:
         return sum(size for where, _, size in self.rows if where == tier)
 
     def needed_bytes(self, tier: Tier) -> int:
-        """Return bytes on one device or in one host; where both are one memory, all of it is the
-        host's.
+        """Return the bytes needed on one device (tier `device`) or one host. If device and host
+        share memory, all bytes count as the host's.
         """
         if self.machine.shared and tier in ("device", "host"):
             of_devices = self.bytes_on("device") * self.model.devices_per_host
@@ -251,7 +259,7 @@ class TrainingPlan:
 
     @cached_property
     def lacking(self) -> dict[Tier, int]:
-        """Return bytes by which a tier is too small; empty if everything fits."""
+        """Return the bytes that each tier lacks; empty if everything fits."""
         left = {
             tier: self.needed_bytes(tier) - int(self.machine.free_bytes(tier) * (1 - RESERVE))
             for tier in TIERS
@@ -260,8 +268,8 @@ class TrainingPlan:
 
     @property
     def slot_experts(self) -> int:
-        """Return the experts of a layer that a device has room for: what is set, or what a
-        step's tokens choose.
+        """Return the number of experts per layer slot of a device: as configured, but at least the
+        experts that a step's tokens choose.
         """
         experts = self.model.num_experts // self.model.num_devices
         if self.placement.experts == "device":
@@ -271,20 +279,24 @@ class TrainingPlan:
 
     @property
     def host_cache_bytes(self) -> int:
-        """Return host memory for records of one device's experts that are on the tier nvme."""
+        """Return the bytes of host memory that cache one device's expert records of the tier
+        nvme.
+        """
         on_disk = _record_bytes(self.model, self.placement) * self.model.device_parameters
         cache_bytes = self.placement.host_cache_bytes
         return on_disk // 4 if cache_bytes is None else min(cache_bytes, on_disk)
 
     def with_chosen_share(self, share: float) -> "TrainingPlan":
-        """Return the plan for steps that choose this share of a device's experts of a layer."""
+        """Return the plan for steps that choose the fraction `share` of a device's experts of a
+        layer.
+        """
         return plan_training(replace(self.model, chosen_share=share), self.placement, self.machine)
 
     # Time
 
     def expert_traffic(self) -> tuple[ExpertTraffic, ExpertTraffic]:
-        """Return what a step moves for a chosen expert: on the way forward, with its update, and
-        on the way back.
+        """Return the bytes that a step moves per chosen expert: (forward pass with update, backward
+        pass).
         """
         model, place = self.model, self.placement
         if not place.streamed:
@@ -295,7 +307,7 @@ class TrainingPlan:
         kinds = ((place.experts, weights), (place.optimizer, moments), (place.gradients, gradients))
         on_disk = _record_bytes(model, place) * model.device_parameters
         missed = 1 - self.host_cache_bytes / on_disk if on_disk else 0.0
-        # the last layers' weights are still there
+        # the last layers' weights are still on the device
         again = 1 - min(1.0, place.device_layers / model.num_layers)
 
         def moved(times: Sequence[tuple[float, float]]) -> ExpertTraffic:
@@ -311,8 +323,8 @@ class TrainingPlan:
 
     @property
     def transfer_s(self) -> tuple[float, float]:
-        """Return seconds that an expert's transfers take forward and back, each on its slowest
-        way.
+        """Return the seconds of one expert's transfers, (forward, backward), each on the slower of
+        link and disk.
         """
         machine, seconds = self.machine, []
         for traffic in self.expert_traffic():
@@ -324,21 +336,21 @@ class TrainingPlan:
 
     @property
     def passes(self) -> tuple[int, int]:
-        """Return products of a weight with a token, forward and back; a layer that keeps nothing
-        is computed again.
+        """Return the number of products of a dense weight with a token, (forward, backward);
+        recomputation adds one.
         """
         return 1, PASSES - 1 + (not self.model.kept_bytes)
 
     @property
     def expert_passes(self) -> tuple[int, int]:
-        """Return products of an expert's weight with a token, forward and back."""
+        """Return the number of products of an expert's weight with a token, (forward, backward)."""
         forward, back = self.passes
         return forward, back + self.model.experts_again
 
     @property
     def break_even_tokens(self) -> float:
-        """Return tokens an expert needs in a step for its computing to take as long as its
-        transfers, both ways.
+        """Return the tokens per expert and step above which computation takes longer than the
+        expert's transfers, in both passes.
         """
         flops = 2 * self.model.expert_parameters  # of a token and a pass
         both = zip(self.transfer_s, self.expert_passes, strict=True)
@@ -346,7 +358,9 @@ class TrainingPlan:
 
     @property
     def compute_s(self) -> tuple[float, float]:
-        """Return seconds that a step computes, forward with the update and back."""
+        """Return the seconds of a step's computation, (forward with the optimizer update,
+        backward).
+        """
         model, machine = self.model, self.machine
         choices = model.num_layers * model.step_tokens * model.num_experts_per_tok
         # of a pass
@@ -361,21 +375,21 @@ class TrainingPlan:
 
     @property
     def transfers_s(self) -> tuple[float, float]:
-        """Return seconds that a step's transfers of experts take, forward and back."""
+        """Return the seconds of a step's expert transfers, (forward, backward)."""
         forward, back = self.transfer_s
         experts = self.model.num_layers * self.model.active_experts
         return experts * forward, experts * back
 
     def step_s(self, *, overlapped: bool = True) -> float:
-        """Return seconds of a step: each way computing or transfers, whichever takes longer; or
-        else their sum.
+        """Return the seconds of a step: in each pass the longer of computation and transfers, or
+        their sum if `overlapped` is False.
         """
         longer = max if overlapped else operator.add
         return sum(longer(*both) for both in zip(self.compute_s, self.transfers_s, strict=True))
 
     def advice(self) -> list[str]:
-        """Return what to change for it to fit, a line for each tier that is too small; nothing
-        if it fits.
+        """Return one line per tier that is too small, with settings to change; [] if everything
+        fits.
         """
         return [self._advice(tier) for tier in self.lacking]
 
@@ -392,13 +406,13 @@ class TrainingPlan:
         )
 
     def _bytes_of(self, tier: Tier, kind: str) -> int:
-        """Return bytes of one kind, as `needed_bytes` counts them."""
+        """Return the bytes of one kind of state on a tier, counted as in `needed_bytes`."""
         rows = tuple(row for row in self.rows if row[1] == kind)
         return replace(self, rows=rows).needed_bytes(tier)
 
     def _remedies(self, tier: Tier, kind: str) -> list[str]:
-        """Return the first few changes that shrink `kind` on `tier` and leave no tier worse off
-        than it may be.
+        """Return up to three settings that shrink `kind` on `tier` without making any tier lack
+        more than now.
         """
         remedies: dict[str, str] = {}
         for setting, value, model, place in _changes(self.model, self.placement):
@@ -472,7 +486,7 @@ class TrainingPlan:
 
 
 _ENOUGH = " (enough)"
-# of a run with records on NVMe: one of them is durable while the other's are copied
+# with records on NVMe: one checkpoint is durable while the other's records are copied
 LEAST_CHECKPOINTS = 2
 _LARGER = {
     "device": "devices with more memory",
@@ -482,7 +496,7 @@ _LARGER = {
 
 
 class Change(NamedTuple):
-    """A setting's new value, and the model and placement that it makes."""
+    """A setting's new value, with the model and the placement that result."""
 
     setting: str
     value: object
@@ -495,7 +509,9 @@ def _gigabytes(size: int) -> str:
 
 
 def _changes(model: TrainedModel, place: StatePlacement) -> Iterator[Change]:
-    """Yield each change that may save memory, the mildest first."""
+    """Yield the changes of settings that may save memory, those with the least effect on the run
+    first.
+    """
     if model.experts_kept_bytes:
         kept_bytes = model.kept_bytes - model.experts_kept_bytes
         again = replace(model, kept_bytes=kept_bytes, experts_kept_bytes=0, experts_again=True)
@@ -584,8 +600,8 @@ def _changes_of_devices(model: TrainedModel, place: StatePlacement) -> Iterator[
 
 
 def _less_packed(model: TrainedModel) -> TrainedModel:
-    """Return the model with half the experts on a device: of half the replicas, each with twice
-    the tokens.
+    """Return the model with half the experts per device: half the replicas, each with twice the
+    tokens.
     """
     half = _scaled(model, 2.0)
     return replace(
@@ -599,7 +615,7 @@ def _less_packed(model: TrainedModel) -> TrainedModel:
 
 
 def _with_replicas(model: TrainedModel, times: int) -> TrainedModel:
-    """Return the model on so many times the devices, which repeat the experts and share the
+    """Return the model on `times` as many replicas, which each hold all experts and share the
     step's tokens.
     """
     return replace(
@@ -612,7 +628,7 @@ def _with_replicas(model: TrainedModel, times: int) -> TrainedModel:
 
 
 def _with_sequences(model: TrainedModel, sequences: int) -> TrainedModel:
-    """Return the model with a step of so many sequences on each device."""
+    """Return the model with a step of `sequences` sequences per device."""
     share = sequences / model.max_micro_batches
     smaller = _scaled(replace(model, max_micro_batches=sequences), share)
     smaller = replace(
@@ -625,7 +641,7 @@ def _with_sequences(model: TrainedModel, sequences: int) -> TrainedModel:
 
 
 def _scaled(model: TrainedModel, share: float) -> TrainedModel:
-    """Return the model with so much of the bytes of a micro-batch."""
+    """Return the model with the sizes of a micro-batch multiplied by `share`."""
     return replace(
         model,
         input_bytes=int(model.input_bytes * share),
@@ -638,20 +654,20 @@ def _scaled(model: TrainedModel, share: float) -> TrainedModel:
 
 
 def plan_training(model: TrainedModel, placement: StatePlacement, machine: Machine) -> TrainingPlan:
-    """Return the bytes of every kind on every tier."""
+    """Return the plan with the bytes of every kind of state on every tier."""
     plan = TrainingPlan(model, placement, machine, ())
     return replace(plan, rows=tuple((tier, kind, size) for tier, kind, size in _rows(plan) if size))
 
 
 def _record_bytes(model: TrainedModel, place: StatePlacement) -> int:
-    """Return bytes on the tier nvme of each parameter of an expert."""
+    """Return the bytes on the tier nvme per expert parameter."""
     kinds = ((place.experts, 4), (place.optimizer, 8), (place.gradients, model.gradient_bytes))
     return sum(size for tier, size in kinds if tier == "nvme") if place.streamed else 0
 
 
 def _saved_bytes(model: TrainedModel, place: StatePlacement) -> int:
-    """Return host memory of a device's part of a save: a copy of its arrays, and a few records
-    of experts off it.
+    """Return the bytes of host memory that a save needs per device: a copy of its arrays, and a few
+    expert records at a time if experts are streamed.
     """
     dense = 12 * model.dense_parameters // model.dense_shards
     return dense + 12 * (
@@ -663,7 +679,7 @@ def _rows(plan: TrainingPlan) -> Iterator[tuple[Tier, str, int]]:
     model, place = plan.model, plan.placement
     devices, per_host = model.num_devices, model.devices_per_host
     layer = model.num_experts // devices * model.expert_parameters
-    # of the micro-batches before
+    # sum over earlier micro-batches
     summed = WEIGHT_BYTES if model.micro_batches > 1 and not place.streamed else 0
     dense_bytes = 4 * WEIGHT_BYTES + summed
     yield (
@@ -671,7 +687,7 @@ def _rows(plan: TrainingPlan) -> Iterator[tuple[Tier, str, int]]:
         "dense weights, moments, gradients",
         dense_bytes * model.dense_parameters // model.dense_shards,
     )
-    if model.dense_shards > 1:  # the layer that computes and its neighbour, with their gradients
+    if model.dense_shards > 1:  # the current layer and the next, with their gradients
         layer_bytes = 2 * (model.compute_bytes + 4)
         yield (
             "device",
@@ -682,7 +698,7 @@ def _rows(plan: TrainingPlan) -> Iterator[tuple[Tier, str, int]]:
     yield "device", "activations: inputs of layers", model.input_bytes * times // devices
     yield "device", "activations: in use", model.in_use_bytes
     cast_bytes = 0 if place.streamed or model.casts_experts else 2 * model.compute_bytes * layer
-    # the loss comes before the layers' gradients: whichever has more in use
+    # the loss and the layers' gradients do not coexist: count the larger
     yield "device", "logits in use", max(0, model.loss_bytes - model.in_use_bytes - cast_bytes)
     yield "device", "kept for the backward pass", model.kept_bytes * times // devices
     yield "host", "runtime", RUNTIME_BYTES * per_host
@@ -718,13 +734,13 @@ def _rows(plan: TrainingPlan) -> Iterator[tuple[Tier, str, int]]:
         (place.optimizer, "experts: moments", 8, place.checkpoints),
         (place.gradients, "experts: gradients", model.gradient_bytes, 0),
     )
-    saved = -(-model.device_parameters // model.replicas)  # which share the saving
+    saved = -(-model.device_parameters // model.replicas)  # replicas share the saving
     for tier, kind, size, kept in kinds:
         if tier != "device":
             yield tier, kind, size * model.device_parameters * per_host
         if tier == "nvme":
             yield "nvme", "older versions in checkpoints", kept * size * saved * per_host
-    # with a checkpoint goes every gradient that waits, also those of host memory
+    # a checkpoint contains every gradient not yet applied, including those in host memory
     if place.optimizer == "nvme":
         own = place.checkpoints * saved + (place.gradients != "nvme") * model.device_parameters
         yield "nvme", "gradients in checkpoints", model.gradient_bytes * own * per_host
@@ -733,8 +749,8 @@ def _rows(plan: TrainingPlan) -> Iterator[tuple[Tier, str, int]]:
 
 
 def choose(model: TrainedModel, machine: Machine, placements: list[StatePlacement]) -> TrainingPlan:
-    """Return the first placement that fits; `ValueError` saying what the last one lacks if none
-    does.
+    """Return the plan of the first placement that fits. Raises `ValueError`, with advice for the
+    last placement, if none fits.
     """
     plans = [plan_training(model, placement, machine) for placement in placements]
     fitting = [plan for plan in plans if not plan.lacking]
@@ -746,7 +762,9 @@ def choose(model: TrainedModel, machine: Machine, placements: list[StatePlacemen
 
 
 def candidates(experts: str, optimizer: str) -> list[tuple[Tier, Tier]]:
-    """Return tiers of experts and optimizer from the fastest on, where either may be `auto`."""
+    """Return pairs of tiers (experts, optimizer), fastest first. `experts` and `optimizer` name a
+    tier or `auto`.
+    """
     pairs = [(a, b) for a in TIERS for b in TIERS if TIERS.index(b) >= TIERS.index(a)]
     pairs.sort(key=lambda pair: (TIERS.index(pair[0]) + TIERS.index(pair[1]), TIERS.index(pair[0])))
     return [p for p in pairs if experts in ("auto", p[0]) and optimizer in ("auto", p[1])]
