@@ -201,7 +201,7 @@ def serve(
         )
         with repeating(api_keys.reload, RELOAD_S) if api_keys else contextlib.nullcontext():
             server.run(sockets=[listening])
-        end_at_once_on_interrupt()  # asyncio has put Python's handler back
+        end_at_once_on_interrupt()  # asyncio has restored Python's handler
         if service.loop.lost_process.is_set():
             # other threads may wait for the lost process forever
             end_process("ends: another process of the engine was lost")

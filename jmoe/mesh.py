@@ -31,7 +31,7 @@ ACCUMULATED_BATCH = PartitionSpec(None, ALL)  # [accumulation steps, batch, ...]
 EXPERTS_PATH = "experts"  # parameters below a node of this name have one slice per expert
 # parameters below these have a leading layer dimension
 STACK_PATHS = ("dense_layers", "moe_layers", "task_layers")
-EXPERT_STACKS = STACK_PATHS[1:]  # of layers with experts
+EXPERT_STACKS = STACK_PATHS[1:]  # stacks of layers with experts
 
 
 def make_mesh(shape: tuple[int, int, int], devices: Sequence[jax.Device] | None = None) -> Mesh:

@@ -155,7 +155,7 @@ def _detect(
     """
     if "KUBERNETES_SERVICE_HOST" in environment:
         if "JOB_COMPLETION_INDEX" not in environment:
-            return None  # a pod of its own, not one of an indexed job
+            return None  # a single pod, not part of an indexed job
         _need_kubernetes_client()
     else:
         launchers = ("OMPI_COMM_WORLD_SIZE", "SLURM_NTASKS")
@@ -175,7 +175,7 @@ def _detect(
             return address, processes, rank
         if "OMPI_COMM_WORLD_SIZE" not in environment:
             return None
-    # Open MPI 5 without mpi4py, a pod without the right to look around
+    # Open MPI 5 without mpi4py, or a pod without permission to list the job's pods
     except RuntimeError as error:
         problem = error
     raise ValueError(
@@ -425,7 +425,7 @@ class Watchdog:
                 socket.create_connection(_coordinator(), CALL_TIMEOUT_S) as line,
             ):
                 line.settimeout(None)
-                while line.recv(1 << 12):  # the server closes it after a while, as it hears nothing
+                while line.recv(1 << 12):  # the server closes an idle connection after a while
                     pass
             if not self._closing.is_set() and _coordinator_has_ended():
                 _say(
@@ -435,7 +435,7 @@ class Watchdog:
                 self._end(stacks=False)
             self._closing.wait(self._beat_s)
 
-    # Reports, in a thread of their own: a call to a coordinator that is stopped does not return
+    # Reports run in their own thread: a call to a stopped coordinator does not return
 
     def _report(self) -> None:
         seen: set[str] = set()
@@ -717,7 +717,7 @@ class AskedSignal:
     NUMBER = signal.SIGUSR2
 
     def __init__(self, *, poll_s: float = 0.5) -> None:
-        self.times = 0  # asked for so far
+        self.times = 0  # number of requests served so far
         self.name = self.NUMBER.name
         self._poll_s = poll_s
 

@@ -90,7 +90,7 @@ def local_device_ids(environment: Mapping[str, str], visible: int) -> list[int] 
     task, job = node_task(environment), node_gpus(environment)
     if environment.get(LOCAL_IDS):
         return None
-    if not visible:  # a CPU, which has no use for it, or another maker's GPUs
+    if not visible:  # CPU only, or GPUs of another vendor
         return [task.number] if task.processes > 1 else None
     together = (
         f"{task.processes} processes on this node see {visible} GPU{'s' * (visible > 1)} each"

@@ -32,7 +32,7 @@ CLOSE_S = 20.0  # SIGKILL takes that long where a process writes to a slow disk
 KILL_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 # exit code: the log cannot be written, so the folder is not writable or not shared (EX_CANTCREAT)
 CANNOT_LOG = 73
-CANNOT_RUN = 127  # exit code: the command is not there, as of a shell
+CANNOT_RUN = 127  # exit code: command not found, as in a shell
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,9 +31,9 @@ class EmbeddingPlan:
     """Partition of the embedding table, and whether each device computes the logits of its part of
     the vocabulary (`parallel_head`).
 
-    kind: `replicated` treats the table like any other dense parameter, gathered for each pass;
-    `columns` puts H / R columns of every row on each device; `rows` puts every R-th row on each
-    device.
+    kind: `replicated` treats the table like any other dense parameter, so that each device has all
+    of it during a pass; `columns` puts H / R columns of every row on each device; `rows` puts every
+    R-th row on each device.
     """
 
     kind: EmbeddingKind

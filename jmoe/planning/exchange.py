@@ -21,12 +21,12 @@ from jmoe.config.parallel import ExchangeChoice, ExchangeKind
 
 # first attempt of a dropless exchange: this multiple of a fair share per destination
 DROPLESS_BUFFER = 2.0
-# Two hops permute twice: they have to save at least this part of the time, or where no links are
-# known dedup this part of the rows that cross between nodes.
+# Two hops permute rows twice, so they must save at least this fraction of the time. If the links'
+# speeds are unknown, dedup must save this fraction of the rows that cross between nodes.
 MIN_SAVING = 0.1
-# All-to-alls there and back that cross between nodes, and that go on inside, forwards and
-# backwards: of rows, of how many there are for each expert, and of what dedup says of a row: its
-# weights and its experts.
+# Number of all-to-alls (forward, backward) across nodes, and inside nodes, for dispatch and combine
+# together: of rows, of the row counts per expert, and with dedup of each row's weights and
+# expert indices.
 COLLECTIVES: dict[ExchangeKind, tuple[tuple[int, int], tuple[int, int]]] = {
     "flat": ((3, 3), (2, 2)),
     "hierarchical": ((3, 3), (2, 2)),
@@ -102,10 +102,10 @@ def nodes_per_token(
         f"must not exceed the {reachable} experts of {topk_group} groups",
     )
     if n_group == 1 or n_group % num_nodes:
-        n_group = topk_group = num_nodes  # one group a node, all of them open
+        n_group = topk_group = num_nodes  # no limit: one group per node, all selected
     mine, group_size = n_group // num_nodes, num_experts // n_group
     missed = 0.0  # probability that a node is not reached
-    # how many of the node's groups are open to the token
+    # number of the node's groups that the token's routing selects
     for is_open in range(min(mine, topk_group) + 1):
         ways = comb(mine, is_open) * comb(n_group - mine, topk_group - is_open)
         others = comb((topk_group - is_open) * group_size, k) / comb(topk_group * group_size, k)
@@ -133,7 +133,7 @@ def plan_exchange(
     names = ("auto", *get_args(ExchangeKind))
     check(kind in names, "exchange", kind, f"must be one of {', '.join(names)}")
     reached = nodes_per_token(num_nodes, num_experts, num_experts_per_tok, n_group, topk_group)
-    away = (num_nodes - 1) / num_nodes  # of the rows a token needs, those that leave its node
+    away = (num_nodes - 1) / num_nodes  # fraction of a token's rows that leave its node
     flat, dedup = num_experts_per_tok * away, reached * away
     chosen: ExchangeKind
     if kind != "auto":

@@ -13,7 +13,7 @@ from jmoe.config.checks import check
 
 FIRST_STEP = 10
 EVERY_STEPS = 4
-SLOWER = 1.01  # a step that takes this many times as long as with half the experts: noise is less
+SLOWER = 1.01  # factor by which a step must be slower than with half the experts; noise is less
 
 
 @dataclass(frozen=True)

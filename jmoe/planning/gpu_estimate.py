@@ -16,9 +16,9 @@ from jmoe.config.tiers import ACCELERATORS
 from jmoe.planning.gpu_links import GPU_LINKS, GPUS_PER_NODE, collective_of
 from jmoe.planning.hlo import HloArray, HloComputation, HloModule, HloOperation, dot_flops
 
-# Of the data sheet, what an H100 SXM reached: 2.90 of 3.35 TB/s in a copy, 790 of 989 TFLOP/s in
-# one large bfloat16 product. Other GPUs are taken to reach the same shares: none of them was
-# measured.
+# Fractions of its data sheet that an H100 SXM reached: 2.90 of 3.35 TB/s in a copy, 790 of 989
+# TFLOP/s in one large bfloat16 product. Other GPUs are assumed to reach the same fractions; none
+# of them was measured.
 COPY_SHARE, PRODUCT_SHARE = 0.866, 0.799
 LAUNCH_S = 2.5e-6  # time of an empty kernel, with the gap before the next one
 
@@ -44,8 +44,8 @@ SHARES = {
     "gather_sum": ReachedShare(0.86),
     "attention": ReachedShare(0.8, 0.6),
 }
-# Products of other dtypes, over those of bfloat16, on GPUs of data centres. float32 is TF32, but
-# exact float32 (the highest precision of XLA), which runs without tensor cores: 67 of 989 TFLOP/s
+# Product rates of other dtypes relative to bfloat16, on data-centre GPUs. float32 means TF32;
+# exact float32 (XLA's highest precision) runs without tensor cores, at 67 of 989 TFLOP/s
 # on an H100, by its data sheet.
 EXACT_FLOAT32 = "f32 exact"
 DTYPE_RATES = {
@@ -141,7 +141,7 @@ class Communication:
 
 @dataclass(frozen=True)
 class GpuEstimate:
-    """Predicted kernels and collectives of a program, each sorted by time, and notes about
+    """Predicted kernels of a program, the slowest first, its collectives, and notes about
     operations that could not be priced.
     """
 
@@ -441,7 +441,7 @@ def _own_kernel(
         flops = experts.filled * 2.0 * rows.size * gradients.shape[-1]
         read[1:3] = [experts.filled * size for size in read[1:3]]
         return _Work(name, scope, name, sum(read) + out.num_bytes, flops, rows.dtype)
-    table, index = arrays[:2]  # rows, and which of them is wanted where
+    table, index = arrays[:2]  # table of rows, and the row index of each output row
     read[0] = min(read[0], table.num_bytes / table.shape[0] * index.size)
     return _Work(name, scope, name, sum(read) + out.num_bytes)
 

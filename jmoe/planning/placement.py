@@ -27,9 +27,9 @@ class Placement:
     """Assignment of experts to slots, and of token rows to replicas.
 
     physical_to_logical: int32 [N, S], the expert in each slot, or EMPTY; no device holds an expert
-    twice. turns: int32 [E, C], the physical number of the replica that takes rows r with r % C ==
-    c. Its shape is constant, so a program that reads it is compiled once. popularity_E: float64
-    [E], expected tokens per expert, in any unit.
+    twice. turns: int32 [E, C]; turns[e, r % C] is the physical number of the replica of expert e
+    that takes row r. The shape is constant, so a program that reads this array is compiled once.
+    popularity_E: float64 [E], expected tokens per expert, in any unit.
     """
 
     physical_to_logical: np.ndarray

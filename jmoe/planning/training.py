@@ -104,8 +104,8 @@ class TrainedModel:
     dense_flops: float
     input_bytes: int
     working_bytes: int
-    compute_bytes: int  # of a weight in the dtype of the products
-    gradient_bytes: int  # of an expert's gradient, of each parameter, where it is kept
+    compute_bytes: int  # per weight, in the compute dtype
+    gradient_bytes: int  # per parameter of an expert's stored gradient
     num_devices: int = 1
     devices_per_host: int = 1
     kept_bytes: int = 0
@@ -425,7 +425,7 @@ class TrainingPlan:
             harmless = all(
                 lack <= self.lacking.get(where, 0) for where, lack in plan.lacking.items()
             )
-            # Of the values of one setting, the first that is enough, or else the last.
+            # For each setting keep the first value that is enough, or else the last one.
             enough = setting in remedies and remedies[setting].endswith(_ENOUGH)
             if shrinks and harmless and not enough:
                 remark = _ENOUGH if tier not in plan.lacking else f" ({_gigabytes(saved)} less)"
@@ -722,8 +722,8 @@ def _rows(plan: TrainingPlan) -> Iterator[tuple[Tier, str, int]]:
         else min(place.device_layers, model.num_layers)
     )
     yield "device", "experts: weights", 4 * slots * layer
-    # gradients of the layer that computes and of the one on its way to its tier; both in the dtype
-    # of the products too. Those of one more layer are being summed where there are replicas.
+    # Gradients of the current layer and of the layer moving to its tier, and both in the compute
+    # dtype. With replicas, the gradients of a third layer are being all-reduced.
     yield (
         "device",
         "experts: in use",

@@ -94,20 +94,20 @@ class Checkpoints:
         )
         self.directory = Path(directory).absolute()
         self._kept, self._records = config.kept, records
-        self._without_records: set[int] = set()  # steps that `latest_step` passed over
+        self._without_records: set[int] = set()  # steps skipped by `latest_step`
         self._timeout_s = max(1, int(timeout_s))
         self._manager: ocp.CheckpointManager | None = None
         self._commit: threading.Thread | None = None
         self._error: BaseException | None = None
         self._step = -1  # the step being saved, or saved last
-        self._arrays: dict[str, Any] = {}  # its manifest entries
-        self._bytes = 0  # of its arrays
+        self._arrays: dict[str, Any] = {}  # manifest entries of `_step`'s arrays
+        self._bytes = 0  # size of `_step`'s arrays
         self._meetings = 0  # barriers of `wait_for_records` so far
         self._files: dict[str, bytes] = {}  # further files of the step, by name
         self._packing = 1  # expert packing of the step
-        # Orbax's barriers between all processes would be collectives, which background threads
-        # issue in another order than the training step's; between processes that are named they
-        # keep off the devices.
+        # By default Orbax's barriers are device collectives, which background threads dispatch
+        # in another order than the training step's. With active_processes set they do not use the
+        # devices.
         named = set(range(jax.process_count())) if jax.process_count() > 1 else None
         self._processes = ocp.options.MultiprocessingOptions(active_processes=named)
 
@@ -261,7 +261,7 @@ class Checkpoints:
         state = jax.tree.unflatten(tree, [arrays[name] for name in names])
         if self._records is not None and records and self.folder_of_records(step).is_dir():
             self._records.restore(self.folder_of_records(step))
-        self._step = step  # saved already
+        self._step = step  # a `save` of the same step does nothing
         return state, self._read_json(step, "data"), self._read_json(step, "config")
 
     def _all_steps(self) -> list[int]:
@@ -282,7 +282,7 @@ class Checkpoints:
             files = self._manifest(step)["files"]
         except FileNotFoundError:
             return f"is incomplete: it has no {MANIFEST}"
-        except ValueError:  # JSON or UTF-8
+        except ValueError:  # malformed JSON or UTF-8
             return f"is incomplete: its {MANIFEST} cannot be read"
         missing = [name for name in files if not (self.folder_of(step) / name).is_file()]
         return f"is incomplete: {missing[0]} is missing" if missing else None
@@ -481,7 +481,7 @@ class Checkpoints:
             cleanup_tmp_directories=True,
             preservation_policy=ocp.checkpoint_managers.LatestN(self._kept),
             async_options=ocp.AsyncOptions(
-                # below the caller's own limit, so that the reason comes before the watchdog
+                # below the watchdog's limit, so that this error is raised first
                 timeout_secs=max(1, int(0.8 * self.limit_s)),
                 barrier_sync_fn=self._barrier,
                 post_finalization_callback=self._seal,

@@ -17,7 +17,7 @@ FREE = (
     "checkpoint.",
     "cluster",
     "comm.",
-    "data.num_threads",  # of earlier versions, as are tiers.beta and tiers.decay_every_steps
+    "data.num_threads",  # a field of earlier versions, like tiers.beta and tiers.decay_every_steps
     "data.prefetch_batches",
     "distil.policy",
     "distil.ring_slots",

@@ -33,7 +33,7 @@ from jmoe.data.shards import replacing
 from jmoe.memory.direct_io import NOT_SUPPORTED
 
 LOCK, IDENTITY = "run.lock", "run.json"
-# SLURM and Kubernetes end a job 30 s after they said so; NFS keeps a dead host's lock for 90 s
+# SLURM and Kubernetes end a job 30 s after SIGTERM; NFS keeps a dead host's lock for 90 s
 WAIT_S = 120.0
 KEPT_STARTS = 100  # most starts in `run.json`
 NO_LOCKS = (errno.ENOLCK, *NOT_SUPPORTED)  # errors of a file system without locks
@@ -279,7 +279,7 @@ def _identity(folder: Path) -> _Identity:
     path = folder / IDENTITY
     try:
         noted, status = json.loads(path.read_bytes()), path.stat()
-        # Earlier versions do not say; of several names (`cp -al`) no more than one is the run's.
+        # Earlier versions lack "file"; of several hard links (`cp -al`) at most one is the run's.
         is_own_file = noted.get("file", status.st_ino) == status.st_ino and status.st_nlink == 1
         return _Identity(
             str(noted["run"]), str(noted["output_dir"]), is_own_file, list(noted.get("starts", []))

@@ -159,7 +159,7 @@ def read_state(file: NDArray[np.uint8], abstract_state: Any) -> Any:
         for index in _indices(leaf):
             shape = [stop - start for start, stop in _as_bounds(index)]
             end = position + leaf.dtype.itemsize * _size(_as_bounds(index))
-            # a copy, as the device may go on to use the memory it is given
+            # copy: the CPU backend may keep using the array's memory
             pieces[str(_as_bounds(index))] = (
                 np.array(file[position:end]).view(leaf.dtype).reshape(shape)
             )
