@@ -235,7 +235,9 @@ class Engine(Closing):
         plan = self._scheduler.schedule()
         if not plan.chunks:
             if resting:
-                resting[0].wait(REST_S)
+                sequence, constraint = resting[0]
+                with sequence.constraint_guard():
+                    constraint.wait(REST_S)
             return []
         begun = time.perf_counter()
         for chunk in plan.prefill:
@@ -248,12 +250,14 @@ class Engine(Closing):
         self.residency.begin_step(whole_layers=policy == "ring", on_host=policy == "hybrid")
         draws = self._run(plan, groups)
         sampled = plan.sampled
-        # a sequence with logits that are not finite ends; the others go on
+        # a sequence whose logits are not finite or whose constraint failed ends; the others go on
         for sequence in sampled:
             if draws[sequence].token == NOT_FINITE or not sequence.is_finite:
                 log.error(
                     "a request of %d prompt tokens: %s", len(sequence.prompt_token_ids), NO_NUMBERS
                 )
+                self._scheduler.finish(sequence, "error")
+            elif sequence.constraint_failed:
                 self._scheduler.finish(sequence, "error")
         self._scheduler.update(plan, [draws[sequence].token for sequence in sampled])
         outputs = [self._output(sequence, draws[sequence]) for sequence in sampled]
@@ -354,13 +358,16 @@ class Engine(Closing):
         logits = self._runner.all_logits(self._runner.zeros(num_rows, width), 0)
         self._sampler.warm_up_prompt_logprobs(logits)
 
-    def _let_rest(self) -> list[Constraint]:
-        """Mark sequences whose constraint is not ready as resting; return these constraints."""
+    def _let_rest(self) -> list[tuple[Sequence, Constraint]]:
+        """Mark sequences whose constraint is not ready as resting; return both of each."""
         resting = []
         for sequence in self._scheduler.decoding:
             if sequence.constraint is not None:
-                sequence.rests = not sequence.constraint.is_ready()
-                resting += [sequence.constraint] * sequence.rests
+                sequence.rests = False
+                if not sequence.constraint_failed:
+                    with sequence.constraint_guard():
+                        sequence.rests = not sequence.constraint.is_ready()
+                resting += [(sequence, sequence.constraint)] * sequence.rests
         return resting
 
     def _drop_unwanted(self) -> None:
@@ -435,7 +442,8 @@ class Engine(Closing):
             if sequence.finish_reason is not None:
                 text += stream.flush()
         if sequence.constraint is not None and sequence.finish_reason is None:
-            sequence.constraint.accept(draw.token)
+            with sequence.constraint_guard():
+                sequence.constraint.accept(draw.token)
         logprobs = [] if draw.logprob is None else [draw.logprob]
         of_prompt = sequence.prompt_logprobs if len(sequence.output_token_ids) == 1 else []
         reasoning = stream.take_reasoning() if isinstance(stream, ChannelStream) else ""

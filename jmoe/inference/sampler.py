@@ -633,9 +633,7 @@ class Sampler:
         positions_B = np.array([chunk.end for chunk in chunks] + [0] * padding, np.int32)
         # Requests with many token ids also use the program for constraints: fewer to compile.
         wide = params.bias_ids_BN.shape[1] == ID_BUCKETS[-1]
-        allowed_BW = (
-            self._allowed([sequence.constraint for sequence in sequences]) if wide else None
-        )
+        allowed_BW = self._allowed(sequences) if wide else None
         wanted = [sequence.sampling.logprobs for sequence in sequences]
         with_logprobs = any(count is not None for count in wanted)
         tokens_B, logprobs, self._state = _sample(
@@ -693,14 +691,17 @@ class Sampler:
             self._params = (sequences, params)
         return self._params[1]
 
-    def _allowed(self, constraints: list[Constraint | None]) -> np.ndarray:
-        """Return the masks `allowed_BW` for `sample`; padding and unconstrained rows allow all
-        tokens.
+    def _allowed(self, sequences: list[Sequence]) -> np.ndarray:
+        """Return the masks `allowed_BW` for `sample`; padding, unconstrained rows and
+        rows whose constraint failed allow all tokens.
         """
         words_BW = np.full((self._max_batch, -(-self._vocab_size // 32)), -1, np.int32)
-        for row, constraint in enumerate(constraints):
-            if constraint is not None:
-                constraint.fill(words_BW[row])
+        for row, sequence in enumerate(sequences):
+            if sequence.constraint is not None and not sequence.constraint_failed:
+                with sequence.constraint_guard():
+                    sequence.constraint.fill(words_BW[row])
+                if sequence.constraint_failed:
+                    words_BW[row] = -1
         return words_BW
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import logging
 import secrets
 from array import array
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -13,6 +15,7 @@ from jmoe.inference.detokenizer import TextStream
 from jmoe.inference.harmony import ChannelStream, Harmony
 from jmoe.inference.sampling_params import Constraint, SamplingParams
 
+log = logging.getLogger("jmoe")
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
@@ -67,6 +70,8 @@ class Sequence:
     # Written by the engine
     # excluded from the next step because its constraint is not ready
     rests: bool = field(default=False, init=False)
+    # True once the constraint has raised; the engine then ends the sequence with "error"
+    constraint_failed: bool = field(default=False, init=False)
     text: TextStream | ChannelStream | None = field(default=None, init=False)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list, init=False)
     # False if a requested log-probability of the prompt is not finite
@@ -87,13 +92,24 @@ class Sequence:
     def num_tokens(self) -> int:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
+    @contextlib.contextmanager
+    def constraint_guard(self) -> Iterator[None]:
+        """Log any exception of the constraint and set `constraint_failed` instead of raising."""
+        try:
+            yield
+        except (KeyboardInterrupt, SystemExit, GeneratorExit):
+            raise
+        except BaseException:  # a panic of tokenizers, which is written in Rust, is no Exception
+            log.exception("the constraint of a request failed; the other requests go on")
+            self.constraint_failed = True
+
 
 @dataclass(frozen=True)
 class Output:
     """The tokens and text that one step added to a sequence.
 
     finish_reason: None until the sequence ends; "error", without a token, if the model's logits are
-        not finite.
+        not finite or the sequence's constraint raised.
     prompt_logprobs: those of the whole prompt, with the first output only.
     reasoning: text of channels other than the answer's.
     """

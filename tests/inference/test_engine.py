@@ -702,6 +702,51 @@ class LateConstraint(Unconstrained):
         self.waits += 1
 
 
+class BrokenConstraint(Unconstrained):
+    """Raises in one method, after its first call."""
+
+    def __init__(self, method: str, error: BaseException) -> None:
+        self.broken, self.error, self.calls = method, error, 0
+
+    def _call(self, method: str) -> None:
+        if method == self.broken:
+            self.calls += 1
+            if self.calls > 1:
+                raise self.error
+
+    def is_ready(self) -> bool:
+        self._call("is_ready")
+        return self.broken != "wait"
+
+    def wait(self, limit_s: float) -> None:
+        self._call("wait")
+
+    def fill(self, words_W: np.ndarray) -> None:
+        words_W[:] = 0
+        self._call("fill")
+        words_W[:] = -1
+
+    def accept(self, token_id: int) -> None:
+        self._call("accept")
+
+
+@pytest.mark.parametrize("method", ["is_ready", "wait", "fill", "accept"])
+@pytest.mark.parametrize("error", [RuntimeError("a bug"), BaseException("a panic")])
+def test_a_constraint_that_raises_ends_its_own_sequence(method: str, error: BaseException) -> None:
+    """It ends with "error"; the sequence beside it gets the tokens it would draw alone."""
+    options = SamplingParams(max_new_tokens=12, ignore_eos=True, temperature=1.0, seed=3)
+    with tiny_engine("mixtral", policy="resident", max_batch=4) as engine:
+        (expected,) = engine.generate([[4, 5]], options)
+        broken = engine.add_request([1, 2, 3], options, BrokenConstraint(method, error))
+        other = engine.add_request([4, 5], options)
+        while engine.has_unfinished:
+            engine.step()
+        assert broken.finish_reason == "error" and len(broken.output_token_ids) < 12
+        assert other.finish_reason == "length" and other.output_token_ids == expected.token_ids
+        (again,) = engine.generate([[4, 5]], options)
+        assert again.token_ids == expected.token_ids
+
+
 def test_a_sequence_whose_constraint_is_not_ready_rests() -> None:
     """The others go on at their own speed, and its tokens are those that it would draw alone."""
     options = SamplingParams(

@@ -7,11 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jmoe.config.serving import ServeConfig
 from jmoe.inference.engine import Engine
-from jmoe.inference.sampling_params import SamplingParams
+from jmoe.inference.sampling_params import SamplingParams, Unconstrained
 from jmoe.inference.sequence import Output, Sequence
 from jmoe.serving.engine_loop import EngineLoop
 from jmoe.serving.errors import ApiError
@@ -88,6 +89,31 @@ def test_a_panic_in_a_step(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> N
 
     asyncio.run(check())
     engine.abort(sequence)
+
+
+class PanickingConstraint(Unconstrained):
+    def fill(self, words_W: np.ndarray) -> None:
+        raise Panic("a grammar")
+
+
+def test_a_panic_of_a_constraint(engine: Engine) -> None:
+    """Only its own request hears of it: 500; the engine goes on with the others."""
+    options = SamplingParams(max_new_tokens=5, ignore_eos=True)
+    broken, good = Sequence([1], options, PanickingConstraint()), Sequence([1], options)
+
+    async def check() -> None:
+        loop = EngineLoop(engine, Metrics("x"), ServeConfig("x"))
+        loop.start()
+        with loop.submit([broken], "a") as request, loop.submit([good], "b") as other:
+            async with asyncio.timeout(60):
+                with pytest.raises(ApiError, match="constraint of this request failed") as error:
+                    await anext(request)
+                assert error.value.status == 500
+                assert [output.finish_reason async for output in other] == [None] * 4 + ["length"]
+        assert loop.failure is None
+        await loop.stop()
+
+    asyncio.run(check())
 
 
 BAD_TOKEN = 300  # what has seen it has no numbers any more
