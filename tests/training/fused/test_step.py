@@ -473,7 +473,8 @@ def test_an_overflowing_dropless_step_runs_again_with_room_for_all(
     after, metrics = jax.block_until_ready(ours.step(place(skewed, ours), batch(mesh, 0)))
     assert metrics["overflow"] and not metrics["ok"] and np.isfinite(metrics["loss"])
     assert metrics["dropped"].tolist() == [B * S] * N  # half of all assignments
-    assert_unchanged(after, skewed)
+    # of a copy: jax 0.11 does not donate arrays that NumPy looks at
+    assert_unchanged(jax.tree.map(jnp.copy, after), skewed)
 
     again, metrics = jax.block_until_ready(ours.step(after, batch(mesh, 0), full_capacity=True))
     assert metrics["ok"] and not metrics["overflow"] and metrics["dropped"].tolist() == [0] * N
