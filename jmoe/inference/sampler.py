@@ -700,8 +700,7 @@ class Sampler:
             if sequence.constraint is not None and not sequence.constraint_failed:
                 with sequence.constraint_guard():
                     sequence.constraint.fill(words_BW[row])
-                if sequence.constraint_failed:
-                    words_BW[row] = -1
+        words_BW[[row for row, sequence in enumerate(sequences) if sequence.constraint_failed]] = -1
         return words_BW
 
 
