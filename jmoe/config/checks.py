@@ -92,7 +92,7 @@ def _alternatives(hint: Any) -> tuple[Any, ...]:
     return (args[0],) if origin is tuple and args[1:] == (...,) else (hint,)
 
 
-def _must_be(value: object, kinds: tuple[Any, ...]) -> str:
+def _must_be(value: Any, kinds: tuple[Any, ...]) -> str:
     """Return what a value of other types would have to be; "" if it is of these."""
     if typing.get_origin(kinds[0]) is Literal:
         allowed = [choice for kind in kinds for choice in typing.get_args(kind)]
@@ -101,7 +101,7 @@ def _must_be(value: object, kinds: tuple[Any, ...]) -> str:
         return ""
     if float not in kinds:
         whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-        return "" if whole and abs(int(value)) < 2**63 else "must be a whole number below 2**63"  # type: ignore[call-overload]
+        return "" if whole and abs(value) < 2**63 else "must be a whole number below 2**63"
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return "must be a number"
     least, most = _FLOAT32

@@ -126,9 +126,6 @@ class EngineConfig:
     def __post_init__(self) -> None:
         check_values(self)
         positive(self, "max_batch", "prefill_chunk_tokens")
-        check_field(self.native in ("auto", "on", "off"), self, "native", "must be auto, on or off")
-        known = self.pin_host_memory in ("auto", "on", "off")
-        check_field(known, self, "pin_host_memory", "must be auto, on or off")
         apart = self.pin_host_memory != "on" or self.policy != "hybrid"
         check_field(apart, self, "pin_host_memory", "must be auto or off with policy = 'hybrid'")
         usable = self.native != "off" or self.policy != "hybrid"

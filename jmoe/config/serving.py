@@ -72,8 +72,6 @@ class ServeConfig:
             "estimate",
             f"must not be given with mesh.devices = {devices}: of one device alone",
         )
-        known = self.sampling_defaults in ("model", "openai")
-        check_field(known, self, "sampling_defaults", "must be model or openai")
         check_field(0 <= self.port < 65536, self, "port", "must be between 0 and 65535")
         for origin in self.allowed_origins:
             words = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import re
@@ -53,12 +54,20 @@ class LoadedTokenizer:
     encodes_control: bool
     known: set[str] = field(default_factory=set)  # characters that have a token
 
+    @functools.cached_property
+    def _omits_unknown(self) -> bool:
+        """Whether encoding may drop a character that has no token, instead of naming it unknown."""
+        model, before = self.tokenizer.model, str(self.tokenizer.pre_tokenizer)
+        if not isinstance(model, models.BPE) or model.unk_token is not None or model.byte_fallback:
+            return False
+        every_byte = set(pre_tokenizers.ByteLevel.alphabet())
+        return "ByteLevel" not in before or not every_byte <= self.tokenizer.get_vocab().keys()
+
     def check_known(self, texts: Iterable[str]) -> None:
         """Raise `ValueError` naming a character that a BPE without a token for unknown text
         would leave out.
         """
-        model = self.tokenizer.model
-        if not isinstance(model, models.BPE) or model.unk_token is not None or model.byte_fallback:
+        if not self._omits_unknown:
             return
         for character in sorted(set().union(*texts) - self.known):
             if (

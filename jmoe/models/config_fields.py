@@ -1,4 +1,4 @@
-"""What jmoe does with each field of a Hugging Face `config.json`, for each family.
+"""The fields of a Hugging Face `config.json`, by family: honoured, refused or harmless.
 
 The table lists all fields of the family's configuration class in transformers 5, under all their
 names, and further fields that published checkpoints have. A field that affects the logits is read

@@ -54,7 +54,7 @@ class Limits:
 
 
 class LimitError(ValueError):
-    """A fork was ended at its limits."""
+    """A fork ended without an answer: at its limits, or because it crashed or was killed."""
 
 
 class Fork:

@@ -523,11 +523,15 @@ class _Scan:
         }
         carry = saved.unsharded, dx, _Bucket(), sums, jax.tree.map(jnp.zeros_like, saved.unbuffered)
         run = partial(self._backward_unit, saved, dstats)
-        flat_of = lambda unit, i: saved.flat[unit.kinds[-1]][unit.index(len(unit.kinds) - 1, i)]  # noqa: E731
+
+        def last_flat(unit: _Unit, i: Any) -> jax.Array:
+            """Return the flat buffer of the last layer of the unit's repeat `i`."""
+            return saved.flat[unit.kinds[-1]][unit.index(len(unit.kinds) - 1, i)]
+
         for number in reversed(range(len(self.units))):
             unit, (early, last) = self.units[number], saved.residuals[number]
             before = (
-                flat_of(self.units[number - 1], self.units[number - 1].repeats - 1)
+                last_flat(self.units[number - 1], self.units[number - 1].repeats - 1)
                 if number
                 else None
             )
@@ -537,11 +541,11 @@ class _Scan:
                 repeats - 1,
                 last,
                 carry,
-                flat_of(unit, repeats - 2) if repeats > 1 else before,
+                last_flat(unit, repeats - 2) if repeats > 1 else before,
             )
             if repeats > 2:
                 step = lambda carry, i, unit=unit, early=early: (  # noqa: E731
-                    run(unit, i, layer_of(early, i), carry, flat_of(unit, i - 1)),
+                    run(unit, i, layer_of(early, i), carry, last_flat(unit, i - 1)),
                     None,
                 )
                 carry, _ = lax.scan(step, carry, jnp.arange(1, repeats - 1), reverse=True)

@@ -162,11 +162,13 @@ class StreamedRunner(StreamedExperts, ABC, Generic[Part]):
 
     def _draw_experts(self) -> None:
         """Draw random experts of step 0 onto their tiers, one layer at a time."""
-        experts_of = lambda number, *, kind: nnx.state(self._experts_drawn(kind, number))  # noqa: E731
-        draw = jax.jit(
-            lambda number, *, kind: nnx.to_pure_dict(experts_of(number, kind=kind)),
-            static_argnames="kind",
-        )
+
+        @partial(jax.jit, static_argnames="kind")
+        def draw(number: jax.Array, *, kind: LayerKind) -> dict[str, jax.Array]:
+            drawn: dict[str, jax.Array] = nnx.to_pure_dict(
+                nnx.state(self._experts_drawn(kind, number))
+            )
+            return drawn
 
         def weights(layer: int, experts: NDArray[np.int64]) -> ExpertArrays:
             place = self._record_layers[layer]

@@ -75,6 +75,7 @@ class StreamedVision(StreamedModel[TaskPart]):
         slots: TaskSlots | None,
     ) -> None:
         self.config, self.slots = config, slots
+        # The same under the types of images, which the protocol's attributes do not have.
         self._config, self._slots = config, slots
         self.vision = self.sharded = ShardedVision(config, num_classes, mesh, slots)
         self.parts, self.dtype = ModelParts.taken_from(self.sharded), self.sharded.dtype
