@@ -50,6 +50,9 @@ CALL_TIMEOUT_S = 3.0
 CLOSED = -1  # the last beat of a rank that has left its watchdog in order
 NO_COORDINATOR = "rank 0 (the coordinator) does not answer: dead, stopped or out of reach"
 
+# what rank 0's errors are on the other ranks
+TOLD_ERRORS = {kind.__name__: kind for kind in (OSError, ValueError, RuntimeError)}
+
 T = TypeVar("T")
 
 
@@ -545,8 +548,9 @@ def from_rank_0(name: str, call: Callable[[], str], timeout_s: float) -> str:
     """Run `call` on rank 0 and return its result on every rank. Each `name` may be used once per
     run.
 
-    Raises on rank 0 what `call` raises; an `OSError` or `ValueError` there becomes an `OSError` on
-    every other rank. Raises `TimeoutError` on the other ranks after `timeout_s`.
+    Raises on rank 0 what `call` raises; an `OSError` or `ValueError` there is one with the same
+    words on every other rank, any other exception a `RuntimeError`. Raises `TimeoutError` on the
+    other ranks after `timeout_s`.
     """
     store = _store()
     if store is None:
@@ -554,22 +558,39 @@ def from_rank_0(name: str, call: Callable[[], str], timeout_s: float) -> str:
     if jax.process_index() == 0:
         try:
             value = call()
-        except (OSError, ValueError) as error:
-            store.key_value_set(f"{ANSWERS}{name}", json.dumps(["", str(error)]))
+        except Exception as error:
+            answer = json.dumps({"error": _told_kind(error), "words": _told_words(error)})
+            store.key_value_set(f"{ANSWERS}{name}", answer)
             raise
-        store.key_value_set(f"{ANSWERS}{name}", json.dumps([value, ""]))
+        store.key_value_set(f"{ANSWERS}{name}", json.dumps({"value": value}))
         return value
     try:
-        value, problem = json.loads(
-            store.blocking_key_value_get(f"{ANSWERS}{name}", int(timeout_s * 1000))
-        )
+        answer = json.loads(store.blocking_key_value_get(f"{ANSWERS}{name}", int(timeout_s * 1000)))
     except jax.errors.JaxRuntimeError as error:
         raise TimeoutError(
             f"waited {timeout_s:g} s for rank 0: {name}: {first_line(error)}"
         ) from error
-    if problem:
-        raise OSError(f"rank 0: {problem}")
-    return str(value)
+    if "error" in answer:
+        raise TOLD_ERRORS[answer["error"]](*answer["words"])
+    return str(answer["value"])
+
+
+def _told_kind(error: Exception) -> str:
+    """Return the name of the error that rank 0's becomes on the other ranks."""
+    kinds = (name for name, kind in TOLD_ERRORS.items() if isinstance(error, kind))
+    return next(kinds, RuntimeError.__name__)
+
+
+def _told_words(error: Exception) -> list[Any]:
+    """Return the arguments of that error, with which it says what rank 0's does."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return [
+            error.errno,
+            error.strerror,
+            None if error.filename is None else str(error.filename),
+        ]
+    told = isinstance(error, tuple(TOLD_ERRORS.values()))
+    return [str(error) if told else f"rank 0: {type(error).__name__}: {error}"]
 
 
 def _store() -> Any | None:

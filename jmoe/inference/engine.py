@@ -75,7 +75,8 @@ class Engine(Closing):
 
         leader: with several processes, rank 0's connection to the others. Each of these runs a
             `Follower` with the runner of its own `LoadedModel` of the same folder and options.
-        bandwidth_limit_bytes_per_s: limits on the tiers "nvme" and "host", for measurements.
+        bandwidth_limit_bytes_per_s: limits on reads from the tiers "nvme" and "host", for
+            measurements.
         say: receives a line about each slow operation.
 
         Raises ValueError naming field, value and constraint, before it reads weights.
@@ -159,11 +160,12 @@ class Engine(Closing):
                 "min_new_tokens": sampling.min_new_tokens,
             }
             prompt, harmony = sequence.prompt_token_ids, sequence.harmony
-            sequence.text = (
-                TextStream(self.tokenizer, prompt, **limits)
-                if harmony is None
-                else ChannelStream(self.tokenizer, harmony, prompt, **limits)
-            )
+            with sequence.guard("decoding"):  # of the prompt's last tokens
+                sequence.text = (
+                    TextStream(self.tokenizer, prompt, **limits)
+                    if harmony is None
+                    else ChannelStream(self.tokenizer, harmony, prompt, **limits)
+                )
         self._scheduler.add(sequence)
 
     def check_request(self, prompt_token_ids: list[int], sampling: SamplingParams) -> None:
@@ -204,7 +206,8 @@ class Engine(Closing):
 
         fields: fields of `SamplingParams` that override `sampling`, e.g. max_new_tokens=32.
 
-        Raises FloatingPointError naming the prompt for which the model's logits are not finite.
+        Raises FloatingPointError naming the prompt for which the model's logits are not finite,
+        RuntimeError naming the prompt whose output cannot be decoded.
         """
         sampling = replace(sampling or SamplingParams(), **fields)
         sequences = [self.add_request(prompt, sampling) for prompt in prompts]
@@ -216,9 +219,10 @@ class Engine(Closing):
                     if output.finish_reason == "error":
                         for other in sequences:
                             self.abort(other)
-                        raise FloatingPointError(
-                            f"prompt {sequences.index(output.sequence)}: {NO_NUMBERS}"
-                        )
+                        name = f"prompt {sequences.index(output.sequence)}"
+                        if output.sequence.failed is not None:
+                            raise RuntimeError(f"{name}: its {output.sequence.failed} failed")
+                        raise FloatingPointError(f"{name}: {NO_NUMBERS}")
         return [Completion.join(*pair) for pair in outputs.items()]
 
     def step(self) -> list[Output]:
@@ -236,7 +240,7 @@ class Engine(Closing):
         if not plan.chunks:
             if resting:
                 sequence, constraint = resting[0]
-                with sequence.constraint_guard():
+                with sequence.guard("constraint"):
                     constraint.wait(REST_S)
             return []
         begun = time.perf_counter()
@@ -250,14 +254,14 @@ class Engine(Closing):
         self.residency.begin_step(whole_layers=policy == "ring", on_host=policy == "hybrid")
         draws = self._run(plan, groups)
         sampled = plan.sampled
-        # a sequence whose logits are not finite or whose constraint failed ends; the others go on
+        # a sequence whose logits are not finite or whose own code failed ends; the others go on
         for sequence in sampled:
             if draws[sequence].token == NOT_FINITE or not sequence.is_finite:
                 log.error(
                     "a request of %d prompt tokens: %s", len(sequence.prompt_token_ids), NO_NUMBERS
                 )
                 self._scheduler.finish(sequence, "error")
-            elif sequence.constraint_failed:
+            elif sequence.failed is not None:
                 self._scheduler.finish(sequence, "error")
         self._scheduler.update(plan, [draws[sequence].token for sequence in sampled])
         outputs = [self._output(sequence, draws[sequence]) for sequence in sampled]
@@ -364,8 +368,8 @@ class Engine(Closing):
         for sequence in self._scheduler.decoding:
             if sequence.constraint is not None:
                 sequence.rests = False
-                if not sequence.constraint_failed:
-                    with sequence.constraint_guard():
+                if sequence.failed is None:
+                    with sequence.guard("constraint"):
                         sequence.rests = not sequence.constraint.is_ready()
                 resting += [(sequence, sequence.constraint)] * sequence.rests
         return resting
@@ -432,24 +436,38 @@ class Engine(Closing):
     def _output(self, sequence: Sequence, draw: Draw) -> Output:
         if sequence.finish_reason == "error":
             return Output(sequence, [], "", [], "error")
-        text, stream = "", sequence.text
-        if stream is not None:
-            if sequence.finish_reason != "stop":  # an end-of-text or stop token has no text
-                text = stream.push([draw.token])
-            if stream.matched_stop is not None and sequence.finish_reason in (None, "length"):
-                self._scheduler.finish(sequence, "stop")
-                sequence.finish_reason = "stop"
-            if sequence.finish_reason is not None:
-                text += stream.flush()
+        text, reasoning = "", ""
+        with sequence.guard("decoding"):
+            text, reasoning = self._decode(sequence, draw.token)
+        if sequence.failed == "decoding":
+            self._scheduler.finish(sequence, "error")
+            sequence.finish_reason = "error"
+            return Output(sequence, [], "", [], "error")
         if sequence.constraint is not None and sequence.finish_reason is None:
-            with sequence.constraint_guard():
+            with sequence.guard("constraint"):
                 sequence.constraint.accept(draw.token)
         logprobs = [] if draw.logprob is None else [draw.logprob]
         of_prompt = sequence.prompt_logprobs if len(sequence.output_token_ids) == 1 else []
-        reasoning = stream.take_reasoning() if isinstance(stream, ChannelStream) else ""
         return Output(
             sequence, [draw.token], text, logprobs, sequence.finish_reason, of_prompt, reasoning
         )
+
+    def _decode(self, sequence: Sequence, token: int) -> tuple[str, str]:
+        """Return the text and the reasoning that a token adds; end the sequence at a stop
+        string.
+        """
+        stream = sequence.text
+        if stream is None:
+            return "", ""
+        text = ""
+        if sequence.finish_reason != "stop":  # an end-of-text or stop token has no text
+            text = stream.push([token])
+        if stream.matched_stop is not None and sequence.finish_reason in (None, "length"):
+            self._scheduler.finish(sequence, "stop")
+            sequence.finish_reason = "stop"
+        if sequence.finish_reason is not None:
+            text += stream.flush()
+        return text, stream.take_reasoning() if isinstance(stream, ChannelStream) else ""
 
     def _compile(self, num_rows: int, width: int) -> None:
         """Compile the programs of a group of this shape, by running them on padding."""

@@ -79,7 +79,8 @@ class LoadedModel(Closing):
     ) -> None:
         """Load a Hugging Face checkpoint.
 
-        bandwidth_limit_bytes_per_s: limits on the tiers "nvme" and "host", for measurements.
+        bandwidth_limit_bytes_per_s: limits on reads from the tiers "nvme" and "host", for
+            measurements.
         say: receives a line about each slow operation.
 
         Raises ValueError before it reads weights.

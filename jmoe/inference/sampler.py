@@ -697,10 +697,10 @@ class Sampler:
         """
         words_BW = np.full((self._max_batch, -(-self._vocab_size // 32)), -1, np.int32)
         for row, sequence in enumerate(sequences):
-            if sequence.constraint is not None and not sequence.constraint_failed:
-                with sequence.constraint_guard():
+            if sequence.constraint is not None and sequence.failed is None:
+                with sequence.guard("constraint"):
                     sequence.constraint.fill(words_BW[row])
-        words_BW[[row for row, sequence in enumerate(sequences) if sequence.constraint_failed]] = -1
+        words_BW[[row for row, sequence in enumerate(sequences) if sequence.failed]] = -1
         return words_BW
 
 

@@ -17,6 +17,8 @@ from jmoe.inference.sampling_params import Constraint, SamplingParams
 
 log = logging.getLogger("jmoe")
 FinishReason = Literal["stop", "length", "abort", "error"]
+# a request's own code that may raise: its constraint, and the decoding of its text
+Guarded = Literal["constraint", "decoding"]
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,8 @@ class Sequence:
     # Written by the engine
     # excluded from the next step because its constraint is not ready
     rests: bool = field(default=False, init=False)
-    # True once the constraint has raised; the engine then ends the sequence with "error"
-    constraint_failed: bool = field(default=False, init=False)
+    # which of the request's own code has raised; the engine then ends the sequence with "error"
+    failed: Guarded | None = field(default=None, init=False)
     text: TextStream | ChannelStream | None = field(default=None, init=False)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list, init=False)
     # False if a requested log-probability of the prompt is not finite
@@ -93,15 +95,15 @@ class Sequence:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
     @contextlib.contextmanager
-    def constraint_guard(self) -> Iterator[None]:
-        """Log any exception of the constraint and set `constraint_failed` instead of raising."""
+    def guard(self, what: Guarded) -> Iterator[None]:
+        """Log any exception of the block and set `failed` instead of raising."""
         try:
             yield
         except (KeyboardInterrupt, SystemExit, GeneratorExit):
             raise
         except BaseException:  # a panic of tokenizers, which is written in Rust, is no Exception
-            log.exception("the constraint of a request failed; the other requests go on")
-            self.constraint_failed = True
+            log.exception("the %s of a request failed; the other requests go on", what)
+            self.failed = what
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ class Output:
     """The tokens and text that one step added to a sequence.
 
     finish_reason: None until the sequence ends; "error", without a token, if the model's logits are
-        not finite or the sequence's constraint raised.
+        not finite, or the sequence's constraint or the decoding of its text raised.
     prompt_logprobs: those of the whole prompt, with the first output only.
     reasoning: text of channels other than the answer's.
     """

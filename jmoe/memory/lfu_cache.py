@@ -106,8 +106,8 @@ class LFUCache:
         """Return a slot, pinned once, to read an absent record into; None if no slot can be freed
         now.
 
-        demanded: a caller waits for the record, so it may take the staging slot of a prefetched
-        record that is still unused; a prefetch may not.
+        demanded: a caller waits for the record, so it may take the slot of a prefetched record that
+        is still unused; a prefetch may not.
         """
         assert self.slot_of(index) is None, index
         slot = self._cache_slot(index, demanded)
@@ -220,6 +220,8 @@ class LFUCache:
                 return None
             victim = int(self._hot.record_in[place])
             if self.counts.rank(index) <= self.counts.rank(victim):
+                return None
+            if victim in self._fresh and not demanded:
                 return None
             if victim in self._dirty and not self._demote(victim, place, demanded):
                 return None

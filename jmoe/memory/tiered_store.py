@@ -73,8 +73,9 @@ class TieredStore(Closing):
     cache_bytes: all host memory used for records, allocated at once; None for `HostRecords`. A part
     of it, two records per thread and at most a third, are staging slots for records that the cache
     (`LFUCache`) does not admit; this limits how many such records can be open or prefetched at
-    once. threads: concurrent reads. bandwidth_limit_bytes_per_s: limits for "nvme" (reads, and
-    separately writes) and "host" (records returned by `get`, counted when they close).
+    once. threads: concurrent reads. bandwidth_limit_bytes_per_s: limits for "nvme", in each
+    direction (reads and writes do not share it, like the two ways of a PCIe link), and "host"
+    (records returned by `get`, counted when they close).
     wait_limit_s: longest wait of a call; then `TimeoutError` names the record and the file.
     allocate: allocates the cache.
 

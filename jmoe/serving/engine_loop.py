@@ -33,7 +33,7 @@ from jmoe.serving.shares import Shares
 
 log = logging.getLogger(__name__)
 
-CONSTRAINT_FAILED = "the constraint of this request failed; the server's log says why"
+OWN_CODE_FAILED = "the {} of this request failed; the server's log says why"
 ENGINE_FAILED = "the engine has failed; the server's log says why"
 RATE_WINDOW_S = 5.0
 VIEW_S = 1.0
@@ -114,8 +114,8 @@ class Generation:
             self._owner._release(self, output)
         self.num_read_tokens += len(output.token_ids)
         if output.finish_reason == "error":
-            if output.sequence.constraint_failed:
-                raise ApiError(500, CONSTRAINT_FAILED, code="constraint_failed")
+            if (what := output.sequence.failed) is not None:
+                raise ApiError(500, OWN_CODE_FAILED.format(what), code=f"{what}_failed")
             raise ApiError(500, NO_NUMBERS, code="not_finite")
         if output.finish_reason is not None:
             self._unfinished -= 1

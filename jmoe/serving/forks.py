@@ -4,7 +4,7 @@ limits.
 A `ForkServer` loads once what all of its work needs, without JAX and without threads. Each piece of
 work is a fork of it, there within a millisecond. What goes between is bytes that the server never
 unpickles: what runs in a fork is not trusted. Python's and native code are ended alike, which no
-thread could be.
+thread could be. A pipe for each fork tells its owner how the fork ended.
 """
 
 import asyncio
@@ -25,6 +25,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import import_module
+from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -33,8 +34,12 @@ ANSWER_LIMIT_S = 60.0  # by the clock, of a machine that does much else
 SLOW_S = 0.05
 SLOW_NICENESS = 19  # of a fork that takes longer than that: others go first
 READ_BYTES = 1 << 18
+END_LIMIT_MS = 500  # until a fork server has said how a fork ended
+OUT_OF_MEMORY = 3  # exit code
+CRASHES = (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL, -signal.SIGFPE)
 _FORK = b"f"
 _LENGTH = struct.Struct("!I")
+_STATUS = struct.Struct("!i")
 ROOT = Path(__file__).resolve().parents[2]  # that holds the package
 
 
@@ -54,7 +59,13 @@ class Limits:
 
 
 class LimitError(ValueError):
-    """A fork ended without an answer: at its limits, or because it crashed or was killed."""
+    """A fork ended without an answer: at its limits, or because its work crashed it."""
+
+
+class LostError(RuntimeError):
+    """A fork ended without an answer for a reason that is not its work: it was killed, or never
+    began.
+    """
 
 
 class Fork:
@@ -62,17 +73,20 @@ class Fork:
     questions.
     """
 
-    def __init__(self, connection: socket.socket, what: str, limits: Limits) -> None:
+    def __init__(
+        self, connection: socket.socket, how_it_ended: FileIO, what: str, limits: Limits
+    ) -> None:
         self._connection, self._what, self._limits = connection, what, limits
+        self._how_it_ended = how_it_ended
         self._buffer = bytearray()
         self._number: list[int] = []  # of the process, which says it first
         self.is_slow = False
         connection.setblocking(False)
         # ends the process, whatever it does
-        self.end = weakref.finalize(self, _end, connection, self._number)
+        self.end = weakref.finalize(self, _end, connection, how_it_ended, self._number)
 
     async def ask(self, question: bytes) -> bytes:
-        """Return the answer; `LimitError` if there is none."""
+        """Return the answer; `LimitError` or `LostError` if there is none."""
         loop = asyncio.get_running_loop()
         slow = loop.call_later(SLOW_S, self.let_others_go_first)
         try:
@@ -81,9 +95,13 @@ class Fork:
                 while (answer := self._next()) is None:
                     await self._until_readable()
                     self._take(self._connection.recv(READ_BYTES))
-        except OSError as error:  # a time-out is one
+        except TimeoutError as error:
             self.end()
-            raise self._ended() from error
+            raise LimitError(f"{self._what}: needs more than {ANSWER_LIMIT_S:g} s") from error
+        except OSError as error:
+            ended = self._ended()
+            self.end()
+            raise ended from error
         except asyncio.CancelledError:
             self.end()
             raise
@@ -126,8 +144,8 @@ class Fork:
             raise self._ended() from error
 
     def receive(self, timeout_s: float) -> bytes | None:
-        """Return the next answer, None if it does not come in time; `LimitError` if it never
-        comes.
+        """Return the next answer, None if it does not come in time; `LimitError` or `LostError` if
+        it never comes.
         """
         while (answer := self._next()) is None:
             self._connection.settimeout(timeout_s)
@@ -156,7 +174,7 @@ class Fork:
             return None
         (length,) = _LENGTH.unpack_from(self._buffer)
         if length > self._limits.answer_bytes:
-            raise self._ended()
+            raise LimitError(f"{self._what}: needs more than {self._limits}")
         end = _LENGTH.size + length
         if len(self._buffer) < end:
             return None
@@ -164,11 +182,30 @@ class Fork:
         del self._buffer[:end]
         return answer
 
-    def _ended(self) -> LimitError:
-        return LimitError(f"{self._what}: needs more than {self._limits}")
+    def _ended(self) -> LimitError | LostError:
+        """Return the error of a process that has ended, or never began."""
+        poll = select.poll()
+        poll.register(self._how_it_ended, select.POLLIN)
+        said = self._how_it_ended.read(_STATUS.size) if poll.poll(END_LIMIT_MS) else b""
+        if not said:
+            return LostError(
+                f"{self._what}: the process for it is gone, or none could be started: try again"
+            )
+        (code,) = _STATUS.unpack(said)
+        limits = f"needs more than {self._limits}"
+        if code in (OUT_OF_MEMORY, -signal.SIGPROF):
+            return LimitError(f"{self._what}: {limits}")
+        if code >= 0 or code in CRASHES:
+            how = f"{signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            return LimitError(f"{self._what}: its process crashed ({how}), or {limits}")
+        name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+        who = " (the system does so when memory is short)" if -code == signal.SIGKILL else ""
+        return LostError(
+            f"{self._what}: {name} from outside the server{who} ended its process: try again"
+        )
 
 
-def _end(connection: socket.socket, number: list[int]) -> None:
+def _end(connection: socket.socket, how_it_ended: FileIO, number: list[int]) -> None:
     """End a fork; one that has not said its number yet cannot say it any more, and ends by
     itself.
     """
@@ -178,6 +215,7 @@ def _end(connection: socket.socket, number: list[int]) -> None:
         if process:
             os.kill(process, signal.SIGKILL)
     connection.close()
+    how_it_ended.close()
 
 
 class ForkServer:
@@ -227,11 +265,16 @@ class ForkServer:
         return self.fork()
 
     def fork(self) -> Fork:
-        """Return a new fork of a server that runs."""
+        """Return a new fork of a server that runs; `LostError` if it has just been killed."""
         ours, theirs = socket.socketpair()
-        with theirs:
-            socket.send_fds(self._control, [_FORK], [theirs.fileno()])
-        return Fork(ours, self._what, self._limits)
+        how_it_ended, tell = os.pipe()
+        fork = Fork(ours, FileIO(how_it_ended), self._what, self._limits)
+        with theirs, FileIO(tell, "w"):
+            try:
+                socket.send_fds(self._control, [_FORK], [theirs.fileno(), tell])
+            except OSError as error:
+                raise LostError(f"{self._what}: the process for it is gone: try again") from error
+        return fork
 
     def close(self) -> None:
         """End the process; a fork ends with its `Fork`."""
@@ -299,7 +342,7 @@ def _limited(work: Callable[[], Any], processor_s: float) -> Any:
     try:
         return work()
     except MemoryError:
-        os._exit(1)
+        os._exit(OUT_OF_MEMORY)
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
@@ -322,27 +365,50 @@ def _serve(connection: socket.socket, answer: Callable[[bytes], bytes], limits: 
 
 
 def _start_forks(control: socket.socket, answer: Callable[[bytes], bytes], limits: Limits) -> None:
-    """Start a fork for each socket that arrives, until there is nobody to send one."""
+    """Start a fork for each socket that arrives, until there is nobody to send one; a pipe comes
+    with it, for how the fork ended.
+    """
+    pipes: dict[int, int] = {}  # by process
+
+    def tell_ends(*_: object) -> None:
+        for child, pipe in list(pipes.items()):
+            ended, status = 0, 0
+            with contextlib.suppress(ChildProcessError):  # a signal has come in between
+                ended, status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                with contextlib.suppress(OSError):  # nobody asks
+                    os.write(pipe, _STATUS.pack(os.waitstatus_to_exitcode(status)))
+                os.close(pipes.pop(child))
+
+    signal.signal(signal.SIGCHLD, tell_ends)
     while True:
-        message, sockets, *_ = socket.recv_fds(control, len(_FORK), 1)
+        message, numbers, *_ = socket.recv_fds(control, len(_FORK), 2)
         if not message:
             return
-        for number in sockets:
-            child = -1
-            # too many processes: who asks sees the end of the socket
-            with contextlib.suppress(OSError):
-                child = os.fork()
-            if child == 0:
-                control.close()
-                with contextlib.suppress(OSError):  # nobody waits for the answer
-                    _serve(socket.socket(fileno=number), answer, limits)
-                os._exit(0)
-            os.close(number)
+        number, pipe = numbers
+        child = -1
+        # too many processes: who asks sees the end of the socket
+        with contextlib.suppress(OSError):
+            child = os.fork()
+        if child == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+            control.close()
+            for other in (pipe, *pipes.values()):
+                os.close(other)
+            with contextlib.suppress(OSError):  # nobody waits for the answer
+                _serve(socket.socket(fileno=number), answer, limits)
+            os._exit(0)
+        os.close(number)
+        if child > 0:
+            pipes[child] = pipe
+            tell_ends()  # it may have ended before its pipe was there
+        else:
+            os.close(pipe)
 
 
 def main() -> None:
     """Run the process; its argument is the socket of the one that started it."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
+    for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     control = socket.socket(fileno=int(sys.argv[1]))

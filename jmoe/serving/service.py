@@ -24,7 +24,7 @@ from jmoe.serving.admission import Turns
 from jmoe.serving.chat_template import CONTENT_FORM, RefusedError, read_templates, rendered
 from jmoe.serving.engine_loop import EngineLoop
 from jmoe.serving.errors import ApiError, printable
-from jmoe.serving.forks import ForkServer, LimitError, Limits
+from jmoe.serving.forks import ForkServer, LimitError, Limits, LostError
 from jmoe.serving.grammar import Grammars
 from jmoe.serving.metrics import Metrics
 from jmoe.serving.middleware import DISCONNECTED
@@ -149,7 +149,7 @@ class Service:
 
     async def _at_turn(self, request: Request, work: Callable[[], Awaitable[T]]) -> T:
         """Do work of a fork when it is the client's turn; give it up if the client leaves before
-        it is done.
+        it is done. `ApiError` 503 if the fork is killed.
         """
 
         async def do() -> T:
@@ -162,6 +162,9 @@ class Service:
             if not doing.done():
                 raise ApiError(DISCONNECTED, "the client has left")
             return doing.result()
+        except LostError as error:
+            log.error("%s", error)
+            raise ApiError(503, str(error), code="process_lost") from error
         finally:
             doing.cancel()
             gone.cancel()

@@ -72,6 +72,38 @@ print("end", flush=True)
 """
 
 
+# Rank 0 answers, or fails: RANK PROCESSES PORT
+ANSWERING = """
+import errno, json, sys
+from jmoe.config import DistributedConfig
+from jmoe.cluster.distributed import from_rank_0, start
+
+rank, processes, port = map(int, sys.argv[1:4])
+start(DistributedConfig(
+    coordinator_address=f"127.0.0.1:{port}", num_processes=processes, process_id=rank,
+    start_timeout_s=240, heartbeat_timeout_s=60, step_timeout_s=240))
+
+def fail(error):
+    raise error
+
+for name, call in {
+    "answer": lambda: "7",
+    "mistake": lambda: fail(ValueError("num_steps = 3: must be at least 5")),
+    "json": lambda: json.loads("{"),
+    "disk": lambda: fail(OSError(errno.ENOSPC, "No space left on device", "/run")),
+    "absent": lambda: open("/nowhere/at/all"),
+    "taken": lambda: fail(OSError("/run: another run uses it")),
+    "bug": lambda: {}["x"],
+}.items():
+    try:
+        said = from_rank_0(name, call, 60)
+    except Exception as error:
+        kind = next(k for k in (FileNotFoundError, OSError, ValueError, Exception) if isinstance(error, k))
+        said = f"{kind.__name__}: {error}"
+    print("said", name, said, flush=True)
+"""
+
+
 @pytest.fixture
 def run_ranks(start_python: Start, tmp_path: Path) -> RunRanks:
     """`run_ranks(ranks, processes, *options)` starts these ranks."""
@@ -136,6 +168,20 @@ def test_two_processes_with_one_rank_are_an_error_everywhere(
     assert [ends(rank) for rank in ranks] == [1, 1, 1]
     for rank in ranks:
         assert "ValueError: distributed: two processes were told process_id = 1" in rank.screen
+
+
+def test_all_ranks_say_what_rank_0_says(tmp_path: Path, start_python: Start) -> None:
+    """The same kind of error in the same words: a mistake of the user is one on every rank."""
+    port = free_port()
+    ranks = [
+        start_python(["-c", ANSWERING, rank, 2, port], tmp_path / f"{rank}.log") for rank in (0, 1)
+    ]
+    assert [ends(rank) for rank in ranks] == [0, 0]
+    first, second = (re.findall("^said .*", rank.screen, re.MULTILINE) for rank in ranks)
+    assert first[:-1] == second[:-1] and len(first) == 7
+    assert first[1] == "said mistake ValueError: num_steps = 3: must be at least 5"
+    assert first[4].startswith("said absent FileNotFoundError: [Errno 2] No such file")
+    assert second[-1] == "said bug Exception: rank 0: KeyError: 'x'"
 
 
 @pytest.mark.parametrize("killed", [0, pytest.param(1, marks=pytest.mark.slow)])

@@ -747,6 +747,24 @@ def test_a_constraint_that_raises_ends_its_own_sequence(method: str, error: Base
         assert again.token_ids == expected.token_ids
 
 
+def test_generate_names_the_prompt_whose_text_cannot_be_decoded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is not taken for a model whose logits are not finite, and leaves nothing running."""
+
+    class Broken:
+        def decode(self, token_ids: list[int]) -> str:
+            if 7 in token_ids:
+                raise BaseException("a panic")
+            return " ".join(map(str, token_ids))
+
+    with tiny_engine("mixtral", policy="resident", max_batch=4) as engine:
+        monkeypatch.setattr(engine, "tokenizer", Broken())
+        with pytest.raises(RuntimeError, match=r"^prompt 1: its decoding failed$"):
+            engine.generate([[4, 5], [6, 7]], max_new_tokens=3)
+        assert not engine.has_unfinished
+
+
 def test_a_sequence_whose_constraint_is_not_ready_rests() -> None:
     """The others go on at their own speed, and its tokens are those that it would draw alone."""
     options = SamplingParams(

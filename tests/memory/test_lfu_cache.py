@@ -69,7 +69,10 @@ class CacheModel:
             and scores[index] > (lowest := min(scores[i] for i in unpinned))
         ):
             victim = [i for i in unpinned if scores[i] == lowest][-1]
-            if victim not in self.dirty or self.room_in_staging(demanded):
+            is_unused_prefetch = victim in self.fresh and not demanded
+            if not is_unused_prefetch and (
+                victim not in self.dirty or self.room_in_staging(demanded)
+            ):
                 into_cache = True
                 self.give_up(victim)
                 self.cached.remove(victim)
@@ -207,6 +210,21 @@ def pass_through(cache: LFUCache, index: int) -> None:
         slot = cache.use(index)
         assert slot is not None
     cache.unpin(slot)
+
+
+def test_a_prefetch_does_not_evict_what_was_prefetched_before_it() -> None:
+    """However popular it is; a caller who waits may."""
+    counts = HitCounts(NUM_RECORDS)
+    counts.touch([5])
+    counts.touch([5, 6])
+    cache = LFUCache(counts, num_slots=1, staging_slots=2)
+    for index in (0, 5):
+        slot = cache.admit(index, demanded=False)
+        assert slot is not None
+        cache.unpin(slot)
+    assert cache.slot_of(0) is not None and cache.stats().unused == cache.stats().evictions == 0
+    assert cache.admit(6, demanded=True) is not None
+    assert cache.slot_of(0) is None and cache.stats().unused == cache.stats().evictions == 1
 
 
 def test_balanced_traffic_keeps_what_is_there() -> None:

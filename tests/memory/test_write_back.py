@@ -16,6 +16,7 @@ import pytest
 from numpy.typing import NDArray
 
 from jmoe.memory import version_store
+from jmoe.memory.link import SLACK_S
 from jmoe.memory.record_store import HostRecords, RecordLayout, RecordStore
 from jmoe.memory.tiered_store import TieredStore
 from jmoe.memory.version_store import VersionStore
@@ -64,6 +65,19 @@ def check_record(tiers: TieredStore, index: int, count: int) -> None:
     with tiers.get(index) as record:
         assert int(record["n"]) == count
         assert (record["w"] == index + count).all()
+
+
+def test_a_limit_of_nvme_is_one_of_each_direction(store: VersionStore) -> None:
+    """Neither reads nor writes exceed it."""
+    limit, begun_s = 1e6, time.monotonic()
+    with TieredStore(
+        store, cache_bytes=4 * RECORD_BYTES, bandwidth_limit_bytes_per_s={"nvme": limit}
+    ) as tiers:
+        add_all(tiers)
+        tiers.flush()
+        stats, took_s = tiers.stats(), time.monotonic() - begun_s
+    assert stats.nvme.num_bytes == stats.nvme_writes.num_bytes == NUM_RECORDS * RECORD_BYTES
+    assert stats.nvme.num_bytes <= limit * (took_s + SLACK_S)
 
 
 @pytest.mark.parametrize("slots", [4, 9, NUM_RECORDS])

@@ -4,11 +4,13 @@ import asyncio
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Regex, Tokenizer, decoders, models
 
 from jmoe.config.serving import ServeConfig
 from jmoe.inference.engine import Engine
@@ -114,6 +116,46 @@ def test_a_panic_of_a_constraint(engine: Engine) -> None:
         await loop.stop()
 
     asyncio.run(check())
+
+
+PANICKING_TOKEN = 5
+
+
+def panicking_tokenizer() -> Tokenizer:
+    """Its decoder's regular expression gives up on one token: a panic of Rust."""
+    names = {f"t{token}": token for token in range(PANICKING_TOKEN)} | {"a" * 49: PANICKING_TOKEN}
+    tokenizer = Tokenizer(models.WordLevel(names, "t0"))
+    pattern = Regex(r"^(?:(a+)+)+\1c")
+    tokenizer.decoder = decoders.Sequence([decoders.Fuse(), decoders.Replace(pattern, "")])
+    return tokenizer
+
+
+@pytest.mark.parametrize("where", ["prompt", "output"])
+def test_a_panic_of_the_tokenizer_in_one_text(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Only its own request hears of it: 500; the engine goes on with the others."""
+    monkeypatch.setattr(engine, "tokenizer", panicking_tokenizer())
+    options = SamplingParams(max_new_tokens=5, ignore_eos=True, logit_bias={1: 100.0})
+    drawn = {PANICKING_TOKEN: 100.0} if where == "output" else {1: 100.0}
+    prompt = [PANICKING_TOKEN if where == "prompt" else 1]
+    broken = Sequence(prompt, replace(options, logit_bias=drawn))
+    good = Sequence([2], options)
+
+    async def check() -> None:
+        loop = EngineLoop(engine, Metrics("x"), ServeConfig("x"))
+        loop.start()
+        with loop.submit([broken], "a") as request, loop.submit([good], "b") as other:
+            async with asyncio.timeout(60):
+                with pytest.raises(ApiError, match="decoding of this request failed") as error:
+                    await anext(request)
+                assert (error.value.status, error.value.body.error.code) == (500, "decoding_failed")
+                assert "".join([output.text async for output in other]) == "t1" * 5
+        assert loop.failure is None and not loop.is_busy
+        await loop.stop()
+
+    asyncio.run(check())
+    assert not engine.has_unfinished
 
 
 BAD_TOKEN = 300  # what has seen it has no numbers any more

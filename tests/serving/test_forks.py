@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 from collections.abc import Coroutine, Iterator
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from jmoe.serving.forks import Fork, ForkServer, LimitError, Limits
+from jmoe.serving.forks import Fork, ForkServer, LimitError, Limits, LostError
 from tests.fakes import wait_for
 
 LIMITS = Limits(processor_s=0.3, memory_bytes=64 << 20, answer_bytes=1000)
@@ -55,7 +56,6 @@ def test_answers(server: ForkServer) -> None:
         b"10 ** 10 ** 8",
         b"len(bytes(10 ** 9))",
         b"'x' * 1001",
-        b"os.abort()",
     ],
 )
 def test_limits(server: ForkServer, question: bytes) -> None:
@@ -67,6 +67,54 @@ def test_limits(server: ForkServer, question: bytes) -> None:
         ask(server, question)
     assert ask(server, b"1 + 1") == [b"2"]
     wait_for(lambda: num_forks(server) <= 2)
+
+
+@pytest.mark.parametrize("question", [b"os.abort()", b"[][0]"])
+def test_work_that_crashes_its_process(server: ForkServer, question: bytes) -> None:
+    """Memory that native code does not get ends in the same signal."""
+    with pytest.raises(
+        LimitError, match=r"^sums: its process crashed \((SIGABRT|exit code 1)\), or "
+    ):
+        ask(server, question)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGUSR1, signal.SIGRTMIN])
+def test_a_fork_killed_from_outside(server: ForkServer, number: int) -> None:
+    """The client's words did nothing: it is no `LimitError`, and the message names the signal."""
+    name = {signal.SIGKILL: "SIGKILL from outside the server (the system does so when memory is"}
+    words = name.get(signal.Signals(number), f"{signal.Signals(number).name} from outside")
+
+    async def ask_and_kill() -> None:
+        fork = await server.new_fork()
+        await fork.ask(b"1")
+        asking = asyncio.ensure_future(fork.ask(b"__import__('time').sleep(50)"))
+        await asyncio.sleep(0.05)
+        os.kill(*fork._number, number)
+        await asking
+
+    with pytest.raises(LostError, match=f"^sums: {re.escape(words)}"):
+        asyncio.run(ask_and_kill())
+    waiting = server.fork()
+    waiting.send(b"1")
+    assert waiting.receive(60.0) == b"1"
+    os.kill(*waiting._number, number)
+    with pytest.raises(LostError, match=f"^sums: {re.escape(words)}"):
+        waiting.receive(60.0)
+
+
+def test_a_fork_of_a_killed_server() -> None:
+    """Killed together, as a cgroup's limit does, or between two questions."""
+    server = start()
+    fork = server.fork()
+    assert asyncio.run(fork.ask(b"1")) == b"1"
+    server._process.kill()
+    server._process.wait()
+    os.kill(*fork._number, signal.SIGKILL)
+    with pytest.raises(LostError, match=r"^sums: the process for it is gone"):
+        asyncio.run(fork.ask(b"2"))
+    with pytest.raises(LostError, match=r"^sums: the process for it is gone"):
+        server.fork()
+    server.close()
 
 
 def test_slow_work_lets_others_go_first(server: ForkServer) -> None:

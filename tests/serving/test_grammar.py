@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import openai
+import psutil
 import pytest
 
 from jmoe.data.tokenizer import train_bpe
@@ -62,6 +63,22 @@ def test_characters_of_many_tokens_come_whole(server: HttpProcess) -> None:
     texts = [chunk["choices"][0]["text"] for chunk in chunks]
     assert done == "[DONE]" and json.loads("".join(texts)) == WORD
     assert not any("\ufffd" in text for text in texts) and "" in texts and "🎉" in "".join(texts)
+
+
+def test_a_grammar_that_is_killed(server: HttpProcess) -> None:
+    """As the system does when memory is short: its request fails with 500, for it was not wrong,
+    and others go on.
+    """
+    schema = response_format({"type": "string", "minLength": 150})
+    with server.stream(max_tokens=250, ignore_eos=False, response_format=schema) as pieces:
+        next(pieces)
+        for child in psutil.Process(server.process.pid).children():
+            for fork in child.children():
+                fork.kill()
+        *_, error = (piece["error"] for piece in pieces if "error" in piece)
+    assert (error["code"], error["type"]) == ("constraint_failed", "server_error")
+    assert "SIGKILL from outside the server" in server.log.read_text()
+    test_json_object(server)
 
 
 def test_json_object(server: HttpProcess) -> None:
