@@ -54,7 +54,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import aiohttp
+import httpx
 import psutil
 
 from benchmarks import ROOT
@@ -176,39 +176,42 @@ def plans(a: argparse.Namespace, model: str) -> list[Plan]:
 class Client:
     """Sends requests to one server."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, chat: bool) -> None:
-        self.session, self.url = session, url.rstrip("/")
+    def __init__(self, session: httpx.AsyncClient, url: str, chat: bool, timeout_s: float) -> None:
+        self.session, self.url, self.timeout_s = session, url.rstrip("/"), timeout_s
         self.path = "/v1/chat/completions" if chat else "/v1/completions"
 
     async def get(self, path: str) -> Any:
         """A JSON answer, None where there is no such path."""
-        async with self.session.get(self.url + path) as response:
-            if response.status == 404:
-                return None
-            response.raise_for_status()
-            return await response.json()
+        response = await self.session.get(self.url + path)
+        if response.status_code == 404:
+            return None
+        return response.raise_for_status().json()
 
     async def ask(self, plan: Plan) -> Outcome:
         """Send one request and read its answer, or leave."""
         outcome = Outcome()
         begun = time.perf_counter()
         try:
-            async with self.session.post(self.url + self.path, json=plan.body) as response:
-                if response.status == 429:
+            async with (
+                asyncio.timeout(self.timeout_s),
+                self.session.stream("POST", self.url + self.path, json=plan.body) as response,
+            ):
+                if response.status_code == 429:
                     outcome.kind = REJECTED
                     outcome.reason = (
                         "Retry-After" if "Retry-After" in response.headers else "no Retry-After"
                     )
-                elif not response.ok:
-                    outcome.reason = f"{response.status}: {(await response.text())[:200]}"
+                elif not response.is_success:
+                    await response.aread()
+                    outcome.reason = f"{response.status_code}: {response.text[:200]}"
                 else:
                     await self._read(response, plan, outcome, begun)
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+        except (httpx.HTTPError, TimeoutError, ValueError) as error:
             outcome.kind, outcome.reason = FAILED, f"{type(error).__name__}: {error}"
         return outcome
 
     async def _read(
-        self, response: aiohttp.ClientResponse, plan: Plan, outcome: Outcome, begun: float
+        self, response: httpx.Response, plan: Plan, outcome: Outcome, begun: float
     ) -> None:
         pieces = 0
         async for event in events(response):
@@ -224,16 +227,16 @@ class Client:
                     outcome.first_s = outcome.first_s or outcome.last_s
             if plan.leaves_after is not None and pieces > plan.leaves_after:
                 outcome.kind, outcome.completion_tokens = DISCONNECTED, pieces
-                response.close()
+                await response.aclose()
                 return
         outcome.kind = COMPLETED
         outcome.completion_tokens = outcome.completion_tokens or pieces
 
 
-async def events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
+async def events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
     """The data of server-sent events; `[DONE]` must come."""
     rest, ended = b"", False
-    async for read in response.content.iter_any():
+    async for read in response.aiter_bytes():
         *lines, rest = (rest + read).split(b"\n")
         for line in lines:
             data = line.removeprefix(b"data:").strip() if line.startswith(b"data:") else b""
@@ -328,12 +331,13 @@ async def measure(
 ) -> dict[str, Any]:
     """Warm up, put on the load, report."""
     headers = {"Authorization": f"Bearer {a.api_key}"} if a.api_key else {}
-    limits = {
-        "connector": aiohttp.TCPConnector(limit=0),
-        "timeout": aiohttp.ClientTimeout(total=a.request_timeout_s),
+    client_options = {
+        "limits": httpx.Limits(max_connections=None, max_keepalive_connections=None),
+        "timeout": None,
+        "trust_env": False,
     }
-    async with aiohttp.ClientSession(headers=headers, **limits) as session:
-        client = Client(session, url, a.chat)
+    async with httpx.AsyncClient(headers=headers, **client_options) as session:
+        client = Client(session, url, a.chat, a.request_timeout_s)
         requests = plans(a, a.model or (await client.get("/v1/models"))["data"][0]["id"])
         warm_up = [await client.ask(plan) for plan in requests[: a.warm_up]]
         async with memory_of(server) as memory, processor_times(server) as processor_s:
@@ -451,16 +455,15 @@ def started(
 async def ready(url: str, server: subprocess.Popen[bytes], timeout_s: float) -> None:
     """Wait for /ready to answer 200."""
     until = time.perf_counter() + timeout_s
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
+    async with httpx.AsyncClient(timeout=5, trust_env=False) as session:
         while time.perf_counter() < until:
             if server.poll() is not None:
                 raise RuntimeError(
                     f"serve.py ended with status {server.returncode} before it was ready"
                 )
-            with contextlib.suppress(aiohttp.ClientError, TimeoutError):  # it does not listen yet
-                async with session.get(f"{url}/ready") as response:
-                    if response.ok:
-                        return
+            with contextlib.suppress(httpx.HTTPError):  # it does not listen yet
+                if (await session.get(f"{url}/ready")).is_success:
+                    return
             await asyncio.sleep(0.2)
     raise TimeoutError(f"serve.py was not ready within {timeout_s} s")
 
