@@ -1,10 +1,11 @@
-"""Weights of 4 or 8 bits in blocks that share a scale: storage, compression, and conversion back.
+"""Weights of 4 or 8 bits in blocks that share a scale: compression, and conversion back.
 
-`compress` is called by deploy's compress command and by an engine that compresses experts while
-loading; programs convert weights back with `opened` and `widen`. A matrix [K, N] is stored as
-values and scales. Values are bytes [K, N], or [K / 2, N] for 4-bit values, where a byte holds input
-2 i in its low bits and input 2 i + 1 in its high bits. There is one scale per output for each block
-of 32 inputs (fp8: 128):
+`kernels_pallas/formats.py` lists the formats, and `_CODECS` has the functions of each. `compress`
+is called by deploy's compress command and by an engine that compresses experts while loading;
+programs convert weights back with `opened` and `widen`. A matrix [K, N] is stored as values and
+scales. Values are bytes [K, N], or [K / 2, N] for 4-bit values, where a byte holds input 2 i in its
+low bits and input 2 i + 1 in its high bits. There is one scale per output for each block of 32
+inputs (fp8: 128):
 
 - `mxfp4` (OCP Microscaling Formats 1.0; 4.25 bits per weight): E2M1 values, scales 2^(s - 127)
   stored as bytes s.
@@ -16,7 +17,7 @@ of 32 inputs (fp8: 128):
 Legend: K inputs, N outputs.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -25,50 +26,32 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-BLOCK = 32
+from kernels_pallas.formats import FORMATS, FP8, INT4, INT8, MXFP4, Format
+
 SCALES = "_scales"  # suffix of the name of a matrix's scales
 _BIAS = 127
+_LARGEST_E4M3 = float(jnp.finfo(jnp.float8_e4m3fn).max)
+_E2M1 = jnp.float4_e2m1fn
 
 
-@dataclass(frozen=True)
-class Format:
-    """A format of compressed weights: its name, values per byte, dtypes of values and scales.
-
-    scales: uint16 for bfloat16 scales, which are stored as their bits. block: inputs per scale;
-    only in fp8 may the last block be shorter.
-    """
-
-    name: str
-    per_byte: int
-    values: np.dtype[Any]
-    scales: np.dtype[Any]
-    block: int = BLOCK
-
-    def fields(
-        self, name: str, shape: tuple[int, ...]
-    ) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
-        """Return {name: (shape, dtype)} of the arrays that store a matrix [K, N]."""
-        inputs, outputs = shape
-        return {
-            name: ((inputs // self.per_byte, outputs), self.values),
-            name + SCALES: ((-(-inputs // self.block), outputs), self.scales),
-        }
-
-
-MXFP4 = Format("mxfp4", 2, np.dtype(np.uint8), np.dtype(np.uint8))
-INT4 = Format("int4", 2, np.dtype(np.uint8), np.dtype(np.uint16))
-INT8 = Format("int8", 1, np.dtype(np.int8), np.dtype(np.uint16))
-FP8 = Format("fp8", 1, np.dtype(np.uint8), np.dtype(np.float32), 128)
-FORMATS = {format_.name: format_ for format_ in (MXFP4, INT4, INT8, FP8)}
-_LARGEST_E4M3 = 448.0
+def stored_fields(
+    kind: Format, name: str, shape: tuple[int, ...]
+) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
+    """Return {name: (shape, dtype)} of the arrays that store a matrix [K, N]."""
+    inputs, outputs = shape
+    return {
+        name: ((inputs // kind.per_byte, outputs), np.dtype(kind.values)),
+        name + SCALES: ((-(-inputs // kind.block), outputs), np.dtype(kind.scales)),
+    }
 
 
 def format_of(values: Any, scales: Any) -> Format:
     """Return the format with these dtypes of values and scales; bfloat16 scales may be given as
     bfloat16 or uint16.
     """
-    kept = np.dtype(np.uint16) if scales == jnp.bfloat16 else np.dtype(scales)
-    return next(f for f in FORMATS.values() if (f.values, f.scales) == (np.dtype(values), kept))
+    stored = "uint16" if scales == jnp.bfloat16 else np.dtype(scales).name
+    pair = np.dtype(values).name, stored
+    return next(f for f in FORMATS.values() if (f.values, f.scales) == pair)
 
 
 def compress(w_KN: np.ndarray, kind: Format) -> tuple[np.ndarray, np.ndarray]:
@@ -81,23 +64,70 @@ def compress(w_KN: np.ndarray, kind: Format) -> tuple[np.ndarray, np.ndarray]:
     scale, so most weights that came from mxfp4 are reproduced exactly if their scales are within a
     factor 2^14.
     """
-    if kind is FP8:
-        return _compress_fp8(np.asarray(w_KN, np.float32))
-    blocks = np.asarray(w_KN, np.float32).reshape(-1, BLOCK, w_KN.shape[1])
-    if kind is MXFP4:
-        _, exponents = np.frexp(np.abs(blocks).max(axis=1))
-        scales = np.clip(exponents - 3 + _BIAS, 0, 254).astype(np.uint8)
-        scaled = blocks * np.ldexp(np.float32(1), _BIAS - scales.astype(np.int32))[:, None]
-        codes = _e2m1_codes(np.abs(scaled)) | (np.signbit(scaled).view(np.uint8) << 3)
-        return _pairs(codes, w_KN.shape), scales
-    if kind is INT4:
-        peak = np.take_along_axis(blocks, np.abs(blocks).argmax(axis=1)[:, None], axis=1)
-        scales, wide = _bfloat16(peak / -8)
-        codes = np.clip(np.rint(blocks / np.where(wide == 0, 1, wide)) + 8, 0, 15).astype(np.uint8)
-        return _pairs(codes, w_KN.shape), scales[:, 0]
+    return _CODECS[kind.name].compress(np.asarray(w_KN, np.float32))
+
+
+def widen(values: jax.Array, scales: jax.Array, dtype: Any) -> jax.Array:
+    """Return the matrix [K, N] in `dtype`. The dtypes of values and scales determine the format."""
+    kind = format_of(values.dtype, scales.dtype)
+    if kind.per_byte == 2:
+        low, high = values & 15, values >> 4
+        values = jnp.stack([low, high], axis=1).reshape(-1, values.shape[1])
+    wide_KN, factors = _CODECS[kind.name].decode(values, scales)
+    if kind.partial_block:
+        spread = jnp.repeat(factors, kind.block, axis=0)[: wide_KN.shape[0]]
+        return (wide_KN * spread).astype(dtype)
+    blocks = wide_KN.reshape(-1, kind.block, wide_KN.shape[1]) * factors[:, None]
+    return blocks.reshape(wide_KN.shape).astype(dtype)
+
+
+@dataclass(frozen=True)
+class _Codec:
+    """The functions of one format.
+
+    compress: float32 [K, N] -> (values, scales) as stored. decode: (values [K, N], with 4-bit
+    values one a byte; scales) -> float32 (values [K, N], factors of the blocks).
+    """
+
+    compress: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
+    decode: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+
+
+def _compress_mxfp4(w_KN: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    blocks = _blocks(w_KN, MXFP4)
+    _, exponents = np.frexp(np.abs(blocks).max(axis=1))
+    scales = np.clip(exponents - 3 + _BIAS, 0, 254).astype(np.uint8)
+    scaled = blocks * np.ldexp(np.float32(1), _BIAS - scales.astype(np.int32))[:, None]
+    # to the nearest code, a tie to the even one, and to 6 beyond the largest
+    return _pairs(scaled.astype(_E2M1).view(np.uint8), w_KN.shape), scales
+
+
+def _decode_mxfp4(codes: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Array]:
+    factors = lax.bitcast_convert_type(scales.astype(jnp.uint32) << 23, jnp.float32)
+    return e2m1(codes), factors
+
+
+def _compress_int4(w_KN: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    blocks = _blocks(w_KN, INT4)
+    peak = np.take_along_axis(blocks, np.abs(blocks).argmax(axis=1)[:, None], axis=1)
+    scales, wide = _bfloat16(peak / -8)
+    codes = np.clip(np.rint(blocks / np.where(wide == 0, 1, wide)) + 8, 0, 15).astype(np.uint8)
+    return _pairs(codes, w_KN.shape), scales[:, 0]
+
+
+def _decode_int4(codes: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return codes.astype(jnp.float32) - 8.0, floats(scales).astype(jnp.float32)
+
+
+def _compress_int8(w_KN: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    blocks = _blocks(w_KN, INT8)
     scales, wide = _bfloat16(np.abs(blocks).max(axis=1, keepdims=True) / 127)
     values = np.clip(np.rint(blocks / np.where(wide == 0, 1, wide)), -127, 127).astype(np.int8)
     return values.reshape(w_KN.shape), scales[:, 0]
+
+
+def _decode_int8(values: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return values.astype(jnp.float32), floats(scales).astype(jnp.float32)
 
 
 def _compress_fp8(w_KN: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -132,16 +162,6 @@ def _e4m3(w_KN: np.ndarray, scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]
     return codes, codes.astype(np.float32) * by_weight
 
 
-def _e2m1_codes(x: np.ndarray) -> np.ndarray:
-    """Return E2M1 codes of the nearest magnitudes, which are 1/2 apart below 2, 1 apart up to 4 and
-    2 apart up to 6.
-
-    A tie goes to the even code, as the specification demands.
-    """
-    upper = np.where(x < 4, np.rint(x) + 2, np.fmin(np.rint(x / 2) + 4, 7))
-    return np.where(x < 2, np.rint(2 * x), upper).astype(np.uint8)
-
-
 def _bfloat16(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return x rounded to bfloat16, as (uint16 bits, float32 values)."""
     narrow = x.astype(jnp.bfloat16)
@@ -153,29 +173,20 @@ def _pairs(codes: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     return codes[0::2] | (codes[1::2] << 4)
 
 
-def widen(values: jax.Array, scales: jax.Array, dtype: Any) -> jax.Array:
-    """Return the matrix [K, N] in `dtype`. The dtypes of values and scales determine the format."""
-    kind = format_of(values.dtype, scales.dtype)
-    if kind is FP8:
-        wide = lax.bitcast_convert_type(values, jnp.float8_e4m3fn).astype(jnp.float32)
-        return (wide * jnp.repeat(scales, kind.block, axis=0)[: wide.shape[0]]).astype(dtype)
-    if kind.per_byte == 2:
-        low, high = values & 15, values >> 4
-        codes = jnp.stack([low, high], axis=1).reshape(-1, values.shape[1])
-    else:
-        codes = values
-    if kind is MXFP4:
-        factors = lax.bitcast_convert_type(scales.astype(jnp.uint32) << 23, jnp.float32)
-        wide = e2m1(codes)
-    else:
-        factors = floats(scales).astype(jnp.float32)
-        wide = codes.astype(jnp.float32) - (8.0 if kind is INT4 else 0.0)
-    blocks = wide.reshape(-1, BLOCK, values.shape[1]) * factors[:, None]
-    return blocks.reshape(wide.shape).astype(dtype)
+def _decode_fp8(values: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return lax.bitcast_convert_type(values, jnp.float8_e4m3fn).astype(jnp.float32), scales
+
+
+def _blocks(w_KN: np.ndarray, kind: Format) -> np.ndarray:
+    return w_KN.reshape(-1, kind.block, w_KN.shape[1])
 
 
 def e2m1(codes: jax.Array) -> jax.Array:
-    """Return the float32 values of E2M1 codes: 1 sign bit, 2 exponent bits, 1 mantissa bit."""
+    """Return the float32 values of E2M1 codes: 1 sign bit, 2 exponent bits, 1 mantissa bit.
+
+    Written in 32-bit operations, which a Mosaic GPU kernel can run too. XLA:CPU takes longer to
+    convert from `float4_e2m1fn`.
+    """
     code = codes.astype(jnp.uint32)
     sign, exponent, mantissa = (code >> 3) << 31, (code >> 1) & 3, code & 1
     normal = ((exponent + (_BIAS - 1)) << 23) | (mantissa << 22)
@@ -202,3 +213,11 @@ def floats(x: jax.Array | None) -> jax.Array | None:
     return (
         lax.bitcast_convert_type(x, jnp.bfloat16) if x is not None and x.dtype == jnp.uint16 else x
     )
+
+
+_CODECS = {
+    MXFP4.name: _Codec(_compress_mxfp4, _decode_mxfp4),
+    INT4.name: _Codec(_compress_int4, _decode_int4),
+    INT8.name: _Codec(_compress_int8, _decode_int8),
+    FP8.name: _Codec(_compress_fp8, _decode_fp8),
+}

@@ -44,7 +44,8 @@ from benchmarks.lib import ahead_of_time, report
 from jmoe.inference.mesh.programs import ExchangeShape, experts_on_mesh
 from jmoe.layers.slot_experts import ExpertInputs, table_mlp
 from jmoe.mesh import BATCH, REPLICATED, make_mesh
-from kernels_pallas.compressed import FORMATS
+from kernels_pallas.compressed import stored_fields
+from kernels_pallas.formats import FORMATS
 from kernels_pallas.grouped_matmul import grouped_matmul, quantized_grouped_matmul
 from kernels_pallas.grouped_mlp import MLPWeights, grouped_mlp
 from kernels_pallas.implementations import Name
@@ -203,8 +204,9 @@ def experts_in_slots(
     e = shape.num_experts
     matrices, slots = {"w_up": (d, 2 * f), "w_down": (f, d)}, {}
     for name, (inner, columns) in matrices.items():
-        bits = {name: ((inner, columns), jnp.dtype(jnp.uint16))}
-        fields = FORMATS[kind].fields(name, (inner, columns)) if kind in FORMATS else bits
+        shape_KN = (inner, columns)
+        bits = {name: (shape_KN, jnp.dtype(jnp.uint16))}
+        fields = stored_fields(FORMATS[kind], name, shape_KN) if kind in FORMATS else bits
         slots |= {
             n: jax.ShapeDtypeStruct((2 * e, *sizes), dtype) for n, (sizes, dtype) in fields.items()
         }

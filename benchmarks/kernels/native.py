@@ -47,7 +47,8 @@ from benchmarks.lib import report
 from jmoe.layers.slot_experts import ExpertInputs
 from jmoe.offload.slots import HostSlots, NativeSlots
 from kernels_pallas import native
-from kernels_pallas.compressed import FORMATS
+from kernels_pallas.compressed import stored_fields
+from kernels_pallas.formats import FORMATS
 from kernels_pallas.matmul import dot
 from kernels_pallas.native import SlotLayout, slot_mlp
 
@@ -138,7 +139,7 @@ def experts(name: str, tokens: int, kind: str, total: int) -> Calls:
         fields = {
             n: field
             for name, shape in shapes.items()
-            for n, field in FORMATS[kind].fields(name, shape).items()
+            for n, field in stored_fields(FORMATS[kind], name, shape).items()
         }
     else:
         dtype = jnp.dtype(kind)

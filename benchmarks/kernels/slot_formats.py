@@ -28,7 +28,8 @@ import numpy as np
 
 from benchmarks.lib import report
 from jmoe.layers.slot_experts import ExpertInputs, table_mlp
-from kernels_pallas.compressed import FORMATS, SCALES, compress
+from kernels_pallas.compressed import SCALES, compress
+from kernels_pallas.formats import FORMATS
 from kernels_pallas.implementations import default_names
 
 EXPERTS, HIDDEN, INNER, CHOICES = 64, 2048, 1024, 8

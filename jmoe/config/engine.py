@@ -1,4 +1,4 @@
-"""Settings of the inference engine. Standard library only."""
+"""Settings of the inference engine. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from jmoe.config.checks import check, check_field, check_values, positive, positive_or_none, unset
+from kernels_pallas.formats import EXPERT_DTYPES, ExpertDtype
 
 Policy = Literal["auto", "resident", "ring", "experts", "hybrid"]
 # Of experts over devices. even: each once, in order; lina: devices in proportion to popularity,
@@ -107,7 +108,7 @@ class EngineConfig:
     # of the experts' matrices, on every tier. mxfp4, int4, int8, fp8: blocks of weights under one
     # scale, 4.25, 4.5, 8.5 and 8.25 bits a weight; wide: as `dtype`; None: wide, but on one device
     # what is stored as MXFP4 or FP8 stays that
-    expert_dtype: Literal["wide", "mxfp4", "int4", "int8", "fp8"] | None = None
+    expert_dtype: ExpertDtype | None = None
     # how experts are guessed a layer ahead, to be copied early: by the next layer's router, by what
     # recent steps used most, or by the paths of tokens through the layers before
     # (`jmoe.programs.profile`); None: not at all, so that native programs of few tokens run through
@@ -136,8 +137,8 @@ class EngineConfig:
         )
         known = self.estimator in ("auto", "router", "counts", "paths", None)
         check_field(known, self, "estimator", "must be auto, router, counts, paths or None")
-        known = self.expert_dtype in (None, "wide", "mxfp4", "int4", "int8", "fp8")
-        check_field(known, self, "expert_dtype", "must be wide, mxfp4, int4, int8, fp8 or None")
+        known = self.expert_dtype in (None, *EXPERT_DTYPES)
+        check_field(known, self, "expert_dtype", f"must be {', '.join(EXPERT_DTYPES)} or None")
         chunk = min(self.prefill_chunk_tokens, self.max_seq_len or self.prefill_chunk_tokens)
         fits = self.max_prefill_tokens is None or self.max_prefill_tokens >= chunk
         check_field(

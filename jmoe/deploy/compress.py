@@ -1,5 +1,5 @@
 """Write a model with compressed experts: python -m jmoe.deploy.compress MODEL --out FOLDER
---experts mxfp4|int4|int8|fp8.
+--experts FORMAT.
 
 The values of each expert's matrices are rounded to 4 or 8 bits, with one scale per block; all other
 tensors are copied bit for bit. transformers and vLLM can load the folder, and jmoe serves it
@@ -38,7 +38,7 @@ from jmoe.models.tensor_names import are_fused
 from jmoe.models.weights import Parameter, Piece, check_tensors, parameters
 from jmoe.runtime import end_at_once_on_interrupt
 from jmoe.status import status
-from kernels_pallas.compressed import FP8, MXFP4
+from kernels_pallas.formats import FP8, MXFP4
 
 
 class _Matrices:
@@ -189,8 +189,8 @@ def check_sizes(config: ModelConfig, layout: ExpertLayout, experts: str) -> None
     """
     check(config.num_moe_layers > 0, "num_experts", config.num_experts, "no layer has experts")
     for name in ("hidden_size", "moe_intermediate_size"):
-        fits = getattr(config, name) % layout.multiple == 0
-        constraint = f"must be a multiple of {layout.multiple} with experts = {experts!r}"
+        fits = getattr(config, name) % layout.kind.block == 0
+        constraint = f"must be a multiple of {layout.kind.block} with experts = {experts!r}"
         check(fits, name, getattr(config, name), constraint)
 
 

@@ -17,67 +17,71 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jmoe.config import check
-from kernels_pallas.compressed import BLOCK, FP8, INT4, INT8, MXFP4, compress
+from kernels_pallas.compressed import compress
+from kernels_pallas.formats import FP8, INT4, INT8, MXFP4, Format
 
 BFLOAT16, E4M3 = np.dtype(jnp.bfloat16), np.dtype(jnp.float8_e4m3fn)
 UINT8, INT32, INT64 = np.dtype(np.uint8), np.dtype(np.int32), np.dtype(np.int64)
 # (N outputs, K inputs) of a matrix -> {suffix of a tensor's name: (shape, dtype)}
 Fields = Callable[[int, int], dict[str, tuple[tuple[int, ...], np.dtype[Any]]]]
+# (values, scales) as `compress` returns them -> contents of the tensors
+Encode = Callable[[NDArray[Any], NDArray[Any]], Sequence[NDArray[Any]]]
 
 
 @dataclass(frozen=True)
 class ExpertLayout:
     """A way to store an expert's matrix in several tensors.
 
-    multiple: the number of inputs must be a multiple of it. fields: the tensors. encode: returns
-    the tensors' contents for w [K, N], in the order of `fields` but without their shapes.
-    described: the `quantization_config`, without the list of uncompressed modules. ignore: the
+    kind: the format of the values; the number of inputs must be a multiple of its block. fields:
+    the tensors. encode: returns the tensors' contents in the order of `fields`, but without their
+    shapes. config: the `quantization_config`, without the list of uncompressed modules. ignore: the
     field that holds this list.
     """
 
-    multiple: int
+    kind: Format
     fields: Fields
-    encode: Callable[[NDArray[Any]], Sequence[NDArray[Any]]]
-    described: dict[str, Any] = field(hash=False)
+    encode: Encode
+    config: dict[str, Any] = field(hash=False)
     ignore: str
 
     def tensors(self, w_KN: NDArray[Any]) -> dict[str, NDArray[Any]]:
         """Return {suffix of a tensor's name: contents} for a matrix."""
         inputs, outputs = w_KN.shape
         wanted = self.fields(outputs, inputs).items()
+        parts = self.encode(*compress(w_KN, self.kind))
         return {
-            end: part.reshape(shape)
-            for (end, (shape, _)), part in zip(wanted, self.encode(w_KN), strict=True)
+            end: part.reshape(shape) for (end, (shape, _)), part in zip(wanted, parts, strict=True)
         }
 
     def quantization(self, wide_modules: Sequence[str]) -> dict[str, Any]:
         """Return the `quantization_config` of a model whose linear modules `wide_modules` are not
         compressed.
         """
-        return self.described | {self.ignore: list(wide_modules)}
+        return self.config | {self.ignore: list(wide_modules)}
 
 
-def _mxfp4(w_KN: NDArray[Any]) -> Sequence[NDArray[Any]]:
-    values, scales = compress(w_KN, MXFP4)
+def _encode_mxfp4(values: NDArray[Any], scales: NDArray[Any]) -> Sequence[NDArray[Any]]:
     return values.T, scales.T
 
 
-def _int4(w_KN: NDArray[Any]) -> Sequence[NDArray[Any]]:
-    values, scales = compress(w_KN, INT4)
+def _encode_int4(values: NDArray[Any], scales: NDArray[Any]) -> Sequence[NDArray[Any]]:
     # consecutive bytes form little-endian words
     words = np.ascontiguousarray(values.T).view(INT32)
-    return words, scales.T.view(BFLOAT16), np.array(w_KN.shape[::-1], INT64)
+    return words, scales.T.view(BFLOAT16), _shape(values, INT4)
 
 
-def _int8(w_KN: NDArray[Any]) -> Sequence[NDArray[Any]]:
-    values, scales = compress(w_KN, INT8)
+def _encode_int8(values: NDArray[Any], scales: NDArray[Any]) -> Sequence[NDArray[Any]]:
     words = np.ascontiguousarray(values.view(UINT8).T ^ 128).view(INT32)  # this layout adds 128
-    return words, scales.T.view(BFLOAT16), np.array(w_KN.shape[::-1], INT64)
+    return words, scales.T.view(BFLOAT16), _shape(values, INT8)
 
 
-def _fp8(w_KN: NDArray[Any]) -> Sequence[NDArray[Any]]:
-    values, scales = compress(w_KN, FP8)
+def _encode_fp8(values: NDArray[Any], scales: NDArray[Any]) -> Sequence[NDArray[Any]]:
     return values.T.view(E4M3), scales.T[:: FP8.block]
+
+
+def _shape(values: NDArray[Any], kind: Format) -> NDArray[Any]:
+    """Return the tensor with the shape [N, K] of the matrix."""
+    return np.array([values.shape[1], values.shape[0] * kind.per_byte], INT64)
 
 
 def _compressed_tensors(layout: str, **weights: Any) -> dict[str, Any]:
@@ -96,46 +100,50 @@ def _compressed_tensors(layout: str, **weights: Any) -> dict[str, Any]:
     }
 
 
-_GROUPS: dict[str, Any] = {"strategy": "group", "group_size": BLOCK}
-LAYOUTS = {
-    "mxfp4": ExpertLayout(
-        BLOCK,
-        lambda n, k: {"_packed": ((n, k // 2), UINT8), "_scale": ((n, k // BLOCK), UINT8)},
-        _mxfp4,
+_GROUPS: dict[str, Any] = {"strategy": "group", "group_size": MXFP4.block}
+
+
+def _packed_fields(kind: Format) -> Fields:
+    """Return the tensors of integers that are packed into 32-bit words."""
+    per_word = 4 * kind.per_byte
+    return lambda n, k: {
+        "_packed": ((n, k // per_word), INT32),
+        "_scale": ((n, k // kind.block), BFLOAT16),
+        "_shape": ((2,), INT64),
+    }
+
+
+_LAYOUTS = (
+    ExpertLayout(
+        MXFP4,
+        lambda n, k: {"_packed": ((n, k // 2), UINT8), "_scale": ((n, k // MXFP4.block), UINT8)},
+        _encode_mxfp4,
         _compressed_tensors(
             "mxfp4-pack-quantized", num_bits=4, type="float", scale_dtype="torch.uint8", **_GROUPS
         ),
         "ignore",
     ),
-    "int4": ExpertLayout(
-        BLOCK,
-        lambda n, k: {
-            "_packed": ((n, k // 8), INT32),
-            "_scale": ((n, k // BLOCK), BFLOAT16),
-            "_shape": ((2,), INT64),
-        },
-        _int4,
+    ExpertLayout(
+        INT4,
+        _packed_fields(INT4),
+        _encode_int4,
         _compressed_tensors("pack-quantized", num_bits=4, type="int", **_GROUPS),
         "ignore",
     ),
-    "int8": ExpertLayout(
-        BLOCK,
-        lambda n, k: {
-            "_packed": ((n, k // 4), INT32),
-            "_scale": ((n, k // BLOCK), BFLOAT16),
-            "_shape": ((2,), INT64),
-        },
-        _int8,
+    ExpertLayout(
+        INT8,
+        _packed_fields(INT8),
+        _encode_int8,
         _compressed_tensors("pack-quantized", num_bits=8, type="int", **_GROUPS),
         "ignore",
     ),
-    "fp8": ExpertLayout(
-        FP8.block,
+    ExpertLayout(
+        FP8,
         lambda n, k: {
             "": ((n, k), E4M3),
             "_scale_inv": ((n // FP8.block, k // FP8.block), np.dtype(np.float32)),
         },
-        _fp8,
+        _encode_fp8,
         {
             "quant_method": "fp8",
             "fmt": "e4m3",
@@ -144,14 +152,15 @@ LAYOUTS = {
         },
         "modules_to_not_convert",
     ),
-}
+)
+LAYOUTS: dict[str, ExpertLayout] = {layout.kind.name: layout for layout in _LAYOUTS}
 GPT_OSS = ExpertLayout(
-    BLOCK,
+    MXFP4,
     lambda n, k: {
-        "_blocks": ((n, k // BLOCK, BLOCK // 2), UINT8),
-        "_scales": ((n, k // BLOCK), UINT8),
+        "_blocks": ((n, k // MXFP4.block, MXFP4.block // 2), UINT8),
+        "_scales": ((n, k // MXFP4.block), UINT8),
     },
-    _mxfp4,
+    _encode_mxfp4,
     {"quant_method": "mxfp4"},
     "modules_to_not_convert",
 )
@@ -164,10 +173,7 @@ def expert_layout(experts: str, family: str) -> ExpertLayout:
     check(experts in LAYOUTS, "experts", experts, f"must be one of {', '.join(LAYOUTS)}")
     if family != "gpt_oss":
         return LAYOUTS[experts]
-    check(
-        experts == "mxfp4",
-        "experts",
-        experts,
-        "must be mxfp4 with model_type = 'gpt_oss', whose layout is its own",
-    )
+    own = GPT_OSS.kind.name
+    words = f"must be {own} with model_type = 'gpt_oss', whose layout is its own"
+    check(experts == own, "experts", experts, words)
     return GPT_OSS

@@ -41,6 +41,7 @@ from jmoe.models.safetensors_io import NewTensor, replace_text, write_safetensor
 from jmoe.models.tokenizer_file import TOKENIZER, open_tokenizer
 from jmoe.runtime import end_at_once_on_interrupt
 from jmoe.status import status
+from kernels_pallas.formats import EXPERT_DTYPES
 
 PLATFORMS = ("cpu", "cuda")
 PREFILL_TOKENS = 128  # tokens of a prompt per call of the prefill program
@@ -297,7 +298,7 @@ def main(arguments: list[str]) -> None:
     )
     parser.add_argument(
         "--expert-dtype",
-        choices=("wide", "mxfp4", "int4", "int8", "fp8"),
+        choices=EXPERT_DTYPES,
         help="default: as stored",
     )
     parser.add_argument(

@@ -33,7 +33,8 @@ from jmoe.models.pretrained import abstract_decoder, check_dtype, decoder_of, re
 from jmoe.models.safetensors_io import StoredTensor, TensorReader, read_headers, weights_identity
 from jmoe.models.tensor_parallel import ADDED_ONCE, cuts_of, device_config, share_norms, spans
 from jmoe.models.weights import Loader, Names, Parameter, check_tensors, flat, parameters
-from kernels_pallas.compressed import BLOCK, FORMATS, FP8, MXFP4, SCALES, Format, compress
+from kernels_pallas.compressed import SCALES, compress, stored_fields
+from kernels_pallas.formats import FORMATS, MXFP4, Format
 from kernels_pallas.matmul import dot
 
 DEFAULT_MAX_SEQ_LEN = 2048
@@ -120,14 +121,21 @@ class LazyCheckpoint(Closing):
         self._experts = {p.path[-1]: p for p in self._parameters if p.experts}
         self.stored_format = self._format_on_disk(stored)
         self.expert_format = FORMATS.get(expert_dtype) if expert_dtype else self.stored_format
+        self._check_inputs(expert_dtype)
+
+    def _check_inputs(self, expert_dtype: str | None) -> None:
+        """Raise ValueError if the experts' inputs do not fill the blocks of their format."""
+        kind = self.expert_format
+        if kind is None or kind.partial_block:
+            return
+        others = [other.name for other in FORMATS.values() if other.partial_block]
         for name, p in self._experts.items():
-            if self.expert_format not in (None, FP8) and len(p.matrix) == 2:
-                fits, inputs = p.matrix[0] % BLOCK == 0, p.matrix[0]
+            if len(p.matrix) == 2:
                 words = (
-                    f"needs inputs of {name} to be a multiple of {BLOCK}, not {inputs}: must be"
-                    " wide or fp8"
+                    f"needs inputs of {name} to be a multiple of {kind.block}, not {p.matrix[0]}:"
+                    f" must be {' or '.join(['wide', *others])}"
                 )
-                check(fits, "expert_dtype", expert_dtype, words)
+                check(p.matrix[0] % kind.block == 0, "expert_dtype", expert_dtype, words)
 
     def _format_on_disk(self, stored: Mapping[str, StoredTensor]) -> Format | None:
         """Return the compressed format in which all experts' matrices are stored and can be kept
@@ -199,7 +207,7 @@ class LazyCheckpoint(Closing):
         fields: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {}
         for name, p in self._experts.items():
             if self.expert_format is not None and len(p.matrix) == 2:
-                fields |= self.expert_format.fields(name, p.matrix)
+                fields |= stored_fields(self.expert_format, name, p.matrix)
             else:
                 dtype = self._dtypes[p.path]
                 fields[name] = (p.matrix, np.dtype(np.uint16) if dtype == jnp.bfloat16 else dtype)

@@ -28,16 +28,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmoe.config import check
+from jmoe.models.mxfp4 import decode_mxfp4
 from jmoe.models.safetensors_io import StoredTensor
-from kernels_pallas.compressed import BLOCK, FP8, INT4, INT8, MXFP4, Format
+from kernels_pallas.formats import FP8, INT4, INT8, MXFP4, Format
 
 Stored = Mapping[str, StoredTensor]
 # (tensor, first row, end row) -> a copy of these rows, [n, elements of a row]
 ReadRows = Callable[[StoredTensor, int, int], np.ndarray]
 COMPRESSION_FIELDS = ("quantization_config", "expert_dtype")  # of a `config.json`
 SCALE_DTYPES = ("BF16", "F16", "F32")
-_E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
-_E2M1 = np.concatenate([_E2M1, -_E2M1])
+# compressed-tensors' formats that `format_of_matrix` reads: (type, numbers of bits) of the weights
+_COMPRESSED_TENSORS: dict[str, tuple[str, tuple[int, ...]]] = {
+    "pack-quantized": ("int", (4, 8)),
+    "int-quantized": ("int", (8,)),
+    "mxfp4-pack-quantized": ("float", (4,)),
+}
 # supported values of a compressed-tensors configuration's fields
 _WEIGHT_FIELDS: dict[str, tuple[Any, ...]] = {
     "symmetric": (True,),
@@ -153,17 +158,16 @@ class Fp8Blocks(StoredFormat):
 class _Integers(StoredFormat):
     """Integers; each row, or each group of inputs in a row, shares a scale.
 
-    Stays compressed in memory if the scales are bfloat16 and blocks of `BLOCK` inputs share a
-    scale.
+    Stays compressed in memory if the scales are bfloat16 and blocks of 32 inputs share a scale.
     """
 
     bits: int
 
     def kept(self, stored: Stored, name: str) -> Format | None:
         scales, inputs = stored[name + "_scale"], self.inputs(stored, name)
-        group = inputs // scales.shape[1]
-        fits = inputs % BLOCK == 0 and group % BLOCK == 0 and scales.dtype == "BF16"
-        return (INT4 if self.bits == 4 else INT8) if fits else None
+        group, kind = inputs // scales.shape[1], INT4 if self.bits == 4 else INT8
+        fits = inputs % kind.block == 0 and group % kind.block == 0 and scales.dtype == "BF16"
+        return kind if fits else None
 
     @abstractmethod
     def inputs(self, stored: Stored, name: str) -> int:
@@ -235,14 +239,15 @@ class PackedMxfp4(StoredFormat):
     dtypes = ("U8", "U8")  # (values, scales)
 
     def tensors(self, stored: Stored, name: str, shape: tuple[int, ...]) -> list[StoredTensor]:
-        if len(shape) == 2 and shape[1] % BLOCK:
+        if len(shape) == 2 and shape[1] % MXFP4.block:
             raise stored[self.names(name)[0]].wrong(
-                f"needs inputs of a multiple of {BLOCK}, not {shape[1]}"
+                f"needs inputs of a multiple of {MXFP4.block}, not {shape[1]}"
             )
         return super().tensors(stored, name, shape)
 
     def expected(self, n: int, k: int) -> list[tuple[tuple[str, ...], list[tuple[int, ...]]]]:
-        return [((self.dtypes[0],), [(n, k // 2)]), ((self.dtypes[1],), [(n, k // BLOCK)])]
+        groups = k // MXFP4.block
+        return [((self.dtypes[0],), [(n, k // 2)]), ((self.dtypes[1],), [(n, groups)])]
 
     def kept(self, stored: Stored, name: str) -> Format | None:
         return MXFP4
@@ -256,12 +261,7 @@ class PackedMxfp4(StoredFormat):
         return values, scales
 
     def wide(self, values: np.ndarray, scales: np.ndarray) -> np.ndarray:
-        numbers = np.stack([_E2M1[values & 15], _E2M1[values >> 4]], axis=-1).reshape(
-            values.shape[0], -1
-        )
-        return numbers * np.repeat(
-            np.ldexp(np.float32(1), scales.astype(np.int32) - 127), BLOCK, axis=1
-        )
+        return decode_mxfp4(values, scales)
 
 
 class Fp4Experts(PackedMxfp4):
@@ -346,9 +346,9 @@ def check_quantization(fields: Any, kind: str, expert_dtype: Any = None) -> None
 
 
 def _check_compressed_tensors(fields: dict[str, Any], prefix: str) -> None:
-    formats = {"pack-quantized": "int", "int-quantized": "int", "mxfp4-pack-quantized": "float"}
-    chosen = fields.get("format")
-    check(chosen in formats, prefix + "format", chosen, f"must be {', '.join(formats)}")
+    chosen, known = fields.get("format"), ", ".join(_COMPRESSED_TENSORS)
+    check(chosen in _COMPRESSED_TENSORS, prefix + "format", chosen, f"must be {known}")
+    kind, usable = _COMPRESSED_TENSORS[str(chosen)]
     for field, harmless in _OTHER_CHANGES.items():
         value = fields.get(field)
         is_dense = (
@@ -372,14 +372,9 @@ def _check_compressed_tensors(fields: dict[str, Any], prefix: str) -> None:
             f"must be format = {chosen!r}, or none",
         )
         bits, number = weights.get("num_bits"), weights.get("type", "int")
-        usable = {"pack-quantized": (4, 8), "int-quantized": (8,), "mxfp4-pack-quantized": (4,)}[
-            str(chosen)
-        ]
         known = f"must be {' or '.join(map(str, usable))} with format = {chosen!r}"
         check(bits in usable, at + "num_bits", bits, known)
-        check(
-            number == formats[str(chosen)], at + "type", number, f"must be {formats[str(chosen)]!r}"
-        )
+        check(number == kind, at + "type", number, f"must be {kind!r}")
         for field, allowed in _WEIGHT_FIELDS.items():
             value = weights.get(field, allowed[0])
             check(value in allowed, at + field, value, f"must be {' or '.join(map(str, allowed))}")

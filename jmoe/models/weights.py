@@ -22,7 +22,7 @@ import numpy as np
 
 from jmoe.config import ModelConfig, check
 from jmoe.mesh import is_expert, path_names, stack_dims
-from jmoe.models.mxfp4 import BLOCK, dequantised
+from jmoe.models.mxfp4 import dequantised
 from jmoe.models.safetensors_io import (
     DTYPES,
     STAGING_BYTES,
@@ -33,7 +33,8 @@ from jmoe.models.safetensors_io import (
 )
 from jmoe.models.stored_formats import format_of_matrix, rows_of
 from jmoe.models.tensor_names import FAMILIES, LAYER, OUTSIDE, Source, are_fused, source_of
-from kernels_pallas.compressed import Format
+from kernels_pallas.compressed import stored_fields
+from kernels_pallas.formats import MXFP4, Format
 
 Names = tuple[str, ...]
 HOST_COPY_BYTES = 2**28  # bytes of a layer's experts per device-to-host copy
@@ -145,12 +146,12 @@ def _check_tensor(
             else folder
         )
         raise ValueError(f"{near}: tensor {piece.name!r} is missing, {_lies_under(stored, piece)}")
-    experts, rows, columns = piece.shape
-    if rows % BLOCK:
-        raise blocks.wrong(f"is MXFP4, which needs rows of a multiple of {BLOCK}, not {rows}")
+    (experts, rows, columns), size = piece.shape, MXFP4.block
+    if rows % size:
+        raise blocks.wrong(f"is MXFP4, which needs rows of a multiple of {size}, not {rows}")
     for tensor, shape in (
-        (blocks, (experts, columns, rows // BLOCK, BLOCK // 2)),
-        (scales, (experts, columns, rows // BLOCK)),
+        (blocks, (experts, columns, rows // size, size // 2)),
+        (scales, (experts, columns, rows // size)),
     ):
         if tensor.shape != shape or tensor.dtype != "U8":
             raise tensor.wrong(f"is {tensor.dtype}{list(tensor.shape)}, must be U8{list(shape)}")
@@ -360,10 +361,8 @@ class Loader:
         """
         kind = self.kept_format(parameter)
         assert kind is not None
-        (values_shape, values_dtype), (scales_shape, scales_dtype) = kind.fields(
-            "", parameter.matrix
-        ).values()
-        values, scales = np.empty(values_shape, values_dtype), np.empty(scales_shape, scales_dtype)
+        fields = stored_fields(kind, "", parameter.matrix).values()
+        values, scales = (np.empty(shape, dtype) for shape, dtype in fields)
         for piece in parameter.pieces(slice(layer, layer + 1), slice(expert, expert + 1)):
             form = format_of_matrix(self._stored, piece.name, piece.shape)
             assert form is not None

@@ -149,11 +149,10 @@ class NativeSlots:
         is_compressed = "w_up" + SCALES in fields
         matrices = {dtype for name, dtype in kinds.items() if name in ("w_up", "w_down")}
         floats = {np.dtype(np.float32), np.dtype(jnp.bfloat16)}
-        self._is_known = (
-            len(matrices) == 1 and len(biases) < 2 and (is_compressed or matrices <= floats)
-        )
-        self._dtype = None if is_compressed else kinds["w_up"]
         form = format_of(fields["w_up"][1], fields["w_up" + SCALES][1]) if is_compressed else None
+        is_read = matrices <= floats if form is None else form.native is not None
+        self._is_known = len(matrices) == 1 and len(biases) < 2 and is_read
+        self._dtype = None if is_compressed else kinds["w_up"]
         at = {name: layout[name][0] if name in layout else -1 for name in SLOT_ARRAYS}
         hidden = fields["w_down"][0][0] * (form.per_byte if form else 1)
         self.layout = SlotLayout(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jmoe.runtime
 from jmoe.config import check
+from kernels_pallas.formats import EXPERT_DTYPES, bits_per_weight_text
 
 
 def arguments() -> argparse.Namespace:
@@ -32,11 +33,10 @@ def arguments() -> argparse.Namespace:
         "--ring-slots", type=int, help="layers on the device at once, of policy ring; default: half"
     )
     parser.add_argument("--device-bytes", type=int, help="for experts on the device")
-    kinds = ("wide", "mxfp4", "int4", "int8", "fp8")
     parser.add_argument(
         "--expert-dtype",
-        choices=kinds,
-        help="of the experts' matrices; default: as serve.py has it",
+        choices=EXPERT_DTYPES,
+        help=f"of the experts' matrices: wide, {bits_per_weight_text()}; default: as serve.py's",
     )
     return parser.parse_args()
 

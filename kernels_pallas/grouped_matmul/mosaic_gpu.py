@@ -34,7 +34,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels_pallas.compressed import FP8, MXFP4, Format, e2m1, format_of
+from kernels_pallas.compressed import e2m1, format_of
+from kernels_pallas.formats import FP8, MXFP4, Format
 from kernels_pallas.token_permute.mosaic_gpu import gather_rows
 
 ALIGN = 8
@@ -381,6 +382,8 @@ def grouped_matmul(  # noqa: PLR0913  as `reference.py`, and how it runs
     gathered, halves = src_N is not None, compressed.form.per_byte if compressed else 1
     narrow = scale_EF is not None or compressed is not None
     if compressed is not None:
+        if not compressed.form.mosaic_gpu:
+            raise NotImplementedError(f"weights in the format {compressed.form.name}")
         w = _bytes_of(w, compressed, transpose_rhs)
     elif narrow and w.dtype not in NARROW_DTYPES:
         raise NotImplementedError(

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels_pallas.compressed import FORMATS, Format
+from kernels_pallas.formats import Format
 from kernels_pallas.native.scope import in_background
 
 ACTIVATIONS = {"swiglu": 0, "gelu": 1, "clamped_swiglu": 2}
@@ -87,9 +87,10 @@ def slot_mlp(
     call = jax.ffi.ffi_call("jmoe_slot_mlp", y, input_output_aliases={3: 0})
     numbers = {name: np.int64(getattr(layout, name)) for name in (*SLOT_ARRAYS, "hidden")}
     numbers["activation"] = np.int64(ACTIVATIONS[activation])
-    numbers["form"] = np.int64(
-        0 if layout.form is None else 1 + list(FORMATS.values()).index(layout.form)
-    )
+    numbers["form"] = np.int64(0)
+    if layout.form is not None:
+        assert layout.form.native is not None, "the caller checks that C++ reads the format"
+        numbers["form"] = np.int64(layout.form.native)
     return call(*tokens, slots_MR, table_E, wide_biases=layout.wide_biases, **numbers)
 
 

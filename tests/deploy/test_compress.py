@@ -27,7 +27,8 @@ from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.models.pretrained import abstract_decoder
 from jmoe.models.safetensors_io import NewTensor, write_safetensors
 from jmoe.models.weights import parameters
-from kernels_pallas.compressed import FORMATS, SCALES
+from kernels_pallas.compressed import SCALES
+from kernels_pallas.formats import FORMATS
 from tests.compressed_checkpoint import write_compressed_checkpoint
 from tests.deploy.gpt_moe_models import gpt_moe_config
 from tests.deploy.test_prune import TEXT, write_tokenizer

@@ -21,7 +21,8 @@ from jmoe.inference.engine import Engine
 from jmoe.inference.sequence import Completion
 from jmoe.models.huggingface import hf_config, model_config
 from jmoe.models.safetensors_io import read_headers
-from kernels_pallas.compressed import FORMATS, compress
+from kernels_pallas.compressed import compress
+from kernels_pallas.formats import FORMATS
 from tests.deploy.gpt_moe_models import gpt_moe_config, in_numpy, stored_arrays, write_model
 from tests.http_servers import start_server
 from tests.kernels.test_compressed import read

@@ -19,7 +19,9 @@ from jmoe.inference.loading import LoadedModel
 from jmoe.inference.sequence import Completion
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.models.safetensors_io import NewTensor, TensorReader, read_headers, write_safetensors
-from kernels_pallas.compressed import FORMATS, compress
+from kernels_pallas import compressed
+from kernels_pallas.compressed import compress
+from kernels_pallas.formats import EXPERT_DTYPES, FORMATS, Format
 from tests.compressed_checkpoint import QUANTIZATION, write_compressed_checkpoint
 from tests.kernels.test_compressed import read
 
@@ -100,6 +102,41 @@ def test_compressed_experts(kind: str, native: str, folder: Path, tmp_path: Path
         with tiny_engine(folder, expert_dtype=kind, native=native, **policy) as streamed:
             again = streamed.generate(PROMPTS, **OPTIONS)
             assert logprobs(again) == logprobs(found) and streamed.stats().streamed_bytes > 0
+
+
+def test_a_format_needs_its_row_and_its_codec_alone(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine serves a format that no kernel reads, from both tiers."""
+    kind = Format("int6", 1, "int8", "float32", 64, partial_block=True)  # type: ignore[arg-type]
+
+    def compress_int6(w_KN: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        starts = np.arange(0, len(w_KN), 64)
+        scales = np.maximum.reduceat(np.abs(w_KN), starts, axis=0) / np.float32(31)
+        by_weight = np.repeat(scales, 64, axis=0)[: len(w_KN)]
+        return np.rint(w_KN / by_weight).astype(np.int8), scales
+
+    monkeypatch.setitem(FORMATS, kind.name, kind)
+    monkeypatch.setattr(jmoe.config.engine, "EXPERT_DTYPES", (*EXPERT_DTYPES, kind.name))
+    codec = compressed._Codec(compress_int6, lambda v, scales: (v.astype(jnp.float32), scales))
+    monkeypatch.setitem(compressed._CODECS, kind.name, codec)
+    model = jmoe.load_pretrained(folder, dtype="float32")
+    experts = model.decoder.moe_layers.moe.experts
+    for parameter in (experts.w_up, experts.w_down):
+        stacked = np.array(parameter[...])
+        for at in np.ndindex(stacked.shape[:2]):
+            values, scales = compress_int6(stacked[at])
+            stacked[at] = values * np.repeat(scales, 64, axis=0)[: len(values)]
+        parameter[...] = jnp.asarray(stacked)
+    jmoe.save_pretrained(model, tmp_path / "wide")
+    with tiny_engine(tmp_path / "wide", policy="resident", native="off") as wide:
+        expected = wide.generate(PROMPTS, **OPTIONS)
+    with tiny_engine(folder, policy="resident", expert_dtype=kind.name) as resident:
+        found = resident.generate(PROMPTS, **OPTIONS)
+    np.testing.assert_allclose(logprobs(found), logprobs(expected), atol=1e-4)
+    nvme = {"expert_tier": "nvme", "host_cache_bytes": 1 << 20, "cache_dir": tmp_path / "records"}
+    with tiny_engine(folder, policy="ring", ring_slots=1, expert_dtype=kind.name, **nvme) as ring:
+        assert logprobs(ring.generate(PROMPTS, **OPTIONS)) == logprobs(found)
 
 
 def test_mxfp4_is_kept_as_it_is_stored() -> None:

@@ -5,7 +5,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from kernels_pallas.compressed import FORMATS, MXFP4, SCALES, Format, compress, opened, widen
+from kernels_pallas.compressed import SCALES, compress, opened, stored_fields, widen
+from kernels_pallas.formats import FORMATS, MXFP4, Format
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
 formats = pytest.mark.parametrize("kind", FORMATS.values(), ids=FORMATS)
@@ -39,7 +40,7 @@ def weights(seed: int = 0, shape: tuple[int, int] = (256, 5)) -> np.ndarray:
 def test_what_is_kept_and_what_it_means(kind: Format) -> None:
     w = weights()
     values, scales = compress(w, kind)
-    fields = kind.fields("w", w.shape)
+    fields = stored_fields(kind, "w", w.shape)
     assert fields == {"w": (values.shape, values.dtype), "w" + SCALES: (scales.shape, scales.dtype)}
     bits = 8 * (values.nbytes + scales.nbytes) / w.size
     assert bits == {"mxfp4": 4.25, "int4": 4.5, "int8": 8.5, "fp8": 8.25}[kind.name]

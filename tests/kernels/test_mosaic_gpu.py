@@ -22,7 +22,8 @@ import pytest
 from jmoe.layers.slot_experts import ExpertInputs, table_mlp
 from kernels_pallas import grouped_matmul as gm
 from kernels_pallas import token_permute as tp
-from kernels_pallas.compressed import FORMATS, SCALES, compress, widen
+from kernels_pallas.compressed import SCALES, compress, widen
+from kernels_pallas.formats import FORMATS
 from kernels_pallas.grouped_matmul import mosaic_gpu as gm_mosaic
 from kernels_pallas.grouped_matmul import reference as gm_reference
 from kernels_pallas.grouped_mlp import MLPWeights

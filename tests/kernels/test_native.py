@@ -25,7 +25,8 @@ from jmoe.layers.router import top_k_indices
 from jmoe.layers.slot_experts import ExpertInputs
 from jmoe.offload.slots import HostSlots
 from kernels_pallas import native
-from kernels_pallas.compressed import FORMATS, SCALES, Format, compress
+from kernels_pallas.compressed import SCALES, compress, stored_fields
+from kernels_pallas.formats import FORMATS, Format
 from kernels_pallas.matmul import dot
 from kernels_pallas.native.library import build
 from tests.arrays import assert_close
@@ -215,7 +216,7 @@ def slots_of(
     u = f if activation == "gelu" else 2 * f
     fields: dict[str, Any] = {}
     for name, shape in (("w_up", (d, u)), ("w_down", (f, d))):
-        fields |= {name: (shape, bits(dtype))} if kind is None else kind.fields(name, shape)
+        fields |= {name: (shape, bits(dtype))} if kind is None else stored_fields(kind, name, shape)
     if biases is not None:
         fields |= {"b_up": ((u,), bits(biases)), "b_down": ((d,), bits(biases))}
     both = [HostSlots(experts + 3, fields, native=is_native) for is_native in (True, False)]
@@ -266,7 +267,7 @@ def test_all_values_of_8_bits() -> None:
     fields = {
         n: field
         for name, shape in (("w_up", (d, 2 * f)), ("w_down", (f, d)))
-        for n, field in kind.fields(name, shape).items()
+        for n, field in stored_fields(kind, name, shape).items()
     }
     codes = np.asarray([code for code in range(256) if code & 127 != 127], np.uint8)
     record = {

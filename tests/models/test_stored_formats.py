@@ -15,7 +15,8 @@ import pytest
 import jmoe
 from jmoe.mesh import make_mesh
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
-from kernels_pallas.compressed import FP8, SCALES
+from kernels_pallas.compressed import SCALES
+from kernels_pallas.formats import FP8
 from tests.compressed_checkpoint import QUANTIZATION, write_compressed_checkpoint
 from tests.models.test_pretrained import arrays_of, rewritten
 
