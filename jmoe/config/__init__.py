@@ -9,11 +9,12 @@ from jmoe.config.model import LayerKind as LayerKind
 from jmoe.config.model import ModelConfig as ModelConfig
 from jmoe.config.model import MoEConfig as MoEConfig
 from jmoe.config.model import Remat as Remat
-from jmoe.config.model import RouterConfig as RouterConfig
 from jmoe.config.model import YarnConfig as YarnConfig
-from jmoe.config.model import check_routing as check_routing
 from jmoe.config.parallel import CommConfig as CommConfig
 from jmoe.config.parallel import MeshConfig as MeshConfig
+from jmoe.config.router import ROUTERS as ROUTERS
+from jmoe.config.router import RouterConfig as RouterConfig
+from jmoe.config.router import check_routing as check_routing
 from jmoe.config.tiers import MachineConfig as MachineConfig
 from jmoe.config.tiers import TiersConfig as TiersConfig
 from jmoe.config.train import CheckpointConfig as CheckpointConfig

@@ -18,65 +18,15 @@ from jmoe.config.checks import (
     positive_or_none,
     unset,
 )
+from jmoe.config.router import RouterConfig, check_routing
 
 HiddenAct = Literal["swiglu", "gelu", "clamped_swiglu"]
 # what a backward pass computes again, see `TrainConfig.remat`
 Remat = Literal["none", "experts", "layer"]
 # one feed-forward, experts by token, experts by the image's task
 LayerKind = Literal["dense", "moe", "task"]
-RouterKind = Literal["switch", "gshard", "softmax", "sigmoid", "group_limited"]
 NO_WINDOW = 2**30  # tokens
 LAYER_TYPES = ("sliding_attention", "full_attention")
-
-
-@dataclass(frozen=True)
-class RouterConfig:
-    """How tokens choose experts.
-
-    kind: `switch` top-1 with input jitter (Switch Transformer); `gshard` top-2 (GShard); `softmax`
-    top-k of a softmax (Mixtral, OLMoE, Qwen3-MoE); `sigmoid` sigmoid scores with loss-free bias
-    balancing (DeepSeek-V3); `group_limited` top-k inside the best `topk_group` of `n_group` groups
-    of experts (DeepSeek-V2/V3).
-    """
-
-    kind: RouterKind = "softmax"
-    bias: bool = False  # logits = x @ kernel + bias (gpt-oss)
-    norm_topk_prob: bool = True  # divide the chosen weights by their sum
-    # switch: inputs are multiplied by uniform(1 - jitter, 1 + jitter) in training
-    jitter_noise: float = 0.0
-    # gshard, in training: `random` sends a token to its second expert with probability min(1, 2
-    # times its weight)
-    second_expert_policy: Literal["all", "random"] = "all"
-    aux_loss_coef: float = 0.01  # balance loss: E * sum_e f_e P_e
-    z_loss_coef: float = 0.0  # mean squared logsumexp of the router's logits
-    bias_update_speed: float = 0.001  # sigmoid, group_limited: step of the loss-free bias
-    n_group: int = 1
-    topk_group: int = 1
-    routed_scaling_factor: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_values(self)
-        not_negative(self, "aux_loss_coef", "z_loss_coef", "bias_update_speed")
-        check_field(0 <= self.jitter_noise < 1, self, "jitter_noise", "must be in [0, 1)")
-        positive(self, "n_group", "topk_group", "routed_scaling_factor")
-        check_field(
-            self.topk_group <= self.n_group,
-            self,
-            "topk_group",
-            f"must not exceed n_group = {self.n_group}",
-        )
-        random = self.second_expert_policy == "random"
-        check_field(
-            not random or self.kind == "gshard",
-            self,
-            "second_expert_policy",
-            "needs router.kind = 'gshard'",
-        )
-
-    @property
-    def draws(self) -> bool:
-        """Return whether training draws random numbers to route."""
-        return self.jitter_noise > 0 or self.second_expert_policy == "random"
 
 
 @dataclass(frozen=True)
@@ -114,27 +64,6 @@ class MoEConfig:
         )
         router = RouterConfig(aux_loss_coef=0.0) if choices == 1 else some
         return dataclasses.replace(self, num_experts_per_tok=choices, router=router)
-
-
-def check_routing(num_experts: int, num_experts_per_tok: int, router: RouterConfig) -> None:
-    """Raise `ValueError` if this router cannot choose `num_experts_per_tok` of `num_experts`
-    experts.
-    """
-    k, name = num_experts_per_tok, "num_experts_per_tok"
-    check(1 <= k <= num_experts, name, k, f"must be between 1 and num_experts = {num_experts}")
-    check(router.kind != "switch" or k == 1, name, k, "must be 1 for router.kind = 'switch'")
-    check(router.kind != "gshard" or k == 2, name, k, "must be 2 for router.kind = 'gshard'")
-    check_field(
-        num_experts % router.n_group == 0,
-        router,
-        "router.n_group",
-        f"must divide num_experts = {num_experts}",
-    )
-    reachable = num_experts // router.n_group * router.topk_group
-    limit = (
-        f"must not exceed the {reachable} experts in router.topk_group = {router.topk_group} groups"
-    )
-    check(router.kind != "group_limited" or k <= reachable, name, k, limit)
 
 
 @dataclass(frozen=True)
@@ -483,7 +412,7 @@ class ModelConfig:
             else 0
         )
         shared += d * self.shared_expert_gate
-        bias = experts * (self.router.bias + (self.router.kind in ("sigmoid", "group_limited")))
+        bias = experts * (self.router.bias + self.router.rules.has_bias)
         common = self.vocab_size * d * (1 if self.tie_word_embeddings else 2) + norm
         common += self.max_position_embeddings * d if self.position == "learned" else 0
         common += self.num_hidden_layers * (attention + 2 * norm) + dense_layers * self._mlp(

@@ -62,15 +62,15 @@ def check_num_kept(config: ModelConfig, kept: int, name: str = "experts") -> Non
     layer.
     """
     has, k, groups = config.num_experts, config.num_experts_per_tok, config.router.n_group
-    limited = config.router.kind == "group_limited"
+    n_group, topk_group = config.router.groups
     check(kept <= has, name, kept, f"must not exceed the model's num_experts = {has}")
     check(kept >= k, name, kept, f"must be at least num_experts_per_tok = {k}")
     check(kept % groups == 0, name, kept, f"must be a multiple of the router's n_group = {groups}")
-    reachable = kept // groups * config.router.topk_group
+    reachable = kept // n_group * topk_group
     constraint = (
         f"leaves {reachable} experts in a token's groups: must leave num_experts_per_tok = {k}"
     )
-    check(not limited or reachable >= k, name, kept, constraint)
+    check(reachable >= k, name, kept, constraint)
 
 
 def best_experts(scores_NE: NDArray[np.float64], kept: int, n_group: int = 1) -> NDArray[np.int64]:

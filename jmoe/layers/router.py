@@ -9,6 +9,7 @@ Legend: T local tokens, D hidden, E experts, K chosen experts per token, G group
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,7 +24,6 @@ from kernels_pallas.matmul import dot
 from kernels_pallas.native import few_row_matmul, takes_native, top_k
 
 _TINY = 1e-20  # keeps a sum of sigmoids that all underflowed from dividing 0 by 0
-_BIASED_KINDS = ("sigmoid", "group_limited")
 
 
 class RouterBias(nnx.Variable[jax.Array]):
@@ -102,7 +102,7 @@ def route(
     num_experts = logits_TE.shape[1]
     check_routing(num_experts, num_experts_per_tok, config)
     if bias_E is not None:
-        check(config.kind in _BIASED_KINDS, "router.kind", config.kind, "takes no bias_E")
+        check(config.rules.has_bias, "router.kind", config.kind, "takes no bias_E")
         check(
             bias_E.shape == (num_experts,),
             "bias_E.shape",
@@ -110,25 +110,14 @@ def route(
             f"must be ({num_experts},)",
         )
     logits_TE = logits_TE.astype(jnp.float32)
-    if config.kind in _BIASED_KINDS:
-        scores_TE = jax.nn.sigmoid(logits_TE)
-        probs_TE = scores_TE / (jnp.sum(scores_TE, axis=1, keepdims=True) + _TINY)
-    else:
-        scores_TE = probs_TE = jax.nn.softmax(logits_TE, axis=1)
-    selection_TE = lax.stop_gradient(scores_TE)
-    if bias_E is not None:
-        selection_TE = selection_TE + lax.stop_gradient(bias_E.astype(jnp.float32))
-    if config.kind == "group_limited":
-        selection_TE = _limit_groups(selection_TE, config.n_group, config.topk_group)
+    scores_TE, probs_TE = SCORES[config.rules.scores](logits_TE)
     sampled = config.second_expert_policy == "random"
-    chosen_TK = (
-        top_k_indices(selection_TE, num_experts_per_tok)
-        if topk_idx_TK is None or sampled
-        else topk_idx_TK
-    )
+    if topk_idx_TK is None or sampled:
+        chosen_TK = _choose(scores_TE, num_experts_per_tok, config, bias_E)
+    else:
+        chosen_TK = topk_idx_TK
     weights_TK, counts_E = _gather_and_count(scores_TE, chosen_TK)
-    normalise = config.kind == "gshard" or (config.kind != "switch" and config.norm_topk_prob)
-    if normalise and num_experts_per_tok > 1:
+    if config.normalizes(num_experts_per_tok):
         weights_TK = weights_TK / (jnp.sum(weights_TK, axis=1, keepdims=True) + _TINY)
     idx_TK = chosen_TK if topk_idx_TK is None else topk_idx_TK
     if sampled and topk_idx_TK is None and key is not None:
@@ -144,19 +133,53 @@ def route(
         )
     if config.routed_scaling_factor != 1.0:
         weights_TK = weights_TK * config.routed_scaling_factor
+    sums = _sums(logits_TE, probs_TE, token_mask_T)
+    return Routing(idx_TK, weights_TK, counts_E, *sums, logits_TE=logits_TE)
+
+
+def _softmax_scores(logits_TE: jax.Array) -> tuple[jax.Array, jax.Array]:
+    scores_TE = jax.nn.softmax(logits_TE, axis=1)
+    return scores_TE, scores_TE
+
+
+def _sigmoid_scores(logits_TE: jax.Array) -> tuple[jax.Array, jax.Array]:
+    scores_TE = jax.nn.sigmoid(logits_TE)
+    return scores_TE, scores_TE / (jnp.sum(scores_TE, axis=1, keepdims=True) + _TINY)
+
+
+# Functions of float32 logits that return (scores, by which experts are chosen and weighted;
+# probabilities, which sum to 1 over experts). `RouterRules.scores` names one.
+SCORES: dict[str, Callable[[jax.Array], tuple[jax.Array, jax.Array]]] = {
+    "softmax": _softmax_scores,
+    "sigmoid": _sigmoid_scores,
+}
+
+
+def _choose(
+    scores_TE: jax.Array, num_experts_per_tok: int, config: RouterConfig, bias_E: jax.Array | None
+) -> jax.Array:
+    """Return int32 [T, K], the experts with the best scores, to which the bias is added."""
+    selection_TE = lax.stop_gradient(scores_TE)
+    if bias_E is not None:
+        selection_TE = selection_TE + lax.stop_gradient(bias_E.astype(jnp.float32))
+    if config.rules.limits_groups:
+        selection_TE = _limit_groups(selection_TE, config.n_group, config.topk_group)
+    return top_k_indices(selection_TE, num_experts_per_tok)
+
+
+def _sums(
+    logits_TE: jax.Array, probs_TE: jax.Array, token_mask_T: jax.Array | None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return `probs_sum_E`, `z_sum` and `entropy_sum` of a `Routing`, over the unmasked tokens."""
 
     def counted(v_TN: jax.Array) -> jax.Array:
         return v_TN if token_mask_T is None else jnp.where(token_mask_T[:, None], v_TN, 0.0)
 
     p_TE = lax.stop_gradient(probs_TE)
-    return Routing(
-        topk_idx_TK=idx_TK,
-        topk_weights_TK=weights_TK,
-        counts_E=counts_E,
-        probs_sum_E=jnp.sum(counted(probs_TE), axis=0),
-        z_sum=jnp.sum(counted(jnp.square(jax.nn.logsumexp(logits_TE, axis=1, keepdims=True)))),
-        entropy_sum=-jnp.sum(counted(jnp.where(p_TE > 0, p_TE * jnp.log(p_TE), 0.0))),
-        logits_TE=logits_TE,
+    return (
+        jnp.sum(counted(probs_TE), axis=0),
+        jnp.sum(counted(jnp.square(jax.nn.logsumexp(logits_TE, axis=1, keepdims=True)))),
+        -jnp.sum(counted(jnp.where(p_TE > 0, p_TE * jnp.log(p_TE), 0.0))),
     )
 
 
@@ -331,9 +354,9 @@ class Router(nnx.Module):
         self.config = config
         self.kernel = nnx.Param(kernel_init(rngs.params(), (hidden_size, num_experts), jnp.float32))
         self.bias = nnx.Param(jnp.zeros(num_experts, jnp.float32)) if config.bias else None
-        biased = config.kind in _BIASED_KINDS
+        has_bias = config.rules.has_bias
         self.e_score_correction_bias = (
-            RouterBias(jnp.zeros(num_experts, jnp.float32)) if biased else None
+            RouterBias(jnp.zeros(num_experts, jnp.float32)) if has_bias else None
         )
 
     def __call__(

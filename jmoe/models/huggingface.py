@@ -429,13 +429,6 @@ def _rope_parameters(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _normalises(config: ModelConfig) -> bool:
-    """Return whether the weights of a token's chosen experts are normalized to sum to 1."""
-    kind = config.router.kind
-    divided = kind == "gshard" or (kind != "switch" and config.router.norm_topk_prob)
-    return divided and config.num_experts_per_tok > 1
-
-
 def _same(config: ModelConfig, *names: str) -> dict[str, Any]:
     """Return fields of `ModelConfig` that have the same names in `config.json`."""
     return {name: getattr(config, name) for name in names}
@@ -447,7 +440,7 @@ def _own_fields(config: ModelConfig) -> dict[str, dict[str, Any]]:
     moe_size = config.moe_intermediate_size
     head_dim = {"head_dim": config.dim_per_head}
     types = config.layer_types or ("sliding_attention",) * config.num_hidden_layers
-    limited = router.kind == "group_limited"
+    n_group, topk_group = router.groups
     coef = router.aux_loss_coef / config.num_experts_per_tok
     experts = {"router_aux_loss_coef": coef, "output_router_logits": False}
     windowed = (
@@ -458,7 +451,7 @@ def _own_fields(config: ModelConfig) -> dict[str, dict[str, Any]]:
             "sliding_window": config.sliding_window,
         }
     )
-    divided = {"norm_topk_prob": _normalises(config)}
+    divided = {"norm_topk_prob": router.normalizes(config.num_experts_per_tok)}
     dense_layers = {
         "mlp_only_layers": [i for i, kind in enumerate(config.layer_kinds) if kind == "dense"]
     }
@@ -487,9 +480,9 @@ def _own_fields(config: ModelConfig) -> dict[str, dict[str, Any]]:
             "n_routed_experts": config.num_experts,
             "n_shared_experts": config.shared_expert_intermediate_size // moe_size,
             "first_k_dense_replace": config.first_k_dense_replace,
-            "norm_topk_prob": _normalises(config),
-            "n_group": router.n_group if limited else 1,
-            "topk_group": router.topk_group if limited else 1,
+            "norm_topk_prob": router.normalizes(config.num_experts_per_tok),
+            "n_group": n_group,
+            "topk_group": topk_group,
             "routed_scaling_factor": router.routed_scaling_factor,
             "num_nextn_predict_layers": 0,
             **_same(config, "attention_bias", "q_lora_rank", "rope_interleave", *_LATENT_SIZES),
@@ -540,19 +533,19 @@ def _canonical(config: ModelConfig) -> dict[str, Any]:
     Two configurations of the same function have equal normal forms.
     """
     router = config.router
-    kind = {"switch": "softmax", "gshard": "softmax", "sigmoid": "group_limited"}.get(
-        router.kind, router.kind
-    )
     values = dataclasses.asdict(config) | {
         "head_dim": config.dim_per_head,
         "layer_types": config.layer_types or ("sliding_attention",) * config.num_hidden_layers,
         "layer_kinds": config.layer_kinds,
-        "router": (router.bias, kind, _normalises(config)),
+        "router": (
+            router.bias,
+            router.rules.scores,
+            router.rules.has_bias,
+            router.normalizes(config.num_experts_per_tok),
+            *router.groups,
+        ),
         "routed_scaling_factor": router.routed_scaling_factor,
     }
-    if kind == "group_limited":
-        limited = router.kind == "group_limited"
-        values["router"] += (router.n_group, router.topk_group) if limited else (1, 1)
     if config.sliding_window is None:
         del values["layer_types"]
     if "dense" not in config.layer_kinds:

@@ -125,10 +125,7 @@ def _planned(config: TrainConfig, cluster: ClusterConfig, nodes: int) -> Cluster
     trained = dataclasses.replace(trained_model(split), devices_per_host=per_node)
     training = plan_training(trained, own.placement, own.machine)
     data, inter, intra = split.check_devices(nodes * per_node, per_node)
-    limited = model.router.kind == "group_limited"
-    groups: dict[str, Any] = (
-        {"n_group": model.router.n_group, "topk_group": model.router.topk_group} if limited else {}
-    )
+    n_group, topk_group = model.router.groups
     row_bytes, load = trained.compute_bytes * model.hidden_size, None
     if config.comm.links:
         tokens = trained.step_tokens // trained.num_devices // trained.micro_batches
@@ -141,8 +138,9 @@ def _planned(config: TrainConfig, cluster: ClusterConfig, nodes: int) -> Cluster
         devices_per_node=intra,
         num_experts=model.num_experts,
         num_experts_per_tok=model.num_experts_per_tok,
+        n_group=n_group,
+        topk_group=topk_group,
         load=load,
-        **groups,
     )
     exchanged = Exchanged(exchange, row_bytes, model.capacity_factor)
     batch_tokens = split.batch_size * split.sequence_length

@@ -21,7 +21,6 @@ from jmoe.config import (
     ModelConfig,
     OptimizerConfig,
     ProfileConfig,
-    RouterConfig,
     TiersConfig,
     TrainConfig,
     YarnConfig,
@@ -30,6 +29,7 @@ from jmoe.config import (
 from jmoe.config.distil import DistilConfig
 from jmoe.config.engine import EngineConfig, EngineMesh
 from jmoe.config.parallel import most_packing, packed_shape
+from jmoe.config.router import RouterConfig
 from jmoe.configs import PRESETS
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +14,11 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from jmoe.config import RouterConfig
+from jmoe.config import ROUTERS, ModelConfig, RouterConfig
+from jmoe.config.router import RouterKind, RouterRules
 from jmoe.layers import router as router_module
 from jmoe.layers.router import (
+    SCORES,
     Router,
     RouterBias,
     Routing,
@@ -465,6 +467,39 @@ def test_variables() -> None:
 def test_bad_settings(arguments: tuple[Any, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Router(*arguments, rngs=nnx.Rngs(0))
+
+
+def test_a_router_needs_its_row_and_its_scores_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choice, bias, sums and the model's size follow the row; nothing decides by the name."""
+
+    def squared(logits_TE: jax.Array) -> tuple[jax.Array, jax.Array]:
+        scores_TE = jnp.square(logits_TE)
+        return scores_TE, scores_TE / jnp.sum(scores_TE, axis=1, keepdims=True)
+
+    one_bias = ModelConfig(router=RouterConfig(kind="sigmoid")).num_parameters()
+    monkeypatch.setitem(SCORES, "squared", squared)
+    rules = RouterRules("squared", num_experts_per_tok=3, normalizes=True, has_bias=True)
+    monkeypatch.setitem(ROUTERS, "softmax", rules)
+    with pytest.raises(ValueError, match=r"= 2: must be 3 for router\.kind = 'softmax'"):
+        ModelConfig(num_experts_per_tok=2)
+    ours, theirs = (ModelConfig(num_experts_per_tok=3).num_parameters()[0], one_bias[0])
+    assert ours == theirs
+    router = Router(D, E, 3, RouterConfig(norm_topk_prob=False), rngs=nnx.Rngs(0))
+    bias_E = jnp.asarray(np.random.default_rng(1).normal(size=E), jnp.float32)
+    router.e_score_correction_bias[...] = bias_E
+    routing = router(jnp.asarray(np.random.default_rng(0).normal(size=(T, D)), jnp.float32))
+    scores = np.square(np.asarray(routing.logits_TE))
+    chosen = np.argsort(-(scores + np.asarray(bias_E)), axis=1, kind="stable")[:, :3]
+    assert np.array_equal(routing.topk_idx_TK, chosen)
+    weights = np.take_along_axis(scores, chosen, axis=1)
+    np.testing.assert_allclose(
+        routing.topk_weights_TK, weights / weights.sum(1, keepdims=True), 1e-5
+    )
+
+
+def test_every_router_has_its_row_and_its_scores() -> None:
+    assert list(ROUTERS) == list(get_args(RouterKind))
+    assert {rules.scores for rules in ROUTERS.values()} == SCORES.keys()
 
 
 def test_bad_shapes() -> None:

@@ -1,0 +1,123 @@
+"""How tokens choose experts: the table of routers, and a router's settings.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from jmoe.config.checks import check, check_field, check_values, not_negative, positive
+
+RouterKind = Literal["switch", "gshard", "softmax", "sigmoid", "group_limited"]
+
+
+@dataclass(frozen=True)
+class RouterRules:
+    """What a kind of router computes, and which fields of `RouterConfig` it uses.
+
+    scores: the experts' scores as a function of the logits, one of `SCORES` in
+    `jmoe/layers/router.py`. num_experts_per_tok: the only number of choices; None: any. normalizes:
+    whether the weights of a token's experts are divided by their sum; None: as `norm_topk_prob`
+    says. has_bias: a bias of each expert is added to its scores for the choice alone, and
+    `updated_bias` moves it by `bias_update_speed`. limits_groups: a token chooses only among its
+    best `topk_group` of `n_group` groups. may_drop_second: `second_expert_policy` may be random.
+    """
+
+    scores: str
+    num_experts_per_tok: int | None = None
+    normalizes: bool | None = None
+    has_bias: bool = False
+    limits_groups: bool = False
+    may_drop_second: bool = False
+
+
+ROUTERS: dict[RouterKind, RouterRules] = {
+    "switch": RouterRules("softmax", num_experts_per_tok=1, normalizes=False),
+    "gshard": RouterRules("softmax", num_experts_per_tok=2, normalizes=True, may_drop_second=True),
+    "softmax": RouterRules("softmax"),
+    "sigmoid": RouterRules("sigmoid", has_bias=True),
+    "group_limited": RouterRules("sigmoid", has_bias=True, limits_groups=True),
+}
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """How tokens choose experts.
+
+    kind: `switch` top-1 with input jitter (Switch Transformer); `gshard` top-2 (GShard); `softmax`
+    top-k of a softmax (Mixtral, OLMoE, Qwen3-MoE); `sigmoid` sigmoid scores with loss-free bias
+    balancing (DeepSeek-V3); `group_limited` top-k inside the best `topk_group` of `n_group` groups
+    of experts (DeepSeek-V2/V3).
+    """
+
+    kind: RouterKind = "softmax"
+    bias: bool = False  # logits = x @ kernel + bias (gpt-oss)
+    norm_topk_prob: bool = True  # divide the chosen weights by their sum
+    # switch: inputs are multiplied by uniform(1 - jitter, 1 + jitter) in training
+    jitter_noise: float = 0.0
+    # gshard, in training: `random` sends a token to its second expert with probability min(1, 2
+    # times its weight)
+    second_expert_policy: Literal["all", "random"] = "all"
+    aux_loss_coef: float = 0.01  # balance loss: E * sum_e f_e P_e
+    z_loss_coef: float = 0.0  # mean squared logsumexp of the router's logits
+    bias_update_speed: float = 0.001  # sigmoid, group_limited: step of the loss-free bias
+    n_group: int = 1
+    topk_group: int = 1
+    routed_scaling_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_values(self)
+        not_negative(self, "aux_loss_coef", "z_loss_coef", "bias_update_speed")
+        check_field(0 <= self.jitter_noise < 1, self, "jitter_noise", "must be in [0, 1)")
+        positive(self, "n_group", "topk_group", "routed_scaling_factor")
+        check_field(
+            self.topk_group <= self.n_group,
+            self,
+            "topk_group",
+            f"must not exceed n_group = {self.n_group}",
+        )
+        may = self.second_expert_policy == "all" or self.rules.may_drop_second
+        kinds = [repr(kind) for kind, rules in ROUTERS.items() if rules.may_drop_second]
+        needs = f"needs router.kind = {' or '.join(kinds)}"
+        check_field(may, self, "second_expert_policy", needs)
+
+    @property
+    def rules(self) -> RouterRules:
+        """The row of `ROUTERS` of this kind."""
+        return ROUTERS[self.kind]
+
+    @property
+    def draws(self) -> bool:
+        """Return whether training draws random numbers to route."""
+        return self.jitter_noise > 0 or self.second_expert_policy == "random"
+
+    @property
+    def groups(self) -> tuple[int, int]:
+        """(groups of experts, groups that a token chooses from); (1, 1) without a limit."""
+        return (self.n_group, self.topk_group) if self.rules.limits_groups else (1, 1)
+
+    def normalizes(self, num_experts_per_tok: int) -> bool:
+        """Return whether the weights of a token's chosen experts are divided by their sum."""
+        own = self.rules.normalizes
+        return (self.norm_topk_prob if own is None else own) and num_experts_per_tok > 1
+
+
+def check_routing(num_experts: int, num_experts_per_tok: int, router: RouterConfig) -> None:
+    """Raise `ValueError` if this router cannot choose `num_experts_per_tok` of `num_experts`
+    experts.
+    """
+    k, name, only = num_experts_per_tok, "num_experts_per_tok", router.rules.num_experts_per_tok
+    check(1 <= k <= num_experts, name, k, f"must be between 1 and num_experts = {num_experts}")
+    check(only in (None, k), name, k, f"must be {only} for router.kind = {router.kind!r}")
+    check_field(
+        num_experts % router.n_group == 0,
+        router,
+        "router.n_group",
+        f"must divide num_experts = {num_experts}",
+    )
+    groups, chosen_groups = router.groups
+    reachable = num_experts // groups * chosen_groups
+    limit = f"must not exceed the {reachable} experts in router.topk_group = {chosen_groups} groups"
+    check(k <= reachable, name, k, limit)
