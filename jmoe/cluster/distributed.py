@@ -154,37 +154,32 @@ def _detect(
     """Return (coordinator address, processes, rank) of the cluster job that JAX detects, or None
     outside a job of several processes.
 
-    Raises `ValueError` if a launcher started several processes but JAX cannot find the others.
+    Raises `ValueError` if a launcher started several processes but its variables are incomplete, or
+    JAX cannot find the others.
     """
-    if "KUBERNETES_SERVICE_HOST" in environment:
-        if "JOB_COMPLETION_INDEX" not in environment:
-            return None  # a single pod, not part of an indexed job
+    launcher = job.launcher(environment)
+    if launcher is None:
+        return None
+    if launcher == "k8s":
         _need_kubernetes_client()
-    else:
-        launchers = ("OMPI_COMM_WORLD_SIZE", "SLURM_NTASKS")
-        launched = [environment[name] for name in launchers if environment.get(name, "").isdigit()]
-        if not launched or int(launched[0]) == 1:
-            return None
     # jax.distributed.initialize() detects these values too, but does not return them
     from jax._src.clusters import ClusterEnv
 
     problem: RuntimeError | None = None
     try:
-        unset = (None, None, None, None, None)
-        address, processes, rank, _ = ClusterEnv.auto_detect_unset_distributed_params(
-            *unset, int(timeout_s)
-        )
-        if address is not None and processes is not None and rank is not None:
-            return address, processes, rank
-        if "OMPI_COMM_WORLD_SIZE" not in environment:
-            return None
+        if launcher != "ompi" or "OMPI_MCA_orte_hnp_uri" in environment:
+            unset = (None, None, None, None)
+            address, processes, rank, _ = ClusterEnv.auto_detect_unset_distributed_params(
+                *unset, launcher, int(timeout_s)
+            )
+            if address is not None and processes is not None and rank is not None:
+                return address, processes, rank
     # Open MPI 5 without mpi4py, or a pod without permission to list the job's pods
     except RuntimeError as error:
         problem = error
     raise ValueError(
         "JAX cannot find the other processes of this job"
-        f" ({problem or 'unknown version of Open MPI'}); give --distributed.coordinator-address"
-        " HOST:PORT, --distributed.num-processes N and --distributed.process-id I (Open MPI:"
+        f" ({problem or 'unknown version of Open MPI'}); {job.OPTIONS} (Open MPI:"
         " $OMPI_COMM_WORLD_SIZE and $OMPI_COMM_WORLD_RANK)"
     ) from problem
 
@@ -195,9 +190,7 @@ def _need_kubernetes_client() -> None:
     except ImportError as error:
         raise ValueError(
             "JOB_COMPLETION_INDEX is set (an indexed Kubernetes job), but JAX needs the package"
-            " `kubernetes` to find the job's other pods: pip install 'jax[k8s]', or give"
-            " --distributed.coordinator-address, --distributed.num-processes and"
-            " --distributed.process-id"
+            f" `kubernetes` to find the job's other pods: pip install 'jax[k8s]', or {job.OPTIONS}"
         ) from error
 
 

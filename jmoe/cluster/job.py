@@ -1,5 +1,5 @@
-"""GPUs of the cluster job: which of the node's GPUs belong to this process, and whether any stay
-unused.
+"""The cluster job: whether a launcher started this process as one of several, which of the node's
+GPUs belong to it, and whether any stay unused.
 
 JAX's own detection gives a process of SLURM or Open MPI one device, numbered by the process's local
 rank, even if the process is alone on its node and sees eight. This module assigns all visible GPUs.
@@ -11,10 +11,81 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 LOCAL_IDS = "JAX_LOCAL_DEVICE_IDS"  # JAX's own variable, which takes precedence over this module
+
+
+# What a launcher tells each of its processes: their count, this one's rank, and more that is needed
+SLURM = (
+    *("SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID"),
+    *("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE"),
+)
+OPEN_MPI = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
+UNREAD = (("PMI_SIZE", "PMI_RANK", "mpiexec"), ("WORLD_SIZE", "RANK", "torchrun"))
+OPTIONS = (
+    "give --distributed.coordinator-address HOST:PORT, --distributed.num-processes N and"
+    " --distributed.process-id I"
+)
+
+
+def launcher(environment: Mapping[str, str]) -> Literal["k8s", "slurm", "ompi"] | None:
+    """Return JAX's name of the launcher that started this process as one of several; None if the
+    process is alone.
+
+    Raises `ValueError` if a variable of the launcher is missing or wrong, so that no process of a
+    job trains by itself.
+    """
+    if "JOB_COMPLETION_INDEX" in environment:
+        if "KUBERNETES_SERVICE_HOST" not in environment:
+            raise _half_set("KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX", environment)
+        return "k8s"
+    if names := [name for name in environment if name.startswith("OMPI_COMM_WORLD_")]:
+        return "ompi" if _several(OPEN_MPI, names[0], environment) else None
+    # sbatch gives its own script rank 0, and the count of the tasks that srun would start
+    step = [name for name in environment if name.startswith("SLURM_STEP")]
+    step += [name for name in SLURM[1:3] if environment.get(name, "0") != "0"]
+    if step:
+        return "slurm" if _several(SLURM, step[0], environment) else None
+    for count, rank, program in UNREAD:
+        if rank in environment and environment.get(count, "1") != "1":
+            raise ValueError(
+                f"{count} = {environment[count]}: {program} started this process as one of several,"
+                f" but its variables are not read; {OPTIONS}"
+            )
+    return None
+
+
+def _several(names: tuple[str, ...], told_by: str, environment: Mapping[str, str]) -> bool:
+    """Return True if a launcher that sets these variables started more than one process."""
+    count, rank = names[:2]
+    if environment.get(count) == "1":
+        return False
+    for name in names:
+        if name not in environment:
+            raise _half_set(name, told_by, environment)
+    if _number(rank, environment) >= _number(count, environment):
+        raise ValueError(
+            f"{rank} = {environment[rank]}: must be less than {count} = {environment[count]}"
+        )
+    return True
+
+
+def _half_set(missing: str, told_by: str, environment: Mapping[str, str]) -> ValueError:
+    return ValueError(
+        f"{missing} is not set, but {told_by} = {environment[told_by]} says that this process is"
+        " one of a job's; pass on all variables of the launcher, of which a container may have"
+        f" dropped some, or {OPTIONS}"
+    )
+
+
+def _number(name: str, environment: Mapping[str, str]) -> int:
+    value = environment[name]
+    if not (value.isascii() and value.isdigit()):
+        raise ValueError(f"{name} = {value!r}: must be a number, as the job's launcher sets it")
+    return int(value)
 
 
 class NodeTask(NamedTuple):
@@ -30,25 +101,33 @@ def node_task(environment: Mapping[str, str]) -> NodeTask:
     """Return this process's place on its node, from the variables of SLURM or Open MPI; (0, 1)
     without them.
     """
-    if "OMPI_COMM_WORLD_LOCAL_SIZE" in environment:
-        return NodeTask(
-            int(environment["OMPI_COMM_WORLD_LOCAL_RANK"]),
-            int(environment["OMPI_COMM_WORLD_LOCAL_SIZE"]),
-        )
+    rank, size = "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"
+    if (rank in environment) != (size in environment):
+        missing, told_by = (size, rank) if rank in environment else (rank, size)
+        raise _half_set(missing, told_by, environment)
+    if size in environment:
+        return NodeTask(_number(rank, environment), _number(size, environment))
     if "SLURM_STEP_TASKS_PER_NODE" in environment and "SLURM_LOCALID" in environment:
-        counts = _counts(environment["SLURM_STEP_TASKS_PER_NODE"])
-        return NodeTask(
-            int(environment["SLURM_LOCALID"]), counts[int(environment.get("SLURM_NODEID", "0"))]
-        )
+        node = _number("SLURM_NODEID", {"SLURM_NODEID": "0", **environment})
+        return NodeTask(_number("SLURM_LOCALID", environment), _step_counts(environment)[node])
     return NodeTask(0, 1)
 
 
-def _counts(text: str) -> list[int]:
-    """Return the numbers that SLURM writes in its short form: `2(x3),1` gives [2, 2, 2, 1]."""
+def _step_counts(environment: Mapping[str, str]) -> list[int]:
+    """Return the processes of each node, which SLURM writes in a short form: `2(x3),1` gives
+    [2, 2, 2, 1].
+    """
+    name, node = "SLURM_STEP_TASKS_PER_NODE", environment.get("SLURM_NODEID", "0")
     counts: list[int] = []
-    for word in text.split(","):
-        number, _, times = word.partition("(x")
-        counts += [int(number)] * int(times.rstrip(")") or 1)
+    for word in environment[name].split(","):
+        if (match := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", word)) is None:
+            raise ValueError(f"{name} = {environment[name]!r}: must read as `2(x3),1` does")
+        counts += [int(match[1])] * int(match[2] or 1)
+    if int(node) >= len(counts):
+        raise ValueError(
+            f"SLURM_NODEID = {node}: must be less than the {len(counts)} nodes of {name} ="
+            f" {environment[name]}"
+        )
     return counts
 
 
@@ -72,7 +151,8 @@ def node_gpus(environment: Mapping[str, str]) -> tuple[int, str] | None:
     for name in ("SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS"):
         value = environment.get(name, "")
         if value:
-            return int(value) if name.endswith("NODE") else len(value.split(",")), name
+            by_count = name.endswith("NODE")
+            return _number(name, environment) if by_count else len(value.split(",")), name
     devices = environment.get("NVIDIA_VISIBLE_DEVICES", "")
     if "KUBERNETES_SERVICE_HOST" in environment and devices not in ("", "all", "none", "void"):
         return len(devices.split(",")), "NVIDIA_VISIBLE_DEVICES"
@@ -168,7 +248,8 @@ def check_all_nodes_used(environment: Mapping[str, str] = os.environ) -> None:
     """Raise `ValueError` if this process was started without srun in a SLURM job that has GPUs on
     several nodes.
     """
-    nodes = int(environment.get("SLURM_JOB_NUM_NODES", "1"))
+    name = "SLURM_JOB_NUM_NODES"
+    nodes = _number(name, {name: "1", **environment})
     if (
         nodes > 1
         and "SLURM_STEP_NODELIST" not in environment

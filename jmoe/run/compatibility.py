@@ -48,7 +48,7 @@ FREE = (
     "tiers.write_back_every_steps",
 )
 NOTED = {
-    "num_steps": "the cosine schedule now ends at another step",
+    "num_steps": "a cosine schedule now ends at another step",
     "compute_dtype": "losses will differ by rounding",
     "loss_scale.growth_steps": "from here on",
     "loss_scale.initial": "the checkpoint's own loss scale counts, if it has one",

@@ -442,7 +442,8 @@ def test_no_launcher_means_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     assert distributed._detect(1, alone) is None
     # not a pod of an indexed job
     assert distributed._detect(1, {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}) is None
-    monkeypatch.setenv("SLURM_NTASKS", "4")  # inside sbatch, but not started by srun
+    for name, value in {"NTASKS": "4", "PROCID": "0", "LOCALID": "0"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)  # inside sbatch, but not started by srun
     assert distributed._detect(1) is None
 
 
@@ -453,6 +454,7 @@ def test_slurm_and_open_mpi_jobs_are_found(monkeypatch: pytest.MonkeyPatch) -> N
         "NTASKS": "6",
         "PROCID": "5",
         "LOCALID": "1",
+        "STEP_TASKS_PER_NODE": "2(x3)",
     }
     for name, value in slurm.items():
         monkeypatch.setenv(f"SLURM_{name}", value)

@@ -4,6 +4,7 @@ SLURM 22.05 set there.
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import subprocess
 from pathlib import Path
@@ -108,6 +109,74 @@ def test_jax_is_given_every_device_of_a_process(
     told = jax_is_given(monkeypatch, environment, seen(environment))
     assert told["local_device_ids"] == expected
     assert told["cluster_detection_method"] == "deactivate"  # or JAX deals out what is None
+
+
+LAUNCHED = {
+    "slurm": {name: slurm(2, 1)[name] for name in job.SLURM},
+    "ompi": {name: open_mpi(2, 1)[name] for name in job.OPEN_MPI},
+    "k8s": {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "3"},
+}
+# variables that say nothing of other processes, each by itself or together
+SILENT = {"SLURM_NTASKS", "SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST"}
+
+
+@pytest.mark.parametrize("kind", LAUNCHED)
+def test_half_of_a_launchers_variables_is_a_mistake(kind: str) -> None:
+    """Never a process that trains by itself: each subset of the variables of rank 1 of several."""
+    told = LAUNCHED[kind]
+    assert job.launcher(told) == kind
+    assert job.launcher(told | {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}) == kind, "SLURM in pods"
+    for count in range(len(told)):
+        for names in itertools.combinations(told, count):
+            part = {name: told[name] for name in names}
+            if part.keys() <= SILENT:
+                assert job.launcher(part) is None
+            else:
+                with pytest.raises(ValueError, match=r"^[A-Z_]+ is not set, but [A-Z_]+ = .*pass"):
+                    job.launcher(part)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"SLURM_NTASKS": "many"}, r"^SLURM_NTASKS = 'many': must be a number"),
+        ({"SLURM_NTASKS": ""}, r"^SLURM_NTASKS = '': must be a number"),
+        ({"SLURM_PROCID": "16"}, r"^SLURM_PROCID = 16: must be less than SLURM_NTASKS = 16$"),
+    ],
+)
+def test_ranks_that_cannot_be(changes: dict[str, str], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        job.launcher(slurm(2, 1) | changes)
+
+
+@pytest.mark.parametrize("program", ["mpiexec", "torchrun"])
+def test_launchers_that_are_not_read_are_named(program: str) -> None:
+    (count, rank) = next((count, rank) for count, rank, name in job.UNREAD if name == program)
+    with pytest.raises(ValueError, match=rf"^{count} = 4: {program} started .*--distributed.coord"):
+        job.launcher({count: "4", rank: "0"})
+    assert job.launcher({count: "1", rank: "0"}) is job.launcher({count: "4"}) is None
+    assert job.launcher(slurm(2, 1) | {count: "16", rank: "1"}) == "slurm", "srun sets some too"
+
+
+def test_alone_in_a_step_is_alone() -> None:
+    assert job.launcher(slurm(1, 0, nodes=1)) is None
+    assert job.launcher({"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}) is None
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        (slurm(2, 1) | {"SLURM_STEP_TASKS_PER_NODE": "2(x"}, r"NODE = '2\(x': must read as"),
+        (slurm(2, 1) | {"SLURM_NODEID": "8"}, "SLURM_NODEID = 8: must be less than the 8 nodes"),
+        (slurm(2, 1) | {"SLURM_LOCALID": "x"}, "SLURM_LOCALID = 'x': must be a number"),
+        (slurm(2, 1) | {"SLURM_GPUS_ON_NODE": "all"}, "SLURM_GPUS_ON_NODE = 'all': must be a"),
+        ({"OMPI_COMM_WORLD_LOCAL_RANK": "1"}, "LOCAL_SIZE is not set, but OMPI_COMM_WORLD_LOCAL_R"),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, "LOCAL_RANK is not set, but OMPI_COMM_WORLD_LOCAL_S"),
+    ],
+)
+def test_places_that_cannot_be_read_are_named(environment: dict[str, str], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        job.local_device_ids(environment, 8)
 
 
 def test_pods_take_all_that_they_see(monkeypatch: pytest.MonkeyPatch) -> None:

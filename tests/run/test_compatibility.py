@@ -39,7 +39,7 @@ def test_what_may_change_between_checkpoint_and_run() -> None:
     assert check_compatible(configured(), configured()) == []
     assert check_compatible(configured(), free) == []
     notes = check_compatible(configured(), configured(num_steps=9))
-    assert notes == ["num_steps: 7 -> 9 (the cosine schedule now ends at another step)"]
+    assert notes == ["num_steps: 7 -> 9 (a cosine schedule now ends at another step)"]
 
 
 @pytest.mark.parametrize(
