@@ -25,7 +25,8 @@ from jmoe.memory.record_store import HostRecords
 from jmoe.memory.tiered_store import TieredStore
 from jmoe.offload.expert_index import ExpertIndex
 from jmoe.offload.policies import ChosenExperts, ResidencyStats
-from jmoe.offload.slots import ExpertSlots, Fields, NativeSlots, as_array
+from jmoe.offload.slot_arrays import Fields, as_array
+from jmoe.offload.slots import ExpertSlots, NativeSlots
 from kernels_pallas.native import MAX_ROWS, SlotLayout, slot_mlp
 
 MEMORY = 0.9  # weight of the previous estimate in the moving average of a rate

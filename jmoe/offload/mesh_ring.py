@@ -9,62 +9,22 @@ Legend:
   K  ring slots
 """
 
-from typing import Any
-
-import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
 from jmoe.memory.ring import Ring
 from jmoe.memory.tiered_store import TieredStore
 from jmoe.offload.expert_index import ExpertIndex
-from jmoe.offload.placed_experts import Arrays, MeshExperts, put_record
+from jmoe.offload.placed_experts import MeshExperts
 from jmoe.offload.policies import ResidencyStats
-from jmoe.offload.slots import Fields, NamedArrays, as_array, as_weights, slot_memory, stored_dtype
+from jmoe.offload.slot_arrays import (
+    Arrays,
+    DeviceSlotArrays,
+    Fields,
+    HostSlotArrays,
+    as_weights,
+)
 from jmoe.planning.placement import EMPTY
 from kernels_pallas.grouped_mlp import MLPWeights
-
-
-class HostLayerSlots:
-    """S expert slots of a CPU device: host memory that XLA reads as arrays [S, ...] in place."""
-
-    def __init__(self, num_slots: int, fields: Fields, device: jax.Device) -> None:
-        whole = {name: ((num_slots, *shape), dtype) for name, (shape, dtype) in fields.items()}
-        self._memory = {name: slot_memory(shape, dtype) for name, (shape, dtype) in whole.items()}
-        self.arrays = {name: as_array(memory, device) for name, memory in self._memory.items()}
-
-    def write(self, slot: int, record: NamedArrays) -> None:
-        """Copy one expert's weights into a slot; no program that reads the slots may be running."""
-        for name, memory in self._memory.items():
-            np.copyto(memory[slot], record[name])
-
-
-class DeviceLayerSlots:
-    """S expert slots in an accelerator's memory, arrays [S, ...]; a write transfers and updates in
-    place.
-    """
-
-    def __init__(self, num_slots: int, fields: Fields, device: jax.Device) -> None:
-        self._device = device
-        self.arrays: Arrays = {
-            name: jnp.zeros((num_slots, *shape), stored_dtype(dtype), device=device)
-            for name, (shape, dtype) in fields.items()
-        }
-
-    def write(self, slot: int, record: NamedArrays) -> None:
-        """Copy one expert's weights into a slot.
-
-        The update runs after the programs that read the slot, since a device runs its programs in
-        order.
-        """
-        values = {name: record[name] for name in self.arrays}
-        sent = {
-            name: jax.device_put(v.view(stored_dtype(v.dtype)), self._device)
-            for name, v in values.items()
-        }
-        jax.block_until_ready(sent)  # the caller may reuse the record's memory after this returns
-        self.arrays = put_record(self.arrays, sent, np.int32(slot))
 
 
 class MeshRing(MeshExperts):
@@ -85,7 +45,10 @@ class MeshRing(MeshExperts):
         self._store = store
         self.num_slots = ring_slots * slots_per_device
         self.num_bytes = self.num_slots * self.expert_bytes
-        make: Any = HostLayerSlots if self._devices[0].platform == "cpu" else DeviceLayerSlots
+        on_cpu = self._devices[0].platform == "cpu"
+        make: type[HostSlotArrays | DeviceSlotArrays] = (
+            HostSlotArrays if on_cpu else DeviceSlotArrays
+        )
         self._slots = [
             [make(slots_per_device, fields, self._devices[n]) for n in self._mine]
             for _ in range(ring_slots)

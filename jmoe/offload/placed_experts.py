@@ -13,25 +13,27 @@ Legend:
 
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
 from jmoe.mesh import BATCH, REPLICATED, put
 from jmoe.offload.expert_index import ExpertIndex
 from jmoe.offload.policies import ExpertPlaces, ResidencyStats
-from jmoe.offload.slots import Fields, NamedArrays, as_weights, stored_dtype
+from jmoe.offload.slot_arrays import (
+    Arrays,
+    DeviceSlotArrays,
+    Fields,
+    NamedArrays,
+    as_weights,
+)
 from jmoe.planning.placement import EMPTY, Changes, Placement, changes, place, slot_rows
 from kernels_pallas.grouped_mlp import MLPWeights
 
 ReadRecord = Callable[[int], AbstractContextManager[NamedArrays]]
-Arrays = dict[str, jax.Array]
 
 
 class MeshExperts(ExpertPlaces):
@@ -121,9 +123,11 @@ class PlacedExperts(MeshExperts):
         self.num_slots = sum(slots)
         self.num_bytes = self.num_slots * self.expert_bytes
         self._held = [np.full((mesh.size, one.slots_per_device), EMPTY, np.int32) for one in first]
-        self._weights = [
-            self._joined([self._empty(n, count) for n in self._mine]) for count in slots
+        self._slots = [
+            [DeviceSlotArrays(count, fields, self._devices[n]) for n in self._mine]
+            for count in slots
         ]
+        self._weights = [self._joined([one.arrays for one in row]) for row in self._slots]
         for layer, placement in enumerate(first):
             self.apply(layer, self.changes(layer, placement))
         self.copied_experts, self.copied_bytes, self.copied_s = 0, 0, 0.0
@@ -141,19 +145,17 @@ class PlacedExperts(MeshExperts):
         placement.
         """
         begun = time.perf_counter()
-        held = self._held[layer].copy()
-        shards = dict(zip(self._mine, self._shards(layer), strict=True))
+        held, row = self._held[layer].copy(), self._rows[layer]
+        slots = dict(zip(self._mine, self._slots[row], strict=True))
         for device, slot, expert in changed.fills:
             held[device, slot] = expert
             self.copies_N[device] += 1
-            if device in shards:
-                shards[device] = self._filled(
-                    device, shards[device], slot, self.index.records(layer, expert).item()
-                )
+            if device in slots:
+                self._fill(slots[device], slot, self.index.records(layer, expert).item())
                 self.copied_experts += 1
                 self.copied_bytes += self.expert_bytes
         if changed.fills:
-            self._weights[self._rows[layer]] = self._joined(list(shards.values()))
+            self._weights[row] = self._joined([one.arrays for one in self._slots[row]])
         if changed.placement.turns is not self.placements[layer].turns:
             self._turns[layer] = put(changed.placement.turns, self.mesh, REPLICATED)
         self._held[layer], self.placements[layer] = held, changed.placement
@@ -161,10 +163,10 @@ class PlacedExperts(MeshExperts):
 
     def copy_again(self) -> None:
         """Copy the first expert of this process's first device once more; callers time this."""
-        device, *others = self._shards(0)
-        record = self.index.records(0, self._held[0][self._mine[0], 0]).item()
-        filled = jax.block_until_ready(self._filled(self._mine[0], device, 0, record))
-        self._weights[0] = self._joined([filled, *others])
+        row = self._slots[0]
+        self._fill(row[0], 0, self.index.records(0, self._held[0][self._mine[0], 0]).item())
+        jax.block_until_ready(row[0].arrays)
+        self._weights[0] = self._joined([one.arrays for one in row])
 
     def stats(self) -> ResidencyStats:
         return ResidencyStats("resident")
@@ -180,27 +182,9 @@ class PlacedExperts(MeshExperts):
             held += slots
         return held
 
-    def _empty(self, device: int, slots: int) -> Arrays:
-        where = self._devices[device]
-        return {
-            name: jnp.zeros((slots, *shape), stored_dtype(dtype), device=where)
-            for name, (shape, dtype) in self._fields.items()
-        }
-
-    def _filled(self, device: int, slots: Arrays, slot: int, record: int) -> Arrays:
-        where = self._devices[device]
-        with self._read(record) as arrays:  # its memory is reused after the block
-            values = {name: _numbers(arrays[name]) for name in slots}
-            if where.platform == "cpu":  # a CPU array may alias the source's memory
-                values = {name: value.copy() for name, value in values.items()}
-            sent = jax.block_until_ready(jax.device_put(values, where))
-        return put_record(slots, sent, np.int32(slot))
-
-    def _shards(self, layer: int) -> list[Arrays]:
-        """Return the slots of each of this process's devices, in device order."""
-        row = self._weights[self._rows[layer]]
-        parts = {name: {s.device: s.data for s in w.addressable_shards} for name, w in row.items()}
-        return [{name: part[self._devices[n]] for name, part in parts.items()} for n in self._mine]
+    def _fill(self, slots: DeviceSlotArrays, slot: int, record: int) -> None:
+        with self._read(record) as arrays:
+            slots.write(slot, arrays)
 
 
 def mine_of(placement: Placement, mesh: Mesh) -> np.ndarray:
@@ -220,15 +204,3 @@ def even_placement(
     slots_per_device = slots_per_device or -(-num_experts // num_devices)
     packed = {"slots_per_device": slots_per_device, "max_packed": slots_per_device}
     return place(np.ones(num_experts), num_devices, policy="even", **packed)
-
-
-def _numbers(values: np.ndarray) -> np.ndarray:
-    return values.view(stored_dtype(values.dtype))
-
-
-@partial(jax.jit, donate_argnums=0)
-def put_record(slots: Arrays, record: Mapping[str, jax.Array], slot: jax.Array) -> Arrays:
-    """Return slots [S, ...] with one slot overwritten; donates and updates `slots` in place."""
-    return {
-        name: lax.dynamic_update_index_in_dim(slots[name], record[name], slot, 0) for name in slots
-    }

@@ -15,20 +15,24 @@ Legend:
 import math
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jmoe.layers.slot_experts import ExpertInputs, StoredExpert, bundled_mlp, table_mlp
 from jmoe.memory.buffers import PAGE_BYTES, allocate_slots
-from jmoe.memory.record import Record
+from jmoe.offload.slot_arrays import (
+    DeviceSlotArrays,
+    Fields,
+    NamedArrays,
+    as_array,
+    stored_dtype,
+)
 from kernels_pallas.compressed import SCALES, format_of
-from kernels_pallas.grouped_mlp import MLPWeights
 from kernels_pallas.native import (
     MAX_ROWS,
     SIZE_MULTIPLE,
@@ -39,16 +43,6 @@ from kernels_pallas.native import (
 )
 
 TABLE_TILE_ROWS = 64
-
-
-class NamedArrays(Protocol):
-    """Arrays by name: a dict, or a `Record` of a `TieredStore`."""
-
-    def __getitem__(self, name: str, /) -> np.ndarray: ...
-
-
-# name -> (shape, stored dtype) of one expert's arrays
-Fields = Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]
 
 
 class ExpertSlots(ABC):
@@ -204,53 +198,29 @@ def _layout(
     return layout, end
 
 
-def sent_to(
-    device: jax.Device, record: NamedArrays, names: Collection[str]
-) -> dict[str, jax.Array]:
-    """Return a record's arrays in the device's memory, after the transfer has ended.
-
-    The caller may then reuse the record's memory.
-    """
-    if isinstance(record, Record):
-        return record.on_device(names, device)
-    return jax.block_until_ready({name: jax.device_put(record[name], device) for name in names})
-
-
 class DeviceSlots(ExpertSlots):
-    """Slots in an accelerator's memory; a write transfers a record and updates the slot in place.
+    """Slots in an accelerator's memory.
 
-    The device runs the update in order with the programs that read the slots.
+    The device runs an update in order with the programs that read the slots.
     """
 
     def __init__(self, num_slots: int, fields: Fields, device: jax.Device) -> None:
         super().__init__(num_slots, fields)
-        self._device = device
-        make = lambda shape, dtype: jnp.zeros((num_slots, *shape), dtype, device=device)  # noqa: E731
-        self._arrays = {name: make(shape, dtype) for name, (shape, dtype) in fields.items()}
-        self._put = jax.jit(_put, donate_argnums=0)
+        self._slots = DeviceSlotArrays(num_slots, fields, device, as_bits=True)
         # an update donates the arrays, so no program may be launched with them meanwhile
         self._lock = threading.Lock()
 
     def write(self, slot: int, record: NamedArrays) -> None:
-        sent = sent_to(self._device, record, self._arrays)
+        sent = self._slots.send(record)
         with self._lock:
-            self._arrays = self._put(self._arrays, sent, np.int32(slot))
+            self._slots.put(slot, sent)
 
     def mlp(self, routed: ExpertInputs, table_E: np.ndarray, activation: str) -> jax.Array:
         with self._lock:
-            return table_mlp_of_tokens(activation, routed, self._arrays, table_E)
+            return table_mlp_of_tokens(activation, routed, self._slots.arrays, table_E)
 
     def for_programs(self) -> tuple[SlotLayout | None, Any]:
-        return None, self._arrays
-
-
-def _put(
-    arrays: dict[str, jax.Array], record: dict[str, jax.Array], slot: jax.Array
-) -> dict[str, jax.Array]:
-    return {
-        name: lax.dynamic_update_index_in_dim(arrays[name], record[name], slot, 0)
-        for name in arrays
-    }
+        return None, self._slots.arrays
 
 
 @partial(jax.jit, static_argnums=0)
@@ -260,27 +230,3 @@ def table_mlp_of_tokens(
     """Return float32 [T, D] of `table_mlp`, with tiles of at most `TABLE_TILE_ROWS` tokens."""
     tile_rows = min(TABLE_TILE_ROWS, routed.h_TD.shape[0])
     return table_mlp(routed, slots, table_E, activation=activation, tile_rows=tile_rows)
-
-
-def slot_memory(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
-    """Return zeros that begin at a page: XLA aliases only memory that is aligned to 64 bytes."""
-    num_bytes = math.prod(shape) * dtype.itemsize
-    (page,) = allocate_slots(1, -(-num_bytes // PAGE_BYTES) * PAGE_BYTES)
-    return page[:num_bytes].view(dtype).reshape(shape)
-
-
-def stored_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype that stored bits stand for: bfloat16 for uint16, else the dtype itself."""
-    return np.dtype(jnp.bfloat16) if dtype == np.uint16 else dtype
-
-
-def as_array(memory: np.ndarray, device: jax.Device) -> jax.Array:
-    """Return a JAX array that aliases the memory; uint16 are read as the bits of bfloat16."""
-    array = jax.device_put(memory.view(stored_dtype(memory.dtype)), device, may_alias=True)
-    assert array.unsafe_buffer_pointer() == memory.ctypes.data, "the memory was copied"
-    return array
-
-
-def as_weights(arrays: Mapping[str, jax.Array]) -> MLPWeights:
-    """Return arrays of one or several experts, by name, as `MLPWeights`."""
-    return MLPWeights(arrays["w_up"], arrays["w_down"], arrays.get("b_up"), arrays.get("b_down"))

@@ -24,6 +24,7 @@ from jmoe.config import OptimizerConfig
 from jmoe.memory.record import Record
 from jmoe.offload.expert_index import LocalExperts
 from jmoe.offload.lazy_adamw import MissedSteps, catch_up
+from jmoe.offload.slot_arrays import put_record, zero_arrays
 from jmoe.offload.slot_rows import ChosenRows, SlotRows, larger_room
 
 log = logging.getLogger(__name__)
@@ -32,14 +33,6 @@ log = logging.getLogger(__name__)
 DeviceStacks = dict[str, jax.Array]
 Slot = list[DeviceStacks]  # one entry per device of this process
 Moments = Mapping[str, Any]  # by parameter
-
-
-@partial(jax.jit, donate_argnums=0)
-def _place(stacks: DeviceStacks, row: jax.Array, weights: Mapping[str, jax.Array]) -> DeviceStacks:
-    return {
-        name: lax.dynamic_update_index_in_dim(w, weights[name], row, 0)
-        for name, w in stacks.items()
-    }
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
@@ -108,13 +101,8 @@ class TrainingSlots:
 
     def _empty(self, room: int | None) -> Slot:
         rows = self.local.per_device if room is None else room
-        return [
-            {
-                name: jnp.zeros((rows, *shape), jnp.float32, device=device)
-                for name, shape in self.shapes.items()
-            }
-            for device in self.devices
-        ]
+        fields = {name: (shape, np.dtype(np.float32)) for name, shape in self.shapes.items()}
+        return [zero_arrays(rows, fields, device) for device in self.devices]
 
     # Experts of a slot
 
@@ -195,9 +183,8 @@ class TrainingSlots:
         """Copy an expert's weights into its rows of the slot; return the bytes copied."""
         stacks, places = self.stacks[slot], self.places(slot, layer, expert)
         for d, row in places:
-            stacks[d] = _place(
-                stacks[d], np.int32(row), record.on_device(self.shapes, self.devices[d])
-            )
+            sent = record.on_device(self.shapes, self.devices[d])
+            stacks[d] = put_record(stacks[d], sent, np.int32(row))
         jax.block_until_ready([stacks[d] for d, _ in places])
         return record.data_R.nbytes * len(places)
 
@@ -225,7 +212,7 @@ class TrainingSlots:
             )
         for d, row in places[1:]:
             sent = jax.device_put(w, self.devices[d])
-            stacks[d] = jax.block_until_ready(_place(stacks[d], np.int32(row), sent))
+            stacks[d] = jax.block_until_ready(put_record(stacks[d], sent, np.int32(row)))
         return jax.block_until_ready((w, m, v))
 
     def each_weights(self, slot: int, layer: int) -> Iterator[dict[str, NDArray[np.float32]]]:

@@ -14,8 +14,9 @@ from jmoe.memory.tiered_store import TieredStore
 from jmoe.mesh import expert_mesh
 from jmoe.offload import mesh_ring
 from jmoe.offload.expert_index import ExpertIndex
-from jmoe.offload.mesh_ring import DeviceLayerSlots, HostLayerSlots, MeshRing
+from jmoe.offload.mesh_ring import MeshRing
 from jmoe.offload.placed_experts import even_placement, mine_of
+from jmoe.offload.slot_arrays import DeviceSlotArrays, HostSlotArrays
 from jmoe.planning.placement import EMPTY
 
 FIELDS = {"w_up": ((2, 6), np.dtype(np.float32)), "w_down": ((3, 2), np.dtype(np.uint16))}
@@ -27,13 +28,13 @@ def fill(number: int, views: dict[str, np.ndarray]) -> None:
     views["w_down"][...] = np.asarray(number, jnp.bfloat16).view(np.uint16)
 
 
-@pytest.mark.parametrize("slots", [HostLayerSlots, DeviceLayerSlots])
+@pytest.mark.parametrize("slots", [HostSlotArrays, DeviceSlotArrays])
 @pytest.mark.parametrize("ring_slots", [1, 2])
 def test_every_layer_comes_to_its_devices(
-    slots: type[HostLayerSlots], ring_slots: int, monkeypatch: pytest.MonkeyPatch
+    slots: type[HostSlotArrays], ring_slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three rounds of three layers; five experts on four devices leave slots empty."""
-    monkeypatch.setattr(mesh_ring, "HostLayerSlots", slots)
+    monkeypatch.setattr(mesh_ring, "HostSlotArrays", slots)
     mesh, layout = expert_mesh(4), RecordLayout.from_arrays(FIELDS)
     store = TieredStore(HostRecords.fill(layout, INDEX.num_records, fill))
     with store, contextlib.closing(MeshRing(mesh, INDEX, FIELDS, ring_slots, store)) as ring:
@@ -64,3 +65,24 @@ def test_every_layer_comes_to_its_devices(
 def test_a_process_has_the_experts_of_its_devices() -> None:
     """This one has all, each once."""
     assert mine_of(even_placement(5, 4), expert_mesh(4)).tolist() == list(range(5))
+
+
+@pytest.mark.parametrize("as_bits", [False, True])
+def test_slots_keep_their_values_while_the_source_is_reused(as_bits: bool) -> None:
+    """What was sent does not alias the record's memory, of a CPU's device either."""
+    device = jax.devices()[0]
+    layout = RecordLayout.from_arrays(FIELDS)
+    memory = layout.zeros()
+    views = layout.views(memory)
+    slots = DeviceSlotArrays(3, FIELDS, device, as_bits=as_bits)
+    for slot in range(3):
+        fill(slot + 1, views)
+        sent = slots.send(views)
+        memory[:] = 0
+        slots.put(slot, sent)
+    bits = np.uint16 if as_bits else jnp.bfloat16
+    assert slots.arrays["w_down"].dtype == bits
+    for slot in range(3):
+        assert (np.asarray(slots.arrays["w_up"][slot]) == slot + 1).all()
+        w_down = np.asarray(slots.arrays["w_down"][slot]).view(jnp.bfloat16)
+        assert (w_down == slot + 1).all()
