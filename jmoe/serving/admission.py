@@ -1,5 +1,8 @@
-"""Which requests are taken in (else: 429 with Retry-After), and which of those that wait runs
-next.
+"""Admission of requests (status 429 with Retry-After when the queue is full) and the order in
+which waiting work runs.
+
+`engine_loop` uses `QueueLimit` and `FairQueue` for sequences; `service` uses `Turns` for text
+processing off the event loop.
 """
 
 import asyncio
@@ -20,7 +23,7 @@ MAX_RETRY_AFTER_S = 60
 
 @dataclass(frozen=True)
 class QueueLimit:
-    """At most `max_batch` sequences run and `max_waiting` wait."""
+    """The engine's capacity: `max_batch` sequences running and `max_waiting` in the queue."""
 
     max_batch: int
     max_waiting: int
@@ -31,17 +34,19 @@ class QueueLimit:
         return self.max_batch + self.max_waiting
 
     def check_count(self, count: int) -> None:
-        """Raise `ApiError` 400 for more sequences than there are places."""
+        """Raise `ApiError` 400 if one request asks for more sequences than the total capacity."""
         if count > self.capacity:
             raise ApiError(
                 400, f"{count} sequences in one request: at most {self.capacity} run and wait here"
             )
 
     def refusal(self, unfinished: Collection[Sequence], count: int, token_s: float) -> ApiError:
-        """Return the error of `count` sequences for which there is no room: 429, which says when to
-        try again.
+        """Return the 429 error for a request of `count` sequences that the queue cannot take, and
+        count the rejection in the metrics.
 
-        token_s: between two tokens of a sequence, of late.
+        Its Retry-After header estimates, in seconds between 1 and 60, when enough of the
+        `unfinished` sequences will have ended. token_s: recent mean time between two tokens of one
+        sequence, in seconds.
         """
         self.metrics.rejected("queue").inc()
         message = f"{len(unfinished)} sequences run and wait, {self.capacity} can: try again later"
@@ -51,9 +56,14 @@ class QueueLimit:
         return ApiError(429, message, code="queue_full", headers=headers)
 
     def _tokens_until(self, unfinished: Collection[Sequence], count: int) -> int:
-        """Return the tokens until `count` sequences have ended, if each draws all that it may."""
+        """Return after how many decoding steps `count` sequences have ended, if each draws all its
+        allowed tokens.
+
+        The first `max_batch` of `unfinished` run now; each ended sequence is replaced by the next
+        waiting one.
+        """
         left = [s.sampling.max_new_tokens - s.num_delivered_tokens for s in unfinished]
-        ends = sorted(left[: self.max_batch])  # in tokens from now
+        ends = sorted(left[: self.max_batch])  # decoding steps from now
         waiting = deque(left[self.max_batch :])
         for _ in range(count - 1):
             end = heapq.heappop(ends)
@@ -66,24 +76,23 @@ Key = tuple[Hashable, ...]  # (client,) or (client, request)
 
 
 class FairQueue:
-    """Waiting sequences in the order in which they should run: fair between clients, and between
-    one's requests.
+    """Waiting sequences, scheduled fairly between clients and between the requests of one client.
 
-    The next one is of the client with the fewest running ones; of several clients of the one that
-    has waited longest since its last turn; of its requests the same. A request of 60 sequences
-    therefore never holds up another one for longer than a running sequence takes to end, and goes
-    on whatever else comes.
+    `pop` picks the client with the fewest running sequences; ties go to the client whose last pop
+    is longest ago. Within the client, the same rule picks the request; within the request,
+    sequences run in order of arrival. A request of 60 sequences therefore delays another request by
+    at most the time until one running sequence ends, and itself never starves.
     """
 
     def __init__(self) -> None:
         self._waiting: dict[Key, deque[Sequence]] = {}  # by request
         self._running: set[Sequence] = set()
         self._num_running: Counter[Key] = Counter()
-        self._since: dict[Key, int] = {}  # when a client or request came or last had its turn
+        self._since: dict[Key, int] = {}  # clock of the key's arrival or last pop
         self._clock = itertools.count()
 
     def __len__(self) -> int:
-        """Return how many wait."""
+        """Return the number of waiting sequences."""
         return sum(map(len, self._waiting.values()))
 
     @property
@@ -91,14 +100,14 @@ class FairQueue:
         return len(self._running)
 
     def push(self, sequence: Sequence) -> None:
-        """Let a sequence wait."""
+        """Add a sequence to the waiting ones."""
         client, request = _keys(sequence)
         self._since.setdefault(client, next(self._clock))
         self._since.setdefault(request, next(self._clock))
         self._waiting.setdefault(request, deque()).append(sequence)
 
     def pop(self) -> Sequence:
-        """Return the next sequence, which runs from now on."""
+        """Return the next sequence to run and count it as running. The queue must not be empty."""
 
         def rank(key: Key) -> tuple[int, int]:
             return self._num_running[key], self._since[key]
@@ -113,7 +122,7 @@ class FairQueue:
         return sequence
 
     def end(self, sequence: Sequence) -> bool:
-        """Forget a sequence that waits or runs; return whether it ran."""
+        """Remove a waiting or running sequence; return whether the sequence was running."""
         client, request = _keys(sequence)
         ran = sequence in self._running
         if ran:
@@ -124,7 +133,7 @@ class FairQueue:
         else:
             return False
         waiting = {*self._waiting, *(key[:1] for key in self._waiting)}
-        for key in (client, request):  # nothing is kept of those of which nothing waits or runs
+        for key in (client, request):  # drop keys without sequences
             if not self._num_running[key] and key not in waiting:
                 del self._num_running[key], self._since[key]
         return ran
@@ -137,11 +146,11 @@ class FairQueue:
 
 
 class Turns:
-    """At most `places` pieces of work at once, of one client one less: what another one asks for
-    begins at once.
+    """A fair semaphore: at most `places` tasks run at once, and at most `places - 1` (at least
+    one) for one client.
 
-    The next one is of the client with the fewest at work; of several of the one that has waited
-    longest for a turn.
+    The reserved place lets another client's task start immediately. A free place goes to the client
+    with the fewest running tasks; ties go to the client that has waited longest.
     """
 
     def __init__(self, places: int) -> None:
@@ -151,7 +160,7 @@ class Turns:
 
     @contextlib.asynccontextmanager
     async def turn(self, client: Hashable) -> AsyncIterator[None]:
-        """Wait for the client's turn, and have it."""
+        """Wait for a place for `client`, and hold it for the duration of the block."""
         begins = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(client, deque()).append(begins)
         self._begin_next()
@@ -161,7 +170,7 @@ class Turns:
         finally:
             if begins.done() and not begins.cancelled():
                 self._working[client] -= 1
-                self._working += Counter()  # without those of whom nothing is at work
+                self._working += Counter()  # drops zero counts
             self._begin_next()
 
     def _begin_next(self) -> None:
@@ -172,12 +181,12 @@ class Turns:
             waiting = self._waiting.pop(client)
             begins = waiting.popleft()
             if waiting:
-                self._waiting[client] = waiting  # behind the others
+                self._waiting[client] = waiting  # moves to the end of the order
             if not begins.cancelled():
                 self._working[client] += 1
                 begins.set_result(None)
 
 
 def _keys(sequence: Sequence) -> tuple[Key, Key]:
-    """Return what a sequence's client and its request are known by."""
+    """Return the client key and the request key of a sequence."""
     return (sequence.client,), (sequence.client, sequence.request)

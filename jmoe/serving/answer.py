@@ -1,5 +1,6 @@
-"""How a request is answered while its sequences are drawn: as one response, or as server-sent
-events.
+"""Responses to generation requests: one JSON object, or a stream of server-sent events.
+
+The base of `chat` and `completions`.
 """
 
 import asyncio
@@ -22,10 +23,9 @@ from jmoe.serving.schemas import ChunkChoice, CompletionChoice, Envelope, Genera
 from jmoe.serving.service import Service, disconnected
 
 PING_S = 15
-# Many clients end a line wherever `str.splitlines` does. JSON escapes the others of its ends by
-# itself.
+# Many clients split lines as `str.splitlines` does. JSON already escapes its other line ends.
 _LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
-# no schema fits a stream
+# for OpenAPI, which cannot describe the events' schema
 EVENTS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 Body = TypeVar("Body", bound=GenerationBody)
 Delta = TypeVar("Delta", CompletionChoice, ChunkChoice)
@@ -33,14 +33,15 @@ Delta = TypeVar("Delta", CompletionChoice, ChunkChoice)
 
 @dataclass(frozen=True)
 class Answer(ABC, Generic[Body, Delta]):
-    """The choices of one request. envelope: what its response, or every chunk of it, repeats.
+    """The response to one request, built from deltas: the text and log-probabilities that one
+    engine output adds to one choice.
 
-    Streamed or whole it is made of the same deltas: what each output of the engine adds to a
-    choice.
+    A streamed response sends the deltas as chunks; a whole response joins them. envelope: the
+    fields (id, created, model) that the response, or each of its chunks, repeats.
     """
 
     id_prefix: ClassVar[str]
-    logprob_bytes: ClassVar[int]  # that each token named with its log-probability takes in memory
+    logprob_bytes: ClassVar[int]  # memory per reported log-probability
 
     service: Service
     body: Body
@@ -57,7 +58,7 @@ class Answer(ABC, Generic[Body, Delta]):
         prompts: list[list[int]],
         sequences: list[Sequence],
     ) -> Any:
-        """Let the engine draw the sequences and answer with them."""
+        """Submit the sequences to the engine and return the response, streamed if `body.stream`."""
         request.state.note(f"{sum(map(len, prompts))} prompt tokens, {len(sequences)} choices")
         envelope = Envelope(id=f"{cls.id_prefix}-{request.state.request_id}", model=service.name)
         generation = service.loop.submit(sequences, request.state.client)
@@ -67,18 +68,20 @@ class Answer(ABC, Generic[Body, Delta]):
 
     @abstractmethod
     def deltas(self) -> AsyncIterator[Delta]:
-        """Yield what is added to a choice, as it is drawn."""
+        """Yield what each engine output adds to a choice, in order of generation."""
 
     @abstractmethod
     def chunk(self, choices: list[Delta], usage: Usage | None) -> BaseModel:
-        """Return a chunk of a stream."""
+        """Return one chunk of a stream."""
 
     @abstractmethod
     def response(self, deltas: list[list[Delta]]) -> BaseModel:
-        """Return the whole response from all deltas of each choice."""
+        """Return the whole response. deltas: for each choice, all its deltas in order."""
 
     async def chunks(self) -> AsyncIterator[BaseModel]:
-        """Yield the response's pieces as they are drawn."""
+        """Yield the chunks of a streamed response, the last with the usage if the client asked for
+        it.
+        """
         async for delta in self.deltas():
             yield self.chunk(
                 [delta], self.usage() if self.body.streamed_usage.continuous_usage_stats else None
@@ -87,7 +90,7 @@ class Answer(ABC, Generic[Body, Delta]):
             yield self.chunk([], self.usage())
 
     async def whole(self) -> BaseModel:
-        """Return the response, when everything is drawn."""
+        """Return the response after all sequences have ended."""
         self.generation.is_kept = True
         deltas: list[list[Delta]] = [[] for _ in self.generation.sequences]
         async for delta in self.deltas():
@@ -95,7 +98,7 @@ class Answer(ABC, Generic[Body, Delta]):
         return self.response(deltas)
 
     def usage(self) -> Usage:
-        """Return the tokens that have been read so far."""
+        """Return the token counts so far; only tokens that were read count."""
         prompt_tokens = sum(map(len, self.prompts))
         completion_tokens = self.generation.num_read_tokens
         total = prompt_tokens + completion_tokens
@@ -104,7 +107,9 @@ class Answer(ABC, Generic[Body, Delta]):
         )
 
     async def _complete(self, request: Request) -> BaseModel | Response:
-        """Return the whole response, which is given up if the client disconnects before."""
+        """Return the whole response, or an empty one if the client disconnects first; the
+        sequences are then aborted.
+        """
         whole = asyncio.ensure_future(self.whole())
         gone = asyncio.ensure_future(disconnected(request))
         with self.generation:
@@ -118,10 +123,9 @@ class Answer(ABC, Generic[Body, Delta]):
 
 
 class _EventStream(EventSourceResponse):
-    """Server-sent events: the chunks, the usage if asked for, `[DONE]`. An error is an event, then
-    the end.
+    """Server-sent events: the chunks, then `[DONE]`. An error is sent as the last event instead.
 
-    A client that takes nothing for too long is left to its `Connection`.
+    `Connection` closes a connection whose client does not read.
     """
 
     def __init__(self, answer: Answer[Any, Any]) -> None:
@@ -137,8 +141,9 @@ class _EventStream(EventSourceResponse):
 
 
 async def _events(answer: Answer[Any, Any]) -> AsyncIterator[bytes]:
-    """Yield server-sent events, each of one line; sse-starlette looks for lines in what is not
-    bytes.
+    """Yield one server-sent event per chunk, each on one line.
+
+    Events are bytes, since sse-starlette would split text into lines.
     """
     without = None if answer.body.streamed_usage.include_usage else {"usage"}
     try:

@@ -1,6 +1,4 @@
-"""The keys of those who may be served: a file, one a line, which is read again while the server
-runs.
-"""
+"""API keys from a file with one key a line, reloaded while the server runs."""
 
 import hashlib
 import hmac
@@ -10,16 +8,17 @@ from pathlib import Path
 
 from jmoe.config import check
 
-RELOAD_S = 1.0  # between two looks at the file
+RELOAD_S = 1.0  # interval between two reads of the file
 _PRINTABLE = re.compile(r"[ -~]+")
 
 log = logging.getLogger(__name__)
 
 
 class ApiKeys:
-    """The keys of a file as they are now; path None: there are none, and everyone is let in.
+    """The current keys of a key file. Without a file (`path` None), the object is false and every
+    client is accepted.
 
-    Raises `ValueError` if the file has no key, or one that cannot stand in a header.
+    Raises `ValueError` if the file holds no key, or a key that is not printable ASCII.
     """
 
     def __init__(self, path: str | None) -> None:
@@ -32,16 +31,16 @@ class ApiKeys:
         return self._path is not None
 
     def match(self, key: str) -> bool:
-        """Return whether it is one of the keys; each is compared, in constant time."""
+        """Return whether `key` is one of the keys, comparing against every key in constant time."""
         digest = digest_of(key)
         return bool(sum(hmac.compare_digest(digest, known) for known in self._digests))
 
     def reload(self) -> None:
-        """Take what the file has, once two looks have found the same: who is writing it may be
+        """Adopt changed content of the file once two consecutive reads agree, as a writer may be
         half-way.
 
-        A file that cannot be read, or has no good keys, is an error in the log, and the keys before
-        stay.
+        If the file cannot be read or holds invalid keys, the previous keys stay and the error is
+        logged.
         """
         assert self._path is not None
         try:
@@ -73,5 +72,7 @@ def _digests(content: bytes, path: str) -> list[bytes]:
 
 
 def digest_of(key: str) -> bytes:
-    """Return a digest of a key, by which it is compared, so that not even its length shows."""
+    """Return the SHA-256 digest of a key. Keys are compared as digests, which hide even their
+    length.
+    """
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()

@@ -1,4 +1,6 @@
-"""The application: every route, with its errors in OpenAI's shape."""
+"""The FastAPI application: all routes, with errors in OpenAI's format. `serve.py` builds and runs
+it.
+"""
 
 import time
 from collections.abc import AsyncIterator
@@ -31,7 +33,7 @@ from jmoe.serving.schemas import (
 from jmoe.serving.service import Service
 
 PAGE = Path(__file__).with_name("page.html")
-# What the page's own meta element says, and that no other page may show it in a frame.
+# The policy of the page's meta element, plus frame-ancestors, which a meta element cannot set.
 PAGE_POLICY = (
     "default-src 'none'; connect-src 'self'; img-src data:; style-src 'unsafe-inline'; script-src"
     " 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -52,7 +54,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 def make_app(service: Service, api_keys: ApiKeys, version: str) -> FastAPI:
-    """Return the application for one service; the engine's loop runs while the application does."""
+    """Return the application. Its lifespan starts and stops the engine loop of `service`."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -74,7 +76,7 @@ def make_app(service: Service, api_keys: ApiKeys, version: str) -> FastAPI:
     )
     add_error_handlers(app)
     app.add_middleware(AuthMiddleware, api_keys=api_keys, config=service.config)
-    # outside of the keys: a browser asks first whether it may, and has none then
+    # Added after, so runs before, the key check: a browser's preflight request carries no key.
     if service.config.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -88,7 +90,7 @@ def make_app(service: Service, api_keys: ApiKeys, version: str) -> FastAPI:
         app.include_router(router(service))
 
     def openapi() -> dict[str, Any]:
-        """Return the schema without the 422 that FastAPI adds: what is not valid gets 400."""
+        """Return the OpenAPI schema without FastAPI's 422 responses: invalid requests get 400."""
         if app.openapi_schema is None:
             schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
             for path in schema["paths"].values():
@@ -102,12 +104,12 @@ def make_app(service: Service, api_keys: ApiKeys, version: str) -> FastAPI:
 
 
 def tokens_router(service: Service) -> APIRouter:
-    """Return the routes between text and tokens."""
+    """Return the `/tokenize` and `/detokenize` routes."""
     router = APIRouter(route_class=JsonRoute)
 
     @router.post("/tokenize")
     async def tokenize(body: TokenizeRequest, request: Request) -> TokenizeResponse:
-        """The tokens that a prompt or a chat becomes."""
+        """Return the token ids of a prompt or a chat."""
         service.check_model(body.model)
         client = request.state.client
         text, special = body.prompt or "", body.add_special_tokens
@@ -133,7 +135,7 @@ def tokens_router(service: Service) -> APIRouter:
 
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> DetokenizeResponse:
-        """The text of tokens."""
+        """Return the text of token ids, special tokens included."""
         service.check_model(body.model)
         vocab_size, limit = service.loop.engine.config.vocab_size, service.max_seq_len
         if len(body.tokens) > limit:
@@ -155,7 +157,7 @@ def tokens_router(service: Service) -> APIRouter:
 
 
 def state_router(service: Service) -> APIRouter:
-    """Return the routes of models, the state of the server, and the page."""
+    """Return the routes for models, health, metrics and the status page."""
     router = APIRouter()
     card = ModelCard(
         id=service.name,
@@ -166,25 +168,25 @@ def state_router(service: Service) -> APIRouter:
 
     @router.get("/v1/models")
     async def models() -> ModelList:
-        """The model that is served."""
+        """List the served model."""
         return ModelList(data=[card])
 
     @router.get("/v1/models/{model:path}")
     async def model(model: str) -> ModelCard:
-        """One model."""
+        """Describe the served model."""
         service.check_model(model)
         return card
 
     @router.get("/health")
     async def health() -> Status:
-        """The process lives and its engine too; 503 asks for a restart."""
+        """Return 200 while the engine works; 503 asks the supervisor for a restart."""
         if service.loop.failure is not None:
             service.loop.check_ready()
         return Status()
 
     @router.get("/ready")
     async def ready() -> Status:
-        """Requests are taken in."""
+        """Return 200 while requests are accepted, else 503."""
         service.loop.check_ready()
         return Status()
 
@@ -192,13 +194,13 @@ def state_router(service: Service) -> APIRouter:
         "/metrics", response_class=Response, responses={200: {"content": {METRICS_TYPE: {}}}}
     )
     async def metrics() -> Response:
-        """For Prometheus."""
-        await service.loop.view()  # for the load of experts
+        """Return the metrics in Prometheus's text format."""
+        await service.loop.view()  # refreshes the expert load
         return Response(service.metrics.text(), headers={"content-type": METRICS_TYPE})
 
     @router.get("/live")
     async def live() -> Live:
-        """For the page."""
+        """Return the live figures that the status page shows."""
         view = await service.loop.view()
         engine, scheduler = service.loop.snapshot.engine, service.loop.snapshot.scheduler
         return Live(

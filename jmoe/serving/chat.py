@@ -30,7 +30,7 @@ class _ChatAnswer(Answer[ChatCompletionRequest, ChunkChoice]):
     logprob_bytes = 800
 
     async def deltas(self) -> AsyncIterator[ChunkChoice]:
-        """Yield the role of every choice, then its text as it comes."""
+        """Yield an empty delta with the role for each choice, then the generated text."""
         for index in range(self.body.n):
             yield ChunkChoice(index=index, delta=Delta(role="assistant", content=""))
         async for output in self.generation:
@@ -56,7 +56,7 @@ class _ChatAnswer(Answer[ChatCompletionRequest, ChunkChoice]):
 
 
 def _join(deltas: list[ChunkChoice]) -> ChatChoice:
-    """Return one choice of what a stream gives of it."""
+    """Return one choice of a whole response, joined from its stream deltas."""
     *_, last = deltas
     assert last.finish_reason is not None
     logprobs = None
@@ -74,17 +74,17 @@ def _join(deltas: list[ChunkChoice]) -> ChatChoice:
 
 
 def chat_router(service: Service) -> APIRouter:
-    """Return the route."""
+    """Return the `/v1/chat/completions` route."""
     router = APIRouter(route_class=JsonRoute)
 
     @router.post("/v1/chat/completions", response_model=ChatCompletionResponse, responses=EVENTS)
     async def chat_completions(
         body: ChatCompletionRequest, request: Request
     ) -> ChatCompletionResponse | Response:
-        """Answer a chat."""
+        """Generate the assistant's next message of a chat."""
         service.check_model(body.model)
         client = request.state.client
-        service.loop.check_room(body.n, client)  # before any work
+        service.loop.check_room(body.n, client)  # before tokenization
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
 
         def sampling(prompt: list[int], choice: int) -> SamplingParams:
@@ -96,7 +96,7 @@ def chat_router(service: Service) -> APIRouter:
         )
 
         def make() -> tuple[list[int], list[Sequence]]:
-            # by default none: the template has written them
+            # off by default: the template already contains the special tokens
             (prompt,) = service.encode([text], add_special_tokens=body.add_special_tokens)
             sequences = service.sequences(body, [prompt], sampling)
             for sequence in sequences:

@@ -1,5 +1,7 @@
-"""Messages -> prompt text by the model's own Jinja template, rendered as transformers renders
-it.
+"""Rendering of chat messages to prompt text by the model's Jinja chat template, as transformers
+renders it.
+
+Runs in a fork of `forks.ForkServer`, as templates are untrusted.
 """
 
 from __future__ import annotations
@@ -25,27 +27,29 @@ from jmoe.models.tokenizer_file import SETTINGS, read_settings, special_tokens
 
 DEFAULT, TOOL_USE = "default", "tool_use"
 TEMPLATE_FILE, TEMPLATE_FOLDER = "chat_template.jinja", "additional_chat_templates"
-# What a message's reasoning is called; templates read the first, those of gpt-oss the second.
+# Names of a message's reasoning. Most templates read the first, gpt-oss's the second.
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
-CONTENT_FORM = b""  # asks a fork for `ChatTemplate.content_form`
-_TEXT, _REFUSED = b"=", b"!"  # how an answer of a fork begins
+CONTENT_FORM = b""  # the question that returns `ChatTemplate.content_form`
+_TEXT, _REFUSED = b"=", b"!"  # first byte of a fork's answer
 
 
 class ChatTemplate:
-    """A model's chat templates, by name; `tool_use` is for requests with tools where there is one.
+    """A model's chat templates by name. A request with tools uses the template `tool_use` if there
+    is one.
 
-    The templates come with the model and are untrusted: they run in Jinja's sandbox and see plain
-    JSON values only.
+    Templates are untrusted model files: they run in Jinja's sandbox and receive plain JSON values
+    only.
     """
 
     def __init__(
         self, templates: Mapping[str, str], special_tokens: Mapping[str, str], source: str
     ) -> None:
-        """Compile `templates` (name -> Jinja source). source: where they are from, for errors,
-        which are `ValueError`.
+        """Compile `templates`, a mapping from name to Jinja source.
 
-        special_tokens: `bos_token` and so on, as variables of the template.
+        special_tokens: `bos_token` etc., which templates read as variables. source: origin of the
+        templates, for error messages. Raises ValueError for a syntax error or a missing default
+        template.
         """
         if DEFAULT not in templates:
             raise ValueError(
@@ -64,11 +68,11 @@ class ChatTemplate:
 
     @cached_property
     def content_form(self) -> Literal["string", "parts"] | None:
-        """The form in which the template shows a message's content, found by a probe; None if it
-        shows neither.
+        """The form in which the template expects a message's content: "string" or "parts"; None if
+        it shows neither.
 
-        Templates of models that also see images loop over parts; of a string they would get
-        characters.
+        Found by rendering probe messages. Templates of multimodal models iterate over parts; given
+        a string, they would iterate over its characters.
         """
         probe = "jmoe probes its content"
         if self._shows(probe, probe):
@@ -76,11 +80,9 @@ class ChatTemplate:
         return "parts" if self._shows(probe, [{"type": "text", "text": probe}]) else None
 
     def _shows(self, probe: str, content: Any) -> bool:
-        """Whether the probe is part of what the template makes of a conversation with this
-        content.
-        """
+        """Whether the rendered prompt contains `probe` if `content` is a message's content."""
         system, user = ({"role": role, "content": content} for role in ("system", "user"))
-        # some refuse a conversation without a system message
+        # some templates reject a conversation without a system message
         for messages in ([user], [system, user]):
             with contextlib.suppress(ValueError):
                 return probe in self.render(messages)
@@ -88,8 +90,9 @@ class ChatTemplate:
 
     @classmethod
     def from_folder(cls, folder: Path) -> ChatTemplate | None:
-        """Return a Hugging Face folder's templates, None if it has none; `ValueError` for files
-        that are damaged.
+        """Return the templates of a Hugging Face model folder, None if it has none.
+
+        Raises ValueError for damaged files.
         """
         setup = read_templates(folder)
         return None if setup is None else cls(**setup)
@@ -103,12 +106,13 @@ class ChatTemplate:
         documents: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """Return the prompt for a conversation in the OpenAI API's form; further variables go to
-        the template.
+        """Return the prompt text of a conversation in the OpenAI API's message format.
 
-        A message's keys whose value is None are left out: many templates would print them.
-        Everything must be plain JSON values. `ValueError` if it is not, or with what the template
-        itself refuses, or where it fails.
+        Message keys whose value is None are omitted, as many templates would print them. variables:
+        further variables of the template.
+
+        Raises ValueError if an argument is not plain JSON, the template raises an error, or
+        rendering fails.
         """
         name = TOOL_USE if tools is not None and TOOL_USE in self._templates else DEFAULT
         if not messages:
@@ -123,7 +127,7 @@ class ChatTemplate:
             **variables,
         }
         try:
-            # A copy without objects: whatever has methods could be a way out of the sandbox.
+            # A copy of plain values: methods of other objects could allow a sandbox escape.
             plain = json.loads(json.dumps(context))
         except TypeError as error:
             raise ValueError(f"{self._called(name)}: not JSON values: {error}") from error
@@ -148,12 +152,12 @@ class ChatTemplate:
 
 
 def read_templates(folder: Path) -> dict[str, Any] | None:
-    """Return the arguments of `ChatTemplate` for a Hugging Face folder, None if it has no
-    templates.
+    """Return the keyword arguments of `ChatTemplate` for a Hugging Face model folder, None if it
+    has no templates.
 
-    `chat_template.jinja` and `additional_chat_templates/NAME.jinja` replace `chat_template` of
-    tokenizer_config.json: a template, or a list of `{"name": ..., "template": ...}`. `ValueError`
-    for files that are damaged.
+    `chat_template.jinja` and `additional_chat_templates/NAME.jinja` take precedence over
+    `chat_template` of tokenizer_config.json, which is a template or a list of `{"name": ...,
+    "template": ...}`. Raises ValueError for damaged files.
     """
     config = read_settings(folder / SETTINGS)
     additional = folder / TEMPLATE_FOLDER
@@ -176,8 +180,11 @@ def read_templates(folder: Path) -> dict[str, Any] | None:
 
 
 def begin_rendering(**setup: Any) -> Callable[[bytes], bytes]:
-    """Return what a fork answers: to `CONTENT_FORM`, or arguments of `ChatTemplate.render` as
-    JSON; see `rendered`.
+    """Return the function with which a fork answers questions; `setup` are the arguments of
+    `ChatTemplate`.
+
+    A question is `CONTENT_FORM` or the JSON of `ChatTemplate.render`'s keyword arguments.
+    `rendered` decodes the answer.
     """
     template = ChatTemplate(**setup)
 
@@ -195,7 +202,9 @@ def begin_rendering(**setup: Any) -> Callable[[bytes], bytes]:
 
 
 def rendered(answer: bytes) -> str:
-    """Return the prompt that a fork answered with; `RefusedError` where it could not render one."""
+    """Return the text in a fork's answer. Raises `RefusedError` if the fork reports that rendering
+    failed.
+    """
     kind, text = answer[:1], answer[1:]
     if kind == _REFUSED:
         raise RefusedError(*json.loads(text))
@@ -203,7 +212,10 @@ def rendered(answer: bytes) -> str:
 
 
 class RefusedError(ValueError):
-    """A template did not render. said: what it says itself, None where it failed."""
+    """The template could not be rendered.
+
+    said: the message of an error that the template raised itself, None for any other failure.
+    """
 
     def __init__(self, message: str, said: str | None) -> None:
         super().__init__(message)
@@ -211,7 +223,9 @@ class RefusedError(ValueError):
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what the assistant said, for training; here it is only a block."""
+    """Parses `{% generation %}` as a plain block; it marks the assistant's text, which only
+    training needs.
+    """
 
     tags = {"generation"}  # noqa: RUF012, as Jinja declares it
 
@@ -223,7 +237,9 @@ class _Generation(Extension):
 
 
 class _Namespace(Namespace):
-    """Jinja's `namespace` without attributes by which Python looks up how an object behaves."""
+    """Jinja's `namespace` that rejects names with a leading underscore, which Python's object
+    protocol uses.
+    """
 
     def __init__(*args: Any, **attributes: Any) -> None:
         self, *rest = args  # so that `namespace(self=...)` works, as with Jinja's own
@@ -243,7 +259,7 @@ def _refuse_underscore(name: object) -> None:
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """Return the Jinja dialect of transformers."""
+    """Return a sandboxed Jinja environment with the extensions and functions of transformers."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
@@ -263,7 +279,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as it is: Jinja's own filter escapes it for HTML."""
+    """Return unescaped JSON; Jinja's own `tojson` escapes for HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -274,7 +290,7 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message with its reasoning under the names that templates read."""
+    """Return the message with its reasoning copied to each field name that templates read."""
     reasoning = next((message[field] for field in REASONING_FIELDS if field in message), None)
     return (
         message
@@ -284,8 +300,9 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _templates_of(entry: Any, folder: Path) -> dict[str, str]:
-    """Return `chat_template` of tokenizer_config.json: absent, a template, or a list of named
-    ones.
+    """Return the templates in `chat_template` of tokenizer_config.json, by name.
+
+    entry: None, one template, or a list of named templates. Raises ValueError for anything else.
     """
     if entry is None:
         return {}

@@ -24,7 +24,7 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
 class _Choice:
-    """Turns what the engine draws for one sequence into deltas of a completion."""
+    """Converts the engine outputs of one sequence to deltas of a completion choice."""
 
     def __init__(
         self, body: CompletionRequest, vocabulary: TokenVocabulary, sequence: Sequence
@@ -34,9 +34,9 @@ class _Choice:
         self._offsets: TextOffsets | None = None
 
     def delta(self, output: Output) -> CompletionChoice:
-        """Return the next delta; the first has the prompt, if it is to be echoed."""
+        """Return the next delta. With `echo`, the first delta begins with the prompt."""
         text, logprobs = output.text, output.logprobs
-        if self._body.max_tokens == 0:  # one was drawn, since the engine draws at least one
+        if self._body.max_tokens == 0:  # the engine draws at least one token; drop it
             text, logprobs = "", []
         echoed: list[TokenLogprob] | None = None
         if self._body.echo and not self._begun:
@@ -52,8 +52,10 @@ class _Choice:
     def _logprobs(
         self, text: str, echoed: list[TokenLogprob] | None, logprobs: list[TokenLogprob]
     ) -> CompletionLogprobs | None:
-        """Return those of a piece. echoed: of the prompt from its second token on, where it is
-        part of the piece.
+        """Return the log-probabilities of one delta, None if the request asks for none.
+
+        text: the delta's text. echoed: log-probabilities of the prompt from its second token on if
+        the delta contains the prompt, else None. logprobs: of the generated tokens.
         """
         if self._body.logprobs is None:
             return None
@@ -70,7 +72,7 @@ class _Choice:
 
 
 def _join(deltas: list[CompletionChoice]) -> CompletionChoice:
-    """Return one choice of what a stream gives of it."""
+    """Return one choice of a whole response, joined from its stream deltas."""
     logprobs = None
     if deltas[0].logprobs is not None:
         lists: dict[str, list[Any]] = {name: [] for name in CompletionLogprobs.model_fields}
@@ -83,13 +85,15 @@ def _join(deltas: list[CompletionChoice]) -> CompletionChoice:
 
 
 def _prompts(service: Service, body: CompletionRequest) -> tuple[list[str], list[list[int]]]:
-    """Return the texts of the prompts, as they are echoed, and their token ids."""
+    """Return each prompt's text (empty if the prompt is given as ids and is not echoed), and its
+    token ids.
+    """
     texts = [prompt for prompt in body.prompts if isinstance(prompt, str)]
     if texts:
         return texts, service.encode(texts, add_special_tokens=body.add_special_tokens)
     prompts = [prompt for prompt in body.prompts if isinstance(prompt, list)]
     for prompt in prompts:
-        service.max_new_tokens(prompt, None)  # whether it fits, before it is decoded
+        service.max_new_tokens(prompt, None)  # raises if the prompt does not fit
         texts.append(
             service.tokenizer.decode(prompt, skip_special_tokens=False) if body.echo else ""
         )
@@ -116,23 +120,23 @@ class _CompletionAnswer(Answer[CompletionRequest, CompletionChoice]):
 
     def usage(self) -> Usage:
         usage = super().usage()
-        if self.body.max_tokens == 0:  # the one token that was drawn is not part of the answer
+        if self.body.max_tokens == 0:  # the dropped token does not count
             usage.completion_tokens, usage.total_tokens = 0, usage.prompt_tokens
         return usage
 
 
 def completions_router(service: Service) -> APIRouter:
-    """Return the route."""
+    """Return the `/v1/completions` route."""
     router = APIRouter(route_class=JsonRoute)
 
     @router.post("/v1/completions", response_model=CompletionResponse, responses=EVENTS)
     async def completions(
         body: CompletionRequest, request: Request
     ) -> CompletionResponse | Response:
-        """Continue a text."""
+        """Generate a continuation of each prompt."""
         service.check_model(body.model)
         client = request.state.client
-        service.loop.check_room(len(body.prompts) * body.n, client)  # before any work
+        service.loop.check_room(len(body.prompts) * body.n, client)  # before tokenization
         prompt_logprobs = body.logprobs if body.echo else None
 
         def sampling(token_ids: list[int], choice: int) -> SamplingParams:

@@ -1,8 +1,7 @@
-"""Limits on what a client may send over a connection and how slowly, and on the number of
+"""HTTP/1.1 connections with limits on header size, transfer time and the number of
 connections.
 
-uvicorn's connection with httptools keeps headers without end, waits for them without end, and
-accepts everybody.
+uvicorn's httptools protocol, which `Connection` extends, has none of these limits.
 """
 
 import asyncio
@@ -21,16 +20,17 @@ from jmoe.config.serving import ServeConfig
 from jmoe.serving.errors import ApiError
 from jmoe.serving.shares import Shares, client_at
 
-MAX_HEAD_BYTES = 32 << 10  # of the request line and all headers, and of the trailers behind a body
+MAX_HEAD_BYTES = 32 << 10  # request line and headers; also trailers after a body
 MAX_HEADERS = 128
-MAX_PIPELINED = 8  # requests that wait for the answers to those sent before them
-LINGER_S = 1.0  # for a client that still sends to read why it was refused
+MAX_PIPELINED = 8  # requests waiting behind earlier ones of the connection
+LINGER_S = 1.0  # time for a client that is still sending to read the error
 
 
 @dataclass
 class Connections:
-    """State of all connections. waiting: those whose client has to do something, the oldest
-    first.
+    """State shared by all connections.
+
+    waiting: connections that wait for their client to send or read, longest wait first.
     """
 
     config: ServeConfig
@@ -41,27 +41,25 @@ class Connections:
         self.shares = Shares(self.config.max_connections)
 
     def connection(self, **options: Any) -> "Connection":
-        """Make a connection, for uvicorn."""
+        """Return a new connection. uvicorn calls it as its protocol factory."""
         return Connection(self, **options)
 
 
 class _Refused(Exception):
-    """Ends parsing; `Connection.refusal` says why."""
+    """Stops the parser; `Connection._refusal` holds the status and message."""
 
 
 class _Parser(httptools.HttpRequestParser):
-    """llhttp's parser, which goes on where a client offers another protocol: the offer is not taken
-    up.
+    """llhttp's parser, which ignores an Upgrade header and continues in HTTP/1.1.
 
-    llhttp ends with the headers of such a request, and calls its body and what follows another
-    protocol's bytes.
+    llhttp alone stops after the headers of an Upgrade request, and treats the body as bytes of
+    another protocol.
     """
 
     def __init__(self, connection: "Connection") -> None:
         super().__init__(connection)
         self._connection = connection
-        # as uvicorn sets it: the first of several requests is answered though it asks for the end
-        # of the connection
+        # As in uvicorn: pipelined data after a request with `Connection: close` is no error.
         self.set_dangerous_leniencies(lenient_data_after_close=True)
 
     def feed_data(self, data: Any) -> None:
@@ -72,9 +70,9 @@ class _Parser(httptools.HttpRequestParser):
 
 
 class _UnframedCycle(RequestResponseCycle):
-    """Answers a client of HTTP/1.0, which knows no chunks.
+    """Response cycle for an HTTP/1.0 client, which does not know chunked encoding.
 
-    An answer of unknown length ends with its connection.
+    The end of a response of unknown length is marked by closing the connection.
     """
 
     _unframed = False
@@ -91,11 +89,11 @@ class _UnframedCycle(RequestResponseCycle):
 
 
 class Connection(HttpToolsProtocol):
-    """An HTTP/1.1 connection whose client must send each head and body, and take each answer,
-    within a time.
+    """An HTTP/1.1 connection with timeouts for receiving headers and body and for sending the
+    response.
 
-    When there are too many connections, of the client that has the most of them the one that has
-    waited longest for it makes room for a new one: slow or silent clients cannot keep others out.
+    At the connection limit, a new connection evicts the longest-waiting connection of the client
+    with the most connections, so slow or silent clients cannot lock out others.
     """
 
     def __init__(self, shared: Connections, **options: Any) -> None:
@@ -103,10 +101,10 @@ class Connection(HttpToolsProtocol):
         self._shared = shared
         self._timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
-        self._head_bytes = 0  # received, and not of a body, since the last message or chunk ended
+        self._head_bytes = 0  # non-body bytes since the last message or chunk
         self._refusal: tuple[int, str] | None = None
         self.parser = _Parser(self)
-        self._repeats_head = False  # the parser reads a head once more, which has been taken in
+        self._repeats_head = False  # the parser re-reads a head that was already processed
 
     # Called by the transport
 
@@ -127,7 +125,7 @@ class Connection(HttpToolsProtocol):
         self._await_client(self._shared.config.header_timeout_s, "headers")
 
     def data_received(self, data: bytes) -> None:
-        if self._refusal is not None:  # only the end of what was refused
+        if self._refusal is not None:  # rest of a refused request
             return
         if self._timer is None and self._is_idle:
             self._await_client(self._shared.config.header_timeout_s, "headers")
@@ -137,13 +135,15 @@ class Connection(HttpToolsProtocol):
             self._refuse(431, f"the headers have more than {MAX_HEAD_BYTES} bytes")
 
     def give_way(self) -> None:
-        """End at once, for another connection."""
+        """Abort the connection to free its place for another one."""
         self._shared.waiting.pop(self, None)
         self._shared.shares.remove(self)
         self.transport.abort()
 
     def eof_received(self) -> None:
-        """Write nothing more: the transport closes before it calls `connection_lost`."""
+        """Mark the request as disconnected: the transport closes before it calls
+        `connection_lost`.
+        """
         if not self._is_idle:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
@@ -168,8 +168,8 @@ class Connection(HttpToolsProtocol):
     # Called by the parser
 
     def decline_upgrade(self, rest: bytes) -> None:
-        """Read on in HTTP/1.1 behind a head that offers another protocol. rest: what arrived
-        behind that head.
+        """Parse the head again without its Upgrade header, then `rest`, the bytes that followed
+        the head.
         """
         headers = [pair for pair in self.headers if pair[0] != b"upgrade"]
         begin = b"%b %b HTTP/%b\r\n" % (
@@ -229,7 +229,7 @@ class Connection(HttpToolsProtocol):
         self._await_client(self._shared.config.body_timeout_s, "body")
         super().on_headers_complete()
         if self.parser.get_http_version() == "1.0":
-            self.cycle.__class__ = _UnframedCycle  # uvicorn makes the cycle itself
+            self.cycle.__class__ = _UnframedCycle  # uvicorn creates the cycle, without a hook
 
     def on_body(self, body: bytes) -> None:
         self._head_bytes = max(0, self._head_bytes - len(body))
@@ -239,7 +239,7 @@ class Connection(HttpToolsProtocol):
         self._head_bytes = 0
 
     def on_message_complete(self) -> None:
-        if self.parser.should_upgrade():  # `decline_upgrade` reads on
+        if self.parser.should_upgrade():  # `decline_upgrade` continues
             return
         self._head_bytes = 0
         self._stop_waiting()
@@ -255,7 +255,7 @@ class Connection(HttpToolsProtocol):
             self._shared.waiting[self] = None
 
     def shutdown(self) -> None:
-        """Refuse a request whose body is still arriving: the server would wait for it."""
+        """Refuse a request whose body is still arriving, as the server would wait for the body."""
         is_arriving = not self._is_idle and self.cycle.more_body and not self.cycle.response_started
         if is_arriving and not self.pipeline:
             self._refuse(503, "the server is shutting down")
@@ -269,7 +269,7 @@ class Connection(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         self._refuse(*(self._refusal or (400, "what was sent is not HTTP/1.1")))
 
-    # Own parts
+    # Private helpers
 
     @property
     def _is_idle(self) -> bool:
@@ -292,8 +292,8 @@ class Connection(HttpToolsProtocol):
             self._send_timer = None
 
     def _abort_later(self) -> None:
-        """Give the client a time to take what was written; closing alone would wait for it
-        without end.
+        """Abort after `send_timeout_s` unless the client reads what was written; `close` alone
+        would wait forever.
         """
         if self._send_timer is None:
             self._send_timer = self.loop.call_later(
@@ -310,8 +310,9 @@ class Connection(HttpToolsProtocol):
             self._refuse(408, f"the {what} did not arrive in {limit_s:g} s")
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answer, unless other answers are due before, and close; what still arrives is not
-        read.
+        """Send an error response and close; abort without one if earlier responses are still due.
+
+        Data that still arrives is ignored.
         """
         self._refusal = (status, message)
         self._stop_waiting()

@@ -1,9 +1,10 @@
-"""The one thread that owns the engine, and what the event loop hears from it.
+"""The engine thread, and the event loop's interface to it.
 
-Handlers submit sequences and read what the engine drew for them; commands go to the thread through
-a queue and are taken in between two steps. The engine gets no more sequences than it runs at once:
-which of the others comes next is decided when a place is free. Every attribute of `EngineLoop` that
-is not said to be the thread's belongs to the event loop.
+The thread named "engine" alone calls the engine. HTTP handlers, on the event loop, submit sequences
+and iterate over the engine's outputs. The event loop sends commands to the thread through a queue;
+the thread executes them between two steps. The engine receives at most `max_batch` sequences; the
+others wait in a `FairQueue`, which picks the next one when a sequence ends. Attributes of
+`EngineLoop` belong to the event loop unless a comment assigns them to the thread.
 """
 
 import asyncio
@@ -37,11 +38,11 @@ OWN_CODE_FAILED = "the {} of this request failed; the server's log says why"
 ENGINE_FAILED = "the engine has failed; the server's log says why"
 RATE_WINDOW_S = 5.0
 VIEW_S = 1.0
-RECENT = 0.05  # the weight of the last token in what is remembered of the time between two
-# Of answers in memory: of all that are not sent yet, and of one that is sent whole, which holds up
-# others meanwhile.
+RECENT = 0.05  # weight of the newest sample in the moving average of inter-token time
+# Limits on unsent output: of all requests, and of one non-streamed response, whose serialization
+# blocks the event loop.
 MAX_UNSENT_BYTES, MAX_WHOLE_BYTES = 1 << 30, 256 << 20
-OUTPUT_BYTES = 1000  # of a token drawn
+OUTPUT_BYTES = 1000  # estimated memory per drawn token
 TOO_LARGE = (
     f"the answer with its log-probabilities has more than {MAX_WHOLE_BYTES >> 20} MiB: ask for a"
     " stream, or for fewer tokens, choices or log-probabilities"
@@ -49,48 +50,51 @@ TOO_LARGE = (
 NOT_READ = (
     "what has been drawn and not been read takes too much memory: read faster, or ask for less"
 )
-JOIN_LIMIT_S = 90.0  # a step that waits for an expert gives up by itself before
+JOIN_LIMIT_S = 90.0  # longer than the time limit of a step that waits for an expert
 
 
 class Generation:
-    """The sequences of one HTTP request: an async iterator of `Output` to the end of all of them.
+    """The sequences of one HTTP request: an async iterator over their `Output`s, which ends when
+    all sequences have ended.
 
-    Use it as a context manager: what has not ended when it is left is aborted, at the latest after
-    the step that runs. Iterating raises `ApiError` where the engine failed, or the request took too
-    long.
+    Use it as a context manager: leaving the block aborts sequences that have not ended, at the
+    latest after the step in progress. Iteration raises `ApiError` if the engine fails or the
+    request times out.
     """
 
     def __init__(self, owner: "EngineLoop", sequences: list[Sequence], timeout_s: float) -> None:
         self._owner, self.sequences = owner, sequences
         self.client = ""
         self._unfinished = len(sequences)
-        self.is_kept = False  # what is read stays in memory until the end
-        self.logprob_bytes = 0  # that each token named with its log-probability takes
+        self.is_kept = False  # outputs stay in memory until the response is complete
+        self.logprob_bytes = 0  # memory per reported log-probability
         self._outputs: asyncio.Queue[Output | ApiError] = asyncio.Queue()
-        self.num_read_tokens = 0  # that the reader has got
+        self.num_read_tokens = 0  # tokens that the reader has received
         self._timer = asyncio.get_running_loop().call_later(timeout_s, self._time_out, timeout_s)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens drawn so far."""
+        """Number of tokens delivered so far, over all sequences of the request."""
         return sum(sequence.num_delivered_tokens for sequence in self.sequences)
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that have no place in a step yet."""
+        """Number of sequences that have not started to run."""
         return sum(sequence.status == "waiting" for sequence in self.sequences)
 
     def put(self, output: Output | ApiError) -> None:
-        """Let the reader have an output, or raise an error."""
+        """Queue an output for the reader, or an error that the reader's next read raises."""
         self._outputs.put_nowait(output)
 
     def unsent_bytes(self, output: Output) -> int:
-        """Return about what an output takes until it is sent."""
+        """Return the approximate memory of an unsent output in bytes."""
         named = sum(1 + len(logprob.top) for logprob in (*output.logprobs, *output.prompt_logprobs))
         return OUTPUT_BYTES + self.logprob_bytes * named
 
     def drop(self, error: ApiError) -> None:
-        """Let the reader have an error in place of all that it has not read."""
+        """Abort the sequences, discard unread outputs, and raise `error` at the reader's next
+        read.
+        """
         self._owner._abort(self.sequences)
         self._owner._unsent.remove(self)
         while not self._outputs.empty():
@@ -144,60 +148,65 @@ class Generation:
 
 
 class EngineLoop:
-    """Runs an engine in a thread of its own from `start` to `stop`."""
+    """Runs an engine in its own thread, between `start` and `stop`."""
 
     def __init__(self, engine: Engine, metrics: Metrics, config: ServeConfig) -> None:
-        # handlers ask of the engine only what any thread may
+        # handlers call only the engine's thread-safe methods
         self.engine, self._metrics = engine, metrics
-        self.kv_tokens_total = engine.max_batch * engine.max_seq_len  # that the cache holds at most
+        self.kv_tokens_total = engine.max_batch * engine.max_seq_len  # capacity of the cache
         self._limit = QueueLimit(engine.max_batch, config.max_waiting, metrics)
         self._places: Shares[Generation] = Shares(self._limit.capacity)
         self._unsent: Shares[Generation] = Shares(MAX_UNSENT_BYTES)
-        self._request_timeout_s = config.request_timeout_s  # from submission to the end
+        self._request_timeout_s = config.request_timeout_s  # from submission to the last token
         self._open: dict[Sequence, Generation] = {}  # sequences that have not ended
         self._numbers = itertools.count()
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._steps: deque[tuple[float, int]] = deque()  # (when, tokens) of the last RATE_WINDOW_S
-        self._token_s = 0.0  # between two tokens of a sequence, of late
-        self._queue = FairQueue()  # the thread's
+        self._token_s = 0.0  # moving average of inter-token time
+        self._queue = FairQueue()  # owned by the engine thread
         self.draining = False
-        self.failure: str | None = None  # why nothing is served any more
-        # another process of the engine is gone: only a new start helps
+        self.failure: str | None = None  # reason why requests are no longer served
+        # Set when another process of the engine is gone; only a restart helps.
         self.lost_process = asyncio.Event()
         self.snapshot = self._look()
         self.last_view, self._viewed_s = self._look_closely(), time.monotonic()
 
     def start(self) -> None:
-        """Begin, in the running event loop."""
+        """Start the engine thread. Must be called in the running event loop."""
         self._loop = asyncio.get_running_loop()
         if self.engine.leader is not None:
             self.engine.leader.on_lost = self._lose_process
         self._thread.start()
 
     async def stop(self) -> None:
-        """End the thread after the step that runs; it may wait for a lost process for ever."""
+        """Stop the thread after the step in progress.
+
+        Does not join the thread if another process of the engine is lost: the step may then never
+        end.
+        """
         self._commands.put(None)
         if not self.lost_process.is_set():
             await asyncio.to_thread(self._thread.join, JOIN_LIMIT_S)
 
-    # The event loop's side
+    # Called on the event loop
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens drawn a second, of late."""
+        """Tokens drawn per second, averaged over the last `RATE_WINDOW_S` seconds."""
         since_s = time.monotonic() - RATE_WINDOW_S
         return sum(count for at_s, count in self._steps if at_s >= since_s) / RATE_WINDOW_S
 
     async def view(self) -> View:
-        """Return a view not older than a second, unless a step takes longer than that or the
-        engine has failed.
+        """Return the expert residency and load, at most `VIEW_S` seconds old.
+
+        An older view is returned if a step takes longer than that or the engine has failed.
         """
         if self.failure is None and time.monotonic() - self._viewed_s > VIEW_S:
             self._viewed_s = time.monotonic()
             done = asyncio.Event()
 
-            def refresh() -> None:  # by the thread
+            def refresh() -> None:  # on the engine thread
                 self.last_view = self._look_closely()
                 self._loop.call_soon_threadsafe(done.set)
 
@@ -207,17 +216,22 @@ class EngineLoop:
         return self.last_view
 
     def check_ready(self) -> None:
-        """Raise `ApiError` 503 if no request is taken in any more."""
+        """Raise `ApiError` 503 if the engine has failed or the server is shutting down."""
         if self.failure is not None:
             raise ApiError(503, self.failure, code="engine_failed")
         if self.draining:
             raise ApiError(503, "the server is shutting down", code="shutting_down")
 
     def check_room(self, count: int, client: str) -> list[Generation]:
-        """Raise `ApiError` 503, 429 or 400 if so many sequences of a client are not taken in now.
+        """Return the requests to abort before `count` sequences of `client` can be queued; an
+        empty list if none.
 
-        Returns the requests that have to end for them: of a client that holds more places, those
-        with sequences that wait, the newest of which nothing runs first.
+        Only requests of other clients that hold more places and have waiting sequences are chosen:
+        first requests of which no sequence runs, newest first. The method aborts nothing itself;
+        `submit` does.
+
+        Raises `ApiError` 503 if the server is not ready, 400 if `count` exceeds the total capacity,
+        and 429 if the queue is full.
         """
         self.check_ready()
         self._limit.check_count(count)
@@ -234,7 +248,11 @@ class EngineLoop:
         return ending
 
     def submit(self, sequences: list[Sequence], client: str) -> Generation:
-        """Queue the sequences of a client's request, all or none; `ApiError` 503, 429 or 400."""
+        """Queue all sequences of a request and return their `Generation`; on an error, queue none.
+
+        Aborts requests of larger clients if `check_room` names them. Raises `ApiError` as
+        `check_room` does.
+        """
         for ending in self.check_room(len(sequences), client):
             error = self._limit.refusal(self._open, len(ending.sequences), self._token_s)
             self._abort(ending.sequences)
@@ -256,7 +274,7 @@ class EngineLoop:
         return bool(self._open)
 
     def drain(self, timeout_s: float) -> None:
-        """Take in nothing more; what still runs after `timeout_s` fails."""
+        """Reject new requests from now on; after `timeout_s` seconds, fail the unfinished ones."""
         self.draining = True
         error = ApiError(
             503, f"the server is shutting down; the request did not end in {timeout_s:g} s"
@@ -270,8 +288,8 @@ class EngineLoop:
                 self._commands.put(partial(self._end, sequence))
 
     def _close(self, sequence: Sequence) -> Generation | None:
-        """Free the place of a sequence that has ended; return its request, None if it had ended
-        before.
+        """Free the queue place of a sequence; return its request, or None if the sequence was
+        closed before.
         """
         generation = self._open.pop(sequence, None)
         if generation is not None:
@@ -296,8 +314,11 @@ class EngineLoop:
             self._hold(generation, output)
 
     def _hold(self, generation: Generation, output: Output) -> None:
-        """Count what waits in memory for a reader; where that is too much, end the request with
-        the most.
+        """Add an output to the memory accounting of unsent outputs, and drop requests over the
+        limits.
+
+        A non-streamed response over `MAX_WHOLE_BYTES` is dropped. If all unsent outputs exceed
+        `MAX_UNSENT_BYTES`, requests of the client that holds the most are dropped.
         """
         self._unsent.add(generation, generation.client, generation.unsent_bytes(output))
         if generation.is_kept and self._unsent.amount(generation) > MAX_WHOLE_BYTES:
@@ -329,8 +350,10 @@ class EngineLoop:
             self._close(sequence)
 
     def _lose_process(self, reason: str) -> None:
-        """Fail everything, from the thread that noticed: the engine's own may wait for the lost
-        process for ever.
+        """Fail all requests after another process of the engine was lost.
+
+        Called on the thread that noticed the loss: the engine thread may block on the lost process
+        forever.
         """
         log.error("%s; no request is served any more", reason)
 
@@ -340,7 +363,7 @@ class EngineLoop:
 
         self._loop.call_soon_threadsafe(fail)
 
-    # The thread's side
+    # Called on the engine thread
 
     def _run(self) -> None:
         try:
@@ -353,13 +376,16 @@ class EngineLoop:
                 self.snapshot = self._look()
                 self._loop.call_soon_threadsafe(self._deliver, outputs)
         except LockstepError:
-            pass  # `_lose_process` says so
-        except BaseException:  # a panic of tokenizers, which is written in Rust, is no Exception
+            pass  # `_lose_process` logs the reason
+        except BaseException:  # a Rust panic of tokenizers is not an Exception
             log.exception("the engine has failed; no request is served any more")
             self._loop.call_soon_threadsafe(self._fail_for_good, ENGINE_FAILED)
 
     def _take_commands(self) -> bool:
-        """Carry out what waits; without unfinished requests wait for more. False at the end."""
+        """Execute all queued commands; without unfinished sequences, block for the next command.
+
+        Returns False when the loop must stop.
+        """
         while True:
             try:
                 command = self._commands.get(
@@ -374,7 +400,7 @@ class EngineLoop:
                 self.snapshot = self._look()
 
     def _admit(self) -> None:
-        """Give the engine as many sequences as it runs at once."""
+        """Move waiting sequences to the engine until `max_batch` run."""
         while len(self._queue) and self._queue.num_running < self.engine.max_batch:
             sequence = self._queue.pop()
             try:
@@ -403,6 +429,9 @@ class EngineLoop:
 
 
 def _drop_constraints(sequences: list[Sequence]) -> None:
-    """Let the processes of sequences that have ended end too, by the thread that used them."""
+    """Drop the JSON constraints of ended sequences, which ends their forks.
+
+    Runs on the engine thread, which alone uses the constraints.
+    """
     for sequence in sequences:
         sequence.constraint = None

@@ -1,5 +1,5 @@
-"""Every error as OpenAI's clients expect it: a status and {"error": {message, type, param,
-code}}.
+"""Error responses in the format of OpenAI's API: a status and `{"error": {message, type, param,
+code}}`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,9 +20,9 @@ TYPES = {
     503: "service_unavailable_error",
     504: "timeout_error",
 }
-MAX_MESSAGE = 1000  # characters: what is wrong may be quoted, and be long
-UNKNOWN = "unknown_parameter"  # the type of pydantic's error for it
-# What the engine calls them, and what OpenAI does.
+MAX_MESSAGE = 1000  # characters; a message may quote a long value
+UNKNOWN = "unknown_parameter"  # type of the pydantic error for an unknown parameter
+# Engine parameter name -> OpenAI's name.
 PARAMS = {
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
@@ -31,7 +31,7 @@ PARAMS = {
 
 
 class ErrorDetail(BaseModel):
-    """The error, and the parameter that it is about."""
+    """The error. `param` names the request parameter at fault, if any."""
 
     message: str
     type: str
@@ -40,13 +40,13 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorResponse(BaseModel):
-    """The body of every response that is not a success."""
+    """The body of every error response."""
 
     error: ErrorDetail
 
 
 class ApiError(Exception):
-    """A request that is answered with an error."""
+    """An exception that becomes the HTTP error response of a request."""
 
     def __init__(
         self,
@@ -68,7 +68,11 @@ class ApiError(Exception):
 
     @classmethod
     def from_value_error(cls, error: ValueError) -> "ApiError":
-        """Return 400 for what `jmoe.config.check` refused: `name = value: constraint`."""
+        """Return a 400 error from the message of a `ValueError`.
+
+        In the message, engine names of parameters are replaced by OpenAI's; `param` is the name
+        before " = ", as in messages of `jmoe.config.check`.
+        """
         message = str(error)
         for ours, theirs in PARAMS.items():
             message = message.replace(ours, theirs)
@@ -80,12 +84,12 @@ class ApiError(Exception):
 
 
 def printable(text: str) -> str:
-    """Return `text` without what UTF-8 cannot carry: JSON may hold half of a surrogate pair."""
+    """Return `text` with lone surrogates, which JSON allows and UTF-8 does not, replaced by `?`."""
     return text.encode("utf-8", "replace").decode()
 
 
 def _validation_error(errors: Sequence[Any]) -> ApiError:
-    """Return 400 for the first thing in which a body departs from its schema."""
+    """Return a 400 error for the first of pydantic's validation errors."""
     first = errors[0]
     place = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
     param = printable(".".join(place)) or None
@@ -107,12 +111,12 @@ def _validation_error(errors: Sequence[Any]) -> ApiError:
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Answer every exception of a handler in OpenAI's shape."""
+    """Register handlers that turn every exception into an error response in OpenAI's format."""
 
     def answer(_: Request, error: Exception) -> JSONResponse:
         if isinstance(error, RequestValidationError):
             error = _validation_error(error.errors())
-        elif isinstance(error.__cause__, ApiError):  # of a body, which FastAPI wraps
+        elif isinstance(error.__cause__, ApiError):  # raised while parsing a body; FastAPI wraps it
             error = error.__cause__
         elif isinstance(error, HTTPException):
             error = ApiError(error.status_code, str(error.detail), headers=error.headers)

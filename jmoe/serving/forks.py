@@ -1,10 +1,11 @@
-"""Work that a client's words make long, in processes of their own that the system ends at their
-limits.
+"""Sandboxed worker processes for client-controlled work: rendering chat templates, compiling JSON
+schemas.
 
-A `ForkServer` loads once what all of its work needs, without JAX and without threads. Each piece of
-work is a fork of it, there within a millisecond. What goes between is bytes that the server never
-unpickles: what runs in a fork is not trusted. Python's and native code are ended alike, which no
-thread could be. A pipe for each fork tells its owner how the fork ended.
+A `ForkServer` process imports and sets up what the work needs, once, without JAX and without
+threads. Each piece of work runs in a fork of that process, created within a millisecond. The kernel
+kills a fork that exceeds its limits of CPU time or memory; unlike a thread, a fork can be killed in
+Python code and native code alike. A fork is not trusted: the server exchanges length-prefixed bytes
+with it over a socket and unpickles nothing. A second pipe per fork reports its exit status.
 """
 
 import asyncio
@@ -29,26 +30,26 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
-START_LIMIT_S = 60.0  # of processor time, until it forks
-ANSWER_LIMIT_S = 60.0  # by the clock, of a machine that does much else
+START_LIMIT_S = 60.0  # CPU time of the server's setup
+ANSWER_LIMIT_S = 60.0  # wall clock, generous for a loaded machine
 SLOW_S = 0.05
-SLOW_NICENESS = 19  # of a fork that takes longer than that: others go first
+SLOW_NICENESS = 19  # niceness of a fork that has worked longer than SLOW_S
 READ_BYTES = 1 << 18
-END_LIMIT_MS = 500  # until a fork server has said how a fork ended
+END_LIMIT_MS = 500  # time for the fork server to report an exit status
 OUT_OF_MEMORY = 3  # exit code
 CRASHES = (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL, -signal.SIGFPE)
 _FORK = b"f"
 _LENGTH = struct.Struct("!I")
 _STATUS = struct.Struct("!i")
-ROOT = Path(__file__).resolve().parents[2]  # that holds the package
+ROOT = Path(__file__).resolve().parents[2]  # folder that contains the package
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits on one answer of a fork: processor time, memory and size."""
+    """Limits on the computation of one answer: CPU seconds, memory and answer size."""
 
     processor_s: float
-    memory_bytes: int  # beside what the process has at its start
+    memory_bytes: int  # in addition to the process's size at its start
     answer_bytes: int
 
     def __str__(self) -> str:
@@ -59,18 +60,20 @@ class Limits:
 
 
 class LimitError(ValueError):
-    """A fork ended without an answer: at its limits, or because its work crashed it."""
+    """The work exceeded its limits or crashed its fork; the same question would fail again."""
 
 
 class LostError(RuntimeError):
-    """A fork ended without an answer for a reason that is not its work: it was killed, or never
-    began.
+    """A fork is gone for a reason outside the work: the fork was killed from outside or could not
+    start; a retry may succeed.
     """
 
 
 class Fork:
-    """One process of a fork server; it ends with this object. Answers come in the order of the
-    questions.
+    """A handle of one forked worker process, which is killed when the handle is garbage-collected
+    or `end` is called.
+
+    Answers arrive in the order of the questions.
     """
 
     def __init__(
@@ -79,14 +82,19 @@ class Fork:
         self._connection, self._what, self._limits = connection, what, limits
         self._how_it_ended = how_it_ended
         self._buffer = bytearray()
-        self._number: list[int] = []  # of the process, which says it first
+        self._number: list[int] = []  # the pid, once the fork has sent it
         self.is_slow = False
         connection.setblocking(False)
-        # ends the process, whatever it does
+        # kills the process even if it hangs
         self.end = weakref.finalize(self, _end, connection, how_it_ended, self._number)
 
     async def ask(self, question: bytes) -> bytes:
-        """Return the answer; `LimitError` or `LostError` if there is none."""
+        """Send `question` and return the answer.
+
+        Lowers the fork's priority after `SLOW_S` seconds. Raises `LimitError` if the work exceeds
+        its limits or crashes, and `LostError` if the fork was killed from outside. The fork is
+        killed on a timeout, a lost connection or cancellation.
+        """
         loop = asyncio.get_running_loop()
         slow = loop.call_later(SLOW_S, self.let_others_go_first)
         try:
@@ -110,7 +118,7 @@ class Fork:
         return answer
 
     async def _until_readable(self) -> None:
-        """Wait without taking anything: what a cancelled read has taken would be lost."""
+        """Wait until the socket has data, without reading any: a cancelled read would lose data."""
         loop = asyncio.get_running_loop()
         readable = asyncio.Event()
         loop.add_reader(self._connection, readable.set)
@@ -121,7 +129,7 @@ class Fork:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the process is gone; asked while no answer is due."""
+        """Whether the process has exited. Valid only while no answer is outstanding."""
         try:
             return not self._connection.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
@@ -130,22 +138,27 @@ class Fork:
             return True
 
     def let_others_go_first(self) -> None:
-        """Lower the priority of a process that takes long."""
+        """Lower the scheduling priority (raise the niceness) of the forked process."""
         self.is_slow = True
         for number in self._number:
-            with contextlib.suppress(OSError):  # it has ended
+            with contextlib.suppress(OSError):  # the process has ended
                 os.setpriority(os.PRIO_PROCESS, number, SLOW_NICENESS)
 
     def send(self, question: bytes) -> None:
-        """Ask without waiting for the answer. For few and short questions."""
+        """Send a question without waiting for the answer, which `receive` returns.
+
+        Blocks if the socket buffer is full, so questions must be few and short. Raises `LimitError`
+        or `LostError` if the fork has ended.
+        """
         try:
             self._connection.sendall(_framed(question))
         except OSError as error:
             raise self._ended() from error
 
     def receive(self, timeout_s: float) -> bytes | None:
-        """Return the next answer, None if it does not come in time; `LimitError` or `LostError` if
-        it never comes.
+        """Return the next answer, or None if no answer arrives within `timeout_s` seconds.
+
+        Raises `LimitError` or `LostError` if the fork has ended.
         """
         while (answer := self._next()) is None:
             self._connection.settimeout(timeout_s)
@@ -169,7 +182,7 @@ class Fork:
                 self.let_others_go_first()
 
     def _next(self) -> bytes | None:
-        """Take the next answer out of what has arrived."""
+        """Return the next complete answer from the receive buffer, or None if there is none yet."""
         if len(self._buffer) < _LENGTH.size:
             return None
         (length,) = _LENGTH.unpack_from(self._buffer)
@@ -183,7 +196,7 @@ class Fork:
         return answer
 
     def _ended(self) -> LimitError | LostError:
-        """Return the error of a process that has ended, or never began."""
+        """Return the error that describes why the process ended or never started."""
         poll = select.poll()
         poll.register(self._how_it_ended, select.POLLIN)
         said = self._how_it_ended.read(_STATUS.size) if poll.poll(END_LIMIT_MS) else b""
@@ -206,10 +219,13 @@ class Fork:
 
 
 def _end(connection: socket.socket, how_it_ended: FileIO, number: list[int]) -> None:
-    """End a fork; one that has not said its number yet cannot say it any more, and ends by
-    itself.
+    """Kill the forked process and close its socket and status pipe.
+
+    number: a list with the fork's pid, empty until the pid has been read. If the pid has not
+    arrived, the socket buffer is checked once more; a fork that has not sent its pid fails to send
+    it to the closed socket, and exits.
     """
-    with contextlib.suppress(OSError):  # nothing has arrived, or it has ended
+    with contextlib.suppress(OSError):  # no pid has arrived, or the process has ended
         said = b"" if number else connection.recv(2 * _LENGTH.size)
         (process,) = number or _LENGTH.unpack(said[_LENGTH.size :] or bytes(_LENGTH.size))
         if process:
@@ -219,17 +235,23 @@ def _end(connection: socket.socket, how_it_ended: FileIO, number: list[int]) -> 
 
 
 class ForkServer:
-    """Starts forks of a process that has called `begin(**setup)`; each answers with the function
-    that this returns.
+    """A helper process that forks workers; each worker answers questions with the function that
+    `begin(**setup)` returned.
 
-    The process ignores signals to end, as requests under way need it, and ends with this one.
+    The helper process ignores SIGINT and SIGTERM, since requests in progress need it during
+    shutdown. It exits when the owning process closes its socket or exits.
     """
 
     def __init__(self, what: str, begin: str, setup: dict[str, Any], limits: Limits) -> None:
-        """Start it; `ValueError` with what `begin` refuses. what: a name of the work, for errors.
+        """Start the helper process and wait until `begin` has returned.
 
-        begin: MODULE.NAME of a function that imports neither JAX nor numpy, whose threads a fork
-        would lack.
+        Raises ValueError with the message of a ValueError that `begin` raised, or if the process
+        did not start.
+
+        what: name of the work in error messages.
+
+        begin: MODULE.NAME of a function; the module must not import JAX or numpy, whose threads a
+        fork would lack.
         """
         self._what, self._begin, self._setup, self._limits = what, begin, setup, limits
         self._idle: list[Fork] = []
@@ -237,7 +259,10 @@ class ForkServer:
         self._start()
 
     async def ask(self, question: bytes) -> bytes:
-        """Let a fork answer that has answered before, or a new one."""
+        """Return the answer of an idle fork, or of a new one if none is idle.
+
+        A fork that was not slow is kept for later questions. Raises `LimitError` or `LostError`.
+        """
         self._idle = [fork for fork in self._idle if not fork.has_ended]
         fork = self._idle.pop() if self._idle else await self.new_fork()
         answer = await fork.ask(question)
@@ -246,7 +271,10 @@ class ForkServer:
         return answer
 
     def ask_now(self, question: bytes) -> bytes:
-        """Wait for the answer of a new fork, where no event loop runs."""
+        """Return the answer of a new fork, blocking. For use outside an event loop.
+
+        Raises `LimitError` or `LostError`.
+        """
         fork = self.fork()
         fork.send(question)
         if (answer := fork.receive(ANSWER_LIMIT_S)) is None:
@@ -254,9 +282,9 @@ class ForkServer:
         return answer
 
     async def new_fork(self) -> Fork:
-        """Return a new fork; a server that was killed is started again.
+        """Return a new fork, after restarting a helper process that was killed.
 
-        A thread does that: it may take seconds.
+        The restart runs in a thread, as it may take seconds.
         """
         async with self._starting:
             if self._process.poll() is not None:
@@ -265,7 +293,7 @@ class ForkServer:
         return self.fork()
 
     def fork(self) -> Fork:
-        """Return a new fork of a server that runs; `LostError` if it has just been killed."""
+        """Return a new fork. Raises `LostError` if the helper process is gone."""
         ours, theirs = socket.socketpair()
         how_it_ended, tell = os.pipe()
         fork = Fork(ours, FileIO(how_it_ended), self._what, self._limits)
@@ -277,7 +305,7 @@ class ForkServer:
         return fork
 
     def close(self) -> None:
-        """End the process; a fork ends with its `Fork`."""
+        """Kill the helper process. Each fork lives on until its `Fork` is collected."""
         self._idle.clear()
         self._control.close()
         self._process.kill()
@@ -319,12 +347,12 @@ def _framed(data: bytes) -> bytes:
 
 
 def _read(file: BinaryIO) -> bytes | None:
-    """Return the next frame; None at the end."""
+    """Return the next length-prefixed message, or None at the end of the stream."""
     head = file.read(_LENGTH.size)
     return file.read(*_LENGTH.unpack(head)) if len(head) == _LENGTH.size else None
 
 
-# In the process and its forks
+# Code that runs in the helper process and its forks
 
 
 def _limit_memory(limits: Limits) -> None:
@@ -335,8 +363,10 @@ def _limit_memory(limits: Limits) -> None:
 
 
 def _limited(work: Callable[[], Any], processor_s: float) -> Any:
-    """Return what `work` does; the system ends the process if that takes too much processor
-    time.
+    """Return the result of `work()`.
+
+    The kernel kills the process (SIGPROF) after `processor_s` seconds of CPU time; a `MemoryError`
+    exits with status `OUT_OF_MEMORY`.
     """
     signal.setitimer(signal.ITIMER_PROF, processor_s)
     try:
@@ -348,7 +378,7 @@ def _limited(work: Callable[[], Any], processor_s: float) -> Any:
 
 
 def _serve(connection: socket.socket, answer: Callable[[bytes], bytes], limits: Limits) -> None:
-    """Answer until nobody asks any more."""
+    """In a fork: send the pid, then answer questions until the owner closes the socket."""
     _limit_memory(limits)
     connection.sendall(_framed(_LENGTH.pack(os.getpid())))
     with connection, connection.makefile("rb") as questions:
@@ -356,7 +386,7 @@ def _serve(connection: socket.socket, answer: Callable[[bytes], bytes], limits: 
             if select.select([connection], [], [], 0)[0] and not connection.recv(
                 1, socket.MSG_PEEK
             ):
-                return  # nobody waits for the answer
+                return  # the owner has closed the socket
             begun_s = time.process_time()
             said = _limited(partial(answer, question), limits.processor_s)
             if time.process_time() > begun_s + SLOW_S:
@@ -365,18 +395,20 @@ def _serve(connection: socket.socket, answer: Callable[[bytes], bytes], limits: 
 
 
 def _start_forks(control: socket.socket, answer: Callable[[bytes], bytes], limits: Limits) -> None:
-    """Start a fork for each socket that arrives, until there is nobody to send one; a pipe comes
-    with it, for how the fork ended.
+    """Fork once for each (socket, status pipe) pair received on `control`, until `control` is
+    closed.
+
+    The fork answers on the socket. Its exit status is written to the pipe when the fork ends.
     """
     pipes: dict[int, int] = {}  # by process
 
     def tell_ends(*_: object) -> None:
         for child, pipe in list(pipes.items()):
             ended, status = 0, 0
-            with contextlib.suppress(ChildProcessError):  # a signal has come in between
+            with contextlib.suppress(ChildProcessError):  # already reaped by a nested signal
                 ended, status = os.waitpid(child, os.WNOHANG)
             if ended:
-                with contextlib.suppress(OSError):  # nobody asks
+                with contextlib.suppress(OSError):  # the owner has closed the pipe
                     os.write(pipe, _STATUS.pack(os.waitstatus_to_exitcode(status)))
                 os.close(pipes.pop(child))
 
@@ -387,7 +419,7 @@ def _start_forks(control: socket.socket, answer: Callable[[bytes], bytes], limit
             return
         number, pipe = numbers
         child = -1
-        # too many processes: who asks sees the end of the socket
+        # at the process limit, the owner sees the socket close
         with contextlib.suppress(OSError):
             child = os.fork()
         if child == 0:
@@ -395,19 +427,19 @@ def _start_forks(control: socket.socket, answer: Callable[[bytes], bytes], limit
             control.close()
             for other in (pipe, *pipes.values()):
                 os.close(other)
-            with contextlib.suppress(OSError):  # nobody waits for the answer
+            with contextlib.suppress(OSError):  # the owner has closed the socket
                 _serve(socket.socket(fileno=number), answer, limits)
             os._exit(0)
         os.close(number)
         if child > 0:
             pipes[child] = pipe
-            tell_ends()  # it may have ended before its pipe was there
+            tell_ends()  # the fork may have ended before its pipe was registered
         else:
             os.close(pipe)
 
 
 def main() -> None:
-    """Run the process; its argument is the socket of the one that started it."""
+    """Run the helper process. `sys.argv[1]` is the file descriptor of the control socket."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -426,7 +458,7 @@ def main() -> None:
     except ValueError as error:
         control.sendall(_framed(str(error).encode("utf-8", "replace")))
         return
-    gc.freeze()  # a collection in a fork would copy what it shares
+    gc.freeze()  # a collection in a fork would copy shared pages
     control.sendall(_framed(b""))
     _start_forks(control, answer, limits)
 

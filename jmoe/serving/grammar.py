@@ -1,4 +1,6 @@
-"""Answers that follow a JSON schema: a fork of a `ForkServer` says which tokens may come next."""
+"""JSON-schema-constrained decoding: a fork of a `ForkServer` computes the mask of allowed next
+tokens.
+"""
 
 import asyncio
 import json
@@ -16,12 +18,13 @@ from jmoe.serving.grammar_worker import HEAD, TOKEN, WRONG
 MAX_SCHEMA_BYTES = 64 << 10
 WHAT = "response_format.json_schema"
 LIMITS = Limits(processor_s=2.0, memory_bytes=512 << 20, answer_bytes=1 << 20)
-GRACE_S = 0.005  # a step waits so long for masks, which most schemas take a tenth of
+GRACE_S = 0.005  # wait of a step for masks; most take a tenth of it
 
 
 class _Masks:
-    """The masks of one request's outputs, and the fork that computes them; None: it is not there
-    yet.
+    """The pending token masks of one request's outputs, and the fork that computes them.
+
+    masks: for each output its next mask as bytes, None while the fork computes it.
     """
 
     def __init__(self, fork: Fork, first: bytes, count: int) -> None:
@@ -31,7 +34,7 @@ class _Masks:
         self.errors = [""] * count
 
     def ask(self, index: int, token_id: int) -> None:
-        """Ask for an output's next mask."""
+        """Send an output's newly drawn token to the fork, which computes the next mask."""
         self.masks[index] = None
         try:
             self._fork.send(TOKEN.pack(index, token_id))
@@ -39,7 +42,7 @@ class _Masks:
             self._give_up(str(error))
 
     def take(self, timeout_s: float) -> None:
-        """Take in the next mask of any output, if it comes in time."""
+        """Receive the next mask, of whichever output comes first, within `timeout_s` seconds."""
         try:
             answer = self._fork.receive(timeout_s)
         except LimitError as error:
@@ -54,7 +57,7 @@ class _Masks:
                 self.errors[index] = f"{WHAT}: {said.decode(errors='replace')}"
 
     def let_others_go_first(self) -> None:
-        """Lower the priority of the fork."""
+        """Lower the fork's scheduling priority, once."""
         if not self._fork.is_slow:
             self._fork.let_others_go_first()
 
@@ -65,8 +68,8 @@ class _Masks:
 
 
 class JsonConstraint:
-    """The `Constraint` of one output, whose masks another process computes while the engine goes
-    on with others.
+    """The `Constraint` of one output. A fork computes its masks while the engine continues with
+    other sequences.
     """
 
     def __init__(self, masks: _Masks, index: int, eos_token_id: int) -> None:
@@ -75,13 +78,17 @@ class JsonConstraint:
 
     @property
     def error(self) -> str:
-        """Why there are no more masks, "" if there are; the output then ends, and is not to be
+        """Why no further masks come, "" if they do. On an error the output ends and must not be
         used.
         """
         return self._masks.errors[self._index]
 
     def is_ready(self) -> bool:
-        """Wait a little for the mask, unless the last one took longer than that too."""
+        """Return whether the next mask is here.
+
+        Waits up to `GRACE_S` seconds after the last token, unless the previous mask took longer
+        than that.
+        """
         is_quick = self._masks.took_s[self._index] < GRACE_S
         self.wait(self._asked_s + GRACE_S - time.perf_counter() if is_quick else 0.0)
         is_ready = self._masks.masks[self._index] is not None
@@ -114,7 +121,7 @@ class JsonConstraint:
 
 
 class Grammars:
-    """Makes constraints for one model. Its process starts with the first of them."""
+    """Creates JSON constraints for one model. Its fork server starts at first use."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._tokenizer, self._vocab_size, self._eos_token_ids = (
@@ -126,8 +133,10 @@ class Grammars:
         self._server: ForkServer | None = None
 
     async def constraints(self, schema: dict[str, Any], count: int) -> list[JsonConstraint]:
-        """Return one for each of `count` outputs, ready; `ValueError` for a schema that cannot
-        be followed.
+        """Return `count` constraints for `schema`, each with its first mask ready.
+
+        Raises ValueError if the schema is invalid, too large or unsupported, or the model has no
+        end token, and `LostError` if the fork was killed.
         """
         check(
             bool(self._eos_token_ids),
@@ -151,7 +160,7 @@ class Grammars:
         return [JsonConstraint(masks, index, self._eos_token_ids[0]) for index in range(count)]
 
     def close(self) -> None:
-        """End the process."""
+        """Kill the fork server."""
         if self._server is not None:
             self._server.close()
 

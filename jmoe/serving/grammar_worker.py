@@ -1,6 +1,7 @@
-"""Compute, in a fork, the masks of tokens that a JSON schema allows next, by llguidance.
+"""The fork's side of `grammar`: computes masks of the tokens that a JSON schema allows next, with
+llguidance.
 
-The module imports no numpy, whose threads a fork could not have.
+This module must not import numpy, whose threads a fork would lack.
 """
 
 import json
@@ -10,34 +11,36 @@ from collections.abc import Callable
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-# between the tokens of JSON: for lines and indentation, but nothing to go on with for ever
+# White space between JSON tokens: bounded, so that a model cannot emit it forever.
 WHITESPACE = r"\n? {0,32}"
-# A question after the first: the number of an output, and the token that has come next.
+# A question after the first: number of an output, and the token drawn for it.
 TOKEN = struct.Struct("!II")
-# An answer: the number of an output, how long it took, and a mask, or what is wrong.
+# Head of an answer: number of an output, seconds taken, kind (mask or error text follows).
 MASK, WRONG = b"=", b"!"
 HEAD = struct.Struct("!Idc")
 
 
 class _Session:
-    """The matchers of one request's outputs."""
+    """The llguidance matchers of one request's outputs."""
 
     def __init__(self, tokens: LLTokenizer) -> None:
         self._tokens = tokens
-        # llguidance's masks have a bit more than there are tokens: a word where 32 divides these
+        # llguidance's masks have one extra bit, i.e. an extra word if 32 divides the vocab size
         self._mask_bytes = 4 * -(-tokens.vocab_size // 32)
         self._matchers: list[LLMatcher] = []
 
     def answer(self, question: bytes) -> bytes:
-        """Begin with {"schema": ..., "count": ...}; then take in a token of an output, and say
-        what may follow.
+        """Return the packed `HEAD` and the next mask of one output, or an error message.
+
+        The first question is the JSON `{"schema": ..., "count": ...}`; each later one is a packed
+        `TOKEN`: the number of an output and the token drawn for it.
         """
         begun_s = time.perf_counter()
         index = 0
         if not self._matchers:
             try:
                 self._begin(**json.loads(question))
-            except ValueError as error:  # half of a surrogate pair, say
+            except ValueError as error:  # e.g. a lone surrogate
                 return HEAD.pack(index, 0.0, WRONG) + str(error).encode("utf-8", "replace")
         else:
             index, token = TOKEN.unpack(question)
@@ -56,15 +59,16 @@ class _Session:
             self._tokens, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False)
         )
         if not matcher.is_error():
-            matcher.compute_bitmask()  # the copies begin with what it has found out
+            matcher.compute_bitmask()  # fills caches that the copies inherit
         self._matchers = [matcher, *(matcher.deep_copy() for _ in range(count - 1))]
 
 
 def begin_masks(
     tokenizer: str, vocab_size: int, eos_token_ids: list[int]
 ) -> Callable[[bytes], bytes]:
-    """Return what a fork answers: masks of a bit a token, in words of 32.
+    """Return the function with which a fork answers questions: packed masks, one bit a token, in
+    32-bit words.
 
-    tokenizer: the contents of tokenizer.json.
+    tokenizer: content of tokenizer.json.
     """
     return _Session(LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=eos_token_ids)).answer

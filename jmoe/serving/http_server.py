@@ -1,5 +1,5 @@
-"""uvicorn, with an orderly end: what runs is finished, or its time runs out, and the exit status
-is 0.
+"""A uvicorn server that drains on SIGTERM: running requests finish or time out, and the exit
+status is 0.
 """
 
 import asyncio
@@ -22,22 +22,22 @@ from jmoe.serving.connection import Connections
 from jmoe.serving.engine_loop import EngineLoop
 
 BACKLOG = 1024
-OTHER_FILES = 256  # than connections: of experts, of forks, of libraries
-GRACE_S = 5.0  # for the last errors to go out
+OTHER_FILES = 256  # open files besides connections: experts, forks, libraries
+GRACE_S = 5.0  # time to send the last errors
 IDLE_CHECK_S = 0.05
 
 
 class HttpServer(uvicorn.Server):
-    """Serves until SIGTERM or SIGINT; a second SIGINT ends the process at once.
+    """Serves until SIGTERM or SIGINT; a second SIGINT exits immediately.
 
-    Until what runs has ended it goes on listening, so that probes and clients are told why nothing
-    more is taken in.
+    While running requests drain, the server keeps listening and answers new requests and probes
+    with 503.
     """
 
     def __init__(
         self, app: FastAPI, loop: EngineLoop, config: ServeConfig, announce: Callable[[], None]
     ) -> None:
-        AppStatus.disable_automatic_graceful_drain()  # it would cut every stream at SIGTERM
+        AppStatus.disable_automatic_graceful_drain()  # else SIGTERM would cut every stream
         super().__init__(
             uvicorn.Config(
                 app,
@@ -60,7 +60,7 @@ class HttpServer(uvicorn.Server):
         await super().startup(sockets)
         if self.started:
             gc.collect()
-            # else each collection, which a large body may bring about, looks at all that was loaded
+            # keeps later collections, which large bodies trigger, from scanning loaded modules
             gc.freeze()
             if (leader := self._engine_loop.engine.leader) is not None:
                 leader.on_stop = partial(
@@ -71,8 +71,10 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Drain at a signal; uvicorn would raise it again when all is done, and end the process
-        with its status.
+        """Install the drain handlers for SIGTERM and SIGINT.
+
+        uvicorn's own version re-raises the signal at the end, which would make the exit status
+        nonzero.
         """
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._drain, signal.SIGTERM)
@@ -104,8 +106,10 @@ class HttpServer(uvicorn.Server):
             self._drain(signal.SIGTERM)
 
     async def _exit_when_process_lost(self) -> None:
-        """Say for a while why nothing is served, then end, for a supervisor to start all
-        processes again.
+        """Exit some time after another process of the engine was lost, so that a supervisor
+        restarts all of them.
+
+        Until then, for `drain_timeout_s` seconds, requests get the reason in a 503 response.
         """
         await self._engine_loop.lost_process.wait()
         await asyncio.sleep(self._drain_timeout_s)
@@ -119,10 +123,10 @@ class HttpServer(uvicorn.Server):
 
 
 def allow_open_files(max_connections: int) -> None:
-    """Let this process have so many connections open; `ValueError` where the system allows fewer.
+    """Raise the soft limit of open files to `max_connections` plus `OTHER_FILES`.
 
-    Without room for one more file the system turns away whoever comes next, and no client makes
-    room for another.
+    Without that, accepting a connection at the file limit would fail before another connection can
+    be evicted. Raises ValueError if the hard limit is lower.
     """
     allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = max_connections + OTHER_FILES
@@ -134,8 +138,10 @@ def allow_open_files(max_connections: int) -> None:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket to listen on, taken before the model is loaded; `OSError` naming the
-    address if it is in use.
+    """Return a socket bound to the address; called before the model is loaded, so that a used port
+    fails early.
+
+    Raises OSError that names the address.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)

@@ -1,6 +1,7 @@
-"""Bodies of requests, read as JSON in which every name has one value.
+"""JSON parsing of request bodies that rejects duplicate names in an object.
 
-Python's own reader takes the last of several.
+Python's `json` would silently keep the last of several values. Routes of `app`, `chat` and
+`completions` use it through `JsonRoute`.
 """
 
 import asyncio
@@ -18,7 +19,7 @@ LONG_BODY_BYTES = 1 << 16
 
 
 class JsonRoute(APIRoute):
-    """A route whose body is read by `parse_body`."""
+    """A FastAPI route that parses request bodies with `parse_body`."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -33,7 +34,7 @@ class _JsonRequest(Request):
     async def json(self) -> Any:
         if not hasattr(self, "_json"):
             body = await self.body()
-            if len(body) > LONG_BODY_BYTES:  # its objects, one by one, would hold up the event loop
+            if len(body) > LONG_BODY_BYTES:  # parsing would block the event loop
                 self._json = await asyncio.to_thread(parse_body, body)
             else:
                 self._json = parse_body(body)
@@ -41,11 +42,11 @@ class _JsonRequest(Request):
 
 
 def parse_body(body: bytes) -> Any:
-    """Return the value that a body holds.
+    """Return the JSON value in `body`.
 
-    Raises `ApiError` 400 for a name that an object has twice, NaN and Infinity, a nesting that is
-    too deep, a number that is too long, and bytes that are no UTF-8; `json.JSONDecodeError` for
-    other mistakes.
+    Raises `ApiError` 400 for a duplicate name in an object, NaN or Infinity, too deep nesting, an
+    integer with too many digits, and invalid UTF-8; raises `json.JSONDecodeError` for other syntax
+    errors.
     """
     try:
         return json.loads(body, object_pairs_hook=_unique, parse_constant=_refuse_constant)
@@ -55,7 +56,7 @@ def parse_body(body: bytes) -> Any:
         raise ApiError(400, "the body is not UTF-8") from error
     except RecursionError as error:
         raise ApiError(400, "lists and objects of the body are nested too deeply") from error
-    except ValueError as error:  # of `int`
+    except ValueError as error:  # raised by `int`
         raise ApiError(400, "a number of the body has too many digits") from error
 
 

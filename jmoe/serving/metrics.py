@@ -1,5 +1,5 @@
-"""`/metrics` for Prometheus: vLLM's names where the meaning is the same, `jmoe:` for what only jmoe
-has.
+"""Prometheus metrics for `/metrics`: vLLM's names where the meaning is the same, else `jmoe:`
+names.
 
 https://docs.vllm.ai/en/latest/usage/metrics
 """
@@ -54,7 +54,7 @@ BALANCE = (
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The engine between two steps."""
+    """Statistics of the engine and scheduler, taken between two steps."""
 
     engine: EngineStats
     scheduler: SchedulerStats
@@ -62,16 +62,18 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class View:
-    """The places of experts, which take a while to find. slots: (layer, expert) of each, or
-    None; empty: all stay.
+    """Expert residency and load, too slow to collect at every step.
+
+    slots: for each slot its (layer, expert), or None if the slot is empty; an empty list if all
+    experts stay on the device.
     """
 
     slots: list[tuple[int, int] | None]
-    expert_counts: list[list[int]]  # [layer][expert], tokens of the last steps
+    expert_counts: list[list[int]]  # [layer][expert]: tokens routed in the last steps
 
 
 class Watched(Protocol):
-    """Whoever runs an engine."""
+    """The engine runner whose statistics `Metrics` collects; `EngineLoop` is one."""
 
     snapshot: Snapshot
     last_view: View
@@ -79,7 +81,7 @@ class Watched(Protocol):
 
 
 class Metrics(Collector):
-    """Counters of requests while they are served, and of what an engine counts itself."""
+    """Prometheus metrics of requests, and of the engine's own statistics."""
 
     def __init__(self, model_name: str) -> None:
         self.registry, self.model_name = CollectorRegistry(), model_name
@@ -125,7 +127,7 @@ class Metrics(Collector):
         )
 
     def observe(self, output: Output, now_s: float) -> None:
-        """Count what a sequence was given, and keep in it how far it is."""
+        """Count an output's tokens and latencies. Updates the delivery fields of its sequence."""
         sequence, num_tokens = output.sequence, len(output.token_ids)
         prompt_tokens = len(sequence.prompt_token_ids)
         self.generation_tokens.inc(num_tokens)
@@ -149,16 +151,16 @@ class Metrics(Collector):
                 self.time_per_output_token.observe(mean_s)
 
     def watch(self, loop: Watched) -> None:
-        """Include what the engine counts itself."""
+        """Add the statistics of `loop` to the metrics."""
         self._loop = loop
         self.registry.register(self)
 
     def text(self) -> bytes:
-        """Return everything in Prometheus's text format."""
+        """Return all metrics in Prometheus's text format."""
         return generate_latest(self.registry)
 
     def collect(self) -> Iterable[Any]:
-        """Yield what the engine counts; `text` asks for it."""
+        """Yield the engine's metrics; the registry calls it for `text`."""
         engine, scheduler = self._loop.snapshot.engine, self._loop.snapshot.scheduler
         kv_usage = scheduler.kv_tokens / self._loop.kv_tokens_total
         copying = engine.roofline_fraction
@@ -243,7 +245,10 @@ class Metrics(Collector):
     def _family(
         self, family: Any, name: str, text: str, label: str | None, values: Mapping[str, float]
     ) -> Any:
-        """Return a metric with a value for each value of a label, or one value without a label."""
+        """Return one metric with a sample for each entry of `values`.
+
+        values: sample by value of `label`; without a label, a single entry.
+        """
         metric = family(name, text, labels=[LABEL] if label is None else [LABEL, label])
         for label_value, value in values.items():
             metric.add_metric(

@@ -1,5 +1,5 @@
-"""Middleware before every handler: a request id, API keys, the host, limits of bodies, headers,
-one line of log.
+"""ASGI middleware around all handlers: request id, host check, API keys, body limits, security
+headers and access log.
 """
 
 import asyncio
@@ -19,22 +19,25 @@ from jmoe.serving.shares import Shares, client_at
 
 log = logging.getLogger(__name__)
 
-DISCONNECTED = 499  # nginx's status for a client that has gone; nobody reads it
-OPEN_PATHS = {"/", "/health", "/ready"}  # hold nothing that a key protects
+DISCONNECTED = 499  # nginx's status for a client that disconnected
+OPEN_PATHS = {"/", "/health", "/ready"}  # served without a key
 ID_HEADER = "x-request-id"
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 MAX_LOGGED_PATH = 200
-# Of all bodies that are being read or answered, in bodies of the largest size.
+# Memory limit of all bodies being read or processed, in units of the maximum body size.
 MAX_BODIES = 16
-SMALL_SHARE = 256  # a client may always hold this part of it
-STALL_S = 1.0  # a client's own bodies of which nothing has come for so long give way to its others
+SMALL_SHARE = 256  # each client is guaranteed 1 / SMALL_SHARE of that memory
+STALL_S = 1.0  # a body without data for so long is evictable for its own client's others
 SECURITY_HEADERS = {"x-content-type-options": "nosniff", "x-frame-options": "DENY"}
-# where a response has none of its own
+# for responses that set none
 CONTENT_SECURITY_POLICY = "default-src 'none'; frame-ancestors 'none'"
 
 
 class AuthMiddleware:
-    """ASGI middleware that lets in who may be served. api_keys: none lets everyone in."""
+    """ASGI middleware that checks host and API key and reads the body before the handler runs.
+
+    api_keys: a false value accepts every client.
+    """
 
     def __init__(self, app: ASGIApp, api_keys: ApiKeys, config: ServeConfig) -> None:
         self._app, self._max_body_bytes = app, config.max_body_bytes
@@ -42,9 +45,9 @@ class AuthMiddleware:
         address = _address(config.host)
         is_loopback = config.host == "localhost" or (address is not None and address.is_loopback)
         self._hosts = {"localhost", *config.allowed_hosts} if is_loopback and not api_keys else None
-        # that are read or answered
+        # bodies being read or processed
         self._bytes: Shares[_Body] = Shares(MAX_BODIES * config.max_body_bytes)
-        # the one of which nothing has come for the longest first
+        # ordered by time of last data, oldest first
         self._arriving: dict[_Body, None] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -74,7 +77,7 @@ class AuthMiddleware:
             self._check_host(headers)
             self._check_key(scope, headers)
             if await self._read_body(scope, headers, receive, body):
-                # HEAD is GET without a body, which uvicorn leaves out
+                # handled as GET; uvicorn omits the response body
                 asked = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
                 await self._app(asked, _replay(bytes(body.data), receive), send_with_headers)
         except ApiError as error:
@@ -87,7 +90,7 @@ class AuthMiddleware:
                 if scope["path"] not in LOGGED_PATHS and status < 400
                 else logging.INFO
             )
-            # as it was sent: one line
+            # percent-encoded as sent, so without line breaks
             path = scope["raw_path"].decode("ascii", "backslashreplace")[:MAX_LOGGED_PATH]
             log.log(
                 level,
@@ -101,8 +104,8 @@ class AuthMiddleware:
             )
 
     def _check_host(self, headers: Headers) -> None:
-        """Raise `ApiError` 403 for a name that a page of another site may have given to a
-        loopback address.
+        """Raise `ApiError` 403 if a loopback server without keys is addressed by a foreign host
+        name (DNS rebinding).
         """
         host = headers.get("host", "localhost").lower()
         name = (
@@ -116,7 +119,10 @@ class AuthMiddleware:
             raise ApiError(403, message, code="host_not_allowed")
 
     def _check_key(self, scope: Scope, headers: Headers) -> None:
-        """Note who the client is: a key, or an address."""
+        """Store the client identity, its key's digest or its address, in the request state.
+
+        Raises `ApiError` 401 for a missing or wrong key.
+        """
         scope["state"]["client"] = client_at((scope.get("client") or ("",))[0])
         if not self._keys or scope["path"] in OPEN_PATHS:
             return
@@ -131,11 +137,11 @@ class AuthMiddleware:
     async def _read_body(
         self, scope: Scope, headers: Headers, receive: Receive, body: "_Body"
     ) -> bool:
-        """Read the whole body; False if the client has gone before.
+        """Read the whole body into `body`; return False if the client disconnects first.
 
-        `ApiError` 415 for a compressed one, 413 as soon as it is known to be too large, 503 if
-        there is no room for it, or another client's takes its room. A body that nothing asks for is
-        not read.
+        Bodies of GET, HEAD and open paths are not read. Raises `ApiError` 415 for a compressed
+        body, 413 as soon as the body is known to be too large, and 503 if the memory for bodies is
+        exhausted or this body is evicted for another client's.
         """
         if scope["method"] in ("GET", "HEAD") or scope["path"] in OPEN_PATHS:
             return True
@@ -167,8 +173,11 @@ class AuthMiddleware:
         )
 
     def _take(self, body: "_Body", piece: bytes, client: str) -> None:
-        """Append a piece; where there is no room for it, the slowest bodies of the client with
-        the most give way.
+        """Append `piece` to the body, evicting slow bodies of the largest holder if the memory for
+        bodies is exhausted.
+
+        Raises `ApiError` 503 if no body can be evicted and the client holds more than its
+        guaranteed share.
         """
         now_s = time.monotonic()
         self._arriving[body] = self._arriving.pop(body)
@@ -194,7 +203,7 @@ class AuthMiddleware:
 
 
 class _Body:
-    """A body that arrives, and the task that waits for it."""
+    """A request body in transfer, and the task that receives it."""
 
     def __init__(self) -> None:
         self.data, self.client, self.last_s = bytearray(), "", 0.0
@@ -221,7 +230,7 @@ def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """Return the body at once, then what follows it."""
+    """Return an ASGI `receive` that yields the buffered body once, then delegates to `receive`."""
     pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replay() -> Message:

@@ -1,4 +1,6 @@
-"""How a chat's tokens are drawn, and where its turns end, unless a request says otherwise."""
+"""Sampling defaults and end-of-turn tokens from a model's files, for requests that do not set
+them.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,10 @@ from jmoe.models.pretrained import read_config
 
 @dataclass(frozen=True)
 class ModelSampling:
-    """Defaults from a model's files for requests that leave sampling open.
+    """Sampling defaults from a model's files.
 
-    defaults: fields of `SamplingParams`. turn_end_token_ids: end a turn of a chat, beside those
-    that end any text.
+    defaults: fields of `SamplingParams`. turn_end_token_ids: tokens that end a chat turn, in
+    addition to the model's end-of-text tokens.
     """
 
     config: GenerationConfig
@@ -28,8 +30,9 @@ class ModelSampling:
 
     @classmethod
     def read(cls, folder: Path, wanted: Literal["model", "openai"]) -> ModelSampling:
-        """Read a Hugging Face folder's; `ValueError` naming the file for numbers that cannot be
-        drawn by.
+        """Return the defaults of a Hugging Face model folder; with `wanted` "openai", none.
+
+        Raises ValueError naming the file if its values are invalid.
         """
         config = GenerationConfig.read(folder, read_config(folder))
         if wanted == "openai":
@@ -44,7 +47,9 @@ class ModelSampling:
     def with_turn_ends(
         self, names: Iterable[str], tokenizer: Tokenizer, vocab_size: int
     ) -> ModelSampling:
-        """Return it with the tokens of these names, and config.json's, as ends of turns."""
+        """Return a copy whose turn ends are the tokens `names` and config.json's end tokens, as
+        far as they exist.
+        """
         ids = {tokenizer.token_to_id(name) for name in names} | {*self.config.config_eos_token_ids}
         ends = {token for token in ids if token is not None and token < vocab_size} - {
             *self.config.eos_token_ids

@@ -1,9 +1,9 @@
-"""Bodies of requests and responses, named as OpenAI's and vLLM's.
+"""Pydantic models of request and response bodies, with the names of OpenAI's and vLLM's APIs.
 
 https://platform.openai.com/docs/api-reference and
 https://docs.vllm.ai/en/latest/serving/openai_compatible_server. A parameter that would change the
-answer is honoured or refused by its name. What changes nothing is accepted: null, the value that is
-the default anyway (`_only`), and hints about billing, caches and the client (`Hint`).
+answer is either honoured or rejected by name. Accepted without effect: null, default values
+(`_only`), and hints about billing, caches and the client (`Hint`).
 """
 
 import math
@@ -37,51 +37,53 @@ from jmoe.serving.model_sampling import ModelSampling
 
 MAX_CHOICES = 128
 MAX_PROMPTS = 8192
-MAX_MESSAGES = 4096  # and pieces of their content, all together
+MAX_MESSAGES = 4096  # also the limit on all content parts together
 MAX_VARIABLES = 64
 T = TypeVar("T")
-# its first mistake is enough: there may be a million
+# report only the first error: a list may have a million
 FastList = Annotated[list[T], Field(fail_fast=True)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 def _text_or_list(value: Any) -> str:
-    """Return what a value is validated as: errors of both would be told of both."""
+    """Return the union tag of a value, so that only one union member reports errors."""
     return "list" if isinstance(value, list) else "text"
 
 
 _NUMBER = re.compile(r"-?[0-9]{1,20}(\.[0-9]{1,20})?([eE][+-]?[0-9]{1,3})?")
-MOST_TOKENS = 2**31 - 1  # "as many as fit"
+MOST_TOKENS = 2**31 - 1  # stands for "as many as the context allows"
 
 
 def _as_number(value: Any) -> Any:
-    """Return the number that a text like "0.7" is, and 5 for 5.0: some clients send numbers so."""
+    """Return 0.7 for the string "0.7" and 5 for 5.0; any other value unchanged."""
     if isinstance(value, str) and _NUMBER.fullmatch(value):
         value = float(value) if set(value) & set(".eE") else int(value)
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _without_empty(value: Any) -> Any:
-    """Return stop strings without those that stop nothing."""
+    """Return stop strings without empty ones."""
     if isinstance(value, list):
         return [one for one in value if one != ""]
     return [] if value == "" else value
 
 
 def _none_if_false(value: Any) -> Any:
-    """Return None for false: chats switch log-probabilities off so."""
+    """Return None for false, by which chat clients switch log-probabilities off."""
     return None if value is False else value
 
 
 StopString = Annotated[str, Field(max_length=MAX_STOP_CHARS)]
 Finite = Annotated[float, BeforeValidator(_as_number), Field(allow_inf_nan=False)]
 Whole = Annotated[int, BeforeValidator(_as_number)]
-Hint = Any  # names the client, or asks for what no answer depends on: taken and not looked at
+Hint = Any  # accepted and ignored: no answer depends on it
 FinishReason = Literal["stop", "length"]
 
 
 def _at_most(count: int) -> BeforeValidator:
-    """Refuse a longer dict before each of its entries is looked at."""
+    """Return a validator that rejects a dict with more than `count` entries before validating
+    them.
+    """
 
     def check(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > count:
@@ -92,7 +94,9 @@ def _at_most(count: int) -> BeforeValidator:
 
 
 def _only(*harmless: Any) -> BeforeValidator:
-    """Refuse, as a parameter that is not supported, every value but those that change nothing."""
+    """Return a validator that rejects every value except `harmless` ones, which equal the server's
+    behaviour anyway.
+    """
 
     def check(value: Any) -> Any:
         if not any(value == one and isinstance(value, type(one)) for one in harmless):
@@ -106,16 +110,14 @@ def _only(*harmless: Any) -> BeforeValidator:
 
 
 class RequestBody(BaseModel):
-    """Strict: no parameter that would change the answer is ignored."""
+    """Base of request bodies: strict types, and unknown parameters are errors."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     @model_validator(mode="before")
     @classmethod
     def _only_known(cls, data: Any) -> Any:
-        """Take null for nothing. Of parameters that are not known the first is named, and only
-        that.
-        """
+        """Drop null values; raise an error that names the first unknown parameter."""
         if not isinstance(data, dict):
             return data
         present = {name: value for name, value in data.items() if value is not None}
@@ -131,10 +133,10 @@ class RequestBody(BaseModel):
 
 
 class StreamOptions(RequestBody):
-    """include_usage: a last chunk with the token counts. continuous_usage_stats: also those so far
-    with every chunk.
+    """Options of a streamed response.
 
-    include_obfuscation: OpenAI's padding of chunks, of which this server sends none.
+    include_usage: send token counts in a last chunk. continuous_usage_stats: send the counts so far
+    with every chunk too. include_obfuscation: OpenAI's chunk padding; accepted without effect.
     """
 
     include_usage: bool = False
@@ -149,7 +151,7 @@ class StreamOptions(RequestBody):
 
 
 class JsonSchema(RequestBody):
-    """The schema an answer follows."""
+    """The JSON schema that an answer must follow."""
 
     name: str
     description: str | None = None
@@ -158,7 +160,7 @@ class JsonSchema(RequestBody):
 
 
 class ResponseFormat(RequestBody):
-    """The form of an answer."""
+    """The required format of an answer."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -171,10 +173,10 @@ class ResponseFormat(RequestBody):
 
 
 class GenerationBody(RequestBody):
-    """Parameters that completions and chat completions have in common.
+    """Parameters common to completions and chat completions.
 
-    max_tokens: -1, as many as fit. stream_options: without a stream, nothing. store and the like
-    may only have the value that changes nothing.
+    max_tokens: -1 means as many as the context allows. stream_options: ignored without `stream`.
+    store, skip_special_tokens: only their default is accepted.
     """
 
     is_chat: ClassVar[bool] = False
@@ -231,7 +233,7 @@ class GenerationBody(RequestBody):
 
     @property
     def json_schema(self) -> dict[str, Any] | None:
-        """The schema that the answer has to follow."""
+        """The schema that the answer must follow, None if there is none."""
         if self.response_format is None or self.response_format.type == "text":
             return None
         schema = self.response_format.json_schema
@@ -239,19 +241,17 @@ class GenerationBody(RequestBody):
 
     @property
     def streamed_usage(self) -> StreamOptions:
-        """Which chunks have the token counts."""
+        """The stream options, with defaults if not given."""
         return self.stream_options or StreamOptions()
 
     @property
     def asked_tokens(self) -> int | None:
-        """The most tokens of an answer that the client asks for; None if it leaves that to the
-        server.
-        """
+        """The requested maximum of new tokens, None if the request sets none."""
         return MOST_TOKENS if self.max_tokens == -1 else self.max_tokens
 
     @property
     def _sampling_set(self) -> dict[str, Any]:
-        """Parameters that the request says and that a model may have defaults of."""
+        """Parameters that the request sets and for which a model may have defaults."""
         return {name: getattr(self, name) for name in SAMPLING if name in self.model_fields_set}
 
     def sampling(
@@ -263,11 +263,11 @@ class GenerationBody(RequestBody):
         logprobs: int | None,
         prompt_logprobs: int | None = None,
     ) -> SamplingParams:
-        """Return the parameters of one of the `n` choices; each has a seed of its own, the first
-        the request's.
+        """Return the sampling parameters of choice number `choice`.
 
-        max_new_tokens: what was asked for, or what the context leaves of it. model: its defaults.
-        `ValueError` for more min_tokens than max_tokens.
+        Choice i has the seed `seed + i`, so the choices differ. max_new_tokens: the requested
+        maximum, or the rest of the context if that is smaller. model: defaults for parameters that
+        the request does not set. Raises ValueError if min_tokens exceeds max_tokens.
         """
         asked = self.asked_tokens
         fits = asked is None or self.min_tokens <= asked
@@ -293,8 +293,8 @@ class GenerationBody(RequestBody):
 
 
 def _kind_of_prompt(prompt: Any) -> str:
-    """Return what a prompt is by its first element: a list is validated as one thing, not as all
-    it might be.
+    """Return the union tag of a prompt, from its first element, so that only one union member
+    validates it.
     """
     if not isinstance(prompt, list):
         return "text"
@@ -312,8 +312,9 @@ Prompt = Annotated[
 
 
 class CompletionRequest(GenerationBody):
-    """`POST /v1/completions`. prompt: text or token ids, or a list of them. max_tokens 0 needs
-    echo.
+    """Body of `POST /v1/completions`.
+
+    prompt: text, token ids, or a list of either. max_tokens may be 0 only with `echo`.
     """
 
     prompt: Prompt
@@ -333,14 +334,12 @@ class CompletionRequest(GenerationBody):
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
-        """One or several; an empty list is one prompt without a token."""
+        """The prompts as a list. An empty list is one prompt without tokens."""
         return [self.prompt] if _kind_of_prompt(self.prompt) in ("text", "tokens") else self.prompt  # type: ignore
 
 
 class TextPart(RequestBody):
-    """A piece of a message's content. cache_control: a hint of clients that also speak to
-    Anthropic.
-    """
+    """A text part of a message's content. cache_control: a hint of Anthropic clients, ignored."""
 
     type: Literal["text"]
     text: str
@@ -348,8 +347,10 @@ class TextPart(RequestBody):
 
 
 class Message(RequestBody):
-    """A message of a chat. reasoning_content, or by another name: how the assistant came to it,
-    for the template.
+    """A chat message.
+
+    reasoning_content, reasoning, thinking: the assistant's earlier reasoning under one of its
+    names, passed to the template.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -368,12 +369,12 @@ class Message(RequestBody):
 
     @property
     def reasoned(self) -> str:
-        """The reasoning under whichever name it has; "" without one."""
+        """The reasoning under whichever name it was given; "" without one."""
         return self.reasoning_content or self.reasoning or self.thinking or ""
 
     @property
     def text(self) -> str:
-        """The content as one string."""
+        """The content as one string, parts joined by newlines."""
         return (
             self.content
             if isinstance(self.content, str)
@@ -382,12 +383,13 @@ class Message(RequestBody):
 
     @property
     def size(self) -> int:
-        """Characters of the content and the reasoning."""
+        """Number of characters of content and reasoning."""
         return len(self.text) + len(self.reasoned)
 
     def for_template(self, as_parts: bool) -> dict[str, Any]:
-        """Return the message as the chat template takes it: its content as one string, or as
-        parts.
+        """Return the message as a dict for the chat template.
+
+        as_parts: pass the content as a list of text parts instead of one string.
         """
         content: str | list[dict[str, str]] = self.text
         if as_parts:
@@ -402,7 +404,7 @@ class Message(RequestBody):
         return {"role": self.role, "content": content} | present
 
 
-# What the server itself gives to a template.
+# Template variables that the server sets itself.
 RESERVED = ("messages", "add_generation_prompt", "tools", "documents", "self")
 
 
@@ -419,7 +421,7 @@ TemplateVariables = Annotated[
 
 
 def _check_parts(messages: Any) -> Any:
-    """Count the pieces of all messages before any of them is looked at."""
+    """Reject more than `MAX_MESSAGES` messages or content parts before validating each."""
     if isinstance(messages, list):
         contents = [message.get("content") for message in messages if isinstance(message, dict)]
         parts = sum(len(content) for content in contents if isinstance(content, list))
@@ -437,8 +439,9 @@ Messages = Annotated[
 
 
 class ChatCompletionRequest(GenerationBody):
-    """`POST /v1/chat/completions`. chat_template_kwargs: further variables of the model's
-    template.
+    """Body of `POST /v1/chat/completions`.
+
+    chat_template_kwargs: additional variables for the model's chat template.
     """
 
     is_chat = True
@@ -452,7 +455,7 @@ class ChatCompletionRequest(GenerationBody):
     chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
     tools: Annotated[list[Any], _only([])] = Field(default_factory=list)
     tool_choice: Annotated[str, _only("none", "auto")] = "none"
-    parallel_tool_calls: Hint = None  # of what no tool is there for
+    parallel_tool_calls: Hint = None  # irrelevant without tools
     functions: Annotated[list[Any], _only([])] = Field(default_factory=list)
     function_call: Annotated[str, _only("none", "auto")] = "none"
     modalities: Annotated[list[str], _only(["text"])] = Field(default_factory=lambda: ["text"])
@@ -474,7 +477,7 @@ class ChatCompletionRequest(GenerationBody):
 
 
 class TokenizeRequest(RequestBody):
-    """`POST /tokenize`: of a prompt, or of messages through the chat template."""
+    """Body of `POST /tokenize`: either a prompt, or messages for the chat template."""
 
     model: str | None = None
     prompt: str | None = None
@@ -492,19 +495,19 @@ class TokenizeRequest(RequestBody):
 
     @property
     def size(self) -> int:
-        """Characters, about."""
+        """Approximate number of characters."""
         return len(self.prompt or "") + sum(message.size for message in self.messages or [])
 
 
 class DetokenizeRequest(RequestBody):
-    """`POST /detokenize`."""
+    """Body of `POST /detokenize`."""
 
     model: str | None = None
     tokens: FastList[TokenId]
 
 
 class TokenizeResponse(BaseModel):
-    """count: of tokens. max_model_len: the most of a prompt and its output together."""
+    """count: number of tokens. max_model_len: maximum tokens of a prompt plus its output."""
 
     count: int
     max_model_len: int
@@ -513,13 +516,13 @@ class TokenizeResponse(BaseModel):
 
 
 class DetokenizeResponse(BaseModel):
-    """The text."""
+    """prompt: the decoded text."""
 
     prompt: str
 
 
 class Usage(BaseModel):
-    """Tokens of the prompts, each counted once, and of all choices."""
+    """Token counts: each prompt counted once, completions summed over all choices."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -527,7 +530,7 @@ class Usage(BaseModel):
 
 
 class CompletionLogprobs(BaseModel):
-    """Lists by token; null for the first of a prompt, which follows nothing."""
+    """Parallel lists, one entry a token. A prompt's first token has null log-probabilities."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -536,7 +539,7 @@ class CompletionLogprobs(BaseModel):
 
 
 class CompletionChoice(BaseModel):
-    """A text; in a stream the next piece of it, with finish_reason null until the last."""
+    """A completion, or in a stream its next part; finish_reason is null until the last part."""
 
     index: int
     text: str
@@ -545,7 +548,7 @@ class CompletionChoice(BaseModel):
 
 
 class Envelope(BaseModel):
-    """Fields that every response and every chunk of one request repeats."""
+    """Fields repeated in every response and every chunk of one request."""
 
     id: str
     created: int = Field(default_factory=lambda: math.floor(time.time()))
@@ -553,7 +556,7 @@ class Envelope(BaseModel):
 
 
 class CompletionResponse(Envelope):
-    """A response, or a chunk of a stream."""
+    """A response of `/v1/completions`, or one chunk of its stream."""
 
     object: Literal["text_completion"] = "text_completion"
     choices: list[CompletionChoice]
@@ -561,9 +564,7 @@ class CompletionResponse(Envelope):
 
 
 class TopLogprob(BaseModel):
-    """A token that could have stood there. bytes: its UTF-8, of which it may hold a part of a
-    character only.
-    """
+    """A candidate token. bytes: its UTF-8 bytes, which may be a partial character."""
 
     token: str
     logprob: float
@@ -571,20 +572,21 @@ class TopLogprob(BaseModel):
 
 
 class ChatLogprob(TopLogprob):
-    """A token of the answer."""
+    """A generated token with its alternatives."""
 
     top_logprobs: list[TopLogprob]
 
 
 class ChatLogprobs(BaseModel):
-    """Log-probabilities of a choice, or of a chunk."""
+    """Log-probabilities of a choice or of a stream chunk."""
 
     content: list[ChatLogprob]
 
 
 class AnswerMessage(BaseModel):
-    """The model's answer. reasoning_content: what it said in other channels; null where the
-    model has none.
+    """The generated message.
+
+    reasoning_content: text of the model's other channels, null if it has none.
     """
 
     role: Literal["assistant"] = "assistant"
@@ -593,7 +595,7 @@ class AnswerMessage(BaseModel):
 
 
 class ChatChoice(BaseModel):
-    """An answer."""
+    """One of the `n` generated messages."""
 
     index: int
     message: AnswerMessage
@@ -602,7 +604,7 @@ class ChatChoice(BaseModel):
 
 
 class ChatCompletionResponse(Envelope):
-    """The answers to a chat."""
+    """The whole response of `/v1/chat/completions`."""
 
     object: Literal["chat.completion"] = "chat.completion"
     choices: list[ChatChoice]
@@ -610,7 +612,7 @@ class ChatCompletionResponse(Envelope):
 
 
 class Delta(BaseModel):
-    """Text that a chunk adds to a message; the role comes with the first."""
+    """Text that a chunk adds to a message. Only the first delta has the role."""
 
     role: Literal["assistant"] | None = None
     content: str
@@ -618,7 +620,7 @@ class Delta(BaseModel):
 
 
 class ChunkChoice(BaseModel):
-    """The next piece of an answer, with finish_reason null until the last."""
+    """The next part of a choice; finish_reason is null until the last part."""
 
     index: int
     delta: Delta
@@ -627,7 +629,7 @@ class ChunkChoice(BaseModel):
 
 
 class ChatChunk(Envelope):
-    """A chunk of a stream."""
+    """One chunk of a streamed chat response."""
 
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     choices: list[ChunkChoice]
@@ -635,9 +637,10 @@ class ChatChunk(Envelope):
 
 
 class ModelCard(BaseModel):
-    """A model that is served. max_model_len: the most tokens of a prompt and its output together.
+    """The served model.
 
-    sampling_defaults: of requests that do not say these parameters.
+    max_model_len: maximum tokens of a prompt plus its output. sampling_defaults: values for
+    sampling parameters that a request omits.
     """
 
     id: str
@@ -649,24 +652,24 @@ class ModelCard(BaseModel):
 
 
 class ModelList(BaseModel):
-    """`GET /v1/models`."""
+    """Response of `GET /v1/models`."""
 
     object: Literal["list"] = "list"
     data: list[ModelCard]
 
 
 class Status(BaseModel):
-    """`GET /health` and `GET /ready`."""
+    """Response of `GET /health` and `GET /ready`."""
 
     status: Literal["ok"] = "ok"
 
 
 class LiveDevices(BaseModel):
-    """Several devices that share a model, since the start.
+    """Statistics of a model sharded over several devices, since the server's start.
 
-    loads, copies: of each device, choices of tokens that it computed, and experts copied to it.
-    balancedness: of each layer, the mean device's load as a part of the busiest one's. replans,
-    swaps: as in `PlacementStats`.
+    loads: by device, number of (token, expert) assignments computed. copies: by device, number of
+    experts copied to it. balancedness: by layer, mean device load divided by the maximum device
+    load. replans, swaps: see `PlacementStats`.
     """
 
     loads: list[float]
@@ -677,12 +680,12 @@ class LiveDevices(BaseModel):
 
 
 class Live(BaseModel):
-    """`GET /live`: what the page shows. Totals are since the start.
+    """Response of `GET /live`, shown by the status page. Totals are since the server's start.
 
-    chat: the model has a chat template. slots: for each slot the [layer, expert] in it, or null;
-    empty: all experts stay on the device. expert_counts: [layer][expert], how many tokens chose it
-    in the last steps. tokens_per_s: drawn in the last seconds. devices: null where there is only
-    one.
+    chat: whether the model has a chat template. slots: for each slot its [layer, expert], or null
+    if empty; an empty list if all experts stay on the device. expert_counts: [layer][expert],
+    tokens routed to it in the last steps. tokens_per_s: averaged over the last seconds. devices:
+    null with a single device.
     """
 
     model: str

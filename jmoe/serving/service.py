@@ -1,4 +1,4 @@
-"""The model that is served, with its tokenizer and template, and the engine's loop: what
+"""The served model with its tokenizer, chat template and engine loop: the state that all HTTP
 handlers share.
 """
 
@@ -35,19 +35,19 @@ from jmoe.serving.vocabulary import TokenVocabulary
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-# characters: of longer ones one is worked on at a time, so that short ones find a thread
+# characters; longer texts are processed one at a time, which keeps threads free
 LONG_TEXT = 1 << 16
-THREADS = 4  # that work on requests' texts at a time
-FORKS = max(4, len(os.sched_getaffinity(0)))  # that render and compile schemas at a time
-RENDER_S = 2.0  # of processor time
-RENDER_BYTES = 32  # of memory for each byte that a body may have, and of text an eighth of that
+THREADS = 4  # concurrent text-processing threads
+FORKS = max(4, len(os.sched_getaffinity(0)))  # concurrent forks
+RENDER_S = 2.0  # CPU time of one rendering
+RENDER_BYTES = 32  # memory limit per byte of a body; output limit: an eighth
 
 
 class Service:
-    """One model behind HTTP: everything but the routes."""
+    """One served model, without the HTTP routes."""
 
     def __init__(self, engine: Engine, config: ServeConfig, folder: Path, name: str) -> None:
-        """Compile what requests may need. folder: the model's, which must hold a tokenizer.json."""
+        """Compile the engine's programs. folder: the model's, which must hold a tokenizer.json."""
         assert engine.tokenizer is not None, "checked before the weights were read"
         engine.compile_for_service()
         self.config, self.name, self.created = config, name, int(time.time())
@@ -99,23 +99,23 @@ class Service:
         return self._templates is not None
 
     def close(self) -> None:
-        """End the processes that render and compile schemas."""
+        """Kill the worker processes that render templates and compile schemas."""
         if self._templates is not None:
             self._templates.close()
         self.grammars.close()
 
     def check_model(self, name: str | None) -> None:
-        """Raise `ApiError` 404 for another model."""
+        """Raise `ApiError` 404 if a request names another model."""
         if name not in (None, self.name):
             raise ApiError(
                 404, f"the model {name!r} is not served here", param="model", code="model_not_found"
             )
 
     async def off_the_loop(self, make: Callable[[], T], size: int, client: str) -> T:
-        """Run `make` in a thread: what grows with a request must not hold up the others. size: of
-        its text.
+        """Return `make()`, run in a thread so that long texts do not block the event loop.
 
-        `ApiError` 400 for a `ValueError`.
+        size: number of characters to process; above `LONG_TEXT`, one such call runs at a time.
+        Raises `ApiError` 400 if `make` raises ValueError.
         """
         try:
             async with (
@@ -127,7 +127,11 @@ class Service:
             raise ApiError.from_value_error(error) from error
 
     def encode(self, texts: list[str], *, add_special_tokens: bool = True) -> list[list[int]]:
-        """Return token ids; `ApiError` 400 for a text that cannot fit, by its length alone."""
+        """Return the token ids of each text.
+
+        Raises `ApiError` 400 for a text with lone surrogates, one that the tokenizer cannot encode,
+        or one longer than the context could hold.
+        """
         for text in texts:
             if printable(text) != text:
                 raise ApiError(400, "the prompt holds half of a surrogate pair, which is no text")
@@ -138,18 +142,20 @@ class Service:
                     " tokens that fit"
                 )
                 raise ApiError(400, message, code="context_length_exceeded")
-        try:  # `encode` would not let another thread of Python run meanwhile
+        try:  # the batch call releases the GIL, `encode` does not
             batch = self.tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         except BaseException as error:
-            # of Rust: no `Exception`, and in no module
+            # a Rust panic: not an `Exception`, and its class is not importable
             if type(error).__name__ != "PanicException":
                 raise
             raise ApiError(400, f"the model's tokenizer cannot encode the text: {error}") from error
         return [encoding.ids for encoding in batch]
 
     async def _at_turn(self, request: Request, work: Callable[[], Awaitable[T]]) -> T:
-        """Do work of a fork when it is the client's turn; give it up if the client leaves before
-        it is done. `ApiError` 503 if the fork is killed.
+        """Return the result of `work()`, run when the client gets a place among the `FORKS`
+        concurrent ones.
+
+        Cancels the work if the client disconnects. Raises `ApiError` 503 if the fork is killed.
         """
 
         async def do() -> T:
@@ -176,11 +182,12 @@ class Service:
         variables: dict[str, Any],
         request: Request,
     ) -> str:
-        """Return the prompt of a chat.
+        """Return the prompt text of a chat.
 
-        Text of a message that looks like a control token becomes one, as it does in transformers
-        and vLLM: the template gives one string.
-        https://github.com/huggingface/transformers/issues/29279
+        Message text that spells a control token becomes that token, as in transformers and vLLM,
+        since the template produces one string:
+        https://github.com/huggingface/transformers/issues/29279. Raises `ApiError` 400 if the model
+        has no template or the template fails.
         """
         if self._templates is None:
             raise ApiError(
@@ -206,10 +213,10 @@ class Service:
             raise ApiError(400, f"messages: {error}", param="messages") from error
 
     def max_new_tokens(self, prompt_token_ids: list[int], asked: int | None) -> int:
-        """Return how many tokens to draw at most: what is asked for, or what the prompt leaves of
-        the context.
+        """Return the maximum number of tokens to draw, at least 1: `asked`, limited to what the
+        prompt leaves of the context.
 
-        At least one. `ApiError` 400 for a prompt that leaves no room for it.
+        Raises `ApiError` 400 if the prompt leaves no space for a token.
         """
         length, limit = len(prompt_token_ids), self.max_seq_len
         if length >= limit:
@@ -226,8 +233,10 @@ class Service:
         prompts: list[list[int]],
         make: Callable[[list[int], int], SamplingParams],
     ) -> list[Sequence]:
-        """Return choice i of prompt p as sequence p * n + i; `ValueError` for what the engine
-        would refuse.
+        """Return one sequence for each prompt and choice; choice i of prompt p is at index p * n +
+        i.
+
+        Raises ValueError if the engine cannot take a request.
         """
         sequences = [
             Sequence(prompt, make(prompt, choice)) for prompt in prompts for choice in range(body.n)
@@ -239,8 +248,9 @@ class Service:
     async def constrain(
         self, body: GenerationBody, sequences: list[Sequence], request: Request
     ) -> None:
-        """Let sequences follow the schema that a body asks for; `ApiError` 400 for one that
-        cannot be followed.
+        """Attach JSON-schema constraints to the sequences if `body` asks for them.
+
+        Raises `ApiError` 400 if the schema cannot be followed.
         """
         if body.json_schema is None:
             return
@@ -258,12 +268,12 @@ class Service:
                 )
 
     def log_prompts(self, request: Request, prompts: list[Any]) -> None:
-        """Note the prompts themselves for the log, where that is asked for."""
+        """Add the prompts to the request's log line if `log_prompts` is set."""
         if self.config.log_prompts:
             request.state.note(repr(prompts))
 
 
 async def disconnected(request: Request) -> None:
-    """Return when the client has left, or has its answer."""
+    """Return when the client has disconnected or the response is complete."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

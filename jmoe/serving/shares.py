@@ -1,5 +1,8 @@
-"""Who holds how much of what all clients have together: places in the queue, bytes of bodies,
+"""Fair division of a limited resource among clients: queue places, bytes of request bodies,
 connections.
+
+Used by `engine_loop` (sequences and unsent output), `middleware` (request bodies) and `connection`
+(open connections).
 """
 
 import ipaddress
@@ -8,14 +11,15 @@ from collections.abc import Hashable, Iterable
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item", bound=Hashable)
-NETWORK_BITS = 64  # of an IPv6 address: one host has all the others to itself
+NETWORK_BITS = 64  # IPv6 prefix of one host's network
 
 
 class Shares(Generic[Item]):
-    """Amounts that clients hold by items, up to a limit for all together.
+    """The amount of a limited resource that each item (a request, a body, a connection) and each
+    client holds.
 
-    A client may take all that nobody else wants. Once the limit is reached, the client that holds
-    the most gives up items for one that holds less.
+    A client may hold everything that nobody else asks for. At the limit, `make_room` chooses items
+    of the largest holder for eviction, in favour of a client that holds less.
     """
 
     def __init__(self, limit: int) -> None:
@@ -24,8 +28,9 @@ class Shares(Generic[Item]):
         self._items: dict[Item, tuple[Hashable, int]] = {}
 
     def add(self, item: Item, client: Hashable, amount: int) -> None:
-        """Let an item of a client hold so much more, or less; one that holds nothing is
-        forgotten.
+        """Change the amount that `item` of `client` holds by `amount`, which may be negative.
+
+        An item whose amount reaches 0 is removed.
         """
         _, before = self._items.get(item, (client, 0))
         self._items[item] = client, before + amount
@@ -37,28 +42,33 @@ class Shares(Generic[Item]):
             del self._held[client]
 
     def remove(self, item: Item) -> None:
-        """Let an item hold nothing."""
+        """Set the amount of `item` to 0. An unknown item is ignored."""
         if item in self._items:
             client, amount = self._items[item]
             self.add(item, client, -amount)
 
     def held(self, client: Hashable) -> int:
-        """Return how much a client holds."""
+        """Return the total amount of all items of `client`."""
         return self._held[client]
 
     def amount(self, item: Item) -> int:
-        """Return how much an item holds."""
+        """Return the amount that `item` holds, 0 if the item is unknown."""
         return self._items[item][1] if item in self._items else 0
 
     def make_room(
         self, client: Hashable, amount: int, candidates: Iterable[Item], *, even: bool = False
     ) -> list[Item] | None:
-        """Return the items that have to go so that a client may hold so much more; None if it may
-        not.
+        """Return the items to evict before `client` may hold `amount` more, or None if the request
+        must be rejected.
 
-        candidates: items that may go, the first ones first. Those of other clients go while they
-        hold more than this one would, or as much if `even`. Its own go too, where it is the one
-        that holds the most.
+        An empty list means that the limit allows the amount already. The method only selects: the
+        caller evicts the items.
+
+        candidates: items that may be evicted; of one client's items, the first is evicted first.
+        Each eviction takes an item of the largest holder among the clients with candidates. Another
+        client's item is evicted only if that client holds more than `client` would hold afterwards;
+        with `even`, also if both hold the same. If `client` itself is the largest holder, its own
+        candidates are evicted.
         """
         held = self._held.copy()
         held[client] += amount
@@ -80,8 +90,10 @@ class Shares(Generic[Item]):
 
 
 def client_at(address: str) -> str:
-    """Return what a client without a key is known by: its address, or the network of an IPv6
-    address.
+    """Return the client identity for a request without an API key: the address; for IPv6, its /64
+    network.
+
+    A text that is no IP address is returned unchanged.
     """
     try:
         ip = ipaddress.ip_address(address)

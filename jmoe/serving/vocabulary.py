@@ -1,5 +1,5 @@
-"""The bytes of single tokens, which need not be whole characters; log-probabilities as OpenAI
-gives them.
+"""Byte content of single tokens, which may be partial UTF-8 characters, and log-probabilities in
+OpenAI's response formats.
 """
 
 import codecs
@@ -15,8 +15,9 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Return the character that stands for each byte in the tokens of a byte-level BPE (GPT-2's
-    `bytes_to_unicode`).
+    """Return the byte that each character of a byte-level BPE vocabulary stands for.
+
+    The inverse of GPT-2's `bytes_to_unicode`.
     """
     printable = {
         *range(ord("!"), ord("~") + 1),
@@ -30,7 +31,7 @@ def _byte_level_alphabet() -> dict[str, int]:
 
 
 class TokenVocabulary:
-    """The bytes and the text of each token of a tokenizer."""
+    """Byte content and text of each token of a tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -38,8 +39,7 @@ class TokenVocabulary:
         byte_level = '"ByteLevel"' in json.dumps(json.loads(tokenizer.to_str())["decoder"])
         self._alphabet = _byte_level_alphabet() if byte_level else None
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-        # Without bytes to fall back on, one token stands for any number of characters that the
-        # vocabulary lacks.
+        # Without byte fallback, one unknown token may stand for any number of characters.
         whole = byte_level or "<0x00>" in vocabulary
         self._longest = (
             max((len(self.bytes(token)) for token in vocabulary.values()), default=0)
@@ -48,8 +48,10 @@ class TokenVocabulary:
         )
 
     def bytes(self, token_id: int) -> bytes:
-        """Return b"" for an id that the tokenizer does not have; models have more rows than
-        tokenizers tokens.
+        """Return the bytes that the token contributes to decoded text.
+
+        Returns b"" for an id that the tokenizer lacks: a model's embedding may have more rows than
+        the tokenizer has tokens.
         """
         token: str | None = self._tokenizer.id_to_token(token_id)
         if token is None:
@@ -63,7 +65,9 @@ class TokenVocabulary:
         return token.replace("▁", " ").encode()
 
     def text(self, token_id: int) -> str:
-        r"""Return the text, or as OpenAI writes a part of a character, e.g. `bytes:\xf0\x9f`."""
+        r"""Return the token's text; for bytes that are not valid UTF-8, OpenAI's notation, e.g.
+        `bytes:\xf0\x9f`.
+        """
         data = self.bytes(token_id)
         try:
             return data.decode()
@@ -71,18 +75,27 @@ class TokenVocabulary:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def longest_text(self, num_tokens: int) -> int | None:
-        """Return the most characters that so many tokens can be; None if there is no limit."""
+        """Return the maximum number of characters that `num_tokens` tokens can encode.
+
+        Returns None if there is no maximum: without byte fallback, an unknown token may stand for
+        any number of characters.
+        """
         return None if self._longest is None else num_tokens * self._longest
 
     def is_special(self, token_id: int) -> bool:
-        """Return whether the token is left out of the text of an output."""
+        """Return whether the token is an added token (special tokens among them), which decoding
+        may omit from the output text.
+        """
         return token_id in self._special
 
     def completion_logprobs(
         self, prompt_token_ids: list[int], logprobs: list[TokenLogprob], text_offset: list[int]
     ) -> CompletionLogprobs:
-        """Return them as OpenAI does. prompt_token_ids: only the first, if the tokens begin with
-        it.
+        """Return log-probabilities in the format of OpenAI's `/v1/completions`.
+
+        prompt_token_ids: a prompt's first token if the tokens begin with an echoed prompt, else
+        empty; its log-probability is null. logprobs: of the following tokens. text_offset:
+        character offset of every token, first prompt token included.
         """
         first = [self.text(token) for token in prompt_token_ids]
         return CompletionLogprobs(
@@ -100,8 +113,9 @@ class TokenVocabulary:
         return ChatLogprobs(content=content)
 
     def _top(self, logprob: TokenLogprob) -> dict[str, float]:
-        """Return the most likely tokens and the one drawn; of several with the same text the
-        most likely.
+        """Return log-probability by token text: the most likely tokens and the drawn token.
+
+        If several tokens have the same text, the most likely one's value is kept.
         """
         top: dict[str, float] = {}
         for token, value in (*logprob.top, (logprob.token_id, logprob.logprob)):
@@ -114,21 +128,28 @@ class TokenVocabulary:
 
 
 class TextOffsets:
-    """Counts at which character of a text each of its tokens begins.
+    """Computes the character offset in a text at which each of its tokens begins.
 
-    A token that goes on with a character begins where that character does, and text that is held
-    back counts too, so the numbers do not depend on when which piece of the text goes out.
+    A token that continues a multi-byte character has the offset of that character's start. Text
+    that the stream still holds back counts as well, so the offsets do not depend on how the text is
+    split into chunks.
     """
 
     def __init__(self, vocabulary: TokenVocabulary, text: str) -> None:
-        """Begin with a text, of which decoders strip the space before a first word."""
+        """Start at offset 0.
+
+        text: the beginning of the text. If it does not begin with a space, the decoder has stripped
+        the space of the first word, and that space does not count.
+        """
         self._vocabulary, self._strips_space = vocabulary, not text.startswith(" ")
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._num_characters = 0
 
     def advance(self, token_ids: list[int], text: str = "") -> list[int]:
-        """Return the offsets of the next tokens. text: special tokens count where they are part
-        of it.
+        """Return the character offsets of the next tokens.
+
+        text: the whole text. A special token takes up characters only if `text` contains the
+        token's text at its offset.
         """
         offsets = []
         for token in token_ids:
