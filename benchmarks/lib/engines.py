@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.lib import report
 from jmoe.config.engine import EngineConfig
 from jmoe.inference.engine import Engine
-from jmoe.inference.loading import takes_native
+from jmoe.inference.loading import uses_native
 from jmoe.inference.sampling_params import SamplingParams
 
 
@@ -38,9 +38,8 @@ def engine_of(a: argparse.Namespace, limits: dict[str, float] | None = None, **m
     }
     config = EngineConfig(**(chosen | more))
     if config.mesh.devices == 1:
-        takes_native(
-            config, waits=True
-        )  # else a first run would be measured without the native operations
+        # else a first run would be measured without the native operations
+        uses_native(config, waits=True)
     return Engine(a.model, config, bandwidth_limit_bytes_per_s=limits)
 
 

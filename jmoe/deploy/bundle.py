@@ -32,7 +32,7 @@ from jmoe.inference.loading import (
     open_checkpoint,
     plan_engine_memory,
     segments_of,
-    takes_native,
+    uses_native,
     with_sequence_length,
 )
 from jmoe.memory.closing import Closing
@@ -147,7 +147,7 @@ def _resolved(folder: Path, options: EngineConfig) -> tuple[EngineConfig, Segmen
     if options.policy == "auto" and memory.policy == "resident":
         options = replace(options, policy="resident")
     if jax.devices()[0].platform == "cpu" and options.mesh.devices == 1:
-        options = replace(options, native="on" if takes_native(options, waits=True) else "off")
+        options = replace(options, native="on" if uses_native(options, waits=True) else "off")
     return options, segments
 
 

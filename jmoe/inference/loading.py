@@ -110,7 +110,7 @@ class LoadedModel(Closing):
             ratio = 2 if runs_on_cpu() or mesh is not None else 4
             self.scheduler = Scheduler(options, checkpoint.eos_token_ids, ratio=ratio)
             limits = bandwidth_limit_bytes_per_s
-            use_native = mesh is None and takes_native(options, say)
+            use_native = mesh is None and uses_native(options, say)
             stack.enter_context(status(f"loading {checkpoint.folder}", say, timed=True))
             self.on_one: ModelRunner | None = None
             self.on_mesh: MeshRunner | None = None
@@ -183,49 +183,31 @@ def _one_device(
     )
 
 
-def takes_native(options: EngineConfig, say: Say = log.info, *, waits: bool = False) -> bool:
-    """Return whether an engine on one device uses native (C++) operations.
+def uses_native(options: EngineConfig, say: Say = log.info, *, waits: bool = False) -> bool:
+    """Return whether an engine on one device uses native (C++) operations, and load them if so.
 
     If they are not built on this machine yet, which takes a minute, this waits only if the options
     ask for them, or `waits` is set; otherwise they are built in the background for the next start.
     Raises ValueError naming the field if the options ask for them and they are not available.
     """
     platform, wanted = jax.devices()[0].platform, options.native
-    if wanted == "on" and options.policy != "hybrid":
-        check(
-            platform == "cpu",
-            "native",
-            wanted,
-            f"must be auto or off on a {platform}: the operations are a CPU's",
-        )
+    is_asked, is_hybrid = wanted == "on", options.policy == "hybrid"
+    if is_asked and not is_hybrid:
+        words = f"must be auto or off on a {platform}: the operations are a CPU's"
+        check(platform == "cpu", "native", wanted, words)
     if wanted == "off" or platform != "cpu":
         return False
     try:
-        waits = waits or wanted == "on" or options.policy == "hybrid"
-        if not waits and not native.is_built():
-            native.build_in_background()
-            log.warning(_BUILT_LATER)
-            return False
-        _load_native(say)
+        return _load_native(say, waits=waits or is_asked or is_hybrid)
     except native.NotBuiltError as error:
-        check(wanted != "on", "native", wanted, f"cannot be had here: {error}")
+        check(not is_asked, "native", wanted, f"cannot be had here: {error}")
         log.info("no native operations, steps of few tokens are slower: %s", error)
         return False
-    return True
-
-
-def _load_native(say: Say) -> None:
-    """Load the native operations; report it if they must be built first."""
-    with contextlib.ExitStack() as stack:
-        if not native.is_built():
-            stack.enter_context(
-                status("building the native operations, once on this machine", say, timed=True)
-            )
-        native.load()
 
 
 def computes_on_host(options: EngineConfig, plan: MemoryPlan) -> bool:
-    """Return whether the CPU may compute experts that the device lacks, with native operations.
+    """Return whether the CPU may compute experts that the device lacks, with native operations, and
+    load them if so.
 
     Policy "hybrid" waits until they are built; otherwise they are built in the background. Policy
     "auto" does not use them if the CPU is the device: no copy would be saved. Raises ValueError if
@@ -238,14 +220,28 @@ def computes_on_host(options: EngineConfig, plan: MemoryPlan) -> bool:
     if plan.expert_tier != "host" or not (is_asked or may_pay):
         return False
     try:
-        if not is_asked and not native.is_built():
-            native.build_in_background()
-            log.warning(_BUILT_LATER)
-            return False
-        _load_native(log.info)
+        return _load_native(log.info, waits=is_asked)
     except native.NotBuiltError as error:
         check(not is_asked, "policy", plan.policy, f"needs native operations: {error}")
         return False
+
+
+def _load_native(say: Say, *, waits: bool) -> bool:
+    """Load the native operations, and return whether they are there.
+
+    waits: build them first if they are not built, and report it; otherwise they are built in the
+    background, for the next start. Raises `NotBuiltError` if they cannot be built.
+    """
+    with contextlib.ExitStack() as stack:
+        if not native.is_built():
+            if not waits:
+                native.build_in_background()
+                log.warning(_BUILT_LATER)
+                return False
+            stack.enter_context(
+                status("building the native operations, once on this machine", say, timed=True)
+            )
+        native.load()
     return True
 
 
