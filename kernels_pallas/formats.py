@@ -22,7 +22,7 @@ class Format:
     bits of bfloat16. No two formats have the same pair, since stored arrays are told apart by it.
     block: inputs that share a scale. partial_block: the last block of a column may be shorter.
     native: the format's number in `kernels_pallas/native/rows.h`, None if C++ does not read it.
-    mosaic_gpu: whether `kernels_pallas/grouped_matmul/mosaic_gpu.py` reads it.
+    mosaic_gpu: whether `kernels_pallas/grouped_matmul/mosaic_forms.py` reads it.
     """
 
     name: FormatName

@@ -10,7 +10,7 @@ of one step.
 """
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-NUM_SMS = 132  # of an H100 SXM or an H200
+from kernels_pallas.hopper import ALL_SMS, Launch, Ref, Slice
+
 STAGES = 4
 STEP_BYTES = 32 * 1024
 SUM_BYTES = 160 * 1024  # shared memory of all stages and of two buffers of sums
@@ -43,15 +44,11 @@ def _step_size(total: int, most: int) -> int:
     return min(total & -total, 1 << (max(1, most).bit_length() - 1))
 
 
-def _steps(total: int, num_sms: int) -> jax.Array:
-    """Return how many of `total` steps this block runs: numbers sm, sm + num_sms, sm + 2 num_sms,
-    ...
-    """
-    return (total - lax.axis_index("sm") + (num_sms - 1)) // num_sms
-
-
 def _pipeline(
-    num_steps: jax.Array, load: Callable[..., None], finish: Callable[..., None], full: Any
+    num_steps: jax.Array,
+    load: Callable[[jax.Array, jax.Array], None],
+    finish: Callable[[jax.Array, jax.Array], None],
+    full: Ref,
 ) -> None:
     """Run `num_steps` steps: load(i, stage) runs STAGES - 1 steps ahead of finish(i, stage), which
     stores.
@@ -74,31 +71,12 @@ def _pipeline(
     plgpu.wait_smem_to_gmem(0)
 
 
-def _launch(
-    body: Callable[..., None],
-    out_type: jax.ShapeDtypeStruct,
-    scratch: list[Any],
-    num_sms: int,
-    interpret: Any,
-) -> Callable[..., jax.Array]:
-    return plgpu.kernel(
-        body,
-        out_type=out_type,
-        scratch_types=scratch,
-        grid=(num_sms,),
-        grid_names=("sm",),
-        compiler_params=plgpu.CompilerParams(),
-        **({} if interpret is None else {"interpret": interpret}),
-    )
-
-
 def gather_rows(
     x_TD: jax.Array,
     src_M: jax.Array,
     scale_M: jax.Array | None = None,
     *,
-    num_sms: int = NUM_SMS,
-    interpret: Any = None,
+    launch: Launch = ALL_SMS,
 ) -> jax.Array:
     """Return x_TD[src_M] [M, D], times scale_M if given; the last row of x where src_M == T."""
     num_rows, d = src_M.shape[0], x_TD.shape[1]
@@ -108,20 +86,17 @@ def gather_rows(
     src_M = jnp.minimum(src_M, x_TD.shape[0] - 1).astype(jnp.int32)
     scale = () if scale_M is None else (scale_M.astype(jnp.float32),)
 
-    def gather_rows_kernel(x, src, *refs):  # type: ignore[no-untyped-def]
+    def gather_rows_kernel(x: Ref, src: Ref, *refs: Ref) -> None:
         *scales, out, rows_smem, full = refs
 
-        def first(i: jax.Array) -> jax.Array:
-            return (lax.axis_index("sm") + i * num_sms) * size
-
         def load(i: jax.Array, stage: jax.Array) -> None:
-            row = first(i)
+            row = launch.piece(i) * size
             tokens = [src[row + b] for b in range(size)]
             for b, token in enumerate(tokens):
                 plgpu.copy_gmem_to_smem(x.at[token], rows_smem.at[stage, b], full.at[stage])
 
         def finish(i: jax.Array, stage: jax.Array) -> None:
-            row = first(i)
+            row = launch.piece(i) * size
             if scales:
                 for b in range(size):
                     scaled = rows_smem[stage, b].astype(jnp.float32) * scales[0][row + b]
@@ -129,87 +104,128 @@ def gather_rows(
                 plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(rows_smem.at[stage], out.at[pl.ds(row, size)])
 
-        _pipeline(_steps(num_rows // size, num_sms), load, finish, full)
+        _pipeline(launch.share(num_rows // size), load, finish, full)
 
     scratch = [
         plgpu.SMEM((STAGES, size, *line), x_TD.dtype),
         plgpu.Barrier(num_arrivals=size, num_barriers=STAGES),
     ]
     out_type = jax.ShapeDtypeStruct((num_rows, *line), x_TD.dtype)
-    return _launch(gather_rows_kernel, out_type, scratch, num_sms, interpret)(
-        x, src_M, *scale
-    ).reshape(num_rows, d)
+    kernel = launch.kernel(gather_rows_kernel, out_type, scratch)
+    return kernel(x, src_M, *scale).reshape(num_rows, d)
 
 
-def gather_sum(
-    y_MD: jax.Array,
-    slot_TK: jax.Array,
-    weights_TK: jax.Array | None = None,
-    *,
-    complete: bool = False,
-    num_sms: int = NUM_SMS,
-    interpret: Any = None,
-) -> jax.Array:
-    """Return float32 [T, D], the (weighted) sum over k of rows y_MD[slot_TK[t, k]]; a slot of M
-    adds 0.
-
-    complete: promises that no slot is M; this implementation does not use it.
+@dataclass(frozen=True)
+class _SumSteps:
+    """The steps of `gather_sum`: each sums the rows of `size` tokens, `height` lines of `line`
+    elements of each row. parts: steps that the lines of a row take.
     """
-    del complete
-    (num_tokens, k), (num_rows, d) = slot_TK.shape, y_MD.shape
-    y = _lines(y_MD)
-    lines, line = y.shape[1:]
+
+    k: int
+    line: int
+    height: int
+    parts: int
+    size: int
+
+    def place(self, index: jax.Array) -> tuple[jax.Array, Slice]:
+        """Return the first token of step `index` and its range of lines."""
+        block = index // self.parts
+        lines = pl.ds((index - block * self.parts) * self.height, self.height)
+        return block * self.size, lines
+
+    def token_sum(
+        self, rows: Ref, stage: jax.Array, weights: Ref, token: jax.Array, b: int
+    ) -> jax.Array:
+        """Return the weighted sum of the rows of token `token` + b, the b-th of a step.
+
+        rows: the stages' rows in shared memory. weights: of all choices; 0 if dropped.
+        """
+        total = jnp.zeros((self.height, self.line), jnp.float32)
+        for n in range(b * self.k, (b + 1) * self.k):
+            weight = weights[token * self.k + n]
+            row = rows[stage, n].astype(jnp.float32) * weight
+            kept = lax.broadcast(weight != 0.0, row.shape)  # a dropped row may hold NaN
+            total = total + jnp.where(kept, row, jnp.zeros_like(row))
+        return total
+
+
+def _sum_steps(num_tokens: int, k: int, lines: tuple[int, int], itemsize: int) -> _SumSteps:
+    """Return steps of as many tokens, or lines of one token, as fit into shared memory. lines: of a
+    row, (number, elements).
+    """
     if k > MAX_COPIES:
         raise NotImplementedError(f"{k} choices a token: at most {MAX_COPIES}")
-    fits = SUM_BYTES // (line * (STAGES * k * y_MD.dtype.itemsize + 2 * 4))
-    height = max(n for n in range(1, lines + 1) if lines % n == 0 and n <= max(1, fits))
-    size = _step_size(num_tokens, min(MAX_COPIES // k, fits // height)) if height == lines else 1
-    parts = lines // height
-    slot_N = slot_TK.reshape(-1).astype(jnp.int32)
-    kept_N = slot_N < num_rows
+    num_lines, line = lines
+    fits = SUM_BYTES // (line * (STAGES * k * itemsize + 2 * 4))
+    fitting = [n for n in range(1, num_lines + 1) if num_lines % n == 0 and n <= max(1, fits)]
+    height = max(fitting)
+    whole = height == num_lines
+    size = _step_size(num_tokens, min(MAX_COPIES // k, fits // height)) if whole else 1
+    return _SumSteps(k, line, height, num_lines // height, size)
+
+
+def _rows_and_weights(
+    row_TK: jax.Array, weights_TK: jax.Array | None, num_rows: int
+) -> tuple[jax.Array, jax.Array]:
+    """Return the row and float32 weight of each choice, [T K]; a dropped choice has some row and
+    weight 0.
+    """
+    row_N = row_TK.reshape(-1).astype(jnp.int32)
+    kept_N = row_N < num_rows
     weight_N = (
-        jnp.ones(slot_N.size, jnp.float32)
+        jnp.ones(row_N.size, jnp.float32)
         if weights_TK is None
         else weights_TK.reshape(-1).astype(jnp.float32)
     )
     weight_N = jnp.where(kept_N, weight_N, 0.0)
-    slot_N = jnp.minimum(slot_N, num_rows - 1)
+    return jnp.minimum(row_N, num_rows - 1), weight_N
 
-    def gather_sum_kernel(y, slots, weights, out, rows_smem, out_smem, full):  # type: ignore[no-untyped-def]
-        def place(i: jax.Array) -> tuple[jax.Array, Any]:
-            """Return the first token of step i and its range of lines."""
-            index = lax.axis_index("sm") + i * num_sms
-            block = index // parts
-            return block * size, pl.ds((index - block * parts) * height, height)
+
+def gather_sum(
+    y_MD: jax.Array,
+    row_TK: jax.Array,
+    weights_TK: jax.Array | None = None,
+    *,
+    complete: bool = False,
+    launch: Launch = ALL_SMS,
+) -> jax.Array:
+    """Return float32 [T, D], the (weighted) sum over k of rows y_MD[row_TK[t, k]]; a row of M adds
+    0.
+
+    complete: promises that no row is M; this implementation does not use it.
+    """
+    del complete
+    (num_tokens, k), (num_rows, d) = row_TK.shape, y_MD.shape
+    y = _lines(y_MD)
+    _, num_lines, line = y.shape
+    steps = _sum_steps(num_tokens, k, (num_lines, line), y_MD.dtype.itemsize)
+    size, height = steps.size, steps.height
+    row_N, weight_N = _rows_and_weights(row_TK, weights_TK, num_rows)
+
+    def gather_sum_kernel(y: Ref, rows: Ref, weights: Ref, out: Ref, *refs: Ref) -> None:
+        rows_smem, out_smem, full = refs
 
         def load(i: jax.Array, stage: jax.Array) -> None:
-            token, some = place(i)
-            rows = [slots[token * k + n] for n in range(size * k)]
-            for n, row in enumerate(rows):
+            token, some = steps.place(launch.piece(i))
+            copied = [rows[token * k + n] for n in range(size * k)]
+            for n, row in enumerate(copied):
                 plgpu.copy_gmem_to_smem(y.at[row, some], rows_smem.at[stage, n], full.at[stage])
 
         def finish(i: jax.Array, stage: jax.Array) -> None:
-            token, some = place(i)
+            token, some = steps.place(launch.piece(i))
             buffer = lax.rem(i, jnp.int32(2))
             for b in range(size):
-                total = jnp.zeros((height, line), jnp.float32)
-                for n in range(b * k, (b + 1) * k):
-                    weight = weights[token * k + n]
-                    row = rows_smem[stage, n].astype(jnp.float32) * weight
-                    kept = lax.broadcast(weight != 0.0, row.shape)  # a dropped row may hold NaN
-                    total = total + jnp.where(kept, row, jnp.zeros_like(row))
-                out_smem[buffer, b] = total
+                out_smem[buffer, b] = steps.token_sum(rows_smem, stage, weights, token, b)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(out_smem.at[buffer], out.at[pl.ds(token, size), some])
 
-        _pipeline(_steps(num_tokens // size * parts, num_sms), load, finish, full)
+        _pipeline(launch.share(num_tokens // size * steps.parts), load, finish, full)
 
     scratch = [
         plgpu.SMEM((STAGES, size * k, height, line), y_MD.dtype),
         plgpu.SMEM((2, size, height, line), jnp.float32),
         plgpu.Barrier(num_arrivals=size * k, num_barriers=STAGES),
     ]
-    out_type = jax.ShapeDtypeStruct((num_tokens, lines, line), jnp.float32)
-    return _launch(gather_sum_kernel, out_type, scratch, num_sms, interpret)(
-        y, slot_N, weight_N
-    ).reshape(num_tokens, d)
+    out_type = jax.ShapeDtypeStruct((num_tokens, num_lines, line), jnp.float32)
+    kernel = launch.kernel(gather_sum_kernel, out_type, scratch)
+    return kernel(y, row_N, weight_N).reshape(num_tokens, d)

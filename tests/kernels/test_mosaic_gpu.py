@@ -29,6 +29,7 @@ from kernels_pallas.grouped_matmul import reference as gm_reference
 from kernels_pallas.grouped_mlp import MLPWeights
 from kernels_pallas.grouped_mlp import mosaic_gpu as mlp_mosaic
 from kernels_pallas.grouped_mlp import reference as mlp_reference
+from kernels_pallas.hopper import Launch
 from kernels_pallas.token_permute import mosaic_gpu as tp_mosaic
 from tests.arrays import assert_close
 
@@ -45,14 +46,13 @@ needs_new_interpreter = pytest.mark.skipif(
 needs_quick_interpreter = pytest.mark.skipif(
     old_interpreter, reason="this JAX's interpreter is several times slower"
 )
-INTERPRET = {"num_sms": 2, "interpret": InterpretGPUParams(detect_races=not old_interpreter)}
-LAUNCH = gm_mosaic.Launch(**INTERPRET)
+LAUNCH = Launch(num_sms=2, interpret=InterpretGPUParams(detect_races=not old_interpreter))
 MATMUL = gm.Implementation(
     partial(gm_mosaic.grouped_matmul, launch=LAUNCH),
     partial(gm_mosaic.weight_gradient, launch=LAUNCH),
 )
 PERMUTE = tp.Implementation(
-    partial(tp_mosaic.gather_rows, **INTERPRET), partial(tp_mosaic.gather_sum, **INTERPRET)
+    partial(tp_mosaic.gather_rows, launch=LAUNCH), partial(tp_mosaic.gather_sum, launch=LAUNCH)
 )
 # groups that neither begin nor end on a tile, an empty one, rows beyond: one of the tiles has two
 # groups' rows
