@@ -2,10 +2,10 @@
 
 `kernels_pallas/formats.py` lists the formats, and `_CODECS` has the functions of each. `compress`
 is called by deploy's compress command and by an engine that compresses experts while loading;
-programs convert weights back with `opened` and `widen`. A matrix [K, N] is stored as values and
-scales. Values are bytes [K, N], or [K / 2, N] for 4-bit values, where a byte holds input 2 i in its
-low bits and input 2 i + 1 in its high bits. There is one scale per output for each block of 32
-inputs (fp8: 128):
+programs convert weights back with `load_weight` and `decompress`. A matrix [K, N] is stored as
+values and scales. Values are bytes [K, N], or [K / 2, N] for 4-bit values, where a byte holds input
+2 i in its low bits and input 2 i + 1 in its high bits. There is one scale per output for each block
+of 32 inputs (fp8: 128):
 
 - `mxfp4` (OCP Microscaling Formats 1.0; 4.25 bits per weight): E2M1 values, scales 2^(s - 127)
   stored as bytes s.
@@ -19,12 +19,13 @@ Legend: K inputs, N outputs.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from kernels_pallas.formats import FORMATS, FP8, INT4, INT8, MXFP4, Format
 
@@ -36,7 +37,7 @@ _E2M1 = jnp.float4_e2m1fn
 
 def stored_fields(
     kind: Format, name: str, shape: tuple[int, ...]
-) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
+) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
     """Return {name: (shape, dtype)} of the arrays that store a matrix [K, N]."""
     inputs, outputs = shape
     return {
@@ -45,7 +46,7 @@ def stored_fields(
     }
 
 
-def format_of(values: Any, scales: Any) -> Format:
+def format_of(values: DTypeLike, scales: DTypeLike) -> Format:
     """Return the format with these dtypes of values and scales; bfloat16 scales may be given as
     bfloat16 or uint16.
     """
@@ -67,7 +68,7 @@ def compress(w_KN: np.ndarray, kind: Format) -> tuple[np.ndarray, np.ndarray]:
     return _CODECS[kind.name].compress(np.asarray(w_KN, np.float32))
 
 
-def widen(values: jax.Array, scales: jax.Array, dtype: Any) -> jax.Array:
+def decompress(values: jax.Array, scales: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Return the matrix [K, N] in `dtype`. The dtypes of values and scales determine the format."""
     kind = format_of(values.dtype, scales.dtype)
     if kind.per_byte == 2:
@@ -194,13 +195,13 @@ def e2m1(codes: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(sign | jnp.where(exponent == 0, half, normal), jnp.float32)
 
 
-def opened(arrays: Mapping[str, jax.Array], name: str, dtype: Any) -> jax.Array:
+def load_weight(arrays: Mapping[str, jax.Array], name: str, dtype: DTypeLike) -> jax.Array:
     """Return one expert's array `name` from its stored arrays: a compressed matrix is converted to
     `dtype`, uint16 bits become bfloat16, any other array is returned unchanged.
     """
     stored = arrays[name]
     if name + SCALES in arrays:
-        return widen(stored, arrays[name + SCALES], dtype)
+        return decompress(stored, arrays[name + SCALES], dtype)
     return floats(stored)
 
 

@@ -85,13 +85,13 @@ class Tile(NamedTuple):
         """
         inner_ND, start = lax.optimization_barrier((x_ND, self.start))  # see `pick`
         rows_B = start + jnp.arange(self.mine_B.size, dtype=jnp.int32)
-        x_BD = take_mapped_rows(partly(inner_ND), src_N, rows_B)
+        x_BD = take_mapped_rows(sliceable(inner_ND), src_N, rows_B)
         return lax.bitcast_convert_type(jnp.where(self.mine_B[:, None], x_BD, 0), x_ND.dtype)
 
     def write(self, out_ND: jax.Array, x_BD: jax.Array) -> jax.Array:
-        """Return `out_ND`, an array from `partly`, with the tile's rows replaced by x_BD."""
+        """Return `out_ND`, an array from `sliceable`, with the tile's rows replaced by x_BD."""
         old_BD = lax.dynamic_slice_in_dim(out_ND, self.start, self.mine_B.size)
-        new_BD = jnp.where(self.mine_B[:, None], partly(x_BD), old_BD)
+        new_BD = jnp.where(self.mine_B[:, None], sliceable(x_BD), old_BD)
         return lax.dynamic_update_slice_in_dim(out_ND, new_BD, self.start, axis=0)
 
 
@@ -103,11 +103,11 @@ def pick(w_L: jax.Array, group: jax.Array) -> jax.Array:
     """
     inner_L, group = lax.optimization_barrier((w_L, group))
     return lax.bitcast_convert_type(
-        jnp.take(partly(inner_L), group, axis=0, mode="clip"), w_L.dtype
+        jnp.take(sliceable(inner_L), group, axis=0, mode="clip"), w_L.dtype
     )
 
 
-def partly(x: jax.Array) -> jax.Array:
+def sliceable(x: jax.Array) -> jax.Array:
     """Return x in a form of which a part can be read or written without a copy of the whole array.
 
     Before JAX 0.12 XLA:CPU converts a whole bfloat16 array to float32 in order to access a part, so

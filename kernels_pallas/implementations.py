@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from functools import cache, partial
 from importlib import import_module
 from itertools import pairwise
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar, cast
 
 import jax
 
@@ -21,11 +21,13 @@ T = TypeVar("T")
 logger = logging.getLogger("kernels_pallas")
 
 
-_TARGET: ContextVar[Any] = ContextVar("the device that programs are traced for", default=None)
+_TARGET: ContextVar[jax.Device | None] = ContextVar(
+    "the device that programs are traced for", default=None
+)
 
 
 @contextlib.contextmanager
-def tracing_for(device: Any) -> Iterator[None]:
+def tracing_for(device: jax.Device) -> Iterator[None]:
     """Trace programs for `device`, which this process need not have: its kernels are chosen."""
     token = _TARGET.set(device)
     try:
@@ -34,7 +36,7 @@ def tracing_for(device: Any) -> Iterator[None]:
         _TARGET.reset(token)
 
 
-def target_device() -> Any:
+def target_device() -> jax.Device:
     """Return the device that programs are traced for: `tracing_for`'s, or this process's first
     device.
     """
@@ -72,8 +74,12 @@ def first_supported(operation: str, candidates: Sequence[tuple[str, Callable[[],
 
 
 def run(
-    modules: Mapping[Name, str], implementation: Any, function: str, *args: Any, **options: Any
-) -> Any:
+    modules: Mapping[Name, str],
+    implementation: object,
+    function: str,
+    *args: object,
+    **options: object,
+) -> jax.Array:
     """Return function(*args, **options), where `function` is looked up in one of `modules`.
 
     implementation: None for the first that supports the operands; a name; or an object that has the
@@ -81,12 +87,13 @@ def run(
     """
     if implementation is not None and not isinstance(implementation, str):
         return getattr(implementation, function)(*args, **options)
-    names: tuple[Any, ...] = default_names() if implementation is None else (implementation,)
+    names = default_names() if implementation is None else (cast(Name, implementation),)
     if unknown := set(names) - set(modules):
         raise ValueError(f"implementation = {unknown.pop()!r}: must be one of {', '.join(modules)}")
 
-    def call(name: Name) -> Any:
+    def call(name: Name) -> jax.Array:
         # imported on first use: the import of Mosaic GPU takes a second
-        return getattr(import_module(modules[name]), function)(*args, **options)
+        result: jax.Array = getattr(import_module(modules[name]), function)(*args, **options)
+        return result
 
     return first_supported(function, [(name, partial(call, name)) for name in names])

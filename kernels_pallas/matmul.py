@@ -10,7 +10,6 @@ batched.
 """
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -98,7 +97,9 @@ def _matmul_fwd(x: jax.Array, w: jax.Array) -> tuple[jax.Array, tuple[jax.Array,
     return dot(x, w), (x, w)
 
 
-def _matmul_bwd(residuals: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[Any, Any]:
+def _matmul_bwd(
+    residuals: tuple[jax.Array, jax.Array], g: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     x, w = residuals
     g = g.astype(w.dtype)
     dx = dot(g, w, b_transposed=True).astype(x.dtype)

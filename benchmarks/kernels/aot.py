@@ -31,6 +31,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+from benchmarks.lib.report import JsonObject
+
 if __name__ == "__main__":
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
@@ -89,16 +91,16 @@ def moe_loss(
     sizes_E = (idx_TK.reshape(-1, 1) == jnp.arange(shape.num_experts, dtype=jnp.int32)).sum(
         0, dtype=jnp.int32
     )
-    token_N, slot_TK = order_N // idx_TK.shape[1], rank_N.reshape(idx_TK.shape)
-    rows_ND = dispatch(x_TD, token_N, slot_TK, True, implementation=implementation)
+    token_N, row_TK = order_N // idx_TK.shape[1], rank_N.reshape(idx_TK.shape)
+    rows_ND = dispatch(x_TD, token_N, row_TK, True, implementation=implementation)
     out_ND = experts_forward(shape, implementation, rows_ND, sizes_E, *weights)
-    return combine(out_ND, gate_TK, token_N, slot_TK, True, implementation=implementation).sum()
+    return combine(out_ND, gate_TK, token_N, row_TK, True, implementation=implementation).sum()
 
 
 def matmul_and_gradients(
     implementation: Name, x: jax.Array, w: jax.Array, sizes_E: jax.Array, *row_map: jax.Array
 ) -> Any:
-    """Return a grouped matmul with both gradients; a row map (src_N, slot_TK) reads tokens."""
+    """Return a grouped matmul with both gradients; a row map (src_N, row_TK) reads tokens."""
     rows = RowMap(*row_map, complete=True) if row_map else None
     y_NF, vjp = jax.vjp(
         lambda x, w: grouped_matmul(x, w, sizes_E, rows=rows, implementation=implementation), x, w
@@ -126,9 +128,9 @@ def captured() -> Iterator[list[str]]:
             lines.extend(file.read().splitlines())
 
 
-def kernels_in(lines: list[str]) -> list[dict[str, Any]]:
+def kernels_in(lines: list[str]) -> list[JsonObject]:
     """Return name, registers and spilled bytes of each Mosaic GPU kernel, without repeats."""
-    found: list[dict[str, Any]] = []
+    found: list[JsonObject] = []
     for line in lines:
         if match := re.search(r"Compiling entry function '(\w+?)(_mosaic_gpu_kernel)?'", line):
             found.append({"kernel": match[1]})
@@ -141,7 +143,7 @@ def kernels_in(lines: list[str]) -> list[dict[str, Any]]:
     return found
 
 
-def compile_for(device: Any, function: Callable[..., Any], operands: Any) -> dict[str, Any]:
+def compile_for(device: Any, function: Callable[..., Any], operands: Any) -> JsonObject:
     """Compile `function` for a device that this machine lacks."""
     sharding = jax.sharding.SingleDeviceSharding(device)
     abstract = jax.tree.map(
@@ -150,7 +152,7 @@ def compile_for(device: Any, function: Callable[..., Any], operands: Any) -> dic
     return compiled_for_cuda(jax.jit(function), *abstract)
 
 
-def compiled_for_cuda(jitted: Any, *operands: Any) -> dict[str, Any]:
+def compiled_for_cuda(jitted: Any, *operands: Any) -> JsonObject:
     """Compile a program for the devices of its operands."""
     started = time.perf_counter()
     with captured() as lines:
@@ -225,7 +227,7 @@ def experts_in_slots(
     return partial(table_mlp, **options), (ExpertInputs(*routed), slots, of(jnp.int32, e))
 
 
-def engine_exchange(shape: MoEShape, devices: list[Any]) -> dict[str, Any]:
+def engine_exchange(shape: MoEShape, devices: list[Any]) -> JsonObject:
     """Compile the exchange and experts of an engine over several GPUs, 256 tokens a device."""
     mesh = make_mesh((1, 1, len(devices)), devices)
     tokens = 256 * len(devices)

@@ -28,6 +28,7 @@ import jax.numpy as jnp
 from benchmarks.comm import exchange
 from benchmarks.lib import report
 from benchmarks.lib.floors import floors, seconds
+from benchmarks.lib.report import JsonObject
 from jmoe.collectives.fusion import ShardInBuffer, gather_fused_local
 from jmoe.mesh import BATCH, hierarchy, make_mesh
 from jmoe.planning.exchange import plan_exchange
@@ -37,7 +38,7 @@ TOY_SHAPES = ((2, 4, 64),)
 MATRICES, TOY_MATRICES = ((2048, 6144), (2048, 2048)), ((64, 192), (64, 64))  # of attention
 
 
-def exchanges(shape: tuple[int, int, int], bytes_per_s: float) -> list[dict[str, Any]]:
+def exchanges(shape: tuple[int, int, int], bytes_per_s: float) -> list[JsonObject]:
     """Time an exchange with one device: to the experts and back, and with its backward pass."""
     k, num_experts, num_tokens = shape
     plan = plan_exchange(
@@ -58,7 +59,7 @@ def exchanges(shape: tuple[int, int, int], bytes_per_s: float) -> list[dict[str,
     ]
 
 
-def fused(matrices: tuple[tuple[int, int], ...], bytes_per_s: float) -> list[dict[str, Any]]:
+def fused(matrices: tuple[tuple[int, int], ...], bytes_per_s: float) -> list[JsonObject]:
     """Time the gather of float32 shards into a bfloat16 buffer, and its gradients' reduction."""
     mesh = make_mesh((1, 1, 1), jax.devices()[:1])
     levels = hierarchy(mesh, hierarchical=False)
@@ -92,7 +93,7 @@ def main() -> None:
     parser.add_argument("--toy", action="store_true")
     a = parser.parse_args()
     found = floors(a.toy)
-    result: dict[str, Any] = {"floors": found}
+    result: JsonObject = {"floors": found}
     if a.what == "collectives":
         rows = [
             row

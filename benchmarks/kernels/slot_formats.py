@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.lib import report
+from benchmarks.lib.report import JsonObject
 from jmoe.layers.slot_experts import ExpertInputs, table_mlp
 from kernels_pallas.compressed import SCALES, compress
 from kernels_pallas.formats import FORMATS
@@ -73,7 +74,7 @@ def measure(
     y_TD = jnp.zeros((tokens, hidden), jnp.float32)
     routed = ExpertInputs(h_TD, jnp.asarray(idx_TK), weights_TK, y_TD)
     table_E = jnp.asarray(rng.permutation(experts), jnp.int32)
-    row: dict[str, Any] = {"tokens": tokens}
+    row: JsonObject = {"tokens": tokens}
     results = []
     for name in default_names():
         tile_rows = min(64, tokens)

@@ -35,6 +35,7 @@ import numpy as np
 
 from benchmarks.lib import report
 from benchmarks.lib.floors import floors, seconds
+from benchmarks.lib.report import JsonObject
 from jmoe.config import MoEConfig
 from jmoe.layers.experts import MLP
 from jmoe.layers.moe import MoELayer
@@ -105,7 +106,7 @@ def ratios(times: dict[str, list[float]], of: str) -> dict[str, dict[str, float]
     }
 
 
-def matmul_on_cpu(dtype: Any, rounds: int) -> dict[str, Any]:
+def matmul_on_cpu(dtype: Any, rounds: int) -> JsonObject:
     """Time the grouped matmul and its gradients beside a dense one of equal FLOPs."""
     t, d, f, e = CPU.num_tokens, CPU.hidden_size, CPU.moe_intermediate_size, CPU.num_experts
     x, w, dy = normal(0, (t, d), dtype), normal(1, (e, d, f), dtype), normal(2, (t, f), dtype)
@@ -134,7 +135,7 @@ def matmul_on_cpu(dtype: Any, rounds: int) -> dict[str, Any]:
     }
 
 
-def layer_on_cpu(dtype: Any, rounds: int, k: int = 2) -> dict[str, Any]:
+def layer_on_cpu(dtype: Any, rounds: int, k: int = 2) -> JsonObject:
     """Time a MoE layer with random routing beside a dense FFN with as many active parameters."""
     t, d, f, e = CPU.num_tokens, CPU.hidden_size, CPU.moe_intermediate_size, CPU.num_experts
     modules = {
@@ -149,8 +150,8 @@ def layer_on_cpu(dtype: Any, rounds: int, k: int = 2) -> dict[str, Any]:
     return ratios(alternate(calls, rounds), "dense")
 
 
-def on_cpu(a: argparse.Namespace) -> dict[str, Any]:
-    results: dict[str, Any] = {}
+def on_cpu(a: argparse.Namespace) -> JsonObject:
+    results: JsonObject = {}
     for dtype in (jnp.float32, jnp.bfloat16):
         name = jnp.dtype(dtype).name
         results[name] = matmul_on_cpu(dtype, a.rounds) | {
@@ -213,18 +214,18 @@ def permutes_on_gpu(shape: MoEShape, floor: dict[str, float]) -> dict[str, dict[
     weights_TK, idx_TK = jax.lax.top_k(logits, k)
     sort = jax.jit(lambda idx: sort_by_expert(idx.reshape(-1), e))
     order_N, rank_N = sort(idx_TK)
-    token_N, slot_TK = order_N // k, rank_N.reshape(t, k)
+    token_N, row_TK = order_N // k, rank_N.reshape(t, k)
     x, y = normal(2, (t, d), jnp.bfloat16), normal(3, (n, d), jnp.bfloat16)
     calls: dict[str, tuple[Any, tuple[Any, ...], int]] = {
         "sort": (sort, (idx_TK,), 4 * 3 * n),
         "dispatch": (
             jax.jit(partial(dispatch, complete=True)),
-            (x, token_N, slot_TK),
+            (x, token_N, row_TK),
             2 * d * (t + n),
         ),
         "combine": (
             jax.jit(partial(combine, complete=True)),
-            (y, weights_TK, token_N, slot_TK),
+            (y, weights_TK, token_N, row_TK),
             d * (2 * n + 4 * t),
         ),
     }
@@ -235,7 +236,7 @@ def permutes_on_gpu(shape: MoEShape, floor: dict[str, float]) -> dict[str, dict[
 
 
 def dispatched_matmul(x_TD: jax.Array, w: jax.Array, sizes: jax.Array, rows: RowMap) -> jax.Array:
-    return grouped_matmul(dispatch(x_TD, rows.src_M, rows.slot_TK, rows.complete), w, sizes)
+    return grouped_matmul(dispatch(x_TD, rows.src_M, rows.row_TK, rows.complete), w, sizes)
 
 
 def matmul_by_index(x_TD: jax.Array, w: jax.Array, sizes: jax.Array, rows: RowMap) -> jax.Array:
@@ -318,16 +319,16 @@ def layer_on_gpu(shape: MoEShape) -> dict[str, dict[str, float]]:
     return {"forward_backward": times}
 
 
-def on_gpu(a: argparse.Namespace) -> dict[str, Any]:
+def on_gpu(a: argparse.Namespace) -> JsonObject:
     floor = floors(a.toy)
     print(
         f"copy {floor['bytes_per_s'] / 1e9:.0f} GB/s, dense bfloat16 "
         f"{floor['flops_per_s'] / 1e12:.0f} TFLOP/s"
     )
-    results: dict[str, Any] = {"floors": floor, "shapes": {}}
+    results: JsonObject = {"floors": floor, "shapes": {}}
     for name in ["tiny"] if a.toy else a.shapes:
         shape = MODELS[name]
-        found: dict[str, Any] = permutes_on_gpu(shape, floor)
+        found: JsonObject = permutes_on_gpu(shape, floor)
         for routing in ("balanced", "skewed"):
             for what, row in matmuls_on_gpu(shape, routing, floor).items():
                 found[f"matmul {routing} {what}"] = row

@@ -9,7 +9,9 @@ import sys
 from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
+
+JsonObject: TypeAlias = dict[str, Any]  # of a result, as it is printed or read back
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
@@ -19,7 +21,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     )
 
 
-def options(a: argparse.Namespace, *hidden: str) -> dict[str, Any]:
+def options(a: argparse.Namespace, *hidden: str) -> JsonObject:
     """Return the options as JSON has them, without the hidden ones."""
     return {k: str(v) if isinstance(v, Path) else v for k, v in vars(a).items() if k not in hidden}
 
@@ -29,14 +31,14 @@ def versions(*packages: str) -> dict[str, str]:
     return {name: version(name) for name in packages} | {"python": sys.version.split()[0]}
 
 
-def where() -> dict[str, Any]:
+def where() -> JsonObject:
     """Return the device and the versions of JAX and Python, as a result names them."""
     import jax
 
     return {"device": jax.devices()[0].device_kind, "versions": versions("jax", "jaxlib")}
 
 
-def progress(row: dict[str, Any]) -> dict[str, Any]:
+def progress(row: JsonObject) -> JsonObject:
     """Show a row on stderr and return it."""
     print(json.dumps(row), file=sys.stderr, flush=True)
     return row

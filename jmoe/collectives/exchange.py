@@ -52,7 +52,7 @@ class ArrivedRows:
         if self.rows is None:
             return self.x
         with jax.named_scope("dispatch"):
-            return dispatch(self.x, self.rows.src_M, self.rows.slot_TK, self.rows.complete)
+            return dispatch(self.x, self.rows.src_M, self.rows.row_TK, self.rows.complete)
 
 
 @jax.tree_util.register_dataclass
@@ -133,12 +133,12 @@ class OneDevice:
         with jax.named_scope("dispatch"):
             topk_idx_TK, topk_weights_TK, counts_E = chosen
             order_N, rank_N = _order_by_expert(topk_idx_TK.reshape(-1), counts_E.size)
-            token_N, slot_TK = order_N // topk_idx_TK.shape[1], rank_N.reshape(topk_idx_TK.shape)
+            token_N, row_TK = order_N // topk_idx_TK.shape[1], rank_N.reshape(topk_idx_TK.shape)
             if not self.complete:
                 used_N = jnp.arange(token_N.size, dtype=jnp.int32) < counts_E.sum(dtype=jnp.int32)
                 token_N = jnp.where(used_N, token_N, topk_idx_TK.shape[0])
-                slot_TK = jnp.where(topk_idx_TK < counts_E.size, slot_TK, topk_idx_TK.size)
-        rows, dropped = RowMap(token_N, slot_TK, complete=self.complete), jnp.zeros((), jnp.int32)
+                row_TK = jnp.where(topk_idx_TK < counts_E.size, row_TK, topk_idx_TK.size)
+        rows, dropped = RowMap(token_N, row_TK, complete=self.complete), jnp.zeros((), jnp.int32)
         arrived = ArrivedRows(x_TD, rows, counts_E, topk_idx_TK.size)
         return DispatchedTokens((arrived,), dropped, (topk_weights_TK, rows))
 
@@ -149,7 +149,7 @@ class OneDevice:
                 saved(out_MD, "expert_out"),
                 topk_weights_TK,
                 rows.src_M,
-                rows.slot_TK,
+                rows.row_TK,
                 rows.complete,
             )
 
@@ -197,8 +197,8 @@ class PerDevice:
             token_M = _deal_out(token_RC, num_chunks, num_tokens).reshape(-1)
             dest_N = idx_N // kept_RL.shape[1]
             place_N = rank_N - jnp.take(starts_R, dest_N, mode="clip")
-            slot_TK = _slots(dest_N, place_N, num_devices, rows, num_chunks).reshape(num_tokens, k)
-            send_MD = dispatch(x_TD, token_M, slot_TK)
+            row_TK = _slots(dest_N, place_N, num_devices, rows, num_chunks).reshape(num_tokens, k)
+            send_MD = dispatch(x_TD, token_M, row_TK)
         arrived, sorts = [], []
         sizes_XRL = _sizes_in_chunks(kept_RL, num_chunks)
         for sent_RCD, sizes_RL in zip(
@@ -218,11 +218,11 @@ class PerDevice:
             )
         dropped = chosen.counts_E.sum(dtype=jnp.int32) - kept_RL.sum(dtype=jnp.int32)
         return DispatchedTokens(
-            tuple(arrived), dropped, (sorts, chosen.topk_weights_TK, token_M, slot_TK)
+            tuple(arrived), dropped, (sorts, chosen.topk_weights_TK, token_M, row_TK)
         )
 
     def combine(self, outs: Sequence[jax.Array], handle: Any) -> jax.Array:
-        sorts, topk_weights_TK, token_M, slot_TK = handle
+        sorts, topk_weights_TK, token_M, row_TK = handle
         back = []
         for out_MD, (order_M, rank_M) in zip(outs, sorts, strict=True):
             with jax.named_scope("sort_by_source"):
@@ -233,7 +233,7 @@ class PerDevice:
                 ).reshape(out_MD.shape)
                 back.append(saved(back_MD, "expert_rows"))
         with jax.named_scope("combine"):
-            return combine(_together(back), topk_weights_TK, token_M, slot_TK)
+            return combine(_together(back), topk_weights_TK, token_M, row_TK)
 
 
 def _chunks_of(rows: int, num_chunks: int) -> tuple[int, int]:

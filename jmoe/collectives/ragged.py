@@ -81,17 +81,17 @@ class Ragged:
                 dtype=jnp.int32
             )
             token_N = jnp.where(used_N, order_N // k, num_tokens)
-            slot_TK = jnp.where(
+            row_TK = jnp.where(
                 chosen.topk_idx_TK < num_experts, rank_N.reshape(num_tokens, k), order_N.size
             )
-            send_ND = dispatch(x_TD, token_N, slot_TK)
+            send_ND = dispatch(x_TD, token_N, row_TK)
         with jax.named_scope("all_to_all"):
             counts_RE = lax.all_gather(chosen.counts_E, self.axis)
             parts = parts_of(counts_RE, lax.axis_index(self.axis))
             outward = parts.sent_at_E, parts.sent_E, parts.lands_at_E, parts.taken_RL.reshape(-1)
             rows_MD = self._moved(send_ND, rows, *outward)
         sizes_L, none = parts.taken_RL.sum(axis=0, dtype=jnp.int32), jnp.zeros((), jnp.int32)
-        handle = parts, chosen.topk_weights_TK, token_N, slot_TK
+        handle = parts, chosen.topk_weights_TK, token_N, row_TK
         return DispatchedTokens((ArrivedRows(rows_MD, None, sizes_L, expected_rows),), none, handle)
 
     def combine(self, outs: Sequence[jax.Array], handle: Any) -> jax.Array:
@@ -99,14 +99,14 @@ class Ragged:
         of the only chunk.
         """
         (out_MD,) = outs
-        parts, topk_weights_TK, token_N, slot_TK = handle
+        parts, topk_weights_TK, token_N, row_TK = handle
         with jax.named_scope("all_to_all_back"):
             back = parts.taken_at_RL, parts.taken_RL, parts.returns_to_RL
             back_ND = self._moved(
                 out_MD, token_N.size, *(x.reshape(-1) for x in back), parts.sent_E
             )
         with jax.named_scope("combine"):
-            return combine(back_ND, topk_weights_TK, token_N, slot_TK)
+            return combine(back_ND, topk_weights_TK, token_N, row_TK)
 
     def _moved(self, rows_ND: jax.Array, num_rows: int, *parts: jax.Array) -> jax.Array:
         empty_MD = jnp.zeros((num_rows, rows_ND.shape[1]), rows_ND.dtype)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal
 
-from kernels_pallas.native import hold, in_background, multiplications
+from kernels_pallas.native import hold_until, in_background, multiplications
 
 After = Callable[[jax.Array], jax.Array]
 Work = Callable[[After], jax.Array]  # runs a collective after passing its input through `After`
@@ -90,7 +90,7 @@ def _can_wait(x: Any) -> bool:
 class _Equation(NamedTuple):
     """An equation of the traced function. Its inputs are names (int) or literals.
 
-    gives_way: the equation is independent of the all-to-all before it and starts only once that
+    deferred: the equation is independent of the all-to-all before it and starts only once that
     all-to-all can start.
     """
 
@@ -98,7 +98,7 @@ class _Equation(NamedTuple):
     inputs: list[Any]
     outputs: list[int]
     scope: str
-    gives_way: bool = False
+    deferred: bool = False
 
     @property
     def exchanges(self) -> bool:
@@ -221,7 +221,7 @@ class _Program:
         every product gives way.
         """
         latest = self._latest()
-        products = [i for i in products if not self.equations[i].gives_way]
+        products = [i for i in products if not self.equations[i].deferred]
         if not products:
             return []
         first = self.equations[max(products, key=lambda i: (latest[i], -i))]
@@ -235,7 +235,7 @@ class _Program:
         waiting = [name for name in numbers if name in known and latest[known[name]] >= 0]
         return waiting or [max(numbers, key=lambda name: known.get(name, -1))]
 
-    def of_native_operations(self, products: list[int]) -> list[Any]:
+    def native_operands(self, products: list[int]) -> list[Any]:
         """Return the inputs and outputs of the native operations among these equations."""
         equations = [
             self.equations[i]
@@ -274,7 +274,7 @@ class _Program:
         first = next((at for at, equation in enumerate(self.equations) if equation.exchanges), 0)
         begins, latest = {first, *self.places()}, self._latest()
         order: list[int] = []
-        gives_way: set[int] = set()
+        deferred: set[int] = set()
         left = set(range(len(self.equations)))
 
         def take(some: set[int]) -> None:
@@ -287,10 +287,10 @@ class _Program:
                 take({at})
                 if at in begins:
                     others = {i for i in left if latest[i] < at}
-                    gives_way |= {i for i in others if _products(self.equations[i].eqn)}
+                    deferred |= {i for i in others if _products(self.equations[i].eqn)}
                     take(others)
         take(set(left))
-        self.equations = [self.equations[i]._replace(gives_way=i in gives_way) for i in order]
+        self.equations = [self.equations[i]._replace(deferred=i in deferred) for i in order]
 
     def _needed(self, at: int) -> set[int]:
         """Return the equations on which this one depends."""
@@ -338,7 +338,7 @@ class _Order:
         """
         if not arrays:
             return result
-        self.last = hold(self.last, arrays)
+        self.last = hold_until(self.last, arrays)
         return self.after(result) if at_end else result
 
     def done(self, y: jax.Array) -> None:
@@ -348,7 +348,7 @@ class _Order:
         self.last = self.last | self.zero_of(y)
 
 
-def _share(
+def _assign_work(
     work: Sequence[Work], places: dict[int, int], schedule: Schedule
 ) -> dict[int, list[int]]:
     """Return {place: indices of the work that runs there}, in proportion to the multiplications
@@ -395,7 +395,7 @@ def interleave(
         place: sum(_products(program.equations[i].eqn) for i in some)
         for place, some in places.items()
     }
-    shares = _share(work, hides, schedule)
+    shares = _assign_work(work, hides, schedule)
     results = {}
     values: dict[int, Any] = (
         dict(zip(program.inputs, jax.tree.leaves(args), strict=True)) | program.constants
@@ -412,7 +412,7 @@ def interleave(
             order.done(results[i])
         if shares.get(place) and in_background():
             begun = [i for i in places[place] if i < place]
-            arrays = [values[x] for x in program.of_native_operations(begun)]
+            arrays = [values[x] for x in program.native_operands(begun)]
             last = shares[place][-1]
             results[last] = order.hold(
                 arrays, results[last], at_end=place == len(program.equations)
@@ -425,7 +425,7 @@ def interleave(
         if equation.exchanges:
             can_start = order.zero_of(operands[0])
             operands = [order.after(x) for x in operands]
-        if equation.gives_way:
+        if equation.deferred:
             numbers = (i for i, x in enumerate(operands) if jnp.ndim(x) and _can_wait(x))
             smallest = min(numbers, key=lambda i: operands[i].nbytes)
             operands[smallest] = order.behind(operands[smallest], can_start)

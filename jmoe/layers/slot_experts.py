@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kernels_pallas.compressed import opened
+from kernels_pallas.compressed import load_weight
 from kernels_pallas.grouped_mlp import MLPWeights
 from kernels_pallas.grouped_mlp.xla import expert_mlp
 from kernels_pallas.implementations import Name, default_names, first_supported
@@ -180,7 +180,7 @@ def _at_slot(slots: Mapping[str, jax.Array], slot: jax.Array, dtype: jnp.dtype) 
 def open_expert(arrays: StoredExpert, dtype: Any) -> MLPWeights:
     """Return one expert's weights in `dtype`, decoded from its stored arrays."""
     return MLPWeights(
-        **{name: opened(arrays, name, dtype) for name in MLPWeights._fields if name in arrays}
+        **{name: load_weight(arrays, name, dtype) for name in MLPWeights._fields if name in arrays}
     )
 
 

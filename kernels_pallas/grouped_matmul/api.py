@@ -5,7 +5,7 @@ Legend: N rows sorted by group, D inner, F outer dimension, E groups; T tokens, 
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,9 @@ class Implementation(NamedTuple):
     weight_gradient: Callable[..., jax.Array]
 
 
+Choice: TypeAlias = Name | Implementation | None  # None: the best that supports the operands
+_Operands: TypeAlias = tuple[jax.Array, jax.Array, jax.Array, RowMap | None]
+
 MODULES: dict[Name, str] = {
     "mosaic_gpu": "kernels_pallas.grouped_matmul.mosaic_gpu",
     "xla": "kernels_pallas.grouped_matmul.xla",
@@ -36,7 +39,7 @@ def _grouped_matmul(
     group_sizes_E: jax.Array,
     rows: RowMap | None,
     transpose_rhs: bool,
-    implementation: Any,
+    implementation: Choice,
 ) -> jax.Array:
     options = {"transpose_rhs": transpose_rhs} | ({} if rows is None else {"src_N": rows.src_M})
     return _run(implementation, "grouped_matmul", x, w, group_sizes_E, **options)
@@ -48,13 +51,15 @@ def _forward(
     group_sizes_E: jax.Array,
     rows: RowMap | None,
     transpose_rhs: bool,
-    implementation: Any,
-) -> Any:
+    implementation: Choice,
+) -> tuple[jax.Array, _Operands]:
     y_NF = _grouped_matmul(x, w, group_sizes_E, rows, transpose_rhs, implementation)
     return y_NF, (x, w, group_sizes_E, rows)
 
 
-def _backward(transpose_rhs: bool, implementation: Any, residuals: Any, dy_NF: jax.Array) -> Any:
+def _backward(
+    transpose_rhs: bool, implementation: Choice, residuals: _Operands, dy_NF: jax.Array
+) -> tuple[jax.Array, jax.Array, None, None]:
     x, w, group_sizes_E, rows = residuals
     dx = _run(
         implementation, "grouped_matmul", dy_NF, w, group_sizes_E, transpose_rhs=not transpose_rhs
@@ -62,8 +67,8 @@ def _backward(transpose_rhs: bool, implementation: Any, residuals: Any, dy_NF: j
     if rows is None:
         operands = (dy_NF, x) if transpose_rhs else (x, dy_NF)
         return dx, _run(implementation, "weight_gradient", *operands, group_sizes_E), None, None
-    permute: Any = implementation if isinstance(implementation, str) else None
-    dx_TD = sum_rows(dx, rows.src_M, rows.slot_TK, rows.complete, implementation=permute).astype(
+    permute = None if isinstance(implementation, Implementation) else implementation
+    dx_TD = sum_rows(dx, rows.src_M, rows.row_TK, rows.complete, implementation=permute).astype(
         x.dtype
     )
     dw = _run(implementation, "weight_gradient", x, dy_NF, group_sizes_E, src_N=rows.src_M)
@@ -80,7 +85,7 @@ def grouped_matmul(
     *,
     rows: RowMap | None = None,
     transpose_rhs: bool = False,
-    implementation: Name | Implementation | None = None,
+    implementation: Choice = None,
 ) -> jax.Array:
     """Return y_NF[n] = x_ND[n] @ w_EDF[e] for each row n of group e, in x's dtype with float32
     sums; differentiable in x and w.
@@ -113,7 +118,7 @@ def quantized_grouped_matmul(
     group_sizes_E: jax.Array,
     *,
     transpose_rhs: bool = False,
-    implementation: Name | Implementation | None = None,
+    implementation: Choice = None,
 ) -> jax.Array:
     """Return `grouped_matmul` with weights w * scale_EF[:, None], int8 or float8_e4m3fn as from
     `quantize`. Not differentiable.

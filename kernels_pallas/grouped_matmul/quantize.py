@@ -3,15 +3,14 @@
 Legend: D inner, F outer dimension, E groups.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 LARGEST = {jnp.dtype(jnp.int8): 127.0, jnp.dtype(jnp.float8_e4m3fn): 448.0}
 
 
-def quantize(w_EDF: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+def quantize(w_EDF: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
     """Return (weights in `dtype`, float32 scale_EF), so that w_EDF is about weights * scale_EF[:,
     None].
 

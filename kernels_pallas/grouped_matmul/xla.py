@@ -11,13 +11,12 @@ tile; T tokens.
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kernels_pallas.groups import Layout, Tiles, partly, slot_layout
+from kernels_pallas.groups import Layout, Tiles, sliceable, slot_layout
 from kernels_pallas.matmul import MIN_ROWS, dot, transposed
 from kernels_pallas.token_permute.reference import take_any_rows, take_mapped_rows, take_rows
 
@@ -33,7 +32,7 @@ def _slot_choices(num_rows: int, num_groups: int) -> list[int]:
     return [0, *sorted(c for c in some if c <= num_rows and c * num_groups <= 2 * num_rows)]
 
 
-def _tiles(starts: Any, ends: Any, slots: int, num_rows: int) -> list[Tiles]:
+def _tiles(starts: jax.Array, ends: jax.Array, slots: int, num_rows: int) -> list[Tiles]:
     """Return large tiles for the part of each group that fills them, and small tiles for the
     rest.
     """
@@ -135,7 +134,7 @@ def grouped_matmul(
             y_NF = take_any_rows(y_ECF.reshape(-1, num_columns), layout.slot_N)
         else:
             y_NF = jnp.zeros((num_rows, num_columns), x_ND.dtype)
-        out = partly(y_NF)
+        out = sliceable(y_NF)
         for some in tiles:
 
             def tile(i: jax.Array, out: jax.Array, some: Tiles = some) -> jax.Array:

@@ -10,9 +10,9 @@ or F (GELU), M slots.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -39,11 +39,15 @@ def _add_bias(h_NU: jax.Array, b_LU: jax.Array, group_N: jax.Array) -> jax.Array
     )
 
 
-def _add_bias_fwd(h_NU: jax.Array, b_LU: jax.Array, group_N: jax.Array) -> Any:
+def _add_bias_fwd(
+    h_NU: jax.Array, b_LU: jax.Array, group_N: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
     return _add_bias(h_NU, b_LU, group_N), (group_N, jnp.zeros(0, h_NU.dtype), b_LU)
 
 
-def _add_bias_bwd(residuals: Any, dy_NU: jax.Array) -> Any:
+def _add_bias_bwd(
+    residuals: tuple[jax.Array, jax.Array, jax.Array], dy_NU: jax.Array
+) -> tuple[jax.Array, jax.Array, None]:
     group_N, of_dtype, b_LU = residuals
     dh_NU = dy_NU.astype(of_dtype.dtype)
     num_groups = b_LU.shape[0]
@@ -149,7 +153,9 @@ def grouped_mlp_in_slots(
     NotImplementedError for operands that the grouped matmul does not support.
     """
 
-    def product(x: jax.Array, name: str, activate: Any = None) -> jax.Array:
+    def product(
+        x: jax.Array, name: str, activate: Callable[..., jax.Array] | None = None
+    ) -> jax.Array:
         w, scales, bias = slots[f"w_{name}"], slots.get(f"w_{name}{SCALES}"), slots.get(f"b_{name}")
         epilogue = mosaic_gpu.Epilogue(floats(bias), activate, activate is not None)
         places = mosaic_gpu.Slots(slot_E, scales)
@@ -160,6 +166,9 @@ def grouped_mlp_in_slots(
     else:
         a_NF = activate(product(x_ND, "up").astype(jnp.float32), activation).astype(x_ND.dtype)
     return product(a_NF, "down")
+
+
+_Gradient: TypeAlias = Callable[[jax.Array], tuple[_Operands]]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -178,13 +187,15 @@ def _grouped_mlp(
 
 def _forward(
     operands: _Operands, group_sizes_L: jax.Array, activation: str, matmul: Implementation
-) -> Any:
+) -> tuple[jax.Array, _Gradient]:
     return jax.vjp(
         lambda operands: _in_passes(operands, group_sizes_L, activation, matmul), operands
     )
 
 
-def _backward(activation: str, matmul: Implementation, vjp: Any, dy_ND: jax.Array) -> Any:
+def _backward(
+    activation: str, matmul: Implementation, vjp: _Gradient, dy_ND: jax.Array
+) -> tuple[_Operands, None]:
     return *vjp(dy_ND), None
 
 
@@ -210,5 +221,5 @@ def grouped_mlp(
     """
     del slots
     if rows is not None:
-        x_ND = dispatch(x_ND, rows.src_M, rows.slot_TK, rows.complete)
+        x_ND = dispatch(x_ND, rows.src_M, rows.row_TK, rows.complete)
     return _grouped_mlp(_Operands(x_ND, weights), group_sizes_L, activation, matmul)

@@ -4,7 +4,7 @@ Legend: N rows sorted by group, L groups (local experts), D hidden, F expert hid
 or F (GELU); T tokens.
 """
 
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,10 @@ def _narrow(weights: MLPWeights) -> native.MLPArrays:
     return w_up, w_down, b_up, b_down
 
 
+# x, group_sizes_L, rows, weights, h_NU
+_Residuals: TypeAlias = tuple[jax.Array, jax.Array, RowMap | None, MLPWeights, jax.Array]
+
+
 @jax.custom_vjp
 def grouped_mlp(
     x: jax.Array, group_sizes_L: jax.Array, rows: RowMap | None, weights: MLPWeights
@@ -44,20 +48,20 @@ def grouped_mlp(
 
 def _forward(
     x: jax.Array, group_sizes_L: jax.Array, rows: RowMap | None, weights: MLPWeights
-) -> Any:
+) -> tuple[jax.Array, _Residuals]:
     grouped = x, None if rows is None else rows.src_M, group_sizes_L
     y_ND, h_NU = native.grouped_mlp(grouped, _narrow(weights))
     return y_ND, (x, group_sizes_L, rows, weights, saved_residual(h_NU, "expert_up"))
 
 
-def _backward(residuals: Any, dy_ND: jax.Array) -> Any:
+def _backward(residuals: _Residuals, dy_ND: jax.Array) -> tuple[jax.Array, None, None, MLPWeights]:
     x, group_sizes_L, rows, weights, h_NU = residuals
     grouped = x, None if rows is None else rows.src_M, group_sizes_L
     dx_ND, gradients = native.grouped_mlp_gradient(grouped, _narrow(weights), h_NU, dy_ND)
     dweights = jax.tree.map(lambda w, dw: dw.astype(w.dtype), weights, MLPWeights(*gradients))
     if rows is None:
         return dx_ND, None, None, dweights
-    dx_TD = sum_rows(dx_ND, rows.src_M, rows.slot_TK, rows.complete).astype(x.dtype)
+    dx_TD = sum_rows(dx_ND, rows.src_M, rows.row_TK, rows.complete).astype(x.dtype)
     return dx_TD, None, None, dweights
 
 

@@ -10,7 +10,7 @@ hidden, F expert hidden, U = 2F (SwiGLU) or F (GELU); T tokens.
 """
 
 from functools import partial
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -96,6 +96,10 @@ def _backward(
     return dx, MLPWeights(dw_up, dw_down, db_up, db_down)
 
 
+# x, rows, layout, weights, h_LCU
+_Residuals: TypeAlias = tuple[jax.Array, RowMap | None, Layout, MLPWeights, jax.Array]
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _grouped_mlp(
     x: jax.Array,
@@ -115,7 +119,7 @@ def _forward(
     weights: MLPWeights,
     activation: str,
     slots: int,
-) -> Any:
+) -> tuple[jax.Array, _Residuals]:
     src_N = None if rows is None else rows.src_M
     num_rows = (x if src_N is None else src_N).shape[0]
     layout = slot_layout(group_sizes_L, num_rows, slots)
@@ -136,7 +140,9 @@ def _forward(
     return y_ND, (x, rows, layout, weights, h_LCU)
 
 
-def _grouped_mlp_bwd(activation: str, slots: int, residuals: Any, dy_ND: jax.Array) -> Any:
+def _grouped_mlp_bwd(
+    activation: str, slots: int, residuals: _Residuals, dy_ND: jax.Array
+) -> tuple[jax.Array, None, None, MLPWeights]:
     x, rows, layout, weights, h_LCU = residuals
     num_rows, src_N = dy_ND.shape[0], None if rows is None else rows.src_M
     x_LCD, dy_LCD = take_mapped_rows(x, src_N, layout.rows_LC), take_rows(dy_ND, layout.rows_LC)
@@ -162,7 +168,7 @@ def _grouped_mlp_bwd(activation: str, slots: int, residuals: Any, dy_ND: jax.Arr
     dweights = jax.tree.map(lambda dw, w: dw.astype(w.dtype), dweights, weights)
     if rows is None:
         return dx_ND, None, None, dweights
-    dx_TD = sum_rows(dx_ND, rows.src_M, rows.slot_TK, rows.complete).astype(x.dtype)
+    dx_TD = sum_rows(dx_ND, rows.src_M, rows.row_TK, rows.complete).astype(x.dtype)
     return dx_TD, None, None, dweights
 
 

@@ -245,7 +245,7 @@ def grouped_mlp_gradient(
     )
 
 
-def hold(known: jax.Array, arrays: Sequence[jax.Array]) -> jax.Array:
+def hold_until(known: jax.Array, arrays: Sequence[jax.Array]) -> jax.Array:
     """Return int32 scalar `known`, available once `arrays` are; XLA does not reuse the memory of
     `arrays` before.
 

@@ -16,7 +16,6 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -259,7 +258,7 @@ def sources_digest() -> str:
     return _digest_of_sources().hexdigest()[:16]
 
 
-def _digest_of_sources() -> Any:
+def _digest_of_sources() -> "hashlib._Hash":
     digest = hashlib.sha256()
     for path in (*_sources(), *sorted(_SOURCES.glob("*.h"))):
         digest.update(path.read_bytes())

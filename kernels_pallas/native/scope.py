@@ -5,9 +5,9 @@ training operations, which have gradients.
 import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import Any
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from kernels_pallas.native.library import multiplies_many_rows
 
@@ -43,7 +43,7 @@ def takes_native() -> bool:
     return 0 < _TOKENS.get() <= MAX_ROWS
 
 
-def takes_native_attention(dtype: Any, key_dim: int, value_dim: int) -> bool:
+def takes_native_attention(dtype: DTypeLike, key_dim: int, value_dim: int) -> bool:
     """Return whether the current trace uses native attention over a KV cache of this dtype and
     these head sizes.
     """
@@ -76,7 +76,7 @@ def in_background() -> bool:
     return _BACKGROUND.get()
 
 
-def trains_native(*dtypes: Any, multiples: tuple[int, ...]) -> bool:
+def trains_native(*dtypes: DTypeLike, multiples: tuple[int, ...]) -> bool:
     """Return whether the current trace uses native training operations for arrays of these dtypes.
 
     multiples: sizes that must be multiples of `SIZE_MULTIPLE`.

@@ -1,8 +1,8 @@
 """Dispatch (tokens -> rows by expert) and combine (rows -> weighted sums by token). Both directions
 are gathers, without atomics.
 
-`src_M` is the token of each row, T for an empty row. `slot_TK` is the row of each choice, M for a
-dropped choice. They are inverse: src_M[slot_TK[t, k]] == t wherever slot_TK[t, k] < M.
+`src_M` is the token of each row, T for an empty row. `row_TK` is the row of each choice, M for a
+dropped choice. They are inverse: src_M[row_TK[t, k]] == t wherever row_TK[t, k] < M.
 `sort_by_expert` computes both.
 
 Legend: T tokens, K choices per token, M rows of a buffer, D hidden.
@@ -11,7 +11,7 @@ Legend: T tokens, K choices per token, M rows of a buffer, D hidden.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +27,11 @@ class Implementation(NamedTuple):
     gather_sum: Callable[..., jax.Array]
 
 
+Choice: TypeAlias = Name | Implementation | None  # None: the best that supports the operands
+
+
 @partial(
-    jax.tree_util.register_dataclass, data_fields=["src_M", "slot_TK"], meta_fields=["complete"]
+    jax.tree_util.register_dataclass, data_fields=["src_M", "row_TK"], meta_fields=["complete"]
 )
 @dataclass(frozen=True)
 class RowMap:
@@ -39,20 +42,20 @@ class RowMap:
     """
 
     src_M: jax.Array
-    slot_TK: jax.Array
+    row_TK: jax.Array
     complete: bool = False
 
     def check(self, num_tokens: int) -> None:
         """Raise ValueError if the arrays do not fit `num_tokens` tokens."""
-        for name, index, ndim in (("src", self.src_M, 1), ("slot", self.slot_TK, 2)):
+        for name, index, ndim in (("src", self.src_M, 1), ("row", self.row_TK, 2)):
             if index.ndim != ndim or not jnp.issubdtype(index.dtype, jnp.integer):
                 raise ValueError(
                     f"{name} {index.dtype} {index.shape}: must be integers"
                     f" {('[M]', '[T, K]')[ndim - 1]}"
                 )
-        if self.slot_TK.shape[0] != num_tokens:
+        if self.row_TK.shape[0] != num_tokens:
             raise ValueError(
-                f"slot {self.slot_TK.shape}: must have a line for each of the {num_tokens} tokens"
+                f"row {self.row_TK.shape}: must have a line for each of the {num_tokens} tokens"
             )
 
 
@@ -65,23 +68,22 @@ _run = partial(run, MODULES)
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _dispatch(
-    x_TD: jax.Array, src_M: jax.Array, slot_TK: jax.Array, complete: bool, implementation: Any
+    x_TD: jax.Array, src_M: jax.Array, row_TK: jax.Array, complete: bool, implementation: Choice
 ) -> jax.Array:
     return _run(implementation, "gather_rows", x_TD, src_M)
 
 
 def _dispatch_fwd(
-    x_TD: jax.Array, src_M: jax.Array, slot_TK: jax.Array, complete: bool, implementation: Any
-) -> Any:
-    return _dispatch(x_TD, src_M, slot_TK, complete, implementation), slot_TK
+    x_TD: jax.Array, src_M: jax.Array, row_TK: jax.Array, complete: bool, implementation: Choice
+) -> tuple[jax.Array, jax.Array]:
+    return _dispatch(x_TD, src_M, row_TK, complete, implementation), row_TK
 
 
-def _dispatch_bwd(complete: bool, implementation: Any, slot_TK: jax.Array, dy_MD: jax.Array) -> Any:
-    return (
-        _run(implementation, "gather_sum", dy_MD, slot_TK, complete=complete).astype(dy_MD.dtype),
-        None,
-        None,
-    )
+def _dispatch_bwd(
+    complete: bool, implementation: Choice, row_TK: jax.Array, dy_MD: jax.Array
+) -> tuple[jax.Array, None, None]:
+    dx_TD = _run(implementation, "gather_sum", dy_MD, row_TK, complete=complete)
+    return dx_TD.astype(dy_MD.dtype), None, None
 
 
 _dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
@@ -90,38 +92,38 @@ _dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
 def dispatch(
     x_TD: jax.Array,
     src_M: jax.Array,
-    slot_TK: jax.Array,
+    row_TK: jax.Array,
     complete: bool = False,
     *,
-    implementation: Name | Implementation | None = None,
+    implementation: Choice = None,
 ) -> jax.Array:
     """Return y_MD[m] = x_TD[src_M[m]]: each token copied into its rows. Empty rows hold an
     arbitrary token.
 
     complete: promises that no choice was dropped, which can make the gradient cheaper.
     """
-    return _dispatch(x_TD, src_M, slot_TK, complete, implementation)
+    return _dispatch(x_TD, src_M, row_TK, complete, implementation)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _sum_rows(
-    y_MD: jax.Array, src_M: jax.Array, slot_TK: jax.Array, complete: bool, implementation: Any
+    y_MD: jax.Array, src_M: jax.Array, row_TK: jax.Array, complete: bool, implementation: Choice
 ) -> jax.Array:
-    return _run(implementation, "gather_sum", y_MD, slot_TK, complete=complete)
+    return _run(implementation, "gather_sum", y_MD, row_TK, complete=complete)
 
 
 def _sum_rows_fwd(
-    y_MD: jax.Array, src_M: jax.Array, slot_TK: jax.Array, complete: bool, implementation: Any
-) -> Any:
-    return _sum_rows(y_MD, src_M, slot_TK, complete, implementation), (
+    y_MD: jax.Array, src_M: jax.Array, row_TK: jax.Array, complete: bool, implementation: Choice
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _sum_rows(y_MD, src_M, row_TK, complete, implementation), (
         src_M,
         jnp.zeros(0, y_MD.dtype),
     )
 
 
 def _sum_rows_bwd(
-    complete: bool, implementation: Any, residuals: tuple[jax.Array, ...], dout_TD: jax.Array
-) -> Any:
+    complete: bool, implementation: Choice, residuals: tuple[jax.Array, ...], dout_TD: jax.Array
+) -> tuple[jax.Array, None, None]:
     src_M, of_dtype = residuals
     return _run(implementation, "gather_rows", dout_TD.astype(of_dtype.dtype), src_M), None, None
 
@@ -132,18 +134,18 @@ _sum_rows.defvjp(_sum_rows_fwd, _sum_rows_bwd)
 def sum_rows(
     y_MD: jax.Array,
     src_M: jax.Array,
-    slot_TK: jax.Array,
+    row_TK: jax.Array,
     complete: bool = False,
     *,
-    implementation: Name | Implementation | None = None,
+    implementation: Choice = None,
 ) -> jax.Array:
-    """Return float32 out_TD[t] = sum_k y_MD[slot_TK[t, k]], the sum of each token's rows: the
+    """Return float32 out_TD[t] = sum_k y_MD[row_TK[t, k]], the sum of each token's rows: the
     transpose of `dispatch`.
 
     complete: promises that no choice was dropped. An empty row gets the gradient of an arbitrary
     token.
     """
-    return _sum_rows(y_MD, src_M, slot_TK, complete, implementation)
+    return _sum_rows(y_MD, src_M, row_TK, complete, implementation)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
@@ -151,37 +153,37 @@ def _combine(
     y_MD: jax.Array,
     weights_TK: jax.Array,
     src_M: jax.Array,
-    slot_TK: jax.Array,
+    row_TK: jax.Array,
     complete: bool,
-    implementation: Any,
+    implementation: Choice,
 ) -> jax.Array:
-    return _run(implementation, "gather_sum", y_MD, slot_TK, weights_TK, complete=complete)
+    return _run(implementation, "gather_sum", y_MD, row_TK, weights_TK, complete=complete)
 
 
 def _combine_fwd(
     y_MD: jax.Array,
     weights_TK: jax.Array,
     src_M: jax.Array,
-    slot_TK: jax.Array,
+    row_TK: jax.Array,
     complete: bool,
-    implementation: Any,
-) -> Any:
-    out_TD = _combine(y_MD, weights_TK, src_M, slot_TK, complete, implementation)
-    return out_TD, (y_MD, weights_TK, src_M, slot_TK)
+    implementation: Choice,
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    out_TD = _combine(y_MD, weights_TK, src_M, row_TK, complete, implementation)
+    return out_TD, (y_MD, weights_TK, src_M, row_TK)
 
 
 def _combine_bwd(
-    complete: bool, implementation: Any, residuals: tuple[jax.Array, ...], dout_TD: jax.Array
-) -> Any:
-    y_MD, weights_TK, src_M, slot_TK = residuals
+    complete: bool, implementation: Choice, residuals: tuple[jax.Array, ...], dout_TD: jax.Array
+) -> tuple[jax.Array, jax.Array, None, None]:
+    y_MD, weights_TK, src_M, row_TK = residuals
     dout_TD = dout_TD.astype(y_MD.dtype)
     # compute dweights per row, a sum that XLA fuses with the gather of dout, then gather scalars
     dout_MD = take_any_rows(dout_TD, src_M).astype(jnp.float32)
     dweight_M = (y_MD.astype(jnp.float32) * dout_MD).sum(axis=-1)
-    dweights_TK = take_rows(dweight_M, slot_TK)
-    # a row's weight is that of the choice whose slot is this row; an empty row has none
+    dweights_TK = take_rows(dweight_M, row_TK)
+    # a row's weight is that of the choice that is this row; an empty row has none
     mine_MK = (
-        take_any_rows(slot_TK, src_M) == jnp.arange(src_M.shape[0], dtype=slot_TK.dtype)[:, None]
+        take_any_rows(row_TK, src_M) == jnp.arange(src_M.shape[0], dtype=row_TK.dtype)[:, None]
     )
     weight_M = jnp.where(mine_MK, take_any_rows(weights_TK, src_M), 0).sum(axis=-1)
     return _run(implementation, "gather_rows", dout_TD, src_M, weight_M), dweights_TK, None, None
@@ -194,14 +196,14 @@ def combine(
     y_MD: jax.Array,
     weights_TK: jax.Array,
     src_M: jax.Array,
-    slot_TK: jax.Array,
+    row_TK: jax.Array,
     complete: bool = False,
     *,
-    implementation: Name | Implementation | None = None,
+    implementation: Choice = None,
 ) -> jax.Array:
-    """Return float32 out_TD[t] = sum_k weights_TK[t, k] y_MD[slot_TK[t, k]], the weighted sum of
+    """Return float32 out_TD[t] = sum_k weights_TK[t, k] y_MD[row_TK[t, k]], the weighted sum of
     each token's rows. A dropped choice adds 0.
 
     complete: promises that no choice was dropped and no row is empty.
     """
-    return _combine(y_MD, weights_TK, src_M, slot_TK, complete, implementation)
+    return _combine(y_MD, weights_TK, src_M, row_TK, complete, implementation)

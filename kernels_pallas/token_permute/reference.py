@@ -37,18 +37,18 @@ def gather_rows(x_TD: jax.Array, src_M: jax.Array, scale_M: jax.Array | None = N
 
 def gather_sum(
     y_MD: jax.Array,
-    slot_TK: jax.Array,
+    row_TK: jax.Array,
     weights_TK: jax.Array | None = None,
     *,
     complete: bool = False,
 ) -> jax.Array:
-    """Return float32 [T, D], the (weighted) sum over k of rows y_MD[slot_TK[t, k]]; a slot of M
+    """Return float32 [T, D], the (weighted) sum over k of rows y_MD[row_TK[t, k]]; a row of M
     adds 0.
 
-    complete: promises that no slot is M.
+    complete: promises that no row is M.
     """
     take = take_any_rows if complete else take_rows
-    rows_TKD = take(y_MD, slot_TK).astype(jnp.float32)
+    rows_TKD = take(y_MD, row_TK).astype(jnp.float32)
     if weights_TK is not None:
         rows_TKD = rows_TKD * weights_TK[:, :, None]
-    return rows_TKD[:, 0] if slot_TK.shape[1] == 1 else rows_TKD.sum(axis=1)
+    return rows_TKD[:, 0] if row_TK.shape[1] == 1 else rows_TKD.sum(axis=1)

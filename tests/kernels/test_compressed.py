@@ -5,7 +5,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from kernels_pallas.compressed import SCALES, compress, opened, stored_fields, widen
+from kernels_pallas.compressed import SCALES, compress, decompress, load_weight, stored_fields
 from kernels_pallas.formats import FORMATS, MXFP4, Format
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
@@ -46,10 +46,10 @@ def test_what_is_kept_and_what_it_means(kind: Format) -> None:
     assert bits == {"mxfp4": 4.25, "int4": 4.5, "int8": 8.5, "fp8": 8.25}[kind.name]
     wide = read(values, scales, kind)
     assert np.array_equal(
-        widen(jnp.asarray(values), jnp.asarray(scales), jnp.float32), wide.astype(np.float32)
+        decompress(jnp.asarray(values), jnp.asarray(scales), jnp.float32), wide.astype(np.float32)
     )
     arrays = {"w": jnp.asarray(values), "w" + SCALES: jnp.asarray(scales)}
-    assert np.array_equal(opened(arrays, "w", jnp.bfloat16), wide.astype(ml_dtypes.bfloat16))
+    assert np.array_equal(load_weight(arrays, "w", jnp.bfloat16), wide.astype(ml_dtypes.bfloat16))
     peak = (
         np.abs(w.reshape(-1, kind.block, 5))
         .max(axis=1, keepdims=True)
@@ -102,7 +102,7 @@ def test_eight_bit_floats_of_any_length() -> None:
     w = weights(2, (150, 4))
     values, scales = compress(w, FORMATS["fp8"])
     assert scales.shape == (2, 4)
-    wide = widen(jnp.asarray(values), jnp.asarray(scales), jnp.float32)
+    wide = decompress(jnp.asarray(values), jnp.asarray(scales), jnp.float32)
     assert np.array_equal(wide, read(values, scales, FORMATS["fp8"]).astype(np.float32))
 
 

@@ -13,7 +13,7 @@ from jmoe.deploy.expert_layouts import LAYOUTS
 from jmoe.models.mxfp4 import decode_mxfp4
 from jmoe.offload.slots import HostSlots
 from kernels_pallas import compressed
-from kernels_pallas.compressed import SCALES, compress, e2m1, stored_fields, widen
+from kernels_pallas.compressed import SCALES, compress, decompress, e2m1, stored_fields
 from kernels_pallas.formats import EXPERT_DTYPES, FORMATS, Format, FormatName
 from kernels_pallas.grouped_matmul.mosaic_gpu import Slots, grouped_matmul
 
@@ -70,7 +70,7 @@ def test_all_codes_of_four_bit_floats() -> None:
 
 def test_all_bytes_of_eight_bit_floats() -> None:
     values = np.arange(256, dtype=np.uint8)[:, None]
-    wide = widen(jnp.asarray(values), jnp.ones((2, 1), jnp.float32), jnp.float32)
+    wide = decompress(jnp.asarray(values), jnp.ones((2, 1), jnp.float32), jnp.float32)
     expected = values.view(jnp.float8_e4m3fn).astype(np.float32)
     assert np.array_equal(np.asarray(wide).view(np.uint32), expected.view(np.uint32))
 

@@ -76,7 +76,7 @@ def run_tokens(
     def f(x_TD: jax.Array, w: jax.Array) -> jax.Array:
         options: dict[str, Any] = {"transpose_rhs": transpose_rhs, "implementation": implementation}
         if dispatched:
-            x_ND = dispatch(x_TD, rows.src_M, rows.slot_TK, rows.complete)
+            x_ND = dispatch(x_TD, rows.src_M, rows.row_TK, rows.complete)
             return grouped_matmul(x_ND, w, sizes, **options)
         return grouped_matmul(x_TD, w, sizes, rows=rows, **options)
 
@@ -86,7 +86,7 @@ def run_tokens(
 
 
 def tokens_of(rows: RowMap, d: int, dtype: Any) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(7).normal(size=(rows.slot_TK.shape[0], d)), dtype)
+    return jnp.asarray(np.random.default_rng(7).normal(size=(rows.row_TK.shape[0], d)), dtype)
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(jnp.float32, marks=pytest.mark.slow), jnp.bfloat16])
@@ -155,7 +155,7 @@ def test_gradient_of_tokens_has_no_scatter() -> None:
         (
             jnp.zeros(8, jnp.int32),
             jnp.zeros(8, jnp.int32),
-            r"slot int32 \(8,\): must be integers \[T, K\]",
+            r"row int32 \(8,\): must be integers \[T, K\]",
         ),
         (jnp.zeros(8, jnp.int32), jnp.zeros((3, 2), jnp.int32), "a line for each of the 4 tokens"),
     ],

@@ -120,7 +120,7 @@ def test_tokens_that_are_not_dispatched(dtype: Any, slots: int) -> None:
     @partial(jax.jit, static_argnums=0)
     def both(dispatched: bool, x: jax.Array, sizes_L: jax.Array) -> Any:
         def f(x: jax.Array, *weights: jax.Array) -> jax.Array:
-            x = dispatch(x, rows.src_M, rows.slot_TK, True) if dispatched else x
+            x = dispatch(x, rows.src_M, rows.row_TK, True) if dispatched else x
             at = None if dispatched else rows
             return grouped_mlp(
                 x, sizes_L, MLPWeights(*weights), activation="swiglu", slots=slots, rows=at

@@ -22,7 +22,7 @@ import pytest
 from jmoe.layers.slot_experts import ExpertInputs, table_mlp
 from kernels_pallas import grouped_matmul as gm
 from kernels_pallas import token_permute as tp
-from kernels_pallas.compressed import SCALES, compress, widen
+from kernels_pallas.compressed import SCALES, compress, decompress
 from kernels_pallas.formats import FORMATS
 from kernels_pallas.grouped_matmul import mosaic_gpu as gm_mosaic
 from kernels_pallas.grouped_matmul import reference as gm_reference
@@ -156,7 +156,7 @@ def test_compressed(kind: str) -> None:
     values, scales = (jnp.asarray(np.stack(part)) for part in zip(*kept, strict=True))
     x = normal(9, (NUM_ROWS, 256))
     ours = MATMUL.grouped_matmul(x, values, sizes, slots=gm_mosaic.Slots(slot_E, scales))
-    wide = jax.vmap(partial(widen, dtype=jnp.bfloat16))(values, scales)[slot_E]
+    wide = jax.vmap(partial(decompress, dtype=jnp.bfloat16))(values, scales)[slot_E]
     assert_close(ours[:INSIDE], gm_reference.grouped_matmul(x, wide, sizes)[:INSIDE], 1e-2)
 
 
@@ -262,7 +262,7 @@ def test_grouped_mlp_gradients(activation: str) -> None:
 
 
 def permutation(t: int, k: int) -> tuple[jax.Array, jax.Array]:
-    """(src_M, slot_TK) with one choice dropped and one row empty."""
+    """(src_M, row_TK) with one choice dropped and one row empty."""
     order = np.random.default_rng(t).permutation(t * k).astype(np.int32)
     src, slot = order // k, np.argsort(order).astype(np.int32)
     dropped = order[3]

@@ -160,7 +160,7 @@ def test_experts_read_the_rows_of_tokens() -> None:
         np.random.default_rng(1).permuted(np.tile([0, 1], (148, 1)), axis=1), jnp.int32
     )
     order_N, rank_N = sort_by_expert(idx_TK.reshape(-1), 2)
-    src_M, slot_TK, sizes_L = order_N // 2, rank_N.reshape(-1, 2), jnp.full(2, 148, jnp.int32)
+    src_M, row_TK, sizes_L = order_N // 2, rank_N.reshape(-1, 2), jnp.full(2, 148, jnp.int32)
 
     def of(x_TD: jax.Array, weights: MLPWeights, rows: RowMap | None) -> jax.Array:
         x = x_TD if rows else jnp.take(x_TD, src_M, axis=0)
@@ -168,8 +168,7 @@ def test_experts_read_the_rows_of_tokens() -> None:
 
     with native.native_training(True):
         mapped, taken = (
-            jax.vjp(partial(of, rows=rows), x_TD, weights)
-            for rows in (RowMap(src_M, slot_TK), None)
+            jax.vjp(partial(of, rows=rows), x_TD, weights) for rows in (RowMap(src_M, row_TK), None)
         )
     np.testing.assert_array_equal(mapped[0], taken[0])
     assert_near(mapped[1](dy), taken[1](dy), 1e-2)

@@ -20,11 +20,11 @@ T, K, D = 20, 3, 8
 
 
 def permutation(rows: int, dropped: int) -> tuple[np.ndarray, np.ndarray]:
-    """(src_M, slot_TK) of a random assignment of the T * K choices to `rows` rows, `dropped` of
+    """(src_M, row_TK) of a random assignment of the T * K choices to `rows` rows, `dropped` of
     them to none.
     """
     row_map = random_row_map(T, K, rows, rows, dropped)
-    return np.asarray(row_map.src_M), np.asarray(row_map.slot_TK)
+    return np.asarray(row_map.src_M), np.asarray(row_map.row_TK)
 
 
 # rows == T * K: full; more: empty rows; choices dropped: tokens that lost one choice or all of them
@@ -36,9 +36,9 @@ def plain_dispatch(x_TD: jax.Array, src_M: np.ndarray) -> jax.Array:
     return jnp.concatenate([x_TD, jnp.zeros((1, D), x_TD.dtype)])[src_M]
 
 
-def plain_combine(y_MD: jax.Array, weights_TK: jax.Array, slot_TK: np.ndarray) -> jax.Array:
+def plain_combine(y_MD: jax.Array, weights_TK: jax.Array, row_TK: np.ndarray) -> jax.Array:
     y_MD = jnp.concatenate([y_MD.astype(jnp.float32), jnp.zeros((1, D))])
-    return jnp.einsum("tkd,tk->td", y_MD[slot_TK], weights_TK)
+    return jnp.einsum("tkd,tk->td", y_MD[row_TK], weights_TK)
 
 
 @pytest.mark.parametrize(
@@ -46,19 +46,19 @@ def plain_combine(y_MD: jax.Array, weights_TK: jax.Array, slot_TK: np.ndarray) -
 )
 @dtypes
 def test_dispatch(rows: int, dropped: int, complete: bool, dtype: Any) -> None:
-    src_M, slot_TK = permutation(rows, dropped)
+    src_M, row_TK = permutation(rows, dropped)
     rng = np.random.default_rng(0)
     x_TD = jnp.asarray(rng.normal(size=(T, D)), dtype)
     g_MD = jnp.asarray(rng.normal(size=(rows, D)), dtype)
 
     @jax.jit
     def run(
-        x_TD: jax.Array, src_M: jax.Array, slot_TK: jax.Array, g_MD: jax.Array
+        x_TD: jax.Array, src_M: jax.Array, row_TK: jax.Array, g_MD: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        y, vjp = jax.vjp(lambda x: dispatch(x, src_M, slot_TK, complete), x_TD)
+        y, vjp = jax.vjp(lambda x: dispatch(x, src_M, row_TK, complete), x_TD)
         return y, vjp(g_MD)[0]
 
-    y_MD, dx_TD = run(x_TD, jnp.asarray(src_M), jnp.asarray(slot_TK), g_MD)
+    y_MD, dx_TD = run(x_TD, jnp.asarray(src_M), jnp.asarray(row_TK), g_MD)
     full_M = src_M < T  # an empty row holds some token
     np.testing.assert_array_equal(y_MD[full_M], plain_dispatch(x_TD, src_M)[full_M])
     assert np.isfinite(np.asarray(y_MD, np.float32)).all()
@@ -75,7 +75,7 @@ def test_dispatch(rows: int, dropped: int, complete: bool, dtype: Any) -> None:
 )
 @dtypes
 def test_combine(rows: int, dropped: int, complete: bool, dtype: Any) -> None:
-    src_M, slot_TK = permutation(rows, dropped)
+    src_M, row_TK = permutation(rows, dropped)
     rng = np.random.default_rng(1)
     y_MD = jnp.asarray(rng.normal(size=(rows, D)), dtype)
     weights_TK = jnp.asarray(rng.uniform(size=(T, K)), jnp.float32)
@@ -84,14 +84,14 @@ def test_combine(rows: int, dropped: int, complete: bool, dtype: Any) -> None:
 
     @jax.jit
     def run(
-        y_MD: jax.Array, weights_TK: jax.Array, src_M: jax.Array, slot_TK: jax.Array
+        y_MD: jax.Array, weights_TK: jax.Array, src_M: jax.Array, row_TK: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        out, vjp = jax.vjp(lambda y, w: combine(y, w, src_M, slot_TK, complete), y_MD, weights_TK)
+        out, vjp = jax.vjp(lambda y, w: combine(y, w, src_M, row_TK, complete), y_MD, weights_TK)
         return out, *vjp(g_TD)
 
-    out_TD, dy_MD, dweights_TK = run(y_MD, weights_TK, jnp.asarray(src_M), jnp.asarray(slot_TK))
+    out_TD, dy_MD, dweights_TK = run(y_MD, weights_TK, jnp.asarray(src_M), jnp.asarray(row_TK))
     expected, vjp = jax.vjp(
-        lambda y, w: plain_combine(y, w, slot_TK), y_MD.astype(jnp.float32), weights_TK
+        lambda y, w: plain_combine(y, w, row_TK), y_MD.astype(jnp.float32), weights_TK
     )
     expected_dy, expected_dweights = vjp(g_TD)
     assert out_TD.dtype == dweights_TK.dtype == jnp.float32 and dy_MD.dtype == dtype
@@ -99,29 +99,29 @@ def test_combine(rows: int, dropped: int, complete: bool, dtype: Any) -> None:
     np.testing.assert_allclose(dweights_TK, expected_dweights, rtol=1e-5, atol=1e-6)
     tolerance = 1e-6 if dtype == jnp.float32 else 4e-3
     np.testing.assert_allclose(dy_MD.astype(jnp.float32), expected_dy, rtol=tolerance, atol=1e-6)
-    lost_T = (slot_TK == rows).all(axis=1)
+    lost_T = (row_TK == rows).all(axis=1)
     assert not out_TD[lost_T].any()
     assert not dy_MD[src_M == T].any()  # an empty row takes no gradient
-    assert not dweights_TK[slot_TK == rows].any()  # nor does the weight of a dropped choice
+    assert not dweights_TK[row_TK == rows].any()  # nor does the weight of a dropped choice
 
 
 @pytest.mark.parametrize(("rows", "dropped"), CASES)
 @dtypes
 def test_sum_rows_is_the_transpose_of_dispatch(rows: int, dropped: int, dtype: Any) -> None:
-    src_M, slot_TK = (jnp.asarray(index) for index in permutation(rows, dropped))
+    src_M, row_TK = (jnp.asarray(index) for index in permutation(rows, dropped))
     rng = np.random.default_rng(2)
     y_MD = jnp.asarray(rng.normal(size=(rows, D)), dtype)
     # exact in both dtypes
     g_TD = jnp.asarray(rng.normal(size=(T, D)), jnp.bfloat16).astype(jnp.float32)
-    out_TD, vjp = jax.vjp(lambda y: sum_rows(y, src_M, slot_TK), y_MD)
+    out_TD, vjp = jax.vjp(lambda y: sum_rows(y, src_M, row_TK), y_MD)
     assert out_TD.dtype == jnp.float32
-    np.testing.assert_array_equal(out_TD, combine(y_MD, jnp.ones((T, K)), src_M, slot_TK))
-    _, transpose = jax.vjp(lambda x: dispatch(x, src_M, slot_TK), g_TD)
+    np.testing.assert_array_equal(out_TD, combine(y_MD, jnp.ones((T, K)), src_M, row_TK))
+    _, transpose = jax.vjp(lambda x: dispatch(x, src_M, row_TK), g_TD)
     np.testing.assert_allclose(out_TD, transpose(y_MD.astype(jnp.float32))[0], rtol=1e-5, atol=1e-6)
     (dy_MD,), full_M = vjp(g_TD), src_M < T
     assert dy_MD.dtype == dtype
     np.testing.assert_array_equal(
-        dy_MD[full_M], dispatch(g_TD.astype(dtype), src_M, slot_TK)[full_M]
+        dy_MD[full_M], dispatch(g_TD.astype(dtype), src_M, row_TK)[full_M]
     )
     assert np.isfinite(np.asarray(dy_MD, np.float32)).all()
 
@@ -147,23 +147,23 @@ def test_a_permutation_and_its_inverse() -> None:
 
 
 def test_dispatch_then_combine_is_the_sum_of_the_kept_weights() -> None:
-    src_M, slot_TK = permutation(64, 31)
+    src_M, row_TK = permutation(64, 31)
     x_TD = jnp.asarray(np.random.default_rng(2).normal(size=(T, D)), jnp.float32)
     weights_TK = jnp.full((T, K), 0.25)
     out_TD = combine(
-        dispatch(x_TD, src_M, slot_TK), weights_TK, jnp.asarray(src_M), jnp.asarray(slot_TK)
+        dispatch(x_TD, src_M, row_TK), weights_TK, jnp.asarray(src_M), jnp.asarray(row_TK)
     )
-    kept_T = (slot_TK < 64).sum(axis=1).astype(np.float32)
+    kept_T = (row_TK < 64).sum(axis=1).astype(np.float32)
     np.testing.assert_allclose(out_TD, x_TD * (0.25 * kept_T)[:, None], rtol=1e-6)
 
 
 def test_no_scatter_forwards_or_backwards() -> None:
     """XLA:CPU scatters row by row, and float scatters on GPU add in no fixed order."""
-    src_M, slot_TK = permutation(96, 0)
+    src_M, row_TK = permutation(96, 0)
 
     def loss(x_TD: jax.Array, weights_TK: jax.Array) -> jax.Array:
         return combine(
-            dispatch(x_TD, src_M, slot_TK), weights_TK, jnp.asarray(src_M), jnp.asarray(slot_TK)
+            dispatch(x_TD, src_M, row_TK), weights_TK, jnp.asarray(src_M), jnp.asarray(row_TK)
         ).sum()
 
     assert "scatter" not in str(
