@@ -1,5 +1,6 @@
-"""Tokenise text once into shards that `train.py --data.path DIR` takes: python -m jmoe.data
-PATH... --out DIR.
+"""Command line that tokenises text once into token shards for `train.py --data.path DIR`.
+
+Usage: python -m jmoe.data PATH... --out DIR.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from jmoe.runtime import end_at_once_on_interrupt
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Tokenise text once into shards that `--data.path DIR` takes."""
+    """Write token shards and a tokenizer; return the exit status, 2 for a user's mistake."""
     defaults = DataConfig()
     parser = argparse.ArgumentParser(
         prog="python -m jmoe.data",

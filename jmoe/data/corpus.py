@@ -1,9 +1,9 @@
-"""From `DataConfig` to memory-mapped tokens: tokenised once by process 0, then mapped by every
-process.
+"""Preparation of training data: from `DataConfig` to memory-mapped tokens.
 
-A folder of prepared text holds `tokenizer.json`, `train-00000.bin`, ... (one per `data.path`),
-`held_out.bin`, `held_out.txt` and, written last, `manifest.json`, which says what the rest was made
-from. The same folder is what `python -m jmoe.data` writes and what `data.path` takes.
+Process 0 tokenises the text once into a folder; every process then maps that folder. The folder
+holds `tokenizer.json`, `train-00000.bin`, ... (one per text input), `held_out.bin`, `held_out.txt`
+and, written last, `manifest.json`, which identifies the inputs and settings. `python -m jmoe.data`
+writes the same folder, and `data.path` accepts it.
 """
 
 from __future__ import annotations
@@ -64,19 +64,19 @@ from jmoe.memory.identity import content_identity
 from jmoe.models.tokenizer_file import TOKENIZER
 from jmoe.status import repeating
 
-FORMAT = 1  # of a folder of prepared text; another number: prepared anew
+FORMAT = 1  # version of the prepared folder; another version is prepared again
 MANIFEST, HELD_OUT, HELD_OUT_TEXT = "manifest.json", "held_out.bin", "held_out.txt"
-HASHED_BYTES = 1 << 28  # of token shards that are read from end to end at the start
+HASHED_BYTES = 1 << 28  # size up to which shards are hashed at the start
 BPE_SAMPLE_BYTES = 20_000_000
 
 
 @dataclass(frozen=True, eq=False)
 class TextSource:
-    """The training tokens behind one `data.path`: memory-mapped ids, one array per shard.
+    """The training tokens of one `data.path`: memory-mapped ids, one array per shard.
 
-    weight: its share in the mixture relative to the other sources'; None: all sources count by
-    size. files, skipped: how many were read, and those of the folder that are no text, counted by
-    suffix. control_texts: how many texts hold text of control tokens that stayed text.
+    weight: share in the mixture relative to the other sources; None means by size. files: number of
+    files read. skipped: number of non-text files in the folder by suffix. control_texts: number of
+    documents in which text of control tokens was encoded as plain text.
     """
 
     name: str
@@ -95,12 +95,12 @@ class TextSource:
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Training tokens and held-out tokens, both reading `eot document eot document ... eot`.
+    """Training and held-out tokens, each a sequence `eot document eot document ... eot`.
 
-    held_out_tokens: int32 [N]; the first is the end-of-text token, the other N - 1 are the targets.
-    held_out_bytes: the UTF-8 text behind them (end-of-text tokens count no bytes); empty when the
-    inputs are shards without a tokenizer. vocab_size: every token is below it. fingerprint: of all
-    tokens, weights and the tokenizer; a run must not resume with another one.
+    held_out_tokens: int32 [N]; the first is the end-of-text token, the other N - 1 are targets.
+    held_out_bytes: their text in UTF-8 (end-of-text tokens count no bytes), empty if the inputs are
+    shards without a tokenizer. vocab_size: exclusive upper bound of all ids. fingerprint: hash of
+    all tokens, weights and the tokenizer; a run resumes only with the same fingerprint.
     """
 
     tokenizer: Tokenizer | None
@@ -117,7 +117,7 @@ class Corpus:
         return sum(source.num_tokens for source in self.sources)
 
     def files(self) -> str:
-        """Return how many files were read, and how many skipped, in words."""
+        """Return a sentence with the numbers of files read and skipped."""
         skipped = sum((source.skipped for source in self.sources), Counter())
         words = f"{sum(source.files for source in self.sources):,} file(s) read"
         if skipped:
@@ -127,8 +127,8 @@ class Corpus:
         return words
 
     def control_texts(self) -> str:
-        """Return how many texts to train on spell out a control token that they do not get, in
-        words; "" if none.
+        """Return a sentence with the number of training documents in which control tokens were
+        kept as text; "" if none.
         """
         count = sum(source.control_texts for source in self.sources)
         if not count:
@@ -137,9 +137,7 @@ class Corpus:
         return f"{count:,} texts hold text of control tokens, kept as text; {option}"
 
     def check_held_out_text(self) -> None:
-        """Raise `ValueError` if the held-out text is unknown, so that there are no bits per
-        byte.
-        """
+        """Raise ValueError if the held-out text, and so bits per byte, is unknown."""
         if not self.held_out_bytes:
             raise ValueError(
                 "data.path: the held-out text is unknown, as the token shards come without a"
@@ -147,8 +145,10 @@ class Corpus:
             )
 
     def bits_per_byte(self, mean_loss: float) -> float:
-        """Return bits per byte of held-out text, from the mean loss in nats over the N - 1
-        held-out targets.
+        """Return bits per byte of held-out text.
+
+        mean_loss: mean over the N - 1 held-out targets, in nats. Raises ValueError if the held-out
+        text is unknown.
         """
         self.check_held_out_text()
         return mean_loss / math.log(2) * (len(self.held_out_tokens) - 1) / len(self.held_out_bytes)
@@ -156,7 +156,7 @@ class Corpus:
 
 @dataclass(frozen=True, eq=False)
 class _HeldOut:
-    """`text` is None where it is unknown; `sha256` identifies `ids`."""
+    """Held-out tokens. `text` is None if unknown; `sha256` identifies the ids."""
 
     ids: NDArray[np.int32]
     text: bytes | None
@@ -165,12 +165,12 @@ class _HeldOut:
 
 @dataclass(frozen=True, eq=False)
 class Role:
-    """Which part this process has in preparing data, and how it shows and sees progress.
+    """The role of this process in data preparation.
 
-    is_main: it alone writes. report: called as the work goes on, at least every few seconds. The
-    others wait for at most `wait_s` seconds since `progress` of the main process last changed.
-    keep: what the cache has of other text stays, until the caller, who knows that the new text may
-    take its place, calls `publish`.
+    is_main: this process writes; the others wait. report: progress callback, called at least every
+    few seconds. progress: returns a value that changes when the main process progresses; other
+    processes wait at most `wait_s` seconds without a change. keep: prepare other text beside the
+    cached text without replacing it, until `publish` is called.
     """
 
     is_main: bool = True
@@ -183,12 +183,13 @@ class Role:
 def prepare(
     config: DataConfig, vocab_size: int, cache_dir: Path, role: Role | None = None
 ) -> Corpus:
-    """Find, check, split, tokenise (once, into `cache_dir`) and memory-map the data of a run.
+    """Return the corpus of a run: find, check, split, tokenise (once, into `cache_dir`) and
+    memory-map its data.
 
-    `vocab_size` is the model's. The main process writes; the others wait for its manifest, or raise
-    `TimeoutError` naming it (see `Role`). All processes must see the same inputs and `cache_dir`. A
-    user's mistake raises `ValueError` that names the field, the file and, where there is one, the
-    line or byte, before anything is written.
+    vocab_size: the model's. The main process writes; the others wait for the manifest, or raise
+    TimeoutError naming it (see `Role`). All processes must see the same inputs and the same
+    `cache_dir`. Raises ValueError that names the field, the file and, if known, the line or byte at
+    fault, before anything is written.
     """
     role = role or Role()
     inputs = _find_inputs(config, role.report)
@@ -233,8 +234,9 @@ def prepare(
 
 
 def _check_shards(shards: Sequence[Shard], report: Report) -> None:
-    """Read what is small, and what has no sums of blocks, from end to end; the rest is checked
-    as it is used.
+    """Check the hash of all shards without CRC-32s and of up to `HASHED_BYTES` of the others.
+
+    The remaining shards are checked block by block when they are read.
     """
     small_bytes, done_bytes = HASHED_BYTES, 0
     chosen = []
@@ -250,11 +252,11 @@ def _check_shards(shards: Sequence[Shard], report: Report) -> None:
 
 
 class OtherTextError(ValueError):
-    """The text is not what `Role.keep` keeps."""
+    """The text differs from the cached text that `Role.keep` protects."""
 
 
 def _kept_manifest(cache_dir: Path) -> dict[str, Any] | None:
-    """Return the manifest of prepared text, whatever job that was; None where it is lost."""
+    """Return the manifest in `cache_dir`, of whatever inputs; None if it is missing or damaged."""
     try:
         manifest = json.loads((cache_dir / MANIFEST).read_text())
     except (FileNotFoundError, ValueError):
@@ -263,18 +265,16 @@ def _kept_manifest(cache_dir: Path) -> dict[str, Any] | None:
 
 
 def beside(cache_dir: Path) -> Path:
-    """Return the folder in which text is prepared that is not yet to take the place of what
-    `cache_dir` has.
-    """
+    """Return the folder in which new text is prepared while `cache_dir` keeps the old text."""
     return cache_dir.with_name(f".{cache_dir.name}.new")
 
 
 def publish(corpus: Corpus, cache_dir: Path) -> None:
-    """Move a corpus that `prepare` has left `beside` to its place; open files stay open. Any other
-    stays where it is.
+    """Move a corpus prepared in the folder `beside(cache_dir)` to `cache_dir`; ignore any other
+    corpus.
 
-    The manifest goes first and comes last: whenever this is interrupted, the text is prepared
-    again.
+    Files that are open stay readable. The old manifest is removed first and the new one moved last,
+    so that after an interruption the text is prepared again.
     """
     made = beside(cache_dir)
     if corpus.tokenizer_path is None or corpus.tokenizer_path.parent != made:
@@ -288,13 +288,15 @@ def publish(corpus: Corpus, cache_dir: Path) -> None:
 
 
 def discard(cache_dir: Path) -> None:
-    """Remove what `prepare` has left `beside` and nobody has published."""
+    """Delete the unpublished text in the folder `beside(cache_dir)`."""
     shutil.rmtree(beside(cache_dir), ignore_errors=True)
 
 
 def write_shards(config: DataConfig, vocab_size: int, out: Path, report: Report) -> Corpus:
-    """Write text as shards into `out` for other runs; a folder with shards made from anything
-    else is refused.
+    """Write text as token shards into `out`, for other runs, and return the corpus.
+
+    Raises ValueError if the inputs are token shards already, or `out` holds shards of other inputs
+    or settings.
     """
     inputs = _find_inputs(config, report)
     for entry in inputs:
@@ -371,8 +373,10 @@ def _open_shards(entry: TextInput, vocab_size: int, config: DataConfig) -> list[
 def _given_tokenizer(
     config: DataConfig, inputs: Sequence[TextInput], shards: dict[int, list[Shard]], vocab_size: int
 ) -> LoadedTokenizer | None:
-    """Return `data.tokenizer`, else the one beside the shards; None: there is none (or it is
-    still to be trained).
+    """Return the tokenizer of `data.tokenizer`, or else of the shards' folder.
+
+    Returns None if there is neither: shards without a tokenizer, or text whose tokenizer is yet to
+    be trained. Raises ValueError if shards come from different tokenizers.
     """
     path = Path(config.tokenizer).expanduser() if config.tokenizer else None
     if path is None:
@@ -406,8 +410,8 @@ def _given_tokenizer(
 def _held_out_targets(
     config: DataConfig, inputs: Sequence[TextInput], shards: dict[int, list[Shard]]
 ) -> list[int]:
-    """Return bytes of text to hold out of each input, so that together they mix like the
-    training data.
+    """Return the number of bytes of text to hold out of each input, in proportion to the inputs'
+    shares of training data.
     """
     sizes = [
         (
@@ -429,7 +433,7 @@ def _held_out_targets(
 
 
 def _content(inputs: Sequence[TextInput], report: Report) -> str:
-    """Return what identifies the text of all inputs."""
+    """Return an identity of the content of all text files."""
     files = {
         f"{i}/{file.name}": file.path for i, entry in enumerate(inputs) for file in entry.files
     }
@@ -438,7 +442,7 @@ def _content(inputs: Sequence[TextInput], report: Report) -> str:
 
 @dataclass(frozen=True, eq=False)
 class _TextJob:
-    """Text inputs to be tokenised into `directory`."""
+    """The job of tokenising text inputs into `directory`."""
 
     inputs: tuple[TextInput, ...]
     target_bytes: tuple[int, ...]
@@ -446,16 +450,16 @@ class _TextJob:
     vocab_size: int
     directory: Path
     config: DataConfig
-    content: str  # identifies the text
+    content: str  # identity of the text
 
     def key(self) -> str:
-        """Return what the result depends on as one hash: of the files' names, sizes, times and
-        content.
+        """Return a hash of everything that the result depends on: settings and each file's name,
+        size, time and content.
 
-        The content says what the text is, whatever the times say; a small change in a large file
-        shows by its time.
+        The modification time is included because a small change in a large file may not change the
+        content identity.
         """
-        timestamps = bool(self.config.path)  # the standard library's mean nothing
+        timestamps = bool(self.config.path)  # install times of the standard library are irrelevant
         what: dict[str, Any] = {
             "format": FORMAT,
             "target_bytes": self.target_bytes,
@@ -476,7 +480,9 @@ class _TextJob:
         return hashlib.sha256(json.dumps(what).encode()).hexdigest()
 
     def manifest(self) -> dict[str, Any] | None:
-        """Return the manifest if this very job has been done, whatever has become of its files."""
+        """Return the manifest of this very job, None if it has not been done. Checks no other
+        file.
+        """
         try:
             manifest: dict[str, Any] = json.loads((self.directory / MANIFEST).read_text())
             return manifest if manifest["key"] == self.key() else None
@@ -484,9 +490,7 @@ class _TextJob:
             return None
 
     def finished(self) -> dict[str, Any] | None:
-        """Return the manifest if this very job has been done and its files are still as they
-        were.
-        """
+        """Return the manifest of this very job, None if it is not done or a file is damaged."""
         if (manifest := self.manifest()) is None:
             return None
         try:
@@ -504,11 +508,12 @@ class _TextJob:
         return manifest if same and tokenizer.fingerprint == manifest["tokenizer"] else None
 
     def run(self, report: Report, kept: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Tokenise, unless that has been done; the manifest is written last and makes the result
-        valid.
+        """Tokenise the text unless that has been done, and return the manifest, which is written
+        last.
 
-        kept: the manifest of the text that a run began with. Raises `OtherTextError` if other text
-        would be held out, before the tokenizer is trained and all of the text becomes tokens.
+        kept: the manifest of the text with which the run began. Raises `OtherTextError` if the
+        held-out text differs from that manifest's, before the tokenizer is trained and the text
+        tokenised.
         """
         manifest = self.finished()
         if manifest is not None:
@@ -531,8 +536,9 @@ class _TextJob:
         return manifest
 
     def _split(self, report: Report) -> list[list[InputFile]]:
-        """Check all text, and say of each input's files how much is trained on and how much held
-        out.
+        """Check all text; return each input's files with the numbers of bytes for training set.
+
+        Raises ValueError if there is no text to train on or to hold out.
         """
         files = iter(
             check_texts(
@@ -560,7 +566,7 @@ class _TextJob:
         return parts
 
     def _held_out_sum(self, parts: list[list[InputFile]]) -> str:
-        """Return the SHA-256 of the text that is held out, as the manifest has it."""
+        """Return the SHA-256 of the held-out text, as the manifest records it."""
         held_out = (
             read_pieces(file, file.train_bytes, file.size_bytes) for part in parts for file in part
         )
@@ -576,12 +582,12 @@ class _TextJob:
             weights = [size if entry.weight is None else entry.weight for entry, size in pairs]
             limits = [int(BPE_SAMPLE_BYTES * weight / (sum(weights) or 1)) for weight in weights]
             texts = itertools.chain.from_iterable(map(sample_texts, parts, limits))
-            # it tells nothing before its end
+            # the trainer reports no progress
             with repeating(lambda: report("training the tokenizer", 0, 0), 1.0):
                 trained = train_bpe(texts, self.vocab_size)
             write_atomic(path, trained.to_str().encode())
         elif self.tokenizer.path.resolve() != path.resolve():
-            # byte for byte: its hash is its fingerprint
+            # copy byte for byte, as the fingerprint is the file's hash
             write_atomic(path, self.tokenizer.path.read_bytes())
         loaded = self._load(path)
         return (
@@ -705,8 +711,10 @@ def _held_out_of_shards(
     targets: Sequence[int],
     tokenizer: LoadedTokenizer | None,
 ) -> list[_HeldOut]:
-    """Return `held_out.bin` beside the shards, else the last part of the largest shard, which
-    `shards` then lacks.
+    """Return the held-out tokens of the inputs that are shards.
+
+    Uses `held_out.bin` beside the shards; without one, splits the end off the largest shard and
+    updates `shards`. Raises ValueError if a `held_out.bin` was made with another tokenizer.
     """
     held_out: list[_HeldOut] = []
     seen: set[Path] = set()
@@ -733,8 +741,9 @@ def _held_out_of_shards(
 def _carve(
     shard: Shard, target_bytes: int, tokenizer: LoadedTokenizer | None, pattern: str
 ) -> tuple[Shard, _HeldOut]:
-    """Split the last `target_bytes` of text off a shard, at the end of a document if one ends in
-    there.
+    """Return the shard without its last `target_bytes` of text, and these as held-out tokens.
+
+    Cuts at the first end of a document within these bytes if there is one.
     """
     count, header = len(shard.ids), shard.header
     wanted = int(target_bytes * count / max(1, header.text_bytes))
@@ -768,7 +777,7 @@ def _assemble(
         ],
         "held_out": [part.sha256 for part in held_out],
     }
-    # Parts end with the end-of-text token and the next begins with it: one of the two is enough.
+    # Each part ends with the end-of-text token and the next begins with it: keep one of the two.
     ids = [
         held_out[0].ids,
         *(part.ids[int(part.ids[0] == held_out[0].ids[0]) :] for part in held_out[1:]),

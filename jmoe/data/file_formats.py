@@ -1,4 +1,6 @@
-"""Which binary format a file has, by its first bytes, and the way from it to text or JSONL."""
+"""Detection of binary file formats by their first bytes, and advice on converting them to text or
+JSONL.
+"""
 
 import re
 from pathlib import Path
@@ -6,7 +8,7 @@ from pathlib import Path
 _RECORDS = "write its records as JSONL"
 _PANDAS = "pandas.read_{}(FILE).to_json(OUT, orient='records', lines=True)"
 _UNPACKS = "{} FILE unpacks it"
-# (a pattern of the first bytes, the format, the next thing to do)
+# (regex for the first bytes, name of the format, conversion advice)
 _FORMATS = (
     (
         rb"PAR1.*[\x00-\x08\x0e-\x1f\x80-\xff]",
@@ -36,8 +38,8 @@ _HEAD_BYTES = 512
 
 
 def binary_format(path: Path) -> str | None:
-    """Return what the file is and the next thing to do, in words; None if it does not begin like
-    a binary format.
+    """Return the name of the file's binary format and conversion advice; None if none is
+    recognised.
     """
     with open(path, "rb") as file:
         head = file.read(_HEAD_BYTES)

@@ -1,8 +1,8 @@
-"""Batches of images of several tasks, each row where a layout wants it.
+"""Batches of images of several tasks, distributed over devices by an elastic `Layout`.
 
 Legend: R devices of this process, M micro-batches a device may have, B images of a micro-batch, P
-pixels a side, C channels. What row i of a task's batch is in step s depends on the seed, the task
-and s alone, never on the layout.
+pixels a side, C channels. Row i of a task's batch at step s depends only on the seed, the task and
+s, never on the layout.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jmoe.planning.elastic import Layout
 
 
 class ImageBatch(NamedTuple):
-    """Images with the number and the label of their task; weight 0: a row that only fills up."""
+    """Images with task number and label each. Rows of weight 0 are padding."""
 
     pixels: Any  # uint8 [R, M, B, P, P, C]
     task: Any  # int32 [R, M, B]
@@ -29,7 +29,9 @@ class ImageBatch(NamedTuple):
 
 
 def _shifted(pixels: NDArray[np.uint8], shift: NDArray[np.int64]) -> NDArray[np.uint8]:
-    """Return images [N, P, P, C] moved by `shift` [N, 2] pixels; what comes in repeats the edge."""
+    """Return images [N, P, P, C] shifted by `shift` [N, 2] pixels, padded by repeating edge
+    pixels.
+    """
     side, most = pixels.shape[1], int(np.abs(shift).max(initial=0))
     padded = np.pad(pixels, ((0, 0), (most, most), (most, most), (0, 0)), mode="edge")
     rows = (np.arange(side) + most - shift[:, :1])[:, :, None]
@@ -39,11 +41,11 @@ def _shifted(pixels: NDArray[np.uint8], shift: NDArray[np.int64]) -> NDArray[np.
 
 
 class ImageBatches:
-    """Endless iterator of `ImageBatch` for the devices `first` to `last` (not included) of the
+    """Endless iterator of `ImageBatch` for devices `first` up to but excluding `last` of the
     layout.
 
-    Every image of a task comes once an epoch of that task, in another order each, moved by up to
-    `images.max_shift`.
+    Each epoch of a task visits each of its images once, in a new order, shifted randomly by up to
+    `images.max_shift` pixels.
     """
 
     def __init__(
@@ -62,14 +64,14 @@ class ImageBatches:
         self.fingerprint = digest
 
     def deal(self, layout: Layout, first: int, last: int) -> None:
-        """Go on, with the next batch, for the devices `first` to `last` (not included) of this
-        layout.
-        """
+        """Switch to another layout and device range, from the next batch on."""
         self._layout, self._devices = layout, range(first, last)
 
     def sample(self, number: int) -> ImageBatch:
-        """Return images of one task alone, a micro-batch a device, out of the next batch, which
-        is still to come.
+        """Return one micro-batch a device from a task's next batch, without advancing the
+        iterator.
+
+        number: the task's number. Every device gets the same images.
         """
         images, size = self._batch(number, self._step), self.micro_batch
         rows = np.resize(np.arange(len(images.labels)), size)
@@ -97,7 +99,7 @@ class ImageBatches:
 
     @property
     def micro_batch(self) -> int:
-        """Return how many images a device takes at once."""
+        """Number of images that a device processes at once."""
         return self._layout.micro_batch // self._config.gradient_accumulation_steps
 
     def _rows(self, device: int, whole: dict[int, Split]) -> tuple[NDArray[Any], ...]:
@@ -112,7 +114,7 @@ class ImageBatches:
         return pixels, task, labels, np.ones(len(labels), np.float32)
 
     def _batch(self, number: int, step: int) -> Split:
-        """Return a task's whole batch of a step."""
+        """Return the task's global batch of a step."""
         task, config = self._tasks[number], self._config
         size, images = list(config.tasks.values())[number].batch_size, len(task.train.labels)
         index = np.arange(step * size, (step + 1) * size)
@@ -129,13 +131,11 @@ class ImageBatches:
         return Split(pixels, labels)
 
     def get_state(self) -> dict[str, Any]:
-        """Return the JSON-able position after the batches taken so far: the same in every
-        layout.
-        """
+        """Return the JSON-serialisable position in the data, which is independent of the layout."""
         return {"next_step": self._step, "images": self.fingerprint}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Continue where `get_state` was called; `ValueError` when those were other images."""
+        """Continue at a position from `get_state`. Raises ValueError if the images have changed."""
         if state.get("images") != self.fingerprint:
             raise ValueError(
                 "tasks: the saved position is in other images than this run's: the data has changed"
@@ -143,16 +143,19 @@ class ImageBatches:
         self._step = int(state["next_step"])
 
     def close(self) -> None:
-        """Do nothing: no batch is read ahead."""
+        """Do nothing: no batch is prefetched."""
 
 
-Homes = Sequence[Sequence[int]]  # of each task, by number: the devices that may have its images
+Homes = Sequence[Sequence[int]]  # by task number: the devices that may process its images
 
 
 def held_out_batches(
     tasks: Sequence[ImageTask], homes: Homes, num_devices: int, micro_batch: int
 ) -> Iterator[ImageBatch]:
-    """Yield all held-out images of all tasks once, [num_devices, 1, micro_batch, ...] at a time."""
+    """Yield every held-out image once, in batches of shape [num_devices, 1, micro_batch, ...].
+
+    homes: for each task, the devices that may process its images. Rows of weight 0 are padding.
+    """
     splits = {number: task.held_out for number, task in enumerate(tasks)}
     yield from _all_images(splits, homes, num_devices, micro_batch)
 
@@ -164,8 +167,8 @@ def train_images(
     num_devices: int,
     micro_batch: int,
 ) -> Iterator[ImageBatch]:
-    """Yield all training images of the tasks of these numbers once, as they are, as
-    `held_out_batches` does.
+    """Yield every training image of the tasks `numbers` once, unshifted, in batches like
+    `held_out_batches`.
     """
     yield from _all_images(
         {number: tasks[number].train for number in numbers}, homes, num_devices, micro_batch
@@ -179,7 +182,7 @@ def _all_images(
     labels = np.concatenate([split.labels for split in splits.values()])
     counts = [len(split.labels) for split in splits.values()]
     numbers = np.repeat(np.array(list(splits), np.int32), counts)
-    own: list[list[int]] = [[] for _ in range(num_devices)]  # rows of each device
+    own: list[list[int]] = [[] for _ in range(num_devices)]  # row numbers by device
     for number in splits:
         task_rows = np.flatnonzero(numbers == number)
         for device, part in zip(

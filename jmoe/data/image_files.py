@@ -1,4 +1,4 @@
-"""Your own images of a task: a folder with a folder for each class, or a CSV or TSV file of
+"""User-provided images of a task: a folder with one subfolder per class, or a CSV or TSV file of
 paths and labels.
 """
 
@@ -19,7 +19,11 @@ COLUMNS = ["path", "label"]
 
 
 class SourceImage(NamedTuple):
-    """An image before it is read and resized; of a class's group all are held out, or none."""
+    """A reference to an image that is not read yet.
+
+    read: returns the image at its original size. label: class index. group: all images of one class
+    and group go to the same split, so that near-duplicates are never both trained on and held out.
+    """
 
     read: Callable[[], Image.Image]
     label: int
@@ -27,8 +31,9 @@ class SourceImage(NamedTuple):
 
 
 def read_image(path: Path, said: str) -> Image.Image:
-    """Return the image; `ValueError` beginning with `said` if it is broken, or decodes with a
-    warning.
+    """Return the image, in mode L or RGB.
+
+    Raises ValueError beginning with `said` if the image cannot be decoded without a warning.
     """
     try:
         with warnings.catch_warnings():
@@ -40,11 +45,9 @@ def read_image(path: Path, said: str) -> Image.Image:
 
 
 def own_images(source: Path, field: str) -> tuple[list[str], list[SourceImage]]:
-    """Return the names of the classes in their order, and the images, of a folder or a file; none
-    is read yet.
+    """Return the class names, sorted, and references to all images; reads no image.
 
-    Raises `ValueError` beginning with `field` that names the folder, or the file and line, which
-    does not fit.
+    Raises ValueError beginning with `field` that names the folder, or the file and line, at fault.
     """
     return _folder(source, field) if source.is_dir() else _listed(source, field)
 
@@ -72,8 +75,9 @@ def _folder(folder: Path, field: str) -> tuple[list[str], list[SourceImage]]:
 
 
 def _listed(file: Path, field: str) -> tuple[list[str], list[SourceImage]]:
-    """Return what a file lists, whose first line is path,label; a path that is not absolute is
-    relative to the file.
+    """Return class names and images from a CSV or TSV file whose first line is path,label.
+
+    Relative paths are relative to the file.
     """
     rows = list(_rows(file, field))
     classes = sorted({label for _, _, label in rows})
@@ -93,7 +97,7 @@ def _listed(file: Path, field: str) -> tuple[list[str], list[SourceImage]]:
 
 
 def _rows(file: Path, field: str) -> list[tuple[int, str, str]]:
-    """Return (line, path, label) of every line but the first and empty ones."""
+    """Return (line number, path, label) of every nonempty line except the first."""
     rows: list[tuple[int, str, str]] = []
     try:
         with file.open(encoding="utf-8-sig", newline="") as text:

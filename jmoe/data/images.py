@@ -1,8 +1,8 @@
-"""Images with their classes, for one task: real ones that packages carry, or your own.
+"""Labelled images of one task, from installed packages or from the user's files.
 
-Legend: N images, P pixels a side, C channels. Nothing is downloaded. Glyphs are rendered from the
-fonts of matplotlib, digits are the handwriting of scikit-learn (UCI ML, 8 x 8 pixels), photographs
-those of scikit-image and scikit-learn.
+Legend: N images, P pixels a side, C channels. Nothing is downloaded: glyphs are rendered from
+matplotlib's fonts, digits are scikit-learn's (UCI ML, 8 x 8 pixels), photographs are scikit-image's
+and scikit-learn's.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ PHOTOGRAPHS = (
     "gravel",
     "rocket",
 )
-PATCHES = 100  # of a photograph
-PATCH_PIXELS = 32  # a side, before they are resized
+PATCHES = 100  # per photograph
+PATCH_PIXELS = 32  # side length before resizing
 
 
 class Split(NamedTuple):
@@ -68,7 +68,7 @@ class Split(NamedTuple):
 
 @dataclass(frozen=True)
 class ImageTask:
-    """The images of a task; held_out: none of them is in train."""
+    """The images of a task. `train` and `held_out` are disjoint."""
 
     name: str
     classes: tuple[str, ...]
@@ -77,7 +77,7 @@ class ImageTask:
 
     @property
     def fingerprint(self) -> str:
-        """Return a sum that changes with any pixel, label or class."""
+        """A hash (16 hex digits) of all pixels, labels and class names."""
         digest = hashlib.sha256("\0".join(self.classes).encode())
         for split in (self.train, self.held_out):
             for array in split:
@@ -86,12 +86,12 @@ class ImageTask:
 
 
 def load_task(name: str, source: str, model: VisionModelConfig, images: ImagesConfig) -> ImageTask:
-    """Return the images of `source`, a built-in task, a folder or a file, resized to the model's
-    size.
+    """Return the images of `source` (a built-in task, a folder or a file), resized to the model's
+    image size.
 
-    Of every class `images.held_out_fraction` of the images (or of groups that belong together) are
-    held out, the same in every run. Raises `ValueError` naming `tasks.NAME.source`, and the line of
-    a file, for an image that cannot be read, an empty class, or fewer than two classes.
+    Of every class, a fraction `images.held_out_fraction` of the groups of images is held out, the
+    same in every run. Raises ValueError that names `tasks.NAME.source`, and for a file the line,
+    for an unreadable image, an empty class, or fewer than two classes.
     """
     field = f"tasks.{name}.source = {source!r}"
     make, place = BUILT_IN.get(source), Path(source).expanduser()
@@ -135,7 +135,7 @@ def _split(images: Sequence[SourceImage], model: VisionModelConfig) -> Split:
     )
 
 
-# Images that packages carry
+# Images from installed packages
 
 
 def _vision_extra(module: str, field: str) -> Any:
@@ -147,7 +147,7 @@ def _vision_extra(module: str, field: str) -> Any:
 
 
 def _digits(field: str) -> tuple[list[str], list[SourceImage]]:
-    """Return 1,797 handwritten digits."""
+    """Return scikit-learn's 1,797 handwritten digits."""
     data = _vision_extra("sklearn.datasets", field).load_digits()
     pixels = np.round(data.images * (255 / 16)).astype(np.uint8)
     images = [
@@ -164,10 +164,12 @@ def _glyph(font: ImageFont.FreeTypeFont, character: str) -> Image.Image:
 
 
 def _rendered(label_of: Callable[[int, int], int]) -> list[SourceImage]:
-    """Return every character in every font, in three sizes; the sizes of a character in a font
-    are one group.
+    """Return every character of `GLYPHS` in every font of `FONTS` at three sizes.
+
+    label_of: maps (font index, character index) to the class. The three sizes of a character in a
+    font form one group.
     """
-    import matplotlib  # the rest of a run needs it for its picture alone
+    import matplotlib  # imported late: slow, and otherwise used only for plots
 
     folder, images = Path(matplotlib.get_data_path()) / "fonts" / "ttf", []
     for number, name in enumerate(FONTS):
@@ -190,9 +192,7 @@ def _fonts(field: str) -> tuple[list[str], list[SourceImage]]:
 
 
 def _photographs(field: str) -> tuple[list[str], list[SourceImage]]:
-    """Return patches of photographs, from which of them is the class; a photograph's squares do
-    not overlap.
-    """
+    """Return non-overlapping square patches of photographs. The class is the photograph."""
     photographs = _vision_extra("skimage.data", field)
     samples = _vision_extra("sklearn.datasets", field).load_sample_images().images
     named = {name: getattr(photographs, name)() for name in PHOTOGRAPHS} | dict(

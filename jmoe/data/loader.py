@@ -1,8 +1,8 @@
 """Batches of tokens for training and evaluation.
 
-Legend: B sequences in a batch (all processes), b this process's share of them, S sequence length. A
-window is S + 1 consecutive tokens, so that inputs `[:, :-1]` and targets `[:, 1:]` overlap by all
-but one token; windows start every S tokens, so that every token is a target once an epoch.
+Legend: B sequences in a global batch, b sequences of this process, S sequence length. A window is S
++ 1 consecutive tokens: inputs `[:, :-1]` and targets `[:, 1:]`. Windows start every S tokens, so
+that every token is a target once an epoch.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 
 from jmoe.data.corpus import Corpus, TextSource
 
-# Held-out text on which other models' figures are comparable. `xz -9` starts from nothing: of 20 kB
-# of source code it makes a sixth more bits per byte than of 500 kB (by chance up to a third less),
-# of 100 kB a tenth more.
+# Minimum size of held-out text for comparable baselines. `xz -9` has no prior knowledge: on 20 kB
+# of source code it needs a sixth more bits per byte than on 500 kB (by chance up to a third less),
+# on 100 kB a tenth more.
 COMPARABLE_BYTES = 100_000
-# a unigram model is counted on at most this many tokens, spread over each source
+# limit of training tokens counted for the unigram model, spread over each source
 UNIGRAM_TOKENS = 1 << 28
 
 
@@ -55,7 +55,7 @@ class _Windows:
 
 
 class _LocalRows:
-    """The b adjacent rows of this process in every global batch of B rows."""
+    """This process's b consecutive rows of every global batch of B rows."""
 
     def __init__(self, rows: Any, batch_size: int, first: int, local: int) -> None:
         self._rows, self._batch_size, self._first, self._local = rows, batch_size, first, local
@@ -88,14 +88,15 @@ class TrainBatches:
         return batch
 
     def get_state(self) -> dict[str, Any]:
-        """Return JSON-able position after the batches taken so far: the same on every process
-        and process count.
+        """Return the JSON-serialisable position in the data, which is the same on every process
+        and for every process count.
         """
         return {"next_step": self._step, **self._identity}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Continue where `get_state` was called; `ValueError` when that was another corpus or
-        another order.
+        """Continue at a position from `get_state`.
+
+        Raises ValueError if the position belongs to another corpus or another batch order.
         """
         if state.get("corpus") != self._identity["corpus"]:
             raise ValueError(
@@ -112,15 +113,16 @@ class TrainBatches:
         self._step = int(state["next_step"])
 
     def close(self) -> None:
-        """Stop reading ahead."""
+        """Stop prefetching."""
         if self._iterator is not None:
             self._iterator.close()
             self._iterator = None
 
 
 def _shuffled(corpus: Corpus, sequence_length: int, batch_size: int, seed: int) -> Any:
-    """Return endless grain dataset of windows: every source reshuffled each epoch, mixed by size
-    or by weight.
+    """Return an endless grain dataset of windows, reshuffled each epoch.
+
+    Sources are mixed by their weights, or by size if none has a weight.
     """
     windows = [_Windows(source, sequence_length, corpus.vocab_size) for source in corpus.sources]
     weighted = [source.weight for source in corpus.sources if source.weight is not None]
@@ -143,7 +145,7 @@ def _shuffled(corpus: Corpus, sequence_length: int, batch_size: int, seed: int) 
             f" {sequence_length + 1} tokens to train on; give more text, or a smaller batch_size or"
             " sequence_length"
         )
-    # One seed per source: equal seeds would walk sources of equal size in the same order.
+    # One seed per source: with equal seeds, sources of equal size would have the same order.
     seeds = [int(s) for s in np.random.SeedSequence(seed).generate_state(len(windows))]
     if not weighted:
         sources = [grain.MapDataset.source(own) for own in windows if len(own)]
@@ -166,13 +168,14 @@ def train_batches(
     num_threads: int = 1,
     prefetch_batches: int = 2,
 ) -> TrainBatches:
-    """Return endless batches of this process: int32 [b, S + 1], b = batch_size / process_count.
+    """Return this process's endless training batches: int32 [b, S + 1] with b = batch_size /
+    process_count.
 
-    Row r of global batch s is window s * batch_size + r of an endless shuffled sequence that
-    depends on corpus, sequence length and seed alone; process i reads rows i * b ... (i + 1) * b -
-    1 and no others. Without weights each window comes once an epoch, in another order each; with
-    weights each source repeats at its own pace, and its share is kept within 1 % of itself at every
-    point. `prefetch_batches` are read ahead by `num_threads` threads.
+    Row r of global batch s is window s * batch_size + r of an endless shuffled sequence, which
+    depends on the corpus, the sequence length and the seed alone. Process i reads only rows i * b
+    up to (i + 1) * b. Without weights, each epoch visits every window once, in a new order. With
+    weights, each source repeats at its own pace, and its share stays within 1 % of its weight at
+    all times. `num_threads` threads prefetch `prefetch_batches` batches.
     """
     if not 0 <= process_index < process_count:
         raise ValueError(
@@ -186,7 +189,7 @@ def train_batches(
     local = batch_size // process_count
     rows = _shuffled(corpus, sequence_length, batch_size, seed)
     own = grain.MapDataset.source(_LocalRows(rows, batch_size, process_index * local, local))
-    # grain warns when threads cannot all be kept busy.
+    # grain warns if the buffer is smaller than the number of threads.
     options = grain.ReadOptions(
         num_threads=num_threads, prefetch_buffer_size=max(prefetch_batches, num_threads)
     )
@@ -202,11 +205,11 @@ def train_batches(
 def held_out_windows(
     corpus: Corpus, sequence_length: int, batch_size: int
 ) -> Iterator[tuple[NDArray[np.int32], NDArray[np.float32]]]:
-    """Return (tokens int32 [B, S + 1], weights float32 [B, S]): every held-out token but the first
-    is a target once.
+    """Return an iterator of (tokens int32 [B, S + 1], weights float32 [B, S]) over the held-out
+    text.
 
-    weights is 1 for real targets and 0 for the padding that fills the last window and the last
-    batch.
+    Every held-out token but the first is a target exactly once, with weight 1. Targets that pad the
+    last window and the last batch have weight 0.
     """
     ids = corpus.held_out_tokens
     targets = len(ids) - 1
@@ -234,8 +237,9 @@ def _count(source: TextSource, vocab_size: int, limit: int) -> NDArray[np.float6
 
 
 def baselines(corpus: Corpus) -> tuple[float, float]:
-    """Return held-out bits per byte of (a unigram model, xz -9); nan where the text is unknown
-    or too short to tell.
+    """Return held-out bits per byte of a unigram model and of `xz -9`.
+
+    Both are nan if the held-out text is unknown or shorter than `COMPARABLE_BYTES`.
     """
     if len(corpus.held_out_bytes) < COMPARABLE_BYTES:
         return float("nan"), float("nan")
@@ -243,10 +247,10 @@ def baselines(corpus: Corpus) -> tuple[float, float]:
 
 
 def unigram_bits_per_byte(corpus: Corpus) -> float:
-    """Return held-out bits per byte of a unigram model over the same tokens, p(t) = (n_t + 1) / (n
-    + V).
+    """Return held-out bits per byte of a unigram model over the same tokens.
 
-    n_t: count of t in the training tokens, scaled by the sources' weights where there are any.
+    p(t) = (n_t + 1) / (n + V), where n_t counts t in the training tokens, rescaled by the sources'
+    weights if they have any.
     """
     counts = [_count(source, corpus.vocab_size, UNIGRAM_TOKENS) for source in corpus.sources]
     total = sum(float(c.sum()) for c in counts)

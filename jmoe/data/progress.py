@@ -1,4 +1,4 @@
-"""How far the preparing of data is, for the screen and for limits on time without progress."""
+"""Progress of data preparation, for the screen and for timeouts that watch for progress."""
 
 import time
 from collections.abc import Callable
@@ -7,8 +7,8 @@ from jmoe.status import duration
 
 
 class PreparingData:
-    """Takes the reports of `prepare`; says a line every `every_s` seconds, and nothing of what
-    takes less.
+    """Prints progress of `corpus.prepare`, one line every `every_s` seconds, so nothing for short
+    work.
     """
 
     def __init__(self, say: Callable[[str], None], *, every_s: float = 10.0) -> None:
@@ -17,9 +17,13 @@ class PreparingData:
         self._latest = ("", 0, 0)
 
     def report(self, what: str, done: int, total: int) -> None:
-        """Take note of what is being done, and of how much of how much is done."""
+        """Record progress, and print a line if the last one is `every_s` seconds old.
+
+        what: the current activity. done, total: bytes; if `total` is 0, `done` counts items; if
+        both are 0, the amount is unknown.
+        """
         now = time.monotonic()
-        # What tells no amount goes on while it reports: seconds are its progress.
+        # For work of unknown amount, the time of the report counts as progress.
         self._latest = (what, done, total) if done else (what, round(now), 0)
         if now - self._shown >= self._every_s:
             self._shown = now
@@ -33,7 +37,10 @@ class PreparingData:
             self._say(f"preparing data: {what}{amount}, {duration(now - self._begun)}")
 
     def progress(self) -> str:
-        """Return text that changes with every report of progress; empty before the first."""
+        """Return a text that changes whenever progress is reported; empty before the first report.
+
+        For work of unknown amount, the text changes at most every second.
+        """
         what, done, total = self._latest
         return (
             f"{what} ({done:,} of {total:,} bytes)"

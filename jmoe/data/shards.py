@@ -1,9 +1,9 @@
-"""Token shards: one file of uint16 / uint32 token ids behind a JSON header, memory-mapped when
-read.
+"""Token shards: files of uint16 or uint32 token ids with a JSON header, memory-mapped for reading.
 
 Layout, little-endian: 8 bytes magic `JMOETOK1`, uint32 length of the header, the header as UTF-8
-JSON, zeros up to the next multiple of 4096 bytes, then `count` ids, then the CRC-32 (uint32) of
-every `BLOCK_BYTES` of them. The ids read `eot document eot document ... eot`.
+JSON, zeros up to the next multiple of 4096 bytes, `count` ids, then the CRC-32 (uint32) of every
+`BLOCK_BYTES` of ids. The ids are documents between end-of-text ids: `eot document eot document ...
+eot`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from jmoe.memory.direct_io import NOT_SUPPORTED
 
 MAGIC = b"JMOETOK1"
 ALIGNMENT_BYTES = 4096
-# of ids with a sum of their own: about what the kernel reads ahead for a window
+# bytes of ids per CRC-32; about the kernel's read-ahead for one window
 BLOCK_BYTES = 1 << 16
 READ_BYTES = 1 << 24
 TEMPORARY = ".jmoe-tmp"
@@ -40,15 +40,18 @@ DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtyp
 
 @dataclass(frozen=True)
 class ShardHeader:
-    """Describe a shard of token ids; stored in its first bytes.
+    """The header stored at the start of a token shard.
 
-    dtype: `uint16` or `uint32`; count: ids in the file; vocab_size: every id is below it; eot: the
-    end-of-text id;
-    tokenizer: fingerprint of the tokenizer.json that made the ids; split: `train` or `held_out`;
-    text_bytes: UTF-8 bytes of the text behind the ids; sha256: of the ids, as stored; block_sums:
-    SHA-256 of the CRC-32s that follow the ids; control: text that spells out a special token is
-    that token (`tokens`) or stays text (`text`); control_texts: documents that have such text, as
-    text. Shards of older versions have no sums, and kept such text uncounted.
+    dtype: `uint16` or `uint32`. count: number of ids. vocab_size: exclusive upper bound of the ids.
+    eot: the end-of-text id. tokenizer: fingerprint of the tokenizer.json that produced the ids.
+    split: `train` or `held_out`. text_bytes: size in UTF-8 of the text behind the ids. sha256: hash
+    of the stored ids. block_sums: SHA-256 of the CRC-32s after the ids, empty without CRC-32s.
+    control: `tokens` if text that spells a special token was encoded as that token, `text` if it
+    was encoded as plain text. control_texts: number of documents in which such text was encoded as
+    plain text.
+
+    Shards of older versions lack the last three fields; they have no CRC-32s and did not count such
+    documents.
     """
 
     dtype: str
@@ -65,8 +68,8 @@ class ShardHeader:
 
 
 class Blocks:
-    """Check each block of a shard's ids, once, against the sum that was stored when it was
-    written.
+    """Lazy integrity checks of a shard's ids: each block is compared with its stored CRC-32 on
+    first use.
     """
 
     def __init__(self, path: Path, ids: Ids, sums: NDArray[np.uint32] | None) -> None:
@@ -76,8 +79,10 @@ class Blocks:
         self._checked = np.zeros(len(self._sums), np.bool_)
 
     def check(self, first: int, end: int) -> None:
-        """Raise `ValueError` naming the file if ids from `first` up to `end` have changed, where
-        blocks have sums.
+        """Check the blocks that hold ids `first` up to but excluding `end`.
+
+        Raises ValueError naming the file if a block is damaged. Does nothing for a shard without
+        CRC-32s.
         """
         if not self.has_sums:
             return
@@ -93,7 +98,9 @@ class Blocks:
                 self._checked[block] = True
 
     def check_all(self, header: ShardHeader) -> None:
-        """Raise `ValueError` naming the file if any id has changed."""
+        """Read all ids. Raises ValueError naming the file if their SHA-256 differs from the
+        header's.
+        """
         digest = hashlib.sha256()
         for start in range(0, len(self._data), READ_BYTES):
             digest.update(self._data[start : start + READ_BYTES])
@@ -111,9 +118,7 @@ class Blocks:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Yield a file that becomes `path` when the block ends well: readers see the old file or the
-    new one, no part.
-    """
+    """Yield a temporary file that atomically replaces `path` when the block ends without an error."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=TEMPORARY)
     try:
         with os.fdopen(handle, "wb") as file:
@@ -128,35 +133,40 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def _let_all_read(fd: int) -> None:
-    """Undo that mkstemp keeps a file from other users of a cluster, who read the same cache."""
+    """Set the file's mode to 0644: `mkstemp` creates files that other users of a shared cache
+    cannot read.
+    """
     try:
         os.fchmod(fd, 0o644)
-    # where files have no modes (vfat, some of FUSE), the mount says who reads them
+    # file systems without modes (vfat, some FUSE) take permissions from the mount
     except OSError as error:
         if error.errno not in (errno.EPERM, *NOT_SUPPORTED):
             raise
 
 
 def write_atomic(path: Path, content: bytes) -> None:
-    """Replace the content of a file at once."""
+    """Replace the content of a file atomically."""
     with replacing(path) as file:
         file.write(content)
 
 
 def remove_stale_temporaries(directory: Path) -> None:
-    """Remove what killed writers left: temporary files that nobody has written to for an hour,
-    by the disk's clock.
+    """Delete temporary files of killed writers: those not modified for an hour by the file
+    system's clock.
     """
     with tempfile.TemporaryFile(dir=directory) as probe:
         now = os.fstat(probe.fileno()).st_mtime
     for path in directory.glob(f".*{TEMPORARY}"):
-        with contextlib.suppress(FileNotFoundError):  # another process was faster
+        with contextlib.suppress(FileNotFoundError):  # deleted by another process
             if now - path.stat().st_mtime > 3600:
                 path.unlink()
 
 
 class ShardWriter:
-    """Writes one shard; see `writing_shard`. header: what was written, once it is."""
+    """Writes one shard; created by `writing_shard`.
+
+    header: the header written, None before `finish`.
+    """
 
     def __init__(self, file: BinaryIO, *, vocab_size: int, eot: int, **fields: str) -> None:
         self._file, self._fields = file, {"vocab_size": vocab_size, "eot": eot, **fields}
@@ -170,7 +180,7 @@ class ShardWriter:
         self.append([eot], text_bytes=0)
 
     def append(self, ids: list[int], *, text_bytes: int) -> None:
-        """Add ids that encode `text_bytes` bytes of text (end-of-text tokens: none)."""
+        """Append ids that encode `text_bytes` bytes of text; end-of-text ids count 0 bytes."""
         data = np.asarray(ids, dtype=DTYPES[self._dtype]).tobytes()
         self._file.write(data)
         self._digest.update(data)
@@ -183,7 +193,7 @@ class ShardWriter:
         self.text_bytes += text_bytes
 
     def finish(self) -> None:
-        """Write what stands behind the ids and before them."""
+        """Write the CRC-32s after the ids, and the header before them."""
         if self._block:
             self._sums.append(zlib.crc32(self._block))
         sums = np.asarray(self._sums, "<u4").tobytes()
@@ -210,8 +220,8 @@ class ShardWriter:
 def writing_shard(
     path: Path, *, vocab_size: int, eot: int, tokenizer: str, split: str, control: str = "text"
 ) -> Iterator[ShardWriter]:
-    """Yield a writer of one shard; the file appears under its name only when the block ends
-    well.
+    """Yield a writer of one shard, which appears as `path` only if the block ends without an
+    error.
     """
     with replacing(path) as file:
         fields = {"tokenizer": tokenizer, "split": split, "control": control}
@@ -247,7 +257,11 @@ def _parse_header(path: Path, text: bytes) -> ShardHeader:
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """Tokens of one file, memory-mapped, or of the first part of it."""
+    """The memory-mapped ids of a token shard.
+
+    ids: all ids, or a prefix if the rest is held out. header: of the whole file. blocks: checks the
+    ids.
+    """
 
     header: ShardHeader
     ids: Ids
@@ -255,10 +269,10 @@ class Shard:
 
 
 def open_shard(path: Path) -> Shard:
-    """Map a shard into memory; `ValueError` if the file is foreign, cut or damaged.
+    """Return the memory-mapped shard.
 
-    Only the header, the size and the sums of blocks themselves are checked, so opening costs little
-    for terabytes.
+    Checks only the header, the file size and the CRC-32s' own hash, so that opening terabytes is
+    cheap. Raises ValueError if the file is not a shard, is truncated or is damaged.
     """
     with open(path, "rb") as file:
         start = file.read(len(MAGIC) + 4)
@@ -283,7 +297,7 @@ def open_shard(path: Path) -> Shard:
             f" {header.count} tokens, i.e. {expected_bytes} bytes"
         )
     with open(path, "rb") as file:
-        # A private mapping, as FUSE shares none of a file that it reads past the page cache.
+        # A private mapping: FUSE rejects shared mappings of files opened with direct I/O.
         mapped = mmap.mmap(file.fileno(), size_bytes, mmap.MAP_PRIVATE, mmap.PROT_READ)
     ids = cast("Ids", np.frombuffer(mapped, DTYPES[header.dtype], header.count, offset))
     if not num_sums:

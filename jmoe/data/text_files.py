@@ -1,9 +1,9 @@
-"""Finding text, checking it, splitting it into train and held-out, and reading it piece by piece.
+"""Finding, checking, splitting (train and held-out) and reading of text files.
 
-A document is a text file, one line of a JSONL file or one record of a JSON array. Nothing here
-depends on where on a machine the files lie: order and split follow from names relative to the path
-that was given. A file in another encoding than UTF-8 is read into memory whole and then is its
-UTF-8 bytes, a JSON array is JSONL then, so that every position in a file is one in UTF-8.
+A document is a text file, a line of a JSONL file, or a record of a JSON array. The order of files
+and the split depend on file names relative to the given path, so they are the same on every
+machine. Byte positions refer to the UTF-8 form of a file: a file in another encoding is converted
+in memory, and a JSON array is converted to JSONL.
 """
 
 from __future__ import annotations
@@ -26,16 +26,15 @@ from typing import Any, BinaryIO
 
 from jmoe.data.file_formats import binary_format
 
-# What a folder is searched for; a file that is named, or matched by a glob, is read whatever its
-# suffix.
+# Suffixes of text in a folder. A file that is given by name or glob may have any suffix.
 TEXT_SUFFIXES = frozenset(
     (".txt", ".text", ".md", ".rst", ".tex", ".html", ".jsonl", ".ndjson")
     + (".py", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".java", ".js", ".ts", ".go", ".rs", ".sh")
 )
 SHARD_SUFFIX = ".bin"
-JSON_SUFFIX = ".json"  # of an array of records, or of lines as in JSONL
+JSON_SUFFIX = ".json"  # an array of records, or JSONL
 RECORD_SUFFIXES = (".jsonl", ".ndjson", JSON_SUFFIX)
-PIECE_BYTES = 1 << 20  # longer documents are read and encoded in pieces of about this size
+PIECE_BYTES = 1 << 20  # approximate size of the pieces of longer documents
 STDLIB_EXCLUDED = frozenset(
     (
         "test",
@@ -49,32 +48,32 @@ STDLIB_EXCLUDED = frozenset(
     )
 )
 STDLIB_MIN_BYTES = 1_000_000
-MAX_SHOWN = 20  # files or lines named in one error ...
-MAX_PROBLEMS = 1000  # ... of at most so many looked for
+MAX_SHOWN = 20  # problems listed in an error message
+MAX_PROBLEMS = 1000  # the check stops after this many
 
-# Called with what is being done, and how much of how much is done: bytes, or files where the second
-# is 0.
+# Progress callback (activity, done, total): bytes, or a number of files if `total` is 0.
 Report = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
 class InputFile:
-    """One input; `name` is its path relative to the folder or glob that was given, `size_bytes`
-    that of its UTF-8.
+    """One text file or token shard.
+
+    name: path relative to the folder or glob that was given. size_bytes: size of its UTF-8 form.
     """
 
     path: Path
     name: str
     size_bytes: int
     mtime_ns: int
-    field: str | None = None  # of records: the one with the text
+    field: str | None = None  # name of a record's text field; None for plain text
     encoding: str = "utf-8"
-    is_array: bool = False  # its records are elements of one JSON array, not lines
-    # so many of its first bytes are trained on, the others held out; see `split_off`
+    is_array: bool = False  # whether records are elements of a JSON array instead of lines
+    # size of the training prefix; the rest is held out, see `split_off`
     train_bytes: int = 0
 
     def open(self) -> BinaryIO:
-        """Open the file's text as UTF-8, records one a line."""
+        """Return a binary stream of the text in UTF-8; records are one a line."""
         if self.is_array:
             return io.BytesIO(_as_lines(self.path.read_bytes().decode(self.encoding)))
         if self.encoding == "utf-8":
@@ -82,12 +81,12 @@ class InputFile:
         return io.BytesIO(self.path.read_bytes().decode(self.encoding).encode())
 
     def place(self, number: int) -> str:
-        """Return the file and the number of a record in it, counted from 1, in words."""
+        """Return "FILE:LINE", or "FILE: record NUMBER" in a JSON array. number: counted from 1."""
         return f"{self.path}: record {number}" if self.is_array else f"{self.path}:{number}"
 
     @property
     def order(self) -> str:
-        """Return a pseudo-random rank that is the same on every machine."""
+        """A hash of the name: the file's pseudo-random rank, the same on every machine."""
         return hashlib.sha256(self.name.encode()).hexdigest()
 
 
@@ -100,7 +99,7 @@ def _input_file(path: Path, root: Path, field: str) -> InputFile:
         raise ValueError(f"{wrong}must have a name in UTF-8; rename it") from error
     except OSError as error:
         raise ValueError(f"{wrong}{error.strerror}") from error
-    if not stat.S_ISREG(status.st_mode):  # nothing may ever come out of it, or no end
+    if not stat.S_ISREG(status.st_mode):  # reading it might block or never end
         raise ValueError(
             f"{wrong}must be a file, and is a pipe, a socket or a device; leave it out"
         )
@@ -116,10 +115,10 @@ def _walk(root: Path, skipped: frozenset[str] = frozenset()) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class TextInput:
-    """One `data.path` and the files behind it, sorted by name, never empty: all text, or all token
-    shards.
+    """One `data.path` and its files, sorted by name: all text or all token shards, and never
+    empty.
 
-    weight: its share in the mixture; None: by size. skipped: a folder's other files, counted by
+    weight: share in the mixture; None means by size. skipped: number of the folder's other files by
     suffix.
     """
 
@@ -134,10 +133,10 @@ class TextInput:
 
 
 def find_files(pattern: str, weight: float | None, field: str, report: Report) -> TextInput:
-    """Find what one `data.path` names: a file, a folder (recursive) or a glob.
+    """Return the files of one `data.path`: a file, a folder (searched recursively) or a glob.
 
-    Where there are token shards, they are what is meant: a folder of shards also holds their
-    tokenizer and manifest.
+    If token shards are among them, only these are returned: a folder of shards also holds their
+    tokenizer and manifest. Raises ValueError if there is no file.
     """
     path = Path(pattern).expanduser()
     if path.exists() and not path.is_dir():
@@ -182,10 +181,10 @@ def find_files(pattern: str, weight: float | None, field: str, report: Report) -
 def check_texts(
     files: Sequence[InputFile], encodings: Sequence[str], report: Report
 ) -> list[InputFile]:
-    """Read every file once, each in the first of the encodings that fits it.
+    """Read every file once; return the files with encoding and UTF-8 size filled in.
 
-    Returns the files with their encodings and sizes in UTF-8. `ValueError` names all files, and the
-    bytes or lines of them, that cannot be read, and files that are no text, whatever the encodings.
+    Each file gets the first of `encodings` that decodes it. Raises ValueError that lists every file
+    that is binary or cannot be decoded, and every bad record with its line.
     """
     checked: list[InputFile] = []
     bad: list[str] = []
@@ -226,7 +225,7 @@ def check_texts(
 def _check(
     file: InputFile, encodings: Sequence[str], report: Callable[[int], None]
 ) -> tuple[InputFile | None, list[str]]:
-    """Return (the file as it is read, or None if no encoding fits it; what is wrong with it)."""
+    """Return (file with its encoding, problems). The file is None if no encoding fits."""
     binary = binary_format(file.path)
     if binary is not None:
         return file, [f"{file.path}: is {binary}"]
@@ -240,7 +239,7 @@ def _check(
 
 
 def _with_layout(file: InputFile) -> tuple[InputFile, str]:
-    """Return (a `.json` file that says whether it is an array or lines, what is wrong with it)."""
+    """Return (a `.json` file with `is_array` and size set, its problem or "")."""
     with file.open() as f:
         first = next((line for line in f if line.strip()), b"")
     if not first.lstrip().startswith(b"["):
@@ -275,7 +274,7 @@ def _as_lines(array: str) -> bytes:
 
 
 def _loads(text: str | bytes) -> Any:
-    """Return what JSON says; `ValueError` for any text that is none."""
+    """Return the parsed JSON. Raises ValueError if it is invalid or nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -285,8 +284,8 @@ def _loads(text: str | bytes) -> Any:
 def _fitting(
     file: InputFile, encodings: Sequence[str], report: Callable[[int], None]
 ) -> tuple[InputFile | None, str]:
-    """Return (the file in the first encoding that fits it, ""), or (None, what is wrong with it
-    in the first).
+    """Return (file with its encoding and UTF-8 size, ""), or (None, problem of the first
+    encoding).
     """
     problem = ""
     for encoding in encodings:
@@ -326,8 +325,10 @@ def _record_problems(file: InputFile, report: Callable[[int], None]) -> Iterator
 
 
 def standard_library() -> list[InputFile]:
-    """Return the `.py` sources of the running interpreter's standard library, without its tests;
-    sorted by name.
+    """Return the `.py` files of the running interpreter's standard library, without tests, sorted
+    by name.
+
+    Raises ValueError if the library has no (or too little) source.
     """
     root = Path(sysconfig.get_path("stdlib"))
     files = []
@@ -349,11 +350,10 @@ def standard_library() -> list[InputFile]:
 
 
 def split_off(files: Sequence[InputFile], target_bytes: int) -> list[InputFile]:
-    """Return the files with their `train_bytes`, so that about `target_bytes` of all are held out.
+    """Return the files with `train_bytes` set, so that about `target_bytes` in total are held out.
 
-    Whole files join in a pseudo-random order of their names while they fit into `target_bytes`.
-    Where that gives less than half of it (one file, a few large ones), the last part of the next
-    file in that order joins as well.
+    Whole files are held out in pseudo-random order while they fit into `target_bytes`. If they fill
+    less than half of it (e.g. a single large file), the end of the next file is held out as well.
     """
     offsets = {file.name: file.size_bytes for file in files}
     left_bytes = target_bytes
@@ -370,9 +370,11 @@ def split_off(files: Sequence[InputFile], target_bytes: int) -> list[InputFile]:
 
 
 def _last_part(file: InputFile, last_bytes: int) -> int:
-    """Return where the last `last_bytes` of a file begin, moved to the next line.
+    """Return the byte position where the file's last `last_bytes` begin, moved to the next line
+    start.
 
-    If no line begins there: in JSONL the last line, in text the next character.
+    Without a line start there: the start of the last nonempty line in JSONL, of the next character
+    in text.
     """
     with file.open() as f:
         start = max(0, file.size_bytes - last_bytes)
@@ -392,10 +394,11 @@ def _last_part(file: InputFile, last_bytes: int) -> int:
 
 
 def read_pieces(file: InputFile, start: int, stop: int) -> Iterator[tuple[str, bool]]:
-    """Return (text, ends its document) of the bytes [start, stop) of a file; documents without text
-    are left out.
+    """Return an iterator of (text, whether the text ends its document) over bytes `start` up to
+    `stop` of a file.
 
-    `ValueError` names the file and the byte, or the file and the line, of what cannot be read.
+    Empty records are skipped. Raises ValueError that names the file and the byte or line of
+    unreadable text.
     """
     if file.field is None:
         return _text_pieces(file, start, stop)
@@ -479,7 +482,7 @@ def _line_number(file: InputFile, position: int) -> int:
 
 
 def sample_texts(files: Sequence[InputFile], limit_bytes: int) -> Iterator[str]:
-    """Yield about `limit_bytes` of what is trained on, spread over the files by their size."""
+    """Yield about `limit_bytes` of the training text, from all files in proportion to size."""
     share = min(1.0, limit_bytes / max(1, sum(file.train_bytes for file in files)))
     left = limit_bytes
     for file in sorted(files, key=lambda file: file.order):

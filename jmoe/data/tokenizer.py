@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from jmoe.models.tokenizer_file import parse_tokenizer
 
 END_OF_TEXT = "<|endoftext|>"
-# What other families call the token that ends a document.
+# Names of the token that ends a document in various model families.
 END_OF_TEXT_NAMES = (
     END_OF_TEXT,
     "<|end_of_text|>",
@@ -28,21 +28,21 @@ END_OF_TEXT_NAMES = (
     "[SEP]",
 )
 MIN_VOCAB_SIZE = 257  # 256 bytes and the end-of-text token
-# the trainer takes memory for so many tokens at once, and ends the process where it lacks
+# the trainer allocates for all tokens at once, and aborts the process if memory is short
 MAX_VOCAB_SIZE = 1 << 22
-# Text handed to the tokenizer's threads at once: a piece for each, so that progress can be told
-# every second or so.
+# Text per call of the tokenizer: one piece per thread, so that progress is reported about every
+# second.
 BATCH_CHARACTERS = min(os.cpu_count() or 1, 16) << 20
 
 
 @dataclass(frozen=True, eq=False)
 class LoadedTokenizer:
-    """A tokenizer with what the data needs to know: every id is below `vocab_size`, `eot` ends a
-    document.
+    """A tokenizer with the facts that data preparation needs.
 
-    fingerprint: SHA-256 of the tokenizer.json, so that shards can name the tokenizer that made
-    them. control_tokens: the text of its special tokens, which text that spells them out becomes if
-    `encodes_control`; else it stays text.
+    eot: id of the token that ends a document. vocab_size: exclusive upper bound of the ids.
+    fingerprint: SHA-256 of tokenizer.json, by which a shard names its tokenizer. control_tokens:
+    texts of the special tokens. encodes_control: whether such text in a document is encoded as the
+    special token instead of as plain text.
     """
 
     tokenizer: Tokenizer
@@ -52,11 +52,11 @@ class LoadedTokenizer:
     fingerprint: str
     control_tokens: tuple[str, ...]
     encodes_control: bool
-    known: set[str] = field(default_factory=set)  # characters that have a token
+    known: set[str] = field(default_factory=set)  # characters known to have a token
 
     @functools.cached_property
     def _omits_unknown(self) -> bool:
-        """Whether encoding may drop a character that has no token, instead of naming it unknown."""
+        """Whether encoding silently drops characters that have no token."""
         model, before = self.tokenizer.model, str(self.tokenizer.pre_tokenizer)
         if not isinstance(model, models.BPE) or model.unk_token is not None or model.byte_fallback:
             return False
@@ -64,8 +64,9 @@ class LoadedTokenizer:
         return "ByteLevel" not in before or not every_byte <= self.tokenizer.get_vocab().keys()
 
     def check_known(self, texts: Iterable[str]) -> None:
-        """Raise `ValueError` naming a character that a BPE without a token for unknown text
-        would leave out.
+        """Raise ValueError that names a character which encoding would silently drop.
+
+        Only a BPE without unknown token, byte fallback or byte-level alphabet drops characters.
         """
         if not self._omits_unknown:
             return
@@ -83,8 +84,8 @@ class LoadedTokenizer:
 
 
 def check_vocab_size(vocab_size: int) -> None:
-    """Raise `ValueError` if a byte-level BPE of so many tokens has no room for every byte, or is
-    absurdly large.
+    """Raise ValueError if a byte-level BPE of `vocab_size` tokens is too small for all bytes, or
+    too large.
     """
     if vocab_size < MIN_VOCAB_SIZE:
         raise ValueError(
@@ -99,8 +100,9 @@ def check_vocab_size(vocab_size: int) -> None:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Return a byte-level BPE of at most `vocab_size` tokens, lossless for any text;
-    `<|endoftext|>` has id 0.
+    """Return a byte-level BPE of at most `vocab_size` tokens.
+
+    It encodes any text losslessly; `<|endoftext|>` has id 0.
     """
     check_vocab_size(vocab_size)
     tokenizer = Tokenizer(models.BPE())
@@ -117,13 +119,12 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def _break_long_words(texts: Iterable[str]) -> Iterator[str]:
-    """Yield the text, in short pieces where 2,048 characters in a row are without, or nothing but,
-    white space.
+    """Yield the texts, cut into short pieces if a run of 2,048 characters contains no white space,
+    or only white space.
 
-    Training takes time quadratic in the length of a word: one line of 1 MB of base64 would take
-    hours.
+    BPE training is quadratic in the length of a word: a 1 MB line of base64 would take hours.
     """
-    block = 1024  # a run of twice this length covers at least one whole block
+    block = 1024  # a run of 2 * block characters covers a whole block
     for text in texts:
         blocks = [text[i : i + block] for i in range(0, len(text), block)]
         if any(not b.split(None, 1) or b.split(None, 1) == [b] for b in blocks[:-1]):
@@ -135,11 +136,11 @@ def _break_long_words(texts: Iterable[str]) -> Iterator[str]:
 def load_tokenizer(
     path: Path, max_vocab_size: int, *, encode_control: bool = False
 ) -> LoadedTokenizer:
-    """Read a `tokenizer.json`; `ValueError` if it is missing, broken, too large or without an
-    end-of-text token.
+    """Return the tokenizer of a `tokenizer.json`.
 
-    encode_control: text that spells out a special token is that token, as a server reads a rendered
-    chat. By default a document that spells out "<|endoftext|>" is text, not the end of a document.
+    encode_control: encode text that spells a special token as that token, as a server does in a
+    rendered chat. By default "<|endoftext|>" in a document is plain text. Raises ValueError if the
+    file is missing, broken, has more than `max_vocab_size` ids, or has no end-of-text token.
     """
     if not path.is_file():
         raise ValueError(f"data.tokenizer = {str(path)!r}: no such file")
@@ -172,8 +173,9 @@ def load_tokenizer(
 def encode_pieces(
     loaded: LoadedTokenizer, texts: Iterable[tuple[str, bool]]
 ) -> Iterator[tuple[list[int], int]]:
-    """Yield (ids, bytes of text) for each (text, ends its document), whose last piece gets the
-    end-of-text id.
+    """Yield (ids, size of the text in bytes) for each (text, whether it ends its document).
+
+    The ids of a document's last piece end with the end-of-text id.
     """
     batch: list[tuple[str, bool]] = []
     characters = 0
@@ -191,9 +193,7 @@ def encode_pieces(
 def _join_cut_tokens(
     texts: Iterable[tuple[str, bool]], tokens: Sequence[str]
 ) -> Iterator[tuple[str, bool]]:
-    """Yield the pieces of documents so that none ends amid one of the tokens: such an end begins
-    the next piece.
-    """
+    """Yield the pieces of documents, re-cut so that no piece boundary splits one of `tokens`."""
     begun = ""
     for text, ends_document in texts:
         whole = begun + text
@@ -209,7 +209,7 @@ def _join_cut_tokens(
 
 
 class ControlText:
-    """Counts documents that spell out one of the tokens as they pass."""
+    """Counts the documents that contain one of `tokens` as plain text."""
 
     def __init__(self, tokens: Sequence[str]) -> None:
         longest_first = sorted(tokens, key=len, reverse=True)
@@ -217,7 +217,7 @@ class ControlText:
         self.documents = 0
 
     def counted(self, texts: Iterable[tuple[str, bool]]) -> Iterator[tuple[str, bool]]:
-        """Yield the pieces of documents as they are."""
+        """Yield the pieces unchanged while counting."""
         spelled = False
         for text, ends_document in texts:
             spelled = spelled or (
@@ -235,7 +235,7 @@ def _encode_batch(
     loaded.check_known(texts)
     try:
         encodings = loaded.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-    except Exception as error:  # the class of all its errors
+    except Exception as error:  # tokenizers raises plain Exception
         raise ValueError(
             f"data.tokenizer = {str(loaded.path)!r}: {error}; give it one for unknown text"
         ) from error
