@@ -1,4 +1,6 @@
-"""How a bad value is refused: `ValueError` naming the field, the value and the constraint.
+"""Validation of configuration fields: `ValueError` with the field, its value and the violated
+constraint.
+
 Standard library only.
 """
 
@@ -14,38 +16,39 @@ from typing import Any, Literal
 
 
 def check(ok: bool, name: str, value: object, constraint: str) -> None:
-    """Raise `ValueError` naming the field, the value and the constraint unless `ok`."""
+    """Raise ValueError `name = value: constraint` unless `ok`."""
     if not ok:
         raise ValueError(f"{name} = {value!r}: {constraint}")
 
 
 def check_field(ok: bool, config: object, name: str, constraint: str) -> None:
-    """Check a field of `config` as `check` does. name: of the field, or `section.field`."""
+    """Call `check` with the value of a field of `config`. name: `field` or `section.field`."""
     check(ok, name, getattr(config, name.rpartition(".")[2]), constraint)
 
 
 def positive(config: object, *names: str) -> None:
-    """Check that each of these fields is greater than 0."""
+    """Check that each named field is greater than 0."""
     for name in names:
         check_field(getattr(config, name) > 0, config, name, "must be greater than 0")
 
 
 def not_negative(config: object, *names: str) -> None:
-    """Check that none of these fields is negative."""
+    """Check that each named field is 0 or greater."""
     for name in names:
         check_field(getattr(config, name) >= 0, config, name, "must not be negative")
 
 
 def positive_or_none(config: object, *names: str) -> None:
-    """Check that each of these fields is None or greater than 0."""
+    """Check that each named field is None or greater than 0."""
     for name in names:
         value = getattr(config, name)
         check(value is None or value > 0, name, value, "must be greater than 0, or None")
 
 
 def unset(config: object, section: str, names: Sequence[str], why: str) -> None:
-    """Check that each of these fields has its default, as nothing would honour another value;
-    why: as in `check`.
+    """Check that each named field has its default, because no code would use another value.
+
+    why: ends the error's constraint, e.g. "with policy = 'resident'".
     """
     defaults = {field.name: field.default for field in dataclasses.fields(config)}  # type: ignore[arg-type]
     for name in names:
@@ -63,7 +66,7 @@ _FLOAT32 = 1.1754944e-38, 3.4028235e38  # the least above 0 in full precision, a
 
 
 def countable(config: object, *names: str) -> None:
-    """Check that each of these fields is None or so few steps that a run counts them."""
+    """Check that each named field, a number of steps, is None or at most `MOST_STEPS`."""
     for name in names:
         value = getattr(config, name)
         check(value is None or value <= MOST_STEPS, name, value, f"must be at most {MOST_STEPS:,}")
@@ -71,10 +74,10 @@ def countable(config: object, *names: str) -> None:
 
 @functools.cache
 def _types(kind: Any) -> dict[str, tuple[Any, ...]]:
-    """Return what each field may be, of a tuple its elements; nothing of fields that may be more
-    than `_must_be` knows.
+    """Return the allowed types of each field of class `kind` that `_must_be` can check.
 
-    A Literal among others is left to the class, which says both in its own words.
+    A tuple field has its elements' types. Fields of other types, and unions of a Literal and
+    another type, are omitted; their class checks them.
     """
     declared = {name: _alternatives(hint) for name, hint in typing.get_type_hints(kind).items()}
     known = {int, float, type(None)}
@@ -93,7 +96,7 @@ def _alternatives(hint: Any) -> tuple[Any, ...]:
 
 
 def _must_be(value: Any, kinds: tuple[Any, ...]) -> str:
-    """Return what a value of other types would have to be; "" if it is of these."""
+    """Return the constraint that `value` violates, "" if it has one of the types `kinds`."""
     if typing.get_origin(kinds[0]) is Literal:
         allowed = [choice for kind in kinds for choice in typing.get_args(kind)]
         return "" if value in allowed else f"must be one of {', '.join(allowed)}"
@@ -114,7 +117,7 @@ def _must_be(value: Any, kinds: tuple[Any, ...]) -> str:
 
 
 def check_values(config: object) -> None:
-    """Check that each field declared as a number, or as a Literal, has such a value."""
+    """Check each field declared as a number or a Literal (or a tuple of them) against its type."""
     kind: Any = type(config)
     for name, kinds in _types(kind).items():
         value = getattr(config, name)

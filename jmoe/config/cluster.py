@@ -1,4 +1,5 @@
-"""Clusters, devices and links as TOML files describe them (`--cluster`, `--comm.links`).
+"""Clusters, devices and links, read from TOML files (`--cluster`, `--comm.links`).
+
 Standard library only.
 """
 
@@ -20,8 +21,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class NetworkConfig:
-    """Links, each way. inside: of a device, to the others of its node; between: of a whole node,
-    to other nodes.
+    """Links, with rates in each direction.
+
+    inside: from a device to the other devices of its node. between: from a whole node to other
+    nodes.
     """
 
     inside_bytes_per_s: float
@@ -37,8 +40,8 @@ class NetworkConfig:
 
 @dataclass(frozen=True)
 class LinkConfig:
-    """A link: the rate at which a device sends one way, and the seconds of a collective that
-    sends next to nothing.
+    """A link: bandwidth in one direction, and latency in seconds of a collective with next to no
+    data.
     """
 
     bytes_per_s: float
@@ -52,11 +55,11 @@ class LinkConfig:
 
 @dataclass(frozen=True)
 class LinksConfig:
-    """Links from a device to others, by how far these are, nearest first.
+    """Links from a device to others, by distance, nearest first.
 
-    inside: of its node. rail: in the same place of another node below the same leaf switch. leaf:
-    elsewhere in such a node. spine: below other leaf switches. nodes_per_leaf: how many nodes a
-    leaf switch has; 0: all. message_s: of each message of a collective, whichever way it goes.
+    inside: in the same node. rail: same position in another node below the same leaf switch. leaf:
+    another position in such a node. spine: below another leaf switch. nodes_per_leaf: nodes below a
+    leaf switch; 0: all nodes. message_s: overhead in seconds of each message, at any distance.
     """
 
     inside: LinkConfig
@@ -73,7 +76,7 @@ class LinksConfig:
 
 @dataclass(frozen=True)
 class StorageConfig:
-    """The disk that all nodes share, which has the checkpoints."""
+    """The file system shared by all nodes that holds the checkpoints."""
 
     write_bytes_per_s: float  # of all nodes together
 
@@ -84,12 +87,12 @@ class StorageConfig:
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """Equal nodes, and how many of them to plan for.
+    """A cluster of identical nodes, and the numbers of nodes to plan for.
 
-    machine: a node's host memory and disk, and each of its devices. batch: `fixed`, batch_size
-    sequences a step on any number of nodes, or `per_node`, so many on the first number and more in
-    proportion. grows: the mesh axis that takes more nodes: `data`, or `experts` (expert_inter), as
-    experts off the device need it.
+    machine: a node's host memory and disk, and its devices. batch: `fixed` uses batch_size
+    sequences a step for any number of nodes; `per_node` uses batch_size for the first number and
+    scales with the number of nodes. grows: the mesh axis that grows with the number of nodes:
+    `data`, or `experts` (expert_inter), which experts off the device require.
     """
 
     nodes: tuple[int, ...]
@@ -124,8 +127,9 @@ class ClusterConfig:
 
 @dataclass(frozen=True)
 class DevicesConfig:
-    """Equal devices of one machine. device_bytes: free on each. bytes_per_s: that each reads of
-    its own memory.
+    """Identical devices of one machine.
+
+    device_bytes: free memory of each device. bytes_per_s: memory bandwidth of each device.
     """
 
     devices: int
@@ -139,8 +143,9 @@ class DevicesConfig:
 
 @dataclass(frozen=True)
 class MachinesConfig:
-    """Machines in the order of their processes, and the links of their devices. network: None
-    where it is not known.
+    """Machines in order of their process indices, and the links between their devices.
+
+    network: None if unknown.
     """
 
     machines: tuple[DevicesConfig, ...]
@@ -148,17 +153,19 @@ class MachinesConfig:
 
 
 def read_cluster(path: Path) -> ClusterConfig:
-    """Return the cluster that a TOML file describes; `ValueError` naming the file and the field."""
+    """Return the cluster described by a TOML file. Raises ValueError naming the file and the
+    field.
+    """
     return _read("cluster", path, lambda table: _made(ClusterConfig, table, ""))
 
 
 def read_links(path: Path) -> LinksConfig:
-    """Return the links that a TOML file describes; `ValueError` naming the file and the field."""
+    """Return the links described by a TOML file. Raises ValueError naming the file and the field."""
     return _read("comm.links", path, lambda table: _made(LinksConfig, table, ""))
 
 
 def links_text(links: LinksConfig) -> str:
-    """Return a TOML file that `read_links` understands."""
+    """Return the content of a TOML file that `read_links` parses to these links."""
     lines = []
     for name, value in dataclasses.asdict(links).items():
         if isinstance(value, dict):
@@ -168,8 +175,9 @@ def links_text(links: LinksConfig) -> str:
 
 
 def read_machines(path: Path) -> MachinesConfig:
-    """Return what [[machines]] and [network] of a TOML file describe; `ValueError` naming the
-    file and the field.
+    """Return the machines in [[machines]] and [network] of a TOML file.
+
+    Raises ValueError naming the file and the field.
     """
     return _read("machines", path, _machines)
 
@@ -205,8 +213,9 @@ def _read(option: str, path: Path, make: Callable[[dict[str, Any]], T]) -> T:
 
 
 def _made(kind: Any, values: dict[str, Any], section: str) -> Any:
-    """Return the dataclass that a table of the file describes; its own fields, of their own
-    types, and no others.
+    """Return a dataclass of type `kind` with the values of a TOML table.
+
+    Raises ValueError for unknown fields, missing fields and wrong types.
     """
     hints, made = typing.get_type_hints(kind), {}
     for name, value in values.items():
@@ -235,8 +244,10 @@ def _made(kind: Any, values: dict[str, Any], section: str) -> Any:
 
 
 def _plain(value: Any, hint: Any, name: str) -> Any:
-    """Return a number, a text or a tuple of whole numbers; a whole number may be written as
-    2e12.
+    """Return a TOML value converted to the type `hint`: a number, a string or a tuple of whole
+    numbers.
+
+    A whole number may be written as 2e12.
     """
     if hint is int or hint is float:
         number = isinstance(value, int | float) and not isinstance(value, bool)

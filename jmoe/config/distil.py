@@ -1,4 +1,4 @@
-"""A run learns from another, larger model too, beside its text: these are its settings."""
+"""Settings of knowledge distillation: training with a larger teacher model in addition to text."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class DistilConfig:
     """A teacher. The loss is (1 - weight) x cross-entropy + weight x temperature^2 x KL(teacher |
     student).
 
-    Both distributions are softmax(logits / temperature). The teacher's experts are kept as
-    `EngineConfig.policy` says: with `ring` layers pass through `ring_slots` of them, so that it
-    need not fit the device.
+    Both distributions are softmax(logits / temperature). The teacher's experts are placed by the
+    policy, as in `EngineConfig.policy`: with `ring`, layers take turns in `ring_slots` slots, so
+    the teacher need not fit on the device.
     """
 
     teacher: str = ""  # a Hugging Face folder; "": none

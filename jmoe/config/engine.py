@@ -18,8 +18,8 @@ DensePlaces = Literal["replicated", "tensor"]
 
 @dataclass(frozen=True)
 class EngineMesh:
-    """Devices, of one process or several, that share a model: the cache and experts are split
-    over them.
+    """Devices, in one or several processes, that serve one model; the cache and the experts are
+    sharded over them.
     """
 
     devices: int = 1  # in all; each has an equal part of the cache and of the places for experts
@@ -80,7 +80,7 @@ class EngineMesh:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How many requests an engine runs at once, and where it keeps the experts of its model."""
+    """Capacity of an inference engine, and placement of its model's experts."""
 
     max_batch: int = 8  # sequences that run at once
     # tokens of one sequence, prompt and output; None: as many as the model has positions for and
@@ -150,7 +150,7 @@ class EngineConfig:
 
     @property
     def may_ring(self) -> bool:
-        """Return whether several devices may hold only some layers' experts at a time."""
+        """Whether a mesh of devices may hold only some layers' experts at a time."""
         evenly = (
             self.mesh.placement == "even"
             and self.mesh.slots_per_device is None
@@ -159,9 +159,7 @@ class EngineConfig:
         return self.policy == "ring" or (self.policy == "auto" and evenly)
 
     def _check_streaming(self) -> None:
-        """Refuse options of experts that are not all on the device, where they are, and of tiers
-        that have none.
-        """
+        """Reject options of expert tiers and guesses that the policy does not use."""
         if self.policy == "resident":
             why = "with policy = 'resident', which keeps every expert on the device"
             unset(self, "", ["expert_tier", "host_cache_bytes", "pin_host_memory"], why)
@@ -173,7 +171,7 @@ class EngineConfig:
         check_field(guesses or self.estimator in ("auto", None), self, "estimator", constraint)
 
     def _check_mesh(self) -> None:
-        """Refuse what one device has and several do not."""
+        """Reject options that are unsupported on a mesh of devices."""
         mesh, devices = self.mesh, self.mesh.devices
         divides = f"must be a multiple of mesh.devices = {devices}"
         check_field(self.max_batch % devices == 0, self, "max_batch", divides)

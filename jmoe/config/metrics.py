@@ -1,4 +1,4 @@
-"""Where a run's metrics can be fetched while it goes on. Standard library only."""
+"""The HTTP endpoint for a run's metrics. Standard library only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jmoe.config.checks import check_field, check_values, unset
 
 @dataclass(frozen=True)
 class MetricsConfig:
-    """Metrics of a run for Prometheus, over HTTP, by process 0."""
+    """A run's metrics for Prometheus, served over HTTP by process 0."""
 
     port: int = 0  # 0: none
     host: str = "0.0.0.0"  # the address to listen on

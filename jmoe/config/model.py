@@ -1,6 +1,4 @@
-"""The configuration of a decoder. Field names are those of Hugging Face configurations where one
-exists.
-"""
+"""Configuration of a decoder. Field names follow Hugging Face configurations where one exists."""
 
 from __future__ import annotations
 
@@ -56,8 +54,9 @@ class MoEConfig:
         check_field(fits, self, "capacity_factor", "must be greater than 0, or None for dropless")
 
     def by_task(self, choices: int) -> MoEConfig:
-        """Return the layer whose experts are named by the image's task; with two of them one may
-        be none.
+        """Return a copy in which the image's task selects the experts.
+
+        choices: experts per image. With 2, the second expert may be dropped at random.
         """
         some: RouterConfig = RouterConfig(
             kind="gshard", second_expert_policy="random", aux_loss_coef=0.0
@@ -107,7 +106,7 @@ class YarnConfig:
 
     @property
     def rotary_scale(self) -> float:
-        """Return what cos and sin are multiplied with."""
+        """The factor by which cos and sin are multiplied."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:
@@ -308,19 +307,19 @@ class ModelConfig:
 
     @property
     def causal(self) -> bool:
-        """Return whether a token sees only those before it."""
+        """Whether a token attends only to itself and earlier tokens."""
         return True
 
     @property
     def dim_per_head(self) -> int:
-        """Return the dimensions of a query and key head."""
+        """Dimension of a query or key head."""
         if self.kv_lora_rank is not None:
             return self.qk_nope_head_dim + self.qk_rope_head_dim
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
     def task_choices(self) -> int:
-        """Return how many experts an image meets in a layer routed by task."""
+        """Experts per image in a layer routed by task."""
         return 1
 
     @property
@@ -338,7 +337,9 @@ class ModelConfig:
 
     @property
     def windows(self) -> tuple[int, ...] | None:
-        """Return how many tokens a token sees in each layer; None: all, in all."""
+        """By layer, the number of tokens that a token attends to; None if every layer attends to
+        all.
+        """
         if self.sliding_window is None:
             return None
         types = self.layer_types or ("sliding_attention",) * self.num_hidden_layers

@@ -1,4 +1,4 @@
-"""How a model is spread over devices, and how they talk to each other. Standard library only."""
+"""The device mesh, and communication between devices. Standard library only."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SPLIT_SIZES: dict[EmbeddingKind, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """Devices as (data, expert_inter, expert_intra)."""
+    """The device mesh: sizes of the axes (data, expert_inter, expert_intra)."""
 
     data: int = 0  # 0: whatever the other two leave
     expert_inter: int = 1  # across nodes
@@ -35,8 +35,9 @@ class MeshConfig:
         positive(self, "expert_inter")
 
     def shape(self, num_devices: int, devices_per_host: int) -> tuple[int, int, int]:
-        """Return (data, expert_inter, expert_intra) for this many devices, or raise
-        `ValueError`.
+        """Return the mesh shape (data, expert_inter, expert_intra) for `num_devices` devices.
+
+        Raises ValueError if the axes do not multiply to the number of devices.
         """
         intra = self.expert_intra or devices_per_host
         check(
@@ -58,11 +59,11 @@ class MeshConfig:
 
 
 def packed_shape(shape: tuple[int, int, int], packing: int) -> tuple[int, int, int]:
-    """Return the mesh with `packing` times the experts on a device: the expert axes shrink, data
-    grows.
+    """Return the mesh shape with `packing` times as many experts per device: smaller expert axes,
+    a larger data axis.
 
-    Across nodes first, so that a group of devices which shares the experts spans fewer nodes.
-    Devices keep their order, and so the rows of a batch their devices.
+    The inter-node axis shrinks first, so that a group of devices that shares the experts spans
+    fewer nodes. The order of devices, and so the rows of a batch on each device, stay the same.
     """
     data, inter, intra = shape
     nodes = math.gcd(inter, packing)
@@ -72,7 +73,7 @@ def packed_shape(shape: tuple[int, int, int], packing: int) -> tuple[int, int, i
 
 
 def most_packing(shape: tuple[int, int, int]) -> int:
-    """Return the largest power of two that `packed_shape` takes."""
+    """Return the largest power of two that `packed_shape` accepts as packing."""
     _, inter, intra = shape
     return (inter & -inter) * (intra & -intra)
 
@@ -149,5 +150,5 @@ class CommConfig:
 
     @property
     def first_packing(self) -> int:
-        """Return the packing that a run begins with."""
+        """The packing with which a run begins; 1 for `auto`."""
         return 1 if self.packing == "auto" else self.packing

@@ -74,7 +74,7 @@ class SuperviseConfig:
 
     @property
     def num_processes(self) -> int:
-        """Return how many processes the run has when no host is away."""
+        """The number of processes when all hosts are available."""
         return self.processes if self.processes is not None else max(1, len(self.hosts))
 
     @property
@@ -86,5 +86,7 @@ class SuperviseConfig:
         return self.min_processes if self.min_processes is not None else self.num_processes
 
     def prefix(self, host: str) -> list[str]:
-        """Return the words before a command that is to run on `host`; none for this machine."""
+        """Return the words that launch a command on `host`, e.g. ssh; an empty list for this
+        machine.
+        """
         return [word.replace("{host}", host) for word in shlex.split(self.launch)] if host else []

@@ -1,4 +1,6 @@
-"""Where the experts of a model in training are, and what carries them. Standard library only."""
+"""Memory tiers of the experts' training state, and the planner's machine description. Standard
+library only.
+"""
 
 from __future__ import annotations
 
@@ -76,8 +78,8 @@ class TiersConfig:
             unset(self, "tiers", [name], why)
 
     def placed(self, experts: Tier, optimizer: Tier) -> TiersConfig:
-        """Return the options with these tiers in the place of `auto`, without those that other
-        tiers would honour.
+        """Return a copy with these tiers in place of `auto`, and options that the tiers do not use
+        reset to their defaults.
         """
         idle = _idle_options(experts, optimizer, self.gradients)
         options: dict[str, Any] = {
@@ -89,7 +91,7 @@ class TiersConfig:
 
     @property
     def on_device(self) -> bool:
-        """Return whether nothing leaves the device."""
+        """Whether weights and optimizer state of all experts stay on the device."""
         return (self.experts, self.optimizer) == ("device", "device")
 
 
@@ -99,8 +101,9 @@ AcceleratorName = Literal["", "a100-40gb", "a100", "h100", "h200", "rtx-4090", "
 
 
 def _idle_options(experts: str, optimizer: str, gradients: str) -> dict[str, str]:
-    """Return options that nothing honours on these tiers, each with the reason; none while a
-    tier is `auto`.
+    """Return the options that no code uses on these tiers, with the reason of each.
+
+    Empty while a tier is `auto`.
     """
     if "auto" in (experts, optimizer):
         return {}
@@ -122,7 +125,7 @@ def _idle_options(experts: str, optimizer: str, gradients: str) -> dict[str, str
 
 @dataclass(frozen=True)
 class Accelerator:
-    """A data sheet's figures of a device: what it has at most, not what programs reach."""
+    """Peak figures from a device's data sheet, which programs do not reach."""
 
     device_bytes: int
     flops: float  # dense products in bfloat16 with float32 sums
@@ -168,7 +171,7 @@ class MachineConfig:
         positive(self, "nvme_read_bytes_per_s", "nvme_write_bytes_per_s")
 
     def device(self) -> Accelerator:
-        """Return the device's figures: those given, else the accelerator's."""
+        """The device's figures: those given explicitly, else the accelerator's."""
         nominal = dataclasses.asdict(ACCELERATORS.get(self.accelerator, TWO_CORES))
         return Accelerator(
             **{name: getattr(self, name) or figure for name, figure in nominal.items()}

@@ -1,7 +1,8 @@
-"""Every setting of a training run. Standard library only.
+"""All settings of a training run. Standard library only.
 
-`__post_init__` checks what one frozen dataclass can know alone; `TrainConfig.check_devices` what
-needs the number of devices. A bad value raises `ValueError` before anything is compiled or written.
+Each frozen dataclass checks its own fields in `__post_init__`; `TrainConfig.check_devices` checks
+the constraints that depend on the number of devices. A bad value raises ValueError before anything
+is compiled or written.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ MAX_LOSS_SCALE = 2.0**32
 
 
 def _streamed(tiers: TiersConfig) -> str:
-    """Return where the experts are that a setting is refused for."""
+    """Return the end of an error message that blames the expert tiers for a refused setting."""
     return (
         f"with experts on other tiers (tiers.experts = {tiers.experts!r} and tiers.optimizer ="
         f" {tiers.optimizer!r})"
@@ -162,12 +163,12 @@ class LossScaleConfig:
 
     @property
     def first(self) -> int:
-        """Return the scale of step 0."""
+        """The loss scale at step 0."""
         return 65536 if self.initial is None else self.initial
 
     @property
     def steps_to_grow(self) -> int:
-        """Return how many steps without an overflow double the scale."""
+        """The number of steps without an overflow after which the scale doubles."""
         return 1000 if self.growth_steps is None else self.growth_steps
 
 
@@ -191,8 +192,10 @@ class CheckpointConfig:
 
     @property
     def kept(self) -> int:
-        """Return how many checkpoints stay: of two the older one is known to have gone on with
-        finite numbers.
+        """The number of checkpoints kept, at least 2.
+
+        The run has continued from the older of two checkpoints with finite values, so it is known
+        to be usable.
         """
         return max(2, self.keep)
 
@@ -267,7 +270,7 @@ class ProfileConfig:
         self.span()
 
     def span(self) -> tuple[int, int] | None:
-        """Return (first, past the last) step of the trace, or None."""
+        """The traced steps as (first, last + 1), or None without a trace."""
         if not self.steps:
             return None
         first, colon, last = self.steps.partition(":")
@@ -402,7 +405,7 @@ class TrainConfig:
             )
 
     def check_chosen_share(self) -> None:
-        """Raise `ValueError` if `tiers.chosen_share` is less than the choices of one token."""
+        """Raise ValueError if `tiers.chosen_share` does not cover the experts of one token."""
         share, experts = self.tiers.chosen_share, self.model.num_experts
         check(
             not share or experts > 0,
@@ -420,10 +423,10 @@ class TrainConfig:
             check(share > least / experts - 1e-6, "tiers.chosen_share", share, constraint)
 
     def check_devices(self, num_devices: int, devices_per_host: int = 0) -> tuple[int, int, int]:
-        """Return the mesh's shape for this many devices; raise `ValueError` if the run cannot be
-        split over them.
+        """Return the mesh shape for this many devices.
 
-        devices_per_host: 0 where it is not known or hosts differ.
+        devices_per_host: 0 if unknown or different between hosts. Raises ValueError if the run
+        cannot be sharded over the devices.
         """
         shape = packed_shape(
             self.mesh.shape(num_devices, devices_per_host), self.comm.first_packing
@@ -463,16 +466,17 @@ class TrainConfig:
         return shape
 
     def packed(self, packing: int) -> TrainConfig:
-        """Return the run with `packing` times the experts on a device."""
+        """Return a copy with `packing` times as many experts per device."""
         return dataclasses.replace(self, comm=dataclasses.replace(self.comm, packing=packing))
 
     def tokens_until(self, step: int) -> int:
-        """Return the tokens of all steps before this one."""
+        """Return the number of tokens of all steps before this one."""
         return step * self.batch_size * self.sequence_length
 
     def evaluates_after(self, steps: int) -> bool:
-        """Return whether the held-out loss is measured after so many steps, neither none nor all
-        of the run.
+        """Return whether the held-out loss is measured after `steps` steps.
+
+        False at the end of the run, which has its own evaluation.
         """
         every = self.evaluation.every_steps
         if not every:
@@ -480,7 +484,7 @@ class TrainConfig:
         return steps % every == 0 and steps < self.num_steps
 
     def warnings(self) -> list[str]:
-        """Return a sentence for each setting that is allowed and hardly meant."""
+        """Return a sentence for each setting that is allowed but probably a mistake."""
         rate, decay, warnings = self.optimizer.learning_rate, self.optimizer.weight_decay, []
         if rate > 0.1:
             warnings.append(
@@ -506,12 +510,12 @@ class TrainConfig:
         return warnings
 
     def to_json(self) -> str:
-        """Return the resolved configuration, as it is written beside a run."""
+        """Return the resolved configuration as JSON, as written to the output folder."""
         return json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True)
 
 
 def differences(saved: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
-    """Return lines `field: saved -> now` for every value that differs between two resolved
+    """Return a line `field: saved -> now` for every value that differs between two resolved
     configurations.
     """
     lines = []

@@ -85,12 +85,12 @@ class VisionModelConfig(ModelConfig):
 
     @property
     def causal(self) -> bool:
-        """Return whether a token sees only those before it: no patch does."""
+        """False: every patch attends to all patches."""
         return False
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
-        """Return how each layer's feed-forward is chosen: one for all, by token or by task."""
+        """Kind of each layer's feed-forward: dense, experts by token, or experts by task."""
         kinds = super().layer_kinds
         return tuple(
             "task" if layer in self.task_layers else kind for layer, kind in enumerate(kinds)
@@ -98,12 +98,13 @@ class VisionModelConfig(ModelConfig):
 
     @property
     def task_choices(self) -> int:
-        """Return how many experts an image meets in a layer routed by task while it learns."""
+        """Experts per image in a task-routed layer in training: 2 with learned paths, else 1."""
         return 2 if self.learn_paths else 1
 
     def num_parameters(self) -> tuple[int, int]:
-        """Return (total, active per patch) parameters; a head of hidden_size x classes a task
-        comes to them.
+        """Return (total, active per patch) parameters without the task heads.
+
+        Each task's head adds hidden_size x classes.
         """
         d, side, tasks = self.hidden_size, self.image_size // self.patch_size, len(self.task_layers)
         text = (
@@ -118,9 +119,7 @@ class VisionModelConfig(ModelConfig):
         )
 
     def flops_per_token(self, sequence_length: int) -> float:
-        """Return the FLOPs of a trained patch: 6 per active parameter, plus attention to all of
-        the image.
-        """
+        """Return the training FLOPs per patch: 6 per active parameter, plus full attention."""
         attention = (
             12
             * self.num_hidden_layers
@@ -132,7 +131,7 @@ class VisionModelConfig(ModelConfig):
 
     @property
     def num_patches(self) -> int:
-        """Return the tokens of an image."""
+        """Number of tokens (patches) of an image."""
         return (self.image_size // self.patch_size) ** 2
 
 
@@ -178,11 +177,11 @@ class TaskConfig:
         )
 
     def head_size(self, num_classes: int) -> int:
-        """Return the features that its head makes of an image."""
+        """Return the number of output features of the task's head."""
         return num_classes if self.head == "classes" else self.embedding_size
 
     def takes_part(self, step: int) -> bool:
-        """Return whether the task is trained in this step, counted from 0."""
+        """Return whether the task is trained in step `step`, counted from 0."""
         return not self.num_steps or step < self.num_steps
 
 
@@ -383,7 +382,7 @@ class VisionTrainConfig(TrainConfig):
         check(alone, "mesh.(expert_inter, expert_intra)", shape, constraint)
 
     def check_chosen_share(self) -> None:
-        """Raise `ValueError` if `tiers.chosen_share` is set."""
+        """Raise ValueError if `tiers.chosen_share` is set: image tasks do not support it."""
         share = self.tiers.chosen_share
         check(
             share == 0,
@@ -393,9 +392,7 @@ class VisionTrainConfig(TrainConfig):
         )
 
     def tokens_until(self, step: int) -> int:
-        """Return the patches of all steps before this one; tasks that end have none from then
-        on.
-        """
+        """Return the number of patches of all steps before this one; ended tasks add none."""
         images = sum(
             task.batch_size * min(step, task.num_steps or step) for task in self.tasks.values()
         )

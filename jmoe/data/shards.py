@@ -98,9 +98,7 @@ class Blocks:
                 self._checked[block] = True
 
     def check_all(self, header: ShardHeader) -> None:
-        """Read all ids. Raises ValueError naming the file if their SHA-256 differs from the
-        header's.
-        """
+        """Read all ids. Raises ValueError naming the file if the SHA-256 is wrong."""
         digest = hashlib.sha256()
         for start in range(0, len(self._data), READ_BYTES):
             digest.update(self._data[start : start + READ_BYTES])
