@@ -41,12 +41,13 @@ class QueueLimit:
             )
 
     def refusal(self, unfinished: Collection[Sequence], count: int, token_s: float) -> ApiError:
-        """Return the 429 error for a request of `count` sequences that the queue cannot take, and
-        count the rejection in the metrics.
+        """Return the 429 error for a request that the full queue rejects, and count the rejection.
 
-        Its Retry-After header estimates, in seconds between 1 and 60, when enough of the
-        `unfinished` sequences will have ended. token_s: recent mean time between two tokens of one
-        sequence, in seconds.
+        The error's Retry-After header estimates, in seconds (1 to `MAX_RETRY_AFTER_S`), when
+        `count` more sequences will fit.
+
+        unfinished: all running and waiting sequences, oldest first.
+        token_s: recent mean time between two tokens of one sequence, in seconds.
         """
         self.metrics.rejected("queue").inc()
         message = f"{len(unfinished)} sequences run and wait, {self.capacity} can: try again later"
@@ -56,11 +57,9 @@ class QueueLimit:
         return ApiError(429, message, code="queue_full", headers=headers)
 
     def _tokens_until(self, unfinished: Collection[Sequence], count: int) -> int:
-        """Return after how many decoding steps `count` sequences have ended, if each draws all its
-        allowed tokens.
+        """Return how many tokens each running sequence draws until `count` sequences have ended.
 
-        The first `max_batch` of `unfinished` run now; each ended sequence is replaced by the next
-        waiting one.
+        The estimate assumes that every sequence draws its `max_new_tokens`.
         """
         left = [s.sampling.max_new_tokens - s.num_delivered_tokens for s in unfinished]
         ends = sorted(left[: self.max_batch])  # decoding steps from now
@@ -122,7 +121,10 @@ class FairQueue:
         return sequence
 
     def end(self, sequence: Sequence) -> bool:
-        """Remove a waiting or running sequence; return whether the sequence was running."""
+        """Remove a sequence; return True if it was running.
+
+        Return False if the sequence was waiting or is unknown.
+        """
         client, request = _keys(sequence)
         ran = sequence in self._running
         if ran:
@@ -146,11 +148,11 @@ class FairQueue:
 
 
 class Turns:
-    """A fair semaphore: at most `places` tasks run at once, and at most `places - 1` (at least
-    one) for one client.
+    """An asyncio semaphore with `places` permits that is fair between clients.
 
-    The reserved place lets another client's task start immediately. A free place goes to the client
-    with the fewest running tasks; ties go to the client that has waited longest.
+    One client holds at most `places - 1` permits (at least 1), so that another client's first
+    piece of work usually starts without waiting. A free permit goes to the waiting client that
+    holds the fewest permits; ties go to the client whose arrival or last permit is longest ago.
     """
 
     def __init__(self, places: int) -> None:
@@ -160,7 +162,7 @@ class Turns:
 
     @contextlib.asynccontextmanager
     async def turn(self, client: Hashable) -> AsyncIterator[None]:
-        """Wait for a place for `client`, and hold it for the duration of the block."""
+        """Hold one permit inside the `async with` block; wait on entry until one is free."""
         begins = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(client, deque()).append(begins)
         self._begin_next()

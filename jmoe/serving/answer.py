@@ -33,11 +33,12 @@ Delta = TypeVar("Delta", CompletionChoice, ChunkChoice)
 
 @dataclass(frozen=True)
 class Answer(ABC, Generic[Body, Delta]):
-    """The response to one request, built from deltas: the text and log-probabilities that one
-    engine output adds to one choice.
+    """Builds the response of one request, streamed or whole, from the same deltas.
 
-    A streamed response sends the deltas as chunks; a whole response joins them. envelope: the
-    fields (id, created, model) that the response, or each of its chunks, repeats.
+    A delta (`CompletionChoice` or `ChunkChoice`) is what one engine output adds to one choice.
+
+    prompts: token ids of each prompt.
+    envelope: the `Envelope` fields, which the response or every chunk repeats.
     """
 
     id_prefix: ClassVar[str]
@@ -58,7 +59,10 @@ class Answer(ABC, Generic[Body, Delta]):
         prompts: list[list[int]],
         sequences: list[Sequence],
     ) -> Any:
-        """Submit the sequences to the engine and return the response, streamed if `body.stream`."""
+        """Submit the sequences to the engine and return the response, streamed or whole.
+
+        Raises ApiError as `EngineLoop.submit` does, or for an error before the whole response.
+        """
         request.state.note(f"{sum(map(len, prompts))} prompt tokens, {len(sequences)} choices")
         envelope = Envelope(id=f"{cls.id_prefix}-{request.state.request_id}", model=service.name)
         generation = service.loop.submit(sequences, request.state.client)

@@ -1,7 +1,6 @@
-"""Rendering of chat messages to prompt text by the model's Jinja chat template, as transformers
-renders it.
+"""Renders chat messages to a prompt with the model's Jinja template, as transformers does.
 
-Runs in a fork of `forks.ForkServer`, as templates are untrusted.
+Template code is untrusted: service.py runs `begin_rendering` in the forks of a `ForkServer`.
 """
 
 from __future__ import annotations
@@ -45,11 +44,13 @@ class ChatTemplate:
     def __init__(
         self, templates: Mapping[str, str], special_tokens: Mapping[str, str], source: str
     ) -> None:
-        """Compile `templates`, a mapping from name to Jinja source.
+        """Compile the templates.
 
-        special_tokens: `bos_token` etc., which templates read as variables. source: origin of the
-        templates, for error messages. Raises ValueError for a syntax error or a missing default
-        template.
+        Raises ValueError for a syntax error, or if no template is named "default".
+
+        templates: name -> Jinja source.
+        special_tokens: further template variables, e.g. `bos_token`.
+        source: origin of the templates in error messages, e.g. the folder.
         """
         if DEFAULT not in templates:
             raise ValueError(
@@ -106,13 +107,15 @@ class ChatTemplate:
         documents: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """Return the prompt text of a conversation in the OpenAI API's message format.
+        """Return the prompt text for a conversation in the OpenAI API's format.
 
-        Message keys whose value is None are omitted, as many templates would print them. variables:
-        further variables of the template.
+        Keys of a message whose value is None are left out, because many templates would print
+        "None". A message's reasoning is passed under the names that templates read.
 
-        Raises ValueError if an argument is not plain JSON, the template raises an error, or
-        rendering fails.
+        Raises ValueError if there are no messages, if an argument is not a JSON value, or if the
+        template raises an error.
+
+        variables: further variables of the template.
         """
         name = TOOL_USE if tools is not None and TOOL_USE in self._templates else DEFAULT
         if not messages:
@@ -180,11 +183,12 @@ def read_templates(folder: Path) -> dict[str, Any] | None:
 
 
 def begin_rendering(**setup: Any) -> Callable[[bytes], bytes]:
-    """Return the function with which a fork answers questions; `setup` are the arguments of
-    `ChatTemplate`.
+    """Return the function that answers a fork's questions (the `begin` of a `ForkServer`).
 
-    A question is `CONTENT_FORM` or the JSON of `ChatTemplate.render`'s keyword arguments.
-    `rendered` decodes the answer.
+    A question is `CONTENT_FORM`, or the arguments of `ChatTemplate.render` as JSON. `rendered`
+    decodes the answers.
+
+    setup: arguments of `ChatTemplate`.
     """
     template = ChatTemplate(**setup)
 
@@ -237,8 +241,9 @@ class _Generation(Extension):
 
 
 class _Namespace(Namespace):
-    """Jinja's `namespace` that rejects names with a leading underscore, which Python's object
-    protocol uses.
+    """Jinja's `namespace`, but attributes with a leading underscore are an error.
+
+    Python looks up special methods by such names, so they could be a way out of the sandbox.
     """
 
     def __init__(*args: Any, **attributes: Any) -> None:

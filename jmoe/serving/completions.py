@@ -52,10 +52,11 @@ class _Choice:
     def _logprobs(
         self, text: str, echoed: list[TokenLogprob] | None, logprobs: list[TokenLogprob]
     ) -> CompletionLogprobs | None:
-        """Return the log-probabilities of one delta, None if the request asks for none.
+        """Return the log-probabilities of one delta, None if the request does not ask for them.
 
-        text: the delta's text. echoed: log-probabilities of the prompt from its second token on if
-        the delta contains the prompt, else None. logprobs: of the generated tokens.
+        text: the text of the delta.
+        echoed: those of the prompt from its second token on, if the delta begins with the prompt.
+        logprobs: those of the drawn tokens.
         """
         if self._body.logprobs is None:
             return None

@@ -89,11 +89,11 @@ class _UnframedCycle(RequestResponseCycle):
 
 
 class Connection(HttpToolsProtocol):
-    """An HTTP/1.1 connection with timeouts for receiving headers and body and for sending the
-    response.
+    """An HTTP/1.1 connection with time limits on receiving headers and body and on sending answers.
 
-    At the connection limit, a new connection evicts the longest-waiting connection of the client
-    with the most connections, so slow or silent clients cannot lock out others.
+    When `max_connections` are open, a new connection replaces one of the client that has the most:
+    the one that has waited longest for that client to act. Slow or silent clients thus cannot keep
+    others out. A new connection that may replace none gets a 503.
     """
 
     def __init__(self, shared: Connections, **options: Any) -> None:
@@ -141,8 +141,9 @@ class Connection(HttpToolsProtocol):
         self.transport.abort()
 
     def eof_received(self) -> None:
-        """Mark the request as disconnected: the transport closes before it calls
-        `connection_lost`.
+        """Mark the running request as disconnected, so that nothing more is written.
+
+        The transport closes right after this call, before it calls `connection_lost`.
         """
         if not self._is_idle:
             self.cycle.disconnected = True
@@ -168,8 +169,11 @@ class Connection(HttpToolsProtocol):
     # Called by the parser
 
     def decline_upgrade(self, rest: bytes) -> None:
-        """Parse the head again without its Upgrade header, then `rest`, the bytes that followed
-        the head.
+        """Continue in HTTP/1.1 after a request head that offers an upgrade.
+
+        A new parser reads the same head without its Upgrade header, and then `rest`.
+
+        rest: the bytes received after that head.
         """
         headers = [pair for pair in self.headers if pair[0] != b"upgrade"]
         begin = b"%b %b HTTP/%b\r\n" % (
@@ -255,7 +259,10 @@ class Connection(HttpToolsProtocol):
             self._shared.waiting[self] = None
 
     def shutdown(self) -> None:
-        """Refuse a request whose body is still arriving, as the server would wait for the body."""
+        """Answer 503 to a request whose body is still arriving, else shut down as uvicorn does.
+
+        uvicorn would wait for the body.
+        """
         is_arriving = not self._is_idle and self.cycle.more_body and not self.cycle.response_started
         if is_arriving and not self.pipeline:
             self._refuse(503, "the server is shutting down")
@@ -310,9 +317,10 @@ class Connection(HttpToolsProtocol):
             self._refuse(408, f"the {what} did not arrive in {limit_s:g} s")
 
     def _refuse(self, status: int, message: str) -> None:
-        """Send an error response and close; abort without one if earlier responses are still due.
+        """Answer with an error and close the connection; ignore what still arrives.
 
-        Data that still arrives is ignored.
+        Close without an answer if the current response has started or earlier requests are still
+        unanswered: the client would take the error for the answer to another request.
         """
         self._refusal = (status, message)
         self._stop_waiting()

@@ -54,12 +54,14 @@ JOIN_LIMIT_S = 90.0  # longer than the time limit of a step that waits for an ex
 
 
 class Generation:
-    """The sequences of one HTTP request: an async iterator over their `Output`s, which ends when
-    all sequences have ended.
+    """The sequences of one HTTP request, as an async iterator over their `Output`s.
 
-    Use it as a context manager: leaving the block aborts sequences that have not ended, at the
-    latest after the step in progress. Iteration raises `ApiError` if the engine fails or the
-    request times out.
+    The iterator ends when all sequences have ended. Use it as a context manager: leaving the block
+    aborts unfinished sequences, at the latest after the current engine step.
+
+    Iterating raises ApiError: 500 if the engine or the request's own code failed, 504 after
+    `timeout_s`, 503 if the reader is too slow or the server shuts down, 429 if the request is
+    evicted from the queue, and 400 for an invalid JSON schema or too large an answer.
     """
 
     def __init__(self, owner: "EngineLoop", sequences: list[Sequence], timeout_s: float) -> None:
@@ -148,7 +150,12 @@ class Generation:
 
 
 class EngineLoop:
-    """Runs an engine in its own thread, between `start` and `stop`."""
+    """Runs an engine in its own thread, from `start` to `stop`.
+
+    lost_process: set when another process of a multi-process engine is gone. The engine cannot
+        recover; the server must be restarted.
+    failure: why the engine has failed; None while it works.
+    """
 
     def __init__(self, engine: Engine, metrics: Metrics, config: ServeConfig) -> None:
         # handlers call only the engine's thread-safe methods
@@ -180,10 +187,9 @@ class EngineLoop:
         self._thread.start()
 
     async def stop(self) -> None:
-        """Stop the thread after the step in progress.
+        """Stop the thread after the current step, and wait up to `JOIN_LIMIT_S` for its end.
 
-        Does not join the thread if another process of the engine is lost: the step may then never
-        end.
+        If a process of the engine was lost, do not wait: the step may never return.
         """
         self._commands.put(None)
         if not self.lost_process.is_set():
@@ -223,15 +229,13 @@ class EngineLoop:
             raise ApiError(503, "the server is shutting down", code="shutting_down")
 
     def check_room(self, count: int, client: str) -> list[Generation]:
-        """Return the requests to abort before `count` sequences of `client` can be queued; an
-        empty list if none.
+        """Return the requests to evict so that `client` can queue `count` more sequences.
 
-        Only requests of other clients that hold more places and have waiting sequences are chosen:
-        first requests of which no sequence runs, newest first. The method aborts nothing itself;
-        `submit` does.
+        Only requests of other clients that hold more queue places are evicted, and only requests
+        with waiting sequences: first those of which no sequence has started, newest first.
 
-        Raises `ApiError` 503 if the server is not ready, 400 if `count` exceeds the total capacity,
-        and 429 if the queue is full.
+        Raises ApiError: 503 if the server accepts no requests, 400 if `count` exceeds the queue's
+        total capacity, 429 if the queue is full and no request may be evicted.
         """
         self.check_ready()
         self._limit.check_count(count)

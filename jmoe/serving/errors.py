@@ -31,7 +31,7 @@ PARAMS = {
 
 
 class ErrorDetail(BaseModel):
-    """The error. `param` names the request parameter at fault, if any."""
+    """An error: its text, OpenAI's error type, and the parameter that caused it, if any."""
 
     message: str
     type: str
@@ -46,7 +46,12 @@ class ErrorResponse(BaseModel):
 
 
 class ApiError(Exception):
-    """An exception that becomes the HTTP error response of a request."""
+    """Ends a request with an error response.
+
+    param: the request parameter that caused the error.
+    code: a machine-readable reason, e.g. "queue_full".
+    headers: added to the response.
+    """
 
     def __init__(
         self,

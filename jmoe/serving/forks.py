@@ -145,10 +145,10 @@ class Fork:
                 os.setpriority(os.PRIO_PROCESS, number, SLOW_NICENESS)
 
     def send(self, question: bytes) -> None:
-        """Send a question without waiting for the answer, which `receive` returns.
+        """Send `question`; get its answer with `receive`.
 
-        Blocks if the socket buffer is full, so questions must be few and short. Raises `LimitError`
-        or `LostError` if the fork has ended.
+        The socket is non-blocking, so its buffer must hold all questions that are unanswered.
+        Raises LimitError or LostError if the fork has ended.
         """
         try:
             self._connection.sendall(_framed(question))
@@ -182,7 +182,10 @@ class Fork:
                 self.let_others_go_first()
 
     def _next(self) -> bytes | None:
-        """Return the next complete answer from the receive buffer, or None if there is none yet."""
+        """Remove the next frame from the received bytes; return None if it is incomplete.
+
+        Raises LimitError if the frame is longer than `Limits.answer_bytes`.
+        """
         if len(self._buffer) < _LENGTH.size:
             return None
         (length,) = _LENGTH.unpack_from(self._buffer)
@@ -219,11 +222,10 @@ class Fork:
 
 
 def _end(connection: socket.socket, how_it_ended: FileIO, number: list[int]) -> None:
-    """Kill the forked process and close its socket and status pipe.
+    """Kill a fork and close its socket and pipe.
 
-    number: a list with the fork's pid, empty until the pid has been read. If the pid has not
-    arrived, the socket buffer is checked once more; a fork that has not sent its pid fails to send
-    it to the closed socket, and exits.
+    A fork sends its process id first. If the id has not arrived yet, the fork ends itself: sending
+    the id over the closed socket fails.
     """
     with contextlib.suppress(OSError):  # no pid has arrived, or the process has ended
         said = b"" if number else connection.recv(2 * _LENGTH.size)
@@ -245,13 +247,13 @@ class ForkServer:
     def __init__(self, what: str, begin: str, setup: dict[str, Any], limits: Limits) -> None:
         """Start the helper process and wait until `begin` has returned.
 
-        Raises ValueError with the message of a ValueError that `begin` raised, or if the process
-        did not start.
+        Raises ValueError with the message of a ValueError that `begin` raised, or if the helper
+        exceeds its limits.
 
-        what: name of the work in error messages.
-
-        begin: MODULE.NAME of a function; the module must not import JAX or numpy, whose threads a
-        fork would lack.
+        what: names the work in error messages.
+        begin: MODULE.NAME of the function. Its module must import neither JAX nor NumPy: their
+            threads do not survive a fork.
+        setup: keyword arguments of `begin`, JSON values.
         """
         self._what, self._begin, self._setup, self._limits = what, begin, setup, limits
         self._idle: list[Fork] = []
@@ -400,7 +402,7 @@ def _start_forks(control: socket.socket, answer: Callable[[bytes], bytes], limit
 
     The fork answers on the socket. Its exit status is written to the pipe when the fork ends.
     """
-    pipes: dict[int, int] = {}  # by process
+    pipes: dict[int, int] = {}  # pid -> status pipe
 
     def tell_ends(*_: object) -> None:
         for child, pipe in list(pipes.items()):

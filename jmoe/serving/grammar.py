@@ -1,5 +1,8 @@
-"""JSON-schema-constrained decoding: a fork of a `ForkServer` computes the mask of allowed next
-tokens.
+"""Constrains answers to a JSON schema with token masks that a forked process computes.
+
+`Grammars.constraints` starts one fork per request. grammar_worker.py is the code that runs there.
+
+W: 32-bit words of a token mask, one bit per token
 """
 
 import asyncio
@@ -22,9 +25,11 @@ GRACE_S = 0.005  # wait of a step for masks; most take a tenth of it
 
 
 class _Masks:
-    """The pending token masks of one request's outputs, and the fork that computes them.
+    """The next token mask of each output of one request, and the fork that computes the masks.
 
-    masks: for each output its next mask as bytes, None while the fork computes it.
+    masks: by output, the mask's bytes; None while the fork computes it.
+    took_s: by output, the fork's time for the last mask, in seconds.
+    errors: by output, why there are no more masks; "" while there are.
     """
 
     def __init__(self, fork: Fork, first: bytes, count: int) -> None:
@@ -78,16 +83,17 @@ class JsonConstraint:
 
     @property
     def error(self) -> str:
-        """Why no further masks come, "" if they do. On an error the output ends and must not be
-        used.
+        """Why the schema cannot be followed any further, or "".
+
+        After an error the only allowed token is end-of-text, and the output must not be used.
         """
         return self._masks.errors[self._index]
 
     def is_ready(self) -> bool:
-        """Return whether the next mask is here.
+        """Return whether the next mask has arrived.
 
-        Waits up to `GRACE_S` seconds after the last token, unless the previous mask took longer
-        than that.
+        Wait for the mask until `GRACE_S` after its request, unless the previous mask took longer
+        than `GRACE_S`. A fork that takes longer than `SLOW_S` gets a lower priority.
         """
         is_quick = self._masks.took_s[self._index] < GRACE_S
         self.wait(self._asked_s + GRACE_S - time.perf_counter() if is_quick else 0.0)

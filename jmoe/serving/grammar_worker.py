@@ -66,9 +66,11 @@ class _Session:
 def begin_masks(
     tokenizer: str, vocab_size: int, eos_token_ids: list[int]
 ) -> Callable[[bytes], bytes]:
-    """Return the function with which a fork answers questions: packed masks, one bit a token, in
-    32-bit words.
+    """Return the function that answers a fork's questions (the `begin` of a `ForkServer`).
 
-    tokenizer: content of tokenizer.json.
+    A mask has one bit per token, in 32-bit words.
+
+    tokenizer: the contents of tokenizer.json.
+    vocab_size: rows of the model's output layer.
     """
     return _Session(LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=eos_token_ids)).answer

@@ -62,10 +62,10 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class View:
-    """Expert residency and load, too slow to collect at every step.
+    """Where experts are and how often tokens choose them; computed at most once per `VIEW_S`.
 
-    slots: for each slot its (layer, expert), or None if the slot is empty; an empty list if all
-    experts stay on the device.
+    slots: for each device slot the (layer, expert) in it, None if it is empty. The list is empty if
+        all experts stay on the device.
     """
 
     slots: list[tuple[int, int] | None]
@@ -73,7 +73,10 @@ class View:
 
 
 class Watched(Protocol):
-    """The engine runner whose statistics `Metrics` collects; `EngineLoop` is one."""
+    """The part of `EngineLoop` that `Metrics` reads.
+
+    kv_tokens_total: capacity of the KV cache, in tokens.
+    """
 
     snapshot: Snapshot
     last_view: View
@@ -127,7 +130,10 @@ class Metrics(Collector):
         )
 
     def observe(self, output: Output, now_s: float) -> None:
-        """Count an output's tokens and latencies. Updates the delivery fields of its sequence."""
+        """Count an output, and update its sequence's token count and times.
+
+        now_s: the time of the output, by `time.monotonic`.
+        """
         sequence, num_tokens = output.sequence, len(output.token_ids)
         prompt_tokens = len(sequence.prompt_token_ids)
         self.generation_tokens.inc(num_tokens)
@@ -245,9 +251,9 @@ class Metrics(Collector):
     def _family(
         self, family: Any, name: str, text: str, label: str | None, values: Mapping[str, float]
     ) -> Any:
-        """Return one metric with a sample for each entry of `values`.
+        """Return a metric family with one sample per value of `label`.
 
-        values: sample by value of `label`; without a label, a single entry.
+        label: None for a metric without a further label; `values` then has the single key "".
         """
         metric = family(name, text, labels=[LABEL] if label is None else [LABEL, label])
         for label_value, value in values.items():

@@ -1,5 +1,7 @@
-"""ASGI middleware around all handlers: request id, host check, API keys, body limits, security
-headers and access log.
+"""`AuthMiddleware` runs before every handler.
+
+It checks host and API key, reads the body within the memory limits, adds a request id and security
+headers to the response, and logs one line per request.
 """
 
 import asyncio
@@ -34,9 +36,10 @@ CONTENT_SECURITY_POLICY = "default-src 'none'; frame-ancestors 'none'"
 
 
 class AuthMiddleware:
-    """ASGI middleware that checks host and API key and reads the body before the handler runs.
+    """ASGI middleware that authenticates requests and limits the memory of their bodies.
 
-    api_keys: a false value accepts every client.
+    Without API keys every client is allowed. A server on a loopback address without API keys also
+    checks the Host header, against DNS rebinding.
     """
 
     def __init__(self, app: ASGIApp, api_keys: ApiKeys, config: ServeConfig) -> None:
@@ -104,8 +107,10 @@ class AuthMiddleware:
             )
 
     def _check_host(self, headers: Headers) -> None:
-        """Raise `ApiError` 403 if a loopback server without keys is addressed by a foreign host
-        name (DNS rebinding).
+        """Raise `ApiError` 403 if the Host header is a name that this server does not have.
+
+        Another site's page can reach a loopback server under a name of its own (DNS rebinding).
+        IP addresses are always allowed.
         """
         host = headers.get("host", "localhost").lower()
         name = (
@@ -173,11 +178,11 @@ class AuthMiddleware:
         )
 
     def _take(self, body: "_Body", piece: bytes, client: str) -> None:
-        """Append `piece` to the body, evicting slow bodies of the largest holder if the memory for
-        bodies is exhausted.
+        """Append `piece` to `body`; if memory is full, drop bodies that are still arriving.
 
-        Raises `ApiError` 503 if no body can be evicted and the client holds more than its
-        guaranteed share.
+        The client with the most bytes loses its longest-silent bodies first; the sender's own
+        bodies are dropped only after `STALL_S` without data. Raises `ApiError` 503 if nothing may
+        be dropped and the client would hold more than its guaranteed share.
         """
         now_s = time.monotonic()
         self._arriving[body] = self._arriving.pop(body)
@@ -203,7 +208,11 @@ class AuthMiddleware:
 
 
 class _Body:
-    """A request body in transfer, and the task that receives it."""
+    """A request body, and the task that reads it.
+
+    gives_way: True once the body is dropped; its task is then cancelled.
+    last_s: when the last piece arrived, by `time.monotonic`.
+    """
 
     def __init__(self) -> None:
         self.data, self.client, self.last_s = bytearray(), "", 0.0
@@ -218,7 +227,7 @@ def _no_room() -> ApiError:
     return ApiError(503, text, headers={"Retry-After": "1"})
 
 
-# Probes and polls come every few seconds: they are logged at DEBUG unless they fail.
+# Other paths (probes and polls, every few seconds) are logged at DEBUG unless they fail.
 LOGGED_PATHS = {"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/models"}
 
 

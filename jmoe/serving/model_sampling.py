@@ -18,10 +18,12 @@ from jmoe.models.pretrained import read_config
 
 @dataclass(frozen=True)
 class ModelSampling:
-    """Sampling defaults from a model's files.
+    """Defaults from a model's files.
 
-    defaults: fields of `SamplingParams`. turn_end_token_ids: tokens that end a chat turn, in
-    addition to the model's end-of-text tokens.
+    config: the contents of the files.
+    defaults: values of `SamplingParams` fields for requests that do not set them; empty with
+        `--sampling-defaults openai`.
+    turn_end_token_ids: tokens that end a chat answer, besides those that end any text.
     """
 
     config: GenerationConfig
@@ -30,9 +32,11 @@ class ModelSampling:
 
     @classmethod
     def read(cls, folder: Path, wanted: Literal["model", "openai"]) -> ModelSampling:
-        """Return the defaults of a Hugging Face model folder; with `wanted` "openai", none.
+        """Return the defaults in a Hugging Face folder.
 
-        Raises ValueError naming the file if its values are invalid.
+        Raises ValueError naming the file if its values are no valid sampling parameters.
+
+        wanted: "model" uses the folder's sampling parameters, "openai" ignores them.
         """
         config = GenerationConfig.read(folder, read_config(folder))
         if wanted == "openai":
@@ -47,8 +51,9 @@ class ModelSampling:
     def with_turn_ends(
         self, names: Iterable[str], tokenizer: Tokenizer, vocab_size: int
     ) -> ModelSampling:
-        """Return a copy whose turn ends are the tokens `names` and config.json's end tokens, as
-        far as they exist.
+        """Return a copy whose turn ends are the tokens `names` and config.json's eos_token_id.
+
+        Names that are no token, ids beyond `vocab_size`, and tokens that end any text are left out.
         """
         ids = {tokenizer.token_to_id(name) for name in names} | {*self.config.config_eos_token_ids}
         ends = {token for token in ids if token is not None and token < vocab_size} - {

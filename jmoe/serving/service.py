@@ -44,10 +44,18 @@ RENDER_BYTES = 32  # memory limit per byte of a body; output limit: an eighth
 
 
 class Service:
-    """One served model, without the HTTP routes."""
+    """One served model with all that its routes need.
+
+    created: Unix time at which the server started.
+    harmony: the parser of gpt-oss's channels; None for other models.
+    """
 
     def __init__(self, engine: Engine, config: ServeConfig, folder: Path, name: str) -> None:
-        """Compile the engine's programs. folder: the model's, which must hold a tokenizer.json."""
+        """Compile the engine's programs and start the chat template's helper process.
+
+        folder: the model's Hugging Face folder, with a tokenizer.json.
+        name: the model's name in the API.
+        """
         assert engine.tokenizer is not None, "checked before the weights were read"
         engine.compile_for_service()
         self.config, self.name, self.created = config, name, int(time.time())
@@ -105,7 +113,7 @@ class Service:
         self.grammars.close()
 
     def check_model(self, name: str | None) -> None:
-        """Raise `ApiError` 404 if a request names another model."""
+        """Raise `ApiError` 404 if `name` is another model; None stands for the served one."""
         if name not in (None, self.name):
             raise ApiError(
                 404, f"the model {name!r} is not served here", param="model", code="model_not_found"
@@ -213,10 +221,10 @@ class Service:
             raise ApiError(400, f"messages: {error}", param="messages") from error
 
     def max_new_tokens(self, prompt_token_ids: list[int], asked: int | None) -> int:
-        """Return the maximum number of tokens to draw, at least 1: `asked`, limited to what the
-        prompt leaves of the context.
+        """Return the maximum number of tokens to draw, at least 1.
 
-        Raises `ApiError` 400 if the prompt leaves no space for a token.
+        It is the smaller of `asked` and the context length left by the prompt; only the latter if
+        `asked` is None. Raises `ApiError` 400 if the prompt fills the context.
         """
         length, limit = len(prompt_token_ids), self.max_seq_len
         if length >= limit:
@@ -233,10 +241,11 @@ class Service:
         prompts: list[list[int]],
         make: Callable[[list[int], int], SamplingParams],
     ) -> list[Sequence]:
-        """Return one sequence for each prompt and choice; choice i of prompt p is at index p * n +
-        i.
+        """Return n sequences per prompt: choice i of prompt p is sequence p * n + i.
 
-        Raises ValueError if the engine cannot take a request.
+        Raises ValueError for a prompt or parameters that the engine rejects.
+
+        make: returns the sampling parameters for (prompt, choice).
         """
         sequences = [
             Sequence(prompt, make(prompt, choice)) for prompt in prompts for choice in range(body.n)
@@ -248,9 +257,9 @@ class Service:
     async def constrain(
         self, body: GenerationBody, sequences: list[Sequence], request: Request
     ) -> None:
-        """Attach JSON-schema constraints to the sequences if `body` asks for them.
+        """Set the sequences' constraints if `body` asks for a JSON answer.
 
-        Raises `ApiError` 400 if the schema cannot be followed.
+        Raises `ApiError` 400 for a schema that cannot be followed, and 503 if the fork is killed.
         """
         if body.json_schema is None:
             return

@@ -28,9 +28,9 @@ class Shares(Generic[Item]):
         self._items: dict[Item, tuple[Hashable, int]] = {}
 
     def add(self, item: Item, client: Hashable, amount: int) -> None:
-        """Change the amount that `item` of `client` holds by `amount`, which may be negative.
+        """Add `amount`, which may be negative, to the usage of `item` and of its `client`.
 
-        An item whose amount reaches 0 is removed.
+        The limit is not checked: call `make_room` first. An item whose usage reaches 0 is removed.
         """
         _, before = self._items.get(item, (client, 0))
         self._items[item] = client, before + amount
@@ -58,17 +58,15 @@ class Shares(Generic[Item]):
     def make_room(
         self, client: Hashable, amount: int, candidates: Iterable[Item], *, even: bool = False
     ) -> list[Item] | None:
-        """Return the items to evict before `client` may hold `amount` more, or None if the request
-        must be rejected.
+        """Return the items to evict so that `client` can use `amount` more within the limit.
 
-        An empty list means that the limit allows the amount already. The method only selects: the
-        caller evicts the items.
+        The list is empty if nothing has to go; None if the limit cannot be kept. Nothing is
+        changed: the caller evicts the items and then calls `add`.
 
-        candidates: items that may be evicted; of one client's items, the first is evicted first.
-        Each eviction takes an item of the largest holder among the clients with candidates. Another
-        client's item is evicted only if that client holds more than `client` would hold afterwards;
-        with `even`, also if both hold the same. If `client` itself is the largest holder, its own
-        candidates are evicted.
+        candidates: the items that may be evicted; of one client the earlier ones are evicted first.
+        even: also evict items of a client that uses exactly as much as `client` would use
+            afterwards; by default another client must use more. If `client` itself would use most,
+            its own candidates are evicted.
         """
         held = self._held.copy()
         held[client] += amount

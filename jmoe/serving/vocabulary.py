@@ -91,11 +91,12 @@ class TokenVocabulary:
     def completion_logprobs(
         self, prompt_token_ids: list[int], logprobs: list[TokenLogprob], text_offset: list[int]
     ) -> CompletionLogprobs:
-        """Return log-probabilities in the format of OpenAI's `/v1/completions`.
+        """Return log-probabilities in the format of /v1/completions.
 
-        prompt_token_ids: a prompt's first token if the tokens begin with an echoed prompt, else
-        empty; its log-probability is null. logprobs: of the following tokens. text_offset:
-        character offset of every token, first prompt token included.
+        prompt_token_ids: tokens to list first, with null in place of a log-probability: the first
+            prompt token if the prompt is echoed, else none.
+        logprobs: the following tokens.
+        text_offset: for each token of both lists, the character at which it begins.
         """
         first = [self.text(token) for token in prompt_token_ids]
         return CompletionLogprobs(
@@ -113,9 +114,9 @@ class TokenVocabulary:
         return ChatLogprobs(content=content)
 
     def _top(self, logprob: TokenLogprob) -> dict[str, float]:
-        """Return log-probability by token text: the most likely tokens and the drawn token.
+        """Return {text: log-probability} of the most likely tokens and of the drawn token.
 
-        If several tokens have the same text, the most likely one's value is kept.
+        Of several tokens with the same text, the most likely one counts.
         """
         top: dict[str, float] = {}
         for token, value in (*logprob.top, (logprob.token_id, logprob.logprob)):
@@ -138,18 +139,18 @@ class TextOffsets:
     def __init__(self, vocabulary: TokenVocabulary, text: str) -> None:
         """Start at offset 0.
 
-        text: the beginning of the text. If it does not begin with a space, the decoder has stripped
-        the space of the first word, and that space does not count.
+        text: the beginning of the text. If it does not begin with a space, the decoder has removed
+            the first token's leading space, which is then not counted.
         """
         self._vocabulary, self._strips_space = vocabulary, not text.startswith(" ")
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._num_characters = 0
 
     def advance(self, token_ids: list[int], text: str = "") -> list[int]:
-        """Return the character offsets of the next tokens.
+        """Return the offset of each of the next tokens, in characters.
 
-        text: the whole text. A special token takes up characters only if `text` contains the
-        token's text at its offset.
+        text: the whole text so far if it can contain special tokens (an echoed prompt). A special
+            token counts only if `text` has it at its offset.
         """
         offsets = []
         for token in token_ids:
