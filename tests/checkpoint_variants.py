@@ -57,23 +57,20 @@ def write_variant(
 
 def fused(tensors: Tensors, family: str) -> Tensors:
     """Return the tensors as transformers 5 writes them where it keeps its own names: all experts
-    of a layer in one.
+    of a layer in one, and the scales of FP8 experts in another.
     """
     gate, up, down = EXPERT_NAMES.get(family, ("gate_proj", "up_proj", "down_proj"))
     made = {name: array for name, array in tensors.items() if ".experts." not in name}
-    layers = {name.partition(".experts.")[0] for name in tensors if ".experts." in name}
-    for layer in sorted(layers):
-        numbers = {
-            int(found[1])
-            for name in tensors
-            if (found := re.match(rf"{layer}\.experts\.(\d+)\.", name))
-        }
+    expert = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight(_scale_inv)?")
+    found = [match for name in tensors if (match := expert.fullmatch(name))]
+    for layer, ending in sorted({(match[1], match[4] or "") for match in found}):
+        numbers = sorted({int(match[2]) for match in found if match[1] == layer})
         of = {
-            kind: np.stack([tensors[f"{layer}.experts.{n}.{kind}.weight"] for n in sorted(numbers)])
+            kind: np.stack([tensors[f"{layer}.{n}.{kind}.weight{ending}"] for n in numbers])
             for kind in (gate, up, down)
         }
-        made[f"{layer}.experts.gate_up_proj"] = np.concatenate([of[gate], of[up]], axis=1)
-        made[f"{layer}.experts.down_proj"] = of[down]
+        made[f"{layer}.gate_up_proj{ending}"] = np.concatenate([of[gate], of[up]], axis=1)
+        made[f"{layer}.down_proj{ending}"] = of[down]
     return {name.replace(".block_sparse_moe.", ".mlp."): array for name, array in made.items()}
 
 

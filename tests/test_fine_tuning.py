@@ -39,11 +39,13 @@ def test_merge_and_fine_tune(runs: TrainRuns, tmp_path: Path, run_python: Run) -
     (folder / "config.json").write_text(json.dumps(described | ends))
     beside = {
         "chat_template.jinja": "{% for m in messages %}{{ m.content }}{% endfor %}",
+        "additional_chat_templates/tool_use.jinja": "{{ tools }}",
         "generation_config.json": json.dumps({"eos_token_id": [5, 0], "temperature": 0.6}),
         "tokenizer_config.json": json.dumps(
             {"tokenizer_class": "TokenizersBackend", "eos_token": "<|endoftext|>"}
         ),
     }
+    (folder / "additional_chat_templates").mkdir()
     for name, content in beside.items():
         (folder / name).write_text(content)
     start = ("--init-from", folder, "--model.router.z-loss-coef", "0.25")

@@ -59,7 +59,7 @@ from jmoe.data.tokenizer import (
     load_tokenizer,
     train_bpe,
 )
-from jmoe.memory.direct_io import fsync
+from jmoe.memory.direct_io import fsync, naming_file
 from jmoe.memory.identity import content_identity
 from jmoe.models.tokenizer_file import TOKENIZER
 from jmoe.status import repeating
@@ -500,7 +500,8 @@ class _TextJob:
                     return None
                 if shard.blocks.num_bytes <= HASHED_BYTES or not shard.blocks.has_sums:
                     shard.blocks.check_all(shard.header)
-            text = (self.directory / HELD_OUT_TEXT).read_bytes()
+            with naming_file(self.directory / HELD_OUT_TEXT):
+                text = (self.directory / HELD_OUT_TEXT).read_bytes()
             tokenizer = self._load(self.directory / TOKENIZER)
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             return None
@@ -689,7 +690,8 @@ def _read_held_out(directory: Path, tokenizer: LoadedTokenizer | None) -> _HeldO
     text_path = directory / HELD_OUT_TEXT
     text = None
     if text_path.is_file() and text_path.stat().st_size == shard.header.text_bytes:
-        text = text_path.read_bytes()
+        with naming_file(text_path):
+            text = text_path.read_bytes()
     elif tokenizer is not None:
         text = _decode(tokenizer, shard.ids)
     return _HeldOut(shard.ids.astype(np.int32), text, shard.header.sha256)

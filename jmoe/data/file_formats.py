@@ -5,6 +5,8 @@ JSONL.
 import re
 from pathlib import Path
 
+from jmoe.memory.direct_io import naming_file
+
 _RECORDS = "write its records as JSONL"
 _PANDAS = "pandas.read_{}(FILE).to_json(OUT, orient='records', lines=True)"
 _UNPACKS = "{} FILE unpacks it"
@@ -41,7 +43,7 @@ def binary_format(path: Path) -> str | None:
     """Return the name of the file's binary format and conversion advice; None if none is
     recognised.
     """
-    with open(path, "rb") as file:
+    with naming_file(path), open(path, "rb") as file:
         head = file.read(_HEAD_BYTES)
     return next(
         (

@@ -26,7 +26,7 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from jmoe.memory.direct_io import NOT_SUPPORTED
+from jmoe.memory.direct_io import NOT_SUPPORTED, naming_file
 
 MAGIC = b"JMOETOK1"
 ALIGNMENT_BYTES = 4096
@@ -272,7 +272,7 @@ def open_shard(path: Path) -> Shard:
     Checks only the header, the file size and the CRC-32s' own hash, so that opening terabytes is
     cheap. Raises ValueError if the file is not a shard, is truncated or is damaged.
     """
-    with open(path, "rb") as file:
+    with naming_file(path), open(path, "rb") as file:
         start = file.read(len(MAGIC) + 4)
         if len(start) < len(MAGIC) + 4 or start[: len(MAGIC)] != MAGIC:
             raise ValueError(f"{path}: not a token shard: it does not begin with {MAGIC.decode()}")
@@ -300,7 +300,8 @@ def open_shard(path: Path) -> Shard:
     ids = cast("Ids", np.frombuffer(mapped, DTYPES[header.dtype], header.count, offset))
     if not num_sums:
         return Shard(header, ids, Blocks(path, ids, None))
-    sums = np.fromfile(path, np.dtype("<u4"), num_sums, offset=offset + ids_bytes)
+    with naming_file(path):
+        sums = np.fromfile(path, np.dtype("<u4"), num_sums, offset=offset + ids_bytes)
     if hashlib.sha256(sums.tobytes()).hexdigest() != header.block_sums:
         raise ValueError(
             f"{path}: this token shard is damaged: the sums at its end are not what was written"

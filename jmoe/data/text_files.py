@@ -3,7 +3,8 @@
 A document is a text file, a line of a JSONL file, or a record of a JSON array. The order of files
 and the split depend on file names relative to the given path, so they are the same on every
 machine. Byte positions refer to the UTF-8 form of a file: a file in another encoding is converted
-in memory, and a JSON array is converted to JSONL.
+in memory, and a JSON array is converted to JSONL. A byte order mark at the head of a file is no
+part of its text.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from jmoe.data.file_formats import binary_format
+from jmoe.memory.direct_io import naming_file
 
 # Suffixes of text in a folder. A file that is given by name or glob may have any suffix.
 TEXT_SUFFIXES = frozenset(
@@ -34,6 +36,7 @@ TEXT_SUFFIXES = frozenset(
 SHARD_SUFFIX = ".bin"
 JSON_SUFFIX = ".json"  # an array of records, or JSONL
 RECORD_SUFFIXES = (".jsonl", ".ndjson", JSON_SUFFIX)
+MARK = "\ufeff"  # a byte order mark as text
 PIECE_BYTES = 1 << 20  # approximate size of the pieces of longer documents
 STDLIB_EXCLUDED = frozenset(
     (
@@ -69,16 +72,22 @@ class InputFile:
     field: str | None = None  # name of a record's text field; None for plain text
     encoding: str = "utf-8"
     is_array: bool = False  # whether records are elements of a JSON array instead of lines
+    has_mark: bool = False  # whether the file begins with a byte order mark
     # size of the training prefix; the rest is held out, see `split_off`
     train_bytes: int = 0
 
     def open(self) -> BinaryIO:
-        """Return a binary stream of the text in UTF-8; records are one a line."""
-        if self.is_array:
-            return io.BytesIO(_as_lines(self.path.read_bytes().decode(self.encoding)))
-        if self.encoding == "utf-8":
-            return open(self.path, "rb")
-        return io.BytesIO(self.path.read_bytes().decode(self.encoding).encode())
+        """Return a binary stream of the text in UTF-8, without a byte order mark; records are one a
+        line.
+
+        Errors of reading the stream name the file.
+        """
+        if self.encoding == "utf-8" and not self.is_array:
+            skipped_bytes = len(codecs.BOM_UTF8) if self.has_mark else 0
+            return io.BufferedReader(_RawText(self.path, skipped_bytes), PIECE_BYTES)
+        with naming_file(self.path):
+            text = self.path.read_bytes().decode(self.encoding).removeprefix(MARK)
+        return io.BytesIO(_as_lines(text) if self.is_array else text.encode())
 
     def place(self, number: int) -> str:
         """Return "FILE:LINE", or "FILE: record NUMBER" in a JSON array. number: counted from 1."""
@@ -88,6 +97,30 @@ class InputFile:
     def order(self) -> str:
         """A hash of the name: the file's pseudo-random rank, the same on every machine."""
         return hashlib.sha256(self.name.encode()).hexdigest()
+
+
+class _RawText(io.FileIO):
+    """A file from byte `first` on, whose errors name it. Positions count from there."""
+
+    def __init__(self, path: Path, first: int) -> None:
+        super().__init__(path)
+        self._first = first
+        self.seek(0)
+
+    def readinto(self, buffer: Any) -> int | None:
+        with naming_file(str(self.name)):
+            return super().readinto(buffer)
+
+    def readall(self) -> bytes:
+        with naming_file(str(self.name)):
+            return super().readall()
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        offset += self._first if whence == os.SEEK_SET else 0
+        return super().seek(offset, whence) - self._first
+
+    def tell(self) -> int:
+        return super().tell() - self._first
 
 
 def _input_file(path: Path, root: Path, field: str) -> InputFile:
@@ -292,11 +325,13 @@ def _fitting(
         name = codecs.lookup(encoding).name
         decoder = codecs.getincrementaldecoder(encoding)()
         position = utf8_bytes = pending = 0
+        has_mark: bool | None = None  # not known before the first character
         try:
-            with open(file.path, "rb") as f:
+            with io.BufferedReader(_RawText(file.path, 0)) as f:
                 while data := f.read(PIECE_BYTES):
                     pending = len(decoder.getstate()[0])
                     text = decoder.decode(data)
+                    has_mark = text.startswith(MARK) if has_mark is None and text else has_mark
                     utf8_bytes += len(data) if name == "utf-8" else len(text.encode())
                     position += len(data)
                     report(position)
@@ -307,7 +342,10 @@ def _fitting(
             reason = getattr(error, "reason", error)
             problem = problem or f"{file.path}: not {encoding.upper()} at byte {at}: {reason}"
         else:
-            return dataclasses.replace(file, encoding=name, size_bytes=utf8_bytes), ""
+            marked = bool(has_mark)
+            utf8_bytes -= len(codecs.BOM_UTF8) * marked
+            fitting = dataclasses.replace(file, encoding=name, size_bytes=utf8_bytes)
+            return dataclasses.replace(fitting, has_mark=marked), ""
     return None, problem
 
 

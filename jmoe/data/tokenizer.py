@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from jmoe.memory.direct_io import naming_file
 from jmoe.models.tokenizer_file import parse_tokenizer
 
 END_OF_TEXT = "<|endoftext|>"
@@ -144,7 +145,8 @@ def load_tokenizer(
     """
     if not path.is_file():
         raise ValueError(f"data.tokenizer = {str(path)!r}: no such file")
-    content = path.read_bytes()
+    with naming_file(path):
+        content = path.read_bytes()
     try:
         tokenizer = parse_tokenizer(content)
     except ValueError as error:

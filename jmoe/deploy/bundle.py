@@ -24,7 +24,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jmoe.command_line import answer_early, parse_bundle
 from jmoe.config import check
 from jmoe.config.engine import EngineConfig, EngineMesh
-from jmoe.deploy.cut import check_new_folder, new_folder
+from jmoe.deploy.cut import check_new_folder, copy_files, files_of_model, new_folder
 from jmoe.deploy.merged import hugging_face_folder
 from jmoe.deploy.portable import PLAN, check_files, listed_files, plan_text, read_plan
 from jmoe.inference.engine import Engine
@@ -94,9 +94,7 @@ def bundle(folder: Path, out: Path, options: EngineConfig, say: Callable[[str], 
     with new_folder(out) as partly:
         with status("copying the model", say):
             (partly / MODEL).mkdir()
-            for file in folder.iterdir():
-                if file.is_file():
-                    shutil.copyfile(file, partly / MODEL / file.name)
+            copy_files(folder, partly / MODEL, files_of_model(folder))
         jax.clear_caches()  # programs compiled earlier in this process would not be written
         with (
             status("compiling", say),

@@ -10,7 +10,7 @@ import dataclasses
 import fcntl
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from jmoe.models.decoder import STACKS
 from jmoe.models.huggingface import changed_config
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.models.pretrained import write_pretrained
+from jmoe.models.tokenizer_file import template_files
 from jmoe.models.weights import Names, StoredExperts
 
 # (name of an array, layer among those with experts, expert), numbered in the larger model -> array
@@ -130,9 +131,25 @@ def new_model_folder(out: Path, source: Path) -> Iterator[Path]:
 
 def copy_beside_weights(source: Path, target: Path) -> None:
     """Copy a Hugging Face folder's files except weights and config.json, such as the tokenizer."""
-    for file in source.iterdir():
-        if file.is_file() and not file.name.endswith(WEIGHTS) and file.name != "config.json":
-            shutil.copyfile(file, target / file.name)
+    names = files_of_model(source)
+    beside = (name for name in names if not name.endswith(WEIGHTS) and name != "config.json")
+    copy_files(source, target, beside)
+
+
+def files_of_model(folder: Path) -> list[str]:
+    """Return the names, relative to a Hugging Face folder, of its files and additional chat
+    templates.
+    """
+    files = [file for file in folder.iterdir() if file.is_file()]
+    files += template_files(folder).values()
+    return [file.relative_to(folder).as_posix() for file in files]
+
+
+def copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
+    """Copy files of `source`, named relative to it, into `target`."""
+    for name in names:
+        (target / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(source / name, target / name)
 
 
 def cut_config(

@@ -18,11 +18,11 @@ import numpy as np
 
 from jmoe.config import CheckpointConfig, ModelConfig, RouterConfig, TrainConfig, YarnConfig
 from jmoe.data.tokenizer import load_tokenizer
-from jmoe.deploy.cut import check_new_folder, new_folder
+from jmoe.deploy.cut import check_new_folder, copy_files, new_folder
 from jmoe.mesh import make_mesh
 from jmoe.models.huggingface import hf_config
 from jmoe.models.pretrained import write_pretrained
-from jmoe.models.tokenizer_file import BESIDE, SETTINGS, TOKENIZER, read_settings
+from jmoe.models.tokenizer_file import SETTINGS, TOKENIZER, files_beside, read_settings
 from jmoe.models.weights import Names, StoredExperts, flat
 from jmoe.offload.expert_index import ExpertIndex
 from jmoe.offload.saved_experts import SavedExperts, expert_layers, names_of_experts
@@ -92,7 +92,7 @@ def merge_run(run_dir: Path, out_dir: Path) -> int:
     """Write a run's newest checkpoint, with its tokenizer, as a folder that transformers loads;
     return its step.
 
-    If the run started from a pretrained model, the folder also has that model's chat template and
+    If the run started from a pretrained model, the folder also has that model's chat templates and
     special token ids. Raises ValueError naming the folder if it has no checkpoint or is a run on
     images, or naming options that no Hugging Face family supports.
     """
@@ -130,9 +130,7 @@ def merge_run(run_dir: Path, out_dir: Path) -> int:
     write_pretrained(out_dir, config.model, arrays, hf_config(config.model) | fields)
     if tokenizer.is_file():
         shutil.copyfile(tokenizer, out_dir / TOKENIZER)
-        for name in BESIDE:
-            if (saved_files / name).is_file():
-                shutil.copyfile(saved_files / name, out_dir / name)
+        copy_files(saved_files, out_dir, files_beside(saved_files))
         if not (out_dir / SETTINGS).is_file():
             described = {
                 "tokenizer_class": "PreTrainedTokenizerFast",

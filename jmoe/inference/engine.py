@@ -151,9 +151,18 @@ class Engine(Closing):
         return sequence
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence. Raises ValueError as `check_request` does."""
+        """Queue a sequence.
+
+        Raises ValueError as `check_request` does, and for a constraint beside min_new_tokens.
+        """
         sampling = sequence.sampling
         self.check_request(sequence.prompt_token_ids, sampling)
+        check(
+            sequence.constraint is None or not sampling.min_new_tokens,
+            "min_new_tokens",
+            sampling.min_new_tokens,
+            "must be 0 with a constraint, which may allow no token but one that ends the text",
+        )
         if self.tokenizer is not None:
             limits: dict[str, Any] = {
                 "stop": sampling.stop,
@@ -170,7 +179,7 @@ class Engine(Closing):
 
     def check_request(self, prompt_token_ids: list[int], sampling: SamplingParams) -> None:
         """Raise ValueError if this model cannot run the request. Thread-safe."""
-        sampling.check_vocabulary(self.config.vocab_size)
+        sampling.check_vocabulary(self.config.vocab_size, self.eos_token_ids)
         for token in prompt_token_ids:
             inside = 0 <= token < self.config.vocab_size
             check(

@@ -190,9 +190,11 @@ class SamplingParams:
             and self.logprobs is None
         )
 
-    def check_vocabulary(self, vocab_size: int) -> None:
+    def check_vocabulary(self, vocab_size: int, eos_token_ids: Iterable[int] = ()) -> None:
         """Raise ValueError if a token id of `logit_bias` or `stop_token_ids` is not below
-        `vocab_size`.
+        `vocab_size`, or if `min_new_tokens` leaves no token to take.
+
+        eos_token_ids: the model's end-of-text tokens.
         """
         for name, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
             for token in ids:
@@ -202,6 +204,9 @@ class SamplingParams:
                     token,
                     f"must be below vocab_size = {vocab_size}",
                 )
+        every = self.min_new_tokens and len({*eos_token_ids, *self.stop_token_ids}) >= vocab_size
+        words = "must be 0, because every token of the vocabulary ends the text"
+        check(not every, "min_new_tokens", self.min_new_tokens, words)
 
 
 class Constraint(Protocol):

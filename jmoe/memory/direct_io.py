@@ -28,6 +28,17 @@ NOT_SUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
+@contextlib.contextmanager
+def naming_file(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Name `path` in an `OSError` of the block that names no file, such as that of a read."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
 def io_of(folder: Path) -> Io:
     """Return how to read and write the files in a folder.
 

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from jmoe.memory.direct_io import naming_file
+
 WHOLE_BYTES = 1 << 22  # a file of at most this size is read whole
 STRIDE_BYTES = 1 << 20
 BLOCK_BYTES = 1 << 12
@@ -75,7 +77,8 @@ def _digest(blocks: list[Block]) -> bytes:
                 # disables readahead, which would read the bytes between blocks
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
             for _, first, size_bytes in group:
-                digest.update(os.pread(fd, size_bytes, first))
+                with naming_file(path):
+                    digest.update(os.pread(fd, size_bytes, first))
         finally:
             os.close(fd)
     return digest.digest()

@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+from jmoe.memory.direct_io import naming_file
+
 
 def has_file(path: Path) -> bool:
     """Return whether `path` is a file; False if nothing has this name.
@@ -24,6 +26,7 @@ def has_file(path: Path) -> bool:
 def read_text(path: Path) -> str:
     """Return the text of a UTF-8 file. Raises ValueError naming the file if it is not UTF-8."""
     try:
-        return path.read_text(encoding="utf-8")
+        with naming_file(path):
+            return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: is not UTF-8: {error.reason} at byte {error.start}") from error

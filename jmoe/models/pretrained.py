@@ -30,6 +30,7 @@ from jax.sharding import Mesh
 from jmoe.config import ModelConfig, check
 from jmoe.layers.moe import MoEStats
 from jmoe.layers.router import Routing
+from jmoe.memory.direct_io import naming_file
 from jmoe.mesh import ALL, EXPERT, param_specs, shardings
 from jmoe.models.decoder import Decoder
 from jmoe.models.folder import has_file
@@ -214,7 +215,8 @@ def what_instead(path: Path) -> str:
 def read_table(file: Path) -> dict[str, Any]:
     """Return the JSON object in a file. Raises ValueError naming the file if it holds none."""
     try:
-        fields = json.loads(file.read_text())
+        with naming_file(file):
+            fields = json.loads(file.read_text())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file}: is no JSON: {error}") from error
     if not isinstance(fields, dict):

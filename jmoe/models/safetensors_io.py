@@ -12,7 +12,7 @@ import math
 import os
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import numpy as np
 
 from jmoe.config import check
 from jmoe.memory.closing import Closing
-from jmoe.memory.direct_io import fsync
+from jmoe.memory.direct_io import fsync, naming_file
 from jmoe.memory.identity import content_identity
 from jmoe.models.folder import has_file
 
@@ -63,10 +63,12 @@ class StoredTensor:
         """
         if len(self.shape) < 3 or self.dtype not in DTYPES:
             return [self.offset]
-        return [
-            self.offset + i * math.prod(self.shape[1:]) * DTYPES[self.dtype].itemsize
-            for i in range(self.shape[0])
-        ]
+        return [self.entry(i).offset for i in range(self.shape[0])]
+
+    def entry(self, index: int) -> "StoredTensor":
+        """Return entry `index` of the first dimension as a tensor."""
+        entry_bytes = math.prod(self.shape[1:]) * DTYPES[self.dtype].itemsize
+        return replace(self, shape=self.shape[1:], offset=self.offset + index * entry_bytes)
 
     def wrong(self, problem: str) -> ValueError:
         """Return a ValueError that names the file and the tensor."""
@@ -85,7 +87,7 @@ def _header(file: Path) -> dict[str, StoredTensor]:
     """Return the tensors of one file by name. Raises ValueError naming a damaged or truncated
     file.
     """
-    with file.open("rb") as stream:
+    with naming_file(file), file.open("rb") as stream:
         size, _ = stamp = _stamp(stream.fileno())
         start = stream.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
@@ -152,7 +154,8 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
     if not has_file(index):
         raise ValueError(f"{folder}: has neither {SINGLE} nor {INDEX}")
     try:
-        places = json.loads(index.read_text())["weight_map"]
+        with naming_file(index):
+            places = json.loads(index.read_text())["weight_map"]
         files = sorted(set(places.values()))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{index}: has no weight_map of tensors to files") from error
@@ -238,7 +241,8 @@ class TensorReader(Closing):
             self._files[tensor.file] = os.open(tensor.file, os.O_RDONLY)
         view, done = part.data, 0
         while done < len(view):
-            count = os.preadv(self._files[tensor.file], [view[done:]], offset + done)
+            with naming_file(tensor.file):
+                count = os.preadv(self._files[tensor.file], [view[done:]], offset + done)
             if count == 0:
                 raise tensor.wrong(
                     f"ends at byte {offset + done}: the file was cut while it was read"

@@ -2,7 +2,8 @@
 
 Each `StoredFormat` reads one layout:
 - `fp8` (DeepSeek-V3, Qwen3's FP8 releases): `W` E4M3 [N, K]; `W_scale_inv` [N / 128, K / 128] in
-  float32 or bfloat16, or with `scale_fmt: ue8m0` powers of two in float32 or E8M0.
+  float32 or bfloat16, or with `scale_fmt: ue8m0` powers of two in float32 or E8M0. Fused experts of
+  transformers 5 have a leading E on both: `W` E4M3 [E, N, K].
 - compressed-tensors `pack-quantized` (Kimi-K2): `W_packed` int32, [N, K / 8] for 4-bit or [N, K /
   4] for 8-bit integers with an offset, the lowest bits first; `W_scale` [N, K / G]; `W_shape` [2].
 - compressed-tensors `int-quantized`: `W` int8 [N, K]; `W_scale` [N, K / G].
@@ -18,6 +19,7 @@ Legend:
 N outputs, the rows of a stored matrix
 K inputs
 G inputs that share a scale
+E experts
 """
 
 from abc import ABC, abstractmethod
@@ -67,13 +69,14 @@ class StoredFormat(ABC):
     """A compressed layout of a matrix [N, K] in one or several tensors."""
 
     suffixes: ClassVar[tuple[str, ...]]  # appended to the matrix's name for each tensor
+    may_stack: ClassVar[bool] = False  # whether the tensors may hold the matrices of all experts
 
     def names(self, name: str) -> tuple[str, ...]:
         """Return the names of the tensors that store the matrix `name`."""
         return tuple(name + suffix for suffix in self.suffixes)
 
     def tensors(self, stored: Stored, name: str, shape: tuple[int, ...]) -> list[StoredTensor]:
-        """Return the tensors of a matrix.
+        """Return the tensors of a matrix [N, K], or of the matrices [E, N, K] of all experts.
 
         Raises ValueError naming the file and the tensor that is missing or has a wrong dtype or
         shape.
@@ -83,11 +86,13 @@ class StoredFormat(ABC):
         for part in names:
             if part not in stored:
                 raise parts[0].wrong(f"needs {part!r}, which is missing")
-        if len(shape) != 2:
+        if len(shape) not in ((2, 3) if self.may_stack else (2,)):
             raise parts[0].wrong(
                 f"is compressed, which is not supported for a tensor of shape {list(shape)}"
             )
-        for tensor, (dtypes, shapes) in zip(parts, self.expected(*shape), strict=True):
+        *experts, n, k = shape
+        for tensor, (dtypes, of_one) in zip(parts, self.expected(n, k), strict=True):
+            shapes = [(*experts, *one) for one in of_one]
             if tensor.dtype not in dtypes or tensor.shape not in shapes:
                 more = " or with more groups of equal size" if len(shapes) > 1 else ""
                 wanted = f"{' or '.join(dtypes)} {list(shapes[0])}{more}"
@@ -133,6 +138,7 @@ class Fp8Blocks(StoredFormat):
     """E4M3 values; each block of 128 x 128 shares a scale."""
 
     suffixes = ("", "_scale_inv")
+    may_stack = True
 
     def expected(self, n: int, k: int) -> list[tuple[tuple[str, ...], list[tuple[int, ...]]]]:
         blocks = -(-n // FP8.block), -(-k // FP8.block)

@@ -5,6 +5,7 @@ transformers also resets both for each call.
 """
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, processors
 
 from jmoe.config import check
+from jmoe.memory.direct_io import naming_file
 from jmoe.models.folder import has_file
 
 TOKENIZER = "tokenizer.json"
@@ -26,6 +28,7 @@ BESIDE = (
     "chat_template.jinja",
     "generation_config.json",
 )
+TEMPLATE_FOLDER = "additional_chat_templates"  # of further chat templates, NAME.jinja
 # Tokenizer formats of other libraries; some models have no tokenizer.json beside them.
 OTHER_TOKENIZERS = ("tiktoken.model", "tokenizer.model", "tekken.json", "vocab.json")
 # options of an added token that say how it is matched in a text
@@ -36,6 +39,25 @@ ADDING_BOS = tuple(
     for name in ("Llama", "CodeLlama", "Gemma", "Cohere", "GPTNeoX")
     for end in ("", "Fast")
 )
+
+
+def template_files(folder: Path) -> dict[str, Path]:
+    """Return {name: file} of a folder's additional chat templates.
+
+    Raises ValueError if `TEMPLATE_FOLDER` is not a folder, or an entry of it not a file.
+    """
+    additional = folder / TEMPLATE_FOLDER
+    if os.path.lexists(additional) and not additional.is_dir():
+        raise ValueError(f"{additional}: must be a folder of templates, or not be there")
+    return {path.stem: path for path in sorted(additional.glob("*.jinja")) if has_file(path)}
+
+
+def files_beside(folder: Path) -> list[str]:
+    """Return the names, relative to `folder`, of the files of `BESIDE` and the additional chat
+    templates that it holds.
+    """
+    templates = [f"{TEMPLATE_FOLDER}/{file.name}" for file in template_files(folder).values()]
+    return [name for name in BESIDE if (folder / name).is_file()] + templates
 
 
 def tokenizer_file(folder: Path, name: str = "MODEL") -> Path:
@@ -62,7 +84,8 @@ def open_tokenizer(file: Path) -> Tokenizer:
     (DeepSeek-V3) lack it there. Raises ValueError naming the damaged file.
     """
     try:
-        tokenizer = parse_tokenizer(file.read_bytes())
+        with naming_file(file):
+            tokenizer = parse_tokenizer(file.read_bytes())
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
     settings = read_settings(file.with_name(SETTINGS))
@@ -164,7 +187,8 @@ def read_settings(path: Path) -> dict[str, Any]:
     if not has_file(path):
         return {}
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        with naming_file(path):
+            config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path}: not readable JSON: {error}") from error
     if not isinstance(config, dict):

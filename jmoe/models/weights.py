@@ -31,7 +31,7 @@ from jmoe.models.safetensors_io import (
     TensorReader,
     read_headers,
 )
-from jmoe.models.stored_formats import format_of_matrix, rows_of
+from jmoe.models.stored_formats import Stored, format_of_matrix, rows_of
 from jmoe.models.tensor_names import FAMILIES, LAYER, OUTSIDE, Source, are_fused, source_of
 from kernels_pallas.compressed import stored_fields
 from kernels_pallas.formats import MXFP4, Format
@@ -45,7 +45,7 @@ KEPT_FLOAT32 = "e_score_correction_bias"  # float32 in transformers whatever the
 # Tensors that do not affect logits here: rotary tables that older versions of transformers saved,
 # and scales for quantized activations and KV caches, neither of which jmoe quantizes.
 IGNORED = re.compile(
-    r"\.rotary_emb\.inv_freq$|\.((in|out)put_(global_)?scale|activation_scale|[kqv]_scale)$"
+    r"\.rotary_emb\.inv_freq$|\.((in|out)put_(global_)?scale|(\w+_)?activation_scale|[kqv]_scale)$"
 )
 ZERO_POINT = ".weight_zero_point"  # ignored if zero: some symmetric checkpoints store it
 
@@ -297,45 +297,47 @@ class Loader:
         for piece in parameter.pieces(layers, *leading):
             part = out[tuple(i - spans[axis][0] for axis, i in enumerate(piece.at))]
             if not parameter.source.stacked:
-                self._fill(np.atleast_2d(part), piece, parameter, 0, matrix_spans)
+                self._fill(np.atleast_2d(part), piece, parameter, self._stored, matrix_spans)
                 continue
             for expert in range(*spans[lead - 1]):
                 matrix = np.atleast_2d(part[expert - spans[lead - 1][0]])
-                self._fill(matrix, piece, parameter, expert, matrix_spans)
+                stored = self._tensors_of_expert(piece, expert)
+                self._fill(matrix, piece, parameter, stored, matrix_spans)
         return out
+
+    def _tensors_of_expert(self, piece: Piece, expert: int) -> Stored:
+        """Return the tensors of one expert's matrix: entries of those that hold all experts."""
+        form = format_of_matrix(self._stored, piece.name, piece.shape)
+        plain = (piece.name, f"{piece.name}_blocks", f"{piece.name}_scales")
+        names = plain if form is None else form.names(piece.name)
+        return {name: self._stored[name].entry(expert) for name in names if name in self._stored}
 
     def _fill(
         self,
         out: np.ndarray,
         piece: Piece,
         parameter: Parameter,
-        expert: int,
+        stored: Stored,
         spans: list[tuple[int, int]],
     ) -> None:
-        """Fill rows and columns `spans` of one matrix, stored at `out`, from one tensor."""
+        """Fill rows and columns `spans` of one matrix at `out` from the tensors `stored`."""
         source, (first, end) = parameter.source, piece.columns
         (row0, row1), (column0, column1) = spans
         low, high = max(first, column0), min(end, column1)
         if low >= high:
             return
         # a stored row is a column of the parameter
-        if source.transposed or piece.name not in self._stored:
-            count = end - first
-            for a, b, values in self._rows(
-                piece, expert * count + low - first, expert * count + high - first
-            ):
-                columns = _columns(
-                    a - expert * count + first, b - a, end - first, source.interleaved
-                )
+        if source.transposed or piece.name not in stored:
+            for a, b, values in self._rows(stored, piece, low - first, high - first):
+                columns = _columns(a + first, b - a, end - first, source.interleaved)
                 values = _bits(values[:, row0:row1].astype(out.dtype, copy=False))
                 for step, at in enumerate(columns):
                     part = _bits(out)[:, at.start - column0 : at.stop - column0]
                     _transpose_into(part, values[step :: len(columns)])
             return
-        rows = parameter.matrix[0] if len(parameter.matrix) == 2 else 1
-        for a, b, values in self._rows(piece, expert * rows + row0, expert * rows + row1):
+        for a, b, values in self._rows(stored, piece, row0, row1):
             values = _bits(values.astype(out.dtype, copy=False))
-            target = _bits(out)[a - expert * rows - row0 : b - expert * rows - row0]
+            target = _bits(out)[a - row0 : b - row0]
             if source.interleaved:
                 half = values.shape[1] // 2
                 target[:, :half], target[:, half:] = values[:, 0::2], values[:, 1::2]
@@ -348,10 +350,11 @@ class Loader:
 
         None if there is none.
         """
-        forms = [
-            (p.name, format_of_matrix(self._stored, p.name, p.shape)) for p in parameter.pieces()
-        ]
-        kinds = {None if form is None else form.kept(self._stored, name) for name, form in forms}
+        kinds: set[Format | None] = set()
+        for piece in parameter.pieces():
+            form = format_of_matrix(self._stored, piece.name, piece.shape)
+            is_linear = parameter.source.transposed
+            kinds.add(form.kept(self._stored, piece.name) if form and is_linear else None)
         return kinds.pop() if len(kinds) == 1 else None
 
     def kept(self, parameter: Parameter, layer: int, expert: int) -> tuple[np.ndarray, np.ndarray]:
@@ -364,9 +367,11 @@ class Loader:
         fields = stored_fields(kind, "", parameter.matrix).values()
         values, scales = (np.empty(shape, dtype) for shape, dtype in fields)
         for piece in parameter.pieces(slice(layer, layer + 1), slice(expert, expert + 1)):
-            form = format_of_matrix(self._stored, piece.name, piece.shape)
+            stacked = parameter.source.stacked
+            stored = self._tensors_of_expert(piece, expert) if stacked else self._stored
+            form = format_of_matrix(stored, piece.name, piece.shape)
             assert form is not None
-            part = form.kept_columns(self._read, self._stored, piece.name, piece.shape, kind)
+            part = form.kept_columns(self._read, stored, piece.name, piece.shape[-2:], kind)
             values[:, slice(*piece.columns)], scales[:, slice(*piece.columns)] = part
         return values, scales
 
@@ -375,15 +380,18 @@ class Loader:
             [rows.copy() for _, _, rows in self._reader.chunks(tensor, start, end)]
         )
 
-    def _rows(self, piece: Piece, start: int, end: int) -> Iterator[tuple[int, int, np.ndarray]]:
-        if (form := format_of_matrix(self._stored, piece.name, piece.shape)) is not None:
-            step = max(1, STAGING_BYTES // 4 // piece.shape[1])
-            yield from rows_of(form, self._read, self._stored, piece.name, (start, end), step)
+    def _rows(
+        self, stored: Stored, piece: Piece, start: int, end: int
+    ) -> Iterator[tuple[int, int, np.ndarray]]:
+        """Yield (first row, end row, values) of rows start..end of the matrix in `stored`."""
+        if (form := format_of_matrix(stored, piece.name, piece.shape)) is not None:
+            step = max(1, STAGING_BYTES // 4 // piece.shape[-1])
+            yield from rows_of(form, self._read, stored, piece.name, (start, end), step)
             return
-        if piece.name in self._stored:
-            yield from self._reader.chunks(self._stored[piece.name], start, end)
+        if piece.name in stored:
+            yield from self._reader.chunks(stored[piece.name], start, end)
             return
-        blocks, scales = self._stored[f"{piece.name}_blocks"], self._stored[f"{piece.name}_scales"]
+        blocks, scales = stored[f"{piece.name}_blocks"], stored[f"{piece.name}_scales"]
         for a, b, packed in self._reader.chunks(blocks, start, end, trailing=2):
             packed = packed.copy()  # the next read overwrites it
             rows_of_scales = [rows.copy() for _, _, rows in self._reader.chunks(scales, a, b)]

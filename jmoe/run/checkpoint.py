@@ -103,7 +103,7 @@ class Checkpoints:
         self._arrays: dict[str, Any] = {}  # manifest entries of `_step`'s arrays
         self._bytes = 0  # size of `_step`'s arrays
         self._meetings = 0  # barriers of `wait_for_records` so far
-        self._files: dict[str, bytes] = {}  # further files of the step, by name
+        self._files: dict[str, bytes] = {}  # further files of the step, by relative path
         self._packing = 1  # expert packing of the step
         # By default Orbax's barriers are device collectives, which background threads dispatch
         # in another order than the training step's. With active_processes set they do not use the
@@ -381,10 +381,10 @@ class Checkpoints:
         donate `state`.
 
         Waits for the previous save first. Saving the step that was saved last does nothing. files:
-        further files for the step's folder, content by name. packing: the run's expert packing, for
-        the manifest; `state` does not depend on it. Raises `OSError` if the previous save failed or
-        this one cannot begin, and `ValueError` if `step` is already saved or older than a saved
-        step.
+        further files for the step's folder, content by relative path. packing: the run's expert
+        packing, for the manifest; `state` does not depend on it. Raises `OSError` if the previous
+        save failed or this one cannot begin, and `ValueError` if `step` is already saved or older
+        than a saved step.
         """
         self.wait()
         if step == self._step:
@@ -629,6 +629,7 @@ class Checkpoints:
         folder = self._writing()
         assert folder is not None, f"Orbax writes step {self._step} somewhere else"
         for name, content in self._files.items():
+            (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_bytes(content)
         files: dict[str, list[int]] = {}
         for listed in folder.glob("files-*.json"):

@@ -8,6 +8,7 @@ from starlette.responses import Response
 from jmoe.inference.sampling_params import SamplingParams
 from jmoe.inference.sequence import Sequence
 from jmoe.serving.answer import EVENTS, Answer
+from jmoe.serving.errors import ApiError
 from jmoe.serving.json_body import JsonRoute
 from jmoe.serving.schemas import (
     AnswerMessage,
@@ -22,6 +23,7 @@ from jmoe.serving.schemas import (
 )
 from jmoe.serving.service import Service
 
+OPEN_REASONING = "<think>"  # begins the reasoning of models without channels
 CHANNELS = ("content", "reasoning_content")
 
 
@@ -94,6 +96,14 @@ def chat_router(service: Service) -> APIRouter:
         text = await service.render(
             body.messages, body.add_generation_prompt, body.chat_template_kwargs, request
         )
+
+        if body.json_schema is not None and text.rstrip().endswith(OPEN_REASONING):
+            message = (
+                "response_format: the model's chat template begins the answer with"
+                f" {OPEN_REASONING}, so the schema would bind the reasoning: switch it off by"
+                " chat_template_kwargs, if the template can, or leave response_format out"
+            )
+            raise ApiError(400, message, param="response_format")
 
         def make() -> tuple[list[int], list[Sequence]]:
             # off by default: the template already contains the special tokens

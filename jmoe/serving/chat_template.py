@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
@@ -22,10 +21,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from jmoe.models.folder import has_file, read_text
-from jmoe.models.tokenizer_file import SETTINGS, read_settings, special_tokens
+from jmoe.models.tokenizer_file import SETTINGS, read_settings, special_tokens, template_files
 
 DEFAULT, TOOL_USE = "default", "tool_use"
-TEMPLATE_FILE, TEMPLATE_FOLDER = "chat_template.jinja", "additional_chat_templates"
+TEMPLATE_FILE = "chat_template.jinja"
 # Names of a message's reasoning. Most templates read the first, gpt-oss's the second.
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
@@ -163,11 +162,12 @@ def read_templates(folder: Path) -> dict[str, Any] | None:
     "template": ...}`. Raises ValueError for damaged files.
     """
     config = read_settings(folder / SETTINGS)
-    additional = folder / TEMPLATE_FOLDER
-    if os.path.lexists(additional) and not additional.is_dir():
-        raise ValueError(f"{additional}: must be a folder of templates, or not be there")
-    templates = {path.stem: path for path in sorted(additional.glob("*.jinja")) if has_file(path)}
+    templates = template_files(folder)
     if has_file(folder / TEMPLATE_FILE):
+        if DEFAULT in templates:
+            raise ValueError(
+                f"{templates[DEFAULT]}: {TEMPLATE_FILE} is the template {DEFAULT!r} too: remove one"
+            )
         templates[DEFAULT] = folder / TEMPLATE_FILE
     texts = {name: read_text(path) for name, path in templates.items()}
     texts = texts or _templates_of(config.get("chat_template"), folder)
@@ -314,6 +314,13 @@ def _templates_of(entry: Any, folder: Path) -> dict[str, str]:
     if isinstance(entry, str):
         return {DEFAULT: entry}
     if _named_templates(entry):
+        names = [one["name"] for one in entry]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(
+                f"{folder / SETTINGS}: chat_template has several templates of name {twice!r}:"
+                " keep one"
+            )
         return {one["name"]: one["template"] for one in entry}
     raise ValueError(
         f"{folder / SETTINGS}: chat_template must be a string or a list of {{name, template}}"

@@ -17,7 +17,7 @@ from jmoe.models.config_fields import changes_training
 from jmoe.models.huggingface import family_of, model_config
 from jmoe.models.pretrained import abstract_decoder, read_config
 from jmoe.models.safetensors_io import TensorReader, read_headers, weights_identity
-from jmoe.models.tokenizer_file import BESIDE, TOKENIZER
+from jmoe.models.tokenizer_file import TOKENIZER, files_beside
 from jmoe.models.weights import Loader, Parameter, check_tensors, flat, parameters
 from jmoe.offload.expert_state import ExpertArrays
 from jmoe.optim.loss_scale import first_loss_scale
@@ -82,7 +82,7 @@ def is_run(folder: Path) -> bool:
 def files_of_texts(init_from: str, tokenizer: bytes | None) -> dict[str, bytes]:
     """Return the files of `init_from`, by name, that each checkpoint of the run carries along.
 
-    These are the chat template, end tokens and sampling defaults, and the model's `config.json` as
+    These are the chat templates, end tokens and sampling defaults, and the model's `config.json` as
     `INITIAL_CONFIG`. tokenizer: the content of the run's tokenizer file, or None. Empty unless that
     equals the model's tokenizer, because the files refer to the model's token ids.
     """
@@ -90,7 +90,7 @@ def files_of_texts(init_from: str, tokenizer: bytes | None) -> dict[str, bytes]:
     own = folder / TOKENIZER
     if tokenizer is None or not own.is_file() or own.read_bytes() != tokenizer:
         return {}
-    files = {name: file.read_bytes() for name in BESIDE if (file := folder / name).is_file()}
+    files = {name: (folder / name).read_bytes() for name in files_beside(folder)}
     return files | {INITIAL_CONFIG: (folder / "config.json").read_bytes()}
 
 

@@ -615,6 +615,56 @@ def test_encodings(tmp_path: Path, encoding: str) -> None:
     assert len(documents) == 450 and again == documents
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16-le"])
+def test_a_byte_order_mark_is_no_text(tmp_path: Path, encoding: str) -> None:
+    """Of text, JSONL and a JSON array: the same tokens as of the files without one, on both sides
+    of the split, and nothing of a file that has nothing else.
+    """
+    lines = "".join(json.dumps({"text": f"document {i} é\n"}) + "\n" for i in range(50))
+    contents = {
+        "a.txt": "".join(f"line {i} é\n" for i in range(400)),
+        "b.jsonl": lines,
+        "c.jsonl": json.dumps([{"text": f"record {i}\n"} for i in range(50)]),
+        "empty.txt": "",
+    }
+    contents["c.json"] = contents.pop("c.jsonl")
+    for folder, mark in (("without", ""), ("with", "\ufeff")):
+        (tmp_path / folder).mkdir()
+        for name, text in contents.items():
+            (tmp_path / folder / name).write_bytes((mark + text).encode(encoding))
+    found = []
+    for folder in ("without", "with"):
+        paths = [tmp_path / folder, tmp_path / folder / "c.json"]
+        settings = config(*paths, encoding=(encoding,), held_out_fraction=0.3)
+        found.append(prepare(settings, 300, tmp_path / f"cache {folder}"))
+    for tokens in (lambda c: c.held_out_tokens, lambda c: np.concatenate(c.sources[0].shards)):
+        np.testing.assert_array_equal(tokens(found[0]), tokens(found[1]))
+    assert train_text(found[1], 1) == train_text(found[0], 1)
+    assert "\ufeff" not in train_text(found[1]) + found[1].held_out_bytes.decode()
+
+
+def test_an_error_of_the_disk_names_the_file(
+    tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When a file is opened, and amid a large one; reading a process's memory at 0 is such an
+    error.
+    """
+    mixed = shutil.copytree(texts, tmp_path / "mixed")
+    (mixed / "bad.txt").symlink_to("/proc/self/mem")
+    with pytest.raises(OSError, match=r"Input/output error: '.*/mixed/bad\.txt'"):
+        prepare(config(mixed), 300, tmp_path / "cache")
+    (tmp_path / "bad.bin").symlink_to("/proc/self/mem")
+    with pytest.raises(OSError, match=r"Input/output error: '.*/bad\.bin'"):
+        open_shard(tmp_path / "bad.bin")
+    (tmp_path / "bad.json").symlink_to("/proc/self/mem")
+    with pytest.raises(OSError, match=r"Input/output error: '.*/bad\.json'"):
+        load_tokenizer(tmp_path / "bad.json", 300)
+    # what opens is read on: a file whose first bytes alone are readable
+    monkeypatch.setattr(text_files, "binary_format", lambda path: None)
+    with pytest.raises(OSError, match=r"Input/output error: '.*/mixed/bad\.txt'"):
+        prepare(config(mixed), 300, tmp_path / "cache")
+
+
 def test_each_file_is_read_in_the_first_encoding_that_fits(tmp_path: Path, texts: Path) -> None:
     mixed = shutil.copytree(texts, tmp_path / "mixed")
     (mixed / "zz.txt").write_bytes("naïve café\n".encode("latin-1") * 20)

@@ -45,6 +45,9 @@ SIZES = (
 )
 
 
+TEMPLATE = Path("additional_chat_templates", "default.jinja")
+
+
 def bundled(
     folder: Path,
     run_python: Run,
@@ -56,6 +59,8 @@ def bundled(
     """A bundle of a small random model, written by a process of its own."""
     write_model(folder / "model", max_position_embeddings=positions)
     write_tokenizer(folder / "model")
+    (folder / "model" / TEMPLATE.parent).mkdir()
+    (folder / "model" / TEMPLATE).write_text("{{ messages }}")
     command = [
         "-m",
         "jmoe.deploy.bundle",
@@ -129,6 +134,7 @@ def test_nothing_is_compiled(whole: Path, tmp_path: Path) -> None:
     check_served(
         Path(shutil.move(shutil.copytree(whole, tmp_path / "one"), tmp_path / "moved")), tmp_path
     )
+    assert (whole / "model" / TEMPLATE).read_text() == "{{ messages }}"
     # by the bytes, once for all
     assert json.loads((whole / PLAN).read_text())["engine"]["policy"] == "resident"
 
@@ -312,7 +318,9 @@ def test_damage_to_any_file_is_named(copied: Path) -> None:
         *programs[:2],
         *(file for file in copied.rglob("*") if file.is_file() and file not in programs),
     ]
-    assert {file.suffix for file in files[2:]} == {".json", ".safetensors"} and len(programs) > 10
+    assert {file.suffix for file in files[2:]} == {".json", ".jinja", ".safetensors"} and len(
+        programs
+    ) > 10
 
     def named(file: Path, said: str) -> None:
         with pytest.raises(ValueError, match=rf"^{re.escape(str(file))}: {said}"):

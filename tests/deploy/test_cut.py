@@ -10,7 +10,13 @@ import pytest
 
 import jmoe
 from jmoe.deploy import merged
-from jmoe.deploy.cut import check_new_folder, cut_config, new_folder, write_cut
+from jmoe.deploy.cut import (
+    check_new_folder,
+    cut_config,
+    new_folder,
+    new_model_folder,
+    write_cut,
+)
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from tests.deploy.gpt_moe_models import in_numpy, stored_arrays, write_model
 from tests.model_configs import CHECKPOINTS
@@ -155,3 +161,18 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
     ):
         raise OSError(errno.ENOSPC, "No space left on device", "there")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_files_beside_the_weights_are_copied(tmp_path: Path) -> None:
+    """Chat templates in their folder too; weights and config.json are the new model's own."""
+    source, template = tmp_path / "model", "additional_chat_templates/tool_use.jinja"
+    (source / template).parent.mkdir(parents=True)
+    beside = {"tokenizer.json", "LICENSE", template}
+    for name in (*beside, "config.json", "model.safetensors"):
+        (source / name).write_text(name)
+    (source / "pack").mkdir()  # of a server
+    with new_model_folder(tmp_path / "out", source):
+        pass
+    out = tmp_path / "out"
+    copied = {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()}
+    assert copied == beside and (out / template).read_text() == template

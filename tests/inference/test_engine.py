@@ -685,6 +685,13 @@ def test_bad_requests() -> None:
             served.generate([()])
         with pytest.raises(ValueError, match="temperature = -1: must be 0 or greater"):
             served.generate([[1]], temperature=-1)
+        every = SamplingParams(stop_token_ids=tuple(range(64)), min_new_tokens=3)
+        with pytest.raises(
+            ValueError, match=r"min_new_tokens = 3: must be 0, because every token of the vocab"
+        ):
+            served.generate([[1]], every)
+        with pytest.raises(ValueError, match=r"min_new_tokens = 1: must be 0 with a constraint"):
+            served.add_request([1], SamplingParams(min_new_tokens=1), Unconstrained())
         assert not served.has_unfinished
 
 

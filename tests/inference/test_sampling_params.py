@@ -130,3 +130,13 @@ def test_vocabulary(field: str) -> None:
         ValueError, match=f"a token of {field} = 100: must be below vocab_size = 100"
     ):
         params.check_vocabulary(100)
+
+
+def test_min_new_tokens_needs_a_token_that_does_not_end_the_text() -> None:
+    """The sampler would have to draw from no token, and drew token 0."""
+    params = SamplingParams(min_new_tokens=2, stop_token_ids=tuple(range(9)))
+    params.check_vocabulary(10)
+    words = "min_new_tokens = 2: must be 0, because every token of the vocabulary ends the text"
+    with pytest.raises(ValueError, match=words):
+        params.check_vocabulary(10, [9])
+    dataclasses.replace(params, min_new_tokens=0).check_vocabulary(10, [9])

@@ -65,6 +65,10 @@ def test_of_many_files_each_counts(tmp_path: Path) -> None:
     assert content_identity(files) != before
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    """One that is not there, and one that opens and then gives an error: here a folder."""
     with pytest.raises(FileNotFoundError, match="nowhere"):
         content_identity({"a": tmp_path / "nowhere"})
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(IsADirectoryError, match="folder"):
+        content_identity({"a": tmp_path / "folder"})

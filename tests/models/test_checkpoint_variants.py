@@ -19,7 +19,9 @@ from jmoe.deploy.merged import hugging_face_folder
 from jmoe.mesh import make_mesh
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.models.tensor_names import FUSED_FAMILIES
-from tests.checkpoint_variants import fused, read_tensors, with_head, write_variant
+from kernels_pallas.compressed import FP8
+from tests.checkpoint_variants import Tensors, fused, read_tensors, with_head, write_variant
+from tests.compressed_checkpoint import write_compressed_checkpoint
 from tests.model_configs import CHECKPOINTS
 from tests.models.test_pretrained import arrays_of, stored
 
@@ -68,6 +70,59 @@ def test_fused_experts_over_devices_and_cut(tmp_path: Path) -> None:
         ValueError, match=r"experts are fused.*: write it anew first, with jmoe.save_pretrained"
     ):
         compress_model(folder, tmp_path / "out", "int8")
+
+
+@pytest.mark.parametrize(
+    ("kind", "family"),
+    [("fp8", "qwen3_moe"), ("fp8 of powers", "deepseek_v3"), ("fp8 of bfloat16", "mixtral")],
+)
+def test_fused_fp8_experts(kind: str, family: str, tmp_path: Path) -> None:
+    """The scales of all experts are one tensor too: whole, split, one by one, and kept as FP8."""
+    one, wide = tmp_path / "one", tmp_path / "wide"
+    write_compressed_checkpoint(kind, family, one, wide, sizes=(160, 128))
+
+    def change(tensors: Tensors) -> Tensors:
+        made = fused(tensors, family)
+        layer = next(name for name in made if name.endswith("experts.down_proj"))
+        # of quantized activations, which jmoe does not quantize
+        return made | {f"{layer}_activation_scale": np.ones(4, np.float32)}
+
+    folder = write_variant(one, tmp_path / "fused", change)
+    assert not any(".experts.0." in name for name in read_tensors(folder))
+    expected = arrays_of(jmoe.load_pretrained(wide))
+    mesh = make_mesh((1, 1, 4), jax.devices()[:4])
+    for split in (None, mesh):
+        model = jmoe.load_pretrained(folder, dtype="float32", mesh=split)
+        for path, array in arrays_of(model).items():
+            np.testing.assert_array_equal(array, expected[path], path)
+    with LazyCheckpoint(one) as published, LazyCheckpoint(folder) as lazy:
+        assert lazy.stored_format is FP8
+        layer, last = published.config.num_moe_layers - 1, published.config.num_experts - 1
+        for expert in (0, last):
+            found, wanted = (
+                {name: np.empty(*entry) for name, entry in checkpoint.expert_fields.items()}
+                for checkpoint in (lazy, published)
+            )
+            lazy.fill_expert(layer, expert, found)
+            published.fill_expert(layer, expert, wanted)
+            for name, array in wanted.items():
+                np.testing.assert_array_equal(found[name], array, name)
+
+
+def test_wrong_scales_of_fused_experts_are_named(tmp_path: Path) -> None:
+    one = tmp_path / "one"
+    write_compressed_checkpoint("fp8", "qwen3_moe", one, tmp_path / "wide", sizes=(160, 128))
+    name = "model.layers.2.mlp.experts.down_proj_scale_inv"
+
+    def cut(tensors: Tensors) -> Tensors:
+        made = fused(tensors, "qwen3_moe")
+        return made | {name: made[name][:, :1]}
+
+    words = (
+        rf"tensor '{name}' is F32 \[4, 1, 1\], must be BF16 or F16 or F32 or F8_E8M0 \[4, 2, 1\]"
+    )
+    with pytest.raises(ValueError, match=words):
+        jmoe.load_pretrained(write_variant(one, tmp_path / "fused", cut))
 
 
 def test_what_is_missing_of_fused_experts_is_named(tmp_path: Path) -> None:

@@ -10,8 +10,9 @@ import pytest
 
 from jmoe.models.folder import has_file, read_text
 from jmoe.models.generation_config import GenerationConfig
+from jmoe.models.pretrained import read_config
 from jmoe.models.safetensors_io import read_headers
-from jmoe.models.tokenizer_file import read_settings, tokenizer_file
+from jmoe.models.tokenizer_file import open_tokenizer, read_settings, tokenizer_file
 from jmoe.serving.chat_template import read_templates
 
 
@@ -53,6 +54,26 @@ def test_a_name_that_leads_to_no_file(
     (tmp_path / name).unlink(missing_ok=True)
     make(tmp_path / name)
     with pytest.raises(ValueError, match=re.escape(f"{tmp_path / name}: {words}")):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("config.json", read_config),
+        ("generation_config.json", lambda folder: GenerationConfig.read(folder, {})),
+        ("tokenizer_config.json", lambda folder: read_settings(folder / "tokenizer_config.json")),
+        ("chat_template.jinja", read_templates),
+        ("tokenizer.json", lambda folder: open_tokenizer(folder / "tokenizer.json")),
+        ("model.safetensors", read_headers),
+        ("model.safetensors.index.json", read_headers),
+    ],
+)
+def test_an_error_of_the_disk_names_the_file(
+    name: str, read: Callable[[Path], Any], tmp_path: Path
+) -> None:
+    (tmp_path / name).symlink_to("/proc/self/mem")  # cannot be read at byte 0
+    with pytest.raises(OSError, match=rf"Input/output error: '{tmp_path / name}'"):
         read(tmp_path)
 
 

@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -28,7 +29,7 @@ from jmoe.models.config_fields import CONFIG_FIELDS, HARMLESS, HONOURED, Trainin
 from jmoe.models.huggingface import ARCHITECTURES
 from jmoe.models.tensor_names import FUSED_FAMILIES
 from jmoe.models.tokenizer_file import open_tokenizer
-from tests.checkpoint_variants import Tensors, fused, with_head, write_variant
+from tests.checkpoint_variants import Tensors, fused, read_tensors, with_head, write_variant
 from tests.compressed_checkpoint import write_compressed_checkpoint
 from tests.model_configs import CHECKPOINTS
 from tests.models.test_config_fields import EXPERTS, read
@@ -148,9 +149,16 @@ def logits_of_transformers(folder: Path, **options: Any) -> np.ndarray:
     return logits
 
 
-def check_logits(folder: Path, record: Callable[[str, Any], None], **options: Any) -> None:
+def check_logits(
+    folder: Path,
+    record: Callable[[str, Any], None],
+    reference: Path | None = None,
+    **options: Any,
+) -> None:
+    """Compare jmoe's logits of a folder with transformers' of the same folder, or of another."""
     found = np.asarray(jmoe.load_pretrained(folder, dtype="float32")(TOKENS.astype(np.int32)))
-    difference = float(np.abs(found - logits_of_transformers(folder, **options)).max())
+    expected = logits_of_transformers(reference or folder, **options)
+    difference = float(np.abs(found - expected).max())
     record("largest difference of a logit", difference)
     assert difference < TOLERANCE
 
@@ -218,6 +226,58 @@ def test_logits_of_fp8(
     )
     wide = transformers.FineGrainedFP8Config(weight_block_size=(128, 128), dequantize=True)
     check_logits(tmp_path / "model", record_property, quantization_config=wide)
+
+
+@pytest.mark.parametrize("scale_fmt", ["float", "ue8m0"])
+@pytest.mark.parametrize("family", FUSED_FAMILIES)
+def test_logits_of_fused_fp8_experts(
+    family: str, scale_fmt: str, tmp_path: Path, record_property: Callable[[str, Any], None]
+) -> None:
+    """Experts that transformers itself fuses, quantizes and decompresses.
+
+    Its `from_pretrained` leaves the scales of such a folder out on a CPU, so its conversions are
+    called one by one.
+    """
+    write_compressed_checkpoint(
+        "fp8", family, tmp_path / "one", tmp_path / "wide", sizes=(256, 128)
+    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "wide", dtype=torch.float32
+    )
+    model.save_pretrained(tmp_path / "fused", save_original_format=False)
+    described = transformers.FineGrainedFP8Config(scale_fmt=scale_fmt)
+    quantize = transformers.quantizers.AutoHfQuantizer.from_config(described).get_quantize_ops()
+
+    def change(tensors: Tensors, *, wide: bool) -> Tensors:
+        made: Tensors = {}
+        for name, array in tensors.items():
+            if ".experts." not in name or array.ndim != 3:
+                made[name] = array
+                continue
+            parts = quantize.convert({name: torch.from_numpy(array.copy())})
+            if wide:
+                [parts[name]] = quantize.reverse_op.convert(parts)[name]
+                parts = {name: parts[name].to(torch.float32)}
+            made |= {part: numpy_of(tensor) for part, tensor in parts.items()}
+        return made
+
+    fields = {"quantization_config": json.loads(json.dumps(described.to_dict()))}
+    folder = write_variant(
+        tmp_path / "fused", tmp_path / "model", partial(change, wide=False), **fields
+    )
+    assert any(name.endswith("down_proj_scale_inv") for name in read_tensors(folder))
+    reference = write_variant(
+        tmp_path / "fused", tmp_path / "reference", partial(change, wide=True)
+    )
+    check_logits(folder, record_property, reference)
+
+
+def numpy_of(tensor: Any) -> np.ndarray:
+    """Return a torch tensor of an 8-bit or 32-bit dtype as NumPy's."""
+    dtypes = {"float8_e4m3fn": jnp.float8_e4m3fn, "float8_e8m0fnu": jnp.float8_e8m0fnu}
+    eight = dtypes.get(str(tensor.dtype).removeprefix("torch."))
+    array: np.ndarray = (tensor if eight is None else tensor.view(torch.uint8)).numpy()
+    return array if eight is None else array.view(eight)
 
 
 # ---- tokens

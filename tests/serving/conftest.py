@@ -26,7 +26,8 @@ VOCAB_SIZE = 416  # 32 divides it, as it does those of published models
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>"
     "{% if show_reasoning %}{{ m.reasoning_content }}|{% endif %}{{ m.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}{% if fail %}{{ 'x' + fail }}{% endif %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}{% if thinks %}<think>\n{% endif %}"
+    "{% if fail %}{{ 'x' + fail }}{% endif %}"
     # what a model could have in it that is made to stop a server
     "{% if nested %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor"
     " %}{% endif %}"

@@ -111,6 +111,10 @@ def test_stream(client: openai.OpenAI) -> None:
             {"messages": [{"role": "user", "content": "x" * 999}]},
             "together with one of output at most 256 fit",
         ),
+        (
+            {"response_format": {"type": "json_object"}, "chat_template_kwargs": {"thinks": True}},
+            "response_format: the model's chat template begins the answer with <think>",
+        ),
         ({"chat_template_kwargs": {"messages": 1}}, "messages cannot be given here"),
     ],
 )

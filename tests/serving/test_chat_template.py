@@ -66,6 +66,11 @@ def test_folder_without_template(tmp_path: Path) -> None:
             '{"chat_template": [{"name": "rag", "template": ""}]}',
             r"\['rag'\]: one must be named 'default'",
         ),
+        (
+            '{"chat_template": [{"name": "default", "template": "a"},'
+            ' {"name": "default", "template": "b"}]}',
+            "chat_template has several templates of name 'default': keep one",
+        ),
         ('{"chat_template": "\\n{% if %}"}', "chat template of .*: line 2: Expected an expression"),
         (
             '{"chat_template": "{% for x in y %}"}',
@@ -76,6 +81,15 @@ def test_folder_without_template(tmp_path: Path) -> None:
 def test_damaged_folder_is_refused(tmp_path: Path, config: str, complaint: str) -> None:
     (tmp_path / "tokenizer_config.json").write_text(config)
     with pytest.raises(ValueError, match=complaint):
+        ChatTemplate.from_folder(tmp_path)
+
+
+def test_two_files_of_the_default_template_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_text("a")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "default.jinja").write_text("b")
+    words = r"default\.jinja: chat_template\.jinja is the template 'default' too: remove one"
+    with pytest.raises(ValueError, match=words):
         ChatTemplate.from_folder(tmp_path)
 
 

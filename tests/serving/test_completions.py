@@ -206,6 +206,12 @@ def test_parameters_reach_the_sampler(server: HttpProcess, engine: Engine) -> No
         ({"max_tokens": 0}, 400, "max_tokens = 0 needs echo = true", None),
         ({"logit_bias": {"399999": 1}}, 400, f"must be below vocab_size = {VOCAB_SIZE}", None),
         ({"logit_bias": {"007": 1, "7": 2}}, 400, "String should match pattern", None),
+        (
+            {"min_tokens": 1, "stop_token_ids": list(range(VOCAB_SIZE))},
+            400,
+            "min_tokens = 1: must be 0, because every token of the vocabulary ends the text",
+            "min_tokens",
+        ),
         ({"min_tokens": 30, "max_tokens": 20}, 400, "at most max_tokens = 20", "min_tokens"),
         ({"prompt": []}, 400, "must hold at least one token", None),
         (

@@ -105,11 +105,15 @@ def test_a_run_keeps_what_belongs_to_the_tokenizer_of_its_model(tmp_path: Path) 
         "tokenizer.json",
         "chat_template.jinja",
         "generation_config.json",
+        "additional_chat_templates/tool_use.jinja",
+        "additional_chat_templates/README.md",
         "README.md",
     ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
     kept = files_of_texts(str(tmp_path), b"tokenizer.json")
     assert kept == {
+        "additional_chat_templates/tool_use.jinja": b"additional_chat_templates/tool_use.jinja",
         "chat_template.jinja": b"chat_template.jinja",
         "generation_config.json": b"generation_config.json",
         "initial_config.json": b"config.json",
