@@ -37,6 +37,11 @@ SHARD_SUFFIX = ".bin"
 JSON_SUFFIX = ".json"  # an array of records, or JSONL
 RECORD_SUFFIXES = (".jsonl", ".ndjson", JSON_SUFFIX)
 MARK = "\ufeff"  # a byte order mark as text
+TABLE_SUFFIXES = (".csv", ".tsv")
+TABLE_WAY = (
+    "write its records as JSONL: pandas.read_csv(FILE).to_json(OUT, orient='records', lines=True),"
+    " or name it .txt to learn it as text"
+)
 PIECE_BYTES = 1 << 20  # approximate size of the pieces of longer documents
 STDLIB_EXCLUDED = frozenset(
     (
@@ -262,6 +267,8 @@ def _check(
     binary = binary_format(file.path)
     if binary is not None:
         return file, [f"{file.path}: is {binary}"]
+    if file.path.suffix.lower() in TABLE_SUFFIXES:
+        return file, [f"{file.path}: is a table, not text; {TABLE_WAY}"]
     fitting, problem = _fitting(file, encodings, report)
     if file.path.suffix == JSON_SUFFIX and fitting is not None:
         fitting, problem = _with_layout(fitting)

@@ -75,6 +75,15 @@ def test_binary_files_are_refused_by_their_format(
     assert not (tmp_path / "cache").exists()
 
 
+@pytest.mark.parametrize("name", ["a.csv", "a.TSV"])
+def test_tables_are_refused(tmp_path: Path, name: str) -> None:
+    """The model would learn commas and quotes, and `data.field` would say nothing."""
+    (tmp_path / name).write_text('id,text\n1,"a"\n' * 100)
+    with pytest.raises(ValueError, match=rf"{name}: is a table, not text; write its records as J"):
+        prepare(config(tmp_path / name), 300, tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
+
+
 @pytest.mark.parametrize(
     "begin", ["PAR1 is a word", "BZh91 too", "7zip", "Obj", "PK", "GIF87", "%PDF"]
 )
