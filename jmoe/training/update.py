@@ -11,9 +11,11 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 
-from jmoe.config import TrainConfig
+from jmoe.config import ModelConfig, TrainConfig
 from jmoe.layers.moe import MoEStats
 from jmoe.layers.router import balance_loss_local, updated_bias
 from jmoe.mesh import ALL, REPLICATED
@@ -98,20 +100,32 @@ def without_drops(run: Callable[..., tuple[T, jax.Array]]) -> T:
     return jax.block_until_ready(result)
 
 
+def overflowed(model: ModelConfig, dropped: jax.Array | np.ndarray | None) -> ArrayLike:
+    """Return whether a buffer of a dropless step overflowed; the caller then runs the step again
+    with full capacity (`train.train_step`).
+
+    dropped: dropped assignments of each layer with experts, on all devices; None without such
+    layers.
+    """
+    if model.capacity_factor is not None or dropped is None:
+        return False
+    overflow: ArrayLike = dropped.sum() > 0
+    return overflow
+
+
 def finish_step(
     config: TrainConfig,
     state: TrainState,
     grads: Any,
     squares: dict[str, jax.Array],
     metrics: dict[str, jax.Array],
-    overflow: jax.Array,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """Clip gradients, update parameters and router biases, and complete the metrics; return (state,
     metrics).
 
     grads: like `state.params`, this device's shards, reduced over devices. squares: squared global
     norms of the gradients, by name. metrics: summed over devices, including `loss` and, with router
-    biases, `counts` [N, E]. overflow: whether a dropless buffer overflowed.
+    biases, `counts` [N, E].
 
     `metrics["ok"]` is False if the loss or the norm is not finite or a buffer overflowed; the
     returned state is then unchanged except for its loss scale. In float16 `grads` and `squares` are
@@ -124,6 +138,7 @@ def finish_step(
         scale = loss_scale.scale
         squares = {name: square / scale / scale for name, square in squares.items()}
     norm = jnp.sqrt(sum(jnp.sum(square) for square in squares.values()))
+    overflow = jnp.asarray(overflowed(config.model, metrics.get("dropped")))
     ok = jnp.isfinite(metrics["loss"]) & jnp.isfinite(norm) & ~overflow
     limit = config.optimizer.clip_norm
     clip = unscaled(

@@ -18,9 +18,10 @@ import pytest
 from jax.sharding import NamedSharding
 
 from jmoe.collectives import exchange
-from jmoe.config import TiersConfig, TrainConfig
+from jmoe.config import ModelConfig, TiersConfig, TrainConfig
 from jmoe.mesh import BATCH, path_names
 from jmoe.training.trainer import make_trainer
+from jmoe.training.update import overflowed
 from tests.model_configs import MODEL, mesh_of, spread_over
 from tests.training.tasks.test_streamed_vision import DEVICE, HOST, opened
 from tests.training.tasks.test_streamed_vision import MANY as BY_BOTH
@@ -114,3 +115,12 @@ def test_images_are_evaluated_as_text_is(
 
     assert False in rooms  # layers routed by task always have room for every image
     np.testing.assert_allclose(*seen, atol=1e-4)
+
+
+def test_only_a_dropless_step_overflows() -> None:
+    dropped_N = np.array([0, 3], np.int32)
+    dropless, capped = ModelConfig(), ModelConfig(capacity_factor=1.0)
+    assert overflowed(dropless, dropped_N) and overflowed(dropless, jnp.asarray(dropped_N))
+    assert not overflowed(dropless, 0 * dropped_N)
+    assert not overflowed(capped, dropped_N)
+    assert not overflowed(dropless, None)  # no layer has experts

@@ -117,9 +117,7 @@ class FusedTrainer:
             grads = reduce_gradients_local(grads, self.model, done)
             metrics = over_devices(num_devices, metrics)
         squares = over_devices(num_devices, squared_norms_local(grads, self.model))
-        dropless = self.config.model.capacity_factor is None and "dropped" in metrics
-        overflow = metrics["dropped"].sum() > 0 if dropless else jnp.bool_(False)
-        state, metrics = finish_step(self.config, state, grads, squares, metrics, overflow)
+        state, metrics = finish_step(self.config, state, grads, squares, metrics)
         return self.with_cast(state), metrics
 
     def with_cast(self, state: TrainState) -> TrainState:

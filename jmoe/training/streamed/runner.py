@@ -60,7 +60,7 @@ from jmoe.training.streamed.model import (
     streamed_layers,
 )
 from jmoe.training.streamed.programs import compile_step
-from jmoe.training.update import without_drops
+from jmoe.training.update import overflowed, without_drops
 
 Squares = dict[LayerKind, list[jax.Array]]
 
@@ -196,8 +196,8 @@ class StreamedRunner(StreamedExperts, ABC, Generic[Part]):
         experts.begin(self._down + self._down[::-1])
         run, xs = self._forward(state, parts, train=True, full_capacity=full_capacity)
         totals = self._done(programs.totals(run.stats)) if run.stats else ExpertTotals()
-        dropless = self.config.model.capacity_factor is None and run.stats
-        if dropless and np.any(np.asarray(totals.dropped_N)):
+        dropped_N = np.asarray(totals.dropped_N) if run.stats else None
+        if overflowed(self.config.model, dropped_N):
             experts.stop()
             return state, {"overflow": jnp.bool_(True), "ok": jnp.bool_(False)}
         grads = programs.zeros(run.stacks, run.outside)

@@ -163,7 +163,7 @@ class StreamedDecoder(StreamedModel[TokenPart]):
     def finish(
         self, state: TrainState, grads: Params, squares: dict[str, jax.Array], metrics: Metrics
     ) -> tuple[TrainState, Metrics]:
-        return finish_step(self.config, state, grads, squares, metrics, jnp.bool_(False))
+        return finish_step(self.config, state, grads, squares, metrics)
 
     # Without gradients
 

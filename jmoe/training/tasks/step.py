@@ -327,9 +327,7 @@ class VisionTrainer:
             grads, squares = self._reduced_local(grads)
             metrics = over_devices(num_devices, metrics)
         squares = over_devices(num_devices, squares)
-        dropless = self.config.model.capacity_factor is None and "dropped" in metrics
-        overflow = metrics["dropped"].sum() > 0 if dropless else jnp.bool_(False)
-        new, metrics = finish_step(self.config, state, grads, squares, metrics, overflow)
+        new, metrics = finish_step(self.config, state, grads, squares, metrics)
         return self._with_ended(state, new), metrics
 
     def _reduced_local(self, grads: Any) -> tuple[Any, dict[str, jax.Array]]:

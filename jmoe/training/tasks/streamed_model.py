@@ -153,7 +153,7 @@ class StreamedVision(StreamedModel[TaskPart]):
     def finish(
         self, state: TrainState, grads: Params, squares: dict[str, jax.Array], metrics: Metrics
     ) -> tuple[TrainState, Metrics]:
-        new, metrics = finish_step(self.config, state, grads, squares, metrics, jnp.bool_(False))
+        new, metrics = finish_step(self.config, state, grads, squares, metrics)
         nothing = jnp.zeros((0, 0), jnp.bool_)  # experts are frozen by `StreamedVisionTrainer`
         return with_ended(self._config, self.losses.active, (state, new), nothing), metrics
 
