@@ -160,7 +160,7 @@ def read_cluster(path: Path) -> ClusterConfig:
 
 
 def read_links(path: Path) -> LinksConfig:
-    """Return the links described by a TOML file. Raises ValueError naming the file and the field."""
+    """Return the links in a TOML file. Raises ValueError naming the file and the field."""
     return _read("comm.links", path, lambda table: _made(LinksConfig, table, ""))
 
 

@@ -116,7 +116,7 @@ class Blocks:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Yield a temporary file that atomically replaces `path` when the block ends without an error."""
+    """Yield a temporary file that atomically replaces `path` if the block raises no error."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=TEMPORARY)
     try:
         with os.fdopen(handle, "wb") as file:
