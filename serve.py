@@ -52,7 +52,7 @@ def run(arguments: Sequence[str]) -> None:
     from jmoe.cluster.distributed import check_gpus
     from jmoe.cluster.job import hosts_line
     from jmoe.deploy.bundle import OpenBundle, is_bundle
-    from jmoe.deploy.merged import hugging_face_folder
+    from jmoe.deploy.model_folder import hugging_face_folder
     from jmoe.inference.mesh.lockstep import Follower, join
     from jmoe.mesh import devices_of_hosts
     from jmoe.serving.api_keys import ApiKeys

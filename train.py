@@ -37,7 +37,7 @@ from jmoe.config.cluster import read_cluster
 from jmoe.data.corpus import OtherTextError, Role, discard, prepare, publish
 from jmoe.data.loader import train_batches
 from jmoe.data.progress import PreparingData
-from jmoe.deploy.merged import merge_apart
+from jmoe.deploy.model_folder import merge_apart
 from jmoe.inference.teacher import Teacher, teacher_fingerprint
 from jmoe.mesh import devices_of_hosts, make_mesh
 from jmoe.models.tokenizer_file import TOKENIZER
@@ -51,8 +51,8 @@ from jmoe.run.prometheus import RunMetrics
 from jmoe.run.run_folder import WAIT_S, RunFolder
 from jmoe.run.snapshots import Snapshots
 from jmoe.status import status
-from jmoe.training.expert_packing import PackingController, first_packing
-from jmoe.training.finetune import files_of_texts, is_run, with_pretrained_model
+from jmoe.training.expert_packing import PackingController, initial_packing
+from jmoe.training.finetune import companion_files, is_run, with_pretrained_model
 from jmoe.training.fused.distilling import DistillingTrainer
 from jmoe.training.fused.step_estimate import estimate_step
 from jmoe.training.session import Session, say
@@ -206,7 +206,7 @@ class LanguageModeling:
         """Make the decoder's trainer, with a teacher if the configuration names one for
         distillation.
         """
-        config, _ = setup.expert_packing.packed()
+        config, _ = setup.expert_packing.current_config_and_shape()
         if not config.distil.teacher:
             return make_trainer(config, setup.mesh, setup.folder.run)
         with status(f"loading the teacher {config.distil.teacher}", say):
@@ -263,7 +263,7 @@ def prepare_text(
             raise
     files = {TOKENIZER: corpus.tokenizer_path.read_bytes()} if corpus.tokenizer_path else {}
     if config.init_from:
-        files |= files_of_texts(config.init_from, files.get(TOKENIZER))
+        files |= companion_files(config.init_from, files.get(TOKENIZER))
     held_out = len(corpus.held_out_tokens)
     say(f"{corpus.num_train_tokens:,} tokens to train on, {held_out:,} held out; {corpus.files()}")
     if config.init_from and corpus.control_texts():
@@ -307,9 +307,9 @@ def set_up(config: TrainConfig, task: Task, stack: contextlib.ExitStack) -> Setu
     devices, per_host = jax.device_count(), devices_per_host()
     config.check_devices(devices, per_host)
     expert_packing = PackingController(
-        config, config.mesh.shape(devices, per_host), first_packing(config, devices, per_host)
+        config, config.mesh.shape(devices, per_host), initial_packing(config, devices, per_host)
     )
-    _, shape = expert_packing.packed()
+    _, shape = expert_packing.current_config_and_shape()
     mesh = make_mesh(shape)
     task.open(mesh, stack)
     output_dir, limits = Path(config.output_dir), config.distributed

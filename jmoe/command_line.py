@@ -41,7 +41,7 @@ STATUS = (
     "Show how a run is, which goes on or has ended: {program} RUN [--json]. RUN is its output"
     " folder."
 )
-SHORT_NAMES = {
+OTHER_TRAINERS_NAMES = {
     "lr": "optimizer.learning-rate",
     "wd": "optimizer.weight-decay",
     "warmup": "optimizer.warmup-steps",
@@ -172,7 +172,7 @@ def _check_short_names(options_set: Iterable[str]) -> None:
     """
     for option in options_set:
         section, _, name = option.removeprefix("--").rpartition(".")
-        meant = SHORT_NAMES.get(name)
+        meant = OTHER_TRAINERS_NAMES.get(name)
         if meant is not None and section in ("", meant.rpartition(".")[0]):
             sys.exit(f"{program_name()}: {option}: no such option. Did you mean --{meant}?")
 

@@ -8,12 +8,14 @@ parameters are sharded over all three axes (ZeRO-3) or replicated.
 import hashlib
 import socket
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import KeyPath
+
+from jmoe.types import PyTree
 
 DATA = "data"
 EXPERT_INTER = "expert_inter"
@@ -111,22 +113,22 @@ def hierarchy(
     return (ALL,)
 
 
-def path_names(path: tuple[Any, ...]) -> tuple[str, ...]:
+def path_names(path: KeyPath) -> tuple[str, ...]:
     """Return the key names along a pytree path."""
     return tuple(str(getattr(key, "key", getattr(key, "name", key))) for key in path)
 
 
-def stack_dims(path: tuple[Any, ...]) -> int:
+def stack_dims(path: KeyPath) -> int:
     """Return how many leading layer dimensions the parameter at `path` has."""
     return sum(name in STACK_PATHS for name in path_names(path))
 
 
-def is_expert(path: tuple[Any, ...]) -> bool:
+def is_expert(path: KeyPath) -> bool:
     return EXPERTS_PATH in path_names(path)
 
 
 def shard_dim(
-    path: tuple[Any, ...],
+    path: KeyPath,
     shape: tuple[int, ...],
     num_devices: int,
     shard_dense: bool,
@@ -148,7 +150,7 @@ def shard_dim(
 
 
 def param_spec(
-    path: tuple[Any, ...],
+    path: KeyPath,
     shape: tuple[int, ...],
     num_devices: int,
     shard_dense: bool,
@@ -163,13 +165,13 @@ def param_spec(
     return REPLICATED if dim < 0 else PartitionSpec(*[None] * dim, ALL)
 
 
-def param_specs(params: Any, mesh: Mesh, shard_dense: bool, fuse_dense: bool = False) -> Any:
+def param_specs(params: PyTree, mesh: Mesh, shard_dense: bool, fuse_dense: bool = False) -> PyTree:
     """Return a pytree with the `param_spec` of every leaf of `params` (arrays or shapes)."""
     spec = lambda path, x: param_spec(path, x.shape, mesh.size, shard_dense, fuse_dense)  # noqa: E731
     return jax.tree_util.tree_map_with_path(spec, params)
 
 
-def shardings(specs: Any, mesh: Mesh) -> Any:
+def shardings(specs: PyTree, mesh: Mesh) -> PyTree:
     """Return a pytree of `NamedSharding`s for a pytree of partition specs."""
     is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
@@ -182,7 +184,9 @@ def split_over(axes: tuple[str, ...], dim: int = 0) -> PartitionSpec:
     return PartitionSpec(*[None] * dim, axes) if axes else REPLICATED
 
 
-def put_split(value: jax.Array, mesh: Mesh, axes: Sequence[Any]) -> jax.Array:
+def shard_array(
+    value: jax.Array, mesh: Mesh, axes: Sequence[str | tuple[str, ...] | None]
+) -> jax.Array:
     """Return an array or tracer with dimension i sharded over `axes[i]` of the mesh; None leaves a
     dimension unsharded.
     """
@@ -202,7 +206,7 @@ def with_auto_axes(mesh: Mesh) -> Mesh:
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
-def explicit_mesh(*trees: Any) -> AbstractMesh | None:
+def explicit_mesh(*trees: PyTree) -> AbstractMesh | None:
     """Return the mesh with Explicit axes of the current context, or of the type of an array in
     `trees`; None if all axes are Auto.
     """
@@ -212,14 +216,14 @@ def explicit_mesh(*trees: Any) -> AbstractMesh | None:
 
 
 def under_auto_axes(
-    run: Callable[..., tuple[jax.Array, Any]], mesh: AbstractMesh
-) -> Callable[..., Any]:
+    run: Callable[..., tuple[jax.Array, PyTree]], mesh: AbstractMesh
+) -> Callable[..., tuple[jax.Array, PyTree]]:
     """Return `run` wrapped for arrays on a mesh with Explicit axes; inside `run` the axes are Auto.
 
     run(state, x, ...) -> (y of x's shape, rest): y gets the sharding of x, and rest is replicated.
     """
 
-    def call(state: Any, x: jax.Array, *rest: Any) -> Any:
+    def call(state: PyTree, x: jax.Array, *rest: PyTree) -> tuple[jax.Array, PyTree]:
         out = NamedSharding(mesh, jax.typeof(x).sharding.spec), NamedSharding(mesh, REPLICATED)
         return jax.sharding.auto_axes(run, out_sharding=out)(state, x, *rest)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 
 MALLOC = "glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1"
-MARK = "JMOE_RUNTIME"  # set in a re-executed process, so that it is not re-executed again
+REEXEC_MARK = "JMOE_RUNTIME"  # set in a re-executed process, so that it is not re-executed again
 # Exit codes of train.py besides 0 (done), 1 and 2 (mistakes):
 # another process is missing, lost or stuck, or a time limit has passed: a restart may help
 EXIT_LOST = 70
@@ -47,9 +47,9 @@ def environment(current: Mapping[str, str]) -> dict[str, str]:
     Variables set by the user stay unchanged. With JAX's CUDA plugin (unless JAX_PLATFORMS=cpu)
     there is nothing to change.
     """
-    if MARK in current or not sys.platform.startswith("linux"):
+    if REEXEC_MARK in current or not sys.platform.startswith("linux"):
         return {}
-    wanted = dict(current) | {MARK: "1"}
+    wanted = dict(current) | {REEXEC_MARK: "1"}
     if current.get("JAX_PLATFORMS", "") != "cpu" and any(
         find_spec(f"jax_cuda{v}_plugin") for v in (12, 13)
     ):

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # neighbours.
 FLOORS = (
     ("kernels_pallas.formats",),
-    ("kernels_pallas", "jmoe.config", "jmoe.runtime", "jmoe.status"),
+    ("kernels_pallas", "jmoe.types", "jmoe.config", "jmoe.runtime", "jmoe.status"),
     ("jmoe.planning", "jmoe.command_line", "jmoe.configs"),
     ("jmoe.mesh", "jmoe.collectives", "jmoe.memory"),
     ("jmoe.layers", "jmoe.optim"),

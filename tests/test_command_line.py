@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from jmoe.command_line import SHORT_NAMES, parse_serve, parse_train
+from jmoe.command_line import OTHER_TRAINERS_NAMES, parse_serve, parse_train
 from jmoe.config import CommConfig, TrainConfig
 from jmoe.configs import PRESETS
 
@@ -71,7 +71,7 @@ def test_a_mistake_is_named(
 
 
 def test_short_names_stand_for_options_that_there_are() -> None:
-    for meant in SHORT_NAMES.values():
+    for meant in OTHER_TRAINERS_NAMES.values():
         section, _, name = meant.replace("-", "_").rpartition(".")
         assert hasattr(getattr(TrainConfig(), section) if section else TrainConfig(), name), meant
 

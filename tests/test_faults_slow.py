@@ -229,7 +229,7 @@ class PlainSteps:
 
     def resume(self) -> tuple[int, np.float32]:
         for step in reversed(self._steps()):
-            if not self.records.find(self.root / str(step) / ITEM).missing:
+            if not self.records.verify(self.root / str(step) / ITEM).missing:
                 self.records.restore(self.root / str(step) / ITEM)
                 return step, np.float32(
                     float.fromhex((self.root / str(step) / "total").read_text())

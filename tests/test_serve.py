@@ -15,7 +15,7 @@ import pytest
 import serve
 from jmoe.config.engine import EngineConfig
 from jmoe.deploy.merge import merge_run
-from jmoe.deploy.merged import hugging_face_folder
+from jmoe.deploy.model_folder import hugging_face_folder
 from jmoe.inference.engine import Engine
 from jmoe.programs import generate
 from jmoe.run.checkpoint_contents import read_step_manifest, write_step_manifest

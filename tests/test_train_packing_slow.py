@@ -32,7 +32,7 @@ if __name__ == "__main__":
     reexec_with_env()
     import train
     from jmoe.training import expert_packing
-    expert_packing.micro_operations = lambda trainer, state: (2.0, 1.0)
+    expert_packing.time_exchange_and_experts = lambda trainer, state: (2.0, 1.0)
     train.main(sys.argv[1:])
 """
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from benchmarks.lib import report
 from benchmarks.offload.session import Session, config_of
 from jmoe.config import MeshConfig
-from jmoe.memory.direct_io import io_of
+from jmoe.memory.direct_io import choose_io
 from jmoe.mesh import make_mesh
 
 MEMORY = Path("/dev/shm")  # a tmpfs
@@ -34,7 +34,7 @@ def measure_mapped(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 "moments": stats.moments,
                 "gradients": stats.gradients,
             }
-            row: dict[str, Any] = {"files": io_of(place)}
+            row: dict[str, Any] = {"files": choose_io(place)}
             row |= {
                 f"{kind}_read_into_host_memory_a_step": s.nvme.num_bytes // a.steps
                 for kind, s in kinds.items()

@@ -80,7 +80,7 @@ class Packed:
         from jmoe.mesh import ACCUMULATED_BATCH, make_mesh
         from jmoe.training.fused.step import FusedTrainer
 
-        mesh = make_mesh(packed_shape(SHAPE, config.comm.first_packing))
+        mesh = make_mesh(packed_shape(SHAPE, config.comm.initial_packing))
         self.trainer = FusedTrainer(config, mesh)
         rows = config.batch_size // jax.process_count()
         local = (
@@ -139,7 +139,7 @@ def control(config: TrainConfig, packed: dict[int, Packed]) -> Controlled:
     """Train until the controller has settled on a packing."""
     import jax
 
-    from jmoe.training.expert_packing import PackingController, moved
+    from jmoe.training.expert_packing import PackingController, move_state
 
     controller, decisions, deciding_s = PackingController(config, SHAPE, 1), list[str](), 0.0
     steps: list[tuple[int, float]] = []
@@ -152,7 +152,7 @@ def control(config: TrainConfig, packed: dict[int, Packed]) -> Controlled:
             decisions.append(f"step {len(steps)}: {decision.reason}")
             if controller.packing != before:
                 after = packed[controller.packing].second_training()
-                after.state = moved(now.state, now.trainer, after.trainer)
+                after.state = move_state(now.state, now.trainer, after.trainer)
                 now = after
             deciding_s += time.perf_counter() - begun
             begun = time.perf_counter()
@@ -175,7 +175,7 @@ def measure_shape(
 ) -> list[dict[str, Any]]:
     from jax.experimental import multihost_utils
 
-    from jmoe.training.expert_packing import agreed, micro_operations
+    from jmoe.training.expert_packing import max_over_processes, time_exchange_and_experts
 
     configs = {
         p: config_of(a, shape, num_ranks, {"schedule": a.schedule, "packing": p})
@@ -190,7 +190,8 @@ def measure_shape(
         for _, run in runs:
             run.time(clock)
     measured = {
-        p: agreed(list(micro_operations(run.trainer, run.state))) for p, run in packed.items()
+        p: max_over_processes(list(time_exchange_and_experts(run.trainer, run.state)))
+        for p, run in packed.items()
     }
     busy_s = multihost_utils.process_allgather(np.array([run.busy_s for _, run in runs])).sum(
         axis=0

@@ -471,7 +471,7 @@ async def ready(url: str, server: subprocess.Popen[bytes], timeout_s: float) -> 
 def engine_alone(a: argparse.Namespace) -> dict[str, Any]:
     """Run all requests at once in the engine that `serve.py` would make."""
     from jmoe.command_line import parse_serve
-    from jmoe.deploy.merged import hugging_face_folder
+    from jmoe.deploy.model_folder import hugging_face_folder
     from jmoe.inference.engine import Engine
 
     config = parse_serve(a.engine)

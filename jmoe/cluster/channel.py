@@ -12,9 +12,10 @@ import select
 import socket
 import struct
 import threading
-from typing import Any
 
 import numpy as np
+
+from jmoe.types import Json, JsonObject
 
 _HEADER = struct.Struct("!II")  # bytes of JSON, bytes of arrays
 GRACE_S = 2.0  # wait after a timeout for a sender that is alive
@@ -31,7 +32,7 @@ class Channel:
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def send(self, *message: Any) -> None:
+    def send(self, *message: Json) -> None:
         """Send one message of JSON values and numpy arrays; tuples arrive as lists. Raises
         `OSError` if the connection is closed.
         """
@@ -39,7 +40,7 @@ class Channel:
         with self._lock:
             self._socket.sendall(data)
 
-    def receive(self) -> list[Any] | None:
+    def receive(self) -> list[Json] | None:
         """Return the next message, or None once the other end has closed the connection.
 
         Raises `TimeoutError` after `silence_s` seconds without data, and `OSError` if the
@@ -86,11 +87,11 @@ class Channel:
             return self._socket.recv(most_bytes)
 
 
-def encode(message: Any) -> bytes:
+def encode(message: Json) -> bytes:
     """Return a message as bytes: header, JSON, then the arrays' contents."""
     arrays: list[np.ndarray] = []
 
-    def place(value: Any) -> dict[str, Any]:
+    def place(value: object) -> JsonObject:
         if not isinstance(value, np.ndarray | np.generic):
             raise TypeError(f"a {type(value).__name__} cannot be sent to another process")
         arrays.append(np.asarray(value))
@@ -101,13 +102,13 @@ def encode(message: Any) -> bytes:
     return _HEADER.pack(len(text), len(data)) + text + data
 
 
-def decode(data: bytes | bytearray, text_bytes: int) -> list[Any]:
+def decode(data: bytes | bytearray, text_bytes: int) -> list[Json]:
     """Return the message that `encode` wrote. data: bytes without the header; text_bytes: length of
     the JSON.
     """
     at = text_bytes
 
-    def array(value: dict[str, Any]) -> Any:
+    def array(value: JsonObject) -> Json:
         nonlocal at
         if value.keys() != {_ARRAY}:
             return value
@@ -115,5 +116,5 @@ def decode(data: bytes | bytearray, text_bytes: int) -> list[Any]:
         begin, at = at, at + math.prod(shape) * dtype.itemsize
         return np.frombuffer(data[begin:at], dtype).reshape(shape)
 
-    message: list[Any] = json.loads(data[:text_bytes], object_hook=array)
+    message: list[Json] = json.loads(data[:text_bytes], object_hook=array)
     return message

@@ -13,7 +13,8 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+
+from jmoe.types import Json
 
 SKEW_S = 5.0  # a smaller difference is not reported
 LATE_S = 1.0  # scheduling delay that a busy machine may cause
@@ -76,7 +77,7 @@ class HostClocks:
         self._named: set[int] = set()
         self._last_look_s: float | None = None
 
-    def look(self, reports: Mapping[int, Mapping[str, Any]], begun_s: float) -> Iterator[str]:
+    def look(self, reports: Mapping[int, Mapping[str, Json]], begun_s: float) -> Iterator[str]:
         """Yield a warning, once per rank, for each rank whose clock differs by more than `SKEW_S`
         seconds.
 

@@ -38,6 +38,7 @@ from jmoe.cluster.rendezvous import named, rendezvous
 from jmoe.config import DistributedConfig
 from jmoe.runtime import EXIT_LOST
 from jmoe.status import first_line
+from jmoe.types import Json, JsonObject
 
 REPORTS = "jmoe/rank/"  # + rank: what the rank is doing, as JSON
 NOTICES = "jmoe/notice/"  # + rank: a line for everyone
@@ -220,7 +221,7 @@ class Watchdog:
         self._tick_s = min(1.0, timeout_s / 10)
         self._beat_s = min(1.0, heartbeat_timeout_s / 10)
         self._rank, self._processes = jax.process_index(), jax.process_count()
-        self._store: Any = _store()
+        self._client = key_value_client()
         self._wait: _Wait | None = None
         # Waits begun so far. All ranks run the same program, so the count compares their positions.
         self._waits = 0
@@ -233,7 +234,7 @@ class Watchdog:
         self._closing = threading.Event()
         self._ending = threading.Lock()
         self._threads = [threading.Thread(target=self._watch, name="watchdog", daemon=True)]
-        if self._store is not None:
+        if self._client is not None:
             self._threads.append(
                 threading.Thread(target=self._report, name="watchdog reports", daemon=True)
             )
@@ -281,7 +282,7 @@ class Watchdog:
         """Return the progress text that rank 0's current wait last published, or None if there is
         none.
         """
-        report = _limited(lambda: json.loads(self._store.key_value_try_get(f"{REPORTS}0")))
+        report = _with_timeout(lambda: json.loads(self._client.key_value_try_get(f"{REPORTS}0")))
         return None if report is None else report["progress"]
 
     def __enter__(self) -> Watchdog:
@@ -294,9 +295,9 @@ class Watchdog:
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         regular = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
-        if error is not None and not regular and self._store is not None:
+        if error is not None and not regular and self._client is not None:
             words = f"rank {self._rank} ended with {type(error).__name__}: {first_line(error)}"
-            _limited(lambda: self._publish(words, ends=False))
+            _with_timeout(lambda: self._publish(words, ends=False))
             # the store ends with rank 0: let the other ranks read the notice first
             code = EXIT_LOST if isinstance(error, TimeoutError) or _comes_from_jax(error) else 1
             atexit.register(
@@ -307,8 +308,8 @@ class Watchdog:
             thread.join(CALL_TIMEOUT_S)
         if self._heartbeat is not None:
             self._heartbeat.close()
-        if regular and self._store is not None:
-            _limited(lambda: self._beat(CLOSED))
+        if regular and self._client is not None:
+            _with_timeout(lambda: self._beat(CLOSED))
 
     def _watch(self) -> None:
         while not self._closing.wait(min(self._tick_s, self._beat_s)):
@@ -337,7 +338,7 @@ class Watchdog:
     def _has_progressed(self, wait: _Wait) -> bool:
         if wait.progress is None:
             return False
-        reports = _limited(self._reports) or {}
+        reports = _with_timeout(self._reports) or {}
         now = {rank: report["progress"] for rank, report in reports.items()} | {
             self._rank: str(wait.progress())
         }
@@ -347,15 +348,15 @@ class Watchdog:
 
     def _give_up(self, wait: _Wait) -> None:
         waited_s = self._clock.now() - wait.since
-        words = f"rank {self._rank} has waited {waited_s:.0f} s for {wait.doing()}"
+        words = f"rank {self._rank} has waited {waited_s:.0f} s for {wait.describe()}"
         words += " without progress" if wait.progress is not None else ""
         words += f" (limit {wait.timeout_s:g} s, {wait.option})"
-        reports = _limited(self._reports)
-        if self._store is not None:
+        reports = _with_timeout(self._reports)
+        if self._client is not None:
             words += "; " + (NO_COORDINATOR if reports is None else self._behind(reports))
         _say(words)
         if reports:
-            _limited(lambda: self._publish(words, ends=True))
+            _with_timeout(lambda: self._publish(words, ends=True))
         self._end()
 
     def _end(self, *, stacks: bool = True) -> None:
@@ -364,12 +365,12 @@ class Watchdog:
             faulthandler.dump_traceback(file=2)
         sys.stdout.flush()
         sys.stderr.flush()
-        if self._rank == 0 and self._store is not None:
+        if self._rank == 0 and self._client is not None:
             # the run ends with rank 0: let the others read the notice and print their stacks
             time.sleep(2.5 * self._beat_s)
         os._exit(EXIT_CODE)
 
-    def _behind(self, reports: dict[int, dict[str, Any]]) -> str:
+    def _behind(self, reports: dict[int, JsonObject]) -> str:
         lines = []
         for rank in range(self._processes):
             report = reports.get(rank)
@@ -385,19 +386,19 @@ class Watchdog:
         If JAX raised the error and another rank explains it, this rank exits here: a traceback
         would add nothing.
         """
-        if self._store is None or self._closing.is_set():
+        if self._client is None or self._closing.is_set():
             return
         # print at once: JAX may end this process at any moment
         gone = f" ({NO_COORDINATOR})" if _coordinator_is_gone() else ""
         _say(f"rank {self._rank} failed in {label}: {first_line(error)}{gone}")
-        before = _limited(self._reports)
+        before = _with_timeout(self._reports)
         time.sleep(2.5 * self._beat_s)
-        after = _limited(self._reports)
+        after = _with_timeout(self._reports)
         if before is None or after is None:
             _say(NO_COORDINATOR)
             explained = True
         else:
-            ended = (_limited(self._notices) or {}).keys() - {self._rank}
+            ended = (_with_timeout(self._notices) or {}).keys() - {self._rank}
             silent = [
                 r for r in after if r not in {self._rank, *ended} and before.get(r) == after[r]
             ]
@@ -407,7 +408,7 @@ class Watchdog:
         if explained and _comes_from_jax(error):
             words = f"rank {self._rank} was at {label}; ends too"
             _say(words)
-            _limited(lambda: self._publish(words, ends=False))
+            _with_timeout(lambda: self._publish(words, ends=False))
             self._end(stacks=False)
 
     def _hold_line(self) -> None:
@@ -463,7 +464,7 @@ class Watchdog:
         progress = str(wait.progress()) if wait is not None and wait.progress is not None else None
         report = {"beat": beat, "waits": self._waits, "at": self._at(), "progress": progress}
         report |= {"host": socket.gethostname(), "time": time.time()}
-        self._store.key_value_set(
+        self._client.key_value_set(
             f"{REPORTS}{self._rank}", json.dumps(report), allow_overwrite=True
         )
 
@@ -491,19 +492,19 @@ class Watchdog:
         wait = self._wait
         if wait is None:
             return f"the end of {self._last}"
-        return f"{wait.doing()} since {self._clock.now() - wait.since:.0f} s"
+        return f"{wait.describe()} since {self._clock.now() - wait.since:.0f} s"
 
     def _publish(self, line: str, *, ends: bool, rank: int | None = None) -> None:
         key = f"{NOTICES}{self._rank if rank is None else rank}"
-        self._store.key_value_set(
+        self._client.key_value_set(
             key, json.dumps({"line": line, "ends": ends}), allow_overwrite=True
         )
 
-    def _reports(self) -> dict[int, dict[str, Any]]:
-        return {} if self._store is None else _read(self._store, REPORTS)
+    def _reports(self) -> dict[int, JsonObject]:
+        return {} if self._client is None else _read(self._client, REPORTS)
 
-    def _notices(self) -> dict[int, dict[str, Any]]:
-        return _read(self._store, NOTICES)
+    def _notices(self) -> dict[int, JsonObject]:
+        return _read(self._client, NOTICES)
 
 
 def watchdog_of(limits: DistributedConfig) -> Watchdog:
@@ -531,7 +532,7 @@ class _Wait:
     since: float
     seen: dict[int, str] = field(default_factory=dict)
 
-    def doing(self) -> str:
+    def describe(self) -> str:
         """Return the label of the wait, followed by its progress if `progress` returns text."""
         now = self.progress() if self.progress is not None else None
         return f"{self.label}, {now}" if isinstance(now, str) and now else self.label
@@ -545,7 +546,7 @@ def from_rank_0(name: str, call: Callable[[], str], timeout_s: float) -> str:
     words on every other rank, any other exception a `RuntimeError`. Raises `TimeoutError` on the
     other ranks after `timeout_s`.
     """
-    store = _store()
+    store = key_value_client()
     if store is None:
         return call()
     if jax.process_index() == 0:
@@ -586,7 +587,7 @@ def _told_words(error: Exception) -> list[Any]:
     return [str(error) if told else f"rank 0: {type(error).__name__}: {error}"]
 
 
-def _store() -> Any | None:
+def key_value_client() -> Any:
     """Return the client of JAX's key-value store, or None in a run of one process."""
     if jax.process_count() == 1:
         return None
@@ -634,14 +635,14 @@ def _comes_from_jax(error: BaseException | None) -> bool:
     return error is not None
 
 
-def _read(store: Any, folder: str) -> dict[int, Any]:
+def _read(store: Any, folder: str) -> dict[int, Json]:
     return {
         int(key.rpartition("/")[2]): json.loads(value)
         for key, value in store.key_value_dir_get(folder)
     }
 
 
-def _limited(call: Callable[[], T]) -> T | None:
+def _with_timeout(call: Callable[[], T]) -> T | None:
     """Return the call's result, or None if it fails or is not back after `CALL_TIMEOUT_S`."""
     result: list[T] = []
 
@@ -679,12 +680,12 @@ class AgreedStep:
         self.asked = threading.Event()
         self._published = False
         self._step: int | None = None
-        self._store: Any = _store()
+        self._client = key_value_client()
         self._closing = threading.Event()
 
     def listen(self) -> None:
         """Start a thread that watches for requests made on other ranks."""
-        if self._store is not None:
+        if self._client is not None:
             threading.Thread(target=self._listen, name="agreed step", daemon=True).start()
 
     def close(self) -> None:
@@ -697,15 +698,15 @@ class AgreedStep:
         """
         if not self.asked.is_set():
             return False
-        if self._store is None:
+        if self._client is None:
             return True
         if not self._published:
-            self._store.key_value_set(
+            self._client.key_value_set(
                 f"{self._keys}{jax.process_index()}", str(step), allow_overwrite=True
             )
             self._published = True
         if self._step is None:
-            steps = _read(self._store, self._keys)
+            steps = _read(self._client, self._keys)
             if len(steps) == jax.process_count():
                 self._step = max(steps.values()) + self._margin_steps
         return self._step is not None and step >= self._step
@@ -713,13 +714,13 @@ class AgreedStep:
     def _listen(self) -> None:
         while not self.asked.is_set() and not self._closing.wait(self._poll_s):
             try:
-                if _read(self._store, self._keys):
+                if _read(self._client, self._keys):
                     self.asked.set()
             except jax.errors.JaxRuntimeError:
                 return  # no coordinator, no run: JAX ends this process
 
 
-class AskedSignal:
+class RequestSignal:
     """Context manager that turns SIGUSR2, sent to any rank, into a request that all ranks see
     before the same step.
 
@@ -739,7 +740,7 @@ class AskedSignal:
         self._agreed = AgreedStep(f"{ASKED}{self.times}/", steps_in_flight=0, poll_s=self._poll_s)
         self._agreed.listen()
 
-    def __enter__(self) -> AskedSignal:
+    def __enter__(self) -> RequestSignal:
         self._begin()
         signal.signal(self.NUMBER, lambda *_: self._agreed.asked.set())
         return self

@@ -13,7 +13,8 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+
+from jmoe.types import JsonObject
 
 CLOSED = "closed"  # the `at` of a rank whose run is over and whose process is about to end
 
@@ -95,7 +96,7 @@ class Listener:
         return next((int(number) for number in said if number), None)
 
 
-def read_heartbeat(path: Path) -> dict[str, Any]:
+def read_heartbeat(path: Path) -> JsonObject:
     """Return the content of a heartbeat file; an empty dict if the file is missing or damaged."""
     try:
         beat = json.loads(path.read_bytes())

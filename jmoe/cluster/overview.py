@@ -19,12 +19,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Literal
 
 from jmoe.cluster.clocks import SKEW_S, disk_time
 from jmoe.cluster.heartbeat import CLOSED, read_heartbeat
-from jmoe.cluster.restarts import METRICS, reached
+from jmoe.cluster.restarts import METRICS, read_progress
 from jmoe.config import DistributedConfig
+from jmoe.types import JsonObject
 
 LOCK, IDENTITY = "run.lock", "run.json"  # those of `RunFolder`
 SUPERVISE, EVENTS = "supervise", "events.jsonl"
@@ -115,7 +116,7 @@ def read_overview(folder: Path) -> RunOverview:
     own_now = time.time()
     now = disk_time(folder) or max(own_now, _time_of(folder / METRICS) or 0.0)
     steps, resumes = _last_steps(folder / METRICS)
-    how_far, last = reached(folder), steps[-1] if steps else {}
+    how_far, last = read_progress(folder), steps[-1] if steps else {}
     rates = [step for step in steps if not step.get("compiled")]
     checkpoint = how_far.checkpoint if how_far.checkpoint >= 0 else None
     checkpoint_time = (
@@ -187,8 +188,8 @@ def _late_s(rank: RankSign, other: RankSign) -> float:
 
 @dataclass(frozen=True)
 class _Seen:
-    config: dict[str, Any]
-    events: list[dict[str, Any]]
+    config: JsonObject
+    events: list[JsonObject]
     ranks: tuple[RankSign, ...]
     now: float
 
@@ -256,7 +257,7 @@ def _silence(folder: Path, seen: _Seen) -> tuple[float, float]:
     )
 
 
-def _ranks(folder: Path, config: dict[str, Any], now: float) -> tuple[RankSign, ...]:
+def _ranks(folder: Path, config: JsonObject, now: float) -> tuple[RankSign, ...]:
     """Return the heartbeats of the most recent attempt that left any, sorted by rank."""
     beats = sorted(
         folder.glob(f"{SUPERVISE}/heartbeat-*"), key=lambda path: int(path.name.rpartition("-")[2])
@@ -277,7 +278,7 @@ def _ranks(folder: Path, config: dict[str, Any], now: float) -> tuple[RankSign, 
     return tuple(sorted(ranks, key=lambda sign: sign.rank))
 
 
-def _snapshot(config: dict[str, Any], run: str, now: float) -> SnapshotSign | None:
+def _snapshot(config: JsonObject, run: str, now: float) -> SnapshotSign | None:
     """Return the newest snapshot that `jmoe/run/snapshots.py` left in this host's memory, or
     None.
     """
@@ -297,7 +298,7 @@ def _snapshot(config: dict[str, Any], run: str, now: float) -> SnapshotSign | No
 # Files, any of which may be half-written
 
 
-def _last_steps(metrics: Path) -> tuple[list[dict[str, Any]], int]:
+def _last_steps(metrics: Path) -> tuple[list[JsonObject], int]:
     """Return (records of the last `RATE_STEPS` steps, number of times the run was resumed)."""
     last: deque[bytes] = deque(maxlen=RATE_STEPS)
     resumes = 0
@@ -311,28 +312,28 @@ def _last_steps(metrics: Path) -> tuple[list[dict[str, Any]], int]:
     ], resumes
 
 
-def _supervised(folder: Path) -> list[dict[str, Any]]:
+def _supervised(folder: Path) -> list[JsonObject]:
     """Return the supervisor's start and end events in order; empty without a supervisor."""
     with contextlib.suppress(OSError), (folder / SUPERVISE / EVENTS).open("rb") as file:
         return [event for event in map(_object, file) if "event" in event]
     return []
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _json(path: Path) -> JsonObject:
     """Return the JSON object in a file; an empty dict if the file is missing or incomplete."""
     with contextlib.suppress(OSError):
         return _object(path.read_bytes())
     return {}
 
 
-def _object(text: bytes) -> dict[str, Any]:
+def _object(text: bytes) -> JsonObject:
     with contextlib.suppress(ValueError):
         value = json.loads(text)
         return value if isinstance(value, dict) else {}
     return {}
 
 
-def _number(record: dict[str, Any], name: str) -> float | None:
+def _number(record: JsonObject, name: str) -> float | None:
     """Return a value of a step's record; non-finite values are stored apart, under `non_finite`."""
     apart = record.get("non_finite", {})
     return float(apart[name]) if name in apart else record.get(name)

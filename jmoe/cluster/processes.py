@@ -10,7 +10,6 @@ C  bytes of a chunk
 import functools
 import json
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 
 from jmoe.config import check
 from jmoe.mesh import BY_PROCESS, PROCESS, process_mesh
+from jmoe.types import Json
 
 CHUNK_BYTES = 1 << 23  # a transfer holds two chunks in device memory; larger are slower on CPU
 TEXT_BYTES = 1 << 12  # texts are padded to multiples, so that few programs are compiled
@@ -27,7 +27,7 @@ TEXT_BYTES = 1 << 12  # texts are padded to multiples, so that few programs are 
 Pairs = tuple[tuple[int, int], ...]  # (from, to) process indices
 
 
-def gather_json(value: Any) -> list[Any]:
+def gather_json(value: Json) -> list[Json]:
     """Return the list of all processes' values, indexed by process. Values must be serializable as
     JSON.
     """
@@ -100,7 +100,7 @@ def _sent(chunk_1C: NDArray[np.uint8], pairs: Pairs) -> NDArray[np.uint8]:
 
 
 @functools.cache
-def _sender(pairs: Pairs) -> tuple[NamedSharding, Any]:
+def _sender(pairs: Pairs) -> tuple[NamedSharding, Callable[[jax.Array], jax.Array]]:
     mesh = process_mesh()
     send = jax.shard_map(
         lambda chunk_PC: jax.lax.ppermute(chunk_PC, PROCESS, pairs),

@@ -4,7 +4,7 @@
 to the launcher over its standard streams:
 
 output  one line: a port that the launcher reserves for the run's coordinator
-input   one line of JSON, the `Order`; then one signal number per line
+input   one line of JSON, the `LaunchOrder`; then one signal number per line
 
 When the input ends, the launcher kills the process that it started.
 """
@@ -36,7 +36,7 @@ CANNOT_RUN = 127  # exit code: command not found, as in a shell
 
 
 @dataclasses.dataclass(frozen=True)
-class Order:
+class LaunchOrder:
     """Command to run on a host. environment: variables to add to or change in the host's own; log:
     file to which the command's output is appended.
     """
@@ -59,7 +59,7 @@ class RemoteProcess:
     def __init__(self, host: str, local_rank: int, prefix: Sequence[str]) -> None:
         self.host, self.local_rank = host, local_rank
         self.port: int | None = None
-        self.heard = False
+        self.has_answered = False
         self._process = subprocess.Popen(
             [*prefix, sys.executable, "-m", "jmoe.cluster.remote_process"],
             stdin=subprocess.PIPE,
@@ -67,11 +67,11 @@ class RemoteProcess:
             start_new_session=True,
         )
 
-    def hear(self) -> None:
+    def read_port(self) -> None:
         """Read the launcher's first line, which sets `port`. Call this once the stream is
         readable.
         """
-        self.heard = True
+        self.has_answered = True
         assert self._process.stdout is not None
         words = self._process.stdout.readline().strip()
         self.port = int(words) if words.isdigit() else None
@@ -80,7 +80,7 @@ class RemoteProcess:
         assert self._process.stdout is not None
         return self._process.stdout.fileno()
 
-    def start(self, order: Order) -> None:
+    def start(self, order: LaunchOrder) -> None:
         self._write(json.dumps(dataclasses.asdict(order)))
 
     def send_signal(self, number: int) -> None:
@@ -131,13 +131,13 @@ def answered(remotes: Sequence[RemoteProcess], timeout_s: float) -> list[RemoteP
     deadline = time.monotonic() + timeout_s
     with selectors.DefaultSelector() as selector:
         for remote in remotes:
-            if not remote.heard:
+            if not remote.has_answered:
                 selector.register(remote, selectors.EVENT_READ)
         while selector.get_map():
             ready = selector.select(max(0.0, deadline - time.monotonic()))
             for key, _ in ready:
                 assert isinstance(key.fileobj, RemoteProcess)
-                key.fileobj.hear()
+                key.fileobj.read_port()
                 selector.unregister(key.fileobj)
             if not ready and time.monotonic() >= deadline:
                 break
@@ -161,7 +161,7 @@ def reserve_port() -> socket.socket:
     return reserved
 
 
-def run(order: Order, commands: int) -> int:
+def run(order: LaunchOrder, commands: int) -> int:
     """Run the ordered command to its end; return its exit code, or 128 + the number of the signal
     that killed it.
 
@@ -223,7 +223,9 @@ def _kill_group(number: int) -> None:
 
 
 def main() -> None:
-    """Run the launcher: reserve a port, read the `Order`, run it, and exit with its exit code."""
+    """Run the launcher: reserve a port, read the `LaunchOrder`, run it, and exit with its exit
+    code.
+    """
     for number in PASSED_ON:
         signal.signal(number, signal.SIG_IGN)
     with reserve_port() as reserved:
@@ -234,7 +236,7 @@ def main() -> None:
             if not byte:
                 return  # the supervisor does not need this process
             line += byte
-        code = run(Order(**json.loads(line)), 0)
+        code = run(LaunchOrder(**json.loads(line)), 0)
     sys.stdout.flush()
     os._exit(code)  # a thread may still be reading
 

@@ -21,7 +21,7 @@ NONE = -1  # no step yet, no checkpoint yet
 
 
 @dataclass(frozen=True)
-class Reached:
+class RunProgress:
     """Progress of a run: the last finished `step`, and the step of the newest complete
     `checkpoint`; `NONE` (-1) if there is none.
     """
@@ -30,11 +30,11 @@ class Reached:
     checkpoint: int = NONE
 
 
-def reached(output_dir: Path) -> Reached:
+def read_progress(output_dir: Path) -> RunProgress:
     """Return the progress of the run in `output_dir`, read from `metrics.jsonl` and the names of
     the checkpoints.
     """
-    return Reached(_last_step(output_dir / METRICS), _newest(output_dir / CHECKPOINTS))
+    return RunProgress(_last_step(output_dir / METRICS), _newest(output_dir / CHECKPOINTS))
 
 
 def _newest(checkpoints: Path) -> int:
@@ -86,7 +86,7 @@ def named_code(code: int) -> str:
     return f"exit code {code}"
 
 
-def kind_of(code: int) -> Literal["lost", "mistake"]:
+def failure_kind(code: int) -> Literal["lost", "mistake"]:
     """Return `lost` if a restart may cure this exit code of the rank that ended first, else
     `mistake`.
     """
@@ -96,13 +96,13 @@ def kind_of(code: int) -> Literal["lost", "mistake"]:
 class Restarts:
     """Decides whether and when another attempt follows a failed one."""
 
-    def __init__(self, config: SuperviseConfig, now: Reached) -> None:
+    def __init__(self, config: SuperviseConfig, now: RunProgress) -> None:
         self._config = config
-        self._last = Reached(NONE - 1, now.checkpoint)
+        self._last = RunProgress(NONE - 1, now.checkpoint)
         self.in_a_row = 0  # restarts without a new checkpoint
         self._at_same_step = 0
 
-    def after(self, ending: Ending, now: Reached) -> float | str:
+    def after(self, ending: Ending, now: RunProgress) -> float | str:
         """Return the seconds to wait before the next attempt, or a text that says why there is
         none.
         """

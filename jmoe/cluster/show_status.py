@@ -11,11 +11,11 @@ import json
 import math
 import sys
 from pathlib import Path
-from typing import Any
 
 from jmoe.cluster.overview import lines, read_overview
 from jmoe.command_line import parse_status
 from jmoe.runtime import program_name
+from jmoe.types import JsonObject
 
 
 def main() -> None:
@@ -33,7 +33,7 @@ def main() -> None:
     sys.exit(1 if run.state == "dead" else 0)
 
 
-def _plain(values: dict[str, Any]) -> dict[str, Any]:
+def _plain(values: JsonObject) -> JsonObject:
     """Return the values with non-finite floats as text, because JSON has no such numbers."""
     return {
         name: str(v) if isinstance(v, float) and not math.isfinite(v) else v

@@ -24,9 +24,9 @@ from pathlib import Path
 from jmoe.cluster.clocks import RunningClock, disk_time
 from jmoe.cluster.heartbeat import CLOSED, Listener
 from jmoe.cluster.job import check_all_used
-from jmoe.cluster.remote_process import PASSED_ON, Order, RemoteProcess, answered
+from jmoe.cluster.remote_process import PASSED_ON, LaunchOrder, RemoteProcess, answered
 from jmoe.cluster.rendezvous import named
-from jmoe.cluster.restarts import ABORTED, Ending, Restarts, kind_of, named_code, reached
+from jmoe.cluster.restarts import ABORTED, Ending, Restarts, failure_kind, named_code, read_progress
 from jmoe.command_line import parse_supervise, parse_train
 from jmoe.config import TrainConfig, check
 from jmoe.config.supervise import SuperviseConfig
@@ -57,7 +57,7 @@ def program_and_arguments(command: Sequence[str]) -> tuple[list[str], list[str]]
     return list(command[:words]), list(command[words:])
 
 
-class Asker:
+class HostPoller:
     """Polls hosts that are away for their return, without blocking."""
 
     def __init__(
@@ -68,7 +68,7 @@ class Asker:
         self._since = time.monotonic()
         self._stack = contextlib.ExitStack()
 
-    def __enter__(self) -> Asker:
+    def __enter__(self) -> HostPoller:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -85,7 +85,7 @@ class Asker:
             return []
         present = answered(self._asked, 0.0)
         if (
-            not all(remote.heard for remote in self._asked)
+            not all(remote.has_answered for remote in self._asked)
             and waited_s < self._config.host_timeout_s
         ):
             return []
@@ -143,14 +143,14 @@ class Supervisor:
                     number,
                     signal.signal(number, lambda n, _: self._signals.append(n)),
                 )
-            restarts = Restarts(self._config, reached(self.output_dir))
+            restarts = Restarts(self._config, read_progress(self.output_dir))
             while True:
                 with contextlib.ExitStack() as ranks_stack:
                     ranks = self._gather(ranks_stack)
                     if not ranks:
                         return 128 + self._signals[-1]
-                    asker = ranks_stack.enter_context(self._asker(ranks))
-                    ending = self._watch(ranks, self._start(ranks), asker)
+                    poller = ranks_stack.enter_context(self._host_poller(ranks))
+                    ending = self._watch(ranks, self._start(ranks), poller)
                 code = self._after(ending, restarts)
                 if code is not None:
                     return code
@@ -176,7 +176,7 @@ class Supervisor:
         """Return the supervisor's exit code after an attempt ended, or None once the next attempt
         is due (after the back-off).
         """
-        now = reached(self.output_dir)
+        now = read_progress(self.output_dir)
         self._note(
             "end",
             kind=ending.kind,
@@ -195,7 +195,7 @@ class Supervisor:
             )
         if self._growing and ending.kind == "stopped":
             return None
-        self._forget_torn()
+        self._delete_recent_cache_entries()
         decision = restarts.after(ending, now)
         checkpoint = f"checkpoint {now.checkpoint}" if now.checkpoint >= 0 else "the start"
         checkpoint += (
@@ -228,7 +228,7 @@ class Supervisor:
                 present = answered(
                     self._remote_processes(trying, self._hosts()), config.host_timeout_s
                 )
-                number = self._fitting(len(present))
+                number = self._largest_fitting_count(len(present))
                 if number:
                     stack.push(trying.pop_all())
                     for remote in present[number:]:
@@ -268,7 +268,7 @@ class Supervisor:
             stack.callback(remotes[-1].close)
         return remotes
 
-    def _fitting(self, available: int) -> int:
+    def _largest_fitting_count(self, available: int) -> int:
         """Return the largest number of processes, at most `available`, over which the run can be
         split; 0 if there are too few.
 
@@ -289,8 +289,8 @@ class Supervisor:
         return 0
 
     def _start(self, ranks: Sequence[RemoteProcess]) -> Listener:
-        """Start a new attempt: send every rank its `Order` with a new coordinator port; return the
-        listener for the heartbeats.
+        """Start a new attempt: send every rank its `LaunchOrder` with a new coordinator port;
+        return the listener for the heartbeats.
         """
         self._attempt += 1
         self._growing = False
@@ -324,7 +324,9 @@ class Supervisor:
             title = f"attempt {self._attempt}, rank {rank} of {len(ranks)}"
             command = [*self._program, *self._arguments, *words]
             remote.start(
-                Order(command, os.getcwd(), self._environment(remote), str(self._log(rank)), title)
+                LaunchOrder(
+                    command, os.getcwd(), self._environment(remote), str(self._log(rank)), title
+                )
             )
         self._clock = RunningClock(POLL_S)
         return Listener(heartbeats, len(ranks), self._clock.now)
@@ -356,7 +358,7 @@ class Supervisor:
     def _cache(self) -> Path:
         return Path(os.environ.get("JAX_COMPILATION_CACHE_DIR") or self.folder / "compiled")
 
-    def _forget_torn(self) -> None:
+    def _delete_recent_cache_entries(self) -> None:
         """Delete the newest entries of the compile cache: JAX writes entries in place, and a
         truncated entry would fail at every start.
         """
@@ -370,7 +372,9 @@ class Supervisor:
 
     # Watch
 
-    def _watch(self, ranks: Sequence[RemoteProcess], listener: Listener, asker: Asker) -> Ending:
+    def _watch(
+        self, ranks: Sequence[RemoteProcess], listener: Listener, poller: HostPoller
+    ) -> Ending:
         """Watch one attempt to its end; return how it ended, after all of its processes have
         ended.
         """
@@ -407,7 +411,7 @@ class Supervisor:
             if (
                 first is None
                 and not (self._growing or self._signals)
-                and self._can_grow(ranks, asker.returned())
+                and self._can_grow(ranks, poller.returned())
             ):
                 self._growing = True
                 for remote in ranks:
@@ -463,13 +467,15 @@ class Supervisor:
             "" if _is_killed(code) else f": {ranks[rank].last_words() or self._last_words(rank)}"
         )
         return Ending(
-            kind_of(code), code, f"{self._named(rank, ranks[rank])}: {named_code(code)}{at}{words}"
+            failure_kind(code),
+            code,
+            f"{self._named(rank, ranks[rank])}: {named_code(code)}{at}{words}",
         )
 
-    def _asker(self, ranks: Sequence[RemoteProcess]) -> Asker:
-        """Return an `Asker` for the hosts that this attempt runs without."""
+    def _host_poller(self, ranks: Sequence[RemoteProcess]) -> HostPoller:
+        """Return a `HostPoller` for the hosts that this attempt runs without."""
         hosts = sorted(self._away(ranks))
-        return Asker(lambda stack: self._remote_processes(stack, hosts), self._config)
+        return HostPoller(lambda stack: self._remote_processes(stack, hosts), self._config)
 
     def _can_grow(self, ranks: Sequence[RemoteProcess], returned: Sequence[str]) -> bool:
         """Return True, and print it, if the returned hosts let the run use more processes."""
@@ -477,7 +483,7 @@ class Supervisor:
             return False
         more = len(ranks) + len(returned) * self._config.processes_per_host
         with contextlib.suppress(ValueError):
-            if self._fitting(more) > len(ranks):
+            if self._largest_fitting_count(more) > len(ranks):
                 self._say(
                     f"back: {', '.join(returned)}; the run is saved and goes on with more processes"
                 )

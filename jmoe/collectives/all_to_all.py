@@ -8,14 +8,14 @@ Legend: R devices = P nodes x Q devices per node, C rows per destination.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 from jax import lax
 
+from jmoe.types import PyTree
 from kernels_pallas.saved import bits
 
-AllToAll = Callable[[Any], Any]
+AllToAll = Callable[[PyTree], PyTree]
 
 
 def flat_local(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:

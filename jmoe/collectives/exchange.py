@@ -19,7 +19,7 @@ rows of a whole buffer.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -27,13 +27,14 @@ from jax import lax
 
 from jmoe.collectives.all_to_all import AllToAll, make_all_to_all
 from jmoe.planning.exchange import ExchangePlan, buffer_rows, index_bytes
+from jmoe.types import PyTree
 from kernels_pallas.saved import saved, saved_residual
 from kernels_pallas.token_permute import RowMap, combine, dispatch, sort_by_expert, sum_rows
 
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["x", "rows", "group_sizes_L"],
+    data_fields=["rows_or_tokens", "rows", "group_sizes_L"],
     meta_fields=["expected_rows"],
 )
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class ArrivedRows:
     """One chunk of rows for this device's experts."""
 
     # [M, D], sorted by expert; with `rows`, this device's tokens [T, D], from which `rows` gathers
-    x: jax.Array
+    rows_or_tokens: jax.Array
     rows: RowMap | None
     group_sizes_L: jax.Array  # int32
     expected_rows: int  # sum of group_sizes_L when the load is even
@@ -50,9 +51,11 @@ class ArrivedRows:
     def rows_MD(self) -> jax.Array:
         """Rows [M, D] sorted by local expert. Rows beyond the last group hold arbitrary values."""
         if self.rows is None:
-            return self.x
+            return self.rows_or_tokens
         with jax.named_scope("dispatch"):
-            return dispatch(self.x, self.rows.src_M, self.rows.row_TK, self.rows.complete)
+            return dispatch(
+                self.rows_or_tokens, self.rows.src_M, self.rows.row_TK, self.rows.complete
+            )
 
 
 @jax.tree_util.register_dataclass
@@ -65,7 +68,7 @@ class DispatchedTokens:
 
     chunks: tuple[ArrivedRows, ...]
     dropped: jax.Array  # int32, assignments that this device dropped; devices' values add up
-    handle: Any
+    handle: PyTree
 
 
 class Choices(NamedTuple):
@@ -101,7 +104,7 @@ class Exchange(Protocol):
         the most chunks to send the rows in.
         """
 
-    def combine(self, outs: Sequence[jax.Array], handle: Any) -> jax.Array:
+    def combine(self, outs: Sequence[jax.Array], handle: PyTree) -> jax.Array:
         """Return float32 y_TD, the weighted sum of each token's expert outputs. A dropped
         assignment adds 0.
 
@@ -142,7 +145,7 @@ class OneDevice:
         arrived = ArrivedRows(x_TD, rows, counts_E, topk_idx_TK.size)
         return DispatchedTokens((arrived,), dropped, (topk_weights_TK, rows))
 
-    def combine(self, outs: Sequence[jax.Array], handle: Any) -> jax.Array:
+    def combine(self, outs: Sequence[jax.Array], handle: PyTree) -> jax.Array:
         with jax.named_scope("combine"):
             (out_MD,), (topk_weights_TK, rows) = outs, handle
             return combine(
@@ -197,7 +200,9 @@ class PerDevice:
             token_M = _deal_out(token_RC, num_chunks, num_tokens).reshape(-1)
             dest_N = idx_N // kept_RL.shape[1]
             place_N = rank_N - jnp.take(starts_R, dest_N, mode="clip")
-            row_TK = _slots(dest_N, place_N, num_devices, rows, num_chunks).reshape(num_tokens, k)
+            row_TK = _rows_in_chunks(dest_N, place_N, num_devices, rows, num_chunks).reshape(
+                num_tokens, k
+            )
             send_MD = dispatch(x_TD, token_M, row_TK)
         arrived, sorts = [], []
         sizes_XRL = _sizes_in_chunks(kept_RL, num_chunks)
@@ -221,7 +226,7 @@ class PerDevice:
             tuple(arrived), dropped, (sorts, chosen.topk_weights_TK, token_M, row_TK)
         )
 
-    def combine(self, outs: Sequence[jax.Array], handle: Any) -> jax.Array:
+    def combine(self, outs: Sequence[jax.Array], handle: PyTree) -> jax.Array:
         sorts, topk_weights_TK, token_M, row_TK = handle
         back = []
         for out_MD, (order_M, rank_M) in zip(outs, sorts, strict=True):
@@ -255,7 +260,7 @@ def _deal_out(x_RC: jax.Array, num_chunks: int, empty: int) -> jax.Array:
     return jnp.moveaxis(x_RC.reshape(x_RC.shape[0], width, num_chunks, *x_RC.shape[2:]), 2, 0)
 
 
-def _slots(
+def _rows_in_chunks(
     dest: jax.Array, place: jax.Array, num_dest: int, rows: int, num_chunks: int
 ) -> jax.Array:
     """Return the index, in all chunks of `_deal_out` laid end to end, of row `place` of destination
@@ -383,8 +388,10 @@ class PerNode:
             lost_TKP = on_TKP & (place_TP == rows)[:, None, :]
             nodes, src_M = jnp.arange(num_nodes, dtype=jnp.int32), src_PC.reshape(-1)
             idx_MK = _choices_of_rows(topk_idx_TK, src_M, num_nodes, node_size)
-            send_MK = dispatch(topk_weights_TK, src_M, _slots(nodes, place_TP, num_nodes, rows, 1))
-            slot_TP = _slots(nodes, place_TP, num_nodes, rows, num_chunks)
+            send_MK = dispatch(
+                topk_weights_TK, src_M, _rows_in_chunks(nodes, place_TP, num_nodes, rows, 1)
+            )
+            slot_TP = _rows_in_chunks(nodes, place_TP, num_nodes, rows, num_chunks)
             src_XPC = _deal_out(src_PC, num_chunks, num_tokens)
             send_XPCD = dispatch(x_TD, src_XPC.reshape(-1), slot_TP).reshape(*src_XPC.shape, -1)
         with jax.named_scope("all_to_all_across"):
@@ -440,7 +447,7 @@ class PerNode:
         lost = there.counts_E.sum(dtype=jnp.int32) - kept_E.sum(dtype=jnp.int32)
         return by_chunk, min(device_rows, most_rows), lost
 
-    def combine(self, outs: Sequence[jax.Array], handle: Any) -> jax.Array:
+    def combine(self, outs: Sequence[jax.Array], handle: PyTree) -> jax.Array:
         inside, src_M, slot_TP = handle
         back = []
         for out_MD, own in zip(outs, inside, strict=True):
@@ -529,15 +536,15 @@ def make_exchange(
 
 def sent_to_experts(
     exchange: Exchange, x: jax.ShapeDtypeStruct, chosen: Choices, num_chunks: int = 1
-) -> list[tuple[AllToAll, Any]]:
+) -> list[tuple[AllToAll, PyTree]]:
     """Return the all-to-alls that `exchange.dispatch` calls, each with the shapes of its operands.
 
     x, chosen: shapes (`ShapeDtypeStruct`) of the arguments.
     """
-    sent: list[tuple[AllToAll, Any]] = []
+    sent: list[tuple[AllToAll, PyTree]] = []
 
     def noting(all_to_all: AllToAll) -> AllToAll:
-        def note(tree: Any) -> Any:
+        def note(tree: PyTree) -> PyTree:
             sent.append(
                 (all_to_all, jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tree))
             )

@@ -13,17 +13,20 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
+
+from jmoe.types import PyTree
 
 Hierarchy = tuple[tuple[str, ...], ...]  # the axes of each level, the slowest level first
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def gather_local(shard: jax.Array, dim: int, dtype: Any, axes: tuple[str, ...]) -> jax.Array:
+def gather_local(shard: jax.Array, dim: int, dtype: DTypeLike, axes: tuple[str, ...]) -> jax.Array:
     """Return the unsharded parameter in `dtype`, all-gathered along `dim` over the devices of
     `axes` from float32 shards.
 
@@ -33,13 +36,13 @@ def gather_local(shard: jax.Array, dim: int, dtype: Any, axes: tuple[str, ...]) 
 
 
 def _gather_fwd(
-    shard: jax.Array, dim: int, dtype: Any, axes: tuple[str, ...]
+    shard: jax.Array, dim: int, dtype: DTypeLike, axes: tuple[str, ...]
 ) -> tuple[jax.Array, None]:
     return gather_local(shard, dim, dtype, axes), None
 
 
 def _gather_bwd(
-    dim: int, dtype: Any, axes: tuple[str, ...], _: None, g: jax.Array
+    dim: int, dtype: DTypeLike, axes: tuple[str, ...], _: None, g: jax.Array
 ) -> tuple[jax.Array]:
     return (lax.psum_scatter(g.astype(jnp.float32), axes, scatter_dimension=dim, tiled=True),)
 
@@ -55,7 +58,7 @@ class ShardInBuffer:
 
     shape: tuple[int, ...]
     dim: int
-    dtype: Any
+    dtype: DTypeLike
 
     @property
     def size(self) -> int:
@@ -69,25 +72,25 @@ class BufferLayout:
     arrays' first dimension is the layer.
     """
 
-    def __init__(self, tree: Any, parts: Sequence[ShardInBuffer | None]) -> None:
+    def __init__(self, tree: PyTree, parts: Sequence[ShardInBuffer | None]) -> None:
         leaves, self._structure = jax.tree.flatten(tree)
         self._in_buffer = [i for i, part in enumerate(parts) if part is not None]
         self._rest = [i for i, part in enumerate(parts) if part is None]
         self.parts = [part for part in parts if part is not None]
         self.num_layers = leaves[0].shape[0]
 
-    def split(self, tree: Any) -> tuple[list[Any], list[Any]]:
+    def split(self, tree: PyTree) -> tuple[list[jax.Array], list[jax.Array]]:
         """Return (arrays of the buffer, other arrays)."""
         leaves = jax.tree.leaves(tree)
         return [leaves[i] for i in self._in_buffer], [leaves[i] for i in self._rest]
 
-    def join(self, in_buffer: Sequence[Any], rest: Sequence[Any]) -> Any:
+    def join(self, in_buffer: Sequence[jax.Array], rest: Sequence[jax.Array]) -> PyTree:
         """Return the pytree from the two results of `split`."""
         leaves = dict(zip(self._in_buffer + self._rest, [*in_buffer, *rest], strict=True))
         return jax.tree.unflatten(self._structure, [leaves[i] for i in range(len(leaves))])
 
 
-def _carrier(parts: Sequence[ShardInBuffer]) -> Any:
+def _carrier(parts: Sequence[ShardInBuffer]) -> np.dtype:
     """Return the dtype of a buffer: float32 if all its parameters are used in float32, else
     uint16.
     """
@@ -96,7 +99,7 @@ def _carrier(parts: Sequence[ShardInBuffer]) -> Any:
     )
 
 
-def _width(part: ShardInBuffer, carrier: Any) -> int:
+def _width(part: ShardInBuffer, carrier: np.dtype) -> int:
     return part.size * (jnp.dtype(part.dtype).itemsize // carrier.itemsize)
 
 
@@ -185,7 +188,7 @@ def reduce_scatter_buffer_local(rows_RG: jax.Array, hierarchy: Hierarchy) -> jax
     return rows_RG
 
 
-def all_reduce_local(tree: Any, hierarchy: Hierarchy) -> Any:
+def all_reduce_local(tree: PyTree, hierarchy: Hierarchy) -> PyTree:
     """Return the float32 sum over devices of every array of a pytree, reduced as one vector."""
     leaves, structure = jax.tree.flatten(tree)
     if not leaves:
@@ -224,13 +227,13 @@ def gather_fused_local(
 
 def _gather_fused_fwd(
     shards: list[jax.Array], parts: _Parts, hierarchy: Hierarchy
-) -> tuple[Any, None]:
+) -> tuple[list[jax.Array], None]:
     return gather_fused_local(shards, parts, hierarchy), None
 
 
 def _gather_fused_bwd(
     parts: _Parts, hierarchy: Hierarchy, _: None, grads: list[jax.Array]
-) -> tuple[Any]:
+) -> tuple[list[jax.Array]]:
     row_G = reduce_scatter_buffer_local(flatten_gradients(grads, parts, hierarchy), hierarchy)
     return (unflatten_gradients(row_G, parts),)
 

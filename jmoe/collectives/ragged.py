@@ -10,13 +10,14 @@ devices, L experts of this device, R devices, M rows of the receive buffer.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jmoe.collectives.exchange import ArrivedRows, Choices, DispatchedTokens
+from jmoe.types import PyTree
 from kernels_pallas.token_permute import combine, dispatch, sort_by_expert
 
 RaggedAllToAll = Callable[..., jax.Array]
@@ -94,7 +95,7 @@ class Ragged:
         handle = parts, chosen.topk_weights_TK, token_N, row_TK
         return DispatchedTokens((ArrivedRows(rows_MD, None, sizes_L, expected_rows),), none, handle)
 
-    def combine(self, outs: Sequence[jax.Array], handle: Any) -> jax.Array:
+    def combine(self, outs: Sequence[jax.Array], handle: PyTree) -> jax.Array:
         """Return float32 [T, D], the weighted sum of each token's expert outputs. outs: the outputs
         of the only chunk.
         """

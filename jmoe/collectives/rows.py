@@ -32,7 +32,7 @@ def all_gather_rows_local(x_TD: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return lax.bitcast_convert_type(rows, x_TD.dtype)
 
 
-def sum_scatter_rows_local(x_MD: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+def reduce_scatter_rows_local(x_MD: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Return float32 [T, D], this device's rows of the sum over devices of x_MD, summed within the
     node, then across nodes.
 

@@ -13,13 +13,15 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import JaxprEqn, Literal
+from jax.core import ShapedArray
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
+from jmoe.types import PyTree
 from kernels_pallas.native import hold_until, in_background, multiplications
 
 After = Callable[[jax.Array], jax.Array]
@@ -82,9 +84,12 @@ def cuts(width: int, element_bytes: int, limit_bytes: int) -> list[tuple[int, in
     )
 
 
-def _can_wait(x: Any) -> bool:
+def _can_wait(x: jax.Array | ShapedArray) -> bool:
     """Return whether x holds numbers, through whose bits a dependence can be added."""
     return jnp.issubdtype(x.dtype, jnp.number) and x.size > 0
+
+
+Operand = int | Literal  # a name of the program, or a constant
 
 
 class _Equation(NamedTuple):
@@ -95,7 +100,7 @@ class _Equation(NamedTuple):
     """
 
     eqn: JaxprEqn
-    inputs: list[Any]
+    inputs: list[Operand]
     outputs: list[int]
     scope: str
     deferred: bool = False
@@ -116,10 +121,15 @@ _CALLS = (
 )
 
 
-def _inner(eqn: JaxprEqn) -> list[Any]:
+def _inner(eqn: JaxprEqn) -> list[ClosedJaxpr]:
     """Return the functions inside an equation, in any supported version of JAX."""
     leaves = jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda p: hasattr(p, "eqns"))
     return [leaf for leaf in leaves if hasattr(leaf, "eqns")]
+
+
+def _shape_of(var: Var | Literal) -> ShapedArray:
+    assert isinstance(var.aval, ShapedArray), var.aval
+    return var.aval
 
 
 def _exchanges(eqn: JaxprEqn) -> bool:
@@ -136,12 +146,11 @@ def _products(eqn: JaxprEqn) -> int:
         return 0
     if eqn.primitive.name == "dot_general":
         (summed, _), _ = eqn.params["dimension_numbers"]
-        left: Any = eqn.invars[0].aval
-        out: Any = eqn.outvars[0].aval
+        left, out = _shape_of(eqn.invars[0]), _shape_of(eqn.outvars[0])
         return math.prod((*out.shape, *(left.shape[dim] for dim in summed)))
     if eqn.primitive.name == "ffi_call":
-        inputs: Any = [var.aval for var in eqn.invars]
-        return multiplications(eqn.params["target_name"], [x.shape for x in inputs])
+        shapes = [_shape_of(var).shape for var in eqn.invars]
+        return multiplications(eqn.params["target_name"], shapes)
     inner = (sum(map(_products, function.eqns)) for function in _inner(eqn))
     return int(eqn.params.get("length", 1)) * max(inner, default=0)
 
@@ -149,21 +158,21 @@ def _products(eqn: JaxprEqn) -> int:
 class _Program:
     """A traced function as one list of equations. Calls that contain an all-to-all are inlined."""
 
-    def __init__(self, closed: Any) -> None:
+    def __init__(self, closed: ClosedJaxpr) -> None:
         self._names = itertools.count()
-        self.constants: dict[int, Any] = {}
+        self.constants: dict[int, jax.Array] = {}
         self.equations: list[_Equation] = []
         self.inputs = [next(self._names) for _ in closed.jaxpr.invars]
         self.outputs = self._add(closed.jaxpr, closed.consts, self.inputs, "")
         self.equations = self._in_use()
 
     def _add(
-        self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any], scope: str
-    ) -> list[Any]:
-        names: dict[Any, Any] = dict(zip(jaxpr.invars, inputs, strict=True))
+        self, jaxpr: Jaxpr, consts: Sequence[jax.Array], inputs: Sequence[Operand], scope: str
+    ) -> list[Operand]:
+        names: dict[Var, Operand] = dict(zip(jaxpr.invars, inputs, strict=True))
         for var, value in zip(jaxpr.constvars, consts, strict=True):
-            names[var] = next(self._names)
-            self.constants[names[var]] = value
+            names[var] = name = next(self._names)
+            self.constants[name] = value
         read = lambda v: v if isinstance(v, Literal) else names[v]  # noqa: E731
         for eqn in jaxpr.eqns:
             read_by = [read(v) for v in eqn.invars]
@@ -176,8 +185,9 @@ class _Program:
                 consts_inside = getattr(function, "consts", ())
                 outputs = self._add(jaxpr_inside, consts_inside, read_by, inner)
             else:
-                outputs = [next(self._names) for _ in eqn.outvars]
-                self.equations.append(_Equation(eqn, read_by, outputs, inner))
+                made = [next(self._names) for _ in eqn.outvars]
+                self.equations.append(_Equation(eqn, read_by, made, inner))
+                outputs = [*made]
             names.update(zip(eqn.outvars, outputs, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
@@ -213,7 +223,7 @@ class _Program:
             begin = at + 1
         return places | {len(self.equations): sorted(left)}
 
-    def operands(self, products: list[int]) -> list[Any]:
+    def operands(self, products: list[int]) -> list[int]:
         """Return the values that the work in front of `products` should wait for: they become known
         when the product that waits for the last all-to-all can start.
 
@@ -230,12 +240,14 @@ class _Program:
         }
         inputs = zip(first.inputs, first.eqn.invars, strict=True)
         numbers = [
-            name for name, var in inputs if not isinstance(name, Literal) and _can_wait(var.aval)
+            name
+            for name, var in inputs
+            if not isinstance(name, Literal) and _can_wait(_shape_of(var))
         ]
         waiting = [name for name in numbers if name in known and latest[known[name]] >= 0]
         return waiting or [max(numbers, key=lambda name: known.get(name, -1))]
 
-    def native_operands(self, products: list[int]) -> list[Any]:
+    def native_operands(self, products: list[int]) -> list[int]:
         """Return the inputs and outputs of the native operations among these equations."""
         equations = [
             self.equations[i]
@@ -254,7 +266,7 @@ class _Program:
         """Return for each equation the index of the last all-to-all that it is or depends on; -1
         without one.
         """
-        waits_for: dict[Any, int] = {}
+        waits_for: dict[int, int] = {}
         latest = []
         for at, equation in enumerate(self.equations):
             waits = max(
@@ -364,13 +376,13 @@ def _assign_work(
 
 
 def interleave(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
+    function: Callable[..., PyTree],
+    args: tuple[PyTree, ...],
     work: Sequence[Work],
     schedule: Schedule,
     axes: tuple[str, ...],
     begin: jax.Array,
-) -> tuple[Any, list[jax.Array]]:
+) -> tuple[PyTree, list[jax.Array]]:
     """Return (function(*args), results of `work`), with all collectives in the order of `schedule`,
     inside `shard_map` over `axes`.
 
@@ -397,7 +409,7 @@ def interleave(
     }
     shares = _assign_work(work, hides, schedule)
     results = {}
-    values: dict[int, Any] = (
+    values: dict[int, jax.Array] = (
         dict(zip(program.inputs, jax.tree.leaves(args), strict=True)) | program.constants
     )
 

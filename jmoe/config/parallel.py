@@ -149,6 +149,6 @@ class CommConfig:
         check(packing == "auto" or power, "packing", packing, "must be a power of two, or auto")
 
     @property
-    def first_packing(self) -> int:
+    def initial_packing(self) -> int:
         """The packing with which a run begins; 1 for `auto`."""
         return 1 if self.packing == "auto" else self.packing

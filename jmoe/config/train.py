@@ -429,7 +429,7 @@ class TrainConfig:
         cannot be sharded over the devices.
         """
         shape = packed_shape(
-            self.mesh.shape(num_devices, devices_per_host), self.comm.first_packing
+            self.mesh.shape(num_devices, devices_per_host), self.comm.initial_packing
         )
         parts = self.gradient_accumulation_steps
         constraint = f"must be a multiple of {num_devices} devices x {parts} accumulation steps"
@@ -444,7 +444,7 @@ class TrainConfig:
             check_field(ordered, self.comm, "comm.schedule", constraint)
         experts = shape[1] * shape[2]
         axes = "mesh.expert_inter x mesh.expert_intra" + " / comm.packing" * (
-            self.comm.first_packing > 1
+            self.comm.initial_packing > 1
         )
         constraint = f"must be a multiple of {axes} = {experts}"
         check_field(

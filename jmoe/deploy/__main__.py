@@ -17,7 +17,7 @@ from jmoe.config.engine import EngineConfig
 from jmoe.deploy.cut import check_new_folder
 from jmoe.deploy.expert_layouts import LAYOUTS
 from jmoe.deploy.lower import PREFILL_TOKENS
-from jmoe.deploy.merged import hugging_face_folder
+from jmoe.deploy.model_folder import hugging_face_folder
 from jmoe.deploy.prune import LENGTH, MAX_TOKENS
 from jmoe.deploy.stages import Distilling, Stages, deploy
 from jmoe.planning.segmentation import SegmentBy

@@ -16,7 +16,6 @@ from dataclasses import asdict, fields, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
@@ -25,7 +24,7 @@ from jmoe.command_line import answer_early, parse_bundle
 from jmoe.config import check
 from jmoe.config.engine import EngineConfig, EngineMesh
 from jmoe.deploy.cut import check_new_folder, copy_files, files_of_model, new_folder
-from jmoe.deploy.merged import hugging_face_folder
+from jmoe.deploy.model_folder import hugging_face_folder
 from jmoe.deploy.portable import PLAN, check_files, listed_files, plan_text, read_plan
 from jmoe.inference.engine import Engine
 from jmoe.inference.loading import (
@@ -44,6 +43,7 @@ from jmoe.offload.residency import PACK_FOLDER
 from jmoe.offload.segments import as_segments
 from jmoe.runtime import end_at_once_on_interrupt, reexec_with_env
 from jmoe.status import status
+from jmoe.types import Json, JsonObject
 from kernels_pallas import native
 
 BUNDLE = "bundle"  # the value of `form` in plan.json
@@ -164,7 +164,7 @@ def _programs_in(folder: Path) -> Iterator[None]:
         _set_cache(before)
 
 
-def _set_cache(settings: dict[str, Any]) -> dict[str, Any]:
+def _set_cache(settings: JsonObject) -> JsonObject:
     """Set the options of JAX's compilation cache; return their previous values."""
     before = {name: jax.config.values[name] for name in settings}
     for name, value in settings.items():
@@ -177,7 +177,7 @@ def _versions() -> dict[str, str]:
     return {name: version(name) for name in ("jax", "jaxlib")}
 
 
-def _device() -> dict[str, Any]:
+def _device() -> JsonObject:
     device = jax.devices()[0]
     lines: list[str] = []
     if device.platform == "cpu":
@@ -236,7 +236,7 @@ class OpenBundle(Closing):
         check_files(path, plan["files"], contents=check_contents)
         _check_nothing_added(path, plan["files"])
         self.read = self.requests = 0
-        self._before: dict[str, Any] = {}
+        self._before: JsonObject = {}
         jax.monitoring.register_event_listener(self._count)
         if jax.process_count() > 1:  # the bundle's programs are for a single process
             return
@@ -247,7 +247,7 @@ class OpenBundle(Closing):
         settings = _SETTINGS | {"jax_persistent_cache_min_compile_time_secs": NEVER_S}
         self._before = _set_cache({"jax_compilation_cache_dir": str(path / PROGRAMS)} | settings)
 
-    def _count(self, event: str, **_: Any) -> None:
+    def _count(self, event: str, **_: object) -> None:
         self.read += event == "/jax/compilation_cache/cache_hits"
         self.requests += event == "/jax/compilation_cache/compile_requests_use_cache"
 
@@ -267,7 +267,7 @@ class OpenBundle(Closing):
         jax.monitoring.unregister_event_listener(self._count)
 
 
-def _check_nothing_added(folder: Path, files: Mapping[str, Any]) -> None:
+def _check_nothing_added(folder: Path, files: Mapping[str, Json]) -> None:
     """Raise ValueError naming a file in the bundle that plan.json does not list, such as a program
     or a chat template, which would otherwise be used unchecked.
     """
@@ -282,7 +282,7 @@ def _check_nothing_added(folder: Path, files: Mapping[str, Any]) -> None:
                 )
 
 
-def _check_machine(file: Path, plan: dict[str, Any]) -> None:
+def _check_machine(file: Path, plan: JsonObject) -> None:
     """Raise ValueError unless the JAX versions, the device and its instruction sets are those that
     the programs need.
     """

@@ -13,15 +13,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from jmoe.config import ModelConfig, check
 from jmoe.deploy.cut import check_new_folder, new_model_folder, weight_bytes
 from jmoe.deploy.expert_layouts import LAYOUTS, ExpertLayout, expert_layout
-from jmoe.deploy.merged import hugging_face_folder
+from jmoe.deploy.model_folder import hugging_face_folder
 from jmoe.models.huggingface import family_of, model_config
 from jmoe.models.pretrained import MAX_SHARD_BYTES, abstract_decoder, read_config
 from jmoe.models.safetensors_io import (
@@ -38,6 +36,7 @@ from jmoe.models.tensor_names import are_fused
 from jmoe.models.weights import Parameter, Piece, check_tensors, parameters
 from jmoe.runtime import end_at_once_on_interrupt
 from jmoe.status import status
+from jmoe.types import JsonObject
 from kernels_pallas.formats import FP8, MXFP4
 
 
@@ -61,7 +60,7 @@ class _Matrices:
         self._fields = {
             end: ((*experts, *shape), dtype) for end, (shape, dtype) in layout.fields(n, k).items()
         }
-        self._made: dict[str, NDArray[Any]] = {}
+        self._made: dict[str, np.ndarray] = {}
 
     def new_tensors(self) -> list[NewTensor]:
         """Return the tensors. Write each once, in this order."""
@@ -70,15 +69,15 @@ class _Matrices:
             for end, (shape, dtype) in self._fields.items()
         ]
 
-    def _tensor(self, end: str) -> NDArray[Any]:
+    def _tensor(self, end: str) -> np.ndarray:
         if not self._made:
             self._made = self._make()
         return self._made.pop(end)
 
-    def _make(self) -> dict[str, NDArray[Any]]:
+    def _make(self) -> dict[str, np.ndarray]:
         rows = self._piece.shape[-2]
         if self._model.form(self._piece) is not None:
-            return self._made_again(rows)
+            return self._mxfp4_to_fp8(rows)
         stored = self._model.stored[self._piece.name]
         if not self._source.stacked:
             matrix = self._matrix(stored, 0, rows)
@@ -91,13 +90,13 @@ class _Matrices:
                 made[end][expert] = part
         return made
 
-    def _matrix(self, stored: StoredTensor, start: int, end: int) -> NDArray[Any]:
+    def _matrix(self, stored: StoredTensor, start: int, end: int) -> np.ndarray:
         matrix = self._model.rows(stored, start, end)
         if not np.isfinite(matrix).all():
             raise stored.wrong("has values that are not finite: it cannot be compressed")
         return matrix
 
-    def _made_again(self, rows: int) -> dict[str, NDArray[Any]]:
+    def _mxfp4_to_fp8(self, rows: int) -> dict[str, np.ndarray]:
         """Return the fp8 tensors of an MXFP4 matrix. Raises ValueError if fp8 cannot represent it
         exactly.
         """
@@ -134,7 +133,7 @@ class _Source:
         form = self.form(piece)
         return piece.name if form is None else form.names(piece.name)[0]
 
-    def rows(self, tensor: StoredTensor, start: int, end: int) -> NDArray[Any]:
+    def rows(self, tensor: StoredTensor, start: int, end: int) -> np.ndarray:
         """Return rows start..end of a tensor (its leading dimensions flattened), in the stored
         dtype.
         """
@@ -146,13 +145,13 @@ class _Source:
     def as_stored(self, tensor: StoredTensor) -> NewTensor:
         """Return an unchanged copy of a tensor, which is read only when it is written."""
 
-        def read() -> NDArray[Any]:
+        def read() -> np.ndarray:
             return self.rows(tensor, 0, math.prod(tensor.shape[:-1])).reshape(tensor.shape)
 
         return NewTensor(tensor.name, DTYPES[tensor.dtype], tensor.shape, read)
 
-    def check_wide(
-        self, fields: dict[str, Any], matrices: Sequence[tuple[Piece, Parameter]], experts: str
+    def check_uncompressed(
+        self, fields: JsonObject, matrices: Sequence[tuple[Piece, Parameter]], experts: str
     ) -> None:
         """Raise ValueError if matrices are compressed already. Allowed are MXFP4 experts that
         become fp8.
@@ -218,16 +217,14 @@ def compress_model(folder: Path, out: Path, experts: str) -> None:
         for piece, p in matrices
         if p.source.transposed and not p.experts
     }
-    changed: dict[str, Any] = {
-        "quantization_config": layout.quantization(sorted(linear | {"lm_head"}))
-    }
+    changed: JsonObject = {"quantization_config": layout.quantization(sorted(linear | {"lm_head"}))}
     if config.kv_lora_rank is not None:
         # multi-token-prediction layers are not written
         changed["num_nextn_predict_layers"] = 0
     fields_left = {name: value for name, value in fields.items() if name not in COMPRESSION_FIELDS}
     with TensorReader() as reader:
         source = _Source(stored, reader)
-        source.check_wide(fields, matrices, experts)
+        source.check_uncompressed(fields, matrices, experts)
         check_sizes(config, layout, experts)
         by_tensor = {source.first(piece): (piece, parameter) for piece, parameter in matrices}
         with new_model_folder(out, folder) as partial_folder:

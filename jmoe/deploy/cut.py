@@ -13,7 +13,6 @@ import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +29,7 @@ from jmoe.models.tokenizer_file import template_files
 from jmoe.models.weights import Names, StoredExperts
 
 # (name of an array, layer among those with experts, expert), numbered in the larger model -> array
-ReadExpert = Callable[[str, int, int], NDArray[Any]]
+ReadExpert = Callable[[str, int, int], np.ndarray]
 WEIGHTS = (".safetensors", ".index.json")
 
 
@@ -185,7 +184,7 @@ def write_cut(
     layers: Sequence[int],
     kept_Nn: NDArray[np.int64],
     read: ReadExpert | None = None,
-    dense: Mapping[int, Mapping[str, NDArray[Any]]] | None = None,
+    dense: Mapping[int, Mapping[str, np.ndarray]] | None = None,
 ) -> None:
     """Write the decoder `config`, with the layers `layers` of `source` and the experts `kept_Nn` of
     each layer that has experts.
@@ -219,7 +218,7 @@ def write_cut(
             arrays[path] = jnp.stack(parts)
     for path, dtype in source.expert_paths.items():
 
-        def one(layer: int, expert: int, name: str = path[-1]) -> NDArray[Any]:
+        def one(layer: int, expert: int, name: str = path[-1]) -> np.ndarray:
             return read(name, moe_layers[layer], int(kept_Nn[layer, expert]))
 
         arrays[path] = StoredExperts(one, dtype)
@@ -229,7 +228,7 @@ def write_cut(
 
 
 def _paths_of_stacks(
-    rest: Mapping[Names, jax.Array], dense: Mapping[int, Mapping[str, NDArray[Any]]]
+    rest: Mapping[Names, jax.Array], dense: Mapping[int, Mapping[str, np.ndarray]]
 ) -> list[Names]:
     """Return the paths of all stacked arrays of the new model, including those of layers that
     become dense.

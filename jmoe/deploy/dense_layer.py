@@ -6,7 +6,7 @@ Legend: N layers with experts, E experts, n kept experts, D hidden, F hidden of 
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,7 @@ from jmoe.deploy.expert_scores import best_experts
 from jmoe.deploy.similar import MergedExperts
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 
-Arrays = Mapping[str, NDArray[Any]]
+Arrays = Mapping[str, np.ndarray]
 DenseFrom = Literal["most_used", "average"]
 
 
@@ -46,7 +46,7 @@ def dense_sizes(teacher: ModelConfig, has_dense: bool) -> tuple[int, int]:
 
 def dense_mlp(
     source: LazyCheckpoint, layer: int, use_NE: NDArray[np.int64], count: int, made_from: DenseFrom
-) -> dict[str, NDArray[Any]]:
+) -> dict[str, np.ndarray]:
     """Return the arrays of an MLP for one layer with experts: its shared expert joined with its
     `count` most used experts.
 
@@ -75,9 +75,9 @@ def dense_mlp(
 
 def side_by_side(
     parts: Sequence[Arrays], weights: Sequence[float], activation: str
-) -> dict[str, NDArray[Any]]:
+) -> dict[str, np.ndarray]:
     """Return the arrays of an MLP whose output is the weighted sum of the outputs of P MLPs."""
-    made: dict[str, NDArray[Any]] = {}
+    made: dict[str, np.ndarray] = {}
     halves = 1 if activation == "gelu" else 2
     for name in ("w_up", "b_up"):
         if name in parts[0]:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
 
@@ -28,12 +28,13 @@ from jmoe.deploy.calibration_text import text_for
 from jmoe.deploy.cut import check_new_folder, cut_config, write_cut
 from jmoe.deploy.dense_layer import DenseFrom, dense_mlp, dense_sizes
 from jmoe.deploy.expert_scores import ScoreKind, best_experts, check_num_kept, measure_experts
-from jmoe.deploy.merged import hugging_face_folder
+from jmoe.deploy.model_folder import hugging_face_folder
 from jmoe.deploy.prune import LENGTH, MAX_TOKENS
 from jmoe.models.huggingface import changed_config
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.runtime import end_at_once_on_interrupt
 from jmoe.status import status
+from jmoe.types import JsonObject
 
 STUDENT = "student"  # folder inside the run's folder: the model that training starts from
 
@@ -68,7 +69,7 @@ def spread_layers(count: int, kept: int) -> list[int]:
 
 
 def student_config(
-    whole: ModelConfig, fields: dict[str, Any], options: StudentOptions
+    whole: ModelConfig, fields: JsonObject, options: StudentOptions
 ) -> tuple[ModelConfig, list[int]]:
     """Return (the student's configuration, the teacher's layers that it keeps).
 
@@ -213,13 +214,13 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--weight",
         type=float,
-        default=Learning.weight,
+        default=StudentTraining.weight,
         help="of the divergence in the loss, the text has the rest",
     )
     result.add_argument(
         "--temperature",
         type=float,
-        default=Learning.temperature,
+        default=StudentTraining.temperature,
         help="of both distributions in the divergence",
     )
     result.add_argument(
@@ -234,7 +235,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 @dataclass(frozen=True)
-class Learning:
+class StudentTraining:
     """How a student is trained.
 
     run: its folder, which contains the student. preset: of train.py, for all options not set here.
@@ -252,7 +253,7 @@ class Learning:
     ring_slots: int | None = None
 
 
-def train_arguments(how: Learning, rest: Sequence[str]) -> list[str]:
+def train_arguments(how: StudentTraining, rest: Sequence[str]) -> list[str]:
     """Return the arguments of train.py for the student's run. rest: further arguments."""
     ring = (
         ["--distil.policy", "ring", "--distil.ring-slots", str(how.ring_slots)]
@@ -290,7 +291,9 @@ def main(arguments: list[str]) -> None:
             options.max_tokens,
         )
         names = ("text", "preset", "weight", "temperature", "ring_slots")
-        how = Learning(folder, options.out, **{name: getattr(options, name) for name in names})
+        how = StudentTraining(
+            folder, options.out, **{name: getattr(options, name) for name in names}
+        )
         learning = train_arguments(how, rest)
         parse_train(learning, PRESETS)  # mistakes end the process before anything is computed
         begin_run(folder, options.out, asked, say)

@@ -10,22 +10,21 @@ Legend: N outputs, K inputs of a matrix.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from numpy.typing import NDArray
 
 from jmoe.config import check
+from jmoe.types import Json, JsonObject
 from kernels_pallas.compressed import compress
 from kernels_pallas.formats import FP8, INT4, INT8, MXFP4, Format
 
 BFLOAT16, E4M3 = np.dtype(jnp.bfloat16), np.dtype(jnp.float8_e4m3fn)
 UINT8, INT32, INT64 = np.dtype(np.uint8), np.dtype(np.int32), np.dtype(np.int64)
 # (N outputs, K inputs) of a matrix -> {suffix of a tensor's name: (shape, dtype)}
-Fields = Callable[[int, int], dict[str, tuple[tuple[int, ...], np.dtype[Any]]]]
+Fields = Callable[[int, int], dict[str, tuple[tuple[int, ...], np.dtype]]]
 # (values, scales) as `compress` returns them -> contents of the tensors
-Encode = Callable[[NDArray[Any], NDArray[Any]], Sequence[NDArray[Any]]]
+Encode = Callable[[np.ndarray, np.ndarray], Sequence[np.ndarray]]
 
 
 @dataclass(frozen=True)
@@ -41,10 +40,10 @@ class ExpertLayout:
     kind: Format
     fields: Fields
     encode: Encode
-    config: dict[str, Any] = field(hash=False)
+    config: JsonObject = field(hash=False)
     ignore: str
 
-    def tensors(self, w_KN: NDArray[Any]) -> dict[str, NDArray[Any]]:
+    def tensors(self, w_KN: np.ndarray) -> dict[str, np.ndarray]:
         """Return {suffix of a tensor's name: contents} for a matrix."""
         inputs, outputs = w_KN.shape
         wanted = self.fields(outputs, inputs).items()
@@ -53,38 +52,38 @@ class ExpertLayout:
             end: part.reshape(shape) for (end, (shape, _)), part in zip(wanted, parts, strict=True)
         }
 
-    def quantization(self, wide_modules: Sequence[str]) -> dict[str, Any]:
+    def quantization(self, wide_modules: Sequence[str]) -> JsonObject:
         """Return the `quantization_config` of a model whose linear modules `wide_modules` are not
         compressed.
         """
         return self.config | {self.ignore: list(wide_modules)}
 
 
-def _encode_mxfp4(values: NDArray[Any], scales: NDArray[Any]) -> Sequence[NDArray[Any]]:
+def _encode_mxfp4(values: np.ndarray, scales: np.ndarray) -> Sequence[np.ndarray]:
     return values.T, scales.T
 
 
-def _encode_int4(values: NDArray[Any], scales: NDArray[Any]) -> Sequence[NDArray[Any]]:
+def _encode_int4(values: np.ndarray, scales: np.ndarray) -> Sequence[np.ndarray]:
     # consecutive bytes form little-endian words
     words = np.ascontiguousarray(values.T).view(INT32)
     return words, scales.T.view(BFLOAT16), _shape(values, INT4)
 
 
-def _encode_int8(values: NDArray[Any], scales: NDArray[Any]) -> Sequence[NDArray[Any]]:
+def _encode_int8(values: np.ndarray, scales: np.ndarray) -> Sequence[np.ndarray]:
     words = np.ascontiguousarray(values.view(UINT8).T ^ 128).view(INT32)  # this layout adds 128
     return words, scales.T.view(BFLOAT16), _shape(values, INT8)
 
 
-def _encode_fp8(values: NDArray[Any], scales: NDArray[Any]) -> Sequence[NDArray[Any]]:
+def _encode_fp8(values: np.ndarray, scales: np.ndarray) -> Sequence[np.ndarray]:
     return values.T.view(E4M3), scales.T[:: FP8.block]
 
 
-def _shape(values: NDArray[Any], kind: Format) -> NDArray[Any]:
+def _shape(values: np.ndarray, kind: Format) -> np.ndarray:
     """Return the tensor with the shape [N, K] of the matrix."""
     return np.array([values.shape[1], values.shape[0] * kind.per_byte], INT64)
 
 
-def _compressed_tensors(layout: str, **weights: Any) -> dict[str, Any]:
+def _compressed_tensors(layout: str, **weights: Json) -> JsonObject:
     group = {
         "targets": ["Linear"],
         "weights": {"symmetric": True, "dynamic": False, **weights},
@@ -100,7 +99,7 @@ def _compressed_tensors(layout: str, **weights: Any) -> dict[str, Any]:
     }
 
 
-_GROUPS: dict[str, Any] = {"strategy": "group", "group_size": MXFP4.block}
+_GROUPS: JsonObject = {"strategy": "group", "group_size": MXFP4.block}
 
 
 def _packed_fields(kind: Format) -> Fields:

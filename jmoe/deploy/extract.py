@@ -12,20 +12,18 @@ import json
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from numpy.typing import NDArray
 
 from jmoe.config import CommConfig, TaskConfig, VisionModelConfig, VisionTrainConfig, check
 from jmoe.config.vision import HeadKind
 from jmoe.deploy.cut import check_new_folder, new_folder
 from jmoe.layers.contrastive import unit
-from jmoe.layers.router import RouterBias
 from jmoe.mesh import make_mesh
+from jmoe.models.functional import split_parameters
 from jmoe.models.safetensors_io import (
     DTYPES,
     NewTensor,
@@ -41,7 +39,7 @@ from jmoe.training.tasks.step import OF_TASKS
 
 MODEL = "model.json"
 SHARD_BYTES = 4 << 30
-Arrays = dict[Names, NDArray[Any]]
+Arrays = dict[Names, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +107,7 @@ def path_arrays(
     kept = {names: a for names, a in arrays.items() if names[0] not in others}
     kept |= {names: a for names, a in arrays.items() if names[:2] == ("heads", task)}
     kept |= {names: a for names, a in arrays.items() if names[0] == STACK_OF["moe"]}
-    layers: dict[Names, list[NDArray[Any]]] = {}
+    layers: dict[Names, list[np.ndarray]] = {}
     used = dict.fromkeys(STACK_OF, 0)
     for kind in config.layer_kinds:
         index = used[kind]
@@ -175,7 +173,7 @@ def load_task_model(folder: Path) -> TaskModel:
     def build() -> VisionTransformer:
         return VisionTransformer(config, {described["task"]: size}, [()], rngs=nnx.Rngs(0))
 
-    parts: Any = nnx.split(nnx.eval_shape(build), nnx.Param, RouterBias)
+    parts = split_parameters(nnx.eval_shape(build))
     stored = read_headers(folder)
 
     def read(names: Names, shape: tuple[int, ...]) -> jax.Array:

@@ -8,9 +8,9 @@ choices per token, R tokens of one expert.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +43,7 @@ class ExpertUse(NamedTuple):
 
 
 @partial(jax.jit, static_argnums=0)
-def _embed(structure: Structure, arrays: Any, tokens_BS: jax.Array) -> jax.Array:
+def _embed(structure: Structure, arrays: Sequence[jax.Array], tokens_BS: jax.Array) -> jax.Array:
     x_BSD: jax.Array = structure.merge(arrays).embed(
         tokens_BS, jnp.arange(tokens_BS.shape[1]), jnp.float32
     )
@@ -52,7 +52,7 @@ def _embed(structure: Structure, arrays: Any, tokens_BS: jax.Array) -> jax.Array
 
 @partial(jax.jit, static_argnums=0)
 def _attend(
-    structure: Structure, arrays: Any, x_BSD: jax.Array, window: jax.Array | None
+    structure: Structure, arrays: Sequence[jax.Array], x_BSD: jax.Array, window: jax.Array | None
 ) -> tuple[jax.Array, ...]:
     """Return (x after attention and the dense feed-forward); for a layer with experts (x after
     attention and the shared expert, the experts' input, choices, weights).
@@ -76,7 +76,9 @@ def _run_expert(activation: str, x_RD: jax.Array, weights: MLPWeights) -> jax.Ar
 
 
 @partial(jax.jit, static_argnums=0)
-def _losses(structure: Structure, arrays: Any, x_TD: jax.Array, labels_T: jax.Array) -> jax.Array:
+def _losses(
+    structure: Structure, arrays: Sequence[jax.Array], x_TD: jax.Array, labels_T: jax.Array
+) -> jax.Array:
     logits_TV = structure.merge(arrays).logits(x_TD)
     label_T1 = jnp.take_along_axis(logits_TV, labels_T[:, None], axis=1)
     return jax.nn.logsumexp(logits_TV, axis=1) - label_T1[:, 0]

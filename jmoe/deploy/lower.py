@@ -15,20 +15,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import flax.nnx as nnx
 import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
-from numpy.typing import NDArray
 
 from jmoe.config import check
 from jmoe.config.engine import EngineConfig
 from jmoe.deploy import portable
 from jmoe.deploy.cut import check_new_folder, copy_beside_weights, new_folder
-from jmoe.deploy.merged import hugging_face_folder
+from jmoe.deploy.model_folder import hugging_face_folder
 from jmoe.inference.kv_cache import KVCache, empty_caches
 from jmoe.inference.runner import Hidden, InCache, attend_local, embed_local
 from jmoe.layers.slot_experts import ExpertInputs, table_mlp
@@ -47,7 +46,7 @@ PLATFORMS = ("cpu", "cuda")
 PREFILL_TOKENS = 128  # tokens of a prompt per call of the prefill program
 TILE_ROWS = 64  # rows of one expert per iteration
 RUNNER = "run.py"
-Weights = Mapping[str, Any]
+Weights = Mapping[str, jax.Array]
 
 
 class _Module(NamedTuple):
@@ -56,7 +55,7 @@ class _Module(NamedTuple):
     structure: Structure
     names: tuple[str, ...]
 
-    def arrays(self, weights: Weights) -> tuple[Any, ...]:
+    def arrays(self, weights: Weights) -> tuple[jax.Array, ...]:
         return tuple(weights[name] for name in self.names)
 
 
@@ -74,17 +73,14 @@ class _Layer(NamedTuple):
 def _apply_layer(
     structure: Structure,
     activation: str,
-    arrays: Any,
+    arrays: tuple[jax.Array, ...],
     experts: Weights,
     cache: KVCache,
     hidden: Hidden,
-    *at: Any,
+    places: InCache,
 ) -> tuple[KVCache, Hidden]:
-    """Run one layer. As a jitted function, equal layers share one function of the program.
-
-    at: rows, positions, window.
-    """
-    x_PCD, cache, y = attend_local(structure, arrays, cache, hidden, InCache(*at))
+    """Run one layer. As a jitted function, equal layers share one function of the program."""
+    x_PCD, cache, y = attend_local(structure, arrays, cache, hidden, places)
     if isinstance(y, ExpertInputs):
         table_E = jnp.arange(experts["w_up"].shape[0], dtype=jnp.int32)
         tile_rows = min(TILE_ROWS, y.h_TD.shape[0])
@@ -155,16 +151,18 @@ class PortablePrograms:
         )
         for layer, cache in zip(self._layers, caches, strict=True):
             experts = {field: weights[name] for field, name in layer.experts.items()}
-            at = (rows_P, positions_PC, layer.window)
+            places = InCache(rows_P, positions_PC, layer.window)
             static = (layer.block.structure, self.config.hidden_act)
             new, hidden = _apply_layer(
-                *static, layer.block.arrays(weights), experts, KVCache(*cache), hidden, *at
+                *static, layer.block.arrays(weights), experts, KVCache(*cache), hidden, places
             )
             written.append((new.k_BGSd, new.v_BGSe))
         x_PD = add_residual(*hidden)[jnp.arange(at_P.shape[0]), at_P]
         return self._embed_and_head.structure.merge(embed_and_head).logits(x_PD), written
 
-    def caches(self, options: EngineConfig) -> list[tuple[Any, Any]]:
+    def caches(
+        self, options: EngineConfig
+    ) -> list[tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]]:
         """Return shapes and dtypes of the key and value cache of each layer."""
         assert options.max_seq_len is not None, "the model's positions say it"
         make = partial(
@@ -194,9 +192,9 @@ class _ExpertReader:
 
     def __init__(self, checkpoint: LazyCheckpoint) -> None:
         self._checkpoint, self._layer = checkpoint, -1
-        self._arrays: dict[str, NDArray[Any]] = {}
+        self._arrays: dict[str, np.ndarray] = {}
 
-    def __call__(self, moe_layer: int, field: str) -> NDArray[Any]:
+    def __call__(self, moe_layer: int, field: str) -> np.ndarray:
         if moe_layer != self._layer:
             count, fields = self._checkpoint.config.num_experts, self._checkpoint.expert_fields
             self._arrays = {

@@ -11,7 +11,6 @@ import shutil
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -31,11 +30,12 @@ from jmoe.runtime import end_at_once_on_interrupt
 from jmoe.training.finetune import INITIAL_CONFIG
 from jmoe.training.sharded_decoder import ShardedDecoder
 from jmoe.training.state import TrainState, experts_of, without_experts
+from jmoe.types import JsonObject
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # fields of config.json
 
 
-def saved_model_config(fields: dict[str, Any]) -> ModelConfig:
+def saved_model_config(fields: JsonObject) -> ModelConfig:
     """Return `ModelConfig` from a run's saved JSON. Raises ValueError naming fields that this
     version of jmoe does not have.
     """
@@ -45,7 +45,7 @@ def saved_model_config(fields: dict[str, Any]) -> ModelConfig:
             "the run's model has fields that this version of jmoe does not know:"
             f" {', '.join(unknown)}"
         )
-    values: dict[str, Any] = {
+    values: JsonObject = {
         name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()
     }
     if values.get("rope_scaling") is not None:
@@ -84,7 +84,9 @@ def saved_parameters(
         )
         for path, leaf in flat(shape.params).items():
             if path not in arrays:
-                arrays[path] = StoredExperts(partial(saved.one, path[-1]), np.dtype(leaf.dtype))
+                arrays[path] = StoredExperts(
+                    partial(saved.parameter, path[-1]), np.dtype(leaf.dtype)
+                )
     return arrays
 
 

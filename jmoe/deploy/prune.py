@@ -19,7 +19,7 @@ from jmoe.deploy.calibration_text import text_for
 from jmoe.deploy.cut import check_new_folder, cut_config, weight_bytes, write_cut
 from jmoe.deploy.expert_scores import ScoreKind, best_experts, check_num_kept, measure_experts
 from jmoe.deploy.layerwise import mean_loss
-from jmoe.deploy.merged import hugging_face_folder
+from jmoe.deploy.model_folder import hugging_face_folder
 from jmoe.deploy.similar import MergedExperts
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.runtime import end_at_once_on_interrupt

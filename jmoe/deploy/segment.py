@@ -21,7 +21,7 @@ import numpy as np
 from jmoe.config import check
 from jmoe.config.cluster import read_machines
 from jmoe.config.engine import EngineConfig, EngineMesh
-from jmoe.deploy.merged import hugging_face_folder
+from jmoe.deploy.model_folder import hugging_face_folder
 from jmoe.inference.loading import model_bytes, open_checkpoint
 from jmoe.models.safetensors_io import replace_text
 from jmoe.planning.segmentation import SegmentBy, SegmentPlan, StepTokens, plan_segments

@@ -7,18 +7,16 @@ the average weights each expert by its tokens.
 Legend: N layers with experts, E experts, n kept experts, D hidden, F expert hidden.
 """
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 
-Arrays = dict[str, NDArray[Any]]
+Arrays = dict[str, np.ndarray]
 
 
-def group_of(kernel_DE: NDArray[np.float32], kept_n: NDArray[np.int64]) -> dict[int, list[int]]:
+def merge_groups(kernel_DE: NDArray[np.float32], kept_n: NDArray[np.int64]) -> dict[int, list[int]]:
     """Return {kept expert: dropped experts to merge into it}, by the cosine similarity of router
     columns.
     """
@@ -31,7 +29,7 @@ def group_of(kernel_DE: NDArray[np.float32], kept_n: NDArray[np.int64]) -> dict[
     return groups
 
 
-def units(expert: Arrays) -> NDArray[np.float32]:
+def hidden_unit_weights(expert: Arrays) -> NDArray[np.float32]:
     """Return float32 [F, ...], all weights of each hidden unit of an expert."""
     hidden = expert["w_down"].shape[0]
     parts = [
@@ -45,7 +43,9 @@ def units(expert: Arrays) -> NDArray[np.float32]:
 
 def aligned(expert: Arrays, other: Arrays) -> Arrays:
     """Return `other` with its hidden units permuted to be most similar to those of `expert`."""
-    _, order_F = linear_sum_assignment(units(expert) @ units(other).T, maximize=True)
+    _, order_F = linear_sum_assignment(
+        hidden_unit_weights(expert) @ hidden_unit_weights(other).T, maximize=True
+    )
     hidden = len(order_F)
     moved = dict(other) | {"w_down": other["w_down"][order_F]}
     for name in {"w_up", "b_up"} & other.keys():
@@ -69,13 +69,13 @@ class MergedExperts:
             a for path, a in source.rest_arrays().items() if path[-2:] == ("router", "kernel")
         )
         self._groups = [
-            group_of(np.asarray(k, np.float32), kept)
+            merge_groups(np.asarray(k, np.float32), kept)
             for k, kept in zip(kernels, kept_Nn, strict=True)
         ]
         # an expert's arrays are computed together: keep the last expert's
         self._last: tuple[tuple[int, int], Arrays] | None = None
 
-    def __call__(self, name: str, layer: int, expert: int) -> NDArray[Any]:
+    def __call__(self, name: str, layer: int, expert: int) -> np.ndarray:
         if self._last is None or self._last[0] != (layer, expert):
             self._last = (layer, expert), self._merged(layer, expert)
         return self._last[1][name]

@@ -22,8 +22,8 @@ from jmoe.deploy.calibration_text import text_for
 from jmoe.deploy.compress import check_sizes, compress_model
 from jmoe.deploy.cut import check_new_folder, cut_config, own_folder, weight_bytes
 from jmoe.deploy.distil import (
-    Learning,
     StudentOptions,
+    StudentTraining,
     begin_run,
     has_begun,
     student_config,
@@ -239,7 +239,7 @@ def _student_options(teacher: ModelConfig, stages: Stages, distil: Distilling) -
 
 def _train_arguments(distil: Distilling, student: StudentOptions, teacher: Path) -> list[str]:
     more = ["--num-steps", str(distil.steps), *distil.train]
-    return train_arguments(Learning(teacher, distil.run, student.text, distil.preset), more)
+    return train_arguments(StudentTraining(teacher, distil.run, student.text, distil.preset), more)
 
 
 def _distilled(folder: Path, out: Path, stages: Stages, distil: Distilling, say: Say) -> Path:

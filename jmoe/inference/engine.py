@@ -40,7 +40,7 @@ from jmoe.inference.stats import EngineStats, StatsCollector
 from jmoe.memory.closing import Closing
 from jmoe.models.lazy_checkpoint import DEFAULT_MAX_SEQ_LEN
 from jmoe.models.tokenizer_file import TOKENIZER, open_tokenizer
-from jmoe.offload.policies import ExpertPlaces
+from jmoe.offload.policies import ExpertResidency
 from jmoe.planning.streaming import StreamingPlan
 from jmoe.status import status
 
@@ -86,7 +86,7 @@ class Engine(Closing):
         )
         options, memory, on_mesh = model.options, model.memory, model.on_mesh
         self._scheduler, self._store, self._runner = model.scheduler, model.store, model.runner
-        self.residency: ExpertPlaces = self._runner.residency
+        self.residency: ExpertResidency = self._runner.residency
         self.leader, self._say = leader, say
         if on_mesh is not None:
             on_mesh.leader = leader

@@ -38,7 +38,7 @@ from jmoe.layers.slot_experts import ExpertInputs
 from jmoe.models.block import Block, add_residual
 from jmoe.models.functional import Structure, split
 from jmoe.models.lazy_checkpoint import EmbedAndHead
-from jmoe.offload.policies import ExpertPlaces, Residency
+from jmoe.offload.policies import ExpertResidency, Residency
 from jmoe.offload.slots import table_mlp_of_tokens
 from kernels_pallas.native import SlotLayout, find_slots, native_operations, slot_mlp
 
@@ -118,7 +118,7 @@ class InCache(NamedTuple):
 
     rows_P: jax.Array
     positions_PC: jax.Array
-    window: jax.Array | None = None
+    window: jax.Array | np.int32 | None = None
     context: int | None = None
 
 
@@ -380,7 +380,7 @@ class Runner(Protocol):
     estimate_s: float
 
     @property
-    def residency(self) -> ExpertPlaces: ...
+    def residency(self) -> ExpertResidency: ...
     @property
     def recent_choices(self) -> deque[Any]: ...
     def tokens(self, group: ChunkGroup) -> Any: ...
@@ -497,7 +497,7 @@ class ModelRunner:
     def _takes_natively(self, num_tokens: int) -> bool:
         """Return whether native operations run a step of `num_tokens`, several layers a program."""
         slots = self.residency.slots.native
-        return slots is not None and self.asks_nothing and slots.takes(num_tokens, self.dtype)
+        return slots is not None and self.asks_nothing and slots.supports(num_tokens, self.dtype)
 
     def _in_groups(self, positions_PC: Any) -> bool:
         """Return whether a batch runs several layers a program.
@@ -576,7 +576,7 @@ class ModelRunner:
         if not self._in_groups(g.positions_PC):
             return None
         tables_NE, finder = self.residency.tables_NE, self.residency.finder
-        layout, slots = self.residency.slots.for_programs()
+        layout, slots = self.residency.slots.program_operand()
         context = self._context(g)
         if not isinstance(g.tokens_T, jax.Array):  # committed, as tokens sampled on the device are
             g = g._replace(tokens_T=jax.device_put(g.tokens_T, jax.devices()[0]))

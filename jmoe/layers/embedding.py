@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jmoe.collectives.all_to_all import AllToAll, make_all_to_all
-from jmoe.collectives.rows import sum_scatter_rows_local
+from jmoe.collectives.rows import reduce_scatter_rows_local
 from jmoe.layers.loss import OutputHead, VocabularyShard
 from jmoe.planning.embedding import EmbeddingPlan, round_rows
 
@@ -64,7 +64,7 @@ def lookup_block_local(
     own_M = VocabularyShard(axes, striped=False).index(tokens_M, table_VD.shape[0])
     here_M = (own_M >= 0) & (own_M < table_VD.shape[0])
     x_MD = jnp.where(here_M[:, None], lookup(table_VD, jnp.where(here_M, own_M, 0), dtype), 0)
-    return sum_scatter_rows_local(x_MD, axes).astype(dtype)
+    return reduce_scatter_rows_local(x_MD, axes).astype(dtype)
 
 
 def _places(tokens_T: jax.Array, num_devices: int) -> tuple[jax.Array, jax.Array]:

@@ -18,7 +18,7 @@ from jax import lax
 
 from jmoe.collectives.all_to_all import make_all_to_all
 from jmoe.collectives.fusion import gather_local
-from jmoe.collectives.rows import all_gather_rows_local, sum_scatter_rows_local
+from jmoe.collectives.rows import all_gather_rows_local, reduce_scatter_rows_local
 from jmoe.planning.embedding import EmbeddingPlan
 from kernels_pallas.matmul import dot, transposed
 
@@ -228,7 +228,7 @@ def _parallel_fwd(
 ) -> Any:
     operands = _of_all_devices(x_TD, w_DV, labels_T, weights_T, shard)
     total, (dx_MD, dw_DV) = _loss_and_gradients(*operands, shard.axes)
-    dx_TD = sum_scatter_rows_local(dx_MD, shard.axes).astype(x_TD.dtype)
+    dx_TD = reduce_scatter_rows_local(dx_MD, shard.axes).astype(x_TD.dtype)
     return total / lax.axis_size(shard.axes), (dx_TD, dw_DV)
 
 

@@ -36,7 +36,7 @@ from jmoe.mesh import (
     EXPERTS_PATH,
     explicit_mesh,
     path_names,
-    put_split,
+    shard_array,
     split_over,
     under_auto_axes,
     with_auto_axes,
@@ -106,7 +106,9 @@ def _run_experts(expert_fn: ExpertFn, arrived: ArrivedRows) -> jax.Array:
     """
     with jax.named_scope("experts"):
         if isinstance(expert_fn, Experts):
-            return expert_fn(arrived.x, arrived.group_sizes_L, arrived.expected_rows, arrived.rows)
+            return expert_fn(
+                arrived.rows_or_tokens, arrived.group_sizes_L, arrived.expected_rows, arrived.rows
+            )
         return expert_fn(arrived.rows_MD, arrived.group_sizes_L, arrived.expected_rows)
 
 
@@ -304,7 +306,7 @@ class MoELayer(nnx.Module):
                 )
             variable.set_metadata(out_sharding=tuple(axes), mesh=parallel.mesh)
             if isinstance(value, jax.Array):
-                variable.set_value(put_split(value, parallel.mesh, axes))
+                variable.set_value(shard_array(value, parallel.mesh, axes))
 
     def route(
         self,

@@ -16,35 +16,37 @@ WORDS = PAGE_BYTES // 8
 WEIGHTS_W = np.random.default_rng(0).integers(0, 1 << 64, WORDS, np.uint64) | np.uint64(1)
 
 
-def page_sums(record_R: NDArray[np.uint8], blank: int | None = None) -> NDArray[np.uint64]:
+def page_sums(record_R: NDArray[np.uint8], zeroed_word: int | None = None) -> NDArray[np.uint64]:
     """Return uint64 [P]: a weighted sum modulo 2^64 of each page's words.
 
-    Eight times as fast as CRC-32 in hardware. record_R: whole pages. blank: index of a 64-bit word
-    that counts as 0.
+    Eight times as fast as CRC-32 in hardware. record_R: whole pages. zeroed_word: index of a 64-bit
+    word that counts as 0.
     """
     words_PW = record_R.view(np.uint64).reshape(-1, WORDS)
     sums_P: NDArray[np.uint64] = np.einsum("pw,w->p", words_PW, WEIGHTS_W)
-    if blank is not None:
-        page, word = np.divmod([blank], WORDS)
+    if zeroed_word is not None:
+        page, word = np.divmod([zeroed_word], WORDS)
         sums_P[page] -= words_PW[page, word] * WEIGHTS_W[word]
     return sums_P
 
 
-def checksum(record_R: NDArray[np.uint8], blank: int | None = None) -> int:
+def checksum(record_R: NDArray[np.uint8], zeroed_word: int | None = None) -> int:
     """Return a 64-bit checksum of whole pages.
 
-    It detects a change of any single word and an exchange of pages. blank: index of a 64-bit word
-    that counts as 0.
+    It detects a change of any single word and an exchange of pages. zeroed_word: index of a 64-bit
+    word that counts as 0.
     """
-    return _over_pages(_mixed(page_sums(record_R, blank)))
+    return _over_pages(_mixed(page_sums(record_R, zeroed_word)))
 
 
-def is_checksum(value: int, record_R: NDArray[np.uint8], blank: int | None = None) -> bool:
+def is_checksum(value: int, record_R: NDArray[np.uint8], zeroed_word: int | None = None) -> bool:
     """Return True if `value` is the record's checksum.
 
     The checksum of versions up to 0.1.0, which did not mix page sums, is accepted too.
     """
-    return value == checksum(record_R, blank) or value == _over_pages(page_sums(record_R, blank))
+    return value == checksum(record_R, zeroed_word) or value == _over_pages(
+        page_sums(record_R, zeroed_word)
+    )
 
 
 def _over_pages(sums_P: NDArray[np.uint64]) -> int:

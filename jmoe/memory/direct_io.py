@@ -39,7 +39,7 @@ def naming_file(path: str | os.PathLike[str]) -> Iterator[None]:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
-def io_of(folder: Path) -> Io:
+def choose_io(folder: Path) -> Io:
     """Return how to read and write the files in a folder.
 
     "mapped" on a file system whose files are memory (tmpfs, or a DAX mount), where a system call
@@ -69,7 +69,7 @@ def open_direct(path: Path, flags: int) -> tuple[int, bool]:
         return os.open(path, flags | os.O_CLOEXEC, 0o644), False
 
 
-def take_room(fd: int, size_bytes: int) -> None:
+def reserve_space(fd: int, size_bytes: int) -> None:
     """Set a file's size, and reserve its disk space if the file system can.
 
     FUSE, vfat and old NFS cannot reserve space. Raises `OSError` (ENOSPC) if the disk is full.
@@ -146,9 +146,9 @@ def write_file(path: Path, record_R: NDArray[np.uint8], io: Io) -> None:
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | (os.O_DIRECT if io == "O_DIRECT" else 0)
     fd = os.open(path, flags, 0o644)
     try:
-        with naming_the_room(path, f"{path.name} needs {record_R.nbytes} bytes"):
+        with naming_free_space(path, f"{path.name} needs {record_R.nbytes} bytes"):
             if os.fstat(fd).st_size != record_R.nbytes:
-                take_room(fd, record_R.nbytes)
+                reserve_space(fd, record_R.nbytes)
             if io == "mapped":
                 with mmap.mmap(fd, record_R.nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE) as memory:
                     np.copyto(np.frombuffer(memory, np.uint8), record_R)
@@ -276,7 +276,7 @@ def remove_folder(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def naming_the_room(path: Path, needs: str) -> Iterator[None]:
+def naming_free_space(path: Path, needs: str) -> Iterator[None]:
     """Return a context manager that adds the bytes needed and free to an `OSError` of writing
     `path`.
 

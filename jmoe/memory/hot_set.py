@@ -25,7 +25,7 @@ PRIOR = 2.0
 FORGOTTEN = 1e-6
 
 # Added to the score of an expected record; higher than any count.
-EXPECTED = 2.0**40
+EXPECTED_BONUS = 2.0**40
 
 
 def record_ids(indices: ArrayLike, num_records: int) -> NDArray[np.int64]:
@@ -84,7 +84,7 @@ class HitCounts:
 
     def rank(self, index: int) -> float:
         """Return a record's rank: of two records the one with the higher rank keeps its slot."""
-        return float(self.scores[index]) + (EXPECTED if self._expected[index] else 0.0)
+        return float(self.scores[index]) + (EXPECTED_BONUS if self._expected[index] else 0.0)
 
     @property
     def decayed(self) -> NDArray[np.float64]:

@@ -2,8 +2,8 @@
 
 Names, sizes and times are not enough: fine-tunes of one model have files of equal size, and
 container images, Nix or `rsync -a` may set equal times. Hashing every byte of a large model would
-take minutes at each start. `models/safetensors_io.py`, `data/corpus.py` and `deploy/merged.py` call
-this.
+take minutes at each start. `models/safetensors_io.py`, `data/corpus.py` and
+`deploy/model_folder.py` call this.
 """
 
 import hashlib

@@ -169,7 +169,7 @@ class LFUCache:
         for queue in (self._dirty, self._to_write, self._to_clean):
             queue.pop(index, None)
 
-    def write_back(self) -> None:
+    def queue_write_back(self) -> None:
         """Queue all dirty records for writing."""
         self._to_clean |= self._dirty
 
@@ -225,7 +225,7 @@ class LFUCache:
                 return None
             if victim in self._dirty and not self._demote(victim, place, demanded):
                 return None
-            self._give_up(victim)
+            self._count_unused(victim)
             self._hot.evict(place)
             self._stats.evictions += 1
         return self._slot_at[self._hot.place(index)]
@@ -258,10 +258,10 @@ class LFUCache:
         candidates = used or (unpinned if demanded else [])
         if not candidates:
             return None
-        self._give_up(candidates[0])
+        self._count_unused(candidates[0])
         return self._staged.pop(candidates[0])
 
-    def _give_up(self, index: int) -> None:
+    def _count_unused(self, index: int) -> None:
         if index in self._fresh:
             self._fresh.remove(index)
             self._stats.unused += 1

@@ -5,7 +5,6 @@ Legend:
 """
 
 from collections.abc import Callable, Collection
-from typing import Any
 
 import jax
 import numpy as np
@@ -34,7 +33,7 @@ class Record(Closing):
         self,
         index: int,
         data_R: NDArray[np.uint8],
-        views: dict[str, NDArray[Any]],
+        views: dict[str, np.ndarray],
         link: Link,
         give_back: Callable[[bool], None],
         send: Send | None = None,
@@ -44,7 +43,7 @@ class Record(Closing):
         self._give_back: Callable[[bool], None] | None = give_back
         self._send = send
 
-    def __getitem__(self, name: str) -> NDArray[Any]:
+    def __getitem__(self, name: str) -> np.ndarray:
         return self._views[name]
 
     def on_device(self, names: Collection[str], device: jax.Device) -> dict[str, jax.Array]:

@@ -22,13 +22,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import orbax.checkpoint as ocp
 from numpy.typing import NDArray
 
-from jmoe.memory.direct_io import Io, fsync, io_of, link, write_file
+from jmoe.memory.direct_io import Io, choose_io, fsync, link, write_file
 from jmoe.memory.record_store import RecordLayout
 from jmoe.memory.saved_records import Indexed, flush, places, read_lists, whole_files, write_records
 from jmoe.memory.version_store import (
@@ -40,6 +39,7 @@ from jmoe.memory.version_store import (
     remove_versions,
     sealed,
 )
+from jmoe.types import JsonObject
 
 ITEM = "records"  # name of the Orbax item, and of its folder in a step
 
@@ -79,7 +79,7 @@ class RecordCheckpoints:
     some records.
 
     Attributes: save_only: by kind, the records that this process saves, if not all it owns;
-    processes with the same records split the saving. beside: JSON saved with the list of this
+    processes with the same records split the saving. replay_json: JSON saved with the list of this
     process's records. settings: AdamW's constants and the gradient dtype; records that lag behind
     can be restored unread only if their checkpoint has equal settings. restored: all processes'
     lists of the step restored last.
@@ -105,17 +105,17 @@ class RecordCheckpoints:
         )
         self.partial = frozenset(partial)
         self.save_only: dict[str, Collection[int]] = dict.fromkeys(partial, ())
-        self.beside: dict[str, Any] = {}
-        self.settings: dict[str, Any] = {}
-        self.restored: list[dict[str, Any]] | None = None
+        self.replay_json: JsonObject = {}
+        self.settings: JsonObject = {}
+        self.restored: list[JsonObject] | None = None
         self._error: Exception | None = None  # error of a failed drain
         self._stall_limit_s = stall_limit_s
         self._draining: Future[object] | None = None
         self._drained = (0, 0)  # (records drained, records to drain)
-        self._counted = 0  # records handled by `find` and `write_memory`
-        self._found: tuple[Path, StepRecords] | None = None  # the result of `find`, for `restore`
+        self._counted = 0  # records handled by `verify` and `write_memory`
+        self._found: tuple[Path, StepRecords] | None = None  # the result of `verify`, for `restore`
 
-    def pin(self, step: int) -> dict[str, Any]:
+    def pin(self, step: int) -> JsonObject:
         """Pin the current versions under the step's number; return the list for `write_list`.
 
         Flush caches first. Waits for the drain of the previous step, so that at most one step is
@@ -134,9 +134,9 @@ class RecordCheckpoints:
             "pins": self._pins(step),
             "versions": versions,
         }
-        return listed | ({"beside": self.beside} if self.beside else {})
+        return listed | ({"beside": self.replay_json} if self.replay_json else {})
 
-    def write_memory(self, folder: Path, pinned: dict[str, Any]) -> None:
+    def write_memory(self, folder: Path, pinned: JsonObject) -> None:
         """Write the records in host memory into a step that is being saved; they must not change
         meanwhile.
         """
@@ -147,7 +147,7 @@ class RecordCheckpoints:
             )
             write_records(folder / name, layout, pinned["versions"][name], records, self._count)
 
-    def write_list(self, folder: Path, pinned: dict[str, Any]) -> None:
+    def write_list(self, folder: Path, pinned: JsonObject) -> None:
         """Write the result of `pin` into a step that is being saved, and make the files of
         `write_memory` durable.
         """
@@ -204,7 +204,7 @@ class RecordCheckpoints:
         """
         return (*self._drained, self._counted)
 
-    def find(self, folder: Path) -> StepRecords:
+    def verify(self, folder: Path) -> StepRecords:
         """Return the files of this process's records in a step; each file is read and checked.
 
         Pinned files are preferred to copies in the step. The step may come from any number of
@@ -240,7 +240,7 @@ class RecordCheckpoints:
         records = (
             self._found[1]
             if self._found is not None and self._found[0] == folder
-            else self.find(folder)
+            else self.verify(folder)
         )
         self._found = self._error = None
         if records.missing:
@@ -275,7 +275,7 @@ class RecordCheckpoints:
         if self._error is None:
             self.wait()
 
-    def _start(self, drain: Callable[..., object], *arguments: Any) -> None:
+    def _start(self, drain: Callable[..., object], *arguments: object) -> None:
         """Run a drain in a daemon thread, so that a drain that hangs does not keep the process
         alive.
         """
@@ -344,7 +344,7 @@ class RecordCheckpoints:
         before = _step_before(folder)
         linked = copied = 0
         try:
-            io = io_of(folder)
+            io = choose_io(folder)
             pinned = {
                 name: sorted((store.path / PINS / folder.parent.name).iterdir())
                 for name, store in self.stores.items()
@@ -374,7 +374,7 @@ class RecordCheckpoints:
         return True
 
 
-def _fulfil(future: Future[object], work: Callable[..., object], *arguments: Any) -> None:
+def _fulfil(future: Future[object], work: Callable[..., object], *arguments: object) -> None:
     try:
         result = work(*arguments)
     except BaseException as error:  # raised by `wait`, in the caller's thread
@@ -419,7 +419,7 @@ class RecordsHandler(ocp.AsyncCheckpointHandler):
     def save(self, directory: Path, args: "RecordsSave") -> None:
         raise NotImplementedError("records are saved by async_save")
 
-    def restore(self, directory: Path, args: Any = None) -> None:
+    def restore(self, directory: Path, args: object = None) -> None:
         raise NotImplementedError("records are restored by RecordCheckpoints.restore")
 
 

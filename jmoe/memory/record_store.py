@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -43,19 +43,20 @@ from jmoe.memory.direct_io import (
     is_byte_addressable,
     make_folder,
     map_file,
-    naming_the_room,
+    naming_free_space,
     open_direct,
     read_all,
-    take_room,
+    reserve_space,
     write_all,
 )
+from jmoe.types import Json, JsonObject
 
 FIELD_ALIGNMENT_BYTES = 64  # a cache line, and the alignment of XLA's CPU buffers
 MANIFEST = "manifest.json"
 LOCK = "pack.lock"
 FORMAT = 2
 
-Fill = Callable[[int, dict[str, NDArray[Any]]], None]
+Fill = Callable[[int, dict[str, np.ndarray]], None]
 
 log = logging.getLogger("jmoe")
 
@@ -74,7 +75,7 @@ class RecordField:
 
     name: str
     shape: tuple[int, ...]
-    dtype: np.dtype[Any]
+    dtype: np.dtype
     offset_bytes: int
 
     @property
@@ -130,7 +131,7 @@ class RecordLayout:
     def record_bytes(self) -> int:
         return _round_up(self.data_bytes, PAGE_BYTES)
 
-    def views(self, record_R: NDArray[np.uint8]) -> dict[str, NDArray[Any]]:
+    def views(self, record_R: NDArray[np.uint8]) -> dict[str, np.ndarray]:
         """Return the record's arrays, by name, as views of its `record_bytes` bytes."""
         return {
             f.name: (
@@ -145,7 +146,7 @@ class RecordLayout:
         """Return zeros uint8 [R] for one record, page-aligned."""
         return allocate_slots(1, self.record_bytes)[0]
 
-    def describe(self) -> list[list[Any]]:
+    def describe(self) -> list[list[Json]]:
         """Return [name, shape, dtype, offset] of every array, for the manifest."""
         return [[f.name, list(f.shape), f.dtype.name, f.offset_bytes] for f in self.fields]
 
@@ -418,7 +419,7 @@ def _open_for_reading(path: Path) -> tuple[int, str]:
     return fd, "O_DIRECT"
 
 
-def manifest_of(layout: RecordLayout, num_records: int, fingerprint: str) -> dict[str, Any]:
+def manifest_of(layout: RecordLayout, num_records: int, fingerprint: str) -> JsonObject:
     """Return the manifest of a folder with such records."""
     return {
         "format": FORMAT,
@@ -429,7 +430,7 @@ def manifest_of(layout: RecordLayout, num_records: int, fingerprint: str) -> dic
     }
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: Path) -> JsonObject:
     """Return the folder's manifest; raise `PackError` if there is none or it is unreadable."""
     path = folder / MANIFEST
     try:
@@ -443,7 +444,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def check_manifest(folder: Path, manifest: dict[str, Any], expected: dict[str, Any]) -> None:
+def check_manifest(folder: Path, manifest: JsonObject, expected: JsonObject) -> None:
     """Raise `PackError` naming the fields in which a manifest differs from `expected`."""
     differ = [key for key in expected if manifest.get(key) != expected[key]]
     if differ:
@@ -453,7 +454,7 @@ def check_manifest(folder: Path, manifest: dict[str, Any], expected: dict[str, A
         )
 
 
-def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+def write_manifest(folder: Path, manifest: JsonObject) -> None:
     """Replace the folder's manifest atomically and durably."""
     fsync(folder)  # the data file's name must be durable before the manifest's
     path = folder / f"{MANIFEST}.tmp"
@@ -463,7 +464,7 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     fsync(folder)
 
 
-def _sums(folder: Path, manifest: dict[str, Any]) -> NDArray[np.uint64]:
+def _sums(folder: Path, manifest: JsonObject) -> NDArray[np.uint64]:
     """Return uint64 [N], the records' checksums; raise `PackError` if missing or damaged."""
     try:
         sums_N = np.frombuffer(bytes.fromhex(manifest["sums"]), np.uint64)
@@ -492,15 +493,15 @@ def _write_records(
     views = layout.views(record_R)
     fd, _ = open_direct(path, os.O_WRONLY | os.O_CREAT)
     try:
-        with naming_the_room(path, needs):
-            take_room(fd, total_bytes)
+        with naming_free_space(path, needs):
+            reserve_space(fd, total_bytes)
         for index in range(num_records):
             record_R[:] = 0
             fill(index, views)
             sums_N[index] = checksum(record_R)
-            with naming_the_room(path, needs):
+            with naming_free_space(path, needs):
                 write_all(fd, record_R, index * layout.record_bytes)
-        with naming_the_room(path, needs):
+        with naming_free_space(path, needs):
             os.fsync(fd)
     finally:
         os.close(fd)

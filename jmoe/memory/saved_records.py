@@ -16,19 +16,19 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jmoe.memory.buffers import allocate_slots
-from jmoe.memory.direct_io import fsync, naming_the_room
+from jmoe.memory.direct_io import fsync, naming_free_space
 from jmoe.memory.record_store import RecordLayout
 from jmoe.memory.version_store import Version, check_sealed, sealed, set_seal
+from jmoe.types import JsonObject
 
 THREADS = 4  # threads that read or write the records of one kind
-Lists = dict[int, dict[str, Any]]  # each process's list, by process number
-Indexed = tuple[int, Mapping[str, NDArray[Any]]]  # a record's number and its arrays
+Lists = dict[int, JsonObject]  # each process's list, by process number
+Indexed = tuple[int, Mapping[str, np.ndarray]]  # a record's number and its arrays
 
 
 def read_lists(folder: Path) -> Lists:
@@ -39,7 +39,7 @@ def read_lists(folder: Path) -> Lists:
     }
 
 
-def _list(path: Path) -> dict[str, Any]:
+def _list(path: Path) -> JsonObject:
     try:
         listed = json.loads(path.read_text())
         whole = (
@@ -133,7 +133,7 @@ class SavedRecords:
         self._places = {kind: places(folder, kind, self.lists) for kind in self.kinds}
         self._own = threading.local()
 
-    def read(self, kind: str, index: int) -> dict[str, NDArray[Any]]:
+    def read(self, kind: str, index: int) -> dict[str, np.ndarray]:
         """Return a record's arrays, by name, valid until this thread reads another record of the
         same kind.
 
@@ -176,7 +176,7 @@ def write_records(
             path = folder / version.name
             set_seal(version, layout, record_R)
             with (
-                naming_the_room(path, f"{path.name} needs {record_R.nbytes} bytes"),
+                naming_free_space(path, f"{path.name} needs {record_R.nbytes} bytes"),
                 path.open("xb") as file,
             ):
                 file.write(record_R.data)
@@ -200,6 +200,6 @@ def write_records(
 def flush(folder: Path, names: Iterable[str]) -> None:
     """Make files of a folder durable, content and names."""
     for name in names:
-        with naming_the_room(folder / name, name):
+        with naming_free_space(folder / name, name):
             fsync(folder / name)
     fsync(folder)

@@ -15,7 +15,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -130,11 +130,11 @@ class TieredStore(Closing):
         self._error: Exception | None = None  # the first error that no caller waited for
         self._write_error = False  # after a failed write-back nothing more is written
         self._reads: dict[int, _Read] = {}
-        self._demanded, self._ahead = deque[_Read](), deque[_Read]()
+        self._demanded, self._prefetches = deque[_Read](), deque[_Read]()
         self._threads: list[threading.Thread] = []
         self._open: Counter[int] = Counter()  # record -> handles
         self._changing: set[int] = set()  # records that are open as writable
-        self._blank: set[int] = set()  # writable records that were not read and are not put yet
+        self._unwritten: set[int] = set()  # writable records that were not read and are not put yet
         self._steps, self._write_back_every_steps = 0, write_back_every_steps
         self.layout, self.num_records, self.owned = store.layout, store.num_records, store.owned
         self._versions = store if isinstance(store, VersionStore) else None
@@ -189,7 +189,7 @@ class TieredStore(Closing):
                 self._to_do.notify()
                 self._steps += 1
                 if self._write_back_every_steps and self._steps % self._write_back_every_steps == 0:
-                    self._cache.write_back()
+                    self._cache.queue_write_back()
                     self._to_write.notify_all()
 
     def expect(self, indices: ArrayLike) -> None:
@@ -218,7 +218,7 @@ class TieredStore(Closing):
             for index in ids:
                 if index not in self._reads and self._cache.slot_of(index) is None:
                     self._reads[index] = read = _Read(index)
-                    self._ahead.append(read)
+                    self._prefetches.append(read)
                     self._to_do.notify()
 
     def discard(self, indices: ArrayLike) -> None:
@@ -272,7 +272,7 @@ class TieredStore(Closing):
                     )
                 held = None if index in self._reads else self._cache.use(index)
                 slot = self._wait_for(index, empty) if held is None else held
-            taken = index in self._changing or (index in self._blank and not empty)
+            taken = index in self._changing or (index in self._unwritten and not empty)
             if taken or (writable and self._open[index]):
                 if self._cache is not None:
                     self._cache.unpin(slot)
@@ -305,7 +305,7 @@ class TieredStore(Closing):
         views = self.layout.views(version.record_R)
         return Record(index, version.record_R, views, self._host_link, lambda _: version.close())
 
-    def forget(self, index: int) -> None:
+    def drop_changes(self, index: int) -> None:
         """Do not write back a dirty record whose content is no longer needed.
 
         Nobody may read the record before it is written anew.
@@ -330,7 +330,7 @@ class TieredStore(Closing):
             if self._cache is None or self._versions is None:
                 return
             cache = self._cache
-            cache.write_back()
+            cache.queue_write_back()
             self._to_write.notify_all()
             while left := cache.num_dirty:
                 self._wait_for_writes(
@@ -392,7 +392,7 @@ class TieredStore(Closing):
         staging_slots = min(2 * threads, max(1, slots // 3))
         return slots - staging_slots, staging_slots
 
-    def _read_only(self, slot: int) -> tuple[NDArray[np.uint8], dict[str, NDArray[Any]]]:
+    def _read_only(self, slot: int) -> tuple[NDArray[np.uint8], dict[str, np.ndarray]]:
         data_R = self._slots_MR[slot][:]
         data_R.flags.writeable = False
         return data_R, self.layout.views(data_R)
@@ -414,15 +414,15 @@ class TieredStore(Closing):
             slot = self._cache.slot_of(index)
             assert slot is not None, index
             if dirty:
-                self._blank.discard(index)
+                self._unwritten.discard(index)
                 self._cache.mark_dirty(index)
-            if index in self._blank:
-                self._blank.remove(index)
+            if index in self._unwritten:
+                self._unwritten.remove(index)
                 self._cache.drop(index)
             else:
                 self._cache.unpin(slot)
             self._to_write.notify()
-            if self._demanded or self._ahead:
+            if self._demanded or self._prefetches:
                 self._to_do.notify()
 
     def _wait(self, done: Callable[[], bool], late: Callable[[], str]) -> None:
@@ -522,7 +522,7 @@ class TieredStore(Closing):
 
     def _next_read(self) -> _Read | None:
         return self._startable(self._demanded, demanded=True) or self._startable(
-            self._ahead, demanded=False
+            self._prefetches, demanded=False
         )
 
     def _startable(self, queue: deque[_Read], *, demanded: bool) -> _Read | None:
@@ -546,7 +546,7 @@ class TieredStore(Closing):
             read.done, read.error = True, error
             if error is None:
                 if read.empty:
-                    self._blank.add(read.index)
+                    self._unwritten.add(read.index)
                 for _ in range(read.waiters):
                     self._cache.use(read.index)
                 self._cache.unpin(read.slot)

@@ -33,8 +33,8 @@ from jmoe.memory.direct_io import (
     Io,
     check_buffer,
     check_links,
+    choose_io,
     fsync,
-    io_of,
     link,
     make_folder,
     map_file,
@@ -141,9 +141,9 @@ def check_seal(path: Path, layout: RecordLayout, record_R: NDArray[np.uint8]) ->
     version = Version.from_name(path.name)
     *name, value = (int(word) for word in layout.views(record_R)[SEAL])
     (seal,) = (f for f in layout.fields if f.name == SEAL)
-    blank = seal.offset_bytes // seal.dtype.itemsize + 3  # the checksum itself counts as 0
+    zeroed_word = seal.offset_bytes // seal.dtype.itemsize + 3  # the checksum itself counts as 0
     if name != [version.index, version.counter, version.token] or not is_checksum(
-        value, record_R, blank
+        value, record_R, zeroed_word
     ):
         why = (
             f"record {version.index}: damaged, its content is not what was written; a checkpoint"
@@ -232,7 +232,7 @@ class VersionStore(Closing):
 
     A folder belongs to one store at a time, by a lock file that the kernel frees if the process
     dies. Processes that split the records each have a folder. layout: the given arrays and a seal
-    (`sealed`), so `layout.record_bytes` may be one page more. io: see `direct_io.io_of`.
+    (`sealed`), so `layout.record_bytes` may be one page more. io: see `direct_io.choose_io`.
     """
 
     def __init__(
@@ -241,7 +241,7 @@ class VersionStore(Closing):
         """Scan the folder; callers use `open`."""
         self.path, self.layout, self.num_records, self.fingerprint = folder, layout, num_records, ""
         self.owned = tuple(sorted(set(record_ids(list(owned), num_records).tolist())))
-        self.io = io_of(folder)
+        self.io = choose_io(folder)
         self._is_owned = frozenset(self.owned)
         self._checked = set[Version]()  # mapped versions whose seal was checked
         self._lock = threading.Lock()

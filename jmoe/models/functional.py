@@ -13,6 +13,7 @@ import flax.nnx as nnx
 import jax
 
 from jmoe.layers.router import RouterBias
+from jmoe.types import PyTree
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,8 +23,8 @@ class Structure:
     `split` returns one object for all modules of equal structure.
     """
 
-    graph: Any
-    tree: Any
+    graph: nnx.GraphDef
+    tree: jax.tree_util.PyTreeDef
 
     def merge(self, arrays: Sequence[jax.Array]) -> Any:
         """Return the module with these arrays."""
@@ -40,6 +41,13 @@ def split(module: nnx.Module) -> tuple[Structure, tuple[jax.Array, ...]]:
     return _structure(graph, tree), tuple(arrays)
 
 
+def split_parameters(module: nnx.Module) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
+    """Return (graph, parameters, router biases); `nnx.merge` of the three restores the module."""
+    graph, *states = nnx.split(module, nnx.Param, RouterBias)
+    params, bias = states
+    return graph, params, bias
+
+
 class FunctionalModule:
     """Calls a module as a function of its parameters, given as nested dictionaries.
 
@@ -47,11 +55,10 @@ class FunctionalModule:
     """
 
     def __init__(self, module: nnx.Module) -> None:
-        split: Any = nnx.split(module, nnx.Param, RouterBias)
-        self.graph, params, bias = split
+        self.graph, params, bias = split_parameters(module)
         self.params, self.bias = nnx.to_pure_dict(params), nnx.to_pure_dict(bias)
         self._params, self._bias = jax.tree.structure(params), jax.tree.structure(bias)
 
-    def __call__(self, params: Any, bias: Any = ()) -> Any:
+    def __call__(self, params: PyTree, bias: PyTree = ()) -> Any:
         state = jax.tree.unflatten(self._params, jax.tree.leaves(params))
         return nnx.merge(self.graph, state, jax.tree.unflatten(self._bias, jax.tree.leaves(bias)))

@@ -12,7 +12,7 @@ Legend:
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 import jax
 import numpy as np
@@ -70,11 +70,11 @@ class LocalExperts:
         """Return bool [P]: whether this process has each expert of `experts` in the layer."""
         return np.ones(self.experts.size, np.bool_)
 
-    def of_layer(self, layer: int) -> NDArray[np.int64]:
+    def in_layer(self, layer: int) -> NDArray[np.int64]:
         """Return the numbers of the layer's experts that this process has, ascending."""
         return self.experts[self.has(layer)]
 
-    def saved_of(self, layer: int) -> NDArray[np.int64]:
+    def saved_in_layer(self, layer: int) -> NDArray[np.int64]:
         """Return the numbers of the layer's experts whose records this process writes to a
         checkpoint.
         """
@@ -96,19 +96,17 @@ class LocalExperts:
         shares: NDArray[np.float64] = chosen_P.reshape(len(self.devices), -1).mean(axis=1)
         return shares
 
-    def arranged(
-        self, layer: int, arrays: Mapping[str, NDArray[Any]]
-    ) -> list[dict[str, NDArray[Any]]]:
+    def rows_by_device(
+        self, layer: int, arrays: Mapping[str, np.ndarray]
+    ) -> list[dict[str, np.ndarray]]:
         """Return, for each device of `all_devices`, its rows of the layer's arrays, by name.
 
-        arrays: by name, [experts, ...], in the order of `of_layer(layer)`.
+        arrays: by name, [experts, ...], in the order of `in_layer(layer)`.
         """
         parts = zip(self.split(arrays), self.devices, strict=True)
         return [part for part, replicas in parts for _ in replicas]
 
-    def split(
-        self, arrays: Mapping[str, NDArray[Any]], axis: int = 0
-    ) -> list[dict[str, NDArray[Any]]]:
+    def split(self, arrays: Mapping[str, np.ndarray], axis: int = 0) -> list[dict[str, np.ndarray]]:
         """Return arrays of all P experts, by name, split along `axis` into one dict a part."""
         parts = {name: np.split(w, len(self.devices), axis) for name, w in arrays.items()}
         return [{name: part[d] for name, part in parts.items()} for d in range(len(self.devices))]
@@ -129,7 +127,7 @@ class SlottedExperts(LocalExperts):
     num_slots: int
 
     @classmethod
-    def on(cls, mesh: Mesh, slot_RNE: NDArray[np.int32], num_slots: int) -> Self:
+    def from_slot_table(cls, mesh: Mesh, slot_RNE: NDArray[np.int32], num_slots: int) -> Self:
         """Return the experts of this process on a mesh.
 
         slot_RNE: of all devices of the mesh, in the order of `mesh.devices`.
@@ -156,7 +154,7 @@ class SlottedExperts(LocalExperts):
         has_E: NDArray[np.bool_] = np.any(self.slot_RNE[:, layer] >= 0, axis=0)
         return has_E
 
-    def saved_of(self, layer: int) -> NDArray[np.int64]:
+    def saved_in_layer(self, layer: int) -> NDArray[np.int64]:
         """Return the numbers of the layer's experts whose records this process writes to a
         checkpoint.
         """
@@ -179,19 +177,19 @@ class SlottedExperts(LocalExperts):
         )
         return shares
 
-    def arranged(
-        self, layer: int, arrays: Mapping[str, NDArray[Any]]
-    ) -> list[dict[str, NDArray[Any]]]:
+    def rows_by_device(
+        self, layer: int, arrays: Mapping[str, np.ndarray]
+    ) -> list[dict[str, np.ndarray]]:
         """Return, for each device of `all_devices`, arrays [num_slots, ...] by name; empty slots
         are zero.
 
-        arrays: by name, [experts, ...], in the order of `of_layer(layer)`.
+        arrays: by name, [experts, ...], in the order of `in_layer(layer)`.
         """
-        rows: list[dict[str, NDArray[Any]]] = [
+        rows: list[dict[str, np.ndarray]] = [
             {name: np.zeros((self.num_slots, *w.shape[1:]), w.dtype) for name, w in arrays.items()}
             for _ in self.all_devices
         ]
-        for place, expert in enumerate(self.of_layer(layer).tolist()):
+        for place, expert in enumerate(self.in_layer(layer).tolist()):
             for device, slot in self.places(layer, expert):
                 for name, w in arrays.items():
                     rows[device][name][slot] = w[place]
@@ -202,12 +200,12 @@ class SlottedExperts(LocalExperts):
 class ExpertIndex:
     """Numbers the experts' records from 0 to N E - 1, layer by layer.
 
-    local: the experts that this process has; None means all of them.
+    local_experts: the experts that this process has; None means all of them.
     """
 
     num_layers: int
     num_experts: int
-    local: LocalExperts | None = None
+    local_experts: LocalExperts | None = None
 
     @classmethod
     def from_model(cls, model: ModelConfig, local: LocalExperts | None = None) -> Self:
@@ -232,12 +230,16 @@ class ExpertIndex:
     @property
     def local_records(self) -> list[int]:
         """Return the record numbers of this process's experts, layer by layer."""
-        return self._in_all_layers(None if self.local is None else self.local.of_layer)
+        return self._in_all_layers(
+            None if self.local_experts is None else self.local_experts.in_layer
+        )
 
     @property
     def saved_records(self) -> list[int]:
         """Return the record numbers that this process writes to a checkpoint, layer by layer."""
-        return self._in_all_layers(None if self.local is None else self.local.saved_of)
+        return self._in_all_layers(
+            None if self.local_experts is None else self.local_experts.saved_in_layer
+        )
 
     def _in_all_layers(self, experts_of: Callable[[int], NDArray[np.int64]] | None) -> list[int]:
         every = range(self.num_layers)

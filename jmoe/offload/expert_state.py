@@ -104,7 +104,7 @@ class RecordTiers:
 
 
 @dataclass(frozen=True)
-class DeviceRoom:
+class SlotSizes:
     """The slots of a device: how many layers they hold, and how many of the device's experts in
     each.
 
@@ -151,20 +151,20 @@ class ExpertState:
     """Weights and optimizer state of one process's experts, streamed through device slots.
 
     One step: `begin` starts a pass over layers; for each layer `fetch` returns the slot's arrays,
-    `fetch_more` adds experts to them, and `release` frees the slot. `keep` stores a layer's
-    gradients on their tier, in a thread of its own. `commit` or `abandon` ends the step. A ring
-    (`memory/ring.py`) prefetches the experts that each layer's tokens chose last time, and updates
-    the experts in the slots after `commit`; `fetch` loads any expert that was not prefetched.
-    Processes do not communicate: each has its own state.
+    `fetch_more` adds experts to them, and `release` frees the slot. `store_gradients` stores a
+    layer's gradients on their tier, in a thread of its own. `commit` or `abandon` ends the step. A
+    ring (`memory/ring.py`) prefetches the experts that each layer's tokens chose last time, and
+    updates the experts in the slots after `commit`; `fetch` loads any expert that was not
+    prefetched. Processes do not communicate: each has its own state.
 
     Any error is permanent: every later call raises the same error, because the number of steps
     applied to an expert, or the position of the pass, is then unknown. The last checkpoint stays
     valid.
 
     replay_state: the steps that the records, and the weights that `initial` reads, have skipped.
-    initial: reads a layer's weights into slots that have no weight records. room: initial size of
-    the slots; it grows if a step chooses more experts (`make_room`), and a slot takes the new size
-    at its next fetch. wait_limit_s: longest wait for a layer.
+    initial: reads a layer's weights into slots that have no weight records. slot_sizes: initial
+    size of the slots; it grows if a step chooses more experts (`grow_slots`), and a slot takes the
+    new size at its next fetch. wait_limit_s: longest wait for a layer.
     """
 
     def __init__(
@@ -174,15 +174,16 @@ class ExpertState:
         optimizer: OptimizerConfig,
         index: ExpertIndex,
         shapes: Mapping[str, tuple[int, ...]],
-        room: DeviceRoom,
+        slot_sizes: SlotSizes,
         replay_state: ReplayState,
         initial: ReadExperts | None = None,
         wait_limit_s: float = 600.0,
     ) -> None:
-        assert index.local is not None and (room.experts is None or initial is None)
-        self.stores, self.shapes, self.index, self.local = stores, dict(shapes), index, index.local
-        num_slots = min(room.layers, index.num_layers)
-        self.slots = TrainingSlots(self.local, self.shapes, num_slots, room.experts)
+        assert index.local_experts is not None and (slot_sizes.experts is None or initial is None)
+        self.stores, self.shapes = stores, dict(shapes)
+        self.index, self.local = index, index.local_experts
+        num_slots = min(slot_sizes.layers, index.num_layers)
+        self.slots = TrainingSlots(self.local, self.shapes, num_slots, slot_sizes.experts)
         self.skipped = SkippedSteps(replay_state, index.num_records, optimizer)
         self._optimizer = optimizer
         # the experts that each layer's tokens chose in its last pass
@@ -244,18 +245,18 @@ class ExpertState:
         self._ring.restart(self._order)
 
     @property
-    def room(self) -> int | None:
+    def experts_per_slot(self) -> int | None:
         """Return the number of experts of a device that fits a slot; None means all."""
-        return self.slots.room
+        return self.slots.num_rows
 
     @_guarded
-    def make_room(self, needed: int) -> None:
+    def grow_slots(self, needed: int) -> None:
         """Grow the slots to hold `needed` experts of a device, from their next fetch on.
 
         Slots that are large enough stay as they are. All processes must call this with the same
         number, since the step's programs are compiled for the slot size.
         """
-        self.slots.make_room(needed)
+        self.slots.grow_slots(needed)
 
     @_guarded
     def fetch(self, layer: int, chosen_P: NDArray[np.bool_]) -> Slot:
@@ -283,11 +284,11 @@ class ExpertState:
         self._chosen[layer] |= chosen_P
         begun = time.perf_counter()
         self.slots.fit(slot)
-        self._bring(layer, slot, np.flatnonzero(chosen_P))
+        self._load_experts(layer, slot, np.flatnonzero(chosen_P))
         self._waited_s += time.perf_counter() - begun
         return self.slots.stacks[slot]
 
-    def chosen_rows(self, chosen_P: NDArray[np.bool_], size: int) -> list[ChosenRows]:
+    def chosen_rows(self, chosen_P: NDArray[np.bool_], size: int) -> list[ChosenRows[np.ndarray]]:
         """Return, by device, the rows of the slot fetched last that hold these experts, in arrays
         of `size` entries.
         """
@@ -308,13 +309,13 @@ class ExpertState:
         if not self.slots.holds(slot, layer):
             read = self._initial
             self.slots.assign(
-                slot, layer, None if read is None else read(layer, self.local.of_layer(layer))
+                slot, layer, None if read is None else read(layer, self.local.in_layer(layer))
             )
         self.slots.fit(slot)
         foreseen = np.flatnonzero(self._chosen[layer])
-        return self._bring(layer, slot, next(self.slots.waves(slot, foreseen), foreseen))
+        return self._load_experts(layer, slot, next(self.slots.waves(slot, foreseen), foreseen))
 
-    def _bring(self, layer: int, slot: int, experts: NDArray[np.int64]) -> int:
+    def _load_experts(self, layer: int, slot: int, experts: NDArray[np.int64]) -> int:
         """Put up-to-date weights of these experts into the slot; return the bytes fetched.
 
         The slot must have rows for all of them at once.
@@ -353,7 +354,7 @@ class ExpertState:
             device = self.slots.devices[places[0][0]]
             moments = held.enter_context(stores.moments.get(index, writable=True))
             fetched_bytes = moments.data_R.nbytes
-            g: Mapping[str, NDArray[Any] | jax.Array] = self._no_gradient
+            g: Mapping[str, np.ndarray | jax.Array] = self._no_gradient
             if pending:
                 gradient = held.enter_context(stores.gradients.get(index))
                 g = gradient.on_device(names, device)
@@ -377,7 +378,7 @@ class ExpertState:
             self.skipped.note_caught_up(index, now)
             self.slots.set_present(slot, expert, True)
         if pending:
-            stores.gradients.forget(index)
+            stores.gradients.drop_changes(index)
         with self._counters:
             self._updates += 1
             self._replayed += len(steps) - pending
@@ -386,7 +387,7 @@ class ExpertState:
     # Gradients
 
     @_guarded
-    def keep(
+    def store_gradients(
         self, layer: int, chosen_P: NDArray[np.bool_], gradients: Sequence[DeviceStacks]
     ) -> None:
         """Store the gradients of a layer's chosen experts on their tier; return while a thread
@@ -411,7 +412,8 @@ class ExpertState:
         self, layer: int, experts: NDArray[np.int64], gradients: Sequence[DeviceStacks]
     ) -> None:
         firsts = [self.local.places(layer, expert)[0] for expert in experts.tolist()]
-        if self.slots.room is not None:  # gradients are [M, ...], chosen experts in ascending order
+        # gradients are [M, ...], chosen experts in ascending order
+        if self.slots.num_rows is not None:
             devices = np.array([d for d, _ in firsts])
             rows = np.arange(devices.size) - np.searchsorted(devices, devices)
             firsts = list(zip(devices.tolist(), rows.tolist(), strict=True))
@@ -478,7 +480,7 @@ class ExpertState:
                 assert acquired == layer, (acquired, layer)
                 self.slots.fit(slot)
                 for experts in self.slots.waves(slot, np.flatnonzero(stale_P)):
-                    self._bring(layer, slot, experts)
+                    self._load_experts(layer, slot, experts)
                 self._ring.release()
         self._ring.wait()  # the ring may still prefetch the first layers
         self.skipped.forget_history(own)
@@ -552,7 +554,7 @@ class ExpertState:
                 self._ring.stats().waited_s + self._waited_s,
                 self._sum_of_shares / max(self._num_shares, 1),
                 self._most_chosen_share,
-                1.0 if self.slots.room is None else self.slots.room / self.local.per_device,
+                1.0 if self.slots.num_rows is None else self.slots.num_rows / self.local.per_device,
                 self.slots.num_bytes,
             )
 

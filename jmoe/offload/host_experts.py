@@ -29,7 +29,7 @@ from jmoe.offload.slot_arrays import Fields, as_array
 from jmoe.offload.slots import ExpertSlots, NativeSlots
 from kernels_pallas.native import MAX_ROWS, SlotLayout, slot_mlp
 
-MEMORY = 0.9  # weight of the previous estimate in the moving average of a rate
+SMOOTHING = 0.9  # weight of the previous estimate in the moving average of a rate
 LEAST_SHARE = 0.02  # least share of copies and of CPU experts, so that both rates stay measured
 MEASURED_S = 0.1
 Tokens = tuple[jax.Array, jax.Array | np.ndarray, jax.Array]
@@ -47,10 +47,10 @@ class HostExperts:
         fields: shape and dtype of an expert's arrays. dtype: of the tokens.
         """
         self._cpu = jax.local_devices(backend="cpu")[0]
-        at = {field.name: (field.offset_bytes,) for field in records.layout.fields}
+        at = {field.name: field.offset_bytes for field in records.layout.fields}
         assert isinstance(records.slots_MR, np.ndarray)  # a list would be pinned memory
         self._slots = NativeSlots(as_array(records.slots_MR, self._cpu), fields, at)
-        self.is_known = self._slots.takes(1, dtype)
+        self.is_known = self._slots.supports(1, dtype)
         self.expert_bytes = records.layout.data_bytes
         self._fields, self._dtype, self._num_records = fields, dtype, records.num_records
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="experts on the host")
@@ -129,7 +129,7 @@ class HybridExperts(ChosenExperts):
         # experts that the CPU computes in the layer in use
         self._cold_E: np.ndarray | None = None
         self._rows_E = np.zeros(0, np.int64)
-        self._coming: list[int] = []
+        self._awaited_records: list[int] = []
 
     def begin_step(self, *, whole_layers: bool, on_host: bool = False) -> None:
         link = self._store.stats().host
@@ -152,7 +152,7 @@ class HybridExperts(ChosenExperts):
         """
         if not self._on_host or chosen is None:
             return super().acquire(moe_layer, chosen)
-        self._coming = self._begin(moe_layer, chosen)
+        self._awaited_records = self._begin(moe_layer, chosen)
         self._rows_E = self.index.records(moe_layer)
         slot_E = self.pool.slot_of[self._rows_E]
         self._cold_E = slot_E < 0
@@ -170,8 +170,8 @@ class HybridExperts(ChosenExperts):
             part = self.host.start(
                 (routed.h_TD, cold_TK, routed.weights_TK), self._rows_E, activation
             )
-        self._wait(self._coming)
-        self._coming = []
+        self._wait(self._awaited_records)
+        self._awaited_records = []
         y_TD = routed.y_TD
         warm_TK = np.where(is_cold, none, idx_TK).astype(np.int32)
         if part is None:
@@ -192,7 +192,7 @@ class HybridExperts(ChosenExperts):
         self.host.close()
         super().close()
 
-    def _worth_bringing(self, records: list[int]) -> list[int]:
+    def _records_to_copy(self, records: list[int]) -> list[int]:
         if not self._on_host:
             return records
         there = [r for r in records if self.pool.slot_of[r] >= 0]
@@ -216,4 +216,4 @@ _sum = jax.jit(jnp.add)
 
 
 def _smoothed(rate: float, new: float) -> float:
-    return new if rate == 0 else MEMORY * rate + (1 - MEMORY) * new
+    return new if rate == 0 else SMOOTHING * rate + (1 - SMOOTHING) * new

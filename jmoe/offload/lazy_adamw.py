@@ -11,22 +11,24 @@ Legend:
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from numpy.typing import NDArray
+from jax.typing import ArrayLike
 
 from jmoe.config import OptimizerConfig
 from jmoe.optim.adamw import StepValues, advance
+from jmoe.types import Json, JsonObject
 
 WINDOW_STEPS = 64  # steps of one call of the compiled program
 NO_GRADIENT = -1
 CONSTANTS = ("beta1", "beta2", "eps", "weight_decay")
 
-Params = Mapping[str, NDArray[Any]]  # an expert's parameters, moments or gradients, by parameter
+Params = Mapping[str, np.ndarray]  # an expert's parameters, moments or gradients, by parameter
+States = tuple[dict[str, jax.Array], dict[str, jax.Array], dict[str, jax.Array]]  # w, m, v
 
 
 class MissedSteps(NamedTuple):
@@ -36,11 +38,11 @@ class MissedSteps(NamedTuple):
     num_steps - 1, or -1 if none has. lr_W: float32 learning rates of the steps, W >= num_steps.
     """
 
-    clip: Any
-    gradient_at: Any
-    lr_W: Any
-    num_steps: Any
-    step: Any
+    clip: ArrayLike
+    gradient_at: ArrayLike
+    lr_W: jax.Array | np.ndarray
+    num_steps: ArrayLike
+    step: ArrayLike
 
 
 def catch_up(
@@ -51,7 +53,7 @@ def catch_up(
     missed: MissedSteps,
     *,
     config: OptimizerConfig,
-) -> tuple[dict[str, jax.Array], dict[str, jax.Array], dict[str, jax.Array]]:
+) -> States:
     """Return an expert's (w, m, v), each by parameter name, after the missed AdamW steps.
 
     g: the gradient of step `missed.step + missed.gradient_at`. The gradient is zero in all other
@@ -63,10 +65,12 @@ def catch_up(
     compiler chooses what to contract to fused multiply-adds.
     """
 
-    def one(i: jax.Array, state: Any) -> Any:
+    def one(i: jax.Array, state: States) -> States:
         w, m, v = state
         lr = lax.dynamic_index_in_dim(missed.lr_W, i, 0, keepdims=False)
-        now = StepValues(lr, missed.step + i, missed.clip, jnp.bool_(True))
+        now = StepValues(
+            lr, jnp.asarray(missed.step) + i, jnp.asarray(missed.clip), jnp.bool_(True)
+        )
         grads = {
             name: jnp.where(i == missed.gradient_at, g[name].astype(jnp.float32), 0) for name in w
         }
@@ -74,11 +78,10 @@ def catch_up(
             n: advance(w[n], m[n], v[n], grads[n], config=config, decay=w[n].ndim >= 2, now=now)
             for n in w
         }
-        return tuple({name: moved[part] for name, moved in new.items()} for part in range(3))
+        w, m, v = ({name: moved[k] for name, moved in new.items()} for k in range(3))
+        return w, m, v
 
-    result: tuple[dict[str, jax.Array], dict[str, jax.Array], dict[str, jax.Array]]
-    result = lax.fori_loop(0, missed.num_steps, one, (dict(w), dict(m), dict(v)))
-    return result
+    return lax.fori_loop(0, missed.num_steps, one, (dict(w), dict(m), dict(v)))
 
 
 _catch_up_alone = jax.jit(catch_up, static_argnames="config")
@@ -159,14 +162,14 @@ class ReplayState:
         return cls(step, History(step), {}, frozenset(), constants(optimizer), gradient_dtype)
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> JsonObject:
         """Return the settings that a resumed run must not change: AdamW's constants and the
         gradient dtype.
         """
         values = {name: getattr(self.optimizer, name) for name in CONSTANTS}
         return {"optimizer": values, "gradient_dtype": self.gradient_dtype}
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """Return the JSON object saved beside a process's list of records.
 
         `pending` is left out: the list itself names the gradient records.
@@ -181,7 +184,7 @@ class ReplayState:
         }
 
     @classmethod
-    def from_lists(cls, lists: Iterable[Mapping[str, Any]]) -> Self | None:
+    def from_lists(cls, lists: Iterable[Mapping[str, Json]]) -> Self | None:
         """Return the replay state of all processes' lists of a checkpoint; None if every record is
         up to date.
         """

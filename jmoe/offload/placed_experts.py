@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jmoe.mesh import BATCH, REPLICATED, put
 from jmoe.offload.expert_index import ExpertIndex
-from jmoe.offload.policies import ExpertPlaces, ResidencyStats
+from jmoe.offload.policies import ExpertResidency, ResidencyStats
 from jmoe.offload.slot_arrays import (
     Arrays,
     DeviceSlotArrays,
@@ -36,7 +36,7 @@ from kernels_pallas.grouped_mlp import MLPWeights
 ReadRecord = Callable[[int], AbstractContextManager[NamedArrays]]
 
 
-class MeshExperts(ExpertPlaces):
+class MeshExperts(ExpertResidency):
     """Every layer's experts on the devices of a mesh, at first evenly, one replica each.
 
     copied_experts, copied_bytes, copied_s: copies of this process since the start. copies_N: copies
@@ -60,17 +60,17 @@ class MeshExperts(ExpertPlaces):
         self.expert_bytes = sum(sizes)
         even = even_placement(index.num_experts, mesh.size, slots_per_device)
         self.placements = [even] * index.num_layers
-        self._turns = [put(even.turns, mesh, REPLICATED)] * index.num_layers
+        self._replica_of_row = [put(even.replica_of_row, mesh, REPLICATED)] * index.num_layers
 
     @abstractmethod
     def weights(self, layer: int) -> MLPWeights:
         """Return the weights in a layer's expert slots, [N S, ...], sharded over the devices."""
 
-    def turns(self, layer: int) -> jax.Array:
+    def replica_of_row(self, layer: int) -> jax.Array:
         """Return int32 [E, C]: the replica that takes each row, of the layer's placement, on every
         device.
         """
-        return self._turns[layer]
+        return self._replica_of_row[layer]
 
     def acquire(self, layer: int) -> None:
         """Wait until a layer's experts are on this process's devices; layers must come in order."""
@@ -156,12 +156,14 @@ class PlacedExperts(MeshExperts):
                 self.copied_bytes += self.expert_bytes
         if changed.fills:
             self._weights[row] = self._joined([one.arrays for one in self._slots[row]])
-        if changed.placement.turns is not self.placements[layer].turns:
-            self._turns[layer] = put(changed.placement.turns, self.mesh, REPLICATED)
+        if changed.placement.replica_of_row is not self.placements[layer].replica_of_row:
+            self._replica_of_row[layer] = put(
+                changed.placement.replica_of_row, self.mesh, REPLICATED
+            )
         self._held[layer], self.placements[layer] = held, changed.placement
         self.copied_s += time.perf_counter() - begun
 
-    def copy_again(self) -> None:
+    def recopy_one_expert(self) -> None:
         """Copy the first expert of this process's first device once more; callers time this."""
         row = self._slots[0]
         self._fill(row[0], 0, self.index.records(0, self._held[0][self._mine[0], 0]).item())
@@ -187,7 +189,7 @@ class PlacedExperts(MeshExperts):
             slots.write(slot, arrays)
 
 
-def mine_of(placement: Placement, mesh: Mesh) -> np.ndarray:
+def local_experts_of(placement: Placement, mesh: Mesh) -> np.ndarray:
     """Return the numbers of the experts on this process's devices."""
     mine = [device.process_index == jax.process_index() for device in mesh.devices.flat]
     experts: np.ndarray = placement.physical_to_logical[mine].ravel()

@@ -63,7 +63,7 @@ class ResidencyStats:
     on_host: int = 0
 
 
-class ExpertPlaces(ABC):
+class ExpertResidency(ABC):
     """Where a model's experts are: the interface of an engine to one or several devices."""
 
     streams = False  # whether slots change while the engine runs
@@ -94,7 +94,7 @@ class ExpertPlaces(ABC):
         return
 
 
-class Residency(ExpertPlaces):
+class Residency(ExpertResidency):
     """Decides which experts of a single device are in which slots.
 
     needs_choices: whether `acquire` needs the tokens' choices in this step. tables_NE: int32
@@ -343,13 +343,13 @@ class ChosenExperts(Residency):
         self._cancel(moe_layer, guesses.difference(records))
         if chosen is not None:
             self._count(records, guesses, ignored)
-            records = self._worth_bringing(records)
+            records = self._records_to_copy(records)
         self._bring(moe_layer, records)
         if chosen is None and moe_layer + 1 < self.index.num_layers:
             self._bring_early(moe_layer + 1, self._layer(moe_layer + 1))
         return records
 
-    def _worth_bringing(self, records: list[int]) -> list[int]:
+    def _records_to_copy(self, records: list[int]) -> list[int]:
         """Return the chosen records to put into slots; subclasses may leave some to the CPU."""
         return records
 

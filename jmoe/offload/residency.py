@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import numpy as np
@@ -20,7 +20,7 @@ from jmoe.memory.buffers import Allocate, allocate_slots
 from jmoe.memory.direct_io import UNWRITABLE
 from jmoe.memory.pinned import host_memory
 from jmoe.memory.record_store import HostRecords, RecordLayout, RecordStore
-from jmoe.memory.tiered_store import TieredStore
+from jmoe.memory.tiered_store import LinkName, TieredStore
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.offload.expert_index import ExpertIndex
 from jmoe.offload.host_experts import HostExperts, HybridExperts
@@ -30,7 +30,7 @@ from jmoe.offload.placed_experts import (
     PlacedExperts,
     ReadRecord,
     even_placement,
-    mine_of,
+    local_experts_of,
 )
 from jmoe.offload.policies import AllResident, ChosenExperts, LayerRing, Residency
 from jmoe.offload.slots import DeviceSlots, HostSlots
@@ -47,7 +47,7 @@ def open_experts(
     plan: MemoryPlan,
     *,
     cache_dir: str | os.PathLike[str] | None,
-    bandwidth_limit_bytes_per_s: Mapping[Any, float] | None,
+    bandwidth_limit_bytes_per_s: Mapping[LinkName, float] | None,
     native: bool = False,
     on_host: bool = False,
     pin: Literal["auto", "on", "off"] = "auto",
@@ -90,7 +90,7 @@ def open_experts(
         host.close()
     known = f"no native operation takes experts of {fields} and {np.dtype(checkpoint.dtype)} tokens"
     check(plan.policy != "hybrid", "policy", plan.policy, known)
-    finds = slots.native is not None and slots.native.takes(1, checkpoint.dtype)
+    finds = slots.native is not None and slots.native.supports(1, checkpoint.dtype)
     return ChosenExperts(slots, store, index, finds=finds), store
 
 
@@ -100,7 +100,7 @@ def open_placed_experts(
     mesh: Mesh,
     *,
     cache_dir: str | os.PathLike[str] | None,
-    bandwidth_limit_bytes_per_s: Mapping[Any, float] | None,
+    bandwidth_limit_bytes_per_s: Mapping[LinkName, float] | None,
     placements: Sequence[Placement] | None = None,
 ) -> tuple[MeshExperts, TieredStore | None]:
     """Return (experts on a mesh, store), with the experts loaded as the plan says.
@@ -111,7 +111,7 @@ def open_placed_experts(
     index, fields = ExpertIndex.from_model(checkpoint.config), checkpoint.expert_fields
     limits = bandwidth_limit_bytes_per_s
     if plan.policy == "ring":
-        experts = mine_of(even_placement(index.num_experts, mesh.size), mesh)
+        experts = local_experts_of(even_placement(index.num_experts, mesh.size), mesh)
         owned = [
             number
             for layer in range(index.num_layers)
@@ -152,7 +152,7 @@ def _open_store(
     index: ExpertIndex,
     plan: MemoryPlan,
     cache_dir: str | os.PathLike[str] | None,
-    limits: Mapping[Any, float] | None,
+    limits: Mapping[LinkName, float] | None,
     owned: Iterable[int] | None = None,
     allocate: Allocate = allocate_slots,
 ) -> TieredStore:

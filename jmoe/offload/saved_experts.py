@@ -9,7 +9,6 @@ Legend:
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import tensorstore
@@ -69,9 +68,9 @@ class SavedExperts:
             self._records.kinds if self._records is not None else ()
         )
         # the last record brought up to date, and its arrays
-        self._last: tuple[int, Mapping[str, NDArray[Any]]] = (-1, {})
+        self._last: tuple[int, Mapping[str, np.ndarray]] = (-1, {})
         self._state = step_folder / "state"
-        self._arrays: dict[str, Any] = {}
+        self._arrays: dict[str, tensorstore.TensorStore] = {}
 
     def weights(self, layer: int, experts: NDArray[np.int64]) -> ExpertArrays:
         """Return {name: float32 [P, ...]}, the weights of these experts of a layer."""
@@ -89,7 +88,7 @@ class SavedExperts:
             for name in self._shapes
         }
 
-    def one(self, name: str, layer: int, expert: int) -> NDArray[np.float32]:
+    def parameter(self, name: str, layer: int, expert: int) -> NDArray[np.float32]:
         """Return one parameter of one expert's weights, float32."""
         return self.weights(layer, np.array([expert]))[name][0]
 
@@ -102,12 +101,12 @@ class SavedExperts:
             for name, shape in self._shapes.items()
         }
         for place, index in enumerate(self._index.records(layer, experts).tolist()):
-            record = self._present(kind, index)
+            record = self._up_to_date_record(kind, index)
             for name, array in arrays.items():
                 np.copyto(array[place], record[name])
         return arrays
 
-    def _present(self, kind: str, index: int) -> Mapping[str, NDArray[Any]]:
+    def _up_to_date_record(self, kind: str, index: int) -> Mapping[str, np.ndarray]:
         """Return a record's arrays, with skipped optimizer steps applied."""
         assert self._records is not None
         if self.replay_state is None or index not in self.replay_state.applied:
@@ -142,7 +141,7 @@ class SavedExperts:
         return array
 
 
-def _open_array(folder: Path, name: str) -> Any:
+def _open_array(folder: Path, name: str) -> tensorstore.TensorStore:
     """Open an Orbax array for partial reads; its chunk cache holds the whole array, so no chunk is
     decoded twice.
     """

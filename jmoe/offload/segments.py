@@ -8,12 +8,12 @@ which then share its tokens.
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from jmoe.config.engine import EngineMesh
 from jmoe.planning.placement import EMPTY, Placement, place_as, shared_rows
+from jmoe.types import Json
 
 FIELD = "mesh.segments"
 
@@ -63,7 +63,7 @@ def as_segments(placements: Sequence[Placement]) -> list[list[list[int]]]:
     ]
 
 
-def _check(mesh: EngineMesh, devices: Any, num_layers: int, num_experts: int) -> None:
+def _check(mesh: EngineMesh, devices: Json, num_layers: int, num_experts: int) -> None:
     def check(ok: bool, constraint: str) -> None:
         if not ok:
             raise ValueError(f"{FIELD} = {mesh.segments!r}: {constraint}")

@@ -24,9 +24,9 @@ class SkippedSteps:
     ) -> None:
         self.now, self._history = replay_state.step, replay_state.history
         # number of steps applied to each record
-        self._applied = np.full(num_records, self.now, np.int64)
-        self._applied[list(replay_state.applied)] = list(replay_state.applied.values())
-        # whether the gradient of step `_applied[record]` is not applied yet
+        self._steps_applied = np.full(num_records, self.now, np.int64)
+        self._steps_applied[list(replay_state.applied)] = list(replay_state.applied.values())
+        # whether the gradient of step `_steps_applied[record]` is not applied yet
         self._pending = np.zeros(num_records, np.bool_)
         self._pending[list(replay_state.pending)] = True
         self._frozen = np.zeros(num_records, np.bool_)  # records that steps do not change
@@ -38,7 +38,7 @@ class SkippedSteps:
         """Return bool, shaped like `records`: whether fewer than `step` steps are applied to each
         record.
         """
-        behind: NDArray[np.bool_] = self._applied[records] < step
+        behind: NDArray[np.bool_] = self._steps_applied[records] < step
         return behind
 
     def has_gradient(self, records: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -52,7 +52,7 @@ class SkippedSteps:
 
         has_gradient: whether the record has a gradient for the first of these steps.
         """
-        return range(int(self._applied[record]), now), bool(self._pending[record])
+        return range(int(self._steps_applied[record]), now), bool(self._pending[record])
 
     def windows(self, steps: range, *, pending: bool) -> Iterator[MissedSteps]:
         """Yield learning rates and clip factors of the steps, as `catch_up` takes them.
@@ -63,7 +63,7 @@ class SkippedSteps:
 
     def note_caught_up(self, record: int, now: int) -> None:
         """Note that all steps before `now` are applied to a record."""
-        self._applied[record], self._pending[record] = now, False
+        self._steps_applied[record], self._pending[record] = now, False
 
     # One step
 
@@ -83,7 +83,7 @@ class SkippedSteps:
         self._stored.clear()
         self._history.add(lr, clip)
         self.now += 1
-        self._applied[self._frozen] = self.now
+        self._steps_applied[self._frozen] = self.now
         return used
 
     def abandon(self) -> None:
@@ -99,16 +99,16 @@ class SkippedSteps:
 
     def forget_history(self, own: NDArray[np.int64]) -> None:
         """Drop the history of steps that are applied to all of the process's records `own`."""
-        self._history.forget_before(int(np.min(self._applied[own])))
+        self._history.forget_before(int(np.min(self._steps_applied[own])))
 
     def state(self, own: NDArray[np.int64]) -> ReplayState:
         """Return the replay state of the process's records `own`, for a checkpoint."""
-        behind = own[self._applied[own] < self.now].tolist()
+        behind = own[self._steps_applied[own] < self.now].tolist()
         pending = own[self._pending[own]].tolist()
         return ReplayState(
             step=self.now,
             history=self._history.copy(),
-            applied={index: int(self._applied[index]) for index in behind},
+            applied={index: int(self._steps_applied[index]) for index in behind},
             pending=frozenset(pending),
             optimizer=constants(self._optimizer),
             gradient_dtype=self._gradient_dtype,

@@ -10,7 +10,7 @@ Legend:
 import math
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ class NamedArrays(Protocol):
 
 Arrays = dict[str, jax.Array]
 # name -> (shape, stored dtype) of one expert's arrays
-Fields = Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]
+Fields = Mapping[str, tuple[tuple[int, ...], np.dtype]]
 
 
 class HostSlotArrays:
@@ -108,14 +108,14 @@ def zero_arrays(num_slots: int, fields: Fields, device: jax.Device) -> Arrays:
     }
 
 
-def _aligned_zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+def _aligned_zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """Return zeros that begin at a page: XLA aliases only memory that is aligned to 64 bytes."""
     num_bytes = math.prod(shape) * dtype.itemsize
     (page,) = allocate_slots(1, -(-num_bytes // PAGE_BYTES) * PAGE_BYTES)
     return page[:num_bytes].view(dtype).reshape(shape)
 
 
-def stored_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+def stored_dtype(dtype: np.dtype) -> np.dtype:
     """Return the dtype that stored bits stand for: bfloat16 for uint16, else the dtype itself."""
     return np.dtype(jnp.bfloat16) if dtype == np.uint16 else dtype
 

@@ -10,8 +10,9 @@ Legend:
 """
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
+import jax
 import numpy as np
 from numpy.typing import NDArray
 
@@ -20,35 +21,38 @@ from jmoe.offload.expert_index import LocalExperts
 NOWHERE = -1
 
 
-class ChosenRows(NamedTuple):
+ArrayT = TypeVar("ArrayT", np.ndarray, jax.Array)
+
+
+class ChosenRows(NamedTuple, Generic[ArrayT]):
     """The chosen experts of one device, ascending, and their rows of the slot; int32 [M] each.
 
     ids_M: expert numbers on the device, L for a padding entry, whose row may hold any finite
     values. The arrays are numpy, or JAX (of all devices) as arguments of programs.
     """
 
-    ids_M: Any  # numpy arrays, or JAX arrays inside a program
-    rows_M: Any
+    ids_M: ArrayT
+    rows_M: ArrayT
 
 
-def larger_room(room: int, needed: int, per_device: int) -> int:
+def grown_rows(num_rows: int, needed: int, per_device: int) -> int:
     """Return the rows for `needed` experts of a device.
 
-    The result is `room` if that suffices. Otherwise it is `needed` rounded up to a multiple of an
-    eighth of `per_device`, at most `per_device`, so that slots seldom grow.
+    The result is `num_rows` if that suffices. Otherwise it is `needed` rounded up to a multiple of
+    an eighth of `per_device`, at most `per_device`, so that slots seldom grow.
     """
     eighth = -(-per_device // 8)
-    return room if needed <= room else min(per_device, -(-needed // eighth) * eighth)
+    return num_rows if needed <= num_rows else min(per_device, -(-needed // eighth) * eighth)
 
 
 class SlotRows:
     """The row of each expert in one slot, on every device.
 
-    room: rows per device; None means one permanent row per expert.
+    num_rows: rows per device; None means one permanent row per expert.
     """
 
-    def __init__(self, local: LocalExperts, room: int | None) -> None:
-        self._local, self.room = local, room
+    def __init__(self, local: LocalExperts, num_rows: int | None) -> None:
+        self._local, self.num_rows = local, num_rows
         self._row_P = np.full(local.experts.size, NOWHERE, np.int32)
 
     def places(self, layer: int, expert: int) -> list[tuple[int, int]]:
@@ -56,39 +60,39 @@ class SlotRows:
         fixed = self._local.places(layer, expert)
         return (
             fixed
-            if self.room is None
+            if self.num_rows is None
             else [(device, int(self._row_P[expert])) for device, _ in fixed]
         )
 
     def waves(self, experts: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
         """Yield these experts, ascending, in groups that fit the slot at once."""
-        if self.room is None:
+        if self.num_rows is None:
             yield experts
             return
         device_of = experts // self._local.per_device
-        wave = (np.arange(experts.size) - np.searchsorted(device_of, device_of)) // self.room
+        wave = (np.arange(experts.size) - np.searchsorted(device_of, device_of)) // self.num_rows
         for number in range(int(np.max(wave, initial=-1)) + 1):
             yield experts[wave == number]
 
     def take(self, experts: NDArray[np.int64]) -> list[int]:
         """Give each of these experts a row; return the experts that were evicted."""
-        if self.room is None:
+        if self.num_rows is None:
             return []
         left: list[int] = []
         for first in range(0, self._row_P.size, self._local.per_device):
             rows_L = self._row_P[first : first + self._local.per_device]  # a view
             needed = np.isin(np.arange(rows_L.size) + first, experts)
             new = np.flatnonzero(needed & (rows_L == NOWHERE))
-            free = np.setdiff1d(np.arange(self.room), rows_L)
+            free = np.setdiff1d(np.arange(self.num_rows), rows_L)
             leaving = np.flatnonzero(~needed & (rows_L != NOWHERE))[: max(0, new.size - free.size)]
             free = np.concatenate([free, rows_L[leaving]])
-            assert new.size <= free.size, f"{needed.sum()} experts for {self.room} rows"
+            assert new.size <= free.size, f"{needed.sum()} experts for {self.num_rows} rows"
             rows_L[leaving] = NOWHERE
             rows_L[new] = free[: new.size]
             left += (leaving + first).tolist()
         return left
 
-    def chosen(self, chosen_P: NDArray[np.bool_], size: int) -> list[ChosenRows]:
+    def chosen(self, chosen_P: NDArray[np.bool_], size: int) -> list[ChosenRows[np.ndarray]]:
         """Return, for each part of this process's experts, the chosen experts and their rows.
 
         Every chosen expert must have a row. size: length of the arrays, at least the number of

@@ -17,11 +17,11 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jmoe.layers.slot_experts import ExpertInputs, StoredExpert, bundled_mlp, table_mlp
 from jmoe.memory.buffers import PAGE_BYTES, allocate_slots
@@ -43,6 +43,9 @@ from kernels_pallas.native import (
 )
 
 TABLE_TILE_ROWS = 64
+
+# the slots of one device as an operand of a program: bytes [M, R], or arrays [M, ...] by name
+SlotOperand = jax.Array | dict[str, jax.Array]
 
 
 class ExpertSlots(ABC):
@@ -72,7 +75,7 @@ class ExpertSlots(ABC):
         """
 
     @abstractmethod
-    def for_programs(self) -> tuple[SlotLayout | None, Any]:
+    def program_operand(self) -> tuple[SlotLayout | None, SlotOperand]:
         """Return (layout, slots): the slots as an operand of programs that look experts up in a
         table.
 
@@ -103,7 +106,8 @@ class HostSlots(ExpertSlots):
         self._stored = [
             {name: as_array(m, cpu) for name, m in slot.items()} for slot in self._memory
         ]
-        self.native = NativeSlots(as_array(memory, cpu), fields, layout) if native else None
+        offsets = {name: first_byte for name, (first_byte, *_) in layout.items()}
+        self.native = NativeSlots(as_array(memory, cpu), fields, offsets) if native else None
 
     def write(self, slot: int, record: NamedArrays) -> None:
         for name, memory in self._memory[slot].items():
@@ -124,7 +128,7 @@ class HostSlots(ExpertSlots):
             )
         return bundled_mlp(routed, [self._stored[slot] for slot in table_E], activation)
 
-    def for_programs(self) -> tuple[SlotLayout | None, Any]:
+    def program_operand(self) -> tuple[SlotLayout | None, SlotOperand]:
         assert self.native is not None
         return self.native.layout, self.native.slots_MR
 
@@ -136,7 +140,12 @@ class HostSlots(ExpertSlots):
 class NativeSlots:
     """All slots of `HostSlots` as one byte array [M, R], for native operations."""
 
-    def __init__(self, slots_MR: jax.Array, fields: Fields, layout: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        slots_MR: jax.Array,
+        fields: Fields,
+        offsets: Mapping[str, int],
+    ) -> None:
         self.slots_MR = slots_MR
         kinds = {name: stored_dtype(dtype) for name, (_, dtype) in fields.items()}
         biases = {dtype for name, dtype in kinds.items() if name.startswith("b_")}
@@ -147,13 +156,13 @@ class NativeSlots:
         is_read = matrices <= floats if form is None else form.native is not None
         self._is_known = len(matrices) == 1 and len(biases) < 2 and is_read
         self._dtype = None if is_compressed else kinds["w_up"]
-        at = {name: layout[name][0] if name in layout else -1 for name in SLOT_ARRAYS}
+        at = {name: offsets.get(name, -1) for name in SLOT_ARRAYS}
         hidden = fields["w_down"][0][0] * (form.per_byte if form else 1)
         self.layout = SlotLayout(
             **at, hidden=hidden, wide_biases=biases == {np.dtype(np.float32)}, form=form
         )
 
-    def takes(self, num_tokens: int, dtype: Any) -> bool:
+    def supports(self, num_tokens: int, dtype: DTypeLike) -> bool:
         """Return True if a native operation takes this many tokens of this dtype.
 
         The operation takes up to `MAX_ROWS` tokens, of the weights' dtype; compressed weights take
@@ -161,7 +170,7 @@ class NativeSlots:
         """
         return num_tokens <= MAX_ROWS and self._knows(dtype)
 
-    def multiplies(self, num_tokens: int, hidden_size: int, dtype: Any) -> bool:
+    def multiplies(self, num_tokens: int, hidden_size: int, dtype: DTypeLike) -> bool:
         """Return True if the native operation should compute the experts of this many tokens.
 
         True for up to `MAX_ROWS` tokens; for more if they are bfloat16, the sizes are multiples of
@@ -171,7 +180,7 @@ class NativeSlots:
         many = dtype == jnp.bfloat16 and fits and multiplies_many_rows()
         return self._knows(dtype) and (many or num_tokens <= MAX_ROWS)
 
-    def _knows(self, dtype: Any) -> bool:
+    def _knows(self, dtype: DTypeLike) -> bool:
         return self._is_known and self._dtype in (None, dtype)
 
 
@@ -185,7 +194,7 @@ def _native_mlp(
 
 def _layout(
     fields: Fields,
-) -> tuple[dict[str, tuple[int, int, tuple[int, ...], np.dtype[Any]]], int]:
+) -> tuple[dict[str, tuple[int, int, tuple[int, ...], np.dtype]], int]:
     """Return ({name: (first byte, bytes, shape, dtype)}, bytes of a slot).
 
     Each array begins at a page: XLA aliases only memory that is aligned to 64 bytes.
@@ -219,7 +228,7 @@ class DeviceSlots(ExpertSlots):
         with self._lock:
             return table_mlp_of_tokens(activation, routed, self._slots.arrays, table_E)
 
-    def for_programs(self) -> tuple[SlotLayout | None, Any]:
+    def program_operand(self) -> tuple[SlotLayout | None, SlotOperand]:
         return None, self._slots.arrays
 
 

@@ -13,11 +13,9 @@ import math
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
-from numpy.typing import NDArray
 
 from jmoe.config import TrainConfig, check
 from jmoe.memory.pinned import host_memory
@@ -27,11 +25,11 @@ from jmoe.memory.tiered_store import TieredStore
 from jmoe.memory.version_store import VersionStore, sealed
 from jmoe.offload.expert_index import ExpertIndex
 from jmoe.offload.expert_state import (
-    DeviceRoom,
     ExpertArrays,
     ExpertState,
     ReadExperts,
     RecordTiers,
+    SlotSizes,
     record_layouts,
 )
 from jmoe.offload.lazy_adamw import ReplayState
@@ -62,12 +60,12 @@ class ExpertStores:
         self._config, self._tiers, self._index, self._shapes = config, config.tiers, index, shapes
         self._own, self._saved = index.local_records, frozenset(index.saved_records)
         self.layouts = record_layouts(shapes, self._tiers.gradient_dtype)
-        assert index.local is not None
-        devices = [device for replicas in index.local.devices for device in replicas]
+        assert index.local_experts is not None
+        devices = [device for replicas in index.local_experts.devices for device in replicas]
         self._allocate, self.note = host_memory(
             self._tiers.pin_host_memory, "tiers.pin_host_memory", devices
         )
-        self._held = contextlib.ExitStack()
+        self._open_stores = contextlib.ExitStack()
         self._versions = self._open_versions(run)
         lazy = self._tiers.optimizer == "nvme"
         saved = self._versions if lazy else {}
@@ -117,7 +115,7 @@ class ExpertStores:
             opened[kind] = VersionStore.open(
                 place, layout, num_records, fingerprint=fingerprint, owned=self._own
             )
-            self._held.callback(opened[kind].close)
+            self._open_stores.callback(opened[kind].close)
         return opened
 
     def save(self, experts: ExpertState) -> None:
@@ -135,7 +133,7 @@ class ExpertStores:
             self._write_gradients(experts.stores.gradients, replay_state)
         saved = replay_state.select(self._saved)
         self.records.save_only["gradients"] = saved.pending
-        self.records.beside = saved.to_json()
+        self.records.replay_json = saved.to_json()
 
     def _write_gradients(self, gradients: TieredStore, replay_state: ReplayState) -> None:
         store = self._versions["gradients"]
@@ -192,7 +190,7 @@ class ExpertStores:
             optimizer=self._config.optimizer,
             index=self._index,
             shapes=self._shapes,
-            room=DeviceRoom(
+            slot_sizes=SlotSizes(
                 self._index.num_layers if resident else tiers.device_layers,
                 self._experts_in_slots(),
             ),
@@ -208,10 +206,10 @@ class ExpertStores:
 
     def _experts_in_slots(self) -> int | None:
         """Return the initial number of a device's experts that fits a slot; None means all."""
-        assert self._index.local is not None
-        per_device = self._index.local.per_device
-        room = math.ceil(self._tiers.device_experts * per_device)
-        return None if room == per_device else room
+        assert self._index.local_experts is not None
+        per_device = self._index.local_experts.per_device
+        num_rows = math.ceil(self._tiers.device_experts * per_device)
+        return None if num_rows == per_device else num_rows
 
     def _store(
         self, kind: str, tier: str, read: ReadExperts | None, written: Collection[int] = ()
@@ -253,15 +251,15 @@ class ExpertStores:
         """
         last, arrays = -1, ExpertArrays()
 
-        def fill(index: int, views: dict[str, NDArray[Any]]) -> None:
+        def fill(index: int, views: dict[str, np.ndarray]) -> None:
             nonlocal last, arrays
-            local = self._index.local
+            local = self._index.local_experts
             if read is None or local is None:
                 return
             layer, expert = self._index.locate(index)
             if layer != last:
-                last, arrays = layer, read(layer, local.of_layer(layer))
-            place = np.searchsorted(local.of_layer(layer), expert)
+                last, arrays = layer, read(layer, local.in_layer(layer))
+            place = np.searchsorted(local.in_layer(layer), expert)
             for name, array in arrays.items():
                 np.copyto(views[name], array[place])
 
@@ -276,7 +274,7 @@ class ExpertStores:
 
     def close(self) -> None:
         """Wait for the save under way, and unlock the folders."""
-        with self._held:
+        with self._open_stores:
             self.records.close()
 
 
@@ -286,7 +284,7 @@ def _reading(store: VersionStore, indices: Collection[int]) -> Fill:
     """
     record_R = store.layout.zeros()
 
-    def fill(index: int, views: dict[str, NDArray[Any]]) -> None:
+    def fill(index: int, views: dict[str, np.ndarray]) -> None:
         if index in indices:
             store.read_into(index, record_R)
             arrays = store.layout.views(record_R)

@@ -25,14 +25,14 @@ from jmoe.memory.record import Record
 from jmoe.offload.expert_index import LocalExperts
 from jmoe.offload.lazy_adamw import MissedSteps, catch_up
 from jmoe.offload.slot_arrays import put_record, zero_arrays
-from jmoe.offload.slot_rows import ChosenRows, SlotRows, larger_room
+from jmoe.offload.slot_rows import ChosenRows, SlotRows, grown_rows
 
 log = logging.getLogger(__name__)
 
 # by parameter, [L, ...] or [M, ...], on one device
 DeviceStacks = dict[str, jax.Array]
 Slot = list[DeviceStacks]  # one entry per device of this process
-Moments = Mapping[str, Any]  # by parameter
+Moments = Mapping[str, jax.Array | np.ndarray]  # by parameter
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
@@ -62,9 +62,9 @@ class TrainingSlots:
     """Slots on each device, each for some experts of one layer, and a note of which weights are
     present.
 
-    Slots are numbered from 0, experts from 0 to P - 1. room: rows of a slot on a device; None means
-    one row for each of the device's experts. After `make_room` a slot takes its larger size at its
-    next `fit`. Two threads may use two different slots at once, never the same slot.
+    Slots are numbered from 0, experts from 0 to P - 1. num_rows: rows of a slot on a device; None
+    means one row for each of the device's experts. After `grow_slots` a slot takes its larger size
+    at its next `fit`. Two threads may use two different slots at once, never the same slot.
     """
 
     def __init__(
@@ -72,16 +72,16 @@ class TrainingSlots:
         local: LocalExperts,
         shapes: Mapping[str, tuple[int, ...]],
         num_slots: int,
-        room: int | None,
+        num_rows: int | None,
     ) -> None:
-        self.local, self.shapes, self.devices, self.room = (
+        self.local, self.shapes, self.devices, self.num_rows = (
             local,
             dict(shapes),
             local.all_devices,
-            room,
+            num_rows,
         )
-        self._rows = [SlotRows(local, room) for _ in range(num_slots)]
-        self.stacks = [self._empty(room) for _ in range(num_slots)]
+        self._rows = [SlotRows(local, num_rows) for _ in range(num_slots)]
+        self.stacks = [self._empty(num_rows) for _ in range(num_slots)]
         self._present = [np.zeros(local.experts.size, np.bool_) for _ in self.stacks]
         self._layer_in: list[int | None] = [None for _ in self.stacks]
 
@@ -89,7 +89,9 @@ class TrainingSlots:
     def num_bytes(self) -> int:
         """Return the bytes of all slots on all devices of this process."""
         expert_bytes = sum(4 * math.prod(shape) for shape in self.shapes.values())
-        rows = sum(self.local.per_device if slot.room is None else slot.room for slot in self._rows)
+        rows = sum(
+            self.local.per_device if slot.num_rows is None else slot.num_rows for slot in self._rows
+        )
         return rows * len(self.devices) * expert_bytes
 
     @property
@@ -99,42 +101,43 @@ class TrainingSlots:
             (layer, slot) for slot, layer in enumerate(self._layer_in) if layer is not None
         )
 
-    def _empty(self, room: int | None) -> Slot:
-        rows = self.local.per_device if room is None else room
+    def _empty(self, num_rows: int | None) -> Slot:
+        rows = self.local.per_device if num_rows is None else num_rows
         fields = {name: (shape, np.dtype(np.float32)) for name, shape in self.shapes.items()}
         return [zero_arrays(rows, fields, device) for device in self.devices]
 
     # Experts of a slot
 
-    def make_room(self, needed: int) -> None:
+    def grow_slots(self, needed: int) -> None:
         """Grow the slots to hold `needed` experts of a device from their next `fit` on; never
         shrink them.
         """
         per_device = self.local.per_device
-        if self.room is None or needed <= self.room:
+        if self.num_rows is None or needed <= self.num_rows:
             return
-        self.room = larger_room(self.room, needed, per_device)
+        self.num_rows = grown_rows(self.num_rows, needed, per_device)
         log.warning(
             "tiers.device_experts is too small: a layer's tokens chose %d of a device's %d experts;"
             " there is room for %d from now on, and the step is compiled anew",
-            *(needed, per_device, self.room),
+            *(needed, per_device, self.num_rows),
         )
 
     def fit(self, slot: int) -> None:
-        """Replace the slot by an empty, larger one if `make_room` has asked for more rows than it
+        """Replace the slot by an empty, larger one if `grow_slots` has asked for more rows than it
         has.
         """
-        room = self.room
-        if self._rows[slot].room != room:
+        num_rows = self.num_rows
+        if self._rows[slot].num_rows != num_rows:
             self.stacks[slot] = []  # free the old arrays before allocating the new ones
-            self._rows[slot], self.stacks[slot] = SlotRows(self.local, room), self._empty(room)
+            self._rows[slot] = SlotRows(self.local, num_rows)
+            self.stacks[slot] = self._empty(num_rows)
             self._present[slot][:] = False
 
     def holds(self, slot: int, layer: int) -> bool:
         """Return True if the slot holds this layer."""
         return self._layer_in[slot] == layer
 
-    def assign(self, slot: int, layer: int, weights: Mapping[str, NDArray[Any]] | None) -> None:
+    def assign(self, slot: int, layer: int, weights: Mapping[str, np.ndarray] | None) -> None:
         """Give the slot to a layer.
 
         weights: float32 of all the layer's local experts, by parameter; None marks all experts as
@@ -145,7 +148,7 @@ class TrainingSlots:
             self.stacks[slot] = [
                 {name: jnp.array(w, device=device) for name, w in own.items()}
                 for own, device in zip(
-                    self.local.arranged(layer, weights), self.devices, strict=True
+                    self.local.rows_by_device(layer, weights), self.devices, strict=True
                 )
             ]
             self._present[slot][:] = True
@@ -164,7 +167,9 @@ class TrainingSlots:
         """Yield these experts, ascending, in groups that fit the slot at once."""
         return self._rows[slot].waves(experts)
 
-    def chosen_rows(self, slot: int, chosen_P: NDArray[np.bool_], size: int) -> list[ChosenRows]:
+    def chosen_rows(
+        self, slot: int, chosen_P: NDArray[np.bool_], size: int
+    ) -> list[ChosenRows[np.ndarray]]:
         """Return, by device, the rows of the slot that hold the chosen experts, in arrays of `size`
         entries.
         """
@@ -196,7 +201,7 @@ class TrainingSlots:
         gradient: Moments,
         missed: Iterable[MissedSteps],
         optimizer: OptimizerConfig,
-    ) -> tuple[Any, Any, Any]:
+    ) -> tuple[dict[str, jax.Array], dict[str, jax.Array], dict[str, jax.Array]]:
         """Apply the missed steps to one expert; return its (w, m, v) by parameter, on the first
         device.
 

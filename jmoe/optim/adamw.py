@@ -4,12 +4,13 @@
 it to offloaded experts.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.tree_util import KeyPath
 
 from jmoe.config import OptimizerConfig
 from jmoe.mesh import is_expert, stack_dims
@@ -35,7 +36,7 @@ def learning_rate(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
     )
 
 
-def decays(path: tuple[Any, ...], w: jax.Array) -> bool:
+def has_weight_decay(path: KeyPath, w: jax.Array) -> bool:
     """Return True if weight decay applies to the parameter at this path.
 
     Weight decay applies to matrices, not to norms or biases; leading layer and expert axes do not
@@ -57,7 +58,7 @@ class StepValues(NamedTuple):
     ok: jax.Array
 
 
-def _apart(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+def _rounded_on_cpu(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     """Return the arrays, on CPU behind an optimization barrier, which rounds them to float32 before
     use.
 
@@ -94,7 +95,7 @@ def advance(
     g = g.astype(jnp.float32) * now.clip
     m_new = config.beta1 * m + (1 - config.beta1) * g
     v_new = config.beta2 * v + (1 - config.beta2) * g * g
-    m_new, v_new = _apart(jnp.where(now.ok, m_new, m), jnp.where(now.ok, v_new, v))
+    m_new, v_new = _rounded_on_cpu(jnp.where(now.ok, m_new, m), jnp.where(now.ok, v_new, v))
     update = (m_new / (1 - config.beta1**t)) / (
         jnp.sqrt(v_new / (1 - config.beta2**t)) + config.eps
     )

@@ -24,7 +24,7 @@ class LossScale:
     scale: jax.Array  # float32
     good_steps: jax.Array  # int32, steps without an overflow since the scale last changed
 
-    def after(self, ok: jax.Array, skipped: jax.Array, config: LossScaleConfig) -> "LossScale":
+    def next_scale(self, ok: jax.Array, skipped: jax.Array, config: LossScaleConfig) -> "LossScale":
         """Return the loss scale of the next step.
 
         A skipped step halves the scale and restarts the count of good steps. After
@@ -40,7 +40,7 @@ class LossScale:
         return LossScale(scale, jnp.where(skipped | grows, 0, good_steps))
 
 
-def first_loss_scale(config: TrainConfig) -> LossScale | None:
+def initial_loss_scale(config: TrainConfig) -> LossScale | None:
     """Return the loss scale of step 0; None unless the compute dtype is float16."""
     if config.compute_dtype != "float16":
         return None

@@ -62,7 +62,7 @@ class ClusterPlan:
         return max(self.training.step_s(), self.all_reduce_s) + self.all_to_all_s
 
     @property
-    def alone_s(self) -> float:
+    def step_without_overlap_s(self) -> float:
         """Return the seconds of a step without any overlap."""
         return self.training.step_s(overlapped=False) + self.all_reduce_s + self.all_to_all_s
 

@@ -17,7 +17,7 @@ SLOWER = 1.01  # factor by which a step must be slower than with half the expert
 
 
 @dataclass(frozen=True)
-class Room:
+class MemoryShortfall:
     """Bytes lacking for twice the experts per device, with experts on the device, and with experts
     in host memory. 0: they fit.
     """
@@ -49,14 +49,14 @@ def next_packing(
     *,
     step: int,
     most_experts: int,
-    room: Room | None = None,
+    shortfall: MemoryShortfall | None = None,
     step_s: Mapping[int, float] | None = None,
 ) -> PackingDecision:
     """Return the number of experts per device from `step` on: unchanged, doubled, or halved.
 
     all_to_all_s, ffn_s: seconds of a forward micro-operation with `experts_per_device`.
-    most_experts: the most that the mesh allows. room: None means unlimited memory. step_s: measured
-    seconds of a whole step, by experts per device.
+    most_experts: the most that the mesh allows. shortfall: None means unlimited memory. step_s:
+    measured seconds of a whole step, by experts per device.
 
     Lina doubles while the FFN is shorter than the all-to-all. Unlike Lina, this function also
     halves again if doubling made the step slower, because replicas of experts must all-reduce their
@@ -91,8 +91,8 @@ def next_packing(
         return decide(now, True, f"the experts are not the shorter: it stays at {_experts(now)}")
     if 2 * now > most_experts:
         return decide(now, True, f"the mesh allows no more than {_experts(now)}")
-    if room is not None and room.lacking_bytes > 0:
-        return decide(now, True, f"it stays at {_experts(now)}: {_forbidden(room)}")
+    if shortfall is not None and shortfall.lacking_bytes > 0:
+        return decide(now, True, f"it stays at {_experts(now)}: {_forbidden(shortfall)}")
     return decide(2 * now, False, f"{_experts(2 * now)} from now on")
 
 
@@ -100,9 +100,9 @@ def _experts(count: int) -> str:
     return f"{count} expert{'s' * (count > 1)} a device"
 
 
-def _forbidden(room: Room) -> str:
-    lacking = f"twice as many need {room.lacking_bytes / 1e9:.2f} GB more memory than there is"
-    if room.offloaded_lacking_bytes > 0:
-        short = f"{room.offloaded_lacking_bytes / 1e9:.2f} GB"
+def _forbidden(shortfall: MemoryShortfall) -> str:
+    lacking = f"twice as many need {shortfall.lacking_bytes / 1e9:.2f} GB more memory than there is"
+    if shortfall.offloaded_lacking_bytes > 0:
+        short = f"{shortfall.offloaded_lacking_bytes / 1e9:.2f} GB"
         return f"{lacking}, and with experts in host memory {short} would be lacking"
     return f"{lacking}; with experts in host memory (tiers.experts = host) they would fit"

@@ -316,7 +316,7 @@ class _Pricing:
         if kind == "while":
             return self._loop_s(operation, times)
         if kind == "conditional":
-            return self.run(max(self.module.branches(operation), key=self._alone_s), times)
+            return self.run(max(self.module.branches(operation), key=self._seconds_of), times)
         if kind in ("call", "async-start"):
             return self.run(self.module.called(operation, "to_apply", "calls"), times)
         if kind in _FREE or kind.endswith("-done"):
@@ -347,7 +347,7 @@ class _Pricing:
             trips = 1
         return trips * self.run(self.module.called(operation, "body"), times * trips)
 
-    def _alone_s(self, computation: HloComputation) -> float:
+    def _seconds_of(self, computation: HloComputation) -> float:
         """Return the seconds of a computation without adding it to the sums."""
         return _Pricing(self.module, self.rates, self.experts, self.trips).run(computation, 1)
 

@@ -157,7 +157,9 @@ def plan_memory(model: ModelBytes, free: FreeMemory, options: EngineConfig) -> M
     room_bytes = int(free.host_bytes * (1 - RESERVE))
     if free.shared:
         room_bytes -= slots * model.weights.expert_bytes + model.dense_bytes + model.cache_bytes
-    tier, host_bytes = _below(model.num_experts * model.record_bytes, room_bytes, model, options)
+    tier, host_bytes = _record_tier(
+        model.num_experts * model.record_bytes, room_bytes, model, options
+    )
     nvme_bytes = model.num_experts * model.record_bytes if tier == "nvme" else 0
     return MemoryPlan(policy, tier, model, slots, ring_slots or 0, host_bytes, nvme_bytes)
 
@@ -294,7 +296,7 @@ def _plan_mesh_ring(
         host_room_bytes -= local_devices * (
             ring_slots * layer_bytes + model.dense_bytes + model.cache_bytes
         )
-    tier, host_bytes = _below(own_bytes, host_room_bytes, model, options)
+    tier, host_bytes = _record_tier(own_bytes, host_room_bytes, model, options)
     nvme_bytes = model.num_experts * model.record_bytes if tier == "nvme" else 0
     return MemoryPlan("ring", tier, model, ring_slots * slots, ring_slots, host_bytes, nvme_bytes)
 
@@ -338,7 +340,7 @@ def _slot_bytes(model: ModelBytes, free: FreeMemory, options: EngineConfig) -> i
     return max(0, room_bytes)
 
 
-def _below(
+def _record_tier(
     all_bytes: int, room_bytes: int, model: ModelBytes, options: EngineConfig
 ) -> tuple[Literal["host", "nvme"], int]:
     """Return (tier of a process's expert records, bytes of records in host memory).

@@ -27,18 +27,19 @@ class Placement:
     """Assignment of experts to slots, and of token rows to replicas.
 
     physical_to_logical: int32 [N, S], the expert in each slot, or EMPTY; no device holds an expert
-    twice. turns: int32 [E, C]; turns[e, r % C] is the physical number of the replica of expert e
-    that takes row r. The shape is constant, so a program that reads this array is compiled once.
+    twice. replica_of_row: int32 [E, C]; replica_of_row[e, r % C] is the physical number of the
+    replica of expert e that takes row r. The shape is constant, so a program that reads this array
+    is compiled once.
     popularity_E: float64 [E], expected tokens per expert, in any unit.
     """
 
     physical_to_logical: np.ndarray
-    turns: np.ndarray
+    replica_of_row: np.ndarray
     popularity_E: np.ndarray
 
     @property
     def num_experts(self) -> int:
-        return len(self.turns)
+        return len(self.replica_of_row)
 
     @property
     def num_devices(self) -> int:
@@ -59,14 +60,14 @@ class Placement:
         one of its experts. The result depends on these only, not on other tokens or the calling
         device: an expert's replicas alternate over CYCLE rows, in proportion to their quotas.
         """
-        return self.turns[experts, rows % CYCLE]
+        return self.replica_of_row[experts, rows % CYCLE]
 
     @property
     def quotas(self) -> np.ndarray:
         """Return float64 [N, S], the popularity that each replica takes if tokens are spread evenly
         over rows.
         """
-        taken = np.bincount(self.turns.ravel(), minlength=self.physical_to_logical.size)
+        taken = np.bincount(self.replica_of_row.ravel(), minlength=self.physical_to_logical.size)
         share = taken.reshape(self.physical_to_logical.shape) / CYCLE
         return np.where(
             self.physical_to_logical == EMPTY,
@@ -208,11 +209,13 @@ def place_as(physical_to_logical: np.ndarray, popularity_E: np.ndarray) -> Place
     )
     once = len(np.unique(devices * size + experts)) == len(experts)
     check(once, "physical_to_logical", physical_to_logical, "must have no expert twice on a device")
-    turns_NS = np.zeros(experts_NS.shape, np.int64)
+    num_turns_NS = np.zeros(experts_NS.shape, np.int64)
     for expert in range(size):
-        turns_NS[experts_NS == expert] = apportion(np.ones(copies[expert]))
+        num_turns_NS[experts_NS == expert] = apportion(np.ones(copies[expert]))
     return Placement(
-        experts_NS, _take_turns(experts_NS, turns_NS, size), np.asarray(popularity_E, np.float64)
+        experts_NS,
+        _take_turns(experts_NS, num_turns_NS, size),
+        np.asarray(popularity_E, np.float64),
     )
 
 
@@ -281,24 +284,28 @@ def changes(held: np.ndarray, new: Placement) -> Changes:
                 fills.append(Fill(device, places[expert], expert))
             ordered_NS[device, places[expert]] = expert
             moved_to[device * slots + slot] = device * slots + places[expert]
-    return Changes(Placement(ordered_NS, moved_to[new.turns], new.popularity_E), tuple(fills))
+    return Changes(
+        Placement(ordered_NS, moved_to[new.replica_of_row], new.popularity_E), tuple(fills)
+    )
 
 
 def _placement(
     parts: ExpertParts, device_I: np.ndarray, shape: tuple[int, int], popularity_E: np.ndarray
 ) -> Placement:
     """Return the placement of parts on devices, with each device's experts in ascending order."""
-    experts_NS, turns_NS = np.full(shape, EMPTY, np.int32), np.zeros(shape, np.int64)
+    experts_NS, num_turns_NS = np.full(shape, EMPTY, np.int32), np.zeros(shape, np.int64)
     order = np.lexsort((parts.experts, device_I))
     slots = np.arange(len(order)) - np.searchsorted(device_I[order], device_I[order])
     experts_NS[device_I[order], slots] = parts.experts[order]
-    turns_NS[device_I[order], slots] = parts.turns[order]
-    return Placement(experts_NS, _take_turns(experts_NS, turns_NS, len(popularity_E)), popularity_E)
+    num_turns_NS[device_I[order], slots] = parts.num_turns[order]
+    return Placement(
+        experts_NS, _take_turns(experts_NS, num_turns_NS, len(popularity_E)), popularity_E
+    )
 
 
-def _take_turns(experts_NS: np.ndarray, turns_NS: np.ndarray, num_experts: int) -> np.ndarray:
+def _take_turns(experts_NS: np.ndarray, num_turns_NS: np.ndarray, num_experts: int) -> np.ndarray:
     """Return int32 [E, C], the replica of each turn, with every replica's turns evenly spaced."""
-    experts, turns = experts_NS.ravel(), turns_NS.ravel()
+    experts, turns = experts_NS.ravel(), num_turns_NS.ravel()
     replica_EC = np.zeros((num_experts, CYCLE), np.int32)
     alone = np.flatnonzero(turns == CYCLE)
     replica_EC[experts[alone]] = alone[:, None]

@@ -28,7 +28,7 @@ class ExpertParts(NamedTuple):
     """
 
     experts: np.ndarray
-    turns: np.ndarray
+    num_turns: np.ndarray
     weights: np.ndarray
 
 
@@ -112,7 +112,7 @@ def eplb(
         experts = experts_GE[node_G == node].ravel()
         parts, devices = _eplb_of_node(popularity_E[experts], num_devices // num_nodes, capacity)
         here = node * (num_devices // num_nodes) + devices
-        rows.append((experts[parts.experts], parts.turns, parts.weights, here))
+        rows.append((experts[parts.experts], parts.num_turns, parts.weights, here))
     experts, turns, weights, devices = (
         np.concatenate(arrays) for arrays in zip(*rows, strict=True)
     )

@@ -33,8 +33,8 @@ class Machine:
     shared: device and host are the same memory, counted as the host's. flops: FLOP/s of matrix
     products. link_bytes_per_s: between host and device. nvme_read_bytes_per_s,
     nvme_write_bytes_per_s: of the disk. memory_bytes_per_s: of the device's memory. source: origin
-    of the device's figures. here: tiers whose free bytes were read from the planning machine,
-    because the configuration gives none.
+    of the device's figures. assumed_tiers: tiers whose free bytes were read from the planning
+    machine, because the configuration gives none.
     """
 
     device_bytes: int
@@ -47,27 +47,26 @@ class Machine:
     nvme_write_bytes_per_s: float
     memory_bytes_per_s: float
     source: str = "as given"
-    here: tuple[Tier, ...] = ()
+    assumed_tiers: tuple[Tier, ...] = ()
 
     def free_bytes(self, tier: Tier) -> int:
         return {"device": self.device_bytes, "host": self.host_bytes, "nvme": self.nvme_bytes}[tier]
 
     @property
-    def whose(self) -> list[str]:
+    def free_bytes_note(self) -> list[str]:
         """Return a line about the tiers whose free bytes were read from this machine, and the
         options that set them; [] if there are none.
         """
-        if not self.here:
+        if not self.assumed_tiers:
             return []
-        line = (
-            f"free {' and '.join(f'{tier} bytes' for tier in self.here)} are those of this machine"
-        )
-        options = " and ".join(f"--machine.{tier}-bytes" for tier in self.here)
+        sizes = " and ".join(f"{tier} bytes" for tier in self.assumed_tiers)
+        line = f"free {sizes} are those of this machine"
+        options = " and ".join(f"--machine.{tier}-bytes" for tier in self.assumed_tiers)
         return [line if self.shared else f"{line}: give {options} of the hosts that the run is for"]
 
     def larger(self, tier: Tier) -> str:
         """Return advice for a tier that no other change makes large enough."""
-        if tier in self.here and not self.shared:
+        if tier in self.assumed_tiers and not self.shared:
             free = _gigabytes(self.free_bytes(tier))
             return (
                 f"--machine.{tier}-bytes, if a host of the run has more than the {free} of this"
@@ -189,7 +188,7 @@ class TrainedModel:
         )
 
     @property
-    def room_experts(self) -> float:
+    def peak_experts(self) -> float:
         """Return the number of a device's experts of a layer to plan slots for: single steps may
         choose more experts than the mean.
         """
@@ -275,7 +274,7 @@ class TrainingPlan:
         if self.placement.experts == "device":
             return experts
         room = math.ceil(self.placement.device_experts * experts)
-        return min(experts, max(room, math.ceil(self.model.room_experts)))
+        return min(experts, max(room, math.ceil(self.model.peak_experts)))
 
     @property
     def host_cache_bytes(self) -> int:
@@ -454,7 +453,7 @@ class TrainingPlan:
                 f"{head:<34}" + "".join(f"{cell:>14}" for cell in row)
                 for head, row in table.items()
             ),
-            *self.machine.whose,
+            *self.machine.free_bytes_note,
         ]
         advice = self.advice()
         lines += (
@@ -555,7 +554,7 @@ def _changes_of_tiers(model: TrainedModel, place: StatePlacement) -> Iterator[Ch
         yield Change("tiers.gradients", gradients, model, replace(place, gradients=gradients))
     if place.streamed and place.experts != "device" and place.device_layers > 1:
         yield Change("tiers.device_layers", 1, model, replace(place, device_layers=1))
-    share = math.ceil(8 * model.room_experts * model.num_devices / model.num_experts) / 8
+    share = math.ceil(8 * model.peak_experts * model.num_devices / model.num_experts) / 8
     if place.streamed and place.experts != "device" and share < place.device_experts:
         yield Change("tiers.device_experts", share, model, replace(place, device_experts=share))
     for share in (8, 16, 64):

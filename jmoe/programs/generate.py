@@ -72,7 +72,7 @@ def main() -> None:
     """Print the prompt and its continuation, and the engine's statistics on stderr."""
     a = arguments()
     from jmoe.config.engine import EngineConfig
-    from jmoe.deploy.merged import hugging_face_folder
+    from jmoe.deploy.model_folder import hugging_face_folder
     from jmoe.inference.engine import Engine
     from jmoe.inference.sampling_params import SamplingParams
     from jmoe.status import status

@@ -86,7 +86,7 @@ def main() -> None:
     """Write the table beside the checkpoint, and print its size."""
     a = _arguments()
     from jmoe.config.engine import EngineConfig
-    from jmoe.deploy.merged import hugging_face_folder
+    from jmoe.deploy.model_folder import hugging_face_folder
     from jmoe.inference.engine import Engine
     from jmoe.inference.path_table import TableHeader
     from jmoe.models.lazy_checkpoint import LazyCheckpoint

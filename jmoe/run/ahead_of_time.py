@@ -12,6 +12,7 @@ import jax
 from jax.experimental import topologies
 
 from jmoe.config.checks import check
+from jmoe.types import PyTree
 from kernels_pallas.implementations import tracing_for
 
 TARGETS = Path(__file__).with_name("targets")
@@ -30,7 +31,7 @@ def check_cuda(option: str, value: str) -> None:
     check(has_cuda(), option, value, f"needs JAX's CUDA libraries, though no GPU: {INSTALL}")
 
 
-def devices(target: str, num_hosts: int = 1, devices_a_host: int = 1) -> list[Any]:
+def devices(target: str, num_hosts: int = 1, devices_a_host: int = 1) -> list[jax.Device]:
     """Return abstract JAX devices of `num_hosts` hosts with `devices_a_host` GPUs each.
 
     target: name of a file in the folder `targets`, which describes the GPU.
@@ -45,8 +46,8 @@ def devices(target: str, num_hosts: int = 1, devices_a_host: int = 1) -> list[An
 
 
 def lower_for(
-    device: Any, function: Any, *operands: Any, **options: Any
-) -> tuple[Any, jax.stages.Lowered]:
+    device: jax.Device, function: jax.stages.Wrapped, *operands: PyTree, **options: Any
+) -> tuple[PyTree, jax.stages.Lowered]:
     """Return (shapes of the results, lowered program) of a jitted function for `device`. The
     program is not compiled yet.
     """

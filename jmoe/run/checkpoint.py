@@ -27,7 +27,6 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import jax
 import numpy as np
@@ -56,6 +55,7 @@ from jmoe.run.checkpoint_contents import (
     write_step_manifest,
 )
 from jmoe.status import first_line
+from jmoe.types import Json, JsonObject, PyTree
 
 MANIFEST = "manifest.json"
 ASIDE = re.compile(r"incomplete-(\d+)-\d+")  # an incomplete step that was renamed
@@ -100,7 +100,7 @@ class Checkpoints:
         self._commit: threading.Thread | None = None
         self._error: BaseException | None = None
         self._step = -1  # the step being saved, or saved last
-        self._arrays: dict[str, Any] = {}  # manifest entries of `_step`'s arrays
+        self._arrays: JsonObject = {}  # manifest entries of `_step`'s arrays
         self._bytes = 0  # size of `_step`'s arrays
         self._meetings = 0  # barriers of `wait_for_records` so far
         self._files: dict[str, bytes] = {}  # further files of the step, by relative path
@@ -162,13 +162,13 @@ class Checkpoints:
         are not needed only cause a warning.
         """
         # missing if the saving run kept its experts on the device
-        folder = self.folder_of_records(step)
+        folder = self.records_folder(step)
         if self._records is None or not folder.is_dir():
             return None
         damage = self._damage(step, prefix=f"{ITEM}/")
         if damage is not None:
             return damage
-        records = self._records.find(folder)
+        records = self._records.verify(folder)
         for line in records.damaged:
             print(f"warning: {line}", file=sys.stderr, flush=True)
         return (
@@ -206,16 +206,16 @@ class Checkpoints:
     def folder_of(self, step: int) -> Path:
         return self.directory / str(step)
 
-    def folder_of_records(self, step: int) -> Path:
+    def records_folder(self, step: int) -> Path:
         return self.folder_of(step) / ITEM
 
-    def newest_config(self) -> dict[str, Any] | None:
+    def newest_config(self) -> JsonObject | None:
         """Return the configuration saved with the newest complete step whose copy of it is intact,
         or None.
         """
         for step in reversed(self.steps()):
             if self._damage(step, prefix="config/") is None:
-                config: dict[str, Any] = json.loads(
+                config: JsonObject = json.loads(
                     (self.folder_of(step) / "config" / "metadata").read_text()
                 )
                 return config
@@ -228,7 +228,7 @@ class Checkpoints:
         steps = self.steps()
         return int(self._manifest(steps[-1]).get(PACKING, 1)) if steps else 1
 
-    def saved_config(self, step: int) -> dict[str, Any]:
+    def saved_config(self, step: int) -> JsonObject:
         """Return the configuration saved with `step`. Raises `ValueError` if it is damaged."""
         self._verify(step, prefix="config/")
         return self._read_json(step, "config")
@@ -237,8 +237,8 @@ class Checkpoints:
         return list(self._manifest(step)["arrays"])
 
     def restore(
-        self, step: int, abstract_state: Any, *, but: Collection[str] = (), records: bool = True
-    ) -> tuple[Any, Any, dict[str, Any]]:
+        self, step: int, abstract_state: PyTree, *, but: Collection[str] = (), records: bool = True
+    ) -> tuple[PyTree, Json, JsonObject]:
         """Return (state, data_state, saved configuration) of `step`.
 
         abstract_state: tree of the state with `jax.ShapeDtypeStruct` leaves, whose shardings say
@@ -259,8 +259,8 @@ class Checkpoints:
         with ocp.Checkpointer(handler, multiprocessing_options=self._processes) as reader:
             arrays = reader.restore(self.folder_of(step) / "state", args=args)
         state = jax.tree.unflatten(tree, [arrays[name] for name in names])
-        if self._records is not None and records and self.folder_of_records(step).is_dir():
-            self._records.restore(self.folder_of_records(step))
+        if self._records is not None and records and self.records_folder(step).is_dir():
+            self._records.restore(self.records_folder(step))
         self._step = step  # a `save` of the same step does nothing
         return state, self._read_json(step, "data"), self._read_json(step, "config")
 
@@ -273,7 +273,7 @@ class Checkpoints:
             if entry.name.isdigit() and entry.is_dir()
         )
 
-    def _manifest(self, step: int) -> dict[str, Any]:
+    def _manifest(self, step: int) -> JsonObject:
         return read_step_manifest(self.folder_of(step) / MANIFEST)
 
     def _incomplete(self, step: int) -> str | None:
@@ -338,7 +338,7 @@ class Checkpoints:
                 f" {self.folder_of(saved)}"
             )
 
-    def _check_arrays(self, step: int, wanted: dict[str, Any], but: Collection[str]) -> None:
+    def _check_arrays(self, step: int, wanted: dict[str, jax.Array], but: Collection[str]) -> None:
         saved = {
             name: entry for name, entry in self._manifest(step)["arrays"].items() if name not in but
         }
@@ -355,7 +355,7 @@ class Checkpoints:
                 f"checkpoint {self.folder_of(step)} holds other arrays (saved -> now): {shown}"
             )
 
-    def _read_json(self, step: int, item: str) -> Any:
+    def _read_json(self, step: int, item: str) -> Json:
         with ocp.Checkpointer(
             ocp.JsonCheckpointHandler(), multiprocessing_options=self._processes
         ) as reader:
@@ -371,8 +371,8 @@ class Checkpoints:
     def save(
         self,
         step: int,
-        state: Any,
-        data_state: Any,
+        state: PyTree,
+        data_state: Json,
         config_json: str,
         files: Mapping[str, bytes] | None = None,
         packing: int = 1,
@@ -403,7 +403,7 @@ class Checkpoints:
             step,
             {name: entry_of(leaf) for name, leaf in zip(names, leaves, strict=True)},
         )
-        items: dict[str, Any] = {
+        items: dict[str, ocp.args.CheckpointArgs] = {
             "state": ocp.args.StandardSave(dict(zip(names, leaves, strict=True))),
             "data": ocp.args.JsonSave(data_state),
             "config": ocp.args.JsonSave(json.loads(config_json)),
@@ -490,7 +490,7 @@ class Checkpoints:
             ),
             multiprocessing_options=self._processes,
         )
-        handlers: dict[str, Any] = {
+        handlers: dict[str, ocp.CheckpointHandler] = {
             "state": ocp.StandardCheckpointHandler(multiprocessing_options=self._processes),
             "data": ocp.JsonCheckpointHandler(multiprocessing_options=self._processes),
             "config": ocp.JsonCheckpointHandler(multiprocessing_options=self._processes),
@@ -498,7 +498,7 @@ class Checkpoints:
         if self._records is not None:
             handlers[ITEM] = RecordsHandler()
         for name in ("absl", "asyncio"):
-            logging.getLogger(name).addFilter(_is_news)
+            logging.getLogger(name).addFilter(_is_new_error)
         if getattr(sys.unraisablehook, "func", None) is not _report_unraisable:
             sys.unraisablehook = partial(_report_unraisable, sys.unraisablehook)
         self._manager = ocp.CheckpointManager(
@@ -584,7 +584,7 @@ class Checkpoints:
                 fsync(self.directory)
                 self._remove_set_aside()
             if self._records is not None:
-                self._records.committed(self.folder_of_records(step), self._all_steps())
+                self._records.committed(self.records_folder(step), self._all_steps())
         except BaseException as error:  # raised at the next call, in the caller's thread
             self._error = error
 
@@ -652,7 +652,7 @@ class Checkpoints:
             fsync(path)
 
 
-def _is_news(record: logging.LogRecord) -> bool:
+def _is_new_error(record: logging.LogRecord) -> bool:
     """Return False for log records of Orbax and asyncio that repeat an error which the next call
     raises.
 
@@ -671,7 +671,7 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 
 def _report_unraisable(
-    report: Callable[[sys.UnraisableHookArgs], Any], unraisable: sys.UnraisableHookArgs
+    report: Callable[[sys.UnraisableHookArgs], object], unraisable: sys.UnraisableHookArgs
 ) -> None:
     """Report an unraisable error through `report`, unless it comes from a write that ends after an
     earlier write failed.

@@ -11,6 +11,8 @@ from typing import Any
 
 import jax
 
+from jmoe.types import Json, JsonObject, PyTree
+
 CRC_BLOCK_BYTES = 1 << 22
 CRC = "crc32"  # key of the manifest's own sum
 WRITER = re.compile(r"state/ocdbt\.process_(\d+)/")  # rank of the process that wrote it
@@ -52,12 +54,12 @@ def files_to_verify(files: Mapping[str, Sequence[int]], readers: int) -> list[li
     return [sorted(names) for names in own]
 
 
-def write_step_manifest(path: Path, manifest: dict[str, Any]) -> None:
+def write_step_manifest(path: Path, manifest: JsonObject) -> None:
     """Write a step's manifest as JSON, with a CRC-32 sum of the manifest itself."""
     path.write_text(json.dumps(manifest | {CRC: _own_crc32(manifest)}, sort_keys=True))
 
 
-def read_step_manifest(path: Path) -> dict[str, Any]:
+def read_step_manifest(path: Path) -> JsonObject:
     """Return a step's manifest without its own CRC-32 sum.
 
     Raises `ValueError` if the content is malformed or the sum does not match. Manifests of older
@@ -85,15 +87,15 @@ def read_step_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def _own_crc32(manifest: dict[str, Any]) -> int:
+def _own_crc32(manifest: JsonObject) -> int:
     return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
 
 
-def _is_pair(entry: Any) -> bool:
+def _is_pair(entry: Json) -> bool:
     return isinstance(entry, list) and len(entry) == 2
 
 
-def named_leaves(tree: Any) -> tuple[list[str], list[Any], Any]:
+def named_leaves(tree: PyTree) -> tuple[list[str], list[Any], PyTree]:
     """Return (names such as `params.layers.w`, leaves, tree structure).
 
     Checkpoints store a flat dict by name, so that container types may change between versions.
@@ -107,16 +109,16 @@ def named_leaves(tree: Any) -> tuple[list[str], list[Any], Any]:
     return names, [leaf for _, leaf in paths], structure
 
 
-def entry_of(leaf: Any) -> list[Any]:
+def entry_of(leaf: jax.Array | jax.ShapeDtypeStruct) -> list[Json]:
     return [str(leaf.dtype), list(leaf.shape)]
 
 
-def in_words(entry: list[Any] | None) -> str:
+def in_words(entry: list[Json] | None) -> str:
     """Return a manifest entry (dtype and shape) as text, or `absent` for None."""
     return "absent" if entry is None else f"{entry[0]}{entry[1]}"
 
 
-def placed(leaf: Any) -> jax.ShapeDtypeStruct:
+def placed(leaf: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     """Return the leaf's `jax.ShapeDtypeStruct` with its sharding; leaves without one go on the
     first device.
     """

@@ -8,7 +8,6 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from jmoe.config import MeshConfig, TrainConfig, check
 from jmoe.config.cluster import ClusterConfig, read_links
@@ -18,6 +17,7 @@ from jmoe.planning.exchange import ExchangeLoad, plan_exchange
 from jmoe.planning.roofline import scaled_share
 from jmoe.planning.training import plan_training
 from jmoe.run.planner import trained_model, training_plan, with_chosen_tiers
+from jmoe.types import JsonObject
 
 COMPUTED = "computed from the figures of the file by formulae, not measured"
 # column heads of the table, and their widths in characters
@@ -78,7 +78,7 @@ def _row(config: TrainConfig, cluster: ClusterConfig, nodes: int) -> ClusterRow:
         return ClusterRow(nodes, problem=str(error))
 
 
-def on_nodes(config: TrainConfig, cluster: ClusterConfig, nodes: int) -> TrainConfig:
+def config_for_nodes(config: TrainConfig, cluster: ClusterConfig, nodes: int) -> TrainConfig:
     """Return the run's configuration on `nodes` nodes, with mesh, batch size and tiers filled in.
 
     Raises `ValueError` if the run cannot be split over that many nodes.
@@ -118,7 +118,7 @@ def _chosen_share(config: TrainConfig, batch_size: int) -> float:
 
 
 def _planned(config: TrainConfig, cluster: ClusterConfig, nodes: int) -> ClusterRow:
-    split = on_nodes(config, cluster, nodes)
+    split = config_for_nodes(config, cluster, nodes)
     per_node = cluster.devices_per_node
     model = config.model
     own = training_plan(split)
@@ -149,12 +149,12 @@ def _planned(config: TrainConfig, cluster: ClusterConfig, nodes: int) -> Cluster
     )
 
 
-def as_json(rows: list[ClusterRow]) -> dict[str, Any]:
+def as_json(rows: list[ClusterRow]) -> JsonObject:
     """Return the rows as a dict that JSON can hold; keys end in their unit (`_s`, `_bytes`)."""
     return {"basis": COMPUTED, "rows": [_plain(row) for row in rows]}
 
 
-def _plain(row: ClusterRow) -> dict[str, Any]:
+def _plain(row: ClusterRow) -> JsonObject:
     plan = row.plan
     if plan is None:
         return {"nodes": row.nodes, "problem": row.problem}
@@ -170,7 +170,7 @@ def _plain(row: ClusterRow) -> dict[str, Any]:
         },
         "lacking_bytes": training.lacking,
         "step_s": plan.step_s,
-        "step_without_overlap_s": plan.alone_s,
+        "step_without_overlap_s": plan.step_without_overlap_s,
         "compute_s": plan.compute_s,
         "all_to_all_s": plan.all_to_all_s,
         "all_reduce_s": plan.all_reduce_s,

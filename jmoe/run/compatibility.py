@@ -5,11 +5,11 @@ training session.
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
 
 from jmoe.cluster.distributed import from_rank_0
 from jmoe.config import TRAINING_ONLY, TaskConfig, TrainConfig, check, differences
 from jmoe.run.checkpoint import Checkpoints
+from jmoe.types import JsonObject
 
 # Settings that may change without a message. Any field that neither FREE nor NOTED lists gives the
 # saved state another meaning.
@@ -81,7 +81,7 @@ NOTED_WITH_FINGERPRINT = {
 NOTED_WITH_TEACHER = {"distil.teacher": "the teacher itself is the same"}
 
 
-def _with_defaults(saved: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+def _with_defaults(saved: JsonObject, defaults: JsonObject) -> JsonObject:
     """Return a saved configuration with missing fields filled in. Fields are missing if they were
     added later; their defaults keep the old behaviour.
     """
@@ -92,7 +92,7 @@ def _with_defaults(saved: dict[str, Any], defaults: dict[str, Any]) -> dict[str,
     return filled
 
 
-def has_checkpoint(config: TrainConfig, resolved: dict[str, Any]) -> bool:
+def has_checkpoint(config: TrainConfig, resolved: JsonObject) -> bool:
     """Return True if the run resumes from a checkpoint, as process 0 sees it. Every process must
     call this.
 
@@ -120,7 +120,7 @@ def has_checkpoint(config: TrainConfig, resolved: dict[str, Any]) -> bool:
     return bool(from_rank_0("configuration", look, config.distributed.start_timeout_s))
 
 
-def refuse_other_data(config: TrainConfig, resolved: dict[str, Any]) -> None:
+def refuse_other_data(config: TrainConfig, resolved: JsonObject) -> None:
     """Raise the `ValueError` that tells the user that the training data has changed since the
     checkpoint. Does nothing without a checkpoint.
     """
@@ -129,7 +129,7 @@ def refuse_other_data(config: TrainConfig, resolved: dict[str, Any]) -> None:
         check_compatible(saved, resolved | {FINGERPRINT: "of other data"})
 
 
-def check_compatible(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
+def check_compatible(saved: JsonObject, now: JsonObject) -> list[str]:
     """Return lines to print about allowed differences between a checkpoint's configuration and the
     current one.
 

@@ -28,7 +28,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from statistics import median
-from typing import Any, Final, TextIO, TypeVar
+from typing import Final, TextIO, TypeVar
 
 import numpy as np
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped, unused-ignore]
@@ -46,6 +46,7 @@ from tensorboardX.proto.summary_pb2 import Summary
 from jmoe.config import TrainConfig, VisionTrainConfig
 from jmoe.data.shards import write_atomic
 from jmoe.status import duration
+from jmoe.types import Json, JsonObject
 
 METRICS_FILE: Final = "metrics.jsonl"
 TENSORBOARD_DIR: Final = "tensorboard"
@@ -111,7 +112,7 @@ def least_loaded(expert_load: object) -> tuple[float, int, int]:
     return float(share_LE[layer, expert]), int(layer), int(expert)
 
 
-def _plain(value: object, name: str, non_finite: dict[str, str]) -> Any:
+def _plain(value: object, name: str, non_finite: dict[str, str]) -> Json:
     """Return `value` as JSON types. Non-finite floats become None, and their text goes to
     `non_finite` under `name`.
     """
@@ -140,7 +141,7 @@ def _line(record: Mapping[str, object]) -> bytes:
     return json.dumps(plain, allow_nan=False).encode() + b"\n"
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
+def _parse(line: bytes) -> JsonObject | None:
     """Return the record in a line of metrics.jsonl, or None if the line is incomplete."""
     try:
         record = json.loads(line)
@@ -154,7 +155,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     return record
 
 
-def _cut(path: Path, start_step: int) -> None:
+def _drop_repeated_steps(path: Path, start_step: int) -> None:
     """Delete from the file the records that a run resuming at `start_step` writes again, and a last
     line cut off by a kill.
     """
@@ -189,8 +190,8 @@ class CompiledPrograms:
 
 
 def step_record(
-    values: dict[str, Any], step_s: float, config: TrainConfig, *, compiled: bool
-) -> dict[str, Any]:
+    values: JsonObject, step_s: float, config: TrainConfig, *, compiled: bool
+) -> JsonObject:
     """Return the record of one step for metrics.jsonl.
 
     values: the step's metrics on the host. step_s: seconds of the step. compiled: whether `step_s`
@@ -311,7 +312,7 @@ class MetricsLog:
         output_dir.mkdir(parents=True, exist_ok=True)
         self.path: Final = output_dir / METRICS_FILE
         resumes = self.path.exists() or start_step > 0
-        _cut(self.path, start_step)
+        _drop_repeated_steps(self.path, start_step)
         with contextlib.ExitStack() as stack:
             self._file = stack.enter_context(self.path.open("ab", buffering=0))
             folder = output_dir / TENSORBOARD_DIR
@@ -325,7 +326,7 @@ class MetricsLog:
                 self.write_event("resume", start_step)
             self._close = stack.pop_all()
 
-    def write_step(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def write_step(self, step: int, metrics: Mapping[str, Json]) -> None:
         """Write the record of one step to metrics.jsonl, and its scalars to TensorBoard.
 
         metrics: values by name, including all of `REQUIRED`. `expert_load` [L, E], fractions of
@@ -408,7 +409,7 @@ def _load_scalars(load_LE: np.ndarray) -> dict[str, float]:
     }
 
 
-def _records(path: Path) -> Iterator[dict[str, Any]]:
+def _records(path: Path) -> Iterator[JsonObject]:
     """Yield the records of metrics.jsonl in order, without an incomplete last line. Raises
     `ValueError` for a bad line before the last.
     """
@@ -425,8 +426,8 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_run(
-    path: Path, convert: Callable[[dict[str, Any]], T]
-) -> tuple[dict[int, T], list[dict[str, Any]]]:
+    path: Path, convert: Callable[[JsonObject], T]
+) -> tuple[dict[int, T], list[JsonObject]]:
     """Return (converted records by step, in ascending order; events in the order of the file).
 
     A run that resumed at step s writes s and later steps again. Their earlier records are dropped,
@@ -434,7 +435,7 @@ def read_run(
     to each step's record, to keep only the needed values of a long run in memory.
     """
     steps: dict[int, T] = {}
-    events: list[dict[str, Any]] = []
+    events: list[JsonObject] = []
     for record in _records(path):
         step = int(record["step"])
         if "event" not in record:
@@ -447,12 +448,12 @@ def read_run(
     return dict(sorted(steps.items())), events
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
+def read_metrics(path: Path) -> list[JsonObject]:
     """Return the last record of every step, in ascending order (see `read_run`)."""
     return list(read_run(path, lambda record: record)[0].values())
 
 
-def read_events(path: Path) -> list[dict[str, Any]]:
+def read_events(path: Path) -> list[JsonObject]:
     """Return the events (resume, evaluation, and other events of `write_event`) in the order of the
     file, without superseded evaluations.
     """

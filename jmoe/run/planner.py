@@ -10,7 +10,6 @@ import math
 import shutil
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import numpy as np
 from jax.experimental.multihost_utils import process_allgather
@@ -24,7 +23,7 @@ from jmoe.layers.loss import logits_bytes
 from jmoe.memory.host_memory import available_bytes
 from jmoe.offload.expert_state import ExpertStats
 from jmoe.planning.exchange import expert_rows
-from jmoe.planning.expert_packing import Room
+from jmoe.planning.expert_packing import MemoryShortfall
 from jmoe.planning.training import (
     Machine,
     StatePlacement,
@@ -44,7 +43,7 @@ def trained_model(config: TrainConfig) -> TrainedModel:
     """
     # mesh axes that are left open depend on the devices, which are not known yet: assume 1
     model, mesh = config.model, config.mesh
-    inside, packing = max(1, mesh.expert_intra), config.comm.first_packing
+    inside, packing = max(1, mesh.expert_intra), config.comm.initial_packing
     _, *shared = packed_shape((1, mesh.expert_inter, inside), packing)
     devices, replicas = math.prod(shared), max(1, mesh.data) * packing
     tokens = config.batch_size * config.sequence_length // replicas
@@ -217,11 +216,11 @@ def machine(config: TrainConfig) -> Machine:
         nvme_write_bytes_per_s=described.nvme_write_bytes_per_s,
         memory_bytes_per_s=device.memory_bytes_per_s,
         source=source,
-        here=tuple(tier for tier, size in described_bytes.items() if not size),
+        assumed_tiers=tuple(tier for tier, size in described_bytes.items() if not size),
     )
 
 
-def _placement(config: TrainConfig, experts: Any, optimizer: Any) -> StatePlacement:
+def _placement(config: TrainConfig, experts: Tier, optimizer: Tier) -> StatePlacement:
     tiers = config.tiers
     return StatePlacement(
         experts=experts,
@@ -248,10 +247,11 @@ def training_plan(config: TrainConfig) -> TrainingPlan:
     mesh, inside = config.mesh, max(1, config.mesh.expert_intra)
     config.check_devices(max(1, mesh.data) * mesh.expert_inter * inside, inside)
     model, tiers = trained_model(config), config.tiers
+    assert tiers.experts != "auto" and tiers.optimizer != "auto"
     return plan_training(model, _placement(config, tiers.experts, tiers.optimizer), machine(config))
 
 
-def packing_room(config: TrainConfig, on: Machine) -> Room:
+def packing_shortfall(config: TrainConfig, on: Machine) -> MemoryShortfall:
     """Return the bytes that a run with this expert packing lacks, with experts on the device and in
     host memory; 0 where it fits.
     """
@@ -260,21 +260,24 @@ def packing_room(config: TrainConfig, on: Machine) -> Room:
     plans = [
         plan_training(model, place, on) for place in (_placement(config, "device", "device"), host)
     ]
-    return Room(*(sum(plan.lacking.values()) for plan in plans))
+    return MemoryShortfall(*(sum(plan.lacking.values()) for plan in plans))
 
 
 def packing_summary(config: TrainConfig) -> str:
     """Return a line with the experts per device and the mesh; for `comm.packing = auto` also the
     most experts that fit in memory.
     """
-    mesh, first = config.mesh, config.comm.first_packing
+    mesh, first = config.mesh, config.comm.initial_packing
     full = (max(1, mesh.data), mesh.expert_inter, max(1, mesh.expert_intra))
     alone = config.model.num_experts // (full[1] * full[2])
     line = f"packing: {first * alone} experts a device, mesh {packed_shape(full, first)}"
     if config.comm.packing != "auto":
         return f"{line} (comm.packing = {first})"
     on, fits = machine(config), 1
-    while fits < most_packing(full) and not packing_room(config.packed(2 * fits), on).lacking_bytes:
+    while (
+        fits < most_packing(full)
+        and not packing_shortfall(config.packed(2 * fits), on).lacking_bytes
+    ):
         fits *= 2
     return f"{line} at first; memory and mesh allow up to {fits * alone} (comm.packing = auto)"
 

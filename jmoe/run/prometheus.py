@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Self
 
 from jmoe.cluster.clocks import disk_time
 from jmoe.cluster.overview import read_overview
-from jmoe.cluster.restarts import reached
+from jmoe.cluster.restarts import read_progress
 from jmoe.config import TrainConfig
+from jmoe.types import Json
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
 
 # Gauges from a step's record: (name in the record, metric name, help text).
 STEP_GAUGES = (
@@ -152,7 +156,7 @@ class RunMetrics:
         restarts = read_overview(self._output_dir).restarts
         self._set(steps=steps, tokens=self._tokens_until(steps), restarts=restarts)
 
-    def note_step(self, step: int, record: Mapping[str, Any]) -> None:
+    def note_step(self, step: int, record: Mapping[str, Json]) -> None:
         """Record a finished step. record: the step's record as in metrics.jsonl."""
         known = {name: record[key] for key, name, _ in STEP_GAUGES if record.get(key) is not None}
         if record.get("compiled"):
@@ -176,31 +180,30 @@ class RunMetrics:
         """Record the loss on held-out data."""
         self._set(held_out_loss=loss)
 
-    def collect(self) -> list[Any]:
+    def collect(self) -> list[Metric]:
         """Return all known metrics as metric families. prometheus-client calls this at each
         request.
         """
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        family: dict[str, Callable[..., Any]] = {
+        family: dict[str, type[GaugeMetricFamily | CounterMetricFamily]] = {
             "gauge": GaugeMetricFamily,
             "counter": CounterMetricFamily,
         }
         with self._lock:
             metrics = {name: replace(metric) for name, metric in self._metrics.items()}
-        families = []
+        families: list[Metric] = []
         for name, metric in (metrics | self._checkpoint()).items():
             if metric.value is not None:
-                families.append(
-                    family[metric.kind](
-                        f"jmoe_train_{name}", metric.text, labels=list(self._labels)
-                    )
+                made = family[metric.kind](
+                    f"jmoe_train_{name}", metric.text, labels=list(self._labels)
                 )
-                families[-1].add_metric(list(self._labels.values()), metric.value)
+                made.add_metric(list(self._labels.values()), metric.value)
+                families.append(made)
         return families
 
     def _checkpoint(self) -> dict[str, _Metric]:
-        step = reached(self._output_dir).checkpoint
+        step = read_progress(self._output_dir).checkpoint
         folder = self._output_dir / "checkpoints" / str(step)
         try:
             saved_time = folder.stat().st_mtime
@@ -218,7 +221,7 @@ class RunMetrics:
     def _define(self, kind: str, name: str, text: str, value: float | None = None) -> None:
         self._metrics[name] = _Metric(kind, text, value)
 
-    def _set(self, **values: Any) -> None:
+    def _set(self, **values: float) -> None:
         with self._lock:
             for name, value in values.items():
                 self._metrics[name].value = float(value)

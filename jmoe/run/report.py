@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -28,6 +28,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from jmoe.data.shards import write_atomic
 from jmoe.run.metrics import METRICS_FILE, REPORT_FILE, least_loaded, read_run
+from jmoe.types import JsonObject
 
 # per curve; a longer curve is drawn as the range of values of groups of steps
 MAX_POINTS: Final = 2000
@@ -57,7 +58,7 @@ class _Curves:
     dropped_fraction: np.ndarray
     # (step, [num_moe_layers, num_experts] multiples of the fair share)
     loads: list[tuple[int, np.ndarray]]
-    evaluations: list[dict[str, Any]]  # by step
+    evaluations: list[JsonObject]  # by step
     resumes: list[int]
     experts_per_device: int | None = None  # as packed last; None: never measured
 
@@ -65,7 +66,7 @@ class _Curves:
 def _load_run(path: Path) -> _Curves:
     names = ("loss", "tokens_per_s", "dropped_fraction")
 
-    def convert(record: dict[str, Any]) -> tuple[list[float], np.ndarray]:
+    def convert(record: JsonObject) -> tuple[list[float], np.ndarray]:
         values = [
             float("nan") if record.get(name) is None else float(record[name]) for name in names
         ]

@@ -24,13 +24,14 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import BinaryIO, Self
 
 import jax
 
 from jmoe.cluster import distributed
 from jmoe.data.shards import replacing
 from jmoe.memory.direct_io import NOT_SUPPORTED
+from jmoe.types import JsonObject
 
 LOCK, IDENTITY = "run.lock", "run.json"
 # SLURM and Kubernetes end a job 30 s after SIGTERM; NFS keeps a dead host's lock for 90 s
@@ -50,7 +51,7 @@ class RunFolder:
         self.path = output_dir
         self._wait_s = wait_s
         self._file: BinaryIO | None = None
-        self._owner: dict[str, Any] = {}
+        self._owner: JsonObject = {}
         self._made = False
 
     def __enter__(self) -> Self:
@@ -132,7 +133,7 @@ class RunFolder:
         if held is not None:
             held.close()
 
-    def _on_disk(self) -> dict[str, Any]:
+    def _on_disk(self) -> JsonObject:
         """Return the owner as it is written to `run.lock`."""
         return {name: value for name, value in self._owner.items() if name not in ("run", "starts")}
 
@@ -195,7 +196,7 @@ class RunFolder:
             _write_identity(self.path, run, starts)
         return run, starts
 
-    def _locked_by(self, owner: dict[str, Any]) -> bool:
+    def _locked_by(self, owner: JsonObject) -> bool:
         """Return True if this run now has the folder; the lock is then shared, for the run's other
         processes.
 
@@ -252,7 +253,7 @@ class RunFolder:
                 )
         return True
 
-    def _read(self) -> dict[str, Any]:
+    def _read(self) -> JsonObject:
         try:
             owner = json.loads((self.path / LOCK).read_bytes())
         except (ValueError, FileNotFoundError):
@@ -299,7 +300,7 @@ def _write_identity(folder: Path, run: str, starts: list[str]) -> None:
         file.write(json.dumps(noted | {"starts": starts[-KEPT_STARTS:]}).encode())
 
 
-def _named(owner: dict[str, Any]) -> str:
+def _named(owner: JsonObject) -> str:
     if not {"host", "pid", "since"} <= owner.keys():
         return "another run"
     return f"process {owner['pid']} on {owner['host']} since {owner['since']}"

@@ -15,19 +15,21 @@ import struct
 import zlib
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 from numpy.typing import NDArray
 
 from jmoe.run.checkpoint_contents import CRC_BLOCK_BYTES, named_leaves, placed
+from jmoe.types import Json, JsonObject, PyTree
 
 MAGIC, VERSION = b"jmoesnap", 1
+# per leaf of a state: [name, dtype, shape, shards]; see `layout_of_shards`
+ShardLayout = list[list[Json]]
 _HEADER = struct.Struct("!8sIQQII")
 
 
-def layout_of_shards(state: Any) -> list[list[Any]]:
+def layout_of_shards(state: PyTree) -> ShardLayout:
     """Return [name, dtype, shape, shards] for every leaf. shards: [[start, stop] per dimension] of
     each distinct shard of this process.
 
@@ -40,7 +42,7 @@ def layout_of_shards(state: Any) -> list[list[Any]]:
     ]
 
 
-def shards_bytes(layout: list[list[Any]]) -> int:
+def shards_bytes(layout: ShardLayout) -> int:
     """Return the total size in bytes of the shards in a layout."""
     return sum(
         np.dtype(dtype).itemsize * sum(_size(bounds) for bounds in shards)
@@ -48,14 +50,14 @@ def shards_bytes(layout: list[list[Any]]) -> int:
     )
 
 
-def file_bytes(layout: list[list[Any]], about: dict[str, Any]) -> int:
+def file_bytes(layout: ShardLayout, about: JsonObject) -> int:
     """Return the size in bytes of the file that `write_snapshot` makes for this layout and
     description.
     """
     return _HEADER.size + len(_as_text(layout, about)) + shards_bytes(layout)
 
 
-def make_room(path: Path, size_bytes: int) -> NDArray[np.uint8]:
+def allocate_file(path: Path, size_bytes: int) -> NDArray[np.uint8]:
     """Return a new file of `size_bytes`, memory-mapped. Raises `OSError` if the file system has too
     little free space.
     """
@@ -70,7 +72,7 @@ def make_room(path: Path, size_bytes: int) -> NDArray[np.uint8]:
 
 
 def write_snapshot(
-    file: NDArray[np.uint8], state: Any, layout: list[list[Any]], about: dict[str, Any]
+    file: NDArray[np.uint8], state: PyTree, layout: ShardLayout, about: JsonObject
 ) -> None:
     """Fill `file` with this process's shards of `state` and with the JSON description `about`.
 
@@ -98,7 +100,7 @@ def write_snapshot(
     file[:begin] = np.frombuffer(_HEADER.pack(*header) + text, np.uint8)
 
 
-def read_about(path: Path) -> dict[str, Any]:
+def read_description(path: Path) -> JsonObject:
     """Return a snapshot's JSON description, with its `layout`. Does not read the shards.
 
     Raises `ValueError` with a clause (such as "is damaged: …") if header, size or description do
@@ -117,7 +119,7 @@ def read_about(path: Path) -> dict[str, Any]:
         text = file.read(text_bytes)
     if zlib.crc32(text) != crc:
         raise ValueError("is damaged: its description has changed since it was written")
-    about: dict[str, Any] = json.loads(text)
+    about: JsonObject = json.loads(text)
     return about
 
 
@@ -126,13 +128,13 @@ def read_whole(path: Path) -> NDArray[np.uint8]:
 
     Raises `ValueError` with a clause if the content is damaged.
     """
-    read_about(path)
+    read_description(path)
     file = np.memmap(path, np.uint8, mode="r")
-    check_whole(file)
+    verify_snapshot(file)
     return file
 
 
-def check_whole(file: NDArray[np.uint8]) -> dict[str, Any]:
+def verify_snapshot(file: NDArray[np.uint8]) -> JsonObject:
     """Return the JSON description of a snapshot given as bytes, after verifying both CRC-32 sums.
 
     Raises `ValueError` with a clause if a sum does not match.
@@ -141,11 +143,11 @@ def check_whole(file: NDArray[np.uint8]) -> dict[str, Any]:
     text = file[_HEADER.size : _HEADER.size + text_bytes].tobytes()
     if zlib.crc32(text) != text_crc or _crc32(file[_HEADER.size + text_bytes :]) != crc:
         raise ValueError("is damaged: its content has changed since it was written")
-    about: dict[str, Any] = json.loads(text)
+    about: JsonObject = json.loads(text)
     return about
 
 
-def read_state(file: NDArray[np.uint8], abstract_state: Any) -> Any:
+def read_state(file: NDArray[np.uint8], abstract_state: PyTree) -> PyTree:
     """Return the state, as `jax.Array`s, whose shards of this process are in `file`.
 
     abstract_state: tree with shapes, dtypes and shardings; its layout must equal the file's.
@@ -155,7 +157,7 @@ def read_state(file: NDArray[np.uint8], abstract_state: Any) -> Any:
     _, leaves, tree = named_leaves(abstract_state)
     arrays = []
     for leaf in leaves:
-        pieces = dict[str, Any]()
+        pieces = dict[str, np.ndarray]()
         for index in _indices(leaf):
             shape = [stop - start for start, stop in _as_bounds(index)]
             end = position + leaf.dtype.itemsize * _size(_as_bounds(index))
@@ -172,11 +174,13 @@ def read_state(file: NDArray[np.uint8], abstract_state: Any) -> Any:
     return jax.tree.unflatten(tree, arrays)
 
 
-def _piece(pieces: dict[str, Any], leaf: Any, index: tuple[slice, ...]) -> Any:
+def _piece(
+    pieces: dict[str, np.ndarray], leaf: jax.Array | jax.ShapeDtypeStruct, index: tuple[slice, ...]
+) -> np.ndarray:
     return pieces[str(_as_bounds(_full(index, leaf.shape)))]
 
 
-def _indices(leaf: Any) -> list[tuple[slice, ...]]:
+def _indices(leaf: jax.Array | jax.ShapeDtypeStruct) -> list[tuple[slice, ...]]:
     """Return the slices of this process's distinct shards of an array, in the order of its
     devices.
     """
@@ -198,7 +202,7 @@ def _size(bounds: list[list[int]]) -> int:
     return int(np.prod([stop - start for start, stop in bounds], dtype=np.int64))
 
 
-def _as_text(layout: list[list[Any]], about: dict[str, Any]) -> bytes:
+def _as_text(layout: ShardLayout, about: JsonObject) -> bytes:
     return json.dumps(about | {"layout": layout}).encode()
 
 

@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import jax
 import numpy as np
@@ -24,16 +23,18 @@ import numpy as np
 from jmoe.cluster.processes import Pairs, exchange_bytes, gather_json, rounds_of
 from jmoe.config import CheckpointConfig
 from jmoe.run.snapshot_file import (
-    check_whole,
+    ShardLayout,
+    allocate_file,
     file_bytes,
     layout_of_shards,
-    make_room,
-    read_about,
+    read_description,
     read_state,
     read_whole,
     shards_bytes,
+    verify_snapshot,
     write_snapshot,
 )
+from jmoe.types import Json, JsonObject, PyTree
 
 KEPT = 2  # a crash during a write leaves the previous snapshot
 # upper bound of a file's header and JSON, for the check of free memory
@@ -49,9 +50,9 @@ class StateSnapshot:
     """One step's state, data position and configuration, read from a snapshot."""
 
     step: int
-    state: Any
-    data: Any
-    config: dict[str, Any]
+    state: PyTree
+    data: Json
+    config: JsonObject
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ class Snapshots:
             f" {copies}"
         )
 
-    def check_room(self, abstract_state: Any) -> None:
+    def check_room(self, abstract_state: PyTree) -> None:
         """Raise `ValueError` on every process if a host has too little free memory for `KEPT`
         snapshots of its processes and their copies.
         """
@@ -153,7 +154,7 @@ class Snapshots:
     # Writing
 
     def save(
-        self, step: int, state: Any, data: Any, config: Mapping[str, Any], checkpoint: int
+        self, step: int, state: PyTree, data: Json, config: Mapping[str, Json], checkpoint: int
     ) -> str:
         """Write the snapshot of `step` and the partner's copy. Return "" or the reason why no
         snapshot was written.
@@ -176,7 +177,7 @@ class Snapshots:
         try:
             for rank in [self._rank] if source is None else [self._rank, source]:
                 self._remove_but_newest(rank)
-                files[rank] = make_room(self._path(step, rank, NEW), sizes[rank])
+                files[rank] = allocate_file(self._path(step, rank, NEW), sizes[rank])
         except OSError as error:
             problem = f"process {self._rank} on {socket.gethostname()}: {error.strerror}"
         problems = [problem for problem in gather_json(problem) if problem]
@@ -219,7 +220,7 @@ class Snapshots:
     # Reading
 
     def newest(
-        self, abstract_state: Any, checkpoint: int | None, newest_folder: int
+        self, abstract_state: PyTree, checkpoint: int | None, newest_folder: int
     ) -> tuple[StateSnapshot | None, str]:
         """Return (newest complete snapshot, which has the same step on every process; reasons why
         newer ones are not used).
@@ -258,7 +259,7 @@ class Snapshots:
                 return snapshot, "; ".join(dict.fromkeys(lines))
             held = {key: entry for key, entry in held.items() if key not in unusable}
 
-    def _held(self, layout: list[list[Any]]) -> tuple[dict[Key, Entry], list[str]]:
+    def _held(self, layout: ShardLayout) -> tuple[dict[Key, Entry], list[str]]:
         """Return this host's snapshot files that look complete, and a clause about each file that
         does not.
         """
@@ -267,7 +268,7 @@ class Snapshots:
             if path.name.endswith(NEW):
                 continue  # a process was killed during the write
             try:
-                about = read_about(path)
+                about = read_description(path)
                 if path != self._path(about["step"], about["rank"]):
                     raise ValueError(
                         f"is step {about['step']} of process {about['rank']}, under another name"
@@ -289,8 +290,8 @@ class Snapshots:
         self,
         step: int,
         everyone: list[dict[Key, Entry]],
-        abstract_state: Any,
-        layout: list[list[Any]],
+        abstract_state: PyTree,
+        layout: ShardLayout,
     ) -> tuple[StateSnapshot | None, set[Key], list[str]]:
         """Return (snapshot, unusable files, clauses about them); the snapshot is None if a file
         turned out to be damaged.
@@ -326,7 +327,7 @@ class Snapshots:
             exchange_bytes(outgoing, incoming, pairs, max(sizes[whose] for _, whose in pairs))
         own, problem, snapshot = files[self._rank], "", None
         try:
-            about = check_whole(own)
+            about = verify_snapshot(own)
             self._check_start(about)
             _check_layout(about, layout)
             snapshot = StateSnapshot(
@@ -338,7 +339,7 @@ class Snapshots:
             return None, {(step, whose) for whose in self._ranks}, [problem] if problem else []
         return snapshot, set(), []
 
-    def _check_start(self, about: Mapping[str, Any]) -> None:
+    def _check_start(self, about: Mapping[str, Json]) -> None:
         """Raise `ValueError` with a clause if the snapshot was not written by a start in this run's
         history.
         """
@@ -380,7 +381,7 @@ def _newest_step(everyone: list[dict[Key, Entry]], processes: int) -> tuple[int 
     return None, why
 
 
-def _check_layout(about: Mapping[str, Any], layout: list[list[Any]]) -> None:
+def _check_layout(about: Mapping[str, Json], layout: ShardLayout) -> None:
     """Raise `ValueError` with a clause unless the snapshot's arrays and shards equal `layout`."""
     saved = {name: rest for name, *rest in about["layout"]}
     now = {name: rest for name, *rest in layout}

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
+from jax.typing import DTypeLike
 
 from jmoe.cluster.distributed import from_rank_0
 from jmoe.collectives.exchange import Choices, sent_to_experts
@@ -28,22 +29,23 @@ from jmoe.config.parallel import most_packing, packed_shape
 from jmoe.mesh import ALL, EXPERT, REPLICATED, split_over
 from jmoe.planning.expert_packing import (
     EVERY_STEPS,
+    MemoryShortfall,
     PackingDecision,
-    Room,
     is_decided_at,
     next_packing,
 )
 from jmoe.run.checkpoint import Checkpoints
-from jmoe.run.planner import machine, packing_room
+from jmoe.run.planner import machine, packing_shortfall
 from jmoe.training.fused.step import FusedTrainer
 from jmoe.training.sharded_decoder import ShardedDecoder
 from jmoe.training.state import TrainState, experts_of
 from jmoe.training.trainer import Trainer
+from jmoe.types import PyTree
 
 ROUNDS = 5
 
 
-def first_packing(config: TrainConfig, num_devices: int, devices_per_host: int) -> int:
+def initial_packing(config: TrainConfig, num_devices: int, devices_per_host: int) -> int:
     """Return the expert packing that a run starts with.
 
     `comm.packing` if that is a number. With `auto`, the newest checkpoint's packing, limited to the
@@ -97,7 +99,7 @@ class PackingController:
     def _experts_unpacked(self) -> int:
         return self._config.model.num_experts // (self._shape[1] * self._shape[2])
 
-    def packed(self) -> tuple[TrainConfig, tuple[int, int, int]]:
+    def current_config_and_shape(self) -> tuple[TrainConfig, tuple[int, int, int]]:
         """Return the configuration and the mesh shape for the current packing."""
         return self._config.packed(self.packing), packed_shape(self._shape, self.packing)
 
@@ -126,10 +128,13 @@ class PackingController:
         Every process must call this: measurements are collectives, and each number is the maximum
         over processes.
         """
-        room = self._room()
-        own = [*micro_operations(trainer, state), median(self._seconds[1 - EVERY_STEPS :] or [0.0])]
-        *measured, lacking_bytes, offloaded_bytes = agreed(
-            [*own, room.lacking_bytes, room.offloaded_lacking_bytes]
+        shortfall = self._shortfall()
+        own = [
+            *time_exchange_and_experts(trainer, state),
+            median(self._seconds[1 - EVERY_STEPS :] or [0.0]),
+        ]
+        *measured, lacking_bytes, offloaded_bytes = max_over_processes(
+            [*own, shortfall.lacking_bytes, shortfall.offloaded_lacking_bytes]
         )
         all_to_all_s, ffn_s, step_s = measured
         if step_s:
@@ -140,18 +145,18 @@ class PackingController:
             self.experts_per_device,
             step=step,
             most_experts=most_packing(self._shape) * self._experts_unpacked,
-            room=Room(int(lacking_bytes), int(offloaded_bytes)),
+            shortfall=MemoryShortfall(int(lacking_bytes), int(offloaded_bytes)),
             step_s=self._step_s,
         )
         self.packing = decision.experts_per_device // self._experts_unpacked
         self.done, self._steps, self._seconds = decision.done, 0, []
         return decision, {"all_to_all_s": all_to_all_s, "ffn_s": ffn_s, "step_s": step_s}
 
-    def _room(self) -> Room:
+    def _shortfall(self) -> MemoryShortfall:
         assert self._machine is not None
         if self.packing == most_packing(self._shape):
-            return Room()
-        return packing_room(self._config.packed(2 * self.packing), self._machine)
+            return MemoryShortfall()
+        return packing_shortfall(self._config.packed(2 * self.packing), self._machine)
 
 
 def _with_device_bytes(config: TrainConfig) -> TrainConfig:
@@ -166,7 +171,7 @@ def _with_device_bytes(config: TrainConfig) -> TrainConfig:
     )
 
 
-def agreed(own: list[float]) -> list[float]:
+def max_over_processes(own: list[float]) -> list[float]:
     """Return the elementwise maximum of `own` over all processes. Every process must call this."""
     every = multihost_utils.process_allgather(np.array(own, np.float32))
     return [float(value) for value in np.max(np.reshape(every, (-1, len(own))), axis=0)]
@@ -181,7 +186,7 @@ class MeshTrainer(Trainer, Protocol):
     model: Any  # a `ShardedModel`
 
 
-def moved(state: TrainState, before: MeshTrainer, after: MeshTrainer) -> TrainState:
+def move_state(state: TrainState, before: MeshTrainer, after: MeshTrainer) -> TrainState:
     """Return `before`'s state on the mesh of `after`, and free the old arrays.
 
     Arrays move one after another, so that only one exists twice at any time. Every process must
@@ -213,7 +218,7 @@ def moved(state: TrainState, before: MeshTrainer, after: MeshTrainer) -> TrainSt
 # Measuring
 
 
-def micro_operations(trainer: FusedTrainer, state: TrainState) -> tuple[float, float]:
+def time_exchange_and_experts(trainer: FusedTrainer, state: TrainState) -> tuple[float, float]:
     """Return the forward seconds of (one layer's dispatch all-to-alls, one layer's experts), with
     tokens spread evenly over experts.
 
@@ -245,22 +250,22 @@ class _Shapes:
     tokens: int
     top_k: int
     hidden: int
-    dtype: Any
+    dtype: DTypeLike
 
 
 def _all_to_alls_s(model: ShardedDecoder, layer: Any, sizes: _Shapes) -> float:
     mesh, split, choices = model.mesh, split_over(ALL), (sizes.tokens, sizes.top_k)
-    shape: Any = jax.ShapeDtypeStruct
+    shape: PyTree = jax.ShapeDtypeStruct
     counts = shape((model.config.model.num_experts,), jnp.int32)
     chosen = Choices(shape(choices, jnp.int32), shape(choices, jnp.float32), counts)
     sent = sent_to_experts(
         layer.exchange, shape((sizes.tokens, sizes.hidden), sizes.dtype), chosen, layer.num_chunks
     )
 
-    def body(trees: Any) -> Any:
+    def body(trees: PyTree) -> PyTree:
         return [all_to_all(tree) for (all_to_all, _), tree in zip(sent, trees, strict=True)]
 
-    def draw() -> Any:
+    def draw() -> PyTree:
         return jax.tree.map(
             lambda a: jnp.zeros((mesh.size * a.shape[0], *a.shape[1:]), a.dtype),
             [t for _, t in sent],
@@ -277,7 +282,7 @@ def _experts_s(model: ShardedDecoder, layer: Any, sizes: _Shapes, state: TrainSt
     graph, structure = nnx.split(layer.experts)
     local = model.config.model.num_experts // layer.exchange_plan.num_devices
 
-    def body(experts: Any, x_MD: jax.Array) -> jax.Array:
+    def body(experts: PyTree, x_MD: jax.Array) -> jax.Array:
         first = [w[0] for w in jax.tree.leaves(experts)]  # of the first layer
         apply = nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(structure), first))
         even = jnp.arange(local, dtype=jnp.int32) < rows % local
@@ -297,7 +302,7 @@ def _experts_s(model: ShardedDecoder, layer: Any, sizes: _Shapes, state: TrainSt
     )
 
 
-def timed_s(program: Callable[..., Any], *args: Any) -> float:
+def timed_s(program: Callable[..., PyTree], *args: PyTree) -> float:
     """Return the wall-clock seconds of one call of `program`. Every process must call this if the
     program holds collectives.
     """
@@ -306,6 +311,6 @@ def timed_s(program: Callable[..., Any], *args: Any) -> float:
     return time.perf_counter() - begun
 
 
-def _median_s(program: Callable[..., Any], *args: Any) -> float:
+def _median_s(program: Callable[..., PyTree], *args: PyTree) -> float:
     seconds = [timed_s(program, *args) for _ in range(1 + ROUNDS)]  # the first one compiles
     return median(seconds[1:])

@@ -4,7 +4,6 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +19,10 @@ from jmoe.models.safetensors_io import TensorReader, read_headers, weights_ident
 from jmoe.models.tokenizer_file import TOKENIZER, files_beside
 from jmoe.models.weights import Loader, Parameter, check_tensors, flat, parameters
 from jmoe.offload.expert_state import ExpertArrays
-from jmoe.optim.loss_scale import first_loss_scale
+from jmoe.optim.loss_scale import initial_loss_scale
 from jmoe.training.state import TrainState, experts_of, without_experts
 from jmoe.training.trainer import Trainer
+from jmoe.types import PyTree
 
 MERGED = "merged"  # in a run's output folder: its merged steps, each a Hugging Face folder
 INITIAL_CONFIG = "initial_config.json"  # in a checkpoint: config.json of the initial model
@@ -79,7 +79,7 @@ def is_run(folder: Path) -> bool:
     return (folder / "checkpoints").is_dir()
 
 
-def files_of_texts(init_from: str, tokenizer: bytes | None) -> dict[str, bytes]:
+def companion_files(init_from: str, tokenizer: bytes | None) -> dict[str, bytes]:
     """Return the files of `init_from`, by name, that each checkpoint of the run carries along.
 
     These are the chat templates, end tokens and sampling defaults, and the model's `config.json` as
@@ -94,7 +94,7 @@ def files_of_texts(init_from: str, tokenizer: bytes | None) -> dict[str, bytes]:
     return files | {INITIAL_CONFIG: (folder / "config.json").read_bytes()}
 
 
-def left_out(init_from: str) -> list[str]:
+def ignored_training_options(init_from: str) -> list[str]:
     """Return one line for each training option in the checkpoint's `config.json` that transformers
     honors and jmoe does not.
     """
@@ -130,7 +130,7 @@ def pretrained_state(trainer: Trainer, config: TrainConfig) -> TrainState:
             if p not in streamed
         }
 
-        def owned(tree: Any) -> Any:
+        def owned(tree: PyTree) -> PyTree:
             """Return a copy in JAX's own memory: a training step donates its state, and the loaded
             arrays alias NumPy memory.
             """
@@ -138,7 +138,7 @@ def pretrained_state(trainer: Trainer, config: TrainConfig) -> TrainState:
                 jax.tree.structure(tree), [jnp.copy(arrays.pop(path)) for path in flat(tree)]
             )
 
-        def zeros(tree: Any) -> Any:
+        def zeros(tree: PyTree) -> PyTree:
             return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, device=s.sharding), tree)
 
         def weights(layer: int, experts: NDArray[np.int64]) -> ExpertArrays:
@@ -153,7 +153,7 @@ def pretrained_state(trainer: Trainer, config: TrainConfig) -> TrainState:
             without_experts(tree) if streamed else tree for tree in (shape.params, shape.m, shape.v)
         ]
         step = jnp.zeros((), jnp.int32, device=shape.step.sharding)
-        scaling = first_loss_scale(trainer.config)
+        scaling = initial_loss_scale(trainer.config)
         scaling = jax.tree.map(
             lambda x, s: jax.device_put(x, s.sharding), scaling, shape.loss_scale
         )

@@ -11,11 +11,12 @@ G elements of a device's shard of the gradients in one layer's flat buffer
 
 from collections.abc import Collection
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.tree_util import KeyPath
 
 from jmoe.collectives.fusion import (
     all_reduce_local,
@@ -28,24 +29,28 @@ from jmoe.mesh import DATA, STACK_PATHS, is_expert, path_names
 from jmoe.models.decoder import STACKS
 from jmoe.training.sharded_decoder import ShardedDecoder
 from jmoe.training.sharded_model import ShardedModel
+from jmoe.types import PyTree
 
 
-def _names_in_layer(path: tuple[Any, ...]) -> tuple[str, ...]:
+def _names_in_layer(path: KeyPath) -> tuple[str, ...]:
     """Return the names along a parameter's path, without the name of its stack of layers."""
     return tuple(name for name in path_names(path) if name not in STACK_PATHS)
 
 
-def reduce_gradients_local(grads: Any, model: ShardedModel, done: Collection[str] = ()) -> Any:
+def reduce_gradients_local(
+    grads: PyTree, model: ShardedModel, already_reduced: Collection[str] = ()
+) -> PyTree:
     """Return `grads` summed over the devices that hold the same parameter.
 
     Parameters sharded over all devices are left as they are: the transpose of their gather has
-    summed their gradients already. done: top-level names whose gradients are reduced already.
+    summed their gradients already. already_reduced: top-level names whose gradients are reduced
+    already.
     """
     mesh = model.mesh
     leaves, structure = jax.tree_util.tree_flatten_with_path(grads)
     sums, everywhere = {}, {}
     for i, (path, g) in enumerate(leaves):
-        if path_names(path)[0] in done:
+        if path_names(path)[0] in already_reduced:
             sums[i] = g
         elif is_expert(path):
             sums[i] = lax.psum(g.astype(jnp.float32), DATA) if mesh.shape[DATA] > 1 else g
@@ -57,7 +62,7 @@ def reduce_gradients_local(grads: Any, model: ShardedModel, done: Collection[str
     return jax.tree.unflatten(structure, [sums[i] for i in range(len(leaves))])
 
 
-def squared_norms_local(grads: Any, model: ShardedModel) -> dict[str, jax.Array]:
+def squared_norms_local(grads: PyTree, model: ShardedModel) -> dict[str, jax.Array]:
     """Return this device's addend to the squared gradient norms, by top-level name; a `psum`
     completes them.
 
@@ -84,12 +89,14 @@ class StreamedGradients(NamedTuple):
     `rows_G` are by kind of layer.
     """
 
-    outside: Any  # [R, ...], parameters outside the layers, not yet summed
+    outside: PyTree  # [R, ...], parameters outside the layers, not yet summed
     rest: dict[LayerKind, list[jax.Array]]  # [R, N, ...], not in the flat buffer, not yet summed
     rows_G: dict[LayerKind, list[jax.Array]]  # flat buffers, one per layer, summed already
 
 
-def streamed_on_shards_local(model: ShardedDecoder, params: Any, grads: StreamedGradients) -> Any:
+def streamed_on_shards_local(
+    model: ShardedDecoder, params: PyTree, grads: StreamedGradients
+) -> PyTree:
     """Return the gradients as a tree like `params`, summed over all devices, each on the shard that
     this device holds.
     """

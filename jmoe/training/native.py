@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jmoe.config import TrainConfig
 from jmoe.config.checks import check
 from jmoe.status import status
+from jmoe.types import PyTree
 from kernels_pallas import native
 
 log = logging.getLogger(__name__)
@@ -52,11 +53,11 @@ def steps_are_native(config: TrainConfig, mesh: Mesh) -> bool:
     return why is None
 
 
-def with_native(wanted: bool, function: Callable[..., Any]) -> Callable[..., Any]:
+def with_native(wanted: bool, function: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """Return `function`, traced with native operations if `wanted`."""
 
     @functools.wraps(function)
-    def traced(*args: Any, **options: Any) -> Any:
+    def traced(*args: PyTree, **options: Any) -> PyTree:
         with native.native_training(wanted, background=wanted and jax.process_count() > 1):
             return function(*args, **options)
 

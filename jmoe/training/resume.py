@@ -13,11 +13,12 @@ from jmoe.config import ModelConfig
 from jmoe.mesh import EXPERT_STACKS
 from jmoe.offload.expert_index import ExpertIndex
 from jmoe.offload.saved_experts import SavedExperts, expert_layers, names_of_experts
-from jmoe.optim.loss_scale import first_loss_scale
+from jmoe.optim.loss_scale import initial_loss_scale
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.training.state import TrainState, experts_of, without_experts
 from jmoe.training.streamed.experts import StreamedExperts
 from jmoe.training.trainer import Trainer
+from jmoe.types import PyTree
 
 # the kinds of records that a run needs to take over a checkpoint's experts unread
 LINKED = {"weights", "moments"}
@@ -38,7 +39,7 @@ def saved_experts(model: ModelConfig, full: TrainState, folder: Path) -> SavedEx
     )
 
 
-def restored(trainer: Trainer, checkpoints: Checkpoints, step: int) -> tuple[TrainState, Any]:
+def restored(trainer: Trainer, checkpoints: Checkpoints, step: int) -> tuple[TrainState, PyTree]:
     """Return (training state, data iterator state) of checkpoint `step`.
 
     If the run keeps its experts as records that are compatible with the checkpoint's, the
@@ -79,7 +80,7 @@ def _restored(
     shape: TrainState,
     but: Collection[str] = (),
     **options: Any,
-) -> tuple[TrainState, Any]:
+) -> tuple[TrainState, PyTree]:
     """Return (saved state, data iterator state).
 
     The loss scale is ignored if the run no longer computes in float16, and starts anew if the
@@ -91,7 +92,7 @@ def _restored(
     wanted = shape if scaling else replace(shape, loss_scale=None)
     state, data, _ = checkpoints.restore(step, wanted, but=but, **options)
     if shape.loss_scale is not None and not scaling:
-        first = first_loss_scale(trainer.config)
+        first = initial_loss_scale(trainer.config)
         first = jax.tree.map(
             lambda x, place: jax.device_put(x, place.sharding), first, shape.loss_scale
         )

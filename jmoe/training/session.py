@@ -29,12 +29,13 @@ from jmoe.run.snapshots import Snapshots
 from jmoe.run.summary import HeldOut, Summary, print_final_summary
 from jmoe.status import status
 from jmoe.training.evaluation import held_out_loss, sample_text
-from jmoe.training.expert_packing import PackingController, moved
-from jmoe.training.finetune import left_out, pretrained_state
+from jmoe.training.expert_packing import PackingController, move_state
+from jmoe.training.finetune import ignored_training_options, pretrained_state
 from jmoe.training.fused.step import FusedTrainer
 from jmoe.training.resume import restored
 from jmoe.training.state import TrainState
 from jmoe.training.trainer import LanguageTrainer, Trainer, make_trainer
+from jmoe.types import JsonObject, PyTree
 
 
 def say(text: str) -> None:
@@ -50,7 +51,7 @@ class Session:
     """
 
     config: TrainConfig
-    resolved: dict[str, Any]  # the configuration in checkpoints, with the data's fingerprint
+    resolved: JsonObject  # the configuration in checkpoints, with the data's fingerprint
     mesh: Mesh
     corpus: Any  # the training data: a `Corpus`, or the images of each task
     # iterator of this process's batches in host memory, with `get_state` and `set_state`
@@ -72,7 +73,7 @@ class Session:
     def output_dir(self) -> Path:
         return Path(self.config.output_dir)
 
-    def next_batch(self) -> Any:
+    def next_batch(self) -> PyTree:
         """Return the next global batch of tokens, [accumulation steps, B, S + 1], from this
         process's rows.
         """
@@ -94,11 +95,11 @@ class Session:
         with self.watchdog.waiting_for("expert packing before step", step):
             decision, measured = self.expert_packing.decide(step, self.trainer, state)
             if self.expert_packing.packing != before:
-                config, shape = self.expert_packing.packed()
+                config, shape = self.expert_packing.current_config_and_shape()
                 self.mesh = make_mesh(shape)
                 trainer = make_trainer(config, self.mesh)
                 assert isinstance(trainer, FusedTrainer)
-                state = moved(state, self.trainer, trainer)
+                state = move_state(state, self.trainer, trainer)
                 self.trainer = trainer
         say(f"packing before step {step}: {decision.reason} ({time.perf_counter() - begun:.1f} s)")
         if self.log is not None:
@@ -120,7 +121,7 @@ class Session:
         """Return the state of step 0: random parameters, or those of `init_from`."""
         if not self.config.init_from:
             return self.trainer.init()
-        for line in left_out(self.config.init_from):
+        for line in ignored_training_options(self.config.init_from):
             say(f"warning: {line}")
         return pretrained_state(self.trainer, self.config)
 
@@ -161,7 +162,7 @@ class Session:
         say(f"resuming from step {step} of {checkpoints.directory}")
         return state
 
-    def _compare(self, saved: dict[str, Any]) -> None:
+    def _compare(self, saved: JsonObject) -> None:
         """Print the settings that differ from a saved state's. Raises ValueError if one differs
         that must not change.
         """
@@ -199,7 +200,7 @@ class Session:
             self.save(snapshot.step, state)  # no training step is left that would save it
         return state
 
-    def evaluate(self, state: TrainState) -> Any:
+    def evaluate(self, state: TrainState) -> PyTree:
         """Compute, print and log the held-out loss; return it as a `HeldOut` (nats per token, bits
         per byte).
         """
@@ -220,7 +221,7 @@ class Session:
             self.exporter.note_evaluation(loss)
         return HeldOut(loss, bits)
 
-    def evaluate_first(self, state: TrainState) -> Any:
+    def evaluate_first(self, state: TrainState) -> PyTree:
         """Return the held-out loss of step 0, computed now or read from the log of the run that
         began there; None if it was not computed.
         """
@@ -274,7 +275,7 @@ class Session:
         elif self.log is not None:
             self.log.write_event("snapshot", step, seconds=round(time.perf_counter() - begun, 4))
 
-    def check_finite(self, step: int, values: dict[str, Any]) -> None:
+    def check_finite(self, step: int, values: JsonObject) -> None:
         """Raise FloatingPointError, naming the layers and the last good checkpoint, if
         `values["ok"]` is False.
         """

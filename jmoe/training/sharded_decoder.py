@@ -9,12 +9,12 @@ Legend: B local batch, S sequence, D hidden, V vocabulary.
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
 
 import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jax.tree_util import KeyPath
 
 from jmoe.collectives.schedule import MAX_CHUNK_BYTES, SCHEDULES, Schedule
 from jmoe.config import Remat, TrainConfig
@@ -37,6 +37,7 @@ from jmoe.training.fused.reverse_scan import ReverseScan
 from jmoe.training.native import steps_are_native
 from jmoe.training.sharded_model import ShardedModel
 from jmoe.training.state import TrainState
+from jmoe.types import JsonObject, PyTree
 
 
 def _local_tokens(config: TrainConfig, mesh: Mesh) -> int:
@@ -82,7 +83,7 @@ class ShardedDecoder(ShardedModel):
             row_bytes = self.dtype.itemsize * config.model.hidden_size
             tokens = _local_tokens(config, self.mesh)
             load = ExchangeLoad(self._links, tokens, row_bytes, config.model.capacity_factor)
-        options: dict[str, Any] = {"num_chunks": self.comm_schedule.num_chunks, "load": load}
+        options: JsonObject = {"num_chunks": self.comm_schedule.num_chunks, "load": load}
         parallel = ExpertParallel(self.mesh, EXPERT, exchange=config.comm.exchange, **options)
         return Decoder(config.model, parallel, rngs=nnx.Rngs(config.seed))
 
@@ -116,13 +117,13 @@ class ShardedDecoder(ShardedModel):
         """
         return self.mesh.devices.flat[0].platform != "cpu"
 
-    def _is_copied(self, path: Any, w: Any) -> bool:
+    def _is_copied(self, path: KeyPath, w: jax.Array) -> bool:
         narrows = (
             path_names(path)[0] in STACKS.values() and self.used_dtype(path, w.ndim) != w.dtype
         )
         return self.casts_once and self.mesh.size == 1 and narrows
 
-    def cast_copies(self, params: Any) -> tuple[jax.Array, ...]:
+    def cast_copies(self, params: PyTree) -> tuple[jax.Array, ...]:
         """Return copies of the stacked weights in their compute dtype, in tree order; empty if a
         step casts weights itself.
 
@@ -131,7 +132,7 @@ class ShardedDecoder(ShardedModel):
         leaves = jax.tree_util.tree_leaves_with_path(params)
         return tuple(self.cast_leaf(path, w) for path, w in leaves if self._is_copied(path, w))
 
-    def with_copies(self, params: Any, copies: tuple[jax.Array, ...]) -> Any:
+    def with_copies(self, params: PyTree, copies: tuple[jax.Array, ...]) -> PyTree:
         """Return `params` with each weight that `cast_copies` copied replaced by its copy; `params`
         itself if `copies` is empty.
         """
@@ -140,7 +141,7 @@ class ShardedDecoder(ShardedModel):
             lambda path, w: next(left) if copies and self._is_copied(path, w) else w, params
         )
 
-    def _cast_stacks(self, stacks: Any, layer_runner: ReverseScan | None) -> Any:
+    def _cast_stacks(self, stacks: PyTree, layer_runner: ReverseScan | None) -> PyTree:
         """Return the stacks of layers with weights cast to their compute dtype.
 
         On several devices only experts are cast, and only if `ReverseScan` adds no other gradients
@@ -150,7 +151,7 @@ class ShardedDecoder(ShardedModel):
             self.mesh.shape[DATA] == 1 and self.config.gradient_accumulation_steps == 1
         )
 
-        def used(path: Any, w: jax.Array) -> jax.Array:
+        def used(path: KeyPath, w: jax.Array) -> jax.Array:
             is_cast = self.mesh.size == 1 or (is_expert(path) and alone)
             return self.cast_leaf(path, w) if is_cast else w
 
@@ -188,14 +189,14 @@ class ShardedDecoder(ShardedModel):
 
     def __call__(
         self,
-        params: Any,
-        router_bias: Any,
+        params: PyTree,
+        router_bias: PyTree,
         tokens_BS: jax.Array,
         layer_runner: ReverseScan | None = None,
         *,
         remat: Remat = "none",
-        **options: Any,
-    ) -> tuple[jax.Array, jax.Array, Any]:
+        **options: PyTree,
+    ) -> tuple[jax.Array, jax.Array, PyTree]:
         """Return (hidden states [B, S, D], the output head's weight, router statistics) of this
         device's tokens.
 
@@ -226,7 +227,14 @@ class ShardedDecoder(ShardedModel):
         return self.fresh_state().map_table(self.embedding.kept)
 
     @cached_property
-    def _saved_form(self) -> tuple[Callable[..., jax.Array], Callable[..., jax.Array], Any] | None:
+    def _saved_form(
+        self,
+    ) -> (
+        tuple[
+            Callable[[jax.Array], jax.Array], Callable[[jax.Array], jax.Array], jax.ShapeDtypeStruct
+        ]
+        | None
+    ):
         """Return (save, restore, saved shape) for an embedding table that training keeps in
         stripes; None for other tables.
 

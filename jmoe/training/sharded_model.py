@@ -5,16 +5,15 @@ checkpoint. `ShardedDecoder` and `ShardedVision` are its subclasses.
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from typing import Any
 
 import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jax.tree_util import KeyPath
 
 from jmoe.collectives.fusion import BufferLayout, ShardInBuffer, gather_fused_local, gather_local
 from jmoe.config import TrainConfig
-from jmoe.layers.router import RouterBias
 from jmoe.mesh import (
     ALL,
     REPLICATED,
@@ -27,8 +26,10 @@ from jmoe.mesh import (
     split_over,
     stack_dims,
 )
-from jmoe.optim.loss_scale import LossScale, first_loss_scale
+from jmoe.models.functional import split_parameters
+from jmoe.optim.loss_scale import LossScale, initial_loss_scale
 from jmoe.training.state import TrainState
+from jmoe.types import PyTree
 
 # Tables read by row: the lookup's result is cast, so that the rows' gradients add in float32.
 LOOKUP_TABLES = ("embedding", "positions")
@@ -44,12 +45,11 @@ class ShardedModel(ABC):
     def __init__(self, config: TrainConfig, mesh: Mesh, split: Mapping[str, int]) -> None:
         self.config, self.mesh, self._split = config, mesh, split
         self.dtype = jnp.dtype(config.compute_dtype)
-        packed = config.mesh.expert_inter > 1 and config.comm.first_packing > 1
+        packed = config.mesh.expert_inter > 1 and config.comm.initial_packing > 1
         self.hierarchy = hierarchy(mesh, config.comm.hierarchical, packed=packed)
         self.fused = config.comm.shard_dense and config.comm.fuse_dense and mesh.size > 1
-        self.abstract: Any = nnx.eval_shape(self.build)
-        parts: Any = nnx.split(self.abstract, nnx.Param, RouterBias)
-        self._graph, params, bias = parts
+        self.abstract: PyTree = nnx.eval_shape(self.build)
+        self._graph, params, bias = split_parameters(self.abstract)
         self._structures = jax.tree.structure(params), jax.tree.structure(bias)
         self.shapes, self._bias_shapes = nnx.to_pure_dict(params), nnx.to_pure_dict(bias)
         self.specs = param_specs(self.shapes, mesh, config.comm.shard_dense, self.fused)
@@ -61,7 +61,7 @@ class ShardedModel(ABC):
     def build(self) -> nnx.Module:
         """Return the model with random parameters."""
 
-    def merge(self, params: Any, router_bias: Any) -> Any:
+    def merge(self, params: PyTree, router_bias: PyTree) -> PyTree:
         """Return the `nnx` model with these parameters, given as nested dicts."""
         trees = zip(self._structures, (params, router_bias), strict=True)
         return nnx.merge(
@@ -84,18 +84,18 @@ class ShardedModel(ABC):
         """Return whether a parameter is split over all devices. names: its path inside a layer."""
         return names in self._shard_dims
 
-    def _compute_dtype(self, names: tuple[str, ...], ndim: int) -> Any:
+    def _compute_dtype(self, names: tuple[str, ...], ndim: int) -> PyTree:
         matrix = ndim >= 2 and "router" not in names and names[-1] not in LOOKUP_TABLES
         return self.dtype if matrix else jnp.float32
 
-    def layout(self, tree: Any, *, stacked: bool = False) -> BufferLayout:
+    def layout(self, tree: PyTree, *, stacked: bool = False) -> BufferLayout:
         """Return which parameters of `tree` travel in a flat buffer, and their places in that
         buffer.
 
         tree: parameters of one layer, of a stack of layers (`stacked`), or outside the layers.
         """
 
-        def place(path: Any, w: jax.Array) -> ShardInBuffer | None:
+        def place(path: KeyPath, w: jax.Array) -> ShardInBuffer | None:
             names, shape = _names(path), w.shape[stacked:]
             dim = -1 if names[0] in self._split else self._shard_dims.get(names, -1)
             return (
@@ -110,19 +110,19 @@ class ShardedModel(ABC):
 
     # Parameters in use
 
-    def cast(self, tree: Any) -> Any:
+    def cast(self, tree: PyTree) -> PyTree:
         """Return unsharded parameters in their compute dtype; parameters that stay sharded in use
         are not cast.
         """
         return jax.tree_util.tree_map_with_path(self.cast_leaf, tree)
 
-    def cast_leaf(self, path: tuple[Any, ...], w: jax.Array) -> jax.Array:
+    def cast_leaf(self, path: KeyPath, w: jax.Array) -> jax.Array:
         """Return one parameter in its compute dtype. path: its path in the tree, with or without a
         stack of layers.
         """
         return w if _names(path)[0] in self._split else w.astype(self.used_dtype(path, w.ndim))
 
-    def used_dtype(self, path: tuple[Any, ...], ndim: int) -> Any:
+    def used_dtype(self, path: KeyPath, ndim: int) -> PyTree:
         """Return the compute dtype of the parameter at `path` with `ndim` dimensions, stacked or
         not.
 
@@ -130,7 +130,7 @@ class ShardedModel(ABC):
         """
         return self._compute_dtype(_names(path), ndim - is_expert(path) - stack_dims(path))
 
-    def gather(self, tree: Any) -> Any:
+    def gather(self, tree: PyTree) -> PyTree:
         """Return the unsharded parameters, in their compute dtype, gathered from all devices'
         shards.
 
@@ -151,16 +151,17 @@ class ShardedModel(ABC):
     @property
     def state_specs(self) -> TrainState:
         """The partition specs of the training state, as a `TrainState` of specs."""
-        bias: Any = jax.tree.map(lambda _: REPLICATED, self._bias_shapes)
-        step: Any = REPLICATED
-        scaling: Any = None if self.config.compute_dtype != "float16" else LossScale(step, step)
+        bias = jax.tree.map(lambda _: REPLICATED, self._bias_shapes)
+        step: PyTree = REPLICATED
+        scaling = None if self.config.compute_dtype != "float16" else LossScale(step, step)
         return TrainState(self.specs, self.specs, self.specs, bias, step, scaling)
 
     def fresh_state(self) -> TrainState:
         """Return the state of step 0 in the layout of a checkpoint."""
-        split: Any = nnx.split(self.build(), nnx.Param, RouterBias)
-        params, bias = (nnx.to_pure_dict(part) for part in split[1:])
-        return TrainState.at_step_0(params, bias, first_loss_scale(self.config))
+        _, params, bias = split_parameters(self.build())
+        return TrainState.at_step_0(
+            nnx.to_pure_dict(params), nnx.to_pure_dict(bias), initial_loss_scale(self.config)
+        )
 
     def initial_state(self) -> TrainState:
         """Return the state of step 0 in the layout used by training; by default `fresh_state`."""
@@ -190,5 +191,5 @@ class ShardedModel(ABC):
         return state
 
 
-def _names(path: tuple[Any, ...]) -> tuple[str, ...]:
+def _names(path: KeyPath) -> tuple[str, ...]:
     return tuple(name for name in path_names(path) if name != "value")

@@ -11,7 +11,7 @@ P experts that a caller asks for
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Self
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from jmoe.mesh import EXPERT_STACKS, EXPERTS_PATH
 from jmoe.offload.expert_state import ReadExperts
 from jmoe.offload.saved_experts import expert_layers
 from jmoe.optim.loss_scale import LossScale
+from jmoe.types import PyTree
 
 Batch = tuple[jax.Array, jax.Array]  # held-out tokens [B, S + 1], and their targets' weights [B, S]
 
@@ -37,45 +38,47 @@ class TrainState:
     compute dtype (`ShardedDecoder.cast_copies`), never part of a checkpoint.
     """
 
-    params: Any
-    m: Any
-    v: Any
-    router_bias: Any
+    params: PyTree
+    m: PyTree
+    v: PyTree
+    router_bias: PyTree
     step: jax.Array
     loss_scale: LossScale | None = None
     cast: tuple[jax.Array, ...] = ()
 
     @classmethod
-    def at_step_0(cls, params: Any, router_bias: Any, loss_scale: LossScale | None = None) -> Self:
+    def at_step_0(
+        cls, params: PyTree, router_bias: PyTree, loss_scale: LossScale | None = None
+    ) -> Self:
         """Return the state of step 0 with these parameters and zero moments."""
         zeros = jax.tree.map(jnp.zeros_like, params)
         return cls(
             params, zeros, jax.tree.map(jnp.copy, zeros), router_bias, jnp.int32(0), loss_scale
         )
 
-    def map(self, change: Callable[[Any], Any]) -> Self:
+    def map(self, change: Callable[[PyTree], PyTree]) -> Self:
         """Return the state with `change` applied to the parameters and to both moments."""
         return replace(self, params=change(self.params), m=change(self.m), v=change(self.v))
 
-    def map_table(self, change: Callable[[Any], Any]) -> Self:
+    def map_table(self, change: Callable[[PyTree], PyTree]) -> Self:
         """Return the state with `change` applied to the embedding table and both of its moments."""
         return self.map(lambda tree: tree | {"embedding": change(tree["embedding"])})
 
 
-def experts_of(tree: Any, stack: str = "moe_layers") -> Any:
+def experts_of(tree: PyTree, stack: str = "moe_layers") -> PyTree:
     """Return the experts' parameters in a stack of layers, [N, E, ...] each; an empty dict if
     `tree` has none.
     """
     return tree[stack]["moe"].get(EXPERTS_PATH, {}) if stack in tree else {}
 
 
-def with_experts(tree: Any, experts: Any, stack: str = "moe_layers") -> Any:
+def with_experts(tree: PyTree, experts: PyTree, stack: str = "moe_layers") -> PyTree:
     """Return `tree` with `experts` as the experts' parameters of a stack of layers."""
     layers = tree[stack]
     return tree | {stack: layers | {"moe": layers["moe"] | {EXPERTS_PATH: experts}}}
 
 
-def without_experts(tree: Any) -> Any:
+def without_experts(tree: PyTree) -> PyTree:
     """Return `tree` without the experts' parameters of any stack."""
     for name in EXPERT_STACKS:
         if name in tree:
@@ -86,7 +89,7 @@ def without_experts(tree: Any) -> Any:
 
 
 def read_experts(
-    shapes: Mapping[str, Any], read: ReadExperts, prefix: str = ""
+    shapes: Mapping[str, PyTree], read: ReadExperts, prefix: str = ""
 ) -> dict[str, jax.Array]:
     """Return the experts' parameters [N, E, ...] by name, with the shapes and shardings in
     `shapes`.
@@ -118,7 +121,7 @@ def read_experts(
     }
 
 
-def with_read_experts(
+def read_missing_experts(
     saved: TrainState,
     shape: TrainState,
     kinds: Sequence[LayerKind],
@@ -138,8 +141,11 @@ def with_read_experts(
             continue
 
         def read(
-            source: ReadExperts, prefix: str = "", shapes: Any = shapes, records: Any = records
-        ) -> Any:
+            source: ReadExperts,
+            prefix: str = "",
+            shapes: PyTree = shapes,
+            records: list[int] = records,
+        ) -> PyTree:
             return read_experts(
                 shapes, lambda layer, experts: source(records[layer], experts), prefix
             )

@@ -23,6 +23,7 @@ from jmoe.run.snapshots import Snapshots
 from jmoe.training.expert_packing import PackingController
 from jmoe.training.session import Session
 from jmoe.training.trainer import Trainer
+from jmoe.types import JsonObject
 
 S = TypeVar("S", bound=Session)
 
@@ -36,7 +37,7 @@ class Setup:
     """
 
     config: TrainConfig
-    resolved: dict[str, Any]
+    resolved: JsonObject
     mesh: Mesh
     watchdog: Watchdog
     folder: RunFolder

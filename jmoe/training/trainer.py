@@ -5,7 +5,7 @@ Legend: A accumulation steps, B batch, S sequence, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 from jax.sharding import Mesh
@@ -17,6 +17,7 @@ from jmoe.training.bandwidth import links_of, measured_chunk_bytes
 from jmoe.training.fused.step import FusedTrainer
 from jmoe.training.state import Batch, TrainState
 from jmoe.training.streamed.step import StreamedTrainer
+from jmoe.types import PyTree
 
 
 class Trainer(Protocol):
@@ -48,7 +49,7 @@ class Trainer(Protocol):
         """Return the state of step 0 with random parameters."""
 
     def step(
-        self, state: TrainState, tokens_ABS: Any, /, full_capacity: bool = False
+        self, state: TrainState, tokens_ABS: jax.Array, /, full_capacity: bool = False
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         """Return (new state, metrics) after one step on tokens [A, B, S + 1]; `state` is donated.
 
@@ -81,7 +82,7 @@ class Trainer(Protocol):
         the records are already in place.
         """
 
-    def expert_stats(self) -> Any:
+    def expert_stats(self) -> PyTree:
         """Return the traffic between tiers as `ExpertStats`; None if all experts stay on the
         devices.
         """

@@ -7,7 +7,7 @@ Legend: N MoE layers, E experts.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +19,10 @@ from jmoe.config import ModelConfig, TrainConfig
 from jmoe.layers.moe import MoEStats
 from jmoe.layers.router import balance_loss_local, updated_bias
 from jmoe.mesh import ALL, REPLICATED
-from jmoe.optim.adamw import StepValues, advance, decays, learning_rate
+from jmoe.optim.adamw import StepValues, advance, has_weight_decay, learning_rate
 from jmoe.optim.loss_scale import MIN_LOSS_SCALE, unscaled
 from jmoe.training.state import TrainState
+from jmoe.types import PyTree
 
 T = TypeVar("T")
 
@@ -70,16 +71,16 @@ def dropped_tokens(stats: MoEStats | None) -> jax.Array:
 
 
 def evaluation_program(
-    sharded: Callable[..., Any], local: Callable[..., Any], *in_specs: Any
-) -> Any:
-    """Return the compiled program of a pass without gradients, in the form that `without_drops`
+    sharded: Callable[..., PyTree], local: Callable[..., PyTree], *in_specs: PyTree
+) -> PyTree:
+    """Return the compiled program of a pass without gradients, in the form that `run_without_drops`
     calls.
 
     sharded: wraps a function in `shard_map`. local: the pass on one device, with a keyword
     `full_capacity`; its results must be replicated.
     """
 
-    def run(*args: Any, full_capacity: bool) -> Any:
+    def run(*args: PyTree, full_capacity: bool) -> PyTree:
         return sharded(
             partial(local, full_capacity=full_capacity), in_specs=in_specs, out_specs=REPLICATED
         )(*args)
@@ -87,7 +88,7 @@ def evaluation_program(
     return jax.jit(run, static_argnames="full_capacity")
 
 
-def without_drops(run: Callable[..., tuple[T, jax.Array]]) -> T:
+def run_without_drops(run: Callable[..., tuple[T, jax.Array]]) -> T:
     """Return the result of a pass without gradients in which no token is dropped.
 
     run: takes `full_capacity` and returns (result, number of dropped assignments). The first call
@@ -116,7 +117,7 @@ def overflowed(model: ModelConfig, dropped: jax.Array | np.ndarray | None) -> Ar
 def finish_step(
     config: TrainConfig,
     state: TrainState,
-    grads: Any,
+    grads: PyTree,
     squares: dict[str, jax.Array],
     metrics: dict[str, jax.Array],
 ) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -154,7 +155,7 @@ def finish_step(
             leaves, *(jax.tree.leaves(part) for part in (state.m, state.v, grads)), strict=True
         )
         step = partial(advance, config=config.optimizer, now=now)
-        new = [step(w, m, v, g, decay=decays(path, w)) for (path, w), m, v, g in old]
+        new = [step(w, m, v, g, decay=has_weight_decay(path, w)) for (path, w), m, v, g in old]
         params, m, v = (jax.tree.unflatten(tree, part) for part in zip(*new, strict=True))
     speed = config.model.router.bias_update_speed
     bias = jax.tree.map(
@@ -172,10 +173,10 @@ def finish_step(
         by_scale = jnp.isfinite(metrics["loss"]) & ~jnp.isfinite(norm) & ~overflow
         skipped = by_scale & (loss_scale.scale > MIN_LOSS_SCALE)
         metrics |= {"loss_scale": loss_scale.scale, "skipped": skipped}
-        loss_scale = loss_scale.after(ok, skipped, config.loss_scale)
+        loss_scale = loss_scale.next_scale(ok, skipped, config.loss_scale)
     return TrainState(params, m, v, bias, state.step + ok.astype(jnp.int32), loss_scale), metrics
 
 
-def over_devices(num_devices: int, tree: Any) -> Any:
+def sum_over_mesh(num_devices: int, tree: PyTree) -> PyTree:
     """Return `tree` summed over all devices of the mesh; `tree` itself on one device."""
     return lax.psum(tree, ALL) if num_devices > 1 else tree

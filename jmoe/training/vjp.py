@@ -7,10 +7,11 @@ again. The streamed step passes these residuals between compiled programs.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from jmoe.types import PyTree
 
 
 @jax.tree_util.register_static
@@ -21,18 +22,18 @@ class _Known:
     index: int
 
 
-def without(residuals: Any, known: Sequence[Any]) -> Any:
+def without(residuals: PyTree, known: Sequence[PyTree]) -> PyTree:
     """Return `residuals` with a placeholder for each array that is an element of `known` (compared
     by identity).
     """
 
-    def strip(leaf: Any) -> Any:
+    def strip(leaf: PyTree) -> PyTree:
         return next((_Known(i) for i, k in enumerate(known) if k is leaf), leaf)
 
     return jax.tree.map(strip, residuals)
 
 
-def with_known(residuals: Any, known: Sequence[Any]) -> Any:
+def with_known(residuals: PyTree, known: Sequence[PyTree]) -> PyTree:
     """Return `residuals` with each placeholder replaced by its element of `known`; the inverse of
     `without`.
     """
@@ -42,14 +43,17 @@ def with_known(residuals: Any, known: Sequence[Any]) -> Any:
     )
 
 
-def _floating(tree: Any) -> list[jax.Array]:
+def _floating(tree: PyTree) -> list[jax.Array]:
     """Return the floating-point leaves, the only ones with cotangents."""
     return [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)]
 
 
 def vjp_with_residuals(
-    function: Callable[..., Any], args: Sequence[Any], wanted: Sequence[int], names: Sequence[str]
-) -> tuple[Any, Any]:
+    function: Callable[..., PyTree],
+    args: Sequence[PyTree],
+    wanted: Sequence[int],
+    names: Sequence[str],
+) -> tuple[PyTree, PyTree]:
     """Return (function(*args), residuals for `apply_vjp`).
 
     wanted: positions of the arguments to differentiate by. names: the `checkpoint_name`s of
@@ -58,7 +62,7 @@ def vjp_with_residuals(
     """
     policy = jax.checkpoint_policies.save_only_these_names(*names)
 
-    def apply(*values: Any) -> tuple[list[jax.Array], Any]:
+    def apply(*values: PyTree) -> tuple[list[jax.Array], PyTree]:
         whole = list(args)
         for place, arg in zip(wanted, values, strict=True):
             whole[place] = arg
@@ -69,7 +73,7 @@ def vjp_with_residuals(
     return result, jax.tree.map(lambda leaf: leaf[None], without(pull, jax.tree.leaves(args)))
 
 
-def apply_vjp(kept: Any, args: Sequence[Any], cotangents: Any) -> Any:
+def apply_vjp(kept: PyTree, args: Sequence[PyTree], cotangents: PyTree) -> PyTree:
     """Return the gradients of the `wanted` arguments of `vjp_with_residuals`.
 
     args: the same arguments as there. cotangents: a tree like the function's result; leaves that

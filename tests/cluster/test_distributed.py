@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from jmoe.cluster import clocks, distributed
-from jmoe.cluster.distributed import AskedSignal, PreemptionSignal, Watchdog
+from jmoe.cluster.distributed import PreemptionSignal, RequestSignal, Watchdog
 from jmoe.config import DistributedConfig
 from tests.fakes import wait_for, wait_for_text
 from tests.processes import Child
@@ -317,7 +317,7 @@ def test_one_process_stops_at_once() -> None:
 
 def test_one_process_is_asked_again_and_again() -> None:
     before = signal.getsignal(signal.SIGUSR2)
-    with AskedSignal() as asked:
+    with RequestSignal() as asked:
         assert not asked.requested(1)
         for times in (1, 2):
             signal.raise_signal(signal.SIGUSR2)

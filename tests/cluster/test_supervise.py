@@ -18,8 +18,15 @@ from jmoe.cluster import supervise
 from jmoe.cluster.distributed import Watchdog
 from jmoe.cluster.heartbeat import Heartbeat, Listener, heartbeat_file, read_heartbeat
 from jmoe.cluster.overview import read_overview
-from jmoe.cluster.remote_process import Order, RemoteProcess, answered, reserve_port
-from jmoe.cluster.restarts import Ending, Reached, Restarts, kind_of, named_code, reached
+from jmoe.cluster.remote_process import LaunchOrder, RemoteProcess, answered, reserve_port
+from jmoe.cluster.restarts import (
+    Ending,
+    Restarts,
+    RunProgress,
+    failure_kind,
+    named_code,
+    read_progress,
+)
 from jmoe.cluster.supervise import Supervisor, program_and_arguments
 from jmoe.command_line import parse_supervise
 from jmoe.config.supervise import SuperviseConfig
@@ -329,32 +336,32 @@ def test_restarts_and_their_waits() -> None:
     row.
     """
     config = SuperviseConfig(max_restarts=4, same_step_limit=3, backoff_s=5.0, max_backoff_s=15.0)
-    lost, restarts = Ending("lost", 70), Restarts(config, Reached(9, 10))
-    assert [restarts.after(lost, Reached(step, 10)) for step in (11, 12, 12, 13)] == [
+    lost, restarts = Ending("lost", 70), Restarts(config, RunProgress(9, 10))
+    assert [restarts.after(lost, RunProgress(step, 10)) for step in (11, 12, 12, 13)] == [
         0.0,
         5.0,
         10.0,
         15.0,
     ]
     assert (
-        restarts.after(lost, Reached(14, 10))
+        restarts.after(lost, RunProgress(14, 10))
         == "given up: 4 restarts in a row have made no checkpoint (max_restarts)"
     )
-    assert [restarts.after(lost, Reached(14, 15)) for _ in range(2)] == [0.0, 5.0]
+    assert [restarts.after(lost, RunProgress(14, 15)) for _ in range(2)] == [0.0, 5.0]
     assert "3 attempts in a row have ended after step 14" in str(
-        restarts.after(lost, Reached(14, 15))
+        restarts.after(lost, RunProgress(14, 15))
     )
     assert "before the first step" in str(
-        Restarts(SuperviseConfig(same_step_limit=1), Reached()).after(lost, Reached())
+        Restarts(SuperviseConfig(same_step_limit=1), RunProgress()).after(lost, RunProgress())
     )
     assert (
-        Restarts(config, Reached()).after(Ending("mistake", 1), Reached(5, 5))
+        Restarts(config, RunProgress()).after(Ending("mistake", 1), RunProgress(5, 5))
         == "which a new start does not mend"
     )
 
 
 def test_exit_codes() -> None:
-    assert [kind_of(code) for code in (1, 2, 70, 134, 137)] == [
+    assert [failure_kind(code) for code in (1, 2, 70, 134, 137)] == [
         "mistake",
         "mistake",
         "lost",
@@ -369,14 +376,14 @@ def test_exit_codes() -> None:
 
 
 def test_how_far_a_run_has_come(tmp_path: Path) -> None:
-    assert reached(tmp_path) == Reached()
+    assert read_progress(tmp_path) == RunProgress()
     (tmp_path / "checkpoints" / "30").mkdir(parents=True)
     (tmp_path / "checkpoints" / "40.orbax-checkpoint-tmp").mkdir()
     log = tmp_path / "metrics.jsonl"
     log.write_text('{"step": 33}\n{"event": "evaluation", "step": 34}\n{"step": 34')
-    assert reached(tmp_path) == Reached(33, 30)
+    assert read_progress(tmp_path) == RunProgress(33, 30)
     log.write_text('{"step": 29}\n{"event": "resume", "step": 30}\n')
-    assert reached(tmp_path) == Reached(29, 30)
+    assert read_progress(tmp_path) == RunProgress(29, 30)
 
 
 def test_signs_of_life(tmp_path: Path) -> None:
@@ -425,7 +432,7 @@ def test_a_process_ends_with_its_tether(tmp_path: Path) -> None:
     (remote,) = answered([RemoteProcess("", 0, [])], 240)
     with contextlib.closing(remote):
         remote.start(
-            Order(
+            LaunchOrder(
                 [sys.executable, "-c", LINGER], str(tmp_path), {}, str(tmp_path / "log"), "a title"
             )
         )
@@ -458,7 +465,7 @@ def test_what_a_process_leaves_behind_ends_with_it(tmp_path: Path) -> None:
     (remote,) = answered([RemoteProcess("", 0, [])], 240)
     with contextlib.closing(remote):
         remote.start(
-            Order(
+            LaunchOrder(
                 [sys.executable, "-c", forks], str(tmp_path), {}, str(tmp_path / "log"), "a title"
             )
         )
@@ -476,7 +483,7 @@ def test_a_process_that_cannot_be_started_is_named(tmp_path: Path) -> None:
     ):
         (remote,) = answered([RemoteProcess("", 0, [])], 240)
         with contextlib.closing(remote):
-            remote.start(Order([program], str(tmp_path), {}, str(tmp_path / log), ""))
+            remote.start(LaunchOrder([program], str(tmp_path), {}, str(tmp_path / log), ""))
             wait_for(lambda remote=remote: remote.code() is not None)
             assert remote.code() == code and words in remote.last_words()
 

@@ -150,9 +150,9 @@ def test_memory_of_an_operation_in_the_background_is_held_until_work_is_done() -
     assert hold.outvars[0] in origins(inside, back.invars[0])
 
 
-@pytest.mark.parametrize(("name", "gives_way"), [("chunks", True), ("ready", False)])
+@pytest.mark.parametrize(("name", "deferred"), [("chunks", True), ("ready", False)])
 def test_a_product_that_no_all_to_all_waits_for_begins_when_one_can(
-    name: str, gives_way: bool
+    name: str, deferred: bool
 ) -> None:
     def body(x: jax.Array, w: jax.Array) -> Any:
         return interleave(layer, (x, w), [], SCHEDULES[name], ALL, x)
@@ -168,7 +168,7 @@ def test_a_product_that_no_all_to_all_waits_for_begins_when_one_can(
     assert len(shared) == 2
     origins_of = [origins(inside, p.invars[0]) | origins(inside, p.invars[1]) for p in shared]
     waits = [any(_made_by(inside, x) == "and" for x in found) for found in origins_of]
-    assert waits == [gives_way, gives_way]
+    assert waits == [deferred, deferred]
     assert all(attended in found and there.outvars[0] not in found for found in origins_of)
 
 

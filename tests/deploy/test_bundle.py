@@ -23,7 +23,7 @@ from jmoe.cluster.distributed import EXIT_CODE
 from jmoe.config.engine import EngineConfig, EngineMesh
 from jmoe.deploy import bundle as stage
 from jmoe.deploy.bundle import OpenBundle, Segments, bundle
-from jmoe.deploy.merged import hugging_face_folder
+from jmoe.deploy.model_folder import hugging_face_folder
 from jmoe.deploy.portable import PLAN, plan_text, read_plan
 from jmoe.inference.engine import Engine
 from tests.damage import flip

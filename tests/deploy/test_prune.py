@@ -21,7 +21,7 @@ from jmoe.deploy.calibration_text import read_calibration_text
 from jmoe.deploy.expert_scores import ExpertScores, best_experts, measure_experts
 from jmoe.deploy.layerwise import mean_loss
 from jmoe.deploy.prune import PruneOptions, prune
-from jmoe.deploy.similar import aligned, group_of
+from jmoe.deploy.similar import aligned, merge_groups
 from jmoe.inference.engine import Engine
 from jmoe.models.huggingface import hf_config
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
@@ -199,7 +199,7 @@ def test_merged_experts(folder: Path, text: str, tmp_path: Path) -> None:
         assert not np.array_equal(first["w_up"], twin["w_up"])
         again = aligned(first, twin)
         assert all(np.array_equal(first[name], again[name]) for name in first)
-    assert group_of(np.asarray(kernel[...])[0], np.array([0, 1]))[0].count(3) == 1
+    assert merge_groups(np.asarray(kernel[...])[0], np.array([0, 1]))[0].count(3) == 1
 
 
 def test_groups_that_would_be_too_small(text: str, tmp_path: Path) -> None:

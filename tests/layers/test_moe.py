@@ -433,7 +433,7 @@ def test_our_experts_gather_rows_that_a_users_are_given() -> None:
         assert_trees_close(a.dparams["experts"][name], b.dparams["experts"]["experts"][name])
     chosen = Choices(jnp.zeros((T, 2), jnp.int32), jnp.ones((T, 2)), jnp.zeros(E, jnp.int32))
     (arrived,) = ours.exchange.dispatch(x, chosen).chunks
-    assert arrived.x is x
+    assert arrived.rows_or_tokens is x
     assert arrived.rows_MD.shape == (2 * T, D)
 
 

@@ -182,7 +182,7 @@ def test_cache_against_a_model(num_slots: int, staging_slots: int) -> None:
                 model.dirty.add(index)
                 model.want(index)
         elif action == "clean" and rng.integers(10) == 0:
-            cache.write_back()
+            cache.queue_write_back()
             model.to_clean += [i for i in cache._dirty if i not in model.to_clean]
         slots = {i: slot for i in range(NUM_RECORDS) if (slot := cache.slot_of(i)) is not None}
         assert slots.keys() == {*model.cached, *model.staged}

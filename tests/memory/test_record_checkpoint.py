@@ -142,7 +142,7 @@ class TrainingRun:
 
     def resume(self) -> int:
         for step in sorted(self.manager.all_steps(), reverse=True):
-            if not self.records.find(self.folder(step)).missing:
+            if not self.records.verify(self.folder(step)).missing:
                 args = ocp.args.Composite(dense=ocp.args.JsonRestore())
                 assert self.manager.restore(step, args=args).dense == {"step": step}
                 self.records.restore(self.folder(step))
@@ -324,7 +324,7 @@ def test_not_durable_yet(
         last = TrainingRun(local, tmp_path / "checkpoints")
         assert last.step == 1
         assert content(last.stores) == expected(1)
-        missing = last.records.find(last.folder(2)).missing
+        missing = last.records.verify(last.folder(2)).missing
         assert missing
         with pytest.raises(
             FileNotFoundError, match=f"{len(missing)} records, the first .* neither on this machine"
@@ -482,7 +482,7 @@ def test_processes_with_the_same_records_share_the_saving(tmp_path: Path) -> Non
         for index in range(NUM_RECORDS):
             store.read_into(index, record_R)
             assert np.all(store.layout.views(record_R)["m"] == index + 1)
-        assert records.find(step).files["memory"].keys() == content_of.keys()
+        assert records.verify(step).files["memory"].keys() == content_of.keys()
         records.close()
         store.close()
 

@@ -126,7 +126,7 @@ def test_files_that_are_memory_are_read_where_they_lie(
     """Only what is changed is copied to host memory; it is read there until it is written back
     and has left.
     """
-    monkeypatch.setattr(version_store, "io_of", lambda folder: "mapped")
+    monkeypatch.setattr(version_store, "choose_io", lambda folder: "mapped")
     with VersionStore.open(tmp_path / "store", LAYOUT, NUM_RECORDS, fingerprint="a") as store:
         store.fill(fill)
         with TieredStore(store, cache_bytes=6 * RECORD_BYTES, wait_limit_s=20) as tiers:
@@ -292,7 +292,7 @@ def test_what_is_forgotten_is_not_written(store: VersionStore, gate: Gate) -> No
                 record["n"][...] = 1
                 record.put()
             if index % 2:
-                tiers.forget(index)
+                tiers.drop_changes(index)
         tiers.flush()
         assert set(range(0, NUM_RECORDS, 2)) <= set(gate.begun)
         # but for what was being written already

@@ -15,7 +15,7 @@ import pytest
 import jmoe
 from jmoe.deploy.compress import compress_model
 from jmoe.deploy.cut import cut_config, write_cut
-from jmoe.deploy.merged import hugging_face_folder
+from jmoe.deploy.model_folder import hugging_face_folder
 from jmoe.mesh import make_mesh
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.models.tensor_names import FUSED_FAMILIES

@@ -80,17 +80,17 @@ def test_experts_in_slots_lie_on_the_devices_that_need_them(
     saved = []
     for process, own in enumerate(([[0, 1, 2], [0, 1]], [[0, 3], [2, 3]])):
         monkeypatch.setattr(jax, "process_index", lambda process=process: process)
-        local = SlottedExperts.on(mesh, slot_RNE, 2)
+        local = SlottedExperts.from_slot_table(mesh, slot_RNE, 2)
         assert local.per_device == 2 and local.all_devices == (
             (devices[2],) if process else tuple(devices[:2])
         )
-        assert [local.of_layer(layer).tolist() for layer in (0, 1)] == own
+        assert [local.in_layer(layer).tolist() for layer in (0, 1)] == own
         index = ExpertIndex(2, 4, local)
         assert index.local_records == [*own[0], *(4 + expert for expert in own[1])]
         saved += index.saved_records
     assert sorted(saved) == list(range(8))
     monkeypatch.setattr(jax, "process_index", lambda: 0)
-    local = SlottedExperts.on(mesh, slot_RNE, 2)
+    local = SlottedExperts.from_slot_table(mesh, slot_RNE, 2)
     assert [local.places(1, expert) for expert in (0, 1)] == [[(0, 0), (1, 1)], [(0, 1), (1, 0)]]
-    rows = local.arranged(0, {"w": np.array([[5], [6], [7]])})
+    rows = local.rows_by_device(0, {"w": np.array([[5], [6], [7]])})
     assert [row["w"].tolist() for row in rows] == [[[5], [6]], [[5], [7]]]

@@ -102,7 +102,7 @@ def test_the_share_that_is_brought_is_that_of_the_rates(host: float, share: floa
         there = experts.pool.slot_of[: experts.index.num_experts] >= 0
         missing = np.flatnonzero(~there)
         brought = [
-            experts._worth_bringing(list(range(experts.index.num_experts))) for _ in range(400)
+            experts._records_to_copy(list(range(experts.index.num_experts))) for _ in range(400)
         ]
         for records in brought:
             assert set(np.flatnonzero(there)) <= set(records)

@@ -15,7 +15,7 @@ from jmoe.mesh import expert_mesh
 from jmoe.offload import mesh_ring
 from jmoe.offload.expert_index import ExpertIndex
 from jmoe.offload.mesh_ring import MeshRing
-from jmoe.offload.placed_experts import even_placement, mine_of
+from jmoe.offload.placed_experts import even_placement, local_experts_of
 from jmoe.offload.slot_arrays import DeviceSlotArrays, HostSlotArrays
 from jmoe.planning.placement import EMPTY
 
@@ -64,7 +64,7 @@ def test_every_layer_comes_to_its_devices(
 
 def test_a_process_has_the_experts_of_its_devices() -> None:
     """This one has all, each once."""
-    assert mine_of(even_placement(5, 4), expert_mesh(4)).tolist() == list(range(5))
+    assert local_experts_of(even_placement(5, 4), expert_mesh(4)).tolist() == list(range(5))
 
 
 @pytest.mark.parametrize("as_bits", [False, True])

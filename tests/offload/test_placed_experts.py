@@ -42,7 +42,7 @@ def check_weights(experts: PlacedExperts) -> None:
             assert values.dtype == dtype and len(values.addressable_shards) == 4
             for slot in np.flatnonzero(where != EMPTY):
                 assert (np.asarray(values[slot], np.float32) == numbers[slot]).all()
-        assert np.array_equal(experts.turns(layer), placement.turns)
+        assert np.array_equal(experts.replica_of_row(layer), placement.replica_of_row)
 
 
 def test_only_what_is_new_is_copied() -> None:
@@ -71,7 +71,7 @@ def test_only_what_is_new_is_copied() -> None:
     assert (1, 0) in experts.occupancy()
     experts.apply(1, experts.changes(1, experts.placements[1]))
     assert experts.copied_experts == len(changed.fills)
-    experts.copy_again()
+    experts.recopy_one_expert()
     check_weights(experts)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jmoe.offload.expert_index import LocalExperts
-from jmoe.offload.slot_rows import SlotRows, larger_room
+from jmoe.offload.slot_rows import SlotRows, grown_rows
 
 P, M = 8, 2
 FIRST, SECOND, THIRD = jax.devices()[:3]
@@ -89,4 +89,4 @@ def test_room_for_all() -> None:
     [(2, 2, 32, 2), (2, 3, 32, 4), (5, 13, 32, 16), (1, 3, 4, 3), (1, 31, 33, 33), (1, 32, 33, 33)],
 )
 def test_room_grows_by_eighths(room: int, needed: int, per_device: int, expected: int) -> None:
-    assert larger_room(room, needed, per_device) == expected
+    assert grown_rows(room, needed, per_device) == expected

@@ -63,10 +63,10 @@ def test_a_larger_room_empties_a_slot_when_it_is_next_used(
     assert slots.take_rows(0, np.array([1])).tolist() == [True]
     slots.place(0, 0, 1, record(7.0))
     slots.set_present(0, 1, True)
-    slots.make_room(1)
+    slots.grow_slots(1)
     slots.fit(0)
     assert weights(slots, 0) == [[7], [7], [0]] and not caplog.records
-    slots.make_room(2)
+    slots.grow_slots(2)
     assert "tokens chose 2 of a device's 2 experts; there is room for 2 from now on" in caplog.text
     assert weights(slots, 0) == [[7], [7], [0]]
     slots.fit(0)

@@ -13,7 +13,7 @@ from flax import nnx
 from jmoe.config import OptimizerConfig
 from jmoe.mesh import path_names
 from jmoe.models.decoder import Decoder
-from jmoe.optim.adamw import StepValues, advance, decays, learning_rate
+from jmoe.optim.adamw import StepValues, advance, has_weight_decay, learning_rate
 from tests.model_configs import MODEL
 
 
@@ -26,7 +26,7 @@ def test_advance_is_optax_adamw(shape: tuple[int, ...], path: tuple[str, ...]) -
     keys = tuple(jax.tree_util.DictKey(name) for name in path)
     w = jnp.asarray(rng.normal(size=shape), jnp.float32)
     m, v = jnp.zeros(shape), jnp.zeros(shape)
-    decay = decays(keys, jnp.zeros((2, *shape)) if path[0] == "moe_layers" else w)
+    decay = has_weight_decay(keys, jnp.zeros((2, *shape)) if path[0] == "moe_layers" else w)
     assert decay == (len(shape) == 2)
     theirs = optax.adamw(
         0.01, config.beta1, config.beta2, config.eps, weight_decay=config.weight_decay * decay
@@ -63,7 +63,9 @@ def test_what_decays() -> None:
     ):
         model = nnx.eval_shape(lambda config=config: Decoder(config, rngs=nnx.Rngs(0)))
         leaves = jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
-        assert {path_names(path)[-1] for path, w in leaves if not decays(path, w)} == names
+        assert {
+            path_names(path)[-1] for path, w in leaves if not has_weight_decay(path, w)
+        } == names
 
 
 def test_learning_rate() -> None:

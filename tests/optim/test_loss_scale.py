@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jmoe.config import LossScaleConfig, TrainConfig
-from jmoe.optim.loss_scale import LossScale, first_loss_scale, scaled, unscaled
+from jmoe.optim.loss_scale import LossScale, initial_loss_scale, scaled, unscaled
 
 TAKEN, SKIPPED, NEITHER = (True, False), (False, True), (False, False)
 
@@ -19,7 +19,7 @@ def after(
     config = LossScaleConfig(first, growth_steps)
     state, seen = LossScale(jnp.float32(first), jnp.int32(0)), []
     for ok, skipped in steps:
-        state = state.after(jnp.bool_(ok), jnp.bool_(skipped), config)
+        state = state.next_scale(jnp.bool_(ok), jnp.bool_(skipped), config)
         seen.append((float(state.scale), int(state.good_steps)))
     return seen
 
@@ -45,10 +45,10 @@ def test_the_scale_has_a_limit() -> None:
 
 def test_only_float16_scales_its_loss() -> None:
     half = TrainConfig(compute_dtype="float16")
-    assert first_loss_scale(TrainConfig()) is None
-    first = first_loss_scale(half)
+    assert initial_loss_scale(TrainConfig()) is None
+    first = initial_loss_scale(half)
     assert first is not None and (float(first.scale), int(first.good_steps)) == (65536, 0)
-    given = first_loss_scale(dataclasses.replace(half, loss_scale=LossScaleConfig(initial=8)))
+    given = initial_loss_scale(dataclasses.replace(half, loss_scale=LossScaleConfig(initial=8)))
     assert given is not None and float(given.scale) == 8
 
 

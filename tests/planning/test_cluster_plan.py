@@ -143,7 +143,7 @@ def test_a_checkpoint_takes_as_long_as_its_slowest_way() -> None:
 def test_the_step_is_the_sum_of_what_waits() -> None:
     plan = plan_cluster(training(MODEL), exchanged(1, 2), CLUSTER, 64)
     assert plan.step_s == plan.all_to_all_s + max(plan.training.step_s(), plan.all_reduce_s)
-    assert plan.alone_s == pytest.approx(
+    assert plan.step_without_overlap_s == pytest.approx(
         plan.compute_s + plan.tiers_s + plan.all_reduce_s + plan.all_to_all_s
     )
     assert plan.tokens_per_s == 64 / plan.step_s

@@ -7,7 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jmoe.planning.expert_packing import PackingDecision, Room, is_decided_at, next_packing
+from jmoe.planning.expert_packing import (
+    MemoryShortfall,
+    PackingDecision,
+    is_decided_at,
+    next_packing,
+)
 
 
 def decide(all_to_all_s: float, ffn_s: float, now: int = 1, **options: Any) -> PackingDecision:
@@ -53,12 +58,20 @@ def test_the_steps_of_lina() -> None:
         (0.02, 0.01, 16, {}, 16, True, "the mesh allows no more than 16 experts a device"),
         (0.02, 0.01, 1, {"step": 9}, 1, False, "before step 10, then every 4 steps"),
         (0.02, 0.01, 1, {"step": 12}, 1, False, "before step 10, then every 4 steps"),
-        (0.02, 0.01, 2, {"room": Room(0, 5)}, 4, False, "4 experts a device from now on"),
         (
             0.02,
             0.01,
             2,
-            {"room": Room(10**9)},
+            {"shortfall": MemoryShortfall(0, 5)},
+            4,
+            False,
+            "4 experts a device from now on",
+        ),
+        (
+            0.02,
+            0.01,
+            2,
+            {"shortfall": MemoryShortfall(10**9)},
             2,
             True,
             "1.00 GB more memory than there is; with experts in host",
@@ -67,7 +80,7 @@ def test_the_steps_of_lina() -> None:
             0.02,
             0.01,
             2,
-            {"room": Room(10**9, 5 * 10**8)},
+            {"shortfall": MemoryShortfall(10**9, 5 * 10**8)},
             2,
             True,
             "in host memory 0.50 GB would be lacking",
@@ -118,21 +131,21 @@ def test_bad_numbers(
 
 
 seconds = st.floats(0, 10)
-rooms = st.builds(Room, st.integers(0, 10), st.integers(0, 10))
+shortfalls = st.builds(MemoryShortfall, st.integers(0, 10), st.integers(0, 10))
 
 
-@given(seconds, seconds, st.integers(0, 4), st.integers(0, 4), st.integers(0, 40), rooms)
+@given(seconds, seconds, st.integers(0, 4), st.integers(0, 4), st.integers(0, 40), shortfalls)
 def test_it_doubles_only_where_it_may(
-    a: float, f: float, now: int, above: int, step: int, room: Room
+    a: float, f: float, now: int, above: int, step: int, shortfall: MemoryShortfall
 ) -> None:
     most = 2 ** (now + above)
-    decision = next_packing(a, f, 2**now, step=step, most_experts=most, room=room)
+    decision = next_packing(a, f, 2**now, step=step, most_experts=most, shortfall=shortfall)
     assert (
         decision.experts_per_device in (2**now, 2 ** (now + 1))
         and decision.experts_per_device <= most
     )
     doubled = decision.experts_per_device > 2**now
-    assert doubled == (is_decided_at(step) and a > f and above > 0 and not room.lacking_bytes)
+    assert doubled == (is_decided_at(step) and a > f and above > 0 and not shortfall.lacking_bytes)
     assert decision.done == (is_decided_at(step) and not doubled)
 
 

@@ -278,7 +278,7 @@ def test_a_damaged_list_of_records_is_named_and_the_older_step_taken(
             and f"{ITEM}/process-0.json" in warning
         )
         with pytest.raises(ValueError, match=f"{path}: is damaged"):
-            RecordCheckpoints({"experts": store}).find(path.parent)
+            RecordCheckpoints({"experts": store}).verify(path.parent)
 
 
 SLOW_DRAIN = """

@@ -13,7 +13,7 @@ import pytest
 from jmoe.config import MeshConfig, TiersConfig, TrainConfig
 from jmoe.config.cluster import ClusterConfig, read_cluster
 from jmoe.configs import PRESETS
-from jmoe.run.cluster_planner import ClusterRow, as_json, cluster_rows, on_nodes, table
+from jmoe.run.cluster_planner import ClusterRow, as_json, cluster_rows, config_for_nodes, table
 from jmoe.run.planner import training_plan
 
 SAMPLE = Path(__file__).resolve().parents[2] / "launch" / "clusters" / "h100.toml"
@@ -135,8 +135,8 @@ def test_a_number_of_nodes_that_does_not_fit_the_run_says_why() -> None:
         ValueError,
         match=r"mesh\.expert_intra = 4: must be 8, the devices of a node, or all experts",
     ):
-        on_nodes(across, cluster(), 8)
-    on_nodes(dataclasses.replace(QWEN, mesh=MeshConfig(0, 2, 4)), cluster(), 8)
+        config_for_nodes(across, cluster(), 8)
+    config_for_nodes(dataclasses.replace(QWEN, mesh=MeshConfig(0, 2, 4)), cluster(), 8)
     dense = dataclasses.replace(QWEN, model=dataclasses.replace(QWEN.model, num_experts=0))
     with pytest.raises(ValueError, match="the planner is for models with experts"):
         cluster_rows(dense, cluster())

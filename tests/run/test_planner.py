@@ -12,7 +12,7 @@ from jmoe.configs import PRESETS
 from jmoe.run.metrics import REQUIRED, MetricsLog, peak_flops, read_events
 from jmoe.run.planner import (
     machine,
-    packing_room,
+    packing_shortfall,
     packing_summary,
     tiers_summary,
     trained_model,
@@ -195,8 +195,8 @@ def test_packing_that_does_not_fit_is_advised_against() -> None:
     assert training_plan(packed(2, fits)).lacking == {}
     (advice,) = training_plan(packed(4, fits)).advice()
     assert "comm.packing = 2 (enough)" in advice
-    room = packing_room(packed(4, fits), machine(packed(4, fits)))
-    assert room.lacking_bytes > 0 and room.offloaded_lacking_bytes == 0
+    shortfall = packing_shortfall(packed(4, fits), machine(packed(4, fits)))
+    assert shortfall.lacking_bytes > 0 and shortfall.offloaded_lacking_bytes == 0
     assert (
         packing_summary(packed(4))
         == "packing: 4 experts a device, mesh (4, 1, 2) (comm.packing = 4)"

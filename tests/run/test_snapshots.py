@@ -18,13 +18,13 @@ from jmoe.config import CheckpointConfig, TrainConfig
 from jmoe.config.tiers import TiersConfig
 from jmoe.run import snapshots
 from jmoe.run.snapshot_file import (
-    check_whole,
+    allocate_file,
     file_bytes,
     layout_of_shards,
-    make_room,
-    read_about,
+    read_description,
     read_state,
     read_whole,
+    verify_snapshot,
     write_snapshot,
 )
 from jmoe.run.snapshots import Snapshots, partners_of
@@ -81,9 +81,9 @@ def test_file_has_what_was_written(tmp_path: Path) -> None:
     state = state_of(7)
     layout, path = layout_of_shards(state), tmp_path / "file"
     size_bytes = file_bytes(layout, {"data": [1]})
-    write_snapshot(make_room(path, size_bytes), state, layout, {"data": [1]})
+    write_snapshot(allocate_file(path, size_bytes), state, layout, {"data": [1]})
     assert path.stat().st_size == size_bytes
-    assert read_about(path) == {"data": [1], "layout": layout}
+    assert read_description(path) == {"data": [1], "layout": layout}
     assert is_step(read_state(read_whole(path), shapes(state)), 7)
     # columns, rows, step: none twice
     assert [len(shards) for _, _, _, shards in layout] == [2, 4, 1]
@@ -105,7 +105,7 @@ def test_file_has_what_was_written(tmp_path: Path) -> None:
 def test_damage_is_named(tmp_path: Path, damage: Callable[[bytes], bytes], reason: str) -> None:
     state = state_of(7)
     layout, path = layout_of_shards(state), tmp_path / "file"
-    write_snapshot(make_room(path, file_bytes(layout, {})), state, layout, {})
+    write_snapshot(allocate_file(path, file_bytes(layout, {})), state, layout, {})
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(ValueError, match=reason):
         read_whole(path)
@@ -114,12 +114,12 @@ def test_damage_is_named(tmp_path: Path, damage: Callable[[bytes], bytes], reaso
 def test_bytes_are_checked_as_a_file_is(tmp_path: Path) -> None:
     state = state_of(7)
     layout, path = layout_of_shards(state), tmp_path / "file"
-    file = make_room(path, file_bytes(layout, {}))
+    file = allocate_file(path, file_bytes(layout, {}))
     write_snapshot(file, state, layout, {})
-    assert check_whole(file) == {"layout": layout}
+    assert verify_snapshot(file) == {"layout": layout}
     file[-1] ^= 1
     with pytest.raises(ValueError, match="its content has changed"):
-        check_whole(file)
+        verify_snapshot(file)
 
 
 # One process
@@ -247,7 +247,7 @@ def test_a_full_folder_costs_the_snapshot_alone(
     def full(path: Path, size_bytes: int) -> Any:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(snapshots, "make_room", full)
+    monkeypatch.setattr(snapshots, "allocate_file", full)
     assert "No space left on device" in made.save(6, state_of(6), None, {}, -1)
     assert [path.name for path in made.folder.iterdir()] == ["3-of-0"]
 

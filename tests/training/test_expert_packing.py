@@ -16,7 +16,12 @@ from jmoe.config import CheckpointConfig, CommConfig, MachineConfig, TrainConfig
 from jmoe.mesh import ACCUMULATED_BATCH, make_mesh
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.training import expert_packing
-from jmoe.training.expert_packing import PackingController, first_packing, micro_operations, moved
+from jmoe.training.expert_packing import (
+    PackingController,
+    initial_packing,
+    move_state,
+    time_exchange_and_experts,
+)
 from jmoe.training.fused.step import FusedTrainer
 from jmoe.training.resume import restored
 from jmoe.training.state import TrainState
@@ -50,7 +55,7 @@ def trainer_of(config: TrainConfig, shape: tuple[int, int, int]) -> FusedTrainer
 
 
 def trainer_at(controller: PackingController) -> FusedTrainer:
-    config, shape = controller.packed()
+    config, shape = controller.current_config_and_shape()
     return trainer_of(config, shape)
 
 
@@ -81,7 +86,9 @@ def alone() -> list[float]:
 
 
 def times(monkeypatch: pytest.MonkeyPatch, all_to_all_s: float, ffn_s: float) -> None:
-    monkeypatch.setattr(expert_packing, "micro_operations", lambda *_: (all_to_all_s, ffn_s))
+    monkeypatch.setattr(
+        expert_packing, "time_exchange_and_experts", lambda *_: (all_to_all_s, ffn_s)
+    )
 
 
 @pytest.mark.slow
@@ -99,7 +106,7 @@ def test_a_run_that_packs_and_goes_back_has_the_losses_of_one_that_does_not(
             assert measured.keys() == {"all_to_all_s", "ffn_s", "step_s"}
             after = trainer_at(controller)
             if after is not trainer:
-                state = moved(state, trainer, after)
+                state = move_state(state, trainer, after)
             trainer = after
             meshes.append(
                 (number, tuple(trainer.model.mesh.shape.values()), decision.experts_per_device)
@@ -121,7 +128,7 @@ def test_a_move_changes_no_bit_and_frees_what_it_leaves() -> None:
     state = before.init()
     state = dataclasses.replace(state, m=jax.tree.map(lambda x: x + 1, state.params))
     expected = on_host(before.save_state(state))
-    there = moved(state, before, after)
+    there = move_state(state, before, after)
     assert differing(expected, on_host(after.save_state(there))) == []
     assert all(x.is_deleted() for x in jax.tree.leaves(state.params["moe_layers"]))
     where = jax.tree.map(
@@ -140,8 +147,10 @@ def test_what_is_measured(comm: dict[str, Any]) -> None:
     """
     packed = comm.get("packing", 1)
     config = config_of(**comm)
-    trainer = trainer_of(config, PackingController(config, SHAPE, packed).packed()[1])
-    sent_s, experts_s = micro_operations(trainer, trainer.init())
+    trainer = trainer_of(
+        config, PackingController(config, SHAPE, packed).current_config_and_shape()[1]
+    )
+    sent_s, experts_s = time_exchange_and_experts(trainer, trainer.init())
     assert experts_s > 0 and (sent_s > 0) == (packed == 1)
 
 
@@ -191,7 +200,7 @@ def test_a_checkpoint_says_its_packing_and_goes_on_under_another(tmp_path: Path)
     state = packed.init()
     expected, folder = on_host(packed.save_state(state)), tmp_path / "checkpoints"
     auto = dataclasses.replace(config_of(packing="auto"), output_dir=str(tmp_path))
-    assert first_packing(auto, 4, 4) == 1
+    assert initial_packing(auto, 4, 4) == 1
     with Checkpoints(folder, CheckpointConfig()) as checkpoints:
         checkpoints.save(1, packed.save_state(state), {}, auto.to_json(), packing=2)
     with Checkpoints(folder, CheckpointConfig()) as checkpoints:
@@ -199,7 +208,7 @@ def test_a_checkpoint_says_its_packing_and_goes_on_under_another(tmp_path: Path)
         alone = trainer_of(config_of(packing=1), SHAPE)
         there, _ = restored(alone, checkpoints, 1)
     assert differing(expected, on_host(alone.save_state(there))) == []
-    assert first_packing(auto, 4, 4) == 2
-    assert first_packing(dataclasses.replace(auto, comm=CommConfig(packing=4)), 4, 4) == 4
+    assert initial_packing(auto, 4, 4) == 2
+    assert initial_packing(dataclasses.replace(auto, comm=CommConfig(packing=4)), 4, 4) == 4
     # the mesh has no expert axis to shrink
-    assert first_packing(spread_over(auto, 4, 1, 1, packing="auto"), 4, 4) == 1
+    assert initial_packing(spread_over(auto, 4, 1, 1, packing="auto"), 4, 4) == 1

@@ -16,7 +16,12 @@ from jmoe.config import TiersConfig, TrainConfig
 from jmoe.configs import PRESETS
 from jmoe.mesh import make_mesh
 from jmoe.models.weights import flat
-from jmoe.training.finetune import files_of_texts, left_out, pretrained_state, with_pretrained_model
+from jmoe.training.finetune import (
+    companion_files,
+    ignored_training_options,
+    pretrained_state,
+    with_pretrained_model,
+)
 from jmoe.training.trainer import make_trainer
 from tests.model_configs import CHECKPOINTS, mesh_of
 
@@ -77,11 +82,11 @@ def test_what_is_trained_without_is_said(tmp_path: Path) -> None:
         json.dumps(fields | {"router_jitter_noise": 0.01, "attention_dropout": 0.1})
     )
     file = tmp_path / "config.json"
-    assert left_out(str(tmp_path)) == [
+    assert ignored_training_options(str(tmp_path)) == [
         f"{file}: attention_dropout = 0.1: trains without it",
         f"{file}: router_jitter_noise = 0.01: trains without it",
     ]
-    assert left_out(str(CHECKPOINTS / "mixtral")) == []
+    assert ignored_training_options(str(CHECKPOINTS / "mixtral")) == []
 
 
 def test_model_and_tokenizer_of_the_folder(tmp_path: Path) -> None:
@@ -111,14 +116,14 @@ def test_a_run_keeps_what_belongs_to_the_tokenizer_of_its_model(tmp_path: Path) 
     ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
-    kept = files_of_texts(str(tmp_path), b"tokenizer.json")
+    kept = companion_files(str(tmp_path), b"tokenizer.json")
     assert kept == {
         "additional_chat_templates/tool_use.jinja": b"additional_chat_templates/tool_use.jinja",
         "chat_template.jinja": b"chat_template.jinja",
         "generation_config.json": b"generation_config.json",
         "initial_config.json": b"config.json",
     }
-    assert files_of_texts(str(tmp_path), b"another") == files_of_texts(str(tmp_path), None) == {}
+    assert companion_files(str(tmp_path), b"another") == companion_files(str(tmp_path), None) == {}
 
 
 def test_a_share_of_chosen_experts_is_checked_with_the_model_of_the_folder() -> None:

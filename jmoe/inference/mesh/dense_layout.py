@@ -34,7 +34,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
-from jmoe.collectives.rows import all_gather_rows_local, sum_scatter_rows_local
+from jmoe.collectives.rows import all_gather_rows_local, reduce_scatter_rows_local
 from jmoe.inference.runner import WHOLE, Arrays, WholeLayers
 from jmoe.inference.scheduler import ROWS_RATIO, ChunkGroup, bucket, buckets
 from jmoe.layers.embedding import lookup_block_local
@@ -256,7 +256,7 @@ class SplitLayers(WholeLayers):
         Partial outputs are sent in the dtype of `h_tD` and added in float32.
         """
         part_TD = layer(all_gather_local(h_tD)[: self.num_tokens])
-        return sum_scatter_rows_local(
+        return reduce_scatter_rows_local(
             jnp.pad(part_TD.astype(h_tD.dtype), ((0, self._padding), (0, 0))), AXES
         )
 

@@ -6,7 +6,7 @@ Legend:
 N devices
 M rows of a step
 Q chunks of a group
-C tokens a row; in `turns_EC`, the cycle of `planning/placement.py`
+C tokens a row; in `replica_EC`, the cycle of `planning/placement.py`
 T tokens of a device
 D hidden
 V vocabulary
@@ -133,24 +133,26 @@ def experts_on_mesh(
     mesh: Mesh,
     exchange: ExchangeShape,
     routed: ExpertInputs,
-    turns_EC: jax.Array,
+    replica_EC: jax.Array,
     weights: MLPWeights,
 ) -> jax.Array:
     """Return y + the weighted sum of each token's experts, float32, for tokens split over the
     devices.
 
-    No token is dropped. A token's number and its expert select the replica (`turns_EC`), so that no
-    token goes to the same slot twice.
+    No token is dropped. A token's number and its expert select the replica (`replica_EC`), so that
+    no token goes to the same slot twice.
     """
 
-    def local(routed: ExpertInputs, turns_EC: jax.Array, weights: MLPWeights) -> jax.Array:
+    def local(routed: ExpertInputs, replica_EC: jax.Array, weights: MLPWeights) -> jax.Array:
         (num_tokens, k), num_devices = routed.idx_TK.shape, mesh.size
-        num_physical, num_experts = num_devices * exchange.slots_per_device, turns_EC.shape[0]
+        num_physical, num_experts = num_devices * exchange.slots_per_device, replica_EC.shape[0]
         token_T = lax.axis_index(EXPERT_INTRA) * num_tokens + jnp.arange(
             num_tokens, dtype=jnp.int32
         )
         real_TK = routed.idx_TK < num_experts
-        turn_TK = turns_EC.at[routed.idx_TK, token_T[:, None] % turns_EC.shape[1]].get(mode="clip")
+        turn_TK = replica_EC.at[routed.idx_TK, token_T[:, None] % replica_EC.shape[1]].get(
+            mode="clip"
+        )
         physical_TK = jnp.where(real_TK, turn_TK, num_physical)
         numbers = jnp.arange(num_physical, dtype=jnp.int32)
         counts = (physical_TK[:, :, None] == numbers).sum(axis=(0, 1), dtype=jnp.int32)
@@ -169,7 +171,7 @@ def experts_on_mesh(
         return routed.y_TD + sent.combine([out_MD], there.handle)
 
     y_TD: jax.Array = _sharded(mesh, local, (BATCH, REPLICATED, BATCH), BATCH)(
-        routed, turns_EC, weights
+        routed, replica_EC, weights
     )
     return y_TD
 

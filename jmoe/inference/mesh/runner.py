@@ -288,7 +288,7 @@ class MeshRunner:
             (num_rows, self.config.hidden_size), self.dtype, device=jax.local_devices()[0]
         )
         run = partial(timed_experts, self.config.hidden_act, x_ND, weights)
-        return SwapCosts(_seconds(run) / num_rows, _seconds(self.residency.copy_again))
+        return SwapCosts(_seconds(run) / num_rows, _seconds(self.residency.recopy_one_expert))
 
     @led
     def set_costs(self, row_s: float, copy_s: float) -> None:
@@ -319,14 +319,15 @@ class MeshRunner:
         self.placer.after(moe_layer, path[-1])
         self.residency.acquire(moe_layer)
         placement = self.residency.placements[moe_layer]
-        weights, turns_EC = self.residency.weights(moe_layer), self.residency.turns(moe_layer)
+        weights = self.residency.weights(moe_layer)
+        replica_EC = self.residency.replica_of_row(moe_layer)
         out = []
         for gate, idx_TK in zip(gates, chosen, strict=True):
             for rows in _buffer_rows(placement, idx_TK, self.ragged):
                 exchange = ExchangeShape(
                     rows, placement.slots_per_device, self.config.hidden_act, self.ragged
                 )
-                y_TD = experts_on_mesh(self.mesh, exchange, gate.routed, turns_EC, weights)
+                y_TD = experts_on_mesh(self.mesh, exchange, gate.routed, replica_EC, weights)
             out.append(y_TD)
         self._held = out
         return out

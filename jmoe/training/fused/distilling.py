@@ -13,7 +13,7 @@ V vocabulary
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -25,6 +25,7 @@ from jmoe.mesh import ACCUMULATED_BATCH, REPLICATED
 from jmoe.training.bandwidth import links_of, measured_chunk_bytes
 from jmoe.training.fused.step import FusedTrainer, Metrics
 from jmoe.training.state import TrainState
+from jmoe.types import PyTree
 
 
 class TaughtTokens(NamedTuple):
@@ -34,8 +35,8 @@ class TaughtTokens(NamedTuple):
     Both fields hold partition specs where a `TaughtTokens` describes a program's arguments.
     """
 
-    tokens_ABS: Any
-    hidden_ABSH: Any
+    tokens_ABS: jax.Array
+    hidden_ABSH: jax.Array
 
 
 class DistillingTrainer(FusedTrainer):
@@ -67,13 +68,14 @@ class DistillingTrainer(FusedTrainer):
 
         def step(
             state_now: TrainState, batch: TaughtTokens, head_HV: jax.Array, full_capacity: bool
-        ) -> Any:
-            def body(state_now: TrainState, batch: TaughtTokens, head_HV: jax.Array) -> Any:
+        ) -> PyTree:
+            def body(state_now: TrainState, batch: TaughtTokens, head_HV: jax.Array) -> PyTree:
                 return self._step_local(
                     state_now, batch, full_capacity=full_capacity, teacher_head=head_HV
                 )
 
-            specs = (state, TaughtTokens(ACCUMULATED_BATCH, ACCUMULATED_BATCH), REPLICATED)
+            split: PyTree = ACCUMULATED_BATCH
+            specs = (state, TaughtTokens(split, split), REPLICATED)
             return self.sharded(body, in_specs=specs, out_specs=(state, REPLICATED))(
                 state_now, batch, head_HV
             )

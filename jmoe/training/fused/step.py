@@ -18,7 +18,6 @@ E experts
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,17 +35,18 @@ from jmoe.training.fused.reverse_scan import ReverseScan
 from jmoe.training.gradient_reduction import reduce_gradients_local, squared_norms_local
 from jmoe.training.native import with_native
 from jmoe.training.sharded_decoder import ShardedDecoder
-from jmoe.training.state import Batch, TrainState, with_read_experts
+from jmoe.training.state import Batch, TrainState, read_missing_experts
 from jmoe.training.update import (
     auxiliary_losses,
     dropped_tokens,
     evaluation_program,
     finish_step,
-    over_devices,
     router_key,
+    run_without_drops,
+    sum_over_mesh,
     tokens_per_accumulation_step,
-    without_drops,
 )
+from jmoe.types import PyTree
 
 Metrics = dict[str, jax.Array]
 
@@ -74,7 +74,7 @@ class FusedTrainer:
         self.saved_shape = self.full_shape = model.saved_shape
         self.notes, sharded = model.notes, self.sharded
         copies = jax.eval_shape(model.cast_copies, model.state_shape.params)
-        on_one: Any = tuple(REPLICATED for _ in copies)
+        on_one: PyTree = tuple(REPLICATED for _ in copies)
         state = self.state_specs = replace(model.state_specs, cast=on_one)
         places = shardings(state, mesh)
         placed = lambda s, place: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place)  # noqa: E731
@@ -83,7 +83,9 @@ class FusedTrainer:
         )
         self.init = jax.jit(lambda: self.with_cast(model.initial_state()), out_shardings=places)
 
-        def step(state_now: TrainState, tokens_ABS: jax.Array, full_capacity: bool = False) -> Any:
+        def step(
+            state_now: TrainState, tokens_ABS: jax.Array, full_capacity: bool = False
+        ) -> PyTree:
             body = partial(self._step_local, full_capacity=full_capacity)
             return sharded(
                 body, in_specs=(state, ACCUMULATED_BATCH), out_specs=(state, REPLICATED)
@@ -93,7 +95,7 @@ class FusedTrainer:
         self._nll = evaluation_program(sharded, self._nll_local, state, BATCH, BATCH)
         self._logits = evaluation_program(sharded, self._logits_local, state, BATCH, REPLICATED)
 
-    def sharded(self, body: Callable[..., Any], **specs: Any) -> Callable[..., Any]:
+    def sharded(self, body: Callable[..., PyTree], **specs: PyTree) -> Callable[..., PyTree]:
         """Return `body` in a `shard_map` over the whole mesh, traced with native CPU operations if
         the run uses them. specs: `in_specs` and `out_specs`.
         """
@@ -103,8 +105,8 @@ class FusedTrainer:
     # A step
 
     def _step_local(
-        self, state: TrainState, batch: Any, *, full_capacity: bool, **constants: Any
-    ) -> tuple[TrainState, Any]:
+        self, state: TrainState, batch: PyTree, *, full_capacity: bool, **constants: PyTree
+    ) -> tuple[TrainState, PyTree]:
         """Return (new state, metrics); the state is unchanged if the loss or gradient is not
         finite, or a dropless buffer overflows.
         """
@@ -113,10 +115,10 @@ class FusedTrainer:
         )
         num_devices = self.model.mesh.size
         with jax.named_scope("reduce_gradients"):
-            done: Collection[str] = () if self._layer_runner is None else STACKS.values()
-            grads = reduce_gradients_local(grads, self.model, done)
-            metrics = over_devices(num_devices, metrics)
-        squares = over_devices(num_devices, squared_norms_local(grads, self.model))
+            already_reduced: Collection[str] = () if self._layer_runner is None else STACKS.values()
+            grads = reduce_gradients_local(grads, self.model, already_reduced)
+            metrics = sum_over_mesh(num_devices, metrics)
+        squares = sum_over_mesh(num_devices, squared_norms_local(grads, self.model))
         state, metrics = finish_step(self.config, state, grads, squares, metrics)
         return self.with_cast(state), metrics
 
@@ -125,18 +127,23 @@ class FusedTrainer:
         return replace(state, cast=self.model.cast_copies(state.params))
 
     def gradients_local(
-        self, state: TrainState, batch: Any, *, full_capacity: bool, **constants: Any
-    ) -> tuple[Any, Metrics]:
+        self, state: TrainState, batch: PyTree, *, full_capacity: bool, **constants: PyTree
+    ) -> tuple[PyTree, Metrics]:
         """Return this device's addends to (gradients, metrics), summed over accumulation steps.
 
         With a `ReverseScan`, the layers' gradients are reduced over devices already; gradients
         outside the layers are not. batch: tokens [A, B, S + 1], or a tuple whose first leaf they
         are. constants: keyword arguments of `token_loss_local`.
         """
-        options = {"loss_scale": state.loss_scale, "full_capacity": full_capacity} | constants
+        options: dict[str, PyTree] = {
+            "loss_scale": state.loss_scale,
+            "full_capacity": full_capacity,
+        } | constants
         draws = self.config.model.router.draws
 
-        def one(index: Any, part: Any, layer_runner: ReverseScan | None) -> tuple[Any, Metrics]:
+        def one(
+            index: jax.Array, part: PyTree, layer_runner: ReverseScan | None
+        ) -> tuple[PyTree, Metrics]:
             loss_and_gradients = jax.value_and_grad(
                 partial(self.loss_local, layer_runner=layer_runner, **options), has_aux=True
             )
@@ -145,11 +152,13 @@ class FusedTrainer:
             (_, metrics), grads = loss_and_gradients(params, state.router_bias, part, key)
             return jax.tree.map(lambda g, w: g.astype(w.dtype), grads, state.params), metrics
 
-        def several(first: int, last: int, layer_runner: ReverseScan | None) -> tuple[Any, Metrics]:
+        def several(
+            first: int, last: int, layer_runner: ReverseScan | None
+        ) -> tuple[PyTree, Metrics]:
             if last == first + 1:
                 return one(jnp.int32(first), jax.tree.map(lambda x: x[first], batch), layer_runner)
 
-            def accumulate(carry: Any, xs: Any) -> tuple[Any, None]:
+            def accumulate(carry: PyTree, xs: PyTree) -> tuple[PyTree, None]:
                 index, part = xs
                 return jax.tree.map(jnp.add, carry, one(index, part, layer_runner)), None
 
@@ -161,7 +170,7 @@ class FusedTrainer:
                 partial(one, layer_runner=layer_runner), *jax.tree.map(lambda x: x[0], xs)
             )
             zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-            grads_and_metrics: tuple[Any, Metrics] = lax.scan(accumulate, zeros, xs)[0]
+            grads_and_metrics: tuple[PyTree, Metrics] = lax.scan(accumulate, zeros, xs)[0]
             return grads_and_metrics
 
         num_parts, layer_runner = jax.tree.leaves(batch)[0].shape[0], self._layer_runner
@@ -177,15 +186,15 @@ class FusedTrainer:
 
     def loss_local(
         self,
-        params: Any,
-        router_bias: Any,
-        part: Any,
+        params: PyTree,
+        router_bias: PyTree,
+        part: PyTree,
         key: jax.Array | None,
         *,
         loss_scale: LossScale | None,
         full_capacity: bool,
         layer_runner: ReverseScan | None = None,
-        **constants: Any,
+        **constants: PyTree,
     ) -> tuple[jax.Array, Metrics]:
         """Return (this device's addend to the loss, times the loss scale; its terms, unscaled, as
         metrics).
@@ -228,7 +237,7 @@ class FusedTrainer:
         head: jax.Array,
         labels_T: jax.Array,
         weights_T: jax.Array,
-        part: Any,
+        part: PyTree,
     ) -> tuple[jax.Array, Metrics]:
         """Return this device's (token loss, metrics), without the routers' losses;
         `DistillingTrainer` overrides this.
@@ -242,8 +251,8 @@ class FusedTrainer:
     # Without gradients
 
     def _forward(
-        self, state: TrainState, tokens_BS: jax.Array, **options: Any
-    ) -> tuple[jax.Array, jax.Array, Any]:
+        self, state: TrainState, tokens_BS: jax.Array, **options: PyTree
+    ) -> tuple[jax.Array, jax.Array, PyTree]:
         return self.model(
             self.model.with_copies(state.params, state.cast),
             state.router_bias,
@@ -265,7 +274,7 @@ class FusedTrainer:
         return nll, dropped_tokens(stats)
 
     def evaluate(self, state: TrainState, batches: Sequence[Batch]) -> list[jax.Array]:
-        return [without_drops(partial(self._nll, state, *batch)) for batch in batches]
+        return [run_without_drops(partial(self._nll, state, *batch)) for batch in batches]
 
     def _logits_local(
         self, state: TrainState, tokens_BS: jax.Array, position: jax.Array, *, full_capacity: bool
@@ -279,7 +288,7 @@ class FusedTrainer:
         self, state: TrainState, tokens_BS: jax.Array, position: jax.Array
     ) -> jax.Array:
         """Return logits [V] after the token at `position` of the first sequence of `tokens_BS`."""
-        logits_V: jax.Array = without_drops(partial(self._logits, state, tokens_BS, position))
+        logits_V: jax.Array = run_without_drops(partial(self._logits, state, tokens_BS, position))
         return logits_V
 
     # Checkpoints
@@ -298,7 +307,7 @@ class FusedTrainer:
         experts that `saved` lacks.
         """
         kinds = self.config.model.layer_kinds
-        whole = with_read_experts(saved, self.saved_shape, kinds, weights, moments)
+        whole = read_missing_experts(saved, self.saved_shape, kinds, weights, moments)
         return self.with_cast(self.model.from_saved(whole))
 
     def expert_stats(self) -> None:

@@ -5,7 +5,7 @@ Legend: E experts of a layer (over all devices), P experts of this process, N la
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from jmoe.offload.lazy_adamw import ReplayState
 from jmoe.offload.slot_rows import ChosenRows
 from jmoe.offload.train_stores import ExpertStores
 from jmoe.offload.training_slots import DeviceStacks, Slot
+from jmoe.types import PyTree
 
 
 class StreamedExperts:
@@ -112,7 +113,7 @@ class StreamedExperts:
             for name, array in slot[0].items()
         }
 
-    def _rows_of(self, chosen_P: NDArray[np.bool_], size: int) -> ChosenRows | None:
+    def _rows_of(self, chosen_P: NDArray[np.bool_], size: int) -> ChosenRows[jax.Array] | None:
         """Return the rows of the last fetched slot that hold the chosen experts, for all devices;
         None if the slot has one row for each expert.
 
@@ -164,7 +165,7 @@ class StreamedExperts:
         by parameter.
         """
         by_device = zip(*(self._mine(g) for g in experts.values()), strict=True)
-        self._opened.keep(
+        self._opened.store_gradients(
             number, chosen_P, [dict(zip(experts, own, strict=True)) for own in by_device]
         )
 
@@ -178,7 +179,7 @@ class StreamedExperts:
         else:
             self._opened.abandon()
 
-    def _done(self, result: Any) -> Any:
+    def _done(self, result: PyTree) -> PyTree:
         """Return `result`, after waiting for it on several devices.
 
         Concurrent programs with collectives may deadlock on CPU devices.

@@ -27,7 +27,6 @@ G elements of a device's shard of its gradients
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -68,6 +67,7 @@ from jmoe.training.streamed.model import (
 )
 from jmoe.training.update import router_key
 from jmoe.training.vjp import apply_vjp, vjp_with_residuals
+from jmoe.types import JsonObject, PyTree
 
 
 def _routed_tokens(
@@ -90,7 +90,7 @@ def _routed_tokens(
 class LayerFunctions:
     """The forward and backward functions of a model's layers, one for each kind of layer."""
 
-    def __init__(self, model: StreamedModel[Any]) -> None:
+    def __init__(self, model: StreamedModel[PyTree]) -> None:
         self.config, self.mesh, self._model = model.config, model.sharded.mesh, model
         self._sharded, self._scan, self._slots = model.sharded, model.scan, model.slots
         self._blocks, self._experts = model.parts.blocks, model.parts.experts
@@ -114,8 +114,8 @@ class LayerFunctions:
         return layout.join(fused, layer_of(layout.split(params.stack)[1], layer.number))
 
     def _unless_empty(
-        self, layer: LayerOptions, function: Callable[..., Any], args: tuple[Any, ...]
-    ) -> Any:
+        self, layer: LayerOptions, function: Callable[..., PyTree], args: tuple[PyTree, ...]
+    ) -> PyTree:
         """Return `function(*args)`; zeros of the same shapes, without computing, on a device whose
         micro-batch has no images.
         """
@@ -129,11 +129,11 @@ class LayerFunctions:
     def _overlap(
         self,
         layer: LayerOptions,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
+        function: Callable[..., PyTree],
+        args: tuple[PyTree, ...],
         begin: jax.Array,
         work: NeighborWork,
-    ) -> tuple[Any, Overlapped]:
+    ) -> tuple[PyTree, Overlapped]:
         """Return (`function(*args)`, results of the neighbours' collectives), run concurrently.
 
         begin: an array that is ready when the collectives may start.
@@ -163,7 +163,7 @@ class LayerFunctions:
         """
         if self._slots is not None and pending.experts is not None:
             reduced = self._slots.layer_reduced_local(pending.experts, number)
-            stored, squares_S = self._to_keep(reduced, None)
+            stored, squares_S = self._in_tier_dtype(reduced, None)
             owns_S = self._slots.of_device(self._slots.owns_RNS[:, number])
             return SummedGradients(None, stored, jnp.where(owns_S, squares_S, 0.0))
         row_G = experts_G = jnp.zeros(0)
@@ -184,10 +184,10 @@ class LayerFunctions:
             return sums
         experts = unflatten_gradients(experts_G, _buffer_parts(pending.experts))
         by_name = dict(zip(pending.experts, experts, strict=True))
-        stored, square = self._to_keep(by_name, pending.ids_M)
+        stored, square = self._in_tier_dtype(by_name, pending.ids_M)
         return sums._replace(experts=stored, square=square)
 
-    def _to_keep(
+    def _in_tier_dtype(
         self, experts: ExpertStacks, ids_M: jax.Array | None
     ) -> tuple[ExpertStacks, jax.Array]:
         """Return (the experts' gradients in the dtype of their tier, squared norms [R, L] with one
@@ -206,8 +206,8 @@ class LayerFunctions:
     # Forward
 
     def _with_residuals_if(
-        self, keeps: bool, function: Callable[..., Any], wanted: Sequence[int]
-    ) -> Callable[..., tuple[Any, Any]]:
+        self, keeps: bool, function: Callable[..., PyTree], wanted: Sequence[int]
+    ) -> Callable[..., tuple[PyTree, PyTree]]:
         """Return a function that returns (the result of `function`, its residuals); the residuals
         are None unless `keeps`.
         """
@@ -224,7 +224,7 @@ class LayerFunctions:
         work: NeighborWork,
         *,
         keeps: bool,
-    ) -> tuple[jax.Array, Any, Overlapped]:
+    ) -> tuple[jax.Array, PyTree, Overlapped]:
         """Return (output of a dense layer, its residuals, results of `work`)."""
         run = self._with_residuals_if(keeps, self._run_dense, wanted=(0, 2))
         args = self._unsharded(params, layer), layer, x_BSD
@@ -246,7 +246,7 @@ class LayerFunctions:
         train: bool,
         full_capacity: bool,
         keeps: bool,
-    ) -> tuple[RoutedTokens, Any, Sequence[jax.Array]]:
+    ) -> tuple[RoutedTokens, PyTree, Sequence[jax.Array]]:
         """Run an MoE layer up to the arrival of its tokens at their experts' devices.
 
         Returns (routed tokens, residuals, gathered chunks [R, ...] of the next layer's flat
@@ -318,7 +318,7 @@ class LayerFunctions:
         *,
         kind: LayerKind,
         keeps: bool,
-    ) -> tuple[jax.Array, Any, Overlapped]:
+    ) -> tuple[jax.Array, PyTree, Overlapped]:
         """Return (output of an MoE layer, residuals of this half, results of `work`). routed: the
         result of `route`.
         """
@@ -356,7 +356,7 @@ class LayerFunctions:
         layer: LayerOptions,
         sums: GradAccumulator,
         dparams: Params,
-        dexperts: Any = None,
+        dexperts: PyTree = None,
     ) -> GradAccumulator:
         """Return `sums` with one micro-batch's gradients of a layer added."""
         layout, rows_RG = self.layout(params.stack), sums.rows_RG
@@ -404,7 +404,9 @@ class LayerFunctions:
         def losses(stats: MoEStats) -> jax.Array:
             return scaled(self._model.auxiliary_loss(kind, stats, counts_E), inputs.loss_scale)
 
-        def pull(params: Params, experts: Any, x_BSD: Any, dy_BSD: Any, kept: Any) -> Any:
+        def pull(
+            params: Params, experts: PyTree, x_BSD: jax.Array, dy_BSD: jax.Array, kept: PyTree
+        ) -> PyTree:
             routed, of_route, of_experts = kept
             args = (params, experts, routed, ids_M)
             dparams, dexperts, drouted = apply_vjp(of_experts, args, dy_BSD)
@@ -412,14 +414,22 @@ class LayerFunctions:
             before, dx_BSD = apply_vjp(of_route, (params, bias, layer, x_BSD), drouted)
             return jax.tree.map(jnp.add, before, dparams), dexperts, dx_BSD, None
 
-        def run(idx_TK: Any, params: Params, experts: Any, x_BSD: Any, weights_TK: Any) -> Any:
+        def run(
+            idx_TK: jax.Array,
+            params: Params,
+            experts: PyTree,
+            x_BSD: jax.Array,
+            weights_TK: jax.Array,
+        ) -> PyTree:
             chosen = {"topk_idx_TK": idx_TK}
             chosen |= {} if weights_TK is None else {"topk_weights_TK": weights_TK}
-            options: dict[str, Any] = {"kind": kind, "train": True, "full_capacity": full_capacity}
+            options: JsonObject = {"kind": kind, "train": True, "full_capacity": full_capacity}
             routed = self._run_route(params, bias, layer, x_BSD, choices=chosen, **options)
             return run_experts(params, experts, routed, ids_M), losses(routed.stats)
 
-        def again(params: Params, experts: Any, x_BSD: Any, dy_BSD: Any, chosen: Choices) -> Any:
+        def again(
+            params: Params, experts: PyTree, x_BSD: jax.Array, dy_BSD: jax.Array, chosen: Choices
+        ) -> PyTree:
             args = params, experts, x_BSD, chosen.get("topk_weights_TK")
             _, pull = jax.vjp(partial(run, chosen["topk_idx_TK"]), *args)
             return pull((dy_BSD, jnp.ones((), jnp.float32)))
@@ -432,7 +442,7 @@ class LayerFunctions:
         if last and self._slots is None and (self.replicas == 1 or self._scan is None):
             assert sums.experts is not None
             own = sums.experts if self.replicas == 1 else lax.psum(sums.experts, DATA)
-            stored, square = self._to_keep(own, sums.ids_M)
+            stored, square = self._in_tier_dtype(own, sums.ids_M)
             sums = sums._replace(experts=stored)
         return dx_BSD, sums, overlapped, square, dweights_TK
 
@@ -446,10 +456,14 @@ class LayerFunctions:
     ) -> tuple[jax.Array, GradAccumulator, Overlapped]:
         """Return (dx, summed gradients, results of `work`) of a dense layer's backward pass."""
 
-        def pull(params: Params, layer: LayerOptions, x_BSD: Any, dy_BSD: Any, kept: Any) -> Any:
+        def pull(
+            params: Params, layer: LayerOptions, x_BSD: jax.Array, dy_BSD: jax.Array, kept: PyTree
+        ) -> PyTree:
             return apply_vjp(kept, (params, layer, x_BSD), dy_BSD)
 
-        def again(params: Params, layer: LayerOptions, x_BSD: Any, dy_BSD: Any, _: None) -> Any:
+        def again(
+            params: Params, layer: LayerOptions, x_BSD: jax.Array, dy_BSD: jax.Array, _: None
+        ) -> PyTree:
             run = lambda params, x: self._run_dense(params, layer, x)  # noqa: E731
             return jax.vjp(run, params, x_BSD)[1](dy_BSD)
 

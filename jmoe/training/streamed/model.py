@@ -69,7 +69,9 @@ class LayerParams(NamedTuple):
     unsharded_RC: jax.Array | None  # this layer's gathered flat buffer
     router_bias: Params = None  # of all MoE layers with a learned router
     experts: ExpertStacks | None = None  # this layer's; unchosen rows hold any finite values
-    chosen: ChosenRows | None = None  # None: `experts` has a row for each expert, in order
+    chosen: ChosenRows[jax.Array] | None = (
+        None  # None: `experts` has a row for each expert, in order
+    )
 
     def of_chosen(self) -> tuple[ExpertStacks | None, jax.Array | None]:
         """Return (the chosen experts' arrays [M, ...], their ids [M]); (all experts' arrays, None)

@@ -10,7 +10,7 @@ Legend: A micro-batches, N layers of a kind, L experts of a device, R devices.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,8 @@ from jmoe.training.streamed.model import (
     SummedGradients,
     Unsharded,
 )
-from jmoe.training.update import over_devices
+from jmoe.training.update import sum_over_mesh
+from jmoe.types import PyTree
 
 R = TypeVar("R")
 Stats = Sequence[Sequence[MoEStats]]  # [N][A]
@@ -58,22 +59,22 @@ class StepPrograms:
 
     unsharded: Callable[..., Unsharded]
     embed: Callable[..., tuple[jax.Array, list[Choices]]]
-    dense: Callable[..., tuple[jax.Array, Any, Overlapped]]
-    route: Callable[..., tuple[RoutedTokens, Any, Sequence[jax.Array]]]
-    add_experts: Callable[..., tuple[jax.Array, Any, Overlapped]]
+    dense: Callable[..., tuple[jax.Array, PyTree, Overlapped]]
+    route: Callable[..., tuple[RoutedTokens, PyTree, Sequence[jax.Array]]]
+    add_experts: Callable[..., tuple[jax.Array, PyTree, Overlapped]]
     most_chosen: Callable[[Sequence[jax.Array]], jax.Array]
     totals: Callable[[Stats], ExpertTotals]
     dropped: Callable[[Stats], jax.Array]
     zeros: Callable[[dict[str, Params], Params], StreamedGradients]
-    loss_gradients: Callable[..., tuple[Any, jax.Array, Params]]
-    moe_gradients: Callable[..., tuple[Any, ...]]
+    loss_gradients: Callable[..., tuple[PyTree, jax.Array, Params]]
+    moe_gradients: Callable[..., tuple[PyTree, ...]]
     dense_gradients: Callable[..., tuple[jax.Array, GradAccumulator, Overlapped]]
     embed_gradients: Callable[..., Params]
     reduce: Callable[..., SummedGradients]
     finish: Callable[[TrainState, StepResults], tuple[TrainState, Metrics]]
 
 
-def _specs_of(args: Any, specs: Any) -> Any:
+def _specs_of(args: PyTree, specs: PyTree) -> PyTree:
     """Return partition specs with the structure of `args`; None maps to a replicated spec."""
     if args is None:
         return REPLICATED
@@ -83,10 +84,10 @@ def _specs_of(args: Any, specs: Any) -> Any:
 
 
 def compiled_for(
-    model: StreamedModel[Any],
+    model: StreamedModel[PyTree],
     function: Callable[..., R],
-    *specs: Any,
-    out: Any,
+    *specs: PyTree,
+    out: PyTree,
     static: Sequence[str] = (),
     donate: int | tuple[int, ...] = (),
 ) -> Callable[..., R]:
@@ -99,7 +100,7 @@ def compiled_for(
     if mesh.size == 1:
         return jax.jit(function, static_argnames=static, donate_argnums=donate)
 
-    def call(*args: Any, **options: Any) -> R:
+    def call(*args: PyTree, **options: PyTree) -> R:
         in_specs = tuple(map(_specs_of, args, specs))
         sharded = partial(
             jax.shard_map, mesh=mesh, in_specs=in_specs, out_specs=out, check_vma=False
@@ -113,7 +114,7 @@ def compiled_for(
 class _StepFunctions:
     """The functions of a step outside its layers, common to all models; traced on each device."""
 
-    def __init__(self, model: StreamedModel[Any], layers: LayerFunctions) -> None:
+    def __init__(self, model: StreamedModel[PyTree], layers: LayerFunctions) -> None:
         self._model, self._layers, self._num_devices = model, layers, model.sharded.mesh.size
 
     def most_chosen(self, arrived: Sequence[jax.Array]) -> jax.Array:
@@ -127,14 +128,14 @@ class _StepFunctions:
         """Return the routing counts summed over all devices."""
         counts_NAE = jnp.stack([jnp.stack([s.counts_E[0] for s in layer]) for layer in stats])
         dropped_N = jnp.stack([sum(s.dropped[0] for s in layer) for layer in stats])
-        return ExpertTotals(*over_devices(self._num_devices, (counts_NAE, dropped_N)))
+        return ExpertTotals(*sum_over_mesh(self._num_devices, (counts_NAE, dropped_N)))
 
     def dropped(self, stats: Stats) -> jax.Array:
         """Return the number of token-expert assignments, over all devices, that found no buffer
         row.
         """
         dropped = jnp.stack([s.dropped[0] for layer in stats for s in layer])
-        total: jax.Array = over_devices(self._num_devices, dropped.sum(dtype=jnp.int32))
+        total: jax.Array = sum_over_mesh(self._num_devices, dropped.sum(dtype=jnp.int32))
         return total
 
     def zeros(self, stacks: dict[str, Params], outside: Params) -> StreamedGradients:
@@ -149,10 +150,10 @@ class _StepFunctions:
         self,
         outside: Params,
         x_BSD: jax.Array,
-        part: Any,
+        part: PyTree,
         sums: Params,
         loss_scale: LossScale | None,
-    ) -> tuple[Any, jax.Array, Params]:
+    ) -> tuple[PyTree, jax.Array, Params]:
         """Return (this device's addends to the losses, dx, `sums` plus the gradients of
         `outside`).
         """
@@ -162,7 +163,7 @@ class _StepFunctions:
     def embed_gradients(
         self,
         outside: Params,
-        part: Any,
+        part: PyTree,
         dx_BSD: jax.Array,
         sums: Params,
         dweights: Sequence[jax.Array],
@@ -175,7 +176,7 @@ class _StepFunctions:
         `ExpertState` applies their gradients.
         """
         model, mesh, (counts_NAE, dropped_N) = self._model, self._model.sharded.mesh, step.totals
-        metrics = over_devices(mesh.size, model.metrics(step))
+        metrics = sum_over_mesh(mesh.size, model.metrics(step))
         if counts_NAE is not None:
             metrics |= {"counts": counts_NAE.sum(axis=1, dtype=jnp.int32), "dropped": dropped_N}
         grads = model.reduced(state.params, step.grads)
@@ -184,11 +185,11 @@ class _StepFunctions:
             of_experts = jnp.stack([square.sum() for square in layers])
             of_experts = of_experts / self._layers.replicas  # every replica adds the same squares
             squares[STACK_OF[kind]] = squares[STACK_OF[kind]] + of_experts
-        squares = over_devices(mesh.size, squares)
+        squares = sum_over_mesh(mesh.size, squares)
         return model.finish(state, grads, squares, metrics)
 
 
-def _zeros_of(tree: Params) -> Any:
+def _zeros_of(tree: Params) -> PyTree:
     """Return float32 zeros with the shapes of `tree` and a leading dimension R of 1."""
     return jax.tree.map(lambda w: jnp.zeros((1, *w.shape), jnp.float32), tree)
 
@@ -197,14 +198,14 @@ def _added(sums: Params, new: Params) -> Params:
     return jax.tree.map(lambda total, g: total + g.astype(jnp.float32)[None], sums, new)
 
 
-def compile_step(model: StreamedModel[Any]) -> StepPrograms:
+def compile_step(model: StreamedModel[PyTree]) -> StepPrograms:
     """Return the programs of a model's step. Each compiles at its first call."""
     layers = LayerFunctions(model)
     step = _StepFunctions(model, layers)
-    all_of: Any = REPLICATED
-    split: Any = BATCH  # for arrays that differ between devices
-    columns: Any = split_over(ALL, 1)
-    experts: Any = split_over(EXPERT if model.slots is None else ALL)
+    all_of: PyTree = REPLICATED
+    split: PyTree = BATCH  # for arrays that differ between devices
+    columns: PyTree = split_over(ALL, 1)
+    experts: PyTree = split_over(EXPERT if model.slots is None else ALL)
     stacks, outside, part = model.stack_specs, model.outside_spec, model.part_spec
     state = model.sharded.state_specs.map(without_experts)
 

@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic
+from typing import Generic
 
 import flax.nnx as nnx
 import jax
@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from jmoe.config import LayerKind
 from jmoe.layers.moe import MoEStats
-from jmoe.layers.router import RouterBias
+from jmoe.models.functional import split_parameters
 from jmoe.offload.expert_index import SlottedExperts
 from jmoe.offload.expert_state import ExpertArrays
 from jmoe.offload.training_slots import DeviceStacks
@@ -60,7 +60,8 @@ from jmoe.training.streamed.model import (
     streamed_layers,
 )
 from jmoe.training.streamed.programs import compile_step
-from jmoe.training.update import overflowed, without_drops
+from jmoe.training.update import overflowed, run_without_drops
+from jmoe.types import PyTree
 
 Squares = dict[LayerKind, list[jax.Array]]
 
@@ -72,10 +73,10 @@ class _PassedLayer:
     """
 
     xs: list[jax.Array]
-    kept: list[Any] = field(default_factory=list)  # residuals, see `ForBackward`
+    kept: list[PyTree] = field(default_factory=list)  # residuals, see `ForBackward`
     choices: list[Choices] = field(default_factory=list)  # empty for a dense layer, like chosen_P
     chosen_P: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
-    room: int = 0  # slot rows of each device; 0: one for each expert
+    slot_rows: int = 0  # slot rows of each device; 0: one for each expert
 
 
 @dataclass(frozen=True)
@@ -117,11 +118,11 @@ class Pass(Generic[Part]):
         return LayerParams(self.stacks[layer.stack], self.unsharded_RC, bias, experts)
 
 
-def first_state(model: nnx.Module, loss_scale: LossScale | None = None) -> TrainState:
+def state_without_experts(model: nnx.Module, loss_scale: LossScale | None = None) -> TrainState:
     """Return the state of step 0 without experts, from a model with random parameters."""
-    split: Any = nnx.split(model, nnx.Param, RouterBias)
-    params = without_experts(nnx.to_pure_dict(split[1]))
-    return TrainState.at_step_0(params, nnx.to_pure_dict(split[2]), loss_scale)
+    _, params, bias = split_parameters(model)
+    dense = without_experts(nnx.to_pure_dict(params))
+    return TrainState.at_step_0(dense, nnx.to_pure_dict(bias), loss_scale)
 
 
 class StreamedRunner(StreamedExperts, ABC, Generic[Part]):
@@ -157,7 +158,7 @@ class StreamedRunner(StreamedExperts, ABC, Generic[Part]):
         """Return random experts of step 0 for the layer of index `number` in its kind."""
 
     @abstractmethod
-    def _parts(self, state: TrainState, batch: Any) -> list[Part]:
+    def _parts(self, state: TrainState, batch: PyTree) -> list[Part]:
         """Return the step's micro-batches, placed on the devices."""
 
     def _draw_experts(self) -> None:
@@ -180,7 +181,7 @@ class StreamedRunner(StreamedExperts, ABC, Generic[Part]):
     # A step
 
     def step(
-        self, state: TrainState, batch: Any, full_capacity: bool = False
+        self, state: TrainState, batch: PyTree, full_capacity: bool = False
     ) -> tuple[TrainState, Metrics]:
         """Return (new state, metrics); see `Trainer.step`. After a buffer overflow the metrics are
         only `overflow` and `ok`.
@@ -189,7 +190,7 @@ class StreamedRunner(StreamedExperts, ABC, Generic[Part]):
             return self._step(state, batch, full_capacity)
 
     def _step(
-        self, state: TrainState, batch: Any, full_capacity: bool
+        self, state: TrainState, batch: PyTree, full_capacity: bool
     ) -> tuple[TrainState, Metrics]:
         programs, experts = self.programs, self._opened
         parts = self._parts(state, batch)
@@ -214,11 +215,11 @@ class StreamedRunner(StreamedExperts, ABC, Generic[Part]):
 
     def _loss_gradients(
         self, run: Pass[Part], xs: list[jax.Array], sums: Params
-    ) -> tuple[list[Any], Params]:
+    ) -> tuple[list[PyTree], Params]:
         """Return (losses per micro-batch, summed gradients of the parameters outside the layers);
         replaces each entry of `xs` by its gradient.
         """
-        losses, scale = list[Any](), run.state.loss_scale
+        losses, scale = list[PyTree](), run.state.loss_scale
         for a, part in enumerate(run.parts):
             args = run.outside, xs[a], part, sums, scale
             loss, xs[a], sums = self._done(self.programs.loss_gradients(*args))
@@ -327,10 +328,11 @@ class StreamedRunner(StreamedExperts, ABC, Generic[Part]):
             {"topk_idx_TK": tokens.topk_idx_TK} if of_part.choices is None else of_part.choices
             for tokens, of_part in zip(routed, options, strict=True)
         ]
-        passed.chosen_P, passed.room = self._chosen(arrived), self._room_for(arrived)
+        passed.chosen_P = self._chosen(arrived)
+        passed.slot_rows = self._slot_rows_for(arrived)
         fetch = self._opened.fetch_more if first else partial(self._opened.fetch, layer.record)
         params = params._replace(experts=self._joined(fetch(passed.chosen_P)))
-        params = params._replace(chosen=self._rows_of(passed.chosen_P, passed.room))
+        params = params._replace(chosen=self._rows_of(passed.chosen_P, passed.slot_rows))
         ys = []
         for (tokens, of_routing, gathered), of_part, work in zip(each, options, works, strict=True):
             work = work._replace(gathered=gathered)
@@ -342,15 +344,15 @@ class StreamedRunner(StreamedExperts, ABC, Generic[Part]):
             passed.kept.append((tokens, of_routing, kept) if run.keeps else None)
         return jax.block_until_ready(ys)  # the slot is overwritten after this
 
-    def _room_for(self, arrived: Sequence[jax.Array]) -> int:
+    def _slot_rows_for(self, arrived: Sequence[jax.Array]) -> int:
         """Return the number of slot rows per device that hold all chosen experts; 0 if the slot has
         a row for each expert.
         """
         experts = self._opened
-        if experts.room is None:
+        if experts.experts_per_slot is None:
             return 0
-        experts.make_room(int(self._done(self.programs.most_chosen(arrived))))
-        return experts.room
+        experts.grow_slots(int(self._done(self.programs.most_chosen(arrived))))
+        return experts.experts_per_slot
 
     # Backwards
 
@@ -377,7 +379,7 @@ class StreamedRunner(StreamedExperts, ABC, Generic[Part]):
                 sums, overlapped, square = results
             grads.rest[layer.kind] = sums.rest
             if pending is not None:
-                self._take(pending, overlapped.summed, grads, squares)
+                self._store_reduced(pending, overlapped.summed, grads, squares)
             run.unsharded_RC = overlapped.unsharded_RC
             left = PendingGradients(sums.rows_RG, sums.experts, sums.ids_M)
             pending = _PendingLayer(layer, left, run.passed[i].chosen_P)
@@ -399,9 +401,9 @@ class StreamedRunner(StreamedExperts, ABC, Generic[Part]):
         if jax.tree.leaves(pending.gradients):
             number = pending.layer.number
             summed = self._done(self.programs.reduce(pending.gradients, number=number))
-            self._take(pending, summed, grads, squares)
+            self._store_reduced(pending, summed, grads, squares)
 
-    def _take(
+    def _store_reduced(
         self,
         pending: _PendingLayer,
         summed: SummedGradients,
@@ -457,7 +459,7 @@ class StreamedRunner(StreamedExperts, ABC, Generic[Part]):
         experts, layer, passed = self._opened, self._layers[i], run.passed[i]
         fetched = self._joined(experts.fetch(layer.record, passed.chosen_P))
         params = run.params(layer, fetched)
-        params = params._replace(chosen=self._rows_of(passed.chosen_P, passed.room))
+        params = params._replace(chosen=self._rows_of(passed.chosen_P, passed.slot_rows))
         results, square = Overlapped(), None
         each = zip(passed.xs, passed.choices, passed.kept, strict=True)
         for a, (x, choices, kept) in enumerate(each):
@@ -495,4 +497,4 @@ class StreamedRunner(StreamedExperts, ABC, Generic[Part]):
             return (run.outside, xs), dropped
 
         with self._opened.guard():
-            return without_drops(forward)
+            return run_without_drops(forward)

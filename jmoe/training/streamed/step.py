@@ -16,10 +16,10 @@ from jmoe.config.cluster import LinksConfig
 from jmoe.mesh import ACCUMULATED_BATCH, BATCH, REPLICATED
 from jmoe.models.decoder import Decoder
 from jmoe.offload.expert_state import ReadExperts
-from jmoe.optim.loss_scale import first_loss_scale
+from jmoe.optim.loss_scale import initial_loss_scale
 from jmoe.training.state import Batch, TrainState, without_experts
 from jmoe.training.streamed.programs import compiled_for
-from jmoe.training.streamed.runner import StreamedRunner, first_state
+from jmoe.training.streamed.runner import StreamedRunner, state_without_experts
 from jmoe.training.streamed.text import StreamedDecoder, TokenPart
 
 
@@ -81,7 +81,7 @@ class StreamedTrainer(StreamedRunner[TokenPart]):
 
         def rest() -> TrainState:
             decoder = Decoder(small, rngs=nnx.Rngs(config.seed))
-            return self.model.from_saved(first_state(decoder, first_loss_scale(config)))
+            return self.model.from_saved(state_without_experts(decoder, initial_loss_scale(config)))
 
         shape = self.model.state_shape.map(without_experts)
         places = None if self._device else jax.tree.map(lambda s: s.sharding, shape)

@@ -14,7 +14,7 @@ C elements of a device's shard of a layer's flat buffer
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,9 +45,10 @@ from jmoe.training.streamed.model import (
 from jmoe.training.update import (
     auxiliary_losses,
     finish_step,
-    over_devices,
+    sum_over_mesh,
     tokens_per_accumulation_step,
 )
+from jmoe.types import PyTree
 
 
 class TokenPart(NamedTuple):
@@ -81,7 +82,7 @@ class StreamedDecoder(StreamedModel[TokenPart]):
             for name, shapes in model.shapes.items()
             if name not in stacks
         }
-        split: Any = BATCH
+        split: PyTree = BATCH
         self.part_spec = TokenPart(split, split)
 
     def unsharded(self, params: Params, *, first: LayerKind) -> Unsharded:
@@ -186,7 +187,7 @@ class StreamedDecoder(StreamedModel[TokenPart]):
     ) -> jax.Array:
         """Return the weighted negative log-likelihood in nats, summed over all devices' tokens."""
         own = self._nll_local(outside, x_BSD, labels_BS, weights_BS)
-        total: jax.Array = over_devices(self.decoder.mesh.size, own)
+        total: jax.Array = sum_over_mesh(self.decoder.mesh.size, own)
         return total
 
     def logits(self, outside: Params, x_BSD: jax.Array, position: jax.Array) -> jax.Array:

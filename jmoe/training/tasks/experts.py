@@ -31,6 +31,7 @@ from jmoe.config import VisionTrainConfig
 from jmoe.mesh import ALL, EXPERTS_PATH
 from jmoe.models.vision import SHARED_EXPERT
 from jmoe.planning.elastic import Layout
+from jmoe.types import PyTree
 
 NONE = -1  # an empty slot
 
@@ -95,7 +96,7 @@ class TaskSlots:
 
     # On a device, inside `shard_map`
 
-    def of_device(self, table: NDArray[Any]) -> jax.Array:
+    def of_device(self, table: np.ndarray) -> jax.Array:
         """Return this device's row of a table [R, ...]; call inside `shard_map`."""
         return jnp.asarray(table)[lax.axis_index(ALL)]
 
@@ -105,7 +106,7 @@ class TaskSlots:
         """
         return self.of_device(np.maximum(self.slot_RNE, 0))
 
-    def reduced_local(self, grads: Any) -> Any:
+    def reduced_local(self, grads: PyTree) -> PyTree:
         """Return gradients [N, S, ...] in float32, summed over the devices that hold each
         expert.
         """
@@ -147,7 +148,7 @@ class TaskSlots:
         total_E: jax.Array = lax.psum(counts_E, ALL)
         return total_E
 
-    def squares_local(self, grads: Any) -> jax.Array:
+    def squares_local(self, grads: PyTree) -> jax.Array:
         """Return this device's addend [N] to the squared norm of reduced gradients; each expert
         counts on one device only.
         """
@@ -209,18 +210,18 @@ def same_slots(one: TaskSlots | None, other: TaskSlots | None) -> bool:
     return np.array_equal(one.experts_RNS, other.experts_RNS)
 
 
-def task_experts_of(tree: Any) -> Any:
+def task_experts_of(tree: PyTree) -> PyTree:
     """Return the experts' parameters in the task-routed layers of `tree`."""
     return tree["task_layers"]["moe"][EXPERTS_PATH]
 
 
-def with_task_experts(tree: Any, experts: Any) -> Any:
+def with_task_experts(tree: PyTree, experts: PyTree) -> PyTree:
     """Return `tree` with `experts` as the experts' parameters of its task-routed layers."""
     layers = tree["task_layers"]
     return tree | {"task_layers": layers | {"moe": layers["moe"] | {EXPERTS_PATH: experts}}}
 
 
-def may_lie_apart(config: VisionTrainConfig, num_devices: int) -> bool:
+def places_experts_by_task(config: VisionTrainConfig, num_devices: int) -> bool:
     """Return whether each device may hold only the experts of task-routed layers that its tasks'
     paths name.
 
@@ -242,7 +243,7 @@ def task_slots(config: VisionTrainConfig, layout: Layout) -> TaskSlots | None:
     """
     devices, paths = len(layout.shares), [task.path for task in config.tasks.values()]
     num_layers, num_experts = len(config.model.task_layers), config.model.num_experts
-    if not may_lie_apart(config, devices):
+    if not places_experts_by_task(config, devices):
         return None
     needs: list[list[set[int]]] = [[set() for _ in range(num_layers)] for _ in range(devices)]
 

@@ -14,7 +14,7 @@ import jax
 from jmoe.config import VisionTrainConfig, check
 from jmoe.models.vision import SHARED_EXPERT
 from jmoe.planning.elastic import DeviceMemory, Layout, TaskLoad, plan, size_text
-from jmoe.training.tasks.experts import may_lie_apart, task_slots
+from jmoe.training.tasks.experts import places_experts_by_task, task_slots
 
 LEAST_GAIN = 1.05  # the speedup of a step that justifies compiling again
 # bytes per parameter: a float32 weight with AdamW's moments, and its gradient
@@ -56,7 +56,7 @@ def _cast_bytes(config: VisionTrainConfig) -> int:
     return 0 if config.compute_dtype == "float32" else 2  # a copy in the compute dtype
 
 
-def bytes_for_all(config: VisionTrainConfig, num_devices: int) -> int:
+def common_bytes(config: VisionTrainConfig, num_devices: int) -> int:
     """Return the bytes that every device needs for parameters other than task-routed experts, with
     their training state.
 
@@ -70,8 +70,8 @@ def bytes_for_all(config: VisionTrainConfig, num_devices: int) -> int:
     groups = mesh.expert_inter * max(1, mesh.expert_intra)
     experts = model.num_experts * model.num_moe_layers * expert_bytes(config) // groups
     if not config.tiers.on_device:
-        whole = not may_lie_apart(config, num_devices)
-        experts = model.num_experts * place_bytes(config) // groups if whole else 0
+        whole = not places_experts_by_task(config, num_devices)
+        experts = model.num_experts * slot_bytes(config) // groups if whole else 0
     return dense * in_use_bytes + -(-dense * STATE_BYTES // parts) + experts
 
 
@@ -85,7 +85,7 @@ def _layers_on_device(config: VisionTrainConfig) -> int:
     return layers if tiers.experts == "device" else min(tiers.device_layers, layers)
 
 
-def place_bytes(config: VisionTrainConfig) -> int:
+def slot_bytes(config: VisionTrainConfig) -> int:
     """Return the device bytes that one expert of each layer takes if experts are on tiers.
 
     These are float32 weights in the slots of all resident layers, and for one layer a copy in the
@@ -125,11 +125,11 @@ def memory_of(config: VisionTrainConfig, num_devices: int) -> tuple[DeviceMemory
     groups = mesh.expert_inter * max(1, mesh.expert_intra)
     device_bytes = config.machine.device().device_bytes or None
     if not config.tiers.on_device:
-        shared, places = bytes_for_all(config, num_devices), dict.fromkeys(config.tasks, 0)
-        if may_lie_apart(config, num_devices):
+        shared, places = common_bytes(config, num_devices), dict.fromkeys(config.tasks, 0)
+        if places_experts_by_task(config, num_devices):
             shared_places, places = _places_by_task(config, num_devices)
-            shared += shared_places * place_bytes(config)
-        own_bytes = {name: count * place_bytes(config) for name, count in places.items()}
+            shared += shared_places * slot_bytes(config)
+        own_bytes = {name: count * slot_bytes(config) for name, count in places.items()}
         return DeviceMemory(device_bytes, shared), own_bytes
     apart = groups == 1 and config.layout == "elastic"
     own, unnamed = own_experts(config), unnamed_experts(config)
@@ -137,7 +137,7 @@ def memory_of(config: VisionTrainConfig, num_devices: int) -> tuple[DeviceMemory
     if apart:
         everywhere += -(-unnamed // num_devices) - unnamed - sum(own.values())
     one = expert_bytes(config)
-    shared = bytes_for_all(config, num_devices) + everywhere * one // groups
+    shared = common_bytes(config, num_devices) + everywhere * one // groups
     own_bytes = {name: count * one if apart else 0 for name, count in own.items()}
     return DeviceMemory(device_bytes, shared), own_bytes
 
@@ -276,7 +276,7 @@ def notes_of(config: VisionTrainConfig, layout: Layout) -> list[str]:
     return [*layout.lines(), *filter(None, [slots_line(config, layout)])]
 
 
-def kept_bytes(config: VisionTrainConfig, layout: Layout) -> int:
+def allocated_bytes(config: VisionTrainConfig, layout: Layout) -> int:
     """Return the bytes that each device actually allocates: slots are sized by the device with the
     most experts in a layer.
     """
@@ -284,8 +284,8 @@ def kept_bytes(config: VisionTrainConfig, layout: Layout) -> int:
     num_slots = config.model.num_experts if slots is None else slots.num_slots
     experts = num_slots * len(config.model.task_layers) * expert_bytes(config)
     if not config.tiers.on_device:
-        experts = 0 if slots is None else num_slots * place_bytes(config)
-    return bytes_for_all(config, len(layout.shares)) + experts
+        experts = 0 if slots is None else num_slots * slot_bytes(config)
+    return common_bytes(config, len(layout.shares)) + experts
 
 
 def tiers_line(config: VisionTrainConfig) -> str:
@@ -320,7 +320,7 @@ def slots_line(config: VisionTrainConfig, layout: Layout) -> str:
     slots = task_slots(config, layout)
     if slots is None:
         return ""
-    kept, limit = kept_bytes(config, layout), config.machine.device().device_bytes
+    kept, limit = allocated_bytes(config, layout), config.machine.device().device_bytes
     more = f", more than machine.device_bytes = {limit}" if 0 < limit < kept else ""
     layers = len(config.model.task_layers) if config.tiers.on_device else _layers_on_device(config)
     of = f"{slots.num_slots} of {slots.num_experts} experts in each of {layers} layers"

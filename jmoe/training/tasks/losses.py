@@ -18,7 +18,7 @@ A tasks
 """
 
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +29,9 @@ from jmoe.config import VisionTrainConfig
 from jmoe.data.image_batches import ImageBatch
 from jmoe.layers.contrastive import contrastive_losses, similarities, unit
 from jmoe.mesh import ALL
+from jmoe.types import JsonObject, PyTree
 
-Metrics = dict[str, Any]
+Metrics = JsonObject
 
 
 class Contrast(NamedTuple):
@@ -66,8 +67,8 @@ class TaskLosses:
         self._outputs = np.cumsum([0, *sizes])[:-1].astype(np.int32)  # each task's first output
         self._classes = np.cumsum([0, *num_classes.values()])[:-1].astype(np.int32)
         # whether a task is contrastive, by its number
-        self.compares = np.array([task.head == "contrastive" for task in tasks])
-        self._embeds = np.repeat(self.compares, sizes)  # outputs that are embeddings
+        self.is_contrastive = np.array([task.head == "contrastive" for task in tasks])
+        self._embeds = np.repeat(self.is_contrastive, sizes)  # outputs that are embeddings
         self._temperature = np.array([task.contrastive_temperature for task in tasks], np.float32)
 
     @property
@@ -87,7 +88,7 @@ class TaskLosses:
         own_BC = logits_BY[:, np.flatnonzero(self._embeds)]
         return unit(jnp.where(jnp.isfinite(own_BC), own_BC, 0.0))
 
-    def compared(self, z_MBC: jax.Array, batch: ImageBatch) -> Contrast:
+    def contrastive_terms(self, z_MBC: jax.Array, batch: ImageBatch) -> Contrast:
         """Return the contrastive loss terms of this device's images. z_MBC: their embeddings.
         batch: the images.
         """
@@ -98,13 +99,13 @@ class TaskLosses:
         tasks = self._config.tasks.values()
         share_A = (
             np.array([task.loss_weight / task.batch_size for task in tasks], np.float32)
-            * self.compares
+            * self.is_contrastive
         )
-        weight_G = weight_G * jnp.asarray(self.compares)[task_G].astype(jnp.float32)
+        weight_G = weight_G * jnp.asarray(self.is_contrastive)[task_G].astype(jnp.float32)
         share_G = jnp.asarray(share_A)[task_G]
         temperature_G = jnp.asarray(self._temperature)[task_G]
 
-        def total(z_GC: jax.Array) -> Any:
+        def total(z_GC: jax.Array) -> PyTree:
             loss_G, is_right_G = contrastive_losses(z_GC, task_G, label_G, weight_G, temperature_G)
             return (loss_G * share_G).sum(), (loss_G, is_right_G)
 
@@ -127,9 +128,9 @@ class TaskLosses:
         with jax.named_scope("loss"):
             compared = jnp.zeros((), jnp.float32)
             if contrast is not None:
-                compares_B = jnp.asarray(self.compares)[batch.task]
-                nll_B = jnp.where(compares_B, contrast.loss, nll_B)
-                correct_B = jnp.where(compares_B, contrast.is_right, correct_B)
+                is_contrastive_B = jnp.asarray(self.is_contrastive)[batch.task]
+                nll_B = jnp.where(is_contrastive_B, contrast.loss, nll_B)
+                correct_B = jnp.where(is_contrastive_B, contrast.is_right, correct_B)
                 compared = (self.embeddings(logits_BY) * contrast.gradient).sum()
                 compared = compared - lax.stop_gradient(compared)  # a gradient without a value
             images_A = np.array([task.batch_size for task in tasks.values()], np.float32)
@@ -172,17 +173,19 @@ class TaskLosses:
         the most similar mean.
         """
         nll_B, correct_B = self._nll(logits_BY, part)
-        if self.compares.any():
-            owner_K = np.repeat(np.arange(len(self.compares), dtype=np.int32), self._num_classes)
+        if self.is_contrastive.any():
+            owner_K = np.repeat(
+                np.arange(len(self.is_contrastive), dtype=np.int32), self._num_classes
+            )
             z_BC = self.embeddings(logits_BY)
             temperature_B = jnp.asarray(self._temperature)[part.task]
             near_BK = jnp.where(
                 part.task[:, None] == owner_K, similarities(z_BC, means_KC, temperature_B), -jnp.inf
             )
             compared = _classified(near_BK, part.label + jnp.asarray(self._classes)[part.task])
-            compares_B = jnp.asarray(self.compares)[part.task]
+            is_contrastive_B = jnp.asarray(self.is_contrastive)[part.task]
             nll_B, correct_B = (
-                jnp.where(compares_B, *pair)
+                jnp.where(is_contrastive_B, *pair)
                 for pair in zip(compared, (nll_B, correct_B), strict=True)
             )
         of_task_AB = part.task == np.arange(len(self._config.tasks), dtype=np.int32)[:, None]
@@ -200,7 +203,7 @@ class TaskLosses:
         """Return (negative log-likelihood in nats [B], 1.0 for a correct class [B]); finite but
         meaningless for contrastive tasks.
         """
-        label_B = jnp.where(jnp.asarray(self.compares)[batch.task], 0, batch.label)
+        label_B = jnp.where(jnp.asarray(self.is_contrastive)[batch.task], 0, batch.label)
         return _classified(logits_BY, label_B + jnp.asarray(self._outputs)[batch.task])
 
 

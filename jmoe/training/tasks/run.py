@@ -5,7 +5,7 @@ run with more tasks (`init_from`).
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jax.sharding import Mesh
 
@@ -22,9 +22,10 @@ from jmoe.offload.expert_state import ReadExperts
 from jmoe.offload.saved_experts import names_of_experts
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.training.resume import saved_experts
-from jmoe.training.state import TrainState, with_read_experts, without_experts
+from jmoe.training.state import TrainState, read_missing_experts, without_experts
 from jmoe.training.tasks.step import OF_TASKS, ShardedVision
 from jmoe.training.tasks.trainer import ImageTrainer
+from jmoe.types import JsonObject, PyTree
 
 CLASSES = "classes.json"  # in every checkpoint: the names of each task's classes
 
@@ -40,14 +41,14 @@ class VisionRun(NamedTuple):
     model: VisionModelConfig
     tasks: dict[str, TaskConfig]
     classes: dict[str, list[str]]
-    params: Any
-    router_bias: Any
+    params: PyTree
+    router_bias: PyTree
     experts: ReadExperts | None = None
 
 
-def vision_model_config(fields: dict[str, Any]) -> VisionModelConfig:
+def vision_model_config(fields: JsonObject) -> VisionModelConfig:
     """Return the model configuration from its JSON fields in a checkpoint."""
-    values: dict[str, Any] = {
+    values: JsonObject = {
         name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()
     }
     return VisionModelConfig(**(values | {"router": RouterConfig(**fields["router"])}))
@@ -92,7 +93,7 @@ def read_vision_run(
         if experts is None or not later:
             return VisionRun(int(step), model, tasks, classes, state.params, state.router_bias)
         if not experts_later:
-            state = with_read_experts(state, shape, model.layer_kinds, experts.weights, None)
+            state = read_missing_experts(state, shape, model.layer_kinds, experts.weights, None)
     read = experts.weights if experts_later else None
     return VisionRun(int(step), model, tasks, classes, state.params, state.router_bias, read)
 

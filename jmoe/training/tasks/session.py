@@ -10,13 +10,12 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jmoe.cluster.distributed import AskedSignal, from_rank_0
+from jmoe.cluster.distributed import RequestSignal, from_rank_0
 from jmoe.config import VisionTrainConfig, check
 from jmoe.data.image_batches import ImageBatch, held_out_batches, train_images
 from jmoe.data.images import ImageTask
@@ -24,7 +23,7 @@ from jmoe.mesh import BATCH, first_devices, make_mesh
 from jmoe.run.metrics import read_events, read_metrics
 from jmoe.run.planner import experts_line, tier_totals
 from jmoe.status import status
-from jmoe.training.expert_packing import agreed, moved
+from jmoe.training.expert_packing import max_over_processes, move_state
 from jmoe.training.session import Session, say
 from jmoe.training.state import TrainState
 from jmoe.training.tasks.experts import same_slots
@@ -33,6 +32,7 @@ from jmoe.training.tasks.run import state_from_run
 from jmoe.training.tasks.step import VisionTrainer
 from jmoe.training.tasks.summary import TaskResult, linear_accuracy, print_task_summary
 from jmoe.training.tasks.trainer import ImageTrainer
+from jmoe.types import PyTree
 
 DEVICES_FILE = "devices"  # in the output folder: the number of devices to use after a SIGUSR2
 EVALUATION_IMAGES = 128  # per batch over all devices, at least one per device
@@ -66,7 +66,7 @@ class IdleTime:
         own[jax.process_index()] = (
             max(0.0, 1 - self.processor_s / (self.step_s * each)) if known else math.nan
         )
-        return [share for share in agreed(own) for _ in range(each)]
+        return [share for share in max_over_processes(own) for _ in range(each)]
 
 
 @dataclass(kw_only=True)
@@ -74,7 +74,7 @@ class VisionSession(Session):
     """A `Session` whose corpus is the images of several tasks."""
 
     corpus: tuple[ImageTask, ...]
-    resizing: AskedSignal | None = None  # a request for another number of devices
+    resizing: RequestSignal | None = None  # a request for another number of devices
 
     def __post_init__(self) -> None:
         assert isinstance(self.config, VisionTrainConfig)
@@ -98,7 +98,7 @@ class VisionSession(Session):
         if not compiled:
             self.idle.add(step_s, processor_s)
 
-    def next_batch(self) -> Any:
+    def next_batch(self) -> PyTree:
         """Return the next global batch of images, [devices, micro-batches, images, ...], from this
         process's images.
         """
@@ -149,7 +149,7 @@ class VisionSession(Session):
                 self.idle = IdleTime()
                 self.trainer = trainer.in_layout(mesh, layout)
                 if mesh is not self.mesh or not same_slots(trainer.slots, self.trainer.slots):
-                    state = moved(state, trainer, self.trainer)
+                    state = move_state(state, trainer, self.trainer)
                 self.mesh = mesh
             reasons += self.trainer.notes
         if reasons:
@@ -168,7 +168,7 @@ class VisionSession(Session):
         """Return the measured seconds per image of each active task, the same on every process."""
         numbers = sorted({share.task for shares in trainer.layout.shares for share in shares})
         samples = [self._on_devices(self.batches.sample(number)) for number in numbers]
-        seconds = agreed(trainer.image_s(state, samples))
+        seconds = max_over_processes(trainer.image_s(state, samples))
         return {
             self.corpus[number].name: value for number, value in zip(numbers, seconds, strict=True)
         }
@@ -199,9 +199,9 @@ class VisionSession(Session):
         sums_3A = np.zeros((3, len(self.corpus)))
         sharding = NamedSharding(self.mesh, BATCH)
         sizes = (devices, -(-EVALUATION_IMAGES // devices))
-        compared = np.flatnonzero(self.trainer.compares)
+        compared = np.flatnonzero(self.trainer.is_contrastive)
 
-        def put(batch: ImageBatch) -> Any:
+        def put(batch: ImageBatch) -> PyTree:
             def place(a: np.ndarray) -> jax.Array:
                 return jax.make_array_from_callback(a.shape, sharding, lambda index: a[index])
 

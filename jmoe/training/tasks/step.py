@@ -4,8 +4,8 @@ from images to the updated state.
 The layout says which images of which tasks each device has. Parameters are gathered once per step.
 Each device sums the gradients of its own micro-batches, whose number depends on the layout, and the
 sums are reduced once. Contrastive embeddings are computed in a forward pass of their own first
-(`TaskLosses.compared`). The streamed image trainer shares `ShardedVision` and the functions at the
-head of this file.
+(`TaskLosses.contrastive_terms`). The streamed image trainer shares `ShardedVision` and the
+functions at the head of this file.
 
 Legend:
 M micro-batches
@@ -21,7 +21,6 @@ E experts
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import flax.nnx as nnx
 import jax
@@ -29,12 +28,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
+from jax.tree_util import KeyPath
 from numpy.typing import NDArray
 
 from jmoe.config import VisionTrainConfig
 from jmoe.data.image_batches import ImageBatch
 from jmoe.layers.moe import ExpertParallel
-from jmoe.layers.router import RouterBias
 from jmoe.memory.record_checkpoint import RecordCheckpoints
 from jmoe.mesh import (
     ALL,
@@ -47,13 +46,14 @@ from jmoe.mesh import (
     shardings,
     split_over,
 )
+from jmoe.models.functional import split_parameters
 from jmoe.models.vision import PathDraw, VisionTransformer, draw_paths, taken_path
 from jmoe.offload.expert_state import ReadExperts
 from jmoe.planning.elastic import Layout
 from jmoe.training.expert_packing import ROUNDS, timed_s
 from jmoe.training.gradient_reduction import reduce_gradients_local, squared_norms_local
 from jmoe.training.sharded_model import ShardedModel
-from jmoe.training.state import TrainState, with_read_experts
+from jmoe.training.state import TrainState, read_missing_experts
 from jmoe.training.tasks.experts import TaskSlots, task_experts_of, task_slots, with_task_experts
 from jmoe.training.tasks.layouts import notes_of
 from jmoe.training.tasks.losses import Contrast, Metrics, TaskLosses
@@ -61,14 +61,15 @@ from jmoe.training.update import (
     dropped_tokens,
     evaluation_program,
     finish_step,
-    over_devices,
-    without_drops,
+    run_without_drops,
+    sum_over_mesh,
 )
+from jmoe.types import PyTree
 
 OF_TASKS = ("heads", "path_logits")  # subtrees of the parameters with one entry per task
 
 
-def _trees(state: TrainState) -> tuple[Any, Any, Any]:
+def _trees(state: TrainState) -> tuple[PyTree, PyTree, PyTree]:
     return state.params, state.m, state.v
 
 
@@ -108,7 +109,7 @@ def with_ended(
     if len(active) == len(config.tasks):
         return new
 
-    def kept(path: Any, was: jax.Array, now: jax.Array) -> jax.Array:
+    def kept(path: KeyPath, was: jax.Array, now: jax.Array) -> jax.Array:
         names = path_names(path)
         if names[0] in OF_TASKS:
             return now if names[1] in active else was
@@ -179,7 +180,7 @@ class ShardedVision(ShardedModel):
             self._to_saved = self._mover(slots.to_saved_local, dims, own, split)
             self._from_saved = self._mover(slots.from_saved_local, dims, split, own)
 
-    def _split_dim(self, shape: Any) -> int:
+    def _split_dim(self, shape: jax.ShapeDtypeStruct) -> int:
         """Return the dimension of a stack of experts that devices split in a checkpoint; -1 if no
         dimension is divisible.
         """
@@ -209,8 +210,8 @@ class ShardedVision(ShardedModel):
 
     def fresh_state(self) -> TrainState:
         """Return the state of step 0 in the layout of a checkpoint."""
-        split: Any = nnx.split(self._build(0), nnx.Param, RouterBias)
-        return TrainState.at_step_0(nnx.to_pure_dict(split[1]), nnx.to_pure_dict(split[2]))
+        _, params, bias = split_parameters(self._build(0))
+        return TrainState.at_step_0(nnx.to_pure_dict(params), nnx.to_pure_dict(bias))
 
     def initial_state(self) -> TrainState:
         """Return the state of step 0 in the layout used by training."""
@@ -238,12 +239,16 @@ class ShardedVision(ShardedModel):
         return state if self.slots is None else state.map(partial(self._moved, self._from_saved))
 
     @staticmethod
-    def _moved(program: Callable[[Any], Any], tree: Any) -> Any:
+    def _moved(program: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
         return with_task_experts(tree, program(task_experts_of(tree)))
 
     def _mover(
-        self, move: Callable[[jax.Array, int], jax.Array], dims: Any, in_specs: Any, out_specs: Any
-    ) -> Any:
+        self,
+        move: Callable[[jax.Array, int], jax.Array],
+        dims: PyTree,
+        in_specs: PyTree,
+        out_specs: PyTree,
+    ) -> PyTree:
         """Return the program that applies `move` to each array of task-routed experts. dims: the
         dimension split in a checkpoint, per array.
         """
@@ -253,7 +258,7 @@ class ShardedVision(ShardedModel):
         )
         return jax.jit(program, out_shardings=shardings(out_specs, self.mesh))
 
-    def gather_all(self, params: Any) -> Any:
+    def gather_all(self, params: PyTree) -> PyTree:
         """Return all parameters unsharded, in their compute dtype; experts stay on their
         devices.
         """
@@ -286,13 +291,13 @@ class VisionTrainer:
         self.saved_shape = self.full_shape = model.saved_shape
         self.state_shape, self.save_state = model.state_shape, model.to_saved
         self.losses = TaskLosses(config, num_classes, mesh.size, active_tasks(config, layout))
-        self.compares = self.losses.compares
+        self.is_contrastive = self.losses.is_contrastive
         self.micro_batch = layout.micro_batch // config.gradient_accumulation_steps
         self.init = jax.jit(model.initial_state, out_shardings=shardings(model.state_specs, mesh))
         state = model.state_specs
         sharded = partial(jax.shard_map, mesh=mesh, check_vma=False)
 
-        def step(state_now: TrainState, batch: ImageBatch, full_capacity: bool = False) -> Any:
+        def step(state_now: TrainState, batch: ImageBatch, full_capacity: bool = False) -> PyTree:
             body = partial(self._step_local, full_capacity=full_capacity)
             return sharded(body, in_specs=(state, BATCH), out_specs=(state, REPLICATED))(
                 state_now, batch
@@ -317,7 +322,7 @@ class VisionTrainer:
 
     def _step_local(
         self, state: TrainState, batch: ImageBatch, *, full_capacity: bool
-    ) -> tuple[TrainState, Any]:
+    ) -> tuple[TrainState, PyTree]:
         """Return (new state, metrics); the state is unchanged if the loss or gradient is not
         finite, or a dropless buffer overflows.
         """
@@ -325,12 +330,12 @@ class VisionTrainer:
         num_devices = self.model.mesh.size
         with jax.named_scope("reduce_gradients"):
             grads, squares = self._reduced_local(grads)
-            metrics = over_devices(num_devices, metrics)
-        squares = over_devices(num_devices, squares)
+            metrics = sum_over_mesh(num_devices, metrics)
+        squares = sum_over_mesh(num_devices, squares)
         new, metrics = finish_step(self.config, state, grads, squares, metrics)
         return self._with_ended(state, new), metrics
 
-    def _reduced_local(self, grads: Any) -> tuple[Any, dict[str, jax.Array]]:
+    def _reduced_local(self, grads: PyTree) -> tuple[PyTree, dict[str, jax.Array]]:
         """Return (gradients summed over the devices that hold each parameter, this device's addends
         to their squared norms).
         """
@@ -359,7 +364,7 @@ class VisionTrainer:
 
     def gradients_local(
         self, state: TrainState, batch: ImageBatch, *, full_capacity: bool
-    ) -> tuple[Any, Metrics]:
+    ) -> tuple[PyTree, Metrics]:
         """Return this device's addends to (gradients, metrics), summed over its own micro-batches.
 
         The gradients of sharded parameters are reduced onto their shards already.
@@ -371,7 +376,7 @@ class VisionTrainer:
             partial(self.loss_local, full_capacity=full_capacity), has_aux=True
         )
 
-        def one(index: Any) -> tuple[Any, Metrics]:
+        def one(index: jax.Array | int) -> tuple[PyTree, Metrics]:
             (_, metrics), grads = loss_and_gradients(
                 gathered, state.router_bias, _micro_batch(batch, index), draw, _at(contrast, index)
             )
@@ -392,7 +397,7 @@ class VisionTrainer:
 
     def _contrast(
         self,
-        params: Any,
+        params: PyTree,
         state: TrainState,
         batch: ImageBatch,
         draw: PathDraw | None,
@@ -401,7 +406,7 @@ class VisionTrainer:
     ) -> Contrast | None:
         """Return this device's contrastive-loss terms; None if no active task is contrastive."""
         shares = self.layout.shares
-        compares = [any(self.compares[share.task] for share in own) for own in shares]
+        compares = [any(self.is_contrastive[share.task] for share in own) for own in shares]
         if not any(compares):
             return None
         options = {"train": True, "full_capacity": full_capacity, "draw": draw}
@@ -412,7 +417,7 @@ class VisionTrainer:
             compares[d] * images // self.micro_batch for d, images in enumerate(self.layout.images)
         ]
 
-        def embed(index: Any, z_MBC: jax.Array) -> jax.Array:
+        def embed(index: jax.Array | int, z_MBC: jax.Array) -> jax.Array:
             logits_BY, _ = self._forward(
                 params, state.router_bias, _micro_batch(batch, index), **options
             )
@@ -421,12 +426,12 @@ class VisionTrainer:
         with jax.named_scope("contrast"):
             zeros = jnp.zeros((*batch.label[0].shape, self.losses.embedding_size), jnp.float32)
             z_MBC = lax.fori_loop(0, _of_device(counts), embed, zeros)
-            return self.losses.compared(z_MBC, jax.tree.map(lambda a: a[0], batch))
+            return self.losses.contrastive_terms(z_MBC, jax.tree.map(lambda a: a[0], batch))
 
     def loss_local(
         self,
-        params: Any,
-        router_bias: Any,
+        params: PyTree,
+        router_bias: PyTree,
         batch: ImageBatch,
         draw: PathDraw | None,
         contrast: Contrast | None,
@@ -457,7 +462,9 @@ class VisionTrainer:
         }
         return loss + z, lax.stop_gradient(metrics)
 
-    def _forward(self, params: Any, router_bias: Any, batch: ImageBatch, **options: Any) -> Any:
+    def _forward(
+        self, params: PyTree, router_bias: PyTree, batch: ImageBatch, **options: PyTree
+    ) -> PyTree:
         pixels = batch.pixels.astype(jnp.float32) / 255.0
         options |= {} if self.slots is None else {"slot_NE": self.slots.slots_local()}
         return self.model.merge(params, router_bias)(
@@ -476,15 +483,17 @@ class VisionTrainer:
         spec = self.model.state_specs
         sharded = partial(jax.shard_map, mesh=self.model.mesh, check_vma=False)
 
-        def gather_local(state: TrainState) -> Any:
+        def gather_local(state: TrainState) -> PyTree:
             return jax.tree.map(lambda a: a[None], self.model.gather_all(state.params))
 
-        def gradients_local(params: Any, router_bias: Any, batch: ImageBatch) -> jax.Array:
+        def gradients_local(params: PyTree, router_bias: PyTree, batch: ImageBatch) -> jax.Array:
             own, part = jax.tree.map(lambda a: a[0], params), jax.tree.map(lambda a: a[0, 0], batch)
             loss = partial(self.loss_local, full_capacity=False)
             draw = draw_of(self.config, jnp.int32(0))
             contrast = (
-                self._sample_contrast(own, router_bias, part, draw) if self.compares.any() else None
+                self._sample_contrast(own, router_bias, part, draw)
+                if self.is_contrastive.any()
+                else None
             )
             grads, _ = jax.grad(loss, has_aux=True)(own, router_bias, part, draw, contrast)
             return jnp.stack(
@@ -504,7 +513,7 @@ class VisionTrainer:
         return [float(value) for value in seconds]
 
     def _sample_contrast(
-        self, params: Any, router_bias: Any, batch: ImageBatch, draw: PathDraw | None
+        self, params: PyTree, router_bias: PyTree, batch: ImageBatch, draw: PathDraw | None
     ) -> Contrast:
         """Return placeholder contrastive terms for timing; the embeddings are computed at the same
         cost as in a step.
@@ -516,7 +525,7 @@ class VisionTrainer:
             )
 
         nothing = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(embed))
-        z_BC = lax.cond(jnp.asarray(self.compares)[batch.task[0]], embed, lambda: nothing)
+        z_BC = lax.cond(jnp.asarray(self.is_contrastive)[batch.task[0]], embed, lambda: nothing)
         return Contrast(lax.stop_gradient(z_BC), batch.weight, batch.weight)
 
     # Without gradients
@@ -534,7 +543,7 @@ class VisionTrainer:
         )
         return lax.psum(self.losses.class_sums(logits_BY, part), ALL), dropped_tokens(stats)
 
-    def class_means(self, state: TrainState, batches: Iterable[Any]) -> jax.Array:
+    def class_means(self, state: TrainState, batches: Iterable[PyTree]) -> jax.Array:
         """Return [K, C], for each class of contrastive tasks a vector in the direction of its mean
         embedding.
 
@@ -542,7 +551,7 @@ class VisionTrainer:
         """
         sums = np.zeros(self.losses.class_means_shape, np.float32)
         for batch in batches:
-            sums += np.asarray(without_drops(partial(self._class_sums, state, batch)))
+            sums += np.asarray(run_without_drops(partial(self._class_sums, state, batch)))
         return jnp.asarray(sums)
 
     def _evaluate_local(
@@ -558,7 +567,7 @@ class VisionTrainer:
         )
 
     def evaluate(
-        self, state: TrainState, batches: Sequence[Any], class_means: jax.Array | None = None
+        self, state: TrainState, batches: Sequence[PyTree], class_means: jax.Array | None = None
     ) -> list[jax.Array]:
         """Return float32 [3, A] for each batch: per task, the summed negative log-likelihood in
         nats, correct images, and images.
@@ -567,7 +576,9 @@ class VisionTrainer:
         similar mean.
         """
         means = self.class_means(state, []) if class_means is None else class_means
-        return [without_drops(partial(self._evaluate, state, batch, means)) for batch in batches]
+        return [
+            run_without_drops(partial(self._evaluate, state, batch, means)) for batch in batches
+        ]
 
     def paths(self, state: TrainState) -> dict[str, tuple[int, ...]]:
         """Return each task's path: its expert in each task-routed layer, learned or configured."""
@@ -587,7 +598,7 @@ class VisionTrainer:
         weights, moments: read the experts that `saved` lacks.
         """
         kinds = self.config.model.layer_kinds
-        saved = with_read_experts(saved, self.saved_shape, kinds, weights, moments)
+        saved = read_missing_experts(saved, self.saved_shape, kinds, weights, moments)
         state = self.model.from_saved(saved)
         if self.slots is not None:
             for tree in (saved.params, saved.m, saved.v):
@@ -601,7 +612,7 @@ class VisionTrainer:
         """Do nothing: this trainer has no threads."""
 
 
-def _micro_batch(batch: ImageBatch, index: Any) -> ImageBatch:
+def _micro_batch(batch: ImageBatch, index: jax.Array | int) -> ImageBatch:
     """Return one of this device's micro-batches, without the device dimension."""
     part: ImageBatch = jax.tree.map(
         lambda a: lax.dynamic_index_in_dim(a[0], index, 0, keepdims=False), batch
@@ -609,14 +620,14 @@ def _micro_batch(batch: ImageBatch, index: Any) -> ImageBatch:
     return part
 
 
-def _at(contrast: Contrast | None, index: Any) -> Contrast | None:
+def _at(contrast: Contrast | None, index: jax.Array | int) -> Contrast | None:
     part: Contrast | None = jax.tree.map(
         lambda a: lax.dynamic_index_in_dim(a, index, 0, keepdims=False), contrast
     )
     return part
 
 
-def _of_device(values: Sequence[int]) -> Any:
+def _of_device(values: Sequence[int]) -> PyTree:
     """Return this device's entry of `values`: a Python number if all are equal, else a traced
     scalar.
     """

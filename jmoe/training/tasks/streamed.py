@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Self
+from typing import Self
 
 import flax.nnx as nnx
 import jax
@@ -28,12 +28,13 @@ from jmoe.planning.elastic import Layout
 from jmoe.training.state import TrainState
 from jmoe.training.streamed.model import Params
 from jmoe.training.streamed.programs import compiled_for
-from jmoe.training.streamed.runner import Pass, StreamedRunner, first_state
+from jmoe.training.streamed.runner import Pass, StreamedRunner, state_without_experts
 from jmoe.training.tasks.experts import task_slots
 from jmoe.training.tasks.layouts import notes_of, tiers_line
 from jmoe.training.tasks.losses import Contrast
 from jmoe.training.tasks.step import ended_experts, paths_of
 from jmoe.training.tasks.streamed_model import StreamedVision, TaskPart, micro_batches
+from jmoe.types import PyTree
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,8 @@ class StreamedVisionTrainer(StreamedRunner[TaskPart]):
     """The `ImageTrainer` of runs with experts on tiers; see `StreamedRunner`.
 
     A device has slots for the experts of `tiers.device_layers` layers: for the experts that its
-    tasks' paths name if `may_lie_apart`, else for its even share of each layer. before: a trainer
-    of the same run and mesh in another layout, whose experts this trainer takes over.
+    tasks' paths name if `places_experts_by_task`, else for its even share of each layer. before: a
+    trainer of the same run and mesh in another layout, whose experts this trainer takes over.
     """
 
     config: VisionTrainConfig
@@ -85,12 +86,14 @@ class StreamedVisionTrainer(StreamedRunner[TaskPart]):
             streamed.losses,
             _compile_tasks(streamed),
         )
-        self.compares = self.losses.compares
+        self.is_contrastive = self.losses.is_contrastive
         everywhere = (tuple(range(mesh.size)),) * len(config.tasks)
         # for each task, the devices that can evaluate it
         self.homes = everywhere if slots is None else slots.homes
         slotted = (
-            None if slots is None else SlottedExperts.on(mesh, slots.slot_RNE, slots.num_slots)
+            None
+            if slots is None
+            else SlottedExperts.from_slot_table(mesh, slots.slot_RNE, slots.num_slots)
         )
         super().__init__(streamed, run, slotted, before)
         # Evaluation then holds as many hidden states as training saves as layer inputs.
@@ -125,7 +128,9 @@ class StreamedVisionTrainer(StreamedRunner[TaskPart]):
         sizes = {name: tasks[name].head_size(count) for name, count in counts.items()}
 
         def rest() -> TrainState:
-            return first_state(VisionTransformer(small, sizes, paths, rngs=nnx.Rngs(config.seed)))
+            return state_without_experts(
+                VisionTransformer(small, sizes, paths, rngs=nnx.Rngs(config.seed))
+            )
 
         places = jax.tree.map(lambda s: s.sharding, self.saved_shape)
         state: TrainState = jax.jit(rest, out_shardings=places)()
@@ -176,12 +181,12 @@ class StreamedVisionTrainer(StreamedRunner[TaskPart]):
 
     def _loss_gradients(
         self, run: Pass[TaskPart], xs: list[jax.Array], sums: Params
-    ) -> tuple[list[Any], Params]:
+    ) -> tuple[list[PyTree], Params]:
         """Compute the contrastive terms of all micro-batches, then continue as in
         `StreamedRunner`.
         """
         tasks = list(self.config.tasks)
-        if any(self.compares[tasks.index(name)] for name in self.losses.active):
+        if any(self.is_contrastive[tasks.index(name)] for name in self.losses.active):
             each = zip(xs, run.parts, strict=True)
             z = [self._done(self._tasks.embeddings(run.outside, x, part)) for x, part in each]
             contrasts = self._done(self._tasks.compare(z, [part.images for part in run.parts]))
@@ -201,7 +206,7 @@ class StreamedVisionTrainer(StreamedRunner[TaskPart]):
         for x_BSD, part in zip(xs, parts, strict=True):
             yield outside, x_BSD, part
 
-    def class_means(self, state: TrainState, batches: Iterable[Any]) -> jax.Array:
+    def class_means(self, state: TrainState, batches: Iterable[PyTree]) -> jax.Array:
         """Return [K, C]; see `VisionTrainer.class_means`."""
         sums, rest = np.zeros(self.losses.class_means_shape, np.float32), iter(batches)
         while some := list(itertools.islice(rest, self.evaluation_batches)):
@@ -212,7 +217,7 @@ class StreamedVisionTrainer(StreamedRunner[TaskPart]):
     def evaluate(
         self,
         state: TrainState,
-        batches: Sequence[Any],
+        batches: Sequence[PyTree],
         class_means: jax.Array | None = None,
     ) -> list[jax.Array]:
         """Return float32 [3, A] for each batch; see `VisionTrainer.evaluate`."""

@@ -14,7 +14,7 @@ R devices
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,8 @@ from jmoe.training.streamed.model import (
 from jmoe.training.tasks.experts import TaskSlots
 from jmoe.training.tasks.losses import Contrast, Metrics, TaskLosses
 from jmoe.training.tasks.step import ShardedVision, active_tasks, draw_of, with_ended
-from jmoe.training.update import finish_step, over_devices
+from jmoe.training.update import finish_step, sum_over_mesh
+from jmoe.types import PyTree
 
 
 class TaskPart(NamedTuple):
@@ -83,8 +84,8 @@ class StreamedVision(StreamedModel[TaskPart]):
         self._equal = len(set(layout.images)) == 1  # all devices have equally many images
         self.outside_spec = REPLICATED
         self.stack_specs = {STACK_OF[kind]: REPLICATED for kind in self.parts.blocks}
-        split: Any = BATCH
-        step: Any = REPLICATED
+        split: PyTree = BATCH
+        step: PyTree = REPLICATED
         self.part_spec = TaskPart(split, step, split)
 
     def unsharded(self, params: Params, *, first: LayerKind) -> Unsharded:
@@ -168,13 +169,13 @@ class StreamedVision(StreamedModel[TaskPart]):
         each micro-batch.
         """
         batch = jax.tree.map(lambda *a: jnp.stack(a), *parts)
-        contrast = self.losses.compared(jnp.stack(z_BC), batch)
+        contrast = self.losses.contrastive_terms(jnp.stack(z_BC), batch)
         return [jax.tree.map(lambda a, m=m: a[m], contrast) for m in range(len(parts))]
 
     def class_sums(self, outside: Params, x_BSD: jax.Array, part: TaskPart) -> jax.Array:
         """Return [K, C]: the sum of the embeddings of each class's images, over all devices."""
         own = self.losses.class_sums(self._logits(outside, x_BSD, part), part.images)
-        total: jax.Array = over_devices(self.vision.mesh.size, own)
+        total: jax.Array = sum_over_mesh(self.vision.mesh.size, own)
         return total
 
     def evaluation(
@@ -183,11 +184,11 @@ class StreamedVision(StreamedModel[TaskPart]):
         """Return [3, A] over all devices' images; see `TaskLosses.evaluation`."""
         logits_BY = self._logits(outside, x_BSD, part)
         own = self.losses.evaluation(logits_BY, part.images, means_KC)
-        total: jax.Array = over_devices(self.vision.mesh.size, own)
+        total: jax.Array = sum_over_mesh(self.vision.mesh.size, own)
         return total
 
 
 def micro_batches(batch: ImageBatch) -> list[ImageBatch]:
     """Return this device's micro-batches as a list, without the device dimension."""
-    number: Any = batch.label.shape[1]
+    number = batch.label.shape[1]
     return [jax.tree.map(lambda a, m=m: a[0, m], batch) for m in range(number)]

@@ -8,7 +8,7 @@ import json
 import jax
 from jax.sharding import Mesh
 
-from jmoe.cluster.distributed import AskedSignal
+from jmoe.cluster.distributed import RequestSignal
 from jmoe.config import VisionTrainConfig
 from jmoe.data.image_batches import ImageBatches
 from jmoe.data.images import load_task
@@ -31,7 +31,7 @@ class ImageTasks:
     def __init__(self, config: VisionTrainConfig) -> None:
         self.config = config
         self._layout: Layout | None = None
-        self._resizing: AskedSignal | None = None
+        self._resizing: RequestSignal | None = None
 
     @property
     def layout(self) -> Layout:
@@ -50,7 +50,7 @@ class ImageTasks:
         devices.
         """
         self._layout = layout_of(self.config, mesh.size)
-        self._resizing = stack.enter_context(AskedSignal())
+        self._resizing = stack.enter_context(RequestSignal())
 
     def read_data(self, setup: Setup) -> TrainingData:
         """Return the images of all tasks. Every process reads all of them."""

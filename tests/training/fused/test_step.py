@@ -23,7 +23,7 @@ from jmoe.config import CommConfig, RouterConfig, TrainConfig
 from jmoe.layers.router import RouterBias
 from jmoe.mesh import ACCUMULATED_BATCH, ALL, BATCH, is_expert, path_names, split_over
 from jmoe.models.decoder import Decoder
-from jmoe.optim.adamw import decays, learning_rate
+from jmoe.optim.adamw import has_weight_decay, learning_rate
 from jmoe.training.sharded_decoder import ShardedDecoder
 from jmoe.training.state import TrainState
 from jmoe.training.trainer import Trainer, make_trainer
@@ -155,7 +155,7 @@ def plain_training(steps: int) -> Run:
     """The same steps with the loss by its definition, from all logits, and `optax.adamw`."""
     _, mesh, config = program(ONE)
     router, (graph, params, bias) = MODEL.router, plain_decoder()
-    decay = jax.tree_util.tree_map_with_path(lambda path, w: decays(path, w), params)
+    decay = jax.tree_util.tree_map_with_path(lambda path, w: has_weight_decay(path, w), params)
     o = OPTIMIZER
     adamw = optax.chain(
         optax.clip_by_global_norm(o.clip_norm),

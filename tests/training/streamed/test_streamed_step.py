@@ -76,7 +76,7 @@ def train(
     """
     config = dataclasses.replace(config, tiers=tiers or TiersConfig())
     shape = max(1, config.mesh.data), config.mesh.expert_inter, config.mesh.expert_intra
-    shape = packed_shape(shape, config.comm.first_packing)
+    shape = packed_shape(shape, config.comm.initial_packing)
     with contextlib.closing(make_trainer(config, mesh_of(*shape))) as program:
         state, metrics = program.init(), []
         for step in range(steps):
@@ -181,7 +181,7 @@ def test_weights_come_from_files_that_are_memory(
     """Not a byte of weights and gradients is read into host memory; moments are, since they
     change there.
     """
-    monkeypatch.setattr(version_store, "io_of", lambda folder: "mapped")
+    monkeypatch.setattr(version_store, "choose_io", lambda folder: "mapped")
     tiers = TiersConfig("nvme", "nvme", "nvme", path=str(tmp_path), host_cache_bytes=150_000)
     there = train(CONFIG, tiers)
     assert there.losses == on_host.losses and there.held_out == on_host.held_out

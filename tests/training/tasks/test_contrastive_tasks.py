@@ -75,7 +75,7 @@ def accuracies(
     trainer: VisionTrainer, state: TrainState, tasks: tuple[ImageTask, ...]
 ) -> np.ndarray:
     devices = trainer.model.mesh.size
-    compared = np.flatnonzero(trainer.compares).tolist()
+    compared = np.flatnonzero(trainer.is_contrastive).tolist()
     means = trainer.class_means(
         state, [put(b, trainer) for b in train_images(tasks, compared, trainer.homes, devices, 8)]
     )
@@ -109,10 +109,10 @@ def test_gradients_are_those_of_the_loss_of_the_whole_batch() -> None:
         jax.jit(lambda b: trainer.gradients_local(state, b, full_capacity=True)[0])(batch)
     )
     rows = jax.tree.map(lambda a: a[0].reshape(-1, *a.shape[3:]), batch)
-    compared = np.flatnonzero(trainer.compares)
+    compared = np.flatnonzero(trainer.is_contrastive)
     share = (
         np.array([t.loss_weight / t.batch_size for t in MIXED.tasks.values()], np.float32)
-        * trainer.compares
+        * trainer.is_contrastive
     )
 
     def loss(params: Any) -> jax.Array:

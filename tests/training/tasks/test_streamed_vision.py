@@ -21,7 +21,7 @@ from jmoe.mesh import BATCH
 from jmoe.offload.expert_state import ExpertState
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.training.resume import restored
-from jmoe.training.tasks.layouts import kept_bytes, layout_of
+from jmoe.training.tasks.layouts import allocated_bytes, layout_of
 from jmoe.training.tasks.step import VisionTrainer
 from jmoe.training.tasks.streamed import StreamedVisionTrainer
 from jmoe.training.tasks.trainer import ImageTrainer, make_vision_trainer
@@ -95,7 +95,7 @@ class Run:
     def evaluate(self) -> np.ndarray:
         """[3, A] of what is held out."""
         trainer, devices = self.trainer, self.trainer.model.mesh.size
-        homes, numbers = trainer.homes, np.flatnonzero(trainer.compares).tolist()
+        homes, numbers = trainer.homes, np.flatnonzero(trainer.is_contrastive).tolist()
         images = train_images(TASKS, numbers, homes, devices, 8) if numbers else iter(())
         means = trainer.class_means(self.state, (put(batch, trainer) for batch in images))
         held_out = [put(batch, trainer) for batch in held_out_batches(TASKS, homes, devices, 8)]
@@ -397,12 +397,12 @@ def test_a_device_has_as_many_bytes_of_experts_as_planned(
 
             return call
 
-        for method in ("fetch", "keep"):
+        for method in ("fetch", "store_gradients"):
             monkeypatch.setattr(ExpertState, method, watched(getattr(ExpertState, method)))
         run.train(2)
         layout = run.trainer.layout
     here, device = (
-        kept_bytes(dataclasses.replace(config, tiers=tiers), layout)
+        allocated_bytes(dataclasses.replace(config, tiers=tiers), layout)
         for tiers in (TIERS[name], DEVICE)
     )
     of_layer = num_slots * model.expert_parameters

@@ -24,7 +24,7 @@ from jmoe.training.tasks.experts import (
     task_slots,
     with_task_experts,
 )
-from jmoe.training.tasks.layouts import kept_bytes, layout_of
+from jmoe.training.tasks.layouts import allocated_bytes, layout_of
 from jmoe.training.tasks.step import ShardedVision, VisionTrainer
 from tests.arrays import differing, on_host
 from tests.model_configs import mesh_of
@@ -145,7 +145,7 @@ def test_a_device_has_as_many_bytes_as_the_plan_says(num_devices: int) -> None:
     )
     gradients = state_bytes - expert_bytes  # of what is split the whole is in use
     assert state_bytes < every + 12 * 2 * 4 * config.model.expert_parameters
-    planned = kept_bytes(config, layout)
+    planned = allocated_bytes(config, layout)
     rest = planned - 16 * 2 * slots.num_slots * config.model.expert_parameters
     assert rest == pytest.approx(gradients + every / 3, rel=0.02)
 

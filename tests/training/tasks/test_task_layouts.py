@@ -14,8 +14,8 @@ from jmoe.config.vision import ElasticConfig
 from jmoe.configs.ufo import ufo_17b, ufo_tiny
 from jmoe.training.tasks.layouts import (
     LayoutController,
+    allocated_bytes,
     check_layouts,
-    kept_bytes,
     layout_of,
     memory_of,
     own_experts,
@@ -169,7 +169,7 @@ def test_seventeen_billion_parameters_are_planned() -> None:
 
 def test_what_devices_keep_in_fact_is_said() -> None:
     layout = layout_of(ELASTIC, 4)
-    kept = kept_bytes(ELASTIC, layout)
+    kept = allocated_bytes(ELASTIC, layout)
     every = layout_of(ELASTIC, 1).num_bytes[0]
     assert max(layout.num_bytes) <= kept < 0.7 * every
     says = (
@@ -185,7 +185,7 @@ def test_what_devices_keep_in_fact_is_said() -> None:
     large = dataclasses.replace(ufo_17b, layout="elastic")
     own = layout_of(large, 40)
     # a task each: nothing is padding
-    assert kept_bytes(large, own) == own.num_bytes[0] == own.num_bytes[39]
+    assert allocated_bytes(large, own) == own.num_bytes[0] == own.num_bytes[39]
 
 
 def test_experts_on_tiers_are_planned() -> None:
@@ -216,7 +216,7 @@ def test_experts_on_tiers_are_planned() -> None:
         config, tiers=dataclasses.replace(config.tiers, gradient_dtype="bfloat16")
     )
     assert (
-        kept_bytes(config, layout_of(config, 2)) - kept_bytes(half, layout_of(half, 2))
+        allocated_bytes(config, layout_of(config, 2)) - allocated_bytes(half, layout_of(half, 2))
         == 2 * total // 3
     )
     few = dataclasses.replace(config, machine=MachineConfig(device_bytes=1_000_000))
@@ -239,11 +239,13 @@ def test_experts_on_tiers_that_tasks_alone_name_lie_where_these_run() -> None:
     assert [num_bytes - layout.shared_bytes for num_bytes in layout.num_bytes] == [
         place * count for count in counts
     ]
-    assert kept_bytes(config, layout) == layout.shared_bytes + 3 * place
+    assert allocated_bytes(config, layout) == layout.shared_bytes + 3 * place
     assert slots_line(config, layout).startswith(
         "every device has room for 3 of 40 experts in each of 2 layers: "
     )
     ends = config.tasks | {"face-0": dataclasses.replace(config.tasks["face-0"], num_steps=5)}
     whole = dataclasses.replace(config, tasks=ends)
-    assert kept_bytes(whole, layout_of(whole, 20)) - kept_bytes(config, layout) == 37 * place
+    assert (
+        allocated_bytes(whole, layout_of(whole, 20)) - allocated_bytes(config, layout) == 37 * place
+    )
     assert slots_line(whole, layout_of(whole, 20)) == ""

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import pytest
 
-from jmoe.cluster.distributed import AskedSignal
+from jmoe.cluster.distributed import RequestSignal
 from jmoe.config import TiersConfig, VisionTrainConfig
 from jmoe.config.vision import ElasticConfig
 from jmoe.data.image_batches import ImageBatches
@@ -138,7 +138,7 @@ def test_a_signal_shrinks_and_grows_a_run(
 ) -> None:
     before = signal.getsignal(signal.SIGUSR2)
     run = session(tmp_path, 4)
-    with AskedSignal() as run.resizing:
+    with RequestSignal() as run.resizing:
         state, losses, sizes = None, [], []
         for stop, text in enumerate(("", "2", "999", "many", "4"), 1):
             (tmp_path / DEVICES_FILE).write_text(text) if text else None
@@ -194,7 +194,7 @@ def test_experts_on_tiers_stay_with_their_devices(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = session(tmp_path, 2, tiers=TiersConfig(experts="host", optimizer="host"))
-    with contextlib.closing(run.trainer), AskedSignal() as run.resizing:
+    with contextlib.closing(run.trainer), RequestSignal() as run.resizing:
         (tmp_path / DEVICES_FILE).write_text("4")
         signal.raise_signal(signal.SIGUSR2)
         run.rebalance(0, run.trainer.init())

@@ -1,8 +1,8 @@
 """The Hugging Face folder of a model to serve or convert; the output folder of a run is merged
 automatically.
 
-`python -m jmoe.deploy.merged RUN NAME` merges the newest step of a run; NAME is the option that
-messages name.
+`python -m jmoe.deploy.model_folder RUN NAME` merges the newest step of a run; NAME is the option
+that messages name.
 """
 
 import errno
@@ -92,7 +92,7 @@ def merge_apart(run_dir: str, name: str) -> None:
     JAX stays uninitialised in this process, which may still have to join a distributed run. name:
     the option that names the run. Raises ValueError as `hugging_face_folder` does.
     """
-    command = [sys.executable, "-m", "jmoe.deploy.merged", run_dir, name]
+    command = [sys.executable, "-m", "jmoe.deploy.model_folder", run_dir, name]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}  # the caller uses the accelerators
     done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode:
