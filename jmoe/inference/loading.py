@@ -94,17 +94,8 @@ class LoadedModel(Closing):
                 PathTable.load(checkpoint.folder, checkpoint.routing_fingerprint) if paths else None
             )
             mesh = expert_mesh(options.mesh.devices) if _on_several(options) else None
-            if (
-                mesh is not None
-                and checkpoint.stored_format is not None
-                and options.expert_dtype is None
-            ):
-                log.info(
-                    _MADE_WIDE,
-                    checkpoint.stored_format.name,
-                    checkpoint.dtype,
-                    checkpoint.expert_bytes,
-                )
+            if mesh is not None and options.expert_dtype is None:
+                _log_decoded_experts(checkpoint)
             self.memory = plan_engine_memory(checkpoint, options)
             # fewer program sizes on an accelerator: padding is nearly free there, compiling is slow
             ratio = 2 if runs_on_cpu() or mesh is not None else 4
@@ -141,6 +132,13 @@ class LoadedModel(Closing):
         self.runner.residency.close()
         if self.store is not None:
             self.store.close()
+
+
+def _log_decoded_experts(checkpoint: LazyCheckpoint) -> None:
+    """Log that experts which the checkpoint stores compressed are decoded."""
+    kind = checkpoint.stored_format
+    if kind is not None:
+        log.info(_MADE_WIDE, kind.name, checkpoint.dtype, checkpoint.expert_bytes)
 
 
 def _one_device(
