@@ -10,11 +10,17 @@ moments on one rank, `temp_bytes` what a step takes beside the state.
 
 import argparse
 import sys
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from benchmarks.lib.ranks import Clock, Rounds
+from benchmarks.lib.report import JsonObject
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from jmoe.config import TrainConfig
 
 COMMANDS = {"embedding": "training steps with the embedding table in parts"}
 KINDS = ("replicated", "zero3", "columns", "rows")
@@ -28,7 +34,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--untied", action="store_true", help="a head of its own")
 
 
-def train_config(a: argparse.Namespace, kind: str, hidden_size: int, shape: tuple[int, ...]) -> Any:
+def train_config(
+    a: argparse.Namespace, kind: str, hidden_size: int, shape: tuple[int, ...]
+) -> "TrainConfig":
     from jmoe.config import CommConfig, MeshConfig, ModelConfig, TrainConfig
 
     model = ModelConfig(
@@ -52,7 +60,7 @@ def train_config(a: argparse.Namespace, kind: str, hidden_size: int, shape: tupl
 class Run:
     """One variant of the step; every call trains on the same tokens."""
 
-    def __init__(self, config: Any, mesh: Any) -> None:
+    def __init__(self, config: "TrainConfig", mesh: "Mesh") -> None:
         import jax
         from jax.sharding import NamedSharding
 
@@ -69,7 +77,7 @@ class Run:
         self.state = program.init()
         self.losses: list[float] = []
 
-    def __call__(self) -> Any:
+    def __call__(self) -> object:
         self.state, metrics = self.step(self.state, self.tokens)
         self.losses.append(float(metrics["loss"]))
         return self.state
@@ -101,7 +109,7 @@ class Run:
         return inside * embedding_traffic(plan, vocabulary).across_bytes
 
 
-def measure(a: argparse.Namespace, mesh: Any, clock: Clock) -> list[dict[str, Any]]:
+def measure(a: argparse.Namespace, mesh: "Mesh", clock: Clock) -> list[JsonObject]:
     """Return one row for every hidden size and partition."""
     return [
         row for hidden_size in a.hidden_sizes for row in measure_size(a, hidden_size, mesh, clock)
@@ -109,8 +117,8 @@ def measure(a: argparse.Namespace, mesh: Any, clock: Clock) -> list[dict[str, An
 
 
 def measure_size(
-    a: argparse.Namespace, hidden_size: int, mesh: Any, clock: Clock
-) -> list[dict[str, Any]]:
+    a: argparse.Namespace, hidden_size: int, mesh: "Mesh", clock: Clock
+) -> list[JsonObject]:
     """Return one row for every partition."""
     shape = tuple(mesh.shape.values())
     runs = {kind: Run(train_config(a, kind, hidden_size, shape), mesh) for kind in a.kinds}

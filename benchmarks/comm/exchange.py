@@ -10,11 +10,12 @@ exchange that a run would take.
 
 import argparse
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from benchmarks.lib.ranks import Clock, Rounds
+from benchmarks.lib.report import JsonObject
 from jmoe.config.cluster import LinksConfig
 from jmoe.planning.exchange import (
     ExchangeLoad,
@@ -24,6 +25,10 @@ from jmoe.planning.exchange import (
     exchange_traffic,
     plan_exchange,
 )
+
+if TYPE_CHECKING:
+    import jax
+    from jax.sharding import Mesh
 
 COMMANDS = {"exchange": "the exchange alone"}
 HIDDEN_SIZE = 1024
@@ -42,8 +47,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def make_program(
-    plan: ExchangePlan, mesh: Any, num_experts: int, capacity_factor: float, direction: str
-) -> Callable[..., Any]:
+    plan: ExchangePlan, mesh: "Mesh", num_experts: int, capacity_factor: float, direction: str
+) -> "Callable[..., tuple[object, jax.Array]]":
     """Return a program for one exchange there and back.
 
     It maps (x [R T, D], topk_idx, topk_weights [R T, K]) to (y or the gradients, each device's
@@ -57,7 +62,7 @@ def make_program(
 
     exchange = make_exchange(plan, EXPERT, capacity_factor)
 
-    def body(x: jax.Array, idx: jax.Array, weights: jax.Array) -> Any:
+    def body(x: jax.Array, idx: jax.Array, weights: jax.Array) -> tuple[object, jax.Array]:
         counts = (idx.reshape(-1, 1) == jnp.arange(num_experts)).sum(axis=0, dtype=jnp.int32)
 
         def there_and_back(x: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -73,7 +78,7 @@ def make_program(
     return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=BATCH, out_specs=BATCH, check_vma=False))
 
 
-def draw(mesh: Any, rank: int, shape: tuple[int, int, int]) -> tuple[Any, ...]:
+def draw(mesh: "Mesh", rank: int, shape: tuple[int, int, int]) -> "tuple[jax.Array, ...]":
     """Return random tokens, uniformly drawn experts and weights; one part on each rank."""
     import jax
     import jax.numpy as jnp
@@ -108,7 +113,7 @@ def formula(
     )
 
 
-def measure(a: argparse.Namespace, mesh: Any, clock: Clock) -> list[dict[str, Any]]:
+def measure(a: argparse.Namespace, mesh: "Mesh", clock: Clock) -> list[JsonObject]:
     """Return one row for every shape, direction and kind of exchange."""
     from jmoe.training.bandwidth import measured_links
 
@@ -120,8 +125,12 @@ def measure(a: argparse.Namespace, mesh: Any, clock: Clock) -> list[dict[str, An
 
 
 def measure_shape(
-    a: argparse.Namespace, mesh: Any, clock: Clock, shape: tuple[int, int, int], links: LinksConfig
-) -> list[dict[str, Any]]:
+    a: argparse.Namespace,
+    mesh: "Mesh",
+    clock: Clock,
+    shape: tuple[int, int, int],
+    links: LinksConfig,
+) -> list[JsonObject]:
     import jax
 
     k, num_experts, num_tokens = shape

@@ -36,10 +36,10 @@ import argparse
 import shlex
 import sys
 from pathlib import Path
-from typing import Any
 
 from benchmarks import DOCS, RESULTS
 from benchmarks.lib import report
+from benchmarks.lib.report import JsonObject
 from jmoe.config.cluster import LinkConfig, LinksConfig
 from jmoe.planning.embedding import EmbeddingPlan, Vocabulary, embedding_traffic, plan_embedding
 from jmoe.planning.exchange import (
@@ -95,7 +95,7 @@ def embedding_seconds(
 
 def simulate_exchange(
     a: argparse.Namespace, links: LinksConfig, kind: str, nodes: int
-) -> dict[str, Any]:
+) -> JsonObject:
     name, limited, _ = kind.partition(",")
     experts = nodes * GPUS_PER_NODE
     groups = {"n_group": nodes, "topk_group": min(nodes, 4)} if limited and nodes > 4 else {}
@@ -113,7 +113,7 @@ def simulate_exchange(
 
 def simulate_embedding(
     a: argparse.Namespace, links: LinksConfig, kind: str, nodes: int
-) -> dict[str, Any]:
+) -> JsonObject:
     vocabulary = Vocabulary(
         a.vocab_size, a.hidden_size, a.tied, a.tokens, activation_bytes=2, sharded=True
     )
@@ -127,12 +127,12 @@ def simulate_embedding(
     return _row("embedding", kind, nodes, sent, seconds) | {"parallel_head": plan.parallel_head}
 
 
-def _row(what: str, kind: str, nodes: int, sent: Traffic, seconds: float) -> dict[str, Any]:
+def _row(what: str, kind: str, nodes: int, sent: Traffic, seconds: float) -> JsonObject:
     sizes = {"across_bytes": sent.across_bytes, "inside_bytes": sent.inside_bytes}
     return {"what": what, "kind": kind, "nodes": nodes} | sizes | {"seconds": seconds}
 
 
-def draw(result: dict[str, Any], path: Path) -> None:
+def draw(result: JsonObject, path: Path) -> None:
     """Plot the bytes that leave a GPU's node, and the seconds, over the number of nodes."""
     from matplotlib.figure import Figure
 
@@ -208,7 +208,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def simulate(a: argparse.Namespace) -> list[dict[str, Any]]:
+def simulate(a: argparse.Namespace) -> list[JsonObject]:
     """Return a row for every kind of exchange and embedding and number of nodes."""
     across = LinkConfig(a.across_gb_per_s * 1e9, a.across_latency_us / 1e6)
     inside = LinkConfig(a.inside_gb_per_s * 1e9, a.inside_latency_us / 1e6)

@@ -31,10 +31,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
+from jax.stages import Compiled, Lowered
 
 from benchmarks.comm import trace
 from benchmarks.lib.ranks import Clock, Rounds
-from benchmarks.lib.report import median, ratio
+from benchmarks.lib.report import JsonObject, median, ratio
 from jmoe.config import (
     CommConfig,
     MeshConfig,
@@ -136,7 +138,7 @@ def config_of(
     )
 
 
-def measure(a: argparse.Namespace, mesh: Any, clock: Clock) -> list[dict[str, Any]]:
+def measure(a: argparse.Namespace, mesh: Mesh, clock: Clock) -> list[JsonObject]:
     """Return a row for every shape and variant."""
     rows = []
     for name in a.shapes or SHAPES[a.command]:
@@ -144,7 +146,7 @@ def measure(a: argparse.Namespace, mesh: Any, clock: Clock) -> list[dict[str, An
     return rows
 
 
-def compiled(lowered: Any, folder: Path, rank: int) -> Any:
+def compiled(lowered: Lowered, folder: Path, rank: int) -> Compiled:
     """Return the step, compiled by rank 0 for all: compilations would slow each other."""
     import jax
     from jax.experimental import serialize_executable
@@ -163,7 +165,7 @@ class Run:
     """One variant of the step, with its program, state and figures."""
 
     def __init__(
-        self, a: argparse.Namespace, mesh: Any, shape: tuple[int, ...], variant: str
+        self, a: argparse.Namespace, mesh: Mesh, shape: tuple[int, ...], variant: str
     ) -> None:
         import jax
 
@@ -195,7 +197,7 @@ class Run:
         """Return the seconds that experts waited for all-to-alls in each round's backward pass."""
         return [sum(exchange.seconds for exchange in step) for step in self.exchanges]
 
-    def __call__(self) -> Any:
+    def __call__(self) -> object:
         self.state, self.metrics = self.step(self.state, self.tokens)
         return self.metrics
 
@@ -217,8 +219,9 @@ class Run:
 
 
 def measure_shape(
-    a: argparse.Namespace, mesh: Any, clock: Clock, shape: tuple[int, ...]
-) -> list[dict[str, Any]]:
+    a: argparse.Namespace, mesh: Mesh, clock: Clock, shape: tuple[int, ...]
+) -> list[JsonObject]:
+    """Return a row for every variant of a shape."""
     variants = a.variants or [
         name for name in VARIANTS[a.command] if shape[2] or name != "one_by_one"
     ]
@@ -231,42 +234,52 @@ def measure_shape(
     if a.command == "fusion":
         losses = [run.losses for run in runs.values()]
         assert np.allclose(losses, losses[0], rtol=1e-3, atol=0), losses
+    return [row_of(a, shape, runs, variant) for variant in runs]
+
+
+def row_of(
+    a: argparse.Namespace, shape: tuple[int, ...], runs: dict[str, Run], variant: str
+) -> JsonObject:
+    """Return a variant's figures, with ratios to the first variant and to `none`."""
     references = dict.fromkeys((next(iter(runs)), *({"none"} & runs.keys())))
-    rows = []
     names = ("hidden_size", "layers", "experts", "top_k", "tokens_per_rank", "intermediate_size")
-    for variant, run in runs.items():
-        taken = run.taken
-        row = {"mbit_per_s": a.rates[0], **dict(zip(names, shape, strict=True)), "variant": variant}
-        row |= {
-            "seconds": median(taken.seconds),
-            **{
-                f"ratio_to_{name}": ratio(runs[name].taken.seconds, taken.seconds)
-                for name in references
-            },
-            "sent_bytes": round(median(taken.sent_bytes)),
-            "link_s": round(a.nodes * median(taken.sent_bytes) * 8e-6 / a.rates[0], 4)
-            if a.rates[0]
-            else 0.0,
-            "chunk_bytes": run.chunk_bytes,
-            "loss": [round(run.losses[0], 4), round(run.losses[-1], 4)],
-            "all_seconds": [round(s, 4) for s in taken.seconds],
-        }
-        if run.parts:
-            row["parts_s"] = {
-                name: median(step[name] for step in run.parts) for name in run.parts[0]
-            }
-            for way in run.layers[0]:
-                row[f"{way}_layer_s"] = median(step[way] / row["layers"] for step in run.layers)
-        if run.exchanges:
-            seconds = [exchange.seconds for step in run.exchanges for exchange in step]
-            row |= {
-                "all_to_all_s": round(sum(seconds) / len(seconds), 4),
-                "all_to_alls_s": median(run.waits),
-                **{
-                    f"ratio_all_to_alls_to_{name}": ratio(runs[name].waits, run.waits)
-                    for name in references
-                },
-                "busy_share": median(run.busy, 3),
-            }
-        rows.append(row)
-    return rows
+    run, link_s = runs[variant], 0.0
+    taken = run.taken
+    if a.rates[0]:
+        link_s = round(a.nodes * median(taken.sent_bytes) * 8e-6 / a.rates[0], 4)
+    row: JsonObject = {
+        "mbit_per_s": a.rates[0],
+        **dict(zip(names, shape, strict=True)),
+        "variant": variant,
+        "seconds": median(taken.seconds),
+        **{
+            f"ratio_to_{name}": ratio(runs[name].taken.seconds, taken.seconds)
+            for name in references
+        },
+        "sent_bytes": round(median(taken.sent_bytes)),
+        "link_s": link_s,
+        "chunk_bytes": run.chunk_bytes,
+        "loss": [round(run.losses[0], 4), round(run.losses[-1], 4)],
+        "all_seconds": [round(s, 4) for s in taken.seconds],
+    }
+    if run.parts:
+        row["parts_s"] = {name: median(step[name] for step in run.parts) for name in run.parts[0]}
+        for way in run.layers[0]:
+            row[f"{way}_layer_s"] = median(step[way] / row["layers"] for step in run.layers)
+    if run.exchanges:
+        row |= exchange_figures(run, {name: runs[name] for name in references})
+    return row
+
+
+def exchange_figures(run: Run, references: dict[str, Run]) -> JsonObject:
+    """Return how long experts waited for all-to-alls, beside the references."""
+    seconds = [exchange.seconds for step in run.exchanges for exchange in step]
+    return {
+        "all_to_all_s": round(sum(seconds) / len(seconds), 4),
+        "all_to_alls_s": median(run.waits),
+        **{
+            f"ratio_all_to_alls_to_{name}": ratio(other.waits, run.waits)
+            for name, other in references.items()
+        },
+        "busy_share": median(run.busy, 3),
+    }

@@ -40,7 +40,8 @@ if __name__ == "__main__":
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from benchmarks.lib import ahead_of_time, report
 from jmoe.inference.mesh.programs import ExchangeShape, experts_on_mesh
@@ -53,6 +54,8 @@ from kernels_pallas.grouped_mlp import MLPWeights, grouped_mlp
 from kernels_pallas.implementations import Name
 from kernels_pallas.shapes import MODELS, MoEShape
 from kernels_pallas.token_permute import RowMap, combine, dispatch, sort_by_expert
+
+Operands = tuple[object, ...]  # trees of abstract arrays
 
 
 def parse() -> argparse.Namespace:
@@ -82,7 +85,7 @@ def moe_loss(
     shape: MoEShape,
     implementation: Name,
     x_TD: jax.Array,
-    weights: Any,
+    weights: tuple[jax.Array, jax.Array],
     idx_TK: jax.Array,
     gate_TK: jax.Array,
 ) -> jax.Array:
@@ -99,7 +102,7 @@ def moe_loss(
 
 def matmul_and_gradients(
     implementation: Name, x: jax.Array, w: jax.Array, sizes_E: jax.Array, *row_map: jax.Array
-) -> Any:
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return a grouped matmul with both gradients; a row map (src_N, row_TK) reads tokens."""
     rows = RowMap(*row_map, complete=True) if row_map else None
     y_NF, vjp = jax.vjp(
@@ -143,7 +146,9 @@ def kernels_in(lines: list[str]) -> list[JsonObject]:
     return found
 
 
-def compile_for(device: Any, function: Callable[..., Any], operands: Any) -> JsonObject:
+def compile_for(
+    device: jax.Device, function: Callable[..., object], operands: Operands
+) -> JsonObject:
     """Compile `function` for a device that this machine lacks."""
     sharding = jax.sharding.SingleDeviceSharding(device)
     abstract = jax.tree.map(
@@ -152,7 +157,7 @@ def compile_for(device: Any, function: Callable[..., Any], operands: Any) -> Jso
     return compiled_for_cuda(jax.jit(function), *abstract)
 
 
-def compiled_for_cuda(jitted: Any, *operands: Any) -> JsonObject:
+def compiled_for_cuda(jitted: jax.stages.Wrapped, *operands: object) -> JsonObject:
     """Compile a program for the devices of its operands."""
     started = time.perf_counter()
     with captured() as lines:
@@ -169,7 +174,7 @@ def compiled_for_cuda(jitted: Any, *operands: Any) -> JsonObject:
 
 def programs(
     shape: MoEShape, implementation: Name
-) -> Iterator[tuple[str, Callable[..., Any], Any]]:
+) -> Iterator[tuple[str, Callable[..., object], Operands]]:
     """Yield (name, function, operands) of every program to compile for a shape."""
     t, k, n = shape.num_tokens, shape.num_experts_per_tok, shape.num_rows
     d, f, e = shape.hidden_size, shape.moe_intermediate_size, shape.num_experts
@@ -197,7 +202,7 @@ def programs(
 
 def experts_in_slots(
     shape: MoEShape, kind: str, implementation: Name
-) -> tuple[Callable[..., Any], Any]:
+) -> tuple[Callable[..., object], Operands]:
     """Return (function, operands) of experts for 64 tokens, with two slots an expert."""
     t = 64
     k = shape.num_experts_per_tok
@@ -227,13 +232,13 @@ def experts_in_slots(
     return partial(table_mlp, **options), (ExpertInputs(*routed), slots, of(jnp.int32, e))
 
 
-def engine_exchange(shape: MoEShape, devices: list[Any]) -> JsonObject:
+def engine_exchange(shape: MoEShape, devices: list[jax.Device]) -> JsonObject:
     """Compile the exchange and experts of an engine over several GPUs, 256 tokens a device."""
     mesh = make_mesh((1, 1, len(devices)), devices)
     tokens = 256 * len(devices)
     k = shape.num_experts_per_tok
 
-    def of(spec: Any, dtype: Any, *sizes: int) -> jax.ShapeDtypeStruct:
+    def of(spec: PartitionSpec, dtype: DTypeLike, *sizes: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, spec))
 
     d, f, e = shape.hidden_size, shape.moe_intermediate_size, shape.num_experts

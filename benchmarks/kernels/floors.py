@@ -20,7 +20,6 @@ if __name__ == "__main__":
     script.start(reexec=True)
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +67,7 @@ def fused(matrices: tuple[tuple[int, int], ...], bytes_per_s: float) -> list[Jso
     shards = [draw(jax.random.key(0), shape, jnp.float32) for shape in matrices]
     grads = [draw(jax.random.key(0), shape, jnp.bfloat16) for shape in matrices]
 
-    def reduce(shards: list[jax.Array], grads: list[jax.Array]) -> Any:
+    def reduce(shards: list[jax.Array], grads: list[jax.Array]) -> list[jax.Array]:
         return jax.vjp(lambda w: gather_fused_local(w, parts, levels), shards)[1](grads)
 
     gather = partial(gather_fused_local, parts=parts, hierarchy=levels)

@@ -34,16 +34,18 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from benchmarks.lib import report
+from benchmarks.lib.report import JsonObject
 from jmoe.layers.slot_experts import ExpertInputs
 from jmoe.offload.slots import HostSlots, NativeSlots
 from kernels_pallas import native
@@ -68,7 +70,7 @@ EXPERTS = {
         8,
     ),  # their sizes are those of Qwen3-30B-A3B
 }
-Call = Callable[[], Any]
+Call = Callable[[], object]
 
 
 def parse() -> argparse.Namespace:
@@ -89,7 +91,7 @@ def plain_read(num_bytes: int) -> tuple[Call, int]:
     )
 
 
-def large_product(dtype: Any) -> Call:
+def large_product(dtype: DTypeLike) -> Call:
     """Return a call of 2 LARGE^3 operations."""
     square = jax.jit(lambda x: dot(x, x))
     x = jnp.ones((LARGE, LARGE), dtype)
@@ -107,7 +109,7 @@ class Calls(NamedTuple):
     layers: int = 1
 
 
-def products(rows: int, dtype: Any, total: int) -> Calls:
+def products(rows: int, dtype: DTypeLike, total: int) -> Calls:
     """Return calls that multiply by the next of many matrices each time."""
     make = jax.jit(
         lambda seed: jax.random.normal(jax.random.key(seed), (INNER, COLUMNS), dtype),
@@ -135,7 +137,7 @@ def experts(name: str, tokens: int, kind: str, total: int) -> Calls:
     hidden, inner, num_experts, k = EXPERTS[name]
     shapes = {"w_up": (hidden, 2 * inner), "w_down": (inner, hidden)}
     if kind in FORMATS:
-        dtype: Any = jnp.bfloat16
+        dtype: DTypeLike = jnp.bfloat16
         fields = {
             n: field
             for name, shape in shapes.items()
@@ -199,6 +201,64 @@ def seconds(call: Call) -> float:
     return taken / calls
 
 
+class Measured(NamedTuple):
+    """Seconds of each round: of the native calls, XLA's, the cached ones, a plain read of
+    `read_bytes` and a large product.
+    """
+
+    made: Calls
+    read_bytes: int
+    mine_s: Sequence[float]
+    xla_s: Sequence[float]
+    cached_s: Sequence[float]
+    read_s: Sequence[float]
+    large_s: Sequence[float]
+
+    @property
+    def large_flops_per_s(self) -> list[float]:
+        """The rate of the large product in each round."""
+        return [2 * LARGE**3 / s for s in self.large_s]
+
+    def row(self) -> JsonObject:
+        """Return the medians, and ratios to the plain read, the floor and XLA."""
+        made = self.made
+        mine, xla, cached = (
+            [made.num_bytes / s / 1e9 for s in times]
+            for times in (self.mine_s, self.xla_s, self.cached_s)
+        )
+        plain = [self.read_bytes / s / 1e9 for s in self.read_s]
+        floor = [
+            min(n, made.num_bytes * peak / made.flops / 1e9)
+            for n, peak in zip(plain, self.large_flops_per_s, strict=True)
+        ]
+        return {
+            "gb_per_s": report.median(mine, 1),
+            "xla_gb_per_s": report.median(xla, 1),
+            "cached_gb_per_s": report.median(cached, 1),
+            **{
+                name: report.median([s / made.layers * 1e6 for s in times], 1)
+                for name, times in (("us", self.mine_s), ("cached_us", self.cached_s))
+            },
+            "read_gb_per_s": report.median(plain, 1),
+            "of_read": report.ratio(mine, plain),
+            "of_floor": report.ratio(mine, floor),
+            "of_xla": report.ratio(mine, xla),
+        }
+
+
+def measure(made: Calls, read: Call, read_bytes: int, large: Call, rounds: int) -> Measured:
+    """Time the calls in turn, beside a plain read and a large product."""
+    calls = (made.native, made.xla, made.cached, read, large)
+    for call in calls:
+        seconds(call)
+    taken = []
+    for _ in range(rounds):
+        before = [seconds(call) for call in calls[:2]]
+        jax.block_until_ready(made.cached())  # into the caches
+        taken.append(before + [seconds(call) for call in calls[2:]])
+    return Measured(made, read_bytes, *zip(*taken, strict=True))
+
+
 def main() -> None:
     a = parse()
     native.load()
@@ -215,35 +275,10 @@ def main() -> None:
                 else products(count, jnp.dtype(kind), a.bytes)
             )
             wide = "float32" if kind == "float32" else "bfloat16"
-            calls = (made.native, made.xla, made.cached, read, large[wide])
-            for call in calls:
-                seconds(call)
-            rounds = []
-            for _ in range(a.rounds):
-                before = [seconds(call) for call in calls[:2]]
-                jax.block_until_ready(made.cached())  # into the caches
-                rounds.append(before + [seconds(call) for call in calls[2:]])
-            mine_s, xla_s, cached_s, read_s, large_s = zip(*rounds, strict=True)
-            mine, xla, cached = (
-                [made.num_bytes / s / 1e9 for s in times] for times in (mine_s, xla_s, cached_s)
-            )
-            plain = [read_bytes / s / 1e9 for s in read_s]
-            speeds = [2 * LARGE**3 / s for s in large_s]
-            peaks[wide] += speeds
-            floor = [
-                min(n, made.num_bytes * peak / made.flops / 1e9)
-                for n, peak in zip(plain, speeds, strict=True)
-            ]
-            row = {"what": name, "weights": kind, "rows": count}
-            row |= {"gb_per_s": report.median(mine, 1), "xla_gb_per_s": report.median(xla, 1)}
-            row |= {"cached_gb_per_s": report.median(cached, 1)}
-            row |= {
-                name: report.median([s / made.layers * 1e6 for s in times], 1)
-                for name, times in (("us", mine_s), ("cached_us", cached_s))
-            }
-            row |= {"read_gb_per_s": report.median(plain, 1), "of_read": report.ratio(mine, plain)}
-            row |= {"of_floor": report.ratio(mine, floor), "of_xla": report.ratio(mine, xla)}
-            rows.append(report.progress(row))
+            measured = measure(made, read, read_bytes, large[wide], a.rounds)
+            peaks[wide] += measured.large_flops_per_s
+            what = {"what": name, "weights": kind, "rows": count}
+            rows.append(report.progress(what | measured.row()))
     gflops = {name: round(np.median(all_of) / 1e9) for name, all_of in peaks.items()}
     report.finish(
         {

@@ -26,12 +26,13 @@ import time
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
 
 import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import KeyPath
+from jax.typing import DTypeLike
 
 from benchmarks.lib import report
 from benchmarks.lib.floors import floors, seconds
@@ -45,7 +46,7 @@ from kernels_pallas.shapes import CPU, MODELS, ROUTINGS, MoEShape, group_sizes
 from kernels_pallas.token_permute import RowMap, combine, dispatch, sort_by_expert
 
 RAGGED_DOT_BYTES = 16 * 2**30  # its masked copies of the rows may take so much
-Call = tuple[Callable[..., Any], tuple[Any, ...]]
+Call = tuple[Callable[..., object], tuple[object, ...]]
 
 
 def parse() -> argparse.Namespace:
@@ -61,18 +62,20 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def normal(seed: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+def normal(seed: int, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
     """Return random weights drawn in `dtype`: a layer's may be many GB."""
     return jax.jit(lambda: jax.random.normal(jax.random.key(seed), shape, dtype))()
 
 
-def layer_and_gradients(graph: Any, state: Any, x: jax.Array, dy: jax.Array) -> Any:
+def layer_and_gradients(
+    graph: nnx.GraphDef, state: nnx.State, x: jax.Array, dy: jax.Array
+) -> tuple[jax.Array, tuple[nnx.State, jax.Array]]:
     """Return a layer with its gradients for weights and input.
 
     The gradient of its output is an argument, so that XLA cannot simplify the backward pass.
     """
 
-    def layer(state: Any, x: jax.Array) -> jax.Array:
+    def layer(state: nnx.State, x: jax.Array) -> jax.Array:
         out = nnx.merge(graph, state)(x)
         return (out[0] if isinstance(out, tuple) else out).astype(jnp.float32)
 
@@ -106,7 +109,7 @@ def ratios(times: dict[str, list[float]], of: str) -> dict[str, dict[str, float]
     }
 
 
-def matmul_on_cpu(dtype: Any, rounds: int) -> JsonObject:
+def matmul_on_cpu(dtype: DTypeLike, rounds: int) -> JsonObject:
     """Time the grouped matmul and its gradients beside a dense one of equal FLOPs."""
     t, d, f, e = CPU.num_tokens, CPU.hidden_size, CPU.moe_intermediate_size, CPU.num_experts
     x, w, dy = normal(0, (t, d), dtype), normal(1, (e, d, f), dtype), normal(2, (t, f), dtype)
@@ -117,7 +120,7 @@ def matmul_on_cpu(dtype: Any, rounds: int) -> JsonObject:
         w: jax.Array,
         dy: jax.Array,
         *sizes: jax.Array,
-    ) -> Any:
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         y, vjp = jax.vjp(lambda x, w: multiply(x, w, *sizes).astype(dtype), x, w)
         return y, vjp(dy)
 
@@ -135,7 +138,7 @@ def matmul_on_cpu(dtype: Any, rounds: int) -> JsonObject:
     }
 
 
-def layer_on_cpu(dtype: Any, rounds: int, k: int = 2) -> JsonObject:
+def layer_on_cpu(dtype: DTypeLike, rounds: int, k: int = 2) -> JsonObject:
     """Time a MoE layer with random routing beside a dense FFN with as many active parameters."""
     t, d, f, e = CPU.num_tokens, CPU.hidden_size, CPU.moe_intermediate_size, CPU.num_experts
     modules = {
@@ -216,7 +219,7 @@ def permutes_on_gpu(shape: MoEShape, floor: dict[str, float]) -> dict[str, dict[
     order_N, rank_N = sort(idx_TK)
     token_N, row_TK = order_N // k, rank_N.reshape(t, k)
     x, y = normal(2, (t, d), jnp.bfloat16), normal(3, (n, d), jnp.bfloat16)
-    calls: dict[str, tuple[Any, tuple[Any, ...], int]] = {
+    calls: dict[str, tuple[Callable[..., object], tuple[jax.Array, ...], int]] = {
         "sort": (sort, (idx_TK,), 4 * 3 * n),
         "dispatch": (
             jax.jit(partial(dispatch, complete=True)),
@@ -304,7 +307,7 @@ def layer_on_gpu(shape: MoEShape) -> dict[str, dict[str, float]]:
     dy = normal(2, (shape.num_tokens, d), jnp.float32)
     times = {}
 
-    def weights(path: Any, a: jax.Array) -> jax.Array:
+    def weights(path: KeyPath, a: jax.Array) -> jax.Array:
         dtype = jnp.float32 if "router" in jax.tree_util.keystr(path) else jnp.bfloat16
         return normal(1, a.shape, dtype) * jnp.asarray(0.02, dtype)
 

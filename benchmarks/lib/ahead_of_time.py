@@ -6,14 +6,18 @@ What imports this sets `JAX_SKIP_CUDA_CONSTRAINTS_CHECK` before JAX is imported
 """
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.typing import DTypeLike
 
 from benchmarks.lib import report
+from benchmarks.lib.report import JsonObject
 from jmoe.run.ahead_of_time import devices, has_cuda, lower_for
 
-__all__ = ["Programs", "devices", "has_cuda", "skipped"]
+__all__ = ["Jitted", "Programs", "devices", "has_cuda", "skipped"]
+Jitted = Callable[..., object]  # what `jax.jit` returns
 MISSING = "JAX's CUDA libraries are not installed (make setup EXTRA=cuda13); no GPU is needed"
 
 
@@ -32,10 +36,14 @@ class Programs:
     rows: what compiling each program told.
     """
 
-    def __init__(self, device: Any) -> None:
-        self.rows: list[dict[str, Any]] = []
+    def __init__(self, device: jax.Device) -> None:
+        self.rows: list[JsonObject] = []
         self._device = device
         self._place = jax.sharding.SingleDeviceSharding(device)
+
+    def of(self, dtype: DTypeLike, *shape: int) -> jax.ShapeDtypeStruct:
+        """Return an array's shape and dtype, on the device."""
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self._place)
 
     def abstract(self, tree: Any) -> Any:
         """Return the arrays' shapes and dtypes, on the device."""
@@ -43,7 +51,7 @@ class Programs:
             lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self._place), tree
         )
 
-    def compile(self, name: str, function: Any, *operands: Any, **options: Any) -> Any:
+    def compile(self, name: str, function: Jitted, *operands: Any, **options: Any) -> Any:
         """Compile a jitted function of abstract operands; return its results' shapes."""
         begun = time.perf_counter()
         results, lowered = lower_for(self._device, function, *operands, **options)

@@ -3,18 +3,22 @@ engines at once.
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from benchmarks.lib import report
 from benchmarks.lib.linked_nodes import ADDRESSES
 from jmoe.config import DistributedConfig
 from jmoe.config.engine import EngineConfig
-from jmoe.inference.mesh.lockstep import led
+from jmoe.inference.mesh.lockstep import Leader, led
+
+if TYPE_CHECKING:
+    from jmoe.inference.engine import Engine
+    from jmoe.inference.loading import LoadedModel
 
 XLA_THREADS = 4  # more than a rank's one core: one that waits for another rank computes nothing
-Engines = Mapping[str, Any]
+Engines = Mapping[str, "Engine"]
 Load = Mapping[str, tuple[Path, EngineConfig]]
 
 
@@ -38,7 +42,7 @@ class EngineRank(NamedTuple):
 
 
 def run_rank(
-    place: EngineRank, cache_dir: Path, load: Load, measure: Callable[[Engines], Any]
+    place: EngineRank, cache_dir: Path, load: Load, measure: Callable[[Engines], object]
 ) -> None:
     """Run as a rank: rank 0 prints `measure` of an engine of each name; the others follow it.
 
@@ -78,10 +82,10 @@ def run_rank(
 class _LeaderOf:
     """A leader of followers that run several engines each."""
 
-    def __init__(self, leader: Any, name: str) -> None:
+    def __init__(self, leader: Leader, name: str) -> None:
         self.step, self._leader, self._name = leader.step, leader, name
 
-    def tell(self, method: str, *arguments: Any) -> None:
+    def tell(self, method: str, *arguments: object) -> None:
         self._leader.tell("call", self._name, method, arguments)
 
 
@@ -89,8 +93,8 @@ class _Runners:
     """A follower's share of every engine; on rank 0 only the message to load it."""
 
     def __init__(self, load: Load) -> None:
-        self.leader: Any = None
-        self._load, self._models = load, dict[str, Any]()
+        self.leader: Leader | None = None
+        self._load, self._models = load, dict[str, "LoadedModel"]()
 
     @led
     def load(self, name: str) -> None:
@@ -100,5 +104,5 @@ class _Runners:
             self._models[name] = LoadedModel(*self._load[name])
 
     @led
-    def call(self, name: str, method: str, arguments: list[Any]) -> None:
+    def call(self, name: str, method: str, arguments: Sequence[object]) -> None:
         getattr(self._models[name].runner, method)(*arguments)

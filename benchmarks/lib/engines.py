@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lib import report
+from benchmarks.lib.report import JsonObject
 from jmoe.config.engine import EngineConfig
 from jmoe.inference.engine import Engine
 from jmoe.inference.loading import uses_native
 from jmoe.inference.sampling_params import SamplingParams
 
 
-def add_engine_options(parser: argparse.ArgumentParser, **defaults: Any) -> None:
+def add_engine_options(parser: argparse.ArgumentParser, **defaults: object) -> None:
     """Add options for the checkpoint and the fields of `EngineConfig`, but its size and mesh.
 
     The word "none" means None.
@@ -43,7 +44,7 @@ def engine_of(a: argparse.Namespace, limits: dict[str, float] | None = None, **m
     return Engine(a.model, config, bandwidth_limit_bytes_per_s=limits)
 
 
-def run_description(a: argparse.Namespace) -> dict[str, Any]:
+def run_description(a: argparse.Namespace) -> JsonObject:
     """Return what a result says of its run: options, versions and device."""
     return {"args": report.options(a)} | report.where()
 

@@ -8,7 +8,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+
+from benchmarks.lib.report import JsonObject
 
 COMMON = {"ioengine": "psync", "direct": 1, "thread": 1}
 
@@ -17,7 +18,7 @@ def is_here() -> bool:
     return shutil.which("fio") is not None
 
 
-def _command(*jobs: dict[str, Any]) -> list[str]:
+def _command(*jobs: JsonObject) -> list[str]:
     return ["fio", *(f"--{key}={value}" for job in jobs for key, value in (job | COMMON).items())]
 
 

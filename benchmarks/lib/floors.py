@@ -4,7 +4,6 @@ dense product.
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ FULL = (2**30, 8192)  # numbers in bfloat16 that are copied, and the sides of a 
 TOY = (2**20, 256)
 
 
-def seconds(f: Callable[..., Any], *operands: Any, repeat: int = 10) -> float:
+def seconds(f: Callable[..., object], *operands: object, repeat: int = 10) -> float:
     """Return the seconds of one call in an unbroken series of calls: the best of three series."""
     jax.block_until_ready(f(*operands))
     best = float("inf")

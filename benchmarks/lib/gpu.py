@@ -31,12 +31,12 @@ import time
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
-from typing import Any
 
 from benchmarks import BENCHMARKS, RESULTS
 from benchmarks.lib import report
 from benchmarks.lib.parts import run_part
 from benchmarks.lib.published import LAYERS, published, tiny
+from benchmarks.lib.report import JsonObject
 from jmoe.run.metrics import peak_flops
 
 BUDGET_S = 9 * 60
@@ -113,14 +113,14 @@ def parts(scratch: Path, on_cpu: bool) -> list[Part]:
     return [replace(part, seconds=slower * part.seconds) for part in found]
 
 
-def limits(result: dict[str, Any], floors: dict[str, Any]) -> dict[str, Any]:
+def limits(result: JsonObject, floors: JsonObject) -> JsonObject:
     """Return how near a result came to its device's measured limits and to the data sheet.
 
     mfu: FLOP/s of a model's step over the data sheet's peak, None if that is unknown.
     of_dense_product: over the FLOP/s of one large product. of_link: copies of a decode step, by
     batch, over copies of pinned memory.
     """
-    near: dict[str, Any] = {}
+    near: JsonObject = {}
     reached = floors.get("floors", {}) if floors.get("device") == result.get("device") else {}
     if flops_per_s := result.get("model_flops_per_s"):
         peak = peak_flops(str(result.get("device")))
@@ -134,7 +134,7 @@ def limits(result: dict[str, Any], floors: dict[str, Any]) -> dict[str, Any]:
     return near
 
 
-def add_limits(out: Path) -> dict[str, Any]:
+def add_limits(out: Path) -> JsonObject:
     """Write `limits` into every result that has any, and return them by name.
 
     Results and floors may be written in any order.
@@ -192,7 +192,7 @@ def run_all(a: argparse.Namespace, parser: argparse.ArgumentParser, scratch: Pat
     there = set() if a.fresh else {name for name in names if (out / f"gpu_{name}.json").exists()}
     wanted = set(a.only or names) - there - {"model"}
     wanted |= {part.needs for part in all_parts if part.needs and part.name in wanted}
-    failed, ends = dict[str, Any](), time.perf_counter() + a.budget_s
+    failed, ends = JsonObject(), time.perf_counter() + a.budget_s
     for part in all_parts:
         if part.name not in wanted:
             continue
@@ -220,9 +220,9 @@ def run_all(a: argparse.Namespace, parser: argparse.ArgumentParser, scratch: Pat
 
 def run_command(
     part: Part, left_s: float, environment: dict[str, str]
-) -> tuple[dict[str, Any], dict[str, Any]]:
+) -> tuple[JsonObject, JsonObject]:
     """Run a part's command, or `instead` if it failed; return the outcome, and failures."""
-    failed = dict[str, Any]()
+    failed = JsonObject()
     for command in (part.command, part.instead):
         if command is not None:
             program, *options = command.split()
@@ -238,7 +238,7 @@ def run_command(
     return done, failed
 
 
-def result_file(part: Part, result: dict[str, Any]) -> dict[str, Any]:
+def result_file(part: Part, result: JsonObject) -> JsonObject:
     """Return the result file of a part: command, date and figures."""
     command = f"python benchmarks/{part.command}"
     return {

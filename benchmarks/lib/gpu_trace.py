@@ -2,12 +2,13 @@
 
 from collections import Counter
 from pathlib import Path
-from typing import Any
+
+from benchmarks.lib.report import JsonObject
 
 MOST = 25  # kernels listed
 
 
-def kernel_times(folder: Path, num_steps: int) -> dict[str, Any] | None:
+def kernel_times(folder: Path, num_steps: int) -> JsonObject | None:
     """Return a step's GPU time by kernel, from a folder's newest trace; None without a GPU.
 
     busy_ms: time in which a stream worked. launches: kernels and copies.

@@ -5,7 +5,7 @@ Legend: T tokens of a step, K choices a token, E experts of a layer, L layers wi
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +14,8 @@ import jax
 import numpy as np
 
 from benchmarks.lib import report
+from benchmarks.lib.report import JsonObject
+from jmoe.config import ModelConfig
 from jmoe.config.engine import EngineMesh
 from jmoe.inference.engine import Engine
 from jmoe.inference.mesh.expert_placer import ExpertPlacer, SwapCosts
@@ -36,6 +38,8 @@ TABLES = {
     "lina, l = 6": (6, False),
 }
 TIMES = 30
+# (layer with experts, gates of the micro-batches, path of each token) -> their results
+RunExperts = Callable[[int, list[Gate], list[np.ndarray]], list[jax.Array]]
 
 
 def tables_of(engine: Engine, folder: Path, prompts: list[list[int]]) -> dict[int, PathTable]:
@@ -79,7 +83,7 @@ def set_contestant(placer: ExpertPlacer, name: str, folder: Path) -> None:
     placer._was_right = was_right  # type: ignore[method-assign]
 
 
-def partial_was_right(placer: ExpertPlacer, name: str) -> Any:
+def partial_was_right(placer: ExpertPlacer, name: str) -> Callable[[int, np.ndarray], bool]:
     """Return the test of whether phase two has to plan; it never has to without a phase two."""
     if name == "without_phase_two":
         return lambda layer, counts_E: True
@@ -114,7 +118,7 @@ def contest(runner: MeshRunner, name: str, folder: str) -> None:
 MeshRunner.contest = contest  # type: ignore[attr-defined]  # followers find it there
 
 
-def _balanced(runner: MeshRunner, run: Any) -> Any:
+def _balanced(runner: MeshRunner, run: RunExperts) -> RunExperts:
     """Return `_run_experts` with choices dealt to all experts; for unpadded whole batches."""
     experts = runner.config.num_experts
     made: dict[tuple[int, int], tuple[jax.Array, jax.Array]] = {}
@@ -136,7 +140,7 @@ def _balanced(runner: MeshRunner, run: Any) -> Any:
 
 def layer_rows(
     engine: Engine, folder: Path, batches: list[list[list[int]]], names: Sequence[str]
-) -> list[dict[str, Any]]:
+) -> list[JsonObject]:
     """Return a row for each contestant and layer: times here, with the host waiting for each."""
     runner: Any = engine._runner
     rows = []
@@ -151,10 +155,10 @@ def layer_rows(
             moe_layer: int,
             gates: list[Gate],
             path: list[np.ndarray],
-            taken: Any = taken,
-            inner: Any = inner,
+            taken: list[list[tuple[float, float, float]]] = taken,
+            inner: RunExperts = inner,
             ended: list[float] = ended,
-        ) -> Any:
+        ) -> list[jax.Array]:
             jax.block_until_ready([gate.all_idx_TK for gate in gates])
             begun = time.perf_counter()
             loads_N = runner.placer._loads_N.copy()
@@ -191,8 +195,8 @@ def most_popular(popularity_E: np.ndarray, most: int) -> set[int]:
 
 
 def accuracy(
-    kind: str, steps: list[list[np.ndarray]], folder: Path, config: Any
-) -> list[dict[str, Any]]:
+    kind: str, steps: list[list[np.ndarray]], folder: Path, config: ModelConfig
+) -> list[JsonObject]:
     """Return a row for each path length and kind of table: a figure a layer from the second."""
     experts, k = config.num_experts, config.num_experts_per_tok
     most, rows = min(2 * k, max(1, experts // 2)), []
@@ -227,7 +231,7 @@ def accuracy(
 class Places:
     """The places of experts, as in `PlacedExperts` but without weights; a device is a process."""
 
-    def __init__(self, config: Any, devices: int, slots: int) -> None:
+    def __init__(self, config: ModelConfig, devices: int, slots: int) -> None:
         self.index = ExpertIndex(config.num_moe_layers, config.num_experts)
         self.process_of_N, self.copies_N = np.arange(devices), np.zeros(devices, np.int64)
         self.copied_bytes, self.copied_s = 0, 0.0
@@ -256,7 +260,7 @@ class Places:
 
 
 def planner_of(
-    name: str, folder: Path, places: Places, costs: SwapCosts, config: Any
+    name: str, folder: Path, places: Places, costs: SwapCosts, config: ModelConfig
 ) -> ExpertPlacer:
     """Return the engine's planner, set as a contestant's."""
     devices, slots = len(places.copies_N), places.placements[0].slots_per_device
@@ -301,14 +305,14 @@ def replay(placer: ExpertPlacer, steps: list[list[np.ndarray]]) -> Replayed:
 
 def plans_ms(
     folder: Path, steps: list[list[np.ndarray]], engine: Engine, many_devices: int
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return the median milliseconds of a plan and its parts, beside the paper's figures."""
     config, table = engine.config, load_table(folder, 3)
     step, layer = steps[0], config.num_moe_layers - 1
     counts_E = np.bincount(step[layer].ravel(), minlength=config.num_experts + 1)[:-1].astype(float)
     slots = engine.residency.placements[0].slots_per_device
 
-    def median_ms(call: Any) -> float:
+    def median_ms(call: Callable[[], object]) -> float:
         taken = []
         for _ in range(TIMES):
             begun = time.perf_counter()
@@ -316,7 +320,7 @@ def plans_ms(
             taken.append(1e3 * (time.perf_counter() - begun))
         return report.median(taken, 3)
 
-    def plan(devices: int, slots: int) -> Any:
+    def plan(devices: int, slots: int) -> Callable[[], None]:
         places = Places(config, devices, slots)
 
         def call() -> None:
@@ -346,5 +350,5 @@ class _TrueTable:
     def __init__(self, popularity_E: np.ndarray) -> None:
         self.popularity_E = popularity_E
 
-    def popularity(self, path: Sequence[np.ndarray]) -> Any:
+    def popularity(self, path: Sequence[np.ndarray]) -> "_TrueTable":
         return self

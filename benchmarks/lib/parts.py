@@ -10,7 +10,8 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+
+from benchmarks.lib.report import JsonObject
 
 STACK = "Stack ("  # begins what faulthandler prints
 STACK_S = 2.0  # for printing it
@@ -21,7 +22,7 @@ def run_part(
     limit_s: float,
     environment: dict[str, str],
     folder: Path | None = None,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Run Python with these arguments; return `seconds` and `result`, or how it `failed`.
 
     The result is the JSON object in its last line. A benchmark that runs into its limit is asked

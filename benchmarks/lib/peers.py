@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lib import report
+from benchmarks.lib.report import JsonObject
 
 
-def last_object(command: Sequence[str], folder: Path | None = None) -> dict[str, Any]:
+def last_object(command: Sequence[str], folder: Path | None = None) -> JsonObject:
     """Return the JSON object in a program's last line; a program that fails ends this one."""
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     lines = done.stdout.strip().splitlines()
     if done.returncode or not lines:
         raise SystemExit(f"{' '.join(command)}: status {done.returncode}\n{done.stderr[-2000:]}")
-    last: dict[str, Any] = json.loads(lines[-1])
+    last: JsonObject = json.loads(lines[-1])
     return last
 
 
@@ -38,7 +39,7 @@ def fastest(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 def compared(
     rounds: Sequence[tuple[Mapping[str, float], Mapping[str, float]]], peer: str
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return, by figure, both sides' medians, the median ratio, and the rounds (ours, theirs)."""
     row = {}
     for name in rounds[0][0]:

@@ -2,12 +2,12 @@
 can hold.
 """
 
-from typing import Any
+from benchmarks.lib.report import JsonObject
 
 # name: layers whose weights, gradients and two moments fit a GPU of 80 GB in float32
 LAYERS = {"olmoe": 6, "mixtral": 2, "qwen3": 4}
 
-CONFIGS: dict[str, dict[str, Any]] = {
+CONFIGS: dict[str, JsonObject] = {
     "olmoe": {  # allenai/OLMoE-1B-7B-0924, 16 layers
         "model_type": "olmoe",
         "hidden_size": 2048,
@@ -60,12 +60,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def published(name: str, layers: int) -> dict[str, Any]:
+def published(name: str, layers: int) -> JsonObject:
     """Return the fields of a published model's `config.json`, with this number of layers."""
     return CONFIGS[name] | {"num_hidden_layers": layers}
 
 
-def tiny(name: str) -> dict[str, Any]:
+def tiny(name: str) -> JsonObject:
     """Return the same model at a toy size: two layers of four experts, hidden size 64."""
     config = published(name, 2)
     experts = "num_experts" if "num_experts" in config else "num_local_experts"

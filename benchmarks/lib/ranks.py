@@ -10,12 +10,15 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
 from benchmarks.lib.linked_nodes import ADDRESSES, LinkedNodes, sent_bytes
-from benchmarks.lib.report import median, progress, ratio
+from benchmarks.lib.report import JsonObject, median, progress, ratio
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
 
 NUM_NODES = 2  # where nothing else is said
 
@@ -26,7 +29,9 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def wait_for_all(ranks: Sequence[subprocess.Popen[Any]]) -> list[int | None]:
+def wait_for_all(
+    ranks: Sequence[subprocess.Popen[str] | subprocess.Popen[bytes]],
+) -> list[int | None]:
     """Return the exit statuses; if a rank fails, kill the others, which would wait for it."""
     try:
         codes: list[int | None] = [None]
@@ -54,10 +59,10 @@ def add_rank_options(parser: argparse.ArgumentParser) -> None:
 
 def launch(
     mbit_per_s: float, cache_dir: str, ranks_per_node: int, num_nodes: int = NUM_NODES
-) -> list[dict[str, Any]]:
+) -> list[JsonObject]:
     """Make the nodes (0 Mbit/s: none), run this program as their ranks; return rank 0's rows."""
     options = ("--rates", str(mbit_per_s), "--cache-dir", cache_dir)
-    rows: list[dict[str, Any]] = run_ranks(
+    rows: list[JsonObject] = run_ranks(
         num_nodes * ranks_per_node, mbit_per_s, *options, num_nodes=num_nodes
     )
     return [progress(row) for row in rows]
@@ -81,7 +86,7 @@ def run_ranks(num_ranks: int, mbit_per_s: float, *options: str, num_nodes: int =
 
 def join(
     a: argparse.Namespace, ranks_per_node: int, num_nodes: int = NUM_NODES
-) -> tuple[Any, "Clock"]:
+) -> tuple["Mesh", "Clock"]:
     """Join the job as rank `a.rank` of those that `launch` started; return its mesh and a clock."""
     import jax
 
@@ -101,7 +106,7 @@ def join(
 class Clock:
     """Times a program from a barrier to a barrier, and counts what the node sends meanwhile."""
 
-    def __init__(self, mesh: Any, has_link: bool) -> None:
+    def __init__(self, mesh: "Mesh", has_link: bool) -> None:
         import jax
         from jax.sharding import NamedSharding
 
@@ -115,7 +120,7 @@ class Clock:
     def barrier(self) -> None:
         self.total(self.ones).block_until_ready()
 
-    def __call__(self, program: Callable[..., Any], *args: Any) -> tuple[float, int]:
+    def __call__(self, program: Callable[..., object], *args: object) -> tuple[float, int]:
         """Return (seconds, bytes that the node sent)."""
         import jax
 
@@ -137,7 +142,7 @@ class Rounds:
         self.seconds.append(seconds)
         self.sent_bytes.append(sent)
 
-    def row(self, reference: str, of: "Rounds") -> dict[str, Any]:
+    def row(self, reference: str, of: "Rounds") -> JsonObject:
         """Return median seconds, the median of their ratios to the reference, and median bytes."""
         return {
             "seconds": median(self.seconds),

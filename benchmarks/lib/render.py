@@ -20,10 +20,11 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TypeGuard
 
 from benchmarks import DOCS, RESULTS, ROOT
 from benchmarks.lib.catalogue import AREAS, TITLES, with_todays_paths
+from benchmarks.lib.report import JsonObject
 from benchmarks.paper.index import PLACES
 from benchmarks.paper.pictures import PICTURES
 
@@ -67,7 +68,7 @@ MAX_CELL = 60  # characters
 WIDE, SHORT = 12, 6  # columns, rows
 
 
-def number(value: Any) -> str:
+def number(value: object) -> str:
     """Return a value as tables show it: four significant digits, thousands separated."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return "-" if value is None else str(value)
@@ -76,7 +77,7 @@ def number(value: Any) -> str:
     return f"{value:.4g}"
 
 
-def cell(value: Any) -> str:
+def cell(value: object) -> str:
     if isinstance(value, list):
         shown = ", ".join(map(cell, value))
         if len(shown) <= MAX_CELL or not all(isinstance(part, int | float) for part in value):
@@ -87,9 +88,9 @@ def cell(value: Any) -> str:
     return number(value).replace("|", "\\|")
 
 
-def flatten(row: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(row: JsonObject, prefix: str = "") -> JsonObject:
     """Return one level of names and values; the names of nested values are joined."""
-    cells: dict[str, Any] = {}
+    cells: JsonObject = {}
     for name, value in row.items():
         cells |= (
             flatten(value, f"{prefix}{name} ")
@@ -99,7 +100,7 @@ def flatten(row: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return cells
 
 
-def table(rows: list[dict[str, Any]]) -> Iterator[str]:
+def table(rows: list[JsonObject]) -> Iterator[str]:
     """Yield a table of rows, transposed if wide and short; columns of one value stand above it."""
     rows = [flatten(row) for row in rows]
     columns = list(dict.fromkeys(name for row in rows for name in row))
@@ -119,11 +120,11 @@ def table(rows: list[dict[str, Any]]) -> Iterator[str]:
     yield ""
 
 
-def is_rows(value: Any) -> bool:
+def is_rows(value: object) -> TypeGuard[list[JsonObject]]:
     return isinstance(value, list) and bool(value) and all(isinstance(row, dict) for row in value)
 
 
-def heading(result: dict[str, Any]) -> Iterator[str]:
+def heading(result: JsonObject) -> Iterator[str]:
     """Yield how the result was made, on which machine, and its notes."""
     for name in ("command", "commands"):
         lines = result.get(name, [])
@@ -150,7 +151,7 @@ def heading(result: dict[str, Any]) -> Iterator[str]:
         yield ""
 
 
-def runs(result: dict[str, Any]) -> list[dict[str, Any]]:
+def runs(result: JsonObject) -> list[JsonObject]:
     """Return the measurements of a result on each of its machines, the newest first.
 
     The parts of OTHER_MACHINES are the same measurement again; of one day, the faster machine goes
@@ -162,14 +163,14 @@ def runs(result: dict[str, Any]) -> list[dict[str, Any]]:
     return sorted(found, key=lambda run: str(run.get("date", "")), reverse=True)
 
 
-def date_of(part: Any, run: dict[str, Any]) -> str:
+def date_of(part: object, run: JsonObject) -> str:
     """Return the day of a part of a measurement, as text that sorts by time."""
     return str(
         part.get("date", run.get("date", "")) if isinstance(part, dict) else run.get("date", "")
     )
 
 
-def body(result: dict[str, Any], level: int) -> Iterator[str]:
+def body(result: JsonObject, level: int) -> Iterator[str]:
     """Yield the newest measurement of a result, and the older ones folded."""
     newest, *older = runs(result)
     yield from measurement(newest, level)
@@ -180,7 +181,7 @@ def body(result: dict[str, Any], level: int) -> Iterator[str]:
         yield "</details>\n"
 
 
-def measurement(run: dict[str, Any], level: int) -> Iterator[str]:
+def measurement(run: JsonObject, level: int) -> Iterator[str]:
     """Yield what was run, its single values, and a table or section for each of its parts."""
     yield from heading(run)
     values = {
@@ -232,7 +233,7 @@ def papers() -> Iterator[str]:
         yield f"| {' | '.join(cells)} |"
 
 
-def page(path: Path, result: dict[str, Any]) -> Iterator[str]:
+def page(path: Path, result: JsonObject) -> Iterator[str]:
     """Yield the page of one result file."""
     yield f"# {TITLES[path.stem][1]}\n"
     link = f"../../{path.relative_to(ROOT)}"
@@ -240,7 +241,7 @@ def page(path: Path, result: dict[str, Any]) -> Iterator[str]:
     yield from body(result, 2)
 
 
-def machine_of(run: dict[str, Any]) -> str:
+def machine_of(run: JsonObject) -> str:
     """Return a few words on the machine of a measurement; `ValueError` if `MACHINES` has none."""
     described = str(run.get("machine") or run.get("device") or "")
     if not described:
@@ -251,7 +252,7 @@ def machine_of(run: dict[str, Any]) -> str:
     raise ValueError(f"machine = {described!r}: must contain one of {', '.join(MACHINES)}")
 
 
-def index(results: dict[Path, dict[str, Any]]) -> Iterator[str]:
+def index(results: dict[Path, JsonObject]) -> Iterator[str]:
     """Yield docs/benchmarks.md: a row for each result, by area, the newest first."""
     yield HEAD.rstrip()
     newest = {path: runs(result)[0] for path, result in results.items()}

@@ -44,12 +44,12 @@ def progress(row: JsonObject) -> JsonObject:
     return row
 
 
-def finish(result: Any) -> None:
+def finish(result: object) -> None:
     """Print the result, the last line of stdout."""
     print(json.dumps(result), flush=True)
 
 
-def write(result: Any, path: Path) -> None:
+def write(result: object, path: Path) -> None:
     """Write a result as `benchmarks/results` has them."""
     path.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -5,9 +5,10 @@ Legend: L layers, E experts, T tokens, K choices a token.
 """
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+
+from benchmarks.lib.report import JsonObject
 
 SAMPLE = (16, 128)  # prompts, tokens of each: what routers' biases are made for
 PASSES, ROUNDS = 3, 200
@@ -33,7 +34,7 @@ def write_skewed(folder: Path, shares_LE: np.ndarray, seed: int = 0, **fields: i
     from jmoe.models.huggingface import model_config
     from jmoe.models.pretrained import LanguageModel, save_pretrained
 
-    described: dict[str, Any] = {"model_type": "gpt_oss", "num_hidden_layers": shares_LE.shape[0]}
+    described: JsonObject = {"model_type": "gpt_oss", "num_hidden_layers": shares_LE.shape[0]}
     described |= {
         "num_local_experts": shares_LE.shape[1],
         "sliding_window": 128,

@@ -20,13 +20,14 @@ if __name__ == "__main__":
 
 import argparse
 import time
+from collections.abc import Callable
 from statistics import median
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from benchmarks.lib import report
+from benchmarks.lib.report import JsonObject
 from benchmarks.offload.session import Session, add_model_options, model_of
 from jmoe.config import MachineConfig, OptimizerConfig, TiersConfig, TrainConfig
 from jmoe.run.planner import training_plan
@@ -60,7 +61,7 @@ def rates() -> MachineConfig:
     big = jnp.zeros(1 << 26)
     add = jax.jit(lambda x: x + 1, donate_argnums=0)
 
-    def seconds(call: Any) -> float:
+    def seconds(call: Callable[[], object]) -> float:
         times = []
         for _ in range(7):
             begun = time.perf_counter()
@@ -77,7 +78,7 @@ def rates() -> MachineConfig:
     return MachineConfig(flops=flops, memory_bytes_per_s=2 * big.nbytes / seconds(touch))
 
 
-def measure(a: argparse.Namespace, tokens: int, machine: MachineConfig) -> dict[str, Any]:
+def measure(a: argparse.Namespace, tokens: int, machine: MachineConfig) -> JsonObject:
     """Return a row: tokens/s of both and their ratio, measured and predicted."""
     configs = {name: config_of(a, tokens, tiers, machine) for name, tiers in TIERS.items()}
     sessions = {name: Session(config, make=make_trainer) for name, config in configs.items()}
@@ -103,7 +104,7 @@ def measure(a: argparse.Namespace, tokens: int, machine: MachineConfig) -> dict[
     }
 
 
-def plot(rows: list[dict[str, Any]], path: str) -> None:
+def plot(rows: list[JsonObject], path: str) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(6, 3.2), layout="constrained")

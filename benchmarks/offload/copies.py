@@ -6,13 +6,13 @@ import argparse
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.lib import report
+from benchmarks.lib.report import JsonObject
 from benchmarks.offload.session import Session, config_of
 from jmoe.config import MeshConfig
 from jmoe.memory.direct_io import choose_io
@@ -21,7 +21,7 @@ from jmoe.mesh import make_mesh
 MEMORY = Path("/dev/shm")  # a tmpfs
 
 
-def measure_mapped(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def measure_mapped(a: argparse.Namespace, folder: Path) -> JsonObject:
     """Train with records on a disk and in files in memory; the losses must be the same."""
     rows, losses = [], []
     with tempfile.TemporaryDirectory(prefix="jmoe-mapped-", dir=MEMORY) as memory:
@@ -34,7 +34,7 @@ def measure_mapped(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 "moments": stats.moments,
                 "gradients": stats.gradients,
             }
-            row: dict[str, Any] = {"files": choose_io(place)}
+            row: JsonObject = {"files": choose_io(place)}
             row |= {
                 f"{kind}_read_into_host_memory_a_step": s.nvme.num_bytes // a.steps
                 for kind, s in kinds.items()
@@ -48,7 +48,7 @@ def measure_mapped(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return {"steps": a.steps, "same_losses": losses[0] == losses[1], "rows": rows}
 
 
-def measure_replicas(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def measure_replicas(a: argparse.Namespace, folder: Path) -> JsonObject:
     """Train the same steps with 1, 2 and 4 replicas of every expert, on a device each.
 
     loss_off_one: largest relative difference of a loss from that of one replica, in the first step,

@@ -20,7 +20,6 @@ if __name__ == "__main__":
 import argparse
 import os
 from pathlib import Path
-from typing import Any
 
 if __name__ == "__main__":
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -36,6 +35,7 @@ from jmoe.mesh import make_mesh
 from jmoe.models.decoder import STACKS
 from jmoe.offload import training_slots
 from jmoe.offload.lazy_adamw import WINDOW_STEPS, MissedSteps
+from jmoe.offload.slot_arrays import put_record
 from jmoe.training.fused.step import FusedTrainer
 from jmoe.training.state import without_experts
 from jmoe.training.streamed.model import (
@@ -63,7 +63,7 @@ def parse() -> argparse.Namespace:
     return parser.parse_args(namespace=given)
 
 
-def on_device(programs: ahead_of_time.Programs, config: TrainConfig, device: Any) -> None:
+def on_device(programs: ahead_of_time.Programs, config: TrainConfig, device: jax.Device) -> None:
     """Compile the step that is one program."""
     trainer = FusedTrainer(config, make_mesh((1, 1, 1), [device]))
     shape = (1, config.batch_size, config.sequence_length + 1)
@@ -71,7 +71,9 @@ def on_device(programs: ahead_of_time.Programs, config: TrainConfig, device: Any
     programs.compile("step", trainer.step, programs.abstract(trainer.state_shape), tokens)
 
 
-def in_host_memory(programs: ahead_of_time.Programs, config: TrainConfig, device: Any) -> None:
+def in_host_memory(
+    programs: ahead_of_time.Programs, config: TrainConfig, device: jax.Device
+) -> None:
     """Compile the programs of a streamed step in their order; all layers run the same ones."""
     model = StreamedDecoder(config, make_mesh((1, 1, 1), [device]))
     parts, text, do = compile_step(model), compile_text(model), programs.compile
@@ -124,7 +126,7 @@ def in_host_memory(programs: ahead_of_time.Programs, config: TrainConfig, device
     one = programs.abstract(
         {name: jax.ShapeDtypeStruct(w.shape[1:], w.dtype) for name, w in experts.items()}
     )
-    do("expert into a slot", training_slots._place, experts, number, one)
+    do("expert into a slot", put_record, experts, one, number)
     gradient = {
         name: jax.ShapeDtypeStruct(w.shape, config.tiers.gradient_dtype) for name, w in one.items()
     }

@@ -8,11 +8,11 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import jax
 
 from benchmarks.lib import report
+from benchmarks.lib.report import JsonObject
 from benchmarks.offload.session import TextSession, config_of
 from jmoe.config import RouterConfig, TrainConfig
 from jmoe.run.planner import training_plan
@@ -20,7 +20,7 @@ from jmoe.run.planner import training_plan
 WARM_UP = 8  # steps, in which programs are compiled and the share is measured
 
 
-def measure(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def measure(a: argparse.Namespace, folder: Path) -> JsonObject:
     """Train the same steps on text with both, in turn; the losses must be the same to the bit.
 
     The router is that of ordinary training, whose loss balances the experts.
@@ -86,8 +86,8 @@ def device_bytes(config: TrainConfig) -> dict[str, int]:
     gc.collect()  # arrays of other sessions
     session, peaks = TextSession(config), list[int]()
 
-    def noting(program: Any) -> Callable[..., Any]:
-        def run(*args: Any, **options: Any) -> Any:
+    def noting(program: jax.stages.Wrapped) -> Callable[..., object]:
+        def run(*args: object, **options: object) -> object:
             needs = program.lower(*args, **options).compile().memory_analysis()
             there = sum(array.nbytes for array in jax.live_arrays())
             peaks.append(

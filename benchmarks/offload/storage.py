@@ -9,14 +9,13 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import orbax.checkpoint as ocp
 from numpy.typing import NDArray
 
 from benchmarks.lib import fio
-from benchmarks.lib.report import median, progress, ratio
+from benchmarks.lib.report import JsonObject, median, progress, ratio
 from jmoe.memory.buffers import allocate_slots
 from jmoe.memory.direct_io import write_file
 from jmoe.memory.record_checkpoint import ITEM, RecordCheckpoints, RecordsHandler, RecordsSave
@@ -58,7 +57,7 @@ def written_bytes() -> int:
     return int(lines["write_bytes"])
 
 
-def store(folder: Path, total_bytes: int, rounds: int) -> list[dict[str, Any]]:
+def store(folder: Path, total_bytes: int, rounds: int) -> list[JsonObject]:
     """Return GB/s of the store with checksums, and the median ratio to fio or to in_place.
 
     in_place: records overwritten where they are, each flushed, as fio does. replace: new versions,
@@ -105,7 +104,7 @@ def store(folder: Path, total_bytes: int, rounds: int) -> list[dict[str, Any]]:
                 for name, seconds in took.items():
                     times.setdefault(name, []).append(seconds)
             writes = it.stats().writes - before.writes
-            row: dict[str, Any] = {
+            row: JsonObject = {
                 "record_bytes": record_bytes,
                 "threads": threads,
                 "huge_pages": huge_pages,
@@ -131,7 +130,7 @@ def store(folder: Path, total_bytes: int, rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
-def checkpoint(folder: Path, total_bytes: int, rounds: int) -> list[dict[str, Any]]:
+def checkpoint(folder: Path, total_bytes: int, rounds: int) -> list[JsonObject]:
     """Return seconds of a checkpoint of clean records, of 1 MiB and of larger ones.
 
     save_s: until training goes on. commit_s: until Orbax has renamed the step. durable_s: until its
@@ -177,7 +176,7 @@ def checkpoint(folder: Path, total_bytes: int, rounds: int) -> list[dict[str, An
                 }.items():
                     times.setdefault(name, []).append(seconds)
             manager.close()
-            row: dict[str, Any] = {"records": num_records, "bytes": num_records * record_bytes}
+            row: JsonObject = {"records": num_records, "bytes": num_records * record_bytes}
             row |= {name: median(seconds) for name, seconds in times.items()}
             row |= {"record_bytes_written": record_writes, "dirty": 64}
             row |= flush_and_free(it, records, folder)

@@ -21,9 +21,9 @@ if __name__ == "__main__":
 
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from benchmarks.lib import report
+from benchmarks.lib.report import JsonObject
 from benchmarks.offload.cache_policies import PHASE_STEPS, policies
 from benchmarks.offload.storage import checkpoint, store
 
@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--trace-steps", type=int, default=2 * PHASE_STEPS)
     parser.add_argument("--trace-seed", type=int, default=0)
     a = parser.parse_args()
-    result: dict[str, Any] = {}
+    result: JsonObject = {}
     if a.only in (None, "policies"):
         result["policies"] = policies(a.trace_steps, a.trace_seed)
     for name, measure in (("store", store), ("checkpoint", checkpoint)):

@@ -45,7 +45,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import Any
 from unittest import mock
 
 import jax
@@ -53,6 +52,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.lib import fio, report
+from benchmarks.lib.report import JsonObject
 from benchmarks.lib.slow_disk import SlowDisk
 from benchmarks.offload import copies, room, two_nodes
 from benchmarks.offload.session import (
@@ -74,7 +74,7 @@ from jmoe.training.trainer import make_trainer
 PERIODS = (0, 1, 4, 16)  # steps between two times of writing back
 
 
-def measure_steps(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def measure_steps(a: argparse.Namespace, folder: Path) -> JsonObject:
     """Time steps with fetching ahead, without it, and in host memory, also beside fio, in turn."""
     kinds = {
         "ahead": config_of(a, folder / "ahead", experts="nvme", optimizer="nvme", device_layers=2),
@@ -137,12 +137,12 @@ def measure_steps(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return result
 
 
-def measure_traffic(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def measure_traffic(a: argparse.Namespace, folder: Path) -> JsonObject:
     """Return bytes moved with a cache for the same share of used experts, beside bytes in flight.
 
     Where everything fits no bytes move, and there is nothing to compare.
     """
-    result = dict[str, Any]()
+    result = JsonObject()
     for name, experts in (("all", a.experts), ("half", a.experts // 2)):
         slots = (
             int(a.cache * a.layers * experts) + 4 * THREADS
@@ -160,7 +160,7 @@ def measure_traffic(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return result | {"half_against_all": result["half"] / result["all"] if result["all"] else None}
 
 
-def measure_write_back(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def measure_write_back(a: argparse.Namespace, folder: Path) -> JsonObject:
     """Count bytes written in twice the longest period, and by the save that follows."""
     rows = []
     for every in PERIODS:
@@ -176,7 +176,7 @@ def measure_write_back(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return {"steps": 2 * max(PERIODS), "rows": rows}
 
 
-def measure_expected(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def measure_expected(a: argparse.Namespace, folder: Path) -> JsonObject:
     """Train the same steps on text with four kinds of foresight; the first quarter is warm-up.
 
     The router is that of ordinary training, whose loss balances the experts.
@@ -255,14 +255,14 @@ def _when_nothing_moves(session: Session) -> int:
     return now
 
 
-def measure_replay(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def measure_replay(a: argparse.Namespace, folder: Path) -> JsonObject:
     """Return the seconds to fetch and replay one expert after the other, and nothing else."""
     cache_bytes = 40 * expert_bytes(a)
     session = Session(
         config_of(a, folder, experts="nvme", optimizer="nvme", host_cache_bytes=cache_bytes)
     )
     state: ExpertState = session.program.experts
-    result: dict[str, Any] = {"parameters": 3 * a.hidden_size * a.intermediate_size}
+    result: JsonObject = {"parameters": 3 * a.hidden_size * a.intermediate_size}
     nobody = np.zeros(a.experts, np.bool_)
     for steps in (1, 10, 100):
         seconds = []
@@ -286,7 +286,7 @@ def measure_replay(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return result
 
 
-def measure_retention(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def measure_retention(a: argparse.Namespace, folder: Path) -> JsonObject:
     """Return, by tokens a step, the speed kept with experts and their optimizer in host memory."""
     rows = []
     for tokens in a.tokens:

@@ -19,12 +19,14 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 
 from benchmarks.lib.linked_nodes import LinkWatch
 from benchmarks.lib.ranks import NUM_NODES, Clock, add_rank_options, join, launch
+from benchmarks.lib.report import JsonObject
 from benchmarks.lib.slow_disk import SlowDisk
 from benchmarks.offload.session import Session, StepCost, config_of, disk_rates
-from jmoe.config import CommConfig, MeshConfig
+from jmoe.config import CommConfig, MeshConfig, TrainConfig
 
 KINDS: dict[str, dict[str, Any]] = {
     "ahead": {"experts": "nvme", "optimizer": "nvme", "device_layers": 2},
@@ -60,7 +62,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 class Steps:
     """The rounds of one kind of step; bytes are those of both nodes."""
 
-    def __init__(self, config: Any, mesh: Any) -> None:
+    def __init__(self, config: TrainConfig, mesh: Mesh) -> None:
         self.session = Session(config, mesh)
         self.costs: list[StepCost] = []
         self.sent: list[int] = []  # over the link
@@ -84,7 +86,7 @@ class Steps:
             )
 
 
-def worker(a: argparse.Namespace) -> list[dict[str, Any]]:
+def worker(a: argparse.Namespace) -> list[JsonObject]:
     """Measure as one rank; rank 0 prints the rows."""
     import jax
 
@@ -132,7 +134,7 @@ def worker(a: argparse.Namespace) -> list[dict[str, Any]]:
     ]
 
 
-def measure(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def measure(a: argparse.Namespace, folder: Path) -> JsonObject:
     """Return rows: kinds of step beside max(step with experts in host memory, link, disk)."""
     if 0 not in a.rates or not {"ahead", "host"} <= set(a.kinds):
         sys.exit(

@@ -27,17 +27,17 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 from benchmarks import ROOT
 from benchmarks.lib import report
 from benchmarks.lib.parts import run_part
+from benchmarks.lib.report import JsonObject
 from benchmarks.paper.index import PLACES, Place
 
 DRAWN = ROOT / "runs" / "papers"  # figures of single places
 
 
-def comparison(place: Place) -> dict[str, Any]:
+def comparison(place: Place) -> JsonObject:
     """Return the paper's figures and those of the committed result."""
     row = {"name": place.name, "paper": place.paper, "place": place.place, "shows": place.shows}
     row |= {
@@ -49,7 +49,7 @@ def comparison(place: Place) -> dict[str, Any]:
     return row | ({"lacking": place.lacking} if place.lacking else {})
 
 
-def smoke_test(place: Place) -> dict[str, Any]:
+def smoke_test(place: Place) -> JsonObject:
     """Run a place's smoke test, if it has one."""
     row = comparison(place)
     if place.quick is None:

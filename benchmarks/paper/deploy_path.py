@@ -34,13 +34,13 @@ import sysconfig
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from benchmarks import ROOT
 from benchmarks.lib import report
 from benchmarks.lib.deployed import portable_loss, served, served_loss, wheel_environment
+from benchmarks.lib.report import JsonObject
 from jmoe.data.tokenizer import encode_pieces, load_tokenizer
 from jmoe.deploy.calibration_text import CalibrationText, windows_of
 from jmoe.deploy.cut import weight_bytes
@@ -131,7 +131,7 @@ class Stages:
     """Models in a folder, each made once, and a table row for each measurement."""
 
     def __init__(self, a: argparse.Namespace, folder: Path) -> None:
-        self.a, self.folder, self.rows = a, folder, list[dict[str, Any]]()
+        self.a, self.folder, self.rows = a, folder, list[JsonObject]()
         self.on_path = True  # whether rows are stages of the path, or beside it
         self.learned, self.unseen = split_text(folder)
         self.whole = folder / "whole"
@@ -330,7 +330,7 @@ class Stages:
         self.measure(ALONE, self.learned_more("alone", self.folder / "student" / "student"))
 
 
-def ratios(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+def ratios(rows: Sequence[JsonObject]) -> dict[str, float]:
     """Return the student's loss over that of pruning the whole model, or one trained as long.
 
     teacher_gains_bits: bits per byte that the student has from its teacher beyond the text alone.
@@ -351,7 +351,7 @@ def all_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
-def draw(rows: Sequence[dict[str, Any]], file: Path) -> None:
+def draw(rows: Sequence[JsonObject], file: Path) -> None:
     """Draw bytes and bits per byte of every row, in order."""
     from matplotlib.figure import Figure
 

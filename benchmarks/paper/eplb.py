@@ -35,7 +35,7 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -43,8 +43,12 @@ from benchmarks.lib import report
 from benchmarks.lib.engine_ranks import EngineRank, pin_to_one_core, run_rank
 from benchmarks.lib.linked_nodes import sent_bytes
 from benchmarks.lib.ranks import add_rank_options, run_ranks
+from benchmarks.lib.report import JsonObject
 from benchmarks.lib.skewed_model import write_skewed, zipf
-from jmoe.config.engine import EngineConfig, EngineMesh
+from jmoe.config.engine import EngineConfig, EngineMesh, PlacementPolicy
+
+if TYPE_CHECKING:
+    from jmoe.inference.engine import Engine
 
 NUM_RANKS = 2
 EXPONENT = 1.1
@@ -120,7 +124,7 @@ def engines(sizes: dict[str, int]) -> dict[str, tuple[str, EngineConfig]]:
 class Contestant:
     """An engine and the seconds of its rounds."""
 
-    def __init__(self, engine: Any, sizes: dict[str, int]) -> None:
+    def __init__(self, engine: "Engine", sizes: dict[str, int]) -> None:
         self.engine, self._sizes = engine, sizes
         self.seconds: list[float] = []
         self.sent: list[int] = []
@@ -136,7 +140,7 @@ class Contestant:
             self.engine.generate(prompts, max_new_tokens=1, ignore_eos=True)
         return time.perf_counter() - begun
 
-    def row(self, name: str, even: "Contestant", row_s: float) -> dict[str, Any]:
+    def row(self, name: str, even: "Contestant", row_s: float) -> JsonObject:
         """Return the contestant's figures. row_s: seconds of an expert for a token."""
         stats, sizes = self.engine.stats(), self._sizes
         placed, steps = stats.placement, len(self.seconds) * sizes["steps"]
@@ -166,11 +170,11 @@ class Contestant:
         }
 
 
-def planned(use_LE: np.ndarray) -> list[dict[str, Any]]:
+def planned(use_LE: np.ndarray) -> list[JsonObject]:
     """Return max / mean load, averaged over layers, of placements on several numbers of devices."""
     from jmoe.planning.placement import place
 
-    def over_mean(devices: int, redundancy: float, policy: Any) -> float:
+    def over_mean(devices: int, redundancy: float, policy: PlacementPolicy) -> float:
         slots = math.ceil(redundancy * use_LE.shape[1] / devices)
         options: dict[str, Any] = {"slots_per_device": slots, "max_packed": slots, "policy": policy}
         return float(
@@ -189,7 +193,7 @@ def planned(use_LE: np.ndarray) -> list[dict[str, Any]]:
     ]
 
 
-def measure(a: argparse.Namespace, sizes: dict[str, int], found: dict[str, Any]) -> dict[str, Any]:
+def measure(a: argparse.Namespace, sizes: dict[str, int], found: dict[str, "Engine"]) -> JsonObject:
     """Return a row for each contestant, once all have settled on a placement."""
     contestants = {name: Contestant(engine, sizes) for name, engine in found.items()}
     for contestant in contestants.values():

@@ -27,6 +27,7 @@ import numpy as np
 
 from benchmarks.lib import report
 from benchmarks.lib.engines import add_engine_options, engine_of, prefill_s, run_description
+from benchmarks.lib.report import JsonObject
 from jmoe.inference.engine import Engine
 
 Limits = dict[str, float] | None
@@ -49,14 +50,12 @@ def in_turn(a: argparse.Namespace, engines: dict[str, Engine]) -> dict[str, list
     return {name: rounds_s[1:] for name, rounds_s in seconds.items()}
 
 
-def row(
-    a: argparse.Namespace, expert_dtype: str, limits: Limits, wide_bytes: int
-) -> dict[str, Any]:
+def row(a: argparse.Namespace, expert_dtype: str, limits: Limits, wide_bytes: int) -> JsonObject:
     """Return the rates of resident experts and of rings of half the layers and of one."""
     with ExitStack() as stack:
         resident = stack.enter_context(start(a, policy="resident", expert_dtype=expert_dtype))
         slots = {"ring": resident.config.num_moe_layers // 2, "without_overlap": 1}
-        ring: dict[str, Any] = {
+        ring: JsonObject = {
             "policy": "ring",
             "expert_tier": "host",
             "expert_dtype": expert_dtype,

@@ -9,9 +9,10 @@ from statistics import mean
 from typing import Any
 
 from benchmarks import RESULTS
+from benchmarks.lib.report import JsonObject
 from benchmarks.paper.simulator import check
 
-Result = dict[str, Any]
+Result = JsonObject
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,7 @@ from benchmarks.lib.lina import (
     LINA,
     TABLES,
     Places,
+    Replayed,
     accuracy,
     layer_rows,
     planner_of,
@@ -67,8 +68,12 @@ from benchmarks.lib.lina import (
     tables_of,
 )
 from benchmarks.lib.ranks import add_rank_options, run_ranks
+from benchmarks.lib.report import JsonObject
 from benchmarks.lib.skewed_model import write_skewed, zipf
+from jmoe.config import ModelConfig
 from jmoe.config.engine import EngineConfig, EngineMesh
+from jmoe.inference.engine import Engine
+from jmoe.inference.mesh.expert_placer import PlacementStats, SwapCosts
 
 NUM_RANKS = 2
 SIMULATED_DEVICES = 16
@@ -257,10 +262,10 @@ def prepare(a: argparse.Namespace, name: str, sizes: dict[str, int]) -> None:
 class Turns:
     """An engine, the contestants that share it, and the seconds of their batches."""
 
-    def __init__(self, engine: Any, folder: Path, kind: Texts) -> None:
+    def __init__(self, engine: Engine, folder: Path, kind: Texts) -> None:
         self.engine, self.folder, self.kind = engine, folder, kind
         self.seconds: dict[str, list[list[float]]] = {}  # rounds of batches
-        self.stats: dict[str, list[Any]] = {}
+        self.stats: dict[str, list[PlacementStats]] = {}
         self.choices: list[list[np.ndarray]] = []  # of every batch but the first, layers
 
     def __call__(self, name: str) -> None:
@@ -281,7 +286,7 @@ class Turns:
     def all_ms(self, name: str) -> np.ndarray:
         return 1e3 * np.ravel(self.seconds[name])
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[JsonObject]:
         even = np.asarray(self.seconds["even"])
         rows = []
         for name, rounds in self.seconds.items():
@@ -311,16 +316,14 @@ class Turns:
         return rows
 
 
-def measure(
-    a: argparse.Namespace, sizes: dict[str, int], engines: dict[str, Any]
-) -> dict[str, Any]:
+def measure(a: argparse.Namespace, sizes: dict[str, int], engines: dict[str, Engine]) -> JsonObject:
     """Return the figures of every model."""
     return {name: measure_model(a, name, engine, sizes) for name, engine in engines.items()}
 
 
 def measure_model(
-    a: argparse.Namespace, name: str, engine: Any, sizes: dict[str, int]
-) -> dict[str, Any]:
+    a: argparse.Namespace, name: str, engine: Engine, sizes: dict[str, int]
+) -> JsonObject:
     folder, config = a.folder / name, engine.config
     _, kinds = texts(a, name, folder, sizes)
     turns = [Turns(engine, folder, kind) for kind in kinds]
@@ -371,7 +374,7 @@ def counts_of(steps: list[list[np.ndarray]], num_experts: int) -> np.ndarray:
     return np.array([np.bincount(chosen, minlength=num_experts + 1)[:-1] for chosen in layers])
 
 
-def table_5(turn: Turns, folder: Path, config: Any) -> list[dict[str, Any]]:
+def table_5(turn: Turns, folder: Path, config: ModelConfig) -> list[JsonObject]:
     """Return a row for each path length and kind of table."""
     rows = {
         (row["path_length"], row["kept"]): row for row in accuracy("", turn.choices, folder, config)
@@ -397,85 +400,120 @@ def table_5(turn: Turns, folder: Path, config: Any) -> list[dict[str, Any]]:
     return [report.progress(row) for row in found]
 
 
-def simulated(turn: Turns, folder: Path, engine: Any, plan: dict[str, Any]) -> dict[str, Any]:
+class Simulator(NamedTuple):
+    """A batch's seconds as a function of the busiest device's rows, fitted to measured batches."""
+
+    turn: Turns
+    folder: Path
+    engine: Engine
+    fixed_s: float
+    row_s: float
+
+    @property
+    def costs(self) -> SwapCosts:
+        """The costs that the engine measured."""
+        costs: SwapCosts = self.engine._runner.placer.costs
+        return costs
+
+    @property
+    def fair(self) -> np.ndarray:
+        """The rows of each device in each batch, if all devices have the same."""
+        num_tokens, k = self.turn.choices[0][0].shape
+        layers = self.engine.config.num_moe_layers
+        return np.full(len(self.turn.choices), num_tokens * k / NUM_RANKS * layers)
+
+    def busiest(
+        self, name: str, devices: int, slots: int, steps: list[list[np.ndarray]]
+    ) -> Replayed:
+        """Replay a contestant's planner on recorded choices."""
+        config = self.engine.config
+        places = Places(config, devices, slots)
+        return replay(planner_of(name, self.folder, places, self.costs, config), steps)
+
+    def seconds(self, found: Replayed, per_plan_s: float) -> np.ndarray:
+        """Return the seconds of each batch."""
+        taken: np.ndarray = (
+            self.fixed_s
+            + self.row_s * found.busiest
+            + self.costs.copy_s * found.copies
+            + per_plan_s * found.plans
+        )
+        return taken
+
+    def fitted(self, slots: int) -> "Simulator":
+        """Return this simulator, fitted to the measured batches of `even` and `ideal`."""
+        even = self.busiest("even", NUM_RANKS, slots, self.turn.choices)
+        even_s, ideal_s = (
+            np.median(self.turn.seconds[name][::2], axis=0) for name in ("even", "ideal")
+        )
+        rows = np.concatenate([even.busiest, self.fair])
+        row_s, fixed_s = np.polyfit(rows, np.concatenate([even_s, ideal_s]), 1)
+        return self._replace(row_s=row_s, fixed_s=fixed_s)
+
+
+def simulated(turn: Turns, folder: Path, engine: Engine, plan: JsonObject) -> JsonObject:
     """Return the simulated figures of `lina` here, their error, and a row for 16 devices."""
-    config, runner = engine.config, engine._runner
     slots = engine.residency.placements[0].slots_per_device
-    num_tokens, k = turn.choices[0][0].shape
-    layers, costs = config.num_moe_layers, runner.placer.costs
-    plan_s = 1e-3 * (plan["plan_2_devices"] + plan["lookup"])
-
-    def busiest(name: str, devices: int, slots: int, steps: list[list[np.ndarray]]) -> Any:
-        planner = planner_of(name, folder, Places(config, devices, slots), costs, config)
-        return replay(planner, steps)
-
-    even = busiest("even", NUM_RANKS, slots, turn.choices)
-    fair = np.full(len(turn.choices), num_tokens * k / NUM_RANKS * layers)
-    even_s, ideal_s = (np.median(turn.seconds[name][::2], axis=0) for name in ("even", "ideal"))
-    rows = np.concatenate([even.busiest, fair])
-    row_s, fixed_s = np.polyfit(rows, np.concatenate([even_s, ideal_s]), 1)
-
-    if row_s <= 0 or fixed_s <= 0:
+    here = Simulator(turn, folder, engine, 0.0, 0.0).fitted(slots)
+    if here.row_s <= 0 or here.fixed_s <= 0:
         return {
             "within_10_percent": False,
             "note": "batches of even and ideal do not differ as their rows do",
         }
-
-    def seconds(found: Any, per_plan_s: float) -> np.ndarray:
-        taken: np.ndarray = (
-            fixed_s + row_s * found.busiest + costs.copy_s * found.copies + per_plan_s * found.plans
-        )
-        return taken
-
-    lina = busiest(LINA, NUM_RANKS, slots, turn.choices)
-    predicted = 1e3 * np.median(seconds(lina, plan_s))
+    plan_s = 1e-3 * (plan["plan_2_devices"] + plan["lookup"])
+    lina = here.busiest(LINA, NUM_RANKS, slots, turn.choices)
+    predicted = 1e3 * np.median(here.seconds(lina, plan_s))
     found_ms = 1e3 * np.median(turn.seconds[LINA][1::2])
     error = float(predicted / found_ms - 1)
-    result: dict[str, Any] = {
-        "fixed_ms": round(1e3 * fixed_s, 2),
-        "row_us": round(1e6 * row_s, 3),
-        "row_us_timed_alone": round(1e6 * costs.row_s, 3),
+    result: JsonObject = {
+        "fixed_ms": round(1e3 * here.fixed_s, 2),
+        "row_us": round(1e6 * here.row_s, 3),
+        "row_us_timed_alone": round(1e6 * here.costs.row_s, 3),
         "lina_ms_predicted": round(float(predicted), 2),
         "lina_ms_measured": round(float(found_ms), 2),
         "error": round(error, 4),
         "within_10_percent": abs(error) <= 0.1,
     }
-    if config.num_experts < SIMULATED_DEVICES:
+    if engine.config.num_experts < SIMULATED_DEVICES:
         return result | {
-            "note": f"{config.num_experts} experts leave some of {SIMULATED_DEVICES} devices "
-            f"without one"
+            "note": f"{engine.config.num_experts} experts leave some of {SIMULATED_DEVICES} "
+            "devices without one"
         }
-    many = SIMULATED_DEVICES // NUM_RANKS
+    assumed = "a batch's fixed part, its exchange included, takes 16 devices what it takes 2"
+    return result | {"assumed": assumed, "rows": [report.progress(many_devices(here, plan))]}
+
+
+def many_devices(here: Simulator, plan: JsonObject) -> JsonObject:
+    """Return the row for SIMULATED_DEVICES devices, each with as many tokens as here."""
+    choices, many = here.turn.choices, SIMULATED_DEVICES // NUM_RANKS
     steps = [
         [
             np.concatenate(chosen)
-            for chosen in zip(*(turn.choices[(n + m) % len(turn.choices)] for m in range(many)))
+            for chosen in zip(*(choices[(n + m) % len(choices)] for m in range(many)))
         ]
-        for n in range(len(turn.choices))
+        for n in range(len(choices))
     ]
     wide_s = 1e-3 * (plan[f"plan_{SIMULATED_DEVICES}_devices"] + plan["lookup"])
-    even_16 = busiest("even", SIMULATED_DEVICES, 4, steps)
-    lina_16 = busiest(LINA, SIMULATED_DEVICES, 4, steps)
-    ideal_16 = even_16._replace(busiest=fair)
+    even = here.busiest("even", SIMULATED_DEVICES, 4, steps)
+    lina = here.busiest(LINA, SIMULATED_DEVICES, 4, steps)
+    ideal = even._replace(busiest=here.fair)
     times = {
-        name: 1e3 * seconds(x, wide_s * (name == "lina"))
-        for name, x in (("even", even_16), ("ideal", ideal_16), ("lina", lina_16))
+        name: 1e3 * here.seconds(x, wide_s * (name == "lina"))
+        for name, x in (("even", even), ("ideal", ideal), ("lina", lina))
     }
-    row = {
+    return {
         "devices": f"{SIMULATED_DEVICES} (simulated)",
         **{f"{name}_ms": round(float(np.median(x)), 2) for name, x in times.items()},
         "ratio": round(float(np.median(times["even"] / times["lina"])), 3),
         "ratio_of_ideal": round(float(np.median(times["even"] / times["ideal"])), 3),
-        "even_max_over_mean": round(float(np.mean(even_16.busiest / fair)), 3),
-        "lina_max_over_mean": round(float(np.mean(lina_16.busiest / fair)), 3),
-        "lina_replanned": round(lina_16.replanned, 3),
-        "copies_per_batch": round(float(np.mean(lina_16.copies)), 2),
+        "even_max_over_mean": round(float(np.mean(even.busiest / here.fair)), 3),
+        "lina_max_over_mean": round(float(np.mean(lina.busiest / here.fair)), 3),
+        "lina_replanned": round(lina.replanned, 3),
+        "copies_per_batch": round(float(np.mean(lina.copies)), 2),
     }
-    assumed = "a batch's fixed part, its exchange included, takes 16 devices what it takes 2"
-    return result | {"assumed": assumed, "rows": [report.progress(row)]}
 
 
-def notes(found: dict[str, Any]) -> list[str]:
+def notes(found: JsonObject) -> list[str]:
     """Return sentences on the limits of these figures."""
     said = [
         "tail of the all-to-all: an exchange and the experts between its two halves are one "

@@ -36,13 +36,15 @@ import os
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from jax.sharding import Mesh
 
 from benchmarks.comm.steps import SEQUENCE_LENGTH, compiled, config_of
 from benchmarks.lib import report
 from benchmarks.lib.ranks import NUM_NODES, Clock, Rounds, add_rank_options, join, launch
+from benchmarks.lib.report import JsonObject
 from jmoe.config import TrainConfig
 
 RANKS_PER_NODE = 2
@@ -95,7 +97,7 @@ class Packed:
         self.state = self.trainer.init()
         self.taken, self.busy_s = Rounds(), 0.0
 
-    def __call__(self) -> Any:
+    def __call__(self) -> object:
         self.state, metrics = self.trainer.step(self.state, self.tokens)
         return metrics
 
@@ -120,7 +122,7 @@ class Controlled(NamedTuple):
     deciding_s: float
     steps: list[tuple[int, float]]  # packing and seconds
 
-    def trials(self, kept_s: float) -> dict[str, Any]:
+    def trials(self, kept_s: float) -> JsonObject:
         """Return the cost of the controller's trials. kept_s: of a step with its final packing."""
         first = next(
             (n for n, (packing, _) in enumerate(self.steps) if packing != self.steps[0][0]),
@@ -163,7 +165,7 @@ def control(config: TrainConfig, packed: dict[int, Packed]) -> Controlled:
     return Controlled(controller.packing, now, decisions, deciding_s, steps)
 
 
-def measure(a: argparse.Namespace, mesh: Any, clock: Clock) -> list[dict[str, Any]]:
+def measure(a: argparse.Namespace, mesh: Mesh, clock: Clock) -> list[JsonObject]:
     """Return a row for every shape and packing."""
     return [
         row for number in a.shapes for row in measure_shape(a, mesh.size, clock, SHAPES[number])
@@ -172,7 +174,7 @@ def measure(a: argparse.Namespace, mesh: Any, clock: Clock) -> list[dict[str, An
 
 def measure_shape(
     a: argparse.Namespace, num_ranks: int, clock: Clock, shape: tuple[int, ...]
-) -> list[dict[str, Any]]:
+) -> list[JsonObject]:
     from jax.experimental import multihost_utils
 
     from jmoe.training.expert_packing import max_over_processes, time_exchange_and_experts

@@ -31,14 +31,15 @@ if __name__ == "__main__":
 import argparse
 import dataclasses
 import time
-from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 
 from benchmarks.comm import trace
 from benchmarks.lib import report
 from benchmarks.lib.engine_ranks import pin_to_one_core
 from benchmarks.lib.ranks import Clock, add_rank_options, run_ranks
+from benchmarks.lib.report import JsonObject
 from jmoe.config import VisionTrainConfig
 from jmoe.configs.ufo import ufo_tiny
 from jmoe.data.image_batches import ImageBatches
@@ -116,7 +117,7 @@ def random_task(name: str, config: VisionTrainConfig, seed: int) -> ImageTask:
 class Training:
     """The program of one layout, its state and the seconds of its steps."""
 
-    def __init__(self, config: VisionTrainConfig, layout: Layout, mesh: Any, rank: int) -> None:
+    def __init__(self, config: VisionTrainConfig, layout: Layout, mesh: Mesh, rank: int) -> None:
         import jax
         from jax.sharding import NamedSharding
 
@@ -141,7 +142,7 @@ class Training:
         self.seconds: list[float] = []
         self.processor_s: list[float] = []
 
-    def __call__(self) -> Any:
+    def __call__(self) -> object:
         self.state, metrics = self.step(self.state, self.batch)
         return metrics
 
@@ -159,7 +160,7 @@ class Training:
         self.processor_s.append(time.process_time() - before)
 
 
-def measure(a: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(a: argparse.Namespace) -> list[JsonObject]:
     """Return a row for each layout; called by every rank."""
     import jax
     from jax.experimental import multihost_utils
@@ -209,8 +210,8 @@ def measure(a: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def simulated(
-    rows: list[dict[str, Any]], config: VisionTrainConfig
-) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    rows: list[JsonObject], config: VisionTrainConfig
+) -> tuple[list[JsonObject], dict[str, float]]:
     """Return rows for more devices than this machine has cores, and the model behind them."""
     by_name = {row["layout"]: row for row in rows}
     at = {name: (max(row["images_by_device"]), row["step_s"]) for name, row in by_name.items()}

@@ -40,7 +40,7 @@ import tempfile
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -49,8 +49,12 @@ from benchmarks.lib import report
 from benchmarks.lib.engine_ranks import EngineRank, pin_to_one_core, run_rank
 from benchmarks.lib.linked_nodes import sent_bytes
 from benchmarks.lib.ranks import add_rank_options, run_ranks
+from benchmarks.lib.report import JsonObject
 from benchmarks.lib.skewed_model import write_skewed, zipf
 from jmoe.config.engine import EngineConfig, EngineMesh
+
+if TYPE_CHECKING:
+    from jmoe.inference.engine import Engine
 
 ALL_CORES = "1+"
 PLACES, QUICK_PLACES = ("1", ALL_CORES, "2", "4", "2:200"), ("1", "2")
@@ -141,7 +145,7 @@ def engines(devices: int, sizes: dict[str, int]) -> dict[str, tuple[str, EngineC
 class Decoding:
     """An engine and the seconds of its decode steps."""
 
-    def __init__(self, engine: Any, sizes: dict[str, int], rate: float) -> None:
+    def __init__(self, engine: "Engine", sizes: dict[str, int], rate: float) -> None:
         self.engine, self._sizes, self._rate = engine, sizes, rate
         self.step_s: list[float] = []
         self.sent: list[float] = []
@@ -168,7 +172,7 @@ class Decoding:
         self.step_s.append(report.median(seconds, 6))
         self.sent.append((self._sent_bytes() - sent) / engine.stats().steps)
 
-    def row(self, place: str, model: str) -> dict[str, Any]:
+    def row(self, place: str, model: str) -> JsonObject:
         """Return the figures of this engine."""
         devices, rate = processes_and_rate(place)
         cores = min(os.cpu_count() or 1, devices) if place != ALL_CORES else os.cpu_count() or 1
@@ -198,7 +202,7 @@ class Decoding:
         return 2 * sent_bytes() if self._rate else 0
 
 
-def one_device() -> list[dict[str, Any]]:
+def one_device() -> list[JsonObject]:
     """Return bfloat16 decoding rates on one device over transformers', by model and sequences."""
     peers = [row for row in json.loads(PEER.read_text())["rows"] if row["dtype"] == "bfloat16"]
     sequences = {"one": 1, "eight": 8}
@@ -213,9 +217,7 @@ def one_device() -> list[dict[str, Any]]:
     ]
 
 
-def measure(
-    a: argparse.Namespace, sizes: dict[str, int], found: dict[str, Any]
-) -> list[dict[str, Any]]:
+def measure(a: argparse.Namespace, sizes: dict[str, int], found: JsonObject) -> list[JsonObject]:
     """Return a row for each model on one set of devices."""
     place = a.places[0]
     decodings = {

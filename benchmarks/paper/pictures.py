@@ -17,16 +17,16 @@ if __name__ == "__main__":
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks import DOCS
+from benchmarks.lib.report import JsonObject
 from benchmarks.paper.index import PLACES, Place
 
-Result = dict[str, Any]
-Rows = list[dict[str, Any]]
+Result = JsonObject
+Rows = list[JsonObject]
 COLORS = {
     "forward": "tab:blue",
     "backward": "tab:cyan",
@@ -50,7 +50,7 @@ def _bars(axes: Axes, groups: dict[str, dict[str, float]], label: str) -> None:
 
 
 def _speeds(
-    rows: Rows, ratio: str, group: Callable[[dict[str, Any]], str], bar: str
+    rows: Rows, ratio: str, group: Callable[[JsonObject], str], bar: str
 ) -> dict[str, dict[str, float]]:
     groups: dict[str, dict[str, float]] = {}
     for row in rows:
@@ -58,7 +58,7 @@ def _speeds(
     return groups
 
 
-def _rate(row: dict[str, Any]) -> str:
+def _rate(row: JsonObject) -> str:
     return f"{row['mbit_per_s']:g} Mbit/s" if row["mbit_per_s"] else "no link"
 
 
@@ -92,7 +92,7 @@ def fusion(axes: Axes, result: Result) -> None:
     """Draw the speed of a step for each combination of fusion and levels."""
     axes.set_title("MoESys, Table 5 and Figure 11: fused and in two levels, crosswise", fontsize=9)
 
-    def shape(row: dict[str, Any]) -> str:
+    def shape(row: JsonObject) -> str:
         return f"{_rate(row)}\n{'with experts' if row['experts'] else 'dense'}"
 
     _bars(

@@ -36,13 +36,13 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 
 from benchmarks.lib import report
 from benchmarks.lib.engines import run_description
+from benchmarks.lib.report import JsonObject
 from benchmarks.serve.decoding import measure
 from jmoe.config.engine import EngineConfig
 from jmoe.inference.engine import Engine
@@ -169,7 +169,7 @@ def ranked_by_counts(
     return np.array(ranked)
 
 
-def accuracy(listener: Listener, tables: dict[int, PathTable]) -> list[dict[str, Any]]:
+def accuracy(listener: Listener, tables: dict[int, PathTable]) -> list[JsonObject]:
     """Return rows: estimator, share of right guesses."""
     config, layers = listener.config, range(listener.config.num_moe_layers - 1)
     k = config.num_experts_per_tok
@@ -205,7 +205,7 @@ def accuracy(listener: Listener, tables: dict[int, PathTable]) -> list[dict[str,
     return rows
 
 
-def popularity(listener: Listener, counters: dict[int, PathCounter]) -> list[dict[str, Any]]:
+def popularity(listener: Listener, counters: dict[int, PathCounter]) -> list[JsonObject]:
     """Return rows: distance of the summed estimates from the actual choices of a step."""
     config, rows = listener.config, []
     k, experts = config.num_experts_per_tok, config.num_experts
@@ -235,7 +235,7 @@ def popularity(listener: Listener, counters: dict[int, PathCounter]) -> list[dic
 
 def lookup_ms(
     listener: Listener, tables: dict[int, PathTable], tokens: int = 4096
-) -> list[dict[str, Any]]:
+) -> list[JsonObject]:
     """Return rows: median milliseconds of looking up a step's tokens, at the deepest layer."""
     whole = [
         np.concatenate([step[n] for step in listener.choices])
@@ -256,9 +256,7 @@ def lookup_ms(
     return rows
 
 
-def decoding(
-    a: argparse.Namespace, folder: Path, tables: dict[int, PathTable]
-) -> list[dict[str, Any]]:
+def decoding(a: argparse.Namespace, folder: Path, tables: dict[int, PathTable]) -> list[JsonObject]:
     """Return rows: an estimator and a batch, with the streaming engine's counters."""
     with LazyCheckpoint(folder) as checkpoint:
         config = checkpoint.config
@@ -309,7 +307,7 @@ def decoding(
     return rows
 
 
-def measured(heard: Listener, counters: dict[int, PathCounter]) -> dict[str, Any]:
+def measured(heard: Listener, counters: dict[int, PathCounter]) -> JsonObject:
     """Return skew, accuracy and popularity of one kind of text."""
     experts = heard.config.num_experts
     tables = {length: counter.table("", experts) for length, counter in counters.items()}
@@ -342,7 +340,7 @@ def main() -> None:
         for step in listen(folder, counted).choices:
             for counter in counters.values():
                 counter.add(step)
-        result: dict[str, Any] = dict(
+        result: JsonObject = dict(
             zip(("layers", "experts", "experts_per_token"), sizes, strict=True)
         )
         result["text"] = measured(listen(folder, tested), counters)

@@ -19,10 +19,10 @@ if __name__ == "__main__":
 
 import json
 from pathlib import Path
-from typing import Any
 
 from benchmarks import RESULTS
 from benchmarks.lib import report
+from benchmarks.lib.report import JsonObject
 from jmoe.config.cluster import LinkConfig, LinksConfig
 from jmoe.planning.exchange import ExchangePlan, Traffic, exchange_seconds
 
@@ -37,7 +37,7 @@ def links_of(mbit_per_s: float, nodes: int = NODES) -> LinksConfig:
     return LinksConfig(LinkConfig(1e38, 0.0), link, link, link, LATENCY_S)
 
 
-def predicted_s(row: dict[str, Any]) -> float:
+def predicted_s(row: JsonObject) -> float:
     """Return the seconds of an exchange and its return over the row's link, twice if backward."""
     plan = ExchangePlan(row["exchange"], "", NODES, RANKS, 1.0)
     sent = Traffic(across_bytes=row["formula_bytes"] // RANKS, inside_bytes=0)
@@ -46,7 +46,7 @@ def predicted_s(row: dict[str, Any]) -> float:
     )
 
 
-def check(measured: dict[str, Any]) -> list[dict[str, Any]]:
+def check(measured: JsonObject) -> list[JsonObject]:
     """Return a row for each exchange that was measured over a link."""
     rows = []
     for row in measured["rows"]:

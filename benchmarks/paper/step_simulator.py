@@ -45,6 +45,7 @@ from typing import Any
 
 from benchmarks import RESULTS
 from benchmarks.lib import report
+from benchmarks.lib.report import JsonObject
 from benchmarks.paper.simulator import NODES, RANKS, links_of
 from jmoe.config.parallel import ExchangeKind
 from jmoe.planning.exchange import ExchangePlan, exchange_seconds, exchange_traffic, nodes_per_token
@@ -64,7 +65,7 @@ NOTES += [
     "computing takes another time in every session, so `no link`, a step of one of them, misses "
     "slower ones"
 ]
-Row = dict[str, Any]
+Row = JsonObject
 
 
 def step_s(compute_s: float, link_s: float, shown: float = 1.0) -> float:
@@ -188,7 +189,7 @@ def simulated(measured: Row) -> Iterator[Row]:
             yield kept | {"simulated_s": round(step_s(shown_s, link_s), 4)}
 
 
-def predict() -> dict[str, Any]:
+def predict() -> JsonObject:
     """Return the committed result: all rows, and the number within 10 % of the measurement."""
     order, levels = (
         json.loads((RESULTS / f"{name}_cpu.json").read_text())

@@ -37,13 +37,14 @@ if __name__ == "__main__":
 import argparse
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 
 from benchmarks.lib import report
 from benchmarks.lib.engine_ranks import pin_to_one_core
 from benchmarks.lib.ranks import Clock, add_rank_options, run_ranks
+from benchmarks.lib.report import JsonObject
 from benchmarks.paper.moesys_table3 import MICRO_BATCH, MODEL, NUM_DEVICES, imbalanced_layout, loads
 from jmoe.config import VisionTrainConfig
 from jmoe.configs.ufo import ufo_tiny
@@ -108,7 +109,7 @@ class Training:
         config: VisionTrainConfig,
         tasks: Sequence[ImageTask],
         layout: Layout,
-        mesh: Any,
+        mesh: Mesh,
         first: int,
     ) -> None:
         import jax
@@ -201,7 +202,7 @@ class Contestant:
         """Return the seconds of all turns but the first, which compiles."""
         return self.seconds[1:]
 
-    def row(self, turn: int, elastic: "Contestant") -> dict[str, Any]:
+    def row(self, turn: int, elastic: "Contestant") -> JsonObject:
         """Return the contestant's figures."""
         sizes = [training.bytes_on_device() for training in self.own]
         own = [
@@ -231,7 +232,7 @@ def gathered(own: Sequence[float]) -> np.ndarray:
     )
 
 
-def contestants(config: VisionTrainConfig, rank: int, mesh: Any) -> list[Contestant]:
+def contestants(config: VisionTrainConfig, rank: int, mesh: Mesh) -> list[Contestant]:
     """Return all three contestants, as this process runs them."""
     import jax
 
@@ -256,7 +257,7 @@ def contestants(config: VisionTrainConfig, rank: int, mesh: Any) -> list[Contest
     return [*result, Contestant("dense", own, packed.images)]
 
 
-def measure(a: argparse.Namespace) -> dict[str, Any]:
+def measure(a: argparse.Namespace) -> JsonObject:
     """Return speeds, bytes and accuracies of all contestants; called by every rank."""
     import jax
 
@@ -268,7 +269,7 @@ def measure(a: argparse.Namespace) -> dict[str, Any]:
     mesh = make_mesh((NUM_DEVICES, 1, 1))
     clock = Clock(mesh, has_link=False)
     clock.barrier()
-    config, result = config_of(a), dict[str, Any]()
+    config, result = config_of(a), JsonObject()
     if "speeds" in a.parts:
         wide = dataclasses.replace(config, model=dataclasses.replace(config.model, **MODEL))
         for name, contest, steps in (("rows", config, a.turn), ("wide", wide, WIDE_STEPS)):
@@ -282,7 +283,7 @@ def measure(a: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def learned(runs: Sequence[Contestant], clock: Clock, a: argparse.Namespace) -> dict[str, Any]:
+def learned(runs: Sequence[Contestant], clock: Clock, a: argparse.Namespace) -> JsonObject:
     """Return both kinds' accuracies as they learn, and the steps that each needs."""
     network, _, dense = runs
     for step in range(a.check, a.steps + 1, a.check):
@@ -297,7 +298,7 @@ def learned(runs: Sequence[Contestant], clock: Clock, a: argparse.Namespace) -> 
     return {"accuracies": by_step, "equal_quality": equal_quality(network, dense, a.tolerance)}
 
 
-def equal_quality(network: Contestant, dense: Contestant, tolerance: float) -> list[dict[str, Any]]:
+def equal_quality(network: Contestant, dense: Contestant, tolerance: float) -> list[JsonObject]:
     """Return, by task, what super-network and dense model need to reach each other's accuracy."""
     last, result = max(dense.accuracies), []
 

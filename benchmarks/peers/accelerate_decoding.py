@@ -36,6 +36,7 @@ from typing import Any
 
 from benchmarks.lib import report
 from benchmarks.lib.page_cache import disk_read_bytes, evict
+from benchmarks.lib.report import JsonObject
 
 SHOWN = 16  # tokens in the result
 
@@ -120,7 +121,7 @@ def prompt_and_text(a: argparse.Namespace, vocab_size: int) -> tuple[list[int], 
 
 def decode(
     model: Any, prompt: Sequence[int], text: Sequence[int], steps: int
-) -> tuple[list[int], dict[str, Any]]:
+) -> tuple[list[int], JsonObject]:
     """Return the model's tokens, the first after the prompt, and the figures of the steps."""
     import torch
 

@@ -23,7 +23,6 @@ import json
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import flax.nnx as nnx
 import jax
@@ -32,6 +31,7 @@ import numpy as np
 
 import jmoe
 from benchmarks.lib import report
+from benchmarks.lib.report import JsonObject
 from jmoe.deploy.compress import compress_model
 from jmoe.deploy.expert_layouts import LAYOUTS
 
@@ -75,7 +75,7 @@ def main() -> None:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(done.stderr[-3000:])
-        rows: list[dict[str, Any]] = []
+        rows: list[JsonObject] = []
         for kind, folder in folders.items():
             theirs = np.load(folder / "theirs.npy")
             exact, rounded = (

@@ -21,11 +21,11 @@ if __name__ == "__main__":
 
 import sys
 from pathlib import Path
-from typing import Any
 
 from benchmarks import BENCHMARKS
 from benchmarks.lib import report
 from benchmarks.lib.peers import compared, decoding_speeds, fastest, last_object
+from benchmarks.lib.report import JsonObject
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 
 HERE = Path(__file__).resolve().parent
@@ -76,7 +76,7 @@ def main() -> None:
             )
     results = []
     for row, both in zip(rows, rounds, strict=True):
-        result: dict[str, Any] = {"model": Path(row["model"]).name, "experts": row["experts"]}
+        result: JsonObject = {"model": Path(row["model"]).name, "experts": row["experts"]}
         result["llama_cpp"] = Path(row["gguf"]).stem.rpartition("-")[2]
         result["bits"] = bits(row["model"], row["experts"], row["gguf"])
         results.append(result | compared(both, "llama.cpp"))

@@ -25,10 +25,10 @@ import shutil
 import statistics
 import sys
 from pathlib import Path
-from typing import Any
 
 from benchmarks.lib import report
 from benchmarks.lib.peers import last_object
+from benchmarks.lib.report import JsonObject
 from benchmarks.offload.session import Session
 from jmoe.config import ModelConfig, OptimizerConfig, RouterConfig, TiersConfig, TrainConfig
 
@@ -78,7 +78,7 @@ def config(a: argparse.Namespace) -> TrainConfig:
     )
 
 
-def ours(a: argparse.Namespace) -> dict[str, Any]:
+def ours(a: argparse.Namespace) -> JsonObject:
     """Take the steps in this process."""
     from jmoe.training.trainer import make_trainer
 
@@ -94,7 +94,7 @@ def ours(a: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def run_ours(a: argparse.Namespace, place: str, folder: Path) -> dict[str, Any]:
+def run_ours(a: argparse.Namespace, place: str, folder: Path) -> JsonObject:
     options = (
         "--side",
         place,
@@ -110,7 +110,7 @@ def run_ours(a: argparse.Namespace, place: str, folder: Path) -> dict[str, Any]:
     return last_object([sys.executable, __file__, *map(str, options)])
 
 
-def run_theirs(a: argparse.Namespace, place: str, folder: Path) -> dict[str, Any]:
+def run_theirs(a: argparse.Namespace, place: str, folder: Path) -> JsonObject:
     shape = [part for name, size in SHAPE.items() for part in (f"--{name}", str(size))]
     one = [
         "--processes",
@@ -151,7 +151,7 @@ def main() -> None:
     if a.python is None or a.rounds < 1:
         parser.error("--python: must be given, and --rounds at least 1")
     sides = {"DeepSpeed": run_theirs, "jmoe": run_ours}
-    runs: dict[tuple[str, str], list[dict[str, Any]]] = {
+    runs: dict[tuple[str, str], list[JsonObject]] = {
         (place, side): [] for place in PLACES for side in sides
     }
     for number in range(a.rounds):

@@ -27,6 +27,7 @@ if __name__ == "__main__":
 
     script.start()
 
+import argparse
 import json
 import os
 import shutil
@@ -37,12 +38,12 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from benchmarks import BENCHMARKS
 from benchmarks.lib import report
 from benchmarks.lib.page_cache import evict
 from benchmarks.lib.peers import fastest
+from benchmarks.lib.report import JsonObject
 from jmoe.models.tokenizer_file import open_tokenizer
 
 HERE = Path(__file__).resolve().parent
@@ -66,7 +67,7 @@ def memory_limit(limit_bytes: int) -> Iterator[Path]:
         group.rmdir()
 
 
-def last_object(command: list[str], limit_bytes: int, folder: Path | None = None) -> dict[str, Any]:
+def last_object(command: list[str], limit_bytes: int, folder: Path | None = None) -> JsonObject:
     """Return the JSON object in the last line of a program that runs under the limit."""
     with memory_limit(limit_bytes) as processes:
         enter = ["bash", "-c", 'echo $$ >"$0"; exec "$@"', str(processes)]
@@ -75,7 +76,7 @@ def last_object(command: list[str], limit_bytes: int, folder: Path | None = None
         )
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}: status {done.returncode}\n{done.stderr[-2000:]}")
-    last: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    last: JsonObject = json.loads(done.stdout.strip().splitlines()[-1])
     return last
 
 
@@ -89,7 +90,7 @@ def speeds(seconds: list[float]) -> dict[str, float]:
 
 def accelerate_run(
     python: str, model: str, ids: Path, memory_mb: int, limit_bytes: int
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return accelerate's figures on a text with this many bytes of weights in memory."""
     with tempfile.TemporaryDirectory(
         prefix="accelerate-", dir=Path(model).resolve().parent
@@ -110,11 +111,9 @@ def accelerate_run(
     return figures | kept
 
 
-def accelerate_row(
-    ours: Sequence[dict[str, float]], runs: Sequence[dict[str, Any]]
-) -> dict[str, Any]:
+def accelerate_row(ours: Sequence[dict[str, float]], runs: Sequence[JsonObject]) -> JsonObject:
     """Return accelerate's medians, and ours as a multiple of them, round by round."""
-    row: dict[str, Any] = {}
+    row: JsonObject = {}
     for name in ours[0]:
         mine, others = [side[name] for side in ours], [run[name] for run in runs]
         row[name] = {
@@ -128,7 +127,7 @@ def accelerate_row(
     }
 
 
-def main() -> None:
+def parse() -> argparse.Namespace:
     parser = report.parser(__doc__)
     parser.add_argument("--node", type=Path, required=True)
     parser.add_argument("--text", type=Path, required=True)
@@ -147,36 +146,59 @@ def main() -> None:
         parser.error(f"--accelerate {a.accelerate}: is not a program")
     if min(a.accelerate_mb) < 0:
         parser.error(f"--accelerate-mb {min(a.accelerate_mb)}: must be at least 0")
+    return a
+
+
+def write_ids(model: str, text: Path, ids: Path) -> None:
+    """Write the token ids of the text's beginning, which all sides get."""
+    tokenizer = open_tokenizer(Path(model) / "tokenizer.json")
+    tokens = tokenizer.encode(text.read_text()[:100_000]).ids[: PROMPT + NEW_TOKENS]
+    ids.write_text(json.dumps(tokens))
+
+
+def llamacpp_runs(a: argparse.Namespace, gguf: str, ids: Path) -> list[dict[str, float]]:
+    """Return llama.cpp's speeds with each number of threads, from a cold page cache."""
+    script = str(HERE / "oversized_llamacpp.mjs")
+    theirs = [script, str(Path(gguf).resolve()), str(ids), str(PROMPT)]
+    found = []
+    for threads in a.threads:
+        evict(Path(gguf))
+        run = last_object(["node", *theirs, str(threads)], a.limit_mb * 2**20, a.node)
+        found.append(speeds(run["seconds"]))
+    return found
+
+
+def compared(both: Sequence[tuple[dict[str, float], dict[str, float]]]) -> JsonObject:
+    """Return the medians of (our, llama.cpp's) speeds and their ratios, round by round."""
+    row: JsonObject = {}
+    for name in both[0][0]:
+        mine, others = ([side[name] for side in sides] for sides in zip(*both, strict=True))
+        row[name] = {
+            "jmoe": report.median(mine, 2),
+            "llama.cpp": report.median(others, 2),
+            "ratio": report.ratio(mine, others),
+            "rounds": [list(pair) for pair in zip(mine, others, strict=True)],
+        }
+    return row
+
+
+def main() -> None:
+    a = parse()
     limit, text = a.limit_mb * 2**20, a.text.resolve()
     rounds: list[list[tuple[dict[str, float], dict[str, float]]]] = [[] for _ in a.pair]
-    details: list[dict[str, Any]] = [{} for _ in a.pair]
-    accelerate: list[dict[int, list[dict[str, Any]]]] = [{} for _ in a.pair]
+    details: list[JsonObject] = [{} for _ in a.pair]
+    accelerate: list[dict[int, list[JsonObject]]] = [{} for _ in a.pair]
     if a.accelerate:
         accelerate = [{mb: [] for mb in a.accelerate_mb} for _ in a.pair]
     with tempfile.TemporaryDirectory() as scratch:
         ids = Path(scratch) / "ids.json"
         for _ in range(a.rounds):
             for n, (model, gguf, options) in enumerate(a.pair):
-                tokenizer = open_tokenizer(Path(model) / "tokenizer.json")
-                ids.write_text(
-                    json.dumps(
-                        tokenizer.encode(text.read_text()[:100_000]).ids[: PROMPT + NEW_TOKENS]
-                    )
-                )
+                write_ids(model, text, ids)
                 common = ["--model", model, "--text", str(text), "--prompt", str(PROMPT)]
                 ours = [str(OURS), *common, "--new-tokens", str(NEW_TOKENS), *options.split()]
                 here = last_object([sys.executable, *ours], limit)
-                theirs = [
-                    str(HERE / "oversized_llamacpp.mjs"),
-                    str(Path(gguf).resolve()),
-                    str(ids),
-                    str(PROMPT),
-                ]
-                there = []
-                for threads in a.threads:
-                    evict(Path(gguf))
-                    run = last_object(["node", *theirs, str(threads)], limit, a.node)
-                    there.append(speeds(run["seconds"]))
+                there = llamacpp_runs(a, gguf, ids)
                 rounds[n].append((speeds(here["seconds"]), fastest(there)))
                 details[n] = {
                     k: here[k] for k in ("disk_read_bytes_per_token", "hit_rate", "peak_rss_bytes")
@@ -185,24 +207,17 @@ def main() -> None:
                 for mb, runs in accelerate[n].items():
                     runs.append(accelerate_run(a.accelerate, model, ids, mb, limit))
                     report.progress({"accelerate": model, "memory_mb": mb} | runs[-1])
-    rows: list[dict[str, Any]] = []
+    rows: list[JsonObject] = []
     versions = report.versions("jax")
     for (model, gguf, options), both, detail, others_mb in zip(
         a.pair, rounds, details, accelerate, strict=True
     ):
-        row = {
+        row: JsonObject = {
             "model": Path(model).name,
             "llama_cpp": Path(gguf).stem.rpartition("-")[2],
             "options": options,
         }
-        for name in both[0][0]:
-            mine, others = ([side[name] for side in sides] for sides in zip(*both, strict=True))
-            row[name] = {
-                "jmoe": report.median(mine, 2),
-                "llama.cpp": report.median(others, 2),
-                "ratio": report.ratio(mine, others),
-                "rounds": [list(pair) for pair in zip(mine, others, strict=True)],
-            }
+        row |= compared(both)
         for mb, runs in others_mb.items():
             row.setdefault("accelerate", {})[f"{mb} MB"] = accelerate_row(
                 [sides[0] for sides in both], runs

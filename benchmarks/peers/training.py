@@ -24,11 +24,11 @@ import statistics
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from benchmarks import BENCHMARKS
 from benchmarks.lib import report
 from benchmarks.lib.peers import last_object
+from benchmarks.lib.report import JsonObject
 
 HERE = Path(__file__).resolve().parent
 OURS = BENCHMARKS / "train" / "step.py"
@@ -43,9 +43,9 @@ class Contestant:
     processes: int
     dtype: str
     command: list[str]
-    runs: list[dict[str, Any]] = field(default_factory=list)
+    runs: list[JsonObject] = field(default_factory=list)
 
-    def row(self, first: "Contestant") -> dict[str, Any]:
+    def row(self, first: "Contestant") -> JsonObject:
         """Return the contestant's figures; first: the contestant that ratios refer to."""
         own, others = ([run["tokens_per_s"] for run in side.runs] for side in (self, first))
         last = self.runs[-1]

@@ -23,7 +23,6 @@ import resource
 import statistics
 import time
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -31,6 +30,7 @@ import numpy as np
 from benchmarks.lib import report
 from benchmarks.lib.engines import add_engine_options, engine_of, prefill_s, run_description
 from benchmarks.lib.gpu_trace import kernel_times
+from benchmarks.lib.report import JsonObject
 from jmoe.inference.engine import Engine
 from jmoe.inference.sampling_params import SamplingParams
 
@@ -116,7 +116,7 @@ def measure(a: argparse.Namespace, engine: Engine, batch: int, number: int) -> d
     }
 
 
-def profiled(a: argparse.Namespace, engine: Engine, batch: int) -> dict[str, Any] | None:
+def profiled(a: argparse.Namespace, engine: Engine, batch: int) -> JsonObject | None:
     """Return the GPU kernels of `TRACED_STEPS` decode steps; None on a CPU."""
     sampling = SamplingParams(max_new_tokens=2 * TRACED_STEPS, ignore_eos=True)
     waiting = {

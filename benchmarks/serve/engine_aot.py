@@ -18,6 +18,8 @@ if __name__ == "__main__":
 
 import argparse
 import os
+from collections.abc import Sequence
+from typing import NamedTuple
 
 if __name__ == "__main__":
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -31,13 +33,15 @@ from benchmarks.lib import ahead_of_time, gpu, report
 from benchmarks.lib.published import LAYERS, published
 from jmoe.config import ModelConfig
 from jmoe.inference import popularity, runner, sampler
-from jmoe.inference.kv_cache import empty_caches
+from jmoe.inference.kv_cache import KVCache, empty_caches
 from jmoe.models.block import Block
 from jmoe.models.decoder import Decoder
-from jmoe.models.functional import split
+from jmoe.models.functional import Structure, split
 from jmoe.models.huggingface import model_config
 from jmoe.models.lazy_checkpoint import EmbedAndHead, split_decoder
 from jmoe.offload import host_experts, slots
+from jmoe.offload.slot_arrays import Arrays as SlotArrays
+from jmoe.offload.slot_arrays import put_record
 
 MODEL = "olmoe"
 DTYPE = jnp.dtype(jnp.bfloat16)
@@ -66,11 +70,25 @@ def modules(config: ModelConfig) -> tuple[EmbedAndHead, Block]:
     return found
 
 
-def engine_programs(
+class EngineShapes(NamedTuple):
+    """Shapes that an engine's programs take, on the device.
+
+    outside, layer, router: (structure, arrays) of the weights outside the layers, of a layer
+    without its experts, and of its router. slots: of each policy by name. record: one expert.
+    """
+
+    outside: tuple[Structure, runner.Arrays]
+    layer: tuple[Structure, runner.Arrays]
+    router: tuple[Structure, runner.Arrays]
+    caches: Sequence[KVCache]
+    slots: dict[str, SlotArrays]
+    record: SlotArrays
+
+
+def shapes_of(
     programs: ahead_of_time.Programs, config: ModelConfig, sizes: argparse.Namespace
-) -> None:
-    """Compile steps of a prompt and of every batch, then the programs of some policies alone."""
-    of = lambda dtype, *shape: programs.abstract(jax.ShapeDtypeStruct(shape, dtype))  # noqa: E731
+) -> EngineShapes:
+    """Return the shapes of the engines that `options` describes."""
     ends, block = modules(config)
     assert block.moe is not None
     outside, layer, router = (
@@ -80,87 +98,106 @@ def engine_programs(
     caches = programs.abstract(
         jax.eval_shape(lambda: empty_caches(config, max(sizes.batch), 2 * sizes.prompt, DTYPE))
     )
-    experts, hidden, inner = config.num_experts, config.hidden_size, config.moe_intermediate_size
-    every = config.num_moe_layers * experts
+    hidden, inner = config.hidden_size, config.moe_intermediate_size
+    every = config.num_moe_layers * config.num_experts
     num_slots = {
         "resident": every,
-        "ring": sizes.ring_slots * experts,
+        "ring": sizes.ring_slots * config.num_experts,
         "experts and hybrid": every // 2,
     }
-    record = {"w_up": of(jnp.uint16, hidden, 2 * inner), "w_down": of(jnp.uint16, inner, hidden)}
+    record = {
+        "w_up": programs.of(jnp.uint16, hidden, 2 * inner),
+        "w_down": programs.of(jnp.uint16, inner, hidden),
+    }
     kept = {
-        name: {key: of(jnp.uint16, number, *array.shape) for key, array in record.items()}
+        name: {key: programs.of(jnp.uint16, number, *a.shape) for key, a in record.items()}
         for name, number in num_slots.items()
     }
+    return EngineShapes(outside, layer, router, caches, kept, record)
+
+
+def engine_programs(
+    programs: ahead_of_time.Programs, config: ModelConfig, sizes: argparse.Namespace
+) -> None:
+    """Compile steps of a prompt and of every batch, then the programs of some policies alone."""
+    shapes = shapes_of(programs, config, sizes)
     for rows, width in ((batch, width) for width in (sizes.prompt, 1) for batch in sizes.batch):
-        what, tokens = f"{rows} x {width} tokens", rows * width
-        context = runner.context_bound(1, caches[0].length) if width == 1 else None
-        batch = runner.TokenBatch(
-            of(jnp.int32, tokens), of(jnp.int32, rows), of(jnp.int32, rows, width)
-        )
-        x = programs.compile(
-            f"embedding, {what}", runner._embed, *outside, batch.tokens_T, batch.positions_PC, DTYPE
-        )
-        x_PCD, _, routed = programs.compile(
-            f"layer but for experts, {what}",
-            runner._attend,
-            *(
-                runner.Form(False, context),
-                *layer,
-                caches[0],
-                x,
-                batch.rows_P,
-                batch.positions_PC,
-                None,
-            ),
-        )
-        for name, arrays in kept.items():
-            table_E = of(jnp.int32, experts)
-            y_TD = programs.compile(
-                f"experts, {name}, {what}",
-                slots.table_mlp_of_tokens,
-                config.hidden_act,
-                routed,
-                arrays,
-                table_E,
-            )
-        programs.compile(f"next layer's router, {what}", popularity._route, *router, routed.h_TD)
-        programs.compile(f"sum with the CPU's part, {what}", host_experts._sum, y_TD, y_TD)
-        x_PCD = programs.compile(f"sum, {what}", runner._add_alone, runner.Hidden(x_PCD, y_TD))
-        logits_PV = programs.compile(
-            f"head, {what}", runner.logits_after, *outside, x_PCD, of(jnp.int32, rows), False
-        )
-        programs.compile(f"draw, {what}", sampler._greedy, logits_PV)
-        if width == 1:
-            count = config.num_hidden_layers
-            static = runner._LayerGroup(
-                (layer[0],) * count,
-                None,
-                config.hidden_act,
-                DTYPE,
-                outside[0],
-                True,
-                True,
-                0,
-                context,
-            )
-            programs.compile(
-                f"all layers, resident, {what}",
-                runner._apply_layers,
-                *(
-                    static,
-                    (layer[1],) * count,
-                    (caches[0],) * count,
-                    outside[1],
-                    None,
-                    batch,
-                    (None,) * count,
-                ),
-                (kept["resident"], of(jnp.int32, config.num_moe_layers, experts)),
-            )
-    put = jax.jit(slots._put, donate_argnums=0)
+        step_programs(programs, config, shapes, rows, width)
+    for name, arrays in shapes.slots.items():
+        what = f"expert into a slot, {name}"
+        programs.compile(what, put_record, arrays, shapes.record, programs.of(jnp.int32))
+
+
+def step_programs(
+    programs: ahead_of_time.Programs,
+    config: ModelConfig,
+    shapes: EngineShapes,
+    rows: int,
+    width: int,
+) -> None:
+    """Compile the programs of a step of `rows` sequences with `width` tokens each."""
+    of, do = programs.of, programs.compile
+    outside, layer, router, caches, kept, _ = shapes
+    what, tokens = f"{rows} x {width} tokens", rows * width
+    context = runner.context_bound(1, caches[0].length) if width == 1 else None
+    batch = runner.TokenBatch(
+        of(jnp.int32, tokens), of(jnp.int32, rows), of(jnp.int32, rows, width)
+    )
+    positions_PC = batch.positions_PC
+    x = do(f"embedding, {what}", runner._embed, *outside, batch.tokens_T, positions_PC, DTYPE)
+    form = runner.Form(False, context)
+    inputs = *layer, caches[0], x, batch.rows_P, positions_PC, None
+    x_PCD, _, routed = do(f"layer but for experts, {what}", runner._attend, form, *inputs)
     for name, arrays in kept.items():
-        programs.compile(f"expert into a slot, {name}", put, arrays, record, of(jnp.int32))
+        table_E = of(jnp.int32, config.num_experts)
+        operands = config.hidden_act, routed, arrays, table_E
+        y_TD = do(f"experts, {name}, {what}", slots.table_mlp_of_tokens, *operands)
+    do(f"next layer's router, {what}", popularity._route, *router, routed.h_TD)
+    do(f"sum with the CPU's part, {what}", host_experts._sum, y_TD, y_TD)
+    x_PCD = do(f"sum, {what}", runner._add_alone, runner.Hidden(x_PCD, y_TD))
+    last_P = of(jnp.int32, rows)
+    logits_PV = do(f"head, {what}", runner.logits_after, *outside, x_PCD, last_P, False)
+    do(f"draw, {what}", sampler._greedy, logits_PV)
+    if width == 1:
+        decode_program(programs, config, shapes, batch, context)
+
+
+def decode_program(
+    programs: ahead_of_time.Programs,
+    config: ModelConfig,
+    shapes: EngineShapes,
+    batch: runner.TokenBatch,
+    context: int | None,
+) -> None:
+    """Compile the decode step with all experts resident, which is one program."""
+    count = config.num_hidden_layers
+    structure, arrays = shapes.layer
+    static = runner._LayerGroup(
+        (structure,) * count,
+        None,
+        config.hidden_act,
+        DTYPE,
+        shapes.outside[0],
+        True,
+        True,
+        0,
+        context,
+    )
+    programs.compile(
+        f"all layers, resident, {batch.rows_P.shape[0]} x 1 tokens",
+        runner._apply_layers,
+        static,
+        (arrays,) * count,
+        (shapes.caches[0],) * count,
+        shapes.outside[1],
+        None,
+        batch,
+        (None,) * count,
+        (
+            shapes.slots["resident"],
+            programs.of(jnp.int32, config.num_moe_layers, config.num_experts),
+        ),
+    )
 
 
 def main() -> None:

@@ -58,6 +58,7 @@ import httpx
 import psutil
 
 from benchmarks import ROOT
+from benchmarks.lib.report import JsonObject
 
 SERVE = ROOT / "serve.py"
 COMPLETED, DISCONNECTED, REJECTED, FAILED = "completed", "disconnected", "rejected", "failed"
@@ -106,6 +107,12 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     served.add_argument("--start", nargs=argparse.REMAINDER, metavar="MODEL_DIR")
     served.add_argument("--engine", nargs=argparse.REMAINDER, metavar="MODEL_DIR")
     a = parser.parse_args(argv)
+    check_arguments(parser, a)
+    return a
+
+
+def check_arguments(parser: argparse.ArgumentParser, a: argparse.Namespace) -> None:
+    """End the program with a message if an option is out of range or does not fit another."""
     for name, ok, rule in (
         ("requests", a.requests > 0, "must be greater than 0"),
         ("concurrency", a.concurrency > 0, "must be greater than 0"),
@@ -127,14 +134,13 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     ):
         if not ok:
             parser.error(f"--{name} {rule}")
-    return a
 
 
 @dataclass(frozen=True)
 class Plan:
     """A request's body, and after how many pieces of the answer the client leaves (or None)."""
 
-    body: dict[str, Any]
+    body: JsonObject
     leaves_after: int | None
 
 
@@ -233,7 +239,7 @@ class Client:
         outcome.completion_tokens = outcome.completion_tokens or pieces
 
 
-async def events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+async def events(response: httpx.Response) -> AsyncIterator[JsonObject]:
     """The data of server-sent events; `[DONE]` must come."""
     rest, ended = b"", False
     async for read in response.aiter_bytes():
@@ -284,7 +290,7 @@ def quantiles(values: Sequence[float]) -> dict[str, float] | None:
     return {"median": round(cuts[49], 4), "p95": round(cuts[94], 4), "p99": round(cuts[98], 4)}
 
 
-def report(outcomes: Sequence[Outcome], duration_s: float) -> dict[str, Any]:
+def report(outcomes: Sequence[Outcome], duration_s: float) -> JsonObject:
     """Return the figures of a run. Waiting times are those of completed requests."""
     kinds = Counter(outcome.kind for outcome in outcomes)
     done = [
@@ -328,7 +334,7 @@ async def held_when_idle(client: Client) -> dict[str, int] | None:
 
 async def measure(
     a: argparse.Namespace, url: str, server: subprocess.Popen[bytes] | None
-) -> dict[str, Any]:
+) -> JsonObject:
     """Warm up, put on the load, report."""
     headers = {"Authorization": f"Bearer {a.api_key}"} if a.api_key else {}
     client_options = {
@@ -468,7 +474,7 @@ async def ready(url: str, server: subprocess.Popen[bytes], timeout_s: float) -> 
     raise TimeoutError(f"serve.py was not ready within {timeout_s} s")
 
 
-def engine_alone(a: argparse.Namespace) -> dict[str, Any]:
+def engine_alone(a: argparse.Namespace) -> JsonObject:
     """Run all requests at once in the engine that `serve.py` would make."""
     from jmoe.command_line import parse_serve
     from jmoe.deploy.model_folder import hugging_face_folder

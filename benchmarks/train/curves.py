@@ -29,13 +29,13 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks import ROOT
 from benchmarks.lib import report
+from benchmarks.lib.report import JsonObject
 from jmoe.run.metrics import read_metrics
 
 GSHARD = ("--model.num-experts-per-tok", "2", "--model.router.kind", "gshard")
@@ -58,7 +58,7 @@ SHORT = (
 )
 
 
-def run(a: argparse.Namespace, options: tuple[str, ...], folder: Path) -> list[dict[str, Any]]:
+def run(a: argparse.Namespace, options: tuple[str, ...], folder: Path) -> list[JsonObject]:
     """Train, and return the records of all steps."""
     command = [
         sys.executable,
@@ -73,7 +73,7 @@ def run(a: argparse.Namespace, options: tuple[str, ...], folder: Path) -> list[d
     return read_metrics(folder / "metrics.jsonl")
 
 
-def compare(steps: Mapping[str, list[dict[str, Any]]], mean: int) -> dict[str, Any]:
+def compare(steps: Mapping[str, list[JsonObject]], mean: int) -> JsonObject:
     """Return the curves of all variants, compared with the first."""
     losses = {name: np.array([line["loss"] for line in lines]) for name, lines in steps.items()}
     means = {name: values.reshape(-1, mean).mean(axis=1) for name, values in losses.items()}
@@ -87,7 +87,7 @@ def compare(steps: Mapping[str, list[dict[str, Any]]], mean: int) -> dict[str, A
         | {f"{name}_differs_percent": round(float(values[i]), 4) for name, values in differ.items()}
         for i in range(means[first].size)
     ]
-    result: dict[str, Any] = {
+    result: JsonObject = {
         f"{name}_differs_at_most_percent": round(float(values.max()), 4)
         for name, values in differ.items()
     }

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from benchmarks import RESULTS
+from benchmarks.lib.report import JsonObject
 from jmoe.runtime import without_devices
 
 if __name__ == "__main__":
@@ -106,7 +107,7 @@ def kernel_text(kernel: GpuKernel) -> str:
     return f"{1e3 * kernel.seconds:.1f} ms in {kernel.launches:,}: {kernel.name} ({kernel.scope})"
 
 
-def row_of(name: str, shape: Shape, step: StepEstimate) -> dict[str, Any]:
+def row_of(name: str, shape: Shape, step: StepEstimate) -> JsonObject:
     """Return a step's estimate, and its bytes beside the planner's."""
     planned, gpu = planned_bytes(step.config), step.gpu
     return {

@@ -29,10 +29,10 @@ import statistics
 import sys
 import time
 from collections import Counter
-from typing import Any
 
 from benchmarks.comm.trace import COLLECTIVES, WHOLE, Op, Span, operations, recording, union_s
 from benchmarks.lib import report
+from benchmarks.lib.report import JsonObject
 from benchmarks.train import step as bench
 
 SCOPES = (
@@ -76,8 +76,8 @@ def work(op: Op) -> str:
 
 
 def accounted(
-    found: list[Any], ops: dict[str, Op], steps: int, begin_ns: float, end_ns: float
-) -> dict[str, Any]:
+    found: list[Span], ops: dict[str, Op], steps: int, begin_ns: float, end_ns: float
+) -> JsonObject:
     """Return milliseconds of a step by scope and work; what no operation covers is idle."""
     total: Counter[tuple[str, str]] = Counter()
     at, gaps = begin_ns, []
@@ -101,7 +101,7 @@ def accounted(
     return rows
 
 
-def longest(found: list[Any], ops: dict[str, Op], steps: int, number: int) -> list[dict[str, Any]]:
+def longest(found: list[Span], ops: dict[str, Op], steps: int, number: int) -> list[JsonObject]:
     """Return the operations that take longest, as the program names them."""
     total: Counter[str] = Counter()
     for begin, end, name in found:
@@ -120,53 +120,53 @@ def longest(found: list[Any], ops: dict[str, Op], steps: int, number: int) -> li
     ]
 
 
+class LargeProduct:
+    """A large product of the step's dtype, timed beside the steps: what the processor can do."""
+
+    def __init__(self, dtype: str) -> None:
+        import jax
+        import jax.numpy as jnp
+
+        ones = jnp.ones((ROWS, INNER), dtype), jnp.ones((INNER, COLUMNS), dtype)
+        product = jax.jit(lambda x, w: jnp.dot(x, w, preferred_element_type=jnp.float32))
+        self._run = lambda: jax.block_until_ready(product(*ones))
+        self._run()
+
+    def seconds(self) -> float:
+        """Return the seconds of one product."""
+        begun = time.perf_counter()
+        self._run()
+        return time.perf_counter() - begun
+
+
+def step_seconds(job: bench.Job) -> float:
+    """Return the seconds of one step."""
+    import jax
+
+    begun = time.perf_counter()
+    jax.block_until_ready(job.step())
+    return time.perf_counter() - begun
+
+
 def main() -> int:
     a = bench.parse()
     if a.processes > 1 and a.rank is None:
         return bench.launch(a)
-    import jax
-    import jax.numpy as jnp
-
-    from jmoe.mesh import ACCUMULATED_BATCH, make_mesh
-    from jmoe.training.trainer import make_trainer
-
-    rank = a.rank or 0
-    bench.join(a, rank)
-    config = bench.train_config(a)
-    mesh = make_mesh(config.check_devices(jax.device_count()))
-    program = make_trainer(config, mesh)
-    sharding = jax.sharding.NamedSharding(mesh, ACCUMULATED_BATCH)
-    batch = jax.make_array_from_process_local_data(sharding, bench.tokens(a, config, rank))
-    step = program.step.lower(program.state_shape, batch).compile()  # type: ignore[attr-defined]
-    state = program.init()
-    if a.init != "jmoe":
-        state = bench.peer_like(program, state, a.init, config.model.initializer_range)
-    dtype = jnp.dtype(a.dtype)
-    left, right = jnp.ones((ROWS, INNER), dtype), jnp.ones((INNER, COLUMNS), dtype)
-    product = jax.jit(lambda x, w: jnp.dot(x, w, preferred_element_type=jnp.float32))
-    jax.block_until_ready(product(left, right))
-
-    def timed() -> float:
-        nonlocal state
-        begun = time.perf_counter()
-        state, metrics = step(state, batch)
-        jax.block_until_ready(metrics)
-        return time.perf_counter() - begun
-
+    job = bench.Job(a, a.rank or 0)
+    product = LargeProduct(a.dtype)
     seconds, products, faults = [], [], []
     for i in range(a.warmup + a.steps):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        taken = timed()
-        begun = time.perf_counter()
-        jax.block_until_ready(product(left, right))
+        taken, alone = step_seconds(job), product.seconds()
         if i >= a.warmup:
             seconds.append(taken)
-            products.append(time.perf_counter() - begun)
+            products.append(alone)
             faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-    ops = operations(step.as_text())
+    ops = operations(job.compiled.as_text())
     with recording(ops) as found:
         for _ in range(STEPS):
-            timed()
+            step_seconds(job)
+    config = job.config
     tokens = config.batch_size * config.sequence_length // a.processes
     rate = 2 * ROWS * INNER * COLUMNS / statistics.median(products)
     flops = config.model.flops_per_token(config.sequence_length) * tokens

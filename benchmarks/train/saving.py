@@ -25,13 +25,13 @@ import dataclasses
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 
 import train
 from benchmarks.lib import report
+from benchmarks.lib.report import JsonObject
 from benchmarks.offload.session import LIBRARY, MODULES, add_model_options, expert_bytes, model_of
 from jmoe.config import (
     CheckpointConfig,
@@ -75,7 +75,7 @@ class MeasuredSave:
     """Wraps `Session.save` and records its cost."""
 
     def __init__(self) -> None:
-        self.save, self.rows = Session.save, list[dict[str, Any]]()
+        self.save, self.rows = Session.save, list[JsonObject]()
         self.versions: dict[str, set[str]] = {}
 
     def __call__(self, run: Session, step: int, state: TrainState) -> None:

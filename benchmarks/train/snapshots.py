@@ -33,14 +33,23 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 from benchmarks.lib import report
+from benchmarks.lib.report import JsonObject
 from jmoe.cluster.remote_process import reserve_port
 
+if TYPE_CHECKING:
+    import jax
+    from jax.sharding import Mesh
+
+    from jmoe.run.snapshots import Snapshots
+
 ARRAYS = 8
+T = TypeVar("T")
+State = dict[str, "jax.Array"]
 
 
 def read_mib(counter: str) -> float:
@@ -60,25 +69,36 @@ def drop_from_page_cache(folder: Path) -> None:
 def process(a: argparse.Namespace) -> None:
     """Run one rank; rank 0 prints all ranks' figures."""
     import jax
-    import numpy as np
 
     from jmoe.cluster import distributed
-    from jmoe.cluster.processes import gather_json
-    from jmoe.config import CheckpointConfig, DistributedConfig
-    from jmoe.mesh import BATCH, REPLICATED, make_mesh, shardings
-    from jmoe.run.checkpoint import Checkpoints
-    from jmoe.run.snapshots import Snapshots
+    from jmoe.config import DistributedConfig
+    from jmoe.mesh import make_mesh
 
     address = f"127.0.0.1:{a.port}"
     distributed.start(
         DistributedConfig(coordinator_address=address, num_processes=a.processes, process_id=a.rank)
     )
-    mesh = make_mesh((jax.device_count(), 1, 1))
+    stores = Stores(a, *state_program(a, make_mesh((jax.device_count(), 1, 1))))
+    # the first round makes folders and compiles
+    rows = [stores.measure(step) for step in range(1, a.rounds + 2)]
+    stores.checkpoints.close()
+    if a.rank == 0:
+        leaves = jax.tree.leaves(stores.make(0.0))
+        own = sum(shard.data.nbytes for x in leaves for shard in x.addressable_shards)
+        report.finish(figures(rows[1:], a.processes, own / 2**20))
+
+
+def state_program(a: argparse.Namespace, mesh: "Mesh") -> tuple[Callable[[float], State], State]:
+    """Return (a program that draws the state of a step, the state's shapes and shardings)."""
+    import jax
+
+    from jmoe.mesh import BATCH, REPLICATED, shardings
+
     rows = a.mib * 2**20 // 4 // 1024 // ARRAYS // a.processes * a.processes
     specs = {f"split_{i}": BATCH for i in range(ARRAYS)} | {"whole": REPLICATED, "step": REPLICATED}
     places = shardings(specs, mesh)
 
-    def state_of(step: Any) -> dict[str, Any]:
+    def state_of(step: "jax.Array") -> State:
         sizes = {
             name: (rows if name.startswith("split") else rows * ARRAYS // 100, 1024)
             for name in specs
@@ -96,85 +116,130 @@ def process(a: argparse.Namespace) -> None:
         jax.eval_shape(make, 0.0),
         places,
     )
-    config = CheckpointConfig(memory_dir=str(a.folder / f"memory-{a.rank}"))
-    rows_measured: list[dict[str, list[float]]] = []
+    return make, shapes
 
-    def timed(work: Callable[[], Any]) -> tuple[float, Any]:
-        gather_json(None)
-        begun = time.perf_counter()
-        done = work()
-        return time.perf_counter() - begun, done
 
-    def check(state: Any, wanted: Any) -> None:
-        for array, expected in zip(jax.tree.leaves(state), jax.tree.leaves(wanted), strict=True):
-            for shard, other in zip(
-                array.addressable_shards, expected.addressable_shards, strict=True
-            ):
-                assert np.array_equal(shard.data, other.data)
+def timed(work: Callable[[], T]) -> tuple[float, T]:
+    """Return the seconds of `work`, begun by all ranks together, and its result."""
+    from jmoe.cluster.processes import gather_json
 
-    checkpoints = Checkpoints(a.folder / "checkpoints", config)
-    snapshots = Snapshots(config, "run", ["start"])
-    for step in range(1, a.rounds + 2):  # the first one makes folders and compiles
-        state = jax.block_until_ready(make(float(step)))
-        about: tuple[Any, dict[str, Any], int] = ({"at": step}, {}, -1)
+    gather_json(None)
+    begun = time.perf_counter()
+    done = work()
+    return time.perf_counter() - begun, done
+
+
+def check(state: State, wanted: State) -> None:
+    """Raise AssertionError unless this rank's part of both states is the same."""
+    import jax
+    import numpy as np
+
+    for array, expected in zip(jax.tree.leaves(state), jax.tree.leaves(wanted), strict=True):
+        for shard, other in zip(array.addressable_shards, expected.addressable_shards, strict=True):
+            assert np.array_equal(shard.data, other.data)
+
+
+class Stores:
+    """The checkpoints and snapshots of one rank. make, shapes: see `state_program`."""
+
+    def __init__(
+        self, a: argparse.Namespace, make: Callable[[float], State], shapes: State
+    ) -> None:
+        from jmoe.config import CheckpointConfig
+        from jmoe.run.checkpoint import Checkpoints
+
+        self.rank, self.make, self.shapes = a.rank, make, shapes
+        self.folder = a.folder / "checkpoints"
+        self.config = CheckpointConfig(memory_dir=str(a.folder / f"memory-{a.rank}"))
+        self.checkpoints = Checkpoints(self.folder, self.config)
+        self.snapshots = self.reader()
+
+    def reader(self) -> "Snapshots":
+        """Return the snapshots as a rank that starts anew opens them."""
+        from jmoe.run.snapshots import Snapshots
+
+        return Snapshots(self.config, "run", ["start"])
+
+    def measure(self, step: int) -> list[dict[str, float]]:
+        """Save the state of a step and restore it; return the figures of each rank."""
+        import jax
+
+        from jmoe.cluster.processes import gather_json
+
+        state = jax.block_until_ready(self.make(float(step)))
+        rows: list[dict[str, float]] = gather_json(
+            self.save(step, state)
+            | self.restore_from_disk(step, state)
+            | self.restore_from_memory(state)
+        )
+        return rows
+
+    def save(self, step: int, state: State) -> dict[str, float]:
+        """Return the seconds of a checkpoint, of the part that blocks, and of a snapshot."""
         seconds: dict[str, float] = {}
         begun = time.perf_counter()
         seconds["checkpoint_blocking"], _ = timed(
-            lambda s=state, n=step: checkpoints.save(n, s, {}, "{}")
+            lambda: self.checkpoints.save(step, state, {}, "{}")
         )
-        checkpoints.wait()
+        self.checkpoints.wait()
         seconds["checkpoint"] = time.perf_counter() - begun
         seconds["snapshot"], problem = timed(
-            lambda s=state, n=step, b=about: snapshots.save(n, s, *b)
+            lambda: self.snapshots.save(step, state, {"at": step}, {}, -1)
         )
         assert not problem, problem
-        mib: dict[str, float] = {}
+        return seconds
+
+    def restore_from_disk(self, step: int, state: State) -> dict[str, float]:
+        """Return the seconds and MiB of a restart from the checkpoint: from the page cache, and
+        without it.
+        """
+        from jmoe.run.checkpoint import Checkpoints
+
+        found: dict[str, float] = {}
         for name, read, counter in (("", "read", "rchar"), ("_cold", "disk", "read_bytes")):
             if name:
-                drop_from_page_cache(checkpoints.folder_of(step))
+                drop_from_page_cache(self.checkpoints.folder_of(step))
             before = read_mib(counter)
-            seconds[f"restore_disk{name}"], restored = timed(
-                lambda n=step: Checkpoints(a.folder / "checkpoints", config).restore(n, shapes)
+            found[f"restore_disk{name}"], restored = timed(
+                lambda: Checkpoints(self.folder, self.config).restore(step, self.shapes)
             )
-            mib[f"{read}_mib"] = read_mib(counter) - before
+            found[f"{read}_mib"] = read_mib(counter) - before
             check(restored[0], state)
-        seconds["restore_memory"], (snapshot, _) = timed(
-            lambda: Snapshots(config, "run", ["start"]).newest(shapes, None, -1)
-        )
-        check(snapshot.state, state)
-        if a.rank == 1:
-            shutil.rmtree(snapshots.folder)
-        seconds["restore_partner"], (snapshot, _) = timed(
-            lambda: Snapshots(config, "run", ["start"]).newest(shapes, None, -1)
-        )
-        check(snapshot.state, state)
-        rows_measured.append(gather_json({**seconds, **mib}))
-    checkpoints.close()
-    if a.rank == 0:
-        own = (
-            sum(
-                shard.data.nbytes
-                for x in jax.tree.leaves(make(0.0))
-                for shard in x.addressable_shards
+        return found
+
+    def restore_from_memory(self, state: State) -> dict[str, float]:
+        """Return the seconds of a restart from the snapshot, and of one for which rank 1 reads its
+        part from the partner.
+        """
+        seconds: dict[str, float] = {}
+        for name in ("restore_memory", "restore_partner"):
+            if name == "restore_partner" and self.rank == 1:
+                shutil.rmtree(self.snapshots.folder)
+            seconds[name], (snapshot, _) = timed(
+                lambda: self.reader().newest(self.shapes, None, -1)
             )
-            / 2**20
-        )
-        worst = [
-            {name: max(row[name] for row in rank_rows) for name in rank_rows[0]}
-            for rank_rows in rows_measured[1:]
-        ]
-        values: dict[str, Any] = {
-            f"{name}_s": report.median((row[name] for row in worst), 3)
-            for name in worst[0]
-            if not name.endswith("_mib")
-        }
-        values["own_mib"] = round(own, 1)
-        for name in ("read_mib", "disk_mib"):
-            of_rank = (
-                [row[rank][name] for row in rows_measured[1:]] for rank in range(a.processes)
-            )
-            values[name] = [round(statistics.median(rounds), 1) for rounds in of_rank]
-        report.finish(values)
+            assert snapshot is not None
+            check(snapshot.state, state)
+        return seconds
+
+
+def figures(
+    rounds: Sequence[Sequence[dict[str, float]]], num_processes: int, own_mib: float
+) -> JsonObject:
+    """Return the medians over rounds: seconds of the slowest rank, MiB of each rank."""
+    worst = [
+        {name: max(row[name] for row in of_ranks) for name in of_ranks[0]} for of_ranks in rounds
+    ]
+    values: JsonObject = {
+        f"{name}_s": report.median((row[name] for row in worst), 3)
+        for name in worst[0]
+        if not name.endswith("_mib")
+    }
+    values["own_mib"] = round(own_mib, 1)
+    for name in ("read_mib", "disk_mib"):
+        of_rank = ([row[rank][name] for row in rounds] for rank in range(num_processes))
+        values[name] = [round(statistics.median(found), 1) for found in of_rank]
+    return values
 
 
 def main() -> None:

@@ -38,11 +38,11 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from benchmarks.lib import report
+from benchmarks.lib.report import JsonObject
 from benchmarks.lib.train_processes import LIMIT_S, started, times_of
 from jmoe.cluster.remote_process import reserve_port
 
@@ -165,7 +165,7 @@ def supervised(a: argparse.Namespace, folder: Path, name: str) -> dict[str, floa
     }
 
 
-def callers(number: int, present: int, limit_s: int) -> tuple[float, list[dict[str, Any]]]:
+def callers(number: int, present: int, limit_s: int) -> tuple[float, list[JsonObject]]:
     """Return when processes started, and what each of the first `present` of `number` printed."""
     with reserve_port() as reserved:
         address = f"127.0.0.1:{reserved.getsockname()[1]}"
@@ -190,7 +190,7 @@ def all_join(number: int) -> dict[str, float]:
     }
 
 
-def one_never_joins(number: int, limit_s: int) -> dict[str, Any]:
+def one_never_joins(number: int, limit_s: int) -> JsonObject:
     """Return when, and in which words, the missing last of `number` processes is named."""
     told = callers(number, number - 1, limit_s)[1]
     words = {one["problem"] for one in told}

@@ -30,13 +30,14 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from benchmarks.lib import report
 from benchmarks.lib.gpu_trace import kernel_times
 from benchmarks.lib.ranks import add_rank_options, free_port, rank_command, wait_for_all
+from benchmarks.lib.report import JsonObject
 from jmoe.config import (
     CommConfig,
     MeshConfig,
@@ -46,6 +47,10 @@ from jmoe.config import (
     TrainConfig,
 )
 from jmoe.models.huggingface import model_config
+
+if TYPE_CHECKING:
+    import jax
+    from jax.tree_util import KeyPath
 
 TRACED_STEPS = 3
 
@@ -166,7 +171,7 @@ def peer_like(program: Any, state: Any, init: str, std: float, seed: int = 0) ->
     import jax
     import jax.numpy as jnp
 
-    def draw(path: Any, w: jax.Array) -> jax.Array:
+    def draw(path: "KeyPath", w: jax.Array) -> jax.Array:
         names = [str(getattr(k, "key", k)) for k in path]
         rng = np.random.default_rng([seed, *"/".join(names).encode()])
         if init == "hf" and w.ndim > 1 and names[-1] not in ("scale", "bias"):
@@ -202,31 +207,47 @@ def join(a: argparse.Namespace, rank: int) -> None:
         jax.distributed.initialize(f"127.0.0.1:{a.port}", a.processes, rank)
 
 
-def worker(a: argparse.Namespace, rank: int) -> dict[str, Any]:
+class Job:
+    """The training step of one rank, compiled, with its state and batch."""
+
+    def __init__(self, a: argparse.Namespace, rank: int) -> None:
+        import jax
+
+        from jmoe.mesh import ACCUMULATED_BATCH, make_mesh
+        from jmoe.training.trainer import make_trainer
+
+        join(a, rank)
+        self.config = train_config(a)
+        mesh = make_mesh(self.config.check_devices(jax.device_count()))
+        program = make_trainer(self.config, mesh)
+        sharding = jax.sharding.NamedSharding(mesh, ACCUMULATED_BATCH)
+        local = tokens(a, self.config, rank)
+        self.batch = jax.make_array_from_process_local_data(sharding, local)
+        begun = time.perf_counter()
+        lowered = program.step.lower(program.state_shape, self.batch)  # type: ignore[attr-defined]
+        self.compiled = lowered.compile()
+        self.compile_s = time.perf_counter() - begun
+        self.state = program.init()  # after compiling, whose memory it takes over
+        if a.init != "jmoe":
+            deviation = self.config.model.initializer_range
+            self.state = peer_like(program, self.state, a.init, deviation)
+
+    def step(self) -> dict[str, "jax.Array"]:
+        """Take a step; return its metrics, which may still be computed."""
+        self.state, metrics = self.compiled(self.state, self.batch)
+        return metrics
+
+
+def worker(a: argparse.Namespace, rank: int) -> JsonObject:
     """Train on this rank; every rank returns the job's figures. peak_rss_bytes: of each rank."""
     import jax
     from jax.experimental import multihost_utils
 
-    from jmoe.mesh import ACCUMULATED_BATCH, make_mesh
-    from jmoe.training.trainer import make_trainer
-
-    join(a, rank)
-    config = train_config(a)
-    mesh = make_mesh(config.check_devices(jax.device_count()))
-    program = make_trainer(config, mesh)
-    sharding = jax.sharding.NamedSharding(mesh, ACCUMULATED_BATCH)
-    batch = jax.make_array_from_process_local_data(sharding, tokens(a, config, rank))
-    begun = time.perf_counter()
-    step = program.step.lower(program.state_shape, batch).compile()  # type: ignore[attr-defined]
-    compile_s = time.perf_counter() - begun
-    state = program.init()  # after compiling, whose memory it takes over
-    if a.init != "jmoe":
-        state = peer_like(program, state, a.init, config.model.initializer_range)
+    job = Job(a, rank)
     seconds, losses, dropped = [], [], 0
     for i in range(a.warmup + a.steps):
         begun = time.perf_counter()
-        state, metrics = step(state, batch)
-        metrics = jax.device_get(metrics)
+        metrics = jax.device_get(job.step())
         if i >= a.warmup:
             seconds.append(time.perf_counter() - begun)
             dropped += int(metrics["dropped"].sum()) if "dropped" in metrics else 0
@@ -235,36 +256,51 @@ def worker(a: argparse.Namespace, rank: int) -> dict[str, Any]:
     if a.profile:
         with jax.profiler.trace(a.profile):
             for _ in range(TRACED_STEPS):
-                state, metrics = step(state, batch)
-                jax.block_until_ready(metrics)
+                jax.block_until_ready(job.step())
     peak = np.int64(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
     peaks = np.atleast_1d(multihost_utils.process_allgather(peak)).tolist()
-    median = statistics.median(seconds)
-    per_step = config.batch_size * config.sequence_length
-    total, active = config.model.num_parameters()
-    assignments = (
-        per_step * config.model.num_experts_per_tok * max(1, config.model.num_moe_layers) * a.steps
-    )
     return {
         "system": "jmoe",
         "args": report.options(a, "rank", "port"),
-        "tokens_per_s": round(per_step / median, 2),
-        "tokens_per_s_best": round(per_step / min(seconds), 2),
-        "seconds": [round(s, 5) for s in seconds],
+        **speed(job.config, seconds),
         "first_loss": round(losses[0], 4),
         "last_loss": round(losses[-1], 4),
         "losses": [round(loss, 5) for loss in losses],
-        "dropped_fraction": dropped / assignments,
-        "params_total": total,
-        "params_active": active,
-        "model_flops_per_s": round(
-            config.model.flops_per_token(config.sequence_length) * per_step / median
-        ),
+        "dropped_fraction": dropped / (assignments(job.config) * a.steps),
+        **sizes(job.config, seconds),
         "peak_rss_bytes": peaks,
-        "compile_s": round(compile_s, 2),
+        "compile_s": round(job.compile_s, 2),
         "versions": report.versions("jax", "jaxlib", "flax"),
         "device": jax.devices()[0].device_kind,
     } | ({"profile": kernel_times(Path(a.profile), TRACED_STEPS)} if a.profile else {})
+
+
+def speed(config: TrainConfig, seconds: list[float]) -> JsonObject:
+    """Return the rates of these steps."""
+    per_step = config.batch_size * config.sequence_length
+    return {
+        "tokens_per_s": round(per_step / statistics.median(seconds), 2),
+        "tokens_per_s_best": round(per_step / min(seconds), 2),
+        "seconds": [round(s, 5) for s in seconds],
+    }
+
+
+def sizes(config: TrainConfig, seconds: list[float]) -> JsonObject:
+    """Return the numbers of parameters, and the rate at which the model's FLOPs are computed."""
+    per_step, median = config.batch_size * config.sequence_length, statistics.median(seconds)
+    total, active = config.model.num_parameters()
+    flops = config.model.flops_per_token(config.sequence_length)
+    return {
+        "params_total": total,
+        "params_active": active,
+        "model_flops_per_s": round(flops * per_step / median),
+    }
+
+
+def assignments(config: TrainConfig) -> int:
+    """Return the (token, expert) pairs of all layers in a step."""
+    model, per_step = config.model, config.batch_size * config.sequence_length
+    return per_step * model.num_experts_per_tok * max(1, model.num_moe_layers)
 
 
 def launch(a: argparse.Namespace) -> int:

@@ -28,10 +28,10 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 from benchmarks.lib import report
 from benchmarks.lib.ranks import free_port, wait_for_all
+from benchmarks.lib.report import JsonObject
 from benchmarks.lib.train_processes import environment
 from jmoe.config import VisionTrainConfig
 from jmoe.configs.ufo import ufo_tiny
@@ -93,7 +93,7 @@ def rows_of(
     metrics: Path,
     config: VisionTrainConfig,
     linear: dict[str, float],
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+) -> tuple[JsonObject, list[JsonObject]]:
     """Return the row of a run and those of its tasks, from its records."""
     events = read_events(metrics)
     first, *_, last = [event for event in events if event["event"] == "evaluation"]
@@ -125,7 +125,7 @@ def rows_of(
     return run, tasks
 
 
-def sizes(task: ImageTask) -> dict[str, Any]:
+def sizes(task: ImageTask) -> JsonObject:
     """Return a task's numbers of classes and images."""
     counts = {
         "classes": len(task.classes),
