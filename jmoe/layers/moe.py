@@ -102,14 +102,22 @@ def _run_experts(expert_fn: ExpertFn, arrived: ArrivedRows) -> jax.Array:
     """Return the experts' outputs for the arrived rows.
 
     `Experts` may gather rows inside its kernel, so it gets the row map; a user's experts get
-    gathered rows.
+    gathered rows. Raises ValueError if a user's experts return rows of another shape.
     """
     with jax.named_scope("experts"):
         if isinstance(expert_fn, Experts):
             return expert_fn(
                 arrived.rows_or_tokens, arrived.group_sizes_L, arrived.expected_rows, arrived.rows
             )
-        return expert_fn(arrived.rows_MD, arrived.group_sizes_L, arrived.expected_rows)
+        rows_MD = arrived.rows_MD
+        y_MD = expert_fn(rows_MD, arrived.group_sizes_L, arrived.expected_rows)
+        check(
+            y_MD.shape == rows_MD.shape,
+            "experts: rows.shape",
+            y_MD.shape,
+            f"must be {rows_MD.shape}, that of the rows given",
+        )
+        return y_MD
 
 
 def combine_local(
@@ -411,7 +419,8 @@ class MoELayer(nnx.Module):
 
     def _check_routing(self, routing: Routing, num_tokens: int) -> None:
         """Raise ValueError if a router's result does not have the shapes of this layer."""
-        config = self.config
+        config, kind = self.config, type(routing).__name__
+        check(isinstance(routing, Routing), "router", kind, "must return a jmoe.Routing")
         experts, choices = (config.num_experts,), (num_tokens, config.num_experts_per_tok)
         shapes = {
             "topk_idx_TK": choices,
@@ -443,15 +452,17 @@ class MoELayer(nnx.Module):
         key: needed in training if `config.router` draws (jitter or a random second expert).
         token_mask: bool [...], False for tokens that go to no expert (padding). Such a token has y
         = 0, so that a residual connection passes it unchanged, and it takes no part in losses,
-        counts or buffers. Raises ValueError if the shape of x or token_mask is wrong.
+        counts or buffers. Raises ValueError if the shape or dtype of x or token_mask is wrong.
         """
-        hidden_size = self.config.hidden_size
+        x, hidden_size = jnp.asarray(x), self.config.hidden_size
         check(
-            x.shape[-1] == hidden_size,
+            x.shape[-1:] == (hidden_size,),
             "x.shape",
             x.shape,
             f"must end in hidden_size = {hidden_size}",
         )
+        is_float = jnp.issubdtype(x.dtype, jnp.floating)
+        check(is_float, "x.dtype", x.dtype.name, "must be a float: token ids need an embedding")
         if token_mask is not None:
             shape, dtype, tokens = token_mask.shape, token_mask.dtype, x.shape[:-1]
             check(

@@ -584,6 +584,11 @@ def test_bad_inputs() -> None:
     layer, mesh = make("softmax"), make_mesh((2, 2, 2))
     with pytest.raises(ValueError, match=r"x.shape = \(4, 17\): must end in hidden_size = 16"):
         layer(jnp.zeros((4, 17)))
+    with pytest.raises(ValueError, match=r"x.shape = \(\): must end in hidden_size = 16"):
+        layer(jnp.float32(1))
+    with pytest.raises(ValueError, match=r"x.dtype = 'int32': must be a float: token ids need an"):
+        layer(jnp.zeros((4, 16), jnp.int32))
+    assert layer([[0.5] * 16])[0].shape == (1, 16)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"num_experts = 6: must be a multiple of 4 devices"):
         MoELayer(config_of(num_experts=6), over(mesh), rngs=nnx.Rngs(0))
     with pytest.raises(
@@ -633,6 +638,21 @@ def test_a_router_that_chooses_another_number_than_was_said(split: Split | None)
             ValueError, match=rf"router: {name}.shape = \(7,\): must be \(8,\) {said}"
         ):
             call(**{name: lambda x_TD: jnp.zeros(7)})
+
+
+def test_what_a_users_router_or_experts_return_is_named() -> None:
+    x, _ = inputs()
+
+    def router(x_TD: jax.Array, *, key: Any = None, train: bool = False) -> Any:
+        return x_TD, x_TD
+
+    def experts(rows: jax.Array, group_sizes: jax.Array, expected_rows: int) -> jax.Array:
+        return rows[:, :3]
+
+    with pytest.raises(ValueError, match=r"router = 'tuple': must return a jmoe\.Routing"):
+        MoELayer(config_of(), router=router, rngs=nnx.Rngs(0))(x)
+    with pytest.raises(ValueError, match=r"experts: rows.shape = \(\d+, 3\): must be \(\d+, 16\)"):
+        MoELayer(config_of(), experts=experts, rngs=nnx.Rngs(0))(x)
 
 
 def test_package_exports() -> None:
