@@ -1,8 +1,8 @@
 """Admission of requests (status 429 with Retry-After when the queue is full) and the order in
 which waiting work runs.
 
-`engine_loop` uses `QueueLimit` and `FairQueue` for sequences; `service` uses `Turns` for text
-processing off the event loop.
+`engine_loop` uses `QueueLimit` and `FairQueue` for sequences; `service` uses `FairSemaphore` for
+text processing off the event loop.
 """
 
 import asyncio
@@ -40,7 +40,9 @@ class QueueLimit:
                 400, f"{count} sequences in one request: at most {self.capacity} run and wait here"
             )
 
-    def refusal(self, unfinished: Collection[Sequence], count: int, token_s: float) -> ApiError:
+    def queue_full_error(
+        self, unfinished: Collection[Sequence], count: int, token_s: float
+    ) -> ApiError:
         """Return the 429 error for a request that the full queue rejects, and count the rejection.
 
         The error's Retry-After header estimates, in seconds (1 to `MAX_RETRY_AFTER_S`), when
@@ -147,7 +149,7 @@ class FairQueue:
             del self._waiting[request]
 
 
-class Turns:
+class FairSemaphore:
     """An asyncio semaphore with `places` permits that is fair between clients.
 
     One client holds at most `places - 1` permits (at least 1), so that another client's first
@@ -161,7 +163,7 @@ class Turns:
         self._waiting: dict[Hashable, deque[asyncio.Future[None]]] = {}
 
     @contextlib.asynccontextmanager
-    async def turn(self, client: Hashable) -> AsyncIterator[None]:
+    async def permit(self, client: Hashable) -> AsyncIterator[None]:
         """Hold one permit inside the `async with` block; wait on entry until one is free."""
         begins = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(client, deque()).append(begins)

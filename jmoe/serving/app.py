@@ -131,7 +131,7 @@ def tokens_router(service: Service) -> APIRouter:
                 count=len(tokens), max_model_len=limit, tokens=tokens, token_strs=strs
             )
 
-        return await service.off_the_loop(make, len(text), client)
+        return await service.in_thread(make, len(text), client)
 
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> DetokenizeResponse:

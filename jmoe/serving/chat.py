@@ -113,7 +113,7 @@ def chat_router(service: Service) -> APIRouter:
                 sequence.harmony = service.harmony
             return prompt, sequences
 
-        prompt, sequences = await service.off_the_loop(make, len(text), client)
+        prompt, sequences = await service.in_thread(make, len(text), client)
         await service.constrain(body, sequences, request)
         service.log_prompts(request, [text])
         return await _ChatAnswer.respond(service, request, body, [prompt], sequences)

@@ -185,8 +185,8 @@ def read_templates(folder: Path) -> dict[str, Any] | None:
 def begin_rendering(**setup: Any) -> Callable[[bytes], bytes]:
     """Return the function that answers a fork's questions (the `begin` of a `ForkServer`).
 
-    A question is `CONTENT_FORM`, or the arguments of `ChatTemplate.render` as JSON. `rendered`
-    decodes the answers.
+    A question is `CONTENT_FORM`, or the arguments of `ChatTemplate.render` as JSON.
+    `decode_rendering` decodes the answers.
 
     setup: arguments of `ChatTemplate`.
     """
@@ -205,7 +205,7 @@ def begin_rendering(**setup: Any) -> Callable[[bytes], bytes]:
     return answer
 
 
-def rendered(answer: bytes) -> str:
+def decode_rendering(answer: bytes) -> str:
     """Return the text in a fork's answer. Raises `RefusedError` if the fork reports that rendering
     failed.
     """

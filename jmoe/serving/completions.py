@@ -155,7 +155,7 @@ def completions_router(service: Service) -> APIRouter:
                 sequence.prompt_text = texts[i // body.n]
             return prompts, sequences
 
-        prompts, sequences = await service.off_the_loop(make, sum(map(len, body.prompts)), client)
+        prompts, sequences = await service.in_thread(make, sum(map(len, body.prompts)), client)
         await service.constrain(body, sequences, request)
         service.log_prompts(
             request, [s.prompt_text or s.prompt_token_ids for s in sequences[:: body.n]]

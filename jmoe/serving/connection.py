@@ -111,16 +111,16 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         client = client_at(self.client[0] if self.client else "")
-        going = self._shared.shares.make_room(client, 1, self._shared.waiting, even=True)
-        if going is None:
+        evicted = self._shared.shares.items_to_evict(client, 1, self._shared.waiting, even=True)
+        if evicted is None:
             most = self._shared.config.max_connections
             self._answer(
                 503, f"all {most} connections that this server keeps are in use: try again later"
             )
             self.transport.close()
             return
-        for slowest in going:
-            slowest.give_way()
+        for slowest in evicted:
+            slowest.evict()
         self._shared.shares.add(self, client, 1)
         self._await_client(self._shared.config.header_timeout_s, "headers")
 
@@ -134,7 +134,7 @@ class Connection(HttpToolsProtocol):
         if self._head_bytes > MAX_HEAD_BYTES and self._refusal is None:
             self._refuse(431, f"the headers have more than {MAX_HEAD_BYTES} bytes")
 
-    def give_way(self) -> None:
+    def evict(self) -> None:
         """Abort the connection to free its place for another one."""
         self._shared.waiting.pop(self, None)
         self._shared.shares.remove(self)
@@ -152,7 +152,7 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._shared.shares.remove(self)
         self._stop_waiting()
-        self._took()
+        self._stop_send_timer()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -162,7 +162,7 @@ class Connection(HttpToolsProtocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._took()
+        self._stop_send_timer()
         if self._timer is None and not self._is_idle:
             self._shared.waiting.pop(self, None)
 
@@ -293,7 +293,7 @@ class Connection(HttpToolsProtocol):
             self._timer.cancel()
             self._timer = None
 
-    def _took(self) -> None:
+    def _stop_send_timer(self) -> None:
         if self._send_timer is not None:
             self._send_timer.cancel()
             self._send_timer = None

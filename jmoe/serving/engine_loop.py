@@ -117,7 +117,7 @@ class Generation:
         if isinstance(output, ApiError):
             raise output
         if not self.is_kept:
-            self._owner._release(self, output)
+            self._owner._count_read(self, output)
         self.num_read_tokens += len(output.token_ids)
         if output.finish_reason == "error":
             if (what := output.sequence.failed) is not None:
@@ -176,8 +176,8 @@ class EngineLoop:
         self.failure: str | None = None  # reason why requests are no longer served
         # Set when another process of the engine is gone; only a restart helps.
         self.lost_process = asyncio.Event()
-        self.snapshot = self._look()
-        self.last_view, self._viewed_s = self._look_closely(), time.monotonic()
+        self.snapshot = self._snapshot()
+        self.last_view, self._viewed_s = self._view(), time.monotonic()
 
     def start(self) -> None:
         """Start the engine thread. Must be called in the running event loop."""
@@ -213,7 +213,7 @@ class EngineLoop:
             done = asyncio.Event()
 
             def refresh() -> None:  # on the engine thread
-                self.last_view = self._look_closely()
+                self.last_view = self._view()
                 self._loop.call_soon_threadsafe(done.set)
 
             self._commands.put(refresh)
@@ -246,9 +246,9 @@ class EngineLoop:
         )
         waiting = [request for request in reversed(requests) if request.num_waiting]
         waiting.sort(key=lambda request: request.num_waiting < len(request.sequences))
-        ending = self._places.make_room(client, count, waiting)
+        ending = self._places.items_to_evict(client, count, waiting)
         if ending is None:
-            raise self._limit.refusal(self._open, count, self._token_s)
+            raise self._limit.queue_full_error(self._open, count, self._token_s)
         return ending
 
     def submit(self, sequences: list[Sequence], client: str) -> Generation:
@@ -258,7 +258,7 @@ class EngineLoop:
         `check_room` does.
         """
         for ending in self.check_room(len(sequences), client):
-            error = self._limit.refusal(self._open, len(ending.sequences), self._token_s)
+            error = self._limit.queue_full_error(self._open, len(ending.sequences), self._token_s)
             self._abort(ending.sequences)
             ending.put(error)
         generation = Generation(self, sequences, self._request_timeout_s)
@@ -315,9 +315,9 @@ class EngineLoop:
             if output.finish_reason is not None:
                 self._close(sequence)
             generation.put(output)
-            self._hold(generation, output)
+            self._count_unsent(generation, output)
 
-    def _hold(self, generation: Generation, output: Output) -> None:
+    def _count_unsent(self, generation: Generation, output: Output) -> None:
         """Add an output to the memory accounting of unsent outputs, and drop requests over the
         limits.
 
@@ -329,12 +329,12 @@ class EngineLoop:
             generation.drop(ApiError(400, TOO_LARGE, code="answer_too_large"))
         elif self._unsent.total > self._unsent.limit:
             most = sorted(dict.fromkeys(self._open.values()), key=self._unsent.amount, reverse=True)
-            for request in self._unsent.make_room(
+            for request in self._unsent.items_to_evict(
                 generation.client, 0, filter(self._unsent.amount, most)
             ) or [generation]:
                 request.drop(ApiError(503, NOT_READ, code="not_read"))
 
-    def _release(self, generation: Generation, output: Output) -> None:
+    def _count_read(self, generation: Generation, output: Output) -> None:
         if self._unsent.amount(generation):
             self._unsent.add(generation, generation.client, -generation.unsent_bytes(output))
 
@@ -377,7 +377,7 @@ class EngineLoop:
                 for output in outputs:
                     if output.finish_reason is not None:
                         self._queue.end(output.sequence)
-                self.snapshot = self._look()
+                self.snapshot = self._snapshot()
                 self._loop.call_soon_threadsafe(self._deliver, outputs)
         except LockstepError:
             pass  # `_lose_process` logs the reason
@@ -401,7 +401,7 @@ class EngineLoop:
                 return False
             command()
             if self._commands.empty():
-                self.snapshot = self._look()
+                self.snapshot = self._snapshot()
 
     def _admit(self) -> None:
         """Move waiting sequences to the engine until `max_batch` run."""
@@ -419,13 +419,13 @@ class EngineLoop:
         if self._queue.end(sequence):
             self.engine.abort(sequence)
 
-    def _look_closely(self) -> View:
+    def _view(self) -> View:
         streams = self.engine.residency.streams
         return View(
             self.engine.residency.occupancy() if streams else [], self.engine.expert_use().tolist()
         )
 
-    def _look(self) -> Snapshot:
+    def _snapshot(self) -> Snapshot:
         stats = self.engine.scheduler_stats()
         return Snapshot(
             self.engine.stats(), replace(stats, waiting=stats.waiting + len(self._queue))

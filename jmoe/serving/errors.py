@@ -65,7 +65,7 @@ class ApiError(Exception):
         super().__init__(message)
         self.status, self.headers = status, headers
         kind = TYPES.get(status, "invalid_request_error")
-        message = printable(message[:MAX_MESSAGE])
+        message = replace_surrogates(message[:MAX_MESSAGE])
         param = None if param is None else param[:MAX_MESSAGE]
         self.body = ErrorResponse(
             error=ErrorDetail(message=message, type=kind, param=param, code=code)
@@ -88,7 +88,7 @@ class ApiError(Exception):
         return JSONResponse(self.body.model_dump(), self.status, headers=self.headers)
 
 
-def printable(text: str) -> str:
+def replace_surrogates(text: str) -> str:
     """Return `text` with lone surrogates, which JSON allows and UTF-8 does not, replaced by `?`."""
     return text.encode("utf-8", "replace").decode()
 
@@ -97,9 +97,9 @@ def _validation_error(errors: Sequence[Any]) -> ApiError:
     """Return a 400 error for the first of pydantic's validation errors."""
     first = errors[0]
     place = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
-    param = printable(".".join(place)) or None
+    param = replace_surrogates(".".join(place)) or None
     if first["type"] == UNKNOWN:
-        param = printable(".".join([*place, first["ctx"]["name"]]))
+        param = replace_surrogates(".".join([*place, first["ctx"]["name"]]))
         return ApiError(
             400,
             f"{param[: MAX_MESSAGE // 2]}: is not a parameter that this server supports",
@@ -111,7 +111,7 @@ def _validation_error(errors: Sequence[Any]) -> ApiError:
         )
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {first['ctx']['error']}")
-    message = printable(str(first["msg"])).removeprefix("Value error, ")
+    message = replace_surrogates(str(first["msg"])).removeprefix("Value error, ")
     return ApiError(400, f"{param}: {message}" if param else message, param=param)
 
 

@@ -96,7 +96,7 @@ class Fork:
         killed on a timeout, a lost connection or cancellation.
         """
         loop = asyncio.get_running_loop()
-        slow = loop.call_later(SLOW_S, self.let_others_go_first)
+        slow = loop.call_later(SLOW_S, self.lower_priority)
         try:
             async with asyncio.timeout(ANSWER_LIMIT_S):
                 await loop.sock_sendall(self._connection, _framed(question))
@@ -107,7 +107,7 @@ class Fork:
             self.end()
             raise LimitError(f"{self._what}: needs more than {ANSWER_LIMIT_S:g} s") from error
         except OSError as error:
-            ended = self._ended()
+            ended = self._exit_error()
             self.end()
             raise ended from error
         except asyncio.CancelledError:
@@ -137,7 +137,7 @@ class Fork:
         except OSError:
             return True
 
-    def let_others_go_first(self) -> None:
+    def lower_priority(self) -> None:
         """Lower the scheduling priority (raise the niceness) of the forked process."""
         self.is_slow = True
         for number in self._number:
@@ -153,7 +153,7 @@ class Fork:
         try:
             self._connection.sendall(_framed(question))
         except OSError as error:
-            raise self._ended() from error
+            raise self._exit_error() from error
 
     def receive(self, timeout_s: float) -> bytes | None:
         """Return the next answer, or None if no answer arrives within `timeout_s` seconds.
@@ -167,19 +167,19 @@ class Fork:
             except (TimeoutError, BlockingIOError):
                 return None
             except OSError as error:
-                raise self._ended() from error
+                raise self._exit_error() from error
             finally:
                 self._connection.setblocking(False)
         return answer
 
     def _take(self, data: bytes) -> None:
         if not data:
-            raise self._ended()
+            raise self._exit_error()
         self._buffer += data
         if not self._number and (number := self._next()) is not None:
             self._number += _LENGTH.unpack(number)
             if self.is_slow:
-                self.let_others_go_first()
+                self.lower_priority()
 
     def _next(self) -> bytes | None:
         """Remove the next frame from the received bytes; return None if it is incomplete.
@@ -198,7 +198,7 @@ class Fork:
         del self._buffer[:end]
         return answer
 
-    def _ended(self) -> LimitError | LostError:
+    def _exit_error(self) -> LimitError | LostError:
         """Return the error that describes why the process ended or never started."""
         poll = select.poll()
         poll.register(self._how_it_ended, select.POLLIN)

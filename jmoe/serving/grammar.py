@@ -61,10 +61,10 @@ class _Masks:
             if kind == WRONG:
                 self.errors[index] = f"{WHAT}: {said.decode(errors='replace')}"
 
-    def let_others_go_first(self) -> None:
+    def lower_priority(self) -> None:
         """Lower the fork's scheduling priority, once."""
         if not self._fork.is_slow:
-            self._fork.let_others_go_first()
+            self._fork.lower_priority()
 
     def _give_up(self, error: str) -> None:
         for index, mask in enumerate(self.masks):
@@ -99,7 +99,7 @@ class JsonConstraint:
         self.wait(self._asked_s + GRACE_S - time.perf_counter() if is_quick else 0.0)
         is_ready = self._masks.masks[self._index] is not None
         if not is_ready and time.perf_counter() > self._asked_s + SLOW_S:
-            self._masks.let_others_go_first()
+            self._masks.lower_priority()
         return is_ready
 
     def wait(self, limit_s: float) -> None:

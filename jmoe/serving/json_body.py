@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
-from jmoe.serving.errors import ApiError, printable
+from jmoe.serving.errors import ApiError, replace_surrogates
 
 LONG_BODY_BYTES = 1 << 16
 
@@ -64,7 +64,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
         name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-        name = printable(name)
+        name = replace_surrogates(name)
         raise ApiError(400, f"{name}: is given twice in one object", param=name)
     return values
 

@@ -72,7 +72,7 @@ class View:
     expert_counts: list[list[int]]  # [layer][expert]: tokens routed in the last steps
 
 
-class Watched(Protocol):
+class EngineStatsSource(Protocol):
     """The part of `EngineLoop` that `Metrics` reads.
 
     kv_tokens_total: capacity of the KV cache, in tokens.
@@ -156,7 +156,7 @@ class Metrics(Collector):
                 mean_s = (now_s - sequence.first_token_s) / (sequence.num_delivered_tokens - 1)
                 self.time_per_output_token.observe(mean_s)
 
-    def watch(self, loop: Watched) -> None:
+    def watch(self, loop: EngineStatsSource) -> None:
         """Add the statistics of `loop` to the metrics."""
         self._loop = loop
         self.registry.register(self)

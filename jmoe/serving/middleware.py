@@ -167,10 +167,10 @@ class AuthMiddleware:
                 if not message.get("more_body", False) and size <= self._max_body_bytes:
                     return True
         except asyncio.CancelledError:
-            if not body.gives_way:
+            if not body.is_evicted:
                 raise
             body.task.uncancel()
-            raise _no_room() from None
+            raise _bodies_full_error() from None
         finally:
             self._arriving.pop(body, None)
         raise ApiError(
@@ -186,20 +186,20 @@ class AuthMiddleware:
         """
         now_s = time.monotonic()
         self._arriving[body] = self._arriving.pop(body)
-        slow = [other for other in self._arriving if other is not body and not other.gives_way]
+        slow = [other for other in self._arriving if other is not body and not other.is_evicted]
         slow = [
             other
             for other in slow
             if other.data and (other.client != client or now_s > other.last_s + STALL_S)
         ]
-        giving_way = self._bytes.make_room(client, len(piece), slow)
+        evicted = self._bytes.items_to_evict(client, len(piece), slow)
         if (
-            giving_way is None
+            evicted is None
             and self._bytes.held(client) + len(piece) > self._bytes.limit // SMALL_SHARE
         ):
-            raise _no_room()
-        for other in giving_way or ():
-            other.gives_way = True
+            raise _bodies_full_error()
+        for other in evicted or ():
+            other.is_evicted = True
             self._bytes.remove(other)
             other.task.cancel()
         body.data += piece
@@ -210,19 +210,19 @@ class AuthMiddleware:
 class _Body:
     """A request body, and the task that reads it.
 
-    gives_way: True once the body is dropped; its task is then cancelled.
+    is_evicted: True once the body is dropped; its task is then cancelled.
     last_s: when the last piece arrived, by `time.monotonic`.
     """
 
     def __init__(self) -> None:
         self.data, self.client, self.last_s = bytearray(), "", 0.0
-        self.gives_way = False
+        self.is_evicted = False
         task = asyncio.current_task()
         assert task is not None, "a request is answered by a task"
         self.task = task
 
 
-def _no_room() -> ApiError:
+def _bodies_full_error() -> ApiError:
     text = "the bodies of other requests take all the room there is for them: try again later"
     return ApiError(503, text, headers={"Retry-After": "1"})
 

@@ -32,7 +32,7 @@ from jmoe.inference.sampling_params import (
     SamplingParams,
 )
 from jmoe.models.generation_config import SAMPLING
-from jmoe.serving.errors import UNKNOWN, printable
+from jmoe.serving.errors import UNKNOWN, replace_surrogates
 from jmoe.serving.model_sampling import ModelSampling
 
 MAX_CHOICES = 128
@@ -127,7 +127,7 @@ class RequestBody(BaseModel):
                 raise PydanticCustomError(
                     UNKNOWN,
                     "is not a parameter that this server supports",
-                    {"name": printable(name)},
+                    {"name": replace_surrogates(name)},
                 )
         return present
 

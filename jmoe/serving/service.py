@@ -20,10 +20,10 @@ from jmoe.inference.engine import Engine
 from jmoe.inference.harmony import TURN_ENDS, AnswerConstraint, Harmony
 from jmoe.inference.sampling_params import SamplingParams
 from jmoe.inference.sequence import Sequence
-from jmoe.serving.admission import Turns
-from jmoe.serving.chat_template import CONTENT_FORM, RefusedError, read_templates, rendered
+from jmoe.serving.admission import FairSemaphore
+from jmoe.serving.chat_template import CONTENT_FORM, RefusedError, decode_rendering, read_templates
 from jmoe.serving.engine_loop import EngineLoop
-from jmoe.serving.errors import ApiError, printable
+from jmoe.serving.errors import ApiError, replace_surrogates
 from jmoe.serving.forks import ForkServer, LimitError, Limits, LostError
 from jmoe.serving.grammar import Grammars
 from jmoe.serving.metrics import Metrics
@@ -79,7 +79,11 @@ class Service:
         )
         self._end_token_ids = (*engine.eos_token_ids, *self.model_sampling.turn_end_token_ids)
         self.grammars = Grammars(self.tokenizer, engine.config.vocab_size, self._end_token_ids)
-        self._long_texts, self._threads, self._forks = Turns(1), Turns(THREADS), Turns(FORKS)
+        self._long_texts, self._threads, self._forks = (
+            FairSemaphore(1),
+            FairSemaphore(THREADS),
+            FairSemaphore(FORKS),
+        )
 
     def _template_server(self, setup: dict[str, Any]) -> ForkServer:
         body_bytes = self.config.max_body_bytes
@@ -93,7 +97,7 @@ class Service:
         )
 
     def _content_form(self, templates: ForkServer) -> str:
-        form = rendered(templates.ask_now(CONTENT_FORM))
+        form = decode_rendering(templates.ask_now(CONTENT_FORM))
         if not form:
             log.warning(
                 "the model's chat template shows nothing of a message's content, as a string or in"
@@ -119,7 +123,7 @@ class Service:
                 404, f"the model {name!r} is not served here", param="model", code="model_not_found"
             )
 
-    async def off_the_loop(self, make: Callable[[], T], size: int, client: str) -> T:
+    async def in_thread(self, make: Callable[[], T], size: int, client: str) -> T:
         """Return `make()`, run in a thread so that long texts do not block the event loop.
 
         size: number of characters to process; above `LONG_TEXT`, one such call runs at a time.
@@ -127,8 +131,8 @@ class Service:
         """
         try:
             async with (
-                self._long_texts.turn(client) if size > LONG_TEXT else contextlib.nullcontext(),
-                self._threads.turn(client),
+                self._long_texts.permit(client) if size > LONG_TEXT else contextlib.nullcontext(),
+                self._threads.permit(client),
             ):
                 return await asyncio.to_thread(make)
         except ValueError as error:
@@ -141,9 +145,9 @@ class Service:
         or one longer than the context could hold.
         """
         for text in texts:
-            if printable(text) != text:
+            if replace_surrogates(text) != text:
                 raise ApiError(400, "the prompt holds half of a surrogate pair, which is no text")
-            limit, tokens = self.vocabulary.longest_text(self.max_seq_len), self.max_seq_len
+            limit, tokens = self.vocabulary.max_characters(self.max_seq_len), self.max_seq_len
             if limit is not None and len(text) > limit:
                 message = (
                     f"the prompt has {len(text)} characters; at most {limit} can be the {tokens}"
@@ -159,7 +163,7 @@ class Service:
             raise ApiError(400, f"the model's tokenizer cannot encode the text: {error}") from error
         return [encoding.ids for encoding in batch]
 
-    async def _at_turn(self, request: Request, work: Callable[[], Awaitable[T]]) -> T:
+    async def _with_fork(self, request: Request, work: Callable[[], Awaitable[T]]) -> T:
         """Return the result of `work()`, run when the client gets a place among the `FORKS`
         concurrent ones.
 
@@ -167,7 +171,7 @@ class Service:
         """
 
         async def do() -> T:
-            async with self._forks.turn(request.state.client):
+            async with self._forks.permit(request.state.client):
                 return await work()
 
         doing, gone = asyncio.ensure_future(do()), asyncio.ensure_future(disconnected(request))
@@ -207,7 +211,9 @@ class Service:
         question = {"messages": plain, "add_generation_prompt": add_generation_prompt, **variables}
         try:
             asked = json.dumps(question).encode()
-            return rendered(await self._at_turn(request, partial(self._templates.ask, asked)))
+            return decode_rendering(
+                await self._with_fork(request, partial(self._templates.ask, asked))
+            )
         except RefusedError as error:
             log.info("%s", error)
             said = f"the model's chat template: {error.said or 'cannot render them'}"
@@ -265,7 +271,7 @@ class Service:
             return
         try:
             make = partial(self.grammars.constraints, body.json_schema, len(sequences))
-            constraints = await self._at_turn(request, make)
+            constraints = await self._with_fork(request, make)
         except ValueError as error:
             raise ApiError.from_value_error(error) from error
         for sequence, constraint in zip(sequences, constraints, strict=True):

@@ -18,8 +18,8 @@ class Shares(Generic[Item]):
     """The amount of a limited resource that each item (a request, a body, a connection) and each
     client holds.
 
-    A client may hold everything that nobody else asks for. At the limit, `make_room` chooses items
-    of the largest holder for eviction, in favour of a client that holds less.
+    A client may hold everything that nobody else asks for. At the limit, `items_to_evict` chooses
+    items of the largest holder for eviction, in favour of a client that holds less.
     """
 
     def __init__(self, limit: int) -> None:
@@ -30,7 +30,8 @@ class Shares(Generic[Item]):
     def add(self, item: Item, client: Hashable, amount: int) -> None:
         """Add `amount`, which may be negative, to the usage of `item` and of its `client`.
 
-        The limit is not checked: call `make_room` first. An item whose usage reaches 0 is removed.
+        The limit is not checked: call `items_to_evict` first. An item whose usage reaches 0 is
+        removed.
         """
         _, before = self._items.get(item, (client, 0))
         self._items[item] = client, before + amount
@@ -55,7 +56,7 @@ class Shares(Generic[Item]):
         """Return the amount that `item` holds, 0 if the item is unknown."""
         return self._items[item][1] if item in self._items else 0
 
-    def make_room(
+    def items_to_evict(
         self, client: Hashable, amount: int, candidates: Iterable[Item], *, even: bool = False
     ) -> list[Item] | None:
         """Return the items to evict so that `client` can use `amount` more within the limit.

@@ -74,7 +74,7 @@ class TokenVocabulary:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
-    def longest_text(self, num_tokens: int) -> int | None:
+    def max_characters(self, num_tokens: int) -> int | None:
         """Return the maximum number of characters that `num_tokens` tokens can encode.
 
         Returns None if there is no maximum: without byte fallback, an unknown token may stand for
@@ -82,7 +82,7 @@ class TokenVocabulary:
         """
         return None if self._longest is None else num_tokens * self._longest
 
-    def is_special(self, token_id: int) -> bool:
+    def is_added(self, token_id: int) -> bool:
         """Return whether the token is an added token (special tokens among them), which decoding
         may omit from the output text.
         """
@@ -156,7 +156,7 @@ class TextOffsets:
         for token in token_ids:
             offsets.append(self._num_characters)
             data = self._vocabulary.bytes(token)
-            if self._vocabulary.is_special(token) and not text.startswith(
+            if self._vocabulary.is_added(token) and not text.startswith(
                 data.decode(), self._num_characters
             ):
                 continue

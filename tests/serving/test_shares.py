@@ -16,33 +16,35 @@ def shares_of(limit: int, **held: int) -> Shares[str]:
 
 def test_a_client_may_take_all_that_nobody_else_wants() -> None:
     shares = shares_of(10, a=9)
-    assert shares.make_room("a", 1, []) == []
+    assert shares.items_to_evict("a", 1, []) == []
     shares.add("a9", "a", 1)
-    assert shares.make_room("a", 1, []) is None
-    assert shares.make_room("b", 1, []) is None, "nothing may go"
+    assert shares.items_to_evict("a", 1, []) is None
+    assert shares.items_to_evict("b", 1, []) is None, "nothing may go"
     assert shares.held("a") == 10 and shares.held("b") == 0
 
 
 def test_the_client_with_the_most_makes_room() -> None:
     shares = shares_of(10, a=6, b=4)
-    assert shares.make_room("c", 2, ["b0", "a3", "a1", "b1"]) == ["a3", "a1"]
-    assert shares.make_room("c", 3, ["b0", "a3", "a1", "b1"]) == ["a3", "a1", "b0"]
-    assert shares.make_room("c", 4, ["b0", "a3", "a1", "b1"]) is None, "it would hold as much as b"
-    assert shares.make_room("b", 1, ["a0", "b0"]) == ["a0"]
-    assert shares.make_room("b", 3, ["a0", "a1", "a2"]) is None, "it would hold more than a"
-    assert shares.make_room("a", 1, ["b0"]) is None
+    assert shares.items_to_evict("c", 2, ["b0", "a3", "a1", "b1"]) == ["a3", "a1"]
+    assert shares.items_to_evict("c", 3, ["b0", "a3", "a1", "b1"]) == ["a3", "a1", "b0"]
+    assert shares.items_to_evict("c", 4, ["b0", "a3", "a1", "b1"]) is None, (
+        "it would hold as much as b"
+    )
+    assert shares.items_to_evict("b", 1, ["a0", "b0"]) == ["a0"]
+    assert shares.items_to_evict("b", 3, ["a0", "a1", "a2"]) is None, "it would hold more than a"
+    assert shares.items_to_evict("a", 1, ["b0"]) is None
 
 
 def test_its_own_items_make_room_where_they_may() -> None:
     shares = shares_of(10, a=6, b=4)
-    assert shares.make_room("a", 2, ["b0", "a0", "a1"]) == ["a0", "a1"]
-    assert shares.make_room("b", 1, ["b0", "a0"]) == ["a0"]
+    assert shares.items_to_evict("a", 2, ["b0", "a0", "a1"]) == ["a0", "a1"]
+    assert shares.items_to_evict("b", 1, ["b0", "a0"]) == ["a0"]
 
 
 def test_even_shares() -> None:
     shares = shares_of(2, a=1, b=1)
-    assert shares.make_room("c", 1, ["b0", "a0"]) is None
-    assert shares.make_room("c", 1, ["b0", "a0"], even=True) == ["b0"]
+    assert shares.items_to_evict("c", 1, ["b0", "a0"]) is None
+    assert shares.items_to_evict("c", 1, ["b0", "a0"], even=True) == ["b0"]
 
 
 def test_what_holds_nothing_is_forgotten() -> None:
