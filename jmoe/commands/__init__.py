@@ -1,5 +1,6 @@
-"""Console scripts `jmoe-train`, `jmoe-serve`: they run train.py and serve.py of the checkout,
-which are linked here.
+"""Console scripts `jmoe-train` and `jmoe-serve`.
+
+train.py and serve.py in this folder are symbolic links to the files in the repository's root.
 """
 
 import runpy

@@ -22,7 +22,7 @@ class DistilConfig:
     weight: float = 0.5
     temperature: float = 2.0
     policy: Literal["auto", "resident", "ring"] = "auto"
-    ring_slots: int | None = None  # of policy = ring; None: as many as fit
+    ring_slots: int | None = None  # policy = ring: layers on the device at once; None: what fits
 
     def __post_init__(self) -> None:
         check_values(self)

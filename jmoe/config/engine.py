@@ -22,21 +22,21 @@ class EngineMesh:
     sharded over them.
     """
 
-    devices: int = 1  # in all; each has an equal part of the cache and of the places for experts
-    # where experts are. even: each once, for good; lina: by what the step's tokens choose, a layer
-    # at a time;
-    # eplb: by what recent steps chose, anew every `rebalance_every` steps
+    devices: int = 1  # total number; the cache and the experts are divided equally
+    # which devices hold which experts. even: one fixed copy of each; lina: chosen for each layer
+    # from the experts that the step's tokens choose; eplb: chosen every `rebalance_every` steps
+    # from the choices of recent steps
     placement: PlacementPolicy = "even"
-    # experts of a layer on a device; None: as few as have room for each once
+    # capacity of a device, in experts per layer; None: just enough for one copy of each expert
     slots_per_device: int | None = None
     rebalance_every: int = 3000  # steps between two placements of `eplb`
-    rebalance_window: int = 1000  # steps whose choices it goes by
-    # a JSON file whose `segments` say where experts are for good: of each device, of each layer
-    # with experts, a list of experts; None: evenly, in order
+    rebalance_window: int = 1000  # number of recent steps whose choices `eplb` uses
+    # a JSON file with a fixed placement: `segments` lists the experts by device and by layer with
+    # experts; None: even, in order
     segments: str | None = None
-    # where attention, dense and shared MLPs, embedding and head are. replicated: on every device,
-    # which runs them for its rows of the cache; tensor: each device has its heads of all rows, and
-    # its part of the rest, summed up
+    # placement of attention, dense and shared MLPs, embedding and head. replicated: whole on every
+    # device, which runs them for its own rows of the cache; tensor: sharded over the devices
+    # (attention by heads), with partial results summed
     dense: DensePlaces = "replicated"
 
     def __post_init__(self) -> None:
@@ -83,44 +83,44 @@ class EngineConfig:
     """Capacity of an inference engine, and placement of its model's experts."""
 
     max_batch: int = 8  # sequences that run at once
-    # tokens of one sequence, prompt and output; None: as many as the model has positions for and
-    # memory allows, where keys and values of longer ones would move experts; in several processes
-    # and in portable programs at most 2048
+    # maximum tokens of one sequence, prompt plus output; None: the model's positions, limited so
+    # that keys and values do not displace experts from the device; in several processes and in
+    # portable programs at most 2048
     max_seq_len: int | None = None
-    # resident: every expert on the device; ring: whole layers in turn; experts: those that the
-    # tokens chose, beside the most used ones; hybrid: as experts, but the CPU computes a part of
-    # those that are not on the device where they lie in host memory; auto: resident if that fits,
-    # else ring, experts or hybrid by step, whichever is fastest
+    # which experts are on the device. resident: all; ring: those of a few layers at a time;
+    # experts: the experts that the tokens chose, and the most used ones; hybrid: like experts, but
+    # the CPU computes some of the missing ones in host memory; auto: resident if that fits, else
+    # the fastest of ring, experts and hybrid, chosen for each step
     policy: Policy = "auto"
-    # layers on the device at once, of policy ring; None: what fits, else half of them
+    # policy = ring: layers whose experts are on the device at once; None: as many as fit, else half
+    # of all layers
     ring_slots: int | None = None
-    # for experts on the device; None: with auto what it has left, else half of them
+    # device memory for experts; None: with policy = auto the free memory, else half of all experts
     device_bytes: int | None = None
-    # where experts are that are not on the device
+    # tier of the experts that are not on the device
     expert_tier: Literal["auto", "host", "nvme"] = "auto"
-    # host memory for experts of the tier nvme; None: a quarter of their bytes
+    # host memory that caches experts of the tier nvme; None: a quarter of their bytes
     host_cache_bytes: int | None = None
-    # that experts go to the device from; auto: of a GPU
+    # page-lock the host memory from which experts are copied to the device; auto: for a GPU
     pin_host_memory: Literal["auto", "on", "off"] = "auto"
     cache_dir: str | None = None  # the folder for experts on NVMe; None: beside the model
-    # of weights, keys and values, and computation; None: as stored
+    # data type of weights, keys and values, and computation; None: as stored
     dtype: Literal["float32", "bfloat16"] | None = None
-    # of the experts' matrices, on every tier. mxfp4, int4, int8, fp8: blocks of weights under one
-    # scale, 4.25, 4.5, 8.5 and 8.25 bits a weight; wide: as `dtype`; None: wide, but on one device
-    # what is stored as MXFP4 or FP8 stays that
+    # format of the experts' matrices on every tier. mxfp4, int4, int8, fp8: blocks of weights with
+    # one scale each (4.25, 4.5, 8.5 and 8.25 bits per weight); wide: as `dtype`; None: wide, except
+    # that one device keeps stored MXFP4 or FP8 weights
     expert_dtype: ExpertDtype | None = None
-    # how experts are guessed a layer ahead, to be copied early: by the next layer's router, by what
-    # recent steps used most, or by the paths of tokens through the layers before
-    # (`jmoe.programs.profile`); None: not at all, so that native programs of few tokens run through
-    # layers and ask only for what has no slot; auto: None where they can, else router. Over several
-    # devices `lina` places experts by such a guess: by paths, or otherwise by recent steps
+    # how a layer's experts are predicted, so that they are copied early. router: from the next
+    # layer's router; counts: the most used ones of recent steps; paths: from the tokens' choices in
+    # the layers before (`jmoe.programs.profile`); None: no prediction, and native programs of few
+    # tokens copy only missing experts; auto: None where native programs run, else router. On
+    # several devices, placement = lina uses the prediction (paths, otherwise counts)
     estimator: Literal["auto", "router", "counts", "paths"] | None = "auto"
-    prefill_chunk_tokens: int = 512  # the most tokens of one prompt in a step
-    # the most of all prompts in a step, with padding; None: 8 whole chunks
+    prefill_chunk_tokens: int = 512  # maximum tokens of one prompt in a step
+    # maximum tokens of all prompts in a step, with padding; None: 8 whole chunks
     max_prefill_tokens: int | None = None
-    # on a CPU, steps of few tokens with operations in C++, which are compiled once on each machine.
-    # auto: on one device, where there is a compiler; on: an error where they cannot be had; off:
-    # XLA's alone
+    # on a CPU, run steps of few tokens with C++ operations, which are compiled once per machine.
+    # auto: on one device, if a compiler is found; on: required; off: use XLA only
     native: Literal["auto", "on", "off"] = "auto"
     mesh: EngineMesh = field(default_factory=EngineMesh)
 

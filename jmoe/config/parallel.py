@@ -24,7 +24,7 @@ SPLIT_SIZES: dict[EmbeddingKind, tuple[str, ...]] = {
 class MeshConfig:
     """The device mesh: sizes of the axes (data, expert_inter, expert_intra)."""
 
-    data: int = 0  # 0: whatever the other two leave
+    data: int = 0  # 0: the number of devices divided by the other two sizes
     expert_inter: int = 1  # across nodes
     # inside a node; 0: the devices of a host, so that expert_inter counts hosts
     expert_intra: int = 1
@@ -80,24 +80,26 @@ def most_packing(shape: tuple[int, int, int]) -> int:
 
 @dataclass(frozen=True)
 class CommConfig:
-    """Traffic between devices: its form and its order."""
+    """Communication between devices: how tokens, parameters and gradients are exchanged."""
 
-    # of tokens with their experts; dedup: a token crosses once to a node
+    # how tokens are sent to the devices of their experts; dedup: a token is sent once to each node
     exchange: ExchangeChoice = "auto"
     schedule: ScheduleKind = "chunks"  # the order of collectives, see `collectives.schedule`
-    exchange_chunks: int = 0  # of the all-to-alls with schedule = pipelined; 0: two
-    # TOML file of the links that exchange = auto plans for; empty: several processes measure them
+    exchange_chunks: int = 0  # schedule = pipelined: pieces of each all-to-all; 0: two
+    # TOML file of the links from which exchange = auto is planned; empty: several processes measure
+    # their links
     links: str = ""
-    # columns, rows: each device keeps and looks up its part of the table; replicated: as any dense
-    # parameter
+    # sharding of the embedding table. columns, rows: each device keeps and looks up its own shard;
+    # replicated: handled like any dense parameter
     embedding: EmbeddingChoice = "auto"
-    # times the experts that the mesh gives a device; auto: doubled while all-to-alls take longer
-    # than experts (Lina)
+    # multiplies the experts that the mesh gives each device; auto: doubled while all-to-alls take
+    # longer than the experts' computation (Lina)
     packing: Literal["auto"] | int = 1
-    # of a gather or reduction that has to let all-to-alls through; 0: what takes 20 ms, measured
+    # piece size of a gather or reduction, between whose pieces all-to-alls can run; 0: the size
+    # that takes 20 ms, measured
     chunk_bytes: int = 0
-    # float32 gradients of dense parameters that are reduced together, of several layers or of part
-    # of one; 0: of a layer. chunks and pipelined cut them again by chunk_bytes
+    # bytes of dense parameters' float32 gradients that are reduced in one collective; 0: one
+    # layer's. The schedules chunks and pipelined split the collective further, by chunk_bytes
     bucket_bytes: int = 0
     # what the papers' figures compare with: presets of `configs/ablations.py` set these, the
     # command line does not
@@ -105,7 +107,7 @@ class CommConfig:
     hierarchical: bool = True
     # ZeRO-3: dense parameters and their optimizer state sharded over all devices
     shard_dense: bool = True
-    # those of a layer travel as one buffer, the next layer's ahead; False: each on its own
+    # gather a layer's dense parameters as one buffer, one layer ahead; False: one by one
     fuse_dense: bool = True
 
     def __post_init__(self) -> None:

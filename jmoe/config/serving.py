@@ -23,41 +23,40 @@ class ServeConfig:
     served_model_name: str | None = None  # what clients call the model; None: its folder's name
     host: str = "127.0.0.1"  # the address to listen on; 0.0.0.0: every one of this machine
     port: int = 8000  # the port to listen on; 0: a free one
-    # a file with one key a line, any of which a client must send as `Authorization: Bearer KEY`;
-    # None: everyone who reaches the port is served
+    # a file with one API key per line; clients must send one as `Authorization: Bearer KEY`; None:
+    # every client that can reach the port is served
     api_key_file: str | None = None
-    # names under which the server may be reached without keys at a loopback address, beside
-    # localhost and addresses: a page of another site could otherwise reach it under a name of its
-    # own
+    # host names, besides localhost and IP addresses, under which a server at a loopback address
+    # without API keys answers; protects from web pages of other sites (DNS rebinding)
     allowed_hosts: tuple[str, ...] = ()
-    # web pages and apps in a browser that may use the server, as browsers name them:
-    # https://chat.example:8080, app://obsidian.md; *: all of them
+    # origins of web pages and apps that may use the server from a browser (CORS), e.g.
+    # https://chat.example:8080 or app://obsidian.md; *: all
     allowed_origins: tuple[str, ...] = ()
-    max_waiting: int = 64  # sequences that wait for a place; a request for more gets 429
-    request_timeout_s: float = 600.0  # a request that takes longer is ended
-    drain_timeout_s: float = 30.0  # after SIGTERM or Ctrl-C what runs has so long to finish
-    max_body_bytes: int = 4 << 20  # the longest body of a request; a longer one gets 413
-    # when there are more, the one that has waited longest for its client is closed
+    max_waiting: int = 64  # maximum number of waiting sequences; further requests get 429
+    request_timeout_s: float = 600.0  # a request that takes longer is aborted
+    drain_timeout_s: float = 30.0  # time for running requests to finish after SIGTERM or Ctrl-C
+    max_body_bytes: int = 4 << 20  # maximum size of a request body; larger ones get 413
+    # maximum number of connections; a new one replaces the connection that has waited longest for
+    # its client
     max_connections: int = 512
-    header_timeout_s: float = 10.0  # a client has so long to send the headers of a request
-    body_timeout_s: float = 60.0  # a client has so long to send the body of a request
-    send_timeout_s: float = 60.0  # a client has so long to take what was written for it
+    header_timeout_s: float = 10.0  # time for a client to send the headers of a request
+    body_timeout_s: float = 60.0  # time for a client to send the body of a request
+    send_timeout_s: float = 60.0  # time for a client to read a response that is ready
     engine: EngineConfig = field(default_factory=EngineConfig)
     distributed: DistributedConfig = field(
         default_factory=partial(DistributedConfig, step_timeout_s=60)
     )
-    # what is compared of a bundle's files before they are used: checksums of their contents, or
-    # their sizes alone
+    # how a bundle's files are verified before use: checksums of their contents, or only their sizes
     check_files: Literal["contents", "sizes"] = "contents"
-    # of requests that do not say them. model: temperature, top_p, top_k, min_p and
-    # repetition_penalty of the model's generation_config.json; openai: OpenAI's, the model's
-    # distribution as it is
+    # defaults of sampling parameters that a request omits. model: temperature, top_p, top_k, min_p
+    # and repetition_penalty from the model's generation_config.json; openai: OpenAI's defaults,
+    # which sample from the model's unchanged distribution
     sampling_defaults: Literal["model", "openai"] = "model"
     log_prompts: bool = False  # write prompts to the log
-    # print what will lie where, from the headers of the weights alone, and exit
+    # print the memory plan, computed from the headers of the weights, and exit
     dry_run: bool = False
-    # compile the engine's programs for such a GPU, which need not be here, print how long steps
-    # would take on it, exit
+    # compile the engine's programs for this GPU, which the machine need not have, print the
+    # predicted step times, and exit
     estimate: EstimatedGpu = ""
 
     def __post_init__(self) -> None:

@@ -14,23 +14,24 @@ class SuperviseConfig:
     lost.
     """
 
-    processes: int | None = None  # that the run has; None: one a host
-    # while hosts are away it goes on with as few as these; None: with all or none
+    processes: int | None = None  # number of processes of the run; None: one per host
+    # while hosts are unreachable, the run continues with as few processes; None: only with all
     min_processes: int | None = None
-    # each NAME, or NAME=ADDRESS where others reach it by that; empty: this machine
+    # each NAME, or NAME=ADDRESS if the other hosts reach it under ADDRESS; empty: this machine
     hosts: tuple[str, ...] = ()
-    # what stands before a command that is to run on a host of `hosts`
+    # prefix of the command line that starts a process on one of `hosts`
     launch: str = "ssh -o BatchMode=yes -o ServerAliveInterval=5 {host}"
-    max_restarts: int = 10  # in a row without a new checkpoint
-    # attempts in a row that end at the same step, after which there is no other
+    max_restarts: int = 10  # maximum consecutive restarts without a new checkpoint
+    # give up after this many consecutive attempts that end at the same step
     same_step_limit: int = 2
-    # before the second restart in a row without a new checkpoint; twice as long at each other
+    # delay before the second consecutive restart without a new checkpoint; doubles at each further
+    # restart
     backoff_s: float = 5.0
-    max_backoff_s: float = 300.0  # the longest of them
-    host_timeout_s: float = 60.0  # a host that has not answered by then is away
-    # with fewer than `min_processes` the run waits so long for hosts, then is given up
+    max_backoff_s: float = 300.0  # maximum delay before a restart
+    host_timeout_s: float = 60.0  # a host that does not answer within this time is unreachable
+    # give up after waiting this long for hosts, with fewer than `min_processes`
     host_wait_s: float = 600.0
-    return_check_s: float = 60.0  # how often a host that is away is asked again
+    return_check_s: float = 60.0  # interval of checks whether an unreachable host is back
 
     def __post_init__(self) -> None:
         check_values(self)

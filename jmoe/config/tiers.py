@@ -17,37 +17,39 @@ OF_NVME = ("path", "host_cache_bytes", "write_back_every_steps")  # options of t
 
 @dataclass(frozen=True)
 class TiersConfig:
-    """Tiers of the experts' state: `device`, `host` memory, `nvme`; `auto` asks the planner.
-    Everything else stays on the device. Each of several processes has the records of its devices'
-    experts, once for all of them that are replicas (`mesh.data`); replicas of other processes have
-    records of their own, and share the saving.
+    """Memory tiers of the experts' training state: `device`, `host` memory or `nvme`.
 
-    experts: the float32 weights. optimizer: AdamW's moments, on a tier at or below that of the
-    weights; `train.py` puts them where the weights are if only these are given a tier. Where both
-    are on the device, the ordinary step runs. On other tiers the state of an expert that no token
-    comes to stays where it is; what it missed is replayed when it is fetched.
+    `auto` lets the planner choose. All other parameters stay on the device. With experts off the
+    device, an expert that no token chooses is not fetched; the optimizer steps that it skips are
+    replayed when it is fetched next. Each process stores the records of its devices' experts, one
+    for all replicas (`mesh.data`) inside the process; processes with replicas of the same experts
+    share the work of saving.
+
+    experts: tier of the float32 weights. optimizer: tier of AdamW's moments, the same tier or a
+    slower one; `train.py` uses the tier of the weights if only that is given.
     """
 
     experts: Literal["auto"] | Tier = "device"
     optimizer: Literal["auto"] | Tier = "device"
-    # from the backward pass until their expert is fetched next
+    # tier of the gradients, from the backward pass until their expert is fetched next
     gradients: Literal["host", "nvme"] = "host"
-    # bfloat16 loses nothing of bfloat16 compute
+    # data type of the stored gradients; bfloat16 is exact for compute_dtype = bfloat16
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"
-    # folder of the tier nvme, in which each run has one of its own; "": OUTPUT_DIR/records
+    # folder of the tier nvme, in which each run makes its own subfolder; "": OUTPUT_DIR/records
     path: str = ""
-    # a process's host memory for records of the tier nvme; 0: a quarter of their bytes
+    # host memory in which a process caches records of the tier nvme; 0: a quarter of their bytes
     host_cache_bytes: int = 0
-    # when what changed goes to nvme; 0: as it leaves the cache, or is saved
+    # steps between two writes of changed records to nvme; 0: a record is written when it leaves the
+    # cache or a checkpoint is saved
     write_back_every_steps: int = 0
-    # that records go to the device from; auto: of a GPU
+    # page-lock the host memory from which records are copied to the device; auto: for a GPU
     pin_host_memory: Literal["auto", "on", "off"] = "auto"
-    # layers whose experts are on the device at one time, the one that computes included
+    # layers whose experts are on the device at one time, including the layer that computes
     device_layers: int = 2
-    # share of its experts of such a layer that a device has room for at first
+    # initial capacity of the device for such a layer, as a share of the layer's experts
     device_experts: float = 1.0
-    # share of a device's experts of a layer that steps choose on average, as an earlier run
-    # measured it, for the planner's traffic and seconds; 0: estimated for even routing
+    # share of a layer's experts on a device that an average step uses, as an earlier run measured
+    # it; the planner predicts traffic and step time from it; 0: estimated for even routing
     chosen_share: float = 0.0
 
     def __post_init__(self) -> None:
@@ -95,7 +97,7 @@ class TiersConfig:
         return (self.experts, self.optimizer) == ("device", "device")
 
 
-# those that programs are compiled for
+# GPUs for which `--estimate` can compile programs
 EstimatedGpu = Literal["", "a100", "h100", "h200", "rtx-4090", "rtx-5090"]
 AcceleratorName = Literal["", "a100-40gb", "a100", "h100", "h200", "rtx-4090", "rtx-5090"]
 

@@ -52,7 +52,7 @@ class DataConfig:
     path: tuple[str, ...] = ()
     weights: tuple[float, ...] = ()  # one per path; empty: by size
     field: str = "text"  # JSONL: the field with the text
-    # of text and JSONL; several: each file in the first that fits it
+    # encodings of text and JSONL files; each file is read in the first one in which it is valid
     encoding: tuple[str, ...] = ("utf-8",)
     # text that spells out "<|im_start|>" is that token, as a server reads it
     control_tokens: bool = False
@@ -102,8 +102,9 @@ def _is_text_encoding(name: str) -> bool:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW with decoupled decay (not on norms, biases and router biases), warm-up, then cosine
-    or constant.
+    """AdamW with decoupled weight decay, and a learning rate with warm-up, then cosine or constant.
+
+    Norms, biases and router biases are not decayed.
     """
 
     learning_rate: float = 1e-3
@@ -143,14 +144,14 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class LossScaleConfig:
-    """How the loss is scaled with compute_dtype = float16: halved where gradients overflow, doubled
-    where they do not.
+    """Dynamic loss scaling for compute_dtype = float16.
 
-    A step whose gradients overflow is not taken, but computed again with half the scale.
+    A step whose gradients overflow makes no update and runs again with half the scale. After
+    `growth_steps` steps without an overflow the scale doubles.
     """
 
-    initial: int | None = None  # at step 0, a power of two; None: 65536
-    # steps without an overflow after which the scale is doubled; None: 1000
+    initial: int | None = None  # scale at step 0, a power of two; None: 65536
+    # steps without an overflow before the scale doubles; None: 1000
     growth_steps: int | None = None
 
     def __post_init__(self) -> None:
@@ -175,13 +176,15 @@ class LossScaleConfig:
 @dataclass(frozen=True)
 class CheckpointConfig:
     every_steps: int = 100
-    keep: int = 2  # with 1, two all the same: what the newest holds may fail in the step after it
-    # the longest that copying the records of experts may take for one of them
+    # number of newest checkpoints to keep; 1 also keeps two, because the state in the newest one
+    # may fail in the next step
+    keep: int = 2
+    # time limit for copying the experts' records of one checkpoint
     drain_timeout_s: int = 600
     # a folder in each host's memory, such as /dev/shm, for snapshots of the state from which lost
     # processes restart
     memory_dir: str | None = None
-    memory_every_steps: int = 10  # between two snapshots
+    memory_every_steps: int = 10  # steps between two snapshots
 
     def __post_init__(self) -> None:
         check_values(self)
@@ -202,8 +205,10 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    every_steps: int = 0  # 0: at every quarter of a run of 20 steps or more; after it in any case
-    at_start: bool = True  # before step 0, too
+    # steps between two evaluations; 0: a quarter of a run of 20 steps or more. The end of the run
+    # is always evaluated
+    every_steps: int = 0
+    at_start: bool = True  # also evaluate before step 0
     sample_tokens: int = 160  # length of the sample printed at the end
     sample_temperature: float = 0.8
 
@@ -216,19 +221,22 @@ class EvaluationConfig:
 
 @dataclass(frozen=True)
 class DistributedConfig:
-    """Many processes. Under SLURM, Open MPI and Kubernetes nothing needs to be given."""
+    """The processes of one run. Under SLURM, Open MPI and Kubernetes they are found automatically.
+
+    Elsewhere a run of several processes sets the first three options in each process.
+    """
 
     coordinator_address: str | None = None  # host:port of process 0
-    num_processes: int | None = None  # that the run has
-    process_id: int | None = None  # the rank of this one, from 0
-    start_timeout_s: int = 300  # all processes must have started within this
-    # a step, save or evaluation that takes longer names the stuck ranks and ends the run
+    num_processes: int | None = None  # number of processes of the run
+    process_id: int | None = None  # rank of this process, from 0
+    start_timeout_s: int = 300  # time within which all processes must have started
+    # a step, save or evaluation that takes longer ends the run with the names of the stuck ranks
     step_timeout_s: int = 600
-    # a process that gives no sign of life for so long is given up, and ends the run
+    # a process without a heartbeat for this long ends the run
     heartbeat_timeout_s: int = 10
-    # where each process writes that it lives, for a supervisor; None: nowhere
+    # folder into which each process writes heartbeats for a supervisor; None: none are written
     heartbeat_folder: str | None = None
-    # when a signal has stopped the run; 75 tells a launcher to start it again
+    # exit status of a run that a signal has stopped; 75 tells a launcher to start the run again
     stopped_exit_code: int = 0
 
     def __post_init__(self) -> None:
@@ -304,26 +312,24 @@ class TrainConfig:
     # master weights and optimizer state are always float32; with float16 the loss is scaled, see
     # loss_scale
     compute_dtype: Dtype = "bfloat16"
-    # on a CPU with AVX512-BF16, parts of a step in bfloat16 with operations in C++, which are
-    # compiled once on each machine. auto: where there is a compiler; on: an error where they cannot
-    # be had; off: XLA's alone
+    # on a CPU with AVX512-BF16, run parts of a bfloat16 step with C++ operations, which are
+    # compiled once per machine. auto: if a compiler is found; on: required; off: use XLA only
     native: Literal["auto", "on", "off"] = "auto"
-    # what the backward pass computes again. experts: what their matrices make; layer: everything
-    # between two layers
+    # what the backward pass recomputes. experts: the outputs of the experts' matrices; layer:
+    # everything but the layers' inputs
     remat: Remat = "none"
     seed: int = 0
-    # a Hugging Face folder, or a run's output folder, whose newest step is merged into one first:
-    # its model, and its parameters at step 0, instead of what `model` says; of that only what
-    # concerns training counts: capacity_factor and the router's jitter_noise, z_loss_coef and
-    # bias_update_speed
+    # a Hugging Face folder, or a run's output folder (its newest checkpoint), from which the run
+    # takes its model and initial parameters. Of `model`, only the options of training still apply:
+    # capacity_factor and the router's jitter_noise, z_loss_coef and bias_update_speed
     init_from: str = ""
     output_dir: str = ""  # "": runs/PRESET
-    plan: bool = False  # only print what memory the run needs, by tier, and how long a step takes
-    # with plan: a TOML file that describes a cluster, for whose numbers of nodes to plan
+    plan: bool = False  # only print the run's memory by tier and the predicted step time
+    # with plan: a TOML file that describes a cluster and the numbers of nodes to plan for
     cluster: str = ""
-    json: bool = False  # with cluster: as one JSON object
-    # only compile a step for such a GPU, which need not be here, and print how long the step would
-    # take on it
+    json: bool = False  # with cluster: print one JSON object
+    # only compile a step for this GPU, which the machine need not have, and print the predicted
+    # step time
     estimate: EstimatedGpu = ""
 
     def __post_init__(self) -> None:

@@ -137,27 +137,26 @@ class VisionModelConfig(ModelConfig):
 
 @dataclass(frozen=True)
 class TaskConfig:
-    """One task: its images with their classes, its part of a step, its path through the layers
-    routed by task.
+    """One image task: its images, its share of a step, and its experts.
 
-    source: `digits`, `glyphs`, `fonts` or `photographs` (real images that packages carry), or your
-    own images: a folder with a folder for each class, or a .csv or .tsv file whose first line is
-    path,label. path: the expert that it takes in each of `model.task_layers`; with
-    `model.learn_paths` the one that it may take in place of expert 0.
+    source: `digits`, `glyphs`, `fonts` or `photographs` (real images from installed packages), or
+    your own images: a folder with one subfolder per class, or a .csv or .tsv file whose first line
+    is path,label. path: the task's expert in each of `model.task_layers`; with `model.learn_paths`,
+    the alternative to the shared expert 0.
     """
 
     source: str
     batch_size: int = 16  # images a step, on all devices together
-    # classes: logits and cross-entropy. contrastive: an embedding; all images of a step's batch of
-    # the task are compared, wherever they are, and a held-out image is of the class whose training
-    # images have the nearest mean
+    # classes: logits and cross-entropy. contrastive: an embedding, with a loss over all pairs of
+    # the task's images of a step, on whichever devices; a held-out image gets the class whose
+    # training images have the nearest mean embedding
     head: HeadKind = "classes"
-    embedding_size: int = 64  # of a contrastive head
+    embedding_size: int = 64  # output size of a contrastive head
     contrastive_temperature: float = 0.1
     path: tuple[int, ...] = ()
-    loss_weight: float = 1.0  # of its mean loss in the sum of all tasks'
-    # 0: all of the run; else it ends after so many steps: its own parameters stay as they are, its
-    # devices go to others
+    loss_weight: float = 1.0  # weight of the task's mean loss in the sum over tasks
+    # number of steps that train the task; afterwards its own parameters stay fixed and other tasks
+    # use its devices; 0: the whole run
     num_steps: int = 0
 
     def __post_init__(self) -> None:
@@ -187,10 +186,10 @@ class TaskConfig:
 
 @dataclass(frozen=True)
 class ImagesConfig:
-    """How images are read and changed."""
+    """Split and augmentation of the images of all tasks."""
 
-    held_out_fraction: float = 0.2  # of each class
-    # pixels; training images are moved by up to so many, left, right, up and down
+    held_out_fraction: float = 0.2  # share of each class's images that is held out
+    # training images are shifted randomly by up to this many pixels in each direction
     max_shift: int = 1
 
     def __post_init__(self) -> None:
@@ -203,12 +202,10 @@ class ImagesConfig:
 
 @dataclass(frozen=True)
 class ElasticConfig:
-    """When an elastic layout is planned anew while a run goes on, by what images of each task
-    were measured to take.
-    """
+    """When a run changes its elastic layout, from the measured time of each task's images."""
 
     replan_every_steps: int = 0  # steps between two measurements; 0: none
-    # load of the busiest device over that of the mean, from which the layout may change
+    # the layout may change once the busiest device's load exceeds the mean load by this factor
     max_imbalance: float = 1.2
 
     def __post_init__(self) -> None:
@@ -219,11 +216,11 @@ class ElasticConfig:
 
 @dataclass(frozen=True)
 class PathsConfig:
-    """How paths are learned (`model.learn_paths`): by Gumbel-softmax, arXiv:1611.01144, at the
-    granularity of a task.
+    """Temperature of the Gumbel-softmax (arXiv:1611.01144) that learns tasks' paths
+    (`model.learn_paths`).
 
-    In each step every task draws one expert a layer, with the temperature of that step, which falls
-    from `temperature` to `final_temperature` by the same factor in every step of the run.
+    In each step every task draws one expert per layer. The temperature falls by a constant factor
+    per step, from `temperature` to `final_temperature` at the end of the run.
     """
 
     temperature: float = 2.0
@@ -252,8 +249,8 @@ class VisionTrainConfig(TrainConfig):
     tasks: dict[str, TaskConfig] = field(default_factory=dict)  # by name, at least one
     images: ImagesConfig = field(default_factory=ImagesConfig)
     paths: PathsConfig = field(default_factory=PathsConfig)
-    # who runs what: even: each device as many images of the joint batch; elastic: heavy tasks get
-    # several devices, light ones share one (SE-MoE, section 4.1)
+    # distribution of images over devices. even: equal shares of the joint batch; elastic: heavy
+    # tasks get several devices, light ones share one (SE-MoE, section 4.1)
     layout: LayoutKind = "even"
     elastic: ElasticConfig = field(default_factory=ElasticConfig)
     batch_size: int = field(init=False, default=0)

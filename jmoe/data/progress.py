@@ -7,8 +7,9 @@ from jmoe.status import duration
 
 
 class PreparingData:
-    """Prints progress of `corpus.prepare`, one line every `every_s` seconds, so nothing for short
-    work.
+    """Prints the progress of `corpus.prepare`, at most one line every `every_s` seconds.
+
+    Work that takes less than `every_s` prints nothing.
     """
 
     def __init__(self, say: Callable[[str], None], *, every_s: float = 10.0) -> None:
