@@ -43,7 +43,12 @@ from jmoe.mesh import devices_of_hosts, make_mesh
 from jmoe.models.tokenizer_file import TOKENIZER
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.run.cluster_planner import as_json, cluster_rows, table
-from jmoe.run.compatibility import TEACHER, has_checkpoint, refuse_other_data
+from jmoe.run.compatibility import (
+    TEACHER,
+    check_same_on_all_processes,
+    has_checkpoint,
+    refuse_other_data,
+)
 from jmoe.run.compile_cache import keep_compiled_programs
 from jmoe.run.metrics import CompiledPrograms, progress_bar, step_record
 from jmoe.run.planner import packing_summary, tier_counts, training_plan, with_chosen_tiers
@@ -329,6 +334,8 @@ def set_up(config: TrainConfig, task: Task, stack: contextlib.ExitStack) -> Setu
     watchdog = stack.enter_context(distributed.watchdog_of(limits))
     folder = RunFolder(output_dir, wait_s=min(WAIT_S, 0.4 * limits.start_timeout_s))
     option = "distributed.start_timeout_s"
+    with watchdog.waiting_for("all options", timeout_s=limits.start_timeout_s, option=option):
+        check_same_on_all_processes(config)
     with watchdog.waiting_for("the output folder", timeout_s=limits.start_timeout_s, option=option):
         stack.enter_context(folder)
     exporter = None

@@ -22,8 +22,13 @@ from typing import Literal
 
 import pytest
 
-# hard links; opening past the page cache; chmod; mappings that are shared; flushing a folder
-Lack = Literal["links", "O_DIRECT", "modes", "shared_mappings", "fsync_of_folders"]
+# hard links; opening past the page cache; chmod; mappings that are shared; flushing a folder; names
+# that differ in case or have characters of their own, as on vfat; times finer than its two seconds.
+# Symbolic links are always lacking.
+Lack = Literal[
+    "links", "O_DIRECT", "modes", "shared_mappings", "fsync_of_folders", "names", "fine_times"
+]
+REFUSED_IN_NAMES = frozenset('\\:*?"<>|')
 ROOT = Path(__file__).resolve().parent.parent
 HEADER = struct.Struct("<IIQQIIII")
 ANSWER = struct.Struct("<IiQ")
@@ -132,7 +137,13 @@ class Server:
         return b""
 
     def _below(self, node: int, name: bytes) -> str:
-        return os.path.join(self.paths[node], os.fsdecode(name.rstrip(b"\0")))
+        text = os.fsdecode(name.rstrip(b"\0"))
+        if "names" in self.lacks:
+            if REFUSED_IN_NAMES & {*text} or text.endswith((" ", ".")):
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            there = (one for one in os.listdir(self.paths[node]) if one.lower() == text.lower())
+            text = next(there, text)
+        return os.path.join(self.paths[node], text)
 
     def _node(self, path: str) -> int:
         if path not in self.nodes:
@@ -147,7 +158,8 @@ class Server:
 
     def _attributes(self, path: str) -> bytes:
         s = os.lstat(path)
-        times = (s.st_atime_ns, s.st_mtime_ns, s.st_ctime_ns)
+        tick_ns = 2 * 10**9 if "fine_times" in self.lacks else 1
+        times = [t // tick_ns * tick_ns for t in (s.st_atime_ns, s.st_mtime_ns, s.st_ctime_ns)]
         whole, parts = [t // 10**9 for t in times], [t % 10**9 for t in times]
         rest = (s.st_mode, s.st_nlink, s.st_uid, s.st_gid, 0, 4096, 0)
         return ATTRIBUTES.pack(s.st_ino, s.st_size, s.st_blocks, *whole, *parts, *rest)

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import array
 import contextlib
-import errno
 import hashlib
 import json
 import mmap
 import os
+import secrets
 import struct
 import tempfile
 import zlib
@@ -26,7 +26,7 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from jmoe.memory.direct_io import NOT_SUPPORTED, naming_file
+from jmoe.memory.direct_io import naming_file
 
 MAGIC = b"JMOETOK1"
 ALIGNMENT_BYTES = 4096
@@ -116,30 +116,18 @@ class Blocks:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Yield a temporary file that atomically replaces `path` if the block raises no error."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=TEMPORARY)
+    """Yield a temporary file that replaces `path` atomically if the block ends without an error."""
+    # not tempfile's, which no other user of a cluster could read; the umask says who may
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}{TEMPORARY}")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with temporary.open("xb") as file:
             yield file
             file.flush()
-            _let_all_read(file.fileno())
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
-
-
-def _let_all_read(fd: int) -> None:
-    """Set the file's mode to 0644: `mkstemp` creates files that other users of a shared cache
-    cannot read.
-    """
-    try:
-        os.fchmod(fd, 0o644)
-    # file systems without modes (vfat, some FUSE) take permissions from the mount
-    except OSError as error:
-        if error.errno not in (errno.EPERM, *NOT_SUPPORTED):
-            raise
 
 
 def write_atomic(path: Path, content: bytes) -> None:

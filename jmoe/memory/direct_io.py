@@ -62,11 +62,11 @@ def open_direct(path: Path, flags: int) -> tuple[int, bool]:
     O_DIRECT).
     """
     try:
-        return os.open(path, flags | os.O_DIRECT | os.O_CLOEXEC, 0o644), True
+        return os.open(path, flags | os.O_DIRECT | os.O_CLOEXEC, 0o666), True
     except OSError as error:
         if error.errno not in NOT_SUPPORTED:
             raise
-        return os.open(path, flags | os.O_CLOEXEC, 0o644), False
+        return os.open(path, flags | os.O_CLOEXEC, 0o666), False
 
 
 def reserve_space(fd: int, size_bytes: int) -> None:
@@ -144,7 +144,7 @@ def write_file(path: Path, record_R: NDArray[np.uint8], io: Io) -> None:
     `OSError` (ENOSPC) naming the bytes needed and free.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | (os.O_DIRECT if io == "O_DIRECT" else 0)
-    fd = os.open(path, flags, 0o644)
+    fd = os.open(path, flags, 0o666)
     try:
         with naming_free_space(path, f"{path.name} needs {record_R.nbytes} bytes"):
             if os.fstat(fd).st_size != record_R.nbytes:

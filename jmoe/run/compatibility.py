@@ -3,10 +3,15 @@ training session.
 """
 
 import dataclasses
+import hashlib
 import json
+from importlib.metadata import version
 from pathlib import Path
 
+import jax
+
 from jmoe.cluster.distributed import from_rank_0
+from jmoe.cluster.processes import gather_json
 from jmoe.config import TRAINING_ONLY, TaskConfig, TrainConfig, check, differences
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.types import JsonObject
@@ -69,6 +74,12 @@ NOTED = {
     "optimizer.weight_decay": "from here on",
     "tiers.gradient_dtype": "gradients of experts are rounded otherwise from here on",
 }
+# options that may differ between the processes of a run: places on a host, and its own numbers
+PLACES = ("distributed.", "machine.", "metrics.", "profile.")
+PLACE_NAMES = (
+    *("output_dir", "init_from", "distil.teacher", "comm.links", "data.path", "data.tokenizer"),
+    *("tiers.path", "checkpoint.memory_dir"),
+)
 FINGERPRINT, TEACHER = "data_fingerprint", "teacher_fingerprint"
 ENDS = "tasks.", ".num_steps"  # prefix and suffix of the field's name
 ENDS_NOTE = "the task takes part until another step; 0: the last one"
@@ -90,6 +101,36 @@ def _with_defaults(saved: JsonObject, defaults: JsonObject) -> JsonObject:
         if isinstance(value, dict) and isinstance(filled[name], dict):
             filled[name] = _with_defaults(filled[name], value)
     return filled
+
+
+def check_same_on_all_processes(config: TrainConfig) -> None:
+    """Raise `ValueError` on every process if one of them has other options, code or JAX than
+    process 0. Every process must call this.
+    """
+    if jax.process_count() == 1:
+        return
+    code = {"jax": version("jax"), "jaxlib": version("jaxlib"), "jmoe": _digest_of_code()}
+    first, *others = gather_json({"code": code, **json.loads(config.to_json())})
+    for rank, other in enumerate(others, 1):
+        lines = [
+            line
+            for line in differences(first, other)
+            if not line.startswith((*PLACES, *(f"{name}:" for name in PLACE_NAMES)))
+        ]
+        if lines:
+            raise ValueError(
+                f"every process must be started with the same options and code (process 0 ->"
+                f" {rank}): {'; '.join(lines)}"
+            )
+
+
+def _digest_of_code() -> str:
+    """Return 16 hex digits that change with any of the program's Python files."""
+    root, digest = Path(__file__).resolve().parents[2], hashlib.sha256()
+    for folder in ("jmoe", "kernels_pallas"):
+        for path in sorted((root / folder).rglob("*.py")):
+            digest.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def has_checkpoint(config: TrainConfig, resolved: JsonObject) -> bool:

@@ -142,12 +142,12 @@ def _line(record: Mapping[str, object]) -> bytes:
 
 
 def _parse(line: bytes) -> JsonObject | None:
-    """Return the record in a line of metrics.jsonl, or None if the line is incomplete."""
+    """Return the record in a line of metrics.jsonl, or None if the line has none with a step."""
     try:
         record = json.loads(line)
     except ValueError:
         return None
-    if not isinstance(record, dict):
+    if not isinstance(record, dict) or type(record.get("step")) is not int:
         return None
     for name, value in record.pop("non_finite", {}).items():
         if name in record:
@@ -165,7 +165,7 @@ def _drop_repeated_steps(path: Path, start_step: int) -> None:
     with path.open("rb") as file:
         for line in file:
             record, ended = _parse(line), line.endswith(b"\n")
-            step = -1 if record is None else int(record.get("step", -1))
+            step = -1 if record is None else record["step"]
             event = record is not None and "event" in record
             again = step >= start_step and not (event and step == start_step > 0)
             torn = record is None and not ended
@@ -417,7 +417,10 @@ def _records(path: Path) -> Iterator[JsonObject]:
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if bad:
-                raise ValueError(f"{path}, line {bad}: not a JSON object")
+                raise ValueError(
+                    f"{path}, line {bad}: must be a JSON object with a step: the file is damaged;"
+                    " delete the line"
+                )
             record = _parse(line)
             if record is None:
                 bad = number
@@ -437,7 +440,7 @@ def read_run(
     steps: dict[int, T] = {}
     events: list[JsonObject] = []
     for record in _records(path):
-        step = int(record["step"])
+        step = record["step"]
         if "event" not in record:
             steps[step] = convert(record)
             continue

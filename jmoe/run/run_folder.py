@@ -116,7 +116,7 @@ class RunFolder:
         """
         held = self._file
         try:
-            fd = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            fd = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except FileNotFoundError as error:
             raise OSError(
                 f"output_dir = {str(self.path)!r}: was removed; this run saves no more"

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -26,7 +27,13 @@ from jmoe.data import loader, text_files
 from jmoe.data.__main__ import main
 from jmoe.data.corpus import Corpus, Role, prepare
 from jmoe.data.loader import unigram_bits_per_byte, xz_bits_per_byte
-from jmoe.data.shards import TEMPORARY, open_shard, remove_stale_temporaries, writing_shard
+from jmoe.data.shards import (
+    TEMPORARY,
+    open_shard,
+    remove_stale_temporaries,
+    write_atomic,
+    writing_shard,
+)
 from jmoe.data.tokenizer import load_tokenizer, train_bpe
 from tests.fuse import Lack, fuse
 
@@ -80,6 +87,18 @@ def test_shard_round_trip(tmp_path: Path, vocab_size: int, dtype: str) -> None:
     shard.blocks.check(0, 5)
     shard.blocks.check_all(header)
     assert [p.name for p in tmp_path.iterdir()] == ["a.bin"]
+
+
+@pytest.mark.parametrize("umask", [0o077, 0o027, 0o022, 0o002])
+def test_the_umask_says_who_may_read_text_and_tokens(tmp_path: Path, umask: int) -> None:
+    """Private text stays private, and a cache can be shared."""
+    before = os.umask(umask)
+    try:
+        write_shard(tmp_path / "a.bin", [1, 2])
+        write_atomic(tmp_path / "held_out.txt", b"x")
+    finally:
+        os.umask(before)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()} == {0o666 & ~umask}
 
 
 @pytest.mark.parametrize("lack", ["shared_mappings", "modes"])

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,8 +21,52 @@ from jmoe.config import (
 from jmoe.config.distil import DistilConfig
 from jmoe.configs.ufo import ufo_tiny
 from jmoe.run.compatibility import check_compatible
+from tests.train_runs import Start, free_port
 
 CONFIG = TrainConfig(num_steps=7)
+
+# A process of two: RANK PORT LEARNING_RATE CODE
+STARTING = """
+import sys
+import jax
+from jmoe.cluster.distributed import start
+from jmoe.config import DistributedConfig, OptimizerConfig, TrainConfig
+from jmoe.run import compatibility
+
+rank, port, rate, code = sys.argv[1:]
+limits = DistributedConfig(
+    coordinator_address=f"127.0.0.1:{port}", num_processes=2, process_id=int(rank))
+start(limits)
+compatibility._digest_of_code = lambda own=compatibility._digest_of_code: own() + code
+config = TrainConfig(
+    optimizer=OptimizerConfig(learning_rate=float(rate)), output_dir=rank, distributed=limits)
+try:
+    compatibility.check_same_on_all_processes(config)
+    print("the same")
+except ValueError as error:
+    print("refused:", error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("rate", "code", "said"),
+    [
+        ("0.001", "", "the same"),
+        ("0.002", "", r"\(process 0 -> 1\): optimizer.learning_rate: 0.001 -> 0.002$"),
+        ("0.001", "x", r"\(process 0 -> 1\): code.jmoe: '(\w{16})' -> '\1x'$"),
+    ],
+)
+def test_processes_with_other_options_or_code(
+    tmp_path: Path, start_python: Start, rate: str, code: str, said: str
+) -> None:
+    """Every process says so at once; they would wait for each other, or compute something else."""
+    port = free_port()
+    ranks = [
+        start_python(["-c", STARTING, rank, port, *options], tmp_path / f"{rank}.log")
+        for rank, options in enumerate([("0.001", ""), (rate, code)])
+    ]
+    for rank in ranks:
+        assert re.search(said, rank.end(240), re.MULTILINE), rank.screen
 
 
 def configured(**changes: Any) -> dict[str, Any]:

@@ -200,12 +200,13 @@ def test_a_last_line_that_lacks_only_its_end_is_kept(tmp_path: Path) -> None:
     assert [record["step"] for record in read_metrics(path)] == [0, 1, 2, 3]
 
 
-def test_a_bad_line_in_the_middle_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("bad", ["not JSON", "[1]", "3", '{"loss": 1.0}', '{"step": "a"}'])
+def test_a_bad_line_in_the_middle_is_named(tmp_path: Path, bad: str) -> None:
     write_run(tmp_path, 0, 2)
     path = tmp_path / "metrics.jsonl"
     lines = path.read_text().splitlines()
-    path.write_text("\n".join([lines[0], "not JSON", lines[1]]) + "\n")
-    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2"):
+    path.write_text("\n".join([lines[0], bad, lines[1]]) + "\n")
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2: must be .*; delete the line"):
         read_metrics(path)
 
 

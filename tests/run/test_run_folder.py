@@ -32,6 +32,16 @@ def test_one_run_at_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert (tmp_path / LOCK).is_file()  # the folder was there before
 
 
+def test_a_lock_can_be_taken_by_whom_the_umask_lets_write(tmp_path: Path) -> None:
+    """A group that shares its runs goes on with one of another member."""
+    before = os.umask(0o002)
+    try:
+        with RunFolder(tmp_path / "run") as folder:
+            assert (folder.path / LOCK).stat().st_mode & 0o777 == 0o664
+    finally:
+        os.umask(before)
+
+
 def test_a_folder_that_is_not_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Process 0 is on another host and has taken the folder of that name there."""
     elsewhere = json.dumps({"token": "of process 0", "run": "run-1"})
