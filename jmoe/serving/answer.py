@@ -58,7 +58,7 @@ class Answer(ABC, Generic[Body, Delta]):
         body: Body,
         prompts: list[list[int]],
         sequences: list[Sequence],
-    ) -> Any:
+    ) -> BaseModel | Response:
         """Submit the sequences to the engine and return the response, streamed or whole.
 
         Raises ApiError as `EngineLoop.submit` does, or for an error before the whole response.

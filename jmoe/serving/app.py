@@ -18,6 +18,7 @@ from jmoe.serving.chat import chat_router
 from jmoe.serving.completions import completions_router
 from jmoe.serving.errors import ApiError, ErrorResponse, add_error_handlers
 from jmoe.serving.json_body import JsonRoute
+from jmoe.serving.metrics import View
 from jmoe.serving.middleware import ID_HEADER, AuthMiddleware
 from jmoe.serving.schemas import (
     DetokenizeRequest,
@@ -156,6 +157,34 @@ def tokens_router(service: Service) -> APIRouter:
     return router
 
 
+def live_figures(service: Service, view: View) -> Live:
+    """Return the figures that the status page shows, with the experts' places from `view`."""
+    engine, scheduler = service.loop.snapshot.engine, service.loop.snapshot.scheduler
+    return Live(
+        model=service.name,
+        chat=service.has_chat,
+        policy=engine.policy,
+        uptime_s=time.time() - service.created,
+        requests_running=scheduler.running,
+        requests_waiting=scheduler.waiting,
+        kv_tokens_used=scheduler.kv_tokens,
+        kv_tokens_total=service.loop.kv_tokens_total,
+        prompt_tokens_total=service.metrics.prompt_tokens_total,
+        generation_tokens_total=service.metrics.generation_tokens_total,
+        tokens_per_s=service.loop.tokens_per_s,
+        slots=[None if slot is None else list(slot) for slot in view.slots],
+        streamed_bytes_total=engine.streamed_bytes,
+        nvme_bytes_total=engine.nvme_bytes,
+        hit_rate=engine.hit_rate,
+        waited_s=engine.waited_s,
+        roofline_fraction=engine.roofline_fraction,
+        expert_counts=view.expert_counts,
+        devices=(
+            None if engine.placement is None else LiveDevices.model_validate(vars(engine.placement))
+        ),
+    )
+
+
 def state_router(service: Service) -> APIRouter:
     """Return the routes for models, health, metrics and the status page."""
     router = APIRouter()
@@ -201,33 +230,7 @@ def state_router(service: Service) -> APIRouter:
     @router.get("/live")
     async def live() -> Live:
         """Return the live figures that the status page shows."""
-        view = await service.loop.view()
-        engine, scheduler = service.loop.snapshot.engine, service.loop.snapshot.scheduler
-        return Live(
-            model=service.name,
-            chat=service.has_chat,
-            policy=engine.policy,
-            uptime_s=time.time() - service.created,
-            requests_running=scheduler.running,
-            requests_waiting=scheduler.waiting,
-            kv_tokens_used=scheduler.kv_tokens,
-            kv_tokens_total=service.loop.kv_tokens_total,
-            prompt_tokens_total=service.metrics.prompt_tokens_total,
-            generation_tokens_total=service.metrics.generation_tokens_total,
-            tokens_per_s=service.loop.tokens_per_s,
-            slots=[None if slot is None else list(slot) for slot in view.slots],
-            streamed_bytes_total=engine.streamed_bytes,
-            nvme_bytes_total=engine.nvme_bytes,
-            hit_rate=engine.hit_rate,
-            waited_s=engine.waited_s,
-            roofline_fraction=engine.roofline_fraction,
-            expert_counts=view.expert_counts,
-            devices=(
-                None
-                if engine.placement is None
-                else LiveDevices.model_validate(vars(engine.placement))
-            ),
-        )
+        return live_figures(service, await service.loop.view())
 
     @router.get("/", response_class=FileResponse, include_in_schema=False)
     async def page() -> FileResponse:

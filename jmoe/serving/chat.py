@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator
 
 from fastapi import APIRouter, Request
+from pydantic import BaseModel
 from starlette.responses import Response
 
 from jmoe.inference.sampling_params import SamplingParams
@@ -82,7 +83,7 @@ def chat_router(service: Service) -> APIRouter:
     @router.post("/v1/chat/completions", response_model=ChatCompletionResponse, responses=EVENTS)
     async def chat_completions(
         body: ChatCompletionRequest, request: Request
-    ) -> ChatCompletionResponse | Response:
+    ) -> BaseModel | Response:
         """Generate the assistant's next message of a chat."""
         service.check_model(body.model)
         client = request.state.client

@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import APIRouter, Request
+from pydantic import BaseModel
 from starlette.responses import Response
 
 from jmoe.inference.sampling_params import SamplingParams
@@ -131,9 +132,7 @@ def completions_router(service: Service) -> APIRouter:
     router = APIRouter(route_class=JsonRoute)
 
     @router.post("/v1/completions", response_model=CompletionResponse, responses=EVENTS)
-    async def completions(
-        body: CompletionRequest, request: Request
-    ) -> CompletionResponse | Response:
+    async def completions(body: CompletionRequest, request: Request) -> BaseModel | Response:
         """Generate a continuation of each prompt."""
         service.check_model(body.model)
         client = request.state.client

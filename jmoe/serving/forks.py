@@ -28,7 +28,7 @@ from functools import partial
 from importlib import import_module
 from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 START_LIMIT_S = 60.0  # CPU time of the server's setup
 ANSWER_LIMIT_S = 60.0  # wall clock, generous for a loaded machine
@@ -38,6 +38,7 @@ READ_BYTES = 1 << 18
 END_LIMIT_MS = 500  # time for the fork server to report an exit status
 OUT_OF_MEMORY = 3  # exit code
 CRASHES = (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL, -signal.SIGFPE)
+T = TypeVar("T")
 _FORK = b"f"
 _LENGTH = struct.Struct("!I")
 _STATUS = struct.Struct("!i")
@@ -364,7 +365,7 @@ def _limit_memory(limits: Limits) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (allowed if most < 0 else min(allowed, most), most))
 
 
-def _limited(work: Callable[[], Any], processor_s: float) -> Any:
+def _limited(work: Callable[[], T], processor_s: float) -> T:
     """Return the result of `work()`.
 
     The kernel kills the process (SIGPROF) after `processor_s` seconds of CPU time; a `MemoryError`

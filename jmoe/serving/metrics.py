@@ -4,18 +4,21 @@ names.
 https://docs.vllm.ai/en/latest/usage/metrics
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from jmoe.inference.scheduler import SchedulerStats
 from jmoe.inference.sequence import Output
 from jmoe.inference.stats import EngineStats
+
+if TYPE_CHECKING:
+    from jmoe.inference.mesh.expert_placer import PlacementStats
 
 LABEL = "model_name"
 SECONDS = (
@@ -165,16 +168,27 @@ class Metrics(Collector):
         """Return all metrics in Prometheus's text format."""
         return generate_latest(self.registry)
 
-    def collect(self) -> Iterable[Any]:
+    def collect(self) -> Iterable[Metric]:
         """Yield the engine's metrics; the registry calls it for `text`."""
-        engine, scheduler = self._loop.snapshot.engine, self._loop.snapshot.scheduler
-        kv_usage = scheduler.kv_tokens / self._loop.kv_tokens_total
-        copying = engine.roofline_fraction
+        snapshot = self._loop.snapshot  # read once: the engine thread replaces it
+        engine = snapshot.engine
+        yield from self._engine_families(snapshot)
+        if engine.placement is not None:
+            yield from self._placement_families(engine.placement)
         experts = enumerate(self._loop.last_view.expert_counts)
         load = {
             str(layer): max(counts) * len(counts) / max(1, sum(counts)) for layer, counts in experts
         }
         moved = {"host": engine.streamed_bytes, "nvme": engine.nvme_bytes}
+        gauge, counter = GaugeMetricFamily, CounterMetricFamily
+        yield self._family(gauge, "jmoe:expert_load_max", BUSIEST, "layer", load)
+        yield self._family(counter, "jmoe:tier_bytes", "Read from this tier.", "tier", moved)
+
+    def _engine_families(self, snapshot: Snapshot) -> Iterator[Metric]:
+        """Yield the engine's and the scheduler's metrics of one value each."""
+        engine, scheduler = snapshot.engine, snapshot.scheduler
+        kv_usage = scheduler.kv_tokens / self._loop.kv_tokens_total
+        copying = engine.roofline_fraction
         gauge, counter = GaugeMetricFamily, CounterMetricFamily
         for family, name, text, value in (
             (gauge, "vllm:num_requests_running", "Sequences that run.", scheduler.running),
@@ -215,42 +229,46 @@ class Metrics(Collector):
             ),
         ):
             yield self._family(family, name, text, None, {"": value})
-        if (placement := engine.placement) is not None:
-            balancedness = {str(layer): share for layer, share in enumerate(placement.balancedness)}
-            loads = {str(device): load for device, load in enumerate(placement.loads)}
-            yield self._family(gauge, "jmoe:device_balancedness", BALANCE, "layer", balancedness)
-            copies = {str(device): number for device, number in enumerate(placement.copies)}
-            yield self._family(
-                counter, "jmoe:device_load", "Choices of tokens that it computed.", "device", loads
-            )
-            yield self._family(
-                counter, "jmoe:device_copies", "Experts copied to it.", "device", copies
-            )
-            for name, text, value in (
-                (
-                    "jmoe:placement_replans",
-                    "Placements that were planned again after a gate.",
-                    placement.replans,
-                ),
-                ("jmoe:placement_swaps", "Placements that were changed.", placement.swaps),
-                (
-                    "jmoe:swapped_bytes",
-                    "Experts copied to the server's own devices.",
-                    placement.swapped_bytes,
-                ),
-                (
-                    "jmoe:placement_waited_seconds",
-                    "Time in which devices waited for copies.",
-                    placement.waited_s,
-                ),
-            ):
-                yield self._family(counter, name, text, None, {"": value})
-        yield self._family(gauge, "jmoe:expert_load_max", BUSIEST, "layer", load)
-        yield self._family(counter, "jmoe:tier_bytes", "Read from this tier.", "tier", moved)
+
+    def _placement_families(self, placement: "PlacementStats") -> Iterator[Metric]:
+        """Yield the metrics of experts placed on several devices, per layer or per device."""
+        gauge, counter = GaugeMetricFamily, CounterMetricFamily
+        balancedness = {str(layer): share for layer, share in enumerate(placement.balancedness)}
+        loads = {str(device): load for device, load in enumerate(placement.loads)}
+        yield self._family(gauge, "jmoe:device_balancedness", BALANCE, "layer", balancedness)
+        copies = {str(device): number for device, number in enumerate(placement.copies)}
+        yield self._family(
+            counter, "jmoe:device_load", "Choices of tokens that it computed.", "device", loads
+        )
+        yield self._family(counter, "jmoe:device_copies", "Experts copied to it.", "device", copies)
+        for name, text, value in (
+            (
+                "jmoe:placement_replans",
+                "Placements that were planned again after a gate.",
+                placement.replans,
+            ),
+            ("jmoe:placement_swaps", "Placements that were changed.", placement.swaps),
+            (
+                "jmoe:swapped_bytes",
+                "Experts copied to the server's own devices.",
+                placement.swapped_bytes,
+            ),
+            (
+                "jmoe:placement_waited_seconds",
+                "Time in which devices waited for copies.",
+                placement.waited_s,
+            ),
+        ):
+            yield self._family(counter, name, text, None, {"": value})
 
     def _family(
-        self, family: Any, name: str, text: str, label: str | None, values: Mapping[str, float]
-    ) -> Any:
+        self,
+        family: type[CounterMetricFamily] | type[GaugeMetricFamily],
+        name: str,
+        text: str,
+        label: str | None,
+        values: Mapping[str, float],
+    ) -> Metric:
         """Return a metric family with one sample per value of `label`.
 
         label: None for a metric without a further label; `values` then has the single key "".

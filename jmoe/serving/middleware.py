@@ -87,24 +87,7 @@ class AuthMiddleware:
             await error.response()(scope, receive, send_with_headers)
         finally:
             self._bytes.remove(body)
-            took_s = time.monotonic() - begun_s
-            level = (
-                logging.DEBUG
-                if scope["path"] not in LOGGED_PATHS and status < 400
-                else logging.INFO
-            )
-            # percent-encoded as sent, so without line breaks
-            path = scope["raw_path"].decode("ascii", "backslashreplace")[:MAX_LOGGED_PATH]
-            log.log(
-                level,
-                "%s %s %s %d %.3f s %s",
-                request_id,
-                scope["method"],
-                path,
-                status,
-                took_s,
-                "; ".join(notes),
-            )
+            _log_request(scope, status, time.monotonic() - begun_s, notes)
 
     def _check_host(self, headers: Headers) -> None:
         """Raise `ApiError` 403 if the Host header is a name that this server does not have.
@@ -236,6 +219,23 @@ def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
         return ipaddress.ip_address(name)
     except ValueError:
         return None
+
+
+def _log_request(scope: Scope, status: int, took_s: float, notes: list[str]) -> None:
+    """Log one line about a finished request, at DEBUG for successes outside `LOGGED_PATHS`."""
+    level = logging.DEBUG if scope["path"] not in LOGGED_PATHS and status < 400 else logging.INFO
+    # percent-encoded as sent, so without line breaks
+    path = scope["raw_path"].decode("ascii", "backslashreplace")[:MAX_LOGGED_PATH]
+    log.log(
+        level,
+        "%s %s %s %d %.3f s %s",
+        scope["state"]["request_id"],
+        scope["method"],
+        path,
+        status,
+        took_s,
+        "; ".join(notes),
+    )
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
