@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,6 +62,7 @@ from jmoe.memory.direct_io import fsync, naming_file
 from jmoe.memory.identity import content_identity
 from jmoe.models.tokenizer_file import TOKENIZER
 from jmoe.status import repeating
+from jmoe.types import JsonObject
 
 FORMAT = 1  # version of the prepared folder; another version is prepared again
 MANIFEST, HELD_OUT, HELD_OUT_TEXT = "manifest.json", "held_out.bin", "held_out.txt"
@@ -255,7 +255,7 @@ class OtherTextError(ValueError):
     """The text differs from the cached text that `Role.keep` protects."""
 
 
-def _kept_manifest(cache_dir: Path) -> dict[str, Any] | None:
+def _kept_manifest(cache_dir: Path) -> JsonObject | None:
     """Return the manifest in `cache_dir`, of whatever inputs; None if it is missing or damaged."""
     try:
         manifest = json.loads((cache_dir / MANIFEST).read_text())
@@ -460,7 +460,7 @@ class _TextJob:
         content identity.
         """
         timestamps = bool(self.config.path)  # install times of the standard library are irrelevant
-        what: dict[str, Any] = {
+        what: JsonObject = {
             "format": FORMAT,
             "target_bytes": self.target_bytes,
             "weights": [entry.weight for entry in self.inputs],
@@ -479,17 +479,17 @@ class _TextJob:
             what["encoding"] = self.config.encoding
         return hashlib.sha256(json.dumps(what).encode()).hexdigest()
 
-    def manifest(self) -> dict[str, Any] | None:
+    def manifest(self) -> JsonObject | None:
         """Return the manifest of this very job, None if it has not been done. Checks no other
         file.
         """
         try:
-            manifest: dict[str, Any] = json.loads((self.directory / MANIFEST).read_text())
+            manifest: JsonObject = json.loads((self.directory / MANIFEST).read_text())
             return manifest if manifest["key"] == self.key() else None
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             return None
 
-    def finished(self) -> dict[str, Any] | None:
+    def finished(self) -> JsonObject | None:
         """Return the manifest of this very job, None if it is not done or a file is damaged."""
         if (manifest := self.manifest()) is None:
             return None
@@ -508,7 +508,7 @@ class _TextJob:
         same = hashlib.sha256(text).hexdigest() == manifest["held_out_text"]
         return manifest if same and tokenizer.fingerprint == manifest["tokenizer"] else None
 
-    def run(self, report: Report, kept: dict[str, Any] | None = None) -> dict[str, Any]:
+    def run(self, report: Report, kept: JsonObject | None = None) -> JsonObject:
         """Tokenise the text unless that has been done, and return the manifest, which is written
         last.
 
@@ -602,7 +602,7 @@ class _TextJob:
 
     def _write_tokens(
         self, tokenizer: LoadedTokenizer, parts: list[list[InputFile]], report: Report
-    ) -> dict[str, Any]:
+    ) -> JsonObject:
         writer = partial(
             writing_shard,
             vocab_size=tokenizer.vocab_size,
@@ -653,12 +653,12 @@ class _TextJob:
         }
 
 
-def _manifest_entry(name: str, shard: ShardWriter) -> dict[str, Any]:
+def _manifest_entry(name: str, shard: ShardWriter) -> JsonObject:
     assert shard.header is not None, name
     return {"file": name, **dataclasses.asdict(shard.header)}
 
 
-def _wait_for(job: _TextJob, role: Role) -> dict[str, Any]:
+def _wait_for(job: _TextJob, role: Role) -> JsonObject:
     path = job.directory / MANIFEST
     since, seen = time.monotonic(), role.progress()
     pause_s = 0.05

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from jmoe.config import VisionTrainConfig
 from jmoe.data.images import ImageTask, Split
 from jmoe.planning.elastic import Layout
+from jmoe.types import JsonObject
 
 
 class ImageBatch(NamedTuple):
@@ -102,7 +103,7 @@ class ImageBatches:
         """Number of images that a device processes at once."""
         return self._layout.micro_batch // self._config.gradient_accumulation_steps
 
-    def _rows(self, device: int, whole: dict[int, Split]) -> tuple[NDArray[Any], ...]:
+    def _rows(self, device: int, whole: dict[int, Split]) -> tuple[np.ndarray, ...]:
         shares = self._layout.shares[device]
         pixels = np.concatenate(
             [whole[share.task].pixels[share.start : share.stop] for share in shares]
@@ -130,11 +131,11 @@ class ImageBatches:
             pixels = _shifted(pixels, rng.integers(-most, most + 1, size=(size, 2)))
         return Split(pixels, labels)
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self) -> JsonObject:
         """Return the JSON-serialisable position in the data, which is independent of the layout."""
         return {"next_step": self._step, "images": self.fingerprint}
 
-    def set_state(self, state: dict[str, Any]) -> None:
+    def set_state(self, state: JsonObject) -> None:
         """Continue at a position from `get_state`. Raises ValueError if the images have changed."""
         if state.get("images") != self.fingerprint:
             raise ValueError(

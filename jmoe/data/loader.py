@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jmoe.data.corpus import Corpus, TextSource
+from jmoe.types import JsonObject
 
 # Minimum size of held-out text for comparable baselines. `xz -9` has no prior knowledge: on 20 kB
 # of source code it needs a sixth more bits per byte than on 500 kB (by chance up to a third less),
@@ -72,7 +73,7 @@ class _LocalRows:
 class TrainBatches:
     """Endless iterator of int32 [b, S + 1]; see `train_batches`."""
 
-    def __init__(self, batches: Any, options: grain.ReadOptions, identity: dict[str, Any]) -> None:
+    def __init__(self, batches: Any, options: grain.ReadOptions, identity: JsonObject) -> None:
         self._batches, self._options, self._identity = batches, options, identity
         self._step = 0
         self._iterator: Any = None
@@ -87,13 +88,13 @@ class TrainBatches:
         self._step += 1
         return batch
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self) -> JsonObject:
         """Return the JSON-serialisable position in the data, which is the same on every process
         and for every process count.
         """
         return {"next_step": self._step, **self._identity}
 
-    def set_state(self, state: dict[str, Any]) -> None:
+    def set_state(self, state: JsonObject) -> None:
         """Continue at a position from `get_state`.
 
         Raises ValueError if the position belongs to another corpus or another batch order.

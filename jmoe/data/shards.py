@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jmoe.memory.direct_io import naming_file
+from jmoe.types import JsonObject
 
 MAGIC = b"JMOETOK1"
 ALIGNMENT_BYTES = 4096
@@ -35,7 +36,7 @@ BLOCK_BYTES = 1 << 16
 READ_BYTES = 1 << 24
 TEMPORARY = ".jmoe-tmp"
 Ids = NDArray[np.unsignedinteger[Any]]
-DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
 
 @dataclass(frozen=True)
@@ -193,7 +194,7 @@ class ShardWriter:
             "text_bytes": self.text_bytes,
             "control_texts": self.control_texts,
         }
-        fields: dict[str, Any] = {"dtype": self._dtype, **self._fields, **counts, **digests}
+        fields: JsonObject = {"dtype": self._dtype, **self._fields, **counts, **digests}
         self.header = ShardHeader(**fields)
         text = json.dumps(asdict(self.header)).encode()
         prefix = MAGIC + struct.pack("<I", len(text)) + text
@@ -222,7 +223,7 @@ def _parse_header(path: Path, text: bytes) -> ShardHeader:
     except ValueError as error:
         raise ValueError(f"{path}: the header of this token shard is no JSON: {error}") from error
     later = {f.name: f.default for f in fields(ShardHeader) if f.default is not MISSING}
-    written: dict[str, Any] = later | values if isinstance(values, dict) else {}
+    written: JsonObject = later | values if isinstance(values, dict) else {}
     missing = [
         f.name
         for f in fields(ShardHeader)

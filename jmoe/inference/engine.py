@@ -38,6 +38,7 @@ from jmoe.inference.scheduler import Chunk, ChunkGroup, SchedulerStats, StepPlan
 from jmoe.inference.sequence import Completion, Output, Sequence
 from jmoe.inference.stats import EngineStats, StatsCollector
 from jmoe.memory.closing import Closing
+from jmoe.memory.tiered_store import LinkName
 from jmoe.models.lazy_checkpoint import DEFAULT_MAX_SEQ_LEN
 from jmoe.models.tokenizer_file import TOKENIZER, open_tokenizer
 from jmoe.offload.policies import ExpertResidency
@@ -65,7 +66,7 @@ class Engine(Closing):
         config: EngineConfig | None = None,
         *,
         leader: Leader | None = None,
-        bandwidth_limit_bytes_per_s: Mapping[Any, float] | None = None,
+        bandwidth_limit_bytes_per_s: Mapping[LinkName, float] | None = None,
         say: Say = log.info,
     ) -> None:
         """Load the Hugging Face checkpoint in a folder.

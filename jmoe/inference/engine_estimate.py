@@ -16,6 +16,7 @@ from typing import Any
 import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jmoe.config.engine import EngineConfig
 from jmoe.config.tiers import ACCELERATORS, Accelerator
@@ -34,6 +35,7 @@ from jmoe.planning.memory_plan import FreeMemory, MemoryPlan, plan_memory
 from jmoe.planning.roofline import distinct_experts
 from jmoe.run import ahead_of_time
 from jmoe.runtime import device_memory_share
+from jmoe.types import PyTree
 
 MOST_COSTLY = 5  # number of slowest kernels that an estimate lists
 
@@ -187,10 +189,10 @@ class _Programs:
         nnx.update(decoder, jax.tree.map(narrow, nnx.state(decoder)))
         return split_decoder(decoder)
 
-    def _abstract(self, dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+    def _abstract(self, dtype: DTypeLike, *shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self._place)
 
-    def _on_device(self, tree: Any) -> Any:
+    def _on_device(self, tree: PyTree) -> Any:
         return jax.tree.map(lambda array: self._abstract(array.dtype, *array.shape), tree)
 
     def _run(self, trips: int, function: Any, *operands: Any) -> tuple[Any, GpuEstimate]:

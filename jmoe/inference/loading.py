@@ -9,7 +9,6 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
 import jax
 
@@ -25,7 +24,7 @@ from jmoe.inference.scheduler import Scheduler
 from jmoe.memory.closing import Closing
 from jmoe.memory.host_memory import available_bytes
 from jmoe.memory.record_store import RecordLayout
-from jmoe.memory.tiered_store import TieredStore
+from jmoe.memory.tiered_store import LinkName, TieredStore
 from jmoe.mesh import expert_mesh
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.offload.residency import open_experts, open_placed_experts
@@ -74,7 +73,7 @@ class LoadedModel(Closing):
         self,
         folder: str | os.PathLike[str],
         options: EngineConfig,
-        bandwidth_limit_bytes_per_s: Mapping[Any, float] | None = None,
+        bandwidth_limit_bytes_per_s: Mapping[LinkName, float] | None = None,
         say: Say = log.info,
     ) -> None:
         """Load a Hugging Face checkpoint.
@@ -146,7 +145,7 @@ def _one_device(
     memory: MemoryPlan,
     options: EngineConfig,
     table: PathTable | None,
-    limits: Mapping[Any, float] | None,
+    limits: Mapping[LinkName, float] | None,
     use_native: bool,
 ) -> tuple[ModelRunner, TieredStore | None]:
     """Return (runner on one device, store of the streamed experts, or None if all are on the

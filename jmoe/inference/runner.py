@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from jmoe.config import ModelConfig
 from jmoe.inference.kv_cache import KVCache, copy_row, write_and_attend
@@ -237,7 +238,7 @@ def embed_local(
     arrays: Arrays,
     tokens: jax.Array,
     positions_PC: jax.Array,
-    dtype: Any,
+    dtype: DTypeLike,
     layers: WholeLayers = WHOLE,
 ) -> Hidden:
     """Return the first layer's input.
@@ -267,7 +268,7 @@ class _LayerGroup(NamedTuple):
     structures: tuple[Structure, ...]
     layout: SlotLayout | None
     activation: str
-    dtype: Any
+    dtype: DTypeLike
     embed_and_head: Structure
     is_first: bool
     is_last: bool
@@ -404,7 +405,7 @@ class ModelRunner:
         layers: Sequence[Block],
         residency: Residency,
         caches: Sequence[KVCache],
-        dtype: Any,
+        dtype: DTypeLike,
         estimator: Estimator | None = None,
         *,
         native: bool = False,

@@ -10,7 +10,6 @@ head dimension (that of a value may differ), Q query rows of a block, C keys tha
 
 import math
 from functools import partial
-from typing import Any
 
 import flax.nnx as nnx
 import jax
@@ -21,6 +20,7 @@ from jax import lax
 from jmoe.config import ModelConfig, YarnConfig
 from jmoe.layers.experts import affine, normal
 from jmoe.layers.norm import Norm
+from jmoe.types import PyTree
 from kernels_pallas import native
 from kernels_pallas.implementations import first_supported, target_device
 from kernels_pallas.matmul import dot, transposed
@@ -134,7 +134,7 @@ def _blocked_fwd(
     sinks: jax.Array | None,
     window: jax.Array | None,
     scale: float,
-) -> Any:
+) -> PyTree:
     out, lse = [], []
     for start, end in _blocks(q.shape[3]):
         s = _scores(q, k, start, end, scale, window)
@@ -153,7 +153,7 @@ def _blocked_fwd(
     return o, (q, k, v, sinks, window, o, lse_all)
 
 
-def _blocked_bwd(scale: float, residuals: Any, do: jax.Array) -> Any:
+def _blocked_bwd(scale: float, residuals: PyTree, do: jax.Array) -> PyTree:
     q, k, v, sinks, window, o, lse = residuals
     delta = (do.astype(jnp.float32) * o.astype(jnp.float32)).sum(axis=-1, keepdims=True)
     dq, dk, dv = [], jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
@@ -215,13 +215,13 @@ def _native(q_BSHd: jax.Array, k_BSGd: jax.Array, v_BSGd: jax.Array, scale: floa
     return _native_fwd(q_BSHd, k_BSGd, v_BSGd, scale)[0]
 
 
-def _native_fwd(q_BSHd: jax.Array, k_BSGd: jax.Array, v_BSGd: jax.Array, scale: float) -> Any:
+def _native_fwd(q_BSHd: jax.Array, k_BSGd: jax.Array, v_BSGd: jax.Array, scale: float) -> PyTree:
     o_BSHd, lse_BHS = native.causal_attention(q_BSHd, k_BSGd, v_BSGd, scale)
     o_BSHd, lse_BHS = saved_residual(o_BSHd, "attention"), saved_residual(lse_BHS, "attention")
     return o_BSHd, (q_BSHd, k_BSGd, v_BSGd, o_BSHd, lse_BHS)
 
 
-def _native_bwd(scale: float, residuals: Any, do_BSHd: jax.Array) -> Any:
+def _native_bwd(scale: float, residuals: PyTree, do_BSHd: jax.Array) -> PyTree:
     return native.causal_attention_gradient(residuals[:3], residuals[3:], do_BSHd, scale)
 
 
@@ -237,7 +237,7 @@ def _flash(q_BSHd: jax.Array, k_BSGd: jax.Array, v_BSGd: jax.Array, scale: float
 _cudnn = jax.custom_vjp(_flash, nondiff_argnums=(3,))
 
 
-def _cudnn_fwd(q_BSHd: jax.Array, k_BSGd: jax.Array, v_BSGd: jax.Array, scale: float) -> Any:
+def _cudnn_fwd(q_BSHd: jax.Array, k_BSGd: jax.Array, v_BSGd: jax.Array, scale: float) -> PyTree:
     """Return the output and the residuals of cuDNN's kernel.
 
     The kernel's results (its output and the softmax's log-sums) are named as saved residuals, so
@@ -255,7 +255,7 @@ def _cudnn_fwd(q_BSHd: jax.Array, k_BSGd: jax.Array, v_BSGd: jax.Array, scale: f
     return named_BSHd, jax.tree.map(named, pull)
 
 
-def _cudnn_bwd(_: float, pull: Any, do_BSHd: jax.Array) -> Any:
+def _cudnn_bwd(_: float, pull: PyTree, do_BSHd: jax.Array) -> PyTree:
     return pull(do_BSHd)
 
 

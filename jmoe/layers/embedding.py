@@ -24,16 +24,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from jmoe.collectives.all_to_all import AllToAll, make_all_to_all
 from jmoe.collectives.rows import reduce_scatter_rows_local
 from jmoe.layers.loss import OutputHead, VocabularyShard
 from jmoe.planning.embedding import EmbeddingPlan, round_rows
+from jmoe.types import PyTree
 
 Lookup = Callable[[jax.Array, jax.Array, Any], jax.Array]
 
 
-def lookup(table_VD: jax.Array, tokens: jax.Array, dtype: Any) -> jax.Array:
+def lookup(table_VD: jax.Array, tokens: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Return [..., D] in `dtype` from a whole table.
 
     The cast comes after the lookup, so that gradients of one row are added in the table's dtype.
@@ -42,7 +44,7 @@ def lookup(table_VD: jax.Array, tokens: jax.Array, dtype: Any) -> jax.Array:
 
 
 def lookup_columns_local(
-    table_VD: jax.Array, tokens_T: jax.Array, dtype: Any, axes: tuple[str, ...]
+    table_VD: jax.Array, tokens_T: jax.Array, dtype: DTypeLike, axes: tuple[str, ...]
 ) -> jax.Array:
     """Return [T, R D] in `dtype` for this device's tokens, where each device holds D of the table's
     R D columns.
@@ -53,7 +55,7 @@ def lookup_columns_local(
 
 
 def lookup_block_local(
-    table_VD: jax.Array, tokens_M: jax.Array, dtype: Any, axes: tuple[str, ...]
+    table_VD: jax.Array, tokens_M: jax.Array, dtype: DTypeLike, axes: tuple[str, ...]
 ) -> jax.Array:
     """Return [T, D] in `dtype` for this device's tokens, where device r holds the r-th block of
     rows.
@@ -115,12 +117,14 @@ class _Rounds:
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _lookup_rows(
-    table_VD: jax.Array, tokens_T: jax.Array, dtype: Any, rounds: _Rounds
+    table_VD: jax.Array, tokens_T: jax.Array, dtype: DTypeLike, rounds: _Rounds
 ) -> jax.Array:
     return _lookup_rows_fwd(table_VD, tokens_T, dtype, rounds)[0]
 
 
-def _lookup_rows_fwd(table_VD: jax.Array, tokens_T: jax.Array, dtype: Any, rounds: _Rounds) -> Any:
+def _lookup_rows_fwd(
+    table_VD: jax.Array, tokens_T: jax.Array, dtype: DTypeLike, rounds: _Rounds
+) -> PyTree:
     num_rows, size = table_VD.shape[0], rounds.num_devices * rounds.rows
     owner_T, place_T = _places(tokens_T, rounds.num_devices)
     needed = lax.pmax(place_T.max() // rounds.rows + 1, rounds.axes)
@@ -147,7 +151,9 @@ def _lookup_rows_fwd(table_VD: jax.Array, tokens_T: jax.Array, dtype: Any, round
     return x_TD, (asked_URC, owner_T, place_T, needed, table_VD)
 
 
-def _lookup_rows_bwd(dtype: Any, rounds: _Rounds, residuals: Any, g_TD: jax.Array) -> Any:
+def _lookup_rows_bwd(
+    dtype: DTypeLike, rounds: _Rounds, residuals: PyTree, g_TD: jax.Array
+) -> PyTree:
     asked_URC, owner_T, place_T, needed, table_VD = residuals
     size = rounds.num_devices * rounds.rows
 
@@ -170,7 +176,7 @@ _lookup_rows.defvjp(_lookup_rows_fwd, _lookup_rows_bwd)
 
 
 def lookup_rows_local(
-    table_VD: jax.Array, tokens_T: jax.Array, dtype: Any, axes: tuple[str, ...]
+    table_VD: jax.Array, tokens_T: jax.Array, dtype: DTypeLike, axes: tuple[str, ...]
 ) -> jax.Array:
     """Return [T, D] in `dtype` for this device's tokens, where device r holds rows r, r + R, r + 2
     R, ...
@@ -216,7 +222,7 @@ class Embedding:
             else table_VD
         )
 
-    def lookup(self, table: jax.Array, tokens_BS: jax.Array, dtype: Any) -> jax.Array:
+    def lookup(self, table: jax.Array, tokens_BS: jax.Array, dtype: DTypeLike) -> jax.Array:
         """Return [B, S, D] in `dtype`. table: this device's shard of the parameter."""
         if self.plan.kind == "replicated":
             return lookup(table, tokens_BS, dtype)

@@ -10,16 +10,18 @@ the teacher's hidden, V vocabulary or this device's shard of it.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from jmoe.collectives.all_to_all import make_all_to_all
 from jmoe.collectives.fusion import gather_local
 from jmoe.collectives.rows import all_gather_rows_local, reduce_scatter_rows_local
 from jmoe.planning.embedding import EmbeddingPlan
+from jmoe.types import PyTree
 from kernels_pallas.matmul import dot, transposed
 
 CHUNK_LOGITS = 2**22  # logits of a chunk on a CPU: 16 MiB in float32, near its cache
@@ -116,8 +118,8 @@ def _loss_and_gradients(
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """Return (loss, (dx, dw)). With axes, dx counts only this device's shard of the vocabulary."""
 
-    def loss_and_gradients(chunk_logits: int, w_DV: jax.Array, *arrays: jax.Array) -> Any:
-        def step(carry: tuple[jax.Array, jax.Array], chunk: tuple[jax.Array, ...]) -> Any:
+    def loss_and_gradients(chunk_logits: int, w_DV: jax.Array, *arrays: jax.Array) -> PyTree:
+        def step(carry: tuple[jax.Array, jax.Array], chunk: tuple[jax.Array, ...]) -> PyTree:
             total, dw_DV = carry
             x_CD, labels_C, weights_C = chunk
             p_CV, nll_C, label_CV = _logits(x_CD, w_DV, labels_C, axes)
@@ -148,7 +150,7 @@ def cross_entropy(
     return _loss(x_TD, w_DV, labels_T, weights_T)
 
 
-def _bwd(residuals: Any, g: jax.Array) -> Any:
+def _bwd(residuals: PyTree, g: jax.Array) -> PyTree:
     dx_TD, dw_DV = residuals
     return (dx_TD * g.astype(dx_TD.dtype)), (dw_DV * g.astype(dw_DV.dtype)), None, None
 
@@ -225,14 +227,14 @@ def _parallel_fwd(
     labels_T: jax.Array,
     weights_T: jax.Array,
     shard: VocabularyShard,
-) -> Any:
+) -> PyTree:
     operands = _of_all_devices(x_TD, w_DV, labels_T, weights_T, shard)
     total, (dx_MD, dw_DV) = _loss_and_gradients(*operands, shard.axes)
     dx_TD = reduce_scatter_rows_local(dx_MD, shard.axes).astype(x_TD.dtype)
     return total / lax.axis_size(shard.axes), (dx_TD, dw_DV)
 
 
-def _parallel_bwd(shard: VocabularyShard, residuals: Any, g: jax.Array) -> Any:
+def _parallel_bwd(shard: VocabularyShard, residuals: PyTree, g: jax.Array) -> PyTree:
     return _bwd(residuals, g)
 
 
@@ -271,8 +273,10 @@ def distillation_losses(
         divergence_C = (jnp.exp(teacher_CV) * (teacher_CV - student_CV)).sum(axis=-1)
         return (nll_C * weights_C).sum(), (divergence_C * weights_C).sum()
 
-    def totals(chunk_logits: int, w_DV: jax.Array, head_HV: jax.Array, *arrays: jax.Array) -> Any:
-        def step(totals: tuple[jax.Array, jax.Array], chunk: tuple[jax.Array, ...]) -> Any:
+    def totals(
+        chunk_logits: int, w_DV: jax.Array, head_HV: jax.Array, *arrays: jax.Array
+    ) -> PyTree:
+        def step(totals: tuple[jax.Array, jax.Array], chunk: tuple[jax.Array, ...]) -> PyTree:
             nll, divergence = losses(w_DV, head_HV, chunk)
             return (totals[0] + nll, totals[1] + divergence), None
 
@@ -299,7 +303,7 @@ class OutputHead:
     def _shard(self) -> VocabularyShard:
         return VocabularyShard(self.axes, self.plan.kind == "rows" and self.tied)
 
-    def weight(self, table: jax.Array, head: jax.Array | None, dtype: Any) -> jax.Array:
+    def weight(self, table: jax.Array, head: jax.Array | None, dtype: DTypeLike) -> jax.Array:
         """Return the head's matrix [D, V] in `dtype`; with a parallel head, this device's V columns
         of it.
 

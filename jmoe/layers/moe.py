@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
+from jax.tree_util import KeyPath
 
 from jmoe.collectives.exchange import (
     ArrivedRows,
@@ -42,6 +43,7 @@ from jmoe.mesh import (
     with_auto_axes,
 )
 from jmoe.planning.exchange import ExchangeLoad, ExchangePlan, plan_exchange
+from jmoe.types import PyTree
 from kernels_pallas.saved import saved_residual
 
 ExpertFn = Callable[[jax.Array, jax.Array, int], jax.Array]
@@ -548,11 +550,11 @@ def _over_devices(
         token_mask_T = jnp.pad(token_mask_T, (0, padding))
     expert_axes = layer.parallel.expert_axes
 
-    def spec(path: tuple[Any, ...], _: jax.Array) -> jax.sharding.PartitionSpec:
+    def spec(path: KeyPath, _: jax.Array) -> jax.sharding.PartitionSpec:
         return split_over(expert_axes if path_names(path)[0] == EXPERTS_PATH else ())
 
     def body(
-        state: Any, key: jax.Array | None, num_tokens: jax.Array, *rows: Any
+        state: PyTree, key: jax.Array | None, num_tokens: jax.Array, *rows: Any
     ) -> tuple[jax.Array, MoEMetrics]:
         if key is not None:
             key = jax.random.fold_in(key, lax.axis_index(axes))

@@ -4,6 +4,7 @@ import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from kernels_pallas.native import rms_norm, takes_native
 
@@ -22,7 +23,7 @@ class Norm(nnx.Module):
         self.scale = nnx.Param(jnp.ones(size, jnp.float32))
         self.bias = nnx.Param(jnp.zeros(size, jnp.float32)) if kind == "layernorm" else None
 
-    def __call__(self, x: jax.Array, dtype: jnp.dtype | type) -> jax.Array:
+    def __call__(self, x: jax.Array, dtype: DTypeLike) -> jax.Array:
         """Return x [..., size] normalized, in `dtype`."""
         if takes_native() and self.bias is None and not self.axes:
             return rms_norm(x, self.scale[...], self.eps, dtype)

@@ -11,12 +11,13 @@ a tile, A experts of a bundle, D hidden, F expert hidden, U = 2F (SwiGLU) or F.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from kernels_pallas.compressed import load_weight
 from kernels_pallas.grouped_mlp import MLPWeights
@@ -177,7 +178,7 @@ def _at_slot(slots: Mapping[str, jax.Array], slot: jax.Array, dtype: jnp.dtype) 
     return open_expert({name: pick(values) for name, values in slots.items()}, dtype)
 
 
-def open_expert(arrays: StoredExpert, dtype: Any) -> MLPWeights:
+def open_expert(arrays: StoredExpert, dtype: DTypeLike) -> MLPWeights:
     """Return one expert's weights in `dtype`, decoded from its stored arrays."""
     return MLPWeights(
         **{name: load_weight(arrays, name, dtype) for name in MLPWeights._fields if name in arrays}

@@ -19,6 +19,7 @@ from typing import Any
 import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jmoe.collectives.exchange import DispatchedTokens
 from jmoe.config import LayerKind, ModelConfig, Remat
@@ -28,6 +29,7 @@ from jmoe.layers.latent_attention import LatentAttention
 from jmoe.layers.moe import ExpertParallel, MoELayer, MoEStats, moe_stats
 from jmoe.layers.norm import Norm
 from jmoe.layers.router import Routing, TaskRouter
+from jmoe.types import PyTree
 from kernels_pallas.saved import saved
 
 # (the block's attention module, its normed input [..., D]) -> its output [..., D]
@@ -127,7 +129,7 @@ class Block(nnx.Module):
             return "dense"
         return "task" if isinstance(self.moe.router, TaskRouter) else "moe"
 
-    def attend(self, x_BSD: jax.Array, attention: AttentionFn, dtype: Any) -> jax.Array:
+    def attend(self, x_BSD: jax.Array, attention: AttentionFn, dtype: DTypeLike) -> jax.Array:
         """Return x + attention(norm(x)), [B, S, D]: the first half of the block.
 
         dtype: compute dtype of the matrix products.
@@ -136,13 +138,13 @@ class Block(nnx.Module):
             h_BSD = attention(self.attention, self.attention_norm(x_BSD, dtype))
             return saved(x_BSD + h_BSD.astype(x_BSD.dtype), "after_attention")
 
-    def feed_forward(self, x_BSD: jax.Array, dtype: Any) -> jax.Array:
+    def feed_forward(self, x_BSD: jax.Array, dtype: DTypeLike) -> jax.Array:
         """Return mlp(norm(x)), [T, D], without the residual; only for dense blocks."""
         assert self.mlp is not None
         with jax.named_scope("mlp"):
             return self.mlp(self.feed_forward_norm(x_BSD, dtype))
 
-    def dense(self, x_BSD: jax.Array, attention: AttentionFn, dtype: Any) -> jax.Array:
+    def dense(self, x_BSD: jax.Array, attention: AttentionFn, dtype: DTypeLike) -> jax.Array:
         """Return the output of a dense block, [B, S, D]: attention and MLP, each with its
         residual.
         """
@@ -152,7 +154,7 @@ class Block(nnx.Module):
     def route(
         self,
         x_BSD: jax.Array,
-        dtype: Any,
+        dtype: DTypeLike,
         *,
         key: jax.Array | None = None,
         train: bool = False,
@@ -211,7 +213,7 @@ class Block(nnx.Module):
         x_BSD: jax.Array,
         window: jax.Array | None = None,
         *,
-        dtype: Any,
+        dtype: DTypeLike,
         key: jax.Array | None = None,
         train: bool = False,
         full_capacity: bool = False,
@@ -244,20 +246,20 @@ class ApplyBlock:
     """
 
     graphs: Mapping[LayerKind, Any]
-    gather: Callable[[Any], Any]
+    gather: Callable[[PyTree], PyTree]
     remat: Remat
     options: Mapping[str, Any]
 
     def __call__(
         self,
         kind: LayerKind,
-        state: Any,
+        state: PyTree,
         key: jax.Array | None,
         window: jax.Array | None,
         x_BSD: jax.Array,
     ) -> tuple[jax.Array, MoEStats | None]:
         def apply(
-            state: Any, key: jax.Array | None, window: jax.Array | None, x_BSD: jax.Array
+            state: PyTree, key: jax.Array | None, window: jax.Array | None, x_BSD: jax.Array
         ) -> Any:
             return nnx.merge(self.graphs[kind], self.gather(state))(
                 x_BSD, window, key=key, **self.options

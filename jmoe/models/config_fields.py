@@ -7,7 +7,8 @@ them is accepted (harmless). transformers ignores fields outside this table, and
 """
 
 from dataclasses import dataclass
-from typing import Any
+
+from jmoe.types import Json, JsonObject
 
 HONOURED, HARMLESS = "honoured", "harmless"
 
@@ -18,7 +19,7 @@ class Only:
     otherwise.
     """
 
-    values: tuple[Any, ...]
+    values: tuple[Json, ...]
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Training:
     applied.
     """
 
-    off: Any
+    off: Json
 
 
 Outcome = str | Only | Training
@@ -134,7 +135,7 @@ CONFIG_FIELDS: dict[str, dict[str, Outcome]] = {
 }
 
 
-def check_supported(fields: dict[str, Any], family: str) -> None:
+def check_supported(fields: JsonObject, family: str) -> None:
     """Raise ValueError naming the first field whose value jmoe does not support."""
     for name, outcome in CONFIG_FIELDS[family].items():
         value = fields.get(name)
@@ -143,7 +144,7 @@ def check_supported(fields: dict[str, Any], family: str) -> None:
             raise ValueError(f"{name} = {value!r}: is not supported, only {only}")
 
 
-def changes_training(fields: dict[str, Any], family: str) -> dict[str, Any]:
+def changes_training(fields: JsonObject, family: str) -> JsonObject:
     """Return {field: value} for the `Training` fields whose values transformers applies and jmoe
     ignores.
     """

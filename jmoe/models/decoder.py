@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from jmoe.config import LayerKind, ModelConfig, Remat
 from jmoe.layers.embedding import Lookup, lookup
@@ -28,6 +29,7 @@ from jmoe.layers.experts import normal
 from jmoe.layers.moe import ExpertParallel, MoEStats
 from jmoe.layers.norm import Norm
 from jmoe.models.block import ApplyBlock, Block
+from jmoe.types import PyTree
 
 LayerPlan = list[tuple[tuple[LayerKind, ...], int]]  # see `layer_plan`
 
@@ -43,7 +45,7 @@ class StackedLayers(NamedTuple):
     windows: attention windows in tokens, int32, or None for full attention.
     """
 
-    params: Any
+    params: PyTree
     keys: jax.Array | None
     windows: jax.Array | None
 
@@ -56,7 +58,7 @@ LayerScan = Callable[
 ]
 
 
-def stack_layers(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) -> Any:
+def stack_layers(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) -> PyTree:
     """Return `count` modules as one, whose parameters have a leading layer dimension.
 
     Each layer draws its initial values from its own key, so that `one_layer` can draw one alone.
@@ -74,7 +76,7 @@ def stack_layers(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.R
 
 def one_layer(
     layer: jax.Array | int, make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs
-) -> Any:
+) -> PyTree:
     """Return layer number `layer` of `stack_layers(make, count, rngs)`, with the same initial
     values.
     """
@@ -149,7 +151,9 @@ def _in_order(ys: tuple[jax.Array, ...], alone: list[bool]) -> jax.Array:
     return y.reshape(-1, *y.shape[2:])
 
 
-def _step(apply_block: ApplyBlock, kind: LayerKind, x_BSD: jax.Array, layer: StackedLayers) -> Any:
+def _step(
+    apply_block: ApplyBlock, kind: LayerKind, x_BSD: jax.Array, layer: StackedLayers
+) -> PyTree:
     return apply_block(kind, layer.params, layer.keys, layer.windows, x_BSD)
 
 
@@ -165,7 +169,7 @@ def scan_layers(
         runs = _runs(pattern, used)
 
         def block(
-            x_BSD: jax.Array, xs: Any, runs: list[_Run] = runs
+            x_BSD: jax.Array, xs: PyTree, runs: list[_Run] = runs
         ) -> tuple[jax.Array, list[Any]]:
             stats_of_pattern = []
             for layers, layer_xs in zip(runs, xs, strict=True):
@@ -203,7 +207,7 @@ class Execution:
 
     layer_runner: LayerScan = scan_layers
     lookup: Lookup = lookup
-    gather: Callable[[Any], Any] = lambda params: params
+    gather: Callable[[PyTree], PyTree] = lambda params: params
     remat: Remat = "none"
 
 
@@ -257,7 +261,7 @@ class Decoder(nnx.Module):
         experts: nnx.Module = drawn.moe.experts
         return experts
 
-    def embed(self, tokens_BS: jax.Array, dtype: Any, lookup: Lookup = lookup) -> jax.Array:
+    def embed(self, tokens_BS: jax.Array, dtype: DTypeLike, lookup: Lookup = lookup) -> jax.Array:
         """Return the first layer's input, [B, S, D] in `dtype`: token embedding plus learned
         positions.
         """
@@ -275,7 +279,7 @@ class Decoder(nnx.Module):
         self,
         tokens_BS: jax.Array,
         *,
-        dtype: Any = jnp.float32,
+        dtype: DTypeLike = jnp.float32,
         key: jax.Array | None = None,
         train: bool = False,
         full_capacity: bool = False,

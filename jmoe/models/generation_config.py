@@ -7,17 +7,17 @@ none.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from jmoe.config import check
 from jmoe.models.folder import has_file
 from jmoe.models.pretrained import read_table
+from jmoe.types import Json, JsonObject
 
 FILE = "generation_config.json"
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 # Further fields that affect the output of transformers' `generate`, with the value besides None
 # that disables each.
-_NOT_USED: dict[str, Any] = {
+_NOT_USED: JsonObject = {
     "bad_words_ids": [],
     "begin_suppress_tokens": [],
     "constraints": [],
@@ -58,11 +58,11 @@ class GenerationConfig:
 
     eos_token_ids: tuple[int, ...]
     config_eos_token_ids: tuple[int, ...]
-    sampling: Mapping[str, Any]
-    not_used: Mapping[str, Any]
+    sampling: Mapping[str, Json]
+    not_used: Mapping[str, Json]
 
     @classmethod
-    def read(cls, folder: Path, config_fields: Mapping[str, Any]) -> "GenerationConfig":
+    def read(cls, folder: Path, config_fields: Mapping[str, Json]) -> "GenerationConfig":
         """Return the generation defaults of a folder whose config.json holds `config_fields`.
 
         Raises ValueError naming the file and field of an invalid value.
@@ -86,7 +86,7 @@ class GenerationConfig:
         return cls(eos, of_config, sampling, not_used)
 
 
-def _token_ids(file: Path, token: Any) -> tuple[int, ...]:
+def _token_ids(file: Path, token: Json) -> tuple[int, ...]:
     """Return an eos_token_id, which is an id, a list of ids or None, as a tuple."""
     ids = token if isinstance(token, list) else [] if token is None else [token]
     whole = all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in ids)

@@ -7,11 +7,11 @@ omits has the default of the family's configuration class in transformers.
 import dataclasses
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from jmoe.config import MODEL_LIMITS, ModelConfig, RouterConfig, YarnConfig, check, differences
 from jmoe.models.config_fields import check_supported
 from jmoe.models.stored_formats import COMPRESSION_FIELDS, check_quantization
+from jmoe.types import Json, JsonObject
 
 ARCHITECTURES = {
     "mixtral": "MixtralForCausalLM",
@@ -46,14 +46,14 @@ class _Fields:
     Each method raises ValueError naming a field of the wrong type.
     """
 
-    def __init__(self, fields: dict[str, Any], prefix: str = "") -> None:
+    def __init__(self, fields: JsonObject, prefix: str = "") -> None:
         self._fields, self._prefix = fields, prefix
 
-    def value(self, name: str, default: Any = None) -> Any:
+    def value(self, name: str, default: Json = None) -> Json:
         value = self._fields.get(name)
         return default if value is None else value
 
-    def _checked(self, name: str, default: Any, kinds: tuple[type, ...], words: str) -> Any:
+    def _checked(self, name: str, default: Json, kinds: tuple[type, ...], words: str) -> Json:
         value = self.value(name, default)
         ok = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
         check(ok, self._prefix + name, value, f"must be {words}")
@@ -105,10 +105,10 @@ class _Fields:
         """
         return self._fields.get(name, default) is not None and self.flag(name, default)
 
-    def listed(self, name: str) -> tuple[Any, ...]:
+    def listed(self, name: str) -> tuple[Json, ...]:
         return tuple(self._checked(name, [], (list, tuple), "a list"))
 
-    def only(self, name: str, supported: Any) -> None:
+    def only(self, name: str, supported: Json) -> None:
         """Raise ValueError unless the field is missing, null or equal to `supported`."""
         value = self.value(name, supported)
         check(
@@ -116,7 +116,7 @@ class _Fields:
         )
 
 
-def _rope_table(fields: _Fields, name: str) -> dict[str, Any]:
+def _rope_table(fields: _Fields, name: str) -> JsonObject:
     table = fields.value(name) or {}
     nested = not isinstance(table, dict) or any(isinstance(value, dict) for value in table.values())
     check(not nested, name, table, "must be one flat table for all layers")
@@ -124,7 +124,7 @@ def _rope_table(fields: _Fields, name: str) -> dict[str, Any]:
     return dict(table)
 
 
-def _check_agreement(scaling: dict[str, Any], parameters: dict[str, Any]) -> None:
+def _check_agreement(scaling: JsonObject, parameters: JsonObject) -> None:
     """Raise ValueError if rope_scaling and rope_parameters contradict each other.
 
     A rope_parameters table that sets nothing but theta agrees with any scaling.
@@ -149,7 +149,7 @@ def _check_agreement(scaling: dict[str, Any], parameters: dict[str, Any]) -> Non
     )
 
 
-def _rope(fields: _Fields, theta: float, default: dict[str, Any] | None = None) -> dict[str, Any]:
+def _rope(fields: _Fields, theta: float, default: JsonObject | None = None) -> JsonObject:
     """Return rope_theta and, for YaRN, rope_scaling as fields of `ModelConfig`.
 
     transformers writes either rope_scaling (4) or rope_parameters (5). A rope_scaling table
@@ -193,7 +193,7 @@ def _rope(fields: _Fields, theta: float, default: dict[str, Any] | None = None) 
     return {"rope_theta": theta, "rope_scaling": yarn}
 
 
-def _common(fields: _Fields, norm_eps: float) -> dict[str, Any]:
+def _common(fields: _Fields, norm_eps: float) -> JsonObject:
     sizes = fields.integers(_SIZES)
     return sizes | {
         "num_key_value_heads": fields.integer(
@@ -218,7 +218,7 @@ def _softmax_router(
     return RouterConfig(kind="softmax", norm_topk_prob=norm_topk_prob, aux_loss_coef=coef)
 
 
-def _mixtral(fields: _Fields) -> dict[str, Any]:
+def _mixtral(fields: _Fields) -> JsonObject:
     choices = fields.integer("num_experts_per_tok", default=2)
     return _common(fields, 1e-5) | {
         "head_dim": fields.optional_integer("head_dim"),
@@ -231,7 +231,7 @@ def _mixtral(fields: _Fields) -> dict[str, Any]:
     }
 
 
-def _qwen(fields: _Fields) -> dict[str, Any]:
+def _qwen(fields: _Fields) -> JsonObject:
     sliding = fields.flag("use_sliding_window", False)
     choices = fields.integer("num_experts_per_tok")
     return _common(fields, 1e-6) | {
@@ -245,7 +245,7 @@ def _qwen(fields: _Fields) -> dict[str, Any]:
     }
 
 
-def _qwen3_moe(fields: _Fields) -> dict[str, Any]:
+def _qwen3_moe(fields: _Fields) -> JsonObject:
     return _qwen(fields) | {
         "moe_intermediate_size": fields.integer("moe_intermediate_size", default=768),
         "num_experts": fields.integer("num_experts", "num_local_experts", default=128),
@@ -254,7 +254,7 @@ def _qwen3_moe(fields: _Fields) -> dict[str, Any]:
     }
 
 
-def _qwen2_moe(fields: _Fields) -> dict[str, Any]:
+def _qwen2_moe(fields: _Fields) -> JsonObject:
     model = _qwen(fields)
     types = fields.listed("layer_types")
     if model["sliding_window"] is None:
@@ -278,7 +278,7 @@ def _qwen2_moe(fields: _Fields) -> dict[str, Any]:
     }
 
 
-def _olmoe(fields: _Fields) -> dict[str, Any]:
+def _olmoe(fields: _Fields) -> JsonObject:
     fields.only("head_dim", fields.integer("hidden_size") // fields.integer("num_attention_heads"))
     choices = fields.integer("num_experts_per_tok", default=8)
     return _common(fields, 1e-5) | {
@@ -293,7 +293,7 @@ def _olmoe(fields: _Fields) -> dict[str, Any]:
     }
 
 
-def _deepseek_v3(fields: _Fields) -> dict[str, Any]:
+def _deepseek_v3(fields: _Fields) -> JsonObject:
     # transformers uses head_dim for the rotary positions alone
     fields.only("head_dim", fields.integer("qk_rope_head_dim"))
     moe_size = fields.integer("moe_intermediate_size")
@@ -321,7 +321,7 @@ def _deepseek_v3(fields: _Fields) -> dict[str, Any]:
     }
 
 
-def _gpt_oss(fields: _Fields) -> dict[str, Any]:
+def _gpt_oss(fields: _Fields) -> JsonObject:
     layers = fields.integer("num_hidden_layers")
     window = fields.optional_integer("sliding_window", 128)
     types = fields.listed("layer_types") or tuple(
@@ -345,7 +345,7 @@ def _gpt_oss(fields: _Fields) -> dict[str, Any]:
     }
 
 
-def _gpt_moe(fields: _Fields) -> dict[str, Any]:
+def _gpt_moe(fields: _Fields) -> JsonObject:
     """Read jmoe's own GPT-MoE: LayerNorm, exact GELU, learned positions, biases.
 
     Its field names are those of transformers.
@@ -373,7 +373,7 @@ def _gpt_moe(fields: _Fields) -> dict[str, Any]:
     }
 
 
-_READERS: dict[str, Callable[[_Fields], dict[str, Any]]] = {
+_READERS: dict[str, Callable[[_Fields], JsonObject]] = {
     "mixtral": _mixtral,
     "qwen3_moe": _qwen3_moe,
     "qwen2_moe": _qwen2_moe,
@@ -384,7 +384,7 @@ _READERS: dict[str, Callable[[_Fields], dict[str, Any]]] = {
 }
 
 
-def family_of(hf: dict[str, Any]) -> str:
+def family_of(hf: JsonObject) -> str:
     """Return the family of a `config.json`, a key of `ARCHITECTURES`.
 
     Raises ValueError if jmoe does not support its model_type.
@@ -397,7 +397,7 @@ def family_of(hf: dict[str, Any]) -> str:
     return family
 
 
-def model_config(hf: dict[str, Any]) -> ModelConfig:
+def model_config(hf: JsonObject) -> ModelConfig:
     """Return the `ModelConfig` of a Hugging Face `config.json`.
 
     Raises ValueError naming the field whose value jmoe does not support.
@@ -418,7 +418,7 @@ def model_config(hf: dict[str, Any]) -> ModelConfig:
     return config
 
 
-def _rope_parameters(config: ModelConfig) -> dict[str, Any]:
+def _rope_parameters(config: ModelConfig) -> JsonObject:
     yarn = config.rope_scaling
     if yarn is None:
         return {"rope_type": "default", "rope_theta": config.rope_theta}
@@ -429,12 +429,12 @@ def _rope_parameters(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _same(config: ModelConfig, *names: str) -> dict[str, Any]:
+def _same(config: ModelConfig, *names: str) -> JsonObject:
     """Return fields of `ModelConfig` that have the same names in `config.json`."""
     return {name: getattr(config, name) for name in names}
 
 
-def _own_fields(config: ModelConfig) -> dict[str, dict[str, Any]]:
+def _own_fields(config: ModelConfig) -> dict[str, JsonObject]:
     """Return the fields that only some families have, by family."""
     router = config.router
     moe_size = config.moe_intermediate_size
@@ -455,7 +455,7 @@ def _own_fields(config: ModelConfig) -> dict[str, dict[str, Any]]:
     dense_layers = {
         "mlp_only_layers": [i for i, kind in enumerate(config.layer_kinds) if kind == "dense"]
     }
-    qwen = (
+    qwen: JsonObject = (
         experts
         | head_dim
         | divided
@@ -498,7 +498,7 @@ def _own_fields(config: ModelConfig) -> dict[str, dict[str, Any]]:
     }
 
 
-def _written(config: ModelConfig, family: str) -> dict[str, Any]:
+def _written(config: ModelConfig, family: str) -> JsonObject:
     """Return a `config.json` of this family for the decoder; options that the family lacks are
     omitted.
     """
@@ -527,7 +527,7 @@ def _written(config: ModelConfig, family: str) -> dict[str, Any]:
     }
 
 
-def _canonical(config: ModelConfig) -> dict[str, Any]:
+def _canonical(config: ModelConfig) -> JsonObject:
     """Return the options that determine the decoder's output, in a normal form.
 
     Two configurations of the same function have equal normal forms.
@@ -564,7 +564,7 @@ def _canonical(config: ModelConfig) -> dict[str, Any]:
     return values
 
 
-def hf_config(config: ModelConfig) -> dict[str, Any]:
+def hf_config(config: ModelConfig) -> JsonObject:
     """Return a `config.json` of the first family that computes the same function as this decoder.
 
     Raises ValueError with the options that the closest family lacks.
@@ -585,7 +585,7 @@ def hf_config(config: ModelConfig) -> dict[str, Any]:
     )
 
 
-def changed_config(hf: dict[str, Any], config: ModelConfig) -> dict[str, Any]:
+def changed_config(hf: JsonObject, config: ModelConfig) -> JsonObject:
     """Return the `config.json` `hf` with the sizes and options of `config`; other fields are kept.
 
     The fields that describe quantized weights are dropped. Raises ValueError if the family has no

@@ -21,6 +21,7 @@ import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jmoe.config import ModelConfig, check
 from jmoe.layers.embedding import Lookup, lookup
@@ -48,7 +49,7 @@ class EmbedAndHead(nnx.Module):
         self.norm, self.head = decoder.norm, decoder.head
 
     def embed(
-        self, tokens: jax.Array, positions: jax.Array, dtype: Any, lookup: Lookup = lookup
+        self, tokens: jax.Array, positions: jax.Array, dtype: DTypeLike, lookup: Lookup = lookup
     ) -> jax.Array:
         """Return the first layer's input, [..., D] in `dtype`.
 
@@ -96,7 +97,10 @@ class LazyCheckpoint(Closing):
     """
 
     def __init__(
-        self, path: str | os.PathLike, dtype: Any = None, expert_dtype: str | None = None
+        self,
+        path: str | os.PathLike,
+        dtype: DTypeLike | None = None,
+        expert_dtype: str | None = None,
     ) -> None:
         folder = Path(path).expanduser()
         check_dtype(dtype)
@@ -202,9 +206,9 @@ class LazyCheckpoint(Closing):
         return tokens
 
     @property
-    def expert_fields(self) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
+    def expert_fields(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
         """{name: (shape, dtype)} of one expert's arrays; bfloat16 is stored as uint16 bits."""
-        fields: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {}
+        fields: dict[str, tuple[tuple[int, ...], np.dtype]] = {}
         for name, p in self._experts.items():
             if self.expert_format is not None and len(p.matrix) == 2:
                 fields |= stored_fields(self.expert_format, name, p.matrix)
@@ -307,7 +311,7 @@ class LazyCheckpoint(Closing):
         return part
 
     @property
-    def expert_paths(self) -> dict[Names, np.dtype[Any]]:
+    def expert_paths(self) -> dict[Names, np.dtype]:
         """{path of an expert parameter in the decoder: its dtype when decompressed}."""
         return {p.path: self._dtypes[p.path] for p in self._experts.values()}
 

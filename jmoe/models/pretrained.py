@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from jmoe.config import ModelConfig, check
 from jmoe.layers.moe import MoEStats
@@ -38,6 +39,7 @@ from jmoe.models.huggingface import family_of, hf_config, model_config
 from jmoe.models.safetensors_io import INDEX, SINGLE, read_headers, replace_text, write_safetensors
 from jmoe.models.stored_formats import COMPRESSION_FIELDS
 from jmoe.models.weights import Names, StoredExperts, flat, has_own_head, load_arrays, new_tensors
+from jmoe.types import JsonObject, PyTree
 from kernels_pallas.matmul import dot
 
 MAX_SHARD_BYTES = 5_000_000_000
@@ -47,10 +49,10 @@ log = logging.getLogger(__name__)
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def _forward(
-    graph: Any,
+    graph: nnx.GraphDef,
     dtype: str,
     keep_routing: bool,
-    state: Any,
+    state: PyTree,
     tokens_BS: jax.Array,
     mask_BS: jax.Array | None,
 ) -> tuple[jax.Array, MoEStats | None]:
@@ -152,7 +154,7 @@ class LanguageModel(nnx.Module):
         return _forward(graph, self.dtype, keep_routing, state, tokens_BS, mask)
 
 
-def check_dtype(dtype: Any) -> None:
+def check_dtype(dtype: DTypeLike | None) -> None:
     """Raise ValueError unless `dtype` is float32, bfloat16 or None."""
     name = None if dtype is None else jnp.dtype(dtype).name
     check(
@@ -163,7 +165,7 @@ def check_dtype(dtype: Any) -> None:
     )
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> JsonObject:
     """Return the `config.json` of a Hugging Face folder as a dictionary.
 
     If it sets tie_word_embeddings but the weights have a head that differs from the embedding, the
@@ -212,7 +214,7 @@ def what_instead(path: Path) -> str:
     return ""
 
 
-def read_table(file: Path) -> dict[str, Any]:
+def read_table(file: Path) -> JsonObject:
     """Return the JSON object in a file. Raises ValueError naming the file if it holds none."""
     try:
         with naming_file(file):
@@ -224,7 +226,7 @@ def read_table(file: Path) -> dict[str, Any]:
     return fields
 
 
-def abstract_decoder(config: ModelConfig) -> tuple[Any, Any, Any]:
+def abstract_decoder(config: ModelConfig) -> tuple[PyTree, PyTree, PyTree]:
     """Return (graph, tree structure of the state, nested dictionary of parameter shapes) of a
     decoder.
 
@@ -244,7 +246,7 @@ def decoder_of(config: ModelConfig, arrays: dict[tuple[str, ...], jax.Array]) ->
 
 
 def load_pretrained(
-    path: str | os.PathLike, *, dtype: Any = None, mesh: Mesh | None = None
+    path: str | os.PathLike, *, dtype: DTypeLike | None = None, mesh: Mesh | None = None
 ) -> LanguageModel:
     """Return the model in a Hugging Face folder.
 
@@ -314,7 +316,7 @@ def write_pretrained(
     folder: Path,
     config: ModelConfig,
     arrays: Mapping[Names, jax.Array | StoredExperts],
-    described: dict[str, Any],
+    described: JsonObject,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write parameters {path: array} as safetensors files, and `described` as their

@@ -32,6 +32,7 @@ import numpy as np
 from jmoe.config import check
 from jmoe.models.mxfp4 import decode_mxfp4
 from jmoe.models.safetensors_io import StoredTensor
+from jmoe.types import Json, JsonObject
 from kernels_pallas.formats import FP8, INT4, INT8, MXFP4, Format
 
 Stored = Mapping[str, StoredTensor]
@@ -46,7 +47,7 @@ _COMPRESSED_TENSORS: dict[str, tuple[str, tuple[int, ...]]] = {
     "mxfp4-pack-quantized": ("float", (4,)),
 }
 # supported values of a compressed-tensors configuration's fields
-_WEIGHT_FIELDS: dict[str, tuple[Any, ...]] = {
+_WEIGHT_FIELDS: dict[str, tuple[Json, ...]] = {
     "symmetric": (True,),
     "dynamic": (False, None),
     # "static" and "weight" are synonyms, and store columns in their original order
@@ -57,7 +58,7 @@ _WEIGHT_FIELDS: dict[str, tuple[Any, ...]] = {
 }
 # Fields by which a compressed-tensors model changes more than its weights, with the values that
 # disable each.
-_OTHER_CHANGES: dict[str, tuple[Any, ...]] = {
+_OTHER_CHANGES: dict[str, tuple[Json, ...]] = {
     "transform_config": (None, {}, {"config_groups": {}}),
     "sparsity_config": (None, {}),
     "moe_sparsity_config": (None, {}),
@@ -308,7 +309,7 @@ def rows_of(
         yield first, last, form.wide(*form.codes(read, stored, name, first, last))
 
 
-def check_quantization(fields: Any, kind: str, expert_dtype: Any = None) -> None:
+def check_quantization(fields: Json, kind: str, expert_dtype: Any = None) -> None:
     """Raise ValueError if jmoe cannot read a `quantization_config` or `expert_dtype`.
 
     Supported are the formats of this file, and gpt-oss's MXFP4.
@@ -351,7 +352,7 @@ def check_quantization(fields: Any, kind: str, expert_dtype: Any = None) -> None
         _check_compressed_tensors(fields, prefix)
 
 
-def _check_compressed_tensors(fields: dict[str, Any], prefix: str) -> None:
+def _check_compressed_tensors(fields: JsonObject, prefix: str) -> None:
     chosen, known = fields.get("format"), ", ".join(_COMPRESSED_TENSORS)
     check(chosen in _COMPRESSED_TENSORS, prefix + "format", chosen, f"must be {known}")
     kind, usable = _COMPRESSED_TENSORS[str(chosen)]

@@ -15,6 +15,7 @@ from tokenizers import AddedToken, Tokenizer, processors
 from jmoe.config import check
 from jmoe.memory.direct_io import naming_file
 from jmoe.models.folder import has_file
+from jmoe.types import Json, JsonObject
 
 TOKENIZER = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
@@ -161,7 +162,7 @@ def _begin_with(tokenizer: Tokenizer, token: str, file: Path) -> None:
     )
 
 
-def special_tokens(settings: Mapping[str, Any], folder: Path) -> dict[str, str]:
+def special_tokens(settings: Mapping[str, Json], folder: Path) -> dict[str, str]:
     """Return {name: text} of the special tokens: each `..._token` that is a string or has
     `content`.
 
@@ -179,7 +180,7 @@ def special_tokens(settings: Mapping[str, Any], folder: Path) -> dict[str, str]:
     return {name: content for name, content in contents.items() if isinstance(content, str)}
 
 
-def read_settings(path: Path) -> dict[str, Any]:
+def read_settings(path: Path) -> JsonObject:
     """Return the JSON object in a file, or {} if the file is missing.
 
     Raises ValueError naming the file if it is damaged.

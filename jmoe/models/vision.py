@@ -25,6 +25,7 @@ import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jmoe.config import LayerKind, Remat, RouterConfig, VisionModelConfig
 from jmoe.layers.experts import affine, normal
@@ -32,6 +33,7 @@ from jmoe.layers.moe import ExpertParallel, MoEStats
 from jmoe.layers.norm import Norm
 from jmoe.models.block import ApplyBlock, Block
 from jmoe.models.decoder import StackLayers, one_layer, stack_layers
+from jmoe.types import PyTree
 
 STACK_OF: dict[LayerKind, str] = {
     "dense": "dense_layers",
@@ -135,7 +137,7 @@ class VisionTransformer(nnx.Module):
 
         self.task_experts = task_experts or config.num_experts
 
-        def layers(kind: LayerKind) -> Any:
+        def layers(kind: LayerKind) -> PyTree:
             own = of_kind(config, kind, self.task_experts)
             make = lambda rngs: Block(own, kind, parallel, rngs=rngs)  # noqa: E731
             return stack(make, kinds.count(kind), rngs) if kind in kinds else None
@@ -167,7 +169,7 @@ class VisionTransformer(nnx.Module):
         experts: nnx.Module = getattr(drawn, STACK_OF[kind]).moe.experts
         return experts
 
-    def embed(self, pixels_BPPC: jax.Array, dtype: Any) -> jax.Array:
+    def embed(self, pixels_BPPC: jax.Array, dtype: DTypeLike) -> jax.Array:
         """Return the first layer's input, [B, S, D] in `dtype`."""
         with jax.named_scope("embedding"):
             x_BSI = patches(pixels_BPPC, self.config.patch_size).astype(dtype)
@@ -181,7 +183,7 @@ class VisionTransformer(nnx.Module):
         pixels_BPPC: jax.Array,
         task_B: jax.Array,
         *,
-        dtype: Any = jnp.float32,
+        dtype: DTypeLike = jnp.float32,
         train: bool = False,
         full_capacity: bool = False,
         remat: Remat = "none",
@@ -206,7 +208,11 @@ class VisionTransformer(nnx.Module):
         used, stats = dict.fromkeys(STACK_OF, 0), []
         for kind in self.config.layer_kinds:
             index = used[kind]
-            options = {"dtype": dtype, "train": train, "full_capacity": full_capacity}
+            options: dict[str, PyTree] = {
+                "dtype": dtype,
+                "train": train,
+                "full_capacity": full_capacity,
+            }
             # the tasks fix how many images go to an expert, so its buffers hold all of them
             if kind == "task":
                 options |= {

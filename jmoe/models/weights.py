@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 
 from jmoe.config import ModelConfig, check
 from jmoe.mesh import is_expert, path_names, stack_dims
@@ -33,6 +34,7 @@ from jmoe.models.safetensors_io import (
 )
 from jmoe.models.stored_formats import Stored, format_of_matrix, rows_of
 from jmoe.models.tensor_names import FAMILIES, LAYER, OUTSIDE, Source, are_fused, source_of
+from jmoe.types import PyTree
 from kernels_pallas.compressed import stored_fields
 from kernels_pallas.formats import MXFP4, Format
 
@@ -92,13 +94,13 @@ class Parameter:
                     yield Piece(name.format(layer=layer, expert=expert), shape, at, columns)
 
 
-def flat(tree: Any) -> dict[Names, Any]:
+def flat(tree: PyTree) -> dict[Names, Any]:
     """Return {names along the path: leaf} of nested dictionaries."""
     return {path_names(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def parameters(
-    shapes: Any, config: ModelConfig, family: str, stored: Collection[str] = ()
+    shapes: PyTree, config: ModelConfig, family: str, stored: Collection[str] = ()
 ) -> list[Parameter]:
     """Return the decoder's parameters with the tensors that they are made of.
 
@@ -199,7 +201,7 @@ def check_tensors(
     stored: dict[str, StoredTensor],
     folder: Path,
     config: ModelConfig,
-    dtype: Any,
+    dtype: DTypeLike | None,
 ) -> dict[Names, np.dtype]:
     """Return the dtype of every parameter in memory.
 
@@ -410,7 +412,7 @@ def _columns(first: int, count: int, total: int, interleaved: bool) -> list[slic
 
 
 def load_arrays(
-    folder: Path, config: ModelConfig, family: str, shapes: Any, dtype: Any
+    folder: Path, config: ModelConfig, family: str, shapes: PyTree, dtype: DTypeLike | None
 ) -> dict[Names, jax.Array]:
     """Return {path: array} of a decoder's parameters from a folder's safetensors files.
 
@@ -509,7 +511,10 @@ def _data(
 
 
 def new_tensors(
-    arrays: Mapping[Names, jax.Array | StoredExperts], shapes: Any, config: ModelConfig, family: str
+    arrays: Mapping[Names, jax.Array | StoredExperts],
+    shapes: PyTree,
+    config: ModelConfig,
+    family: str,
 ) -> list[NewTensor]:
     """Return the tensors that transformers expects, in its order; each is made when it is written.
 

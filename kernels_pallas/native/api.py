@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from kernels_pallas.formats import Format
 from kernels_pallas.native.scope import in_background
@@ -32,7 +33,7 @@ def few_row_matmul(x_TK: jax.Array, w: jax.Array, *, transposed: bool = False) -
     return call(x_TK, w, transposed=transposed)
 
 
-def rms_norm(x: jax.Array, scale: jax.Array, eps: float, dtype: jnp.dtype | type) -> jax.Array:
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float, dtype: DTypeLike) -> jax.Array:
     """Return x / sqrt(mean(x^2) + eps) * scale over the last dimension, computed in float32 and
     returned in `dtype`.
 

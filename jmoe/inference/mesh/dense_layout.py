@@ -26,13 +26,14 @@ S positions of a row of the cache
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from jmoe.collectives.rows import all_gather_rows_local, reduce_scatter_rows_local
 from jmoe.inference.runner import WHOLE, Arrays, WholeLayers
@@ -234,7 +235,7 @@ class SplitLayers(WholeLayers):
     def _padding(self) -> int:
         return -self.num_tokens % self.num_devices
 
-    def lookup(self, table_VD: jax.Array, tokens_QC: jax.Array, dtype: Any) -> jax.Array:  # type: ignore[override]
+    def lookup(self, table_VD: jax.Array, tokens_QC: jax.Array, dtype: DTypeLike) -> jax.Array:  # type: ignore[override]
         """Return the embeddings of this device's tokens, [t, D], from all devices' blocks of the
         table.
 

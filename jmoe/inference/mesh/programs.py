@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from jmoe.collectives.all_to_all import make_all_to_all
 from jmoe.collectives.exchange import Choices, PerDevice
@@ -34,6 +35,7 @@ from jmoe.layers.slot_experts import ExpertInputs
 from jmoe.mesh import BATCH, EXPERT_INTRA, REPLICATED
 from jmoe.models.block import add_residual
 from jmoe.models.functional import Structure
+from jmoe.types import PyTree
 from kernels_pallas.grouped_mlp import MLPWeights, grouped_mlp
 
 FEW_FACTOR = 4  # an expert rarely gets more than this many times the mean number of tokens
@@ -65,7 +67,7 @@ class ExchangeShape(NamedTuple):
     ragged: bool = False
 
 
-def _sharded(mesh: Mesh, body: Any, in_specs: Any, out_specs: Any) -> Any:
+def _sharded(mesh: Mesh, body: Any, in_specs: PyTree, out_specs: PyTree) -> PyTree:
     return jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
@@ -76,7 +78,7 @@ def embed_on_mesh(
     arrays: Arrays,
     tokens_MC: jax.Array,
     positions_MC: jax.Array,
-    dtype: Any,
+    dtype: DTypeLike,
 ) -> Hidden:
     """Return the first layer's input, split over the devices."""
 
@@ -118,7 +120,7 @@ def attend_on_mesh(
             return x_PCD, cache, y
         return x_PCD, cache, Gate(y, lax.all_gather(y.idx_TK, EXPERT_INTRA, tiled=True))
 
-    gate_spec: Any = Gate(BATCH, REPLICATED)  # type: ignore[arg-type]
+    gate_spec: PyTree = Gate(BATCH, REPLICATED)  # type: ignore[arg-type]
     out_specs = BATCH, layout.cache, gate_spec if routed else BATCH
     in_specs = layout.weights, REPLICATED, layout.cache, BATCH, layout.tokens, layout.tokens
     sharded = _sharded(layout.mesh, local, in_specs, out_specs)
