@@ -51,12 +51,10 @@ def run(arguments: Sequence[str]) -> None:
     """
     from jmoe.cluster.distributed import check_gpus
     from jmoe.cluster.job import hosts_line
-    from jmoe.deploy.bundle import OpenBundle, is_bundle
     from jmoe.deploy.model_folder import hugging_face_folder
     from jmoe.inference.mesh.lockstep import Follower, join
     from jmoe.mesh import devices_of_hosts
     from jmoe.serving.api_keys import ApiKeys
-    from jmoe.status import status
 
     config = parse_serve(arguments)
     api_keys = ApiKeys(config.api_key_file)
@@ -73,27 +71,10 @@ def run(arguments: Sequence[str]) -> None:
             config.model,
             "must be a Hugging Face folder; python -m jmoe.deploy.merge makes one",
         )
-        opened: OpenBundle | None = None
-        if is_bundle(config.model):
-            whole = (
-                "must be a model, not a bundle, whose programs are for another device, with"
-                " estimate"
-            )
-            check(not config.estimate, "model", config.model, whole)
-            with status(f"checking the files of {config.model}", say):
-                opened = OpenBundle(
-                    config.model, config.engine, check_contents=config.check_files == "contents"
-                )
+        opened = open_bundle(config)
+        if opened is not None:
             stack.enter_context(opened)
             config = replace(config, engine=opened.engine)
-        else:
-            contents = config.check_files == "contents"
-            check(
-                contents,
-                "check_files",
-                config.check_files,
-                "must be contents: the model is not a bundle",
-            )
         if not config.dry_run:
             check_gpus(config.distributed, config.engine.mesh.devices)
         if opened is not None:
@@ -109,6 +90,29 @@ def run(arguments: Sequence[str]) -> None:
             estimate(config, folder)
         else:
             serve(config, api_keys, folder, leader=role, programs=opened)
+
+
+def open_bundle(config: ServeConfig) -> OpenBundle | None:
+    """Return the verified bundle that `config.model` names, None if the model is a folder.
+
+    Raises ValueError for options that do not go with a bundle, or that need one.
+    """
+    from jmoe.deploy.bundle import OpenBundle, is_bundle
+    from jmoe.status import status
+
+    checks_contents = config.check_files == "contents"
+    if not is_bundle(config.model):
+        check(
+            checks_contents,
+            "check_files",
+            config.check_files,
+            "must be contents: the model is not a bundle",
+        )
+        return None
+    whole = "must be a model, not a bundle, whose programs are for another device, with estimate"
+    check(not config.estimate, "model", config.model, whole)
+    with status(f"checking the files of {config.model}", say):
+        return OpenBundle(config.model, config.engine, check_contents=checks_contents)
 
 
 def estimate(config: ServeConfig, folder: Path) -> None:
