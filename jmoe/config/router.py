@@ -5,6 +5,7 @@ Standard library only.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -78,10 +79,31 @@ class RouterConfig:
             "topk_group",
             f"must not exceed n_group = {self.n_group}",
         )
-        may = self.second_expert_policy == "all" or self.rules.may_drop_second
-        kinds = [repr(kind) for kind, rules in ROUTERS.items() if rules.may_drop_second]
-        needs = f"needs router.kind = {' or '.join(kinds)}"
-        check_field(may, self, "second_expert_policy", needs)
+        rules, speed = self.rules, self.bias_update_speed
+        default_speed = type(self).bias_update_speed
+        self._check_used(
+            "second_expert_policy",
+            rules.may_drop_second or self.second_expert_policy == "all",
+            lambda rules: rules.may_drop_second,
+        )
+        for name in ("n_group", "topk_group"):
+            used = rules.limits_groups or getattr(self, name) == 1
+            self._check_used(name, used, lambda rules: rules.limits_groups)
+        self._check_used(
+            "bias_update_speed",
+            rules.has_bias or speed in (0, default_speed),
+            lambda rules: rules.has_bias,
+        )
+        self._check_used(
+            "norm_topk_prob",
+            self.norm_topk_prob or rules.normalizes is not True,
+            lambda rules: rules.normalizes is None,
+        )
+
+    def _check_used(self, name: str, holds: bool, uses: Callable[[RouterRules], bool]) -> None:
+        """Raise `ValueError`, naming the kinds of routers that use the field, unless `holds`."""
+        kinds = " or ".join(repr(kind) for kind, rules in ROUTERS.items() if uses(rules))
+        check_field(holds, self, name, f"needs router.kind = {kinds}")
 
     @property
     def rules(self) -> RouterRules:

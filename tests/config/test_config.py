@@ -104,6 +104,14 @@ BAD_VALUES: list[tuple[Callable[..., object], dict[str, Any], str]] = [
         {"second_expert_policy": "random"},
         wrong("second_expert_policy", "random", "needs router.kind = 'gshard'"),
     ),
+    *(
+        (RouterConfig, {name: value} | fields, wrong(name, value, f"needs router.kind = {kinds}"))
+        for name, value, fields, kinds in (
+            ("n_group", 2, {}, "'group_limited'"),
+            ("bias_update_speed", 0.01, {}, "'sigmoid' or 'group_limited'"),
+            ("norm_topk_prob", False, {"kind": "gshard"}, "'softmax' or"),
+        )
+    ),
     (RouterConfig, {"jitter_noise": -0.1}, wrong("jitter_noise", -0.1, "must be in [0, 1)")),
     (
         RouterConfig,
@@ -148,7 +156,11 @@ BAD_VALUES: list[tuple[Callable[..., object], dict[str, Any], str]] = [
         {"kind": "switch"},
         wrong("num_experts_per_tok", 2, "must be 1 for router.kind = 'switch'"),
     ),
-    (experts, {"n_group": 3}, wrong("router.n_group", 3, "must divide num_experts = 8")),
+    (
+        experts,
+        {"kind": "group_limited", "n_group": 3},
+        wrong("router.n_group", 3, "must divide num_experts = 8"),
+    ),
     (
         experts,
         {"kind": "group_limited", "n_group": 8},

@@ -85,6 +85,8 @@ REFUSED: dict[str, dict[str, tuple[Any, Change]]] = {
         "model.v_head_dim": (4, {}),
         "model.shared_expert_gate": (True, {}),
         "model.router.second_expert_policy": ("random", {}),
+        "model.router.n_group": (2, {}),
+        "model.router.bias_update_speed": (0.01, {}),
     },
     "images": {
         "data.path": (("text",), {}),

@@ -31,7 +31,7 @@ from jmoe.layers.router import (
 T, D, E = 96, 24, 16
 CASES = {
     "switch": (1, RouterConfig(kind="switch")),
-    "gshard": (2, RouterConfig(kind="gshard", norm_topk_prob=False)),  # gshard always normalises
+    "gshard": (2, RouterConfig(kind="gshard")),
     "softmax": (3, RouterConfig(kind="softmax")),
     "softmax-raw": (3, RouterConfig(kind="softmax", norm_topk_prob=False)),
     "softmax-top1": (1, RouterConfig(kind="softmax")),
@@ -484,7 +484,7 @@ def test_a_router_needs_its_row_and_its_scores_alone(monkeypatch: pytest.MonkeyP
         ModelConfig(num_experts_per_tok=2)
     ours, theirs = (ModelConfig(num_experts_per_tok=3).num_parameters()[0], one_bias[0])
     assert ours == theirs
-    router = Router(D, E, 3, RouterConfig(norm_topk_prob=False), rngs=nnx.Rngs(0))
+    router = Router(D, E, 3, RouterConfig(), rngs=nnx.Rngs(0))
     bias_E = jnp.asarray(np.random.default_rng(1).normal(size=E), jnp.float32)
     router.e_score_correction_bias[...] = bias_E
     routing = router(jnp.asarray(np.random.default_rng(0).normal(size=(T, D)), jnp.float32))
