@@ -15,6 +15,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath
 
+from jmoe.config import STACKS
 from jmoe.types import PyTree
 
 DATA = "data"
@@ -31,9 +32,6 @@ BY_PROCESS = PartitionSpec(PROCESS)
 ACCUMULATED_BATCH = PartitionSpec(None, ALL)  # [accumulation steps, batch, ...]
 
 EXPERTS_PATH = "experts"  # parameters below a node of this name have one slice per expert
-# parameters below these have a leading layer dimension
-STACK_PATHS = ("dense_layers", "moe_layers", "task_layers")
-EXPERT_STACKS = STACK_PATHS[1:]  # stacks of layers with experts
 
 
 def make_mesh(shape: tuple[int, int, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -120,7 +118,7 @@ def path_names(path: KeyPath) -> tuple[str, ...]:
 
 def stack_dims(path: KeyPath) -> int:
     """Return how many leading layer dimensions the parameter at `path` has."""
-    return sum(name in STACK_PATHS for name in path_names(path))
+    return sum(name in STACKS.values() for name in path_names(path))
 
 
 def is_expert(path: KeyPath) -> bool:

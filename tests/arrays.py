@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jmoe.offload.saved_experts import expert_layers
 from jmoe.training.state import TrainState, with_experts
 from jmoe.training.streamed.step import StreamedTrainer
 from jmoe.training.tasks.streamed import StreamedVisionTrainer
@@ -88,7 +87,7 @@ def full_state(trainer: Trainer, state: TrainState) -> TrainState:
         assert experts is not None
         experts.flush_updates()
         arrays = experts.weights(), experts.moments("m"), experts.moments("v")
-        layers = [stack for stack, _ in expert_layers(trainer.config.model.layer_kinds)]
+        layers = [layer.stack for layer in trainer.config.model.expert_layers]
         for stack in sorted(set(layers)):
             own = [[w[np.array(layers) == stack] for w in part.values()] for part in arrays]
             stacks = [

@@ -30,9 +30,8 @@ import jax.numpy as jnp
 
 from benchmarks.lib import ahead_of_time, gpu, report
 from benchmarks.offload.session import add_model_options, config_of
-from jmoe.config import TrainConfig
+from jmoe.config import STACKS, TrainConfig
 from jmoe.mesh import make_mesh
-from jmoe.models.decoder import STACKS
 from jmoe.offload import training_slots
 from jmoe.offload.lazy_adamw import WINDOW_STEPS, MissedSteps
 from jmoe.offload.slot_arrays import put_record

@@ -2,10 +2,13 @@
 
 from jmoe.config.checks import check as check
 from jmoe.config.distil import DistilConfig as DistilConfig
+from jmoe.config.layers import EXPERT_STACKS as EXPERT_STACKS
+from jmoe.config.layers import STACKS as STACKS
+from jmoe.config.layers import Layer as Layer
+from jmoe.config.layers import LayerKind as LayerKind
 from jmoe.config.metrics import MetricsConfig as MetricsConfig
 from jmoe.config.model import MODEL_LIMITS as MODEL_LIMITS
 from jmoe.config.model import TRAINING_ONLY as TRAINING_ONLY
-from jmoe.config.model import LayerKind as LayerKind
 from jmoe.config.model import ModelConfig as ModelConfig
 from jmoe.config.model import MoEConfig as MoEConfig
 from jmoe.config.model import Remat as Remat

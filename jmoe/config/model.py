@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 from jmoe.config.checks import (
@@ -16,13 +17,12 @@ from jmoe.config.checks import (
     positive_or_none,
     unset,
 )
+from jmoe.config.layers import Layer, LayerKind, layer_table
 from jmoe.config.router import RouterConfig, check_routing
 
 HiddenAct = Literal["swiglu", "gelu", "clamped_swiglu"]
 # what a backward pass computes again, see `TrainConfig.remat`
 Remat = Literal["none", "experts", "layer"]
-# one feed-forward, experts by token, experts by the image's task
-LayerKind = Literal["dense", "moe", "task"]
 NO_WINDOW = 2**30  # tokens
 LAYER_TYPES = ("sliding_attention", "full_attention")
 
@@ -335,15 +335,18 @@ class ModelConfig:
             for i in range(self.num_hidden_layers)
         )
 
-    @property
-    def windows(self) -> tuple[int, ...] | None:
-        """By layer, the number of tokens that a token attends to; None if every layer attends to
-        all.
-        """
-        if self.sliding_window is None:
-            return None
+    @cached_property
+    def layers(self) -> tuple[Layer, ...]:
+        """Return the layers in the order of the forward pass."""
         types = self.layer_types or ("sliding_attention",) * self.num_hidden_layers
-        return tuple(self.sliding_window if t == "sliding_attention" else NO_WINDOW for t in types)
+        full = None if self.sliding_window is None else NO_WINDOW
+        windows = [self.sliding_window if t == "sliding_attention" else full for t in types]
+        return layer_table(self.layer_kinds, windows)
+
+    @property
+    def expert_layers(self) -> tuple[Layer, ...]:
+        """Return the layers with experts, in the order of `ExpertIndex`."""
+        return tuple(layer for layer in self.layers if layer.has_experts)
 
     @property
     def moe(self) -> MoEConfig:
@@ -370,7 +373,7 @@ class ModelConfig:
 
     @property
     def num_moe_layers(self) -> int:
-        return self.layer_kinds.count("moe")
+        return sum(layer.kind == "moe" for layer in self.layers)
 
     def _attention_parameters(self) -> int:
         d, dh, heads = self.hidden_size, self.dim_per_head, self.num_attention_heads

@@ -342,9 +342,7 @@ class TrainConfig:
         constraint = f"must not exceed model.max_position_embeddings = {positions}"
         check_field(fits, self, "sequence_length", constraint)
         tiers = self.tiers.experts, self.tiers.optimizer
-        has_experts = self.tiers.on_device or any(
-            kind != "dense" for kind in self.model.layer_kinds
-        )
+        has_experts = self.tiers.on_device or bool(self.model.expert_layers)
         check(has_experts, "tiers", tiers, "must be device for a model without experts")
         if not self.init_from:  # whose model is not known here
             self.check_chosen_share()

@@ -20,7 +20,8 @@ from jmoe.config.checks import (
     positive,
     unset,
 )
-from jmoe.config.model import LayerKind, ModelConfig
+from jmoe.config.layers import LayerKind
+from jmoe.config.model import ModelConfig
 from jmoe.config.train import TrainConfig
 
 LayoutKind = Literal["even", "elastic"]

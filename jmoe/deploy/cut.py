@@ -19,9 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from jmoe.config import ModelConfig, check
+from jmoe.config import STACKS, ModelConfig, check
 from jmoe.memory.direct_io import fsync, fsync_all
-from jmoe.models.decoder import STACKS
 from jmoe.models.huggingface import changed_config
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.models.pretrained import write_pretrained
@@ -159,7 +158,7 @@ def cut_config(
     dense: numbers, in the new decoder, of layers that become dense. changes: num_experts,
     num_experts_per_tok, intermediate_size.
     """
-    kinds = ["dense" if n in dense else config.layer_kinds[i] for n, i in enumerate(layers)]
+    kinds = ["dense" if n in dense else config.layers[i].kind for n, i in enumerate(layers)]
     types = tuple(config.layer_types[i] for i in layers) if config.layer_types else ()
     first = (
         next((i for i, kind in enumerate(kinds) if kind == "moe"), 0)
@@ -194,24 +193,22 @@ def write_cut(
     `config`, of layers that had experts and become dense. Files beside the weights, such as the
     tokenizer, are copied.
     """
-    kinds, whole = source.config.layer_kinds, source.config
+    whole = source.config
     described, dense = changed_config(source.fields, config), dense or {}
-    # each layer's index among the layers of its kind
-    in_stack = [kinds[:i].count(kind) for i, kind in enumerate(kinds)]
-    rest, stacked = source.rest_arrays(), {stack: kind for kind, stack in STACKS.items()}
-    read = read or source.expert_array
-    moe_layers = [in_stack[i] for n, i in enumerate(layers) if config.layer_kinds[n] == "moe"]
+    rest, read = source.rest_arrays(), read or source.expert_array
+    of_whole = [whole.layers[i] for i in layers]
+    records = [of_whole[n].record for n, layer in enumerate(config.layers) if layer.has_experts]
     arrays: dict[Names, jax.Array | StoredExperts] = {
-        path: array for path, array in rest.items() if path[0] not in stacked
+        path: array for path, array in rest.items() if path[0] not in STACKS.values()
     }
     for path in _paths_of_stacks(rest, dense):
-        mine = [n for n, kind in enumerate(config.layer_kinds) if kind == stacked[path[0]]]
+        mine = [n for n, layer in enumerate(config.layers) if layer.stack == path[0]]
         parts = []
         for n in mine:
             if n in dense and path[1] == "mlp":
                 parts.append(jnp.asarray(dense[n][path[-1]]))
             else:
-                parts.append(rest[(STACKS[kinds[layers[n]]], *path[1:])][in_stack[layers[n]]])
+                parts.append(rest[(of_whole[n].stack, *path[1:])][of_whole[n].number])
         if "router" in path:
             parts = [one[..., kept] for one, kept in zip(parts, kept_Nn, strict=True)]
         if parts:
@@ -219,7 +216,7 @@ def write_cut(
     for path, dtype in source.expert_paths.items():
 
         def one(layer: int, expert: int, name: str = path[-1]) -> np.ndarray:
-            return read(name, moe_layers[layer], int(kept_Nn[layer, expert]))
+            return read(name, records[layer], int(kept_Nn[layer, expert]))
 
         arrays[path] = StoredExperts(one, dtype)
     assert whole.num_moe_layers >= config.num_moe_layers == len(kept_Nn)

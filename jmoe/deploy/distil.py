@@ -103,11 +103,11 @@ def _dense_sizes(whole: ModelConfig, layers: list[int], options: StudentOptions)
     """Return `dense_sizes` for the student's layers that become dense. Raises ValueError if one of
     them has no experts.
     """
-    kinds = [whole.layer_kinds[i] for i in layers]
+    of_whole = [whole.layers[i] for i in layers]
     for n in options.dense:
         known = f"must be numbers of the student's {len(layers)} layers, of those with experts"
-        check(0 <= n < len(layers) and kinds[n] == "moe", "dense", options.dense, known)
-    return dense_sizes(whole, any(kind == "dense" for kind in kinds))
+        check(0 <= n < len(layers) and of_whole[n].has_experts, "dense", options.dense, known)
+    return dense_sizes(whole, not all(layer.has_experts for layer in of_whole))
 
 
 def make_student(
@@ -124,11 +124,10 @@ def make_student(
         text = text_for(wide, options.text, options.sequence_length, options.max_tokens)
         with status(f"measuring the teacher's experts on {text.calibration_BS.size:,} tokens", say):
             scores = measure_experts(wide, text.calibration_BS)
-    moe_layers = [i for i, kind in enumerate(whole.layer_kinds) if kind == "moe"]
     of_kept = [
-        moe_layers.index(i)
-        for i, kind in zip(layers, config.layer_kinds, strict=True)
-        if kind == "moe"
+        whole.layers[i].record
+        for i, layer in zip(layers, config.layers, strict=True)
+        if layer.has_experts
     ]
     kept_Nn = best_experts(
         scores.select(options.score)[of_kept], options.experts, whole.router.n_group
@@ -138,7 +137,7 @@ def make_student(
         for n in options.dense:
             count = _dense_sizes(whole, layers, options)[1]
             dense[n] = dense_mlp(
-                source, moe_layers.index(layers[n]), scores.use, count, options.dense_from
+                source, whole.layers[layers[n]].record, scores.use, count, options.dense_from
             )
         write_cut(source, out, config, layers, kept_Nn, dense=dense)
 

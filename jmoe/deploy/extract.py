@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmoe.config import CommConfig, TaskConfig, VisionModelConfig, VisionTrainConfig, check
+from jmoe.config import STACKS, CommConfig, TaskConfig, VisionModelConfig, VisionTrainConfig, check
 from jmoe.config.vision import HeadKind
 from jmoe.deploy.cut import check_new_folder, new_folder
 from jmoe.layers.contrastive import unit
@@ -31,7 +31,7 @@ from jmoe.models.safetensors_io import (
     replace_text,
     write_safetensors,
 )
-from jmoe.models.vision import STACK_OF, VisionTransformer, taken_path
+from jmoe.models.vision import VisionTransformer, taken_path
 from jmoe.models.weights import Names, flat
 from jmoe.runtime import end_at_once_on_interrupt
 from jmoe.training.tasks.run import read_vision_run, vision_model_config
@@ -103,22 +103,19 @@ def path_arrays(
 
     path: the task's expert in each layer routed by task.
     """
-    others = {*STACK_OF.values(), *OF_TASKS}
+    others = {*STACKS.values(), *OF_TASKS}
     kept = {names: a for names, a in arrays.items() if names[0] not in others}
     kept |= {names: a for names, a in arrays.items() if names[:2] == ("heads", task)}
-    kept |= {names: a for names, a in arrays.items() if names[0] == STACK_OF["moe"]}
+    kept |= {names: a for names, a in arrays.items() if names[0] == STACKS["moe"]}
     layers: dict[Names, list[np.ndarray]] = {}
-    used = dict.fromkeys(STACK_OF, 0)
-    for kind in config.layer_kinds:
-        index = used[kind]
-        used[kind] += 1
+    for layer in config.layers:
         for names, a in arrays.items():
-            if kind == "moe" or names[0] != STACK_OF[kind]:
+            if layer.kind == "moe" or names[0] != layer.stack:
                 continue
-            own, name = a[index], names[1:]
+            own, name = a[layer.number], names[1:]
             if name[:2] == ("moe", "experts"):
-                own, name = own[path[index]], ("mlp", *name[2:])
-            layers.setdefault((STACK_OF["dense"], *name), []).append(own)
+                own, name = own[path[layer.number]], ("mlp", *name[2:])
+            layers.setdefault((STACKS["dense"], *name), []).append(own)
     return kept | {name: np.stack(parts) for name, parts in layers.items()}
 
 

@@ -117,10 +117,9 @@ def hidden_states(
     batches = _batches(*tokens_BS.shape)
     embed = split(embed_and_head)
     x = np.concatenate([np.asarray(_embed(*embed, jnp.asarray(tokens_BS[b]))) for b in batches])
-    moe_layer = 0
-    for i, layer in enumerate(layers):
-        window = None if config.windows is None else jnp.int32(config.windows[i])
-        block = split(layer)
+    for layer, module in zip(config.layers, layers, strict=True):
+        window = None if layer.window is None else jnp.int32(layer.window)
+        block = split(module)
         parts = [jax.device_get(_attend(*block, jnp.asarray(x[b]), window)) for b in batches]
         x, *routed = (np.concatenate(part) for part in zip(*parts, strict=True))
         if not routed:
@@ -132,16 +131,15 @@ def hidden_states(
             if not tokens_R.size:
                 continue
             use = ExpertUse(
-                moe_layer,
+                layer.record,
                 expert,
                 tokens_R,
                 weights_TK[tokens_R, choice_R],
-                _outputs(checkpoint, moe_layer, expert, h_TD[tokens_R]),
+                _outputs(checkpoint, layer.record, expert, h_TD[tokens_R]),
             )
             y_TD[tokens_R] += use.weights_R[:, None] * use.outputs_RD
             if observe is not None:
                 observe(use)
-        moe_layer += 1
     return x
 
 

@@ -99,13 +99,11 @@ class PortablePrograms:
         embed_and_head, blocks = checkpoint.load_rest()
         self._rest: dict[str, jax.Array] = {}
         self._embed_and_head = self._named("ends", embed_and_head)
-        windows, fields = self.config.windows, checkpoint.expert_fields
         self._layers = []
-        for i, (block, kind) in enumerate(zip(blocks, self.config.layer_kinds, strict=True)):
-            experts = (
-                {name: f"layers.{i}.experts.{name}" for name in fields} if kind == "moe" else {}
-            )
-            window = None if windows is None else np.int32(windows[i])
+        for i, (block, layer) in enumerate(zip(blocks, self.config.layers, strict=True)):
+            fields = checkpoint.expert_fields if layer.has_experts else ()
+            experts = {name: f"layers.{i}.experts.{name}" for name in fields}
+            window = None if layer.window is None else np.int32(layer.window)
             self._layers.append(_Layer(self._named(f"layers.{i}", block), experts, window))
 
     def _named(self, prefix: str, module: nnx.Module) -> _Module:

@@ -24,7 +24,7 @@ from jmoe.models.pretrained import write_pretrained
 from jmoe.models.tokenizer_file import SETTINGS, TOKENIZER, files_beside, read_settings
 from jmoe.models.weights import Names, StoredExperts, flat
 from jmoe.offload.expert_index import ExpertIndex
-from jmoe.offload.saved_experts import SavedExperts, expert_layers, names_of_experts
+from jmoe.offload.saved_experts import SavedExperts, names_of_experts
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.runtime import end_at_once_on_interrupt
 from jmoe.training.finetune import INITIAL_CONFIG
@@ -80,7 +80,7 @@ def saved_parameters(
             checkpoints.folder_of(step),
             shapes,
             ExpertIndex.from_model(config.model),
-            expert_layers(config.model.layer_kinds),
+            config.model.expert_layers,
         )
         for path, leaf in flat(shape.params).items():
             if path not in arrays:

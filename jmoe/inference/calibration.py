@@ -91,7 +91,7 @@ def calibrate(
             )
             calibration = replace(calibration, host_bytes_per_s=rate)
     filled = _Filled(residency.slots, residency.index, num_filled, residency.streams)
-    if runner.asks_nothing:
+    if runner.needs_no_choices:
         filled.tables_NE = np.stack([filled.acquire(layer, None) for layer in range(layers)])
     runner.residency = filled
     tokens = (

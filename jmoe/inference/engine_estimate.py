@@ -235,7 +235,7 @@ class _Programs:
                 0
             ]
         )
-        window = None if config.windows is None else self._abstract(jnp.int32)
+        window = None if config.sliding_window is None else self._abstract(jnp.int32)
         blocks = -(-(context + width) // BLOCK)
         hidden, embed = self._run(
             1, runner._embed, *self._embed_and_head, batch.tokens_T, batch.positions_PC, self._dtype

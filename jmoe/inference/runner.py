@@ -428,10 +428,8 @@ class ModelRunner:
         self.embed_and_head = split(embed_and_head)
         self._layers = [split(layer) for layer in layers]
         self._num_moe_layers = config.num_moe_layers
-        self._moe_index = (np.cumsum([kind == "moe" for kind in config.layer_kinds]) - 1).tolist()
-        windows = config.windows
         self._windows = [
-            None if windows is None else np.int32(w) for w in windows or [0] * len(layers)
+            None if layer.window is None else np.int32(layer.window) for layer in config.layers
         ]
 
     def tokens(self, group: ChunkGroup) -> TokenBatch:
@@ -498,9 +496,11 @@ class ModelRunner:
     def _takes_natively(self, num_tokens: int) -> bool:
         """Return whether native operations run a step of `num_tokens`, several layers a program."""
         slots = self.residency.slots.native
-        return slots is not None and self.asks_nothing and slots.supports(num_tokens, self.dtype)
+        return (
+            slots is not None and self.needs_no_choices and slots.supports(num_tokens, self.dtype)
+        )
 
-    def _in_groups(self, positions_PC: Any) -> bool:
+    def _runs_several_layers(self, positions_PC: Any) -> bool:
         """Return whether a batch runs several layers a program.
 
         On a CPU this needs few tokens and native operations; on an accelerator, single tokens and
@@ -523,7 +523,7 @@ class ModelRunner:
         )
 
     @property
-    def asks_nothing(self) -> bool:
+    def needs_no_choices(self) -> bool:
         """Whether native programs of few tokens need not report chosen experts to the host.
 
         True if experts stay in their slots, or the programs find slots themselves and no estimator
@@ -559,8 +559,9 @@ class ModelRunner:
             ys = [y for y in added if not isinstance(y, ExpertInputs)]
             if routed:
                 self._release(held)
-                ys = self._run_experts(self._moe_index[i], routed, path)
-                held = (self._moe_index[i], ys)
+                record = self.config.layers[i].record
+                ys = self._run_experts(record, routed, path)
+                held = (record, ys)
                 for of_group, r in zip(choices, routed, strict=True):
                     of_group.append(r.idx_TK[None])
             xs = [Hidden(x.x_PCD, y) for x, y in zip(xs, ys, strict=True)]
@@ -574,7 +575,7 @@ class ModelRunner:
         """Return a batch's output, run several layers a program; None if the batch does not allow
         it.
         """
-        if not self._in_groups(g.positions_PC):
+        if not self._runs_several_layers(g.positions_PC):
             return None
         tables_NE, finder = self.residency.tables_NE, self.residency.finder
         layout, slots = self.residency.slots.program_operand()
@@ -587,7 +588,6 @@ class ModelRunner:
         size = LAYERS_A_PROGRAM
         finds = 0 if finder is None else self.config.num_experts
         chosen: list[jax.Array] = []
-        n = 0  # number of layers with experts before this group
         with self.residency.programs():
             for start in range(0, len(self._layers), size):
                 some = slice(start, start + size)
@@ -596,6 +596,7 @@ class ModelRunner:
                 static = _LayerGroup(
                     structures, layout, self.config.hidden_act, self.dtype, *place, finds, context
                 )
+                n = self.config.layers[start].record
                 places = None if tables_NE is None else tables_NE[n : n + size]
                 experts = slots, places if finder is None else finder.where(n)
                 of_layers = (
@@ -610,7 +611,6 @@ class ModelRunner:
                 after, logits_PV, self.caches[some], choices_NTK = _apply_layers(static, *of_layers)
                 if choices_NTK is not None:
                     chosen.append(choices_NTK)
-                    n += choices_NTK.shape[0]
             if finder is not None:  # the programs read it, so it must not change before they end
                 jax.block_until_ready(after)
         return BatchOutput(after, BatchChoices(chosen), logits_PV)

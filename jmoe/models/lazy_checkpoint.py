@@ -27,7 +27,7 @@ from jmoe.config import ModelConfig, check
 from jmoe.layers.embedding import Lookup, lookup
 from jmoe.memory.closing import Closing
 from jmoe.models.block import Block
-from jmoe.models.decoder import STACKS, Decoder
+from jmoe.models.decoder import Decoder
 from jmoe.models.generation_config import GenerationConfig
 from jmoe.models.huggingface import family_of, model_config
 from jmoe.models.pretrained import abstract_decoder, check_dtype, decoder_of, read_config
@@ -74,16 +74,15 @@ class EmbedAndHead(nnx.Module):
 
 def split_decoder(decoder: Decoder) -> tuple[EmbedAndHead, list[Block]]:
     """Return (embedding and head, the layers in order); the layers' routed experts are removed."""
-    config, layers, next_of = decoder.config, [], dict.fromkeys(STACKS, 0)
-    for kind in config.layer_kinds:
-        graph, state = nnx.split(getattr(decoder, STACKS[kind]))
-        layer = nnx.merge(graph, jax.tree.map(lambda w, i=next_of[kind]: w[i], state))
-        assert isinstance(layer, Block)
-        if layer.moe is not None:
-            del layer.moe.experts
-        layers.append(layer)
-        next_of[kind] += 1
-    return EmbedAndHead(decoder), layers
+    blocks = []
+    for layer in decoder.config.layers:
+        graph, state = nnx.split(getattr(decoder, layer.stack))
+        block = nnx.merge(graph, jax.tree.map(lambda w, i=layer.number: w[i], state))
+        assert isinstance(block, Block)
+        if block.moe is not None:
+            del block.moe.experts
+        blocks.append(block)
+    return EmbedAndHead(decoder), blocks
 
 
 class LazyCheckpoint(Closing):

@@ -27,19 +27,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jmoe.config import LayerKind, Remat, RouterConfig, VisionModelConfig
+from jmoe.config import STACKS, LayerKind, Remat, RouterConfig, VisionModelConfig
 from jmoe.layers.experts import affine, normal
 from jmoe.layers.moe import ExpertParallel, MoEStats
 from jmoe.layers.norm import Norm
 from jmoe.models.block import ApplyBlock, Block
 from jmoe.models.decoder import StackLayers, one_layer, stack_layers
 from jmoe.types import PyTree
-
-STACK_OF: dict[LayerKind, str] = {
-    "dense": "dense_layers",
-    "moe": "moe_layers",
-    "task": "task_layers",
-}
 
 SHARED_EXPERT = 0  # in layers with learned paths, each task chooses this one or its own expert
 
@@ -83,7 +77,9 @@ def patches(pixels_BPPC: jax.Array, size: int) -> jax.Array:
     return x.transpose(0, 1, 3, 2, 4, 5).reshape(b, -1, size * size * c)
 
 
-def of_kind(config: VisionModelConfig, kind: LayerKind, task_experts: int) -> VisionModelConfig:
+def layer_config(
+    config: VisionModelConfig, kind: LayerKind, task_experts: int
+) -> VisionModelConfig:
     """Return the configuration of layers of one kind.
 
     task_experts: expert slots on a device of each layer with experts per task.
@@ -130,7 +126,6 @@ class VisionTransformer(nnx.Module):
         d, side = config.hidden_size, config.image_size // config.patch_size
         inputs = config.patch_size**2 * config.channels
         std = config.initializer_range
-        kinds = config.layer_kinds
         self.patch_embedding = normal(rngs, (inputs, d), inputs**-0.5)
         self.patch_bias = nnx.Param(jnp.zeros(d))
         self.row_positions, self.column_positions = (normal(rngs, (side, d), std) for _ in range(2))
@@ -138,9 +133,10 @@ class VisionTransformer(nnx.Module):
         self.task_experts = task_experts or config.num_experts
 
         def layers(kind: LayerKind) -> PyTree:
-            own = of_kind(config, kind, self.task_experts)
+            own = layer_config(config, kind, self.task_experts)
             make = lambda rngs: Block(own, kind, parallel, rngs=rngs)  # noqa: E731
-            return stack(make, kinds.count(kind), rngs) if kind in kinds else None
+            count = sum(layer.kind == kind for layer in config.layers)
+            return stack(make, count, rngs) if count else None
 
         self.dense_layers, self.moe_layers, self.task_layers = (
             layers("dense"),
@@ -151,7 +147,7 @@ class VisionTransformer(nnx.Module):
         self.heads = nnx.Dict(
             {name: normal(rngs, (d, count), std) for name, count in head_sizes.items()}
         )
-        undecided = {name: nnx.Param(jnp.zeros(kinds.count("task"))) for name in head_sizes}
+        undecided = {name: nnx.Param(jnp.zeros(len(config.task_layers))) for name in head_sizes}
         self.path_logits = nnx.Dict(undecided) if config.learn_paths else None
 
     @staticmethod
@@ -166,7 +162,7 @@ class VisionTransformer(nnx.Module):
         arguments, as neither affects a layer's initial values.
         """
         drawn = VisionTransformer(config, {}, (), stack=partial(one_layer, layer), rngs=rngs)
-        experts: nnx.Module = getattr(drawn, STACK_OF[kind]).moe.experts
+        experts: nnx.Module = getattr(drawn, STACKS[kind]).moe.experts
         return experts
 
     def embed(self, pixels_BPPC: jax.Array, dtype: DTypeLike) -> jax.Array:
@@ -202,28 +198,26 @@ class VisionTransformer(nnx.Module):
         """
         x_BSD = self.embed(pixels_BPPC, dtype)
         graphs, states = {}, {}
-        for kind, name in STACK_OF.items():
+        for kind, name in STACKS.items():
             if (layers := getattr(self, name)) is not None:
                 graphs[kind], states[kind] = nnx.split(layers)
-        used, stats = dict.fromkeys(STACK_OF, 0), []
-        for kind in self.config.layer_kinds:
-            index = used[kind]
+        stats = []
+        for layer in self.config.layers:
             options: dict[str, PyTree] = {
                 "dtype": dtype,
                 "train": train,
                 "full_capacity": full_capacity,
             }
             # the tasks fix how many images go to an expert, so its buffers hold all of them
-            if kind == "task":
+            if layer.kind == "task":
                 options |= {
-                    "choices": self.choices(index, task_B, draw, slot_NE),
+                    "choices": self.choices(layer.number, task_B, draw, slot_NE),
                     "full_capacity": True,
                 }
-            state = jax.tree.map(lambda w, index=index: w[index], states[kind])
+            state = jax.tree.map(lambda w, i=layer.number: w[i], states[layer.kind])
             apply_block = ApplyBlock(graphs, lambda params: params, remat, options)
-            x_BSD, layer_stats = apply_block(kind, state, None, None, x_BSD)
-            stats += [layer_stats] if kind == "moe" else []
-            used[kind] += 1
+            x_BSD, layer_stats = apply_block(layer.kind, state, None, None, x_BSD)
+            stats += [layer_stats] if layer.kind == "moe" else []
         stacked_stats = jax.tree.map(lambda *layers: jnp.stack(layers), *stats) if stats else None
         return self.logits(self.norm(x_BSD, dtype), task_B), stacked_stats
 

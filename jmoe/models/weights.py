@@ -22,7 +22,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jmoe.config import ModelConfig, check
-from jmoe.mesh import is_expert, path_names, stack_dims
+from jmoe.mesh import is_expert, path_names
 from jmoe.models.mxfp4 import dequantised
 from jmoe.models.safetensors_io import (
     DTYPES,
@@ -107,15 +107,10 @@ def parameters(
     shapes: tree of arrays or shapes.
     stored: names of the checkpoint's tensors, which show whether all experts of a layer are in one.
     """
-    kinds, fused = np.array(config.layer_kinds), are_fused(stored, family)
-    result = []
+    fused, result = are_fused(stored, family), []
     for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
         names = path_names(path)
-        layers = (
-            np.flatnonzero(kinds == names[0].removesuffix("_layers")).tolist()
-            if stack_dims(path)
-            else []
-        )
+        layers = [i for i, layer in enumerate(config.layers) if layer.stack == names[0]]
         source = source_of(names, config, family, fused=fused)
         experts = config.num_experts if is_expert(path) else 0
         result.append(Parameter(names, tuple(leaf.shape), source, tuple(layers), experts))

@@ -212,7 +212,7 @@ class ExpertIndex:
         """Return the index of a model's experts, with every layer that is not dense as an MoE
         layer.
         """
-        return cls(sum(kind != "dense" for kind in model.layer_kinds), model.num_experts, local)
+        return cls(len(model.expert_layers), model.num_experts, local)
 
     @property
     def num_records(self) -> int:

@@ -14,11 +14,10 @@ import numpy as np
 import tensorstore
 from numpy.typing import NDArray
 
-from jmoe.config import LayerKind
+from jmoe.config import EXPERT_STACKS, Layer
 from jmoe.memory.record_checkpoint import ITEM
 from jmoe.memory.saved_records import SavedRecords, read_lists
-from jmoe.mesh import EXPERT_STACKS, EXPERTS_PATH
-from jmoe.models.vision import STACK_OF
+from jmoe.mesh import EXPERTS_PATH
 from jmoe.offload.expert_index import ExpertIndex
 from jmoe.offload.expert_state import ExpertArrays, record_layouts
 from jmoe.offload.lazy_adamw import ReplayState
@@ -32,20 +31,13 @@ def names_of_experts(names: Sequence[str]) -> list[str]:
     return [name for name in names if name.partition(".")[2].startswith(tuple(PREFIXES.values()))]
 
 
-def expert_layers(kinds: Sequence[LayerKind]) -> list[tuple[str, int]]:
-    """Return (stack, position in the stack) of each layer with experts, in the order of
-    `ExpertIndex`.
-    """
-    layers = [(STACK_OF[kind], kinds[:i].count(kind)) for i, kind in enumerate(kinds)]
-    return [(stack, number) for stack, number in layers if stack in EXPERT_STACKS]
-
-
 class SavedExperts:
     """Weights and moments of the experts of one checkpoint step.
 
-    step_folder: folder of the step. shapes: of an expert's parameters, by name. layers: the result
-    of `expert_layers`. kinds: which of "weights" and "moments" are stored as records. replay_state:
-    the optimizer steps that the records have skipped, applied on reading; None if there are none.
+    step_folder: folder of the step. shapes: of an expert's parameters, by name. layers:
+    `ModelConfig.expert_layers`. kinds: which of "weights" and "moments" are stored as records.
+    replay_state: the optimizer steps that the records have skipped, applied on reading; None if
+    there are none.
     """
 
     def __init__(
@@ -53,7 +45,7 @@ class SavedExperts:
         step_folder: Path,
         shapes: Mapping[str, tuple[int, ...]],
         index: ExpertIndex,
-        layers: Sequence[tuple[str, int]],
+        layers: Sequence[Layer],
     ) -> None:
         self._shapes, self._index, self._layers = shapes, index, layers
         folder = step_folder / ITEM
@@ -133,11 +125,11 @@ class SavedExperts:
     def _of_array(
         self, part: str, name: str, layer: int, experts: NDArray[np.int64]
     ) -> NDArray[np.float32]:
-        stack, number = self._layers[layer]
-        key = f"{part}.{PREFIXES[stack]}{name}"
+        own = self._layers[layer]
+        key = f"{part}.{PREFIXES[own.stack]}{name}"
         if key not in self._arrays:
             self._arrays[key] = _open_array(self._state, key)
-        array: NDArray[np.float32] = self._arrays[key][number, experts.tolist()].read().result()
+        array: NDArray[np.float32] = self._arrays[key][own.number, experts.tolist()].read().result()
         return array
 
 

@@ -24,9 +24,8 @@ from jmoe.collectives.fusion import (
     reduce_scatter_buffer_local,
     unflatten_gradients,
 )
-from jmoe.config import LayerKind
-from jmoe.mesh import DATA, STACK_PATHS, is_expert, path_names
-from jmoe.models.decoder import STACKS
+from jmoe.config import STACKS, LayerKind
+from jmoe.mesh import DATA, is_expert, path_names
 from jmoe.training.sharded_decoder import ShardedDecoder
 from jmoe.training.sharded_model import ShardedModel
 from jmoe.types import PyTree
@@ -34,7 +33,7 @@ from jmoe.types import PyTree
 
 def _names_in_layer(path: KeyPath) -> tuple[str, ...]:
     """Return the names along a parameter's path, without the name of its stack of layers."""
-    return tuple(name for name in path_names(path) if name not in STACK_PATHS)
+    return tuple(name for name in path_names(path) if name not in STACKS.values())
 
 
 def reduce_gradients_local(
@@ -72,7 +71,7 @@ def squared_norms_local(grads: PyTree, model: ShardedModel) -> dict[str, jax.Arr
     sums: dict[str, jax.Array] = {}
     for path, g in jax.tree_util.tree_leaves_with_path(grads):
         name = path_names(path)[0]
-        stacked = name in STACK_PATHS
+        stacked = name in STACKS.values()
         square = jnp.square(g.astype(jnp.float32)).sum(
             axis=tuple(range(1, g.ndim)) if stacked else None
         )

@@ -9,10 +9,9 @@ from typing import Any
 
 import jax
 
-from jmoe.config import ModelConfig
-from jmoe.mesh import EXPERT_STACKS
+from jmoe.config import EXPERT_STACKS, ModelConfig
 from jmoe.offload.expert_index import ExpertIndex
-from jmoe.offload.saved_experts import SavedExperts, expert_layers, names_of_experts
+from jmoe.offload.saved_experts import SavedExperts, names_of_experts
 from jmoe.optim.loss_scale import initial_loss_scale
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.training.state import TrainState, experts_of, without_experts
@@ -34,9 +33,7 @@ def saved_experts(model: ModelConfig, full: TrainState, folder: Path) -> SavedEx
     if not shapes:
         return None
     of_expert = {name: tuple(w.shape[2:]) for name, w in shapes[0].items()}
-    return SavedExperts(
-        folder, of_expert, ExpertIndex.from_model(model), expert_layers(model.layer_kinds)
-    )
+    return SavedExperts(folder, of_expert, ExpertIndex.from_model(model), model.expert_layers)
 
 
 def restored(trainer: Trainer, checkpoints: Checkpoints, step: int) -> tuple[TrainState, PyTree]:

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jax.tree_util import KeyPath
 
 from jmoe.collectives.schedule import MAX_CHUNK_BYTES, SCHEDULES, Schedule
-from jmoe.config import Remat, TrainConfig
+from jmoe.config import STACKS, Remat, TrainConfig
 from jmoe.config.cluster import LinksConfig
 from jmoe.layers.embedding import Embedding
 from jmoe.layers.moe import ExpertParallel
@@ -30,7 +30,7 @@ from jmoe.mesh import (
     shardings,
     split_over,
 )
-from jmoe.models.decoder import STACKS, Decoder, Execution, scan_layers
+from jmoe.models.decoder import Decoder, Execution, scan_layers
 from jmoe.planning.embedding import Vocabulary, plan_embedding
 from jmoe.planning.exchange import ExchangeLoad
 from jmoe.training.fused.reverse_scan import ReverseScan

@@ -18,10 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from jmoe.config import LayerKind
-from jmoe.mesh import EXPERT_STACKS, EXPERTS_PATH
+from jmoe.config import EXPERT_STACKS, Layer
+from jmoe.mesh import EXPERTS_PATH
 from jmoe.offload.expert_state import ReadExperts
-from jmoe.offload.saved_experts import expert_layers
 from jmoe.optim.loss_scale import LossScale
 from jmoe.types import PyTree
 
@@ -124,19 +123,18 @@ def read_experts(
 def read_missing_experts(
     saved: TrainState,
     shape: TrainState,
-    kinds: Sequence[LayerKind],
+    layers: Sequence[Layer],
     weights: ReadExperts | None,
     moments: ReadExperts | None,
 ) -> TrainState:
     """Return `saved` with experts added from `weights` and `moments`; None leaves those parts
     unchanged.
 
-    shape: the shapes of the whole state. kinds: the kind of each layer of the model.
+    shape: the shapes of the whole state. layers: `ModelConfig.expert_layers`.
     """
-    layers = expert_layers(kinds)
     for stack in EXPERT_STACKS:
         shapes = experts_of(shape.params, stack)
-        records = [i for i, (of, _) in enumerate(layers) if of == stack]
+        records = [own.record for own in layers if own.stack == stack]
         if not shapes:
             continue
 

@@ -152,7 +152,7 @@ def test_programs_find_their_experts(name: str, tier: str, tmp_path: Path) -> No
     places |= {"host_cache_bytes": 1 << 15} if tier == "nvme" else {}
     with tiny_engine(name, policy="experts", native="on", **places) as streamed:
         runner = streamed._runner
-        assert isinstance(runner, ModelRunner) and runner.asks_nothing
+        assert isinstance(runner, ModelRunner) and runner.needs_no_choices
         sequences = [streamed.add_request(prompt, SamplingParams(**options)) for prompt in prompts]
         outputs, asked_for = [], 0
         while streamed.has_unfinished:

@@ -62,7 +62,7 @@ def run(name: str, **options: Any) -> tuple[list[Completion], Any]:
     with tiny_engine(name, **options) as engine:
         found = engine.generate(PROMPTS, max_new_tokens=12, ignore_eos=True, logprobs=2)
         assert isinstance(engine._runner, ModelRunner)
-        if engine._runner.asks_nothing:
+        if engine._runner.needs_no_choices:
             assert engine.stats().readback_s == 0
         elif engine.residency.takes_guesses:
             assert 0 < engine.stats().readback_s < engine.stats().step_s

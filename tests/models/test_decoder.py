@@ -21,7 +21,7 @@ from jmoe.config import ModelConfig, Remat, RouterConfig, YarnConfig
 from jmoe.layers.attention import yarn_frequencies
 from jmoe.layers.router import route
 from jmoe.mesh import is_expert
-from jmoe.models.decoder import Decoder, Execution, layer_plan
+from jmoe.models.decoder import Decoder, Execution
 
 B, S = 2, 20
 TINY = {
@@ -434,26 +434,6 @@ def test_the_program_does_not_grow_with_depth(options: Callable[[int], dict[str,
     # no number of layers that is a size of something else too
     shallow, deep = program_size(12), program_size(24)
     assert abs(deep - shallow) < 0.02 * shallow
-
-
-@pytest.mark.parametrize(
-    ("kinds", "plan"),
-    [
-        ("MMMM", [("M", 4)]),
-        ("DMMM", [("D", 1), ("M", 3)]),
-        ("DMDMDM", [("DM", 3)]),
-        ("DDMDDM", [("DDM", 2)]),
-        ("MDMM", [("M", 1), ("D", 1), ("M", 2)]),
-        ("MDMMMDMM", [("MDMM", 2)]),
-        ("DMD", [("D", 1), ("M", 1), ("D", 1)]),
-        ("", []),
-    ],
-)
-def test_layer_plan(kinds: str, plan: list[tuple[str, int]]) -> None:
-    found = layer_plan(["moe" if kind == "M" else "dense" for kind in kinds])
-    assert [
-        ("".join("DM"[kind == "moe"] for kind in pattern), repeats) for pattern, repeats in found
-    ] == plan
 
 
 def test_statistics_of_irregular_layers_are_in_order() -> None:

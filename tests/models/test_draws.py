@@ -11,10 +11,10 @@ import jax
 import numpy as np
 import pytest
 
-from jmoe.config import VisionModelConfig
+from jmoe.config import STACKS, VisionModelConfig
 from jmoe.mesh import EXPERTS_PATH, path_names
 from jmoe.models.decoder import Decoder
-from jmoe.models.vision import STACK_OF, VisionTransformer
+from jmoe.models.vision import VisionTransformer
 from tests.model_configs import MODEL
 from tests.vision_tasks import CONFIG
 
@@ -106,7 +106,7 @@ def draw_experts(config: Any, stack: str, layer: jax.Array) -> Any:
     rngs = nnx.Rngs(SEED)
     if not isinstance(config, VisionModelConfig):
         return nnx.to_pure_dict(nnx.state(Decoder.experts_of(config, layer, rngs)))
-    kind = next(kind for kind, of_kind in STACK_OF.items() if of_kind == stack)
+    kind = next(kind for kind, of_kind in STACKS.items() if of_kind == stack)
     return nnx.to_pure_dict(nnx.state(VisionTransformer.experts_of(config, kind, layer, rngs)))
 
 

@@ -128,10 +128,8 @@ class MeshRunner:
             self._embed_and_head[0],
             tuple(w.addressable_data(0) for w in self._embed_and_head[1]),
         )
-        self._moe_index = (np.cumsum([kind == "moe" for kind in config.layer_kinds]) - 1).tolist()
-        windows = config.windows
         self._windows = [
-            None if windows is None else np.int32(w) for w in windows or [0] * len(self._layers)
+            None if layer.window is None else np.int32(layer.window) for layer in config.layers
         ]
         # outputs of the last experts' programs, which may still read slots until these are ready
         self._held: list[jax.Array] | None = None
@@ -186,7 +184,7 @@ class MeshRunner:
                 else:
                     ys.append(y)
             if gates:
-                ys = self._run_experts(self._moe_index[i], gates, path)
+                ys = self._run_experts(self.config.layers[i].record, gates, path)
             xs = [Hidden(x.x_PCD, y) for x, y in zip(xs, ys, strict=True)]
         self._release()
         self.placer.end_step()

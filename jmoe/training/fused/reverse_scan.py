@@ -17,10 +17,10 @@ N layers of a kind
 """
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import flax.nnx as nnx
 import jax
@@ -42,60 +42,37 @@ from jmoe.collectives.fusion import (
 )
 from jmoe.collectives.schedule import After, Schedule, Work, cuts, interleave
 from jmoe.config import LayerKind
+from jmoe.layers.moe import MoEStats
 from jmoe.layers.router import RouterBias
 from jmoe.mesh import DATA, is_expert
 from jmoe.models.block import ApplyBlock
-from jmoe.models.decoder import STACKS, LayerInputs, LayerPlan
+from jmoe.models.decoder import LayerInputs
+from jmoe.models.layer_patterns import LayerPattern
 from jmoe.training.vjp import with_known, without
 
+Tree = TypeVar("Tree")  # a pytree of arrays, or of stacks of them
+Index = int | jax.Array  # of a layer in the stack of its kind
+# (a layer's PRNG key for router noise, its attention window), or stacks of these
+Extras = tuple[jax.Array | None, jax.Array | None]
 
-def layer_of(tree: Any, index: Any) -> Any:
+
+def layer_slice(tree: Tree, index: Index) -> Tree:
     """Return entry `index` of every array in a stack of layers."""
-    return jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, index, 0, keepdims=False), tree)
-
-
-def _put(tree: Any, index: Any, values: Any) -> Any:
-    return jax.tree.map(
-        lambda w, v: lax.dynamic_update_index_in_dim(w, v.astype(w.dtype), index, 0), tree, values
+    entries: Tree = jax.tree.map(
+        lambda w: lax.dynamic_index_in_dim(w, index, 0, keepdims=False), tree
     )
+    return entries
 
 
-@dataclass(frozen=True)
-class _Unit:
-    """A pattern of layers that repeats. start: its first layer's index in each kind's stack."""
-
-    kinds: tuple[LayerKind, ...]
-    repeats: int
-    start: dict[LayerKind, int]
-
-    def index(self, position: int, repeat: Any) -> Any:
-        """Return the layer's index in its kind's stack. position: in the pattern. repeat: number of
-        the repetition.
-        """
-        kind = self.kinds[position]
-        return (
-            self.start[kind] + self.kinds[:position].count(kind) + repeat * self.kinds.count(kind)
-        )
-
-
-def _units(plan: LayerPlan, layers_per_bucket: int) -> list[_Unit]:
-    """Return the plan's patterns as units. A unit repeats a short pattern until it fills a bucket,
-    if that divides the pattern's number of repeats; else as often as a smaller divisor allows.
-    """
-    units, used = [], dict.fromkeys(STACKS, 0)
-    for pattern, repeats in plan:
-        wanted = -(-layers_per_bucket // len(pattern))
-        together = next(n for n in range(min(wanted, repeats), 0, -1) if repeats % n == 0)
-        units.append(_Unit(pattern * together, repeats // together, dict(used)))
-        used = {kind: used[kind] + repeats * pattern.count(kind) for kind in used}
-    return units
+def _put(stack: jax.Array, index: Index, value: jax.Array) -> jax.Array:
+    return lax.dynamic_update_index_in_dim(stack, value.astype(stack.dtype), index, 0)
 
 
 def _is_variable(x: Any) -> bool:
     return isinstance(x, nnx.Variable)
 
 
-def _of_variables(grads: Any, state: Any) -> list[jax.Array]:
+def _gradient_per_variable(grads: Any, state: Any) -> list[jax.Array]:
     """Return one gradient for each variable of a stack, in order: those in `grads`, and zeros for a
     router's bias.
     """
@@ -137,7 +114,7 @@ class _Bucket:
     indices: tuple[jax.Array, ...] = ()
     grads: tuple[_PendingGradients, ...] = ()
 
-    def add(self, kind: LayerKind, index: Any, grads: _PendingGradients) -> "_Bucket":
+    def add(self, kind: LayerKind, index: Index, grads: _PendingGradients) -> "_Bucket":
         return _Bucket((*self.kinds, kind), (*self.indices, jnp.int32(index)), (*self.grads, grads))
 
 
@@ -178,7 +155,7 @@ class _UnbufferedParams:
         return replicated, experts
 
     def store_unreduced(
-        self, stacks: list[jax.Array], index: Any, grads: list[jax.Array]
+        self, stacks: list[jax.Array], index: Index, grads: list[jax.Array]
     ) -> list[jax.Array]:
         """Return `stacks` with the gradients of layer `index` that need no reduction written at
         that index.
@@ -186,7 +163,7 @@ class _UnbufferedParams:
         return self._put(stacks, index, self._unreduced, [grads[i] for i in self._unreduced])
 
     def store_reduced(
-        self, stacks: list[jax.Array], index: Any, reduced: _ReducedGradients
+        self, stacks: list[jax.Array], index: Index, reduced: _ReducedGradients
     ) -> list[jax.Array]:
         """Return `stacks` with the reduced gradients of layer `index`, undoing `flatten`, written
         at that index.
@@ -202,7 +179,7 @@ class _UnbufferedParams:
 
     @staticmethod
     def _put(
-        stacks: list[jax.Array], index: Any, some: list[int], grads: list[jax.Array]
+        stacks: list[jax.Array], index: Index, some: list[int], grads: list[jax.Array]
     ) -> list[jax.Array]:
         new = dict(zip(some, grads, strict=True))
         return [_put(w, index, new[i]) if i in new else w for i, w in enumerate(stacks)]
@@ -215,10 +192,25 @@ class _SavedForward:
 
     flat: dict[LayerKind, jax.Array]  # [N, C]
     unbuffered: dict[LayerKind, list[jax.Array]]
-    extras: dict[LayerKind, Any]
+    extras: dict[LayerKind, Extras]
     unsharded: jax.Array  # [R, C], the last layer's parameters
-    residuals: list[Any]  # per unit: (of all repeats but the last, of the last)
+    residuals: list[Any]  # per pattern: (of all repeats but the last, of the last)
     summed: Any  # see `ReverseScan`
+
+
+class _BackwardState(NamedTuple):
+    """The values that the backward pass hands from layer to layer.
+
+    unsharded: [R, C], the parameters of the layer that runs next. dx: the gradient of its output.
+    pending: the gradients to reduce beside it. sums: reduced gradients of the flat buffers, by
+    kind. others: gradients of the parameters outside these buffers, by kind.
+    """
+
+    unsharded: jax.Array
+    dx: jax.Array
+    pending: _Bucket
+    sums: dict[LayerKind, jax.Array]  # [N, G]
+    others: dict[LayerKind, list[jax.Array]]
 
 
 @dataclass(frozen=True)
@@ -293,7 +285,11 @@ class ReverseScan:
         )
 
     def _works(
-        self, scope: str, collective: Any, rows: jax.Array, chunks: Iterable[tuple[int, int]]
+        self,
+        scope: str,
+        collective: Callable[[jax.Array], jax.Array],
+        rows: jax.Array,
+        chunks: Iterable[tuple[int, int]],
     ) -> list[Work]:
         """Return one `Work` for each chunk (start, end) of columns: `collective` applied to that
         chunk of `rows`.
@@ -310,14 +306,18 @@ class ReverseScan:
         return tuple(axis for axes in self.hierarchy for axis in axes)
 
     def __call__(
-        self, plan: LayerPlan, apply_block: ApplyBlock, inputs: LayerInputs, x: jax.Array
-    ) -> tuple[jax.Array, Any]:
+        self,
+        patterns: Sequence[LayerPattern],
+        apply_block: ApplyBlock,
+        inputs: LayerInputs,
+        x: jax.Array,
+    ) -> tuple[jax.Array, MoEStats | None]:
         """Return (x after all layers, the MoE layers' statistics stacked in layer order, or None
         without MoE layers).
         """
         states = {kind: stack.params for kind, stack in inputs.items()}
         extras = {kind: (stack.keys, stack.windows) for kind, stack in inputs.items()}
-        scan = _Scan(self, plan, apply_block, states)
+        scan = _Scan(self, patterns, apply_block, states)
 
         @jax.custom_vjp
         def layers(states: Any, extras: Any, summed: Any, x: jax.Array) -> Any:
@@ -329,7 +329,7 @@ class ReverseScan:
 
         layers.defvjp(scan.forward, backward)
         summed = self.summed and {
-            kind: _of_variables(g, states[kind]) for kind, g in self.summed.items()
+            kind: _gradient_per_variable(g, states[kind]) for kind, g in self.summed.items()
         }
         y, stats = layers(states, extras, summed, x)
         return y, stats
@@ -343,7 +343,7 @@ class _Scan:
     def __init__(
         self,
         config: ReverseScan,
-        plan: LayerPlan,
+        patterns: Sequence[LayerPattern],
         apply_block: ApplyBlock,
         states: dict[LayerKind, Any],
     ) -> None:
@@ -356,7 +356,7 @@ class _Scan:
         }
         layer_bytes = max(self._gradient_bytes(kind) for kind in self.kinds)
         self.layers_per_bucket = max(1, config.bucket_bytes // max(1, layer_bytes))
-        self.units = _units(plan, self.layers_per_bucket)
+        self.patterns = [pattern.join_repeats(self.layers_per_bucket) for pattern in patterns]
 
     def _gradient_bytes(self, kind: LayerKind) -> int:
         return 4 * (
@@ -379,28 +379,33 @@ class _Scan:
             self.config.all_reductions(joined.experts, ((DATA,),)),
         ]
 
-    def _store(
-        self, sums: Any, drest: Any, bucket: _Bucket, reduced: list[list[jax.Array]]
-    ) -> tuple[Any, Any]:
-        """Return (reduced flat-buffer gradients, other gradients), both by kind, with a bucket's
-        results written at its layers' indices.
+    def _store_reduced(
+        self, state: _BackwardState, reduced: Sequence[Sequence[jax.Array]]
+    ) -> _BackwardState:
+        """Return `state` without pending gradients: their sums, `reduced`, are written at their
+        layers' indices. reduced: the results of `_reductions`.
         """
-        sums, drest, starts = dict(sums), dict(drest), [0, 0, 0]
+        sums, others, starts = dict(state.sums), dict(state.others), [0, 0, 0]
         rows = [jnp.concatenate([jnp.zeros(0), *some]) for some in reduced]
+        bucket = state.pending
         for kind, index, grads in zip(bucket.kinds, bucket.indices, bucket.grads, strict=True):
             ends = [start + g.shape[-1] for start, g in zip(starts, grads, strict=True)]
             mine = [row[start:end] for row, start, end in zip(rows, starts, ends, strict=True)]
             own = _ReducedGradients(*mine)
             sums[kind] = _put(sums[kind], index, own.row)
-            drest[kind] = self.unbuffered[kind].store_reduced(drest[kind], index, own)
+            others[kind] = self.unbuffered[kind].store_reduced(others[kind], index, own)
             starts = ends
-        return sums, drest
+        return state._replace(pending=_Bucket(), sums=sums, others=others)
 
     # Forwards
 
     def forward(
-        self, states: dict[LayerKind, Any], extras: dict[LayerKind, Any], summed: Any, x: jax.Array
-    ) -> tuple[Any, _SavedForward]:
+        self,
+        states: dict[LayerKind, Any],
+        extras: dict[LayerKind, Extras],
+        summed: Any,
+        x: jax.Array,
+    ) -> tuple[tuple[jax.Array, MoEStats | None], _SavedForward]:
         """Return ((x, statistics), the values that `backward` needs)."""
         flat, rest = {}, {}
         for kind, layers in self.kinds.items():
@@ -408,8 +413,8 @@ class _Scan:
             flat[kind] = jax.vmap(
                 partial(flatten, parts=layers.parts), axis_size=layers.num_layers
             )(fused)
-        run = partial(self._forward_unit, flat, rest, extras)
-        firsts = [flat[unit.kinds[0]][unit.index(0, 0)] for unit in self.units]
+        run = partial(self._forward_repeat, flat, rest, extras)
+        firsts = [self._flat_row(flat, pattern, 0, 0) for pattern in self.patterns]
         carry = (
             self.config.unsharded(
                 [send(lambda row: row) for send in self.config.gathers(firsts[0])], firsts[0]
@@ -417,49 +422,51 @@ class _Scan:
             x,
         )
         residuals, stats = [], []
-        for number, unit in enumerate(self.units):
+        for pattern, after in zip(self.patterns, [*firsts[1:], None], strict=True):
             early: Any = None
-            if unit.repeats > 1:
+            if pattern.repeats > 1:
 
-                def step(carry: Any, i: jax.Array, unit: Any = unit) -> Any:
-                    return run(unit, i, carry, flat[unit.kinds[0]][unit.index(0, i + 1)])
+                def step(carry: Any, i: jax.Array, pattern: LayerPattern = pattern) -> Any:
+                    return run(pattern, i, carry, self._flat_row(flat, pattern, 0, i + 1))
 
-                carry, early = lax.scan(step, carry, jnp.arange(unit.repeats - 1))
-            carry, last = run(
-                unit,
-                unit.repeats - 1,
-                carry,
-                firsts[number + 1] if unit is not self.units[-1] else None,
-            )
+                carry, early = lax.scan(step, carry, jnp.arange(pattern.repeats - 1))
+            carry, last = run(pattern, pattern.repeats - 1, carry, after)
             residuals.append((None if early is None else early[0], last[0]))
-            stats.append((unit, None if early is None else early[1], last[1]))
+            stats.append((pattern, None if early is None else early[1], last[1]))
         unsharded, x = carry
         return (x, self._in_order(stats)), _SavedForward(
             flat, rest, extras, unsharded, residuals, summed
         )
 
-    def _forward_unit(
+    @staticmethod
+    def _flat_row(
+        flat: dict[LayerKind, jax.Array], pattern: LayerPattern, position: int, repeat: Index
+    ) -> jax.Array:
+        """Return the shard of the flat buffer of the layer at `position` of a repeat."""
+        return flat[pattern.kinds[position]][pattern.number(position, repeat)]
+
+    def _forward_repeat(
         self,
-        flat: Any,
-        rest: Any,
-        extras: Any,
-        unit: _Unit,
-        repeat: Any,
-        carry: Any,
+        flat: dict[LayerKind, jax.Array],
+        rest: dict[LayerKind, list[jax.Array]],
+        extras: dict[LayerKind, Extras],
+        pattern: LayerPattern,
+        repeat: Index,
+        carry: tuple[jax.Array, jax.Array],
         ahead: jax.Array | None,
-    ) -> tuple[Any, Any]:
-        """Run one repetition of a unit. ahead: the shard of the flat buffer of the layer after this
-        repetition, to gather beside its last layer; None after the last layer.
+    ) -> tuple[tuple[jax.Array, jax.Array], tuple[list[Any], list[MoEStats]]]:
+        """Run one repeat of a pattern. ahead: the shard of the flat buffer of the layer after this
+        repeat, to gather beside its last layer; None after the last layer.
         """
         unsharded, x = carry
-        residuals, stats = [], []
-        for position, kind in enumerate(unit.kinds):
-            if position + 1 < len(unit.kinds):
-                following = flat[unit.kinds[position + 1]][unit.index(position + 1, repeat)]
-            else:
-                following = ahead
-            index = unit.index(position, repeat)
-            args = unsharded, layer_of(rest[kind], index), layer_of(extras[kind], index), x
+        residuals: list[Any] = []
+        stats: list[MoEStats] = []
+        for position, kind in enumerate(pattern.kinds):
+            following = ahead
+            if position + 1 < pattern.period:
+                following = self._flat_row(flat, pattern, position + 1, repeat)
+            index = pattern.number(position, repeat)
+            args = unsharded, layer_slice(rest[kind], index), layer_slice(extras[kind], index), x
             (x, layer_stats, layer_residuals), gathered = interleave(
                 partial(self._forward_layer, kind),
                 args,
@@ -476,13 +483,19 @@ class _Scan:
         return (unsharded, x), (residuals, stats)
 
     def _forward_layer(
-        self, kind: LayerKind, unsharded: jax.Array, rest: Any, extra: Any, x: jax.Array
-    ) -> tuple[Any, Any, Any]:
+        self,
+        kind: LayerKind,
+        unsharded: jax.Array,
+        rest: list[jax.Array],
+        extra: Extras,
+        x: jax.Array,
+    ) -> tuple[jax.Array, MoEStats | None, Any]:
+        """Return (x after the layer, its statistics, its residuals without its parameters)."""
         layers = self.kinds[kind]
         params = unflatten(unsharded, layers.parts, self.config.hierarchy)
         key, window = extra
 
-        def apply(params: Any, rest: Any, x: jax.Array) -> Any:
+        def apply(params: list[jax.Array], rest: list[jax.Array], x: jax.Array) -> Any:
             y, stats = self.apply_block(kind, layers.join(params, rest), key, window, x)
             return (
                 y,
@@ -492,15 +505,17 @@ class _Scan:
         (y, _), vjp, stats = jax.vjp(apply, params, rest, x, has_aux=True)
         return y, stats, without(vjp, [*params, *rest, *jax.tree.leaves(extra)])
 
-    def _in_order(self, stats: list[tuple[_Unit, Any, Any]]) -> Any:
+    def _in_order(
+        self, stats: list[tuple[LayerPattern, list[MoEStats] | None, list[MoEStats]]]
+    ) -> MoEStats | None:
         """Return the MoE layers' statistics, stacked in layer order; None without MoE layers."""
         indices: list[int] = []
         parts = []
-        for unit, early, last in stats:
+        for pattern, early, last in stats:
             for number, position in enumerate(
-                p for p, kind in enumerate(unit.kinds) if kind == "moe"
+                p for p, kind in enumerate(pattern.kinds) if kind == "moe"
             ):
-                indices += [unit.index(position, repeat) for repeat in range(unit.repeats)]
+                indices += [pattern.number(position, i) for i in range(pattern.repeats)]
                 stacked = jax.tree.map(lambda s: s[None], last[number])
                 if early is not None:
                     stacked = jax.tree.map(lambda *s: jnp.concatenate(s), early[number], stacked)
@@ -521,112 +536,128 @@ class _Scan:
             kind: jnp.zeros((layers.num_layers, sum(part.size for part in layers.parts)))
             for kind, layers in self.kinds.items()
         }
-        carry = saved.unsharded, dx, _Bucket(), sums, jax.tree.map(jnp.zeros_like, saved.unbuffered)
-        run = partial(self._backward_unit, saved, dstats)
-
-        def last_flat(unit: _Unit, i: Any) -> jax.Array:
-            """Return the flat buffer of the last layer of the unit's repeat `i`."""
-            return saved.flat[unit.kinds[-1]][unit.index(len(unit.kinds) - 1, i)]
-
-        for number in reversed(range(len(self.units))):
-            unit, (early, last) = self.units[number], saved.residuals[number]
-            before = (
-                last_flat(self.units[number - 1], self.units[number - 1].repeats - 1)
-                if number
-                else None
-            )
-            repeats = unit.repeats
-            carry = run(
-                unit,
-                repeats - 1,
-                last,
-                carry,
-                last_flat(unit, repeats - 2) if repeats > 1 else before,
-            )
+        others = jax.tree.map(jnp.zeros_like, saved.unbuffered)
+        state = _BackwardState(saved.unsharded, dx, _Bucket(), sums, others)
+        run = partial(self._backward_repeat, saved, dstats)
+        for number in reversed(range(len(self.patterns))):
+            pattern, (early, last) = self.patterns[number], saved.residuals[number]
+            before = None
+            if number:
+                previous = self.patterns[number - 1]
+                before = self._flat_row(saved.flat, previous, -1, previous.repeats - 1)
+            last_row = partial(self._flat_row, saved.flat, pattern, -1)
+            repeats = pattern.repeats
+            ahead = last_row(repeats - 2) if repeats > 1 else before
+            state = run(pattern, repeats - 1, last, state, ahead)
             if repeats > 2:
-                step = lambda carry, i, unit=unit, early=early: (  # noqa: E731
-                    run(unit, i, layer_of(early, i), carry, last_flat(unit, i - 1)),
+                step = lambda state, i, pattern=pattern, early=early, last_row=last_row: (  # noqa: E731
+                    run(pattern, i, layer_slice(early, i), state, last_row(i - 1)),
                     None,
                 )
-                carry, _ = lax.scan(step, carry, jnp.arange(1, repeats - 1), reverse=True)
+                state, _ = lax.scan(step, state, jnp.arange(1, repeats - 1), reverse=True)
             if repeats > 1:
-                carry = run(unit, 0, layer_of(early, 0), carry, before)
-        _, dx, bucket, sums, drest = carry
-        last = [[send(lambda rows: rows) for send in works] for works in self._reductions(bucket)]
-        sums, drest = self._store(sums, drest, bucket, last)
-        states = {}
+                state = run(pattern, 0, layer_slice(early, 0), state, before)
+        works = self._reductions(state.pending)
+        reduced = [[send(lambda rows: rows) for send in some] for some in works]
+        state = self._store_reduced(state, reduced)
+        return self._shard_gradients(saved, state), state.dx
+
+    def _shard_gradients(self, saved: _SavedForward, state: _BackwardState) -> dict[LayerKind, Any]:
+        """Return the gradients of all layers' parameters, on their shards, by kind."""
+        gradients = {}
         for kind, layers in self.kinds.items():
-            shards = jax.vmap(partial(unflatten_gradients, parts=layers.parts))(sums[kind])
+            shards = jax.vmap(partial(unflatten_gradients, parts=layers.parts))(state.sums[kind])
             if saved.summed is not None:
                 shards = jax.tree.map(jnp.add, shards, layers.split(saved.summed[kind])[0])
-            states[kind] = layers.join(shards, drest[kind])
-        return states, dx
+            gradients[kind] = layers.join(shards, state.others[kind])
+        return gradients
 
-    def _backward_unit(
+    def _backward_repeat(
         self,
         saved: _SavedForward,
-        dstats: Any,
-        unit: _Unit,
-        repeat: Any,
-        residuals: Any,
-        carry: Any,
+        dstats: list[jax.Array],
+        pattern: LayerPattern,
+        repeat: Index,
+        residuals: list[Any],
+        state: _BackwardState,
         ahead: jax.Array | None,
-    ) -> Any:
-        """Run one repetition of a unit in reverse. ahead: the shard of the flat buffer of the layer
-        before this repetition, to gather beside its first layer; None before the first layer.
+    ) -> _BackwardState:
+        """Run one repeat of a pattern in reverse. ahead: the shard of the flat buffer of the layer
+        before this repeat, to gather beside its first layer; None before the first layer.
         """
-        unsharded, dx, pending, sums, drest = carry
-        open_bucket = _Bucket()
-        for position in reversed(range(len(unit.kinds))):
-            kind, index = unit.kinds[position], unit.index(position, repeat)
+        bucket = _Bucket()
+        for position in reversed(range(pattern.period)):
+            kind, index = pattern.kinds[position], pattern.number(position, repeat)
             before = (
-                saved.flat[unit.kinds[position - 1]][unit.index(position - 1, repeat)]
-                if position
-                else ahead
+                self._flat_row(saved.flat, pattern, position - 1, repeat) if position else ahead
             )
-            gathers, reductions = self.config.gathers(before), self._reductions(pending)
-            work = gathers + list(itertools.chain(*reductions))
-            args = (
-                unsharded,
-                layer_of(saved.unbuffered[kind], index),
-                layer_of(saved.extras[kind], index),
-                residuals[position],
-                dx,
-                layer_of(dstats, index) if kind == "moe" else [],
+            state, gradients = self._backward_beside(
+                saved, dstats, kind, index, residuals[position], state, before
             )
-            (rows_RG, drest_here, dx), results = interleave(
-                partial(self._backward_layer, kind), args, work, self.config.schedule, self.axes, dx
-            )
-            if before is not None:
-                unsharded = self.config.unsharded(results[: len(gathers)], before)
-            done = iter(results[len(gathers) :])
-            sums, drest = self._store(
-                sums, drest, pending, [list(itertools.islice(done, len(w))) for w in reductions]
-            )
-            if saved.summed is not None:
-                earlier = layer_of(self.kinds[kind].split(saved.summed[kind])[1], index)
-                drest_here = jax.tree.map(jnp.add, drest_here, earlier)
-            drest = drest | {
-                kind: self.unbuffered[kind].store_unreduced(drest[kind], index, drest_here)
-            }
-            pending = _Bucket()
-            open_bucket = open_bucket.add(
-                kind, index, _PendingGradients(rows_RG, *self.unbuffered[kind].flatten(drest_here))
-            )
-            if position == 0 or len(open_bucket.kinds) == self.layers_per_bucket:
-                pending, open_bucket = open_bucket, _Bucket()
-        return unsharded, dx, pending, sums, drest
+            bucket = bucket.add(kind, index, gradients)
+            if position == 0 or len(bucket.kinds) == self.layers_per_bucket:
+                state, bucket = state._replace(pending=bucket), _Bucket()
+        return state
+
+    def _backward_beside(
+        self,
+        saved: _SavedForward,
+        dstats: list[jax.Array],
+        kind: LayerKind,
+        index: Index,
+        residuals: Any,
+        state: _BackwardState,
+        before: jax.Array | None,
+    ) -> tuple[_BackwardState, _PendingGradients]:
+        """Run a layer in reverse beside the collectives of its neighbours; return its gradients
+        before their reduction.
+
+        before: the shard of the flat buffer of the layer before it, to gather; None before the
+        first layer.
+        """
+        gathers, reductions = self.config.gathers(before), self._reductions(state.pending)
+        args = (
+            state.unsharded,
+            layer_slice(saved.unbuffered[kind], index),
+            layer_slice(saved.extras[kind], index),
+            residuals,
+            state.dx,
+            layer_slice(dstats, index) if kind == "moe" else [],
+        )
+        (rows_RG, gradients, dx), results = interleave(
+            partial(self._backward_layer, kind),
+            args,
+            gathers + list(itertools.chain(*reductions)),
+            self.config.schedule,
+            self.axes,
+            state.dx,
+        )
+        state = state._replace(dx=dx)
+        if before is not None:
+            unsharded = self.config.unsharded(results[: len(gathers)], before)
+            state = state._replace(unsharded=unsharded)
+        done = iter(results[len(gathers) :])
+        state = self._store_reduced(
+            state, [list(itertools.islice(done, len(works))) for works in reductions]
+        )
+        if saved.summed is not None:
+            earlier = layer_slice(self.kinds[kind].split(saved.summed[kind])[1], index)
+            gradients = jax.tree.map(jnp.add, gradients, earlier)
+        own = self.unbuffered[kind]
+        others = state.others | {kind: own.store_unreduced(state.others[kind], index, gradients)}
+        return state._replace(others=others), _PendingGradients(rows_RG, *own.flatten(gradients))
 
     def _backward_layer(
         self,
         kind: LayerKind,
         unsharded: jax.Array,
-        rest: Any,
-        extra: Any,
+        rest: list[jax.Array],
+        extra: Extras,
         residuals: Any,
         dx: jax.Array,
-        dstats: Any,
-    ) -> tuple[jax.Array, Any, jax.Array]:
+        dstats: list[jax.Array],
+    ) -> tuple[jax.Array, list[jax.Array], jax.Array]:
+        """Return (the gradients of the flat buffer [R, G], of the other parameters, of x)."""
         layers, hierarchy = self.kinds[kind], self.config.hierarchy
         known = [*unflatten(unsharded, layers.parts, hierarchy), *rest, *jax.tree.leaves(extra)]
         dparams, drest, dx = with_known(residuals, known)((dx, dstats))

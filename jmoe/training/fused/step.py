@@ -24,11 +24,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from jmoe.config import TrainConfig
+from jmoe.config import STACKS, TrainConfig
 from jmoe.config.cluster import LinksConfig
 from jmoe.memory.record_checkpoint import RecordCheckpoints
 from jmoe.mesh import ACCUMULATED_BATCH, ALL, BATCH, REPLICATED, shardings
-from jmoe.models.decoder import STACKS
 from jmoe.offload.expert_state import ReadExperts
 from jmoe.optim.loss_scale import LossScale, scaled, unscaled
 from jmoe.training.fused.reverse_scan import ReverseScan
@@ -306,8 +305,8 @@ class FusedTrainer:
         """Return the training state for a checkpoint's state; `weights` and `moments` read the
         experts that `saved` lacks.
         """
-        kinds = self.config.model.layer_kinds
-        whole = read_missing_experts(saved, self.saved_shape, kinds, weights, moments)
+        layers = self.config.model.expert_layers
+        whole = read_missing_experts(saved, self.saved_shape, layers, weights, moments)
         return self.with_cast(self.model.from_saved(whole))
 
     def expert_stats(self) -> None:

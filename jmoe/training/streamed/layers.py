@@ -49,7 +49,7 @@ from jmoe.layers.router import Routing
 from jmoe.mesh import ALL, DATA, EXPERTS_PATH
 from jmoe.models.block import Block, causal, saved_names
 from jmoe.optim.loss_scale import scaled
-from jmoe.training.fused.reverse_scan import layer_of
+from jmoe.training.fused.reverse_scan import layer_slice
 from jmoe.training.streamed.model import (
     Choices,
     ExpertStacks,
@@ -111,7 +111,7 @@ class LayerFunctions:
         layout, buffer_RC = self.layout(params.stack), params.unsharded_RC
         hierarchy = self._sharded.hierarchy
         fused = [] if buffer_RC is None else unflatten(buffer_RC, layout.parts, hierarchy)
-        return layout.join(fused, layer_of(layout.split(params.stack)[1], layer.number))
+        return layout.join(fused, layer_slice(layout.split(params.stack)[1], layer.number))
 
     def _unless_empty(
         self, layer: LayerOptions, function: Callable[..., PyTree], args: tuple[PyTree, ...]
@@ -141,7 +141,7 @@ class LayerFunctions:
         scan, pending = self._scan, work.pending
         if scan is None or not jax.tree.leaves((work.next_layer, pending)):
             return self._unless_empty(layer, function, args), Overlapped()
-        row_C = None if work.next_layer is None else layer_of(*work.next_layer)
+        row_C = None if work.next_layer is None else layer_slice(*work.next_layer)
         gathers = scan.gathers(row_C)[len(work.gathered) :]
         rows_RG, experts = pending.rows_RG, pending.experts
         reductions = [] if rows_RG is None else scan.reductions(rows_RG)
@@ -255,14 +255,14 @@ class LayerFunctions:
         """
         function = partial(self._run_route, kind=kind, train=train, full_capacity=full_capacity)
         run = self._with_residuals_if(keeps, function, wanted=(0, 3))
-        bias = layer_of(params.router_bias, layer.number)
+        bias = layer_slice(params.router_bias, layer.number)
         args = self._unsharded(params, layer), bias, layer, x_BSD
         gathered: Sequence[jax.Array] = []
         scan = self._scan
         if scan is None or work.next_layer is None:
             routed, kept = self._unless_empty(layer, run, args)
         else:
-            row_C, model = layer_of(*work.next_layer), self.config.model
+            row_C, model = layer_slice(*work.next_layer), self.config.model
             gathers, dense = scan.gathers(row_C), row_C.size * self.mesh.size
             multiplied = dense + model.num_experts_per_tok * model.expert_parameters
             early = gathers[: len(gathers) * dense // multiplied]
@@ -397,7 +397,7 @@ class LayerFunctions:
         counts_E = None
         if inputs.counts_NAE is not None and layer.accumulation is not None:
             counts_E = inputs.counts_NAE[layer.number, layer.accumulation]
-        bias = layer_of(params.router_bias, layer.number)
+        bias = layer_slice(params.router_bias, layer.number)
         experts, ids_M = params.of_chosen()
         run_experts = partial(self._run_experts, kind=kind)
 

@@ -15,7 +15,6 @@ G elements of a device's shard of its gradients
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import flax.nnx as nnx
@@ -25,10 +24,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jmoe.collectives.exchange import DispatchedTokens
-from jmoe.config import LayerKind, ModelConfig, TrainConfig
+from jmoe.config import STACKS, Layer, LayerKind, TrainConfig
 from jmoe.layers.moe import MoEStats
 from jmoe.models.functional import FunctionalModule
-from jmoe.models.vision import STACK_OF
 from jmoe.offload.slot_rows import ChosenRows
 from jmoe.optim.loss_scale import LossScale
 from jmoe.training.fused.reverse_scan import ReverseScan
@@ -191,34 +189,14 @@ class StepResults(NamedTuple):
     totals: ExpertTotals
 
 
-@dataclass(frozen=True)
-class StreamedLayer:
-    """One layer. number: its index among layers of its kind. record: its index among layers with
-    experts, -1 without experts.
-    """
-
-    kind: LayerKind
-    number: int
-    record: int
-    options: LayerOptions  # the same for all micro-batches
-
-    @property
-    def stack(self) -> str:
-        """Name of the parameter stack that holds this layer."""
-        return STACK_OF[self.kind]
-
-
-def streamed_layers(model: ModelConfig) -> list[StreamedLayer]:
-    """Return a model's layers in the order of the forward pass."""
-    layers, records, windows = list[StreamedLayer](), 0, model.windows
-    for i, kind in enumerate(model.layer_kinds):
-        number = model.layer_kinds[:i].count(kind)
-        options = LayerOptions(
-            jnp.int32(number), None if windows is None else jnp.int32(windows[i])
+def common_options(layers: Sequence[Layer]) -> dict[Layer, LayerOptions]:
+    """Return the options of each layer that are the same for all micro-batches."""
+    return {
+        layer: LayerOptions(
+            jnp.int32(layer.number), None if layer.window is None else jnp.int32(layer.window)
         )
-        layers.append(StreamedLayer(kind, number, -1 if kind == "dense" else records, options))
-        records += kind != "dense"
-    return layers
+        for layer in layers
+    }
 
 
 class ModelParts(NamedTuple):
@@ -235,7 +213,7 @@ class ModelParts(NamedTuple):
         """Return the parts of `sharded`'s model; no parameters are computed."""
         model: Any = nnx.eval_shape(sharded.build)
         blocks, experts = dict[LayerKind, FunctionalModule](), dict[LayerKind, FunctionalModule]()
-        for kind, stack in STACK_OF.items():
+        for kind, stack in STACKS.items():
             if (layers := getattr(model, stack, None)) is None:
                 continue
             if kind != "dense":
@@ -301,9 +279,11 @@ class StreamedModel(Protocol[PartIn]):
         """Return (the first layer's input, the routing choices for each task-routed layer)."""
 
     def layer_options(
-        self, layer: StreamedLayer, step: jax.Array, part: PartIn, number: int
+        self, kind: LayerKind, common: LayerOptions, step: jax.Array, part: PartIn, number: int
     ) -> LayerOptions:
-        """Return the options of `layer` for micro-batch `number`. Runs on the host, untraced."""
+        """Return the options of a layer for micro-batch `number`. Runs on the host, untraced.
+        common: the options that are the same for all micro-batches.
+        """
 
     def auxiliary_loss(
         self, kind: LayerKind, stats: MoEStats, counts_E: jax.Array | None

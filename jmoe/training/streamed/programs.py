@@ -16,10 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmoe.config import LayerKind
+from jmoe.config import STACKS, LayerKind
 from jmoe.layers.moe import MoEStats
 from jmoe.mesh import ALL, BATCH, EXPERT, REPLICATED, split_over
-from jmoe.models.vision import STACK_OF
 from jmoe.offload.slot_rows import ChosenRows
 from jmoe.optim.loss_scale import LossScale
 from jmoe.training.gradient_reduction import StreamedGradients, squared_norms_local
@@ -142,7 +141,7 @@ class _StepFunctions:
         """Return zero gradient accumulators in float32. stacks: dense parameters by stack; outside:
         parameters outside the layers.
         """
-        own = {kind: stacks[name] for kind, name in STACK_OF.items() if name in stacks}
+        own = {kind: stacks[name] for kind, name in STACKS.items() if name in stacks}
         rest = {kind: _zeros_of(self._layers.layout(w).split(w)[1]) for kind, w in own.items()}
         return StreamedGradients(_zeros_of(outside), rest, {kind: [] for kind in own})
 
@@ -184,7 +183,7 @@ class _StepFunctions:
         for kind, layers in step.expert_squares.items():
             of_experts = jnp.stack([square.sum() for square in layers])
             of_experts = of_experts / self._layers.replicas  # every replica adds the same squares
-            squares[STACK_OF[kind]] = squares[STACK_OF[kind]] + of_experts
+            squares[STACKS[kind]] = squares[STACKS[kind]] + of_experts
         squares = sum_over_mesh(mesh.size, squares)
         return model.finish(state, grads, squares, metrics)
 
@@ -211,7 +210,7 @@ def compile_step(model: StreamedModel[PyTree]) -> StepPrograms:
 
     def params(kind: LayerKind) -> LayerParams:
         chosen = ChosenRows(experts, experts)
-        return LayerParams(stacks.get(STACK_OF[kind]), all_of, all_of, experts, chosen)
+        return LayerParams(stacks.get(STACKS[kind]), all_of, all_of, experts, chosen)
 
     dense, routed = params("dense"), params(next(iter(model.parts.experts)))
     layer = LayerOptions(all_of, all_of, all_of, all_of, split, split)

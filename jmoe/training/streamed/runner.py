@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from jmoe.config import LayerKind
+from jmoe.config import Layer, LayerKind
 from jmoe.layers.moe import MoEStats
 from jmoe.models.functional import split_parameters
 from jmoe.offload.expert_index import SlottedExperts
@@ -54,10 +54,9 @@ from jmoe.training.streamed.model import (
     PendingGradients,
     RoutedTokens,
     StepResults,
-    StreamedLayer,
     StreamedModel,
     SummedGradients,
-    streamed_layers,
+    common_options,
 )
 from jmoe.training.streamed.programs import compile_step
 from jmoe.training.update import overflowed, run_without_drops
@@ -83,7 +82,7 @@ class _PassedLayer:
 class _PendingLayer:
     """A layer whose backward pass has run and whose gradients are not reduced over devices yet."""
 
-    layer: StreamedLayer
+    layer: Layer
     gradients: PendingGradients
     chosen_P: NDArray[np.bool_]  # the experts with gradients
 
@@ -110,7 +109,7 @@ class Pass(Generic[Part]):
     stats: list[list[MoEStats]] = field(default_factory=list)
     dweights: list[list[jax.Array]] = field(default_factory=list)
 
-    def params(self, layer: StreamedLayer, experts: DeviceStacks | None = None) -> LayerParams:
+    def params(self, layer: Layer, experts: DeviceStacks | None = None) -> LayerParams:
         """Return the parameters for the program of `layer`, which must be the layer
         gathered last.
         """
@@ -142,8 +141,8 @@ class StreamedRunner(StreamedExperts, ABC, Generic[Part]):
     ) -> None:
         self.config = config = streamed.config
         self.streamed, self.programs = streamed, compile_step(streamed)
-        self._layers = streamed_layers(config.model)
-        self._record_layers = [layer for layer in self._layers if layer.record >= 0]
+        self._layers, self._record_layers = config.model.layers, config.model.expert_layers
+        self._common_options = common_options(self._layers)
         self._down = list(range(len(self._record_layers)))  # layers with experts, forward order
         if before is None:
             shapes = streamed.parts.expert_shapes
@@ -232,11 +231,13 @@ class StreamedRunner(StreamedExperts, ABC, Generic[Part]):
         """
         if not run.flat or not 0 <= i < len(self._layers):
             return None
-        return NextLayer(run.flat[self._layers[i].kind], self._layers[i].options.number)
+        layer = self._layers[i]
+        return NextLayer(run.flat[layer.kind], self._common_options[layer].number)
 
-    def _options(self, run: Pass[Part], layer: StreamedLayer, a: int) -> LayerOptions:
+    def _options(self, run: Pass[Part], layer: Layer, a: int) -> LayerOptions:
         """Return the options of a layer's programs for micro-batch `a`."""
-        options = self.streamed.layer_options(layer, run.state.step, run.parts[a], a)
+        common, step = self._common_options[layer], run.state.step
+        options = self.streamed.layer_options(layer.kind, common, step, run.parts[a], a)
         if layer.kind != "task":
             return options
         return options._replace(choices=run.choices[a][layer.number])

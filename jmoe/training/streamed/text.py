@@ -22,11 +22,10 @@ from jax import lax
 from jax.sharding import Mesh
 
 from jmoe.collectives.fusion import all_gather_buffer_local, flatten, unflatten
-from jmoe.config import LayerKind, TrainConfig
+from jmoe.config import STACKS, LayerKind, TrainConfig
 from jmoe.config.cluster import LinksConfig
 from jmoe.layers.moe import MoEStats
 from jmoe.mesh import ALL, BATCH, REPLICATED
-from jmoe.models.decoder import STACKS
 from jmoe.optim.loss_scale import LossScale, scaled, unscaled
 from jmoe.training.gradient_reduction import StreamedGradients, streamed_on_shards_local
 from jmoe.training.sharded_decoder import ShardedDecoder
@@ -38,7 +37,6 @@ from jmoe.training.streamed.model import (
     ModelParts,
     Params,
     StepResults,
-    StreamedLayer,
     StreamedModel,
     Unsharded,
 )
@@ -111,11 +109,11 @@ class StreamedDecoder(StreamedModel[TokenPart]):
         return module.embed(part.inputs_BS, self.dtype, lookup), []
 
     def layer_options(
-        self, layer: StreamedLayer, step: jax.Array, part: TokenPart, number: int
+        self, kind: LayerKind, common: LayerOptions, step: jax.Array, part: TokenPart, number: int
     ) -> LayerOptions:
-        if layer.kind == "dense":
-            return layer.options
-        return layer.options._replace(step=step, accumulation=jnp.int32(number))
+        if kind == "dense":
+            return common
+        return common._replace(step=step, accumulation=jnp.int32(number))
 
     def auxiliary_loss(
         self, kind: LayerKind, stats: MoEStats, counts_E: jax.Array | None

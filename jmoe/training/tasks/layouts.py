@@ -64,7 +64,7 @@ def common_bytes(config: VisionTrainConfig, num_devices: int) -> int:
     """
     model, mesh = config.model, config.mesh
     in_use_bytes = GRADIENT_BYTES + _cast_bytes(config)
-    routed = model.num_experts * (model.num_moe_layers + len(model.task_layers))
+    routed = model.num_experts * len(model.expert_layers)
     dense = model.num_parameters()[0] - routed * model.expert_parameters
     parts = num_devices if config.comm.shard_dense else 1
     groups = mesh.expert_inter * max(1, mesh.expert_intra)
@@ -75,13 +75,9 @@ def common_bytes(config: VisionTrainConfig, num_devices: int) -> int:
     return dense * in_use_bytes + -(-dense * STATE_BYTES // parts) + experts
 
 
-def _expert_layers(config: VisionTrainConfig) -> int:
-    return config.model.num_moe_layers + len(config.model.task_layers)
-
-
 def _layers_on_device(config: VisionTrainConfig) -> int:
     """Return the number of layers whose experts are on the device at the same time."""
-    layers, tiers = _expert_layers(config), config.tiers
+    layers, tiers = len(config.model.expert_layers), config.tiers
     return layers if tiers.experts == "device" else min(tiers.device_layers, layers)
 
 
@@ -292,7 +288,7 @@ def tiers_line(config: VisionTrainConfig) -> str:
     """Return one line on which bytes of the experts are on the device and which on lower tiers; ""
     without tiers.
     """
-    tiers, layers = config.tiers, _expert_layers(config)
+    tiers, layers = config.tiers, len(config.model.expert_layers)
     if tiers.on_device:
         return ""
     parameters = config.model.num_experts * layers * config.model.expert_parameters

@@ -93,7 +93,7 @@ def read_vision_run(
         if experts is None or not later:
             return VisionRun(int(step), model, tasks, classes, state.params, state.router_bias)
         if not experts_later:
-            state = read_missing_experts(state, shape, model.layer_kinds, experts.weights, None)
+            state = read_missing_experts(state, shape, model.expert_layers, experts.weights, None)
     read = experts.weights if experts_later else None
     return VisionRun(int(step), model, tasks, classes, state.params, state.router_bias, read)
 

@@ -31,7 +31,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.tree_util import KeyPath
 from numpy.typing import NDArray
 
-from jmoe.config import VisionTrainConfig
+from jmoe.config import STACKS, VisionTrainConfig
 from jmoe.data.image_batches import ImageBatch
 from jmoe.layers.moe import ExpertParallel
 from jmoe.memory.record_checkpoint import RecordCheckpoints
@@ -40,7 +40,6 @@ from jmoe.mesh import (
     BATCH,
     EXPERT,
     REPLICATED,
-    STACK_PATHS,
     is_expert,
     path_names,
     shardings,
@@ -264,9 +263,9 @@ class ShardedVision(ShardedModel):
         """
         with jax.named_scope("gather"):
             outside = self.gather(
-                {name: tree for name, tree in params.items() if name not in STACK_PATHS}
+                {name: tree for name, tree in params.items() if name not in STACKS.values()}
             )
-            stacks = {name: tree for name, tree in params.items() if name in STACK_PATHS}
+            stacks = {name: tree for name, tree in params.items() if name in STACKS.values()}
             return outside | {name: jax.vmap(self.gather)(tree) for name, tree in stacks.items()}
 
 
@@ -597,8 +596,8 @@ class VisionTrainer:
 
         weights, moments: read the experts that `saved` lacks.
         """
-        kinds = self.config.model.layer_kinds
-        saved = read_missing_experts(saved, self.saved_shape, kinds, weights, moments)
+        layers = self.config.model.expert_layers
+        saved = read_missing_experts(saved, self.saved_shape, layers, weights, moments)
         state = self.model.from_saved(saved)
         if self.slots is not None:
             for tree in (saved.params, saved.m, saved.v):

@@ -20,11 +20,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jmoe.config import LayerKind, VisionTrainConfig
+from jmoe.config import STACKS, LayerKind, VisionTrainConfig
 from jmoe.data.image_batches import ImageBatch
 from jmoe.layers.moe import MoEStats
-from jmoe.mesh import BATCH, REPLICATED, STACK_PATHS
-from jmoe.models.vision import STACK_OF
+from jmoe.mesh import BATCH, REPLICATED
 from jmoe.optim.loss_scale import LossScale
 from jmoe.planning.elastic import Layout
 from jmoe.training.gradient_reduction import StreamedGradients, reduce_gradients_local
@@ -35,7 +34,6 @@ from jmoe.training.streamed.model import (
     ModelParts,
     Params,
     StepResults,
-    StreamedLayer,
     StreamedModel,
     Unsharded,
 )
@@ -59,7 +57,7 @@ class TaskPart(NamedTuple):
 
 
 def _without_stacks(params: Params) -> Params:
-    return {name: tree for name, tree in params.items() if name not in STACK_PATHS}
+    return {name: tree for name, tree in params.items() if name not in STACKS.values()}
 
 
 class StreamedVision(StreamedModel[TaskPart]):
@@ -83,14 +81,14 @@ class StreamedVision(StreamedModel[TaskPart]):
         self.losses = TaskLosses(config, num_classes, mesh.size, active_tasks(config, layout))
         self._equal = len(set(layout.images)) == 1  # all devices have equally many images
         self.outside_spec = REPLICATED
-        self.stack_specs = {STACK_OF[kind]: REPLICATED for kind in self.parts.blocks}
+        self.stack_specs = {STACKS[kind]: REPLICATED for kind in self.parts.blocks}
         split: PyTree = BATCH
         step: PyTree = REPLICATED
         self.part_spec = TaskPart(split, step, split)
 
     def unsharded(self, params: Params, *, first: LayerKind) -> Unsharded:
         gathered = self.vision.gather_all(params)
-        stacks = {name: tree for name, tree in gathered.items() if name in STACK_PATHS}
+        stacks = {name: tree for name, tree in gathered.items() if name in STACKS.values()}
         return Unsharded(_without_stacks(gathered), stacks, {}, None)
 
     def embed(self, outside: Params, part: TaskPart) -> tuple[jax.Array, list[Choices]]:
@@ -102,10 +100,10 @@ class StreamedVision(StreamedModel[TaskPart]):
         return x_BSD, [module.choices(layer, task_B, draw, slot_NE) for layer in layers]
 
     def layer_options(
-        self, layer: StreamedLayer, step: jax.Array, part: TaskPart, number: int
+        self, kind: LayerKind, common: LayerOptions, step: jax.Array, part: TaskPart, number: int
     ) -> LayerOptions:
         weight_B = None if self._equal else part.images.weight
-        return layer.options._replace(weight_B=weight_B)
+        return common._replace(weight_B=weight_B)
 
     def auxiliary_loss(
         self, kind: LayerKind, stats: MoEStats, counts_E: jax.Array | None
@@ -144,7 +142,7 @@ class StreamedVision(StreamedModel[TaskPart]):
     def reduced(self, params: Params, grads: StreamedGradients) -> Params:
         gathered, scatter = jax.vjp(self.vision.gather_all, params)
         stacks = {
-            STACK_OF[kind]: jax.tree.unflatten(jax.tree.structure(gathered[STACK_OF[kind]]), rest)
+            STACKS[kind]: jax.tree.unflatten(jax.tree.structure(gathered[STACKS[kind]]), rest)
             for kind, rest in grads.rest.items()
         }
         own = grads.outside | stacks

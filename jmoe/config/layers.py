@@ -1,0 +1,53 @@
+"""The table of a model's layers, which `ModelConfig.layers` computes once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+# one feed-forward, experts by token, experts by the image's task
+LayerKind = Literal["dense", "moe", "task"]
+# the attribute of a model that holds the stacked parameters of each kind of layer
+STACKS: dict[LayerKind, str] = {
+    "dense": "dense_layers",
+    "moe": "moe_layers",
+    "task": "task_layers",
+}
+EXPERT_STACKS = tuple(stack for kind, stack in STACKS.items() if kind != "dense")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer of a model.
+
+    number: its index in the stack of its kind.
+    record: the number of layers with experts before it; in a layer with experts, this is its index
+        in `ExpertIndex`.
+    window: how many tokens a token sees, `NO_WINDOW` for all; None if no layer has a window.
+    """
+
+    kind: LayerKind
+    number: int
+    record: int
+    window: int | None
+
+    @property
+    def stack(self) -> str:
+        """Return the name of the stack that holds this layer's parameters."""
+        return STACKS[self.kind]
+
+    @property
+    def has_experts(self) -> bool:
+        return self.kind != "dense"
+
+
+def layer_table(kinds: Sequence[LayerKind], windows: Sequence[int | None]) -> tuple[Layer, ...]:
+    """Return the layers in the order of the forward pass, from the kind and the window of each."""
+    layers: list[Layer] = []
+    sizes, record = dict.fromkeys(STACKS, 0), 0
+    for kind, window in zip(kinds, windows, strict=True):
+        layers.append(Layer(kind, sizes[kind], record, window))
+        sizes[kind] += 1
+        record += layers[-1].has_experts
+    return tuple(layers)
