@@ -145,9 +145,9 @@ def step_programs(
     )
     positions_PC = batch.positions_PC
     x = do(f"embedding, {what}", runner._embed, *outside, batch.tokens_T, positions_PC, DTYPE)
-    form = runner.Form(False, context)
+    variant = runner.LayerVariant(False, context)
     inputs = *layer, caches[0], x, batch.rows_P, positions_PC, None
-    x_PCD, _, routed = do(f"layer but for experts, {what}", runner._attend, form, *inputs)
+    x_PCD, _, routed = do(f"layer but for experts, {what}", runner._attend, variant, *inputs)
     for name, arrays in kept.items():
         table_E = of(jnp.int32, config.num_experts)
         operands = config.hidden_act, routed, arrays, table_E

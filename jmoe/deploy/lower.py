@@ -29,7 +29,7 @@ from jmoe.deploy import portable
 from jmoe.deploy.cut import check_new_folder, copy_beside_weights, new_folder
 from jmoe.deploy.model_folder import hugging_face_folder
 from jmoe.inference.kv_cache import KVCache, empty_caches
-from jmoe.inference.runner import Hidden, InCache, attend_local, embed_local
+from jmoe.inference.runner import CachePlaces, Hidden, attend_local, embed_local
 from jmoe.layers.slot_experts import ExpertInputs, table_mlp
 from jmoe.mesh import path_names
 from jmoe.models.block import add_residual
@@ -77,7 +77,7 @@ def _apply_layer(
     experts: Weights,
     cache: KVCache,
     hidden: Hidden,
-    places: InCache,
+    places: CachePlaces,
 ) -> tuple[KVCache, Hidden]:
     """Run one layer. As a jitted function, equal layers share one function of the program."""
     x_PCD, cache, y = attend_local(structure, arrays, cache, hidden, places)
@@ -149,7 +149,7 @@ class PortablePrograms:
         )
         for layer, cache in zip(self._layers, caches, strict=True):
             experts = {field: weights[name] for field, name in layer.experts.items()}
-            places = InCache(rows_P, positions_PC, layer.window)
+            places = CachePlaces(rows_P, positions_PC, layer.window)
             static = (layer.block.structure, self.config.hidden_act)
             new, hidden = _apply_layer(
                 *static, layer.block.arrays(weights), experts, KVCache(*cache), hidden, places

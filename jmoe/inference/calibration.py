@@ -38,7 +38,7 @@ RUN_S = 0.5  # a program is repeated for up to this time
 MAX_RUNS = 3  # repetitions of a program, at most
 
 
-class _Filled(Residency):
+class _FilledSlots(Residency):
     """A residency that maps every layer's experts to the slots that are filled.
 
     Steps compute as much as with their own experts, and wait for no copy.
@@ -78,19 +78,11 @@ def calibrate(
     store: where streamed experts come from; None if all experts are on the device.
     """
     residency, layers = runner.residency, runner.config.num_moe_layers
-    calibration = Calibration((), ())
-    num_filled = residency.slots.num_slots
-    if store is not None:
-        num_filled, calibration = _copies(store, residency.slots, runner.config.num_experts)
-        before_s = runner.readback_s
-        runner.forward([runner.tokens(ChunkGroup((), 1, 1))])  # padding alone needs no expert
-        calibration = replace(calibration, sync_s=(runner.readback_s - before_s) / layers)
-        if isinstance(residency, HybridExperts):
-            rate = residency.host.bytes_per_s(
-                runner.config.num_experts_per_tok, runner.config.hidden_act
-            )
-            calibration = replace(calibration, host_bytes_per_s=rate)
-    filled = _Filled(residency.slots, residency.index, num_filled, residency.streams)
+    if store is None:
+        num_filled, calibration = residency.slots.num_slots, Calibration((), ())
+    else:
+        num_filled, calibration = _measure_transfers(runner, store)
+    filled = _FilledSlots(residency.slots, residency.index, num_filled, residency.streams)
     if runner.needs_no_choices:
         filled.tables_NE = np.stack([filled.acquire(layer, None) for layer in range(layers)])
     runner.residency = filled
@@ -120,6 +112,24 @@ def calibrate(
             lambda: sampler.greedy(runner.logits(output, np.zeros(max_batch, np.int32)))
         ),
     )
+
+
+def _measure_transfers(runner: ModelRunner, store: TieredStore) -> tuple[int, Calibration]:
+    """Return (slots filled, a `Calibration` with what streamed experts cost beyond layers).
+
+    That is the bandwidths of copies and of experts on the host, and the seconds in which a layer
+    reads its choices back.
+    """
+    residency, config = runner.residency, runner.config
+    num_filled, calibration = _copies(store, residency.slots, config.num_experts)
+    before_s = runner.readback_s
+    runner.forward([runner.tokens(ChunkGroup((), 1, 1))])  # padding alone needs no expert
+    sync_s = (runner.readback_s - before_s) / config.num_moe_layers
+    calibration = replace(calibration, sync_s=sync_s)
+    if isinstance(residency, HybridExperts):
+        rate = residency.host.bytes_per_s(config.num_experts_per_tok, config.hidden_act)
+        calibration = replace(calibration, host_bytes_per_s=rate)
+    return num_filled, calibration
 
 
 def _layers_s(runner: ModelRunner, batch: TokenBatch) -> float:

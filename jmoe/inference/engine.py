@@ -46,7 +46,7 @@ from jmoe.planning.streaming import StreamingPlan
 from jmoe.status import status
 
 log = logging.getLogger("jmoe")
-REST_S = 0.005  # how long a step without any tokens to run waits for a constraint
+PAUSE_S = 0.005  # how long a step without any tokens to run waits for a constraint
 NO_NUMBERS = "the model's logits are not finite, so no token can be drawn"
 
 
@@ -148,10 +148,10 @@ class Engine(Closing):
             token_ids = [int(token) for token in prompt]
         check(bool(token_ids), "prompt", prompt, "must hold at least one token")
         sequence = Sequence(token_ids, sampling or SamplingParams(), constraint)
-        self.add(sequence)
+        self.add_sequence(sequence)
         return sequence
 
-    def add(self, sequence: Sequence) -> None:
+    def add_sequence(self, sequence: Sequence) -> None:
         """Queue a sequence.
 
         Raises ValueError as `check_request` does, and for a constraint beside min_new_tokens.
@@ -165,16 +165,16 @@ class Engine(Closing):
             "must be 0 with a constraint, which may allow no token but one that ends the text",
         )
         if self.tokenizer is not None:
-            limits: dict[str, Any] = {
-                "stop": sampling.stop,
-                "min_new_tokens": sampling.min_new_tokens,
-            }
-            prompt, harmony = sequence.prompt_token_ids, sequence.harmony
+            stream = (
+                partial(TextStream, self.tokenizer)
+                if sequence.harmony is None
+                else partial(ChannelStream, self.tokenizer, sequence.harmony)
+            )
             with sequence.guard("decoding"):  # of the prompt's last tokens
-                sequence.text = (
-                    TextStream(self.tokenizer, prompt, **limits)
-                    if harmony is None
-                    else ChannelStream(self.tokenizer, harmony, prompt, **limits)
+                sequence.text = stream(
+                    sequence.prompt_token_ids,
+                    stop=sampling.stop,
+                    min_new_tokens=sampling.min_new_tokens,
                 )
         self._scheduler.add(sequence)
 
@@ -245,13 +245,13 @@ class Engine(Closing):
             return self._step()
 
     def _step(self) -> list[Output]:
-        resting = self._let_rest()
+        paused = self._pause_unready()
         plan = self._scheduler.schedule()
         if not plan.chunks:
-            if resting:
-                sequence, constraint = resting[0]
+            if paused:
+                sequence, constraint = paused[0]
                 with sequence.guard("constraint"):
-                    constraint.wait(REST_S)
+                    constraint.wait(PAUSE_S)
             return []
         begun = time.perf_counter()
         for chunk in plan.prefill:
@@ -296,7 +296,7 @@ class Engine(Closing):
         prefill_shapes = self._scheduler.prefill_shapes
         shapes = dict.fromkeys([*decode_shapes, *prefill_shapes])
         parts: list[Callable[[], None]] = [partial(self._compile, *shape) for shape in shapes]
-        parts += [self._compile_odds]
+        parts += [self._compile_copies_and_constraints]
         parts += [partial(self._compile_prompt_logprobs, *shape) for shape in prefill_shapes]
         done = 0
         what = "compiling the programs of all requests"
@@ -361,7 +361,7 @@ class Engine(Closing):
 
     # Parts of a step
 
-    def _compile_odds(self) -> None:
+    def _compile_copies_and_constraints(self) -> None:
         """Compile copies of rows of the cache, and sampling with constraints or many token ids."""
         self._runner.copy_row(0, 0, 1)
         self._runner.copy_row(0, self.max_batch - 1, 1)  # between devices is another program
@@ -372,17 +372,17 @@ class Engine(Closing):
         logits = self._runner.all_logits(self._runner.zeros(num_rows, width), 0)
         self._sampler.warm_up_prompt_logprobs(logits)
 
-    def _let_rest(self) -> list[tuple[Sequence, Constraint]]:
-        """Mark sequences whose constraint is not ready as resting; return both of each."""
-        resting = []
+    def _pause_unready(self) -> list[tuple[Sequence, Constraint]]:
+        """Mark sequences whose constraint is not ready as paused; return both of each."""
+        paused = []
         for sequence in self._scheduler.decoding:
             if sequence.constraint is not None:
-                sequence.rests = False
+                sequence.is_paused = False
                 if sequence.failed is None:
                     with sequence.guard("constraint"):
-                        sequence.rests = not sequence.constraint.is_ready()
-                resting += [(sequence, sequence.constraint)] * sequence.rests
-        return resting
+                        sequence.is_paused = not sequence.constraint.is_ready()
+                paused += [(sequence, sequence.constraint)] * sequence.is_paused
+        return paused
 
     def _drop_unwanted(self) -> None:
         """Drop the speculative step once no request needs it."""

@@ -11,7 +11,6 @@ E experts of a layer
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
 
 import flax.nnx as nnx
 import jax
@@ -25,9 +24,10 @@ from jmoe.inference.kv_cache import BLOCK, empty_caches
 from jmoe.inference.loading import model_bytes
 from jmoe.layers.slot_experts import ExpertInputs
 from jmoe.memory.host_memory import available_bytes
+from jmoe.models.block import Block
 from jmoe.models.decoder import Decoder
 from jmoe.models.functional import split
-from jmoe.models.lazy_checkpoint import LazyCheckpoint, split_decoder
+from jmoe.models.lazy_checkpoint import EmbedAndHead, LazyCheckpoint, split_decoder
 from jmoe.offload import slots
 from jmoe.planning.gpu_estimate import ExpertRows, GpuEstimate, estimate_module, gpu_rates, joined
 from jmoe.planning.hlo import parse_hlo
@@ -163,7 +163,7 @@ class _Programs:
         options: EngineConfig,
         memory: MemoryPlan,
         gpu: str,
-        device: Any,
+        device: jax.Device,
     ) -> None:
         self._config = checkpoint.config
         self._dtype = checkpoint.dtype
@@ -182,7 +182,7 @@ class _Programs:
             for name, (shape, dtype) in fields
         }
 
-    def _modules(self) -> Any:
+    def _modules(self) -> tuple[EmbedAndHead, list[Block]]:
         """Return (embedding and head, the layers without experts) in the engine's dtype."""
         decoder = Decoder(self._config, rngs=nnx.Rngs(0))
         narrow = lambda w: w.astype(self._dtype) if w.dtype == jnp.float32 else w  # noqa: E731
@@ -192,10 +192,12 @@ class _Programs:
     def _abstract(self, dtype: DTypeLike, *shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self._place)
 
-    def _on_device(self, tree: PyTree) -> Any:
+    def _on_device(self, tree: PyTree) -> PyTree:
         return jax.tree.map(lambda array: self._abstract(array.dtype, *array.shape), tree)
 
-    def _run(self, trips: int, function: Any, *operands: Any) -> tuple[Any, GpuEstimate]:
+    def _run(
+        self, trips: int, function: jax.stages.Wrapped, *operands: PyTree
+    ) -> tuple[PyTree, GpuEstimate]:
         """Return (shapes of the results, estimate) of a program.
 
         trips: assumed iterations of each loop whose trip count is not static.
@@ -212,7 +214,7 @@ class _Programs:
         module = parse_hlo(compiled.as_text() or "")
         return results, estimate_module(module, gpu_rates(self._gpu), rows, lambda scope: trips)
 
-    def _on_device_each(self, operands: tuple[Any, ...]) -> list[Any]:
+    def _on_device_each(self, operands: tuple[PyTree, ...]) -> list[PyTree]:
         is_array = lambda leaf: hasattr(leaf, "shape") and hasattr(leaf, "dtype")  # noqa: E731
         return [
             self._on_device(operand) if all(map(is_array, jax.tree.leaves(operand))) else operand
@@ -223,33 +225,53 @@ class _Programs:
         """Return the estimate of a step of `num_rows` sequences, with `context` tokens before each
         chunk.
         """
-        config, options, tokens = self._config, self._options, num_rows * width
-        assert options.max_seq_len is not None
+        tokens = num_rows * width
         batch = runner.TokenBatch(
             self._abstract(jnp.int32, tokens),
             self._abstract(jnp.int32, num_rows),
             self._abstract(jnp.int32, num_rows, width),
         )
+        hidden, embed = self._run(
+            1, runner._embed, *self._embed_and_head, batch.tokens_T, batch.positions_PC, self._dtype
+        )
+        hidden, layers = self._run_layers(batch, hidden, context)
+        x_PCD, add = self._run(1, runner._add_alone, hidden)
+        at_P = self._abstract(jnp.int32, num_rows)
+        logits_PV, head = self._run(
+            1, runner.logits_after, *self._embed_and_head, x_PCD, at_P, False
+        )
+        _, draw = self._run(1, sampler._greedy, logits_PV)
+        parts = [("embedding", 1, embed), *layers]
+        gpu = joined([*parts, ("sum", 1, add), ("head", 1, head), ("draw", 1, draw)])
+        return EngineStep(num_rows, width, gpu, self._link_s(tokens))
+
+    def _run_layers(
+        self, batch: runner.TokenBatch, hidden: runner.Hidden, context: int
+    ) -> tuple[runner.Hidden, list[tuple[str, int, GpuEstimate]]]:
+        """Return (shapes of the last layer's output, [(name, how often it runs, estimate) of each
+        program]).
+        """
+        config, options = self._config, self._options
+        assert options.max_seq_len is not None
         cache = jax.eval_shape(
             lambda: empty_caches(config, options.max_batch, options.max_seq_len or 0, self._dtype)[
                 0
             ]
         )
+        num_rows, width = batch.positions_PC.shape
+        tokens = num_rows * width
         window = None if config.sliding_window is None else self._abstract(jnp.int32)
         blocks = -(-(context + width) // BLOCK)
-        hidden, embed = self._run(
-            1, runner._embed, *self._embed_and_head, batch.tokens_T, batch.positions_PC, self._dtype
-        )
-        parts = [("embedding", 1, embed)]
-        routed: Any = None
+        parts: list[tuple[str, int, GpuEstimate]] = []
+        routed: ExpertInputs | None = None
         bound = runner.context_bound(context + 1, cache.length) if width == 1 else None
-        form = runner.Form(native=False, context=bound)
+        variant = runner.LayerVariant(native=False, context=bound)
         counts = Counter(structure for structure, _ in self._layers)
         arrays_of = dict(self._layers)
         for structure, count in counts.items():
             operands = cache, hidden, batch.rows_P, batch.positions_PC, window
             (x_PCD, _, y), attend = self._run(
-                blocks, runner._attend, form, structure, arrays_of[structure], *operands
+                blocks, runner._attend, variant, structure, arrays_of[structure], *operands
             )
             routed = y if isinstance(y, ExpertInputs) else routed
             parts.append(
@@ -267,14 +289,7 @@ class _Programs:
             function = slots.table_mlp_of_tokens
             y, mlp = self._run(tiles, function, config.hidden_act, routed, self._slots, table_E)
             parts.append(("experts", config.num_moe_layers, mlp))
-        x_PCD, add = self._run(1, runner._add_alone, runner.Hidden(x_PCD, y))
-        at_P = self._abstract(jnp.int32, num_rows)
-        logits_PV, head = self._run(
-            1, runner.logits_after, *self._embed_and_head, x_PCD, at_P, False
-        )
-        _, draw = self._run(1, sampler._greedy, logits_PV)
-        gpu = joined([*parts, ("sum", 1, add), ("head", 1, head), ("draw", 1, draw)])
-        return EngineStep(num_rows, width, gpu, self._link_s(tokens))
+        return runner.Hidden(x_PCD, y), parts
 
     def _link_s(self, tokens: int) -> float:
         """Return the seconds to copy the experts that a step's tokens choose and that the device

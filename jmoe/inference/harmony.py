@@ -56,7 +56,7 @@ class Harmony:
             return True
         return tokenizer.decode(header[header.index(self.channel) + 1 :]).split()[:1] == [FINAL]
 
-    def of_message(self, prompt_token_ids: Sequence[int]) -> list[int]:
+    def last_message(self, prompt_token_ids: Sequence[int]) -> list[int]:
         """Return the prompt's tokens from the start of its last message on; [] if there is no
         message.
         """
@@ -97,7 +97,7 @@ class ChannelStream:
         )
         self._is_answer, self._began = True, {True: False, False: False}
         self._reasoning = ""
-        if begun := harmony.of_message(prompt_token_ids):
+        if begun := harmony.last_message(prompt_token_ids):
             self.push(begun)
             self._num_tokens, self._num_prompt_tokens, self._expects_role = (
                 0,
@@ -192,7 +192,7 @@ class AnswerConstraint(Constraint):
         self.answer, self._tokenizer, self._harmony = answer, tokenizer, harmony
         self._end_token_ids = list(end_token_ids)
         self._header: list[int] | None = None  # tokens of an incomplete header
-        begun = harmony.of_message(prompt_token_ids)
+        begun = harmony.last_message(prompt_token_ids)
         self._is_answer = not begun
         for token in begun:
             self._follow(token)

@@ -22,6 +22,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jmoe.config import ModelConfig
@@ -112,7 +113,7 @@ def write_and_attend(
     positions_PC: jax.Array,
     *,
     scale: float,
-    window: jax.Array | None = None,
+    window: jax.Array | np.int32 | None = None,
     sinks_H: jax.Array | None = None,
     context: int | None = None,
 ) -> tuple[jax.Array, KVCache]:
@@ -149,7 +150,7 @@ def attend_at_once(
     *,
     context: int,
     scale: float,
-    window: jax.Array | None = None,
+    window: jax.Array | np.int32 | None = None,
     sinks_H: jax.Array | None = None,
 ) -> jax.Array:
     """Return attention [P, 1, H, e] for one token a row, over the first `context` positions at
@@ -211,7 +212,7 @@ def attend(
     positions_PC: jax.Array,
     *,
     scale: float,
-    window: jax.Array | None = None,
+    window: jax.Array | np.int32 | None = None,
     sinks_H: jax.Array | None = None,
 ) -> jax.Array:
     """Return attention [P, C, H, e] of this step's tokens to the cached positions up to their own.
@@ -243,19 +244,14 @@ def _attend_rows(
     rows_P: jax.Array,
     positions_PC: jax.Array,
     scale: float,
-    window: jax.Array | None,
+    window: jax.Array | np.int32 | None,
     sinks_H: jax.Array | None,
 ) -> jax.Array:
     p, c, h, d = q_PCHd.shape
     g, length, e = cache.k_BGSd.shape[1], cache.length, cache.v_BGSe.shape[3]
     q = q_PCHd.reshape(p, c, g, h // g, d).transpose(0, 2, 3, 1, 4).reshape(p, g, -1, d)
     at_Q = jnp.tile(positions_PC, (1, h // g))[:, None, :, None]  # [P, 1, Q, 1]
-    real = positions_PC < length
-    last_P1 = jnp.max(jnp.where(real, positions_PC, -1), axis=1, keepdims=True)
-    blocks = jnp.max(jnp.where(real, positions_PC, -1)) // BLOCK + 1
-    first = jnp.int32(0)
-    if window is not None:
-        first = jnp.maximum(jnp.min(jnp.where(real, positions_PC, length)) - window + 1, 0) // BLOCK
+    last_P1 = jnp.max(jnp.where(positions_PC < length, positions_PC, -1), axis=1, keepdims=True)
 
     def block(x_BGSd: jax.Array, i: jax.Array) -> jax.Array:
         part = lax.dynamic_slice_in_dim(x_BGSd, i * BLOCK, BLOCK, axis=2)[rows_P]
@@ -281,13 +277,35 @@ def _attend_rows(
         out = out * kept + dot(weights.astype(q.dtype), v_PGLe)
         return new_top, total * kept + weights.sum(axis=-1, keepdims=True), out
 
-    start = (p, g, q.shape[2], 1)
-    if sinks_H is None:
-        top, total = jnp.full(start, _NONE), jnp.zeros(start)
-    else:
-        sinks = sinks_H.astype(jnp.float32).reshape(1, g, h // g, 1)
-        top = jnp.broadcast_to(jnp.repeat(sinks, c, axis=3).reshape(1, g, -1, 1), start)
-        total = jnp.ones(start)
-    _, total, out = lax.fori_loop(first, blocks, step, (top, total, jnp.zeros((*start[:3], e))))
+    carry = (*_sums_before_keys(sinks_H, (p, g, h // g, c)), jnp.zeros((*q.shape[:3], e)))
+    _, total, out = lax.fori_loop(*_blocks_in_use(positions_PC, length, window), step, carry)
     out = (out / jnp.maximum(total, 1e-30)).astype(q.dtype)
     return out.reshape(p, g, h // g, c, e).transpose(0, 3, 1, 2, 4).reshape(p, c, h, e)
+
+
+def _blocks_in_use(
+    positions_PC: jax.Array, length: int, window: jax.Array | np.int32 | None
+) -> tuple[jax.Array, jax.Array]:
+    """Return (first, end) of the blocks to which this step's tokens attend."""
+    real = positions_PC < length
+    end = jnp.max(jnp.where(real, positions_PC, -1)) // BLOCK + 1
+    if window is None:
+        return jnp.int32(0), end
+    first = jnp.min(jnp.where(real, positions_PC, length)) - window + 1
+    return jnp.maximum(first, 0) // BLOCK, end
+
+
+def _sums_before_keys(
+    sinks_H: jax.Array | None, shape_PGRC: tuple[int, int, int, int]
+) -> tuple[jax.Array, jax.Array]:
+    """Return (maximum score, sum of weights) of each query before its first key, [P, G, Q, 1].
+
+    They count the sinks alone.
+    """
+    p, g, r, c = shape_PGRC
+    shape = (p, g, r * c, 1)
+    if sinks_H is None:
+        return jnp.full(shape, _NONE), jnp.zeros(shape)
+    sinks = sinks_H.astype(jnp.float32).reshape(1, g, r, 1)
+    top = jnp.broadcast_to(jnp.repeat(sinks, c, axis=3).reshape(1, g, -1, 1), shape)
+    return top, jnp.ones(shape)

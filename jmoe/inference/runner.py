@@ -34,6 +34,7 @@ from jmoe.config import ModelConfig
 from jmoe.inference.kv_cache import KVCache, copy_row, write_and_attend
 from jmoe.inference.popularity import Estimator
 from jmoe.inference.scheduler import ChunkGroup
+from jmoe.layers.attention import Attention
 from jmoe.layers.embedding import lookup
 from jmoe.layers.slot_experts import ExpertInputs
 from jmoe.models.block import Block, add_residual
@@ -41,6 +42,7 @@ from jmoe.models.functional import Structure, split
 from jmoe.models.lazy_checkpoint import EmbedAndHead
 from jmoe.offload.policies import ExpertResidency, Residency
 from jmoe.offload.slots import table_mlp_of_tokens
+from jmoe.types import PyTree
 from kernels_pallas.native import SlotLayout, find_slots, native_operations, slot_mlp
 
 RECENT_STEPS = 16
@@ -110,7 +112,7 @@ class Hidden(NamedTuple):
     y_TD: jax.Array
 
 
-class InCache(NamedTuple):
+class CachePlaces(NamedTuple):
     """Where a step's tokens are in a layer's cache, and which positions each attends to.
 
     window: int32, number of positions, the token's own included; None for all.
@@ -129,21 +131,24 @@ class CachedAttention:
     cache: the cache, updated by the call.
     """
 
-    def __init__(self, cache: KVCache, places: InCache) -> None:
+    def __init__(self, cache: KVCache, places: CachePlaces) -> None:
         self.cache, self._places = cache, places
 
-    def __call__(self, attention: Any, h_PCD: jax.Array) -> jax.Array:
+    def __call__(self, attention: Attention, h_PCD: jax.Array) -> jax.Array:
         """Return the attention's output, in the shape of `h_PCD`: [P, C, D] or [T, D]."""
         rows_P, positions_PC, window, context = self._places
         new = attention.project(h_PCD.reshape(*positions_PC.shape, -1), positions_PC)
         sinks_H = None if attention.sinks is None else attention.sinks[...]
-        options: dict[str, Any] = {
-            "scale": attention.scale,
-            "window": window,
-            "sinks_H": sinks_H,
-            "context": context,
-        }
-        out_PCHe, self.cache = write_and_attend(new, self.cache, rows_P, positions_PC, **options)
+        out_PCHe, self.cache = write_and_attend(
+            new,
+            self.cache,
+            rows_P,
+            positions_PC,
+            scale=attention.scale,
+            window=window,
+            sinks_H=sinks_H,
+            context=context,
+        )
         out_PCD: jax.Array = attention.output(out_PCHe)
         return out_PCD.reshape(h_PCD.shape)
 
@@ -175,7 +180,7 @@ def attend_local(
     arrays: Arrays,
     cache: KVCache,
     hidden: Hidden,
-    places: InCache,
+    places: CachePlaces,
     layers: WholeLayers = WHOLE,
 ) -> tuple[jax.Array, KVCache, jax.Array | ExpertInputs]:
     """Run a block without its experts; return (x + attention [P, C, D], cache, y).
@@ -202,7 +207,7 @@ def attend_local(
     return x_PCD, cached.cache, ExpertInputs(h_TD, idx_TK, routing.topk_weights_TK, shared_TD)
 
 
-class Form(NamedTuple):
+class LayerVariant(NamedTuple):
     """Static options of a layer's program.
 
     native: use native (C++) operations.
@@ -215,7 +220,7 @@ class Form(NamedTuple):
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
 def _attend(
-    form: Form,
+    variant: LayerVariant,
     structure: Structure,
     arrays: Arrays,
     cache: KVCache,
@@ -224,9 +229,13 @@ def _attend(
     positions_PC: jax.Array,
     window: jax.Array | None,
 ) -> tuple[jax.Array, KVCache, jax.Array | ExpertInputs]:
-    with native_operations(positions_PC.size * form.native):
+    with native_operations(positions_PC.size * variant.native):
         return attend_local(
-            structure, arrays, cache, hidden, InCache(rows_P, positions_PC, window, form.context)
+            structure,
+            arrays,
+            cache,
+            hidden,
+            CachePlaces(rows_P, positions_PC, window, variant.context),
         )
 
 
@@ -285,8 +294,8 @@ def _apply_layers(
     hidden: Hidden | None,
     batch: TokenBatch,
     windows: tuple[jax.Array | None, ...],
-    experts: tuple[Any, jax.Array],
-) -> tuple[Any, jax.Array | None, tuple[KVCache, ...], jax.Array | None]:
+    experts: tuple[PyTree, jax.Array],
+) -> tuple[Hidden | jax.Array, jax.Array | None, tuple[KVCache, ...], jax.Array | None]:
     """Run a group of layers on few tokens; asks the host only for chosen experts that have no slot.
 
     embed_and_head: arrays of `static.embed_and_head`.
@@ -312,10 +321,10 @@ def _apply_layers(
             )
         assert hidden is not None
         for i, structure in enumerate(static.structures):
-            form = Form(static.layout is not None, static.context)
+            variant = LayerVariant(static.layout is not None, static.context)
             at = batch.rows_P, batch.positions_PC, windows[i]
             # layers of equal structure share one jitted function, traced once
-            x_PCD, cache, y = _attend(form, structure, arrays[i], caches[i], hidden, *at)
+            x_PCD, cache, y = _attend(variant, structure, arrays[i], caches[i], hidden, *at)
             # stops fusion across layers: results equal those of one program per layer bit for bit
             if static.layout is None:
                 x_PCD, y = lax.optimization_barrier((x_PCD, y))
@@ -330,16 +339,17 @@ def _apply_layers(
             if static.layout is None:
                 hidden = lax.optimization_barrier(hidden)
             written.append(cache)
-        after: Any = add_residual(*hidden) if static.is_last else hidden
-        single = static.is_last and batch.positions_PC.shape[1] == 1
-        logits_PV = (
-            static.embed_and_head.merge(embed_and_head).logits(after[:, 0]) if single else None
-        )
-    return after, logits_PV, tuple(written), jnp.stack(choices) if choices else None
+        logits_PV: jax.Array | None = None
+        output: Hidden | jax.Array = hidden
+        if static.is_last:
+            output = x_PCD = add_residual(*hidden)
+            if batch.positions_PC.shape[1] == 1:
+                logits_PV = static.embed_and_head.merge(embed_and_head).logits(x_PCD[:, 0])
+    return output, logits_PV, tuple(written), jnp.stack(choices) if choices else None
 
 
 def _experts(
-    static: _LayerGroup, routed: ExpertInputs, slots: Any, table_E: jax.Array
+    static: _LayerGroup, routed: ExpertInputs, slots: PyTree, table_E: jax.Array
 ) -> jax.Array:
     """Return float32 [T, D]: `routed.y_TD` + the weighted sum of each token's experts."""
     if static.layout is None:
@@ -534,7 +544,7 @@ class ModelRunner:
 
     def run_layers(self, groups: Sequence[TokenBatch]) -> list[BatchOutput]:
         """Run all batches together, one layer at a time, and return their outputs."""
-        forms = [Form(self.native, self._context(g)) for g in groups]
+        variants = [LayerVariant(self.native, self._context(g)) for g in groups]
         groups = [TokenBatch(*jax.device_put(tuple(g), jax.devices()[0])) for g in groups]
         xs = [_embed(*self.embed_and_head, g.tokens_T, g.positions_PC, self.dtype) for g in groups]
         # the layer with experts whose slots running programs may still read, and its outputs
@@ -552,7 +562,7 @@ class ModelRunner:
                     g.positions_PC,
                     self._windows[i],
                 )
-                x_PCD, self.caches[i], y = _attend(forms[n], *of_layer)
+                x_PCD, self.caches[i], y = _attend(variants[n], *of_layer)
                 xs[n] = xs[n]._replace(x_PCD=x_PCD)
                 added.append(y)
             routed = [y for y in added if isinstance(y, ExpertInputs)]
@@ -583,7 +593,7 @@ class ModelRunner:
         if not isinstance(g.tokens_T, jax.Array):  # committed, as tokens sampled on the device are
             g = g._replace(tokens_T=jax.device_put(g.tokens_T, jax.devices()[0]))
         embed_and_head, outside = self.embed_and_head
-        after: Any = None
+        output: Hidden | jax.Array | None = None
         logits_PV: jax.Array | None = None
         size = LAYERS_A_PROGRAM
         finds = 0 if finder is None else self.config.num_experts
@@ -603,17 +613,20 @@ class ModelRunner:
                     arrays,
                     tuple(self.caches[some]),
                     outside,
-                    after,
+                    output,
                     g,
                     tuple(self._windows[some]),
                     experts,
                 )
-                after, logits_PV, self.caches[some], choices_NTK = _apply_layers(static, *of_layers)
+                output, logits_PV, self.caches[some], choices_NTK = _apply_layers(
+                    static, *of_layers
+                )
                 if choices_NTK is not None:
                     chosen.append(choices_NTK)
             if finder is not None:  # the programs read it, so it must not change before they end
-                jax.block_until_ready(after)
-        return BatchOutput(after, BatchChoices(chosen), logits_PV)
+                jax.block_until_ready(output)
+        assert isinstance(output, jax.Array)  # of the group with the last layer
+        return BatchOutput(output, BatchChoices(chosen), logits_PV)
 
     def _run_experts(
         self, moe_layer: int, routed: list[ExpertInputs], path: list[np.ndarray]

@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,7 @@ from jmoe.config import check
 from jmoe.inference.sampling_params import MAX_IDS, MAX_LOGPROBS, Constraint, SamplingParams
 from jmoe.inference.scheduler import Chunk
 from jmoe.inference.sequence import Sequence, TokenLogprob
+from jmoe.types import PyTree
 
 # Programs are compiled for these N. The second holds the maximum of a request, plus 24 end-of-text
 # tokens.
@@ -111,6 +112,49 @@ def batch_params(
     Raises ValueError if there are more than 24 end-of-text tokens beside a full list of ids.
     """
     params = [sequence.sampling for sequence in sequences]
+    padding = size - len(params)
+    least, most = REPETITION_PENALTIES
+
+    def column(values: list[float], fill: float, dtype: type = np.float32) -> np.ndarray:
+        return np.array([*values, *[fill] * padding], dtype)
+
+    seed_B2 = np.zeros((size, 2), np.uint32)
+    for row, sequence in enumerate(sequences):
+        seed_B2[row] = divmod(sequence.noise_seed % 2**64, 2**32)
+    arrays = _token_id_arrays(params, size, vocab_size, eos_token_ids, wide=wide) | {
+        "temperature_B": column(
+            [0.0 if r.greedy else min(r.temperature, MAX_TEMPERATURE) for r in params], 0
+        ),
+        "top_k_B": column(
+            [min(r.top_k, vocab_size) if r.top_k > 0 else vocab_size for r in params], 1, np.int32
+        ),
+        "top_p_B": column([max(r.top_p, MIN_TOP_P) for r in params], 1),
+        "min_p_B": column([r.min_p for r in params], 0),
+        "repetition_penalty_B": column(
+            [min(max(r.repetition_penalty, least), most) for r in params], 1
+        ),
+        "presence_penalty_B": column([r.presence_penalty for r in params], 0),
+        "frequency_penalty_B": column([r.frequency_penalty for r in params], 0),
+        "seed_B2": seed_B2,
+        "min_position_B": column(
+            [len(s.prompt_token_ids) + s.sampling.min_new_tokens for s in sequences], 0, np.int32
+        ),
+    }
+    return BatchParams(**jax.device_put(arrays))
+
+
+def _token_id_arrays(
+    params: list[SamplingParams],
+    size: int,
+    vocab_size: int,
+    eos_token_ids: tuple[int, ...],
+    *,
+    wide: bool,
+) -> dict[str, np.ndarray]:
+    """Return the [B, N] arrays of `BatchParams` by name: biased tokens, their biases, stop tokens.
+
+    Arguments and errors are those of `batch_params`.
+    """
     bias_ids = [list(sampling.logit_bias) for sampling in params]
     stop_ids = [
         sorted({*eos_token_ids, *r.stop_token_ids}) if r.min_new_tokens else [] for r in params
@@ -123,44 +167,13 @@ def batch_params(
         f"must be at most {ID_BUCKETS[-1] - MAX_IDS} tokens",
     )
     width = ID_BUCKETS[-1] if wide else next(n for n in ID_BUCKETS if n >= num_ids)
-    padding = size - len(params)
-    least, most = REPETITION_PENALTIES
-
-    def column(values: list[Any], fill: float, dtype: type = np.float32) -> Any:
-        return np.array([*values, *[fill] * padding], dtype)
-
-    bias_ids_BN: Any = np.full((size, width), vocab_size, np.int32)
-    stop_ids_BN: Any = np.full((size, width), vocab_size, np.int32)
-    bias_BN: Any = np.zeros((size, width), np.float32)
-    seed_B2: Any = np.zeros((size, 2), np.uint32)
-    for row, sequence in enumerate(sequences):
+    bias_ids_BN, stop_ids_BN = np.full((2, size, width), vocab_size, np.int32)
+    bias_BN = np.zeros((size, width), np.float32)
+    for row, sampling in enumerate(params):
         bias_ids_BN[row, : len(bias_ids[row])] = bias_ids[row]
-        bias_BN[row, : len(bias_ids[row])] = list(sequence.sampling.logit_bias.values())
+        bias_BN[row, : len(bias_ids[row])] = list(sampling.logit_bias.values())
         stop_ids_BN[row, : len(stop_ids[row])] = stop_ids[row]
-        seed_B2[row] = divmod(sequence.noise_seed % 2**64, 2**32)
-    params_B = BatchParams(
-        temperature_B=column(
-            [0.0 if r.greedy else min(r.temperature, MAX_TEMPERATURE) for r in params], 0
-        ),
-        top_k_B=column(
-            [min(r.top_k, vocab_size) if r.top_k > 0 else vocab_size for r in params], 1, np.int32
-        ),
-        top_p_B=column([max(r.top_p, MIN_TOP_P) for r in params], 1),
-        min_p_B=column([r.min_p for r in params], 0),
-        repetition_penalty_B=column(
-            [min(max(r.repetition_penalty, least), most) for r in params], 1
-        ),
-        presence_penalty_B=column([r.presence_penalty for r in params], 0),
-        frequency_penalty_B=column([r.frequency_penalty for r in params], 0),
-        seed_B2=seed_B2,
-        bias_ids_BN=bias_ids_BN,
-        bias_BN=bias_BN,
-        stop_ids_BN=stop_ids_BN,
-        min_position_B=column(
-            [len(s.prompt_token_ids) + s.sampling.min_new_tokens for s in sequences], 0, np.int32
-        ),
-    )
-    return jax.device_put(params_B)
+    return {"bias_ids_BN": bias_ids_BN, "bias_BN": bias_BN, "stop_ids_BN": stop_ids_BN}
 
 
 def new_state(max_batch: int, vocab_size: int) -> SamplerState:
@@ -234,7 +247,7 @@ def sample(
         rows_B: jax.Array,
         positions_B: jax.Array,
         allowed_BW: jax.Array | None,
-    ) -> Any:
+    ) -> tuple[jax.Array, Logprobs | None]:
         logits_BV = logits_BV.astype(jnp.float32)
         with jax.named_scope("adjust"):
             x_BV = _adjust(logits_BV, params, state, rows_B, positions_B)
@@ -269,14 +282,14 @@ def prompt_logprobs(logits_TV: jax.Array, next_tokens_T: jax.Array, num_logprobs
     return logprobs
 
 
-def _by_rows(function: Callable[..., Any], *batch: Any) -> Any:
+def _by_rows(function: Callable[..., PyTree], *batch: PyTree) -> PyTree:
     """Return `function(*batch)` for arguments with a leading B; on a CPU one row at a time.
 
     On a CPU a row's intermediates then stay in its cache, and a row does not pay for branches that
     only other rows need.
     """
 
-    def one_by_one(*batch: Any) -> Any:
+    def one_by_one(*batch: PyTree) -> PyTree:
         rows = lax.map(lambda row: function(*jax.tree.map(lambda x: x[None], row)), batch)
         return jax.tree.map(lambda x: x[:, 0], rows)
 

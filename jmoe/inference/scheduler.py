@@ -6,7 +6,7 @@ The engine's loop is
     ...run `scheduler.groups(plan)`, sample one token for each of plan.sampled...
     finished = scheduler.update(plan, tokens)
 
-Every step runs one token of each decoding sequence (unless it rests) and a chunk of each prompt
+Every step runs one token of each decoding sequence (unless it is paused) and a chunk of each prompt
 that fits, so a long prompt never blocks the others. The cache is [max_batch, max_seq_len]: a
 running sequence owns one row, and its token i (prompt, then output) is in column i.
 
@@ -222,7 +222,7 @@ class Scheduler:
             for row in self._rows
             if row.sequence is not None
             and row.sequence.status == "decode"
-            and not row.sequence.rests
+            and not row.sequence.is_paused
         )
         chunks: list[Chunk] = []
         tokens = self.max_prefill_tokens

@@ -71,7 +71,7 @@ class Sequence:
     finish_reason: FinishReason | None = field(default=None, init=False)
     # Written by the engine
     # excluded from the next step because its constraint is not ready
-    rests: bool = field(default=False, init=False)
+    is_paused: bool = field(default=False, init=False)
     # which of the request's own code has raised; the engine then ends the sequence with "error"
     failed: Guarded | None = field(default=None, init=False)
     text: TextStream | ChannelStream | None = field(default=None, init=False)

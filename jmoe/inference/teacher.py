@@ -11,7 +11,6 @@ V vocabulary
 
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -19,14 +18,14 @@ import numpy as np
 from jmoe.config import TrainConfig, check
 from jmoe.config.engine import EngineConfig
 from jmoe.inference.loading import LoadedModel
-from jmoe.inference.runner import ModelRunner, TokenBatch
+from jmoe.inference.runner import Arrays, ModelRunner, TokenBatch
 from jmoe.memory.closing import Closing
 from jmoe.models.functional import Structure
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 
 
 @partial(jax.jit, static_argnums=0)
-def _normed(structure: Structure, arrays: Any, x_BSD: jax.Array) -> jax.Array:
+def _normed(structure: Structure, arrays: Arrays, x_BSD: jax.Array) -> jax.Array:
     normed: jax.Array = structure.merge(arrays).norm(x_BSD, x_BSD.dtype)
     return normed
 

@@ -408,7 +408,7 @@ class EngineLoop:
         while len(self._queue) and self._queue.num_running < self.engine.max_batch:
             sequence = self._queue.pop()
             try:
-                self.engine.add(sequence)
+                self.engine.add_sequence(sequence)
             except ValueError as error:
                 self._queue.end(sequence)
                 self._loop.call_soon_threadsafe(

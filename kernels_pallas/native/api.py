@@ -113,7 +113,7 @@ def cached_attention(
     positions_PC: jax.Array,
     *,
     scale: float,
-    window: jax.Array | None = None,
+    window: jax.Array | np.int32 | None = None,
     sinks_H: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Write the step's keys and values into the caches in place; return (attention [P, C, H, e],

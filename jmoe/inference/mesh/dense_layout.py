@@ -101,7 +101,7 @@ class RowLayout:
     def rows_per_device(self) -> int:
         return self.max_batch // self.mesh.size
 
-    def home(self, row: int) -> tuple[int, int]:
+    def locate_row(self, row: int) -> tuple[int, int]:
         """Return (device that holds a row of the cache, or -1 if all do; the row's number on
         it).
         """
@@ -134,14 +134,16 @@ class RowLayout:
         all_NCD = all_gather_local(lax.dynamic_index_in_dim(x_PCD, place % rows, 0))
         return lax.dynamic_index_in_dim(all_NCD, place // rows, 0, keepdims=False)
 
-    def deal(self, group: ChunkGroup) -> MeshBatch:
+    def make_batch(self, group: ChunkGroup) -> MeshBatch:
         """Return a group's chunks as a batch, each in a row of its device, padded to a compiled
         shape.
         """
         counts_N = np.bincount(
-            [self.home(chunk.row)[0] for chunk in group.chunks], minlength=self.mesh.size
+            [self.locate_row(chunk.row)[0] for chunk in group.chunks], minlength=self.mesh.size
         )
-        return self._dealt(group, bucket(max(1, int(np.max(counts_N))), self._sizes(group.width)))
+        return self._padded_batch(
+            group, bucket(max(1, int(np.max(counts_N))), self._sizes(group.width))
+        )
 
     def padding(self, num_rows: int, width: int) -> list[MeshBatch]:
         """Return batches of padding in every shape that such a group can have, to compile
@@ -149,7 +151,7 @@ class RowLayout:
         """
         most = bucket(min(num_rows, self.rows_per_device), self._sizes(width))
         group = ChunkGroup((), num_rows, width)
-        return [self._dealt(group, size) for size in self._sizes(width) if size <= most]
+        return [self._padded_batch(group, size) for size in self._sizes(width) if size <= most]
 
     def _sizes(self, width: int) -> tuple[int, ...]:
         """Return the rows per device for which programs are compiled, ascending."""
@@ -160,11 +162,11 @@ class RowLayout:
             sizes.append(sizes[-1] * ROWS_RATIO)
         return tuple(sorted({*sizes, self.rows_per_device}))
 
-    def _dealt(self, group: ChunkGroup, rows_per_device: int) -> MeshBatch:
+    def _padded_batch(self, group: ChunkGroup, rows_per_device: int) -> MeshBatch:
         place_Q = np.zeros(group.num_rows, np.int32)
         free_N = np.arange(self.mesh.size) * rows_per_device
         for q, chunk in enumerate(group.chunks):
-            device, _ = self.home(chunk.row)
+            device, _ = self.locate_row(chunk.row)
             place_Q[q] = free_N[device]
             free_N[device] += 1
         return self._batch(group, place_Q, self.mesh.size * rows_per_device)
@@ -174,7 +176,7 @@ class RowLayout:
         rows_M = np.zeros(num_rows, np.int32)
         positions_MC = np.full((num_rows, group.width), self.length, np.int32)
         for at, chunk in zip(place_Q, group.chunks, strict=False):
-            rows_M[at] = self.home(chunk.row)[1]
+            rows_M[at] = self.locate_row(chunk.row)[1]
             tokens_MC[at, : len(chunk.tokens)] = chunk.tokens
             positions_MC[at, : len(chunk.tokens)] = np.arange(chunk.start, chunk.end)
         return MeshBatch(tokens_MC, rows_M, positions_MC, place_Q)
@@ -191,7 +193,7 @@ class HeadLayout(RowLayout):
     weights, cache, tokens = BATCH, HEADS, REPLICATED
     splits_head = True
 
-    def home(self, row: int) -> tuple[int, int]:
+    def locate_row(self, row: int) -> tuple[int, int]:
         return -1, row
 
     def own(self, arrays: Arrays) -> Arrays:
@@ -213,11 +215,11 @@ class HeadLayout(RowLayout):
     def row_local(self, x_tD: jax.Array, place: jax.Array, width: int) -> jax.Array:
         return lax.dynamic_slice_in_dim(all_gather_local(x_tD), place * width, width)
 
-    def deal(self, group: ChunkGroup) -> MeshBatch:
+    def make_batch(self, group: ChunkGroup) -> MeshBatch:
         return self._batch(group, np.arange(group.num_rows, dtype=np.int32), group.num_rows)
 
     def padding(self, num_rows: int, width: int) -> list[MeshBatch]:
-        return [self.deal(ChunkGroup((), num_rows, width))]
+        return [self.make_batch(ChunkGroup((), num_rows, width))]
 
 
 @dataclass(frozen=True)

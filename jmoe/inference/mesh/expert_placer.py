@@ -72,12 +72,12 @@ class PlacementStats:
 class ExpertPlacer:
     """Decides from the tokens' choices when a layer's experts move, and has `experts` copy them.
 
-    Lina (section 5.2). Phase one (`before`) plans a layer's placement while its attention runs,
-    from the popularity that the path table predicts for the step's tokens, or without a table from
-    recent steps. Phase two (`after`) plans again from the gate's actual counts if the estimate was
-    wrong: the 2 K most popular experts (at most half of all) differ, or the busiest device has more
-    tokens than predicted, by at least the time of one copy. The second test is needed since the
-    table predicts nothing for a path's less likely experts.
+    Lina (section 5.2). Phase one (`estimate_placement`) plans a layer's placement while its
+    attention runs, from the popularity that the path table predicts for the step's tokens, or
+    without a table from recent steps. Phase two (`correct_placement`) plans again from the gate's
+    actual counts if the estimate was wrong: the 2 K most popular experts (at most half of all)
+    differ, or the busiest device has more tokens than predicted, by at least the time of one copy.
+    The second test is needed since the table predicts nothing for a path's less likely experts.
 
     EPLB (`between_steps`). Every `rebalance_every` steps all layers are placed by the choices of a
     window of steps, one layer between two steps.
@@ -112,7 +112,9 @@ class ExpertPlacer:
         # estimates and by the actual counts
         self._promised_L, self._kept_L = np.zeros((2, index.num_layers))
         self._counts: list[np.ndarray] = []  # [E] of each layer of this step so far
-        self._estimated_E: np.ndarray | None = None  # of the layer between `before` and `after`
+        self._estimated_E: np.ndarray | None = (
+            None  # of the layer between `estimate_placement` and `correct_placement`
+        )
         # of that layer: (placement before phase one, placement that phase one planned)
         self._thought_of: tuple[Placement, Placement] | None = None
         self._to_place: deque[int] = deque()
@@ -146,7 +148,7 @@ class ExpertPlacer:
             self._waited_s,
         )
 
-    def before(self, layer: int, path: Sequence[np.ndarray]) -> None:
+    def estimate_placement(self, layer: int, path: Sequence[np.ndarray]) -> None:
         """Phase one: place a layer by an estimate, while its attention runs.
 
         path: int32 [T, K] for each layer with experts before it, the tokens' choices; E for
@@ -168,7 +170,7 @@ class ExpertPlacer:
         planned = self._improve(layer, self._estimated_E, steps=1, trust=self._trust(layer))
         self._thought_of = None if planned is None else (held, planned)
 
-    def after(self, layer: int, chosen_TK: np.ndarray) -> None:
+    def correct_placement(self, layer: int, chosen_TK: np.ndarray) -> None:
         """Phase two: record the gate's choices of a layer, and place it again if the estimate was
         wrong.
 

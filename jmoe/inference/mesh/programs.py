@@ -15,8 +15,9 @@ K choices a token
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,7 @@ from jmoe.collectives.exchange import Choices, PerDevice
 from jmoe.collectives.ragged import Ragged
 from jmoe.inference.kv_cache import KVCache
 from jmoe.inference.mesh.dense_layout import RowLayout, sent_by_local
-from jmoe.inference.runner import Arrays, Hidden, InCache, attend_local, embed_local
+from jmoe.inference.runner import Arrays, CachePlaces, Hidden, attend_local, embed_local
 from jmoe.layers.experts import SLOT_MULTIPLE, slots_per_expert
 from jmoe.layers.slot_experts import ExpertInputs
 from jmoe.mesh import BATCH, EXPERT_INTRA, REPLICATED
@@ -67,7 +68,9 @@ class ExchangeShape(NamedTuple):
     ragged: bool = False
 
 
-def _sharded(mesh: Mesh, body: Any, in_specs: PyTree, out_specs: PyTree) -> PyTree:
+def _sharded(
+    mesh: Mesh, body: Callable[..., PyTree], in_specs: PyTree, out_specs: PyTree
+) -> PyTree:
     return jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
@@ -110,11 +113,16 @@ def attend_on_mesh(
     routed = structure.merge(arrays).kind == "moe"
 
     def local(
-        arrays: Arrays, window: jax.Array | None, cache: KVCache, hidden: Hidden, rows: Any, at: Any
-    ) -> Any:
+        arrays: Arrays,
+        window: jax.Array | None,
+        cache: KVCache,
+        hidden: Hidden,
+        rows: jax.Array,
+        at: jax.Array,
+    ) -> tuple[jax.Array, KVCache, jax.Array | Gate]:
         layers = layout.layers(at.size)
         x_PCD, cache, y = attend_local(
-            structure, layout.own(arrays), cache, hidden, InCache(rows, at, window), layers
+            structure, layout.own(arrays), cache, hidden, CachePlaces(rows, at, window), layers
         )
         if not isinstance(y, ExpertInputs):
             return x_PCD, cache, y
@@ -166,10 +174,15 @@ def experts_on_mesh(
         there = sent.dispatch_rows(routed.h_TD, chosen, exchange.rows, num_tokens * k)
         slots = slots_per_expert(num_tokens * k, exchange.slots_per_device)
         if mesh.devices.flat[0].platform == "cpu":
-            slots = _few_slots(num_devices * num_tokens, k, num_experts)
-        options: dict[str, Any] = {"activation": exchange.activation, "slots": slots}
+            slots = _rows_per_expert(num_devices * num_tokens, k, num_experts)
         (arrived,) = there.chunks
-        out_MD = grouped_mlp(arrived.rows_MD, arrived.group_sizes_L, weights, **options)
+        out_MD = grouped_mlp(
+            arrived.rows_MD,
+            arrived.group_sizes_L,
+            weights,
+            activation=exchange.activation,
+            slots=slots,
+        )
         return routed.y_TD + sent.combine([out_MD], there.handle)
 
     y_TD: jax.Array = _sharded(mesh, local, (BATCH, REPLICATED, BATCH), BATCH)(
@@ -178,7 +191,7 @@ def experts_on_mesh(
     return y_TD
 
 
-def _few_slots(num_tokens: int, k: int, num_experts: int) -> int:
+def _rows_per_expert(num_tokens: int, k: int, num_experts: int) -> int:
     """Return how many rows of each expert one batched product computes on a CPU; a loop computes
     others.
 
@@ -203,8 +216,8 @@ def finish_on_mesh(
         return x, layout.last_local(x, positions)
 
     sharded = _sharded(layout.mesh, local, (BATCH, layout.tokens), (BATCH, REPLICATED))
-    after: tuple[jax.Array, jax.Array] = sharded(hidden, positions_MC)
-    return after
+    finished: tuple[jax.Array, jax.Array] = sharded(hidden, positions_MC)
+    return finished
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -269,7 +282,7 @@ def copy_row_on_mesh(layout: RowLayout, crosses: bool, cache: KVCache, at: jax.A
 
 
 @jax.jit
-def pick(last_MD: jax.Array, place_Q: jax.Array) -> jax.Array:
+def gather_chunks(last_MD: jax.Array, place_Q: jax.Array) -> jax.Array:
     """Return the hidden states of a group's chunks, [Q, 1, D]."""
     return last_MD[place_Q][:, None]
 

@@ -22,10 +22,10 @@ L layers with experts
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,9 +46,9 @@ from jmoe.inference.mesh.programs import (
     embed_on_mesh,
     experts_on_mesh,
     finish_on_mesh,
+    gather_chunks,
     gather_row_on_mesh,
     logits_on_mesh,
-    pick,
     timed_experts,
 )
 from jmoe.inference.path_table import PathTable
@@ -81,7 +81,7 @@ class MeshHidden(NamedTuple):
     number: int
 
 
-class _After(NamedTuple):
+class _FinalHidden(NamedTuple):
     """Hidden states after the last layer, kept until the next step.
 
     x: of all tokens, split over the devices.
@@ -133,11 +133,11 @@ class MeshRunner:
         ]
         # outputs of the last experts' programs, which may still read slots until these are ready
         self._held: list[jax.Array] | None = None
-        self._after: list[_After] = []  # one for each batch of the last step
+        self._final: list[_FinalHidden] = []  # one for each batch of the last step
 
     def tokens(self, group: ChunkGroup) -> MeshBatch:
         """Return a group's chunks as a batch in the order of the devices."""
-        return self.layout.deal(group)
+        return self.layout.make_batch(group)
 
     def padding(self, num_rows: int, width: int) -> list[MeshBatch]:
         """Return batches of padding in every shape that such a group can have, to compile
@@ -152,7 +152,7 @@ class MeshRunner:
         shape = self.layout.hidden_shape(batch, self.config.hidden_size)
         x = put(np.zeros(shape, self.dtype), self.mesh, BATCH)
         last_MD = put(np.zeros((batch.rows_M.size, shape[-1]), self.dtype), self.mesh, REPLICATED)
-        self._after = [_After(x, last_MD, width)]
+        self._final = [_FinalHidden(x, last_MD, width)]
         return MeshHidden(last_MD, batch.place_Q, 0)
 
     @led
@@ -189,20 +189,24 @@ class MeshRunner:
         self._release()
         self.placer.end_step()
         self.recent_choices.append(path)
-        after = [
+        outputs = [
             finish_on_mesh(layout, x, positions)
             for x, (_, _, positions) in zip(xs, groups, strict=True)
         ]
         widths = [batch.tokens_MC.shape[1] for batch in batches]
-        self._after = [
-            _After(x, last_MD, width) for (x, last_MD), width in zip(after, widths, strict=True)
+        self._final = [
+            _FinalHidden(x, last_MD, width)
+            for (x, last_MD), width in zip(outputs, widths, strict=True)
         ]
-        return [MeshHidden(a.last_MD, batches[n].place_Q, n) for n, a in enumerate(self._after)]
+        return [MeshHidden(a.last_MD, batches[n].place_Q, n) for n, a in enumerate(self._final)]
 
     @led
     def copy_row(self, source: int, target: int, num_tokens: int) -> None:
         """Copy one row of every cache to another row, all positions whatever `num_tokens` is."""
-        (from_n, from_row), (to_n, to_row) = self.layout.home(source), self.layout.home(target)
+        (from_n, from_row), (to_n, to_row) = (
+            self.layout.locate_row(source),
+            self.layout.locate_row(target),
+        )
         at = np.asarray([from_n, from_row, to_n, to_row], np.int32)
         self.caches = [
             copy_row_on_mesh(self.layout, from_n != to_n, cache, at) for cache in self.caches
@@ -213,8 +217,8 @@ class MeshRunner:
         """Return the hidden states of one row of the last step's batch `number`, [C, D], on every
         device.
         """
-        after = self._after[number]
-        return gather_row_on_mesh(self.layout, after.width, after.x, np.int32(place))
+        final = self._final[number]
+        return gather_row_on_mesh(self.layout, final.width, final.x, np.int32(place))
 
     @led
     def split_logits(self, number: int, place_Q: np.ndarray) -> jax.Array:
@@ -223,7 +227,7 @@ class MeshRunner:
 
         Each device computes a part of V.
         """
-        last_MD, vocab_size = self._after[number].last_MD, self.config.vocab_size
+        last_MD, vocab_size = self._final[number].last_MD, self.config.vocab_size
         return logits_on_mesh(
             self.layout, *self._embed_and_head, last_MD, vocab_size, np.asarray(place_Q, np.int32)
         )
@@ -231,9 +235,9 @@ class MeshRunner:
     @led
     def split_row_logits(self, number: int, place: int) -> jax.Array:
         """Return the logits after every token of one row, float32 [C, V], on every device."""
-        after = self._after[number]
-        x_CD = gather_row_on_mesh(self.layout, after.width, after.x, np.int32(place))
-        at_C = np.arange(after.width, dtype=np.int32)
+        final = self._final[number]
+        x_CD = gather_row_on_mesh(self.layout, final.width, final.x, np.int32(place))
+        at_C = np.arange(final.width, dtype=np.int32)
         return logits_on_mesh(
             self.layout, *self._embed_and_head, x_CD, self.config.vocab_size, at_C
         )
@@ -245,7 +249,7 @@ class MeshRunner:
         """
         if self.layout.splits_head:
             return self.split_logits(hidden.number, hidden.place_Q).addressable_data(0)
-        x_QCD = pick(hidden.last_MD.addressable_data(0), hidden.place_Q)
+        x_QCD = gather_chunks(hidden.last_MD.addressable_data(0), hidden.place_Q)
         return logits_after(*self._embed_and_head_here, x_QCD, np.zeros_like(at_Q))
 
     def all_logits(self, hidden: MeshHidden, row: int) -> jax.Array:
@@ -303,7 +307,7 @@ class MeshRunner:
 
         path: choices of the layers before; this layer's are appended.
         """
-        self.placer.before(moe_layer, path)
+        self.placer.estimate_placement(moe_layer, path)
         self.estimate_s = self.placer.estimate_s
         here = [gate.all_idx_TK.addressable_data(0) for gate in gates]
         for choices in here:
@@ -314,7 +318,7 @@ class MeshRunner:
         chosen = [np.asarray(idx_TK) for idx_TK in here]
         path.append(np.concatenate(chosen))
         self.readback_s += time.perf_counter() - begun
-        self.placer.after(moe_layer, path[-1])
+        self.placer.correct_placement(moe_layer, path[-1])
         self.residency.acquire(moe_layer)
         placement = self.residency.placements[moe_layer]
         weights = self.residency.weights(moe_layer)
@@ -433,7 +437,7 @@ def _parts(checkpoint: LazyCheckpoint, mesh: Mesh) -> list[PlacedModule]:
     return placed
 
 
-def _seconds(run: Any) -> float:
+def _seconds(run: Callable[[], object]) -> float:
     """Return the shortest time of a few calls in seconds, after one call that compiles."""
     times = []
     for _ in range(1 + TIMED_RUNS):

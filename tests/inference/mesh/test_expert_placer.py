@@ -73,8 +73,8 @@ def step(placer: ExpertPlacer, *layers: np.ndarray) -> None:
     path: list[np.ndarray] = []
     placer.between_steps()
     for layer, choices_TK in enumerate(layers):
-        placer.before(layer, path)
-        placer.after(layer, choices_TK)
+        placer.estimate_placement(layer, path)
+        placer.correct_placement(layer, choices_TK)
         path.append(choices_TK)
     placer.end_step()
 
@@ -136,12 +136,12 @@ def test_an_estimate_that_did_not_pay_is_trusted_again_once_it_would_have() -> N
     for number in range(20):
         right = (OTHERS, SKEWED)[number % 2]
         placer._table = Table(counts(right))  # type: ignore[assignment]
-        placer.before(0, [])
-        placer.after(0, OTHERS)
+        placer.estimate_placement(0, [])
+        placer.correct_placement(0, OTHERS)
         moves = len(experts.moved)
-        placer.before(1, [OTHERS])
+        placer.estimate_placement(1, [OTHERS])
         last_moves.append(len(experts.moved) - moves)
-        placer.after(1, right)
+        placer.correct_placement(1, right)
         placer.end_step()
     assert last_moves[0] == 0 and last_moves[-1] == 1
 
