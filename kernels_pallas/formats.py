@@ -11,6 +11,7 @@ from typing import Literal, get_args
 
 FormatName = Literal["mxfp4", "int4", "int8", "fp8"]
 ExpertDtype = Literal["wide", FormatName]  # of an option; wide: not compressed
+# of every dtype that a row of `FORMATS` names
 _BITS = {"int8": 8, "uint8": 8, "uint16": 16, "float32": 32}
 
 
@@ -18,9 +19,9 @@ _BITS = {"int8": 8, "uint8": 8, "uint16": 16, "float32": 32}
 class Format:
     """A format of compressed weights.
 
-    per_byte: values in a byte. values, scales: names of their dtypes in memory; uint16 holds the
-    bits of bfloat16. No two formats have the same pair, since stored arrays are told apart by it.
-    block: inputs that share a scale. partial_block: the last block of a column may be shorter.
+    per_byte: values in a byte, 1 or 2. values, scales: names of their dtypes in memory; uint16
+    holds the bits of bfloat16. No two formats have the same pair, since stored arrays are told
+    apart by it. block: inputs that share a scale. partial_block: the last block of a column may be shorter.
     native: the format's number in `kernels_pallas/native/rows.h`, None if C++ does not read it.
     mosaic_gpu: whether `kernels_pallas/grouped_matmul/mosaic_forms.py` reads it.
     """

@@ -441,7 +441,9 @@ def _kept_candidates(z_BC: jax.Array, total_B1: jax.Array, params: BatchParams) 
     """Return bool [B, C], which of the C most likely tokens, in falling order, the filters keep.
 
     z_BC: logits / temperature minus their maximum, so exp(z) is relative to the most likely token.
-    total_B1: the sum of exp(z) over the vocabulary, used where top_k exceeds C.
+    total_B1: the sum of exp(z) over the vocabulary, used where top_k exceeds C. If the last
+    candidate is kept in such a row, tokens beyond the candidates may be kept too, and the caller
+    searches the vocabulary.
     """
     top_k_B1, top_p_B1 = params.top_k_B[:, None], params.top_p_B[:, None]
     in_top_k_BC = lax.broadcasted_iota(jnp.int32, z_BC.shape, 1) < top_k_B1

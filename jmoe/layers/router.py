@@ -87,9 +87,9 @@ def route(
       sum of their two largest s + bias. Choose among the best `topk_group` groups as `sigmoid`
       does.
 
-    With `norm_topk_prob` the weights of the last three kinds are divided by their sum, except for K
-    = 1, where they would all be 1 and the router would get no gradient. All weights are multiplied
-    by `routed_scaling_factor`.
+    With `norm_topk_prob` the weights of `softmax`, `sigmoid` and `group_limited` are divided by
+    their sum. No kind divides for K = 1: all weights would be 1 and the router would get no
+    gradient. All weights are multiplied by `routed_scaling_factor`.
 
     logits_TE: [T, E], cast to float32. bias_E: [E], for `sigmoid` and `group_limited`; None is
     zero. topk_idx_TK: use these choices, made earlier from the same logits. key: for the random
