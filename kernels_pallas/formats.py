@@ -21,9 +21,9 @@ class Format:
 
     per_byte: values in a byte, 1 or 2. values, scales: names of their dtypes in memory; uint16
     holds the bits of bfloat16. No two formats have the same pair, since stored arrays are told
-    apart by it. block: inputs that share a scale. partial_block: the last block of a column may be shorter.
-    native: the format's number in `kernels_pallas/native/rows.h`, None if C++ does not read it.
-    mosaic_gpu: whether `kernels_pallas/grouped_matmul/mosaic_forms.py` reads it.
+    apart by it. block: inputs that share a scale. partial_block: the last block of a column may be
+    shorter. native: the format's number in `kernels_pallas/native/rows.h`, None if C++ does not
+    read it. mosaic_gpu: whether `kernels_pallas/grouped_matmul/mosaic_forms.py` reads it.
     """
 
     name: FormatName
