@@ -4,11 +4,12 @@
 """
 
 import contextlib
+import json
 import logging
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import jax
 
@@ -39,6 +40,7 @@ from jmoe.planning.memory_plan import (
 )
 from jmoe.planning.placement import Placement, slot_rows
 from jmoe.planning.roofline import ExpertWeights
+from jmoe.run.compatibility import check_same_options
 from jmoe.run.compile_cache import keep_compiled_programs
 from jmoe.status import status
 from kernels_pallas import native
@@ -86,6 +88,7 @@ class LoadedModel(Closing):
         """
         with open_checkpoint(folder, options) as checkpoint, contextlib.ExitStack() as stack:
             keep_compiled_programs()
+            check_same_options(json.loads(json.dumps(asdict(options))), ("cache_dir:",))
             check_alike(f"content of {checkpoint.folder}", lambda: checkpoint.content)
             options = with_sequence_length(checkpoint, options)
             paths = options.estimator == "paths"

@@ -107,16 +107,22 @@ def check_same_on_all_processes(config: TrainConfig) -> None:
     """Raise `ValueError` on every process if one of them has other options, code or JAX than
     process 0. Every process must call this.
     """
+    places = (*PLACES, *(f"{name}:" for name in PLACE_NAMES))
+    check_same_options(json.loads(config.to_json()), places)
+
+
+def check_same_options(options: JsonObject, places: tuple[str, ...]) -> None:
+    """Raise `ValueError` on every process if one of them has other options, code or JAX than
+    process 0. Every process must call this.
+
+    places: prefixes of options that may differ between hosts, such as folders.
+    """
     if jax.process_count() == 1:
         return
     code = {"jax": version("jax"), "jaxlib": version("jaxlib"), "jmoe": _digest_of_code()}
-    first, *others = gather_json({"code": code, **json.loads(config.to_json())})
+    first, *others = gather_json({"code": code, **options})
     for rank, other in enumerate(others, 1):
-        lines = [
-            line
-            for line in differences(first, other)
-            if not line.startswith((*PLACES, *(f"{name}:" for name in PLACE_NAMES)))
-        ]
+        lines = [line for line in differences(first, other) if not line.startswith(places)]
         if lines:
             raise ValueError(
                 f"every process must be started with the same options and code (process 0 ->"

@@ -4,6 +4,7 @@ process is lost.
 
 import contextlib
 import random
+import re
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -147,6 +148,27 @@ def test_answers_are_those_of_one_process(servers: Servers, shared_server: HttpP
     assert len(devices["loads"]) == 2 and min(devices["loads"]) > 0
     assert (devices["copies"], devices["swaps"], len(devices["balancedness"])) == ([0, 0], 0, 3)
     assert shared_server.get("/live").json()["devices"] is None
+
+
+def test_processes_with_other_options_are_refused(
+    model_folder: Path, server_env: dict[str, str | None], tmp_path: Path
+) -> None:
+    """Both say so before they read weights; their steps would have other shapes."""
+    join = ("--distributed.coordinator-address", f"127.0.0.1:{free_port()}")
+    join += ("--distributed.num-processes", "2", "--devices", "2")
+    ranks = [
+        start_logged(
+            ["serve.py", str(model_folder), *map(str, SIZES), *join]
+            + ["--distributed.process-id", str(rank), "--max-batch", str(2 + 2 * rank)],
+            tmp_path / f"{rank}.log",
+            server_env | {"PYTHONUNBUFFERED": "1"},
+        )
+        for rank in range(2)
+    ]
+    said = r"started with the same options.*max_batch: 2 -> 4"
+    for rank in ranks:
+        rank.wait(LIMIT_S)
+        assert rank.returncode != 0 and re.search(said, rank.screen), rank.screen
 
 
 def test_a_killed_process_ends_every_request(servers: Servers) -> None:
