@@ -42,7 +42,7 @@ from jmoe.inference.teacher import Teacher, teacher_fingerprint
 from jmoe.mesh import devices_of_hosts, make_mesh
 from jmoe.models.tokenizer_file import TOKENIZER
 from jmoe.run.checkpoint import Checkpoints
-from jmoe.run.cluster_planner import as_json, cluster_rows, table
+from jmoe.run.cluster_planner import cluster_rows, json_object, table
 from jmoe.run.compatibility import (
     TEACHER,
     check_same_on_all_processes,
@@ -170,7 +170,7 @@ def main(arguments: Sequence[str]) -> None:
         cluster = read_cluster(Path(config.cluster))
         rows = cluster_rows(config, cluster)
         print(
-            *([json.dumps(as_json(rows), indent=1)] if config.json else table(rows, cluster)),
+            *([json.dumps(json_object(rows), indent=1)] if config.json else table(rows, cluster)),
             sep="\n",
         )
         sys.exit(0 if any(row.fits for row in rows) else 1)

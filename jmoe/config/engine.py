@@ -149,7 +149,7 @@ class EngineConfig:
             self._check_mesh()
 
     @property
-    def may_ring(self) -> bool:
+    def mesh_may_ring(self) -> bool:
         """Whether a mesh of devices may hold only some layers' experts at a time."""
         evenly = (
             self.mesh.placement == "even"
@@ -203,7 +203,7 @@ class EngineConfig:
             )
             evenly = "must be None with policy = 'ring', where layers pass through the devices"
             check(mesh.segments is None, "mesh.segments", mesh.segments, evenly)
-        if self.may_ring:
+        if self.mesh_may_ring:
             return
         stays = (
             f"experts stay on their devices with policy = {self.policy!r}, mesh.placement ="

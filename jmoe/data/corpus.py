@@ -52,7 +52,7 @@ from jmoe.data.text_files import (
 )
 from jmoe.data.tokenizer import (
     ControlText,
-    LoadedTokenizer,
+    CorpusTokenizer,
     check_vocab_size,
     encode_pieces,
     load_tokenizer,
@@ -372,7 +372,7 @@ def _open_shards(entry: TextInput, vocab_size: int, config: DataConfig) -> list[
 
 def _given_tokenizer(
     config: DataConfig, inputs: Sequence[TextInput], shards: dict[int, list[Shard]], vocab_size: int
-) -> LoadedTokenizer | None:
+) -> CorpusTokenizer | None:
     """Return the tokenizer of `data.tokenizer`, or else of the shards' folder.
 
     Returns None if there is neither: shards without a tokenizer, or text whose tokenizer is yet to
@@ -446,7 +446,7 @@ class _TextJob:
 
     inputs: tuple[TextInput, ...]
     target_bytes: tuple[int, ...]
-    tokenizer: LoadedTokenizer | None
+    tokenizer: CorpusTokenizer | None
     vocab_size: int
     directory: Path
     config: DataConfig
@@ -575,7 +575,7 @@ class _TextJob:
             b"".join(text.encode() for pieces in held_out for text, _ in pieces)
         ).hexdigest()
 
-    def _write_tokenizer(self, parts: list[list[InputFile]], report: Report) -> LoadedTokenizer:
+    def _write_tokenizer(self, parts: list[list[InputFile]], report: Report) -> CorpusTokenizer:
         path = self.directory / TOKENIZER
         if self.tokenizer is None:
             sizes = [sum(file.train_bytes for file in part) for part in parts]
@@ -597,11 +597,11 @@ class _TextJob:
             else dataclasses.replace(loaded, path=self.tokenizer.path)
         )
 
-    def _load(self, path: Path) -> LoadedTokenizer:
+    def _load(self, path: Path) -> CorpusTokenizer:
         return load_tokenizer(path, self.vocab_size, encode_control=self.config.control_tokens)
 
     def _write_tokens(
-        self, tokenizer: LoadedTokenizer, parts: list[list[InputFile]], report: Report
+        self, tokenizer: CorpusTokenizer, parts: list[list[InputFile]], report: Report
     ) -> JsonObject:
         writer = partial(
             writing_shard,
@@ -684,7 +684,7 @@ def _wait_for(job: _TextJob, role: Role) -> JsonObject:
     return manifest
 
 
-def _read_held_out(directory: Path, tokenizer: LoadedTokenizer | None) -> _HeldOut:
+def _read_held_out(directory: Path, tokenizer: CorpusTokenizer | None) -> _HeldOut:
     shard = open_shard(directory / HELD_OUT)
     shard.blocks.check_all(shard.header)
     text_path = directory / HELD_OUT_TEXT
@@ -697,7 +697,7 @@ def _read_held_out(directory: Path, tokenizer: LoadedTokenizer | None) -> _HeldO
     return _HeldOut(shard.ids.astype(np.int32), text, shard.header.sha256)
 
 
-def _decode(tokenizer: LoadedTokenizer, ids: Ids) -> bytes:
+def _decode(tokenizer: CorpusTokenizer, ids: Ids) -> bytes:
     ends = np.flatnonzero(ids == tokenizer.eot)
     documents = np.split(ids, ends)
     texts = ([int(i) for i in document if i != tokenizer.eot] for document in documents)
@@ -711,7 +711,7 @@ def _held_out_of_shards(
     shards: dict[int, list[Shard]],
     which: Sequence[int],
     targets: Sequence[int],
-    tokenizer: LoadedTokenizer | None,
+    tokenizer: CorpusTokenizer | None,
 ) -> list[_HeldOut]:
     """Return the held-out tokens of the inputs that are shards.
 
@@ -741,7 +741,7 @@ def _held_out_of_shards(
 
 
 def _carve(
-    shard: Shard, target_bytes: int, tokenizer: LoadedTokenizer | None, pattern: str
+    shard: Shard, target_bytes: int, tokenizer: CorpusTokenizer | None, pattern: str
 ) -> tuple[Shard, _HeldOut]:
     """Return the shard without its last `target_bytes` of text, and these as held-out tokens.
 
@@ -769,7 +769,7 @@ def _assemble(
     inputs: Sequence[TextInput],
     shards: Sequence[Sequence[Shard]],
     held_out: Sequence[_HeldOut],
-    tokenizer: LoadedTokenizer | None,
+    tokenizer: CorpusTokenizer | None,
 ) -> Corpus:
     what = {
         "tokenizer": tokenizer.fingerprint if tokenizer else None,

@@ -37,7 +37,7 @@ BATCH_CHARACTERS = min(os.cpu_count() or 1, 16) << 20
 
 
 @dataclass(frozen=True, eq=False)
-class LoadedTokenizer:
+class CorpusTokenizer:
     """A tokenizer with the facts that data preparation needs.
 
     eot: id of the token that ends a document. vocab_size: exclusive upper bound of the ids.
@@ -136,7 +136,7 @@ def _break_long_words(texts: Iterable[str]) -> Iterator[str]:
 
 def load_tokenizer(
     path: Path, max_vocab_size: int, *, encode_control: bool = False
-) -> LoadedTokenizer:
+) -> CorpusTokenizer:
     """Return the tokenizer of a `tokenizer.json`.
 
     encode_control: encode text that spells a special token as that token, as a server does in a
@@ -169,11 +169,11 @@ def load_tokenizer(
         token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special
     )
     fingerprint = hashlib.sha256(content).hexdigest()
-    return LoadedTokenizer(tokenizer, path, eot, vocab_size, fingerprint, control, encode_control)
+    return CorpusTokenizer(tokenizer, path, eot, vocab_size, fingerprint, control, encode_control)
 
 
 def encode_pieces(
-    loaded: LoadedTokenizer, texts: Iterable[tuple[str, bool]]
+    loaded: CorpusTokenizer, texts: Iterable[tuple[str, bool]]
 ) -> Iterator[tuple[list[int], int]]:
     """Yield (ids, size of the text in bytes) for each (text, whether it ends its document).
 
@@ -231,7 +231,7 @@ class ControlText:
 
 
 def _encode_batch(
-    loaded: LoadedTokenizer, batch: list[tuple[str, bool]]
+    loaded: CorpusTokenizer, batch: list[tuple[str, bool]]
 ) -> Iterator[tuple[list[int], int]]:
     texts = [text for text, _ in batch]
     loaded.check_known(texts)

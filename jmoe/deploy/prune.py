@@ -48,9 +48,10 @@ class PruneOptions:
 
 
 @dataclass(frozen=True)
-class Pruned:
-    """The result of pruning: bits per byte of held-out text, and bytes of weights, before and
-    after.
+class PruneReport:
+    """Loss and size of a model before and after pruning.
+
+    bits_before, bits_after: bits per byte of held-out text. bytes_before, bytes_after: of weights.
     """
 
     bits_before: float
@@ -59,8 +60,10 @@ class Pruned:
     bytes_after: int
 
 
-def prune(folder: Path, out: Path, options: PruneOptions, say: Callable[[str], None]) -> Pruned:
-    """Write the model of a Hugging Face folder with fewer experts.
+def prune(
+    folder: Path, out: Path, options: PruneOptions, say: Callable[[str], None]
+) -> PruneReport:
+    """Write the model of a Hugging Face folder with fewer experts, to a new folder `out`.
 
     Raises ValueError naming the option, before anything is computed or written.
     """
@@ -84,7 +87,7 @@ def prune(folder: Path, out: Path, options: PruneOptions, say: Callable[[str], N
         status(f"held-out loss of {options.experts} experts", say),
     ):
         after = text.bits_per_byte(mean_loss(pruned, text.held_out_BS))
-    return Pruned(before, after, weight_bytes(folder), weight_bytes(out))
+    return PruneReport(before, after, weight_bytes(folder), weight_bytes(out))
 
 
 def main(arguments: list[str]) -> None:

@@ -365,11 +365,11 @@ class Engine(Closing):
         """Compile copies of rows of the cache, and sampling with constraints or many token ids."""
         self._runner.copy_row(0, 0, 1)
         self._runner.copy_row(0, self.max_batch - 1, 1)  # between devices is another program
-        logits_1V = self._runner.logits(self._runner.zeros(1, 1), np.zeros(1, np.int32))
+        logits_1V = self._runner.logits(self._runner.zero_output(1, 1), np.zeros(1, np.int32))
         self._sampler.warm_up(logits_1V, Unconstrained())
 
     def _compile_prompt_logprobs(self, num_rows: int, width: int) -> None:
-        logits = self._runner.all_logits(self._runner.zeros(num_rows, width), 0)
+        logits = self._runner.all_logits(self._runner.zero_output(num_rows, width), 0)
         self._sampler.warm_up_prompt_logprobs(logits)
 
     def _pause_unready(self) -> list[tuple[Sequence, Constraint]]:

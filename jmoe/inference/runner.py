@@ -374,7 +374,7 @@ def logits_after(
 def logits_of_row(
     structure: Structure, arrays: Arrays, x_PCD: jax.Array, row: jax.Array
 ) -> jax.Array:
-    """Return the logits after every token of one row, float32 [C, V]."""
+    """Return the logits after every token of row `row` of x, float32 [C, V]."""
     return structure.merge(arrays).logits(x_PCD[row])
 
 
@@ -382,7 +382,7 @@ class Runner(Protocol):
     """Runs a model for an engine, on one device or on a mesh.
 
     `tokens` and `padding` return batches of the runner's own type, which `forward` takes; `forward`
-    and `zeros` return its own type of outputs, which `logits` and `all_logits` take.
+    and `zero_output` return its own type of outputs, which `logits` and `all_logits` take.
     """
 
     config: ModelConfig
@@ -396,7 +396,7 @@ class Runner(Protocol):
     def recent_choices(self) -> deque[Any]: ...
     def tokens(self, group: ChunkGroup) -> Any: ...
     def padding(self, num_rows: int, width: int) -> list[Any]: ...
-    def zeros(self, num_rows: int, width: int) -> Any: ...
+    def zero_output(self, num_rows: int, width: int) -> Any: ...
     def forward(self, groups: Sequence[Any], /) -> list[Any]: ...
     def copy_row(self, source: int, target: int, num_tokens: int) -> None: ...
     def logits(self, hidden: Any, at_P: np.ndarray, /) -> jax.Array: ...
@@ -454,14 +454,14 @@ class ModelRunner:
         return TokenBatch(tokens_PC.reshape(-1), rows_P, positions_PC)
 
     def padding(self, num_rows: int, width: int) -> list[TokenBatch]:
-        """Return batches of padding in every shape that such a group can have, to compile
-        programs.
+        """Return a batch of padding for every shape that a group of `num_rows` chunks of `width`
+        tokens can take, to compile programs.
         """
         return [self.tokens(ChunkGroup((), num_rows, width))]
 
-    def zeros(self, num_rows: int, width: int) -> BatchOutput:
-        """Return zeros in the form of `forward`'s output, without logits, to compile its
-        consumers.
+    def zero_output(self, num_rows: int, width: int) -> BatchOutput:
+        """Return an output of `forward` that is all zeros and has no logits, to compile programs
+        that take one.
         """
         x_PCD = np.zeros((num_rows, width, self.config.hidden_size), self.dtype)
         return BatchOutput(jax.device_put(x_PCD, jax.devices()[0]), BatchChoices([]))
@@ -708,11 +708,13 @@ class ModelRunner:
         self.caches = [copy_row(cache, *numbers) for cache in self.caches]
 
     def all_logits(self, output: BatchOutput, row: int) -> jax.Array:
-        """Return the logits after every token of one row, float32 [C, V]."""
+        """Return the logits after every token of chunk `row` of a batch, padding included, float32
+        [C, V].
+        """
         return logits_of_row(*self.embed_and_head, output.x_PCD, np.int32(row))
 
     def logits(self, output: BatchOutput, at_P: np.ndarray) -> jax.Array:
-        """Return the logits after token `at_P` of each row, float32 [P, V]."""
+        """Return the logits after token `at_P` of each chunk of a batch, float32 [P, V]."""
         if output.logits_PV is not None:
             return output.logits_PV
         return logits_after(*self.embed_and_head, output.x_PCD, at_P, self.native)

@@ -144,12 +144,15 @@ class HitCounts:
         self.generation += 1
 
 
-def _log_likelihood(counts: NDArray[np.float64], ids: NDArray[np.int64], one: float) -> float:
-    """Return the log probability of uses of these records, each proportional to its count.
+def _log_likelihood(
+    counts: NDArray[np.float64], ids: NDArray[np.int64], count_per_use: float
+) -> float:
+    """Return the log probability of uses of records `ids`, if a record is used in proportion to its
+    count and a small prior.
 
-    one: how much one use adds to a count.
+    count_per_use: how much one use adds to a count.
     """
-    prior = PRIOR * one
+    prior = PRIOR * count_per_use
     return float(
         np.log(counts[ids] + prior).sum() - ids.size * np.log(counts.sum() + prior * counts.size)
     )

@@ -171,7 +171,7 @@ def write_records(
     for record_R in allocate_slots(2 * THREADS, layout.record_bytes):
         free.put(record_R)
 
-    def write(record_R: NDArray[np.uint8], version: Version) -> None:
+    def write_and_free(record_R: NDArray[np.uint8], version: Version) -> None:
         try:
             path = folder / version.name
             set_seal(version, layout, record_R)
@@ -192,7 +192,7 @@ def write_records(
             views = layout.views(record_R)
             for name, array in arrays.items():
                 np.copyto(views[name], array)
-            writing.append(pool.submit(write, record_R, versions[index]))
+            writing.append(pool.submit(write_and_free, record_R, versions[index]))
     for done in writing:
         done.result()
 

@@ -27,7 +27,7 @@ from jmoe.memory.hot_set import HitCounts, record_ids
 from jmoe.memory.lfu_cache import CacheStats, LFUCache
 from jmoe.memory.link import Link, LinkStats
 from jmoe.memory.pinned import PinnedSlots
-from jmoe.memory.record import Record
+from jmoe.memory.record_handle import Record
 from jmoe.memory.record_store import HostRecords, RecordStore
 from jmoe.memory.version_store import VersionStore
 

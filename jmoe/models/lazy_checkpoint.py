@@ -224,9 +224,9 @@ class LazyCheckpoint(Closing):
         )
 
     def rest_bytes(self, num_devices: int = 1) -> int:
-        """Return the bytes of all parameters but the experts, on each of `num_devices` devices.
+        """Return the bytes of all parameters but the experts on one of `num_devices` devices.
 
-        With several devices the parameters are split as in `load_part`.
+        With several devices these are its tensor-parallel shards, as `load_part` returns them.
         """
         config = self.config if num_devices == 1 else device_config(self.config, num_devices)
         parts = flat(abstract_decoder(config)[2])
@@ -287,7 +287,9 @@ class LazyCheckpoint(Closing):
                 views[name][...] = part.view(views[name].dtype)
 
     def _is_kept(self, parameter: Parameter) -> bool:
-        """Return whether the parameter is stored on disk in the experts' format in memory."""
+        """Return whether `expert_format` holds the stored matrices exactly, so that they are copied
+        into records without being decompressed.
+        """
         if parameter.path not in self._stored_formats:
             self._stored_formats[parameter.path] = self._loader.kept_format(parameter)
         return self._stored_formats[parameter.path] is self.expert_format

@@ -380,7 +380,10 @@ class Loader:
     def _rows(
         self, stored: Stored, piece: Piece, start: int, end: int
     ) -> Iterator[tuple[int, int, np.ndarray]]:
-        """Yield (first row, end row, values) of rows start..end of the matrix in `stored`."""
+        """Yield rows start..end of the matrix in `stored` in chunks: (first row, end row, values).
+
+        The values are decompressed, and may be overwritten by the next chunk.
+        """
         if (form := format_of_matrix(stored, piece.name, piece.shape)) is not None:
             step = max(1, STAGING_BYTES // 4 // piece.shape[-1])
             yield from rows_of(form, self._read, stored, piece.name, (start, end), step)

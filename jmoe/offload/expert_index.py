@@ -1,4 +1,4 @@
-"""Numbers the experts' records, and says which experts a process and its devices have.
+"""Numbers the experts' records, and tells which experts a process and its devices have.
 
 Training and inference share this numbering: the record of expert `e` in MoE layer `n` is `n * E +
 e`.
@@ -99,9 +99,10 @@ class LocalExperts:
     def rows_by_device(
         self, layer: int, arrays: Mapping[str, np.ndarray]
     ) -> list[dict[str, np.ndarray]]:
-        """Return, for each device of `all_devices`, its rows of the layer's arrays, by name.
+        """Return one dict for each device of `all_devices`: the arrays of its experts, by name.
 
-        arrays: by name, [experts, ...], in the order of `in_layer(layer)`.
+        The arrays are views [experts per device, ...] of `arrays`; replicas share one dict. arrays:
+        by name, [experts of this process, ...], in the order of `in_layer(layer)`.
         """
         parts = zip(self.split(arrays), self.devices, strict=True)
         return [part for part, replicas in parts for _ in replicas]
@@ -180,10 +181,10 @@ class SlottedExperts(LocalExperts):
     def rows_by_device(
         self, layer: int, arrays: Mapping[str, np.ndarray]
     ) -> list[dict[str, np.ndarray]]:
-        """Return, for each device of `all_devices`, arrays [num_slots, ...] by name; empty slots
-        are zero.
+        """Return one dict for each device of `all_devices`: new arrays [num_slots, ...] by name,
+        with each expert in its slot and zeros in empty slots.
 
-        arrays: by name, [experts, ...], in the order of `in_layer(layer)`.
+        arrays: by name, [experts of this process, ...], in the order of `in_layer(layer)`.
         """
         rows: list[dict[str, np.ndarray]] = [
             {name: np.zeros((self.num_slots, *w.shape[1:]), w.dtype) for name, w in arrays.items()}

@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from jmoe.memory.buffers import PAGE_BYTES, allocate_slots
-from jmoe.memory.record import Record
+from jmoe.memory.record_handle import Record
 from kernels_pallas.grouped_mlp import MLPWeights
 
 

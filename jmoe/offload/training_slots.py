@@ -21,7 +21,7 @@ from jax import lax
 from numpy.typing import NDArray
 
 from jmoe.config import OptimizerConfig
-from jmoe.memory.record import Record
+from jmoe.memory.record_handle import Record
 from jmoe.offload.expert_index import LocalExperts
 from jmoe.offload.lazy_adamw import MissedSteps, catch_up
 from jmoe.offload.slot_arrays import put_record, zero_arrays

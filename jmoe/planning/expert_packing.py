@@ -18,8 +18,9 @@ SLOWER = 1.01  # factor by which a step must be slower than with half the expert
 
 @dataclass(frozen=True)
 class MemoryShortfall:
-    """Bytes lacking for twice the experts per device, with experts on the device, and with experts
-    in host memory. 0: they fit.
+    """Bytes that a device and its host lack for twice the experts per device; 0: they fit.
+
+    lacking_bytes: with experts on the device. offloaded_lacking_bytes: with experts in host memory.
     """
 
     lacking_bytes: int = 0
@@ -52,15 +53,19 @@ def next_packing(
     shortfall: MemoryShortfall | None = None,
     step_s: Mapping[int, float] | None = None,
 ) -> PackingDecision:
-    """Return the number of experts per device from `step` on: unchanged, doubled, or halved.
+    """Return the decision on the experts per device from `step` on: unchanged, doubled, or halved.
 
-    all_to_all_s, ffn_s: seconds of a forward micro-operation with `experts_per_device`.
-    most_experts: the most that the mesh allows. shortfall: None means unlimited memory. step_s:
-    measured seconds of a whole step, by experts per device.
+    The number changes only at steps for which `is_decided_at` is true.
+
+    all_to_all_s, ffn_s: forward seconds of one layer's dispatch all-to-alls, and of its experts,
+    with `experts_per_device`. most_experts: the most that the mesh allows. shortfall: bytes lacking
+    for twice the experts; None means unlimited memory. step_s: measured seconds of a whole step, by
+    experts per device.
 
     Lina doubles while the FFN is shorter than the all-to-all. Unlike Lina, this function also
     halves again if doubling made the step slower, because replicas of experts must all-reduce their
-    gradients, which Lina's rule ignores. Raises `ValueError` for negative or nan times.
+    gradients, which Lina's rule ignores. Raises `ValueError` for negative or nan times, and unless
+    0 < experts_per_device <= most_experts.
     """
     check(
         experts_per_device > 0, "experts_per_device", experts_per_device, "must be greater than 0"

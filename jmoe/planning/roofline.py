@@ -45,7 +45,8 @@ def scaled_share(
     """Return the fraction of a layer's experts that `num_tokens` tokens choose, given the fraction
     `share` measured for `measured_tokens`.
 
-    The fraction scales as under uniform routing, but not below the experts of a single token.
+    The fraction scales as under uniform routing, up to 1, and down to k / E, the experts of a
+    single token; a measured `share` below k / E is not scaled down.
     """
     touched = distinct_experts(num_experts, num_experts_per_tok, num_tokens)
     scaled = share * touched / distinct_experts(num_experts, num_experts_per_tok, measured_tokens)

@@ -149,7 +149,7 @@ def _planned(config: TrainConfig, cluster: ClusterConfig, nodes: int) -> Cluster
     )
 
 
-def as_json(rows: list[ClusterRow]) -> JsonObject:
+def json_object(rows: list[ClusterRow]) -> JsonObject:
     """Return the rows as a dict that JSON can hold; keys end in their unit (`_s`, `_bytes`)."""
     return {"basis": COMPUTED, "rows": [_plain(row) for row in rows]}
 

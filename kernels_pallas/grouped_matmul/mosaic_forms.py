@@ -140,8 +140,8 @@ class Dense:
         return self.x_HND.shape[2] // INNER
 
     @property
-    def num_copies(self) -> int:
-        """Number of copies of a step."""
+    def copies_per_step(self) -> int:
+        """Number of copies that a step waits for: of x, and of each part of the weights."""
         return self.halves + self.tile.parts
 
     def operands(self) -> list[jax.Array]:
@@ -226,8 +226,8 @@ class GatheredRows(Dense):
         return self.src_N.shape[0]
 
     @property
-    def num_copies(self) -> int:
-        """Number of copies of a step: one for each row."""
+    def copies_per_step(self) -> int:
+        """Number of copies that a step waits for, one for each row of x."""
         return ROWS + self.tile.parts
 
     def operands(self) -> list[jax.Array]:
@@ -254,7 +254,7 @@ class GatheredRows(Dense):
                 plgpu.copy_gmem_to_smem(refs.x.at[0, pl.ds(token, 1), inside], to, barrier)
 
     def rows_of(self, refs: Refs, wg: Warpgroup, k: jax.Array, stage: jax.Array) -> Ref:
-        """Move the rows into blocks, and return those."""
+        """Move the rows into blocks, and return the blocks."""
         rows = super().rows_of(refs, wg, k, stage)
         block = _buffer(refs, wg, k)
         block[...] = plgpu.layout_cast(rows[...], plgpu.Layout.WGMMA)
@@ -274,7 +274,7 @@ class QuantizedWeights(Dense):
     def weights_of(
         self, refs: Refs, wg: Warpgroup, part: int, k: jax.Array, stage: jax.Array
     ) -> Ref:
-        """Convert the columns to x's dtype, and return those."""
+        """Convert the warpgroup's columns to x's dtype, and return the converted columns."""
         narrow = super().weights_of(refs, wg, part, k, stage)
         wide = _buffer(refs, wg, k)
         wide[...] = _widened(plgpu.layout_cast(narrow[...], NARROW_LAYOUT), refs.x.dtype)
@@ -301,9 +301,9 @@ class CompressedWeights(Dense):
         return max(1, INNER * self.kind.per_byte // self.kind.block)
 
     @property
-    def num_copies(self) -> int:
-        """Number of copies of a step, with that of the scales."""
-        return super().num_copies + 1
+    def copies_per_step(self) -> int:
+        """Number of copies that a step waits for, one of them of the scales."""
+        return super().copies_per_step + 1
 
     def operands(self) -> list[jax.Array]:
         """Return the scales in the dtype that the kernel reads; mxfp4's exponents as int8."""

@@ -164,7 +164,7 @@ def _matmul_kernel(
         out_type,
         form.scratch(),
         launch,
-        num_copies=form.num_copies,
+        copies_per_step=form.copies_per_step,
         num_stages=form.num_stages,
     )
 
@@ -254,7 +254,7 @@ def weight_gradient(
     ]
     out_type = jax.ShapeDtypeStruct((num_groups, d, num_columns), x_ND.dtype)
     body = _gradient_body(tiles, launch)
-    kernel = pipelined_kernel(body, out_type, scratch, launch, num_copies=2, num_stages=STAGES)
+    kernel = pipelined_kernel(body, out_type, scratch, launch, copies_per_step=2, num_stages=STAGES)
     return kernel(bounds_3E, x_ND, dy_NF)
 
 

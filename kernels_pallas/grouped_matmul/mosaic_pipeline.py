@@ -132,15 +132,17 @@ def pipelined_kernel(
     scratch: Sequence[Scratch],
     launch: Launch,
     *,
-    num_copies: int,
+    copies_per_step: int,
     num_stages: int,
 ) -> Callable[..., jax.Array]:
     """Return a kernel whose body runs a `Pipeline`. The body's last two references are its barriers
     `full` and `empty`.
 
-    num_copies: copies of one step.
+    copies_per_step: copies that a step waits for, of x, weights and scales.
     """
-    barriers = [plgpu.Barrier(num_arrivals=n, num_barriers=num_stages) for n in (num_copies, 2)]
+    barriers = [
+        plgpu.Barrier(num_arrivals=n, num_barriers=num_stages) for n in (copies_per_step, 2)
+    ]
     return launch.kernel(body, out_type, [*scratch, *barriers], num_warpgroups=3)
 
 

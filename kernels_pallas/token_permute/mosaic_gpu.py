@@ -78,7 +78,10 @@ def gather_rows(
     *,
     launch: Launch = ALL_SMS,
 ) -> jax.Array:
-    """Return x_TD[src_M] [M, D], times scale_M if given; the last row of x where src_M == T."""
+    """Return x_TD[src_M] [M, D], times scale_M if given; the last row of x where src_M == T.
+
+    launch: the multiprocessors that run the kernel. Raises NotImplementedError as `_lines` does.
+    """
     num_rows, d = src_M.shape[0], x_TD.shape[1]
     x = _lines(x_TD)
     line = x.shape[1:]
@@ -192,7 +195,9 @@ def gather_sum(
     """Return float32 [T, D], the (weighted) sum over k of rows y_MD[row_TK[t, k]]; a row of M adds
     0.
 
-    complete: promises that no row is M; this implementation does not use it.
+    complete: promises that no row is M; this implementation does not use it. launch: the
+    multiprocessors that run the kernel. Raises NotImplementedError as `_lines` does, and for more
+    than MAX_COPIES choices a token.
     """
     del complete
     (num_tokens, k), (num_rows, d) = row_TK.shape, y_MD.shape

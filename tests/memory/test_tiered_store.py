@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from jmoe.memory.link import SLACK_S
-from jmoe.memory.record import Record
+from jmoe.memory.record_handle import Record
 from jmoe.memory.record_store import HostRecords, RecordLayout, RecordStore
 from jmoe.memory.ring import Ring
 from jmoe.memory.tiered_store import TieredStore

@@ -22,8 +22,8 @@ import pytest
 
 import jmoe.offload.training_slots
 from jmoe.config import CheckpointConfig, TiersConfig
-from jmoe.memory.record import Record
 from jmoe.memory.record_checkpoint import RecordCheckpoints
+from jmoe.memory.record_handle import Record
 from jmoe.memory.tiered_store import TieredStore
 from jmoe.memory.version_store import VersionStore
 from jmoe.offload.expert_state import ExpertState

@@ -13,7 +13,7 @@ import pytest
 from jmoe.config import MeshConfig, TiersConfig, TrainConfig
 from jmoe.config.cluster import ClusterConfig, read_cluster
 from jmoe.configs import PRESETS
-from jmoe.run.cluster_planner import ClusterRow, as_json, cluster_rows, config_for_nodes, table
+from jmoe.run.cluster_planner import ClusterRow, cluster_rows, config_for_nodes, json_object, table
 from jmoe.run.planner import training_plan
 
 SAMPLE = Path(__file__).resolve().parents[2] / "launch" / "clusters" / "h100.toml"
@@ -151,7 +151,7 @@ def test_what_is_shown() -> None:
     wider = dataclasses.replace(QWEN, mesh=MeshConfig(expert_inter=2, expert_intra=8))
     assert "yes" in next(line for line in table(cluster_rows(wider, on), on) if "4x2x8" in line)
     assert text[4].startswith("   64  batch_size = 256: must be a multiple of 512 devices")
-    shown = json.loads(json.dumps(as_json(rows), allow_nan=False))
+    shown = json.loads(json.dumps(json_object(rows), allow_nan=False))
     assert shown["basis"].endswith("not measured")
     first, _, last = shown["rows"]
     assert last == {"nodes": 64, "problem": rows[2].problem}

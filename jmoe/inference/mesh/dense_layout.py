@@ -102,18 +102,20 @@ class RowLayout:
         return self.max_batch // self.mesh.size
 
     def locate_row(self, row: int) -> tuple[int, int]:
-        """Return (device that holds a row of the cache, or -1 if all do; the row's number on
-        it).
+        """Return (the device that holds a row of the cache, or -1 if every device does; the row's
+        number on that device).
         """
         return divmod(row, self.rows_per_device)
 
     def own(self, arrays: Arrays) -> Arrays:
-        """Return this device's arrays of a module, inside `shard_map`."""
+        """Return this device's weights of a module. arrays: its weights as a program gets them
+        inside `shard_map`.
+        """
         return arrays
 
     def layers(self, num_tokens: int) -> WholeLayers:
-        """Return how this device runs dense layers in a step of `num_tokens`, inside
-        `shard_map`.
+        """Return the object that runs dense layers on this device in a step of `num_tokens` tokens;
+        use it inside `shard_map`.
         """
         return WHOLE
 
@@ -135,8 +137,8 @@ class RowLayout:
         return lax.dynamic_index_in_dim(all_NCD, place // rows, 0, keepdims=False)
 
     def make_batch(self, group: ChunkGroup) -> MeshBatch:
-        """Return a group's chunks as a batch, each in a row of its device, padded to a compiled
-        shape.
+        """Return a batch with each chunk of a group in a row of the device that holds its cache,
+        padded to a compiled shape.
         """
         counts_N = np.bincount(
             [self.locate_row(chunk.row)[0] for chunk in group.chunks], minlength=self.mesh.size
@@ -146,8 +148,8 @@ class RowLayout:
         )
 
     def padding(self, num_rows: int, width: int) -> list[MeshBatch]:
-        """Return batches of padding in every shape that such a group can have, to compile
-        programs.
+        """Return a batch of padding for every shape that a group of `num_rows` chunks of `width`
+        tokens can take, to compile programs.
         """
         most = bucket(min(num_rows, self.rows_per_device), self._sizes(width))
         group = ChunkGroup((), num_rows, width)
@@ -163,6 +165,7 @@ class RowLayout:
         return tuple(sorted({*sizes, self.rows_per_device}))
 
     def _padded_batch(self, group: ChunkGroup, rows_per_device: int) -> MeshBatch:
+        """Return a group's batch with this number of rows on each device."""
         place_Q = np.zeros(group.num_rows, np.int32)
         free_N = np.arange(self.mesh.size) * rows_per_device
         for q, chunk in enumerate(group.chunks):

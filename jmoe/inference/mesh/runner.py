@@ -140,14 +140,14 @@ class MeshRunner:
         return self.layout.make_batch(group)
 
     def padding(self, num_rows: int, width: int) -> list[MeshBatch]:
-        """Return batches of padding in every shape that such a group can have, to compile
-        programs.
+        """Return a batch of padding for every shape that a group of `num_rows` chunks of `width`
+        tokens can take, to compile programs.
         """
         return self.layout.padding(num_rows, width)
 
     @led
-    def zeros(self, num_rows: int, width: int) -> MeshHidden:
-        """Return zeros in the form of `forward`'s output, to compile its consumers."""
+    def zero_output(self, num_rows: int, width: int) -> MeshHidden:
+        """Return an output of `forward` that is all zeros, to compile programs that take one."""
         batch = self.padding(num_rows, width)[-1]
         shape = self.layout.hidden_shape(batch, self.config.hidden_size)
         x = put(np.zeros(shape, self.dtype), self.mesh, BATCH)
@@ -253,7 +253,9 @@ class MeshRunner:
         return logits_after(*self._embed_and_head_here, x_QCD, np.zeros_like(at_Q))
 
     def all_logits(self, hidden: MeshHidden, row: int) -> jax.Array:
-        """Return the logits after every token of one chunk, float32 [C, V]."""
+        """Return the logits after every token of chunk `row` of a batch, padding included, float32
+        [C, V].
+        """
         place = int(hidden.place_Q[row])
         if self.layout.splits_head:
             return self.split_row_logits(hidden.number, place).addressable_data(0)

@@ -41,8 +41,9 @@ class StepMemory:
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """The estimated step of a run on `num_devices` GPUs of the kind `config.estimate`; `str` gives
-    the report.
+    """Estimated time and memory of a run's step on `num_devices` GPUs; `str` gives the report.
+
+    config.estimate: the kind of GPU. gpu: time, kernels and communication. memory: of one device.
     """
 
     config: TrainConfig

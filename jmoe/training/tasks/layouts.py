@@ -264,8 +264,9 @@ def plan_lines(config: VisionTrainConfig) -> list[str]:
 
 
 def notes_of(config: VisionTrainConfig, layout: Layout) -> list[str]:
-    """Return the layout and each device's memory as text; empty if all devices do the same, or the
-    layout is not elastic.
+    """Return lines to print: the tasks and memory of each device.
+
+    Empty if all devices do the same work, or the layout is not elastic.
     """
     if len(set(layout.shares)) == 1 or config.layout != "elastic":
         return []

@@ -85,24 +85,24 @@ def ended_experts(config: VisionTrainConfig, active: Sequence[str]) -> NDArray[n
     the expert.
     """
     paths = {name: np.array(task.path, np.int32) for name, task in config.tasks.items()}
-    ends_NE = np.zeros((len(config.model.task_layers), config.model.num_experts), bool)
+    ended_NE = np.zeros((len(config.model.task_layers), config.model.num_experts), bool)
     for some, ended in ((paths.keys() - active, True), (active, False)):
         for name in some:
-            ends_NE[np.arange(len(ends_NE)), paths[name]] = ended
-    return ends_NE
+            ended_NE[np.arange(len(ended_NE)), paths[name]] = ended
+    return ended_NE
 
 
-def with_ended(
+def restore_ended_tasks(
     config: VisionTrainConfig,
     active: Sequence[str],
     states: tuple[TrainState, TrainState],
-    ends: jax.Array,
+    ended: jax.Array,
 ) -> TrainState:
-    """Return the second of two states, with the heads, paths and experts of ended tasks from the
-    first.
+    """Return the new state, with the heads, paths and experts of ended tasks from the old one.
 
-    ends: bool [N, E] or [N, slots], the experts of task-routed layers to restore; empty if experts
-    are not part of the state.
+    active: names of the tasks that have not ended. states: (old, new). ended: bool [N, E] or [N,
+    slots], the experts of task-routed layers to restore; empty if experts are not part of the
+    state.
     """
     old, new = states
     if len(active) == len(config.tasks):
@@ -113,7 +113,7 @@ def with_ended(
         if names[0] in OF_TASKS:
             return now if names[1] in active else was
         if names[0] == "task_layers" and is_expert(path):
-            return jnp.where(ends.reshape(*ends.shape, *[1] * (now.ndim - 2)), was, now)
+            return jnp.where(ended.reshape(*ended.shape, *[1] * (now.ndim - 2)), was, now)
         return now
 
     trees = (
@@ -308,7 +308,9 @@ class VisionTrainer:
 
     @property
     def notes(self) -> list[str]:
-        """The layout and each device's memory, as lines to print; see `notes_of`."""
+        """Lines to print: the tasks and memory of each device; empty unless an elastic layout gives
+        devices different work.
+        """
         return notes_of(self.config, self.layout)
 
     def in_layout(self, mesh: Mesh, layout: Layout) -> "VisionTrainer":
@@ -328,13 +330,13 @@ class VisionTrainer:
         grads, metrics = self.gradients_local(state, batch, full_capacity=full_capacity)
         num_devices = self.model.mesh.size
         with jax.named_scope("reduce_gradients"):
-            grads, squares = self._reduced_local(grads)
+            grads, squares = self._reduce_with_squares_local(grads)
             metrics = sum_over_mesh(num_devices, metrics)
         squares = sum_over_mesh(num_devices, squares)
         new, metrics = finish_step(self.config, state, grads, squares, metrics)
-        return self._with_ended(state, new), metrics
+        return self._restore_ended_tasks(state, new), metrics
 
-    def _reduced_local(self, grads: PyTree) -> tuple[PyTree, dict[str, jax.Array]]:
+    def _reduce_with_squares_local(self, grads: PyTree) -> tuple[PyTree, dict[str, jax.Array]]:
         """Return (gradients summed over the devices that hold each parameter, this device's addends
         to their squared norms).
         """
@@ -348,18 +350,18 @@ class VisionTrainer:
         squares |= {"task_layers": squares["task_layers"] + self.slots.squares_local(experts)}
         return with_task_experts(rest, experts), squares
 
-    def _with_ended(self, old: TrainState, new: TrainState) -> TrainState:
-        """Return `new`, with the heads of ended tasks, and the experts that only these tasks name,
-        from `old`.
+    def _restore_ended_tasks(self, old: TrainState, new: TrainState) -> TrainState:
+        """Return `new`, with the heads and paths of ended tasks, and the experts that only these
+        tasks name, from `old`.
         """
-        ends_NE = ended_experts(self.config, self.losses.active)
+        ended_NE = ended_experts(self.config, self.losses.active)
         if self.slots is not None:
             of_slot = np.maximum(self.slots.experts_RNS, 0)
-            ends_RNS = ends_NE[np.arange(len(ends_NE))[:, None], of_slot] & (
+            ended_RNS = ended_NE[np.arange(len(ended_NE))[:, None], of_slot] & (
                 self.slots.experts_RNS >= 0
             )
-        ends = jnp.asarray(ends_NE) if self.slots is None else self.slots.of_device(ends_RNS)
-        return with_ended(self.config, self.losses.active, (old, new), ends)
+        ended = jnp.asarray(ended_NE) if self.slots is None else self.slots.of_device(ended_RNS)
+        return restore_ended_tasks(self.config, self.losses.active, (old, new), ended)
 
     def gradients_local(
         self, state: TrainState, batch: ImageBatch, *, full_capacity: bool

@@ -164,11 +164,11 @@ class StreamedVisionTrainer(StreamedRunner[TaskPart]):
 
     def _freeze(self) -> None:
         """Exclude the experts that only ended tasks name from further optimizer steps."""
-        ends_NE = ended_experts(self.config, self.losses.active)
-        if self.experts is None or not ends_NE.any():
+        ended_NE = ended_experts(self.config, self.losses.active)
+        if self.experts is None or not ended_NE.any():
             return
         records = [
-            self.experts.index.records(layer.record, np.flatnonzero(ends_NE[layer.number]))
+            self.experts.index.records(layer.record, np.flatnonzero(ended_NE[layer.number]))
             for layer in self._record_layers
             if layer.kind == "task"
         ]

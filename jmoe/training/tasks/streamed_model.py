@@ -39,7 +39,7 @@ from jmoe.training.streamed.model import (
 )
 from jmoe.training.tasks.experts import TaskSlots
 from jmoe.training.tasks.losses import Contrast, Metrics, TaskLosses
-from jmoe.training.tasks.step import ShardedVision, active_tasks, draw_of, with_ended
+from jmoe.training.tasks.step import ShardedVision, active_tasks, draw_of, restore_ended_tasks
 from jmoe.training.update import finish_step, sum_over_mesh
 from jmoe.types import PyTree
 
@@ -154,7 +154,7 @@ class StreamedVision(StreamedModel[TaskPart]):
     ) -> tuple[TrainState, Metrics]:
         new, metrics = finish_step(self.config, state, grads, squares, metrics)
         nothing = jnp.zeros((0, 0), jnp.bool_)  # experts are frozen by `StreamedVisionTrainer`
-        return with_ended(self._config, self.losses.active, (state, new), nothing), metrics
+        return restore_ended_tasks(self._config, self.losses.active, (state, new), nothing), metrics
 
     # Contrastive losses and evaluation
 
