@@ -160,7 +160,7 @@ PLACES = [
     (VersionStore, "pin"),
     (TrainingSlots, "update"),
     (ExpertState, "_write_gradients"),
-    (jmoe.offload.training_slots, "_place"),
+    (jmoe.offload.training_slots, "put_record"),
     (StepPrograms, "route"),
     (StepPrograms, "moe_gradients"),
     (RecordCheckpoints, "write_list"),
