@@ -25,7 +25,6 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -50,7 +49,7 @@ from jmoe.run.compatibility import (
     refuse_other_data,
 )
 from jmoe.run.compile_cache import keep_compiled_programs
-from jmoe.run.metrics import CompiledPrograms, progress_bar, step_record
+from jmoe.run.metrics import CompiledPrograms, ProgressBar, progress_bar, step_record
 from jmoe.run.planner import packing_summary, tier_counts, training_plan, with_chosen_tiers
 from jmoe.run.prometheus import RunMetrics
 from jmoe.run.run_folder import WAIT_S, RunFolder
@@ -65,11 +64,12 @@ from jmoe.training.state import TrainState
 from jmoe.training.task import Setup, Task, TrainingData, open_session
 from jmoe.training.tasks.task import ImageTasks
 from jmoe.training.trainer import Trainer, make_trainer
+from jmoe.types import JsonObject
 
 
 def train_step(
     trainer: Trainer, state: TrainState, tokens: jax.Array
-) -> tuple[TrainState, dict[str, Any]]:
+) -> tuple[TrainState, JsonObject]:
     """Take one optimizer step on `tokens` [accumulation steps, B, S + 1]; return (state, metrics on
     the host).
 
@@ -104,38 +104,23 @@ def train(run: Session, state: TrainState) -> tuple[TrainState, bool]:
             if max(profile_from, start) == step < profile_to:
                 jax.profiler.start_trace(str(run.output_dir / "profile"))
             state = run.rebalance(step, state)
-            if progress is not None:
-                progress.runs_on(
-                    run.mesh.size, config.tokens_until(step + 1) - config.tokens_until(step)
-                )
             begun, processor_s, programs = time.perf_counter(), time.process_time(), compiled.count
-            doing = (
+            compiling = (
                 status("compiling the training step", say)
                 if step == start
                 else contextlib.nullcontext()
             )
-            with run.watchdog.waiting_for("step", step), doing:
+            with run.watchdog.waiting_for("step", step), compiling:
                 state, metrics = train_step(run.trainer, state, run.next_batch())
                 run.check_finite(step, metrics)
             step_s, done = time.perf_counter() - begun, step + 1
-            run.note_step(
-                step_s, time.process_time() - processor_s, compiled=compiled.count > programs
-            )
+            has_compiled = compiled.count > programs
+            run.note_step(step_s, time.process_time() - processor_s, compiled=has_compiled)
             if done == profile_to > start:
                 jax.profiler.stop_trace()
-            if run.log is not None and progress is not None:
-                line = step_record(metrics, step_s, config, compiled=compiled.count > programs)
-                if not config.tiers.on_device:
-                    line["tiers"] = tier_counts(run.trainer.expert_stats())
-                run.log.write_step(step, line)
-                if run.exporter is not None:
-                    run.exporter.note_step(step, line)
-                progress.update(
-                    step,
-                    loss=line["loss"],
-                    step_s=step_s,
-                    dropped_fraction=line["dropped_fraction"],
-                )
+            if progress is not None:
+                record = step_record(metrics, step_s, config, compiled=has_compiled)
+                log_step(run, progress, step, record)
             run.checkpoints.check()
             stopped = done < config.num_steps and stop.requested(step)
             if stopped or done % config.checkpoint.every_steps == 0 or done == config.num_steps:
@@ -154,6 +139,24 @@ def train(run: Session, state: TrainState) -> tuple[TrainState, bool]:
     if progress is not None:
         progress.close()
     return state, not stopped
+
+
+def log_step(run: Session, progress: ProgressBar, step: int, record: JsonObject) -> None:
+    """Write a step's record to the log, the exporter and the progress bar; on process 0 only."""
+    assert run.log is not None
+    config = run.config
+    if not config.tiers.on_device:
+        record["tiers"] = tier_counts(run.trainer.expert_stats())
+    run.log.write_step(step, record)
+    if run.exporter is not None:
+        run.exporter.note_step(step, record)
+    progress.runs_on(run.mesh.size, config.tokens_until(step + 1) - config.tokens_until(step))
+    progress.update(
+        step,
+        loss=record["loss"],
+        step_s=record["step_s"],
+        dropped_fraction=record["dropped_fraction"],
+    )
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -241,7 +244,7 @@ def prepare_text(
     config: TrainConfig,
     watchdog: distributed.Watchdog,
     stack: contextlib.ExitStack,
-    resolved: dict[str, Any],
+    resolved: JsonObject,
 ) -> TrainingData:
     """Tokenize the text, or open existing tokens. Process 0 does the work while the others wait."""
     limits, main_process = config.distributed, jax.process_index() == 0
@@ -285,11 +288,11 @@ def prepare_text(
     return TrainingData(corpus, batches, corpus.fingerprint, files, lambda: publish(corpus, cache))
 
 
-def resolved_config(config: TrainConfig) -> dict[str, Any]:
+def resolved_config(config: TrainConfig) -> JsonObject:
     """Return the configuration as checkpoints store it, with the teacher's fingerprint if there is
     a teacher.
     """
-    resolved: dict[str, Any] = json.loads(config.to_json())
+    resolved: JsonObject = json.loads(config.to_json())
     if config.distil.teacher:
         resolved[TEACHER] = teacher_fingerprint(config.distil.teacher)
     return resolved

@@ -62,18 +62,18 @@ def fused(matrices: tuple[tuple[int, int], ...], bytes_per_s: float) -> list[Jso
     """Time the gather of float32 shards into a bfloat16 buffer, and its gradients' reduction."""
     mesh = make_mesh((1, 1, 1), jax.devices()[:1])
     levels = hierarchy(mesh, hierarchical=False)
-    parts = tuple(ShardInBuffer(shape, 0, jnp.bfloat16) for shape in matrices)
+    entries = tuple(ShardInBuffer(shape, 0, jnp.bfloat16) for shape in matrices)
     draw = jax.jit(jax.random.normal, static_argnums=(1, 2))
     shards = [draw(jax.random.key(0), shape, jnp.float32) for shape in matrices]
     grads = [draw(jax.random.key(0), shape, jnp.bfloat16) for shape in matrices]
 
     def reduce(shards: list[jax.Array], grads: list[jax.Array]) -> list[jax.Array]:
-        return jax.vjp(lambda w: gather_fused_local(w, parts, levels), shards)[1](grads)
+        return jax.vjp(lambda w: gather_fused_local(w, entries, levels), shards)[1](grads)
 
-    gather = partial(gather_fused_local, parts=parts, hierarchy=levels)
+    gather = partial(gather_fused_local, entries=entries, hierarchy=levels)
     on_mesh = partial(jax.shard_map, mesh=mesh, in_specs=BATCH, out_specs=BATCH, check_vma=False)
     # four bytes of an element in float32, two in bfloat16
-    moved_bytes = 6 * sum(part.size for part in parts)
+    moved_bytes = 6 * sum(entry.size for entry in entries)
     calls = {"gather": (gather, (shards,)), "reduce": (reduce, (shards, grads))}
     return [
         {

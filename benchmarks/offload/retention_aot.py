@@ -88,17 +88,24 @@ def in_host_memory(
     stacks = {STACKS["moe"]: state.params[STACKS["moe"]]}
     params = LayerParams(stacks[STACKS["moe"]], unsharded_RC, state.router_bias)
     layer, nothing = LayerOptions(number, None, number, number), NeighborWork()
-    options = {"kind": "moe", "train": True, "full_capacity": False, "keeps": True}
+    options = {"kind": "moe", "train": True, "full_capacity": False, "saves_residuals": True}
     routed, of_route, _ = do("route", parts.route, params, layer, x_BSD, nothing, **options)
     experts = programs.abstract(
         {
             name: jax.ShapeDtypeStruct(w.shape[1:], jnp.float32)
-            for name, w in model.parts.experts["moe"].params.items()
+            for name, w in model.modules.experts["moe"].params.items()
         }
     )
     params = params._replace(experts=experts)
     y_BSD, of_experts, _ = do(
-        "add_experts", parts.add_experts, params, routed, layer, nothing, kind="moe", keeps=True
+        "add_experts",
+        parts.add_experts,
+        params,
+        routed,
+        layer,
+        nothing,
+        kind="moe",
+        saves_residuals=True,
     )
     stats = [[routed.stats]] * config.model.num_moe_layers
     totals = do("totals", parts.totals, stats)
@@ -109,7 +116,7 @@ def in_host_memory(
     )
     kept, choices = (routed, of_route, of_experts), {"topk_idx_TK": routed.topk_idx_TK}
     backward = ForBackward(x_BSD, dx_BSD, choices, kept, scale, totals.counts_NAE)
-    sums = GradAccumulator(None, grads.rest["moe"])
+    sums = GradAccumulator(None, grads.unbuffered["moe"])
     dx_BSD, sums, _, square, _ = do(
         "moe_gradients",
         *(parts.moe_gradients, params, layer, backward, sums, nothing),
@@ -118,7 +125,7 @@ def in_host_memory(
         last=True,
     )
     doutside = do("embed_gradients", parts.embed_gradients, outside, part, dx_BSD, doutside, [])
-    grads = grads._replace(outside=doutside, rest=grads.rest | {"moe": sums.rest})
+    grads = grads._replace(outside=doutside, unbuffered=grads.unbuffered | {"moe": sums.unbuffered})
     squares = {"moe": [square] * config.model.num_moe_layers}
     results = StepResults(grads, squares, [loss], stats, totals)
     do("finish", parts.finish, state, results)

@@ -102,36 +102,21 @@ def read_overview(folder: Path) -> RunOverview:
     """Return the state of the run in `folder`. Raises `ValueError` if `folder` is not the output
     folder of a run.
     """
-    signs = [name for name in (IDENTITY, LOCK, METRICS, SUPERVISE) if (folder / name).exists()]
-    if not signs:
-        missing = (
-            "must be a folder"
-            if not folder.is_dir()
-            else f"has no {IDENTITY}, {LOCK}, {METRICS} or {SUPERVISE}"
-        )
-        raise ValueError(
-            f"run = {str(folder)!r}: must be the output folder of a run, and {missing}"
-        )
+    _check_run_folder(folder)
     config, events = _json(folder / "config.json"), _supervised(folder)
     own_now = time.time()
     now = disk_time(folder) or max(own_now, _time_of(folder / METRICS) or 0.0)
     steps, resumes = _last_steps(folder / METRICS)
-    how_far, last = read_progress(folder), steps[-1] if steps else {}
+    progress, last = read_progress(folder), steps[-1] if steps else {}
     rates = [step for step in steps if not step.get("compiled")]
-    checkpoint = how_far.checkpoint if how_far.checkpoint >= 0 else None
+    checkpoint = progress.checkpoint if progress.checkpoint >= 0 else None
     checkpoint_time = (
         None if checkpoint is None else _time_of(folder / "checkpoints" / str(checkpoint))
     )
-    ranks = _ranks(folder, config, now)
-    starts = [event for event in events if event["event"] == "start"]
-    ends = [
-        str(event.get("why") or event.get("kind", ""))
-        for event in events
-        if event["event"] == "end"
-    ]
-    num_steps = config.get("num_steps")
-    done = how_far.step + 1
-    state, why = _state(folder, _Seen(config, events, ranks, now), done, num_steps, checkpoint)
+    ranks, starts = _ranks(folder, config, now), _starts(events)
+    num_steps, steps_done = config.get("num_steps"), progress.step + 1
+    seen = _Seen(config, events, ranks, now)
+    state, why = _state(folder, seen, steps_done, num_steps, checkpoint)
     run = str(_json(folder / IDENTITY).get("run", folder.resolve().name))
     return RunOverview(
         folder=str(folder),
@@ -139,7 +124,7 @@ def read_overview(folder: Path) -> RunOverview:
         state=state,
         why=why,
         attempt=starts[-1].get("attempt") if starts else None,
-        steps=done,
+        steps=steps_done,
         num_steps=num_steps,
         loss=_number(last, "loss"),
         tokens_per_s=median(step["tokens_per_s"] for step in rates) if rates else None,
@@ -149,12 +134,39 @@ def read_overview(folder: Path) -> RunOverview:
         checkpoint_age_s=_age(checkpoint_time, now),
         snapshot=_snapshot(config, run, own_now),
         restarts=max(len(starts) - 1, resumes),
-        last_end=ends[-1] if ends else "",
+        last_end=_last_end(events),
         ranks=ranks,
         slowest_rank=slowest(ranks) if state == "running" else None,
         tiers=last.get("tiers"),
         clock_ahead_s=own_now - now,
     )
+
+
+def _check_run_folder(folder: Path) -> None:
+    """Raise `ValueError` if `folder` has none of the files that every run has."""
+    if any((folder / name).exists() for name in (IDENTITY, LOCK, METRICS, SUPERVISE)):
+        return
+    missing = (
+        "must be a folder"
+        if not folder.is_dir()
+        else f"has no {IDENTITY}, {LOCK}, {METRICS} or {SUPERVISE}"
+    )
+    raise ValueError(f"run = {str(folder)!r}: must be the output folder of a run, and {missing}")
+
+
+def _starts(events: list[JsonObject]) -> list[JsonObject]:
+    """Return the supervisor's records of attempts that began."""
+    return [event for event in events if event["event"] == "start"]
+
+
+def _last_end(events: list[JsonObject]) -> str:
+    """Return why the last attempt under a supervisor ended; "" if none has."""
+    ends = [
+        str(event.get("why") or event.get("kind", ""))
+        for event in events
+        if event["event"] == "end"
+    ]
+    return ends[-1] if ends else ""
 
 
 def slowest(ranks: tuple[RankSign, ...]) -> int | None:

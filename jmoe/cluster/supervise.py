@@ -385,10 +385,7 @@ class Supervisor:
         passed = 0
         while True:
             self._clock.look()
-            for number in self._signals[passed:]:
-                for remote in ranks:
-                    remote.send_signal(number)
-            passed = len(self._signals)
+            passed = self._pass_on_signals(ranks, passed)
             position = self._show_log(position)
             listener.look()
             codes = [remote.code() for remote in ranks]
@@ -418,15 +415,30 @@ class Supervisor:
                     remote.send_signal(signal.SIGTERM)
             time.sleep(POLL_S)
         self._local_devices = listener.local_devices() or self._local_devices
+        self._end_processes(ranks)
+        self._show_log(position)
         left = [rank for rank, code in enumerate(codes) if code is None]
+        if first is None and left:
+            first = Ending("lost", EXIT_LOST, f"rank {left[0]} has not ended after the others had")
+        return first or (Ending("done", 0) if codes[0] == 0 else Ending("stopped", EXIT_STOPPED))
+
+    def _pass_on_signals(self, ranks: Sequence[RemoteProcess], passed: int) -> int:
+        """Send all processes the signals after the first `passed`; return the number sent so
+        far.
+        """
+        new = self._signals[passed:]  # more may arrive meanwhile
+        for number in new:
+            for remote in ranks:
+                remote.send_signal(number)
+        return passed + len(new)
+
+    @staticmethod
+    def _end_processes(ranks: Sequence[RemoteProcess]) -> None:
+        """Kill the processes that are left, and wait for the end of each."""
         for remote in ranks:
             remote.kill()
         for remote in ranks:
             remote.close()
-        self._show_log(position)
-        if first is None and left:
-            first = Ending("lost", EXIT_LOST, f"rank {left[0]} has not ended after the others had")
-        return first or (Ending("done", 0) if codes[0] == 0 else Ending("stopped", EXIT_STOPPED))
 
     def _first_ending(
         self,

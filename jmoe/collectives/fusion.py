@@ -66,94 +66,98 @@ class ShardInBuffer:
 
 
 class BufferLayout:
-    """The split of a pytree's arrays into those that travel in one flat buffer and the rest.
+    """The split of a pytree's arrays into those that travel in one flat buffer and the others.
 
-    parts: for each array its place in the buffer, or None if it is not part of the buffer. The
-    arrays' first dimension is the layer.
+    entries: for each array its place in the buffer, or None if it is not in the buffer. The arrays'
+    first dimension is the layer.
     """
 
-    def __init__(self, tree: PyTree, parts: Sequence[ShardInBuffer | None]) -> None:
+    def __init__(self, tree: PyTree, entries: Sequence[ShardInBuffer | None]) -> None:
         leaves, self._structure = jax.tree.flatten(tree)
-        self._in_buffer = [i for i, part in enumerate(parts) if part is not None]
-        self._rest = [i for i, part in enumerate(parts) if part is None]
-        self.parts = [part for part in parts if part is not None]
+        self._in_buffer = [i for i, entry in enumerate(entries) if entry is not None]
+        self._unbuffered = [i for i, entry in enumerate(entries) if entry is None]
+        self.entries = [entry for entry in entries if entry is not None]
         self.num_layers = leaves[0].shape[0]
 
     def split(self, tree: PyTree) -> tuple[list[jax.Array], list[jax.Array]]:
         """Return (arrays of the buffer, other arrays)."""
         leaves = jax.tree.leaves(tree)
-        return [leaves[i] for i in self._in_buffer], [leaves[i] for i in self._rest]
+        return [leaves[i] for i in self._in_buffer], [leaves[i] for i in self._unbuffered]
 
-    def join(self, in_buffer: Sequence[jax.Array], rest: Sequence[jax.Array]) -> PyTree:
+    def join(self, in_buffer: Sequence[jax.Array], unbuffered: Sequence[jax.Array]) -> PyTree:
         """Return the pytree from the two results of `split`."""
-        leaves = dict(zip(self._in_buffer + self._rest, [*in_buffer, *rest], strict=True))
+        leaves = dict(
+            zip(self._in_buffer + self._unbuffered, [*in_buffer, *unbuffered], strict=True)
+        )
         return jax.tree.unflatten(self._structure, [leaves[i] for i in range(len(leaves))])
 
 
-def _carrier(parts: Sequence[ShardInBuffer]) -> np.dtype:
+def _carrier(entries: Sequence[ShardInBuffer]) -> np.dtype:
     """Return the dtype of a buffer: float32 if all its parameters are used in float32, else
     uint16.
     """
     return jnp.dtype(
-        jnp.float32 if all(part.dtype == jnp.float32 for part in parts) else jnp.uint16
+        jnp.float32 if all(entry.dtype == jnp.float32 for entry in entries) else jnp.uint16
     )
 
 
-def _width(part: ShardInBuffer, carrier: np.dtype) -> int:
-    return part.size * (jnp.dtype(part.dtype).itemsize // carrier.itemsize)
+def _width(entry: ShardInBuffer, carrier: np.dtype) -> int:
+    return entry.size * (jnp.dtype(entry.dtype).itemsize // carrier.itemsize)
 
 
-def flatten(shards: Sequence[jax.Array], parts: Sequence[ShardInBuffer]) -> jax.Array:
+def flatten(shards: Sequence[jax.Array], entries: Sequence[ShardInBuffer]) -> jax.Array:
     """Return a device's row [C]: its shards end to end, each cast to the dtype of its use."""
-    carrier = _carrier(parts)
+    carrier = _carrier(entries)
     rows = [
-        lax.bitcast_convert_type(w.astype(part.dtype), carrier)
-        for w, part in zip(shards, parts, strict=True)
+        lax.bitcast_convert_type(w.astype(entry.dtype), carrier)
+        for w, entry in zip(shards, entries, strict=True)
     ]
     return jnp.concatenate([jnp.zeros(0, carrier), *(row.reshape(-1) for row in rows)])
 
 
 def unflatten(
-    buffer_RC: jax.Array, parts: Sequence[ShardInBuffer], hierarchy: Hierarchy
+    buffer_RC: jax.Array, entries: Sequence[ShardInBuffer], hierarchy: Hierarchy
 ) -> list[jax.Array]:
     """Return the unsharded parameters from the rows of all devices, buffer_RC."""
     carrier, sizes = buffer_RC.dtype, _sizes(hierarchy)
     unsharded, start = [], 0
-    for part in parts:
-        words = buffer_RC[:, start : start + (width := _width(part, carrier))]
+    for entry in entries:
+        words = buffer_RC[:, start : start + (width := _width(entry, carrier))]
         start += width
-        if width > part.size:
-            words = words.reshape(words.shape[0], part.size, -1)
-        shards = lax.bitcast_convert_type(words, part.dtype).reshape(*reversed(sizes), *part.shape)
+        if width > entry.size:
+            words = words.reshape(words.shape[0], entry.size, -1)
+        shards = lax.bitcast_convert_type(words, entry.dtype).reshape(
+            *reversed(sizes), *entry.shape
+        )
         # [fast, slow, *shape] -> [..., slow, fast, split dimension, ...]
-        places = [len(sizes) - 1 - i + part.dim for i in range(len(sizes))]
+        places = [len(sizes) - 1 - i + entry.dim for i in range(len(sizes))]
         shards = jnp.moveaxis(shards, range(len(sizes)), places)
-        unsharded.append(shards.reshape(_unsharded_shape(part, sizes)))
+        unsharded.append(shards.reshape(_unsharded_shape(entry, sizes)))
     return unsharded
 
 
 def flatten_gradients(
-    grads: Sequence[jax.Array], parts: Sequence[ShardInBuffer], hierarchy: Hierarchy
+    grads: Sequence[jax.Array], entries: Sequence[ShardInBuffer], hierarchy: Hierarchy
 ) -> jax.Array:
     """Return float32 [R, G] from this device's unsharded gradients: row r holds the shards of
     device r.
     """
     sizes = _sizes(hierarchy)
     rows = [jnp.zeros((math.prod(sizes), 0))]
-    for g, part in zip(grads, parts, strict=True):
-        split = (*part.shape[: part.dim], *sizes, *part.shape[part.dim :])
-        places = [len(sizes) - 1 - i + part.dim for i in range(len(sizes))]
+    for g, entry in zip(grads, entries, strict=True):
+        split = (*entry.shape[: entry.dim], *sizes, *entry.shape[entry.dim :])
+        places = [len(sizes) - 1 - i + entry.dim for i in range(len(sizes))]
         shards = jnp.moveaxis(g.astype(jnp.float32).reshape(split), places, range(len(sizes)))
-        rows.append(shards.reshape(math.prod(sizes), part.size))
+        rows.append(shards.reshape(math.prod(sizes), entry.size))
     return jnp.concatenate(rows, axis=1)
 
 
-def unflatten_gradients(row_G: jax.Array, parts: Sequence[ShardInBuffer]) -> list[jax.Array]:
+def unflatten_gradients(row_G: jax.Array, entries: Sequence[ShardInBuffer]) -> list[jax.Array]:
     """Return a device's shards of the gradients from its row [G]."""
     shards, start = [], 0
-    for part in parts:
-        shards.append(row_G[start : start + part.size].reshape(part.shape))
-        start += part.size
+    for entry in entries:
+        shards.append(row_G[start : start + entry.size].reshape(entry.shape))
+        start += entry.size
     return shards
 
 
@@ -161,9 +165,9 @@ def _sizes(hierarchy: Hierarchy) -> tuple[int, ...]:
     return tuple(lax.axis_size(axes) for axes in hierarchy)
 
 
-def _unsharded_shape(part: ShardInBuffer, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    shape = list(part.shape)
-    shape[part.dim] *= math.prod(sizes)
+def _unsharded_shape(entry: ShardInBuffer, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    shape = list(entry.shape)
+    shape[entry.dim] *= math.prod(sizes)
     return tuple(shape)
 
 
@@ -193,9 +197,9 @@ def all_reduce_local(tree: PyTree, hierarchy: Hierarchy) -> PyTree:
     leaves, structure = jax.tree.flatten(tree)
     if not leaves:
         return tree
-    parts = [ShardInBuffer(leaf.shape, 0, jnp.float32) for leaf in leaves]
-    total = all_reduce_buffer_local(flatten(leaves, parts), hierarchy)
-    return jax.tree.unflatten(structure, unflatten_gradients(total, parts))
+    entries = [ShardInBuffer(leaf.shape, 0, jnp.float32) for leaf in leaves]
+    total = all_reduce_buffer_local(flatten(leaves, entries), hierarchy)
+    return jax.tree.unflatten(structure, unflatten_gradients(total, entries))
 
 
 def all_reduce_buffer_local(row_G: jax.Array, hierarchy: Hierarchy) -> jax.Array:
@@ -207,35 +211,37 @@ def all_reduce_buffer_local(row_G: jax.Array, hierarchy: Hierarchy) -> jax.Array
     if len(hierarchy) == 1:
         return lax.psum(row_G, hierarchy[0])
     across, inside = hierarchy
-    part = jnp.pad(row_G, (0, -row_G.size % lax.axis_size(inside)))
-    part = lax.psum(lax.psum_scatter(part, inside, scatter_dimension=0, tiled=True), across)
-    return lax.all_gather(part, inside, tiled=True)[: row_G.size]
+    padded = jnp.pad(row_G, (0, -row_G.size % lax.axis_size(inside)))
+    shard = lax.psum(lax.psum_scatter(padded, inside, scatter_dimension=0, tiled=True), across)
+    return lax.all_gather(shard, inside, tiled=True)[: row_G.size]
 
 
-_Parts = tuple[ShardInBuffer, ...]
+_Entries = tuple[ShardInBuffer, ...]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def gather_fused_local(
-    shards: list[jax.Array], parts: _Parts, hierarchy: Hierarchy
+    shards: list[jax.Array], entries: _Entries, hierarchy: Hierarchy
 ) -> list[jax.Array]:
     """Return the unsharded parameters, all-gathered as one buffer; their gradients are
     reduce-scattered as one buffer.
     """
-    return unflatten(all_gather_buffer_local(flatten(shards, parts), hierarchy), parts, hierarchy)
+    return unflatten(
+        all_gather_buffer_local(flatten(shards, entries), hierarchy), entries, hierarchy
+    )
 
 
 def _gather_fused_fwd(
-    shards: list[jax.Array], parts: _Parts, hierarchy: Hierarchy
+    shards: list[jax.Array], entries: _Entries, hierarchy: Hierarchy
 ) -> tuple[list[jax.Array], None]:
-    return gather_fused_local(shards, parts, hierarchy), None
+    return gather_fused_local(shards, entries, hierarchy), None
 
 
 def _gather_fused_bwd(
-    parts: _Parts, hierarchy: Hierarchy, _: None, grads: list[jax.Array]
+    entries: _Entries, hierarchy: Hierarchy, _: None, grads: list[jax.Array]
 ) -> tuple[list[jax.Array]]:
-    row_G = reduce_scatter_buffer_local(flatten_gradients(grads, parts, hierarchy), hierarchy)
-    return (unflatten_gradients(row_G, parts),)
+    row_G = reduce_scatter_buffer_local(flatten_gradients(grads, entries, hierarchy), hierarchy)
+    return (unflatten_gradients(row_G, entries),)
 
 
 gather_fused_local.defvjp(_gather_fused_fwd, _gather_fused_bwd)

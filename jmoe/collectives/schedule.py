@@ -408,52 +408,76 @@ def interleave(
         for place, some in places.items()
     }
     shares = _assign_work(work, hides, schedule)
-    results = {}
-    values: dict[int, jax.Array] = (
-        dict(zip(program.inputs, jax.tree.leaves(args), strict=True)) | program.constants
-    )
+    run = _InterleavedRun(program, order, places, shares, work, jax.tree.leaves(args))
+    out, results = run.outputs()
+    return jax.tree.unflatten(jax.tree.structure(shape), out), results
 
-    def run_work(place: int) -> None:
+
+class _InterleavedRun:
+    """One run of a program's equations with work at the assigned places, in `order`.
+
+    places: {place: equations since the place before}. shares: see `_assign_work`.
+    """
+
+    def __init__(
+        self,
+        program: _Program,
+        order: _Order,
+        places: dict[int, list[int]],
+        shares: dict[int, list[int]],
+        work: Sequence[Work],
+        operands: Sequence[jax.Array],
+    ) -> None:
+        self._program, self._order, self._work = program, order, work
+        self._places, self._shares = places, shares
+        self._values = dict(zip(program.inputs, operands, strict=True)) | program.constants
+        self._results: dict[int, jax.Array] = {}
+
+    def outputs(self) -> tuple[list[jax.Array], list[jax.Array]]:
+        """Return (the program's outputs, the results of the work)."""
+        order, program = self._order, self._program
+        can_start = order.zero
+        for at, equation in enumerate(program.equations):
+            operands = [self._value(x) for x in equation.inputs]
+            self._run_work(at)
+            if equation.exchanges:
+                can_start = order.zero_of(operands[0])
+                operands = [order.after(x) for x in operands]
+            if equation.deferred:
+                numbers = (i for i, x in enumerate(operands) if jnp.ndim(x) and _can_wait(x))
+                smallest = min(numbers, key=lambda i: operands[i].nbytes)
+                operands[smallest] = order.behind(operands[smallest], can_start)
+            with jax.named_scope(equation.scope):
+                outputs = equation.eqn.primitive.bind(
+                    *operands, **equation.eqn.primitive.get_bind_params(equation.eqn.params)
+                )
+            outputs = outputs if equation.eqn.primitive.multiple_results else [outputs]
+            if equation.exchanges:
+                order.done(outputs[0])
+            self._values.update(zip(equation.outputs, outputs, strict=True))
+        self._run_work(len(program.equations))
+        results = [self._results[i] for i in range(len(self._work))]
+        return [self._value(x) for x in program.outputs], results
+
+    def _value(self, x: PyTree) -> PyTree:
+        return x.val if isinstance(x, Literal) else self._values[x]
+
+    def _run_work(self, place: int) -> None:
+        order, program, share = self._order, self._program, self._shares.get(place, ())
+        if not share:
+            return
         # XLA:CPU starts ready operations in order, and a collective blocks those behind it: let
         # the products start first.
-        if shares.get(place):
-            for operand in program.operands(places[place]):
-                order.wait_for(values[operand])
-        for i in shares.get(place, ()):
-            results[i] = work[i](order.after)
-            order.done(results[i])
-        if shares.get(place) and in_background():
-            begun = [i for i in places[place] if i < place]
-            arrays = [values[x] for x in program.native_operands(begun)]
-            last = shares[place][-1]
-            results[last] = order.hold(
-                arrays, results[last], at_end=place == len(program.equations)
-            )
-
-    can_start = order.zero
-    for at, equation in enumerate(program.equations):
-        operands = [x.val if isinstance(x, Literal) else values[x] for x in equation.inputs]
-        run_work(at)
-        if equation.exchanges:
-            can_start = order.zero_of(operands[0])
-            operands = [order.after(x) for x in operands]
-        if equation.deferred:
-            numbers = (i for i, x in enumerate(operands) if jnp.ndim(x) and _can_wait(x))
-            smallest = min(numbers, key=lambda i: operands[i].nbytes)
-            operands[smallest] = order.behind(operands[smallest], can_start)
-        with jax.named_scope(equation.scope):
-            outputs = equation.eqn.primitive.bind(
-                *operands, **equation.eqn.primitive.get_bind_params(equation.eqn.params)
-            )
-        outputs = outputs if equation.eqn.primitive.multiple_results else [outputs]
-        if equation.exchanges:
-            order.done(outputs[0])
-        values.update(zip(equation.outputs, outputs, strict=True))
-    run_work(len(program.equations))
-    out = [x.val if isinstance(x, Literal) else values[x] for x in program.outputs]
-    return jax.tree.unflatten(jax.tree.structure(shape), out), [
-        results[i] for i in range(len(work))
-    ]
+        for operand in program.operands(self._places[place]):
+            order.wait_for(self._values[operand])
+        for i in share:
+            self._results[i] = self._work[i](order.after)
+            order.done(self._results[i])
+        if in_background():
+            begun = [i for i in self._places[place] if i < place]
+            arrays = [self._values[x] for x in program.native_operands(begun)]
+            at_end = place == len(program.equations)
+            self._results[share[-1]] = order.hold(arrays, self._results[share[-1]], at_end=at_end)
 
 
 def chunk_bytes(bytes_per_s: float) -> int:

@@ -216,6 +216,25 @@ class ModelConfig:
             groups,
             f"must divide num_attention_heads = {heads}",
         )
+        self._check_windows()
+        positive_or_none(self, "clip_qkv")
+        rope = self.position == "rope"
+        check_field(
+            self.rope_scaling is None or rope, self, "rope_scaling", "needs position = 'rope'"
+        )
+        if self.kv_lora_rank is not None:
+            self._check_latent_attention()
+            return
+        check_field(not self.rope_interleave, self, "rope_interleave", "needs latent attention")
+        latent_fields = ["q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"]
+        unset(self, "", latent_fields, "without kv_lora_rank: needs latent attention")
+        divides = self.head_dim is not None or self.hidden_size % heads == 0
+        constraint = f"must divide hidden_size = {self.hidden_size} when head_dim is not given"
+        check(divides, "num_attention_heads", heads, constraint)
+        even = not rope or self.dim_per_head % 2 == 0
+        check(even, "head_dim", self.dim_per_head, "must be even for rotary positions")
+
+    def _check_windows(self) -> None:
         if self.sliding_window is not None:
             positive(self, "sliding_window")
         types, layers = self.layer_types, self.num_hidden_layers
@@ -235,46 +254,33 @@ class ModelConfig:
             None,
             "is needed by layer_types",
         )
-        positive_or_none(self, "clip_qkv")
-        rope = self.position == "rope"
+
+    def _check_latent_attention(self) -> None:
+        positive(self, "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
         check_field(
-            self.rope_scaling is None or rope, self, "rope_scaling", "needs position = 'rope'"
+            self.q_lora_rank is None or self.q_lora_rank > 0,
+            self,
+            "q_lora_rank",
+            "must be above 0",
         )
-        if self.kv_lora_rank is not None:
-            positive(self, "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-            check_field(
-                self.q_lora_rank is None or self.q_lora_rank > 0,
-                self,
-                "q_lora_rank",
-                "must be above 0",
-            )
-            check_field(self.qk_rope_head_dim % 2 == 0, self, "qk_rope_head_dim", "must be even")
-            check(
-                heads == groups,
-                "num_key_value_heads",
-                groups,
-                f"must be {heads} for latent attention",
-            )
-            plain = {
-                "qk_norm": "none",
-                "clip_qkv": None,
-                "qkv_bias": False,
-                "attention_sinks": False,
-            }
-            for name, value in plain.items():
-                check_field(
-                    getattr(self, name) == value, self, name, "is not part of latent attention"
-                )
-            check_field(rope, self, "position", "must be 'rope' for latent attention")
-            return
-        check_field(not self.rope_interleave, self, "rope_interleave", "needs latent attention")
-        of_latents = ["q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"]
-        unset(self, "", of_latents, "without kv_lora_rank: needs latent attention")
-        divides = self.head_dim is not None or self.hidden_size % heads == 0
-        constraint = f"must divide hidden_size = {self.hidden_size} when head_dim is not given"
-        check(divides, "num_attention_heads", heads, constraint)
-        even = not rope or self.dim_per_head % 2 == 0
-        check(even, "head_dim", self.dim_per_head, "must be even for rotary positions")
+        check_field(self.qk_rope_head_dim % 2 == 0, self, "qk_rope_head_dim", "must be even")
+        heads, groups = self.num_attention_heads, self.num_key_value_heads
+        check(
+            heads == groups,
+            "num_key_value_heads",
+            groups,
+            f"must be {heads} for latent attention",
+        )
+        plain = {
+            "qk_norm": "none",
+            "clip_qkv": None,
+            "qkv_bias": False,
+            "attention_sinks": False,
+        }
+        for name, value in plain.items():
+            check_field(getattr(self, name) == value, self, name, "is not part of latent attention")
+        rope = self.position == "rope"
+        check_field(rope, self, "position", "must be 'rope' for latent attention")
 
     def _check_experts(self) -> None:
         _ = self.moe  # raises `ValueError` for what does not fit

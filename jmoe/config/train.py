@@ -10,8 +10,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from jmoe.config.checks import (
     check,
@@ -341,13 +342,7 @@ class TrainConfig:
         fits = self.model.position != "learned" or self.sequence_length <= positions
         constraint = f"must not exceed model.max_position_embeddings = {positions}"
         check_field(fits, self, "sequence_length", constraint)
-        tiers = self.tiers.experts, self.tiers.optimizer
-        has_experts = self.tiers.on_device or bool(self.model.expert_layers)
-        check(has_experts, "tiers", tiers, "must be device for a model without experts")
-        if not self.init_from:  # whose model is not known here
-            self.check_chosen_share()
-        stays = self.comm.packing != "auto" or not {"host", "nvme"} & {*tiers}
-        check(stays, "comm.packing", self.comm.packing, f"must be a number {_streamed(self.tiers)}")
+        self._check_tiers()
         check_field(
             self.plan or not self.cluster, self, "cluster", "must be given together with plan"
         )
@@ -355,11 +350,32 @@ class TrainConfig:
             bool(self.cluster) or not self.json, self, "json", "must be given together with cluster"
         )
         self._check_estimate()
-        memory_dir = self.checkpoint.memory_dir
+        self._check_memory_dir()
+        self._check_precision()
+        self._check_teacher()
+        span = self.profile.span()
+        ends = span is None or span[1] <= self.num_steps
+        check_field(
+            ends, self.profile, "profile.steps", f"must end by num_steps = {self.num_steps}"
+        )
+
+    def _check_tiers(self) -> None:
+        tiers = self.tiers.experts, self.tiers.optimizer
+        has_experts = self.tiers.on_device or bool(self.model.expert_layers)
+        check(has_experts, "tiers", tiers, "must be device for a model without experts")
+        if not self.init_from:  # whose model is not known here
+            self.check_chosen_share()
+        stays = self.comm.packing != "auto" or not {"host", "nvme"} & {*tiers}
+        check(stays, "comm.packing", self.comm.packing, f"must be a number {_streamed(self.tiers)}")
+
+    def _check_memory_dir(self) -> None:
+        memory_dir, tiers = self.checkpoint.memory_dir, (self.tiers.experts, self.tiers.optimizer)
         alone = memory_dir is None or not {"host", "nvme"} & {*tiers}
         check(
             alone, "checkpoint.memory_dir", memory_dir, f"must not be set {_streamed(self.tiers)}"
         )
+
+    def _check_precision(self) -> None:
         for name in ("initial", "growth_steps"):
             unset = getattr(self.loss_scale, name) is None or self.compute_dtype == "float16"
             constraint = (
@@ -374,22 +390,19 @@ class TrainConfig:
             "native",
             f"must be auto or off with compute_dtype = {self.compute_dtype!r}",
         )
-        if self.distil.teacher:
-            wide = self.compute_dtype != "float16"
-            check_field(
-                wide, self, "compute_dtype", "must be float32 or bfloat16 with distil.teacher"
-            )
-            check(self.tiers.on_device, "tiers", tiers, "must be device with distil.teacher")
-            check(
-                self.comm.packing == 1,
-                "comm.packing",
-                self.comm.packing,
-                "must be 1 with distil.teacher",
-            )
-        span = self.profile.span()
-        ends = span is None or span[1] <= self.num_steps
-        check_field(
-            ends, self.profile, "profile.steps", f"must end by num_steps = {self.num_steps}"
+
+    def _check_teacher(self) -> None:
+        if not self.distil.teacher:
+            return
+        wide = self.compute_dtype != "float16"
+        check_field(wide, self, "compute_dtype", "must be float32 or bfloat16 with distil.teacher")
+        tiers = self.tiers.experts, self.tiers.optimizer
+        check(self.tiers.on_device, "tiers", tiers, "must be device with distil.teacher")
+        check(
+            self.comm.packing == 1,
+            "comm.packing",
+            self.comm.packing,
+            "must be 1 with distil.teacher",
         )
 
     def _check_estimate(self) -> None:
@@ -435,9 +448,9 @@ class TrainConfig:
         shape = packed_shape(
             self.mesh.shape(num_devices, devices_per_host), self.comm.initial_packing
         )
-        parts = self.gradient_accumulation_steps
-        constraint = f"must be a multiple of {num_devices} devices x {parts} accumulation steps"
-        check_field(self.batch_size % (num_devices * parts) == 0, self, "batch_size", constraint)
+        steps = self.gradient_accumulation_steps
+        constraint = f"must be a multiple of {num_devices} devices x {steps} accumulation steps"
+        check_field(self.batch_size % (num_devices * steps) == 0, self, "batch_size", constraint)
         if not self.tiers.on_device and num_devices > 1:
             fused = self.comm.fuse_dense or not self.comm.shard_dense
             check_field(
@@ -518,7 +531,9 @@ class TrainConfig:
         return json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True)
 
 
-def differences(saved: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
+def differences(
+    saved: Mapping[str, object], now: Mapping[str, object], prefix: str = ""
+) -> list[str]:
     """Return a line `field: saved -> now` for every value that differs between two resolved
     configurations.
     """

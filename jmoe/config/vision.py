@@ -319,8 +319,8 @@ class VisionTrainConfig(TrainConfig):
             )
 
     def _check_supported(self) -> None:
-        of_text = [field.name for field in dataclasses.fields(self.data)]
-        unset(self.data, "data", of_text, "for images: each task has a source")
+        text_fields = [field.name for field in dataclasses.fields(self.data)]
+        unset(self.data, "data", text_fields, "for images: each task has a source")
         unset(
             self.distil, "distil", ["teacher"], "for images: a language model learns from a teacher"
         )
@@ -341,6 +341,13 @@ class VisionTrainConfig(TrainConfig):
             )
         if not self.elastic.replan_every_steps:
             unset(self.elastic, "elastic", ["max_imbalance"], "without elastic.replan_every_steps")
+        self._check_image_tiers()
+        wide = self.compute_dtype != "float16"
+        check_field(wide, self, "compute_dtype", "must be float32 or bfloat16 for images")
+        check_field(not self.cluster, self, "cluster", "must not be given for images")
+        self._check_image_comm()
+
+    def _check_image_tiers(self) -> None:
         for name in ("experts", "optimizer"):
             tier = getattr(self.tiers, name)
             check(tier != "auto", f"tiers.{name}", tier, "must be device, host or nvme for images")
@@ -355,9 +362,8 @@ class VisionTrainConfig(TrainConfig):
         every = self.elastic.replan_every_steps
         constraint = "must be 0 with experts on other tiers than the device"
         check(self.tiers.on_device or not every, "elastic.replan_every_steps", every, constraint)
-        wide = self.compute_dtype != "float16"
-        check_field(wide, self, "compute_dtype", "must be float32 or bfloat16 for images")
-        check_field(not self.cluster, self, "cluster", "must not be given for images")
+
+    def _check_image_comm(self) -> None:
         check(
             not self.comm.bucket_bytes,
             "comm.bucket_bytes",

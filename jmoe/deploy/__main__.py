@@ -24,8 +24,8 @@ from jmoe.planning.segmentation import SegmentBy
 from jmoe.runtime import end_at_once_on_interrupt, reexec_with_env
 
 
-def main(arguments: list[str]) -> None:
-    """Run the command line."""
+def _parser() -> argparse.ArgumentParser:
+    """Return the parser of the options that are not train.py's."""
     parser = argparse.ArgumentParser(
         prog="python -m jmoe.deploy",
         description=__doc__,
@@ -41,17 +41,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument(
         "--text", help="file, folder or glob of UTF-8 text or JSONL to learn from and measure on"
     )
-    parser.add_argument(
-        "--distil-steps", type=int, help="of a student that learns from MODEL; default: no student"
-    )
-    parser.add_argument(
-        "--distil-experts", type=int, help="of each layer of the student; default: MODEL's"
-    )
-    parser.add_argument("--distil-layers", type=int, help="of the student; default: MODEL's")
-    parser.add_argument(
-        "--distil-run", type=Path, help="folder of its training; default: BUNDLE.student"
-    )
-    parser.add_argument("--distil-preset", default="tiny", help="of train.py, but for the model")
+    _add_distil_arguments(parser)
     parser.add_argument("--experts", type=int, help="that each layer keeps; default: all")
     parser.add_argument(
         "--weights", choices=tuple(LAYOUTS), help="the format of the experts; default: as they are"
@@ -75,6 +65,25 @@ def main(arguments: list[str]) -> None:
         type=int,
         help="of the windows that the text is cut into, also to learn",
     )
+    _add_engine_arguments(parser)
+    return parser
+
+
+def _add_distil_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--distil-steps", type=int, help="of a student that learns from MODEL; default: no student"
+    )
+    parser.add_argument(
+        "--distil-experts", type=int, help="of each layer of the student; default: MODEL's"
+    )
+    parser.add_argument("--distil-layers", type=int, help="of the student; default: MODEL's")
+    parser.add_argument(
+        "--distil-run", type=Path, help="folder of its training; default: BUNDLE.student"
+    )
+    parser.add_argument("--distil-preset", default="tiny", help="of train.py, but for the model")
+
+
+def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-batch", type=int, default=EngineConfig.max_batch, help="sequences that run at once"
     )
@@ -85,25 +94,30 @@ def main(arguments: list[str]) -> None:
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), help="of what runs; default: as stored"
     )
+
+
+def main(arguments: list[str]) -> None:
+    """Run the command line."""
+    parser = _parser()
     known, train = parser.parse_known_args(arguments)
     options = vars(known)
     model, out, say = options.pop("model"), options.pop("out"), partial(print, flush=True)
     check_new_folder(out)
-    asked = {
+    distil = {
         name: options.pop(f"distil_{name}")
         for name in ("steps", "experts", "layers", "run", "preset")
     }
-    if asked["steps"] is None and train:
+    if distil["steps"] is None and train:
         parser.error(f"unrecognized arguments without --distil-steps: {' '.join(train)}")
     for name in ("experts", "layers", "run"):
-        if asked["steps"] is None and asked[name] is not None:
+        if distil["steps"] is None and distil[name] is not None:
             parser.error(f"--distil-{name}: needs --distil-steps")
     length = options.pop("sequence_length")
     options["sequence_length"] = LENGTH if length is None else length
-    if asked["steps"] is not None:
+    if distil["steps"] is not None:
         train += ["--sequence-length", str(length)] if length is not None else []
-        asked["run"] = asked["run"] or out.with_name(f"{out.name}.student")
-        options["distil"] = Distilling(**asked, train=tuple(train))
+        distil["run"] = distil["run"] or out.with_name(f"{out.name}.student")
+        options["distil"] = Distilling(**distil, train=tuple(train))
     default = PREFILL_TOKENS if options["portable"] else EngineConfig.prefill_chunk_tokens
     chunk = options.pop("prefill_chunk_tokens")
     sizes = {name: options.pop(name) for name in ("max_batch", "max_seq_len", "dtype")}

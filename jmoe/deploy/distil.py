@@ -210,27 +210,31 @@ def parser() -> argparse.ArgumentParser:
         default="most_used",
         help="what these have instead",
     )
-    result.add_argument(
+    _add_training_arguments(result)
+    return result
+
+
+def _add_training_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
         "--weight",
         type=float,
         default=StudentTraining.weight,
         help="of the divergence in the loss, the text has the rest",
     )
-    result.add_argument(
+    parser.add_argument(
         "--temperature",
         type=float,
         default=StudentTraining.temperature,
         help="of both distributions in the divergence",
     )
-    result.add_argument(
+    parser.add_argument(
         "--ring-slots",
         type=int,
         help="layers of the teacher's experts at once; default: all if they fit",
     )
-    result.add_argument(
+    parser.add_argument(
         "--preset", default="tiny", help="of train.py: all that is not set here, but for the model"
     )
-    return result
 
 
 @dataclass(frozen=True)
@@ -252,8 +256,8 @@ class StudentTraining:
     ring_slots: int | None = None
 
 
-def train_arguments(how: StudentTraining, rest: Sequence[str]) -> list[str]:
-    """Return the arguments of train.py for the student's run. rest: further arguments."""
+def train_arguments(how: StudentTraining, others: Sequence[str]) -> list[str]:
+    """Return the arguments of train.py for the student's run. others: further arguments."""
     ring = (
         ["--distil.policy", "ring", "--distil.ring-slots", str(how.ring_slots)]
         if how.ring_slots is not None
@@ -268,14 +272,14 @@ def train_arguments(how: StudentTraining, rest: Sequence[str]) -> list[str]:
             "--distil.temperature",
             str(how.temperature),
             *ring,
-            *rest,
+            *others,
         ),
     ]
 
 
 def main(arguments: list[str]) -> None:
     """Write the student, unless it exists, and replace this process by train.py."""
-    options, rest = parser().parse_known_args(arguments)
+    options, others = parser().parse_known_args(arguments)
     say = partial(print, flush=True)
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(hugging_face_folder(options.teacher, say, "TEACHER"))
@@ -293,10 +297,10 @@ def main(arguments: list[str]) -> None:
         how = StudentTraining(
             folder, options.out, **{name: getattr(options, name) for name in names}
         )
-        learning = train_arguments(how, rest)
-        parse_train(learning, PRESETS)  # mistakes end the process before anything is computed
+        arguments = train_arguments(how, others)
+        parse_train(arguments, PRESETS)  # mistakes end the process before anything is computed
         begin_run(folder, options.out, asked, say)
-        command = [sys.executable, "-m", "jmoe.commands.train", *learning]
+        command = [sys.executable, "-m", "jmoe.commands.train", *arguments]
         os.execv(sys.executable, command)
 
 

@@ -40,6 +40,7 @@ from jmoe.models.safetensors_io import NewTensor, replace_text, write_safetensor
 from jmoe.models.tokenizer_file import TOKENIZER, open_tokenizer
 from jmoe.runtime import end_at_once_on_interrupt
 from jmoe.status import status
+from jmoe.types import JsonObject
 from kernels_pallas.formats import EXPERT_DTYPES
 
 PLATFORMS = ("cpu", "cuda")
@@ -94,10 +95,10 @@ class PortablePrograms:
     """The programs of a checkpoint, and their weights by name."""
 
     def __init__(self, checkpoint: LazyCheckpoint) -> None:
-        """Read all weights except those of experts."""
+        """Read the dense weights."""
         self.checkpoint, self.config = checkpoint, checkpoint.config
         embed_and_head, blocks = checkpoint.load_rest()
-        self._rest: dict[str, jax.Array] = {}
+        self._dense: dict[str, jax.Array] = {}
         self._embed_and_head = self._named("ends", embed_and_head)
         self._layers = []
         for i, (block, layer) in enumerate(zip(blocks, self.config.layers, strict=True)):
@@ -110,7 +111,7 @@ class PortablePrograms:
         structure, arrays = split(module)
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(nnx.split(module)[1])]
         names = tuple(".".join((prefix, *path_names(path))) for path in paths)
-        self._rest |= zip(names, arrays, strict=True)
+        self._dense |= zip(names, arrays, strict=True)
         assert len(set(names)) == len(arrays)
         return _Module(structure, names)
 
@@ -118,7 +119,7 @@ class PortablePrograms:
         """Return all weights. Experts are read one layer at a time, when they are written."""
         tensors = [
             NewTensor(name, np.dtype(array.dtype), array.shape, partial(np.asarray, array))
-            for name, array in self._rest.items()
+            for name, array in self._dense.items()
         ]
         count, read = self.config.num_experts, _ExpertReader(self.checkpoint)
         for moe_layer, layer in enumerate(layer for layer in self._layers if layer.experts):
@@ -231,40 +232,57 @@ def lower(
             for name, shape in (("prefill", (1, width)), ("decode", (options.max_batch, 1))):
                 with status(f"lowering {name}", say):
                     program = programs.export(options, *shape, platforms)
-                file = f"{name}.stablehlo"
-                (partly / file).write_bytes(program.mlir_module_serialized)
-                entries[name] = {
-                    "file": file,
-                    "rows": shape[0],
-                    "width": shape[1],
-                    "kept_arguments": program.module_kept_var_idx,
-                    "uses_global_constants": program.uses_global_constants,
-                }
+                entries[name] = _write_program(partly, name, shape, program)
             with status("writing the weights", say):
                 write_safetensors(partly, programs.tensors(), MAX_SHARD_BYTES)
             copy_beside_weights(folder, partly)
             if (folder / TOKENIZER).is_file():  # with the fixes of `open_tokenizer`
                 open_tokenizer(folder / TOKENIZER).save(str(partly / TOKENIZER))
             shutil.copyfile(portable.__file__, partly / RUNNER)
-            caches = programs.caches(options)
             plan = {
-                "form": portable.PORTABLE,
-                "jax": {
-                    "version": jax.__version__,
-                    "calling_convention": program.calling_convention_version,
-                },
-                "platforms": platforms,
-                "max_batch": options.max_batch,
-                "max_seq_len": options.max_seq_len,
-                "prefill_tokens": width,
-                "vocab_size": checkpoint.config.vocab_size,
-                "eos_token_ids": checkpoint.eos_token_ids,
-                "caches": [[x.shape for x in layer] for layer in caches],
-                "cache_dtype": caches[0][0].dtype.name,
+                **_plan(programs, options, platforms, program.calling_convention_version),
                 "programs": entries,
                 "files": portable.listed_files(partly),
             }
             replace_text(partly / portable.PLAN, portable.plan_text(plan))
+
+
+def _write_program(
+    folder: Path, name: str, shape: tuple[int, int], program: jax.export.Exported
+) -> JsonObject:
+    """Write an exported program into the folder; return its entry in the plan."""
+    file = f"{name}.stablehlo"
+    (folder / file).write_bytes(program.mlir_module_serialized)
+    return {
+        "file": file,
+        "rows": shape[0],
+        "width": shape[1],
+        "kept_arguments": program.module_kept_var_idx,
+        "uses_global_constants": program.uses_global_constants,
+    }
+
+
+def _plan(
+    programs: PortablePrograms,
+    options: EngineConfig,
+    platforms: Sequence[str],
+    calling_convention: int,
+) -> JsonObject:
+    """Return the plan of the portable form, without its programs and files."""
+    assert options.max_seq_len is not None
+    checkpoint, caches = programs.checkpoint, programs.caches(options)
+    return {
+        "form": portable.PORTABLE,
+        "jax": {"version": jax.__version__, "calling_convention": calling_convention},
+        "platforms": platforms,
+        "max_batch": options.max_batch,
+        "max_seq_len": options.max_seq_len,
+        "prefill_tokens": min(options.prefill_chunk_tokens, options.max_seq_len),
+        "vocab_size": checkpoint.config.vocab_size,
+        "eos_token_ids": checkpoint.eos_token_ids,
+        "caches": [[x.shape for x in layer] for layer in caches],
+        "cache_dtype": caches[0][0].dtype.name,
+    }
 
 
 def main(arguments: list[str]) -> None:

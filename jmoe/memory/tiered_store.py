@@ -67,6 +67,11 @@ class _Read:
     error: Exception | None = None
 
 
+def _check_positive(**values: float | None) -> None:
+    for name, value in values.items():
+        check(value is None or value > 0, name, value, "must be greater than 0")
+
+
 class TieredStore(Closing):
     """Records by number: a `RecordStore` or `VersionStore` behind a cache, or `HostRecords`.
 
@@ -102,19 +107,11 @@ class TieredStore(Closing):
         wait_limit_s: float = 60.0,
         allocate: Allocate = allocate_slots,
     ) -> None:
-        positive = {
-            "threads": threads,
-            "write_threads": write_threads,
-            "wait_limit_s": wait_limit_s,
-        }
-        for name, value in (positive | {"write_back_every_steps": write_back_every_steps}).items():
-            check(value is None or value > 0, name, value, "must be greater than 0")
-        limits = dict(bandwidth_limit_bytes_per_s or {})
-        check(
-            limits.keys() <= {"nvme", "host"},
-            "bandwidth_limit_bytes_per_s",
-            limits,
-            "links are nvme and host",
+        _check_positive(
+            threads=threads,
+            write_threads=write_threads,
+            wait_limit_s=wait_limit_s,
+            write_back_every_steps=write_back_every_steps,
         )
         self._lock = threading.Lock()
         self._to_do = threading.Condition(self._lock)  # wakes reader threads: a read may begin
@@ -122,16 +119,13 @@ class TieredStore(Closing):
         # wakes callers of get and flush: a read or write has ended
         self._arrived = threading.Condition(self._lock)
         self._closing = threading.Event()
-        self._nvme_link = Link(limits.get("nvme"), sleep=self._closing.wait)
-        self._write_link = Link(limits.get("nvme"), sleep=self._closing.wait)
-        self._host_link = Link(limits.get("host"))
+        self._open_links(bandwidth_limit_bytes_per_s or {})
         self._wait_limit_s = wait_limit_s
         self._waits, self._waited_s = 0, 0.0
         self._error: Exception | None = None  # the first error that no caller waited for
         self._write_error = False  # after a failed write-back nothing more is written
         self._reads: dict[int, _Read] = {}
         self._demanded, self._prefetches = deque[_Read](), deque[_Read]()
-        self._threads: list[threading.Thread] = []
         self._open: Counter[int] = Counter()  # record -> handles
         self._changing: set[int] = set()  # records that are open as writable
         self._unwritten: set[int] = set()  # writable records that were not read and are not put yet
@@ -139,36 +133,52 @@ class TieredStore(Closing):
         self.layout, self.num_records, self.owned = store.layout, store.num_records, store.owned
         self._versions = store if isinstance(store, VersionStore) else None
         self._mapped = store if isinstance(store, VersionStore) and store.io == "mapped" else None
-        self._cache: LFUCache | None = None
         needed = "a store needs a cache in host memory, records in host memory need none"
-        check(
-            (cache_bytes is None) == isinstance(store, HostRecords),
-            "cache_bytes",
-            cache_bytes,
-            needed,
-        )
-        self.host_records: HostRecords | None = None  # set if all records are in host memory
+        is_host = isinstance(store, HostRecords)
+        check((cache_bytes is None) == is_host, "cache_bytes", cache_bytes, needed)
+        self._cache: LFUCache | None = None
         self._store: RecordStore | VersionStore | None = None
+        self._threads: list[threading.Thread] = []
+        self.host_records: HostRecords | None = None  # set if all records are in host memory
         if isinstance(store, HostRecords):
             self.host_records, self._slots_MR = store, store.slots_MR
         else:
             self._store = store
+            self._threads = self._make_threads(store, threads, write_threads)
             assert cache_bytes is not None
-            cache_slots, staging_slots = self._split(
-                cache_bytes, threads + (write_threads if self._versions else 0)
-            )
+            # every thread may hold a staging slot
+            cache_slots, staging_slots = self._split(cache_bytes, len(self._threads))
             self._slots_MR = allocate(cache_slots + staging_slots, self.layout.record_bytes)
             self._cache = LFUCache(HitCounts(self.num_records), cache_slots, staging_slots)
-            work = [(self._work, f"read-{n}") for n in range(threads)]
-            if self._versions is not None:
-                work += [(self._work_back, f"write-{n}") for n in range(write_threads)]
-            self._threads = [
-                threading.Thread(target=do, name=f"{name}-{store.path.name}", daemon=True)
-                for do, name in work
-            ]
         self._views = [self._read_only(slot) for slot in range(len(self._slots_MR))]
         for thread in self._threads:
             thread.start()
+
+    def _make_threads(
+        self, store: RecordStore | VersionStore, threads: int, write_threads: int
+    ) -> list[threading.Thread]:
+        """Return the threads that read records, and those that write them back if the store can be
+        written; none has started.
+        """
+        work = [(self._work, f"read-{n}") for n in range(threads)]
+        if self._versions is not None:
+            work += [(self._work_back, f"write-{n}") for n in range(write_threads)]
+        return [
+            threading.Thread(target=do, name=f"{name}-{store.path.name}", daemon=True)
+            for do, name in work
+        ]
+
+    def _open_links(self, limits: Mapping[LinkName, float]) -> None:
+        """Make the links that count and limit the transfers of records."""
+        check(
+            limits.keys() <= {"nvme", "host"},
+            "bandwidth_limit_bytes_per_s",
+            dict(limits),
+            "links are nvme and host",
+        )
+        self._nvme_link = Link(limits.get("nvme"), sleep=self._closing.wait)
+        self._write_link = Link(limits.get("nvme"), sleep=self._closing.wait)
+        self._host_link = Link(limits.get("host"))
 
     @property
     def host_bytes(self) -> int:

@@ -104,9 +104,50 @@ def plan_memory(model: ModelBytes, free: FreeMemory, options: EngineConfig) -> M
     experts for `resident`, and half of them for the other policies. `options.host_cache_bytes`
     applies to the tier `nvme`; None means a quarter of the records, or less if that does not fit.
     """
+    options = _checked_options(model, options)
     policy, ring_slots, device_bytes = options.policy, options.ring_slots, options.device_bytes
-    expert_tier = options.expert_tier
+    if policy == "resident" or (policy == "auto" and ring_slots is None):
+        free_bytes = _free_device_bytes(model, free) if device_bytes is None else device_bytes
+        fits = free_bytes >= model.weights.total_bytes or (
+            policy == "resident" and device_bytes is None
+        )
+        needed = (
+            f"must hold all {model.num_experts} experts of {model.weights.expert_bytes} bytes for"
+            " 'resident'"
+        )
+        check(fits or policy == "auto", "device_bytes", device_bytes, needed)
+        if fits:
+            return MemoryPlan("resident", None, model, model.num_experts, 0, 0, 0)
+    if device_bytes is None:
+        device_bytes = _slot_bytes(model, free, options)
     layers, e = model.weights.num_layers, model.weights.num_experts
+    fit = device_bytes // model.weights.expert_bytes
+    needed = f"must hold the {e} experts of a layer, of {model.weights.expert_bytes} bytes each"
+    check(fit >= e, "device_bytes", device_bytes, needed)
+    if policy == "ring" or ring_slots is not None:
+        policy, ring_slots = "ring", ring_slots or min(layers, fit // e)
+        check(
+            ring_slots * e <= fit,
+            "ring_slots",
+            ring_slots,
+            f"{ring_slots * e} experts do not fit device_bytes",
+        )
+    slots = min(model.num_experts, fit) if ring_slots is None else ring_slots * e
+    free_bytes = int(free.host_bytes * (1 - RESERVE))
+    if free.shared:
+        free_bytes -= slots * model.weights.expert_bytes + model.dense_bytes + model.cache_bytes
+    tier, host_bytes = _record_tier(
+        model.num_experts * model.record_bytes, free_bytes, model, options
+    )
+    nvme_bytes = model.num_experts * model.record_bytes if tier == "nvme" else 0
+    return MemoryPlan(policy, tier, model, slots, ring_slots or 0, host_bytes, nvme_bytes)
+
+
+def _checked_options(model: ModelBytes, options: EngineConfig) -> EngineConfig:
+    """Return the options, with `expert_tier` = host for the policy hybrid. Raises `ValueError` if
+    an option contradicts the policy or the number of layers.
+    """
+    policy, ring_slots, layers = options.policy, options.ring_slots, model.weights.num_layers
     check(
         ring_slots is None or 1 <= ring_slots <= layers,
         "ring_slots",
@@ -121,47 +162,14 @@ def plan_memory(model: ModelBytes, free: FreeMemory, options: EngineConfig) -> M
     )
     if policy == "hybrid":
         check(
-            expert_tier != "nvme",
+            options.expert_tier != "nvme",
             "expert_tier",
-            expert_tier,
+            options.expert_tier,
             "must be auto or host with policy = 'hybrid'",
         )
         options = replace(options, expert_tier="host")
     _check_cache(options)
-    if policy == "resident" or (policy == "auto" and ring_slots is None):
-        room_bytes = _device_room(model, free) if device_bytes is None else device_bytes
-        fits = room_bytes >= model.weights.total_bytes or (
-            policy == "resident" and device_bytes is None
-        )
-        needed = (
-            f"must hold all {model.num_experts} experts of {model.weights.expert_bytes} bytes for"
-            " 'resident'"
-        )
-        check(fits or policy == "auto", "device_bytes", device_bytes, needed)
-        if fits:
-            return MemoryPlan("resident", None, model, model.num_experts, 0, 0, 0)
-    if device_bytes is None:
-        device_bytes = _slot_bytes(model, free, options)
-    fit = device_bytes // model.weights.expert_bytes
-    needed = f"must hold the {e} experts of a layer, of {model.weights.expert_bytes} bytes each"
-    check(fit >= e, "device_bytes", device_bytes, needed)
-    if policy == "ring" or ring_slots is not None:
-        policy, ring_slots = "ring", ring_slots or min(layers, fit // e)
-        check(
-            ring_slots * e <= fit,
-            "ring_slots",
-            ring_slots,
-            f"{ring_slots * e} experts do not fit device_bytes",
-        )
-    slots = min(model.num_experts, fit) if ring_slots is None else ring_slots * e
-    room_bytes = int(free.host_bytes * (1 - RESERVE))
-    if free.shared:
-        room_bytes -= slots * model.weights.expert_bytes + model.dense_bytes + model.cache_bytes
-    tier, host_bytes = _record_tier(
-        model.num_experts * model.record_bytes, room_bytes, model, options
-    )
-    nvme_bytes = model.num_experts * model.record_bytes if tier == "nvme" else 0
-    return MemoryPlan(policy, tier, model, slots, ring_slots or 0, host_bytes, nvme_bytes)
+    return options
 
 
 def longest_sequence(
@@ -226,11 +234,11 @@ def plan_mesh_memory(
     moves = mesh.placement != "even"
     host_bytes = model.num_experts * model.record_bytes if moves else 0
     plan = MemoryPlan("resident", "host" if moves else None, model, expert_slots, 0, host_bytes, 0)
-    room_bytes = int(free.device_bytes * (1 - RESERVE))
+    free_bytes = int(free.device_bytes * (1 - RESERVE))
     needed_bytes = (
         local_devices * plan.device_bytes + host_bytes if free.shared else plan.device_bytes
     )
-    fits = needed_bytes <= room_bytes and plan.device_expert_bytes <= (
+    fits = needed_bytes <= free_bytes and plan.device_expert_bytes <= (
         options.device_bytes or needed_bytes
     )
     if options.policy == "ring" or (
@@ -241,15 +249,15 @@ def plan_mesh_memory(
         f"the {local_devices} devices of a process need" if free.shared else "each of them needs"
     )
     needed = (
-        f"{where} {needed_bytes} bytes and {room_bytes} are free; only policy = 'ring' needs less"
+        f"{where} {needed_bytes} bytes and {free_bytes} are free; only policy = 'ring' needs less"
     )
-    check(needed_bytes <= room_bytes, "mesh.devices", mesh.devices, needed)
-    room_bytes = int(free.host_bytes * (1 - RESERVE))
+    check(needed_bytes <= free_bytes, "mesh.devices", mesh.devices, needed)
+    free_bytes = int(free.host_bytes * (1 - RESERVE))
     needed = (
-        f"keeps a copy of all experts, {host_bytes} bytes, in host memory, of which {room_bytes}"
+        f"keeps a copy of all experts, {host_bytes} bytes, in host memory, of which {free_bytes}"
         " are free"
     )
-    check(host_bytes <= room_bytes, "mesh.placement", mesh.placement, needed)
+    check(host_bytes <= free_bytes, "mesh.placement", mesh.placement, needed)
     return plan
 
 
@@ -269,15 +277,15 @@ def _plan_mesh_ring(
         ring_slots,
         f"must be between 1 and {layers}",
     )
-    room_bytes = int(free.device_bytes * (1 - RESERVE))
+    free_bytes = int(free.device_bytes * (1 - RESERVE))
     if free.shared:
-        room_bytes //= local_devices
-    room_bytes = max(0, room_bytes - model.dense_bytes - model.cache_bytes)
+        free_bytes //= local_devices
+    free_bytes = max(0, free_bytes - model.dense_bytes - model.cache_bytes)
     for_slots = options.device_bytes
     if for_slots is None and options.policy == "ring":
         for_slots = (ring_slots or max(1, layers // 2)) * layer_bytes
     elif for_slots is None:  # with shared memory, records need a part of it
-        for_slots = room_bytes - room_bytes // 4 if free.shared else room_bytes
+        for_slots = free_bytes - free_bytes // 4 if free.shared else free_bytes
     ring_slots = ring_slots or min(layers, for_slots // layer_bytes)
     needed = f"must hold {max(1, ring_slots)} layers' experts, of {layer_bytes} bytes each"
     check(
@@ -287,16 +295,16 @@ def _plan_mesh_ring(
         needed,
     )
     needed = (
-        f"each of them needs {ring_slots * layer_bytes} bytes for experts and {room_bytes} are free"
+        f"each of them needs {ring_slots * layer_bytes} bytes for experts and {free_bytes} are free"
     )
-    check(ring_slots * layer_bytes <= room_bytes, "mesh.devices", mesh.devices, needed)
+    check(ring_slots * layer_bytes <= free_bytes, "mesh.devices", mesh.devices, needed)
     own_bytes = layers * min(model.weights.num_experts, local_devices * slots) * model.record_bytes
-    host_room_bytes = int(free.host_bytes * (1 - RESERVE))
+    free_host_bytes = int(free.host_bytes * (1 - RESERVE))
     if free.shared:
-        host_room_bytes -= local_devices * (
+        free_host_bytes -= local_devices * (
             ring_slots * layer_bytes + model.dense_bytes + model.cache_bytes
         )
-    tier, host_bytes = _record_tier(own_bytes, host_room_bytes, model, options)
+    tier, host_bytes = _record_tier(own_bytes, free_host_bytes, model, options)
     nvme_bytes = model.num_experts * model.record_bytes if tier == "nvme" else 0
     return MemoryPlan("ring", tier, model, ring_slots * slots, ring_slots, host_bytes, nvme_bytes)
 
@@ -319,7 +327,7 @@ def _check_cache(options: EngineConfig) -> None:
     check(usable, "host_cache_bytes", options.host_cache_bytes, "needs expert_tier = 'nvme'")
 
 
-def _device_room(model: ModelBytes, free: FreeMemory) -> int:
+def _free_device_bytes(model: ModelBytes, free: FreeMemory) -> int:
     """Return the bytes of device memory that are left for experts."""
     return max(0, int(free.device_bytes * (1 - RESERVE)) - model.dense_bytes - model.cache_bytes)
 
@@ -332,30 +340,30 @@ def _slot_bytes(model: ModelBytes, free: FreeMemory, options: EngineConfig) -> i
         return max(1, model.weights.num_layers // 2) * model.weights.layer_bytes
     if options.policy in ("experts", "hybrid"):
         return max(model.weights.num_experts, model.num_experts // 2) * model.weights.expert_bytes
-    room_bytes = _device_room(model, free)
+    free_bytes = _free_device_bytes(model, free)
     if free.shared:  # the cache of records needs a part of the same memory
-        room_bytes -= (
-            room_bytes // 4 if options.host_cache_bytes is None else options.host_cache_bytes
+        free_bytes -= (
+            free_bytes // 4 if options.host_cache_bytes is None else options.host_cache_bytes
         )
-    return max(0, room_bytes)
+    return max(0, free_bytes)
 
 
 def _record_tier(
-    all_bytes: int, room_bytes: int, model: ModelBytes, options: EngineConfig
+    all_bytes: int, free_bytes: int, model: ModelBytes, options: EngineConfig
 ) -> tuple[Literal["host", "nvme"], int]:
     """Return (tier of a process's expert records, bytes of records in host memory).
 
-    all_bytes: all records of the process. room_bytes: host memory available for records.
+    all_bytes: all records of the process. free_bytes: host memory available for records.
     """
     expert_tier, host_cache_bytes = options.expert_tier, options.host_cache_bytes
     if expert_tier == "host" or (
-        expert_tier == "auto" and host_cache_bytes is None and all_bytes <= room_bytes
+        expert_tier == "auto" and host_cache_bytes is None and all_bytes <= free_bytes
     ):
-        needed = f"needs {all_bytes} bytes of host memory, and {max(0, room_bytes)} are free"
-        check(all_bytes <= room_bytes, "expert_tier", expert_tier, needed)
+        needed = f"needs {all_bytes} bytes of host memory, and {max(0, free_bytes)} are free"
+        check(all_bytes <= free_bytes, "expert_tier", expert_tier, needed)
         return "host", all_bytes
     if host_cache_bytes is None:
         host_cache_bytes = max(
-            min(all_bytes // 4, room_bytes), MIN_CACHE_RECORDS * model.record_bytes
+            min(all_bytes // 4, free_bytes), MIN_CACHE_RECORDS * model.record_bytes
         )
     return "nvme", min(host_cache_bytes, all_bytes)

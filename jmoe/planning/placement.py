@@ -136,17 +136,7 @@ def place(
         policy,
         f"must be one of {', '.join(get_args(PlacementPolicy))}",
     )
-    usable = (
-        popularity_E.ndim == 1
-        and size > 0
-        and bool(np.all(np.isfinite(popularity_E) & (popularity_E >= 0)))
-    )
-    check(
-        usable,
-        "popularity",
-        popularity_E,
-        "must be finite numbers that are not negative, one an expert",
-    )
+    _check_popularity(popularity_E)
     check(0 < num_devices <= CYCLE, "num_devices", num_devices, f"must be in [1, {CYCLE}]")
     for name, slots in (("slots_per_device", slots_per_device), ("max_packed", max_packed)):
         enough = (
@@ -154,19 +144,7 @@ def place(
             " devices"
         )
         check(slots * num_devices >= size, name, slots, enough)
-    num_nodes = 1 if nodes is None else nodes
-    check(
-        num_nodes > 0 and num_devices % num_nodes == 0,
-        "nodes",
-        nodes,
-        f"must divide num_devices = {num_devices}",
-    )
-    check(
-        num_groups > 0 and size % num_groups == 0,
-        "num_groups",
-        num_groups,
-        f"must divide the {size} experts",
-    )
+    num_nodes = _checked_nodes(nodes, num_devices, num_groups, size)
 
     shape, in_order = (num_devices, slots_per_device), np.arange(size) * num_devices // size
     largest = np.max(np.bincount(in_order, popularity_E))
@@ -181,6 +159,40 @@ def place(
             return planned
     parts = ExpertParts(np.arange(size), np.full(size, CYCLE), popularity_E)
     return _placement(parts, in_order, shape, popularity_E)
+
+
+def _check_popularity(popularity_E: np.ndarray) -> None:
+    usable = (
+        popularity_E.ndim == 1
+        and len(popularity_E) > 0
+        and bool(np.all(np.isfinite(popularity_E) & (popularity_E >= 0)))
+    )
+    check(
+        usable,
+        "popularity",
+        popularity_E,
+        "must be finite numbers that are not negative, one an expert",
+    )
+
+
+def _checked_nodes(nodes: int | None, num_devices: int, num_groups: int, size: int) -> int:
+    """Return the number of nodes. Raises `ValueError` unless nodes divide the devices and groups
+    divide the experts.
+    """
+    num_nodes = 1 if nodes is None else nodes
+    check(
+        num_nodes > 0 and num_devices % num_nodes == 0,
+        "nodes",
+        nodes,
+        f"must divide num_devices = {num_devices}",
+    )
+    check(
+        num_groups > 0 and size % num_groups == 0,
+        "num_groups",
+        num_groups,
+        f"must divide the {size} experts",
+    )
+    return num_nodes
 
 
 def place_as(physical_to_logical: np.ndarray, popularity_E: np.ndarray) -> Placement:

@@ -82,10 +82,11 @@ class TrainedModel:
     Of one replica's step: step_tokens, and dense_flops (FLOPs of everything but the experts).
 
     Of a micro-batch, over the replica's devices: input_bytes, inputs of layers; working_bytes, in
-    use at once by a layer's gradients; kept_bytes, other residuals saved for the backward pass, 0
-    if layers are recomputed; experts_kept_bytes, the part of kept_bytes that experts' products
-    make; recomputed_bytes, in use by a layer's recomputation; logits_bytes, logits with their
-    gradient. If experts are streamed, the inputs and residuals of all micro-batches exist at once.
+    use at once by a layer's gradients; residual_bytes, other residuals saved for the backward pass,
+    0 if layers are recomputed; experts_residual_bytes, the bytes of residual_bytes that experts'
+    products make; recomputed_bytes, in use by a layer's recomputation; logits_bytes, logits with
+    their gradient. If experts are streamed, the inputs and residuals of all micro-batches exist at
+    once.
 
     loss_chunk_bytes: most bytes of logits that a device has at once. experts_again: experts'
     products are recomputed. max_micro_batches: micro-batches of one sequence per device. packing:
@@ -107,14 +108,14 @@ class TrainedModel:
     gradient_bytes: int  # per parameter of an expert's stored gradient
     num_devices: int = 1
     devices_per_host: int = 1
-    kept_bytes: int = 0
+    residual_bytes: int = 0
     micro_batches: int = 1
     max_micro_batches: int = 1
     replicas: int = 1
     packing: int = 1
     shard_dense: bool = True
     chosen_share: float = 0.0
-    experts_kept_bytes: int = 0
+    experts_residual_bytes: int = 0
     experts_again: bool = False
     logits_bytes: int = 0
     loss_chunk_bytes: int = 0
@@ -127,7 +128,7 @@ class TrainedModel:
         weights.
         """
         recomputed_bytes = (
-            0 if self.kept_bytes and not self.experts_again else self.recomputed_bytes
+            0 if self.residual_bytes and not self.experts_again else self.recomputed_bytes
         )
         return (self.working_bytes + recomputed_bytes) // self.num_devices
 
@@ -273,8 +274,8 @@ class TrainingPlan:
         experts = self.model.num_experts // self.model.num_devices
         if self.placement.experts == "device":
             return experts
-        room = math.ceil(self.placement.device_experts * experts)
-        return min(experts, max(room, math.ceil(self.model.peak_experts)))
+        slots = math.ceil(self.placement.device_experts * experts)
+        return min(experts, max(slots, math.ceil(self.model.peak_experts)))
 
     @property
     def host_cache_bytes(self) -> int:
@@ -338,7 +339,7 @@ class TrainingPlan:
         """Return the number of products of a dense weight with a token, (forward, backward);
         recomputation adds one.
         """
-        return 1, PASSES - 1 + (not self.model.kept_bytes)
+        return 1, PASSES - 1 + (not self.model.residual_bytes)
 
     @property
     def expert_passes(self) -> tuple[int, int]:
@@ -365,10 +366,11 @@ class TrainingPlan:
         # of a pass
         expert_flops = 2 * model.expert_parameters * choices
         dense_flops = model.dense_flops / PASSES
-        experts = model.num_layers * model.active_experts
-        updated = model.dense_parameters / model.dense_shards + experts * model.expert_parameters
+        num_active = model.num_layers * model.active_experts
+        updated = model.dense_parameters / model.dense_shards
+        updated += num_active * model.expert_parameters
         passes = zip(self.expert_passes, self.passes, strict=True)
-        flops = (of_experts * expert_flops + rest * dense_flops for of_experts, rest in passes)
+        flops = (experts * expert_flops + dense * dense_flops for experts, dense in passes)
         forward, back = (n / model.num_devices / machine.flops for n in flops)
         return forward + updated * UPDATE_BYTES / machine.memory_bytes_per_s, back
 
@@ -432,8 +434,15 @@ class TrainingPlan:
         return list(remedies.values())[:3]
 
     def __str__(self) -> str:
-        model = self.model
-        hosts = model.all_devices // model.devices_per_host
+        advice = self.advice()
+        fits = [f"it does not fit ({100 * RESERVE:g} % of each stay free)", *advice]
+        lines = [*self._table(), *self.machine.free_bytes_note, *(fits if advice else ["it fits"])]
+        return "\n".join([*lines, *self._prediction()])
+
+    def _table(self) -> list[str]:
+        """Return lines with the bytes of each kind of state on each tier."""
+        num_devices = self.model.all_devices
+        hosts = num_devices // self.model.devices_per_host
         table: dict[str, list[str]] = {"": list(TIERS)}
         for kind in dict.fromkeys(kind for _, kind, _ in self.rows):
             sizes = [
@@ -444,23 +453,20 @@ class TrainingPlan:
         table["free"] = [_gigabytes(self.machine.free_bytes(tier)) for tier in TIERS]
         if self.machine.shared:
             table["free"][TIERS.index("device")] = "of the host"
-        lines = [
+        return [
             (
-                f"per device, {model.all_devices} device{'s' * (model.all_devices > 1)}; host and"
+                f"per device, {num_devices} device{'s' * (num_devices > 1)}; host and"
                 f" nvme per host, {hosts} host{'s' * (hosts > 1)}"
             ),
             *(
                 f"{head:<34}" + "".join(f"{cell:>14}" for cell in row)
                 for head, row in table.items()
             ),
-            *self.machine.free_bytes_note,
         ]
-        advice = self.advice()
-        lines += (
-            [f"it does not fit ({100 * RESERVE:g} % of each stay free)", *advice]
-            if advice
-            else ["it fits"]
-        )
+
+    def _prediction(self) -> list[str]:
+        """Return lines with the predicted step time and the figures it assumes."""
+        model, machine, lines = self.model, self.machine, list[str]()
         predicted = f"predicted step: {self.step_s():.2f} s"
         if self.placement.streamed:
             lines.append(
@@ -474,14 +480,12 @@ class TrainingPlan:
                 " FILE adds"
             )
         lines.append(predicted)
-        machine = self.machine
         figures = (
             f"{machine.flops / 1e12:.3g} TFLOP/s, memory {machine.memory_bytes_per_s / 1e9:,.0f}"
             " GB/s"
         )
         figures += "" if machine.shared else f", link {machine.link_bytes_per_s / 1e9:.3g} GB/s"
-        lines.append(f"for devices of {figures} ({machine.source})")
-        return "\n".join(lines)
+        return [*lines, f"for devices of {figures} ({machine.source})"]
 
 
 _ENOUGH = " (enough)"
@@ -511,22 +515,24 @@ def _changes(model: TrainedModel, place: StatePlacement) -> Iterator[Change]:
     """Yield the changes of settings that may save memory, those with the least effect on the run
     first.
     """
-    if model.experts_kept_bytes:
-        kept_bytes = model.kept_bytes - model.experts_kept_bytes
-        again = replace(model, kept_bytes=kept_bytes, experts_kept_bytes=0, experts_again=True)
+    if model.experts_residual_bytes:
+        residual_bytes = model.residual_bytes - model.experts_residual_bytes
+        again = replace(
+            model, residual_bytes=residual_bytes, experts_residual_bytes=0, experts_again=True
+        )
         yield Change("remat", "experts", again, place)
-    if model.kept_bytes:
+    if model.residual_bytes:
         yield Change(
             "remat",
             "layer",
-            replace(model, kept_bytes=0, experts_kept_bytes=0, experts_again=False),
+            replace(model, residual_bytes=0, experts_residual_bytes=0, experts_again=False),
             place,
         )
-    parts = model.micro_batches
-    while parts * 2 <= model.max_micro_batches:
-        parts *= 2
-        in_parts = _scaled(replace(model, micro_batches=parts), model.micro_batches / parts)
-        yield Change("gradient_accumulation_steps", parts, in_parts, place)
+    number = model.micro_batches
+    while number * 2 <= model.max_micro_batches:
+        number *= 2
+        smaller = _scaled(replace(model, micro_batches=number), model.micro_batches / number)
+        yield Change("gradient_accumulation_steps", number, smaller, place)
     if model.packing > 1:
         yield Change("comm.packing", model.packing // 2, _less_packed(model), place)
     yield from _changes_of_tiers(model, place)
@@ -645,8 +651,8 @@ def _scaled(model: TrainedModel, share: float) -> TrainedModel:
         model,
         input_bytes=int(model.input_bytes * share),
         working_bytes=int(model.working_bytes * share),
-        kept_bytes=int(model.kept_bytes * share),
-        experts_kept_bytes=int(model.experts_kept_bytes * share),
+        residual_bytes=int(model.residual_bytes * share),
+        experts_residual_bytes=int(model.experts_residual_bytes * share),
         recomputed_bytes=int(model.recomputed_bytes * share),
         logits_bytes=int(model.logits_bytes * share),
     )
@@ -675,12 +681,10 @@ def _saved_bytes(model: TrainedModel, place: StatePlacement) -> int:
 
 
 def _rows(plan: TrainingPlan) -> Iterator[tuple[Tier, str, int]]:
+    """Yield (tier, kind of state, bytes), see `TrainingPlan.rows`; some with 0 bytes."""
     model, place = plan.model, plan.placement
     devices, per_host = model.num_devices, model.devices_per_host
-    layer = model.num_experts // devices * model.expert_parameters
-    # sum over earlier micro-batches
-    summed = WEIGHT_BYTES if model.micro_batches > 1 and not place.streamed else 0
-    dense_bytes = 4 * WEIGHT_BYTES + summed
+    dense_bytes = 4 * WEIGHT_BYTES + _summed_bytes(model, place)
     yield (
         "device",
         "dense weights, moments, gradients",
@@ -696,24 +700,43 @@ def _rows(plan: TrainingPlan) -> Iterator[tuple[Tier, str, int]]:
     times = model.micro_batches if place.streamed else 1
     yield "device", "activations: inputs of layers", model.input_bytes * times // devices
     yield "device", "activations: in use", model.in_use_bytes
+    layer = model.num_experts // devices * model.expert_parameters
     cast_bytes = 0 if place.streamed or model.casts_experts else 2 * model.compute_bytes * layer
     # the loss and the layers' gradients do not coexist: count the larger
     yield "device", "logits in use", max(0, model.loss_bytes - model.in_use_bytes - cast_bytes)
-    yield "device", "kept for the backward pass", model.kept_bytes * times // devices
+    yield "device", "kept for the backward pass", model.residual_bytes * times // devices
     yield "host", "runtime", RUNTIME_BYTES * per_host
     yield "host", "copies for a save", _saved_bytes(model, place) * per_host
-    if not place.streamed:
-        yield "device", "experts: weights", 4 * model.device_parameters
-        yield "device", "experts: moments", 8 * model.device_parameters
-        gradient_bytes = summed + (model.compute_bytes if model.casts_experts else WEIGHT_BYTES)
-        yield "device", "experts: gradients", gradient_bytes * model.device_parameters
-        yield "device", "experts: in use", cast_bytes
-        if model.casts_experts:
-            copied = model.device_parameters + (
-                model.dense_parameters if model.all_devices == 1 else 0
-            )
-            yield "device", "weights in the products' dtype", model.compute_bytes * copied
-        return
+    if place.streamed:
+        yield from _streamed_expert_rows(plan)
+    else:
+        yield from _resident_expert_rows(model, _summed_bytes(model, place), cast_bytes)
+
+
+def _summed_bytes(model: TrainedModel, place: StatePlacement) -> int:
+    """Return the bytes per parameter of the gradients summed over earlier micro-batches."""
+    return WEIGHT_BYTES if model.micro_batches > 1 and not place.streamed else 0
+
+
+def _resident_expert_rows(
+    model: TrainedModel, summed_bytes: int, cast_bytes: int
+) -> Iterator[tuple[Tier, str, int]]:
+    """Yield the rows of experts that are all on the device. cast_bytes: of a layer's weights and
+    gradients in the compute dtype, if layers are cast one by one.
+    """
+    yield "device", "experts: weights", 4 * model.device_parameters
+    yield "device", "experts: moments", 8 * model.device_parameters
+    gradient_bytes = summed_bytes + (model.compute_bytes if model.casts_experts else WEIGHT_BYTES)
+    yield "device", "experts: gradients", gradient_bytes * model.device_parameters
+    yield "device", "experts: in use", cast_bytes
+    if model.casts_experts:
+        copied = model.device_parameters + (model.dense_parameters if model.all_devices == 1 else 0)
+        yield "device", "weights in the products' dtype", model.compute_bytes * copied
+
+
+def _streamed_expert_rows(plan: TrainingPlan) -> Iterator[tuple[Tier, str, int]]:
+    """Yield the rows of experts whose state is on several tiers."""
+    model, place, per_host = plan.model, plan.placement, plan.model.devices_per_host
     layer = plan.slot_experts * model.expert_parameters
     slots = (
         model.num_layers
@@ -734,11 +757,11 @@ def _rows(plan: TrainingPlan) -> Iterator[tuple[Tier, str, int]]:
         (place.gradients, "experts: gradients", model.gradient_bytes, 0),
     )
     saved = -(-model.device_parameters // model.replicas)  # replicas share the saving
-    for tier, kind, size, kept in kinds:
+    for tier, kind, size, checkpoints in kinds:
         if tier != "device":
             yield tier, kind, size * model.device_parameters * per_host
         if tier == "nvme":
-            yield "nvme", "older versions in checkpoints", kept * size * saved * per_host
+            yield "nvme", "older versions in checkpoints", checkpoints * size * saved * per_host
     # a checkpoint contains every gradient not yet applied, including those in host memory
     if place.optimizer == "nvme":
         own = place.checkpoints * saved + (place.gradients != "nvme") * model.device_parameters

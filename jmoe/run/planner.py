@@ -10,6 +10,7 @@ import math
 import shutil
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 from jax.experimental.multihost_utils import process_allgather
@@ -48,18 +49,10 @@ def trained_model(config: TrainConfig) -> TrainedModel:
     devices, replicas = math.prod(shared), max(1, mesh.data) * packing
     tokens = config.batch_size * config.sequence_length // replicas
     expert, experts = model.expert_parameters, model.num_moe_layers * model.num_experts
-    compute_bytes = 4 if config.compute_dtype == "float32" else 2
-    part = tokens // config.gradient_accumulation_steps
-    on_gpu = bool(config.machine.device().device_bytes)
-    number_bytes = compute_bytes if on_gpu else 4  # XLA:CPU widens what it computes in 16 bits
-    working, recomputed = (
-        number_bytes * n for n in in_use_elements(model, part, devices, _buffers(config))
-    )
+    micro_batches = config.gradient_accumulation_steps
     expert_flops = 6.0 * expert * model.num_experts_per_tok * model.num_moe_layers
     flops = model.flops_per_token(config.sequence_length) - expert_flops
-    parts = config.gradient_accumulation_steps
-    streamed = not config.tiers.on_device
-    kept, of_experts = kept_elements(model, part, devices, _buffers(config), streamed=streamed)
+    activations = _activations(config, tokens // micro_batches, devices)
     return TrainedModel(
         num_layers=model.num_moe_layers,
         num_experts=model.num_experts,
@@ -68,29 +61,62 @@ def trained_model(config: TrainConfig) -> TrainedModel:
         dense_parameters=model.num_parameters()[0] - experts * expert,
         step_tokens=tokens,
         dense_flops=flops * tokens,
-        input_bytes=compute_bytes * model.num_hidden_layers * part * model.hidden_size,
-        working_bytes=working,
-        compute_bytes=compute_bytes,
+        compute_bytes=_compute_bytes(config),
         gradient_bytes=2 if config.tiers.gradient_dtype == "bfloat16" else 4,
         num_devices=devices,
         devices_per_host=inside,
-        kept_bytes=compute_bytes
-        * (kept * (config.remat != "layer") + of_experts * (config.remat == "none")),
-        experts_kept_bytes=compute_bytes * of_experts * (config.remat == "none"),
         experts_again=config.remat == "experts",
-        micro_batches=parts,
-        max_micro_batches=max(parts, config.batch_size // (replicas * devices)),
+        micro_batches=micro_batches,
+        max_micro_batches=max(micro_batches, config.batch_size // (replicas * devices)),
         replicas=replicas,
         packing=packing,
         shard_dense=config.comm.shard_dense,
         chosen_share=config.tiers.chosen_share,
-        logits_bytes=(4 + compute_bytes) * model.vocab_size * part,
-        loss_chunk_bytes=logits_bytes(
-            max(1, part // devices), model.vocab_size, compute_bytes, on_cpu=not on_gpu
-        ),
-        recomputed_bytes=recomputed,
-        on_gpu=on_gpu,
+        on_gpu=_on_gpu(config),
+        **activations._asdict(),
     )
+
+
+class _Activations(NamedTuple):
+    """The fields of `TrainedModel` that count the bytes of a micro-batch's activations."""
+
+    input_bytes: int
+    working_bytes: int
+    recomputed_bytes: int
+    residual_bytes: int
+    experts_residual_bytes: int
+    logits_bytes: int
+    loss_chunk_bytes: int
+
+
+def _activations(config: TrainConfig, num_tokens: int, num_devices: int) -> _Activations:
+    """Return the bytes of the activations of a micro-batch of one replica."""
+    model, compute_bytes, on_gpu = config.model, _compute_bytes(config), _on_gpu(config)
+    number_bytes = compute_bytes if on_gpu else 4  # XLA:CPU widens what it computes in 16 bits
+    sizes = model, num_tokens, num_devices, _buffers(config)
+    working, recomputed = in_use_elements(*sizes)
+    dense, experts = residual_elements(*sizes, streamed=not config.tiers.on_device)
+    experts *= config.remat == "none"
+    residuals = dense * (config.remat != "layer") + experts
+    return _Activations(
+        input_bytes=compute_bytes * model.num_hidden_layers * num_tokens * model.hidden_size,
+        working_bytes=number_bytes * working,
+        recomputed_bytes=number_bytes * recomputed,
+        residual_bytes=compute_bytes * residuals,
+        experts_residual_bytes=compute_bytes * experts,
+        logits_bytes=(4 + compute_bytes) * model.vocab_size * num_tokens,
+        loss_chunk_bytes=logits_bytes(
+            max(1, num_tokens // num_devices), model.vocab_size, compute_bytes, on_cpu=not on_gpu
+        ),
+    )
+
+
+def _compute_bytes(config: TrainConfig) -> int:
+    return 4 if config.compute_dtype == "float32" else 2
+
+
+def _on_gpu(config: TrainConfig) -> bool:
+    return bool(config.machine.device().device_bytes)
 
 
 def _buffers(config: TrainConfig) -> int:
@@ -103,7 +129,7 @@ def _buffers(config: TrainConfig) -> int:
     return comm.exchange_chunks or SCHEDULES[comm.schedule].num_chunks if whole else 1
 
 
-def kept_elements(
+def residual_elements(
     model: ModelConfig,
     num_tokens: int,
     num_devices: int,
@@ -143,8 +169,8 @@ def kept_elements(
     if num_devices > 1 or streamed:
         sparse += (2 * num_tokens + sent) * hidden
     dense = (layers - model.num_moe_layers) * num_tokens * dense_up
-    kept = layers * num_tokens * (attention + hidden) + model.num_moe_layers * sparse + dense
-    return kept, model.num_moe_layers * made
+    elements = layers * num_tokens * (attention + hidden) + model.num_moe_layers * sparse + dense
+    return elements, model.num_moe_layers * made
 
 
 def in_use_elements(

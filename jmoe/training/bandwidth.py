@@ -80,8 +80,8 @@ def links_of(config: TrainConfig, mesh: Mesh) -> LinksConfig | None:
     path = (
         Path(config.output_dir) / f"links-{'x'.join(str(size) for size in mesh.devices.shape)}.toml"
     )
-    kept = _kept_links(path) if jax.process_index() == 0 else np.zeros(NUMBERS, np.float32)
-    numbers = multihost_utils.broadcast_one_to_all(kept)
+    stored = _stored_links(path) if jax.process_index() == 0 else np.zeros(NUMBERS, np.float32)
+    numbers = multihost_utils.broadcast_one_to_all(stored)
     if numbers[0] > 0:
         return _links(numbers)
     links = measured_links(mesh)
@@ -90,17 +90,17 @@ def links_of(config: TrainConfig, mesh: Mesh) -> LinksConfig | None:
     return links
 
 
-def _kept_links(path: Path) -> NDArray[np.float32]:
+def _stored_links(path: Path) -> NDArray[np.float32]:
     """Return the link numbers [NUMBERS] stored in `path` by an earlier start; zeros if the file is
     missing or invalid.
     """
     try:
-        kept = read_links(path)
+        stored = read_links(path)
     except ValueError:
         return np.zeros(NUMBERS, np.float32)
-    near = kept.inside, kept.rail, kept.leaf
+    near = stored.inside, stored.rail, stored.leaf
     return np.array(
-        [*(n for link in near for n in (link.bytes_per_s, link.latency_s)), kept.message_s],
+        [*(n for link in near for n in (link.bytes_per_s, link.latency_s)), stored.message_s],
         np.float32,
     )
 

@@ -40,14 +40,15 @@ def with_pretrained_model(config: TrainConfig) -> TrainConfig:
         return config
     folder = initial_folder(config.init_from)
     model, own = model_config(read_config(folder)), config.model
-    of_router = {
+    router_names = {
         name.removeprefix("router.") for name in TRAINING_ONLY if name.startswith("router.")
     }
     router = dataclasses.replace(
-        model.router, **{name: getattr(own.router, name) for name in of_router}
+        model.router, **{name: getattr(own.router, name) for name in router_names}
     )
-    kept = {name: getattr(own, name) for name in TRAINING_ONLY if not name.startswith("router.")}
-    model = dataclasses.replace(model, router=router, **kept)
+    names = [name for name in TRAINING_ONLY if not name.startswith("router.")]
+    own_values = {name: getattr(own, name) for name in names}
+    model = dataclasses.replace(model, router=router, **own_values)
     data = config.data
     if data.tokenizer is None and (folder / TOKENIZER).is_file():
         data = dataclasses.replace(data, tokenizer=str(folder / TOKENIZER))
@@ -130,49 +131,52 @@ def pretrained_state(trainer: Trainer, config: TrainConfig) -> TrainState:
             if p not in streamed
         }
 
-        def owned(tree: PyTree) -> PyTree:
-            """Return a copy in JAX's own memory: a training step donates its state, and the loaded
-            arrays alias NumPy memory.
-            """
-            return jax.tree.unflatten(
-                jax.tree.structure(tree), [jnp.copy(arrays.pop(path)) for path in flat(tree)]
-            )
-
-        def zeros(tree: PyTree) -> PyTree:
-            return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, device=s.sharding), tree)
-
         def weights(layer: int, experts: NDArray[np.int64]) -> ExpertArrays:
             return {
                 p.path[-1]: np.stack(
-                    [_of_expert(loader, p, layer, expert) for expert in experts.tolist()]
+                    [_read_expert(loader, p, layer, expert) for expert in experts.tolist()]
                 )
                 for p in streamed
             }
 
-        trees = [
-            without_experts(tree) if streamed else tree for tree in (shape.params, shape.m, shape.v)
-        ]
-        step = jnp.zeros((), jnp.int32, device=shape.step.sharding)
-        scaling = initial_loss_scale(trainer.config)
-        scaling = jax.tree.map(
-            lambda x, s: jax.device_put(x, s.sharding), scaling, shape.loss_scale
-        )
-        state = TrainState(
-            owned(trees[0]),
-            zeros(trees[1]),
-            zeros(trees[2]),
-            owned(shape.router_bias),
-            step,
-            scaling,
-        )
-        return (
-            trainer.load_state(state, weights, lambda *_: {})
-            if streamed
-            else trainer.load_state(state)
-        )
+        state = _state_at_step_0(trainer, arrays, has_experts=not streamed)
+        if streamed:
+            return trainer.load_state(state, weights, lambda *_: {})
+        return trainer.load_state(state)
 
 
-def _of_expert(
+def _state_at_step_0(
+    trainer: Trainer, arrays: dict[tuple[str, ...], jax.Array], *, has_experts: bool
+) -> TrainState:
+    """Return the state of step 0 with the parameters `arrays`, which are removed one by one, and
+    zero moments. has_experts: whether the state contains the experts.
+    """
+
+    def owned(tree: PyTree) -> PyTree:
+        """Return a copy in JAX's own memory: a training step donates its state, and the loaded
+        arrays alias NumPy memory.
+        """
+        return jax.tree.unflatten(
+            jax.tree.structure(tree), [jnp.copy(arrays.pop(path)) for path in flat(tree)]
+        )
+
+    def zeros(tree: PyTree) -> PyTree:
+        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, device=s.sharding), tree)
+
+    shape = trainer.full_shape
+    params, m, v = (
+        tree if has_experts else without_experts(tree) for tree in (shape.params, shape.m, shape.v)
+    )
+    step = jnp.zeros((), jnp.int32, device=shape.step.sharding)
+    scaling = jax.tree.map(
+        lambda x, s: jax.device_put(x, s.sharding),
+        initial_loss_scale(trainer.config),
+        shape.loss_scale,
+    )
+    return TrainState(owned(params), zeros(m), zeros(v), owned(shape.router_bias), step, scaling)
+
+
+def _read_expert(
     loader: Loader, parameter: Parameter, layer: int, expert: int
 ) -> NDArray[np.float32]:
     everything = (slice(None),) * len(parameter.matrix)

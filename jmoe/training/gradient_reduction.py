@@ -84,12 +84,13 @@ def squared_norms_local(grads: PyTree, model: ShardedModel) -> dict[str, jax.Arr
 
 
 class StreamedGradients(NamedTuple):
-    """The gradients of a layer-by-layer step, for all parameters except experts. `rest` and
-    `rows_G` are by kind of layer.
+    """The gradients of a layer-by-layer step, for all parameters except experts.
+    `unbuffered` and `rows_G` are by kind of layer.
     """
 
     outside: PyTree  # [R, ...], parameters outside the layers, not yet summed
-    rest: dict[LayerKind, list[jax.Array]]  # [R, N, ...], not in the flat buffer, not yet summed
+    # [R, N, ...], not in the flat buffer, not yet summed
+    unbuffered: dict[LayerKind, list[jax.Array]]
     rows_G: dict[LayerKind, list[jax.Array]]  # flat buffers, one per layer, summed already
 
 
@@ -101,32 +102,33 @@ def streamed_on_shards_local(
     """
     outside = {name: tree for name, tree in params.items() if name not in STACKS.values()}
     layout, split = model.layout(outside), model.embedding.split
-    fused, rest = layout.split(jax.tree.map(lambda g: g[0], grads.outside))
-    in_parts = jax.tree_util.tree_map_with_path(
+    fused, unbuffered = layout.split(jax.tree.map(lambda g: g[0], grads.outside))
+    stays_split = jax.tree_util.tree_map_with_path(
         lambda path, _: path_names(path)[0] in split, outside
     )
     # A parameter that stays split in use has the gradients of all devices' tokens already.
-    summed = layout.split(in_parts)[1]
-    everywhere = {"": [g for g, done in zip(rest, summed, strict=True) if not done]}
-    everywhere |= {STACKS[kind]: [g[0] for g in leaves] for kind, leaves in grads.rest.items()}
+    is_summed = layout.split(stays_split)[1]
+    partial_sums = {"": [g for g, done in zip(unbuffered, is_summed, strict=True) if not done]}
+    for kind, leaves in grads.unbuffered.items():
+        partial_sums[STACKS[kind]] = [g[0] for g in leaves]
     if model.mesh.size > 1:
-        everywhere = all_reduce_local(everywhere, model.hierarchy)
-    if layout.parts:
+        partial_sums = all_reduce_local(partial_sums, model.hierarchy)
+    if layout.entries:
         row_G = reduce_scatter_buffer_local(
-            flatten_gradients(fused, layout.parts, model.hierarchy), model.hierarchy
+            flatten_gradients(fused, layout.entries, model.hierarchy), model.hierarchy
         )
-        fused = unflatten_gradients(row_G, layout.parts)
-    others = iter(everywhere.pop(""))
+        fused = unflatten_gradients(row_G, layout.entries)
+    others = iter(partial_sums.pop(""))
     reduced = layout.join(
-        fused, [g if done else next(others) for g, done in zip(rest, summed, strict=True)]
+        fused, [g if done else next(others) for g, done in zip(unbuffered, is_summed, strict=True)]
     )
     for kind, rows_G in grads.rows_G.items():
         name = STACKS[kind]
         layout = model.layout(params[name], stacked=True)
         fused = (
-            jax.vmap(partial(unflatten_gradients, parts=layout.parts))(jnp.stack(rows_G))
+            jax.vmap(partial(unflatten_gradients, entries=layout.entries))(jnp.stack(rows_G))
             if rows_G
             else []
         )
-        reduced |= {name: layout.join(fused, everywhere[name])}
+        reduced |= {name: layout.join(fused, partial_sums[name])}
     return reduced

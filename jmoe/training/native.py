@@ -6,7 +6,6 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -57,7 +56,7 @@ def with_native(wanted: bool, function: Callable[..., PyTree]) -> Callable[..., 
     """Return `function`, traced with native operations if `wanted`."""
 
     @functools.wraps(function)
-    def traced(*args: PyTree, **options: Any) -> PyTree:
+    def traced(*args: PyTree, **options: PyTree) -> PyTree:
         with native.native_training(wanted, background=wanted and jax.process_count() > 1):
             return function(*args, **options)
 

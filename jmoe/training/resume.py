@@ -5,7 +5,6 @@ now.
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -76,7 +75,7 @@ def _restored(
     step: int,
     shape: TrainState,
     but: Collection[str] = (),
-    **options: Any,
+    **options: PyTree,
 ) -> tuple[TrainState, PyTree]:
     """Return (saved state, data iterator state).
 

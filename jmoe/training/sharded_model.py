@@ -138,13 +138,13 @@ class ShardedModel(ABC):
         outside the layers.
         """
         layout = self.layout(tree)
-        shards, rest = layout.split(tree)[0], layout.split(self.cast(tree))[1]
+        shards, unbuffered = layout.split(tree)[0], layout.split(self.cast(tree))[1]
         if shards and self.fused:
-            unsharded = gather_fused_local(shards, tuple(layout.parts), self.hierarchy)
+            unsharded = gather_fused_local(shards, tuple(layout.entries), self.hierarchy)
         else:
-            pairs = zip(shards, layout.parts, strict=True)
-            unsharded = [gather_local(w, part.dim, part.dtype, ALL) for w, part in pairs]
-        return layout.join(unsharded, rest)
+            pairs = zip(shards, layout.entries, strict=True)
+            unsharded = [gather_local(w, entry.dim, entry.dtype, ALL) for w, entry in pairs]
+        return layout.join(unsharded, unbuffered)
 
     # The state of training
 

@@ -82,8 +82,8 @@ def without_experts(tree: PyTree) -> PyTree:
     for name in EXPERT_STACKS:
         if name in tree:
             layers = tree[name]
-            rest = {part: w for part, w in layers["moe"].items() if part != EXPERTS_PATH}
-            tree = tree | {name: layers | {"moe": rest}}
+            dense = {path: w for path, w in layers["moe"].items() if path != EXPERTS_PATH}
+            tree = tree | {name: layers | {"moe": dense}}
     return tree
 
 
@@ -109,13 +109,13 @@ def read_experts(
         for name, array in host.items():
             array[layer] = arrays[f"{prefix}{name}"]
 
-    def part(name: str, index: tuple[slice, ...]) -> NDArray[np.float32]:
+    def shard(name: str, index: tuple[slice, ...]) -> NDArray[np.float32]:
         return host[name][:, np.searchsorted(own, np.arange(num_experts)[index[1]])][
             :, :, *index[2:]
         ]
 
     return {
-        name: jax.make_array_from_callback(leaf.shape, leaf.sharding, partial(part, name))
+        name: jax.make_array_from_callback(leaf.shape, leaf.sharding, partial(shard, name))
         for name, leaf in shapes.items()
     }
 

@@ -73,11 +73,11 @@ def vjp_with_residuals(
     return result, jax.tree.map(lambda leaf: leaf[None], without(pull, jax.tree.leaves(args)))
 
 
-def apply_vjp(kept: PyTree, args: Sequence[PyTree], cotangents: PyTree) -> PyTree:
+def apply_vjp(residuals: PyTree, args: Sequence[PyTree], cotangents: PyTree) -> PyTree:
     """Return the gradients of the `wanted` arguments of `vjp_with_residuals`.
 
     args: the same arguments as there. cotangents: a tree like the function's result; leaves that
     are not floating-point are ignored.
     """
-    pull = with_known(jax.tree.map(lambda leaf: leaf[0], kept), jax.tree.leaves(args))
+    pull = with_known(jax.tree.map(lambda leaf: leaf[0], residuals), jax.tree.leaves(args))
     return pull(_floating(cotangents))

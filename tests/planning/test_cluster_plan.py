@@ -38,7 +38,7 @@ MODEL = TrainedModel(
     gradient_bytes=4,
     num_devices=2,
     devices_per_host=2,
-    kept_bytes=1,
+    residual_bytes=1,
 )
 ON_DEVICE = StatePlacement("device", "device", "host", 2, None, 2)
 LATE = replace(CLUSTER, network=NetworkConfig(1e3, 2e3, 0.5, 0.25))
@@ -108,7 +108,7 @@ def test_all_to_alls_take_the_links_that_there_are() -> None:
         plan_cluster(training(MODEL), exchanged(2, 1), CLUSTER, 64).all_to_all_s
         == plan.all_to_all_s
     )
-    again = plan_cluster(training(replace(MODEL, kept_bytes=0)), exchanged(1, 2), CLUSTER, 64)
+    again = plan_cluster(training(replace(MODEL, residual_bytes=0)), exchanged(1, 2), CLUSTER, 64)
     assert again.all_to_all_s == pytest.approx(3 * (layer_bytes + 2 * 16 * 10 + 8) / 1e3)
     late = plan_cluster(training(MODEL), exchanged(1, 2), LATE, 64)
     assert late.all_to_all_s == pytest.approx(plan.all_to_all_s + 3 * 4 * 0.5)

@@ -163,7 +163,7 @@ def test_what_is_kept_for_the_backward_pass() -> None:
             if kind.startswith("kept for")
         )
 
-    spread = replace(MODEL, num_devices=2, kept_bytes=2 * GB, micro_batches=4)
+    spread = replace(MODEL, num_devices=2, residual_bytes=2 * GB, micro_batches=4)
     assert kept(NVME) == 4 * GB
     assert kept(replace(NVME, experts="device", optimizer="device")) == 1 * GB
 
@@ -212,7 +212,7 @@ def test_advice_is_on_the_largest_row_and_never_what_is_already_set() -> None:
         " less)" in advice
     )
     assert "tiers.device_layers" not in advice and "remat" not in advice
-    (advice,) = plan_training(replace(plan.model, kept_bytes=9 * GB), NVME, tiny).advice()
+    (advice,) = plan_training(replace(plan.model, residual_bytes=9 * GB), NVME, tiny).advice()
     assert (
         "the most is kept for the backward pass, 9.00 GB. Take remat = layer (9.00 GB less)"
         in advice
@@ -321,8 +321,8 @@ def test_a_layer_that_keeps_nothing_is_computed_twice_forward() -> None:
     resident = replace(NVME, experts="device", optimizer="device", gradients="device")
     host = replace(NVME, experts="host", optimizer="host", gradients="host")
     ordinary, streamed, remat, remat_streamed = (
-        plan_training(replace(MODEL, kept_bytes=kept_bytes), place, fast).step_s()
-        for kept_bytes in (1, 0)
+        plan_training(replace(MODEL, residual_bytes=residual_bytes), place, fast).step_s()
+        for residual_bytes in (1, 0)
         for place in (resident, host)
     )
     assert streamed == pytest.approx(ordinary)
@@ -335,8 +335,8 @@ def test_experts_products_computed_again() -> None:
     """
     fast = replace(MACHINE, memory_bytes_per_s=1e18, link_bytes_per_s=1e18)
     resident = replace(NVME, experts="device", optimizer="device", gradients="device")
-    kept = replace(MODEL, kept_bytes=9 * GB, experts_kept_bytes=6 * GB)
-    again = replace(kept, kept_bytes=3 * GB, experts_kept_bytes=0, experts_again=True)
+    kept = replace(MODEL, residual_bytes=9 * GB, experts_residual_bytes=6 * GB)
+    again = replace(kept, residual_bytes=3 * GB, experts_residual_bytes=0, experts_again=True)
     once, twice = (plan_training(model, resident, fast) for model in (kept, again))
     choices = MODEL.num_layers * MODEL.step_tokens * MODEL.num_experts_per_tok
     product_s = 2 * MODEL.expert_parameters * choices / MODEL.num_devices / fast.flops
@@ -352,7 +352,7 @@ def test_each_way_takes_the_longer_of_computing_and_moving() -> None:
     experts are updated.
     """
     plan = plan_training(
-        replace(MODEL, kept_bytes=1), NVME, replace(MACHINE, memory_bytes_per_s=1e18)
+        replace(MODEL, residual_bytes=1), NVME, replace(MACHINE, memory_bytes_per_s=1e18)
     )
     experts, computing_s = 16 * MODEL.active_experts, plan.step_s(overlapped=False)
     forward_s, back_s = (experts * seconds for seconds in plan.transfer_s)

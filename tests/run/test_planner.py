@@ -143,22 +143,22 @@ def test_a_mesh_shares_the_experts_out() -> None:
 def test_chunks_of_dedup_have_whole_buffers_under_capacity() -> None:
     """Elsewhere chunks share them."""
 
-    def kept_bytes(factor: float | None, inter: int = 2, **comm: Any) -> int:
+    def residual_bytes(factor: float | None, inter: int = 2, **comm: Any) -> int:
         model = dataclasses.replace(TINY.model, capacity_factor=factor)
         mesh = MeshConfig(1, inter, 2)
         return trained_model(
             dataclasses.replace(TINY, model=model, mesh=mesh, comm=CommConfig(**comm))
-        ).kept_bytes
+        ).residual_bytes
 
     three: Any = {"schedule": "pipelined", "exchange_chunks": 3}
     one, two, four = (
-        kept_bytes(1.0, **comm)
+        residual_bytes(1.0, **comm)
         for comm in ({}, {"schedule": "pipelined"}, {**three, "exchange_chunks": 4})
     )
     assert 0 < two - one < four - two and four - one == 3 * (two - one)
-    assert kept_bytes(None, **three) == kept_bytes(None)
-    assert kept_bytes(1.0, inter=1, **three) == kept_bytes(1.0, inter=1)
-    assert kept_bytes(1.0, exchange="flat", **three) == one
+    assert residual_bytes(None, **three) == residual_bytes(None)
+    assert residual_bytes(1.0, inter=1, **three) == residual_bytes(1.0, inter=1)
+    assert residual_bytes(1.0, exchange="flat", **three) == one
 
 
 def packed(packing: Any, device_bytes: int = 10**12) -> TrainConfig:

@@ -104,7 +104,7 @@ class DistillingTrainer(FusedTrainer):
         head: jax.Array,
         labels_T: jax.Array,
         weights_T: jax.Array,
-        part: TaughtTokens,
+        micro_batch: TaughtTokens,
         *,
         teacher_head: jax.Array,
     ) -> tuple[jax.Array, Metrics]:
@@ -114,7 +114,7 @@ class DistillingTrainer(FusedTrainer):
         teacher_head: [H, V].
         """
         distil = self.config.distil
-        taught = part.hidden_ABSH.reshape(labels_T.size, -1), teacher_head
+        taught = micro_batch.hidden_ABSH.reshape(labels_T.size, -1), teacher_head
         nll, divergence = distillation_losses(
             hidden_TD, head, labels_T, weights_T, taught, distil.temperature
         )

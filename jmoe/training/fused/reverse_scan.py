@@ -20,13 +20,14 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.tree_util import KeyPath
 
 from jmoe.collectives.fusion import (
     BufferLayout,
@@ -49,6 +50,7 @@ from jmoe.models.block import ApplyBlock
 from jmoe.models.decoder import LayerInputs
 from jmoe.models.layer_patterns import LayerPattern
 from jmoe.training.vjp import with_known, without
+from jmoe.types import PyTree
 
 Tree = TypeVar("Tree")  # a pytree of arrays, or of stacks of them
 Index = int | jax.Array  # of a layer in the stack of its kind
@@ -68,11 +70,11 @@ def _put(stack: jax.Array, index: Index, value: jax.Array) -> jax.Array:
     return lax.dynamic_update_index_in_dim(stack, value.astype(stack.dtype), index, 0)
 
 
-def _is_variable(x: Any) -> bool:
+def _is_variable(x: object) -> bool:
     return isinstance(x, nnx.Variable)
 
 
-def _gradient_per_variable(grads: Any, state: Any) -> list[jax.Array]:
+def _gradient_per_variable(grads: PyTree, state: PyTree) -> list[jax.Array]:
     """Return one gradient for each variable of a stack, in order: those in `grads`, and zeros for a
     router's bias.
     """
@@ -123,8 +125,8 @@ class _UnbufferedParams:
     gradients' reduction: none, over all devices, or over replicas of experts.
     """
 
-    def __init__(self, layers: BufferLayout, state: Any, *, reduces: bool) -> None:
-        def devices(path: Any, variable: Any) -> str:
+    def __init__(self, layers: BufferLayout, state: PyTree, *, reduces: bool) -> None:
+        def devices(path: KeyPath, variable: PyTree) -> str:
             if isinstance(variable, RouterBias) or not reduces:
                 return "none"
             return (
@@ -134,7 +136,7 @@ class _UnbufferedParams:
         sums = layers.split(jax.tree_util.tree_map_with_path(devices, state, is_leaf=_is_variable))[
             1
         ]
-        self._parts = [ShardInBuffer(w.shape[1:], 0, jnp.float32) for w in layers.split(state)[1]]
+        self._entries = [ShardInBuffer(w.shape[1:], 0, jnp.float32) for w in layers.split(state)[1]]
         self._unreduced, self._replicated, self._experts = (
             [i for i, over in enumerate(sums) if over == name]
             for name in ("none", "all", "replicas")
@@ -142,14 +144,14 @@ class _UnbufferedParams:
 
     def size(self) -> int:
         """Return the number of gradient elements per layer that an all-reduce sums."""
-        return sum(self._parts[i].size for i in self._replicated + self._experts)
+        return sum(self._entries[i].size for i in self._replicated + self._experts)
 
     def flatten(self, grads: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
         """Return two flat vectors: the gradients to sum over all devices, and the gradients to sum
         over replicas of experts.
         """
         replicated, experts = (
-            flatten([grads[i] for i in some], [self._parts[i] for i in some])
+            flatten([grads[i] for i in some], [self._entries[i] for i in some])
             for some in (self._replicated, self._experts)
         )
         return replicated, experts
@@ -173,7 +175,7 @@ class _UnbufferedParams:
             (self._experts, reduced.experts),
         ):
             stacks = self._put(
-                stacks, index, some, unflatten_gradients(row_G, [self._parts[i] for i in some])
+                stacks, index, some, unflatten_gradients(row_G, [self._entries[i] for i in some])
             )
         return stacks
 
@@ -194,8 +196,8 @@ class _SavedForward:
     unbuffered: dict[LayerKind, list[jax.Array]]
     extras: dict[LayerKind, Extras]
     unsharded: jax.Array  # [R, C], the last layer's parameters
-    residuals: list[Any]  # per pattern: (of all repeats but the last, of the last)
-    summed: Any  # see `ReverseScan`
+    residuals: list[PyTree]  # per pattern: (of all repeats but the last, of the last)
+    summed: PyTree  # see `ReverseScan`
 
 
 class _BackwardState(NamedTuple):
@@ -220,7 +222,7 @@ class ReverseScan:
     """
 
     # maps a stack of layers to the parameters that travel in the flat buffer
-    layout_of: Callable[[Any], BufferLayout]
+    layout_of: Callable[[PyTree], BufferLayout]
     hierarchy: Hierarchy
     schedule: Schedule
     bucket_bytes: int  # float32 gradients that one reduction sums; 0: one layer's
@@ -228,7 +230,7 @@ class ReverseScan:
     # Whether gradients outside the flat buffer are summed over devices. False in all accumulation
     # steps but the last, which sums them once for all.
     reduces: bool = True
-    summed: Any = None  # the earlier accumulation steps' gradients, by kind, to add to
+    summed: PyTree = None  # the earlier accumulation steps' gradients, by kind, to add to
 
     # Work: the gathers and reductions that `interleave` places
 
@@ -320,10 +322,10 @@ class ReverseScan:
         scan = _Scan(self, patterns, apply_block, states)
 
         @jax.custom_vjp
-        def layers(states: Any, extras: Any, summed: Any, x: jax.Array) -> Any:
+        def layers(states: PyTree, extras: PyTree, summed: PyTree, x: jax.Array) -> PyTree:
             return scan.forward(states, extras, summed, x)[0]
 
-        def backward(saved: _SavedForward, cotangents: Any) -> Any:
+        def backward(saved: _SavedForward, cotangents: PyTree) -> PyTree:
             states, x = scan.backward(saved, *cotangents)
             return states, None, None, x
 
@@ -345,7 +347,7 @@ class _Scan:
         config: ReverseScan,
         patterns: Sequence[LayerPattern],
         apply_block: ApplyBlock,
-        states: dict[LayerKind, Any],
+        states: dict[LayerKind, PyTree],
     ) -> None:
         self.config, self.apply_block = config, apply_block
         self.axes, self.num_devices = config.axes, lax.axis_size(config.axes)
@@ -360,7 +362,7 @@ class _Scan:
 
     def _gradient_bytes(self, kind: LayerKind) -> int:
         return 4 * (
-            self.num_devices * sum(part.size for part in self.kinds[kind].parts)
+            self.num_devices * sum(entry.size for entry in self.kinds[kind].entries)
             + self.unbuffered[kind].size()
         )
 
@@ -389,31 +391,31 @@ class _Scan:
         rows = [jnp.concatenate([jnp.zeros(0), *some]) for some in reduced]
         bucket = state.pending
         for kind, index, grads in zip(bucket.kinds, bucket.indices, bucket.grads, strict=True):
-            ends = [start + g.shape[-1] for start, g in zip(starts, grads, strict=True)]
-            mine = [row[start:end] for row, start, end in zip(rows, starts, ends, strict=True)]
+            stops = [start + g.shape[-1] for start, g in zip(starts, grads, strict=True)]
+            mine = [row[start:end] for row, start, end in zip(rows, starts, stops, strict=True)]
             own = _ReducedGradients(*mine)
             sums[kind] = _put(sums[kind], index, own.row)
             others[kind] = self.unbuffered[kind].store_reduced(others[kind], index, own)
-            starts = ends
+            starts = stops
         return state._replace(pending=_Bucket(), sums=sums, others=others)
 
     # Forwards
 
     def forward(
         self,
-        states: dict[LayerKind, Any],
+        states: dict[LayerKind, PyTree],
         extras: dict[LayerKind, Extras],
-        summed: Any,
+        summed: PyTree,
         x: jax.Array,
     ) -> tuple[tuple[jax.Array, MoEStats | None], _SavedForward]:
         """Return ((x, statistics), the values that `backward` needs)."""
-        flat, rest = {}, {}
+        flat, unbuffered = {}, {}
         for kind, layers in self.kinds.items():
-            fused, rest[kind] = layers.split(states[kind])
+            fused, unbuffered[kind] = layers.split(states[kind])
             flat[kind] = jax.vmap(
-                partial(flatten, parts=layers.parts), axis_size=layers.num_layers
+                partial(flatten, entries=layers.entries), axis_size=layers.num_layers
             )(fused)
-        run = partial(self._forward_repeat, flat, rest, extras)
+        run = partial(self._forward_repeat, flat, unbuffered, extras)
         firsts = [self._flat_row(flat, pattern, 0, 0) for pattern in self.patterns]
         carry = (
             self.config.unsharded(
@@ -423,10 +425,10 @@ class _Scan:
         )
         residuals, stats = [], []
         for pattern, after in zip(self.patterns, [*firsts[1:], None], strict=True):
-            early: Any = None
+            early: PyTree = None
             if pattern.repeats > 1:
 
-                def step(carry: Any, i: jax.Array, pattern: LayerPattern = pattern) -> Any:
+                def step(carry: PyTree, i: jax.Array, pattern: LayerPattern = pattern) -> PyTree:
                     return run(pattern, i, carry, self._flat_row(flat, pattern, 0, i + 1))
 
                 carry, early = lax.scan(step, carry, jnp.arange(pattern.repeats - 1))
@@ -435,7 +437,7 @@ class _Scan:
             stats.append((pattern, None if early is None else early[1], last[1]))
         unsharded, x = carry
         return (x, self._in_order(stats)), _SavedForward(
-            flat, rest, extras, unsharded, residuals, summed
+            flat, unbuffered, extras, unsharded, residuals, summed
         )
 
     @staticmethod
@@ -448,25 +450,26 @@ class _Scan:
     def _forward_repeat(
         self,
         flat: dict[LayerKind, jax.Array],
-        rest: dict[LayerKind, list[jax.Array]],
+        unbuffered: dict[LayerKind, list[jax.Array]],
         extras: dict[LayerKind, Extras],
         pattern: LayerPattern,
         repeat: Index,
         carry: tuple[jax.Array, jax.Array],
         ahead: jax.Array | None,
-    ) -> tuple[tuple[jax.Array, jax.Array], tuple[list[Any], list[MoEStats]]]:
+    ) -> tuple[tuple[jax.Array, jax.Array], tuple[list[PyTree], list[MoEStats]]]:
         """Run one repeat of a pattern. ahead: the shard of the flat buffer of the layer after this
         repeat, to gather beside its last layer; None after the last layer.
         """
         unsharded, x = carry
-        residuals: list[Any] = []
+        residuals: list[PyTree] = []
         stats: list[MoEStats] = []
         for position, kind in enumerate(pattern.kinds):
             following = ahead
             if position + 1 < pattern.period:
                 following = self._flat_row(flat, pattern, position + 1, repeat)
             index = pattern.number(position, repeat)
-            args = unsharded, layer_slice(rest[kind], index), layer_slice(extras[kind], index), x
+            own = layer_slice(unbuffered[kind], index)
+            args = unsharded, own, layer_slice(extras[kind], index), x
             (x, layer_stats, layer_residuals), gathered = interleave(
                 partial(self._forward_layer, kind),
                 args,
@@ -486,31 +489,31 @@ class _Scan:
         self,
         kind: LayerKind,
         unsharded: jax.Array,
-        rest: list[jax.Array],
+        unbuffered: list[jax.Array],
         extra: Extras,
         x: jax.Array,
-    ) -> tuple[jax.Array, MoEStats | None, Any]:
+    ) -> tuple[jax.Array, MoEStats | None, PyTree]:
         """Return (x after the layer, its statistics, its residuals without its parameters)."""
         layers = self.kinds[kind]
-        params = unflatten(unsharded, layers.parts, self.config.hierarchy)
+        params = unflatten(unsharded, layers.entries, self.config.hierarchy)
         key, window = extra
 
-        def apply(params: list[jax.Array], rest: list[jax.Array], x: jax.Array) -> Any:
-            y, stats = self.apply_block(kind, layers.join(params, rest), key, window, x)
+        def apply(params: list[jax.Array], unbuffered: list[jax.Array], x: jax.Array) -> PyTree:
+            y, stats = self.apply_block(kind, layers.join(params, unbuffered), key, window, x)
             return (
                 y,
                 [s for s in jax.tree.leaves(stats) if jnp.issubdtype(s.dtype, jnp.floating)],
             ), stats
 
-        (y, _), vjp, stats = jax.vjp(apply, params, rest, x, has_aux=True)
-        return y, stats, without(vjp, [*params, *rest, *jax.tree.leaves(extra)])
+        (y, _), vjp, stats = jax.vjp(apply, params, unbuffered, x, has_aux=True)
+        return y, stats, without(vjp, [*params, *unbuffered, *jax.tree.leaves(extra)])
 
     def _in_order(
         self, stats: list[tuple[LayerPattern, list[MoEStats] | None, list[MoEStats]]]
     ) -> MoEStats | None:
         """Return the MoE layers' statistics, stacked in layer order; None without MoE layers."""
         indices: list[int] = []
-        parts = []
+        stacks = []
         for pattern, early, last in stats:
             for number, position in enumerate(
                 p for p, kind in enumerate(pattern.kinds) if kind == "moe"
@@ -519,21 +522,21 @@ class _Scan:
                 stacked = jax.tree.map(lambda s: s[None], last[number])
                 if early is not None:
                     stacked = jax.tree.map(lambda *s: jnp.concatenate(s), early[number], stacked)
-                parts.append(stacked)
-        if not parts:
+                stacks.append(stacked)
+        if not stacks:
             return None
         order = np.argsort(np.asarray(indices))
-        return jax.tree.map(lambda *s: jnp.concatenate(s)[order], *parts)
+        return jax.tree.map(lambda *s: jnp.concatenate(s)[order], *stacks)
 
     # Backwards
 
     def backward(
-        self, saved: _SavedForward, dx: jax.Array, dstats: Any
-    ) -> tuple[dict[LayerKind, Any], jax.Array]:
+        self, saved: _SavedForward, dx: jax.Array, dstats: PyTree
+    ) -> tuple[dict[LayerKind, PyTree], jax.Array]:
         """Return (gradients of the parameters, on their shards, by kind; the gradient of x)."""
         dstats = [d for d in jax.tree.leaves(dstats) if d.dtype != jax.dtypes.float0]
         sums = {
-            kind: jnp.zeros((layers.num_layers, sum(part.size for part in layers.parts)))
+            kind: jnp.zeros((layers.num_layers, sum(entry.size for entry in layers.entries)))
             for kind, layers in self.kinds.items()
         }
         others = jax.tree.map(jnp.zeros_like, saved.unbuffered)
@@ -562,11 +565,14 @@ class _Scan:
         state = self._store_reduced(state, reduced)
         return self._shard_gradients(saved, state), state.dx
 
-    def _shard_gradients(self, saved: _SavedForward, state: _BackwardState) -> dict[LayerKind, Any]:
+    def _shard_gradients(
+        self, saved: _SavedForward, state: _BackwardState
+    ) -> dict[LayerKind, PyTree]:
         """Return the gradients of all layers' parameters, on their shards, by kind."""
         gradients = {}
         for kind, layers in self.kinds.items():
-            shards = jax.vmap(partial(unflatten_gradients, parts=layers.parts))(state.sums[kind])
+            unflatten_rows = jax.vmap(partial(unflatten_gradients, entries=layers.entries))
+            shards = unflatten_rows(state.sums[kind])
             if saved.summed is not None:
                 shards = jax.tree.map(jnp.add, shards, layers.split(saved.summed[kind])[0])
             gradients[kind] = layers.join(shards, state.others[kind])
@@ -578,7 +584,7 @@ class _Scan:
         dstats: list[jax.Array],
         pattern: LayerPattern,
         repeat: Index,
-        residuals: list[Any],
+        residuals: list[PyTree],
         state: _BackwardState,
         ahead: jax.Array | None,
     ) -> _BackwardState:
@@ -605,7 +611,7 @@ class _Scan:
         dstats: list[jax.Array],
         kind: LayerKind,
         index: Index,
-        residuals: Any,
+        residuals: PyTree,
         state: _BackwardState,
         before: jax.Array | None,
     ) -> tuple[_BackwardState, _PendingGradients]:
@@ -651,14 +657,15 @@ class _Scan:
         self,
         kind: LayerKind,
         unsharded: jax.Array,
-        rest: list[jax.Array],
+        unbuffered: list[jax.Array],
         extra: Extras,
-        residuals: Any,
+        residuals: PyTree,
         dx: jax.Array,
         dstats: list[jax.Array],
     ) -> tuple[jax.Array, list[jax.Array], jax.Array]:
         """Return (the gradients of the flat buffer [R, G], of the other parameters, of x)."""
         layers, hierarchy = self.kinds[kind], self.config.hierarchy
-        known = [*unflatten(unsharded, layers.parts, hierarchy), *rest, *jax.tree.leaves(extra)]
-        dparams, drest, dx = with_known(residuals, known)((dx, dstats))
-        return flatten_gradients(dparams, layers.parts, hierarchy), drest, dx
+        params = unflatten(unsharded, layers.entries, hierarchy)
+        known = [*params, *unbuffered, *jax.tree.leaves(extra)]
+        dparams, dunbuffered, dx = with_known(residuals, known)((dx, dstats))
+        return flatten_gradients(dparams, layers.entries, hierarchy), dunbuffered, dx

@@ -138,56 +138,60 @@ class FusedTrainer:
             "loss_scale": state.loss_scale,
             "full_capacity": full_capacity,
         } | constants
-        draws = self.config.model.router.draws
-
-        def one(
-            index: jax.Array, part: PyTree, layer_runner: ReverseScan | None
-        ) -> tuple[PyTree, Metrics]:
-            loss_and_gradients = jax.value_and_grad(
-                partial(self.loss_local, layer_runner=layer_runner, **options), has_aux=True
-            )
-            key = router_key(self.config, state.step, lax.axis_index(ALL), index) if draws else None
-            params = self.model.with_copies(state.params, state.cast)
-            (_, metrics), grads = loss_and_gradients(params, state.router_bias, part, key)
-            return jax.tree.map(lambda g, w: g.astype(w.dtype), grads, state.params), metrics
-
-        def several(
-            first: int, last: int, layer_runner: ReverseScan | None
-        ) -> tuple[PyTree, Metrics]:
-            if last == first + 1:
-                return one(jnp.int32(first), jax.tree.map(lambda x: x[first], batch), layer_runner)
-
-            def accumulate(carry: PyTree, xs: PyTree) -> tuple[PyTree, None]:
-                index, part = xs
-                return jax.tree.map(jnp.add, carry, one(index, part, layer_runner)), None
-
-            xs = (
-                jnp.arange(first, last, dtype=jnp.int32),
-                jax.tree.map(lambda x: x[first:last], batch),
-            )
-            shapes = jax.eval_shape(
-                partial(one, layer_runner=layer_runner), *jax.tree.map(lambda x: x[0], xs)
-            )
-            zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-            grads_and_metrics: tuple[PyTree, Metrics] = lax.scan(accumulate, zeros, xs)[0]
-            return grads_and_metrics
-
-        num_parts, layer_runner = jax.tree.leaves(batch)[0].shape[0], self._layer_runner
-        if num_parts == 1 or layer_runner is None or not self.model.sums_in_layers:
-            return several(0, num_parts, layer_runner)
-        grads, metrics = several(0, num_parts - 1, replace(layer_runner, reduces=False))
+        run = partial(self._accumulated_local, state, batch, options)
+        num_micro_batches = jax.tree.leaves(batch)[0].shape[0]
+        layer_runner = self._layer_runner
+        if num_micro_batches == 1 or layer_runner is None or not self.model.sums_in_layers:
+            return run(range(num_micro_batches), layer_runner)
+        grads, metrics = run(range(num_micro_batches - 1), replace(layer_runner, reduces=False))
         earlier = {kind: grads.pop(name) for kind, name in STACKS.items() if name in grads}
-        last, last_metrics = several(
-            num_parts - 1, num_parts, replace(layer_runner, summed=earlier)
+        last, last_metrics = run(
+            range(num_micro_batches - 1, num_micro_batches), replace(layer_runner, summed=earlier)
         )
         sums = {name: jax.tree.map(jnp.add, g, last[name]) for name, g in grads.items()}
         return last | sums, jax.tree.map(jnp.add, metrics, last_metrics)
+
+    def _accumulated_local(
+        self,
+        state: TrainState,
+        batch: PyTree,
+        options: dict[str, PyTree],
+        numbers: range,
+        layer_runner: ReverseScan | None,
+    ) -> tuple[PyTree, Metrics]:
+        """Return (gradients, metrics) of the micro-batches `numbers` of the batch, summed. options:
+        keyword arguments of `loss_local`.
+        """
+
+        def one(index: jax.Array, micro_batch: PyTree) -> tuple[PyTree, Metrics]:
+            loss_and_gradients = jax.value_and_grad(
+                partial(self.loss_local, layer_runner=layer_runner, **options), has_aux=True
+            )
+            key = None
+            if self.config.model.router.draws:
+                key = router_key(self.config, state.step, lax.axis_index(ALL), index)
+            params = self.model.with_copies(state.params, state.cast)
+            (_, metrics), grads = loss_and_gradients(params, state.router_bias, micro_batch, key)
+            return jax.tree.map(lambda g, w: g.astype(w.dtype), grads, state.params), metrics
+
+        first, end = numbers.start, numbers.stop
+        if len(numbers) == 1:
+            return one(jnp.int32(first), jax.tree.map(lambda x: x[first], batch))
+
+        def accumulate(carry: PyTree, xs: PyTree) -> tuple[PyTree, None]:
+            return jax.tree.map(jnp.add, carry, one(*xs)), None
+
+        xs = jnp.arange(first, end, dtype=jnp.int32), jax.tree.map(lambda x: x[first:end], batch)
+        shapes = jax.eval_shape(one, *jax.tree.map(lambda x: x[0], xs))
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        grads_and_metrics: tuple[PyTree, Metrics] = lax.scan(accumulate, zeros, xs)[0]
+        return grads_and_metrics
 
     def loss_local(
         self,
         params: PyTree,
         router_bias: PyTree,
-        part: PyTree,
+        micro_batch: PyTree,
         key: jax.Array | None,
         *,
         loss_scale: LossScale | None,
@@ -198,11 +202,11 @@ class FusedTrainer:
         """Return (this device's addend to the loss, times the loss scale; its terms, unscaled, as
         metrics).
 
-        part: tokens [B, S + 1] of one accumulation step, or a tuple whose first leaf they are. key:
-        the routers' PRNG key. layer_runner: see `ShardedDecoder.__call__`. constants: keyword
-        arguments of `token_loss_local`.
+        micro_batch: tokens [B, S + 1] of one accumulation step, or a tuple whose first leaf they
+        are. key: the routers' PRNG key. layer_runner: see `ShardedDecoder.__call__`. constants:
+        keyword arguments of `token_loss_local`.
         """
-        config, tokens_BS = self.config, jax.tree.leaves(part)[0]
+        config, tokens_BS = self.config, jax.tree.leaves(micro_batch)[0]
         num_tokens = tokens_per_accumulation_step(config) * config.gradient_accumulation_steps
         options = {"key": key, "train": True, "full_capacity": full_capacity}
         hidden, head, stats = self.model(
@@ -212,16 +216,16 @@ class FusedTrainer:
         with jax.named_scope("loss"):
             weights_T = scaled(jnp.full(labels_T.shape, 1.0 / num_tokens, jnp.float32), loss_scale)
             hidden_TD = hidden.reshape(-1, hidden.shape[-1])
-            loss, parts = self.token_loss_local(
-                hidden_TD, head, labels_T, weights_T, part, **constants
+            loss, terms = self.token_loss_local(
+                hidden_TD, head, labels_T, weights_T, micro_batch, **constants
             )
-            parts = {name: unscaled(value, loss_scale) for name, value in parts.items()}
+            terms = {name: unscaled(value, loss_scale) for name, value in terms.items()}
         if stats is None:
-            return loss + 0.0, lax.stop_gradient(parts)
+            return loss + 0.0, lax.stop_gradient(terms)
         with jax.named_scope("auxiliary_losses"):
             counts_NE = lax.psum(stats.counts_E, ALL)
             balance, z = auxiliary_losses(config, stats.probs_sum_E, stats.z_sum, counts_NE)
-        metrics = parts | {
+        metrics = terms | {
             "balance_loss": balance,
             "z_loss": z,
             "counts": stats.counts_E,
@@ -236,7 +240,7 @@ class FusedTrainer:
         head: jax.Array,
         labels_T: jax.Array,
         weights_T: jax.Array,
-        part: PyTree,
+        micro_batch: PyTree,
     ) -> tuple[jax.Array, Metrics]:
         """Return this device's (token loss, metrics), without the routers' losses;
         `DistillingTrainer` overrides this.

@@ -73,8 +73,8 @@ class StepEstimate:
     def __str__(self) -> str:
         gpu, memory, kind = self.gpu, self.memory, self.config.estimate
         share = device_memory_share()
-        room_bytes = share * ACCELERATORS[kind].device_bytes
-        fits = "it fits" if memory.num_bytes <= room_bytes else "it does not fit"
+        free_bytes = share * ACCELERATORS[kind].device_bytes
+        fits = "it fits" if memory.num_bytes <= free_bytes else "it does not fit"
         state, temporary, whole = (
             f"{size / 1e9:.1f}"
             for size in (memory.state_bytes, memory.temporary_bytes, memory.num_bytes)
@@ -87,7 +87,7 @@ class StepEstimate:
             ),
             (
                 f"memory of a device: {whole} GB, {state} of state and {temporary} besides, of"
-                f" {room_bytes / 1e9:.1f} GB that JAX takes ({100 * share:g} % of"
+                f" {free_bytes / 1e9:.1f} GB that JAX takes ({100 * share:g} % of"
                 f" {ACCELERATORS[kind].device_bytes / 1e9:g} GB): {fits}"
             ),
             (

@@ -55,7 +55,7 @@ class StreamedExperts:
         )
         self.records: RecordCheckpoints | None = self.stores.records
 
-    def _take_over(self, before: Self) -> None:
+    def _take_over_experts(self, before: Self) -> None:
         """Use the experts and stores of `before`, another trainer of the same run, which must no
         longer be used.
         """
@@ -97,7 +97,7 @@ class StreamedExperts:
             raise ValueError("the experts are nowhere yet: init or load_state comes first")
         return self.experts
 
-    def _joined(self, slot: Slot) -> DeviceStacks:
+    def _global_arrays(self, slot: Slot) -> DeviceStacks:
         """Return global arrays [E, ...], by parameter, made from a slot's arrays on this process's
         devices.
         """
@@ -113,7 +113,7 @@ class StreamedExperts:
             for name, array in slot[0].items()
         }
 
-    def _rows_of(self, chosen_P: NDArray[np.bool_], size: int) -> ChosenRows[jax.Array] | None:
+    def _chosen_rows(self, chosen_P: NDArray[np.bool_], size: int) -> ChosenRows[jax.Array] | None:
         """Return the rows of the last fetched slot that hold the chosen experts, for all devices;
         None if the slot has one row for each expert.
 
@@ -126,23 +126,23 @@ class StreamedExperts:
             return ChosenRows(*map(jnp.asarray, rows[0]))
         sharding = NamedSharding(self.mesh, self._split)
         whole = (size * self._rows // self._owned.per_device,)
-        parts = [
+        by_device = [
             jax.device_put(own, device)
             for own, device in zip(rows, self._owned.all_devices, strict=True)
         ]
         return ChosenRows(
             *(
                 jax.make_array_from_single_device_arrays(whole, sharding, list(own))
-                for own in zip(*parts, strict=True)
+                for own in zip(*by_device, strict=True)
             )
         )
 
-    def _mine(self, array: jax.Array) -> list[jax.Array]:
+    def _local_shards(self, array: jax.Array) -> list[jax.Array]:
         """Return this process's shards of a global array, in the order of its devices."""
         shards = {shard.device: shard.data for shard in array.addressable_shards}
         return [shards[device] for device in self._owned.all_devices]
 
-    def _chosen(self, arrived: Sequence[jax.Array]) -> NDArray[np.bool_]:
+    def _chosen_experts(self, arrived: Sequence[jax.Array]) -> NDArray[np.bool_]:
         """Return bool [P]: whether any token chose the expert in any micro-batch.
 
         arrived: per micro-batch, token counts by expert, [E] split over expert devices and summed
@@ -152,19 +152,19 @@ class StreamedExperts:
         firsts = np.cumsum([0, *map(len, self._owned.devices)])[:-1]
         firsts = firsts[:1] if isinstance(self._owned, SlottedExperts) else firsts
         each = [
-            np.concatenate([np.asarray(self._mine(array)[first]) for first in firsts]) > 0
+            np.concatenate([np.asarray(self._local_shards(array)[first]) for first in firsts]) > 0
             for array in arrived
         ]
         chosen_P: NDArray[np.bool_] = np.any(each, axis=0)
         return chosen_P
 
-    def _keep(
+    def _store_gradients(
         self, number: int, chosen_P: NDArray[np.bool_], experts: Mapping[str, jax.Array]
     ) -> None:
         """Send the gradients of layer `number`'s chosen experts to their tier. experts: gradients
         by parameter.
         """
-        by_device = zip(*(self._mine(g) for g in experts.values()), strict=True)
+        by_device = zip(*(self._local_shards(g) for g in experts.values()), strict=True)
         self._opened.store_gradients(
             number, chosen_P, [dict(zip(experts, own, strict=True)) for own in by_device]
         )
@@ -179,7 +179,7 @@ class StreamedExperts:
         else:
             self._opened.abandon()
 
-    def _done(self, result: PyTree) -> PyTree:
+    def _wait_for(self, result: PyTree) -> PyTree:
         """Return `result`, after waiting for it on several devices.
 
         Concurrent programs with collectives may deadlock on CPU devices.

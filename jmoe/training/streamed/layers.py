@@ -27,6 +27,7 @@ G elements of a device's shard of its gradients
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -67,7 +68,7 @@ from jmoe.training.streamed.model import (
 )
 from jmoe.training.update import router_key
 from jmoe.training.vjp import apply_vjp, vjp_with_residuals
-from jmoe.types import JsonObject, PyTree
+from jmoe.types import PyTree
 
 
 def _routed_tokens(
@@ -87,13 +88,26 @@ def _routed_tokens(
     )
 
 
+class _MoELayer(NamedTuple):
+    """The values of an MoE layer's backward pass that are not differentiated. losses: returns the
+    layer's router losses from its statistics.
+    """
+
+    kind: LayerKind
+    options: LayerOptions
+    bias: Params
+    ids_M: jax.Array | None
+    full_capacity: bool
+    losses: Callable[[MoEStats], jax.Array]
+
+
 class LayerFunctions:
     """The forward and backward functions of a model's layers, one for each kind of layer."""
 
     def __init__(self, model: StreamedModel[PyTree]) -> None:
         self.config, self.mesh, self._model = model.config, model.sharded.mesh, model
         self._sharded, self._scan, self._slots = model.sharded, model.scan, model.slots
-        self._blocks, self._experts = model.parts.blocks, model.parts.experts
+        self._blocks, self._experts = model.modules.blocks, model.modules.experts
         self.dtype = self._sharded.dtype
         self.replicas = self.mesh.shape[DATA] if self._slots is None else 1
         self._num_local = self.config.model.num_experts * self.replicas // self.mesh.size
@@ -110,7 +124,7 @@ class LayerFunctions:
         """Return one layer's dense parameters, unsharded."""
         layout, buffer_RC = self.layout(params.stack), params.unsharded_RC
         hierarchy = self._sharded.hierarchy
-        fused = [] if buffer_RC is None else unflatten(buffer_RC, layout.parts, hierarchy)
+        fused = [] if buffer_RC is None else unflatten(buffer_RC, layout.entries, hierarchy)
         return layout.join(fused, layer_slice(layout.split(params.stack)[1], layer.number))
 
     def _unless_empty(
@@ -146,14 +160,15 @@ class LayerFunctions:
         rows_RG, experts = pending.rows_RG, pending.experts
         reductions = [] if rows_RG is None else scan.reductions(rows_RG)
         flat = None if experts is None else _flat(experts)
-        of_experts = [] if flat is None else scan.all_reductions(flat, ((DATA,),))
-        works = gathers + reductions + of_experts
-        result, done = interleave(function, args, works, scan.schedule, ALL, begin)
-        ends = len(gathers), len(gathers) + len(reductions)
+        all_reductions = [] if flat is None else scan.all_reductions(flat, ((DATA,),))
+        works = gathers + reductions + all_reductions
+        result, received = interleave(function, args, works, scan.schedule, ALL, begin)
+        num_gathers, num_reductions = len(gathers), len(reductions)
+        gathered, reduced = received[:num_gathers], received[num_gathers:]
         unsharded_RC = None
         if row_C is not None:
-            unsharded_RC = scan.unsharded([*work.gathered, *done[: ends[0]]], row_C)
-        rows = done[ends[0] : ends[1]], done[ends[1] :]
+            unsharded_RC = scan.unsharded([*work.gathered, *gathered], row_C)
+        rows = reduced[:num_reductions], reduced[num_reductions:]
         row_G, experts_G = (jnp.concatenate([jnp.zeros(0), *chunks]) for chunks in rows)
         return result, Overlapped(unsharded_RC, self._summed(pending, row_G, experts_G))
 
@@ -182,7 +197,7 @@ class LayerFunctions:
         sums = SummedGradients(None if pending.rows_RG is None else row_G)
         if pending.experts is None:
             return sums
-        experts = unflatten_gradients(experts_G, _buffer_parts(pending.experts))
+        experts = unflatten_gradients(experts_G, _buffer_entries(pending.experts))
         by_name = dict(zip(pending.experts, experts, strict=True))
         stored, square = self._in_tier_dtype(by_name, pending.ids_M)
         return sums._replace(experts=stored, square=square)
@@ -195,23 +210,23 @@ class LayerFunctions:
         """
         each = [jnp.square(g).sum(axis=tuple(range(1, g.ndim))) for g in experts.values()]
         dtype = self.config.tiers.gradient_dtype
-        kept = {name: g.astype(dtype) for name, g in experts.items()}
+        stored = {name: g.astype(dtype) for name, g in experts.items()}
         squares = jnp.stack(each).sum(axis=0)
         # By expert instead of by slot row, so that the sum does not depend on the slot's size.
         if ids_M is not None:
             nothing = jnp.zeros(self._num_local, jnp.float32)
             squares = nothing.at[ids_M].set(squares, mode="drop")
-        return kept, squares[None]
+        return stored, squares[None]
 
     # Forward
 
     def _with_residuals_if(
-        self, keeps: bool, function: Callable[..., PyTree], wanted: Sequence[int]
+        self, saves_residuals: bool, function: Callable[..., PyTree], wanted: Sequence[int]
     ) -> Callable[..., tuple[PyTree, PyTree]]:
         """Return a function that returns (the result of `function`, its residuals); the residuals
-        are None unless `keeps`.
+        are None unless `saves_residuals`.
         """
-        if not keeps:
+        if not saves_residuals:
             return lambda *args: (function(*args), None)
         names = saved_names(self.config.remat)
         return lambda *args: vjp_with_residuals(function, args, wanted, names)
@@ -223,13 +238,13 @@ class LayerFunctions:
         x_BSD: jax.Array,
         work: NeighborWork,
         *,
-        keeps: bool,
+        saves_residuals: bool,
     ) -> tuple[jax.Array, PyTree, Overlapped]:
         """Return (output of a dense layer, its residuals, results of `work`)."""
-        run = self._with_residuals_if(keeps, self._run_dense, wanted=(0, 2))
+        run = self._with_residuals_if(saves_residuals, self._run_dense, wanted=(0, 2))
         args = self._unsharded(params, layer), layer, x_BSD
-        (y_BSD, kept), overlapped = self._overlap(layer, run, args, x_BSD, work)
-        return y_BSD, kept, overlapped
+        (y_BSD, residuals), overlapped = self._overlap(layer, run, args, x_BSD, work)
+        return y_BSD, residuals, overlapped
 
     def _run_dense(self, params: Params, layer: LayerOptions, x_BSD: jax.Array) -> jax.Array:
         block: Block = self._blocks["dense"](self._sharded.cast(params))
@@ -245,7 +260,7 @@ class LayerFunctions:
         kind: LayerKind,
         train: bool,
         full_capacity: bool,
-        keeps: bool,
+        saves_residuals: bool,
     ) -> tuple[RoutedTokens, PyTree, Sequence[jax.Array]]:
         """Run an MoE layer up to the arrival of its tokens at their experts' devices.
 
@@ -254,19 +269,19 @@ class LayerFunctions:
         `add_experts` gathers the rest.
         """
         function = partial(self._run_route, kind=kind, train=train, full_capacity=full_capacity)
-        run = self._with_residuals_if(keeps, function, wanted=(0, 3))
+        run = self._with_residuals_if(saves_residuals, function, wanted=(0, 3))
         bias = layer_slice(params.router_bias, layer.number)
         args = self._unsharded(params, layer), bias, layer, x_BSD
         gathered: Sequence[jax.Array] = []
         scan = self._scan
         if scan is None or work.next_layer is None:
-            routed, kept = self._unless_empty(layer, run, args)
+            routed, residuals = self._unless_empty(layer, run, args)
         else:
             row_C, model = layer_slice(*work.next_layer), self.config.model
             gathers, dense = scan.gathers(row_C), row_C.size * self.mesh.size
             multiplied = dense + model.num_experts_per_tok * model.expert_parameters
             early = gathers[: len(gathers) * dense // multiplied]
-            (routed, kept), gathered = interleave(run, args, early, scan.schedule, ALL, x_BSD)
+            (routed, residuals), gathered = interleave(run, args, early, scan.schedule, ALL, x_BSD)
         # All replicas of an expert fetch it if one needs it, so that all apply its pending update
         # in the same step.
         arrived_E = routed.arrived_E
@@ -274,7 +289,7 @@ class LayerFunctions:
             arrived_E = self._slots.over_experts_local(arrived_E, layer.number)
         elif self.replicas > 1:
             arrived_E = lax.psum(arrived_E, DATA)
-        return routed._replace(arrived_E=arrived_E), kept, gathered
+        return routed._replace(arrived_E=arrived_E), residuals, gathered
 
     def _run_route(
         self,
@@ -317,17 +332,17 @@ class LayerFunctions:
         work: NeighborWork,
         *,
         kind: LayerKind,
-        keeps: bool,
+        saves_residuals: bool,
     ) -> tuple[jax.Array, PyTree, Overlapped]:
         """Return (output of an MoE layer, residuals of this half, results of `work`). routed: the
         result of `route`.
         """
         function = partial(self._run_experts, kind=kind)
-        run = self._with_residuals_if(keeps, function, wanted=(0, 1, 2))
-        experts, ids_M = params.of_chosen()
+        run = self._with_residuals_if(saves_residuals, function, wanted=(0, 1, 2))
+        experts, ids_M = params.chosen_experts()
         args = self._unsharded(params, layer), experts, routed, ids_M
-        (y_BSD, kept), overlapped = self._overlap(layer, run, args, routed.x_BSD, work)
-        return y_BSD, kept, overlapped
+        (y_BSD, residuals), overlapped = self._overlap(layer, run, args, routed.x_BSD, work)
+        return y_BSD, residuals, overlapped
 
     def _run_experts(
         self,
@@ -360,15 +375,15 @@ class LayerFunctions:
     ) -> GradAccumulator:
         """Return `sums` with one micro-batch's gradients of a layer added."""
         layout, rows_RG = self.layout(params.stack), sums.rows_RG
-        fused, rest = layout.split(dparams)
+        fused, unbuffered = layout.split(dparams)
         if self._scan is not None and self._sharded.fused:
-            new_RG = flatten_gradients(fused, layout.parts, self._scan.hierarchy)
+            new_RG = flatten_gradients(fused, layout.entries, self._scan.hierarchy)
             rows_RG = new_RG if rows_RG is None else rows_RG + new_RG
         if sums.experts is not None:
             dexperts = jax.tree.map(jnp.add, sums.experts, dexperts)
         totals = [
             total.at[0, layer.number].add(g.astype(jnp.float32))
-            for total, g in zip(sums.rest, rest, strict=True)
+            for total, g in zip(sums.unbuffered, unbuffered, strict=True)
         ]
         ids_M = None if params.chosen is None or dexperts is None else params.chosen.ids_M
         return GradAccumulator(rows_RG, totals, dexperts, ids_M)
@@ -388,8 +403,8 @@ class LayerFunctions:
         """Return (dx, summed gradients, results of `work`, squared norms of the experts' gradients
         [R, L], gradients of the routing weights).
 
-        inputs.kept: (routed tokens, residuals of `route`, residuals of `add_experts`), or None to
-        rerun the layer. last: this is the final micro-batch; the experts' gradients are then
+        inputs.residuals: (routed tokens, residuals of `route`, residuals of `add_experts`), or None
+        to rerun the layer. last: this is the final micro-batch; the experts' gradients are then
         converted to their tier's dtype and their squared norms returned, unless `reduce` has to sum
         them over devices first. The routing weights' gradients are None if the caller supplied no
         weights.
@@ -398,44 +413,17 @@ class LayerFunctions:
         if inputs.counts_NAE is not None and layer.accumulation is not None:
             counts_E = inputs.counts_NAE[layer.number, layer.accumulation]
         bias = layer_slice(params.router_bias, layer.number)
-        experts, ids_M = params.of_chosen()
-        run_experts = partial(self._run_experts, kind=kind)
+        experts, ids_M = params.chosen_experts()
 
         def losses(stats: MoEStats) -> jax.Array:
             return scaled(self._model.auxiliary_loss(kind, stats, counts_E), inputs.loss_scale)
 
-        def pull(
-            params: Params, experts: PyTree, x_BSD: jax.Array, dy_BSD: jax.Array, kept: PyTree
-        ) -> PyTree:
-            routed, of_route, of_experts = kept
-            args = (params, experts, routed, ids_M)
-            dparams, dexperts, drouted = apply_vjp(of_experts, args, dy_BSD)
-            drouted = drouted._replace(stats=jax.grad(losses, allow_int=True)(routed.stats))
-            before, dx_BSD = apply_vjp(of_route, (params, bias, layer, x_BSD), drouted)
-            return jax.tree.map(jnp.add, before, dparams), dexperts, dx_BSD, None
-
-        def run(
-            idx_TK: jax.Array,
-            params: Params,
-            experts: PyTree,
-            x_BSD: jax.Array,
-            weights_TK: jax.Array,
-        ) -> PyTree:
-            chosen = {"topk_idx_TK": idx_TK}
-            chosen |= {} if weights_TK is None else {"topk_weights_TK": weights_TK}
-            options: JsonObject = {"kind": kind, "train": True, "full_capacity": full_capacity}
-            routed = self._run_route(params, bias, layer, x_BSD, choices=chosen, **options)
-            return run_experts(params, experts, routed, ids_M), losses(routed.stats)
-
-        def again(
-            params: Params, experts: PyTree, x_BSD: jax.Array, dy_BSD: jax.Array, chosen: Choices
-        ) -> PyTree:
-            args = params, experts, x_BSD, chosen.get("topk_weights_TK")
-            _, pull = jax.vjp(partial(run, chosen["topk_idx_TK"]), *args)
-            return pull((dy_BSD, jnp.ones((), jnp.float32)))
-
-        function, rest = (pull, inputs.kept) if inputs.kept is not None else (again, inputs.choices)
-        args = self._unsharded(params, layer), experts, inputs.x_BSD, inputs.dy_BSD, rest
+        moe = _MoELayer(kind, layer, bias, ids_M, full_capacity, losses)
+        if inputs.residuals is not None:
+            function, saved = partial(self._moe_from_residuals, moe), inputs.residuals
+        else:
+            function, saved = partial(self._moe_by_rerunning, moe), inputs.choices
+        args = self._unsharded(params, layer), experts, inputs.x_BSD, inputs.dy_BSD, saved
         results, overlapped = self._overlap(layer, function, args, inputs.dy_BSD, work)
         dparams, dexperts, dx_BSD, dweights_TK = results
         sums, square = self._accumulate(params, layer, sums, dparams, dexperts), None
@@ -445,6 +433,64 @@ class LayerFunctions:
             stored, square = self._in_tier_dtype(own, sums.ids_M)
             sums = sums._replace(experts=stored)
         return dx_BSD, sums, overlapped, square, dweights_TK
+
+    def _moe_from_residuals(
+        self,
+        moe: _MoELayer,
+        params: Params,
+        experts: PyTree,
+        x_BSD: jax.Array,
+        dy_BSD: jax.Array,
+        residuals: PyTree,
+    ) -> PyTree:
+        """Return the gradients of (dense parameters, experts, x, routing weights: None) from the
+        residuals of both halves of the layer.
+        """
+        routed, route_residuals, experts_residuals = residuals
+        args = (params, experts, routed, moe.ids_M)
+        dparams, dexperts, drouted = apply_vjp(experts_residuals, args, dy_BSD)
+        drouted = drouted._replace(stats=jax.grad(moe.losses, allow_int=True)(routed.stats))
+        before, dx_BSD = apply_vjp(route_residuals, (params, moe.bias, moe.options, x_BSD), drouted)
+        return jax.tree.map(jnp.add, before, dparams), dexperts, dx_BSD, None
+
+    def _moe_by_rerunning(
+        self,
+        moe: _MoELayer,
+        params: Params,
+        experts: PyTree,
+        x_BSD: jax.Array,
+        dy_BSD: jax.Array,
+        choices: Choices,
+    ) -> PyTree:
+        """Return the gradients of (dense parameters, experts, x, routing weights) from a second
+        forward pass with the same routing.
+        """
+
+        def run(
+            idx_TK: jax.Array,
+            params: Params,
+            experts: PyTree,
+            x_BSD: jax.Array,
+            weights_TK: jax.Array | None,
+        ) -> tuple[jax.Array, jax.Array]:
+            chosen = {"topk_idx_TK": idx_TK}
+            chosen |= {} if weights_TK is None else {"topk_weights_TK": weights_TK}
+            routed = self._run_route(
+                params,
+                moe.bias,
+                moe.options,
+                x_BSD,
+                kind=moe.kind,
+                train=True,
+                full_capacity=moe.full_capacity,
+                choices=chosen,
+            )
+            y_BSD = self._run_experts(params, experts, routed, moe.ids_M, kind=moe.kind)
+            return y_BSD, moe.losses(routed.stats)
+
+        args = params, experts, x_BSD, choices.get("topk_weights_TK")
+        _, pull = jax.vjp(partial(run, choices["topk_idx_TK"]), *args)
+        return pull((dy_BSD, jnp.ones((), jnp.float32)))
 
     def dense_gradients(
         self,
@@ -456,26 +502,30 @@ class LayerFunctions:
     ) -> tuple[jax.Array, GradAccumulator, Overlapped]:
         """Return (dx, summed gradients, results of `work`) of a dense layer's backward pass."""
 
-        def pull(
-            params: Params, layer: LayerOptions, x_BSD: jax.Array, dy_BSD: jax.Array, kept: PyTree
+        def from_residuals(
+            params: Params,
+            layer: LayerOptions,
+            x_BSD: jax.Array,
+            dy_BSD: jax.Array,
+            residuals: PyTree,
         ) -> PyTree:
-            return apply_vjp(kept, (params, layer, x_BSD), dy_BSD)
+            return apply_vjp(residuals, (params, layer, x_BSD), dy_BSD)
 
-        def again(
+        def by_rerunning(
             params: Params, layer: LayerOptions, x_BSD: jax.Array, dy_BSD: jax.Array, _: None
         ) -> PyTree:
             run = lambda params, x: self._run_dense(params, layer, x)  # noqa: E731
             return jax.vjp(run, params, x_BSD)[1](dy_BSD)
 
-        args = self._unsharded(params, layer), layer, inputs.x_BSD, inputs.dy_BSD, inputs.kept
-        function = again if inputs.kept is None else pull
+        args = self._unsharded(params, layer), layer, inputs.x_BSD, inputs.dy_BSD, inputs.residuals
+        function = by_rerunning if inputs.residuals is None else from_residuals
         (dparams, dx_BSD), overlapped = self._overlap(layer, function, args, inputs.dy_BSD, work)
         return dx_BSD, self._accumulate(params, layer, sums, dparams), overlapped
 
 
-def _buffer_parts(experts: ExpertStacks) -> list[ShardInBuffer]:
+def _buffer_entries(experts: ExpertStacks) -> list[ShardInBuffer]:
     return [ShardInBuffer(g.shape, 0, jnp.float32) for g in experts.values()]
 
 
 def _flat(experts: ExpertStacks) -> jax.Array:
-    return flatten(list(experts.values()), _buffer_parts(experts))
+    return flatten(list(experts.values()), _buffer_entries(experts))

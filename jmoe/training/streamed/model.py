@@ -15,7 +15,7 @@ G elements of a device's shard of its gradients
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import flax.nnx as nnx
 import jax
@@ -33,13 +33,14 @@ from jmoe.training.fused.reverse_scan import ReverseScan
 from jmoe.training.gradient_reduction import StreamedGradients
 from jmoe.training.sharded_model import ShardedModel
 from jmoe.training.state import TrainState
+from jmoe.types import PyTree
 
-Params = Any  # nested dicts of arrays
+Params = PyTree  # nested dicts of arrays
 ExpertStacks = Mapping[str, jax.Array]  # of one layer, [E, ...] each
 Choices = Mapping[str, jax.Array]  # each token's experts: keyword arguments of `Block.route`
-Metrics = dict[str, Any]
-Part = TypeVar("Part")  # a micro-batch
-PartIn = TypeVar("PartIn", contravariant=True)
+Metrics = dict[str, jax.Array]
+MicroBatch = TypeVar("MicroBatch")  # a micro-batch
+MicroBatchIn = TypeVar("MicroBatchIn", contravariant=True)
 
 
 class LayerOptions(NamedTuple):
@@ -65,13 +66,13 @@ class LayerParams(NamedTuple):
 
     stack: Params  # dense parameters of all layers of its kind, sharded or gathered
     unsharded_RC: jax.Array | None  # this layer's gathered flat buffer
-    router_bias: Params = None  # of all MoE layers with a learned router
+    router_bias: Params | None = None  # of all MoE layers with a learned router
     experts: ExpertStacks | None = None  # this layer's; unchosen rows hold any finite values
     chosen: ChosenRows[jax.Array] | None = (
         None  # None: `experts` has a row for each expert, in order
     )
 
-    def of_chosen(self) -> tuple[ExpertStacks | None, jax.Array | None]:
+    def chosen_experts(self) -> tuple[ExpertStacks | None, jax.Array | None]:
         """Return (the chosen experts' arrays [M, ...], their ids [M]); (all experts' arrays, None)
         if the slot has a row for each expert.
         """
@@ -147,7 +148,7 @@ class GradAccumulator(NamedTuple):
     """A layer's gradients, summed over micro-batches but not over devices."""
 
     rows_RG: jax.Array | None  # None before the first micro-batch, or without a flat buffer
-    rest: list[jax.Array]  # [R, N, ...], of all layers
+    unbuffered: list[jax.Array]  # gradients outside the flat buffer, [R, N, ...], of all layers
     experts: ExpertStacks | None = None  # None before the first micro-batch, or without experts
     ids_M: jax.Array | None = None  # the experts' ids, see `ChosenRows`; None: all in order
 
@@ -156,14 +157,14 @@ class ForBackward(NamedTuple):
     """The inputs of a layer's backward pass for one micro-batch: the layer's input, its output's
     gradient, and saved values.
 
-    choices: the routing of the forward pass; None for a dense layer. kept: residuals; None reruns
-    the layer from x. loss_scale: multiplies the router losses. counts_NAE: see `ExpertTotals`.
+    choices: the routing of the forward pass; None for a dense layer. residuals: None reruns the
+    layer from x. loss_scale: multiplies the router losses. counts_NAE: see `ExpertTotals`.
     """
 
     x_BSD: jax.Array
     dy_BSD: jax.Array
     choices: Choices | None
-    kept: Any
+    residuals: PyTree
     loss_scale: LossScale | None = None
     counts_NAE: jax.Array | None = None
 
@@ -184,7 +185,7 @@ class StepResults(NamedTuple):
 
     grads: StreamedGradients
     expert_squares: Mapping[LayerKind, Sequence[jax.Array]]  # per layer, [R, L]
-    losses: Sequence[Any]  # per micro-batch, the losses that `loss_gradients` returned
+    losses: Sequence[PyTree]  # per micro-batch, the losses that `loss_gradients` returned
     stats: Sequence[Sequence[MoEStats]]  # [N][A]
     totals: ExpertTotals
 
@@ -199,7 +200,7 @@ def common_options(layers: Sequence[Layer]) -> dict[Layer, LayerOptions]:
     }
 
 
-class ModelParts(NamedTuple):
+class ModelModules(NamedTuple):
     """A model split into pure functions: layers without experts, the experts, and the modules
     outside the layers.
     """
@@ -209,9 +210,9 @@ class ModelParts(NamedTuple):
     outside: FunctionalModule
 
     @classmethod
-    def taken_from(cls, sharded: ShardedModel) -> "ModelParts":
-        """Return the parts of `sharded`'s model; no parameters are computed."""
-        model: Any = nnx.eval_shape(sharded.build)
+    def taken_from(cls, sharded: ShardedModel) -> "ModelModules":
+        """Return the modules of `sharded`'s model; no parameters are computed."""
+        model: PyTree = nnx.eval_shape(sharded.build)
         blocks, experts = dict[LayerKind, FunctionalModule](), dict[LayerKind, FunctionalModule]()
         for kind, stack in STACKS.items():
             if (layers := getattr(model, stack, None)) is None:
@@ -239,7 +240,7 @@ class LocalSlots(Protocol):
     def owns_RNS(self) -> NDArray[np.bool_]:
         """Whether a device is the first of the devices that hold the slot's expert."""
 
-    def of_device(self, table: NDArray[Any]) -> jax.Array:
+    def of_device(self, table: NDArray[np.bool_]) -> jax.Array:
         """Return this device's row of a table [R, ...]; call inside `shard_map`."""
 
     def over_experts_local(self, counts_S: jax.Array, layer: jax.Array) -> jax.Array:
@@ -251,35 +252,40 @@ class LocalSlots(Protocol):
         """Return one layer's gradients [S, ...] summed over the devices that hold each expert."""
 
 
-class StreamedModel(Protocol[PartIn]):
+class StreamedModel(Protocol[MicroBatchIn]):
     """The model-specific parts of a streamed step; `StreamedRunner` runs the layers between them.
 
     All methods except `layer_options` are traced, on each device. outside: the unsharded parameters
-    outside the layers. part: this device's micro-batch. The runner's programs sum gradients over
+    outside the layers. micro_batch: this device's. The runner's programs sum gradients over
     micro-batches and devices.
     """
 
     config: TrainConfig
     sharded: ShardedModel
-    parts: ModelParts
-    outside_spec: Any  # of `Unsharded.outside`
-    stack_specs: Mapping[str, Any]  # of `LayerParams.stack`, by name of the stack
-    part_spec: Any
+    modules: ModelModules
+    outside_spec: PyTree  # of `Unsharded.outside`
+    stack_specs: Mapping[str, PyTree]  # of `LayerParams.stack`, by name of the stack
+    micro_batch_spec: PyTree
     scan: ReverseScan | None = None  # makes the collectives beside layers; None: there are none
     slots: LocalSlots | None = None  # None: the mesh splits experts evenly
     native: bool = False  # whether programs are traced with native CPU operations
-    keeps_residuals: bool = False  # False: the backward pass reruns each layer
+    saves_residuals: bool = False  # False: the backward pass reruns each layer
 
     def unsharded(self, params: Params, *, first: LayerKind) -> Unsharded:
         """Return the parameters that are gathered before the first layer. first: the first layer's
         kind.
         """
 
-    def embed(self, outside: Params, part: PartIn) -> tuple[jax.Array, list[Choices]]:
+    def embed(self, outside: Params, micro_batch: MicroBatchIn) -> tuple[jax.Array, list[Choices]]:
         """Return (the first layer's input, the routing choices for each task-routed layer)."""
 
     def layer_options(
-        self, kind: LayerKind, common: LayerOptions, step: jax.Array, part: PartIn, number: int
+        self,
+        kind: LayerKind,
+        common: LayerOptions,
+        step: jax.Array,
+        micro_batch: MicroBatchIn,
+        number: int,
     ) -> LayerOptions:
         """Return the options of a layer for micro-batch `number`. Runs on the host, untraced.
         common: the options that are the same for all micro-batches.
@@ -293,21 +299,29 @@ class StreamedModel(Protocol[PartIn]):
         """
 
     def loss_gradients(
-        self, outside: Params, x_BSD: jax.Array, part: PartIn, loss_scale: LossScale | None
-    ) -> tuple[Any, jax.Array, Params]:
+        self,
+        outside: Params,
+        x_BSD: jax.Array,
+        micro_batch: MicroBatchIn,
+        loss_scale: LossScale | None,
+    ) -> tuple[PyTree, jax.Array, Params]:
         """Return (this device's addends to the losses, the gradient of x, gradients of
         `outside`).
         """
 
     def embed_gradients(
-        self, outside: Params, part: PartIn, dx_BSD: jax.Array, dweights: Sequence[jax.Array]
+        self,
+        outside: Params,
+        micro_batch: MicroBatchIn,
+        dx_BSD: jax.Array,
+        dweights: Sequence[jax.Array],
     ) -> Params:
         """Return the gradients of `outside` through `embed`. dx_BSD: of its hidden states.
         dweights: of its choices' routing weights.
         """
 
         def differentiable(outside: Params) -> tuple[jax.Array, list[jax.Array]]:
-            x_BSD, choices = self.embed(outside, part)
+            x_BSD, choices = self.embed(outside, micro_batch)
             weights = [c["topk_weights_TK"] for c in choices if "topk_weights_TK" in c]
             return x_BSD, weights
 

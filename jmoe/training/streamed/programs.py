@@ -10,7 +10,7 @@ Legend: A micro-batches, N layers of a kind, L experts of a device, R devices.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +46,9 @@ from jmoe.training.streamed.model import (
 from jmoe.training.update import sum_over_mesh
 from jmoe.types import PyTree
 
+_SAME: PyTree = REPLICATED
+_SPLIT: PyTree = BATCH  # for arrays that differ between devices
+_COLUMNS: PyTree = split_over(ALL, 1)
 R = TypeVar("R")
 Stats = Sequence[Sequence[MoEStats]]  # [N][A]
 
@@ -142,33 +145,35 @@ class _StepFunctions:
         parameters outside the layers.
         """
         own = {kind: stacks[name] for kind, name in STACKS.items() if name in stacks}
-        rest = {kind: _zeros_of(self._layers.layout(w).split(w)[1]) for kind, w in own.items()}
-        return StreamedGradients(_zeros_of(outside), rest, {kind: [] for kind in own})
+        unbuffered = {
+            kind: _zeros_of(self._layers.layout(w).split(w)[1]) for kind, w in own.items()
+        }
+        return StreamedGradients(_zeros_of(outside), unbuffered, {kind: [] for kind in own})
 
     def loss_gradients(
         self,
         outside: Params,
         x_BSD: jax.Array,
-        part: PyTree,
+        micro_batch: PyTree,
         sums: Params,
         loss_scale: LossScale | None,
     ) -> tuple[PyTree, jax.Array, Params]:
         """Return (this device's addends to the losses, dx, `sums` plus the gradients of
         `outside`).
         """
-        losses, dx_BSD, new = self._model.loss_gradients(outside, x_BSD, part, loss_scale)
+        losses, dx_BSD, new = self._model.loss_gradients(outside, x_BSD, micro_batch, loss_scale)
         return losses, dx_BSD, _added(sums, new)
 
     def embed_gradients(
         self,
         outside: Params,
-        part: PyTree,
+        micro_batch: PyTree,
         dx_BSD: jax.Array,
         sums: Params,
         dweights: Sequence[jax.Array],
     ) -> Params:
         """Return `sums` plus the gradients of `outside` through the embedding."""
-        return _added(sums, self._model.embed_gradients(outside, part, dx_BSD, dweights))
+        return _added(sums, self._model.embed_gradients(outside, micro_batch, dx_BSD, dweights))
 
     def finish(self, state: TrainState, step: StepResults) -> tuple[TrainState, Metrics]:
         """Return (the updated state, the step's metrics). Experts are not updated here:
@@ -181,9 +186,10 @@ class _StepFunctions:
         grads = model.reduced(state.params, step.grads)
         squares = squared_norms_local(grads, model.sharded)
         for kind, layers in step.expert_squares.items():
-            of_experts = jnp.stack([square.sum() for square in layers])
-            of_experts = of_experts / self._layers.replicas  # every replica adds the same squares
-            squares[STACKS[kind]] = squares[STACKS[kind]] + of_experts
+            expert_squares = jnp.stack([square.sum() for square in layers])
+            # every replica adds the same squares
+            expert_squares = expert_squares / self._layers.replicas
+            squares[STACKS[kind]] = squares[STACKS[kind]] + expert_squares
         squares = sum_over_mesh(mesh.size, squares)
         return model.finish(state, grads, squares, metrics)
 
@@ -197,87 +203,89 @@ def _added(sums: Params, new: Params) -> Params:
     return jax.tree.map(lambda total, g: total + g.astype(jnp.float32)[None], sums, new)
 
 
+class _LayerSpecs(NamedTuple):
+    """Partition specs of the arguments and results that layer programs share."""
+
+    layer: LayerOptions
+    work: NeighborWork
+    forward: tuple[PyTree, ...]  # (output, residuals, results of `work`)
+    inputs: ForBackward
+
+
+def _layer_specs() -> _LayerSpecs:
+    same, split = _SAME, _SPLIT
+    return _LayerSpecs(
+        layer=LayerOptions(same, same, same, same, split, split),
+        work=NeighborWork(NextLayer(_COLUMNS, same), split, same),
+        forward=(split, split, Overlapped(same, split)),
+        inputs=ForBackward(split, split, split, split, same, same),
+    )
+
+
+def _params_spec(model: StreamedModel[PyTree], kind: LayerKind) -> LayerParams:
+    """Return the partition specs of the parameters of a layer of this kind."""
+    experts: PyTree = split_over(EXPERT if model.slots is None else ALL)
+    chosen = ChosenRows(experts, experts)
+    return LayerParams(model.stack_specs.get(STACKS[kind]), _SAME, _SAME, experts, chosen)
+
+
 def compile_step(model: StreamedModel[PyTree]) -> StepPrograms:
     """Return the programs of a model's step. Each compiles at its first call."""
     layers = LayerFunctions(model)
     step = _StepFunctions(model, layers)
-    all_of: PyTree = REPLICATED
-    split: PyTree = BATCH  # for arrays that differ between devices
-    columns: PyTree = split_over(ALL, 1)
-    experts: PyTree = split_over(EXPERT if model.slots is None else ALL)
-    stacks, outside, part = model.stack_specs, model.outside_spec, model.part_spec
-    state = model.sharded.state_specs.map(without_experts)
-
-    def params(kind: LayerKind) -> LayerParams:
-        chosen = ChosenRows(experts, experts)
-        return LayerParams(stacks.get(STACKS[kind]), all_of, all_of, experts, chosen)
-
-    dense, routed = params("dense"), params(next(iter(model.parts.experts)))
-    layer = LayerOptions(all_of, all_of, all_of, all_of, split, split)
-    work = NeighborWork(NextLayer(columns, all_of), split, all_of)
-    forward = split, split, Overlapped(all_of, split)
-    backward = ForBackward(split, split, split, split, all_of, all_of)
-    results = StepResults(split, split, split, split, all_of)
-    of_route = ["kind", "train", "full_capacity", "keeps"]
-    of_backward = ["kind", "full_capacity", "last"]
+    make = partial(compiled_for, model)
+    same, split = _SAME, _SPLIT
+    outside, micro_batch = model.outside_spec, model.micro_batch_spec
+    layer, work, forward, inputs = _layer_specs()
+    state, params = model.sharded.state_specs.map(without_experts), model.sharded.specs
+    dense, moe = (
+        _params_spec(model, "dense"),
+        _params_spec(model, next(iter(model.modules.experts))),
+    )
+    results = StepResults(split, split, split, split, same)
     return StepPrograms(
-        unsharded=compiled_for(
-            model,
+        unsharded=make(
             model.unsharded,
-            without_experts(model.sharded.specs),
-            out=Unsharded(outside, all_of, columns, all_of),
+            without_experts(params),
+            out=Unsharded(outside, same, _COLUMNS, same),
             static=["first"],
         ),
-        embed=compiled_for(model, model.embed, outside, part, out=split),
-        dense=compiled_for(
-            model, layers.dense, dense, layer, split, work, out=forward, static=["keeps"]
+        embed=make(model.embed, outside, micro_batch, out=split),
+        dense=make(
+            layers.dense, dense, layer, split, work, out=forward, static=["saves_residuals"]
         ),
-        route=compiled_for(
-            model,
+        route=make(
             layers.route,
-            routed,
-            layer,
-            split,
-            work,
-            out=(split, split, all_of),
-            static=of_route,
+            *(moe, layer, split, work),
+            out=(split, split, same),
+            static=["kind", "train", "full_capacity", "saves_residuals"],
         ),
-        add_experts=compiled_for(
-            model,
+        add_experts=make(
             layers.add_experts,
-            *(routed, split, layer, work),
+            *(moe, split, layer, work),
             out=forward,
-            static=["kind", "keeps"],
+            static=["kind", "saves_residuals"],
         ),
-        most_chosen=compiled_for(model, step.most_chosen, split, out=all_of),
-        totals=compiled_for(model, step.totals, split, out=all_of),
-        dropped=compiled_for(model, step.dropped, split, out=all_of),
-        zeros=compiled_for(model, step.zeros, stacks, outside, out=split),
-        loss_gradients=compiled_for(
-            model, step.loss_gradients, outside, split, part, split, all_of, out=split, donate=3
+        most_chosen=make(step.most_chosen, split, out=same),
+        totals=make(step.totals, split, out=same),
+        dropped=make(step.dropped, split, out=same),
+        zeros=make(step.zeros, model.stack_specs, outside, out=split),
+        loss_gradients=make(
+            step.loss_gradients, outside, split, micro_batch, split, same, out=split, donate=3
         ),
-        moe_gradients=compiled_for(
-            model,
+        moe_gradients=make(
             layers.moe_gradients,
-            *(routed, layer, backward, split, work),
+            *(moe, layer, inputs, split, work),
             out=(*forward, split, split),
-            static=of_backward,
+            static=["kind", "full_capacity", "last"],
             donate=3,
         ),
-        dense_gradients=compiled_for(
-            model,
-            layers.dense_gradients,
-            dense,
-            layer,
-            backward,
-            split,
-            work,
-            out=forward,
-            donate=3,
+        dense_gradients=make(
+            layers.dense_gradients, dense, layer, inputs, split, work, out=forward, donate=3
         ),
-        embed_gradients=compiled_for(
-            model, step.embed_gradients, outside, part, split, split, split, out=split, donate=3
+        embed_gradients=make(
+            step.embed_gradients, outside, micro_batch, split, split, split, out=split, donate=3
         ),
-        reduce=compiled_for(model, layers.reduce, split, out=split, static=["number"]),
-        finish=compiled_for(model, step.finish, state, results, out=(state, all_of), donate=0),
+        reduce=make(layers.reduce, split, out=split, static=["number"]),
+        finish=make(step.finish, state, results, out=(state, same), donate=0),
     )

@@ -46,11 +46,11 @@ from jmoe.training.streamed.model import (
     LayerOptions,
     LayerParams,
     Metrics,
+    MicroBatch,
     NeighborWork,
     NextLayer,
     Overlapped,
     Params,
-    Part,
     PendingGradients,
     RoutedTokens,
     StepResults,
@@ -72,7 +72,7 @@ class _PassedLayer:
     """
 
     xs: list[jax.Array]
-    kept: list[PyTree] = field(default_factory=list)  # residuals, see `ForBackward`
+    residuals: list[PyTree] = field(default_factory=list)  # see `ForBackward`
     choices: list[Choices] = field(default_factory=list)  # empty for a dense layer, like chosen_P
     chosen_P: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
     slot_rows: int = 0  # slot rows of each device; 0: one for each expert
@@ -88,7 +88,7 @@ class _PendingLayer:
 
 
 @dataclass
-class Pass(Generic[Part]):
+class Pass(Generic[MicroBatch]):
     """The state of one forward (and backward) pass over the layers.
 
     choices: per micro-batch, the routing of each layer that is routed by task. dweights: per
@@ -96,14 +96,14 @@ class Pass(Generic[Part]):
     """
 
     state: TrainState
-    parts: list[Part]
+    micro_batches: list[MicroBatch]
     outside: Params
     stacks: dict[str, Params]
     flat: dict[LayerKind, jax.Array]
     unsharded_RC: jax.Array | None  # the gathered flat buffer of the layer that runs next
     train: bool
     full_capacity: bool
-    keeps: bool  # whether layers save residuals
+    saves_residuals: bool
     choices: list[list[Choices]] = field(default_factory=list)
     passed: list[_PassedLayer] = field(default_factory=list)
     stats: list[list[MoEStats]] = field(default_factory=list)
@@ -124,7 +124,7 @@ def state_without_experts(model: nnx.Module, loss_scale: LossScale | None = None
     return TrainState.at_step_0(dense, nnx.to_pure_dict(bias), loss_scale)
 
 
-class StreamedRunner(StreamedExperts, ABC, Generic[Part]):
+class StreamedRunner(StreamedExperts, ABC, Generic[MicroBatch]):
     """The `Trainer` of a run with experts on tiers; its `TrainState` holds all parameters except
     experts.
 
@@ -134,10 +134,10 @@ class StreamedRunner(StreamedExperts, ABC, Generic[Part]):
 
     def __init__(
         self,
-        streamed: StreamedModel[Part],
+        streamed: StreamedModel[MicroBatch],
         run: str = "run",
         slotted: SlottedExperts | None = None,
-        before: "StreamedRunner[Part] | None" = None,
+        before: "StreamedRunner[MicroBatch] | None" = None,
     ) -> None:
         self.config = config = streamed.config
         self.streamed, self.programs = streamed, compile_step(streamed)
@@ -145,19 +145,19 @@ class StreamedRunner(StreamedExperts, ABC, Generic[Part]):
         self._common_options = common_options(self._layers)
         self._down = list(range(len(self._record_layers)))  # layers with experts, forward order
         if before is None:
-            shapes = streamed.parts.expert_shapes
+            shapes = streamed.modules.expert_shapes
             super().__init__(config, streamed.sharded.mesh, shapes, run, slotted)
         else:
-            self._take_over(before)
+            self._take_over_experts(before)
         self.full_shape = streamed.sharded.saved_shape
         self.saved_shape = self.full_shape.map(without_experts)
 
     @abstractmethod
-    def _experts_drawn(self, kind: LayerKind, number: jax.Array) -> nnx.Module:
+    def _random_experts(self, kind: LayerKind, number: jax.Array) -> nnx.Module:
         """Return random experts of step 0 for the layer of index `number` in its kind."""
 
     @abstractmethod
-    def _parts(self, state: TrainState, batch: PyTree) -> list[Part]:
+    def _micro_batches(self, state: TrainState, batch: PyTree) -> list[MicroBatch]:
         """Return the step's micro-batches, placed on the devices."""
 
     def _draw_experts(self) -> None:
@@ -166,7 +166,7 @@ class StreamedRunner(StreamedExperts, ABC, Generic[Part]):
         @partial(jax.jit, static_argnames="kind")
         def draw(number: jax.Array, *, kind: LayerKind) -> dict[str, jax.Array]:
             drawn: dict[str, jax.Array] = nnx.to_pure_dict(
-                nnx.state(self._experts_drawn(kind, number))
+                nnx.state(self._random_experts(kind, number))
             )
             return drawn
 
@@ -192,10 +192,10 @@ class StreamedRunner(StreamedExperts, ABC, Generic[Part]):
         self, state: TrainState, batch: PyTree, full_capacity: bool
     ) -> tuple[TrainState, Metrics]:
         programs, experts = self.programs, self._opened
-        parts = self._parts(state, batch)
+        micro_batches = self._micro_batches(state, batch)
         experts.begin(self._down + self._down[::-1])
-        run, xs = self._forward(state, parts, train=True, full_capacity=full_capacity)
-        totals = self._done(programs.totals(run.stats)) if run.stats else ExpertTotals()
+        run, xs = self._forward(state, micro_batches, train=True, full_capacity=full_capacity)
+        totals = self._wait_for(programs.totals(run.stats)) if run.stats else ExpertTotals()
         dropped_N = np.asarray(totals.dropped_N) if run.stats else None
         if overflowed(self.config.model, dropped_N):
             experts.stop()
@@ -203,29 +203,29 @@ class StreamedRunner(StreamedExperts, ABC, Generic[Part]):
         grads = programs.zeros(run.stacks, run.outside)
         losses, outside = self._loss_gradients(run, xs, grads.outside)
         squares = self._backward(run, xs, grads, totals.counts_NAE)
-        for part, dx, dweights in zip(parts, xs, run.dweights, strict=True):
-            args = run.outside, part, dx, outside, dweights[::-1]
-            outside = self._done(programs.embed_gradients(*args))
+        for micro_batch, dx, dweights in zip(micro_batches, xs, run.dweights, strict=True):
+            args = run.outside, micro_batch, dx, outside, dweights[::-1]
+            outside = self._wait_for(programs.embed_gradients(*args))
         grads = grads._replace(outside=outside)
         results = StepResults(grads, squares, losses, run.stats, totals)
-        state, metrics = self._done(programs.finish(state, results))
+        state, metrics = self._wait_for(programs.finish(state, results))
         self._end_step(metrics)
         return state, metrics
 
     def _loss_gradients(
-        self, run: Pass[Part], xs: list[jax.Array], sums: Params
+        self, run: Pass[MicroBatch], xs: list[jax.Array], sums: Params
     ) -> tuple[list[PyTree], Params]:
         """Return (losses per micro-batch, summed gradients of the parameters outside the layers);
         replaces each entry of `xs` by its gradient.
         """
         losses, scale = list[PyTree](), run.state.loss_scale
-        for a, part in enumerate(run.parts):
-            args = run.outside, xs[a], part, sums, scale
-            loss, xs[a], sums = self._done(self.programs.loss_gradients(*args))
+        for a, micro_batch in enumerate(run.micro_batches):
+            args = run.outside, xs[a], micro_batch, sums, scale
+            loss, xs[a], sums = self._wait_for(self.programs.loss_gradients(*args))
             losses.append(loss)
         return losses, sums
 
-    def _next_layer(self, run: Pass[Part], i: int) -> NextLayer | None:
+    def _next_layer(self, run: Pass[MicroBatch], i: int) -> NextLayer | None:
         """Return layer i for a program to gather; None if i is out of range or nothing is gathered
         per layer.
         """
@@ -234,10 +234,10 @@ class StreamedRunner(StreamedExperts, ABC, Generic[Part]):
         layer = self._layers[i]
         return NextLayer(run.flat[layer.kind], self._common_options[layer].number)
 
-    def _options(self, run: Pass[Part], layer: Layer, a: int) -> LayerOptions:
+    def _options(self, run: Pass[MicroBatch], layer: Layer, a: int) -> LayerOptions:
         """Return the options of a layer's programs for micro-batch `a`."""
         common, step = self._common_options[layer], run.state.step
-        options = self.streamed.layer_options(layer.kind, common, step, run.parts[a], a)
+        options = self.streamed.layer_options(layer.kind, common, step, run.micro_batches[a], a)
         if layer.kind != "task":
             return options
         return options._replace(choices=run.choices[a][layer.number])
@@ -245,23 +245,28 @@ class StreamedRunner(StreamedExperts, ABC, Generic[Part]):
     # Forwards
 
     def _forward(
-        self, state: TrainState, parts: list[Part], *, train: bool, full_capacity: bool
-    ) -> tuple[Pass[Part], list[jax.Array]]:
+        self,
+        state: TrainState,
+        micro_batches: list[MicroBatch],
+        *,
+        train: bool,
+        full_capacity: bool,
+    ) -> tuple[Pass[MicroBatch], list[jax.Array]]:
         """Return (the pass with the values that its backward pass needs, last hidden states per
         micro-batch).
         """
         programs, first = self.programs, self._layers[0].kind
-        there = self._done(programs.unsharded(state.params, first=first))
+        unsharded = self._wait_for(programs.unsharded(state.params, first=first))
         # Full-capacity buffers hold the tokens of all devices: too large to save for every layer.
-        keeps = train and not full_capacity and self.streamed.keeps_residuals
-        stacks = there.stacks
+        saves_residuals = train and not full_capacity and self.streamed.saves_residuals
+        stacks = unsharded.stacks
         if stacks is None:
             stacks = {layer.stack: state.params[layer.stack] for layer in self._layers}
-        args = there.outside, stacks, there.flat, there.first_RC
-        run = Pass(state, parts, *args, train, full_capacity, keeps)
+        args = unsharded.outside, stacks, unsharded.flat, unsharded.first_RC
+        run = Pass(state, micro_batches, *args, train, full_capacity, saves_residuals)
         xs = []
-        for part in parts:
-            x, choices = self._done(programs.embed(run.outside, part))
+        for micro_batch in micro_batches:
+            x, choices = self._wait_for(programs.embed(run.outside, micro_batch))
             xs.append(x)
             run.choices.append(choices)
             run.dweights.append([])
@@ -274,7 +279,7 @@ class StreamedRunner(StreamedExperts, ABC, Generic[Part]):
             xs = ys
         return run, xs
 
-    def _forward_dense(self, run: Pass[Part], i: int, xs: list[jax.Array]) -> None:
+    def _forward_dense(self, run: Pass[MicroBatch], i: int, xs: list[jax.Array]) -> None:
         """Run dense layer i on all micro-batches; replaces each entry of `xs` by the layer's
         output.
         """
@@ -283,12 +288,14 @@ class StreamedRunner(StreamedExperts, ABC, Generic[Part]):
         for a, x in enumerate(xs):
             work = NeighborWork(None if a else next_layer)
             args = params, self._options(run, layer, a), x, work
-            xs[a], kept, overlapped = self._done(self.programs.dense(*args, keeps=run.keeps))
-            run.passed[-1].kept.append(kept)
+            xs[a], residuals, overlapped = self._wait_for(
+                self.programs.dense(*args, saves_residuals=run.saves_residuals)
+            )
+            run.passed[-1].residuals.append(residuals)
             if work.next_layer is not None:
                 run.unsharded_RC = overlapped.unsharded_RC
 
-    def _forward_experts(self, run: Pass[Part], i: int, xs: list[jax.Array]) -> None:
+    def _forward_experts(self, run: Pass[MicroBatch], i: int, xs: list[jax.Array]) -> None:
         """Run MoE layer i on all micro-batches; replaces each entry of `xs` by the layer's output.
 
         Training fetches the experts of all micro-batches at once. Evaluation, which has many
@@ -302,7 +309,7 @@ class StreamedRunner(StreamedExperts, ABC, Generic[Part]):
 
     def _forward_group(
         self,
-        run: Pass[Part],
+        run: Pass[MicroBatch],
         i: int,
         params: LayerParams,
         xs: Sequence[jax.Array],
@@ -312,37 +319,39 @@ class StreamedRunner(StreamedExperts, ABC, Generic[Part]):
         number `first` on.
         """
         programs, layer, passed = self.programs, self._layers[i], run.passed[-1]
-        how = {"kind": layer.kind, "keeps": run.keeps}
-        of_route = how | {"train": run.train, "full_capacity": run.full_capacity}
-        options = [self._options(run, layer, first + a) for a in range(len(xs))]
+        static = {"kind": layer.kind, "saves_residuals": run.saves_residuals}
+        route_static = static | {"train": run.train, "full_capacity": run.full_capacity}
+        all_options = [self._options(run, layer, first + a) for a in range(len(xs))]
         ahead = [None if first + a else self._next_layer(run, i + 1) for a in range(len(xs))]
         works = list(map(NeighborWork, ahead))
         each = [
-            self._done(programs.route(params, of_part, x, work, **of_route))
-            for x, of_part, work in zip(xs, options, works, strict=True)
+            self._wait_for(programs.route(params, options, x, work, **route_static))
+            for x, options, work in zip(xs, all_options, works, strict=True)
         ]
         routed: list[RoutedTokens] = [tokens for tokens, _, _ in each]
         if layer.kind == "moe":
             run.stats.append([tokens.stats for tokens in routed])
         arrived = [tokens.arrived_E for tokens in routed]
         passed.choices = [
-            {"topk_idx_TK": tokens.topk_idx_TK} if of_part.choices is None else of_part.choices
-            for tokens, of_part in zip(routed, options, strict=True)
+            {"topk_idx_TK": tokens.topk_idx_TK} if options.choices is None else options.choices
+            for tokens, options in zip(routed, all_options, strict=True)
         ]
-        passed.chosen_P = self._chosen(arrived)
+        passed.chosen_P = self._chosen_experts(arrived)
         passed.slot_rows = self._slot_rows_for(arrived)
         fetch = self._opened.fetch_more if first else partial(self._opened.fetch, layer.record)
-        params = params._replace(experts=self._joined(fetch(passed.chosen_P)))
-        params = params._replace(chosen=self._rows_of(passed.chosen_P, passed.slot_rows))
+        params = params._replace(experts=self._global_arrays(fetch(passed.chosen_P)))
+        params = params._replace(chosen=self._chosen_rows(passed.chosen_P, passed.slot_rows))
         ys = []
-        for (tokens, of_routing, gathered), of_part, work in zip(each, options, works, strict=True):
+        for halves in zip(each, all_options, works, strict=True):
+            (tokens, route_residuals, gathered), options, work = halves
             work = work._replace(gathered=gathered)
-            args = params, tokens, of_part._replace(choices=None), work
-            y, kept, overlapped = self._done(programs.add_experts(*args, **how))
+            args = params, tokens, options._replace(choices=None), work
+            y, residuals, overlapped = self._wait_for(programs.add_experts(*args, **static))
             if work.next_layer is not None:
                 run.unsharded_RC = overlapped.unsharded_RC
             ys.append(y)
-            passed.kept.append((tokens, of_routing, kept) if run.keeps else None)
+            both = (tokens, route_residuals, residuals) if run.saves_residuals else None
+            passed.residuals.append(both)
         return jax.block_until_ready(ys)  # the slot is overwritten after this
 
     def _slot_rows_for(self, arrived: Sequence[jax.Array]) -> int:
@@ -352,14 +361,14 @@ class StreamedRunner(StreamedExperts, ABC, Generic[Part]):
         experts = self._opened
         if experts.experts_per_slot is None:
             return 0
-        experts.grow_slots(int(self._done(self.programs.most_chosen(arrived))))
+        experts.grow_slots(int(self._wait_for(self.programs.most_chosen(arrived))))
         return experts.experts_per_slot
 
     # Backwards
 
     def _backward(
         self,
-        run: Pass[Part],
+        run: Pass[MicroBatch],
         dxs: list[jax.Array],
         grads: StreamedGradients,
         counts_NAE: jax.Array | None,
@@ -370,15 +379,15 @@ class StreamedRunner(StreamedExperts, ABC, Generic[Part]):
         squares: Squares = {layer.kind: [] for layer in self._record_layers}
         pending: _PendingLayer | None = None
         for i, layer in reversed(list(enumerate(self._layers))):
-            sums = GradAccumulator(None, grads.rest[layer.kind])
-            of_last = PendingGradients() if pending is None else pending.gradients
-            work, square = NeighborWork(self._next_layer(run, i - 1), of_last), None
+            sums = GradAccumulator(None, grads.unbuffered[layer.kind])
+            unreduced = PendingGradients() if pending is None else pending.gradients
+            work, square = NeighborWork(self._next_layer(run, i - 1), unreduced), None
             if layer.kind == "dense":
                 sums, overlapped = self._backward_dense(run, i, dxs, sums, work)
             else:
                 results = self._backward_experts(run, i, dxs, sums, work, counts_NAE)
                 sums, overlapped, square = results
-            grads.rest[layer.kind] = sums.rest
+            grads.unbuffered[layer.kind] = sums.unbuffered
             if pending is not None:
                 self._store_reduced(pending, overlapped.summed, grads, squares)
             run.unsharded_RC = overlapped.unsharded_RC
@@ -391,8 +400,8 @@ class StreamedRunner(StreamedExperts, ABC, Generic[Part]):
             if i == 0 or self.streamed.slots is not None:
                 self._reduce(pending, grads, squares)
                 pending = None
-        for of_kind in (*grads.rows_G.values(), *squares.values()):
-            of_kind.reverse()
+        for last_layer_first in (*grads.rows_G.values(), *squares.values()):
+            last_layer_first.reverse()
         return squares
 
     def _reduce(self, pending: _PendingLayer, grads: StreamedGradients, squares: Squares) -> None:
@@ -401,7 +410,7 @@ class StreamedRunner(StreamedExperts, ABC, Generic[Part]):
         """
         if jax.tree.leaves(pending.gradients):
             number = pending.layer.number
-            summed = self._done(self.programs.reduce(pending.gradients, number=number))
+            summed = self._wait_for(self.programs.reduce(pending.gradients, number=number))
             self._store_reduced(pending, summed, grads, squares)
 
     def _store_reduced(
@@ -419,11 +428,11 @@ class StreamedRunner(StreamedExperts, ABC, Generic[Part]):
             grads.rows_G[layer.kind].append(summed.row_G)
         if summed.experts is not None and summed.square is not None:
             squares[layer.kind].append(summed.square)
-            self._keep(layer.record, pending.chosen_P, summed.experts)
+            self._store_gradients(layer.record, pending.chosen_P, summed.experts)
 
     def _backward_dense(
         self,
-        run: Pass[Part],
+        run: Pass[MicroBatch],
         i: int,
         dxs: list[jax.Array],
         sums: GradAccumulator,
@@ -434,17 +443,17 @@ class StreamedRunner(StreamedExperts, ABC, Generic[Part]):
         """
         layer, passed, results = self._layers[i], run.passed[i], Overlapped()
         params = run.params(layer)
-        for a, (x, kept) in enumerate(zip(passed.xs, passed.kept, strict=True)):
-            inputs = ForBackward(x, dxs[a], None, kept)
-            options, beside = self._options(run, layer, a), NeighborWork() if a else work
-            args = params, options, inputs, sums, beside
-            dxs[a], sums, overlapped = self._done(self.programs.dense_gradients(*args))
+        for a, (x, residuals) in enumerate(zip(passed.xs, passed.residuals, strict=True)):
+            inputs = ForBackward(x, dxs[a], None, residuals)
+            options = self._options(run, layer, a)
+            args = params, options, inputs, sums, NeighborWork() if a else work
+            dxs[a], sums, overlapped = self._wait_for(self.programs.dense_gradients(*args))
             results = results if a else overlapped
         return sums, results
 
     def _backward_experts(
         self,
-        run: Pass[Part],
+        run: Pass[MicroBatch],
         i: int,
         dxs: list[jax.Array],
         sums: GradAccumulator,
@@ -455,21 +464,22 @@ class StreamedRunner(StreamedExperts, ABC, Generic[Part]):
         MoE layer i's backward pass; replaces `dxs`.
 
         The experts' gradients go to their tier. If they first need a reduction over devices, they
-        are part of the summed gradients instead, and the norms are None.
+        are among the summed gradients instead, and the norms are None.
         """
         experts, layer, passed = self._opened, self._layers[i], run.passed[i]
-        fetched = self._joined(experts.fetch(layer.record, passed.chosen_P))
+        fetched = self._global_arrays(experts.fetch(layer.record, passed.chosen_P))
         params = run.params(layer, fetched)
-        params = params._replace(chosen=self._rows_of(passed.chosen_P, passed.slot_rows))
+        params = params._replace(chosen=self._chosen_rows(passed.chosen_P, passed.slot_rows))
         results, square = Overlapped(), None
-        each = zip(passed.xs, passed.choices, passed.kept, strict=True)
-        for a, (x, choices, kept) in enumerate(each):
+        each = zip(passed.xs, passed.choices, passed.residuals, strict=True)
+        for a, (x, choices, residuals) in enumerate(each):
             options = self._options(run, layer, a)._replace(choices=None)
-            inputs = ForBackward(x, dxs[a], choices, kept, run.state.loss_scale, counts_NAE)
+            loss_scale = run.state.loss_scale
+            inputs = ForBackward(x, dxs[a], choices, residuals, loss_scale, counts_NAE)
             args = params, options, inputs, sums, NeighborWork() if a else work
-            how = {"full_capacity": run.full_capacity, "last": a == len(passed.xs) - 1}
-            program = partial(self.programs.moe_gradients, kind=layer.kind, **how)
-            dxs[a], sums, overlapped, square, dweights = self._done(program(*args))
+            static = {"full_capacity": run.full_capacity, "last": a == len(passed.xs) - 1}
+            program = partial(self.programs.moe_gradients, kind=layer.kind, **static)
+            dxs[a], sums, overlapped, square, dweights = self._wait_for(program(*args))
             results = results if a else overlapped
             if dweights is not None:
                 run.dweights[a].append(dweights)
@@ -479,12 +489,14 @@ class StreamedRunner(StreamedExperts, ABC, Generic[Part]):
         if square is None:
             return sums, results, None
         assert sums.experts is not None
-        self._keep(layer.record, passed.chosen_P, sums.experts)
+        self._store_gradients(layer.record, passed.chosen_P, sums.experts)
         return sums._replace(experts=None, ids_M=None), results, square
 
     # Without gradients
 
-    def _hidden(self, state: TrainState, parts: list[Part]) -> tuple[Params, list[jax.Array]]:
+    def _hidden(
+        self, state: TrainState, micro_batches: list[MicroBatch]
+    ) -> tuple[Params, list[jax.Array]]:
         """Return (unsharded parameters outside the layers, last hidden states per micro-batch),
         without gradients.
 
@@ -493,8 +505,10 @@ class StreamedRunner(StreamedExperts, ABC, Generic[Part]):
 
         def forward(*, full_capacity: bool) -> tuple[tuple[Params, list[jax.Array]], jax.Array]:
             self._opened.begin(self._down)
-            run, xs = self._forward(state, parts, train=False, full_capacity=full_capacity)
-            dropped = self._done(self.programs.dropped(run.stats)) if run.stats else jnp.int32(0)
+            run, xs = self._forward(state, micro_batches, train=False, full_capacity=full_capacity)
+            dropped = (
+                self._wait_for(self.programs.dropped(run.stats)) if run.stats else jnp.int32(0)
+            )
             return (run.outside, xs), dropped
 
         with self._opened.guard():

@@ -20,7 +20,7 @@ from jmoe.optim.loss_scale import initial_loss_scale
 from jmoe.training.state import Batch, TrainState, without_experts
 from jmoe.training.streamed.programs import compiled_for
 from jmoe.training.streamed.runner import StreamedRunner, state_without_experts
-from jmoe.training.streamed.text import StreamedDecoder, TokenPart
+from jmoe.training.streamed.text import StreamedDecoder, TokenMicroBatch
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class TextPrograms:
     """The compiled programs specific to text, besides `StepPrograms`."""
 
     unstack: Callable[[jax.Array], list[jax.Array]]
-    split: Callable[[jax.Array], TokenPart]
+    split: Callable[[jax.Array], TokenMicroBatch]
     nll: Callable[..., jax.Array]
     logits: Callable[..., jax.Array]
 
@@ -38,13 +38,13 @@ def compile_text(model: StreamedDecoder) -> TextPrograms:
     make, outside = partial(compiled_for, model), model.outside_spec
     return TextPrograms(
         unstack=make(list, ACCUMULATED_BATCH, out=BATCH),
-        split=make(lambda t_BS: TokenPart(t_BS[:, :-1], t_BS[:, 1:]), BATCH, out=BATCH),
+        split=make(lambda t_BS: TokenMicroBatch(t_BS[:, :-1], t_BS[:, 1:]), BATCH, out=BATCH),
         nll=make(model.nll, outside, BATCH, BATCH, BATCH, out=REPLICATED),
         logits=make(model.logits, outside, BATCH, REPLICATED, out=REPLICATED),
     )
 
 
-class StreamedTrainer(StreamedRunner[TokenPart]):
+class StreamedTrainer(StreamedRunner[TokenMicroBatch]):
     """The `Trainer` of text runs with experts on tiers; see `StreamedRunner`.
 
     chunk_bytes, links: see `ShardedDecoder.reverse_scan` and `ShardedDecoder`. run: see
@@ -79,17 +79,17 @@ class StreamedTrainer(StreamedRunner[TokenPart]):
         # Small experts save memory; the other parameters' random values do not depend on the size.
         config, small = self.config, replace(self.config.model, moe_intermediate_size=1)
 
-        def rest() -> TrainState:
+        def draw_dense() -> TrainState:
             decoder = Decoder(small, rngs=nnx.Rngs(config.seed))
             return self.model.from_saved(state_without_experts(decoder, initial_loss_scale(config)))
 
         shape = self.model.state_shape.map(without_experts)
         places = None if self._device else jax.tree.map(lambda s: s.sharding, shape)
-        state: TrainState = jax.jit(rest, out_shardings=places)()
+        state: TrainState = jax.jit(draw_dense, out_shardings=places)()
         self._draw_experts()
         return state
 
-    def _experts_drawn(self, kind: LayerKind, number: jax.Array) -> nnx.Module:
+    def _random_experts(self, kind: LayerKind, number: jax.Array) -> nnx.Module:
         return Decoder.experts_of(self.config.model, number, nnx.Rngs(self.config.seed))
 
     def save_state(self, state: TrainState) -> TrainState:
@@ -119,7 +119,7 @@ class StreamedTrainer(StreamedRunner[TokenPart]):
 
     # Passes
 
-    def _parts(self, state: TrainState, batch: jax.Array) -> list[TokenPart]:
+    def _micro_batches(self, state: TrainState, batch: jax.Array) -> list[TokenMicroBatch]:
         tokens = self._text.unstack(jax.device_put(batch, self._tokens_place))
         return [self._text.split(tokens_BS) for tokens_BS in tokens]
 
@@ -128,12 +128,12 @@ class StreamedTrainer(StreamedRunner[TokenPart]):
         are fetched once for all batches.
         """
         batches = [jax.device_put(batch, self._batch_place) for batch in batches]
-        parts = [self._done(self._text.split(tokens)) for tokens, _ in batches]
-        outside, xs = self._hidden(state, parts)
-        each = zip(xs, parts, (weights for _, weights in batches), strict=True)
+        micro_batches = [self._wait_for(self._text.split(tokens)) for tokens, _ in batches]
+        outside, xs = self._hidden(state, micro_batches)
+        each = zip(xs, micro_batches, (weights for _, weights in batches), strict=True)
         return [
-            self._done(self._text.nll(outside, x, part.labels_BS, weights))
-            for x, part, weights in each
+            self._wait_for(self._text.nll(outside, x, micro_batch.labels_BS, weights))
+            for x, micro_batch, weights in each
         ]
 
     def next_logits(
@@ -141,6 +141,6 @@ class StreamedTrainer(StreamedRunner[TokenPart]):
     ) -> jax.Array:
         """Return logits [V] after the token at `position` of the first sequence of `tokens_BS`."""
         tokens = jax.device_put(tokens_BS, self._batch_place)
-        outside, (x_BSD,) = self._hidden(state, [TokenPart(tokens, tokens)])
-        logits_V: jax.Array = self._done(self._text.logits(outside, x_BSD, position))
+        outside, (x_BSD,) = self._hidden(state, [TokenMicroBatch(tokens, tokens)])
+        logits_V: jax.Array = self._wait_for(self._text.logits(outside, x_BSD, position))
         return logits_V

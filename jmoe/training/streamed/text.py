@@ -34,7 +34,7 @@ from jmoe.training.streamed.model import (
     Choices,
     LayerOptions,
     Metrics,
-    ModelParts,
+    ModelModules,
     Params,
     StepResults,
     StreamedModel,
@@ -49,14 +49,14 @@ from jmoe.training.update import (
 from jmoe.types import PyTree
 
 
-class TokenPart(NamedTuple):
+class TokenMicroBatch(NamedTuple):
     """One accumulation step's tokens, and the next token of each as its label."""
 
     inputs_BS: jax.Array
     labels_BS: jax.Array
 
 
-class StreamedDecoder(StreamedModel[TokenPart]):
+class StreamedDecoder(StreamedModel[TokenMicroBatch]):
     """The `StreamedModel` of a text run. chunk_bytes: see `ShardedDecoder.reverse_scan`. links: see
     `ShardedDecoder`.
     """
@@ -70,8 +70,8 @@ class StreamedDecoder(StreamedModel[TokenPart]):
     ) -> None:
         self.config, self.sharded = config, (model := ShardedDecoder(config, mesh, links))
         self.decoder, self.dtype, self.native = model, model.dtype, model.native
-        self.parts, self.scan = ModelParts.taken_from(model), model.reverse_scan(chunk_bytes)
-        self.keeps_residuals = config.remat != "layer"
+        self.modules, self.scan = ModelModules.taken_from(model), model.reverse_scan(chunk_bytes)
+        self.saves_residuals = config.remat != "layer"
         specs = without_experts(model.specs)
         stacks, whole = STACKS.values(), partial(jax.tree.map, lambda _: REPLICATED)
         self.stack_specs = {name: specs[name] for name in stacks if name in specs}
@@ -81,7 +81,7 @@ class StreamedDecoder(StreamedModel[TokenPart]):
             if name not in stacks
         }
         split: PyTree = BATCH
-        self.part_spec = TokenPart(split, split)
+        self.micro_batch_spec = TokenMicroBatch(split, split)
 
     def unsharded(self, params: Params, *, first: LayerKind) -> Unsharded:
         scan, model, stacks = self.scan, self.decoder, STACKS.values()
@@ -92,24 +92,32 @@ class StreamedDecoder(StreamedModel[TokenPart]):
         for kind, name in STACKS.items():
             if name in params:
                 layout = model.layout(params[name], stacked=True)
-                rows = jax.vmap(partial(flatten, parts=layout.parts), axis_size=layout.num_layers)
-                flat[kind] = rows(layout.split(params[name])[0])
+                row = partial(flatten, entries=layout.entries)
+                flatten_layers = jax.vmap(row, axis_size=layout.num_layers)
+                flat[kind] = flatten_layers(layout.split(params[name])[0])
         layout = model.layout(outside)
-        shards, rest = layout.split(outside)
+        shards, unbuffered = layout.split(outside)
         if shards:
-            rows_RC = all_gather_buffer_local(flatten(shards, layout.parts), scan.hierarchy)
-            outside = layout.join(unflatten(rows_RC, layout.parts, scan.hierarchy), rest)
+            rows_RC = all_gather_buffer_local(flatten(shards, layout.entries), scan.hierarchy)
+            outside = layout.join(unflatten(rows_RC, layout.entries, scan.hierarchy), unbuffered)
         row_C = flat[first][0]
         gathered = [gather(lambda row: row) for gather in scan.gathers(row_C)]
         return Unsharded(outside, None, flat, scan.unsharded(gathered, row_C))
 
-    def embed(self, outside: Params, part: TokenPart) -> tuple[jax.Array, list[Choices]]:
-        module = self.parts.outside(self.decoder.cast(outside))
+    def embed(
+        self, outside: Params, micro_batch: TokenMicroBatch
+    ) -> tuple[jax.Array, list[Choices]]:
+        module = self.modules.outside(self.decoder.cast(outside))
         lookup = self.decoder.embedding.lookup
-        return module.embed(part.inputs_BS, self.dtype, lookup), []
+        return module.embed(micro_batch.inputs_BS, self.dtype, lookup), []
 
     def layer_options(
-        self, kind: LayerKind, common: LayerOptions, step: jax.Array, part: TokenPart, number: int
+        self,
+        kind: LayerKind,
+        common: LayerOptions,
+        step: jax.Array,
+        micro_batch: TokenMicroBatch,
+        number: int,
     ) -> LayerOptions:
         if kind == "dense":
             return common
@@ -124,13 +132,17 @@ class StreamedDecoder(StreamedModel[TokenPart]):
         return balance + z
 
     def loss_gradients(
-        self, outside: Params, x_BSD: jax.Array, part: TokenPart, loss_scale: LossScale | None
+        self,
+        outside: Params,
+        x_BSD: jax.Array,
+        micro_batch: TokenMicroBatch,
+        loss_scale: LossScale | None,
     ) -> tuple[jax.Array, jax.Array, Params]:
-        weight = jnp.full(part.labels_BS.shape, 1.0 / self._step_tokens, jnp.float32)
+        weight = jnp.full(micro_batch.labels_BS.shape, 1.0 / self._step_tokens, jnp.float32)
         with jax.named_scope("loss"):
             loss_and_gradients = jax.value_and_grad(self._nll_local, argnums=(0, 1))
             loss, (doutside, dx_BSD) = loss_and_gradients(
-                outside, x_BSD, part.labels_BS, scaled(weight, loss_scale)
+                outside, x_BSD, micro_batch.labels_BS, scaled(weight, loss_scale)
             )
         return unscaled(loss, loss_scale)[None], dx_BSD, doutside
 
@@ -143,7 +155,7 @@ class StreamedDecoder(StreamedModel[TokenPart]):
     def metrics(self, step: StepResults) -> Metrics:
         zero, counts_NAE = jnp.zeros((), jnp.float32), step.totals.counts_NAE
         assert counts_NAE is not None
-        parts = [
+        router_losses = [
             auxiliary_losses(self.config, s.probs_sum_E[0], s.z_sum[0], counts_NAE[n, a])
             for n, layer in enumerate(step.stats)
             for a, s in enumerate(layer)
@@ -151,8 +163,8 @@ class StreamedDecoder(StreamedModel[TokenPart]):
         entropies = [sum(s.entropy_sum[0] for s in layer) for layer in step.stats]
         return {
             "loss": sum((loss[0] for loss in step.losses), zero),
-            "balance_loss": sum((balance for balance, _ in parts), zero),
-            "z_loss": sum((z for _, z in parts), zero),
+            "balance_loss": sum((balance for balance, _ in router_losses), zero),
+            "z_loss": sum((z for _, z in router_losses), zero),
             "entropy": jnp.stack(entropies) / self._step_tokens,
         }
 
@@ -168,7 +180,7 @@ class StreamedDecoder(StreamedModel[TokenPart]):
 
     def _head(self, outside: Params, x_BSD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return (the final norm's output [T, D], the output head's weight)."""
-        module = self.parts.outside(self.decoder.cast(outside))
+        module = self.modules.outside(self.decoder.cast(outside))
         x_TD = module.norm(x_BSD, self.dtype).reshape(-1, x_BSD.shape[-1])
         head = None if module.head is None else module.head[...]
         return x_TD, self.decoder.head.weight(module.embedding[...], head, self.dtype)

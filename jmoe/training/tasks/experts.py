@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +33,8 @@ from jmoe.planning.elastic import Layout
 from jmoe.types import PyTree
 
 NONE = -1  # an empty slot
+# (groups of devices, the slot of each device)
+_GroupsAndSlots = tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +74,7 @@ class TaskSlots:
         Each round is (layers, disjoint groups that together contain every device, the slot [R] that
         each device sums). A group of one device has nothing to sum.
         """
-        devices, layers_of = len(self.experts_RNS), dict[Any, list[int]]()
+        devices, layers_of = len(self.experts_RNS), dict[_GroupsAndSlots, list[int]]()
         for layer in range(self.experts_RNS.shape[1]):
             waiting = {}
             for expert in range(self.num_experts):
@@ -91,8 +92,8 @@ class TaskSlots:
                 layers_of.setdefault(
                     (tuple(map(tuple, groups)), tuple(slot_R.tolist())), []
                 ).append(layer)
-        for (groups, slots), layers in layers_of.items():
-            yield layers, [list(group) for group in groups], np.array(slots, np.int32)
+        for (all_groups, all_slots), layers in layers_of.items():
+            yield layers, [list(group) for group in all_groups], np.array(all_slots, np.int32)
 
     # On a device, inside `shard_map`
 

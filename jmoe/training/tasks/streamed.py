@@ -33,7 +33,7 @@ from jmoe.training.tasks.experts import task_slots
 from jmoe.training.tasks.layouts import notes_of, tiers_line
 from jmoe.training.tasks.losses import Contrast
 from jmoe.training.tasks.step import ended_experts, paths_of
-from jmoe.training.tasks.streamed_model import StreamedVision, TaskPart, micro_batches
+from jmoe.training.tasks.streamed_model import StreamedVision, TaskMicroBatch, split_micro_batches
 from jmoe.types import PyTree
 
 
@@ -49,10 +49,10 @@ class _TaskPrograms:
 
 
 def _compile_tasks(model: StreamedVision) -> _TaskPrograms:
-    make, part = partial(compiled_for, model), model.part_spec
-    head = REPLICATED, BATCH, part
+    make, micro_batch = partial(compiled_for, model), model.micro_batch_spec
+    head = REPLICATED, BATCH, micro_batch
     return _TaskPrograms(
-        split=make(micro_batches, BATCH, out=BATCH),
+        split=make(split_micro_batches, BATCH, out=BATCH),
         embeddings=make(model.embeddings, *head, out=BATCH),
         compare=make(model.compare, BATCH, BATCH, out=BATCH),
         class_sums=make(model.class_sums, *head, out=REPLICATED),
@@ -60,7 +60,7 @@ def _compile_tasks(model: StreamedVision) -> _TaskPrograms:
     )
 
 
-class StreamedVisionTrainer(StreamedRunner[TaskPart]):
+class StreamedVisionTrainer(StreamedRunner[TaskMicroBatch]):
     """The `ImageTrainer` of runs with experts on tiers; see `StreamedRunner`.
 
     A device has slots for the experts of `tiers.device_layers` layers: for the experts that its
@@ -127,17 +127,17 @@ class StreamedVisionTrainer(StreamedRunner[TaskPart]):
         paths = [task.path for task in tasks.values()]
         sizes = {name: tasks[name].head_size(count) for name, count in counts.items()}
 
-        def rest() -> TrainState:
+        def draw_dense() -> TrainState:
             return state_without_experts(
                 VisionTransformer(small, sizes, paths, rngs=nnx.Rngs(config.seed))
             )
 
         places = jax.tree.map(lambda s: s.sharding, self.saved_shape)
-        state: TrainState = jax.jit(rest, out_shardings=places)()
+        state: TrainState = jax.jit(draw_dense, out_shardings=places)()
         self._draw_experts()
         return state
 
-    def _experts_drawn(self, kind: LayerKind, number: jax.Array) -> nnx.Module:
+    def _random_experts(self, kind: LayerKind, number: jax.Array) -> nnx.Module:
         config = self.config
         return VisionTransformer.experts_of(config.model, kind, number, nnx.Rngs(config.seed))
 
@@ -176,42 +176,52 @@ class StreamedVisionTrainer(StreamedRunner[TaskPart]):
 
     # Passes
 
-    def _parts(self, state: TrainState, batch: ImageBatch) -> list[TaskPart]:
-        return [TaskPart(images, state.step) for images in self._done(self._tasks.split(batch))]
+    def _micro_batches(self, state: TrainState, batch: ImageBatch) -> list[TaskMicroBatch]:
+        return [
+            TaskMicroBatch(images, state.step)
+            for images in self._wait_for(self._tasks.split(batch))
+        ]
 
     def _loss_gradients(
-        self, run: Pass[TaskPart], xs: list[jax.Array], sums: Params
+        self, run: Pass[TaskMicroBatch], xs: list[jax.Array], sums: Params
     ) -> tuple[list[PyTree], Params]:
         """Compute the contrastive terms of all micro-batches, then continue as in
         `StreamedRunner`.
         """
         tasks = list(self.config.tasks)
         if any(self.is_contrastive[tasks.index(name)] for name in self.losses.active):
-            each = zip(xs, run.parts, strict=True)
-            z = [self._done(self._tasks.embeddings(run.outside, x, part)) for x, part in each]
-            contrasts = self._done(self._tasks.compare(z, [part.images for part in run.parts]))
-            pairs = zip(run.parts, contrasts, strict=True)
-            run.parts = [part._replace(contrast=contrast) for part, contrast in pairs]
+            each = zip(xs, run.micro_batches, strict=True)
+            z = [
+                self._wait_for(self._tasks.embeddings(run.outside, x, micro_batch))
+                for x, micro_batch in each
+            ]
+            contrasts = self._wait_for(
+                self._tasks.compare(z, [micro_batch.images for micro_batch in run.micro_batches])
+            )
+            pairs = zip(run.micro_batches, contrasts, strict=True)
+            run.micro_batches = [
+                micro_batch._replace(contrast=contrast) for micro_batch, contrast in pairs
+            ]
         return super()._loss_gradients(run, xs, sums)
 
     def _last_hidden(
         self, state: TrainState, batches: Sequence[ImageBatch]
-    ) -> Iterator[tuple[Params, jax.Array, TaskPart]]:
+    ) -> Iterator[tuple[Params, jax.Array, TaskMicroBatch]]:
         """Yield (unsharded parameters outside the layers, last hidden states, images) for each
         batch.
         """
-        each = [self._done(self._tasks.split(batch)) for batch in batches]
-        parts = [TaskPart(images) for images in itertools.chain(*each)]
-        outside, xs = self._hidden(state, parts)
-        for x_BSD, part in zip(xs, parts, strict=True):
-            yield outside, x_BSD, part
+        each = [self._wait_for(self._tasks.split(batch)) for batch in batches]
+        micro_batches = [TaskMicroBatch(images) for images in itertools.chain(*each)]
+        outside, xs = self._hidden(state, micro_batches)
+        for x_BSD, micro_batch in zip(xs, micro_batches, strict=True):
+            yield outside, x_BSD, micro_batch
 
     def class_means(self, state: TrainState, batches: Iterable[PyTree]) -> jax.Array:
         """Return [K, C]; see `VisionTrainer.class_means`."""
         sums, rest = np.zeros(self.losses.class_means_shape, np.float32), iter(batches)
         while some := list(itertools.islice(rest, self.evaluation_batches)):
             for args in self._last_hidden(state, some):
-                sums += np.asarray(self._done(self._tasks.class_sums(*args)))
+                sums += np.asarray(self._wait_for(self._tasks.class_sums(*args)))
         return jnp.asarray(sums)
 
     def evaluate(

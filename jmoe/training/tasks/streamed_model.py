@@ -1,7 +1,8 @@
 """The image model of a streamed step: `StreamedVision`, used by `StreamedVisionTrainer`.
 
 Dense parameters are gathered once per step. Every device runs the same number of micro-batches; a
-device with fewer images skips the layers of the empty ones and only takes part in collectives.
+device with fewer images skips the layers of the empty ones and only takes part in
+collectives.
 
 Legend:
 M micro-batches
@@ -31,7 +32,7 @@ from jmoe.training.state import TrainState
 from jmoe.training.streamed.model import (
     Choices,
     LayerOptions,
-    ModelParts,
+    ModelModules,
     Params,
     StepResults,
     StreamedModel,
@@ -44,7 +45,7 @@ from jmoe.training.update import finish_step, sum_over_mesh
 from jmoe.types import PyTree
 
 
-class TaskPart(NamedTuple):
+class TaskMicroBatch(NamedTuple):
     """One micro-batch of images.
 
     step: seeds the draw of learned paths; None takes each task's likelier expert. contrast: see
@@ -60,7 +61,7 @@ def _without_stacks(params: Params) -> Params:
     return {name: tree for name, tree in params.items() if name not in STACKS.values()}
 
 
-class StreamedVision(StreamedModel[TaskPart]):
+class StreamedVision(StreamedModel[TaskMicroBatch]):
     """The `StreamedModel` of a run of image tasks in one layout. num_classes: by task. slots: see
     `ShardedVision`.
     """
@@ -77,32 +78,39 @@ class StreamedVision(StreamedModel[TaskPart]):
         # The same under the types of images, which the protocol's attributes do not have.
         self._config, self._slots = config, slots
         self.vision = self.sharded = ShardedVision(config, num_classes, mesh, slots)
-        self.parts, self.dtype = ModelParts.taken_from(self.sharded), self.sharded.dtype
+        self.modules, self.dtype = ModelModules.taken_from(self.sharded), self.sharded.dtype
         self.losses = TaskLosses(config, num_classes, mesh.size, active_tasks(config, layout))
         self._equal = len(set(layout.images)) == 1  # all devices have equally many images
         self.outside_spec = REPLICATED
-        self.stack_specs = {STACKS[kind]: REPLICATED for kind in self.parts.blocks}
+        self.stack_specs = {STACKS[kind]: REPLICATED for kind in self.modules.blocks}
         split: PyTree = BATCH
         step: PyTree = REPLICATED
-        self.part_spec = TaskPart(split, step, split)
+        self.micro_batch_spec = TaskMicroBatch(split, step, split)
 
     def unsharded(self, params: Params, *, first: LayerKind) -> Unsharded:
         gathered = self.vision.gather_all(params)
         stacks = {name: tree for name, tree in gathered.items() if name in STACKS.values()}
         return Unsharded(_without_stacks(gathered), stacks, {}, None)
 
-    def embed(self, outside: Params, part: TaskPart) -> tuple[jax.Array, list[Choices]]:
-        module, task_B = self.parts.outside(outside), part.images.task
-        x_BSD = module.embed(part.images.pixels.astype(jnp.float32) / 255.0, self.dtype)
-        draw = None if part.step is None else draw_of(self._config, part.step)
+    def embed(
+        self, outside: Params, micro_batch: TaskMicroBatch
+    ) -> tuple[jax.Array, list[Choices]]:
+        module, task_B = self.modules.outside(outside), micro_batch.images.task
+        x_BSD = module.embed(micro_batch.images.pixels.astype(jnp.float32) / 255.0, self.dtype)
+        draw = None if micro_batch.step is None else draw_of(self._config, micro_batch.step)
         slot_NE = None if self._slots is None else self._slots.slots_local()
         layers = range(len(self._config.model.task_layers))
         return x_BSD, [module.choices(layer, task_B, draw, slot_NE) for layer in layers]
 
     def layer_options(
-        self, kind: LayerKind, common: LayerOptions, step: jax.Array, part: TaskPart, number: int
+        self,
+        kind: LayerKind,
+        common: LayerOptions,
+        step: jax.Array,
+        micro_batch: TaskMicroBatch,
+        number: int,
     ) -> LayerOptions:
-        weight_B = None if self._equal else part.images.weight
+        weight_B = None if self._equal else micro_batch.images.weight
         return common._replace(weight_B=weight_B)
 
     def auxiliary_loss(
@@ -110,24 +118,30 @@ class StreamedVision(StreamedModel[TaskPart]):
     ) -> jax.Array:
         return self.losses.z_loss(stats.z_sum) if kind == "moe" else jnp.zeros((), jnp.float32)
 
-    def _logits(self, outside: Params, x_BSD: jax.Array, part: TaskPart) -> jax.Array:
-        module = self.parts.outside(outside)
-        logits_BY: jax.Array = module.logits(module.norm(x_BSD, self.dtype), part.images.task)
+    def _logits(self, outside: Params, x_BSD: jax.Array, micro_batch: TaskMicroBatch) -> jax.Array:
+        module = self.modules.outside(outside)
+        logits_BY: jax.Array = module.logits(
+            module.norm(x_BSD, self.dtype), micro_batch.images.task
+        )
         return logits_BY
 
     def loss_gradients(
-        self, outside: Params, x_BSD: jax.Array, part: TaskPart, loss_scale: LossScale | None
+        self,
+        outside: Params,
+        x_BSD: jax.Array,
+        micro_batch: TaskMicroBatch,
+        loss_scale: LossScale | None,
     ) -> tuple[Metrics, jax.Array, Params]:
         def loss(outside: Params, x_BSD: jax.Array) -> tuple[jax.Array, Metrics]:
-            logits_BY = self._logits(outside, x_BSD, part)
-            return self.losses.loss(logits_BY, part.images, part.contrast)
+            logits_BY = self._logits(outside, x_BSD, micro_batch)
+            return self.losses.loss(logits_BY, micro_batch.images, micro_batch.contrast)
 
         gradients = jax.grad(loss, argnums=(0, 1), has_aux=True)
         (doutside, dx_BSD), metrics = gradients(outside, x_BSD)
         return jax.tree.map(lambda a: a[None], metrics), dx_BSD, doutside
 
     def metrics(self, step: StepResults) -> Metrics:
-        added = partial(jax.tree.map, lambda *parts: sum(part[0] for part in parts))
+        added = partial(jax.tree.map, lambda *addends: sum(addend[0] for addend in addends))
         total: Metrics = added(*step.losses)
         if not step.stats:
             return total
@@ -142,8 +156,8 @@ class StreamedVision(StreamedModel[TaskPart]):
     def reduced(self, params: Params, grads: StreamedGradients) -> Params:
         gathered, scatter = jax.vjp(self.vision.gather_all, params)
         stacks = {
-            STACKS[kind]: jax.tree.unflatten(jax.tree.structure(gathered[STACKS[kind]]), rest)
-            for kind, rest in grads.rest.items()
+            STACKS[kind]: jax.tree.unflatten(jax.tree.structure(gathered[STACKS[kind]]), leaves)
+            for kind, leaves in grads.unbuffered.items()
         }
         own = grads.outside | stacks
         (reduced,) = scatter(jax.tree.map(lambda g, w: g[0].astype(w.dtype), own, gathered))
@@ -158,35 +172,39 @@ class StreamedVision(StreamedModel[TaskPart]):
 
     # Contrastive losses and evaluation
 
-    def embeddings(self, outside: Params, x_BSD: jax.Array, part: TaskPart) -> jax.Array:
+    def embeddings(
+        self, outside: Params, x_BSD: jax.Array, micro_batch: TaskMicroBatch
+    ) -> jax.Array:
         """Return [B, C]; see `TaskLosses.embeddings`."""
-        return self.losses.embeddings(self._logits(outside, x_BSD, part))
+        return self.losses.embeddings(self._logits(outside, x_BSD, micro_batch))
 
-    def compare(self, z_BC: Sequence[jax.Array], parts: Sequence[ImageBatch]) -> list[Contrast]:
+    def compare(self, z_BC: Sequence[jax.Array], images: Sequence[ImageBatch]) -> list[Contrast]:
         """Return this device's contrastive-loss terms for each micro-batch. z_BC: embeddings of
         each micro-batch.
         """
-        batch = jax.tree.map(lambda *a: jnp.stack(a), *parts)
+        batch = jax.tree.map(lambda *a: jnp.stack(a), *images)
         contrast = self.losses.contrastive_terms(jnp.stack(z_BC), batch)
-        return [jax.tree.map(lambda a, m=m: a[m], contrast) for m in range(len(parts))]
+        return [jax.tree.map(lambda a, m=m: a[m], contrast) for m in range(len(images))]
 
-    def class_sums(self, outside: Params, x_BSD: jax.Array, part: TaskPart) -> jax.Array:
+    def class_sums(
+        self, outside: Params, x_BSD: jax.Array, micro_batch: TaskMicroBatch
+    ) -> jax.Array:
         """Return [K, C]: the sum of the embeddings of each class's images, over all devices."""
-        own = self.losses.class_sums(self._logits(outside, x_BSD, part), part.images)
+        own = self.losses.class_sums(self._logits(outside, x_BSD, micro_batch), micro_batch.images)
         total: jax.Array = sum_over_mesh(self.vision.mesh.size, own)
         return total
 
     def evaluation(
-        self, outside: Params, x_BSD: jax.Array, part: TaskPart, means_KC: jax.Array
+        self, outside: Params, x_BSD: jax.Array, micro_batch: TaskMicroBatch, means_KC: jax.Array
     ) -> jax.Array:
         """Return [3, A] over all devices' images; see `TaskLosses.evaluation`."""
-        logits_BY = self._logits(outside, x_BSD, part)
-        own = self.losses.evaluation(logits_BY, part.images, means_KC)
+        logits_BY = self._logits(outside, x_BSD, micro_batch)
+        own = self.losses.evaluation(logits_BY, micro_batch.images, means_KC)
         total: jax.Array = sum_over_mesh(self.vision.mesh.size, own)
         return total
 
 
-def micro_batches(batch: ImageBatch) -> list[ImageBatch]:
+def split_micro_batches(batch: ImageBatch) -> list[ImageBatch]:
     """Return this device's micro-batches as a list, without the device dimension."""
     number = batch.label.shape[1]
     return [jax.tree.map(lambda a, m=m: a[0, m], batch) for m in range(number)]

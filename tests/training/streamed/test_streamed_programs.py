@@ -223,7 +223,7 @@ class Spy:
     """
 
     def __init__(self, function: Any) -> None:
-        self.function, self.all_to_alls, self.kept_bytes = function, 0, 0
+        self.function, self.all_to_alls, self.residual_bytes = function, 0, 0
         # by the text that they were compiled from, and what they take
         self.compiled: dict[Any, Any] = {}
 
@@ -233,8 +233,8 @@ class Spy:
         if key not in self.compiled:
             self.compiled[key] = lowered.compile()
         self.all_to_alls += all_to_alls(self.compiled[key])
-        kept = args[2].kept if isinstance(args[2], ForBackward) else None
-        self.kept_bytes += sum(a.nbytes for a in jax.tree.leaves(kept))
+        residuals = args[2].residuals if isinstance(args[2], ForBackward) else None
+        self.residual_bytes += sum(a.nbytes for a in jax.tree.leaves(residuals))
         return self.compiled[key](*args)
 
 
@@ -281,8 +281,8 @@ def test_nothing_is_sent_twice(
     assert metrics["ok"]
     assert spies["route"].all_to_alls + spies["add_experts"].all_to_alls == layers * forward
     assert spies["moe_gradients"].all_to_alls == layers * backward
-    planned_bytes = trained_model(config).kept_bytes
-    assert 0.7 * planned_bytes <= spies["moe_gradients"].kept_bytes <= 1.15 * planned_bytes
+    planned_bytes = trained_model(config).residual_bytes
+    assert 0.7 * planned_bytes <= spies["moe_gradients"].residual_bytes <= 1.15 * planned_bytes
     ordinary: Any = make_trainer(dataclasses.replace(config, tiers=TiersConfig()), devices)
     whole = ordinary.step.lower(ordinary.state_shape, batch(config, 0)).compile()
     assert all_to_alls(whole) == layers * (forward + backward)

@@ -363,7 +363,7 @@ def test_a_device_has_as_many_bytes_of_experts_as_planned(
         assert isinstance(run.trainer, StreamedVisionTrainer)
         num_slots = 4 if run.trainer.slots is None else run.trainer.slots.num_slots
         shapes = {
-            (num_slots, *shape) for shape in run.trainer.streamed.parts.expert_shapes.values()
+            (num_slots, *shape) for shape in run.trainer.streamed.modules.expert_shapes.values()
         }
 
         def stack_bytes() -> int:
