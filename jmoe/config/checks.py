@@ -12,7 +12,7 @@ import numbers
 import types
 import typing
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 
 def check(ok: bool, name: str, value: object, constraint: str) -> None:
@@ -73,7 +73,7 @@ def countable(config: object, *names: str) -> None:
 
 
 @functools.cache
-def _types(kind: type) -> dict[str, tuple[object, ...]]:
+def _types(kind: Any) -> dict[str, tuple[Any, ...]]:
     """Return the allowed types of each field of class `kind` that `_must_be` can check.
 
     A tuple field has its elements' types. Fields of other types, and unions of a Literal and
@@ -88,14 +88,14 @@ def _types(kind: type) -> dict[str, tuple[object, ...]]:
     }
 
 
-def _alternatives(hint: object) -> tuple[object, ...]:
+def _alternatives(hint: Any) -> tuple[Any, ...]:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return sum(map(_alternatives, args), ())
     return (args[0],) if origin is tuple and args[1:] == (...,) else (hint,)
 
 
-def _must_be(value: object, kinds: tuple[object, ...]) -> str:
+def _must_be(value: Any, kinds: tuple[Any, ...]) -> str:
     """Return the constraint that `value` violates, "" if it has one of the types `kinds`."""
     if typing.get_origin(kinds[0]) is Literal:
         allowed = [choice for kind in kinds for choice in typing.get_args(kind)]
@@ -118,7 +118,8 @@ def _must_be(value: object, kinds: tuple[object, ...]) -> str:
 
 def check_values(config: object) -> None:
     """Check each field declared as a number or a Literal (or a tuple of them) against its type."""
-    for name, kinds in _types(type(config)).items():
+    kind: Any = type(config)
+    for name, kinds in _types(kind).items():
         value = getattr(config, name)
         for one in value if isinstance(value, list | tuple) else (value,):
             constraint = _must_be(one, kinds)

@@ -103,6 +103,24 @@ def supervised_run(
     return Supervised(tmp_path, capsys, monkeypatch)
 
 
+def test_a_signal_that_arrives_while_another_is_passed_on(supervised_run: Supervised) -> None:
+    """It reaches the ranks in the next round, though it came after the round's list was read."""
+    supervisor, sent = supervised_run.make({}), list[int]()
+    supervisor._signals.append(signal.SIGUSR1)
+
+    class Rank(RemoteProcess):
+        def __init__(self) -> None: ...
+
+        def send_signal(self, number: int) -> None:
+            if not sent:
+                supervisor._signals.append(signal.SIGTERM)
+            sent.append(number)
+
+    passed = supervisor._pass_on_signals([Rank()], 0)
+    assert supervisor._pass_on_signals([Rank()], passed) == 2
+    assert sent == [signal.SIGUSR1, signal.SIGTERM]
+
+
 def test_gpus_of_a_job_without_a_process_are_refused(
     supervised_run: Supervised, monkeypatch: pytest.MonkeyPatch
 ) -> None:
