@@ -21,12 +21,13 @@ from jmoe.serving.errors import ApiError
 from jmoe.serving.middleware import DISCONNECTED
 from jmoe.serving.schemas import ChunkChoice, CompletionChoice, Envelope, GenerationBody, Usage
 from jmoe.serving.service import Service, disconnected
+from jmoe.types import JsonObject
 
 PING_S = 15
 # Many clients split lines as `str.splitlines` does. JSON already escapes its other line ends.
 _LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
 # for OpenAPI, which cannot describe the events' schema
-EVENTS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
+EVENTS: dict[int | str, JsonObject] = {200: {"content": {"text/event-stream": {}}}}
 Body = TypeVar("Body", bound=GenerationBody)
 Delta = TypeVar("Delta", CompletionChoice, ChunkChoice)
 
@@ -48,7 +49,7 @@ class Answer(ABC, Generic[Body, Delta]):
     body: Body
     prompts: list[list[int]]
     generation: Generation
-    envelope: dict[str, Any]
+    envelope: JsonObject
 
     @classmethod
     async def respond(

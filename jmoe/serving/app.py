@@ -6,7 +6,6 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.openapi.utils import get_openapi
@@ -32,6 +31,7 @@ from jmoe.serving.schemas import (
     TokenizeResponse,
 )
 from jmoe.serving.service import Service
+from jmoe.types import JsonObject
 
 PAGE = Path(__file__).with_name("page.html")
 # The policy of the page's meta element, plus frame-ancestors, which a meta element cannot set.
@@ -40,7 +40,7 @@ PAGE_POLICY = (
     " 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-ERRORS: dict[int | str, dict[str, Any]] = {
+ERRORS: dict[int | str, JsonObject] = {
     400: {"description": "The request is not valid"},
     401: {"description": "An API key is needed"},
     403: {"description": "The host is not one that this server has"},
@@ -87,10 +87,11 @@ def make_app(service: Service, api_keys: ApiKeys, version: str) -> FastAPI:
             allow_private_network=True,
             expose_headers=(ID_HEADER, "retry-after"),
         )
-    for router in (completions_router, chat_router, tokens_router, state_router):
+    routers = completions_router, chat_router, tokens_router, model_router, state_router
+    for router in routers:
         app.include_router(router(service))
 
-    def openapi() -> dict[str, Any]:
+    def openapi() -> JsonObject:
         """Return the OpenAPI schema without FastAPI's 422 responses: invalid requests get 400."""
         if app.openapi_schema is None:
             schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
@@ -185,8 +186,8 @@ def live_figures(service: Service, view: View) -> Live:
     )
 
 
-def state_router(service: Service) -> APIRouter:
-    """Return the routes for models, health, metrics and the status page."""
+def model_router(service: Service) -> APIRouter:
+    """Return the routes that list and describe the served model."""
     router = APIRouter()
     card = ModelCard(
         id=service.name,
@@ -205,6 +206,13 @@ def state_router(service: Service) -> APIRouter:
         """Describe the served model."""
         service.check_model(model)
         return card
+
+    return router
+
+
+def state_router(service: Service) -> APIRouter:
+    """Return the routes for health, metrics and the status page."""
+    router = APIRouter()
 
     @router.get("/health")
     async def health() -> Status:

@@ -22,6 +22,7 @@ from jinja2.utils import Namespace
 
 from jmoe.models.folder import has_file, read_text
 from jmoe.models.tokenizer_file import SETTINGS, read_settings, special_tokens, template_files
+from jmoe.types import Json, JsonObject
 
 DEFAULT, TOOL_USE = "default", "tool_use"
 TEMPLATE_FILE = "chat_template.jinja"
@@ -79,7 +80,7 @@ class ChatTemplate:
             return "string"
         return "parts" if self._shows(probe, [{"type": "text", "text": probe}]) else None
 
-    def _shows(self, probe: str, content: Any) -> bool:
+    def _shows(self, probe: str, content: Json) -> bool:
         """Whether the rendered prompt contains `probe` if `content` is a message's content."""
         system, user = ({"role": role, "content": content} for role in ("system", "user"))
         # some templates reject a conversation without a system message
@@ -99,12 +100,12 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Mapping[str, Json]],
         *,
         add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        documents: Sequence[Mapping[str, Any]] | None = None,
-        **variables: Any,
+        tools: Sequence[Mapping[str, Json]] | None = None,
+        documents: Sequence[Mapping[str, Json]] | None = None,
+        **variables: Json,
     ) -> str:
         """Return the prompt text for a conversation in the OpenAI API's format.
 
@@ -153,7 +154,7 @@ class ChatTemplate:
         )
 
 
-def read_templates(folder: Path) -> dict[str, Any] | None:
+def read_templates(folder: Path) -> JsonObject | None:
     """Return the keyword arguments of `ChatTemplate` for a Hugging Face model folder, None if it
     has no templates.
 
@@ -182,7 +183,7 @@ def read_templates(folder: Path) -> dict[str, Any] | None:
     )
 
 
-def begin_rendering(**setup: Any) -> Callable[[bytes], bytes]:
+def begin_rendering(**setup: Json) -> Callable[[bytes], bytes]:
     """Return the function that answers a fork's questions (the `begin` of a `ForkServer`).
 
     A question is `CONTENT_FORM`, or the arguments of `ChatTemplate.render` as JSON.
@@ -294,7 +295,7 @@ def _raise_exception(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
-def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+def _with_reasoning(message: JsonObject) -> JsonObject:
     """Return the message with its reasoning copied to each field name that templates read."""
     reasoning = next((message[field] for field in REASONING_FIELDS if field in message), None)
     return (
@@ -304,7 +305,7 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def _templates_of(entry: Any, folder: Path) -> dict[str, str]:
+def _templates_of(entry: Json, folder: Path) -> dict[str, str]:
     """Return the templates in `chat_template` of tokenizer_config.json, by name.
 
     entry: None, one template, or a list of named templates. Raises ValueError for anything else.
@@ -327,7 +328,7 @@ def _templates_of(entry: Any, folder: Path) -> dict[str, str]:
     )
 
 
-def _named_templates(entry: Any) -> bool:
+def _named_templates(entry: Json) -> bool:
     return isinstance(entry, list) and all(
         isinstance(one, dict)
         and isinstance(one.get("name"), str)

@@ -28,7 +28,9 @@ from functools import partial
 from importlib import import_module
 from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import BinaryIO, TypeVar
+
+from jmoe.types import JsonObject
 
 START_LIMIT_S = 60.0  # CPU time of the server's setup
 ANSWER_LIMIT_S = 60.0  # wall clock, generous for a loaded machine
@@ -245,7 +247,7 @@ class ForkServer:
     shutdown. It exits when the owning process closes its socket or exits.
     """
 
-    def __init__(self, what: str, begin: str, setup: dict[str, Any], limits: Limits) -> None:
+    def __init__(self, what: str, begin: str, setup: JsonObject, limits: Limits) -> None:
         """Start the helper process and wait until `begin` has returned.
 
         Raises ValueError with the message of a ValueError that `begin` raised, or if the helper

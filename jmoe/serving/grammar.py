@@ -9,7 +9,6 @@ import asyncio
 import json
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -17,6 +16,7 @@ from tokenizers import Tokenizer
 from jmoe.config import check
 from jmoe.serving.forks import SLOW_S, Fork, ForkServer, LimitError, Limits
 from jmoe.serving.grammar_worker import HEAD, TOKEN, WRONG
+from jmoe.types import JsonObject
 
 MAX_SCHEMA_BYTES = 64 << 10
 WHAT = "response_format.json_schema"
@@ -138,7 +138,7 @@ class Grammars:
         self._starting = asyncio.Lock()
         self._server: ForkServer | None = None
 
-    async def constraints(self, schema: dict[str, Any], count: int) -> list[JsonConstraint]:
+    async def constraints(self, schema: JsonObject, count: int) -> list[JsonConstraint]:
         """Return `count` constraints for `schema`, each with its first mask ready.
 
         Raises ValueError if the schema is invalid, too large or unsupported, or the model has no

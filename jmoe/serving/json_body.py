@@ -14,6 +14,7 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
 from jmoe.serving.errors import ApiError, replace_surrogates
+from jmoe.types import Json, JsonObject
 
 LONG_BODY_BYTES = 1 << 16
 
@@ -31,7 +32,7 @@ class JsonRoute(APIRoute):
 
 
 class _JsonRequest(Request):
-    async def json(self) -> Any:
+    async def json(self) -> Json:
         if not hasattr(self, "_json"):
             body = await self.body()
             if len(body) > LONG_BODY_BYTES:  # parsing would block the event loop
@@ -41,7 +42,7 @@ class _JsonRequest(Request):
         return self._json
 
 
-def parse_body(body: bytes) -> Any:
+def parse_body(body: bytes) -> Json:
     """Return the JSON value in `body`.
 
     Raises `ApiError` 400 for a duplicate name in an object, NaN or Infinity, too deep nesting, an
@@ -60,7 +61,7 @@ def parse_body(body: bytes) -> Any:
         raise ApiError(400, "a number of the body has too many digits") from error
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, Json]]) -> JsonObject:
     values = dict(pairs)
     if len(values) < len(pairs):
         name, _ = Counter(name for name, _ in pairs).most_common(1)[0]

@@ -7,13 +7,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from tokenizers import Tokenizer
 
 from jmoe.inference.sampling_params import SamplingParams
 from jmoe.models.generation_config import FILE, GenerationConfig
 from jmoe.models.pretrained import read_config
+from jmoe.types import Json
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class ModelSampling:
     """
 
     config: GenerationConfig
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, Json] = field(default_factory=dict)
     turn_end_token_ids: tuple[int, ...] = ()
 
     @classmethod

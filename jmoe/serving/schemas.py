@@ -9,7 +9,7 @@ answer is either honoured or rejected by name. Accepted without effect: null, de
 import math
 import re
 import time
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -34,6 +34,7 @@ from jmoe.inference.sampling_params import (
 from jmoe.models.generation_config import SAMPLING
 from jmoe.serving.errors import UNKNOWN, replace_surrogates
 from jmoe.serving.model_sampling import ModelSampling
+from jmoe.types import Json, JsonObject
 
 MAX_CHOICES = 128
 MAX_PROMPTS = 8192
@@ -45,7 +46,7 @@ FastList = Annotated[list[T], Field(fail_fast=True)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
-def _text_or_list(value: Any) -> str:
+def _text_or_list(value: Json) -> str:
     """Return the union tag of a value, so that only one union member reports errors."""
     return "list" if isinstance(value, list) else "text"
 
@@ -54,21 +55,21 @@ _NUMBER = re.compile(r"-?[0-9]{1,20}(\.[0-9]{1,20})?([eE][+-]?[0-9]{1,3})?")
 MOST_TOKENS = 2**31 - 1  # stands for "as many as the context allows"
 
 
-def _as_number(value: Any) -> Any:
+def _as_number(value: Json) -> Json:
     """Return 0.7 for the string "0.7" and 5 for 5.0; any other value unchanged."""
     if isinstance(value, str) and _NUMBER.fullmatch(value):
         value = float(value) if set(value) & set(".eE") else int(value)
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _without_empty(value: Any) -> Any:
+def _without_empty(value: Json) -> Json:
     """Return stop strings without empty ones."""
     if isinstance(value, list):
         return [one for one in value if one != ""]
     return [] if value == "" else value
 
 
-def _none_if_false(value: Any) -> Any:
+def _none_if_false(value: Json) -> Json:
     """Return None for false, by which chat clients switch log-probabilities off."""
     return None if value is False else value
 
@@ -76,7 +77,7 @@ def _none_if_false(value: Any) -> Any:
 StopString = Annotated[str, Field(max_length=MAX_STOP_CHARS)]
 Finite = Annotated[float, BeforeValidator(_as_number), Field(allow_inf_nan=False)]
 Whole = Annotated[int, BeforeValidator(_as_number)]
-Hint = Any  # accepted and ignored: no answer depends on it
+Hint = Json  # accepted and ignored: no answer depends on it
 FinishReason = Literal["stop", "length"]
 
 
@@ -85,7 +86,7 @@ def _at_most(count: int) -> BeforeValidator:
     them.
     """
 
-    def check(value: Any) -> Any:
+    def check(value: Json) -> Json:
         if isinstance(value, dict) and len(value) > count:
             raise ValueError(f"has {len(value)} entries; at most {count} are allowed")
         return value
@@ -93,12 +94,12 @@ def _at_most(count: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def _only(*harmless: Any) -> BeforeValidator:
+def _only(*harmless: Json) -> BeforeValidator:
     """Return a validator that rejects every value except `harmless` ones, which equal the server's
     behaviour anyway.
     """
 
-    def check(value: Any) -> Any:
+    def check(value: Json) -> Json:
         if not any(value == one and isinstance(value, type(one)) for one in harmless):
             message = "is not a parameter that this server supports, except as {harmless}"
             raise PydanticCustomError(
@@ -116,7 +117,7 @@ class RequestBody(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _only_known(cls, data: Any) -> Any:
+    def _only_known(cls, data: Json) -> Json:
         """Drop null values; raise an error that names the first unknown parameter."""
         if not isinstance(data, dict):
             return data
@@ -155,7 +156,7 @@ class JsonSchema(RequestBody):
 
     name: str
     description: str | None = None
-    schema_: dict[str, Any] = Field(default_factory=dict, alias="schema")
+    schema_: JsonObject = Field(default_factory=dict, alias="schema")
     strict: bool | None = None
 
 
@@ -232,7 +233,7 @@ class GenerationBody(RequestBody):
         return self
 
     @property
-    def json_schema(self) -> dict[str, Any] | None:
+    def json_schema(self) -> JsonObject | None:
         """The schema that the answer must follow, None if there is none."""
         if self.response_format is None or self.response_format.type == "text":
             return None
@@ -250,7 +251,7 @@ class GenerationBody(RequestBody):
         return MOST_TOKENS if self.max_tokens == -1 else self.max_tokens
 
     @property
-    def _sampling_set(self) -> dict[str, Any]:
+    def _sampling_set(self) -> JsonObject:
         """Parameters that the request sets and for which a model may have defaults."""
         return {name: getattr(self, name) for name in SAMPLING if name in self.model_fields_set}
 
@@ -292,7 +293,7 @@ class GenerationBody(RequestBody):
         )
 
 
-def _kind_of_prompt(prompt: Any) -> str:
+def _kind_of_prompt(prompt: Json) -> str:
     """Return the union tag of a prompt, from its first element, so that only one union member
     validates it.
     """
@@ -362,8 +363,8 @@ class Message(RequestBody):
     reasoning_content: str | None = None
     reasoning: str | None = None
     thinking: str | None = None
-    tool_calls: Annotated[list[Any], _only([])] = Field(default_factory=list)
-    annotations: Annotated[list[Any], _only([])] = Field(default_factory=list)
+    tool_calls: Annotated[list[Json], _only([])] = Field(default_factory=list)
+    annotations: Annotated[list[Json], _only([])] = Field(default_factory=list)
     refusal: Annotated[str, _only("")] = ""
     cache_control: Hint = None
 
@@ -386,7 +387,7 @@ class Message(RequestBody):
         """Number of characters of content and reasoning."""
         return len(self.text) + len(self.reasoned)
 
-    def for_template(self, as_parts: bool) -> dict[str, Any]:
+    def for_template(self, as_parts: bool) -> JsonObject:
         """Return the message as a dict for the chat template.
 
         as_parts: pass the content as a list of text parts instead of one string.
@@ -408,7 +409,7 @@ class Message(RequestBody):
 RESERVED = ("messages", "add_generation_prompt", "tools", "documents", "self")
 
 
-def _check_variables(variables: dict[str, Any]) -> dict[str, Any]:
+def _check_variables(variables: JsonObject) -> JsonObject:
     for name in RESERVED:
         if name in variables:
             raise ValueError(f"{name} cannot be given here")
@@ -416,11 +417,11 @@ def _check_variables(variables: dict[str, Any]) -> dict[str, Any]:
 
 
 TemplateVariables = Annotated[
-    dict[str, Any], AfterValidator(_check_variables), Field(max_length=MAX_VARIABLES)
+    JsonObject, AfterValidator(_check_variables), Field(max_length=MAX_VARIABLES)
 ]
 
 
-def _check_parts(messages: Any) -> Any:
+def _check_parts(messages: Json) -> Json:
     """Reject more than `MAX_MESSAGES` messages or content parts before validating each."""
     if isinstance(messages, list):
         contents = [message.get("content") for message in messages if isinstance(message, dict)]
@@ -453,10 +454,10 @@ class ChatCompletionRequest(GenerationBody):
     add_generation_prompt: bool = True
     add_special_tokens: bool = False
     chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
-    tools: Annotated[list[Any], _only([])] = Field(default_factory=list)
+    tools: Annotated[list[Json], _only([])] = Field(default_factory=list)
     tool_choice: Annotated[str, _only("none", "auto")] = "none"
     parallel_tool_calls: Hint = None  # irrelevant without tools
-    functions: Annotated[list[Any], _only([])] = Field(default_factory=list)
+    functions: Annotated[list[Json], _only([])] = Field(default_factory=list)
     function_call: Annotated[str, _only("none", "auto")] = "none"
     modalities: Annotated[list[str], _only(["text"])] = Field(default_factory=lambda: ["text"])
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from fastapi import Request
 
@@ -31,6 +31,7 @@ from jmoe.serving.middleware import DISCONNECTED
 from jmoe.serving.model_sampling import ModelSampling
 from jmoe.serving.schemas import GenerationBody, Message
 from jmoe.serving.vocabulary import TokenVocabulary
+from jmoe.types import JsonObject
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -85,7 +86,7 @@ class Service:
             FairSemaphore(FORKS),
         )
 
-    def _template_server(self, setup: dict[str, Any]) -> ForkServer:
+    def _template_server(self, setup: JsonObject) -> ForkServer:
         body_bytes = self.config.max_body_bytes
         limits = Limits(
             RENDER_S,
@@ -191,7 +192,7 @@ class Service:
         self,
         messages: list[Message],
         add_generation_prompt: bool,
-        variables: dict[str, Any],
+        variables: JsonObject,
         request: Request,
     ) -> str:
         """Return the prompt text of a chat.
@@ -282,7 +283,7 @@ class Service:
                     constraint, self.tokenizer, harmony, prompt, self._end_token_ids
                 )
 
-    def log_prompts(self, request: Request, prompts: list[Any]) -> None:
+    def log_prompts(self, request: Request, prompts: list[str | list[int]]) -> None:
         """Add the prompts to the request's log line if `log_prompts` is set."""
         if self.config.log_prompts:
             request.state.note(repr(prompts))

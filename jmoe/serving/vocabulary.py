@@ -35,7 +35,9 @@ class TokenVocabulary:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._special = set(tokenizer.get_added_tokens_decoder())
+        added = tokenizer.get_added_tokens_decoder()
+        self._added = set(added)
+        self._special = {token_id for token_id, token in added.items() if token.special}
         byte_level = '"ByteLevel"' in json.dumps(json.loads(tokenizer.to_str())["decoder"])
         self._alphabet = _byte_level_alphabet() if byte_level else None
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
@@ -56,7 +58,7 @@ class TokenVocabulary:
         token: str | None = self._tokenizer.id_to_token(token_id)
         if token is None:
             return b""
-        if token_id in self._special:
+        if token_id in self._added:
             return token.encode()
         if self._alphabet is not None:
             return bytes(self._alphabet[char] for char in token)
@@ -82,9 +84,9 @@ class TokenVocabulary:
         """
         return None if self._longest is None else num_tokens * self._longest
 
-    def is_added(self, token_id: int) -> bool:
-        """Return whether the token is an added token (special tokens among them), which decoding
-        may omit from the output text.
+    def is_special(self, token_id: int) -> bool:
+        """Return whether the token is a special token, which decoding omits from the output
+        text.
         """
         return token_id in self._special
 
@@ -156,7 +158,7 @@ class TextOffsets:
         for token in token_ids:
             offsets.append(self._num_characters)
             data = self._vocabulary.bytes(token)
-            if self._vocabulary.is_added(token) and not text.startswith(
+            if self._vocabulary.is_special(token) and not text.startswith(
                 data.decode(), self._num_characters
             ):
                 continue
