@@ -18,6 +18,34 @@ from jmoe.runtime import end_at_once_on_interrupt
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write token shards and a tokenizer; return the exit status, 2 for a user's mistake."""
+    options = _parser().parse_args(arguments)
+    try:
+        config = DataConfig(
+            path=tuple(options.path),
+            field=options.field,
+            encoding=tuple(options.encoding),
+            control_tokens=options.control_tokens,
+            tokenizer=options.tokenizer,
+            held_out_fraction=options.held_out_fraction,
+            held_out_bytes=options.held_out_bytes,
+        )
+        report = PreparingData(lambda line: print(line, file=sys.stderr, flush=True)).report
+        corpus = write_shards(
+            config, 2**32 if options.vocab_size is None else options.vocab_size, options.out, report
+        )
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    text_bytes = sum(source.text_bytes for source in corpus.sources)
+    print(
+        f"{options.out}: {corpus.num_train_tokens} tokens to train on ({text_bytes} bytes of text),"
+        f" {len(corpus.held_out_tokens)} held out ({len(corpus.held_out_bytes)} bytes), vocabulary"
+        f" {corpus.vocab_size}; {corpus.files()}"
+    )
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
     defaults = DataConfig()
     parser = argparse.ArgumentParser(
         prog="python -m jmoe.data",
@@ -59,31 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--held-out-fraction", type=float, default=defaults.held_out_fraction, metavar="F"
     )
     parser.add_argument("--held-out-bytes", type=int, default=defaults.held_out_bytes, metavar="N")
-    options = parser.parse_args(arguments)
-    try:
-        config = DataConfig(
-            path=tuple(options.path),
-            field=options.field,
-            encoding=tuple(options.encoding),
-            control_tokens=options.control_tokens,
-            tokenizer=options.tokenizer,
-            held_out_fraction=options.held_out_fraction,
-            held_out_bytes=options.held_out_bytes,
-        )
-        report = PreparingData(lambda line: print(line, file=sys.stderr, flush=True)).report
-        corpus = write_shards(
-            config, 2**32 if options.vocab_size is None else options.vocab_size, options.out, report
-        )
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    text_bytes = sum(source.text_bytes for source in corpus.sources)
-    print(
-        f"{options.out}: {corpus.num_train_tokens} tokens to train on ({text_bytes} bytes of text),"
-        f" {len(corpus.held_out_tokens)} held out ({len(corpus.held_out_bytes)} bytes), vocabulary"
-        f" {corpus.vocab_size}; {corpus.files()}"
-    )
-    return 0
+    return parser
 
 
 if __name__ == "__main__":

@@ -215,12 +215,12 @@ def prepare(
         finished = job.finished() is not None
         if role.is_main and not finished and job.manifest() is not None:
             print(f"{cache_dir}: the prepared text is damaged, it is prepared again", flush=True)
-        kept = None
+        expected_manifest = None
         if role.keep and not finished:
-            kept = _kept_manifest(cache_dir)
-            cache_dir = beside(cache_dir)
+            expected_manifest = _read_manifest(cache_dir)
+            cache_dir = staging_folder(cache_dir)
             job = dataclasses.replace(job, directory=cache_dir)
-        manifest = job.run(role.report, kept) if role.is_main else _wait_for(job, role)
+        manifest = job.run(role.report, expected_manifest) if role.is_main else _wait_for(job, role)
         tokenizer = load_tokenizer(
             cache_dir / TOKENIZER, vocab_size, encode_control=config.control_tokens
         )
@@ -255,7 +255,7 @@ class OtherTextError(ValueError):
     """The text differs from the cached text that `Role.keep` protects."""
 
 
-def _kept_manifest(cache_dir: Path) -> JsonObject | None:
+def _read_manifest(cache_dir: Path) -> JsonObject | None:
     """Return the manifest in `cache_dir`, of whatever inputs; None if it is missing or damaged."""
     try:
         manifest = json.loads((cache_dir / MANIFEST).read_text())
@@ -264,19 +264,19 @@ def _kept_manifest(cache_dir: Path) -> JsonObject | None:
     return manifest if isinstance(manifest, dict) and "held_out_text" in manifest else None
 
 
-def beside(cache_dir: Path) -> Path:
+def staging_folder(cache_dir: Path) -> Path:
     """Return the folder in which new text is prepared while `cache_dir` keeps the old text."""
     return cache_dir.with_name(f".{cache_dir.name}.new")
 
 
 def publish(corpus: Corpus, cache_dir: Path) -> None:
-    """Move a corpus prepared in the folder `beside(cache_dir)` to `cache_dir`; ignore any other
+    """Move a corpus prepared in `staging_folder(cache_dir)` to `cache_dir`; ignore any other
     corpus.
 
     Files that are open stay readable. The old manifest is removed first and the new one moved last,
     so that after an interruption the text is prepared again.
     """
-    made = beside(cache_dir)
+    made = staging_folder(cache_dir)
     if corpus.tokenizer_path is None or corpus.tokenizer_path.parent != made:
         return
     cache_dir.mkdir(exist_ok=True)
@@ -288,8 +288,8 @@ def publish(corpus: Corpus, cache_dir: Path) -> None:
 
 
 def discard(cache_dir: Path) -> None:
-    """Delete the unpublished text in the folder `beside(cache_dir)`."""
-    shutil.rmtree(beside(cache_dir), ignore_errors=True)
+    """Delete the unpublished text in the folder `staging_folder(cache_dir)`."""
+    shutil.rmtree(staging_folder(cache_dir), ignore_errors=True)
 
 
 def write_shards(config: DataConfig, vocab_size: int, out: Path, report: Report) -> Corpus:
@@ -508,11 +508,11 @@ class _TextJob:
         same = hashlib.sha256(text).hexdigest() == manifest["held_out_text"]
         return manifest if same and tokenizer.fingerprint == manifest["tokenizer"] else None
 
-    def run(self, report: Report, kept: JsonObject | None = None) -> JsonObject:
+    def run(self, report: Report, expected_manifest: JsonObject | None = None) -> JsonObject:
         """Tokenise the text unless that has been done, and return the manifest, which is written
         last.
 
-        kept: the manifest of the text with which the run began. Raises `OtherTextError` if the
+        expected_manifest: of the text with which the run began. Raises `OtherTextError` if the
         held-out text differs from that manifest's, before the tokenizer is trained and the text
         tokenised.
         """
@@ -522,7 +522,8 @@ class _TextJob:
         if self.tokenizer is None:
             check_vocab_size(self.vocab_size)
         parts = self._split(report)
-        if kept is not None and self._held_out_sum(parts) != kept["held_out_text"]:
+        expected = None if expected_manifest is None else expected_manifest["held_out_text"]
+        if expected is not None and self._held_out_sum(parts) != expected:
             raise OtherTextError("data.path: names other text than the run began with")
         self.directory.mkdir(parents=True, exist_ok=True)
         (self.directory / MANIFEST).unlink(missing_ok=True)
@@ -610,31 +611,21 @@ class _TextJob:
             tokenizer=tokenizer.fingerprint,
             control="tokens" if tokenizer.encodes_control else "text",
         )
+        encoder = _Encoder(
+            tokenizer, sum(file.size_bytes for part in parts for file in part), report
+        )
         train = []
         held_out_text = bytearray()
-        done_bytes, all_bytes = 0, sum(file.size_bytes for part in parts for file in part)
-
-        def encode(texts: Iterable[tuple[str, bool]], shard: ShardWriter) -> None:
-            nonlocal done_bytes
-            kept_as_text = ControlText(
-                () if tokenizer.encodes_control else tokenizer.control_tokens
-            )
-            for ids, size in encode_pieces(tokenizer, kept_as_text.counted(texts)):
-                shard.append(ids, text_bytes=size)
-                done_bytes += size
-                report("tokenising", done_bytes, all_bytes)
-            shard.control_texts += kept_as_text.documents
-
         with contextlib.ExitStack() as stack:
             held_out = stack.enter_context(writer(self.directory / HELD_OUT, split="held_out"))
             for number, (entry, part) in enumerate(zip(self.inputs, parts, strict=True)):
                 name = f"train-{number:05d}{SHARD_SUFFIX}"
                 with writer(self.directory / name, split="train") as shard:
                     for file in part:
-                        encode(read_pieces(file, 0, file.train_bytes), shard)
+                        encoder.append(read_pieces(file, 0, file.train_bytes), shard)
                         held = list(read_pieces(file, file.train_bytes, file.size_bytes))
                         held_out_text += "".join(text for text, _ in held).encode()
-                        encode(held, held_out)
+                        encoder.append(held, held_out)
                     if shard.count < 2:
                         raise ValueError(
                             f"data.path = {entry.pattern!r}: too little text to train on and to"
@@ -651,6 +642,24 @@ class _TextJob:
             "held_out": _manifest_entry(HELD_OUT, held_out),
             "held_out_text": hashlib.sha256(held_out_text).hexdigest(),
         }
+
+
+class _Encoder:
+    """Encodes text into shards, and reports progress through `all_bytes` bytes of text."""
+
+    def __init__(self, tokenizer: LoadedTokenizer, all_bytes: int, report: Report) -> None:
+        self._tokenizer, self._report = tokenizer, report
+        self._done_bytes, self._all_bytes = 0, all_bytes
+
+    def append(self, texts: Iterable[tuple[str, bool]], shard: ShardWriter) -> None:
+        """Append the tokens of pieces of text to a shard, and count control tokens kept as text."""
+        tokenizer = self._tokenizer
+        kept_as_text = ControlText(() if tokenizer.encodes_control else tokenizer.control_tokens)
+        for ids, size in encode_pieces(tokenizer, kept_as_text.counted(texts)):
+            shard.append(ids, text_bytes=size)
+            self._done_bytes += size
+            self._report("tokenising", self._done_bytes, self._all_bytes)
+        shard.control_texts += kept_as_text.documents
 
 
 def _manifest_entry(name: str, shard: ShardWriter) -> JsonObject:

@@ -58,13 +58,13 @@ class ImageBatches:
         last: int,
     ) -> None:
         self._tasks, self._config, self._step = tuple(tasks), config, 0
-        self.deal(layout, first, last)
+        self.set_layout(layout, first, last)
         digest = hashlib.sha256("".join(task.fingerprint for task in tasks).encode()).hexdigest()[
             :16
         ]
         self.fingerprint = digest
 
-    def deal(self, layout: Layout, first: int, last: int) -> None:
+    def set_layout(self, layout: Layout, first: int, last: int) -> None:
         """Switch to another layout and device range, from the next batch on."""
         self._layout, self._devices = layout, range(first, last)
 

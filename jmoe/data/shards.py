@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jmoe.memory.direct_io import naming_file
-from jmoe.types import JsonObject
+from jmoe.types import Json, JsonObject
 
 MAGIC = b"JMOETOK1"
 ALIGNMENT_BYTES = 4096
@@ -219,7 +219,7 @@ def writing_shard(
 
 def _parse_header(path: Path, text: bytes) -> ShardHeader:
     try:
-        values: Any = json.loads(text.decode())
+        values: Json = json.loads(text.decode())
     except ValueError as error:
         raise ValueError(f"{path}: the header of this token shard is no JSON: {error}") from error
     later = {f.name: f.default for f in fields(ShardHeader) if f.default is not MISSING}

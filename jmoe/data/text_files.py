@@ -27,6 +27,7 @@ from typing import Any, BinaryIO
 
 from jmoe.data.file_formats import binary_format
 from jmoe.memory.direct_io import naming_file
+from jmoe.types import Json
 
 # Suffixes of text in a folder. A file that is given by name or glob may have any suffix.
 TEXT_SUFFIXES = frozenset(
@@ -313,7 +314,7 @@ def _as_lines(array: str) -> bytes:
     return b"".join(json.dumps(record).encode() + b"\n" for record in _loads(array))
 
 
-def _loads(text: str | bytes) -> Any:
+def _loads(text: str | bytes) -> Json:
     """Return the parsed JSON. Raises ValueError if it is invalid or nested too deeply."""
     try:
         return json.loads(text)

@@ -102,13 +102,13 @@ class _Matrices:
         """
         form = self._model.form(self._piece)
         assert form is not None
-        matrix_NK = form.wide(
-            *form.codes(self._model.rows, self._model.stored, self._piece.name, 0, rows)
+        matrix_NK = form.decompress(
+            *form.read_compressed(self._model.rows, self._model.stored, self._piece.name, 0, rows)
         )
         made = self._layout.tensors(matrix_NK.T)
         values, scales = made.values()
         if not np.array_equal(
-            Fp8Blocks().wide(values, np.repeat(scales, FP8.block, axis=0)), matrix_NK
+            Fp8Blocks().decompress(values, np.repeat(scales, FP8.block, axis=0)), matrix_NK
         ):
             stored = self._model.stored[form.names(self._piece.name)[0]]
             raise stored.wrong(
@@ -160,7 +160,8 @@ class _Source:
             (form, piece, p) for piece, p in matrices if (form := self.form(piece)) is not None
         ]
         is_mxfp4 = all(
-            p.experts and form.kept(self.stored, piece.name) is MXFP4 for form, piece, p in forms
+            p.experts and form.memory_format(self.stored, piece.name) is MXFP4
+            for form, piece, p in forms
         )
         if forms and is_mxfp4 and experts == FP8.name:
             return

@@ -195,7 +195,7 @@ def write_cut(
     """
     whole = source.config
     described, dense = changed_config(source.fields, config), dense or {}
-    rest, read = source.rest_arrays(), read or source.expert_array
+    rest, read = source.dense_arrays(), read or source.expert_array
     of_whole = [whole.layers[i] for i in layers]
     records = [of_whole[n].record for n, layer in enumerate(config.layers) if layer.has_experts]
     arrays: dict[Names, jax.Array | StoredExperts] = {

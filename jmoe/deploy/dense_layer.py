@@ -65,7 +65,7 @@ def dense_mlp(
     weights = (source.config.router.routed_scaling_factor * shares).tolist()
     shared = {
         path[-1]: np.asarray(array[layer])
-        for path, array in source.rest_arrays().items()
+        for path, array in source.dense_arrays().items()
         if path[1:2] == ("shared_expert",)
     }
     if shared:

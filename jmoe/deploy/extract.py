@@ -21,7 +21,7 @@ import numpy as np
 from jmoe.config import STACKS, CommConfig, TaskConfig, VisionModelConfig, VisionTrainConfig, check
 from jmoe.config.vision import HeadKind
 from jmoe.deploy.cut import check_new_folder, new_folder
-from jmoe.layers.contrastive import unit
+from jmoe.layers.contrastive import normalized
 from jmoe.mesh import make_mesh
 from jmoe.models.functional import split_parameters
 from jmoe.models.safetensors_io import (
@@ -64,7 +64,7 @@ class TaskModel:
         logits, _ = self.model(
             pixels_BPPC, jnp.zeros(pixels_BPPC.shape[0], jnp.int32), full_capacity=True
         )
-        return logits if self.head == "classes" else unit(logits)
+        return logits if self.head == "classes" else normalized(logits)
 
 
 def path_config(config: VisionModelConfig) -> VisionModelConfig:

@@ -113,7 +113,7 @@ def hidden_states(
     chose.
     """
     config = checkpoint.config
-    embed_and_head, layers = checkpoint.load_rest()
+    embed_and_head, layers = checkpoint.load_dense()
     batches = _batches(*tokens_BS.shape)
     embed = split(embed_and_head)
     x = np.concatenate([np.asarray(_embed(*embed, jnp.asarray(tokens_BS[b]))) for b in batches])
@@ -148,7 +148,7 @@ def mean_loss(checkpoint: LazyCheckpoint, windows_BS: NDArray[np.int32]) -> floa
     [B, S + 1].
     """
     x_BSD = hidden_states(checkpoint, windows_BS[:, :-1])
-    labels_BS, head = windows_BS[:, 1:], split(checkpoint.load_rest()[0])
+    labels_BS, head = windows_BS[:, 1:], split(checkpoint.load_dense()[0])
     size = x_BSD.shape[-1]
     losses = [
         np.asarray(

@@ -97,7 +97,7 @@ class PortablePrograms:
     def __init__(self, checkpoint: LazyCheckpoint) -> None:
         """Read the dense weights."""
         self.checkpoint, self.config = checkpoint, checkpoint.config
-        embed_and_head, blocks = checkpoint.load_rest()
+        embed_and_head, blocks = checkpoint.load_dense()
         self._dense: dict[str, jax.Array] = {}
         self._embed_and_head = self._named("ends", embed_and_head)
         self._layers = []

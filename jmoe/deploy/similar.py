@@ -66,7 +66,7 @@ class MergedExperts:
     ) -> None:
         self._source, self._use_NE = source, use_NE
         kernels = next(
-            a for path, a in source.rest_arrays().items() if path[-2:] == ("router", "kernel")
+            a for path, a in source.dense_arrays().items() if path[-2:] == ("router", "kernel")
         )
         self._groups = [
             merge_groups(np.asarray(k, np.float32), kept)

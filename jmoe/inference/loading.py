@@ -89,7 +89,7 @@ class LoadedModel(Closing):
         with open_checkpoint(folder, options) as checkpoint, contextlib.ExitStack() as stack:
             keep_compiled_programs()
             check_same_options(json.loads(json.dumps(asdict(options))), ("cache_dir:",))
-            check_alike(f"content of {checkpoint.folder}", lambda: checkpoint.content)
+            check_alike(f"content of {checkpoint.folder}", lambda: checkpoint.content_hash)
             options = with_sequence_length(checkpoint, options)
             paths = options.estimator == "paths"
             table = (
@@ -164,7 +164,7 @@ def _one_device(
         on_host=options.pin_host_memory != "on" and computes_on_host(options, memory),
         pin=options.pin_host_memory,
     )
-    embed_and_head, layers = checkpoint.load_rest()
+    embed_and_head, layers = checkpoint.load_dense()
     config, dtype = checkpoint.config, checkpoint.dtype
     # Arguments committed to a device compile another program than uncommitted ones, so everything
     # that a step replaces is committed from the start.
@@ -268,7 +268,7 @@ def model_bytes(checkpoint: LazyCheckpoint, options: EngineConfig) -> ModelBytes
     return ModelBytes(
         weights,
         record_bytes=RecordLayout.from_arrays(checkpoint.expert_fields).record_bytes,
-        dense_bytes=checkpoint.rest_bytes(devices if options.mesh.dense == "tensor" else 1),
+        dense_bytes=checkpoint.dense_bytes(devices if options.mesh.dense == "tensor" else 1),
         cache_bytes=sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(caches))
         // devices,
     )

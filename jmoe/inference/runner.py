@@ -422,7 +422,7 @@ class ModelRunner:
     ) -> None:
         """Split the modules into structures and arrays.
 
-        embed_and_head, layers: from `LazyCheckpoint.load_rest`.
+        embed_and_head, layers: from `LazyCheckpoint.load_dense`.
         native: use native (C++) operations for few tokens.
         """
         self.native = native

@@ -32,10 +32,10 @@ def _normed(structure: Structure, arrays: Arrays, x_BSD: jax.Array) -> jax.Array
 
 def teacher_fingerprint(folder: str) -> str:
     """Return a hash of the teacher's configuration and weights in a folder; see
-    `LazyCheckpoint.content`.
+    `LazyCheckpoint.content_hash`.
     """
     with LazyCheckpoint(folder) as checkpoint:
-        return checkpoint.content
+        return checkpoint.content_hash
 
 
 class Teacher(Closing):

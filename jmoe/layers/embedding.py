@@ -157,7 +157,7 @@ def _lookup_rows_bwd(
     asked_URC, owner_T, place_T, needed, table_VD = residuals
     size = rounds.num_devices * rounds.rows
 
-    def give_back(i: jax.Array, dtable_VD: jax.Array) -> jax.Array:
+    def send_gradients(i: jax.Array, dtable_VD: jax.Array) -> jax.Array:
         slot_T = rounds.slots(owner_T, place_T, i)
         sums_MD = (
             jnp.zeros((size, g_TD.shape[1]), jnp.float32)
@@ -169,7 +169,7 @@ def _lookup_rows_bwd(
         )
         return dtable_VD.at[asked_URC[i]].add(sums_RCD.astype(dtable_VD.dtype), mode="drop")
 
-    return lax.fori_loop(0, needed, give_back, jnp.zeros_like(table_VD)), None
+    return lax.fori_loop(0, needed, send_gradients, jnp.zeros_like(table_VD)), None
 
 
 _lookup_rows.defvjp(_lookup_rows_fwd, _lookup_rows_bwd)
@@ -195,7 +195,8 @@ class Embedding:
     """The planned lookup in the parameter `embedding` [V, D].
 
     axes: the mesh axes of all devices; the last lies within a node. In the layout `rows` the
-    parameter has shape [V / R, R, D], where entry [i, r] is row i R + r; `kept` converts to it.
+    parameter has shape [V / R, R, D], where entry [i, r] is row i R + r; `to_parameter_shape`
+    converts to it.
     """
 
     plan: EmbeddingPlan
@@ -214,7 +215,7 @@ class Embedding:
             return {}
         return {"embedding": 1} | ({"head": 1} if self.plan.parallel_head and not self.tied else {})
 
-    def kept(self, table_VD: jax.Array) -> jax.Array:
+    def to_parameter_shape(self, table_VD: jax.Array) -> jax.Array:
         """Return a whole table [V, D] in the shape of the parameter."""
         return (
             table_VD.reshape(-1, self.plan.num_devices, table_VD.shape[1])

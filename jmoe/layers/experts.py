@@ -33,7 +33,7 @@ def affine(x: jax.Array, weight: nnx.Param, bias: nnx.Param | None = None) -> ja
     return y if bias is None else y + bias[...].astype(jnp.float32)
 
 
-def slots_per_expert(expected_rows: int, num_local_experts: int) -> int:
+def batched_rows_per_expert(expected_rows: int, num_local_experts: int) -> int:
     """Return the number of rows of each expert in the batched product.
 
     An even share of `expected_rows` times `SLOT_FACTOR`, rounded up to a multiple of
@@ -109,7 +109,7 @@ class Experts(_MLPParameters):
         """
         biases = (None if b is None else b[...] for b in (self.b_up, self.b_down))
         weights = MLPWeights(self.w_up[...], self.w_down[...], *biases)
-        slots = slots_per_expert(expected_rows, group_sizes_L.shape[0])
+        slots = batched_rows_per_expert(expected_rows, group_sizes_L.shape[0])
         # experts that are not loaded have no rows, so the loaded experts' rows are contiguous
         if self.ids_M is not None:
             group_sizes_L = jnp.take(group_sizes_L, self.ids_M, mode="fill", fill_value=0)

@@ -187,7 +187,7 @@ class VocabularyShard:
         return (parts_RV.T if self.striped else parts_RV).reshape(-1)
 
 
-def _of_all_devices(
+def _gathered_operands(
     x_TD: jax.Array,
     w_DV: jax.Array,
     labels_T: jax.Array,
@@ -217,7 +217,7 @@ def parallel_cross_entropy(
     to x's dtype for transport and summed in float32. dw needs no reduction. The gradients are those
     of the global sum, whose cotangent must be equal on all devices.
     """
-    total = _loss(*_of_all_devices(x_TD, w_DV, labels_T, weights_T, shard), shard.axes)
+    total = _loss(*_gathered_operands(x_TD, w_DV, labels_T, weights_T, shard), shard.axes)
     return total / lax.axis_size(shard.axes)
 
 
@@ -228,7 +228,7 @@ def _parallel_fwd(
     weights_T: jax.Array,
     shard: VocabularyShard,
 ) -> PyTree:
-    operands = _of_all_devices(x_TD, w_DV, labels_T, weights_T, shard)
+    operands = _gathered_operands(x_TD, w_DV, labels_T, weights_T, shard)
     total, (dx_MD, dw_DV) = _loss_and_gradients(*operands, shard.axes)
     dx_TD = reduce_scatter_rows_local(dx_MD, shard.axes).astype(x_TD.dtype)
     return total / lax.axis_size(shard.axes), (dx_TD, dw_DV)

@@ -122,14 +122,14 @@ def table_mlp(
     implementation: None for the best that supports the case.
     """
     forms = {
-        "mosaic_gpu": partial(_in_one_product, routed, slots, table_E, activation),
+        "mosaic_gpu": partial(_by_grouped_matmul, routed, slots, table_E, activation),
         "xla": partial(_by_tiles, routed, slots, table_E, activation, tile_rows, implementation),
     }
     names = default_names() if implementation is None else (implementation,)
     return first_supported("table_mlp", [(name, forms[name]) for name in names])
 
 
-def _in_one_product(
+def _by_grouped_matmul(
     routed: ExpertInputs, slots: Mapping[str, jax.Array], table_E: jax.Array, activation: str
 ) -> jax.Array:
     """Return `table_mlp` by one grouped matmul per projection over all experts, which reads the
@@ -175,10 +175,10 @@ def _by_tiles(
 
 def _at_slot(slots: Mapping[str, jax.Array], slot: jax.Array, dtype: jnp.dtype) -> MLPWeights:
     pick = lambda values: lax.dynamic_index_in_dim(values, slot, 0, keepdims=False)  # noqa: E731
-    return open_expert({name: pick(values) for name, values in slots.items()}, dtype)
+    return decode_expert({name: pick(values) for name, values in slots.items()}, dtype)
 
 
-def open_expert(arrays: StoredExpert, dtype: DTypeLike) -> MLPWeights:
+def decode_expert(arrays: StoredExpert, dtype: DTypeLike) -> MLPWeights:
     """Return one expert's weights in `dtype`, decoded from its stored arrays."""
     return MLPWeights(
         **{name: load_weight(arrays, name, dtype) for name in MLPWeights._fields if name in arrays}
@@ -205,10 +205,10 @@ def bundled_mlp(
             y_TD = _few_tokens(activation, y_TD, *routed[:3], numbers_A, weights)
         return y_TD
     tile_rows = math.ceil(TILE_FACTOR * num_tokens * k / len(experts) / 32) * 32
-    by_expert, out = _begin(len(experts), tile_rows, routed)
+    by_expert, out = _sort_and_allocate(len(experts), tile_rows, routed)
     for numbers_A, weights in bundles:
         out = _many_tokens(activation, tile_rows, out, routed.h_TD, by_expert, numbers_A, weights)
-    return _end(out, routed, by_expert)
+    return _combine_compiled(out, routed, by_expert)
 
 
 def _bundles(
@@ -252,13 +252,15 @@ def _few_tokens(
     for a, expert in enumerate(experts):
         mine_TK = idx_TK == numbers_A[a]
         gate_T1 = jnp.where(mine_TK, weights_TK, 0.0).sum(axis=1, keepdims=True)
-        out_TD = expert_mlp(h_TD, open_expert(expert, h_TD.dtype), activation).astype(jnp.float32)
+        out_TD = expert_mlp(h_TD, decode_expert(expert, h_TD.dtype), activation).astype(jnp.float32)
         y_TD = y_TD + jnp.where(mine_TK.any(axis=1, keepdims=True), gate_T1 * out_TD, 0.0)
     return y_TD
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _begin(num_experts: int, tile_rows: int, routed: ExpertInputs) -> tuple[_Sorted, jax.Array]:
+def _sort_and_allocate(
+    num_experts: int, tile_rows: int, routed: ExpertInputs
+) -> tuple[_Sorted, jax.Array]:
     out = jnp.zeros((routed.idx_TK.size + tile_rows, routed.h_TD.shape[1]), jnp.float32)
     return _sort(routed.idx_TK, num_experts, tile_rows), out
 
@@ -286,7 +288,7 @@ def _many_tokens(
                 h_TD,
                 by_expert,
                 start + i * tile_rows,
-                open_expert(expert, h_TD.dtype),
+                decode_expert(expert, h_TD.dtype),
                 activation,
             )
 
@@ -294,4 +296,4 @@ def _many_tokens(
     return out
 
 
-_end = jax.jit(_combine)
+_combine_compiled = jax.jit(_combine)

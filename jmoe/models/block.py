@@ -33,7 +33,7 @@ from jmoe.types import PyTree
 from kernels_pallas.saved import saved
 
 # (the block's attention module, its normed input [..., D]) -> its output [..., D]
-AttentionFn = Callable[[Any, jax.Array], jax.Array]
+AttentionFn = Callable[[Attention, jax.Array], jax.Array]
 
 # Residuals are the outputs of matrix products and of routing. The backward pass recomputes norms,
 # rotations, casts and permutations, and gathers a layer's unsharded weights again: that costs less
@@ -245,7 +245,7 @@ class ApplyBlock:
     options: keyword arguments of `Block.__call__`.
     """
 
-    graphs: Mapping[LayerKind, Any]
+    graphs: Mapping[LayerKind, nnx.GraphDef["Block"]]
     gather: Callable[[PyTree], PyTree]
     remat: Remat
     options: Mapping[str, Any]
@@ -260,12 +260,12 @@ class ApplyBlock:
     ) -> tuple[jax.Array, MoEStats | None]:
         def apply(
             state: PyTree, key: jax.Array | None, window: jax.Array | None, x_BSD: jax.Array
-        ) -> Any:
+        ) -> tuple[jax.Array, MoEStats | None]:
             return nnx.merge(self.graphs[kind], self.gather(state))(
                 x_BSD, window, key=key, **self.options
             )
 
         policy = jax.checkpoint_policies.save_only_these_names(*saved_names(self.remat))
-        block: Any = jax.checkpoint(apply, policy=policy, prevent_cse=False)
+        block = jax.checkpoint(apply, policy=policy, prevent_cse=False)
         y_BSD, stats = block(state, key, window, x_BSD)
         return y_BSD, stats

@@ -2,8 +2,9 @@
 
 The table lists all fields of the family's configuration class in transformers 5, under all their
 names, and further fields that published checkpoints have. A field that affects the logits is read
-by `huggingface.py` (honoured) or limited to supported values (`Only`); a field that cannot affect
-them is accepted (harmless). transformers ignores fields outside this table, and so does jmoe.
+by `huggingface.py` (honoured) or limited to supported values (`Supported`); a field that cannot
+affect them is accepted (harmless). transformers ignores fields outside this table, and so does
+jmoe.
 """
 
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ HONOURED, HARMLESS = "honoured", "harmless"
 
 
 @dataclass(frozen=True)
-class Only:
+class Supported:
     """A field that must be null or one of `values`; `check_supported` raises ValueError
     otherwise.
     """
@@ -23,7 +24,7 @@ class Only:
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingOnly:
     """A field that affects training only. Values other than `off` and null are reported, not
     applied.
     """
@@ -31,7 +32,7 @@ class Training:
     off: Json
 
 
-Outcome = str | Only | Training
+Outcome = str | Supported | TrainingOnly
 
 
 def _honoured(names: str) -> dict[str, Outcome]:
@@ -57,10 +58,10 @@ _EVERY: dict[str, Outcome] = {
         output_router_logits attn_implementation experts_implementation tie_last_hidden_states
         is_encoder_decoder chunk_size_feed_forward id2label label2id num_labels problem_type"""
     ),
-    "hidden_act": Only(("silu", "swish")),  # two names of the same function
-    "partial_rotary_factor": Only((1.0,)),
-    "per_layer_config": Only(({},)),
-    "attention_dropout": Training(0.0),
+    "hidden_act": Supported(("silu", "swish")),  # two names of the same function
+    "partial_rotary_factor": Supported((1.0,)),
+    "per_layer_config": Supported(({},)),
+    "attention_dropout": TrainingOnly(0.0),
 }
 _QWEN = {
     **_honoured(
@@ -72,7 +73,7 @@ CONFIG_FIELDS: dict[str, dict[str, Outcome]] = {
     "mixtral": {
         **_EVERY,
         **_honoured("head_dim num_local_experts num_experts router_aux_loss_coef sliding_window"),
-        "router_jitter_noise": Training(0.0),
+        "router_jitter_noise": TrainingOnly(0.0),
     },
     "qwen3_moe": {
         **_EVERY,
@@ -91,7 +92,7 @@ CONFIG_FIELDS: dict[str, dict[str, Outcome]] = {
             """head_dim num_experts num_local_experts norm_topk_prob router_aux_loss_coef clip_qkv
             attention_bias"""
         ),
-        "sliding_window": Only(()),
+        "sliding_window": Supported(()),
     },
     "deepseek_v3": {
         **_EVERY,
@@ -105,9 +106,9 @@ CONFIG_FIELDS: dict[str, dict[str, Outcome]] = {
             "qk_head_dim num_mtp_layers num_nextn_predict_layers pretraining_tp ep_size"
             " aux_loss_alpha seq_aux"
         ),
-        "scoring_func": Only(("sigmoid",)),
-        "topk_method": Only(("noaux_tc",)),
-        "moe_layer_freq": Only((1,)),
+        "scoring_func": Supported(("sigmoid",)),
+        "topk_method": Supported(("noaux_tc",)),
+        "moe_layer_freq": Supported((1,)),
     },
     "gpt_oss": {
         **_EVERY,
@@ -117,8 +118,8 @@ CONFIG_FIELDS: dict[str, dict[str, Outcome]] = {
         ),
         # hidden_act: the model class of transformers ignores it
         **_harmless("hidden_act initial_context_length experts_per_token"),
-        "swiglu_alpha": Only((1.702,)),
-        "swiglu_limit": Only((7.0,)),
+        "swiglu_alpha": Supported((1.702,)),
+        "swiglu_limit": Supported((7.0,)),
     },
     # jmoe's own family, which transformers lacks: LayerNorm, exact GELU, learned positions, biases
     "gpt_moe": {
@@ -130,7 +131,7 @@ CONFIG_FIELDS: dict[str, dict[str, Outcome]] = {
             initializer_range eos_token_id quantization_config expert_dtype"""
         ),
         **_harmless("architectures dtype bos_token_id pad_token_id output_router_logits"),
-        "hidden_act": Only(("gelu",)),
+        "hidden_act": Supported(("gelu",)),
     },
 }
 
@@ -139,17 +140,19 @@ def check_supported(fields: JsonObject, family: str) -> None:
     """Raise ValueError naming the first field whose value jmoe does not support."""
     for name, outcome in CONFIG_FIELDS[family].items():
         value = fields.get(name)
-        if isinstance(outcome, Only) and value is not None and value not in outcome.values:
+        if isinstance(outcome, Supported) and value is not None and value not in outcome.values:
             only = " or ".join(map(repr, outcome.values)) or "null"
             raise ValueError(f"{name} = {value!r}: is not supported, only {only}")
 
 
 def changes_training(fields: JsonObject, family: str) -> JsonObject:
-    """Return {field: value} for the `Training` fields whose values transformers applies and jmoe
-    ignores.
+    """Return {field: value} for the `TrainingOnly` fields whose values transformers applies and
+    jmoe ignores.
     """
     outcomes = CONFIG_FIELDS[family].items()
-    training = {name: outcome.off for name, outcome in outcomes if isinstance(outcome, Training)}
+    training = {
+        name: outcome.off for name, outcome in outcomes if isinstance(outcome, TrainingOnly)
+    }
     return {
         name: fields[name] for name, off in training.items() if fields.get(name) not in (None, off)
     }

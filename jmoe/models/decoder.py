@@ -13,7 +13,7 @@ N layers with experts
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import flax.nnx as nnx
 import jax
@@ -47,7 +47,7 @@ class StackedLayers(NamedTuple):
 
 LayerInputs = dict[LayerKind, StackedLayers]
 # (function that makes one layer, number of layers, their rngs) -> the layers as one module
-StackLayers = Callable[[Callable[[nnx.Rngs], nnx.Module], int, nnx.Rngs], Any]
+StackLayers = Callable[[Callable[[nnx.Rngs], nnx.Module], int, nnx.Rngs], PyTree]
 LayerScan = Callable[
     [Sequence[LayerPattern], ApplyBlock, LayerInputs, jax.Array], tuple[jax.Array, MoEStats | None]
 ]
@@ -114,7 +114,7 @@ def scan_layers(
         def block(
             x_BSD: jax.Array, xs: list[StackedLayers], runs: list[LayerRun] = runs
         ) -> tuple[jax.Array, list[MoEStats]]:
-            stats_of_pattern: list[Any] = []
+            stats_of_pattern: list[PyTree] = []
             for run, run_xs in zip(runs, xs, strict=True):
                 step = partial(_step, apply_block, run.kind)
                 x_BSD, ys = step(x_BSD, run_xs) if run.is_single else lax.scan(step, x_BSD, run_xs)
@@ -193,7 +193,7 @@ class Decoder(nnx.Module):
 
         Inside `jit`, XLA drops the initialization of all other parameters.
         """
-        drawn: Any = Decoder(config, stack=partial(one_layer, layer), rngs=rngs).moe_layers
+        drawn: PyTree = Decoder(config, stack=partial(one_layer, layer), rngs=rngs).moe_layers
         experts: nnx.Module = drawn.moe.experts
         return experts
 
@@ -243,9 +243,11 @@ class Decoder(nnx.Module):
         x_BSD, stats = execution.layer_runner(patterns, apply_block, inputs, x_BSD)
         return self.norm(x_BSD, dtype), stats
 
-    def _stacks(self, key: jax.Array | None) -> tuple[dict[LayerKind, Any], LayerInputs]:
+    def _stacks(
+        self, key: jax.Array | None
+    ) -> tuple[dict[LayerKind, nnx.GraphDef[Block]], LayerInputs]:
         """Return (the graph of a block, its scanned inputs), each by kind of layer."""
-        graphs: dict[LayerKind, Any] = {}
+        graphs: dict[LayerKind, nnx.GraphDef[Block]] = {}
         inputs: LayerInputs = {}
         for kind, name in STACKS.items():
             if (stack := getattr(self, name, None)) is not None:

@@ -59,6 +59,6 @@ class FunctionalModule:
         self.params, self.bias = nnx.to_pure_dict(params), nnx.to_pure_dict(bias)
         self._params, self._bias = jax.tree.structure(params), jax.tree.structure(bias)
 
-    def __call__(self, params: PyTree, bias: PyTree = ()) -> Any:
+    def __call__(self, params: PyTree, bias: PyTree = ()) -> PyTree:
         state = jax.tree.unflatten(self._params, jax.tree.leaves(params))
         return nnx.merge(self.graph, state, jax.tree.unflatten(self._bias, jax.tree.leaves(bias)))

@@ -437,10 +437,8 @@ def _same(config: ModelConfig, *names: str) -> JsonObject:
 def _own_fields(config: ModelConfig) -> dict[str, JsonObject]:
     """Return the fields that only some families have, by family."""
     router = config.router
-    moe_size = config.moe_intermediate_size
     head_dim = {"head_dim": config.dim_per_head}
     types = config.layer_types or ("sliding_attention",) * config.num_hidden_layers
-    n_group, topk_group = router.groups
     coef = router.aux_loss_coef / config.num_experts_per_tok
     experts = {"router_aux_loss_coef": coef, "output_router_logits": False}
     windowed = (
@@ -475,18 +473,7 @@ def _own_fields(config: ModelConfig) -> dict[str, JsonObject]:
             | {"layer_types": list(qwen2_types)}
         ),
         "olmoe": experts | divided | _same(config, "num_experts", "clip_qkv", "attention_bias"),
-        "deepseek_v3": {
-            "moe_intermediate_size": moe_size,
-            "n_routed_experts": config.num_experts,
-            "n_shared_experts": config.shared_expert_intermediate_size // moe_size,
-            "first_k_dense_replace": config.first_k_dense_replace,
-            "norm_topk_prob": router.normalizes(config.num_experts_per_tok),
-            "n_group": n_group,
-            "topk_group": topk_group,
-            "routed_scaling_factor": router.routed_scaling_factor,
-            "num_nextn_predict_layers": 0,
-            **_same(config, "attention_bias", "q_lora_rank", "rope_interleave", *_LATENT_SIZES),
-        },
+        "deepseek_v3": _deepseek_fields(config),
         "gpt_oss": windowed | {"attention_bias": config.attention_bias, "layer_types": list(types)},
         "gpt_moe": (
             experts
@@ -495,6 +482,23 @@ def _own_fields(config: ModelConfig) -> dict[str, JsonObject]:
             | dense_layers
             | _same(config, "moe_intermediate_size", "num_experts", "attention_bias", "mlp_bias")
         ),
+    }
+
+
+def _deepseek_fields(config: ModelConfig) -> JsonObject:
+    router, (n_group, topk_group) = config.router, config.router.groups
+    moe_size = config.moe_intermediate_size
+    return {
+        "moe_intermediate_size": moe_size,
+        "n_routed_experts": config.num_experts,
+        "n_shared_experts": config.shared_expert_intermediate_size // moe_size,
+        "first_k_dense_replace": config.first_k_dense_replace,
+        "norm_topk_prob": router.normalizes(config.num_experts_per_tok),
+        "n_group": n_group,
+        "topk_group": topk_group,
+        "routed_scaling_factor": router.routed_scaling_factor,
+        "num_nextn_predict_layers": 0,
+        **_same(config, "attention_bias", "q_lora_rank", "rope_interleave", *_LATENT_SIZES),
     }
 
 

@@ -1,7 +1,7 @@
 """A Hugging Face checkpoint whose experts stay on disk and are read one at a time.
 
-The inference engine loads everything but the experts at once (`load_rest`, `load_part`), and fills
-its expert records from `fill_expert`.
+The inference engine loads everything but the experts at once (`load_dense`, `load_dense_shard`),
+and fills its expert records from `fill_expert`.
 
 Legend:
 T tokens
@@ -15,7 +15,6 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import flax.nnx as nnx
 import jax
@@ -32,8 +31,15 @@ from jmoe.models.generation_config import GenerationConfig
 from jmoe.models.huggingface import family_of, model_config
 from jmoe.models.pretrained import abstract_decoder, check_dtype, decoder_of, read_config
 from jmoe.models.safetensors_io import StoredTensor, TensorReader, read_headers, weights_identity
-from jmoe.models.tensor_parallel import ADDED_ONCE, cuts_of, device_config, share_norms, spans
+from jmoe.models.tensor_parallel import (
+    ADDED_ONCE,
+    average_norms_over_devices,
+    cuts_of,
+    device_config,
+    spans,
+)
 from jmoe.models.weights import Loader, Names, Parameter, check_tensors, flat, parameters
+from jmoe.types import PyTree
 from kernels_pallas.compressed import SCALES, compress, stored_fields
 from kernels_pallas.formats import FORMATS, MXFP4, Format
 from kernels_pallas.matmul import dot
@@ -149,7 +155,7 @@ class LazyCheckpoint(Closing):
         matrices = [p for p in self._experts.values() if len(p.matrix) == 2]
         if any(f"{piece.name}_blocks" in stored for p in matrices for piece in p.pieces()):
             return MXFP4
-        kinds = {self._loader.kept_format(p) for p in matrices}
+        kinds = {self._loader.memory_format(p) for p in matrices}
         return kinds.pop() if len(kinds) == 1 else None
 
     def opened_again(self) -> "LazyCheckpoint":
@@ -223,10 +229,10 @@ class LazyCheckpoint(Closing):
             math.prod(shape) * dtype.itemsize for shape, dtype in self.expert_fields.values()
         )
 
-    def rest_bytes(self, num_devices: int = 1) -> int:
+    def dense_bytes(self, num_devices: int = 1) -> int:
         """Return the bytes of all parameters but the experts on one of `num_devices` devices.
 
-        With several devices these are its tensor-parallel shards, as `load_part` returns them.
+        With several devices these are its tensor-parallel shards, as `load_dense_shard` returns them.
         """
         config = self.config if num_devices == 1 else device_config(self.config, num_devices)
         parts = flat(abstract_decoder(config)[2])
@@ -234,7 +240,7 @@ class LazyCheckpoint(Closing):
         return sum(size * self._dtypes[path].itemsize for path, size in sizes.items())
 
     @property
-    def content(self) -> str:
+    def content_hash(self) -> str:
         """A hash of configuration and weights, equal for all copies of a checkpoint.
 
         Large files are sampled; see `content_identity`.
@@ -246,14 +252,14 @@ class LazyCheckpoint(Closing):
     def fingerprint(self) -> str:
         """A hash that identifies files of experts that were converted from this checkpoint.
 
-        It covers `content`, the files' modification times and the experts' format in memory. The
-        times reveal a change between the sampled blocks of a tensor.
+        It covers `content_hash`, the files' modification times and the experts' format in memory.
+        The times reveal a change between the sampled blocks of a tensor.
         """
         times = sorted({(t.file.name, t.file.stat().st_mtime_ns) for t in self._stored.values()})
         dtypes = {name: self._dtypes[p.path].name for name, p in self._experts.items()}
         kept = None if self.expert_format is None else self.expert_format.name
         return hashlib.sha256(
-            json.dumps([self.content, times, dtypes, kept], sort_keys=True).encode()
+            json.dumps([self.content_hash, times, dtypes, kept], sort_keys=True).encode()
         ).hexdigest()
 
     @property
@@ -265,7 +271,7 @@ class LazyCheckpoint(Closing):
         for p in (p for p in self._parameters if "router" in p.path):
             digest.update(json.dumps([p.path, p.shape]).encode())
             whole = (slice(None),) * len(p.shape)
-            digest.update(self._loader.region(p, np.dtype(np.float32), whole).tobytes())
+            digest.update(self._loader.read_slice(p, np.dtype(np.float32), whole).tobytes())
         return digest.hexdigest()
 
     def fill_expert(self, layer: int, expert: int, views: dict[str, np.ndarray]) -> None:
@@ -276,7 +282,7 @@ class LazyCheckpoint(Closing):
         for name, parameter in self._experts.items():
             is_kept = self.expert_format is not None and self._is_kept(parameter)
             if is_kept and len(parameter.matrix) == 2:
-                views[name][...], views[name + SCALES][...] = self._loader.kept(
+                views[name][...], views[name + SCALES][...] = self._loader.read_compressed(
                     parameter, layer, expert
                 )
                 continue
@@ -291,7 +297,7 @@ class LazyCheckpoint(Closing):
         into records without being decompressed.
         """
         if parameter.path not in self._stored_formats:
-            self._stored_formats[parameter.path] = self._loader.kept_format(parameter)
+            self._stored_formats[parameter.path] = self._loader.memory_format(parameter)
         return self._stored_formats[parameter.path] is self.expert_format
 
     def expert(self, layer: int, expert: int) -> dict[str, np.ndarray]:
@@ -308,7 +314,7 @@ class LazyCheckpoint(Closing):
         """
         p = self._experts[name]
         at = (slice(layer, layer + 1), slice(expert, expert + 1), *(slice(None),) * len(p.matrix))
-        part: np.ndarray = self._loader.region(p, self._dtypes[p.path], at)[0, 0]
+        part: np.ndarray = self._loader.read_slice(p, self._dtypes[p.path], at)[0, 0]
         return part
 
     @property
@@ -316,7 +322,7 @@ class LazyCheckpoint(Closing):
         """{path of an expert parameter in the decoder: its dtype when decompressed}."""
         return {p.path: self._dtypes[p.path] for p in self._experts.values()}
 
-    def rest_arrays(self) -> dict[Names, jax.Array]:
+    def dense_arrays(self) -> dict[Names, jax.Array]:
         """Return {path: array} of all parameters but the experts, on the default device."""
         return {
             p.path: self._loader.load(p, self._dtypes[p.path], None)
@@ -324,21 +330,21 @@ class LazyCheckpoint(Closing):
             if not p.experts
         }
 
-    def load_rest(self) -> tuple[EmbedAndHead, list[Block]]:
+    def load_dense(self) -> tuple[EmbedAndHead, list[Block]]:
         """Return all modules but the experts, on the default device."""
         none = {
             p.path: jnp.zeros((p.shape[0], 0), self._dtypes[p.path]) for p in self._experts.values()
         }
-        return split_decoder(decoder_of(self.config, none | self.rest_arrays()))
+        return split_decoder(decoder_of(self.config, none | self.dense_arrays()))
 
-    def load_part(self, device: int, num_devices: int) -> tuple[EmbedAndHead, list[Block]]:
+    def load_dense_shard(self, device: int, num_devices: int) -> tuple[EmbedAndHead, list[Block]]:
         """Return one device's tensor-parallel shards of all modules but the experts, in host
         memory.
 
         Reads only these shards from disk. See `models/tensor_parallel.py`.
         """
         config = device_config(self.config, num_devices)
-        arrays: dict[Names, Any] = {}
+        arrays: dict[Names, PyTree] = {}
         for p in self._parameters:
             dtype = self._dtypes[p.path]
             arrays[p.path] = (
@@ -348,7 +354,7 @@ class LazyCheckpoint(Closing):
             )
         embed_and_head, layers = split_decoder(decoder_of(config, arrays))
         for layer in layers:
-            share_norms(layer)
+            average_norms_over_devices(layer)
         return embed_and_head, layers
 
     def _part(self, p: Parameter, device: int, num_devices: int) -> np.ndarray:
@@ -361,11 +367,11 @@ class LazyCheckpoint(Closing):
         if p.path[-1] in ADDED_ONCE and device > 0:
             return np.zeros(p.shape, dtype)
         if cut is None:
-            return self._loader.region(p, dtype, whole)
+            return self._loader.read_slice(p, dtype, whole)
         pieces = []
         for span in spans(cut, device, num_devices):
             pieces.append(
-                self._loader.region(p, dtype, (*whole[: cut.dim], span, *whole[: -cut.dim - 1]))
+                self._loader.read_slice(p, dtype, (*whole[: cut.dim], span, *whole[: -cut.dim - 1]))
             )
         part = np.concatenate(pieces, axis=cut.dim)
         missing = (

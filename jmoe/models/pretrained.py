@@ -114,7 +114,7 @@ class LanguageModel(nnx.Module):
         return stats.routing
 
     def _run(
-        self, tokens: Any, mask: Any, *, keep_routing: bool
+        self, tokens: jax.typing.ArrayLike, mask: jax.typing.ArrayLike | None, *, keep_routing: bool
     ) -> tuple[jax.Array, MoEStats | None]:
         tokens_BS, config = jnp.asarray(tokens), self.config
         whole = tokens_BS.ndim == 2 and jnp.issubdtype(tokens_BS.dtype, jnp.integer)

@@ -14,7 +14,6 @@ import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -24,9 +23,10 @@ from jmoe.memory.closing import Closing
 from jmoe.memory.direct_io import fsync, naming_file
 from jmoe.memory.identity import content_identity
 from jmoe.models.folder import has_file
+from jmoe.types import Json, JsonObject
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-DTYPES: dict[str, Any] = {
+DTYPES: dict[str, np.dtype] = {
     "F32": np.dtype(np.float32),
     "BF16": np.dtype(jnp.bfloat16),
     "F16": np.dtype(np.float16),
@@ -101,24 +101,9 @@ def _header(file: Path) -> dict[str, StoredTensor]:
         raise ValueError(f"{file}: its safetensors header is no table")
     entries.pop("__metadata__", None)
     tensors: dict[str, StoredTensor] = {}
-    ends: list[tuple[int, int, str]] = []
+    spans: list[tuple[int, int, str]] = []
     for name, entry in entries.items():
-        try:
-            dtype, shape, (first, last) = (
-                str(entry["dtype"]),
-                tuple(entry["shape"]),
-                entry["data_offsets"],
-            )
-            if (
-                not all(type(number) is int and number >= 0 for number in (*shape, first, last))
-                or first > last
-            ):
-                raise ValueError("sizes and offsets are integers, none below 0")
-        except (KeyError, TypeError, ValueError) as error:
-            described = f"{str(entry)[:SHOWN]}"
-            raise ValueError(
-                f"{file}: tensor {name!r} has no dtype, shape and data_offsets: {described}"
-            ) from error
+        dtype, shape, first, last = _entry_fields(file, name, entry)
         tensor = tensors[name] = StoredTensor(name, file, dtype, shape, 8 + length + first, stamp)
         if dtype in DTYPES and last - first != math.prod(shape) * DTYPES[dtype].itemsize:
             raise tensor.wrong(f"has {last - first} bytes, not those of {dtype}{list(shape)}")
@@ -126,9 +111,44 @@ def _header(file: Path) -> dict[str, StoredTensor]:
             raise tensor.wrong(
                 f"ends at byte {8 + length + last}, the file has {size}: it is truncated"
             )
-        ends.append((first, last, name))
+        spans.append((first, last, name))
+    end = _check_gapless(tensors, spans)
+    if 8 + length + end != size:
+        raise ValueError(f"{file}: has {size} bytes, its header describes {8 + length + end}")
+    return tensors
+
+
+def _entry_fields(file: Path, name: str, entry: Json) -> tuple[str, tuple[int, ...], int, int]:
+    """Return (dtype, shape, first byte, end byte) of a tensor's entry in a header.
+
+    Raises ValueError if one of them is missing or malformed.
+    """
+    try:
+        dtype, shape, (first, last) = (
+            str(entry["dtype"]),
+            tuple(entry["shape"]),
+            entry["data_offsets"],
+        )
+        if (
+            not all(type(number) is int and number >= 0 for number in (*shape, first, last))
+            or first > last
+        ):
+            raise ValueError("sizes and offsets are integers, none below 0")
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{file}: tensor {name!r} has no dtype, shape and data_offsets: {str(entry)[:SHOWN]}"
+        ) from error
+    return dtype, shape, first, last
+
+
+def _check_gapless(tensors: Mapping[str, StoredTensor], spans: list[tuple[int, int, str]]) -> int:
+    """Return the end of the last tensor; raise ValueError if tensors overlap or leave bytes between
+    them.
+
+    spans: (first byte, end byte, name) of each tensor.
+    """
     begin = end = 0
-    for first, last, name in sorted(ends):
+    for first, last, name in sorted(spans):
         if first != end and (first, last) != (begin, end):  # two names may share the same bytes
             problem = (
                 "overlaps the one before it"
@@ -137,9 +157,7 @@ def _header(file: Path) -> dict[str, StoredTensor]:
             )
             raise tensors[name].wrong(f"{problem}: tensors must lie one behind the other")
         begin, end = first, last
-    if 8 + length + end != size:
-        raise ValueError(f"{file}: has {size} bytes, its header describes {8 + length + end}")
-    return tensors
+    return end
 
 
 def read_headers(folder: Path) -> dict[str, StoredTensor]:
@@ -271,7 +289,7 @@ class NewTensor:
 
 def _write_file(file: Path, tensors: Sequence[NewTensor]) -> None:
     names = {dtype: name for name, dtype in DTYPES.items()}
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: JsonObject = {"__metadata__": {"format": "pt"}}
     at = 0
     for tensor in tensors:
         header[tensor.name] = {

@@ -24,7 +24,7 @@ E experts
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -105,32 +105,32 @@ class StoredFormat(ABC):
         """Return (allowed dtypes, allowed shapes) for each tensor of a matrix [n, k]."""
 
     @abstractmethod
-    def kept(self, stored: Stored, name: str) -> Format | None:
+    def memory_format(self, stored: Stored, name: str) -> Format | None:
         """Return the in-memory format that represents the matrix exactly; None if there is none."""
 
     @abstractmethod
-    def codes(
+    def read_compressed(
         self, read: ReadRows, stored: Stored, name: str, start: int, end: int
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return rows start..end, compressed: (values [n, K / values a byte], scales [n, groups]).
 
-        Values are encoded as in the format `kept`; scales are as stored.
+        Values are encoded as in the format `memory_format`; scales are as stored.
         """
 
     @abstractmethod
-    def wide(self, values: np.ndarray, scales: np.ndarray) -> np.ndarray:
-        """Return the decompressed rows, float32 [n, K], of values and scales that `codes`
+    def decompress(self, values: np.ndarray, scales: np.ndarray) -> np.ndarray:
+        """Return the decompressed rows, float32 [n, K], of values and scales that `read_compressed`
         returns.
         """
 
-    def kept_columns(
+    def read_in_memory_format(
         self, read: ReadRows, stored: Stored, name: str, shape: tuple[int, ...], kind: Format
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the whole matrix in the in-memory format `kind`, transposed to [in, out].
 
         The result is (values [K / values a byte, N], scales [K / block, N]).
         """
-        values, scales = self.codes(read, stored, name, 0, shape[0])
+        values, scales = self.read_compressed(read, stored, name, 0, shape[0])
         repeats = -(-shape[1] // kind.block) // scales.shape[1]
         return values.T, np.repeat(scales, repeats, axis=1).T.view(kind.scales)
 
@@ -145,10 +145,10 @@ class Fp8Blocks(StoredFormat):
         blocks = -(-n // FP8.block), -(-k // FP8.block)
         return [(("F8_E4M3",), [(n, k)]), ((*SCALE_DTYPES, "F8_E8M0"), [blocks])]
 
-    def kept(self, stored: Stored, name: str) -> Format | None:
+    def memory_format(self, stored: Stored, name: str) -> Format | None:
         return FP8
 
-    def codes(
+    def read_compressed(
         self, read: ReadRows, stored: Stored, name: str, start: int, end: int
     ) -> tuple[np.ndarray, np.ndarray]:
         scales = read(stored[name + "_scale_inv"], start // FP8.block, -(-end // FP8.block)).astype(
@@ -157,7 +157,7 @@ class Fp8Blocks(StoredFormat):
         by_row = np.repeat(scales, FP8.block, axis=0)[start % FP8.block :][: end - start]
         return read(stored[name], start, end).view(np.uint8), by_row
 
-    def wide(self, values: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    def decompress(self, values: np.ndarray, scales: np.ndarray) -> np.ndarray:
         numbers: np.ndarray = values.view(jnp.float8_e4m3fn).astype(np.float32)
         return numbers * np.repeat(scales, FP8.block, axis=1)[:, : numbers.shape[1]]
 
@@ -170,7 +170,7 @@ class _Integers(StoredFormat):
 
     bits: int
 
-    def kept(self, stored: Stored, name: str) -> Format | None:
+    def memory_format(self, stored: Stored, name: str) -> Format | None:
         scales, inputs = stored[name + "_scale"], self.inputs(stored, name)
         group, kind = inputs // scales.shape[1], INT4 if self.bits == 4 else INT8
         fits = inputs % kind.block == 0 and group % kind.block == 0 and scales.dtype == "BF16"
@@ -180,7 +180,7 @@ class _Integers(StoredFormat):
     def inputs(self, stored: Stored, name: str) -> int:
         """Return K, the number of inputs."""
 
-    def wide(self, values: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    def decompress(self, values: np.ndarray, scales: np.ndarray) -> np.ndarray:
         numbers = values.astype(np.float32)
         if self.bits == 4:
             pairs = np.stack([values & 15, values >> 4], axis=-1).reshape(values.shape[0], -1)
@@ -213,7 +213,7 @@ class PackedIntegers(_Integers):
     def inputs(self, stored: Stored, name: str) -> int:
         return stored[name + "_packed"].shape[1] * 32 // self.bits
 
-    def codes(
+    def read_compressed(
         self, read: ReadRows, stored: Stored, name: str, start: int, end: int
     ) -> tuple[np.ndarray, np.ndarray]:
         packed = read(stored[name + "_packed"], start, end).view(np.uint8)
@@ -233,7 +233,7 @@ class Int8Values(_Integers):
     def inputs(self, stored: Stored, name: str) -> int:
         return stored[name].shape[1]
 
-    def codes(
+    def read_compressed(
         self, read: ReadRows, stored: Stored, name: str, start: int, end: int
     ) -> tuple[np.ndarray, np.ndarray]:
         return read(stored[name], start, end), read(stored[name + "_scale"], start, end)
@@ -256,10 +256,10 @@ class PackedMxfp4(StoredFormat):
         groups = k // MXFP4.block
         return [((self.dtypes[0],), [(n, k // 2)]), ((self.dtypes[1],), [(n, groups)])]
 
-    def kept(self, stored: Stored, name: str) -> Format | None:
+    def memory_format(self, stored: Stored, name: str) -> Format | None:
         return MXFP4
 
-    def codes(
+    def read_compressed(
         self, read: ReadRows, stored: Stored, name: str, start: int, end: int
     ) -> tuple[np.ndarray, np.ndarray]:
         values, scales = (
@@ -267,7 +267,7 @@ class PackedMxfp4(StoredFormat):
         )
         return values, scales
 
-    def wide(self, values: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    def decompress(self, values: np.ndarray, scales: np.ndarray) -> np.ndarray:
         return decode_mxfp4(values, scales)
 
 
@@ -306,10 +306,10 @@ def rows_of(
     """
     for first in range(*span, step):
         last = min(first + step, span[1])
-        yield first, last, form.wide(*form.codes(read, stored, name, first, last))
+        yield first, last, form.decompress(*form.read_compressed(read, stored, name, first, last))
 
 
-def check_quantization(fields: Json, kind: str, expert_dtype: Any = None) -> None:
+def check_quantization(fields: Json, kind: str, expert_dtype: Json = None) -> None:
     """Raise ValueError if jmoe cannot read a `quantization_config` or `expert_dtype`.
 
     Supported are the formats of this file, and gpt-oss's MXFP4.

@@ -43,12 +43,12 @@ class Source:
         return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
-def plain(*names: str) -> Source:
+def as_stored(*names: str) -> Source:
     """Return the source of vectors, or of matrices stored as [in, out]."""
     return Source(names)
 
 
-def linear(*names: str) -> Source:
+def transposed(*names: str) -> Source:
     """Return the source of matrices stored as [out, in]."""
     return Source(names, transposed=True)
 
@@ -59,85 +59,85 @@ def stacked(name: str, *, interleaved: bool = False) -> Source:
 
 
 OUTSIDE = {
-    "embedding": plain("model.embed_tokens.weight"),
-    "positions": plain("model.embed_positions.weight"),
-    "norm.scale": plain("model.norm.weight"),
-    "norm.bias": plain("model.norm.bias"),
-    "head": linear("lm_head.weight"),
+    "embedding": as_stored("model.embed_tokens.weight"),
+    "positions": as_stored("model.embed_positions.weight"),
+    "norm.scale": as_stored("model.norm.weight"),
+    "norm.bias": as_stored("model.norm.bias"),
+    "head": transposed("lm_head.weight"),
 }
 # Names below model.layers.{layer}; FAMILIES overrides them.
 LAYER = {
-    "attention_norm.scale": plain("input_layernorm.weight"),
-    "attention.w_qkv": linear(
+    "attention_norm.scale": as_stored("input_layernorm.weight"),
+    "attention.w_qkv": transposed(
         "self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"
     ),
-    "attention.b_qkv": plain(
+    "attention.b_qkv": as_stored(
         "self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"
     ),
-    "attention.q_norm.scale": plain("self_attn.q_norm.weight"),
-    "attention.k_norm.scale": plain("self_attn.k_norm.weight"),
-    "attention.sinks": plain("self_attn.sinks"),
-    "attention.w_q": linear("self_attn.q_proj.weight"),
-    "attention.w_q_a": linear("self_attn.q_a_proj.weight"),
-    "attention.b_q_a": plain("self_attn.q_a_proj.bias"),
-    "attention.q_a_norm.scale": plain("self_attn.q_a_layernorm.weight"),
-    "attention.w_q_b": linear("self_attn.q_b_proj.weight"),
-    "attention.w_kv_a": linear("self_attn.kv_a_proj_with_mqa.weight"),
-    "attention.b_kv_a": plain("self_attn.kv_a_proj_with_mqa.bias"),
-    "attention.kv_a_norm.scale": plain("self_attn.kv_a_layernorm.weight"),
-    "attention.w_kv_b": linear("self_attn.kv_b_proj.weight"),
-    "attention.w_out": linear("self_attn.o_proj.weight"),
-    "attention.b_out": plain("self_attn.o_proj.bias"),
-    "feed_forward_norm.scale": plain("post_attention_layernorm.weight"),
-    "mlp.w_up": linear("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-    "mlp.w_down": linear("mlp.down_proj.weight"),
-    "moe.router.kernel": linear("mlp.gate.weight"),
-    "moe.router.e_score_correction_bias": plain("mlp.gate.e_score_correction_bias"),
-    "moe.experts.w_up": linear(
+    "attention.q_norm.scale": as_stored("self_attn.q_norm.weight"),
+    "attention.k_norm.scale": as_stored("self_attn.k_norm.weight"),
+    "attention.sinks": as_stored("self_attn.sinks"),
+    "attention.w_q": transposed("self_attn.q_proj.weight"),
+    "attention.w_q_a": transposed("self_attn.q_a_proj.weight"),
+    "attention.b_q_a": as_stored("self_attn.q_a_proj.bias"),
+    "attention.q_a_norm.scale": as_stored("self_attn.q_a_layernorm.weight"),
+    "attention.w_q_b": transposed("self_attn.q_b_proj.weight"),
+    "attention.w_kv_a": transposed("self_attn.kv_a_proj_with_mqa.weight"),
+    "attention.b_kv_a": as_stored("self_attn.kv_a_proj_with_mqa.bias"),
+    "attention.kv_a_norm.scale": as_stored("self_attn.kv_a_layernorm.weight"),
+    "attention.w_kv_b": transposed("self_attn.kv_b_proj.weight"),
+    "attention.w_out": transposed("self_attn.o_proj.weight"),
+    "attention.b_out": as_stored("self_attn.o_proj.bias"),
+    "feed_forward_norm.scale": as_stored("post_attention_layernorm.weight"),
+    "mlp.w_up": transposed("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "mlp.w_down": transposed("mlp.down_proj.weight"),
+    "moe.router.kernel": transposed("mlp.gate.weight"),
+    "moe.router.e_score_correction_bias": as_stored("mlp.gate.e_score_correction_bias"),
+    "moe.experts.w_up": transposed(
         "mlp.experts.{expert}.gate_proj.weight", "mlp.experts.{expert}.up_proj.weight"
     ),
-    "moe.experts.w_down": linear("mlp.experts.{expert}.down_proj.weight"),
-    "shared_expert.w_up": linear(
+    "moe.experts.w_down": transposed("mlp.experts.{expert}.down_proj.weight"),
+    "shared_expert.w_up": transposed(
         "mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight"
     ),
-    "shared_expert.w_down": linear("mlp.shared_expert.down_proj.weight"),
-    "shared_expert_gate": linear("mlp.shared_expert_gate.weight"),
+    "shared_expert.w_down": transposed("mlp.shared_expert.down_proj.weight"),
+    "shared_expert_gate": transposed("mlp.shared_expert_gate.weight"),
 }
 FAMILIES: dict[str, dict[str, Source]] = {
     "mixtral": {
-        "moe.router.kernel": linear("block_sparse_moe.gate.weight"),
-        "moe.experts.w_up": linear(
+        "moe.router.kernel": transposed("block_sparse_moe.gate.weight"),
+        "moe.experts.w_up": transposed(
             "block_sparse_moe.experts.{expert}.w1.weight",
             "block_sparse_moe.experts.{expert}.w3.weight",
         ),
-        "moe.experts.w_down": linear("block_sparse_moe.experts.{expert}.w2.weight"),
+        "moe.experts.w_down": transposed("block_sparse_moe.experts.{expert}.w2.weight"),
     },
     "qwen3_moe": {},
     "qwen2_moe": {},
     "olmoe": {},
     "deepseek_v3": {
-        "shared_expert.w_up": linear(
+        "shared_expert.w_up": transposed(
             "mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"
         ),
-        "shared_expert.w_down": linear("mlp.shared_experts.down_proj.weight"),
+        "shared_expert.w_down": transposed("mlp.shared_experts.down_proj.weight"),
     },
     "gpt_oss": {
-        "moe.router.kernel": linear("mlp.router.weight"),
-        "moe.router.bias": plain("mlp.router.bias"),
+        "moe.router.kernel": transposed("mlp.router.weight"),
+        "moe.router.bias": as_stored("mlp.router.bias"),
         "moe.experts.w_up": stacked("mlp.experts.gate_up_proj", interleaved=True),
         "moe.experts.b_up": stacked("mlp.experts.gate_up_proj_bias", interleaved=True),
         "moe.experts.w_down": stacked("mlp.experts.down_proj"),
         "moe.experts.b_down": stacked("mlp.experts.down_proj_bias"),
     },
     "gpt_moe": {
-        "attention_norm.bias": plain("input_layernorm.bias"),
-        "feed_forward_norm.bias": plain("post_attention_layernorm.bias"),
-        "mlp.w_up": linear("mlp.up_proj.weight"),
-        "mlp.b_up": plain("mlp.up_proj.bias"),
-        "mlp.b_down": plain("mlp.down_proj.bias"),
-        "moe.experts.w_up": linear("mlp.experts.{expert}.up_proj.weight"),
-        "moe.experts.b_up": plain("mlp.experts.{expert}.up_proj.bias"),
-        "moe.experts.b_down": plain("mlp.experts.{expert}.down_proj.bias"),
+        "attention_norm.bias": as_stored("input_layernorm.bias"),
+        "feed_forward_norm.bias": as_stored("post_attention_layernorm.bias"),
+        "mlp.w_up": transposed("mlp.up_proj.weight"),
+        "mlp.b_up": as_stored("mlp.up_proj.bias"),
+        "mlp.b_down": as_stored("mlp.down_proj.bias"),
+        "moe.experts.w_up": transposed("mlp.experts.{expert}.up_proj.weight"),
+        "moe.experts.b_up": as_stored("mlp.experts.{expert}.up_proj.bias"),
+        "moe.experts.b_down": as_stored("mlp.experts.{expert}.down_proj.bias"),
     },
 }
 
@@ -145,7 +145,7 @@ FAMILIES: dict[str, dict[str, Source]] = {
 # transformers 5 holds a layer's experts in one tensor [E, out, in], and saves them so unless it is
 # asked for the published names.
 FUSED = {
-    "moe.router.kernel": linear("mlp.gate.weight"),
+    "moe.router.kernel": transposed("mlp.gate.weight"),
     "moe.experts.w_up": Source(("mlp.experts.gate_up_proj",), transposed=True, stacked=True),
     "moe.experts.w_down": Source(("mlp.experts.down_proj",), transposed=True, stacked=True),
 }

@@ -118,7 +118,7 @@ def spans(cut: Cut, device: int, num_devices: int) -> list[slice]:
     return parts
 
 
-def share_norms(block: Block) -> None:
+def average_norms_over_devices(block: Block) -> None:
     """Make query and key norms over all heads (OLMoE) average over the devices, too.
 
     The mean of the devices' means is the mean over all heads: each head is on equally many devices.

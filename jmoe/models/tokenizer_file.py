@@ -8,7 +8,6 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, processors
 
@@ -115,7 +114,7 @@ def parse_tokenizer(content: bytes) -> Tokenizer:
     return tokenizer
 
 
-def _add_numbered(tokenizer: Tokenizer, numbered: Any, settings: Path) -> None:
+def _add_numbered(tokenizer: Tokenizer, numbered: Json, settings: Path) -> None:
     """Add the tokens of `added_tokens_decoder` that the tokenizer lacks, in the order of their ids.
 
     Raises ValueError if a token would get another id than the table says.

@@ -19,7 +19,7 @@ E experts
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import flax.nnx as nnx
 import jax
@@ -60,7 +60,7 @@ def draw_paths(key: jax.Array, shape: tuple[int, int], temperature: jax.Array) -
     return PathDraw(noise, temperature)
 
 
-def taken_path(path: Sequence[int], logits_N: Any) -> tuple[int, ...]:
+def taken_path(path: Sequence[int], logits_N: jax.typing.ArrayLike) -> tuple[int, ...]:
     """Return a task's expert in each layer: that of `path` where the logit is positive, else the
     shared one.
     """

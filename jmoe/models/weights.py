@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -94,7 +93,7 @@ class Parameter:
                     yield Piece(name.format(layer=layer, expert=expert), shape, at, columns)
 
 
-def flat(tree: PyTree) -> dict[Names, Any]:
+def flat(tree: PyTree) -> dict[Names, PyTree]:
     """Return {names along the path: leaf} of nested dictionaries."""
     return {path_names(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
@@ -270,20 +269,24 @@ class Loader:
     def __init__(self, stored: dict[str, StoredTensor], reader: TensorReader) -> None:
         self._stored, self._reader = stored, reader
 
-    def load(self, parameter: Parameter, dtype: np.dtype, sharding: Any) -> jax.Array:
+    def load(
+        self, parameter: Parameter, dtype: np.dtype, sharding: jax.sharding.Sharding | None
+    ) -> jax.Array:
         """Return a parameter on the default device, or with this sharding.
 
         Waits until the copy is done, so host buffers are freed on return, unless a CPU array uses
         them.
         """
-        shard = partial(self.region, parameter, dtype)
+        shard = partial(self.read_slice, parameter, dtype)
         if sharding is None:
             return jax.block_until_ready(
                 jax.device_put(shard((slice(None),) * len(parameter.shape)))
             )
         return jax.block_until_ready(jax.make_array_from_callback(parameter.shape, sharding, shard))
 
-    def region(self, parameter: Parameter, dtype: np.dtype, index: tuple[slice, ...]) -> np.ndarray:
+    def read_slice(
+        self, parameter: Parameter, dtype: np.dtype, index: tuple[slice, ...]
+    ) -> np.ndarray:
         """Return the slice `index` of a parameter, read into a new host array."""
         spans = [s.indices(size)[:2] for s, size in zip(index, parameter.shape, strict=True)]
         out = aligned_empty(tuple(end - start for start, end in spans), dtype)
@@ -341,7 +344,7 @@ class Loader:
             else:
                 target[:, low - column0 : high - column0] = values[:, low - first : high - first]
 
-    def kept_format(self, parameter: Parameter) -> Format | None:
+    def memory_format(self, parameter: Parameter) -> Format | None:
         """Return the compressed in-memory format that represents all matrices of a parameter
         exactly.
 
@@ -351,15 +354,17 @@ class Loader:
         for piece in parameter.pieces():
             form = format_of_matrix(self._stored, piece.name, piece.shape)
             is_linear = parameter.source.transposed
-            kinds.add(form.kept(self._stored, piece.name) if form and is_linear else None)
+            kinds.add(form.memory_format(self._stored, piece.name) if form and is_linear else None)
         return kinds.pop() if len(kinds) == 1 else None
 
-    def kept(self, parameter: Parameter, layer: int, expert: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return one expert's matrix in its `kept_format`: (values, scales).
+    def read_compressed(
+        self, parameter: Parameter, layer: int, expert: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return one expert's matrix in its `memory_format`: (values, scales).
 
         See `kernels_pallas/compressed.py` for their layout.
         """
-        kind = self.kept_format(parameter)
+        kind = self.memory_format(parameter)
         assert kind is not None
         fields = stored_fields(kind, "", parameter.matrix).values()
         values, scales = (np.empty(shape, dtype) for shape, dtype in fields)
@@ -368,7 +373,9 @@ class Loader:
             stored = self._tensors_of_expert(piece, expert) if stacked else self._stored
             form = format_of_matrix(stored, piece.name, piece.shape)
             assert form is not None
-            part = form.kept_columns(self._read, stored, piece.name, piece.shape[-2:], kind)
+            part = form.read_in_memory_format(
+                self._read, stored, piece.name, piece.shape[-2:], kind
+            )
             values[:, slice(*piece.columns)], scales[:, slice(*piece.columns)] = part
         return values, scales
 
@@ -447,7 +454,7 @@ class _HostCopies:
     """
 
     def __init__(self) -> None:
-        self._of: tuple[jax.Array, tuple[Any, ...]] | None = None
+        self._of: tuple[jax.Array, tuple[int | slice, ...]] | None = None
         self._copy = np.empty(0)
 
     def read(self, array: jax.Array, at: tuple[int, ...]) -> np.ndarray:
@@ -463,7 +470,7 @@ class _HostCopies:
             expert - first
         ]
 
-    def _slice(self, array: jax.Array, at: tuple[Any, ...]) -> np.ndarray:
+    def _slice(self, array: jax.Array, at: tuple[int | slice, ...]) -> np.ndarray:
         if self._of is None or self._of[0] is not array or self._of[1] != at:
             # frees the last slice before the next one is copied
             self._of, self._copy = None, np.empty(0)

@@ -180,7 +180,7 @@ def _read_expert(
     loader: Loader, parameter: Parameter, layer: int, expert: int
 ) -> NDArray[np.float32]:
     everything = (slice(None),) * len(parameter.matrix)
-    matrix: NDArray[np.float32] = loader.region(
+    matrix: NDArray[np.float32] = loader.read_slice(
         parameter, FLOAT32, (slice(layer, layer + 1), slice(expert, expert + 1), *everything)
     )
     return matrix[0, 0]

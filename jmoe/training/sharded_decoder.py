@@ -224,7 +224,7 @@ class ShardedDecoder(ShardedModel):
 
     def initial_state(self) -> TrainState:
         """Return the state of step 0 in the layout used by training."""
-        return self.fresh_state().map_table(self.embedding.kept)
+        return self.fresh_state().map_table(self.embedding.to_parameter_shape)
 
     @cached_property
     def _saved_form(
@@ -248,7 +248,8 @@ class ShardedDecoder(ShardedModel):
         place = shardings(split_over(ALL, dim), self.mesh)
         save = jax.jit(lambda table: table.reshape(-1, table.shape[-1]), out_shardings=place)
         restore = jax.jit(
-            self.embedding.kept, out_shardings=self.state_shape.params["embedding"].sharding
+            self.embedding.to_parameter_shape,
+            out_shardings=self.state_shape.params["embedding"].sharding,
         )
         return save, restore, jax.ShapeDtypeStruct(table.shape, table.dtype, sharding=place)
 

@@ -62,7 +62,7 @@ def test_the_sum_of_experts(family: str, count: int) -> None:
             for e in best
         )
         shared = {
-            p[-1]: a[1] for p, a in source.rest_arrays().items() if p[1:2] == ("shared_expert",)
+            p[-1]: a[1] for p, a in source.dense_arrays().items() if p[1:2] == ("shared_expert",)
         }
         if shared:
             expected = expected + applied(shared, x, config.hidden_act)

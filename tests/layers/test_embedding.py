@@ -87,7 +87,9 @@ def test_lookup(shape: tuple[int, int, int], kind: EmbeddingKind, dtype: Any) ->
     whole = jax.jit(found(lookup))
     for name, draw in TOKENS.items():
         tokens = jnp.asarray(draw(rng).reshape(R * 2, T // 2), jnp.int32)
-        x, dtable = jax.block_until_ready(ours(embedding.kept(table), tokens, weights))
+        x, dtable = jax.block_until_ready(
+            ours(embedding.to_parameter_shape(table), tokens, weights)
+        )
         expected, edtable = whole(table, tokens, weights)
         np.testing.assert_array_equal(x, expected, err_msg=name)
         close(dtable.reshape(V, D), edtable, 1e-6 if dtype == jnp.float32 else 1e-2)
@@ -112,7 +114,7 @@ def test_a_lookup_has_three_all_to_alls_and_no_reduction(
 
     specs = split_over(ALL, 1)
     args = (
-        embedding.kept(table_of()),
+        embedding.to_parameter_shape(table_of()),
         jnp.zeros(R * T, jnp.int32),
         jnp.zeros((R * T, D), jnp.bfloat16),
     )
@@ -171,7 +173,7 @@ def test_head_and_loss(
     run = sharded(
         shape, ours, (place, BATCH, BATCH, BATCH), (REPLICATED, (BATCH, place), REPLICATED)
     )
-    kept = embedding.kept(weight) if tied else weight
+    kept = embedding.to_parameter_shape(weight) if tied else weight
     values, (dx, dweight), logits = jax.block_until_ready(run(kept, x, labels, weights))
 
     def plain(x: jax.Array, weight: jax.Array) -> jax.Array:

@@ -182,7 +182,7 @@ def test_a_stored_head_counts_where_it_differs_from_a_tied_embedding(
     )
     with LazyCheckpoint(tied) as checkpoint:
         assert not checkpoint.config.tie_word_embeddings
-        np.testing.assert_array_equal(checkpoint.rest_arrays()["head",], model.decoder.head[...])
+        np.testing.assert_array_equal(checkpoint.dense_arrays()["head",], model.decoder.head[...])
     jmoe.save_pretrained(model, tmp_path / "saved")
     assert (
         json.loads((tmp_path / "saved" / "config.json").read_text())["tie_word_embeddings"] is False

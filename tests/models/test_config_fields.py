@@ -12,9 +12,9 @@ from jmoe.config import ModelConfig
 from jmoe.models.config_fields import (
     CONFIG_FIELDS,
     HONOURED,
-    Only,
     Outcome,
-    Training,
+    Supported,
+    TrainingOnly,
     changes_training,
 )
 from jmoe.models.huggingface import hf_config, model_config
@@ -134,7 +134,7 @@ def test_null_is_not_given(family: str) -> None:
 def test_the_others(family: str) -> None:
     fields, expected = fields_of(family), model_config(fields_of(family))
     for name, outcome in CONFIG_FIELDS[family].items():
-        if isinstance(outcome, Only):
+        if isinstance(outcome, Supported):
             assert (
                 read(fields | {name: "other"})
                 == f"{name} = 'other': is not supported, only {only(outcome)}"
@@ -146,18 +146,20 @@ def test_the_others(family: str) -> None:
                 assert read(fields | {name: value}) == expected, name
                 changed = changes_training(fields | {name: value}, family)
                 assert changed == (
-                    {name: value} if isinstance(outcome, Training) and value is not None else {}
+                    {name: value} if isinstance(outcome, TrainingOnly) and value is not None else {}
                 ), name
 
 
-def only(outcome: Only) -> str:
+def only(outcome: Supported) -> str:
     return " or ".join(map(repr, outcome.values)) or "null"
 
 
 def test_what_is_off_does_not_change_training() -> None:
     for family, fields in CONFIG_FIELDS.items():
         off = {
-            name: outcome.off for name, outcome in fields.items() if isinstance(outcome, Training)
+            name: outcome.off
+            for name, outcome in fields.items()
+            if isinstance(outcome, TrainingOnly)
         }
         assert changes_training(off, family) == {} == changes_training(fields_of(family), family)
 
@@ -178,11 +180,11 @@ def page_table() -> str:
 
 
 def cell(outcome: Outcome | None) -> str:
-    if isinstance(outcome, Only):
+    if isinstance(outcome, Supported):
         return "only " + " or ".join(
             f"`{json.dumps(value)}`" for value in outcome.values or (None,)
         )
-    return "training" if isinstance(outcome, Training) else outcome or ""
+    return "training" if isinstance(outcome, TrainingOnly) else outcome or ""
 
 
 def test_the_page_has_the_table() -> None:

@@ -31,7 +31,7 @@ from jmoe.collectives.ragged import Ragged
 from jmoe.inference.kv_cache import KVCache
 from jmoe.inference.mesh.dense_layout import RowLayout, sent_by_local
 from jmoe.inference.runner import Arrays, CachePlaces, Hidden, attend_local, embed_local
-from jmoe.layers.experts import SLOT_MULTIPLE, slots_per_expert
+from jmoe.layers.experts import SLOT_MULTIPLE, batched_rows_per_expert
 from jmoe.layers.slot_experts import ExpertInputs
 from jmoe.mesh import BATCH, EXPERT_INTRA, REPLICATED
 from jmoe.models.block import add_residual
@@ -172,7 +172,7 @@ def experts_on_mesh(
             sent = PerDevice(make_all_to_all((EXPERT_INTRA,)), num_devices, None)
         chosen = Choices(physical_TK, weights_TK, counts)
         there = sent.dispatch_rows(routed.h_TD, chosen, exchange.rows, num_tokens * k)
-        slots = slots_per_expert(num_tokens * k, exchange.slots_per_device)
+        slots = batched_rows_per_expert(num_tokens * k, exchange.slots_per_device)
         if mesh.devices.flat[0].platform == "cpu":
             slots = _rows_per_expert(num_devices * num_tokens, k, num_experts)
         (arrived,) = there.chunks

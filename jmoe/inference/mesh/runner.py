@@ -404,7 +404,7 @@ def mesh_caches(checkpoint: LazyCheckpoint, options: EngineConfig) -> list[KVCac
 
 def _copies(checkpoint: LazyCheckpoint, mesh: Mesh) -> list[PlacedModule]:
     """Return `EmbedAndHead` and the layers, replicated on every device."""
-    embed_and_head, layers = checkpoint.load_rest()
+    embed_and_head, layers = checkpoint.load_dense()
     modules = [split(module) for module in (embed_and_head, *layers)]
     return [
         (graph, tuple(put(np.asarray(w), mesh, REPLICATED) for w in arrays))
@@ -418,7 +418,7 @@ def _parts(checkpoint: LazyCheckpoint, mesh: Mesh) -> list[PlacedModule]:
     mine = [n for n, device in enumerate(devices) if device.process_index == jax.process_index()]
     parts = []  # of this process's devices
     for n in mine:
-        embed_and_head, layers = checkpoint.load_part(n, mesh.size)
+        embed_and_head, layers = checkpoint.load_dense_shard(n, mesh.size)
         modules = [split(module) for module in (embed_and_head, *layers)]
         parts.append(
             [

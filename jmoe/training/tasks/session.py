@@ -145,7 +145,7 @@ class VisionSession(Session):
                     )
                 each = mesh.size // jax.process_count()
                 first = jax.process_index() * each
-                self.batches.deal(layout, first, first + each)
+                self.batches.set_layout(layout, first, first + each)
                 self.idle = IdleTime()
                 self.trainer = trainer.in_layout(mesh, layout)
                 if mesh is not self.mesh or not same_slots(trainer.slots, self.trainer.slots):

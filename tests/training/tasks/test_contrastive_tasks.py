@@ -16,7 +16,7 @@ from jmoe.config import TaskConfig, VisionTrainConfig
 from jmoe.data.image_batches import ImageBatch, ImageBatches, held_out_batches, train_images
 from jmoe.data.images import ImageTask, Split
 from jmoe.deploy.extract import extract_task, load_task_model
-from jmoe.layers.contrastive import contrastive_losses, unit
+from jmoe.layers.contrastive import contrastive_losses, normalized
 from jmoe.mesh import BATCH
 from jmoe.training.state import TrainState
 from jmoe.training.tasks.layouts import layout_of
@@ -119,7 +119,7 @@ def test_gradients_are_those_of_the_loss_of_the_whole_batch() -> None:
         model = trainer.model.merge(params, state.router_bias)
         pixels = rows.pixels.astype(jnp.float32) / 255
         scores, _ = model(pixels, rows.task, train=True, full_capacity=True)
-        z = unit(jnp.where(jnp.isfinite(scores), scores, 0.0)[:, np.r_[0:8, 11:19]])
+        z = normalized(jnp.where(jnp.isfinite(scores), scores, 0.0)[:, np.r_[0:8, 11:19]])
         weight = jnp.isin(rows.task, compared).astype(jnp.float32)
         losses, _ = contrastive_losses(
             z, rows.task, rows.label, weight, jnp.full(len(rows.task), 0.2)
@@ -171,7 +171,7 @@ def test_an_extracted_path_computes_embeddings(tmp_path: Path) -> None:
     extract_task(tmp_path / "run", tmp_path / "digits", "digits")
     pixels = jnp.asarray(np.random.default_rng(0).random((5, 8, 8, 1), np.float32))
     expected, _ = network(pixels, jnp.ones(5, jnp.int32), full_capacity=True)
-    own = unit(expected[np.isfinite(expected)].reshape(5, 8))
+    own = normalized(expected[np.isfinite(expected)].reshape(5, 8))
     np.testing.assert_allclose(load_task_model(tmp_path / "digits")(pixels), own, rtol=0, atol=1e-6)
 
 
