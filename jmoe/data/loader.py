@@ -58,7 +58,7 @@ class _Windows:
 class _LocalRows:
     """This process's b consecutive rows of every global batch of B rows."""
 
-    def __init__(self, rows: Any, batch_size: int, first: int, local: int) -> None:
+    def __init__(self, rows: grain.MapDataset, batch_size: int, first: int, local: int) -> None:
         self._rows, self._batch_size, self._first, self._local = rows, batch_size, first, local
 
     def __len__(self) -> int:
@@ -73,7 +73,9 @@ class _LocalRows:
 class TrainBatches:
     """Endless iterator of int32 [b, S + 1]; see `train_batches`."""
 
-    def __init__(self, batches: Any, options: grain.ReadOptions, identity: JsonObject) -> None:
+    def __init__(
+        self, batches: grain.MapDataset, options: grain.ReadOptions, identity: JsonObject
+    ) -> None:
         self._batches, self._options, self._identity = batches, options, identity
         self._step = 0
         self._iterator: Any = None
@@ -120,7 +122,7 @@ class TrainBatches:
             self._iterator = None
 
 
-def _shuffled(corpus: Corpus, sequence_length: int, batch_size: int, seed: int) -> Any:
+def _shuffled(corpus: Corpus, sequence_length: int, batch_size: int, seed: int) -> grain.MapDataset:
     """Return an endless grain dataset of windows, reshuffled each epoch.
 
     Sources are mixed by their weights, or by size if none has a weight.

@@ -19,7 +19,6 @@ per device and round.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +31,7 @@ from jmoe.layers.loss import OutputHead, VocabularyShard
 from jmoe.planning.embedding import EmbeddingPlan, round_rows
 from jmoe.types import PyTree
 
-Lookup = Callable[[jax.Array, jax.Array, Any], jax.Array]
+Lookup = Callable[[jax.Array, jax.Array, DTypeLike], jax.Array]
 
 
 def lookup(table_VD: jax.Array, tokens: jax.Array, dtype: DTypeLike) -> jax.Array:

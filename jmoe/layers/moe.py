@@ -307,7 +307,7 @@ class MoELayer(nnx.Module):
             ):
                 continue
             value = variable.get_value()
-            axes: list[Any] = [None] * getattr(value, "ndim", 0)
+            axes: list[str | tuple[str, ...] | None] = [None] * getattr(value, "ndim", 0)
             if axes and path[0] == EXPERTS_PATH and parallel.expert_axes:
                 axes[0] = (
                     parallel.expert_axes
@@ -393,8 +393,14 @@ class MoELayer(nnx.Module):
             x_TD = jnp.where(token_mask_T[:, None], x_TD, jnp.zeros((), x_TD.dtype))
             exchange = OneDevice(complete=False) if isinstance(exchange, OneDevice) else exchange
         routing = self.route(x_TD, key=key, train=train, token_mask_T=token_mask_T)
-        options: dict[str, Any] = {"full_capacity": full_capacity, "num_chunks": self.num_chunks}
-        y_TD, dispatched = moe(x_TD, routing, self.experts, exchange, **options)
+        y_TD, dispatched = moe(
+            x_TD,
+            routing,
+            self.experts,
+            exchange,
+            full_capacity=full_capacity,
+            num_chunks=self.num_chunks,
+        )
         return y_TD, moe_stats(routing, dispatched, keep_routing=keep_routing)
 
     def _no_stats(self, keep_routing: bool) -> MoEStats:

@@ -247,14 +247,14 @@ class _Namespace(Namespace):
     Python looks up special methods by such names, so they could be a way out of the sandbox.
     """
 
-    def __init__(*args: Any, **attributes: Any) -> None:
+    def __init__(*args: object, **attributes: object) -> None:
         self, *rest = args  # so that `namespace(self=...)` works, as with Jinja's own
         values = dict(*rest, **attributes)
         for name in values:
             _refuse_underscore(name)
         Namespace.__init__(self, values)
 
-    def __setitem__(self, name: str, value: Any) -> None:
+    def __setitem__(self, name: str, value: object) -> None:
         _refuse_underscore(name)
         super().__setitem__(name, value)
 

@@ -3,13 +3,14 @@ code}}`.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+
+from jmoe.types import JsonObject
 
 TYPES = {
     401: "authentication_error",
@@ -93,7 +94,7 @@ def replace_surrogates(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def _validation_error(errors: Sequence[Any]) -> ApiError:
+def _validation_error(errors: Sequence[JsonObject]) -> ApiError:
     """Return a 400 error for the first of pydantic's validation errors."""
     first = errors[0]
     place = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]

@@ -121,7 +121,7 @@ class Leader:
             target=self._beat, args=(_beat_s(silence_s),), name="heartbeat", daemon=True
         ).start()
 
-    def tell(self, name: str, *arguments: Any) -> None:
+    def tell(self, name: str, *arguments: object) -> None:
         """Send a call of a `led` method to every follower. Raises OSError if one is gone."""
         self._num_calls += 1
         for channel in self._channels.values():
@@ -202,7 +202,7 @@ class Leader:
         self._send_all(("lost", reason), but=failed)
         self.on_lost(reason)
 
-    def _send_all(self, message: tuple[Any, ...], but: int | None = None) -> None:
+    def _send_all(self, message: tuple[object, ...], but: int | None = None) -> None:
         for rank, channel in self._channels.items():
             if rank != but:
                 with contextlib.suppress(OSError):  # the rank's listener reports the loss
@@ -219,7 +219,7 @@ class Follower:
     def __init__(self, channel: Channel, *, silence_s: float) -> None:
         self._channel, self._num_calls = channel, 0
         # calls (method, arguments); None after the last one
-        self._waiting: queue.SimpleQueue[tuple[str, list[Any]] | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[tuple[str, list[object]] | None] = queue.SimpleQueue()
         self._stop, self._over = threading.Event(), threading.Event()
         for work in (self._listen, functools.partial(self._beat, _beat_s(silence_s))):
             threading.Thread(target=work, name="lockstep", daemon=True).start()
@@ -238,7 +238,7 @@ class Follower:
             time.sleep(GRACE_S)
         self._over.set()
 
-    def follow(self, runner: Any) -> None:
+    def follow(self, runner: object) -> None:
         """Make the leader's calls on `runner`, in the main thread, until the leader ends.
 
         SIGTERM and SIGINT only ask the leader to end: it drains its server, which needs this
