@@ -647,7 +647,7 @@ class _TextJob:
 class _Encoder:
     """Encodes text into shards, and reports progress through `all_bytes` bytes of text."""
 
-    def __init__(self, tokenizer: LoadedTokenizer, all_bytes: int, report: Report) -> None:
+    def __init__(self, tokenizer: CorpusTokenizer, all_bytes: int, report: Report) -> None:
         self._tokenizer, self._report = tokenizer, report
         self._done_bytes, self._all_bytes = 0, all_bytes
 

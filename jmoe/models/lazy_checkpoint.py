@@ -232,7 +232,7 @@ class LazyCheckpoint(Closing):
     def dense_bytes(self, num_devices: int = 1) -> int:
         """Return the bytes of all parameters but the experts on one of `num_devices` devices.
 
-        With several devices these are its tensor-parallel shards, as `load_dense_shard` returns them.
+        With several devices these are its shards, as `load_dense_shard` returns them.
         """
         config = self.config if num_devices == 1 else device_config(self.config, num_devices)
         parts = flat(abstract_decoder(config)[2])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jmoe
-from jmoe.deploy import merged
+from jmoe.deploy import model_folder
 from jmoe.deploy.cut import (
     check_new_folder,
     cut_config,
@@ -126,11 +126,11 @@ def test_a_power_cut_leaves_a_whole_folder_or_none(
         (folder / "tokenizer.json").write_text("whole")
         return 3
 
-    monkeypatch.setattr(merged, "merge_run", write)
-    monkeypatch.setattr(merged, "_name_of", lambda *_: "step-3")
+    monkeypatch.setattr(model_folder, "merge_run", write)
+    monkeypatch.setattr(model_folder, "_name_of", lambda *_: "step-3")
     with cut.recording():
         if way == "merged":
-            merged._merge(tmp_path / "run", cut.root)
+            model_folder._merge(tmp_path / "run", cut.root)
         else:
             with new_folder(cut.root / "step-3") as partial:
                 write(tmp_path, partial)
