@@ -13,13 +13,13 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import ShapedArray
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jmoe.types import PyTree
 from kernels_pallas.native import hold_until, in_background, multiplications
@@ -121,7 +121,20 @@ _CALLS = (
 )
 
 
-def _inner(eqn: JaxprEqn) -> list[ClosedJaxpr]:
+class _ClosedJaxpr(Protocol):
+    """A traced function with its constants: `ClosedJaxpr`, which JAX 0.12 merged into `Jaxpr`."""
+
+    @property
+    def jaxpr(self) -> Jaxpr: ...
+
+    @property
+    def consts(self) -> list[PyTree]: ...
+
+    @property
+    def eqns(self) -> list[JaxprEqn]: ...
+
+
+def _inner(eqn: JaxprEqn) -> list[_ClosedJaxpr]:
     """Return the functions inside an equation, in any supported version of JAX."""
     leaves = jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda p: hasattr(p, "eqns"))
     return [leaf for leaf in leaves if hasattr(leaf, "eqns")]
@@ -158,7 +171,7 @@ def _products(eqn: JaxprEqn) -> int:
 class _Program:
     """A traced function as one list of equations. Calls that contain an all-to-all are inlined."""
 
-    def __init__(self, closed: ClosedJaxpr) -> None:
+    def __init__(self, closed: _ClosedJaxpr) -> None:
         self._names = itertools.count()
         self.constants: dict[int, jax.Array] = {}
         self.equations: list[_Equation] = []
