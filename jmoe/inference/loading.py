@@ -88,7 +88,9 @@ class LoadedModel(Closing):
         """
         with open_checkpoint(folder, options) as checkpoint, contextlib.ExitStack() as stack:
             keep_compiled_programs()
-            check_same_options(json.loads(json.dumps(asdict(options), default=str)), ("cache_dir:",))
+            check_same_options(
+                json.loads(json.dumps(asdict(options), default=str)), ("cache_dir:",)
+            )
             check_alike(f"content of {checkpoint.folder}", lambda: checkpoint.content_hash)
             options = with_sequence_length(checkpoint, options)
             paths = options.estimator == "paths"
