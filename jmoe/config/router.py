@@ -16,7 +16,7 @@ RouterKind = Literal["switch", "gshard", "softmax", "sigmoid", "group_limited"]
 
 @dataclass(frozen=True)
 class RouterRules:
-    """What a kind of router computes, and which fields of `RouterConfig` it uses.
+    """The rules of one kind of router; they decide which fields of `RouterConfig` have an effect.
 
     scores: the experts' scores as a function of the logits, one of `SCORES` in
     `jmoe/layers/router.py`. num_experts_per_tok: the only number of choices; None: any. normalizes:
@@ -79,31 +79,29 @@ class RouterConfig:
             "topk_group",
             f"must not exceed n_group = {self.n_group}",
         )
-        rules, speed = self.rules, self.bias_update_speed
         default_speed = type(self).bias_update_speed
-        self._check_used(
-            "second_expert_policy",
-            rules.may_drop_second or self.second_expert_policy == "all",
-            lambda rules: rules.may_drop_second,
-        )
-        for name in ("n_group", "topk_group"):
-            used = rules.limits_groups or getattr(self, name) == 1
-            self._check_used(name, used, lambda rules: rules.limits_groups)
-        self._check_used(
-            "bias_update_speed",
-            rules.has_bias or speed in (0, default_speed),
-            lambda rules: rules.has_bias,
-        )
-        self._check_used(
-            "norm_topk_prob",
-            self.norm_topk_prob or rules.normalizes is not True,
-            lambda rules: rules.normalizes is None,
-        )
-
-    def _check_used(self, name: str, holds: bool, uses: Callable[[RouterRules], bool]) -> None:
-        """Raise `ValueError`, naming the kinds of routers that use the field, unless `holds`."""
-        kinds = " or ".join(repr(kind) for kind, rules in ROUTERS.items() if uses(rules))
-        check_field(holds, self, name, f"needs router.kind = {kinds}")
+        fields: list[tuple[str, bool, Callable[[RouterRules], bool]]] = [
+            (
+                "second_expert_policy",
+                self.second_expert_policy == "all",
+                lambda rules: rules.may_drop_second,
+            ),
+            ("n_group", self.n_group == 1, lambda rules: rules.limits_groups),
+            (
+                "bias_update_speed",
+                self.bias_update_speed in (0, default_speed),
+                lambda rules: rules.has_bias,
+            ),
+            (
+                "norm_topk_prob",
+                self.norm_topk_prob or self.rules.normalizes is False,
+                lambda rules: rules.normalizes is None,
+            ),
+        ]
+        for name, changes_nothing, is_used in fields:
+            kinds = " or ".join(repr(kind) for kind, rules in ROUTERS.items() if is_used(rules))
+            may = changes_nothing or is_used(self.rules)
+            check_field(may, self, name, f"needs router.kind = {kinds}")
 
     @property
     def rules(self) -> RouterRules:
@@ -114,11 +112,6 @@ class RouterConfig:
     def draws(self) -> bool:
         """Return whether training draws random numbers to route."""
         return self.jitter_noise > 0 or self.second_expert_policy == "random"
-
-    @property
-    def groups(self) -> tuple[int, int]:
-        """(groups of experts, groups that a token chooses from); (1, 1) without a limit."""
-        return (self.n_group, self.topk_group) if self.rules.limits_groups else (1, 1)
 
     def normalizes(self, num_experts_per_tok: int) -> bool:
         """Return whether the weights of a token's chosen experts are divided by their sum."""
@@ -139,7 +132,7 @@ def check_routing(num_experts: int, num_experts_per_tok: int, router: RouterConf
         "router.n_group",
         f"must divide num_experts = {num_experts}",
     )
-    groups, chosen_groups = router.groups
-    reachable = num_experts // groups * chosen_groups
-    limit = f"must not exceed the {reachable} experts in router.topk_group = {chosen_groups} groups"
+    reachable = num_experts // router.n_group * router.topk_group
+    groups = f"router.topk_group = {router.topk_group} groups"
+    limit = f"must not exceed the {reachable} experts in {groups}"
     check(k <= reachable, name, k, limit)

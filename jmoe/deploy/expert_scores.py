@@ -61,12 +61,12 @@ def check_num_kept(config: ModelConfig, kept: int, name: str = "experts") -> Non
     """Raise ValueError naming the option `name` unless the model can run with `kept` experts per
     layer.
     """
-    has, k, groups = config.num_experts, config.num_experts_per_tok, config.router.n_group
-    n_group, topk_group = config.router.groups
+    has, k, n_group = config.num_experts, config.num_experts_per_tok, config.router.n_group
     check(kept <= has, name, kept, f"must not exceed the model's num_experts = {has}")
     check(kept >= k, name, kept, f"must be at least num_experts_per_tok = {k}")
-    check(kept % groups == 0, name, kept, f"must be a multiple of the router's n_group = {groups}")
-    reachable = kept // n_group * topk_group
+    multiple = f"must be a multiple of the router's n_group = {n_group}"
+    check(kept % n_group == 0, name, kept, multiple)
+    reachable = kept // n_group * config.router.topk_group
     constraint = (
         f"leaves {reachable} experts in a token's groups: must leave num_experts_per_tok = {k}"
     )

@@ -4,7 +4,6 @@
 """
 
 import contextlib
-import json
 import logging
 import math
 import os
@@ -88,9 +87,7 @@ class LoadedModel(Closing):
         """
         with open_checkpoint(folder, options) as checkpoint, contextlib.ExitStack() as stack:
             keep_compiled_programs()
-            check_same_options(
-                json.loads(json.dumps(asdict(options), default=str)), ("cache_dir:",)
-            )
+            check_same_options(asdict(replace(options, cache_dir=None)))
             check_alike(f"content of {checkpoint.folder}", lambda: checkpoint.content_hash)
             options = with_sequence_length(checkpoint, options)
             paths = options.estimator == "paths"

@@ -222,15 +222,14 @@ class ExpertParallel:
         many = f"must be a multiple of {devices} devices"
         check(config.num_experts % devices == 0, "num_experts", config.num_experts, many)
         num_nodes, devices_per_node = (sizes[0], sizes[1]) if len(sizes) == 2 else (1, devices)
-        n_group, topk_group = config.router.groups
         return plan_exchange(
             self.exchange,
             num_nodes=num_nodes,
             devices_per_node=devices_per_node,
             num_experts=config.num_experts,
             num_experts_per_tok=config.num_experts_per_tok,
-            n_group=n_group,
-            topk_group=topk_group,
+            n_group=config.router.n_group,
+            topk_group=config.router.topk_group,
             load=self.load,
         )
 

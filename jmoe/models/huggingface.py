@@ -486,7 +486,8 @@ def _own_fields(config: ModelConfig) -> dict[str, JsonObject]:
 
 
 def _deepseek_fields(config: ModelConfig) -> JsonObject:
-    router, (n_group, topk_group) = config.router, config.router.groups
+    router = config.router
+    n_group, topk_group = router.n_group, router.topk_group
     moe_size = config.moe_intermediate_size
     return {
         "moe_intermediate_size": moe_size,
@@ -546,7 +547,8 @@ def _canonical(config: ModelConfig) -> JsonObject:
             router.rules.scores,
             router.rules.has_bias,
             router.normalizes(config.num_experts_per_tok),
-            *router.groups,
+            router.n_group,
+            router.topk_group,
         ),
         "routed_scaling_factor": router.routed_scaling_factor,
     }

@@ -125,7 +125,6 @@ def _planned(config: TrainConfig, cluster: ClusterConfig, nodes: int) -> Cluster
     trained = dataclasses.replace(trained_model(split), devices_per_host=per_node)
     training = plan_training(trained, own.placement, own.machine)
     data, inter, intra = split.check_devices(nodes * per_node, per_node)
-    n_group, topk_group = model.router.groups
     row_bytes, load = trained.compute_bytes * model.hidden_size, None
     if config.comm.links:
         tokens = trained.step_tokens // trained.num_devices // trained.micro_batches
@@ -138,8 +137,8 @@ def _planned(config: TrainConfig, cluster: ClusterConfig, nodes: int) -> Cluster
         devices_per_node=intra,
         num_experts=model.num_experts,
         num_experts_per_tok=model.num_experts_per_tok,
-        n_group=n_group,
-        topk_group=topk_group,
+        n_group=model.router.n_group,
+        topk_group=model.router.topk_group,
         load=load,
     )
     exchanged = Exchanged(exchange, row_bytes, model.capacity_factor)

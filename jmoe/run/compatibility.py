@@ -111,7 +111,7 @@ def check_same_on_all_processes(config: TrainConfig) -> None:
     check_same_options(json.loads(config.to_json()), places)
 
 
-def check_same_options(options: JsonObject, places: tuple[str, ...]) -> None:
+def check_same_options(options: JsonObject, places: tuple[str, ...] = ()) -> None:
     """Raise `ValueError` on every process if one of them has other options, code or JAX than
     process 0. Every process must call this.
 
