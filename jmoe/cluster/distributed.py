@@ -51,8 +51,8 @@ CALL_TIMEOUT_S = 3.0
 CLOSED = -1  # the last beat of a rank that has left its watchdog in order
 NO_COORDINATOR = "rank 0 (the coordinator) does not answer: dead, stopped or out of reach"
 
-# what rank 0's errors are on the other ranks
-TOLD_ERRORS = {kind.__name__: kind for kind in (OSError, ValueError, RuntimeError)}
+# the kinds of rank 0's errors that the other ranks raise too; they raise RuntimeError for others
+SHARED_ERRORS = {kind.__name__: kind for kind in (OSError, ValueError, RuntimeError)}
 
 T = TypeVar("T")
 
@@ -553,7 +553,7 @@ def from_rank_0(name: str, call: Callable[[], str], timeout_s: float) -> str:
         try:
             value = call()
         except Exception as error:
-            answer = json.dumps({"error": _told_kind(error), "words": _told_words(error)})
+            answer = json.dumps({"error": _shared_kind(error), "words": _shared_arguments(error)})
             store.key_value_set(f"{ANSWERS}{name}", answer)
             raise
         store.key_value_set(f"{ANSWERS}{name}", json.dumps({"value": value}))
@@ -565,26 +565,26 @@ def from_rank_0(name: str, call: Callable[[], str], timeout_s: float) -> str:
             f"waited {timeout_s:g} s for rank 0: {name}: {first_line(error)}"
         ) from error
     if "error" in answer:
-        raise TOLD_ERRORS[answer["error"]](*answer["words"])
+        raise SHARED_ERRORS[answer["error"]](*answer["words"])
     return str(answer["value"])
 
 
-def _told_kind(error: Exception) -> str:
-    """Return the name of the error that rank 0's becomes on the other ranks."""
-    kinds = (name for name, kind in TOLD_ERRORS.items() if isinstance(error, kind))
+def _shared_kind(error: Exception) -> str:
+    """Return the name of the error that the other ranks raise for rank 0's `error`."""
+    kinds = (name for name, kind in SHARED_ERRORS.items() if isinstance(error, kind))
     return next(kinds, RuntimeError.__name__)
 
 
-def _told_words(error: Exception) -> list[Any]:
-    """Return the arguments of that error, with which it says what rank 0's does."""
+def _shared_arguments(error: Exception) -> list[Any]:
+    """Return the arguments of the other ranks' error, which give it the words of `error`."""
     if isinstance(error, OSError) and error.errno is not None:
         return [
             error.errno,
             error.strerror,
             None if error.filename is None else str(error.filename),
         ]
-    told = isinstance(error, tuple(TOLD_ERRORS.values()))
-    return [str(error) if told else f"rank 0: {type(error).__name__}: {error}"]
+    is_shared = isinstance(error, tuple(SHARED_ERRORS.values()))
+    return [str(error) if is_shared else f"rank 0: {type(error).__name__}: {error}"]
 
 
 def key_value_client() -> Any:

@@ -17,14 +17,15 @@ from typing import Literal, NamedTuple
 
 LOCAL_IDS = "JAX_LOCAL_DEVICE_IDS"  # JAX's own variable, which takes precedence over this module
 
-
-# What a launcher tells each of its processes: their count, this one's rank, and more that is needed
+# The variables that a launcher sets for each of its processes: first the number of processes, then
+# this process's rank, then others that are needed.
 SLURM = (
     *("SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID"),
     *("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE"),
 )
 OPEN_MPI = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
-UNREAD = (("PMI_SIZE", "PMI_RANK", "mpiexec"), ("WORLD_SIZE", "RANK", "torchrun"))
+# (number of processes, rank, program) of launchers whose variables jmoe does not read
+UNSUPPORTED = (("PMI_SIZE", "PMI_RANK", "mpiexec"), ("WORLD_SIZE", "RANK", "torchrun"))
 OPTIONS = (
     "give --distributed.coordinator-address HOST:PORT, --distributed.num-processes N and"
     " --distributed.process-id I"
@@ -49,7 +50,7 @@ def launcher(environment: Mapping[str, str]) -> Literal["k8s", "slurm", "ompi"] 
     step += [name for name in SLURM[1:3] if environment.get(name, "0") != "0"]
     if step:
         return "slurm" if _several(SLURM, step[0], environment) else None
-    for count, rank, program in UNREAD:
+    for count, rank, program in UNSUPPORTED:
         if rank in environment and environment.get(count, "1") != "1":
             raise ValueError(
                 f"{count} = {environment[count]}: {program} started this process as one of several,"
@@ -108,27 +109,28 @@ def node_task(environment: Mapping[str, str]) -> NodeTask:
     if size in environment:
         return NodeTask(_number(rank, environment), _number(size, environment))
     if "SLURM_STEP_TASKS_PER_NODE" in environment and "SLURM_LOCALID" in environment:
-        node = _number("SLURM_NODEID", {"SLURM_NODEID": "0", **environment})
-        return NodeTask(_number("SLURM_LOCALID", environment), _step_counts(environment)[node])
+        return NodeTask(_number("SLURM_LOCALID", environment), _slurm_processes(environment))
     return NodeTask(0, 1)
 
 
-def _step_counts(environment: Mapping[str, str]) -> list[int]:
-    """Return the processes of each node, which SLURM writes in a short form: `2(x3),1` gives
-    [2, 2, 2, 1].
+def _slurm_processes(environment: Mapping[str, str]) -> int:
+    """Return the number of the job step's processes on this node.
+
+    SLURM lists the numbers of all nodes in a short form: `2(x3),1` stands for 2, 2, 2, 1.
     """
-    name, node = "SLURM_STEP_TASKS_PER_NODE", environment.get("SLURM_NODEID", "0")
+    name = "SLURM_STEP_TASKS_PER_NODE"
+    node = _number("SLURM_NODEID", {"SLURM_NODEID": "0", **environment})
     counts: list[int] = []
     for word in environment[name].split(","):
         if (match := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", word)) is None:
             raise ValueError(f"{name} = {environment[name]!r}: must read as `2(x3),1` does")
         counts += [int(match[1])] * int(match[2] or 1)
-    if int(node) >= len(counts):
+    if node >= len(counts):
         raise ValueError(
             f"SLURM_NODEID = {node}: must be less than the {len(counts)} nodes of {name} ="
             f" {environment[name]}"
         )
-    return counts
+    return counts[node]
 
 
 def visible_gpus() -> int:

@@ -80,16 +80,16 @@ class Fork:
     """
 
     def __init__(
-        self, connection: socket.socket, how_it_ended: FileIO, what: str, limits: Limits
+        self, connection: socket.socket, exit_status: FileIO, what: str, limits: Limits
     ) -> None:
         self._connection, self._what, self._limits = connection, what, limits
-        self._how_it_ended = how_it_ended
+        self._exit_status = exit_status
         self._buffer = bytearray()
         self._number: list[int] = []  # the pid, once the fork has sent it
         self.is_slow = False
         connection.setblocking(False)
         # kills the process even if it hangs
-        self.end = weakref.finalize(self, _end, connection, how_it_ended, self._number)
+        self.end = weakref.finalize(self, _end, connection, exit_status, self._number)
 
     async def ask(self, question: bytes) -> bytes:
         """Send `question` and return the answer.
@@ -204,8 +204,8 @@ class Fork:
     def _exit_error(self) -> LimitError | LostError:
         """Return the error that describes why the process ended or never started."""
         poll = select.poll()
-        poll.register(self._how_it_ended, select.POLLIN)
-        said = self._how_it_ended.read(_STATUS.size) if poll.poll(END_LIMIT_MS) else b""
+        poll.register(self._exit_status, select.POLLIN)
+        said = self._exit_status.read(_STATUS.size) if poll.poll(END_LIMIT_MS) else b""
         if not said:
             return LostError(
                 f"{self._what}: the process for it is gone, or none could be started: try again"
@@ -224,7 +224,7 @@ class Fork:
         )
 
 
-def _end(connection: socket.socket, how_it_ended: FileIO, number: list[int]) -> None:
+def _end(connection: socket.socket, exit_status: FileIO, number: list[int]) -> None:
     """Kill a fork and close its socket and pipe.
 
     A fork sends its process id first. If the id has not arrived yet, the fork ends itself: sending
@@ -236,7 +236,7 @@ def _end(connection: socket.socket, how_it_ended: FileIO, number: list[int]) -> 
         if process:
             os.kill(process, signal.SIGKILL)
     connection.close()
-    how_it_ended.close()
+    exit_status.close()
 
 
 class ForkServer:
@@ -300,8 +300,8 @@ class ForkServer:
     def fork(self) -> Fork:
         """Return a new fork. Raises `LostError` if the helper process is gone."""
         ours, theirs = socket.socketpair()
-        how_it_ended, tell = os.pipe()
-        fork = Fork(ours, FileIO(how_it_ended), self._what, self._limits)
+        exit_status, tell = os.pipe()
+        fork = Fork(ours, FileIO(exit_status), self._what, self._limits)
         with theirs, FileIO(tell, "w"):
             try:
                 socket.send_fds(self._control, [_FORK], [theirs.fileno(), tell])

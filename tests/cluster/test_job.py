@@ -151,7 +151,7 @@ def test_ranks_that_cannot_be(changes: dict[str, str], words: str) -> None:
 
 @pytest.mark.parametrize("program", ["mpiexec", "torchrun"])
 def test_launchers_that_are_not_read_are_named(program: str) -> None:
-    (count, rank) = next((count, rank) for count, rank, name in job.UNREAD if name == program)
+    (count, rank) = next((count, rank) for count, rank, name in job.UNSUPPORTED if name == program)
     with pytest.raises(ValueError, match=rf"^{count} = 4: {program} started .*--distributed.coord"):
         job.launcher({count: "4", rank: "0"})
     assert job.launcher({count: "1", rank: "0"}) is job.launcher({count: "4"}) is None

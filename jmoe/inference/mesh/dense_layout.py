@@ -240,7 +240,9 @@ class SplitLayers(WholeLayers):
     def _padding(self) -> int:
         return -self.num_tokens % self.num_devices
 
-    def lookup(self, table_VD: jax.Array, tokens_QC: jax.Array, dtype: DTypeLike) -> jax.Array:  # type: ignore[override]
+    def lookup(  # type: ignore[override]
+        self, table_VD: jax.Array, tokens_QC: jax.Array, dtype: DTypeLike
+    ) -> jax.Array:
         """Return the embeddings of this device's tokens, [t, D], from all devices' blocks of the
         table.
 
