@@ -2,6 +2,7 @@
 code runs.
 """
 
+import ast
 import json
 import re
 from pathlib import Path
@@ -97,6 +98,30 @@ def test_links_lead_somewhere(name: str) -> None:
         linked = (page.parent / path).resolve() if path else page
         assert linked.exists(), f"{name}: {target}"
         assert not anchor or anchor in anchors(linked), f"{name}: {target}"
+
+
+def test_every_case_from_the_field_names_tests_that_exist() -> None:
+    """A letter's cases are in order; what a case says is held by a test, or by several."""
+    rows = re.findall(
+        r"^\| ([A-C])(\d+) \| [^|]+ \| [^|]+ \| (.*) \|$",
+        (ROOT / "docs" / "field_cases.md").read_text(),
+        re.MULTILINE,
+    )
+    numbers = {letter: [int(n) for a, n, _ in rows if a == letter] for letter in "ABC"}
+    left_out = {"A": {7}, "B": {3}, "C": {7}}
+    for letter, last in (("A", 14), ("B", 21), ("C", 15)):
+        assert numbers[letter] == [n for n in range(1, last + 1) if n not in left_out[letter]]
+    functions: dict[str, set[str]] = {}
+    for letter, number, named in rows:
+        tests = named.split(", ")
+        for test in tests:
+            match = re.fullmatch(r"`(tests/[\w/]+\.py)::(test_\w+)`", test)
+            assert match is not None, f"{letter}{number}: {test}"
+            file, name = match.groups()
+            if file not in functions:
+                tree = ast.parse((ROOT / file).read_text())
+                functions[file] = {n.name for n in tree.body if isinstance(n, ast.FunctionDef)}
+            assert name in functions[file], f"{letter}{number}: {test}"
 
 
 def test_the_changelog_begins_with_what_is_unreleased_and_tells_a_version_in_25_points() -> None:

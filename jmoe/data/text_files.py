@@ -43,6 +43,9 @@ TABLE_WAY = (
     "write its records as JSONL: pandas.read_csv(FILE).to_json(OUT, orient='records', lines=True),"
     " or name it .txt to learn it as text"
 )
+# Names under which the records of chat data hold a conversation.
+CONVERSATION_FIELDS = ("messages", "conversations", "conversation")
+CONVERSATION_WAY = "; write conversations as text first, with the model's chat template"
 PIECE_BYTES = 1 << 20  # approximate size of the pieces of longer documents
 STDLIB_EXCLUDED = frozenset(
     (
@@ -503,8 +506,10 @@ def _json_text(line: bytes, file: InputFile) -> str:
             if isinstance(record, dict)
             else f"a {type(record).__name__}, not an object"
         )
+        is_chat = isinstance(record, dict) and not record.keys().isdisjoint(CONVERSATION_FIELDS)
         raise ValueError(
             f"data.field = {field!r}: not in this {record_is}, which has: {fields or 'nothing'}"
+            f"{CONVERSATION_WAY if is_chat else ''}"
         )
     text = record[field]
     if not isinstance(text, str):

@@ -515,6 +515,25 @@ def test_mistakes_in_json(tmp_path: Path, content: str, message: str) -> None:
     assert not (tmp_path / "cache").exists()
 
 
+@pytest.mark.parametrize("field", ["messages", "conversations"])
+@pytest.mark.parametrize(("name", "place"), [("a.jsonl", "a.jsonl:1"), ("a.json", "record 1")])
+def test_conversations_are_refused_with_the_way(
+    tmp_path: Path, name: str, place: str, field: str
+) -> None:
+    """Without the model's template they are no text that the model is served with."""
+    record = {field: [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}
+    text = json.dumps(record) if name == "a.jsonl" else json.dumps([record])
+    (tmp_path / name).write_text(text)
+    words = (
+        rf"{place}: data.field = 'text': not in this (line|record), which has: {field}; write"
+        " conversations as text first, with the model's chat template"
+    )
+    with pytest.raises(ValueError, match=words):
+        prepare(config(tmp_path / name), 300, tmp_path / "cache")
+    with pytest.raises(ValueError, match=rf"{place}: data.field = '{field}': is a list, not text"):
+        prepare(config(tmp_path / name, field=field), 300, tmp_path / "cache")
+
+
 def test_a_folder_without_text_says_what_it_has(tmp_path: Path) -> None:
     for name in ("a.parquet", "b.parquet", "c.json"):
         (tmp_path / name).write_text("x")

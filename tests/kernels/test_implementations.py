@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,6 +51,23 @@ def test_of_a_device_that_is_only_described() -> None:
     with tracing_for(described):
         assert default_names() == ("mosaic_gpu", "xla") and target_device() is described
     assert default_names() == ("xla",) and target_device() is jax.devices()[0]
+
+
+def test_ragged_dot_is_only_a_reference() -> None:
+    """On older GPUs XLA computes it as a product of every row with every group."""
+    root = Path(__file__).parents[2]
+    callers = {
+        path.relative_to(root).as_posix()
+        for folder in ("jmoe", "kernels_pallas")
+        for path in (root / folder).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr.startswith("ragged_dot")
+    }
+    assert callers == {
+        f"kernels_pallas/{name}/reference.py" for name in ("grouped_matmul", "grouped_mlp")
+    }
+    y = jax.jit(grouped_matmul).lower(jnp.ones((8, 16)), jnp.ones((2, 16, 8)), SIZES).as_text()
+    assert "ragged_dot" not in y
 
 
 def unsupported() -> str:

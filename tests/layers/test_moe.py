@@ -577,6 +577,29 @@ def test_bfloat16_inputs(split: Split | None) -> None:
     assert_near((ours.y, ours.dx, ours.dparams), (expected.y, expected.dx, expected.dparams), 0.02)
 
 
+def test_float16_inputs_and_vmap() -> None:
+    layer, (x, _) = make("softmax"), inputs()
+    expected, metrics = layer(x)
+    y, _ = layer(x.astype(jnp.float16))
+    assert y.dtype == jnp.float16
+    assert_near(y, expected, 0.02)
+    mapped, load = jax.jit(jax.vmap(layer))(x.reshape(4, -1, D))
+    assert_trees_close(mapped.reshape(T, D), expected)
+    assert_trees_close(load.load_E.mean(axis=0), metrics.load_E)
+
+
+@pytest.mark.parametrize("split", [None, (2, 2, 2)])
+def test_a_token_that_is_not_a_number_stays_alone(split: Split | None) -> None:
+    layer = make("softmax", split)
+    x, _ = inputs()
+    y, _ = layer(x)
+    spoiled, metrics = layer(x.at[5].set(jnp.nan))
+    others = np.arange(T) != 5
+    assert_trees_close(spoiled[others], y[others])
+    assert np.isnan(spoiled[5]).all()
+    assert np.isfinite(metrics.load_E).all() and metrics.dropped_fraction == 0
+
+
 # ---- mistakes
 
 

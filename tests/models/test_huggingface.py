@@ -280,6 +280,16 @@ def test_null_flags_of_deepseek_are_false() -> None:
     assert absent.router.norm_topk_prob and absent.rope_interleave
 
 
+def test_null_sizes_of_deepseek() -> None:
+    """Moonlight's queries are not compressed; a number of shared experts that is not given is the
+    family's.
+    """
+    fields = fields_of("deepseek_v3", q_lora_rank=None, n_shared_experts=None)
+    config = model_config(fields)
+    assert config.q_lora_rank is None
+    assert config.shared_expert_intermediate_size == fields["moe_intermediate_size"]
+
+
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
 
@@ -447,6 +457,12 @@ def test_quantizations_that_change_nothing_more(changes: dict[str, Any]) -> None
             "model_type = 'deepseek_v32': must be one of .*, kimi_k2",
         ),
         ("mixtral", {"model_type": "qwen3_next"}, "model_type = 'qwen3_next': must be one of"),
+        ("mixtral", {"model_type": "glm4_moe"}, "model_type = 'glm4_moe': must be one of"),
+        (
+            "qwen3_moe",
+            {"model_type": "qwen3_5_moe", "text_config": {"model_type": "qwen3_5_moe_text"}},
+            "model_type = 'qwen3_5_moe': must be one of",
+        ),
         (
             "mixtral",
             {"quantization_config": {"quant_method": "gptq"}},
