@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -57,6 +57,35 @@ def without_home(
     return subprocess.run(
         command, env=known | environment, capture_output=True, text=True, check=False, timeout=300
     )
+
+
+@contextlib.contextmanager
+def memory_cgroup(limit_bytes: int) -> Iterator[Path]:
+    """The folder of a new cgroup whose processes may have so much memory; the test is skipped where
+    none can be made.
+    """
+    root = Path("/sys/fs/cgroup")
+    name = f"jmoe-test-{os.getpid()}"
+    old = (root / "memory" / "memory.limit_in_bytes").is_file()
+    folder = root / "memory" / name if old else root / name
+    limit = folder / ("memory.limit_in_bytes" if old else "memory.max")
+    try:
+        folder.mkdir()
+    except OSError as error:
+        pytest.skip(f"no cgroup can be made here: {error}")
+    try:
+        if not limit.exists():
+            pytest.skip("no memory cgroup can be made here")
+        limit.write_text(str(limit_bytes))
+        yield folder
+    finally:
+        for number in (folder / "cgroup.procs").read_text().split():
+            os.kill(int(number), signal.SIGKILL)
+        deadline_s = time.monotonic() + 30
+        while (folder / "cgroup.procs").read_text():
+            assert time.monotonic() < deadline_s, f"{folder} still has processes"
+            time.sleep(0.01)
+        folder.rmdir()
 
 
 class Child(subprocess.Popen[str]):

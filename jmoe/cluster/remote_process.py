@@ -24,8 +24,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from jmoe.memory.host_memory import oom_kills
 
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # only the supervisor sends these
 CLOSE_S = 20.0  # SIGKILL takes that long where a process writes to a slow disk
@@ -94,7 +96,9 @@ class RemoteProcess:
         return code if code is None or code >= 0 else 128 - code
 
     def last_words(self) -> str:
-        """Return the launcher's message about a process that it could not start."""
+        """Return the launcher's message about a process that it could not start, or that SIGKILL
+        ended; empty if the launcher was killed too.
+        """
         assert self._process.stdout is not None
         return self._process.stdout.read().decode(errors="replace").strip()
 
@@ -170,6 +174,7 @@ def run(order: LaunchOrder, commands: int) -> int:
     `CANNOT_LOG` or `CANNOT_RUN` if the command could not be started.
     """
     log = Path(order.log)
+    before = oom_kills()
     try:
         with log.open("a") as output:
             output.write(
@@ -201,7 +206,35 @@ def run(order: LaunchOrder, commands: int) -> int:
     threading.Thread(target=_obey, args=(commands, process), daemon=True).start()
     code = process.wait()
     _kill_group(process.pid)
+    if code == -signal.SIGKILL:
+        print(why_killed(before, oom_kills()), flush=True)
     return code if code >= 0 else 128 - code
+
+
+def why_killed(before: Mapping[Path, int], after: Mapping[Path, int]) -> str:
+    """Return what the kernel's counts of processes killed for lack of memory (`oom_kills`) say of a
+    process that SIGKILL ended between them.
+    """
+    rises = {path: count - before.get(path, count) for path, count in after.items()}
+    for path, rise in rises.items():
+        if rise > 0 and path.name != "vmstat":
+            return (
+                f"by the kernel, because the memory of its cgroup ran out (oom_kill of {path} rose"
+                f" by {rise}): give the job more memory, or let the run use less (--plan)"
+            )
+    for path, rise in rises.items():
+        if rise > 0:
+            return (
+                f"perhaps by the kernel for lack of memory (oom_kill of {path} rose by {rise}):"
+                " dmesg names what it killed"
+            )
+    if rises:
+        counts = " and ".join(str(path) for path in rises)
+        return (
+            f"not by the kernel for lack of memory (oom_kill of {counts} did not rise): ask who"
+            " else ends processes, such as the job's scheduler or systemd-oomd"
+        )
+    return "perhaps by the kernel for lack of memory: dmesg or the job's accounting would say so"
 
 
 def _in_the_process() -> None:

@@ -475,14 +475,11 @@ class Supervisor:
         code = codes[rank]
         assert code is not None
         at = f", at {listener.at(rank)}" if listener.at(rank) else ""
-        words = (
-            "" if _is_killed(code) else f": {ranks[rank].last_words() or self._last_words(rank)}"
-        )
-        return Ending(
-            failure_kind(code),
-            code,
-            f"{self._named(rank, ranks[rank])}: {named_code(code)}{at}{words}",
-        )
+        words = ranks[rank].last_words()
+        if not words and not _is_killed(code):
+            words = self._last_words(rank)
+        why = f"{self._named(rank, ranks[rank])}: {named_code(code)}{at}"
+        return Ending(failure_kind(code), code, f"{why}: {words}" if words else why)
 
     def _host_poller(self, ranks: Sequence[RemoteProcess]) -> HostPoller:
         """Return a `HostPoller` for the hosts that this attempt runs without."""

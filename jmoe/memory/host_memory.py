@@ -1,10 +1,33 @@
-"""Measures the host memory that this process can still allocate, cgroup limits included."""
+"""Reads what the kernel says of this process's memory: what it can still allocate, and which
+processes were killed for lack of it, cgroups included. Standard library only.
+"""
 
+import contextlib
 import os
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
+PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
-def available_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+
+@dataclass(frozen=True)
+class _Files:
+    """Names of a cgroup's files in one version of cgroups, and the prefix of the fields of
+    `memory.stat` that include its children.
+    """
+
+    limit: str
+    usage: str
+    events: str
+    prefix: str
+
+
+V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.oom_control", "total_")
+V2 = _Files("memory.max", "memory.current", "memory.events", "")
+
+
+def available_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
     """Return the bytes that this process can still allocate without swapping.
 
     This is the minimum over the machine and the process's cgroups; page cache counts as free. proc,
@@ -15,32 +38,57 @@ def available_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cg
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     lines = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
     left = [int(lines["MemAvailable"].split()[0]) * 1024]
-    membership = proc / "self" / "cgroup"
-    for line in membership.read_text().splitlines() if membership.is_file() else []:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            left += _limits(cgroups, path, "memory.max", "memory.current", "")
-        elif "memory" in controllers.split(","):
-            left += _limits(
-                cgroups / "memory", path, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
-            )
+    for files, folders in _memory_cgroups(proc, cgroups):
+        left += _limits(files, folders)
     return max(0, min(left))
 
 
-def _limits(root: Path, path: str, limit: str, usage: str, prefix: str) -> list[int]:
-    """Return the bytes left in the cgroup at `path` and in each of its parents that has a limit.
-
-    Inside a container `path` may lie outside the mount; missing folders are skipped.
+def oom_kills(proc: Path = PROC, cgroups: Path = CGROUPS) -> dict[Path, int]:
+    """Return how many processes the kernel has killed for lack of memory, by the file that counts
+    them: the file of this process's cgroup first, then the machine's. Empty without such files.
     """
-    inside = Path(path.lstrip("/"))
+    counts: dict[Path, int] = {}
+    for files, folders in _memory_cgroups(proc, cgroups):
+        innermost = [folder / files.events for folder in folders if folder.is_dir()][:1]
+        counts |= _oom_kill_fields(innermost)
+    return counts | _oom_kill_fields([proc / "vmstat"])
+
+
+def _oom_kill_fields(paths: list[Path]) -> dict[Path, int]:
+    fields = {}
+    for path in paths:
+        with contextlib.suppress(OSError):  # absent, or hidden from this process
+            values = dict(line.split() for line in path.read_text().splitlines())
+            if "oom_kill" in values:  # Linux 4.13 or newer
+                fields[path] = int(values["oom_kill"])
+    return fields
+
+
+def _memory_cgroups(proc: Path, cgroups: Path) -> Iterator[tuple[_Files, list[Path]]]:
+    """Yield each memory cgroup of this process as its files' names, its folder and the folders of
+    its parents.
+
+    Inside a container the folders may lie outside the mount, and then do not exist.
+    """
+    membership = proc / "self" / "cgroup"
+    for line in membership.read_text().splitlines() if membership.is_file() else []:
+        _, controllers, path = line.split(":", 2)
+        inside = Path(path.lstrip("/"))
+        if controllers == "":
+            yield V2, [cgroups / part for part in (inside, *inside.parents)]
+        elif "memory" in controllers.split(","):
+            yield V1, [cgroups / "memory" / part for part in (inside, *inside.parents)]
+
+
+def _limits(files: _Files, folders: list[Path]) -> list[int]:
+    """Return the bytes left in each of the folders' cgroups that has a limit."""
     left = []
-    for folder in (root / inside, *(root / parent for parent in inside.parents)):
-        if (
-            not (folder / limit).is_file()
-            or (allowed := (folder / limit).read_text().strip()) == "max"
-        ):
+    for folder in folders:
+        limit = folder / files.limit
+        if not limit.is_file() or (allowed := limit.read_text().strip()) == "max":
             continue
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        cached = int(stat[f"{prefix}inactive_file"]) + int(stat[f"{prefix}active_file"])
-        left.append(int(allowed) - int((folder / usage).read_text()) + cached)
+        cached = int(stat[f"{files.prefix}inactive_file"])
+        cached += int(stat[f"{files.prefix}active_file"])
+        left.append(int(allowed) - int((folder / files.usage).read_text()) + cached)
     return left

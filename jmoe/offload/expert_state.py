@@ -405,12 +405,14 @@ class ExpertState:
             self._most_chosen_share = max(self._most_chosen_share, float(np.max(shares)))
         self.skipped.note_gradients(layer, self._records(layer, experts))
         self._wait_for_writer(pending=1)
-        self._writing.append(self._writer.submit(self._write_gradients, layer, experts, gradients))
+        own = list(gradients)  # a done thread keeps its arguments until it runs again
+        self._writing.append(self._writer.submit(self._write_gradients, layer, experts, own))
 
     @_guarded
     def _write_gradients(
-        self, layer: int, experts: NDArray[np.int64], gradients: Sequence[DeviceStacks]
+        self, layer: int, experts: NDArray[np.int64], gradients: list[DeviceStacks]
     ) -> None:
+        """Write the records of a layer's gradients, and empty `gradients`."""
         firsts = [self.local.places(layer, expert)[0] for expert in experts.tolist()]
         # gradients are [M, ...], chosen experts in ascending order
         if self.slots.num_rows is not None:
@@ -421,6 +423,7 @@ class ExpertState:
             d: {name: np.asarray(g) for name, g in gradients[d].items()}
             for d in {d for d, _ in firsts}
         }
+        gradients.clear()
         for (d, row), index in zip(firsts, self._records(layer, experts).tolist(), strict=True):
             with self.stores.gradients.get(index, writable=True, empty=True) as record:
                 for name in self.shapes:

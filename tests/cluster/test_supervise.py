@@ -18,7 +18,13 @@ from jmoe.cluster import supervise
 from jmoe.cluster.distributed import Watchdog
 from jmoe.cluster.heartbeat import Heartbeat, Listener, heartbeat_file, read_heartbeat
 from jmoe.cluster.overview import read_overview
-from jmoe.cluster.remote_process import LaunchOrder, RemoteProcess, answered, reserve_port
+from jmoe.cluster.remote_process import (
+    LaunchOrder,
+    RemoteProcess,
+    answered,
+    reserve_port,
+    why_killed,
+)
 from jmoe.cluster.restarts import (
     Ending,
     Restarts,
@@ -31,7 +37,7 @@ from jmoe.cluster.supervise import Supervisor, program_and_arguments
 from jmoe.command_line import parse_supervise
 from jmoe.config.supervise import SuperviseConfig
 from tests.fakes import wait_for, wait_for_text
-from tests.processes import ROOT
+from tests.processes import ROOT, memory_cgroup
 from tests.train_runs import ENDLESS, Run, Start, TrainRuns, committed, losses, ranks_of, resumes
 
 # A launcher of a host: "down" beside it holds the names of those that are away.
@@ -151,7 +157,7 @@ def test_a_killed_rank_starts_all_again(supervised_run: Supervised) -> None:
     """Those that are left are killed at once: the stand-in would sleep on."""
     code, screen = supervised_run.end({"1 0": "beat 1; steps 3; signal 9", "1 1": "sleep 1000"})
     assert code == 0
-    assert "rank 0: killed by SIGKILL, at step 7; " in screen
+    assert "rank 0: killed by SIGKILL, at step 7: " in screen and "did not rise): ask who" in screen
     assert "all processes start again, from checkpoint 3 (restart 1 in a row)" in screen
     assert "attempt 2 rank 1 of 2" in supervised_run.log(1)
     assert [event["attempt"] for event in supervised_run.events("start")] == [1, 2]
@@ -463,6 +469,35 @@ def test_a_process_ends_with_its_tether(tmp_path: Path) -> None:
         assert remote.code() == 137
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+def test_why_a_process_was_killed() -> None:
+    cgroup, machine = Path("/sys/fs/cgroup/job/memory.events"), Path("/proc/vmstat")
+    before = {cgroup: 1, machine: 8}
+    for after, words in (
+        ({cgroup: 3, machine: 10}, f"ran out (oom_kill of {cgroup} rose by 2): give the job more"),
+        (
+            {cgroup: 1, machine: 9},
+            f"perhaps by the kernel for lack of memory (oom_kill of {machine}",
+        ),
+        (before, f"(oom_kill of {cgroup} and {machine} did not rise): ask who else ends"),
+        ({}, "perhaps by the kernel for lack of memory: dmesg or the job's accounting"),
+    ):
+        assert words in why_killed(before, after)
+
+
+def test_a_process_that_its_cgroup_kills_is_named(tmp_path: Path) -> None:
+    """The launcher, which shares the cgroup, lives on and says it."""
+    with memory_cgroup(64 << 20) as folder:
+        enter = f'echo $$ > {folder}/cgroup.procs && exec "$@"'
+        (remote,) = answered([RemoteProcess("", 0, ["sh", "-c", enter, "sh"])], 240)
+        with contextlib.closing(remote):
+            fill = [sys.executable, "-c", "x = bytearray(1 << 30)"]
+            remote.start(LaunchOrder(fill, str(tmp_path), {}, str(tmp_path / "log"), "a title"))
+            wait_for(lambda: remote.code() is not None)
+            assert remote.code() == 137
+            words = remote.last_words()
+        assert f"its cgroup ran out (oom_kill of {folder}/" in words and "rose by 1" in words
 
 
 def test_what_a_process_leaves_behind_ends_with_it(tmp_path: Path) -> None:

@@ -1,8 +1,10 @@
-"""What a machine and its cgroups leave, read from trees like those that Linux shows."""
+"""What a machine and its cgroups leave, and whom they have killed, read from trees like those that
+Linux shows.
+"""
 
 from pathlib import Path
 
-from jmoe.memory.host_memory import available_bytes
+from jmoe.memory.host_memory import available_bytes, oom_kills
 
 GB = 2**30
 
@@ -56,3 +58,22 @@ def test_version_1_seen_from_inside_a_container(tmp_path: Path) -> None:
 def test_this_machine() -> None:
     assert 0 < available_bytes() < 2**60
     assert available_bytes(Path("/nowhere")) > 0
+
+
+def test_processes_killed_for_lack_of_memory(tmp_path: Path) -> None:
+    """The innermost cgroup is the process's own; a container sees it at the mount."""
+    proc, cgroups = (
+        machine(tmp_path, 8, "4:cpu,memory:/docker/abc\n0::/job/step\n") / "proc",
+        (tmp_path / "cgroup"),
+    )
+    assert oom_kills(proc, cgroups) == {}
+    (proc / "vmstat").write_text("pgmajfault 7\noom_kill 9\n")
+    group(cgroups / "job", {"memory.events": "oom 5\noom_kill 5\n"})
+    group(cgroups / "job" / "step", {"memory.events": "low 0\noom 1\noom_kill 2\n"})
+    group(cgroups / "memory", {"memory.oom_control": "oom_kill_disable 0\noom_kill 3\n"})
+    assert oom_kills(proc, cgroups) == {
+        cgroups / "memory" / "memory.oom_control": 3,
+        cgroups / "job" / "step" / "memory.events": 2,
+        proc / "vmstat": 9,
+    }
+    assert next(reversed(oom_kills(proc, cgroups))) == proc / "vmstat"

@@ -71,7 +71,7 @@ def common_bytes(config: VisionTrainConfig, num_devices: int) -> int:
     experts = model.num_experts * model.num_moe_layers * expert_bytes(config) // groups
     if not config.tiers.on_device:
         whole = not places_experts_by_task(config, num_devices)
-        experts = model.num_experts * slot_bytes(config) // groups if whole else 0
+        experts = model.num_experts * slot_bytes(config, num_devices) // groups if whole else 0
     return dense * in_use_bytes + -(-dense * STATE_BYTES // parts) + experts
 
 
@@ -81,14 +81,17 @@ def _layers_on_device(config: VisionTrainConfig) -> int:
     return layers if tiers.experts == "device" else min(tiers.device_layers, layers)
 
 
-def slot_bytes(config: VisionTrainConfig) -> int:
+def slot_bytes(config: VisionTrainConfig, num_devices: int) -> int:
     """Return the device bytes that one expert of each layer takes if experts are on tiers.
 
     These are float32 weights in the slots of all resident layers, and for one layer a copy in the
     compute dtype, a gradient, and the previous layer's gradient, which is still being copied out.
+    On a mesh with replicas, the gradient exists before and after its sum over devices.
     """
     written = 2 if config.tiers.gradient_dtype == "bfloat16" else 4
-    in_use = 4 * _layers_on_device(config) + GRADIENT_BYTES + written + _cast_bytes(config)
+    groups = config.mesh.expert_inter * max(1, config.mesh.expert_intra)
+    gradients = GRADIENT_BYTES * (2 if num_devices > groups else 1) + written
+    in_use = 4 * _layers_on_device(config) + gradients + _cast_bytes(config)
     return config.model.expert_parameters * in_use
 
 
@@ -124,8 +127,10 @@ def memory_of(config: VisionTrainConfig, num_devices: int) -> tuple[DeviceMemory
         shared, places = common_bytes(config, num_devices), dict.fromkeys(config.tasks, 0)
         if places_experts_by_task(config, num_devices):
             shared_places, places = _places_by_task(config, num_devices)
-            shared += shared_places * slot_bytes(config)
-        own_bytes = {name: count * slot_bytes(config) for name, count in places.items()}
+            shared += shared_places * slot_bytes(config, num_devices)
+        own_bytes = {
+            name: count * slot_bytes(config, num_devices) for name, count in places.items()
+        }
         return DeviceMemory(device_bytes, shared), own_bytes
     apart = groups == 1 and config.layout == "elastic"
     own, unnamed = own_experts(config), unnamed_experts(config)
@@ -281,7 +286,7 @@ def allocated_bytes(config: VisionTrainConfig, layout: Layout) -> int:
     num_slots = config.model.num_experts if slots is None else slots.num_slots
     experts = num_slots * len(config.model.task_layers) * expert_bytes(config)
     if not config.tiers.on_device:
-        experts = 0 if slots is None else num_slots * slot_bytes(config)
+        experts = 0 if slots is None else num_slots * slot_bytes(config, len(layout.shares))
     return common_bytes(config, len(layout.shares)) + experts
 
 

@@ -6,7 +6,9 @@ Legend: A tasks, N layers with experts, E experts.
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Iterator
+from concurrent.futures.thread import _WorkItem
 from pathlib import Path
 from typing import Any
 
@@ -345,8 +347,15 @@ def test_a_device_has_as_many_bytes_of_experts_as_planned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, num_devices: int
 ) -> None:
     """Whenever a layer has been fetched, or its gradients go to their tier: stacks of weights
-    and gradients.
+    and gradients. A thread that has written some may keep its arguments a while, on a busy machine.
     """
+    run_work = _WorkItem.run
+
+    def run_and_linger(item: Any) -> None:
+        run_work(item)
+        time.sleep(0.02)
+
+    monkeypatch.setattr(_WorkItem, "run", run_and_linger)
     model = dataclasses.replace(
         SMALL_MODEL, num_hidden_layers=4, mlp_only_layers=(), task_layers=(0, 1, 2, 3)
     )
@@ -407,6 +416,7 @@ def test_a_device_has_as_many_bytes_of_experts_as_planned(
     )
     of_layer = num_slots * model.expert_parameters
     planned = 16 * 4 * of_layer - (device - here)
-    assert planned == of_layer * (4 * (1 if name == "host" else 4) + 8)
+    gradients = 2 if num_devices == 1 else 3  # the third one before its sum over devices
+    assert planned == of_layer * (4 * (1 if name == "host" else 4) + 4 * gradients)
     # gradients of the layer before may be written by now
     assert planned - 4 * of_layer <= most[0] <= planned
