@@ -1,7 +1,7 @@
 """Compile every kernel for an H200 on a machine without a GPU.
 
-Also compiled: the gradients, the XLA path for an A100, and the exchange of an engine over eight
-H200.
+Also compiled: the gradients, attention, the XLA path for an A100, and the exchange of an engine
+over eight H200.
 
     python benchmarks/kernels/aot.py                       all named shapes
     python benchmarks/kernels/aot.py --shapes olmoe tiny   some of them
@@ -45,13 +45,14 @@ from jax.typing import DTypeLike
 
 from benchmarks.lib import ahead_of_time, report
 from jmoe.inference.mesh.programs import ExchangeShape, experts_on_mesh
+from jmoe.layers.attention import causal_attention
 from jmoe.layers.slot_experts import ExpertInputs, table_mlp
 from jmoe.mesh import BATCH, REPLICATED, make_mesh
 from kernels_pallas.compressed import stored_fields
 from kernels_pallas.formats import FORMATS
 from kernels_pallas.grouped_matmul import grouped_matmul, quantized_grouped_matmul
 from kernels_pallas.grouped_mlp import MLPWeights, grouped_mlp
-from kernels_pallas.implementations import Name
+from kernels_pallas.implementations import Name, tracing_for
 from kernels_pallas.shapes import MODELS, MoEShape
 from kernels_pallas.token_permute import RowMap, combine, dispatch, sort_by_expert
 
@@ -154,7 +155,8 @@ def compile_for(
     abstract = jax.tree.map(
         lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), operands
     )
-    return compiled_for_cuda(jax.jit(function), *abstract)
+    with tracing_for(device):
+        return compiled_for_cuda(jax.jit(function), *abstract)
 
 
 def compiled_for_cuda(jitted: jax.stages.Wrapped, *operands: object) -> JsonObject:
@@ -162,7 +164,9 @@ def compiled_for_cuda(jitted: jax.stages.Wrapped, *operands: object) -> JsonObje
     started = time.perf_counter()
     with captured() as lines:
         compiled = jitted.trace(*operands).lower(lowering_platforms=("cuda",)).compile()
+    targets = re.findall(r'custom_call_target="(__cudnn\S+?)"', compiled.as_text() or "")
     return {
+        "cudnn": sorted(targets),
         "compile_s": round(time.perf_counter() - started, 1),
         "temp_bytes": compiled.memory_analysis().temp_size_in_bytes,
         "shared_memory_bytes": [
@@ -198,6 +202,33 @@ def programs(
     routing = jax.ShapeDtypeStruct((t, k), jnp.int32), jax.ShapeDtypeStruct((t, k), jnp.float32)
     loss = jax.value_and_grad(partial(moe_loss, shape, implementation), (0, 1, 3))
     yield "MoE layer, gradients", loss, (of((t, d)), (up, down), *routing)
+
+
+def attention_programs(target: str) -> Iterator[tuple[str, Callable[..., object], Operands]]:
+    """Yield (name, function, operands) of attention with gradients: full, gpt-oss's and, on Hopper,
+    DeepSeek's. Where XLA's form runs that one, it takes minutes to compile.
+    """
+    of = lambda *sizes: jax.ShapeDtypeStruct((4, 2048, *sizes), jnp.bfloat16)  # noqa: E731
+    sinks = jax.ShapeDtypeStruct((64,), jnp.float32)
+    plain = of(16, 128), of(16, 128), of(16, 128), None
+    yield "plain", partial(attention_and_gradients, None), plain
+    for window in (128, None):
+        operands = of(64, 64), of(8, 64), of(8, 64), sinks
+        yield f"gpt-oss, {window = }", partial(attention_and_gradients, window), operands
+    if target == "h200":
+        operands = of(16, 192), of(16, 192), of(16, 128), None
+        yield "deepseek", partial(attention_and_gradients, None), operands
+
+
+def attention_and_gradients(
+    window: int | None, q: jax.Array, k: jax.Array, v: jax.Array, sinks_H: jax.Array | None
+) -> tuple[jax.Array, ...]:
+    """Return causal attention and all of its gradients."""
+    o_BSHe, vjp = jax.vjp(
+        lambda q, k, v, sinks_H: causal_attention(q, k, v, sinks_H=sinks_H, window=window),
+        *(q, k, v, sinks_H),
+    )
+    return o_BSHe, *vjp(o_BSHe)
 
 
 def experts_in_slots(
@@ -253,6 +284,22 @@ def engine_exchange(shape: MoEShape, devices: list[jax.Device]) -> JsonObject:
     )
 
 
+def described(program: JsonObject) -> str:
+    """Return what compiling a program told, a line a kernel."""
+    size = program["temp_bytes"] / 2**20
+    most = max(program["shared_memory_bytes"], default=0)
+    lines = [
+        f"{program['program']}: {program['compile_s']} s, {size:.1f} MiB of temporaries, at most"
+        f" {most} bytes of shared memory a block"
+    ]
+    lines += [f"    {target}" for target in program["cudnn"]]
+    lines += [
+        "    {kernel}: {registers} registers, {spill_bytes} bytes spilled".format(**kernel)
+        for kernel in program["kernels"]
+    ]
+    return "\n".join(lines)
+
+
 def main() -> None:
     a = parse()
     if ahead_of_time.skipped():
@@ -261,24 +308,12 @@ def main() -> None:
     for target in a.targets:
         (device,) = ahead_of_time.devices(target)
         implementation: Name = "mosaic_gpu" if target == "h200" else "xla"
-        for name in a.shapes:
-            for what, function, operands in programs(MODELS[name], implementation):
-                result = compile_for(device, function, operands)
-                results.append({"target": target, "shape": name, "program": what, **result})
-                size = result["temp_bytes"] / 2**20
-                most = max(result["shared_memory_bytes"], default=0)
-                print(
-                    f"{target} {name} {what}: {result['compile_s']} s, {size:.1f} MiB of "
-                    f"temporaries, "
-                    f"at most {most} bytes of shared memory a block",
-                    flush=True,
-                )
-                for kernel in result["kernels"]:
-                    print(
-                        "    {kernel}: {registers} registers, {spill_bytes} bytes spilled".format(
-                            **kernel
-                        )
-                    )
+        chosen = [("attention", each) for each in attention_programs(target)]
+        chosen += [(n, each) for n in a.shapes for each in programs(MODELS[n], implementation)]
+        for name, (what, function, operands) in chosen:
+            result = compile_for(device, function, operands)
+            results.append({"target": target, "shape": name, "program": what, **result})
+            print(f"{target} {name} {described(results[-1])}", flush=True)
     if "h200" in a.targets:
         devices = ahead_of_time.devices("h200", 1, 8)
         for name in a.shapes:

@@ -75,6 +75,8 @@ SHAPES = {
     "olmoe, 32,768 tokens": Shape("olmoe", 6, 16),
     "mixtral": Shape("mixtral", 2, 4),
     "qwen3": Shape("qwen3", 4, 4),
+    "gpt-oss": Shape("gpt-oss", 6, 4),
+    "deepseek-lite": Shape("deepseek-lite", 4, 4),
     "olmoe, 8 devices": Shape("olmoe", 16, 32, 4096, 8, "layer"),
     "mixtral, 8 devices": Shape("mixtral", 8, 32, 4096, 8, "layer"),
     "qwen3, 8 devices": Shape("qwen3", 12, 32, 4096, 8, "layer"),

@@ -50,9 +50,9 @@ def _embed(structure: Structure, arrays: Sequence[jax.Array], tokens_BS: jax.Arr
     return x_BSD
 
 
-@partial(jax.jit, static_argnums=0)
+@partial(jax.jit, static_argnames=("structure", "window"))
 def _attend(
-    structure: Structure, arrays: Sequence[jax.Array], x_BSD: jax.Array, window: jax.Array | None
+    structure: Structure, arrays: Sequence[jax.Array], x_BSD: jax.Array, window: int | None
 ) -> tuple[jax.Array, ...]:
     """Return (x after attention and the dense feed-forward); for a layer with experts (x after
     attention and the shared expert, the experts' input, choices, weights).
@@ -118,9 +118,8 @@ def hidden_states(
     embed = split(embed_and_head)
     x = np.concatenate([np.asarray(_embed(*embed, jnp.asarray(tokens_BS[b]))) for b in batches])
     for layer, module in zip(config.layers, layers, strict=True):
-        window = None if layer.window is None else jnp.int32(layer.window)
         block = split(module)
-        parts = [jax.device_get(_attend(*block, jnp.asarray(x[b]), window)) for b in batches]
+        parts = [jax.device_get(_attend(*block, jnp.asarray(x[b]), layer.window)) for b in batches]
         x, *routed = (np.concatenate(part) for part in zip(*parts, strict=True))
         if not routed:
             continue

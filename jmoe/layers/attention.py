@@ -5,11 +5,14 @@ implementations compute causal attention: cuDNN's flash attention (GPU), a nativ
 blocked XLA.
 
 Legend: B batch, S sequence, H query heads, G key/value heads, R = H / G query heads per group, d
-head dimension (that of a value may differ), Q query rows of a block, C keys that a block sees.
+size of a query or key head, e size of a value head, Q query rows of a block, C keys that a block
+sees.
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import flax.nnx as nnx
 import jax
@@ -21,7 +24,7 @@ from jmoe.config import ModelConfig, YarnConfig
 from jmoe.layers.experts import affine, normal
 from jmoe.layers.norm import Norm
 from jmoe.types import PyTree
-from kernels_pallas import native
+from kernels_pallas import cudnn, native
 from kernels_pallas.implementations import first_supported, target_device
 from kernels_pallas.matmul import dot, transposed
 from kernels_pallas.saved import saved, saved_residual
@@ -92,39 +95,46 @@ def _rows(x_BGRSd: jax.Array, start: int, end: int) -> jax.Array:
     return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
 
+def _key_range(start: int, end: int, window: int | None) -> slice:
+    """Return the keys that query rows start..end see, from the start of a block."""
+    first = 0 if window is None else max(0, start - window + 1)
+    return slice(first // QUERY_BLOCK * QUERY_BLOCK, end)
+
+
 def _scores(
-    q: jax.Array, k: jax.Array, start: int, end: int, scale: float, window: jax.Array | None
+    q: jax.Array, k: jax.Array, start: int, end: int, scale: float, window: int | None
 ) -> jax.Array:
     """Return float32 [B, G, R, Q, C]: scaled, causally masked scores of query rows start..end
-    against keys 0..end.
+    against the keys of `_key_range`.
 
     window: a query sees this many keys, itself included; None for no limit.
     """
-    s = dot(_rows(q, start, end), k[:, :, :end], b_transposed=True) * scale
-    s = s.reshape(*s.shape[:2], -1, end - start, end)
-    rows, keys = jnp.arange(start, end)[:, None], jnp.arange(end)
-    seen = rows >= keys
+    keys = _key_range(start, end, window)
+    s = dot(_rows(q, start, end), k[:, :, keys], b_transposed=True) * scale
+    s = s.reshape(*s.shape[:2], -1, end - start, end - keys.start)
+    row, key = jnp.arange(start, end)[:, None], jnp.arange(keys.start, end)
+    seen = row >= key
     if window is not None:
-        seen &= rows - keys < window
+        seen &= row - key < window
     return jnp.where(seen, s, -jnp.inf)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5,))
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _blocked(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     sinks: jax.Array | None,
-    window: jax.Array | None,
     scale: float,
+    window: int | None,
 ) -> jax.Array:
-    """Return causal attention [B, G, R, S, d] of q [B, G, R, S, d] over k and v [B, G, S, d], one
-    query block at a time.
+    """Return causal attention [B, G, R, S, e] of q [B, G, R, S, d] over k [B, G, S, d] and v [B, G,
+    S, e], one query block at a time.
 
-    sinks: float32 [G, R], per head the logit of a key without a value. window: int32 scalar, the
-    number of keys that a query sees, itself included.
+    sinks: float32 [G, R], per head the logit of a key without a value. window: the number of keys
+    that a query sees, itself included.
     """
-    return _blocked_fwd(q, k, v, sinks, window, scale)[0]
+    return _blocked_fwd(q, k, v, sinks, scale, window)[0]
 
 
 def _blocked_fwd(
@@ -132,8 +142,8 @@ def _blocked_fwd(
     k: jax.Array,
     v: jax.Array,
     sinks: jax.Array | None,
-    window: jax.Array | None,
     scale: float,
+    window: int | None,
 ) -> PyTree:
     out, lse = [], []
     for start, end in _blocks(q.shape[3]):
@@ -145,41 +155,42 @@ def _blocked_fwd(
         total = p.sum(axis=-1, keepdims=True)
         if sinks is not None:
             total = total + jnp.exp(sinks[:, :, None, None] - top)
-        o = dot(p.astype(v.dtype).reshape(*s.shape[:2], -1, end), v[:, :, :end])
+        flat = p.astype(v.dtype).reshape(*s.shape[:2], -1, s.shape[-1])
+        o = dot(flat, v[:, :, _key_range(start, end, window)])
         out.append((o.reshape(*s.shape[:-1], -1) / total).astype(q.dtype))
         lse.append(top + jnp.log(total))
     o, lse_all = jnp.concatenate(out, axis=3), jnp.concatenate(lse, axis=3)
     o, lse_all = saved_residual(o, "attention"), saved_residual(lse_all, "attention")
-    return o, (q, k, v, sinks, window, o, lse_all)
+    return o, (q, k, v, sinks, o, lse_all)
 
 
-def _blocked_bwd(scale: float, residuals: PyTree, do: jax.Array) -> PyTree:
-    q, k, v, sinks, window, o, lse = residuals
+def _blocked_bwd(scale: float, window: int | None, residuals: PyTree, do: jax.Array) -> PyTree:
+    q, k, v, sinks, o, lse = residuals
     delta = (do.astype(jnp.float32) * o.astype(jnp.float32)).sum(axis=-1, keepdims=True)
     dq, dk, dv = [], jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
     for start, end in _blocks(q.shape[3]):
+        keys = _key_range(start, end, window)
         p = jnp.exp(_scores(q, k, start, end, scale, window) - lse[:, :, :, start:end])
-        flat = (*p.shape[:2], -1, end)
+        flat = (*p.shape[:2], -1, p.shape[-1])
         do_rows, q_rows = _rows(do, start, end), _rows(q, start, end)
-        dp = dot(do_rows, v[:, :, :end], b_transposed=True).reshape(p.shape)
+        dp = dot(do_rows, v[:, :, keys], b_transposed=True).reshape(p.shape)
         ds = (p * (dp - delta[:, :, :, start:end]) * scale).astype(q.dtype).reshape(flat)
-        dv = _add_to_first(dv, dot(transposed(p.astype(v.dtype).reshape(flat)), do_rows))
-        dk = _add_to_first(dk, dot(transposed(ds), q_rows))
-        dq.append(dot(ds, k[:, :, :end]).astype(q.dtype).reshape(*p.shape[:-1], -1))
+        dv = _add_to_keys(dv, keys, dot(transposed(p.astype(v.dtype).reshape(flat)), do_rows))
+        dk = _add_to_keys(dk, keys, dot(transposed(ds), q_rows))
+        dq.append(dot(ds, k[:, :, keys]).astype(q.dtype).reshape(*p.shape[:-1], -1))
     dsinks = None
     if sinks is not None:  # a sink's probability takes weight from every value
         dsinks = -(jnp.exp(sinks[:, :, None, None] - lse) * delta).sum(axis=(0, 3, 4))
-    return jnp.concatenate(dq, axis=3), dk.astype(k.dtype), dv.astype(v.dtype), dsinks, None
+    return jnp.concatenate(dq, axis=3), dk.astype(k.dtype), dv.astype(v.dtype), dsinks
 
 
-def _add_to_first(sums: jax.Array, x: jax.Array) -> jax.Array:
-    """Add x [B, G, n, d] to the first n rows of sums [B, G, S, d].
+def _add_to_keys(sums: jax.Array, keys: slice, x: jax.Array) -> jax.Array:
+    """Add x [B, G, C, d] to rows `keys` of sums [B, G, S, d].
 
-    `sums.at[:, :, :n].add(x)` with n = S is a scatter without indices, whose constant makes jaxlib
-    0.11.2 crash in a shard_map (Shardy's ManualComputationUnusedInputsPattern).
+    `sums.at[:, :, keys].add(x)` with all keys is a scatter without indices, whose constant makes
+    jaxlib 0.11.2 crash in a shard_map (Shardy's ManualComputationUnusedInputsPattern).
     """
-    n = x.shape[2]
-    return lax.dynamic_update_slice_in_dim(sums, sums[:, :, :n] + x, 0, axis=2)
+    return lax.dynamic_update_slice_in_dim(sums, sums[:, :, keys] + x, keys.start, axis=2)
 
 
 _blocked.defvjp(_blocked_fwd, _blocked_bwd)
@@ -192,12 +203,12 @@ def blocked_attention(
     *,
     scale: float | None = None,
     sinks_H: jax.Array | None = None,
-    window: jax.Array | None = None,
+    window: int | None = None,
 ) -> jax.Array:
     """Return causal attention [B, S, H, d] in plain XLA, one query block at a time.
 
-    Blocks above the diagonal are skipped, and no score matrix is saved for the backward pass. The
-    arguments are those of `causal_attention`.
+    Blocks above the diagonal and outside the window are skipped, and no score matrix is saved for
+    the backward pass. The arguments are those of `causal_attention`.
     """
     b, s, h, d = q_BSHd.shape
     g = k_BSGd.shape[2]
@@ -205,96 +216,128 @@ def blocked_attention(
     sinks = None if sinks_H is None else sinks_H.astype(jnp.float32).reshape(g, h // g)
     scale = d**-0.5 if scale is None else scale
     o = _blocked(
-        q, k_BSGd.transpose(0, 2, 1, 3), v_BSGd.transpose(0, 2, 1, 3), sinks, window, scale
+        q, k_BSGd.transpose(0, 2, 1, 3), v_BSGd.transpose(0, 2, 1, 3), sinks, scale, window
     )
     return o.transpose(0, 3, 1, 2, 4).reshape(b, s, h, -1)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _native(q_BSHd: jax.Array, k_BSGd: jax.Array, v_BSGd: jax.Array, scale: float) -> jax.Array:
-    return _native_fwd(q_BSHd, k_BSGd, v_BSGd, scale)[0]
+class FlashKernel(NamedTuple):
+    """A kernel of causal attention that returns the softmax's log-sums.
 
-
-def _native_fwd(q_BSHd: jax.Array, k_BSGd: jax.Array, v_BSGd: jax.Array, scale: float) -> PyTree:
-    o_BSHd, lse_BHS = native.causal_attention(q_BSHd, k_BSGd, v_BSGd, scale)
-    o_BSHd, lse_BHS = saved_residual(o_BSHd, "attention"), saved_residual(lse_BHS, "attention")
-    return o_BSHd, (q_BSHd, k_BSGd, v_BSGd, o_BSHd, lse_BHS)
-
-
-def _native_bwd(scale: float, residuals: PyTree, do_BSHd: jax.Array) -> PyTree:
-    return native.causal_attention_gradient(residuals[:3], residuals[3:], do_BSHd, scale)
-
-
-_native.defvjp(_native_fwd, _native_bwd)
-
-
-def _flash(q_BSHd: jax.Array, k_BSGd: jax.Array, v_BSGd: jax.Array, scale: float) -> jax.Array:
-    attention = partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
-    o_BSHd: jax.Array = attention(q_BSHd, k_BSGd, v_BSGd, scale=scale)
-    return o_BSHd
-
-
-_cudnn = jax.custom_vjp(_flash, nondiff_argnums=(3,))
-
-
-def _cudnn_fwd(q_BSHd: jax.Array, k_BSGd: jax.Array, v_BSGd: jax.Array, scale: float) -> PyTree:
-    """Return the output and the residuals of cuDNN's kernel.
-
-    The kernel's results (its output and the softmax's log-sums) are named as saved residuals, so
-    that rematerialization does not run the kernel again.
+    forward: (q, k, v) -> (o [B, S, H, e], lse float32 [B, H, S]). gradient: ((q, k, v), (o, lse),
+    do) -> (dq, dk, dv).
     """
-    operands = q_BSHd, k_BSGd, v_BSGd
-    o_BSHd, pull = jax.vjp(partial(_flash, scale=scale), *operands)
-    named_BSHd = saved_residual(o_BSHd, "attention")
 
-    def named(leaf: jax.Array) -> jax.Array:
-        if any(leaf is operand for operand in operands):
-            return leaf
-        return named_BSHd if leaf is o_BSHd else saved_residual(leaf, "attention")
-
-    return named_BSHd, jax.tree.map(named, pull)
+    forward: Callable[..., tuple[jax.Array, jax.Array]]
+    gradient: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
 
 
-def _cudnn_bwd(_: float, pull: PyTree, do_BSHd: jax.Array) -> PyTree:
-    return pull(do_BSHd)
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def flash_attention(
+    q_BSHd: jax.Array,
+    k_BSGd: jax.Array,
+    v_BSGe: jax.Array,
+    sinks_H: jax.Array | None,
+    kernel: FlashKernel,
+) -> jax.Array:
+    """Return causal attention [B, S, H, e] by a kernel that knows no sinks.
+
+    With a sink, a query's log-sum becomes log(exp(lse) + exp(sink)), and its output is scaled by
+    exp(lse) / (exp(lse) + exp(sink)). A flash kernel's gradient computes probabilities from the
+    log-sums and subtracts the products of output and output gradient, so that both of these with
+    the sink in them give the exact gradients of queries, keys and values.
+    """
+    return _flash_fwd(q_BSHd, k_BSGd, v_BSGe, sinks_H, kernel)[0]
 
 
-_cudnn.defvjp(_cudnn_fwd, _cudnn_bwd)
+def _flash_fwd(
+    q_BSHd: jax.Array,
+    k_BSGd: jax.Array,
+    v_BSGe: jax.Array,
+    sinks_H: jax.Array | None,
+    kernel: FlashKernel,
+) -> PyTree:
+    o_BSHe, lse_BHS = kernel.forward(q_BSHd, k_BSGd, v_BSGe)
+    if sinks_H is not None:
+        sinks_H1 = sinks_H.astype(jnp.float32)[:, None]
+        share_BHS = jax.nn.sigmoid(lse_BHS - sinks_H1)
+        o_BSHe = (o_BSHe.astype(jnp.float32) * share_BHS.transpose(0, 2, 1)[..., None]).astype(
+            o_BSHe.dtype
+        )
+        lse_BHS = jnp.logaddexp(lse_BHS, sinks_H1)
+    # named, so that rematerialization does not run the kernel again
+    o_BSHe, lse_BHS = saved_residual(o_BSHe, "attention"), saved_residual(lse_BHS, "attention")
+    return o_BSHe, (q_BSHd, k_BSGd, v_BSGe, sinks_H, o_BSHe, lse_BHS)
+
+
+def _flash_bwd(kernel: FlashKernel, residuals: PyTree, do_BSHe: jax.Array) -> PyTree:
+    *operands, sinks_H, o_BSHe, lse_BHS = residuals
+    gradients = kernel.gradient(tuple(operands), (o_BSHe, lse_BHS), do_BSHe)
+    if sinks_H is None:
+        return *gradients, None
+    delta_BSH = (do_BSHe.astype(jnp.float32) * o_BSHe.astype(jnp.float32)).sum(axis=-1)
+    weight_BHS = jnp.exp(sinks_H.astype(jnp.float32)[:, None] - lse_BHS)  # of the sink
+    dsinks_H = -(weight_BHS.transpose(0, 2, 1) * delta_BSH).sum(axis=(0, 1))
+    return *gradients, dsinks_H.astype(sinks_H.dtype)
+
+
+flash_attention.defvjp(_flash_fwd, _flash_bwd)
+
+
+def _by_cudnn(
+    q_BSHd: jax.Array,
+    k_BSGd: jax.Array,
+    v_BSGe: jax.Array,
+    sinks_H: jax.Array | None,
+    *,
+    scale: float,
+    window: int | None,
+) -> jax.Array:
+    """Return `causal_attention` by cuDNN; raises NotImplementedError for operands that it has no
+    kernel for.
+    """
+    cudnn.check_supported(q_BSHd, k_BSGd, v_BSGe)
+    kernel = FlashKernel(
+        partial(cudnn.attention, scale=scale, window=window),
+        partial(cudnn.attention_gradient, scale=scale, window=window),
+    )
+    return flash_attention(q_BSHd, k_BSGd, v_BSGe, sinks_H, kernel)
 
 
 def causal_attention(
     q_BSHd: jax.Array,
     k_BSGd: jax.Array,
-    v_BSGd: jax.Array,
+    v_BSGe: jax.Array,
     *,
     scale: float | None = None,
     sinks_H: jax.Array | None = None,
-    window: jax.Array | None = None,
+    window: int | None = None,
 ) -> jax.Array:
-    """Return softmax(scale q k^T) v under a causal mask, [B, S, H, d] in q's dtype.
+    """Return softmax(scale q k^T) v under a causal mask, [B, S, H, e] in q's dtype.
 
-    The native CPU kernel runs where the trace allows it (`native.native_training`); on a GPU
-    cuDNN's flash attention runs for 2-byte dtypes. All other cases, and every call with sinks or a
-    window, run as blocked XLA.
+    The native CPU kernel runs where the trace allows it (`native.native_training`), without sinks
+    and windows. On a GPU cuDNN's flash attention runs, whose reason for a case that it does not
+    support is logged once. All else runs as blocked XLA.
 
-    scale: None for d^-0.5. sinks_H: per head the logit of a key without a value. window: int32
-    scalar, the number of keys that a query sees, itself included.
+    scale: None for d^-0.5. sinks_H: per head the logit of a key without a value. window: the number
+    of keys that a query sees, itself included.
     """
-    dims = q_BSHd.shape[-1], v_BSGd.shape[-1]
-    plain = sinks_H is None and window is None
+    dims = q_BSHd.shape[-1], v_BSGe.shape[-1]
     scale = dims[0] ** -0.5 if scale is None else scale
-    if plain and native.trains_native(q_BSHd.dtype, k_BSGd.dtype, v_BSGd.dtype, multiples=dims):
-        return _native(q_BSHd, k_BSGd, v_BSGd, scale)
-    plain = plain and dims[0] == dims[1]
-    # cuDNN's kernel has no float32
-    if plain and target_device().platform == "gpu" and q_BSHd.dtype.itemsize == 2:
-        operands = q_BSHd, k_BSGd, v_BSGd
-        candidates = (
-            ("cudnn", partial(_cudnn, *operands, scale)),
-            ("xla", partial(blocked_attention, *operands, scale=scale)),
+    window = None if window is None or window >= k_BSGd.shape[1] else window
+    operands = q_BSHd, k_BSGd, v_BSGe
+    dtypes = (x.dtype for x in operands)
+    if sinks_H is None and window is None and native.trains_native(*dtypes, multiples=dims):
+        kernel = FlashKernel(
+            partial(native.causal_attention, scale=scale),
+            partial(native.causal_attention_gradient, scale=scale),
         )
-        return first_supported("attention", candidates)
-    return blocked_attention(q_BSHd, k_BSGd, v_BSGd, scale=scale, sinks_H=sinks_H, window=window)
+        return flash_attention(*operands, None, kernel)
+    blocked = partial(blocked_attention, *operands, scale=scale, sinks_H=sinks_H, window=window)
+    if target_device().platform != "gpu":
+        return blocked()
+    by_cudnn = partial(_by_cudnn, *operands, sinks_H, scale=scale, window=window)
+    return first_supported("attention", (("cudnn", by_cudnn), ("xla", blocked)))
 
 
 def full_attention(
@@ -371,11 +414,11 @@ class Attention(nnx.Module):
         """Return float32 [B, S, D], the output projection of the heads' results."""
         return affine(o_BSHd.reshape(*o_BSHd.shape[:-2], -1), self.w_out, self.b_out)
 
-    def __call__(self, x_BSD: jax.Array, window: jax.Array | None = None) -> jax.Array:
+    def __call__(self, x_BSD: jax.Array, window: int | None = None) -> jax.Array:
         """Return float32 [B, S, D].
 
-        window: int32 scalar, the number of tokens that a token sees, itself included; None for all
-        earlier tokens.
+        window: the number of tokens that a token sees, itself included; None for all earlier
+        tokens.
         """
         q, k, v = self.project(x_BSD, jnp.arange(x_BSD.shape[1]))
         if not self.config.causal:

@@ -62,11 +62,11 @@ def saved_names(remat: Remat) -> tuple[str, ...]:
     )
 
 
-def causal(window: jax.Array | None = None) -> AttentionFn:
+def causal(window: int | None = None) -> AttentionFn:
     """Return a function for causal self-attention within each sequence.
 
-    window: int32 scalar, the number of positions that a token attends to, its own included; None
-        for all earlier ones.
+    window: the number of positions that a token attends to, its own included; None for all earlier
+        ones.
     """
     return lambda attention, h_BSD: attention(h_BSD, window)
 
@@ -211,7 +211,7 @@ class Block(nnx.Module):
     def __call__(
         self,
         x_BSD: jax.Array,
-        window: jax.Array | None = None,
+        window: int | None = None,
         *,
         dtype: DTypeLike,
         key: jax.Array | None = None,
@@ -255,11 +255,11 @@ class ApplyBlock:
         kind: LayerKind,
         state: PyTree,
         key: jax.Array | None,
-        window: jax.Array | None,
+        window: int | None,
         x_BSD: jax.Array,
     ) -> tuple[jax.Array, MoEStats | None]:
         def apply(
-            state: PyTree, key: jax.Array | None, window: jax.Array | None, x_BSD: jax.Array
+            state: PyTree, key: jax.Array | None, x_BSD: jax.Array
         ) -> tuple[jax.Array, MoEStats | None]:
             return nnx.merge(self.graphs[kind], self.gather(state))(
                 x_BSD, window, key=key, **self.options
@@ -267,5 +267,5 @@ class ApplyBlock:
 
         policy = jax.checkpoint_policies.save_only_these_names(*saved_names(self.remat))
         block = jax.checkpoint(apply, policy=policy, prevent_cse=False)
-        y_BSD, stats = block(state, key, window, x_BSD)
+        y_BSD, stats = block(state, key, x_BSD)
         return y_BSD, stats

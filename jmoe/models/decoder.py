@@ -18,7 +18,6 @@ from typing import NamedTuple
 import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
@@ -37,12 +36,10 @@ class StackedLayers(NamedTuple):
 
     params: the layers' parameters.
     keys: PRNG keys for router noise, or None.
-    windows: attention windows in tokens, int32, or None for full attention.
     """
 
     params: PyTree
     keys: jax.Array | None
-    windows: jax.Array | None
 
 
 LayerInputs = dict[LayerKind, StackedLayers]
@@ -92,9 +89,9 @@ def _in_order(ys: tuple[jax.Array, ...], single: list[bool]) -> jax.Array:
 
 
 def _step(
-    apply_block: ApplyBlock, kind: LayerKind, x_BSD: jax.Array, layer: StackedLayers
+    apply_block: ApplyBlock, run: LayerRun, x_BSD: jax.Array, layer: StackedLayers
 ) -> tuple[jax.Array, MoEStats | None]:
-    return apply_block(kind, layer.params, layer.keys, layer.windows, x_BSD)
+    return apply_block(run.kind, layer.params, layer.keys, run.window, x_BSD)
 
 
 def scan_layers(
@@ -116,7 +113,7 @@ def scan_layers(
         ) -> tuple[jax.Array, list[MoEStats]]:
             stats_of_pattern: list[PyTree] = []
             for run, run_xs in zip(runs, xs, strict=True):
-                step = partial(_step, apply_block, run.kind)
+                step = partial(_step, apply_block, run)
                 x_BSD, ys = step(x_BSD, run_xs) if run.is_single else lax.scan(step, x_BSD, run_xs)
                 stats_of_pattern += [ys] if run.kind == "moe" else []
             return x_BSD, stats_of_pattern
@@ -257,7 +254,5 @@ class Decoder(nnx.Module):
                     if key is not None and kind == "moe"
                     else None
                 )
-                own = [layer.window for layer in self.config.layers if layer.kind == kind]
-                windows = None if None in own else jnp.asarray(np.array(own, np.int32))
-                inputs[kind] = StackedLayers(state, keys, windows)
+                inputs[kind] = StackedLayers(state, keys)
         return graphs, inputs

@@ -16,7 +16,7 @@ Repeat = TypeVar("Repeat", int, jax.Array, int | jax.Array)
 
 @dataclass(frozen=True)
 class LayerPattern:
-    """Consecutive layers whose kinds repeat. period: number of layers in one repeat."""
+    """Consecutive layers whose kinds and windows repeat. period: number of layers in one repeat."""
 
     layers: tuple[Layer, ...]
     period: int
@@ -25,6 +25,11 @@ class LayerPattern:
     def kinds(self) -> tuple[LayerKind, ...]:
         """Return the kinds of the layers of one repeat."""
         return tuple(layer.kind for layer in self.layers[: self.period])
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Return the attention windows of the layers of one repeat."""
+        return tuple(layer.window for layer in self.layers[: self.period])
 
     @property
     def repeats(self) -> int:
@@ -50,9 +55,9 @@ class LayerPattern:
         return replace(self, period=joined * self.period)
 
     def runs(self) -> list["LayerRun"]:
-        """Return the runs of one repeat: consecutive layers of one kind."""
+        """Return the runs of one repeat: consecutive layers of one kind and window."""
         runs, position = [], 0
-        for _, group in itertools.groupby(self.kinds):
+        for _, group in itertools.groupby(zip(self.kinds, self.windows, strict=True)):
             runs.append(LayerRun(self, position, count := len(list(group))))
             position += count
         return runs
@@ -60,7 +65,9 @@ class LayerPattern:
 
 @dataclass(frozen=True)
 class LayerRun:
-    """Consecutive layers of one kind in a pattern. position: of the first one in a repeat."""
+    """Consecutive layers of one kind and window in a pattern. position: of the first one in a
+    repeat.
+    """
 
     pattern: LayerPattern
     position: int
@@ -69,6 +76,10 @@ class LayerRun:
     @property
     def kind(self) -> LayerKind:
         return self.pattern.kinds[self.position]
+
+    @property
+    def window(self) -> int | None:
+        return self.pattern.windows[self.position]
 
     @property
     def is_single(self) -> bool:
@@ -90,14 +101,14 @@ class LayerRun:
 
 
 def find_patterns(layers: Sequence[Layer]) -> list[LayerPattern]:
-    """Return the layers in order as few repeated patterns of kinds.
+    """Return the layers in order as few repeated patterns of kinds and windows.
 
     Greedy: from each layer, takes the pattern whose repeats cover the most layers, and the shortest
     of equal ones.
     """
     patterns, at = [], 0
     while at < len(layers):
-        kinds = [layer.kind for layer in layers[at:]]
+        kinds = [(layer.kind, layer.window) for layer in layers[at:]]
         covered, best = 1, 1
         for period in range(1, len(kinds) // 2 + 1):
             repeats = 1

@@ -6,7 +6,6 @@ Loops are multiplied by their trip count. Caches and occupancy are ignored, so s
 stay in a cache are priced too high.
 """
 
-import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -405,9 +404,7 @@ class _Pricing:
             name = f"{target} {operation.name}"
             return _Work(name, scope, "product", moved, dot_flops(operation, left), left.dtype)
         if target.startswith("__cudnn$fmha"):
-            return _Work(
-                target, scope, "attention", moved, _attention_flops(operation, arrays[0].shape[-1])
-            )
+            return _Work(target, scope, "attention", moved, _attention_flops(operation, arrays))
         self.notes[f"a kernel is priced by its bytes alone: {target or operation.name}"] = None
         return _Work(target or operation.name, scope, "pass", moved)
 
@@ -446,14 +443,16 @@ def _own_kernel(
     return _Work(name, scope, name, sum(read) + out.num_bytes)
 
 
-def _attention_flops(operation: HloOperation, head_dim: int) -> float:
-    """Return the FLOPs of attention: two products forward, or five backward, halved for a causal
-    mask.
+def _attention_flops(operation: HloOperation, arrays: list[HloArray]) -> float:
+    """Return the FLOPs of attention over the scores that its mask leaves: two products forward, or
+    five backward. arrays: queries, keys, values, ...
     """
-    scores = operation.numbers("dimensions")  # the first: batch, heads, queries, keys
-    causal = (
-        '"mask_type": "CAUSAL"' in operation.attributes
-        or '"mask_type":"CAUSAL"' in operation.attributes
-    )
-    products = 5 if "Backward" in operation.attributes else 2
-    return products * 2.0 * math.prod(scores) * head_dim * (0.5 if causal else 1.0)
+    batch, heads, queries, keys = operation.numbers("dimensions")  # the first: of the scores
+    key_dim, value_dim = arrays[0].shape[-1], arrays[2].shape[-1]
+    backward = "Backward" in operation.attributes
+    per_score = 3 * key_dim + 2 * value_dim if backward else key_dim + value_dim
+    window = re.search(r'"sliding_window_length": ?"?(\d+)', operation.attributes)
+    seen = min(int(window[1]), keys) if window and int(window[1]) else keys
+    is_causal = re.search(r'"mask_type": ?"CAUSAL"', operation.attributes)
+    scores = seen * (queries - seen / 2) if is_causal else queries * keys
+    return 2.0 * batch * heads * scores * per_score

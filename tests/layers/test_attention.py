@@ -6,6 +6,8 @@ Legend: B batch, S sequence, H query heads, G key/value heads, d head dimension.
 
 from __future__ import annotations
 
+import logging
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,12 +20,15 @@ from flax import nnx
 from jmoe.config import ModelConfig, YarnConfig
 from jmoe.layers.attention import (
     Attention,
+    FlashKernel,
     blocked_attention,
     causal_attention,
+    flash_attention,
     rotary,
     yarn_frequencies,
 )
 from jmoe.models.block import SAVED
+from kernels_pallas import implementations
 from kernels_pallas.implementations import tracing_for
 from tests.arrays import assert_near
 
@@ -100,7 +105,7 @@ def test_sinks_windows_scale_and_wider_values(length: int, window: int) -> None:
     sinks = jnp.asarray(rng.normal(size=4), jnp.float32)
 
     @jax.jit
-    def ours(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array, window: jax.Array) -> Any:
+    def ours(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array) -> Any:
         o, vjp = jax.vjp(
             lambda *x: causal_attention(*x[:3], scale=0.3, sinks_H=x[3], window=window),
             q,
@@ -117,7 +122,7 @@ def test_sinks_windows_scale_and_wider_values(length: int, window: int) -> None:
         )
         return [o, *vjp(g)]
 
-    for a, b in zip(ours(q, k, v, sinks, jnp.int32(window)), expected(q, k, v, sinks), strict=True):
+    for a, b in zip(ours(q, k, v, sinks), expected(q, k, v, sinks), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * max(0.1, float(jnp.abs(b).max())))
 
 
@@ -258,62 +263,163 @@ def test_layer_is_causal_and_takes_every_option(qk_norm: Any) -> None:
     assert (y[:, 140:] != changed[:, 140:]).any(axis=(0, 2)).all()
 
 
-@jax.custom_vjp
-def stand_in(q_BSHd: jax.Array, k_BSGd: jax.Array, v_BSGd: jax.Array) -> jax.Array:
-    """Stand in for cuDNN's kernel: opaque to JAX, with residuals that have no names; `erf_inv`
-    marks a forward run.
+def gpu(capability: str) -> Any:
+    """A GPU that is only described."""
+    return SimpleNamespace(platform="gpu", compute_capability=capability)
+
+
+def stand_in(scale: float, window: int | None) -> FlashKernel:
+    """The mathematics of cuDNN's kernel on whole score matrices in float32: its gradient takes
+    probabilities from the log-sums that it is given, and the output's products from that output.
     """
-    return stand_in_fwd(q_BSHd, k_BSGd, v_BSGd)[0]
+
+    def scores(q_BSHd: jax.Array, k_BSGd: jax.Array) -> jax.Array:
+        k_BSHd = jnp.repeat(k_BSGd, q_BSHd.shape[2] // k_BSGd.shape[2], axis=2)
+        distance = np.arange(q_BSHd.shape[1])[:, None] - np.arange(q_BSHd.shape[1])
+        seen = (distance >= 0) & (distance < (window or distance.size))
+        s_BHQC = jnp.einsum("bqhd,bchd->bhqc", q_BSHd, k_BSHd) * np.float32(scale)
+        return jnp.where(seen, s_BHQC, -jnp.inf)
+
+    def forward(q_BSHd: jax.Array, k_BSGd: jax.Array, v_BSGe: jax.Array) -> Any:
+        s_BHQC = scores(q_BSHd, k_BSGd)
+        v_BSHe = jnp.repeat(v_BSGe, q_BSHd.shape[2] // v_BSGe.shape[2], axis=2)
+        o_BSHe = jnp.einsum("bhqc,bchd->bqhd", jax.nn.softmax(s_BHQC), v_BSHe)
+        return o_BSHe, jax.nn.logsumexp(s_BHQC, axis=-1)
+
+    def gradient(operands: Any, results: Any, do_BSHe: jax.Array) -> Any:
+        (q_BSHd, k_BSGd, v_BSGe), (o_BSHe, lse_BHS) = operands, results
+        repeats = q_BSHd.shape[2] // k_BSGd.shape[2]
+        k_BSHd, v_BSHe = (jnp.repeat(x, repeats, axis=2) for x in (k_BSGd, v_BSGe))
+        p_BHQC = jnp.exp(scores(q_BSHd, k_BSGd) - lse_BHS[..., None])
+        delta_BHQ1 = (do_BSHe * o_BSHe).sum(axis=-1).transpose(0, 2, 1)[..., None]
+        dp_BHQC = jnp.einsum("bqhe,bche->bhqc", do_BSHe, v_BSHe)
+        ds_BHQC = p_BHQC * (dp_BHQC - delta_BHQ1) * np.float32(scale)
+        summed = lambda x: x.reshape(*x.shape[:2], -1, repeats, x.shape[3]).sum(axis=3)  # noqa: E731
+        return (
+            jnp.einsum("bhqc,bchd->bqhd", ds_BHQC, k_BSHd),
+            summed(jnp.einsum("bhqc,bqhd->bchd", ds_BHQC, q_BSHd)),
+            summed(jnp.einsum("bhqc,bqhe->bche", p_BHQC, do_BSHe)),
+        )
+
+    return FlashKernel(forward, gradient)
 
 
-def stand_in_fwd(q_BSHd: jax.Array, k_BSGd: jax.Array, v_BSGd: jax.Array) -> Any:
-    o_BSHd = blocked_attention(q_BSHd, k_BSGd, v_BSGd)
-    sums = jax.lax.erf_inv(q_BSHd.astype(jnp.float32).sum(axis=-1))
-    return o_BSHd, (q_BSHd, k_BSGd, v_BSGd, sums, o_BSHd)
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("value_dim", [d, d - 5])
+def test_flash_kernel_with_sinks_windows_and_smaller_values(
+    window: int | None, has_sinks: bool, value_dim: int
+) -> None:
+    """Values and all gradients of what runs around cuDNN's kernel, in float32. A sink that takes
+    half of the weight changes each of them.
+    """
+    length = 40
+    q, k, _, _ = operands(length, 4, 2, jnp.float32)
+    rng = np.random.default_rng(1)
+    v, g = (jnp.asarray(rng.normal(size=(B, length, n, value_dim)), jnp.float32) for n in (2, 4))
+    sinks = jnp.asarray(rng.normal(size=4) + 2, jnp.float32)
+    kernel = stand_in(0.3, window)
+
+    @jax.jit
+    def ours(*arrays: jax.Array) -> Any:
+        attend = lambda q, k, v, sinks: flash_attention(  # noqa: E731
+            q, k, v, sinks if has_sinks else None, kernel
+        )
+        o, vjp = jax.vjp(attend, *arrays)
+        return [o, *vjp(g)]
+
+    @jax.jit
+    def expected(*arrays: jax.Array) -> Any:
+        attend = lambda q, k, v, sinks: plain_with_everything(  # noqa: E731
+            q,
+            k,
+            v,
+            sinks if has_sinks else jnp.full(4, -jnp.inf),
+            scale=0.3,
+            window=window or length,
+        )
+        o, vjp = jax.vjp(attend, *arrays)
+        return [o, *vjp(g)]
+
+    for a, b in zip(ours(q, k, v, sinks), expected(q, k, v, sinks), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * max(0.1, float(jnp.abs(b).max())))
 
 
-def stand_in_bwd(residuals: Any, do_BSHd: jax.Array) -> Any:
-    *operands, sums, o_BSHd = residuals
-    used = jnp.where(jnp.isfinite(sums).all() | jnp.isfinite(o_BSHd).all(), do_BSHd, 0)
-    return jax.vjp(blocked_attention, *operands)[1](used)
+def test_flash_kernel_with_sinks_of_any_size() -> None:
+    """No overflow where a sink takes all of the weight or none of it."""
+    q, k, v, g = operands(20, 4, 2, jnp.float32)
+    sinks = jnp.array([200.0, -200.0, 0.0, 200.0])
+
+    @jax.jit
+    def both(*arrays: jax.Array) -> Any:
+        o, vjp = jax.vjp(lambda *x: flash_attention(*x, stand_in(0.25, None)), *arrays)
+        return o, *vjp(g)
+
+    o, *gradients = both(q, k, v, sinks)
+    assert (o[:, :, [0, 3]] == 0).all()
+    assert all(np.isfinite(x).all() for x in gradients)
 
 
-stand_in.defvjp(stand_in_fwd, stand_in_bwd)
+GPU_CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"window": 8},
+    "sinks and window": {"sinks_H": jnp.zeros(4), "window": 8},
+    "sinks": {"sinks_H": jnp.zeros(4)},
+}
 
 
-def test_the_kernel_of_a_gpu_runs_once_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda q, k, v, **_: stand_in(q, k, v))
+@pytest.mark.parametrize("case", GPU_CASES)
+def test_the_kernel_of_a_gpu_runs_once_a_layer(case: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Its results are saved for the backward pass, which computes what was before it again."""
     policy = jax.checkpoint_policies.save_only_these_names(*SAVED)
 
     def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        o_BSHd = causal_attention(*(jnp.sin(x) for x in (q, k, v)))  # what the layer computes again
+        o_BSHd = causal_attention(*(jnp.sin(x) for x in (q, k, v)), **GPU_CASES[case])
         return jnp.square(o_BSHd.astype(jnp.float32)).sum()
 
     *qkv, _ = operands(32, 4, 2, jnp.bfloat16)
     gradients = jax.grad(jax.checkpoint(loss, policy=policy, prevent_cse=False), (0, 1, 2))
-    with tracing_for(SimpleNamespace(platform="gpu", compute_capability="9.0")):
+    with tracing_for(gpu("9.0")), caplog.at_level(logging.WARNING):
         text = str(jax.make_jaxpr(gradients)(*qkv))
-    assert text.count(" sin ") == 6 and text.count(" erf_inv ") == 1
-    with tracing_for(SimpleNamespace(platform="gpu", compute_capability="9.0")):
-        ours = jax.jit(gradients)(*qkv)
-    monkeypatch.undo()
-    assert_near(ours, jax.jit(jax.grad(loss, (0, 1, 2)))(*qkv), 1e-2)
+    assert text.count(" sin ") == 6
+    assert text.count("=__cudnn$fmhaSoftmax\n") == 1
+    assert text.count("=__cudnn$fmhaSoftmaxBackward\n") == 1
+    assert not caplog.records
 
 
-def test_cudnn_where_programs_are_compiled_for_a_gpu_that_is_not_here(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.parametrize("case", GPU_CASES)
+def test_cudnn_where_programs_are_compiled_for_a_gpu_that_is_not_here(case: str) -> None:
     """A step compiled ahead of time had blocks in plain XLA, which is not what runs on that GPU."""
-    taken = []
-
-    def attend(q: jax.Array, *_: jax.Array, implementation: str, **options: Any) -> jax.Array:
-        taken.append(implementation)
-        return q
-
-    monkeypatch.setattr(jax.nn, "dot_product_attention", attend)
     q = jax.ShapeDtypeStruct((2, 16, 4, 8), jnp.bfloat16)
-    with tracing_for(SimpleNamespace(platform="gpu", compute_capability="8.9")):
-        jax.eval_shape(causal_attention, q, q, q)
-    assert taken == ["cudnn"]
-    jax.eval_shape(causal_attention, q, q, q)
-    assert taken == ["cudnn"]
+    traced = lambda: str(jax.make_jaxpr(partial(causal_attention, **GPU_CASES[case]))(q, q, q))  # noqa: E731
+    with tracing_for(gpu("8.9")):
+        assert traced().count("__cudnn$fmhaSoftmax") == 1
+    assert "__cudnn" not in traced()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dims", "capability", "why"),
+    [
+        (jnp.float32, (64, 64), "9.0", "float32: not one of bfloat16, float16"),
+        (jnp.bfloat16, (192, 128), "8.9", "heads of 192 and 128 on compute capability 8.9"),
+        (jnp.bfloat16, (136, 136), "12.0", "heads of 136: not a multiple of 8 up to 128"),
+    ],
+)
+def test_a_gpu_without_a_kernel_for_the_case_says_so_once(
+    dtype: Any, dims: tuple[int, int], capability: str, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    implementations._log_once.cache_clear()
+    q, v = (jax.ShapeDtypeStruct((1, 16, 2, size), dtype) for size in dims)
+    with tracing_for(gpu(capability)), caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert "__cudnn" not in str(jax.make_jaxpr(causal_attention)(q, q, v))
+    (record,) = caplog.records
+    assert f"attention: cudnn does not support this case ({why}" in record.message
+    assert record.message.endswith("; xla is used")
+
+
+def test_no_block_outside_the_window_is_computed() -> None:
+    """512 rows in blocks of 128 under a window of 64: each sees its own block and the one before."""
+    q, k, v, _ = operands(512, 4, 2, jnp.float32)
+    shapes = str(jax.make_jaxpr(partial(blocked_attention, window=64))(q, k, v))
+    assert "[2,2,2,128,256]" in shapes and "[2,2,2,128,384]" not in shapes

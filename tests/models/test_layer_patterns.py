@@ -36,6 +36,23 @@ def test_patterns(kinds: str, patterns: list[tuple[str, int]]) -> None:
     assert [described(pattern) for pattern in patterns_of(kinds)] == patterns
 
 
+@pytest.mark.parametrize(
+    ("kinds", "windows", "runs"),
+    [
+        ("MMMM", [8, 99, 8, 99], [("M", 8, 1), ("M", 99, 1)]),
+        ("MMMMMM", [8, 8, 99, 8, 8, 99], [("M", 8, 2), ("M", 99, 1)]),
+        ("DMDM", [8, 99, 8, 99], [("D", 8, 1), ("M", 99, 1)]),
+    ],
+)
+def test_windows_repeat_too(
+    kinds: str, windows: list[int], runs: list[tuple[str, int, int]]
+) -> None:
+    """A layer's window is part of its program; a scan whose layers differ runs a whole repeat."""
+    (pattern,) = find_patterns(layer_table([KINDS[kind] for kind in kinds], windows))
+    assert pattern.windows * pattern.repeats == tuple(windows)
+    assert [("DM"[run.kind == "moe"], run.window, run.count) for run in pattern.runs()] == runs
+
+
 @pytest.mark.parametrize("kinds", ["MMMM", "DDMDDM", "MDMMMDMMDD", "DMMDMMDMMD", "DM"])
 @pytest.mark.parametrize("joined_layers", [1, 4])
 def test_numbers_are_those_of_the_table(kinds: str, joined_layers: int) -> None:

@@ -131,6 +131,28 @@ def test_our_kernels_by_their_own_flops() -> None:
     assert half.num_bytes == pytest.approx(4 + 4 * 36 + 512 * 64 + 512 * 128 + 2 * 16 * 64 * 128)
 
 
+@pytest.mark.parametrize(
+    ("window", "scores"),
+    [(0, 512 * 512 / 2), (128, 128 * 512 - 128 * 128 / 2), (4096, 512 * 512 / 2)],
+)
+def test_attention_by_the_scores_that_its_mask_leaves(window: int, scores: float) -> None:
+    """Keys of 192 and values of 128; a window that is longer than the sequence hides nothing."""
+    config = (
+        'backend_config={"intermediate_tensor_shape": {"dimensions": ["2", "8", "512", "512"]}, '
+        f'"mask_type": "CAUSAL", "sliding_window_length": {window}}}'
+    )
+    call = (
+        "  %q = bf16[2,512,8,192]{3,2,1,0} parameter(0)\n"
+        "  %k = bf16[2,512,2,192]{3,2,1,0} parameter(1)\n"
+        "  %v = bf16[2,512,2,128]{3,2,1,0} parameter(2)\n"
+        '  %o = bf16[2,8,512,128]{3,1,2,0} custom-call(%q, %k, %v), custom_call_target="TARGET", '
+        f"{config}\n"
+    )
+    for target, per_score in (("Softmax", 192 + 128), ("SoftmaxBackward", 3 * 192 + 2 * 128)):
+        (kernel,) = estimate(call.replace("TARGET", f"__cudnn$fmha{target}")).kernels
+        assert kernel.flops == 2 * 2 * 8 * scores * per_score
+
+
 def test_a_kernel_in_a_fusion_that_stores_its_result_in_a_stack() -> None:
     """As XLA makes them: it moves the slice that it writes, not the stack."""
     body = """%stored (p0: bf16[64,256], p1: s32[64], p2: bf16[6,64,256], p3: s32[]) -> bf16[6,64,256] {

@@ -54,8 +54,7 @@ from jmoe.types import PyTree
 
 Tree = TypeVar("Tree")  # a pytree of arrays, or of stacks of them
 Index = int | jax.Array  # of a layer in the stack of its kind
-# (a layer's PRNG key for router noise, its attention window), or stacks of these
-Extras = tuple[jax.Array | None, jax.Array | None]
+Keys = jax.Array | None  # a layer's PRNG key for router noise, or a stack of these
 
 
 def layer_slice(tree: Tree, index: Index) -> Tree:
@@ -194,7 +193,7 @@ class _SavedForward:
 
     flat: dict[LayerKind, jax.Array]  # [N, C]
     unbuffered: dict[LayerKind, list[jax.Array]]
-    extras: dict[LayerKind, Extras]
+    keys: dict[LayerKind, Keys]
     unsharded: jax.Array  # [R, C], the last layer's parameters
     residuals: list[PyTree]  # per pattern: (of all repeats but the last, of the last)
     summed: PyTree  # see `ReverseScan`
@@ -318,12 +317,12 @@ class ReverseScan:
         without MoE layers).
         """
         states = {kind: stack.params for kind, stack in inputs.items()}
-        extras = {kind: (stack.keys, stack.windows) for kind, stack in inputs.items()}
+        keys = {kind: stack.keys for kind, stack in inputs.items()}
         scan = _Scan(self, patterns, apply_block, states)
 
         @jax.custom_vjp
-        def layers(states: PyTree, extras: PyTree, summed: PyTree, x: jax.Array) -> PyTree:
-            return scan.forward(states, extras, summed, x)[0]
+        def layers(states: PyTree, keys: PyTree, summed: PyTree, x: jax.Array) -> PyTree:
+            return scan.forward(states, keys, summed, x)[0]
 
         def backward(saved: _SavedForward, cotangents: PyTree) -> PyTree:
             states, x = scan.backward(saved, *cotangents)
@@ -333,7 +332,7 @@ class ReverseScan:
         summed = self.summed and {
             kind: _gradient_per_variable(g, states[kind]) for kind, g in self.summed.items()
         }
-        y, stats = layers(states, extras, summed, x)
+        y, stats = layers(states, keys, summed, x)
         return y, stats
 
 
@@ -404,7 +403,7 @@ class _Scan:
     def forward(
         self,
         states: dict[LayerKind, PyTree],
-        extras: dict[LayerKind, Extras],
+        keys: dict[LayerKind, Keys],
         summed: PyTree,
         x: jax.Array,
     ) -> tuple[tuple[jax.Array, MoEStats | None], _SavedForward]:
@@ -415,7 +414,7 @@ class _Scan:
             flat[kind] = jax.vmap(
                 partial(flatten, entries=layers.entries), axis_size=layers.num_layers
             )(fused)
-        run = partial(self._forward_repeat, flat, unbuffered, extras)
+        run = partial(self._forward_repeat, flat, unbuffered, keys)
         firsts = [self._flat_row(flat, pattern, 0, 0) for pattern in self.patterns]
         carry = (
             self.config.unsharded(
@@ -437,7 +436,7 @@ class _Scan:
             stats.append((pattern, None if early is None else early[1], last[1]))
         unsharded, x = carry
         return (x, self._in_order(stats)), _SavedForward(
-            flat, unbuffered, extras, unsharded, residuals, summed
+            flat, unbuffered, keys, unsharded, residuals, summed
         )
 
     @staticmethod
@@ -451,7 +450,7 @@ class _Scan:
         self,
         flat: dict[LayerKind, jax.Array],
         unbuffered: dict[LayerKind, list[jax.Array]],
-        extras: dict[LayerKind, Extras],
+        keys: dict[LayerKind, Keys],
         pattern: LayerPattern,
         repeat: Index,
         carry: tuple[jax.Array, jax.Array],
@@ -469,9 +468,9 @@ class _Scan:
                 following = self._flat_row(flat, pattern, position + 1, repeat)
             index = pattern.number(position, repeat)
             own = layer_slice(unbuffered[kind], index)
-            args = unsharded, own, layer_slice(extras[kind], index), x
+            args = unsharded, own, layer_slice(keys[kind], index), x
             (x, layer_stats, layer_residuals), gathered = interleave(
-                partial(self._forward_layer, kind),
+                partial(self._forward_layer, kind, pattern.windows[position]),
                 args,
                 self.config.gathers(following),
                 self.config.schedule,
@@ -488,15 +487,15 @@ class _Scan:
     def _forward_layer(
         self,
         kind: LayerKind,
+        window: int | None,
         unsharded: jax.Array,
         unbuffered: list[jax.Array],
-        extra: Extras,
+        key: Keys,
         x: jax.Array,
     ) -> tuple[jax.Array, MoEStats | None, PyTree]:
         """Return (x after the layer, its statistics, its residuals without its parameters)."""
         layers = self.kinds[kind]
         params = unflatten(unsharded, layers.entries, self.config.hierarchy)
-        key, window = extra
 
         def apply(params: list[jax.Array], unbuffered: list[jax.Array], x: jax.Array) -> PyTree:
             y, stats = self.apply_block(kind, layers.join(params, unbuffered), key, window, x)
@@ -506,7 +505,7 @@ class _Scan:
             ), stats
 
         (y, _), vjp, stats = jax.vjp(apply, params, unbuffered, x, has_aux=True)
-        return y, stats, without(vjp, [*params, *unbuffered, *jax.tree.leaves(extra)])
+        return y, stats, without(vjp, [*params, *unbuffered, *jax.tree.leaves(key)])
 
     def _in_order(
         self, stats: list[tuple[LayerPattern, list[MoEStats] | None, list[MoEStats]]]
@@ -625,7 +624,7 @@ class _Scan:
         args = (
             state.unsharded,
             layer_slice(saved.unbuffered[kind], index),
-            layer_slice(saved.extras[kind], index),
+            layer_slice(saved.keys[kind], index),
             residuals,
             state.dx,
             layer_slice(dstats, index) if kind == "moe" else [],
@@ -658,7 +657,7 @@ class _Scan:
         kind: LayerKind,
         unsharded: jax.Array,
         unbuffered: list[jax.Array],
-        extra: Extras,
+        key: Keys,
         residuals: PyTree,
         dx: jax.Array,
         dstats: list[jax.Array],
@@ -666,6 +665,6 @@ class _Scan:
         """Return (the gradients of the flat buffer [R, G], of the other parameters, of x)."""
         layers, hierarchy = self.kinds[kind], self.config.hierarchy
         params = unflatten(unsharded, layers.entries, hierarchy)
-        known = [*params, *unbuffered, *jax.tree.leaves(extra)]
+        known = [*params, *unbuffered, *jax.tree.leaves(key)]
         dparams, dunbuffered, dx = with_known(residuals, known)((dx, dstats))
         return flatten_gradients(dparams, layers.entries, hierarchy), dunbuffered, dx

@@ -248,7 +248,7 @@ class LayerFunctions:
 
     def _run_dense(self, params: Params, layer: LayerOptions, x_BSD: jax.Array) -> jax.Array:
         block: Block = self._blocks["dense"](self._sharded.cast(params))
-        return block.dense(x_BSD, causal(layer.window), self.dtype)
+        return block.dense(x_BSD, causal(layer.window.size), self.dtype)
 
     def route(
         self,
@@ -304,7 +304,7 @@ class LayerFunctions:
         choices: Choices | None = None,
     ) -> RoutedTokens:
         block: Block = self._blocks[kind](self._sharded.cast(params), bias)
-        x_BSD = block.attend(x_BSD, causal(layer.window), self.dtype)
+        x_BSD = block.attend(x_BSD, causal(layer.window.size), self.dtype)
         key = self._router_key(layer) if train else None
         chosen = choices or layer.choices or {}
         h_TD, routing = block.route(x_BSD, self.dtype, key=key, train=train, **chosen)

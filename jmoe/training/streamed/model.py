@@ -15,6 +15,7 @@ G elements of a device's shard of its gradients
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar
 
 import flax.nnx as nnx
@@ -43,18 +44,28 @@ MicroBatch = TypeVar("MicroBatch")  # a micro-batch
 MicroBatchIn = TypeVar("MicroBatchIn", contravariant=True)
 
 
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class AttentionWindow:
+    """The number of tokens that a token of a layer sees, itself included; None for all earlier
+    ones. A layer's programs compile once for each window.
+    """
+
+    size: int | None = None
+
+
 class LayerOptions(NamedTuple):
     """The inputs of a layer's programs for one micro-batch, apart from parameters and hidden
     states.
 
-    number: the layer's index among layers of its kind. window: attention span in tokens; None is
-    unlimited. step, accumulation: seed the router's draws. choices: the experts of each token, if
-    the router does not choose them. weight_B: weights of images, 0 for padding; a device whose
-    first weight is 0 skips the layer. None if every device always has images.
+    number: the layer's index among layers of its kind. step, accumulation: seed the router's draws.
+    choices: the experts of each token, if the router does not choose them. weight_B: weights of
+    images, 0 for padding; a device whose first weight is 0 skips the layer. None if every device
+    always has images.
     """
 
     number: jax.Array
-    window: jax.Array | None = None
+    window: AttentionWindow = AttentionWindow()
     step: jax.Array | None = None
     accumulation: jax.Array | None = None
     choices: Choices | None = None
@@ -193,9 +204,7 @@ class StepResults(NamedTuple):
 def common_options(layers: Sequence[Layer]) -> dict[Layer, LayerOptions]:
     """Return the options of each layer that are the same for all micro-batches."""
     return {
-        layer: LayerOptions(
-            jnp.int32(layer.number), None if layer.window is None else jnp.int32(layer.window)
-        )
+        layer: LayerOptions(jnp.int32(layer.number), AttentionWindow(layer.window))
         for layer in layers
     }
 

@@ -56,7 +56,7 @@ Stats = Sequence[Sequence[MoEStats]]  # [N][A]
 @dataclass(frozen=True)
 class StepPrograms:
     """The compiled programs of one run. The layer programs (`LayerFunctions`) take a layer's index,
-    so that all layers of a kind share one compilation.
+    so that all layers of a kind and attention window share one compilation.
     """
 
     unsharded: Callable[..., Unsharded]

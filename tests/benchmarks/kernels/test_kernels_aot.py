@@ -39,3 +39,5 @@ def test_compiles_for_gpus_that_are_not_here(
         "gather_sum_kernel",
     }
     assert {p["target"] for p in programs} == {"h200", "a100"}
+    attention = [p["cudnn"] for p in programs if p["shape"] == "attention"]
+    assert attention == 7 * [["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]]

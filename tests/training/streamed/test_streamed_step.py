@@ -220,6 +220,16 @@ def test_what_routers_draw_is_the_same(k: int, router: RouterConfig) -> None:
     )
 
 
+@pytest.mark.slow
+def test_layers_with_and_without_a_window() -> None:
+    """Layers of one kind that differ in their window."""
+    types = ("sliding_attention", "full_attention") * 2
+    model = dataclasses.replace(MODEL, sliding_window=2, layer_types=types)
+    config = dataclasses.replace(CONFIG, model=model)
+    ours, theirs = (train(config, tiers, steps=2).losses for tiers in (HOST, None))
+    np.testing.assert_allclose(ours, theirs, rtol=2e-6)
+
+
 def test_idle_experts_catch_up_to_the_bit(on_host: Trained) -> None:
     eager = train(CONFIG, HOST, flush_updates=True)
     assert on_host.stats.replayed_steps > 0
