@@ -15,7 +15,7 @@ import numpy as np
 from jmoe.models.huggingface import model_config
 from jmoe.models.pretrained import abstract_decoder
 from jmoe.models.safetensors_io import NewTensor, write_safetensors
-from jmoe.models.weights import parameters
+from jmoe.models.weights import list_parameters
 from tests.model_configs import CHECKPOINTS
 
 FP8 = {
@@ -90,7 +90,7 @@ def write_compressed_checkpoint(
     rng, config = np.random.default_rng(0), model_config(fields)
     kept: dict[str, np.ndarray] = {}
     widened: dict[str, np.ndarray] = {}
-    for parameter in parameters(abstract_decoder(config)[2], config, name):
+    for parameter in list_parameters(abstract_decoder(config)[2], config, name):
         for piece in parameter.pieces():
             if kind.startswith("fp8") or ".experts." in piece.name:
                 is_wide = any(word in piece.name for word in WIDE)

@@ -149,7 +149,7 @@ def violations(module: str, tree: ast.Module) -> Iterator[str]:
             and ".feed_forward(" in ast.unparse(node)
             and module != "jmoe.models.block"
         ):
-            yield "Block.dense composes a dense block"
+            yield "Block.apply_dense composes a dense block"
 
 
 @pytest.mark.parametrize("module", SOURCES)
@@ -166,7 +166,7 @@ def test_offenders_are_found() -> None:
     assert len(list(violations("jmoe.training.streamed.step", source))) == 2
     source = ast.parse("y = add_residual(x, block.feed_forward(x, dtype))")
     assert list(violations("jmoe.deploy.layerwise", source)) == [
-        "Block.dense composes a dense block"
+        "Block.apply_dense composes a dense block"
     ]
 
 

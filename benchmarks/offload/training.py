@@ -184,7 +184,7 @@ def measure_expected(a: argparse.Namespace, folder: Path) -> JsonObject:
     chosen_by_last = deque[NDArray[np.bool_]](
         maxlen=a.layers
     )  # [E] each: by tokens of the last accumulation step
-    chosen = StreamedExperts._chosen
+    chosen = StreamedExperts._chosen_experts
     used = list[
         NDArray[np.int64]
     ]()  # by the steps of the first run, in which the cache expects nothing
@@ -217,7 +217,7 @@ def measure_expected(a: argparse.Namespace, folder: Path) -> JsonObject:
     for name, told in told_by.items():
         with (
             mock.patch.object(TieredStore, "expect", told),
-            mock.patch.object(StreamedExperts, "_chosen", noting),
+            mock.patch.object(StreamedExperts, "_chosen_experts", noting),
         ):
             config = config_of(a, folder / name, experts="nvme", optimizer="nvme")
             config = replace(config, gradient_accumulation_steps=a.accumulation_steps)

@@ -39,7 +39,7 @@ from pathlib import Path
 from benchmarks.lib import report
 from benchmarks.lib.train_processes import LIMIT_S, started, times_of, wait
 from jmoe.cluster.remote_process import reserve_port
-from jmoe.cluster.restarts import reached
+from jmoe.cluster.restarts import read_progress
 
 PARTS = ("detect", "start", "import_and_meet", "data", "restore", "compile_and_step")
 ALONE = ("import", "restore", "compile_and_step")
@@ -71,7 +71,7 @@ def options_of(a: argparse.Namespace, run: Path, memory: Path) -> list[str]:
 def newest_of(a: argparse.Namespace, run: Path, memory: Path) -> int:
     """Return the newest step that a restart can begin from."""
     if not a.memory:
-        return reached(run).checkpoint
+        return read_progress(run).checkpoint
     return max((int(path.name.partition("-")[0]) for path in memory.glob("*/*-of-0")), default=-1)
 
 

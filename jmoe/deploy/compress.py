@@ -33,7 +33,7 @@ from jmoe.models.safetensors_io import (
 )
 from jmoe.models.stored_formats import COMPRESSION_FIELDS, Fp8Blocks, StoredFormat, format_of_matrix
 from jmoe.models.tensor_names import are_fused
-from jmoe.models.weights import Parameter, Piece, check_tensors, parameters
+from jmoe.models.weights import Parameter, Piece, check_tensors, list_parameters
 from jmoe.runtime import end_at_once_on_interrupt
 from jmoe.status import status
 from jmoe.types import JsonObject
@@ -93,7 +93,7 @@ class _Matrices:
     def _matrix(self, stored: StoredTensor, start: int, end: int) -> np.ndarray:
         matrix = self._model.rows(stored, start, end)
         if not np.isfinite(matrix).all():
-            raise stored.wrong("has values that are not finite: it cannot be compressed")
+            raise stored.error("has values that are not finite: it cannot be compressed")
         return matrix
 
     def _mxfp4_to_fp8(self, rows: int) -> dict[str, np.ndarray]:
@@ -110,8 +110,8 @@ class _Matrices:
         if not np.array_equal(
             Fp8Blocks().decompress(values, np.repeat(scales, FP8.block, axis=0)), matrix_NK
         ):
-            stored = self._model.stored[form.names(self._piece.name)[0]]
-            raise stored.wrong(
+            stored = self._model.stored[form.tensor_names(self._piece.name)[0]]
+            raise stored.error(
                 "has scales more than 2^14 apart in 128 x 128 weights: fp8 would not be the same"
                 " numbers"
             )
@@ -131,7 +131,7 @@ class _Source:
     def first(self, piece: Piece) -> str:
         """Return the name of a matrix's first tensor, which may be one of several."""
         form = self.form(piece)
-        return piece.name if form is None else form.names(piece.name)[0]
+        return piece.name if form is None else form.tensor_names(piece.name)[0]
 
     def rows(self, tensor: StoredTensor, start: int, end: int) -> np.ndarray:
         """Return rows start..end of a tensor (its leading dimensions flattened), in the stored
@@ -180,7 +180,7 @@ class _Source:
                 tensor = next(
                     tensor for name, tensor in self.stored.items() if name.startswith(piece.name)
                 )
-                raise tensor.wrong("is compressed already: must be a wide matrix")
+                raise tensor.error("is compressed already: must be a wide matrix")
 
 
 def check_sizes(config: ModelConfig, layout: ExpertLayout, experts: str) -> None:
@@ -210,7 +210,7 @@ def compress_model(folder: Path, out: Path, experts: str) -> None:
         " jmoe.save_pretrained"
     )
     check(not are_fused(stored, family), "MODEL", str(folder), words)
-    wanted = parameters(abstract_decoder(config)[2], config, family)
+    wanted = list_parameters(abstract_decoder(config)[2], config, family)
     check_tensors(wanted, stored, folder, config, np.float32)
     matrices = [(piece, parameter) for parameter in wanted for piece in parameter.pieces()]
     linear = {

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from jmoe.config import STACKS, ModelConfig, check
 from jmoe.memory.direct_io import fsync, fsync_all
-from jmoe.models.huggingface import changed_config
+from jmoe.models.huggingface import updated_hf_config
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.models.pretrained import write_pretrained
 from jmoe.models.tokenizer_file import template_files
@@ -194,8 +194,8 @@ def write_cut(
     tokenizer, are copied.
     """
     whole = source.config
-    described, dense = changed_config(source.fields, config), dense or {}
-    rest, read = source.dense_arrays(), read or source.expert_array
+    described, dense = updated_hf_config(source.fields, config), dense or {}
+    rest, read = source.load_dense_arrays(), read or source.read_expert_array
     of_whole = [whole.layers[i] for i in layers]
     records = [of_whole[n].record for n, layer in enumerate(config.layers) if layer.has_experts]
     arrays: dict[Names, jax.Array | StoredExperts] = {
@@ -213,7 +213,7 @@ def write_cut(
             parts = [one[..., kept] for one, kept in zip(parts, kept_Nn, strict=True)]
         if parts:
             arrays[path] = jnp.stack(parts)
-    for path, dtype in source.expert_paths.items():
+    for path, dtype in source.wide_expert_dtypes.items():
 
         def one(layer: int, expert: int, name: str = path[-1]) -> np.ndarray:
             return read(name, records[layer], int(kept_Nn[layer, expert]))

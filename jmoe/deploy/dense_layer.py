@@ -58,14 +58,14 @@ def dense_mlp(
     merged = MergedExperts(source, kept_Nn, use_NE) if made_from == "average" else None
     parts: list[Arrays] = []
     for expert in kept_Nn[layer].tolist():
-        own = source.expert(layer, expert)
+        own = source.read_expert(layer, expert)
         parts.append(own if merged is None else {name: merged(name, layer, expert) for name in own})
     used = use_NE[layer, kept_Nn[layer]].astype(np.float64)
     shares = used / used.sum() if used.any() else np.full(count, 1 / count)
     weights = (source.config.router.routed_scaling_factor * shares).tolist()
     shared = {
         path[-1]: np.asarray(array[layer])
-        for path, array in source.dense_arrays().items()
+        for path, array in source.load_dense_arrays().items()
         if path[1:2] == ("shared_expert",)
     }
     if shared:

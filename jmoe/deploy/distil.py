@@ -30,7 +30,7 @@ from jmoe.deploy.dense_layer import DenseFrom, dense_mlp, dense_sizes
 from jmoe.deploy.expert_scores import ScoreKind, best_experts, check_num_kept, measure_experts
 from jmoe.deploy.model_folder import hugging_face_folder
 from jmoe.deploy.prune import LENGTH, MAX_TOKENS
-from jmoe.models.huggingface import changed_config
+from jmoe.models.huggingface import updated_hf_config
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.runtime import end_at_once_on_interrupt
 from jmoe.status import status
@@ -95,7 +95,7 @@ def student_config(
         changes["intermediate_size"] = _dense_sizes(whole, layers, options)[0]
     config = cut_config(whole, layers, options.dense, **changes)
     check_num_kept(dataclasses.replace(whole, num_experts_per_tok=top_k), options.experts)
-    changed_config(fields, config)
+    updated_hf_config(fields, config)
     return config, layers
 
 

@@ -31,7 +31,7 @@ from jmoe.models.safetensors_io import (
     replace_text,
     write_safetensors,
 )
-from jmoe.models.vision import VisionTransformer, taken_path
+from jmoe.models.vision import VisionTransformer, likeliest_experts
 from jmoe.models.weights import Names, flat
 from jmoe.runtime import end_at_once_on_interrupt
 from jmoe.training.tasks.run import read_vision_run, vision_model_config
@@ -136,7 +136,7 @@ def extract_task(run_dir: Path, out_dir: Path, task: str) -> int:
     }
     path = run.tasks[task].path
     if run.model.learn_paths:
-        path = taken_path(path, run.params["path_logits"][task])
+        path = likeliest_experts(path, run.params["path_logits"][task])
     own = path_arrays(arrays, run.model, task, path)
     tensors = [
         NewTensor(".".join(names), a.dtype, a.shape, partial(np.asarray, a))
@@ -178,7 +178,7 @@ def load_task_model(folder: Path) -> TaskModel:
         if tensor is None:
             raise ValueError(f"{folder}: has no tensor {'.'.join(names)!r}")
         if tensor.shape != shape:
-            raise tensor.wrong(f"has shape {tensor.shape}: must be {shape}")
+            raise tensor.error(f"has shape {tensor.shape}: must be {shape}")
         count = int(np.prod(shape))
         return jnp.array(
             np.fromfile(tensor.file, DTYPES[tensor.dtype], count, offset=tensor.offset).reshape(

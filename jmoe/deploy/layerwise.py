@@ -59,11 +59,11 @@ def _attend(
     """
     block: Block = structure.merge(arrays)
     if block.kind == "dense":
-        return (block.dense(x_BSD, causal(window), jnp.float32),)
+        return (block.apply_dense(x_BSD, causal(window), jnp.float32),)
     x_BSD = block.attend(x_BSD, causal(window), jnp.float32)
     h_TD, routing = block.route(x_BSD, jnp.float32)
     return (
-        add_residual(x_BSD, block.shared(h_TD)),
+        add_residual(x_BSD, block.shared_output(h_TD)),
         h_TD,
         routing.topk_idx_TK,
         routing.topk_weights_TK,
@@ -85,7 +85,7 @@ def _losses(
 
 
 def _outputs(checkpoint: LazyCheckpoint, layer: int, expert: int, h_RD: Floats) -> Floats:
-    arrays = {name: jnp.asarray(a) for name, a in checkpoint.expert(layer, expert).items()}
+    arrays = {name: jnp.asarray(a) for name, a in checkpoint.read_expert(layer, expert).items()}
     weights = MLPWeights(arrays["w_up"], arrays["w_down"], arrays.get("b_up"), arrays.get("b_down"))
     padded = np.pad(h_RD, ((0, -len(h_RD) % TILE_ROWS), (0, 0)))
     tiles = padded.reshape(-1, TILE_ROWS, h_RD.shape[1])

@@ -21,7 +21,12 @@ from jmoe.deploy.cut import check_new_folder, copy_files, new_folder
 from jmoe.mesh import make_mesh
 from jmoe.models.huggingface import hf_config
 from jmoe.models.pretrained import write_pretrained
-from jmoe.models.tokenizer_file import SETTINGS, TOKENIZER, files_beside, read_settings
+from jmoe.models.tokenizer_file import (
+    SETTINGS,
+    TOKENIZER,
+    companion_file_names,
+    read_json_if_present,
+)
 from jmoe.models.weights import Names, StoredExperts, flat
 from jmoe.offload.expert_index import ExpertIndex
 from jmoe.offload.saved_experts import SavedExperts, names_of_experts
@@ -127,12 +132,12 @@ def merge_run(run_dir: Path, out_dir: Path) -> int:
     fields = {}
     if tokenizer.is_file():
         fields["eos_token_id"] = load_tokenizer(tokenizer, config.model.vocab_size).eot
-    initial = read_settings(saved_files / INITIAL_CONFIG)
+    initial = read_json_if_present(saved_files / INITIAL_CONFIG)
     fields |= {name: initial[name] for name in TOKEN_IDS if name in initial}
     write_pretrained(out_dir, config.model, arrays, hf_config(config.model) | fields)
     if tokenizer.is_file():
         shutil.copyfile(tokenizer, out_dir / TOKENIZER)
-        copy_files(saved_files, out_dir, files_beside(saved_files))
+        copy_files(saved_files, out_dir, companion_file_names(saved_files))
         if not (out_dir / SETTINGS).is_file():
             described = {
                 "tokenizer_class": "PreTrainedTokenizerFast",

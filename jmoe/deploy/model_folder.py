@@ -22,7 +22,7 @@ from jmoe.deploy.merge import merge_run
 from jmoe.memory.direct_io import NOT_SUPPORTED, UNWRITABLE, fsync, fsync_all
 from jmoe.memory.identity import content_identity
 from jmoe.memory.record_store import locked
-from jmoe.models.pretrained import what_instead
+from jmoe.models.pretrained import unreadable_model_hint
 from jmoe.run.checkpoint import MANIFEST, Checkpoints
 from jmoe.status import status
 from jmoe.training.finetune import MERGED
@@ -48,7 +48,7 @@ def hugging_face_folder(
     """
     folder = Path(path).expanduser()
     if not folder.is_dir():
-        instead = what_instead(folder) or "`make train` leaves a model in runs/tiny"
+        instead = unreadable_model_hint(folder) or "`make train` leaves a model in runs/tiny"
         raise ValueError(f"{name} = {str(path)!r}: must be a folder; {instead}")
     if not (folder / "checkpoints").is_dir():
         inside = folder / "model"

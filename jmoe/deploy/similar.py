@@ -66,7 +66,7 @@ class MergedExperts:
     ) -> None:
         self._source, self._use_NE = source, use_NE
         kernels = next(
-            a for path, a in source.dense_arrays().items() if path[-2:] == ("router", "kernel")
+            a for path, a in source.load_dense_arrays().items() if path[-2:] == ("router", "kernel")
         )
         self._groups = [
             merge_groups(np.asarray(k, np.float32), kept)
@@ -81,7 +81,7 @@ class MergedExperts:
         return self._last[1][name]
 
     def _merged(self, layer: int, expert: int) -> Arrays:
-        own = self._source.expert(layer, expert)
+        own = self._source.read_expert(layer, expert)
         share = max(1, int(self._use_NE[layer, expert]))
         total = {name: share * a.astype(np.float32) for name, a in own.items()}
         weight = share
@@ -89,7 +89,7 @@ class MergedExperts:
             count = int(self._use_NE[layer, other])
             if not count:
                 continue
-            for name, a in aligned(own, self._source.expert(layer, other)).items():
+            for name, a in aligned(own, self._source.read_expert(layer, other)).items():
                 total[name] += count * a.astype(np.float32)
             weight += count
         return {name: (total[name] / weight).astype(own[name].dtype) for name in own}

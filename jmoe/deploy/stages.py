@@ -37,7 +37,7 @@ from jmoe.deploy.merge import merge_run
 from jmoe.deploy.prune import LENGTH, MAX_TOKENS, PruneOptions, prune
 from jmoe.deploy.segment import segment
 from jmoe.inference.loading import open_checkpoint
-from jmoe.models.huggingface import changed_config, family_of
+from jmoe.models.huggingface import family_of, updated_hf_config
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.models.tokenizer_file import tokenizer_file
 from jmoe.planning.segmentation import SegmentBy
@@ -206,7 +206,7 @@ def _check_stages(folder: Path, out: Path, stages: Stages, engine: EngineConfig)
     if stages.experts is not None:
         check_num_kept(config, stages.experts)
         config = cut_config(config, range(config.num_hidden_layers), num_experts=stages.experts)
-        changed_config(fields, config)
+        updated_hf_config(fields, config)
     if stages.weights is not None:
         check_sizes(config, expert_layout(stages.weights, family_of(fields)), stages.weights)
     if stages.machines is not None:

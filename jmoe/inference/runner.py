@@ -202,7 +202,9 @@ def attend_local(
     # E, which is no expert, for padding
     idx_TK = jnp.where(real_T[:, None], routing.topk_idx_TK, routing.counts_E.size)
     shared_TD = (
-        block.shared(h_TD) if block.shared_expert is None else layers.apply(block.shared, h_TD)
+        block.shared_output(h_TD)
+        if block.shared_expert is None
+        else layers.apply(block.shared_output, h_TD)
     )
     return x_PCD, cached.cache, ExpertInputs(h_TD, idx_TK, routing.topk_weights_TK, shared_TD)
 

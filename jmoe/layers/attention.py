@@ -39,14 +39,14 @@ def yarn_frequencies(dim: int, theta: float, yarn: YarnConfig) -> np.ndarray:
     `YarnConfig` documents the parameters.
     """
 
-    def turns_at(rotations: float) -> float:
+    def pair_index_at(rotations: float) -> float:
         """Return the fractional index of the pair that makes `rotations` full turns within the
         original context.
         """
         positions = yarn.original_max_position_embeddings / (rotations * 2 * math.pi)
         return dim * math.log(positions) / (2 * math.log(theta))
 
-    low, high = turns_at(yarn.beta_fast), turns_at(yarn.beta_slow)
+    low, high = pair_index_at(yarn.beta_fast), pair_index_at(yarn.beta_slow)
     if yarn.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
@@ -85,11 +85,11 @@ def rotary(
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BSHd.dtype)
 
 
-def _blocks(length: int) -> list[tuple[int, int]]:
+def _query_block_spans(length: int) -> list[tuple[int, int]]:
     return [(i, min(i + QUERY_BLOCK, length)) for i in range(0, length, QUERY_BLOCK)]
 
 
-def _rows(x_BGRSd: jax.Array, start: int, end: int) -> jax.Array:
+def _flatten_query_rows(x_BGRSd: jax.Array, start: int, end: int) -> jax.Array:
     """Return query rows start..end of every head of a group, flattened to [B, G, R*Q, d]."""
     x = x_BGRSd[:, :, :, start:end]
     return x.reshape(*x.shape[:2], -1, x.shape[-1])
@@ -101,7 +101,7 @@ def _key_range(start: int, end: int, window: int | None) -> slice:
     return slice(first // QUERY_BLOCK * QUERY_BLOCK, end)
 
 
-def _scores(
+def _masked_scores(
     q: jax.Array, k: jax.Array, start: int, end: int, scale: float, window: int | None
 ) -> jax.Array:
     """Return float32 [B, G, R, Q, C]: scaled, causally masked scores of query rows start..end
@@ -110,7 +110,7 @@ def _scores(
     window: a query sees this many keys, itself included; None for no limit.
     """
     keys = _key_range(start, end, window)
-    s = dot(_rows(q, start, end), k[:, :, keys], b_transposed=True) * scale
+    s = dot(_flatten_query_rows(q, start, end), k[:, :, keys], b_transposed=True) * scale
     s = s.reshape(*s.shape[:2], -1, end - start, end - keys.start)
     row, key = jnp.arange(start, end)[:, None], jnp.arange(keys.start, end)
     seen = row >= key
@@ -120,7 +120,7 @@ def _scores(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _blocked(
+def _attend_in_blocks(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -134,10 +134,10 @@ def _blocked(
     sinks: float32 [G, R], per head the logit of a key without a value. window: the number of keys
     that a query sees, itself included.
     """
-    return _blocked_fwd(q, k, v, sinks, scale, window)[0]
+    return _attend_in_blocks_fwd(q, k, v, sinks, scale, window)[0]
 
 
-def _blocked_fwd(
+def _attend_in_blocks_fwd(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -146,8 +146,8 @@ def _blocked_fwd(
     window: int | None,
 ) -> PyTree:
     out, lse = [], []
-    for start, end in _blocks(q.shape[3]):
-        s = _scores(q, k, start, end, scale, window)
+    for start, end in _query_block_spans(q.shape[3]):
+        s = _masked_scores(q, k, start, end, scale, window)
         top = s.max(axis=-1, keepdims=True)
         if sinks is not None:
             top = jnp.maximum(top, sinks[:, :, None, None])
@@ -164,15 +164,17 @@ def _blocked_fwd(
     return o, (q, k, v, sinks, o, lse_all)
 
 
-def _blocked_bwd(scale: float, window: int | None, residuals: PyTree, do: jax.Array) -> PyTree:
+def _attend_in_blocks_bwd(
+    scale: float, window: int | None, residuals: PyTree, do: jax.Array
+) -> PyTree:
     q, k, v, sinks, o, lse = residuals
     delta = (do.astype(jnp.float32) * o.astype(jnp.float32)).sum(axis=-1, keepdims=True)
     dq, dk, dv = [], jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
-    for start, end in _blocks(q.shape[3]):
+    for start, end in _query_block_spans(q.shape[3]):
         keys = _key_range(start, end, window)
-        p = jnp.exp(_scores(q, k, start, end, scale, window) - lse[:, :, :, start:end])
+        p = jnp.exp(_masked_scores(q, k, start, end, scale, window) - lse[:, :, :, start:end])
         flat = (*p.shape[:2], -1, p.shape[-1])
-        do_rows, q_rows = _rows(do, start, end), _rows(q, start, end)
+        do_rows, q_rows = _flatten_query_rows(do, start, end), _flatten_query_rows(q, start, end)
         dp = dot(do_rows, v[:, :, keys], b_transposed=True).reshape(p.shape)
         ds = (p * (dp - delta[:, :, :, start:end]) * scale).astype(q.dtype).reshape(flat)
         dv = _add_to_keys(dv, keys, dot(transposed(p.astype(v.dtype).reshape(flat)), do_rows))
@@ -193,7 +195,7 @@ def _add_to_keys(sums: jax.Array, keys: slice, x: jax.Array) -> jax.Array:
     return lax.dynamic_update_slice_in_dim(sums, sums[:, :, keys] + x, keys.start, axis=2)
 
 
-_blocked.defvjp(_blocked_fwd, _blocked_bwd)
+_attend_in_blocks.defvjp(_attend_in_blocks_fwd, _attend_in_blocks_bwd)
 
 
 def blocked_attention(
@@ -215,7 +217,7 @@ def blocked_attention(
     q = q_BSHd.reshape(b, s, g, h // g, d).transpose(0, 2, 3, 1, 4)
     sinks = None if sinks_H is None else sinks_H.astype(jnp.float32).reshape(g, h // g)
     scale = d**-0.5 if scale is None else scale
-    o = _blocked(
+    o = _attend_in_blocks(
         q, k_BSGd.transpose(0, 2, 1, 3), v_BSGd.transpose(0, 2, 1, 3), sinks, scale, window
     )
     return o.transpose(0, 3, 1, 2, 4).reshape(b, s, h, -1)

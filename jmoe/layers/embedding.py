@@ -53,7 +53,7 @@ def lookup_columns_local(
     return blocks_RTD.swapaxes(0, 1).reshape(tokens_T.size, -1)
 
 
-def lookup_block_local(
+def lookup_row_block_local(
     table_VD: jax.Array, tokens_M: jax.Array, dtype: DTypeLike, axes: tuple[str, ...]
 ) -> jax.Array:
     """Return [T, D] in `dtype` for this device's tokens, where device r holds the r-th block of
@@ -62,13 +62,13 @@ def lookup_block_local(
     For inference: no gradient is taken. tokens_M: tokens of all devices. The sum over devices is
     exact, since all devices but the row's owner add 0.
     """
-    own_M = VocabularyShard(axes, striped=False).index(tokens_M, table_VD.shape[0])
+    own_M = VocabularyShard(axes, striped=False).local_index(tokens_M, table_VD.shape[0])
     here_M = (own_M >= 0) & (own_M < table_VD.shape[0])
     x_MD = jnp.where(here_M[:, None], lookup(table_VD, jnp.where(here_M, own_M, 0), dtype), 0)
     return reduce_scatter_rows_local(x_MD, axes).astype(dtype)
 
 
-def _places(tokens_T: jax.Array, num_devices: int) -> tuple[jax.Array, jax.Array]:
+def _locate_rows(tokens_T: jax.Array, num_devices: int) -> tuple[jax.Array, jax.Array]:
     """Return (owner_T, the device that holds each token's row; place_T, the row's index among the
     distinct rows that this device requests from that owner).
 
@@ -90,9 +90,9 @@ def _places(tokens_T: jax.Array, num_devices: int) -> tuple[jax.Array, jax.Array
 
 
 @dataclass(frozen=True)
-class _Rounds:
-    """Sizes of the exchange that fetches each distinct row once, in as many rounds as the busiest
-    pair of devices needs.
+class _RowExchange:
+    """The all-to-alls that fetch each distinct row once, in as many rounds as the busiest pair of
+    devices needs.
 
     Hashable, as a static argument of `custom_vjp` must be.
     """
@@ -105,70 +105,76 @@ class _Rounds:
     def all_to_all(self) -> AllToAll:
         return make_all_to_all(self.axes)
 
-    def slots(self, owner_T: jax.Array, place_T: jax.Array, i: jax.Array) -> jax.Array:
+    def buffer_index(
+        self, owner_T: jax.Array, place_T: jax.Array, round_index: jax.Array
+    ) -> jax.Array:
         """Return int32 [T], the index of each token's row in the buffer of round i; the buffer's
         length for rows of other rounds.
         """
-        place_T = place_T - i * self.rows
+        place_T = place_T - round_index * self.rows
         here_T = (place_T >= 0) & (place_T < self.rows)
         return jnp.where(here_T, owner_T * self.rows + place_T, self.num_devices * self.rows)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _lookup_rows(
-    table_VD: jax.Array, tokens_T: jax.Array, dtype: DTypeLike, rounds: _Rounds
+    table_VD: jax.Array, tokens_T: jax.Array, dtype: DTypeLike, exchange: _RowExchange
 ) -> jax.Array:
-    return _lookup_rows_fwd(table_VD, tokens_T, dtype, rounds)[0]
+    return _lookup_rows_fwd(table_VD, tokens_T, dtype, exchange)[0]
 
 
 def _lookup_rows_fwd(
-    table_VD: jax.Array, tokens_T: jax.Array, dtype: DTypeLike, rounds: _Rounds
+    table_VD: jax.Array, tokens_T: jax.Array, dtype: DTypeLike, exchange: _RowExchange
 ) -> PyTree:
-    num_rows, size = table_VD.shape[0], rounds.num_devices * rounds.rows
-    owner_T, place_T = _places(tokens_T, rounds.num_devices)
-    needed = lax.pmax(place_T.max() // rounds.rows + 1, rounds.axes)
+    num_rows, size = table_VD.shape[0], exchange.num_devices * exchange.rows
+    owner_T, place_T = _locate_rows(tokens_T, exchange.num_devices)
+    needed = lax.pmax(place_T.max() // exchange.rows + 1, exchange.axes)
 
-    def fetch(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def fetch_round(
+        i: jax.Array, carry: tuple[jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
         x_TD, asked_URC = carry
-        slot_T = rounds.slots(owner_T, place_T, i)
+        slot_T = exchange.buffer_index(owner_T, place_T, i)
         ids = (
             jnp.full(size, num_rows, jnp.int32)
             .at[slot_T]
-            .set(tokens_T // rounds.num_devices, mode="drop")
+            .set(tokens_T // exchange.num_devices, mode="drop")
         )
-        asked_RC = rounds.all_to_all(ids.reshape(rounds.num_devices, -1))
+        asked_RC = exchange.all_to_all(ids.reshape(exchange.num_devices, -1))
         found_RCD = jnp.take(table_VD, asked_RC, axis=0, mode="fill", fill_value=0).astype(dtype)
-        got_MD = rounds.all_to_all(found_RCD).reshape(size, -1)
+        got_MD = exchange.all_to_all(found_RCD).reshape(size, -1)
         x_TD = x_TD + jnp.take(got_MD, slot_T, axis=0, mode="fill", fill_value=0)
         return x_TD, lax.dynamic_update_index_in_dim(asked_URC, asked_RC, i, 0)
 
     x_TD = jnp.zeros((tokens_T.size, table_VD.shape[1]), dtype)
     asked_URC = jnp.full(
-        (-(-tokens_T.size // rounds.rows), rounds.num_devices, rounds.rows), num_rows, jnp.int32
+        (-(-tokens_T.size // exchange.rows), exchange.num_devices, exchange.rows),
+        num_rows,
+        jnp.int32,
     )
-    x_TD, asked_URC = lax.fori_loop(0, needed, fetch, (x_TD, asked_URC))
+    x_TD, asked_URC = lax.fori_loop(0, needed, fetch_round, (x_TD, asked_URC))
     return x_TD, (asked_URC, owner_T, place_T, needed, table_VD)
 
 
 def _lookup_rows_bwd(
-    dtype: DTypeLike, rounds: _Rounds, residuals: PyTree, g_TD: jax.Array
+    dtype: DTypeLike, exchange: _RowExchange, residuals: PyTree, g_TD: jax.Array
 ) -> PyTree:
     asked_URC, owner_T, place_T, needed, table_VD = residuals
-    size = rounds.num_devices * rounds.rows
+    size = exchange.num_devices * exchange.rows
 
-    def send_gradients(i: jax.Array, dtable_VD: jax.Array) -> jax.Array:
-        slot_T = rounds.slots(owner_T, place_T, i)
+    def send_round_gradients(i: jax.Array, dtable_VD: jax.Array) -> jax.Array:
+        slot_T = exchange.buffer_index(owner_T, place_T, i)
         sums_MD = (
             jnp.zeros((size, g_TD.shape[1]), jnp.float32)
             .at[slot_T]
             .add(g_TD.astype(jnp.float32), mode="drop")
         )
-        sums_RCD = rounds.all_to_all(
-            sums_MD.astype(dtype).reshape(rounds.num_devices, rounds.rows, -1)
+        sums_RCD = exchange.all_to_all(
+            sums_MD.astype(dtype).reshape(exchange.num_devices, exchange.rows, -1)
         )
         return dtable_VD.at[asked_URC[i]].add(sums_RCD.astype(dtable_VD.dtype), mode="drop")
 
-    return lax.fori_loop(0, needed, send_gradients, jnp.zeros_like(table_VD)), None
+    return lax.fori_loop(0, needed, send_round_gradients, jnp.zeros_like(table_VD)), None
 
 
 _lookup_rows.defvjp(_lookup_rows_fwd, _lookup_rows_bwd)
@@ -185,7 +191,7 @@ def lookup_rows_local(
     """
     devices = lax.axis_size(axes)
     return _lookup_rows(
-        table_VD, tokens_T, dtype, _Rounds(axes, devices, round_rows(tokens_T.size, devices))
+        table_VD, tokens_T, dtype, _RowExchange(axes, devices, round_rows(tokens_T.size, devices))
     )
 
 
@@ -203,13 +209,13 @@ class Embedding:
     tied: bool
 
     @property
-    def striped(self) -> bool:
+    def is_striped(self) -> bool:
         """True if device r holds rows r, r + R, r + 2 R, ... of the table."""
         return self.plan.kind == "rows"
 
     @property
-    def split(self) -> dict[str, int]:
-        """Map the name of each parameter that is split over devices to its split dimension."""
+    def split_dims(self) -> dict[str, int]:
+        """The split dimension of each parameter that is split over devices, by parameter name."""
         if self.plan.kind == "replicated":
             return {}
         return {"embedding": 1} | ({"head": 1} if self.plan.parallel_head and not self.tied else {})
@@ -218,7 +224,7 @@ class Embedding:
         """Return a whole table [V, D] in the shape of the parameter."""
         return (
             table_VD.reshape(-1, self.plan.num_devices, table_VD.shape[1])
-            if self.striped
+            if self.is_striped
             else table_VD
         )
 
@@ -227,7 +233,7 @@ class Embedding:
         if self.plan.kind == "replicated":
             return lookup(table, tokens_BS, dtype)
         tokens_T = tokens_BS.reshape(-1)
-        if self.striped:
+        if self.is_striped:
             x_TD = lookup_rows_local(table.reshape(table.shape[0], -1), tokens_T, dtype, self.axes)
         else:
             x_TD = lookup_columns_local(table, tokens_T, dtype, self.axes)
@@ -235,5 +241,5 @@ class Embedding:
 
     @property
     def output_head(self) -> OutputHead:
-        """The output head and loss for the same plan."""
+        """The model's output head, split over devices by the same plan."""
         return OutputHead(self.plan, self.axes, self.tied)

@@ -47,7 +47,7 @@ def logits_bytes(num_tokens: int, vocab_size: int, compute_bytes: int, *, on_cpu
     return (4 + compute_bytes) * vocab_size * chunk_tokens(num_tokens, vocab_size, chunk_logits)
 
 
-def _in_chunks(function: Callable[..., Result], *arrays: jax.Array) -> Result:
+def _with_platform_chunk_size(function: Callable[..., Result], *arrays: jax.Array) -> Result:
     """Return function(chunk_logits, *arrays), with the chunk size of the platform that the program
     is compiled for.
     """
@@ -58,11 +58,11 @@ def _in_chunks(function: Callable[..., Result], *arrays: jax.Array) -> Result:
     return result
 
 
-def _chunks(size: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+def _split_into_chunks(size: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(a.reshape(-1, size, *a.shape[1:]) for a in arrays)
 
 
-def _logits(
+def _softmax_and_nll(
     x_CD: jax.Array, w_DV: jax.Array, labels_C: jax.Array, axes: tuple[str, ...]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return (softmax [C, V], negative log-likelihood [C], is_label [C, V]) of a chunk.
@@ -97,16 +97,20 @@ def _loss(
     weights_T: jax.Array,
     axes: tuple[str, ...] = (),
 ) -> jax.Array:
-    def loss(chunk_logits: int, w_DV: jax.Array, *arrays: jax.Array) -> jax.Array:
-        def step(total: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
+    def loss_in_chunks(chunk_logits: int, w_DV: jax.Array, *arrays: jax.Array) -> jax.Array:
+        def add_chunk_loss(
+            total: jax.Array, chunk: tuple[jax.Array, ...]
+        ) -> tuple[jax.Array, None]:
             x_CD, labels_C, weights_C = chunk
-            _, nll_C, _ = _logits(x_CD, w_DV, labels_C, axes)
+            _, nll_C, _ = _softmax_and_nll(x_CD, w_DV, labels_C, axes)
             return total + (nll_C * weights_C).sum(), None
 
         size = chunk_tokens(labels_T.size, w_DV.shape[1], chunk_logits)
-        return lax.scan(step, jnp.zeros((), jnp.float32), _chunks(size, *arrays))[0]
+        return lax.scan(
+            add_chunk_loss, jnp.zeros((), jnp.float32), _split_into_chunks(size, *arrays)
+        )[0]
 
-    return _in_chunks(loss, w_DV, x_TD, labels_T, weights_T)
+    return _with_platform_chunk_size(loss_in_chunks, w_DV, x_TD, labels_T, weights_T)
 
 
 def _loss_and_gradients(
@@ -118,11 +122,15 @@ def _loss_and_gradients(
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """Return (loss, (dx, dw)). With axes, dx counts only this device's shard of the vocabulary."""
 
-    def loss_and_gradients(chunk_logits: int, w_DV: jax.Array, *arrays: jax.Array) -> PyTree:
-        def step(carry: tuple[jax.Array, jax.Array], chunk: tuple[jax.Array, ...]) -> PyTree:
+    def loss_and_gradients_in_chunks(
+        chunk_logits: int, w_DV: jax.Array, *arrays: jax.Array
+    ) -> PyTree:
+        def add_chunk_gradients(
+            carry: tuple[jax.Array, jax.Array], chunk: tuple[jax.Array, ...]
+        ) -> PyTree:
             total, dw_DV = carry
             x_CD, labels_C, weights_C = chunk
-            p_CV, nll_C, label_CV = _logits(x_CD, w_DV, labels_C, axes)
+            p_CV, nll_C, label_CV = _softmax_and_nll(x_CD, w_DV, labels_C, axes)
             dlogits_CV = ((p_CV - label_CV.astype(jnp.float32)) * weights_C[:, None]).astype(
                 x_CD.dtype
             )
@@ -132,10 +140,10 @@ def _loss_and_gradients(
 
         init = (jnp.zeros((), jnp.float32), jnp.zeros(w_DV.shape, jnp.float32))
         size = chunk_tokens(labels_T.size, w_DV.shape[1], chunk_logits)
-        (total, dw_DV), dx = lax.scan(step, init, _chunks(size, *arrays))
+        (total, dw_DV), dx = lax.scan(add_chunk_gradients, init, _split_into_chunks(size, *arrays))
         return total, (dx.reshape(x_TD.shape), dw_DV.astype(w_DV.dtype))
 
-    return _in_chunks(loss_and_gradients, w_DV, x_TD, labels_T, weights_T)  # type: ignore[no-any-return]
+    return _with_platform_chunk_size(loss_and_gradients_in_chunks, w_DV, x_TD, labels_T, weights_T)  # type: ignore[no-any-return]
 
 
 @jax.custom_vjp
@@ -150,12 +158,12 @@ def cross_entropy(
     return _loss(x_TD, w_DV, labels_T, weights_T)
 
 
-def _bwd(residuals: PyTree, g: jax.Array) -> PyTree:
+def _cross_entropy_bwd(residuals: PyTree, g: jax.Array) -> PyTree:
     dx_TD, dw_DV = residuals
     return (dx_TD * g.astype(dx_TD.dtype)), (dw_DV * g.astype(dw_DV.dtype)), None, None
 
 
-cross_entropy.defvjp(_loss_and_gradients, _bwd)
+cross_entropy.defvjp(_loss_and_gradients, _cross_entropy_bwd)
 
 
 @dataclass(frozen=True)
@@ -169,7 +177,7 @@ class VocabularyShard:
     axes: tuple[str, ...]
     striped: bool
 
-    def index(self, ids: jax.Array, size: int) -> jax.Array:
+    def local_index(self, ids: jax.Array, size: int) -> jax.Array:
         """Return the indices of ids within this device's `size` entries; an id of another device
         gives an index outside [0, size).
         """
@@ -187,7 +195,7 @@ class VocabularyShard:
         return (parts_RV.T if self.striped else parts_RV).reshape(-1)
 
 
-def _gathered_operands(
+def _gather_operands(
     x_TD: jax.Array,
     w_DV: jax.Array,
     labels_T: jax.Array,
@@ -197,7 +205,7 @@ def _gathered_operands(
     x_MD, labels_M, weights_M = (
         all_gather_rows_local(a, shard.axes) for a in (x_TD, labels_T, weights_T)
     )
-    return x_MD, w_DV, shard.index(labels_M, w_DV.shape[1]), weights_M
+    return x_MD, w_DV, shard.local_index(labels_M, w_DV.shape[1]), weights_M
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -217,7 +225,7 @@ def parallel_cross_entropy(
     to x's dtype for transport and summed in float32. dw needs no reduction. The gradients are those
     of the global sum, whose cotangent must be equal on all devices.
     """
-    total = _loss(*_gathered_operands(x_TD, w_DV, labels_T, weights_T, shard), shard.axes)
+    total = _loss(*_gather_operands(x_TD, w_DV, labels_T, weights_T, shard), shard.axes)
     return total / lax.axis_size(shard.axes)
 
 
@@ -228,14 +236,14 @@ def _parallel_fwd(
     weights_T: jax.Array,
     shard: VocabularyShard,
 ) -> PyTree:
-    operands = _gathered_operands(x_TD, w_DV, labels_T, weights_T, shard)
+    operands = _gather_operands(x_TD, w_DV, labels_T, weights_T, shard)
     total, (dx_MD, dw_DV) = _loss_and_gradients(*operands, shard.axes)
     dx_TD = reduce_scatter_rows_local(dx_MD, shard.axes).astype(x_TD.dtype)
     return total / lax.axis_size(shard.axes), (dx_TD, dw_DV)
 
 
 def _parallel_bwd(shard: VocabularyShard, residuals: PyTree, g: jax.Array) -> PyTree:
-    return _bwd(residuals, g)
+    return _cross_entropy_bwd(residuals, g)
 
 
 parallel_cross_entropy.defvjp(_parallel_fwd, _parallel_bwd)
@@ -259,7 +267,7 @@ def distillation_losses(
     hidden_TH, head_HV = lax.stop_gradient(teacher)
 
     @jax.checkpoint
-    def losses(
+    def chunk_losses(
         w_DV: jax.Array, head_HV: jax.Array, chunk: tuple[jax.Array, ...]
     ) -> tuple[jax.Array, jax.Array]:
         x_CD, labels_C, weights_C, hidden_CH = chunk
@@ -273,18 +281,22 @@ def distillation_losses(
         divergence_C = (jnp.exp(teacher_CV) * (teacher_CV - student_CV)).sum(axis=-1)
         return (nll_C * weights_C).sum(), (divergence_C * weights_C).sum()
 
-    def totals(
+    def sum_over_chunks(
         chunk_logits: int, w_DV: jax.Array, head_HV: jax.Array, *arrays: jax.Array
     ) -> PyTree:
-        def step(totals: tuple[jax.Array, jax.Array], chunk: tuple[jax.Array, ...]) -> PyTree:
-            nll, divergence = losses(w_DV, head_HV, chunk)
+        def add_chunk_losses(
+            totals: tuple[jax.Array, jax.Array], chunk: tuple[jax.Array, ...]
+        ) -> PyTree:
+            nll, divergence = chunk_losses(w_DV, head_HV, chunk)
             return (totals[0] + nll, totals[1] + divergence), None
 
         size = chunk_tokens(labels_T.size, w_DV.shape[1], chunk_logits)
         zero = jnp.zeros((), jnp.float32)
-        return lax.scan(step, (zero, zero), _chunks(size, *arrays))[0]
+        return lax.scan(add_chunk_losses, (zero, zero), _split_into_chunks(size, *arrays))[0]
 
-    return _in_chunks(totals, w_DV, head_HV, x_TD, labels_T, weights_T, hidden_TH)  # type: ignore[no-any-return]
+    return _with_platform_chunk_size(
+        sum_over_chunks, w_DV, head_HV, x_TD, labels_T, weights_T, hidden_TH
+    )  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -300,7 +312,7 @@ class OutputHead:
     tied: bool
 
     @property
-    def _shard(self) -> VocabularyShard:
+    def _vocabulary_shard(self) -> VocabularyShard:
         return VocabularyShard(self.axes, self.plan.kind == "rows" and self.tied)
 
     def weight(self, table: jax.Array, head: jax.Array | None, dtype: DTypeLike) -> jax.Array:
@@ -331,7 +343,7 @@ class OutputHead:
         w_DV: from `weight`.
         """
         if self.plan.parallel_head:
-            return parallel_cross_entropy(x_TD, w_DV, labels_T, weights_T, self._shard)
+            return parallel_cross_entropy(x_TD, w_DV, labels_T, weights_T, self._vocabulary_shard)
         return cross_entropy(x_TD, w_DV, labels_T, weights_T)
 
     def logits(self, x_D: jax.Array, w_DV: jax.Array) -> jax.Array:
@@ -339,4 +351,4 @@ class OutputHead:
         on all devices.
         """
         logits_V = dot(x_D[None].astype(jnp.float32), w_DV.astype(jnp.float32))[0]
-        return self._shard.all_gather(logits_V) if self.plan.parallel_head else logits_V
+        return self._vocabulary_shard.all_gather(logits_V) if self.plan.parallel_head else logits_V

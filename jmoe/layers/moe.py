@@ -89,10 +89,10 @@ def dispatch_local(
     full_capacity: bool = False,
     num_chunks: int = 1,
 ) -> DispatchedTokens:
-    """Send each token's row to the devices of its experts, inside `shard_map`, in `num_chunks`
-    chunks.
+    """Send each token's row to the devices of its experts, in `num_chunks` chunks, and return the
+    rows that arrived here.
 
-    The arguments are those of `moe`; `combine_local` takes the result.
+    Runs inside `shard_map`. The arguments are those of `moe`; `combine_local` takes the result.
     """
     chosen = Choices.counted(
         routing.topk_idx_TK, routing.topk_weights_TK, routing.counts_E.shape[0]
@@ -292,9 +292,9 @@ class MoELayer(nnx.Module):
             self.exchange_plan, expert_axes, config.capacity_factor, complete=complete
         )
         if parallel is not None:
-            self._place(parallel)
+            self._place_parameters(parallel)
 
-    def _place(self, parallel: ExpertParallel) -> None:
+    def _place_parameters(self, parallel: ExpertParallel) -> None:
         """Split expert parameters over the expert axes, replicate all others, and record both in
         the parameters' metadata for Flax.
 
@@ -353,10 +353,11 @@ class MoELayer(nnx.Module):
     def dispatch(
         self, x_TD: jax.Array, routing: Routing, *, full_capacity: bool = False
     ) -> DispatchedTokens:
-        """Send each token's row to the devices of its experts, inside `shard_map`, in `num_chunks`
-        chunks.
+        """Send each token's row to the devices of its experts, in `num_chunks` chunks, and return
+        the rows that arrived here.
 
-        full_capacity: size the buffers for the worst case, so that no assignment is dropped.
+        Runs inside `shard_map`. full_capacity: size the buffers for the worst case, so that no
+        assignment is dropped.
         """
         return dispatch_local(
             x_TD, routing, self.exchange, full_capacity=full_capacity, num_chunks=self.num_chunks
@@ -385,7 +386,7 @@ class MoELayer(nnx.Module):
         the statistics. token_mask_T: False for tokens that go to no expert; their y is 0.
         """
         if x_TD.shape[0] == 0:
-            return jnp.zeros(x_TD.shape, jnp.float32), self._no_stats(keep_routing)
+            return jnp.zeros(x_TD.shape, jnp.float32), self._empty_stats(keep_routing)
         exchange = self.exchange
         if token_mask_T is not None:
             # a NaN in a masked token would reach the router's gradient, as 0 * NaN
@@ -402,7 +403,7 @@ class MoELayer(nnx.Module):
         )
         return y_TD, moe_stats(routing, dispatched, keep_routing=keep_routing)
 
-    def _no_stats(self, keep_routing: bool) -> MoEStats:
+    def _empty_stats(self, keep_routing: bool) -> MoEStats:
         """Return the statistics of a batch without tokens."""
         k, num_experts = self.config.num_experts_per_tok, self.config.num_experts
         counts_E = jnp.zeros(num_experts, jnp.int32)
@@ -486,20 +487,21 @@ class MoELayer(nnx.Module):
             )
         graph, state = nnx.split(self)
         mesh = explicit_mesh(state, x)
-        if mesh is None and not self._axes:
-            return _one_device(self, train, x, key, token_mask)
-        run = _compiled(graph, train)
+        if mesh is None and not self._token_axes:
+            return _apply_on_one_device(self, train, x, key, token_mask)
+        run = _compile_layer(graph, train)
         run = run if mesh is None else under_auto_axes(run, mesh)
         return run(state, x, key, token_mask)
 
     @property
-    def _axes(self) -> tuple[str, ...]:
+    def _token_axes(self) -> tuple[str, ...]:
         """The mesh axes that split tokens; () on one device."""
         return () if self.parallel is None else self.parallel.axes
 
 
-def _compiled(*fixed: Any) -> Callable[..., tuple[jax.Array, MoEMetrics]]:
-    """Return `_merged` with these leading arguments, compiled.
+def _compile_layer(*fixed: Any) -> Callable[..., tuple[jax.Array, MoEMetrics]]:
+    """Return `_merge_and_apply` compiled, with its leading arguments (graph, train) bound to
+    `fixed`.
 
     Without `jit`, `shard_map` would compile each of its operations in every call. A graph that is
     not hashable, because a user's module has lists or dicts, which may change, is compiled again in
@@ -508,11 +510,11 @@ def _compiled(*fixed: Any) -> Callable[..., tuple[jax.Array, MoEMetrics]]:
     try:
         hash(fixed)
     except TypeError:
-        return jax.jit(partial(_merged, *fixed))
-    return partial(_merged_compiled, *fixed)
+        return jax.jit(partial(_merge_and_apply, *fixed))
+    return partial(_apply_compiled, *fixed)
 
 
-def _merged(
+def _merge_and_apply(
     graph: nnx.GraphDef[MoELayer],
     train: bool,
     state: nnx.State,
@@ -522,22 +524,22 @@ def _merged(
 ) -> tuple[jax.Array, MoEMetrics]:
     """Return the layer's result for x, where `graph` and `state` together are the layer."""
     layer = nnx.merge(graph, state)
-    if layer._axes:
-        return _over_devices(layer, train, x, key, token_mask)
-    return _one_device(layer, train, x, key, token_mask)
+    if layer._token_axes:
+        return _apply_over_devices(layer, train, x, key, token_mask)
+    return _apply_on_one_device(layer, train, x, key, token_mask)
 
 
-def _one_device(
+def _apply_on_one_device(
     layer: MoELayer, train: bool, x: jax.Array, key: jax.Array | None, token_mask: jax.Array | None
 ) -> tuple[jax.Array, MoEMetrics]:
     """Return (y [..., D], metrics) for x [..., D], all of whose tokens are on this device."""
-    x_TD, token_mask_T, num_tokens = _flat(x, token_mask)
+    x_TD, token_mask_T, num_tokens = _flatten_tokens(x, token_mask)
     y_TD, stats = layer.local(x_TD, key=key, train=train, token_mask_T=token_mask_T)
     metrics = moe_metrics(stats, layer.config.router, num_tokens, layer.config.num_experts_per_tok)
     return y_TD.astype(x.dtype).reshape(x.shape), metrics
 
 
-def _over_devices(
+def _apply_over_devices(
     layer: MoELayer, train: bool, x: jax.Array, key: jax.Array | None, token_mask: jax.Array | None
 ) -> tuple[jax.Array, MoEMetrics]:
     """Return (y [..., D], metrics) for x [..., D], whose tokens are split over the layer's mesh
@@ -545,9 +547,9 @@ def _over_devices(
 
     A number of tokens that the devices do not divide is padded with masked tokens.
     """
-    axes, config, (graph, state) = layer._axes, layer.config, nnx.split(layer)
+    axes, config, (graph, state) = layer._token_axes, layer.config, nnx.split(layer)
     assert layer.parallel is not None
-    x_TD, token_mask_T, num_tokens = _flat(x, token_mask)
+    x_TD, token_mask_T, num_tokens = _flatten_tokens(x, token_mask)
     tokens = x_TD.shape[0]
     if padding := -tokens % math.prod(layer.parallel.mesh.shape[axis] for axis in axes):
         token_mask_T = jnp.ones(tokens, jnp.bool_) if token_mask_T is None else token_mask_T
@@ -555,10 +557,10 @@ def _over_devices(
         token_mask_T = jnp.pad(token_mask_T, (0, padding))
     expert_axes = layer.parallel.expert_axes
 
-    def spec(path: KeyPath, _: jax.Array) -> jax.sharding.PartitionSpec:
+    def parameter_spec(path: KeyPath, _: jax.Array) -> jax.sharding.PartitionSpec:
         return split_over(expert_axes if path_names(path)[0] == EXPERTS_PATH else ())
 
-    def body(
+    def apply_local(
         state: PyTree, key: jax.Array | None, num_tokens: jax.Array, *rows: Any
     ) -> tuple[jax.Array, MoEMetrics]:
         if key is not None:
@@ -578,9 +580,15 @@ def _over_devices(
 
     whole, split = split_over(()), split_over(axes)
     sharded = jax.shard_map(
-        body,
+        apply_local,
         mesh=with_auto_axes(layer.parallel.mesh),
-        in_specs=(jax.tree_util.tree_map_with_path(spec, state), whole, whole, split, split),
+        in_specs=(
+            jax.tree_util.tree_map_with_path(parameter_spec, state),
+            whole,
+            whole,
+            split,
+            split,
+        ),
         out_specs=(split, whole),
         check_vma=False,
     )
@@ -588,7 +596,7 @@ def _over_devices(
     return y_TD[:tokens].reshape(x.shape), metrics
 
 
-def _flat(
+def _flatten_tokens(
     x: jax.Array, token_mask: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
     """Return (x_TD, token_mask_T, number of unmasked tokens)."""
@@ -598,7 +606,7 @@ def _flat(
     return x_TD, token_mask.reshape(-1), token_mask.sum(dtype=jnp.int32)
 
 
-_merged_compiled = jax.jit(_merged, static_argnums=(0, 1))
+_apply_compiled = jax.jit(_merge_and_apply, static_argnums=(0, 1))
 
 
 def moe_metrics(

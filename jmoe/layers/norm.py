@@ -29,10 +29,14 @@ class Norm(nnx.Module):
             return rms_norm(x, self.scale[...], self.eps, dtype)
         x = x.astype(jnp.float32)
         if self.bias is not None:
-            x = x - self._mean(x)
-        x = x * lax.rsqrt(self._mean(x * x) + self.eps) * self.scale[...].astype(jnp.float32)
+            x = x - self._mean_over_last_dim(x)
+        x = (
+            x
+            * lax.rsqrt(self._mean_over_last_dim(x * x) + self.eps)
+            * self.scale[...].astype(jnp.float32)
+        )
         return (x if self.bias is None else x + self.bias[...].astype(jnp.float32)).astype(dtype)
 
-    def _mean(self, x: jax.Array) -> jax.Array:
+    def _mean_over_last_dim(self, x: jax.Array) -> jax.Array:
         mean = x.mean(axis=-1, keepdims=True)
         return lax.pmean(mean, self.axes) if self.axes else mean

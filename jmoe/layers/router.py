@@ -113,7 +113,7 @@ def route(
     scores_TE, probs_TE = SCORES[config.rules.scores](logits_TE)
     sampled = config.second_expert_policy == "random"
     if topk_idx_TK is None or sampled:
-        chosen_TK = _choose(scores_TE, num_experts_per_tok, config, bias_E)
+        chosen_TK = _choose_experts(scores_TE, num_experts_per_tok, config, bias_E)
     else:
         chosen_TK = topk_idx_TK
     weights_TK, counts_E = _gather_and_count(scores_TE, chosen_TK)
@@ -121,7 +121,7 @@ def route(
         weights_TK = weights_TK / (jnp.sum(weights_TK, axis=1, keepdims=True) + _TINY)
     idx_TK = chosen_TK if topk_idx_TK is None else topk_idx_TK
     if sampled and topk_idx_TK is None and key is not None:
-        idx_TK = _sample_second(idx_TK, weights_TK, num_experts, key)
+        idx_TK = _sample_second_expert(idx_TK, weights_TK, num_experts, key)
     if token_mask_T is not None:
         idx_TK = jnp.where(token_mask_T[:, None], idx_TK, num_experts)
     if sampled or token_mask_T is not None:
@@ -133,16 +133,16 @@ def route(
         )
     if config.routed_scaling_factor != 1.0:
         weights_TK = weights_TK * config.routed_scaling_factor
-    sums = _sums(logits_TE, probs_TE, token_mask_T)
+    sums = _routing_sums(logits_TE, probs_TE, token_mask_T)
     return Routing(idx_TK, weights_TK, counts_E, *sums, logits_TE=logits_TE)
 
 
-def _softmax_scores(logits_TE: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _softmax_scores_and_probs(logits_TE: jax.Array) -> tuple[jax.Array, jax.Array]:
     scores_TE = jax.nn.softmax(logits_TE, axis=1)
     return scores_TE, scores_TE
 
 
-def _sigmoid_scores(logits_TE: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _sigmoid_scores_and_probs(logits_TE: jax.Array) -> tuple[jax.Array, jax.Array]:
     scores_TE = jax.nn.sigmoid(logits_TE)
     return scores_TE, scores_TE / (jnp.sum(scores_TE, axis=1, keepdims=True) + _TINY)
 
@@ -150,12 +150,12 @@ def _sigmoid_scores(logits_TE: jax.Array) -> tuple[jax.Array, jax.Array]:
 # Functions of float32 logits that return (scores, by which experts are chosen and weighted;
 # probabilities, which sum to 1 over experts). `RouterRules.scores` names one.
 SCORES: dict[str, Callable[[jax.Array], tuple[jax.Array, jax.Array]]] = {
-    "softmax": _softmax_scores,
-    "sigmoid": _sigmoid_scores,
+    "softmax": _softmax_scores_and_probs,
+    "sigmoid": _sigmoid_scores_and_probs,
 }
 
 
-def _choose(
+def _choose_experts(
     scores_TE: jax.Array, num_experts_per_tok: int, config: RouterConfig, bias_E: jax.Array | None
 ) -> jax.Array:
     """Return int32 [T, K], the experts with the best scores, to which the bias is added."""
@@ -167,19 +167,19 @@ def _choose(
     return top_k_indices(selection_TE, num_experts_per_tok)
 
 
-def _sums(
+def _routing_sums(
     logits_TE: jax.Array, probs_TE: jax.Array, token_mask_T: jax.Array | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return `probs_sum_E`, `z_sum` and `entropy_sum` of a `Routing`, over the unmasked tokens."""
 
-    def counted(v_TN: jax.Array) -> jax.Array:
+    def zero_masked(v_TN: jax.Array) -> jax.Array:
         return v_TN if token_mask_T is None else jnp.where(token_mask_T[:, None], v_TN, 0.0)
 
     p_TE = lax.stop_gradient(probs_TE)
     return (
-        jnp.sum(counted(probs_TE), axis=0),
-        jnp.sum(counted(jnp.square(jax.nn.logsumexp(logits_TE, axis=1, keepdims=True)))),
-        -jnp.sum(counted(jnp.where(p_TE > 0, p_TE * jnp.log(p_TE), 0.0))),
+        jnp.sum(zero_masked(probs_TE), axis=0),
+        jnp.sum(zero_masked(jnp.square(jax.nn.logsumexp(logits_TE, axis=1, keepdims=True)))),
+        -jnp.sum(zero_masked(jnp.where(p_TE > 0, p_TE * jnp.log(p_TE), 0.0))),
     )
 
 
@@ -196,10 +196,12 @@ def top_k_indices(scores_TE: jax.Array, k: int) -> jax.Array:
         return top_k(scores_TE, k)
     in_passes = partial(_top_k_in_passes, k=k)
 
-    def sorted_(scores_TE: jax.Array) -> jax.Array:
+    def lax_top_k_indices(scores_TE: jax.Array) -> jax.Array:
         return lax.top_k(scores_TE, k)[1]
 
-    return lax.platform_dependent(lax.stop_gradient(scores_TE), cpu=in_passes, default=sorted_)
+    return lax.platform_dependent(
+        lax.stop_gradient(scores_TE), cpu=in_passes, default=lax_top_k_indices
+    )
 
 
 def _top_k_in_passes(scores_TE: jax.Array, k: int) -> jax.Array:
@@ -216,7 +218,7 @@ def _top_k_in_passes(scores_TE: jax.Array, k: int) -> jax.Array:
     return jnp.concatenate(chosen, axis=1)
 
 
-def _sample_second(
+def _sample_second_expert(
     idx_T2: jax.Array, weights_T2: jax.Array, num_experts: int, key: jax.Array
 ) -> jax.Array:
     """Return the choices with E (no expert) in place of each second expert that GShard's random

@@ -47,7 +47,7 @@ class ExpertInputs(NamedTuple):
     y_TD: jax.Array
 
 
-class _Sorted(NamedTuple):
+class _SortedAssignments(NamedTuple):
     """Assignments sorted by expert.
 
     token_N has one more tile of entries, since the last tile may run past the end.
@@ -59,7 +59,7 @@ class _Sorted(NamedTuple):
     sizes_E: jax.Array
 
 
-def _sort(idx_TK: jax.Array, num_experts: int, tile_rows: int) -> _Sorted:
+def _sort_by_expert(idx_TK: jax.Array, num_experts: int, tile_rows: int) -> _SortedAssignments:
     num_tokens, k = idx_TK.shape
     n, idx_N = num_tokens * k, idx_TK.reshape(-1)
     order_N = jnp.argsort(idx_N, stable=True).astype(jnp.int32)
@@ -68,11 +68,16 @@ def _sort(idx_TK: jax.Array, num_experts: int, tile_rows: int) -> _Sorted:
     )
     sizes_E = (idx_N[:, None] == jnp.arange(num_experts)).sum(axis=0, dtype=jnp.int32)
     token_N = jnp.concatenate([order_N // k, jnp.zeros(tile_rows, jnp.int32)])
-    return _Sorted(token_N, rank_N.reshape(num_tokens, k), jnp.cumsum(sizes_E) - sizes_E, sizes_E)
+    return _SortedAssignments(
+        token_N, rank_N.reshape(num_tokens, k), jnp.cumsum(sizes_E) - sizes_E, sizes_E
+    )
 
 
-def _combine(
-    out: jax.Array, routed: ExpertInputs, by_expert: _Sorted, implementation: Name | None = None
+def _add_combined(
+    out: jax.Array,
+    routed: ExpertInputs,
+    by_expert: _SortedAssignments,
+    implementation: Name | None = None,
 ) -> jax.Array:
     """Return y plus the weighted sum of each token's rows of `out`."""
     num_experts = by_expert.sizes_E.shape[0]
@@ -83,10 +88,10 @@ def _combine(
     )
 
 
-def _tile(
+def _write_tile(
     out: jax.Array,
     h_TD: jax.Array,
-    by_expert: _Sorted,
+    by_expert: _SortedAssignments,
     row: jax.Array,
     expert: MLPWeights,
     activation: str,
@@ -122,24 +127,26 @@ def table_mlp(
     implementation: None for the best that supports the case.
     """
     forms = {
-        "mosaic_gpu": partial(_by_grouped_matmul, routed, slots, table_E, activation),
-        "xla": partial(_by_tiles, routed, slots, table_E, activation, tile_rows, implementation),
+        "mosaic_gpu": partial(_table_mlp_by_grouped_matmul, routed, slots, table_E, activation),
+        "xla": partial(
+            _table_mlp_by_tiles, routed, slots, table_E, activation, tile_rows, implementation
+        ),
     }
     names = default_names() if implementation is None else (implementation,)
     return first_supported("table_mlp", [(name, forms[name]) for name in names])
 
 
-def _by_grouped_matmul(
+def _table_mlp_by_grouped_matmul(
     routed: ExpertInputs, slots: Mapping[str, jax.Array], table_E: jax.Array, activation: str
 ) -> jax.Array:
-    """Return `table_mlp` by one grouped matmul per projection over all experts, which reads the
-    slots as stored.
+    """Return the result of `table_mlp`, by one grouped matmul per projection over all experts,
+    which reads the slots as stored.
     """
     # imported on first use: the import takes a second
     from kernels_pallas.grouped_mlp.mosaic_gpu import grouped_mlp_in_slots
 
     num_experts, n = table_E.shape[0], routed.idx_TK.size
-    by_expert = _sort(routed.idx_TK, num_experts, 0)
+    by_expert = _sort_by_expert(routed.idx_TK, num_experts, 0)
     rows_ND = routed.h_TD[by_expert.token_N]
     out = grouped_mlp_in_slots(rows_ND, by_expert.sizes_E, slots, table_E, activation=activation)
     # rows of choices without an expert are never written: point them past the end
@@ -147,7 +154,7 @@ def _by_grouped_matmul(
     return routed.y_TD + combine(out, routed.weights_TK, by_expert.token_N, rank_TK, False)
 
 
-def _by_tiles(
+def _table_mlp_by_tiles(
     routed: ExpertInputs,
     slots: Mapping[str, jax.Array],
     table_E: jax.Array,
@@ -155,25 +162,27 @@ def _by_tiles(
     tile_rows: int,
     implementation: Name | None,
 ) -> jax.Array:
-    """Return `table_mlp` by a loop over tiles of assignments sorted by expert; a tile belongs to
-    one expert.
+    """Return the result of `table_mlp`, by a loop over tiles of assignments sorted by expert; a
+    tile belongs to one expert.
     """
     h_TD, num_experts = routed.h_TD, table_E.shape[0]
-    by_expert = _sort(routed.idx_TK, num_experts, tile_rows)
+    by_expert = _sort_by_expert(routed.idx_TK, num_experts, tile_rows)
     tiles_E = (by_expert.sizes_E + tile_rows - 1) // tile_rows
     ends_E = jnp.cumsum(tiles_E)
 
-    def tile(i: jax.Array, out: jax.Array) -> jax.Array:
+    def write_tile(i: jax.Array, out: jax.Array) -> jax.Array:
         expert = (i >= ends_E).sum(dtype=jnp.int32)
         row = by_expert.starts_E[expert] + (i - (ends_E[expert] - tiles_E[expert])) * tile_rows
-        mine = _at_slot(slots, table_E[expert], h_TD.dtype)
-        return _tile(out, h_TD, by_expert, row, mine, activation)
+        mine = _decode_slot(slots, table_E[expert], h_TD.dtype)
+        return _write_tile(out, h_TD, by_expert, row, mine, activation)
 
     out = jnp.zeros((routed.idx_TK.size + tile_rows, h_TD.shape[1]), jnp.float32)
-    return _combine(lax.fori_loop(0, ends_E[-1], tile, out), routed, by_expert, implementation)
+    return _add_combined(
+        lax.fori_loop(0, ends_E[-1], write_tile, out), routed, by_expert, implementation
+    )
 
 
-def _at_slot(slots: Mapping[str, jax.Array], slot: jax.Array, dtype: jnp.dtype) -> MLPWeights:
+def _decode_slot(slots: Mapping[str, jax.Array], slot: jax.Array, dtype: jnp.dtype) -> MLPWeights:
     pick = lambda values: lax.dynamic_index_in_dim(values, slot, 0, keepdims=False)  # noqa: E731
     return decode_expert({name: pick(values) for name, values in slots.items()}, dtype)
 
@@ -198,20 +207,22 @@ def bundled_mlp(
     With few tokens the host reads `idx_TK` to skip unchosen experts.
     """
     num_tokens, k = routed.idx_TK.shape
-    bundles = _bundles(routed.idx_TK, experts)
+    bundles = _iterate_bundles(routed.idx_TK, experts)
     if num_tokens <= FEW_TOKENS:
         y_TD = routed.y_TD
         for numbers_A, weights in bundles:
-            y_TD = _few_tokens(activation, y_TD, *routed[:3], numbers_A, weights)
+            y_TD = _add_bundle_on_all_tokens(activation, y_TD, *routed[:3], numbers_A, weights)
         return y_TD
     tile_rows = math.ceil(TILE_FACTOR * num_tokens * k / len(experts) / 32) * 32
     by_expert, out = _sort_and_allocate(len(experts), tile_rows, routed)
     for numbers_A, weights in bundles:
-        out = _many_tokens(activation, tile_rows, out, routed.h_TD, by_expert, numbers_A, weights)
-    return _combine_compiled(out, routed, by_expert)
+        out = _write_bundle_rows(
+            activation, tile_rows, out, routed.h_TD, by_expert, numbers_A, weights
+        )
+    return _add_combined_compiled(out, routed, by_expert)
 
 
-def _bundles(
+def _iterate_bundles(
     idx_TK: jax.Array, experts: Sequence[StoredExpert]
 ) -> Iterator[tuple[np.ndarray, tuple[StoredExpert, ...]]]:
     """Yield (expert numbers, arrays) of 8, 4, 2 or 1 experts at a time, so that a few compiled
@@ -239,7 +250,7 @@ def _bundles(
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
-def _few_tokens(
+def _add_bundle_on_all_tokens(
     activation: str,
     y_TD: jax.Array,
     h_TD: jax.Array,
@@ -260,18 +271,18 @@ def _few_tokens(
 @partial(jax.jit, static_argnums=(0, 1))
 def _sort_and_allocate(
     num_experts: int, tile_rows: int, routed: ExpertInputs
-) -> tuple[_Sorted, jax.Array]:
+) -> tuple[_SortedAssignments, jax.Array]:
     out = jnp.zeros((routed.idx_TK.size + tile_rows, routed.h_TD.shape[1]), jnp.float32)
-    return _sort(routed.idx_TK, num_experts, tile_rows), out
+    return _sort_by_expert(routed.idx_TK, num_experts, tile_rows), out
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
-def _many_tokens(
+def _write_bundle_rows(
     activation: str,
     tile_rows: int,
     out: jax.Array,
     h_TD: jax.Array,
-    by_expert: _Sorted,
+    by_expert: _SortedAssignments,
     numbers_A: jax.Array,
     experts: Sequence[StoredExpert],
 ) -> jax.Array:
@@ -280,10 +291,10 @@ def _many_tokens(
         start = by_expert.starts_E[numbers_A[a]]
         size = by_expert.sizes_E[numbers_A[a]]
 
-        def tile(
+        def write_tile(
             i: jax.Array, out: jax.Array, expert: StoredExpert = expert, start: jax.Array = start
         ) -> jax.Array:
-            return _tile(
+            return _write_tile(
                 out,
                 h_TD,
                 by_expert,
@@ -292,8 +303,8 @@ def _many_tokens(
                 activation,
             )
 
-        out = lax.fori_loop(0, (size + tile_rows - 1) // tile_rows, tile, out)
+        out = lax.fori_loop(0, (size + tile_rows - 1) // tile_rows, write_tile, out)
     return out
 
 
-_combine_compiled = jax.jit(_combine)
+_add_combined_compiled = jax.jit(_add_combined)

@@ -1,8 +1,9 @@
 """One transformer block, split into phases that every runner of layers calls.
 
-A dense block is `Block.dense`: attention, then the MLP. A block with experts is `attend`, `route`,
-`dispatch` and `apply_experts`; `Block.__call__` composes them. The training scan, the runner that
-streams experts and the decoder with a KV cache call these phases and know nothing else of a layer.
+A dense block is `Block.apply_dense`: attention, then the MLP. A block with experts is `attend`,
+`route`, `dispatch` and `apply_experts`; `Block.__call__` composes them. The training scan, the
+runner that streams experts and the decoder with a KV cache call these phases and know nothing else
+of a layer.
 
 Legend:
 B batch
@@ -144,7 +145,7 @@ class Block(nnx.Module):
         with jax.named_scope("mlp"):
             return self.mlp(self.feed_forward_norm(x_BSD, dtype))
 
-    def dense(self, x_BSD: jax.Array, attention: AttentionFn, dtype: DTypeLike) -> jax.Array:
+    def apply_dense(self, x_BSD: jax.Array, attention: AttentionFn, dtype: DTypeLike) -> jax.Array:
         """Return the output of a dense block, [B, S, D]: attention and MLP, each with its
         residual.
         """
@@ -177,7 +178,9 @@ class Block(nnx.Module):
     def dispatch(
         self, h_TD: jax.Array, routing: Routing, *, full_capacity: bool = False
     ) -> DispatchedTokens:
-        """Send every token to the devices of its experts; see `MoELayer.dispatch`."""
+        """Send every token to the devices of its experts and return the rows that arrived here; see
+        `MoELayer.dispatch`.
+        """
         assert self.moe is not None
         with jax.named_scope("moe"):
             return self.moe.dispatch(h_TD, routing, full_capacity=full_capacity)
@@ -192,10 +195,10 @@ class Block(nnx.Module):
         with jax.named_scope("moe"):
             y_TD = self.moe.apply_experts(dispatched)
             if self.shared_expert is not None:
-                y_TD = y_TD + self.shared(h_TD)
+                y_TD = y_TD + self.shared_output(h_TD)
         return add_residual(x_BSD, y_TD)
 
-    def shared(self, h_TD: jax.Array) -> jax.Array:
+    def shared_output(self, h_TD: jax.Array) -> jax.Array:
         """Return the shared expert's output, float32 [T, D], times its sigmoid gate if the block
         has one.
 
@@ -227,7 +230,7 @@ class Block(nnx.Module):
         choices: keyword arguments of `route` that replace the router's choice of experts.
         """
         if self.kind == "dense":
-            return self.dense(x_BSD, causal(window), dtype), None
+            return self.apply_dense(x_BSD, causal(window), dtype), None
         x_BSD = self.attend(x_BSD, causal(window), dtype)
         h_TD, routing = self.route(x_BSD, dtype, key=key, train=train, **(choices or {}))
         dispatched = self.dispatch(h_TD, routing, full_capacity=full_capacity)
@@ -258,7 +261,7 @@ class ApplyBlock:
         window: int | None,
         x_BSD: jax.Array,
     ) -> tuple[jax.Array, MoEStats | None]:
-        def apply(
+        def merge_and_apply(
             state: PyTree, key: jax.Array | None, x_BSD: jax.Array
         ) -> tuple[jax.Array, MoEStats | None]:
             return nnx.merge(self.graphs[kind], self.gather(state))(
@@ -266,6 +269,6 @@ class ApplyBlock:
             )
 
         policy = jax.checkpoint_policies.save_only_these_names(*saved_names(self.remat))
-        block = jax.checkpoint(apply, policy=policy, prevent_cse=False)
+        block = jax.checkpoint(merge_and_apply, policy=policy, prevent_cse=False)
         y_BSD, stats = block(state, key, x_BSD)
         return y_BSD, stats

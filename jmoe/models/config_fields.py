@@ -35,24 +35,24 @@ class TrainingOnly:
 Outcome = str | Supported | TrainingOnly
 
 
-def _honoured(names: str) -> dict[str, Outcome]:
+def _mark_honoured(names: str) -> dict[str, Outcome]:
     return dict.fromkeys(names.split(), HONOURED)
 
 
-def _harmless(names: str) -> dict[str, Outcome]:
+def _mark_harmless(names: str) -> dict[str, Outcome]:
     return dict.fromkeys(names.split(), HARMLESS)
 
 
 # Fields that every family has. `dtype` is harmless because the weights' headers say the dtype.
 _EVERY: dict[str, Outcome] = {
-    **_honoured(
+    **_mark_honoured(
         """model_type vocab_size hidden_size num_hidden_layers num_attention_heads
         num_key_value_heads intermediate_size num_experts_per_tok max_position_embeddings
         rms_norm_eps initializer_range tie_word_embeddings rope_parameters rope_scaling
         rope_theta original_max_position_embeddings eos_token_id quantization_config
         expert_dtype"""
     ),
-    **_harmless(
+    **_mark_harmless(
         """architectures transformers_version dtype torch_dtype name_or_path _name_or_path auto_map
         bos_token_id pad_token_id use_cache return_dict output_hidden_states output_attentions
         output_router_logits attn_implementation experts_implementation tie_last_hidden_states
@@ -64,7 +64,7 @@ _EVERY: dict[str, Outcome] = {
     "attention_dropout": TrainingOnly(0.0),
 }
 _QWEN = {
-    **_honoured(
+    **_mark_honoured(
         """head_dim moe_intermediate_size num_experts norm_topk_prob decoder_sparse_step
         mlp_only_layers router_aux_loss_coef use_sliding_window sliding_window"""
     ),
@@ -72,23 +72,25 @@ _QWEN = {
 CONFIG_FIELDS: dict[str, dict[str, Outcome]] = {
     "mixtral": {
         **_EVERY,
-        **_honoured("head_dim num_local_experts num_experts router_aux_loss_coef sliding_window"),
+        **_mark_honoured(
+            "head_dim num_local_experts num_experts router_aux_loss_coef sliding_window"
+        ),
         "router_jitter_noise": TrainingOnly(0.0),
     },
     "qwen3_moe": {
         **_EVERY,
         **_QWEN,
-        **_honoured("num_local_experts attention_bias"),
-        **_harmless("max_window_layers layer_types"),
+        **_mark_honoured("num_local_experts attention_bias"),
+        **_mark_harmless("max_window_layers layer_types"),
     },
     "qwen2_moe": {
         **_EVERY,
         **_QWEN,
-        **_honoured("shared_expert_intermediate_size qkv_bias layer_types max_window_layers"),
+        **_mark_honoured("shared_expert_intermediate_size qkv_bias layer_types max_window_layers"),
     },
     "olmoe": {
         **_EVERY,
-        **_honoured(
+        **_mark_honoured(
             """head_dim num_experts num_local_experts norm_topk_prob router_aux_loss_coef clip_qkv
             attention_bias"""
         ),
@@ -96,13 +98,13 @@ CONFIG_FIELDS: dict[str, dict[str, Outcome]] = {
     },
     "deepseek_v3": {
         **_EVERY,
-        **_honoured(
+        **_mark_honoured(
             """head_dim moe_intermediate_size n_routed_experts num_local_experts n_shared_experts
             first_k_dense_replace norm_topk_prob n_group topk_group routed_scaling_factor
             attention_bias q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim
             rope_interleave"""
         ),
-        **_harmless(
+        **_mark_harmless(
             "qk_head_dim num_mtp_layers num_nextn_predict_layers pretraining_tp ep_size"
             " aux_loss_alpha seq_aux"
         ),
@@ -112,25 +114,25 @@ CONFIG_FIELDS: dict[str, dict[str, Outcome]] = {
     },
     "gpt_oss": {
         **_EVERY,
-        **_honoured(
+        **_mark_honoured(
             """head_dim num_local_experts num_experts router_aux_loss_coef sliding_window
             layer_types attention_bias"""
         ),
         # hidden_act: the model class of transformers ignores it
-        **_harmless("hidden_act initial_context_length experts_per_token"),
+        **_mark_harmless("hidden_act initial_context_length experts_per_token"),
         "swiglu_alpha": Supported((1.702,)),
         "swiglu_limit": Supported((7.0,)),
     },
     # jmoe's own family, which transformers lacks: LayerNorm, exact GELU, learned positions, biases
     "gpt_moe": {
-        **_honoured(
+        **_mark_honoured(
             """model_type vocab_size hidden_size num_hidden_layers num_attention_heads
             num_key_value_heads head_dim intermediate_size moe_intermediate_size num_experts
             num_experts_per_tok mlp_only_layers max_position_embeddings layer_norm_eps
             attention_bias mlp_bias tie_word_embeddings norm_topk_prob router_aux_loss_coef
             initializer_range eos_token_id quantization_config expert_dtype"""
         ),
-        **_harmless("architectures dtype bos_token_id pad_token_id output_router_logits"),
+        **_mark_harmless("architectures dtype bos_token_id pad_token_id output_router_logits"),
         "hidden_act": Supported(("gelu",)),
     },
 }
@@ -145,7 +147,7 @@ def check_supported(fields: JsonObject, family: str) -> None:
             raise ValueError(f"{name} = {value!r}: is not supported, only {only}")
 
 
-def changes_training(fields: JsonObject, family: str) -> JsonObject:
+def ignored_training_fields(fields: JsonObject, family: str) -> JsonObject:
     """Return {field: value} for the `TrainingOnly` fields whose values transformers applies and
     jmoe ignores.
     """

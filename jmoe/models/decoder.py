@@ -53,7 +53,8 @@ LayerScan = Callable[
 def stack_layers(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) -> PyTree:
     """Return `count` modules as one, whose parameters have a leading layer dimension.
 
-    Each layer draws its initial values from its own key, so that `one_layer` can draw one alone.
+    Each layer draws its initial values from its own key, so that `init_one_layer` can draw one
+    alone.
     """
     graph = nnx.graphdef(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
     draw = lambda key: nnx.state(make(nnx.Rngs(params=key)))  # noqa: E731
@@ -66,7 +67,7 @@ def stack_layers(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.R
     return stack
 
 
-def one_layer(
+def init_one_layer(
     layer: jax.Array | int, make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs
 ) -> PyTree:
     """Return layer number `layer` of `stack_layers(make, count, rngs)`, with the same initial
@@ -75,7 +76,7 @@ def one_layer(
     return make(nnx.Rngs(params=jax.random.split(rngs.params(), count)[layer]))
 
 
-def _in_order(ys: tuple[jax.Array, ...], single: list[bool]) -> jax.Array:
+def _concat_in_layer_order(ys: tuple[jax.Array, ...], single: list[bool]) -> jax.Array:
     """Return [layers, ...] in layer order from the per-run outputs of the scan over repeats.
 
     ys: [repeats, ...] for runs of a single layer, else [repeats, count, ...].
@@ -88,7 +89,7 @@ def _in_order(ys: tuple[jax.Array, ...], single: list[bool]) -> jax.Array:
     return y.reshape(-1, *y.shape[2:])
 
 
-def _step(
+def _apply_layer(
     apply_block: ApplyBlock, run: LayerRun, x_BSD: jax.Array, layer: StackedLayers
 ) -> tuple[jax.Array, MoEStats | None]:
     return apply_block(run.kind, layer.params, layer.keys, run.window, x_BSD)
@@ -108,22 +109,24 @@ def scan_layers(
     for pattern in patterns:
         runs = pattern.runs()
 
-        def block(
+        def apply_repeat(
             x_BSD: jax.Array, xs: list[StackedLayers], runs: list[LayerRun] = runs
         ) -> tuple[jax.Array, list[MoEStats]]:
             stats_of_pattern: list[PyTree] = []
             for run, run_xs in zip(runs, xs, strict=True):
-                step = partial(_step, apply_block, run)
+                step = partial(_apply_layer, apply_block, run)
                 x_BSD, ys = step(x_BSD, run_xs) if run.is_single else lax.scan(step, x_BSD, run_xs)
                 stats_of_pattern += [ys] if run.kind == "moe" else []
             return x_BSD, stats_of_pattern
 
         xs = [jax.tree.map(run.select, inputs[run.kind]) for run in runs]
-        x_BSD, stats_of_pattern = lax.scan(block, x_BSD, xs)
+        x_BSD, stats_of_pattern = lax.scan(apply_repeat, x_BSD, xs)
         if stats_of_pattern:
             single = [run.is_single for run in runs if run.kind == "moe"]
             stats.append(
-                jax.tree.map(lambda *ys, single=single: _in_order(ys, single), *stats_of_pattern)
+                jax.tree.map(
+                    lambda *ys, single=single: _concat_in_layer_order(ys, single), *stats_of_pattern
+                )
             )
     return x_BSD, jax.tree.map(
         lambda *ys: jnp.concatenate(ys) if len(ys) > 1 else ys[0], *stats
@@ -163,7 +166,7 @@ class Decoder(nnx.Module):
     ) -> None:
         self.config = config
 
-        def block(kind: LayerKind) -> Callable[[nnx.Rngs], nnx.Module]:
+        def block_maker(kind: LayerKind) -> Callable[[nnx.Rngs], nnx.Module]:
             return lambda rngs: Block(config, kind, parallel, rngs=rngs)
 
         std = config.initializer_range
@@ -176,8 +179,8 @@ class Decoder(nnx.Module):
         )
         moe = config.num_moe_layers
         dense = config.num_hidden_layers - moe
-        self.dense_layers = stack(block("dense"), dense, rngs) if dense else None
-        self.moe_layers = stack(block("moe"), moe, rngs) if moe else None
+        self.dense_layers = stack(block_maker("dense"), dense, rngs) if dense else None
+        self.moe_layers = stack(block_maker("moe"), moe, rngs) if moe else None
         self.norm = Norm(config.hidden_size, config.norm, config.norm_eps)
         tied = config.tie_word_embeddings
         self.head = None if tied else normal(rngs, (config.hidden_size, config.vocab_size), std)
@@ -190,7 +193,7 @@ class Decoder(nnx.Module):
 
         Inside `jit`, XLA drops the initialization of all other parameters.
         """
-        drawn: PyTree = Decoder(config, stack=partial(one_layer, layer), rngs=rngs).moe_layers
+        drawn: PyTree = Decoder(config, stack=partial(init_one_layer, layer), rngs=rngs).moe_layers
         experts: nnx.Module = drawn.moe.experts
         return experts
 
@@ -227,7 +230,7 @@ class Decoder(nnx.Module):
         full_capacity, keep_routing: see `Block.__call__`.
         """
         x_BSD = self.embed(tokens_BS, dtype, execution.lookup)
-        graphs, inputs = self._stacks(key)
+        graphs, inputs = self._graphs_and_inputs(key)
         options = {
             "dtype": dtype,
             "train": train,
@@ -240,7 +243,7 @@ class Decoder(nnx.Module):
         x_BSD, stats = execution.layer_runner(patterns, apply_block, inputs, x_BSD)
         return self.norm(x_BSD, dtype), stats
 
-    def _stacks(
+    def _graphs_and_inputs(
         self, key: jax.Array | None
     ) -> tuple[dict[LayerKind, nnx.GraphDef[Block]], LayerInputs]:
         """Return (the graph of a block, its scanned inputs), each by kind of layer."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from jmoe.config import check
 from jmoe.models.folder import has_file
-from jmoe.models.pretrained import read_table
+from jmoe.models.pretrained import read_json_object
 from jmoe.types import Json, JsonObject
 
 FILE = "generation_config.json"
@@ -68,7 +68,7 @@ class GenerationConfig:
         Raises ValueError naming the file and field of an invalid value.
         """
         file = folder / FILE
-        fields = read_table(file) if has_file(file) else {}
+        fields = read_json_object(file) if has_file(file) else {}
         of_config = _token_ids(folder / "config.json", config_fields.get("eos_token_id"))
         own = "eos_token_id" in fields
         sampling = {name: fields[name] for name in SAMPLING if fields.get(name) is not None}

@@ -53,7 +53,7 @@ class _Fields:
         value = self._fields.get(name)
         return default if value is None else value
 
-    def _checked(self, name: str, default: Json, kinds: tuple[type, ...], words: str) -> Json:
+    def _typed_value(self, name: str, default: Json, kinds: tuple[type, ...], words: str) -> Json:
         value = self.value(name, default)
         ok = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
         check(ok, self._prefix + name, value, f"must be {words}")
@@ -66,7 +66,7 @@ class _Fields:
         """
         said = [n for n in names if self.value(n) is not None]
         name = said[0] if said else names[0]
-        value: int = self._checked(name, default, (int,), "an integer")
+        value: int = self._typed_value(name, default, (int,), "an integer")
         most = (
             MODEL_LIMITS["num_experts"]
             if name.endswith("experts")
@@ -91,12 +91,12 @@ class _Fields:
         return None if value is None else self.integer(name, default=default)
 
     def number(self, name: str, default: float | None = None) -> float:
-        value = self._checked(name, default, (int, float), "a number")
+        value = self._typed_value(name, default, (int, float), "a number")
         check(math.isfinite(value), self._prefix + name, value, "must be finite")
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
-        value: bool = self._checked(name, default, (bool,), "true or false")
+        value: bool = self._typed_value(name, default, (bool,), "true or false")
         return value
 
     def nullable_flag(self, name: str, default: bool) -> bool:
@@ -105,10 +105,10 @@ class _Fields:
         """
         return self._fields.get(name, default) is not None and self.flag(name, default)
 
-    def listed(self, name: str) -> tuple[Json, ...]:
-        return tuple(self._checked(name, [], (list, tuple), "a list"))
+    def tuple_value(self, name: str) -> tuple[Json, ...]:
+        return tuple(self._typed_value(name, [], (list, tuple), "a list"))
 
-    def only(self, name: str, supported: Json) -> None:
+    def require_value(self, name: str, supported: Json) -> None:
         """Raise ValueError unless the field is missing, null or equal to `supported`."""
         value = self.value(name, supported)
         check(
@@ -116,11 +116,11 @@ class _Fields:
         )
 
 
-def _rope_table(fields: _Fields, name: str) -> JsonObject:
+def _checked_rope_table(fields: _Fields, name: str) -> JsonObject:
     table = fields.value(name) or {}
     nested = not isinstance(table, dict) or any(isinstance(value, dict) for value in table.values())
     check(not nested, name, table, "must be one flat table for all layers")
-    _Fields(table, f"{name}.").only("partial_rotary_factor", 1.0)
+    _Fields(table, f"{name}.").require_value("partial_rotary_factor", 1.0)
     return dict(table)
 
 
@@ -149,15 +149,15 @@ def _check_agreement(scaling: JsonObject, parameters: JsonObject) -> None:
     )
 
 
-def _rope(fields: _Fields, theta: float, default: JsonObject | None = None) -> JsonObject:
+def _rope_fields(fields: _Fields, theta: float, default: JsonObject | None = None) -> JsonObject:
     """Return rope_theta and, for YaRN, rope_scaling as fields of `ModelConfig`.
 
     transformers writes either rope_scaling (4) or rope_parameters (5). A rope_scaling table
     replaces rope_parameters, as in transformers 5, except that theta is still read from
     rope_parameters if only that table sets it.
     """
-    scaling = _rope_table(fields, "rope_scaling")
-    parameters = _rope_table(fields, "rope_parameters")
+    scaling = _checked_rope_table(fields, "rope_scaling")
+    parameters = _checked_rope_table(fields, "rope_parameters")
     if scaling and parameters:
         _check_agreement(scaling, parameters)
     name = "rope_scaling" if scaling else "rope_parameters"
@@ -193,7 +193,7 @@ def _rope(fields: _Fields, theta: float, default: JsonObject | None = None) -> J
     return {"rope_theta": theta, "rope_scaling": yarn}
 
 
-def _common(fields: _Fields, norm_eps: float) -> JsonObject:
+def _common_fields(fields: _Fields, norm_eps: float) -> JsonObject:
     sizes = fields.integers(_SIZES)
     return sizes | {
         "num_key_value_heads": fields.integer(
@@ -218,35 +218,35 @@ def _softmax_router(
     return RouterConfig(kind="softmax", norm_topk_prob=norm_topk_prob, aux_loss_coef=coef)
 
 
-def _mixtral(fields: _Fields) -> JsonObject:
+def _mixtral_fields(fields: _Fields) -> JsonObject:
     choices = fields.integer("num_experts_per_tok", default=2)
-    return _common(fields, 1e-5) | {
+    return _common_fields(fields, 1e-5) | {
         "head_dim": fields.optional_integer("head_dim"),
         "moe_intermediate_size": fields.integer("intermediate_size"),
         "num_experts": fields.integer("num_local_experts", "num_experts", default=8),
         "num_experts_per_tok": choices,
         "sliding_window": fields.optional_integer("sliding_window"),
         "router": _softmax_router(fields, choices, True),
-        **_rope(fields, 1e6),
+        **_rope_fields(fields, 1e6),
     }
 
 
-def _qwen(fields: _Fields) -> JsonObject:
+def _qwen_fields(fields: _Fields) -> JsonObject:
     sliding = fields.flag("use_sliding_window", False)
     choices = fields.integer("num_experts_per_tok")
-    return _common(fields, 1e-6) | {
+    return _common_fields(fields, 1e-6) | {
         "head_dim": fields.optional_integer("head_dim"),
         "num_experts_per_tok": choices,
         "decoder_sparse_step": fields.integer("decoder_sparse_step", default=1),
-        "mlp_only_layers": fields.listed("mlp_only_layers"),
+        "mlp_only_layers": fields.tuple_value("mlp_only_layers"),
         "sliding_window": fields.optional_integer("sliding_window", 4096) if sliding else None,
         "router": _softmax_router(fields, choices, fields.flag("norm_topk_prob", False)),
-        **_rope(fields, 1e4),
+        **_rope_fields(fields, 1e4),
     }
 
 
-def _qwen3_moe(fields: _Fields) -> JsonObject:
-    return _qwen(fields) | {
+def _qwen3_moe_fields(fields: _Fields) -> JsonObject:
+    return _qwen_fields(fields) | {
         "moe_intermediate_size": fields.integer("moe_intermediate_size", default=768),
         "num_experts": fields.integer("num_experts", "num_local_experts", default=128),
         "qk_norm": "head",
@@ -254,9 +254,9 @@ def _qwen3_moe(fields: _Fields) -> JsonObject:
     }
 
 
-def _qwen2_moe(fields: _Fields) -> JsonObject:
-    model = _qwen(fields)
-    types = fields.listed("layer_types")
+def _qwen2_moe_fields(fields: _Fields) -> JsonObject:
+    model = _qwen_fields(fields)
+    types = fields.tuple_value("layer_types")
     if model["sliding_window"] is None:
         check("sliding_attention" not in types, "layer_types", types, "needs use_sliding_window")
         types = ()
@@ -278,10 +278,12 @@ def _qwen2_moe(fields: _Fields) -> JsonObject:
     }
 
 
-def _olmoe(fields: _Fields) -> JsonObject:
-    fields.only("head_dim", fields.integer("hidden_size") // fields.integer("num_attention_heads"))
+def _olmoe_fields(fields: _Fields) -> JsonObject:
+    fields.require_value(
+        "head_dim", fields.integer("hidden_size") // fields.integer("num_attention_heads")
+    )
     choices = fields.integer("num_experts_per_tok", default=8)
-    return _common(fields, 1e-5) | {
+    return _common_fields(fields, 1e-5) | {
         "moe_intermediate_size": fields.integer("intermediate_size"),
         "num_experts": fields.integer("num_experts", "num_local_experts", default=64),
         "num_experts_per_tok": choices,
@@ -289,17 +291,17 @@ def _olmoe(fields: _Fields) -> JsonObject:
         "clip_qkv": None if fields.value("clip_qkv") is None else fields.number("clip_qkv"),
         "attention_bias": fields.flag("attention_bias", False),
         "router": _softmax_router(fields, choices, fields.flag("norm_topk_prob", False), 0.01),
-        **_rope(fields, 1e4),
+        **_rope_fields(fields, 1e4),
     }
 
 
-def _deepseek_v3(fields: _Fields) -> JsonObject:
+def _deepseek_v3_fields(fields: _Fields) -> JsonObject:
     # transformers uses head_dim for the rotary positions alone
-    fields.only("head_dim", fields.integer("qk_rope_head_dim"))
+    fields.require_value("head_dim", fields.integer("qk_rope_head_dim"))
     moe_size = fields.integer("moe_intermediate_size")
     shared = fields.integer("n_shared_experts", default=1)
     check(shared > 0, "n_shared_experts", shared, "must be greater than 0")
-    return _common(fields, 1e-6) | {
+    return _common_fields(fields, 1e-6) | {
         "moe_intermediate_size": moe_size,
         "num_experts": fields.integer("n_routed_experts", "num_local_experts"),
         "num_experts_per_tok": fields.integer("num_experts_per_tok"),
@@ -317,19 +319,19 @@ def _deepseek_v3(fields: _Fields) -> JsonObject:
             topk_group=fields.integer("topk_group"),
             routed_scaling_factor=fields.number("routed_scaling_factor"),
         ),
-        **_rope(fields, 1e4),
+        **_rope_fields(fields, 1e4),
     }
 
 
-def _gpt_oss(fields: _Fields) -> JsonObject:
+def _gpt_oss_fields(fields: _Fields) -> JsonObject:
     layers = fields.integer("num_hidden_layers")
     window = fields.optional_integer("sliding_window", 128)
-    types = fields.listed("layer_types") or tuple(
+    types = fields.tuple_value("layer_types") or tuple(
         "full_attention" if i % 2 else "sliding_attention" for i in range(layers)
     )
     choices = fields.integer("num_experts_per_tok", default=4)
     router = _softmax_router(fields, choices, True)
-    return _common(fields, 1e-5) | {
+    return _common_fields(fields, 1e-5) | {
         "head_dim": fields.optional_integer("head_dim", 64),
         "moe_intermediate_size": fields.integer("intermediate_size"),
         "num_experts": fields.integer("num_local_experts", "num_experts"),
@@ -341,11 +343,11 @@ def _gpt_oss(fields: _Fields) -> JsonObject:
         "attention_sinks": True,
         "attention_bias": fields.flag("attention_bias", True),
         "router": dataclasses.replace(router, bias=True),
-        **_rope(fields, 150_000.0, _GPT_OSS_YARN),
+        **_rope_fields(fields, 150_000.0, _GPT_OSS_YARN),
     }
 
 
-def _gpt_moe(fields: _Fields) -> JsonObject:
+def _gpt_moe_fields(fields: _Fields) -> JsonObject:
     """Read jmoe's own GPT-MoE: LayerNorm, exact GELU, learned positions, biases.
 
     Its field names are those of transformers.
@@ -360,7 +362,7 @@ def _gpt_moe(fields: _Fields) -> JsonObject:
         "moe_intermediate_size": fields.integer("moe_intermediate_size"),
         "num_experts": fields.integer("num_experts"),
         "num_experts_per_tok": choices,
-        "mlp_only_layers": fields.listed("mlp_only_layers"),
+        "mlp_only_layers": fields.tuple_value("mlp_only_layers"),
         "hidden_act": "gelu",
         "norm": "layernorm",
         "norm_eps": fields.number("layer_norm_eps", 1e-5),
@@ -374,13 +376,13 @@ def _gpt_moe(fields: _Fields) -> JsonObject:
 
 
 _READERS: dict[str, Callable[[_Fields], JsonObject]] = {
-    "mixtral": _mixtral,
-    "qwen3_moe": _qwen3_moe,
-    "qwen2_moe": _qwen2_moe,
-    "olmoe": _olmoe,
-    "deepseek_v3": _deepseek_v3,
-    "gpt_oss": _gpt_oss,
-    "gpt_moe": _gpt_moe,
+    "mixtral": _mixtral_fields,
+    "qwen3_moe": _qwen3_moe_fields,
+    "qwen2_moe": _qwen2_moe_fields,
+    "olmoe": _olmoe_fields,
+    "deepseek_v3": _deepseek_v3_fields,
+    "gpt_oss": _gpt_oss_fields,
+    "gpt_moe": _gpt_moe_fields,
 }
 
 
@@ -418,7 +420,7 @@ def model_config(hf: JsonObject) -> ModelConfig:
     return config
 
 
-def _rope_parameters(config: ModelConfig) -> JsonObject:
+def _rope_parameters_json(config: ModelConfig) -> JsonObject:
     yarn = config.rope_scaling
     if yarn is None:
         return {"rope_type": "default", "rope_theta": config.rope_theta}
@@ -429,12 +431,12 @@ def _rope_parameters(config: ModelConfig) -> JsonObject:
     }
 
 
-def _same(config: ModelConfig, *names: str) -> JsonObject:
+def _same_named_fields(config: ModelConfig, *names: str) -> JsonObject:
     """Return fields of `ModelConfig` that have the same names in `config.json`."""
     return {name: getattr(config, name) for name in names}
 
 
-def _own_fields(config: ModelConfig) -> dict[str, JsonObject]:
+def _fields_by_family(config: ModelConfig) -> dict[str, JsonObject]:
     """Return the fields that only some families have, by family."""
     router = config.router
     head_dim = {"head_dim": config.dim_per_head}
@@ -457,7 +459,7 @@ def _own_fields(config: ModelConfig) -> dict[str, JsonObject]:
         experts
         | head_dim
         | divided
-        | _same(config, "moe_intermediate_size", "num_experts", "sliding_window")
+        | _same_named_fields(config, "moe_intermediate_size", "num_experts", "sliding_window")
     )
     qwen |= dense_layers | {
         "decoder_sparse_step": 1,
@@ -466,26 +468,30 @@ def _own_fields(config: ModelConfig) -> dict[str, JsonObject]:
     qwen2_types = types if config.sliding_window else ("full_attention",) * config.num_hidden_layers
     return {
         "mixtral": windowed,
-        "qwen3_moe": qwen | _same(config, "attention_bias"),
+        "qwen3_moe": qwen | _same_named_fields(config, "attention_bias"),
         "qwen2_moe": (
             qwen
-            | _same(config, "qkv_bias", "shared_expert_intermediate_size")
+            | _same_named_fields(config, "qkv_bias", "shared_expert_intermediate_size")
             | {"layer_types": list(qwen2_types)}
         ),
-        "olmoe": experts | divided | _same(config, "num_experts", "clip_qkv", "attention_bias"),
-        "deepseek_v3": _deepseek_fields(config),
+        "olmoe": experts
+        | divided
+        | _same_named_fields(config, "num_experts", "clip_qkv", "attention_bias"),
+        "deepseek_v3": _deepseek_config_json(config),
         "gpt_oss": windowed | {"attention_bias": config.attention_bias, "layer_types": list(types)},
         "gpt_moe": (
             experts
             | head_dim
             | divided
             | dense_layers
-            | _same(config, "moe_intermediate_size", "num_experts", "attention_bias", "mlp_bias")
+            | _same_named_fields(
+                config, "moe_intermediate_size", "num_experts", "attention_bias", "mlp_bias"
+            )
         ),
     }
 
 
-def _deepseek_fields(config: ModelConfig) -> JsonObject:
+def _deepseek_config_json(config: ModelConfig) -> JsonObject:
     router = config.router
     n_group, topk_group = router.n_group, router.topk_group
     moe_size = config.moe_intermediate_size
@@ -499,11 +505,13 @@ def _deepseek_fields(config: ModelConfig) -> JsonObject:
         "topk_group": topk_group,
         "routed_scaling_factor": router.routed_scaling_factor,
         "num_nextn_predict_layers": 0,
-        **_same(config, "attention_bias", "q_lora_rank", "rope_interleave", *_LATENT_SIZES),
+        **_same_named_fields(
+            config, "attention_bias", "q_lora_rank", "rope_interleave", *_LATENT_SIZES
+        ),
     }
 
 
-def _written(config: ModelConfig, family: str) -> JsonObject:
+def _family_config_json(config: ModelConfig, family: str) -> JsonObject:
     """Return a `config.json` of this family for the decoder; options that the family lacks are
     omitted.
     """
@@ -511,14 +519,14 @@ def _written(config: ModelConfig, family: str) -> JsonObject:
     act_and_norm = {
         "hidden_act": "silu",
         "rms_norm_eps": config.norm_eps,
-        "rope_parameters": _rope_parameters(config),
+        "rope_parameters": _rope_parameters_json(config),
     }
     if family == "gpt_moe":
         act_and_norm = {"hidden_act": "gelu", "layer_norm_eps": config.norm_eps}
     return {
         "architectures": [ARCHITECTURES[family]],
         "model_type": family,
-        **_same(config, *_SIZES, "num_key_value_heads", "num_experts_per_tok"),
+        **_same_named_fields(config, *_SIZES, "num_key_value_heads", "num_experts_per_tok"),
         "intermediate_size": (
             config.moe_intermediate_size if all_experts else config.intermediate_size
         ),
@@ -528,11 +536,11 @@ def _written(config: ModelConfig, family: str) -> JsonObject:
         "bos_token_id": None,  # the tokenizer decides; the family's default would be wrong
         "eos_token_id": None,
         "pad_token_id": None,
-        **_own_fields(config)[family],
+        **_fields_by_family(config)[family],
     }
 
 
-def _canonical(config: ModelConfig) -> JsonObject:
+def _normal_form(config: ModelConfig) -> JsonObject:
     """Return the options that determine the decoder's output, in a normal form.
 
     Two configurations of the same function have equal normal forms.
@@ -577,9 +585,9 @@ def hf_config(config: ModelConfig) -> JsonObject:
     """
     tried = {}
     for family in _READERS:
-        hf = _written(config, family)
+        hf = _family_config_json(config, family)
         try:
-            tried[family] = differences(_canonical(config), _canonical(model_config(hf)))
+            tried[family] = differences(_normal_form(config), _normal_form(model_config(hf)))
         except ValueError:  # the family has no such sizes at all
             continue
         if not tried[family]:
@@ -591,7 +599,7 @@ def hf_config(config: ModelConfig) -> JsonObject:
     )
 
 
-def changed_config(hf: JsonObject, config: ModelConfig) -> JsonObject:
+def updated_hf_config(hf: JsonObject, config: ModelConfig) -> JsonObject:
     """Return the `config.json` `hf` with the sizes and options of `config`; other fields are kept.
 
     The fields that describe quantized weights are dropped. Raises ValueError if the family has no
@@ -606,12 +614,14 @@ def changed_config(hf: JsonObject, config: ModelConfig) -> JsonObject:
         "output_router_logits",
     )
     written = {
-        name: value for name, value in _written(config, family).items() if name not in known_here
+        name: value
+        for name, value in _family_config_json(config, family).items()
+        if name not in known_here
     }
     changed = {
         name: value for name, value in hf.items() if name not in COMPRESSION_FIELDS
     } | written
-    unlike = differences(_canonical(config), _canonical(model_config(changed)))
+    unlike = differences(_normal_form(config), _normal_form(model_config(changed)))
     if unlike:
         raise ValueError(f"model_type = {family!r}: has no decoder with {'; '.join(unlike)}")
     return changed

@@ -35,20 +35,20 @@ class LayerPattern:
     def repeats(self) -> int:
         return len(self.layers) // self.period
 
-    def per_repeat(self, kind: LayerKind) -> int:
+    def num_layers_per_repeat(self, kind: LayerKind) -> int:
         """Return the number of layers of this kind in one repeat."""
         return sum(layer.kind == kind for layer in self.layers[: self.period])
 
-    def number(self, position: int, repeat: Repeat) -> Repeat:
+    def layer_index(self, position: int, repeat: Repeat) -> Repeat:
         """Return the layer's index in its stack. position: in the repeat, -1 for its last layer.
         repeat: number of the repeat, which may be traced.
         """
         layer = self.layers[: self.period][position]
-        return layer.number + repeat * self.per_repeat(layer.kind)
+        return layer.number + repeat * self.num_layers_per_repeat(layer.kind)
 
     def join_repeats(self, num_layers: int) -> "LayerPattern":
-        """Return the same layers with as many repeats joined into one as make `num_layers` layers,
-        if that divides the number of repeats; else as many fewer as divide it.
+        """Return the same layers with a longer period: as many repeats joined into one as make
+        `num_layers` layers, or the next smaller number that divides the number of repeats.
         """
         wanted = min(-(-num_layers // self.period), self.repeats)
         joined = next(n for n in range(wanted, 0, -1) if self.repeats % n == 0)
@@ -90,9 +90,9 @@ class LayerRun:
         """Return the run's entries of stacked parameters: [repeats, count, ...], or [repeats, ...]
         for a single layer.
         """
-        repeats, each = self.pattern.repeats, self.pattern.per_repeat(self.kind)
-        start = self.pattern.number(self.pattern.kinds.index(self.kind), 0)
-        end, first = start + repeats * each, self.pattern.number(self.position, 0) - start
+        repeats, each = self.pattern.repeats, self.pattern.num_layers_per_repeat(self.kind)
+        start = self.pattern.layer_index(self.pattern.kinds.index(self.kind), 0)
+        end, first = start + repeats * each, self.pattern.layer_index(self.position, 0) - start
         w = w if (start, end) == (0, w.shape[0]) else w[start:end]
         if self.is_single and each == 1:
             return w

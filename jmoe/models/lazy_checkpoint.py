@@ -29,16 +29,16 @@ from jmoe.models.block import Block
 from jmoe.models.decoder import Decoder
 from jmoe.models.generation_config import GenerationConfig
 from jmoe.models.huggingface import family_of, model_config
-from jmoe.models.pretrained import abstract_decoder, check_dtype, decoder_of, read_config
+from jmoe.models.pretrained import abstract_decoder, build_decoder, check_dtype, read_config
 from jmoe.models.safetensors_io import StoredTensor, TensorReader, read_headers, weights_identity
 from jmoe.models.tensor_parallel import (
     ADDED_ONCE,
     average_norms_over_devices,
-    cuts_of,
     device_config,
-    spans,
+    parameter_cuts,
+    shard_slices,
 )
-from jmoe.models.weights import Loader, Names, Parameter, check_tensors, flat, parameters
+from jmoe.models.weights import Loader, Names, Parameter, check_tensors, flat, list_parameters
 from jmoe.types import PyTree
 from kernels_pallas.compressed import SCALES, compress, stored_fields
 from kernels_pallas.formats import FORMATS, MXFP4, Format
@@ -121,7 +121,7 @@ class LazyCheckpoint(Closing):
         )
         stored = read_headers(folder)
         shapes = abstract_decoder(self.config)[2]
-        self._parameters = parameters(shapes, self.config, family_of(fields), stored)
+        self._parameters = list_parameters(shapes, self.config, family_of(fields), stored)
         self._dtypes = check_tensors(self._parameters, stored, folder, self.config, dtype)
         self._reader, self._stored = TensorReader(), stored
         self._loader = Loader(stored, self._reader)
@@ -130,9 +130,9 @@ class LazyCheckpoint(Closing):
         self._experts = {p.path[-1]: p for p in self._parameters if p.experts}
         self.stored_format = self._format_on_disk(stored)
         self.expert_format = FORMATS.get(expert_dtype) if expert_dtype else self.stored_format
-        self._check_inputs(expert_dtype)
+        self._check_expert_inputs(expert_dtype)
 
-    def _check_inputs(self, expert_dtype: str | None) -> None:
+    def _check_expert_inputs(self, expert_dtype: str | None) -> None:
         """Raise ValueError if the experts' inputs do not fill the blocks of their format."""
         kind = self.expert_format
         if kind is None or kind.partial_block:
@@ -158,7 +158,7 @@ class LazyCheckpoint(Closing):
         kinds = {self._loader.memory_format(p) for p in matrices}
         return kinds.pop() if len(kinds) == 1 else None
 
-    def opened_again(self) -> "LazyCheckpoint":
+    def reopen(self) -> "LazyCheckpoint":
         """Return a new reader of the same folder with the same options and its own file handles."""
         return LazyCheckpoint(self.folder, *self._given_dtypes)
 
@@ -212,7 +212,9 @@ class LazyCheckpoint(Closing):
 
     @property
     def expert_fields(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-        """{name: (shape, dtype)} of one expert's arrays; bfloat16 is stored as uint16 bits."""
+        """(shape, dtype) of each array of one expert in memory, by name; bfloat16 is stored as
+        uint16 bits.
+        """
         fields: dict[str, tuple[tuple[int, ...], np.dtype]] = {}
         for name, p in self._experts.items():
             if self.expert_format is not None and len(p.matrix) == 2:
@@ -280,19 +282,19 @@ class LazyCheckpoint(Closing):
         layer: index among the layers with experts.
         """
         for name, parameter in self._experts.items():
-            is_kept = self.expert_format is not None and self._is_kept(parameter)
+            is_kept = self.expert_format is not None and self._stays_compressed(parameter)
             if is_kept and len(parameter.matrix) == 2:
                 views[name][...], views[name + SCALES][...] = self._loader.read_compressed(
                     parameter, layer, expert
                 )
                 continue
-            part = self.expert_array(name, layer, expert)
+            part = self.read_expert_array(name, layer, expert)
             if self.expert_format is not None and part.ndim == 2:
                 views[name][...], views[name + SCALES][...] = compress(part, self.expert_format)
             else:
                 views[name][...] = part.view(views[name].dtype)
 
-    def _is_kept(self, parameter: Parameter) -> bool:
+    def _stays_compressed(self, parameter: Parameter) -> bool:
         """Return whether `expert_format` holds the stored matrices exactly, so that they are copied
         into records without being decompressed.
         """
@@ -300,14 +302,14 @@ class LazyCheckpoint(Closing):
             self._stored_formats[parameter.path] = self._loader.memory_format(parameter)
         return self._stored_formats[parameter.path] is self.expert_format
 
-    def expert(self, layer: int, expert: int) -> dict[str, np.ndarray]:
+    def read_expert(self, layer: int, expert: int) -> dict[str, np.ndarray]:
         """Return one expert's arrays by name, decompressed.
 
         layer: index among the layers with experts.
         """
-        return {name: self.expert_array(name, layer, expert) for name in self._experts}
+        return {name: self.read_expert_array(name, layer, expert) for name in self._experts}
 
-    def expert_array(self, name: str, layer: int, expert: int) -> np.ndarray:
+    def read_expert_array(self, name: str, layer: int, expert: int) -> np.ndarray:
         """Return one array of an expert, decompressed.
 
         layer: index among the layers with experts.
@@ -318,11 +320,11 @@ class LazyCheckpoint(Closing):
         return part
 
     @property
-    def expert_paths(self) -> dict[Names, np.dtype]:
-        """{path of an expert parameter in the decoder: its dtype when decompressed}."""
+    def wide_expert_dtypes(self) -> dict[Names, np.dtype]:
+        """The dtype of each expert parameter when decompressed, by path in the decoder."""
         return {p.path: self._dtypes[p.path] for p in self._experts.values()}
 
-    def dense_arrays(self) -> dict[Names, jax.Array]:
+    def load_dense_arrays(self) -> dict[Names, jax.Array]:
         """Return {path: array} of all parameters but the experts, on the default device."""
         return {
             p.path: self._loader.load(p, self._dtypes[p.path], None)
@@ -335,7 +337,7 @@ class LazyCheckpoint(Closing):
         none = {
             p.path: jnp.zeros((p.shape[0], 0), self._dtypes[p.path]) for p in self._experts.values()
         }
-        return split_decoder(decoder_of(self.config, none | self.dense_arrays()))
+        return split_decoder(build_decoder(self.config, none | self.load_dense_arrays()))
 
     def load_dense_shard(self, device: int, num_devices: int) -> tuple[EmbedAndHead, list[Block]]:
         """Return one device's tensor-parallel shards of all modules but the experts, in host
@@ -350,26 +352,26 @@ class LazyCheckpoint(Closing):
             arrays[p.path] = (
                 np.zeros((p.shape[0], 0), dtype)
                 if p.experts
-                else self._part(p, device, num_devices)
+                else self._load_shard(p, device, num_devices)
             )
-        embed_and_head, layers = split_decoder(decoder_of(config, arrays))
+        embed_and_head, layers = split_decoder(build_decoder(config, arrays))
         for layer in layers:
             average_norms_over_devices(layer)
         return embed_and_head, layers
 
-    def _part(self, p: Parameter, device: int, num_devices: int) -> np.ndarray:
+    def _load_shard(self, p: Parameter, device: int, num_devices: int) -> np.ndarray:
         """Return one device's shard of a parameter, padded with zeros to the shape of the first
         device's.
         """
         dtype, whole = self._dtypes[p.path], (slice(None),) * len(p.shape)
-        cuts = cuts_of(self.config)
+        cuts = parameter_cuts(self.config)
         cut = cuts.get(p.path[-2:], cuts.get(p.path[-1:]))
         if p.path[-1] in ADDED_ONCE and device > 0:
             return np.zeros(p.shape, dtype)
         if cut is None:
             return self._loader.read_slice(p, dtype, whole)
         pieces = []
-        for span in spans(cut, device, num_devices):
+        for span in shard_slices(cut, device, num_devices):
             pieces.append(
                 self._loader.read_slice(p, dtype, (*whole[: cut.dim], span, *whole[: -cut.dim - 1]))
             )

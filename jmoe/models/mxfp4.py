@@ -31,7 +31,7 @@ def decode_mxfp4(packed: np.ndarray, scales: np.ndarray) -> np.ndarray:
     return (values * powers[:, :, None]).reshape(rows, -1)
 
 
-def dequantised(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+def decode_mxfp4_bfloat16(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """Return `decode_mxfp4` in bfloat16, which is exact within bfloat16's range."""
     # the upper half of each float32 is the bfloat16; the lower half is zero
     upper = decode_mxfp4(blocks, scales).view(np.uint32) >> np.uint32(16)

@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
-def _forward(
+def _logits_and_stats(
     graph: nnx.GraphDef,
     dtype: str,
     keep_routing: bool,
@@ -95,7 +95,7 @@ class LanguageModel(nnx.Module):
         Raises ValueError if tokens are not [B, S] integers below vocab_size, if the mask has
         another shape, or if S exceeds the number of learned positions.
         """
-        return self._run(tokens_BS, mask_BS, keep_routing=False)[0]
+        return self._forward_checked(tokens_BS, mask_BS, keep_routing=False)[0]
 
     def routing(self, tokens_BS: jax.Array) -> Routing:
         """Return every layer's router logits [N, T, E], and its chosen experts and weights [N, T,
@@ -109,11 +109,11 @@ class LanguageModel(nnx.Module):
             self.config.num_experts,
             "no layer has experts",
         )
-        _, stats = self._run(tokens_BS, None, keep_routing=True)
+        _, stats = self._forward_checked(tokens_BS, None, keep_routing=True)
         assert stats is not None and stats.routing is not None
         return stats.routing
 
-    def _run(
+    def _forward_checked(
         self, tokens: jax.typing.ArrayLike, mask: jax.typing.ArrayLike | None, *, keep_routing: bool
     ) -> tuple[jax.Array, MoEStats | None]:
         tokens_BS, config = jnp.asarray(tokens), self.config
@@ -151,7 +151,7 @@ class LanguageModel(nnx.Module):
                 f"must be {tokens_BS.shape}",
             )
         graph, state = nnx.split(self.decoder)
-        return _forward(graph, self.dtype, keep_routing, state, tokens_BS, mask)
+        return _logits_and_stats(graph, self.dtype, keep_routing, state, tokens_BS, mask)
 
 
 def check_dtype(dtype: DTypeLike | None) -> None:
@@ -174,17 +174,16 @@ def read_config(folder: Path) -> JsonObject:
     """
     file = folder / "config.json"
     if not has_file(file):
-        raise ValueError(
-            f"{file}: is missing; {what_instead(folder) or 'a Hugging Face checkpoint has one'}"
-        )
-    fields = read_table(file)
+        hint = unreadable_model_hint(folder) or "a Hugging Face checkpoint has one"
+        raise ValueError(f"{file}: is missing; {hint}")
+    fields = read_json_object(file)
     has_weights = (folder / SINGLE).is_file() or (folder / INDEX).is_file()
     if (
         fields.get("tie_word_embeddings") is True
         and has_weights
         and has_own_head(read_headers(folder))
     ):
-        _warn(
+        _warn_once(
             f"{file}: tie_word_embeddings = True, but the weights have a head that differs: it is"
             " used"
         )
@@ -193,12 +192,12 @@ def read_config(folder: Path) -> JsonObject:
 
 
 @cache
-def _warn(text: str) -> None:
+def _warn_once(text: str) -> None:
     """Log a warning, the same text only once in a process."""
     log.warning(text)
 
 
-def what_instead(path: Path) -> str:
+def unreadable_model_hint(path: Path) -> str:
     """Return a hint for a path that holds no readable model, e.g. a GGUF file; "" if there is
     none.
     """
@@ -214,7 +213,7 @@ def what_instead(path: Path) -> str:
     return ""
 
 
-def read_table(file: Path) -> JsonObject:
+def read_json_object(file: Path) -> JsonObject:
     """Return the JSON object in a file. Raises ValueError naming the file if it holds none."""
     try:
         with naming_file(file):
@@ -236,7 +235,7 @@ def abstract_decoder(config: ModelConfig) -> tuple[PyTree, PyTree, PyTree]:
     return graph, jax.tree.structure(state), nnx.to_pure_dict(state)
 
 
-def decoder_of(config: ModelConfig, arrays: dict[tuple[str, ...], jax.Array]) -> Decoder:
+def build_decoder(config: ModelConfig, arrays: dict[tuple[str, ...], jax.Array]) -> Decoder:
     """Return a decoder with the parameters {path: array}."""
     graph, structure, shapes = abstract_decoder(config)
     decoder: Decoder = nnx.merge(
@@ -283,7 +282,9 @@ def load_pretrained(
         )
     arrays = load_arrays(folder, config, family_of(fields), shapes, dtype)
     return LanguageModel(
-        decoder_of(config, arrays), json.dumps(fields), dtype=jnp.dtype(dtype or jnp.float32).name
+        build_decoder(config, arrays),
+        json.dumps(fields),
+        dtype=jnp.dtype(dtype or jnp.float32).name,
     )
 
 
@@ -303,12 +304,12 @@ def save_pretrained(
     Raises ValueError with the options that no family has.
     """
     check(max_shard_bytes > 0, "max_shard_bytes", max_shard_bytes, "must be greater than 0")
-    described = json.loads(model.config_json) if model.config_json else hf_config(model.config)
+    config_json = json.loads(model.config_json) if model.config_json else hf_config(model.config)
     for name in COMPRESSION_FIELDS:  # loading has decompressed the weights
-        described.pop(name, None)
+        config_json.pop(name, None)
     arrays = flat(nnx.to_pure_dict(nnx.state(model.decoder)))
     write_pretrained(
-        Path(path).expanduser(), model.config, arrays, described | fields, max_shard_bytes
+        Path(path).expanduser(), model.config, arrays, config_json | fields, max_shard_bytes
     )
 
 
@@ -316,18 +317,18 @@ def write_pretrained(
     folder: Path,
     config: ModelConfig,
     arrays: Mapping[Names, jax.Array | StoredExperts],
-    described: JsonObject,
+    config_json: JsonObject,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Write parameters {path: array} as safetensors files, and `described` as their
+    """Write parameters {path: array} as safetensors files, and `config_json` as their
     `config.json`.
     """
-    described = {name: value for name, value in described.items() if name != "torch_dtype"}
+    config_json = {name: value for name, value in config_json.items() if name != "torch_dtype"}
     if config.kv_lora_rank is not None:
         # the multi-token-prediction layers were not loaded
-        described["num_nextn_predict_layers"] = 0
-    described["dtype"] = np.dtype(arrays[("embedding",)].dtype).name
-    tensors = new_tensors(arrays, abstract_decoder(config)[2], config, family_of(described))
+        config_json["num_nextn_predict_layers"] = 0
+    config_json["dtype"] = np.dtype(arrays[("embedding",)].dtype).name
+    tensors = new_tensors(arrays, abstract_decoder(config)[2], config, family_of(config_json))
     folder.mkdir(parents=True, exist_ok=True)
     write_safetensors(folder, tensors, max_shard_bytes)
-    replace_text(folder / "config.json", json.dumps(described, indent=2) + "\n")
+    replace_text(folder / "config.json", json.dumps(config_json, indent=2) + "\n")

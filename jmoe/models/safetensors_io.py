@@ -57,7 +57,7 @@ class StoredTensor:
     offset: int  # in bytes, from the start of the file
     stamp: tuple[int, int]  # the file's size and mtime (ns) when its header was read
 
-    def entries(self) -> list[int]:
+    def matrix_offsets(self) -> list[int]:
         """Return the file offset, in bytes, of each matrix of a tensor; a tensor of stacked experts
         has many.
         """
@@ -70,12 +70,12 @@ class StoredTensor:
         entry_bytes = math.prod(self.shape[1:]) * DTYPES[self.dtype].itemsize
         return replace(self, shape=self.shape[1:], offset=self.offset + index * entry_bytes)
 
-    def wrong(self, problem: str) -> ValueError:
+    def error(self, problem: str) -> ValueError:
         """Return a ValueError that names the file and the tensor."""
         return ValueError(f"{self.file}: tensor {self.name!r} {problem}")
 
 
-def _stamp(descriptor: int) -> tuple[int, int]:
+def _size_and_mtime(descriptor: int) -> tuple[int, int]:
     """Return (size in bytes, mtime in ns) of an open file; a writer changes at least one of
     them.
     """
@@ -83,12 +83,12 @@ def _stamp(descriptor: int) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-def _header(file: Path) -> dict[str, StoredTensor]:
+def _read_header(file: Path) -> dict[str, StoredTensor]:
     """Return the tensors of one file by name. Raises ValueError naming a damaged or truncated
     file.
     """
     with naming_file(file), file.open("rb") as stream:
-        size, _ = stamp = _stamp(stream.fileno())
+        size, _ = stamp = _size_and_mtime(stream.fileno())
         start = stream.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
         if not 0 < length <= min(MAX_HEADER_BYTES, size - 8):
@@ -103,12 +103,12 @@ def _header(file: Path) -> dict[str, StoredTensor]:
     tensors: dict[str, StoredTensor] = {}
     spans: list[tuple[int, int, str]] = []
     for name, entry in entries.items():
-        dtype, shape, first, last = _entry_fields(file, name, entry)
+        dtype, shape, first, last = _parse_header_entry(file, name, entry)
         tensor = tensors[name] = StoredTensor(name, file, dtype, shape, 8 + length + first, stamp)
         if dtype in DTYPES and last - first != math.prod(shape) * DTYPES[dtype].itemsize:
-            raise tensor.wrong(f"has {last - first} bytes, not those of {dtype}{list(shape)}")
+            raise tensor.error(f"has {last - first} bytes, not those of {dtype}{list(shape)}")
         if 8 + length + last > size:
-            raise tensor.wrong(
+            raise tensor.error(
                 f"ends at byte {8 + length + last}, the file has {size}: it is truncated"
             )
         spans.append((first, last, name))
@@ -118,7 +118,9 @@ def _header(file: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _entry_fields(file: Path, name: str, entry: Json) -> tuple[str, tuple[int, ...], int, int]:
+def _parse_header_entry(
+    file: Path, name: str, entry: Json
+) -> tuple[str, tuple[int, ...], int, int]:
     """Return (dtype, shape, first byte, end byte) of a tensor's entry in a header.
 
     Raises ValueError if one of them is missing or malformed.
@@ -155,7 +157,7 @@ def _check_gapless(tensors: Mapping[str, StoredTensor], spans: list[tuple[int, i
                 if first < end
                 else f"leaves {first - end} bytes before it"
             )
-            raise tensors[name].wrong(f"{problem}: tensors must lie one behind the other")
+            raise tensors[name].error(f"{problem}: tensors must lie one behind the other")
         begin, end = first, last
     return end
 
@@ -167,7 +169,7 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
     Raises ValueError naming the file that is missing, truncated or inconsistent with the index.
     """
     if has_file(folder / SINGLE):
-        return _header(folder / SINGLE)
+        return _read_header(folder / SINGLE)
     index = folder / INDEX
     if not has_file(index):
         raise ValueError(f"{folder}: has neither {SINGLE} nor {INDEX}")
@@ -188,9 +190,9 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
         )
         if not (folder / name).is_file():
             raise ValueError(f"{folder / name}: is missing, but {INDEX} names it")
-        for tensor in _header(folder / name).values():
+        for tensor in _read_header(folder / name).values():
             if tensor.name in tensors:
-                raise tensor.wrong(f"is in {tensors[tensor.name].file.name} too")
+                raise tensor.error(f"is in {tensors[tensor.name].file.name} too")
             tensors[tensor.name] = tensor
     for name, file in places.items():
         if name not in tensors or tensors[name].file.name != file:
@@ -209,7 +211,7 @@ def weights_identity(stored: Mapping[str, StoredTensor]) -> str:
     files = {tensor.file.name: tensor.file for tensor in stored.values()}
     marks: dict[Path, list[int]] = {file: [] for file in files.values()}
     for tensor in stored.values():
-        marks[tensor.file] += tensor.entries()
+        marks[tensor.file] += tensor.matrix_offsets()
     headers = sorted([t.name, t.dtype, t.shape, t.file.name, t.offset] for t in stored.values())
     return hashlib.sha256(
         json.dumps([headers, content_identity(files, marks)]).encode()
@@ -251,10 +253,10 @@ class TensorReader(Closing):
         for first in range(start, end, step):
             last = min(first + step, end)
             part = self._staging[: (last - first) * row_bytes]
-            self._fill(tensor, tensor.offset + first * row_bytes, part)
+            self._read_into(tensor, tensor.offset + first * row_bytes, part)
             yield first, last, part.view(dtype).reshape(last - first, row)
 
-    def _fill(self, tensor: StoredTensor, offset: int, part: np.ndarray) -> None:
+    def _read_into(self, tensor: StoredTensor, offset: int, part: np.ndarray) -> None:
         if tensor.file not in self._files:
             self._files[tensor.file] = os.open(tensor.file, os.O_RDONLY)
         view, done = part.data, 0
@@ -262,12 +264,12 @@ class TensorReader(Closing):
             with naming_file(tensor.file):
                 count = os.preadv(self._files[tensor.file], [view[done:]], offset + done)
             if count == 0:
-                raise tensor.wrong(
+                raise tensor.error(
                     f"ends at byte {offset + done}: the file was cut while it was read"
                 )
             done += count
-        if _stamp(self._files[tensor.file]) != tensor.stamp:
-            raise tensor.wrong(
+        if _size_and_mtime(self._files[tensor.file]) != tensor.stamp:
+            raise tensor.error(
                 "has changed since its header was read: start again, once nobody writes to the"
                 " folder"
             )
@@ -287,7 +289,7 @@ class NewTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def _write_file(file: Path, tensors: Sequence[NewTensor]) -> None:
+def _write_safetensors_file(file: Path, tensors: Sequence[NewTensor]) -> None:
     names = {dtype: name for name, dtype in DTYPES.items()}
     header: JsonObject = {"__metadata__": {"format": "pt"}}
     at = 0
@@ -322,7 +324,7 @@ def write_safetensors(folder: Path, tensors: Sequence[NewTensor], max_shard_byte
         if shards[-1] and sum(t.num_bytes for t in shards[-1]) + tensor.num_bytes > max_shard_bytes:
             shards.append([])
         shards[-1].append(tensor)
-    names = _free_names(folder, len(shards))
+    names = _unused_file_names(folder, len(shards))
     old = [path for path in (folder / SINGLE, folder / INDEX) if path.exists()]
     old += folder.glob("model-*-of-*.safetensors")
     written = [*names, *([INDEX] if len(names) > 1 else [])]
@@ -331,7 +333,7 @@ def write_safetensors(folder: Path, tensors: Sequence[NewTensor], max_shard_byte
         leftover.unlink()
     try:
         for name, shard in zip(names, shards, strict=True):
-            _write_file(folder / f".{name}.new", shard)
+            _write_safetensors_file(folder / f".{name}.new", shard)
         if len(names) > 1:
             places = {
                 tensor.name: name
@@ -340,7 +342,7 @@ def write_safetensors(folder: Path, tensors: Sequence[NewTensor], max_shard_byte
             }
             total_bytes = sum(tensor.num_bytes for tensor in tensors)
             index = {"metadata": {"total_size": total_bytes}, "weight_map": places}
-            _write_text(folder / f".{INDEX}.new", json.dumps(index, indent=2) + "\n")
+            _write_durably(folder / f".{INDEX}.new", json.dumps(index, indent=2) + "\n")
             for name in names:  # readers do not see them before the index names them
                 (folder / f".{name}.new").rename(folder / name)
                 placed.append(folder / name)
@@ -357,7 +359,7 @@ def write_safetensors(folder: Path, tensors: Sequence[NewTensor], max_shard_byte
     fsync(folder)
 
 
-def _free_names(folder: Path, count: int) -> list[str]:
+def _unused_file_names(folder: Path, count: int) -> list[str]:
     """Return `count` file names that no existing file has, or `model.safetensors` if `count`
     is 1.
     """
@@ -374,7 +376,7 @@ def replace_text(path: Path, text: str) -> None:
     """Replace the content of a file atomically and durably; an error leaves the old content."""
     new = path.with_name(f".{path.name}.new")
     try:
-        _write_text(new, text)
+        _write_durably(new, text)
     except BaseException:
         new.unlink(missing_ok=True)
         raise
@@ -382,7 +384,7 @@ def replace_text(path: Path, text: str) -> None:
     fsync(path.parent)
 
 
-def _write_text(path: Path, text: str) -> None:
+def _write_durably(path: Path, text: str) -> None:
     with path.open("w") as stream:
         stream.write(text)
         stream.flush()

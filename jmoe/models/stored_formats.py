@@ -72,36 +72,38 @@ class StoredFormat(ABC):
     suffixes: ClassVar[tuple[str, ...]]  # appended to the matrix's name for each tensor
     may_stack: ClassVar[bool] = False  # whether the tensors may hold the matrices of all experts
 
-    def names(self, name: str) -> tuple[str, ...]:
+    def tensor_names(self, name: str) -> tuple[str, ...]:
         """Return the names of the tensors that store the matrix `name`."""
         return tuple(name + suffix for suffix in self.suffixes)
 
-    def tensors(self, stored: Stored, name: str, shape: tuple[int, ...]) -> list[StoredTensor]:
+    def find_tensors(self, stored: Stored, name: str, shape: tuple[int, ...]) -> list[StoredTensor]:
         """Return the tensors of a matrix [N, K], or of the matrices [E, N, K] of all experts.
 
         Raises ValueError naming the file and the tensor that is missing or has a wrong dtype or
         shape.
         """
-        names = self.names(name)
+        names = self.tensor_names(name)
         parts = [stored[part] for part in names if part in stored]
         for part in names:
             if part not in stored:
-                raise parts[0].wrong(f"needs {part!r}, which is missing")
+                raise parts[0].error(f"needs {part!r}, which is missing")
         if len(shape) not in ((2, 3) if self.may_stack else (2,)):
-            raise parts[0].wrong(
+            raise parts[0].error(
                 f"is compressed, which is not supported for a tensor of shape {list(shape)}"
             )
         *experts, n, k = shape
-        for tensor, (dtypes, of_one) in zip(parts, self.expected(n, k), strict=True):
+        for tensor, (dtypes, of_one) in zip(parts, self.expected_tensors(n, k), strict=True):
             shapes = [(*experts, *one) for one in of_one]
             if tensor.dtype not in dtypes or tensor.shape not in shapes:
                 more = " or with more groups of equal size" if len(shapes) > 1 else ""
                 wanted = f"{' or '.join(dtypes)} {list(shapes[0])}{more}"
-                raise tensor.wrong(f"is {tensor.dtype} {list(tensor.shape)}, must be {wanted}")
+                raise tensor.error(f"is {tensor.dtype} {list(tensor.shape)}, must be {wanted}")
         return parts
 
     @abstractmethod
-    def expected(self, n: int, k: int) -> list[tuple[tuple[str, ...], list[tuple[int, ...]]]]:
+    def expected_tensors(
+        self, n: int, k: int
+    ) -> list[tuple[tuple[str, ...], list[tuple[int, ...]]]]:
         """Return (allowed dtypes, allowed shapes) for each tensor of a matrix [n, k]."""
 
     @abstractmethod
@@ -141,7 +143,9 @@ class Fp8Blocks(StoredFormat):
     suffixes = ("", "_scale_inv")
     may_stack = True
 
-    def expected(self, n: int, k: int) -> list[tuple[tuple[str, ...], list[tuple[int, ...]]]]:
+    def expected_tensors(
+        self, n: int, k: int
+    ) -> list[tuple[tuple[str, ...], list[tuple[int, ...]]]]:
         blocks = -(-n // FP8.block), -(-k // FP8.block)
         return [(("F8_E4M3",), [(n, k)]), ((*SCALE_DTYPES, "F8_E8M0"), [blocks])]
 
@@ -171,13 +175,13 @@ class _Integers(StoredFormat):
     bits: int
 
     def memory_format(self, stored: Stored, name: str) -> Format | None:
-        scales, inputs = stored[name + "_scale"], self.inputs(stored, name)
-        group, kind = inputs // scales.shape[1], INT4 if self.bits == 4 else INT8
-        fits = inputs % kind.block == 0 and group % kind.block == 0 and scales.dtype == "BF16"
+        scales, num_inputs = stored[name + "_scale"], self.num_inputs(stored, name)
+        group, kind = num_inputs // scales.shape[1], INT4 if self.bits == 4 else INT8
+        fits = num_inputs % kind.block == 0 and group % kind.block == 0 and scales.dtype == "BF16"
         return kind if fits else None
 
     @abstractmethod
-    def inputs(self, stored: Stored, name: str) -> int:
+    def num_inputs(self, stored: Stored, name: str) -> int:
         """Return K, the number of inputs."""
 
     def decompress(self, values: np.ndarray, scales: np.ndarray) -> np.ndarray:
@@ -190,7 +194,7 @@ class _Integers(StoredFormat):
         )
 
 
-def _scale_shapes(n: int, k: int) -> list[tuple[int, ...]]:
+def _possible_scale_shapes(n: int, k: int) -> list[tuple[int, ...]]:
     return [(n, groups) for groups in range(1, k + 1) if k % groups == 0]
 
 
@@ -202,15 +206,17 @@ class PackedIntegers(_Integers):
     def __init__(self, bits: int) -> None:
         self.bits = bits
 
-    def expected(self, n: int, k: int) -> list[tuple[tuple[str, ...], list[tuple[int, ...]]]]:
+    def expected_tensors(
+        self, n: int, k: int
+    ) -> list[tuple[tuple[str, ...], list[tuple[int, ...]]]]:
         words = -(-k * self.bits // 32)
         return [
             (("I32",), [(n, words)]),
-            (SCALE_DTYPES, _scale_shapes(n, k)),
+            (SCALE_DTYPES, _possible_scale_shapes(n, k)),
             (("I32", "I64"), [(2,)]),
         ]
 
-    def inputs(self, stored: Stored, name: str) -> int:
+    def num_inputs(self, stored: Stored, name: str) -> int:
         return stored[name + "_packed"].shape[1] * 32 // self.bits
 
     def read_compressed(
@@ -227,10 +233,12 @@ class Int8Values(_Integers):
     suffixes = ("", "_scale")
     bits = 8
 
-    def expected(self, n: int, k: int) -> list[tuple[tuple[str, ...], list[tuple[int, ...]]]]:
-        return [(("I8",), [(n, k)]), (SCALE_DTYPES, _scale_shapes(n, k))]
+    def expected_tensors(
+        self, n: int, k: int
+    ) -> list[tuple[tuple[str, ...], list[tuple[int, ...]]]]:
+        return [(("I8",), [(n, k)]), (SCALE_DTYPES, _possible_scale_shapes(n, k))]
 
-    def inputs(self, stored: Stored, name: str) -> int:
+    def num_inputs(self, stored: Stored, name: str) -> int:
         return stored[name].shape[1]
 
     def read_compressed(
@@ -245,14 +253,16 @@ class PackedMxfp4(StoredFormat):
     suffixes = ("_packed", "_scale")
     dtypes = ("U8", "U8")  # (values, scales)
 
-    def tensors(self, stored: Stored, name: str, shape: tuple[int, ...]) -> list[StoredTensor]:
+    def find_tensors(self, stored: Stored, name: str, shape: tuple[int, ...]) -> list[StoredTensor]:
         if len(shape) == 2 and shape[1] % MXFP4.block:
-            raise stored[self.names(name)[0]].wrong(
+            raise stored[self.tensor_names(name)[0]].error(
                 f"needs inputs of a multiple of {MXFP4.block}, not {shape[1]}"
             )
-        return super().tensors(stored, name, shape)
+        return super().find_tensors(stored, name, shape)
 
-    def expected(self, n: int, k: int) -> list[tuple[tuple[str, ...], list[tuple[int, ...]]]]:
+    def expected_tensors(
+        self, n: int, k: int
+    ) -> list[tuple[tuple[str, ...], list[tuple[int, ...]]]]:
         groups = k // MXFP4.block
         return [((self.dtypes[0],), [(n, k // 2)]), ((self.dtypes[1],), [(n, groups)])]
 
@@ -263,7 +273,7 @@ class PackedMxfp4(StoredFormat):
         self, read: ReadRows, stored: Stored, name: str, start: int, end: int
     ) -> tuple[np.ndarray, np.ndarray]:
         values, scales = (
-            read(stored[part], start, end).view(np.uint8) for part in self.names(name)
+            read(stored[part], start, end).view(np.uint8) for part in self.tensor_names(name)
         )
         return values, scales
 
@@ -276,7 +286,7 @@ class Fp4Experts(PackedMxfp4):
 
     dtypes = ("I8", "F8_E8M0")
 
-    def names(self, name: str) -> tuple[str, ...]:
+    def tensor_names(self, name: str) -> tuple[str, ...]:
         return name, name.removesuffix("weight") + "scale"
 
 
@@ -285,7 +295,7 @@ def format_of_matrix(stored: Stored, name: str, shape: tuple[int, ...]) -> Store
 
     None if it is stored as a single tensor of plain numbers, or is missing.
     """
-    if name in stored and all(part in stored for part in Fp4Experts().names(name)):
+    if name in stored and all(part in stored for part in Fp4Experts().tensor_names(name)):
         return Fp4Experts()
     if name in stored:
         return {"F8_E4M3": Fp8Blocks(), "I8": Int8Values()}.get(stored[name].dtype)
@@ -298,7 +308,7 @@ def format_of_matrix(stored: Stored, name: str, shape: tuple[int, ...]) -> Store
     return PackedIntegers(8 if is_wider else 4)
 
 
-def rows_of(
+def decompress_rows(
     form: StoredFormat, read: ReadRows, stored: Stored, name: str, span: tuple[int, int], step: int
 ) -> Iterator[tuple[int, int, np.ndarray]]:
     """Yield (first row, end row, float32 rows) of rows `span` of a matrix, `step` rows at a

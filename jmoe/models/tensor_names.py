@@ -32,7 +32,7 @@ class Source:
     interleaved: bool = False  # stored columns alternate between the parameter's two halves
     widths: tuple[int, ...] = ()  # columns that each tensor fills; empty for equal widths
 
-    def columns(self, total: int) -> list[tuple[int, int]]:
+    def column_spans(self, total: int) -> list[tuple[int, int]]:
         """Return (first, end) of the parameter's columns that each tensor fills.
 
         total: columns of the parameter.

@@ -64,7 +64,7 @@ def device_config(config: ModelConfig, num_devices: int) -> ModelConfig:
     )
 
 
-def cuts_of(config: ModelConfig) -> dict[tuple[str, ...], Cut]:
+def parameter_cuts(config: ModelConfig) -> dict[tuple[str, ...], Cut]:
     """Return how parameters are split, by the last names of their paths; all others are
     replicated.
     """
@@ -98,7 +98,7 @@ def cuts_of(config: ModelConfig) -> dict[tuple[str, ...], Cut]:
     return cuts
 
 
-def spans(cut: Cut, device: int, num_devices: int) -> list[slice]:
+def shard_slices(cut: Cut, device: int, num_devices: int) -> list[slice]:
     """Return the slices along `cut.dim` of a parameter that a device holds, one for each group.
 
     With fewer units than devices, several devices hold the same unit. If units do not divide

@@ -52,7 +52,7 @@ def template_files(folder: Path) -> dict[str, Path]:
     return {path.stem: path for path in sorted(additional.glob("*.jinja")) if has_file(path)}
 
 
-def files_beside(folder: Path) -> list[str]:
+def companion_file_names(folder: Path) -> list[str]:
     """Return the names, relative to `folder`, of the files of `BESIDE` and the additional chat
     templates that it holds.
     """
@@ -88,15 +88,17 @@ def open_tokenizer(file: Path) -> Tokenizer:
             tokenizer = parse_tokenizer(file.read_bytes())
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
-    settings = read_settings(file.with_name(SETTINGS))
-    _add_numbered(tokenizer, settings.get("added_tokens_decoder") or {}, file.with_name(SETTINGS))
+    settings = read_json_if_present(file.with_name(SETTINGS))
+    _add_missing_tokens(
+        tokenizer, settings.get("added_tokens_decoder") or {}, file.with_name(SETTINGS)
+    )
     token = special_tokens(settings, file.parent).get("bos_token")
     adds = (
         settings.get("add_bos_token") is True
         and settings.get("tokenizer_class", "LlamaTokenizer") in ADDING_BOS
     )
     if adds and token is not None:
-        _begin_with(tokenizer, token, file)
+        _make_prepend_token(tokenizer, token, file)
     return tokenizer
 
 
@@ -114,7 +116,7 @@ def parse_tokenizer(content: bytes) -> Tokenizer:
     return tokenizer
 
 
-def _add_numbered(tokenizer: Tokenizer, numbered: Json, settings: Path) -> None:
+def _add_missing_tokens(tokenizer: Tokenizer, numbered: Json, settings: Path) -> None:
     """Add the tokens of `added_tokens_decoder` that the tokenizer lacks, in the order of their ids.
 
     Raises ValueError if a token would get another id than the table says.
@@ -140,7 +142,7 @@ def _add_numbered(tokenizer: Tokenizer, numbered: Json, settings: Path) -> None:
             )
 
 
-def _begin_with(tokenizer: Tokenizer, token: str, file: Path) -> None:
+def _make_prepend_token(tokenizer: Tokenizer, token: str, file: Path) -> None:
     """Make the tokenizer prepend a token to every text, unless it already does.
 
     Raises ValueError if the tokenizer does not have the token.
@@ -168,7 +170,7 @@ def special_tokens(settings: Mapping[str, Json], folder: Path) -> dict[str, str]
     settings: the content of tokenizer_config.json. An old one, without `added_tokens_decoder`, may
         leave its tokens to special_tokens_map.json.
     """
-    old = {} if "added_tokens_decoder" in settings else read_settings(folder / OLD_SETTINGS)
+    old = {} if "added_tokens_decoder" in settings else read_json_if_present(folder / OLD_SETTINGS)
     extra = settings.get("extra_special_tokens")
     tokens = {name: token for name, token in settings.items() if name.endswith("_token")}
     tokens |= {**(extra if isinstance(extra, dict) else {}), **old}
@@ -179,7 +181,7 @@ def special_tokens(settings: Mapping[str, Json], folder: Path) -> dict[str, str]
     return {name: content for name, content in contents.items() if isinstance(content, str)}
 
 
-def read_settings(path: Path) -> JsonObject:
+def read_json_if_present(path: Path) -> JsonObject:
     """Return the JSON object in a file, or {} if the file is missing.
 
     Raises ValueError naming the file if it is damaged.

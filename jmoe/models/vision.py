@@ -32,7 +32,7 @@ from jmoe.layers.experts import affine, normal
 from jmoe.layers.moe import ExpertParallel, MoEStats
 from jmoe.layers.norm import Norm
 from jmoe.models.block import ApplyBlock, Block
-from jmoe.models.decoder import StackLayers, one_layer, stack_layers
+from jmoe.models.decoder import StackLayers, init_one_layer, stack_layers
 from jmoe.types import PyTree
 
 SHARED_EXPERT = 0  # in layers with learned paths, each task chooses this one or its own expert
@@ -51,7 +51,7 @@ class PathDraw(NamedTuple):
 
 
 def draw_paths(key: jax.Array, shape: tuple[int, int], temperature: jax.Array) -> PathDraw:
-    """Return the noise [tasks, layers with experts per task] of a training step.
+    """Return a training step's `PathDraw`, with noise [tasks, layers with experts per task].
 
     A task's noise depends on the key and the task's number alone.
     """
@@ -60,9 +60,9 @@ def draw_paths(key: jax.Array, shape: tuple[int, int], temperature: jax.Array) -
     return PathDraw(noise, temperature)
 
 
-def taken_path(path: Sequence[int], logits_N: jax.typing.ArrayLike) -> tuple[int, ...]:
-    """Return a task's expert in each layer: that of `path` where the logit is positive, else the
-    shared one.
+def likeliest_experts(path: Sequence[int], logits_N: jax.typing.ArrayLike) -> tuple[int, ...]:
+    """Return a task's likelier expert in each layer: that of `path` where the logit is positive,
+    else the shared one.
     """
     own = np.asarray(logits_N) > 0
     return tuple(
@@ -132,16 +132,16 @@ class VisionTransformer(nnx.Module):
 
         self.task_experts = task_experts or config.num_experts
 
-        def layers(kind: LayerKind) -> PyTree:
+        def stack_kind(kind: LayerKind) -> PyTree:
             own = layer_config(config, kind, self.task_experts)
             make = lambda rngs: Block(own, kind, parallel, rngs=rngs)  # noqa: E731
             count = sum(layer.kind == kind for layer in config.layers)
             return stack(make, count, rngs) if count else None
 
         self.dense_layers, self.moe_layers, self.task_layers = (
-            layers("dense"),
-            layers("moe"),
-            layers("task"),
+            stack_kind("dense"),
+            stack_kind("moe"),
+            stack_kind("task"),
         )
         self.norm = Norm(d, config.norm, config.norm_eps)
         self.heads = nnx.Dict(
@@ -161,7 +161,7 @@ class VisionTransformer(nnx.Module):
         Inside `jit`, XLA drops the initialization of all other parameters. Heads and paths are no
         arguments, as neither affects a layer's initial values.
         """
-        drawn = VisionTransformer(config, {}, (), stack=partial(one_layer, layer), rngs=rngs)
+        drawn = VisionTransformer(config, {}, (), stack=partial(init_one_layer, layer), rngs=rngs)
         experts: nnx.Module = getattr(drawn, STACKS[kind]).moe.experts
         return experts
 
@@ -211,7 +211,7 @@ class VisionTransformer(nnx.Module):
             # the tasks fix how many images go to an expert, so its buffers hold all of them
             if layer.kind == "task":
                 options |= {
-                    "choices": self.choices(layer.number, task_B, draw, slot_NE),
+                    "choices": self.route_by_task(layer.number, task_B, draw, slot_NE),
                     "full_capacity": True,
                 }
             state = jax.tree.map(lambda w, i=layer.number: w[i], states[layer.kind])
@@ -221,7 +221,7 @@ class VisionTransformer(nnx.Module):
         stacked_stats = jax.tree.map(lambda *layers: jnp.stack(layers), *stats) if stats else None
         return self.logits(self.norm(x_BSD, dtype), task_B), stacked_stats
 
-    def choices(
+    def route_by_task(
         self,
         layer: int,
         task_B: jax.Array,
@@ -244,11 +244,11 @@ class VisionTransformer(nnx.Module):
         )
         own_A, shared_A = slot_E[own], slot_E[np.full_like(own, SHARED_EXPERT)]
 
-        def of_patches(values_AK: jax.Array) -> jax.Array:
+        def repeat_per_patch(values_AK: jax.Array) -> jax.Array:
             return jnp.repeat(values_AK[task_B], num_patches, axis=0)
 
         if self.path_logits is None:
-            return {"topk_idx_TK": of_patches(own_A[:, None])}
+            return {"topk_idx_TK": repeat_per_patch(own_A[:, None])}
         logits_A = jnp.stack([self.path_logits[task][...][layer] for task in self.tasks])
         if draw is None:
             none_A, one_A = jnp.full_like(own_A, self.task_experts), jnp.ones_like(logits_A)
@@ -260,7 +260,10 @@ class VisionTransformer(nnx.Module):
             hard_A = (soft_A > 0.5).astype(jnp.float32)
             takes_own_A = hard_A + soft_A - jax.lax.stop_gradient(soft_A)
             weights_A2 = jnp.stack([1 - takes_own_A, takes_own_A], axis=1)
-        return {"topk_idx_TK": of_patches(chosen_A2), "topk_weights_TK": of_patches(weights_A2)}
+        return {
+            "topk_idx_TK": repeat_per_patch(chosen_A2),
+            "topk_weights_TK": repeat_per_patch(weights_A2),
+        }
 
     def logits(self, hidden_BSD: jax.Array, task_B: jax.Array) -> jax.Array:
         """Return float32 [B, Y] from the mean over each image's patches; logits of other tasks are

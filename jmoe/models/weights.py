@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 
 from jmoe.config import ModelConfig, check
 from jmoe.mesh import is_expert, path_names
-from jmoe.models.mxfp4 import dequantised
+from jmoe.models.mxfp4 import decode_mxfp4_bfloat16
 from jmoe.models.safetensors_io import (
     DTYPES,
     STAGING_BYTES,
@@ -31,7 +31,7 @@ from jmoe.models.safetensors_io import (
     TensorReader,
     read_headers,
 )
-from jmoe.models.stored_formats import Stored, format_of_matrix, rows_of
+from jmoe.models.stored_formats import Stored, decompress_rows, format_of_matrix
 from jmoe.models.tensor_names import FAMILIES, LAYER, OUTSIDE, Source, are_fused, source_of
 from jmoe.types import PyTree
 from kernels_pallas.compressed import stored_fields
@@ -86,7 +86,9 @@ class Parameter:
         for n, layer in list(enumerate(self.layers or (-1,)))[layers]:
             for expert in (-1,) if one_tensor else range(self.experts)[experts]:
                 at = ((n,) if self.layers else ()) + (() if one_tensor else (expert,))
-                for name, columns in zip(source.names, source.columns(matrix[-1]), strict=True):
+                for name, columns in zip(
+                    source.names, source.column_spans(matrix[-1]), strict=True
+                ):
                     shape = (*matrix[:-1], columns[1] - columns[0])
                     shape = shape[::-1] if source.transposed else shape
                     shape = (self.experts, *shape) if source.stacked else shape
@@ -98,7 +100,7 @@ def flat(tree: PyTree) -> dict[Names, PyTree]:
     return {path_names(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
-def parameters(
+def list_parameters(
     shapes: PyTree, config: ModelConfig, family: str, stored: Collection[str] = ()
 ) -> list[Parameter]:
     """Return the decoder's parameters with the tensors that they are made of.
@@ -116,7 +118,7 @@ def parameters(
     return result
 
 
-def _check_tensor(
+def _checked_tensors(
     stored: dict[str, StoredTensor], piece: Piece, folder: Path
 ) -> list[StoredTensor]:
     """Return the stored tensors of a piece: one plain tensor, or those of a compressed matrix.
@@ -124,13 +126,13 @@ def _check_tensor(
     Raises ValueError naming the file and the tensor that is missing or has a wrong shape or dtype.
     """
     if (form := format_of_matrix(stored, piece.name, piece.shape)) is not None:
-        return form.tensors(stored, piece.name, piece.shape)
+        return form.find_tensors(stored, piece.name, piece.shape)
     if piece.name in stored:
         tensor = stored[piece.name]
         if tensor.shape != piece.shape:
-            raise tensor.wrong(f"has shape {list(tensor.shape)}, must have {list(piece.shape)}")
+            raise tensor.error(f"has shape {list(tensor.shape)}, must have {list(piece.shape)}")
         if tensor.dtype not in FLOAT_DTYPES:
-            raise tensor.wrong(
+            raise tensor.error(
                 f"has dtype {tensor.dtype}, must have one of {', '.join(FLOAT_DTYPES)}"
             )
         return [tensor]
@@ -141,22 +143,24 @@ def _check_tensor(
             if len({t.file for t in stored.values()}) == 1
             else folder
         )
-        raise ValueError(f"{near}: tensor {piece.name!r} is missing, {_lies_under(stored, piece)}")
+        raise ValueError(
+            f"{near}: tensor {piece.name!r} is missing, {_missing_tensor_hint(stored, piece)}"
+        )
     (experts, rows, columns), size = piece.shape, MXFP4.block
     if rows % size:
-        raise blocks.wrong(f"is MXFP4, which needs rows of a multiple of {size}, not {rows}")
+        raise blocks.error(f"is MXFP4, which needs rows of a multiple of {size}, not {rows}")
     for tensor, shape in (
         (blocks, (experts, columns, rows // size, size // 2)),
         (scales, (experts, columns, rows // size)),
     ):
         if tensor.shape != shape or tensor.dtype != "U8":
-            raise tensor.wrong(f"is {tensor.dtype}{list(tensor.shape)}, must be U8{list(shape)}")
+            raise tensor.error(f"is {tensor.dtype}{list(tensor.shape)}, must be U8{list(shape)}")
     return [blocks, scales]
 
 
-def _lies_under(stored: Mapping[str, StoredTensor], piece: Piece) -> str:
-    """Return the end of an error about a missing tensor: its prefix in multimodal models, or its
-    shape.
+def _missing_tensor_hint(stored: Mapping[str, StoredTensor], piece: Piece) -> str:
+    """Return the end of an error about a missing tensor: the prefix under which a multimodal model
+    stores it, or the shape that it must have.
     """
     for prefix in ("model.language_model.", "language_model.model."):
         if prefix + piece.name.removeprefix("model.") in stored:
@@ -197,7 +201,8 @@ def check_tensors(
     config: ModelConfig,
     dtype: DTypeLike | None,
 ) -> dict[Names, np.dtype]:
-    """Return the dtype of every parameter in memory.
+    """Check the stored tensors of all parameters, and return {path: the parameter's dtype in
+    memory}.
 
     dtype: dtype of all parameters; None for the stored ones.
 
@@ -208,7 +213,7 @@ def check_tensors(
     for parameter in wanted:
         kinds: dict[str, StoredTensor] = {}
         for piece in parameter.pieces():
-            tensors = _check_tensor(stored, piece, folder)
+            tensors = _checked_tensors(stored, piece, folder)
             used |= {tensor.name for tensor in tensors}
             kinds["BF16" if len(tensors) > 1 else tensors[0].dtype] = tensors[0]
         if dtype is not None:
@@ -217,20 +222,20 @@ def check_tensors(
             )
         elif len(kinds) > 1:
             tensor = list(kinds.values())[-1]
-            raise tensor.wrong(
+            raise tensor.error(
                 f"has another dtype than its like in other layers ({', '.join(kinds)}): give dtype"
             )
         elif "F16" in kinds:
-            raise kinds["F16"].wrong("has dtype F16: give dtype='float32' or dtype='bfloat16'")
+            raise kinds["F16"].error("has dtype F16: give dtype='float32' or dtype='bfloat16'")
         else:
             dtypes[parameter.path] = DTYPES[next(iter(kinds))]
     for name in sorted(stored.keys() - used):
-        if not _changes_nothing(stored[name], config):
-            raise stored[name].wrong("is unexpected: the configuration has no place for it")
+        if not _is_ignorable(stored[name], config):
+            raise stored[name].error("is unexpected: the configuration has no place for it")
     return dtypes
 
 
-def _changes_nothing(tensor: StoredTensor, config: ModelConfig) -> bool:
+def _is_ignorable(tensor: StoredTensor, config: ModelConfig) -> bool:
     """Return whether a tensor that belongs to no parameter can be ignored."""
     layer = re.match(r"model\.layers\.(\d+)\.", tensor.name)
     predicts_further = config.kv_lora_rank and layer and int(layer[1]) >= config.num_hidden_layers
@@ -251,7 +256,7 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return raw[start : start + num_bytes].view(dtype).reshape(shape)
 
 
-def _bits(x: np.ndarray) -> np.ndarray:
+def _as_uint16(x: np.ndarray) -> np.ndarray:
     """Return bfloat16 as uint16, which numpy copies faster; other dtypes of 2 bytes too."""
     return x.view(np.uint16) if x.dtype.itemsize == 2 else x
 
@@ -309,7 +314,7 @@ class Loader:
         """Return the tensors of one expert's matrix: entries of those that hold all experts."""
         form = format_of_matrix(self._stored, piece.name, piece.shape)
         plain = (piece.name, f"{piece.name}_blocks", f"{piece.name}_scales")
-        names = plain if form is None else form.names(piece.name)
+        names = plain if form is None else form.tensor_names(piece.name)
         return {name: self._stored[name].entry(expert) for name in names if name in self._stored}
 
     def _fill(
@@ -328,16 +333,16 @@ class Loader:
             return
         # a stored row is a column of the parameter
         if source.transposed or piece.name not in stored:
-            for a, b, values in self._rows(stored, piece, low - first, high - first):
-                columns = _columns(a + first, b - a, end - first, source.interleaved)
-                values = _bits(values[:, row0:row1].astype(out.dtype, copy=False))
+            for a, b, values in self._decompressed_rows(stored, piece, low - first, high - first):
+                columns = _target_columns(a + first, b - a, end - first, source.interleaved)
+                values = _as_uint16(values[:, row0:row1].astype(out.dtype, copy=False))
                 for step, at in enumerate(columns):
-                    part = _bits(out)[:, at.start - column0 : at.stop - column0]
+                    part = _as_uint16(out)[:, at.start - column0 : at.stop - column0]
                     _transpose_into(part, values[step :: len(columns)])
             return
-        for a, b, values in self._rows(stored, piece, row0, row1):
-            values = _bits(values.astype(out.dtype, copy=False))
-            target = _bits(out)[a - row0 : b - row0]
+        for a, b, values in self._decompressed_rows(stored, piece, row0, row1):
+            values = _as_uint16(values.astype(out.dtype, copy=False))
+            target = _as_uint16(out)[a - row0 : b - row0]
             if source.interleaved:
                 half = values.shape[1] // 2
                 target[:, :half], target[:, half:] = values[:, 0::2], values[:, 1::2]
@@ -374,17 +379,17 @@ class Loader:
             form = format_of_matrix(stored, piece.name, piece.shape)
             assert form is not None
             part = form.read_in_memory_format(
-                self._read, stored, piece.name, piece.shape[-2:], kind
+                self._read_rows, stored, piece.name, piece.shape[-2:], kind
             )
             values[:, slice(*piece.columns)], scales[:, slice(*piece.columns)] = part
         return values, scales
 
-    def _read(self, tensor: StoredTensor, start: int, end: int) -> np.ndarray:
+    def _read_rows(self, tensor: StoredTensor, start: int, end: int) -> np.ndarray:
         return np.concatenate(
             [rows.copy() for _, _, rows in self._reader.chunks(tensor, start, end)]
         )
 
-    def _rows(
+    def _decompressed_rows(
         self, stored: Stored, piece: Piece, start: int, end: int
     ) -> Iterator[tuple[int, int, np.ndarray]]:
         """Yield rows start..end of the matrix in `stored` in chunks: (first row, end row, values).
@@ -393,7 +398,9 @@ class Loader:
         """
         if (form := format_of_matrix(stored, piece.name, piece.shape)) is not None:
             step = max(1, STAGING_BYTES // 4 // piece.shape[-1])
-            yield from rows_of(form, self._read, stored, piece.name, (start, end), step)
+            yield from decompress_rows(
+                form, self._read_rows, stored, piece.name, (start, end), step
+            )
             return
         if piece.name in stored:
             yield from self._reader.chunks(stored[piece.name], start, end)
@@ -402,10 +409,10 @@ class Loader:
         for a, b, packed in self._reader.chunks(blocks, start, end, trailing=2):
             packed = packed.copy()  # the next read overwrites it
             rows_of_scales = [rows.copy() for _, _, rows in self._reader.chunks(scales, a, b)]
-            yield a, b, dequantised(packed, np.concatenate(rows_of_scales))
+            yield a, b, decode_mxfp4_bfloat16(packed, np.concatenate(rows_of_scales))
 
 
-def _columns(first: int, count: int, total: int, interleaved: bool) -> list[slice]:
+def _target_columns(first: int, count: int, total: int, interleaved: bool) -> list[slice]:
     """Return the parameter's columns that `count` consecutive stored rows, from row `first` on,
     fill.
 
@@ -425,7 +432,7 @@ def load_arrays(
     dtype: dtype of all arrays; None for the stored ones.
     """
     stored = read_headers(folder)
-    wanted = parameters(shapes, config, family, stored)
+    wanted = list_parameters(shapes, config, family, stored)
     dtypes = check_tensors(wanted, stored, folder, config, dtype)
     places = flat(shapes)
     with TensorReader() as reader:
@@ -436,7 +443,7 @@ def load_arrays(
         }
 
 
-def _order(parameter: Parameter, family: str) -> tuple[int, int]:
+def _sort_key(parameter: Parameter, family: str) -> tuple[int, int]:
     """Return a sort key for transformers' order of parameters: embeddings, layers, norm, head."""
     if not parameter.layers:
         outside = list(OUTSIDE)
@@ -462,15 +469,15 @@ class _HostCopies:
         if [device.platform for device in array.devices()] == ["cpu"]:
             return np.asarray(array)[at]
         if len(at) < 2:
-            return self._slice(array, at)
+            return self._cached_slice(array, at)
         layer, expert = at
         size = max(1, HOST_COPY_BYTES // (math.prod(array.shape[2:]) * array.dtype.itemsize))
         first = expert // size * size
-        return self._slice(array, (layer, slice(first, min(first + size, array.shape[1]))))[
+        return self._cached_slice(array, (layer, slice(first, min(first + size, array.shape[1]))))[
             expert - first
         ]
 
-    def _slice(self, array: jax.Array, at: tuple[int | slice, ...]) -> np.ndarray:
+    def _cached_slice(self, array: jax.Array, at: tuple[int | slice, ...]) -> np.ndarray:
         if self._of is None or self._of[0] is not array or self._of[1] != at:
             # frees the last slice before the next one is copied
             self._of, self._copy = None, np.empty(0)
@@ -489,29 +496,29 @@ class StoredExperts:
     dtype: np.dtype
     is_fully_addressable: bool = True
 
-    def at(self, piece: Piece, num_experts: int) -> np.ndarray:
+    def read_matrix(self, piece: Piece, num_experts: int) -> np.ndarray:
         """Return the matrix of a piece's expert, or of all experts of a layer, [E, ...]."""
         if len(piece.at) == 2:
             return self.read(*piece.at)
         return np.stack([self.read(piece.at[0], expert) for expert in range(num_experts)])
 
 
-def _data(
+def _file_elements(
     copies: _HostCopies, array: jax.Array | StoredExperts, parameter: Parameter, piece: Piece
 ) -> np.ndarray:
     """Return a tensor's elements in the layout of the file."""
     source = parameter.source
     if isinstance(array, StoredExperts):
-        x = array.at(piece, parameter.experts)
+        x = array.read_matrix(piece, parameter.experts)
     else:
         x = copies.read(array, piece.at)
     x = x[..., slice(*piece.columns)]
     if source.interleaved:
-        return np.stack(np.split(_bits(x), 2, axis=-1), axis=-1).reshape(x.shape).view(x.dtype)
+        return np.stack(np.split(_as_uint16(x), 2, axis=-1), axis=-1).reshape(x.shape).view(x.dtype)
     if not source.transposed:
         return x
     out = np.empty(x.shape[::-1], x.dtype)
-    _transpose_into(_bits(out), _bits(x))
+    _transpose_into(_as_uint16(out), _as_uint16(x))
     return out
 
 
@@ -526,18 +533,18 @@ def new_tensors(
     Raises ValueError if this process does not hold all of a parameter.
     """
     tensors, copies = [], _HostCopies()
-    for parameter in parameters(shapes, config, family):
+    for parameter in list_parameters(shapes, config, family):
         array = arrays[parameter.path]
         whole = "must lie in this process whole to be saved"
         check(array.is_fully_addressable, "model", ".".join(parameter.path), whole)
-        section, place = _order(parameter, family)
+        section, place = _sort_key(parameter, family)
         for piece in parameter.pieces():
             layer = parameter.layers[piece.at[0]] if parameter.layers else 0
             tensor = NewTensor(
                 piece.name,
                 np.dtype(array.dtype),
                 piece.shape,
-                partial(_data, copies, array, parameter, piece),
+                partial(_file_elements, copies, array, parameter, piece),
             )
             tensors.append(((section, layer, place), tensor))
     return [tensor for _, tensor in sorted(tensors, key=lambda entry: entry[0])]

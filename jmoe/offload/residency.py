@@ -169,7 +169,7 @@ def _open_store(
     if plan.expert_tier == "host":
         records = HostRecords.fill(layout, index.num_records, fill, owned, allocate)
         return TieredStore(records, bandwidth_limit_bytes_per_s=limits)
-    open_again, fingerprint = checkpoint.opened_again, checkpoint.fingerprint
+    open_again, fingerprint = checkpoint.reopen, checkpoint.fingerprint
 
     def repair(number: int, views: dict[str, np.ndarray]) -> None:
         """Read a record from the checkpoint again; any thread may call this, long after the start.

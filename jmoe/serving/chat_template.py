@@ -21,7 +21,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from jmoe.models.folder import has_file, read_text
-from jmoe.models.tokenizer_file import SETTINGS, read_settings, special_tokens, template_files
+from jmoe.models.tokenizer_file import (
+    SETTINGS,
+    read_json_if_present,
+    special_tokens,
+    template_files,
+)
 from jmoe.types import Json, JsonObject
 
 DEFAULT, TOOL_USE = "default", "tool_use"
@@ -162,7 +167,7 @@ def read_templates(folder: Path) -> JsonObject | None:
     `chat_template` of tokenizer_config.json, which is a template or a list of `{"name": ...,
     "template": ...}`. Raises ValueError for damaged files.
     """
-    config = read_settings(folder / SETTINGS)
+    config = read_json_if_present(folder / SETTINGS)
     templates = template_files(folder)
     if has_file(folder / TEMPLATE_FILE):
         if DEFAULT in templates:

@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 
 from jmoe.cluster.processes import check_alike
 from jmoe.config import TRAINING_ONLY, TrainConfig, VisionTrainConfig
-from jmoe.models.config_fields import changes_training
+from jmoe.models.config_fields import ignored_training_fields
 from jmoe.models.huggingface import family_of, model_config
 from jmoe.models.pretrained import abstract_decoder, read_config
 from jmoe.models.safetensors_io import TensorReader, read_headers, weights_identity
-from jmoe.models.tokenizer_file import TOKENIZER, files_beside
-from jmoe.models.weights import Loader, Parameter, check_tensors, flat, parameters
+from jmoe.models.tokenizer_file import TOKENIZER, companion_file_names
+from jmoe.models.weights import Loader, Parameter, check_tensors, flat, list_parameters
 from jmoe.offload.expert_state import ExpertArrays
 from jmoe.optim.loss_scale import initial_loss_scale
 from jmoe.training.state import TrainState, experts_of, without_experts
@@ -91,7 +91,7 @@ def companion_files(init_from: str, tokenizer: bytes | None) -> dict[str, bytes]
     own = folder / TOKENIZER
     if tokenizer is None or not own.is_file() or own.read_bytes() != tokenizer:
         return {}
-    files = {name: (folder / name).read_bytes() for name in files_beside(folder)}
+    files = {name: (folder / name).read_bytes() for name in companion_file_names(folder)}
     return files | {INITIAL_CONFIG: (folder / "config.json").read_bytes()}
 
 
@@ -100,7 +100,7 @@ def ignored_training_options(init_from: str) -> list[str]:
     honors and jmoe does not.
     """
     fields = read_config(folder := initial_folder(init_from))
-    changed = changes_training(fields, family_of(fields))
+    changed = ignored_training_fields(fields, family_of(fields))
     return [
         f"{folder / 'config.json'}: {name} = {value!r}: trains without it"
         for name, value in changed.items()
@@ -119,7 +119,7 @@ def pretrained_state(trainer: Trainer, config: TrainConfig) -> TrainState:
     shapes = abstract_decoder(config.model)[2]
     shapes = jax.tree.unflatten(jax.tree.structure(shapes), [places[path] for path in flat(shapes)])
     stored = read_headers(folder)
-    wanted = parameters(shapes, config.model, family_of(read_config(folder)), stored)
+    wanted = list_parameters(shapes, config.model, family_of(read_config(folder)), stored)
     check_tensors(wanted, stored, folder, config.model, jnp.float32)
     check_alike(f"content of {folder}", lambda: weights_identity(stored))
     streamed = [p for p in wanted if p.experts and not experts_of(trainer.saved_shape.params)]

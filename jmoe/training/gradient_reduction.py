@@ -101,7 +101,7 @@ def streamed_on_shards_local(
     this device holds.
     """
     outside = {name: tree for name, tree in params.items() if name not in STACKS.values()}
-    layout, split = model.layout(outside), model.embedding.split
+    layout, split = model.layout(outside), model.embedding.split_dims
     fused, unbuffered = layout.split(jax.tree.map(lambda g: g[0], grads.outside))
     stays_split = jax.tree_util.tree_map_with_path(
         lambda path, _: path_names(path)[0] in split, outside

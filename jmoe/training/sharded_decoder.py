@@ -72,7 +72,7 @@ class ShardedDecoder(ShardedModel):
         self._links = links
         self.embedding = _plan_embedding(config, mesh)
         self.head = self.embedding.output_head
-        super().__init__(config, mesh, self.embedding.split)
+        super().__init__(config, mesh, self.embedding.split_dims)
         self.native = steps_are_native(config, mesh)  # read by trainers when they compile
 
     def build(self) -> Decoder:
@@ -241,7 +241,7 @@ class ShardedDecoder(ShardedModel):
         A checkpoint holds the table in one piece, split evenly over all devices, independent of the
         mesh's nodes.
         """
-        if not self.embedding.striped:
+        if not self.embedding.is_striped:
             return None
         table = self.shapes["embedding"]
         dim = next(d for d in (1, 0) if table.shape[d] % self.mesh.size == 0)

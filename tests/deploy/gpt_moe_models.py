@@ -13,7 +13,7 @@ import numpy as np
 import jmoe
 from jmoe.config import ModelConfig
 from jmoe.configs import PRESETS
-from jmoe.models.pretrained import LanguageModel, abstract_decoder, decoder_of
+from jmoe.models.pretrained import LanguageModel, abstract_decoder, build_decoder
 from jmoe.models.safetensors_io import read_headers
 from jmoe.models.weights import flat
 
@@ -42,7 +42,7 @@ def random_model(config: ModelConfig, seed: int = 0) -> LanguageModel:
     for path, shape in flat(abstract_decoder(config)[2]).items():
         noise = rng.normal(0.0, 0.2, shape.shape).astype(np.float32)
         arrays[path] = jnp.asarray(noise + (path[-1] == "scale"), jnp.float32)
-    return LanguageModel(decoder_of(config, arrays))
+    return LanguageModel(build_decoder(config, arrays))
 
 
 def write_model(folder: Path, **changes: Any) -> LanguageModel:

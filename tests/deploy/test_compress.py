@@ -26,7 +26,7 @@ from jmoe.models.huggingface import hf_config, model_config
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.models.pretrained import abstract_decoder
 from jmoe.models.safetensors_io import NewTensor, write_safetensors
-from jmoe.models.weights import parameters
+from jmoe.models.weights import list_parameters
 from kernels_pallas.compressed import SCALES
 from kernels_pallas.formats import FORMATS
 from tests.compressed_checkpoint import write_compressed_checkpoint
@@ -89,7 +89,7 @@ def write_tensors(
 def write_random(folder: Path, fields: dict[str, Any], dtype: Any = np.float32) -> Path:
     """Write a model with random weights, a tokenizer and a template."""
     rng, config, tensors = np.random.default_rng(0), model_config(fields), {}
-    for parameter in parameters(abstract_decoder(config)[2], config, fields["model_type"]):
+    for parameter in list_parameters(abstract_decoder(config)[2], config, fields["model_type"]):
         for piece in parameter.pieces():
             noise = rng.normal(1.0 if "norm" in piece.name else 0.0, 0.1, piece.shape)
             tensors[piece.name] = noise.astype(dtype)

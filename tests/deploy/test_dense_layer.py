@@ -58,11 +58,13 @@ def test_the_sum_of_experts(family: str, count: int) -> None:
         expected = factor * sum(
             use_NE[1, e]
             / use_NE[1, best].sum()
-            * applied(source.expert(1, int(e)), x, config.hidden_act)
+            * applied(source.read_expert(1, int(e)), x, config.hidden_act)
             for e in best
         )
         shared = {
-            p[-1]: a[1] for p, a in source.dense_arrays().items() if p[1:2] == ("shared_expert",)
+            p[-1]: a[1]
+            for p, a in source.load_dense_arrays().items()
+            if p[1:2] == ("shared_expert",)
         }
         if shared:
             expected = expected + applied(shared, x, config.hidden_act)

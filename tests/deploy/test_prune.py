@@ -195,7 +195,7 @@ def test_merged_experts(folder: Path, text: str, tmp_path: Path) -> None:
     changed = {name for name in plain if not np.array_equal(plain[name], mixed[name])}
     assert changed and all("mlp.experts" in name for name in changed)
     with LazyCheckpoint(tmp_path / "twins", "float32") as checkpoint:
-        first, twin = checkpoint.expert(0, 0), checkpoint.expert(0, 3)
+        first, twin = checkpoint.read_expert(0, 0), checkpoint.read_expert(0, 3)
         assert not np.array_equal(first["w_up"], twin["w_up"])
         again = aligned(first, twin)
         assert all(np.array_equal(first[name], again[name]) for name in first)

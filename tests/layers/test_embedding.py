@@ -16,7 +16,7 @@ import pytest
 
 from jmoe.config.parallel import EmbeddingKind
 from jmoe.layers import loss
-from jmoe.layers.embedding import Embedding, lookup, lookup_block_local
+from jmoe.layers.embedding import Embedding, lookup, lookup_row_block_local
 from jmoe.layers.loss import cross_entropy
 from jmoe.mesh import ALL, BATCH, REPLICATED, make_mesh, split_over
 from jmoe.planning.embedding import EmbeddingPlan, round_rows
@@ -71,7 +71,7 @@ def test_lookup(shape: tuple[int, int, int], kind: EmbeddingKind, dtype: Any) ->
     their rounding.
     """
     embedding = make(kind, shape)
-    dim = embedding.split["embedding"]
+    dim = embedding.split_dims["embedding"]
     table, rng = table_of(), np.random.default_rng(1)
     weights = jnp.asarray(rng.normal(size=(R * 2, T // 2, D)), dtype)
 
@@ -235,6 +235,6 @@ def test_blocks_of_a_table_whose_rows_do_not_divide() -> None:
     table = table_of()[:61]
     tokens = jnp.asarray(np.random.default_rng(1).integers(0, 61, R * 3), jnp.int32)
     padded = jnp.pad(table, ((0, 3), (0, 0)))
-    look_up = partial(lookup_block_local, dtype=jnp.float32, axes=(ALL[-1],))
+    look_up = partial(lookup_row_block_local, dtype=jnp.float32, axes=(ALL[-1],))
     found_TD = sharded((1, 1, 8), look_up, (BATCH, REPLICATED), BATCH)(padded, tokens)
     np.testing.assert_array_equal(found_TD, table[tokens])

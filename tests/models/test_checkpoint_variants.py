@@ -48,8 +48,8 @@ def test_fused_experts(family: str, tmp_path: Path) -> None:
             (0, 1),
             (published.config.num_moe_layers - 1, published.config.num_experts - 1),
         ):
-            for name, array in published.expert(layer, expert).items():
-                np.testing.assert_array_equal(lazy.expert(layer, expert)[name], array, name)
+            for name, array in published.read_expert(layer, expert).items():
+                np.testing.assert_array_equal(lazy.read_expert(layer, expert)[name], array, name)
         assert lazy.routing_fingerprint == published.routing_fingerprint
 
 
@@ -182,7 +182,9 @@ def test_a_stored_head_counts_where_it_differs_from_a_tied_embedding(
     )
     with LazyCheckpoint(tied) as checkpoint:
         assert not checkpoint.config.tie_word_embeddings
-        np.testing.assert_array_equal(checkpoint.dense_arrays()["head",], model.decoder.head[...])
+        np.testing.assert_array_equal(
+            checkpoint.load_dense_arrays()["head",], model.decoder.head[...]
+        )
     jmoe.save_pretrained(model, tmp_path / "saved")
     assert (
         json.loads((tmp_path / "saved" / "config.json").read_text())["tie_word_embeddings"] is False

@@ -15,7 +15,7 @@ from jmoe.models.config_fields import (
     Outcome,
     Supported,
     TrainingOnly,
-    changes_training,
+    ignored_training_fields,
 )
 from jmoe.models.huggingface import hf_config, model_config
 from tests.deploy.gpt_moe_models import gpt_moe_config
@@ -144,7 +144,7 @@ def test_the_others(family: str) -> None:
         elif outcome != HONOURED:
             for value in (0.25, "other", {"some": "thing"}, None):
                 assert read(fields | {name: value}) == expected, name
-                changed = changes_training(fields | {name: value}, family)
+                changed = ignored_training_fields(fields | {name: value}, family)
                 assert changed == (
                     {name: value} if isinstance(outcome, TrainingOnly) and value is not None else {}
                 ), name
@@ -161,7 +161,11 @@ def test_what_is_off_does_not_change_training() -> None:
             for name, outcome in fields.items()
             if isinstance(outcome, TrainingOnly)
         }
-        assert changes_training(off, family) == {} == changes_training(fields_of(family), family)
+        assert (
+            ignored_training_fields(off, family)
+            == {}
+            == ignored_training_fields(fields_of(family), family)
+        )
 
 
 def page_table() -> str:

@@ -55,5 +55,5 @@ def test_products_of_a_training_step(dtype: str) -> None:
 def test_logits_of_a_model_in_float32() -> None:
     graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(model_configs.MODEL, rngs=nnx.Rngs(0))))
     tokens_BS = jax.ShapeDtypeStruct((2, 16), jnp.int32)
-    traced = pretrained._forward.trace(graph, "float32", False, state, tokens_BS, None)
+    traced = pretrained._logits_and_stats.trace(graph, "float32", False, state, tokens_BS, None)
     assert set(products(traced.lower(lowering_platforms=("cuda",)))) == {(True, True)}

@@ -12,7 +12,7 @@ from jmoe.models.folder import has_file, read_text
 from jmoe.models.generation_config import GenerationConfig
 from jmoe.models.pretrained import read_config
 from jmoe.models.safetensors_io import read_headers
-from jmoe.models.tokenizer_file import open_tokenizer, read_settings, tokenizer_file
+from jmoe.models.tokenizer_file import open_tokenizer, read_json_if_present, tokenizer_file
 from jmoe.serving.chat_template import read_templates
 
 
@@ -35,7 +35,10 @@ def link_to_nothing(path: Path) -> None:
     ("name", "read"),
     [
         ("generation_config.json", lambda folder: GenerationConfig.read(folder, {})),
-        ("tokenizer_config.json", lambda folder: read_settings(folder / "tokenizer_config.json")),
+        (
+            "tokenizer_config.json",
+            lambda folder: read_json_if_present(folder / "tokenizer_config.json"),
+        ),
         ("special_tokens_map.json", read_templates),
         ("chat_template.jinja", read_templates),
         ("additional_chat_templates/tool_use.jinja", read_templates),
@@ -62,7 +65,10 @@ def test_a_name_that_leads_to_no_file(
     [
         ("config.json", read_config),
         ("generation_config.json", lambda folder: GenerationConfig.read(folder, {})),
-        ("tokenizer_config.json", lambda folder: read_settings(folder / "tokenizer_config.json")),
+        (
+            "tokenizer_config.json",
+            lambda folder: read_json_if_present(folder / "tokenizer_config.json"),
+        ),
         ("chat_template.jinja", read_templates),
         ("tokenizer.json", lambda folder: open_tokenizer(folder / "tokenizer.json")),
         ("model.safetensors", read_headers),

@@ -64,8 +64,8 @@ def test_numbers_are_those_of_the_table(kinds: str, joined_layers: int) -> None:
         assert joined.layers == pattern.layers
         for repeat in range(joined.repeats):
             for position, kind in enumerate(joined.kinds):
-                number = joined.number(position, repeat)
-                assert joined.number(position, jnp.int32(repeat)) == number
+                number = joined.layer_index(position, repeat)
+                assert joined.layer_index(position, jnp.int32(repeat)) == number
                 named.append((kind, number))
     assert named == [(layer.kind, layer.number) for layer in table]
 

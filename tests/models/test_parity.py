@@ -24,7 +24,7 @@ from jmoe.config import OptimizerConfig
 from jmoe.layers.router import RouterBias
 from jmoe.mesh import path_names
 from jmoe.models.pretrained import abstract_decoder, read_config
-from jmoe.models.weights import parameters
+from jmoe.models.weights import list_parameters
 from jmoe.optim.adamw import StepValues, advance
 from tests.model_configs import CHECKPOINTS
 
@@ -166,7 +166,7 @@ def test_training(name: str) -> None:
         path_names(path): g
         for path, g in jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(grads))
     }
-    for parameter in parameters(abstract_decoder(config)[2], config, family):
+    for parameter in list_parameters(abstract_decoder(config)[2], config, family):
         if parameter.path not in by_path:
             continue  # the correction bias has no gradient
         for piece in parameter.pieces():

@@ -25,7 +25,7 @@ from jmoe.models import weights
 from jmoe.models.decoder import Decoder
 from jmoe.models.huggingface import model_config
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
-from jmoe.models.mxfp4 import dequantised
+from jmoe.models.mxfp4 import decode_mxfp4_bfloat16
 from jmoe.models.pretrained import LanguageModel, abstract_decoder
 from jmoe.models.safetensors_io import read_headers, write_safetensors
 from tests.model_configs import CHECKPOINTS
@@ -96,7 +96,7 @@ def test_mxfp4_values() -> None:
     """Every byte under several scales, against the definition of the format."""
     blocks = np.tile(np.arange(256, dtype=np.uint8).reshape(16, 16), (2, 1)).reshape(2, -1)
     scales = np.repeat(np.array([[127], [120]], np.uint8), 16, axis=1)
-    values = np.asarray(dequantised(blocks, scales), np.float32)
+    values = np.asarray(decode_mxfp4_bfloat16(blocks, scales), np.float32)
     for row, scale in ((0, 127), (1, 120)):
         for column, value in enumerate(values[row]):
             bits = blocks[row, column // 2] >> (4 * (column % 2)) & 15
@@ -212,7 +212,7 @@ def write_random(folder: Path, fields: dict[str, Any]) -> None:
     shapes = abstract_decoder(config)[2]
     pieces = [
         piece
-        for p in weights.parameters(shapes, config, fields["model_type"])
+        for p in weights.list_parameters(shapes, config, fields["model_type"])
         for piece in p.pieces()
     ]
     header, at = {}, 0

@@ -190,7 +190,7 @@ def test_experts_kept_as_they_are_stored(kind: str, tmp_path: Path) -> None:
             name: np.empty(shape, dtype) for name, (shape, dtype) in kept.expert_fields.items()
         }
         kept.fill_expert(2, 3, views)
-        for name, matrix in wide.expert(2, 3).items():
+        for name, matrix in wide.read_expert(2, 3).items():
             scales = np.repeat(views[name + SCALES], FP8.block, axis=0)[: matrix.shape[0]]
             np.testing.assert_array_equal(
                 views[name].view(jnp.float8_e4m3fn).astype(np.float32) * scales, matrix

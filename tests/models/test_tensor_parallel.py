@@ -11,7 +11,7 @@ from jmoe.config import ModelConfig
 from jmoe.layers.norm import Norm
 from jmoe.mesh import EXPERT_INTRA, make_mesh, split_over
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
-from jmoe.models.tensor_parallel import Cut, device_config, spans
+from jmoe.models.tensor_parallel import Cut, device_config, shard_slices
 from tests.model_configs import CHECKPOINTS
 
 
@@ -63,10 +63,10 @@ def test_parts_of_a_parameter() -> None:
     parts are shorter.
     """
     qkv = Cut(-1, ((4, 10), (2, 10), (2, 10)))
-    assert spans(qkv, 1, 2) == [slice(20, 40), slice(50, 60), slice(70, 80)]
-    assert spans(qkv, 2, 4) == [slice(20, 30), slice(50, 60), slice(70, 80)]
+    assert shard_slices(qkv, 1, 2) == [slice(20, 40), slice(50, 60), slice(70, 80)]
+    assert shard_slices(qkv, 2, 4) == [slice(20, 30), slice(50, 60), slice(70, 80)]
     vocabulary = Cut(-2, ((9, 1),))
-    assert [spans(vocabulary, n, 4) for n in range(4)] == [
+    assert [shard_slices(vocabulary, n, 4) for n in range(4)] == [
         [slice(0, 3)],
         [slice(3, 6)],
         [slice(6, 9)],
@@ -100,7 +100,7 @@ def test_a_vocabulary_that_does_not_divide_ends_in_zeros() -> None:
     with LazyCheckpoint(CHECKPOINTS / "mixtral", "float32") as checkpoint:
         table = checkpoint.load_dense()[0].embedding[...]
         parameter = next(p for p in checkpoint._parameters if p.path == ("embedding",))
-        parts = [checkpoint._part(parameter, n, 5) for n in range(5)]
+        parts = [checkpoint._load_shard(parameter, n, 5) for n in range(5)]
     assert {part.shape for part in parts} == {(13, 32)}
     np.testing.assert_array_equal(np.concatenate(parts)[:64], table)
     assert not np.any(np.concatenate(parts)[64:])

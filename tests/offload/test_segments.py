@@ -124,5 +124,5 @@ def test_a_model_is_loaded_so(segments: Any, slots: int, tmp_path: Path) -> None
             for slot, expert in enumerate(placement.physical_to_logical.ravel().tolist()):
                 if expert >= 0:
                     np.testing.assert_array_equal(
-                        w_up[slot], checkpoint.expert_array("w_up", layer, expert)
+                        w_up[slot], checkpoint.read_expert_array("w_up", layer, expert)
                     )

@@ -38,7 +38,7 @@ from jax.typing import DTypeLike
 from jmoe.collectives.rows import all_gather_rows_local, reduce_scatter_rows_local
 from jmoe.inference.runner import WHOLE, Arrays, WholeLayers
 from jmoe.inference.scheduler import ROWS_RATIO, ChunkGroup, bucket, buckets
-from jmoe.layers.embedding import lookup_block_local
+from jmoe.layers.embedding import lookup_row_block_local
 from jmoe.mesh import BATCH, EXPERT_INTRA, HEADS, REPLICATED
 from kernels_pallas.saved import bits
 
@@ -248,7 +248,7 @@ class SplitLayers(WholeLayers):
 
         table_VD: this device's block.
         """
-        return lookup_block_local(
+        return lookup_row_block_local(
             table_VD, jnp.pad(tokens_QC.reshape(-1), (0, self._padding)), dtype, AXES
         )
 

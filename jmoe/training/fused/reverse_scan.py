@@ -444,7 +444,7 @@ class _Scan:
         flat: dict[LayerKind, jax.Array], pattern: LayerPattern, position: int, repeat: Index
     ) -> jax.Array:
         """Return the shard of the flat buffer of the layer at `position` of a repeat."""
-        return flat[pattern.kinds[position]][pattern.number(position, repeat)]
+        return flat[pattern.kinds[position]][pattern.layer_index(position, repeat)]
 
     def _forward_repeat(
         self,
@@ -466,7 +466,7 @@ class _Scan:
             following = ahead
             if position + 1 < pattern.period:
                 following = self._flat_row(flat, pattern, position + 1, repeat)
-            index = pattern.number(position, repeat)
+            index = pattern.layer_index(position, repeat)
             own = layer_slice(unbuffered[kind], index)
             args = unsharded, own, layer_slice(keys[kind], index), x
             (x, layer_stats, layer_residuals), gathered = interleave(
@@ -517,7 +517,7 @@ class _Scan:
             for number, position in enumerate(
                 p for p, kind in enumerate(pattern.kinds) if kind == "moe"
             ):
-                indices += [pattern.number(position, i) for i in range(pattern.repeats)]
+                indices += [pattern.layer_index(position, i) for i in range(pattern.repeats)]
                 stacked = jax.tree.map(lambda s: s[None], last[number])
                 if early is not None:
                     stacked = jax.tree.map(lambda *s: jnp.concatenate(s), early[number], stacked)
@@ -592,7 +592,7 @@ class _Scan:
         """
         bucket = _Bucket()
         for position in reversed(range(pattern.period)):
-            kind, index = pattern.kinds[position], pattern.number(position, repeat)
+            kind, index = pattern.kinds[position], pattern.layer_index(position, repeat)
             before = (
                 self._flat_row(saved.flat, pattern, position - 1, repeat) if position else ahead
             )

@@ -248,7 +248,7 @@ class LayerFunctions:
 
     def _run_dense(self, params: Params, layer: LayerOptions, x_BSD: jax.Array) -> jax.Array:
         block: Block = self._blocks["dense"](self._sharded.cast(params))
-        return block.dense(x_BSD, causal(layer.window.size), self.dtype)
+        return block.apply_dense(x_BSD, causal(layer.window.size), self.dtype)
 
     def route(
         self,

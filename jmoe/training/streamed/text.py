@@ -76,7 +76,7 @@ class StreamedDecoder(StreamedModel[TokenMicroBatch]):
         stacks, whole = STACKS.values(), partial(jax.tree.map, lambda _: REPLICATED)
         self.stack_specs = {name: specs[name] for name in stacks if name in specs}
         self.outside_spec = {
-            name: specs[name] if name in model.embedding.split else whole(shapes)
+            name: specs[name] if name in model.embedding.split_dims else whole(shapes)
             for name, shapes in model.shapes.items()
             if name not in stacks
         }

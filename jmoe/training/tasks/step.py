@@ -46,7 +46,7 @@ from jmoe.mesh import (
     split_over,
 )
 from jmoe.models.functional import split_parameters
-from jmoe.models.vision import PathDraw, VisionTransformer, draw_paths, taken_path
+from jmoe.models.vision import PathDraw, VisionTransformer, draw_paths, likeliest_experts
 from jmoe.offload.expert_state import ReadExperts
 from jmoe.planning.elastic import Layout
 from jmoe.training.expert_packing import ROUNDS, timed_s
@@ -149,7 +149,8 @@ def paths_of(
     everywhere = NamedSharding(mesh, REPLICATED)
     logits = jax.jit(lambda tree: tree, out_shardings=everywhere)(state.params["path_logits"])
     return {
-        name: taken_path(path, logits[name].addressable_data(0)) for name, path in paths.items()
+        name: likeliest_experts(path, logits[name].addressable_data(0))
+        for name, path in paths.items()
     }
 
 

@@ -100,7 +100,7 @@ class StreamedVision(StreamedModel[TaskMicroBatch]):
         draw = None if micro_batch.step is None else draw_of(self._config, micro_batch.step)
         slot_NE = None if self._slots is None else self._slots.slots_local()
         layers = range(len(self._config.model.task_layers))
-        return x_BSD, [module.choices(layer, task_B, draw, slot_NE) for layer in layers]
+        return x_BSD, [module.route_by_task(layer, task_B, draw, slot_NE) for layer in layers]
 
     def layer_options(
         self,

@@ -108,14 +108,14 @@ def estimate_wrongly(runner: MeshRunner) -> None:
 
 def note_popularity(runner: MeshRunner, noted: list[np.ndarray]) -> None:
     """Note how many tokens chose each expert of every layer but the first, step by step."""
-    after, experts = runner.placer.after, runner.residency.index.num_experts
+    correct_placement, experts = runner.placer.correct_placement, runner.residency.index.num_experts
 
     def noting(layer: int, chosen_TK: np.ndarray) -> None:
         if layer:
             noted.append(np.bincount(chosen_TK.ravel(), minlength=experts + 1)[:-1].astype(float))
-        after(layer, chosen_TK)
+        correct_placement(layer, chosen_TK)
 
-    runner.placer.after = noting  # type: ignore[method-assign]
+    runner.placer.correct_placement = noting  # type: ignore[method-assign]
 
 
 def estimate_rightly(runner: MeshRunner, noted: list[np.ndarray]) -> None:

@@ -16,7 +16,7 @@ from jmoe.config import TaskConfig, VisionTrainConfig
 from jmoe.config.vision import PathsConfig
 from jmoe.data.image_batches import ImageBatches
 from jmoe.mesh import BATCH
-from jmoe.models.vision import PathDraw, VisionTransformer, draw_paths, taken_path
+from jmoe.models.vision import PathDraw, VisionTransformer, draw_paths, likeliest_experts
 from jmoe.training.state import TrainState
 from jmoe.training.tasks.layouts import layout_of
 from jmoe.training.tasks.step import VisionTrainer, draw_of
@@ -88,9 +88,9 @@ def test_a_planted_preference_is_learned() -> None:
     for number in range(100):
         logits = step(logits, jnp.int32(number))
     assert {
-        name: taken_path(path, undecided[name]) for name, path in PATHS.items()
+        name: likeliest_experts(path, undecided[name]) for name, path in PATHS.items()
     } == dict.fromkeys(PATHS, (0, 0))
-    assert {name: taken_path(path, logits[name]) for name, path in PATHS.items()} == planted
+    assert {name: likeliest_experts(path, logits[name]) for name, path in PATHS.items()} == planted
     np.testing.assert_array_equal(outputs(logits, None), wanted)
 
 
