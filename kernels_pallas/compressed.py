@@ -57,7 +57,7 @@ def format_of(values: DTypeLike, scales: DTypeLike) -> Format:
 
 def compress(w_KN: np.ndarray, kind: Format) -> tuple[np.ndarray, np.ndarray]:
     """Return (values, scales) of a float matrix. Each value is rounded to the nearest that its
-    block's scale allows.
+    block's scale allows. A block with a value that is not finite stays not finite.
 
     mxfp4: a block's largest magnitude is in [4, 8) times the scale and clipped to 6; weights that
     came from mxfp4 are reproduced exactly. int4, int8, fp8: the scale maps a block's largest
@@ -96,8 +96,10 @@ class _Codec:
 
 def _compress_mxfp4(w_KN: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     blocks = _blocks(w_KN, MXFP4)
-    _, exponents = np.frexp(np.abs(blocks).max(axis=1))
-    scales = np.clip(exponents - 3 + _BIAS, 0, 254).astype(np.uint8)
+    peaks = np.abs(blocks).max(axis=1)
+    _, exponents = np.frexp(peaks)
+    bounded = np.clip(exponents - 3 + _BIAS, 0, 254)
+    scales = np.where(np.isfinite(peaks), bounded, 255).astype(np.uint8)  # 255 is no number
     scaled = blocks * np.ldexp(np.float32(1), _BIAS - scales.astype(np.int32))[:, None]
     # to the nearest code, a tie to the even one, and to 6 beyond the largest
     return _pairs(scaled.astype(_E2M1).view(np.uint8), w_KN.shape), scales

@@ -67,6 +67,19 @@ def test_what_is_kept_and_what_it_means(kind: Format) -> None:
     assert not wide[:128, 0].any()
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@formats
+@pytest.mark.parametrize("damaged", [np.nan, np.inf, -np.inf])
+def test_what_is_no_number_stays_none(kind: Format, damaged: float) -> None:
+    """A damaged weight must not become a number that looks right; no other block has it."""
+    w_KN = weights(shape=(256, 256))
+    w_KN[37, 200] = damaged
+    values, scales = (jnp.asarray(part) for part in compress(w_KN, kind))
+    got = np.asarray(decompress(values, scales, np.float32))
+    assert not np.isfinite(got[37, 200])
+    assert np.isfinite(got[128:]).all() and np.isfinite(got[:, :128]).all()
+
+
 def test_mxfp4_stays_what_it_is() -> None:
     """Bit for bit in value, whatever scales other software chose."""
     rng = np.random.default_rng(0)
