@@ -311,24 +311,42 @@ class RecordStore(Closing):
         """Read one record into `record_bytes` writable bytes at a page-aligned address, and check
         it.
 
-        A damaged or unreadable record is rebuilt by `repair` and written back to the file. Raises
-        `OSError` naming file and record if the file is too short or the repair fails.
+        A damaged or unreadable record is rebuilt by `repair` and written back to the file. A file
+        that its file server no longer knows (ESTALE) is opened again. Raises `OSError` naming file
+        and record if the file is too short or the repair fails.
         """
         if not 0 <= index < self.num_records:
             raise ValueError(f"index = {index}: must be in [0, {self.num_records})")
         check_buffer(record_R, self.layout.record_bytes)
-        first_byte = index * self.layout.record_bytes
         try:
-            read_all(self._fd, record_R, first_byte, self.path, f"reading record {index}")
+            self._read(index, record_R)
             if checksum(record_R) == self._sums_N[index]:
                 return
             why = "its content is not what was written"
         except OSError as error:
-            was_cut = os.fstat(self._fd).st_size != self.num_records * self.layout.record_bytes
-            if was_cut or self._repair is None:
+            if self._repair is None or self._was_cut():
                 raise
             why = str(error.strerror)
         self._mend(index, record_R, why)
+
+    def _read(self, index: int, record_R: NDArray[np.uint8]) -> None:
+        where = index * self.layout.record_bytes, self.path, f"reading record {index}"
+        try:
+            read_all(self._fd, record_R, *where)
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+            again, _ = _open_for_reading(self.path)
+            os.dup2(again, self._fd, inheritable=False)  # at once for all threads
+            os.close(again)
+            read_all(self._fd, record_R, *where)
+
+    def _was_cut(self) -> bool:
+        """Return whether the file has not its size any more; False if nobody can tell."""
+        try:
+            return os.fstat(self._fd).st_size != self.num_records * self.layout.record_bytes
+        except OSError:
+            return False
 
     def map_records(self) -> HostRecords:
         """Return all records, mapped without a copy, valid while the store is open.

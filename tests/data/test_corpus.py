@@ -111,6 +111,30 @@ def test_a_shard_on_fuse(tmp_path: Path, lack: Lack) -> None:
         assert not shard.ids.flags.writeable
 
 
+def test_a_shard_that_is_cut_while_it_is_read_is_named(tmp_path: Path) -> None:
+    """As one whose disk fails: the mapping would end the process with SIGBUS, without a word."""
+    path = write_shard(tmp_path / "a.bin", list(range(1, 250)) * 4000)
+    code = """if True:
+        import os, sys
+        from pathlib import Path
+        from jmoe.data.shards import open_shard
+        shard = open_shard(Path(sys.argv[1]))
+        os.truncate(sys.argv[1], 100_000)
+        shard.blocks.check(0, 1000)
+        for check in (
+            lambda: shard.blocks.check(900_000, 900_100),
+            lambda: shard.blocks.check_all(shard.header),
+        ):
+            try:
+                check()
+            except OSError as error:
+                print(error)
+    """
+    done = finish(start(code, path))
+    assert done.count("cannot be read: the disk or its server fails, or the file was cut") == 2
+    assert done.count(str(path)) == 2
+
+
 def test_failed_shard_leaves_nothing(tmp_path: Path) -> None:
     with (
         pytest.raises(OverflowError),

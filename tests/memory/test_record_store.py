@@ -324,6 +324,38 @@ def test_a_record_that_the_disk_cannot_read_is_mended(
             check_content(mending)
 
 
+def test_a_file_that_its_server_no_longer_knows_is_opened_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on NFS, once the server has started anew; of a file that is gone, records come from their
+    source.
+    """
+    real, stale = {name: getattr(os, name) for name in ("preadv", "fstat", "open")}, [True]
+
+    def known_again(*arguments: Any, **options: Any) -> int:
+        stale[0] = False
+        return real["open"](*arguments, **options)
+
+    def refused_to_old(name: str) -> Any:
+        def call(*arguments: Any) -> Any:
+            if stale[0]:
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+            return real[name](*arguments)
+
+        return call
+
+    with pack(tmp_path, repair=fill) as store, monkeypatch.context() as patch:
+        for name in ("preadv", "fstat"):
+            patch.setattr(os, name, refused_to_old(name))
+        patch.setattr(os, "open", known_again)
+        check_content(store)
+        assert not stale[0]
+        store.path.unlink()
+        stale[0] = True
+        patch.setattr(os, "open", real["open"])
+        check_content(store)
+
+
 def test_a_damaged_record_that_cannot_be_mended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
