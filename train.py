@@ -36,7 +36,7 @@ from jmoe.config.cluster import read_cluster
 from jmoe.data.corpus import OtherTextError, Role, discard, prepare, publish
 from jmoe.data.loader import train_batches
 from jmoe.data.progress import PreparingData
-from jmoe.deploy.model_folder import merge_apart
+from jmoe.deploy.model_folder import merge_in_subprocess
 from jmoe.inference.teacher import Teacher, teacher_fingerprint
 from jmoe.mesh import devices_of_hosts, make_mesh
 from jmoe.models.tokenizer_file import TOKENIZER
@@ -167,7 +167,7 @@ def main(arguments: Sequence[str]) -> None:
         and config.init_from
         and is_run(Path(config.init_from).expanduser())
     ):
-        merge_apart(config.init_from, "init_from")
+        merge_in_subprocess(config.init_from, "init_from")
     config = with_pretrained_model(config)
     if config.cluster:
         cluster = read_cluster(Path(config.cluster))

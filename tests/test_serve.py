@@ -14,7 +14,7 @@ import pytest
 
 import serve
 from jmoe.config.engine import EngineConfig
-from jmoe.deploy.merge import merge_run
+from jmoe.deploy.merge import merge_run_to_hugging_face
 from jmoe.deploy.model_folder import hugging_face_folder
 from jmoe.inference.engine import Engine
 from jmoe.programs import generate
@@ -260,7 +260,7 @@ def test_a_step_that_was_trained_again_is_merged_again(
     again = ("--num-steps", 5, "--optimizer.weight-decay", 0.3)
     done = run_python(runs.command(output_dir, *again, data=runs.text), env=runs.environment())
     assert done.returncode == 0, done.stderr
-    merge_run(output_dir, tmp_path / "expected")
+    merge_run_to_hugging_face(output_dir, tmp_path / "expected")
     with hugging_face_folder(output_dir, print) as folder:
         served = (folder / "model.safetensors").read_bytes()
     assert served == (tmp_path / "expected" / "model.safetensors").read_bytes() != first

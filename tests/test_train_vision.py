@@ -9,7 +9,7 @@ import pytest
 
 from jmoe.command_line import parse_train
 from jmoe.configs import PRESETS
-from jmoe.deploy.merge import merge_run
+from jmoe.deploy.merge import merge_run_to_hugging_face
 from jmoe.run.metrics import read_events, read_metrics
 from tests.train_runs import Run, TrainRuns
 
@@ -95,7 +95,7 @@ def test_a_run_resumes_and_ends_with_a_table_and_a_picture(
     assert idle["step"] == 4 and idle["planned"] == [0.0]
     assert len(idle["idle"]) == 1 and 0 <= idle["idle"][0] < 1
     with pytest.raises(ValueError, match="learned image tasks: must be a run of a language model"):
-        merge_run(tmp_path / "whole", tmp_path / "merged")
+        merge_run_to_hugging_face(tmp_path / "whole", tmp_path / "merged")
 
 
 def test_the_plan_draws_who_runs_where(run_python: Run) -> None:

@@ -50,7 +50,7 @@ from jmoe.config import VisionTrainConfig
 from jmoe.configs.ufo import ufo_tiny
 from jmoe.data.image_batches import ImageBatches, held_out_batches
 from jmoe.data.images import ImageTask, load_task
-from jmoe.deploy.extract import path_config
+from jmoe.deploy.extract import path_model_config
 from jmoe.planning.elastic import Layout, plan
 
 WIDE_STEPS = 4
@@ -96,7 +96,9 @@ def config_of(a: argparse.Namespace) -> VisionTrainConfig:
 def dense_config(config: VisionTrainConfig, name: str) -> VisionTrainConfig:
     """Return one task's dense model, with the parameters that a patch meets on the task's path."""
     layers = tuple(range(config.model.num_hidden_layers))
-    model = dataclasses.replace(path_config(config.model), mlp_only_layers=layers, num_experts=0)
+    model = dataclasses.replace(
+        path_model_config(config.model), mlp_only_layers=layers, num_experts=0
+    )
     task = dataclasses.replace(config.tasks[name], path=())
     return dataclasses.replace(config, model=model, tasks={name: task})
 

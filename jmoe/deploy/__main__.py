@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import get_args
 
 from jmoe.config.engine import EngineConfig
-from jmoe.deploy.cut import check_new_folder
+from jmoe.deploy.cut import check_empty_or_new
 from jmoe.deploy.expert_layouts import LAYOUTS
 from jmoe.deploy.lower import PREFILL_TOKENS
 from jmoe.deploy.model_folder import hugging_face_folder
 from jmoe.deploy.prune import LENGTH, MAX_TOKENS
-from jmoe.deploy.stages import Distilling, Stages, deploy
+from jmoe.deploy.stages import DistilStage, Stages, deploy
 from jmoe.planning.segmentation import SegmentBy
 from jmoe.runtime import end_at_once_on_interrupt, reexec_with_env
 
@@ -102,7 +102,7 @@ def main(arguments: list[str]) -> None:
     known, train = parser.parse_known_args(arguments)
     options = vars(known)
     model, out, say = options.pop("model"), options.pop("out"), partial(print, flush=True)
-    check_new_folder(out)
+    check_empty_or_new(out)
     distil = {
         name: options.pop(f"distil_{name}")
         for name in ("steps", "experts", "layers", "run", "preset")
@@ -117,7 +117,7 @@ def main(arguments: list[str]) -> None:
     if distil["steps"] is not None:
         train += ["--sequence-length", str(length)] if length is not None else []
         distil["run"] = distil["run"] or out.with_name(f"{out.name}.student")
-        options["distil"] = Distilling(**distil, train=tuple(train))
+        options["distil"] = DistilStage(**distil, train=tuple(train))
     default = PREFILL_TOKENS if options["portable"] else EngineConfig.prefill_chunk_tokens
     chunk = options.pop("prefill_chunk_tokens")
     sizes = {name: options.pop(name) for name in ("max_batch", "max_seq_len", "dtype")}

@@ -23,9 +23,9 @@ from jax.experimental.compilation_cache import compilation_cache
 from jmoe.command_line import answer_early, parse_bundle
 from jmoe.config import check
 from jmoe.config.engine import EngineConfig, EngineMesh
-from jmoe.deploy.cut import check_new_folder, copy_files, files_of_model, new_folder
+from jmoe.deploy.cut import check_empty_or_new, copy_files, creating_folder, model_file_names
 from jmoe.deploy.model_folder import hugging_face_folder
-from jmoe.deploy.portable import PLAN, check_files, listed_files, plan_text, read_plan
+from jmoe.deploy.portable import PLAN, check_files, describe_files, plan_text, read_plan
 from jmoe.inference.engine import Engine
 from jmoe.inference.loading import (
     open_checkpoint,
@@ -88,17 +88,17 @@ def bundle(folder: Path, out: Path, options: EngineConfig, say: Callable[[str], 
 
     Raises ValueError naming the option, before anything is compiled or written.
     """
-    check_new_folder(out)
-    options, segments = _resolved(folder, options)
+    check_empty_or_new(out)
+    options, segments = _resolve_options_and_segments(folder, options)
     tokenizer_file(folder)
-    with new_folder(out) as partly:
+    with creating_folder(out) as partly:
         with status("copying the model", say):
             (partly / MODEL).mkdir()
-            copy_files(folder, partly / MODEL, files_of_model(folder))
+            copy_files(folder, partly / MODEL, model_file_names(folder))
         jax.clear_caches()  # programs compiled earlier in this process would not be written
         with (
             status("compiling", say),
-            _programs_in(partly / PROGRAMS),
+            _writing_programs_to(partly / PROGRAMS),
             Engine(partly / MODEL, options) as engine,
         ):
             engine.compile_for_service()
@@ -110,22 +110,24 @@ def bundle(folder: Path, out: Path, options: EngineConfig, say: Callable[[str], 
             plan = {
                 "form": BUNDLE,
                 "native": native.sources_digest() if options.native == "on" else None,
-                "versions": _versions(),
-                "device": _device(),
-                "engine": asdict(_without_places(options)),
+                "versions": _jax_versions(),
+                "device": _describe_device(),
+                "engine": asdict(_without_paths(options)),
                 "segments": segments,
-                "files": listed_files(partly),
+                "files": describe_files(partly),
             }
         replace_text(partly / PLAN, plan_text(plan))
         return len(list((partly / PROGRAMS).glob("*-cache")))
 
 
-def _without_places(options: EngineConfig) -> EngineConfig:
+def _without_paths(options: EngineConfig) -> EngineConfig:
     """Return the options without paths of this machine."""
     return replace(options, cache_dir=None, mesh=replace(options.mesh, segments=None))
 
 
-def _resolved(folder: Path, options: EngineConfig) -> tuple[EngineConfig, Segments | None]:
+def _resolve_options_and_segments(
+    folder: Path, options: EngineConfig
+) -> tuple[EngineConfig, Segments | None]:
     """Return (the options with automatic choices made, experts [device][layer] or None).
 
     With these options every machine makes the same programs. The second result is set if several
@@ -150,21 +152,21 @@ def _resolved(folder: Path, options: EngineConfig) -> tuple[EngineConfig, Segmen
 
 
 @contextlib.contextmanager
-def _programs_in(folder: Path) -> Iterator[None]:
+def _writing_programs_to(folder: Path) -> Iterator[None]:
     """Make JAX write every program compiled in this context, and nothing else, to a folder.
 
     A write that fails, as on a full disk, raises; by default JAX would warn and leave a truncated
     file.
     """
     settings = {"jax_compilation_cache_dir": str(folder), "jax_raise_persistent_cache_errors": True}
-    before = _set_cache(settings | _SETTINGS)
+    before = _swap_cache_options(settings | _SETTINGS)
     try:
         yield
     finally:
-        _set_cache(before)
+        _swap_cache_options(before)
 
 
-def _set_cache(settings: JsonObject) -> JsonObject:
+def _swap_cache_options(settings: JsonObject) -> JsonObject:
     """Set the options of JAX's compilation cache; return their previous values."""
     before = {name: jax.config.values[name] for name in settings}
     for name, value in settings.items():
@@ -173,11 +175,12 @@ def _set_cache(settings: JsonObject) -> JsonObject:
     return before
 
 
-def _versions() -> dict[str, str]:
+def _jax_versions() -> dict[str, str]:
     return {name: version(name) for name in ("jax", "jaxlib")}
 
 
-def _device() -> JsonObject:
+def _describe_device() -> JsonObject:
+    """Return platform, kind and, of a CPU, instruction sets of the first device."""
     device = jax.devices()[0]
     lines: list[str] = []
     if device.platform == "cpu":
@@ -222,9 +225,9 @@ class OpenBundle(Closing):
             raise ValueError(
                 f"{path / PLAN}: is damaged or of another version of jmoe: {error!r}"
             ) from error
-        self.model, self.engine = path / MODEL, _combined(engine, kept)
+        self.model, self.engine = path / MODEL, _combine_options(engine, kept)
         check(
-            kept == _without_places(kept),
+            kept == _without_paths(kept),
             f"{path / PLAN}: engine",
             plan["engine"],
             "must name no place on a machine",
@@ -234,10 +237,10 @@ class OpenBundle(Closing):
                 self.engine, mesh=replace(self.engine.mesh, segments=str(path / PLAN))
             )
         check_files(path, plan["files"], contents=check_contents)
-        _check_nothing_added(path, plan["files"])
+        _check_no_unlisted_files(path, plan["files"])
         self.read = self.requests = 0
         self._before: JsonObject = {}
-        jax.monitoring.register_event_listener(self._count)
+        jax.monitoring.register_event_listener(self._count_program)
         if jax.process_count() > 1:  # the bundle's programs are for a single process
             return
         library = path / PROGRAMS / NATIVE
@@ -245,29 +248,31 @@ class OpenBundle(Closing):
             native.take_built(library)
         # JAX must not add programs to a folder with checksums
         settings = _SETTINGS | {"jax_persistent_cache_min_compile_time_secs": NEVER_S}
-        self._before = _set_cache({"jax_compilation_cache_dir": str(path / PROGRAMS)} | settings)
+        self._before = _swap_cache_options(
+            {"jax_compilation_cache_dir": str(path / PROGRAMS)} | settings
+        )
 
-    def _count(self, event: str, **_: object) -> None:
+    def _count_program(self, event: str, **_: object) -> None:
         self.read += event == "/jax/compilation_cache/cache_hits"
         self.requests += event == "/jax/compilation_cache/compile_requests_use_cache"
 
     @property
-    def compiled(self) -> int:
+    def num_compiled(self) -> int:
         """Number of programs so far that were compiled because the bundle does not have them."""
         return self.requests - self.read
 
     def __str__(self) -> str:
         if not self._before:
             return f"{self.requests} programs for several processes, none from the bundle"
-        return f"{self.read} programs from the bundle, {self.compiled} compiled"
+        return f"{self.read} programs from the bundle, {self.num_compiled} compiled"
 
     def close(self) -> None:
         """Restore JAX's compilation cache and stop counting programs."""
-        _set_cache(self._before)
-        jax.monitoring.unregister_event_listener(self._count)
+        _swap_cache_options(self._before)
+        jax.monitoring.unregister_event_listener(self._count_program)
 
 
-def _check_nothing_added(folder: Path, files: Mapping[str, Json]) -> None:
+def _check_no_unlisted_files(folder: Path, files: Mapping[str, Json]) -> None:
     """Raise ValueError naming a file in the bundle that plan.json does not list, such as a program
     or a chat template, which would otherwise be used unchecked.
     """
@@ -286,12 +291,12 @@ def _check_machine(file: Path, plan: JsonObject) -> None:
     """Raise ValueError unless the JAX versions, the device and its instruction sets are those that
     the programs need.
     """
-    for name, here in _versions().items():
+    for name, here in _jax_versions().items():
         if (needed := plan["versions"][name]) != here:
             raise ValueError(
                 f"{file}: needs {name} {needed}, this is {here}; make the bundle again here"
             )
-    device, wanted = _device(), plan["device"]
+    device, wanted = _describe_device(), plan["device"]
     if (device["platform"], device["kind"]) != (wanted["platform"], wanted["kind"]):
         is_here, needs = (f"{one['platform']} {one['kind']}" for one in (device, wanted))
         raise ValueError(
@@ -303,13 +308,13 @@ def _check_machine(file: Path, plan: JsonObject) -> None:
         )
 
 
-def _combined(asked: EngineConfig, kept: EngineConfig) -> EngineConfig:
+def _combine_options(asked: EngineConfig, bundled: EngineConfig) -> EngineConfig:
     """Return the bundle's options with this machine's `cache_dir`. Raises ValueError naming an
     option that differs from the bundle's.
     """
     default = EngineConfig()
     for field in fields(EngineConfig):
-        value, own = getattr(asked, field.name), getattr(kept, field.name)
+        value, own = getattr(asked, field.name), getattr(bundled, field.name)
         fits = field.name == "cache_dir" or value in (own, getattr(default, field.name))
         check(
             fits,
@@ -317,17 +322,17 @@ def _combined(asked: EngineConfig, kept: EngineConfig) -> EngineConfig:
             value,
             f"must be {own}, which the bundle's programs are made for, or left out",
         )
-    return replace(kept, cache_dir=asked.cache_dir)
+    return replace(bundled, cache_dir=asked.cache_dir)
 
 
 def main() -> None:
     """Run the command line."""
     options = answer_early(lambda: parse_bundle(sys.argv[1:]))
     out, say = Path(options.out).expanduser(), partial(print, flush=True)
-    check_new_folder(out)
+    check_empty_or_new(out)
     with hugging_face_folder(options.model, say, "MODEL") as folder:
         programs = bundle(folder, out, options.engine, say)
-    device = _device()
+    device = _describe_device()
     say(
         f"{out}: {programs} programs for {device['platform']} {device['kind']} and JAX"
         f" {jax.__version__}"

@@ -38,7 +38,7 @@ class CalibrationText:
         return mean_loss * predicted / math.log(2) / self.held_out_bytes
 
 
-def windows_of(tokens: Tokens, length: int) -> Tokens:
+def overlapping_windows(tokens: Tokens, length: int) -> Tokens:
     """Return [B, length + 1]. Neighbouring windows share one token; a last partial window is
     dropped.
     """
@@ -76,18 +76,26 @@ def read_calibration_text(
     tokens = np.array(ids[:max_tokens], np.int32)
     check(len(tokens) >= needed, "text", pattern, f"has {len(tokens)} tokens: {constraint}")
     held_out = max(length + 1, int(HELD_OUT_SHARE * len(tokens)))
-    tail = windows_of(tokens[-held_out:], length)
+    tail = overlapping_windows(tokens[-held_out:], length)
     predicted = tail[:, 1:].reshape(-1).tolist()
     text = loaded.tokenizer.decode(predicted, skip_special_tokens=True)
-    return CalibrationText(windows_of(tokens[:-held_out], length), tail, max(1, len(text.encode())))
+    return CalibrationText(
+        overlapping_windows(tokens[:-held_out], length), tail, max(1, len(text.encode()))
+    )
 
 
-def text_for(model: LazyCheckpoint, pattern: str, length: int, max_tokens: int) -> CalibrationText:
+def calibration_text_for(
+    checkpoint: LazyCheckpoint, pattern: str, length: int, max_tokens: int
+) -> CalibrationText:
     """Return `read_calibration_text` in windows of `length` tokens, or of the model's number of
     positions if that is smaller.
     """
     check(length >= 2, "sequence_length", length, "must be at least 2")
-    length = min(length, model.max_positions)
+    length = min(length, checkpoint.max_positions)
     return read_calibration_text(
-        model.folder, pattern, model.config.vocab_size, length=length, max_tokens=max_tokens
+        checkpoint.folder,
+        pattern,
+        checkpoint.config.vocab_size,
+        length=length,
+        max_tokens=max_tokens,
     )

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from jmoe.config import ModelConfig, check
-from jmoe.deploy.cut import check_new_folder, new_model_folder, weight_bytes
+from jmoe.deploy.cut import check_empty_or_new, creating_model_folder, weight_bytes
 from jmoe.deploy.expert_layouts import LAYOUTS, ExpertLayout, expert_layout
 from jmoe.deploy.model_folder import hugging_face_folder
 from jmoe.models.huggingface import family_of, model_config
@@ -40,7 +40,7 @@ from jmoe.types import JsonObject
 from kernels_pallas.formats import FP8, MXFP4
 
 
-class _Matrices:
+class _CompressedMatrix:
     """The tensors of one compressed matrix, or of the stacked matrices of all experts of a layer,
     computed when the first of them is written.
 
@@ -48,7 +48,7 @@ class _Matrices:
     """
 
     def __init__(
-        self, source: "_Source", piece: Piece, parameter: Parameter, layout: ExpertLayout
+        self, source: "_SourceModel", piece: Piece, parameter: Parameter, layout: ExpertLayout
     ) -> None:
         self._model = source
         self._piece = piece
@@ -65,47 +65,49 @@ class _Matrices:
     def new_tensors(self) -> list[NewTensor]:
         """Return the tensors. Write each once, in this order."""
         return [
-            NewTensor(self._piece.name + end, dtype, shape, partial(self._tensor, end))
+            NewTensor(self._piece.name + end, dtype, shape, partial(self._take_tensor, end))
             for end, (shape, dtype) in self._fields.items()
         ]
 
-    def _tensor(self, end: str) -> np.ndarray:
+    def _take_tensor(self, suffix: str) -> np.ndarray:
         if not self._made:
-            self._made = self._make()
-        return self._made.pop(end)
+            self._made = self._compute_tensors()
+        return self._made.pop(suffix)
 
-    def _make(self) -> dict[str, np.ndarray]:
+    def _compute_tensors(self) -> dict[str, np.ndarray]:
         rows = self._piece.shape[-2]
-        if self._model.form(self._piece) is not None:
-            return self._mxfp4_to_fp8(rows)
+        if self._model.compressed_format(self._piece) is not None:
+            return self._convert_mxfp4_to_fp8(rows)
         stored = self._model.stored[self._piece.name]
         if not self._source.stacked:
-            matrix = self._matrix(stored, 0, rows)
-            return self._layout.tensors(matrix.T if self._source.transposed else matrix)
+            matrix = self._read_finite_rows(stored, 0, rows)
+            return self._layout.compress_matrix(matrix.T if self._source.transposed else matrix)
         made = {end: np.empty(shape, dtype) for end, (shape, dtype) in self._fields.items()}
         for expert in range(stored.shape[0]):
-            for end, part in self._layout.tensors(
-                self._matrix(stored, expert * rows, (expert + 1) * rows)
+            for end, part in self._layout.compress_matrix(
+                self._read_finite_rows(stored, expert * rows, (expert + 1) * rows)
             ).items():
                 made[end][expert] = part
         return made
 
-    def _matrix(self, stored: StoredTensor, start: int, end: int) -> np.ndarray:
-        matrix = self._model.rows(stored, start, end)
+    def _read_finite_rows(self, stored: StoredTensor, start: int, end: int) -> np.ndarray:
+        matrix = self._model.read_rows(stored, start, end)
         if not np.isfinite(matrix).all():
             raise stored.error("has values that are not finite: it cannot be compressed")
         return matrix
 
-    def _mxfp4_to_fp8(self, rows: int) -> dict[str, np.ndarray]:
+    def _convert_mxfp4_to_fp8(self, num_rows: int) -> dict[str, np.ndarray]:
         """Return the fp8 tensors of an MXFP4 matrix. Raises ValueError if fp8 cannot represent it
         exactly.
         """
-        form = self._model.form(self._piece)
+        form = self._model.compressed_format(self._piece)
         assert form is not None
         matrix_NK = form.decompress(
-            *form.read_compressed(self._model.rows, self._model.stored, self._piece.name, 0, rows)
+            *form.read_compressed(
+                self._model.read_rows, self._model.stored, self._piece.name, 0, num_rows
+            )
         )
-        made = self._layout.tensors(matrix_NK.T)
+        made = self._layout.compress_matrix(matrix_NK.T)
         values, scales = made.values()
         if not np.array_equal(
             Fp8Blocks().decompress(values, np.repeat(scales, FP8.block, axis=0)), matrix_NK
@@ -118,22 +120,22 @@ class _Matrices:
         return made
 
 
-class _Source:
+class _SourceModel:
     """The tensors of the model to compress."""
 
     def __init__(self, stored: Mapping[str, StoredTensor], reader: TensorReader) -> None:
         self.stored, self._reader = stored, reader
 
-    def form(self, piece: Piece) -> StoredFormat | None:
+    def compressed_format(self, piece: Piece) -> StoredFormat | None:
         """Return the format in which a matrix is already compressed; None if it is not."""
         return format_of_matrix(self.stored, piece.name, piece.shape)
 
-    def first(self, piece: Piece) -> str:
+    def first_tensor_name(self, piece: Piece) -> str:
         """Return the name of a matrix's first tensor, which may be one of several."""
-        form = self.form(piece)
+        form = self.compressed_format(piece)
         return piece.name if form is None else form.tensor_names(piece.name)[0]
 
-    def rows(self, tensor: StoredTensor, start: int, end: int) -> np.ndarray:
+    def read_rows(self, tensor: StoredTensor, start: int, end: int) -> np.ndarray:
         """Return rows start..end of a tensor (its leading dimensions flattened), in the stored
         dtype.
         """
@@ -142,13 +144,13 @@ class _Source:
             out[first - start : last - start] = rows
         return out
 
-    def as_stored(self, tensor: StoredTensor) -> NewTensor:
+    def unchanged_copy(self, tensor: StoredTensor) -> NewTensor:
         """Return an unchanged copy of a tensor, which is read only when it is written."""
 
-        def read() -> np.ndarray:
-            return self.rows(tensor, 0, math.prod(tensor.shape[:-1])).reshape(tensor.shape)
+        def read_whole() -> np.ndarray:
+            return self.read_rows(tensor, 0, math.prod(tensor.shape[:-1])).reshape(tensor.shape)
 
-        return NewTensor(tensor.name, DTYPES[tensor.dtype], tensor.shape, read)
+        return NewTensor(tensor.name, DTYPES[tensor.dtype], tensor.shape, read_whole)
 
     def check_uncompressed(
         self, fields: JsonObject, matrices: Sequence[tuple[Piece, Parameter]], experts: str
@@ -157,7 +159,9 @@ class _Source:
         become fp8.
         """
         forms = [
-            (form, piece, p) for piece, p in matrices if (form := self.form(piece)) is not None
+            (form, piece, p)
+            for piece, p in matrices
+            if (form := self.compressed_format(piece)) is not None
         ]
         is_mxfp4 = all(
             p.experts and form.memory_format(self.stored, piece.name) is MXFP4
@@ -176,7 +180,7 @@ class _Source:
             )
             check(not value, name, said, constraint + repr(FP8.name))
         for piece, _ in matrices:
-            if piece.name not in self.stored or self.form(piece) is not None:
+            if piece.name not in self.stored or self.compressed_format(piece) is not None:
                 tensor = next(
                     tensor for name, tensor in self.stored.items() if name.startswith(piece.name)
                 )
@@ -200,7 +204,7 @@ def compress_model(folder: Path, out: Path, experts: str) -> None:
     Raises ValueError naming the option, field or tensor, before anything is written.
     """
     check(experts in LAYOUTS, "experts", experts, f"must be one of {', '.join(LAYOUTS)}")
-    check_new_folder(out)
+    check_empty_or_new(out)
     fields = read_config(folder)
     config, family = model_config(fields), family_of(fields)
     layout = expert_layout(experts, family)
@@ -218,26 +222,30 @@ def compress_model(folder: Path, out: Path, experts: str) -> None:
         for piece, p in matrices
         if p.source.transposed and not p.experts
     }
-    changed: JsonObject = {"quantization_config": layout.quantization(sorted(linear | {"lm_head"}))}
+    changed: JsonObject = {
+        "quantization_config": layout.quantization_config(sorted(linear | {"lm_head"}))
+    }
     if config.kv_lora_rank is not None:
         # multi-token-prediction layers are not written
         changed["num_nextn_predict_layers"] = 0
     fields_left = {name: value for name, value in fields.items() if name not in COMPRESSION_FIELDS}
     with TensorReader() as reader:
-        source = _Source(stored, reader)
+        source = _SourceModel(stored, reader)
         source.check_uncompressed(fields, matrices, experts)
         check_sizes(config, layout, experts)
-        by_tensor = {source.first(piece): (piece, parameter) for piece, parameter in matrices}
-        with new_model_folder(out, folder) as partial_folder:
+        by_tensor = {
+            source.first_tensor_name(piece): (piece, parameter) for piece, parameter in matrices
+        }
+        with creating_model_folder(out, folder) as partial_folder:
             tensors: list[NewTensor] = []
             for tensor in stored.values():  # in file order, so that reads are sequential
                 if tensor.name not in by_tensor:
                     continue
                 piece, parameter = by_tensor[tensor.name]
                 if parameter.experts and len(parameter.matrix) == 2:
-                    tensors += _Matrices(source, piece, parameter, layout).new_tensors()
+                    tensors += _CompressedMatrix(source, piece, parameter, layout).new_tensors()
                 else:
-                    tensors.append(source.as_stored(tensor))
+                    tensors.append(source.unchanged_copy(tensor))
             write_safetensors(partial_folder, tensors, MAX_SHARD_BYTES)
             replace_text(
                 partial_folder / "config.json", json.dumps(fields_left | changed, indent=2) + "\n"
@@ -268,7 +276,7 @@ def main(arguments: list[str]) -> None:
     )
     options = parser.parse_args(arguments)
     say = partial(print, flush=True)
-    check_new_folder(options.out)
+    check_empty_or_new(options.out)
     with hugging_face_folder(options.model, say, "MODEL") as folder:
         with status(f"writing {options.out}", say):
             compress_model(folder, options.out, options.experts)

@@ -1,7 +1,7 @@
 """Write a smaller model with some of a larger model's layers and experts, one expert at a time.
 
-`prune` and `distil` call `write_cut`. Every stage that writes a folder uses `new_folder`, which
-creates it whole or not at all.
+`prune` and `distil` call `write_cut_model`. Every stage that writes a folder uses
+`creating_folder`, which creates it whole or not at all.
 
 Legend: N kept layers with experts, n experts of each, D hidden, F expert hidden.
 """
@@ -32,7 +32,7 @@ ReadExpert = Callable[[str, int, int], np.ndarray]
 WEIGHTS = (".safetensors", ".index.json")
 
 
-def check_new_folder(folder: Path, name: str = "out") -> None:
+def check_empty_or_new(folder: Path, name: str = "out") -> None:
     """Raise ValueError naming the option `name` unless the folder is empty or can be created."""
     check(
         folder.name not in ("", ".."),
@@ -59,11 +59,11 @@ def weight_bytes(folder: Path) -> int:
 
 
 @contextmanager
-def new_folder(out: Path) -> Iterator[Path]:
+def creating_folder(out: Path) -> Iterator[Path]:
     """Yield a hidden folder beside `out`, which is renamed to `out` when the block ends. After an
     error nothing remains.
     """
-    with own_folder(out.with_name(f".{out.name}.partial"), out) as partial:
+    with scratch_folder(out.with_name(f".{out.name}.partial"), out) as partial:
         yield partial
         fsync_all(partial)
         if out.exists():
@@ -73,7 +73,7 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def own_folder(folder: Path, out: Path) -> Iterator[Path]:
+def scratch_folder(folder: Path, out: Path) -> Iterator[Path]:
     """Yield an empty folder `folder` for this process; delete whatever is left of it when the block
     ends.
 
@@ -84,7 +84,7 @@ def own_folder(folder: Path, out: Path) -> Iterator[Path]:
     descriptor, is_own = -1, True
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        is_own = _lock(descriptor)
+        is_own = _try_lock(descriptor)
         check(is_own, "out", str(out), f"another process is writing it, in {folder}")
         for leftover in folder.iterdir():
             if leftover.is_dir():
@@ -104,7 +104,7 @@ def own_folder(folder: Path, out: Path) -> Iterator[Path]:
             os.close(descriptor)
 
 
-def _lock(descriptor: int) -> bool:
+def _try_lock(descriptor: int) -> bool:
     """Lock a folder for this process until the descriptor is closed; return False if another
     process holds the lock.
     """
@@ -118,23 +118,23 @@ def _lock(descriptor: int) -> bool:
 
 
 @contextmanager
-def new_model_folder(out: Path, source: Path) -> Iterator[Path]:
-    """Yield a `new_folder` for a model's configuration and weights; at the end copy the other files
-    of `source` into it, such as the tokenizer.
+def creating_model_folder(out: Path, source: Path) -> Iterator[Path]:
+    """Yield a `creating_folder` for a model's configuration and weights; at the end copy the other
+    files of `source` into it, such as the tokenizer.
     """
-    with new_folder(out) as partial:
+    with creating_folder(out) as partial:
         yield partial
         copy_beside_weights(source, partial)
 
 
 def copy_beside_weights(source: Path, target: Path) -> None:
     """Copy a Hugging Face folder's files except weights and config.json, such as the tokenizer."""
-    names = files_of_model(source)
+    names = model_file_names(source)
     beside = (name for name in names if not name.endswith(WEIGHTS) and name != "config.json")
     copy_files(source, target, beside)
 
 
-def files_of_model(folder: Path) -> list[str]:
+def model_file_names(folder: Path) -> list[str]:
     """Return the names, relative to a Hugging Face folder, of its files and additional chat
     templates.
     """
@@ -176,7 +176,7 @@ def cut_config(
     )
 
 
-def write_cut(
+def write_cut_model(
     source: LazyCheckpoint,
     out: Path,
     config: ModelConfig,
@@ -201,7 +201,7 @@ def write_cut(
     arrays: dict[Names, jax.Array | StoredExperts] = {
         path: array for path, array in rest.items() if path[0] not in STACKS.values()
     }
-    for path in _paths_of_stacks(rest, dense):
+    for path in _stacked_array_paths(rest, dense):
         mine = [n for n, layer in enumerate(config.layers) if layer.stack == path[0]]
         parts = []
         for n in mine:
@@ -215,16 +215,16 @@ def write_cut(
             arrays[path] = jnp.stack(parts)
     for path, dtype in source.wide_expert_dtypes.items():
 
-        def one(layer: int, expert: int, name: str = path[-1]) -> np.ndarray:
+        def read_kept_expert(layer: int, expert: int, name: str = path[-1]) -> np.ndarray:
             return read(name, records[layer], int(kept_Nn[layer, expert]))
 
-        arrays[path] = StoredExperts(one, dtype)
+        arrays[path] = StoredExperts(read_kept_expert, dtype)
     assert whole.num_moe_layers >= config.num_moe_layers == len(kept_Nn)
-    with new_model_folder(out, source.folder) as partial:
+    with creating_model_folder(out, source.folder) as partial:
         write_pretrained(partial, config, arrays, described)
 
 
-def _paths_of_stacks(
+def _stacked_array_paths(
     rest: Mapping[Names, jax.Array], dense: Mapping[int, Mapping[str, np.ndarray]]
 ) -> list[Names]:
     """Return the paths of all stacked arrays of the new model, including those of layers that

@@ -20,8 +20,8 @@ Arrays = Mapping[str, np.ndarray]
 DenseFrom = Literal["most_used", "average"]
 
 
-def dense_sizes(teacher: ModelConfig, has_dense: bool) -> tuple[int, int]:
-    """Return (hidden size of a dense layer, number of experts that it joins).
+def dense_width_and_experts(teacher: ModelConfig, has_dense: bool) -> tuple[int, int]:
+    """Return (hidden size of a dense layer made of experts, number of experts that it joins).
 
     has_dense: the student has other dense layers; the new layer then has their size, else that of
     the shared expert and one expert. Raises ValueError naming the field if no such layer exists.
@@ -45,23 +45,27 @@ def dense_sizes(teacher: ModelConfig, has_dense: bool) -> tuple[int, int]:
 
 
 def dense_mlp(
-    source: LazyCheckpoint, layer: int, use_NE: NDArray[np.int64], count: int, made_from: DenseFrom
+    source: LazyCheckpoint,
+    layer: int,
+    use_NE: NDArray[np.int64],
+    num_experts: int,
+    made_from: DenseFrom,
 ) -> dict[str, np.ndarray]:
     """Return the arrays of an MLP for one layer with experts: its shared expert joined with its
-    `count` most used experts.
+    `num_experts` most used experts.
 
     Each expert is weighted by its share of the tokens that chose any of these experts. use_NE:
     tokens that chose each expert, for all layers. made_from: `average` merges each other expert
     into the most similar of these first (`similar.py`).
     """
-    kept_Nn = best_experts(use_NE.astype(np.float64), count)
+    kept_Nn = best_experts(use_NE.astype(np.float64), num_experts)
     merged = MergedExperts(source, kept_Nn, use_NE) if made_from == "average" else None
     parts: list[Arrays] = []
     for expert in kept_Nn[layer].tolist():
         own = source.read_expert(layer, expert)
         parts.append(own if merged is None else {name: merged(name, layer, expert) for name in own})
     used = use_NE[layer, kept_Nn[layer]].astype(np.float64)
-    shares = used / used.sum() if used.any() else np.full(count, 1 / count)
+    shares = used / used.sum() if used.any() else np.full(num_experts, 1 / num_experts)
     weights = (source.config.router.routed_scaling_factor * shares).tolist()
     shared = {
         path[-1]: np.asarray(array[layer])
@@ -70,10 +74,10 @@ def dense_mlp(
     }
     if shared:
         parts, weights = [shared, *parts], [1.0, *weights]
-    return side_by_side(parts, weights, source.config.hidden_act)
+    return join_mlps(parts, weights, source.config.hidden_act)
 
 
-def side_by_side(
+def join_mlps(
     parts: Sequence[Arrays], weights: Sequence[float], activation: str
 ) -> dict[str, np.ndarray]:
     """Return the arrays of an MLP whose output is the weighted sum of the outputs of P MLPs."""

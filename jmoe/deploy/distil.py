@@ -24,9 +24,9 @@ import numpy as np
 from jmoe.command_line import parse_train
 from jmoe.config import ModelConfig, check
 from jmoe.configs import PRESETS
-from jmoe.deploy.calibration_text import text_for
-from jmoe.deploy.cut import check_new_folder, cut_config, write_cut
-from jmoe.deploy.dense_layer import DenseFrom, dense_mlp, dense_sizes
+from jmoe.deploy.calibration_text import calibration_text_for
+from jmoe.deploy.cut import check_empty_or_new, cut_config, write_cut_model
+from jmoe.deploy.dense_layer import DenseFrom, dense_mlp, dense_width_and_experts
 from jmoe.deploy.expert_scores import ScoreKind, best_experts, check_num_kept, measure_experts
 from jmoe.deploy.model_folder import hugging_face_folder
 from jmoe.deploy.prune import LENGTH, MAX_TOKENS
@@ -59,55 +59,59 @@ class StudentOptions:
     sequence_length: int = LENGTH
 
 
-def spread_layers(count: int, kept: int) -> list[int]:
-    """Return `kept` numbers out of `count` layers, evenly spaced, with the first and the last among
-    them.
+def spread_layers(num_layers: int, num_kept: int) -> list[int]:
+    """Return `num_kept` numbers out of `num_layers` layers, evenly spaced, with the first and the
+    last among them.
     """
     return (
-        np.unique(np.linspace(0, count - 1, kept).round().astype(int)).tolist() if kept > 1 else [0]
+        np.unique(np.linspace(0, num_layers - 1, num_kept).round().astype(int)).tolist()
+        if num_kept > 1
+        else [0]
     )
 
 
-def student_config(
-    whole: ModelConfig, fields: JsonObject, options: StudentOptions
+def student_config_and_layers(
+    teacher: ModelConfig, fields: JsonObject, options: StudentOptions
 ) -> tuple[ModelConfig, list[int]]:
     """Return (the student's configuration, the teacher's layers that it keeps).
 
-    whole, fields: the teacher's configuration and config.json. Raises ValueError naming the option,
-    also if the model family has no such decoder.
+    teacher, fields: the teacher's configuration and config.json. Raises ValueError naming the
+    option, also if the model family has no such decoder.
     """
-    count = whole.num_hidden_layers if options.layers is None else options.layers
-    constraint = f"must be between 1 and the teacher's {whole.num_hidden_layers} layers"
-    check(1 <= count <= whole.num_hidden_layers, "layers", options.layers, constraint)
-    has = whole.num_experts
+    count = teacher.num_hidden_layers if options.layers is None else options.layers
+    constraint = f"must be between 1 and the teacher's {teacher.num_hidden_layers} layers"
+    check(1 <= count <= teacher.num_hidden_layers, "layers", options.layers, constraint)
+    has = teacher.num_experts
     check(
         1 <= options.experts <= has,
         "experts",
         options.experts,
         f"must be between 1 and the teacher's {has}",
     )
-    top_k = whole.num_experts_per_tok if options.top_k is None else options.top_k
+    top_k = teacher.num_experts_per_tok if options.top_k is None else options.top_k
     allowed = f"must be between 1 and experts = {options.experts}"
     check(1 <= top_k <= options.experts, "top_k", top_k, allowed)
-    layers = spread_layers(whole.num_hidden_layers, count)
+    layers = spread_layers(teacher.num_hidden_layers, count)
     changes = {"num_experts": options.experts, "num_experts_per_tok": top_k}
     if options.dense:
-        changes["intermediate_size"] = _dense_sizes(whole, layers, options)[0]
-    config = cut_config(whole, layers, options.dense, **changes)
-    check_num_kept(dataclasses.replace(whole, num_experts_per_tok=top_k), options.experts)
+        changes["intermediate_size"] = _dense_width_and_experts(teacher, layers, options)[0]
+    config = cut_config(teacher, layers, options.dense, **changes)
+    check_num_kept(dataclasses.replace(teacher, num_experts_per_tok=top_k), options.experts)
     updated_hf_config(fields, config)
     return config, layers
 
 
-def _dense_sizes(whole: ModelConfig, layers: list[int], options: StudentOptions) -> tuple[int, int]:
-    """Return `dense_sizes` for the student's layers that become dense. Raises ValueError if one of
-    them has no experts.
+def _dense_width_and_experts(
+    teacher: ModelConfig, layers: list[int], options: StudentOptions
+) -> tuple[int, int]:
+    """Return `dense_width_and_experts` for the student's layers that become dense. Raises
+    ValueError if one of them has no experts.
     """
-    of_whole = [whole.layers[i] for i in layers]
+    of_whole = [teacher.layers[i] for i in layers]
     for n in options.dense:
         known = f"must be numbers of the student's {len(layers)} layers, of those with experts"
         check(0 <= n < len(layers) and of_whole[n].has_experts, "dense", options.dense, known)
-    return dense_sizes(whole, not all(layer.has_experts for layer in of_whole))
+    return dense_width_and_experts(teacher, not all(layer.has_experts for layer in of_whole))
 
 
 def make_student(
@@ -117,11 +121,11 @@ def make_student(
 
     Raises ValueError naming the option, before anything is computed.
     """
-    check_new_folder(out)
+    check_empty_or_new(out)
     with LazyCheckpoint(teacher, "float32", "wide") as wide:
         whole = wide.config
-        config, layers = student_config(whole, wide.fields, options)
-        text = text_for(wide, options.text, options.sequence_length, options.max_tokens)
+        config, layers = student_config_and_layers(whole, wide.fields, options)
+        text = calibration_text_for(wide, options.text, options.sequence_length, options.max_tokens)
         with status(f"measuring the teacher's experts on {text.calibration_BS.size:,} tokens", say):
             scores = measure_experts(wide, text.calibration_BS)
     of_kept = [
@@ -135,11 +139,11 @@ def make_student(
     with LazyCheckpoint(teacher, None, "wide") as source, status(f"writing {out}", say):
         dense = {}
         for n in options.dense:
-            count = _dense_sizes(whole, layers, options)[1]
+            count = _dense_width_and_experts(whole, layers, options)[1]
             dense[n] = dense_mlp(
                 source, whole.layers[layers[n]].record, scores.use, count, options.dense_from
             )
-        write_cut(source, out, config, layers, kept_Nn, dense=dense)
+        write_cut_model(source, out, config, layers, kept_Nn, dense=dense)
 
 
 def has_begun(run: Path, student: ModelConfig, name: str = "out") -> bool:
@@ -149,7 +153,7 @@ def has_begun(run: Path, student: ModelConfig, name: str = "out") -> bool:
     name: the option that names the run.
     """
     if not (run / STUDENT / "config.json").is_file():
-        check_new_folder(run, name)
+        check_empty_or_new(run, name)
         return False
     with LazyCheckpoint(run / STUDENT) as begun:
         begun_with = begun.config
@@ -169,7 +173,7 @@ def begin_run(
 ) -> None:
     """Write the student into its run's folder, unless the folder has it already."""
     with LazyCheckpoint(teacher) as whole:
-        student, _ = student_config(whole.config, whole.fields, options)
+        student, _ = student_config_and_layers(whole.config, whole.fields, options)
     if not has_begun(run, student):
         run.mkdir(parents=True, exist_ok=True)
         make_student(teacher, run / STUDENT, options, say)
@@ -256,21 +260,27 @@ class StudentTraining:
     ring_slots: int | None = None
 
 
-def train_arguments(how: StudentTraining, others: Sequence[str]) -> list[str]:
+def train_arguments(training: StudentTraining, others: Sequence[str]) -> list[str]:
     """Return the arguments of train.py for the student's run. others: further arguments."""
     ring = (
-        ["--distil.policy", "ring", "--distil.ring-slots", str(how.ring_slots)]
-        if how.ring_slots is not None
+        ["--distil.policy", "ring", "--distil.ring-slots", str(training.ring_slots)]
+        if training.ring_slots is not None
         else []
     )
     return [
-        *(how.preset, "--init-from", str(how.run / STUDENT), "--output-dir", str(how.run)),
-        *("--data.path", how.text, "--distil.teacher", str(how.teacher)),
+        *(
+            training.preset,
+            "--init-from",
+            str(training.run / STUDENT),
+            "--output-dir",
+            str(training.run),
+        ),
+        *("--data.path", training.text, "--distil.teacher", str(training.teacher)),
         *(
             "--distil.weight",
-            str(how.weight),
+            str(training.weight),
             "--distil.temperature",
-            str(how.temperature),
+            str(training.temperature),
             *ring,
             *others,
         ),

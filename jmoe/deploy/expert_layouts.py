@@ -24,7 +24,7 @@ UINT8, INT32, INT64 = np.dtype(np.uint8), np.dtype(np.int32), np.dtype(np.int64)
 # (N outputs, K inputs) of a matrix -> {suffix of a tensor's name: (shape, dtype)}
 Fields = Callable[[int, int], dict[str, tuple[tuple[int, ...], np.dtype]]]
 # (values, scales) as `compress` returns them -> contents of the tensors
-Encode = Callable[[np.ndarray, np.ndarray], Sequence[np.ndarray]]
+Arrange = Callable[[np.ndarray, np.ndarray], Sequence[np.ndarray]]
 
 
 @dataclass(frozen=True)
@@ -32,58 +32,58 @@ class ExpertLayout:
     """A way to store an expert's matrix in several tensors.
 
     kind: the format of the values; the number of inputs must be a multiple of its block. fields:
-    the tensors. encode: returns the tensors' contents in the order of `fields`, but without their
+    the tensors. arrange: returns the tensors' contents in the order of `fields`, but without their
     shapes. config: the `quantization_config`, without the list of uncompressed modules. ignore: the
     field that holds this list.
     """
 
     kind: Format
     fields: Fields
-    encode: Encode
+    arrange: Arrange
     config: JsonObject = field(hash=False)
     ignore: str
 
-    def tensors(self, w_KN: np.ndarray) -> dict[str, np.ndarray]:
+    def compress_matrix(self, w_KN: np.ndarray) -> dict[str, np.ndarray]:
         """Return {suffix of a tensor's name: contents} for a matrix."""
         inputs, outputs = w_KN.shape
         wanted = self.fields(outputs, inputs).items()
-        parts = self.encode(*compress(w_KN, self.kind))
+        parts = self.arrange(*compress(w_KN, self.kind))
         return {
             end: part.reshape(shape) for (end, (shape, _)), part in zip(wanted, parts, strict=True)
         }
 
-    def quantization(self, wide_modules: Sequence[str]) -> JsonObject:
+    def quantization_config(self, wide_modules: Sequence[str]) -> JsonObject:
         """Return the `quantization_config` of a model whose linear modules `wide_modules` are not
         compressed.
         """
         return self.config | {self.ignore: list(wide_modules)}
 
 
-def _encode_mxfp4(values: np.ndarray, scales: np.ndarray) -> Sequence[np.ndarray]:
+def _arrange_mxfp4(values: np.ndarray, scales: np.ndarray) -> Sequence[np.ndarray]:
     return values.T, scales.T
 
 
-def _encode_int4(values: np.ndarray, scales: np.ndarray) -> Sequence[np.ndarray]:
+def _arrange_int4(values: np.ndarray, scales: np.ndarray) -> Sequence[np.ndarray]:
     # consecutive bytes form little-endian words
     words = np.ascontiguousarray(values.T).view(INT32)
-    return words, scales.T.view(BFLOAT16), _shape(values, INT4)
+    return words, scales.T.view(BFLOAT16), _matrix_shape_tensor(values, INT4)
 
 
-def _encode_int8(values: np.ndarray, scales: np.ndarray) -> Sequence[np.ndarray]:
+def _arrange_int8(values: np.ndarray, scales: np.ndarray) -> Sequence[np.ndarray]:
     words = np.ascontiguousarray(values.view(UINT8).T ^ 128).view(INT32)  # this layout adds 128
-    return words, scales.T.view(BFLOAT16), _shape(values, INT8)
+    return words, scales.T.view(BFLOAT16), _matrix_shape_tensor(values, INT8)
 
 
-def _encode_fp8(values: np.ndarray, scales: np.ndarray) -> Sequence[np.ndarray]:
+def _arrange_fp8(values: np.ndarray, scales: np.ndarray) -> Sequence[np.ndarray]:
     return values.T.view(E4M3), scales.T[:: FP8.block]
 
 
-def _shape(values: np.ndarray, kind: Format) -> np.ndarray:
+def _matrix_shape_tensor(values: np.ndarray, kind: Format) -> np.ndarray:
     """Return the tensor with the shape [N, K] of the matrix."""
     return np.array([values.shape[1], values.shape[0] * kind.per_byte], INT64)
 
 
-def _compressed_tensors(layout: str, **weights: Json) -> JsonObject:
+def _compressed_tensors_config(layout: str, **weights: Json) -> JsonObject:
     group = {
         "targets": ["Linear"],
         "weights": {"symmetric": True, "dynamic": False, **weights},
@@ -103,7 +103,7 @@ _GROUPS: JsonObject = {"strategy": "group", "group_size": MXFP4.block}
 
 
 def _packed_fields(kind: Format) -> Fields:
-    """Return the tensors of integers that are packed into 32-bit words."""
+    """Return `ExpertLayout.fields` of a layout that packs integers into 32-bit words."""
     per_word = 4 * kind.per_byte
     return lambda n, k: {
         "_packed": ((n, k // per_word), INT32),
@@ -116,8 +116,8 @@ _LAYOUTS = (
     ExpertLayout(
         MXFP4,
         lambda n, k: {"_packed": ((n, k // 2), UINT8), "_scale": ((n, k // MXFP4.block), UINT8)},
-        _encode_mxfp4,
-        _compressed_tensors(
+        _arrange_mxfp4,
+        _compressed_tensors_config(
             "mxfp4-pack-quantized", num_bits=4, type="float", scale_dtype="torch.uint8", **_GROUPS
         ),
         "ignore",
@@ -125,15 +125,15 @@ _LAYOUTS = (
     ExpertLayout(
         INT4,
         _packed_fields(INT4),
-        _encode_int4,
-        _compressed_tensors("pack-quantized", num_bits=4, type="int", **_GROUPS),
+        _arrange_int4,
+        _compressed_tensors_config("pack-quantized", num_bits=4, type="int", **_GROUPS),
         "ignore",
     ),
     ExpertLayout(
         INT8,
         _packed_fields(INT8),
-        _encode_int8,
-        _compressed_tensors("pack-quantized", num_bits=8, type="int", **_GROUPS),
+        _arrange_int8,
+        _compressed_tensors_config("pack-quantized", num_bits=8, type="int", **_GROUPS),
         "ignore",
     ),
     ExpertLayout(
@@ -142,7 +142,7 @@ _LAYOUTS = (
             "": ((n, k), E4M3),
             "_scale_inv": ((n // FP8.block, k // FP8.block), np.dtype(np.float32)),
         },
-        _encode_fp8,
+        _arrange_fp8,
         {
             "quant_method": "fp8",
             "fmt": "e4m3",
@@ -159,7 +159,7 @@ GPT_OSS = ExpertLayout(
         "_blocks": ((n, k // MXFP4.block, MXFP4.block // 2), UINT8),
         "_scales": ((n, k // MXFP4.block), UINT8),
     },
-    _encode_mxfp4,
+    _arrange_mxfp4,
     {"quant_method": "mxfp4"},
     "modules_to_not_convert",
 )

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jmoe.config import ModelConfig, check
-from jmoe.deploy.layerwise import ExpertUse, hidden_states
+from jmoe.deploy.layerwise import ExpertOutputs, hidden_states
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 
 ScoreKind = Literal["reap", "usage"]
@@ -40,7 +40,7 @@ class ExpertScores:
         """Return the scores [N, E] of this kind."""
         return self.reap if kind == "reap" else self.use.astype(np.float64)
 
-    def add(self, use: ExpertUse) -> None:
+    def add(self, use: ExpertOutputs) -> None:
         """Add one expert's outputs to the sums."""
         norms_R = np.linalg.norm(use.outputs_RD.astype(np.float64), axis=1)
         self.use[use.layer, use.expert] += norms_R.size

@@ -20,7 +20,7 @@ import numpy as np
 
 from jmoe.config import STACKS, CommConfig, TaskConfig, VisionModelConfig, VisionTrainConfig, check
 from jmoe.config.vision import HeadKind
-from jmoe.deploy.cut import check_new_folder, new_folder
+from jmoe.deploy.cut import check_empty_or_new, creating_folder
 from jmoe.layers.contrastive import normalized
 from jmoe.mesh import make_mesh
 from jmoe.models.functional import split_parameters
@@ -67,7 +67,7 @@ class TaskModel:
         return logits if self.head == "classes" else normalized(logits)
 
 
-def path_config(config: VisionModelConfig) -> VisionModelConfig:
+def path_model_config(config: VisionModelConfig) -> VisionModelConfig:
     """Return the configuration of one path's model, in which layers routed by task are dense.
 
     Raises ValueError naming the field if experts do not have the shape of a dense layer.
@@ -96,10 +96,10 @@ def path_config(config: VisionModelConfig) -> VisionModelConfig:
     )
 
 
-def path_arrays(
+def path_model_arrays(
     arrays: Arrays, config: VisionModelConfig, task: str, path: tuple[int, ...]
 ) -> Arrays:
-    """Return the arrays of `path_config`'s model, from the arrays of the super-network.
+    """Return the arrays of `path_model_config`'s model, from the arrays of the super-network.
 
     path: the task's expert in each layer routed by task.
     """
@@ -126,18 +126,18 @@ def extract_task(run_dir: Path, out_dir: Path, task: str) -> int:
     Raises ValueError naming the folder if it has no checkpoint of a run on images, `task` if the
     run has no such task, or OUT_DIR if it is not empty.
     """
-    check_new_folder(out_dir, "OUT_DIR")
+    check_empty_or_new(out_dir, "OUT_DIR")
     layout = VisionTrainConfig(tasks={"any": TaskConfig("any")}, comm=CommConfig(schedule="none"))
     run = read_vision_run(run_dir, "RUN_DIR", make_mesh((1, 1, 1), jax.devices()[:1]), layout)
     check(task in run.tasks, "task", task, f"must be one of {', '.join(sorted(run.tasks))}")
-    small = path_config(run.model)
+    small = path_model_config(run.model)
     arrays = {
         names: np.asarray(a) for names, a in {**flat(run.params), **flat(run.router_bias)}.items()
     }
     path = run.tasks[task].path
     if run.model.learn_paths:
         path = likeliest_experts(path, run.params["path_logits"][task])
-    own = path_arrays(arrays, run.model, task, path)
+    own = path_model_arrays(arrays, run.model, task, path)
     tensors = [
         NewTensor(".".join(names), a.dtype, a.shape, partial(np.asarray, a))
         for names, a in own.items()
@@ -150,7 +150,7 @@ def extract_task(run_dir: Path, out_dir: Path, task: str) -> int:
         "head_size": own_task.head_size(len(classes)),
     }
     described |= {"step": run.step, "model": dataclasses.asdict(small)}
-    with new_folder(out_dir) as partly:
+    with creating_folder(out_dir) as partly:
         write_safetensors(partly, tensors, SHARD_BYTES)
         replace_text(partly / MODEL, json.dumps(described, indent=1) + "\n")
     return run.step
@@ -167,13 +167,13 @@ def load_task_model(folder: Path) -> TaskModel:
     config, classes = vision_model_config(described["model"]), tuple(described["classes"])
     head, size = described.get("head", "classes"), described.get("head_size", len(classes))
 
-    def build() -> VisionTransformer:
+    def build_transformer() -> VisionTransformer:
         return VisionTransformer(config, {described["task"]: size}, [()], rngs=nnx.Rngs(0))
 
-    parts = split_parameters(nnx.eval_shape(build))
+    parts = split_parameters(nnx.eval_shape(build_transformer))
     stored = read_headers(folder)
 
-    def read(names: Names, shape: tuple[int, ...]) -> jax.Array:
+    def read_tensor(names: Names, shape: tuple[int, ...]) -> jax.Array:
         tensor = stored.get(".".join(names))
         if tensor is None:
             raise ValueError(f"{folder}: has no tensor {'.'.join(names)!r}")
@@ -188,7 +188,9 @@ def load_task_model(folder: Path) -> TaskModel:
 
     trees = []
     for part in parts[1:]:
-        leaves = [read(names, leaf.shape) for names, leaf in flat(nnx.to_pure_dict(part)).items()]
+        leaves = [
+            read_tensor(names, leaf.shape) for names, leaf in flat(nnx.to_pure_dict(part)).items()
+        ]
         trees.append(jax.tree.unflatten(jax.tree.structure(part), leaves))
     return TaskModel(described["task"], classes, head, nnx.merge(parts[0], *trees))
 

@@ -28,7 +28,7 @@ TILE_ROWS = 512  # rows per call of an expert
 Floats = NDArray[np.float32]
 
 
-class ExpertUse(NamedTuple):
+class ExpertOutputs(NamedTuple):
     """The outputs of one expert for the tokens that chose it.
 
     layer: number among the layers with experts. tokens_R: indices of the tokens among T. weights_R:
@@ -51,7 +51,7 @@ def _embed(structure: Structure, arrays: Sequence[jax.Array], tokens_BS: jax.Arr
 
 
 @partial(jax.jit, static_argnames=("structure", "window"))
-def _attend(
+def _attend_and_route(
     structure: Structure, arrays: Sequence[jax.Array], x_BSD: jax.Array, window: int | None
 ) -> tuple[jax.Array, ...]:
     """Return (x after attention and the dense feed-forward); for a layer with experts (x after
@@ -76,7 +76,7 @@ def _run_expert(activation: str, x_RD: jax.Array, weights: MLPWeights) -> jax.Ar
 
 
 @partial(jax.jit, static_argnums=0)
-def _losses(
+def _token_losses(
     structure: Structure, arrays: Sequence[jax.Array], x_TD: jax.Array, labels_T: jax.Array
 ) -> jax.Array:
     logits_TV = structure.merge(arrays).logits(x_TD)
@@ -84,7 +84,7 @@ def _losses(
     return jax.nn.logsumexp(logits_TV, axis=1) - label_T1[:, 0]
 
 
-def _outputs(checkpoint: LazyCheckpoint, layer: int, expert: int, h_RD: Floats) -> Floats:
+def _expert_outputs(checkpoint: LazyCheckpoint, layer: int, expert: int, h_RD: Floats) -> Floats:
     arrays = {name: jnp.asarray(a) for name, a in checkpoint.read_expert(layer, expert).items()}
     weights = MLPWeights(arrays["w_up"], arrays["w_down"], arrays.get("b_up"), arrays.get("b_down"))
     padded = np.pad(h_RD, ((0, -len(h_RD) % TILE_ROWS), (0, 0)))
@@ -96,7 +96,7 @@ def _outputs(checkpoint: LazyCheckpoint, layer: int, expert: int, h_RD: Floats) 
     return np.concatenate(out)[: len(h_RD)]
 
 
-def _batches(num_windows: int, length: int) -> list[slice]:
+def _batch_slices(num_windows: int, length: int) -> list[slice]:
     size = max(1, BATCH_TOKENS // length)
     return [slice(i, i + size) for i in range(0, num_windows, size)]
 
@@ -104,7 +104,7 @@ def _batches(num_windows: int, length: int) -> list[slice]:
 def hidden_states(
     checkpoint: LazyCheckpoint,
     tokens_BS: NDArray[np.int32],
-    observe: Callable[[ExpertUse], None] | None = None,
+    observe: Callable[[ExpertOutputs], None] | None = None,
 ) -> Floats:
     """Return float32 [B, S, D] before the last norm. `checkpoint` must be open in float32.
 
@@ -114,12 +114,15 @@ def hidden_states(
     """
     config = checkpoint.config
     embed_and_head, layers = checkpoint.load_dense()
-    batches = _batches(*tokens_BS.shape)
+    batches = _batch_slices(*tokens_BS.shape)
     embed = split(embed_and_head)
     x = np.concatenate([np.asarray(_embed(*embed, jnp.asarray(tokens_BS[b]))) for b in batches])
     for layer, module in zip(config.layers, layers, strict=True):
         block = split(module)
-        parts = [jax.device_get(_attend(*block, jnp.asarray(x[b]), layer.window)) for b in batches]
+        parts = [
+            jax.device_get(_attend_and_route(*block, jnp.asarray(x[b]), layer.window))
+            for b in batches
+        ]
         x, *routed = (np.concatenate(part) for part in zip(*parts, strict=True))
         if not routed:
             continue
@@ -129,12 +132,12 @@ def hidden_states(
             tokens_R, choice_R = np.nonzero(idx_TK == expert)
             if not tokens_R.size:
                 continue
-            use = ExpertUse(
+            use = ExpertOutputs(
                 layer.record,
                 expert,
                 tokens_R,
                 weights_TK[tokens_R, choice_R],
-                _outputs(checkpoint, layer.record, expert, h_TD[tokens_R]),
+                _expert_outputs(checkpoint, layer.record, expert, h_TD[tokens_R]),
             )
             y_TD[tokens_R] += use.weights_R[:, None] * use.outputs_RD
             if observe is not None:
@@ -151,12 +154,12 @@ def mean_loss(checkpoint: LazyCheckpoint, windows_BS: NDArray[np.int32]) -> floa
     size = x_BSD.shape[-1]
     losses = [
         np.asarray(
-            _losses(
+            _token_losses(
                 *head,
                 jnp.asarray(x_BSD[b].reshape(-1, size)),
                 jnp.asarray(labels_BS[b].reshape(-1)),
             )
         )
-        for b in _batches(*labels_BS.shape)
+        for b in _batch_slices(*labels_BS.shape)
     ]
     return math.fsum(np.concatenate(losses)) / labels_BS.size

@@ -26,7 +26,7 @@ import numpy as np
 from jmoe.config import check
 from jmoe.config.engine import EngineConfig
 from jmoe.deploy import portable
-from jmoe.deploy.cut import check_new_folder, copy_beside_weights, new_folder
+from jmoe.deploy.cut import check_empty_or_new, copy_beside_weights, creating_folder
 from jmoe.deploy.model_folder import hugging_face_folder
 from jmoe.inference.kv_cache import KVCache, empty_caches
 from jmoe.inference.runner import CachePlaces, Hidden, attend_local, embed_local
@@ -50,22 +50,22 @@ RUNNER = "run.py"
 Weights = Mapping[str, jax.Array]
 
 
-class _Module(NamedTuple):
+class _NamedModule(NamedTuple):
     """A module's structure, and the names of its arrays among the weights."""
 
     structure: Structure
     names: tuple[str, ...]
 
-    def arrays(self, weights: Weights) -> tuple[jax.Array, ...]:
+    def select_arrays(self, weights: Weights) -> tuple[jax.Array, ...]:
         return tuple(weights[name] for name in self.names)
 
 
-class _Layer(NamedTuple):
+class _PortableLayer(NamedTuple):
     """A layer's block, its experts' array names by field (empty for a dense layer), and its
     attention window.
     """
 
-    block: _Module
+    block: _NamedModule
     experts: dict[str, str]
     window: np.int32 | None
 
@@ -80,7 +80,10 @@ def _apply_layer(
     hidden: Hidden,
     places: CachePlaces,
 ) -> tuple[KVCache, Hidden]:
-    """Run one layer. As a jitted function, equal layers share one function of the program."""
+    """Run one layer; return its cache with this step's keys and values, and its output.
+
+    It is jitted so that equal layers share one function of the program.
+    """
     x_PCD, cache, y = attend_local(structure, arrays, cache, hidden, places)
     if isinstance(y, ExpertInputs):
         table_E = jnp.arange(experts["w_up"].shape[0], dtype=jnp.int32)
@@ -99,23 +102,25 @@ class PortablePrograms:
         self.checkpoint, self.config = checkpoint, checkpoint.config
         embed_and_head, blocks = checkpoint.load_dense()
         self._dense: dict[str, jax.Array] = {}
-        self._embed_and_head = self._named("ends", embed_and_head)
+        self._embed_and_head = self._register_module("ends", embed_and_head)
         self._layers = []
         for i, (block, layer) in enumerate(zip(blocks, self.config.layers, strict=True)):
             fields = checkpoint.expert_fields if layer.has_experts else ()
             experts = {name: f"layers.{i}.experts.{name}" for name in fields}
             window = None if layer.window is None else np.int32(layer.window)
-            self._layers.append(_Layer(self._named(f"layers.{i}", block), experts, window))
+            self._layers.append(
+                _PortableLayer(self._register_module(f"layers.{i}", block), experts, window)
+            )
 
-    def _named(self, prefix: str, module: nnx.Module) -> _Module:
+    def _register_module(self, prefix: str, module: nnx.Module) -> _NamedModule:
         structure, arrays = split(module)
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(nnx.split(module)[1])]
         names = tuple(".".join((prefix, *path_names(path))) for path in paths)
         self._dense |= zip(names, arrays, strict=True)
         assert len(set(names)) == len(arrays)
-        return _Module(structure, names)
+        return _NamedModule(structure, names)
 
-    def tensors(self) -> list[NewTensor]:
+    def weight_tensors(self) -> list[NewTensor]:
         """Return all weights. Experts are read one layer at a time, when they are written."""
         tensors = [
             NewTensor(name, np.dtype(array.dtype), array.shape, partial(np.asarray, array))
@@ -128,7 +133,7 @@ class PortablePrograms:
                 tensors.append(NewTensor(layer.experts[field], dtype, (count, *shape), data))
         return tensors
 
-    def step(
+    def run_step(
         self,
         weights: Weights,
         caches: list[tuple[jax.Array, jax.Array]],
@@ -140,7 +145,7 @@ class PortablePrograms:
         """Return (float32 logits [P, V] after token `at_P` of each row, the caches with this step's
         keys and values).
         """
-        embed_and_head, written = self._embed_and_head.arrays(weights), []
+        embed_and_head, written = self._embed_and_head.select_arrays(weights), []
         hidden = embed_local(
             self._embed_and_head.structure,
             embed_and_head,
@@ -153,13 +158,18 @@ class PortablePrograms:
             places = CachePlaces(rows_P, positions_PC, layer.window)
             static = (layer.block.structure, self.config.hidden_act)
             new, hidden = _apply_layer(
-                *static, layer.block.arrays(weights), experts, KVCache(*cache), hidden, places
+                *static,
+                layer.block.select_arrays(weights),
+                experts,
+                KVCache(*cache),
+                hidden,
+                places,
             )
             written.append((new.k_BGSd, new.v_BGSe))
         x_PD = add_residual(*hidden)[jnp.arange(at_P.shape[0]), at_P]
         return self._embed_and_head.structure.merge(embed_and_head).logits(x_PD), written
 
-    def caches(
+    def cache_shapes(
         self, options: EngineConfig
     ) -> list[tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]]:
         """Return shapes and dtypes of the key and value cache of each layer."""
@@ -169,7 +179,7 @@ class PortablePrograms:
         )
         return [(cache.k_BGSd, cache.v_BGSe) for cache in jax.eval_shape(make)]
 
-    def export(
+    def export_step(
         self, options: EngineConfig, num_rows: int, width: int, platforms: Sequence[str]
     ) -> jax.export.Exported:
         """Return the exported program for `num_rows` rows of `width` tokens. Nothing is
@@ -177,13 +187,13 @@ class PortablePrograms:
         """
         weights = {
             tensor.name: jax.ShapeDtypeStruct(tensor.shape, tensor.dtype)
-            for tensor in self.tensors()
+            for tensor in self.weight_tensors()
         }
         whole, row = (
             jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((num_rows, width), (num_rows,))
         )
-        program = jax.export.export(jax.jit(self.step, donate_argnums=1), platforms=platforms)
-        return program(weights, self.caches(options), whole, row, whole, row)
+        program = jax.export.export(jax.jit(self.run_step, donate_argnums=1), platforms=platforms)
+        return program(weights, self.cache_shapes(options), whole, row, whole, row)
 
 
 class _ExpertReader:
@@ -218,7 +228,7 @@ def lower(
     options: rows and positions of the cache, tokens of a prefill chunk, and dtypes. Raises
     ValueError naming the option, before anything is written.
     """
-    check_new_folder(out)
+    check_empty_or_new(out)
     for platform in platforms:
         check(platform in PLATFORMS, "platforms", platform, f"must be of {', '.join(PLATFORMS)}")
     with LazyCheckpoint(folder, options.dtype, options.expert_dtype) as checkpoint:
@@ -227,22 +237,22 @@ def lower(
         width = min(options.prefill_chunk_tokens, options.max_seq_len)
         with status(f"reading {folder}", say):
             programs = PortablePrograms(checkpoint)
-        with new_folder(out) as partly:
+        with creating_folder(out) as partly:
             entries = {}
             for name, shape in (("prefill", (1, width)), ("decode", (options.max_batch, 1))):
                 with status(f"lowering {name}", say):
-                    program = programs.export(options, *shape, platforms)
+                    program = programs.export_step(options, *shape, platforms)
                 entries[name] = _write_program(partly, name, shape, program)
             with status("writing the weights", say):
-                write_safetensors(partly, programs.tensors(), MAX_SHARD_BYTES)
+                write_safetensors(partly, programs.weight_tensors(), MAX_SHARD_BYTES)
             copy_beside_weights(folder, partly)
             if (folder / TOKENIZER).is_file():  # with the fixes of `open_tokenizer`
                 open_tokenizer(folder / TOKENIZER).save(str(partly / TOKENIZER))
             shutil.copyfile(portable.__file__, partly / RUNNER)
             plan = {
-                **_plan(programs, options, platforms, program.calling_convention_version),
+                **_plan_settings(programs, options, platforms, program.calling_convention_version),
                 "programs": entries,
-                "files": portable.listed_files(partly),
+                "files": portable.describe_files(partly),
             }
             replace_text(partly / portable.PLAN, portable.plan_text(plan))
 
@@ -262,15 +272,15 @@ def _write_program(
     }
 
 
-def _plan(
+def _plan_settings(
     programs: PortablePrograms,
     options: EngineConfig,
     platforms: Sequence[str],
     calling_convention: int,
 ) -> JsonObject:
-    """Return the plan of the portable form, without its programs and files."""
+    """Return the fields of plan.json except `programs` and `files`."""
     assert options.max_seq_len is not None
-    checkpoint, caches = programs.checkpoint, programs.caches(options)
+    checkpoint, caches = programs.checkpoint, programs.cache_shapes(options)
     return {
         "form": portable.PORTABLE,
         "jax": {"version": jax.__version__, "calling_convention": calling_convention},
@@ -321,7 +331,7 @@ def main(arguments: list[str]) -> None:
     options = vars(parser.parse_args(arguments))
     model, out, platforms = options.pop("model"), options.pop("out"), options.pop("platforms")
     say = partial(print, flush=True)
-    check_new_folder(out)
+    check_empty_or_new(out)
     engine = EngineConfig(native="off", **options)
     with contextlib.ExitStack() as stack:
         lower(

@@ -17,7 +17,7 @@ import numpy as np
 
 from jmoe.config import CheckpointConfig, ModelConfig, RouterConfig, TrainConfig, YarnConfig
 from jmoe.data.tokenizer import load_tokenizer
-from jmoe.deploy.cut import check_new_folder, copy_files, new_folder
+from jmoe.deploy.cut import check_empty_or_new, copy_files, creating_folder
 from jmoe.mesh import make_mesh
 from jmoe.models.huggingface import hf_config
 from jmoe.models.pretrained import write_pretrained
@@ -95,7 +95,7 @@ def saved_parameters(
     return arrays
 
 
-def merge_run(run_dir: Path, out_dir: Path) -> int:
+def merge_run_to_hugging_face(run_dir: Path, out_dir: Path) -> int:
     """Write a run's newest checkpoint, with its tokenizer, as a folder that transformers loads;
     return its step.
 
@@ -155,9 +155,9 @@ def main(arguments: list[str]) -> None:
         "out_dir", metavar="OUT_DIR", type=Path, help="where the Hugging Face folder is written"
     )
     options = parser.parse_args(arguments)
-    check_new_folder(options.out_dir, "OUT_DIR")
-    with new_folder(options.out_dir) as partly:
-        step = merge_run(options.run_dir, partly)
+    check_empty_or_new(options.out_dir, "OUT_DIR")
+    with creating_folder(options.out_dir) as partly:
+        step = merge_run_to_hugging_face(options.run_dir, partly)
     print(f"step {step} of {options.run_dir} is in {options.out_dir}")
 
 

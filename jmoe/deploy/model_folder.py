@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from jmoe.config import CheckpointConfig
-from jmoe.deploy.merge import merge_run
+from jmoe.deploy.merge import merge_run_to_hugging_face
 from jmoe.memory.direct_io import NOT_SUPPORTED, UNWRITABLE, fsync, fsync_all
 from jmoe.memory.identity import content_identity
 from jmoe.memory.record_store import locked
@@ -67,17 +67,17 @@ def hugging_face_folder(
         folder / MERGED,
         *([] if cache_dir is None else [Path(cache_dir).expanduser() / MERGED]),
     ]
-    made = (place / _name_of(folder, step) for place in places)
+    made = (place / _merged_folder_name(folder, step) for place in places)
     merged, use = next(
-        ((m, use) for m in made if (use := _in_use(m)) is not None), (places[0], None)
+        ((m, use) for m in made if (use := _hold_merged_step(m)) is not None), (places[0], None)
     )
     if use is None:
-        merges = _writable(places, folder, f"{name} = {str(path)!r}")
-        merged = merges / _name_of(folder, step)
+        merges = _first_writable_folder(places, folder, f"{name} = {str(path)!r}")
+        merged = merges / _merged_folder_name(folder, step)
         with status(f"merging step {step} of {folder}", say), locked(merges, LOCK_LIMIT_S, LOCK):
             if not merged.is_dir():  # another process may have merged it meanwhile
-                merged = _merge(folder, merges)
-            use = _in_use(merged)
+                merged = _merge_newest_step(folder, merges)
+            use = _hold_merged_step(merged)
     assert use is not None, "nobody removes it without the lock"
     say(f"step {merged.name.split('-')[1]} of {folder} is in {merged}")
     try:
@@ -86,7 +86,7 @@ def hugging_face_folder(
         os.close(use)
 
 
-def merge_apart(run_dir: str, name: str) -> None:
+def merge_in_subprocess(run_dir: str, name: str) -> None:
     """Merge the newest step of a run, unless done before, in a separate process.
 
     JAX stays uninitialised in this process, which may still have to join a distributed run. name:
@@ -102,7 +102,7 @@ def merge_apart(run_dir: str, name: str) -> None:
         raise ValueError(lines[-1])
 
 
-def _name_of(run_dir: Path, step: int) -> str:
+def _merged_folder_name(run_dir: Path, step: int) -> str:
     """Return the name of a merged step's folder. It contains a hash of the checkpoint, since a
     deleted step may be trained again.
     """
@@ -110,7 +110,7 @@ def _name_of(run_dir: Path, step: int) -> str:
     return f"step-{step}-{content_identity({MANIFEST: manifest})[:12]}"
 
 
-def _writable(places: Sequence[Path], run_dir: Path, setting: str) -> Path:
+def _first_writable_folder(places: Sequence[Path], run_dir: Path, setting: str) -> Path:
     """Return the first of these folders that is writable; a missing one is created. Raises OSError
     if there is none.
     """
@@ -130,7 +130,7 @@ def _writable(places: Sequence[Path], run_dir: Path, setting: str) -> Path:
     ) from problem
 
 
-def _in_use(merged: Path) -> int | None:
+def _hold_merged_step(merged: Path) -> int | None:
     """Return a descriptor that keeps a merged step from being removed until it is closed; None if
     the step does not exist.
     """
@@ -146,16 +146,16 @@ def _in_use(merged: Path) -> int | None:
     return None
 
 
-def _merge(run_dir: Path, merges: Path) -> Path:
-    """Write a run's newest checkpoint and remove older merged steps that no process uses. The
-    caller holds the lock.
+def _merge_newest_step(run_dir: Path, merges: Path) -> Path:
+    """Merge a run's newest checkpoint into `merges`, remove older merged steps that no process
+    uses, and return the new folder. The caller holds the lock.
     """
     for leftover in merges.glob("partial-*"):  # of a process that died
         shutil.rmtree(leftover)
     partial = merges / f"partial-{secrets.token_hex(4)}"
-    merged = merges / _name_of(run_dir, merge_run(run_dir, partial))
+    merged = merges / _merged_folder_name(run_dir, merge_run_to_hugging_face(run_dir, partial))
     for older in merges.glob("step-*"):
-        _remove_unused(older)
+        _remove_if_unused(older)
     if merged.is_dir():  # the newest step changed meanwhile to one that is merged already
         shutil.rmtree(partial)
     else:
@@ -165,7 +165,7 @@ def _merge(run_dir: Path, merges: Path) -> Path:
     return merged
 
 
-def _remove_unused(merged: Path) -> None:
+def _remove_if_unused(merged: Path) -> None:
     """Delete a merged step unless a process uses it."""
     use = os.open(merged, os.O_RDONLY | os.O_DIRECTORY)
     try:

@@ -57,16 +57,16 @@ def read_plan(folder: Path) -> dict[str, Any]:
             and isinstance(plan["form"], str)
             and isinstance(plan["files"], dict)
         )
-        assert all(_is_entry(name, entry) for name, entry in plan["files"].items()), "files"
+        assert all(_is_valid_entry(name, entry) for name, entry in plan["files"].items()), "files"
         seal = plan.pop(SEAL)
     except (ValueError, KeyError, AssertionError, RecursionError) as error:
         raise ValueError(f"{file}: is damaged or of another version of jmoe: {error!r}") from error
-    if seal != _seal(plan):
+    if seal != _plan_checksum(plan):
         raise ValueError(f"{file}: is damaged: its SHA-256 is not the one that it says")
     return plan
 
 
-def _is_entry(name: str, entry: Any) -> bool:
+def _is_valid_entry(name: str, entry: Any) -> bool:
     """Return whether a plan's entry is valid: a path inside the folder, with its bytes and
     SHA-256.
     """
@@ -77,18 +77,21 @@ def _is_entry(name: str, entry: Any) -> bool:
 
 def plan_text(plan: Mapping[str, Any]) -> str:
     """Return the JSON text of a plan, with a checksum of its other fields."""
-    return json.dumps({**plan, SEAL: _seal(plan)}, indent=2) + "\n"
+    return json.dumps({**plan, SEAL: _plan_checksum(plan)}, indent=2) + "\n"
 
 
-def _seal(plan: Mapping[str, Any]) -> str:
+def _plan_checksum(plan: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
 
 
-def listed_files(folder: Path) -> dict[str, dict[str, Any]]:
+def describe_files(folder: Path) -> dict[str, dict[str, Any]]:
     """Return {path: {"bytes", "sha256"}} of all files in a folder and its subfolders."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {
-        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": _digest(path)}
+        path.relative_to(folder).as_posix(): {
+            "bytes": path.stat().st_size,
+            "sha256": _file_sha256(path),
+        }
         for path in files
     }
 
@@ -108,11 +111,11 @@ def check_files(
                 f"{file}: is damaged: has {size} bytes, {PLAN} says {expected['bytes']}"
             )
     for name, expected in files.items():
-        if contents and _digest(folder / name) != expected["sha256"]:
+        if contents and _file_sha256(folder / name) != expected["sha256"]:
             raise ValueError(f"{folder / name}: is damaged: its SHA-256 is not the one in {PLAN}")
 
 
-def _digest(file: Path) -> str:
+def _file_sha256(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
@@ -141,7 +144,7 @@ def _check_versions(folder: Path, plan: Mapping[str, Any]) -> None:
         )
 
 
-def _tensors(file: Path) -> Iterator[tuple[str, np.ndarray]]:
+def _read_tensors(file: Path) -> Iterator[tuple[str, np.ndarray]]:
     """Yield (name, array) of each tensor in a safetensors file; an array is read when it is
     yielded.
     """
@@ -174,18 +177,18 @@ class PortableModel:
             name: jnp.array(array)
             for file in plan["files"]
             if file.endswith(".safetensors")
-            for name, array in _tensors(folder / file)
+            for name, array in _read_tensors(folder / file)
         }
         shapes = [[tuple(shape) for shape in layer] for layer in plan["caches"]]
         self._caches = [
             tuple(jnp.zeros(shape, plan["cache_dtype"]) for shape in layer) for layer in shapes
         ]
         self._padding = shapes[0][0][2]  # S, the position of padding tokens
-        self._programs = {name: self._compiled(folder, name) for name in plan["programs"]}
+        self._programs = {name: self._load_and_compile(folder, name) for name in plan["programs"]}
         self.max_batch: int = plan["max_batch"]
         self.max_seq_len: int = plan["max_seq_len"]
 
-    def _compiled(self, folder: Path, name: str) -> Any:
+    def _load_and_compile(self, folder: Path, name: str) -> Any:
         """Return a program, compiled.
 
         The folder stores StableHLO, since `Exported.serialize` would need another package. The
@@ -200,12 +203,14 @@ class PortableModel:
         )
         arguments = (self._weights, self._caches, whole, row, whole, row)
 
-        def same_signature(weights: Any, caches: Any, *_: Any) -> Any:
+        def placeholder_step(weights: Any, caches: Any, *_: Any) -> Any:
             return jnp.zeros((num_rows, plan["vocab_size"]), jnp.float32), caches
 
         try:
             exported = dataclasses.replace(
-                jax.export.export(jax.jit(same_signature), platforms=plan["platforms"])(*arguments),
+                jax.export.export(jax.jit(placeholder_step), platforms=plan["platforms"])(
+                    *arguments
+                ),
                 fun_name=name,
                 mlir_module_serialized=file.read_bytes(),
                 calling_convention_version=plan["jax"]["calling_convention"],
@@ -243,7 +248,7 @@ class PortableModel:
                 )
         answers: list[list[int]] = []
         for first in range(0, len(prompts), self.max_batch):
-            answers += self._together(prompts[first : first + self.max_batch], max_new_tokens)
+            answers += self._generate_batch(prompts[first : first + self.max_batch], max_new_tokens)
         return answers
 
     def logits(
@@ -261,9 +266,13 @@ class PortableModel:
         )
         return logits_PV
 
-    def _together(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
+    def _generate_batch(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int
+    ) -> list[list[int]]:
         """Return the answers to at most `max_batch` prompts, one per cache row."""
-        answers = [[self._prefill(row, prompt)] for row, prompt in enumerate(prompts)]
+        answers = [
+            [self._prefill_and_pick_token(row, prompt)] for row, prompt in enumerate(prompts)
+        ]
         tokens_P1, ends = np.zeros((self.max_batch, 1), np.int32), set(self.plan["eos_token_ids"])
         rows_P, at_P = np.arange(self.max_batch, dtype=np.int32), np.zeros(self.max_batch, np.int32)
         while True:
@@ -279,11 +288,13 @@ class PortableModel:
             running = np.flatnonzero(positions_P1[:, 0] != self._padding)
             if not running.size:
                 return answers
-            drawn_P = _most_likely(self.logits(tokens_P1, rows_P, positions_P1, at_P), running)
+            drawn_P = _most_likely_tokens(
+                self.logits(tokens_P1, rows_P, positions_P1, at_P), running
+            )
             for row in running.tolist():
                 answers[row].append(int(drawn_P[row]))
 
-    def _prefill(self, row: int, prompt: Sequence[int]) -> int:
+    def _prefill_and_pick_token(self, row: int, prompt: Sequence[int]) -> int:
         """Write a prompt's keys and values into a cache row and return the first token after the
         prompt.
         """
@@ -300,17 +311,17 @@ class PortableModel:
                 positions_1C,
                 np.array([len(chunk) - 1], np.int32),
             )
-        return int(_most_likely(logits_1V, np.zeros(1, np.int32))[0])
+        return int(_most_likely_tokens(logits_1V, np.zeros(1, np.int32))[0])
 
 
-def _most_likely(logits_PV: Any, rows: np.ndarray) -> np.ndarray:
+def _most_likely_tokens(logits_PV: Any, checked_rows: np.ndarray) -> np.ndarray:
     values_PV = np.asarray(logits_PV)
-    if not math.isfinite(values_PV[rows].sum()):
+    if not math.isfinite(values_PV[checked_rows].sum()):
         raise FloatingPointError("the model's logits are not finite, so no token can be chosen")
     return values_PV.argmax(axis=-1)
 
 
-def _tokenizer(folder: Path) -> Any:
+def _open_tokenizer(folder: Path) -> Any:
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
@@ -340,7 +351,7 @@ def main(folder: Path, arguments: list[str]) -> None:
         "--skip-checksums", action="store_true", help="compare the files' sizes alone"
     )
     options = parser.parse_args(arguments)
-    tokenizer = None if options.prompt is None else _tokenizer(folder)
+    tokenizer = None if options.prompt is None else _open_tokenizer(folder)
     try:
         tokens = (
             [int(t) for t in options.tokens.split(",")]

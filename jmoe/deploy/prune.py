@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from jmoe.deploy.calibration_text import text_for
-from jmoe.deploy.cut import check_new_folder, cut_config, weight_bytes, write_cut
+from jmoe.deploy.calibration_text import calibration_text_for
+from jmoe.deploy.cut import check_empty_or_new, cut_config, weight_bytes, write_cut_model
 from jmoe.deploy.expert_scores import ScoreKind, best_experts, check_num_kept, measure_experts
 from jmoe.deploy.layerwise import mean_loss
 from jmoe.deploy.model_folder import hugging_face_folder
@@ -63,14 +63,17 @@ class PruneReport:
 def prune(
     folder: Path, out: Path, options: PruneOptions, say: Callable[[str], None]
 ) -> PruneReport:
-    """Write the model of a Hugging Face folder with fewer experts, to a new folder `out`.
+    """Write the model of a Hugging Face folder with fewer experts to a new folder
+    `out`; return loss and size before and after.
 
     Raises ValueError naming the option, before anything is computed or written.
     """
-    check_new_folder(out)
+    check_empty_or_new(out)
     with LazyCheckpoint(folder, options.dtype, "wide") as source:
         check_num_kept(source.config, options.experts)
-        text = text_for(source, options.text, options.sequence_length, options.max_tokens)
+        text = calibration_text_for(
+            source, options.text, options.sequence_length, options.max_tokens
+        )
     with LazyCheckpoint(folder, "float32", "wide") as wide:
         with status(f"measuring experts on {text.calibration_BS.size:,} tokens", say):
             scores = measure_experts(wide, text.calibration_BS)
@@ -81,7 +84,7 @@ def prune(
         kept_Nn = best_experts(scores.select(options.score), options.experts, config.router.n_group)
         small = cut_config(config, layers, num_experts=options.experts)
         read = MergedExperts(source, kept_Nn, scores.use) if options.merge_similar else None
-        write_cut(source, out, small, layers, kept_Nn, read)
+        write_cut_model(source, out, small, layers, kept_Nn, read)
     with (
         LazyCheckpoint(out, "float32", "wide") as pruned,
         status(f"held-out loss of {options.experts} experts", say),
@@ -130,7 +133,7 @@ def main(arguments: list[str]) -> None:
     options = vars(parser.parse_args(arguments))
     model, out = options.pop("model"), options.pop("out")
     say = partial(print, flush=True)
-    check_new_folder(out)
+    check_empty_or_new(out)
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(hugging_face_folder(model, say, "MODEL"))
         done = prune(folder, out, PruneOptions(**options), say)

@@ -33,7 +33,8 @@ BATCH = 8  # sequences by default, rounded up to a multiple of the number of dev
 def segment(
     folder: Path, machines: Path, out: Path, by: SegmentBy | None = None, **options: Any
 ) -> SegmentPlan:
-    """Write which experts of each layer of the model each device holds; return the plan.
+    """Write the JSON file `out` with the experts that each device holds of each layer; return the
+    plan.
 
     by: experts: every layer is spread over all devices; layers: each layer is on one device; both:
     each layer is spread over the devices of one machine; None: the way whose decoding step (one

@@ -16,7 +16,9 @@ from jmoe.models.lazy_checkpoint import LazyCheckpoint
 Arrays = dict[str, np.ndarray]
 
 
-def merge_groups(kernel_DE: NDArray[np.float32], kept_n: NDArray[np.int64]) -> dict[int, list[int]]:
+def assign_dropped_experts(
+    kernel_DE: NDArray[np.float32], kept_n: NDArray[np.int64]
+) -> dict[int, list[int]]:
     """Return {kept expert: dropped experts to merge into it}, by the cosine similarity of router
     columns.
     """
@@ -41,7 +43,7 @@ def hidden_unit_weights(expert: Arrays) -> NDArray[np.float32]:
     return np.concatenate([part.astype(np.float32) for part in parts], axis=1)
 
 
-def aligned(expert: Arrays, other: Arrays) -> Arrays:
+def align_hidden_units(expert: Arrays, other: Arrays) -> Arrays:
     """Return `other` with its hidden units permuted to be most similar to those of `expert`."""
     _, order_F = linear_sum_assignment(
         hidden_unit_weights(expert) @ hidden_unit_weights(other).T, maximize=True
@@ -69,7 +71,7 @@ class MergedExperts:
             a for path, a in source.load_dense_arrays().items() if path[-2:] == ("router", "kernel")
         )
         self._groups = [
-            merge_groups(np.asarray(k, np.float32), kept)
+            assign_dropped_experts(np.asarray(k, np.float32), kept)
             for k, kept in zip(kernels, kept_Nn, strict=True)
         ]
         # an expert's arrays are computed together: keep the last expert's
@@ -77,10 +79,10 @@ class MergedExperts:
 
     def __call__(self, name: str, layer: int, expert: int) -> np.ndarray:
         if self._last is None or self._last[0] != (layer, expert):
-            self._last = (layer, expert), self._merged(layer, expert)
+            self._last = (layer, expert), self._merge_expert(layer, expert)
         return self._last[1][name]
 
-    def _merged(self, layer: int, expert: int) -> Arrays:
+    def _merge_expert(self, layer: int, expert: int) -> Arrays:
         own = self._source.read_expert(layer, expert)
         share = max(1, int(self._use_NE[layer, expert]))
         total = {name: share * a.astype(np.float32) for name, a in own.items()}
@@ -89,7 +91,7 @@ class MergedExperts:
             count = int(self._use_NE[layer, other])
             if not count:
                 continue
-            for name, a in aligned(own, self._source.read_expert(layer, other)).items():
+            for name, a in align_hidden_units(own, self._source.read_expert(layer, other)).items():
                 total[name] += count * a.astype(np.float32)
             weight += count
         return {name: (total[name] / weight).astype(own[name].dtype) for name in own}

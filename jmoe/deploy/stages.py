@@ -18,22 +18,22 @@ from jmoe.config.cluster import read_machines
 from jmoe.config.engine import EngineConfig, EngineMesh
 from jmoe.configs import PRESETS
 from jmoe.deploy.bundle import bundle
-from jmoe.deploy.calibration_text import text_for
+from jmoe.deploy.calibration_text import calibration_text_for
 from jmoe.deploy.compress import check_sizes, compress_model
-from jmoe.deploy.cut import check_new_folder, cut_config, own_folder, weight_bytes
+from jmoe.deploy.cut import check_empty_or_new, cut_config, scratch_folder, weight_bytes
 from jmoe.deploy.distil import (
     StudentOptions,
     StudentTraining,
     begin_run,
     has_begun,
-    student_config,
+    student_config_and_layers,
     train_arguments,
 )
 from jmoe.deploy.expert_layouts import LAYOUTS, expert_layout
 from jmoe.deploy.expert_scores import check_num_kept
 from jmoe.deploy.layerwise import mean_loss
 from jmoe.deploy.lower import lower
-from jmoe.deploy.merge import merge_run
+from jmoe.deploy.merge import merge_run_to_hugging_face
 from jmoe.deploy.prune import LENGTH, MAX_TOKENS, PruneOptions, prune
 from jmoe.deploy.segment import segment
 from jmoe.inference.loading import open_checkpoint
@@ -47,7 +47,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Distilling:
+class DistilStage:
     """Options of the first stage: train a student of the model.
 
     experts, layers: of the student; None for the teacher's. run: the folder of its training, which
@@ -82,7 +82,7 @@ class Stages:
     machines: Path | None = None
     by: SegmentBy | None = None
     portable: bool = False
-    distil: Distilling | None = None
+    distil: DistilStage | None = None
     max_tokens: int = MAX_TOKENS
     sequence_length: int = LENGTH
 
@@ -142,14 +142,20 @@ def deploy(
     engine: options that the bundle is compiled for; with machines, its number of devices is theirs.
     Raises ValueError naming the option, in most cases before anything is computed.
     """
-    check_new_folder(out)
+    check_empty_or_new(out)
     _check_stages(folder, out, stages, engine)
-    with own_folder(out.with_name(f".{out.name}.stages"), out) as between:
-        results = [StageResult("merged", weight_bytes(folder), _bits(folder, stages, say))]
+    with scratch_folder(out.with_name(f".{out.name}.stages"), out) as between:
+        results = [
+            StageResult(
+                "merged", weight_bytes(folder), _held_out_bits_per_byte(folder, stages, say)
+            )
+        ]
         if stages.distil is not None:
-            folder = _distilled(folder, between / "distilled", stages, stages.distil, say)
+            folder = _train_student(folder, between / "distilled", stages, stages.distil, say)
             results.append(
-                StageResult("distilled", weight_bytes(folder), _bits(folder, stages, say))
+                StageResult(
+                    "distilled", weight_bytes(folder), _held_out_bits_per_byte(folder, stages, say)
+                )
             )
         if stages.experts is not None and stages.text is not None:
             options = PruneOptions(
@@ -168,10 +174,16 @@ def deploy(
             with status(f"compressing experts to {stages.weights}", say):
                 compress_model(source, folder, stages.weights)
             results.append(
-                StageResult(stages.weights, weight_bytes(folder), _bits(folder, stages, say))
+                StageResult(
+                    stages.weights,
+                    weight_bytes(folder),
+                    _held_out_bits_per_byte(folder, stages, say),
+                )
             )
         if stages.machines is not None:
-            engine, device_bytes = _on_machines(folder, between / "segments.json", stages, engine)
+            engine, device_bytes = _segment_over_machines(
+                folder, between / "segments.json", stages, engine
+            )
             results.append(StageResult(f"segmented, each of {engine.mesh.devices}", device_bytes))
         make = lower if stages.portable else bundle
         make(folder, out, engine, say)
@@ -192,7 +204,7 @@ def _check_stages(folder: Path, out: Path, stages: Stages, engine: EngineConfig)
     tokenizer_file(folder)
     if stages.distil is not None and stages.text is not None:
         student = _student_options(config, stages, stages.distil)
-        config, _ = student_config(config, fields, student)
+        config, _ = student_config_and_layers(config, fields, student)
         places = [place.expanduser().resolve() for place in (stages.distil.run, out)]
         apart = not any(one.is_relative_to(other) for one, other in (places, places[::-1]))
         check(
@@ -210,7 +222,7 @@ def _check_stages(folder: Path, out: Path, stages: Stages, engine: EngineConfig)
     if stages.weights is not None:
         check_sizes(config, expert_layout(stages.weights, family_of(fields)), stages.weights)
     if stages.machines is not None:
-        devices, here = _devices(stages.machines), jax.device_count()
+        devices, here = _num_devices(stages.machines), jax.device_count()
         check(devices > 1, "machines", str(stages.machines), "has one device: must have several")
         constraint = f"has {devices} devices: must have at most the {here} of this process"
         hint = (
@@ -221,11 +233,11 @@ def _check_stages(folder: Path, out: Path, stages: Stages, engine: EngineConfig)
         check(devices <= here, "machines", str(stages.machines), constraint + hint)
 
 
-def _devices(machines: Path) -> int:
+def _num_devices(machines: Path) -> int:
     return sum(one.devices for one in read_machines(machines).machines)
 
 
-def _student_options(teacher: ModelConfig, stages: Stages, distil: Distilling) -> StudentOptions:
+def _student_options(teacher: ModelConfig, stages: Stages, distil: DistilStage) -> StudentOptions:
     assert stages.text is not None
     experts = teacher.num_experts if distil.experts is None else distil.experts
     return StudentOptions(
@@ -237,12 +249,12 @@ def _student_options(teacher: ModelConfig, stages: Stages, distil: Distilling) -
     )
 
 
-def _train_arguments(distil: Distilling, student: StudentOptions, teacher: Path) -> list[str]:
+def _train_arguments(distil: DistilStage, student: StudentOptions, teacher: Path) -> list[str]:
     more = ["--num-steps", str(distil.steps), *distil.train]
     return train_arguments(StudentTraining(teacher, distil.run, student.text, distil.preset), more)
 
 
-def _distilled(folder: Path, out: Path, stages: Stages, distil: Distilling, say: Say) -> Path:
+def _train_student(folder: Path, out: Path, stages: Stages, distil: DistilStage, say: Say) -> Path:
     """Train a student of the model with train.py; return `out`, the Hugging Face folder of its
     newest checkpoint.
 
@@ -258,7 +270,7 @@ def _distilled(folder: Path, out: Path, stages: Stages, distil: Distilling, say:
         *_train_arguments(distil, student, folder),
     ]
     code = subprocess.run(command, check=False).returncode
-    step = 0 if code else merge_run(distil.run, out)
+    step = 0 if code else merge_run_to_hugging_face(distil.run, out)
     if step != distil.steps:
         raise ValueError(
             f"distil_steps = {distil.steps}: the training in {distil.run} ended with exit status"
@@ -267,7 +279,7 @@ def _distilled(folder: Path, out: Path, stages: Stages, distil: Distilling, say:
     return out
 
 
-def _bits(folder: Path, stages: Stages, say: Say) -> float | None:
+def _held_out_bits_per_byte(folder: Path, stages: Stages, say: Say) -> float | None:
     """Return bits per byte of the held-out text; None without a text."""
     if stages.text is None:
         return None
@@ -275,18 +287,20 @@ def _bits(folder: Path, stages: Stages, say: Say) -> float | None:
         LazyCheckpoint(folder, "float32", "wide") as checkpoint,
         status(f"held-out loss of {folder.name}", say),
     ):
-        text = text_for(checkpoint, stages.text, stages.sequence_length, stages.max_tokens)
+        text = calibration_text_for(
+            checkpoint, stages.text, stages.sequence_length, stages.max_tokens
+        )
         return text.bits_per_byte(mean_loss(checkpoint, text.held_out_BS))
 
 
-def _on_machines(
+def _segment_over_machines(
     folder: Path, segments: Path, stages: Stages, engine: EngineConfig
 ) -> tuple[EngineConfig, int]:
     """Return (engine options with the devices and the placement of experts from `segment`, largest
     bytes of weights on a device).
     """
     assert stages.machines is not None
-    devices = _devices(stages.machines)
+    devices = _num_devices(stages.machines)
     changes: dict[str, Any] = {"mesh": EngineMesh(devices=devices)}
     if engine.max_batch % devices:  # every device has the same number of cache rows
         changes["max_batch"] = -(-engine.max_batch // devices) * devices

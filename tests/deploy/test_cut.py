@@ -11,11 +11,11 @@ import pytest
 import jmoe
 from jmoe.deploy import model_folder
 from jmoe.deploy.cut import (
-    check_new_folder,
+    check_empty_or_new,
+    creating_folder,
+    creating_model_folder,
     cut_config,
-    new_folder,
-    new_model_folder,
-    write_cut,
+    write_cut_model,
 )
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from tests.deploy.gpt_moe_models import in_numpy, stored_arrays, write_model
@@ -31,7 +31,7 @@ def test_the_layers_and_experts_that_are_kept(tmp_path: Path) -> None:
     layers, kept_Nn = (1, 2), np.array([[0, 3]])
     with LazyCheckpoint(tmp_path / "whole") as source:
         config = cut_config(source.config, layers, num_experts=2)
-        write_cut(source, tmp_path / "cut", config, layers, kept_Nn)
+        write_cut_model(source, tmp_path / "cut", config, layers, kept_Nn)
     assert config.layer_kinds == ("dense", "moe")
     renumbered = {}
     for name, tensor in stored_arrays(tmp_path / "whole").items():
@@ -72,27 +72,27 @@ def test_a_family_without_such_a_decoder_is_refused(tmp_path: Path) -> None:
         kept_Nn = np.tile(np.arange(2), (len(layers), 1))
         config = cut_config(source.config, layers, num_experts=2, num_experts_per_tok=1)
         with pytest.raises(ValueError, match="num_experts_per_tok = 1: is not supported"):
-            write_cut(source, tmp_path / "out", config, layers, kept_Nn)
+            write_cut_model(source, tmp_path / "out", config, layers, kept_Nn)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_with_files_is_no_new_one(tmp_path: Path) -> None:
-    check_new_folder(tmp_path)
-    check_new_folder(tmp_path / "none")
+    check_empty_or_new(tmp_path)
+    check_empty_or_new(tmp_path / "none")
     (tmp_path / "config.json").write_text(json.dumps({}))
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     for folder in (tmp_path, tmp_path / "config.json", tmp_path / "link"):
         with pytest.raises(ValueError, match="must be an empty folder or none"):
-            check_new_folder(folder)
+            check_empty_or_new(folder)
     for folder in (Path(), Path("..")):
         with pytest.raises(
             ValueError, match=rf"out = '{folder}': must end in a name, which the new folder gets"
         ):
-            check_new_folder(folder)
+            check_empty_or_new(folder)
     with pytest.raises(
         ValueError, match=r"must be where a folder can be made, and .*config\.json is no folder"
     ):
-        check_new_folder(tmp_path / "config.json" / "a" / "b")
+        check_empty_or_new(tmp_path / "config.json" / "a" / "b")
 
 
 def test_a_folder_is_written_by_one_process(tmp_path: Path) -> None:
@@ -101,11 +101,11 @@ def test_a_folder_is_written_by_one_process(tmp_path: Path) -> None:
     (partial / "programs").mkdir(parents=True)
     (partial / "programs" / "half").write_text("left")
     (partial / "weights").write_text("left")
-    with new_folder(out) as first:
+    with creating_folder(out) as first:
         assert list(first.iterdir()) == []
         (first / "weights").write_text("whole")
         said = r"out = '.*out': another process is writing it, in .*\.out\.partial"
-        with pytest.raises(ValueError, match=said), new_folder(out):
+        with pytest.raises(ValueError, match=said), creating_folder(out):
             pass
         assert (first / "weights").read_text() == "whole" and not out.exists()
     assert [path.name for path in tmp_path.iterdir()] == ["out"] and (
@@ -113,7 +113,7 @@ def test_a_folder_is_written_by_one_process(tmp_path: Path) -> None:
     ).read_text() == "whole"
 
 
-@pytest.mark.parametrize("way", ["new_folder", "merged"])
+@pytest.mark.parametrize("way", ["creating_folder", "merged"])
 def test_a_power_cut_leaves_a_whole_folder_or_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
@@ -126,13 +126,13 @@ def test_a_power_cut_leaves_a_whole_folder_or_none(
         (folder / "tokenizer.json").write_text("whole")
         return 3
 
-    monkeypatch.setattr(model_folder, "merge_run", write)
-    monkeypatch.setattr(model_folder, "_name_of", lambda *_: "step-3")
+    monkeypatch.setattr(model_folder, "merge_run_to_hugging_face", write)
+    monkeypatch.setattr(model_folder, "_merged_folder_name", lambda *_: "step-3")
     with cut.recording():
         if way == "merged":
-            model_folder._merge(tmp_path / "run", cut.root)
+            model_folder._merge_newest_step(tmp_path / "run", cut.root)
         else:
-            with new_folder(cut.root / "step-3") as partial:
+            with creating_folder(cut.root / "step-3") as partial:
                 write(tmp_path, partial)
         cut.promise = "it is there"
     found = set[bool]()
@@ -152,12 +152,12 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
     """`write` says no place, which every folder has."""
     with (
         pytest.raises(OSError, match=rf"No space left on device: '{tmp_path}/out'"),
-        new_folder(tmp_path / "out"),
+        creating_folder(tmp_path / "out"),
     ):
         raise OSError(errno.ENOSPC, "No space left on device")
     with (
         pytest.raises(OSError, match="No space left on device: 'there'"),
-        new_folder(tmp_path / "out"),
+        creating_folder(tmp_path / "out"),
     ):
         raise OSError(errno.ENOSPC, "No space left on device", "there")
     assert list(tmp_path.iterdir()) == []
@@ -171,7 +171,7 @@ def test_files_beside_the_weights_are_copied(tmp_path: Path) -> None:
     for name in (*beside, "config.json", "model.safetensors"):
         (source / name).write_text(name)
     (source / "pack").mkdir()  # of a server
-    with new_model_folder(tmp_path / "out", source):
+    with creating_model_folder(tmp_path / "out", source):
         pass
     out = tmp_path / "out"
     copied = {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()}

@@ -14,7 +14,7 @@ from jmoe.deploy import stages as command
 from jmoe.deploy.__main__ import main
 from jmoe.deploy.portable import PLAN, PortableModel
 from jmoe.deploy.prune import PruneOptions, prune
-from jmoe.deploy.stages import Distilling, StageResult, Stages, deploy
+from jmoe.deploy.stages import DistilStage, StageResult, Stages, deploy
 from jmoe.models.pretrained import load_pretrained
 from tests.deploy.gpt_moe_models import gpt_moe_config, in_numpy, stored_arrays, write_model
 from tests.deploy.test_prune import TEXT, write_tokenizer
@@ -133,9 +133,9 @@ def test_what_is_refused_leaves_nothing(
     with pytest.raises(ValueError, match="by = 'layers': needs machines to segment the model over"):
         Stages(by="layers")
     with pytest.raises(ValueError, match="distil_steps = 5: needs a text to learn from"):
-        Stages(distil=Distilling(5, tmp_path / "run"))
+        Stages(distil=DistilStage(5, tmp_path / "run"))
     with pytest.raises(ValueError, match="distil_steps = 0: must be greater than 0"):
-        Distilling(0, tmp_path / "run")
+        DistilStage(0, tmp_path / "run")
     with pytest.raises(ValueError, match=r"machines = '.*nowhere': No such file"):
         Stages(machines=tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"out = .*: must be an empty folder or none"):
@@ -144,11 +144,11 @@ def test_what_is_refused_leaves_nothing(
     text = str(tmp_path / "text.txt")
     for wrong, message in (
         (
-            Stages(text, 3, distil=Distilling(1, tmp_path / "run", experts=5)),
+            Stages(text, 3, distil=DistilStage(1, tmp_path / "run", experts=5)),
             "experts = 5: must be between 1 and the",
         ),
         (
-            Stages(text, 3, distil=Distilling(1, tmp_path / "run", experts=2)),
+            Stages(text, 3, distil=DistilStage(1, tmp_path / "run", experts=2)),
             "experts = 3: must not exceed the model's",
         ),
         (Stages(text, 5), "experts = 5: must not exceed the model's num_experts = 4"),
@@ -161,7 +161,7 @@ def test_what_is_refused_leaves_nothing(
     ):
         deploy(model, tmp_path / "out", Stages(text, 3), EngineConfig(max_seq_len=4000), silently)
     for run in ("out", "out/student", "."):
-        learning = Distilling(1, tmp_path / run, experts=3)
+        learning = DistilStage(1, tmp_path / run, experts=3)
         with pytest.raises(
             ValueError, match=r"distil_run = .*: must not lie in out = '.*out', nor that in it"
         ):

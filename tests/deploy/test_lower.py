@@ -19,7 +19,14 @@ import jmoe
 from jmoe.config.engine import EngineConfig
 from jmoe.deploy import lower as stage
 from jmoe.deploy.lower import PortablePrograms, lower
-from jmoe.deploy.portable import PLAN, PortableModel, _tokenizer, listed_files, plan_text, read_plan
+from jmoe.deploy.portable import (
+    PLAN,
+    PortableModel,
+    _open_tokenizer,
+    describe_files,
+    plan_text,
+    read_plan,
+)
 from jmoe.inference.engine import Engine
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from tests.damage import flip
@@ -114,13 +121,13 @@ def test_texts_are_tokens_as_the_engine_has_them(portable: Path) -> None:
     """The folder's tokenizer.json cut them at 8 tokens, and left the first one to
     tokenizer_config.json.
     """
-    assert _tokenizer(portable).encode(LONG).ids == [BOS, *[1, 2, 3, 4, 5] * 20]
+    assert _open_tokenizer(portable).encode(LONG).ids == [BOS, *[1, 2, 3, 4, 5] * 20]
 
 
 def test_both_platforms_and_no_kernel_of_ours(portable: Path) -> None:
     """Lowered for a GPU too, on a machine without one."""
     with LazyCheckpoint(CHECKPOINTS / "gpt_oss_mxfp4", "float32") as checkpoint:
-        program = PortablePrograms(checkpoint).export(OPTIONS, 2, 1, stage.PLATFORMS)
+        program = PortablePrograms(checkpoint).export_step(OPTIONS, 2, 1, stage.PLATFORMS)
     assert program.platforms == ("cpu", "cuda")
     assert "custom_call" not in str(program.mlir_module())
     # weights are arguments, not constants
@@ -212,7 +219,8 @@ def test_another_jax_is_named(copied: Path) -> None:
 
 def with_new_sums(folder: Path) -> Path:
     change_plan(
-        folder, files={name: entry for name, entry in listed_files(folder).items() if name != PLAN}
+        folder,
+        files={name: entry for name, entry in describe_files(folder).items() if name != PLAN},
     )
     return folder
 

@@ -21,7 +21,7 @@ from jmoe.deploy.calibration_text import read_calibration_text
 from jmoe.deploy.expert_scores import ExpertScores, best_experts, measure_experts
 from jmoe.deploy.layerwise import mean_loss
 from jmoe.deploy.prune import PruneOptions, prune
-from jmoe.deploy.similar import aligned, merge_groups
+from jmoe.deploy.similar import align_hidden_units, assign_dropped_experts
 from jmoe.inference.engine import Engine
 from jmoe.models.huggingface import hf_config
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
@@ -197,9 +197,9 @@ def test_merged_experts(folder: Path, text: str, tmp_path: Path) -> None:
     with LazyCheckpoint(tmp_path / "twins", "float32") as checkpoint:
         first, twin = checkpoint.read_expert(0, 0), checkpoint.read_expert(0, 3)
         assert not np.array_equal(first["w_up"], twin["w_up"])
-        again = aligned(first, twin)
+        again = align_hidden_units(first, twin)
         assert all(np.array_equal(first[name], again[name]) for name in first)
-    assert merge_groups(np.asarray(kernel[...])[0], np.array([0, 1]))[0].count(3) == 1
+    assert assign_dropped_experts(np.asarray(kernel[...])[0], np.array([0, 1]))[0].count(3) == 1
 
 
 def test_groups_that_would_be_too_small(text: str, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 import jmoe
 from jmoe.deploy.compress import compress_model
-from jmoe.deploy.cut import cut_config, write_cut
+from jmoe.deploy.cut import cut_config, write_cut_model
 from jmoe.deploy.model_folder import hugging_face_folder
 from jmoe.mesh import make_mesh
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
@@ -64,7 +64,7 @@ def test_fused_experts_over_devices_and_cut(tmp_path: Path) -> None:
     for source, out in ((CHECKPOINTS / "mixtral", "a"), (folder, "b")):
         with LazyCheckpoint(source) as whole:
             config = cut_config(whole.config, (1,), num_experts=3)
-            write_cut(whole, tmp_path / out, config, (1,), np.array([[0, 2, 3]]))
+            write_cut_model(whole, tmp_path / out, config, (1,), np.array([[0, 2, 3]]))
     assert stored(tmp_path / "a") == stored(tmp_path / "b")
     with pytest.raises(
         ValueError, match=r"experts are fused.*: write it anew first, with jmoe.save_pretrained"
@@ -151,7 +151,7 @@ def test_kimi_k2_has_the_tensors_of_deepseek_v3(tmp_path: Path) -> None:
     ):
         assert lazy.routing_fingerprint == published.routing_fingerprint
         config = cut_config(lazy.config, (0, 1))
-        write_cut(lazy, tmp_path / "cut", config, (0, 1), np.arange(config.num_experts)[None])
+        write_cut_model(lazy, tmp_path / "cut", config, (0, 1), np.arange(config.num_experts)[None])
     assert jmoe.load_pretrained(tmp_path / "cut").config.num_hidden_layers == 2
 
 

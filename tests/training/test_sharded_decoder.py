@@ -20,7 +20,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 from jmoe.config import CheckpointConfig, CommConfig, MeshConfig, ModelConfig, TrainConfig
-from jmoe.deploy.merge import merge_run
+from jmoe.deploy.merge import merge_run_to_hugging_face
 from jmoe.mesh import ACCUMULATED_BATCH, BATCH
 from jmoe.models.pretrained import load_pretrained
 from jmoe.run.checkpoint import Checkpoints
@@ -240,7 +240,7 @@ def test_merge_and_a_start_from_it(tmp_path: Path, embedding: str) -> None:
     saved = steps(ONE, "replicated", True)[1]
     with Checkpoints(run_dir / "checkpoints", CheckpointConfig()) as checkpoints:
         checkpoints.save(2, ours.save_state(from_host(saved, ours)), {}, config.to_json())
-    merge_run(run_dir, folder)
+    merge_run_to_hugging_face(run_dir, folder)
     decoder = load_pretrained(folder).decoder
     np.testing.assert_array_equal(decoder.embedding[...], saved.params["embedding"])
 
