@@ -33,9 +33,9 @@ from jmoe.cluster import distributed
 from jmoe.cluster.job import hosts_line
 from jmoe.config import TrainConfig, VisionTrainConfig
 from jmoe.config.cluster import read_cluster
-from jmoe.data.corpus import OtherTextError, Role, discard, prepare, publish
+from jmoe.data.corpus import OtherTextError, Role, discard_staged, prepare, publish_staged
 from jmoe.data.loader import train_batches
-from jmoe.data.progress import PreparingData
+from jmoe.data.progress import PreparationProgress
 from jmoe.deploy.model_folder import merge_in_subprocess
 from jmoe.inference.teacher import Teacher, teacher_fingerprint
 from jmoe.mesh import devices_of_hosts, make_mesh
@@ -248,13 +248,13 @@ def prepare_text(
 ) -> TrainingData:
     """Tokenize the text, or open existing tokens. Process 0 does the work while the others wait."""
     limits, main_process = config.distributed, jax.process_index() == 0
-    preparing = PreparingData(say)
+    preparing = PreparationProgress(say)
     cache = Path(config.output_dir) / "data"
     option = "distributed.start_timeout_s"
     if main_process:
-        stack.callback(discard, cache)
+        stack.callback(discard_staged, cache)
     with watchdog.waiting_for(
-        "data", timeout_s=limits.start_timeout_s, progress=preparing.progress, option=option
+        "data", timeout_s=limits.start_timeout_s, progress=preparing.progress_text, option=option
     ):
         keep = has_checkpoint(config, resolved)
         role = Role(
@@ -273,9 +273,12 @@ def prepare_text(
     if config.init_from:
         files |= companion_files(config.init_from, files.get(TOKENIZER))
     held_out = len(corpus.held_out_tokens)
-    say(f"{corpus.num_train_tokens:,} tokens to train on, {held_out:,} held out; {corpus.files()}")
-    if config.init_from and corpus.control_texts():
-        say(corpus.control_texts())
+    say(
+        f"{corpus.num_train_tokens:,} tokens to train on, {held_out:,} held out;"
+        f" {corpus.describe_input_files()}"
+    )
+    if config.init_from and corpus.describe_control_texts():
+        say(corpus.describe_control_texts())
     batches = train_batches(
         corpus,
         batch_size=config.batch_size,
@@ -285,7 +288,9 @@ def prepare_text(
         process_count=jax.process_count(),
         prefetch_batches=config.data.prefetch_batches,
     )
-    return TrainingData(corpus, batches, corpus.fingerprint, files, lambda: publish(corpus, cache))
+    return TrainingData(
+        corpus, batches, corpus.fingerprint, files, lambda: publish_staged(corpus, cache)
+    )
 
 
 def resolved_config(config: TrainConfig) -> JsonObject:

@@ -160,7 +160,11 @@ class Training:
         """Return the bytes of the state on this device, and those that a step adds."""
         import jax
 
-        batch = jax.tree.map(self.put, self.batches.sample(0)) if len(self.tasks) == 1 else None
+        batch = (
+            jax.tree.map(self.put, self.batches.peek_micro_batch(0))
+            if len(self.tasks) == 1
+            else None
+        )
         leaves = jax.tree.leaves((self.state.params, self.state.m, self.state.v))
         state_bytes = sum(leaf.addressable_data(0).nbytes for leaf in leaves)
         batch = batch or jax.tree.map(self.put, next(self.batches))

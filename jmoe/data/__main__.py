@@ -12,7 +12,7 @@ from pathlib import Path
 
 from jmoe.config import DataConfig
 from jmoe.data.corpus import write_shards
-from jmoe.data.progress import PreparingData
+from jmoe.data.progress import PreparationProgress
 from jmoe.runtime import end_at_once_on_interrupt
 
 
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             held_out_fraction=options.held_out_fraction,
             held_out_bytes=options.held_out_bytes,
         )
-        report = PreparingData(lambda line: print(line, file=sys.stderr, flush=True)).report
+        report = PreparationProgress(lambda line: print(line, file=sys.stderr, flush=True)).report
         corpus = write_shards(
             config, 2**32 if options.vocab_size is None else options.vocab_size, options.out, report
         )
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(
         f"{options.out}: {corpus.num_train_tokens} tokens to train on ({text_bytes} bytes of text),"
         f" {len(corpus.held_out_tokens)} held out ({len(corpus.held_out_bytes)} bytes), vocabulary"
-        f" {corpus.vocab_size}; {corpus.files()}"
+        f" {corpus.vocab_size}; {corpus.describe_input_files()}"
     )
     return 0
 

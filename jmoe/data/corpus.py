@@ -29,7 +29,7 @@ from tokenizers import Tokenizer
 from jmoe.config import DataConfig
 from jmoe.config.checks import unset
 from jmoe.data.shards import (
-    Blocks,
+    BlockChecks,
     Ids,
     Shard,
     ShardWriter,
@@ -43,15 +43,15 @@ from jmoe.data.text_files import (
     InputFile,
     Report,
     TextInput,
-    check_texts,
+    check_and_detect_encodings,
     find_files,
     read_pieces,
     sample_texts,
-    split_off,
-    standard_library,
+    split_off_held_out,
+    standard_library_files,
 )
 from jmoe.data.tokenizer import (
-    ControlText,
+    ControlTextCounter,
     CorpusTokenizer,
     check_vocab_size,
     encode_pieces,
@@ -81,7 +81,7 @@ class TextSource:
 
     name: str
     shards: tuple[Ids, ...]
-    blocks: tuple[Blocks, ...]
+    blocks: tuple[BlockChecks, ...]
     weight: float | None
     text_bytes: int
     files: int
@@ -116,7 +116,7 @@ class Corpus:
     def num_train_tokens(self) -> int:
         return sum(source.num_tokens for source in self.sources)
 
-    def files(self) -> str:
+    def describe_input_files(self) -> str:
         """Return a sentence with the numbers of files read and skipped."""
         skipped = sum((source.skipped for source in self.sources), Counter())
         words = f"{sum(source.files for source in self.sources):,} file(s) read"
@@ -126,7 +126,7 @@ class Corpus:
             words += f", {skipped.total():,} skipped that are no text ({', '.join(kinds)}{more})"
         return words
 
-    def control_texts(self) -> str:
+    def describe_control_texts(self) -> str:
         """Return a sentence with the number of training documents in which control tokens were
         kept as text; "" if none.
         """
@@ -170,7 +170,7 @@ class Role:
     is_main: this process writes; the others wait. report: progress callback, called at least every
     few seconds. progress: returns a value that changes when the main process progresses; other
     processes wait at most `wait_s` seconds without a change. keep: prepare other text beside the
-    cached text without replacing it, until `publish` is called.
+    cached text without replacing it, until `publish_staged` is called.
     """
 
     is_main: bool = True
@@ -199,28 +199,32 @@ def prepare(
         if entry.is_shards
     }
     tokenizer = _given_tokenizer(config, inputs, shards, vocab_size)
-    targets = _held_out_targets(config, inputs, shards)
+    targets = _held_out_target_bytes(config, inputs, shards)
     texts = [i for i in range(len(inputs)) if i not in shards]
     held_out: list[_HeldOut] = []
     if texts:
-        job = _TextJob(
+        job = _TokenizingJob(
             inputs=tuple(inputs[i] for i in texts),
             target_bytes=tuple(targets[i] for i in texts),
             tokenizer=tokenizer,
             vocab_size=vocab_size,
             directory=cache_dir,
             config=config,
-            content=_content([inputs[i] for i in texts], role.report),
+            content=_text_identity([inputs[i] for i in texts], role.report),
         )
-        finished = job.finished() is not None
-        if role.is_main and not finished and job.manifest() is not None:
+        finished = job.verified_manifest() is not None
+        if role.is_main and not finished and job.read_own_manifest() is not None:
             print(f"{cache_dir}: the prepared text is damaged, it is prepared again", flush=True)
         expected_manifest = None
         if role.keep and not finished:
             expected_manifest = _read_manifest(cache_dir)
             cache_dir = staging_folder(cache_dir)
             job = dataclasses.replace(job, directory=cache_dir)
-        manifest = job.run(role.report, expected_manifest) if role.is_main else _wait_for(job, role)
+        manifest = (
+            job.run(role.report, expected_manifest)
+            if role.is_main
+            else _wait_for_manifest(job, role)
+        )
         tokenizer = load_tokenizer(
             cache_dir / TOKENIZER, vocab_size, encode_control=config.control_tokens
         )
@@ -230,7 +234,7 @@ def prepare(
     shard_inputs = [i for i, entry in enumerate(inputs) if entry.is_shards]
     _check_shards([shard for i in shard_inputs for shard in shards[i]], role.report)
     held_out += _held_out_of_shards(inputs, shards, shard_inputs, targets, tokenizer)
-    return _assemble(inputs, [shards[i] for i in range(len(inputs))], held_out, tokenizer)
+    return _assemble_corpus(inputs, [shards[i] for i in range(len(inputs))], held_out, tokenizer)
 
 
 def _check_shards(shards: Sequence[Shard], report: Report) -> None:
@@ -269,7 +273,7 @@ def staging_folder(cache_dir: Path) -> Path:
     return cache_dir.with_name(f".{cache_dir.name}.new")
 
 
-def publish(corpus: Corpus, cache_dir: Path) -> None:
+def publish_staged(corpus: Corpus, cache_dir: Path) -> None:
     """Move a corpus prepared in `staging_folder(cache_dir)` to `cache_dir`; ignore any other
     corpus.
 
@@ -287,7 +291,7 @@ def publish(corpus: Corpus, cache_dir: Path) -> None:
     made.rmdir()
 
 
-def discard(cache_dir: Path) -> None:
+def discard_staged(cache_dir: Path) -> None:
     """Delete the unpublished text in the folder `staging_folder(cache_dir)`."""
     shutil.rmtree(staging_folder(cache_dir), ignore_errors=True)
 
@@ -306,11 +310,11 @@ def write_shards(config: DataConfig, vocab_size: int, out: Path, report: Report)
                 " shards"
             )
     tokenizer = _given_tokenizer(config, inputs, {}, vocab_size)
-    targets = tuple(_held_out_targets(config, inputs, {}))
-    job = _TextJob(
-        tuple(inputs), targets, tokenizer, vocab_size, out, config, _content(inputs, report)
+    targets = tuple(_held_out_target_bytes(config, inputs, {}))
+    job = _TokenizingJob(
+        tuple(inputs), targets, tokenizer, vocab_size, out, config, _text_identity(inputs, report)
     )
-    if out.is_dir() and any(out.glob(f"*{SHARD_SUFFIX}")) and job.finished() is None:
+    if out.is_dir() and any(out.glob(f"*{SHARD_SUFFIX}")) and job.verified_manifest() is None:
         raise ValueError(
             f"--out = {str(out)!r}: already holds token shards made from other inputs or settings"
         )
@@ -319,7 +323,7 @@ def write_shards(config: DataConfig, vocab_size: int, out: Path, report: Report)
 
 def _find_inputs(config: DataConfig, report: Report) -> list[TextInput]:
     if not config.path:
-        return [TextInput("", tuple(standard_library()))]
+        return [TextInput("", tuple(standard_library_files()))]
     weights = config.weights or (None,) * len(config.path)
     inputs = [
         find_files(*pair, config.field, report) for pair in zip(config.path, weights, strict=True)
@@ -407,7 +411,7 @@ def _given_tokenizer(
     return tokenizer
 
 
-def _held_out_targets(
+def _held_out_target_bytes(
     config: DataConfig, inputs: Sequence[TextInput], shards: dict[int, list[Shard]]
 ) -> list[int]:
     """Return the number of bytes of text to hold out of each input, in proportion to the inputs'
@@ -432,8 +436,8 @@ def _held_out_targets(
     ]
 
 
-def _content(inputs: Sequence[TextInput], report: Report) -> str:
-    """Return an identity of the content of all text files."""
+def _text_identity(inputs: Sequence[TextInput], report: Report) -> str:
+    """Return an identity (hash) of the content of all text files."""
     files = {
         f"{i}/{file.name}": file.path for i, entry in enumerate(inputs) for file in entry.files
     }
@@ -441,7 +445,7 @@ def _content(inputs: Sequence[TextInput], report: Report) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class _TextJob:
+class _TokenizingJob:
     """The job of tokenising text inputs into `directory`."""
 
     inputs: tuple[TextInput, ...]
@@ -452,7 +456,7 @@ class _TextJob:
     config: DataConfig
     content: str  # identity of the text
 
-    def key(self) -> str:
+    def cache_key(self) -> str:
         """Return a hash of everything that the result depends on: settings and each file's name,
         size, time and content.
 
@@ -479,19 +483,19 @@ class _TextJob:
             what["encoding"] = self.config.encoding
         return hashlib.sha256(json.dumps(what).encode()).hexdigest()
 
-    def manifest(self) -> JsonObject | None:
+    def read_own_manifest(self) -> JsonObject | None:
         """Return the manifest of this very job, None if it has not been done. Checks no other
         file.
         """
         try:
             manifest: JsonObject = json.loads((self.directory / MANIFEST).read_text())
-            return manifest if manifest["key"] == self.key() else None
+            return manifest if manifest["key"] == self.cache_key() else None
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             return None
 
-    def finished(self) -> JsonObject | None:
+    def verified_manifest(self) -> JsonObject | None:
         """Return the manifest of this very job, None if it is not done or a file is damaged."""
-        if (manifest := self.manifest()) is None:
+        if (manifest := self.read_own_manifest()) is None:
             return None
         try:
             for part in [*manifest["train"], manifest["held_out"]]:
@@ -502,48 +506,47 @@ class _TextJob:
                     shard.blocks.check_all(shard.header)
             with naming_file(self.directory / HELD_OUT_TEXT):
                 text = (self.directory / HELD_OUT_TEXT).read_bytes()
-            tokenizer = self._load(self.directory / TOKENIZER)
+            tokenizer = self._load_tokenizer(self.directory / TOKENIZER)
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             return None
         same = hashlib.sha256(text).hexdigest() == manifest["held_out_text"]
         return manifest if same and tokenizer.fingerprint == manifest["tokenizer"] else None
 
     def run(self, report: Report, expected_manifest: JsonObject | None = None) -> JsonObject:
-        """Tokenise the text unless that has been done, and return the manifest, which is written
-        last.
+        """Tokenise the text unless that has been done; return the manifest, which is written last.
 
         expected_manifest: of the text with which the run began. Raises `OtherTextError` if the
         held-out text differs from that manifest's, before the tokenizer is trained and the text
         tokenised.
         """
-        manifest = self.finished()
+        manifest = self.verified_manifest()
         if manifest is not None:
             return manifest
         if self.tokenizer is None:
             check_vocab_size(self.vocab_size)
-        parts = self._split(report)
+        parts = self._split_held_out(report)
         expected = None if expected_manifest is None else expected_manifest["held_out_text"]
-        if expected is not None and self._held_out_sum(parts) != expected:
+        if expected is not None and self._held_out_sha256(parts) != expected:
             raise OtherTextError("data.path: names other text than the run began with")
         self.directory.mkdir(parents=True, exist_ok=True)
         (self.directory / MANIFEST).unlink(missing_ok=True)
         remove_stale_temporaries(self.directory)
         tokenizer = self._write_tokenizer(parts, report)
         manifest = {
-            "key": self.key(),
+            "key": self.cache_key(),
             "tokenizer": tokenizer.fingerprint,
-            **self._write_tokens(tokenizer, parts, report),
+            **self._write_shards(tokenizer, parts, report),
         }
         write_atomic(self.directory / MANIFEST, json.dumps(manifest, indent=1).encode())
         return manifest
 
-    def _split(self, report: Report) -> list[list[InputFile]]:
+    def _split_held_out(self, report: Report) -> list[list[InputFile]]:
         """Check all text; return each input's files with the numbers of bytes for training set.
 
         Raises ValueError if there is no text to train on or to hold out.
         """
         files = iter(
-            check_texts(
+            check_and_detect_encodings(
                 [file for entry in self.inputs for file in entry.files],
                 self.config.encoding,
                 report,
@@ -551,7 +554,9 @@ class _TextJob:
         )
         parts = []
         for entry, target in zip(self.inputs, self.target_bytes, strict=True):
-            parts.append(split_off(list(itertools.islice(files, len(entry.files))), target))
+            parts.append(
+                split_off_held_out(list(itertools.islice(files, len(entry.files))), target)
+            )
             if not any(
                 text for file in parts[-1] for text, _ in read_pieces(file, 0, file.train_bytes)
             ):
@@ -567,7 +572,7 @@ class _TextJob:
             )
         return parts
 
-    def _held_out_sum(self, parts: list[list[InputFile]]) -> str:
+    def _held_out_sha256(self, parts: list[list[InputFile]]) -> str:
         """Return the SHA-256 of the held-out text, as the manifest records it."""
         held_out = (
             read_pieces(file, file.train_bytes, file.size_bytes) for part in parts for file in part
@@ -591,17 +596,17 @@ class _TextJob:
         elif self.tokenizer.path.resolve() != path.resolve():
             # copy byte for byte, as the fingerprint is the file's hash
             write_atomic(path, self.tokenizer.path.read_bytes())
-        loaded = self._load(path)
+        loaded = self._load_tokenizer(path)
         return (
             loaded
             if self.tokenizer is None
             else dataclasses.replace(loaded, path=self.tokenizer.path)
         )
 
-    def _load(self, path: Path) -> CorpusTokenizer:
+    def _load_tokenizer(self, path: Path) -> CorpusTokenizer:
         return load_tokenizer(path, self.vocab_size, encode_control=self.config.control_tokens)
 
-    def _write_tokens(
+    def _write_shards(
         self, tokenizer: CorpusTokenizer, parts: list[list[InputFile]], report: Report
     ) -> JsonObject:
         writer = partial(
@@ -611,7 +616,7 @@ class _TextJob:
             tokenizer=tokenizer.fingerprint,
             control="tokens" if tokenizer.encodes_control else "text",
         )
-        encoder = _Encoder(
+        encoder = _ShardEncoder(
             tokenizer, sum(file.size_bytes for part in parts for file in part), report
         )
         train = []
@@ -622,10 +627,10 @@ class _TextJob:
                 name = f"train-{number:05d}{SHARD_SUFFIX}"
                 with writer(self.directory / name, split="train") as shard:
                     for file in part:
-                        encoder.append(read_pieces(file, 0, file.train_bytes), shard)
+                        encoder.encode_into_shard(read_pieces(file, 0, file.train_bytes), shard)
                         held = list(read_pieces(file, file.train_bytes, file.size_bytes))
                         held_out_text += "".join(text for text, _ in held).encode()
-                        encoder.append(held, held_out)
+                        encoder.encode_into_shard(held, held_out)
                     if shard.count < 2:
                         raise ValueError(
                             f"data.path = {entry.pattern!r}: too little text to train on and to"
@@ -644,18 +649,20 @@ class _TextJob:
         }
 
 
-class _Encoder:
+class _ShardEncoder:
     """Encodes text into shards, and reports progress through `all_bytes` bytes of text."""
 
     def __init__(self, tokenizer: CorpusTokenizer, all_bytes: int, report: Report) -> None:
         self._tokenizer, self._report = tokenizer, report
         self._done_bytes, self._all_bytes = 0, all_bytes
 
-    def append(self, texts: Iterable[tuple[str, bool]], shard: ShardWriter) -> None:
+    def encode_into_shard(self, texts: Iterable[tuple[str, bool]], shard: ShardWriter) -> None:
         """Append the tokens of pieces of text to a shard, and count control tokens kept as text."""
         tokenizer = self._tokenizer
-        kept_as_text = ControlText(() if tokenizer.encodes_control else tokenizer.control_tokens)
-        for ids, size in encode_pieces(tokenizer, kept_as_text.counted(texts)):
+        kept_as_text = ControlTextCounter(
+            () if tokenizer.encodes_control else tokenizer.control_tokens
+        )
+        for ids, size in encode_pieces(tokenizer, kept_as_text.yield_and_count(texts)):
             shard.append(ids, text_bytes=size)
             self._done_bytes += size
             self._report("tokenising", self._done_bytes, self._all_bytes)
@@ -667,11 +674,11 @@ def _manifest_entry(name: str, shard: ShardWriter) -> JsonObject:
     return {"file": name, **dataclasses.asdict(shard.header)}
 
 
-def _wait_for(job: _TextJob, role: Role) -> JsonObject:
+def _wait_for_manifest(job: _TokenizingJob, role: Role) -> JsonObject:
     path = job.directory / MANIFEST
     since, seen = time.monotonic(), role.progress()
     pause_s = 0.05
-    while (manifest := job.finished()) is None:
+    while (manifest := job.verified_manifest()) is None:
         if (now := role.progress()) != seen:
             since, seen = time.monotonic(), now
         if time.monotonic() >= since + role.wait_s:
@@ -702,11 +709,11 @@ def _read_held_out(directory: Path, tokenizer: CorpusTokenizer | None) -> _HeldO
         with naming_file(text_path):
             text = text_path.read_bytes()
     elif tokenizer is not None:
-        text = _decode(tokenizer, shard.ids)
+        text = _decode_to_utf8(tokenizer, shard.ids)
     return _HeldOut(shard.ids.astype(np.int32), text, shard.header.sha256)
 
 
-def _decode(tokenizer: CorpusTokenizer, ids: Ids) -> bytes:
+def _decode_to_utf8(tokenizer: CorpusTokenizer, ids: Ids) -> bytes:
     ends = np.flatnonzero(ids == tokenizer.eot)
     documents = np.split(ids, ends)
     texts = ([int(i) for i in document if i != tokenizer.eot] for document in documents)
@@ -718,18 +725,18 @@ def _decode(tokenizer: CorpusTokenizer, ids: Ids) -> bytes:
 def _held_out_of_shards(
     inputs: Sequence[TextInput],
     shards: dict[int, list[Shard]],
-    which: Sequence[int],
+    shard_inputs: Sequence[int],
     targets: Sequence[int],
     tokenizer: CorpusTokenizer | None,
 ) -> list[_HeldOut]:
-    """Return the held-out tokens of the inputs that are shards.
+    """Return the held-out tokens of the inputs numbered in `shard_inputs`.
 
     Uses `held_out.bin` beside the shards; without one, splits the end off the largest shard and
     updates `shards`. Raises ValueError if a `held_out.bin` was made with another tokenizer.
     """
     held_out: list[_HeldOut] = []
     seen: set[Path] = set()
-    for i in which:
+    for i in shard_inputs:
         folders = sorted({file.path.parent.resolve() for file in inputs[i].files})
         beside = [folder for folder in folders if (folder / HELD_OUT).is_file()]
         for folder in beside:
@@ -744,12 +751,14 @@ def _held_out_of_shards(
         if not beside:
             largest = max(range(len(shards[i])), key=lambda j: len(shards[i][j].ids))
             shard = shards[i][largest]
-            shards[i][largest], carved = _carve(shard, targets[i], tokenizer, inputs[i].pattern)
+            shards[i][largest], carved = _split_off_held_out(
+                shard, targets[i], tokenizer, inputs[i].pattern
+            )
             held_out.append(carved)
     return held_out
 
 
-def _carve(
+def _split_off_held_out(
     shard: Shard, target_bytes: int, tokenizer: CorpusTokenizer | None, pattern: str
 ) -> tuple[Shard, _HeldOut]:
     """Return the shard without its last `target_bytes` of text, and these as held-out tokens.
@@ -759,7 +768,7 @@ def _carve(
     count, header = len(shard.ids), shard.header
     wanted = int(target_bytes * count / max(1, header.text_bytes))
     cut = count - min(wanted, count // 2)
-    shard.blocks.check(cut, count)
+    shard.blocks.check_ids(cut, count)
     ends = np.flatnonzero(shard.ids[cut:-1] == header.eot)
     cut += int(ends[0]) if len(ends) else 0
     tail = shard.ids[cut:].astype(np.int32)
@@ -769,12 +778,12 @@ def _carve(
         raise ValueError(
             f"data.path = {pattern!r}: {count} tokens are too few to hold any of them out"
         )
-    text = _decode(tokenizer, tail.astype(np.uint32)) if tokenizer else None
+    text = _decode_to_utf8(tokenizer, tail.astype(np.uint32)) if tokenizer else None
     digest = hashlib.sha256(tail.tobytes()).hexdigest()
     return dataclasses.replace(shard, ids=shard.ids[:cut]), _HeldOut(tail, text, digest)
 
 
-def _assemble(
+def _assemble_corpus(
     inputs: Sequence[TextInput],
     shards: Sequence[Sequence[Shard]],
     held_out: Sequence[_HeldOut],

@@ -39,9 +39,9 @@ _FORMATS = (
 _HEAD_BYTES = 512
 
 
-def binary_format(path: Path) -> str | None:
-    """Return the name of the file's binary format and conversion advice; None if none is
-    recognised.
+def binary_format_advice(path: Path) -> str | None:
+    """Return the name of the file's binary format with advice on converting it; None if the file
+    is not of a known binary format.
     """
     with naming_file(path), open(path, "rb") as file:
         head = file.read(_HEAD_BYTES)

@@ -29,7 +29,7 @@ class ImageBatch(NamedTuple):
     weight: Any  # float32 [R, M, B]
 
 
-def _shifted(pixels: NDArray[np.uint8], shift: NDArray[np.int64]) -> NDArray[np.uint8]:
+def _shift_images(pixels: NDArray[np.uint8], shift: NDArray[np.int64]) -> NDArray[np.uint8]:
     """Return images [N, P, P, C] shifted by `shift` [N, 2] pixels, padded by repeating edge
     pixels.
     """
@@ -68,15 +68,13 @@ class ImageBatches:
         """Switch to another layout and device range, from the next batch on."""
         self._layout, self._devices = layout, range(first, last)
 
-    def sample(self, number: int) -> ImageBatch:
-        """Return one micro-batch a device from a task's next batch, without advancing the
-        iterator.
-
-        number: the task's number. Every device gets the same images.
+    def peek_micro_batch(self, task_number: int) -> ImageBatch:
+        """Return one micro-batch per device from a task's next batch, without advancing the
+        iterator. Every device gets the same images.
         """
-        images, size = self._batch(number, self._step), self.micro_batch
+        images, size = self._task_batch(task_number, self._step), self.micro_batch
         rows = np.resize(np.arange(len(images.labels)), size)
-        task, weight = np.full(size, number, np.int32), np.ones(size, np.float32)
+        task, weight = np.full(size, task_number, np.int32), np.ones(size, np.float32)
         arrays = images.pixels[rows], task, images.labels[rows], weight
         return ImageBatch(*(np.stack([a[None]] * len(self._devices)) for a in arrays))
 
@@ -85,11 +83,11 @@ class ImageBatches:
 
     def __next__(self) -> ImageBatch:
         needed = {share.task for device in self._devices for share in self._layout.shares[device]}
-        whole = {task: self._batch(task, self._step) for task in sorted(needed)}
+        task_batches = {task: self._task_batch(task, self._step) for task in sorted(needed)}
         self._step += 1
         size = self.micro_batch
         most = max(self._layout.images) // size
-        rows = [self._rows(device, whole) for device in self._devices]
+        rows = [self._device_images(device, task_batches) for device in self._devices]
         parts = []
         for arrays in zip(*rows, strict=True):
             padded = [
@@ -103,32 +101,34 @@ class ImageBatches:
         """Number of images that a device processes at once."""
         return self._layout.micro_batch // self._config.gradient_accumulation_steps
 
-    def _rows(self, device: int, whole: dict[int, Split]) -> tuple[np.ndarray, ...]:
+    def _device_images(self, device: int, task_batches: dict[int, Split]) -> tuple[np.ndarray, ...]:
         shares = self._layout.shares[device]
         pixels = np.concatenate(
-            [whole[share.task].pixels[share.start : share.stop] for share in shares]
+            [task_batches[share.task].pixels[share.start : share.stop] for share in shares]
         )
         labels = np.concatenate(
-            [whole[share.task].labels[share.start : share.stop] for share in shares]
+            [task_batches[share.task].labels[share.start : share.stop] for share in shares]
         )
         task = np.concatenate([np.full(share.size, share.task, np.int32) for share in shares])
         return pixels, task, labels, np.ones(len(labels), np.float32)
 
-    def _batch(self, number: int, step: int) -> Split:
+    def _task_batch(self, task_number: int, step: int) -> Split:
         """Return the task's global batch of a step."""
-        task, config = self._tasks[number], self._config
-        size, images = list(config.tasks.values())[number].batch_size, len(task.train.labels)
+        task, config = self._tasks[task_number], self._config
+        size, images = list(config.tasks.values())[task_number].batch_size, len(task.train.labels)
         index = np.arange(step * size, (step + 1) * size)
         chosen = np.empty(size, np.int64)
         for epoch in np.unique(index // images):
-            order = np.random.default_rng([config.seed, number, int(epoch)]).permutation(images)
+            order = np.random.default_rng([config.seed, task_number, int(epoch)]).permutation(
+                images
+            )
             here = index // images == epoch
             chosen[here] = order[index[here] % images]
         pixels, labels = task.train.pixels[chosen], task.train.labels[chosen]
         most = config.images.max_shift
         if most:
-            rng = np.random.default_rng([config.seed, number, step, 1])
-            pixels = _shifted(pixels, rng.integers(-most, most + 1, size=(size, 2)))
+            rng = np.random.default_rng([config.seed, task_number, step, 1])
+            pixels = _shift_images(pixels, rng.integers(-most, most + 1, size=(size, 2)))
         return Split(pixels, labels)
 
     def get_state(self) -> JsonObject:
@@ -158,25 +158,25 @@ def held_out_batches(
     homes: for each task, the devices that may process its images. Rows of weight 0 are padding.
     """
     splits = {number: task.held_out for number, task in enumerate(tasks)}
-    yield from _all_images(splits, homes, num_devices, micro_batch)
+    yield from _batch_all_images(splits, homes, num_devices, micro_batch)
 
 
-def train_images(
+def all_train_batches(
     tasks: Sequence[ImageTask],
-    numbers: Sequence[int],
+    task_numbers: Sequence[int],
     homes: Homes,
     num_devices: int,
     micro_batch: int,
 ) -> Iterator[ImageBatch]:
-    """Yield every training image of the tasks `numbers` once, unshifted, in batches like
+    """Yield every training image of the tasks `task_numbers` once, unshifted, in batches like
     `held_out_batches`.
     """
-    yield from _all_images(
-        {number: tasks[number].train for number in numbers}, homes, num_devices, micro_batch
+    yield from _batch_all_images(
+        {number: tasks[number].train for number in task_numbers}, homes, num_devices, micro_batch
     )
 
 
-def _all_images(
+def _batch_all_images(
     splits: Mapping[int, Split], homes: Homes, num_devices: int, micro_batch: int
 ) -> Iterator[ImageBatch]:
     pixels = np.concatenate([split.pixels for split in splits.values()])

@@ -30,10 +30,11 @@ class SourceImage(NamedTuple):
     group: int
 
 
-def read_image(path: Path, said: str) -> Image.Image:
+def read_image(path: Path, error_prefix: str) -> Image.Image:
     """Return the image, in mode L or RGB.
 
-    Raises ValueError beginning with `said` if the image cannot be decoded without a warning.
+    Raises ValueError beginning with `error_prefix` if the image cannot be decoded without a
+    warning.
     """
     try:
         with warnings.catch_warnings():
@@ -41,23 +42,28 @@ def read_image(path: Path, said: str) -> Image.Image:
             with Image.open(path) as image:
                 return image.convert("RGB") if image.mode not in ("L", "RGB") else image.copy()
     except (OSError, ValueError, SyntaxError, Warning, Image.DecompressionBombError) as error:
-        raise ValueError(f"{said}: {path} cannot be read as an image: {error}") from error
+        raise ValueError(f"{error_prefix}: {path} cannot be read as an image: {error}") from error
 
 
-def own_images(source: Path, field: str) -> tuple[list[str], list[SourceImage]]:
+def user_images(source: Path, setting: str) -> tuple[list[str], list[SourceImage]]:
     """Return the class names, sorted, and references to all images; reads no image.
 
-    Raises ValueError beginning with `field` that names the folder, or the file and line, at fault.
+    Raises ValueError beginning with `setting` that names the folder, or the file and line, at
+    fault.
     """
-    return _folder(source, field) if source.is_dir() else _listed(source, field)
+    return (
+        _images_of_class_folders(source, setting)
+        if source.is_dir()
+        else _images_of_table(source, setting)
+    )
 
 
-def _folder(folder: Path, field: str) -> tuple[list[str], list[SourceImage]]:
+def _images_of_class_folders(folder: Path, setting: str) -> tuple[list[str], list[SourceImage]]:
     classes = sorted(
         path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")
     )
     if not classes:
-        raise ValueError(f"{field}: has no folder: must have one for each class, with its images")
+        raise ValueError(f"{setting}: has no folder: must have one for each class, with its images")
     images = []
     for label, name in enumerate(classes):
         paths = sorted(
@@ -65,54 +71,62 @@ def _folder(folder: Path, field: str) -> tuple[list[str], list[SourceImage]]:
         )
         if not paths:
             raise ValueError(
-                f"{field}: class {name!r} is empty: must have images ({', '.join(IMAGE_TYPES)})"
+                f"{setting}: class {name!r} is empty: must have images ({', '.join(IMAGE_TYPES)})"
             )
         images += [
-            SourceImage(partial(read_image, path, field), label, number)
+            SourceImage(partial(read_image, path, setting), label, number)
             for number, path in enumerate(paths)
         ]
     return classes, images
 
 
-def _listed(file: Path, field: str) -> tuple[list[str], list[SourceImage]]:
+def _images_of_table(file: Path, setting: str) -> tuple[list[str], list[SourceImage]]:
     """Return class names and images from a CSV or TSV file whose first line is path,label.
 
     Relative paths are relative to the file.
     """
-    rows = list(_rows(file, field))
+    rows = list(_read_table_rows(file, setting))
     classes = sorted({label for _, _, label in rows})
     number, line_of = {name: i for i, name in enumerate(classes)}, dict[Path, int]()
     images: list[SourceImage] = []
     for line, name, label in rows:
-        path, said = (file.parent / name).resolve(), f"{field}: line {line}"
+        path, error_prefix = (file.parent / name).resolve(), f"{setting}: line {line}"
         if path in line_of:
             raise ValueError(
-                f"{said}: path {name!r} is that of line {line_of[path]}: must be listed once"
+                f"{error_prefix}: path {name!r} is that of line {line_of[path]}: must be listed"
+                " once"
             )
         if not path.is_file():
-            raise ValueError(f"{said}: path {name!r} is missing: there is no file {path}")
+            raise ValueError(f"{error_prefix}: path {name!r} is missing: there is no file {path}")
         line_of[path] = line
-        images.append(SourceImage(partial(read_image, path, said), number[label], len(images)))
+        images.append(
+            SourceImage(partial(read_image, path, error_prefix), number[label], len(images))
+        )
     return classes, images
 
 
-def _rows(file: Path, field: str) -> list[tuple[int, str, str]]:
+def _read_table_rows(file: Path, setting: str) -> list[tuple[int, str, str]]:
     """Return (line number, path, label) of every nonempty line except the first."""
     rows: list[tuple[int, str, str]] = []
     try:
         with file.open(encoding="utf-8-sig", newline="") as text:
             reader = csv.reader(text, delimiter=SEPARATORS[file.suffix.lower()], strict=True)
             for cells in reader:
-                cells, said = [cell.strip() for cell in cells], f"{field}: line {reader.line_num}"
+                cells, error_prefix = (
+                    [cell.strip() for cell in cells],
+                    f"{setting}: line {reader.line_num}",
+                )
                 if not rows and cells != COLUMNS:
-                    raise ValueError(f"{said} is {cells}: the first must be {COLUMNS}")
+                    raise ValueError(f"{error_prefix} is {cells}: the first must be {COLUMNS}")
                 if cells and (len(cells) != len(COLUMNS) or not all(cells)):
-                    raise ValueError(f"{said} is {cells}: must have a path and a label")
+                    raise ValueError(f"{error_prefix} is {cells}: must have a path and a label")
                 rows += [(reader.line_num, cells[0], cells[1])] if cells else []
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"{field}: cannot be read as text in UTF-8, separated: {error}") from error
+        raise ValueError(
+            f"{setting}: cannot be read as text in UTF-8, separated: {error}"
+        ) from error
     if len(rows) < 2:
         raise ValueError(
-            f"{field}: lists no images: must have a line path,label and then one for each image"
+            f"{setting}: lists no images: must have a line path,label and then one for each image"
         )
     return rows[1:]

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
 from jmoe.config.vision import ImagesConfig, VisionModelConfig
-from jmoe.data.image_files import SEPARATORS, SourceImage, own_images
+from jmoe.data.image_files import SEPARATORS, SourceImage, user_images
 
 FONTS = (
     *(
@@ -93,18 +93,19 @@ def load_task(name: str, source: str, model: VisionModelConfig, images: ImagesCo
     same in every run. Raises ValueError that names `tasks.NAME.source`, and for a file the line,
     for an unreadable image, an empty class, or fewer than two classes.
     """
-    field = f"tasks.{name}.source = {source!r}"
+    setting = f"tasks.{name}.source = {source!r}"
     make, place = BUILT_IN.get(source), Path(source).expanduser()
     if make is None and not place.is_dir() and place.suffix.lower() not in SEPARATORS:
         built_in, files = ", ".join(BUILT_IN), " or ".join(SEPARATORS)
         raise ValueError(
-            f"{field}: must be one of {built_in}, or a folder with a folder for each class, or a"
+            f"{setting}: must be one of {built_in}, or a folder with a folder for each class, or a"
             f" {files} file"
         )
-    classes, all_images = make(field) if make is not None else own_images(place, field)
+    classes, all_images = make(setting) if make is not None else user_images(place, setting)
     if len(classes) < 2:
         raise ValueError(
-            f"{field}: has only {len(classes)} class, {', '.join(classes)}: must have at least two"
+            f"{setting}: has only {len(classes)} class, {', '.join(classes)}: must have at least"
+            " two"
         )
     groups: list[dict[int, list[SourceImage]]] = [{} for _ in classes]
     for image in all_images:
@@ -114,16 +115,16 @@ def load_task(name: str, source: str, model: VisionModelConfig, images: ImagesCo
     for label, own in enumerate(groups):
         if len(own) < 2:
             raise ValueError(
-                f"{field}: class {classes[label]!r} has {len(own)} images: must have at least two"
+                f"{setting}: class {classes[label]!r} has {len(own)} images: must have at least two"
             )
         order = np.random.default_rng(label).permutation(sorted(own))
         cut = min(len(own) - 1, max(1, round(images.held_out_fraction * len(own))))
         held_out += [image for group in order[:cut] for image in own[int(group)]]
         train += [image for group in order[cut:] for image in own[int(group)]]
-    return ImageTask(name, tuple(classes), _split(train, model), _split(held_out, model))
+    return ImageTask(name, tuple(classes), _load_split(train, model), _load_split(held_out, model))
 
 
-def _split(images: Sequence[SourceImage], model: VisionModelConfig) -> Split:
+def _load_split(images: Sequence[SourceImage], model: VisionModelConfig) -> Split:
     side, mode = model.image_size, "L" if model.channels == 1 else "RGB"
     pixels = [
         np.asarray(image.read().convert(mode).resize((side, side), Image.Resampling.BILINEAR))
@@ -138,17 +139,17 @@ def _split(images: Sequence[SourceImage], model: VisionModelConfig) -> Split:
 # Images from installed packages
 
 
-def _vision_extra(module: str, field: str) -> Any:
+def _import_vision_extra(module: str, setting: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
         needed = "needs the extra 'vision', pip install 'jmoe[vision]'"
-        raise ValueError(f"{field}: {needed}: {error}") from error
+        raise ValueError(f"{setting}: {needed}: {error}") from error
 
 
-def _digits(field: str) -> tuple[list[str], list[SourceImage]]:
+def _digit_images(setting: str) -> tuple[list[str], list[SourceImage]]:
     """Return scikit-learn's 1,797 handwritten digits."""
-    data = _vision_extra("sklearn.datasets", field).load_digits()
+    data = _import_vision_extra("sklearn.datasets", setting).load_digits()
     pixels = np.round(data.images * (255 / 16)).astype(np.uint8)
     images = [
         SourceImage(partial(Image.fromarray, p), int(y), i)
@@ -157,13 +158,13 @@ def _digits(field: str) -> tuple[list[str], list[SourceImage]]:
     return [str(digit) for digit in range(10)], images
 
 
-def _glyph(font: ImageFont.FreeTypeFont, character: str) -> Image.Image:
+def _draw_character(font: ImageFont.FreeTypeFont, character: str) -> Image.Image:
     image = Image.new("L", (32, 32))
     ImageDraw.Draw(image).text((16, 16), character, fill=255, font=font, anchor="mm")
     return image
 
 
-def _rendered(label_of: Callable[[int, int], int]) -> list[SourceImage]:
+def _render_characters(label_of: Callable[[int, int], int]) -> list[SourceImage]:
     """Return every character of `GLYPHS` in every font of `FONTS` at three sizes.
 
     label_of: maps (font index, character index) to the class. The three sizes of a character in a
@@ -178,23 +179,25 @@ def _rendered(label_of: Callable[[int, int], int]) -> list[SourceImage]:
             for index, character in enumerate(GLYPHS):
                 group = number * len(GLYPHS) + index
                 images.append(
-                    SourceImage(partial(_glyph, font, character), label_of(number, index), group)
+                    SourceImage(
+                        partial(_draw_character, font, character), label_of(number, index), group
+                    )
                 )
     return images
 
 
-def _glyphs(field: str) -> tuple[list[str], list[SourceImage]]:
-    return list(GLYPHS), _rendered(lambda font, character: character)
+def _glyph_images(setting: str) -> tuple[list[str], list[SourceImage]]:
+    return list(GLYPHS), _render_characters(lambda font, character: character)
 
 
-def _fonts(field: str) -> tuple[list[str], list[SourceImage]]:
-    return list(FONTS), _rendered(lambda font, character: font)
+def _font_images(setting: str) -> tuple[list[str], list[SourceImage]]:
+    return list(FONTS), _render_characters(lambda font, character: font)
 
 
-def _photographs(field: str) -> tuple[list[str], list[SourceImage]]:
+def _photograph_patches(setting: str) -> tuple[list[str], list[SourceImage]]:
     """Return non-overlapping square patches of photographs. The class is the photograph."""
-    photographs = _vision_extra("skimage.data", field)
-    samples = _vision_extra("sklearn.datasets", field).load_sample_images().images
+    photographs = _import_vision_extra("skimage.data", setting)
+    samples = _import_vision_extra("sklearn.datasets", setting).load_sample_images().images
     named = {name: getattr(photographs, name)() for name in PHOTOGRAPHS} | dict(
         zip(("china", "flower"), samples)
     )
@@ -217,8 +220,8 @@ def _photographs(field: str) -> tuple[list[str], list[SourceImage]]:
 
 
 BUILT_IN: dict[str, Callable[[str], tuple[list[str], list[SourceImage]]]] = {
-    "digits": _digits,
-    "glyphs": _glyphs,
-    "fonts": _fonts,
-    "photographs": _photographs,
+    "digits": _digit_images,
+    "glyphs": _glyph_images,
+    "fonts": _font_images,
+    "photographs": _photograph_patches,
 }

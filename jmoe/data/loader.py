@@ -20,15 +20,15 @@ from numpy.typing import NDArray
 from jmoe.data.corpus import Corpus, TextSource
 from jmoe.types import JsonObject
 
-# Minimum size of held-out text for comparable baselines. `xz -9` has no prior knowledge: on 20 kB
-# of source code it needs a sixth more bits per byte than on 500 kB (by chance up to a third less),
-# on 100 kB a tenth more.
+# Minimum size of held-out text for comparable baseline_bits_per_byte. `xz -9` has no prior
+# knowledge: on 20 kB of source code it needs a sixth more bits per byte than on 500 kB (by chance
+# up to a third less), on 100 kB a tenth more.
 COMPARABLE_BYTES = 100_000
 # limit of training tokens counted for the unigram model, spread over each source
 UNIGRAM_TOKENS = 1 << 28
 
 
-class _Windows:
+class _TokenWindows:
     """Random access to the windows of one source: int32 [S + 1]. Windows do not cross shards."""
 
     def __init__(self, source: TextSource, sequence_length: int, vocab_size: int) -> None:
@@ -43,7 +43,7 @@ class _Windows:
     def __getitem__(self, index: int) -> NDArray[np.int32]:
         shard = bisect.bisect_right(self._ends, index)
         start = (index - (self._ends[shard - 1] if shard else 0)) * self._length
-        self._source.blocks[shard].check(start, start + self._length + 1)
+        self._source.blocks[shard].check_ids(start, start + self._length + 1)
         window = self._source.shards[shard][start : start + self._length + 1].astype(np.int32)
         largest = int(np.max(window))
         if largest >= self._vocab_size:
@@ -122,12 +122,16 @@ class TrainBatches:
             self._iterator = None
 
 
-def _shuffled(corpus: Corpus, sequence_length: int, batch_size: int, seed: int) -> grain.MapDataset:
+def _shuffled_windows(
+    corpus: Corpus, sequence_length: int, batch_size: int, seed: int
+) -> grain.MapDataset:
     """Return an endless grain dataset of windows, reshuffled each epoch.
 
     Sources are mixed by their weights, or by size if none has a weight.
     """
-    windows = [_Windows(source, sequence_length, corpus.vocab_size) for source in corpus.sources]
+    windows = [
+        _TokenWindows(source, sequence_length, corpus.vocab_size) for source in corpus.sources
+    ]
     weighted = [source.weight for source in corpus.sources if source.weight is not None]
     for source, own in zip(corpus.sources, windows, strict=True):
         if weighted and not len(own):
@@ -190,7 +194,7 @@ def train_batches(
             f"batch_size = {batch_size}: must be a multiple of the {process_count} processes"
         )
     local = batch_size // process_count
-    rows = _shuffled(corpus, sequence_length, batch_size, seed)
+    rows = _shuffled_windows(corpus, sequence_length, batch_size, seed)
     own = grain.MapDataset.source(_LocalRows(rows, batch_size, process_index * local, local))
     # grain warns if the buffer is smaller than the number of threads.
     options = grain.ReadOptions(
@@ -228,18 +232,18 @@ def held_out_windows(
     return zip(tokens, weights, strict=True)
 
 
-def _count(source: TextSource, vocab_size: int, limit: int) -> NDArray[np.float64]:
+def _count_tokens(source: TextSource, vocab_size: int, max_tokens: int) -> NDArray[np.float64]:
     counts = np.zeros(vocab_size, np.int64)
     chunk = 1 << 22
-    stride = max(1, -(-source.num_tokens // limit)) * chunk
+    stride = max(1, -(-source.num_tokens // max_tokens)) * chunk
     for ids, blocks in zip(source.shards, source.blocks, strict=True):
         for start in range(0, len(ids), stride):
-            blocks.check(start, min(start + chunk, len(ids)))
+            blocks.check_ids(start, min(start + chunk, len(ids)))
             counts += np.bincount(ids[start : start + chunk], minlength=vocab_size)
     return counts.astype(np.float64)
 
 
-def baselines(corpus: Corpus) -> tuple[float, float]:
+def baseline_bits_per_byte(corpus: Corpus) -> tuple[float, float]:
     """Return held-out bits per byte of a unigram model and of `xz -9`.
 
     Both are nan if the held-out text is unknown or shorter than `COMPARABLE_BYTES`.
@@ -255,7 +259,7 @@ def unigram_bits_per_byte(corpus: Corpus) -> float:
     p(t) = (n_t + 1) / (n + V), where n_t counts t in the training tokens, rescaled by the sources'
     weights if they have any.
     """
-    counts = [_count(source, corpus.vocab_size, UNIGRAM_TOKENS) for source in corpus.sources]
+    counts = [_count_tokens(source, corpus.vocab_size, UNIGRAM_TOKENS) for source in corpus.sources]
     total = sum(float(c.sum()) for c in counts)
     weights = [source.weight for source in corpus.sources if source.weight is not None]
     if weights:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from jmoe.status import duration
 
 
-class PreparingData:
+class PreparationProgress:
     """Prints the progress of `corpus.prepare`, at most one line every `every_s` seconds.
 
     Work that takes less than `every_s` prints nothing.
@@ -17,15 +17,15 @@ class PreparingData:
         self._begun = self._shown = time.monotonic()
         self._latest = ("", 0, 0)
 
-    def report(self, what: str, done: int, total: int) -> None:
+    def report(self, activity: str, done: int, total: int) -> None:
         """Record progress, and print a line if the last one is `every_s` seconds old.
 
-        what: the current activity. done, total: bytes; if `total` is 0, `done` counts items; if
+        activity: what is under way. done, total: bytes; if `total` is 0, `done` counts items; if
         both are 0, the amount is unknown.
         """
         now = time.monotonic()
         # For work of unknown amount, the time of the report counts as progress.
-        self._latest = (what, done, total) if done else (what, round(now), 0)
+        self._latest = (activity, done, total) if done else (activity, round(now), 0)
         if now - self._shown >= self._every_s:
             self._shown = now
             amount = (
@@ -35,9 +35,9 @@ class PreparingData:
                 if done
                 else ""
             )
-            self._say(f"preparing data: {what}{amount}, {duration(now - self._begun)}")
+            self._say(f"preparing data: {activity}{amount}, {duration(now - self._begun)}")
 
-    def progress(self) -> str:
+    def progress_text(self) -> str:
         """Return a text that changes whenever progress is reported; empty before the first report.
 
         For work of unknown amount, the text changes at most every second.

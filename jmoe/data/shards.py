@@ -70,7 +70,7 @@ class ShardHeader:
     control_texts: int = 0
 
 
-class Blocks:
+class BlockChecks:
     """Lazy integrity checks of a shard's ids: each block is read from the disk, and compared with
     its stored CRC-32 on first use.
 
@@ -86,7 +86,7 @@ class Blocks:
         self._sums = np.zeros(0, np.uint32) if sums is None else sums
         self._checked = np.zeros(len(self._sums), np.bool_)
 
-    def check(self, first: int, end: int) -> None:
+    def check_ids(self, first: int, end: int) -> None:
         """Read ids `first` up to but excluding `end` into memory, and check their blocks if the
         shard has CRC-32s.
 
@@ -101,7 +101,7 @@ class Blocks:
             if not self._checked[block]:
                 data = self._data[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
                 if zlib.crc32(data) != self._sums[block]:
-                    raise self._damaged(
+                    raise self._damaged_error(
                         f"in bytes {block * BLOCK_BYTES} to {(block + 1) * BLOCK_BYTES} of its ids"
                     )
                 self._checked[block] = True
@@ -115,7 +115,7 @@ class Blocks:
             self._read(start, min(start + READ_BYTES, self.num_bytes))
             digest.update(self._data[start : start + READ_BYTES])
         if digest.hexdigest() != header.sha256:
-            raise self._damaged("")
+            raise self._damaged_error("")
         self._checked[:] = True
 
     def _read(self, first_byte: int, end_byte: int) -> None:
@@ -133,7 +133,7 @@ class Blocks:
                 why = f"{where}: the disk or its server fails, or the file was cut"
                 raise OSError(errno.EIO, why, str(self.path)) from error
 
-    def _damaged(self, where: str) -> ValueError:
+    def _damaged_error(self, where: str) -> ValueError:
         return ValueError(
             f"{self.path}: this token shard is damaged{' ' * bool(where)}{where}: its content is"
             f" not what was written; prepare it again (delete {self.path.parent / 'manifest.json'}"
@@ -142,7 +142,7 @@ class Blocks:
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
+def replacing_file(path: Path) -> Iterator[BinaryIO]:
     """Yield a temporary file that replaces `path` atomically if the block ends without an error."""
     # not tempfile's, which no other user of a cluster could read; the umask says who may
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}{TEMPORARY}")
@@ -159,7 +159,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 def write_atomic(path: Path, content: bytes) -> None:
     """Replace the content of a file atomically."""
-    with replacing(path) as file:
+    with replacing_file(path) as file:
         file.write(content)
 
 
@@ -236,7 +236,7 @@ def writing_shard(
     """Yield a writer of one shard, which appears as `path` only if the block ends without an
     error.
     """
-    with replacing(path) as file:
+    with replacing_file(path) as file:
         fields = {"tokenizer": tokenizer, "split": split, "control": control}
         writer = ShardWriter(file, vocab_size=vocab_size, eot=eot, **fields)
         yield writer
@@ -278,7 +278,7 @@ class Shard:
 
     header: ShardHeader
     ids: Ids
-    blocks: Blocks
+    blocks: BlockChecks
 
 
 def open_shard(path: Path) -> Shard:
@@ -314,11 +314,11 @@ def open_shard(path: Path) -> Shard:
         mapped = mmap.mmap(file.fileno(), size_bytes, mmap.MAP_PRIVATE, mmap.PROT_READ)
     ids = cast("Ids", np.frombuffer(mapped, DTYPES[header.dtype], header.count, offset))
     if not num_sums:
-        return Shard(header, ids, Blocks(path, mapped, offset, ids, None))
+        return Shard(header, ids, BlockChecks(path, mapped, offset, ids, None))
     with naming_file(path):
         sums = np.fromfile(path, np.dtype("<u4"), num_sums, offset=offset + ids_bytes)
     if hashlib.sha256(sums.tobytes()).hexdigest() != header.block_sums:
         raise ValueError(
             f"{path}: this token shard is damaged: the sums at its end are not what was written"
         )
-    return Shard(header, ids, Blocks(path, mapped, offset, ids, sums))
+    return Shard(header, ids, BlockChecks(path, mapped, offset, ids, sums))

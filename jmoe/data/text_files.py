@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from jmoe.data.file_formats import binary_format
+from jmoe.data.file_formats import binary_format_advice
 from jmoe.memory.direct_io import naming_file
 from jmoe.types import Json
 
@@ -82,7 +82,7 @@ class InputFile:
     encoding: str = "utf-8"
     is_array: bool = False  # whether records are elements of a JSON array instead of lines
     has_mark: bool = False  # whether the file begins with a byte order mark
-    # size of the training prefix; the rest is held out, see `split_off`
+    # size of the training prefix; the rest is held out, see `split_off_held_out`
     train_bytes: int = 0
 
     def open(self) -> BinaryIO:
@@ -93,22 +93,22 @@ class InputFile:
         """
         if self.encoding == "utf-8" and not self.is_array:
             skipped_bytes = len(codecs.BOM_UTF8) if self.has_mark else 0
-            return io.BufferedReader(_RawText(self.path, skipped_bytes), PIECE_BYTES)
+            return io.BufferedReader(_FileFromOffset(self.path, skipped_bytes), PIECE_BYTES)
         with naming_file(self.path):
             text = self.path.read_bytes().decode(self.encoding).removeprefix(MARK)
-        return io.BytesIO(_as_lines(text) if self.is_array else text.encode())
+        return io.BytesIO(_json_array_to_jsonl(text) if self.is_array else text.encode())
 
-    def place(self, number: int) -> str:
+    def describe_line(self, number: int) -> str:
         """Return "FILE:LINE", or "FILE: record NUMBER" in a JSON array. number: counted from 1."""
         return f"{self.path}: record {number}" if self.is_array else f"{self.path}:{number}"
 
     @property
-    def order(self) -> str:
+    def random_rank(self) -> str:
         """A hash of the name: the file's pseudo-random rank, the same on every machine."""
         return hashlib.sha256(self.name.encode()).hexdigest()
 
 
-class _RawText(io.FileIO):
+class _FileFromOffset(io.FileIO):
     """A file from byte `first` on, whose errors name it. Positions count from there."""
 
     def __init__(self, path: Path, first: int) -> None:
@@ -132,7 +132,7 @@ class _RawText(io.FileIO):
         return super().tell() - self._first
 
 
-def _input_file(path: Path, root: Path, field: str) -> InputFile:
+def _make_input_file(path: Path, root: Path, field: str) -> InputFile:
     name, wrong = path.relative_to(root).as_posix(), f"data.path = {str(path)!r}: "
     try:
         name.encode()
@@ -149,9 +149,9 @@ def _input_file(path: Path, root: Path, field: str) -> InputFile:
     return InputFile(path, name, status.st_size, status.st_mtime_ns, field if has_records else None)
 
 
-def _walk(root: Path, skipped: frozenset[str] = frozenset()) -> Iterator[Path]:
+def _walk_files(root: Path, skipped_folders: frozenset[str] = frozenset()) -> Iterator[Path]:
     for folder, folders, names in os.walk(root):
-        folders[:] = [f for f in folders if f not in skipped and not f.startswith(".")]
+        folders[:] = [f for f in folders if f not in skipped_folders and not f.startswith(".")]
         yield from (Path(folder) / name for name in names if not name.startswith("."))
 
 
@@ -182,12 +182,12 @@ def find_files(pattern: str, weight: float | None, field: str, report: Report) -
     """
     path = Path(pattern).expanduser()
     if path.exists() and not path.is_dir():
-        return TextInput(pattern, (_input_file(path, path.parent, field),), weight)
+        return TextInput(pattern, (_make_input_file(path, path.parent, field),), weight)
     skipped: Counter[str] = Counter()
     if path.is_dir():
         root = path
         paths = []
-        for p in _walk(path):
+        for p in _walk_files(path):
             if p.suffix in TEXT_SUFFIXES or p.suffix == SHARD_SUFFIX:
                 paths.append(p)
             else:
@@ -210,7 +210,7 @@ def find_files(pattern: str, weight: float | None, field: str, report: Report) -
     shards = [p for p in paths if p.suffix == SHARD_SUFFIX]
     files = []
     for p in shards or paths:
-        files.append(_input_file(p, root, field))
+        files.append(_make_input_file(p, root, field))
         report("finding files", len(files), 0)
     return TextInput(
         pattern,
@@ -220,7 +220,7 @@ def find_files(pattern: str, weight: float | None, field: str, report: Report) -
     )
 
 
-def check_texts(
+def check_and_detect_encodings(
     files: Sequence[InputFile], encodings: Sequence[str], report: Report
 ) -> list[InputFile]:
     """Read every file once; return the files with encoding and UTF-8 size filled in.
@@ -234,10 +234,10 @@ def check_texts(
     done_bytes, all_bytes = 0, sum(file.size_bytes for file in files)
     for file in files:
 
-        def more(position: int, before: int = done_bytes) -> None:
+        def report_position(position: int, before: int = done_bytes) -> None:
             report("checking the text", before + position, all_bytes)
 
-        fitting, problems = _check(file, encodings, more)
+        fitting, problems = _check_file(file, encodings, report_position)
         undecoded |= fitting is None
         checked += [fitting] if fitting is not None else []
         bad += problems
@@ -264,31 +264,31 @@ def check_texts(
     raise ValueError(message)
 
 
-def _check(
+def _check_file(
     file: InputFile, encodings: Sequence[str], report: Callable[[int], None]
 ) -> tuple[InputFile | None, list[str]]:
     """Return (file with its encoding, problems). The file is None if no encoding fits."""
-    binary = binary_format(file.path)
+    binary = binary_format_advice(file.path)
     if binary is not None:
         return file, [f"{file.path}: is {binary}"]
     if file.path.suffix.lower() in TABLE_SUFFIXES:
         return file, [f"{file.path}: is a table, not text; {TABLE_WAY}"]
-    fitting, problem = _fitting(file, encodings, report)
+    fitting, problem = _with_fitting_encoding(file, encodings, report)
     if file.path.suffix == JSON_SUFFIX and fitting is not None:
-        fitting, problem = _with_layout(fitting)
+        fitting, problem = _with_json_layout(fitting)
     if file.field is None or (file.path.suffix == JSON_SUFFIX and problem):
         return fitting, [problem] if problem else []
     problems = list(itertools.islice(_record_problems(fitting or file, report), MAX_PROBLEMS))
     return fitting, problems or ([problem] if problem else [])
 
 
-def _with_layout(file: InputFile) -> tuple[InputFile, str]:
+def _with_json_layout(file: InputFile) -> tuple[InputFile, str]:
     """Return (a `.json` file with `is_array` and size set, its problem or "")."""
     with file.open() as f:
         first = next((line for line in f if line.strip()), b"")
     if not first.lstrip().startswith(b"["):
         try:
-            _loads(first or b"{}")
+            _parse_json(first or b"{}")
         except ValueError:
             way = "write its records as JSONL, or name it .txt to learn it as text"
             return (
@@ -312,12 +312,12 @@ def _with_layout(file: InputFile) -> tuple[InputFile, str]:
         return file, f"{file.path}: not a JSON array: {error}"
 
 
-def _as_lines(array: str) -> bytes:
+def _json_array_to_jsonl(array: str) -> bytes:
     """Return the elements of a JSON array as JSONL."""
-    return b"".join(json.dumps(record).encode() + b"\n" for record in _loads(array))
+    return b"".join(json.dumps(record).encode() + b"\n" for record in _parse_json(array))
 
 
-def _loads(text: str | bytes) -> Json:
+def _parse_json(text: str | bytes) -> Json:
     """Return the parsed JSON. Raises ValueError if it is invalid or nested too deeply."""
     try:
         return json.loads(text)
@@ -325,7 +325,7 @@ def _loads(text: str | bytes) -> Json:
         raise ValueError("nested too deeply to be read") from error
 
 
-def _fitting(
+def _with_fitting_encoding(
     file: InputFile, encodings: Sequence[str], report: Callable[[int], None]
 ) -> tuple[InputFile | None, str]:
     """Return (file with its encoding and UTF-8 size, ""), or (None, problem of the first
@@ -338,7 +338,7 @@ def _fitting(
         position = utf8_bytes = pending = 0
         has_mark: bool | None = None  # not known before the first character
         try:
-            with io.BufferedReader(_RawText(file.path, 0)) as f:
+            with io.BufferedReader(_FileFromOffset(file.path, 0)) as f:
                 while data := f.read(PIECE_BYTES):
                     pending = len(decoder.getstate()[0])
                     text = decoder.decode(data)
@@ -368,12 +368,12 @@ def _record_problems(file: InputFile, report: Callable[[int], None]) -> Iterator
             report(min(position, file.size_bytes))
             try:
                 if line.strip():
-                    _json_text(line, file)
+                    _text_of_record(line, file)
             except ValueError as error:
-                yield f"{file.place(number)}: {error}"
+                yield f"{file.describe_line(number)}: {error}"
 
 
-def standard_library() -> list[InputFile]:
+def standard_library_files() -> list[InputFile]:
     """Return the `.py` files of the running interpreter's standard library, without tests, sorted
     by name.
 
@@ -381,7 +381,7 @@ def standard_library() -> list[InputFile]:
     """
     root = Path(sysconfig.get_path("stdlib"))
     files = []
-    for path in _walk(root, STDLIB_EXCLUDED):
+    for path in _walk_files(root, STDLIB_EXCLUDED):
         # _sysconfigdata* holds this build's compiler flags and paths, not source code.
         if path.suffix != ".py" or path.name.startswith("_sysconfigdata"):
             continue
@@ -389,7 +389,7 @@ def standard_library() -> list[InputFile]:
             path.read_bytes().decode()
         except UnicodeDecodeError:
             continue
-        files.append(_input_file(path, root, ""))
+        files.append(_make_input_file(path, root, ""))
     if sum(file.size_bytes for file in files) < STDLIB_MIN_BYTES:
         raise ValueError(
             f"data.path = (): the Python standard library in {root} comes without (enough of) its"
@@ -398,7 +398,7 @@ def standard_library() -> list[InputFile]:
     return sorted(files, key=lambda f: f.name)
 
 
-def split_off(files: Sequence[InputFile], target_bytes: int) -> list[InputFile]:
+def split_off_held_out(files: Sequence[InputFile], target_bytes: int) -> list[InputFile]:
     """Return the files with `train_bytes` set, so that about `target_bytes` in total are held out.
 
     Whole files are held out in pseudo-random order while they fit into `target_bytes`. If they fill
@@ -406,7 +406,7 @@ def split_off(files: Sequence[InputFile], target_bytes: int) -> list[InputFile]:
     """
     offsets = {file.name: file.size_bytes for file in files}
     left_bytes = target_bytes
-    in_order = sorted((f for f in files if f.size_bytes), key=lambda f: f.order)
+    in_order = sorted((f for f in files if f.size_bytes), key=lambda f: f.random_rank)
     for file in in_order:
         if file.size_bytes <= left_bytes:
             offsets[file.name] = 0
@@ -414,11 +414,11 @@ def split_off(files: Sequence[InputFile], target_bytes: int) -> list[InputFile]:
     if left_bytes > target_bytes / 2:
         split = next((f for f in in_order if offsets[f.name]), None)
         if split is not None:
-            offsets[split.name] = _last_part(split, max(1, left_bytes))
+            offsets[split.name] = _last_part_start(split, max(1, left_bytes))
     return [dataclasses.replace(file, train_bytes=offsets[file.name]) for file in files]
 
 
-def _last_part(file: InputFile, last_bytes: int) -> int:
+def _last_part_start(file: InputFile, last_bytes: int) -> int:
     """Return the byte position where the file's last `last_bytes` begin, moved to the next line
     start.
 
@@ -482,20 +482,20 @@ def _record_pieces(file: InputFile, start: int, stop: int) -> Iterator[tuple[str
         while position < stop and (line := f.readline()):
             if line.strip():
                 try:
-                    text = _json_text(line, file)
+                    text = _text_of_record(line, file)
                 except ValueError as error:
                     raise ValueError(
-                        f"{file.place(_line_number(file, position))}: {error}"
+                        f"{file.describe_line(_line_number(file, position))}: {error}"
                     ) from error
                 for first in range(0, len(text), PIECE_BYTES):
                     yield text[first : first + PIECE_BYTES], first + PIECE_BYTES >= len(text)
             position += len(line)
 
 
-def _json_text(line: bytes, file: InputFile) -> str:
+def _text_of_record(line: bytes, file: InputFile) -> str:
     field, record_is = file.field, "record" if file.is_array else "line"
     try:
-        record = _loads(line.decode())
+        record = _parse_json(line.decode())
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 at byte {error.start} of the line: {error.reason}") from error
     except json.JSONDecodeError as error:
@@ -536,7 +536,7 @@ def sample_texts(files: Sequence[InputFile], limit_bytes: int) -> Iterator[str]:
     """Yield about `limit_bytes` of the training text, from all files in proportion to size."""
     share = min(1.0, limit_bytes / max(1, sum(file.train_bytes for file in files)))
     left = limit_bytes
-    for file in sorted(files, key=lambda file: file.order):
+    for file in sorted(files, key=lambda file: file.random_rank):
         wanted = min(left, max(1, int(file.train_bytes * share)))
         for text, _ in read_pieces(file, 0, file.train_bytes):
             yield text

@@ -56,7 +56,7 @@ class CorpusTokenizer:
     known: set[str] = field(default_factory=set)  # characters known to have a token
 
     @functools.cached_property
-    def _omits_unknown(self) -> bool:
+    def _drops_unknown_characters(self) -> bool:
         """Whether encoding silently drops characters that have no token."""
         model, before = self.tokenizer.model, str(self.tokenizer.pre_tokenizer)
         if not isinstance(model, models.BPE) or model.unk_token is not None or model.byte_fallback:
@@ -64,12 +64,12 @@ class CorpusTokenizer:
         every_byte = set(pre_tokenizers.ByteLevel.alphabet())
         return "ByteLevel" not in before or not every_byte <= self.tokenizer.get_vocab().keys()
 
-    def check_known(self, texts: Iterable[str]) -> None:
+    def check_characters_known(self, texts: Iterable[str]) -> None:
         """Raise ValueError that names a character which encoding would silently drop.
 
         Only a BPE without unknown token, byte fallback or byte-level alphabet drops characters.
         """
-        if not self._omits_unknown:
+        if not self._drops_unknown_characters:
             return
         for character in sorted(set().union(*texts) - self.known):
             if (
@@ -210,7 +210,7 @@ def _join_cut_tokens(
         yield whole[:at], ends_document
 
 
-class ControlText:
+class ControlTextCounter:
     """Counts the documents that contain one of `tokens` as plain text."""
 
     def __init__(self, tokens: Sequence[str]) -> None:
@@ -218,7 +218,7 @@ class ControlText:
         self._pattern = re.compile("|".join(map(re.escape, longest_first))) if tokens else None
         self.documents = 0
 
-    def counted(self, texts: Iterable[tuple[str, bool]]) -> Iterator[tuple[str, bool]]:
+    def yield_and_count(self, texts: Iterable[tuple[str, bool]]) -> Iterator[tuple[str, bool]]:
         """Yield the pieces unchanged while counting."""
         spelled = False
         for text, ends_document in texts:
@@ -234,7 +234,7 @@ def _encode_batch(
     loaded: CorpusTokenizer, batch: list[tuple[str, bool]]
 ) -> Iterator[tuple[list[int], int]]:
     texts = [text for text, _ in batch]
-    loaded.check_known(texts)
+    loaded.check_characters_known(texts)
     try:
         encodings = loaded.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
     except Exception as error:  # tokenizers raises plain Exception

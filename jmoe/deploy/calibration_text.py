@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jmoe.config import check
-from jmoe.data.progress import PreparingData
-from jmoe.data.text_files import check_texts, find_files, read_pieces
+from jmoe.data.progress import PreparationProgress
+from jmoe.data.text_files import check_and_detect_encodings, find_files, read_pieces
 from jmoe.data.tokenizer import encode_pieces, load_tokenizer
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 
@@ -58,17 +58,17 @@ def read_calibration_text(
     constraint = f"must be at least {needed}, two windows of {length} tokens"
     check(max_tokens >= needed, "max_tokens", max_tokens, constraint)
     loaded = load_tokenizer(folder / "tokenizer.json", vocab_size)
-    report = PreparingData(lambda _: None).report
+    report = PreparationProgress(lambda _: None).report
     try:
         source = find_files(pattern, None, "text", report)
         check(not source.is_shards, "text", pattern, "must be text, not token shards")
-        files = check_texts(source.files, ("utf-8",), report)
+        files = check_and_detect_encodings(source.files, ("utf-8",), report)
     except ValueError as error:  # its message names train.py's option
         raise ValueError(
             str(error).replace("data.path", "text").partition("\n--data.encoding")[0]
         ) from error
     ids: list[int] = []
-    for file in sorted(files, key=lambda file: file.order):
+    for file in sorted(files, key=lambda file: file.random_rank):
         for some, _ in encode_pieces(loaded, read_pieces(file, 0, file.size_bytes)):
             ids += some
         if len(ids) >= max_tokens:

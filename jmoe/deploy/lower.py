@@ -252,7 +252,7 @@ def lower(
             plan = {
                 **_plan_settings(programs, options, platforms, program.calling_convention_version),
                 "programs": entries,
-                "files": portable.describe_files(partly),
+                "files": portable.file_sizes_and_hashes(partly),
             }
             replace_text(partly / portable.PLAN, portable.plan_text(plan))
 

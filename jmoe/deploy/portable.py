@@ -84,7 +84,7 @@ def _plan_checksum(plan: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
 
 
-def describe_files(folder: Path) -> dict[str, dict[str, Any]]:
+def file_sizes_and_hashes(folder: Path) -> dict[str, dict[str, Any]]:
     """Return {path: {"bytes", "sha256"}} of all files in a folder and its subfolders."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {

@@ -29,7 +29,7 @@ from typing import BinaryIO, Self
 import jax
 
 from jmoe.cluster import distributed
-from jmoe.data.shards import replacing
+from jmoe.data.shards import replacing_file
 from jmoe.memory.direct_io import NOT_SUPPORTED
 from jmoe.types import JsonObject
 
@@ -291,7 +291,7 @@ def _identity(folder: Path) -> _Identity:
 
 def _write_identity(folder: Path, run: str, starts: list[str]) -> None:
     """Write `run.json` with the file's own inode number, which a copy of the file does not have."""
-    with replacing(folder / IDENTITY) as file:
+    with replacing_file(folder / IDENTITY) as file:
         noted = {
             "run": run,
             "output_dir": str(folder.resolve()),

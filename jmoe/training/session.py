@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jmoe.cluster.distributed import Watchdog
 from jmoe.cluster.processes import check_alike
 from jmoe.config import TrainConfig
-from jmoe.data.loader import COMPARABLE_BYTES, baselines
+from jmoe.data.loader import COMPARABLE_BYTES, baseline_bits_per_byte
 from jmoe.mesh import ACCUMULATED_BATCH, make_mesh
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.run.compatibility import FINGERPRINT, check_compatible
@@ -309,8 +309,8 @@ class Session:
         return write_report(self.output_dir)
 
     def finish(self, state: TrainState, before: Any) -> None:
-        """Evaluate, then print the summary of the run: losses, baselines, a text sample and the
-        output files.
+        """Evaluate, then print the summary of the run: losses, baselines, a text sample and
+        the output files.
 
         before: the result of `evaluate_first`.
         """
@@ -331,7 +331,7 @@ class Session:
             return
         with status("drawing the report", say):
             self.report()
-        unigram, xz = baselines(corpus)
+        unigram, xz = baseline_bits_per_byte(corpus)
         if 0 < len(corpus.held_out_bytes) < COMPARABLE_BYTES:
             say(
                 f"held-out text: {len(corpus.held_out_bytes):,} bytes, too few to compare with xz"

@@ -505,7 +505,7 @@ from pathlib import Path
 from jmoe.config import DataConfig, DistributedConfig
 from jmoe.data import corpus
 from jmoe.cluster.distributed import Watchdog, start
-from jmoe.data.progress import PreparingData
+from jmoe.data.progress import PreparationProgress
 
 rank, processes, port = map(int, sys.argv[1:4])
 text, cache, slow_s = sys.argv[4], Path(sys.argv[5]), float(sys.argv[6])
@@ -521,8 +521,8 @@ def slowly(tokenizer, pieces):
 corpus.encode_pieces = slowly
 with Watchdog(240, 240) as watchdog:
     begun = time.monotonic()
-    seen, option = PreparingData(lambda line: print(line, flush=True), every_s=1), "distributed.start_timeout_s"
-    with watchdog.waiting_for("data", timeout_s=6, progress=seen.progress, option=option):
+    seen, option = PreparationProgress(lambda line: print(line, flush=True), every_s=1), "distributed.start_timeout_s"
+    with watchdog.waiting_for("data", timeout_s=6, progress=seen.progress_text, option=option):
         role = corpus.Role(rank == 0, seen.report, 6, watchdog.progress_of_rank_0)
         made = corpus.prepare(DataConfig(path=(text,)), 300, cache, role)
     print("prepared", made.fingerprint, f"after {time.monotonic() - begun:.1f} s", flush=True)

@@ -20,7 +20,7 @@ from jmoe.configs import PRESETS
 from jmoe.data.__main__ import main
 from jmoe.data.corpus import Corpus, prepare
 from jmoe.data.text_files import PIECE_BYTES
-from jmoe.data.tokenizer import ControlText, encode_pieces, load_tokenizer, train_bpe
+from jmoe.data.tokenizer import ControlTextCounter, encode_pieces, load_tokenizer, train_bpe
 from jmoe.models.tokenizer_file import open_tokenizer
 
 CHATS = [
@@ -61,7 +61,7 @@ def test_tokens_are_those_that_the_model_is_served_with(tokenizer: Path, tmp_pat
     served = open_tokenizer(tokenizer)
     assert documents(corpus) == sorted(served.encode(text).ids for text in CHATS)
     assert documents(corpus)[0].count(START) == documents(corpus)[0].count(END) == 2
-    assert corpus.control_texts() == ""
+    assert corpus.describe_control_texts() == ""
     assert corpus.held_out_bytes.decode() == "".join(CHATS)[-len(corpus.held_out_bytes.decode()) :]
 
 
@@ -69,12 +69,12 @@ def test_by_default_they_are_text_and_counted(tokenizer: Path, tmp_path: Path) -
     path = write(tmp_path / "a.jsonl", [*CHATS, *PLAIN])
     kept = prepare(config(path, tokenizer=str(tokenizer)), 300, tmp_path / "cache")
     assert not {START, END} & {i for ids in documents(kept) for i in ids}
-    assert kept.control_texts().startswith(
+    assert kept.describe_control_texts().startswith(
         "60 texts hold text of control tokens, kept as text; --data.control-tokens"
     )
     # from the folder of the run
     again = prepare(config(path, tokenizer=str(tokenizer)), 300, tmp_path / "cache")
-    assert again.control_texts() == kept.control_texts()
+    assert again.describe_control_texts() == kept.describe_control_texts()
     tokens = prepare(
         config(path, tokenizer=str(tokenizer), control_tokens=True), 300, tmp_path / "cache"
     )
@@ -82,7 +82,7 @@ def test_by_default_they_are_text_and_counted(tokenizer: Path, tmp_path: Path) -
     assert (
         prepare(
             config(write(path, PLAIN), tokenizer=str(tokenizer)), 300, tmp_path / "c"
-        ).control_texts()
+        ).describe_control_texts()
         == ""
     )
 
@@ -120,9 +120,14 @@ def test_documents_that_are_read_in_pieces(tokenizer: Path) -> None:
             encoded = list(encode_pieces(loaded, [*pieces, ("x", True)]))
             assert [i for ids, _ in encoded for i in ids][: len(whole)] == whole
             assert sum(size for _, size in encoded) == len(text) + 1
-    counted = ControlText(loaded.control_tokens)
+    counted = ControlTextCounter(loaded.control_tokens)
     assert (
-        len(list(counted.counted([("<|im_end|>", False), ("<|im_end|>", True), ("x", True)]))) == 3
+        len(
+            list(
+                counted.yield_and_count([("<|im_end|>", False), ("<|im_end|>", True), ("x", True)])
+            )
+        )
+        == 3
     )
     assert counted.documents == 1
 
@@ -143,7 +148,7 @@ def test_shards(tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main([*command, str(kept)]) == main([*command, str(made), "--control-tokens"]) == 0
     assert (
         prepare(config(kept), 300, tmp_path / "cache")
-        .control_texts()
+        .describe_control_texts()
         .startswith("58 texts hold text of control")
     )
     with pytest.raises(
@@ -151,7 +156,7 @@ def test_shards(tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     ):
         prepare(config(kept, control_tokens=True), 300, tmp_path / "cache")
     tokens = prepare(config(made, control_tokens=True), 300, tmp_path / "cache")
-    assert tokens.control_texts() == "" and START in documents(tokens)[0]
+    assert tokens.describe_control_texts() == "" and START in documents(tokens)[0]
     assert main([*command, str(made)]) == 2
     assert (
         "already holds token shards made from other inputs or settings" in capsys.readouterr().err

@@ -84,7 +84,7 @@ def test_shard_round_trip(tmp_path: Path, vocab_size: int, dtype: str) -> None:
         7,
     )
     assert shard.ids.tolist() == [0, *ids]
-    shard.blocks.check(0, 5)
+    shard.blocks.check_ids(0, 5)
     shard.blocks.check_all(header)
     assert [p.name for p in tmp_path.iterdir()] == ["a.bin"]
 
@@ -194,7 +194,9 @@ def test_a_large_shard_is_checked_where_it_is_read(
     ids = np.random.default_rng(0).integers(1, 300, 200_000)
     path = write_shard(tmp_path / "a.bin", ids.tolist(), text_bytes=10**6)
     flip(path, 100_000)
-    windows = loader._Windows(prepare(config(path), 300, tmp_path / "cache").sources[0], 100, 300)
+    windows = loader._TokenWindows(
+        prepare(config(path), 300, tmp_path / "cache").sources[0], 100, 300
+    )
     for index in (0, 500, 1500):
         assert windows[index].tolist() == [0, *ids.tolist()][100 * index : 100 * index + 101]
     with pytest.raises(
@@ -722,7 +724,7 @@ def test_an_error_of_the_disk_names_the_file(
     with pytest.raises(OSError, match=r"Input/output error: '.*/bad\.json'"):
         load_tokenizer(tmp_path / "bad.json", 300)
     # what opens is read on: a file whose first bytes alone are readable
-    monkeypatch.setattr(text_files, "binary_format", lambda path: None)
+    monkeypatch.setattr(text_files, "binary_format_advice", lambda path: None)
     with pytest.raises(OSError, match=r"Input/output error: '.*/mixed/bad\.txt'"):
         prepare(config(mixed), 300, tmp_path / "cache")
 
@@ -746,9 +748,14 @@ def test_files_read_and_skipped_are_counted(tmp_path: Path, texts: Path) -> None
     mixed = shutil.copytree(texts, tmp_path / "mixed")
     for name in ("a.png", "b.png", "Makefile"):
         (mixed / name).write_text("x")
-    assert prepare(config(texts), 300, tmp_path / "cache").files() == "20 file(s) read"
+    assert (
+        prepare(config(texts), 300, tmp_path / "cache").describe_input_files() == "20 file(s) read"
+    )
     read = prepare(config(mixed), 300, tmp_path / "cache2")
-    assert read.files() == "20 file(s) read, 3 skipped that are no text (2 *.png, 1 Makefile)"
+    assert (
+        read.describe_input_files()
+        == "20 file(s) read, 3 skipped that are no text (2 *.png, 1 Makefile)"
+    )
 
 
 @pytest.mark.parametrize("content", ["", "x"])
@@ -778,7 +785,7 @@ def test_an_absurd_vocabulary_is_refused(tmp_path: Path, texts: Path) -> None:
 
 
 def test_standard_library(tmp_path: Path) -> None:
-    names = [file.name for file in text_files.standard_library()]
+    names = [file.name for file in text_files.standard_library_files()]
     assert "inspect.py" in names
     assert not [
         n for n in names if {"test", "tests", "site-packages", "idle_test"} & set(n.split("/"))
@@ -791,7 +798,7 @@ def test_standard_library(tmp_path: Path) -> None:
 
 def test_sample_for_the_tokenizer_is_bounded_and_spread(texts: Path) -> None:
     files = text_files.find_files(str(texts), None, "text", quiet).files
-    files = text_files.split_off(files, 0)
+    files = text_files.split_off_held_out(files, 0)
     assert "".join(sorted(text_files.sample_texts(files, 10**9))) == "".join(
         sorted(file.path.read_text() for file in files)
     )

@@ -16,7 +16,7 @@ import pytest
 from text_corpus import config
 
 from jmoe.data.corpus import prepare
-from jmoe.data.file_formats import binary_format
+from jmoe.data.file_formats import binary_format_advice
 
 
 def tarred(name: str, content: bytes) -> bytes:
@@ -89,4 +89,4 @@ def test_tables_are_refused(tmp_path: Path, name: str) -> None:
 )
 def test_text_that_begins_like_a_binary_file_is_text(tmp_path: Path, begin: str) -> None:
     (tmp_path / "a.txt").write_text(f"{begin} in a line\n" * 50)
-    assert binary_format(tmp_path / "a.txt") is None
+    assert binary_format_advice(tmp_path / "a.txt") is None

@@ -136,13 +136,13 @@ def test_state_of_another_run_is_refused(corpus: Corpus, name: str) -> None:
 
 def test_a_process_reads_its_own_rows_only(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
-    original = loader._Windows.__getitem__
+    original = loader._TokenWindows.__getitem__
 
-    def counted(self: loader._Windows, index: int) -> np.ndarray:
+    def counted(self: loader._TokenWindows, index: int) -> np.ndarray:
         read.append(index)
         return original(self, index)
 
-    monkeypatch.setattr(loader._Windows, "__getitem__", counted)
+    monkeypatch.setattr(loader._TokenWindows, "__getitem__", counted)
     per_process = []
     for index in range(2):
         read.clear()

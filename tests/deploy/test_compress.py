@@ -347,7 +347,7 @@ def test_a_disk_that_fails_at_any_call(tmp_path: Path) -> None:
 
 def test_a_disk_that_fills_in_mid_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write_random(tmp_path / "model", fields_of("mixtral", 64, 96))
-    real, calls = stage.ExpertLayout.tensors, []
+    real, calls = stage.ExpertLayout.compress_matrix, []
 
     def full(layout: Any, w_KN: np.ndarray) -> Any:
         calls.append(sorted(path.name for path in tmp_path.iterdir()))
@@ -355,7 +355,7 @@ def test_a_disk_that_fills_in_mid_way(tmp_path: Path, monkeypatch: pytest.Monkey
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(layout, w_KN)
 
-    monkeypatch.setattr(stage.ExpertLayout, "tensors", full)
+    monkeypatch.setattr(stage.ExpertLayout, "compress_matrix", full)
     with pytest.raises(OSError, match="No space left"):
         compress_model(source, tmp_path / "out", "int4")
     assert calls[-1] == [".out.partial", "model"] and [

@@ -23,7 +23,7 @@ from jmoe.deploy.portable import (
     PLAN,
     PortableModel,
     _open_tokenizer,
-    describe_files,
+    file_sizes_and_hashes,
     plan_text,
     read_plan,
 )
@@ -220,7 +220,9 @@ def test_another_jax_is_named(copied: Path) -> None:
 def with_new_sums(folder: Path) -> Path:
     change_plan(
         folder,
-        files={name: entry for name, entry in describe_files(folder).items() if name != PLAN},
+        files={
+            name: entry for name, entry in file_sizes_and_hashes(folder).items() if name != PLAN
+        },
     )
     return folder
 

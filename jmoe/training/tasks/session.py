@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 
 from jmoe.cluster.distributed import RequestSignal, from_rank_0
 from jmoe.config import VisionTrainConfig, check
-from jmoe.data.image_batches import ImageBatch, held_out_batches, train_images
+from jmoe.data.image_batches import ImageBatch, all_train_batches, held_out_batches
 from jmoe.data.images import ImageTask
 from jmoe.mesh import BATCH, first_devices, make_mesh
 from jmoe.run.metrics import read_events, read_metrics
@@ -167,7 +167,7 @@ class VisionSession(Session):
     def _image_s(self, trainer: VisionTrainer, state: TrainState) -> dict[str, float]:
         """Return the measured seconds per image of each active task, the same on every process."""
         numbers = sorted({share.task for shares in trainer.layout.shares for share in shares})
-        samples = [self._on_devices(self.batches.sample(number)) for number in numbers]
+        samples = [self._on_devices(self.batches.peek_micro_batch(number)) for number in numbers]
         seconds = max_over_processes(trainer.image_s(state, samples))
         return {
             self.corpus[number].name: value for number, value in zip(numbers, seconds, strict=True)
@@ -209,7 +209,7 @@ class VisionSession(Session):
 
         with self.watchdog.waiting_for("evaluation after step", step), doing:
             homes, numbers = self.trainer.homes, compared.tolist()
-            train = train_images(self.corpus, numbers, homes, *sizes) if numbers else iter(())
+            train = all_train_batches(self.corpus, numbers, homes, *sizes) if numbers else iter(())
             means = self.trainer.class_means(state, map(put, train))
             batches = held_out_batches(self.corpus, homes, *sizes)
             while some := [

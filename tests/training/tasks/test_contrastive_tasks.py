@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 from jmoe.config import TaskConfig, VisionTrainConfig
-from jmoe.data.image_batches import ImageBatch, ImageBatches, held_out_batches, train_images
+from jmoe.data.image_batches import ImageBatch, ImageBatches, all_train_batches, held_out_batches
 from jmoe.data.images import ImageTask, Split
 from jmoe.deploy.extract import extract_task, load_task_model
 from jmoe.layers.contrastive import contrastive_losses, normalized
@@ -77,7 +77,8 @@ def accuracies(
     devices = trainer.model.mesh.size
     compared = np.flatnonzero(trainer.is_contrastive).tolist()
     means = trainer.class_means(
-        state, [put(b, trainer) for b in train_images(tasks, compared, trainer.homes, devices, 8)]
+        state,
+        [put(b, trainer) for b in all_train_batches(tasks, compared, trainer.homes, devices, 8)],
     )
     held_out = [put(batch, trainer) for batch in held_out_batches(tasks, trainer.homes, devices, 8)]
     sums = np.sum(
@@ -158,7 +159,7 @@ def test_a_task_that_compares_images_learns_their_classes() -> None:
 
 def test_an_image_of_such_a_task_is_timed_too() -> None:
     trainer, batches = trainer_of(1)
-    samples = [put(batches.sample(number), trainer) for number in range(2)]
+    samples = [put(batches.peek_micro_batch(number), trainer) for number in range(2)]
     assert all(0 < seconds < 10 for seconds in trainer.image_s(trainer.init(), samples))
 
 

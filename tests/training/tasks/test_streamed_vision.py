@@ -18,7 +18,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 from jmoe.config import CheckpointConfig, TiersConfig, VisionTrainConfig
-from jmoe.data.image_batches import ImageBatch, ImageBatches, held_out_batches, train_images
+from jmoe.data.image_batches import ImageBatch, ImageBatches, all_train_batches, held_out_batches
 from jmoe.mesh import BATCH
 from jmoe.offload.expert_state import ExpertState
 from jmoe.run.checkpoint import Checkpoints
@@ -98,7 +98,7 @@ class Run:
         """[3, A] of what is held out."""
         trainer, devices = self.trainer, self.trainer.model.mesh.size
         homes, numbers = trainer.homes, np.flatnonzero(trainer.is_contrastive).tolist()
-        images = train_images(TASKS, numbers, homes, devices, 8) if numbers else iter(())
+        images = all_train_batches(TASKS, numbers, homes, devices, 8) if numbers else iter(())
         means = trainer.class_means(self.state, (put(batch, trainer) for batch in images))
         held_out = [put(batch, trainer) for batch in held_out_batches(TASKS, homes, devices, 8)]
         total: np.ndarray = sum(
